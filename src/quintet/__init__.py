@@ -1,0 +1,29 @@
+"""Quintet: a serving engine for large language models, built as five kinds of process.
+
+The public Python API. The names load on first use, because every child process imports this package for its folder
+and must not pay for the others.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from quintet.deploy.offline import LLM, AsyncLLM
+    from quintet.wire.params import SamplingParams
+
+__all__ = ["LLM", "AsyncLLM", "SamplingParams"]
+
+_HOMES = {
+    "LLM": "quintet.deploy.offline",
+    "AsyncLLM": "quintet.deploy.offline",
+    "SamplingParams": "quintet.wire.params",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'quintet' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,128 @@
+"""The resolved configuration: made once by the supervisor, written to a file, read by every process, never changed.
+
+Each process is handed only the section it needs. Nothing here parses flags or reads a model folder: that is
+``deploy/resolve``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from quintet.wire.kv_spec import KvSpec
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Which model, and the few of its numbers that processes other than the executor need."""
+
+    path: str
+    """Local folder with ``config.json``, weights and tokenizer files."""
+    tokenizer_path: str
+    """Local folder with ``tokenizer.json`` and ``tokenizer_config.json``."""
+    served_names: list[str]
+    """Names clients may ask for; the first one is echoed in answers."""
+    architecture: str
+    """First of the model card's ``architectures``, e.g. ``LlamaForCausalLM``."""
+    dtype: Literal["bfloat16", "float16", "float32"]
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: list[int]
+    kv: KvSpec
+    generation_defaults: dict[str, float | int] = {}
+    """Sampling defaults of the model's ``generation_config.json``: temperature, top_p, top_k, min_p, repetition_penalty, max_tokens."""
+    chat_template: str | None = None
+    """Template text given by flag or found in the model folder; None when the model has none."""
+
+
+class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """KV memory."""
+
+    memory_bytes: int
+    """Upper bound for KV tensors; the executor reports what it could really take as `Capacity`."""
+    enable_prefix_caching: bool = True
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits and policy of the core."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    """Most tokens of one prompt computed in one step while others wait; 0 means no limit."""
+    depth: int = 2
+    """Plans that may be in flight: 1 is synchronous, 2 overlaps planning with the device."""
+    audit: bool = False
+    """Check every invariant after every step, and ship table checksums: for debugging."""
+
+
+class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The device side."""
+
+    kind: Literal["torch", "mock"] = "torch"
+    device: Literal["cpu", "cuda"] = "cpu"
+    load_format: Literal["auto", "dummy"] = "auto"
+    """``dummy`` fills the weights with seeded random numbers instead of reading them."""
+    threads: int = 0
+    """Compute threads; 0 lets the executor choose."""
+    seed: int = 0
+    step_ms: float = 0.0
+    """Mock only: how long a step takes."""
+
+
+class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The HTTP side."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: list[str] = []
+    allowed_origins: list[str] = []
+    max_body_bytes: int = 32 << 20
+    max_queued_requests: int = 4096
+    """Requests one frontend holds at most; one more is answered 429 with Retry-After."""
+    max_logprobs: int = 20
+    keep_alive_s: float = 15.0
+    """Seconds of silence after which a stream gets an SSE comment; 0 for never."""
+    root_path: str = ""
+    log_requests: bool = False
+
+
+class ProcessesConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How many of each process, and how long to wait for them."""
+
+    frontends: int = 1
+    external_frontends: int = 0
+    """Seats after the HTTP frontends that a process of the user's fills: the Python API."""
+    tokenizers: int = 1
+    detokenizers: int = 1
+    boot_timeout_s: float = 600.0
+    drain_timeout_s: float = 30.0
+    heartbeat_s: float = 1.0
+    stall_s: float = 10.0
+    """Work pending without progress for this long counts as stalled."""
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything, frozen."""
+
+    run_dir: str
+    """Folder of this server's sockets, mode 0700."""
+    model: ModelConfig
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    executor: ExecutorConfig
+    frontend: FrontendConfig
+    processes: ProcessesConfig
+    log_level: str = "INFO"
+
+    def write(self, path: Path) -> None:
+        """Write the configuration as JSON for the child processes."""
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2))
+
+    @classmethod
+    def read(cls, path: Path) -> EngineConfig:
+        """Read what `write` wrote."""
+        return msgspec.json.decode(path.read_bytes(), type=cls)

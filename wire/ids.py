@@ -1,0 +1,71 @@
+"""Names for the integers that cross process boundaries, and how request ids are built."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NewType
+
+import msgspec
+
+RequestId = NewType("RequestId", int)
+"""63 bits: ``frontend index | frontend epoch | counter``; unique for the life of a deployment."""
+
+Slot = NewType("Slot", int)
+"""A row of the executor's tables. A request keeps its slot while it runs; the row never moves."""
+
+BlockId = NewType("BlockId", int)
+"""A page of KV memory: ``block_size`` consecutive tokens of one sequence, in every layer."""
+
+StepId = NewType("StepId", int)
+"""Counts the core's plans, from 1; restarts with the core's epoch."""
+
+_INDEX_BITS, _EPOCH_BITS, _COUNTER_BITS = 10, 13, 40
+
+
+class Role(StrEnum):
+    """The kinds of process."""
+
+    SUPERVISOR = "supervisor"
+    FRONTEND = "frontend"
+    TOKENIZER = "tokenizer"
+    CORE = "core"
+    EXECUTOR = "executor"
+    DETOKENIZER = "detokenizer"
+
+
+class WorkerId(msgspec.Struct, frozen=True, array_like=True, gc=False, order=True):
+    """One process: its role, its index among its siblings, and how often that seat was filled before."""
+
+    role: Role
+    index: int
+    epoch: int
+
+    def __str__(self) -> str:
+        return f"{self.role}-{self.index}.{self.epoch}"
+
+
+class RequestIds:
+    """Hands out the request ids of one frontend process."""
+
+    def __init__(self, index: int, epoch: int) -> None:
+        if not 0 <= index < 1 << _INDEX_BITS:
+            raise ValueError(f"frontend index {index} does not fit in {_INDEX_BITS} bits")
+        self._base = (index << _EPOCH_BITS | epoch % (1 << _EPOCH_BITS)) << _COUNTER_BITS
+        self._next = 1
+
+    def take(self, count: int = 1) -> RequestId:
+        """Reserve ``count`` consecutive ids and return the first."""
+        first = self._next
+        self._next += count
+        return RequestId(self._base | first)
+
+
+def frontend_of(request_id: int) -> tuple[int, int]:
+    """Return ``(index, epoch)`` of the frontend that made this id (the epoch modulo 8192)."""
+    seat = request_id >> _COUNTER_BITS
+    return seat >> _EPOCH_BITS, seat & ((1 << _EPOCH_BITS) - 1)
+
+
+def epoch_tag(epoch: int) -> int:
+    """Return the part of an epoch that request ids carry."""
+    return epoch % (1 << _EPOCH_BITS)

@@ -1,0 +1,391 @@
+"""Every message between processes except the step pair: who sends it, to whom, and what the receiver may rely on.
+
+Frames of one sender to one receiver arrive in order; frames of different senders do not. All times are
+``time.monotonic_ns()`` of the host.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import msgspec
+
+from quintet.wire.errors import ErrorCode
+from quintet.wire.ids import WorkerId
+from quintet.wire.params import SamplingParams
+from quintet.wire.step import PromptLogprobs, TokenLogprobs
+
+
+class FinishReason(IntEnum):
+    """Why a request ended. `NONE` in a column means that it has not."""
+
+    NONE = 0
+    STOP = 1
+    LENGTH = 2
+    ABORT = 3
+    ERROR = 4
+
+
+# --- a request's way in: frontend -> tokenizer -> core ---------------------------------------------------------
+
+
+class TextPrompt(msgspec.Struct, array_like=True, tag="text"):
+    """A prompt as text."""
+
+    text: str
+    add_special_tokens: bool = True
+
+
+class TokenPrompt(msgspec.Struct, array_like=True, tag="ids"):
+    """A prompt as token ids (int32)."""
+
+    token_ids: bytes
+
+
+class ChatPrompt(msgspec.Struct, array_like=True, tag="chat"):
+    """A conversation, rendered by the model's chat template.
+
+    ``messages``, ``tools`` and ``template_kwargs`` are JSON: only the tokenizer process looks inside.
+    """
+
+    messages: bytes
+    tools: bytes = b""
+    template_kwargs: bytes = b""
+    chat_template: str | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt
+
+
+class Submit(msgspec.Struct, array_like=True, tag="submit"):
+    """Frontend -> tokenizer: serve this request.
+
+    A request with ``params.n`` choices owns the ids ``request_id … request_id + n - 1``, one per choice. ``params``
+    are checked and carry a seed. ``output_ids`` are outputs the request already has (resumption; then ``n`` is 1
+    and ``choice`` says which choice of the original it was).
+    """
+
+    request_id: int
+    prompt: Prompt
+    params: SamplingParams
+    arrival_ns: int
+    sent_ns: int
+    core: int
+    """Index of the core replica to admit to."""
+    detokenizer: int
+    """Index of the detokenizer that keeps the request for its life."""
+    priority: int = 0
+    """Lower runs first, under the priority policy."""
+    cache_salt: str = ""
+    """Prefix-cache entries are shared only between requests of the same salt."""
+    echo: bool = False
+    """Begin the text with the prompt's."""
+    return_prompt_ids: bool = False
+    choice: int = 0
+    output_ids: bytes = b""
+
+
+class Cancel(msgspec.Struct, array_like=True, tag="cancel"):
+    """Frontend -> tokenizer -> core, on the same path as the request, so it never overtakes it.
+
+    The core answers through the detokenizer with a finish of `FinishReason.ABORT` for every id that was still alive.
+    """
+
+    request_ids: list[int]
+    core: int
+
+
+class Admit(msgspec.Struct, array_like=True, tag="admit"):
+    """Tokenizer -> core: the request as ids."""
+
+    request_id: int
+    prompt_ids: bytes
+    params: SamplingParams
+    arrival_ns: int
+    sent_ns: int
+    detokenizer: int
+    priority: int = 0
+    cache_salt: str = ""
+    echo: bool = False
+    return_prompt_ids: bool = False
+    bad_word_ids: list[list[int]] = []
+    choice: int = 0
+    output_ids: bytes = b""
+
+
+class Failed(msgspec.Struct, array_like=True, tag="failed"):
+    """Tokenizer or core -> frontend: the request (every choice of it) ended with an error and produced nothing more."""
+
+    request_id: int
+    code: ErrorCode
+    message: str
+    param: str | None = None
+
+
+# --- a request's way out: core -> detokenizer -> frontend ------------------------------------------------------
+
+
+class Open(msgspec.Struct, array_like=True, gc=False):
+    """Inside `Tokens`: the first the detokenizer hears of a request (one per choice)."""
+
+    request_id: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    prompt_ids: bytes
+    """Whole when ``echo`` or ``return_prompt_ids``; otherwise only the tail (`PROMPT_TAIL`), the context of the first output."""
+    stop: list[str]
+    include_stop: bool
+    skip_special_tokens: bool
+    spaces_between_special_tokens: bool
+    detokenize: bool
+    echo: bool
+    return_prompt_ids: bool
+    min_tokens: int
+    arrival_ns: int
+    scheduled_ns: int
+    """When the first step that computes the request was planned."""
+    output_ids: bytes = b""
+    """Outputs the request had before (recovery): rebuild the text, send nothing for them again unless asked by index."""
+
+
+PROMPT_TAIL = 16
+"""Prompt tokens that `Open` carries as context."""
+
+
+class Tokens(msgspec.Struct, array_like=True, tag="tokens", gc=False):
+    """Core -> detokenizer, one per step: the new tokens of all requests that this detokenizer keeps."""
+
+    step: int
+    sent_ns: int
+    opens: list[Open]
+    request_ids: bytes
+    """int64[K]"""
+    first_indexes: bytes
+    """int32[K]: output index of the row's first new token; what was already applied is dropped."""
+    num_tokens: bytes
+    """uint8[K]: new tokens of the row; 0 with a finish is an ending without a token."""
+    token_ids: bytes
+    """int32[sum of num_tokens]"""
+    finishes: bytes
+    """uint8[K]: `FinishReason`"""
+    stop_ids: bytes
+    """int32[K]: the stop token that ended the row, or -1 (end of sequence and every other reason)."""
+    logprobs: list[TokenLogprobs] = []
+    """``row`` is the row of this message."""
+    prompt_logprobs: list[PromptLogprobs] = []
+    """``row`` is the row of this message, which may have no tokens yet."""
+
+
+class StopHit(msgspec.Struct, array_like=True, tag="stop_hit", gc=False):
+    """Detokenizer -> core: these requests ended in their text (a stop string). The client has been told already."""
+
+    request_ids: bytes
+    """int64[K]"""
+
+
+class Alternative(msgspec.Struct, array_like=True, gc=False):
+    """One token and its log-probability, with its text."""
+
+    token_id: int
+    logprob: float
+    token: str
+    token_bytes: bytes
+    rank: int
+
+
+class PositionLogprobs(msgspec.Struct, array_like=True, gc=False):
+    """Log-probabilities at one position: the token itself, then the most likely ones."""
+
+    chosen: Alternative
+    top: list[Alternative]
+    text_offset: int
+    """Where the token's text begins in the whole text, in characters (prompt included when echoed)."""
+
+
+class Started(msgspec.Struct, array_like=True, gc=False):
+    """Inside `Text`: the request has been computed for the first time."""
+
+    request_id: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    arrival_ns: int
+    scheduled_ns: int
+    prompt_ids: bytes = b""
+    prompt_text: str | None = None
+    """When echoed."""
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+
+
+class Finish(msgspec.Struct, array_like=True, gc=False):
+    """Inside `Text`: the request has ended; exactly one per choice."""
+
+    request_id: int
+    reason: FinishReason
+    stop_reason: str | int | None
+    num_output_tokens: int
+
+
+class RowLogprobs(msgspec.Struct, array_like=True, gc=False):
+    """Inside `Text`: log-probabilities of the tokens of one row."""
+
+    row: int
+    positions: list[PositionLogprobs]
+
+
+class Text(msgspec.Struct, array_like=True, tag="text_out", gc=False):
+    """Detokenizer -> frontend, one per step: what became of the requests this frontend owns.
+
+    Apply in this order: ``started``, rows, ``finishes``.
+    """
+
+    step: int
+    sent_ns: int
+    tokens_sent_ns: int
+    """When the core sent the tokens of this step."""
+    started: list[Started]
+    request_ids: list[int]
+    deltas: list[str]
+    """New text of each row; empty while a character or a possible stop string is incomplete."""
+    offsets: list[int]
+    """Characters of output text before the delta: what was already seen is dropped."""
+    first_indexes: list[int]
+    """Output index of the row's first new token."""
+    num_tokens: list[int]
+    token_ids: bytes
+    """int32[sum of num_tokens]"""
+    finishes: list[Finish]
+    logprobs: list[RowLogprobs] = []
+
+
+# --- small questions ------------------------------------------------------------------------------------------
+
+
+class TokenizeQuery(msgspec.Struct, array_like=True, tag="tokenize"):
+    """Frontend -> tokenizer: only encode."""
+
+    query_id: int
+    frontend: int
+    prompt: TextPrompt | ChatPrompt
+    return_token_strs: bool = False
+
+
+class Tokenized(msgspec.Struct, array_like=True, tag="tokenized"):
+    """Tokenizer -> frontend: the answer, or an error."""
+
+    query_id: int
+    token_ids: bytes
+    token_strs: list[str] | None = None
+    error: Failed | None = None
+
+
+class DetokenizeQuery(msgspec.Struct, array_like=True, tag="detokenize"):
+    """Frontend -> detokenizer: only decode."""
+
+    query_id: int
+    frontend: int
+    token_ids: bytes
+    skip_special_tokens: bool = False
+
+
+class Detokenized(msgspec.Struct, array_like=True, tag="detokenized"):
+    """Detokenizer -> frontend: the answer, or an error."""
+
+    query_id: int
+    text: str
+    error: Failed | None = None
+
+
+# --- supervision ----------------------------------------------------------------------------------------------
+
+
+class SeatState(IntEnum):
+    """What the supervisor knows of one seat."""
+
+    STARTING = 0
+    READY = 1
+    STALLED = 2
+    DOWN = 3
+
+
+class Seat(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """One process in the topology."""
+
+    worker: WorkerId
+    address: str
+    pid: int
+    state: SeatState
+    note: str = ""
+
+
+class Topology(msgspec.Struct, array_like=True, tag="topology"):
+    """Supervisor -> everyone, whenever a seat changes: who is there, at which epoch. Newer versions replace older ones."""
+
+    version: int
+    seats: list[Seat]
+    draining: bool = False
+
+
+class Ready(msgspec.Struct, array_like=True, tag="ready"):
+    """Child -> supervisor: booted. ``facts`` are short words for the boot story (e.g. ``blocks: 812``)."""
+
+    worker: WorkerId
+    pid: int
+    facts: dict[str, str] = {}
+
+
+class Heartbeat(msgspec.Struct, array_like=True, tag="heartbeat"):
+    """Child -> supervisor, about once a second, from the loop that does the work."""
+
+    worker: WorkerId
+    progress: int
+    """Grows whenever work is completed."""
+    pending: int
+    """Work accepted and not completed; with ``progress`` standing still this means a stall."""
+    cpu_ns: int
+    """Processor time of the process so far."""
+    metrics: bytes = b""
+    """Encoded `quintet.wire.metrics.Snapshot`; empty when nothing changed since the last."""
+
+
+class MetricsQuery(msgspec.Struct, array_like=True, tag="metrics_query"):
+    """Frontend -> supervisor: everybody's newest figures."""
+
+    query_id: int
+    frontend: int
+
+
+class ProcessFigures(msgspec.Struct, array_like=True):
+    """Inside `MetricsReport`: one process."""
+
+    worker: WorkerId
+    pid: int
+    state: SeatState
+    cpu_ns: int
+    progress: int
+    pending: int
+    restarts: int
+    metrics: bytes
+
+
+class MetricsReport(msgspec.Struct, array_like=True, tag="metrics_report"):
+    """Supervisor -> frontend: the answer."""
+
+    query_id: int
+    processes: list[ProcessFigures]
+
+
+class Drain(msgspec.Struct, array_like=True, tag="drain"):
+    """Supervisor -> frontend: accept nothing new, finish what is in flight, then send `Drained`."""
+
+
+class Drained(msgspec.Struct, array_like=True, tag="drained"):
+    """Frontend -> supervisor: nothing left."""
+
+    worker: WorkerId
+
+
+class Stop(msgspec.Struct, array_like=True, tag="stop"):
+    """Supervisor -> child: exit now, cleanly."""

@@ -1,0 +1,109 @@
+"""Counters, gauges and histograms that a process keeps, and the snapshot it ships with its heartbeat.
+
+The Prometheus text is made elsewhere (``frontend/metrics.py``): here is only counting, cheap enough for once per
+step or request.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+import msgspec
+
+Labels = tuple[tuple[str, str], ...]
+
+TIME_BUCKETS_S = (
+    0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0,
+)  # fmt: skip
+"""Seconds. Fine enough at the bottom for hops and decode steps."""
+
+COUNT_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+"""Tokens, rows."""
+
+
+class CounterSeries(msgspec.Struct, array_like=True):
+    """A count that only grows."""
+
+    name: str
+    help: str
+    labels: Labels
+    value: float = 0.0
+
+    def inc(self, amount: float = 1.0) -> None:
+        """Add to the count."""
+        self.value += amount
+
+
+class GaugeSeries(msgspec.Struct, array_like=True):
+    """A number that is now so."""
+
+    name: str
+    help: str
+    labels: Labels
+    value: float = 0.0
+
+    def set(self, value: float) -> None:
+        """Replace the number."""
+        self.value = value
+
+
+class HistogramSeries(msgspec.Struct, array_like=True):
+    """How often values fell into each bucket; ``counts`` has one more entry than ``bounds``, for what is above."""
+
+    name: str
+    help: str
+    labels: Labels
+    bounds: tuple[float, ...]
+    counts: list[int]
+    total: float = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count one value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+
+class Snapshot(msgspec.Struct, array_like=True):
+    """All series of one process."""
+
+    counters: list[CounterSeries]
+    gauges: list[GaugeSeries]
+    histograms: list[HistogramSeries]
+
+
+class Metrics:
+    """The series of one process. Make each once at boot and keep it; names carry no prefix."""
+
+    def __init__(self) -> None:
+        self._snapshot = Snapshot([], [], [])
+
+    def counter(self, name: str, help: str, **labels: str) -> CounterSeries:
+        """Declare a counter; Prometheus shows it as ``quintet:<name>_total``."""
+        series = CounterSeries(name, help, tuple(labels.items()))
+        self._snapshot.counters.append(series)
+        return series
+
+    def gauge(self, name: str, help: str, **labels: str) -> GaugeSeries:
+        """Declare a gauge."""
+        series = GaugeSeries(name, help, tuple(labels.items()))
+        self._snapshot.gauges.append(series)
+        return series
+
+    def histogram(
+        self, name: str, help: str, bounds: tuple[float, ...] = TIME_BUCKETS_S, **labels: str
+    ) -> HistogramSeries:
+        """Declare a histogram over ``bounds`` (upper, inclusive)."""
+        series = HistogramSeries(name, help, tuple(labels.items()), bounds, [0] * (len(bounds) + 1))
+        self._snapshot.histograms.append(series)
+        return series
+
+    def encoded(self) -> bytes:
+        """Return the snapshot as bytes for `Heartbeat`."""
+        return msgspec.msgpack.encode(self._snapshot)
+
+
+def decode_snapshot(encoded: bytes) -> Snapshot:
+    """Read what `Metrics.encoded` wrote; empty bytes are an empty snapshot."""
+    if not encoded:
+        return Snapshot([], [], [])
+    return msgspec.msgpack.decode(encoded, type=Snapshot)

@@ -1,0 +1,184 @@
+"""Sampling parameters: the one struct that clients, the core, the sampler and the detokenizer share.
+
+Names, defaults and ranges are those of vLLM's ``SamplingParams``, so that existing scripts work unchanged.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import IntEnum
+from typing import Any
+
+import msgspec
+
+from quintet.wire.errors import ErrorCode, RequestError
+
+MAX_CHOICES = 16_384
+MAX_STOP_STRINGS = 64
+MAX_BAD_WORDS = 128
+MAX_LOGPROB_IDS = 128
+GREEDY_BELOW = 1e-5
+MIN_TEMPERATURE = 0.01
+
+
+class OutputKind(IntEnum):
+    """What each output of the Python API holds."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_defaults=True):
+    """How to choose the output of one request, and when to end it.
+
+    Call `checked` before use: it validates every field and returns the normal form that processes exchange
+    (greedy spelled one way, -1 turned into None, and so on).
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: list[str] = msgspec.field(default_factory=list)
+    stop_token_ids: list[int] = msgspec.field(default_factory=list)
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    output_kind: OutputKind = OutputKind.CUMULATIVE
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] = msgspec.field(default_factory=list)
+    logprob_token_ids: list[int] | None = None
+    skip_reading_prefix_cache: bool = False
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str = "left"
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken at every position."""
+        return self.temperature < GREEDY_BELOW
+
+    def checked(self, max_logprobs: int = 20, vocab_size: int | None = None) -> SamplingParams:
+        """Return the normal form of these parameters.
+
+        Raises `RequestError` naming the first field that is out of range, its value and the allowed range.
+        """
+        _check_ranges(self)
+        _check_lists(self, max_logprobs, vocab_size)
+        changes: dict[str, Any] = {}
+        if self.greedy:
+            if self.n > 1:
+                raise _bad("n", self.n, "1 when temperature is 0: greedy choices would all be the same")
+            changes = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        elif self.temperature < MIN_TEMPERATURE:
+            changes["temperature"] = MIN_TEMPERATURE
+        if self.top_k == -1:
+            changes["top_k"] = 0
+        if self.seed == -1:
+            changes["seed"] = None
+        if self.logit_bias:
+            changes["logit_bias"] = {t: min(100.0, max(-100.0, b)) for t, b in self.logit_bias.items()}
+        return msgspec.structs.replace(self, **changes) if changes else self
+
+
+def _bad(field: str, value: object, allowed: str) -> RequestError:
+    return RequestError(ErrorCode.INVALID, f"{field} is {value!r}; it must be {allowed}.", field)
+
+
+def _check_ranges(p: SamplingParams) -> None:
+    if not 1 <= p.n <= MAX_CHOICES:
+        raise _bad("n", p.n, f"between 1 and {MAX_CHOICES}")
+    for field, low, high in (
+        ("temperature", 0.0, 2.0),
+        ("min_p", 0.0, 1.0),
+        ("presence_penalty", -2.0, 2.0),
+        ("frequency_penalty", -2.0, 2.0),
+    ):
+        value = getattr(p, field)
+        if not low <= value <= high:
+            raise _bad(field, value, f"between {low:g} and {high:g}")
+    if not 0.0 < p.top_p <= 1.0:
+        raise _bad("top_p", p.top_p, "greater than 0 and at most 1")
+    if p.top_k < -1:
+        raise _bad("top_k", p.top_k, "a positive integer, or 0 or -1 to consider every token")
+    if not (math.isfinite(p.repetition_penalty) and p.repetition_penalty > 0):
+        raise _bad("repetition_penalty", p.repetition_penalty, "a finite number greater than 0")
+    if p.seed is not None and not -(1 << 63) <= p.seed < 1 << 63:
+        raise _bad("seed", p.seed, "a 64-bit integer")
+    if p.max_tokens is not None and p.max_tokens < 1:
+        raise _bad("max_tokens", p.max_tokens, "at least 1")
+    if p.min_tokens < 0:
+        raise _bad("min_tokens", p.min_tokens, "at least 0")
+    if p.max_tokens is not None and p.min_tokens > p.max_tokens:
+        raise _bad("min_tokens", p.min_tokens, f"at most max_tokens, which is {p.max_tokens}")
+    if p.truncate_prompt_tokens is not None and p.truncate_prompt_tokens < -1:
+        raise _bad(
+            "truncate_prompt_tokens", p.truncate_prompt_tokens, "at least 1, or -1 for the model's limit"
+        )
+    if p.truncation_side not in {"left", "right"}:
+        raise _bad("truncation_side", p.truncation_side, "'left' or 'right'")
+
+
+def _check_lists(p: SamplingParams, max_logprobs: int, vocab_size: int | None) -> None:
+    for field in ("logprobs", "prompt_logprobs"):
+        value = getattr(p, field)
+        if value is None:
+            continue
+        if value == -1 and max_logprobs == -1:
+            continue
+        if value < 0 or (max_logprobs >= 0 and value > max_logprobs):
+            raise _bad(field, value, f"between 0 and {max_logprobs} (the server's --max-logprobs)")
+    if len(p.stop) > MAX_STOP_STRINGS:
+        raise _bad("stop", f"{len(p.stop)} strings", f"at most {MAX_STOP_STRINGS} strings")
+    if "" in p.stop:
+        raise _bad("stop", p.stop, "a list of non-empty strings")
+    if p.stop and not p.detokenize:
+        raise _bad("stop", p.stop, "empty when detokenize is false: stop strings are searched in text")
+    if len(p.bad_words) > MAX_BAD_WORDS:
+        raise _bad("bad_words", f"{len(p.bad_words)} words", f"at most {MAX_BAD_WORDS} words")
+    if "" in p.bad_words:
+        raise _bad("bad_words", p.bad_words, "a list of non-empty strings")
+    if p.allowed_token_ids is not None and not p.allowed_token_ids:
+        raise _bad("allowed_token_ids", [], "a non-empty list, or absent")
+    if p.logprob_token_ids is not None and len(p.logprob_token_ids) > MAX_LOGPROB_IDS:
+        raise _bad("logprob_token_ids", f"{len(p.logprob_token_ids)} ids", f"at most {MAX_LOGPROB_IDS} ids")
+    if p.logit_bias and not all(math.isfinite(bias) for bias in p.logit_bias.values()):
+        raise _bad("logit_bias", "not finite", "a map from token id to a number between -100 and 100")
+    ids_by_field: tuple[tuple[str, Any], ...] = (
+        ("stop_token_ids", p.stop_token_ids),
+        ("allowed_token_ids", p.allowed_token_ids),
+        ("logprob_token_ids", p.logprob_token_ids),
+        ("logit_bias", p.logit_bias),
+    )
+    for field, ids in ids_by_field:
+        for token in ids or ():
+            if token < 0 or (vocab_size is not None and token >= vocab_size):
+                limit = "a token id" if vocab_size is None else f"a token id between 0 and {vocab_size - 1}"
+                raise _bad(field, token, limit)
+
+
+def seed_of_choice(seed: int, choice: int) -> int:
+    """Return the RNG key of one of a request's ``n`` choices.
+
+    Choice 0 keeps the request's own seed, so that ``n=1`` and the first of ``n`` draw alike. The mixing step is
+    SplitMix64's finalizer (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
+    """
+    mask = (1 << 64) - 1
+    if choice == 0:
+        return seed & mask
+    z = (seed + choice * 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return z ^ (z >> 31)

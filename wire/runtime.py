@@ -1,0 +1,188 @@
+"""What every child process does besides its job: read its configuration, take its seat, report, and die with its parent.
+
+Two loops use it: the blocking loop of core, executor and detokenizer (`Process.receive`), and the asyncio loop of
+frontend and tokenizer (`Process.attach`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import faulthandler
+import gc
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Generic
+
+import msgspec
+import setproctitle
+import zmq
+
+from quintet.wire.config import EngineConfig
+from quintet.wire.errors import EXIT_CONFIG, ConfigError
+from quintet.wire.ids import Role, WorkerId
+from quintet.wire.log import configure_logging
+from quintet.wire.messages import Drain, Heartbeat, MetricsReport, Ready, Stop, Topology
+from quintet.wire.metrics import Metrics
+from quintet.wire.sockets import Inbox, MessageT, Peers, address_of
+
+SUPERVISOR = WorkerId(Role.SUPERVISOR, 0, 1)
+CONFIG_FILE = "config.json"
+
+
+class Stopping(BaseException):
+    """The supervisor asked this process to exit; unwinds the loop."""
+
+
+class Process(Generic[MessageT]):
+    """One child's seat: identity, inbox, peers, metrics, heartbeat.
+
+    ``pending`` and ``progress`` are the worker's own account of its work; heartbeats carry them.
+    """
+
+    def __init__(self, me: WorkerId, config: EngineConfig, accepts: Any) -> None:
+        self.me = me
+        self.config = config
+        self.metrics = Metrics()
+        self.log = logging.getLogger("quintet")
+        self.topology = Topology(0, [])
+        self.replaced: list[WorkerId] = []
+        self.progress = 0
+        self.pending = 0
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.inbox: Inbox[Any] = Inbox(
+            self._context, address_of(config.run_dir, me), accepts | Topology | Drain | Stop | MetricsReport
+        )
+        self.peers = Peers(self._context)
+        self.peers.connect(SUPERVISOR, address_of(config.run_dir, SUPERVISOR))
+        self._beat_s = config.processes.heartbeat_s
+        self._next_beat = time.monotonic() + self._beat_s
+        self._last_metrics = b""
+
+    def ready(self, **facts: str) -> None:
+        """Tell the supervisor that this process can work. Freezes what boot allocated out of the garbage collector."""
+        gc.collect()
+        gc.freeze()
+        self.peers.send(Role.SUPERVISOR, 0, Ready(self.me, os.getpid(), facts))
+        self.beat()
+
+    def beat(self) -> None:
+        """Send a heartbeat now."""
+        self._next_beat = time.monotonic() + self._beat_s
+        metrics = self.metrics.encoded()
+        changed = metrics if metrics != self._last_metrics else b""
+        self._last_metrics = metrics
+        self.peers.send(
+            Role.SUPERVISOR,
+            0,
+            Heartbeat(self.me, self.progress, self.pending, time.process_time_ns(), changed),
+        )
+
+    def receive(self, timeout_s: float | None = None) -> list[Any]:
+        """Return the messages that arrived, waiting up to ``timeout_s`` (None: until one comes or a heartbeat is due).
+
+        Topology changes are applied to ``peers`` first and then returned like any message, with the workers that
+        took over a seat in ``replaced``. Raises `Stopping` when told to exit.
+        """
+        now = time.monotonic()
+        if now >= self._next_beat:
+            self.beat()
+        until_beat = max(0.001, self._next_beat - now)
+        messages = self.inbox.wait(until_beat if timeout_s is None else min(timeout_s, until_beat))
+        for message in messages:
+            self._housekeep(message)
+        return messages
+
+    def attach(self, loop: asyncio.AbstractEventLoop, handle: Callable[[Any], None]) -> None:
+        """Have ``handle`` called for every message, in order, from ``loop``; and heartbeats sent from it."""
+
+        def on_readable() -> None:
+            for message in self.inbox.drain():
+                self._housekeep(message)
+                handle(message)
+
+        def on_beat() -> None:
+            self.beat()
+            on_readable()  # a frame that raced the descriptor's edge waits at most until here
+            loop.call_later(self._beat_s, on_beat)
+
+        loop.add_reader(self.inbox.fileno(), on_readable)
+        loop.call_later(self._beat_s, on_beat)
+        loop.call_soon(on_readable)
+
+    def _housekeep(self, message: msgspec.Struct) -> None:
+        if isinstance(message, Topology):
+            if message.version > self.topology.version:
+                self.topology = message
+                self.replaced = self.peers.follow(message.seats)
+        elif isinstance(message, Stop):
+            raise Stopping
+
+    def close(self) -> None:
+        """Close every socket."""
+        self.inbox.close()
+        self.peers.close()
+        self._context.term()
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the process that started it dies (Linux)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    pr_set_pdeathsig = 1
+    libc.prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+
+
+def child_main(role: Role, run: Callable[[WorkerId, EngineConfig], None]) -> None:
+    """Be the ``main`` of a child process: ``python -m quintet.<folder>.main --run-dir … --index … --epoch … --parent …``.
+
+    An exception that escapes ``run`` is written to ``<run_dir>/<worker>.error`` for the supervisor's report.
+    """
+    parser = argparse.ArgumentParser(
+        description=f"The {role} process of a Quintet server; started by `quintet serve`."
+    )
+    parser.add_argument("--run-dir", type=Path, required=True, help="folder with config.json and the sockets")
+    parser.add_argument("--index", type=int, required=True, help="seat among processes of this role")
+    parser.add_argument(
+        "--epoch", type=int, required=True, help="how often this seat has been filled, from 1"
+    )
+    parser.add_argument("--parent", type=int, required=True, help="process id of the supervisor")
+    arguments = parser.parse_args()
+
+    die_with_parent()
+    if os.getppid() != arguments.parent:
+        raise SystemExit("the supervisor is gone")
+    faulthandler.enable()
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # a terminal's Ctrl-C reaches everyone; the supervisor decides
+    me = WorkerId(role, arguments.index, arguments.epoch)
+    config = EngineConfig.read(arguments.run_dir / CONFIG_FILE)
+    setproctitle.setproctitle(f"quintet-{role}-{me.index}")
+    log = configure_logging(me, config.log_level)
+    try:
+        run(me, config)
+    except Stopping:
+        pass
+    except ConfigError as error:
+        _leave_word(arguments.run_dir, me, str(error))
+        sys.exit(EXIT_CONFIG)
+    except Exception as error:  # noqa: BLE001 - the last stop before the process ends: say why, then end
+        _leave_word(arguments.run_dir, me, f"{type(error).__name__}: {error}")
+        log.critical("died of %s\n%s", type(error).__name__, traceback.format_exc())
+        sys.exit(1)
+
+
+def _leave_word(run_dir: Path, me: WorkerId, words: str) -> None:
+    error_file(run_dir, me).write_text(words)
+
+
+def error_file(run_dir: str | Path, worker: WorkerId) -> Path:
+    """Return where a dying child leaves its last words."""
+    return Path(run_dir) / f"{worker}.error"

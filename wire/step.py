@@ -1,0 +1,112 @@
+"""The hot pair: what the core asks of the executor each step, and what comes back.
+
+Columns are packed by `quintet.wire.codec`. ``R`` is the number of rows in the step, ``S`` the number of rows that
+sample. The order of rows is the core's choice; results come back in the same order.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from quintet.wire.params import SamplingParams
+
+
+class NewRow(msgspec.Struct, array_like=True, gc=False):
+    """A request enters a slot: everything the device must know of it.
+
+    ``token_ids`` (int32) are the prompt followed by outputs it already has (after preemption, recovery or a fork).
+    """
+
+    slot: int
+    generation: int
+    request_id: int
+    token_ids: bytes
+    num_prompt_tokens: int
+    params: SamplingParams
+    seed: int
+    """Key of the counter-based RNG (uint64); with the position it decides every draw."""
+    stop_ids: list[int] = []
+    """Tokens that end the request; masked until ``min_tokens`` outputs exist."""
+    bad_word_ids: list[list[int]] = []
+
+
+class StepPlan(msgspec.Struct, array_like=True, tag="plan", gc=False):
+    """One step: deltas to the executor's tables, then the rows to compute."""
+
+    step: int
+    sent_ns: int
+    freed: bytes
+    """Slots (int32) whose tenant left; applied first."""
+    new_rows: list[NewRow]
+    blocks: bytes
+    """int32 triples ``slot, position in its block table, block id``: entries added or replaced; applied after ``new_rows``."""
+    copies: bytes
+    """int32 pairs ``from block, to block``: contents copied before this step computes (copy-on-write)."""
+    slots: bytes
+    """int32[R]"""
+    starts: bytes
+    """int32[R]: tokens of the row whose KV is already there; the first position computed now."""
+    counts: bytes
+    """int32[R]: tokens computed now. Token values come from the executor's own token table."""
+    samples: bytes
+    """uint8[R]: 1 where the row ends at its newest token and so draws the next one (written at ``start + count``)."""
+    attach: dict[str, bytes] = {}
+    """Named bundles of columns of optional features."""
+    checksum: int = 0
+    """CRC-32 of the tables after the deltas, when ``SchedulerConfig.audit``; 0 otherwise."""
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
+    """Log-probabilities at one sampled position: the drawn token first, then alternatives, most likely first."""
+
+    row: int
+    """Index among the rows of the plan."""
+    rank: int
+    """1 for the most likely token."""
+    token_ids: bytes
+    """int32[1 + k]"""
+    logprobs: bytes
+    """float32[1 + k]"""
+
+
+class PromptLogprobs(msgspec.Struct, array_like=True, gc=False):
+    """Log-probabilities of prompt tokens that became known in this step.
+
+    Entry ``i`` is about the token at ``first + i``, given everything before it (position 0 has none).
+    """
+
+    row: int
+    first: int
+    width: int
+    """Ids per entry: the actual token first, then the most likely ones."""
+    ranks: bytes
+    """int32[entries]"""
+    token_ids: bytes
+    """int32[entries, width]"""
+    logprobs: bytes
+    """float32[entries, width]"""
+
+
+class StepResult(msgspec.Struct, array_like=True, tag="result", gc=False):
+    """What one step produced."""
+
+    step: int
+    sent_ns: int
+    token_ids: bytes
+    """int32[S]: the drawn tokens, in the order of the plan's sampling rows."""
+    logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[PromptLogprobs] = []
+    wait_ns: int = 0
+    """Time between the end of the previous step and the start of this one."""
+    compute_ns: int = 0
+    """Time in the model and sampler."""
+
+
+class Capacity(msgspec.Struct, array_like=True, tag="capacity", gc=False):
+    """The executor is loaded, its tables are empty, and this is what it has. Sent to the core once per executor epoch."""
+
+    executor_epoch: int
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_model_len: int
