@@ -31,7 +31,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: list[int]
     kv: KvSpec
     generation_defaults: dict[str, float | int] = {}
-    """Sampling defaults of the model's ``generation_config.json``: temperature, top_p, top_k, min_p, repetition_penalty, max_tokens."""
+    """Sampling defaults of the model's ``generation_config.json``, by their names in `SamplingParams`."""
     chat_template: str | None = None
     """Template text given by flag or found in the model folder; None when the model has none."""
 

@@ -1,0 +1,51 @@
+# Everything a newcomer needs: `make serve`, `make test`. Both install first, into .venv.
+
+PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,$(shell command -v $(p) 2>/dev/null)))
+MODEL ?=
+ARGS ?=
+BIN := .venv/bin
+STAMP := .venv/installed
+
+.PHONY: help install serve chat test lint types check bench-overhead model gpu-check clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/' | expand -t 18
+
+install: $(STAMP)  ## make .venv with pinned dependencies and this package
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Quintet needs Python 3.11 or newer; found $$($(PYTHON) --version). Try: make PYTHON=/path/to/python3.11 install"; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+serve: install  ## serve MODEL (default: the embedded toy model) on http://127.0.0.1:8000
+	$(BIN)/quintet serve $(MODEL) $(ARGS)
+
+chat: install  ## chat in the terminal with a running server
+	$(BIN)/quintet chat $(ARGS)
+
+test: install  ## run the tests
+	$(BIN)/pytest $(ARGS)
+
+lint: install  ## check style and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install  ## check types, strictly
+	$(BIN)/mypy
+
+check: lint types test  ## all of the above: what CI runs
+
+bench-overhead: install  ## measure what everything but the model costs, end to end over HTTP
+	$(BIN)/python bench/overhead/run.py $(ARGS)
+
+model: install  ## train the embedded model again (about an hour)
+	$(BIN)/python bench/embedded/train.py $(ARGS)
+
+gpu-check: install  ## the GPU checklist of docs/gpu.md, in one command
+	$(BIN)/python bench/gpu/check.py $(ARGS)
+
+clean:  ## remove everything that was built
+	rm -rf .venv build dist *.egg-info src/*.egg-info

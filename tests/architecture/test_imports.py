@@ -1,0 +1,96 @@
+"""The import rule of the house: wire <- every process folder <- deploy; torch only under executor/.
+
+Function bodies are read as well: a lazy import is an import.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROCESSES = ("frontend", "tokenizer_proc", "core", "executor", "detokenizer_proc")
+THIRD_PARTY = {
+    "wire": {"msgspec", "zmq", "setproctitle"},
+    "frontend": {"msgspec", "starlette", "uvicorn", "uvloop", "prometheus_client"},
+    "tokenizer_proc": {"msgspec", "tokenizers", "jinja2", "uvloop"},
+    "core": {"msgspec", "numpy"},
+    "detokenizer_proc": {"msgspec", "tokenizers"},
+}
+
+
+def imports_of(path: Path) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import; write it from quintet down"
+            yield node.lineno, str(node.module)
+
+
+def all_imports(folder: str) -> Iterator[tuple[str, str]]:
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for line, name in imports_of(path):
+            yield f"{path.relative_to(ROOT)}:{line}", name
+
+
+@pytest.mark.parametrize("folder", ("wire", *PROCESSES))
+def test_a_process_folder_imports_only_itself_and_the_contract(folder: str) -> None:
+    allowed = {folder, "wire"}
+    strangers = [
+        f"{where}: {name}"
+        for where, name in all_imports(folder)
+        if name.startswith("quintet") and (name.split(".")[1:2] or ["?"])[0] not in allowed
+    ]
+    assert strangers == []
+
+
+@pytest.mark.parametrize("folder", sorted(THIRD_PARTY))
+def test_third_party_packages_stay_in_their_rooms(folder: str) -> None:
+    allowed = set(sys.stdlib_module_names) | THIRD_PARTY[folder] | {"quintet"}
+    strangers = [
+        f"{where}: {name}" for where, name in all_imports(folder) if name.split(".")[0] not in allowed
+    ]
+    assert strangers == []
+
+
+def test_torch_is_imported_under_executor_alone() -> None:
+    folders = ("wire", "deploy", *(f for f in PROCESSES if f != "executor"))
+    strangers = [
+        f"{where}: {name}"
+        for folder in folders
+        for where, name in all_imports(folder)
+        if name.split(".")[0] in {"torch", "transformers", "cupy"}
+    ]
+    assert strangers == []
+
+
+def test_zmq_in_the_core_is_mains_business() -> None:
+    users = [
+        where
+        for where, name in all_imports("core")
+        if name.startswith(("zmq", "quintet.wire.sockets", "quintet.wire.runtime"))
+    ]
+    assert {where.split(":")[0] for where in users} <= {"core/main.py"}
+
+
+def test_nothing_pickles() -> None:
+    folders = ("wire", "deploy", *PROCESSES)
+    users = [
+        f"{where}: {name}"
+        for folder in folders
+        for where, name in all_imports(folder)
+        if name.split(".")[0] in {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
+    ]
+    assert users == []
+
+
+@pytest.mark.parametrize("role", ("frontend", "tokenizer_proc", "core", "detokenizer_proc"))
+def test_only_the_executor_loads_torch(role: str) -> None:
+    code = f"import sys, quintet.{role}.main; print(sorted({{'torch', 'transformers'}} & set(sys.modules)))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert loaded.stdout.strip() == "[]"

@@ -1,0 +1,133 @@
+"""The wire: every message survives the trip, and bad parameters are named."""
+
+import dataclasses
+from typing import Any
+
+import msgspec
+import pytest
+
+from quintet.wire import codec, messages, step
+from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.ids import RequestIds, Role, WorkerId, epoch_tag, frontend_of
+from quintet.wire.metrics import Metrics, decode_snapshot
+from quintet.wire.params import OutputKind, SamplingParams, seed_of_choice
+
+
+def test_tokens_cross_the_wire_unchanged() -> None:
+    tokens = messages.Tokens(
+        step=7,
+        sent_ns=1,
+        opens=[],
+        request_ids=codec.pack_i64([1 << 62, 5]),
+        first_indexes=codec.pack_i32([0, 9]),
+        num_tokens=codec.pack_u8([1, 2]),
+        token_ids=codec.pack_i32([3, 4, 5]),
+        finishes=codec.pack_u8([0, 1]),
+        stop_ids=codec.pack_i32([-1, 2]),
+    )
+    received = msgspec.msgpack.decode(codec.encode(tokens), type=messages.Tokens | step.StepResult)
+    assert received == tokens
+    assert list(codec.unpack_i64(received.request_ids)) == [1 << 62, 5]
+    assert list(codec.unpack_i32(received.stop_ids)) == [-1, 2]
+
+
+def test_prompts_are_told_apart_by_their_tags() -> None:
+    for prompt in (messages.TextPrompt("a"), messages.TokenPrompt(b""), messages.ChatPrompt(b"[]")):
+        submit = messages.Submit(
+            1, prompt, SamplingParams(seed=1, stop=["x"], logit_bias={3: 1.5}), 0, 0, 0, 0
+        )
+        assert msgspec.msgpack.decode(codec.encode(submit), type=messages.Submit) == submit
+
+
+def test_every_tag_is_unique() -> None:
+    tags = [
+        member.__struct_config__.tag
+        for module in (messages, step)
+        for member in vars(module).values()
+        if isinstance(member, type)
+        and issubclass(member, msgspec.Struct)
+        and member.__module__ == module.__name__
+    ]
+    used = [tag for tag in tags if tag is not None]
+    assert len(used) == len(set(used))
+
+
+def test_request_ids_name_their_frontend() -> None:
+    ids = RequestIds(index=3, epoch=8195)
+    first = ids.take(4)
+    second = ids.take()
+    assert second == first + 4
+    assert frontend_of(first) == (3, epoch_tag(8195)) == (3, 3)
+    assert first < 1 << 63
+
+
+def test_worker_ids_read_like_addresses() -> None:
+    assert str(WorkerId(Role.CORE, 0, 3)) == "core-0.3"
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "said"),
+    [
+        ({"temperature": 2.5}, "temperature", "between 0 and 2"),
+        ({"temperature": float("nan")}, "temperature", "between 0 and 2"),
+        ({"top_p": 0.0}, "top_p", "greater than 0"),
+        ({"top_k": -2}, "top_k", "0 or -1"),
+        ({"n": 0}, "n", "between 1"),
+        ({"n": 2, "temperature": 0.0}, "n", "1 when temperature is 0"),
+        ({"max_tokens": 0}, "max_tokens", "at least 1"),
+        ({"min_tokens": 17}, "min_tokens", "at most max_tokens"),
+        ({"stop": [""]}, "stop", "non-empty"),
+        ({"logprobs": 21}, "logprobs", "between 0 and 20"),
+        ({"logit_bias": {99: 1.0}}, "logit_bias", "between 0 and 98"),
+        ({"allowed_token_ids": []}, "allowed_token_ids", "non-empty"),
+        ({"seed": 1 << 63}, "seed", "64-bit"),
+        ({"repetition_penalty": float("inf")}, "repetition_penalty", "finite"),
+    ],
+)
+def test_bad_parameters_are_named_with_their_range(change: dict[str, Any], param: str, said: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**change).checked(vocab_size=99)
+    assert caught.value.code is ErrorCode.INVALID
+    assert caught.value.param == param
+    assert said in caught.value.message
+
+
+def test_the_normal_form_spells_greedy_one_way() -> None:
+    checked = SamplingParams(temperature=1e-6, top_p=0.5, top_k=3, min_p=0.1, seed=-1).checked()
+    assert checked.greedy
+    assert (checked.temperature, checked.top_p, checked.top_k, checked.min_p, checked.seed) == (
+        0.0,
+        1.0,
+        0,
+        0.0,
+        None,
+    )
+    assert SamplingParams(temperature=0.001).checked().temperature == 0.01
+    assert SamplingParams(logit_bias={1: 500.0}).checked().logit_bias == {1: 100.0}
+    assert SamplingParams().output_kind is OutputKind.CUMULATIVE
+
+
+def test_choices_draw_from_different_streams() -> None:
+    seeds = {seed_of_choice(42, choice) for choice in range(1000)}
+    assert len(seeds) == 1000
+    assert seed_of_choice(42, 0) == 42
+
+
+def test_a_metrics_snapshot_survives_the_heartbeat() -> None:
+    metrics = Metrics()
+    metrics.counter("things", "Things done.", kind="a").inc(2)
+    metrics.gauge("level", "How high.").set(0.5)
+    histogram = metrics.histogram("wait_seconds", "Waiting.", (0.1, 1.0))
+    for value in (0.1, 0.5, 5.0):
+        histogram.observe(value)
+    snapshot = decode_snapshot(metrics.encoded())
+    assert snapshot.counters[0].value == 2
+    assert snapshot.counters[0].labels == (("kind", "a"),)
+    assert snapshot.histograms[0].counts == [1, 1, 1]
+    assert snapshot.histograms[0].total == pytest.approx(5.6)
+    assert decode_snapshot(b"").counters == []
+
+
+def test_errors_are_plain_exceptions() -> None:
+    assert not dataclasses.is_dataclass(RequestError)
+    assert str(RequestError(ErrorCode.INVALID, "why", "n")) == "why"
