@@ -1,0 +1,127 @@
+"""Start a real server for a test: `quintet serve` as a user would, on a free port, watched through its output."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+
+READY = re.compile(r"Quintet is ready: (http://[\w.:\[\]]+)")
+
+
+@dataclass
+class Server:
+    """One running server and everything it printed."""
+
+    process: subprocess.Popen[str]
+    url: str = ""
+    lines: list[str] = field(default_factory=list)
+
+    def children(self) -> dict[str, psutil.Process]:
+        """Return the server's processes by title, e.g. ``quintet-core-0``."""
+        found = {}
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                title = (child.cmdline() or [""])[0]
+                if title.startswith("quintet-"):
+                    found[title.strip()] = child
+        return found
+
+    def get(self, path: str) -> tuple[int, str]:
+        """GET a path; return status and body."""
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=30) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+
+    def post(self, path: str, body: object) -> tuple[int, Any]:
+        """POST JSON; return status and the decoded answer."""
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return answer.status, json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, json.loads(error.read())
+
+    def gauge(self, name: str) -> float:
+        """Return the sum of a Prometheus series over its labels."""
+        _, text = self.get("/metrics")
+        values = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+        assert values, f"/metrics has no {name}"
+        return sum(map(float, values))
+
+    def stop(self) -> int:
+        """Drain and return the exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
+
+
+def wait_until(happened: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
+    """Poll for something that sends no message to wait for."""
+    deadline = time.monotonic() + timeout_s
+    while not happened():
+        assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s:g} s"
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def serve(*arguments: str, wait_ready: bool = True) -> Iterator[Server]:
+    """Run ``quintet serve`` with ``arguments`` on a free port; kill whatever is left at the end."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "quintet.deploy.cli", "serve", "--port", "0", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    server = Server(process)
+    ready = threading.Event()
+
+    def read() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            server.lines.append(line.rstrip())
+            if match := READY.search(line):
+                server.url = match[1]
+                ready.set()
+        ready.set()
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    left: list[psutil.Process] = []
+    try:
+        if wait_ready:
+            assert ready.wait(120) and server.url, "not ready:\n" + "\n".join(server.lines)
+        yield server
+        if process.poll() is None:
+            left = list(server.children().values())
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(40)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        for child in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        process.wait(10)
+        reader.join(10)
+        assert process.stdout is not None
+        process.stdout.close()

@@ -1,0 +1,165 @@
+"""Birth, growth and death of the processes, with the mock executor so that nothing but the house is tested."""
+
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.processes.server import Server, serve, wait_until
+
+MOCK = ("--executor", "mock", "--max-model-len", "1024", "--kv-cache-memory", "64MiB")
+
+
+def stream(server: Server, body: dict[str, object]) -> Iterator[dict[str, object]]:
+    """Yield the decoded events of one streamed completion."""
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
+    connection.request(
+        "POST", "/v1/completions", json.dumps({**body, "stream": True}), {"Content-Type": "application/json"}
+    )
+    answer = connection.getresponse()
+    assert answer.status == 200, answer.read()
+    for line in answer:
+        if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
+            yield json.loads(line[6:])
+    connection.close()
+
+
+def test_each_role_scales_alone() -> None:
+    with serve(*MOCK, "--frontends", "2", "--tokenizers", "3", "--detokenizers", "2") as server:
+        titles = sorted(server.children())
+        assert [t for t in titles if "frontend" in t] == ["quintet-frontend-0", "quintet-frontend-1"]
+        assert len([t for t in titles if "-tokenizer" in t]) == 3
+        assert len([t for t in titles if "detokenizer" in t]) == 2
+        texts: list[str] = []
+
+        def ask() -> None:
+            for _ in range(8):
+                status, answer = server.post(
+                    "/v1/completions", {"prompt": "same", "max_tokens": 9, "seed": 5}
+                )
+                assert status == 200
+                texts.append(answer["choices"][0]["text"])
+
+        threads = [threading.Thread(target=ask) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(texts) == 32
+        assert len(set(texts)) == 1
+
+
+def test_sigterm_lets_streams_finish() -> None:
+    with serve(*MOCK, "--step-ms", "20") as server:
+        events = stream(server, {"prompt": "drain me", "max_tokens": 40, "ignore_eos": True})
+        next(events)
+        server.process.send_signal(signal.SIGTERM)
+        rest = list(events)
+        assert rest[-1]["choices"][0]["finish_reason"] == "length"  # type: ignore[index]
+        assert server.process.wait(30) == 0
+
+
+def test_a_second_signal_does_not_wait() -> None:
+    with serve(*MOCK, "--step-ms", "200") as server:
+        children = server.children()
+        events = stream(server, {"prompt": "never mind", "max_tokens": 500, "ignore_eos": True})
+        next(events)
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: any("drain" in line.lower() for line in server.lines), "a word about draining")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(10) != 0
+        _gone, alive = psutil.wait_procs(list(children.values()), 5)
+        assert alive == []
+
+
+def test_no_orphan_survives_the_supervisor() -> None:
+    with serve(*MOCK) as server:
+        children = list(server.children().values())
+        assert len(children) == 5
+        server.process.kill()
+        _gone, alive = psutil.wait_procs(children, 3)
+        assert alive == []
+
+
+@pytest.mark.parametrize("role", ["tokenizer", "detokenizer", "core", "executor", "frontend"])
+def test_a_killed_child_is_replaced(role: str) -> None:
+    with serve(*MOCK) as server:
+        victim = server.children()[f"quintet-{role}-0"]
+        victim.kill()
+
+        def back() -> bool:
+            child = server.children().get(f"quintet-{role}-0")
+            return child is not None and child.pid != victim.pid
+
+        wait_until(back, f"a new {role}")
+        wait_until(lambda: server.get("/readyz")[0] == 200, "ready again")
+        status, answer = server.post("/v1/completions", {"prompt": "hello again", "max_tokens": 4})
+        assert status == 200, answer
+        assert answer["usage"]["completion_tokens"] == 4
+
+
+def test_a_failed_boot_says_why_and_leaves_nothing(tmp_path: Path) -> None:
+    from quintet.deploy.embedded import default_model_path
+
+    broken = tmp_path / "model"
+    broken.mkdir()
+    for file in default_model_path().iterdir():
+        if file.is_file():
+            (broken / file.name).write_bytes(file.read_bytes())
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    run = subprocess.run(
+        [sys.executable, "-m", "quintet.deploy.cli", "serve", str(broken), "--port", "0"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert run.returncode != 0
+    output = run.stdout + run.stderr
+    assert re.search(r"executor", output)
+    assert "model.safetensors" in output
+    assert "Quintet is ready" not in output
+
+
+def test_a_taken_port_is_one_clear_line() -> None:
+    with serve(*MOCK) as server:
+        port = server.url.rsplit(":", 1)[1]
+        run = subprocess.run(
+            [sys.executable, "-m", "quintet.deploy.cli", "serve", *MOCK, "--port", port],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert run.returncode == 1
+        assert port in run.stderr + run.stdout
+        assert "Traceback" not in run.stderr
+
+
+def test_sockets_are_private() -> None:
+    with serve(*MOCK) as server:
+        core = server.children()["quintet-core-0"]
+        environ_free_args = psutil.Process(core.pid).cmdline()
+        assert environ_free_args
+        unix = [c.laddr for c in core.net_connections("unix") if c.laddr and "core-0" in str(c.laddr)]
+        assert unix
+        folder = Path(str(unix[0])).parent
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert folder.stat().st_uid == os.getuid()
+        listening = [
+            c.laddr.ip
+            for child in server.children().values()
+            for c in child.net_connections("tcp")
+            if c.status == psutil.CONN_LISTEN
+        ]
+        assert set(listening) <= {"127.0.0.1"}

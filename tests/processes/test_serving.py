@@ -1,0 +1,194 @@
+"""Five real processes serving the embedded model to real clients."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from tests.processes.server import Server, serve
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serve("--kv-cache-memory", "64MiB", "--max-model-len", "512") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="unused", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def model(client: openai.OpenAI) -> str:
+    return client.models.list().data[0].id
+
+
+def test_there_are_five_kinds_of_process_and_only_one_has_torch(server: Server) -> None:
+    children = server.children()
+    assert sorted(children) == [
+        "quintet-core-0",
+        "quintet-detokenizer-0",
+        "quintet-executor-0",
+        "quintet-frontend-0",
+        "quintet-tokenizer-0",
+    ]
+    with_torch = [
+        title
+        for title, process in children.items()
+        if any("libtorch" in mapping.path for mapping in process.memory_maps())
+    ]
+    assert with_torch == ["quintet-executor-0"]
+
+
+def test_the_boot_story_is_short_and_ends_with_a_curl_line_that_works(server: Server) -> None:
+    assert len(server.lines) < 20, "\n".join(server.lines)
+    command = next(line.strip() for line in server.lines if line.strip().startswith("curl "))
+    answer = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, timeout=60)
+    assert '"text_completion"' in answer.stdout, answer.stdout
+
+
+def test_a_streamed_completion_equals_the_plain_one(client: openai.OpenAI, model: str) -> None:
+    ask = {"model": model, "prompt": "def fibonacci(n):", "max_tokens": 48, "temperature": 0}
+    plain = client.completions.create(**ask)  # type: ignore[call-overload]
+    chunks = list(client.completions.create(**ask, stream=True, stream_options={"include_usage": True}))  # type: ignore[call-overload]
+    text = "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
+    assert text == plain.choices[0].text
+    assert text.strip()
+    assert plain.usage.completion_tokens == chunks[-1].usage.completion_tokens
+    assert plain.choices[0].finish_reason == [c.choices[0].finish_reason for c in chunks if c.choices][-1]
+
+
+def test_a_chat_answers(client: openai.OpenAI, model: str) -> None:
+    messages = [{"role": "user", "content": "What does json.dumps do?"}]
+    answer = client.chat.completions.create(model=model, messages=messages, max_tokens=24, temperature=0)  # type: ignore[arg-type]
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].message.content
+    stream = client.chat.completions.create(
+        model=model,
+        messages=messages,  # type: ignore[arg-type]
+        max_tokens=24,
+        temperature=0,
+        stream=True,
+    )
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)  # type: ignore[union-attr]
+    assert streamed == answer.choices[0].message.content
+
+
+def test_many_choices_with_a_seed_repeat(client: openai.OpenAI, model: str) -> None:
+    def ask() -> list[str]:
+        answer = client.completions.create(
+            model=model, prompt="import os\n", n=4, max_tokens=12, temperature=1.0, seed=11, logprobs=2
+        )
+        assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+        for choice in answer.choices:
+            assert choice.logprobs is not None and choice.logprobs.token_logprobs is not None
+            assert len(choice.logprobs.token_logprobs) <= 12
+        return [choice.text for choice in answer.choices]
+
+    first = ask()
+    assert first == ask()
+    assert len(set(first)) > 1
+
+
+def test_stop_strings_end_the_text_before_them(client: openai.OpenAI, model: str) -> None:
+    whole = client.completions.create(model=model, prompt="for i in range(", max_tokens=40, temperature=0)
+    text = whole.choices[0].text
+    stop = text[len(text) // 2 :][:3]
+    stopped = client.completions.create(
+        model=model, prompt="for i in range(", max_tokens=40, temperature=0, stop=[stop]
+    )
+    assert stopped.choices[0].text == text[: text.index(stop)]
+    assert stopped.choices[0].finish_reason == "stop"
+
+
+def test_echo_and_prompt_logprobs(client: openai.OpenAI, model: str) -> None:
+    answer = client.completions.create(
+        model=model, prompt="import sys", echo=True, max_tokens=4, temperature=0, logprobs=1
+    )
+    choice = answer.choices[0]
+    assert choice.text.startswith("import sys")
+    assert choice.logprobs is not None and choice.logprobs.token_logprobs is not None
+    assert choice.logprobs.token_logprobs[0] is None
+    assert answer.usage is not None
+    assert len(choice.logprobs.token_logprobs) == answer.usage.total_tokens
+
+
+def test_the_prefix_cache_shows_in_usage_and_changes_nothing(client: openai.OpenAI, model: str) -> None:
+    prompt = "class Stack:\n" + "    # a comment that fills the cache\n" * 20
+    first, second = (
+        client.completions.create(model=model, prompt=prompt, max_tokens=16, temperature=0) for _ in range(2)
+    )
+    assert first.choices[0].text == second.choices[0].text
+    assert second.usage is not None and second.usage.prompt_tokens_details is not None
+    assert (second.usage.prompt_tokens_details.cached_tokens or 0) > 0
+
+
+def test_tokenize_and_detokenize_are_inverse(server: Server) -> None:
+    status, answer = server.post("/tokenize", {"prompt": "héllo wörld 🙂"})
+    assert status == 200
+    assert server.post("/detokenize", {"tokens": answer["tokens"]}) == (200, {"prompt": "héllo wörld 🙂"})
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        ({"model": "nobody", "prompt": "x"}, 404, "nobody"),
+        ({"prompt": "x", "temperature": 9}, 400, "temperature"),
+        ({"prompt": "x", "max_tokens": "many"}, 400, "max_tokens"),
+        ({"prompt": "word " * 2000}, 400, "512"),
+        ({"prompt": [1, 99999999]}, 400, "99999999"),
+        ({"prompt": ""}, 400, "prompt"),
+    ],
+)
+def test_bad_requests_are_refused_and_the_next_is_served(
+    server: Server, body: dict[str, object], status: int, said: str
+) -> None:
+    got, answer = server.post("/v1/completions", body)
+    assert got == status, answer
+    assert said in answer["error"]["message"]
+    assert server.post("/v1/completions", {"prompt": "ok", "max_tokens": 1})[0] == 200
+
+
+def test_health_metrics_and_documents_answer(server: Server) -> None:
+    for path in ("/health", "/livez", "/readyz", "/version", "/docs"):
+        assert server.get(path)[0] == 200, path
+    document = json.loads(server.get("/openapi.json")[1])
+    assert "/v1/chat/completions" in document["paths"]
+    text = server.get("/metrics")[1]
+    for name in (
+        "vllm:num_requests_running",
+        "vllm:kv_cache_usage_perc",
+        "vllm:time_to_first_token_seconds_bucket",
+        "quintet:tokenize_seconds_bucket",
+        "quintet:detokenize_seconds_bucket",
+        "quintet:hop_seconds_bucket",
+        "quintet:stream_write_seconds_bucket",
+    ):
+        assert re.search(rf"^{name}{{", text, re.MULTILINE), name
+
+
+def test_the_command_line_talks_to_it(server: Server) -> None:
+    answer = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "quintet.deploy.cli",
+            "complete",
+            "--url",
+            server.url,
+            "--max-tokens",
+            "8",
+            "def f(",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert answer.stdout.strip()
