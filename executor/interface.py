@@ -1,0 +1,26 @@
+"""What the main loop needs of a worker, whether it computes with torch or pretends to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from quintet.wire.step import StepPlan, StepResult
+
+
+class StepWorker(Protocol):
+    """Executes plans in the order of the core that made them."""
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks there is memory for."""
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        """Short words for the boot story."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Apply the plan's deltas, compute its rows, and return what was drawn."""
+
+    def reset(self) -> None:
+        """Empty every table: a new core begins with no request."""

@@ -1,0 +1,147 @@
+"""A worker without a model: deterministic tokens after a fixed time, so that all else can be measured and tested alone.
+
+A token depends on the request's seed and the position only, like a real draw: a request that is run again says the same.
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quintet.wire.config import EngineConfig
+from quintet.wire.errors import ConfigError
+from quintet.wire.params import SamplingParams
+from quintet.wire.step import NewRow, PromptLogprobs, StepPlan, StepResult, TokenLogprobs
+
+_MIX_A, _MIX_B = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+class MockWorker:
+    """Draws from the plain ids of the upper half of the vocabulary, never an end of sequence."""
+
+    def __init__(
+        self, max_num_seqs: int, vocab_size: int, eos_token_ids: list[int], num_blocks: int, step_s: float
+    ) -> None:
+        self.num_blocks = num_blocks
+        self._step_s = step_s
+        self._seeds = np.zeros(max_num_seqs, np.uint64)
+        self._logprob_rows: dict[int, NewRow] = {}
+        self._plain = plain_ids(vocab_size, eos_token_ids)
+        self._vocab_size = vocab_size
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        """Say what pretends here."""
+        return {"worker": f"mock, {self._step_s * 1e3:g} ms a step", "blocks": str(self.num_blocks)}
+
+    def reset(self) -> None:
+        """Forget every row."""
+        self._seeds[:] = 0
+        self._logprob_rows.clear()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Draw for every sampling row, then sleep until the step has lasted as long as it should."""
+        deadline = time.perf_counter() + self._step_s
+        if plan.freed and self._logprob_rows:
+            for slot in np.frombuffer(plan.freed, np.int32).tolist():
+                self._logprob_rows.pop(slot, None)
+        for row in plan.new_rows:
+            self._seeds[row.slot] = row.seed
+            self._logprob_rows.pop(row.slot, None)
+            if row.params.logprobs is not None or row.params.prompt_logprobs is not None:
+                self._logprob_rows[row.slot] = row
+        slots = np.frombuffer(plan.slots, np.int32)
+        ends = np.frombuffer(plan.starts, np.int32) + np.frombuffer(plan.counts, np.int32)
+        sampling = np.flatnonzero(np.frombuffer(plan.samples, np.uint8))
+        tokens = self._draw(self._seeds[slots[sampling]], ends[sampling])
+        result = StepResult(plan.step, 0, tokens.tobytes())
+        if self._logprob_rows:
+            self._pretend_logprobs(plan, slots, sampling, tokens, result)
+        remaining = deadline - time.perf_counter()
+        if remaining > 0:
+            time.sleep(remaining)
+        return result
+
+    def _draw(self, seeds: NDArray[np.uint64], positions: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Mix seed and position (SplitMix64's finalizer, Steele, Lea and Flood 2014) into a plain id."""
+        z = seeds + positions.astype(np.uint64) * _GOLDEN
+        z = (z ^ (z >> np.uint64(30))) * _MIX_A
+        z = (z ^ (z >> np.uint64(27))) * _MIX_B
+        z ^= z >> np.uint64(31)
+        return self._plain[z % np.uint64(len(self._plain))]
+
+    def _pretend_logprobs(
+        self,
+        plan: StepPlan,
+        slots: NDArray[np.int32],
+        sampling: NDArray[np.intp],
+        tokens: NDArray[np.int32],
+        result: StepResult,
+    ) -> None:
+        """Fill in log-probabilities of the right shape: the drawn token first with -0.5, then lower and lower."""
+        for index, row_index in enumerate(sampling.tolist()):
+            row = self._logprob_rows.get(int(slots[row_index]))
+            if row is not None and row.params.logprobs is not None:
+                ids, logprobs = self._alternatives(int(tokens[index]), row.params)
+                result.logprobs.append(TokenLogprobs(row_index, 1, ids.tobytes(), logprobs.tobytes()))
+        starts, counts = np.frombuffer(plan.starts, np.int32), np.frombuffer(plan.counts, np.int32)
+        for row_index, slot in enumerate(slots.tolist()):
+            row = self._logprob_rows.get(slot)
+            if row is None or row.params.prompt_logprobs is None:
+                continue
+            first = int(starts[row_index]) + 1
+            last = min(int(starts[row_index] + counts[row_index]) + 1, row.num_prompt_tokens)
+            if first < last:
+                result.prompt_logprobs.append(self._prompt_alternatives(row_index, row, first, last))
+
+    def _prompt_alternatives(self, row_index: int, row: NewRow, first: int, last: int) -> PromptLogprobs:
+        width = 1 + self._num_alternatives(row.params.prompt_logprobs or 0)
+        prompt = np.frombuffer(row.token_ids, np.int32)[first:last]
+        ids = np.concatenate(
+            (prompt[:, None], np.broadcast_to(np.arange(width - 1, dtype=np.int32), (len(prompt), width - 1))), 1
+        )
+        logprobs = np.broadcast_to(-0.5 - np.arange(width, dtype=np.float32), ids.shape)
+        ranks = np.ones(len(prompt), np.int32)
+        return PromptLogprobs(row_index, first, width, ranks.tobytes(), ids.tobytes(), logprobs.tobytes())
+
+    def _num_alternatives(self, asked: int) -> int:
+        return self._vocab_size if asked < 0 else min(asked, self._vocab_size)
+
+    def _alternatives(
+        self, token: int, params: SamplingParams
+    ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        others = np.arange(self._num_alternatives(params.logprobs or 0), dtype=np.int32)
+        if len(others):
+            others[0] = token
+        ids = np.concatenate((np.array([token], np.int32), others))
+        logprobs = np.concatenate(([-0.5], -0.5 - np.arange(len(others)))).astype(np.float32)
+        return ids, logprobs
+
+
+def plain_ids(vocab_size: int, eos_token_ids: list[int]) -> NDArray[np.int32]:
+    """Return the ids a mock may draw: those that are ordinary words in every common vocabulary.
+
+    Special tokens and single bytes come first or last in a vocabulary; the ids between one half and fifteen sixteenths
+    of it are merged words.
+    """
+    ids = np.arange(vocab_size // 2, max(vocab_size // 2 + 1, vocab_size * 15 // 16), dtype=np.int32)
+    plain = np.setdiff1d(ids, np.array(eos_token_ids, np.int32))
+    if not len(plain):
+        raise ConfigError(f"vocab_size is {vocab_size}; the mock executor needs at least one plain token id")
+    return plain
+
+
+def make_worker(config: EngineConfig) -> MockWorker:
+    """Make the mock that the configuration describes."""
+    return MockWorker(
+        max_num_seqs=config.scheduler.max_num_seqs,
+        vocab_size=config.model.vocab_size,
+        eos_token_ids=config.model.eos_token_ids,
+        num_blocks=config.model.kv.num_blocks(config.cache.memory_bytes),
+        step_s=config.executor.step_ms * 1e-3,
+    )
