@@ -1,0 +1,547 @@
+"""The requests of one frontend: their ids, where they went, what came back, and that each ends exactly once.
+
+Pure asyncio over messages: knows nothing of HTTP, so that the Python API uses it as well. Not thread-safe: everything
+happens on one event loop.
+
+    submit ──▶ parked (no worker yet) ──▶ dispatched ──▶ started ──▶ ended
+                     ▲                        │ tokenizer lost           ▲
+                     └────────────────────────┘                          │
+                                  core or detokenizer lost: UNAVAILABLE ─┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from array import array
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from quintet.frontend.router import Seats
+from quintet.frontend.session_metrics import SessionMetrics
+from quintet.wire.codec import unpack_i32
+from quintet.wire.config import EngineConfig
+from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.ids import RequestIds, Role, WorkerId
+from quintet.wire.messages import (
+    Cancel,
+    Failed,
+    Finish,
+    FinishReason,
+    PositionLogprobs,
+    Prompt,
+    Started,
+    Submit,
+    Text,
+    Topology,
+)
+from quintet.wire.metrics import Metrics
+from quintet.wire.params import SamplingParams
+
+Send = Callable[[Role, int, msgspec.Struct], bool]
+"""`quintet.wire.sockets.Peers.send`: queues a message for a peer; False when there is no such peer."""
+
+
+@dataclass(slots=True)
+class Delta:
+    """What was new of one choice since the reader last looked."""
+
+    choice: int
+    text: str
+    token_ids: Sequence[int]
+    logprobs: list[PositionLogprobs]
+    """One per token when log-probabilities were asked for, else empty."""
+    finish: Finish | None
+    """Set once, on the last delta of the choice."""
+
+
+@dataclass(slots=True)
+class Batch:
+    """Everything that happened to one request since the reader last looked."""
+
+    started: Started | None
+    """Set once, on the first batch after the prompt was computed."""
+    deltas: list[Delta]
+    """At most one per choice, in no particular order of choices."""
+    error: RequestError | None = None
+    """The request ended with an error: no choice of it produces anything more."""
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """One of a request's ``n`` outputs: what was received, and what of it the reader has not taken yet."""
+
+    stream: Stream
+    index: int
+    request_id: int
+    output_ids: array[int] = field(default_factory=lambda: array("i"))
+    num_chars: int = 0
+    num_taken: int = 0
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    finish: Finish | None = None
+    last_ns: int = 0
+    is_dirty: bool = False
+
+    def take(self) -> Delta:
+        """Return what is new and forget that it was."""
+        self.is_dirty = False
+        texts = self.texts
+        text = texts[0] if len(texts) == 1 else "".join(texts)
+        texts.clear()
+        ids = self.output_ids[self.num_taken :]
+        self.num_taken = len(self.output_ids)
+        logprobs, self.logprobs = self.logprobs, []
+        return Delta(self.index, text, ids, logprobs, self.finish)
+
+
+class Mailbox:
+    """Where one reader waits for one stream or several: it wakes once for everything that a step brought."""
+
+    def __init__(self) -> None:
+        self._ready: list[Stream] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._nudged = False
+
+    async def wait(self) -> list[Stream]:
+        """Return the streams with something to `Stream.take`; empty after a `nudge` alone. One reader only."""
+        if not self._ready and not self._nudged:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        self._nudged = False
+        ready, self._ready = self._ready, []
+        return ready
+
+    def nudge(self) -> None:
+        """Wake the reader although nothing arrived."""
+        self._nudged = True
+        self._wake()
+
+    def post(self, stream: Stream) -> None:
+        """Mark a stream as having something new and wake the reader. Called by `Sessions`."""
+        self._ready.append(stream)
+        self._wake()
+
+    def _wake(self) -> None:
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+
+class Stream:
+    """One submitted request. Read it with ``async for batch in stream`` (raises `RequestError` if it failed)."""
+
+    def __init__(self, sessions: Sessions, submit: Submit, mailbox: Mailbox, final_only: bool) -> None:
+        self._sessions = sessions
+        self.submit = submit
+        self.mailbox = mailbox
+        self.final_only = final_only
+        self.choices = [Choice(self, i, submit.request_id + i) for i in range(submit.params.n)]
+        self.num_open = submit.params.n
+        self.started: Started | None = None
+        self.error: RequestError | None = None
+        self.tokenizer: int | None = None
+        """Index of the tokenizer that holds the request; None while parked."""
+        self.is_cancelled = False
+        self.is_posted = False
+        self.is_closed = False
+        self.first_token_ns = 0
+        self._dirty: list[Choice] = []
+        self._untold_start = False
+        self._untold_error = False
+
+    @property
+    def request_id(self) -> int:
+        """The id of the first choice."""
+        return self.submit.request_id
+
+    @property
+    def ended(self) -> bool:
+        """Whether every choice has ended (the reader may still have a batch to take)."""
+        return self.num_open == 0
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of all choices so far."""
+        return sum(len(choice.output_ids) for choice in self.choices)
+
+    async def next_batch(self) -> Batch | None:
+        """Wait for news; None when everything was told. Raises `RequestError` when the request failed.
+
+        Only for a stream that has its mailbox to itself.
+        """
+        while not self.is_posted:
+            if self.ended:
+                return None
+            await self.mailbox.wait()
+        batch = self.take()
+        if batch.error is not None and batch.started is None and not batch.deltas:
+            raise batch.error
+        if batch.error is not None:
+            self._untold_error = True
+            self.is_posted = True
+            batch.error = None
+        return batch
+
+    async def __aiter__(self) -> AsyncIterator[Batch]:
+        while (batch := await self.next_batch()) is not None:
+            yield batch
+
+    def take(self) -> Batch:
+        """Return everything that is new, without waiting."""
+        self.is_posted = False
+        started = self.started if self._untold_start else None
+        error = self.error if self._untold_error else None
+        self._untold_start = self._untold_error = False
+        dirty, self._dirty = self._dirty, []
+        return Batch(started, [choice.take() for choice in dirty], error)
+
+    def cancel(self) -> None:
+        """Ask the engine to stop. The choices that are still open end with `FinishReason.ABORT`, delivered as usual."""
+        self._sessions.cancel(self)
+
+    def close(self) -> None:
+        """Cancel if it still runs, and let go of it: nobody reads this stream any more."""
+        self.is_closed = True
+        self._dirty = []
+        if not self.ended:
+            self.cancel()
+
+    def touch(self, choice: Choice) -> None:
+        """Note that a choice has news. Called by `Sessions`."""
+        if not choice.is_dirty:
+            choice.is_dirty = True
+            self._dirty.append(choice)
+
+    def note_start(self, started: Started) -> None:
+        """Note that the prompt was computed. Called by `Sessions`."""
+        self.started = started
+        self._untold_start = True
+
+    def note_error(self, error: RequestError) -> None:
+        """Note that the request failed. Called by `Sessions`."""
+        self.error = error
+        self._untold_error = True
+
+
+class Sessions:
+    """The live requests of one frontend seat.
+
+    Feed it every `Text`, `Failed` (`handle`) and `Topology` (`follow`) that arrives; ``send`` is how it writes.
+    """
+
+    def __init__(
+        self, me: WorkerId, send: Send, config: EngineConfig, metrics: Metrics | None = None
+    ) -> None:
+        self.me = me
+        self.seats = Seats(me)
+        self.metrics = SessionMetrics(metrics if metrics is not None else Metrics())
+        self.num_tokens = 0
+        """Tokens received so far: the seat's progress."""
+        self._send = send
+        self._max_logprobs = config.frontend.max_logprobs
+        self._vocab_size = config.model.vocab_size
+        self._ids = RequestIds(me.index, me.epoch)
+        self._live: dict[int, Choice] = {}
+        self._streams: dict[int, Stream] = {}
+        self._parked: list[Stream] = []
+        self._on_idle: Callable[[], None] | None = None
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended (a cancelled one lives until the engine confirms)."""
+        return len(self._streams)
+
+    def when_idle(self, callback: Callable[[], None] | None) -> None:
+        """Have ``callback`` called whenever the last live request ended (None: stop that)."""
+        self._on_idle = callback
+
+    # --- in ---------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        echo: bool = False,
+        return_prompt_ids: bool = False,
+        arrival_ns: int | None = None,
+        mailbox: Mailbox | None = None,
+        final_only: bool = False,
+    ) -> Stream:
+        """Send a request on its way and return the stream of what comes back.
+
+        ``params`` are checked here (`RequestError`) and given a seed. While a worker it needs is missing, the request
+        waits for the next topology. ``mailbox`` lets one reader wait for several streams; with ``final_only`` the
+        reader wakes only when the request has ended. Call from the event loop.
+        """
+        params = params.checked(self._max_logprobs, self._vocab_size)
+        if params.seed is None:
+            params = msgspec.structs.replace(params, seed=secrets.randbits(63))
+        submit = Submit(
+            request_id=self._ids.take(params.n),
+            prompt=prompt,
+            params=params,
+            arrival_ns=arrival_ns if arrival_ns is not None else time.monotonic_ns(),
+            sent_ns=0,
+            core=0,
+            detokenizer=0,
+            priority=priority,
+            cache_salt=cache_salt,
+            echo=echo,
+            return_prompt_ids=return_prompt_ids,
+        )
+        stream = Stream(self, submit, mailbox if mailbox is not None else Mailbox(), final_only)
+        self._streams[submit.request_id] = stream
+        for choice in stream.choices:
+            self._live[choice.request_id] = choice
+        self.metrics.submitted(params)
+        self._dispatch(stream)
+        return stream
+
+    def _dispatch(self, stream: Stream) -> None:
+        """Choose the workers of a parked request and send it, or leave it parked."""
+        core, detokenizer = self.seats.pick(Role.CORE), self.seats.pick(Role.DETOKENIZER)
+        if core is None or detokenizer is None:
+            self._parked.append(stream)
+            return
+        stream.submit.core, stream.submit.detokenizer = core, detokenizer
+        if self._send_submit(stream):
+            self.seats.add_load(Role.CORE, core, stream.num_open)
+            self.seats.add_load(Role.DETOKENIZER, detokenizer, stream.num_open)
+        else:
+            self._parked.append(stream)
+
+    def _send_submit(self, stream: Stream) -> bool:
+        tokenizer = self.seats.pick(Role.TOKENIZER)
+        if tokenizer is None:
+            return False
+        stream.submit.sent_ns = time.monotonic_ns()
+        if not self._send(Role.TOKENIZER, tokenizer, stream.submit):
+            return False
+        stream.tokenizer = tokenizer
+        self.seats.add_load(Role.TOKENIZER, tokenizer, 1)
+        return True
+
+    def cancel(self, stream: Stream) -> None:
+        """See `Stream.cancel`."""
+        if stream.ended or stream.is_cancelled:
+            return
+        stream.is_cancelled = True
+        if stream.tokenizer is None or not self._send_cancel(stream, stream.tokenizer):
+            self._abort_here(stream)
+
+    def _send_cancel(self, stream: Stream, tokenizer: int) -> bool:
+        ids = [choice.request_id for choice in stream.choices if choice.finish is None]
+        return self._send(Role.TOKENIZER, tokenizer, Cancel(ids, stream.submit.core))
+
+    def _abort_here(self, stream: Stream) -> None:
+        """End a request of which the engine never heard, or will tell nothing more."""
+        for choice in stream.choices:
+            if choice.finish is None:
+                finish = Finish(choice.request_id, FinishReason.ABORT, None, len(choice.output_ids))
+                self._end_choice(choice, finish, time.monotonic_ns())
+        self._post(stream)
+
+    # --- out --------------------------------------------------------------------------------------------------
+
+    def handle(self, message: Text | Failed) -> None:
+        """Apply what the engine says of our requests, and wake the readers concerned."""
+        if isinstance(message, Failed):
+            self._apply_failed(message)
+        else:
+            self._apply_text(message)
+
+    def _apply_failed(self, failed: Failed) -> None:
+        choice = self._live.get(failed.request_id)
+        if choice is None:
+            self.metrics.duplicate_endings.inc()
+            return
+        self._fail(choice.stream, RequestError(failed.code, failed.message, failed.param))
+
+    def _apply_text(self, text: Text) -> None:
+        now = time.monotonic_ns()
+        self.metrics.hop.observe((now - text.sent_ns) * 1e-9)
+        touched: list[Stream] = []
+        for started in text.started:
+            choice = self._live.get(started.request_id)
+            if choice is not None and choice.stream.started is None:
+                self._start(choice.stream, started)
+                touched.append(choice.stream)
+        self._apply_rows(text, now, touched)
+        for finish in text.finishes:
+            choice = self._live.get(finish.request_id)
+            if choice is None:
+                self.metrics.duplicate_endings.inc()
+                continue
+            self._end_choice(choice, finish, now)
+            touched.append(choice.stream)
+        for stream in touched:
+            self._post(stream)
+
+    def _apply_rows(self, text: Text, now: int, touched: list[Stream]) -> None:
+        live, itl = self._live, self.metrics.inter_token_latency
+        ids = unpack_i32(text.token_ids)
+        positions = {row.row: row.positions for row in text.logprobs} if text.logprobs else None
+        at = 0
+        rows = zip(
+            text.request_ids, text.deltas, text.offsets, text.first_indexes, text.num_tokens, strict=True
+        )
+        for row, (request_id, delta, offset, first_index, num_tokens) in enumerate(rows):
+            begin, at = at, at + num_tokens
+            choice = live.get(request_id)
+            if choice is None:
+                self.metrics.late_rows.inc()
+                continue
+            stream, output_ids = choice.stream, choice.output_ids
+            seen_tokens, seen_chars = len(output_ids) - first_index, choice.num_chars - offset
+            if seen_tokens < 0 or seen_chars < 0:
+                self._fail(stream, _lost_output(choice, first_index, offset))
+                continue
+            if num_tokens > seen_tokens:
+                begin += seen_tokens
+                if at - begin == 1:
+                    output_ids.append(ids[begin])
+                else:
+                    output_ids.extend(ids[begin:at])
+                self.num_tokens += at - begin
+                if positions is not None and row in positions:
+                    choice.logprobs += positions[row][seen_tokens:]
+                if choice.last_ns:
+                    itl.observe((now - choice.last_ns) * 1e-9)
+                elif not stream.first_token_ns:
+                    stream.first_token_ns = now
+                    self.metrics.first_token((now - stream.submit.arrival_ns) * 1e-9)
+                choice.last_ns = now
+            elif num_tokens and len(delta) <= seen_chars:
+                self.metrics.late_rows.inc()
+                continue
+            if len(delta) > seen_chars:
+                choice.texts.append(delta[seen_chars:] if seen_chars else delta)
+                choice.num_chars = offset + len(delta)
+            if not choice.is_dirty:
+                stream.touch(choice)
+            touched.append(stream)
+
+    def _start(self, stream: Stream, started: Started) -> None:
+        stream.note_start(started)
+        if stream.tokenizer is not None:
+            self.seats.add_load(Role.TOKENIZER, stream.tokenizer, -1)
+        self.metrics.started(started)
+
+    def _end_choice(self, choice: Choice, finish: Finish, now: int) -> None:
+        stream = choice.stream
+        del self._live[choice.request_id]
+        choice.finish = finish
+        stream.touch(choice)
+        stream.num_open -= 1
+        self.metrics.choice_ended(stream.submit, finish, len(choice.output_ids), stream.first_token_ns, now)
+        if stream.num_open == 0:
+            self._release(stream)
+
+    def _fail(self, stream: Stream, error: RequestError) -> None:
+        """End every open choice of a request with an error."""
+        if stream.ended:
+            return
+        for choice in stream.choices:
+            if self._live.pop(choice.request_id, None) is not None:
+                self.metrics.choice_failed()
+        stream.num_open = 0
+        stream.note_error(error)
+        self._release(stream)
+        self._post(stream)
+
+    def _release(self, stream: Stream) -> None:
+        """The one door through which a request leaves."""
+        del self._streams[stream.request_id]
+        if stream.tokenizer is None:
+            self._parked.remove(stream)
+        else:
+            if stream.started is None:
+                self.seats.add_load(Role.TOKENIZER, stream.tokenizer, -1)
+            self.seats.add_load(Role.CORE, stream.submit.core, -len(stream.choices))
+            self.seats.add_load(Role.DETOKENIZER, stream.submit.detokenizer, -len(stream.choices))
+        self.metrics.live.set(len(self._streams))
+        if not self._streams and self._on_idle is not None:
+            self._on_idle()
+
+    def _post(self, stream: Stream) -> None:
+        if stream.is_closed:
+            stream.take()
+        elif not stream.is_posted and (stream.ended or not stream.final_only):
+            stream.is_posted = True
+            stream.mailbox.post(stream)
+
+    # --- supervision ------------------------------------------------------------------------------------------
+
+    def follow(self, topology: Topology) -> None:
+        """Adapt to who is there: send again what a lost tokenizer held, end what a lost core or detokenizer held."""
+        for worker in self.seats.follow(topology):
+            for stream in list(self._streams.values()):
+                if stream.tokenizer is not None:
+                    self._lose(stream, worker)
+        parked, self._parked = self._parked, []
+        for stream in parked:
+            self._dispatch(stream)
+
+    def _lose(self, stream: Stream, worker: WorkerId) -> None:
+        submit = stream.submit
+        if worker.role is Role.TOKENIZER and worker.index == stream.tokenizer:
+            self._lose_tokenizer(stream, worker.index)
+        elif worker.role is Role.CORE and worker.index == submit.core:
+            self._fail(stream, _lost_worker(worker))
+        elif worker.role is Role.DETOKENIZER and worker.index == submit.detokenizer:
+            if stream.tokenizer is not None:
+                self._send_cancel(stream, stream.tokenizer)
+            self._fail(stream, _lost_worker(worker))
+
+    def _lose_tokenizer(self, stream: Stream, index: int) -> None:
+        """Carry on without the tokenizer: one that may not have passed the request on gets it sent again elsewhere.
+
+        The core drops a request it already has, so sending once too often is harmless.
+        """
+        if stream.started is not None:
+            replacement = self.seats.pick(Role.TOKENIZER)
+            stream.tokenizer = replacement if replacement is not None else index
+            if stream.is_cancelled and replacement is not None:
+                self._send_cancel(stream, replacement)
+        elif stream.is_cancelled:
+            replacement = self.seats.pick(Role.TOKENIZER)
+            if replacement is not None:
+                self._send_cancel(stream, replacement)
+            self._abort_here(stream)
+        else:
+            self.seats.add_load(Role.TOKENIZER, index, -1)
+            stream.tokenizer = None
+            if not self._send_submit(stream):
+                self.seats.add_load(Role.CORE, stream.submit.core, -len(stream.choices))
+                self.seats.add_load(Role.DETOKENIZER, stream.submit.detokenizer, -len(stream.choices))
+                self._parked.append(stream)
+
+    def fail_all(self, error: RequestError) -> None:
+        """End every live request with this error: the process is about to go."""
+        for stream in list(self._streams.values()):
+            self._fail(stream, error)
+
+
+def _lost_worker(worker: WorkerId) -> RequestError:
+    return RequestError(
+        ErrorCode.UNAVAILABLE,
+        f"The {worker.role} process serving this request was lost and its work could not be resumed; send it again.",
+    )
+
+
+def _lost_output(choice: Choice, first_index: int, offset: int) -> RequestError:
+    return RequestError(
+        ErrorCode.INTERNAL,
+        f"Output of choice {choice.index} went missing inside the server: received token {first_index} at character "
+        f"{offset} after {len(choice.output_ids)} tokens and {choice.num_chars} characters.",
+    )
