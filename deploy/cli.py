@@ -1,0 +1,79 @@
+"""``quintet``: picks the command and loads only that command's module."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module, metadata
+
+from quintet.wire.errors import EXIT_CONFIG, ConfigError
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "serve": ("quintet.deploy.commands.serve", "answer HTTP requests with a model"),
+    "chat": ("quintet.deploy.commands.chat", "talk to a running server in the terminal"),
+    "complete": ("quintet.deploy.commands.complete", "let a running server continue a text"),
+    "plan": ("quintet.deploy.commands.plan", "show what `serve` would use, without starting anything"),
+    "bench": ("quintet.deploy.commands.bench", "measure a server, or the engine alone"),
+    "collect-env": (
+        "quintet.deploy.commands.collect_env",
+        "describe this machine and installation, for bug reports",
+    ),
+}
+"""Command -> module, one-line help."""
+
+_EXAMPLES = """\
+first steps:
+  quintet serve                        serve the small model that ships with Quintet, on http://127.0.0.1:8000
+  quintet chat                         talk to it
+  quintet serve ./my-model --port 80   serve a local folder
+  quintet serve Qwen/Qwen3-0.6B        serve a model of the hub
+  quintet plan Qwen/Qwen3-0.6B         what would that take?
+
+`quintet COMMAND --help` explains each command.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status. A `ConfigError` becomes one line and exit status 78."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    chosen = words[0] if words else None
+    parser = _parser(chosen)
+    if not words:
+        parser.print_help()
+        return 0
+    arguments = parser.parse_args(words)
+    try:
+        exit_status = import_module(COMMANDS[arguments.command][0]).run(arguments)
+    except ConfigError as error:
+        print(f"quintet: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output has left; nobody to tell
+        return 141
+    assert isinstance(exit_status, int), f"{arguments.command} returned {exit_status!r}"
+    return exit_status
+
+
+def _parser(chosen: str | None) -> argparse.ArgumentParser:
+    """Declare every command by name, and the flags of the chosen one only."""
+    parser = argparse.ArgumentParser(
+        prog="quintet",
+        description="Serve large language models: five kinds of process, one command.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"quintet {metadata.version('quintet')}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
+    for name, (module, summary) in COMMANDS.items():
+        if name == chosen:
+            import_module(module).add_parser(subparsers)
+        else:
+            subparsers.add_parser(name, help=summary)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""``quintet plan``: what `quintet serve` would use, without starting anything."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from quintet.deploy.commands.serve import add_option_arguments, options_of
+from quintet.deploy.resolve.build import Resolution, resolve
+from quintet.deploy.resolve.memory import available_ram_bytes, format_size
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+_EXAMPLES = """\
+examples:
+  quintet plan                                        the small model that ships with Quintet
+  quintet plan ./my-model --kv-cache-memory 4GiB      how many long requests fit into 4 GiB?
+  quintet plan Qwen/Qwen3-0.6B --json                 for scripts
+"""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What the server would use. Sizes in bytes; lengths in tokens."""
+
+    model: str
+    path: str
+    architecture: str
+    dtype: str
+    device: str
+    executor: str
+    num_parameters: int | None
+    weight_bytes: int | None
+    max_model_len: int
+    kv_bytes_per_token: int
+    kv_memory_bytes: int
+    block_size: int
+    num_blocks: int
+    max_full_length_requests: int
+    """How many requests of `max_model_len` fit into KV memory at once."""
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    processes: dict[str, int]
+    address: str
+    available_memory_bytes: int
+    notes: list[str]
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Declare the command."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="show what `serve` would use, without starting anything",
+        description="Show what `quintet serve` with the same flags would use. Weights are not read, only their headers.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_option_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the plan."""
+    plan = make_plan(resolve(options_of(arguments), Path("/tmp/quintet-plan")))
+    print(msgspec.json.encode(plan).decode() if arguments.json else "\n".join(plan_lines(plan)))
+    return 0
+
+
+def make_plan(resolution: Resolution) -> Plan:
+    """Read the plan off a resolved configuration."""
+    config, weights = resolution.config, resolution.weights
+    kv, processes = config.model.kv, config.processes
+    num_blocks = kv.num_blocks(config.cache.memory_bytes)
+    return Plan(
+        model=config.model.served_names[0],
+        path=config.model.path,
+        architecture=config.model.architecture,
+        dtype=config.model.dtype,
+        device=config.executor.device,
+        executor=config.executor.kind,
+        num_parameters=weights.num_parameters if weights else None,
+        weight_bytes=weights.size_bytes if weights else None,
+        max_model_len=config.model.max_model_len,
+        kv_bytes_per_token=kv.bytes_per_token,
+        kv_memory_bytes=config.cache.memory_bytes,
+        block_size=kv.block_size,
+        num_blocks=num_blocks,
+        max_full_length_requests=num_blocks // -(-config.model.max_model_len // kv.block_size),
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        processes={
+            "frontend": processes.frontends,
+            "tokenizer": processes.tokenizers,
+            "core": 1,
+            "executor": 1,
+            "detokenizer": processes.detokenizers,
+        },
+        address=f"{config.frontend.host}:{config.frontend.port}",
+        available_memory_bytes=available_ram_bytes(),
+        notes=resolution.notes,
+    )
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """Return the plan for human eyes."""
+    weights = (
+        f"{plan.num_parameters:,} parameters, {format_size(plan.weight_bytes)} on disk"
+        if plan.num_parameters is not None and plan.weight_bytes is not None
+        else "not read"
+    )
+    rows = [
+        ("model", f"{plan.model} ({plan.path})"),
+        ("architecture", f"{plan.architecture}, {plan.dtype}, {plan.executor} executor on {plan.device}"),
+        ("weights", weights),
+        ("memory available", format_size(plan.available_memory_bytes)),
+        ("KV per token", format_size(plan.kv_bytes_per_token)),
+        (
+            "KV memory",
+            f"{format_size(plan.kv_memory_bytes)}: {plan.num_blocks:,} blocks of {plan.block_size} tokens, "
+            f"{plan.num_blocks * plan.block_size:,} tokens in all",
+        ),
+        (
+            "requests",
+            f"{plan.max_full_length_requests:,} of full length ({plan.max_model_len:,} tokens) at once; "
+            f"at most {plan.max_num_seqs} together, {plan.max_num_batched_tokens:,} tokens a step",
+        ),
+        (
+            "processes",
+            "supervisor, " + ", ".join(f"{role} ×{count}" for role, count in plan.processes.items()),
+        ),
+        ("address", f"http://{plan.address}"),
+    ]
+    return [f"{name:<17} {value}" for name, value in rows] + [f"note: {note}" for note in plan.notes]

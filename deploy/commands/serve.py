@@ -1,0 +1,119 @@
+"""``quintet serve``: be the supervisor of a server."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import setproctitle
+
+from quintet.deploy.resolve.build import Resolution, resolve
+from quintet.deploy.resolve.config_file import merged_options
+from quintet.deploy.resolve.flags import Options, add_flags, flag_table
+from quintet.deploy.resolve.memory import format_size
+from quintet.deploy.resolve.rules import check_ranges
+from quintet.deploy.supervisor import run_dirs
+from quintet.deploy.supervisor.listener import PortInUse, bind_listener
+from quintet.wire.log import configure_logging
+from quintet.wire.sockets import make_run_dir
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+_EXAMPLES = """\
+examples:
+  quintet serve                                   the small model that ships with Quintet
+  quintet serve ./my-model --port 8080            a local folder: config.json, *.safetensors, tokenizer.json
+  quintet serve Qwen/Qwen3-0.6B --max-model-len 8192 --kv-cache-memory 2GiB
+  quintet serve MODEL --frontends 2 --tokenizers 2 --api-key sk-secret --host 0.0.0.0
+  quintet serve MODEL --executor mock --step-ms 5 everything but the model, to measure the rest
+  quintet serve --config server.yaml              flags from a file: `max-model-len: 8192`; flags given here win
+
+SIGTERM or Ctrl-C drains: requests in flight may finish, up to --drain-timeout. A second signal ends everything at once.
+Exit status: 0 after a drain; 1 when booting failed; 78 when the configuration cannot work.
+"""
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Declare the command."""
+    parser = subparsers.add_parser(
+        "serve",
+        help="answer HTTP requests with a model",
+        description="Serve a model over HTTP, with the OpenAI API.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_option_arguments(parser)
+
+
+def add_option_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare MODEL, ``--config`` and every flag."""
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        default=argparse.SUPPRESS,
+        help="local folder or hub name (default: the small model that ships with Quintet)",
+    )
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="YAML file of flags; flags given here win"
+    )
+    add_flags(parser)
+
+
+def options_of(arguments: argparse.Namespace) -> Options:
+    """Return the options of a parsed command line, over those of its ``--config`` file."""
+    keys = {spec.key for spec in flag_table()}
+    flags = {key: value for key, value in vars(arguments).items() if key in keys}
+    return merged_options(arguments.config, flags)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Resolve, bind, spawn, serve."""
+    from quintet.deploy.supervisor.boot_story import PrintedStory
+    from quintet.deploy.supervisor.supervisor import Supervisor, Surroundings
+
+    options = options_of(arguments)
+    setproctitle.setproctitle("quintet-supervisor")
+    configure_logging("supervisor", options.log_level)
+    run_dirs.sweep_stale()
+    run_dir = make_run_dir()
+    try:
+        check_ranges(options)
+        listener = bind_listener(options.host, options.port)
+        resolution = resolve(options, run_dir)
+        port = int(listener.getsockname()[1])
+        config = msgspec.structs.replace(
+            resolution.config, frontend=msgspec.structs.replace(resolution.config.frontend, port=port)
+        )
+        story = PrintedStory(config, opening_lines(resolution))
+        return Supervisor(config, story, Surroundings(listener=listener)).run()
+    except PortInUse as error:
+        print(f"quintet: {error}", file=sys.stderr)
+        return 1
+    finally:
+        shutil.rmtree(run_dir, ignore_errors=True)
+
+
+def opening_lines(resolution: Resolution) -> list[str]:
+    """Return what is known before anything is started: model, sizes, memory, notes."""
+    config, weights = resolution.config, resolution.weights
+    model, scheduler, kv = config.model, config.scheduler, config.model.kv
+    size = (
+        f"{weights.num_parameters / 1e6:,.1f} M parameters, {format_size(weights.size_bytes)}"
+        if weights is not None
+        else f"{config.executor.kind} executor, no weights read"
+    )
+    blocks = kv.num_blocks(config.cache.memory_bytes)
+    return [
+        f"Quintet serves {model.served_names[0]}: {model.architecture}, {size}, {model.dtype} on {config.executor.device}",
+        f"  context {model.max_model_len} tokens; up to {scheduler.max_num_seqs} requests and "
+        f"{scheduler.max_num_batched_tokens} tokens a step; prefix caching "
+        f"{'on' if config.cache.enable_prefix_caching else 'off'}",
+        f"  KV memory {format_size(config.cache.memory_bytes)}: {blocks} blocks of {kv.block_size} tokens",
+        *(f"  note: {note}" for note in resolution.notes),
+    ]

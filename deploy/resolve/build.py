@@ -1,0 +1,178 @@
+"""Put the flags, the model card and the machine together into one frozen `EngineConfig`."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from quintet.deploy.resolve import rules
+from quintet.deploy.resolve.card import Dtype, ModelCard, read_card, read_chat_template
+from quintet.deploy.resolve.flags import Options
+from quintet.deploy.resolve.memory import available_bytes, format_size, parse_size
+from quintet.deploy.resolve.source import locate_model
+from quintet.deploy.resolve.tokenizer_files import tokenizer_folder
+from quintet.deploy.resolve.weights import WeightFacts, read_weight_facts
+from quintet.wire.config import (
+    CacheConfig,
+    EngineConfig,
+    ExecutorConfig,
+    FrontendConfig,
+    ModelConfig,
+    ProcessesConfig,
+    SchedulerConfig,
+)
+from quintet.wire.kv_spec import KvSpec
+
+_DTYPE_BYTES: dict[Dtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Resolution:
+    """The configuration, and what was found out on the way."""
+
+    config: EngineConfig
+    weights: WeightFacts | None
+    """None when the executor reads none: mock or dummy."""
+    notes: list[str] = field(default_factory=list)
+    """What was derived against expectation: one line each, for the boot story."""
+
+
+def resolve(options: Options, run_dir: Path, http: bool = True, external_frontends: int = 0) -> Resolution:
+    """Resolve everything once. ``http=False`` leaves the HTTP frontends out: the Python API brings its own.
+
+    May fetch the model from the hub. Raises `ConfigError` of one line with the way out.
+    """
+    rules.check_ranges(options)
+    rules.check_mock_only_flags(options)
+    rules.check_run_dir_length(run_dir)
+    notes: list[str] = []
+    kind: Literal["torch", "mock"] = "mock" if options.executor == "mock" else "torch"
+    device: Literal["cpu", "cuda"] = "cpu" if kind == "mock" else _device(options)
+    reads_weights = kind == "torch" and options.load_format == "auto"
+    folder = locate_model(options.model, with_weights=reads_weights)
+    card = read_card(folder, options.generation_config)
+    weights = read_weight_facts(folder) if reads_weights else None
+    dtype = card.dtype if options.dtype == "auto" else options.dtype
+    kv = KvSpec(card.num_layers, card.num_kv_heads, card.head_dim, _DTYPE_BYTES[dtype], options.block_size)
+    max_model_len = rules.derive_max_model_len(
+        options.max_model_len, card.max_model_len, folder / "config.json"
+    )
+    memory_bytes = _kv_memory(options, device, kind, weights, kv, max_model_len)
+    fitted = rules.fit_max_model_len(
+        kv,
+        memory_bytes,
+        max_model_len,
+        options.max_model_len is not None,
+        options.kv_cache_memory is not None,
+    )
+    if fitted < max_model_len:
+        notes.append(
+            f"max_model_len is {fitted}, not the model's {max_model_len}: KV memory is {format_size(memory_bytes)}"
+        )
+    warning = rules.advise_open_server(options.host, bool(options.api_key)) if http else None
+    if warning is not None:
+        notes.append(warning)
+    config = EngineConfig(
+        run_dir=str(run_dir),
+        model=_model_config(options, card, dtype, kv, fitted),
+        cache=CacheConfig(
+            memory_bytes=rules.cap_kv_memory(kv, memory_bytes, options.max_num_seqs, fitted),
+            enable_prefix_caching=options.enable_prefix_caching,
+        ),
+        scheduler=SchedulerConfig(
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=rules.derive_max_num_batched_tokens(options, fitted),
+            policy=options.scheduling_policy,
+            enable_chunked_prefill=options.enable_chunked_prefill,
+            long_prefill_token_threshold=options.long_prefill_token_threshold,
+            depth=options.depth,
+            audit=options.audit,
+        ),
+        executor=ExecutorConfig(
+            kind=kind,
+            device=device,
+            load_format=options.load_format,
+            threads=options.threads,
+            seed=options.seed,
+            step_ms=options.step_ms,
+        ),
+        frontend=_frontend_config(options),
+        processes=ProcessesConfig(
+            frontends=options.frontends if http else 0,
+            external_frontends=external_frontends,
+            tokenizers=options.tokenizers,
+            detokenizers=options.detokenizers,
+            boot_timeout_s=options.boot_timeout,
+            drain_timeout_s=options.drain_timeout,
+            stall_s=options.stall_timeout,
+        ),
+        log_level=options.log_level,
+    )
+    return Resolution(config, weights, notes)
+
+
+def _model_config(
+    options: Options, card: ModelCard, dtype: Dtype, kv: KvSpec, max_model_len: int
+) -> ModelConfig:
+    tokenizer = card.path
+    if options.tokenizer is not None:
+        tokenizer = locate_model(options.tokenizer, with_weights=False, flag="--tokenizer")
+    return ModelConfig(
+        path=str(card.path),
+        tokenizer_path=str(tokenizer_folder(tokenizer)),
+        served_names=options.served_model_name or [options.model or card.path.name],
+        architecture=card.architecture,
+        dtype=dtype,
+        vocab_size=card.vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=card.eos_token_ids,
+        kv=kv,
+        generation_defaults=card.generation_defaults,
+        chat_template=read_chat_template(tokenizer, options.chat_template),
+    )
+
+
+def _frontend_config(options: Options) -> FrontendConfig:
+    return FrontendConfig(
+        host=options.host,
+        port=options.port,
+        api_keys=options.api_key,
+        allowed_origins=options.allowed_origins,
+        max_body_bytes=parse_size(options.max_body_bytes, "--max-body-bytes"),
+        max_queued_requests=options.max_queued_requests,
+        max_logprobs=options.max_logprobs,
+        keep_alive_s=options.keep_alive_interval,
+        root_path=options.root_path,
+        log_requests=options.log_requests,
+    )
+
+
+def _kv_memory(
+    options: Options, device: str, kind: str, weights: WeightFacts | None, kv: KvSpec, max_model_len: int
+) -> int:
+    """Return the bytes KV may take: as asked, or a share of what the weights leave. The mock holds no KV at all."""
+    if options.kv_cache_memory is not None:
+        return parse_size(options.kv_cache_memory, "--kv-cache-memory")
+    if kind == "mock":
+        return rules.cap_kv_memory(kv, 1 << 62, options.max_num_seqs, max_model_len)
+    left = available_bytes(device) - (weights.size_bytes if weights else 0)
+    return max(0, int(left * options.kv_cache_memory_share))
+
+
+def _device(options: Options) -> Literal["cpu", "cuda"]:
+    if options.device != "auto":
+        return options.device
+    return "cuda" if Path("/dev/nvidia0").exists() and torch_is_cuda_build() else "cpu"
+
+
+def torch_is_cuda_build() -> bool:
+    """Tell from torch's version file, without importing torch, whether it was built for CUDA."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    version = Path(spec.origin).with_name("version.py")
+    return version.is_file() and any(
+        line.startswith("cuda") and "None" not in line for line in version.read_text().splitlines()
+    )

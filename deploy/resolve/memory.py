@@ -1,0 +1,93 @@
+"""How much memory there is, how much of it KV gets, and how sizes are written."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import psutil
+
+from quintet.wire.errors import ConfigError
+
+_UNITS = {
+    "": 1, "b": 1,
+    "k": 1 << 10, "kib": 1 << 10, "kb": 1000,
+    "m": 1 << 20, "mib": 1 << 20, "mb": 1000**2,
+    "g": 1 << 30, "gib": 1 << 30, "gb": 1000**3,
+    "t": 1 << 40, "tib": 1 << 40, "tb": 1000**4,
+}  # fmt: skip
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+
+
+def parse_size(value: int | str, flag: str) -> int:
+    """Read ``2GiB``, ``512M``, ``1.5 GB`` or a plain number of bytes. ``flag`` is named in the error."""
+    matched = _SIZE.fullmatch(str(value))
+    unit = _UNITS.get(matched[2].lower()) if matched else None
+    if matched is None or unit is None:
+        raise ConfigError(f"{flag} is {value!r}; write a size like 2GiB, 512MiB or a number of bytes")
+    return int(float(matched[1]) * unit)
+
+
+def format_size(size_bytes: float) -> str:
+    """Write a size in the largest binary unit that keeps it at least 1."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size_bytes) < 1024:
+            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.1f} TiB"
+
+
+def available_ram_bytes(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return memory that new processes could take without swapping: the host's, or the container's if that is less."""
+    available = int(psutil.virtual_memory().available)
+    for left in (
+        _cgroup_left(cgroup_root / "memory.max", cgroup_root / "memory.current"),
+        _cgroup_left(
+            cgroup_root / "memory" / "memory.limit_in_bytes", cgroup_root / "memory" / "memory.usage_in_bytes"
+        ),
+    ):
+        if left is not None:
+            available = min(available, left)
+    return available
+
+
+def _cgroup_left(limit_file: Path, usage_file: Path) -> int | None:
+    """Return limit minus usage of a control group, or None where there is no limit."""
+    try:
+        limit, usage = limit_file.read_text().strip(), usage_file.read_text().strip()
+    except OSError:
+        return None
+    if not limit.isdigit() or not usage.isdigit():
+        return None
+    return max(0, int(limit) - int(usage))
+
+
+def available_gpu_bytes() -> int | None:
+    """Return the free memory of the first NVIDIA GPU, or None where the driver's tool is missing."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    try:
+        answer = subprocess.run(
+            [tool, "--query-gpu=memory.free", "--format=csv,noheader,nounits"],
+            capture_output=True, text=True, timeout=10, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    first = answer.stdout.split()
+    return int(first[0]) << 20 if first and first[0].isdigit() else None
+
+
+def available_bytes(device: str) -> int:
+    """Return the memory that weights and KV can share on a device."""
+    if device == "cpu":
+        return available_ram_bytes()
+    free = available_gpu_bytes()
+    if free is None:
+        raise ConfigError(
+            "nvidia-smi does not say how much GPU memory is free; give --kv-cache-memory, e.g. 8GiB"
+        )
+    return free

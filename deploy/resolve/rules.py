@@ -1,0 +1,149 @@
+"""Rules between settings. Each either rejects, with the way out, or derives; none looks at more than its arguments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quintet.deploy.resolve.flags import Options
+from quintet.deploy.resolve.memory import format_size
+from quintet.wire.errors import ConfigError
+from quintet.wire.kv_spec import KvSpec
+
+MAX_SOCKET_PATH = 107
+"""Longest path of a Unix socket on Linux (``sun_path`` less its NUL)."""
+_LONGEST_SOCKET_NAME = len("/detokenizer-1023.9999999")
+_DEFAULT_BATCHED_TOKENS = 2048
+
+
+def check_ranges(options: Options) -> None:
+    """Reject a number outside its range, naming the flag, the value and the range."""
+    at_least: dict[str, tuple[float, float]] = {
+        "max_num_seqs": (options.max_num_seqs, 1),
+        "block_size": (options.block_size, 1),
+        "long_prefill_token_threshold": (options.long_prefill_token_threshold, 0),
+        "tokenizers": (options.tokenizers, 1),
+        "detokenizers": (options.detokenizers, 1),
+        "frontends": (options.frontends, 1),
+        "threads": (options.threads, 0),
+        "step_ms": (options.step_ms, 0),
+        "max_logprobs": (options.max_logprobs, 0),
+        "max_queued_requests": (options.max_queued_requests, 1),
+        "drain_timeout": (options.drain_timeout, 0),
+        "keep_alive_interval": (options.keep_alive_interval, 0),
+        "depth": (options.depth, 1),
+        "port": (options.port, 0),
+    }
+    if options.max_model_len is not None:
+        at_least["max_model_len"] = (options.max_model_len, 2)
+    if options.max_num_batched_tokens is not None:
+        at_least["max_num_batched_tokens"] = (options.max_num_batched_tokens, 1)
+    for key, (value, least) in at_least.items():
+        if not value >= least:
+            raise ConfigError(f"--{key.replace('_', '-')} is {value}; it must be at least {least}")
+    for key, number in (("boot_timeout", options.boot_timeout), ("stall_timeout", options.stall_timeout)):
+        if not number > 0:
+            raise ConfigError(f"--{key.replace('_', '-')} is {number}; it must be more than 0 seconds")
+    if options.port > 65535:
+        raise ConfigError(f"--port is {options.port}; ports end at 65535")
+    for key, count in (
+        ("frontends", options.frontends),
+        ("tokenizers", options.tokenizers),
+        ("detokenizers", options.detokenizers),
+    ):
+        if count > 512:
+            raise ConfigError(f"--{key} is {count}; at most 512 processes of one kind can run")
+    if not 0 < options.kv_cache_memory_share <= 0.95:
+        raise ConfigError(
+            f"--kv-cache-memory-share is {options.kv_cache_memory_share}; it must be above 0 and at most 0.95"
+        )
+
+
+def check_mock_only_flags(options: Options) -> None:
+    """Reject ``--step-ms`` where it would silently do nothing."""
+    if options.step_ms and options.executor != "mock":
+        raise ConfigError(
+            f"--step-ms {options.step_ms} is for the mock executor: add --executor mock or drop it"
+        )
+
+
+def derive_max_num_batched_tokens(options: Options, max_model_len: int) -> int:
+    """Return the step's token budget.
+
+    It must hold one token of every running request, and without chunked prefill a whole prompt.
+    """
+    asked = options.max_num_batched_tokens
+    needed = (
+        options.max_num_seqs if options.enable_chunked_prefill else max(options.max_num_seqs, max_model_len)
+    )
+    if asked is None:
+        return max(_DEFAULT_BATCHED_TOKENS, needed)
+    if asked < options.max_num_seqs:
+        raise ConfigError(
+            f"--max-num-batched-tokens is {asked}, less than --max-num-seqs {options.max_num_seqs}: "
+            f"each running request needs one token a step; raise it, or lower --max-num-seqs to {asked}"
+        )
+    if asked < needed:
+        raise ConfigError(
+            f"--max-num-batched-tokens is {asked}, but --no-enable-chunked-prefill computes a prompt of up to "
+            f"{max_model_len} tokens in one step: raise it, lower --max-model-len, or enable chunked prefill"
+        )
+    return asked
+
+
+def derive_max_model_len(asked: int | None, of_model: int, config_path: Path) -> int:
+    """Return the longest sequence: the model's own, or the shorter one asked for."""
+    if asked is None:
+        return of_model
+    if asked > of_model:
+        raise ConfigError(
+            f"--max-model-len is {asked}, but the model was made for {of_model} tokens ({config_path}); "
+            f"give at most {of_model}, or add rope scaling to config.json"
+        )
+    return asked
+
+
+def fit_max_model_len(
+    kv: KvSpec, memory_bytes: int, max_model_len: int, asked: bool, memory_flag_given: bool
+) -> int:
+    """Return the longest sequence whose KV fits into memory.
+
+    A length that nobody asked for shrinks to what fits; one that was asked for is rejected with the length that
+    would fit.
+    """
+    fitting = kv.num_blocks(memory_bytes) * kv.block_size
+    if fitting >= max_model_len:
+        return max_model_len
+    needed = format_size(-(-max_model_len // kv.block_size) * kv.bytes_per_block)
+    if fitting < 2 * kv.block_size or asked:
+        more = f"--kv-cache-memory {needed.replace(' ', '')}" + (
+            "" if memory_flag_given else " or a larger --kv-cache-memory-share"
+        )
+        less = f"lower --max-model-len to {fitting}, or " if fitting >= 2 * kv.block_size else ""
+        raise ConfigError(
+            f"one request of {max_model_len} tokens needs {needed} of KV memory and there are "
+            f"{format_size(memory_bytes)}: {less}give {more}"
+        )
+    return fitting
+
+
+def cap_kv_memory(kv: KvSpec, memory_bytes: int, max_num_seqs: int, max_model_len: int) -> int:
+    """Return no more memory than the longest sequences of all slots could use, plus one block."""
+    blocks_per_sequence = -(-max_model_len // kv.block_size)
+    return min(memory_bytes, (max_num_seqs * blocks_per_sequence + 1) * kv.bytes_per_block)
+
+
+def check_run_dir_length(run_dir: Path) -> None:
+    """Reject a folder so deep that the sockets in it could not be bound."""
+    longest = len(str(run_dir)) + _LONGEST_SOCKET_NAME
+    if longest > MAX_SOCKET_PATH:
+        raise ConfigError(
+            f"socket paths under {run_dir} would be {longest} bytes long and the system allows {MAX_SOCKET_PATH}: "
+            "set TMPDIR to a shorter folder, e.g. TMPDIR=/tmp"
+        )
+
+
+def advise_open_server(host: str, has_api_key: bool) -> str | None:
+    """Return a word of warning when the server is open to the network without a key."""
+    if has_api_key or host in ("127.0.0.1", "localhost", "::1"):
+        return None
+    return f"open to everyone who can reach {host}: give --api-key to ask for one"

@@ -1,0 +1,57 @@
+"""Where a model's files come from: a local folder, the hub, or the package itself."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from quintet.wire.errors import ConfigError
+
+_CARD_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken"]
+_WEIGHT_FILES = ["*.safetensors"]
+
+
+def locate_model(name: str | None, with_weights: bool, flag: str = "MODEL") -> Path:
+    """Return the local folder of a model, fetching it from the hub when ``name`` is a hub name.
+
+    None is the model that ships with Quintet. ``flag`` is named in errors. ``HF_HUB_OFFLINE=1`` keeps to what was
+    fetched before. Raises `ConfigError` of one line.
+    """
+    if name is None:
+        from quintet.deploy.embedded import default_model_path
+
+        return Path(default_model_path())
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder.resolve()
+    if folder.exists():
+        raise ConfigError(f"{flag} {name!r} is a file; give the folder that holds config.json")
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1:
+        raise ConfigError(f"{flag} {name!r}: there is no such folder")
+    return _fetch(name, _CARD_FILES + (_WEIGHT_FILES if with_weights else []), flag)
+
+
+def _fetch(name: str, patterns: list[str], flag: str) -> Path:
+    """Download a hub repository, or find it in the cache."""
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except LocalEntryNotFoundError:
+        reason = (
+            "HF_HUB_OFFLINE is set and it was not fetched before"
+            if constants.HF_HUB_OFFLINE
+            else "the hub cannot be reached and it was not fetched before"
+        )
+    except HFValidationError:
+        reason = "it is not a valid hub name either"
+    except HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else "no answer"
+        reason = f"the hub answered {status}" + (
+            "; does the name exist, and is HF_TOKEN allowed to read it?" if status in (401, 403, 404) else ""
+        )
+    except OSError as error:
+        reason = f"fetching it from the hub failed: {error}"
+    cwd = os.getcwd()
+    raise ConfigError(f"{flag} {name!r}: there is no such folder in {cwd}, and {reason}")

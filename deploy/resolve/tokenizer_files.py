@@ -1,0 +1,60 @@
+"""The tokenizer's folder: one with ``tokenizer.json``, converted once from a slow tokenizer if it must be."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from quintet.wire.errors import ConfigError
+
+_SLOW_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
+
+_CONVERT = """
+import sys
+from transformers import AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], use_fast=True, local_files_only=True)
+if not tokenizer.is_fast:
+    sys.exit("transformers has no fast version of this tokenizer")
+tokenizer.save_pretrained(sys.argv[2])
+"""
+
+
+def tokenizer_folder(folder: Path, cache: Path | None = None) -> Path:
+    """Return a folder with ``tokenizer.json`` for the tokenizer in ``folder``.
+
+    A folder that only has a slow tokenizer is converted by transformers, in a process of its own, into ``cache``
+    (default: ``$XDG_CACHE_HOME/quintet/tokenizers``), where the next start finds it.
+    """
+    if (folder / "tokenizer.json").is_file():
+        return folder
+    slow = next((name for name in _SLOW_FILES if (folder / name).is_file()), None)
+    if slow is None:
+        raise ConfigError(f"{folder} has no tokenizer.json; name a folder that has one with --tokenizer")
+    source = folder / slow
+    stat = source.stat()
+    key = hashlib.sha256(f"{source}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:16]
+    target = (cache or _default_cache()) / key
+    if (target / "tokenizer.json").is_file():
+        return target
+    target.mkdir(parents=True, exist_ok=True)
+    converted = subprocess.run(
+        [sys.executable, "-c", _CONVERT, str(folder), str(target)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if converted.returncode != 0 or not (target / "tokenizer.json").is_file():
+        last = (converted.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise ConfigError(
+            f"{folder} has only {slow}, and transformers could not convert it to tokenizer.json: {last}. "
+            "Name a folder with tokenizer.json with --tokenizer (sentencepiece may need `pip install sentencepiece`)"
+        )
+    return target
+
+
+def _default_cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "quintet" / "tokenizers"

@@ -1,0 +1,46 @@
+"""``python -m quintet.deploy.supervisor --run-dir DIR``: a supervisor for a configuration that is already written.
+
+The Python API starts one of these and holds the write end of the pipe behind ``--parent-fd``: when the API's process
+ends, however it ends, the pipe closes and everything here stops.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+
+import setproctitle
+
+from quintet.deploy.supervisor.boot_story import ReportedStory
+from quintet.deploy.supervisor.supervisor import Supervisor, Surroundings
+from quintet.wire.config import EngineConfig
+from quintet.wire.log import configure_logging
+from quintet.wire.runtime import CONFIG_FILE
+
+
+def main() -> int:
+    """Supervise until told to stop, or until the parent is gone."""
+    parser = argparse.ArgumentParser(prog="python -m quintet.deploy.supervisor", description=__doc__)
+    parser.add_argument(
+        "--run-dir", type=Path, required=True, help="folder with config.json; removed at the end"
+    )
+    parser.add_argument("--parent-fd", type=int, help="read end of a pipe; its end of file means: stop")
+    parser.add_argument("--report-fd", type=int, help="where the one line about the boot is written")
+    arguments = parser.parse_args()
+    setproctitle.setproctitle("quintet-supervisor")
+    config = EngineConfig.read(arguments.run_dir / CONFIG_FILE)
+    configure_logging("supervisor", config.log_level)
+    signals = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+    if arguments.parent_fd is not None:
+        signal.signal(
+            signal.SIGINT, signal.SIG_IGN
+        )  # a terminal's Ctrl-C reaches the parent too, which decides
+        signals.remove(signal.SIGINT)
+    surroundings = Surroundings(parent_fd=arguments.parent_fd, signals=signals)
+    return Supervisor(config, ReportedStory(arguments.report_fd), surroundings).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""The listening socket: bound by the supervisor before anything is spawned, inherited by every frontend."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from quintet.wire.errors import ConfigError
+
+_BACKLOG = 2048
+
+
+class PortInUse(Exception):
+    """Somebody else listens there; the message is for the user."""
+
+
+def bind_listener(host: str, port: int) -> socket.socket:
+    """Bind and listen. Port 0 takes a free one: read it from ``getsockname()``.
+
+    Raises `PortInUse`, or `ConfigError` for an address that is not ours to bind.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"--host {host!r} is not an address of this machine: {error.strerror}") from None
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUse(
+                f"port {port} on {host} is in use by another program; stop it, or choose another with --port (0 picks one)"
+            ) from None
+        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}") from None
+    return listener

@@ -1,0 +1,30 @@
+"""When a dead process may be started again (the restart intensity of Erlang/OTP supervisors)."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """At once the first time, then with exponential backoff, and not for ever."""
+
+    max_deaths: int = 5
+    """More deaths of one seat than this within the window, and the server gives up."""
+    window_s: float = 60.0
+    first_backoff_s: float = 0.25
+    max_backoff_s: float = 8.0
+
+    def delay_s(self, deaths: deque[float], now: float) -> float | None:
+        """Count a death and return how long to wait before the restart, or None to give up.
+
+        ``deaths`` are the times of the seat's earlier deaths; those that left the window are dropped.
+        """
+        while deaths and now - deaths[0] > self.window_s:
+            deaths.popleft()
+        deaths.append(now)
+        earlier = len(deaths) - 1
+        if len(deaths) > self.max_deaths:
+            return None
+        return 0.0 if earlier == 0 else min(self.max_backoff_s, self.first_backoff_s * 2 ** (earlier - 1))

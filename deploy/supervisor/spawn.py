@@ -1,0 +1,55 @@
+"""Starts child processes by module name. Must be called from the main thread: children die with the thread that made them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from quintet.wire.ids import Role, WorkerId
+
+MODULES: Mapping[Role, str] = {
+    Role.FRONTEND: "quintet.frontend.main",
+    Role.TOKENIZER: "quintet.tokenizer_proc.main",
+    Role.CORE: "quintet.core.main",
+    Role.EXECUTOR: "quintet.executor.main",
+    Role.DETOKENIZER: "quintet.detokenizer_proc.main",
+}
+
+LISTEN_FD = "QUINTET_LISTEN_FD"
+"""Environment variable that tells a frontend which descriptor is the listening socket."""
+
+
+class Spawner:
+    """Knows how a child of each role is started."""
+
+    def __init__(self, run_dir: Path, modules: Mapping[Role, str], listen_fd: int | None) -> None:
+        self._run_dir = run_dir
+        self._modules = modules
+        self._listen_fd = listen_fd
+
+    def spawn(self, worker: WorkerId) -> subprocess.Popen[bytes]:
+        """Start ``worker``.
+
+        Each child leads a process group of its own, so that a terminal's Ctrl-C reaches only the supervisor even
+        before the child has had time to ignore it.
+        """
+        environment, descriptors = dict(os.environ), []
+        if worker.role is Role.FRONTEND and self._listen_fd is not None:
+            environment[LISTEN_FD] = str(self._listen_fd)
+            descriptors.append(self._listen_fd)
+        return subprocess.Popen(
+            [
+                sys.executable, "-P", "-m", self._modules[worker.role],
+                "--run-dir", str(self._run_dir),
+                "--index", str(worker.index),
+                "--epoch", str(worker.epoch),
+                "--parent", str(os.getpid()),
+            ],
+            stdin=subprocess.DEVNULL,
+            pass_fds=descriptors,
+            env=environment,
+            process_group=0,
+        )  # fmt: skip

@@ -1,0 +1,350 @@
+"""The supervisor's loop: signals and messages only enqueue, the loop acts.
+
+BOOTING ──all ready──▶ SERVING ──signal──▶ DRAINING ──drained or too late──▶ STOPPING ──all gone──▶ exit
+   │ a child dies         │ a seat dies too often
+   ╰──────────────────────┴──▶ kill everyone, exit 1 or 78
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from quintet.deploy.supervisor import run_dirs
+from quintet.deploy.supervisor.boot_story import Failure, Story, child_failure
+from quintet.deploy.supervisor.doorbell import Doorbell
+from quintet.deploy.supervisor.restarts import RestartPolicy
+from quintet.deploy.supervisor.seats import SeatRecord, SeatTable
+from quintet.deploy.supervisor.spawn import MODULES, Spawner
+from quintet.wire.config import EngineConfig
+from quintet.wire.errors import EXIT_CONFIG
+from quintet.wire.ids import Role
+from quintet.wire.messages import (
+    Drain,
+    Drained,
+    Heartbeat,
+    MetricsQuery,
+    MetricsReport,
+    Ready,
+    SeatState,
+    Stop,
+)
+from quintet.wire.runtime import CONFIG_FILE, SUPERVISOR, error_file
+from quintet.wire.sockets import Inbox, Peers, address_of
+
+_BUSY_TICK_S = 0.25
+_IDLE_TICK_S = 1.0
+_ABORT_GRACE_S = 2.0
+"""Between SIGABRT (dump the stack) and SIGKILL."""
+_STOP_GRACE_S = 3.0
+"""Between `Stop` and SIGKILL."""
+_EXECUTOR_PATIENCE = 12
+"""One step of a large model on a slow processor is one long silence: the executor may be silent this much longer."""
+
+
+class Phase(enum.Enum):
+    """Where in its life the server is."""
+
+    BOOTING = "booting"
+    SERVING = "serving"
+    DRAINING = "draining"
+    STOPPING = "stopping"
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What the supervisor is given besides the configuration."""
+
+    listener: socket.socket | None = None
+    """Listening socket of the frontends."""
+    parent_fd: int | None = None
+    """End of a pipe whose other end lives as long as the process that wants this server."""
+    modules: Mapping[Role, str] = field(default_factory=lambda: MODULES)
+    signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    restart_policy: RestartPolicy = RestartPolicy()  # noqa: RUF009 - frozen
+
+
+class Supervisor:
+    """Owns the seats, the epochs and the topology of one server. Lives in the main thread.
+
+    The run folder is the supervisor's: it is removed when `run` returns.
+    """
+
+    def __init__(self, config: EngineConfig, story: Story, surroundings: Surroundings) -> None:
+        self._config = config
+        self._story = story
+        self._surroundings = surroundings
+        self._run_dir = Path(config.run_dir)
+        self._listener = surroundings.listener
+        self._log = logging.getLogger("quintet")
+        self._seats = SeatTable(self._run_dir, config.processes)
+        self._spawner = Spawner(
+            self._run_dir, surroundings.modules, self._listener.fileno() if self._listener else None
+        )
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        accepts: Any = Ready | Heartbeat | MetricsQuery | Drained
+        self._inbox: Inbox[Any] = Inbox(self._context, address_of(self._run_dir, SUPERVISOR), accepts)
+        self._peers = Peers(self._context)
+        self._bell = Doorbell(self._inbox.fileno(), surroundings.signals, surroundings.parent_fd)
+        self._phase = Phase.BOOTING
+        self._deadline = 0.0
+        self._topology_changed = True
+        self._told_roles: set[Role] = set()
+        self._undrained: set[int] = set()
+        self._exit_code = 0
+        self._finished = False
+
+    def run(self) -> int:
+        """Boot, serve until told to stop, and return the exit status. Nothing is left behind."""
+        try:
+            run_dirs.claim(self._run_dir)
+            self._config.write(self._run_dir / CONFIG_FILE)
+            self._boot()
+            while not self._finished:
+                self._hear()
+                self._obey_signals()
+                self._notice_deaths()
+                self._keep_deadlines()
+                self._publish()
+                if not self._finished:
+                    self._bell.wait(_IDLE_TICK_S if self._phase is Phase.SERVING else _BUSY_TICK_S)
+            return self._exit_code
+        finally:
+            self._kill_everyone()
+            self._close()
+
+    # --- what comes in ---
+
+    def _hear(self) -> None:
+        now = time.monotonic()
+        for message in self._inbox.drain():
+            match message:
+                case Ready(worker=worker, facts=facts):
+                    seat = self._seats.of(worker)
+                    if seat is not None and seat.state is SeatState.STARTING:
+                        self._seat_ready(seat, facts, now)
+                case Heartbeat(
+                    worker=worker, progress=progress, pending=pending, cpu_ns=cpu_ns, metrics=metrics
+                ):
+                    seat = self._seats.of(worker)
+                    if seat is not None and not seat.external:
+                        seat.beat(progress, pending, cpu_ns, metrics, now)
+                case MetricsQuery(query_id=query_id, frontend=frontend):
+                    self._peers.send(Role.FRONTEND, frontend, MetricsReport(query_id, self._seats.figures()))
+                case Drained(worker=worker):
+                    self._undrained.discard(worker.index)
+
+    def _obey_signals(self) -> None:
+        if self._bell.parent_is_gone and self._phase is not Phase.STOPPING:
+            self._stop(0)
+        for number in self._bell.take_signals():
+            if self._phase is Phase.SERVING:
+                self._log.info(
+                    "%s: draining for up to %.0f s", number.name, self._config.processes.drain_timeout_s
+                )
+                self._drain()
+            else:
+                self._log.info("%s while %s: killing everyone", number.name, self._phase.value)
+                self._finish(128 + number)
+
+    # --- boot ---
+
+    def _boot(self) -> None:
+        for seat in self._seats.own():
+            self._fill(seat)
+        self._deadline = time.monotonic() + self._config.processes.boot_timeout_s
+
+    def _fill(self, seat: SeatRecord) -> None:
+        error_file(self._run_dir, seat.worker).unlink(missing_ok=True)
+        seat.fill(self._spawner.spawn(seat.worker), time.monotonic())
+        self._topology_changed = True
+
+    def _seat_ready(self, seat: SeatRecord, facts: dict[str, str], now: float) -> None:
+        seat.became_ready(facts, now)
+        self._topology_changed = True
+        if self._phase is not Phase.BOOTING:
+            self._log.info("%s is ready after %.1f s", seat.worker, now - seat.spawned_at)
+            return
+        siblings = [other for other in self._seats.own() if other.role is seat.role]
+        if all(other.state is SeatState.READY for other in siblings):
+            self._story.role_ready(siblings)
+        if all(other.state is SeatState.READY for other in self._seats):
+            self._phase = Phase.SERVING
+            self._publish()
+            self._story.all_ready()
+
+    def _fail(self, failure: Failure) -> None:
+        self._kill_everyone()
+        self._story.failed(failure)
+        self._finish(failure.exit_code)
+
+    # --- deaths and silences ---
+
+    def _notice_deaths(self) -> None:
+        dead = [
+            (seat, seat.process.returncode)
+            for seat in self._seats.own()
+            if seat.process is not None and seat.process.poll() is not None
+        ]
+        dead.sort(key=lambda pair: self._time_of_last_words(pair[0]))
+        for seat, exit_status in dead:
+            seat.vacate(f"exit status {exit_status}")
+            self._topology_changed = True
+            if self._phase is Phase.BOOTING:
+                self._fail(child_failure(self._run_dir, seat, exit_status))
+                return
+            if self._phase is not Phase.STOPPING:
+                self._replace(seat, exit_status)
+
+    def _time_of_last_words(self, seat: SeatRecord) -> float:
+        """Order children that died together: the first to leave word is the cause."""
+        words = error_file(self._run_dir, seat.worker)
+        return words.stat().st_mtime if words.exists() else float("inf")
+
+    def _replace(self, seat: SeatRecord, exit_status: int) -> None:
+        """Plan the restart of a seat whose process died, or give up."""
+        failure = child_failure(self._run_dir, seat, exit_status)
+        if self._phase is Phase.DRAINING and seat.role is Role.FRONTEND:
+            self._undrained.discard(seat.index)
+            return
+        if exit_status == EXIT_CONFIG:
+            self._fail(failure)
+            return
+        now = time.monotonic()
+        policy = self._surroundings.restart_policy
+        delay_s = policy.delay_s(seat.deaths, now)
+        if delay_s is None:
+            cause = f"died {len(seat.deaths)} times within {policy.window_s:.0f} s, giving up; last: {failure.cause}"
+            self._fail(Failure(failure.role, cause, failure.hint, 1))
+            return
+        self._log.warning(
+            "%s died (%s); starting it again %s",
+            seat.worker, failure.cause, f"in {delay_s:.1f} s" if delay_s else "at once",
+        )  # fmt: skip
+        seat.restart_at = now + delay_s
+
+    def _keep_deadlines(self) -> None:
+        now = time.monotonic()
+        if self._phase is Phase.BOOTING and now > self._deadline:
+            self._boot_too_slow()
+        elif self._phase is Phase.DRAINING and (not self._undrained or now > self._deadline):
+            if self._undrained:
+                self._log.warning(
+                    "drain timeout: requests are cut off at frontends %s", sorted(self._undrained)
+                )
+            self._stop(0)
+        elif self._phase is Phase.STOPPING and (
+            now > self._deadline or all(seat.process is None for seat in self._seats.own())
+        ):
+            self._finish(self._exit_code)
+        if self._phase in (Phase.SERVING, Phase.DRAINING):
+            for seat in self._seats.own():
+                self._watch(seat, now)
+
+    def _boot_too_slow(self) -> None:
+        late = [seat for seat in self._seats.own() if seat.state is not SeatState.READY]
+        names = ", ".join(str(seat.worker) for seat in late)
+        limit_s = self._config.processes.boot_timeout_s
+        self._fail(
+            Failure(names, f"not ready within {limit_s:g} s", "raise --boot-timeout, or see the log above", 1)
+        )
+
+    def _watch(self, seat: SeatRecord, now: float) -> None:
+        """Restart a seat that is due, notice a stall, and end a process that has fallen silent."""
+        processes = self._config.processes
+        if seat.restart_at is not None and now >= seat.restart_at:
+            seat.epoch += 1
+            seat.restarts += 1
+            self._fill(seat)
+        if seat.process is None:
+            return
+        if seat.aborted_at is not None:
+            if now - seat.aborted_at > _ABORT_GRACE_S:
+                seat.process.kill()
+            return
+        if seat.state is SeatState.STARTING:
+            if now - seat.spawned_at > processes.boot_timeout_s:
+                self._abort(seat, now, f"not ready within {processes.boot_timeout_s:g} s")
+            return
+        patience = _EXECUTOR_PATIENCE if seat.role is Role.EXECUTOR else 1
+        if now - seat.last_beat > processes.stall_s * patience:
+            self._abort(seat, now, f"no heartbeat for {now - seat.last_beat:.1f} s")
+            return
+        state = SeatState.STALLED if seat.is_stuck(now, processes.stall_s) else SeatState.READY
+        if state is not seat.state:
+            seat.state = state
+            seat.note = f"{seat.pending} pending without progress" if state is SeatState.STALLED else ""
+            self._topology_changed = True
+            self._log.warning("%s: %s %s", seat.worker, state.name.lower(), seat.note)
+
+    def _abort(self, seat: SeatRecord, now: float, why: str) -> None:
+        """Have the process dump its stack and end; the death is then noticed like any other."""
+        assert seat.process is not None
+        self._log.error("%s: %s; aborting it (its stack follows)", seat.worker, why)
+        seat.aborted_at, seat.note = now, why
+        seat.process.send_signal(signal.SIGABRT)
+
+    # --- the end ---
+
+    def _drain(self) -> None:
+        self._phase = Phase.DRAINING
+        self._close_listener()
+        self._deadline = time.monotonic() + self._config.processes.drain_timeout_s
+        self._topology_changed = True
+        self._publish()
+        frontends = [seat for seat in self._seats if seat.role is Role.FRONTEND]
+        self._undrained = {seat.index for seat in frontends if not seat.external and seat.process is not None}
+        for seat in frontends:
+            seat.restart_at = None
+            self._peers.send(Role.FRONTEND, seat.index, Drain())
+
+    def _stop(self, exit_code: int) -> None:
+        self._phase = Phase.STOPPING
+        self._exit_code = exit_code
+        self._close_listener()
+        self._deadline = time.monotonic() + _STOP_GRACE_S
+        for seat in self._seats:
+            seat.restart_at = None
+            self._peers.send(seat.role, seat.index, Stop())
+
+    def _finish(self, exit_code: int) -> None:
+        self._exit_code, self._finished = exit_code, True
+
+    def _kill_everyone(self) -> None:
+        living = [seat.process for seat in self._seats.own() if seat.process is not None]
+        for process in living:
+            process.kill()
+        for process in living:
+            process.wait()
+
+    def _publish(self) -> None:
+        if self._topology_changed:
+            self._topology_changed = False
+            topology = self._seats.topology(self._phase in (Phase.DRAINING, Phase.STOPPING))
+            self._peers.follow(topology.seats)
+            for seat in self._seats:
+                if seat.state is not SeatState.DOWN:
+                    self._peers.send(seat.role, seat.index, topology)
+
+    def _close_listener(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+    def _close(self) -> None:
+        self._bell.close()
+        self._close_listener()
+        self._inbox.close()
+        self._peers.close()
+        self._context.term()
+        shutil.rmtree(self._run_dir, ignore_errors=True)
