@@ -1,0 +1,116 @@
+"""From `Admit` to requests: what the core can refuse, it refuses here, once, with advice."""
+
+from __future__ import annotations
+
+from quintet.core.kv.prefix import salt_digest
+from quintet.core.policy import Policy
+from quintet.core.request import Request
+from quintet.core.state import Limits
+from quintet.wire.codec import unpack_i32
+from quintet.wire.config import SchedulerConfig
+from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.messages import Admit
+from quintet.wire.params import seed_of_choice
+
+
+def make_requests(
+    admit: Admit, first_arrival: int, policy: Policy, eos_token_ids: list[int], limits: Limits
+) -> list[Request]:
+    """Return one waiting request per choice, holding nothing yet; arrivals are numbered from ``first_arrival``.
+
+    Raises `RequestError` when the request can never be served.
+    """
+    params = admit.params
+    prompt = list(unpack_i32(admit.prompt_ids))
+    outputs = list(unpack_i32(admit.output_ids))
+    check_fits(len(prompt), limits)
+    stops: dict[int, int] = {} if params.ignore_eos else dict.fromkeys(eos_token_ids, -1)
+    for token in params.stop_token_ids:
+        stops.setdefault(token, token)
+    seed = admit.request_id if params.seed is None else params.seed
+    start = salt_digest(admit.cache_salt)
+    requests: list[Request] = []
+    for choice in range(params.n):
+        requests.append(
+            Request(
+                request_id=admit.request_id + choice,
+                params=params,
+                seed=seed_of_choice(seed, admit.choice + choice),
+                tokens=prompt + outputs,
+                num_prompt=len(prompt),
+                limit=length_limit(len(prompt), params.max_tokens, limits),
+                stops=stops,
+                rank=policy(admit.priority, first_arrival + choice),
+                detokenizer=admit.detokenizer,
+                arrival_ns=admit.arrival_ns,
+                salt_digest=start,
+                echo=admit.echo,
+                return_prompt_ids=admit.return_prompt_ids,
+                bad_word_ids=admit.bad_word_ids,
+                parent=requests[0] if choice else None,
+                num_resumed=len(outputs),
+                length=len(prompt) + len(outputs),
+            )
+        )
+    return requests
+
+
+def length_limit(num_prompt: int, max_tokens: int | None, limits: Limits) -> int:
+    """Return the most tokens, prompt included, that a request may ever have."""
+    longest = limits.max_request_len
+    return longest if max_tokens is None else min(longest, num_prompt + max_tokens)
+
+
+def check_fits(num_prompt: int, limits: Limits) -> None:
+    """Raise `RequestError` unless a prompt of this length, and one output token, can be computed when alone."""
+    if num_prompt == 0:
+        raise RequestError(
+            ErrorCode.INVALID,
+            "The prompt has 0 tokens; it must have at least 1. Send a non-empty prompt.",
+            "prompt",
+        )
+    if num_prompt >= limits.max_model_len:
+        raise RequestError(
+            ErrorCode.TOO_LONG,
+            f"The prompt has {num_prompt} tokens; the model's context of {limits.max_model_len} leaves room for at most "
+            f"{limits.max_model_len - 1} and one output token. Shorten it, or set truncate_prompt_tokens.",
+            "prompt",
+        )
+    if num_prompt >= limits.max_request_len:
+        raise RequestError(
+            ErrorCode.TOO_LONG,
+            f"The prompt has {num_prompt} tokens and needs {num_prompt // limits.block_size + 1} KV blocks of "
+            f"{limits.block_size} tokens; the server has {limits.num_blocks}. Shorten the prompt, or start the server "
+            "with a larger --kv-cache-memory.",
+            "prompt",
+        )
+    if limits.max_prompt is not None and num_prompt > limits.max_prompt:
+        raise RequestError(
+            ErrorCode.TOO_LONG,
+            f"The prompt has {num_prompt} tokens; without chunked prefill a prompt is computed in one step, and a step "
+            f"has at most {limits.max_prompt}. Shorten it, or start the server with chunked prefill or a larger "
+            "--max-num-batched-tokens.",
+            "prompt",
+        )
+
+
+def meet(
+    config: SchedulerConfig,
+    *,
+    num_blocks: int,
+    block_size: int,
+    max_num_seqs: int,
+    max_model_len: int,
+    prefix_caching: bool,
+) -> Limits:
+    """Return the limits on which the configuration and the executor's capacity agree."""
+    return Limits(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_slots=max_num_seqs,
+        max_running=min(max_num_seqs, config.max_num_seqs, config.max_num_batched_tokens),
+        max_model_len=max_model_len,
+        max_batched=config.max_num_batched_tokens,
+        max_prompt=None if config.enable_chunked_prefill else config.max_num_batched_tokens,
+        prefix_caching=prefix_caching,
+    )

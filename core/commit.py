@@ -1,0 +1,141 @@
+"""What a step's result changes: tokens become known, full blocks findable, and requests end.
+
+A row whose request left its slot since the plan was made (stopped, cancelled, preempted) names an older generation:
+its result is dropped.
+"""
+
+from __future__ import annotations
+
+from quintet.core.kv.prefix import extend_chain
+from quintet.core.outbox import Effects, Outbox
+from quintet.core.request import Request
+from quintet.core.state import Flight, State
+from quintet.wire.codec import unpack_i32
+from quintet.wire.messages import FinishReason
+from quintet.wire.step import PromptLogprobs, StepResult, TokenLogprobs
+
+
+def commit(state: State, result: StepResult, now_ns: int) -> Effects:
+    """Apply the result of the oldest step in flight and return what others must hear.
+
+    A result of any other step (a plan forgotten because the executor was replaced) changes nothing.
+    """
+    if not state.in_flight or state.in_flight[0].step != result.step:
+        return Effects()
+    flight = state.in_flight.popleft()
+    state.counters.steps += 1
+    state.pool.settle(flight.step)
+    outbox = Outbox()
+    ended = _apply_tokens(state, flight, result.token_ids, outbox, now_ns)
+    if result.logprobs or result.prompt_logprobs:
+        _forward_logprobs(flight, result, outbox, now_ns)
+    for request in ended:
+        state.retire(request)
+    return outbox.effects(flight.step, now_ns)
+
+
+def _apply_tokens(
+    state: State, flight: Flight, token_column: bytes, outbox: Outbox, now_ns: int
+) -> list[Request]:
+    """Give every valid row its progress and token; return the requests that this ends, still holding what they hold."""
+    ended: list[Request] = []
+    drawn = iter(unpack_i32(token_column))
+    num_drawn = 0
+    builders = outbox.builders
+    for request, generation, end, samples in zip(
+        flight.rows, flight.generations, flight.ends, flight.samples, strict=True
+    ):
+        token = next(drawn) if samples else None
+        if request.generation != generation:
+            continue
+        request.computed = end
+        if end >= request.register_at:
+            _register_blocks(state, request)
+        if token is None:
+            continue
+        num_drawn += 1
+        builder = builders.get(request.detokenizer)
+        if builder is None or not request.opened:
+            builder = outbox.builder_for(request, now_ns)
+        tokens = request.tokens
+        num_outputs = len(tokens) - request.num_prompt
+        builder.request_ids.append(request.request_id)
+        builder.first_indexes.append(num_outputs)
+        builder.token_ids.append(token)
+        tokens.append(token)
+        if token in request.stops or len(tokens) >= request.limit:
+            ending = ending_of(request)
+            if ending is not None:
+                builder.finishes[len(builder.request_ids) - 1] = ending
+                ended.append(request)
+    state.counters.generation_tokens += num_drawn
+    return ended
+
+
+def ending_of(request: Request) -> tuple[FinishReason, int] | None:
+    """Return why the newest output ends the request, and the stop token to report; None when it goes on."""
+    if request.num_outputs > request.params.min_tokens:
+        stop_id = request.stops.get(request.tokens[-1])
+        if stop_id is not None:
+            return FinishReason.STOP, stop_id
+    return (FinishReason.LENGTH, -1) if len(request.tokens) >= request.limit else None
+
+
+def _register_blocks(state: State, request: Request) -> None:
+    """Make the blocks that this commit filled findable. Their tokens are known: the step after drew from them."""
+    block_size = state.limits.block_size
+    if not state.limits.prefix_caching:
+        request.register_at = request.limit + 1
+        return
+    num_full = request.computed // block_size
+    extend_chain(request.digests, request.salt_digest, request.tokens, block_size, num_full)
+    register = state.pool.index.register
+    for index in range(request.register_at // block_size - 1, num_full):
+        register(request.digests[index], request.blocks[index])
+    request.register_at = (num_full + 1) * block_size
+
+
+def _forward_logprobs(flight: Flight, result: StepResult, outbox: Outbox, now_ns: int) -> None:
+    """Pass log-probabilities on, naming rows of the `Tokens` messages instead of rows of the plan."""
+    rows_of = {
+        index: {request_id: row for row, request_id in enumerate(builder.request_ids)}
+        for index, builder in outbox.builders.items()
+    }
+    for entry in result.prompt_logprobs:
+        request = flight.rows[entry.row]
+        if request.generation != flight.generations[entry.row]:
+            continue
+        unseen = _unseen_part(request, entry)
+        if unseen is None:
+            continue
+        builder = outbox.builder_for(request, now_ns)
+        rows = rows_of.setdefault(request.detokenizer, {})
+        if request.request_id not in rows:
+            rows[request.request_id] = builder.add_empty(request)
+        unseen.row = rows[request.request_id]
+        builder.prompt_logprobs.append(unseen)
+    for drawn in result.logprobs:
+        request = flight.rows[drawn.row]
+        if request.generation == flight.generations[drawn.row]:
+            row = rows_of[request.detokenizer][request.request_id]
+            outbox.builders[request.detokenizer].logprobs.append(
+                TokenLogprobs(row, drawn.rank, drawn.token_ids, drawn.logprobs)
+            )
+
+
+def _unseen_part(request: Request, entry: PromptLogprobs) -> PromptLogprobs | None:
+    """Cut off the positions that were passed on before (a preempted prompt is computed again, perhaps in other pieces)."""
+    num_entries = len(entry.ranks) // 4
+    skip = max(0, max(1, request.num_prompt_logprobs) - entry.first)
+    if skip >= num_entries:
+        return None
+    request.num_prompt_logprobs = entry.first + num_entries
+    width = 4 * entry.width
+    return PromptLogprobs(
+        row=entry.row,
+        first=entry.first + skip,
+        width=entry.width,
+        ranks=entry.ranks[4 * skip :],
+        token_ids=entry.token_ids[width * skip :],
+        logprobs=entry.logprobs[width * skip :],
+    )

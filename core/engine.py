@@ -1,0 +1,207 @@
+"""The core without its sockets: requests go in, plans come out, results go in, effects come out.
+
+One method per message the core receives. Every method returns what must be sent; none reads a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from quintet.core.admission import check_fits, length_limit, make_requests, meet
+from quintet.core.commit import commit, ending_of
+from quintet.core.hooks import FEATURES, Setup, build_features, flatten
+from quintet.core.invariants import check
+from quintet.core.kv.pool import BlockPool
+from quintet.core.outbox import Effects, Outbox, TokensBuilder, opening
+from quintet.core.policy import POLICIES
+from quintet.core.scheduler import schedule
+from quintet.core.state import State
+from quintet.wire.config import CacheConfig, ModelConfig, SchedulerConfig
+from quintet.wire.errors import RequestError
+from quintet.wire.ids import epoch_tag, frontend_of
+from quintet.wire.messages import Admit, Cancel, Failed, FinishReason
+from quintet.wire.step import Capacity, StepPlan, StepResult
+
+MAX_EPOCH_AGE = 1 << 12
+"""Epochs in request ids are modulo twice this: a distance below it means "older"."""
+
+
+class Engine:
+    """Request life and KV blocks of one executor group.
+
+    Until the executor has told its `Capacity`, admitted requests wait unread.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        cache: CacheConfig,
+        scheduler: SchedulerConfig,
+        features: dict[str, str] = FEATURES,
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._scheduler = scheduler
+        self._policy = POLICIES[scheduler.policy]
+        self._hooks = flatten(build_features(Setup(scheduler, cache), features))
+        self._early: list[Admit | Cancel] = []
+        """What came before the capacity was known, in order."""
+        self._num_arrived = 0
+        self.state: State | None = None
+        self.executor_epoch: int | None = None
+        """Epoch of the executor whose tables the state mirrors."""
+
+    @property
+    def num_live(self) -> int:
+        """Requests (choices) that have not ended."""
+        if self.state is None:
+            return sum(message.params.n for message in self._early if isinstance(message, Admit))
+        return len(self.state.live)
+
+    def capacity(self, message: Capacity, now_ns: int) -> Effects:
+        """Begin with an executor whose tables are empty; what ran before is computed again from its ids."""
+        if message.executor_epoch == self.executor_epoch:
+            return Effects()
+        self.executor_epoch = message.executor_epoch
+        limits = meet(
+            self._scheduler,
+            num_blocks=message.num_blocks,
+            block_size=message.block_size,
+            max_num_seqs=message.max_num_seqs,
+            max_model_len=min(message.max_model_len, self._model.max_model_len),
+            prefix_caching=self._cache.enable_prefix_caching,
+        )
+        before = self.state
+        if before is not None:
+            before.in_flight.clear()
+            for request in list(before.running):
+                before.preempt(request)
+        pool = BlockPool(limits.num_blocks)
+        self.state = state = State(limits, self._hooks, pool, free_slots=list(range(limits.num_slots)))
+        if before is None:
+            effects = Effects()
+            for early in self._early:
+                effects.add(
+                    self.admit(early, now_ns)
+                    if isinstance(early, Admit)
+                    else self.cancel(early.request_ids, now_ns)
+                )
+            self._early.clear()
+            return effects
+        state.step, state.generation, state.counters = before.step, before.generation, before.counters
+        state.live, state.waiting = before.live, before.waiting
+        return self._refit(state, now_ns)
+
+    def _refit(self, state: State, now_ns: int) -> Effects:
+        """Measure every live request against new limits; those that cannot be computed any more end with an error."""
+        outbox = Outbox()
+        for request in list(state.waiting):
+            request.digests.clear()
+            request.limit = length_limit(request.num_prompt, request.params.max_tokens, state.limits)
+            try:
+                check_fits(request.num_prompt, state.limits)
+                fits = len(request.tokens) < request.limit
+            except RequestError:
+                fits = False
+            if not fits:
+                outbox.end(request, FinishReason.ERROR, now_ns)
+                state.retire(request)
+        return outbox.effects(state.step, now_ns)
+
+    def admit(self, message: Admit, now_ns: int) -> Effects:
+        """Queue a new request, every choice of it. One that is alive already is ignored (it was sent twice)."""
+        state = self.state
+        first = message.request_id
+        if state is None:
+            self._early.append(message)
+            return Effects()
+        if any(request_id in state.live for request_id in range(first, first + message.params.n)):
+            return Effects()
+        try:
+            requests = make_requests(
+                message, self._num_arrived, self._policy, self._model.eos_token_ids, state.limits
+            )
+        except RequestError as error:
+            return Effects(failed=[Failed(first, error.code, error.message, error.param)])
+        self._num_arrived += len(requests)
+        outbox = Outbox()
+        for request in requests:
+            ending = ending_of(request)
+            if ending is not None:
+                outbox.end(request, ending[0], now_ns, ending[1])
+                continue
+            state.live[request.request_id] = request
+            state.enqueue(request)
+        return outbox.effects(state.step, now_ns)
+
+    def cancel(self, request_ids: Iterable[int], now_ns: int) -> Effects:
+        """End these requests; those that were alive are reported as aborted."""
+        state = self.state
+        if state is None:
+            self._early.append(Cancel(list(request_ids), 0))
+            return Effects()
+        outbox = Outbox()
+        for request_id in request_ids:
+            request = state.live.get(request_id)
+            if request is not None:
+                outbox.end(request, FinishReason.ABORT, now_ns)
+                state.retire(request)
+        self._audit()
+        return outbox.effects(state.step, now_ns)
+
+    def stop_hit(self, request_ids: Iterable[int]) -> None:
+        """End these requests silently: their text has ended, and the client knows."""
+        state = self.state
+        if state is None:
+            return
+        for request_id in request_ids:
+            request = state.live.get(request_id)
+            if request is not None:
+                state.retire(request)
+        self._audit()
+
+    def abandon(self, frontend: int, newest_epoch: int, *, down: bool) -> None:
+        """End, silently, the requests of a frontend process that is gone: epochs before ``newest_epoch``, or also it."""
+        newest = epoch_tag(newest_epoch)
+
+        def is_gone(request_id: int) -> bool:
+            index, epoch = frontend_of(request_id)
+            age = epoch_tag(newest - epoch)  # modulo the width of the tag; more than half of it is "newer"
+            return index == frontend and (down if age == 0 else age < MAX_EPOCH_AGE)
+
+        self._early = [m for m in self._early if isinstance(m, Cancel) or not is_gone(m.request_id)]
+        if self.state is not None:
+            self.stop_hit([request_id for request_id in self.state.live if is_gone(request_id)])
+
+    def reopen(self, detokenizer: int, now_ns: int) -> Effects:
+        """Tell a new detokenizer of the requests that its predecessor kept, with every token sent so far."""
+        if self.state is None:
+            return Effects()
+        builder = TokensBuilder()
+        for request in self.state.live.values():
+            if request.detokenizer == detokenizer and request.opened:
+                builder.opens.append(opening(request, request.num_outputs, now_ns))
+        if not builder.opens:
+            return Effects()
+        return Effects([(detokenizer, builder.build(self.state.step, now_ns))])
+
+    def plan(self, now_ns: int) -> StepPlan | None:
+        """Plan a step if the executor may have another one and there is something to compute."""
+        state = self.state
+        if state is None or len(state.in_flight) >= self._scheduler.depth or not state.live:
+            return None
+        plan = schedule(state, now_ns)
+        self._audit()
+        return plan
+
+    def commit(self, result: StepResult, now_ns: int) -> Effects:
+        """Apply a step's result."""
+        if self.state is None:
+            return Effects()
+        effects = commit(self.state, result, now_ns)
+        self._audit()
+        return effects
+
+    def _audit(self) -> None:
+        if self._scheduler.audit and self.state is not None:
+            check(self.state)

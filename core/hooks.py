@@ -1,0 +1,117 @@
+"""The five joints where a scheduling feature meets the scheduler, and the list of features.
+
+A feature is one file in ``core/features`` with a function ``build(setup) -> Feature | None`` (None: switched off). Its
+hooks are flattened into tuples once, at start, so a feature that is off costs nothing and changes no plan.
+
+Hooks are plain functions of the state: no clock, no socket, no iteration over sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from quintet.wire.config import CacheConfig, SchedulerConfig
+
+if TYPE_CHECKING:
+    from quintet.core.request import Request
+    from quintet.core.state import Flight, State
+
+
+@dataclass(slots=True, frozen=True)
+class Setup:
+    """What a feature may look at when it decides whether it is on."""
+
+    scheduler: SchedulerConfig
+    cache: CacheConfig
+
+
+@dataclass(slots=True, frozen=True)
+class Found:
+    """KV that already exists for the first ``num_tokens`` tokens of a request."""
+
+    num_tokens: int
+    blocks: list[int]
+    """Full blocks to share: the request will only read them."""
+    tail: int | None = None
+    """A block that the request will write into, so that it gets a copy."""
+    num_cached: int = 0
+    """How many of the tokens to report to the client as cached."""
+    num_queried: int = 0
+    """How many tokens were looked up in a cache."""
+
+
+@dataclass(slots=True, frozen=True)
+class Claim:
+    """Something beyond KV blocks that a request holds while it runs."""
+
+    take: Callable[[State, Request], bool]
+    """Take it for a request about to enter. False, with nothing taken: the request waits."""
+    undo: Callable[[State, Request], None]
+    """Give it back: the request leaves its slot, or another claim refused it."""
+
+
+Gate = Callable[["State", "Request"], bool]
+"""May this waiting request enter in this step? One that may not is passed over by those behind it."""
+
+Source = Callable[["State", "Request"], "Found | None"]
+"""Where do some of this request's tokens already have KV? Asked when it enters; the longest answer is taken."""
+
+Clamp = Callable[["State", "Request", int, int], int]
+"""Given ``(state, request, wanted, budget)``, how many tokens now? Asked for rows that want more than one.
+
+The answer may exceed the budget (it is cut); 0 means not in this step."""
+
+Attach = Callable[["State", "Flight"], "tuple[str, bytes] | None"]
+"""A named bundle of columns for the plan, once its rows are known."""
+
+
+@dataclass(slots=True, frozen=True)
+class Feature:
+    """The hooks of one feature; most use one or two."""
+
+    name: str
+    gate: Gate | None = None
+    source: Source | None = None
+    clamp: Clamp | None = None
+    claim: Claim | None = None
+    attach: Attach | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class Hooks:
+    """The hooks of all features that are on, in the order of the list."""
+
+    gates: tuple[Gate, ...] = ()
+    sources: tuple[Source, ...] = ()
+    clamps: tuple[Clamp, ...] = ()
+    claims: tuple[Claim, ...] = ()
+    attaches: tuple[Attach, ...] = ()
+
+
+FEATURES: dict[str, str] = {
+    "chunked_prefill": "quintet.core.features.chunked_prefill",
+    "fork": "quintet.core.features.fork",
+    "prefix_cache": "quintet.core.features.prefix_cache",
+}
+"""Name -> module, in the order in which their hooks are called."""
+
+
+def build_features(setup: Setup, registry: dict[str, str] = FEATURES) -> list[Feature]:
+    """Import every registered feature and return those that are on."""
+    built = (import_module(module).build(setup) for module in registry.values())
+    return [feature for feature in built if feature is not None]
+
+
+def flatten(features: Iterable[Feature]) -> Hooks:
+    """Sort the hooks of these features by kind."""
+    features = list(features)
+    return Hooks(
+        gates=tuple(f.gate for f in features if f.gate is not None),
+        sources=tuple(f.source for f in features if f.source is not None),
+        clamps=tuple(f.clamp for f in features if f.clamp is not None),
+        claims=tuple(f.claim for f in features if f.claim is not None),
+        attaches=tuple(f.attach for f in features if f.attach is not None),
+    )

@@ -1,0 +1,86 @@
+"""The conservation auditor: nothing is owned twice, nothing is lost.
+
+Run after every change in tests, and in service when `SchedulerConfig.audit` is set; a violation is our own mistake, so
+it ends the process with the values in the message.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from quintet.core.request import Request, Status
+from quintet.core.state import State, by_rank
+
+
+def check(state: State) -> None:
+    """Assert every invariant of the state."""
+    _check_requests(state)
+    _check_slots(state)
+    _check_blocks(state)
+    _check_progress(state)
+
+
+def _check_requests(state: State) -> None:
+    running, waiting = state.running, state.waiting
+    assert all(r.status is Status.RUNNING for r in running), [r.request_id for r in running]
+    assert all(r.status is Status.WAITING for r in waiting), [r.request_id for r in waiting]
+    for requests in (running, waiting):
+        assert requests == sorted(requests, key=by_rank), [r.rank for r in requests]
+    listed = Counter(r.request_id for r in running + waiting)
+    assert listed == Counter(state.live.keys()), (listed, state.live.keys())
+
+
+def _check_slots(state: State) -> None:
+    held = [r.slot for r in state.running]
+    every = sorted(held + state.free_slots)
+    assert every == list(range(state.limits.num_slots)), (held, state.free_slots)
+    assert len(held) <= state.limits.max_running, held
+    generations = [r.generation for r in state.running]
+    assert len(set(generations)) == len(generations), generations
+
+
+def _check_blocks(state: State) -> None:
+    pool = state.pool
+    owners: Counter[int] = Counter()
+    for request in state.running:
+        assert len(set(request.blocks)) == len(request.blocks), (request.request_id, request.blocks)
+        assert request.room == len(request.blocks) * state.limits.block_size, request.request_id
+        owners.update(request.blocks)
+    for request in state.waiting:
+        assert not request.blocks, (request.request_id, request.blocks)
+    for block, refs in enumerate(pool.refs):
+        assert refs == owners[block], (block, refs, owners[block])
+    places = pool.free + list(pool.cached) + list(pool.fenced) + list(owners)
+    assert sorted(places) == list(range(pool.num_blocks)), Counter(places).most_common(3)
+    index = pool.index
+    assert index.block_of == {key: block for block, key in index.key_of.items()}
+    assert len(index.block_of) == len(index.key_of)
+    assert all(index.holds(block) for block in pool.cached), pool.cached
+    assert not any(index.holds(block) for block in pool.free), pool.free
+    in_flight = {flight.step for flight in state.in_flight}
+    assert in_flight.issuperset(pool.fenced.values()), (in_flight, pool.fenced)
+
+
+def _check_progress(state: State) -> None:
+    draws: Counter[int] = Counter()
+    for flight in state.in_flight:
+        for generation, samples in zip(flight.generations, flight.samples, strict=True):
+            draws[generation] += samples
+    for request in state.running:
+        _check_lengths(request, draws[request.generation])
+    for request in state.waiting:
+        assert request.planned == request.computed == 0, request.request_id
+        _check_lengths(request, 0)
+
+
+def _check_lengths(request: Request, num_draws: int) -> None:
+    known = len(request.tokens)
+    lengths = (request.computed, request.planned, known, request.length, request.limit)
+    assert request.computed <= request.planned <= request.length, (request.request_id, lengths)
+    assert request.length == known + num_draws, (request.request_id, lengths, num_draws)
+    assert request.num_prompt <= known <= request.limit, (request.request_id, lengths)
+    assert request.length <= request.limit, (request.request_id, lengths)
+    assert request.planned <= request.room or request.status is Status.WAITING, (
+        request.request_id,
+        request.room,
+    )

@@ -1,0 +1,103 @@
+"""Blocks of KV memory: who holds how many references, and which block may be handed out next.
+
+A block is always in exactly one of four places:
+
+              take                    release, last reference
+      free ──────────▶ owned ───────────────────────┐
+       ▲               ▲  ▲                         ▼
+       │         share │  │ share                fenced   (steps in flight may still write it)
+       │               │  └─────────────────────────┤
+       │               │                            │ settle
+       ├───────────────┼────── no known content ────┤
+       │ take (evicts) │                            ▼
+       └──────────── cached ◀── content known to the prefix cache
+
+The fence is the newest step in flight when the last reference went; the block's content may be read again at once (it
+was committed), but the block may not be given new content before that step has been committed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from quintet.core.kv.prefix import PrefixIndex
+
+
+class BlockPool:
+    """Reference counts and free lists over ``num_blocks`` blocks."""
+
+    __slots__ = ("cached", "fenced", "free", "index", "num_blocks", "refs")
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.refs = [0] * num_blocks
+        self.free = list(range(num_blocks - 1, -1, -1))
+        self.cached: dict[int, None] = {}
+        """Unreferenced blocks with known content, least recently used first."""
+        self.fenced: dict[int, int] = {}
+        """Unreferenced blocks -> the step they wait for, oldest first."""
+        self.index = PrefixIndex()
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `take` can hand out now."""
+        return len(self.free) + len(self.cached)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that requests hold, or that wait behind a fence."""
+        return self.num_blocks - len(self.free) - len(self.cached)
+
+    def take(self) -> int:
+        """Hand out one block with one reference, evicting the least recently used content if need be."""
+        if self.free:
+            block = self.free.pop()
+        else:
+            block = next(iter(self.cached))
+            del self.cached[block]
+            self.index.forget(block)
+        self.refs[block] = 1
+        return block
+
+    def cost_of_sharing(self, blocks: Iterable[int]) -> int:
+        """Return how many of these blocks would leave the available ones if they were shared."""
+        cached = self.cached
+        return sum(1 for block in blocks if block in cached)
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Add a reference to each block."""
+        refs = self.refs
+        for block in blocks:
+            if refs[block] == 0 and self.fenced.pop(block, None) is None:
+                del self.cached[block]
+            refs[block] += 1
+
+    def release(self, blocks: list[int], fence: int | None) -> None:
+        """Drop one reference from each block of a table, the tail first so that it is evicted before the head.
+
+        ``fence`` is the newest step in flight, or None when there is none.
+        """
+        refs = self.refs
+        for block in reversed(blocks):
+            refs[block] -= 1
+            if refs[block] == 0:
+                if fence is None:
+                    self._settle_block(block)
+                else:
+                    self.fenced[block] = fence
+
+    def settle(self, step: int) -> None:
+        """Lift the fences up to ``step``, which has been committed."""
+        fenced = self.fenced
+        while fenced:
+            block = next(iter(fenced))
+            if fenced[block] > step:
+                return
+            del fenced[block]
+            self._settle_block(block)
+
+    def _settle_block(self, block: int) -> None:
+        if self.index.holds(block):
+            self.cached[block] = None
+        else:
+            self.free.append(block)

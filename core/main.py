@@ -1,0 +1,116 @@
+"""The core process: messages in, messages out. The only file here that knows of sockets and clocks."""
+
+from __future__ import annotations
+
+import time
+
+from quintet.core.engine import Engine
+from quintet.core.metrics import CoreMetrics, S
+from quintet.core.outbox import Effects
+from quintet.wire.config import EngineConfig
+from quintet.wire.ids import Role, WorkerId, frontend_of
+from quintet.wire.messages import Admit, Cancel, SeatState, StopHit, Topology
+from quintet.wire.runtime import Process, child_main
+from quintet.wire.step import Capacity, StepResult
+
+Message = Admit | Cancel | StopHit | StepResult | Capacity
+
+
+class Core:
+    """The loop: take what arrived, apply it, plan as far ahead as the depth allows."""
+
+    def __init__(self, me: WorkerId, config: EngineConfig) -> None:
+        self.process: Process[Message] = Process(me, config, Message)
+        self.engine = Engine(config.model, config.cache, config.scheduler)
+        self.metrics = CoreMetrics(self.process.metrics)
+        self._detokenizer_epochs: dict[int, int | None] = {}
+
+    def run(self) -> None:
+        """Serve until told to stop."""
+        self.process.ready()
+        try:
+            while True:
+                for message in self.process.receive():
+                    self.handle(message)
+                self.plan()
+                self._account()
+        finally:
+            self.process.close()
+
+    def handle(self, message: Message | Topology) -> None:
+        """Apply one message and send what follows from it."""
+        now = time.monotonic_ns()
+        if isinstance(message, StepResult):
+            self.metrics.note_result(message, now)
+            flights = self.engine.state.in_flight if self.engine.state else ()
+            if flights and flights[0].step == message.step:
+                self.metrics.step_tokens.observe(flights[0].num_tokens)
+                self.process.progress += 1
+            self._send(self.engine.commit(message, now))
+            self.metrics.commit.observe((time.monotonic_ns() - now) * S)
+        elif isinstance(message, Admit):
+            self.metrics.hop_in.observe(max(0, now - message.sent_ns) * S)
+            self._send(self.engine.admit(message, now))
+        elif isinstance(message, Cancel):
+            self._send(self.engine.cancel(message.request_ids, now))
+        elif isinstance(message, StopHit):
+            self.engine.stop_hit(memoryview(message.request_ids).cast("q"))
+        elif isinstance(message, Capacity):
+            self.process.log.info(
+                "executor epoch %d has %d blocks of %d tokens, %d slots",
+                message.executor_epoch, message.num_blocks, message.block_size, message.max_num_seqs,
+            )  # fmt: skip
+            self._send(self.engine.capacity(message, now))
+        elif isinstance(message, Topology):
+            self._follow(message, now)
+
+    def plan(self) -> None:
+        """Send plans until the depth is reached, nothing is left to compute, or the executor is not the one we know."""
+        peers = self.process.peers
+        if self.engine.executor_epoch is None or peers.epoch(Role.EXECUTOR, 0) != self.engine.executor_epoch:
+            return
+        while True:
+            start = time.monotonic_ns()
+            plan = self.engine.plan(start)
+            if plan is None:
+                return
+            plan.sent_ns = time.monotonic_ns()
+            peers.send(Role.EXECUTOR, 0, plan)
+            self.metrics.plan.observe((time.monotonic_ns() - start) * S)
+
+    def _send(self, effects: Effects) -> None:
+        peers = self.process.peers
+        for detokenizer, tokens in effects.tokens:
+            peers.send(Role.DETOKENIZER, detokenizer, tokens)
+        for failed in effects.failed:
+            peers.send(Role.FRONTEND, frontend_of(failed.request_id)[0], failed)
+
+    def _follow(self, topology: Topology, now: int) -> None:
+        """End the requests of frontends that are gone; bring new detokenizers up to date."""
+        for seat in topology.seats:
+            worker = seat.worker
+            if worker.role is Role.FRONTEND:
+                self.engine.abandon(worker.index, worker.epoch, down=seat.state is SeatState.DOWN)
+            elif worker.role is Role.DETOKENIZER:
+                epoch = self.process.peers.epoch(Role.DETOKENIZER, worker.index)
+                if epoch != self._detokenizer_epochs.get(worker.index):
+                    self._detokenizer_epochs[worker.index] = epoch
+                    self._send(self.engine.reopen(worker.index, now))
+
+    def _account(self) -> None:
+        """Bring the heartbeat's account and the gauges up to date."""
+        state, engine = self.engine.state, self.engine
+        if state is None or self.process.peers.epoch(Role.EXECUTOR, 0) != engine.executor_epoch:
+            self.process.pending = 0  # waiting for an executor is no stall of ours
+            return
+        self.process.pending = engine.num_live
+        self.metrics.note_state(state)
+
+
+def run(me: WorkerId, config: EngineConfig) -> None:
+    """Be the core process."""
+    Core(me, config).run()
+
+
+if __name__ == "__main__":
+    child_main(Role.CORE, run)

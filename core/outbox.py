@@ -1,0 +1,138 @@
+"""What a change of state means to others: the tokens, openings and endings that detokenizers must hear of."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from quintet.core.request import Request
+from quintet.wire.codec import pack_i32
+from quintet.wire.messages import PROMPT_TAIL, Failed, FinishReason, Open, Tokens
+from quintet.wire.step import PromptLogprobs, TokenLogprobs
+
+
+@dataclass(slots=True)
+class Effects:
+    """Messages to send, in this order."""
+
+    tokens: list[tuple[int, Tokens]] = field(default_factory=list)
+    """With the detokenizer each goes to."""
+    failed: list[Failed] = field(default_factory=list)
+
+    def add(self, later: Effects) -> None:
+        """Append what happened after this."""
+        self.tokens += later.tokens
+        self.failed += later.failed
+
+
+class TokensBuilder:
+    """The columns of one `Tokens` message. Rows are appended in order; most have one token and no finish."""
+
+    __slots__ = (
+        "finishes",
+        "first_indexes",
+        "logprobs",
+        "num_tokens",
+        "opens",
+        "prompt_logprobs",
+        "request_ids",
+        "token_ids",
+    )
+
+    def __init__(self) -> None:
+        self.opens: list[Open] = []
+        self.request_ids: list[int] = []
+        self.first_indexes: list[int] = []
+        self.token_ids: list[int] = []
+        self.num_tokens: dict[int, int] = {}
+        """Rows that do not have exactly one token."""
+        self.finishes: dict[int, tuple[FinishReason, int]] = {}
+        """Row -> reason, stop id."""
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[PromptLogprobs] = []
+
+    def add_empty(self, request: Request) -> int:
+        """Add a row without a token and return its number."""
+        row = len(self.request_ids)
+        self.request_ids.append(request.request_id)
+        self.first_indexes.append(request.num_outputs)
+        self.num_tokens[row] = 0
+        return row
+
+    def build(self, step: int, now_ns: int) -> Tokens:
+        """Return the message."""
+        num_rows = len(self.request_ids)
+        num_tokens = bytearray(b"\1" * num_rows)
+        for row, count in self.num_tokens.items():
+            num_tokens[row] = count
+        finishes = bytearray(num_rows)
+        stop_ids = array("i", [-1]) * num_rows
+        for row, (reason, stop_id) in self.finishes.items():
+            finishes[row] = reason
+            stop_ids[row] = stop_id
+        return Tokens(
+            step=step,
+            sent_ns=now_ns,
+            opens=self.opens,
+            request_ids=array("q", self.request_ids).tobytes(),
+            first_indexes=array("i", self.first_indexes).tobytes(),
+            num_tokens=bytes(num_tokens),
+            token_ids=array("i", self.token_ids).tobytes(),
+            finishes=bytes(finishes),
+            stop_ids=stop_ids.tobytes(),
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+        )
+
+
+class Outbox:
+    """One `TokensBuilder` for each detokenizer that has something to hear."""
+
+    __slots__ = ("builders", "failed")
+
+    def __init__(self) -> None:
+        self.builders: dict[int, TokensBuilder] = {}
+        self.failed: list[Failed] = []
+
+    def builder_for(self, request: Request, now_ns: int) -> TokensBuilder:
+        """Return the builder of the request's detokenizer, in which the request has been opened."""
+        builder = self.builders.get(request.detokenizer)
+        if builder is None:
+            builder = self.builders[request.detokenizer] = TokensBuilder()
+        if not request.opened:
+            request.opened = True
+            builder.opens.append(opening(request, request.num_resumed, now_ns))
+        return builder
+
+    def end(self, request: Request, reason: FinishReason, now_ns: int, stop_id: int = -1) -> None:
+        """Report an ending without a token."""
+        builder = self.builder_for(request, now_ns)
+        builder.finishes[builder.add_empty(request)] = (reason, stop_id)
+
+    def effects(self, step: int, now_ns: int) -> Effects:
+        """Return what has gathered."""
+        tokens = [(index, builder.build(step, now_ns)) for index, builder in self.builders.items()]
+        return Effects(tokens, self.failed)
+
+
+def opening(request: Request, num_outputs: int, now_ns: int) -> Open:
+    """Return what a detokenizer must know of a request that already has ``num_outputs`` outputs."""
+    params, tokens, num_prompt = request.params, request.tokens, request.num_prompt
+    whole = request.echo or request.return_prompt_ids
+    return Open(
+        request_id=request.request_id,
+        num_prompt_tokens=num_prompt,
+        num_cached_tokens=request.num_cached,
+        prompt_ids=pack_i32(tokens[0 if whole else max(0, num_prompt - PROMPT_TAIL) : num_prompt]),
+        stop=params.stop,
+        include_stop=params.include_stop_str_in_output,
+        skip_special_tokens=params.skip_special_tokens,
+        spaces_between_special_tokens=params.spaces_between_special_tokens,
+        detokenize=params.detokenize,
+        echo=request.echo,
+        return_prompt_ids=request.return_prompt_ids,
+        min_tokens=params.min_tokens,
+        arrival_ns=request.arrival_ns,
+        scheduled_ns=now_ns if request.scheduled_ns is None else request.scheduled_ns,
+        output_ids=pack_i32(tokens[num_prompt : num_prompt + num_outputs]),
+    )

@@ -1,0 +1,24 @@
+"""In which order requests are served: a rank, unique for each, smaller first.
+
+The rank alone orders the queue, the running list and, from its other end, the choice of a victim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+Policy = Callable[[int, int], tuple[int, int]]
+"""From ``(priority, number of arrival)`` to the rank."""
+
+
+def fcfs(priority: int, arrival: int) -> tuple[int, int]:
+    """First come, first served."""
+    return (0, arrival)
+
+
+def by_priority(priority: int, arrival: int) -> tuple[int, int]:
+    """Lower priority numbers first; among equals, first come, first served."""
+    return (priority, arrival)
+
+
+POLICIES: dict[str, Policy] = {"fcfs": fcfs, "priority": by_priority}

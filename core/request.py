@@ -1,0 +1,91 @@
+"""One request as the core sees it: its ids, how far it has come, and what it holds.
+
+Lengths of a request, and who moves them:
+
+    0            computed        planned     len(tokens)    length        limit
+    |---- KV known ---|-- in flight --|-- behind --|~ drawn in ~|   ...   |
+                      ^ commit        ^ schedule   ^ commit     ^ schedule
+                                                     flight
+
+``length`` counts the tokens that steps in flight will draw, so a plan can be made before their values are known. A
+request is *behind* while ``planned < length``; whether those tokens are prompt or output makes no difference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from quintet.wire.params import SamplingParams
+
+
+class Status(IntEnum):
+    """Where a request is: exactly one of the queue, the running list, or gone."""
+
+    WAITING = 0
+    RUNNING = 1
+    ENDED = 2
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A live request (one choice of it). Compared by identity."""
+
+    request_id: int
+    params: SamplingParams
+    seed: int
+    tokens: list[int]
+    """The prompt, then every output token that is known."""
+    num_prompt: int
+    limit: int
+    """Most tokens, prompt included, that it may ever have."""
+    stops: dict[int, int]
+    """Token that ends the request -> what `Tokens.stop_ids` reports for it."""
+    rank: tuple[int, int]
+    """Order among all requests, smaller first; unique."""
+    detokenizer: int
+    arrival_ns: int
+    salt_digest: bytes
+    """Start of its hash chain in the prefix cache."""
+    echo: bool = False
+    return_prompt_ids: bool = False
+    bad_word_ids: list[list[int]] = field(default_factory=list)
+    parent: Request | None = None
+    """The first choice, whose prompt this one shares; None for the first choice itself."""
+    num_resumed: int = 0
+    """Outputs it came with."""
+
+    status: Status = Status.WAITING
+    length: int = 0
+    planned: int = 0
+    computed: int = 0
+    slot: int = 0
+    """Its row in the executor's tables; meaningless unless running."""
+    generation: int = 0
+    """Number of its present stay in or out of a slot; rows of plans that name another one are void."""
+    blocks: list[int] = field(default_factory=list)
+    room: int = 0
+    """Tokens its blocks can hold."""
+    digests: list[bytes] = field(default_factory=list)
+    """Hash chain of its full blocks, as far as it was needed."""
+    register_at: int = 0
+    """``computed`` from which another full block is due for the prefix cache."""
+
+    scheduled_ns: int | None = None
+    """When the first step that computes it was planned."""
+    num_cached: int = 0
+    """Prompt tokens found in the prefix cache when it was first scheduled."""
+    opened: bool = False
+    """Whether its detokenizer has heard of it."""
+    num_prompt_logprobs: int = 0
+    """Prompt positions whose log-probabilities were passed on."""
+
+    @property
+    def num_outputs(self) -> int:
+        """Output tokens that are known."""
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def stop_ids(self) -> list[int]:
+        """Tokens that end the request, in the order in which they were given."""
+        return list(self.stops)

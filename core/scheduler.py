@@ -1,0 +1,176 @@
+"""One step's decision: which requests compute how many tokens, in which blocks.
+
+There are no phases. A request is behind by ``length - planned`` tokens, and a step lets requests catch up under one
+budget, in this order:
+
+1. running requests that are behind by one token (decoding): always served, so they never starve;
+2. running requests that are behind by more (a prompt in pieces, or a rebuild after preemption);
+3. waiting requests, in order of rank, while slots, blocks and budget last.
+
+A waiting request enters with blocks for all tokens it has, so only step 1 can run out of blocks. Then the running
+request of the highest rank is preempted, again and again, until the blocks suffice. The request of the lowest rank is
+never a victim of another, and alone it fits (admission saw to that): somebody always makes progress, hence no livelock.
+"""
+
+from __future__ import annotations
+
+from quintet.core.hooks import Claim, Found
+from quintet.core.request import Request, Status
+from quintet.core.state import State
+from quintet.core.step_builder import StepBuilder
+from quintet.wire.step import StepPlan
+
+NOTHING = Found(0, [])
+
+
+def schedule(state: State, now_ns: int) -> StepPlan | None:
+    """Plan the next step, or return None when no request can be computed now.
+
+    Mutates ``state``: slots and blocks change hands, requests advance their plans. ``now_ns`` only stamps.
+    """
+    step = StepBuilder()
+    budget = state.limits.max_batched
+    behind, short = _decode(state, step)
+    budget -= len(step.rows)
+    for request in behind:
+        if budget <= 0:
+            break
+        count = _allowance(state, request, request.length - request.planned, budget)
+        if count > 0:
+            step.add(request, count)
+            budget -= count
+    if state.waiting and not short:
+        _admit_waiting(state, step, budget, now_ns)
+    return step.finish(state, now_ns)
+
+
+def _decode(state: State, step: StepBuilder) -> tuple[list[Request], bool]:
+    """Add every request that is behind by one token.
+
+    Returns those behind by more, and whether blocks ran short (then nobody should enter).
+    """
+    rows, starts = step.rows, step.starts
+    behind: list[Request] = []
+    num_owed = 0
+    num_preempted = state.counters.preemptions
+    for request in state.running:  # `_make_room` removes from its end
+        planned = request.planned
+        length = planned + 1
+        if request.length != length:
+            behind.append(request)
+            continue
+        if length >= request.limit:
+            continue  # every token it may have is known or in flight
+        if planned == request.room:
+            if not _make_room(state, request, num_owed):
+                num_owed += request.status is Status.RUNNING
+                continue
+            block = state.pool.take()
+            step.blocks += (request.slot, len(request.blocks), block)
+            request.blocks.append(block)
+            request.room += state.limits.block_size
+        rows.append(request)
+        starts.append(planned)
+        request.planned = length
+        request.length = length + 1
+    step.counts += [1] * len(rows)
+    step.samples += b"\1" * len(rows)
+    return behind, num_owed > 0 or state.counters.preemptions != num_preempted
+
+
+def _make_room(state: State, request: Request, num_owed: int) -> bool:
+    """Return whether a block is available for ``request`` now, preempting until one is, or is on its way.
+
+    Blocks of victims lie behind fences while steps are in flight: they are owed to the requests, in order, that did
+    without in this step. The last victim may be ``request`` itself.
+    """
+    pool = state.pool
+    if pool.num_available:
+        return True
+    while num_owed + 1 > pool.num_available + len(pool.fenced):
+        victim = state.running[-1]
+        state.preempt(victim)
+        if victim is request:
+            return False
+    return pool.num_available > num_owed
+
+
+def _allowance(state: State, request: Request, wanted: int, budget: int) -> int:
+    """Return how many tokens the request may compute now."""
+    if wanted > 1:
+        for clamp in state.hooks.clamps:
+            wanted = clamp(state, request, wanted, budget)
+    return min(wanted, budget)
+
+
+def _admit_waiting(state: State, step: StepBuilder, budget: int, now_ns: int) -> None:
+    """Let waiting requests enter, by rank, until slots, blocks or budget run out."""
+    waiting, running = state.waiting, state.running
+    max_running = state.limits.max_running
+    position = 0
+    while budget > 0 and position < len(waiting) and len(running) < max_running:
+        request = waiting[position]
+        if not all(gate(state, request) for gate in state.hooks.gates):
+            position += 1
+            continue
+        found = _longest_source(state, request)
+        count = _allowance(state, request, request.length - found.num_tokens, budget)
+        num_blocks = -(-request.length // state.limits.block_size) - len(found.blocks)
+        pool = state.pool
+        if count <= 0 or num_blocks + pool.cost_of_sharing(found.blocks) > pool.num_available:
+            return  # whoever is behind in the queue must not take what this one waits for
+        if not _claim(state, request):
+            position += 1
+            continue
+        _enter(state, step, request, found, num_blocks)
+        if request.scheduled_ns is None:
+            request.scheduled_ns = now_ns
+            _count_first_entry(state, request, found, now_ns)
+        step.add(request, count)
+        budget -= count
+
+
+def _longest_source(state: State, request: Request) -> Found:
+    best = NOTHING
+    for source in state.hooks.sources:
+        found = source(state, request)
+        if found is not None and found.num_tokens >= best.num_tokens:
+            best = found
+    return best
+
+
+def _claim(state: State, request: Request) -> bool:
+    """Take every claim of the request, or none."""
+    taken: list[Claim] = []
+    for claim in state.hooks.claims:
+        if not claim.take(state, request):
+            for earlier in reversed(taken):
+                earlier.undo(state, request)
+            return False
+        taken.append(claim)
+    return True
+
+
+def _enter(state: State, step: StepBuilder, request: Request, found: Found, num_blocks: int) -> None:
+    """Give a request its slot and blocks, and begin it behind what was found."""
+    pool, block_size = state.pool, state.limits.block_size
+    state.enter(request)
+    pool.share(found.blocks)
+    blocks = found.blocks + [pool.take() for _ in range(num_blocks)]
+    if found.tail is not None:
+        step.copies += (found.tail, blocks[len(found.blocks)])
+    request.blocks = blocks
+    request.room = len(blocks) * block_size
+    request.planned = request.computed = found.num_tokens
+    request.register_at = (len(found.blocks) + 1) * block_size
+    step.enter(request)
+
+
+def _count_first_entry(state: State, request: Request, found: Found, now_ns: int) -> None:
+    request.num_cached = found.num_cached
+    counters = state.counters
+    counters.prefix_queries += found.num_queried
+    counters.prefix_hits += found.num_cached if found.num_queried else 0
+    if request.parent is None:
+        counters.prompt_tokens += request.num_prompt
+    state.queue_times_ns.append(max(0, now_ns - request.arrival_ns))

@@ -1,0 +1,138 @@
+"""Everything the scheduler knows, and the few doors through which a request enters, leaves and ends.
+
+Nothing here decides: `quintet.core.scheduler` and `quintet.core.commit` do.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from operator import attrgetter
+
+from quintet.core.hooks import Hooks
+from quintet.core.kv.pool import BlockPool
+from quintet.core.request import Request, Status
+
+by_rank = attrgetter("rank")
+
+
+@dataclass(slots=True, frozen=True)
+class Limits:
+    """The numbers that bound every step, after configuration and the executor's capacity have met."""
+
+    num_blocks: int
+    block_size: int
+    num_slots: int
+    max_running: int
+    """At most one token each must fit into a step, or somebody would starve."""
+    max_model_len: int
+    max_batched: int
+    max_prompt: int | None
+    """Longest prompt, when it must be computed in one step."""
+    prefix_caching: bool
+
+    @property
+    def max_request_len(self) -> int:
+        """Most tokens one request can have when it is alone."""
+        return min(self.max_model_len, self.num_blocks * self.block_size)
+
+
+@dataclass(slots=True)
+class Flight:
+    """A plan that the executor has and the core has not committed."""
+
+    step: int
+    rows: list[Request]
+    generations: list[int]
+    ends: list[int]
+    """Position after the last one computed, for each row."""
+    samples: bytes
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened since the process started."""
+
+    preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    steps: int = 0
+
+
+@dataclass(slots=True)
+class State:
+    """All requests, blocks and slots of one executor's tables."""
+
+    limits: Limits
+    hooks: Hooks
+    pool: BlockPool
+    live: dict[int, Request] = field(default_factory=dict)
+    running: list[Request] = field(default_factory=list)
+    """By rank."""
+    waiting: list[Request] = field(default_factory=list)
+    """By rank."""
+    in_flight: deque[Flight] = field(default_factory=deque)
+    step: int = 0
+    """The newest step planned."""
+    generation: int = 0
+    """The newest generation given out."""
+    free_slots: list[int] = field(default_factory=list)
+    """A heap: low rows are used first."""
+    left_slots: list[int] = field(default_factory=list)
+    """Slots whose tenant left since the last plan."""
+    counters: Counters = field(default_factory=Counters)
+    queue_times_ns: list[int] = field(default_factory=list)
+    """Waits that ended since somebody last emptied this list."""
+
+    def enqueue(self, request: Request) -> None:
+        """Put a request that holds nothing into the queue, at its rank."""
+        insort(self.waiting, request, key=by_rank)
+
+    def enter(self, request: Request) -> None:
+        """Move a request from the queue into a free slot."""
+        self._remove(self.waiting, request)
+        self.generation += 1
+        request.generation = self.generation
+        request.slot = heappop(self.free_slots)
+        request.status = Status.RUNNING
+        insort(self.running, request, key=by_rank)
+
+    def preempt(self, request: Request) -> None:
+        """Take everything from a running request and queue it again: its ids are enough to compute it anew."""
+        self._leave(request)
+        request.status = Status.WAITING
+        self.counters.preemptions += 1
+        self.enqueue(request)
+
+    def retire(self, request: Request) -> None:
+        """End a request. The one door: whatever it holds is released here."""
+        if request.status is Status.RUNNING:
+            self._leave(request)
+        else:
+            self._remove(self.waiting, request)
+        request.status = Status.ENDED
+        del self.live[request.request_id]
+
+    def _leave(self, request: Request) -> None:
+        self._remove(self.running, request)
+        for claim in self.hooks.claims:
+            claim.undo(self, request)
+        self.pool.release(request.blocks, self.in_flight[-1].step if self.in_flight else None)
+        self.left_slots.append(request.slot)
+        heappush(self.free_slots, request.slot)
+        self.generation += 1
+        request.generation = self.generation
+        request.blocks = []
+        request.room = request.planned = request.computed = 0
+        request.length = len(request.tokens)
+
+    @staticmethod
+    def _remove(requests: list[Request], request: Request) -> None:
+        position = bisect_left(requests, request.rank, key=by_rank)
+        assert requests[position] is request, (request.request_id, request.status)
+        del requests[position]

@@ -1,0 +1,93 @@
+"""Collects one step while it is being planned, and turns it into the message for the executor."""
+
+from __future__ import annotations
+
+from array import array
+
+from quintet.core.request import Request
+from quintet.core.state import Flight, State
+from quintet.wire.codec import pack_i32
+from quintet.wire.step import NewRow, StepPlan
+
+
+class StepBuilder:
+    """The columns of a step in the making; the scheduler appends to them directly."""
+
+    __slots__ = ("blocks", "copies", "counts", "new_rows", "rows", "samples", "starts")
+
+    def __init__(self) -> None:
+        self.rows: list[Request] = []
+        self.starts: list[int] = []
+        self.counts: list[int] = []
+        self.samples = bytearray()
+        self.new_rows: list[NewRow] = []
+        self.blocks: list[int] = []
+        """Triples ``slot, position, block``."""
+        self.copies: list[int] = []
+        """Pairs ``from, to``."""
+
+    def enter(self, request: Request) -> None:
+        """Tell the executor of a request that just got its slot, and of its block table."""
+        slot = request.slot
+        self.new_rows.append(
+            NewRow(
+                slot=slot,
+                generation=request.generation,
+                request_id=request.request_id,
+                token_ids=pack_i32(request.tokens),
+                num_prompt_tokens=request.num_prompt,
+                params=request.params,
+                seed=request.seed,
+                stop_ids=request.stop_ids,
+                bad_word_ids=request.bad_word_ids,
+            )
+        )
+        for position, block in enumerate(request.blocks):
+            self.blocks += (slot, position, block)
+
+    def add(self, request: Request, count: int) -> None:
+        """Add a row that computes the next ``count`` tokens, and draws one if that is all there are."""
+        planned = request.planned
+        self.rows.append(request)
+        self.starts.append(planned)
+        self.counts.append(count)
+        request.planned = planned + count
+        if request.planned == request.length:
+            request.length += 1
+            self.samples.append(1)
+        else:
+            self.samples.append(0)
+
+    def finish(self, state: State, now_ns: int) -> StepPlan | None:
+        """Return the plan, noted in ``state.in_flight``; None, changing nothing, when there is nothing to compute."""
+        rows = self.rows
+        if not rows:
+            return None
+        state.step += 1
+        starts, counts = self.starts, self.counts
+        samples = bytes(self.samples)
+        flight = Flight(
+            step=state.step,
+            rows=rows,
+            generations=[request.generation for request in rows],
+            ends=[request.planned for request in rows],
+            samples=samples,
+            num_tokens=sum(counts),
+        )
+        attach = dict(filter(None, (hook(state, flight) for hook in state.hooks.attaches)))
+        plan = StepPlan(
+            step=state.step,
+            sent_ns=now_ns,
+            freed=pack_i32(state.left_slots),
+            new_rows=self.new_rows,
+            blocks=pack_i32(self.blocks),
+            copies=pack_i32(self.copies),
+            slots=array("i", [request.slot for request in rows]).tobytes(),
+            starts=array("i", starts).tobytes(),
+            counts=array("i", counts).tobytes(),
+            samples=samples,
+            attach=attach,
+        )
+        state.left_slots.clear()
+        state.in_flight.append(flight)
+        return plan

@@ -1,0 +1,1 @@
+"""Tests of the core, through its engine."""

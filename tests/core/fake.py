@@ -1,0 +1,296 @@
+"""A pretend executor that checks its orders, and the few lines that build an engine around it.
+
+It keeps the same mirror as a real executor and, instead of KV tensors, a *shadow*: for every block and offset, which
+token at which position was written there, behind which prefix. Each step it verifies that everything a row can see is
+exactly that row's own past. Wrong sharing, early reuse of a block, a missing copy: all of them show here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import msgspec
+
+from quintet.core.engine import Engine
+from quintet.core.outbox import Effects
+from quintet.wire import codec
+from quintet.wire.config import CacheConfig, ModelConfig, SchedulerConfig
+from quintet.wire.kv_spec import KvSpec
+from quintet.wire.messages import Admit, FinishReason
+from quintet.wire.params import SamplingParams
+from quintet.wire.step import Capacity, NewRow, StepPlan, StepResult
+
+EOS = 2
+VOCAB = 200
+
+
+def draw(seed: int, tokens: list[int]) -> int:
+    """Return the token after ``tokens``: a function of the seed, the position and everything before."""
+    digest = blake2b(codec.pack_i32(tokens), key=(seed & (1 << 64) - 1).to_bytes(8, "little"), digest_size=4)
+    return int.from_bytes(digest.digest(), "little") % VOCAB
+
+
+@dataclass
+class Tenant:
+    """What the mirror holds of a slot."""
+
+    row: NewRow
+    tokens: list[int]
+    blocks: dict[int, int] = field(default_factory=dict)
+
+
+class FakeExecutor:
+    """Executes plans in order, at once, but hands results out only when asked."""
+
+    def __init__(self, capacity: Capacity) -> None:
+        self.capacity = capacity
+        self.tenants: dict[int, Tenant] = {}
+        self.shadow: dict[tuple[int, int], tuple[int, bytes]] = {}
+        self.results: deque[StepResult] = deque()
+        self.last_step: int | None = None
+
+    def execute(self, plan: StepPlan) -> None:
+        """Apply and check a plan, and queue its result."""
+        plan = msgspec.msgpack.decode(codec.encode(plan), type=StepPlan)
+        assert self.last_step is None or plan.step == self.last_step + 1
+        self.last_step = plan.step
+        for slot in codec.unpack_i32(plan.freed):
+            del self.tenants[slot]
+        for row in plan.new_rows:
+            assert row.slot not in self.tenants and 0 <= row.slot < self.capacity.max_num_seqs
+            self.tenants[row.slot] = Tenant(row, list(codec.unpack_i32(row.token_ids)))
+        triples = codec.unpack_i32(plan.blocks)
+        for slot, position, block in zip(triples[::3], triples[1::3], triples[2::3], strict=True):
+            assert 0 <= block < self.capacity.num_blocks
+            self.tenants[slot].blocks[position] = block
+        pairs = codec.unpack_i32(plan.copies)
+        for source, target in zip(pairs[::2], pairs[1::2], strict=True):
+            for offset in range(self.capacity.block_size):
+                if (source, offset) in self.shadow:
+                    self.shadow[target, offset] = self.shadow[source, offset]
+        self._compute(plan)
+
+    def _compute(self, plan: StepPlan) -> None:
+        rows = list(
+            zip(
+                codec.unpack_i32(plan.slots),
+                codec.unpack_i32(plan.starts),
+                codec.unpack_i32(plan.counts),
+                plan.samples,
+                strict=True,
+            )
+        )
+        assert rows and len({slot for slot, *_ in rows}) == len(rows)
+        written: dict[tuple[int, int], int] = {}
+        for slot, start, count, _ in rows:
+            tenant = self.tenants[slot]
+            assert count >= 1
+            chain = self._chain(tenant.tokens, start + count)
+            for position in range(start, start + count):
+                place = self._place(tenant, position)
+                assert place not in written, ("two rows write one place", place)
+                written[place] = slot
+                self.shadow[place] = (position, chain[position])
+        drawn = []
+        for slot, start, count, samples in rows:
+            tenant = self.tenants[slot]
+            end = start + count
+            chain = self._chain(tenant.tokens, end)
+            for position in range(end):
+                seen = self.shadow.get(self._place(tenant, position))
+                assert seen == (position, chain[position]), (tenant.row.request_id, position, start, count)
+            assert samples == (end == len(tenant.tokens))
+            if samples:
+                token = draw(tenant.row.seed, tenant.tokens)
+                tenant.tokens.append(token)
+                drawn.append(token)
+        self.results.append(StepResult(plan.step, 0, codec.pack_i32(drawn)))
+
+    def _place(self, tenant: Tenant, position: int) -> tuple[int, int]:
+        size = self.capacity.block_size
+        return tenant.blocks[position // size], position % size
+
+    @staticmethod
+    def _chain(tokens: list[int], num_tokens: int) -> list[bytes]:
+        """Return, per position, what identifies all tokens up to it."""
+        state = blake2b(digest_size=8)
+        chain = []
+        for token in tokens[:num_tokens]:
+            state.update(token.to_bytes(4, "little"))
+            chain.append(state.digest())
+        assert len(chain) == num_tokens, "a row computes tokens that do not exist"
+        return chain
+
+
+@dataclass
+class Outcome:
+    """What the world heard of one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    finish: FinishReason = FinishReason.NONE
+    stop_id: int = -1
+    num_cached: int | None = None
+    num_endings: int = 0
+
+
+class World:
+    """An engine, its executor, and what the detokenizers heard."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        slots: int = 8,
+        start: bool = True,
+        **options: object,
+    ) -> None:
+        caching = options.pop("prefix_caching", True)
+        max_model_len = options.pop("max_model_len", 256)
+        settings: dict[str, object] = {"max_num_seqs": slots, "max_num_batched_tokens": 64, "audit": True}
+        self.engine = Engine(
+            make_model(max_model_len),
+            CacheConfig(memory_bytes=0, enable_prefix_caching=bool(caching)),
+            msgspec.convert(settings | options, SchedulerConfig),
+        )
+        self.now = 0
+        self.epoch = 0
+        self.block_size, self.num_blocks, self.slots, self.max_model_len = (
+            block_size,
+            num_blocks,
+            slots,
+            max_model_len,
+        )
+        self.plans: list[bytes] = []
+        self.outcomes: dict[int, Outcome] = {}
+        self.failed: dict[int, str] = {}
+        if start:
+            self.new_executor()
+
+    def new_executor(self, num_blocks: int | None = None) -> None:
+        """Replace the executor: the new one is empty."""
+        self.epoch += 1
+        capacity = Capacity(
+            self.epoch, num_blocks or self.num_blocks, self.block_size, self.slots, self.max_model_len
+        )
+        self.executor = FakeExecutor(capacity)
+        self.apply(self.engine.capacity(capacity, self.tick()))
+
+    def tick(self) -> int:
+        """Return a time of its own for every event."""
+        self.now += 1
+        return self.now
+
+    def admit(self, request_id: int, prompt: list[int], **options: object) -> None:
+        """Send a request; options not of `Admit` are sampling parameters."""
+        fields = {name: options.pop(name) for name in tuple(options) if name in Admit.__struct_fields__}
+        params = SamplingParams(**({"seed": request_id, "max_tokens": 8} | options))
+        message = Admit(
+            request_id,
+            codec.pack_i32(prompt),
+            params,
+            self.tick(),
+            self.now,
+            fields.pop("detokenizer", 0),
+            **fields,
+        )
+        self.apply(self.engine.admit(message, self.now))
+
+    def cancel(self, *request_ids: int) -> None:
+        """Cancel requests."""
+        self.apply(self.engine.cancel(request_ids, self.tick()))
+
+    def plan(self) -> StepPlan | None:
+        """Plan one step, if possible, and have it executed."""
+        plan = self.engine.plan(self.tick())
+        if plan is not None:
+            self.plans.append(codec.encode(plan))
+            self.executor.execute(plan)
+        return plan
+
+    def commit(self) -> bool:
+        """Commit the oldest result, if there is one."""
+        if not self.executor.results:
+            return False
+        self.apply(self.engine.commit(self.executor.results.popleft(), self.tick()))
+        return True
+
+    def step(self) -> None:
+        """Plan as far ahead as the depth allows, then commit one result."""
+        while self.plan() is not None:
+            pass
+        self.commit()
+
+    def run(self, max_steps: int = 10_000) -> None:
+        """Step until nothing is alive."""
+        for _ in range(max_steps):
+            if not self.engine.num_live:
+                break
+            before = len(self.plans), len(self.executor.results)
+            self.step()
+            assert before != (len(self.plans), len(self.executor.results)), "stuck"
+        assert not self.engine.num_live
+        while self.commit():
+            pass
+
+    def apply(self, effects: Effects) -> None:
+        """Be all detokenizers: keep what they are told, and insist on its order."""
+        self.failed |= {failed.request_id: failed.message for failed in effects.failed}
+        for _, tokens in effects.tokens:
+            for opened in tokens.opens:
+                outcome = self.outcomes.setdefault(opened.request_id, Outcome())
+                outcome.tokens = list(codec.unpack_i32(opened.output_ids))
+                outcome.num_cached = opened.num_cached_tokens
+            values = iter(codec.unpack_i32(tokens.token_ids))
+            columns = zip(
+                codec.unpack_i64(tokens.request_ids),
+                codec.unpack_i32(tokens.first_indexes),
+                tokens.num_tokens,
+                tokens.finishes,
+                codec.unpack_i32(tokens.stop_ids),
+                strict=True,
+            )
+            for request_id, first, count, finish, stop_id in columns:
+                outcome = self.outcomes[request_id]
+                assert outcome.num_endings == 0 and first == len(outcome.tokens)
+                outcome.tokens += [next(values) for _ in range(count)]
+                if finish:
+                    outcome.finish, outcome.stop_id = FinishReason(finish), stop_id
+                    outcome.num_endings += 1
+            assert next(values, None) is None
+
+    def assert_idle(self) -> None:
+        """Check that every block and slot is free or cached."""
+        state = self.engine.state
+        assert state is not None and not state.live and not state.in_flight and not state.pool.fenced
+        assert state.pool.num_available == state.limits.num_blocks
+        assert len(state.free_slots) == state.limits.num_slots
+
+
+def make_model(max_model_len: int) -> ModelConfig:
+    """Return a model of which only the numbers exist."""
+    return ModelConfig(
+        path="",
+        tokenizer_path="",
+        served_names=["m"],
+        architecture="",
+        dtype="float32",
+        vocab_size=VOCAB,
+        max_model_len=max_model_len,
+        eos_token_ids=[EOS],
+        kv=KvSpec(1, 1, 1, 4, 4),
+    )
+
+
+def expected(
+    prompt: list[int], seed: int, max_tokens: int, stops: tuple[int, ...] = (EOS,), min_tokens: int = 0
+) -> list[int]:
+    """Return the outputs of a request that runs alone."""
+    outputs: list[int] = []
+    while len(outputs) < max_tokens:
+        outputs.append(draw(seed, prompt + outputs))
+        if outputs[-1] in stops and len(outputs) > min_tokens:
+            break
+    return outputs

@@ -1,0 +1,207 @@
+"""The core as a process: its sockets, and what it does when a neighbour is replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from quintet.core.main import Core
+from quintet.wire import codec
+from quintet.wire.config import (
+    CacheConfig,
+    EngineConfig,
+    ExecutorConfig,
+    FrontendConfig,
+    ProcessesConfig,
+    SchedulerConfig,
+)
+from quintet.wire.ids import RequestIds, Role, WorkerId
+from quintet.wire.messages import (
+    Admit,
+    Failed,
+    Heartbeat,
+    Ready,
+    Seat,
+    SeatState,
+    Stop,
+    Tokens,
+    Topology,
+)
+from quintet.wire.params import SamplingParams
+from quintet.wire.runtime import SUPERVISOR, Stopping
+from quintet.wire.sockets import Inbox, Peers, address_of
+from quintet.wire.step import Capacity, StepPlan
+
+from .fake import FakeExecutor, expected, make_model
+
+ME = WorkerId(Role.CORE, 0, 1)
+PROMPT = list(range(20, 30))
+
+
+class Neighbours:
+    """Every process the core talks to, in this one."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.inboxes: dict[WorkerId, Inbox[msgspec.Struct]] = {}
+        self.peers = Peers(self.context)
+        self.peers.connect(ME, address_of(config.run_dir, ME))
+        self.version = 0
+        self.bind(SUPERVISOR, Ready | Heartbeat)
+
+    def bind(self, worker: WorkerId, accepts: object) -> None:
+        self.inboxes[worker] = Inbox(self.context, address_of(self.config.run_dir, worker), accepts)  # type: ignore[arg-type]
+
+    def send(self, message: msgspec.Struct) -> None:
+        self.peers.send(Role.CORE, 0, message)
+
+    def publish(self, *workers: WorkerId) -> None:
+        self.version += 1
+        seats = [
+            Seat(worker, address_of(self.config.run_dir, worker), 1, SeatState.READY) for worker in workers
+        ]
+        self.send(Topology(self.version, seats))
+
+    def receive(self, worker: WorkerId) -> msgspec.Struct:
+        messages = self.receive_all(worker)
+        assert len(messages) == 1, messages
+        return messages[0]
+
+    def receive_all(self, worker: WorkerId) -> list[msgspec.Struct]:
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            messages = self.inboxes[worker].wait(1.0)
+            if messages:
+                return messages
+        raise AssertionError(f"nothing came to {worker}")
+
+    def close(self) -> None:
+        for inbox in self.inboxes.values():
+            inbox.close()
+        self.peers.close()
+        self.context.term()
+
+
+@pytest.fixture
+def neighbours(tmp_path: Path) -> Iterator[Neighbours]:
+    config = EngineConfig(
+        run_dir=str(tmp_path),
+        model=make_model(128),
+        cache=CacheConfig(memory_bytes=0),
+        scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, audit=True),
+        executor=ExecutorConfig(),
+        frontend=FrontendConfig(),
+        processes=ProcessesConfig(heartbeat_s=0.05),
+    )
+    world = Neighbours(config)
+
+    def run() -> None:
+        with contextlib.suppress(Stopping):
+            Core(ME, config).run()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    yield world
+    world.send(Stop())
+    thread.join(10)
+    assert not thread.is_alive()
+    world.close()
+
+
+EXECUTOR, DETOKENIZER, FRONTEND = (
+    WorkerId(Role.EXECUTOR, 0, 1),
+    WorkerId(Role.DETOKENIZER, 0, 1),
+    WorkerId(Role.FRONTEND, 0, 1),
+)
+
+
+def serve(
+    neighbours: Neighbours, executor: WorkerId, device: FakeExecutor, detokenizer: WorkerId
+) -> list[Tokens]:
+    """Execute plans until some request has ended; return what the detokenizer heard."""
+    heard: list[Tokens] = []
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        for plan in neighbours.inboxes[executor].wait(0.01):
+            assert isinstance(plan, StepPlan)
+            device.execute(plan)
+            neighbours.send(device.results.popleft())
+        for message in neighbours.inboxes[detokenizer].wait(0.01):
+            assert isinstance(message, Tokens)
+            heard.append(message)
+            if any(message.finishes):
+                return heard
+    raise AssertionError(heard)
+
+
+def admit(request_id: int, prompt: list[int], max_tokens: int) -> Admit:
+    params = SamplingParams(seed=3, max_tokens=max_tokens, ignore_eos=True)
+    now = time.monotonic_ns()
+    return Admit(request_id, codec.pack_i32(prompt), params, now, now, 0)
+
+
+def outputs(heard: list[Tokens]) -> list[int]:
+    return [token for message in heard for token in codec.unpack_i32(message.token_ids)]
+
+
+def test_serves_a_request_over_sockets(neighbours: Neighbours) -> None:
+    for worker, accepts in ((EXECUTOR, StepPlan), (DETOKENIZER, Tokens), (FRONTEND, Failed)):
+        neighbours.bind(worker, accepts)
+    neighbours.publish(EXECUTOR, DETOKENIZER, FRONTEND)
+    ids = RequestIds(0, 1)
+    neighbours.send(admit(ids.take(), PROMPT, 6))  # before the capacity is known
+    neighbours.send(admit(ids.take(), [], 6))
+    capacity = Capacity(1, 32, 4, 8, 128)
+    neighbours.send(capacity)
+    heard = serve(neighbours, EXECUTOR, FakeExecutor(capacity), DETOKENIZER)
+    assert outputs(heard) == expected(PROMPT, 3, 6, stops=())
+    failed = neighbours.receive(FRONTEND)
+    assert isinstance(failed, Failed) and "0 tokens" in failed.message
+
+
+def test_replaced_executor_and_detokenizer_lose_nothing(neighbours: Neighbours) -> None:
+    for worker, accepts in ((EXECUTOR, StepPlan), (DETOKENIZER, Tokens)):
+        neighbours.bind(worker, accepts)
+    neighbours.publish(EXECUTOR, DETOKENIZER, FRONTEND)
+    capacity = Capacity(1, 32, 4, 8, 128)
+    neighbours.send(capacity)
+    neighbours.send(admit(RequestIds(0, 1).take(), PROMPT, 6))
+    device = FakeExecutor(capacity)
+    plan = neighbours.receive_all(EXECUTOR)[0]
+    assert isinstance(plan, StepPlan)
+    device.execute(plan)
+    neighbours.send(device.results.popleft())
+    neighbours.receive(DETOKENIZER)  # one token, then both neighbours die
+    new_executor, new_detokenizer = WorkerId(Role.EXECUTOR, 0, 2), WorkerId(Role.DETOKENIZER, 0, 2)
+    neighbours.bind(new_executor, StepPlan)
+    neighbours.bind(new_detokenizer, Tokens)
+    neighbours.publish(new_executor, new_detokenizer, FRONTEND)
+    capacity = Capacity(2, 32, 4, 8, 128)
+    neighbours.send(capacity)
+    heard = serve(neighbours, new_executor, FakeExecutor(capacity), new_detokenizer)
+    wanted = expected(PROMPT, 3, 6, stops=())
+    assert list(codec.unpack_i32(heard[0].opens[0].output_ids)) == wanted[:1]
+    assert outputs(heard) == wanted[1:]
+
+
+def test_requests_of_a_replaced_frontend_end(neighbours: Neighbours) -> None:
+    neighbours.bind(EXECUTOR, StepPlan)
+    neighbours.publish(EXECUTOR, FRONTEND)
+    neighbours.send(Capacity(1, 32, 4, 8, 128))
+    neighbours.send(admit(RequestIds(0, 1).take(), PROMPT, 6))
+    neighbours.send(admit(RequestIds(1, 1).take(), PROMPT, 6))
+    deadline = time.monotonic() + 10
+    neighbours.publish(EXECUTOR, WorkerId(Role.FRONTEND, 0, 2))
+    while time.monotonic() < deadline:
+        for message in neighbours.receive_all(SUPERVISOR):
+            if isinstance(message, Heartbeat) and message.pending == 1:
+                return
+    raise AssertionError("the request of the dead frontend is still alive")
