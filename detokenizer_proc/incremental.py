@@ -1,0 +1,472 @@
+"""Ids to text, one token at a time, equal to the tokenizer's own ``decode`` of the whole.
+
+A `PieceTable` is built once from the tokenizer: for every id the text it stands for, where that text is complete by
+itself, or None where it takes state to know (a split character, a byte token, the first piece of a text). A `Decoder`
+is that state for one request. While a decoder is *clean* its caller may take texts straight from ``pieces``.
+
+Three shapes of tokenizer decoder are walked as tables:
+
+* byte level (GPT-2 alphabet): bytes of all tokens in a row, then UTF-8 with replacement characters;
+* SentencePiece with byte fallback: ``Sequence[Replace…, ByteFallback, Fuse, Strip]`` and its subsets. The reference
+  replaces *every* byte of a run of byte tokens when the run as a whole is not UTF-8, so a run is certain only when it
+  ends; until then its characters are `Decoder.tentative`;
+* Metaspace.
+
+Anything else goes through the tokenizers library over a short window. Nothing here knows of requests or messages.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+from tokenizers import Tokenizer
+
+REPLACEMENT = "\ufffd"
+
+
+class Decoder(Protocol):
+    """The text state of one sequence of tokens."""
+
+    clean: bool
+    """Nothing is pending: the next text is ``pieces[token]`` where that is not None, and `push` need not be called."""
+    tentative: str
+    """Characters the last `push` completed that a later token could still turn into replacement characters."""
+    tentative_length: int
+    """All such characters that are open now."""
+    revoked: bool
+    """Whether the last call did turn tentative characters into replacement characters."""
+
+    def push(self, token_id: int) -> str:
+        """Add a token; return the text that has become certain."""
+
+    def flush(self) -> str:
+        """End the sequence; return the text that was still pending, as ``decode`` of the whole has it."""
+
+    def seal(self) -> str:
+        """End the prompt; return its pending text but for the bytes of an incomplete character, which stay pending."""
+
+
+class DecoderSpec(msgspec.Struct, frozen=True):
+    """What of a tokenizer's decoder decides how ids become text."""
+
+    kind: str
+    """``bytes``, ``pieces``, ``metaspace`` or ``library``."""
+    replacements: tuple[tuple[str, str], ...] = ()
+    byte_fallback: bool = False
+    strip: str = ""
+    strip_count: int = 0
+    space: str = ""
+    strip_first: bool = False
+
+
+def read_decoder(tokenizer: Tokenizer) -> DecoderSpec:
+    """Recognise the tokenizer's decoder; an unknown one is left to the library."""
+    if tokenizer.decoder is None:
+        return DecoderSpec("library")
+    steps = _steps(msgspec.json.decode(tokenizer.decoder.__getstate__()))
+    if [step["type"] for step in steps] == ["ByteLevel"]:
+        return DecoderSpec("bytes")
+    if [step["type"] for step in steps] == ["Metaspace"]:
+        return DecoderSpec(
+            "metaspace",
+            space=str(steps[0]["replacement"]),
+            strip_first=steps[0].get("prepend_scheme") != "never",
+        )
+    replacements: list[tuple[str, str]] = []
+    byte_fallback = fused = stripped = False
+    strip, strip_count = "", 0
+    for step in steps:
+        match step:
+            case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if not (
+                byte_fallback or fused
+            ):
+                replacements.append((old, new))
+            case {"type": "ByteFallback"} if not (byte_fallback or fused):
+                byte_fallback = True
+            case {"type": "Fuse"}:
+                fused = True
+            case {"type": "Strip", "content": str(content), "start": int(start), "stop": 0} if (
+                fused and not stripped
+            ):
+                stripped, strip, strip_count = True, content, start
+            case _:
+                return DecoderSpec("library")
+    return DecoderSpec("pieces", tuple(replacements), byte_fallback, strip, strip_count)
+
+
+def _steps(decoder: dict[str, object]) -> list[dict[str, object]]:
+    if decoder["type"] != "Sequence":
+        return [decoder]
+    inner = decoder["decoders"]
+    assert isinstance(inner, list), decoder
+    return [step for child in inner for step in _steps(child)]
+
+
+def byte_alphabet() -> dict[str, int]:
+    """Return GPT-2's map from printable characters to the bytes they stand for.
+
+    Printable Latin-1 bytes stand for themselves, the others for the characters from U+0100 on, in order (Radford et
+    al., "Language Models are Unsupervised Multitask Learners", 2019, released code).
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+def byte_of(token: str) -> int | None:
+    """Return the byte a token of the form ``<0xNN>`` stands for."""
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        digits = token[3:5]
+        if digits[0] == "+":  # the reference parses "+A" as a number too
+            digits = digits[1:]
+        try:
+            return int(digits, 16) if digits.isalnum() and digits.isascii() else None
+        except ValueError:
+            return None
+    return None
+
+
+class PieceTable:
+    """What every id stands for, for one setting of ``skip_special_tokens``."""
+
+    def __init__(self, tokenizer: Tokenizer, num_ids: int, skip_special_tokens: bool) -> None:
+        """Read the tokenizer. Ids from the vocabulary's end up to ``num_ids`` stand for nothing, as in ``decode``."""
+        self.tokenizer = tokenizer
+        self.spec = read_decoder(tokenizer)
+        self.skip_special_tokens = skip_special_tokens
+        added = tokenizer.get_added_tokens_decoder()
+        special = {token.content for token in added.values() if token.special}
+        self.num_ids = max(num_ids, tokenizer.get_vocab_size(with_added_tokens=True), *(i + 1 for i in added))
+        tokens = [tokenizer.id_to_token(token_id) for token_id in range(self.num_ids)]
+        self.absent = frozenset(
+            i for i, token in enumerate(tokens) if token is None or (skip_special_tokens and token in special)
+        )
+        self.raw: list[bytes] = []
+        """The bytes of each id's text by itself; empty for ids that stand for nothing."""
+        self.pieces: list[str | None] = []
+        """The text of each id, or None where `Decoder.push` must be asked."""
+        self.pending: list[str | None] = [None] * self.num_ids
+        """The table of a decoder that is not clean: `Decoder.push` must always be asked."""
+        self.silent: list[str | None] = [""] * self.num_ids
+        """The table of a request that wants no text."""
+        self.is_byte = bytearray(self.num_ids)
+        self._fill([None if i in self.absent else token for i, token in enumerate(tokens)])
+
+    def decoder(self, context: Sequence[int] = (), *, whole: bool = True) -> Decoder:
+        """Return the state after ``context``, the prompt or (not ``whole``) its tail."""
+        match self.spec.kind:
+            case "bytes":
+                decoder: Decoder = ByteDecoder(self)
+            case "pieces":
+                decoder = PieceDecoder(self, at_start=whole)
+            case "metaspace":
+                decoder = MetaspaceDecoder(self, at_start=whole)
+            case _:
+                decoder = LibraryDecoder(self)
+        if not whole:
+            context = self._from_boundary(context)
+        for token_id in context:
+            decoder.push(token_id)
+        if context:
+            decoder.seal()
+        return decoder
+
+    def _from_boundary(self, tail: Sequence[int]) -> Sequence[int]:
+        """Drop byte tokens that continue a character which began before the tail."""
+        first = 0
+        while first < len(tail) and self.is_byte[tail[first]] and 0x80 <= self.raw[tail[first]][0] < 0xC0:
+            first += 1
+        return tail[first:]
+
+    def text_of(self, token_id: int) -> str:
+        """Return one token's text by itself, invalid UTF-8 replaced."""
+        return self.raw[token_id].decode("utf-8", "replace")
+
+    def _fill(self, tokens: Sequence[str | None]) -> None:
+        spec, alphabet = self.spec, byte_alphabet()
+        for token_id, token in enumerate(tokens):
+            if token is None:
+                self.raw.append(b"")
+                self.pieces.append("")
+                continue
+            match spec.kind:
+                case "bytes":
+                    raw = _through_alphabet(token, alphabet)
+                    piece = _text_or_none(raw)
+                case "pieces":
+                    text = _replaced(token, spec.replacements)
+                    byte = byte_of(text) if spec.byte_fallback else None
+                    self.is_byte[token_id] = byte is not None
+                    raw = text.encode() if byte is None else bytes([byte])
+                    piece = text if byte is None else None
+                case "metaspace":
+                    piece = token.replace(spec.space, " ")
+                    raw = piece.encode()
+                case _:
+                    piece = None
+                    raw = self.tokenizer.decode([token_id], skip_special_tokens=False).encode()
+            self.raw.append(raw)
+            self.pieces.append(piece)
+
+
+def _replaced(token: str, replacements: Sequence[tuple[str, str]]) -> str:
+    for old, new in replacements:
+        token = token.replace(old, new)
+    return token
+
+
+def _through_alphabet(token: str, alphabet: dict[str, int]) -> bytes:
+    """Return a byte-level token's bytes; a token with any character outside the alphabet stands for itself."""
+    try:
+        return bytes([alphabet[character] for character in token])
+    except KeyError:
+        return token.encode()
+
+
+def _text_or_none(raw: bytes) -> str | None:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+class ByteDecoder:
+    """Byte level: at most three bytes of an incomplete character are pending."""
+
+    __slots__ = ("_pending", "_table", "clean")
+
+    tentative = ""
+    tentative_length = 0
+    revoked = False
+
+    def __init__(self, table: PieceTable) -> None:
+        self._table = table
+        self._pending = b""
+        self.clean = True
+
+    def push(self, token_id: int) -> str:
+        """Add the token's bytes; return the characters they complete."""
+        data = self._pending + self._table.raw[token_id]
+        text, used = codecs.utf_8_decode(data, "replace", False)
+        self._pending = data[used:]
+        self.clean = used == len(data)
+        return text
+
+    def flush(self) -> str:
+        """Return a replacement character for an incomplete one."""
+        text = self._pending.decode("utf-8", "replace")
+        self._pending, self.clean = b"", True
+        return text
+
+    def seal(self) -> str:
+        """Keep what is pending."""
+        return ""
+
+
+class PieceDecoder:
+    """SentencePiece: pieces of text, byte tokens in runs, perhaps a space to strip from the very beginning."""
+
+    __slots__ = (
+        "_broken",
+        "_num_bytes",
+        "_partial",
+        "_parts",
+        "_strip_left",
+        "_table",
+        "clean",
+        "revoked",
+        "tentative",
+        "tentative_length",
+    )
+
+    def __init__(self, table: PieceTable, at_start: bool) -> None:
+        self._table = table
+        self._strip_left = table.spec.strip_count if at_start else 0
+        self._parts: list[str] = []  # complete characters of the run
+        self._partial = b""  # bytes of its incomplete last one
+        self._num_bytes = 0
+        self._broken = False  # the run is not UTF-8: every byte of it is replaced
+        self.clean = not self._strip_left
+        self.tentative = ""
+        self.tentative_length = 0
+        self.revoked = False
+
+    def push(self, token_id: int) -> str:
+        """Add a piece, which ends a run of bytes, or one byte of a run."""
+        table = self._table
+        self.tentative = ""
+        self.revoked = False
+        if table.is_byte[token_id]:
+            return self._push_byte(table.raw[token_id])
+        if token_id in table.absent:
+            return ""
+        piece = table.pieces[token_id]
+        assert piece is not None, token_id
+        text = self._end_run() + piece if self._num_bytes else piece
+        if self._strip_left:
+            text = self._strip(text)
+        self.clean = not self._strip_left
+        return text
+
+    def _push_byte(self, byte: bytes) -> str:
+        self._num_bytes += 1
+        self.clean = False
+        if self._broken:
+            return REPLACEMENT
+        self._partial += byte
+        try:
+            text, used = codecs.utf_8_decode(self._partial, "strict", False)
+        except UnicodeDecodeError:
+            self._broken = self.revoked = True
+            self._strip_left = self.tentative_length = 0
+            self._parts.clear()
+            self._partial = b""
+            return REPLACEMENT * self._num_bytes
+        if used:
+            self._parts.append(text)
+            self._partial = b""
+            self.tentative = text if not self._strip_left else self._lstripped_tentative(text)
+            self.tentative_length += len(self.tentative)
+        return ""
+
+    def _lstripped_tentative(self, text: str) -> str:
+        """Return the part of ``text``, the newest of the run's characters, that stripping the beginning would leave."""
+        run = "".join(self._parts)
+        kept = len(run) - self._num_stripped(run)
+        return text[-kept:] if kept < len(text) and kept else text if kept else ""
+
+    def _end_run(self) -> str:
+        """Return the run's text that was not returned yet: its characters, or a replacement for each byte."""
+        if self._broken:
+            text = ""
+        elif self._partial:
+            text = REPLACEMENT * self._num_bytes
+            self.revoked = True
+        else:
+            text = "".join(self._parts)
+        self._parts.clear()
+        self._partial, self._num_bytes, self._broken = b"", 0, False
+        self.tentative_length = 0
+        return text
+
+    def _num_stripped(self, text: str) -> int:
+        count = 0
+        while count < self._strip_left and text.startswith(self._table.spec.strip, count):
+            count += 1
+        return count
+
+    def _strip(self, text: str) -> str:
+        count = self._num_stripped(text)
+        self._strip_left = 0 if count < len(text) else self._strip_left - count
+        return text[count:]
+
+    def flush(self) -> str:
+        """Return the text of the run that was open."""
+        self.revoked = False
+        text = self._end_run()
+        if self._strip_left:
+            text = self._strip(text)
+        self.clean = not self._strip_left
+        self.tentative = ""
+        return text
+
+    def seal(self) -> str:
+        """Return the run's complete characters; an incomplete last one goes on as a run of its own."""
+        if self._broken:
+            return ""
+        partial = self._partial
+        self._num_bytes -= len(partial)
+        self._partial = b""
+        text = self._end_run()
+        if self._strip_left:
+            text = self._strip(text)
+        self._partial, self._num_bytes = partial, len(partial)
+        self.clean = not (self._strip_left or partial)
+        self.tentative = ""
+        return text
+
+
+class MetaspaceDecoder:
+    """Metaspace: the first token of a text has no spaces, every other stands for itself."""
+
+    __slots__ = ("_table", "clean")
+
+    tentative = ""
+    tentative_length = 0
+    revoked = False
+
+    def __init__(self, table: PieceTable, at_start: bool) -> None:
+        self._table = table
+        self.clean = not (at_start and table.spec.strip_first)
+
+    def push(self, token_id: int) -> str:
+        """Add a token."""
+        table = self._table
+        if self.clean or token_id in table.absent:
+            return table.pieces[token_id] or ""
+        self.clean = True
+        token: str = table.tokenizer.id_to_token(token_id)
+        return token.replace(table.spec.space, "")
+
+    def flush(self) -> str:
+        """Return nothing: every token is certain at once."""
+        return ""
+
+    def seal(self) -> str:
+        """Return nothing: every token is certain at once."""
+        return ""
+
+
+class LibraryDecoder:
+    """Any other decoder: the library decodes a window of the newest tokens, with the ones before it as context.
+
+    ``_ids[:_read]`` is the context, whose text was returned; it is what the previous window held. The text of the
+    window is what ``decode`` gives for both beyond what it gives for the context, held back while it ends in a
+    replacement character. Exact for decoders whose text of a token depends on its neighbours only; tokens that
+    ``decode`` skips never enter the window, so it stays short.
+    """
+
+    __slots__ = ("_context_text", "_ids", "_read", "_table", "clean")
+
+    tentative = ""
+    tentative_length = 0
+    revoked = False
+
+    def __init__(self, table: PieceTable) -> None:
+        self._table = table
+        self._ids: list[int] = []
+        self._read = 0
+        self._context_text = ""
+        self.clean = False
+
+    def push(self, token_id: int) -> str:
+        """Add a token; return the text that is complete."""
+        if token_id in self._table.absent:
+            return ""
+        self._ids.append(token_id)
+        text = self._decode(self._ids)
+        if text.endswith(REPLACEMENT) or len(text) <= len(self._context_text):
+            return ""
+        delta = text[len(self._context_text) :]
+        self._ids = self._ids[self._read :]
+        self._read = len(self._ids)
+        self._context_text = self._decode(self._ids)
+        return delta
+
+    def flush(self) -> str:
+        """Return what was held back."""
+        delta = self._decode(self._ids)[len(self._context_text) :]
+        self._read = len(self._ids)
+        self._context_text += delta
+        return delta
+
+    def seal(self) -> str:
+        """Keep what is held back."""
+        return ""
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._table.tokenizer.decode(ids, skip_special_tokens=self._table.skip_special_tokens)
+        return text

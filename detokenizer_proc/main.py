@@ -1,0 +1,166 @@
+"""The detokenizer process: a blocking loop from the core's tokens to the frontends' text."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from quintet.detokenizer_proc.incremental import Decoder, PieceTable
+from quintet.detokenizer_proc.rows import Steps
+from quintet.wire.codec import pack_i64, unpack_i32
+from quintet.wire.config import EngineConfig
+from quintet.wire.errors import ConfigError, ErrorCode
+from quintet.wire.ids import Role, WorkerId, epoch_tag
+from quintet.wire.messages import Detokenized, DetokenizeQuery, Failed, StopHit, Tokens, Topology
+from quintet.wire.runtime import Process, child_main
+
+QUERY_SLICE = 4096
+"""Tokens of a `DetokenizeQuery` decoded between two looks at the inbox: no query delays a step by more."""
+
+CORE = 0
+
+
+class QueryJob:
+    """A `DetokenizeQuery` that is being answered, a slice at a time."""
+
+    def __init__(self, query: DetokenizeQuery, token_ids: Sequence[int], decoder: Decoder) -> None:
+        self.query = query
+        self._token_ids = token_ids
+        self._decoder = decoder
+        self._position = 0
+        self._parts: list[str] = []
+
+    def advance(self) -> str | None:
+        """Decode one slice; return the text when it was the last."""
+        push = self._decoder.push
+        end = self._position + QUERY_SLICE
+        self._parts += [push(token_id) for token_id in self._token_ids[self._position : end]]
+        self._position = end
+        if end < len(self._token_ids):
+            return None
+        return "".join(self._parts) + self._decoder.flush()
+
+
+class Detokenizer:
+    """Handlers of the process's messages, and its figures."""
+
+    def __init__(self, process: Process[Tokens | DetokenizeQuery], tokenizer: Tokenizer) -> None:
+        self._process = process
+        vocab_size = process.config.model.vocab_size
+        self._skipping = PieceTable(tokenizer, vocab_size, skip_special_tokens=True)
+        self._showing = PieceTable(tokenizer, vocab_size, skip_special_tokens=False)
+        self._steps = Steps(self._skipping, self._showing)
+        self._jobs: deque[QueryJob] = deque()
+        metrics = process.metrics
+        self._hop = metrics.histogram(
+            "hop_seconds", "Time of a message from sender to receiver.", hop="core_detokenizer"
+        )
+        self._seconds = metrics.histogram("detokenize_seconds", "Time to turn one step's tokens into text.")
+        self._num_tokens = metrics.counter("detokenized_tokens", "Tokens turned into text.")
+        self._num_stop_hits = metrics.counter("stop_string_hits", "Requests ended by a stop string.")
+        self._num_open = metrics.gauge("detokenizer_open_requests", "Requests whose text is being made.")
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that the tables cover."""
+        return self._showing.num_ids
+
+    @property
+    def style(self) -> str:
+        """How ids become text: ``bytes``, ``pieces``, ``metaspace`` or ``library``."""
+        return self._showing.spec.kind
+
+    def run(self) -> None:
+        """Handle messages until told to stop."""
+        process = self._process
+        while True:
+            for message in process.receive(0.0 if self._jobs else None):
+                self._handle(message)
+            hits = self._steps.take_stop_hits()
+            if hits:
+                self._num_stop_hits.inc(len(hits))
+                process.peers.send(Role.CORE, CORE, StopHit(pack_i64(hits)))
+            if self._jobs:
+                self._advance_query()
+            process.pending = self._steps.num_open + len(self._jobs)
+            self._num_open.set(self._steps.num_open)
+            # An open request whose core is busy elsewhere is not a stall of this process: every turn counts.
+            process.progress += 1
+
+    def _handle(self, message: object) -> None:
+        match message:
+            case Tokens():
+                self._apply(message)
+            case DetokenizeQuery():
+                self._accept_query(message)
+            case Topology():
+                for worker in self._process.replaced:
+                    if worker.role is Role.FRONTEND:
+                        self._steps.forget_frontend(worker.index, epoch_tag(worker.epoch))
+            case _:
+                pass
+
+    def _apply(self, message: Tokens) -> None:
+        began_ns = time.monotonic_ns()
+        self._hop.observe((began_ns - message.sent_ns) / 1e9)
+        peers = self._process.peers
+        for outbox, text in self._steps.apply(message):
+            epoch = peers.epoch(Role.FRONTEND, outbox.index)
+            if epoch is not None and epoch_tag(epoch) == outbox.epoch_tag:
+                peers.send(Role.FRONTEND, outbox.index, text)
+        num_tokens = len(message.token_ids) // 4
+        self._num_tokens.inc(num_tokens)
+        self._process.progress += num_tokens
+        self._seconds.observe((time.monotonic_ns() - began_ns) / 1e9)
+
+    def _accept_query(self, query: DetokenizeQuery) -> None:
+        token_ids = unpack_i32(query.token_ids)
+        limit = self.vocab_size
+        wrong = next((token_id for token_id in token_ids if not 0 <= token_id < limit), None)
+        if wrong is not None:
+            message = f"token id {wrong} is not in the vocabulary; ids must be between 0 and {limit - 1}."
+            failed = Failed(query.query_id, ErrorCode.INVALID, message, "tokens")
+            self._process.peers.send(Role.FRONTEND, query.frontend, Detokenized(query.query_id, "", failed))
+            return
+        table = self._skipping if query.skip_special_tokens else self._showing
+        self._jobs.append(QueryJob(query, token_ids, table.decoder()))
+
+    def _advance_query(self) -> None:
+        job = self._jobs.popleft()
+        text = job.advance()
+        if text is None:
+            self._jobs.append(job)
+        else:
+            query = job.query
+            self._process.peers.send(Role.FRONTEND, query.frontend, Detokenized(query.query_id, text))
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """Read ``tokenizer.json``. Raises `ConfigError` naming the file when it is missing or unreadable."""
+    path = Path(folder) / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist; give a folder with a tokenizer.json as --tokenizer.")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise ConfigError(f"{path} is not a tokenizer the tokenizers library can read: {error}") from error
+
+
+def run(me: WorkerId, config: EngineConfig) -> None:
+    """Be the detokenizer at seat ``me`` until stopped."""
+    tokenizer = load_tokenizer(config.model.tokenizer_path)
+    process: Process[Tokens | DetokenizeQuery] = Process(me, config, Tokens | DetokenizeQuery)
+    try:
+        detokenizer = Detokenizer(process, tokenizer)
+        process.ready(tokens=str(detokenizer.vocab_size), style=detokenizer.style)
+        detokenizer.run()
+    finally:
+        process.close()
+
+
+if __name__ == "__main__":
+    child_main(Role.DETOKENIZER, run)

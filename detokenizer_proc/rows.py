@@ -1,0 +1,308 @@
+"""One step's tokens to one `Text` per frontend: the loop that every token passes.
+
+Owns the open requests and the columns being filled. Knows no sockets: `main` sends what `Steps.apply` returns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from quintet.detokenizer_proc import logprobs
+from quintet.detokenizer_proc.incremental import PieceTable
+from quintet.detokenizer_proc.stops import StopCache
+from quintet.detokenizer_proc.text_state import TextState
+from quintet.wire.codec import pack_i32, unpack_i32, unpack_i64
+from quintet.wire.ids import frontend_of
+from quintet.wire.messages import (
+    Finish,
+    FinishReason,
+    Open,
+    PositionLogprobs,
+    RowLogprobs,
+    Started,
+    Text,
+    Tokens,
+)
+from quintet.wire.step import PromptLogprobs, TokenLogprobs
+
+MAX_ENDED = 1 << 16
+"""Requests ended by a stop string that are remembered until the core has heard of it."""
+
+
+class Outbox:
+    """The columns of the `Text` that one frontend gets for this step."""
+
+    __slots__ = (
+        "deltas",
+        "epoch_tag",
+        "finishes",
+        "first_indexes",
+        "index",
+        "logprobs",
+        "num_tokens",
+        "offsets",
+        "request_ids",
+        "started",
+        "token_ids",
+    )
+
+    def __init__(self, index: int, epoch_tag: int) -> None:
+        self.index = index
+        self.epoch_tag = epoch_tag
+        self._begin()
+
+    def _begin(self) -> None:
+        self.started: list[Started] = []
+        self.request_ids: list[int] = []
+        self.deltas: list[str] = []
+        self.offsets: list[int] = []
+        self.first_indexes: list[int] = []
+        self.num_tokens: list[int] = []
+        self.token_ids: list[int] = []
+        self.finishes: list[Finish] = []
+        self.logprobs: list[RowLogprobs] = []
+
+    def add(self, request_id: int, delta: str, offset: int, first: int, token_ids: Sequence[int]) -> None:
+        """Add a row."""
+        self.request_ids.append(request_id)
+        self.deltas.append(delta)
+        self.offsets.append(offset)
+        self.first_indexes.append(first)
+        self.num_tokens.append(len(token_ids))
+        self.token_ids.extend(token_ids)
+
+    def take(self, step: int, tokens_sent_ns: int) -> Text | None:
+        """Return the message and begin an empty one; None when there is nothing to tell."""
+        if not (self.request_ids or self.finishes or self.started):
+            return None
+        text = Text(
+            step,
+            time.monotonic_ns(),
+            tokens_sent_ns,
+            self.started,
+            self.request_ids,
+            self.deltas,
+            self.offsets,
+            self.first_indexes,
+            self.num_tokens,
+            pack_i32(self.token_ids),
+            self.finishes,
+            self.logprobs,
+        )
+        self._begin()
+        return text
+
+
+class OpenRequest(TextState):
+    """A request's text and the outbox of the frontend that owns it."""
+
+    __slots__ = ("outbox",)
+    outbox: Outbox
+
+
+class Steps:
+    """The open requests of this detokenizer, and what each step does to them."""
+
+    def __init__(self, skipping: PieceTable, showing: PieceTable) -> None:
+        """``skipping`` and ``showing`` are the tables with and without ``skip_special_tokens``."""
+        self._skipping = skipping
+        self._showing = showing
+        self._stops = StopCache()
+        self._open: dict[int, OpenRequest] = {}
+        self._outboxes: dict[tuple[int, int], Outbox] = {}
+        self._ended: dict[int, None] = {}
+        self.stop_hits: list[int] = []
+        """Requests that ended in their text since the last `take_stop_hits`."""
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have begun and not ended."""
+        return len(self._open)
+
+    def take_stop_hits(self) -> list[int]:
+        """Return the requests the core must hear of, once."""
+        hits, self.stop_hits = self.stop_hits, []
+        return hits
+
+    def forget_frontend(self, index: int, epoch_tag: int) -> None:
+        """Drop the requests of frontends that sat at ``index`` before the one with this epoch."""
+        for key in [key for key in self._outboxes if key[0] == index and key[1] != epoch_tag]:
+            outbox = self._outboxes.pop(key)
+            for request_id in [i for i, request in self._open.items() if request.outbox is outbox]:
+                del self._open[request_id]
+
+    def apply(self, message: Tokens) -> list[tuple[Outbox, Text]]:
+        """Take one step's tokens; return what each frontend must be told."""
+        for opened in message.opens:
+            self._begin(opened)
+        request_ids = unpack_i64(message.request_ids)
+        for entry in message.prompt_logprobs:
+            self._note_prompt(request_ids[entry.row], entry)
+        self._apply_rows(message, request_ids)
+        return [
+            (outbox, text)
+            for outbox in self._outboxes.values()
+            if (text := outbox.take(message.step, message.sent_ns)) is not None
+        ]
+
+    def _apply_rows(self, message: Tokens, request_ids: Sequence[int]) -> None:
+        entries: dict[int, list[TokenLogprobs]] = {}
+        for entry in message.logprobs:
+            entries.setdefault(entry.row, []).append(entry)
+        find = self._open.get
+        token_ids = unpack_i32(message.token_ids)
+        stop_ids = unpack_i32(message.stop_ids)
+        outbox: Outbox | None = None
+        end = 0
+        firsts, counts = unpack_i32(message.first_indexes), message.num_tokens
+        for row, (request_id, first, count, finish) in enumerate(
+            zip(request_ids, firsts, counts, message.finishes, strict=True)
+        ):
+            start, end = end, end + count
+            request = find(request_id)
+            if (
+                count == 1
+                and not finish
+                and not entries
+                and request is not None
+                and request.num_tokens == first
+                and (piece := request.pieces[token_ids[start]]) is not None
+            ):
+                if request.outbox is not outbox:
+                    outbox = request.outbox
+                    add_id, add_delta = outbox.request_ids.append, outbox.deltas.append
+                    add_offset, add_first = outbox.offsets.append, outbox.first_indexes.append
+                    add_count, add_token = outbox.num_tokens.append, outbox.token_ids.append
+                offset = request.length
+                request.length = offset + len(piece)
+                request.num_tokens = first + 1
+                add_id(request_id)
+                add_delta(piece)
+                add_offset(offset)
+                add_first(first)
+                add_count(1)
+                add_token(token_ids[start])
+            elif request is None:
+                if finish:
+                    self._finish_unknown(request_id, FinishReason(finish), first + count)
+            elif count or finish:
+                self._apply_row(
+                    request,
+                    first,
+                    token_ids[start:end],
+                    FinishReason(finish),
+                    stop_ids[row],
+                    entries.get(row),
+                )
+
+    def _begin(self, opened: Open) -> None:
+        request_id = opened.request_id
+        if request_id in self._ended:  # the core does not know yet: it was restarted, or the hit crossed this
+            self.stop_hits.append(request_id)
+            return
+        table = self._skipping if opened.skip_special_tokens else self._showing
+        request = OpenRequest(opened, table, self._stops.automaton(opened.stop))
+        request.outbox = self._outbox_of(request_id)
+        self._open[request_id] = request
+
+    def _outbox_of(self, request_id: int) -> Outbox:
+        key = frontend_of(request_id)
+        outbox = self._outboxes.get(key)
+        if outbox is None:
+            outbox = self._outboxes[key] = Outbox(*key)
+        return outbox
+
+    def _apply_row(
+        self,
+        request: OpenRequest,
+        first: int,
+        token_ids: Sequence[int],
+        finish: FinishReason,
+        stop_id: int,
+        entries: list[TokenLogprobs] | None,
+    ) -> None:
+        """Apply a row the long way: the first of a request, the last, several tokens, state, or a replay."""
+        opened, outbox = request.opened, request.outbox
+        if not request.started:
+            outbox.started.append(_started(request))
+            request.start()
+        replayed = request.num_tokens - first
+        assert replayed >= 0, f"request {opened.request_id}: token {first} arrived after {request.num_tokens}"
+        token_ids = token_ids[replayed:]
+        applied, offset = request.num_tokens, request.length
+        # The stop token is the last of its row; like its namesake the string, it shows only when asked for.
+        num_silent = 1 if finish is FinishReason.STOP and token_ids and not opened.include_stop else 0
+        offsets: list[int] | None = [] if entries is not None else None
+        delta = request.add(token_ids[: len(token_ids) - num_silent], offsets)
+        if finish and request.hit is None:
+            if num_silent:
+                if offsets is not None:
+                    offsets.append(request.text_length)
+                request.add_silently(num_silent)
+            delta += request.finish()
+        token_ids = token_ids[: request.num_tokens - applied]
+        if token_ids or delta:
+            if entries is not None and offsets is not None:
+                positions = self._positions(request, entries[replayed:], offsets)
+                outbox.logprobs.append(RowLogprobs(len(outbox.request_ids), positions))
+            outbox.add(opened.request_id, delta, offset, applied, token_ids)
+        if request.hit is not None or finish:
+            self._end(request, finish, stop_id)
+
+    def _end(self, request: OpenRequest, finish: FinishReason, stop_id: int) -> None:
+        request_id = request.opened.request_id
+        del self._open[request_id]
+        stop_reason: str | int | None = request.hit
+        if request.hit is None:
+            stop_reason = stop_id if stop_id >= 0 else None
+        elif not finish:
+            self.stop_hits.append(request_id)
+            self._ended[request_id] = None
+            if len(self._ended) > MAX_ENDED:
+                del self._ended[next(iter(self._ended))]
+        reason = finish if request.hit is None else FinishReason.STOP
+        request.outbox.finishes.append(Finish(request_id, reason, stop_reason, request.num_tokens))
+
+    def _finish_unknown(self, request_id: int, finish: FinishReason, num_tokens: int) -> None:
+        """Pass on the ending of a request that never began here; swallow the core's for one that ended in its text."""
+        if request_id in self._ended:
+            del self._ended[request_id]
+            return
+        self._outbox_of(request_id).finishes.append(Finish(request_id, finish, None, num_tokens))
+
+    def _positions(
+        self, request: OpenRequest, entries: list[TokenLogprobs], offsets: list[int]
+    ) -> list[PositionLogprobs]:
+        base = len(request.prompt_text or "")
+        return [
+            logprobs.of_token(self._showing, entry, base + offset)
+            for entry, offset in zip(entries, offsets, strict=False)
+        ]
+
+    def _note_prompt(self, request_id: int, entry: PromptLogprobs) -> None:
+        request = self._open.get(request_id)
+        if request is None or request.started:
+            return
+        opened = request.opened
+        if request.prompt_logprobs is None:
+            request.prompt_logprobs = [None] * opened.num_prompt_tokens
+        offsets = None
+        if opened.echo:
+            table = self._skipping if opened.skip_special_tokens else self._showing
+            offsets = logprobs.prompt_offsets(table, unpack_i32(opened.prompt_ids))
+        logprobs.of_prompt(self._showing, entry, request.prompt_logprobs, offsets)
+
+
+def _started(request: OpenRequest) -> Started:
+    opened = request.opened
+    return Started(
+        opened.request_id,
+        opened.num_prompt_tokens,
+        opened.num_cached_tokens,
+        opened.arrival_ns,
+        opened.scheduled_ns,
+        opened.prompt_ids if opened.return_prompt_ids else b"",
+        request.prompt_text,
+        request.prompt_logprobs,
+    )

@@ -1,0 +1,175 @@
+"""The text of one request: what was sent, what is held back, and whether a stop string ended it.
+
+Knows tokens and characters; knows nothing of steps, rows or frontends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quintet.detokenizer_proc.incremental import Decoder, PieceTable
+from quintet.detokenizer_proc.stops import ROOT, Hit, StopAutomaton
+from quintet.wire.codec import unpack_i32
+from quintet.wire.messages import Open, PositionLogprobs
+
+
+class TextState:
+    """Text and offsets of one request; rebuilt from `Open` at any time."""
+
+    __slots__ = (
+        "_armed_after",
+        "_decoder",
+        "_held",
+        "_include_stop",
+        "_node",
+        "_run_node",
+        "_run_scanned",
+        "_stops",
+        "_table",
+        "hit",
+        "length",
+        "num_tokens",
+        "opened",
+        "pieces",
+        "prompt_logprobs",
+        "prompt_text",
+        "started",
+    )
+
+    def __init__(self, opened: Open, table: PieceTable, stops: StopAutomaton | None) -> None:
+        """Begin after the prompt, or after the outputs the request already has."""
+        self.opened = opened
+        self.started = bool(opened.output_ids)
+        """Whether the frontend has been told that the request runs."""
+        self.num_tokens = 0
+        """Output tokens applied."""
+        self.length = 0
+        """Characters of output text given away."""
+        self.hit: str | None = None
+        """The stop string that ended the text."""
+        self.prompt_text: str | None = None
+        self.prompt_logprobs: list[PositionLogprobs | None] | None = None
+        self._table = table
+        self._stops = stops
+        self._include_stop = opened.include_stop
+        self._armed_after = (
+            opened.min_tokens
+        )  # a stop string may end in this token, counted from 1, or a later one
+        self._held = ""
+        self._node = ROOT  # of the automaton, after what is given away and held
+        self._run_node = ROOT  # of the automaton, after the tentative characters too
+        self._run_scanned = 0  # tentative characters it has read
+        self._decoder = self._begin()
+        self.pieces = table.pending
+        """The table the row loop may take texts from; all None while the state must be asked."""
+        if opened.output_ids:
+            self.add(unpack_i32(opened.output_ids))
+
+    @property
+    def text_length(self) -> int:
+        """Characters of output text, given away or not."""
+        return self.length + len(self._held) + self._decoder.tentative_length
+
+    def _begin(self) -> Decoder:
+        opened = self.opened
+        prompt_ids = unpack_i32(opened.prompt_ids)
+        if not opened.echo:
+            return self._table.decoder(prompt_ids, whole=len(prompt_ids) == opened.num_prompt_tokens)
+        decoder = self._table.decoder()
+        self.prompt_text = "".join([decoder.push(token_id) for token_id in prompt_ids]) + decoder.seal()
+        return decoder
+
+    def start(self) -> None:
+        """Note that the frontend has been told; from now on the row loop may take texts from ``pieces``."""
+        self.started = True
+        self._offer_pieces()
+
+    def add(self, token_ids: Sequence[int], offsets: list[int] | None = None) -> str:
+        """Apply output tokens up to a stop string; return the text to give away.
+
+        ``offsets`` collects, per token, the characters of output text before it.
+        """
+        decoder, given = self._decoder, []
+        for token_id in token_ids:
+            self.num_tokens += 1
+            if offsets is not None:
+                offsets.append(self.text_length)
+            if not self.opened.detokenize:
+                continue
+            text = decoder.push(token_id)
+            if self._stops is None:
+                self.length += len(text)
+                given.append(text)
+                continue
+            given.append(self._search(self._stops, text, self.num_tokens >= self._armed_after))
+            if self.hit is not None:
+                break
+        self._offer_pieces()
+        return "".join(given)
+
+    def add_silently(self, num_tokens: int) -> None:
+        """Count tokens whose text does not appear: the stop token that ended the request."""
+        self.num_tokens += num_tokens
+
+    def finish(self) -> str:
+        """End the text; return what was pending. A stop string in it is a hit like any other."""
+        if not self.opened.detokenize:
+            return ""
+        text = self._decoder.flush()
+        if self._stops is None:
+            self.length += len(text)
+            return text
+        given = self._search(self._stops, text, self.num_tokens >= self._armed_after)
+        if self.hit is None:
+            self.length += len(self._held)
+            given += self._held
+            self._held = ""
+        return given
+
+    def _search(self, stops: StopAutomaton, text: str, armed: bool) -> str:
+        """Read certain text, then characters that are tentative; return what can be given away."""
+        given = self._give(stops, text, armed) if text else ""
+        tentative = self._decoder.tentative
+        if self.hit is None and tentative:
+            # The reference's text of all tokens so far has these characters. If they complete a stop string the
+            # output ends here, and no later token can change them.
+            if not self._run_scanned:
+                self._run_node = self._node
+            self._run_node, hit = stops.scan(self._run_node, tentative, armed)
+            self._run_scanned += len(tentative)
+            if hit is not None:
+                end = self._run_scanned - len(tentative) + hit.end
+                given += self._end_at(Hit(end, hit.stop), self._decoder.flush())
+        return given
+
+    def _give(self, stops: StopAutomaton, text: str, armed: bool) -> str:
+        """Append certain text to what is held; give away all that cannot belong to a stop string any more."""
+        node, start = self._node, 0
+        if self._run_scanned and not self._decoder.revoked:
+            node, start = self._run_node, self._run_scanned  # read while tentative, and nothing was found
+        self._run_scanned = 0
+        self._node, hit = stops.scan(node, text[start:] if start else text, armed)
+        if hit is not None:
+            return self._end_at(Hit(start + hit.end, hit.stop), text)
+        whole = self._held + text
+        cut = len(whole) - stops.hold[self._node]
+        self._held = whole[cut:]
+        self.length += cut
+        return whole[:cut]
+
+    def _end_at(self, hit: Hit, text: str) -> str:
+        """End the output at a hit in ``text``, which follows what is held."""
+        self.hit = hit.stop
+        end = len(self._held) + hit.end
+        cut = end if self._include_stop else end - len(hit.stop)
+        given = (self._held + text)[:cut]
+        self._held = ""
+        self.length += cut
+        return given
+
+    def _offer_pieces(self) -> None:
+        if not self.opened.detokenize:
+            table = self._table.silent
+        else:
+            table = self._table.pieces if self._decoder.clean and self._stops is None else self._table.pending
+        self.pieces = table if self.started else self._table.pending

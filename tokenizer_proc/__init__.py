@@ -1,0 +1,1 @@
+"""The tokenizer process: text and conversations to ids."""
