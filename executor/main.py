@@ -52,7 +52,8 @@ class Executor:
         )
         self._compute_s = process.metrics.histogram("executor_compute_seconds", "Time in model and sampler.")
         self._hop_s = process.metrics.histogram(
-            "executor_plan_hop_seconds", "Time from a plan's sending until the executor began it or was free to."
+            "executor_plan_hop_seconds",
+            "Time from a plan's sending until the executor began it or was free to.",
         )
 
     def handle(self, messages: list[StepPlan | Topology]) -> None:

@@ -73,7 +73,8 @@ class MockWorker:
         z = (z ^ (z >> np.uint64(30))) * _MIX_A
         z = (z ^ (z >> np.uint64(27))) * _MIX_B
         z ^= z >> np.uint64(31)
-        return self._plain[z % np.uint64(len(self._plain))]
+        drawn: NDArray[np.int32] = self._plain[z % np.uint64(len(self._plain))]
+        return drawn
 
     def _pretend_logprobs(
         self,
@@ -103,7 +104,11 @@ class MockWorker:
         width = 1 + self._num_alternatives(row.params.prompt_logprobs or 0)
         prompt = np.frombuffer(row.token_ids, np.int32)[first:last]
         ids = np.concatenate(
-            (prompt[:, None], np.broadcast_to(np.arange(width - 1, dtype=np.int32), (len(prompt), width - 1))), 1
+            (
+                prompt[:, None],
+                np.broadcast_to(np.arange(width - 1, dtype=np.int32), (len(prompt), width - 1)),
+            ),
+            1,
         )
         logprobs = np.broadcast_to(-0.5 - np.arange(width, dtype=np.float32), ids.shape)
         ranks = np.ones(len(prompt), np.int32)

@@ -1,0 +1,220 @@
+"""From a plan and the slot tables to the flat tensors a model computes on. No loop over rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from quintet.executor.memory import to_device
+from quintet.executor.ops.paged_attention import MAX_FOLDED_TOKENS, AttentionGroup
+from quintet.executor.ragged import ranges
+from quintet.executor.slots import SlotTables
+from quintet.wire.step import StepPlan
+
+Int = NDArray[np.int64]
+
+GATHER_BYTES = 32 << 20
+"""Keys and values of one group are gathered into at most about this much, so that they stay near the processor."""
+
+MAX_PADDING = 1.25
+"""Rows of one token share a group while padding them to the longest costs at most this much more than they have."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """What indexes into KV memory depend on; the same for every layer."""
+
+    num_kv_heads: int
+    block_size: int
+    bytes_per_token: int
+    """Keys and values of one token in one layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A plan's rows as host columns, int64[R]."""
+
+    slots: Int
+    starts: Int
+    counts: Int
+    offsets: Int
+    """Index of each row's first token among the step's."""
+    sampling: Int
+    """Indexes of the rows that draw a token."""
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> Rows:
+        """Read a plan's columns."""
+        counts = np.frombuffer(plan.counts, np.int32).astype(np.int64)
+        return cls(
+            slots=np.frombuffer(plan.slots, np.int32).astype(np.int64),
+            starts=np.frombuffer(plan.starts, np.int32).astype(np.int64),
+            counts=counts,
+            offsets=np.cumsum(counts) - counts,
+            sampling=np.flatnonzero(np.frombuffer(plan.samples, np.uint8)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The input of a model's forward pass. ``T`` tokens, the rows' tokens one after the other."""
+
+    num_tokens: int
+    token_ids: torch.Tensor
+    """int32[T]"""
+    positions: torch.Tensor
+    """int64[T]"""
+    lengths: torch.Tensor | None
+    """int64[T]: the longer of the row's prompt and the token's position plus one; see `quintet.executor.layers.rope`."""
+    kv_write: torch.Tensor
+    """int64[T * kv_heads]: see `quintet.executor.ops.rope_kv_write`."""
+    attention: dict[int | None, tuple[AttentionGroup, ...]]
+    """For each distinct sliding window of the model's layers (None: unlimited)."""
+
+
+class BatchBuilder:
+    """Makes the batches of one model."""
+
+    def __init__(
+        self,
+        shape: KvShape,
+        windows: Iterable[int | None],
+        num_heads: int,
+        needs_lengths: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        self._shape = shape
+        self._windows = tuple(dict.fromkeys(windows))
+        self._fold = num_heads // shape.num_kv_heads
+        self._needs_lengths = needs_lengths
+        self._dtype = dtype
+        self._heads = np.arange(shape.num_kv_heads, dtype=np.int64)
+
+    def build(self, rows: Rows, tables: SlotTables) -> Batch:
+        """Make the batch of a step whose deltas ``tables`` already hold."""
+        device = tables.device
+        if len(rows.counts) and rows.counts.max() == 1:
+            owners, positions = np.arange(len(rows.slots)), rows.starts
+        else:
+            owners, positions = ranges(rows.starts, rows.counts)
+        slots = rows.slots[owners]
+        lengths = None
+        if self._needs_lengths:
+            lengths = to_device(np.maximum(tables.num_prompt_tokens[slots], positions + 1), device)
+        positions_tensor = to_device(positions, device)
+        return Batch(
+            num_tokens=len(positions),
+            token_ids=tables.token_ids[to_device(slots, device), positions_tensor],
+            positions=positions_tensor,
+            lengths=lengths,
+            kv_write=to_device(self._kv_write(tables, slots, positions), device),
+            attention={window: self._groups(rows, tables, window) for window in self._windows},
+        )
+
+    def _kv_write(self, tables: SlotTables, slots: Int, positions: Int) -> Int:
+        shape = self._shape
+        blocks = tables.block_table[slots, positions // shape.block_size].astype(np.int64)
+        first = blocks * (shape.num_kv_heads * shape.block_size) + positions % shape.block_size
+        return (first[:, None] + self._heads * shape.block_size).reshape(-1)
+
+    def _groups(self, rows: Rows, tables: SlotTables, window: int | None) -> tuple[AttentionGroup, ...]:
+        """Partition the rows by new tokens, and by context length where padding would cost."""
+        block_size = self._shape.block_size
+        first_blocks = np.zeros_like(rows.starts)
+        if window is not None:
+            first_blocks = np.maximum(rows.starts + 1 - window, 0) // block_size
+        num_blocks = -(-(rows.starts + rows.counts) // block_size) - first_blocks
+        groups: list[AttentionGroup] = []
+        for members in self._partition(rows, num_blocks):
+            whole = len(members) == len(rows.slots)
+            groups.append(
+                self._group(rows, tables, members, first_blocks[members], num_blocks[members], window, whole)
+            )
+        return tuple(groups)
+
+    def _partition(self, rows: Rows, num_blocks: Int) -> list[Int]:
+        """Return index arrays that cover every row once."""
+        everyone = np.arange(len(rows.slots), dtype=np.int64)
+        if not len(everyone):
+            return []
+        parts: list[Int] = []
+        for count in np.unique(rows.counts).tolist():
+            same = everyone[rows.counts == count]
+            if count > MAX_FOLDED_TOKENS:
+                # the fused kernel: equal starts, so that prompts from position 0 need no mask
+                order = np.lexsort((rows.starts[same], num_blocks[same]))
+                same = same[order]
+                changes = np.diff(rows.starts[same]) != 0
+                parts += np.split(same, np.flatnonzero(changes) + 1)
+            else:
+                parts += self._by_length(same, num_blocks[same])
+        return [piece for part in parts for piece in self._bounded(part, num_blocks[part])]
+
+    @staticmethod
+    def _by_length(members: Int, blocks: Int) -> list[Int]:
+        """Split off longer rows while padding everyone to the longest would cost more than `MAX_PADDING`."""
+        if int(blocks.max()) * len(blocks) <= MAX_PADDING * int(blocks.sum()):
+            return [members]
+        classes = np.ceil(np.log2(blocks) * 2).astype(np.int64)  # each class within a factor of 1.42
+        return [members[classes == value] for value in np.unique(classes).tolist()]
+
+    def _bounded(self, members: Int, blocks: Int) -> list[Int]:
+        """Cut a group into pieces whose gathered keys and values fit `GATHER_BYTES`."""
+        row_bytes = int(blocks.max()) * self._shape.block_size * self._shape.bytes_per_token
+        most = max(1, GATHER_BYTES // row_bytes)
+        return [members[i : i + most] for i in range(0, len(members), most)]
+
+    def _group(
+        self,
+        rows: Rows,
+        tables: SlotTables,
+        members: Int,
+        first_blocks: Int,
+        num_blocks: Int,
+        window: int | None,
+        whole: bool,
+    ) -> AttentionGroup:
+        shape, device = self._shape, tables.device
+        starts, num_new = rows.starts[members], int(rows.counts[members[0]])
+        width = int(num_blocks.max())
+        columns = first_blocks[:, None] + np.arange(width)  # [B, width]
+        np.minimum(columns, tables.block_table.shape[1] - 1, out=columns)
+        # Past a row's last block lie stale entries of former tenants: valid memory, masked below.
+        blocks = tables.block_table[rows.slots[members][:, None], columns].astype(np.int64)
+        pages = (blocks * shape.num_kv_heads)[:, None, :] + self._heads[:, None]  # [B, kv_heads, width]
+        tokens = None
+        if not whole:
+            tokens = to_device((rows.offsets[members][:, None] + np.arange(num_new)).reshape(-1), device)
+        mask = bias = None
+        causal_from_zero = (
+            num_new > MAX_FOLDED_TOKENS and not starts.any() and (window is None or num_new <= window)
+        )
+        if not causal_from_zero:
+            keys = (first_blocks * shape.block_size)[:, None] + np.arange(width * shape.block_size)
+            queries = starts[:, None] + np.arange(num_new)
+            visible = keys[:, None, :] <= queries[:, :, None]  # [B, c, L]
+            if window is not None:
+                visible &= keys[:, None, :] > queries[:, :, None] - window
+            mask = to_device(visible[:, None], device)
+            if num_new <= MAX_FOLDED_TOKENS:
+                bias = self._bias(mask)
+        return AttentionGroup(
+            num_rows=len(members),
+            num_new=num_new,
+            tokens=tokens,
+            pages=to_device(pages.reshape(-1), device),
+            mask=mask,
+            bias=bias,
+        )
+
+    def _bias(self, mask: torch.Tensor) -> torch.Tensor:
+        """Turn ``mask [B, 1, c, L]`` into the folded form's ``[B * kv_heads, 1 or groups * c, L]``."""
+        num_rows, _, num_new, context = mask.shape
+        bias = torch.zeros(mask.shape, dtype=self._dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+        fold = 1 if num_new == 1 else self._fold
+        bias = bias.unsqueeze(2).expand(num_rows, self._shape.num_kv_heads, fold, num_new, context)
+        return bias.reshape(num_rows * self._shape.num_kv_heads, fold * num_new, context)

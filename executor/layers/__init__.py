@@ -1,0 +1,1 @@
+"""Parts of models that hold numbers of their own besides weights."""

@@ -1,0 +1,1 @@
+"""Models: one file per block shape, one registry row per architecture."""

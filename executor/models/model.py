@@ -1,0 +1,69 @@
+"""What the worker asks of a model, and what a model is built from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from quintet.executor.batch import Batch
+from quintet.executor.ops.table import Ops
+from quintet.executor.weights.plan import WeightPlan
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """A model folder's ``config.json``."""
+
+    values: Mapping[str, Any]
+    path: str
+    """The file, for error messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Where and with what a model computes."""
+
+    ops: Ops
+    device: torch.device
+    dtype: torch.dtype
+
+
+class CausalModel(Protocol):
+    """A decoder over paged KV memory."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads."""
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key and value heads."""
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+
+    @property
+    def windows(self) -> Sequence[int | None]:
+        """Each layer's sliding window, None where a layer sees everything; the length is the number of layers."""
+
+    @property
+    def needs_lengths(self) -> bool:
+        """Whether `Batch.lengths` is read."""
+
+    @property
+    def weights(self) -> WeightPlan:
+        """The tensors a checkpoint must hold and where they go."""
+
+    def forward(self, batch: Batch, kv: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the last hidden states ``[num_tokens, hidden]``; write each layer's keys and values into ``kv``."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return ``[num_rows, vocab_size]`` of ``hidden [num_rows, hidden]``, in the model's dtype."""

@@ -1,0 +1,100 @@
+"""Which implementation of each operation a platform uses.
+
+The defaults are the torch references. A faster kernel is one more file beside the reference and one row in
+`IMPLEMENTATIONS`; models, which only see `Ops`, do not change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from quintet.executor.ops.argmax import argmax
+from quintet.executor.ops.embedding import embedding
+from quintet.executor.ops.linear import linear
+from quintet.executor.ops.paged_attention import AttentionGroup, paged_attention
+from quintet.executor.ops.rms_norm import rms_norm
+from quintet.executor.ops.rope_kv_write import rope_kv_write
+from quintet.executor.ops.silu_and_mul import silu_and_mul
+from quintet.executor.platforms.platform import import_string
+
+
+class RmsNorm(Protocol):
+    """See `quintet.executor.ops.rms_norm`."""
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
+
+
+class Linear(Protocol):
+    """See `quintet.executor.ops.linear`."""
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor: ...
+
+
+class Embedding(Protocol):
+    """See `quintet.executor.ops.embedding`."""
+
+    def __call__(self, token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor: ...
+
+
+class SiluAndMul(Protocol):
+    """See `quintet.executor.ops.silu_and_mul`."""
+
+    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor: ...
+
+
+class RopeKvWrite(Protocol):
+    """See `quintet.executor.ops.rope_kv_write`."""
+
+    def __call__(
+        self,
+        qkv: torch.Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        kv: torch.Tensor,
+        write_index: torch.Tensor,
+    ) -> torch.Tensor: ...
+
+
+class PagedAttention(Protocol):
+    """See `quintet.executor.ops.paged_attention`."""
+
+    def __call__(
+        self, q: torch.Tensor, kv: torch.Tensor, groups: tuple[AttentionGroup, ...], scale: float
+    ) -> torch.Tensor: ...
+
+
+class Argmax(Protocol):
+    """See `quintet.executor.ops.argmax`."""
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """The operations, as a model or sampler calls them."""
+
+    rms_norm: RmsNorm = rms_norm
+    linear: Linear = linear
+    embedding: Embedding = embedding
+    silu_and_mul: SiluAndMul = silu_and_mul
+    rope_kv_write: RopeKvWrite = rope_kv_write
+    paged_attention: PagedAttention = paged_attention
+    argmax: Argmax = argmax
+
+
+IMPLEMENTATIONS: dict[str, dict[str, str]] = {
+    "cpu": {"argmax": "quintet.executor.ops.argmax:argmax_on_host"},
+    "cuda": {},
+}
+"""Platform name to operation name to the import string that replaces the torch reference."""
+
+
+def ops_of(platform: str) -> Ops:
+    """Return the operations of a platform."""
+    paths = IMPLEMENTATIONS.get(platform, {})
+    return replace(Ops(), **{name: import_string(path) for name, path in paths.items()})

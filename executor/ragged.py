@@ -1,0 +1,48 @@
+"""Rows of different lengths without loops over rows: flat index arithmetic, and a table of lists per slot.
+
+Used wherever a step must touch "all tokens of these rows" or "all stop ids of these rows" in one vector operation.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int = NDArray[np.int64]
+
+
+def ranges(starts: Int, counts: Int) -> tuple[Int, Int]:
+    """Concatenate ``arange(start, start + count)`` of every row.
+
+    Returns ``(rows, values)``, both of the summed length: which row each value belongs to, and the value.
+    """
+    rows = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
+    ends = np.cumsum(counts)
+    offsets = np.arange(len(rows), dtype=np.int64) - np.repeat(ends - counts, counts)
+    return rows, offsets + np.repeat(starts, counts)
+
+
+class RaggedTable:
+    """One list of numbers per slot, in a padded table that widens with the longest list it was ever given.
+
+    Allocated at the first `put`: a server nobody asks for the feature never pays for it.
+    """
+
+    def __init__(self, num_slots: int, dtype: type[np.generic]) -> None:
+        self._lengths = np.zeros(num_slots, np.int64)
+        self._table = np.zeros((num_slots, 0), dtype)
+
+    def put(self, slot: int, values: list[int] | list[float]) -> None:
+        """Replace the list of one slot."""
+        width = self._table.shape[1]
+        if len(values) > width:
+            wider = max(len(values), 2 * width, 8)
+            self._table = np.pad(self._table, ((0, 0), (0, wider - width)))
+        self._table[slot, : len(values)] = values
+        self._lengths[slot] = len(values)
+
+    def take(self, slots: Int) -> tuple[Int, NDArray[np.generic]]:
+        """Return ``(rows, values)`` of the lists of ``slots``, flat; ``rows`` indexes into ``slots``."""
+        lengths = self._lengths[slots]
+        rows, columns = ranges(np.zeros(len(slots), np.int64), lengths)
+        return rows, self._table[slots[rows], columns]

@@ -1,0 +1,1 @@
+"""From logits to tokens: one file per concern, the whole batch at once."""

@@ -1,0 +1,46 @@
+"""The slot tables: what the executor knows of each running request, one row per slot that never moves.
+
+Only plans change them: freed slots first, then new rows, then block entries. Block ids and lengths stay on the host,
+which computes indexes from them; token values live on the device, where the sampler writes what it draws, so that a
+plan made before a token was known finds it there.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from quintet.executor.memory import lazy_zeros, to_device
+from quintet.wire.step import StepPlan
+
+
+class SlotTables:
+    """Token table, block table and the facts about each slot's tenant."""
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+        self.device = device
+        # One column more than a request can have: a plan made one step too far may write there.
+        self.token_ids = lazy_zeros((max_num_seqs, max_model_len + 1), torch.int32, device)  # [slots, length]
+        self.block_table: NDArray[np.int32] = np.zeros(
+            (max_num_seqs, -(-(max_model_len + 1) // block_size)), np.int32
+        )
+        self.num_prompt_tokens: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
+        self.generations: NDArray[np.int64] = np.full(max_num_seqs, -1, np.int64)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Bring the tables up to the plan."""
+        if plan.freed:
+            self.generations[np.frombuffer(plan.freed, np.int32)] = -1
+        for row in plan.new_rows:
+            tokens = np.frombuffer(row.token_ids, np.int32)
+            self.token_ids[row.slot, : len(tokens)] = to_device(tokens.copy(), self.device)
+            self.num_prompt_tokens[row.slot] = row.num_prompt_tokens
+            self.generations[row.slot] = row.generation
+        if plan.blocks:
+            entries = np.frombuffer(plan.blocks, np.int32).reshape(-1, 3)
+            self.block_table[entries[:, 0], entries[:, 1]] = entries[:, 2]
+
+    def reset(self) -> None:
+        """Forget every tenant. What tokens and blocks they had is overwritten by the next ones."""
+        self.generations[:] = -1

@@ -1,0 +1,1 @@
+"""Weights: what a checkpoint must hold (`plan`), and reading it (`load`)."""
