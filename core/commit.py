@@ -6,6 +6,8 @@ its result is dropped.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from quintet.core.kv.prefix import extend_chain
 from quintet.core.outbox import Effects, Outbox
 from quintet.core.request import Request
@@ -39,13 +41,11 @@ def _apply_tokens(
 ) -> list[Request]:
     """Give every valid row its progress and token; return the requests that this ends, still holding what they hold."""
     ended: list[Request] = []
-    drawn = iter(unpack_i32(token_column))
-    num_drawn = 0
-    builders = outbox.builders
-    for request, generation, end, samples in zip(
-        flight.rows, flight.generations, flight.ends, flight.samples, strict=True
+    detokenizer: int | None = None
+    tokens = unpack_i32(token_column)
+    for request, generation, end, token in zip(
+        flight.rows, flight.generations, flight.ends, _spread(tokens, flight.samples), strict=True
     ):
-        token = next(drawn) if samples else None
         if request.generation != generation:
             continue
         request.computed = end
@@ -53,23 +53,37 @@ def _apply_tokens(
             _register_blocks(state, request)
         if token is None:
             continue
-        num_drawn += 1
-        builder = builders.get(request.detokenizer)
-        if builder is None or not request.opened:
+        if request.detokenizer != detokenizer or not request.opened:
             builder = outbox.builder_for(request, now_ns)
-        tokens = request.tokens
-        num_outputs = len(tokens) - request.num_prompt
-        builder.request_ids.append(request.request_id)
-        builder.first_indexes.append(num_outputs)
-        builder.token_ids.append(token)
-        tokens.append(token)
-        if token in request.stops or len(tokens) >= request.limit:
+            detokenizer = request.detokenizer
+            add_id, add_index, add_token = (
+                builder.request_ids.append,
+                builder.first_indexes.append,
+                builder.token_ids.append,
+            )
+        add_id(request.request_id)
+        add_index(end - request.num_prompt)
+        add_token(token)
+        request.tokens.append(token)
+        if token in request.stops or end + 1 >= request.limit:
             ending = ending_of(request)
             if ending is not None:
                 builder.finishes[len(builder.request_ids) - 1] = ending
                 ended.append(request)
-    state.counters.generation_tokens += num_drawn
+    state.counters.generation_tokens += sum(len(builder.token_ids) for builder in outbox.builders.values())
     return ended
+
+
+def _spread(tokens: Sequence[int], samples: bytes) -> Sequence[int | None]:
+    """Return one entry per row of the plan: its token, or None where it drew none."""
+    num_sampled = samples.count(1)
+    assert len(tokens) == num_sampled, (
+        f"the executor drew {len(tokens)} tokens for {num_sampled} sampling rows"
+    )
+    if num_sampled == len(samples):
+        return tokens
+    drawn = iter(tokens)
+    return [next(drawn) if sampled else None for sampled in samples]
 
 
 def ending_of(request: Request) -> tuple[FinishReason, int] | None:

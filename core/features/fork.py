@@ -25,13 +25,11 @@ def gate(state: State, request: Request) -> bool:
 
 
 def source(state: State, request: Request) -> Found | None:
-    """Find the prompt in the blocks of the elder, if it runs and has committed it."""
+    """Find the prompt in the blocks of the elder, if it runs; the gate saw to it that it has computed them."""
     parent = request.parent
     if parent is None or parent.status is not Status.RUNNING:
         return None
     num_tokens = request.num_prompt - 1
-    if num_tokens <= 0 or parent.computed < num_tokens:
-        return None
     num_full, remainder = divmod(num_tokens, state.limits.block_size)
     tail = parent.blocks[num_full] if remainder else None
     return Found(num_tokens, parent.blocks[:num_full], tail, num_cached=parent.num_cached)

@@ -50,6 +50,9 @@ class FakeExecutor:
         self.shadow: dict[tuple[int, int], tuple[int, bytes]] = {}
         self.results: deque[StepResult] = deque()
         self.last_step: int | None = None
+        self.users: dict[int, dict[int, int]] = {}
+        """Block -> tenant (generation) -> newest step in which it used the block."""
+        self.num_copies = 0
 
     def execute(self, plan: StepPlan) -> None:
         """Apply and check a plan, and queue its result."""
@@ -66,6 +69,7 @@ class FakeExecutor:
             assert 0 <= block < self.capacity.num_blocks
             self.tenants[slot].blocks[position] = block
         pairs = codec.unpack_i32(plan.copies)
+        self.num_copies += len(pairs) // 2
         for source, target in zip(pairs[::2], pairs[1::2], strict=True):
             for offset in range(self.capacity.block_size):
                 if (source, offset) in self.shadow:
@@ -91,6 +95,7 @@ class FakeExecutor:
             for position in range(start, start + count):
                 place = self._place(tenant, position)
                 assert place not in written, ("two rows write one place", place)
+                self._check_fence(place[0], tenant.row.generation)
                 written[place] = slot
                 self.shadow[place] = (position, chain[position])
         drawn = []
@@ -101,12 +106,21 @@ class FakeExecutor:
             for position in range(end):
                 seen = self.shadow.get(self._place(tenant, position))
                 assert seen == (position, chain[position]), (tenant.row.request_id, position, start, count)
+            for block in tenant.blocks.values():
+                self.users.setdefault(block, {})[tenant.row.generation] = plan.step
             assert samples == (end == len(tenant.tokens))
             if samples:
                 token = draw(tenant.row.seed, tenant.tokens)
                 tenant.tokens.append(token)
                 drawn.append(token)
         self.results.append(StepResult(plan.step, 0, codec.pack_i32(drawn)))
+
+    def _check_fence(self, block: int, writer: int) -> None:
+        """Check that nobody else used the block in a step that the core has not committed."""
+        oldest = self.results[0].step if self.results else self.last_step
+        assert oldest is not None
+        for generation, step in self.users.get(block, {}).items():
+            assert generation == writer or step < oldest, ("block reused behind its fence", block, generation)
 
     def _place(self, tenant: Tenant, position: int) -> tuple[int, int]:
         size = self.capacity.block_size
@@ -187,6 +201,8 @@ class World:
         """Send a request; options not of `Admit` are sampling parameters."""
         fields = {name: options.pop(name) for name in tuple(options) if name in Admit.__struct_fields__}
         params = SamplingParams(**({"seed": request_id, "max_tokens": 8} | options))
+        if "output_ids" in fields:
+            fields["output_ids"] = codec.pack_i32(fields["output_ids"])
         message = Admit(
             request_id,
             codec.pack_i32(prompt),

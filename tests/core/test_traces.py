@@ -1,0 +1,46 @@
+"""Random traces, audited after every change: tokens never depend on what else happened."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .trace import assert_served, random_trace
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(40))
+def test_random_trace(seed: int, depth: int) -> None:
+    assert_served(*random_trace(seed, 250, depth))
+
+
+PRINT_PLANS = """
+import hashlib, sys
+sys.path.insert(0, {root!r})
+from tests.core.trace import random_trace
+digest = hashlib.sha256()
+for seed in range(6):
+    for plan in random_trace(seed, 200, depth=2)[0].plans:
+        digest.update(plan)
+print(digest.hexdigest())
+"""
+
+
+def test_plans_do_not_depend_on_the_hash_seed() -> None:
+    root = str(Path(__file__).parents[2])
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", PRINT_PLANS.format(root=root)],
+            env=os.environ | {"PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for hash_seed in ("1", "2")
+    }
+    assert len(digests) == 1 and len(digests.pop().strip()) == hashlib.sha256().digest_size * 2

@@ -1,0 +1,136 @@
+"""Random traces: everything that can happen to a core, in any order, and what must hold afterwards."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from quintet.wire.messages import FinishReason
+from quintet.wire.params import seed_of_choice
+
+from .fake import EOS, World, expected
+
+
+@dataclass
+class Sent:
+    """What was asked for, per choice."""
+
+    prompt: list[int]
+    seed: int
+    max_tokens: int
+    stops: tuple[int, ...]
+    min_tokens: int
+    silenced: bool = False
+    cancelled: bool = False
+
+
+def random_world(rng: random.Random, depth: int) -> World:
+    """Make a world whose blocks, slots or budget are too few for comfort."""
+    return World(
+        depth=depth,
+        num_blocks=rng.choice([12, 20, 40, 100]),
+        block_size=rng.choice([1, 2, 4, 8]),
+        slots=rng.choice([1, 3, 8]),
+        max_num_batched_tokens=rng.choice([8, 16, 64]),
+        max_model_len=rng.choice([24, 64]),
+        policy=rng.choice(["fcfs", "priority"]),
+        long_prefill_token_threshold=rng.choice([0, 0, 5]),
+        prefix_caching=rng.random() < 0.8,
+        enable_chunked_prefill=rng.random() < 0.8,
+    )
+
+
+def random_trace(seed: int, num_operations: int, depth: int) -> tuple[World, dict[int, Sent]]:
+    """Play a trace; return the world, idle again, and what was sent to it."""
+    rng = random.Random(seed)
+    world = random_world(rng, depth)
+    stems = [[rng.randrange(3, 200) for _ in range(40)] for _ in range(3)]
+    sent: dict[int, Sent] = {}
+    next_id = 1
+    for _ in range(num_operations):
+        alive = list(world.engine.state.live) if world.engine.state else []
+        dice = rng.random()
+        if dice < 0.18 and len(alive) < 24:
+            next_id = _admit(world, rng, stems, sent, next_id)
+        elif dice < 0.21 and alive:
+            chosen = rng.sample(alive, min(len(alive), 2))
+            for request_id in chosen:
+                sent[request_id].cancelled = True
+            world.cancel(*chosen, 10**9)
+        elif dice < 0.23 and alive:
+            request_id = rng.choice(alive)
+            sent[request_id].silenced = True
+            world.engine.stop_hit([request_id, 10**9])
+        elif dice < 0.234:
+            world.new_executor()
+        elif dice < 0.25:
+            world.apply(world.engine.reopen(0, world.tick()))
+        elif dice < 0.6:
+            world.plan()
+        else:
+            world.commit()
+    world.run()
+    return world, sent
+
+
+def _admit(
+    world: World, rng: random.Random, stems: list[list[int]], sent: dict[int, Sent], next_id: int
+) -> int:
+    state = world.engine.state
+    assert state is not None
+    longest = min(state.limits.max_request_len, state.limits.max_prompt or 10**9, 30) - 1
+    longest = max(longest, 1)
+    prompt = rng.choice(stems)[: rng.randint(1, longest)] + [rng.randrange(3, 200)] * rng.randint(0, 1)
+    prompt = prompt[:longest]
+    n = rng.choice([1, 1, 1, 2, 4])
+    max_tokens = rng.randint(1, 20)
+    stop_token_ids = rng.sample(range(3, 200), rng.choice([0, 0, 12]))
+    ignore_eos = rng.random() < 0.3
+    min_tokens = rng.choice([0, 0, min(3, max_tokens)])
+    stops = tuple(stop_token_ids) + (() if ignore_eos else (EOS,))
+    limit = min(max_tokens, state.limits.max_request_len - len(prompt))
+    for choice in range(n):
+        sent[next_id + choice] = Sent(prompt, seed_of_choice(next_id, choice), limit, stops, min_tokens)
+    resumed: list[int] = []
+    if n == 1 and rng.random() < 0.2:
+        whole = expected(prompt, next_id, limit, stops, min_tokens)
+        resumed = whole[: rng.randrange(len(whole))]
+    world.admit(
+        next_id,
+        prompt,
+        n=n,
+        output_ids=resumed,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        stop_token_ids=stop_token_ids,
+        ignore_eos=ignore_eos,
+        priority=rng.randint(-1, 1),
+        cache_salt=rng.choice(["", "", "a"]),
+        skip_reading_prefix_cache=rng.random() < 0.1,
+    )
+    return next_id + n
+
+
+def assert_served(world: World, sent: dict[int, Sent]) -> None:
+    """Check that every request ended once, with the tokens it has when it runs alone."""
+    world.assert_idle()
+    assert not world.failed
+    for request_id, request in sent.items():
+        outcome = world.outcomes.get(request_id)
+        wanted = expected(request.prompt, request.seed, request.max_tokens, request.stops, request.min_tokens)
+        if outcome is None:
+            assert request.silenced, request_id
+            continue
+        if request.silenced:
+            assert outcome.num_endings == 0
+            assert outcome.tokens == wanted[: len(outcome.tokens)]
+            continue
+        assert outcome.num_endings == 1, request_id
+        if request.cancelled and outcome.finish is FinishReason.ABORT:
+            assert outcome.tokens == wanted[: len(outcome.tokens)]
+            continue
+        assert outcome.tokens == wanted, request_id
+        last = wanted[-1]
+        stopped = last in request.stops and len(wanted) > request.min_tokens
+        assert outcome.finish is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+        assert outcome.stop_id == (last if stopped and last != EOS else -1)
