@@ -244,6 +244,8 @@ class Sessions:
         self.metrics = SessionMetrics(metrics if metrics is not None else Metrics())
         self.num_tokens = 0
         """Tokens received so far: the seat's progress."""
+        self.num_ended = 0
+        """Requests that have ended so far."""
         self._send = send
         self._max_logprobs = config.frontend.max_logprobs
         self._vocab_size = config.model.vocab_size
@@ -462,6 +464,7 @@ class Sessions:
     def _release(self, stream: Stream) -> None:
         """The one door through which a request leaves."""
         del self._streams[stream.request_id]
+        self.num_ended += 1
         if stream.tokenizer is None:
             self._parked.remove(stream)
         else:

@@ -1,0 +1,261 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from quintet.frontend.dialects import openai_parse as parse
+from quintet.frontend.dialects.openai_answer import (
+    FINISH_NAMES,
+    ChunkWriter,
+    Job,
+    Options,
+    Output,
+    Shape,
+    encode_json,
+    stream_answer,
+    usage_of,
+    whole_answer,
+)
+from quintet.frontend.dialects.openai_logprobs import chat_logprobs, prompt_logprobs
+from quintet.frontend.dialects.openai_types import ChatBody, ChatMessage, TextPart, TokenizeBody, Tool
+from quintet.frontend.exchange import Exchange
+from quintet.frontend.service import Service
+from quintet.wire.codec import unpack_i32
+from quintet.wire.config import ModelConfig
+from quintet.wire.messages import ChatPrompt, Started
+from quintet.wire.params import SamplingParams
+
+_decoder = msgspec.json.Decoder(ChatBody)
+_messages_decoder = msgspec.json.Decoder(list[ChatMessage])
+_tools_decoder = msgspec.json.Decoder(list[Tool])
+_mapping_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+@dataclass(slots=True)
+class Conversation:
+    """A checked prompt, and what its messages say of the answer."""
+
+    prompt: ChatPrompt
+    role: str
+    """Who speaks in the answer."""
+    last_text: str
+    """Text of the last message, when the answer's role wrote it."""
+
+
+async def chat_completions(service: Service, exchange: Exchange) -> None:
+    """Answer one request."""
+    config = service.config
+    body = parse.decode(await exchange.read_json_body(config.frontend.max_body_bytes), _decoder)
+    parse.check_model(body.model, config.model)
+    _refuse_unsupported(body)
+    conversation = parse_conversation(body)
+    params = _params(body, config.model)
+    options = _options(body, params, exchange, config.model)
+    service.admission.enter()
+    job = Job()
+    job.streams.append(
+        service.sessions.submit(
+            conversation.prompt,
+            params,
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt or "",
+            return_prompt_ids=options.return_token_ids,
+            arrival_ns=exchange.arrival_ns,
+            mailbox=job.mailbox,
+            final_only=not body.stream,
+        )
+    )
+    prefix = conversation.last_text if options.echo else ""
+    if body.stream:
+        writer = ChunkWriter(_shape(conversation.role, prefix), options, 1)
+        await stream_answer(exchange, job, writer, config.frontend.keep_alive_s, service.http.write_seconds)
+    else:
+        outputs = await whole_answer(exchange, job, options)
+        await exchange.respond_json(_whole(outputs, job, options, conversation.role, prefix))
+
+
+def parse_conversation(body: ChatBody | TokenizeBody) -> Conversation:
+    """Check messages, tools and template arguments, and return the prompt they make."""
+    messages = decode_part(body.messages, _messages_decoder, "messages")
+    if not messages:
+        raise parse.invalid("messages is []; it must hold at least one message.", "messages")
+    continues = bool(body.continue_final_message)
+    generates = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+    if continues and generates:
+        raise parse.invalid(
+            "add_generation_prompt and continue_final_message are both true; set one of them to false.",
+            "continue_final_message",
+        )
+    tools = b""
+    if parse.is_given(body.tools) and decode_part(body.tools, _tools_decoder, "tools"):
+        tools = bytes(body.tools)
+    role = "assistant" if generates else messages[-1].role
+    return Conversation(
+        ChatPrompt(
+            messages=bytes(body.messages),
+            tools=tools,
+            template_kwargs=_template_kwargs(body),
+            chat_template=body.chat_template,
+            add_generation_prompt=generates,
+            continue_final_message=continues,
+            add_special_tokens=bool(body.add_special_tokens),
+        ),
+        role,
+        _text_of(messages[-1]) if messages[-1].role == role else "",
+    )
+
+
+def decode_part(raw: msgspec.Raw, decoder: msgspec.json.Decoder[parse.PartT], name: str) -> parse.PartT:
+    """Decode a field that was kept as it came. Raises `RequestError` naming the field."""
+    encoded = bytes(raw)
+    if not encoded:
+        raise parse.invalid(f"{name} is missing; it is required.", name)
+    try:
+        return decoder.decode(encoded)
+    except msgspec.ValidationError as error:
+        raise parse.explain(error, encoded, name) from None
+
+
+def _text_of(message: ChatMessage) -> str:
+    content = message.content
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(part.text or "" for part in content if isinstance(part, TextPart))
+
+
+def _template_kwargs(body: ChatBody | TokenizeBody) -> bytes:
+    """Return the arguments of the chat template as a JSON object; empty when there are none."""
+    kwargs: dict[str, msgspec.Raw] = {}
+    if parse.is_given(body.chat_template_kwargs):
+        kwargs = decode_part(body.chat_template_kwargs, _mapping_decoder, "chat_template_kwargs")
+    if isinstance(body, ChatBody):
+        if body.reasoning_effort is not None:
+            kwargs.setdefault("reasoning_effort", msgspec.Raw(encode_json(body.reasoning_effort)))
+        if parse.is_given(body.documents):
+            kwargs.setdefault("documents", body.documents)
+    return encode_json(kwargs) if kwargs else b""
+
+
+def _refuse_unsupported(body: ChatBody) -> None:
+    parse.refuse_unsupported(body)
+    for name, raw in (
+        ("media_io_kwargs", body.media_io_kwargs),
+        ("mm_processor_kwargs", body.mm_processor_kwargs),
+        ("mm_payload", body.mm_payload),
+    ):
+        if parse.is_given(raw) and bytes(raw) != b"{}":
+            raise parse.not_implemented(name, "input other than text", "Leave it out.")
+    if body.reasoning_effort is not None and body.reasoning_effort not in REASONING_EFFORTS:
+        allowed = ", ".join(REASONING_EFFORTS)
+        raise parse.invalid(
+            f"reasoning_effort is {body.reasoning_effort!r}; it must be one of {allowed}.", "reasoning_effort"
+        )
+    _check_tool_choice(body.tool_choice, parse.is_given(body.tools))
+    if body.top_logprobs and not body.logprobs:
+        raise parse.invalid(
+            f"top_logprobs is {body.top_logprobs} but logprobs is not true; set logprobs to true.",
+            "top_logprobs",
+        )
+
+
+def _check_tool_choice(choice: str | Mapping[str, msgspec.Raw] | None, has_tools: bool) -> None:
+    if choice is None or choice == "none":
+        return
+    if isinstance(choice, str) and choice not in {"auto", "required"}:
+        raise parse.invalid(
+            f"tool_choice is {choice!r}; it must be 'none', 'auto', 'required' or an object naming a function.",
+            "tool_choice",
+        )
+    if not has_tools:
+        raise parse.invalid("tool_choice is set but tools is not; send the tools as well.", "tool_choice")
+    if choice != "auto":
+        raise parse.not_implemented(
+            "tool_choice", "forced tool calls", "Use 'auto' or 'none'; the answer is plain text."
+        )
+
+
+def _params(body: ChatBody, model: ModelConfig) -> SamplingParams:
+    max_tokens = parse.chat_max_tokens(body)
+    if max_tokens is None and "max_tokens" in model.generation_defaults:
+        max_tokens = int(model.generation_defaults["max_tokens"])
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return parse.sampling_params(body, model, max_tokens=max_tokens, logprobs=logprobs)
+
+
+def _options(body: ChatBody, params: SamplingParams, exchange: Exchange, model: ModelConfig) -> Options:
+    stream_options = body.stream_options
+    include_usage = stream_options is not None and bool(stream_options.include_usage)
+    return Options(
+        response_id=f"chatcmpl-{body.request_id or exchange.request_id}",
+        created=int(time.time()),
+        model=model.served_names[0],
+        num_choices=params.n,
+        include_usage=include_usage,
+        continuous_usage=include_usage
+        and stream_options is not None
+        and bool(stream_options.continuous_usage_stats),
+        logprobs=params.logprobs,
+        tokens_as_ids=bool(body.return_tokens_as_token_ids),
+        return_token_ids=bool(body.return_token_ids),
+        echo=bool(body.echo),
+    )
+
+
+def _shape(role: str, prefix: str) -> Shape:
+    """Return how chunks of this answer are spelled; its first events name the role and repeat the echoed text."""
+
+    def on_start(writer: ChunkWriter, base: int, started: Started) -> list[bytes]:
+        first = b'{"index":%d,"delta":{"role":' + encode_json(role).replace(b"%", b"%%")
+        first += b',"content":""},"logprobs":null,"finish_reason":null}'
+        after = b""
+        if writer.options.return_token_ids:
+            after = b',"prompt_token_ids":' + encode_json(list(unpack_i32(started.prompt_ids)))
+        frames = [writer.raw_choice(first % (base + i), after) for i in range(writer.options.num_choices)]
+        if prefix:
+            frames += [writer.chunk(base + i, prefix) for i in range(writer.options.num_choices)]
+        return frames
+
+    return Shape(
+        object_name="chat.completion.chunk",
+        open=b'"delta":{"content":',
+        close=b"}",
+        plain_end=b',"logprobs":null,"finish_reason":null',
+        logprobs=chat_logprobs,
+        on_start=on_start,
+    )
+
+
+def _whole(outputs: list[Output], job: Job, options: Options, role: str, prefix: str) -> dict[str, object]:
+    started = job.streams[0].started
+    answer: dict[str, object] = {
+        "id": options.response_id,
+        "object": "chat.completion",
+        "created": options.created,
+        "model": options.model,
+        "choices": [_choice(output, options, role, prefix) for output in outputs],
+        "usage": usage_of(job.streams),
+        "prompt_logprobs": prompt_logprobs(started, options) if started is not None else None,
+    }
+    if options.return_token_ids and started is not None:
+        answer["prompt_token_ids"] = list(unpack_i32(started.prompt_ids))
+    return answer
+
+
+def _choice(output: Output, options: Options, role: str, prefix: str) -> dict[str, object]:
+    choice: dict[str, object] = {
+        "index": output.index,
+        "message": {"role": role, "content": prefix + output.text, "refusal": None},
+        "logprobs": chat_logprobs(output.logprobs, options) if options.logprobs is not None else None,
+        "finish_reason": FINISH_NAMES[output.finish.reason],
+        "stop_reason": output.finish.stop_reason,
+    }
+    if options.return_token_ids:
+        choice["token_ids"] = list(output.token_ids)
+    return choice

@@ -1,0 +1,213 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from quintet.frontend.dialects import openai_parse as parse
+from quintet.frontend.dialects.openai_answer import (
+    FINISH_NAMES,
+    ChunkWriter,
+    Job,
+    Options,
+    Output,
+    Shape,
+    encode_json,
+    stream_answer,
+    usage_of,
+    whole_answer,
+)
+from quintet.frontend.dialects.openai_logprobs import (
+    completion_logprobs,
+    echoed_logprobs,
+    joined,
+    prompt_logprobs,
+)
+from quintet.frontend.dialects.openai_types import CompletionBody
+from quintet.frontend.exchange import Exchange
+from quintet.frontend.service import Service
+from quintet.wire.codec import pack_i32, unpack_i32
+from quintet.wire.config import ModelConfig
+from quintet.wire.errors import RequestError
+from quintet.wire.messages import Started, TextPrompt, TokenPrompt
+from quintet.wire.params import SamplingParams
+
+DEFAULT_MAX_TOKENS = 16
+_decoder = msgspec.json.Decoder(CompletionBody)
+
+
+async def completions(service: Service, exchange: Exchange) -> None:
+    """Answer one request."""
+    config = service.config
+    body = parse.decode(await exchange.read_json_body(config.frontend.max_body_bytes), _decoder)
+    parse.check_model(body.model, config.model)
+    _refuse_unsupported(body)
+    prompts = parse_prompts(body, config.model.vocab_size)
+    params = _params(body, config.model)
+    options = _options(body, params, exchange, config.model)
+    service.admission.enter(len(prompts))
+    job = Job()
+    try:
+        for prompt in prompts:
+            job.streams.append(
+                service.sessions.submit(
+                    prompt,
+                    params,
+                    priority=body.priority or 0,
+                    cache_salt=body.cache_salt or "",
+                    echo=options.echo,
+                    return_prompt_ids=options.return_token_ids,
+                    arrival_ns=exchange.arrival_ns,
+                    mailbox=job.mailbox,
+                    final_only=not body.stream,
+                )
+            )
+    except RequestError:
+        job.close()
+        raise
+    if body.stream:
+        writer = ChunkWriter(_SHAPE, options, len(prompts))
+        await stream_answer(exchange, job, writer, config.frontend.keep_alive_s, service.http.write_seconds)
+    else:
+        outputs = await whole_answer(exchange, job, options)
+        await exchange.respond_json(_whole(outputs, job, options))
+
+
+def _refuse_unsupported(body: CompletionBody) -> None:
+    if parse.is_given(body.prompt_embeds):
+        raise parse.not_implemented("prompt_embeds", "prompts as embeddings", "Send text or token ids.")
+    if body.suffix:
+        raise parse.invalid(
+            f"suffix is {body.suffix!r}; this server does not insert text before a suffix: leave it out.",
+            "suffix",
+        )
+    parse.refuse_unsupported(body)
+
+
+def parse_prompts(body: CompletionBody, vocab_size: int) -> list[TextPrompt | TokenPrompt]:
+    """Return the prompts of a body: one, or one per element of a list of texts or of lists of ids."""
+    given = body.prompt
+    if given is None:
+        raise parse.invalid("prompt is missing; send text, token ids, or a list of either.", "prompt")
+    special = body.add_special_tokens is not False
+    if isinstance(given, str):
+        return [TextPrompt(given, special)]
+    if not given:
+        raise parse.invalid("prompt is []; it must hold at least one token id or prompt.", "prompt")
+    ids = [item for item in given if isinstance(item, int)]
+    if len(ids) == len(given):
+        return [_token_prompt(ids, vocab_size)]
+    if ids:
+        raise parse.invalid(
+            "prompt mixes token ids with prompts; send one list of ids, or a list whose elements are all texts or "
+            "lists of ids.",
+            "prompt",
+        )
+    return [
+        TextPrompt(item, special) if isinstance(item, str) else _token_prompt(item, vocab_size)
+        for item in given
+        if not isinstance(item, int)
+    ]
+
+
+def _token_prompt(ids: Sequence[int], vocab_size: int) -> TokenPrompt:
+    if not ids:
+        raise parse.invalid("prompt holds an empty list of token ids; send at least one.", "prompt")
+    for bad in (min(ids), max(ids)):
+        if not 0 <= bad < vocab_size:
+            raise parse.invalid(
+                f"prompt holds the token id {bad}; ids must be between 0 and {vocab_size - 1}.", "prompt"
+            )
+    return TokenPrompt(pack_i32(ids))
+
+
+def _params(body: CompletionBody, model: ModelConfig) -> SamplingParams:
+    default = int(model.generation_defaults.get("max_tokens", DEFAULT_MAX_TOKENS))
+    max_tokens = default if body.max_tokens is None else body.max_tokens
+    if body.echo and max_tokens == 0:
+        max_tokens = 1
+    params = parse.sampling_params(body, model, max_tokens=max_tokens, logprobs=body.logprobs)
+    if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
+        params.prompt_logprobs = body.logprobs
+    return params
+
+
+def _options(body: CompletionBody, params: SamplingParams, exchange: Exchange, model: ModelConfig) -> Options:
+    stream_options = body.stream_options
+    include_usage = stream_options is not None and bool(stream_options.include_usage)
+    return Options(
+        response_id=f"cmpl-{body.request_id or exchange.request_id}",
+        created=int(time.time()),
+        model=model.served_names[0],
+        num_choices=params.n,
+        include_usage=include_usage,
+        continuous_usage=include_usage
+        and stream_options is not None
+        and bool(stream_options.continuous_usage_stats),
+        logprobs=body.logprobs,
+        tokens_as_ids=bool(body.return_tokens_as_token_ids),
+        return_token_ids=bool(body.return_token_ids),
+        echo=bool(body.echo),
+        echo_only=bool(body.echo) and body.max_tokens == 0,
+    )
+
+
+def _on_start(writer: ChunkWriter, base: int, started: Started) -> list[bytes]:
+    """Return the events of an echoed prompt, or of its token ids."""
+    options = writer.options
+    if not options.echo and not options.return_token_ids:
+        return []
+    extra = b""
+    if options.return_token_ids:
+        extra = b',"prompt_token_ids":' + encode_json(list(unpack_i32(started.prompt_ids)))
+    text, logprobs = "", None
+    if options.echo:
+        text = started.prompt_text or ""
+        logprobs = echoed_logprobs(started, options) if options.logprobs is not None else None
+    return [writer.chunk(base + i, text, logprobs, extra=extra) for i in range(options.num_choices)]
+
+
+_SHAPE = Shape(
+    object_name="text_completion",
+    open=b'"text":',
+    close=b"",
+    plain_end=b',"logprobs":null,"finish_reason":null,"stop_reason":null',
+    logprobs=completion_logprobs,
+    on_start=_on_start,
+)
+
+
+def _whole(outputs: list[Output], job: Job, options: Options) -> dict[str, object]:
+    return {
+        "id": options.response_id,
+        "object": "text_completion",
+        "created": options.created,
+        "model": options.model,
+        "choices": [_choice(output, options) for output in outputs],
+        "usage": usage_of(job.streams, options.echo_only),
+    }
+
+
+def _choice(output: Output, options: Options) -> dict[str, object]:
+    started = output.stream.started
+    text = output.text
+    logprobs = completion_logprobs(output.logprobs, options) if options.logprobs is not None else None
+    if options.echo and started is not None:
+        text = (started.prompt_text or "") + text
+        if logprobs is not None:
+            logprobs = joined(echoed_logprobs(started, options), logprobs)
+    choice: dict[str, object] = {
+        "index": output.index,
+        "text": text,
+        "logprobs": logprobs,
+        "finish_reason": FINISH_NAMES[output.finish.reason],
+        "stop_reason": output.finish.stop_reason,
+        "prompt_logprobs": prompt_logprobs(started, options) if started is not None else None,
+    }
+    if options.return_token_ids:
+        choice["token_ids"] = list(output.token_ids)
+        choice["prompt_token_ids"] = list(unpack_i32(started.prompt_ids)) if started is not None else []
+    return choice

@@ -1,0 +1,199 @@
+"""From the bytes of a body to checked sampling parameters, or an error that names field, value and what is allowed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from quintet.frontend.dialects.openai_types import SHARED_SAMPLING_FIELDS, ChatBody, GenerationBody
+from quintet.wire.config import ModelConfig
+from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.params import SamplingParams
+
+BodyT = TypeVar("BodyT", bound=msgspec.Struct)
+PartT = TypeVar("PartT")
+Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
+
+MAX_CACHE_SALT = 1024
+_PATH = re.compile(r"^(?P<what>.*?)(?: - at `(?:key in )?\$(?P<path>[^`]*)`)?$", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(?P<field>[^`]+)`")
+_STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]")
+
+
+def decode(body: bytes, decoder: msgspec.json.Decoder[BodyT]) -> BodyT:
+    """Decode a body into its struct. Raises `RequestError` for bad JSON, wrong types and missing fields."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise explain(error, body) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        if not body.strip():
+            raise invalid("The request body is empty; send a JSON object.") from None
+        raise invalid(f"The request body is not valid JSON: {error}.") from None
+
+
+def explain(error: msgspec.ValidationError, body: bytes, prefix: str = "") -> RequestError:
+    """Turn msgspec's complaint about ``body`` into one that names the field and the value that was sent."""
+    match = _PATH.match(str(error))
+    assert match is not None, str(error)
+    what, path = match["what"], match["path"] or ""
+    missing = _MISSING.match(what)
+    field = (prefix + path).lstrip(".")
+    if missing:
+        name = f"{field}.{missing['field']}" if field else missing["field"]
+        return invalid(f"{name} is missing; it is required.", name)
+    try:
+        value = _value_at(msgspec.json.decode(body), path)
+    except msgspec.DecodeError:
+        return invalid(f"The request body is not valid JSON: {error}.")
+    shown = msgspec.json.encode(value).decode()
+    if len(shown) > 80:
+        shown = shown[:77] + "..."
+    if not field:
+        return invalid(f"The request body is {shown}; send a JSON object.")
+    what = what.replace("`", "").replace("Expected ", "").replace(" | null", "")
+    expected, _, got = what.partition(", got ")
+    return invalid(
+        f"{field} is {shown}; it must be {expected}{f', not {got}' if got else ''}.", field.split("[")[0]
+    )
+
+
+def _value_at(value: Json, path: str) -> Json:
+    for name, index in _STEP.findall(path):
+        if name and isinstance(value, dict) and name in value:
+            value = value[name]
+        elif index.isdigit() and isinstance(value, list) and int(index) < len(value):
+            value = value[int(index)]
+        else:
+            break
+    return value
+
+
+def is_given(raw: msgspec.Raw) -> bool:
+    """Say whether a raw field was sent with a value other than null."""
+    encoded = bytes(raw)
+    return encoded not in {b"", b"null"}
+
+
+def check_model(model: str | None, config: ModelConfig) -> None:
+    """Refuse a model that is not served. No name means the first one."""
+    if model and model not in config.served_names:
+        names = ", ".join(f"`{name}`" for name in config.served_names)
+        raise RequestError(
+            ErrorCode.MODEL_NOT_FOUND,
+            f"The model `{model}` does not exist. This server serves {names}.",
+            "model",
+        )
+
+
+def sampling_params(
+    body: GenerationBody, config: ModelConfig, *, max_tokens: int | None, logprobs: int | None
+) -> SamplingParams:
+    """Return the sampling parameters a body asks for, over the model's own defaults; not yet checked."""
+    values: dict[str, Any] = {}
+    defaults = config.generation_defaults
+    for name in SHARED_SAMPLING_FIELDS:
+        value = getattr(body, name)
+        if value is None:
+            value = defaults.get(name)
+        if value is not None:
+            values[name] = value
+    if isinstance(body.stop, str):
+        values["stop"] = [body.stop]
+    if body.logit_bias is not None:
+        values["logit_bias"] = _logit_bias(body.logit_bias)
+    values["max_tokens"] = max_tokens
+    values["logprobs"] = logprobs
+    return SamplingParams(**values)
+
+
+def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
+    bias: dict[int, float] = {}
+    for key, value in given.items():
+        try:
+            bias[int(key)] = value
+        except ValueError:
+            raise invalid(
+                f"logit_bias has the key {key!r}; keys must be token ids, written as strings.", "logit_bias"
+            ) from None
+    return bias
+
+
+def refuse_unsupported(body: GenerationBody) -> None:
+    """Refuse, by name, what would change the output and is not built yet; and what makes no sense together."""
+    for name in ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"):
+        if is_given(getattr(body, name)):
+            raise not_implemented(
+                name, "constrained output", "Leave it out and state the format in the prompt."
+            )
+    for name in (
+        "kv_transfer_params",
+        "ec_transfer_params",
+        "vllm_xargs",
+        "repetition_detection",
+        "watermarking",
+    ):
+        if is_given(getattr(body, name)) and bytes(getattr(body, name)) not in {b"{}", b"false"}:
+            raise not_implemented(name, f"`{name}`", "Leave it out.")
+    for name in ("return_token_offsets", "return_prompt_text", "return_weight_versions"):
+        if getattr(body, name):
+            raise not_implemented(name, f"`{name}`", "Leave it out.")
+    if body.use_beam_search:
+        raise not_implemented("use_beam_search", "beam search", "Sample with `n` instead.")
+    if body.thinking_token_budget not in {None, -1}:
+        raise not_implemented(
+            "thinking_token_budget", "a budget for reasoning", "Limit `max_tokens` instead."
+        )
+    if body.response_format is not None and body.response_format.type != "text":
+        kinds = ("json_object", "json_schema", "structural_tag")
+        if body.response_format.type not in kinds:
+            raise invalid(
+                f"response_format.type is {body.response_format.type!r}; it must be 'text' "
+                f"(or, once constrained output is built, one of {', '.join(kinds)}).",
+                "response_format",
+            )
+        raise not_implemented(
+            "response_format",
+            "constrained output",
+            "Use {'type': 'text'} and state the format in the prompt.",
+        )
+    _check_combinations(body)
+
+
+def _check_combinations(body: GenerationBody) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options is set but stream is not true; set stream to true.", "stream_options")
+    if body.stream and body.prompt_logprobs is not None:
+        raise invalid(
+            "prompt_logprobs cannot be streamed; set stream to false, or leave prompt_logprobs out.",
+            "prompt_logprobs",
+        )
+    if body.cache_salt is not None and not 1 <= len(body.cache_salt) <= MAX_CACHE_SALT:
+        raise invalid(
+            f"cache_salt has {len(body.cache_salt)} characters; it must have between 1 and {MAX_CACHE_SALT}.",
+            "cache_salt",
+        )
+    if body.stream_interval is not None and body.stream_interval < 1:
+        raise invalid(f"stream_interval is {body.stream_interval}; it must be at least 1.", "stream_interval")
+
+
+def chat_max_tokens(body: ChatBody) -> int | None:
+    """Return the limit of a chat answer: the newer field's name wins."""
+    return body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+
+
+def invalid(message: str, param: str | None = None) -> RequestError:
+    """Make a 400."""
+    return RequestError(ErrorCode.INVALID, message, param)
+
+
+def not_implemented(param: str, what: str, advice: str) -> RequestError:
+    """Make a 501 that names what is missing."""
+    return RequestError(
+        ErrorCode.NOT_IMPLEMENTED,
+        f"{param} was sent, but this server does not have {what} yet. {advice}",
+        param,
+    )

@@ -1,0 +1,54 @@
+"""POST /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+import msgspec
+
+from quintet.frontend.dialects import openai_parse as parse
+from quintet.frontend.dialects.openai_chat import parse_conversation
+from quintet.frontend.dialects.openai_types import DetokenizeBody, TokenizeBody
+from quintet.frontend.exchange import Exchange
+from quintet.frontend.service import Service
+from quintet.wire.codec import unpack_i32
+from quintet.wire.messages import ChatPrompt, TextPrompt
+
+_tokenize_decoder = msgspec.json.Decoder(TokenizeBody)
+_detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
+
+
+async def tokenize(service: Service, exchange: Exchange) -> None:
+    """Answer with the ids of a text, or of a conversation as the chat template renders it."""
+    config = service.config
+    body = parse.decode(await exchange.read_json_body(config.frontend.max_body_bytes), _tokenize_decoder)
+    parse.check_model(body.model, config.model)
+    prompt: TextPrompt | ChatPrompt
+    if body.prompt is not None:
+        prompt = TextPrompt(body.prompt, body.add_special_tokens is not False)
+    elif parse.is_given(body.messages):
+        prompt = parse_conversation(body).prompt
+    else:
+        raise parse.invalid("prompt and messages are both missing; send one of them.", "prompt")
+    answer = await service.queries.tokenize(prompt, bool(body.return_token_strs))
+    ids = list(unpack_i32(answer.token_ids))
+    await exchange.respond_json(
+        {
+            "count": len(ids),
+            "max_model_len": config.model.max_model_len,
+            "tokens": ids,
+            "token_strs": answer.token_strs,
+        }
+    )
+
+
+async def detokenize(service: Service, exchange: Exchange) -> None:
+    """Answer with the text of some ids."""
+    config = service.config
+    body = parse.decode(await exchange.read_json_body(config.frontend.max_body_bytes), _detokenize_decoder)
+    parse.check_model(body.model, config.model)
+    limit = config.model.vocab_size
+    for token in body.tokens:
+        if not 0 <= token < limit:
+            raise parse.invalid(
+                f"tokens holds {token}; token ids must be between 0 and {limit - 1}.", "tokens"
+            )
+    await exchange.respond_json({"prompt": await service.queries.detokenize(body.tokens)})

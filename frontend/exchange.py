@@ -1,0 +1,144 @@
+"""One HTTP request and its response, over raw ASGI.
+
+Knows headers, bodies and disconnects; knows nothing of models. Every response of the server goes out through here, so
+that common headers are added in one place and streamed chunks reach the socket without a layer in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterable
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from quintet.frontend.dialects import errors
+from quintet.wire.errors import ErrorCode, RequestError
+
+Header = tuple[bytes, bytes]
+
+JSON = b"application/json"
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
+
+
+class ClientGone(Exception):
+    """The client closed the connection; there is nobody to answer."""
+
+
+class Exchange:
+    """A request being answered. Found by endpoints in ``scope["exchange"]``."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.arrival_ns = time.monotonic_ns()
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.route = "other"
+        """Path pattern of the endpoint that took the request, for the metrics."""
+        self.path_params: dict[str, str] = {}
+        self.status = 0
+        self.headers_out: list[Header] = []
+        self._receive = receive
+        self._send = send
+        self._headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))
+        given = self.header("x-request-id")
+        self.request_id = given if given and _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+        """The client's X-Request-Id, or one made here; echoed in the response."""
+
+    def header(self, name: str) -> str | None:
+        """Return the first header of this (lower-case) name."""
+        value = self._headers.get(name.encode())
+        return None if value is None else value.decode("latin-1")
+
+    @property
+    def started(self) -> bool:
+        """Whether the response's status has been sent."""
+        return self.status != 0
+
+    # --- in ---------------------------------------------------------------------------------------------------
+
+    async def read_json_body(self, max_bytes: int) -> bytes:
+        """Return the whole body; refuse a wrong content type (415) and one above ``max_bytes`` (413).
+
+        A missing content type passes, as it does with other servers of this dialect.
+        """
+        kind = (self.header("content-type") or "").partition(";")[0].strip().lower()
+        if kind and kind != "application/json" and not kind.endswith("+json"):
+            raise RequestError(
+                ErrorCode.UNSUPPORTED_MEDIA,
+                f"Content-Type is {kind!r}; send the body as application/json.",
+            )
+        announced = self.header("content-length")
+        if announced is not None and announced.isdigit() and int(announced) > max_bytes:
+            raise _too_large(f"is {announced} bytes", max_bytes)
+        chunks: list[bytes] = []
+        size = 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            chunk: bytes = message.get("body", b"")
+            size += len(chunk)
+            if size > max_bytes:
+                raise _too_large(f"has more than {max_bytes} bytes", max_bytes)
+            chunks.append(chunk)
+            if not message.get("more_body", False):
+                return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    def watch_disconnect(self, gone: Callable[[], None]) -> asyncio.Task[None]:
+        """Have ``gone`` called when the client leaves before the response is complete. Cancel the task when done.
+
+        Call once the body has been read.
+        """
+
+        async def watch() -> None:
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+            gone()
+
+        return asyncio.get_running_loop().create_task(watch())
+
+    # --- out --------------------------------------------------------------------------------------------------
+
+    async def respond(
+        self, status: int, body: bytes, content_type: bytes = JSON, headers: Iterable[Header] = ()
+    ) -> None:
+        """Send a whole response."""
+        await self._start(
+            status, [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *headers]
+        )
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def respond_json(self, value: object, status: int = 200) -> None:
+        """Send a JSON response."""
+        await self.respond(status, msgspec.json.encode(value))
+
+    async def respond_error(self, error: RequestError, headers: Iterable[Header] = ()) -> None:
+        """Send an error in the OpenAI shape, with the headers that belong to it."""
+        await self.respond(
+            errors.status_of(error), errors.body_of(error), headers=[*errors.headers_of(error), *headers]
+        )
+
+    async def start_stream(self, content_type: bytes, headers: Iterable[Header] = ()) -> None:
+        """Send the head of a streamed response; `write` follows."""
+        await self._start(200, [(b"content-type", content_type), *headers])
+
+    async def write(self, chunk: bytes, last: bool = False) -> None:
+        """Send a piece of a streamed response; waits while the client reads slower than we write."""
+        await self._send({"type": "http.response.body", "body": chunk, "more_body": not last})
+
+    async def _start(self, status: int, headers: list[Header]) -> None:
+        self.status = status
+        headers += self.headers_out
+        headers.append((b"x-request-id", self.request_id.encode()))
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+def _too_large(what: str, max_bytes: int) -> RequestError:
+    return RequestError(
+        ErrorCode.TOO_LARGE,
+        f"The request body {what}; this server accepts at most {max_bytes} bytes. Send a smaller body, "
+        "or raise --max-body-bytes.",
+    )

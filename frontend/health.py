@@ -1,0 +1,100 @@
+"""GET /livez, /readyz, /health, /ping, /version, /load, /v1/models: what this server is and how it is."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from quintet.frontend.exchange import Exchange
+from quintet.frontend.service import Service
+from quintet.wire.errors import ErrorCode, RequestError
+
+
+async def livez(_service: Service, exchange: Exchange) -> None:
+    """Answer 200: this process runs its loop."""
+    await exchange.respond(200, b"ok", b"text/plain")
+
+
+async def readyz(service: Service, exchange: Exchange) -> None:
+    """Answer 200 while a request could be served, else 503 naming what is missing."""
+    missing = [str(role) for role in service.sessions.seats.missing()]
+    ready = not missing and not service.draining
+    await exchange.respond_json(
+        {"ready": ready, "missing": missing, "draining": service.draining}, 200 if ready else 503
+    )
+
+
+async def health(service: Service, exchange: Exchange) -> None:
+    """Answer 200, or 503 naming the processes that are stalled, down or not there."""
+    seats = service.sessions.seats
+    troubled = [
+        {"process": str(seat.worker), "state": seat.state.name.lower(), "note": seat.note}
+        for seat in seats.troubled()
+    ]
+    missing = [str(role) for role in seats.missing()]
+    healthy = not troubled and not missing
+    await exchange.respond_json(
+        {"status": "ok" if healthy else "unhealthy", "processes": troubled, "missing": missing},
+        200 if healthy else 503,
+    )
+
+
+async def load(service: Service, exchange: Exchange) -> None:
+    """Answer with the number of requests this frontend holds."""
+    await exchange.respond_json({"server_load": service.sessions.num_live})
+
+
+async def show_version(_service: Service, exchange: Exchange) -> None:
+    """Answer with the version of the package."""
+    try:
+        name = version("quintet")
+    except PackageNotFoundError:
+        name = "unknown"
+    await exchange.respond_json({"version": name})
+
+
+async def models(service: Service, exchange: Exchange) -> None:
+    """Answer with every name the model is served under."""
+    names = service.config.model.served_names
+    await exchange.respond_json({"object": "list", "data": [_model(service, name) for name in names]})
+
+
+async def model(service: Service, exchange: Exchange) -> None:
+    """Answer for one name."""
+    name = exchange.path_params["id"]
+    if name not in service.config.model.served_names:
+        served = ", ".join(f"`{n}`" for n in service.config.model.served_names)
+        raise RequestError(
+            ErrorCode.MODEL_NOT_FOUND,
+            f"The model `{name}` does not exist. This server serves {served}.",
+            "model",
+        )
+    await exchange.respond_json(_model(service, name))
+
+
+def _model(service: Service, name: str) -> dict[str, object]:
+    config = service.config.model
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.started_at,
+        "owned_by": "quintet",
+        "root": config.path,
+        "parent": None,
+        "max_model_len": config.max_model_len,
+        "permission": [
+            {
+                "id": f"modelperm-{name}",
+                "object": "model_permission",
+                "created": service.started_at,
+                "allow_create_engine": False,
+                "allow_sampling": True,
+                "allow_logprobs": True,
+                "allow_search_indices": False,
+                "allow_view": True,
+                "allow_fine_tuning": False,
+                "organization": "*",
+                "group": None,
+                "is_blocking": False,
+            }
+        ],
+    }

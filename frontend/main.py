@@ -1,0 +1,140 @@
+"""The frontend process: an HTTP server on the socket it inherits, and a seat among the processes.
+
+python -m quintet.frontend.main --run-dir … --index … --epoch … --parent …
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+import uvloop
+
+from quintet.frontend.app import App
+from quintet.frontend.service import Inbound, Service
+from quintet.wire.config import EngineConfig
+from quintet.wire.errors import ConfigError, ErrorCode, RequestError
+from quintet.wire.ids import Role, WorkerId
+from quintet.wire.messages import Detokenized, Failed, Text, Tokenized
+from quintet.wire.runtime import Process, Stopping, child_main
+
+LISTEN_FD = "QUINTET_LISTEN_FD"
+"""Environment variable with the number of the listening socket's descriptor, made by the supervisor."""
+
+IDLE_CONNECTION_S = 75
+LAG_EVERY_S = 1.0
+
+
+class HttpServer(uvicorn.Server):
+    """Uvicorn without its signal handlers: the supervisor decides when a child ends."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave every signal alone."""
+        yield
+
+
+def make_server(app: App) -> HttpServer:
+    """Return a server for the application; call ``serve(sockets=[…])``."""
+    return HttpServer(
+        uvicorn.Config(
+            app,
+            loop="none",
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=IDLE_CONNECTION_S,
+            timeout_graceful_shutdown=1,
+        )
+    )
+
+
+class Frontend:
+    """The process: one loop on which HTTP and messages meet."""
+
+    def __init__(self, me: WorkerId, config: EngineConfig) -> None:
+        self._process: Process[Inbound] = Process(me, config, Text | Failed | Tokenized | Detokenized)
+        self._service = Service(me, self._process.peers.send, config, self._process.metrics)
+        self._server = make_server(App(self._service))
+        self._lag = self._process.metrics.histogram(
+            "event_loop_lag_seconds", "How late a timer of the event loop fired."
+        )
+        self._crash: BaseException | None = None
+
+    def _handle(self, message: Inbound) -> None:
+        self._service.handle(message)
+        self._process.progress = self._service.sessions.num_tokens
+
+    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
+        """Stop when told to, crash when a message handler did, and leave the rest to the loop."""
+        error = context.get("exception")
+        if isinstance(error, Stopping):
+            self._stop()
+        elif isinstance(error, BaseException) and "handle" in context:
+            self._crash = error
+            self._stop()
+        else:
+            loop.default_exception_handler(context)
+
+    def _stop(self) -> None:
+        self._service.admission.draining = True
+        self._service.sessions.fail_all(RequestError(ErrorCode.UNAVAILABLE, "The server is shutting down."))
+        self._server.should_exit = True
+        self._server.force_exit = True
+
+    def _measure_lag(self, loop: asyncio.AbstractEventLoop, due_s: float) -> None:
+        now_s = loop.time()
+        self._lag.observe(max(0.0, now_s - due_s))
+        loop.call_at(now_s + LAG_EVERY_S, self._measure_lag, loop, now_s + LAG_EVERY_S)
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Serve until told to stop."""
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._on_loop_error)
+        self._process.attach(loop, self._handle)
+        self._measure_lag(loop, loop.time())
+        name = listener.getsockname()
+        serving = loop.create_task(self._server.serve(sockets=[listener]))
+        loop.call_soon(lambda: self._process.ready(listening=str(name)))
+        await serving
+        if self._crash is not None:
+            raise self._crash
+
+    def close(self) -> None:
+        """Close every socket."""
+        self._process.close()
+
+
+def inherited_listener() -> socket.socket:
+    """Return the listening socket that the supervisor passed on."""
+    number = os.environ.get(LISTEN_FD, "")
+    if not number.isdigit():
+        raise ConfigError(
+            f"{LISTEN_FD} is {number!r}; it must be the descriptor of a listening socket. "
+            "Start the server with `quintet serve`."
+        )
+    listener = socket.socket(fileno=int(number))
+    listener.setblocking(False)
+    return listener
+
+
+def run(me: WorkerId, config: EngineConfig) -> None:
+    """Be the frontend until told to stop."""
+    frontend = Frontend(me, config)
+    try:
+        uvloop.run(frontend.serve(inherited_listener()))
+    finally:
+        frontend.close()
+
+
+if __name__ == "__main__":
+    child_main(Role.FRONTEND, run)

@@ -1,0 +1,97 @@
+"""What the endpoints of one frontend share."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from quintet.frontend.admission import Admission
+from quintet.frontend.queries import Queries
+from quintet.frontend.sessions import Send, Sessions
+from quintet.wire.config import EngineConfig
+from quintet.wire.ids import Role, WorkerId
+from quintet.wire.messages import (
+    Detokenized,
+    Drain,
+    Drained,
+    Failed,
+    MetricsReport,
+    Text,
+    Tokenized,
+    Topology,
+)
+from quintet.wire.metrics import CounterSeries, HistogramSeries, Metrics
+
+Inbound = Text | Failed | Tokenized | Detokenized | Topology | Drain | MetricsReport
+
+
+@dataclass(slots=True)
+class HttpMetrics:
+    """What is counted about HTTP itself."""
+
+    metrics: Metrics
+    write_seconds: HistogramSeries
+    _requests: dict[tuple[str, str, int], CounterSeries] = field(default_factory=dict)
+
+    @classmethod
+    def declare(cls, metrics: Metrics) -> HttpMetrics:
+        """Declare the series."""
+        return cls(
+            metrics,
+            metrics.histogram("stream_write_seconds", "Time to hand the events of one step to the socket."),
+        )
+
+    def answered(self, route: str, method: str, status: int) -> None:
+        """Count a response. ``route`` is a path pattern, never a path a client made up."""
+        key = (route, method, status)
+        series = self._requests.get(key)
+        if series is None:
+            series = self._requests[key] = self.metrics.counter(
+                "http_requests", "HTTP responses.", route=route, method=method, status=str(status)
+            )
+        series.inc()
+
+
+class Service:
+    """One frontend: its sessions, questions, door and figures, and the messages that move them."""
+
+    def __init__(self, me: WorkerId, send: Send, config: EngineConfig, metrics: Metrics) -> None:
+        self.me = me
+        self.config = config
+        self.metrics = metrics
+        self.sessions = Sessions(me, send, config, metrics)
+        self.queries = Queries(me, send, self.sessions.seats)
+        self.admission = Admission(self.sessions, config.frontend.max_queued_requests, metrics)
+        self.http = HttpMetrics.declare(metrics)
+        self.started_at = int(time.time())
+        self.num_exchanges = 0
+        """HTTP requests being answered."""
+        self._send = send
+        self._told_drained = False
+
+    @property
+    def draining(self) -> bool:
+        """Whether nothing new is taken."""
+        return self.admission.draining
+
+    def handle(self, message: Inbound) -> None:
+        """Apply one message from another process."""
+        match message:
+            case Text() | Failed():
+                self.sessions.handle(message)
+            case Topology():
+                self.sessions.follow(message)
+            case Drain():
+                self.admission.draining = True
+            case _:
+                self.queries.handle(message)
+        if self.draining:
+            self.check_drained()
+
+    def check_drained(self) -> None:
+        """Tell the supervisor, once, when the last request has been answered."""
+        if not self.draining or self._told_drained:
+            return
+        if self.num_exchanges == 0 and self.sessions.num_live == 0:
+            self._told_drained = True
+            self._send(Role.SUPERVISOR, 0, Drained(self.me))

@@ -1,0 +1,367 @@
+"""A frontend over real HTTP on an ephemeral port, with an engine that is a few lines of arithmetic.
+
+The engine answers `Submit` with the messages the real processes would send: token ``i`` of a choice is the text
+`` t<i>`` (id ``10 + i``), ``max_tokens`` of them, one step at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+import uvloop
+from openai import OpenAI
+
+from quintet.frontend.app import App
+from quintet.frontend.main import make_server
+from quintet.frontend.service import Service
+from quintet.wire.codec import pack_i32, unpack_i32
+from quintet.wire.config import (
+    CacheConfig,
+    EngineConfig,
+    ExecutorConfig,
+    FrontendConfig,
+    ModelConfig,
+    ProcessesConfig,
+    SchedulerConfig,
+)
+from quintet.wire.errors import ErrorCode
+from quintet.wire.ids import Role, WorkerId
+from quintet.wire.kv_spec import KvSpec
+from quintet.wire.messages import (
+    Alternative,
+    Cancel,
+    Detokenized,
+    DetokenizeQuery,
+    Failed,
+    Finish,
+    FinishReason,
+    MetricsQuery,
+    MetricsReport,
+    PositionLogprobs,
+    ProcessFigures,
+    RowLogprobs,
+    Seat,
+    SeatState,
+    Started,
+    Submit,
+    Text,
+    TextPrompt,
+    Tokenized,
+    TokenizeQuery,
+    TokenPrompt,
+    Topology,
+)
+from quintet.wire.metrics import Metrics
+
+DEADLINE_S = 10.0
+
+
+def make_config(**frontend: Any) -> EngineConfig:
+    return EngineConfig(
+        run_dir="/nowhere",
+        model=ModelConfig(
+            path="/models/toy",
+            tokenizer_path="/models/toy",
+            served_names=["toy", "toy-alias"],
+            architecture="LlamaForCausalLM",
+            dtype="float32",
+            vocab_size=1000,
+            max_model_len=256,
+            eos_token_ids=[2],
+            kv=KvSpec(1, 1, 8, 4, 16),
+        ),
+        cache=CacheConfig(memory_bytes=1 << 20),
+        scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=256),
+        executor=ExecutorConfig(kind="mock"),
+        frontend=FrontendConfig(**frontend),
+        processes=ProcessesConfig(),
+    )
+
+
+def topology(version: int, **states: SeatState) -> Topology:
+    roles = (Role.TOKENIZER, Role.CORE, Role.EXECUTOR, Role.DETOKENIZER)
+    return Topology(
+        version,
+        [
+            Seat(WorkerId(role, 0, 1), "ipc://nowhere", 1, states.get(str(role), SeatState.READY))
+            for role in roles
+        ],
+    )
+
+
+def alternative(token_id: int, logprob: float, rank: int) -> Alternative:
+    token = f" t{token_id - 10}"
+    return Alternative(token_id, logprob, token, token.encode(), rank)
+
+
+def position(token_id: int, num_top: int, offset: int) -> PositionLogprobs:
+    top = [alternative(token_id + k, -0.5 * (k + 1), k + 1) for k in range(num_top)]
+    return PositionLogprobs(alternative(token_id, -0.5, 1), top, offset)
+
+
+@dataclass
+class FakeEngine:
+    """Everything behind the frontend. ``held``: say nothing of new requests until `release`."""
+
+    service: Service | None = None
+    sent: list[tuple[Role, int, msgspec.Struct]] = field(default_factory=list)
+    held: bool = False
+    fail_after: int | None = None
+    """Fail requests after this many tokens."""
+    live: dict[int, Submit] = field(default_factory=dict)
+    arrived: threading.Condition = field(default_factory=threading.Condition)
+
+    def send(self, role: Role, index: int, message: msgspec.Struct) -> bool:
+        with self.arrived:
+            self.sent.append((role, index, message))
+            self.arrived.notify_all()
+        loop = asyncio.get_running_loop()
+        match message:
+            case Submit():
+                self.live[message.request_id] = message
+                if not self.held:
+                    loop.call_soon(self.begin, message)
+            case Cancel():
+                loop.call_soon(self.abort, message)
+            case TokenizeQuery(prompt=TextPrompt(text=text)):
+                ids = list(range(len(text)))
+                strs = list(text) if message.return_token_strs else None
+                loop.call_soon(self.deliver, Tokenized(message.query_id, pack_i32(ids), strs))
+            case TokenizeQuery():
+                loop.call_soon(self.deliver, Tokenized(message.query_id, pack_i32([7, 8, 9])))
+            case DetokenizeQuery():
+                ids = list(unpack_i32(message.token_ids))
+                loop.call_soon(
+                    self.deliver, Detokenized(message.query_id, "".join(f" t{i - 10}" for i in ids))
+                )
+            case MetricsQuery():
+                loop.call_soon(self.deliver, self.report(message.query_id))
+        return True
+
+    def deliver(self, message: Any) -> None:
+        assert self.service is not None
+        self.service.handle(message)
+
+    def report(self, query_id: int) -> MetricsReport:
+        processes = []
+        for index in (0, 1):
+            metrics = Metrics()
+            metrics.gauge("num_requests_running", "Running.").set(2 + index)
+            metrics.counter("generation_tokens", "Tokens.").inc(100)
+            metrics.histogram("request_queue_time_seconds", "Queue.", (0.1, 1.0)).observe(0.05 + index)
+            worker = WorkerId(Role.CORE, index, 1)
+            processes.append(
+                ProcessFigures(worker, 1, SeatState.READY, 2_000_000_000, 5, 0, index, metrics.encoded())
+            )
+        return MetricsReport(query_id, processes)
+
+    def begin(self, submit: Submit) -> None:
+        if isinstance(submit.prompt, TextPrompt) and len(submit.prompt.text) > 250:
+            message = f"The prompt has {len(submit.prompt.text)} tokens; the model takes at most 256."
+            self.deliver(Failed(submit.request_id, ErrorCode.TOO_LONG, message, "prompt"))
+            return
+        self.step(submit, 0)
+
+    def step(self, submit: Submit, index: int) -> None:
+        """Send token ``index`` of every choice."""
+        if submit.request_id not in self.live:
+            return
+        if self.fail_after == index:
+            del self.live[submit.request_id]
+            self.deliver(Failed(submit.request_id, ErrorCode.INTERNAL, "The engine broke."))
+            return
+        params = submit.params
+        ids = [submit.request_id + c for c in range(params.n)]
+        prompt_text = submit.prompt.text if isinstance(submit.prompt, TextPrompt) else " t1 t2"
+        prompt_ids = (
+            list(unpack_i32(submit.prompt.token_ids))
+            if isinstance(submit.prompt, TokenPrompt)
+            else list(range(1, 1 + max(1, len(prompt_text.split()))))
+        )
+        base = len(prompt_text) if submit.echo else 0
+        piece = f" t{index}"
+        offset = sum(len(f" t{i}") for i in range(index))
+        reason, stop = FinishReason.NONE, None
+        if any(s in piece for s in params.stop):
+            reason, stop, piece = FinishReason.STOP, params.stop[0], ""
+        elif index + 1 == (params.max_tokens or 4):
+            reason = FinishReason.LENGTH
+        started = []
+        if index == 0:
+            prompt_logprobs = None
+            if params.prompt_logprobs is not None:
+                width = len(prompt_text) // len(prompt_ids)
+                prompt_logprobs = [None] + [
+                    position(p, params.prompt_logprobs, i * width) for i, p in enumerate(prompt_ids) if i
+                ]
+            started = [
+                Started(
+                    rid,
+                    len(prompt_ids),
+                    1 if submit.cache_salt else 0,
+                    submit.arrival_ns,
+                    submit.arrival_ns,
+                    pack_i32(prompt_ids) if submit.return_prompt_ids else b"",
+                    prompt_text if submit.echo else None,
+                    prompt_logprobs,
+                )
+                for rid in ids
+            ]
+        logprobs = []
+        if params.logprobs is not None:
+            logprobs = [
+                RowLogprobs(row, [position(10 + index, params.logprobs, base + offset)])
+                for row in range(params.n)
+            ]
+        self.deliver(
+            Text(
+                step=index,
+                sent_ns=submit.arrival_ns,
+                tokens_sent_ns=submit.arrival_ns,
+                started=started,
+                request_ids=ids,
+                deltas=[piece] * params.n,
+                offsets=[offset] * params.n,
+                first_indexes=[index] * params.n,
+                num_tokens=[1] * params.n,
+                token_ids=pack_i32([10 + index] * params.n),
+                finishes=[Finish(rid, reason, stop, index + 1) for rid in ids] if reason else [],
+                logprobs=logprobs,
+            )
+        )
+        if reason:
+            self.live.pop(submit.request_id, None)
+        else:
+            asyncio.get_running_loop().call_soon(self.step, submit, index + 1)
+
+    def abort(self, cancel: Cancel) -> None:
+        if self.live.pop(cancel.request_ids[0], None) is not None:
+            finishes = [Finish(rid, FinishReason.ABORT, None, 0) for rid in cancel.request_ids]
+            self.deliver(Text(0, 0, 0, [], [], [], [], [], [], b"", finishes))
+
+    def release(self) -> None:
+        self.held = False
+        for submit in list(self.live.values()):
+            self.begin(submit)
+
+    def wait_for(self, kind: type[msgspec.Struct], count: int = 1) -> list[Any]:
+        """Return the messages of a kind once there are this many."""
+
+        def found() -> list[Any]:
+            return [m for _, _, m in self.sent if isinstance(m, kind)]
+
+        with self.arrived:
+            assert self.arrived.wait_for(lambda: len(found()) >= count, DEADLINE_S), f"no {kind.__name__}"
+            return found()
+
+
+@dataclass
+class Reply:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def events(self) -> list[Any]:
+        """The JSON documents of an SSE body."""
+        lines = [f.removeprefix(b"data: ") for f in self.body.split(b"\n\n") if f.startswith(b"data: ")]
+        return [json.loads(line) for line in lines if line != b"[DONE]"]
+
+
+class Server:
+    """The application under uvicorn, in a thread of its own."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.engine = FakeEngine()
+        self.config = config
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self.listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        assert self._ready.wait(DEADLINE_S)
+
+    def _run(self) -> None:
+        async def serve() -> None:
+            self.loop = asyncio.get_running_loop()
+            self.service = Service(WorkerId(Role.FRONTEND, 0, 1), self.engine.send, self.config, Metrics())
+            self.engine.service = self.service
+            self.service.handle(topology(1))
+            self._server = make_server(App(self.service))
+            self.loop.call_soon(self._ready.set)
+            await self._server.serve(sockets=[self.listener])
+
+        uvloop.run(serve())
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Run a function on the server's loop."""
+
+        async def run() -> Any:
+            return function(*arguments)
+
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(DEADLINE_S)
+
+    def ask(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Reply:
+        """Send one request over a connection of its own; ``body`` may be bytes or anything JSON has."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=DEADLINE_S)
+        try:
+            if body is not None and not isinstance(body, bytes):
+                body = json.dumps(body).encode()
+            sent = {"content-type": "application/json"} if body is not None else {}
+            connection.request(method, path, body, {**sent, **(headers or {})})
+            response = connection.getresponse()
+            return Reply(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())
+        finally:
+            connection.close()
+
+    def stop(self) -> None:
+        def exit_now() -> None:
+            self._server.should_exit = self._server.force_exit = True
+
+        self.call(exit_now)
+        self._thread.join(DEADLINE_S)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Server]]:
+    """Start servers with the given frontend settings."""
+    servers: list[Server] = []
+
+    def start(**frontend: Any) -> Server:
+        servers.append(Server(make_config(**frontend)))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Server]:
+    """One server for tests that change nothing."""
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+    server = Server(make_config())
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def client(shared: Server) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{shared.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
