@@ -42,7 +42,7 @@ bench-overhead: install  ## measure what everything but the model costs, end to 
 	$(BIN)/python bench/overhead/run.py $(ARGS)
 
 model: install  ## train the embedded model again (about an hour)
-	$(BIN)/python bench/embedded/train.py $(ARGS)
+	$(BIN)/python -m bench.embedded.train $(ARGS)
 
 gpu-check: install  ## the GPU checklist of docs/gpu.md, in one command
 	$(BIN)/python bench/gpu/check.py $(ARGS)
