@@ -408,7 +408,7 @@ class MetaspaceDecoder:
         if self.clean or token_id in table.absent:
             return table.pieces[token_id] or ""
         self.clean = True
-        token: str = table.tokenizer.id_to_token(token_id)
+        token = table.tokenizer.id_to_token(token_id) or ""
         return token.replace(table.spec.space, "")
 
     def flush(self) -> str:

@@ -1,0 +1,220 @@
+"""Prompts to ids: encoding, truncation, limits, bad words.
+
+Every function here may run in a lane's thread: nothing is mutated after construction. Knows no sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from tokenizers import Encoding, Tokenizer
+
+from quintet.tokenizer_proc.chat_template import ChatTemplates, load_templates
+from quintet.wire.codec import unpack_i32
+from quintet.wire.config import ModelConfig
+from quintet.wire.errors import ConfigError, ErrorCode, RequestError
+from quintet.wire.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from quintet.wire.params import SamplingParams
+
+LENGTH_KEEPING = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Prepend", "Lowercase", "ByteLevel"})
+"""Normalizers that make a text at most `MOST_COMPOSED` times shorter."""
+
+MOST_COMPOSED = 4
+"""Characters that Unicode composition can turn into one."""
+
+
+class Encoder:
+    """The tokenizer, the chat templates and the limits of one model."""
+
+    def __init__(self, tokenizer: Tokenizer, templates: ChatTemplates, model: ModelConfig) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._templates = templates
+        self._max_model_len = model.max_model_len
+        self._vocab_size = model.vocab_size
+        self._max_characters = _most_characters(tokenizer, model.max_model_len)
+
+    @property
+    def template_names(self) -> list[str]:
+        """Names of the model's chat templates."""
+        return self._templates.names
+
+    def prompt_ids(self, prompt: Prompt, params: SamplingParams) -> Sequence[int]:
+        """Return a request's prompt as ids, truncated as asked.
+
+        Raises `RequestError` when it is empty, malformed, out of vocabulary or leaves no room for the output.
+        """
+        field = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
+        keep = self._tokens_to_keep(params)
+        if isinstance(prompt, TokenPrompt):
+            ids = self._checked_ids(prompt)
+            if keep is not None:
+                ids = ids[max(0, len(ids) - keep) :] if params.truncation_side == "left" else ids[:keep]
+        else:
+            text = self.text_of(prompt)
+            if keep is None:
+                self._refuse_hopeless(text, field)
+                ids = self.encode(text, prompt.add_special_tokens)
+            else:
+                ids = self._encode_truncated(text, prompt.add_special_tokens, keep, params.truncation_side)
+        if not ids:
+            raise RequestError(
+                ErrorCode.INVALID, f"{field} is empty: it has no tokens; send at least one token.", field
+            )
+        self._check_length(len(ids), params.max_tokens, field)
+        return ids
+
+    def text_of(self, prompt: TextPrompt | ChatPrompt) -> str:
+        """Return the prompt's text, a conversation rendered by its template."""
+        return prompt.text if isinstance(prompt, TextPrompt) else self._templates.render(prompt)
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Return a text's ids."""
+        return self._encoding(text, add_special_tokens).ids
+
+    def token_strs(self, ids: Sequence[int]) -> list[str]:
+        """Return the vocabulary's own spelling of each id."""
+        return [self._tokenizer.id_to_token(token_id) or "" for token_id in ids]
+
+    def bad_word_ids(self, words: Sequence[str]) -> list[list[int]]:
+        """Return the token sequences that would write each word, at the start of a text and after a space.
+
+        The second spelling counts only where it is as long as the first and begins differently, as in vLLM: otherwise
+        it would ban the bare space.
+        """
+        sequences: list[list[int]] = []
+        for word in words:
+            bare = self.encode(word.lstrip(), add_special_tokens=False)
+            spaced = self.encode(" " + word.lstrip(), add_special_tokens=False)
+            found = [bare] if bare else []
+            if bare and len(spaced) == len(bare) and spaced[0] != bare[0]:
+                found.append(spaced)
+            if not found:
+                raise RequestError(
+                    ErrorCode.INVALID, f"bad_words has {word!r}, which has no tokens.", "bad_words"
+                )
+            sequences += found
+        return sequences
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> Encoding:
+        # The batch call releases the interpreter lock while it works, the single one does not.
+        try:
+            return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        except (UnicodeEncodeError, TypeError) as error:
+            raise RequestError(
+                ErrorCode.INVALID, f"the prompt is not valid Unicode text: {error}."
+            ) from error
+
+    def _encode_truncated(self, text: str, add_special_tokens: bool, keep: int, side: str) -> list[int]:
+        """Encode and shorten the text proper, so that the special tokens around it stay."""
+        encoding = self._encoding(text, False)
+        num_special = self._tokenizer.num_special_tokens_to_add(False) if add_special_tokens else 0
+        encoding.truncate(max(0, keep - num_special), direction=side)
+        if add_special_tokens:
+            encoding = self._tokenizer.post_process(encoding, None, True)
+        return encoding.ids
+
+    def _tokens_to_keep(self, params: SamplingParams) -> int | None:
+        keep = params.truncate_prompt_tokens
+        if keep is None:
+            return None
+        if keep == -1:
+            return max(1, self._max_model_len - (params.max_tokens or 1))
+        if keep > self._max_model_len:
+            raise RequestError(
+                ErrorCode.INVALID,
+                f"truncate_prompt_tokens is {keep}; it must be at most {self._max_model_len}, the model's maximum "
+                "context length, or -1 for what fits.",
+                "truncate_prompt_tokens",
+            )
+        return keep
+
+    def _checked_ids(self, prompt: TokenPrompt) -> Sequence[int]:
+        if len(prompt.token_ids) % 4:
+            raise RequestError(ErrorCode.INVALID, "the prompt's ids are not whole 32-bit integers.", "prompt")
+        ids = unpack_i32(prompt.token_ids)
+        if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
+            wrong = next(token_id for token_id in ids if not 0 <= token_id < self._vocab_size)
+            raise RequestError(
+                ErrorCode.INVALID,
+                f"token id {wrong} is out of vocabulary; ids must be between 0 and {self._vocab_size - 1}.",
+                "prompt",
+            )
+        return ids
+
+    def _refuse_hopeless(self, text: str, field: str) -> None:
+        """Refuse a text that is too long however it is split, before spending seconds on encoding it."""
+        if self._max_characters is not None and len(text) > self._max_characters:
+            raise RequestError(
+                ErrorCode.TOO_LONG,
+                f"This model's maximum context length is {self._max_model_len} tokens. However, your {field} has "
+                f"{len(text)} characters, which cannot be fewer tokens than that. Please reduce the length of the "
+                f"{field}.",
+                field,
+            )
+
+    def _check_length(self, num_prompt: int, max_tokens: int | None, field: str) -> None:
+        limit = self._max_model_len
+        if max_tokens is not None and num_prompt + max_tokens > limit:
+            raise RequestError(
+                ErrorCode.TOO_LONG,
+                f"This model's maximum context length is {limit} tokens. However, you requested "
+                f"{num_prompt + max_tokens} tokens ({num_prompt} in the {field}, {max_tokens} in the completion). "
+                f"Please reduce the length of the {field} or completion.",
+                field if num_prompt >= limit else "max_tokens",
+            )
+        if num_prompt >= limit:
+            raise RequestError(
+                ErrorCode.TOO_LONG,
+                f"This model's maximum context length is {limit} tokens. However, your {field} resulted in "
+                f"{num_prompt} tokens. Please reduce the length of the {field}.",
+                field,
+            )
+
+
+def _most_characters(tokenizer: Tokenizer, max_tokens: int) -> int | None:
+    """Return an upper bound on the characters of ``max_tokens`` tokens, or None when texts may shrink without bound."""
+    if tokenizer.normalizer is not None:
+        normalizer = msgspec.json.decode(tokenizer.normalizer.__getstate__())
+        if not _keeps_length(normalizer):
+            return None
+    longest = max((len(token) for token in tokenizer.get_vocab(with_added_tokens=True)), default=0)
+    return max_tokens * max(1, longest) * MOST_COMPOSED
+
+
+def _keeps_length(normalizer: dict[str, object]) -> bool:
+    match normalizer:
+        case {"type": "Sequence", "normalizers": list(inner)}:
+            return all(_keeps_length(child) for child in inner)
+        case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
+            return len(new) >= len(old)
+        case {"type": kind}:
+            return kind in LENGTH_KEEPING
+        case _:
+            return False
+
+
+def load_encoder(model: ModelConfig) -> Encoder:
+    """Read the tokenizer's folder. Raises `ConfigError` naming the file that is missing or unreadable."""
+    path = Path(model.tokenizer_path) / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist; give a folder with a tokenizer.json as --tokenizer.")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise ConfigError(f"{path} is not a tokenizer the tokenizers library can read: {error}") from error
+    return Encoder(tokenizer, load_templates(model), model)
+
+
+def size_of(prompt: Prompt) -> int:
+    """Return roughly how many bytes must be encoded: what decides between inline and a lane."""
+    match prompt:
+        case TextPrompt():
+            return len(prompt.text)
+        case ChatPrompt():
+            return len(prompt.messages) + len(prompt.tools) + len(prompt.template_kwargs)
+        case TokenPrompt():
+            return len(prompt.token_ids) // 16  # only checked

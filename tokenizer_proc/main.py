@@ -1,0 +1,224 @@
+"""The tokenizer process: requests in, admissions out.
+
+Small prompts are encoded at once, in the loop; big ones go to lanes of threads, where encoding releases the
+interpreter lock, so that they delay nothing but other big ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import uvloop
+
+from quintet.tokenizer_proc.encode import Encoder, load_encoder, size_of
+from quintet.wire.codec import pack_i32
+from quintet.wire.config import EngineConfig
+from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of
+from quintet.wire.messages import Admit, Cancel, Failed, Prompt, Submit, Tokenized, TokenizeQuery
+from quintet.wire.metrics import COUNT_BUCKETS
+from quintet.wire.runtime import Process, child_main
+
+INLINE_BYTES = 8 << 10
+"""Prompts up to this size are encoded in the loop: a few milliseconds at most."""
+
+LANES = ((256 << 10, 2), (1 << 62, 1))
+"""Sizes up to which a lane takes prompts, and its threads: a huge prompt does not keep big ones waiting either."""
+
+Result = TypeVar("Result")
+
+
+class Service:
+    """Handlers of the process's messages."""
+
+    def __init__(
+        self,
+        process: Process[Submit | Cancel | TokenizeQuery],
+        encoder: Encoder,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self._process = process
+        self._encoder = encoder
+        self._loop = loop
+        self._lanes = [(size, ThreadPoolExecutor(threads, "lane")) for size, threads in LANES]
+        self._waiting: dict[int, set[int]] = {}
+        """Requests in lanes, and those of their choices that were cancelled meanwhile."""
+        self._owner: dict[int, int] = {}
+        """Every choice of a request in a lane, and that request."""
+        metrics = process.metrics
+        self._hop = metrics.histogram(
+            "hop_seconds", "Time of a message from sender to receiver.", hop="frontend_tokenizer"
+        )
+        self._seconds = metrics.histogram("tokenize_seconds", "Time to turn a prompt into ids.")
+        self._sizes = metrics.histogram("tokenized_prompt_tokens", "Tokens of a prompt.", COUNT_BUCKETS)
+        self._num_failed = metrics.counter("tokenizer_refusals", "Requests refused before admission.")
+
+    def handle(self, message: object) -> None:
+        """Take one message."""
+        match message:
+            case Submit():
+                self._hop.observe((time.monotonic_ns() - message.sent_ns) / 1e9)
+                self._submit(message)
+            case Cancel():
+                self._cancel(message)
+            case TokenizeQuery():
+                self._dispatch(
+                    message.prompt,
+                    lambda: self._answer(message),
+                    lambda answer: self._send_answer(message, answer),
+                )
+            case _:
+                pass
+
+    def close(self) -> None:
+        """Wait for the prompts being encoded and forget the others."""
+        for _, lane in self._lanes:
+            lane.shutdown(cancel_futures=True)
+
+    def _dispatch(self, prompt: Prompt, work: Callable[[], Result], done: Callable[[Result], None]) -> None:
+        """Do ``work`` here or in a lane; ``done`` gets its result in the loop."""
+
+        def timed() -> tuple[Result, float]:
+            began = time.monotonic()
+            return work(), time.monotonic() - began
+
+        def finish(result: Result, seconds: float) -> None:
+            self._process.progress += 1
+            self._seconds.observe(seconds)
+            done(result)
+
+        size = size_of(prompt)
+        if size <= INLINE_BYTES:
+            finish(*timed())
+            return
+        self._process.pending += 1
+
+        def land(future: Future[tuple[Result, float]]) -> None:
+            self._process.pending -= 1
+            finish(*future.result())
+
+        def on_done(future: Future[tuple[Result, float]]) -> None:
+            if not future.cancelled():
+                self._loop.call_soon_threadsafe(land, future)
+
+        lane = next(lane for limit, lane in self._lanes if size <= limit)
+        lane.submit(timed).add_done_callback(on_done)
+
+    def _submit(self, submit: Submit) -> None:
+        in_lane = size_of(submit.prompt) > INLINE_BYTES
+        if in_lane:
+            self._waiting[submit.request_id] = set()
+            for request_id in _choices(submit):
+                self._owner[request_id] = submit.request_id
+        self._dispatch(
+            submit.prompt, lambda: self._admission(submit), lambda result: self._admit(submit, result)
+        )
+
+    def _admission(self, submit: Submit) -> Admit | Failed:
+        """Encode; may run in a lane, so it touches no state."""
+        try:
+            ids = self._encoder.prompt_ids(submit.prompt, submit.params)
+            bad_words = self._encoder.bad_word_ids(submit.params.bad_words)
+        except RequestError as error:
+            return Failed(submit.request_id, error.code, error.message, error.param)
+        return Admit(
+            submit.request_id,
+            pack_i32(ids),
+            submit.params,
+            submit.arrival_ns,
+            0,
+            submit.detokenizer,
+            submit.priority,
+            submit.cache_salt,
+            submit.echo,
+            submit.return_prompt_ids,
+            bad_words,
+            submit.choice,
+            submit.output_ids,
+        )
+
+    def _admit(self, submit: Submit, result: Admit | Failed) -> None:
+        cancelled = self._waiting.pop(submit.request_id, set())
+        for request_id in _choices(submit):
+            self._owner.pop(request_id, None)
+        if isinstance(result, Failed):
+            self._fail(result)
+        elif len(cancelled) == submit.params.n:
+            self._fail(Failed(submit.request_id, ErrorCode.INVALID, "cancelled"))
+        else:
+            self._sizes.observe(len(result.prompt_ids) // 4)
+            result.sent_ns = time.monotonic_ns()
+            if not self._process.peers.send(Role.CORE, submit.core, result):
+                message = f"core {submit.core} is not running; try again."
+                self._fail(Failed(submit.request_id, ErrorCode.UNAVAILABLE, message))
+            elif cancelled:
+                self._process.peers.send(Role.CORE, submit.core, Cancel(sorted(cancelled), submit.core))
+
+    def _fail(self, failed: Failed) -> None:
+        self._num_failed.inc()
+        index, tag = frontend_of(failed.request_id)
+        epoch = self._process.peers.epoch(Role.FRONTEND, index)
+        if epoch is not None and epoch_tag(epoch) == tag:
+            self._process.peers.send(Role.FRONTEND, index, failed)
+
+    def _cancel(self, cancel: Cancel) -> None:
+        """Forward, but for requests in lanes: the core does not know them yet, so their cancelling waits for them."""
+        forward = []
+        for request_id in cancel.request_ids:
+            owner = self._owner.get(request_id)
+            if owner is None:
+                forward.append(request_id)
+            else:
+                self._waiting[owner].add(request_id)
+        if forward:
+            self._process.peers.send(Role.CORE, cancel.core, Cancel(forward, cancel.core))
+
+    def _answer(self, query: TokenizeQuery) -> Tokenized:
+        try:
+            ids = self._encoder.encode(self._encoder.text_of(query.prompt), query.prompt.add_special_tokens)
+        except RequestError as error:
+            failed = Failed(query.query_id, error.code, error.message, error.param)
+            return Tokenized(query.query_id, b"", None, failed)
+        strs = self._encoder.token_strs(ids) if query.return_token_strs else None
+        return Tokenized(query.query_id, pack_i32(ids), strs)
+
+    def _send_answer(self, query: TokenizeQuery, answer: Tokenized) -> None:
+        self._process.peers.send(Role.FRONTEND, query.frontend, answer)
+
+
+def _choices(submit: Submit) -> range:
+    return range(submit.request_id, submit.request_id + submit.params.n)
+
+
+def run(me: WorkerId, config: EngineConfig) -> None:
+    """Be the tokenizer at seat ``me`` until stopped; an exception of ours ends the process."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    encoder = load_encoder(config.model)
+    process: Process[Submit | Cancel | TokenizeQuery] = Process(me, config, Submit | Cancel | TokenizeQuery)
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    service = Service(process, encoder, loop)
+    endings: list[BaseException] = []
+
+    def end(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        endings.append(context.get("exception") or RuntimeError(context["message"]))
+        loop.stop()
+
+    loop.set_exception_handler(end)
+    process.attach(loop, service.handle)
+    process.ready(chat_templates=", ".join(encoder.template_names) or "none")
+    try:
+        loop.run_forever()
+    finally:
+        service.close()
+        loop.close()
+        process.close()
+    raise endings[0]
+
+
+if __name__ == "__main__":
+    child_main(Role.TOKENIZER, run)
