@@ -18,6 +18,8 @@ from quintet.frontend.dialects.openai_completions import completions
 from quintet.frontend.dialects.openai_tokenize import detokenize, tokenize
 from quintet.frontend.exchange import ClientGone, Exchange
 from quintet.frontend.guard import Keys, Origins
+from quintet.frontend.metrics import metrics
+from quintet.frontend.openapi import docs, openapi
 from quintet.frontend.service import Service
 from quintet.wire.errors import ErrorCode, RequestError
 
@@ -36,6 +38,9 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
     ("/ping", ("GET", "POST"), health.livez),
     ("/version", ("GET",), health.show_version),
     ("/load", ("GET",), health.load),
+    ("/metrics", ("GET",), metrics),
+    ("/openapi.json", ("GET",), openapi),
+    ("/docs", ("GET",), docs),
 )
 
 

@@ -22,7 +22,14 @@ from quintet.frontend.dialects.openai_answer import (
     whole_answer,
 )
 from quintet.frontend.dialects.openai_logprobs import chat_logprobs, prompt_logprobs
-from quintet.frontend.dialects.openai_types import ChatBody, ChatMessage, TextPart, TokenizeBody, Tool
+from quintet.frontend.dialects.openai_types import (
+    ChatBody,
+    ChatMessage,
+    RawField,
+    TextPart,
+    TokenizeBody,
+    Tool,
+)
 from quintet.frontend.exchange import Exchange
 from quintet.frontend.service import Service
 from quintet.wire.codec import unpack_i32
@@ -94,12 +101,12 @@ def parse_conversation(body: ChatBody | TokenizeBody) -> Conversation:
             "continue_final_message",
         )
     tools = b""
-    if parse.is_given(body.tools) and decode_part(body.tools, _tools_decoder, "tools"):
-        tools = bytes(body.tools)
+    if parse.json_of(body.tools) and decode_part(body.tools, _tools_decoder, "tools"):
+        tools = parse.json_of(body.tools)
     role = "assistant" if generates else messages[-1].role
     return Conversation(
         ChatPrompt(
-            messages=bytes(body.messages),
+            messages=parse.json_of(body.messages),
             tools=tools,
             template_kwargs=_template_kwargs(body),
             chat_template=body.chat_template,
@@ -112,9 +119,9 @@ def parse_conversation(body: ChatBody | TokenizeBody) -> Conversation:
     )
 
 
-def decode_part(raw: msgspec.Raw, decoder: msgspec.json.Decoder[parse.PartT], name: str) -> parse.PartT:
+def decode_part(raw: RawField, decoder: msgspec.json.Decoder[parse.PartT], name: str) -> parse.PartT:
     """Decode a field that was kept as it came. Raises `RequestError` naming the field."""
-    encoded = bytes(raw)
+    encoded = parse.json_of(raw)
     if not encoded:
         raise parse.invalid(f"{name} is missing; it is required.", name)
     try:
@@ -133,13 +140,13 @@ def _text_of(message: ChatMessage) -> str:
 def _template_kwargs(body: ChatBody | TokenizeBody) -> bytes:
     """Return the arguments of the chat template as a JSON object; empty when there are none."""
     kwargs: dict[str, msgspec.Raw] = {}
-    if parse.is_given(body.chat_template_kwargs):
+    if parse.json_of(body.chat_template_kwargs):
         kwargs = decode_part(body.chat_template_kwargs, _mapping_decoder, "chat_template_kwargs")
     if isinstance(body, ChatBody):
         if body.reasoning_effort is not None:
             kwargs.setdefault("reasoning_effort", msgspec.Raw(encode_json(body.reasoning_effort)))
-        if parse.is_given(body.documents):
-            kwargs.setdefault("documents", body.documents)
+        if parse.json_of(body.documents):
+            kwargs.setdefault("documents", msgspec.Raw(parse.json_of(body.documents)))
     return encode_json(kwargs) if kwargs else b""
 
 
@@ -150,14 +157,14 @@ def _refuse_unsupported(body: ChatBody) -> None:
         ("mm_processor_kwargs", body.mm_processor_kwargs),
         ("mm_payload", body.mm_payload),
     ):
-        if parse.is_given(raw) and bytes(raw) != b"{}":
+        if parse.json_of(raw) not in {b"", b"{}"}:
             raise parse.not_implemented(name, "input other than text", "Leave it out.")
     if body.reasoning_effort is not None and body.reasoning_effort not in REASONING_EFFORTS:
         allowed = ", ".join(REASONING_EFFORTS)
         raise parse.invalid(
             f"reasoning_effort is {body.reasoning_effort!r}; it must be one of {allowed}.", "reasoning_effort"
         )
-    _check_tool_choice(body.tool_choice, parse.is_given(body.tools))
+    _check_tool_choice(body.tool_choice, bool(parse.json_of(body.tools)))
     if body.top_logprobs and not body.logprobs:
         raise parse.invalid(
             f"top_logprobs is {body.top_logprobs} but logprobs is not true; set logprobs to true.",

@@ -77,7 +77,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
 
 
 def _refuse_unsupported(body: CompletionBody) -> None:
-    if parse.is_given(body.prompt_embeds):
+    if parse.json_of(body.prompt_embeds):
         raise parse.not_implemented("prompt_embeds", "prompts as embeddings", "Send text or token ids.")
     if body.suffix:
         raise parse.invalid(

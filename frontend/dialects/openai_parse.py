@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from quintet.frontend.dialects.openai_types import SHARED_SAMPLING_FIELDS, ChatBody, GenerationBody
+from quintet.frontend.dialects.openai_types import SHARED_SAMPLING_FIELDS, ChatBody, GenerationBody, RawField
 from quintet.wire.config import ModelConfig
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import SamplingParams
@@ -72,10 +72,10 @@ def _value_at(value: Json, path: str) -> Json:
     return value
 
 
-def is_given(raw: msgspec.Raw) -> bool:
-    """Say whether a raw field was sent with a value other than null."""
-    encoded = bytes(raw)
-    return encoded not in {b"", b"null"}
+def json_of(raw: RawField) -> bytes:
+    """Return a raw field as JSON; empty when it was not sent or null."""
+    encoded = b"" if raw is msgspec.UNSET else bytes(raw)
+    return b"" if encoded == b"null" else encoded
 
 
 def check_model(model: str | None, config: ModelConfig) -> None:
@@ -125,7 +125,7 @@ def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
 def refuse_unsupported(body: GenerationBody) -> None:
     """Refuse, by name, what would change the output and is not built yet; and what makes no sense together."""
     for name in ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"):
-        if is_given(getattr(body, name)):
+        if json_of(getattr(body, name)):
             raise not_implemented(
                 name, "constrained output", "Leave it out and state the format in the prompt."
             )
@@ -136,7 +136,7 @@ def refuse_unsupported(body: GenerationBody) -> None:
         "repetition_detection",
         "watermarking",
     ):
-        if is_given(getattr(body, name)) and bytes(getattr(body, name)) not in {b"{}", b"false"}:
+        if json_of(getattr(body, name)) not in {b"", b"{}", b"false"}:
             raise not_implemented(name, f"`{name}`", "Leave it out.")
     for name in ("return_token_offsets", "return_prompt_text", "return_weight_versions"):
         if getattr(body, name):

@@ -24,7 +24,7 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
     prompt: TextPrompt | ChatPrompt
     if body.prompt is not None:
         prompt = TextPrompt(body.prompt, body.add_special_tokens is not False)
-    elif parse.is_given(body.messages):
+    elif parse.json_of(body.messages):
         prompt = parse_conversation(body).prompt
     else:
         raise parse.invalid("prompt and messages are both missing; send one of them.", "prompt")

@@ -10,7 +10,8 @@ import msgspec
 
 from quintet.wire.params import SamplingParams
 
-ABSENT = msgspec.Raw()
+RawField = msgspec.Raw | msgspec.UnsetType
+"""JSON that is kept as it came, or was not sent."""
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -26,7 +27,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
     """The form the output must take."""
 
     type: str
-    json_schema: msgspec.Raw = ABSENT
+    json_schema: RawField = msgspec.UNSET
 
 
 class GenerationBody(msgspec.Struct, kw_only=True):
@@ -66,21 +67,21 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: msgspec.Raw = ABSENT
-    guided_json: msgspec.Raw = ABSENT
-    guided_regex: msgspec.Raw = ABSENT
-    guided_choice: msgspec.Raw = ABSENT
-    guided_grammar: msgspec.Raw = ABSENT
+    structured_outputs: RawField = msgspec.UNSET
+    guided_json: RawField = msgspec.UNSET
+    guided_regex: RawField = msgspec.UNSET
+    guided_choice: RawField = msgspec.UNSET
+    guided_grammar: RawField = msgspec.UNSET
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     return_token_offsets: bool | None = None
     return_prompt_text: bool | None = None
     return_weight_versions: bool | None = None
-    kv_transfer_params: msgspec.Raw = ABSENT
-    ec_transfer_params: msgspec.Raw = ABSENT
-    vllm_xargs: msgspec.Raw = ABSENT
-    repetition_detection: msgspec.Raw = ABSENT
-    watermarking: msgspec.Raw = ABSENT
+    kv_transfer_params: RawField = msgspec.UNSET
+    ec_transfer_params: RawField = msgspec.UNSET
+    vllm_xargs: RawField = msgspec.UNSET
+    repetition_detection: RawField = msgspec.UNSET
+    watermarking: RawField = msgspec.UNSET
     thinking_token_budget: int | None = None
     stream_interval: int | None = None
     session_id: str | None = None
@@ -93,7 +94,7 @@ class CompletionBody(GenerationBody, kw_only=True):
 
     prompt: str | list[str | int | list[int]] | None = None
     """Text, token ids, or a list of either."""
-    prompt_embeds: msgspec.Raw = ABSENT
+    prompt_embeds: RawField = msgspec.UNSET
     suffix: str | None = None
     logprobs: int | None = None
     add_special_tokens: bool | None = None
@@ -118,7 +119,7 @@ class FunctionTool(msgspec.Struct, kw_only=True):
 
     name: str
     description: str | None = None
-    parameters: msgspec.Raw = ABSENT
+    parameters: RawField = msgspec.UNSET
     strict: bool | None = None
 
 
@@ -137,21 +138,21 @@ class ChatBody(GenerationBody, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
-    tools: msgspec.Raw = ABSENT
+    tools: RawField = msgspec.UNSET
     """A list of `Tool`."""
     tool_choice: str | dict[str, msgspec.Raw] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
-    documents: msgspec.Raw = ABSENT
+    documents: RawField = msgspec.UNSET
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     chat_template: str | None = None
-    chat_template_kwargs: msgspec.Raw = ABSENT
-    media_io_kwargs: msgspec.Raw = ABSENT
-    mm_processor_kwargs: msgspec.Raw = ABSENT
-    mm_payload: msgspec.Raw = ABSENT
+    chat_template_kwargs: RawField = msgspec.UNSET
+    media_io_kwargs: RawField = msgspec.UNSET
+    mm_processor_kwargs: RawField = msgspec.UNSET
+    mm_payload: RawField = msgspec.UNSET
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -159,14 +160,14 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: msgspec.Raw = ABSENT
+    messages: RawField = msgspec.UNSET
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
-    chat_template_kwargs: msgspec.Raw = ABSENT
-    tools: msgspec.Raw = ABSENT
+    chat_template_kwargs: RawField = msgspec.UNSET
+    tools: RawField = msgspec.UNSET
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):

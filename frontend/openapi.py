@@ -1,0 +1,165 @@
+"""GET /openapi.json and /docs: the API described from the structs that parse it."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import Any
+
+import msgspec
+
+from quintet.frontend.dialects import openai_types as types
+from quintet.frontend.exchange import Exchange
+from quintet.frontend.guard import OPEN_PATHS
+from quintet.frontend.service import Service
+from quintet.wire.params import SamplingParams
+
+Schema = dict[str, Any]
+
+REF = "#/components/schemas/{name}"
+
+RANGES: dict[str, Schema] = {
+    "temperature": {"minimum": 0, "maximum": 2},
+    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+    "top_k": {"minimum": -1},
+    "min_p": {"minimum": 0, "maximum": 1},
+    "presence_penalty": {"minimum": -2, "maximum": 2},
+    "frequency_penalty": {"minimum": -2, "maximum": 2},
+    "repetition_penalty": {"exclusiveMinimum": 0},
+    "n": {"minimum": 1},
+    "max_tokens": {"minimum": 1},
+    "max_completion_tokens": {"minimum": 1},
+    "min_tokens": {"minimum": 0},
+    "truncate_prompt_tokens": {"minimum": -1},
+    "truncation_side": {"enum": ["left", "right", None]},
+    "stream_interval": {"minimum": 1},
+}
+"""What `SamplingParams.checked` enforces, for readers."""
+
+_SCHEMA_OF_PARTS = {
+    ("ChatBody", "messages"): types.ChatMessage,
+    ("ChatBody", "tools"): types.Tool,
+    ("TokenizeBody", "messages"): types.ChatMessage,
+    ("TokenizeBody", "tools"): types.Tool,
+}
+
+_OPERATIONS: tuple[tuple[str, str, str, type | None, Schema | None], ...] = (
+    (
+        "post",
+        "/v1/completions",
+        "Complete a text",
+        types.CompletionBody,
+        {"prompt": "def fibonacci(n):", "max_tokens": 32, "temperature": 0},
+    ),
+    (
+        "post",
+        "/v1/chat/completions",
+        "Answer a conversation",
+        types.ChatBody,
+        {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32},
+    ),
+    ("get", "/v1/models", "The names the model is served under", None, None),
+    ("get", "/v1/models/{id}", "One of those names", None, None),
+    ("post", "/tokenize", "Text or conversation to token ids", types.TokenizeBody, {"prompt": "Hello"}),
+    ("post", "/detokenize", "Token ids to text", types.DetokenizeBody, {"tokens": [1, 2, 3]}),
+    ("get", "/health", "200 while every process is well, else 503 naming those that are not", None, None),
+    ("get", "/livez", "200 while this process answers", None, None),
+    ("get", "/readyz", "200 while requests can be served", None, None),
+    ("get", "/ping", "As /livez", None, None),
+    ("get", "/version", "The version of the server", None, None),
+    ("get", "/load", "Requests this frontend holds", None, None),
+    ("get", "/metrics", "Figures of every process, as Prometheus text", None, None),
+    ("get", "/openapi.json", "This document", None, None),
+    ("get", "/docs", "This document, readable", None, None),
+)
+
+
+def openapi_document(has_keys: bool) -> Schema:
+    """Return the OpenAPI 3.1 description of every route."""
+    paths: dict[str, Schema] = {}
+    for method, path, summary, body, example in _OPERATIONS:
+        paths.setdefault(path, {})[method] = _operation(path, summary, body, example, has_keys)
+    document: Schema = {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Quintet",
+            "version": "1",
+            "description": "An OpenAI-compatible server for large language models.",
+        },
+        "paths": paths,
+        "components": {"schemas": _schemas()},
+    }
+    if has_keys:
+        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    return document
+
+
+def _operation(path: str, summary: str, body: type | None, example: Schema | None, has_keys: bool) -> Schema:
+    error = {"content": {"application/json": {"schema": {"$ref": REF.format(name="ErrorBody")}}}}
+    operation: Schema = {
+        "summary": summary,
+        "responses": {"200": {"description": "Done"}, "4XX": {"description": "Refused", **error}},
+    }
+    if body is not None:
+        operation["requestBody"] = {
+            "required": True,
+            "content": {
+                "application/json": {"schema": {"$ref": REF.format(name=body.__name__)}, "example": example}
+            },
+        }
+        operation["responses"]["5XX"] = {"description": "Try again later, or report it", **error}
+    if "{id}" in path:
+        operation["parameters"] = [
+            {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+        ]
+    if has_keys and path not in OPEN_PATHS:
+        operation["security"] = [{"key": []}]
+    return operation
+
+
+def _schemas() -> dict[str, Schema]:
+    structs = (
+        types.CompletionBody,
+        types.ChatBody,
+        types.TokenizeBody,
+        types.DetokenizeBody,
+        types.ChatMessage,
+        types.Tool,
+        types.ErrorBody,
+    )
+    _, schemas = msgspec.json.schema_components(structs, ref_template=REF)
+    for (owner, name), part in _SCHEMA_OF_PARTS.items():
+        reference = {"$ref": REF.format(name=part.__name__)}
+        schemas[owner]["properties"][name] = {"type": "array", "items": reference}
+    defaults = SamplingParams()
+    for owner in ("CompletionBody", "ChatBody"):
+        properties = schemas[owner]["properties"]
+        for name, limits in RANGES.items():
+            if name in properties:
+                properties[name].update(limits)
+        for name in types.SHARED_SAMPLING_FIELDS:
+            value = getattr(defaults, name)
+            if value is not None and not (owner == "ChatBody" and name == "max_tokens"):
+                properties[name]["default"] = value
+    return schemas
+
+
+async def openapi(service: Service, exchange: Exchange) -> None:
+    """Answer with the document."""
+    await exchange.respond_json(openapi_document(bool(service.config.frontend.api_keys)))
+
+
+async def docs(_service: Service, exchange: Exchange) -> None:
+    """Answer with a page that shows the document and lets one try requests; it loads nothing from elsewhere."""
+    page = files("quintet.frontend").joinpath("docs.html").read_bytes()
+    await exchange.respond(
+        200,
+        page,
+        b"text/html; charset=utf-8",
+        [
+            (
+                b"content-security-policy",
+                b"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
+                b"base-uri 'none'; form-action 'none'",
+            )
+        ],
+    )
