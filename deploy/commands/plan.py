@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,6 +56,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "plan",
         help="show what `serve` would use, without starting anything",
         description="Show what `quintet serve` with the same flags would use. Weights are not read, only their headers.",
+        usage="quintet plan [MODEL] [--json] [--config FILE] [FLAG ...]",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -64,7 +66,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan."""
-    plan = make_plan(resolve(options_of(arguments), Path("/tmp/quintet-plan")))
+    plan = make_plan(resolve(options_of(arguments), Path(tempfile.gettempdir()) / "quintet-plan"))
     print(msgspec.json.encode(plan).decode() if arguments.json else "\n".join(plan_lines(plan)))
     return 0
 

@@ -44,6 +44,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "serve",
         help="answer HTTP requests with a model",
         description="Serve a model over HTTP, with the OpenAI API.",
+        usage="quintet serve [MODEL] [--config FILE] [FLAG ...]",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -157,7 +157,7 @@ def _kv_memory(
         return parse_size(options.kv_cache_memory, "--kv-cache-memory")
     if kind == "mock":
         return rules.cap_kv_memory(kv, 1 << 62, options.max_num_seqs, max_model_len)
-    left = available_bytes(device) - (weights.size_bytes if weights else 0)
+    left = available_bytes(device) - (weights.num_parameters * kv.dtype_bytes if weights else 0)
     return max(0, int(left * options.kv_cache_memory_share))
 
 

@@ -43,26 +43,30 @@ def format_size(size_bytes: float) -> str:
 def available_ram_bytes(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
     """Return memory that new processes could take without swapping: the host's, or the container's if that is less."""
     available = int(psutil.virtual_memory().available)
-    for left in (
-        _cgroup_left(cgroup_root / "memory.max", cgroup_root / "memory.current"),
-        _cgroup_left(
-            cgroup_root / "memory" / "memory.limit_in_bytes", cgroup_root / "memory" / "memory.usage_in_bytes"
-        ),
+    version_1 = cgroup_root / "memory"
+    for folder, limit, usage, reclaimable in (
+        (cgroup_root, "memory.max", "memory.current", "inactive_file"),
+        (version_1, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
+        left = _cgroup_left(folder / limit, folder / usage, folder / "memory.stat", reclaimable)
         if left is not None:
             available = min(available, left)
     return available
 
 
-def _cgroup_left(limit_file: Path, usage_file: Path) -> int | None:
-    """Return limit minus usage of a control group, or None where there is no limit."""
+def _cgroup_left(limit_file: Path, usage_file: Path, stat_file: Path, reclaimable: str) -> int | None:
+    """Return what a control group may still take, or None where there is no limit.
+
+    Cached file pages that the kernel would give back (such as weights read earlier) count as free.
+    """
     try:
         limit, usage = limit_file.read_text().strip(), usage_file.read_text().strip()
+        stat = dict(line.split() for line in stat_file.read_text().splitlines())
     except OSError:
         return None
     if not limit.isdigit() or not usage.isdigit():
         return None
-    return max(0, int(limit) - int(usage))
+    return max(0, int(limit) - int(usage) + int(stat.get(reclaimable, 0)))
 
 
 def available_gpu_bytes() -> int | None:

@@ -140,7 +140,7 @@ def child_failure(run_dir: Path, seat: SeatRecord, exit_status: int) -> Failure:
     """Explain a child's end with its own first exception, if it left one."""
     words_file = error_file(run_dir, seat.worker)
     words = words_file.read_text().strip() if words_file.exists() else ""
-    cause = words or f"the process {_ending(exit_status)} without a word"
+    cause = words or f"the process {_ending(exit_status)} before it could say why"
     hint = "" if exit_status == EXIT_CONFIG else _hint(seat.role, exit_status, words)
     return Failure(f"{seat.role} {seat.index}", cause, hint, EXIT_CONFIG if exit_status == EXIT_CONFIG else 1)
 

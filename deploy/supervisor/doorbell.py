@@ -28,7 +28,8 @@ class Doorbell:
         if parent_fd is not None:
             self._selector.register(parent_fd, selectors.EVENT_READ)
         self.parent_is_gone = False
-        watched = [*signals, signal.SIGCHLD]
+        # a SIGHUP that nohup had ignored stays ignored
+        watched = [*(number for number in signals if not _is_ignored_hangup(number)), signal.SIGCHLD]
         self._old_handlers = {number: signal.signal(number, _do_nothing) for number in watched}
         self._old_wakeup_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
 
@@ -61,6 +62,10 @@ class Doorbell:
         self._selector.close()
         self._reader.close()
         self._writer.close()
+
+
+def _is_ignored_hangup(number: signal.Signals) -> bool:
+    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:

@@ -1,6 +1,6 @@
-"""A child that does nothing but take its seat: what it shall do is read from ``<run_dir>/script.json`` and signals.
+"""A child that only takes its seat. What else it does stands in the script of the test; what it sees, it tells.
 
-Started by the supervisor under test as ``python -m fake_child``; the role is given by the module alias that spawned it.
+Runs in processes of its own, started by the supervisor under test; see ``supervised.py``.
 """
 
 from __future__ import annotations
@@ -8,16 +8,21 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
-import time
+import socket
 from pathlib import Path
 from typing import Any
 
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.messages import Drain, Drained, Topology
+from quintet.wire.messages import Drain, Drained, MetricsQuery, MetricsReport, Stop, Topology
 from quintet.wire.runtime import Process, child_main
+
+
+def tell(event: str, **details: object) -> None:
+    """Send one event to the test."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        sender.sendto(json.dumps({"event": event, **details}).encode(), os.environ["FAKE_EVENTS"])
 
 
 def be(role: Role) -> None:
@@ -26,36 +31,42 @@ def be(role: Role) -> None:
 
 
 def _run(me: WorkerId, config: EngineConfig) -> None:
-    script: dict[str, Any] = json.loads(Path(os.environ["FAKE_SCRIPT"]).read_text())
-    mine = script.get(f"{me.role}-{me.index}.{me.epoch}") or script.get(f"{me.role}-{me.index}") or {}
+    script = json.loads(Path(os.environ["FAKE_SCRIPT"]).read_text())
+    mine: dict[str, Any] = {**script.get(f"{me.role}-{me.index}", {}), **script.get(str(me), {})}
+    process: Process[Any] = Process(me, config, Stop)
+    listen_fd = os.environ.get("QUINTET_LISTEN_FD")
+    tell("born", me=str(me), pid=os.getpid(), listens=listen_fd is not None)
     if "fail" in mine:
         raise ValueError(mine["fail"])
     if "config_error" in mine:
         raise ConfigError(mine["config_error"])
-    if "exit" in mine:
-        sys.exit(mine["exit"])
-    process: Process[Any] = Process(me, config, Topology)
-    if "never_ready" in mine:
+    if mine.get("never_ready"):
         signal.pause()
-    process.ready(listen=os.environ.get("QUINTET_LISTEN_FD", "none"))
-    if "die_when_ready" in mine:
+    process.ready(epoch=str(me.epoch))
+    if mine.get("die_when_ready"):
         process.close()
         os._exit(3)
-    if "silent" in mine:
+    if mine.get("silent"):
         signal.pause()
     process.pending = mine.get("pending", 0)
+    if mine.get("ask_metrics"):
+        process.peers.send(Role.SUPERVISOR, 0, MetricsQuery(7, me.index))
     while True:
         for message in process.receive():
-            if isinstance(message, Topology):
-                seats = {str(seat.worker): seat.state.name for seat in message.seats}
-                line = {"me": str(me), "seats": seats, "draining": message.draining}
-                _append(Path(os.environ["FAKE_LOG"]), json.dumps(line))
-            elif isinstance(message, Drain) and "never_drained" not in mine:
+            _handle(process, mine, message)
+
+
+def _handle(process: Process[Any], mine: dict[str, Any], message: object) -> None:
+    me = process.me
+    match message:
+        case Topology(seats=seats, draining=draining):
+            states = {str(seat.worker): seat.state.name for seat in seats}
+            tell("topology", me=str(me), seats=states, draining=draining)
+        case MetricsReport(query_id=query_id, processes=processes):
+            tell("report", query_id=query_id, workers=[str(figures.worker) for figures in processes])
+        case Drain():
+            tell("drain", me=str(me))
+            if mine.get("hang_on_drain"):
+                signal.pause()
+            if not mine.get("never_drained"):
                 process.peers.send(Role.SUPERVISOR, 0, Drained(me))
-            if isinstance(message, Drain) and "ignore_stop" in mine:
-                time.sleep(60)
-
-
-def _append(path: Path, line: str) -> None:
-    with path.open("a") as file:
-        file.write(line + "\n")

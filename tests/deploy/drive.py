@@ -1,0 +1,58 @@
+"""The program under test: a supervisor whose spawn table names the fake children."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from quintet.deploy.supervisor.boot_story import Failure, PrintedStory, ReportedStory
+from quintet.deploy.supervisor.listener import bind_listener
+from quintet.deploy.supervisor.restarts import RestartPolicy
+from quintet.deploy.supervisor.seats import SeatRecord
+from quintet.deploy.supervisor.supervisor import Supervisor, Surroundings
+from quintet.wire.config import EngineConfig
+from quintet.wire.ids import Role
+from quintet.wire.log import configure_logging
+from quintet.wire.runtime import CONFIG_FILE
+from tests.deploy.fake_child import tell
+
+
+class ToldStory(PrintedStory):
+    """Prints, and tells the test."""
+
+    def role_ready(self, seats: Sequence[SeatRecord]) -> None:
+        super().role_ready(seats)
+        tell("role_ready", role=seats[0].role)
+
+    def all_ready(self) -> None:
+        super().all_ready()
+        tell("all_ready")
+
+    def failed(self, failure: Failure) -> None:
+        super().failed(failure)
+        tell("failed", cause=failure.cause)
+
+
+def main() -> int:
+    run_dir, options = Path(sys.argv[1]), json.loads(sys.argv[2])
+    config = EngineConfig.read(run_dir / CONFIG_FILE)
+    configure_logging("supervisor", "INFO")
+    listener = bind_listener("127.0.0.1", 0) if config.processes.frontends else None
+    if listener is not None:
+        tell("listening", port=listener.getsockname()[1])
+    surroundings = Surroundings(
+        listener=listener,
+        parent_fd=options.get("parent_fd"),
+        modules={role: f"fake_{role}" for role in Role},
+        restart_policy=RestartPolicy(max_deaths=options.get("max_deaths", 5), first_backoff_s=0.01),
+    )
+    story = (
+        ReportedStory(options["report_fd"]) if "report_fd" in options else ToldStory(config, ["Fake model"])
+    )
+    return Supervisor(config, story, surroundings).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

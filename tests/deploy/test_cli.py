@@ -1,0 +1,113 @@
+"""The command line: help that loads nothing, plans, and mistakes that are one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quintet.deploy import cli
+from quintet.deploy.commands import collect_env
+from quintet.deploy.supervisor import run_dirs
+from quintet.wire.sockets import make_run_dir
+
+from .model_folder import write_model, write_weights
+
+
+def test_help_teaches_every_command_without_loading_any(capsys: pytest.CaptureFixture[str]) -> None:
+    program = "import sys; from quintet.deploy import cli; cli.main([]); print([m for m in sys.modules if 'commands.' in m])"
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert all(name in answer.stdout for name in cli.COMMANDS)
+    assert answer.stdout.splitlines()[-1] == "[]"
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out.startswith("quintet 0.")
+
+
+def test_serve_help_shows_groups_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["serve", "--help"])
+    text = capsys.readouterr().out
+    for words in ("KV memory:", "scheduling:", "examples:", "--no-enable-prefix-caching", "SIGTERM"):
+        assert words in text
+
+
+def test_plan_of_a_local_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_model(tmp_path)
+    write_weights(folder / "model.safetensors", {"w": [100, 50]})
+    words = [
+        "plan",
+        str(folder),
+        "--device",
+        "cpu",
+        "--kv-cache-memory",
+        "1MiB",
+        "--frontends",
+        "2",
+        "--port",
+        "1234",
+    ]
+    assert cli.main([*words, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["num_parameters"] == 5000
+    assert plan["weight_bytes"] == 10_000
+    assert plan["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 2
+    assert plan["num_blocks"] == (1 << 20) // (256 * 16)
+    assert plan["max_full_length_requests"] == 8
+    assert plan["processes"] == {"frontend": 2, "tokenizer": 1, "core": 1, "executor": 1, "detokenizer": 1}
+    assert plan["address"] == "127.0.0.1:1234"
+    assert cli.main(words) == 0
+    text = capsys.readouterr().out
+    assert "5,000 parameters, 9.8 KiB on disk" in text
+    assert "8 of full length (512 tokens) at once" in text
+
+
+def test_a_mistake_is_one_line_and_exit_status_78(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        cli.main(["plan", str(write_model(tmp_path)), "--executor", "mock", "--max-model-len", "9999"]) == 78
+    )
+    said = capsys.readouterr().err
+    assert said.startswith("quintet: --max-model-len is 9999")
+    assert said.count("\n") == 1
+
+
+def test_a_port_in_use_is_one_line_before_anything_is_spawned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("setproctitle.setproctitle", lambda title: None)
+    folder = write_model(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert cli.main(["serve", str(folder), "--executor", "mock", "--port", str(port)]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert f"port {port} on 127.0.0.1 is in use" in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_collect_env_describes_the_installation(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["collect-env", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["quintet"].startswith("0.")
+    assert found.keys() == collect_env.describe().keys()
+
+
+def test_the_folders_of_killed_servers_are_swept(tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    stale, living, unmarked = (make_run_dir(tmp_path) for _ in range(3))
+    (stale / "supervisor.pid").write_text(str(gone.pid))
+    run_dirs.claim(living)
+    assert (living / "supervisor.pid").read_text() == str(os.getpid())
+    assert run_dirs.sweep_stale(tmp_path) == [stale]
+    assert sorted(tmp_path.iterdir()) == sorted([living, unmarked])
+    shutil.rmtree(living)

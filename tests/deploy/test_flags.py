@@ -1,0 +1,101 @@
+"""Flags, the YAML file, and which of them wins."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from quintet.deploy.commands import serve
+from quintet.deploy.resolve.config_file import merged_options, read_config_file
+from quintet.deploy.resolve.flags import Options, flag_table, make_options
+from quintet.wire.errors import ConfigError
+
+
+def parsed(*words: str) -> Options:
+    parser = argparse.ArgumentParser()
+    serve.add_option_arguments(parser)
+    return serve.options_of(parser.parse_args(list(words)))
+
+
+def test_no_words_are_the_defaults() -> None:
+    assert parsed() == Options()
+
+
+def test_every_kind_of_flag() -> None:
+    options = parsed(
+        "folder", "--port", "0", "--api-key", "a", "--api-key", "b", "--no-enable-prefix-caching", "--step-ms", "2.5",
+        "--scheduling-policy", "PRIORITY", "--kv-cache-memory", "2GiB", "--log-level", "debug",
+    )  # fmt: skip
+    assert options == Options(
+        model="folder", port=0, api_key=["a", "b"], enable_prefix_caching=False, step_ms=2.5,
+        scheduling_policy="priority", kv_cache_memory="2GiB", log_level="DEBUG",
+    )  # fmt: skip
+
+
+def test_every_flag_says_what_it_does_and_what_its_default_is() -> None:
+    parser = argparse.ArgumentParser()
+    serve.add_option_arguments(parser)
+    text = " ".join(parser.format_help().split())
+    for spec in flag_table():
+        assert spec.flag.help
+        assert spec.option in text or spec.key == "model"
+    assert text.count("(default:") == len(flag_table())
+
+
+def test_flags_beat_the_file_and_the_file_beats_the_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text("port: 1234\nmax-num-seqs: 7\nenable_prefix_caching: false\napi-key: secret\nmodel: m\n")
+    options = parsed("--config", str(file), "--max-num-seqs", "9")
+    assert options == Options(
+        port=1234, max_num_seqs=9, enable_prefix_caching=False, api_key=["secret"], model="m"
+    )
+    assert parsed("other", "--config", str(file)).model == "other"
+
+
+def test_an_empty_file_is_no_settings(tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text("# nothing yet\n")
+    assert merged_options(file, {}) == Options()
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("max_modle_len: 10", "unknown key 'max_modle_len'; did you mean 'max_model_len'?"),
+        ("max-num-seq: 10", "unknown key 'max-num-seq'; did you mean 'max_num_seqs'?"),
+        ("xyzzy: 1", "unknown key 'xyzzy'; `quintet serve --help` lists the valid ones"),
+        ("port: eighty", "port is 'eighty', which is not int"),
+        ("dtype: int3", "dtype is 'int3', which is not one of auto, bfloat16, float16, float32"),
+        ("api-key: [1]", "api_key is [1], which is not str"),
+        ("- port", "must be a mapping"),
+        ("port: [", "is not valid YAML"),
+    ],
+)
+def test_a_wrong_file_names_the_key_and_the_way_out(tmp_path: Path, text: str, complaint: str) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_config_file(file)
+    assert complaint in str(caught.value)
+    assert str(file) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.yaml: No such file"):
+        read_config_file(tmp_path / "absent.yaml")
+
+
+def test_keyword_arguments_are_checked_alike() -> None:
+    assert make_options({"max_model_len": 8}, "LLM(...)").max_model_len == 8
+    with pytest.raises(
+        ConfigError, match=r"LLM\(\.\.\.\): unknown key 'max_model_length'; did you mean 'max_model_len'"
+    ):
+        make_options({"max_model_length": 8}, "LLM(...)")
+
+
+def test_flags_and_options_have_the_same_names() -> None:
+    assert [spec.key for spec in flag_table()] == [field.name for field in msgspec.structs.fields(Options)]

@@ -1,0 +1,326 @@
+"""From options and a model folder to a frozen configuration, or one line that says what to change."""
+
+from __future__ import annotations
+
+import json
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from quintet.deploy.resolve import rules
+from quintet.deploy.resolve.build import Resolution, resolve
+from quintet.deploy.resolve.card import read_card, read_chat_template
+from quintet.deploy.resolve.flags import Options
+from quintet.deploy.resolve.memory import available_ram_bytes, format_size, parse_size
+from quintet.deploy.resolve.source import locate_model
+from quintet.deploy.resolve.tokenizer_files import tokenizer_folder
+from quintet.deploy.resolve.weights import WeightFacts, read_weight_facts
+from quintet.wire.config import EngineConfig
+from quintet.wire.errors import ConfigError
+from quintet.wire.kv_spec import KvSpec
+
+from .model_folder import write_model, write_weights
+
+RUN_DIR = Path("/tmp/quintet-test")
+Memory = namedtuple("Memory", "available")
+
+
+def resolved(folder: Path, **options: Any) -> Resolution:
+    return resolve(Options(**{"model": str(folder), "executor": "mock", **options}), RUN_DIR)
+
+
+def complaint(folder: Path, **options: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        resolved(folder, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# --- the whole ---
+
+
+def test_a_local_folder_becomes_a_configuration(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "tiny")
+    (folder / "generation_config.json").write_text(
+        '{"eos_token_id": [3, 4], "temperature": 0.6, "max_new_tokens": 9}'
+    )
+    config = resolved(folder, api_key=["k"], port=0, seed=5).config
+    assert config.model.kv == KvSpec(2, 2, 16, 2, 16)
+    assert config.model.served_names == [str(folder)]
+    assert config.model.eos_token_ids == [3, 4]
+    assert config.model.generation_defaults == {"temperature": 0.6, "max_tokens": 9}
+    assert (config.model.dtype, config.model.max_model_len) == ("bfloat16", 512)
+    assert config.model.path == config.model.tokenizer_path == str(folder)
+    assert (config.frontend.api_keys, config.executor.seed, config.executor.kind) == (["k"], 5, "mock")
+    assert (config.processes.frontends, config.processes.external_frontends) == (1, 0)
+    file = tmp_path / "config.json"
+    config.write(file)
+    assert EngineConfig.read(file) == config
+
+
+def test_the_python_api_brings_its_own_frontend(tmp_path: Path) -> None:
+    options = Options(model=str(write_model(tmp_path)), executor="mock")
+    processes = resolve(options, RUN_DIR, http=False, external_frontends=1).config.processes
+    assert (processes.frontends, processes.external_frontends) == (0, 1)
+
+
+def test_served_names_dtype_and_tokenizer_can_be_chosen(tmp_path: Path) -> None:
+    folder, other = write_model(tmp_path / "a"), write_model(tmp_path / "b")
+    config = resolved(folder, served_model_name=["x", "y"], dtype="float32", tokenizer=str(other)).config
+    assert config.model.served_names == ["x", "y"]
+    assert config.model.kv.dtype_bytes == 4
+    assert config.model.tokenizer_path == str(other)
+
+
+def test_generation_defaults_can_be_switched_off_without_losing_the_end_of_sequence(tmp_path: Path) -> None:
+    folder = write_model(tmp_path)
+    (folder / "generation_config.json").write_text('{"eos_token_id": 7, "top_p": 0.5}')
+    model = resolved(folder, generation_config="none").config.model
+    assert (model.generation_defaults, model.eos_token_ids) == ({}, [7])
+
+
+# --- rules ---
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_model_len": 513}, ["--max-model-len is 513", "512", "give at most 512"]),
+        ({"max_num_batched_tokens": 8}, ["--max-num-batched-tokens is 8", "--max-num-seqs 256", "to 8"]),
+        (
+            {"max_num_batched_tokens": 300, "enable_chunked_prefill": False},
+            ["--max-num-batched-tokens is 300", "512", "enable chunked prefill"],
+        ),
+        ({"depth": 0}, ["--depth is 0", "at least 1"]),
+        ({"port": 70000}, ["--port is 70000", "65535"]),
+        ({"frontends": 0}, ["--frontends is 0", "at least 1"]),
+        ({"tokenizers": 999}, ["--tokenizers is 999", "at most 512"]),
+        ({"kv_cache_memory_share": 1.5}, ["--kv-cache-memory-share is 1.5", "0.95"]),
+        ({"boot_timeout": 0.0}, ["--boot-timeout is 0.0", "more than 0"]),
+        ({"kv_cache_memory": "lots"}, ["--kv-cache-memory is 'lots'", "2GiB"]),
+        ({"kv_cache_memory": "100KiB", "max_model_len": 512}, ["needs 128.0 KiB", "--max-model-len to 400"]),
+        ({"kv_cache_memory": 100}, ["needs 128.0 KiB", "--kv-cache-memory 128.0KiB"]),
+        ({"executor": "torch", "step_ms": 1.0}, ["--step-ms 1.0", "--executor mock"]),
+        ({"executor": "torch"}, ["holds no *.safetensors", "--load-format dummy"]),
+        ({"chat_template": "absent.jinja"}, ["--chat-template 'absent.jinja'"]),
+    ],
+)
+def test_each_rule_names_the_flag_and_the_way_out(
+    tmp_path: Path, options: dict[str, Any], words: list[str]
+) -> None:
+    said = complaint(write_model(tmp_path), **options)
+    for word in words:
+        assert word in said
+
+
+def test_the_step_budget_grows_to_what_the_other_flags_need(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, max_position_embeddings=5000)
+    assert resolved(folder).config.scheduler.max_num_batched_tokens == 2048
+    assert resolved(folder, max_num_seqs=3000).config.scheduler.max_num_batched_tokens == 3000
+    assert resolved(folder, enable_chunked_prefill=False).config.scheduler.max_num_batched_tokens == 5000
+
+
+def test_a_context_nobody_asked_for_shrinks_to_the_memory(tmp_path: Path) -> None:
+    resolution = resolved(write_model(tmp_path), kv_cache_memory="64KiB")
+    assert resolution.config.model.max_model_len == 256
+    assert resolution.notes == ["max_model_len is 256, not the model's 512: KV memory is 64.0 KiB"]
+
+
+def test_kv_memory_is_no_more_than_all_slots_could_use(tmp_path: Path) -> None:
+    config = resolved(write_model(tmp_path), kv_cache_memory="8GiB", max_num_seqs=2).config
+    assert config.model.kv.num_blocks(config.cache.memory_bytes) == 2 * 512 // 16 + 1
+
+
+def test_kv_memory_is_a_share_of_what_the_weights_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_model(tmp_path)
+    write_weights(folder / "model.safetensors", {"w": [1000, 500]})
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory(3_000_000))
+    options: dict[str, Any] = {"executor": "torch", "device": "cpu", "kv_cache_memory_share": 0.5}
+    assert resolved(folder, **options).config.cache.memory_bytes == 1_000_000
+
+
+def test_a_server_open_to_the_network_without_a_key_is_noted(tmp_path: Path) -> None:
+    folder = write_model(tmp_path)
+    assert any("--api-key" in note for note in resolved(folder, host="0.0.0.0").notes)
+    assert resolved(folder, host="0.0.0.0", api_key=["k"]).notes == []
+
+
+def test_a_run_dir_too_deep_for_sockets_is_rejected() -> None:
+    with pytest.raises(ConfigError, match="TMPDIR"):
+        rules.check_run_dir_length(Path("/" + "x" * 90))
+
+
+# --- sizes ---
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("2GiB", 2 << 30),
+        ("512M", 512 << 20),
+        ("1.5 GB", 1_500_000_000),
+        (4096, 4096),
+        ("1k", 1024),
+        ("3tib", 3 << 40),
+    ],
+)
+def test_sizes(text: str | int, size: int) -> None:
+    assert parse_size(text, "--x") == size
+
+
+@pytest.mark.parametrize("text", ["", "-1", "2GiBs", "GiB", "1e9", "two"])
+def test_what_is_not_a_size(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--x is .*write a size like 2GiB"):
+        parse_size(text, "--x")
+
+
+def test_sizes_are_written_with_a_unit() -> None:
+    assert [format_size(size) for size in (12, 2048, 3 << 20, 5 << 30, 2 << 40)] == [
+        "12 B", "2.0 KiB", "3.0 MiB", "5.0 GiB", "2.0 TiB",
+    ]  # fmt: skip
+
+
+def test_a_containers_limit_counts(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("5000\n")
+    (tmp_path / "memory.current").write_text("4000\n")
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 300\n")
+    assert available_ram_bytes(tmp_path) == 1300
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_ram_bytes(tmp_path) > 1300
+
+
+# --- the card ---
+
+
+@pytest.mark.parametrize(
+    ("rope", "length"),
+    [
+        (None, 512),
+        ({"rope_type": "default"}, 512),
+        ({"type": "linear", "factor": 2.0}, 1024),
+        ({"rope_type": "dynamic", "factor": 4.0}, 2048),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}, 512),
+        ({"rope_type": "longrope", "factor": 8.0}, 512),
+    ],
+)
+def test_rope_scaling_stretches_the_context(tmp_path: Path, rope: dict[str, Any] | None, length: int) -> None:
+    assert read_card(write_model(tmp_path / "a", rope_scaling=rope)).max_model_len == length
+    assert read_card(write_model(tmp_path / "b", rope_parameters=rope)).max_model_len == length
+
+
+def test_absent_numbers_follow_from_the_others(tmp_path: Path) -> None:
+    card = read_card(write_model(tmp_path, num_key_value_heads=None, dtype=None, torch_dtype="float16"))
+    assert (card.num_kv_heads, card.head_dim, card.dtype) == (4, 16, "float16")
+
+
+def test_the_end_of_sequence_is_looked_up_in_the_tokenizer_when_no_config_names_it(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, eos_token_id=None)
+    assert read_card(folder).eos_token_ids == []
+    (folder / "tokenizer_config.json").write_text('{"eos_token": {"content": "<end>"}}')
+    assert read_card(folder).eos_token_ids == [9]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_hidden_layers": None}, "`num_hidden_layers` is missing"),
+        ({"vocab_size": "many"}, "`vocab_size` is 'many'"),
+        ({"architectures": []}, "names no `architectures`"),
+        ({"dtype": "int8"}, "dtype is 'int8'"),
+    ],
+)
+def test_a_senseless_card_names_the_key(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    said = complaint(write_model(tmp_path, **changes))
+    assert words in said
+    assert "config.json" in said
+
+
+def test_broken_json_is_named(tmp_path: Path) -> None:
+    folder = write_model(tmp_path)
+    (folder / "config.json").write_text("{")
+    assert "config.json is not valid JSON" in complaint(folder)
+
+
+def test_chat_templates_are_found_where_transformers_finds_them(tmp_path: Path) -> None:
+    folder = write_model(tmp_path)
+    assert read_chat_template(folder, None) is None
+    named = [{"name": "tool", "template": "T"}, {"name": "default", "template": "D"}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert read_chat_template(folder, None) == "D"
+    (folder / "chat_template.jinja").write_text("J")
+    assert read_chat_template(folder, None) == "J"
+    assert read_chat_template(folder, str(folder / "chat_template.jinja")) == "J"
+    assert read_chat_template(folder, "{{ messages }}") == "{{ messages }}"
+
+
+# --- files ---
+
+
+def test_weights_are_measured_by_their_headers(tmp_path: Path) -> None:
+    write_weights(tmp_path / "a.safetensors", {"x": [10, 3], "y": [5]})
+    write_weights(tmp_path / "b.safetensors", {"z": [7]})
+    assert read_weight_facts(tmp_path) == WeightFacts(num_parameters=42, size_bytes=84, num_files=2)
+    index = {"weight_map": {"x": "a.safetensors", "y": "a.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert read_weight_facts(tmp_path) == WeightFacts(num_parameters=35, size_bytes=70, num_files=1)
+
+
+def test_a_missing_shard_or_a_broken_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").write_bytes(b"version https://git-lfs")
+    with pytest.raises(ConfigError, match=r"a\.safetensors is not a readable safetensors file"):
+        read_weight_facts(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"x": "b.safetensors"}}')
+    with pytest.raises(ConfigError, match=r"b\.safetensors is listed in .* but missing"):
+        read_weight_facts(tmp_path)
+
+
+def test_weights_of_another_kind_are_recognised(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"pytorch_model\.bin is of a kind Quintet does not read"):
+        read_weight_facts(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "./nothing", "a/b/c"])
+def test_a_missing_folder_is_one_line(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"MODEL '{name}': there is no such folder$"):
+        locate_model(name, with_weights=True)
+
+
+def test_an_offline_hub_name_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"MODEL 'nobody/nothing'.*HF_HUB_OFFLINE is set"):
+        locate_model("nobody/nothing", with_weights=True)
+
+
+def test_a_folder_without_any_tokenizer_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no tokenizer\.json.*--tokenizer"):
+        tokenizer_folder(tmp_path)
+
+
+def test_a_slow_tokenizer_is_converted_once(tmp_path: Path) -> None:
+    folder = tmp_path / "slow"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "bert"}')
+    (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello"]))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
+    converted = tokenizer_folder(folder, cache=tmp_path / "cache")
+    assert "hello" in json.loads((converted / "tokenizer.json").read_text())["model"]["vocab"]
+    before = (converted / "tokenizer.json").stat().st_mtime_ns
+    assert tokenizer_folder(folder, cache=tmp_path / "cache") == converted
+    assert (converted / "tokenizer.json").stat().st_mtime_ns == before
+
+
+def test_a_tokenizer_that_cannot_be_converted_is_one_line_of_advice(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"nonsense")
+    with pytest.raises(ConfigError, match=r"only tokenizer\.model, and transformers could not.*--tokenizer"):
+        tokenizer_folder(tmp_path, cache=tmp_path / "cache")

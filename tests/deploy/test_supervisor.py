@@ -1,0 +1,230 @@
+"""The supervisor over real processes that pretend to be the five kinds of child."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from .supervised import Event, World, kill, make_config, wait_gone, world
+
+ALL = {"executor-0.1", "core-0.1", "tokenizer-0.1", "detokenizer-0.1", "frontend-0.1"}
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[World]:
+    with world(tmp_path) as held:
+        yield held
+
+
+def seat_is(worker: str, state: str) -> Callable[[Event], bool]:
+    return lambda event: event["seats"].get(worker) == state
+
+
+def test_children_boot_together_and_everyone_learns_of_everyone(server: World) -> None:
+    server.start()
+    server.expect("all_ready")
+    informed: set[str] = set()
+    while informed != ALL:
+        informed.add(server.expect("topology", lambda event: set(event["seats"].values()) == {"READY"})["me"])
+    topologies = [event for event in server.seen if event["event"] == "topology"]
+    assert all(set(event["seats"]) == ALL for event in topologies), (
+        "children are published while they still start"
+    )
+    assert server.pids().keys() == ALL
+    listeners = {event["me"] for event in server.seen if event["event"] == "born" and event["listens"]}
+    assert listeners == {"frontend-0.1"}
+
+
+def test_the_boot_story_is_short_and_ends_with_the_url(server: World) -> None:
+    process = server.start(config=make_config(server.run_dir, frontends=2, tokenizers=3))
+    server.expect("all_ready")
+    process.send_signal(signal.SIGTERM)
+    _, story, _ = server.end()
+    lines = story.splitlines()
+    assert len(lines) < 20
+    assert re.search(r"tokenizer ×3 +\d+\.\d s  epoch: 1", story)
+    assert story.count("Quintet is ready: http://127.0.0.1:") == 1
+    assert sum(line.strip().startswith("curl ") for line in lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "cause", "exit_status"),
+    [
+        ({"fail": "no such tensor"}, "ValueError: no such tensor", 1),
+        ({"config_error": "use --fewer"}, "use --fewer", 78),
+    ],
+)
+def test_a_failed_boot_ends_with_the_childs_own_words(
+    server: World, script: dict[str, str], cause: str, exit_status: int
+) -> None:
+    server.start({"executor-0": script, "core-0": {"never_ready": True}})
+    server.expect("failed")
+    status, story, words = server.end()
+    assert status == exit_status
+    assert f"quintet: executor 0: {cause}" in words
+    assert "ready:" not in story
+    wait_gone(list(server.pids().values()))
+
+
+def test_a_slow_boot_is_given_up(server: World) -> None:
+    server.start({"core-0": {"never_ready": True}}, make_config(server.run_dir, boot_timeout_s=1.5))
+    status, _, words = server.end()
+    assert status == 1
+    assert "core-0.1: not ready within 1.5 s" in words
+    assert "--boot-timeout" in words
+
+
+def test_a_dead_child_is_replaced_under_the_next_epoch(server: World) -> None:
+    process = server.start()
+    server.expect("all_ready")
+    kill(server.pids()["core-0.1"])
+    server.expect("born", lambda event: event["me"] == "core-0.2")
+    server.expect("topology", seat_is("core-0.2", "READY"))
+    kill(server.pids()["core-0.2"])
+    told = server.expect("topology", seat_is("core-0.3", "READY"))
+    assert set(told["seats"]) == (ALL - {"core-0.1"}) | {"core-0.3"}
+    process.send_signal(signal.SIGTERM)
+    assert server.end()[0] == 0
+
+
+def test_a_child_that_keeps_dying_ends_the_server(server: World) -> None:
+    dying = {f"detokenizer-0.{epoch}": {"die_when_ready": True} for epoch in range(2, 9)}
+    server.start(dying, options={"max_deaths": 3})
+    server.expect("all_ready")
+    kill(server.pids()["detokenizer-0.1"])
+    status, _, words = server.end()
+    assert status == 1
+    assert "died 4 times within 60 s, giving up" in words
+    wait_gone(list(server.pids().values()))
+
+
+def test_a_child_that_cannot_be_configured_is_not_restarted(server: World) -> None:
+    server.start({"tokenizer-0.2": {"config_error": "tokenizer.json is gone"}})
+    server.expect("all_ready")
+    kill(server.pids()["tokenizer-0.1"])
+    status, _, words = server.end()
+    assert status == 78
+    assert "quintet: tokenizer 0: tokenizer.json is gone" in words
+
+
+def test_a_silent_child_dumps_its_stack_and_is_replaced(server: World) -> None:
+    process = server.start(
+        {"core-0.1": {"silent": True}}, make_config(server.run_dir, stall_s=0.6, heartbeat_s=0.1)
+    )
+    server.expect("topology", seat_is("core-0.2", "READY"))
+    process.send_signal(signal.SIGTERM)
+    status, _, words = server.end()
+    assert status == 0
+    assert "core-0.1: no heartbeat" in words
+    assert "Fatal Python error: Aborted" in words
+    assert "signal.pause" in words or "in _run" in words
+
+
+def test_work_without_progress_is_published_as_stalled(server: World) -> None:
+    config = make_config(server.run_dir, stall_s=0.8, heartbeat_s=0.1)
+    server.start({"core-0": {"pending": 3}}, config)
+    server.expect("topology", seat_is("core-0.1", "STALLED"))
+    assert "core-0.2" not in server.pids()
+
+
+def test_metrics_of_everyone(server: World) -> None:
+    server.start({"frontend-0": {"ask_metrics": True}})
+    report = server.expect("report")
+    assert report["query_id"] == 7
+    assert set(report["workers"]) == ALL
+
+
+def test_drain_waits_for_the_frontends_then_stops_everyone(server: World) -> None:
+    process = server.start(config=make_config(server.run_dir, frontends=2))
+    port = server.expect("listening")["port"]
+    server.expect("all_ready")
+    process.send_signal(signal.SIGTERM)
+    drained = {server.expect("drain")["me"], server.expect("drain")["me"]}
+    assert drained == {"frontend-0.1", "frontend-1.1"}
+    assert server.end()[0] == 0
+    wait_gone(list(server.pids().values()))
+    assert not server.run_dir.exists()
+    with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port), timeout=5):
+        pass
+
+
+def test_drain_is_cut_off_at_its_timeout(server: World) -> None:
+    config = make_config(server.run_dir, drain_timeout_s=0.3)
+    process = server.start({"frontend-0": {"never_drained": True}}, config)
+    server.expect("all_ready")
+    process.send_signal(signal.SIGINT)
+    status, _, words = server.end()
+    assert status == 0
+    assert "drain timeout" in words
+
+
+@pytest.mark.parametrize(("second", "exit_status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_second_signal_kills_at_once(server: World, second: signal.Signals, exit_status: int) -> None:
+    process = server.start({"frontend-0": {"hang_on_drain": True}})
+    server.expect("all_ready")
+    process.send_signal(signal.SIGTERM)
+    server.expect("drain")
+    process.send_signal(second)
+    assert server.end()[0] == exit_status
+    wait_gone(list(server.pids().values()))
+
+
+def test_a_signal_while_booting_leaves_nothing(server: World) -> None:
+    process = server.start({"executor-0": {"never_ready": True}})
+    server.expect("born", lambda event: event["me"] == "executor-0.1")
+    process.send_signal(signal.SIGTERM)
+    assert server.end()[0] == 143
+    wait_gone(list(server.pids().values()))
+
+
+def test_kill_9_of_the_supervisor_leaves_no_process(server: World) -> None:
+    process = server.start()
+    server.expect("all_ready")
+    process.kill()
+    wait_gone(list(server.pids().values()))
+
+
+def test_external_seats_are_published_as_ready_and_not_spawned(server: World) -> None:
+    server.start(config=make_config(server.run_dir, frontends=0, external_frontends=1))
+
+    def complete(event: Event) -> bool:
+        return event["me"] == "core-0.1" and set(event["seats"].values()) == {"READY"}
+
+    told = server.expect("topology", complete)
+    assert set(told["seats"]) == ALL
+    assert "frontend-0.1" not in server.pids()
+
+
+def test_everything_stops_when_the_parent_is_gone(server: World) -> None:
+    theirs, ours = os.pipe()
+    report, their_report = os.pipe()
+    config = make_config(server.run_dir, frontends=0, external_frontends=1)
+    options = {"parent_fd": theirs, "report_fd": their_report}
+    server.start(config=config, options=options, pass_fds=(theirs, their_report))
+    os.close(theirs)
+    os.close(their_report)
+    with os.fdopen(report) as pipe:
+        assert json.loads(pipe.readline()) == {"ready": True}
+    os.close(ours)
+    status, story, _ = server.end()
+    assert status == 0
+    assert story == ""
+    wait_gone(list(server.pids().values()))
+
+
+def test_the_parent_is_told_why_the_boot_failed(server: World) -> None:
+    report, their_report = os.pipe()
+    server.start(
+        {"executor-0": {"fail": "boom"}}, options={"report_fd": their_report}, pass_fds=(their_report,)
+    )
+    os.close(their_report)
+    with os.fdopen(report) as pipe:
+        assert json.loads(pipe.readline())["error"].startswith("executor 0: ValueError: boom")
+    assert server.end()[0] == 1
