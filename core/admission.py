@@ -23,6 +23,7 @@ def make_requests(
     params = admit.params
     prompt = list(unpack_i32(admit.prompt_ids))
     outputs = list(unpack_i32(admit.output_ids))
+    tokens = prompt + outputs
     check_fits(len(prompt), limits)
     stops: dict[int, int] = {} if params.ignore_eos else dict.fromkeys(eos_token_ids, -1)
     for token in params.stop_token_ids:
@@ -36,7 +37,7 @@ def make_requests(
                 request_id=admit.request_id + choice,
                 params=params,
                 seed=seed_of_choice(seed, admit.choice + choice),
-                tokens=prompt + outputs,
+                tokens=tokens,
                 num_prompt=len(prompt),
                 limit=length_limit(len(prompt), params.max_tokens, limits),
                 stops=stops,
@@ -111,6 +112,7 @@ def meet(
         max_running=min(max_num_seqs, config.max_num_seqs, config.max_num_batched_tokens),
         max_model_len=max_model_len,
         max_batched=config.max_num_batched_tokens,
+        watermark=num_blocks // 100,
         max_prompt=None if config.enable_chunked_prefill else config.max_num_batched_tokens,
         prefix_caching=prefix_caching,
     )

@@ -140,10 +140,10 @@ def _forward_logprobs(flight: Flight, result: StepResult, outbox: Outbox, now_ns
 def _unseen_part(request: Request, entry: PromptLogprobs) -> PromptLogprobs | None:
     """Cut off the positions that were passed on before (a preempted prompt is computed again, perhaps in other pieces)."""
     num_entries = len(entry.ranks) // 4
-    skip = max(0, max(1, request.num_prompt_logprobs) - entry.first)
+    skip = max(0, request.prompt_logprobs_end - entry.first)
     if skip >= num_entries:
         return None
-    request.num_prompt_logprobs = entry.first + num_entries
+    request.prompt_logprobs_end = entry.first + num_entries
     width = 4 * entry.width
     return PromptLogprobs(
         row=entry.row,

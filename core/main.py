@@ -41,7 +41,7 @@ class Core:
         """Apply one message and send what follows from it."""
         now = time.monotonic_ns()
         if isinstance(message, StepResult):
-            self.metrics.note_result(message, now)
+            self.metrics.hop_result.observe(max(0, now - message.sent_ns) * S)
             flights = self.engine.state.in_flight if self.engine.state else ()
             if flights and flights[0].step == message.step:
                 self.metrics.step_tokens.observe(flights[0].num_tokens)

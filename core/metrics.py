@@ -5,7 +5,6 @@ from __future__ import annotations
 from quintet.core.load import load_of
 from quintet.core.state import State
 from quintet.wire.metrics import COUNT_BUCKETS, CounterSeries, Metrics
-from quintet.wire.step import StepResult
 
 S = 1e-9
 
@@ -35,14 +34,6 @@ class CoreMetrics:
         )
         self.plan = histogram("core_plan_seconds", "Planning, encoding and sending one step.")
         self.commit = histogram("core_commit_seconds", "Applying one step's result and sending its tokens.")
-        self.compute = histogram("executor_compute_seconds", "One step in the model and sampler.")
-        self.wait = histogram("executor_wait_seconds", "The executor idle between two steps.")
-
-    def note_result(self, result: StepResult, now_ns: int) -> None:
-        """Count what came with a step's result."""
-        self.hop_result.observe(max(0, now_ns - result.sent_ns) * S)
-        self.compute.observe(result.compute_ns * S)
-        self.wait.observe(result.wait_ns * S)
 
     def note_state(self, state: State) -> None:
         """Bring gauges and counters up to the state."""

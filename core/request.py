@@ -35,7 +35,7 @@ class Request:
     params: SamplingParams
     seed: int
     tokens: list[int]
-    """The prompt, then every output token that is known."""
+    """The prompt, then every output token that is known. Shared among choices until each is first scheduled."""
     num_prompt: int
     limit: int
     """Most tokens, prompt included, that it may ever have."""
@@ -77,8 +77,8 @@ class Request:
     """Prompt tokens found in the prefix cache when it was first scheduled."""
     opened: bool = False
     """Whether its detokenizer has heard of it."""
-    num_prompt_logprobs: int = 0
-    """Prompt positions whose log-probabilities were passed on."""
+    prompt_logprobs_end: int = 1
+    """Prompt position before which all log-probabilities were passed on (the first has none)."""
 
     @property
     def num_outputs(self) -> int:

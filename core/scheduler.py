@@ -117,7 +117,8 @@ def _admit_waiting(state: State, step: StepBuilder, budget: int, now_ns: int) ->
         count = _allowance(state, request, request.length - found.num_tokens, budget)
         num_blocks = -(-request.length // state.limits.block_size) - len(found.blocks)
         pool = state.pool
-        if count <= 0 or num_blocks + pool.cost_of_sharing(found.blocks) > pool.num_available:
+        num_spare = pool.num_available - (state.limits.watermark if running else 0)
+        if count <= 0 or num_blocks + pool.cost_of_sharing(found.blocks) > num_spare:
             return  # whoever is behind in the queue must not take what this one waits for
         if not _claim(state, request):
             position += 1

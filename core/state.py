@@ -29,6 +29,8 @@ class Limits:
     """At most one token each must fit into a step, or somebody would starve."""
     max_model_len: int
     max_batched: int
+    watermark: int
+    """Blocks that stay free when a request enters beside others, so that it is not at once their victim."""
     max_prompt: int | None
     """Longest prompt, when it must be computed in one step."""
     prefix_caching: bool
@@ -96,6 +98,8 @@ class State:
     def enter(self, request: Request) -> None:
         """Move a request from the queue into a free slot."""
         self._remove(self.waiting, request)
+        if request.scheduled_ns is None:
+            request.tokens = request.tokens.copy()  # until now shared with the other choices
         self.generation += 1
         request.generation = self.generation
         request.slot = heappop(self.free_slots)

@@ -7,7 +7,7 @@ others are alive. Off, a prompt is computed whole or waits for a step with room.
 from __future__ import annotations
 
 from quintet.core.hooks import Clamp, Feature, Setup
-from quintet.core.request import Request
+from quintet.core.request import Request, Status
 from quintet.core.state import State
 
 
@@ -24,10 +24,11 @@ def build(setup: Setup) -> Feature | None:
 def whole_or_wait(state: State, request: Request, wanted: int, budget: int) -> int:
     """Compute everything the request wants, or nothing.
 
-    Prompts that no step could hold are refused at admission; a request that outgrew a step after its prompt, and was
-    preempted, is the one that must come in pieces.
+    Prompts that no step could hold are refused at admission. A request that outgrew a step after its prompt, and was
+    preempted, is the one that must come in pieces: it enters when it wants more than any step has, and then goes on.
     """
-    return wanted if wanted <= budget or wanted > state.limits.max_batched else 0
+    in_pieces = request.status is Status.RUNNING or wanted > state.limits.max_batched
+    return wanted if wanted <= budget or in_pieces else 0
 
 
 def share_of(threshold: int) -> Clamp:

@@ -31,5 +31,7 @@ def source(state: State, request: Request) -> Found | None:
         return None
     num_tokens = request.num_prompt - 1
     num_full, remainder = divmod(num_tokens, state.limits.block_size)
+    if len(request.digests) < num_full:
+        request.digests = parent.digests[:num_full]  # the same tokens: hash them once
     tail = parent.blocks[num_full] if remainder else None
     return Found(num_tokens, parent.blocks[:num_full], tail, num_cached=parent.num_cached)

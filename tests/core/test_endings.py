@@ -1,0 +1,223 @@
+"""How requests end: each once, for the right reason, with everything given back."""
+
+from __future__ import annotations
+
+import pytest
+
+from quintet.wire.ids import RequestIds
+from quintet.wire.messages import FinishReason
+
+from .fake import EOS, World, expected
+
+PROMPT = list(range(10, 21))
+
+
+def seed_with(token: int, index: int) -> int:
+    """Return a seed whose first ``token`` among the outputs for `PROMPT` is at ``index``."""
+    for seed in range(1, 100_000):
+        outputs = expected(PROMPT, seed, index + 1, stops=())
+        if outputs.count(token) == 1 and outputs[-1] == token:
+            return seed
+    raise AssertionError("no such seed")
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_max_tokens(depth: int) -> None:
+    world = World(depth=depth)
+    world.admit(5, PROMPT, max_tokens=6, ignore_eos=True)
+    world.run()
+    outcome = world.outcomes[5]
+    assert outcome.tokens == expected(PROMPT, 5, 6, stops=())
+    assert (outcome.finish, outcome.stop_id) == (FinishReason.LENGTH, -1)
+    world.assert_idle()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_nothing_is_planned_beyond_max_tokens(depth: int) -> None:
+    world = World(depth=depth)
+    world.admit(5, PROMPT, max_tokens=6, ignore_eos=True)
+    world.run()
+    assert len(world.plans) == 6
+
+
+def test_model_length_ends_a_request_without_max_tokens() -> None:
+    world = World(max_model_len=20)
+    world.admit(5, PROMPT, max_tokens=None, ignore_eos=True)
+    world.run()
+    assert len(world.outcomes[5].tokens) == 20 - len(PROMPT)
+    assert world.outcomes[5].finish is FinishReason.LENGTH
+
+
+def test_kv_memory_ends_a_request_that_fills_it_alone() -> None:
+    world = World(num_blocks=4, block_size=4)
+    world.admit(5, PROMPT, max_tokens=None, ignore_eos=True)
+    world.run()
+    assert len(world.outcomes[5].tokens) == 16 - len(PROMPT)
+    assert world.outcomes[5].finish is FinishReason.LENGTH
+    world.assert_idle()
+
+
+def test_end_of_sequence() -> None:
+    world = World()
+    world.admit(1, PROMPT, seed=seed_with(EOS, 3), max_tokens=10)
+    world.run()
+    outcome = world.outcomes[1]
+    assert len(outcome.tokens) == 4 and outcome.tokens[-1] == EOS
+    assert (outcome.finish, outcome.stop_id) == (FinishReason.STOP, -1)
+
+
+def test_stop_token_names_itself() -> None:
+    world = World()
+    world.admit(1, PROMPT, seed=seed_with(77, 3), max_tokens=10, ignore_eos=True, stop_token_ids=[77, EOS])
+    world.run()
+    outcome = world.outcomes[1]
+    assert (outcome.finish, outcome.stop_id, len(outcome.tokens)) == (FinishReason.STOP, 77, 4)
+
+
+def test_min_tokens_outlives_an_early_end_of_sequence() -> None:
+    world = World()
+    world.admit(1, PROMPT, seed=seed_with(EOS, 3), max_tokens=6, min_tokens=4)
+    world.run()
+    assert len(world.outcomes[1].tokens) > 4
+
+
+def test_stop_tokens_reach_the_device_in_order() -> None:
+    world = World()
+    world.admit(1, PROMPT, stop_token_ids=[9, 8])
+    plan = world.plan()
+    assert plan is not None and plan.new_rows[0].stop_ids == [EOS, 9, 8]
+    world.admit(2, PROMPT, stop_token_ids=[9, 8], ignore_eos=True)
+    plan = world.plan()
+    assert plan is not None and plan.new_rows[0].stop_ids == [9, 8]
+
+
+def test_cancel_running_waiting_and_unknown() -> None:
+    world = World(slots=1)
+    world.admit(1, PROMPT, max_tokens=20, ignore_eos=True)
+    world.admit(2, PROMPT, max_tokens=20)
+    world.step()
+    world.cancel(1, 2, 99)
+    assert {r: (o.finish, o.num_endings) for r, o in world.outcomes.items()} == {
+        1: (FinishReason.ABORT, 1),
+        2: (FinishReason.ABORT, 1),
+    }
+    world.run()
+    world.assert_idle()
+
+
+def test_stop_hit_ends_silently() -> None:
+    world = World()
+    world.admit(1, PROMPT, max_tokens=20, ignore_eos=True)
+    world.step()
+    world.engine.stop_hit([1, 99])
+    world.run()
+    assert world.outcomes[1].num_endings == 0
+    world.assert_idle()
+
+
+def test_an_id_that_lives_is_not_admitted_again() -> None:
+    world = World()
+    world.admit(1, PROMPT, max_tokens=5, ignore_eos=True)
+    world.step()
+    world.admit(1, PROMPT, max_tokens=5, ignore_eos=True)
+    world.run()
+    assert world.outcomes[1].num_endings == 1 and world.engine.state is not None
+    assert world.engine.state.counters.generation_tokens == 5
+
+
+def test_resumed_outputs_are_not_computed_again() -> None:
+    world = World()
+    whole = expected(PROMPT, 1, 8, stops=())
+    world.admit(1, PROMPT, output_ids=whole[:5], ignore_eos=True)
+    world.run()
+    assert world.outcomes[1].tokens == whole and world.engine.state is not None
+    assert world.engine.state.counters.generation_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("outputs", "finish"), [([5, EOS], FinishReason.STOP), ([5] * 8, FinishReason.LENGTH)]
+)
+def test_resumed_request_that_was_over_ends_at_once(outputs: list[int], finish: FinishReason) -> None:
+    world = World()
+    world.admit(1, PROMPT, output_ids=outputs)
+    assert world.outcomes[1].finish is finish
+    world.assert_idle()
+
+
+def test_frontend_that_is_gone_takes_its_requests_along() -> None:
+    world = World()
+    old, new, other = RequestIds(1, 8191).take(), RequestIds(1, 8192).take(), RequestIds(2, 1).take()
+    for request_id in (old, new, other):
+        world.admit(request_id, PROMPT)
+    world.engine.abandon(1, 8191, down=False)
+    world.engine.abandon(2, 0, down=True)
+    assert world.engine.num_live == 3
+    world.engine.abandon(1, 8192, down=False)
+    assert world.engine.state is not None and list(world.engine.state.live) == [new, other]
+    world.engine.abandon(2, 1, down=True)
+    assert list(world.engine.state.live) == [new]
+    world.run()
+    world.assert_idle()
+
+
+def test_new_executor_loses_no_token_and_repeats_none() -> None:
+    world = World(depth=3)
+    for request_id in range(1, 6):
+        world.admit(request_id, PROMPT, ignore_eos=True)
+    for _ in range(3):
+        world.step()
+    world.new_executor()
+    world.run()
+    for request_id in range(1, 6):
+        assert world.outcomes[request_id].tokens == expected(PROMPT, request_id, 8, stops=())
+    world.assert_idle()
+
+
+def test_result_of_a_forgotten_plan_changes_nothing() -> None:
+    world = World(depth=2)
+    world.admit(1, PROMPT, ignore_eos=True)
+    world.plan()
+    late = world.executor.results.popleft()
+    world.new_executor()
+    assert world.engine.commit(late, world.tick()).tokens == []
+    world.run()
+    assert world.outcomes[1].tokens == expected(PROMPT, 1, 8, stops=())
+
+
+def test_smaller_executor_ends_what_it_cannot_hold() -> None:
+    world = World()
+    world.admit(1, PROMPT, ignore_eos=True)
+    world.admit(2, PROMPT[:5], ignore_eos=True)
+    world.step()
+    world.new_executor(num_blocks=2)
+    assert world.outcomes[1].finish is FinishReason.ERROR
+    world.run()
+    assert world.outcomes[2].tokens == expected(PROMPT[:5], 2, 3, stops=())
+    world.assert_idle()
+
+
+def test_requests_before_the_capacity_wait_and_can_be_cancelled() -> None:
+    world = World(start=False)
+    world.admit(1, PROMPT, ignore_eos=True)
+    world.admit(2, PROMPT)
+    world.cancel(2)
+    assert world.plan() is None and world.engine.num_live == 2
+    world.new_executor()
+    world.run()
+    assert world.outcomes[1].tokens == expected(PROMPT, 1, 8, stops=())
+    assert world.outcomes[2].finish is FinishReason.ABORT
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "words"),
+    [
+        ([], {}, "at least 1"),
+        (PROMPT * 30, {}, "context of 256"),
+        (PROMPT * 4, {"num_blocks": 10}, "--kv-cache-memory"),
+        (PROMPT, {"enable_chunked_prefill": False, "max_num_batched_tokens": 10}, "--max-num-batched-tokens"),
+    ],
+)
+def test_refusals_say_what_to_do(prompt: list[int], options: dict[str, object], words: str) -> None:
+    world = World(**options)  # type: ignore[arg-type]
+    world.admit(1, prompt)
+    assert words in world.failed[1] and world.engine.num_live == 0

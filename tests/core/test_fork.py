@@ -1,0 +1,95 @@
+"""Several choices of one prompt: shared blocks, copies on write, separate lives."""
+
+from __future__ import annotations
+
+import pytest
+
+from quintet.wire import codec
+from quintet.wire.messages import FinishReason
+from quintet.wire.params import seed_of_choice
+
+from .fake import World, expected
+
+PROMPT = list(range(10, 21))  # 11 tokens: two full blocks of 4 and a partly filled one
+
+
+def check_choices(world: World, n: int, prompt: list[int] = PROMPT, max_tokens: int = 8) -> None:
+    for choice in range(n):
+        outputs = expected(prompt, seed_of_choice(100, choice), max_tokens, stops=())
+        assert world.outcomes[100 + choice].tokens == outputs, choice
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("num_prompt", [1, 2, 4, 5, 8, 9, 11])
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_choices_have_their_own_tokens(depth: int, num_prompt: int, prefix_caching: bool) -> None:
+    world = World(depth=depth, prefix_caching=prefix_caching)
+    world.admit(100, PROMPT[:num_prompt], n=4, ignore_eos=True)
+    world.run()
+    check_choices(world, 4, PROMPT[:num_prompt])
+    world.assert_idle()
+
+
+def test_prompt_is_computed_once() -> None:
+    world = World(depth=1, prefix_caching=False)
+    world.admit(100, PROMPT, n=4, ignore_eos=True)
+    first = world.plan()
+    assert first is not None and list(codec.unpack_i32(first.counts)) == [11]
+    world.commit()
+    second = world.plan()
+    assert second is not None and list(codec.unpack_i32(second.counts)) == [1, 1, 1, 1]
+    assert len(codec.unpack_i32(second.copies)) == 2 * 3
+    state = world.engine.state
+    assert state is not None
+    parent, *forks = state.running
+    assert all(fork.blocks[:2] == parent.blocks[:2] for fork in forks)
+    assert [state.pool.refs[block] for block in parent.blocks] == [4, 4, 1]
+
+
+def test_nothing_is_copied_when_the_prompt_ends_a_block() -> None:
+    world = World(depth=1)
+    world.admit(100, PROMPT[:9], n=3, ignore_eos=True)
+    world.run()
+    assert world.executor.num_copies == 0
+
+
+def test_choices_wait_for_slots() -> None:
+    world = World(slots=2)
+    world.admit(100, PROMPT, n=5, ignore_eos=True)
+    world.run()
+    check_choices(world, 5)
+    world.assert_idle()
+
+
+def test_choices_survive_too_few_blocks() -> None:
+    world = World(num_blocks=7, slots=8)
+    world.admit(100, PROMPT, n=5, max_tokens=15, ignore_eos=True)
+    world.run()
+    check_choices(world, 5, max_tokens=15)
+    world.assert_idle()
+
+
+@pytest.mark.parametrize("steps_before", [0, 1, 4])
+@pytest.mark.parametrize("cancelled", [0, 1])
+def test_cancelling_one_choice_spares_the_others(steps_before: int, cancelled: int) -> None:
+    world = World()
+    world.admit(100, PROMPT, n=3, ignore_eos=True)
+    for _ in range(steps_before):
+        world.step()
+    world.cancel(100 + cancelled)
+    world.run()
+    assert world.outcomes[100 + cancelled].finish is FinishReason.ABORT
+    for choice in {0, 1, 2} - {cancelled}:
+        assert world.outcomes[100 + choice].tokens == expected(
+            PROMPT, seed_of_choice(100, choice), 8, stops=()
+        )
+    world.assert_idle()
+
+
+def test_every_choice_is_opened_with_the_same_prompt() -> None:
+    world = World()
+    world.admit(1, PROMPT, max_tokens=1)
+    world.run()
+    world.admit(100, PROMPT, n=3, ignore_eos=True)
+    world.run()
+    assert [world.outcomes[100 + choice].num_cached for choice in range(3)] == [8, 8, 8]

@@ -1,0 +1,137 @@
+"""The five hooks: when each is asked, and that absent ones change nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from quintet.core.hooks import FEATURES, Claim, Feature, Hooks, Setup, build_features, flatten
+from quintet.core.request import Request
+from quintet.core.state import Flight, State
+from quintet.wire.config import CacheConfig, SchedulerConfig
+
+from .fake import World, expected
+
+PROMPT = list(range(10, 21))
+
+
+def install(world: World, *features: Feature) -> None:
+    state = world.engine.state
+    assert state is not None
+    added = flatten(features)
+    state.hooks = Hooks(
+        *(getattr(state.hooks, name) + getattr(added, name) for name in Hooks.__dataclass_fields__)
+    )
+
+
+def play(world: World) -> list[bytes]:
+    for request_id in range(1, 6):
+        world.admit(request_id, PROMPT * request_id)
+    world.run()
+    return world.plans
+
+
+def test_feature_that_abstains_leaves_plans_byte_identical() -> None:
+    abstaining = Feature(
+        "abstaining",
+        gate=lambda state, request: True,
+        source=lambda state, request: None,
+        clamp=lambda state, request, wanted, budget: wanted,
+        claim=Claim(take=lambda state, request: True, undo=lambda state, request: None),
+        attach=lambda state, flight: None,
+    )
+    world = World()
+    install(world, abstaining)
+    assert play(world) == play(World())
+
+
+def test_features_that_are_off_have_no_hooks() -> None:
+    off = Setup(
+        SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=1),
+        CacheConfig(memory_bytes=0, enable_prefix_caching=False),
+    )
+    assert [feature.name for feature in build_features(off)] == ["fork"]
+    on = Setup(replace_config(off.scheduler), CacheConfig(memory_bytes=0))
+    assert [feature.name for feature in build_features(on)] == list(FEATURES)
+
+
+def replace_config(config: SchedulerConfig) -> SchedulerConfig:
+    return SchedulerConfig(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        enable_chunked_prefill=False,
+    )
+
+
+def test_gate_holds_one_back_and_lets_others_pass() -> None:
+    world = World(depth=1)
+    opened: list[int] = []
+    install(world, Feature("gate", gate=lambda state, request: request.request_id != 1 or bool(opened)))
+    world.admit(1, PROMPT)
+    world.admit(2, PROMPT)
+    for _ in range(3):
+        world.step()
+    assert list(world.outcomes) == [2]
+    opened.append(1)
+    world.run()
+    assert world.outcomes[1].tokens == expected(PROMPT, 1, 8)
+
+
+def test_clamp_cuts_a_prompt_into_pieces() -> None:
+    world = World(depth=1)
+    install(world, Feature("clamp", clamp=lambda state, request, wanted, budget: min(wanted, 3)))
+    world.admit(1, PROMPT, max_tokens=1)
+    world.run()
+    assert len(world.plans) == 4
+
+
+def test_claims_are_taken_together_and_always_undone() -> None:
+    held: list[tuple[str, int]] = []
+
+    def claim(name: str, capacity: int) -> Claim:
+        def take(state: State, request: Request) -> bool:
+            if sum(1 for holder, _ in held if holder == name) >= capacity:
+                return False
+            held.append((name, request.request_id))
+            return True
+
+        return Claim(take, lambda state, request: held.remove((name, request.request_id)))
+
+    world = World(num_blocks=8)
+    install(world, Feature("a", claim=claim("a", 3)), Feature("b", claim=claim("b", 2)))
+    for request_id in range(1, 6):
+        world.admit(request_id, PROMPT[request_id:], ignore_eos=True, max_tokens=15)
+    world.step()
+    assert [request_id for name, request_id in held if name == "a"] == [1, 2]
+    world.cancel(1)
+    world.run()
+    assert held == []
+    assert world.outcomes[5].num_endings == 1
+
+
+def test_attach_names_a_bundle_of_the_plan() -> None:
+    def attach(state: State, flight: Flight) -> tuple[str, bytes]:
+        return "rows", bytes(request.request_id for request in flight.rows)
+
+    world = World()
+    install(world, Feature("attach", attach=attach))
+    world.admit(7, PROMPT)
+    plan = world.plan()
+    assert plan is not None and plan.attach == {"rows": b"\7"}
+
+
+def test_audit_notices_a_leak() -> None:
+    world = World()
+    world.admit(1, PROMPT)
+    world.step()
+    state = world.engine.state
+    assert state is not None
+    state.pool.refs[state.running[0].blocks[0]] += 1
+    with pytest.raises(AssertionError):
+        world.step()
+
+
+def test_setup_is_frozen() -> None:
+    setup = Setup(SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=1), CacheConfig(memory_bytes=0))
+    assert replace(setup) == setup

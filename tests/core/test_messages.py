@@ -1,0 +1,115 @@
+"""What detokenizers are told: openings, rows, log-probabilities, and the story again for a new one."""
+
+from __future__ import annotations
+
+from quintet.wire import codec
+from quintet.wire.messages import Tokens
+from quintet.wire.step import PromptLogprobs, StepResult, TokenLogprobs
+
+from .fake import World
+
+PROMPT = list(range(10, 31))
+
+
+def told(world: World, result: StepResult) -> list[tuple[int, Tokens]]:
+    return world.engine.commit(result, world.tick()).tokens
+
+
+def test_opening_carries_the_tail_of_the_prompt_or_all_of_it() -> None:
+    world = World(depth=1)
+    world.admit(1, PROMPT)
+    world.admit(2, PROMPT, echo=True)
+    world.admit(3, PROMPT, return_prompt_ids=True)
+    world.plan()
+    [(_, tokens)] = told(world, world.executor.results.popleft())
+    prompts = [list(codec.unpack_i32(opened.prompt_ids)) for opened in tokens.opens]
+    assert prompts == [PROMPT[-16:], PROMPT, PROMPT]
+    assert all(opened.scheduled_ns >= opened.arrival_ns for opened in tokens.opens)
+
+
+def test_one_message_per_detokenizer_and_step() -> None:
+    world = World(depth=1, max_num_batched_tokens=256)
+    for request_id in range(6):
+        world.admit(request_id, PROMPT[request_id:], detokenizer=request_id % 2)
+    world.plan()
+    messages = told(world, world.executor.results.popleft())
+    rows = {index: list(codec.unpack_i64(tokens.request_ids)) for index, tokens in messages}
+    assert len(messages) == 2 and rows == {0: [0, 2, 4], 1: [1, 3, 5]}
+
+
+def test_a_new_detokenizer_hears_of_its_own_requests_only() -> None:
+    world = World(depth=1)
+    for request_id in range(3):
+        world.admit(request_id, PROMPT[request_id:], detokenizer=request_id % 2, ignore_eos=True)
+    for _ in range(3):
+        world.step()
+    world.admit(4, PROMPT)  # not opened yet: its first tokens will open it
+    [(index, tokens)] = world.engine.reopen(0, world.tick()).tokens
+    assert index == 0 and not tokens.request_ids
+    heard = {opened.request_id: list(codec.unpack_i32(opened.output_ids)) for opened in tokens.opens}
+    assert heard == {0: world.outcomes[0].tokens, 2: world.outcomes[2].tokens}
+    assert all(len(outputs) == 3 for outputs in heard.values())
+    assert world.engine.reopen(5, world.tick()).tokens == []
+
+
+def logprobs_of(row: int, token: int) -> TokenLogprobs:
+    return TokenLogprobs(row, 1, codec.pack_i32([token]), codec.pack_f32([-1.0]))
+
+
+def test_logprobs_name_rows_of_the_message() -> None:
+    world = World(depth=1, max_num_batched_tokens=256)
+    for request_id in range(4):
+        world.admit(request_id, PROMPT[request_id:], detokenizer=request_id % 2, ignore_eos=True, logprobs=0)
+    world.plan()
+    result = world.executor.results.popleft()
+    result.logprobs = [logprobs_of(row, 50 + row) for row in range(4)]
+    world.engine.stop_hit([0])
+    messages = dict(told(world, result))
+    rows = {
+        index: [(entry.row, codec.unpack_i32(entry.token_ids)[0]) for entry in tokens.logprobs]
+        for index, tokens in messages.items()
+    }
+    assert rows == {0: [(0, 52)], 1: [(0, 51), (1, 53)]}
+
+
+def prompt_logprobs_of(row: int, first: int, last: int) -> PromptLogprobs:
+    positions = range(first, last)
+    ids = [token for position in positions for token in (position, 0)]
+    return PromptLogprobs(
+        row, first, 2, codec.pack_i32(positions), codec.pack_i32(ids), codec.pack_f32([0.0] * len(ids))
+    )
+
+
+def test_prompt_logprobs_come_in_pieces_and_only_once() -> None:
+    world = World(depth=1, max_num_batched_tokens=8)
+    world.admit(1, PROMPT, prompt_logprobs=1)
+    seen: list[int] = []
+    first_rows = []
+
+    def step(first: int, last: int) -> None:
+        world.plan()
+        result = world.executor.results.popleft()
+        result.prompt_logprobs = [prompt_logprobs_of(0, first, last)]
+        for _, tokens in told(world, result):
+            first_rows.append(tokens.num_tokens)
+            for entry in tokens.prompt_logprobs:
+                ranks = list(codec.unpack_i32(entry.ranks))
+                assert ranks == list(range(entry.first, entry.first + len(ranks)))
+                assert list(codec.unpack_i32(entry.token_ids))[::2] == ranks
+                assert len(entry.logprobs) == 8 * len(ranks)
+                seen.extend(ranks)
+
+    step(1, 9)
+    world.new_executor()  # the first piece is computed again, and another piece of it
+    world.engine.state.limits = replace_budget(world)  # type: ignore[union-attr]
+    step(1, 13)
+    step(13, 21)
+    assert seen == list(range(1, 21))
+    assert first_rows == [b"\0", b"\0", b"\1"]
+
+
+def replace_budget(world: World) -> object:
+    from dataclasses import replace
+
+    assert world.engine.state is not None
+    return replace(world.engine.state.limits, max_batched=12)
