@@ -1,0 +1,461 @@
+"""``LLM`` and ``AsyncLLM``: the engine inside a Python program, without HTTP.
+
+They start the same processes as ``quintet serve`` and send them the same messages; this program takes the frontend's
+place. When it ends, in whatever way, the processes end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import threading
+import weakref
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from types import TracebackType
+from typing import Literal, Self, TypeVar, cast, overload
+
+import msgspec
+from tqdm import tqdm
+
+from quintet.deploy.python_api.engine import Engine, EngineError
+from quintet.deploy.python_api.gather import Gather, Job, refused
+from quintet.deploy.python_api.inputs import (
+    ChatOptions,
+    Conversation,
+    PromptInput,
+    ReadPrompt,
+    default_params,
+    read_params,
+    read_prompt,
+)
+from quintet.deploy.python_api.outputs import (
+    Assembler,
+    CompletionOutput,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+)
+from quintet.deploy.resolve.flags import Options, make_options
+from quintet.frontend.sessions import Stream
+from quintet.wire.errors import RequestError
+from quintet.wire.messages import TextPrompt
+from quintet.wire.params import OutputKind, SamplingParams
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "EngineError",
+    "Logprob",
+    "RequestError",
+    "RequestMetrics",
+    "RequestOutput",
+]
+
+_WINDOW = 512
+"""Prompts taken from an iterator ahead of the oldest unfinished one, at least."""
+
+ResultT = TypeVar("ResultT")
+InputT = TypeVar("InputT")
+Params = SamplingParams | Iterable[SamplingParams] | None
+OnError = Literal["raise", "return"]
+
+
+class LLM:
+    """A model to call from a program that is not asynchronous.
+
+    ``model`` is a local folder or hub name (default: the small model that ships with Quintet); ``flags`` are those of
+    ``quintet serve``, spelled with underscores: ``LLM("Qwen/Qwen3-0.6B", max_model_len=4096)``. Raises `ConfigError`
+    for flags that cannot work, and `EngineError` when the processes cannot start.
+
+    Usable from several threads. Close it with `shutdown`, as a context manager, or leave it to the program's end.
+    """
+
+    def __init__(self, model: str | None = None, **flags: object) -> None:
+        self._engine = Engine(_options(model, flags, "LLM(...)"))
+        self._request_ids = itertools.count()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=_run_loop, args=(self._loop,), name="quintet-llm", daemon=True)
+        self._thread.start()
+        self._loop.call_soon_threadsafe(self._engine.attach, self._loop)
+        self._shutdown = weakref.finalize(self, _shut_down, self._engine, self._loop, self._thread)
+
+    @overload
+    def generate(  # type: ignore[overload-overlap]  # a list is an iterable, answered with a list
+        self,
+        prompts: PromptInput | list[PromptInput] | tuple[PromptInput, ...] | list[str] | list[list[int]],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool = True,
+        priority: int | Iterable[int] = 0,
+        errors: OnError = "raise",
+    ) -> list[RequestOutput]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Iterable[PromptInput],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool = True,
+        priority: int | Iterable[int] = 0,
+        errors: OnError = "raise",
+    ) -> Iterator[RequestOutput]: ...
+
+    def generate(
+        self,
+        prompts: PromptInput | Iterable[PromptInput],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool = True,
+        priority: int | Iterable[int] = 0,
+        errors: OnError = "raise",
+    ) -> list[RequestOutput] | Iterator[RequestOutput]:
+        """Complete prompts: text, token ids, or ``{"prompt": …}`` / ``{"prompt_token_ids": …}``.
+
+        One prompt or a list gives a list of outputs, in order. Any other iterable (a generator, an open file) gives
+        an iterator that reads prompts only as far ahead as the engine needs, and may be endless.
+
+        ``sampling_params`` and ``priority`` are one for all, or one per prompt; without parameters the model's own
+        defaults apply, and at most 16 tokens. A prompt that cannot be served raises its `RequestError`, and the rest is
+        dropped; with ``errors="return"`` its output has ``error`` set instead.
+        """
+        vocab_size = self._engine.config.model.vocab_size
+
+        def read(prompt: PromptInput) -> ReadPrompt:
+            return read_prompt(prompt, vocab_size)
+
+        inputs = cast(Iterable[PromptInput], [prompts] if _is_one_prompt(prompts) else prompts)
+        return self._run(inputs, read, sampling_params, priority, use_tqdm, errors)
+
+    @overload
+    def chat(  # type: ignore[overload-overlap]
+        self,
+        messages: list[dict[str, object]]
+        | list[dict[str, str]]
+        | list[list[dict[str, object]]]
+        | list[list[dict[str, str]]],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+        priority: int | Iterable[int] = 0,
+        errors: OnError = "raise",
+    ) -> list[RequestOutput]: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Iterable[Conversation],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+        priority: int | Iterable[int] = 0,
+        errors: OnError = "raise",
+    ) -> Iterator[RequestOutput]: ...
+
+    def chat(
+        self,
+        messages: object,
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+        priority: int | Iterable[int] = 0,
+        errors: OnError = "raise",
+    ) -> list[RequestOutput] | Iterator[RequestOutput]:
+        """Answer one conversation (a list of messages) or several (a list of those, or an iterator); see `generate`."""
+        options = ChatOptions(
+            chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs
+        )
+        if isinstance(messages, list | tuple) and (not messages or isinstance(messages[0], Mapping)):
+            messages = [messages]
+        assert isinstance(messages, Iterable)
+        return self._run(messages, options.read, sampling_params, priority, use_tqdm, errors)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text."""
+        answer = self._wait(self._engine.queries.tokenize(TextPrompt(text, add_special_tokens)))
+        return _ids_of(answer.token_ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids, special tokens included."""
+        return self._wait(self._engine.queries.detokenize(list(token_ids)))
+
+    def shutdown(self) -> None:
+        """End the processes; the second call does nothing. Calls still running in other threads raise."""
+        self._shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _wait(self, question: Coroutine[None, None, ResultT]) -> ResultT:
+        try:
+            self._engine.check()
+        except EngineError:
+            question.close()
+            raise
+        return asyncio.run_coroutine_threadsafe(question, self._loop).result()
+
+    def _run(
+        self,
+        inputs: Iterable[InputT],
+        read: Callable[[InputT], ReadPrompt],
+        params: Params,
+        priority: int | Iterable[int],
+        use_tqdm: bool,
+        errors: OnError,
+    ) -> list[RequestOutput] | Iterator[RequestOutput]:
+        self._engine.check()
+        is_list = isinstance(inputs, list | tuple)
+        total = len(inputs) if isinstance(inputs, list | tuple) else None
+        if total is not None and isinstance(params, list | tuple) and len(params) != total:
+            raise ValueError(
+                f"{len(params)} sampling_params for {total} prompts; pass one for all, or one per prompt"
+            )
+        if params is None:
+            params = default_params(self._engine.config.model.generation_defaults)
+        jobs = self._jobs(inputs, read, params, priority)
+        window = max(_WINDOW, 2 * self._engine.config.scheduler.max_num_seqs)
+        gathered = Gather(self._engine, self._loop, jobs, window).outputs()
+        outputs = _told(gathered, total, use_tqdm, errors)
+        return list(outputs) if is_list else outputs
+
+    def _jobs(
+        self,
+        inputs: Iterable[InputT],
+        read: Callable[[InputT], ReadPrompt],
+        params: SamplingParams | Iterable[SamplingParams],
+        priority: int | Iterable[int],
+    ) -> Iterator[Job | RequestOutput]:
+        """Read prompts and parameters one by one; what cannot be served becomes an output at once."""
+        config = self._engine.config
+        priorities = itertools.repeat(priority) if isinstance(priority, int) else iter(priority)
+        each = itertools.repeat(params) if isinstance(params, SamplingParams) else iter(params)
+        last_given: SamplingParams | None = None
+        last_read = SamplingParams()
+        for given in inputs:
+            request_id = str(next(self._request_ids))
+            try:
+                chosen, rank = next(each), next(priorities)
+            except StopIteration:
+                raise ValueError("there are more prompts than sampling_params or priorities") from None
+            try:
+                if chosen is not last_given:
+                    checked = read_params(chosen).checked(
+                        config.frontend.max_logprobs, config.model.vocab_size
+                    )
+                    last_given, last_read = (
+                        chosen,
+                        msgspec.structs.replace(checked, output_kind=OutputKind.FINAL_ONLY),
+                    )
+                yield Job(request_id, read(given), last_read, rank)
+            except RequestError as error:
+                yield refused(request_id, error)
+
+
+class AsyncLLM:
+    """A model to call from asyncio. The constructor blocks while the processes start.
+
+    Takes the arguments of `LLM`. Belongs to one event loop at a time: the one that first calls it, until that one is
+    closed. Close it with `shutdown`, or use it as ``async with AsyncLLM(...) as llm``.
+    """
+
+    def __init__(self, model: str | None = None, **flags: object) -> None:
+        self._engine = Engine(_options(model, flags, "AsyncLLM(...)"))
+        self._streams: dict[str, Stream] = {}
+        self._request_ids = itertools.count()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._shutdown = weakref.finalize(self, self._engine.stop)
+
+    async def generate(
+        self,
+        prompt: PromptInput,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+    ) -> AsyncIterator[RequestOutput]:
+        """Complete one prompt, yielding outputs as tokens arrive, in the form that ``output_kind`` asks for.
+
+        `abort` with the same ``request_id`` ends it with ``finish_reason`` "abort"; so does leaving the loop early.
+        Raises `RequestError` when it cannot be served.
+        """
+        read = read_prompt(prompt, self._engine.config.model.vocab_size)
+        async for output in self._serve(read, sampling_params, request_id, priority):
+            yield output
+
+    async def chat(
+        self,
+        messages: Conversation,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        options: ChatOptions = ChatOptions(),  # noqa: B008 - frozen
+        priority: int = 0,
+    ) -> AsyncIterator[RequestOutput]:
+        """Answer one conversation; otherwise like `generate`."""
+        async for output in self._serve(options.read(messages), sampling_params, request_id, priority):
+            yield output
+
+    async def abort(self, request_id: str) -> None:
+        """End a running request; its iterator gives what it has, with ``finish_reason`` "abort". Unknown ids are ignored."""
+        stream = self._streams.get(request_id)
+        if stream is not None:
+            stream.cancel()
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text."""
+        self._attach()
+        return _ids_of((await self._engine.queries.tokenize(TextPrompt(text, add_special_tokens))).token_ids)
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids, special tokens included."""
+        self._attach()
+        return await self._engine.queries.detokenize(list(token_ids))
+
+    async def check_health(self) -> None:
+        """Raise `EngineError` unless every kind of process is running."""
+        self._attach()
+        missing = self._engine.missing()
+        if missing:
+            raise EngineError(f"no {missing[0]} process is ready; the supervisor is starting it again")
+
+    def shutdown(self) -> None:
+        """End the processes; the second call does nothing."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._engine.abandon("The engine was shut down.")
+            self._engine.detach()
+        self._shutdown()
+
+    async def __aenter__(self) -> Self:
+        self._attach()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _attach(self) -> None:
+        """Receive on the running loop."""
+        self._engine.check()
+        loop = asyncio.get_running_loop()
+        if self._loop is not None and self._loop is not loop and not self._loop.is_closed():
+            raise RuntimeError(
+                "this AsyncLLM belongs to another event loop that is still open; make one per loop"
+            )
+        self._loop = loop
+        self._engine.attach(loop)
+
+    async def _serve(
+        self, read: ReadPrompt, params: SamplingParams | None, request_id: str | None, priority: int
+    ) -> AsyncIterator[RequestOutput]:
+        self._attach()
+        name = request_id if request_id is not None else f"async-{next(self._request_ids)}"
+        if name in self._streams:
+            raise ValueError(f"request id {name!r} is in use by a request that has not ended")
+        chosen = (
+            params if params is not None else default_params(self._engine.config.model.generation_defaults)
+        )
+        stream = self._engine.sessions.submit(
+            read.prompt,
+            read_params(chosen),
+            priority=priority,
+            cache_salt=read.cache_salt,
+            return_prompt_ids=True,
+            final_only=chosen.output_kind is OutputKind.FINAL_ONLY,
+        )
+        self._streams[name] = stream
+        assembler = Assembler(name, read.text, stream)
+        try:
+            async for batch in stream:
+                if batch.started is not None:
+                    assembler.start(batch.started)
+                output = assembler.add(batch.deltas)
+                if output is not None:
+                    yield output
+        finally:
+            del self._streams[name]
+            stream.close()
+
+
+def _options(model: str | None, flags: Mapping[str, object], source: str) -> Options:
+    """Return the options of a constructor call; its processes log warnings only, unless told otherwise."""
+    return make_options({"log_level": "WARNING", **flags, "model": model}, source)
+
+
+def _is_one_prompt(prompts: object) -> bool:
+    if isinstance(prompts, list | tuple):
+        return bool(prompts) and isinstance(prompts[0], int)
+    return isinstance(prompts, str | Mapping)
+
+
+def _ids_of(column: bytes) -> list[int]:
+    return list(memoryview(column).cast("i"))
+
+
+def _told(
+    outputs: Generator[RequestOutput, None, None], total: int | None, use_tqdm: bool, errors: OnError
+) -> Iterator[RequestOutput]:
+    """Pass outputs on, with a progress bar, raising the error of the first that has one unless told to return it."""
+    num_tokens = 0
+    with contextlib.closing(outputs), tqdm(total=total, unit="prompt", disable=not use_tqdm) as bar:
+        for output in outputs:
+            if output.error is not None and errors == "raise":
+                raise output.error
+            num_tokens += sum(len(choice.token_ids) for choice in output.outputs)
+            elapsed_s = bar.format_dict["elapsed"] if use_tqdm else 0.0
+            if elapsed_s > 0:
+                bar.set_postfix_str(f"{num_tokens / elapsed_s:,.0f} tok/s", refresh=False)
+            bar.update()
+            yield output
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    loop.run_forever()
+
+
+def _shut_down(engine: Engine, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    """End an `LLM`: fail what is in flight, stop the loop's thread, then the processes."""
+
+    def leave() -> None:
+        engine.abandon("The engine was shut down.")
+        engine.detach()
+        loop.call_soon(loop.call_soon, loop.stop)  # two turns, so that collectors pass the errors on
+
+    if thread.is_alive():
+        loop.call_soon_threadsafe(leave)
+        thread.join(5)
+    engine.stop()
+    if not loop.is_running():
+        loop.close()

@@ -1,0 +1,209 @@
+"""Server processes of one's own, and this process's seat among them: frontend 0, without HTTP.
+
+    this process ──── pipe ────▶ supervisor ──▶ tokenizer, core, executor, detokenizer
+         └──────── ZeroMQ, as any frontend ────────┘
+
+The supervisor holds the read end of a pipe whose write end is here: however this process ends, the pipe closes and
+everything stops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from quintet.deploy.resolve.build import resolve
+from quintet.deploy.resolve.flags import Options
+from quintet.deploy.supervisor import run_dirs
+from quintet.frontend.queries import Queries
+from quintet.frontend.sessions import Sessions
+from quintet.wire.config import EngineConfig
+from quintet.wire.errors import EXIT_CONFIG, ConfigError, ErrorCode, RequestError
+from quintet.wire.ids import Role, WorkerId
+from quintet.wire.messages import Detokenized, Drain, Failed, MetricsReport, Stop, Text, Tokenized, Topology
+from quintet.wire.runtime import CONFIG_FILE, SUPERVISOR
+from quintet.wire.sockets import Inbox, Peers, address_of, make_run_dir
+
+_REPORT_SLACK_S = 30.0
+_STOP_S = 10.0
+_POLL_S = 1.0
+
+
+class EngineError(RuntimeError):
+    """The engine's processes could not be started, or are gone; the message has their own words."""
+
+
+class SupervisorProcess:
+    """The supervisor that this process started, and through it everybody else."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Start it; `wait_until_ready` follows."""
+        config.write(Path(config.run_dir) / CONFIG_FILE)
+        self._boot_timeout_s = config.processes.boot_timeout_s + _REPORT_SLACK_S
+        self._owner = os.getpid()
+        parent_read, self._parent_write = os.pipe()
+        self._report_read, report_write = os.pipe()
+        try:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable, "-P", "-m", "quintet.deploy.supervisor",
+                    "--run-dir", config.run_dir,
+                    "--parent-fd", str(parent_read),
+                    "--report-fd", str(report_write),
+                ],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(parent_read, report_write),
+                process_group=0,
+            )  # fmt: skip
+        finally:
+            os.close(parent_read)
+            os.close(report_write)
+
+    def wait_until_ready(self) -> None:
+        """Wait for the supervisor's report. Raises `ConfigError` or `EngineError` with the words of the child that failed."""
+        with os.fdopen(self._report_read, "rb") as report:
+            readable, _, _ = select.select([report], [], [], self._boot_timeout_s)
+            line = report.readline() if readable else b""
+        if not readable:
+            raise EngineError(f"the engine did not report within {self._boot_timeout_s:g} s")
+        if not line:
+            raise EngineError(f"the supervisor ended without a word (exit status {self.process.wait()})")
+        words: dict[str, object] = json.loads(line)
+        if words.get("ready") is not True:
+            self.process.wait()
+            kind = ConfigError if words.get("exit_code") == EXIT_CONFIG else EngineError
+            raise kind(str(words.get("error")))
+
+    def stop(self) -> None:
+        """End everything and wait for it. A process forked off this one leaves its parent's engine alone."""
+        if os.getpid() != self._owner or self._parent_write < 0:
+            return
+        os.close(self._parent_write)
+        self._parent_write = -1
+        try:
+            self.process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class Engine:
+    """Sessions and queries of this process's seat. Belongs to one event loop at a time, once `attach`ed."""
+
+    def __init__(self, options: Options) -> None:
+        """Start the processes and wait until they can answer. Raises `ConfigError` or `EngineError`."""
+        run_dirs.sweep_stale()
+        run_dir = make_run_dir()
+        try:
+            self.config = resolve(options, run_dir, http=False, external_frontends=1).config
+            me = WorkerId(Role.FRONTEND, self.config.processes.frontends, 1)
+            self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            accepts: Any = Text | Failed | Tokenized | Detokenized | MetricsReport | Topology | Drain | Stop
+            self._inbox: Inbox[Any] = Inbox(self._context, address_of(run_dir, me), accepts)
+            self._peers = Peers(self._context)
+        except BaseException:
+            shutil.rmtree(run_dir, ignore_errors=True)
+            raise
+        self._peers.connect(SUPERVISOR, address_of(run_dir, SUPERVISOR))
+        self.sessions = Sessions(me, self._peers.send, self.config)
+        self.queries = Queries(me, self._peers.send, self.sessions.seats)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._failure: str | None = None
+        self._is_stopped = False
+        self._exit_fd = -1
+        try:
+            self._supervisor = SupervisorProcess(self.config)
+            try:
+                self._exit_fd = os.pidfd_open(self._supervisor.process.pid)
+                self._supervisor.wait_until_ready()
+            except BaseException:
+                self._supervisor.stop()
+                raise
+        except BaseException:
+            self._close()
+            raise
+
+    def check(self) -> None:
+        """Raise `EngineError` when the processes are gone."""
+        if self._is_stopped:
+            raise EngineError("this engine was shut down")
+        if self._failure is None and self._supervisor.process.poll() is not None:
+            self._failure = f"its supervisor ended with exit status {self._supervisor.process.returncode}"
+        if self._failure is not None:
+            raise EngineError(f"the engine's processes are gone: {self._failure}; the log above says more")
+
+    def missing(self) -> list[Role]:
+        """Return the roles of which no process is ready just now."""
+        return self.sessions.seats.missing()
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Receive on this loop from now on. Call from it; an earlier loop must be closed or idle."""
+        if self._loop is loop:
+            return
+        self.detach()
+        self._loop = loop
+        loop.add_reader(self._inbox.fileno(), self._receive)
+        loop.add_reader(self._exit_fd, self._supervisor_ended)
+        self._poll()
+
+    def detach(self) -> None:
+        """Receive nothing more. Call from the attached loop, or once it is closed."""
+        loop, self._loop = self._loop, None
+        if self._timer is not None:
+            self._timer.cancel()
+        if loop is not None and not loop.is_closed():
+            loop.remove_reader(self._inbox.fileno())
+            loop.remove_reader(self._exit_fd)
+
+    def stop(self) -> None:
+        """End the processes. Requests that are still live get nothing more. Call after `detach`."""
+        if not self._is_stopped:
+            self._is_stopped = True
+            self._supervisor.stop()
+            self._close()
+
+    def abandon(self, why: str) -> None:
+        """End every live request with an error. Call from the attached loop."""
+        self.sessions.fail_all(RequestError(ErrorCode.UNAVAILABLE, why))
+
+    def _poll(self) -> None:
+        """Look at the inbox now and then, for a frame that raced the descriptor's edge."""
+        assert self._loop is not None
+        self._timer = self._loop.call_later(_POLL_S, self._poll)
+        self._receive()
+
+    def _receive(self) -> None:
+        for message in self._inbox.drain():
+            if isinstance(message, Text | Failed):
+                self.sessions.handle(message)
+            elif isinstance(message, Tokenized | Detokenized | MetricsReport):
+                self.queries.handle(message)
+            elif isinstance(message, Topology):
+                self._peers.follow(message.seats)
+                self.sessions.follow(message)
+            elif isinstance(message, Stop):
+                self.abandon("The engine is stopping.")
+
+    def _supervisor_ended(self) -> None:
+        assert self._loop is not None
+        self._loop.remove_reader(self._exit_fd)
+        self._failure = f"its supervisor ended with exit status {self._supervisor.process.wait()}"
+        self.abandon(f"The engine's processes are gone: {self._failure}.")
+
+    def _close(self) -> None:
+        self._inbox.close()
+        self._peers.close()
+        self._context.term()
+        if self._exit_fd >= 0:
+            os.close(self._exit_fd)
+        shutil.rmtree(self.config.run_dir, ignore_errors=True)
