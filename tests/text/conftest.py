@@ -1,0 +1,265 @@
+"""What the text tests share: small tokenizers of every style, a configuration, and a world around one process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+
+from quintet.wire import messages as m
+from quintet.wire.config import (
+    CacheConfig,
+    EngineConfig,
+    ExecutorConfig,
+    FrontendConfig,
+    ModelConfig,
+    ProcessesConfig,
+    SchedulerConfig,
+)
+from quintet.wire.ids import Role, WorkerId
+from quintet.wire.kv_spec import KvSpec
+from quintet.wire.runtime import SUPERVISOR, Stopping
+from quintet.wire.sockets import Inbox, Peers, address_of, make_run_dir
+
+DEADLINE_S = 30.0
+CORPUS = [
+    "def main(arguments: list[str]) -> int:\n    return len(arguments)\n",
+    "the quick brown fox jumps over the lazy dog, don't you think? Hello world! Hello there.",
+    "naïve café, smørrebrød, 日本語のテスト, 안녕하세요, 😀😃 👩‍👩‍👧 flags 🇩🇪",
+    "user system assistant hello how are you today I am fine thank you " * 4,
+]
+
+
+def byte_level() -> Tokenizer:
+    """GPT-2 style BPE, trained; some specials, one with a space, one added token that is not special."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=700,
+        special_tokens=["<|im_start|>", "<|im_end|>", "<with space>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS * 8, trainer)
+    tokenizer.add_tokens(["<tool_call>", "é!"])
+    return tokenizer
+
+
+def sentencepiece() -> Tokenizer:
+    """Llama-2 style BPE with byte fallback and a leading space that decoding strips."""
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
+    vocab |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    for character in "▁abcdefghijklmnopqrstuvwxyzH.,!?'é世":
+        vocab[character] = len(vocab)
+    merges = [("▁", "h"), ("▁h", "e"), ("▁", "w"), ("o", "r"), ("▁w", "or"), ("▁wor", "l"), ("▁worl", "d")]
+    merges += [("l", "l"), ("▁he", "ll"), ("▁hell", "o"), ("▁", "▁"), ("▁", "a")]
+    for left, right in merges:
+        vocab[left + right] = len(vocab)
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
+    )
+    return tokenizer
+
+
+def metaspace() -> Tokenizer:
+    """Unigram with the Metaspace decoder."""
+    pieces = ["▁", "▁the", "▁▁x", "a▁b", "a", "b", "he", "llo", "▁he", "世", "▁▁"]
+    tokenizer = Tokenizer(models.Unigram([("<unk>", 0.0), *((piece, -2.0) for piece in pieces)], unk_id=0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.add_special_tokens(["<unk>", "<pad>"])
+    return tokenizer
+
+
+def wordpiece() -> Tokenizer:
+    """A decoder that only the library knows how to run."""
+    words = [
+        "[UNK]",
+        "hello",
+        "##ing",
+        "##s",
+        ".",
+        ",",
+        "do",
+        "n't",
+        "'s",
+        "[SEP]",
+        "'",
+        "n",
+        "wor",
+        "##ld",
+        "?",
+    ]
+    tokenizer = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens(["[UNK]", "[SEP]"])
+    return tokenizer
+
+
+BUILDERS: dict[str, Callable[[], Tokenizer]] = {
+    "byte_level": byte_level,
+    "sentencepiece": sentencepiece,
+    "metaspace": metaspace,
+    "wordpiece": wordpiece,
+}
+
+
+@pytest.fixture(scope="session")
+def tokenizers_by_style() -> dict[str, Tokenizer]:
+    """One tokenizer of each style."""
+    return {name: build() for name, build in BUILDERS.items()}
+
+
+@pytest.fixture(scope="session", params=list(BUILDERS))
+def any_tokenizer(request: pytest.FixtureRequest, tokenizers_by_style: dict[str, Tokenizer]) -> Tokenizer:
+    """Each style in turn."""
+    return tokenizers_by_style[request.param]
+
+
+@pytest.fixture
+def model_of(tmp_path: Path) -> Callable[..., ModelConfig]:
+    """Write a tokenizer to a folder and return the model that has it."""
+
+    def make(tokenizer: Tokenizer, max_model_len: int = 4096, **changes: Any) -> ModelConfig:
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        fields: dict[str, Any] = {
+            "path": str(tmp_path),
+            "tokenizer_path": str(tmp_path),
+            "served_names": ["test"],
+            "architecture": "LlamaForCausalLM",
+            "dtype": "float32",
+            "vocab_size": tokenizer.get_vocab_size(),
+            "max_model_len": max_model_len,
+            "eos_token_ids": [2],
+            "kv": KvSpec(1, 1, 8, 4, 16),
+        }
+        return ModelConfig(**(fields | changes))
+
+    return make
+
+
+class World:
+    """Everybody else around one process under test: a supervisor, a core and a frontend that only listen."""
+
+    def __init__(self, model: ModelConfig, worker: WorkerId) -> None:
+        self.worker = worker
+        self.config = EngineConfig(
+            run_dir=str(make_run_dir()),
+            model=model,
+            cache=CacheConfig(memory_bytes=1 << 20),
+            scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
+            executor=ExecutorConfig(),
+            frontend=FrontendConfig(),
+            processes=ProcessesConfig(heartbeat_s=0.05),
+        )
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.frontend_id = WorkerId(Role.FRONTEND, 0, 1)
+        self.core_id = WorkerId(Role.CORE, 0, 1)
+        self.supervisor = self.inbox(SUPERVISOR, m.Ready | m.Heartbeat)
+        self.frontend = self.inbox(self.frontend_id, m.Text | m.Detokenized | m.Tokenized | m.Failed)
+        self.core = self.inbox(self.core_id, m.Admit | m.Cancel | m.StopHit)
+        self.peers = Peers(self.context)
+        self.thread: threading.Thread | None = None
+        self.backlogs: dict[str, deque[Any]] = {}
+        self.crash: list[BaseException] = []
+
+    def inbox(self, worker: WorkerId, accepts: Any) -> Inbox[Any]:
+        """Bind one more listener."""
+        return Inbox(self.context, address_of(self.config.run_dir, worker), accepts)
+
+    def start(self, run: Callable[[WorkerId, EngineConfig], None]) -> None:
+        """Run the process in a thread, wait until it is ready, and publish the topology."""
+
+        def body() -> None:
+            try:
+                run(self.worker, self.config)
+            except Stopping:
+                pass
+            except BaseException as error:  # noqa: BLE001 - shown by the test's end
+                self.crash.append(error)
+
+        self.thread = threading.Thread(target=body)
+        self.thread.start()
+        self.greet()
+
+    def greet(self) -> m.Ready:
+        """Wait for `Ready`, then publish who is there."""
+        ready = self.wait(self.supervisor, m.Ready)
+        self.publish(1, self.frontend_id, self.core_id)
+        return ready
+
+    def publish(self, version: int, *workers: WorkerId) -> None:
+        """Tell the process who is there."""
+        self.peers.connect(self.worker, address_of(self.config.run_dir, self.worker))
+        seats = [
+            m.Seat(worker, address_of(self.config.run_dir, worker), 1, m.SeatState.READY)
+            for worker in workers
+        ]
+        self.send(m.Topology(version, seats))
+
+    def send(self, message: Any) -> None:
+        """Send to the process under test."""
+        assert self.peers.send(self.worker.role, self.worker.index, message)
+
+    def wait(self, inbox: Inbox[Any], kind: Any, accept: Callable[[Any], bool] = lambda _: True) -> Any:
+        """Return the next message of a kind, dropping others before it; fail at the deadline."""
+        backlog = self.backlogs.setdefault(inbox.address, deque())
+        deadline = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline:
+            assert not self.crash, self.crash
+            while backlog:
+                message = backlog.popleft()
+                if isinstance(message, kind) and accept(message):
+                    return message
+            backlog.extend(inbox.wait(0.1))
+        raise AssertionError(f"no {kind} within {DEADLINE_S} s")
+
+    def close(self) -> None:
+        """Stop the process and close every socket; an exception of the process fails the test."""
+        if self.thread is not None:
+            if self.thread.is_alive():
+                self.send(m.Stop())
+            self.thread.join(DEADLINE_S)
+            assert not self.thread.is_alive()
+        for inbox in (self.supervisor, self.frontend, self.core):
+            inbox.close()
+        self.peers.close()
+        self.context.destroy(linger=0)
+        assert not self.crash, self.crash
+
+
+@pytest.fixture
+def make_world() -> Iterator[Callable[[ModelConfig, Role], World]]:
+    """Build worlds and close them at the end."""
+    worlds: list[World] = []
+
+    def make(model: ModelConfig, role: Role) -> World:
+        worlds.append(World(model, WorkerId(role, 0, 1)))
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        world.close()

@@ -1,0 +1,168 @@
+"""The tokenizer process over real sockets: admissions, refusals, lanes, cancelling."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from tokenizers import Tokenizer
+
+from quintet.tokenizer_proc import main
+from quintet.wire import messages as m
+from quintet.wire.codec import pack_i32, unpack_i32
+from quintet.wire.config import ModelConfig
+from quintet.wire.errors import ErrorCode
+from quintet.wire.ids import RequestIds, Role
+from quintet.wire.metrics import decode_snapshot
+from quintet.wire.params import SamplingParams
+from quintet.wire.runtime import CONFIG_FILE
+
+BIG = "the quick brown fox " * 60_000  # 1.2 MB
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+@pytest.fixture
+def world(
+    make_world: Callable[..., Any],
+    model_of: Callable[..., ModelConfig],
+    tokenizers_by_style: dict[str, Tokenizer],
+) -> Any:
+    model = model_of(tokenizers_by_style["byte_level"], max_model_len=1 << 20, chat_template=CHATML)
+    world = make_world(model, Role.TOKENIZER)
+    world.start(main.run)
+    return world
+
+
+def submit(request_id: int, prompt: m.Prompt, **params: Any) -> m.Submit:
+    return m.Submit(request_id, prompt, SamplingParams(**params), 1, 2, 0, 0)
+
+
+def test_a_text_is_admitted_as_ids(world: Any, tokenizers_by_style: dict[str, Tokenizer]) -> None:
+    request_id = RequestIds(0, 1).take()
+    request = submit(request_id, m.TextPrompt("Hello world"), bad_words=["dog"])
+    request.cache_salt, request.priority, request.echo = "salt", 3, True
+    world.send(request)
+    admit = world.wait(world.core, m.Admit)
+    tokenizer = tokenizers_by_style["byte_level"]
+    assert list(unpack_i32(admit.prompt_ids)) == tokenizer.encode("Hello world").ids
+    assert (admit.request_id, admit.cache_salt, admit.priority, admit.echo) == (request_id, "salt", 3, True)
+    assert tokenizer.encode("dog").ids in admit.bad_word_ids
+    assert admit.sent_ns > 2
+
+
+def test_ids_of_a_resumed_request_pass_through(world: Any) -> None:
+    request = submit(RequestIds(0, 1).take(), m.TokenPrompt(pack_i32([5, 6])))
+    request.output_ids, request.choice = pack_i32([7]), 2
+    world.send(request)
+    admit = world.wait(world.core, m.Admit)
+    assert (admit.prompt_ids, admit.output_ids, admit.choice) == (pack_i32([5, 6]), pack_i32([7]), 2)
+
+
+def test_a_refused_request_fails_at_its_frontend_and_the_next_one_is_served(world: Any) -> None:
+    ids = RequestIds(0, 1)
+    world.send(submit(ids.take(), m.TokenPrompt(pack_i32([1, 999_999]))))
+    world.send(submit(ids.take(), m.ChatPrompt(b"{nonsense")))
+    world.send(submit(ids.take(), m.TokenPrompt(pack_i32([1]))))
+    failed = world.wait(world.frontend, m.Failed)
+    assert failed.code is ErrorCode.INVALID
+    assert "999999" in failed.message and failed.param == "prompt"
+    assert world.wait(world.frontend, m.Failed).param == "messages"
+    assert world.wait(world.core, m.Admit).prompt_ids == pack_i32([1])
+
+
+def test_a_small_prompt_overtakes_a_megabyte(world: Any) -> None:
+    ids = RequestIds(0, 1)
+    big, small = ids.take(), ids.take()
+    world.send(submit(big, m.TextPrompt(BIG)))
+    world.send(submit(small, m.TextPrompt("small")))
+    assert world.wait(world.core, m.Admit).request_id == small
+    assert world.wait(world.core, m.Admit).request_id == big
+
+
+def test_cancelling_a_request_in_a_lane_ends_it_there(world: Any) -> None:
+    ids = RequestIds(0, 1)
+    first = ids.take(2)
+    world.send(submit(first, m.TextPrompt(BIG), n=2))
+    world.send(m.Cancel([first, first + 1], 0))
+    failed = world.wait(world.frontend, m.Failed)
+    assert (failed.request_id, failed.message) == (first, "cancelled")
+    last = ids.take()
+    world.send(submit(last, m.TextPrompt("later")))
+    assert world.wait(world.core, (m.Admit, m.Cancel)).request_id == last
+
+
+def test_cancelling_one_choice_in_a_lane_follows_the_admission(world: Any) -> None:
+    first = RequestIds(0, 1).take(2)
+    world.send(submit(first, m.TextPrompt(BIG), n=2))
+    world.send(m.Cancel([first + 1], 0))
+    assert world.wait(world.core, (m.Admit, m.Cancel)).request_id == first
+    assert world.wait(world.core, (m.Admit, m.Cancel)).request_ids == [first + 1]
+
+
+def test_cancel_of_an_admitted_request_goes_on_to_the_core(world: Any) -> None:
+    request_id = RequestIds(0, 1).take()
+    world.send(submit(request_id, m.TextPrompt("short")))
+    world.send(m.Cancel([request_id], 0))
+    assert world.wait(world.core, (m.Admit, m.Cancel)).request_id == request_id
+    assert world.wait(world.core, (m.Admit, m.Cancel)).request_ids == [request_id]
+
+
+def test_a_core_that_is_not_there_is_unavailable(world: Any) -> None:
+    request = submit(RequestIds(0, 1).take(), m.TextPrompt("hi"))
+    request.core = 7
+    world.send(request)
+    assert world.wait(world.frontend, m.Failed).code is ErrorCode.UNAVAILABLE
+
+
+def test_queries_are_answered(world: Any, tokenizers_by_style: dict[str, Tokenizer]) -> None:
+    world.send(m.TokenizeQuery(1, 0, m.TextPrompt("Hello world"), return_token_strs=True))
+    answer = world.wait(world.frontend, m.Tokenized)
+    expected = tokenizers_by_style["byte_level"].encode("Hello world")
+    assert list(unpack_i32(answer.token_ids)) == expected.ids
+    assert answer.token_strs == expected.tokens
+    chat = m.ChatPrompt(msgspec.json.encode([{"role": "user", "content": "hi"}]))
+    world.send(m.TokenizeQuery(2, 0, chat))
+    ids = unpack_i32(world.wait(world.frontend, m.Tokenized).token_ids)
+    decoded = tokenizers_by_style["byte_level"].decode(list(ids), skip_special_tokens=False)
+    assert decoded == "<|im_start|>user\nhi<|im_end|>\n"
+    world.send(m.TokenizeQuery(3, 0, m.ChatPrompt(b"[]")))
+    error = world.wait(world.frontend, m.Tokenized).error
+    assert error is not None and error.code is ErrorCode.INVALID
+
+
+def test_heartbeats_tell_of_lanes_and_figures(world: Any) -> None:
+    world.send(submit(RequestIds(0, 1).take(), m.TextPrompt("x " * 50_000)))
+    world.wait(world.core, m.Admit)
+    beat = world.wait(world.supervisor, m.Heartbeat, lambda beat: beat.progress == 1 and beat.metrics)
+    assert beat.pending == 0
+    series = {series.name: series for series in decode_snapshot(beat.metrics).histograms}
+    assert sum(series["tokenize_seconds"].counts) == 1
+    assert sum(series["hop_seconds"].counts) == 1
+    assert series["tokenized_prompt_tokens"].total > 10_000
+
+
+def test_the_module_runs_as_a_child(
+    make_world: Callable[..., Any],
+    model_of: Callable[..., ModelConfig],
+    tokenizers_by_style: dict[str, Tokenizer],
+) -> None:
+    world = make_world(model_of(tokenizers_by_style["byte_level"]), Role.TOKENIZER)
+    run_dir = Path(world.config.run_dir)
+    world.config.write(run_dir / CONFIG_FILE)
+    command = [sys.executable, "-m", "quintet.tokenizer_proc.main", "--run-dir", str(run_dir)]
+    child = subprocess.Popen([*command, "--index", "0", "--epoch", "1", "--parent", str(os.getpid())])
+    try:
+        assert world.greet().pid == child.pid
+        world.send(submit(RequestIds(0, 1).take(), m.TextPrompt("Hello")))
+        assert world.wait(world.core, m.Admit).prompt_ids
+        world.send(m.Stop())
+        assert child.wait(10) == 0
+    finally:
+        child.kill()
+        child.wait()
