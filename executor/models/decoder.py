@@ -102,7 +102,7 @@ class Decoder:
                 )
             q = ops.rope_kv_write(qkv, heads, kv_heads, cos, sin, cache, batch.kv_write)
             attended = ops.paged_attention(q, cache, batch.attention[window], scale)
-            x = x + ops.linear(attended.view(batch.num_tokens, -1), block.output, block.output_bias)
+            x = x + ops.linear(attended.reshape(batch.num_tokens, -1), block.output, block.output_bias)
             normed = ops.rms_norm(x, block.mlp_norm, eps)
             gated = ops.silu_and_mul(ops.linear(normed, block.gate_up, block.gate_up_bias))
             x = x + ops.linear(gated, block.down, block.down_bias)
