@@ -44,7 +44,7 @@ class GaugeSeries(msgspec.Struct, array_like=True):
 
     def set(self, value: float) -> None:
         """Replace the number."""
-        self.value = value
+        self.value = float(value)
 
 
 class HistogramSeries(msgspec.Struct, array_like=True):
