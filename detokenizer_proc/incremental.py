@@ -328,7 +328,9 @@ class PieceDecoder:
         if used:
             self._parts.append(text)
             self._partial = b""
-            self.tentative = text if not self._strip_left else self._lstripped_tentative(text)
+            # Only a run that nothing was kept of yet can be stripped: it is no longer than what is stripped.
+            to_strip = self._strip_left and not self.tentative_length
+            self.tentative = self._lstripped_tentative(text) if to_strip else text
             self.tentative_length += len(self.tentative)
         return ""
 
