@@ -1,0 +1,178 @@
+"""The real core over the real worker, in one process: whatever the scheduling, the tokens are transformers'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from tests.models.test_families import FAMILIES, prompts_of
+
+from quintet.core.engine import Engine
+from quintet.core.outbox import Effects
+from quintet.executor.worker import Worker, make_worker
+from quintet.wire.codec import pack_i32, unpack_i32, unpack_i64
+from quintet.wire.config import EngineConfig
+from quintet.wire.messages import Admit, FinishReason
+from quintet.wire.params import SamplingParams
+from quintet.wire.step import Capacity
+
+NUM_TOKENS = 32
+TINY_KV = 34
+"""Blocks of 4 tokens: the longest request needs 21, so eight of them must take turns."""
+
+
+class House:
+    """A core and a worker, with the queue of plans between them."""
+
+    def __init__(self, config: EngineConfig, worker: Worker | None = None) -> None:
+        self.engine = Engine(config.model, config.cache, config.scheduler)
+        self.worker = worker or make_worker(config)
+        self.worker.reset()
+        self.block_size = config.model.kv.block_size
+        self.outputs: dict[int, list[int]] = {}
+        self.endings: dict[int, FinishReason] = {}
+        self.cached: dict[int, int] = {}
+        num_blocks = config.cache.memory_bytes // config.model.kv.bytes_per_block
+        limits = (config.scheduler.max_num_seqs, config.model.max_model_len)
+        self._apply(self.engine.capacity(Capacity(1, num_blocks, self.block_size, *limits), 0))
+
+    def admit(self, request_id: int, prompt: list[int], params: SamplingParams, priority: int = 0) -> None:
+        admit = Admit(request_id, pack_i32(prompt), params, 0, 0, detokenizer=0, priority=priority)
+        self._apply(self.engine.admit(admit, 0))
+
+    def run(self) -> None:
+        """Work until nobody is left, planning ahead as far as the depth allows."""
+        plans = []
+        while self.engine.num_live:
+            while (plan := self.engine.plan(0)) is not None:
+                plans.append(plan)
+            assert plans, "requests are left and nothing is planned"
+            self._apply(self.engine.commit(self.worker.execute(plans.pop(0)), 0))
+        for plan in plans:
+            self._apply(self.engine.commit(self.worker.execute(plan), 0))
+
+    def _apply(self, effects: Effects) -> None:
+        assert not effects.failed, effects.failed
+        for _, tokens in effects.tokens:
+            for opened in tokens.opens:
+                self.cached[opened.request_id] = opened.num_cached_tokens
+            ids = list(unpack_i32(tokens.token_ids))
+            rows = zip(
+                unpack_i64(tokens.request_ids),
+                unpack_i32(tokens.first_indexes),
+                tokens.num_tokens,
+                tokens.finishes,
+                strict=True,
+            )
+            for request_id, first, count, finish in rows:
+                known = self.outputs.setdefault(request_id, [])
+                assert first == len(known), "a token went missing or came twice"
+                known += ids[:count]
+                del ids[:count]
+                if finish:
+                    assert request_id not in self.endings
+                    self.endings[request_id] = FinishReason(finish)
+
+
+def changed(config: EngineConfig, **scheduler: Any) -> EngineConfig:
+    """Return the configuration with other scheduler settings, audited after every step."""
+    return msgspec.structs.replace(
+        config, scheduler=msgspec.structs.replace(config.scheduler, audit=True, **scheduler)
+    )
+
+
+def small_kv(config: EngineConfig, num_blocks: int) -> EngineConfig:
+    """Return the configuration with this many KV blocks."""
+    cache = msgspec.structs.replace(config.cache, memory_bytes=num_blocks * config.model.kv.bytes_per_block)
+    return msgspec.structs.replace(config, cache=cache)
+
+
+def without_prefix_cache(config: EngineConfig) -> EngineConfig:
+    """Return the configuration with the prefix cache off."""
+    return msgspec.structs.replace(
+        config, cache=msgspec.structs.replace(config.cache, enable_prefix_caching=False)
+    )
+
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, seed=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_do_not_depend_on_scheduling(family: str, serve: Callable[..., Any]) -> None:
+    served = serve(FAMILIES[family](), max_model_len=96)
+    prompts = prompts_of()
+    expected = [served.greedy(prompt, NUM_TOKENS) for prompt in prompts]
+    config, worker = served.config, served.core.worker
+    variants = {
+        "together": changed(config),
+        "synchronous": changed(config, depth=1),
+        "chunks": changed(config, max_num_batched_tokens=17, long_prefill_token_threshold=5),
+        "whole prompts": changed(config, enable_chunked_prefill=False, max_num_batched_tokens=64),
+        "no prefix cache": without_prefix_cache(changed(config)),
+        "two at a time": changed(config, max_num_seqs=2),
+        "preemption": small_kv(changed(config), TINY_KV),
+        "preemption in chunks": small_kv(changed(config, max_num_batched_tokens=13), TINY_KV),
+    }
+    for name, variant in variants.items():
+        house = House(variant, worker)
+        for i, prompt in enumerate(prompts):
+            house.admit(i + 1, prompt, GREEDY)
+        house.run()
+        assert [house.outputs[i + 1] for i in range(len(prompts))] == expected, name
+        assert house.engine.state is not None
+        preempted = house.engine.state.counters.preemptions
+        assert (preempted > 0) == name.startswith("preemption"), (name, preempted)
+
+
+def test_a_second_round_hits_the_prefix_cache_and_says_the_same(serve: Callable[..., Any]) -> None:
+    served = serve(FAMILIES["qwen3"](), max_model_len=96)
+    house = House(changed(served.config), served.core.worker)
+    prompts = prompts_of()
+    for round_ in (0, 100):
+        for i, prompt in enumerate(prompts):
+            house.admit(round_ + i + 1, prompt, GREEDY)
+        house.run()
+    for i, prompt in enumerate(prompts):
+        assert house.outputs[i + 1] == house.outputs[100 + i + 1] == served.greedy(prompt, NUM_TOKENS)
+        assert house.cached[100 + i + 1] == (len(prompt) - 1) // house.block_size * house.block_size
+
+
+def test_four_choices_are_four_requests_with_their_seeds(serve: Callable[..., Any]) -> None:
+    """Choices that share a prompt's blocks draw what requests of their own would draw."""
+    from quintet.wire.params import seed_of_choice
+
+    served = serve(FAMILIES["llama-gqa-biases"](), max_model_len=96)
+    house = House(changed(served.config), served.core.worker)
+    prompts = prompts_of((5, 29))
+    for i, prompt in enumerate(prompts):
+        house.admit(
+            10 * i + 10, prompt, SamplingParams(n=4, temperature=0.9, top_p=0.95, max_tokens=24, seed=7)
+        )
+    house.run()
+    alone = House(without_prefix_cache(changed(served.config)), served.core.worker)
+    for i, prompt in enumerate(prompts):
+        for choice in range(4):
+            params = SamplingParams(
+                temperature=0.9, top_p=0.95, max_tokens=24, seed=seed_of_choice(7, choice)
+            )
+            alone.admit(10 * i + 10 + choice, prompt, params)
+            alone.run()
+    assert house.outputs == alone.outputs
+    assert len({tuple(output) for output in house.outputs.values()}) == 8
+
+
+def test_preempted_choices_draw_the_same(serve: Callable[..., Any]) -> None:
+    served = serve(FAMILIES["qwen2"](), max_model_len=96)
+    params = SamplingParams(
+        n=4, temperature=1.0, max_tokens=30, seed=3, presence_penalty=0.5, repetition_penalty=1.2
+    )
+    outputs = []
+    for config in (changed(served.config), small_kv(changed(served.config), TINY_KV)):
+        house = House(config, served.core.worker)
+        for i, prompt in enumerate(prompts_of((13, 29, 20))):
+            house.admit(10 * i + 10, prompt, params)
+        house.run()
+        outputs.append(house.outputs)
+    assert outputs[0] == outputs[1]
