@@ -348,6 +348,8 @@ class Heartbeat(msgspec.Struct, array_like=True, tag="heartbeat"):
     """Processor time of the process so far."""
     metrics: bytes = b""
     """Encoded `quintet.wire.metrics.Snapshot`; empty when nothing changed since the last."""
+    topology: int = 0
+    """Version of the topology that the worker follows; a new one is acknowledged by a heartbeat at once."""
 
 
 class MetricsQuery(msgspec.Struct, array_like=True, tag="metrics_query"):

@@ -82,7 +82,9 @@ class Process(Generic[MessageT]):
         self.peers.send(
             Role.SUPERVISOR,
             0,
-            Heartbeat(self.me, self.progress, self.pending, time.process_time_ns(), changed),
+            Heartbeat(
+                self.me, self.progress, self.pending, time.process_time_ns(), changed, self.topology.version
+            ),
         )
 
     def receive(self, timeout_s: float | None = None) -> list[Any]:
@@ -122,6 +124,7 @@ class Process(Generic[MessageT]):
             if message.version > self.topology.version:
                 self.topology = message
                 self.replaced = self.peers.follow(message.seats)
+                self.beat()
         elif isinstance(message, Stop):
             raise Stopping
 

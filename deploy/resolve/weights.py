@@ -69,10 +69,20 @@ def _tensors(path: Path) -> list[tuple[int, int, list[int]]]:
             if not 2 <= header_bytes <= _MAX_HEADER_BYTES:
                 raise ValueError("its header has an impossible size")
             header = json.loads(file.read(header_bytes))
-        return [
+        tensors: list[tuple[int, int, list[int]]] = [
             (*entry["data_offsets"], entry["shape"])
             for name, entry in header.items()
             if name != "__metadata__"
         ]
+        expected, found = (
+            8 + header_bytes + max((end for _, end, _ in tensors), default=0),
+            path.stat().st_size,
+        )
+        if found < expected:
+            raise ValueError(f"it has {found} bytes of {expected}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path} is not a readable safetensors file: {error}") from None
+        raise ConfigError(
+            f"{path} is not a readable safetensors file: {error}. Fetch it again, or try the rest without weights: "
+            "--load-format dummy or --executor mock"
+        ) from None
+    return tensors

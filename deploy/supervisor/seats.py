@@ -10,7 +10,7 @@ from pathlib import Path
 
 from quintet.wire.config import ProcessesConfig
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.messages import ProcessFigures, Seat, SeatState, Topology
+from quintet.wire.messages import Heartbeat, ProcessFigures, Seat, SeatState, Topology
 from quintet.wire.sockets import address_of
 
 
@@ -36,6 +36,8 @@ class SeatRecord:
     pending: int = 0
     cpu_ns: int = 0
     metrics: bytes = b""
+    topology: int = 0
+    """Version of the topology that the process has acknowledged."""
     aborted_at: float | None = None
     """When SIGABRT was sent to a silent process."""
     restart_at: float | None = None
@@ -53,19 +55,21 @@ class SeatRecord:
         self.process, self.pid, self.state, self.note = process, process.pid, SeatState.STARTING, ""
         self.facts, self.metrics = {}, b""
         self.spawned_at, self.ready_at, self.aborted_at, self.restart_at = now, None, None, None
-        self.progress = self.pending = self.cpu_ns = 0
+        self.progress = self.pending = self.cpu_ns = self.topology = 0
 
     def became_ready(self, facts: dict[str, str], now: float) -> None:
         """The process says that it can work."""
         self.state, self.facts, self.ready_at = SeatState.READY, facts, now
         self.last_beat = self.progress_at = now
 
-    def beat(self, progress: int, pending: int, cpu_ns: int, metrics: bytes, now: float) -> None:
+    def beat(self, heartbeat: Heartbeat, now: float) -> None:
         """The process says that it is alive."""
-        if progress != self.progress or pending == 0:
+        if heartbeat.progress != self.progress or heartbeat.pending == 0:
             self.progress_at = now
-        self.progress, self.pending, self.cpu_ns, self.last_beat = progress, pending, cpu_ns, now
-        self.metrics = metrics or self.metrics
+        self.progress, self.pending, self.cpu_ns = heartbeat.progress, heartbeat.pending, heartbeat.cpu_ns
+        self.metrics = heartbeat.metrics or self.metrics
+        self.topology = heartbeat.topology
+        self.last_beat = now
 
     def is_stuck(self, now: float, stall_s: float) -> bool:
         """Whether work is pending and none was completed, or nothing was heard, for ``stall_s``."""
@@ -114,6 +118,11 @@ class SeatTable:
         """Return the seat that ``worker`` fills now; None for a process of an earlier epoch."""
         seat = self._seats.get((worker.role, worker.index))
         return seat if seat is not None and seat.worker == worker else None
+
+    @property
+    def version(self) -> int:
+        """Version of the newest topology."""
+        return self._version
 
     def topology(self, draining: bool) -> Topology:
         """Return a new version of the topology."""

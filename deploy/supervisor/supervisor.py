@@ -116,6 +116,7 @@ class Supervisor:
                 self._notice_deaths()
                 self._keep_deadlines()
                 self._publish()
+                self._open_when_known()
                 if not self._finished:
                     self._bell.wait(_IDLE_TICK_S if self._phase is Phase.SERVING else _BUSY_TICK_S)
             return self._exit_code
@@ -133,12 +134,10 @@ class Supervisor:
                     seat = self._seats.of(worker)
                     if seat is not None and seat.state is SeatState.STARTING:
                         self._seat_ready(seat, facts, now)
-                case Heartbeat(
-                    worker=worker, progress=progress, pending=pending, cpu_ns=cpu_ns, metrics=metrics
-                ):
+                case Heartbeat(worker=worker):
                     seat = self._seats.of(worker)
                     if seat is not None and not seat.external:
-                        seat.beat(progress, pending, cpu_ns, metrics, now)
+                        seat.beat(message, now)
                 case MetricsQuery(query_id=query_id, frontend=frontend):
                     self._peers.send(Role.FRONTEND, frontend, MetricsReport(query_id, self._seats.figures()))
                 case Drained(worker=worker):
@@ -178,9 +177,15 @@ class Supervisor:
         siblings = [other for other in self._seats.own() if other.role is seat.role]
         if all(other.state is SeatState.READY for other in siblings):
             self._story.role_ready(siblings)
-        if all(other.state is SeatState.READY for other in self._seats):
+
+    def _open_when_known(self) -> None:
+        """Tell the world once everyone is ready and the frontends know it: none may turn the first request away."""
+        version = self._seats.version
+        if self._phase is Phase.BOOTING and all(
+            seat.state is SeatState.READY and (seat.role is not Role.FRONTEND or seat.topology == version)
+            for seat in self._seats.own()
+        ):
             self._phase = Phase.SERVING
-            self._publish()
             self._story.all_ready()
 
     def _fail(self, failure: Failure) -> None:
@@ -252,7 +257,7 @@ class Supervisor:
                 self._watch(seat, now)
 
     def _boot_too_slow(self) -> None:
-        late = [seat for seat in self._seats.own() if seat.state is not SeatState.READY]
+        late = [seat for seat in self._seats.own() if seat.state is not SeatState.READY or not seat.topology]
         names = ", ".join(str(seat.worker) for seat in late)
         limit_s = self._config.processes.boot_timeout_s
         self._fail(

@@ -281,6 +281,17 @@ def test_a_missing_shard_or_a_broken_file_is_named(tmp_path: Path) -> None:
         read_weight_facts(tmp_path)
 
 
+def test_a_truncated_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    write_weights(path, {"x": [100]})
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-50])
+    with pytest.raises(
+        ConfigError, match=rf"it has {len(whole) - 50} bytes of {len(whole)}\. Fetch it again"
+    ):
+        read_weight_facts(tmp_path)
+
+
 def test_weights_of_another_kind_are_recognised(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"pytorch_model\.bin is of a kind Quintet does not read"):

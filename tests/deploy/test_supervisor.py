@@ -27,12 +27,15 @@ def seat_is(worker: str, state: str) -> Callable[[Event], bool]:
     return lambda event: event["seats"].get(worker) == state
 
 
+def tells_that_all_are_ready(event: Event) -> bool:
+    return event["event"] == "topology" and set(event["seats"].values()) == {"READY"}
+
+
 def test_children_boot_together_and_everyone_learns_of_everyone(server: World) -> None:
     server.start()
     server.expect("all_ready")
-    informed: set[str] = set()
-    while informed != ALL:
-        informed.add(server.expect("topology", lambda event: set(event["seats"].values()) == {"READY"})["me"])
+    while {event["me"] for event in server.seen if tells_that_all_are_ready(event)} != ALL:
+        server.expect("topology")
     topologies = [event for event in server.seen if event["event"] == "topology"]
     assert all(set(event["seats"]) == ALL for event in topologies), (
         "children are published while they still start"
