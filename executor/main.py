@@ -23,15 +23,21 @@ WORKERS = {
 }
 """``ExecutorConfig.kind`` to the function that makes the worker. Imported when chosen: the mock needs no torch."""
 
-PASSIVE_THREADS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
-"""OpenMP threads sleep between parallel regions instead of spinning on cores the other processes need."""
+ENVIRONMENT = {
+    "OMP_WAIT_POLICY": "passive",
+    "GOMP_SPINCOUNT": "0",
+    "KMP_BLOCKTIME": "0",
+    "THP_MEM_ALLOC_ENABLE": "1",
+}
+"""Read by libraries that a worker loads: OpenMP threads sleep between parallel regions instead of spinning on cores the
+other processes need; torch asks for huge pages for large tensors. What the user has set stays."""
 
 CORE = 0
 
 
 def make_worker(config: EngineConfig) -> StepWorker:
     """Import and build the worker that the configuration names."""
-    for name, value in PASSIVE_THREADS.items():
+    for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     module, _, function = WORKERS[config.executor.kind].partition(":")
     make: Callable[[EngineConfig], StepWorker] = getattr(importlib.import_module(module), function)

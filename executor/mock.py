@@ -18,6 +18,7 @@ from quintet.wire.params import SamplingParams
 from quintet.wire.step import NewRow, PromptLogprobs, StepPlan, StepResult, TokenLogprobs
 
 _MIX_A, _MIX_B = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+SEED_MASK = (1 << 64) - 1
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -51,7 +52,7 @@ class MockWorker:
             for slot in np.frombuffer(plan.freed, np.int32).tolist():
                 self._logprob_rows.pop(slot, None)
         for row in plan.new_rows:
-            self._seeds[row.slot] = row.seed
+            self._seeds[row.slot] = row.seed & SEED_MASK
             self._logprob_rows.pop(row.slot, None)
             if row.params.logprobs is not None or row.params.prompt_logprobs is not None:
                 self._logprob_rows[row.slot] = row

@@ -5,10 +5,13 @@ Used wherever a step must touch "all tokens of these rows" or "all stop ids of t
 
 from __future__ import annotations
 
+from typing import Generic, TypeVar
+
 import numpy as np
 from numpy.typing import NDArray
 
 Int = NDArray[np.int64]
+NumberT = TypeVar("NumberT", np.int64, np.float32)
 
 
 def ranges(starts: Int, counts: Int) -> tuple[Int, Int]:
@@ -22,15 +25,15 @@ def ranges(starts: Int, counts: Int) -> tuple[Int, Int]:
     return rows, offsets + np.repeat(starts, counts)
 
 
-class RaggedTable:
+class RaggedTable(Generic[NumberT]):
     """One list of numbers per slot, in a padded table that widens with the longest list it was ever given.
 
     Allocated at the first `put`: a server nobody asks for the feature never pays for it.
     """
 
-    def __init__(self, num_slots: int, dtype: type[np.generic]) -> None:
+    def __init__(self, num_slots: int, dtype: type[NumberT]) -> None:
         self._lengths = np.zeros(num_slots, np.int64)
-        self._table = np.zeros((num_slots, 0), dtype)
+        self._table: NDArray[NumberT] = np.zeros((num_slots, 0), dtype)
 
     def put(self, slot: int, values: list[int] | list[float]) -> None:
         """Replace the list of one slot."""
@@ -41,7 +44,7 @@ class RaggedTable:
         self._table[slot, : len(values)] = values
         self._lengths[slot] = len(values)
 
-    def take(self, slots: Int) -> tuple[Int, NDArray[np.generic]]:
+    def take(self, slots: Int) -> tuple[Int, NDArray[NumberT]]:
         """Return ``(rows, values)`` of the lists of ``slots``, flat; ``rows`` indexes into ``slots``."""
         lengths = self._lengths[slots]
         rows, columns = ranges(np.zeros(len(slots), np.int64), lengths)

@@ -49,7 +49,7 @@ class Worker:
         self._kv = [lazy_zeros(shape, dtype, device) for _ in range(kv.num_layers)]
         self._model = model
         self._tables = SlotTables(max_num_seqs, config.model.max_model_len, kv.block_size, device)
-        self._sampler = Sampler(max_num_seqs, self._tables, ops)
+        self._sampler = Sampler(max_num_seqs, model.vocab_size, self._tables, ops)
         element_bytes = torch.empty((), dtype=dtype).element_size()
         self._builder = BatchBuilder(
             KvShape(kv.num_kv_heads, kv.block_size, 2 * kv.num_kv_heads * kv.head_dim * element_bytes),

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from quintet.executor.ops.argmax import argmax
+from quintet.executor.ops.descending import descending
 from quintet.executor.ops.embedding import embedding
 from quintet.executor.ops.linear import linear
 from quintet.executor.ops.paged_attention import AttentionGroup, paged_attention
@@ -74,6 +75,12 @@ class Argmax(Protocol):
     def __call__(self, logits: torch.Tensor) -> torch.Tensor: ...
 
 
+class Descending(Protocol):
+    """See `quintet.executor.ops.descending`."""
+
+    def __call__(self, values: torch.Tensor) -> torch.Tensor: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Ops:
     """The operations, as a model or sampler calls them."""
@@ -85,10 +92,14 @@ class Ops:
     rope_kv_write: RopeKvWrite = rope_kv_write
     paged_attention: PagedAttention = paged_attention
     argmax: Argmax = argmax
+    descending: Descending = descending
 
 
 IMPLEMENTATIONS: dict[str, dict[str, str]] = {
-    "cpu": {"argmax": "quintet.executor.ops.argmax:argmax_on_host"},
+    "cpu": {
+        "argmax": "quintet.executor.ops.argmax:argmax_on_host",
+        "descending": "quintet.executor.ops.descending:descending_on_host",
+    },
     "cuda": {},
 }
 """Platform name to operation name to the import string that replaces the torch reference."""

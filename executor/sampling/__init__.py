@@ -1,1 +1,9 @@
-"""From logits to tokens: one file per concern, the whole batch at once."""
+"""From logits to tokens, the whole batch at once, one file per concern.
+
+The order is vLLM's, so that scripts tuned there behave alike::
+
+    raw logits ── log-probabilities are of these
+      │ allowed ids, bad words, min tokens, logit bias, penalties      (SHAPING: every row)
+      ├─ temperature 0: the most likely
+      └─ temperature, min-p, top-k, top-p, draw                        (FILTERS: rows that draw at random)
+"""

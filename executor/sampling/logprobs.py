@@ -1,0 +1,140 @@
+"""Log-probabilities of drawn and of prompt tokens, from the raw logits, before any concern touches them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from quintet.executor.batch import Rows
+from quintet.executor.memory import to_device
+from quintet.executor.models.model import CausalModel
+from quintet.executor.ragged import ranges
+from quintet.executor.sampling.concern import Int
+from quintet.executor.slots import SlotTables
+from quintet.wire.step import NewRow, PromptLogprobs, TokenLogprobs
+
+POSITIONS_AT_ONCE = 256
+"""Prompt positions whose logits are in memory at the same time."""
+
+
+class Logprobs:
+    """What each slot's tenant wants to know. Entries hold the token itself first, then the most likely ones."""
+
+    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._num_top = np.zeros(max_num_seqs, np.int64)
+        self._num_prompt_top = np.zeros(max_num_seqs, np.int64)
+        self._chosen_ids: dict[int, Int] = {}
+
+    def admit_output(self, row: NewRow) -> bool:
+        """Remember what is asked about drawn tokens; return whether anything is."""
+        params = row.params
+        self._chosen_ids.pop(row.slot, None)
+        if params.logprob_token_ids:
+            ids = [token for token in params.logprob_token_ids if 0 <= token < self._vocab_size]
+            self._chosen_ids[row.slot] = np.array(ids, np.int64)
+        self._num_top[row.slot] = self._number(params.logprobs)
+        return params.logprobs is not None or bool(params.logprob_token_ids)
+
+    def admit_prompt(self, row: NewRow) -> bool:
+        """Remember what is asked about prompt tokens; return whether anything is."""
+        self._num_prompt_top[row.slot] = self._number(row.params.prompt_logprobs)
+        return row.params.prompt_logprobs is not None
+
+    def of_drawn(
+        self, logits: torch.Tensor, drawn: torch.Tensor, slots: Int, which: Int, row_numbers: Int
+    ) -> list[TokenLogprobs]:
+        """Report on the rows ``which`` of ``logits [S, vocab]`` and ``drawn [S]``.
+
+        ``slots`` are of all S rows; ``row_numbers`` their indexes in the plan. A request with ``logprob_token_ids``
+        gets those instead of the most likely.
+        """
+        index = to_device(which, logits.device)
+        own = drawn[index]
+        logprobs = torch.log_softmax(logits[index], dim=-1, dtype=torch.float32)
+        num_top = self._num_top[slots[which]]
+        ids, values, ranks = _entries(logprobs, own, int(num_top.max()))
+        reports: list[TokenLogprobs] = []
+        for i, slot in enumerate(slots[which].tolist()):
+            width = 1 + int(num_top[i])
+            row_ids, row_values = ids[i, :width], values[i, :width]
+            chosen = self._chosen_ids.get(slot)
+            if chosen is not None:
+                asked = logprobs[i][to_device(chosen, logits.device)].cpu().numpy()
+                order = np.argsort(-asked, kind="stable")
+                row_ids = np.concatenate((ids[i, :1], chosen[order].astype(np.int32)))
+                row_values = np.concatenate((values[i, :1], asked[order]))
+            reports.append(
+                TokenLogprobs(
+                    int(row_numbers[which[i]]), int(ranks[i]), row_ids.tobytes(), row_values.tobytes()
+                )
+            )
+        return reports
+
+    def of_prompt(
+        self, rows: Rows, which: Int, tables: SlotTables, hidden: torch.Tensor, model: CausalModel
+    ) -> list[PromptLogprobs]:
+        """Report on prompt tokens that follow a position computed in this step, of the rows ``which``.
+
+        The position before the first token of a chunk was computed in the step before, and reported then: entries of
+        successive chunks join without a gap.
+        """
+        slots, firsts = rows.slots[which], rows.starts[which] + 1
+        counts = np.minimum(firsts + rows.counts[which], tables.num_prompt_tokens[slots]) - firsts
+        which, slots, firsts = which[counts > 0], slots[counts > 0], firsts[counts > 0]
+        counts = counts[counts > 0]
+        if not len(which):
+            return []
+        owners, positions = ranges(firsts, counts)
+        _, at = ranges(rows.offsets[which], counts)
+        width = int(self._num_prompt_top[slots].max())
+        pieces = []
+        for begin in range(0, len(at), POSITIONS_AT_ONCE):
+            piece = slice(begin, begin + POSITIONS_AT_ONCE)
+            own = tables.token_ids[
+                to_device(slots[owners[piece]], hidden.device),
+                to_device(positions[piece].copy(), hidden.device),
+            ]
+            logits = model.logits(hidden[to_device(at[piece].copy(), hidden.device)])
+            logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+            pieces.append(_entries(logprobs, own.long(), width))
+        ids, values, ranks = (np.concatenate(parts) for parts in zip(*pieces, strict=True))
+        ends = np.cumsum(counts)
+        reports: list[PromptLogprobs] = []
+        for i, row in enumerate(which.tolist()):
+            mine = slice(int(ends[i] - counts[i]), int(ends[i]))
+            row_width = 1 + int(self._num_prompt_top[slots[i]])
+            reports.append(
+                PromptLogprobs(
+                    row,
+                    int(firsts[i]),
+                    row_width,
+                    ranks[mine].tobytes(),
+                    ids[mine, :row_width].tobytes(),
+                    values[mine, :row_width].tobytes(),
+                )
+            )
+        return reports
+
+    def _number(self, asked: int | None) -> int:
+        """Return how many of the most likely tokens: -1 asks for all of them."""
+        if asked is None:
+            return 0
+        return self._vocab_size if asked < 0 else min(asked, self._vocab_size)
+
+
+def _entries(
+    logprobs: torch.Tensor, own: torch.Tensor, num_top: int
+) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]:
+    """Return ids and values ``[n, 1 + num_top]``, the token ``own [n]`` first, and its ranks ``[n]``, from 1."""
+    mine = logprobs.gather(1, own.unsqueeze(1))
+    ranks = (logprobs > mine).sum(dim=-1).add_(1)
+    top = logprobs.topk(num_top, dim=-1)
+    ids = torch.cat((own.unsqueeze(1), top.indices), dim=1)
+    values = torch.cat((mine, top.values), dim=1)
+    return (
+        ids.to(torch.int32).cpu().numpy(),
+        values.cpu().numpy(),
+        ranks.to(torch.int32).cpu().numpy(),
+    )

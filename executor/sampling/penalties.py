@@ -1,0 +1,68 @@
+"""Repetition, presence and frequency penalties.
+
+``repetition`` (Keskar et al., "CTRL", 2019) divides positive and multiplies negative logits of every token that occurs
+in prompt or output; ``presence`` and ``frequency`` (the OpenAI API) subtract once, or once per occurrence, for tokens
+of the output.
+
+No counts are kept: the tokens are in the token table, and touching the few logits they name costs less than a pass over
+a table as wide as the vocabulary. So there is nothing to bring up to date after preemption or recovery.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from quintet.executor.memory import to_device
+from quintet.executor.ragged import ranges
+from quintet.executor.sampling.concern import DrawRows, Int
+from quintet.wire.step import NewRow
+
+
+class Penalties:
+    """One concern for all three: they read the same tokens."""
+
+    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
+        self._repetition = np.ones(max_num_seqs, np.float32)
+        self._presence = np.zeros(max_num_seqs, np.float32)
+        self._frequency = np.zeros(max_num_seqs, np.float32)
+
+    def admit(self, row: NewRow) -> bool:
+        """See `Concern.admit`."""
+        params, slot = row.params, row.slot
+        self._repetition[slot] = params.repetition_penalty
+        self._presence[slot] = params.presence_penalty
+        self._frequency[slot] = params.frequency_penalty
+        return (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (
+            1.0,
+            0.0,
+            0.0,
+        )
+
+    def apply(self, logits: torch.Tensor, rows: DrawRows, which: Int) -> None:
+        """See `Concern.apply`."""
+        repeats = which[self._repetition[rows.slots[which]] != 1.0]
+        if len(repeats):
+            owners, at = _tokens(logits, rows, repeats, np.zeros_like(repeats))
+            factor = to_device(self._repetition[rows.slots[repeats]][owners], logits.device)
+            values = logits[at]
+            # a token that occurs twice is written twice, with the same value
+            logits.index_put_(at, torch.where(values > 0, values / factor, values * factor))
+        slots = rows.slots[which]
+        counts = which[(self._presence[slots] != 0.0) | (self._frequency[slots] != 0.0)]
+        if len(counts):
+            owners, at = _tokens(logits, rows, counts, rows.num_prompt[counts])
+            frequency = to_device(self._frequency[rows.slots[counts]][owners], logits.device)
+            presence = to_device(self._presence[rows.slots[counts]][owners], logits.device)
+            logits.index_put_(at, frequency.neg_(), accumulate=True)
+            logits.index_put_(at, logits[at] - presence)
+
+
+def _tokens(
+    logits: torch.Tensor, rows: DrawRows, which: Int, firsts: Int
+) -> tuple[Int, tuple[torch.Tensor, torch.Tensor]]:
+    """Return which of ``which`` each token from position ``first`` on belongs to, and the places of their logits."""
+    device = logits.device
+    owners, positions = ranges(firsts, rows.lengths[which] - firsts)
+    tokens = rows.tables.token_ids[to_device(rows.slots[which][owners], device), to_device(positions, device)]
+    return owners, (to_device(which[owners], device), tokens)

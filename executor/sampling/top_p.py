@@ -1,0 +1,55 @@
+"""``top_p``: keeps the fewest most likely tokens whose probabilities reach p (Holtzman et al., "The curious case of neural
+text degeneration", 2020)."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from quintet.executor.memory import to_device
+from quintet.executor.ops.table import Ops
+from quintet.executor.sampling.concern import DrawRows, Int
+from quintet.executor.sampling.cut import cut_below
+from quintet.wire.step import NewRow
+
+NUM_CANDIDATES = 128
+
+
+class TopP:
+    """Looks at the largest few logits first, and sorts only rows whose mass is spread wider: a full sort of a vocabulary
+    costs more than the rest of a step. Both ways find the same threshold, so a row's outcome stays its own."""
+
+    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
+        self._p = np.ones(max_num_seqs, np.float64)
+
+    def admit(self, row: NewRow) -> bool:
+        """See `Concern.admit`."""
+        self._p[row.slot] = row.params.top_p
+        return row.params.top_p < 1.0
+
+    def apply(self, logits: torch.Tensor, rows: DrawRows, which: Int) -> None:
+        """See `Concern.apply`."""
+        p = to_device(self._p[rows.slots[which]], logits.device)
+        cut_below(logits, which, lambda chosen: threshold(chosen, p, rows.ops))
+
+
+def threshold(logits: torch.Tensor, p: torch.Tensor, ops: Ops) -> torch.Tensor:
+    """Return ``[n]``: the smallest logit to keep in each row of ``logits [n, vocab]`` for ``p`` (float64 ``[n]``)."""
+    most_likely = torch.softmax(logits, dim=-1).amax(dim=-1)
+    largest = logits.topk(min(NUM_CANDIDATES, logits.shape[1])).values
+    smallest, reached = _last_kept(largest, most_likely, p)
+    wide = (~reached).nonzero().squeeze(1)
+    if len(wide):
+        smallest[wide], _ = _last_kept(ops.descending(logits[wide]), most_likely[wide], p[wide])
+    return smallest
+
+
+def _last_kept(
+    largest: torch.Tensor, most_likely: torch.Tensor, p: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the last of ``largest [n, candidates]`` (descending) before which less than ``p`` had gathered, and whether
+    the candidates reach ``p`` at all. ``most_likely`` is the probability of the first."""
+    shares = (largest - largest[:, :1]).double().exp_().mul_(most_likely.unsqueeze(1))
+    mass = shares.cumsum(dim=-1)
+    num_before = (mass[:, :-1] < p.unsqueeze(1)).sum(dim=-1, keepdim=True)
+    return largest.gather(1, num_before).squeeze(1), mass[:, -1] >= p
