@@ -1,6 +1,7 @@
-"""Who may enter: a bounded number of live requests, and only while there is somebody to serve them.
+"""Who may enter: a bounded number of live requests, until the server drains.
 
-This is the one place where load is refused; behind it, sends never block.
+This is the one place where load is refused; behind it, sends never block. A worker that is booting or being replaced is
+no reason to refuse: the request waits for it, and the client sees a pause.
 """
 
 from __future__ import annotations
@@ -12,11 +13,10 @@ from collections.abc import Callable
 from quintet.frontend.dialects.errors import RetryLater
 from quintet.frontend.sessions import Sessions
 from quintet.wire.errors import ErrorCode
-from quintet.wire.ids import Role
 from quintet.wire.metrics import Metrics
 
 MAX_RETRY_S = 60
-BOOT_RETRY_S = 2
+SHORT_RETRY_S = 2
 _WINDOW_S = 5.0
 
 
@@ -39,24 +39,16 @@ class Admission:
         self._refused_full = metrics.counter(
             "admission_rejections", "Requests refused at the door.", reason="max_num_queued_reqs"
         )
-        self._refused_unready = metrics.counter(
-            "admission_rejections", "Requests refused at the door.", reason="not_ready"
+        self._refused_draining = metrics.counter(
+            "admission_rejections", "Requests refused at the door.", reason="draining"
         )
 
     def enter(self, num_requests: int = 1) -> None:
         """Raise `RetryLater` unless this many more requests may be submitted now."""
         if self.draining:
-            self._refused_unready.inc()
+            self._refused_draining.inc()
             raise RetryLater(
-                ErrorCode.UNAVAILABLE, "The server is shutting down and takes no new requests.", BOOT_RETRY_S
-            )
-        missing = [r for r in self._sessions.seats.missing() if r in {Role.CORE, Role.EXECUTOR}]
-        if missing:
-            self._refused_unready.inc()
-            raise RetryLater(
-                ErrorCode.UNAVAILABLE,
-                f"The server is not ready: no {' or '.join(missing)} process is running yet. Try again shortly.",
-                BOOT_RETRY_S,
+                ErrorCode.UNAVAILABLE, "The server is shutting down and takes no new requests.", SHORT_RETRY_S
             )
         excess = self._sessions.num_live + num_requests - self._max_requests
         if excess > 0:
@@ -78,5 +70,5 @@ class Admission:
         if now - since >= _WINDOW_S:
             self._window = (now, ended)
         if self._rate <= 0:
-            return MAX_RETRY_S if now - since >= _WINDOW_S else BOOT_RETRY_S
+            return MAX_RETRY_S if now - since >= _WINDOW_S else SHORT_RETRY_S
         return max(1, min(MAX_RETRY_S, math.ceil(excess / self._rate)))
