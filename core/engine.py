@@ -47,6 +47,8 @@ class Engine:
         self._early: list[Admit | Cancel] = []
         """What came before the capacity was known, in order."""
         self._num_arrived = 0
+        self._frontends: dict[int, tuple[int, bool]] = {}
+        """Newest epoch of each frontend seat, and whether that one is down too."""
         self.state: State | None = None
         self.executor_epoch: int | None = None
         """Epoch of the executor whose tables the state mirrors."""
@@ -57,6 +59,15 @@ class Engine:
         if self.state is None:
             return sum(message.params.n for message in self._early if isinstance(message, Admit))
         return len(self.state.live)
+
+    def describe(self) -> str:
+        """Say, for a log read after the fact, which steps and requests were alive."""
+        state = self.state
+        if state is None:
+            return f"no capacity yet; {len(self._early)} messages waiting"
+        steps = [flight.step for flight in state.in_flight]
+        running = {request.request_id: (request.slot, request.computed) for request in state.running}
+        return f"steps in flight {steps}; running {{id: (slot, computed)}} {running}; {len(state.waiting)} waiting"
 
     def capacity(self, message: Capacity, now_ns: int) -> Effects:
         """Begin with an executor whose tables are empty; what ran before is computed again from its ids."""
@@ -109,9 +120,14 @@ class Engine:
         return outbox.effects(state.step, now_ns)
 
     def admit(self, message: Admit, now_ns: int) -> Effects:
-        """Queue a new request, every choice of it. One that is alive already is ignored (it was sent twice)."""
+        """Queue a new request, every choice of it.
+
+        One that is alive already is ignored (it was sent twice), and so is one whose frontend is gone.
+        """
         state = self.state
         first = message.request_id
+        if self._is_gone(first):
+            return Effects()
         if state is None:
             self._early.append(message)
             return Effects()
@@ -161,17 +177,23 @@ class Engine:
         self._audit()
 
     def abandon(self, frontend: int, newest_epoch: int, *, down: bool) -> None:
-        """End, silently, the requests of a frontend process that is gone: epochs before ``newest_epoch``, or also it."""
-        newest = epoch_tag(newest_epoch)
+        """End, silently, the requests of a frontend process that is gone: epochs before ``newest_epoch``, or also it.
 
-        def is_gone(request_id: int) -> bool:
-            index, epoch = frontend_of(request_id)
-            age = epoch_tag(newest - epoch)  # modulo the width of the tag; more than half of it is "newer"
-            return index == frontend and (down if age == 0 else age < MAX_EPOCH_AGE)
-
-        self._early = [m for m in self._early if isinstance(m, Cancel) or not is_gone(m.request_id)]
+        Requests of such a process that are still on their way are ignored when they come.
+        """
+        self._frontends[frontend] = (newest_epoch, down)
+        self._early = [m for m in self._early if isinstance(m, Cancel) or not self._is_gone(m.request_id)]
         if self.state is not None:
-            self.stop_hit([request_id for request_id in self.state.live if is_gone(request_id)])
+            self.stop_hit([request_id for request_id in self.state.live if self._is_gone(request_id)])
+
+    def _is_gone(self, request_id: int) -> bool:
+        """Return whether the frontend process that made this id has ended."""
+        index, epoch = frontend_of(request_id)
+        if index not in self._frontends:
+            return False
+        newest, down = self._frontends[index]
+        age = epoch_tag(newest - epoch)
+        return down if age == 0 else age < MAX_EPOCH_AGE
 
     def reopen(self, detokenizer: int, now_ns: int) -> Effects:
         """Tell a new detokenizer of the requests that its predecessor kept, with every token sent so far."""

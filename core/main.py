@@ -27,13 +27,17 @@ class Core:
 
     def run(self) -> None:
         """Serve until told to stop."""
-        self.process.ready()
+        scheduler = self.process.config.scheduler
+        self.process.ready(policy=scheduler.policy, depth=str(scheduler.depth))
         try:
             while True:
                 for message in self.process.receive():
                     self.handle(message)
                 self.plan()
                 self._account()
+        except Exception:
+            self.process.log.critical("%s", self.engine.describe())
+            raise
         finally:
             self.process.close()
 

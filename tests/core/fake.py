@@ -14,6 +14,7 @@ from hashlib import blake2b
 import msgspec
 
 from quintet.core.engine import Engine
+from quintet.core.hooks import FEATURES
 from quintet.core.outbox import Effects
 from quintet.wire import codec
 from quintet.wire.config import CacheConfig, ModelConfig, SchedulerConfig
@@ -163,11 +164,13 @@ class World:
     ) -> None:
         caching = options.pop("prefix_caching", True)
         max_model_len = options.pop("max_model_len", 256)
+        features = options.pop("features", FEATURES)
         settings: dict[str, object] = {"max_num_seqs": slots, "max_num_batched_tokens": 64, "audit": True}
         self.engine = Engine(
             make_model(max_model_len),
             CacheConfig(memory_bytes=0, enable_prefix_caching=bool(caching)),
             msgspec.convert(settings | options, SchedulerConfig),
+            features,
         )
         self.now = 0
         self.epoch = 0

@@ -156,6 +156,8 @@ def test_frontend_that_is_gone_takes_its_requests_along() -> None:
     assert world.engine.state is not None and list(world.engine.state.live) == [new, other]
     world.engine.abandon(2, 1, down=True)
     assert list(world.engine.state.live) == [new]
+    world.admit(other, PROMPT)  # was still on its way
+    assert list(world.engine.state.live) == [new]
     world.run()
     world.assert_idle()
 

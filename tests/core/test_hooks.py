@@ -46,6 +46,15 @@ def test_feature_that_abstains_leaves_plans_byte_identical() -> None:
     assert play(world) == play(World())
 
 
+def test_unused_features_leave_plans_byte_identical() -> None:
+    worlds = [World(features=features) for features in (FEATURES, {})]
+    for world in worlds:
+        for request_id in range(1, 6):
+            world.admit(request_id, [request_id + 50, *PROMPT])
+        world.run()
+    assert worlds[0].plans == worlds[1].plans
+
+
 def test_features_that_are_off_have_no_hooks() -> None:
     off = Setup(
         SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=1),
