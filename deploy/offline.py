@@ -60,6 +60,7 @@ __all__ = [
     "RequestError",
     "RequestMetrics",
     "RequestOutput",
+    "SamplingParams",
 ]
 
 _WINDOW = 512
@@ -89,6 +90,11 @@ class LLM:
         self._thread.start()
         self._loop.call_soon_threadsafe(self._engine.attach, self._loop)
         self._shutdown = weakref.finalize(self, _shut_down, self._engine, self._loop, self._thread)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids of the model."""
+        return self._engine.config.model.vocab_size
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a list is an iterable, answered with a list

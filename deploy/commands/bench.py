@@ -28,6 +28,7 @@ from quintet.deploy.load_client.workload import (
     random_prompts,
     read_prompts,
 )
+from quintet.deploy.resolve.flags import GROUP_TITLES, NETWORK, add_flags, flag_table
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -112,6 +113,7 @@ def _add_serve(kinds: _SubParsersAction[argparse.ArgumentParser]) -> None:
     what.add_argument(
         "--prompts", type=Path, metavar="FILE", help='JSON lines of {"prompt": …} or {"messages": …}'
     )
+    what.add_argument("--seed", type=int, default=0, help="of prompts and arrivals (default: %(default)s)")
     what.add_argument("--prompt-ids", action="store_true", help="send random token ids; needs --vocab-size")
     what.add_argument("--vocab-size", type=_positive, help="ids are below this")
     what.add_argument("--temperature", type=float, default=0.0, help="(default: %(default)s)")
@@ -131,7 +133,6 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--shared-prefix-len", type=int, default=0, help="tokens that all prompts begin with")
     what.add_argument("--ignore-eos", action="store_true", help="go on to --output-len whatever is generated")
-    what.add_argument("--seed", type=int, default=0, help="of prompts and arrivals (default: %(default)s)")
 
 
 def _positive(text: str) -> int:
@@ -283,6 +284,20 @@ def _words_per_token(target: Target, model: str) -> float:
 # --- bench offline --------------------------------------------------------------------------------------------
 
 
+class OfflineSummary(msgspec.Struct):
+    """The figures of one offline run."""
+
+    num_requests: int
+    boot_s: float
+    duration_s: float
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    output_tokens: int
+    requests_per_s: float
+    prompt_tokens_per_s: float
+    output_tokens_per_s: float
+
+
 def _add_offline(kinds: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = kinds.add_parser(
         "offline",
@@ -290,5 +305,46 @@ def _add_offline(kinds: _SubParsersAction[argparse.ArgumentParser]) -> None:
         description=_OFFLINE_HELP,
         formatter_class=RawDescriptionHelpFormatter,
     )
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="local folder or hub name (default: the one that ships with Quintet)",
+    )
     _add_workload(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
+    add_flags(parser, tuple(group for group in GROUP_TITLES if group != NETWORK))
+
+
+def _run_offline(args: argparse.Namespace) -> int:
+    from quintet.deploy.offline import LLM, SamplingParams
+
+    flags = {spec.key: getattr(args, spec.key) for spec in flag_table() if hasattr(args, spec.key)}
+    num_prompts, seed = args.num_prompts or 200, getattr(args, "seed", 0)
+    started_s = time.perf_counter()
+    with LLM(**flags) as llm:
+        boot_s = time.perf_counter() - started_s
+        spec = PromptSpec(num_prompts, args.input_len, args.shared_prefix_len, llm.vocab_size, seed=seed)
+        prompts = [item.prompt for item in random_prompts(spec) if isinstance(item.prompt, list)]
+        params = SamplingParams(temperature=0.0, max_tokens=args.output_len, ignore_eos=args.ignore_eos)
+        started_s = time.perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
+        duration_s = time.perf_counter() - started_s
+    prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    output_tokens = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
+    summary = OfflineSummary(
+        num_requests=len(outputs),
+        boot_s=round(boot_s, 3),
+        duration_s=round(duration_s, 4),
+        prompt_tokens=prompt_tokens,
+        cached_prompt_tokens=sum(output.num_cached_tokens for output in outputs),
+        output_tokens=output_tokens,
+        requests_per_s=round(len(outputs) / duration_s, 3),
+        prompt_tokens_per_s=round(prompt_tokens / duration_s, 2),
+        output_tokens_per_s=round(output_tokens / duration_s, 2),
+    )
+    if args.json is not None:
+        args.json.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+    for name, value in msgspec.structs.asdict(summary).items():
+        print(f"{name:<24}{value:>14,}")
+    return 0
