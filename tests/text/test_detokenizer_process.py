@@ -1,0 +1,152 @@
+"""The detokenizer process over real sockets."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from quintet.detokenizer_proc import main
+from quintet.wire import messages as m
+from quintet.wire.codec import pack_i32, pack_i64, pack_u8, unpack_i64
+from quintet.wire.config import ModelConfig
+from quintet.wire.errors import EXIT_CONFIG, ErrorCode
+from quintet.wire.ids import RequestIds, Role, WorkerId
+from quintet.wire.metrics import decode_snapshot
+from quintet.wire.runtime import CONFIG_FILE, error_file
+
+
+@pytest.fixture
+def world(
+    make_world: Callable[..., Any],
+    model_of: Callable[..., ModelConfig],
+    tokenizers_by_style: dict[str, Tokenizer],
+) -> Any:
+    world = make_world(model_of(tokenizers_by_style["byte_level"]), Role.DETOKENIZER)
+    world.start(main.run)
+    return world
+
+
+def row(
+    request_id: int, first: int, ids: list[int], *, finish: int = 0, stop: list[str] | None = None
+) -> m.Tokens:
+    opens = []
+    if first == 0:
+        opens = [m.Open(request_id, 0, 0, b"", stop or [], False, True, True, True, False, False, 0, 0, 0)]
+    return m.Tokens(
+        1,
+        2,
+        opens,
+        pack_i64([request_id]),
+        pack_i32([first]),
+        pack_u8([len(ids)]),
+        pack_i32(ids),
+        pack_u8([finish]),
+        pack_i32([-1]),
+    )
+
+
+def test_tokens_become_text(world: Any, tokenizers_by_style: dict[str, Tokenizer]) -> None:
+    request_id = RequestIds(0, 1).take()
+    ids = tokenizers_by_style["byte_level"].encode("Hello there").ids
+    world.send(row(request_id, 0, ids[:-1]))
+    world.send(row(request_id, len(ids) - 1, ids[-1:], finish=m.FinishReason.LENGTH))
+    first, second = world.wait(world.frontend, m.Text), world.wait(world.frontend, m.Text)
+    assert first.deltas[0] + second.deltas[0] == "Hello there"
+    assert second.finishes[0].num_output_tokens == len(ids)
+
+
+def test_a_stop_string_reaches_the_core(world: Any, tokenizers_by_style: dict[str, Tokenizer]) -> None:
+    request_id = RequestIds(0, 1).take()
+    world.send(row(request_id, 0, tokenizers_by_style["byte_level"].encode("Hello there").ids, stop=["lo"]))
+    assert world.wait(world.frontend, m.Text).finishes[0].stop_reason == "lo"
+    assert list(unpack_i64(world.wait(world.core, m.StopHit).request_ids)) == [request_id]
+
+
+def test_a_replaced_frontend_gets_nothing_of_its_predecessor(world: Any) -> None:
+    old, new = RequestIds(0, 1).take(), RequestIds(0, 2).take()
+    world.send(row(old, 0, [9]))
+    world.wait(world.frontend, m.Text)
+    successor = WorkerId(Role.FRONTEND, 0, 2)
+    inbox = world.inbox(successor, m.Text)
+    try:
+        world.publish(2, successor, world.core_id)
+        world.send(row(old, 1, [9]))
+        world.send(row(new, 0, [9]))
+        assert world.wait(inbox, m.Text).request_ids == [new]
+    finally:
+        inbox.close()
+
+
+def test_queries_are_answered_while_steps_go_on(
+    world: Any, tokenizers_by_style: dict[str, Tokenizer]
+) -> None:
+    tokenizer = tokenizers_by_style["byte_level"]
+    ids = tokenizer.encode("the quick brown fox <|im_end|>").ids * 5000
+    world.send(m.DetokenizeQuery(7, 0, pack_i32(ids)))
+    world.send(row(RequestIds(0, 1).take(), 0, [9]))
+    first = world.wait(world.frontend, (m.Text, m.Detokenized))
+    assert isinstance(first, m.Text)
+    answer = world.wait(world.frontend, m.Detokenized)
+    assert (answer.query_id, answer.error) == (7, None)
+    assert answer.text == tokenizer.decode(ids, skip_special_tokens=False)
+    world.send(m.DetokenizeQuery(8, 0, pack_i32([5, -3])))
+    error = world.wait(world.frontend, m.Detokenized).error
+    assert error.code is ErrorCode.INVALID
+    assert "-3" in error.message and error.param == "tokens"
+
+
+def test_heartbeats_count_open_requests_and_tokens(world: Any) -> None:
+    world.send(row(RequestIds(0, 1).take(), 0, [9, 10, 11]))
+    beat = world.wait(world.supervisor, m.Heartbeat, lambda beat: beat.pending == 1 and beat.metrics)
+    snapshot = decode_snapshot(beat.metrics)
+    counters = {series.name: series.value for series in snapshot.counters}
+    assert counters["detokenized_tokens"] == 3
+    histograms = {series.name: series for series in snapshot.histograms}
+    assert sum(histograms["detokenize_seconds"].counts) == 1
+    assert histograms["hop_seconds"].labels == (("hop", "core_detokenizer"),)
+    later = world.wait(world.supervisor, m.Heartbeat)
+    assert later.progress > beat.progress  # waiting for the core is no stall
+
+
+def start_child(world: Any) -> subprocess.Popen[bytes]:
+    run_dir = Path(world.config.run_dir)
+    world.config.write(run_dir / CONFIG_FILE)
+    command = [sys.executable, "-m", "quintet.detokenizer_proc.main", "--run-dir", str(run_dir)]
+    return subprocess.Popen([*command, "--index", "0", "--epoch", "1", "--parent", str(os.getpid())])
+
+
+def test_the_module_runs_as_a_child(
+    make_world: Callable[..., Any],
+    model_of: Callable[..., ModelConfig],
+    tokenizers_by_style: dict[str, Tokenizer],
+) -> None:
+    world = make_world(model_of(tokenizers_by_style["byte_level"]), Role.DETOKENIZER)
+    child = start_child(world)
+    try:
+        assert world.greet().pid == child.pid
+        world.send(row(RequestIds(0, 1).take(), 0, [9]))
+        assert world.wait(world.frontend, m.Text).token_ids == pack_i32([9])
+        world.send(m.Stop())
+        assert child.wait(10) == 0
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_a_missing_tokenizer_is_a_configuration_error(
+    make_world: Callable[..., Any],
+    model_of: Callable[..., ModelConfig],
+    tokenizers_by_style: dict[str, Tokenizer],
+) -> None:
+    world = make_world(model_of(tokenizers_by_style["byte_level"]), Role.DETOKENIZER)
+    (Path(world.config.model.tokenizer_path) / "tokenizer.json").unlink()
+    child = start_child(world)
+    assert child.wait(30) == EXIT_CONFIG
+    assert "tokenizer.json does not exist" in error_file(world.config.run_dir, world.worker).read_text()

@@ -1,0 +1,280 @@
+"""One step's tokens to each frontend's text: beginnings, endings, replays, log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from quintet.detokenizer_proc.incremental import PieceTable
+from quintet.detokenizer_proc.rows import Steps
+from quintet.wire.codec import pack_f32, pack_i32, pack_i64, pack_u8, unpack_i32
+from quintet.wire.ids import RequestIds
+from quintet.wire.messages import FinishReason, Open, Text, Tokens
+from quintet.wire.step import PromptLogprobs, TokenLogprobs
+
+NONE, STOP, LENGTH, ABORT = FinishReason.NONE, FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT
+ONE = RequestIds(0, 1).take()
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizers_by_style: dict[str, Tokenizer]) -> Tokenizer:
+    return tokenizers_by_style["byte_level"]
+
+
+@pytest.fixture
+def steps(tokenizer: Tokenizer) -> Steps:
+    return Steps(PieceTable(tokenizer, 0, True), PieceTable(tokenizer, 0, False))
+
+
+def opening(request_id: int = ONE, prompt: Sequence[int] = (), **changes: Any) -> Open:
+    fields: dict[str, Any] = {
+        "request_id": request_id,
+        "num_prompt_tokens": len(prompt),
+        "num_cached_tokens": 3,
+        "prompt_ids": pack_i32(prompt),
+        "stop": [],
+        "include_stop": False,
+        "skip_special_tokens": True,
+        "spaces_between_special_tokens": True,
+        "detokenize": True,
+        "echo": False,
+        "return_prompt_ids": False,
+        "min_tokens": 0,
+        "arrival_ns": 11,
+        "scheduled_ns": 22,
+    }
+    return Open(**(fields | changes))
+
+
+Row = tuple[int, int, list[int], FinishReason]
+
+
+def tokens(*rows: Row, opens: Sequence[Open] = (), stop_id: int = -1, **changes: Any) -> Tokens:
+    return Tokens(
+        5,
+        6,
+        list(opens),
+        pack_i64(row[0] for row in rows),
+        pack_i32(row[1] for row in rows),
+        pack_u8(len(row[2]) for row in rows),
+        pack_i32(token for row in rows for token in row[2]),
+        pack_u8(row[3] for row in rows),
+        pack_i32([stop_id] * len(rows)),
+        **changes,
+    )
+
+
+def only(steps: Steps, message: Tokens) -> Text:
+    ((_, text),) = steps.apply(message)
+    return text
+
+
+def test_a_request_from_beginning_to_end(steps: Steps, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("Hello 😀 there you").ids
+    first = only(steps, tokens((ONE, 0, ids[:1], NONE), opens=[opening(prompt=[7, 8])]))
+    (started,) = first.started
+    assert (started.request_id, started.num_prompt_tokens, started.num_cached_tokens) == (ONE, 2, 3)
+    assert (started.arrival_ns, started.scheduled_ns, first.step, first.tokens_sent_ns) == (11, 22, 5, 6)
+    text = first.deltas[0]
+    for i in range(1, len(ids) - 1):
+        message = only(steps, tokens((ONE, i, ids[i : i + 1], NONE)))
+        assert not message.started
+        assert (message.offsets, message.first_indexes, message.num_tokens) == ([len(text)], [i], [1])
+        assert message.token_ids == pack_i32(ids[i : i + 1])
+        text += message.deltas[0]
+    last = only(steps, tokens((ONE, len(ids) - 1, ids[-1:], LENGTH)))
+    assert text + last.deltas[0] == "Hello 😀 there you"
+    (finish,) = last.finishes
+    assert (finish.reason, finish.stop_reason, finish.num_output_tokens) == (LENGTH, None, len(ids))
+    assert steps.num_open == 0
+
+
+def test_an_incomplete_character_is_flushed_at_the_end(steps: Steps, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("🦩").ids
+    assert len(ids) > 1
+    text = only(steps, tokens((ONE, 0, ids[:-1], LENGTH), opens=[opening()]))
+    assert text.deltas == [tokenizer.decode(ids[:-1])] == ["\ufffd"]
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_token_shows_only_when_asked_for(steps: Steps, tokenizer: Tokenizer, include: bool) -> None:
+    ids = tokenizer.encode("user hello").ids
+    message = tokens((ONE, 0, ids, STOP), opens=[opening(include_stop=include)], stop_id=ids[-1])
+    text = only(steps, message)
+    assert text.deltas == [tokenizer.decode(ids if include else ids[:-1])]
+    assert unpack_i32(text.token_ids).tolist() == ids  # type: ignore[attr-defined]
+    assert (text.finishes[0].stop_reason, text.finishes[0].num_output_tokens) == (ids[-1], len(ids))
+
+
+def test_end_of_sequence_has_no_stop_reason_and_no_text(steps: Steps, tokenizer: Tokenizer) -> None:
+    end = tokenizer.token_to_id("<|im_end|>")
+    ids = [*tokenizer.encode("hello").ids, end]
+    text = only(steps, tokens((ONE, 0, ids, STOP), opens=[opening(skip_special_tokens=False)]))
+    assert text.deltas == ["hello"]
+    assert (text.finishes[0].reason, text.finishes[0].stop_reason) == (STOP, None)
+
+
+def test_a_stop_string_wins_over_the_end_by_length(steps: Steps, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("hello world").ids
+    text = only(steps, tokens((ONE, 0, ids, LENGTH), opens=[opening(stop=["world"])]))
+    assert text.deltas == ["hello "]
+    assert (text.finishes[0].reason, text.finishes[0].stop_reason) == (STOP, "world")
+    assert steps.take_stop_hits() == []  # the core has ended it already
+
+
+def test_a_stop_string_is_told_to_the_core_and_what_follows_is_dropped(
+    steps: Steps, tokenizer: Tokenizer
+) -> None:
+    ids = tokenizer.encode("hello world, and").ids
+    text = only(steps, tokens((ONE, 0, ids, NONE), opens=[opening(stop=["wor"])]))
+    (finish,) = text.finishes
+    assert (text.deltas, finish.reason, finish.stop_reason) == (["hello "], STOP, "wor")
+    assert text.num_tokens == [finish.num_output_tokens]
+    assert len(text.token_ids) == 4 * finish.num_output_tokens < 4 * len(ids)
+    assert steps.take_stop_hits() == [ONE]
+    assert steps.take_stop_hits() == []
+    assert steps.apply(tokens((ONE, len(ids), ids[:1], NONE))) == []
+    assert steps.apply(tokens((ONE, len(ids) + 1, ids[:1], LENGTH))) == []
+
+
+def test_held_back_text_is_given_at_the_end(steps: Steps, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("hello wor").ids
+    text = only(steps, tokens((ONE, 0, ids, NONE), opens=[opening(stop=["world"])]))
+    assert text.deltas == ["hello "]
+    text = only(steps, tokens((ONE, len(ids), [], ABORT)))
+    assert (text.deltas, text.offsets, text.num_tokens) == (["wor"], [6], [0])
+    assert (text.finishes[0].reason, text.finishes[0].num_output_tokens) == (ABORT, len(ids))
+
+
+def test_tokens_applied_before_are_dropped(steps: Steps, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("the quick brown fox").ids
+    only(steps, tokens((ONE, 0, ids[:2], NONE), opens=[opening()]))
+    assert steps.apply(tokens((ONE, 0, ids[:2], NONE))) == []
+    text = only(steps, tokens((ONE, 1, ids[1:3], NONE)))
+    assert (text.first_indexes, text.token_ids) == ([2], pack_i32(ids[2:3]))
+    assert text.offsets == [len(tokenizer.decode(ids[:2]))]
+
+
+def test_a_gap_is_our_own_mistake(steps: Steps) -> None:
+    with pytest.raises(AssertionError, match="token 4 arrived after 0"):
+        steps.apply(tokens((ONE, 4, [1], NONE), opens=[opening()]))
+
+
+@pytest.mark.parametrize("stop", [[], ["fox jumps"]])
+def test_a_request_that_is_opened_again_goes_on_at_the_same_offset(
+    steps: Steps, tokenizer: Tokenizer, stop: list[str]
+) -> None:
+    ids = tokenizer.encode("the quick 😀 brown fox").ids
+    whole = only(steps, tokens((ONE, 0, ids, NONE), opens=[opening(stop=stop)]))
+    for split in range(1, len(ids)):
+        again = opening(stop=stop, output_ids=pack_i32(ids[:split]))
+        text = only(steps, tokens((ONE, split, ids[split:], NONE), opens=[again]))
+        assert not text.started
+        assert text.deltas[0] == whole.deltas[0][text.offsets[0] :]
+
+
+def test_an_ending_of_a_request_that_never_began_is_passed_on(steps: Steps) -> None:
+    text = only(steps, tokens((ONE, 0, [], ABORT)))
+    assert [(f.request_id, f.reason, f.num_output_tokens) for f in text.finishes] == [(ONE, ABORT, 0)]
+
+
+def test_an_opening_that_crossed_a_stop_hit_is_answered_with_the_hit(
+    steps: Steps, tokenizer: Tokenizer
+) -> None:
+    ids = tokenizer.encode("hello").ids
+    steps.apply(tokens((ONE, 0, ids, NONE), opens=[opening(stop=["hello"])]))
+    assert steps.take_stop_hits() == [ONE]
+    assert steps.apply(tokens((ONE, 1, [4], NONE), opens=[opening(output_ids=pack_i32(ids))])) == []
+    assert steps.take_stop_hits() == [ONE]
+
+
+def test_frontends_get_their_own_rows_and_a_lost_one_is_forgotten(steps: Steps) -> None:
+    other = RequestIds(3, 2).take()
+    sent = steps.apply(
+        tokens((ONE, 0, [9], NONE), (other, 0, [9], NONE), opens=[opening(ONE), opening(other)])
+    )
+    assert {(box.index, box.epoch_tag): text.request_ids for box, text in sent} == {
+        (0, 1): [ONE],
+        (3, 2): [other],
+    }
+    steps.forget_frontend(3, 3)
+    assert steps.num_open == 1
+    text = only(steps, tokens((ONE, 1, [9], NONE), (other, 1, [9], NONE)))
+    assert text.request_ids == [ONE]
+
+
+def test_without_detokenizing_only_ids_travel(steps: Steps) -> None:
+    text = only(steps, tokens((ONE, 0, [300], NONE), opens=[opening(detokenize=False)]))
+    text = only(steps, tokens((ONE, 1, [301], NONE)))
+    assert (text.deltas, text.token_ids) == ([""], pack_i32([301]))
+    text = only(steps, tokens((ONE, 2, [302], LENGTH)))
+    assert (text.deltas, text.finishes[0].num_output_tokens) == ([""], 3)
+
+
+def test_echo_and_prompt_ids_come_with_the_beginning(steps: Steps, tokenizer: Tokenizer) -> None:
+    prompt = tokenizer.encode("Hello <|im_end|>there").ids
+    echo = opening(prompt=prompt, echo=True, return_prompt_ids=True)
+    text = only(steps, tokens((ONE, 0, [tokenizer.token_to_id("!")], NONE), opens=[echo]))
+    assert text.started[0].prompt_text == tokenizer.decode(prompt)
+    assert text.started[0].prompt_ids == pack_i32(prompt)
+    assert text.offsets == [0]
+
+
+def test_logprobs_name_their_tokens_and_where_they_begin(steps: Steps, tokenizer: Tokenizer) -> None:
+    prompt = tokenizer.encode("Hello").ids
+    ids = [*tokenizer.encode(" 🦩 fox").ids, tokenizer.token_to_id("<|im_end|>")]
+    entries = [
+        TokenLogprobs(0, i + 1, pack_i32([token, 70, 71]), pack_f32([-0.5, -0.25, -2.0]))
+        for i, token in enumerate(ids)
+    ]
+    message = tokens((ONE, 0, ids, STOP), opens=[opening(prompt=prompt, echo=True)], logprobs=entries)
+    (row,) = only(steps, message).logprobs
+    assert row.row == 0
+    assert [position.chosen.token_id for position in row.positions] == ids
+    assert [position.chosen.rank for position in row.positions] == list(range(1, len(ids) + 1))
+    assert b"".join(position.chosen.token_bytes for position in row.positions) == " 🦩 fox<|im_end|>".encode()
+    assert [(top.token_id, top.rank) for top in row.positions[0].top] == [(70, 1), (71, 2)]
+    assert row.positions[0].chosen.logprob == -0.5
+    base = len("Hello")
+    assert row.positions[0].text_offset == base
+    assert row.positions[-1].text_offset == base + len(" 🦩 fox")
+    flamingo = [p.text_offset for p in row.positions if p.chosen.token == "\ufffd"]
+    assert set(flamingo) <= {base + 1}
+
+
+def test_logprobs_of_replayed_tokens_are_dropped_with_them(steps: Steps) -> None:
+    def entry(token: int) -> TokenLogprobs:
+        return TokenLogprobs(0, 1, pack_i32([token]), pack_f32([-1.0]))
+
+    only(steps, tokens((ONE, 0, [80, 81], NONE), opens=[opening()], logprobs=[entry(80), entry(81)]))
+    text = only(steps, tokens((ONE, 1, [81, 82], NONE), logprobs=[entry(81), entry(82)]))
+    assert [position.chosen.token_id for position in text.logprobs[0].positions] == [82]
+
+
+def test_prompt_logprobs_are_collected_until_the_first_token(steps: Steps, tokenizer: Tokenizer) -> None:
+    prompt = tokenizer.encode("the quick brown fox").ids
+    assert len(prompt) >= 4
+
+    def entries(first: int, stop: int) -> PromptLogprobs:
+        ids = [token for i in range(first, stop) for token in (prompt[i], 90 + i)]
+        ranks = [10 + i for i in range(first, stop)]
+        return PromptLogprobs(
+            0, first, 2, pack_i32(ranks), pack_i32(ids), pack_f32([-1.0, -0.5] * len(ranks))
+        )
+
+    message = tokens(
+        (ONE, 0, [], NONE), opens=[opening(prompt=prompt, echo=True)], prompt_logprobs=[entries(1, 3)]
+    )
+    assert steps.apply(message) == []
+    message = tokens((ONE, 0, [9], NONE), prompt_logprobs=[entries(3, len(prompt))])
+    known = only(steps, message).started[0].prompt_logprobs
+    assert known is not None and known[0] is None and len(known) == len(prompt)
+    for i in range(1, len(prompt)):
+        position = known[i]
+        assert position is not None
+        assert (position.chosen.token_id, position.chosen.rank) == (prompt[i], 10 + i)
+        assert [top.token_id for top in position.top] == [90 + i]
+        assert position.text_offset == len(tokenizer.decode(prompt[:i]))
