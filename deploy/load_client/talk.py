@@ -1,0 +1,109 @@
+"""A plain client for people at a terminal: blocking, one request at a time, errors in words."""
+
+from __future__ import annotations
+
+import http.client
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from quintet.deploy.load_client.connection import BadUrl, Target
+from quintet.deploy.load_client.load import error_words
+from quintet.deploy.load_client.tally import Chunk
+
+_CONNECT_S = 10.0
+
+
+class ServerError(Exception):
+    """The server cannot be reached, or refused; the message is for the user."""
+
+
+class _Model(msgspec.Struct):
+    """One entry of ``/v1/models``."""
+
+    id: str
+
+
+class _Models(msgspec.Struct):
+    """``/v1/models``."""
+
+    data: list[_Model]
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """One server."""
+
+    url: str
+    target: Target
+
+    @classmethod
+    def of(cls, url: str, api_key: str | None) -> Client:
+        """Read the server's address. Raises `ServerError`."""
+        try:
+            return cls(url, Target.parse(url, api_key))
+        except BadUrl as error:
+            raise ServerError(str(error)) from None
+
+    def first_model(self) -> str:
+        """Return the first model that the server lists. Raises `ServerError`."""
+        with self._ask("GET", "/v1/models") as answer:
+            try:
+                return msgspec.json.decode(answer.read(), type=_Models).data[0].id
+            except (msgspec.MsgspecError, IndexError):
+                raise ServerError(
+                    f"{self.url} answers, but lists no models; name one with --model."
+                ) from None
+
+    def stream(self, path: str, body: Mapping[str, object]) -> Generator[str, None, None]:
+        """Post a request with ``stream`` set and yield the text as it comes; closing the generator aborts the request.
+
+        Raises `ServerError`.
+        """
+        try:
+            with self._ask("POST", path, msgspec.json.encode({**body, "stream": True})) as answer:
+                for line in answer:
+                    if not line.startswith(b"data:"):
+                        continue
+                    content = line[5:].strip()
+                    if content == b"[DONE]":
+                        return
+                    yield from _texts(content)
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerError(f"The connection to {self.url} broke: {error}") from None
+        raise ServerError(f"{self.url} ended its answer early.")
+
+    def _ask(self, method: str, path: str, body: bytes | None = None) -> http.client.HTTPResponse:
+        target = self.target
+        kind = http.client.HTTPSConnection if target.tls else http.client.HTTPConnection
+        connection = kind(target.host, target.port, timeout=_CONNECT_S)
+        headers = {**dict(target.headers), "Content-Type": "application/json", "Connection": "close"}
+        try:
+            connection.connect()
+            connection.sock.settimeout(None)
+            connection.request(method, target.prefix + path, body, headers)
+            answer = connection.getresponse()
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            raise ServerError(
+                f"No server answers at {self.url} ({error or type(error).__name__}).\n"
+                "Start one with `quintet serve`, or name another with --url."
+            ) from None
+        if answer.status != 200:
+            words = error_words(answer.read())
+            answer.close()
+            hint = " Give the key with --api-key." if answer.status == 401 else ""
+            raise ServerError(f"{words} (HTTP {answer.status}){hint}")
+        return answer
+
+
+def _texts(content: bytes) -> Generator[str, None, None]:
+    chunk = msgspec.json.decode(content, type=Chunk)
+    if chunk.error is not None:
+        raise ServerError(chunk.error if isinstance(chunk.error, str) else chunk.error.message)
+    for choice in chunk.choices:
+        delta = choice.delta
+        text = choice.text if delta is None else delta.reasoning or delta.reasoning_content or delta.content
+        if text:
+            yield text
