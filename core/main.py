@@ -31,17 +31,28 @@ class Core:
         self.process.ready(policy=scheduler.policy, depth=str(scheduler.depth))
         try:
             while True:
-                for message in self.process.receive():
-                    self.handle(message)
-                self.plan()
-                self._account()
+                self.apply(self.process.receive())
         except Exception:
             self.process.log.critical("%s", self.engine.describe())
             raise
         finally:
             self.process.close()
 
-    def handle(self, message: Message | Topology) -> None:
+    def apply(self, messages: list[Message | Topology]) -> None:
+        """Apply what arrived, in order, then plan.
+
+        A change of topology comes first: the outboxes follow it already, so a new detokenizer must be told the story so
+        far before it gets the tokens of a result in the same batch.
+        """
+        if any(isinstance(message, Topology) for message in messages):
+            self._follow(self.process.topology)
+        for message in messages:
+            if not isinstance(message, Topology):
+                self._handle(message)
+        self._plan()
+        self._account()
+
+    def _handle(self, message: Message) -> None:
         """Apply one message and send what follows from it."""
         now = time.monotonic_ns()
         if isinstance(message, StepResult):
@@ -65,10 +76,8 @@ class Core:
                 message.executor_epoch, message.num_blocks, message.block_size, message.max_num_seqs,
             )  # fmt: skip
             self._send(self.engine.capacity(message, now))
-        elif isinstance(message, Topology):
-            self._follow(message, now)
 
-    def plan(self) -> None:
+    def _plan(self) -> None:
         """Send plans until the depth is reached, nothing is left to compute, or the executor is not the one we know."""
         peers = self.process.peers
         if self.engine.executor_epoch is None or peers.epoch(Role.EXECUTOR, 0) != self.engine.executor_epoch:
@@ -89,8 +98,9 @@ class Core:
         for failed in effects.failed:
             peers.send(Role.FRONTEND, frontend_of(failed.request_id)[0], failed)
 
-    def _follow(self, topology: Topology, now: int) -> None:
+    def _follow(self, topology: Topology) -> None:
         """End the requests of frontends that are gone; bring new detokenizers up to date."""
+        now = time.monotonic_ns()
         for seat in topology.seats:
             worker = seat.worker
             if worker.role is Role.FRONTEND:

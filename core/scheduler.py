@@ -7,9 +7,9 @@ budget, in this order:
 2. running requests that are behind by more (a prompt in pieces, or a rebuild after preemption);
 3. waiting requests, in order of rank, while slots, blocks and budget last.
 
-A waiting request enters with blocks for all tokens it has, so only step 1 can run out of blocks. Then the running
-request of the highest rank is preempted, again and again, until the blocks suffice. The request of the lowest rank is
-never a victim of another, and alone it fits (admission saw to that): somebody always makes progress, hence no livelock.
+A waiting request enters with blocks for all tokens it has, so only the first group can run out of blocks. Then whoever
+is last by rank among the running is preempted, again and again, until the blocks suffice. The first by rank is never the
+victim of another, and alone it fits (admission saw to that): somebody always makes progress, hence no livelock.
 """
 
 from __future__ import annotations

@@ -91,8 +91,8 @@ class Neighbours:
 
 
 @pytest.fixture
-def neighbours(tmp_path: Path) -> Iterator[Neighbours]:
-    config = EngineConfig(
+def config(tmp_path: Path) -> EngineConfig:
+    return EngineConfig(
         run_dir=str(tmp_path),
         model=make_model(128),
         cache=CacheConfig(memory_bytes=0),
@@ -101,6 +101,10 @@ def neighbours(tmp_path: Path) -> Iterator[Neighbours]:
         frontend=FrontendConfig(),
         processes=ProcessesConfig(heartbeat_s=0.05),
     )
+
+
+@pytest.fixture
+def neighbours(config: EngineConfig) -> Iterator[Neighbours]:
     world = Neighbours(config)
 
     def run() -> None:
@@ -205,3 +209,43 @@ def test_requests_of_a_replaced_frontend_end(neighbours: Neighbours) -> None:
             if isinstance(message, Heartbeat) and message.pending == 1:
                 return
     raise AssertionError("the request of the dead frontend is still alive")
+
+
+def test_new_detokenizer_hears_the_story_before_the_next_tokens(config: EngineConfig) -> None:
+    neighbours = Neighbours(config)
+    core = Core(ME, config)
+
+    def deliver(count: int) -> None:
+        batch: list[object] = []
+        while len(batch) < count:
+            batch += core.process.receive()
+        core.apply(batch)  # type: ignore[arg-type]
+
+    try:
+        new_detokenizer = WorkerId(Role.DETOKENIZER, 0, 2)
+        for worker, accepts in ((EXECUTOR, StepPlan), (DETOKENIZER, Tokens), (new_detokenizer, Tokens)):
+            neighbours.bind(worker, accepts)
+        capacity = Capacity(1, 32, 4, 8, 128)
+        neighbours.publish(EXECUTOR, DETOKENIZER)
+        neighbours.send(capacity)
+        neighbours.send(admit(RequestIds(0, 1).take(), PROMPT, 6))
+        deliver(3)
+        device = FakeExecutor(capacity)
+        for plan in neighbours.receive_all(EXECUTOR):
+            assert isinstance(plan, StepPlan)
+            device.execute(plan)
+        neighbours.send(device.results.popleft())
+        deliver(1)
+        neighbours.send(device.results.popleft())
+        neighbours.publish(EXECUTOR, new_detokenizer)
+        deliver(2)
+        heard = neighbours.receive_all(new_detokenizer)
+        while len(heard) < 2:
+            heard += neighbours.receive_all(new_detokenizer)
+        story, tokens = heard
+        assert isinstance(story, Tokens) and isinstance(tokens, Tokens)
+        assert len(codec.unpack_i32(story.opens[0].output_ids)) == 1
+        assert list(codec.unpack_i32(tokens.first_indexes)) == [1]
+    finally:
+        core.process.close()
+        neighbours.close()
