@@ -115,4 +115,5 @@ def meet(
         watermark=num_blocks // 100,
         max_prompt=None if config.enable_chunked_prefill else config.max_num_batched_tokens,
         prefix_caching=prefix_caching,
+        audit=config.audit,
     )

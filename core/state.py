@@ -34,6 +34,8 @@ class Limits:
     max_prompt: int | None
     """Longest prompt, when it must be computed in one step."""
     prefix_caching: bool
+    audit: bool
+    """Ship a checksum of the tables with each plan."""
 
     @property
     def max_request_len(self) -> int:

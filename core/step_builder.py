@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 from array import array
+from zlib import crc32
 
 from quintet.core.request import Request
 from quintet.core.state import Flight, State
-from quintet.wire.codec import pack_i32
+from quintet.wire.codec import pack_i32, pack_i64
 from quintet.wire.step import NewRow, StepPlan
+
+
+def table_checksum(flight: Flight, block_size: int) -> int:
+    """Return the CRC-32 of the tables that a step reads.
+
+    Over its rows, in order: slot and generation (int64), then the blocks (int32) that cover the row's first
+    ``start + count`` tokens.
+    """
+    checksum = 0
+    for request, generation, end in zip(flight.rows, flight.generations, flight.ends, strict=True):
+        checksum = crc32(pack_i64((request.slot, generation)), checksum)
+        checksum = crc32(pack_i32(request.blocks[: -(-end // block_size)]), checksum)
+    return checksum
 
 
 class StepBuilder:
@@ -87,6 +101,7 @@ class StepBuilder:
             counts=array("i", counts).tobytes(),
             samples=samples,
             attach=attach,
+            checksum=table_checksum(flight, state.limits.block_size) if state.limits.audit else 0,
         )
         state.left_slots.clear()
         state.in_flight.append(flight)

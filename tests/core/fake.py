@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from zlib import crc32
 
 import msgspec
 
@@ -87,6 +88,7 @@ class FakeExecutor:
                 strict=True,
             )
         )
+        assert plan.checksum in {0, self._checksum(rows)}
         assert rows and len({slot for slot, *_ in rows}) == len(rows)
         written: dict[tuple[int, int], int] = {}
         for slot, start, count, _ in rows:
@@ -122,6 +124,17 @@ class FakeExecutor:
         assert oldest is not None
         for generation, step in self.users.get(block, {}).items():
             assert generation == writer or step < oldest, ("block reused behind its fence", block, generation)
+
+    def _checksum(self, rows: list[tuple[int, int, int, int]]) -> int:
+        """Compute the checksum from this side of the wire."""
+        checksum = 0
+        for slot, start, count, _ in rows:
+            tenant = self.tenants[slot]
+            num_blocks = -(-(start + count) // self.capacity.block_size)
+            blocks = [tenant.blocks[position] for position in range(num_blocks)]
+            checksum = crc32(codec.pack_i64((slot, tenant.row.generation)), checksum)
+            checksum = crc32(codec.pack_i32(blocks), checksum)
+        return checksum
 
     def _place(self, tenant: Tenant, position: int) -> tuple[int, int]:
         size = self.capacity.block_size

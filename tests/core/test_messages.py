@@ -52,6 +52,17 @@ def test_a_new_detokenizer_hears_of_its_own_requests_only() -> None:
     assert world.engine.reopen(5, world.tick()).tokens == []
 
 
+def test_checksum_is_for_audits_only() -> None:
+    checksums = []
+    for audit in (False, True):
+        world = World(audit=audit)
+        world.admit(1, PROMPT)
+        plan = world.plan()
+        assert plan is not None
+        checksums.append(plan.checksum)
+    assert checksums[0] == 0 != checksums[1]
+
+
 def logprobs_of(row: int, token: int) -> TokenLogprobs:
     return TokenLogprobs(row, 1, codec.pack_i32([token]), codec.pack_f32([-1.0]))
 
