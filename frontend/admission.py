@@ -1,7 +1,7 @@
-"""Who may enter: a bounded number of live requests, until the server drains.
+"""Who may enter: a bounded number of live requests, from the end of the boot until the server drains.
 
-This is the one place where load is refused; behind it, sends never block. A worker that is booting or being replaced is
-no reason to refuse: the request waits for it, and the client sees a pause.
+This is the one place where load is refused; behind it, sends never block. A worker that is being replaced is no reason
+to refuse: the request waits for it, and the client sees a pause.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ from collections.abc import Callable
 from quintet.frontend.dialects.errors import RetryLater
 from quintet.frontend.sessions import Sessions
 from quintet.wire.errors import ErrorCode
+from quintet.wire.ids import Role
 from quintet.wire.metrics import Metrics
 
 MAX_RETRY_S = 60
 SHORT_RETRY_S = 2
+BOOTED_ROLES = (Role.CORE, Role.EXECUTOR)
+"""What must have been ready once: loading a model takes too long to hold a connection for."""
 _WINDOW_S = 5.0
 
 
@@ -39,16 +42,24 @@ class Admission:
         self._refused_full = metrics.counter(
             "admission_rejections", "Requests refused at the door.", reason="max_num_queued_reqs"
         )
-        self._refused_draining = metrics.counter(
-            "admission_rejections", "Requests refused at the door.", reason="draining"
+        self._refused_unready = metrics.counter(
+            "admission_rejections", "Requests refused at the door.", reason="not_ready"
         )
 
     def enter(self, num_requests: int = 1) -> None:
         """Raise `RetryLater` unless this many more requests may be submitted now."""
         if self.draining:
-            self._refused_draining.inc()
+            self._refused_unready.inc()
             raise RetryLater(
                 ErrorCode.UNAVAILABLE, "The server is shutting down and takes no new requests.", SHORT_RETRY_S
+            )
+        booting = [role for role in BOOTED_ROLES if role not in self._sessions.seats.ever_ready]
+        if booting:
+            self._refused_unready.inc()
+            raise RetryLater(
+                ErrorCode.UNAVAILABLE,
+                f"The server is still starting: its {' and '.join(booting)} did not report yet. Try again shortly.",
+                SHORT_RETRY_S,
             )
         excess = self._sessions.num_live + num_requests - self._max_requests
         if excess > 0:

@@ -20,12 +20,15 @@ class Seats:
         self._alive: dict[tuple[Role, int], WorkerId] = {}
         self._load: dict[tuple[Role, int], int] = {}
         self.topology = Topology(0, [])
+        self.ever_ready: set[Role] = set()
+        """Roles of which a worker was ready at least once: what is missing of them now is being replaced."""
 
     def follow(self, topology: Topology) -> list[WorkerId]:
         """Take over a newer topology and return the workers that answer no more; an older one changes nothing."""
         if topology.version <= self.topology.version:
             return []
         self.topology = topology
+        self.ever_ready |= {seat.worker.role for seat in topology.seats if seat.state is SeatState.READY}
         alive = {
             (seat.worker.role, seat.worker.index): seat.worker
             for seat in topology.seats

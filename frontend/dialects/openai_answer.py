@@ -54,6 +54,8 @@ class Job:
     def __init__(self) -> None:
         self.mailbox = Mailbox()
         self.streams: list[Stream] = []
+        self.num_unread = 0
+        """Streams whose end has not been read."""
         self.client_gone = False
 
     def leave(self) -> None:
@@ -66,10 +68,16 @@ class Job:
         for stream in self.streams:
             stream.close()
 
-    @property
-    def ended(self) -> bool:
-        """Whether every stream has ended and was read."""
-        return all(stream.ended and not stream.is_posted for stream in self.streams)
+    def add(self, stream: Stream) -> None:
+        """Answer with one more prompt's stream, whose mailbox is this job's."""
+        self.streams.append(stream)
+        self.num_unread += 1
+
+    def take(self, stream: Stream) -> Batch:
+        """Return what is new of a stream that the mailbox named."""
+        if stream.ended:
+            self.num_unread -= 1
+        return stream.take()
 
 
 def usage_of(streams: Sequence[Stream], echo_only: bool = False) -> dict[str, object]:
@@ -232,12 +240,12 @@ async def stream_answer(
             frames: list[bytes] = []
             error: RequestError | None = None
             for stream in ready:
-                batch = stream.take()
+                batch = job.take(stream)
                 writer.write(frames, positions[stream.request_id], stream, batch)
                 error = error or batch.error
             if error is not None and not exchange.started and not frames:
                 raise error
-            last = error is not None or job.ended
+            last = error is not None or job.num_unread == 0
             if error is not None:
                 frames.append(sse.frame(errors.body_of(error)))
                 frames.append(sse.DONE)
@@ -281,12 +289,12 @@ async def whole_answer(exchange: Exchange, job: Job, options: Options) -> list[O
     outputs: dict[int, Output] = {}
     watcher = exchange.watch_disconnect(job.leave)
     try:
-        while not job.ended:
+        while job.num_unread:
             ready = await job.mailbox.wait()
             if job.client_gone:
                 raise ClientGone
             for stream in ready:
-                batch = stream.take()
+                batch = job.take(stream)
                 if batch.error is not None:
                     raise batch.error
                 for delta in batch.deltas:

@@ -33,7 +33,7 @@ from quintet.frontend.dialects.openai_types import (
 from quintet.frontend.exchange import Exchange
 from quintet.frontend.service import Service
 from quintet.wire.codec import unpack_i32
-from quintet.wire.config import ModelConfig
+from quintet.wire.config import EngineConfig, ModelConfig
 from quintet.wire.messages import ChatPrompt, Started
 from quintet.wire.params import SamplingParams
 
@@ -63,11 +63,11 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
     parse.check_model(body.model, config.model)
     _refuse_unsupported(body)
     conversation = parse_conversation(body)
-    params = _params(body, config.model)
+    params = _params(body, config)
     options = _options(body, params, exchange, config.model)
     service.admission.enter()
     job = Job()
-    job.streams.append(
+    job.add(
         service.sessions.submit(
             conversation.prompt,
             params,
@@ -188,12 +188,17 @@ def _check_tool_choice(choice: str | Mapping[str, msgspec.Raw] | None, has_tools
         )
 
 
-def _params(body: ChatBody, model: ModelConfig) -> SamplingParams:
+def _params(body: ChatBody, config: EngineConfig) -> SamplingParams:
+    model = config.model
     max_tokens = parse.chat_max_tokens(body)
     if max_tokens is None and "max_tokens" in model.generation_defaults:
         max_tokens = int(model.generation_defaults["max_tokens"])
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return parse.sampling_params(body, model, max_tokens=max_tokens, logprobs=logprobs)
+    params = parse.sampling_params(body, model, max_tokens=max_tokens, logprobs=logprobs)
+    names = {"logprobs": "top_logprobs"}
+    if body.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    return parse.checked(params, config.frontend.max_logprobs, model, names)
 
 
 def _options(body: ChatBody, params: SamplingParams, exchange: Exchange, model: ModelConfig) -> Options:

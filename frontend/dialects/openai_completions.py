@@ -52,7 +52,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
     job = Job()
     try:
         for prompt in prompts:
-            job.streams.append(
+            job.add(
                 service.sessions.submit(
                     prompt,
                     params,

@@ -47,8 +47,8 @@ def explain(error: msgspec.ValidationError, body: bytes, prefix: str = "") -> Re
         return invalid(f"{name} is missing; it is required.", name)
     try:
         value = _value_at(msgspec.json.decode(body), path)
-    except msgspec.DecodeError:
-        return invalid(f"The request body is not valid JSON: {error}.")
+    except (msgspec.DecodeError, RecursionError):
+        return invalid(f"The request body is not valid JSON for this request: {error}.")
     shown = msgspec.json.encode(value).decode()
     if len(shown) > 80:
         shown = shown[:77] + "..."
@@ -178,6 +178,19 @@ def _check_combinations(body: GenerationBody) -> None:
         )
     if body.stream_interval is not None and body.stream_interval < 1:
         raise invalid(f"stream_interval is {body.stream_interval}; it must be at least 1.", "stream_interval")
+
+
+def checked(
+    params: SamplingParams, max_logprobs: int, model: ModelConfig, names: Mapping[str, str]
+) -> SamplingParams:
+    """Return the parameters' normal form; errors name a field as this body spells it (``names``: ours to theirs)."""
+    try:
+        return params.checked(max_logprobs, model.vocab_size)
+    except RequestError as error:
+        ours = error.param or ""
+        if ours not in names:
+            raise
+        raise invalid(names[ours] + error.message.removeprefix(ours), names[ours]) from None
 
 
 def chat_max_tokens(body: ChatBody) -> int | None:

@@ -24,6 +24,7 @@ from openai import OpenAI
 from quintet.frontend.app import App
 from quintet.frontend.main import make_server
 from quintet.frontend.service import Service
+from quintet.wire import messages
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.config import (
     CacheConfig,
@@ -122,9 +123,6 @@ class FakeEngine:
     arrived: threading.Condition = field(default_factory=threading.Condition)
 
     def send(self, role: Role, index: int, message: msgspec.Struct) -> bool:
-        with self.arrived:
-            self.sent.append((role, index, message))
-            self.arrived.notify_all()
         loop = asyncio.get_running_loop()
         match message:
             case Submit():
@@ -146,6 +144,9 @@ class FakeEngine:
                 )
             case MetricsQuery():
                 loop.call_soon(self.deliver, self.report(message.query_id))
+        with self.arrived:
+            self.sent.append((role, index, message))
+            self.arrived.notify_all()
         return True
 
     def deliver(self, message: Any) -> None:
@@ -285,8 +286,12 @@ class Reply:
 class Server:
     """The application under uvicorn, in a thread of its own."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    kinds = messages
+    """The messages the engine was sent are of these."""
+
+    def __init__(self, config: EngineConfig, states: dict[str, SeatState]) -> None:
         self.engine = FakeEngine()
+        self.states = states
         self.config = config
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self.listener.getsockname()[1]
@@ -301,7 +306,7 @@ class Server:
             self.loop = asyncio.get_running_loop()
             self.service = Service(WorkerId(Role.FRONTEND, 0, 1), self.engine.send, self.config, Metrics())
             self.engine.service = self.service
-            self.service.handle(topology(1))
+            self.service.handle(topology(1, **self.states))
             self._server = make_server(App(self.service))
             self.loop.call_soon(self._ready.set)
             await self._server.serve(sockets=[self.listener])
@@ -340,11 +345,11 @@ class Server:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Server]]:
-    """Start servers with the given frontend settings."""
+    """Start servers with the given frontend settings; ``states`` are those of seats that are not ready."""
     servers: list[Server] = []
 
-    def start(**frontend: Any) -> Server:
-        servers.append(Server(make_config(**frontend)))
+    def start(states: dict[str, SeatState] | None = None, **frontend: Any) -> Server:
+        servers.append(Server(make_config(**frontend), states or {}))
         return servers[-1]
 
     yield start
@@ -356,7 +361,7 @@ def serve() -> Iterator[Callable[..., Server]]:
 def shared() -> Iterator[Server]:
     """One server for tests that change nothing."""
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-    server = Server(make_config())
+    server = Server(make_config(), {})
     yield server
     server.stop()
 
@@ -365,3 +370,9 @@ def shared() -> Iterator[Server]:
 def client(shared: Server) -> Iterator[OpenAI]:
     with OpenAI(base_url=f"{shared.url}/v1", api_key="none", max_retries=0) as client:
         yield client
+
+
+@pytest.fixture(name="topology")
+def topology_fixture() -> Callable[..., Topology]:
+    """Make topologies with one seat of each role, all ready but those named."""
+    return topology

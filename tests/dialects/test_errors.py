@@ -1,0 +1,173 @@
+"""Every mistake gets the right status and an error that says what was sent and what is allowed; the next request works."""
+
+import http.client
+import json
+from typing import Any
+
+import pytest
+
+C, H = "/v1/completions", "/v1/chat/completions"
+USER = [{"role": "user", "content": "x"}]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+
+CASES: list[tuple[str, Any, int, str | None, list[str]]] = [
+    (C, b"{", 400, None, ["not valid JSON"]),
+    (C, b"", 400, None, ["empty"]),
+    (C, b"[1]", 400, None, ["[1]", "JSON object"]),
+    (C, b'{"prompt":"\xff"}', 400, None, ["not valid JSON"]),
+    (C, b"[" * 100_000, 400, None, ["JSON"]),
+    (C, {}, 400, "prompt", ["prompt", "missing"]),
+    (C, {"prompt": None}, 400, "prompt", ["prompt"]),
+    (C, {"prompt": []}, 400, "prompt", ["[]"]),
+    (C, {"prompt": {"a": 1}}, 400, "prompt", ['{"a":1}']),
+    (C, {"prompt": [1, "a"]}, 400, "prompt", ["mixes"]),
+    (C, {"prompt": [[]]}, 400, "prompt", ["empty list"]),
+    (C, {"prompt": [5, 1000]}, 400, "prompt", ["1000", "between 0 and 999"]),
+    (C, {"prompt": [[-1]]}, 400, "prompt", ["-1", "between 0 and 999"]),
+    (C, {"prompt": "x", "temperature": "hot"}, 400, "temperature", ['"hot"', "float"]),
+    (C, {"prompt": "x", "temperature": 2.5}, 400, "temperature", ["2.5", "between 0 and 2"]),
+    (C, {"prompt": "x", "top_p": 0}, 400, "top_p", ["0", "at most 1"]),
+    (C, {"prompt": "x", "top_k": -2}, 400, "top_k", ["-2"]),
+    (C, {"prompt": "x", "min_p": 1.5}, 400, "min_p", ["1.5", "between 0 and 1"]),
+    (C, {"prompt": "x", "presence_penalty": 3}, 400, "presence_penalty", ["between -2 and 2"]),
+    (C, {"prompt": "x", "repetition_penalty": 0}, 400, "repetition_penalty", ["greater than 0"]),
+    (C, {"prompt": "x", "n": 0}, 400, "n", ["0", "between 1 and"]),
+    (C, {"prompt": "x", "n": 2, "temperature": 0}, 400, "n", ["temperature is 0"]),
+    (C, {"prompt": "x", "n": 1.5}, 400, "n", ["1.5", "int"]),
+    (C, {"prompt": "x", "max_tokens": 0}, 400, "max_tokens", ["at least 1"]),
+    (C, {"prompt": "x", "max_tokens": True}, 400, "max_tokens", ["true", "int"]),
+    (C, {"prompt": "x", "min_tokens": 20}, 400, "min_tokens", ["at most max_tokens, which is 16"]),
+    (C, {"prompt": "x", "seed": 1 << 70}, 400, "seed", ["64-bit"]),
+    (C, {"prompt": "x", "stop": [1]}, 400, "stop", ["stop[0] is 1"]),
+    (C, {"prompt": "x", "stop": [""]}, 400, "stop", ["non-empty"]),
+    (C, {"prompt": "x", "stop_token_ids": [1000]}, 400, "stop_token_ids", ["999"]),
+    (C, {"prompt": "x", "logit_bias": {"a": 1}}, 400, "logit_bias", ["'a'", "token ids"]),
+    (C, {"prompt": "x", "logit_bias": {"1": "a"}}, 400, "logit_bias", ["float"]),
+    (C, {"prompt": "x", "logit_bias": {"5000": 1}}, 400, "logit_bias", ["5000", "999"]),
+    (C, {"prompt": "x", "logprobs": 21}, 400, "logprobs", ["between 0 and 20"]),
+    (C, {"prompt": "x", "logprobs": True}, 400, "logprobs", ["true", "int"]),
+    (C, {"prompt": "x", "cache_salt": ""}, 400, "cache_salt", ["between 1 and 1024"]),
+    (C, {"prompt": "x", "truncation_side": "top"}, 400, "truncation_side", ["'left' or 'right'"]),
+    (C, {"prompt": "x", "truncate_prompt_tokens": -2}, 400, "truncate_prompt_tokens", ["-2"]),
+    (C, {"prompt": "x", "stream_options": {"include_usage": True}}, 400, "stream_options", ["stream"]),
+    (C, {"prompt": "x", "stream": True, "prompt_logprobs": 1}, 400, "prompt_logprobs", ["streamed"]),
+    (C, {"prompt": "x", "stream": "yes"}, 400, "stream", ["bool"]),
+    (C, {"prompt": "x", "stream": True, "stream_options": {"include_usage": 3}}, 400, "stream_options.include_usage", []),
+    (C, {"prompt": "x", "suffix": "y"}, 400, "suffix", ["'y'"]),
+    (C, {"prompt": "x", "response_format": {"type": "xml"}}, 400, "response_format", ["'xml'"]),
+    (C, {"prompt": "x" * 251}, 400, "prompt", ["251", "at most 256"]),
+    (C, {"prompt": "x", "model": "gpt-9"}, 404, "model", ["The model `gpt-9` does not exist", "`toy`"]),
+    (C, {"prompt": "x", "use_beam_search": True}, 501, "use_beam_search", ["beam search"]),
+    (C, {"prompt": "x", "prompt_embeds": "AAAA"}, 501, "prompt_embeds", ["embeddings"]),
+    (C, {"prompt": "x", "structured_outputs": {"regex": "a"}}, 501, "structured_outputs", ["constrained"]),
+    (C, {"prompt": "x", "guided_json": {}}, 501, "guided_json", ["constrained"]),
+    (C, {"prompt": "x", "guided_regex": "a"}, 501, "guided_regex", ["constrained"]),
+    (C, {"prompt": "x", "guided_choice": ["a"]}, 501, "guided_choice", ["constrained"]),
+    (C, {"prompt": "x", "guided_grammar": "a"}, 501, "guided_grammar", ["constrained"]),
+    (C, {"prompt": "x", "response_format": {"type": "json_object"}}, 501, "response_format", ["constrained"]),
+    (C, {"prompt": "x", "kv_transfer_params": {"a": 1}}, 501, "kv_transfer_params", []),
+    (C, {"prompt": "x", "return_token_offsets": True}, 501, "return_token_offsets", []),
+    (C, {"prompt": "x", "thinking_token_budget": 5}, 501, "thinking_token_budget", ["reasoning"]),
+    (H, {}, 400, "messages", ["missing"]),
+    (H, {"messages": []}, 400, "messages", ["at least one"]),
+    (H, {"messages": "hi"}, 400, "messages", ['"hi"', "array"]),
+    (H, {"messages": [{"content": "x"}]}, 400, "messages[0].role", ["missing"]),
+    (H, {"messages": [{"role": 1}]}, 400, "messages", ["messages[0].role is 1", "str"]),
+    (H, {"messages": [{"role": "user", "content": 5}]}, 400, "messages", ["messages[0].content is 5"]),
+    (H, {"messages": USER, "top_logprobs": 2}, 400, "top_logprobs", ["logprobs is not true"]),
+    (H, {"messages": USER, "logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", ["between 0 and 20"]),
+    (H, {"messages": USER, "logprobs": 3}, 400, "logprobs", ["bool"]),
+    (H, {"messages": USER, "max_completion_tokens": 0}, 400, "max_completion_tokens", ["at least 1"]),
+    (H, {"messages": USER, "tools": "f"}, 400, "tools", ["array"]),
+    (H, {"messages": USER, "tools": [{"type": "function"}]}, 400, "tools[0].function", ["missing"]),
+    (H, {"messages": USER, "tool_choice": "auto"}, 400, "tool_choice", ["tools"]),
+    (H, {"messages": USER, "tools": TOOLS, "tool_choice": "maybe"}, 400, "tool_choice", ["'maybe'"]),
+    (H, {"messages": USER, "tools": TOOLS, "tool_choice": "required"}, 501, "tool_choice", ["forced tool calls"]),
+    (H, {"messages": USER, "tools": TOOLS, "tool_choice": {"type": "function"}}, 501, "tool_choice", ["forced"]),
+    (H, {"messages": USER, "continue_final_message": True, "add_generation_prompt": True}, 400, "continue_final_message", []),
+    (H, {"messages": USER, "chat_template_kwargs": [1]}, 400, "chat_template_kwargs", ["object"]),
+    (H, {"messages": USER, "reasoning_effort": "huge"}, 400, "reasoning_effort", ["'huge'", "medium"]),
+    (H, {"messages": USER, "mm_payload": {"a": 1}}, 501, "mm_payload", ["other than text"]),
+    ("/tokenize", {}, 400, "prompt", ["both missing"]),
+    ("/tokenize", {"prompt": 5}, 400, "prompt", ["5"]),
+    ("/tokenize", {"prompt": "x", "model": "gpt-9"}, 404, "model", ["gpt-9"]),
+    ("/detokenize", {}, 400, "tokens", ["missing"]),
+    ("/detokenize", {"tokens": [5000]}, 400, "tokens", ["5000", "999"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "status", "param", "words"), CASES)
+def test_a_mistake_is_explained_and_the_next_request_works(
+    shared: Any, path: str, body: Any, status: int, param: str | None, words: list[str]
+) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", shared.port, timeout=10)
+    try:
+        sent = body if isinstance(body, bytes) else json.dumps(body).encode()
+        connection.request("POST", path, sent, {"content-type": "application/json"})
+        response = connection.getresponse()
+        error = json.loads(response.read())["error"]
+        assert response.status == status, error
+        assert error["code"] == status
+        assert error["param"] == param, error
+        assert set(error) == {"message", "type", "param", "code"}
+        for word in words:
+            assert word in error["message"]
+        connection.request("POST", C, json.dumps({"prompt": "x", "max_tokens": 1}).encode())
+        good = connection.getresponse()
+        assert json.loads(good.read())["choices"][0]["text"] == " t0"
+    finally:
+        connection.close()
+
+
+def test_streaming_does_not_change_the_status_of_a_mistake(shared: Any) -> None:
+    reply = shared.ask("POST", C, {"prompt": "x" * 251, "stream": True})
+    assert reply.status == 400
+    assert reply.json["error"]["type"] == "BadRequestError"
+    assert reply.headers["content-type"] == "application/json"
+
+
+def test_what_is_off_passes(shared: Any) -> None:
+    body = {
+        "prompt": "x",
+        "max_tokens": 1,
+        "guided_json": None,
+        "response_format": {"type": "text"},
+        "use_beam_search": False,
+        "suffix": "",
+        "kv_transfer_params": None,
+        "stream_options": None,
+        "logit_bias": None,
+        "seed": -1,
+        "unheard_of": [1],
+    }
+    assert shared.ask("POST", C, body).status == 200
+
+
+def test_paths_and_methods(shared: Any) -> None:
+    missing = shared.ask("GET", "/v2/nothing")
+    assert (missing.status, missing.json["error"]["type"]) == (404, "NotFoundError")
+    wrong = shared.ask("GET", C)
+    assert (wrong.status, wrong.json["error"]["type"]) == (405, "MethodNotAllowedError")
+    assert wrong.headers["allow"] == "POST"
+    assert shared.ask("DELETE", "/v1/models").status == 405
+    assert shared.ask("GET", "/v1/models/who/knows").status == 404
+
+
+def test_content_types(shared: Any) -> None:
+    body = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
+    for good in ("application/json", "application/json; charset=utf-8", "application/vnd.api+json"):
+        assert shared.ask("POST", C, body, {"content-type": good}).status == 200
+    wrong = shared.ask("POST", C, body, {"content-type": "text/plain"})
+    assert (wrong.status, wrong.json["error"]["code"]) == (415, 415)
+    assert "'text/plain'" in wrong.json["error"]["message"]
+
+
+def test_a_mistake_of_ours_is_a_500_and_harms_nobody(shared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(shared.service.admission, "enter", lambda *_: 1 // 0)
+        broken = shared.ask("POST", C, {"prompt": "x"}, {"x-request-id": "r-1"})
+    assert broken.status == 500
+    assert broken.json["error"]["type"] == "InternalServerError"
+    assert "r-1" in broken.json["error"]["message"]
+    assert "ZeroDivision" not in broken.json["error"]["message"]
+    assert shared.ask("POST", C, {"prompt": "x", "max_tokens": 1}).status == 200

@@ -1,0 +1,114 @@
+"""API keys on every route, origins, request ids, body limits."""
+
+import http.client
+import json
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from quintet.frontend.app import ROUTES
+
+OPEN = {"/livez", "/readyz", "/health", "/ping"}
+GUARDED = [path.replace("{id:path}", "toy") for path, _, _ in ROUTES if path not in OPEN] + ["/", "/nowhere"]
+COMPLETION = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
+
+
+def test_every_route_but_liveness_needs_a_key(serve: Callable[..., Any]) -> None:
+    server = serve(api_keys=["first", "second"])
+    for path in GUARDED:
+        for method in ("GET", "POST"):
+            for headers in ({}, {"authorization": "Bearer third"}, {"x-api-key": ""}):
+                refused = server.ask(method, path, headers=headers)
+                assert refused.status == 401, path
+                assert refused.json["error"]["type"] == "AuthenticationError"
+                assert refused.headers["www-authenticate"] == "Bearer"
+    for path in OPEN:
+        assert server.ask("GET", path).status == 200
+    for headers in (
+        {"authorization": "Bearer first"},
+        {"authorization": "bearer second"},
+        {"x-api-key": "second"},
+    ):
+        assert server.ask("POST", "/v1/completions", COMPLETION, headers).status == 200
+        assert server.ask("GET", "/nowhere", headers=headers).status == 404
+    wrong = server.ask("GET", "/v1/models", headers={"authorization": "Basic first"})
+    assert wrong.status == 401
+
+
+def test_keys_are_not_shown(serve: Callable[..., Any]) -> None:
+    server = serve(api_keys=["secret"])
+    refused = server.ask("GET", "/v1/models", headers={"x-api-key": "hunter2"})
+    assert b"secret" not in refused.body
+    assert b"hunter2" not in refused.body
+
+
+def test_only_allowed_origins_may_read_answers(serve: Callable[..., Any]) -> None:
+    server = serve(api_keys=["k"], allowed_origins=["https://app.example"])
+    key = {"x-api-key": "k"}
+    mine = {"origin": "https://app.example"}
+    allowed = server.ask("GET", "/v1/models", headers={**key, **mine})
+    assert allowed.headers["access-control-allow-origin"] == "https://app.example"
+    assert "access-control-allow-origin" in server.ask("GET", "/v1/models", headers=mine).headers
+    other = server.ask("GET", "/v1/models", headers={**key, "origin": "https://evil.example"})
+    assert other.status == 200
+    assert "access-control-allow-origin" not in other.headers
+    preflight = server.ask(
+        "OPTIONS", "/v1/completions", headers={**mine, "access-control-request-method": "POST"}
+    )
+    assert preflight.status == 200
+    assert "authorization" in preflight.headers["access-control-allow-headers"]
+    assert (
+        server.ask(
+            "OPTIONS",
+            "/v1/completions",
+            headers={"origin": "https://evil.example", "access-control-request-method": "POST"},
+        ).status
+        == 401
+    )
+
+
+def test_request_ids_are_echoed_or_made(shared: Any) -> None:
+    given = shared.ask("POST", "/v1/completions", COMPLETION, {"x-request-id": "mine-1"})
+    assert given.headers["x-request-id"] == "mine-1"
+    assert given.json["id"] == "cmpl-mine-1"
+    made = [shared.ask("GET", "/nowhere").headers["x-request-id"] for _ in range(2)]
+    assert made[0] != made[1]
+    odd = shared.ask("GET", "/livez", headers={"x-request-id": "a b"})
+    assert odd.headers["x-request-id"] != "a b"
+
+
+def test_the_server_does_not_name_its_parts(shared: Any) -> None:
+    assert "server" not in shared.ask("GET", "/livez").headers
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_huge_body_is_refused_and_the_next_request_works(serve: Callable[..., Any], chunked: bool) -> None:
+    server = serve(max_body_bytes=10_000)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    try:
+        body = json.dumps({"prompt": "x" * 200_000}).encode()
+        pieces = (body[i : i + 4096] for i in range(0, len(body), 4096))
+        connection.request("POST", "/v1/completions", pieces if chunked else body, encode_chunked=chunked)
+        response = connection.getresponse()
+        error = json.loads(response.read())["error"]
+        assert response.status == 413
+        assert "10000 bytes" in error["message"]
+        connection.request("POST", "/v1/completions", COMPLETION)
+        assert connection.getresponse().status == 200
+    finally:
+        connection.close()
+
+
+def test_a_client_that_leaves_while_sending_its_body_harms_nobody(shared: Any) -> None:
+    with socket.create_connection(("127.0.0.1", shared.port), timeout=10) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+    assert shared.ask("POST", "/v1/completions", COMPLETION).status == 200
+
+
+def test_what_is_not_http_gets_a_400(shared: Any) -> None:
+    with socket.create_connection(("127.0.0.1", shared.port), timeout=10) as connection:
+        connection.sendall(b"\x16\x03\x01 not http\r\n\r\n")
+        assert connection.recv(100).startswith(b"HTTP/1.1 400")
+    assert shared.ask("GET", "/livez").status == 200

@@ -1,0 +1,85 @@
+"""/metrics, /openapi.json, /docs and the small pages."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from quintet.frontend.app import ROUTES
+
+
+def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_metrics(serve: Callable[..., Any]) -> None:
+    server = serve()
+    server.ask("POST", "/v1/completions", {"prompt": "x y", "max_tokens": 3, "stream": True})
+    server.ask("GET", "/made-up-path")
+    reply = server.ask("GET", "/metrics")
+    assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
+    found = samples(reply.body.decode())
+
+    def value(name: str, **labels: str) -> float:
+        return found[name, frozenset({"model_name": "toy", **labels}.items())]
+
+    alias = {"engine": "0"}
+    assert value("vllm:num_requests_running", **alias) == 5
+    assert value("vllm:generation_tokens_total", **alias) == 200
+    assert value("vllm:request_queue_time_seconds_bucket", le="0.1", **alias) == 1
+    assert value("vllm:request_queue_time_seconds_bucket", le="+Inf", **alias) == 2
+    assert value("vllm:request_success_total", finished_reason="length", **alias) == 1
+    assert value("vllm:time_to_first_token_seconds_count", **alias) == 1
+    assert value("vllm:inter_token_latency_seconds_count", **alias) == 2
+    assert value("vllm:request_prompt_tokens_sum", **alias) == 2
+    assert value("vllm:request_generation_tokens_sum", **alias) == 3
+    assert value("vllm:e2e_request_latency_seconds_count", **alias) == 1
+    assert value("quintet:num_requests_running", role="core", index="1") == 3
+    assert value("quintet:process_cpu_seconds_total", role="core", index="0") == 2.0
+    assert value("quintet:process_restarts_total", role="core", index="1") == 1
+    me = {"role": "frontend", "index": "0"}
+    assert value("quintet:hop_seconds_count", hop="detokenizer_frontend", **me) == 3
+    assert value("quintet:stream_write_seconds_count", **me) == 3
+    assert value("quintet:http_requests_total", route="other", method="GET", status="404", **me) == 1
+    routes = {dict(labels)["route"] for name, labels in found if name == "quintet:http_requests_total"}
+    assert "/made-up-path" not in routes
+
+
+def test_the_openapi_document_has_every_route(shared: Any) -> None:
+    document = shared.ask("GET", "/openapi.json").json
+    assert document["openapi"].startswith("3.1")
+    described = {(path, method) for path, methods in document["paths"].items() for method in methods}
+    for path, methods, _ in ROUTES:
+        assert (path.replace(":path", ""), methods[0].lower()) in described
+    schemas = document["components"]["schemas"]
+    used = set(
+        re.findall(r'"#/components/schemas/([^"]+)"', shared.ask("GET", "/openapi.json").body.decode())
+    )
+    assert used <= set(schemas)
+    temperature = schemas["CompletionBody"]["properties"]["temperature"]
+    assert (temperature["minimum"], temperature["maximum"], temperature["default"]) == (0, 2, 1.0)
+    assert schemas["ChatBody"]["properties"]["messages"]["items"]["$ref"].endswith("ChatMessage")
+
+
+def test_the_docs_page_needs_nothing_from_elsewhere(shared: Any) -> None:
+    page = shared.ask("GET", "/docs")
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    text = page.body.decode()
+    assert "openapi.json" in text
+    assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//""", text)
+
+
+def test_the_small_pages(shared: Any) -> None:
+    assert shared.ask("GET", "/livez").body == b"ok"
+    assert shared.ask("GET", "/ping").status == 200
+    assert shared.ask("POST", "/ping").status == 200
+    assert re.fullmatch(r"\d+\..*", shared.ask("GET", "/version").json["version"])
+    assert shared.ask("GET", "/load").json == {"server_load": 0}
+    head = shared.ask("HEAD", "/health")
+    assert (head.status, head.body) == (200, b"")

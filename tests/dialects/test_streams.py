@@ -1,0 +1,242 @@
+"""Streams over time: disconnects, silence, errors halfway, one write per step, refusal at the door, draining."""
+
+import http.client
+import json
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from quintet.wire.ids import Role
+from quintet.wire.messages import Cancel, Drain, Drained, SeatState, Submit
+
+C, H = "/v1/completions", "/v1/chat/completions"
+
+
+class RawStream:
+    """A request on a bare socket, read one HTTP chunk (one write of the server) at a time."""
+
+    def __init__(self, server: Any, path: str, body: dict[str, Any]) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+        sent = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(sent)}\r\n\r\n".encode()
+        self.socket.sendall(head + sent)
+        self.reader = self.socket.makefile("rb")
+
+    def head(self) -> bytes:
+        lines = []
+        while (line := self.reader.readline()) not in {b"\r\n", b""}:
+            lines.append(line)
+        return b"".join(lines)
+
+    def chunk(self) -> bytes:
+        size = int(self.reader.readline(), 16)
+        chunk = self.reader.read(size)
+        self.reader.readline()
+        return chunk
+
+    def close(self) -> None:
+        self.reader.close()
+        self.socket.close()
+
+
+def settle(server: Any) -> int:
+    """Return the requests that live once the loop has done what it was told."""
+    return int(server.call(lambda: server.service.sessions.num_live))
+
+
+@pytest.mark.parametrize("path", [C, H])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_disconnect_cancels_the_request(serve: Callable[..., Any], path: str, stream: bool) -> None:
+    server = serve()
+    server.engine.held = True
+    body = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], "n": 2, "stream": stream}
+    raw = RawStream(server, path, body)
+    submit = server.engine.wait_for(Submit)[0]
+    raw.close()
+    cancel = server.engine.wait_for(Cancel)[0]
+    assert cancel.request_ids == [submit.request_id, submit.request_id + 1]
+    assert settle(server) == 0
+    assert server.service.num_exchanges == 0
+    server.engine.held = False
+    assert server.ask("POST", C, {"prompt": "x", "max_tokens": 1}).status == 200
+
+
+def test_a_disconnect_halfway_cancels_the_request(serve: Callable[..., Any]) -> None:
+    server = serve()
+    raw = RawStream(server, C, {"prompt": "x", "max_tokens": 100_000, "stream": True})
+    assert b"200 OK" in raw.head()
+    assert b" t0" in raw.chunk()
+    raw.close()
+    server.engine.wait_for(Cancel)
+    assert settle(server) == 0
+
+
+def test_a_list_of_prompts_is_cancelled_whole(serve: Callable[..., Any]) -> None:
+    server = serve()
+    server.engine.held = True
+    raw = RawStream(server, C, {"prompt": ["a", "b", "c"], "stream": True})
+    server.engine.wait_for(Submit, 3)
+    raw.close()
+    server.engine.wait_for(Cancel, 3)
+    assert settle(server) == 0
+
+
+def test_silence_is_filled_with_comments(serve: Callable[..., Any]) -> None:
+    server = serve(keep_alive_s=0.05)
+    server.engine.held = True
+    raw = RawStream(server, C, {"prompt": "x", "max_tokens": 1, "stream": True})
+    try:
+        assert b"text/event-stream" in raw.head()
+        assert raw.chunk() == b": keep-alive\n\n"
+        assert raw.chunk() == b": keep-alive\n\n"
+        server.call(server.engine.release)
+        rest = raw.chunk()
+        while rest == b": keep-alive\n\n":
+            rest = raw.chunk()
+        assert b" t0" in rest
+        assert rest.endswith(b"data: [DONE]\n\n")
+    finally:
+        raw.close()
+
+
+def test_the_events_of_a_step_share_one_write(serve: Callable[..., Any]) -> None:
+    server = serve()
+    raw = RawStream(server, C, {"prompt": "x", "max_tokens": 2, "n": 3, "stream": True})
+    try:
+        raw.head()
+        first, last = raw.chunk(), raw.chunk()
+        assert first.count(b"data: ") == 3
+        assert last.count(b"data: ") == 4
+        assert last.endswith(b"data: [DONE]\n\n")
+        assert raw.chunk() == b""
+    finally:
+        raw.close()
+
+
+def test_an_error_before_any_output_keeps_its_status(serve: Callable[..., Any]) -> None:
+    server = serve()
+    server.engine.fail_after = 0
+    reply = server.ask("POST", C, {"prompt": "x", "stream": True})
+    assert reply.status == 500
+    assert reply.json["error"]["message"] == "The engine broke."
+
+
+@pytest.mark.parametrize("path", [C, H])
+def test_an_error_halfway_is_an_event(serve: Callable[..., Any], path: str) -> None:
+    server = serve()
+    server.engine.fail_after = 2
+    body = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], "max_tokens": 5, "stream": True}
+    reply = server.ask("POST", path, body)
+    assert reply.status == 200
+    assert reply.events[-1]["error"]["message"] == "The engine broke."
+    assert reply.events[-1]["error"]["code"] == 500
+    assert reply.body.endswith(b"data: [DONE]\n\n")
+    server.engine.fail_after = None
+    assert server.ask("POST", C, {"prompt": "x", "max_tokens": 1}).status == 200
+
+
+def test_one_failing_prompt_of_a_list_ends_the_others(serve: Callable[..., Any]) -> None:
+    server = serve()
+    reply = server.ask("POST", C, {"prompt": ["ok", "x" * 251], "max_tokens": 100_000})
+    assert reply.status == 400
+    server.engine.wait_for(Cancel)
+    assert settle(server) == 0
+
+
+def test_a_full_house_answers_429(serve: Callable[..., Any]) -> None:
+    server = serve(max_queued_requests=2)
+    too_many = server.ask("POST", C, {"prompt": ["a", "b", "c"]})
+    assert too_many.status == 429
+    server.engine.held = True
+    waiting = [RawStream(server, C, {"prompt": "x", "max_tokens": 1}) for _ in range(2)]
+    server.engine.wait_for(Submit, 2)
+    refused = server.ask("POST", H, {"messages": [{"role": "user", "content": "x"}]})
+    assert refused.status == 429
+    assert refused.json["error"]["type"] == "RateLimitError"
+    assert int(refused.headers["retry-after"]) >= 1
+    server.call(server.engine.release)
+    for raw in waiting:
+        assert b"200 OK" in raw.head()
+        raw.close()
+    assert server.ask("POST", C, {"prompt": "x", "max_tokens": 1}).status == 200
+
+
+def test_until_the_model_is_loaded_the_answer_is_503(serve: Callable[..., Any], topology: Any) -> None:
+    server = serve(states={"core": SeatState.STARTING, "executor": SeatState.STARTING})
+    for version, missing in enumerate((["core", "executor"], ["executor"]), start=2):
+        refused = server.ask("POST", C, {"prompt": "x"})
+        assert refused.status == 503
+        assert " and ".join(missing) in refused.json["error"]["message"]
+        assert int(refused.headers["retry-after"]) >= 1
+        assert server.ask("GET", "/readyz").json["missing"] == missing
+        states = dict.fromkeys(missing[1:], SeatState.STARTING)
+        server.call(server.service.handle, topology(version, **states))
+    assert server.ask("POST", C, {"prompt": "x", "max_tokens": 1}).status == 200
+
+
+def test_a_request_waits_for_a_core_that_is_being_replaced(serve: Callable[..., Any], topology: Any) -> None:
+    server = serve()
+    server.call(server.service.handle, topology(2, core=SeatState.DOWN))
+    waiting = RawStream(server, C, {"prompt": "x", "max_tokens": 1, "stream": True})
+    assert any(settle(server) for _ in range(100_000))
+    assert not [m for _, _, m in server.engine.sent if isinstance(m, Submit)]
+    server.call(server.service.handle, topology(3))
+    assert b"200 OK" in waiting.head()
+    waiting.close()
+
+
+def test_health_names_what_is_wrong(serve: Callable[..., Any], topology: Any) -> None:
+    server = serve()
+    assert server.ask("GET", "/health").json["status"] == "ok"
+    assert server.ask("GET", "/readyz").status == 200
+    server.call(server.service.handle, topology(2, detokenizer=SeatState.STALLED))
+    sick = server.ask("GET", "/health")
+    assert sick.status == 503
+    assert sick.json["processes"] == [{"process": "detokenizer-0.1", "state": "stalled", "note": ""}]
+    assert server.ask("GET", "/readyz").status == 503
+    assert server.ask("GET", "/livez").status == 200
+
+
+def test_a_lost_core_is_an_error_of_its_own(serve: Callable[..., Any], topology: Any) -> None:
+    server = serve()
+    server.engine.held = True
+    raw = RawStream(server, C, {"prompt": "x", "stream": True})
+    server.engine.wait_for(Submit)
+    server.call(server.service.handle, topology(2, core=SeatState.DOWN))
+    head = raw.head()
+    raw.close()
+    assert b"503" in head
+    assert b"retry-after" in head
+
+
+def test_draining_finishes_what_runs_and_takes_nothing_new(serve: Callable[..., Any]) -> None:
+    server = serve()
+    server.engine.held = True
+    running = RawStream(server, C, {"prompt": "x", "max_tokens": 2, "stream": True})
+    server.engine.wait_for(Submit)
+    server.call(server.service.handle, Drain())
+    refused = server.ask("POST", C, {"prompt": "x"})
+    assert refused.status == 503
+    assert refused.headers["connection"] == "close"
+    assert server.ask("GET", "/readyz").status == 503
+    assert not [m for _, _, m in server.engine.sent if isinstance(m, Drained)]
+    server.call(server.engine.release)
+    running.head()
+    assert b" t0" in running.chunk()
+    assert running.chunk().endswith(b"data: [DONE]\n\n")
+    running.close()
+    server.engine.wait_for(Drained)
+    roles = [role for role, _, message in server.engine.sent if isinstance(message, Drained)]
+    assert roles == [Role.SUPERVISOR]
+
+
+def test_a_request_for_itself_on_one_connection_after_a_stream(shared: Any) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", shared.port, timeout=10)
+    try:
+        for _ in range(3):
+            connection.request("POST", C, json.dumps({"prompt": "x", "max_tokens": 2, "stream": True}))
+            assert connection.getresponse().read().endswith(b"data: [DONE]\n\n")
+    finally:
+        connection.close()

@@ -1,0 +1,461 @@
+"""Sessions without HTTP or processes: routing, deltas, endings, cancels, and workers that get lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+
+from quintet.frontend.sessions import Batch, Sessions, Stream
+from quintet.wire.codec import pack_i32
+from quintet.wire.config import (
+    CacheConfig,
+    EngineConfig,
+    ExecutorConfig,
+    FrontendConfig,
+    ModelConfig,
+    ProcessesConfig,
+    SchedulerConfig,
+)
+from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.ids import Role, WorkerId
+from quintet.wire.kv_spec import KvSpec
+from quintet.wire.messages import (
+    Alternative,
+    Cancel,
+    Failed,
+    Finish,
+    FinishReason,
+    PositionLogprobs,
+    RowLogprobs,
+    Seat,
+    SeatState,
+    Started,
+    Submit,
+    Text,
+    TextPrompt,
+    Topology,
+)
+from quintet.wire.params import SamplingParams
+
+PROMPT = TextPrompt("hello")
+
+
+def make_config() -> EngineConfig:
+    return EngineConfig(
+        run_dir="/nowhere",
+        model=ModelConfig(
+            path="/models/toy",
+            tokenizer_path="/models/toy",
+            served_names=["toy"],
+            architecture="LlamaForCausalLM",
+            dtype="float32",
+            vocab_size=1000,
+            max_model_len=256,
+            eos_token_ids=[2],
+            kv=KvSpec(1, 1, 8, 4, 16),
+        ),
+        cache=CacheConfig(memory_bytes=1 << 20),
+        scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=256),
+        executor=ExecutorConfig(),
+        frontend=FrontendConfig(),
+        processes=ProcessesConfig(),
+    )
+
+
+@dataclass
+class World:
+    """Sessions, what they sent, and who is there."""
+
+    sent: list[tuple[Role, int, msgspec.Struct]] = field(default_factory=list)
+    deaf: bool = False
+    version: int = 0
+
+    def __post_init__(self) -> None:
+        self.sessions = Sessions(WorkerId(Role.FRONTEND, 0, 1), self.send, make_config())
+        self.seats = {(role, 0): (1, SeatState.READY) for role in Role if role is not Role.SUPERVISOR}
+
+    def send(self, role: Role, index: int, message: msgspec.Struct) -> bool:
+        if self.deaf:
+            return False
+        self.sent.append((role, index, msgspec.structs.replace(message)))
+        return True
+
+    def follow(self) -> World:
+        """Publish the seats as they are now."""
+        self.version += 1
+        seats = [
+            Seat(WorkerId(role, index, epoch), "", 1, state)
+            for (role, index), (epoch, state) in self.seats.items()
+        ]
+        self.sessions.follow(Topology(self.version, seats))
+        return self
+
+    def of(self, kind: type[msgspec.Struct]) -> list[Any]:
+        return [message for _, _, message in self.sent if isinstance(message, kind)]
+
+    def targets(self, kind: type[msgspec.Struct]) -> list[int]:
+        return [index for _, index, message in self.sent if isinstance(message, kind)]
+
+    def text(
+        self,
+        rows: list[tuple[int, str, int, int, list[int]]],
+        started: list[int] = [],  # noqa: B006 - never changed
+        finished: list[tuple[int, FinishReason]] = [],  # noqa: B006 - never changed
+        logprobs: list[RowLogprobs] = [],  # noqa: B006 - never changed
+    ) -> None:
+        """Deliver one `Text`; a row is ``(id, delta, offset, first index, token ids)``."""
+        self.sessions.handle(
+            Text(
+                step=1,
+                sent_ns=0,
+                tokens_sent_ns=0,
+                started=[Started(i, 3, 0, 0, 0) for i in started],
+                request_ids=[row[0] for row in rows],
+                deltas=[row[1] for row in rows],
+                offsets=[row[2] for row in rows],
+                first_indexes=[row[3] for row in rows],
+                num_tokens=[len(row[4]) for row in rows],
+                token_ids=pack_i32([token for row in rows for token in row[4]]),
+                finishes=[Finish(i, reason, None, 1) for i, reason in finished],
+                logprobs=logprobs,
+            )
+        )
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 10))
+
+
+def params(**fields: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=8, **fields)
+
+
+async def rest(stream: Stream) -> list[Batch]:
+    return [batch async for batch in stream]
+
+
+def test_a_request_from_submit_to_end() -> None:
+    async def story() -> None:
+        world = World().follow()
+        stream = world.sessions.submit(PROMPT, params(), priority=2, cache_salt="s")
+        (submit,) = world.of(Submit)
+        assert (submit.priority, submit.cache_salt, submit.core, submit.detokenizer) == (2, "s", 0, 0)
+        assert submit.params.seed is not None
+        rid = submit.request_id
+        world.text([(rid, "he", 0, 0, [1])], started=[rid])
+        first = await stream.next_batch()
+        assert first is not None
+        assert first.started is not None
+        assert [(d.text, list(d.token_ids)) for d in first.deltas] == [("he", [1])]
+        world.text([(rid, "llo", 2, 1, [2, 3])], finished=[(rid, FinishReason.LENGTH)])
+        (last,) = await rest(stream)
+        assert (last.deltas[0].text, list(last.deltas[0].token_ids)) == ("llo", [2, 3])
+        assert last.deltas[0].finish is not None
+        assert list(stream.choices[0].output_ids) == [1, 2, 3]
+        assert world.sessions.num_live == 0
+        assert await stream.next_batch() is None
+
+    run(story())
+
+
+def test_a_slow_reader_gets_one_batch_for_many_steps() -> None:
+    async def story() -> None:
+        world = World().follow()
+        stream = world.sessions.submit(PROMPT, params(n=2))
+        a, b = stream.request_id, stream.request_id + 1
+        for i in range(100):
+            world.text([(a, "x", i, i, [i]), (b, "yy", 2 * i, i, [i])], started=[a, b] if i == 0 else [])
+        world.text([], finished=[(b, FinishReason.STOP), (a, FinishReason.LENGTH)])
+        (batch,) = await rest(stream)
+        assert {d.choice: d.text for d in batch.deltas} == {0: "x" * 100, 1: "y" * 200}
+        assert all(list(d.token_ids) == list(range(100)) for d in batch.deltas)
+
+    run(story())
+
+
+def test_final_only_wakes_once() -> None:
+    async def story() -> None:
+        world = World().follow()
+        stream = world.sessions.submit(PROMPT, params(), final_only=True)
+        reader = asyncio.ensure_future(rest(stream))
+        for i in range(3):
+            world.text([(stream.request_id, "x", i, i, [i])])
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert not reader.done()
+            assert not stream.is_posted
+        world.text([], finished=[(stream.request_id, FinishReason.STOP)])
+        assert [batch.deltas[0].text for batch in await reader] == ["xxx"]
+
+    run(story())
+
+
+def test_what_was_already_seen_is_dropped() -> None:
+    async def story() -> None:
+        world = World().follow()
+        stream = world.sessions.submit(PROMPT, params(logprobs=0))
+        rid = stream.request_id
+
+        def at(token: int) -> PositionLogprobs:
+            return PositionLogprobs(Alternative(token, 0.0, "", b"", 1), [], 0)
+
+        world.text([(rid, "abc", 0, 0, [1, 2])], logprobs=[RowLogprobs(0, [at(1), at(2)])])
+        world.text([(rid, "abc", 0, 0, [1, 2])], logprobs=[RowLogprobs(0, [at(1), at(2)])])
+        world.text([(rid, "bcde", 1, 1, [2, 3])], logprobs=[RowLogprobs(0, [at(2), at(3)])])
+        world.text([], finished=[(rid, FinishReason.STOP)])
+        world.text([(rid, "f", 5, 3, [4])], finished=[(rid, FinishReason.STOP)])
+        (batch,) = await rest(stream)
+        (delta,) = batch.deltas
+        assert (delta.text, list(delta.token_ids)) == ("abcde", [1, 2, 3])
+        assert [position.chosen.token_id for position in delta.logprobs] == [1, 2, 3]
+        assert world.sessions.metrics.duplicate_endings.value == 1
+        assert world.sessions.metrics.late_rows.value == 2
+
+    run(story())
+
+
+def test_held_back_text_may_come_without_a_token() -> None:
+    async def story() -> None:
+        world = World().follow()
+        stream = world.sessions.submit(PROMPT, params())
+        rid = stream.request_id
+        world.text([(rid, "", 0, 0, [1])])
+        world.text([(rid, "ab", 0, 1, [])], finished=[(rid, FinishReason.STOP)])
+        (batch,) = await rest(stream)
+        assert (batch.deltas[0].text, list(batch.deltas[0].token_ids)) == ("ab", [1])
+
+    run(story())
+
+
+@pytest.mark.parametrize("row", [("x", 5, 0), ("x", 0, 5)])
+def test_missing_output_is_an_error_not_a_gap(row: tuple[str, int, int]) -> None:
+    async def story() -> None:
+        world = World().follow()
+        stream = world.sessions.submit(PROMPT, params())
+        world.text([(stream.request_id, *row, [1])])
+        with pytest.raises(RequestError, match="went missing"):
+            await stream.next_batch()
+        assert world.sessions.num_live == 0
+
+    run(story())
+
+
+def test_a_failure_ends_every_choice_once() -> None:
+    async def story() -> None:
+        world = World().follow()
+        stream = world.sessions.submit(PROMPT, params(n=3))
+        world.text([(stream.request_id, "a", 0, 0, [1])])
+        failed = Failed(stream.request_id, ErrorCode.TOO_LONG, "too long", "prompt")
+        world.sessions.handle(failed)
+        world.sessions.handle(failed)
+        batch = await stream.next_batch()
+        assert batch is not None
+        assert batch.deltas[0].text == "a"
+        with pytest.raises(RequestError, match="too long") as caught:
+            await stream.next_batch()
+        assert caught.value.param == "prompt"
+        assert world.sessions.num_live == 0
+        assert world.sessions.metrics.duplicate_endings.value == 1
+        assert await stream.next_batch() is None
+
+    run(story())
+
+
+def test_a_cancel_waits_for_the_engines_word() -> None:
+    async def story() -> None:
+        world = World().follow()
+        stream = world.sessions.submit(PROMPT, params(n=2))
+        a, b = stream.request_id, stream.request_id + 1
+        world.text([(a, "x", 0, 0, [1])], finished=[(a, FinishReason.STOP)])
+        stream.cancel()
+        stream.cancel()
+        assert [cancel.request_ids for cancel in world.of(Cancel)] == [[b]]
+        assert world.sessions.num_live == 1
+        world.text([], finished=[(b, FinishReason.ABORT)])
+        (batch,) = await rest(stream)
+        reasons = {d.choice: d.finish.reason for d in batch.deltas if d.finish is not None}
+        assert reasons == {0: FinishReason.STOP, 1: FinishReason.ABORT}
+        assert world.sessions.num_live == 0
+        stream.cancel()
+        assert len(world.of(Cancel)) == 1
+
+    run(story())
+
+
+def test_a_closed_stream_keeps_nothing_for_its_reader() -> None:
+    async def story() -> None:
+        world = World().follow()
+        stream = world.sessions.submit(PROMPT, params())
+        rid = stream.request_id
+        stream.close()
+        assert len(world.of(Cancel)) == 1
+        world.text([(rid, "x", 0, 0, [1])])
+        assert stream.choices[0].texts == []
+        world.text([], finished=[(rid, FinishReason.ABORT)])
+        assert world.sessions.num_live == 0
+
+    run(story())
+
+
+def test_requests_wait_for_workers_that_are_not_there_yet() -> None:
+    async def story() -> None:
+        world = World()
+        early = world.sessions.submit(PROMPT, params())
+        cancelled = world.sessions.submit(PROMPT, params())
+        assert world.sent == []
+        cancelled.cancel()
+        assert cancelled.ended
+        for role in (Role.TOKENIZER, Role.DETOKENIZER, Role.CORE):
+            world.seats[role, 0] = (1, SeatState.STARTING)
+            world.follow()
+            assert world.sent == []
+            world.seats[role, 0] = (1, SeatState.READY)
+        world.follow()
+        assert [submit.request_id for submit in world.of(Submit)] == [early.request_id]
+        assert world.of(Cancel) == []
+
+    run(story())
+
+
+def test_work_goes_to_the_least_loaded() -> None:
+    async def story() -> None:
+        world = World()
+        for index in (1, 2):
+            world.seats[Role.TOKENIZER, index] = (1, SeatState.READY)
+            world.seats[Role.DETOKENIZER, index] = (1, SeatState.READY)
+        world.seats[Role.TOKENIZER, 1] = (1, SeatState.STALLED)
+        world.follow()
+        streams = [world.sessions.submit(PROMPT, params()) for _ in range(6)]
+        assert sorted(world.targets(Submit)) == [0, 0, 0, 2, 2, 2]
+        assert sorted(submit.detokenizer for submit in world.of(Submit)) == [0, 0, 1, 1, 2, 2]
+        for stream in streams[:3]:
+            rid = stream.request_id
+            world.text([], started=[rid], finished=[(rid, FinishReason.STOP)])
+        for stream in streams[3:]:
+            world.text([], finished=[(stream.request_id, FinishReason.STOP)])
+        for role in (Role.TOKENIZER, Role.DETOKENIZER, Role.CORE):
+            assert [world.sessions.seats.load(role, index) for index in range(3)] == [0, 0, 0]
+
+    run(story())
+
+
+@pytest.mark.parametrize("state", [SeatState.READY, SeatState.STARTING])
+def test_a_lost_tokenizer_is_asked_again(state: SeatState) -> None:
+    async def story() -> None:
+        world = World().follow()
+        waiting = world.sessions.submit(PROMPT, params(seed=5))
+        started = world.sessions.submit(PROMPT, params())
+        world.text([], started=[started.request_id])
+        world.seats[Role.TOKENIZER, 0] = (2, state)
+        world.follow()
+        if state is SeatState.STARTING:
+            assert len(world.of(Submit)) == 2
+            world.seats[Role.TOKENIZER, 0] = (2, SeatState.READY)
+            world.follow()
+        first, _, again = world.of(Submit)
+        assert again.request_id == waiting.request_id
+        assert msgspec.structs.replace(again, sent_ns=first.sent_ns) == first
+        assert world.sessions.num_live == 2
+        assert world.sessions.seats.load(Role.TOKENIZER, 0) == 1
+        for stream in (waiting, started):
+            world.text([], finished=[(stream.request_id, FinishReason.STOP)])
+        assert world.sessions.num_live == 0
+        for role in (Role.TOKENIZER, Role.DETOKENIZER, Role.CORE):
+            assert world.sessions.seats.load(role, 0) == 0
+
+    run(story())
+
+
+def test_a_request_cancelled_into_a_lost_tokenizer_ends_here() -> None:
+    async def story() -> None:
+        world = World().follow()
+        stream = world.sessions.submit(PROMPT, params())
+        stream.cancel()
+        world.seats[Role.TOKENIZER, 0] = (2, SeatState.READY)
+        world.follow()
+        assert len(world.of(Submit)) == 1
+        assert len(world.of(Cancel)) == 2
+        (batch,) = await rest(stream)
+        assert batch.deltas[0].finish is not None
+        assert batch.deltas[0].finish.reason is FinishReason.ABORT
+        assert world.sessions.num_live == 0
+
+    run(story())
+
+
+@pytest.mark.parametrize("role", [Role.CORE, Role.DETOKENIZER])
+@pytest.mark.parametrize("down", [True, False])
+def test_a_lost_core_or_detokenizer_ends_its_requests(role: Role, down: bool) -> None:
+    async def story() -> None:
+        world = World()
+        world.seats[role, 1] = (1, SeatState.READY)
+        world.follow()
+        streams = [world.sessions.submit(PROMPT, params()) for _ in range(2)]
+        world.seats[role, 0] = (1, SeatState.DOWN) if down else (2, SeatState.STARTING)
+        world.follow()
+        ended = [stream for stream in streams if stream.ended]
+        assert len(ended) == 1
+        with pytest.raises(RequestError) as caught:
+            await ended[0].next_batch()
+        assert caught.value.code is ErrorCode.UNAVAILABLE
+        assert role in caught.value.message
+        assert world.sessions.num_live == 1
+        assert len(world.of(Cancel)) == (1 if role is Role.DETOKENIZER else 0)
+        world.text(
+            [(ended[0].request_id, "late", 0, 0, [1])], finished=[(ended[0].request_id, FinishReason.STOP)]
+        )
+        assert world.sessions.num_live == 1
+
+    run(story())
+
+
+def test_an_old_topology_changes_nothing() -> None:
+    async def story() -> None:
+        world = World().follow()
+        world.sessions.submit(PROMPT, params())
+        world.sessions.follow(Topology(0, []))
+        assert world.sessions.num_live == 1
+        assert world.sessions.seats.missing() == []
+
+    run(story())
+
+
+def test_bad_parameters_are_refused_before_anything_is_sent() -> None:
+    world = World().follow()
+    with pytest.raises(RequestError, match="temperature is 9"):
+        world.sessions.submit(PROMPT, params(temperature=9.0))
+    assert world.sent == []
+    assert world.sessions.num_live == 0
+
+
+def test_a_peer_that_is_not_connected_leaves_the_request_waiting() -> None:
+    async def story() -> None:
+        world = World().follow()
+        world.deaf = True
+        stream = world.sessions.submit(PROMPT, params())
+        assert stream.tokenizer is None
+        world.deaf = False
+        world.follow()
+        assert len(world.of(Submit)) == 1
+
+    run(story())
+
+
+def test_fail_all_ends_everything_and_idle_is_told() -> None:
+    async def story() -> None:
+        world = World().follow()
+        idle: list[int] = []
+        world.sessions.when_idle(lambda: idle.append(world.sessions.num_live))
+        streams = [world.sessions.submit(PROMPT, params(n=2)) for _ in range(3)]
+        world.sessions.fail_all(RequestError(ErrorCode.UNAVAILABLE, "going down"))
+        assert idle == [0]
+        for stream in streams:
+            with pytest.raises(RequestError, match="going down"):
+                await stream.next_batch()
+
+    run(story())
