@@ -1,0 +1,136 @@
+"""Every RoPE scaling kind, within and beyond the original context, as transformers computes it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from quintet.executor.layers.rope import Rope, rope_spec
+from quintet.wire.errors import ConfigError
+
+HEAD_DIM = 16
+ORIGINAL = 32
+
+KINDS: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 3.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": ORIGINAL,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": ORIGINAL},
+    "yarn-mscale": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": ORIGINAL,
+        "mscale": 0.8,
+        "mscale_all_dim": 0.5,
+        "beta_fast": 16,
+        "beta_slow": 2,
+    },
+    "yarn-attention-factor": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": ORIGINAL,
+        "attention_factor": 1.3,
+        "truncate": False,
+    },
+    "longrope": {
+        "rope_type": "longrope",
+        "factor": 4.0,
+        "original_max_position_embeddings": ORIGINAL,
+        "short_factor": [1.0 + 0.05 * i for i in range(HEAD_DIM // 2)],
+        "long_factor": [1.0 + 0.5 * i for i in range(HEAD_DIM // 2)],
+    },
+}
+
+
+def config_of(kind: str) -> transformers.LlamaConfig:
+    """A tiny Llama whose context is the original one where the kind counts from it, else four times that."""
+    parameters = {"rope_theta": 10000.0, **KINDS[kind]}
+    return transformers.LlamaConfig(
+        vocab_size=211,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=ORIGINAL if kind == "dynamic" else 4 * ORIGINAL,
+        rope_parameters=parameters,
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_frequencies_equal_transformers(kind: str) -> None:
+    config = config_of(kind)
+    spec = rope_spec(
+        json.loads(config.to_json_string()), HEAD_DIM, config.max_position_embeddings, "config.json"
+    )
+    for length in (ORIGINAL, 3 * ORIGINAL):
+        positions = torch.arange(length)
+        cos, sin = Rope(spec, torch.device("cpu")).cos_sin(
+            positions, torch.full((length,), length), torch.float32
+        )
+        if spec.kind == "default":
+            frequencies, scale = 1.0 / 10000.0 ** (torch.arange(0, HEAD_DIM, 2) / HEAD_DIM), 1.0
+        else:
+            frequencies, scale = ROPE_INIT_FUNCTIONS[spec.kind](config, torch.device("cpu"), seq_len=length)
+        angles = positions.float()[:, None] * frequencies
+        torch.testing.assert_close(cos[:, 0, : HEAD_DIM // 2], angles.cos() * scale, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(sin[:, 0, HEAD_DIM // 2 :], angles.sin() * scale, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_tokens_equal_transformers_across_the_original_context(
+    kind: str, serve: Callable[..., Any]
+) -> None:
+    """Prompts shorter than, crossing during output, and longer than the original context, chunked and not.
+
+    For transformers one at a time, because it rotates a batch by its longest member, and the longest first, because
+    its dynamic kind remembers the longest length until a prompt fits the original context.
+    """
+    served = serve(config_of(kind))
+    prompts = [[(7 * i + 3 * n) % 211 for i in range(n)] for n in (ORIGINAL + 17, ORIGINAL - 9, 5)]
+    expected = [served.greedy(prompt) for prompt in prompts]
+    for limits in ({}, {"chunk": 11}):
+        requests = [served.core.add(prompt) for prompt in prompts]
+        served.core.run(**limits)
+        assert [request.outputs for request in requests] == expected
+
+
+def test_older_cards_are_read_alike() -> None:
+    old = {"rope_theta": 500000.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    new = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500000.0}}
+    ours = [rope_spec(card, HEAD_DIM, 64, "config.json") for card in (old, new)]
+    frequencies = [
+        Rope(spec, torch.device("cpu")).cos_sin(torch.arange(9), None, torch.float32) for spec in ours
+    ]
+    assert torch.equal(frequencies[0][0], frequencies[1][0])
+
+
+def test_partial_rotation_covers_the_first_dimensions() -> None:
+    spec = rope_spec({"partial_rotary_factor": 0.5}, HEAD_DIM, 64, "config.json")
+    cos, _ = Rope(spec, torch.device("cpu")).cos_sin(torch.arange(3), None, torch.float32)
+    assert cos.shape == (3, 1, HEAD_DIM // 2)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [({"rope_type": "spiral"}, "spiral"), ({"rope_type": "llama3", "factor": 2.0}, "low_freq_factor")],
+)
+def test_unknown_or_incomplete_settings_are_named(
+    parameters: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        rope_spec({"rope_parameters": parameters}, HEAD_DIM, 64, str(tmp_path / "config.json"))

@@ -1,0 +1,144 @@
+"""What a core may do with the executor: fork, mix, preempt, reuse slots, copy blocks, plan ahead of the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import transformers
+
+from quintet.wire.codec import pack_i32, pack_u8, unpack_i32
+from quintet.wire.params import SamplingParams
+from quintet.wire.step import NewRow, StepPlan
+
+RANDOM = SamplingParams(temperature=0.9, top_p=0.95, max_tokens=None)
+PROMPTS = [[(5 * i + n) % 97 for i in range(n)] for n in (3, 9, 14, 30)]
+
+
+@pytest.fixture
+def served(serve: Callable[..., Any]) -> Any:
+    return serve(
+        transformers.Qwen2Config(
+            vocab_size=97,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=128,
+        ),
+        max_model_len=128,
+    )
+
+
+def test_decode_rows_and_prompt_chunks_share_steps(served: Any) -> None:
+    expected = [served.greedy(prompt, 16) for prompt in PROMPTS]
+    requests = []
+    for prompt in PROMPTS:  # each arrives while the earlier ones decode
+        requests.append(served.core.add(prompt, max_tokens=16))
+        served.core.advance(chunk=4)
+        served.core.advance(chunk=4)
+    served.core.run(chunk=4)
+    assert [request.outputs for request in requests] == expected
+
+
+def test_forks_continue_from_shared_and_copied_blocks(served: Any) -> None:
+    core, prompt = served.core, PROMPTS[2]  # 14 tokens: 3 full blocks of 4, and a part
+    parent = core.add(prompt, max_tokens=12)
+    core.advance()
+    forks = [core.fork(parent, max_tokens=12) for _ in range(3)]
+    core.run()
+    assert forks[0].blocks[:3] == parent.blocks[:3]
+    assert forks[0].blocks[3] != parent.blocks[3]
+    assert [fork.outputs for fork in forks] == [parent.outputs] * 3
+    assert parent.outputs == served.greedy(prompt, 12)
+
+
+def test_random_forks_draw_as_if_alone(served: Any) -> None:
+    core, prompt = served.core, PROMPTS[2]
+    alone = []
+    for seed in (1, 2, 3):
+        request = core.add(prompt, max_tokens=12, params=RANDOM, seed=seed)
+        core.run()
+        alone.append(request.outputs)
+    parent = core.add(prompt, max_tokens=12, params=RANDOM, seed=1)
+    core.advance()
+    forks = [core.fork(parent, max_tokens=12, params=RANDOM, seed=seed) for seed in (2, 3)]
+    core.run()
+    assert [parent.outputs, *(fork.outputs for fork in forks)] == alone
+
+
+def test_slots_are_reused_without_a_trace(served: Any) -> None:
+    core = served.core
+    demanding = SamplingParams(
+        temperature=1.5, top_k=3, presence_penalty=2.0, logit_bias={5: 90.0}, logprobs=2
+    )
+    for _ in range(20):  # more than there are slots
+        core.add(PROMPTS[1], max_tokens=3, params=demanding)
+        core.run()
+    request = core.add(PROMPTS[1], max_tokens=16)
+    core.run()
+    assert request.outputs == served.greedy(PROMPTS[1], 16)
+    assert not core.results[-1][1].logprobs
+
+
+@pytest.mark.parametrize("params", [SamplingParams(temperature=0.0), RANDOM], ids=["greedy", "random"])
+def test_a_preempted_request_continues_with_the_same_tokens(served: Any, params: SamplingParams) -> None:
+    core = served.core
+    whole = core.add(PROMPTS[3], max_tokens=20, params=params, seed=7)
+    core.run(chunk=8)
+    resumed = core.add(
+        PROMPTS[3] + whole.outputs[:9], max_tokens=20, params=params, seed=7, num_prompt=len(PROMPTS[3])
+    )
+    core.run(chunk=5)
+    assert resumed.outputs == whole.outputs
+
+
+def test_reset_forgets_every_tenant(served: Any) -> None:
+    core = served.core
+    core.add(PROMPTS[3], max_tokens=100)
+    core.advance()
+    core.worker.reset()
+    core.running.clear()
+    request = core.add(PROMPTS[0], max_tokens=8)
+    core.run()
+    assert request.outputs == served.greedy(PROMPTS[0], 8)
+
+
+def test_a_plan_may_precede_the_tokens_it_computes(served: Any) -> None:
+    """Overlap: plan 2 is complete before plan 1 has run; its input token comes from the executor's own table."""
+    prompt = PROMPTS[1]
+    row = NewRow(
+        slot=4,
+        generation=1,
+        request_id=1,
+        token_ids=pack_i32(prompt),
+        num_prompt_tokens=len(prompt),
+        params=SamplingParams(temperature=0.0),
+        seed=0,
+    )
+    blocks = [value for at in range(4) for value in (4, at, 10 + at)]
+    plans = [
+        StepPlan(
+            step=1 + i,
+            sent_ns=0,
+            freed=b"",
+            new_rows=[row] if i == 0 else [],
+            blocks=pack_i32(blocks) if i == 0 else b"",
+            copies=b"",
+            slots=pack_i32([4]),
+            starts=pack_i32([0 if i == 0 else len(prompt) + i - 1]),
+            counts=pack_i32([len(prompt) if i == 0 else 1]),
+            samples=pack_u8([1]),
+        )
+        for i in range(6)
+    ]
+    tokens = [unpack_i32(served.core.worker.execute(plan).token_ids)[0] for plan in plans]
+    assert tokens == served.greedy(prompt, 6)
+
+
+def test_a_plan_without_rows_only_changes_tables(served: Any) -> None:
+    plan = StepPlan(1, 0, pack_i32([3]), [], b"", b"", b"", b"", b"", b"")
+    result = served.core.worker.execute(plan)
+    assert (result.step, result.token_ids) == (1, b"")

@@ -1,0 +1,181 @@
+"""Reading checkpoints: shards, ties, dtypes, and one line for every way a checkpoint can be wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from quintet.executor.worker import make_worker
+from quintet.wire.errors import ConfigError
+
+
+def tiny() -> transformers.LlamaConfig:
+    return transformers.LlamaConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+    )
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_shards_are_read_through_their_index(serve: Callable[..., Any], tmp_path: Path) -> None:
+    served = serve(tiny(), max_shard_size="20KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    request = served.core.add([1, 2, 3], max_tokens=8)
+    served.core.run()
+    assert request.outputs == served.greedy([1, 2, 3], 8)
+
+
+def test_a_missing_shard_is_named(serve: Callable[..., Any], tmp_path: Path) -> None:
+    served = serve(tiny(), max_shard_size="20KB")
+    next(iter(tmp_path.glob("model-*2-of-*.safetensors"))).unlink()
+    with pytest.raises(ConfigError, match=r"model-00002-of-\d+\.safetensors: is missing"):
+        make_worker(served.config)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"),
+            r"'model\.layers\.1\.mlp\.up_proj\.weight' \[48, 32\] is missing",
+        ),
+        (
+            lambda tensors: tensors.update({"model.layers.7.mlp.up_proj.weight": torch.ones(2, 3)}),
+            r"'model\.layers\.7\.mlp\.up_proj\.weight' \[2, 3\] that config\.json",
+        ),
+        (
+            lambda tensors: tensors.update({"model.norm.weight": torch.ones(31)}),
+            r"'model\.norm\.weight' has shape \[31\]; config\.json asks for \[32\]",
+        ),
+    ],
+    ids=["missing", "extra", "mis-shaped"],
+)
+def test_a_wrong_tensor_is_one_line_naming_it(
+    change: Callable[[dict[str, torch.Tensor]], object],
+    words: str,
+    serve: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    served = serve(tiny())
+    rewrite(tmp_path, change)
+    with pytest.raises(ConfigError, match=words) as caught:
+        make_worker(served.config)
+    assert "\n" not in str(caught.value)
+    assert "model.safetensors" in str(caught.value)
+
+
+def test_buffers_of_old_checkpoints_are_ignored(serve: Callable[..., Any], tmp_path: Path) -> None:
+    served = serve(tiny())
+    rewrite(
+        tmp_path,
+        lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}),
+    )
+    make_worker(served.config)
+
+
+def test_a_tied_checkpoint_may_repeat_the_embedding(serve: Callable[..., Any], tmp_path: Path) -> None:
+    config = tiny()
+    config.tie_word_embeddings = True
+    served = serve(config)
+    rewrite(
+        tmp_path,
+        lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}),
+    )
+    make_worker(served.config)
+
+
+def test_pickled_weights_are_refused_with_advice(serve: Callable[..., Any], tmp_path: Path) -> None:
+    served = serve(tiny())
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="save_pretrained"):
+        make_worker(served.config)
+
+
+def test_no_weights_at_all(serve: Callable[..., Any], tmp_path: Path) -> None:
+    served = serve(tiny())
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="dummy"):
+        make_worker(served.config)
+
+
+def test_a_broken_file_is_named(serve: Callable[..., Any], tmp_path: Path) -> None:
+    served = serve(tiny())
+    (tmp_path / "model.safetensors").write_bytes(b"not safetensors at all")
+    with pytest.raises(ConfigError, match=r"model\.safetensors: not a readable"):
+        make_worker(served.config)
+
+
+def test_an_index_cannot_point_outside(serve: Callable[..., Any], tmp_path: Path) -> None:
+    served = serve(tiny())
+    index = {"weight_map": {"model.norm.weight": "../model.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match="plain file name"):
+        make_worker(served.config)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_other_dtypes_generate(dtype: str, serve: Callable[..., Any]) -> None:
+    served = serve(tiny())
+    kv = msgspec.structs.replace(served.config.model.kv, dtype_bytes=2)
+    model = msgspec.structs.replace(served.config.model, dtype=dtype, kv=kv)
+    served.core.worker = make_worker(msgspec.structs.replace(served.config, model=model))
+    requests = [served.core.add([5, 6, 7], max_tokens=6), served.core.add(list(range(20)), max_tokens=6)]
+    served.core.run(chunk=9)
+    assert all(0 <= token < 61 for request in requests for token in request.outputs)
+
+
+def test_dummy_weights_are_seeded(serve: Callable[..., Any]) -> None:
+    outputs = []
+    for seed in (1, 1, 2):
+        served = serve(tiny())
+        executor = msgspec.structs.replace(served.config.executor, load_format="dummy", seed=seed)
+        served.core.worker = make_worker(msgspec.structs.replace(served.config, executor=executor))
+        request = served.core.add([5, 6, 7], max_tokens=12)
+        served.core.run()
+        outputs.append(request.outputs)
+    assert outputs[0] == outputs[1] != outputs[2]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        ({"num_hidden_layers": 3}, "3 layers"),
+        ({"vocab_size": 99}, "99 tokens in the vocabulary"),
+        ({"hidden_size": None}, "hidden_size is None"),
+    ],
+)
+def test_a_card_that_does_not_fit_is_refused(
+    change: dict[str, Any], words: str, serve: Callable[..., Any], tmp_path: Path
+) -> None:
+    served = serve(tiny())
+    card = json.loads((tmp_path / "config.json").read_bytes()) | change
+    (tmp_path / "config.json").write_text(json.dumps(card))
+    with pytest.raises(ConfigError, match=words):
+        make_worker(served.config)
+
+
+def test_an_unknown_architecture_lists_the_known_ones(serve: Callable[..., Any]) -> None:
+    served = serve(tiny())
+    model = msgspec.structs.replace(served.config.model, architecture="MambaForCausalLM")
+    with pytest.raises(ConfigError, match="LlamaForCausalLM"):
+        make_worker(msgspec.structs.replace(served.config, model=model))
