@@ -255,20 +255,20 @@ def _serve_items(args: argparse.Namespace, target: Target, model: str) -> list[I
     if args.prompt_ids and args.endpoint != "/v1/completions":
         raise BadWorkload("--prompt-ids needs --endpoint /v1/completions: chat takes text")
     vocab_size = args.vocab_size if args.prompt_ids else None
-    words_per_token = 1.0 if vocab_size is not None else _words_per_token(target, model)
+    per_token = 1.0 if vocab_size is not None else words_per_token(target, model)
     return random_prompts(
         PromptSpec(
             args.num_prompts or 200,
             args.input_len,
             args.shared_prefix_len,
             vocab_size,
-            words_per_token,
+            per_token,
             args.seed,
         )
     )
 
 
-def _words_per_token(target: Target, model: str) -> float:
+def words_per_token(target: Target, model: str) -> float:
     """Ask the server's ``/tokenize`` what a word costs; 1 where it has none. The usage tells the true prompt lengths."""
     body = msgspec.json.encode({"model": model, "prompt": " ".join(WORDS), "add_special_tokens": False})
     answer = ask(target, "POST", "/tokenize", body)

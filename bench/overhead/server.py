@@ -1,0 +1,93 @@
+"""A server to measure: `quintet serve` on a free port, its processes' CPU time by role, and its own histograms."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from quintet.deploy.load_client.connection import Target
+from quintet.deploy.load_client.load import ask
+
+_READY = re.compile(r"Quintet is ready: (http://\S+)")
+_ROLE = re.compile(r"quintet-([a-z]+)")
+
+
+@dataclass(slots=True)
+class Server:
+    """A running server."""
+
+    process: subprocess.Popen[str]
+    url: str
+    target: Target
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """Return user plus system time so far of each role's processes, threads included."""
+        seconds: dict[str, float] = {}
+        root = psutil.Process(self.process.pid)
+        for process in (root, *root.children(recursive=True)):
+            title = (process.cmdline() or [""])[0]
+            match = _ROLE.match(title)
+            role = match[1] if match else "other"
+            times = process.cpu_times()
+            seconds[role] = seconds.get(role, 0.0) + times.user + times.system
+        return seconds
+
+    def histogram(self, name: str) -> tuple[float, float]:
+        """Return sum and count of one of the server's histograms, over all its series."""
+        text = ask(self.target, "GET", "/metrics").body.decode()
+        total, count = (
+            sum(
+                float(value)
+                for value in re.findall(rf"^quintet:{name}_{part}{{[^}}]*}} (\S+)$", text, re.MULTILINE)
+            )
+            for part in ("sum", "count")
+        )
+        return total, count
+
+
+@contextmanager
+def serve(model: Path, flags: Sequence[str] = ()) -> Iterator[Server]:
+    """Run a server on a free port until the block ends."""
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "quintet.deploy.cli",
+            "serve",
+            str(model),
+            "--port",
+            "0",
+            "--log-level",
+            "WARNING",
+            *flags,
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            ready = _READY.search(line)
+            if ready:
+                yield Server(process, ready[1], Target.parse(ready[1]))
+                break
+        else:
+            raise RuntimeError(f"the server did not start:\n{''.join(lines)}")
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
