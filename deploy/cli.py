@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 from collections.abc import Sequence
 from importlib import import_module, metadata
@@ -32,6 +33,20 @@ first steps:
 
 `quintet COMMAND --help` explains each command.
 """
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A command's parser, which answers an unknown flag with the nearest it knows."""
+
+    def parse_known_args(  # type: ignore[override]  # the overloads are argparse's; a command has no unknown words
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse, and end with a hint at the first word that is not understood."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            close = difflib.get_close_matches(unknown[0].split("=")[0], self._option_string_actions, n=1)
+            self.error(f"{unknown[0]!r} is not understood" + (f"; did you mean {close[0]}?" if close else ""))
+        return known, unknown
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,7 +81,9 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"quintet {metadata.version('quintet')}")
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
+    subparsers = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", title="commands", parser_class=CommandParser
+    )
     for name, (module, summary) in COMMANDS.items():
         if name == chosen:
             import_module(module).add_parser(subparsers)

@@ -58,6 +58,7 @@ def add_parser(subparsers: Subparsers) -> None:
         description="Show what `quintet serve` with the same flags would use. Weights are not read, only their headers.",
         usage="quintet plan [MODEL] [--json] [--config FILE] [FLAG ...]",
         epilog=_EXAMPLES,
+        allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -46,6 +46,7 @@ def add_parser(subparsers: Subparsers) -> None:
         description="Serve a model over HTTP, with the OpenAI API.",
         usage="quintet serve [MODEL] [--config FILE] [FLAG ...]",
         epilog=_EXAMPLES,
+        allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_option_arguments(parser)

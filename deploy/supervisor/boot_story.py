@@ -130,8 +130,9 @@ def curl_line(config: EngineConfig) -> str:
         body["prompt"] = "def add(a, b):"
     body |= {"max_tokens": 64, "stream": True}
     key = ' -H "Authorization: Bearer $YOUR_API_KEY"' if config.frontend.api_keys else ""
+    globbing = "-g " if "[" in base_url(config) else ""
     return (
-        f"curl -N {base_url(config)}{route} -H 'Content-Type: application/json'{key} "
+        f"curl -N {globbing}{base_url(config)}{route} -H 'Content-Type: application/json'{key} "
         f"-d {shlex.quote(json.dumps(body))}"
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import os
 import shutil
 import signal
 import socket
@@ -103,11 +104,12 @@ class Supervisor:
         self._undrained: set[int] = set()
         self._exit_code = 0
         self._finished = False
+        self._claim: int | None = None
 
     def run(self) -> int:
         """Boot, serve until told to stop, and return the exit status. Nothing is left behind."""
         try:
-            run_dirs.claim(self._run_dir)
+            self._claim = run_dirs.claim(self._run_dir)
             self._config.write(self._run_dir / CONFIG_FILE)
             self._boot()
             while not self._finished:
@@ -353,3 +355,5 @@ class Supervisor:
         self._peers.close()
         self._context.term()
         shutil.rmtree(self._run_dir, ignore_errors=True)
+        if self._claim is not None:
+            os.close(self._claim)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -102,12 +101,28 @@ def test_collect_env_describes_the_installation(capsys: pytest.CaptureFixture[st
 
 
 def test_the_folders_of_killed_servers_are_swept(tmp_path: Path) -> None:
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
     stale, living, unmarked = (make_run_dir(tmp_path) for _ in range(3))
-    (stale / "supervisor.pid").write_text(str(gone.pid))
-    run_dirs.claim(living)
-    assert (living / "supervisor.pid").read_text() == str(os.getpid())
+    os.close(run_dirs.claim(stale))
+    mark = run_dirs.claim(living)
+    assert (living / "supervisor.pid").read_text() == f"{os.getpid()}\n"
     assert run_dirs.sweep_stale(tmp_path) == [stale]
     assert sorted(tmp_path.iterdir()) == sorted([living, unmarked])
-    shutil.rmtree(living)
+    os.close(mark)
+    assert run_dirs.sweep_stale(tmp_path) == [living]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["serve", "--max-num-seq=4", "m"], "did you mean --max-num-seqs?"),
+        (["plan", "--modell-len", "4"], "'--modell-len' is not understood"),
+        (["serve", "one", "two"], "'two' is not understood"),
+        (["serve", "--dtype", "int3"], "invalid choice: 'int3'"),
+    ],
+)
+def test_words_that_are_not_understood(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(words)
+    assert said in capsys.readouterr().err
