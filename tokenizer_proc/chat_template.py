@@ -259,12 +259,7 @@ def _normal_call(call: Message, where: str) -> Message:
     if arguments is None or arguments == "":
         arguments = {}
     elif isinstance(arguments, str):
-        try:
-            arguments = msgspec.json.decode(arguments)
-        except msgspec.DecodeError as error:
-            raise _invalid(
-                f"{where}.function.arguments is not valid JSON: {error}.", f"{where}.function.arguments"
-            ) from error
+        arguments = _decode(arguments, f"{where}.function.arguments")
     return {**call, "function": {**function, "arguments": arguments}}
 
 
@@ -292,11 +287,13 @@ def _cut_at_tag(text: str, final: str) -> str:
     return kept if text.startswith(CONTINUE_TAG, at) else kept.rstrip()
 
 
-def _decode(encoded: bytes, field: str) -> Any:
+def _decode(encoded: bytes | str, field: str) -> Any:
     try:
         return msgspec.json.decode(encoded)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _invalid(f"{field} is not valid JSON: {error}.", field) from error
+    except RecursionError as error:
+        raise _invalid(f"{field} is nested too deeply; flatten it.", field) from error
 
 
 def _objects(value: Any, field: str) -> list[Message]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 from tokenizers import Encoding, Tokenizer
+from tokenizers.models import BPE
 
 from quintet.tokenizer_proc.chat_template import ChatTemplates, load_templates
 from quintet.wire.codec import unpack_i32
@@ -18,11 +19,13 @@ from quintet.wire.errors import ConfigError, ErrorCode, RequestError
 from quintet.wire.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from quintet.wire.params import SamplingParams
 
-LENGTH_KEEPING = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Prepend", "Lowercase", "ByteLevel"})
-"""Normalizers that make a text at most `MOST_COMPOSED` times shorter."""
+LENGTH_KEEPING = frozenset({"NFD", "NFKD", "Prepend", "Lowercase", "ByteLevel"})
+"""Normalizers that never make a text shorter."""
+
+COMPOSING = frozenset({"NFC", "NFKC"})
+"""Normalizers that make at most `MOST_COMPOSED` characters one."""
 
 MOST_COMPOSED = 4
-"""Characters that Unicode composition can turn into one."""
 
 
 class Encoder:
@@ -176,25 +179,37 @@ class Encoder:
 
 
 def _most_characters(tokenizer: Tokenizer, max_tokens: int) -> int | None:
-    """Return an upper bound on the characters of ``max_tokens`` tokens, or None when texts may shrink without bound."""
-    if tokenizer.normalizer is not None:
-        normalizer = msgspec.json.decode(tokenizer.normalizer.__getstate__())
-        if not _keeps_length(normalizer):
-            return None
+    """Return an upper bound on the characters of ``max_tokens`` tokens, or None when there is none.
+
+    There is none when a normalizer drops characters, or when characters outside the vocabulary are dropped or share
+    one unknown token.
+    """
+    model, splitter, normalizer = tokenizer.model, tokenizer.pre_tokenizer, tokenizer.normalizer
+    every_byte = isinstance(model, BPE) and (
+        model.byte_fallback or (splitter is not None and b'"ByteLevel"' in splitter.__getstate__())
+    )
+    shrink = 1 if normalizer is None else _most_shrunk(msgspec.json.decode(normalizer.__getstate__()))
+    if not every_byte or shrink is None:
+        return None
     longest = max((len(token) for token in tokenizer.get_vocab(with_added_tokens=True)), default=0)
-    return max_tokens * max(1, longest) * MOST_COMPOSED
+    return max_tokens * max(1, longest) * shrink
 
 
-def _keeps_length(normalizer: dict[str, object]) -> bool:
+def _most_shrunk(normalizer: dict[str, object]) -> int | None:
+    """Return how many characters a normalizer may turn into one; None when there is no limit."""
     match normalizer:
         case {"type": "Sequence", "normalizers": list(inner)}:
-            return all(_keeps_length(child) for child in inner)
+            shrinks = [_most_shrunk(child) for child in inner]
+            known = [shrink for shrink in shrinks if shrink is not None]
+            return max(known, default=1) if len(known) == len(shrinks) else None
         case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
-            return len(new) >= len(old)
-        case {"type": kind}:
-            return kind in LENGTH_KEEPING
+            return 1 if len(new) >= len(old) else None
+        case {"type": str(kind)} if kind in COMPOSING:
+            return MOST_COMPOSED
+        case {"type": str(kind)} if kind in LENGTH_KEEPING:
+            return 1
         case _:
-            return False
+            return None
 
 
 def load_encoder(model: ModelConfig) -> Encoder:

@@ -299,6 +299,18 @@ def test_malformed_messages_are_named(messages: Any, param: str, words: str) -> 
     assert words in error.message
 
 
+def test_json_that_cannot_be_read_is_refused() -> None:
+    templates = ChatTemplates({"default": CHATML}, SPECIAL)
+    for encoded in (b"[" * 100_000, b"[{", b"\xff", b'[{"role": "\\ud800"}]', b"9" * 5000):
+        with pytest.raises(RequestError) as caught:
+            templates.render(ChatPrompt(encoded))
+        assert (caught.value.code, caught.value.param) == (ErrorCode.INVALID, "messages")
+    with pytest.raises(RequestError, match="chat_template_kwargs must be a JSON object"):
+        templates.render(ChatPrompt(b'[{"role": "user"}]', template_kwargs=b"[]"))
+    with pytest.raises(RequestError, match="tools must be a list"):
+        templates.render(ChatPrompt(b'[{"role": "user"}]', tools=b"{}"))
+
+
 def test_what_the_template_says_is_passed_on() -> None:
     chat = [{"role": "assistant", "content": "x"}]
     assert "roles must alternate user/assistant" in refused(LLAMA_2, chat).message

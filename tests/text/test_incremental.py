@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 import quintet.deploy
-from quintet.detokenizer_proc.incremental import PieceTable, byte_of, read_decoder
+from quintet.detokenizer_proc.decoder_spec import byte_of, read_decoder
+from quintet.detokenizer_proc.incremental import PieceTable
 
 TEXTS = [
     "",
