@@ -68,7 +68,7 @@ class Exchange:
         if kind and kind != "application/json" and not kind.endswith("+json"):
             raise RequestError(
                 ErrorCode.UNSUPPORTED_MEDIA,
-                f"Content-Type is {kind!r}; send the body as application/json.",
+                f"Content-Type is {kind!r}; send JSON and say so (curl: -H 'Content-Type: application/json').",
             )
         announced = self.header("content-length")
         if announced is not None and announced.isdigit() and int(announced) > max_bytes:

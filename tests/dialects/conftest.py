@@ -26,18 +26,9 @@ from quintet.frontend.main import make_server
 from quintet.frontend.service import Service
 from quintet.wire import messages
 from quintet.wire.codec import pack_i32, unpack_i32
-from quintet.wire.config import (
-    CacheConfig,
-    EngineConfig,
-    ExecutorConfig,
-    FrontendConfig,
-    ModelConfig,
-    ProcessesConfig,
-    SchedulerConfig,
-)
+from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ErrorCode
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.kv_spec import KvSpec
 from quintet.wire.messages import (
     Alternative,
     Cancel,
@@ -63,30 +54,9 @@ from quintet.wire.messages import (
     Topology,
 )
 from quintet.wire.metrics import Metrics
+from tests.frontend.configs import make_config
 
 DEADLINE_S = 10.0
-
-
-def make_config(**frontend: Any) -> EngineConfig:
-    return EngineConfig(
-        run_dir="/nowhere",
-        model=ModelConfig(
-            path="/models/toy",
-            tokenizer_path="/models/toy",
-            served_names=["toy", "toy-alias"],
-            architecture="LlamaForCausalLM",
-            dtype="float32",
-            vocab_size=1000,
-            max_model_len=256,
-            eos_token_ids=[2],
-            kv=KvSpec(1, 1, 8, 4, 16),
-        ),
-        cache=CacheConfig(memory_bytes=1 << 20),
-        scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=256),
-        executor=ExecutorConfig(kind="mock"),
-        frontend=FrontendConfig(**frontend),
-        processes=ProcessesConfig(),
-    )
 
 
 def topology(version: int, **states: SeatState) -> Topology:

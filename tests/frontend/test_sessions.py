@@ -12,18 +12,8 @@ import pytest
 
 from quintet.frontend.sessions import Batch, Sessions, Stream
 from quintet.wire.codec import pack_i32
-from quintet.wire.config import (
-    CacheConfig,
-    EngineConfig,
-    ExecutorConfig,
-    FrontendConfig,
-    ModelConfig,
-    ProcessesConfig,
-    SchedulerConfig,
-)
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.kv_spec import KvSpec
 from quintet.wire.messages import (
     Alternative,
     Cancel,
@@ -41,30 +31,9 @@ from quintet.wire.messages import (
     Topology,
 )
 from quintet.wire.params import SamplingParams
+from tests.frontend.configs import make_config
 
 PROMPT = TextPrompt("hello")
-
-
-def make_config() -> EngineConfig:
-    return EngineConfig(
-        run_dir="/nowhere",
-        model=ModelConfig(
-            path="/models/toy",
-            tokenizer_path="/models/toy",
-            served_names=["toy"],
-            architecture="LlamaForCausalLM",
-            dtype="float32",
-            vocab_size=1000,
-            max_model_len=256,
-            eos_token_ids=[2],
-            kv=KvSpec(1, 1, 8, 4, 16),
-        ),
-        cache=CacheConfig(memory_bytes=1 << 20),
-        scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=256),
-        executor=ExecutorConfig(),
-        frontend=FrontendConfig(),
-        processes=ProcessesConfig(),
-    )
 
 
 @dataclass

@@ -1,0 +1,39 @@
+"""A resolved configuration small enough for tests of the frontend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quintet.wire.config import (
+    CacheConfig,
+    EngineConfig,
+    ExecutorConfig,
+    FrontendConfig,
+    ModelConfig,
+    ProcessesConfig,
+    SchedulerConfig,
+)
+from quintet.wire.kv_spec import KvSpec
+
+
+def make_config(run_dir: str = "/nowhere", heartbeat_s: float = 1.0, **frontend: Any) -> EngineConfig:
+    """Return a toy model's configuration with the given frontend settings."""
+    return EngineConfig(
+        run_dir=run_dir,
+        model=ModelConfig(
+            path="/models/toy",
+            tokenizer_path="/models/toy",
+            served_names=["toy", "toy-alias"],
+            architecture="LlamaForCausalLM",
+            dtype="float32",
+            vocab_size=1000,
+            max_model_len=256,
+            eos_token_ids=[2],
+            kv=KvSpec(1, 1, 8, 4, 16),
+        ),
+        cache=CacheConfig(memory_bytes=1 << 20),
+        scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=256),
+        executor=ExecutorConfig(kind="mock"),
+        frontend=FrontendConfig(**frontend),
+        processes=ProcessesConfig(heartbeat_s=heartbeat_s),
+    )

@@ -1,0 +1,99 @@
+"""The frontend as the supervisor runs it: an inherited socket, messages, drain, stop."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from quintet.wire.ids import Role, WorkerId
+from quintet.wire.messages import Drain, Drained, Heartbeat, MetricsQuery, Ready, Stop
+from quintet.wire.runtime import CONFIG_FILE, SUPERVISOR
+from quintet.wire.sockets import Inbox, Peers, address_of, make_run_dir
+from tests.frontend.configs import make_config
+
+DEADLINE_S = 20.0
+ME = WorkerId(Role.FRONTEND, 0, 1)
+
+
+class Parent:
+    """As much of a supervisor as one child needs."""
+
+    def __init__(self, run_dir: Path) -> None:
+        config = make_config(str(run_dir), heartbeat_s=0.1)
+        config.write(run_dir / CONFIG_FILE)
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        accepts: Any = Ready | Heartbeat | Drained | MetricsQuery
+        self.inbox: Inbox[Any] = Inbox(self.context, address_of(run_dir, SUPERVISOR), accepts)
+        self.peers = Peers(self.context)
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
+        command = [sys.executable, "-m", "quintet.frontend.main", "--run-dir", str(run_dir)]
+        self.child = subprocess.Popen(
+            [*command, "--index", "0", "--epoch", "1", "--parent", str(os.getpid())],
+            pass_fds=[self.listener.fileno()],
+            env={**os.environ, "QUINTET_LISTEN_FD": str(self.listener.fileno())},
+        )
+        self.peers.connect(ME, address_of(run_dir, ME))
+
+    def wait_for(self, kind: type[msgspec.Struct]) -> Any:
+        deadline = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline:
+            for message in self.inbox.wait(1.0):
+                if isinstance(message, kind):
+                    return message
+        raise AssertionError(f"no {kind.__name__} within {DEADLINE_S} s")
+
+    def get(self, path: str) -> int:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=DEADLINE_S)
+        try:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            response.read()
+            return response.status
+        finally:
+            connection.close()
+
+    def close(self) -> None:
+        self.child.kill()
+        self.child.wait()
+        self.listener.close()
+        self.inbox.close()
+        self.peers.close()
+        self.context.term()
+
+
+@pytest.fixture
+def parent() -> Iterator[Parent]:
+    run_dir = make_run_dir()
+    parent = Parent(run_dir)
+    yield parent
+    parent.close()
+    for path in run_dir.iterdir():
+        path.unlink()
+    run_dir.rmdir()
+
+
+def test_it_serves_drains_and_stops(parent: Parent) -> None:
+    ready = parent.wait_for(Ready)
+    assert (ready.worker, ready.pid) == (ME, parent.child.pid)
+    assert parent.get("/livez") == 200
+    assert parent.get("/readyz") == 503
+    assert parent.get("/metrics") == 200
+    assert parent.wait_for(Heartbeat).pending == 0
+    parent.child.send_signal(signal.SIGINT)
+    parent.peers.send(Role.FRONTEND, 0, Drain())
+    assert parent.wait_for(Drained).worker == ME
+    parent.peers.send(Role.FRONTEND, 0, Stop())
+    assert parent.child.wait(DEADLINE_S) == 0
