@@ -9,6 +9,8 @@ from quintet.wire.errors import ConfigError
 
 _CARD_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken"]
 _WEIGHT_FILES = ["*.safetensors"]
+_UNWANTED_FILES = ["*/*", "consolidated*"]
+"""Subfolders, and a second copy of the weights that some repositories hold under other names."""
 
 
 def locate_model(name: str | None, with_weights: bool, flag: str = "MODEL") -> Path:
@@ -37,7 +39,7 @@ def _fetch(name: str, patterns: list[str], flag: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=_UNWANTED_FILES))
     except LocalEntryNotFoundError:
         reason = (
             "HF_HUB_OFFLINE is set and it was not fetched before"

@@ -119,7 +119,7 @@ def test_a_child_that_cannot_be_configured_is_not_restarted(server: World) -> No
 
 def test_a_silent_child_dumps_its_stack_and_is_replaced(server: World) -> None:
     process = server.start(
-        {"core-0.1": {"silent": True}}, make_config(server.run_dir, stall_s=0.6, heartbeat_s=0.1)
+        {"core-0.1": {"silent": True}}, make_config(server.run_dir, stall_s=2.0, heartbeat_s=0.2)
     )
     server.expect("topology", seat_is("core-0.2", "READY"))
     process.send_signal(signal.SIGTERM)
@@ -131,7 +131,7 @@ def test_a_silent_child_dumps_its_stack_and_is_replaced(server: World) -> None:
 
 
 def test_work_without_progress_is_published_as_stalled(server: World) -> None:
-    config = make_config(server.run_dir, stall_s=0.8, heartbeat_s=0.1)
+    config = make_config(server.run_dir, stall_s=1.5, heartbeat_s=0.2)
     server.start({"core-0": {"pending": 3}}, config)
     server.expect("topology", seat_is("core-0.1", "STALLED"))
     assert "core-0.2" not in server.pids()

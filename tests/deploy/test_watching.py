@@ -1,0 +1,148 @@
+"""The small pieces the supervisor is made of: when to restart, what counts as stuck, where to listen, what to print."""
+
+from __future__ import annotations
+
+import shlex
+import socket
+from collections import deque
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from quintet.deploy.supervisor.boot_story import base_url, child_failure, curl_line
+from quintet.deploy.supervisor.listener import PortInUse, bind_listener
+from quintet.deploy.supervisor.restarts import RestartPolicy
+from quintet.deploy.supervisor.seats import SeatRecord, SeatTable
+from quintet.wire.config import EngineConfig, ProcessesConfig
+from quintet.wire.errors import ConfigError
+from quintet.wire.ids import Role, WorkerId
+from quintet.wire.messages import Heartbeat
+from quintet.wire.runtime import error_file
+
+from .supervised import make_config
+
+
+def test_restarts_come_at_once_then_later_and_later_then_never() -> None:
+    policy = RestartPolicy(max_deaths=4, window_s=60, first_backoff_s=1.0, max_backoff_s=3.0)
+    deaths: deque[float] = deque()
+    assert [policy.delay_s(deaths, now) for now in (0.0, 1.0, 2.0, 3.0, 4.0)] == [0.0, 1.0, 2.0, 3.0, None]
+
+
+def test_old_deaths_are_forgiven() -> None:
+    policy = RestartPolicy(max_deaths=1, window_s=60)
+    deaths: deque[float] = deque()
+    assert [policy.delay_s(deaths, now) for now in (0.0, 61.0, 122.0, 150.0)] == [0.0, 0.0, 0.0, None]
+
+
+def beat(seat: SeatRecord, progress: int, pending: int, now: float) -> None:
+    seat.beat(Heartbeat(seat.worker, progress, pending, 0), now)
+
+
+def test_a_seat_is_stuck_when_pending_work_makes_no_progress() -> None:
+    seat = SeatRecord(Role.CORE, 0)
+    seat.became_ready({}, now=0.0)
+    for now in (1.0, 5.0, 9.0):
+        beat(seat, progress=7, pending=0, now=now)
+    assert not seat.is_stuck(9.5, stall_s=3.0)
+    beat(seat, progress=7, pending=2, now=10.0)
+    beat(seat, progress=7, pending=2, now=12.5)
+    assert seat.is_stuck(12.6, stall_s=3.0)
+    beat(seat, progress=8, pending=2, now=12.7)
+    assert not seat.is_stuck(12.8, stall_s=3.0)
+    assert seat.is_stuck(16.0, stall_s=3.0), "nothing was heard"
+
+
+def test_figures_without_news_are_kept() -> None:
+    seat = SeatRecord(Role.CORE, 0)
+    seat.beat(Heartbeat(seat.worker, 0, 0, 5, b"figures"), 0.0)
+    seat.beat(Heartbeat(seat.worker, 0, 0, 6, b""), 1.0)
+    assert (seat.metrics, seat.cpu_ns) == (b"figures", 6)
+
+
+def test_only_the_newest_epoch_speaks_for_a_seat(tmp_path: Path) -> None:
+    table = SeatTable(tmp_path, ProcessesConfig(frontends=2, external_frontends=1))
+    frontends = [seat.worker for seat in table if seat.role is Role.FRONTEND]
+    assert frontends == [WorkerId(Role.FRONTEND, index, 1) for index in range(3)]
+    seat = table.of(WorkerId(Role.CORE, 0, 1))
+    assert seat is not None
+    seat.epoch = 2
+    assert table.of(WorkerId(Role.CORE, 0, 1)) is None
+    assert table.of(WorkerId(Role.CORE, 0, 2)) is seat
+    assert table.of(WorkerId(Role.CORE, 9, 1)) is None
+    versions = [table.topology(draining=False).version for _ in range(3)]
+    assert versions == [1, 2, 3]
+    assert not any(figures.worker == frontends[2] for figures in table.figures()), "external seats have none"
+
+
+def test_a_free_port_is_picked_and_a_taken_one_named() -> None:
+    with bind_listener("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(PortInUse, match=rf"port {port} on 127\.0\.0\.1 is in use.*--port"):
+            bind_listener("127.0.0.1", port)
+        with socket.create_connection(("127.0.0.1", port), timeout=5):
+            pass
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no host at all"])
+def test_an_address_of_somebody_else_is_named(host: str) -> None:
+    with pytest.raises(ConfigError, match=host):
+        bind_listener(host, 0)
+
+
+def configured(tmp_path: Path, host: str, **model: str) -> EngineConfig:
+    config = make_config(tmp_path)
+    return msgspec.structs.replace(
+        config,
+        frontend=msgspec.structs.replace(config.frontend, host=host, port=80, api_keys=["secret"]),
+        model=msgspec.structs.replace(config.model, **model),
+    )
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("127.0.0.1", "http://127.0.0.1:80"), ("0.0.0.0", "http://127.0.0.1:80"), ("::1", "http://[::1]:80")],
+)
+def test_the_url_is_one_that_can_be_opened_here(tmp_path: Path, host: str, url: str) -> None:
+    assert base_url(configured(tmp_path, host)) == url
+
+
+def test_the_curl_line_can_be_pasted_and_shows_no_key(tmp_path: Path) -> None:
+    for template, route, field in (
+        ("T", "/v1/chat/completions", "messages"),
+        (None, "/v1/completions", "prompt"),
+    ):
+        config = make_config(tmp_path)
+        config = msgspec.structs.replace(
+            configured(tmp_path, "127.0.0.1"),
+            model=msgspec.structs.replace(config.model, chat_template=template),
+        )
+        line = curl_line(config)
+        words = shlex.split(line)
+        assert f"http://127.0.0.1:80{route}" in words
+        assert field in msgspec.json.decode(words[words.index("-d") + 1])
+        assert "secret" not in line
+        assert "$YOUR_API_KEY" in line
+
+
+@pytest.mark.parametrize(
+    ("status", "words", "cause", "hint"),
+    [
+        (-9, None, "was killed by SIGKILL", "out of memory"),
+        (1, "ModuleNotFoundError: No module named 'x'", "No module named 'x'", "make install"),
+        (1, "ValueError: odd", "ValueError: odd", "--executor mock"),
+        (78, "max_model_len is odd", "max_model_len is odd", ""),
+        (5, None, "exited with status 5", "--executor mock"),
+    ],
+)
+def test_an_ending_is_explained(
+    tmp_path: Path, status: int, words: str | None, cause: str, hint: str
+) -> None:
+    seat = SeatRecord(Role.EXECUTOR, 0)
+    if words is not None:
+        error_file(tmp_path, seat.worker).write_text(words)
+    failure = child_failure(tmp_path, seat, status)
+    assert cause in failure.cause
+    assert hint in failure.hint
+    assert bool(failure.hint) == bool(hint)
+    assert failure.exit_code == (78 if status == 78 else 1)
