@@ -1,0 +1,107 @@
+"""A sampler over hand-made logits: no model, no blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+
+from quintet.executor.batch import Rows
+from quintet.executor.ops.table import ops_of
+from quintet.executor.sampling.concern import DrawRows
+from quintet.executor.sampling.sampler import Sampler
+from quintet.executor.slots import SlotTables
+from quintet.wire.codec import pack_i32, pack_u8
+from quintet.wire.params import SamplingParams
+from quintet.wire.step import NewRow, StepPlan, TokenLogprobs
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Leave the other core to whoever runs beside the tests."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@dataclass
+class Drawer:
+    """One request that is about to draw."""
+
+    params: SamplingParams
+    prompt: list[int] = field(default_factory=lambda: [1, 2, 3])
+    outputs: list[int] = field(default_factory=list)
+    seed: int = 0
+    stop_ids: list[int] = field(default_factory=list)
+    bad_word_ids: list[list[int]] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.prompt + self.outputs
+
+
+def new_row(slot: int, drawer: Drawer) -> NewRow:
+    return NewRow(
+        slot=slot,
+        generation=1,
+        request_id=slot,
+        token_ids=pack_i32(drawer.tokens),
+        num_prompt_tokens=len(drawer.prompt),
+        params=drawer.params,
+        seed=drawer.seed,
+        stop_ids=drawer.stop_ids,
+        bad_word_ids=drawer.bad_word_ids,
+    )
+
+
+def plan_of(drawers: list[Drawer], slots: list[int]) -> StepPlan:
+    """A plan in which every drawer arrives and draws its next token."""
+    return StepPlan(
+        step=1,
+        sent_ns=0,
+        freed=b"",
+        new_rows=[new_row(slot, drawer) for slot, drawer in zip(slots, drawers, strict=True)],
+        blocks=b"",
+        copies=b"",
+        slots=pack_i32(slots),
+        starts=pack_i32([len(drawer.tokens) - 1 for drawer in drawers]),
+        counts=pack_i32([1] * len(drawers)),
+        samples=pack_u8([1] * len(drawers)),
+    )
+
+
+class SamplerBench:
+    """Admits drawers and draws for them."""
+
+    def __init__(self, vocab_size: int, max_num_seqs: int = 64, max_model_len: int = 64) -> None:
+        self.vocab_size = vocab_size
+        self.ops = ops_of("cpu")
+        self.tables = SlotTables(max_num_seqs, max_model_len, 4, torch.device("cpu"))
+        self.sampler = Sampler(max_num_seqs, vocab_size, self.tables, self.ops)
+
+    def admit(self, drawers: list[Drawer], slots: list[int] | None = None) -> Rows:
+        """Let drawers enter their slots, scattered unless given."""
+        slots = slots or [(7 * i + 3) % len(self.tables.generations) for i in range(len(drawers))]
+        plan = plan_of(drawers, slots)
+        self.tables.apply(plan)
+        for row in plan.new_rows:
+            self.sampler.admit(row)
+        return Rows.of(plan)
+
+    def draw(
+        self, drawers: list[Drawer], logits: torch.Tensor, slots: list[int] | None = None
+    ) -> tuple[list[int], list[TokenLogprobs]]:
+        """Draw one token for each, from its row of logits."""
+        drawn, reports = self.sampler.draw(self.admit(drawers, slots), logits)
+        return drawn.tolist(), reports
+
+    def draw_rows(self, rows: Rows) -> DrawRows:
+        """The rows as concerns see them."""
+        lengths = rows.starts + rows.counts
+        return DrawRows(
+            self.tables, self.ops, rows.slots, lengths, np.asarray(self.tables.num_prompt_tokens[rows.slots])
+        )

@@ -1,0 +1,57 @@
+"""The slot tables are what the plans say, and the flat index arithmetic is right at its edges."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from tests.executor.conftest import Drawer, new_row
+
+from quintet.executor.ragged import RaggedTable, ranges
+from quintet.executor.slots import SlotTables
+from quintet.wire.codec import pack_i32
+from quintet.wire.params import SamplingParams
+from quintet.wire.step import StepPlan
+
+
+def plan(**columns: object) -> StepPlan:
+    empty = dict.fromkeys(("freed", "blocks", "copies", "slots", "starts", "counts", "samples"), b"")
+    return StepPlan(**{"step": 1, "sent_ns": 0, "new_rows": [], **empty, **columns})
+
+
+def test_ranges() -> None:
+    rows, values = ranges(np.array([5, 0, 7, 2]), np.array([2, 0, 3, 1]))
+    assert rows.tolist() == [0, 0, 2, 2, 2, 3]
+    assert values.tolist() == [5, 6, 7, 8, 9, 2]
+
+
+def test_ragged_table_widens_and_replaces() -> None:
+    table = RaggedTable(4, np.int64)
+    table.put(1, [1, 2, 3])
+    table.put(3, list(range(20)))
+    table.put(3, [9])
+    rows, values = table.take(np.array([3, 0, 1]))
+    assert rows.tolist() == [0, 2, 2, 2]
+    assert values.tolist() == [9, 1, 2, 3]
+
+
+def test_plans_change_the_tables_in_order() -> None:
+    tables = SlotTables(4, 16, 4, torch.device("cpu"))
+    first = new_row(2, Drawer(SamplingParams(), prompt=[5, 6], outputs=[7]))
+    tables.apply(plan(new_rows=[first], blocks=pack_i32([2, 0, 11, 2, 1, 12])))
+    assert tables.token_ids[2, :3].tolist() == [5, 6, 7]
+    assert tables.num_prompt_tokens[2] == 2
+    assert tables.block_table[2, :2].tolist() == [11, 12]
+    assert tables.generations.tolist() == [-1, -1, 1, -1]
+
+    second = new_row(2, Drawer(SamplingParams(), prompt=[8]))
+    second.generation = 2
+    tables.apply(plan(freed=pack_i32([2]), new_rows=[second], blocks=pack_i32([2, 0, 3])))
+    assert tables.generations[2] == 2, "freed first, then the new tenant"
+    assert tables.token_ids[2, 0] == 8
+    assert tables.block_table[2, 0] == 3
+
+    tables.apply(plan(blocks=pack_i32([2, 0, 4])))
+    assert tables.block_table[2, 0] == 4, "entries can be replaced"
+
+    tables.reset()
+    assert (tables.generations == -1).all()
