@@ -1,0 +1,162 @@
+"""The executor as a process: its handshake with the core, its results, and a core that is replaced."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from tests.executor.conftest import Drawer, plan_of
+
+from quintet.wire.config import (
+    CacheConfig,
+    EngineConfig,
+    ExecutorConfig,
+    FrontendConfig,
+    ModelConfig,
+    ProcessesConfig,
+    SchedulerConfig,
+)
+from quintet.wire.errors import EXIT_CONFIG
+from quintet.wire.ids import Role, WorkerId
+from quintet.wire.kv_spec import KvSpec
+from quintet.wire.messages import Heartbeat, Ready, Seat, SeatState, Stop, Topology
+from quintet.wire.params import SamplingParams
+from quintet.wire.runtime import CONFIG_FILE, SUPERVISOR, error_file
+from quintet.wire.sockets import Inbox, Peers, address_of, make_run_dir
+from quintet.wire.step import Capacity, StepResult
+
+ME = WorkerId(Role.EXECUTOR, 0, 3)
+DEADLINE_S = 60.0
+
+
+def config_of(run_dir: Path, **executor: Any) -> EngineConfig:
+    kv = KvSpec(num_layers=1, num_kv_heads=1, head_dim=8, dtype_bytes=4, block_size=4)
+    return EngineConfig(
+        run_dir=str(run_dir),
+        model=ModelConfig(
+            path=str(run_dir / "model"),
+            tokenizer_path=str(run_dir),
+            served_names=["m"],
+            architecture="LlamaForCausalLM",
+            dtype="float32",
+            vocab_size=100,
+            max_model_len=32,
+            eos_token_ids=[2],
+            kv=kv,
+        ),
+        cache=CacheConfig(memory_bytes=kv.bytes_per_block * 12 + 1),
+        scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
+        executor=ExecutorConfig(**executor),
+        frontend=FrontendConfig(),
+        processes=ProcessesConfig(heartbeat_s=0.2),
+    )
+
+
+@dataclass
+class House:
+    """The executor's neighbours, played by the test."""
+
+    run_dir: Path
+    context: zmq.Context[Any]
+    supervisor: Inbox[Any]
+    child: subprocess.Popen[bytes]
+    peers: Peers
+
+    def core(self, epoch: int) -> Inbox[Any]:
+        """Be the core of this epoch, and have the topology say so."""
+        worker = WorkerId(Role.CORE, 0, epoch)
+        inbox: Inbox[Any] = Inbox(self.context, address_of(self.run_dir, worker), Capacity | StepResult)
+        self.peers.send(
+            Role.EXECUTOR,
+            0,
+            Topology(epoch, [Seat(worker, address_of(self.run_dir, worker), 1, SeatState.READY)]),
+        )
+        return inbox
+
+    def expect(self, inbox: Inbox[Any], kind: type, accept: Callable[[Any], bool] = lambda _: True) -> Any:
+        """Return the next message of a kind, within the deadline."""
+        deadline = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline:
+            for message in inbox.wait(0.5):
+                if isinstance(message, kind) and accept(message):
+                    return message
+        raise AssertionError(f"no {kind.__name__} came")
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., House]]:
+    """Return a function that starts the executor process."""
+    houses: list[House] = []
+
+    def start(**executor: Any) -> House:
+        run_dir = make_run_dir()
+        config_of(run_dir, **executor).write(run_dir / CONFIG_FILE)
+        context: zmq.Context[Any] = zmq.Context()
+        supervisor: Inbox[Any] = Inbox(context, address_of(run_dir, SUPERVISOR), Ready | Heartbeat)
+        arguments = [
+            "--run-dir",
+            run_dir,
+            "--index",
+            "0",
+            "--epoch",
+            str(ME.epoch),
+            "--parent",
+            str(os.getpid()),
+        ]
+        child = subprocess.Popen([sys.executable, "-m", "quintet.executor.main", *map(str, arguments)])
+        peers = Peers(context)
+        peers.connect(ME, address_of(run_dir, ME))
+        houses.append(House(run_dir, context, supervisor, child, peers))
+        return houses[-1]
+
+    yield start
+    for house in houses:
+        house.child.kill()
+        house.child.wait()
+        house.peers.close()
+        house.supervisor.close()
+        house.context.destroy(linger=0)
+        for path in house.run_dir.iterdir():
+            path.unlink()
+        house.run_dir.rmdir()
+
+
+def test_capacity_then_results_then_a_new_core(start: Callable[..., House]) -> None:
+    house = start(kind="mock")
+    ready = house.expect(house.supervisor, Ready)
+    assert ready.facts["blocks"] == "12"
+
+    first = house.core(epoch=1)
+    capacity = house.expect(first, Capacity)
+    assert capacity == Capacity(ME.epoch, num_blocks=12, block_size=4, max_num_seqs=8, max_model_len=32)
+    plan = plan_of([Drawer(SamplingParams(), seed=5)], [3])
+    house.peers.send(Role.EXECUTOR, 0, plan)
+    result = house.expect(first, StepResult)
+    assert result.step == plan.step
+    assert len(result.token_ids) == 4
+    assert result.compute_ns > 0
+    house.expect(house.supervisor, Heartbeat, lambda beat: beat.progress == 1 and beat.pending == 0)
+
+    second = house.core(epoch=2)
+    house.expect(second, Capacity)
+    house.peers.send(Role.EXECUTOR, 0, plan)
+    assert house.expect(second, StepResult).token_ids == result.token_ids
+    first.close()
+    second.close()
+
+    house.peers.send(Role.EXECUTOR, 0, Stop())
+    assert house.child.wait(DEADLINE_S) == 0
+
+
+def test_a_model_that_cannot_load_ends_the_boot_with_one_line(start: Callable[..., House]) -> None:
+    house = start(kind="torch")
+    assert house.child.wait(DEADLINE_S) == EXIT_CONFIG
+    assert "config.json: not found" in error_file(house.run_dir, ME).read_text()
