@@ -30,7 +30,7 @@ def schedule(state: State, now_ns: int) -> StepPlan | None:
     """
     step = StepBuilder()
     budget = state.limits.max_batched
-    behind, short = _decode(state, step)
+    behind = _decode(state, step)
     budget -= len(step.rows)
     for request in behind:
         if budget <= 0:
@@ -39,20 +39,16 @@ def schedule(state: State, now_ns: int) -> StepPlan | None:
         if count > 0:
             step.add(request, count)
             budget -= count
-    if state.waiting and not short:
+    if state.waiting:
         _admit_waiting(state, step, budget, now_ns)
     return step.finish(state, now_ns)
 
 
-def _decode(state: State, step: StepBuilder) -> tuple[list[Request], bool]:
-    """Add every request that is behind by one token.
-
-    Returns those behind by more, and whether blocks ran short (then nobody should enter).
-    """
+def _decode(state: State, step: StepBuilder) -> list[Request]:
+    """Add every request that is behind by one token, and return those behind by more."""
     rows, starts = step.rows, step.starts
     behind: list[Request] = []
     num_owed = 0
-    num_preempted = state.counters.preemptions
     for request in state.running:  # `_make_room` removes from its end
         planned = request.planned
         length = planned + 1
@@ -75,7 +71,7 @@ def _decode(state: State, step: StepBuilder) -> tuple[list[Request], bool]:
         request.length = length + 1
     step.counts += [1] * len(rows)
     step.samples += b"\1" * len(rows)
-    return behind, num_owed > 0 or state.counters.preemptions != num_preempted
+    return behind
 
 
 def _make_room(state: State, request: Request, num_owed: int) -> bool:
@@ -92,7 +88,7 @@ def _make_room(state: State, request: Request, num_owed: int) -> bool:
         state.preempt(victim)
         if victim is request:
             return False
-    return pool.num_available > num_owed
+    return pool.num_available > 0
 
 
 def _allowance(state: State, request: Request, wanted: int, budget: int) -> int:

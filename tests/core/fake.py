@@ -199,11 +199,15 @@ class World:
         if start:
             self.new_executor()
 
-    def new_executor(self, num_blocks: int | None = None) -> None:
+    def new_executor(self, num_blocks: int | None = None, block_size: int | None = None) -> None:
         """Replace the executor: the new one is empty."""
         self.epoch += 1
         capacity = Capacity(
-            self.epoch, num_blocks or self.num_blocks, self.block_size, self.slots, self.max_model_len
+            self.epoch,
+            num_blocks or self.num_blocks,
+            block_size or self.block_size,
+            self.slots,
+            self.max_model_len,
         )
         self.executor = FakeExecutor(capacity)
         self.apply(self.engine.capacity(capacity, self.tick()))

@@ -175,6 +175,29 @@ def test_new_executor_loses_no_token_and_repeats_none() -> None:
     world.assert_idle()
 
 
+def test_capacity_of_the_known_executor_changes_nothing() -> None:
+    world = World(depth=1)
+    world.admit(1, PROMPT, ignore_eos=True)
+    world.step()
+    assert world.engine.capacity(world.executor.capacity, world.tick()).tokens == []
+    world.run()
+    assert len(world.plans) == 8
+
+
+def test_new_executor_with_other_blocks_finds_no_wrong_prefix() -> None:
+    world = World(depth=1)
+    for request_id in (1, 2, 3):
+        world.admit(request_id, PROMPT, ignore_eos=True)
+    world.step()
+    world.new_executor(num_blocks=128, block_size=2)
+    world.run()
+    for request_id in (1, 2, 3):
+        assert world.outcomes[request_id].tokens == expected(PROMPT, request_id, 8, stops=())
+    world.admit(4, PROMPT)
+    world.run()
+    assert world.outcomes[4].num_cached == 10
+
+
 def test_result_of_a_forgotten_plan_changes_nothing() -> None:
     world = World(depth=2)
     world.admit(1, PROMPT, ignore_eos=True)

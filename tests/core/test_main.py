@@ -211,41 +211,71 @@ def test_requests_of_a_replaced_frontend_end(neighbours: Neighbours) -> None:
     raise AssertionError("the request of the dead frontend is still alive")
 
 
-def test_new_detokenizer_hears_the_story_before_the_next_tokens(config: EngineConfig) -> None:
-    neighbours = Neighbours(config)
-    core = Core(ME, config)
+class Driven:
+    """A core without its own thread: the test says when it takes messages."""
 
-    def deliver(count: int) -> None:
+    def __init__(self, config: EngineConfig) -> None:
+        self.neighbours = Neighbours(config)
+        self.core = Core(ME, config)
+
+    def deliver(self, count: int) -> None:
+        """Have the core take exactly the next ``count`` messages, in one batch."""
         batch: list[object] = []
         while len(batch) < count:
-            batch += core.process.receive()
-        core.apply(batch)  # type: ignore[arg-type]
+            batch += self.core.process.receive()
+        assert len(batch) == count
+        self.core.apply(batch)  # type: ignore[arg-type]
 
-    try:
-        new_detokenizer = WorkerId(Role.DETOKENIZER, 0, 2)
-        for worker, accepts in ((EXECUTOR, StepPlan), (DETOKENIZER, Tokens), (new_detokenizer, Tokens)):
-            neighbours.bind(worker, accepts)
-        capacity = Capacity(1, 32, 4, 8, 128)
-        neighbours.publish(EXECUTOR, DETOKENIZER)
-        neighbours.send(capacity)
-        neighbours.send(admit(RequestIds(0, 1).take(), PROMPT, 6))
-        deliver(3)
-        device = FakeExecutor(capacity)
+
+@pytest.fixture
+def driven(config: EngineConfig) -> Iterator[Driven]:
+    driven = Driven(config)
+    yield driven
+    driven.core.process.close()
+    driven.neighbours.close()
+
+
+NEW_EXECUTOR, NEW_DETOKENIZER = WorkerId(Role.EXECUTOR, 0, 2), WorkerId(Role.DETOKENIZER, 0, 2)
+
+
+def test_new_detokenizer_hears_the_story_before_the_next_tokens(driven: Driven) -> None:
+    neighbours = driven.neighbours
+    for worker, accepts in ((EXECUTOR, StepPlan), (DETOKENIZER, Tokens), (NEW_DETOKENIZER, Tokens)):
+        neighbours.bind(worker, accepts)
+    capacity = Capacity(1, 32, 4, 8, 128)
+    neighbours.publish(EXECUTOR, DETOKENIZER)
+    neighbours.send(capacity)
+    neighbours.send(admit(RequestIds(0, 1).take(), PROMPT, 6))
+    driven.deliver(3)
+    device = FakeExecutor(capacity)
+    while len(device.results) < 2:
         for plan in neighbours.receive_all(EXECUTOR):
             assert isinstance(plan, StepPlan)
             device.execute(plan)
-        neighbours.send(device.results.popleft())
-        deliver(1)
-        neighbours.send(device.results.popleft())
-        neighbours.publish(EXECUTOR, new_detokenizer)
-        deliver(2)
-        heard = neighbours.receive_all(new_detokenizer)
-        while len(heard) < 2:
-            heard += neighbours.receive_all(new_detokenizer)
-        story, tokens = heard
-        assert isinstance(story, Tokens) and isinstance(tokens, Tokens)
-        assert len(codec.unpack_i32(story.opens[0].output_ids)) == 1
-        assert list(codec.unpack_i32(tokens.first_indexes)) == [1]
-    finally:
-        core.process.close()
-        neighbours.close()
+    neighbours.send(device.results.popleft())
+    driven.deliver(1)
+    neighbours.send(device.results.popleft())
+    neighbours.publish(EXECUTOR, NEW_DETOKENIZER)
+    driven.deliver(2)
+    heard = neighbours.receive_all(NEW_DETOKENIZER)
+    while len(heard) < 2:
+        heard += neighbours.receive_all(NEW_DETOKENIZER)
+    story, tokens = heard
+    assert isinstance(story, Tokens) and isinstance(tokens, Tokens)
+    assert len(codec.unpack_i32(story.opens[0].output_ids)) == 1
+    assert list(codec.unpack_i32(tokens.first_indexes)) == [1]
+
+
+def test_an_executor_gets_no_plan_before_its_capacity_is_known(driven: Driven) -> None:
+    neighbours, engine = driven.neighbours, driven.core.engine
+    neighbours.publish(EXECUTOR)
+    neighbours.send(Capacity(1, 32, 4, 8, 128))
+    driven.deliver(2)
+    neighbours.publish(NEW_EXECUTOR)
+    neighbours.send(admit(RequestIds(0, 1).take(), PROMPT, 6))
+    driven.deliver(2)
+    assert engine.state is not None and not engine.state.in_flight
+    assert driven.core.process.pending == 0  # the wait is not the core's
+    neighbours.send(Capacity(2, 32, 4, 8, 128))
+    driven.deliver(1)
+    assert len(engine.state.in_flight) == 2 and driven.core.process.pending == 1
