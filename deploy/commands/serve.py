@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 import setproctitle
@@ -80,6 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     from quintet.deploy.supervisor.supervisor import Supervisor, Surroundings
 
     options = options_of(arguments)
+    signal.signal(signal.SIGTERM, _leave)  # until the supervisor listens to signals itself
     setproctitle.setproctitle("quintet-supervisor")
     configure_logging("supervisor", options.log_level)
     run_dirs.sweep_stale()
@@ -99,6 +102,11 @@ def run(arguments: argparse.Namespace) -> int:
         return 1
     finally:
         shutil.rmtree(run_dir, ignore_errors=True)
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    """End through every ``finally``: the run folder must not stay."""
+    raise SystemExit(128 + number)
 
 
 def opening_lines(resolution: Resolution) -> list[str]:

@@ -79,18 +79,26 @@ def test_a_mistake_is_one_line_and_exit_status_78(tmp_path: Path, capsys: pytest
     assert said.count("\n") == 1
 
 
-def test_a_port_in_use_is_one_line_before_anything_is_spawned(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("setproctitle.setproctitle", lambda title: None)
-    folder = write_model(tmp_path)
+def serve(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "quintet.deploy.cli", "serve", "--executor", "mock", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_port_in_use_is_one_line_before_anything_is_spawned(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert cli.main(["serve", str(folder), "--executor", "mock", "--port", str(port)]) == 1
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert f"port {port} on 127.0.0.1 is in use" in captured.err
-    assert captured.err.count("\n") == 1
+        ended = serve(str(write_model(tmp_path)), "--port", str(port))
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert f"port {port} on 127.0.0.1 is in use" in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
+def test_a_config_file_with_a_wrong_key_ends_in_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text("max-num-seq: 3\n")
+    ended = serve("--config", str(file))
+    assert (ended.returncode, ended.stdout) == (78, "")
+    assert ended.stderr == f"quintet: {file}: unknown key 'max-num-seq'; did you mean 'max_num_seqs'?\n"
 
 
 def test_collect_env_describes_the_installation(capsys: pytest.CaptureFixture[str]) -> None:
