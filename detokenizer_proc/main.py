@@ -15,11 +15,17 @@ from quintet.wire.codec import pack_i64, unpack_i32
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError, ErrorCode
 from quintet.wire.ids import Role, WorkerId, epoch_tag
-from quintet.wire.messages import Detokenized, DetokenizeQuery, Failed, StopHit, Tokens, Topology
+from quintet.wire.messages import Detokenized, DetokenizeQuery, Failed, StopHit, Text, Tokens, Topology
 from quintet.wire.runtime import Process, child_main
 
 QUERY_SLICE = 4096
 """Tokens of a `DetokenizeQuery` decoded between two looks at the inbox: no query delays a step by more."""
+
+MAX_EARLY = 4096
+"""Messages kept for frontends that the topology has not named yet."""
+
+NEWER = epoch_tag(-1) // 2
+"""Epochs are told apart by a tag that wraps: less than this far ahead is newer."""
 
 CORE = 0
 
@@ -55,6 +61,7 @@ class Detokenizer:
         self._showing = PieceTable(tokenizer, vocab_size, skip_special_tokens=False)
         self._steps = Steps(self._skipping, self._showing)
         self._jobs: deque[QueryJob] = deque()
+        self._early: deque[tuple[int, int, Text]] = deque(maxlen=MAX_EARLY)
         metrics = process.metrics
         self._hop = metrics.histogram(
             "hop_seconds", "Time of a message from sender to receiver.", hop="core_detokenizer"
@@ -98,24 +105,36 @@ class Detokenizer:
             case DetokenizeQuery():
                 self._accept_query(message)
             case Topology():
-                for worker in self._process.replaced:
-                    if worker.role is Role.FRONTEND:
-                        self._steps.forget_frontend(worker.index, epoch_tag(worker.epoch))
+                self._follow()
             case _:
                 pass
 
     def _apply(self, message: Tokens) -> None:
         began_ns = time.monotonic_ns()
         self._hop.observe((began_ns - message.sent_ns) / 1e9)
-        peers = self._process.peers
         for outbox, text in self._steps.apply(message):
-            epoch = peers.epoch(Role.FRONTEND, outbox.index)
-            if epoch is not None and epoch_tag(epoch) == outbox.epoch_tag:
-                peers.send(Role.FRONTEND, outbox.index, text)
+            self._deliver(outbox.index, outbox.epoch_tag, text)
         num_tokens = len(message.token_ids) // 4
         self._num_tokens.inc(num_tokens)
         self._process.progress += num_tokens
         self._seconds.observe((time.monotonic_ns() - began_ns) / 1e9)
+
+    def _deliver(self, index: int, tag: int, text: Text) -> None:
+        """Send to the frontend of this epoch; drop for one that is gone; keep for one no topology has named yet."""
+        epoch = self._process.peers.epoch(Role.FRONTEND, index)
+        if epoch is not None and epoch_tag(epoch) == tag:
+            self._process.peers.send(Role.FRONTEND, index, text)
+        elif epoch is None or epoch_tag(tag - epoch) < NEWER:
+            self._early.append((index, tag, text))
+
+    def _follow(self) -> None:
+        """Forget the frontends that were replaced and send what waited for their successors."""
+        for worker in self._process.replaced:
+            if worker.role is Role.FRONTEND:
+                self._steps.forget_frontend(worker.index, epoch_tag(worker.epoch))
+        early, self._early = self._early, deque(maxlen=MAX_EARLY)
+        for index, tag, text in early:
+            self._deliver(index, tag, text)
 
     def _accept_query(self, query: DetokenizeQuery) -> None:
         token_ids = unpack_i32(query.token_ids)

@@ -121,6 +121,20 @@ class ChatTemplates:
         """Names of the model's templates; empty when it has none."""
         return list(self._templates)
 
+    def compile(self) -> None:
+        """Compile the model's templates now rather than with the first request.
+
+        Raises `ConfigError` for one that is not valid Jinja.
+        """
+        for name, source in self._templates.items():
+            try:
+                self._template(source)
+            except jinja2.exceptions.TemplateSyntaxError as error:
+                raise ConfigError(
+                    f"the chat template {name!r} is not valid Jinja: {error.message} (line {error.lineno}); "
+                    "correct it or give another as --chat-template FILE."
+                ) from error
+
     def render(self, prompt: ChatPrompt) -> str:
         """Return the prompt's text.
 
@@ -317,7 +331,9 @@ def load_templates(model: ModelConfig) -> ChatTemplates:
     templates = _templates_in(folder, config)
     if model.chat_template is not None:
         templates = {"default": model.chat_template}
-    return ChatTemplates(templates, special)
+    loaded = ChatTemplates(templates, special)
+    loaded.compile()
+    return loaded
 
 
 def special_tokens(sources: Iterable[Mapping[str, Any]]) -> dict[str, str]:

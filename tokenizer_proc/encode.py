@@ -221,7 +221,9 @@ def load_encoder(model: ModelConfig) -> Encoder:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise ConfigError(f"{path} is not a tokenizer the tokenizers library can read: {error}") from error
-    return Encoder(tokenizer, load_templates(model), model)
+    encoder = Encoder(tokenizer, load_templates(model), model)
+    encoder.encode("The first text builds the tokenizer's caches.", add_special_tokens=True)
+    return encoder
 
 
 def size_of(prompt: Prompt) -> int:

@@ -20,7 +20,7 @@ from quintet.wire.codec import pack_i32
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of
-from quintet.wire.messages import Admit, Cancel, Failed, Prompt, Submit, Tokenized, TokenizeQuery
+from quintet.wire.messages import Admit, Cancel, Failed, Prompt, Submit, Tokenized, TokenizeQuery, Topology
 from quintet.wire.metrics import COUNT_BUCKETS
 from quintet.wire.runtime import Process, child_main
 
@@ -29,6 +29,9 @@ INLINE_BYTES = 8 << 10
 
 LANES = ((256 << 10, 2), (1 << 62, 1))
 """Sizes up to which a lane takes prompts, and its threads: a huge prompt does not keep big ones waiting either."""
+
+NEWER = epoch_tag(-1) // 2
+"""Epochs are told apart by a tag that wraps: less than this far ahead is newer."""
 
 Result = TypeVar("Result")
 
@@ -50,6 +53,8 @@ class Service:
         """Requests in lanes, and those of their choices that were cancelled meanwhile."""
         self._owner: dict[int, int] = {}
         """Every choice of a request in a lane, and that request."""
+        self._early: dict[int, list[object]] = {}
+        """What waits for a topology, per frontend, in order."""
         metrics = process.metrics
         self._hop = metrics.histogram(
             "hop_seconds", "Time of a message from sender to receiver.", hop="frontend_tokenizer"
@@ -59,7 +64,28 @@ class Service:
         self._num_failed = metrics.counter("tokenizer_refusals", "Requests refused before admission.")
 
     def handle(self, message: object) -> None:
-        """Take one message."""
+        """Take one message. What comes from a frontend that no topology has named yet waits for the next one."""
+        if isinstance(message, Topology):
+            early, self._early = self._early, {}
+            for waiting in early.values():
+                for each in waiting:
+                    self.handle(each)
+            return
+        sender = _sender(message)
+        if sender is None:
+            return
+        index, tag = sender
+        if index in self._early or self._is_unnamed(index, tag):
+            self._early.setdefault(index, []).append(message)
+        else:
+            self._handle(message)
+
+    def _is_unnamed(self, index: int, tag: int | None) -> bool:
+        """Whether an answer could not be sent yet: the frontend heard of this process before this one of it."""
+        epoch = self._process.peers.epoch(Role.FRONTEND, index)
+        return epoch is None or (tag is not None and 0 < epoch_tag(tag - epoch) < NEWER)
+
+    def _handle(self, message: object) -> None:
         match message:
             case Submit():
                 self._hop.observe((time.monotonic_ns() - message.sent_ns) / 1e9)
@@ -189,6 +215,19 @@ class Service:
 
     def _send_answer(self, query: TokenizeQuery, answer: Tokenized) -> None:
         self._process.peers.send(Role.FRONTEND, query.frontend, answer)
+
+
+def _sender(message: object) -> tuple[int, int | None] | None:
+    """Return the frontend's index and, where the message shows it, its epoch's tag; None for other messages."""
+    match message:
+        case Submit():
+            return frontend_of(message.request_id)
+        case Cancel(request_ids=[first, *_]):
+            return frontend_of(first)
+        case TokenizeQuery():
+            return message.frontend, None
+        case _:
+            return None
 
 
 def _choices(submit: Submit) -> range:

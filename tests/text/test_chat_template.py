@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from quintet.tokenizer_proc.chat_template import ChatTemplates, load_templates, normal_messages
 from quintet.wire.config import ModelConfig
-from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.errors import ConfigError, ErrorCode, RequestError
 from quintet.wire.messages import ChatPrompt
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -380,3 +380,11 @@ def test_named_templates(
     (tmp_path / "chat_template.jinja").unlink()
     with pytest.raises(RequestError, match="named rag and no default"):
         load_templates(model).render(prompt(CHATS["one"]))
+
+
+def test_a_template_that_is_not_jinja_stops_the_boot(
+    model_of: Callable[..., ModelConfig], tokenizers_by_style: dict[str, Tokenizer]
+) -> None:
+    model = model_of(tokenizers_by_style["sentencepiece"], chat_template="{% for %}")
+    with pytest.raises(ConfigError, match="'default' is not valid Jinja"):
+        load_templates(model)

@@ -84,6 +84,22 @@ def test_a_replaced_frontend_gets_nothing_of_its_predecessor(world: Any) -> None
         inbox.close()
 
 
+def test_text_for_a_frontend_not_named_yet_waits_for_the_topology(world: Any) -> None:
+    """The core may hear of a new frontend before this process does."""
+    newer, another = RequestIds(0, 2).take(), RequestIds(4, 1).take()
+    world.send(row(newer, 0, [9]))
+    world.send(row(another, 0, [9]))
+    workers = [WorkerId(Role.FRONTEND, 0, 2), WorkerId(Role.FRONTEND, 4, 1)]
+    inboxes = [world.inbox(worker, m.Text) for worker in workers]
+    try:
+        world.publish(2, *workers, world.core_id)
+        assert world.wait(inboxes[0], m.Text).request_ids == [newer]
+        assert world.wait(inboxes[1], m.Text).request_ids == [another]
+    finally:
+        for inbox in inboxes:
+            inbox.close()
+
+
 def test_queries_are_answered_while_steps_go_on(
     world: Any, tokenizers_by_style: dict[str, Tokenizer]
 ) -> None:

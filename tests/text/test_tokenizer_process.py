@@ -18,7 +18,7 @@ from quintet.wire import messages as m
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.config import ModelConfig
 from quintet.wire.errors import ErrorCode
-from quintet.wire.ids import RequestIds, Role
+from quintet.wire.ids import RequestIds, Role, WorkerId
 from quintet.wire.metrics import decode_snapshot
 from quintet.wire.params import SamplingParams
 from quintet.wire.runtime import CONFIG_FILE
@@ -118,6 +118,21 @@ def test_a_core_that_is_not_there_is_unavailable(world: Any) -> None:
     request.core = 7
     world.send(request)
     assert world.wait(world.frontend, m.Failed).code is ErrorCode.UNAVAILABLE
+
+
+def test_a_request_of_a_frontend_not_named_yet_waits_for_the_topology(world: Any) -> None:
+    """A refusal could not be sent otherwise. What follows keeps its place behind it."""
+    newcomer = WorkerId(Role.FRONTEND, 0, 2)
+    refused, accepted = RequestIds(0, 2).take(), RequestIds(0, 1).take()
+    world.send(submit(refused, m.TokenPrompt(b"")))
+    world.send(submit(accepted, m.TokenPrompt(pack_i32([1]))))
+    inbox = world.inbox(newcomer, m.Failed)
+    try:
+        world.publish(2, newcomer, world.core_id)
+        assert world.wait(inbox, m.Failed).request_id == refused
+        assert world.wait(world.core, m.Admit).request_id == accepted
+    finally:
+        inbox.close()
 
 
 def test_queries_are_answered(world: Any, tokenizers_by_style: dict[str, Tokenizer]) -> None:
