@@ -34,7 +34,7 @@ class Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.arrival_ns = time.monotonic_ns()
         self.method: str = scope["method"]
-        self.path: str = scope["path"]
+        self.path: str = scope["path"].removeprefix(scope["root_path"])
         self.route = "other"
         """Path pattern of the endpoint that took the request, for the metrics."""
         self.path_params: dict[str, str] = {}

@@ -38,8 +38,11 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-def make_server(app: App) -> HttpServer:
-    """Return a server for the application; call ``serve(sockets=[…])``."""
+def make_server(app: App, root_path: str = "") -> HttpServer:
+    """Return a server for the application; call ``serve(sockets=[…])``.
+
+    ``root_path`` is the prefix that a proxy in front takes off the path.
+    """
     return HttpServer(
         uvicorn.Config(
             app,
@@ -52,6 +55,7 @@ def make_server(app: App) -> HttpServer:
             log_level="warning",
             access_log=False,
             server_header=False,
+            root_path=root_path,
             timeout_keep_alive=IDLE_CONNECTION_S,
             timeout_graceful_shutdown=1,
         )
@@ -64,7 +68,7 @@ class Frontend:
     def __init__(self, me: WorkerId, config: EngineConfig) -> None:
         self._process: Process[Inbound] = Process(me, config, Text | Failed | Tokenized | Detokenized)
         self._service = Service(me, self._process.peers.send, config, self._process.metrics)
-        self._server = make_server(App(self._service))
+        self._server = make_server(App(self._service), config.frontend.root_path)
         self._lag = self._process.metrics.histogram(
             "event_loop_lag_seconds", "How late a timer of the event loop fired."
         )

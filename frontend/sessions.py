@@ -11,17 +11,15 @@ happens on one event loop.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
-from array import array
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 import msgspec
 
 from quintet.frontend.router import Seats
 from quintet.frontend.session_metrics import SessionMetrics
+from quintet.frontend.streams import Batch, Choice, Delta, Mailbox, Stream
 from quintet.wire.codec import unpack_i32
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ErrorCode, RequestError
@@ -31,7 +29,6 @@ from quintet.wire.messages import (
     Failed,
     Finish,
     FinishReason,
-    PositionLogprobs,
     Prompt,
     Started,
     Submit,
@@ -41,193 +38,10 @@ from quintet.wire.messages import (
 from quintet.wire.metrics import Metrics
 from quintet.wire.params import SamplingParams
 
+__all__ = ["Batch", "Delta", "Mailbox", "Send", "Sessions", "Stream"]
+
 Send = Callable[[Role, int, msgspec.Struct], bool]
 """`quintet.wire.sockets.Peers.send`: queues a message for a peer; False when there is no such peer."""
-
-
-@dataclass(slots=True)
-class Delta:
-    """What was new of one choice since the reader last looked."""
-
-    choice: int
-    text: str
-    token_ids: Sequence[int]
-    logprobs: list[PositionLogprobs]
-    """One per token when log-probabilities were asked for, else empty."""
-    finish: Finish | None
-    """Set once, on the last delta of the choice."""
-
-
-@dataclass(slots=True)
-class Batch:
-    """Everything that happened to one request since the reader last looked."""
-
-    started: Started | None
-    """Set once, on the first batch after the prompt was computed."""
-    deltas: list[Delta]
-    """At most one per choice, in no particular order of choices."""
-    error: RequestError | None = None
-    """The request ended with an error: no choice of it produces anything more."""
-
-
-@dataclass(slots=True, eq=False)
-class Choice:
-    """One of a request's ``n`` outputs: what was received, and what of it the reader has not taken yet."""
-
-    stream: Stream
-    index: int
-    request_id: int
-    output_ids: array[int] = field(default_factory=lambda: array("i"))
-    num_chars: int = 0
-    num_taken: int = 0
-    texts: list[str] = field(default_factory=list)
-    logprobs: list[PositionLogprobs] = field(default_factory=list)
-    finish: Finish | None = None
-    last_ns: int = 0
-    is_dirty: bool = False
-
-    def take(self) -> Delta:
-        """Return what is new and forget that it was."""
-        self.is_dirty = False
-        texts = self.texts
-        text = texts[0] if len(texts) == 1 else "".join(texts)
-        texts.clear()
-        ids = self.output_ids[self.num_taken :]
-        self.num_taken = len(self.output_ids)
-        logprobs, self.logprobs = self.logprobs, []
-        return Delta(self.index, text, ids, logprobs, self.finish)
-
-
-class Mailbox:
-    """Where one reader waits for one stream or several: it wakes once for everything that a step brought."""
-
-    def __init__(self) -> None:
-        self._ready: list[Stream] = []
-        self._waiter: asyncio.Future[None] | None = None
-        self._nudged = False
-
-    async def wait(self) -> list[Stream]:
-        """Return the streams with something to `Stream.take`; empty after a `nudge` alone. One reader only."""
-        if not self._ready and not self._nudged:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        self._nudged = False
-        ready, self._ready = self._ready, []
-        return ready
-
-    def nudge(self) -> None:
-        """Wake the reader although nothing arrived."""
-        self._nudged = True
-        self._wake()
-
-    def post(self, stream: Stream) -> None:
-        """Mark a stream as having something new and wake the reader. Called by `Sessions`."""
-        self._ready.append(stream)
-        self._wake()
-
-    def _wake(self) -> None:
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
-
-
-class Stream:
-    """One submitted request. Read it with ``async for batch in stream`` (raises `RequestError` if it failed)."""
-
-    def __init__(self, sessions: Sessions, submit: Submit, mailbox: Mailbox, final_only: bool) -> None:
-        self._sessions = sessions
-        self.submit = submit
-        self.mailbox = mailbox
-        self.final_only = final_only
-        self.choices = [Choice(self, i, submit.request_id + i) for i in range(submit.params.n)]
-        self.num_open = submit.params.n
-        self.started: Started | None = None
-        self.error: RequestError | None = None
-        self.tokenizer: int | None = None
-        """Index of the tokenizer that holds the request; None while parked."""
-        self.is_cancelled = False
-        self.is_posted = False
-        self.is_closed = False
-        self.first_token_ns = 0
-        self._dirty: list[Choice] = []
-        self._untold_start = False
-        self._untold_error = False
-
-    @property
-    def request_id(self) -> int:
-        """The id of the first choice."""
-        return self.submit.request_id
-
-    @property
-    def ended(self) -> bool:
-        """Whether every choice has ended (the reader may still have a batch to take)."""
-        return self.num_open == 0
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Tokens of all choices so far."""
-        return sum(len(choice.output_ids) for choice in self.choices)
-
-    async def next_batch(self) -> Batch | None:
-        """Wait for news; None when everything was told. Raises `RequestError` when the request failed.
-
-        Only for a stream that has its mailbox to itself.
-        """
-        while not self.is_posted:
-            if self.ended:
-                return None
-            await self.mailbox.wait()
-        batch = self.take()
-        if batch.error is not None and batch.started is None and not batch.deltas:
-            raise batch.error
-        if batch.error is not None:
-            self._untold_error = True
-            self.is_posted = True
-            batch.error = None
-        return batch
-
-    async def __aiter__(self) -> AsyncIterator[Batch]:
-        while (batch := await self.next_batch()) is not None:
-            yield batch
-
-    def take(self) -> Batch:
-        """Return everything that is new, without waiting."""
-        self.is_posted = False
-        started = self.started if self._untold_start else None
-        error = self.error if self._untold_error else None
-        self._untold_start = self._untold_error = False
-        dirty, self._dirty = self._dirty, []
-        return Batch(started, [choice.take() for choice in dirty], error)
-
-    def cancel(self) -> None:
-        """Ask the engine to stop. The choices that are still open end with `FinishReason.ABORT`, delivered as usual."""
-        self._sessions.cancel(self)
-
-    def close(self) -> None:
-        """Cancel if it still runs, and let go of it: nobody reads this stream any more."""
-        self.is_closed = True
-        self._dirty = []
-        if not self.ended:
-            self.cancel()
-
-    def touch(self, choice: Choice) -> None:
-        """Note that a choice has news. Called by `Sessions`."""
-        if not choice.is_dirty:
-            choice.is_dirty = True
-            self._dirty.append(choice)
-
-    def note_start(self, started: Started) -> None:
-        """Note that the prompt was computed. Called by `Sessions`."""
-        self.started = started
-        self._untold_start = True
-
-    def note_error(self, error: RequestError) -> None:
-        """Note that the request failed. Called by `Sessions`."""
-        self.error = error
-        self._untold_error = True
 
 
 class Sessions:
@@ -301,7 +115,7 @@ class Sessions:
             echo=echo,
             return_prompt_ids=return_prompt_ids,
         )
-        stream = Stream(self, submit, mailbox if mailbox is not None else Mailbox(), final_only)
+        stream = Stream(submit, mailbox if mailbox is not None else Mailbox(), final_only, self.cancel)
         self._streams[submit.request_id] = stream
         for choice in stream.choices:
             self._live[choice.request_id] = choice

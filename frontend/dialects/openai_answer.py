@@ -13,7 +13,7 @@ import msgspec
 
 from quintet.frontend.dialects import errors, sse
 from quintet.frontend.exchange import ClientGone, Exchange
-from quintet.frontend.sessions import Batch, Delta, Mailbox, Stream
+from quintet.frontend.streams import Batch, Delta, Mailbox, Stream
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import Finish, FinishReason, PositionLogprobs, Started
 from quintet.wire.metrics import HistogramSeries

@@ -141,10 +141,10 @@ class FakeEngine:
             message = f"The prompt has {len(submit.prompt.text)} tokens; the model takes at most 256."
             self.deliver(Failed(submit.request_id, ErrorCode.TOO_LONG, message, "prompt"))
             return
-        self.step(submit, 0)
+        self.step(submit, 0, 0)
 
-    def step(self, submit: Submit, index: int) -> None:
-        """Send token ``index`` of every choice."""
+    def step(self, submit: Submit, index: int, offset: int) -> None:
+        """Send token ``index`` of every choice, after ``offset`` characters."""
         if submit.request_id not in self.live:
             return
         if self.fail_after == index:
@@ -161,7 +161,6 @@ class FakeEngine:
         )
         base = len(prompt_text) if submit.echo else 0
         piece = f" t{index}"
-        offset = sum(len(f" t{i}") for i in range(index))
         reason, stop = FinishReason.NONE, None
         if any(s in piece for s in params.stop):
             reason, stop, piece = FinishReason.STOP, params.stop[0], ""
@@ -211,9 +210,11 @@ class FakeEngine:
             )
         )
         if reason:
-            self.live.pop(submit.request_id, None)
+            with self.arrived:
+                self.live.pop(submit.request_id, None)
+                self.arrived.notify_all()
         else:
-            asyncio.get_running_loop().call_soon(self.step, submit, index + 1)
+            asyncio.get_running_loop().call_soon(self.step, submit, index + 1, offset + len(piece))
 
     def abort(self, cancel: Cancel) -> None:
         if self.live.pop(cancel.request_ids[0], None) is not None:
@@ -224,6 +225,12 @@ class FakeEngine:
         self.held = False
         for submit in list(self.live.values()):
             self.begin(submit)
+
+    def wait_for_idle(self) -> None:
+        """Return once everything asked for has been answered."""
+        self.wait_for(Submit)
+        with self.arrived:
+            assert self.arrived.wait_for(lambda: not self.live, DEADLINE_S), "still busy"
 
     def wait_for(self, kind: type[msgspec.Struct], count: int = 1) -> list[Any]:
         """Return the messages of a kind once there are this many."""
@@ -277,7 +284,7 @@ class Server:
             self.service = Service(WorkerId(Role.FRONTEND, 0, 1), self.engine.send, self.config, Metrics())
             self.engine.service = self.service
             self.service.handle(topology(1, **self.states))
-            self._server = make_server(App(self.service))
+            self._server = make_server(App(self.service), self.config.frontend.root_path)
             self.loop.call_soon(self._ready.set)
             await self._server.serve(sockets=[self.listener])
 

@@ -112,3 +112,11 @@ def test_what_is_not_http_gets_a_400(shared: Any) -> None:
         connection.sendall(b"\x16\x03\x01 not http\r\n\r\n")
         assert connection.recv(100).startswith(b"HTTP/1.1 400")
     assert shared.ask("GET", "/livez").status == 200
+
+
+def test_behind_a_proxy_that_takes_off_a_prefix(serve: Callable[..., Any]) -> None:
+    server = serve(root_path="/llm", api_keys=["k"])
+    assert server.ask("GET", "/livez").status == 200
+    assert server.ask("GET", "/v1/models").status == 401
+    assert server.ask("GET", "/v1/models", headers={"x-api-key": "k"}).status == 200
+    assert server.ask("POST", "/v1/completions", COMPLETION, {"x-api-key": "k"}).status == 200

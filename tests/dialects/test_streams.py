@@ -115,6 +115,23 @@ def test_the_events_of_a_step_share_one_write(serve: Callable[..., Any]) -> None
         raw.close()
 
 
+def test_a_client_that_reads_slowly_gets_everything(serve: Callable[..., Any]) -> None:
+    server = serve()
+    num_tokens = 10_000
+    raw = RawStream(server, C, {"prompt": "x" * 200, "max_tokens": num_tokens, "stream": True})
+    try:
+        server.engine.wait_for_idle()
+        raw.head()
+        body = b""
+        while chunk := raw.chunk():
+            body += chunk
+    finally:
+        raw.close()
+    events = [json.loads(f.removeprefix(b"data: ")) for f in body.split(b"\n\n")[:-2]]
+    text = "".join(event["choices"][0]["text"] for event in events)
+    assert text == "".join(f" t{i}" for i in range(num_tokens))
+
+
 def test_an_error_before_any_output_keeps_its_status(serve: Callable[..., Any]) -> None:
     server = serve()
     server.engine.fail_after = 0
