@@ -49,6 +49,8 @@ _ABORT_GRACE_S = 2.0
 """Between SIGABRT (dump the stack) and SIGKILL."""
 _STOP_GRACE_S = 3.0
 """Between `Stop` and SIGKILL."""
+_ECHO_S = 0.02
+"""Signals this close to the first are the same wish, sent twice: `timeout` signals its child and then its group."""
 _EXECUTOR_PATIENCE = 12
 """One step of a large model on a slow processor is one long silence: the executor may be silent this much longer."""
 
@@ -148,15 +150,17 @@ class Supervisor:
     def _obey_signals(self) -> None:
         if self._bell.parent_is_gone and self._phase is not Phase.STOPPING:
             self._stop(0)
-        for number in self._bell.take_signals():
-            if self._phase is Phase.SERVING:
-                self._log.info(
-                    "%s: draining for up to %.0f s", number.name, self._config.processes.drain_timeout_s
-                )
-                self._drain()
-            else:
-                self._log.info("%s while %s: killing everyone", number.name, self._phase.value)
-                self._finish(128 + number)
+        signals = self._bell.take_signals()
+        if not signals:
+            return
+        if self._phase is Phase.SERVING:
+            self._bell.swallow_echoes(_ECHO_S)
+            drain_timeout_s = self._config.processes.drain_timeout_s
+            self._log.info("%s: draining for up to %g s", signals[0].name, drain_timeout_s)
+            self._drain()
+        else:
+            self._log.info("%s while %s: killing everyone", signals[0].name, self._phase.value)
+            self._finish(128 + signals[0])
 
     # --- boot ---
 

@@ -179,6 +179,14 @@ def test_a_second_signal_kills_at_once(server: World, second: signal.Signals, ex
     wait_gone(list(server.pids().values()))
 
 
+def test_a_signal_sent_twice_at_once_is_one_wish(server: World) -> None:
+    process = server.start()
+    server.expect("all_ready")
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
+    assert server.end()[0] == 0
+
+
 def test_a_signal_while_booting_leaves_nothing(server: World) -> None:
     process = server.start({"executor-0": {"never_ready": True}})
     server.expect("born", lambda event: event["me"] == "executor-0.1")
