@@ -122,9 +122,7 @@ def test_a_client_that_reads_slowly_gets_everything(serve: Callable[..., Any]) -
     try:
         server.engine.wait_for_idle()
         raw.head()
-        body = b""
-        while chunk := raw.chunk():
-            body += chunk
+        body = b"".join(iter(raw.chunk, b""))
     finally:
         raw.close()
     events = [json.loads(f.removeprefix(b"data: ")) for f in body.split(b"\n\n")[:-2]]
