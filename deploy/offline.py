@@ -12,7 +12,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import (
-    AsyncIterator,
+    AsyncGenerator,
     Callable,
     Coroutine,
     Generator,
@@ -99,7 +99,7 @@ class LLM:
     @overload
     def generate(  # type: ignore[overload-overlap]  # a list is an iterable, answered with a list
         self,
-        prompts: PromptInput | list[PromptInput] | tuple[PromptInput, ...] | list[str] | list[list[int]],
+        prompts: PromptInput | Sequence[PromptInput],
         sampling_params: Params = None,
         *,
         use_tqdm: bool = True,
@@ -147,10 +147,7 @@ class LLM:
     @overload
     def chat(  # type: ignore[overload-overlap]
         self,
-        messages: list[dict[str, object]]
-        | list[dict[str, str]]
-        | list[list[dict[str, object]]]
-        | list[list[dict[str, str]]],
+        messages: Conversation | Sequence[Conversation],
         sampling_params: Params = None,
         *,
         use_tqdm: bool = True,
@@ -197,10 +194,9 @@ class LLM:
         options = ChatOptions(
             chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs
         )
-        if isinstance(messages, list | tuple) and (not messages or isinstance(messages[0], Mapping)):
-            messages = [messages]
-        assert isinstance(messages, Iterable)
-        return self._run(messages, options.read, sampling_params, priority, use_tqdm, errors)
+        is_one = isinstance(messages, Sequence) and (not messages or isinstance(messages[0], Mapping))
+        conversations = cast(Iterable[Conversation], [messages] if is_one else messages)
+        return self._run(conversations, options.read, sampling_params, priority, use_tqdm, errors)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text."""
@@ -241,9 +237,8 @@ class LLM:
         errors: OnError,
     ) -> list[RequestOutput] | Iterator[RequestOutput]:
         self._engine.check()
-        is_list = isinstance(inputs, list | tuple)
-        total = len(inputs) if isinstance(inputs, list | tuple) else None
-        if total is not None and isinstance(params, list | tuple) and len(params) != total:
+        total = len(inputs) if isinstance(inputs, Sequence) else None
+        if total is not None and isinstance(params, Sequence) and len(params) != total:
             raise ValueError(
                 f"{len(params)} sampling_params for {total} prompts; pass one for all, or one per prompt"
             )
@@ -253,7 +248,7 @@ class LLM:
         window = max(_WINDOW, 2 * self._engine.config.scheduler.max_num_seqs)
         gathered = Gather(self._engine, self._loop, jobs, window).outputs()
         outputs = _told(gathered, total, use_tqdm, errors)
-        return list(outputs) if is_list else outputs
+        return outputs if total is None else list(outputs)
 
     def _jobs(
         self,
@@ -309,7 +304,7 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt, yielding outputs as tokens arrive, in the form that ``output_kind`` asks for.
 
         `abort` with the same ``request_id`` ends it with ``finish_reason`` "abort"; so does leaving the loop early.
@@ -327,7 +322,7 @@ class AsyncLLM:
         *,
         options: ChatOptions = ChatOptions(),  # noqa: B008 - frozen
         priority: int = 0,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Answer one conversation; otherwise like `generate`."""
         async for output in self._serve(options.read(messages), sampling_params, request_id, priority):
             yield output
@@ -384,7 +379,7 @@ class AsyncLLM:
 
     async def _serve(
         self, read: ReadPrompt, params: SamplingParams | None, request_id: str | None, priority: int
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         self._attach()
         name = request_id if request_id is not None else f"async-{next(self._request_ids)}"
         if name in self._streams:
@@ -420,9 +415,9 @@ def _options(model: str | None, flags: Mapping[str, object], source: str) -> Opt
 
 
 def _is_one_prompt(prompts: object) -> bool:
-    if isinstance(prompts, list | tuple):
-        return bool(prompts) and isinstance(prompts[0], int)
-    return isinstance(prompts, str | Mapping)
+    if isinstance(prompts, str | bytes | Mapping):
+        return True
+    return isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], int)
 
 
 def _ids_of(column: bytes) -> list[int]:

@@ -9,14 +9,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from quintet.deploy.offline import LLM, AsyncLLM
+    from quintet.deploy.offline import LLM, AsyncLLM, CompletionOutput, RequestOutput
     from quintet.wire.params import SamplingParams
 
-__all__ = ["LLM", "AsyncLLM", "SamplingParams"]
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
 
 _HOMES = {
     "LLM": "quintet.deploy.offline",
     "AsyncLLM": "quintet.deploy.offline",
+    "CompletionOutput": "quintet.deploy.offline",
+    "RequestOutput": "quintet.deploy.offline",
     "SamplingParams": "quintet.wire.params",
 }
 

@@ -7,7 +7,6 @@ from array import array
 
 import msgspec
 import pytest
-from tests.api.toy_server import chunked, frames, sized, toy_server
 
 from quintet.deploy.load_client.connection import BadUrl, Connection, Target
 from quintet.deploy.load_client.load import Load, Outcome, Run, ask, run_load
@@ -22,6 +21,7 @@ from quintet.deploy.load_client.workload import (
     random_prompts,
     read_prompts,
 )
+from tests.api.toy_server import chunked, frames, sized, toy_server
 
 USAGE = '{"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":4,"prompt_tokens_details":{"cached_tokens":3}}}'
 COMPLETION = [

@@ -1,0 +1,162 @@
+"""``AsyncLLM``: streaming in three kinds, abort, health, one loop at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+
+from quintet import AsyncLLM, SamplingParams
+from quintet.deploy.offline import EngineError, RequestOutput
+from quintet.wire.errors import RequestError
+from quintet.wire.params import OutputKind
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[AsyncLLM]:
+    llm = AsyncLLM(executor="mock", step_ms=2.0, max_model_len=512)
+    yield llm
+    llm.shutdown()
+
+
+def params(kind: OutputKind, max_tokens: int = 12) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, seed=3, output_kind=kind)
+
+
+async def collect(llm: AsyncLLM, kind: OutputKind, max_tokens: int = 12) -> list[RequestOutput]:
+    return [output async for output in llm.generate("import os", params(kind, max_tokens))]
+
+
+def test_the_three_kinds_of_output_agree(llm: AsyncLLM) -> None:
+    async def main() -> None:
+        cumulative = await collect(llm, OutputKind.CUMULATIVE)
+        deltas = await collect(llm, OutputKind.DELTA)
+        final = await collect(llm, OutputKind.FINAL_ONLY)
+        (last,) = final
+        assert last.finished and last.outputs[0].finish_reason == "length"
+        text, ids = last.outputs[0].text, last.outputs[0].token_ids
+        assert len(ids) == 12 and last.prompt == "import os" and last.prompt_token_ids
+        assert "".join(output.outputs[0].text for output in deltas) == text
+        assert [token for output in deltas for token in output.outputs[0].token_ids] == ids
+        assert cumulative[-1].outputs[0].text == text and cumulative[-1].outputs[0].token_ids == ids
+        lengths = [len(output.outputs[0].token_ids) for output in cumulative]
+        assert lengths == sorted(lengths) and len(cumulative) > 1 and len(deltas) > 1
+        assert [output.finished for output in cumulative] == [False] * (len(cumulative) - 1) + [True]
+
+    asyncio.run(main())
+
+
+def test_many_at_once_on_a_second_loop(llm: AsyncLLM) -> None:
+    async def main() -> list[list[RequestOutput]]:
+        return list(
+            await asyncio.gather(*(collect(llm, OutputKind.FINAL_ONLY, 5 + i % 7) for i in range(100)))
+        )
+
+    outputs = asyncio.run(main())
+    assert [len(final[0].outputs[0].token_ids) for final in outputs] == [5 + i % 7 for i in range(100)]
+    assert llm._streams == {} and llm._engine.sessions.num_live == 0
+
+
+def test_abort_ends_a_request_with_what_it_has(llm: AsyncLLM) -> None:
+    async def main() -> None:
+        seen = []
+        async for output in llm.generate("x", params(OutputKind.CUMULATIVE, 400), "mine"):
+            seen.append(output)
+            if len(seen) == 1:
+                with pytest.raises(ValueError, match="'mine' is in use"):
+                    await anext(llm.generate("y", params(OutputKind.DELTA), "mine"))
+                await llm.abort("mine")
+                await llm.abort("unknown")
+        assert seen[-1].finished and seen[-1].request_id == "mine"
+        assert seen[-1].outputs[0].finish_reason == "abort"
+        assert 0 < len(seen[-1].outputs[0].token_ids) < 400
+
+    asyncio.run(main())
+
+
+def test_leaving_the_loop_or_cancelling_the_task_aborts(llm: AsyncLLM) -> None:
+    async def main() -> None:
+        idle = asyncio.Event()
+        llm._engine.sessions.when_idle(idle.set)
+        async with contextlib.aclosing(llm.generate("x", params(OutputKind.DELTA, 400))) as outputs:
+            await anext(outputs)
+        await asyncio.wait_for(idle.wait(), 10)
+        idle.clear()
+        task = asyncio.create_task(collect(llm, OutputKind.FINAL_ONLY, 400))
+        while not llm._streams:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.wait_for(idle.wait(), 10)
+        llm._engine.sessions.when_idle(None)
+        assert llm._streams == {}
+
+    asyncio.run(main())
+
+
+def test_errors_name_what_is_wrong(llm: AsyncLLM) -> None:
+    async def main() -> None:
+        with pytest.raises(RequestError, match="512"):
+            await anext(llm.generate(list(range(5, 905)), params(OutputKind.DELTA)))
+        with pytest.raises(RequestError, match=r"top_p is 3"):
+            await anext(llm.generate("x", SamplingParams(top_p=3.0)))
+        with pytest.raises(RequestError, match="conversation is empty"):
+            await anext(llm.chat([]))
+
+    asyncio.run(main())
+
+
+def test_chat_and_codec(llm: AsyncLLM) -> None:
+    async def main() -> None:
+        messages = [{"role": "user", "content": "hello there"}]
+        outputs = [output async for output in llm.chat(messages, params(OutputKind.FINAL_ONLY))]
+        assert "hello there" in await llm.decode(outputs[0].prompt_token_ids)
+        assert await llm.decode(await llm.encode("a b c")) == "a b c"
+        await llm.check_health()
+
+    asyncio.run(main())
+
+
+def test_several_choices_come_each_once(llm: AsyncLLM) -> None:
+    async def main() -> None:
+        sampling = SamplingParams(n=3, max_tokens=6, ignore_eos=True, seed=5, output_kind=OutputKind.DELTA)
+        ids: dict[int, list[int]] = {0: [], 1: [], 2: []}
+        finishes = []
+        async for output in llm.generate("x", sampling):
+            for choice in output.outputs:
+                ids[choice.index] += choice.token_ids
+                finishes += [choice.index] if choice.finished else []
+        assert [len(tokens) for tokens in ids.values()] == [6, 6, 6]
+        assert sorted(finishes) == [0, 1, 2]
+
+    asyncio.run(main())
+
+
+def test_a_second_open_loop_is_refused(llm: AsyncLLM) -> None:
+    other = asyncio.new_event_loop()
+    try:
+        other.run_until_complete(llm.check_health())
+        with pytest.raises(RuntimeError, match="another event loop"):
+            asyncio.run(llm.check_health())
+    finally:
+        other.close()
+
+
+def test_context_manager_and_lost_engine() -> None:
+    async def main() -> None:
+        async with AsyncLLM(executor="mock", step_ms=20.0) as llm:
+            outputs = llm.generate("x", params(OutputKind.DELTA, 400))
+            await anext(outputs)
+            llm._engine._supervisor.process.kill()
+            with pytest.raises(RequestError, match="gone"):
+                async for _ in outputs:
+                    pass
+            with pytest.raises(EngineError, match="gone"):
+                await llm.check_health()
+        with pytest.raises(EngineError, match="shut down"):
+            await llm.check_health()
+
+    asyncio.run(main())

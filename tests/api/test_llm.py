@@ -1,0 +1,264 @@
+"""``LLM``: prompts in every form, order, laziness, errors, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import quintet
+from quintet import LLM, SamplingParams
+from quintet.deploy.offline import EngineError
+from quintet.wire.errors import ConfigError, RequestError
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, seed=7)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(executor="mock", max_model_len=512) as llm:
+        yield llm
+
+
+def test_a_list_gives_outputs_in_order(llm: LLM) -> None:
+    prompts = [f"def f{i}():" for i in range(40)]
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert [output.prompt for output in outputs] == prompts
+    for output in outputs:
+        assert output.finished and output.error is None
+        assert output.prompt_token_ids == llm.encode(output.prompt or "")
+        (choice,) = output.outputs
+        assert len(choice.token_ids) == 6 and choice.finish_reason == "length" and choice.finished
+        assert choice.text == llm.decode(choice.token_ids)
+        assert output.metrics.first_token_s is not None and output.metrics.scheduled_s is not None
+        assert output.metrics.arrival_s <= output.metrics.scheduled_s <= output.metrics.first_token_s
+
+
+def test_every_form_of_one_prompt_means_the_same(llm: LLM) -> None:
+    ids = llm.encode("import os")
+    forms: list[Any] = ["import os", ids, {"prompt": "import os"}, {"prompt_token_ids": ids}, tuple(ids)]
+    outputs = [llm.generate(form, GREEDY, use_tqdm=False)[0] for form in forms]
+    assert {tuple(output.prompt_token_ids) for output in outputs} == {tuple(ids)}
+    assert {output.outputs[0].text for output in outputs} == {outputs[0].outputs[0].text}
+    assert [output.prompt for output in outputs] == ["import os", None, "import os", None, None]
+
+
+def test_an_iterator_is_read_lazily_in_a_bounded_window(llm: LLM) -> None:
+    num_taken = 0
+
+    def prompts() -> Iterator[list[int]]:
+        nonlocal num_taken
+        for i in range(3000):
+            num_taken += 1
+            yield [5 + i % 100, 7]
+
+    outputs = llm.generate(prompts(), GREEDY, use_tqdm=False)
+    assert num_taken == 0
+    ahead = []
+    for index, output in enumerate(outputs):
+        assert output.prompt_token_ids == [5 + index % 100, 7]
+        ahead.append(num_taken - index)
+    assert num_taken == len(ahead) == 3000
+    assert max(ahead) <= 513
+
+
+def test_an_iterator_may_be_left_early(llm: LLM) -> None:
+    endless = iter(lambda: "again", None)
+    outputs = llm.generate(endless, SamplingParams(max_tokens=400, ignore_eos=True), use_tqdm=False)
+    assert next(outputs).finished
+    outputs.close()  # type: ignore[attr-defined]
+    assert llm.generate("and after", GREEDY, use_tqdm=False)[0].finished
+
+
+def test_parameters_per_prompt(llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (1, 2, 3)]
+    outputs = llm.generate(["a", "b", "c"], params, use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 2, 3]
+    with pytest.raises(ValueError, match="3 sampling_params for 2 prompts"):
+        llm.generate(["a", "b"], params, use_tqdm=False)
+    with pytest.raises(ValueError, match="more prompts than"):
+        list(llm.generate(iter("abcd"), iter(params), use_tqdm=False))
+
+
+def test_no_parameters_means_sixteen_tokens(llm: LLM) -> None:
+    assert len(llm.generate("x", use_tqdm=False)[0].outputs[0].token_ids) <= 16
+
+
+def test_several_choices_and_logprobs(llm: LLM) -> None:
+    params = SamplingParams(n=3, temperature=1.0, max_tokens=4, ignore_eos=True, seed=1)
+    (output,) = llm.generate("x", params, use_tqdm=False)
+    assert [choice.index for choice in output.outputs] == [0, 1, 2]
+    assert all(len(choice.token_ids) == 4 for choice in output.outputs)
+
+
+def test_chat_takes_one_conversation_or_several(llm: LLM) -> None:
+    one = [{"role": "user", "content": "hello"}]
+    other = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "bye"}]
+    single = llm.chat(one, GREEDY, use_tqdm=False)
+    several = llm.chat([one, other], GREEDY, use_tqdm=False)
+    lazily = list(llm.chat(iter([one, other]), GREEDY, use_tqdm=False))
+    assert len(single) == 1 and len(several) == 2
+    assert single[0].prompt_token_ids == several[0].prompt_token_ids == lazily[0].prompt_token_ids
+    assert "hello" in llm.decode(single[0].prompt_token_ids)
+    with pytest.raises(RequestError, match="'role': 'user'"):
+        llm.chat([{"text": "hello"}], GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ([], "empty list"),
+        ([1, -4], "-4; token ids are whole numbers"),
+        ([10**6], "1000000"),
+        ({"promt": "x"}, "'promt'"),
+        ({"prompt": "x", "prompt_token_ids": [1]}, "either"),
+        (b"bytes", "bytes"),
+        (list(range(5, 905)), "512"),
+    ],
+)
+def test_prompts_that_cannot_be_served_say_why(llm: LLM, prompt: Any, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        llm.generate([prompt], GREEDY, use_tqdm=False)
+    first, second, third = llm.generate(["ok", prompt, "ok"], GREEDY, use_tqdm=False, errors="return")
+    assert first.error is None and third.error is None and len(third.outputs[0].token_ids) == 6
+    assert second.error is not None and words in second.error.message
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        (SamplingParams(temperature=9.0), "temperature is 9.0"),
+        (SamplingParams(temperature="hot"), "temperature is 'hot'"),  # type: ignore[arg-type]
+        (SamplingParams(max_tokens=0), "max_tokens is 0"),
+        ("greedy", "pass SamplingParams"),
+    ],
+)
+def test_parameters_that_cannot_work_say_why(llm: LLM, params: SamplingParams, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        llm.generate("x", [params], use_tqdm=False)
+
+
+def test_a_lone_stop_string_is_a_list_of_one(llm: LLM) -> None:
+    (free,) = llm.generate(
+        "x", SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, seed=7), use_tqdm=False
+    )
+    stop = llm.decode(free.outputs[0].token_ids[4:5])
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, seed=7, stop=stop)  # type: ignore[arg-type]
+    (stopped,) = llm.generate("x", params, use_tqdm=False)
+    assert stopped.outputs[0].finish_reason == "stop" and stopped.outputs[0].stop_reason == stop
+    assert free.outputs[0].text.startswith(stopped.outputs[0].text) and stop not in stopped.outputs[0].text
+
+
+def test_progress_is_shown_on_request(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate(["a"] * 3, GREEDY)
+    assert "3/3" in capsys.readouterr().err
+    llm.generate(["a"] * 3, GREEDY, use_tqdm=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_flags_are_checked_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'max_model_len'"):
+        LLM(max_model_length=5)
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        LLM(str(tmp_path / "nothing"))
+
+
+def test_a_failed_boot_raises_with_the_childs_words(tmp_path: Path) -> None:
+    from quintet.deploy.embedded import default_model_path
+
+    for file in Path(default_model_path()).iterdir():
+        if file.suffix != ".safetensors":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises((EngineError, ConfigError), match="tokenizer"):
+        LLM(str(tmp_path), executor="mock")
+
+
+def test_after_shutdown_calls_raise_and_no_process_is_left() -> None:
+    llm = LLM(executor="mock")
+    supervisor = psutil.Process(os.getpid()).children()[-1]
+    family = [supervisor, *supervisor.children()]
+    run_dir = Path(llm._engine.config.run_dir)
+    assert len(family) == 5 and run_dir.exists()
+    llm.shutdown()
+    llm.shutdown()
+    assert not any(process.is_running() for process in family)
+    assert not run_dir.exists()
+    with pytest.raises(EngineError, match="shut down"):
+        llm.generate("x", use_tqdm=False)
+    with pytest.raises(EngineError, match="shut down"):
+        llm.encode("x")
+
+
+def test_a_lost_engine_is_an_error_not_a_hang() -> None:
+    with LLM(executor="mock", step_ms=20.0) as llm:
+        outputs = llm.generate(
+            iter(["a"] * 4), SamplingParams(max_tokens=300, ignore_eos=True), use_tqdm=False
+        )
+        llm._engine._supervisor.process.kill()
+        with pytest.raises((RequestError, EngineError), match="gone"):
+            next(outputs)
+        with pytest.raises(EngineError, match="gone"):
+            llm.generate("b", use_tqdm=False)
+
+
+SCRIPT = """
+from quintet import LLM, SamplingParams
+llm = LLM(executor="mock", step_ms=50.0)
+print("PIDS", llm._engine._supervisor.process.pid, flush=True)
+llm.generate(["x"] * 8, SamplingParams(max_tokens=1000, ignore_eos=True), use_tqdm=False)
+"""
+
+
+def test_kill_9_of_the_program_leaves_nothing(tmp_path: Path) -> None:
+    program = subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True)
+    assert program.stdout is not None
+    supervisor = psutil.Process(int(program.stdout.readline().split()[1]))
+    family = [supervisor, *supervisor.children()]
+    ends = [os.pidfd_open(process.pid) for process in family]
+    program.send_signal(signal.SIGKILL)
+    program.wait()
+    program.stdout.close()
+    for end, process in zip(ends, family, strict=True):
+        assert select.select([end], [], [], 10)[0], f"{process} still runs"
+        os.close(end)
+    assert len(family) == 5
+
+
+def test_a_plain_script_needs_no_main_guard_and_no_shutdown(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            from quintet import LLM, SamplingParams
+            llm = LLM(executor="mock")
+            print(len(llm.generate(["a", "b"], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)))
+            """
+        )
+    )
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "2\n", "")
+
+
+def test_the_embedded_model_completes_the_same_text_every_time() -> None:
+    with quintet.LLM(threads=1, max_num_seqs=8, max_model_len=256) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=2, prompt_logprobs=1)
+        first, again = llm.generate(["import os\\nimport "] * 2, params, use_tqdm=False)
+    choice = first.outputs[0]
+    assert choice.token_ids == again.outputs[0].token_ids
+    assert choice.logprobs is not None and len(choice.logprobs) == len(choice.token_ids)
+    assert all(token in position for token, position in zip(choice.token_ids, choice.logprobs, strict=True))
+    assert choice.cumulative_logprob == pytest.approx(
+        sum(p[t].logprob for t, p in zip(choice.token_ids, choice.logprobs, strict=True))
+    )
+    assert first.prompt_logprobs is not None and len(first.prompt_logprobs) == len(first.prompt_token_ids)
+    assert first.prompt_logprobs[0] is None

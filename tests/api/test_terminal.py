@@ -1,0 +1,199 @@
+"""``quintet chat``, ``complete`` and ``bench`` as their users run them, against a small server of the test's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.api.toy_server import ToyServer, chunked, frames, sized, toy_server
+
+MODELS = json.dumps({"data": [{"id": "toy"}]}).encode()
+USAGE = '{"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":2}}'
+
+
+class Toy:
+    """Scripted answers: echoes the last message; ``hang`` streams one word and no more."""
+
+    def __call__(self, path: str, body: bytes, number: int) -> list[bytes] | None:
+        if path == "/v1/models":
+            return [sized("200 OK", MODELS)]
+        if path == "/tokenize":
+            return [
+                sized("200 OK", json.dumps({"count": 2 * len(json.loads(body)["prompt"].split())}).encode())
+            ]
+        asked = json.loads(body)
+        if asked.get("max_tokens") == 999:
+            return [sized("400 Bad Request", b'{"error":{"message":"max_tokens is 999; it must be less"}}')]
+        if path == "/v1/completions":
+            pieces = [f'{{"choices":[{{"text":"{text}"}}]}}' for text in (" one", " two")]
+            return [chunked(frames(*pieces, USAGE, "[DONE]"))]
+        said = asked["messages"][-1]["content"]
+        words = [f"[{len(asked['messages'])}] ", f"you said {said.strip()}"]
+        pieces = [json.dumps({"choices": [{"delta": {"content": word}}]}) for word in words]
+        if said == "hang":
+            return [chunked(frames(pieces[0])).removesuffix(b"0\r\n\r\n")]
+        return [chunked(frames(*pieces, USAGE, "[DONE]"))]
+
+
+@pytest.fixture
+def server() -> Iterator[ToyServer]:
+    with toy_server(Toy()) as server:
+        yield server
+
+
+def quintet(*words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "quintet.deploy.cli", *words],
+        input=stdin, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+def test_complete_prints_the_continuation(server: ToyServer) -> None:
+    ended = quintet("complete", "count:", "--url", server.url, "--temperature", "0", "--stop", "x")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, " one two", "")
+    body = json.loads(server.requests[-1][1])
+    assert body == {
+        "max_tokens": 128, "temperature": 0.0, "stop": ["x"], "model": "toy", "prompt": "count:", "stream": True,
+    }  # fmt: skip
+
+
+def test_complete_reads_a_pipe_and_echoes(server: ToyServer) -> None:
+    ended = quintet("complete", "--echo", "--url", server.url, stdin="from a pipe")
+    assert ended.stdout == "from a pipe one two"
+
+
+def test_errors_are_words(server: ToyServer) -> None:
+    refused = quintet("complete", "x", "--url", server.url, "--max-tokens", "999")
+    assert refused.returncode == 1 and "max_tokens is 999; it must be less (HTTP 400)" in refused.stderr
+    nobody = quintet("chat", "--url", "http://127.0.0.1:9", stdin="x")
+    assert nobody.returncode == 1 and "Start one with `quintet serve`" in nobody.stderr
+    assert "Traceback" not in refused.stderr + nobody.stderr
+    assert "http://127.0.0.1:8000" in quintet("complete", "x", "--url", "ftp://y").stderr
+
+
+def test_chat_answers_a_pipe_once(server: ToyServer) -> None:
+    ended = quintet("chat", "--url", server.url, "--system", "be kind", stdin="two\nlines")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout == "[2] you said two\nlines\n"
+
+
+class Terminal:
+    """A program on a pseudo-terminal."""
+
+    def __init__(self, *words: str) -> None:
+        self._main, child = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "quintet.deploy.cli", *words], stdin=child, stdout=child, stderr=child,
+            start_new_session=True,
+        )  # fmt: skip
+        os.close(child)
+        self._seen = ""
+
+    def expect(self, words: str) -> None:
+        """Read until ``words`` appear, and forget what came before their end."""
+        deadline = time.monotonic() + 20
+        while words not in self._seen:
+            left_s = deadline - time.monotonic()
+            assert left_s > 0 and select.select([self._main], [], [], left_s)[0], (
+                f"{words!r} not in {self._seen!r}"
+            )
+            self._seen += os.read(self._main, 4096).decode()
+        self._seen = self._seen.partition(words)[2]
+
+    def type(self, line: str) -> None:
+        os.write(self._main, f"{line}\n".encode())
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        os.close(self._main)
+
+
+def test_chat_in_a_terminal(server: ToyServer) -> None:
+    terminal = Terminal("chat", "--url", server.url)
+    try:
+        terminal.expect("toy at")
+        terminal.expect("> ")
+        terminal.type("hello")
+        terminal.expect("[1] you said hello")
+        terminal.expect("> ")
+        terminal.type("again")
+        terminal.expect("[3] you said again")
+        terminal.type("hang")
+        terminal.expect("[5] ")
+        terminal.process.send_signal(signal.SIGINT)
+        terminal.expect("(stopped)")
+        terminal.type("still there?")
+        terminal.expect("[7] you said still there?")
+        terminal.type("/reset")
+        terminal.expect("(forgotten)")
+        terminal.type("/system be brief")
+        terminal.expect("new conversation")
+        terminal.type("hello")
+        terminal.expect("[2] you said hello")
+        terminal.type("/what")
+        terminal.expect("/reset")
+        terminal.type("/quit")
+        assert terminal.process.wait(10) == 0
+    finally:
+        terminal.close()
+
+
+def test_bench_serve_measures_and_writes_json(server: ToyServer, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    ended = quintet(
+        "bench", "serve", "--base-url", server.url, "--num-prompts", "20", "--concurrency", "4", "--input-len", "16",
+        "--warmup", "3", "--api-key", "secret", "--json", str(out), "--extra-body", '{"top_k": 3}',
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert "20 of 20 completed" in ended.stdout and "time to first token" in ended.stdout
+    report = json.loads(out.read_text())
+    assert report["result"]["output_tokens"] == 40 and report["settings"]["model"] == "toy"
+    assert "secret" not in out.read_text()
+    completions = [json.loads(body) for path, body in server.requests if path == "/v1/completions"]
+    assert len(completions) == 23 and completions[0]["top_k"] == 3
+    assert all(len(body["prompt"].split()) == 8 for body in completions), "two tokens a word, says /tokenize"
+
+
+def test_bench_serve_says_what_is_wrong(server: ToyServer) -> None:
+    for words, expected in (
+        (("--prompt-ids",), "needs --vocab-size"),
+        (("--extra-body", "[]"), "must be a JSON object"),
+        (("--header", "nope"), "Name: value"),
+        (("--input-len", "0"), "at least 1"),
+    ):
+        ended = quintet("bench", "serve", "--base-url", server.url, *words)
+        assert ended.returncode == 2 and expected in ended.stderr
+    nobody = quintet("bench", "serve", "--base-url", "http://127.0.0.1:9")
+    assert nobody.returncode == 1 and "quintet serve" in nobody.stderr
+
+
+def test_bench_offline_counts_tokens(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    ended = quintet(
+        "bench", "offline", "--executor", "mock", "--num-prompts", "10", "--input-len", "8", "--output-len", "4",
+        "--ignore-eos", "--json", str(out),
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    result = json.loads(out.read_text())
+    assert (result["num_requests"], result["prompt_tokens"], result["output_tokens"]) == (10, 80, 40)
+
+
+@pytest.mark.parametrize(
+    "words", [["chat"], ["complete"], ["bench"], ["bench", "serve"], ["bench", "offline"]]
+)
+def test_help_teaches(words: list[str]) -> None:
+    ended = quintet(*words, "--help")
+    assert ended.returncode == 0 and "quintet " in ended.stdout
+    assert words == ["bench"] or "example" in ended.stdout
