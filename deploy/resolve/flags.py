@@ -88,7 +88,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "WHERE",
         ),
     ] = "auto"
-    seed: Annotated[int, Flag(MODEL, "seed of requests that bring none, and of dummy weights")] = 0
+    seed: Annotated[int, Flag(MODEL, "seed of the random weights of --load-format dummy")] = 0
 
     # --- network ---
     host: Annotated[
@@ -254,7 +254,7 @@ def _add_flag(section: argparse._ArgumentGroup, spec: FlagSpec) -> None:
         section.add_argument(
             spec.option,
             type=spec.kind,
-            metavar=spec.flag.metavar or "N",
+            metavar=spec.flag.metavar or ("N" if spec.kind is int else spec.key.rpartition("_")[2].upper()),
             default=argparse.SUPPRESS,
             help=text,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -78,7 +79,8 @@ class PrintedStory:
         print(f"quintet: {failure}", file=sys.stderr, flush=True)
 
     def _say(self, line: str) -> None:
-        print(line, file=self._out, flush=True)
+        with contextlib.suppress(BrokenPipeError):  # nobody reads the story any more; the server goes on
+            print(line, file=self._out, flush=True)
 
 
 class ReportedStory:
