@@ -449,6 +449,9 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
 def _shut_down(engine: Engine, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
     """End an `LLM`: fail what is in flight, stop the loop's thread, then the processes."""
 
+    if not engine.is_ours:
+        return
+
     def leave() -> None:
         engine.abandon("The engine was shut down.")
         engine.detach()

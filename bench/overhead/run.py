@@ -117,8 +117,7 @@ def repeat(server: Server, point: Point, requests: int, seed: int) -> Repetition
     )
     cpu_before, client_before_s = server.cpu_seconds(), time.process_time()
     summary = measured(Load(server.target, shape.endpoint, bodies, point.streams), progress=False)
-    client_s = time.process_time() - client_before_s
-    cpu_after = server.cpu_seconds()
+    client_s, cpu_after = time.process_time() - client_before_s, server.cpu_seconds()
     if summary.num_completed != requests:
         raise RuntimeError(
             f"only {summary.num_completed} of {requests} requests completed: {summary.failures}"

@@ -33,10 +33,13 @@ class Server:
         seconds: dict[str, float] = {}
         root = psutil.Process(self.process.pid)
         for process in (root, *root.children(recursive=True)):
-            title = (process.cmdline() or [""])[0]
+            try:
+                title = (process.cmdline() or [""])[0]
+                times = process.cpu_times()
+            except psutil.NoSuchProcess:
+                continue
             match = _ROLE.match(title)
             role = match[1] if match else "other"
-            times = process.cpu_times()
             seconds[role] = seconds.get(role, 0.0) + times.user + times.system
         return seconds
 
@@ -82,7 +85,9 @@ def serve(model: Path, flags: Sequence[str] = ()) -> Iterator[Server]:
                 yield Server(process, ready[1], Target.parse(ready[1]))
                 break
         else:
-            raise RuntimeError(f"the server did not start:\n{''.join(lines)}")
+            raise RuntimeError(
+                f"the server ended with status {process.wait()} before it was ready:\n{''.join(lines)}"
+            )
     finally:
         process.send_signal(signal.SIGTERM)
         try:

@@ -49,7 +49,6 @@ class SupervisorProcess:
         """Start it; `wait_until_ready` follows."""
         config.write(Path(config.run_dir) / CONFIG_FILE)
         self._boot_timeout_s = config.processes.boot_timeout_s + _REPORT_SLACK_S
-        self._owner = os.getpid()
         parent_read, self._parent_write = os.pipe()
         self._report_read, report_write = os.pipe()
         try:
@@ -71,7 +70,9 @@ class SupervisorProcess:
     def wait_until_ready(self) -> None:
         """Wait for the supervisor's report. Raises `ConfigError` or `EngineError` with the words of the child that failed."""
         with os.fdopen(self._report_read, "rb") as report:
-            readable, _, _ = select.select([report], [], [], self._boot_timeout_s)
+            poll = select.poll()
+            poll.register(report, select.POLLIN)
+            readable = poll.poll(1000 * self._boot_timeout_s)
             line = report.readline() if readable else b""
         if not readable:
             raise EngineError(f"the engine did not report within {self._boot_timeout_s:g} s")
@@ -84,8 +85,8 @@ class SupervisorProcess:
             raise kind(str(words.get("error")))
 
     def stop(self) -> None:
-        """End everything and wait for it. A process forked off this one leaves its parent's engine alone."""
-        if os.getpid() != self._owner or self._parent_write < 0:
+        """End everything and wait for it."""
+        if self._parent_write < 0:
             return
         os.close(self._parent_write)
         self._parent_write = -1
@@ -120,6 +121,7 @@ class Engine:
         self._timer: asyncio.TimerHandle | None = None
         self._failure: str | None = None
         self._is_stopped = False
+        self._owner = os.getpid()
         self._exit_fd = -1
         try:
             self._supervisor = SupervisorProcess(self.config)
@@ -133,8 +135,17 @@ class Engine:
             self._close()
             raise
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether this is the process that started the engine, not one forked off it."""
+        return os.getpid() == self._owner
+
     def check(self) -> None:
         """Raise `EngineError` when the processes are gone."""
+        if not self.is_ours:
+            raise EngineError(
+                "this engine belongs to the process this one was forked off; make one of your own"
+            )
         if self._is_stopped:
             raise EngineError("this engine was shut down")
         if self._failure is None and self._supervisor.process.poll() is not None:
@@ -166,8 +177,11 @@ class Engine:
             loop.remove_reader(self._exit_fd)
 
     def stop(self) -> None:
-        """End the processes. Requests that are still live get nothing more. Call after `detach`."""
-        if not self._is_stopped:
+        """End the processes. Requests that are still live get nothing more. Call after `detach`.
+
+        Does nothing in a process forked off the engine's: sockets and processes are its parent's.
+        """
+        if not self._is_stopped and self.is_ours:
             self._is_stopped = True
             self._supervisor.stop()
             self._close()

@@ -249,6 +249,31 @@ def test_a_plain_script_needs_no_main_guard_and_no_shutdown(tmp_path: Path) -> N
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "2\n", "")
 
 
+FORKING = """
+import os, sys
+from quintet import LLM, SamplingParams
+llm = LLM(executor="mock")
+child = os.fork()
+if child == 0:
+    try:
+        llm.generate("x", use_tqdm=False)
+    except RuntimeError as error:
+        print(error, flush=True)
+    sys.exit(0)
+os.waitpid(child, 0)
+print(len(llm.generate(["a", "b"], SamplingParams(max_tokens=3), use_tqdm=False)))
+"""
+
+
+def test_a_forked_child_leaves_its_parents_engine_alone() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", FORKING], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    refusal, count = ended.stdout.splitlines()
+    assert "forked" in refusal and count == "2"
+
+
 def test_the_embedded_model_completes_the_same_text_every_time() -> None:
     with quintet.LLM(threads=1, max_num_seqs=8, max_model_len=256) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=2, prompt_logprobs=1)
