@@ -119,6 +119,7 @@ def load_model(config: EngineConfig, platform: Platform, ops: Ops) -> CausalMode
             fill_randomly(model.weights, config.executor.seed)
         else:
             load_checkpoint(model.weights, folder, TIED_OUTPUT)
+        model.pack()
     return model
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from quintet.executor.batch import Batch
+from quintet.executor.layers.linear import Linear
 from quintet.executor.layers.rope import Rope, RopeSpec
 from quintet.executor.models.model import Setting
 from quintet.executor.weights.plan import WeightPlan
@@ -47,20 +48,16 @@ class DecoderSpec:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Weights of one layer; ``[out, in]``, with what is multiplied together stacked."""
+    """Weights of one layer, with what is multiplied together stacked."""
 
     input_norm: torch.Tensor
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
+    qkv: Linear
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
-    output: torch.Tensor
-    output_bias: torch.Tensor | None
+    output: Linear
     mlp_norm: torch.Tensor
-    gate_up: torch.Tensor
-    gate_up_bias: torch.Tensor | None
-    down: torch.Tensor
-    down_bias: torch.Tensor | None
+    gate_up: Linear
+    down: Linear
 
 
 class Decoder:
@@ -81,9 +78,19 @@ class Decoder:
         self._embedding = self.weights.tensor("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
         self._blocks = [_block(self.weights, spec, f"model.layers.{i}") for i in range(len(spec.windows))]
         self._norm = self.weights.ones("model.norm.weight", spec.hidden_size)
-        self._head = self._embedding
-        if not spec.tied:
-            self._head = self.weights.tensor("lm_head.weight", spec.vocab_size, spec.hidden_size)
+        self._head = Linear(
+            self._embedding
+            if spec.tied
+            else self.weights.tensor("lm_head.weight", spec.vocab_size, spec.hidden_size)
+        )
+
+    def pack(self) -> None:
+        """See `CausalModel.pack`. One layer at a time, so that only one is in memory twice."""
+        self.weights.release()
+        for block in self._blocks:
+            for linear in (block.qkv, block.output, block.gate_up, block.down):
+                linear.pack(self._ops)
+        self._head.pack(self._ops)
 
     def forward(self, batch: Batch, kv: Sequence[torch.Tensor]) -> torch.Tensor:
         """See `CausalModel.forward`."""
@@ -94,7 +101,7 @@ class Decoder:
         x = ops.embedding(batch.token_ids, self._embedding)  # [T, hidden]
         for block, window, cache in zip(self._blocks, spec.windows, kv, strict=True):
             normed = ops.rms_norm(x, block.input_norm, eps)
-            qkv = ops.linear(normed, block.qkv, block.qkv_bias).view(batch.num_tokens, -1, spec.head_dim)
+            qkv = block.qkv(normed).view(batch.num_tokens, -1, spec.head_dim)
             if block.q_norm is not None and block.k_norm is not None:
                 qkv[:, :heads] = ops.rms_norm(qkv[:, :heads], block.q_norm, eps)
                 qkv[:, heads : heads + kv_heads] = ops.rms_norm(
@@ -102,45 +109,40 @@ class Decoder:
                 )
             q = ops.rope_kv_write(qkv, heads, kv_heads, cos, sin, cache, batch.kv_write)
             attended = ops.paged_attention(q, cache, batch.attention[window], scale)
-            x = x + ops.linear(attended.reshape(batch.num_tokens, -1), block.output, block.output_bias)
+            x = x + block.output(attended.reshape(batch.num_tokens, -1))
             normed = ops.rms_norm(x, block.mlp_norm, eps)
-            gated = ops.silu_and_mul(ops.linear(normed, block.gate_up, block.gate_up_bias))
-            x = x + ops.linear(gated, block.down, block.down_bias)
+            gated = ops.silu_and_mul(block.gate_up(normed))
+            x = x + block.down(gated)
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `CausalModel.logits`. The final norm is here: only rows that draw need it."""
-        return self._ops.linear(self._ops.rms_norm(hidden, self._norm, self._spec.rms_eps), self._head, None)
+        return self._head(self._ops.rms_norm(hidden, self._norm, self._spec.rms_eps))
 
 
 def _block(weights: WeightPlan, spec: DecoderSpec, prefix: str) -> _Block:
     """Declare the tensors of one layer under the names transformers gives them."""
-    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    attention, mlp, hidden = f"{prefix}.self_attn", f"{prefix}.mlp", spec.hidden_size
     q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    hidden, wide = (spec.hidden_size,), (spec.intermediate_size,)
+    wide = spec.intermediate_size
 
-    def stacked(
-        names: tuple[str, ...], heights: tuple[int, ...], biased: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        weight = weights.fused(tuple(f"{name}.weight" for name in names), heights, hidden)
-        bias = weights.fused(tuple(f"{name}.bias" for name in names), heights, ()) if biased else None
-        return weight, bias
+    def linear(names: tuple[str, ...], heights: tuple[int, ...], width: int, biased: bool) -> Linear:
+        weight = weights.fused(tuple(f"{name}.weight" for name in names), heights, (width,))
+        return Linear(
+            weight, weights.fused(tuple(f"{name}.bias" for name in names), heights, ()) if biased else None
+        )
 
-    qkv, qkv_bias = stacked(
-        tuple(f"{attention}.{name}_proj" for name in "qkv"), (q_width, kv_width, kv_width), spec.qkv_bias
-    )
-    gate_up, gate_up_bias = stacked((f"{mlp}.gate_proj", f"{mlp}.up_proj"), (*wide, *wide), spec.mlp_bias)
+    def head_norm(name: str) -> torch.Tensor | None:
+        return weights.ones(f"{attention}.{name}.weight", spec.head_dim) if spec.qk_norm else None
+
+    qkv = tuple(f"{attention}.{name}_proj" for name in "qkv")
     return _Block(
-        input_norm=weights.ones(f"{prefix}.input_layernorm.weight", *hidden),
-        qkv=qkv,
-        qkv_bias=qkv_bias,
-        q_norm=weights.ones(f"{attention}.q_norm.weight", spec.head_dim) if spec.qk_norm else None,
-        k_norm=weights.ones(f"{attention}.k_norm.weight", spec.head_dim) if spec.qk_norm else None,
-        output=weights.tensor(f"{attention}.o_proj.weight", *hidden, q_width),
-        output_bias=weights.tensor(f"{attention}.o_proj.bias", *hidden) if spec.output_bias else None,
-        mlp_norm=weights.ones(f"{prefix}.post_attention_layernorm.weight", *hidden),
-        gate_up=gate_up,
-        gate_up_bias=gate_up_bias,
-        down=weights.tensor(f"{mlp}.down_proj.weight", *hidden, *wide),
-        down_bias=weights.tensor(f"{mlp}.down_proj.bias", *hidden) if spec.mlp_bias else None,
+        input_norm=weights.ones(f"{prefix}.input_layernorm.weight", hidden),
+        qkv=linear(qkv, (q_width, kv_width, kv_width), hidden, spec.qkv_bias),
+        q_norm=head_norm("q_norm"),
+        k_norm=head_norm("k_norm"),
+        output=linear((f"{attention}.o_proj",), (hidden,), q_width, spec.output_bias),
+        mlp_norm=weights.ones(f"{prefix}.post_attention_layernorm.weight", hidden),
+        gate_up=linear((f"{mlp}.gate_proj", f"{mlp}.up_proj"), (wide, wide), hidden, spec.mlp_bias),
+        down=linear((f"{mlp}.down_proj",), (hidden,), wide, spec.mlp_bias),
     )

@@ -62,6 +62,9 @@ class CausalModel(Protocol):
     def weights(self) -> WeightPlan:
         """The tensors a checkpoint must hold and where they go."""
 
+    def pack(self) -> None:
+        """Turn the loaded weights into the form the operations use, and let go of what ``weights`` holds. Once."""
+
     def forward(self, batch: Batch, kv: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the last hidden states ``[num_tokens, hidden]``; write each layer's keys and values into ``kv``."""
 

@@ -14,7 +14,7 @@ import torch
 from quintet.executor.ops.argmax import argmax
 from quintet.executor.ops.descending import descending
 from quintet.executor.ops.embedding import embedding
-from quintet.executor.ops.linear import linear
+from quintet.executor.ops.linear import LinearFunction, pack_linear
 from quintet.executor.ops.paged_attention import AttentionGroup, paged_attention
 from quintet.executor.ops.rms_norm import rms_norm
 from quintet.executor.ops.rope_kv_write import rope_kv_write
@@ -28,10 +28,10 @@ class RmsNorm(Protocol):
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
 
 
-class Linear(Protocol):
+class PackLinear(Protocol):
     """See `quintet.executor.ops.linear`."""
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor: ...
+    def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearFunction: ...
 
 
 class Embedding(Protocol):
@@ -86,7 +86,7 @@ class Ops:
     """The operations, as a model or sampler calls them."""
 
     rms_norm: RmsNorm = rms_norm
-    linear: Linear = linear
+    pack_linear: PackLinear = pack_linear
     embedding: Embedding = embedding
     silu_and_mul: SiluAndMul = silu_and_mul
     rope_kv_write: RopeKvWrite = rope_kv_write
@@ -98,6 +98,7 @@ class Ops:
 IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "cpu": {
         "argmax": "quintet.executor.ops.argmax:argmax_on_host",
+        "pack_linear": "quintet.executor.ops.linear:pack_linear_on_host",
         "descending": "quintet.executor.ops.descending:descending_on_host",
     },
     "cuda": {},

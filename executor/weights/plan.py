@@ -20,6 +20,8 @@ class WeightPlan:
     targets: dict[str, torch.Tensor] = field(default_factory=dict)
     scales: dict[str, float] = field(default_factory=dict)
     """Standard deviation of each name's dummy weights; 0 means that all are 1 (norms)."""
+    released_bytes: int = 0
+    """What `num_bytes` was before `release`."""
 
     def tensor(self, name: str, *shape: int, scale: float = 0.02) -> torch.Tensor:
         """Expect ``name`` of this shape; return the tensor it will fill."""
@@ -41,7 +43,14 @@ class WeightPlan:
             begin += height
         return whole
 
+    def release(self) -> None:
+        """Let go of the tensors; only their size stays known."""
+        self.released_bytes = self.num_bytes
+        self.targets = {}
+
     @property
     def num_bytes(self) -> int:
         """Size of all weights in memory."""
-        return sum(target.numel() * target.element_size() for target in self.targets.values())
+        return self.released_bytes or sum(
+            target.numel() * target.element_size() for target in self.targets.values()
+        )

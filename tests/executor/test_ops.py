@@ -12,6 +12,7 @@ from quintet.executor.batch import BatchBuilder, KvShape, Rows
 from quintet.executor.memory import lazy_zeros
 from quintet.executor.ops.argmax import argmax, argmax_on_host
 from quintet.executor.ops.descending import descending, descending_on_host
+from quintet.executor.ops.linear import pack_linear, pack_linear_on_host
 from quintet.executor.ops.paged_attention import MAX_FOLDED_TOKENS, paged_attention
 from quintet.executor.ops.rms_norm import rms_norm
 from quintet.executor.ops.rope_kv_write import rope, rope_kv_write
@@ -36,6 +37,16 @@ def test_rms_norm() -> None:
 def test_silu_and_mul() -> None:
     x = noise(5, 12)
     torch.testing.assert_close(silu_and_mul(x), x[:, :6] / (1 + torch.exp(-x[:, :6])) * x[:, 6:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 70])
+def test_packed_linear_equals_the_reference(dtype: torch.dtype, biased: bool, rows: int) -> None:
+    weight, x = noise(33, 24).to(dtype), noise(rows, 24, seed=1).to(dtype)
+    bias = noise(33, seed=2).to(dtype) if biased else None
+    expected = pack_linear(weight, bias)(x)
+    torch.testing.assert_close(pack_linear_on_host(weight.clone(), bias)(x), expected)
 
 
 @pytest.mark.parametrize("rotary_dim", [8, 4])
