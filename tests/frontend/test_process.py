@@ -18,8 +18,19 @@ import pytest
 import zmq
 
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.messages import Drain, Drained, Heartbeat, MetricsQuery, Ready, Stop
-from quintet.wire.runtime import CONFIG_FILE, SUPERVISOR
+from quintet.wire.messages import (
+    Drain,
+    Drained,
+    Heartbeat,
+    MetricsQuery,
+    Ready,
+    Seat,
+    SeatState,
+    Stop,
+    Text,
+    Topology,
+)
+from quintet.wire.runtime import CONFIG_FILE, SUPERVISOR, error_file
 from quintet.wire.sockets import Inbox, Peers, address_of, make_run_dir
 from tests.frontend.configs import make_config
 
@@ -31,6 +42,7 @@ class Parent:
     """As much of a supervisor as one child needs."""
 
     def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
         config = make_config(str(run_dir), heartbeat_s=0.1)
         config.write(run_dir / CONFIG_FILE)
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -56,12 +68,19 @@ class Parent:
         raise AssertionError(f"no {kind.__name__} within {DEADLINE_S} s")
 
     def get(self, path: str) -> int:
+        """Return the status of a page."""
+        return self._get(path)[0]
+
+    def ask(self, path: str) -> bytes:
+        """Return the body of a page."""
+        return self._get(path)[1]
+
+    def _get(self, path: str) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=DEADLINE_S)
         try:
             connection.request("GET", path)
             response = connection.getresponse()
-            response.read()
-            return response.status
+            return response.status, response.read()
         finally:
             connection.close()
 
@@ -97,3 +116,33 @@ def test_it_serves_drains_and_stops(parent: Parent) -> None:
     assert parent.wait_for(Drained).worker == ME
     parent.peers.send(Role.FRONTEND, 0, Stop())
     assert parent.child.wait(DEADLINE_S) == 0
+
+
+def test_a_stop_tells_those_who_still_wait(parent: Parent) -> None:
+    parent.wait_for(Ready)
+    roles = (Role.TOKENIZER, Role.CORE, Role.EXECUTOR, Role.DETOKENIZER)
+    workers = [WorkerId(role, 0, 1) for role in roles]
+    seats = [Seat(w, address_of(parent.run_dir, w), 1, SeatState.READY) for w in workers]
+    parent.peers.send(Role.FRONTEND, 0, Topology(1, seats))
+    connection = http.client.HTTPConnection("127.0.0.1", parent.port, timeout=DEADLINE_S)
+    try:
+        while parent.get("/readyz") != 200:
+            pass
+        connection.request("POST", "/v1/completions", b'{"prompt":"x","stream":true}')
+        while parent.ask("/load") != b'{"server_load":1}':
+            pass
+        parent.peers.send(Role.FRONTEND, 0, Stop())
+        response = connection.getresponse()
+        assert response.status == 503
+        assert b"shutting down" in response.read()
+    finally:
+        connection.close()
+    assert parent.child.wait(DEADLINE_S) == 0
+
+
+def test_a_message_that_breaks_it_ends_it_with_last_words(parent: Parent) -> None:
+    parent.wait_for(Ready)
+    uneven = Text(1, 0, 0, [], [1, 2], ["only one"], [0], [0], [0], b"", [])
+    parent.peers.send(Role.FRONTEND, 0, uneven)
+    assert parent.child.wait(DEADLINE_S) == 1
+    assert "ValueError" in error_file(parent.run_dir, ME).read_text()

@@ -1,0 +1,98 @@
+"""Questions to other processes: matched answers, errors, silence."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import msgspec
+import pytest
+
+from quintet.frontend.queries import Queries
+from quintet.frontend.router import Seats
+from quintet.wire.codec import pack_i32
+from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.ids import Role, WorkerId
+from quintet.wire.messages import (
+    Detokenized,
+    Failed,
+    Seat,
+    SeatState,
+    TextPrompt,
+    Tokenized,
+    Topology,
+)
+
+ME = WorkerId(Role.FRONTEND, 0, 1)
+
+
+class World:
+    def __init__(self, timeout_s: float = 10.0) -> None:
+        self.sent: list[tuple[Role, int, Any]] = []
+        self.seats = Seats(ME)
+        self.seats.follow(
+            Topology(1, [Seat(WorkerId(Role.TOKENIZER, i, 1), "", 1, SeatState.READY) for i in (0, 1)])
+        )
+        self.queries = Queries(ME, self.send, self.seats, timeout_s)
+
+    def send(self, role: Role, index: int, message: msgspec.Struct) -> bool:
+        self.sent.append((role, index, message))
+        return True
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 10))
+
+
+def test_answers_find_their_questions_in_any_order() -> None:
+    async def story() -> None:
+        world = World()
+        asked = [asyncio.ensure_future(world.queries.tokenize(TextPrompt(t))) for t in ("a", "b")]
+        await asyncio.sleep(0)
+        (_, first, a), (_, second, b) = world.sent
+        assert {first, second} == {0, 1}
+        world.queries.handle(Tokenized(b.query_id, pack_i32([2])))
+        world.queries.handle(Tokenized(a.query_id, pack_i32([1])))
+        world.queries.handle(Tokenized(a.query_id, pack_i32([9])))
+        world.queries.handle(Detokenized(77, "nobody asked"))
+        answers = [await question for question in asked]
+        assert [answer.token_ids for answer in answers] == [pack_i32([1]), pack_i32([2])]
+        assert [world.seats.load(Role.TOKENIZER, i) for i in (0, 1)] == [0, 0]
+
+    run(story())
+
+
+def test_an_error_is_raised_as_it_was_sent() -> None:
+    async def story() -> None:
+        world = World()
+        asked = asyncio.ensure_future(world.queries.tokenize(TextPrompt("")))
+        await asyncio.sleep(0)
+        error = Failed(0, ErrorCode.INVALID, "the prompt is empty", "prompt")
+        world.queries.handle(Tokenized(world.sent[0][2].query_id, b"", None, error))
+        with pytest.raises(RequestError, match="the prompt is empty") as caught:
+            await asked
+        assert caught.value.param == "prompt"
+
+    run(story())
+
+
+def test_silence_is_a_timeout_that_names_the_process() -> None:
+    async def story() -> None:
+        world = World(timeout_s=0.01)
+        with pytest.raises(RequestError, match=r"tokenizer.*within 0.01 s") as caught:
+            await world.queries.tokenize(TextPrompt("a"))
+        assert caught.value.code is ErrorCode.TIMEOUT
+        world.queries.handle(Tokenized(world.sent[0][2].query_id, b""))
+        assert world.seats.load(Role.TOKENIZER, 0) == 0
+
+    run(story())
+
+
+def test_nobody_to_ask() -> None:
+    async def story() -> None:
+        world = World()
+        with pytest.raises(RequestError, match="No detokenizer") as caught:
+            await world.queries.detokenize([1])
+        assert caught.value.code is ErrorCode.UNAVAILABLE
+        assert world.sent == []
+
+    run(story())
