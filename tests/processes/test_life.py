@@ -1,5 +1,6 @@
 """Birth, growth and death of the processes, with the mock executor so that nothing but the house is tested."""
 
+import contextlib
 import http.client
 import json
 import os
@@ -8,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 import psutil
@@ -19,7 +20,7 @@ from tests.processes.server import Server, serve, wait_until
 MOCK = ("--executor", "mock", "--max-model-len", "1024", "--kv-cache-memory", "64MiB")
 
 
-def stream(server: Server, body: dict[str, object]) -> Iterator[dict[str, object]]:
+def stream(server: Server, body: dict[str, object]) -> Generator[dict[str, object], None, None]:
     """Yield the decoded events of one streamed completion."""
     connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
     connection.request(
@@ -27,10 +28,13 @@ def stream(server: Server, body: dict[str, object]) -> Iterator[dict[str, object
     )
     answer = connection.getresponse()
     assert answer.status == 200, answer.read()
-    for line in answer:
-        if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
-            yield json.loads(line[6:])
-    connection.close()
+    try:
+        for line in answer:
+            if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
+                yield json.loads(line[6:])
+    finally:
+        answer.close()
+        connection.close()
 
 
 def test_each_role_scales_alone() -> None:
@@ -71,12 +75,14 @@ def test_sigterm_lets_streams_finish() -> None:
 def test_a_second_signal_does_not_wait() -> None:
     with serve(*MOCK, "--step-ms", "200") as server:
         children = server.children()
-        events = stream(server, {"prompt": "never mind", "max_tokens": 500, "ignore_eos": True})
-        next(events)
-        server.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: any("drain" in line.lower() for line in server.lines), "a word about draining")
-        server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(10) != 0
+        with contextlib.closing(
+            stream(server, {"prompt": "never mind", "max_tokens": 500, "ignore_eos": True})
+        ) as events:
+            next(events)
+            server.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: any("drain" in line.lower() for line in server.lines), "a word about draining")
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(10) != 0
         _gone, alive = psutil.wait_procs(list(children.values()), 5)
         assert alive == []
 
