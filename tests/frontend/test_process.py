@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,12 @@ class Parent:
         self.context.term()
 
 
+def until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not happened():
+        assert time.monotonic() < deadline
+
+
 @pytest.fixture
 def parent() -> Iterator[Parent]:
     run_dir = make_run_dir()
@@ -126,11 +132,9 @@ def test_a_stop_tells_those_who_still_wait(parent: Parent) -> None:
     parent.peers.send(Role.FRONTEND, 0, Topology(1, seats))
     connection = http.client.HTTPConnection("127.0.0.1", parent.port, timeout=DEADLINE_S)
     try:
-        while parent.get("/readyz") != 200:
-            pass
+        until(lambda: parent.get("/readyz") == 200)
         connection.request("POST", "/v1/completions", b'{"prompt":"x","stream":true}')
-        while parent.ask("/load") != b'{"server_load":1}':
-            pass
+        until(lambda: parent.ask("/load") == b'{"server_load":1}')
         parent.peers.send(Role.FRONTEND, 0, Stop())
         response = connection.getresponse()
         assert response.status == 503
