@@ -42,9 +42,9 @@ class Outcome:
     message: str = ""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Run:
-    """A finished load."""
+    """A finished load. Without a repr: asyncio.Runner makes one of its task's result, in passing."""
 
     start_s: float
     end_s: float
