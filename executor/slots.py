@@ -20,6 +20,7 @@ class SlotTables:
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
         self.device = device
+        self.block_size = block_size
         # One column more than a request can have: a plan made one step too far may write there.
         self.token_ids = lazy_zeros((max_num_seqs, max_model_len + 1), torch.int32, device)  # [slots, length]
         self.block_table: NDArray[np.int32] = np.zeros(

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from quintet.executor.audit import check_tables
 from quintet.executor.batch import BatchBuilder, KvShape, Rows
 from quintet.executor.memory import lazy_zeros, to_device
 from quintet.executor.models.model import CausalModel, Setting
@@ -67,6 +68,7 @@ class Worker:
     def execute(self, plan: StepPlan) -> StepResult:
         """Apply the plan's deltas, then its block copies, then compute its rows and draw."""
         self._tables.apply(plan)
+        check_tables(plan, self._tables)
         for row in plan.new_rows:
             self._sampler.admit(row)
         if plan.copies:

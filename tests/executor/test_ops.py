@@ -91,7 +91,10 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("window", [None, 1, 6])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
-def test_paged_attention(shape: str, window: int | None, heads: int, kv_heads: int) -> None:
+@pytest.mark.parametrize("bytes_per_token", [64, 1 << 20], ids=["groups-whole", "groups-cut"])
+def test_paged_attention(
+    shape: str, window: int | None, heads: int, kv_heads: int, bytes_per_token: int
+) -> None:
     """Scattered blocks, every grouping, with what lies beyond a row's tokens poisoned by large values."""
     starts, counts = SHAPES[shape]
     dim, max_len = 8, 100
@@ -118,9 +121,7 @@ def test_paged_attention(shape: str, window: int | None, heads: int, kv_heads: i
     )
     tables.apply(plan)
     rows = Rows.of(plan)
-    builder = BatchBuilder(
-        KvShape(kv_heads, BLOCK, 2 * kv_heads * dim * 4), [window], heads, False, torch.float32
-    )
+    builder = BatchBuilder(KvShape(kv_heads, BLOCK, bytes_per_token), [window], heads, False, torch.float32)
     batch = builder.build(rows, tables)
 
     kv = torch.full((2, 200, kv_heads, BLOCK, dim), 1e4)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from zlib import crc32
+
 import numpy as np
+import pytest
 import torch
 from tests.executor.conftest import Drawer, new_row
 
+from quintet.executor.audit import TablesDiffer, check_tables
 from quintet.executor.ragged import RaggedTable, ranges
 from quintet.executor.slots import SlotTables
-from quintet.wire.codec import pack_i32
+from quintet.wire.codec import pack_i32, pack_i64
 from quintet.wire.params import SamplingParams
 from quintet.wire.step import StepPlan
 
@@ -55,3 +59,23 @@ def test_plans_change_the_tables_in_order() -> None:
 
     tables.reset()
     assert (tables.generations == -1).all()
+
+
+def test_an_audited_plan_must_find_the_tables_it_expects() -> None:
+    tables = SlotTables(4, 16, 4, torch.device("cpu"))
+    audited = plan(
+        new_rows=[new_row(2, Drawer(SamplingParams(), prompt=[5, 6, 7, 8, 9]))],
+        blocks=pack_i32([2, 0, 11, 2, 1, 12, 2, 2, 13]),
+        slots=pack_i32([2]),
+        starts=pack_i32([0]),
+        counts=pack_i32([5]),
+        samples=b"\1",
+        checksum=crc32(pack_i32([11, 12]), crc32(pack_i64([2, 1]))),
+    )
+    tables.apply(audited)
+    check_tables(audited, tables)
+    tables.block_table[2, 1] = 99
+    with pytest.raises(TablesDiffer, match="step 1"):
+        check_tables(audited, tables)
+    audited.checksum = 0
+    check_tables(audited, tables)
