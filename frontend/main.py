@@ -106,9 +106,9 @@ class Frontend:
         loop.set_exception_handler(self._on_loop_error)
         self._process.attach(loop, self._handle)
         self._measure_lag(loop, loop.time())
-        name = listener.getsockname()
+        host, port = listener.getsockname()[:2]
         serving = loop.create_task(self._server.serve(sockets=[listener]))
-        loop.call_soon(lambda: self._process.ready(listening=str(name)))
+        loop.call_soon(lambda: self._process.ready(listening=f"{host} port {port}"))
         await serving
         if self._crash is not None:
             raise self._crash

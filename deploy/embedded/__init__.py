@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+NAME = "quintet-toy"
+"""What clients call the default model."""
+
 
 def default_model_path() -> Path:
     """Return the folder of the model that is served when none is named."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from quintet.deploy import embedded
 from quintet.deploy.resolve import rules
 from quintet.deploy.resolve.card import Dtype, ModelCard, read_card, read_chat_template
 from quintet.deploy.resolve.flags import Options
@@ -122,7 +123,7 @@ def _model_config(
     return ModelConfig(
         path=str(card.path),
         tokenizer_path=str(tokenizer_folder(tokenizer)),
-        served_names=options.served_model_name or [options.model or card.path.name],
+        served_names=options.served_model_name or [options.model or embedded.NAME],
         architecture=card.architecture,
         dtype=dtype,
         vocab_size=card.vocab_size,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TextIO
 
+from quintet.deploy import embedded
 from quintet.deploy.supervisor.seats import SeatRecord
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import EXIT_CONFIG
@@ -124,12 +125,13 @@ def base_url(config: EngineConfig) -> str:
 def curl_line(config: EngineConfig) -> str:
     """Return a command that streams an answer from the server."""
     body: dict[str, object] = {"model": config.model.served_names[0]}
-    if config.model.chat_template is not None:
+    is_toy = Path(config.model.path) == embedded.default_model_path()
+    if config.model.chat_template is not None and not is_toy:
         route = "/v1/chat/completions"
         body["messages"] = [{"role": "user", "content": "Write a function that adds two numbers."}]
     else:
         route = "/v1/completions"
-        body["prompt"] = "def add(a, b):"
+        body |= {"prompt": "def fibonacci(n):", "temperature": 0}
     body |= {"max_tokens": 64, "stream": True}
     key = ' -H "Authorization: Bearer $YOUR_API_KEY"' if config.frontend.api_keys else ""
     globbing = "-g " if "[" in base_url(config) else ""

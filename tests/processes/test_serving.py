@@ -51,6 +51,7 @@ def test_the_boot_story_is_short_and_ends_with_a_curl_line_that_works(server: Se
     command = next(line.strip() for line in server.lines if line.strip().startswith("curl "))
     answer = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, timeout=60)
     assert '"text_completion"' in answer.stdout, answer.stdout
+    assert answer.stdout.rstrip().endswith("data: [DONE]")
 
 
 def test_a_streamed_completion_equals_the_plain_one(client: openai.OpenAI, model: str) -> None:
