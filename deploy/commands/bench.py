@@ -14,8 +14,9 @@ import msgspec
 from tqdm import tqdm
 
 from quintet.deploy.load_client.connection import BadUrl, Target
-from quintet.deploy.load_client.load import Load, Outcome, ask, error_words, run_load
+from quintet.deploy.load_client.load import Load, Outcome, ask, run_load
 from quintet.deploy.load_client.report import Summary, summarise, table
+from quintet.deploy.load_client.talk import Client, ServerError
 from quintet.deploy.load_client.workload import (
     ENDPOINTS,
     WORDS,
@@ -76,6 +77,9 @@ def run(args: argparse.Namespace) -> int:
     except (BadUrl, BadWorkload) as error:
         print(f"quintet bench: {error}", file=sys.stderr)
         return 2
+    except ServerError as error:
+        print(f"quintet bench: {error}", file=sys.stderr)
+        return 1
 
 
 def _add_serve(kinds: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -155,7 +159,7 @@ def _positive_float(text: str) -> float:
 def _run_serve(args: argparse.Namespace) -> int:
     target = Target.parse(args.base_url, args.api_key, dict(_header(line) for line in args.header))
     try:
-        model = args.model or _first_model(target)
+        model = args.model or Client(args.base_url, target).first_model()
         items = _serve_items(args, target, model)
     except (OSError, TimeoutError) as error:
         print(
@@ -181,7 +185,7 @@ def _run_serve(args: argparse.Namespace) -> int:
         settings = {
             k: str(v) if isinstance(v, Path) else v
             for k, v in vars(args).items()
-            if k != "api_key" and _plain(v)
+            if k not in ("api_key", "header") and _plain(v)
         }
         report = {"settings": settings | {"model": model}, "result": msgspec.to_builtins(summary)}
         args.json.write_text(json.dumps(report, indent=2) + "\n")
@@ -217,34 +221,10 @@ def _extra_body(text: str) -> dict[str, msgspec.Raw]:
         raise BadWorkload(f"--extra-body is {text!r}; it must be a JSON object ({error})") from None
 
 
-class _ModelCard(msgspec.Struct):
-    """One entry of ``/v1/models``."""
-
-    id: str
-
-
-class _ModelList(msgspec.Struct):
-    """``/v1/models``."""
-
-    data: list[_ModelCard]
-
-
 class _TokenCount(msgspec.Struct):
     """The part of a ``/tokenize`` answer that is needed."""
 
     count: int
-
-
-def _first_model(target: Target) -> str:
-    answer = ask(target, "GET", "/v1/models")
-    if answer.status != 200:
-        raise BadWorkload(
-            f"the server lists no models (HTTP {answer.status}: {error_words(answer.body)}); give --model"
-        )
-    try:
-        return msgspec.json.decode(answer.body, type=_ModelList).data[0].id
-    except (msgspec.MsgspecError, IndexError):
-        raise BadWorkload("the server's list of models cannot be read; give --model") from None
 
 
 def _serve_items(args: argparse.Namespace, target: Target, model: str) -> list[Item]:

@@ -88,7 +88,7 @@ class Client:
             connection.close()
             raise ServerError(
                 f"No server answers at {self.url} ({error or type(error).__name__}).\n"
-                "Start one with `quintet serve`, or name another with --url."
+                "Start one with `quintet serve`, or give the address of another."
             ) from None
         if answer.status != 200:
             words = error_words(answer.read())

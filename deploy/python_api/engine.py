@@ -16,13 +16,14 @@ import select
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import zmq
 
 from quintet.deploy.resolve.build import resolve
-from quintet.deploy.resolve.flags import Options
+from quintet.deploy.resolve.flags import Options, make_options
 from quintet.deploy.supervisor import run_dirs
 from quintet.frontend.queries import Queries
 from quintet.frontend.sessions import Sessions
@@ -40,6 +41,11 @@ _POLL_S = 1.0
 
 class EngineError(RuntimeError):
     """The engine's processes could not be started, or are gone; the message has their own words."""
+
+
+def options_of_call(model: str | None, flags: Mapping[str, object], source: str) -> Options:
+    """Return the options of a constructor call; its processes log warnings only, unless told otherwise."""
+    return make_options({"log_level": "WARNING", **flags, "model": model}, source)
 
 
 class SupervisorProcess:

@@ -1,0 +1,153 @@
+"""``AsyncLLM``: the engine inside an asyncio program, on the program's own event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import weakref
+from collections.abc import AsyncGenerator, Sequence
+from types import TracebackType
+from typing import Self
+
+from quintet.deploy.python_api.engine import Engine, EngineError, options_of_call
+from quintet.deploy.python_api.inputs import (
+    ChatOptions,
+    Conversation,
+    PromptInput,
+    ReadPrompt,
+    default_params,
+    read_params,
+    read_prompt,
+)
+from quintet.deploy.python_api.outputs import Assembler, RequestOutput
+from quintet.frontend.sessions import Stream
+from quintet.wire.codec import unpack_i32
+from quintet.wire.messages import TextPrompt
+from quintet.wire.params import OutputKind, SamplingParams
+
+
+class AsyncLLM:
+    """A model to call from asyncio. The constructor blocks while the processes start.
+
+    Takes the arguments of `LLM`. Belongs to one event loop at a time: the one that first calls it, until that one is
+    closed. Close it with `shutdown`, or use it as ``async with AsyncLLM(...) as llm``.
+    """
+
+    def __init__(self, model: str | None = None, **flags: object) -> None:
+        self._engine = Engine(options_of_call(model, flags, "AsyncLLM(...)"))
+        self._streams: dict[str, Stream] = {}
+        self._request_ids = itertools.count()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._shutdown = weakref.finalize(self, self._engine.stop)
+
+    async def generate(
+        self,
+        prompt: PromptInput,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Complete one prompt, yielding outputs as tokens arrive, in the form that ``output_kind`` asks for.
+
+        `abort` with the same ``request_id`` ends it with ``finish_reason`` "abort"; so does leaving the loop early.
+        Raises `RequestError` when it cannot be served.
+        """
+        read = read_prompt(prompt, self._engine.config.model.vocab_size)
+        async for output in self._serve(read, sampling_params, request_id, priority):
+            yield output
+
+    async def chat(
+        self,
+        messages: Conversation,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        options: ChatOptions = ChatOptions(),  # noqa: B008 - frozen
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Answer one conversation; otherwise like `generate`."""
+        async for output in self._serve(options.read(messages), sampling_params, request_id, priority):
+            yield output
+
+    async def abort(self, request_id: str) -> None:
+        """End a running request; its iterator gives what it has, with ``finish_reason`` "abort". Unknown ids are ignored."""
+        stream = self._streams.get(request_id)
+        if stream is not None:
+            stream.cancel()
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text."""
+        self._attach()
+        answer = await self._engine.queries.tokenize(TextPrompt(text, add_special_tokens))
+        return list(unpack_i32(answer.token_ids))
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids, special tokens included."""
+        self._attach()
+        return await self._engine.queries.detokenize(list(token_ids))
+
+    async def check_health(self) -> None:
+        """Raise `EngineError` unless every kind of process is running."""
+        self._attach()
+        missing = self._engine.missing()
+        if missing:
+            raise EngineError(f"no {missing[0]} process is ready; the supervisor is starting it again")
+
+    def shutdown(self) -> None:
+        """End the processes; the second call does nothing."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._engine.abandon("The engine was shut down.")
+            self._engine.detach()
+        self._shutdown()
+
+    async def __aenter__(self) -> Self:
+        self._attach()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _attach(self) -> None:
+        """Receive on the running loop."""
+        self._engine.check()
+        loop = asyncio.get_running_loop()
+        if self._loop is not None and self._loop is not loop and not self._loop.is_closed():
+            raise RuntimeError(
+                "this AsyncLLM belongs to another event loop that is still open; make one per loop"
+            )
+        self._loop = loop
+        self._engine.attach(loop)
+
+    async def _serve(
+        self, read: ReadPrompt, params: SamplingParams | None, request_id: str | None, priority: int
+    ) -> AsyncGenerator[RequestOutput, None]:
+        self._attach()
+        name = request_id if request_id is not None else f"async-{next(self._request_ids)}"
+        if name in self._streams:
+            raise ValueError(f"request id {name!r} is in use by a request that has not ended")
+        chosen = (
+            params if params is not None else default_params(self._engine.config.model.generation_defaults)
+        )
+        stream = self._engine.sessions.submit(
+            read.prompt,
+            read_params(chosen),
+            priority=priority,
+            cache_salt=read.cache_salt,
+            return_prompt_ids=True,
+            final_only=chosen.output_kind is OutputKind.FINAL_ONLY,
+        )
+        self._streams[name] = stream
+        assembler = Assembler(name, read.text, stream)
+        try:
+            async for batch in stream:
+                if batch.started is not None:
+                    assembler.start(batch.started)
+                output = assembler.add(batch.deltas)
+                if output is not None:
+                    yield output
+        finally:
+            del self._streams[name]
+            stream.close()
