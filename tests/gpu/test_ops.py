@@ -1,0 +1,28 @@
+"""Row 1 of docs/gpu.md: what the device computes equals what the processor computes, on odd shapes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quintet.executor.ops.rms_norm import rms_norm
+from quintet.executor.ops.silu_and_mul import silu_and_mul
+from quintet.executor.ops.table import ops_of
+
+SHAPES = [(1, 8), (3, 130), (257, 1030)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_ops_norm_and_activation(shape: tuple[int, int]) -> None:
+    ops = ops_of("cuda")
+    x, weight = torch.randn(shape), torch.randn(shape[1])
+    torch.testing.assert_close(ops.rms_norm(x.cuda(), weight.cuda(), 1e-6).cpu(), rms_norm(x, weight, 1e-6))
+    torch.testing.assert_close(ops.silu_and_mul(x.cuda()).cpu(), silu_and_mul(x))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_ops_argmax_takes_the_lowest_of_equals(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    logits = torch.randn(shape).round().to(dtype)
+    lowest = (logits == logits.amax(-1, keepdim=True)).to(torch.uint8).argmax(-1)
+    assert torch.equal(ops_of("cuda").argmax(logits.cuda()).cpu(), lowest)
