@@ -89,7 +89,7 @@ class Executor:
         self._steps.inc()
         self._wait_s.observe(result.wait_ns * 1e-9)
         self._compute_s.observe(result.compute_ns * 1e-9)
-        if begun_ns - free_ns > 0 and plan.sent_ns >= free_ns:
+        if plan.sent_ns >= free_ns:
             self._hop_s.observe((begun_ns - plan.sent_ns) * 1e-9)
 
     def _follow_core(self) -> bool:

@@ -44,6 +44,11 @@ class Worker:
     ) -> None:
         kv, max_num_seqs = config.model.kv, config.scheduler.max_num_seqs
         self.num_blocks = kv.num_blocks(config.cache.memory_bytes)
+        if self.num_blocks < 1:
+            raise ConfigError(
+                f"KV memory of {config.cache.memory_bytes} bytes holds no block of {kv.bytes_per_block};"
+                " raise --kv-cache-memory"
+            )
         self.facts = {**facts, "blocks": str(self.num_blocks)}
         dtype = DTYPES[config.model.dtype]
         shape = (2, self.num_blocks, kv.num_kv_heads, kv.block_size, kv.head_dim)

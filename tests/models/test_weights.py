@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,30 @@ def test_a_card_that_does_not_fit_is_refused(
     (tmp_path / "config.json").write_text(json.dumps(card))
     with pytest.raises(ConfigError, match=words):
         make_worker(served.config)
+
+
+def test_installed_packages_can_add_architectures(
+    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = serve(tiny())
+    entry = EntryPoint("OurForCausalLM", "quintet.executor.models.families:llama", "quintet.models")
+
+    def installed(group: str, name: str) -> EntryPoints:
+        return EntryPoints([entry]).select(group=group, name=name)
+
+    monkeypatch.setattr("quintet.executor.platforms.platform.entry_points", installed)
+    model = msgspec.structs.replace(served.config.model, architecture="OurForCausalLM")
+    served.core.worker = make_worker(msgspec.structs.replace(served.config, model=model))
+    request = served.core.add([1, 2, 3], max_tokens=8)
+    served.core.run()
+    assert request.outputs == served.greedy([1, 2, 3], 8)
+
+
+def test_memory_for_no_block_is_refused(serve: Callable[..., Any]) -> None:
+    served = serve(tiny())
+    cache = msgspec.structs.replace(served.config.cache, memory_bytes=100)
+    with pytest.raises(ConfigError, match="--kv-cache-memory"):
+        make_worker(msgspec.structs.replace(served.config, cache=cache))
 
 
 def test_an_unknown_architecture_lists_the_known_ones(serve: Callable[..., Any]) -> None:
