@@ -1,8 +1,8 @@
 """Train the model that ships with the package, and its draft, from nothing but this Python installation.
 
-Owns the tokenizer, the two shapes, the optimisation and the files it writes. What the text is, `corpus` knows.
-One command, one seed: the corpus, its order, the batches and the initial weights follow from `--seed`; the last bits of
-the weights also depend on the machine's matrix kernels.
+Owns the tokenizer, the two shapes and the files it writes. What the text is, `corpus` knows; how a model learns it,
+`fit`. One command, one seed: the corpus, its order, the batches and the initial weights follow from `--seed`; the last
+bits of the weights also depend on the machine's matrix kernels.
 """
 
 import argparse
@@ -10,30 +10,26 @@ import datetime
 import json
 import logging
 import math
-import os
 import platform
-import random
 import shutil
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from tqdm import tqdm
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
+    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedTokenizerFast,
+    TokenizersBackend,
 )
 
 from bench.embedded.corpus import IM_END, IM_START, Document, Kind, build_corpus
+from bench.embedded.fit import Schedule, Tokens, fit, predictions
 
 logger = logging.getLogger("train")
 
@@ -42,9 +38,6 @@ PAD = "<|pad|>"
 SPECIAL_TOKENS = [END_OF_TEXT, IM_START, IM_END, PAD]
 VOCAB_SIZE = 4096
 MAX_POSITIONS = 2048
-CONTEXT = 512
-LONG_CONTEXT = 2048
-LONG_CONTEXT_SHARE = 0.1
 
 # How often one pass shows a document: the library is what the model should sound like, the tests only add breadth.
 REPEATS = {Kind.LIBRARY: 2, Kind.PROSE: 2, Kind.CHAT: 2, Kind.TEST: 1}
@@ -57,7 +50,8 @@ CHAT_TEMPLATE = (
 )
 
 SAMPLE_PROMPTS = ("def fibonacci(n):", "import os\n\nclass ", "for i in range(")
-SAMPLE_CHAT = "What does json.dumps do?"
+NUM_SAMPLE_TOKENS = 64
+SAMPLE_QUESTIONS = ("What does json.dumps do?", "Write a function named fibonacci.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +82,6 @@ class Shape:
             bos_token_id=SPECIAL_TOKENS.index(END_OF_TEXT),
             eos_token_id=SPECIAL_TOKENS.index(IM_END),
             pad_token_id=SPECIAL_TOKENS.index(PAD),
-            attn_implementation="sdpa",
         )
 
 
@@ -106,7 +99,7 @@ class Loss:
     bits_per_byte: float
 
 
-def train_tokenizer(documents: list[Document]) -> PreTrainedTokenizerFast:
+def train_tokenizer(documents: list[Document]) -> TokenizersBackend:
     """Learn a byte-level BPE on the documents that are not held out, each seen once."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -118,7 +111,7 @@ def train_tokenizer(documents: list[Document]) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator((document.text for document in documents if not document.held_out), trainer)
-    fast = PreTrainedTokenizerFast(
+    fast = TokenizersBackend(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,
         eos_token=IM_END,
@@ -131,138 +124,65 @@ def train_tokenizer(documents: list[Document]) -> PreTrainedTokenizerFast:
     return fast
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, documents: list[Document]) -> list[NDArray[np.uint16]]:
+def encode(tokenizer: TokenizersBackend, documents: list[Document]) -> list[Tokens]:
     """Turn each document into its tokens, an end-of-text token first."""
     end_of_text = SPECIAL_TOKENS.index(END_OF_TEXT)
     encodings = tokenizer.backend_tokenizer.encode_batch([document.text for document in documents])
     return [np.array([end_of_text, *encoding.ids], dtype=np.uint16) for encoding in encodings]
 
 
-def windows(
-    encoded: list[NDArray[np.uint16]], context: int, batch_tokens: int, seed: int
-) -> Iterator[NDArray[np.int64]]:
-    """Yield batches [batch_tokens // context, context + 1] for ever: documents shuffled, joined, cut, shuffled again."""
-    rng = np.random.default_rng(seed)
-    batch_size = batch_tokens // context
-    while True:
-        stream = np.concatenate([encoded[index] for index in rng.permutation(len(encoded))])
-        starts = np.arange(int(rng.integers(context)), len(stream) - context - 1, context)
-        rng.shuffle(starts)
-        for batch in starts[: len(starts) // batch_size * batch_size].reshape(-1, batch_size):
-            yield np.stack([stream[start : start + context + 1] for start in batch]).astype(np.int64)
-
-
-def next_token_loss(model: LlamaForCausalLM, batch: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross-entropy in nats of a batch [batch, context + 1], computed in bfloat16 where that is safe."""
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        logits = model(batch[:, :-1], use_cache=False).logits  # [batch, context, vocab]
-    return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
-
-
-def learning_rate(step: int, num_steps: int, peak: float, warmup: int = 100) -> float:
-    """Return the rate of a step: a linear warm-up, then a cosine down to a fiftieth of the peak."""
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    progress = (step - warmup) / max(1, num_steps - warmup)
-    return peak * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
-
-
-def optimizer_of(model: LlamaForCausalLM, peak: float) -> torch.optim.AdamW:
-    """Build AdamW that decays matrices and leaves norms alone."""
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), fused=True)
-
-
-def train_model(
-    model: LlamaForCausalLM,
-    encoded: list[NDArray[np.uint16]],
-    *,
-    num_steps: int,
-    batch_tokens: int,
-    peak: float,
-    seed: int,
-    checkpoint: Path | None,
-    checkpoint_seconds: float,
-) -> None:
-    """Fit `model` in place for `num_steps`, resuming from `checkpoint` where that file exists."""
-    optimizer = optimizer_of(model, peak)
-    first_step = 0
-    if checkpoint is not None and checkpoint.exists():
-        state = torch.load(checkpoint)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        first_step = state["step"]
-    num_long_steps = round(num_steps * LONG_CONTEXT_SHARE)
-    short = windows(encoded, CONTEXT, batch_tokens, seed)
-    long = windows(encoded, LONG_CONTEXT, batch_tokens, seed + 1)
-    compiled = torch.compile(model)
-    model.train()
-    saved_at = time.monotonic()
-    mean_loss = math.log(VOCAB_SIZE)
-    with tqdm(total=num_steps, unit="step", mininterval=1) as bar:
-        for step in range(num_steps):
-            batch = next(long if step >= num_steps - num_long_steps else short)
-            bar.update()
-            if step < first_step:
-                continue
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, num_steps, peak)
-            loss = next_token_loss(compiled, torch.from_numpy(batch))
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            mean_loss += 0.02 * (loss.item() - mean_loss)
-            bar.set_postfix(loss=f"{mean_loss:.3f}", refresh=False)
-            if checkpoint is not None and time.monotonic() - saved_at > checkpoint_seconds:
-                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
-                torch.save(state, checkpoint.with_suffix(".new"))
-                os.replace(checkpoint.with_suffix(".new"), checkpoint)
-                saved_at = time.monotonic()
-
-
-@torch.inference_mode()
-def held_out_loss(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, documents: list[Document]
-) -> Loss:
-    """Return the loss over held-out library files, read in windows of `CONTEXT` tokens."""
-    texts = [document for document in documents if document.held_out and document.kind is Kind.LIBRARY]
+def held_out_loss(model: LlamaForCausalLM, tokenizer: TokenizersBackend, documents: list[Document]) -> Loss:
+    """Return the loss over `documents`, each read in short windows."""
     nats, num_tokens = 0.0, 0
-    model.eval()
-    for ids in encode(tokenizer, texts):
-        for start in range(0, len(ids) - 1, CONTEXT):
-            window = torch.from_numpy(ids[start : start + CONTEXT + 1].astype(np.int64))[None]
-            predicted = window.shape[1] - 1
-            if predicted:
-                nats += next_token_loss(model, window).item() * predicted
-                num_tokens += predicted
-    num_bytes = sum(len(document.text.encode()) for document in texts)
+    for tokens in encode(tokenizer, documents):
+        for logits, targets in predictions(model, tokens):
+            nats += F.cross_entropy(logits, targets, reduction="sum").item()
+            num_tokens += len(targets)
+    num_bytes = sum(len(document.text.encode()) for document in documents)
     return Loss(nats / num_tokens, nats / num_bytes / math.log(2))
 
 
-@torch.inference_mode()
-def samples(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> dict[str, str]:
-    """Return what the model says, greedily, to a few fixed prompts."""
-    chat = tokenizer.apply_chat_template(
-        [{"role": "user", "content": SAMPLE_CHAT}], add_generation_prompt=True, tokenize=False
-    )
+def agreement(
+    draft: LlamaForCausalLM, target: LlamaForCausalLM, tokenizer: TokenizersBackend, documents: list[Document]
+) -> float:
+    """Return the share of held-out positions at which both models would say the same token greedily."""
+    num_equal, num_tokens = 0, 0
+    for tokens in encode(tokenizer, documents):
+        for (guess, _), (verdict, _) in zip(
+            predictions(draft, tokens), predictions(target, tokens), strict=True
+        ):
+            num_equal += int((guess.argmax(-1) == verdict.argmax(-1)).sum())
+            num_tokens += len(guess)
+    return num_equal / num_tokens
+
+
+def samples(folder: Path, tokenizer: TokenizersBackend) -> dict[str, str]:
+    """Return what the model in `folder`, read back as anyone would, says greedily to a few fixed prompts."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    chats = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
+        )
+        for question in SAMPLE_QUESTIONS
+    ]
     answers: dict[str, str] = {}
-    for prompt in (*SAMPLE_PROMPTS, str(chat)):
+    for prompt in (*SAMPLE_PROMPTS, *map(str, chats)):
         ids = torch.tensor([tokenizer.backend_tokenizer.encode(prompt).ids])
-        output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, do_sample=False)
-        answers[prompt] = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+        output = model.generate(  # type: ignore[misc]
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_SAMPLE_TOKENS, do_sample=False
+        )
+        answers[prompt] = str(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))
     return answers
 
 
-def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path, limit: int) -> int:
+def export(model: LlamaForCausalLM, tokenizer: TokenizersBackend, folder: Path, limit: int) -> int:
     """Write model and tokenizer as Hugging Face files in bfloat16; return the weights' bytes, at most `limit`."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    shipped = LlamaForCausalLM(model.config).to(torch.bfloat16)
+    shipped = LlamaForCausalLM(model.config)
     shipped.load_state_dict(model.state_dict())
-    shipped.generation_config.update(
+    shipped.bfloat16()
+    shipped.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
         bos_token_id=SPECIAL_TOKENS.index(END_OF_TEXT),
         eos_token_id=[SPECIAL_TOKENS.index(IM_END), SPECIAL_TOKENS.index(END_OF_TEXT)],
         pad_token_id=SPECIAL_TOKENS.index(PAD),
@@ -271,37 +191,39 @@ def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: 
     )
     shipped.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    size = (folder / "model.safetensors").stat().st_size
+    weights = folder / "model.safetensors"
+    weights.chmod(0o644)  # written for its owner alone, but shipped to everyone
+    size = weights.stat().st_size
     if size > limit:
         raise SystemExit(
             f"{folder}: the weights take {size} bytes, more than the {limit} allowed for this shape"
         )
-    AutoModelForCausalLM.from_pretrained(folder)
-    AutoTokenizer.from_pretrained(folder)
     return size
 
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        prog="python -m bench.embedded.train",
+        description=__doc__, formatter_class=HelpFormatter, prog="python -m bench.embedded.train"
     )
     parser.add_argument(
-        "--output", type=Path, default=Path("deploy/embedded"), help="folder for default/ and draft/"
+        "--output", type=Path, default=Path("deploy/embedded"), help="folder for default/, draft/"
     )
+    parser.add_argument("--steps", type=int, default=2000, help="optimiser steps of the main model")
+    parser.add_argument("--draft-steps", type=int, default=1600, help="optimiser steps of the draft model")
+    parser.add_argument("--batch-tokens", type=int, default=4096, help="tokens a step learns from")
     parser.add_argument(
-        "--models", nargs="+", choices=sorted(SHAPES), default=["default", "draft"], help="which to train"
+        "--peak-matrices", type=float, default=0.01, help="highest rate of the layers' matrices"
     )
-    parser.add_argument("--steps", type=int, default=2400, help="optimiser steps of the main model")
-    parser.add_argument("--draft-steps", type=int, default=1200, help="optimiser steps of the draft model")
-    parser.add_argument("--batch-tokens", type=int, default=8192, help="tokens a step learns from")
-    parser.add_argument("--peak", type=float, default=3e-3, help="highest learning rate")
-    parser.add_argument("--seed", type=int, default=5, help="decides batches and initial weights")
+    parser.add_argument("--peak-embedding", type=float, default=0.008, help="highest rate of everything else")
+    parser.add_argument("--seed", type=int, default=5, help="decides chats, batches and initial weights")
     parser.add_argument("--threads", type=int, default=1, help="processor threads")
     parser.add_argument("--checkpoint", type=Path, default=None, help="folder for resumable checkpoints")
     return parser.parse_args()
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Show defaults, and the description as it is written above."""
 
 
 def main() -> None:
@@ -314,27 +236,27 @@ def main() -> None:
     shown = [
         document for document in documents if not document.held_out for _ in range(REPEATS[document.kind])
     ]
+    held_out = [document for document in documents if document.held_out and document.kind is Kind.LIBRARY]
     encoded = encode(tokenizer, shown)
-    logger.info("%d documents, %d tokens an epoch", len(documents), sum(map(len, encoded)))
-    for name in arguments.models:
-        shape = SHAPES[name]
-        num_steps = arguments.steps if name == "default" else arguments.draft_steps
-        random.seed(arguments.seed)
+    num_tokens = sum(map(len, encoded))
+    logger.info("%d documents, %d tokens an epoch", len(documents), num_tokens)
+    trained: dict[str, LlamaForCausalLM] = {}
+    for name, num_steps in (("default", arguments.steps), ("draft", arguments.draft_steps)):
+        schedule = Schedule(
+            num_steps, arguments.batch_tokens, arguments.peak_matrices, arguments.peak_embedding
+        )
         torch.manual_seed(arguments.seed)
-        model = LlamaForCausalLM(shape.config())
+        model = trained[name] = LlamaForCausalLM(SHAPES[name].config())
         started = time.monotonic()
-        train_model(
+        fit(
             model,
             encoded,
-            num_steps=num_steps,
-            batch_tokens=arguments.batch_tokens,
-            peak=arguments.peak,
-            seed=arguments.seed,
-            checkpoint=arguments.checkpoint / f"{name}.pt" if arguments.checkpoint else None,
-            checkpoint_seconds=300,
+            schedule,
+            arguments.seed,
+            arguments.checkpoint / f"{name}.pt" if arguments.checkpoint else None,
         )
         seconds = time.monotonic() - started
-        loss = held_out_loss(model, tokenizer, documents)
+        loss = held_out_loss(model, tokenizer, held_out)
         folder = arguments.output / name
         record = {
             "date": datetime.date.today().isoformat(),
@@ -342,16 +264,21 @@ def main() -> None:
             "torch": torch.__version__,
             "seed": arguments.seed,
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "weights_bytes": export(model, tokenizer, folder, shape.max_file_bytes),
+            "weights_bytes": export(model, tokenizer, folder, SHAPES[name].max_file_bytes),
             "steps": num_steps,
             "tokens_seen": num_steps * arguments.batch_tokens,
+            "tokens_in_an_epoch": num_tokens,
             "training_seconds": round(seconds),
             "held_out": {
                 "what": "library files kept from model and tokenizer",
+                "files": [document.name for document in held_out],
                 "nats_per_token": round(loss.nats_per_token, 4),
                 "bits_per_byte": round(loss.bits_per_byte, 4),
             },
-            "greedy_samples": samples(model, tokenizer),
+            "greedy_agreement_with_default": round(
+                agreement(model, trained["default"], tokenizer, held_out), 4
+            ),
+            "greedy_samples": samples(folder, tokenizer),
         }
         (folder / "TRAINING.json").write_text(json.dumps(record, indent=1) + "\n")
         logger.info("%s", json.dumps(record, indent=1))

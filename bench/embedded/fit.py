@@ -1,0 +1,181 @@
+"""Fit one Llama to a list of encoded documents, on a processor.
+
+Owns the order of the batches, the loss, the optimisers and the resumable checkpoint. It does not know where the tokens
+come from nor what becomes of the weights.
+"""
+
+import math
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from tqdm import tqdm
+from transformers import LlamaForCausalLM
+
+Tokens = NDArray[np.uint16]
+
+CONTEXT = 256
+LONG_CONTEXT = 2048
+LONG_CONTEXT_SHARE = 0.08
+LOSS_CHUNK = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How long and how fast to learn: a fixed number of steps, so that a run can be repeated on a slower machine."""
+
+    num_steps: int
+    batch_tokens: int
+    peak_matrices: float
+    peak_embedding: float
+    num_warmup_steps: int = 60
+    final_share: float = 0.02
+
+    def rate(self, step: int) -> float:
+        """Return the share of the peak rates that a step uses: a linear warm-up, then a cosine."""
+        if step < self.num_warmup_steps:
+            return (step + 1) / self.num_warmup_steps
+        progress = (step - self.num_warmup_steps) / max(1, self.num_steps - self.num_warmup_steps)
+        return self.final_share + (1 - self.final_share) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def fit(
+    model: LlamaForCausalLM, encoded: list[Tokens], schedule: Schedule, seed: int, checkpoint: Path | None
+) -> None:
+    """Train `model` in place; resume from `checkpoint` where that file exists, and renew it every five minutes."""
+    optimizers = build_optimizers(model, schedule)
+    first_step = load_checkpoint(checkpoint, model, optimizers) if checkpoint and checkpoint.exists() else 0
+    saved_at = time.monotonic()
+    mean_loss: float | None = None
+    model.train()
+    with tqdm(total=schedule.num_steps, unit="step", mininterval=1) as bar:
+        for step, batch in enumerate(batches(encoded, schedule, seed)):
+            bar.update()
+            if step < first_step:
+                continue
+            loss = accumulate_gradients(model, torch.from_numpy(batch))
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = group["peak"] * schedule.rate(step)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            mean_loss = loss if mean_loss is None else mean_loss + 0.05 * (loss - mean_loss)
+            bar.set_postfix(loss=f"{mean_loss:.3f}", refresh=False)
+            if checkpoint and time.monotonic() - saved_at > 300:
+                save_checkpoint(checkpoint, model, optimizers, step + 1)
+                saved_at = time.monotonic()
+
+
+def batches(encoded: list[Tokens], schedule: Schedule, seed: int) -> Iterator[NDArray[np.int64]]:
+    """Yield one batch [batch, context + 1] a step; the last steps read long windows, so that late positions learn too."""
+    num_long_steps = round(schedule.num_steps * LONG_CONTEXT_SHARE)
+    short = windows(encoded, CONTEXT, schedule.batch_tokens, seed)
+    long = windows(encoded, LONG_CONTEXT, schedule.batch_tokens, seed + 1)
+    for step in range(schedule.num_steps):
+        yield next(long if step >= schedule.num_steps - num_long_steps else short)
+
+
+def windows(encoded: list[Tokens], context: int, batch_tokens: int, seed: int) -> Iterator[NDArray[np.int64]]:
+    """Yield batches [batch_tokens // context, context + 1] for ever: documents shuffled, joined, cut, shuffled again."""
+    rng = np.random.default_rng(seed)
+    batch_size = batch_tokens // context
+    while True:
+        stream = np.concatenate([encoded[index] for index in rng.permutation(len(encoded))])
+        starts = np.arange(int(rng.integers(context)), len(stream) - context - 1, context)
+        rng.shuffle(starts)
+        for batch in starts[: len(starts) // batch_size * batch_size].reshape(-1, batch_size):
+            yield np.stack([stream[start : start + context + 1] for start in batch]).astype(np.int64)
+
+
+def accumulate_gradients(model: LlamaForCausalLM, batch: torch.Tensor) -> float:
+    """Add the gradients of the mean cross-entropy of a batch [batch, context + 1]; return that mean in nats.
+
+    The logits are made, used and dropped `LOSS_CHUNK` positions at a time: all of them at once fall out of the cache.
+    """
+    hidden = hidden_states(model, batch[:, :-1])
+    targets = batch[:, 1:].flatten()
+    leaf = hidden.detach().requires_grad_()  # [num_tokens, hidden_size]
+    total = 0.0
+    for chunk, target in zip(torch.split(leaf, LOSS_CHUNK), torch.split(targets, LOSS_CHUNK), strict=True):
+        loss = F.cross_entropy(logits_of(model, chunk), target, reduction="sum") / len(targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += loss.item()
+    hidden.backward(leaf.grad)  # type: ignore[no-untyped-call]
+    return total
+
+
+@torch.inference_mode()
+def predictions(model: LlamaForCausalLM, tokens: Tokens) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Read one document in windows of `CONTEXT`; yield logits [num_tokens, vocab] and targets [num_tokens] of each."""
+    model.train(False)
+    for start in range(0, len(tokens) - 1, CONTEXT):
+        window = torch.from_numpy(tokens[start : start + CONTEXT + 1].astype(np.int64))
+        yield logits_of(model, hidden_states(model, window[None, :-1])), window[1:]
+
+
+def hidden_states(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
+    """Run the layers over ids [batch, context] in bfloat16 where that is safe; return [num_tokens, hidden_size]."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        hidden: torch.Tensor = model.model(ids, use_cache=False).last_hidden_state
+    return hidden.flatten(0, 1)
+
+
+def logits_of(model: LlamaForCausalLM, hidden: torch.Tensor) -> torch.Tensor:
+    """Return float32 logits [num_tokens, vocab] of hidden states [num_tokens, hidden_size]."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits: torch.Tensor = model.lm_head(hidden)
+    return logits.float()
+
+
+def build_optimizers(model: LlamaForCausalLM, schedule: Schedule) -> list[torch.optim.Optimizer]:
+    """Build Muon for the matrices between the layers, and AdamW for the tied embedding and the norms.
+
+    Muon (Jordan et al., 2024, scaled as in Liu et al., 2025) reaches the same loss as AdamW in about half the steps
+    here. `peak` is kept in each group: the schedule multiplies it.
+    """
+    matrices: list[torch.nn.Parameter] = []
+    rest: list[torch.nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        is_inner_matrix = parameter.dim() == 2 and "embed_tokens" not in name
+        (matrices if is_inner_matrix else rest).append(parameter)
+    return [
+        torch.optim.Muon(
+            [{"params": matrices, "peak": schedule.peak_matrices}],
+            lr=schedule.peak_matrices,
+            weight_decay=0.1,
+            adjust_lr_fn="match_rms_adamw",
+        ),
+        torch.optim.AdamW(
+            [{"params": rest, "peak": schedule.peak_embedding}],
+            lr=schedule.peak_embedding,
+            betas=(0.9, 0.95),
+            weight_decay=0.0,
+            fused=True,
+        ),
+    ]
+
+
+def load_checkpoint(path: Path, model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer]) -> int:
+    """Restore weights and optimisers; return the step to go on with."""
+    state = torch.load(path)
+    model.load_state_dict(state["model"])
+    for optimizer, optimizer_state in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(optimizer_state)
+    return int(state["step"])
+
+
+def save_checkpoint(
+    path: Path, model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer], step: int
+) -> None:
+    """Replace the checkpoint in one move: a run that is killed while writing leaves the last one whole."""
+    state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": step}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(state, path.with_suffix(".new"))
+    os.replace(path.with_suffix(".new"), path)
