@@ -88,6 +88,8 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of silence after which a stream gets an SSE comment; 0 for never."""
     root_path: str = ""
     log_requests: bool = False
+    trust_request_chat_template: bool = False
+    """Whether a request may bring its own template: a program that runs in the tokenizer, without a time limit."""
 
 
 class ProcessesConfig(msgspec.Struct, frozen=True, kw_only=True):

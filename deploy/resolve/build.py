@@ -147,6 +147,7 @@ def _frontend_config(options: Options) -> FrontendConfig:
         keep_alive_s=options.keep_alive_interval,
         root_path=options.root_path,
         log_requests=options.log_requests,
+        trust_request_chat_template=options.trust_request_chat_template,
     )
 
 

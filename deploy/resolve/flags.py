@@ -117,6 +117,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Flag(NETWORK, "seconds of silence after which a stream gets an SSE comment; 0 for never", "SECONDS"),
     ] = 15.0
     log_requests: Annotated[bool, Flag(NETWORK, "log one line per request")] = False
+    trust_request_chat_template: Annotated[
+        bool,
+        Flag(
+            NETWORK,
+            "let requests bring chat templates of their own; only for clients you trust: a template is a program",
+        ),
+    ] = False
 
     # --- scheduling ---
     max_num_seqs: Annotated[int, Flag(SCHEDULING, "requests computed together at most")] = 256

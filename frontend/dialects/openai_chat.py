@@ -33,7 +33,7 @@ from quintet.frontend.dialects.openai_types import (
 from quintet.frontend.exchange import Exchange
 from quintet.frontend.service import Service
 from quintet.wire.codec import unpack_i32
-from quintet.wire.config import EngineConfig, ModelConfig
+from quintet.wire.config import EngineConfig, FrontendConfig, ModelConfig
 from quintet.wire.messages import ChatPrompt, Started
 from quintet.wire.params import SamplingParams
 
@@ -62,7 +62,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
     body = parse.decode(await exchange.read_json_body(config.frontend.max_body_bytes), _decoder)
     parse.check_model(body.model, config.model)
     _refuse_unsupported(body)
-    conversation = parse_conversation(body)
+    conversation = parse_conversation(body, config.frontend)
     params = _params(body, config)
     options = _options(body, params, exchange, config.model)
     service.admission.enter()
@@ -88,8 +88,14 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
         await exchange.respond_json(_whole(outputs, job, options, conversation.role, prefix))
 
 
-def parse_conversation(body: ChatBody | TokenizeBody) -> Conversation:
+def parse_conversation(body: ChatBody | TokenizeBody, config: FrontendConfig) -> Conversation:
     """Check messages, tools and template arguments, and return the prompt they make."""
+    if "{" in (body.chat_template or "") and not config.trust_request_chat_template:
+        raise parse.invalid(
+            "chat_template is a template of the request's own, which this server does not run; name one of the model's "
+            "templates or leave it out (the operator can allow it with --trust-request-chat-template).",
+            "chat_template",
+        )
     messages = decode_part(body.messages, _messages_decoder, "messages")
     if not messages:
         raise parse.invalid("messages is []; it must hold at least one message.", "messages")

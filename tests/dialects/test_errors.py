@@ -86,6 +86,7 @@ CASES: list[tuple[str, Any, int, str | None, list[str]]] = [
     (H, {"messages": USER, "tools": TOOLS, "tool_choice": {"type": "function"}}, 501, "tool_choice", ["forced"]),
     (H, {"messages": USER, "continue_final_message": True, "add_generation_prompt": True}, 400, "continue_final_message", []),
     (H, {"messages": USER, "chat_template_kwargs": [1]}, 400, "chat_template_kwargs", ["object"]),
+    (H, {"messages": USER, "chat_template": "{% for x in y %}"}, 400, "chat_template", ["--trust-request-chat-template"]),
     (H, {"messages": USER, "reasoning_effort": "huge"}, 400, "reasoning_effort", ["'huge'", "medium"]),
     (H, {"messages": USER, "mm_payload": {"a": 1}}, 501, "mm_payload", ["other than text"]),
     ("/tokenize", {}, 400, "prompt", ["both missing"]),
