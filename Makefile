@@ -39,7 +39,7 @@ types: install  ## check types, strictly
 check: lint types test  ## all of the above: what CI runs
 
 bench-overhead: install  ## measure what everything but the model costs, end to end over HTTP
-	$(BIN)/python bench/overhead/run.py $(ARGS)
+	$(BIN)/python -m bench.overhead.run $(ARGS)
 
 model: install  ## train the embedded model again (about an hour)
 	$(BIN)/python -m bench.embedded.train $(ARGS)

@@ -1,0 +1,37 @@
+"""Measure what an idle server costs: processor time of all its processes while nobody asks anything.
+
+    python -m bench.idle [--seconds 60]
+
+Starts `quintet serve` with the embedded model, waits until it is ready and quiet, and prints JSON: percent of one core, by role.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+
+from bench.overhead.server import serve
+from quintet.deploy.embedded import default_model_path
+
+SETTLE_S = 3.0
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long to watch (default: 60)")
+    watched_s = parser.parse_args().seconds
+    with serve(default_model_path()) as server:
+        time.sleep(SETTLE_S)
+        begun, before = time.monotonic(), server.cpu_seconds()
+        time.sleep(watched_s)
+        seconds, after = time.monotonic() - begun, server.cpu_seconds()
+    percent = {role: round(100 * (after[role] - before[role]) / seconds, 3) for role in before}
+    print(json.dumps({"percent_of_a_core": percent, "total": round(sum(percent.values()), 3)}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
