@@ -44,7 +44,9 @@ class CommandParser(argparse.ArgumentParser):
         """Parse, and end with a hint at the first word that is not understood."""
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            close = difflib.get_close_matches(unknown[0].split("=")[0], self._option_string_actions, n=1)
+            close = difflib.get_close_matches(
+                unknown[0].split("=")[0], self._option_string_actions, n=1, cutoff=0.7
+            )
             self.error(f"{unknown[0]!r} is not understood" + (f"; did you mean {close[0]}?" if close else ""))
         return known, unknown
 
