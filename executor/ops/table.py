@@ -98,7 +98,7 @@ class Ops:
 IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "cpu": {
         "argmax": "quintet.executor.ops.argmax:argmax_on_host",
-        "pack_linear": "quintet.executor.ops.linear:pack_linear_on_host",
+        "pack_linear": "quintet.executor.ops.linear_on_host:pack_linear_in_tiles",
         "descending": "quintet.executor.ops.descending:descending_on_host",
     },
     "cuda": {},
