@@ -10,11 +10,23 @@ setup(
             "quintet.executor.ops._host",
             sources=[
                 "csrc/cpu/linear.cpp",
+                "csrc/cpu/paged_attention.cpp",
+                "csrc/cpu/pointwise.cpp",
                 "csrc/cpu/support.cpp",
             ],
             depends=["csrc/cpu/host.hpp"],
             language="c++",
-            extra_compile_args=["-std=c++20", "-O3", "-fopenmp", "-fvisibility=hidden", "-Wall", "-Wextra"],
+            extra_compile_args=[
+                "-std=c++20",
+                "-O3",
+                "-fopenmp",
+                "-fvisibility=hidden",
+                "-Wall",
+                "-Wextra",
+                # GCC 12 warns of its own AVX-512 header, whose undefined vectors initialise themselves.
+                "-Wno-uninitialized",
+                "-Wno-maybe-uninitialized",
+            ],
             extra_link_args=["-fopenmp"],
             optional=True,
         )

@@ -63,6 +63,7 @@ class Worker:
             model.num_heads,
             model.needs_lengths,
             dtype,
+            ops.reads_pages_in_place(dtype, model.num_heads, kv.num_kv_heads, kv.head_dim),
         )
 
     def reset(self) -> None:

@@ -37,6 +37,19 @@ class HostLibrary:
         self.linear = kernel(
             "qt_linear", _ADDRESS, _SIZE, _SIZE, _SIZE, _SIZE, _ADDRESS, _ADDRESS, _ADDRESS, _INT
         )
+        self.rms_norm = kernel("qt_rms_norm", _ADDRESS, *[_SIZE] * 5, _ADDRESS, _FLOAT, _ADDRESS, _INT)
+        self.silu_and_mul = kernel("qt_silu_and_mul", _ADDRESS, *[_SIZE] * 3, _ADDRESS, _INT)
+        self.rope_kv_write = kernel(
+            "qt_rope_kv_write",
+            *(_ADDRESS, _SIZE, _SIZE, _SIZE, _SIZE, _ADDRESS, _ADDRESS, _SIZE),
+            *(_ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _INT),
+        )
+        self.paged_attention_takes = kernel("qt_paged_attention_takes", _SIZE, _SIZE, _SIZE, result=_INT)
+        self.paged_attention = kernel(
+            "qt_paged_attention",
+            *(_ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _SIZE, _ADDRESS, _ADDRESS, _ADDRESS),
+            *(_SIZE, _SIZE, _SIZE, _SIZE, _SIZE, _SIZE, _FLOAT, _ADDRESS, _INT),
+        )
 
 
 @cache

@@ -15,7 +15,7 @@ from quintet.executor.ops.argmax import argmax
 from quintet.executor.ops.descending import descending
 from quintet.executor.ops.embedding import embedding
 from quintet.executor.ops.linear import LinearFunction, pack_linear
-from quintet.executor.ops.paged_attention import AttentionGroup, paged_attention
+from quintet.executor.ops.paged_attention import AttentionRows, paged_attention, reads_pages_in_place
 from quintet.executor.ops.rms_norm import rms_norm
 from quintet.executor.ops.rope_kv_write import rope_kv_write
 from quintet.executor.ops.silu_and_mul import silu_and_mul
@@ -65,8 +65,14 @@ class PagedAttention(Protocol):
     """See `quintet.executor.ops.paged_attention`."""
 
     def __call__(
-        self, q: torch.Tensor, kv: torch.Tensor, groups: tuple[AttentionGroup, ...], scale: float
+        self, q: torch.Tensor, kv: torch.Tensor, groups: tuple[AttentionRows, ...], scale: float
     ) -> torch.Tensor: ...
+
+
+class ReadsPagesInPlace(Protocol):
+    """See `quintet.executor.ops.paged_attention`."""
+
+    def __call__(self, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int) -> bool: ...
 
 
 class Argmax(Protocol):
@@ -91,6 +97,7 @@ class Ops:
     silu_and_mul: SiluAndMul = silu_and_mul
     rope_kv_write: RopeKvWrite = rope_kv_write
     paged_attention: PagedAttention = paged_attention
+    reads_pages_in_place: ReadsPagesInPlace = reads_pages_in_place
     argmax: Argmax = argmax
     descending: Descending = descending
 
@@ -99,6 +106,11 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "cpu": {
         "argmax": "quintet.executor.ops.argmax:argmax_on_host",
         "pack_linear": "quintet.executor.ops.linear_on_host:pack_linear_in_tiles",
+        "rms_norm": "quintet.executor.ops.pointwise_on_host:rms_norm_on_host",
+        "silu_and_mul": "quintet.executor.ops.pointwise_on_host:silu_and_mul_on_host",
+        "rope_kv_write": "quintet.executor.ops.pointwise_on_host:rope_kv_write_on_host",
+        "paged_attention": "quintet.executor.ops.paged_attention_on_host:paged_attention_on_host",
+        "reads_pages_in_place": "quintet.executor.ops.paged_attention_on_host:reads_pages_in_place_on_host",
         "descending": "quintet.executor.ops.descending:descending_on_host",
     },
     "cuda": {},

@@ -91,9 +91,13 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("window", [None, 1, 6])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
-@pytest.mark.parametrize("bytes_per_token", [64, 1 << 20], ids=["groups-whole", "groups-cut"])
+@pytest.mark.parametrize(
+    ("bytes_per_token", "in_place"),
+    [(64, False), (1 << 20, False), (64, True)],
+    ids=["groups-whole", "groups-cut", "in-place"],
+)
 def test_paged_attention(
-    shape: str, window: int | None, heads: int, kv_heads: int, bytes_per_token: int
+    shape: str, window: int | None, heads: int, kv_heads: int, bytes_per_token: int, in_place: bool
 ) -> None:
     """Scattered blocks, every grouping, with what lies beyond a row's tokens poisoned by large values."""
     starts, counts = SHAPES[shape]
@@ -121,7 +125,9 @@ def test_paged_attention(
     )
     tables.apply(plan)
     rows = Rows.of(plan)
-    builder = BatchBuilder(KvShape(kv_heads, BLOCK, bytes_per_token), [window], heads, False, torch.float32)
+    builder = BatchBuilder(
+        KvShape(kv_heads, BLOCK, bytes_per_token), [window], heads, False, torch.float32, in_place
+    )
     batch = builder.build(rows, tables)
 
     kv = torch.full((2, 200, kv_heads, BLOCK, dim), 1e4)
