@@ -4,7 +4,8 @@
 // chunks of 128, position by position from the first: scores of a head (VDPBF16PS, 16 keys at a time, whose registers
 // are then summed by a tree of shuffles), then the online softmax of Milakov and Gimelshein ("Online normalizer
 // calculation for softmax", 2018), then the weighted sum of the values in fp32. A chunk's keys and values are read from
-// memory by the first head and from cache by the others of its group.
+// memory once and from cache by the other heads of its group. While a chunk is computed, the keys and values of the chunk
+// after it, be it the next item's, are prefetched a few lines at a time: pages are too short for the processor to foresee.
 //
 // Per key and KV head: 4 * head_dim bytes, 4 * head_dim FLOPs a query head. Limiter: memory bandwidth for long contexts,
 // for short ones the shuffles and exponentials.
@@ -37,7 +38,7 @@ struct Problem {
   const std::int64_t* slots;      // [count]: the row of the block table
   const std::int64_t* positions;  // [count]
   const std::int64_t* tokens;     // [count]: which of queries and out; null: all, in order
-  index_t heads, kv_heads, width, block_size;
+  index_t count, heads, kv_heads, width, block_size;
   index_t window;  // 0: unlimited
   float scale;
   bf16* out;  // like queries
@@ -60,11 +61,43 @@ QT_INLINE __m512 sums_of(const __m512 (&v)[kLanes]) {
   return _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
 }
 
-// scores[i] = scale * query · key i, and -inf from `count` to the next multiple of 16; returns the largest.
-QT_KERNEL float score(const bf16* query, const bf16* keys, const index_t* at, index_t count, index_t width, float scale,
-                      float* scores) {
+// Where the keys of a chunk begin, in keys and values alike.
+struct Chunk {
+  index_t count;       // keys
+  index_t at[kChunk];  // up to the next multiple of 16 the last key's again
+};
+
+// Brings a chunk's keys and values closer, some lines of the cache at each step of the work on the chunk before.
+class Prefetch {
+ public:
+  Prefetch(const Problem& problem, const Chunk* ahead, index_t steps)
+      : problem_(problem), ahead_(ahead), count_(ahead ? ahead->count : 0) {
+    const index_t lines = (problem.width + kPairLanes - 1) / kPairLanes;
+    lines_a_step_ = (count_ * lines + steps - 1) / steps;
+  }
+
+  void step() {
+    for (index_t line = 0; line < lines_a_step_ && key_ < count_; ++line) {
+      const index_t at = ahead_->at[key_] + dimension_;
+      __builtin_prefetch(problem_.keys + at);
+      __builtin_prefetch(problem_.values + at);
+      dimension_ += kPairLanes;
+      if (dimension_ >= problem_.width) dimension_ = 0, ++key_;
+    }
+  }
+
+ private:
+  const Problem& problem_;
+  const Chunk* ahead_;
+  index_t count_, lines_a_step_, key_ = 0, dimension_ = 0;
+};
+
+// scores[i] = scale * query · key i, and -inf from the chunk's count to the next multiple of 16; returns the largest.
+QT_KERNEL float score(const Problem& problem, const bf16* query, const Chunk& chunk, Prefetch& ahead, float* scores) {
+  const index_t count = chunk.count, width = problem.width;
   __m512 most = _mm512_set1_ps(-INFINITY);
   for (index_t begin = 0; begin < count; begin += kLanes) {
+    ahead.step();
     __m512 dots[kLanes];
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) dots[i] = _mm512_setzero_ps();
@@ -73,11 +106,11 @@ QT_KERNEL float score(const bf16* query, const bf16* keys, const index_t* at, in
       const __m512bh q = (__m512bh)_mm512_maskz_loadu_epi16(dims, query + d);
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) {
-        const __m512bh k = (__m512bh)_mm512_maskz_loadu_epi16(dims, keys + at[begin + i] + d);
+        const __m512bh k = (__m512bh)_mm512_maskz_loadu_epi16(dims, problem.keys + chunk.at[begin + i] + d);
         dots[i] = _mm512_dpbf16_ps(dots[i], q, k);
       }
     }
-    const __m512 scaled = _mm512_mul_ps(sums_of(dots), _mm512_set1_ps(scale));
+    const __m512 scaled = _mm512_mul_ps(sums_of(dots), _mm512_set1_ps(problem.scale));
     const __m512 seen = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), lanes_left(begin, count), scaled);
     _mm512_storeu_ps(scores + begin, seen);
     most = _mm512_max_ps(most, seen);
@@ -97,28 +130,33 @@ QT_KERNEL float exponentiate(float* scores, index_t count, float most) {
   return _mm512_reduce_add_ps(sum);
 }
 
-// out[0, 16 R) = shrink * out + sum over i of weights[i] * values[at[i]]; even and odd keys apart, two chains of additions.
+// out[0, 16 R) = shrink * out + sum over i of weights[i] * value i; even and odd keys apart, two chains of additions.
 template <int R>
-QT_KERNEL void weigh(const float* weights, const bf16* values, const index_t* at, index_t count, float shrink, float* out) {
+QT_KERNEL void weigh(const float* weights, const bf16* values, const Chunk& chunk, float shrink, Prefetch& ahead,
+                     float* out) {
   __m512 even[R], odd[R];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
     even[r] = _mm512_mul_ps(_mm512_loadu_ps(out + r * kLanes), _mm512_set1_ps(shrink));
     odd[r] = _mm512_setzero_ps();
   }
-  for (index_t i = 0; i < count; i += 2) {  // one past an odd count: weight 0, the last key again
-    const __m512 first = _mm512_set1_ps(weights[i]), second = _mm512_set1_ps(weights[i + 1]);
+  for (index_t begin = 0; begin < chunk.count; begin += kLanes) {
+    ahead.step();
+    const index_t end = chunk.count - begin < kLanes ? chunk.count : begin + kLanes;
+    for (index_t i = begin; i < end; i += 2) {  // one past an odd count: weight 0, the last key again
+      const __m512 first = _mm512_set1_ps(weights[i]), second = _mm512_set1_ps(weights[i + 1]);
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      even[r] = _mm512_fmadd_ps(first, load(values + at[i] + r * kLanes), even[r]);
-      odd[r] = _mm512_fmadd_ps(second, load(values + at[i + 1] + r * kLanes), odd[r]);
+      for (int r = 0; r < R; ++r) {
+        even[r] = _mm512_fmadd_ps(first, load(values + chunk.at[i] + r * kLanes), even[r]);
+        odd[r] = _mm512_fmadd_ps(second, load(values + chunk.at[i + 1] + r * kLanes), odd[r]);
+      }
     }
   }
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) _mm512_storeu_ps(out + r * kLanes, _mm512_add_ps(even[r], odd[r]));
 }
 
-using Weigh = void (*)(const float*, const bf16*, const index_t*, index_t, float, float*);
+using Weigh = void (*)(const float*, const bf16*, const Chunk&, float, Prefetch&, float*);
 constexpr Weigh kWeigh[kSlice] = {weigh<1>, weigh<2>, weigh<3>, weigh<4>};
 
 QT_KERNEL void finish(const float* sums, float normalizer, index_t width, bf16* out) {
@@ -126,39 +164,68 @@ QT_KERNEL void finish(const float* sums, float normalizer, index_t width, bf16* 
   for (index_t d = 0; d < width; d += kLanes) store(out + d, _mm512_mul_ps(_mm512_loadu_ps(sums + d), share), 0xFFFF);
 }
 
-void attend(const Problem& problem, index_t item) {
-  const index_t row = item / problem.kv_heads, kv_head = item % problem.kv_heads, width = problem.width;
-  const index_t group = problem.heads / problem.kv_heads;
-  const index_t token = problem.tokens ? problem.tokens[row] : row, end = problem.positions[row] + 1;
+// A token with one KV head, and the positions it sees.
+struct Item {
+  index_t row, kv_head;
+  index_t begin, end;
+};
+
+Item item_of(const Problem& problem, index_t number) {
+  const index_t row = number / problem.kv_heads, end = problem.positions[row] + 1;
   const index_t begin = problem.window && end > problem.window ? end - problem.window : 0;
-  const std::int32_t* blocks = problem.block_table + problem.slots[row] * problem.table_stride;
-  const index_t first_head = (token * problem.heads + kv_head * group) * width;
+  return {row, number % problem.kv_heads, begin, end};
+}
+
+void locate(const Problem& problem, const Item& item, index_t position, Chunk& chunk) {
+  const std::int32_t* blocks = problem.block_table + problem.slots[item.row] * problem.table_stride;
+  index_t column = position / problem.block_size, inside = position % problem.block_size, done = 0;
+  chunk.count = item.end - position < kChunk ? item.end - position : kChunk;
+  while (done < chunk.count) {
+    index_t at = ((blocks[column++] * problem.kv_heads + item.kv_head) * problem.block_size + inside) * problem.width;
+    for (; inside < problem.block_size && done < chunk.count; ++inside, at += problem.width) chunk.at[done++] = at;
+    inside = 0;
+  }
+  for (; done % kLanes; ++done) chunk.at[done] = chunk.at[chunk.count - 1];
+}
+
+void attend(const Problem& problem, index_t number) {
+  const Item item = item_of(problem, number);
+  const index_t group = problem.heads / problem.kv_heads, width = problem.width;
+  const index_t token = problem.tokens ? problem.tokens[item.row] : item.row;
+  const index_t first_head = (token * problem.heads + item.kv_head * group) * width;
   alignas(64) float sums[kMaxGroup * kMaxWidth], scores[kChunk];
   float most[kMaxGroup], normalizer[kMaxGroup];
-  index_t at[kChunk];  // where each key of the chunk begins, in keys and values alike
   for (index_t head = 0; head < group; ++head) {
     most[head] = -INFINITY;
     normalizer[head] = 0;
     for (index_t d = 0; d < width; ++d) sums[head * kMaxWidth + d] = 0;
   }
-  index_t column = begin / problem.block_size, inside = begin % problem.block_size;
-  for (index_t chunk = begin; chunk < end; chunk += kChunk) {
-    const index_t count = end - chunk < kChunk ? end - chunk : kChunk;
-    for (index_t i = 0; i < count; ++i) {
-      at[i] = ((blocks[column] * problem.kv_heads + kv_head) * problem.block_size + inside) * width;
-      if (++inside == problem.block_size) inside = 0, ++column;
+  Chunk chunks[2];
+  int current = 0;
+  locate(problem, item, item.begin, chunks[current]);
+  for (index_t position = item.begin; position < item.end; position += kChunk, current = 1 - current) {
+    const Chunk& chunk = chunks[current];
+    Chunk* ahead = &chunks[1 - current];
+    if (position + kChunk < item.end) {
+      locate(problem, item, position + kChunk, *ahead);
+    } else if (number + 1 < problem.count * problem.kv_heads) {
+      const Item next = item_of(problem, number + 1);
+      locate(problem, next, next.begin, *ahead);
+    } else {
+      ahead = nullptr;
     }
-    for (index_t i = count; i % kLanes; ++i) at[i] = at[count - 1];
+    const index_t slices = (width + kSlice * kLanes - 1) / (kSlice * kLanes);
+    Prefetch prefetch(problem, ahead, group * (1 + slices) * ((chunk.count + kLanes - 1) / kLanes));
     for (index_t head = 0; head < group; ++head) {
       const bf16* query = problem.queries + first_head + head * width;
-      const float top = score(query, problem.keys, at, count, width, problem.scale, scores);
+      const float top = score(problem, query, chunk, prefetch, scores);
       const float now = top > most[head] ? top : most[head];
       const float shrink = std::exp(most[head] - now);  // 0 in the first chunk
-      normalizer[head] = normalizer[head] * shrink + exponentiate(scores, count, now);
+      normalizer[head] = normalizer[head] * shrink + exponentiate(scores, chunk.count, now);
       most[head] = now;
       for (index_t d = 0; d < width; d += kSlice * kLanes) {
         const index_t left = (width - d) / kLanes;
-        kWeigh[(left < kSlice ? left : kSlice) - 1](scores, problem.values + d, at, count, shrink,
+        kWeigh[(left < kSlice ? left : kSlice) - 1](scores, problem.values + d, chunk, shrink, prefetch,
                                                     sums + head * kMaxWidth + d);
       }
     }
@@ -179,8 +246,24 @@ QT_EXPORT void qt_paged_attention(const bf16* queries, const bf16* keys, const b
                                   const std::int64_t* positions, const std::int64_t* tokens, index_t count, index_t heads,
                                   index_t kv_heads, index_t width, index_t block_size, index_t window, float scale,
                                   bf16* out, int threads) {
-  const Problem problem{queries,   keys,     values,  block_table, table_stride, slots,  positions, tokens,
-                        heads,     kv_heads, width,   block_size,  window,       scale,  out};
+  const Problem problem{
+      .queries = queries,
+      .keys = keys,
+      .values = values,
+      .block_table = block_table,
+      .table_stride = table_stride,
+      .slots = slots,
+      .positions = positions,
+      .tokens = tokens,
+      .count = count,
+      .heads = heads,
+      .kv_heads = kv_heads,
+      .width = width,
+      .block_size = block_size,
+      .window = window,
+      .scale = scale,
+      .out = out,
+  };
   divide(count * kv_heads, 2, threads, [&](index_t item) { attend(problem, item); });
 }
 
