@@ -1,4 +1,4 @@
-"""Compute on the processor with torch's own thread pool."""
+"""Compute on the processor: torch and the compiled host kernels, on one OpenMP thread pool."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from quintet.executor.ops.host_library import host_library
 from quintet.executor.platforms.platform import Platform
 from quintet.wire.config import ExecutorConfig
 
@@ -13,7 +14,8 @@ from quintet.wire.config import ExecutorConfig
 def open_platform(config: ExecutorConfig) -> Platform:
     """Set the number of compute threads and return the CPU."""
     torch.set_num_threads(config.threads or default_threads(len(os.sched_getaffinity(0))))
-    return Platform("cpu", torch.device("cpu"), f"cpu, {torch.get_num_threads()} threads")
+    kernels = "torch's kernels" if host_library() is None else "own kernels (AVX-512 BF16)"
+    return Platform("cpu", torch.device("cpu"), f"cpu, threads: {torch.get_num_threads()}, {kernels}")
 
 
 def default_threads(num_cores: int) -> int:
