@@ -13,7 +13,7 @@ help:  ## list the targets
 
 install: $(STAMP)  ## make .venv with pinned dependencies and this package
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt setup.py $(wildcard csrc/cpu/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Quintet needs Python 3.11 or newer; found $$($(PYTHON) --version). Try: make PYTHON=/path/to/python3.11 install"; exit 1; }
 	$(PYTHON) -m venv .venv
@@ -48,4 +48,4 @@ gpu-check: install  ## the GPU checklist of docs/gpu.md, in one command
 	$(BIN)/python bench/gpu/check.py $(ARGS)
 
 clean:  ## remove everything that was built
-	rm -rf .venv build dist *.egg-info src/*.egg-info
+	rm -rf .venv build dist *.egg-info src/*.egg-info executor/ops/_host*.so

@@ -22,26 +22,52 @@ Tokens = NDArray[np.uint16]
 
 CONTEXT = 256
 LONG_CONTEXT = 2048
-LONG_CONTEXT_SHARE = 0.08
+SHORT_SHARE = 0.92
+"""Share of the cosine after which the windows are long."""
+NUM_LEAD_STEPS = 12
+"""Long windows read before the rate rises for them, so that the optimisers' averages know their gradients."""
 LOSS_CHUNK = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How long and how fast to learn: a fixed number of steps, so that a run can be repeated on a slower machine."""
+    """How long and how fast to learn: fixed numbers of steps, so that a run can be repeated on a slower machine.
 
-    num_steps: int
+    The rate warms up, follows a cosine down through the short windows, and rises once more, less high, for the long ones.
+    A model that has only read short windows is lost beyond their length (its rotary angles are new to it), so the long
+    windows get a rise of their own.
+    """
+
+    num_cosine_steps: int
+    num_long_steps: int
     batch_tokens: int
     peak_matrices: float
     peak_embedding: float
     num_warmup_steps: int = 60
+    num_long_warmup_steps: int = 20
+    long_share: float = 0.3
     final_share: float = 0.02
 
+    @property
+    def num_short_steps(self) -> int:
+        """Steps before the first long window."""
+        return round(self.num_cosine_steps * SHORT_SHARE)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the whole run."""
+        return self.num_short_steps + NUM_LEAD_STEPS + self.num_long_steps
+
     def rate(self, step: int) -> float:
-        """Return the share of the peak rates that a step uses: a linear warm-up, then a cosine."""
+        """Return the share of the peak rates that a step uses."""
+        rise = step - self.num_short_steps - NUM_LEAD_STEPS
+        if rise >= 0:
+            up = (rise + 1) / self.num_long_warmup_steps
+            down = (self.num_long_steps - rise) / (self.num_long_steps - self.num_long_warmup_steps)
+            return self.final_share + (self.long_share - self.final_share) * max(0.0, min(up, down, 1.0))
         if step < self.num_warmup_steps:
             return (step + 1) / self.num_warmup_steps
-        progress = (step - self.num_warmup_steps) / max(1, self.num_steps - self.num_warmup_steps)
+        progress = (step - self.num_warmup_steps) / max(1, self.num_cosine_steps - self.num_warmup_steps)
         return self.final_share + (1 - self.final_share) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
@@ -75,11 +101,10 @@ def fit(
 
 def batches(encoded: list[Tokens], schedule: Schedule, seed: int) -> Iterator[NDArray[np.int64]]:
     """Yield one batch [batch, context + 1] a step; the last steps read long windows, so that late positions learn too."""
-    num_long_steps = round(schedule.num_steps * LONG_CONTEXT_SHARE)
     short = windows(encoded, CONTEXT, schedule.batch_tokens, seed)
     long = windows(encoded, LONG_CONTEXT, schedule.batch_tokens, seed + 1)
     for step in range(schedule.num_steps):
-        yield next(long if step >= schedule.num_steps - num_long_steps else short)
+        yield next(long if step >= schedule.num_short_steps else short)
 
 
 def windows(encoded: list[Tokens], context: int, batch_tokens: int, seed: int) -> Iterator[NDArray[np.int64]]:

@@ -12,7 +12,6 @@ import logging
 import math
 import platform
 import shutil
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -209,8 +208,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--output", type=Path, default=Path("deploy/embedded"), help="folder for default/, draft/"
     )
-    parser.add_argument("--steps", type=int, default=2000, help="optimiser steps of the main model")
-    parser.add_argument("--draft-steps", type=int, default=1600, help="optimiser steps of the draft model")
+    parser.add_argument("--steps", type=int, default=2000, help="length of the main model's cosine, in steps")
+    parser.add_argument("--long-steps", type=int, default=308, help="steps of long windows after it")
+    parser.add_argument("--draft-steps", type=int, default=1000, help="length of the draft model's cosine")
+    parser.add_argument("--draft-long-steps", type=int, default=120, help="steps of long windows after that")
     parser.add_argument("--batch-tokens", type=int, default=4096, help="tokens a step learns from")
     parser.add_argument(
         "--peak-matrices", type=float, default=0.01, help="highest rate of the layers' matrices"
@@ -241,13 +242,19 @@ def main() -> None:
     num_tokens = sum(map(len, encoded))
     logger.info("%d documents, %d tokens an epoch", len(documents), num_tokens)
     trained: dict[str, LlamaForCausalLM] = {}
-    for name, num_steps in (("default", arguments.steps), ("draft", arguments.draft_steps)):
+    for name, num_cosine_steps, num_long_steps in (
+        ("default", arguments.steps, arguments.long_steps),
+        ("draft", arguments.draft_steps, arguments.draft_long_steps),
+    ):
         schedule = Schedule(
-            num_steps, arguments.batch_tokens, arguments.peak_matrices, arguments.peak_embedding
+            num_cosine_steps,
+            num_long_steps,
+            arguments.batch_tokens,
+            arguments.peak_matrices,
+            arguments.peak_embedding,
         )
         torch.manual_seed(arguments.seed)
         model = trained[name] = LlamaForCausalLM(SHAPES[name].config())
-        started = time.monotonic()
         fit(
             model,
             encoded,
@@ -255,7 +262,6 @@ def main() -> None:
             arguments.seed,
             arguments.checkpoint / f"{name}.pt" if arguments.checkpoint else None,
         )
-        seconds = time.monotonic() - started
         loss = held_out_loss(model, tokenizer, held_out)
         folder = arguments.output / name
         record = {
@@ -265,10 +271,9 @@ def main() -> None:
             "seed": arguments.seed,
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
             "weights_bytes": export(model, tokenizer, folder, SHAPES[name].max_file_bytes),
-            "steps": num_steps,
-            "tokens_seen": num_steps * arguments.batch_tokens,
+            "steps": schedule.num_steps,
+            "tokens_seen": schedule.num_steps * arguments.batch_tokens,
             "tokens_in_an_epoch": num_tokens,
-            "training_seconds": round(seconds),
             "held_out": {
                 "what": "library files kept from model and tokenizer",
                 "files": [document.name for document in held_out],
