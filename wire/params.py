@@ -14,11 +14,20 @@ import msgspec
 from quintet.wire.errors import ErrorCode, RequestError
 
 MAX_CHOICES = 16_384
+MAX_COUNT = (1 << 31) - 1
+"""Most tokens any field may ask for: counts travel as int32."""
 MAX_STOP_STRINGS = 64
+MAX_STOP_CHARS = 4096
+"""Of all stop strings together: each is searched in every new text."""
 MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 1024
+MAX_SHOWN = 100
+"""Characters of a client's value that an error repeats."""
 MAX_LOGPROB_IDS = 128
 GREEDY_BELOW = 1e-5
 MIN_TEMPERATURE = 0.01
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 1e3
+"""Logits are multiplied by it in float32, which must not overflow."""
 
 
 class OutputKind(IntEnum):
@@ -93,8 +102,24 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
         return msgspec.structs.replace(self, **changes) if changes else self
 
 
+def shown(value: object) -> str:
+    """Return a client's value as an error repeats it: printable whatever it holds, and never long."""
+    try:
+        text = repr(value[:MAX_SHOWN] if isinstance(value, str | list) else value)
+    except ValueError:
+        return "a number of more digits than can be shown"
+    is_cut = len(text) > MAX_SHOWN or (isinstance(value, str | list) and len(value) > MAX_SHOWN)
+    return text[: MAX_SHOWN - 3] + "..." if is_cut else text
+
+
 def _bad(field: str, value: object, allowed: str) -> RequestError:
-    return RequestError(ErrorCode.INVALID, f"{field} is {value!r}; it must be {allowed}.", field)
+    return RequestError(ErrorCode.INVALID, f"{field} is {shown(value)}; it must be {allowed}.", field)
+
+
+def _unless_between(field: str, value: int | None, low: int, what: str) -> None:
+    """Raise unless a count is absent or from ``low`` to `MAX_COUNT`; ``what`` says so in words."""
+    if value is not None and not low <= value <= MAX_COUNT:
+        raise _bad(field, value, f"{what} and at most {MAX_COUNT}")
 
 
 def _check_ranges(p: SamplingParams) -> None:
@@ -111,22 +136,22 @@ def _check_ranges(p: SamplingParams) -> None:
             raise _bad(field, value, f"between {low:g} and {high:g}")
     if not 0.0 < p.top_p <= 1.0:
         raise _bad("top_p", p.top_p, "greater than 0 and at most 1")
-    if p.top_k < -1:
-        raise _bad("top_k", p.top_k, "a positive integer, or 0 or -1 to consider every token")
-    if not (math.isfinite(p.repetition_penalty) and p.repetition_penalty > 0):
-        raise _bad("repetition_penalty", p.repetition_penalty, "a finite number greater than 0")
+    _unless_between("top_k", p.top_k, -1, "a positive integer, or 0 or -1 to consider every token,")
+    if not MIN_REPETITION_PENALTY <= p.repetition_penalty <= MAX_REPETITION_PENALTY:
+        raise _bad(
+            "repetition_penalty",
+            p.repetition_penalty,
+            f"a finite number greater than 0: between {MIN_REPETITION_PENALTY:g} and {MAX_REPETITION_PENALTY:g}",
+        )
     if p.seed is not None and not -(1 << 63) <= p.seed < 1 << 63:
         raise _bad("seed", p.seed, "a 64-bit integer")
-    if p.max_tokens is not None and p.max_tokens < 1:
-        raise _bad("max_tokens", p.max_tokens, "at least 1")
-    if p.min_tokens < 0:
-        raise _bad("min_tokens", p.min_tokens, "at least 0")
+    _unless_between("max_tokens", p.max_tokens, 1, "at least 1")
+    _unless_between("min_tokens", p.min_tokens, 0, "at least 0")
     if p.max_tokens is not None and p.min_tokens > p.max_tokens:
         raise _bad("min_tokens", p.min_tokens, f"at most max_tokens, which is {p.max_tokens}")
-    if p.truncate_prompt_tokens is not None and p.truncate_prompt_tokens < -1:
-        raise _bad(
-            "truncate_prompt_tokens", p.truncate_prompt_tokens, "at least 1, or -1 for the model's limit"
-        )
+    if p.truncate_prompt_tokens != -1:
+        what = "-1 for the model's limit, or at least 1"
+        _unless_between("truncate_prompt_tokens", p.truncate_prompt_tokens, 1, what)
     if p.truncation_side not in {"left", "right"}:
         raise _bad("truncation_side", p.truncation_side, "'left' or 'right'")
 
@@ -138,16 +163,23 @@ def _check_lists(p: SamplingParams, max_logprobs: int, vocab_size: int | None) -
             continue
         if value == -1 and max_logprobs == -1:
             continue
-        if value < 0 or (max_logprobs >= 0 and value > max_logprobs):
-            raise _bad(field, value, f"between 0 and {max_logprobs} (the server's --max-logprobs)")
+        most = max_logprobs if max_logprobs >= 0 else MAX_COUNT
+        if not 0 <= value <= most:
+            raise _bad(field, value, f"between 0 and {most} (the server's --max-logprobs)")
     if len(p.stop) > MAX_STOP_STRINGS:
         raise _bad("stop", f"{len(p.stop)} strings", f"at most {MAX_STOP_STRINGS} strings")
+    if (num_chars := sum(map(len, p.stop))) > MAX_STOP_CHARS:
+        raise _bad("stop", f"{num_chars} characters", f"at most {MAX_STOP_CHARS} characters in all")
     if "" in p.stop:
         raise _bad("stop", p.stop, "a list of non-empty strings")
     if p.stop and not p.detokenize:
         raise _bad("stop", p.stop, "empty when detokenize is false: stop strings are searched in text")
     if len(p.bad_words) > MAX_BAD_WORDS:
         raise _bad("bad_words", f"{len(p.bad_words)} words", f"at most {MAX_BAD_WORDS} words")
+    if any(len(word) > MAX_BAD_WORD_CHARS for word in p.bad_words):
+        raise _bad(
+            "bad_words", p.bad_words, f"a list of words of at most {MAX_BAD_WORD_CHARS} characters each"
+        )
     if "" in p.bad_words:
         raise _bad("bad_words", p.bad_words, "a list of non-empty strings")
     if p.allowed_token_ids is not None and not p.allowed_token_ids:
@@ -163,6 +195,8 @@ def _check_lists(p: SamplingParams, max_logprobs: int, vocab_size: int | None) -
         ("logit_bias", p.logit_bias),
     )
     for field, ids in ids_by_field:
+        if vocab_size is not None and ids and len(ids) > vocab_size:
+            raise _bad(field, f"{len(ids)} ids", f"at most {vocab_size} ids, as many as there are tokens")
         for token in ids or ():
             if token < 0 or (vocab_size is not None and token >= vocab_size):
                 limit = "a token id" if vocab_size is None else f"a token id between 0 and {vocab_size - 1}"

@@ -82,6 +82,19 @@ def test_worker_ids_read_like_addresses() -> None:
         ({"allowed_token_ids": []}, "allowed_token_ids", "non-empty"),
         ({"seed": 1 << 63}, "seed", "64-bit"),
         ({"repetition_penalty": float("inf")}, "repetition_penalty", "finite"),
+        ({"repetition_penalty": float("nan")}, "repetition_penalty", "finite"),
+        ({"repetition_penalty": 1e-30}, "repetition_penalty", "between 0.001 and 1000"),
+        ({"max_tokens": 1 << 31}, "max_tokens", "at most 2147483647"),
+        ({"max_tokens": None, "min_tokens": 1 << 64}, "min_tokens", "at most 2147483647"),
+        ({"top_k": 1 << 64}, "top_k", "at most 2147483647"),
+        ({"top_k": 10**5000}, "top_k", "more digits than can be shown"),
+        ({"truncate_prompt_tokens": 1 << 64}, "truncate_prompt_tokens", "at most 2147483647"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1"),
+        ({"stop": ["x" * 4097]}, "stop", "at most 4096 characters"),
+        ({"bad_words": ["ok", "x" * 1025]}, "bad_words", "at most 1024 characters"),
+        ({"bad_words": ["\ud800", ""]}, "bad_words", "non-empty"),
+        ({"stop_token_ids": [1] * 100}, "stop_token_ids", "at most 99 ids"),
+        ({"allowed_token_ids": [1] * 100}, "allowed_token_ids", "at most 99 ids"),
     ],
 )
 def test_bad_parameters_are_named_with_their_range(change: dict[str, Any], param: str, said: str) -> None:
@@ -90,6 +103,14 @@ def test_bad_parameters_are_named_with_their_range(change: dict[str, Any], param
     assert caught.value.code is ErrorCode.INVALID
     assert caught.value.param == param
     assert said in caught.value.message
+    assert len(caught.value.message.encode()) < 300
+
+
+@pytest.mark.parametrize(
+    "change", [{"top_k": -1}, {"truncate_prompt_tokens": -1}, {"max_tokens": (1 << 31) - 1}]
+)
+def test_the_ends_of_ranges_are_allowed(change: dict[str, Any]) -> None:
+    SamplingParams(**change).checked()
 
 
 def test_the_normal_form_spells_greedy_one_way() -> None:
