@@ -8,12 +8,14 @@ could still become a stop string and must be held back. Nothing here knows of to
 from __future__ import annotations
 
 import re
-from collections import deque
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
 ROOT = 0
 MAX_CACHED = 256
+MAX_CACHED_CHARACTERS = 1 << 18
+"""Stop strings are the client's: this bounds what the automata nobody uses now may hold (at most 30 MB)."""
 
 
 class Hit(NamedTuple):
@@ -24,51 +26,71 @@ class Hit(NamedTuple):
 
 
 class StopAutomaton:
-    """The automaton of one tuple of stop strings. Immutable: every request with these strings shares it."""
+    """The automaton of one tuple of stop strings. Immutable: every request with these strings shares it.
+
+    Where a string leaves what the others share, its nodes are numbered on from there, so nearly every edge leads from a
+    node to the next and is one entry of a list; only the few that begin such a stretch are in dictionaries.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._next: list[dict[str, int]] = [{}]
-        self._fail: list[int] = [ROOT]
+        self._along: list[str] = [""]
+        """Per node: the character that leads to the next number, or nothing."""
+        self._forks: dict[int, dict[str, int]] = {ROOT: {}}
+        """The edges to other numbers, of the nodes that have any."""
         self._ends: list[str | None] = [None]
-        self.hold: list[int] = [0]
-        """Per node: characters at the end of the text that may yet grow into a stop string."""
-        depth = [0]
+        depth = array("i", [0])
+        letters: dict[str, str] = {}  # one object per character, however often it occurs
         for stop in stops:
-            node = ROOT
-            for character in stop:
-                child = self._next[node].get(character)
-                if child is None:
-                    child = len(self._next)
-                    self._next[node][character] = child
-                    self._next.append({})
-                    self._fail.append(ROOT)
-                    self._ends.append(None)
-                    self.hold.append(0)
-                    depth.append(depth[node] + 1)
-                node = child
+            node, common = ROOT, 0
+            while common < len(stop) and (child := self._child(node, stop[common])) is not None:
+                node, common = child, common + 1
+            if common < len(stop):
+                self._forks.setdefault(node, {})[stop[common]] = len(self._along)
+                self._along += [letters.setdefault(letter, letter) for letter in stop[common + 1 :]]
+                self._along.append("")
+                self._ends += [None] * (len(stop) - common)
+                depth.extend(range(common + 1, len(stop) + 1))
+                node = len(self._along) - 1
             self._ends[node] = stop
+        self._fail = array("i", bytes(4 * len(depth)))
+        self.hold = depth[:]
+        """Per node: characters at the end of the text that may yet grow into a stop string."""
         self._link(depth)
-        first = "".join(re.escape(character) for character in sorted(self._next[ROOT]))
+        first = "".join(re.escape(character) for character in sorted(self._forks[ROOT]))
         self._first = re.compile(f"[{first}]")
 
-    def _link(self, depth: list[int]) -> None:
+    def _child(self, node: int, character: str) -> int | None:
+        if self._along[node] == character:
+            return node + 1
+        forks = self._forks.get(node)
+        return None if forks is None else forks.get(character)
+
+    def _link(self, depth: Sequence[int]) -> None:
         """Set failure links breadth first, so that a node's link is complete before its children's."""
-        queue = deque([ROOT])
-        while queue:
-            node = queue.popleft()
-            for character, child in self._next[node].items():
-                queue.append(child)
-                if node != ROOT:
-                    fallback = self._fail[node]
-                    while fallback != ROOT and character not in self._next[fallback]:
-                        fallback = self._fail[fallback]
-                    self._fail[child] = self._next[fallback].get(character, ROOT)
+        along, forks, fail, ends, hold = self._along, self._forks, self._fail, self._ends, self.hold
+        get_forks, get_first = forks.get, forks[ROOT].get
+        for node in sorted(range(len(along)), key=depth.__getitem__):
+            edges = [(along[node], node + 1)] if along[node] else []
+            edges += get_forks(node, {}).items()
             if node != ROOT:
-                fail = self._fail[node]
-                if self._ends[node] is None:
-                    self._ends[node] = self._ends[fail]
-                # A stop string that nothing extends has been decided: only what follows it counts.
-                self.hold[node] = depth[node] if self._next[node] else self.hold[fail]
+                for character, child in edges:
+                    fallback = fail[node]
+                    while fallback != ROOT:
+                        if along[fallback] == character:
+                            fail[child] = fallback + 1
+                            break
+                        other = get_forks(fallback)
+                        if other is not None and character in other:
+                            fail[child] = other[character]
+                            break
+                        fallback = fail[fallback]
+                    else:
+                        fail[child] = get_first(character, ROOT)
+                if ends[node] is None:
+                    ends[node] = ends[fail[node]]
+                if not edges:
+                    # A stop string that nothing extends has been decided: only what follows it counts.
+                    hold[node] = hold[fail[node]]
 
     def scan(self, node: int, text: str, armed: bool) -> tuple[int, Hit | None]:
         """Read ``text`` from ``node``; return the node reached and the first hit, where reading ends.
@@ -76,7 +98,7 @@ class StopAutomaton:
         Of stop strings that end at the same character the longest is the hit: it begins first. Not ``armed``, hits
         are passed over.
         """
-        following, fail, ends = self._next, self._fail, self._ends
+        along, forks, fail, ends = self._along, self._forks, self._fail, self._ends
         position, length = 0, len(text)
         while position < length:
             if node == ROOT:
@@ -86,9 +108,16 @@ class StopAutomaton:
                 position = match.start()
             character = text[position]
             position += 1
-            while (child := following[node].get(character)) is None and node != ROOT:
+            while along[node] != character:
+                edges = forks.get(node)
+                if edges is not None and (child := edges.get(character)) is not None:
+                    node = child
+                    break
+                if node == ROOT:
+                    break
                 node = fail[node]
-            node = ROOT if child is None else child
+            else:
+                node += 1
             if armed and (stop := ends[node]) is not None:
                 return node, Hit(position, stop)
         return node, None
@@ -99,14 +128,20 @@ class StopCache:
 
     def __init__(self) -> None:
         self._automata: dict[tuple[str, ...], StopAutomaton] = {}
+        self._num_characters = 0
 
     def automaton(self, stops: Sequence[str]) -> StopAutomaton | None:
         """Return the automaton of these strings, or None when there are none."""
         if not stops:
             return None
         key = tuple(stops)
-        known = self._automata.pop(key, None) or StopAutomaton(key)
+        known = self._automata.pop(key, None)
+        if known is None:
+            known = StopAutomaton(key)
+            self._num_characters += sum(map(len, key))
         self._automata[key] = known  # the newest use goes last, the oldest is dropped first
-        if len(self._automata) > MAX_CACHED:
-            del self._automata[next(iter(self._automata))]
+        while len(self._automata) > MAX_CACHED or self._num_characters > MAX_CACHED_CHARACTERS:
+            oldest = next(iter(self._automata))
+            del self._automata[oldest]
+            self._num_characters -= sum(map(len, oldest))
         return known

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from quintet.detokenizer_proc.incremental import PieceTable
-from quintet.detokenizer_proc.stops import MAX_CACHED, ROOT, StopAutomaton, StopCache
+from quintet.detokenizer_proc.stops import MAX_CACHED, MAX_CACHED_CHARACTERS, ROOT, StopAutomaton, StopCache
 from quintet.detokenizer_proc.text_state import TextState
 from quintet.wire.codec import pack_i32
 from quintet.wire.messages import Open
@@ -71,6 +73,38 @@ def test_cache_shares_and_stays_bounded() -> None:
     for i in range(MAX_CACHED):
         cache.automaton([f"s{i}"])
     assert cache.automaton(["x"]) is not first
+
+
+def test_cache_is_bounded_by_characters() -> None:
+    cache = StopCache()
+    small = cache.automaton(["x"])
+    big = [chr(ord("a") + i) * 4096 for i in range(MAX_CACHED_CHARACTERS // 4096)]
+    kept = [cache.automaton([stop]) for stop in big]
+    assert cache.automaton(big[-1:]) is kept[-1]
+    assert cache.automaton(["x"]) is not small
+    huge = ["h" * (MAX_CACHED_CHARACTERS + 1)]
+    assert cache.automaton(huge) is not cache.automaton(huge)
+
+
+@pytest.mark.parametrize(
+    "stops", [["a" * 4096], ["ab" * 31 + chr(0x4E00 + i) for i in range(64)], ["\u4e00\u4e8c" * 2048]]
+)
+def test_a_set_of_four_thousand_characters_is_cheap(stops: list[str]) -> None:
+    seconds = []
+    for _ in range(5):
+        began = time.perf_counter()
+        StopAutomaton(stops)
+        seconds.append(time.perf_counter() - began)
+    assert min(seconds) < 0.005
+    tracemalloc.start()
+    try:
+        automaton = StopAutomaton(stops)
+        assert tracemalloc.get_traced_memory()[0] < 64 * sum(map(len, stops))
+    finally:
+        tracemalloc.stop()
+    text = "x" + stops[-1][:-1] + stops[-1]
+    _, hit = automaton.scan(ROOT, text, True)
+    assert hit is not None and hit.end == text.index(stops[-1]) + len(stops[-1])
 
 
 def reference(
