@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import itertools
 import threading
 import weakref
@@ -20,6 +21,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from concurrent import futures
 from types import TracebackType
 from typing import Literal, Self, TypeVar, cast, overload
 
@@ -28,7 +30,7 @@ from tqdm import tqdm
 
 from quintet.deploy.python_api.async_llm import AsyncLLM
 from quintet.deploy.python_api.engine import Engine, EngineError, options_of_call
-from quintet.deploy.python_api.gather import Gather, Job, refused
+from quintet.deploy.python_api.gather import LOOK_S, Gather, Job, refused
 from quintet.deploy.python_api.inputs import (
     ChatOptions,
     Conversation,
@@ -36,7 +38,9 @@ from quintet.deploy.python_api.inputs import (
     ReadPrompt,
     default_params,
     read_params,
+    read_priority,
     read_prompt,
+    read_text,
 )
 from quintet.deploy.python_api.outputs import (
     CompletionOutput,
@@ -198,7 +202,8 @@ class LLM:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text."""
-        answer = self._wait(self._engine.queries.tokenize(TextPrompt(text, add_special_tokens)))
+        prompt = TextPrompt(read_text(text, "text"), add_special_tokens)
+        answer = self._wait(self._engine.queries.tokenize(prompt))
         return list(unpack_i32(answer.token_ids))
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -223,7 +228,13 @@ class LLM:
         except EngineError:
             question.close()
             raise
-        return asyncio.run_coroutine_threadsafe(question, self._loop).result()
+        answer = asyncio.run_coroutine_threadsafe(question, self._loop)
+        while not futures.wait([answer], LOOK_S).done and self._loop.is_running():
+            pass
+        if not answer.done() or answer.cancelled():
+            question.close()
+            raise EngineError("this engine was shut down")
+        return answer.result()
 
     def _run(
         self,
@@ -268,15 +279,14 @@ class LLM:
             except StopIteration:
                 raise ValueError("there are more prompts than sampling_params or priorities") from None
             try:
-                if chosen is not last_given:
+                if chosen != last_given:
+                    last_given = None
                     checked = read_params(chosen).checked(
                         config.frontend.max_logprobs, config.model.vocab_size
                     )
-                    last_given, last_read = (
-                        chosen,
-                        msgspec.structs.replace(checked, output_kind=OutputKind.FINAL_ONLY),
-                    )
-                yield Job(request_id, read(given), last_read, rank)
+                    last_read = msgspec.structs.replace(checked, output_kind=OutputKind.FINAL_ONLY)
+                    last_given = copy.deepcopy(chosen)  # the caller may change and pass the same object again
+                yield Job(request_id, read(given), last_read, read_priority(rank))
             except RequestError as error:
                 yield refused(request_id, error)
 
@@ -315,14 +325,23 @@ def _shut_down(engine: Engine, loop: asyncio.AbstractEventLoop, thread: threadin
     if not engine.is_ours:
         return
 
-    def leave() -> None:
-        engine.abandon("The engine was shut down.")
-        engine.detach()
-        loop.call_soon(loop.call_soon, loop.stop)  # two turns, so that collectors pass the errors on
+    async def leave() -> None:
+        try:
+            engine.abandon("The engine was shut down.")
+        finally:
+            engine.detach()
+            await asyncio.sleep(0)  # two turns, so that collectors pass the errors on
+            await asyncio.sleep(0)
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+            loop.call_soon(loop.stop)
 
-    if thread.is_alive():
-        loop.call_soon_threadsafe(leave)
-        thread.join(5)
+    leaving = asyncio.run_coroutine_threadsafe(leave(), loop) if thread.is_alive() else None
+    thread.join(5)
     engine.stop()
     if not loop.is_running():
         loop.close()
+    if leaving is not None and leaving.done():
+        leaving.result()

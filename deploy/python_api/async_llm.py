@@ -17,7 +17,9 @@ from quintet.deploy.python_api.inputs import (
     ReadPrompt,
     default_params,
     read_params,
+    read_priority,
     read_prompt,
+    read_text,
 )
 from quintet.deploy.python_api.outputs import Assembler, RequestOutput
 from quintet.frontend.sessions import Stream
@@ -79,7 +81,7 @@ class AsyncLLM:
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text."""
         self._attach()
-        answer = await self._engine.queries.tokenize(TextPrompt(text, add_special_tokens))
+        answer = await self._engine.queries.tokenize(TextPrompt(read_text(text, "text"), add_special_tokens))
         return list(unpack_i32(answer.token_ids))
 
     async def decode(self, token_ids: Sequence[int]) -> str:
@@ -96,10 +98,17 @@ class AsyncLLM:
 
     def shutdown(self) -> None:
         """End the processes; the second call does nothing."""
-        if self._loop is not None and not self._loop.is_closed():
+        try:
+            if self._loop is not None and not self._loop.is_closed():
+                self._leave()
+        finally:
+            self._shutdown()
+
+    def _leave(self) -> None:
+        try:
             self._engine.abandon("The engine was shut down.")
+        finally:
             self._engine.detach()
-        self._shutdown()
 
     async def __aenter__(self) -> Self:
         self._attach()
@@ -134,7 +143,7 @@ class AsyncLLM:
         stream = self._engine.sessions.submit(
             read.prompt,
             read_params(chosen),
-            priority=priority,
+            priority=read_priority(priority),
             cache_salt=read.cache_salt,
             return_prompt_ids=True,
             final_only=chosen.output_kind is OutputKind.FINAL_ONLY,

@@ -10,6 +10,7 @@ The caller's iterator is advanced in the caller's thread and only as far as the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
@@ -21,6 +22,12 @@ from quintet.deploy.python_api.outputs import Assembler, RequestMetrics, Request
 from quintet.frontend.sessions import Mailbox, Stream
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import SamplingParams
+
+LOOK_S = 1.0
+"""How often a waiting thread looks whether the loop it waits for still runs."""
+
+Ending = RequestOutput | Exception
+"""What became of a request; an exception is a mistake of ours, to be raised where the caller sees it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +61,8 @@ class Gather:
         self._loop = loop
         self._jobs = jobs
         self._window = window
-        self._done: SimpleQueue[tuple[int, RequestOutput]] = SimpleQueue()
-        self._ready: dict[int, RequestOutput] = {}
+        self._done: SimpleQueue[tuple[int, Ending]] = SimpleQueue()
+        self._ready: dict[int, Ending] = {}
         self._mailbox = Mailbox()
         self._open: dict[Stream, tuple[int, Assembler]] = {}
         self._collector: asyncio.Task[None] | None = None
@@ -65,20 +72,37 @@ class Gather:
         self._is_closed = False
 
     def outputs(self) -> Generator[RequestOutput, None, None]:
-        """Yield the outputs in the order of the prompts; a request that failed has ``error`` set."""
+        """Yield the outputs in the order of the prompts; a request that failed has ``error`` set.
+
+        Whatever else went wrong on the engine's loop is raised here, and `EngineError` when the loop is gone.
+        """
         try:
             while True:
                 self._fill()
                 if self._next == self._num_submitted:
                     return
                 while self._next not in self._ready:
-                    index, output = self._done.get()
-                    self._ready[index] = output
+                    self._wait_for_one()
                 self._next += 1
-                yield self._ready.pop(self._next - 1)
+                ending = self._ready.pop(self._next - 1)
+                if isinstance(ending, Exception):
+                    raise ending
+                yield ending
         finally:
-            if self._loop.is_running():
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and everything with it
                 self._loop.call_soon_threadsafe(self._close)
+
+    def _wait_for_one(self) -> None:
+        while True:
+            try:
+                index, ending = self._done.get(timeout=LOOK_S)
+            except Empty:
+                if self._loop.is_running():
+                    continue
+                self._engine.check()
+                raise EngineError("this engine is being shut down") from None
+            self._ready[index] = ending
+            return
 
     def _fill(self) -> None:
         """Submit prompts until the window is full, or the next output is there to be given."""
@@ -100,23 +124,28 @@ class Gather:
     def _take_done(self) -> None:
         try:
             while True:
-                index, output = self._done.get_nowait()
-                self._ready[index] = output
+                index, ending = self._done.get_nowait()
+                self._ready[index] = ending
         except Empty:
             return
 
     # --- on the engine's loop ---
 
     def _submit(self, index: int, job: Job) -> None:
+        """Submit, or tell the caller's thread why not: an exception lost here would leave it waiting for ever."""
         if self._is_closed:
             return
         try:
-            self._engine.check()
+            self._submit_checked(index, job)
         except EngineError as error:
             self._done.put((index, refused(job.request_id, RequestError(ErrorCode.UNAVAILABLE, str(error)))))
-            return
-        if self._collector is None:
-            self._collector = self._loop.create_task(self._collect())
+        except RequestError as error:
+            self._done.put((index, refused(job.request_id, error)))
+        except Exception as error:  # noqa: BLE001 - raised again in the caller's thread
+            self._done.put((index, error))
+
+    def _submit_checked(self, index: int, job: Job) -> None:
+        self._engine.check()
         read = job.prompt
         stream = self._engine.sessions.submit(
             read.prompt,
@@ -128,22 +157,17 @@ class Gather:
             final_only=True,
         )
         self._open[stream] = (index, Assembler(job.request_id, read.text, stream))
+        if self._collector is None:
+            self._collector = self._loop.create_task(self._collect())
 
     async def _collect(self) -> None:
         while True:
             for stream in await self._mailbox.wait():
                 index, assembler = self._open.pop(stream)
-                batch = stream.take()
-                if batch.started is not None:
-                    assembler.start(batch.started)
-                output = assembler.add(batch.deltas)
-                if batch.error is not None:
-                    output = assembler.failed(batch.error)
-                elif output is None:
-                    output = assembler.failed(
-                        RequestError(ErrorCode.INTERNAL, "The request ended without an output.")
-                    )
-                self._done.put((index, output))
+                try:
+                    self._done.put((index, _output(stream, assembler)))
+                except Exception as error:  # noqa: BLE001 - raised again in the caller's thread
+                    self._done.put((index, error))
 
     def _close(self) -> None:
         self._is_closed = True
@@ -152,3 +176,16 @@ class Gather:
         self._open.clear()
         if self._collector is not None:
             self._collector.cancel()
+
+
+def _output(stream: Stream, assembler: Assembler) -> RequestOutput:
+    """Return the output of a request that has ended."""
+    batch = stream.take()
+    if batch.started is not None:
+        assembler.start(batch.started)
+    output = assembler.add(batch.deltas)
+    if batch.error is not None:
+        return assembler.failed(batch.error)
+    if output is None:
+        return assembler.failed(RequestError(ErrorCode.INTERNAL, "The request ended without an output."))
+    return output

@@ -44,12 +44,55 @@ class ReadPrompt:
 def read_prompt(given: PromptInput, vocab_size: int) -> ReadPrompt:
     """Understand one prompt. Raises `RequestError` saying what was passed and what may be."""
     if isinstance(given, str):
-        return ReadPrompt(TextPrompt(given), given)
+        return ReadPrompt(TextPrompt(read_text(given, "prompt")), given)
     if isinstance(given, Mapping):
         return _read_dict(given, vocab_size)
     if isinstance(given, Sequence) and not isinstance(given, bytes):
         return ReadPrompt(TokenPrompt(_pack_ids(given, vocab_size)), None)
     raise _bad(f"a {type(given).__name__}; pass text, a list of token ids, or a dictionary with either")
+
+
+def read_text(given: str, name: str) -> str:
+    """Return a text that can be sent. Raises `RequestError` for one with half of a surrogate pair."""
+    try:
+        given.encode()
+    except UnicodeEncodeError as error:
+        raise _half_pair(name, error) from None
+    return given
+
+
+def _half_pair(name: str, error: UnicodeEncodeError) -> RequestError:
+    return RequestError(
+        ErrorCode.INVALID,
+        f"{name} holds {error.object[error.start]!r} at character {error.start}, half of a surrogate pair, which is not "
+        "text; drop it, or read the text again with errors='replace'.",
+        name,
+    )
+
+
+def read_priority(given: int) -> int:
+    """Return a priority that can be sent. Raises `RequestError`."""
+    if not isinstance(given, int) or not -(1 << 63) <= given < 1 << 63:
+        raise RequestError(
+            ErrorCode.INVALID,
+            "priority is not a 64-bit whole number; pass a small one, such as 0 or -1.",
+            "priority",
+        )
+    return given
+
+
+def _json(given: object, name: str) -> bytes:
+    """Return as JSON what goes to the chat template. Raises `RequestError` for what JSON cannot hold."""
+    try:
+        return msgspec.json.encode(given)
+    except UnicodeEncodeError as error:
+        raise _half_pair(name, error) from None
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise RequestError(
+            ErrorCode.INVALID,
+            f"{name} cannot be written as JSON ({error}); pass text, numbers, lists and dictionaries with text keys.",
+            name,
+        ) from None
 
 
 def _read_dict(given: Mapping[str, object], vocab_size: int) -> ReadPrompt:
@@ -59,8 +102,9 @@ def _read_dict(given: Mapping[str, object], vocab_size: int) -> ReadPrompt:
     text, ids, salt = given.get("prompt"), given.get("prompt_token_ids"), given.get("cache_salt", "")
     if not isinstance(salt, str):
         raise _bad(f"a dictionary whose cache_salt is {salt!r}; it must be text")
+    read_text(salt, "cache_salt")
     if isinstance(text, str) and ids is None:
-        return ReadPrompt(TextPrompt(text), text, salt)
+        return ReadPrompt(TextPrompt(read_text(text, "prompt")), text, salt)
     if text is None and isinstance(ids, Sequence) and not isinstance(ids, str | bytes):
         return ReadPrompt(TokenPrompt(_pack_ids(ids, vocab_size)), None, salt)
     raise _bad("a dictionary that must have either `prompt` (text) or `prompt_token_ids` (a list of ids)")
@@ -105,10 +149,14 @@ class ChatOptions:
                 )
         return ReadPrompt(
             ChatPrompt(
-                messages=msgspec.json.encode(messages),
-                tools=msgspec.json.encode(self.tools) if self.tools else b"",
-                template_kwargs=msgspec.json.encode(self.template_kwargs) if self.template_kwargs else b"",
-                chat_template=self.chat_template,
+                messages=_json(messages, "messages"),
+                tools=_json(self.tools, "tools") if self.tools else b"",
+                template_kwargs=_json(self.template_kwargs, "chat_template_kwargs")
+                if self.template_kwargs
+                else b"",
+                chat_template=None
+                if self.chat_template is None
+                else read_text(self.chat_template, "chat_template"),
                 add_generation_prompt=self.add_generation_prompt,
                 continue_final_message=self.continue_final_message,
             ),
@@ -131,10 +179,28 @@ def read_params(given: SamplingParams) -> SamplingParams:
     for name in ("stop", "bad_words"):
         value = values[name]
         values[name] = [value] if isinstance(value, str) else list(value or ())
+    for name, value in values.items():
+        _check_sendable(name, value)
     try:
         return msgspec.convert(list(values.values()), SamplingParams)
     except msgspec.ValidationError as error:
         raise RequestError(ErrorCode.INVALID, _reworded(str(error), values), "sampling_params") from None
+
+
+def _check_sendable(name: str, value: object) -> None:
+    """Reject what no message can hold; wrong types are left to the conversion that follows."""
+    try:
+        msgspec.msgpack.encode(value)
+    except OverflowError:
+        raise RequestError(
+            ErrorCode.INVALID,
+            f"{name} holds a whole number that does not fit into 64 bits; pass a smaller one.",
+            name,
+        ) from None
+    except UnicodeEncodeError as error:
+        raise _half_pair(name, error) from None
+    except TypeError:
+        return
 
 
 def _reworded(words: str, values: Mapping[str, object]) -> str:

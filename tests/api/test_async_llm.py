@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -105,6 +106,15 @@ def test_errors_name_what_is_wrong(llm: AsyncLLM) -> None:
             await anext(llm.generate("x", SamplingParams(top_p=3.0)))
         with pytest.raises(RequestError, match="conversation is empty"):
             await anext(llm.chat([]))
+        with pytest.raises(RequestError, match=r"prompt holds .*half of a surrogate pair"):
+            await anext(llm.generate("\ud83d"))
+        with pytest.raises(RequestError, match=r"messages holds .*half of a surrogate pair"):
+            await anext(llm.chat([{"role": "user", "content": "\ud83d"}]))
+        with pytest.raises(RequestError, match="top_k"):
+            await anext(llm.generate("x", SamplingParams(top_k=10**30)))
+        with pytest.raises(RequestError, match="priority"):
+            await anext(llm.generate("x", priority=10**30))
+        assert llm._streams == {} and llm._engine.sessions.num_live == 0
 
     asyncio.run(main())
 
@@ -158,5 +168,49 @@ def test_context_manager_and_lost_engine() -> None:
                 await llm.check_health()
         with pytest.raises(EngineError, match="shut down"):
             await llm.check_health()
+
+    asyncio.run(main())
+
+
+def test_shutdown_ends_running_requests_and_ids_are_free_again_after_an_end() -> None:
+    async def main() -> None:
+        llm = AsyncLLM(executor="mock", step_ms=20.0)
+        run_dir = Path(llm._engine.config.run_dir)
+        for _ in range(2):
+            outputs = [o async for o in llm.generate("x", params(OutputKind.FINAL_ONLY, 2), "same")]
+            assert outputs[-1].finished and outputs[-1].request_id == "same"
+        running = llm.generate("x", params(OutputKind.DELTA, 400), "same")
+        await anext(running)
+        llm.shutdown()
+        llm.shutdown()
+        with pytest.raises(RequestError, match="shut down"):
+            async for _ in running:
+                pass
+        with pytest.raises(EngineError, match="shut down"):
+            await anext(llm.generate("x"))
+        await llm.abort("same")
+        assert llm._streams == {} and not run_dir.exists()
+
+    asyncio.run(main())
+
+
+def test_a_failure_of_ours_is_raised_and_shutdown_still_ends_the_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise LookupError("of ours")
+
+    async def main() -> None:
+        llm = AsyncLLM(executor="mock")
+        run_dir = Path(llm._engine.config.run_dir)
+        with monkeypatch.context() as patch:
+            patch.setattr(llm._engine.sessions, "submit", fail)
+            with pytest.raises(LookupError, match="of ours"):
+                await anext(llm.generate("x", request_id="mine"))
+        assert [o async for o in llm.generate("x", request_id="mine")][-1].finished
+        monkeypatch.setattr(llm._engine.sessions, "fail_all", fail)
+        with pytest.raises(LookupError, match="of ours"):
+            llm.shutdown()
+        assert not run_dir.exists()
 
     asyncio.run(main())

@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import psutil
@@ -18,7 +20,7 @@ import pytest
 import quintet
 from quintet import LLM, SamplingParams
 from quintet.deploy.offline import EngineError
-from quintet.wire.errors import ConfigError, RequestError
+from quintet.wire.errors import ConfigError, ErrorCode, RequestError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, seed=7)
 
@@ -123,6 +125,8 @@ def test_chat_takes_one_conversation_or_several(llm: LLM) -> None:
         ({"prompt": "x", "prompt_token_ids": [1]}, "either"),
         (b"bytes", "bytes"),
         (list(range(5, 905)), "512"),
+        ("half a pair \ud83d", "at character 12, half of a surrogate pair"),
+        ({"prompt": "x", "cache_salt": "\ud83d"}, "cache_salt holds"),
     ],
 )
 def test_prompts_that_cannot_be_served_say_why(llm: LLM, prompt: Any, words: str) -> None:
@@ -140,11 +144,40 @@ def test_prompts_that_cannot_be_served_say_why(llm: LLM, prompt: Any, words: str
         (SamplingParams(temperature="hot"), "temperature is 'hot'"),  # type: ignore[arg-type]
         (SamplingParams(max_tokens=0), "max_tokens is 0"),
         ("greedy", "pass SamplingParams"),
+        (SamplingParams(top_k=10**30), "top_k"),
+        (SamplingParams(stop=["\ud83d"]), "stop"),
     ],
 )
 def test_parameters_that_cannot_work_say_why(llm: LLM, params: SamplingParams, words: str) -> None:
     with pytest.raises(RequestError, match=words):
         llm.generate("x", [params], use_tqdm=False)
+
+
+def test_texts_and_numbers_that_no_message_holds_are_refused(llm: LLM) -> None:
+    def conversation(text: object) -> list[dict[str, object]]:
+        return [{"role": "user", "content": text}]
+
+    with pytest.raises(RequestError, match=r"messages holds .* at character 2, half of a surrogate pair"):
+        llm.chat(conversation("ab\ud83d"), GREEDY, use_tqdm=False)
+    with pytest.raises(RequestError, match="messages cannot be written as JSON"):
+        llm.chat(conversation(object()), GREEDY, use_tqdm=False)
+    with pytest.raises(RequestError, match="text holds"):
+        llm.encode("\ud83d")
+    with pytest.raises(RequestError, match="priority"):
+        llm.generate("x", GREEDY, priority=10**30, use_tqdm=False)
+
+
+def test_parameters_may_be_changed_and_passed_again(llm: LLM) -> None:
+    def one_object() -> Iterator[SamplingParams]:
+        params = SamplingParams(ignore_eos=True, stop_token_ids=[])
+        for params.max_tokens in (1, 2, 3):
+            yield params
+        params.stop_token_ids += range(llm.vocab_size)
+        yield params
+
+    outputs = llm.generate(["a", "b", "c", "d"], one_object(), use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs[:3]] == [1, 2, 3]
+    assert outputs[3].outputs[0].finish_reason == "stop"
 
 
 def test_a_lone_stop_string_is_a_list_of_one(llm: LLM) -> None:
@@ -209,6 +242,69 @@ def test_a_lost_engine_is_an_error_not_a_hang() -> None:
             next(outputs)
         with pytest.raises(EngineError, match="gone"):
             llm.generate("b", use_tqdm=False)
+
+
+def test_what_goes_wrong_on_the_loop_is_raised_in_the_callers_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise LookupError("of ours")
+
+    def refuse(*args: object, **options: object) -> None:
+        raise RequestError(ErrorCode.INVALID, "no such thing")
+
+    llm = LLM(executor="mock")
+    run_dir = Path(llm._engine.config.run_dir)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._engine.sessions, "submit", fail)
+        with pytest.raises(LookupError, match="of ours"):
+            llm.generate(["a", "b"], GREEDY, use_tqdm=False, errors="return")
+        patch.setattr(llm._engine.sessions, "submit", refuse)
+        (refused,) = llm.generate("a", GREEDY, use_tqdm=False, errors="return")
+        assert refused.error is not None and refused.error.message == "no such thing"
+    with monkeypatch.context() as patch:
+        patch.setattr("quintet.deploy.python_api.outputs.Assembler.start", fail)
+        with pytest.raises(LookupError, match="of ours"):
+            llm.generate("a", GREEDY, use_tqdm=False)
+    assert llm.generate("a", GREEDY, use_tqdm=False)[0].finished
+    monkeypatch.setattr(llm._engine.sessions, "fail_all", fail)
+    with pytest.raises(LookupError, match="of ours"):
+        llm.shutdown()
+    assert not llm._thread.is_alive() and llm._loop.is_closed() and not run_dir.exists()
+
+
+def test_shutdown_ends_the_calls_of_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(executor="mock", step_ms=20.0)
+    endings: SimpleQueue[object] = SimpleQueue()
+    asked = threading.Event()
+
+    def generate() -> None:
+        endless = llm.generate(
+            iter(lambda: "a", None), SamplingParams(max_tokens=300), use_tqdm=False, errors="return"
+        )
+        try:
+            for output in endless:
+                assert output.error is not None
+        except EngineError as error:
+            endings.put(error)
+
+    def encode() -> None:
+        try:
+            llm.encode("a")
+        except EngineError as error:
+            endings.put(error)
+
+    def silence(*args: object) -> bool:
+        asked.set()
+        return True
+
+    generating = threading.Thread(target=generate, daemon=True)
+    generating.start()
+    monkeypatch.setattr(llm._engine.queries, "_send", silence)
+    threading.Thread(target=encode, daemon=True).start()
+    assert asked.wait(10)
+    llm.shutdown()
+    assert "shut down" in str(endings.get(timeout=10)) and "shut down" in str(endings.get(timeout=10))
 
 
 SCRIPT = """
