@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from quintet.frontend.dialects.errors import RetryLater
 from quintet.frontend.sessions import Sessions
-from quintet.wire.errors import ErrorCode
+from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role
 from quintet.wire.metrics import Metrics
 
@@ -47,7 +47,14 @@ class Admission:
         )
 
     def enter(self, num_requests: int = 1) -> None:
-        """Raise `RetryLater` unless this many more requests may be submitted now."""
+        """Raise `RetryLater` unless this many more requests may be submitted now; each choice counts as one."""
+        if num_requests > self._max_requests:
+            raise RequestError(
+                ErrorCode.INVALID,
+                f"n times the number of prompts is {num_requests}; this server holds at most {self._max_requests} "
+                "requests at a time. Send fewer, or raise --max-queued-requests.",
+                "n",
+            )
         if self.draining:
             self._refused_unready.inc()
             raise RetryLater(
@@ -61,12 +68,12 @@ class Admission:
                 f"The server is still starting: its {' and '.join(booting)} did not report yet. Try again shortly.",
                 SHORT_RETRY_S,
             )
-        excess = self._sessions.num_live + num_requests - self._max_requests
+        excess = self._sessions.num_open_choices + num_requests - self._max_requests
         if excess > 0:
             self._refused_full.inc()
             raise RetryLater(
                 ErrorCode.OVERLOADED,
-                f"The server holds {self._sessions.num_live} requests and was sent {num_requests} more; it takes at "
+                f"The server holds {self._sessions.num_open_choices} requests and was sent {num_requests} more; it takes at "
                 f"most {self._max_requests} at a time. Try again later, or raise --max-queued-requests.",
                 self._retry_after(excess),
             )

@@ -5,6 +5,7 @@ uvicorn ─▶ App: request id, origins, API key, errors, figures ─▶ Starlet
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -95,6 +96,9 @@ class App:
             await self._answer(exchange, scope, receive, send)
         except ClientGone:
             pass
+        except asyncio.CancelledError:
+            exchange.abort()
+            await asyncio.sleep(0)
         finally:
             service.num_exchanges -= 1
             service.http.answered(exchange.route, exchange.method, exchange.status or 499)

@@ -21,6 +21,8 @@ from quintet.wire.errors import ErrorCode, RequestError
 Header = tuple[bytes, bytes]
 
 JSON = b"application/json"
+CONNECTION = "quintet.connection"
+"""ASGI extension through which the server lends the connection's ``abort``."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 
@@ -40,6 +42,7 @@ class Exchange:
         self.path_params: dict[str, str] = {}
         self.status = 0
         self.headers_out: list[Header] = []
+        self._abort: Callable[[], None] | None = scope.get("extensions", {}).get(CONNECTION, {}).get("abort")
         self._receive = receive
         self._send = send
         self._headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))
@@ -128,6 +131,11 @@ class Exchange:
     async def write(self, chunk: bytes, last: bool = False) -> None:
         """Send a piece of a streamed response; waits while the client reads slower than we write."""
         await self._send({"type": "http.response.body", "body": chunk, "more_body": not last})
+
+    def abort(self) -> None:
+        """Close the connection without waiting for the client to read what was written: it sees a reset."""
+        if self._abort is not None:
+            self._abort()
 
     async def _start(self, status: int, headers: list[Header]) -> None:
         self.status = status

@@ -13,8 +13,10 @@ from collections.abc import Iterator
 
 import uvicorn
 import uvloop
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from quintet.frontend.app import App
+from quintet.frontend.exchange import CONNECTION
 from quintet.frontend.service import Inbound, Service
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
@@ -27,6 +29,15 @@ LISTEN_FD = "QUINTET_LISTEN_FD"
 
 IDLE_CONNECTION_S = 75
 LAG_EVERY_S = 1.0
+
+
+class Protocol(HttpToolsProtocol):
+    """Uvicorn's protocol; lets the application close a connection whose client does not read."""
+
+    def on_message_begin(self) -> None:
+        """Add the connection to the scope of the request that begins."""
+        super().on_message_begin()
+        self.scope["extensions"] = {CONNECTION: {"abort": self.transport.abort}}
 
 
 class HttpServer(uvicorn.Server):
@@ -47,7 +58,7 @@ def make_server(app: App, root_path: str = "") -> HttpServer:
         uvicorn.Config(
             app,
             loop="none",
-            http="httptools",
+            http=Protocol,
             ws="none",
             lifespan="off",
             interface="asgi3",
@@ -92,6 +103,7 @@ class Frontend:
     def _stop(self) -> None:
         self._service.admission.draining = True
         self._service.sessions.fail_all(RequestError(ErrorCode.UNAVAILABLE, "The server is shutting down."))
+        self._service.patience.end_all()
         self._server.should_exit = True
         self._server.force_exit = True
 

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from quintet.frontend.admission import Admission
+from quintet.frontend.patience import Patience
 from quintet.frontend.queries import Queries
 from quintet.frontend.sessions import Send, Sessions
 from quintet.wire.config import EngineConfig
@@ -62,6 +63,7 @@ class Service:
         self.sessions = Sessions(me, send, config, metrics)
         self.queries = Queries(me, send, self.sessions.seats)
         self.admission = Admission(self.sessions, config.frontend.max_queued_requests, metrics)
+        self.patience = Patience(config.frontend.write_timeout_s, lambda: self.draining)
         self.http = HttpMetrics.declare(metrics)
         self.started_at = int(time.time())
         self.num_exchanges = 0

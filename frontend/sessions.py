@@ -36,12 +36,15 @@ from quintet.wire.messages import (
     Topology,
 )
 from quintet.wire.metrics import Metrics
-from quintet.wire.params import SamplingParams
+from quintet.wire.params import SamplingParams, shown
 
 __all__ = ["Batch", "Delta", "Mailbox", "Send", "Sessions", "Stream"]
 
 Send = Callable[[Role, int, msgspec.Struct], bool]
 """`quintet.wire.sockets.Peers.send`: queues a message for a peer; False when there is no such peer."""
+
+UNENCODABLE = (OverflowError, UnicodeEncodeError)
+"""What encoding a message raises when the request holds what no message can."""
 
 
 class Sessions:
@@ -74,6 +77,11 @@ class Sessions:
         """Requests that have not ended (a cancelled one lives until the engine confirms)."""
         return len(self._streams)
 
+    @property
+    def num_open_choices(self) -> int:
+        """Choices of live requests that have not ended: what the engine runs for us."""
+        return len(self._live)
+
     def when_idle(self, callback: Callable[[], None] | None) -> None:
         """Have ``callback`` called whenever the last live request ended (None: stop that)."""
         self._on_idle = callback
@@ -92,14 +100,20 @@ class Sessions:
         arrival_ns: int | None = None,
         mailbox: Mailbox | None = None,
         final_only: bool = False,
+        are_checked: bool = False,
     ) -> Stream:
         """Send a request on its way and return the stream of what comes back.
 
-        ``params`` are checked here (`RequestError`) and given a seed. While a worker it needs is missing, the request
-        waits for the next topology. ``mailbox`` lets one reader wait for several streams; with ``final_only`` the
-        reader wakes only when the request has ended. Call from the event loop.
+        ``params`` are checked here (`RequestError`; not again if ``are_checked``) and given a seed. While a worker it
+        needs is missing, the request waits for the next topology. ``mailbox`` lets one reader wait for several
+        streams; with ``final_only`` the reader wakes only when the request has ended. Call from the event loop.
         """
-        params = params.checked(self._max_logprobs, self._vocab_size)
+        if not are_checked:
+            params = params.checked(self._max_logprobs, self._vocab_size)
+        if not -(1 << 63) <= priority < 1 << 63:
+            raise RequestError(
+                ErrorCode.INVALID, f"priority is {shown(priority)}; it must be a 64-bit integer.", "priority"
+            )
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=secrets.randbits(63))
         submit = Submit(
@@ -119,9 +133,21 @@ class Sessions:
         self._streams[submit.request_id] = stream
         for choice in stream.choices:
             self._live[choice.request_id] = choice
+        try:
+            self._dispatch(stream)
+        except BaseException as error:
+            self._forget(stream)
+            if isinstance(error, UNENCODABLE):
+                raise _cannot_travel(error) from None
+            raise
         self.metrics.submitted(params)
-        self._dispatch(stream)
         return stream
+
+    def _forget(self, stream: Stream) -> None:
+        """Undo the registration of a request that could not be sent."""
+        del self._streams[stream.request_id]
+        for choice in stream.choices:
+            del self._live[choice.request_id]
 
     def _dispatch(self, stream: Stream) -> None:
         """Choose the workers of a parked request and send it, or leave it parked."""
@@ -280,7 +306,7 @@ class Sessions:
         del self._streams[stream.request_id]
         self.num_ended += 1
         if stream.tokenizer is None:
-            self._parked.remove(stream)
+            self._parked = [parked for parked in self._parked if parked is not stream]
         else:
             if stream.started is None:
                 self.seats.add_load(Role.TOKENIZER, stream.tokenizer, -1)
@@ -307,7 +333,10 @@ class Sessions:
                     self._lose(stream, worker)
         parked, self._parked = self._parked, []
         for stream in parked:
-            self._dispatch(stream)
+            try:
+                self._dispatch(stream)
+            except UNENCODABLE as error:
+                self._fail(stream, _cannot_travel(error))
 
     def _lose(self, stream: Stream, worker: WorkerId) -> None:
         submit = stream.submit
@@ -347,6 +376,14 @@ class Sessions:
         """End every live request with this error: the process is about to go."""
         for stream in list(self._streams.values()):
             self._fail(stream, error)
+
+
+def _cannot_travel(error: Exception) -> RequestError:
+    return RequestError(
+        ErrorCode.INVALID,
+        "The request holds a number of more than 64 bits, or text with a lone surrogate (half of a character), which "
+        f"cannot be sent on: {shown(str(error))}.",
+    )
 
 
 def _lost_worker(worker: WorkerId) -> RequestError:

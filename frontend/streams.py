@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import Finish, PositionLogprobs, Started, Submit
 
+ALTERNATIVE_BYTES = 32
+"""What one token of log-probabilities counts in `Stream.unread_bytes`."""
+
 
 @dataclass(slots=True)
 class Delta:
@@ -55,6 +58,12 @@ class Choice:
     finish: Finish | None = None
     last_ns: int = 0
     is_dirty: bool = False
+
+    def unread_bytes(self) -> int:
+        """Estimate what is held for the reader."""
+        num_alternatives = len(self.logprobs) * (1 + len(self.logprobs[0].top)) if self.logprobs else 0
+        num_unread = len(self.output_ids) - self.num_taken
+        return sum(map(len, self.texts)) + 4 * num_unread + ALTERNATIVE_BYTES * num_alternatives
 
     def take(self) -> Delta:
         """Return what is new and forget that it was."""
@@ -173,6 +182,10 @@ class Stream:
         self._untold_start = self._untold_error = False
         dirty, self._dirty = self._dirty, []
         return Batch(started, [choice.take() for choice in dirty], error)
+
+    def unread_bytes(self) -> int:
+        """Estimate what is held for the reader: text, tokens and log-probabilities."""
+        return sum(choice.unread_bytes() for choice in self._dirty)
 
     def cancel(self) -> None:
         """Ask the engine to stop. The choices that are still open end with `FinishReason.ABORT`, delivered as usual."""

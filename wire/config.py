@@ -90,6 +90,8 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_requests: bool = False
     trust_request_chat_template: bool = False
     """Whether a request may bring its own template: a program that runs in the tokenizer, without a time limit."""
+    write_timeout_s: float = 60.0
+    """Seconds a client may leave an answer unread before its connection is closed."""
 
 
 class ProcessesConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ import msgspec
 
 from quintet.frontend.dialects import errors, sse
 from quintet.frontend.exchange import ClientGone, Exchange
+from quintet.frontend.patience import Patience, Reader
 from quintet.frontend.streams import Batch, Delta, Mailbox, Stream
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import Finish, FinishReason, PositionLogprobs, Started
@@ -72,6 +73,10 @@ class Job:
         """Answer with one more prompt's stream, whose mailbox is this job's."""
         self.streams.append(stream)
         self.num_unread += 1
+
+    def unread_bytes(self) -> int:
+        """Estimate what is held for the client."""
+        return sum(stream.unread_bytes() for stream in self.streams)
 
     def take(self, stream: Stream) -> Batch:
         """Return what is new of a stream that the mailbox named."""
@@ -223,7 +228,12 @@ class ChunkWriter:
 
 
 async def stream_answer(
-    exchange: Exchange, job: Job, writer: ChunkWriter, keep_alive_s: float, write_seconds: HistogramSeries
+    exchange: Exchange,
+    job: Job,
+    writer: ChunkWriter,
+    keep_alive_s: float,
+    patience: Patience,
+    write_seconds: HistogramSeries,
 ) -> None:
     """Write the answer as events, one write per wake-up, until every stream has ended or the client left.
 
@@ -232,6 +242,8 @@ async def stream_answer(
     positions = {stream.request_id: position for position, stream in enumerate(job.streams)}
     watcher = exchange.watch_disconnect(job.leave)
     pulse = sse.Pulse(keep_alive_s, job.mailbox.nudge)
+    reader = Reader(exchange.abort, job.unread_bytes)
+    patience.watch(reader)
     try:
         while True:
             ready = await job.mailbox.wait()
@@ -254,16 +266,18 @@ async def stream_answer(
             elif not ready:
                 frames.append(sse.KEEP_ALIVE)
             if frames:
-                began = time.perf_counter()
+                began = reader.waiting_since_s = time.perf_counter()
                 if not exchange.started:
                     await exchange.start_stream(sse.CONTENT_TYPE, sse.HEADERS)
                 await exchange.write(b"".join(frames) if len(frames) > 1 else frames[0], last)
+                reader.waiting_since_s = None
                 write_seconds.observe(time.perf_counter() - began)
                 pulse.wrote()
             if last:
                 return
     finally:
         pulse.stop()
+        patience.forget(reader)
         watcher.cancel()
         job.close()
 

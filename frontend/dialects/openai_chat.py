@@ -65,7 +65,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
     conversation = parse_conversation(body, config.frontend)
     params = _params(body, config)
     options = _options(body, params, exchange, config.model)
-    service.admission.enter()
+    service.admission.enter(params.n)
     job = Job()
     job.add(
         service.sessions.submit(
@@ -77,12 +77,14 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
             arrival_ns=exchange.arrival_ns,
             mailbox=job.mailbox,
             final_only=not body.stream,
+            are_checked=True,
         )
     )
     prefix = conversation.last_text if options.echo else ""
     if body.stream:
         writer = ChunkWriter(_shape(conversation.role, prefix), options, 1)
-        await stream_answer(exchange, job, writer, config.frontend.keep_alive_s, service.http.write_seconds)
+        keep_alive_s = config.frontend.keep_alive_s
+        await stream_answer(exchange, job, writer, keep_alive_s, service.patience, service.http.write_seconds)
     else:
         outputs = await whole_answer(exchange, job, options)
         await exchange.respond_json(_whole(outputs, job, options, conversation.role, prefix))

@@ -30,8 +30,7 @@ from quintet.frontend.dialects.openai_types import CompletionBody
 from quintet.frontend.exchange import Exchange
 from quintet.frontend.service import Service
 from quintet.wire.codec import pack_i32, unpack_i32
-from quintet.wire.config import ModelConfig
-from quintet.wire.errors import RequestError
+from quintet.wire.config import EngineConfig, ModelConfig
 from quintet.wire.messages import Started, TextPrompt, TokenPrompt
 from quintet.wire.params import SamplingParams
 
@@ -46,9 +45,9 @@ async def completions(service: Service, exchange: Exchange) -> None:
     parse.check_model(body.model, config.model)
     _refuse_unsupported(body)
     prompts = parse_prompts(body, config.model.vocab_size)
-    params = _params(body, config.model)
+    params = _params(body, config)
     options = _options(body, params, exchange, config.model)
-    service.admission.enter(len(prompts))
+    service.admission.enter(len(prompts) * params.n)
     job = Job()
     try:
         for prompt in prompts:
@@ -63,14 +62,16 @@ async def completions(service: Service, exchange: Exchange) -> None:
                     arrival_ns=exchange.arrival_ns,
                     mailbox=job.mailbox,
                     final_only=not body.stream,
+                    are_checked=True,
                 )
             )
-    except RequestError:
+    except BaseException:
         job.close()
         raise
     if body.stream:
         writer = ChunkWriter(_SHAPE, options, len(prompts))
-        await stream_answer(exchange, job, writer, config.frontend.keep_alive_s, service.http.write_seconds)
+        keep_alive_s = config.frontend.keep_alive_s
+        await stream_answer(exchange, job, writer, keep_alive_s, service.patience, service.http.write_seconds)
     else:
         outputs = await whole_answer(exchange, job, options)
         await exchange.respond_json(_whole(outputs, job, options))
@@ -124,7 +125,8 @@ def _token_prompt(ids: Sequence[int], vocab_size: int) -> TokenPrompt:
     return TokenPrompt(pack_i32(ids))
 
 
-def _params(body: CompletionBody, model: ModelConfig) -> SamplingParams:
+def _params(body: CompletionBody, config: EngineConfig) -> SamplingParams:
+    model = config.model
     default = int(model.generation_defaults.get("max_tokens", DEFAULT_MAX_TOKENS))
     max_tokens = default if body.max_tokens is None else body.max_tokens
     if body.echo and max_tokens == 0:
@@ -132,7 +134,7 @@ def _params(body: CompletionBody, model: ModelConfig) -> SamplingParams:
     params = parse.sampling_params(body, model, max_tokens=max_tokens, logprobs=body.logprobs)
     if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
         params.prompt_logprobs = body.logprobs
-    return params
+    return parse.checked(params, config.frontend.max_logprobs, model, {})
 
 
 def _options(body: CompletionBody, params: SamplingParams, exchange: Exchange, model: ModelConfig) -> Options:

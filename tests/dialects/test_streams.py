@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from quintet.frontend import patience
+from quintet.wire.codec import pack_i32
 from quintet.wire.ids import Role
-from quintet.wire.messages import Cancel, Drain, Drained, SeatState, Submit
+from quintet.wire.messages import Cancel, Drain, Drained, SeatState, Submit, Text
 
 C, H = "/v1/completions", "/v1/chat/completions"
 
@@ -162,11 +164,13 @@ def test_one_failing_prompt_of_a_list_ends_the_others(serve: Callable[..., Any])
 
 def test_a_full_house_answers_429(serve: Callable[..., Any]) -> None:
     server = serve(max_queued_requests=2)
-    too_many = server.ask("POST", C, {"prompt": ["a", "b", "c"]})
-    assert too_many.status == 429
+    for body in ({"prompt": ["a", "b", "c"]}, {"prompt": "x", "n": 3}, {"prompt": ["a", "b"], "n": 2}):
+        too_many = server.ask("POST", C, body)
+        assert too_many.status == 400
+        assert "at most 2" in too_many.json["error"]["message"]
     server.engine.held = True
-    waiting = [RawStream(server, C, {"prompt": "x", "max_tokens": 1}) for _ in range(2)]
-    server.engine.wait_for(Submit, 2)
+    waiting = [RawStream(server, C, {"prompt": "x", "max_tokens": 1, "n": 2})]
+    server.engine.wait_for(Submit)
     refused = server.ask("POST", H, {"messages": [{"role": "user", "content": "x"}]})
     assert refused.status == 429
     assert refused.json["error"]["type"] == "RateLimitError"
@@ -255,3 +259,67 @@ def test_a_request_for_itself_on_one_connection_after_a_stream(shared: Any) -> N
             assert connection.getresponse().read().endswith(b"data: [DONE]\n\n")
     finally:
         connection.close()
+
+
+def say(server: Any, submit: Submit, *deltas: str) -> None:
+    """Deliver text of a held request of one choice."""
+    stream = next(iter(server.service.sessions._streams.values()))
+    for delta in deltas:
+        choice = stream.choices[0]
+        index, offset = len(choice.output_ids), choice.num_chars
+        ids = pack_i32([7])
+        server.engine.deliver(
+            Text(1, 0, 0, [], [submit.request_id], [delta], [offset], [index], [1], ids, [])
+        )
+
+
+def blocked(server: Any) -> tuple[RawStream, Submit]:
+    """Return a stream whose client has not read a thing and for which a write waits."""
+    server.engine.held = True
+    raw = RawStream(server, C, {"prompt": "x", "stream": True})
+    submit = server.engine.wait_for(Submit)[0]
+    server.call(say, server, submit, "x" * (16 << 20))
+    server.call(say, server, submit, "y")
+    return raw, submit
+
+
+def ends(raw: RawStream) -> bool:
+    """Read to the end; say whether the answer was cut off."""
+    try:
+        return not raw.reader.read().endswith(b"[DONE]\n\n\r\n0\r\n\r\n")
+    except ConnectionResetError:
+        return True
+
+
+def test_too_much_unread_output_ends_the_connection(serve: Callable[..., Any]) -> None:
+    server = serve()
+    raw, submit = blocked(server)
+    server.call(say, server, submit, "x" * (1 << 20), "z")
+    server.engine.wait_for(Cancel)
+    assert ends(raw)
+    raw.close()
+    assert settle(server) == 0
+
+
+def test_a_write_that_blocks_too_long_ends_the_connection(
+    serve: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    server = serve(write_timeout_s=0.05)
+    raw, _ = blocked(server)
+    server.engine.wait_for(Cancel)
+    assert ends(raw)
+    raw.close()
+    assert settle(server) == 0
+    assert not caplog.records
+
+
+def test_who_does_not_read_does_not_hold_up_a_shutdown(
+    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patience, "DRAIN_WRITE_S", 0.05)
+    server = serve()
+    raw, _ = blocked(server)
+    server.call(server.service.handle, Drain())
+    server.engine.wait_for(Drained)
+    assert ends(raw)
+    raw.close()

@@ -7,7 +7,7 @@ import pytest
 from quintet.frontend.admission import Admission
 from quintet.frontend.dialects.errors import RetryLater
 from quintet.frontend.router import Seats
-from quintet.wire.errors import ErrorCode
+from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.messages import Seat, SeatState, Topology
 from quintet.wire.metrics import Metrics
@@ -17,7 +17,7 @@ from quintet.wire.metrics import Metrics
 class Load:
     """As much of the sessions as the door looks at."""
 
-    num_live: int = 0
+    num_open_choices: int = 0
     num_ended: int = 0
     seats: Seats = field(default_factory=lambda: Seats(WorkerId(Role.FRONTEND, 0, 1)))
 
@@ -46,12 +46,12 @@ def refusal(admission: Admission, count: int = 1) -> RetryLater:
 def test_the_bound_is_exact() -> None:
     load = ready_load()
     admission = Admission(load, 3, Metrics(), Clock())
-    load.num_live = 2
+    load.num_open_choices = 2
     admission.enter()
     refused = refusal(admission, 2)
     assert refused.code is ErrorCode.OVERLOADED
     assert "at most 3" in refused.message
-    load.num_live = 3
+    load.num_open_choices = 3
     assert refusal(admission).code is ErrorCode.OVERLOADED
 
 
@@ -63,8 +63,8 @@ def test_retry_after_follows_the_completion_rate(
     ended: int, seconds: float, excess: int, expected: int
 ) -> None:
     load, clock = ready_load(), Clock()
-    admission = Admission(load, 10, Metrics(), clock)
-    load.num_live, load.num_ended = 10, ended
+    admission = Admission(load, 1000, Metrics(), clock)
+    load.num_open_choices, load.num_ended = 1000, ended
     clock.now = seconds
     assert refusal(admission, excess).after_s == expected
 
@@ -89,3 +89,10 @@ def test_nobody_enters_while_draining() -> None:
     admission.enter()
     admission.draining = True
     assert refusal(admission).code is ErrorCode.UNAVAILABLE
+
+
+def test_more_than_could_ever_be_held_is_a_mistake() -> None:
+    with pytest.raises(RequestError) as caught:
+        Admission(ready_load(), 3, Metrics(), Clock()).enter(4)
+    assert caught.value.code is ErrorCode.INVALID
+    assert "at most 3" in caught.value.message

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from quintet.frontend.sessions import Batch, Sessions, Stream
+from quintet.wire import codec
 from quintet.wire.codec import pack_i32
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId
@@ -428,3 +429,34 @@ def test_fail_all_ends_everything_and_idle_is_told() -> None:
                 await stream.next_batch()
 
     run(story())
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("salt", ["\ud800", 1 << 64])
+def test_what_cannot_be_encoded_is_refused_and_leaves_nothing(late: bool, salt: Any) -> None:
+    async def story() -> None:
+        world = World() if late else World().follow()
+        send = world.sessions._send
+        world.sessions._send = lambda role, index, message: (
+            bool(codec.encode(message)) and send(role, index, message)
+        )
+        good = world.sessions.submit(PROMPT, params())
+        with pytest.raises(RequestError) as caught:
+            stream = world.sessions.submit(PROMPT, params(n=2), cache_salt=salt)
+            world.follow()
+            await stream.next_batch()
+        assert caught.value.code is ErrorCode.INVALID
+        assert world.sessions.num_live == world.sessions.num_open_choices == 1
+        world.sessions.fail_all(RequestError(ErrorCode.UNAVAILABLE, "going down"))
+        assert world.sessions.num_live == 0
+        assert good.ended
+
+    run(story())
+
+
+@pytest.mark.parametrize("priority", [1 << 63, -(1 << 63) - 1])
+def test_a_priority_has_64_bits(priority: int) -> None:
+    world = World().follow()
+    with pytest.raises(RequestError, match="64-bit"):
+        world.sessions.submit(PROMPT, params(), priority=priority)
+    assert world.sessions.num_live == 0
