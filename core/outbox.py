@@ -135,4 +135,5 @@ def opening(request: Request, num_outputs: int, now_ns: int) -> Open:
         arrival_ns=request.arrival_ns,
         scheduled_ns=now_ns if request.scheduled_ns is None else request.scheduled_ns,
         output_ids=pack_i32(tokens[num_prompt : num_prompt + num_outputs]),
+        prompt_logprobs=params.prompt_logprobs is not None,
     )

@@ -48,7 +48,10 @@ class TextState:
         self.hit: str | None = None
         """The stop string that ended the text."""
         self.prompt_text: str | None = None
-        self.prompt_logprobs: list[PositionLogprobs | None] | None = None
+        self.prompt_logprobs: list[PositionLogprobs | None] | None = (
+            [None] * opened.num_prompt_tokens if opened.prompt_logprobs and not self.started else None
+        )
+        """When asked for: one place per prompt token, of which the first stays empty."""
         self._table = table
         self._stops = stops
         self._include_stop = opened.include_stop

@@ -149,6 +149,8 @@ class Open(msgspec.Struct, array_like=True, gc=False):
     """When the first step that computes the request was planned."""
     output_ids: bytes = b""
     """Outputs the request had before (recovery): rebuild the text, send nothing for them again unless asked by index."""
+    prompt_logprobs: bool = False
+    """Whether `Tokens.prompt_logprobs` will have entries of it: none when the prompt is one token, which has none."""
 
 
 PROMPT_TAIL = 16

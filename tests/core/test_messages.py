@@ -27,6 +27,15 @@ def test_opening_carries_the_tail_of_the_prompt_or_all_of_it() -> None:
     assert all(opened.scheduled_ns >= opened.arrival_ns for opened in tokens.opens)
 
 
+def test_opening_tells_whether_prompt_logprobs_were_asked_for() -> None:
+    world = World(depth=1)
+    world.admit(1, PROMPT)
+    world.admit(2, PROMPT, prompt_logprobs=0)
+    world.plan()
+    [(_, tokens)] = told(world, world.executor.results.popleft())
+    assert [opened.prompt_logprobs for opened in tokens.opens] == [False, True]
+
+
 def test_one_message_per_detokenizer_and_step() -> None:
     world = World(depth=1, max_num_batched_tokens=256)
     for request_id in range(6):

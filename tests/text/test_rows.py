@@ -266,7 +266,9 @@ def test_prompt_logprobs_are_collected_until_the_first_token(steps: Steps, token
         )
 
     message = tokens(
-        (ONE, 0, [], NONE), opens=[opening(prompt=prompt, echo=True)], prompt_logprobs=[entries(1, 3)]
+        (ONE, 0, [], NONE),
+        opens=[opening(prompt=prompt, echo=True, prompt_logprobs=True)],
+        prompt_logprobs=[entries(1, 3)],
     )
     assert steps.apply(message) == []
     message = tokens((ONE, 0, [9], NONE), prompt_logprobs=[entries(3, len(prompt))])
@@ -278,3 +280,9 @@ def test_prompt_logprobs_are_collected_until_the_first_token(steps: Steps, token
         assert (position.chosen.token_id, position.chosen.rank) == (prompt[i], 10 + i)
         assert [top.token_id for top in position.top] == [90 + i]
         assert position.text_offset == len(tokenizer.decode(prompt[:i]))
+
+
+def test_prompt_logprobs_of_one_token_are_one_empty_place(steps: Steps) -> None:
+    """No entry ever comes for it: the first token of a prompt has no probability."""
+    text = only(steps, tokens((ONE, 0, [9], NONE), opens=[opening(prompt=[9], prompt_logprobs=True)]))
+    assert text.started[0].prompt_logprobs == [None]
