@@ -14,7 +14,7 @@ from quintet.detokenizer_proc.rows import Steps
 from quintet.wire.codec import pack_i64, unpack_i32
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError, ErrorCode
-from quintet.wire.ids import Role, WorkerId, epoch_tag
+from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of
 from quintet.wire.messages import Detokenized, DetokenizeQuery, Failed, StopHit, Text, Tokens, Topology
 from quintet.wire.runtime import Process, child_main
 
@@ -22,7 +22,10 @@ QUERY_SLICE = 4096
 """Tokens of a `DetokenizeQuery` decoded between two looks at the inbox: no query delays a step by more."""
 
 MAX_EARLY = 4096
-"""Messages kept for frontends that the topology has not named yet."""
+"""Messages kept for frontends that the topology has not named yet. Requests of those beyond are ended."""
+
+MAX_LOST = 1 << 16
+"""Requests ended so that are remembered, to tell their frontends once they are named."""
 
 NEWER = epoch_tag(-1) // 2
 """Epochs are told apart by a tag that wraps: less than this far ahead is newer."""
@@ -61,7 +64,9 @@ class Detokenizer:
         self._showing = PieceTable(tokenizer, vocab_size, skip_special_tokens=False)
         self._steps = Steps(self._skipping, self._showing)
         self._jobs: deque[QueryJob] = deque()
-        self._early: deque[tuple[int, int, Text]] = deque(maxlen=MAX_EARLY)
+        self._early: list[tuple[int, int, Text]] = []
+        self._lost: dict[int, None] = {}
+        """Requests whose text was dropped because too much was waiting."""
         metrics = process.metrics
         self._hop = metrics.histogram(
             "hop_seconds", "Time of a message from sender to receiver.", hop="core_detokenizer"
@@ -125,16 +130,49 @@ class Detokenizer:
         if epoch is not None and epoch_tag(epoch) == tag:
             self._process.peers.send(Role.FRONTEND, index, text)
         elif epoch is None or epoch_tag(tag - epoch) < NEWER:
-            self._early.append((index, tag, text))
+            if len(self._early) < MAX_EARLY:
+                self._early.append((index, tag, text))
+            else:
+                self._lose(text)
+
+    def _lose(self, text: Text) -> None:
+        """Drop a message that nobody can be sent, and end its requests: later text would have a gap before it."""
+        if not self._lost:
+            self._process.log.warning(
+                "%d messages wait for frontends that no topology has named; requests of more are ended",
+                MAX_EARLY,
+            )
+        ids = {*text.request_ids, *(started.request_id for started in text.started)}
+        ids.update(finish.request_id for finish in text.finishes)
+        self._steps.abandon(sorted(ids))
+        for request_id in sorted(ids):
+            self._lost[request_id] = None
+            if len(self._lost) > MAX_LOST:
+                del self._lost[next(iter(self._lost))]
+
+    def _apologise(self) -> None:
+        """Tell the frontends that have been named meanwhile of the requests they lost here."""
+        lost, self._lost = self._lost, {}
+        for request_id in lost:
+            index, tag = frontend_of(request_id)
+            epoch = self._process.peers.epoch(Role.FRONTEND, index)
+            if epoch is None or 0 < epoch_tag(tag - epoch) < NEWER:
+                self._lost[request_id] = None
+            elif epoch_tag(epoch) == tag:
+                message = "output was lost inside the server before this frontend was known; send it again."
+                self._process.peers.send(
+                    Role.FRONTEND, index, Failed(request_id, ErrorCode.UNAVAILABLE, message)
+                )
 
     def _follow(self) -> None:
         """Forget the frontends that were replaced and send what waited for their successors."""
         for worker in self._process.replaced:
             if worker.role is Role.FRONTEND:
                 self._steps.forget_frontend(worker.index, epoch_tag(worker.epoch))
-        early, self._early = self._early, deque(maxlen=MAX_EARLY)
+        early, self._early = self._early, []
         for index, tag, text in early:
             self._deliver(index, tag, text)
+        self._apologise()
 
     def _accept_query(self, query: DetokenizeQuery) -> None:
         token_ids = unpack_i32(query.token_ids)

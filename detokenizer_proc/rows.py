@@ -6,7 +6,7 @@ Owns the open requests and the columns being filled. Knows no sockets: `main` se
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from quintet.detokenizer_proc import logprobs
 from quintet.detokenizer_proc.incremental import PieceTable
@@ -27,7 +27,7 @@ from quintet.wire.messages import (
 from quintet.wire.step import PromptLogprobs, TokenLogprobs
 
 MAX_ENDED = 1 << 16
-"""Requests ended by a stop string that are remembered until the core has heard of it."""
+"""Requests ended here (by a stop string) that are remembered until the core has heard of it."""
 
 
 class Outbox:
@@ -131,6 +131,12 @@ class Steps:
             outbox = self._outboxes.pop(key)
             for request_id in [i for i, request in self._open.items() if request.outbox is outbox]:
                 del self._open[request_id]
+
+    def abandon(self, request_ids: Iterable[int]) -> None:
+        """Drop requests whose text cannot be delivered; the core hears of those that had not ended."""
+        for request_id in request_ids:
+            if self._open.pop(request_id, None) is not None:
+                self._tell_core(request_id)
 
     def apply(self, message: Tokens) -> list[tuple[Outbox, Text]]:
         """Take one step's tokens; return what each frontend must be told."""
@@ -257,12 +263,16 @@ class Steps:
         if request.hit is None:
             stop_reason = stop_id if stop_id >= 0 else None
         elif not finish:
-            self.stop_hits.append(request_id)
-            self._ended[request_id] = None
-            if len(self._ended) > MAX_ENDED:
-                del self._ended[next(iter(self._ended))]
+            self._tell_core(request_id)
         reason = finish if request.hit is None else FinishReason.STOP
         request.outbox.finishes.append(Finish(request_id, reason, stop_reason, request.num_tokens))
+
+    def _tell_core(self, request_id: int) -> None:
+        """Have the core end a request that has ended here, and pass over what it still sends of it."""
+        self.stop_hits.append(request_id)
+        self._ended[request_id] = None
+        if len(self._ended) > MAX_ENDED:
+            del self._ended[next(iter(self._ended))]
 
     def _finish_unknown(self, request_id: int, finish: FinishReason, num_tokens: int) -> None:
         """Pass on the ending of a request that never began here; swallow the core's for one that ended in its text."""
@@ -282,11 +292,9 @@ class Steps:
 
     def _note_prompt(self, request_id: int, entry: PromptLogprobs) -> None:
         request = self._open.get(request_id)
-        if request is None or request.started:
+        if request is None or request.prompt_logprobs is None or request.started:
             return
         opened = request.opened
-        if request.prompt_logprobs is None:
-            request.prompt_logprobs = [None] * opened.num_prompt_tokens
         offsets = None
         if opened.echo:
             table = self._skipping if opened.skip_special_tokens else self._showing

@@ -226,8 +226,12 @@ def load_encoder(model: ModelConfig) -> Encoder:
     return encoder
 
 
-def size_of(prompt: Prompt) -> int:
+def size_of(prompt: Prompt, bad_words: Sequence[str] = ()) -> int:
     """Return roughly how many bytes must be encoded: what decides between inline and a lane."""
+    return _size_of_prompt(prompt) + 2 * sum(map(len, bad_words))  # each in two spellings
+
+
+def _size_of_prompt(prompt: Prompt) -> int:
     match prompt:
         case TextPrompt():
             return len(prompt.text)

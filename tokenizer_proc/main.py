@@ -13,14 +13,15 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import msgspec
 import uvloop
 
 from quintet.tokenizer_proc.encode import Encoder, load_encoder, size_of
-from quintet.wire.codec import pack_i32
+from quintet.wire.codec import encode, pack_i32
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of
-from quintet.wire.messages import Admit, Cancel, Failed, Prompt, Submit, Tokenized, TokenizeQuery, Topology
+from quintet.wire.messages import Admit, Cancel, Failed, Submit, Tokenized, TokenizeQuery, Topology
 from quintet.wire.metrics import COUNT_BUCKETS
 from quintet.wire.runtime import Process, child_main
 
@@ -29,6 +30,14 @@ INLINE_BYTES = 8 << 10
 
 LANES = ((256 << 10, 2), (1 << 62, 1))
 """Sizes up to which a lane takes prompts, and its threads: a huge prompt does not keep big ones waiting either."""
+
+MAX_EARLY_BYTES = 64 << 20
+"""Messages kept for frontends that the topology has not named yet, each with `EARLY_OVERHEAD`; more are refused."""
+
+EARLY_OVERHEAD = 1 << 10
+
+MAX_REFUSALS = 1 << 16
+"""Such refusals that are kept until their frontends are named."""
 
 NEWER = epoch_tag(-1) // 2
 """Epochs are told apart by a tag that wraps: less than this far ahead is newer."""
@@ -53,8 +62,11 @@ class Service:
         """Requests in lanes, and those of their choices that were cancelled meanwhile."""
         self._owner: dict[int, int] = {}
         """Every choice of a request in a lane, and that request."""
-        self._early: dict[int, list[object]] = {}
+        self._early: dict[int, list[msgspec.Struct]] = {}
         """What waits for a topology, per frontend, in order."""
+        self._early_bytes = 0
+        self._refusals: list[tuple[int, int | None, Failed | Tokenized]] = []
+        """Answers to what was too much to wait, with the frontend's index and epoch's tag."""
         metrics = process.metrics
         self._hop = metrics.histogram(
             "hop_seconds", "Time of a message from sender to receiver.", hop="frontend_tokenizer"
@@ -63,22 +75,49 @@ class Service:
         self._sizes = metrics.histogram("tokenized_prompt_tokens", "Tokens of a prompt.", COUNT_BUCKETS)
         self._num_failed = metrics.counter("tokenizer_refusals", "Requests refused before admission.")
 
-    def handle(self, message: object) -> None:
+    def handle(self, message: msgspec.Struct) -> None:
         """Take one message. What comes from a frontend that no topology has named yet waits for the next one."""
         if isinstance(message, Topology):
-            early, self._early = self._early, {}
+            early, self._early, self._early_bytes = self._early, {}, 0
             for waiting in early.values():
                 for each in waiting:
                     self.handle(each)
+            self._send_refusals()
             return
         sender = _sender(message)
         if sender is None:
             return
         index, tag = sender
         if index in self._early or self._is_unnamed(index, tag):
-            self._early.setdefault(index, []).append(message)
+            self._keep(index, tag, message)
         else:
             self._handle(message)
+
+    def _keep(self, index: int, tag: int | None, message: msgspec.Struct) -> None:
+        """Keep a message for the next topology, or only its refusal where too much is kept already."""
+        size = len(encode(message)) + EARLY_OVERHEAD
+        if self._early_bytes + size <= MAX_EARLY_BYTES:
+            self._early_bytes += size
+            self._early.setdefault(index, []).append(message)
+            return
+        if not self._refusals:
+            self._process.log.warning(
+                "%d bytes wait for frontends that no topology has named; more requests are refused",
+                self._early_bytes,
+            )
+        refusal = _refusal(message)
+        if refusal is not None and len(self._refusals) < MAX_REFUSALS:
+            self._refusals.append((index, tag, refusal))
+
+    def _send_refusals(self) -> None:
+        refusals, self._refusals = self._refusals, []
+        for index, tag, refusal in refusals:
+            if self._is_unnamed(index, tag):
+                self._refusals.append((index, tag, refusal))
+            elif isinstance(refusal, Failed):
+                self._fail(refusal)
+            else:
+                self._process.peers.send(Role.FRONTEND, index, refusal)
 
     def _is_unnamed(self, index: int, tag: int | None) -> bool:
         """Whether an answer could not be sent yet: the frontend heard of this process before this one of it."""
@@ -94,7 +133,7 @@ class Service:
                 self._cancel(message)
             case TokenizeQuery():
                 self._dispatch(
-                    message.prompt,
+                    size_of(message.prompt),
                     lambda: self._answer(message),
                     lambda answer: self._send_answer(message, answer),
                 )
@@ -106,8 +145,8 @@ class Service:
         for _, lane in self._lanes:
             lane.shutdown(cancel_futures=True)
 
-    def _dispatch(self, prompt: Prompt, work: Callable[[], Result], done: Callable[[Result], None]) -> None:
-        """Do ``work`` here or in a lane; ``done`` gets its result in the loop."""
+    def _dispatch(self, size: int, work: Callable[[], Result], done: Callable[[Result], None]) -> None:
+        """Do ``work`` here or in a lane, as its `size_of` says; ``done`` gets its result in the loop."""
 
         def timed() -> tuple[Result, float]:
             began = time.monotonic()
@@ -118,7 +157,6 @@ class Service:
             self._seconds.observe(seconds)
             done(result)
 
-        size = size_of(prompt)
         if size <= INLINE_BYTES:
             finish(*timed())
             return
@@ -136,14 +174,12 @@ class Service:
         lane.submit(timed).add_done_callback(on_done)
 
     def _submit(self, submit: Submit) -> None:
-        in_lane = size_of(submit.prompt) > INLINE_BYTES
-        if in_lane:
+        size = size_of(submit.prompt, submit.params.bad_words)
+        if size > INLINE_BYTES:
             self._waiting[submit.request_id] = set()
             for request_id in _choices(submit):
                 self._owner[request_id] = submit.request_id
-        self._dispatch(
-            submit.prompt, lambda: self._admission(submit), lambda result: self._admit(submit, result)
-        )
+        self._dispatch(size, lambda: self._admission(submit), lambda result: self._admit(submit, result))
 
     def _admission(self, submit: Submit) -> Admit | Failed:
         """Encode; may run in a lane, so it touches no state."""
@@ -226,6 +262,19 @@ def _sender(message: object) -> tuple[int, int | None] | None:
             return frontend_of(first)
         case TokenizeQuery():
             return message.frontend, None
+        case _:
+            return None
+
+
+def _refusal(message: object) -> Failed | Tokenized | None:
+    """Return the answer to a message that cannot be kept; nobody waits for one to a `Cancel`."""
+    words = "too many requests wait inside the server for it to know this frontend; send it again."
+    match message:
+        case Submit():
+            return Failed(message.request_id, ErrorCode.OVERLOADED, words)
+        case TokenizeQuery():
+            failed = Failed(message.query_id, ErrorCode.OVERLOADED, words)
+            return Tokenized(message.query_id, b"", None, failed)
         case _:
             return None
 

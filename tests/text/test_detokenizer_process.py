@@ -100,6 +100,36 @@ def test_text_for_a_frontend_not_named_yet_waits_for_the_topology(world: Any) ->
             inbox.close()
 
 
+def test_what_is_too_much_to_wait_ends_with_an_error(
+    make_world: Callable[..., Any],
+    model_of: Callable[..., ModelConfig],
+    tokenizers_by_style: dict[str, Tokenizer],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(main, "MAX_EARLY", 1)
+    world = make_world(model_of(tokenizers_by_style["byte_level"]), Role.DETOKENIZER)
+    world.start(main.run)
+    ids = RequestIds(4, 1)
+    kept, lost, ended = ids.take(), ids.take(), ids.take()
+    world.send(row(kept, 0, [9]))
+    world.send(row(lost, 0, [9]))
+    world.send(row(ended, 0, [9], finish=m.FinishReason.LENGTH))
+    world.send(row(lost, 1, [9], finish=m.FinishReason.LENGTH))  # crossed the core's hearing of it
+    assert list(unpack_i64(world.wait(world.core, m.StopHit).request_ids)) == [lost]
+    newcomer = WorkerId(Role.FRONTEND, 4, 1)
+    inbox = world.inbox(newcomer, m.Text | m.Failed)
+    try:
+        world.publish(2, newcomer, world.frontend_id, world.core_id)
+        assert world.wait(inbox, (m.Text, m.Failed)).request_ids == [kept]
+        failures = [world.wait(inbox, (m.Text, m.Failed)) for _ in range(2)]
+        assert [failed.request_id for failed in failures] == [lost, ended]
+        assert failures[0].code is ErrorCode.UNAVAILABLE
+    finally:
+        inbox.close()
+    assert len(caplog.records) == 1
+
+
 def test_queries_are_answered_while_steps_go_on(
     world: Any, tokenizers_by_style: dict[str, Tokenizer]
 ) -> None:

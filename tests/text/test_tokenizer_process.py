@@ -85,6 +85,15 @@ def test_a_small_prompt_overtakes_a_megabyte(world: Any) -> None:
     assert world.wait(world.core, m.Admit).request_id == big
 
 
+def test_a_small_prompt_overtakes_big_bad_words(world: Any) -> None:
+    ids = RequestIds(0, 1)
+    big, small = ids.take(), ids.take()
+    world.send(submit(big, m.TextPrompt("big"), bad_words=["the quick brown fox " * 5_000] * 8))
+    world.send(submit(small, m.TextPrompt("small")))
+    assert world.wait(world.core, m.Admit).request_id == small
+    assert world.wait(world.core, m.Admit).request_id == big
+
+
 def test_cancelling_a_request_in_a_lane_ends_it_there(world: Any) -> None:
     ids = RequestIds(0, 1)
     first = ids.take(2)
@@ -133,6 +142,30 @@ def test_a_request_of_a_frontend_not_named_yet_waits_for_the_topology(world: Any
         assert world.wait(world.core, m.Admit).request_id == accepted
     finally:
         inbox.close()
+
+
+def test_what_is_too_much_to_wait_is_refused(
+    world: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(main, "MAX_EARLY_BYTES", 2048)
+    newcomer = WorkerId(Role.FRONTEND, 4, 1)
+    ids = RequestIds(4, 1)
+    kept, refused = ids.take(), ids.take()
+    world.send(submit(kept, m.TokenPrompt(pack_i32([1]))))
+    world.send(submit(refused, m.TextPrompt("x" * 2000)))
+    world.send(m.Cancel([refused, kept], 0))
+    world.send(m.TokenizeQuery(9, 4, m.TextPrompt("x" * 2000)))
+    inbox = world.inbox(newcomer, m.Failed | m.Tokenized)
+    try:
+        world.publish(2, newcomer, world.core_id)
+        assert world.wait(world.core, m.Admit).request_id == kept
+        failed = world.wait(inbox, (m.Failed, m.Tokenized))
+        assert (failed.request_id, failed.code) == (refused, ErrorCode.OVERLOADED)
+        answer = world.wait(inbox, (m.Failed, m.Tokenized))
+        assert answer.query_id == 9 and answer.error.code is ErrorCode.OVERLOADED
+    finally:
+        inbox.close()
+    assert len(caplog.records) == 1
 
 
 def test_queries_are_answered(world: Any, tokenizers_by_style: dict[str, Tokenizer]) -> None:
