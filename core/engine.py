@@ -100,7 +100,7 @@ class Engine:
             self._early.clear()
             return effects
         state.step, state.generation, state.counters = before.step, before.generation, before.counters
-        state.live, state.waiting = before.live, before.waiting
+        state.live, state.waiting, state.ended = before.live, before.waiting, before.ended
         return self._refit(state, now_ns)
 
     def _refit(self, state: State, now_ns: int) -> Effects:
@@ -122,7 +122,7 @@ class Engine:
     def admit(self, message: Admit, now_ns: int) -> Effects:
         """Queue a new request, every choice of it.
 
-        One that is alive already is ignored (it was sent twice), and so is one whose frontend is gone.
+        One that is alive already, or has ended, is ignored (it was sent twice), and so is one whose frontend is gone.
         """
         state = self.state
         first = message.request_id
@@ -131,7 +131,10 @@ class Engine:
         if state is None:
             self._early.append(message)
             return Effects()
-        if any(request_id in state.live for request_id in range(first, first + message.params.n)):
+        live, ended = state.live, state.ended
+        if any(
+            request_id in live or request_id in ended for request_id in range(first, first + message.params.n)
+        ):
             return Effects()
         try:
             requests = make_requests(
@@ -145,6 +148,7 @@ class Engine:
             ending = ending_of(request)
             if ending is not None:
                 outbox.end(request, ending[0], now_ns, ending[1])
+                state.note_ended(request.request_id)
                 continue
             state.live[request.request_id] = request
             state.enqueue(request)

@@ -6,7 +6,7 @@ Nothing here decides: `quintet.core.scheduler` and `quintet.core.commit` do.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from operator import attrgetter
@@ -16,6 +16,9 @@ from quintet.core.kv.pool import BlockPool
 from quintet.core.request import Request, Status
 
 by_rank = attrgetter("rank")
+
+MAX_ENDED = 1 << 15
+"""Requests that are remembered after their end: more than end while a tokenizer is replaced."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -76,6 +79,8 @@ class State:
     hooks: Hooks
     pool: BlockPool
     live: dict[int, Request] = field(default_factory=dict)
+    ended: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    """Requests that ended last, oldest first: a late second copy of one is not a new request."""
     running: list[Request] = field(default_factory=list)
     """By rank."""
     waiting: list[Request] = field(default_factory=list)
@@ -123,6 +128,13 @@ class State:
             self._remove(self.waiting, request)
         request.status = Status.ENDED
         del self.live[request.request_id]
+        self.note_ended(request.request_id)
+
+    def note_ended(self, request_id: int) -> None:
+        """Remember that a request has ended; forget the oldest of too many."""
+        self.ended[request_id] = None
+        if len(self.ended) > MAX_ENDED:
+            self.ended.popitem(last=False)
 
     def _leave(self, request: Request) -> None:
         self._remove(self.running, request)

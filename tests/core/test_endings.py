@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from quintet.core.state import MAX_ENDED
 from quintet.wire.ids import RequestIds
 from quintet.wire.messages import FinishReason
 
@@ -123,6 +124,33 @@ def test_an_id_that_lives_is_not_admitted_again() -> None:
     world.run()
     assert world.outcomes[1].num_endings == 1 and world.engine.state is not None
     assert world.engine.state.counters.generation_tokens == 5
+
+
+def test_an_id_that_has_ended_is_not_admitted_again() -> None:
+    """A tokenizer's successor gets what it may have lost; the first copy may be over before anybody hears of it."""
+    world = World()
+    world.admit(1, PROMPT, max_tokens=5, ignore_eos=True)
+    world.admit(4, PROMPT, n=2, max_tokens=5, ignore_eos=True)
+    world.run()
+    world.admit(6, PROMPT, output_ids=[5] * 8)  # over before it began
+    world.new_executor()
+    for request_id, choices in ((1, 1), (4, 2), (6, 1)):
+        outputs = [5] * 8 if request_id == 6 else []
+        world.admit(request_id, PROMPT, n=choices, max_tokens=5, ignore_eos=True, output_ids=outputs)
+    assert world.engine.num_live == 0
+    assert all(world.outcomes[request_id].num_endings == 1 for request_id in (1, 4, 5, 6))
+
+
+def test_endings_remembered_are_bounded() -> None:
+    world = World(slots=1)
+    world.admit(1, PROMPT, max_tokens=1)
+    world.run()
+    assert world.engine.state is not None
+    for request_id in range(10, 10 + MAX_ENDED):
+        world.engine.state.note_ended(request_id)
+    assert len(world.engine.state.ended) == MAX_ENDED
+    world.admit(1, PROMPT)
+    assert world.engine.num_live == 1
 
 
 def test_resumed_outputs_are_not_computed_again() -> None:
