@@ -1,6 +1,6 @@
 """Measure detokenizing: tokens per second of one core through the whole row loop of a step.
 
-    python bench/detokenize.py [--tokenizer FOLDER] [--rows 256] [--steps 400] [--repeats 7]
+    python -m bench.detokenize [--tokenizer FOLDER] [--rows 256] [--steps 400] [--repeats 7]
 
 Prints JSON. ``row_loop`` takes encoded `Tokens` messages (one new token for each of ``--rows`` requests) to encoded
 `Text` messages, as the process does, sockets left out. ``table_walk`` is the loop without decoding and encoding of

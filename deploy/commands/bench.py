@@ -91,7 +91,11 @@ def _add_serve(kinds: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     where = parser.add_argument_group("where")
     where.add_argument(
-        "--base-url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)"
+        "--base-url",
+        "--url",
+        default="http://127.0.0.1:8000",
+        metavar="URL",
+        help="the server (default: %(default)s)",
     )
     where.add_argument("--endpoint", choices=ENDPOINTS, default=ENDPOINTS[0], help="(default: %(default)s)")
     where.add_argument("--model", help="model name to ask for (default: the first the server lists)")
@@ -112,8 +116,7 @@ def _add_serve(kinds: _SubParsersAction[argparse.ArgumentParser]) -> None:
     when.add_argument(
         "--timeout-s", type=_positive_float, default=600.0, help="per request (default: %(default)s)"
     )
-    _add_workload(parser)
-    what = parser.add_argument_group("more of what")
+    what = _add_workload(parser)
     what.add_argument(
         "--prompts", type=Path, metavar="FILE", help='JSON lines of {"prompt": …} or {"messages": …}'
     )
@@ -126,8 +129,9 @@ def _add_serve(kinds: _SubParsersAction[argparse.ArgumentParser]) -> None:
     result.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
 
 
-def _add_workload(parser: argparse.ArgumentParser) -> None:
-    what = parser.add_argument_group("what")
+def _add_workload(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Declare what both benchmarks share of their workload; return the group for what one has more."""
+    what = parser.add_argument_group("workload")
     what.add_argument("--num-prompts", type=_positive, help="(default: 200; all lines with --prompts)")
     what.add_argument(
         "--input-len", type=_positive, default=128, help="tokens per prompt (default: %(default)s)"
@@ -137,6 +141,7 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--shared-prefix-len", type=int, default=0, help="tokens that all prompts begin with")
     what.add_argument("--ignore-eos", action="store_true", help="go on to --output-len whatever is generated")
+    return what
 
 
 def _positive(text: str) -> int:

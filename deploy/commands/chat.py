@@ -42,7 +42,13 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def add_client_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the terminal clients share."""
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
+    parser.add_argument(
+        "--url",
+        "--base-url",
+        default="http://127.0.0.1:8000",
+        metavar="URL",
+        help="the server (default: %(default)s)",
+    )
     parser.add_argument("--model", help="model name (default: the first the server lists)")
     parser.add_argument("--api-key", metavar="KEY", help="key, if the server wants one")
     parser.add_argument(

@@ -67,7 +67,10 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan."""
-    plan = make_plan(resolve(options_of(arguments), Path(tempfile.gettempdir()) / "quintet-plan"))
+    options, notes = options_of(arguments)
+    resolution = resolve(options, Path(tempfile.gettempdir()) / "quintet-plan")
+    resolution.notes.extend(notes)
+    plan = make_plan(resolution)
     print(msgspec.json.encode(plan).decode() if arguments.json else "\n".join(plan_lines(plan)))
     return 0
 

@@ -69,8 +69,8 @@ def add_option_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser)
 
 
-def options_of(arguments: argparse.Namespace) -> Options:
-    """Return the options of a parsed command line, over those of its ``--config`` file."""
+def options_of(arguments: argparse.Namespace) -> tuple[Options, list[str]]:
+    """Return the options of a parsed command line, over those of its ``--config`` file, and notes on the derived ones."""
     keys = {spec.key for spec in flag_table()}
     flags = {key: value for key, value in vars(arguments).items() if key in keys}
     return merged_options(arguments.config, flags)
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     from quintet.deploy.supervisor.boot_story import PrintedStory
     from quintet.deploy.supervisor.supervisor import Supervisor, Surroundings
 
-    options = options_of(arguments)
+    options, notes = options_of(arguments)
     signal.signal(signal.SIGTERM, _leave)  # until the supervisor listens to signals itself
     setproctitle.setproctitle("quintet-supervisor")
     configure_logging("supervisor", options.log_level)
@@ -91,6 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_ranges(options)
         listener = bind_listener(options.host, options.port)
         resolution = resolve(options, run_dir)
+        resolution.notes.extend(notes)
         port = int(listener.getsockname()[1])
         config = msgspec.structs.replace(
             resolution.config, frontend=msgspec.structs.replace(resolution.config.frontend, port=port)

@@ -24,6 +24,7 @@ import zmq
 
 from quintet.deploy.resolve.build import resolve
 from quintet.deploy.resolve.flags import Options, make_options
+from quintet.deploy.resolve.rules import derive_max_num_seqs
 from quintet.deploy.supervisor import run_dirs
 from quintet.frontend.queries import Queries
 from quintet.frontend.sessions import Sessions
@@ -45,7 +46,8 @@ class EngineError(RuntimeError):
 
 def options_of_call(model: str | None, flags: Mapping[str, object], source: str) -> Options:
     """Return the options of a constructor call; its processes log warnings only, unless told otherwise."""
-    return make_options({"log_level": "WARNING", **flags, "model": model}, source)
+    settings, _ = derive_max_num_seqs({"log_level": "WARNING", **flags, "model": model})
+    return make_options(settings, source)
 
 
 class SupervisorProcess:

@@ -7,6 +7,7 @@ from pathlib import Path
 import yaml
 
 from quintet.deploy.resolve.flags import Options, make_options
+from quintet.deploy.resolve.rules import derive_max_num_seqs
 from quintet.wire.errors import ConfigError
 
 
@@ -34,7 +35,8 @@ def read_config_file(path: Path) -> dict[str, object]:
 
 def merged_options(
     config_file: Path | None, flags: dict[str, object], source: str = "the command line"
-) -> Options:
-    """Return the options of a file overridden by flags."""
-    settings = {} if config_file is None else read_config_file(config_file)
-    return make_options({**settings, **flags}, source)
+) -> tuple[Options, list[str]]:
+    """Return the options of a file overridden by flags, and notes on those that were derived."""
+    in_file = {} if config_file is None else read_config_file(config_file)
+    settings, notes = derive_max_num_seqs({**in_file, **flags})
+    return make_options(settings, source), notes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from quintet.deploy.resolve.flags import Options
@@ -64,6 +65,19 @@ def check_mock_only_flags(options: Options) -> None:
         raise ConfigError(
             f"--step-ms {options.step_ms} is for the mock executor: add --executor mock or drop it"
         )
+
+
+def derive_max_num_seqs(settings: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
+    """Return settings in which a ``max_num_seqs`` that nobody set is no more than the step's token budget.
+
+    And the notes on it for the boot story. Takes settings rather than options, which no longer tell what was set.
+    """
+    named = {str(key).replace("-", "_"): value for key, value in settings.items()}
+    budget, default = named.get("max_num_batched_tokens"), Options().max_num_seqs
+    if "max_num_seqs" in named or type(budget) is not int or not 1 <= budget < default:
+        return dict(settings), []
+    note = f"max_num_seqs is {budget}, not {default}: --max-num-batched-tokens is {budget}, and each request needs one a step"
+    return {**settings, "max_num_seqs": budget}, [note]
 
 
 def derive_max_num_batched_tokens(options: Options, max_model_len: int) -> int:

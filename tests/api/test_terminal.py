@@ -166,6 +166,13 @@ def test_bench_serve_measures_and_writes_json(server: ToyServer, tmp_path: Path)
     assert all(len(body["prompt"].split()) == 8 for body in completions), "two tokens a word, says /tokenize"
 
 
+@pytest.mark.parametrize("flag", ["--url", "--base-url"])
+def test_every_client_takes_both_spellings_of_the_url(server: ToyServer, flag: str) -> None:
+    assert quintet("complete", "x", flag, server.url).stdout == " one two"
+    assert quintet("chat", flag, server.url, stdin="x").stdout == "[1] you said x\n"
+    assert "2 of 2 completed" in quintet("bench", "serve", flag, server.url, "--num-prompts", "2").stdout
+
+
 def test_bench_serve_says_what_is_wrong(server: ToyServer) -> None:
     for words, expected in (
         (("--prompt-ids",), "needs --vocab-size"),

@@ -70,6 +70,29 @@ def test_plan_of_a_local_model(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "8 of full length (512 tokens) at once" in text
 
 
+def test_requests_at_once_follow_a_small_step_budget_unless_set(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text("max-num-batched-tokens: 64\n")
+    model = [str(write_model(tmp_path / "model")), "--executor", "mock"]
+    for words in (["--max-num-batched-tokens", "64"], ["--config", str(file)]):
+        assert cli.main(["plan", *model, *words, "--json"]) == 0
+        plan = json.loads(capsys.readouterr().out)
+        assert (plan["max_num_seqs"], plan["max_num_batched_tokens"]) == (64, 64)
+        assert plan["notes"] == [
+            "max_num_seqs is 64, not 256: --max-num-batched-tokens is 64, and each request needs one a step"
+        ]
+    assert cli.main(["plan", *model, "--max-num-batched-tokens", "64", "--max-num-seqs", "256"]) == 78
+    assert "lower --max-num-seqs to 64" in capsys.readouterr().err
+
+
+def test_python_m_quintet_is_the_command() -> None:
+    command = [sys.executable, "-m", "quintet", "--version"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ended.stdout.startswith("quintet 0.")
+
+
 def test_a_mistake_is_one_line_and_exit_status_78(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         cli.main(["plan", str(write_model(tmp_path)), "--executor", "mock", "--max-model-len", "9999"]) == 78

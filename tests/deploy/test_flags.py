@@ -17,7 +17,7 @@ from quintet.wire.errors import ConfigError
 def parsed(*words: str) -> Options:
     parser = argparse.ArgumentParser()
     serve.add_option_arguments(parser)
-    return serve.options_of(parser.parse_args(list(words)))
+    return serve.options_of(parser.parse_args(list(words)))[0]
 
 
 def test_no_words_are_the_defaults() -> None:
@@ -58,7 +58,7 @@ def test_flags_beat_the_file_and_the_file_beats_the_defaults(tmp_path: Path) -> 
 def test_an_empty_file_is_no_settings(tmp_path: Path) -> None:
     file = tmp_path / "server.yaml"
     file.write_text("# nothing yet\n")
-    assert merged_options(file, {}) == Options()
+    assert merged_options(file, {}) == (Options(), [])
 
 
 @pytest.mark.parametrize(

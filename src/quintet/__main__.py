@@ -1,0 +1,7 @@
+"""``python -m quintet``: the same as ``quintet``, for where the script is not on the path."""
+
+import sys
+
+from quintet.deploy.cli import main
+
+sys.exit(main())
