@@ -302,6 +302,16 @@ def _add_offline(kinds: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def _run_offline(args: argparse.Namespace) -> int:
+    from quintet.deploy.offline import EngineError, RequestError
+
+    try:
+        return _measure_offline(args)
+    except (EngineError, RequestError) as error:
+        print(f"quintet bench: {error}", file=sys.stderr)
+        return 1
+
+
+def _measure_offline(args: argparse.Namespace) -> int:
     from quintet.deploy.offline import LLM, SamplingParams
 
     flags = {spec.key: getattr(args, spec.key) for spec in flag_table() if hasattr(args, spec.key)}

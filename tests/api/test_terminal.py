@@ -197,6 +197,27 @@ def test_bench_offline_counts_tokens(tmp_path: Path) -> None:
     assert (result["num_requests"], result["prompt_tokens"], result["output_tokens"]) == (10, 80, 40)
 
 
+def test_bench_offline_runs_the_model_that_ships_and_says_what_is_wrong(tmp_path: Path) -> None:
+    small = (
+        "bench",
+        "offline",
+        "--num-prompts",
+        "4",
+        "--input-len",
+        "16",
+        "--output-len",
+        "8",
+        "--threads",
+        "1",
+    )
+    ended = quintet(*small, "--max-num-seqs", "4", "--max-model-len", "64", "--ignore-eos")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[5].split() == ["output_tokens", "32"]
+    too_long = quintet(*small, "--executor", "mock", "--max-model-len", "20")
+    assert too_long.returncode == 1 and too_long.stderr.startswith("quintet bench: This model's maximum")
+    assert "Traceback" not in too_long.stderr
+
+
 @pytest.mark.parametrize(
     "words", [["chat"], ["complete"], ["bench"], ["bench", "serve"], ["bench", "offline"]]
 )
