@@ -23,6 +23,7 @@ from quintet.frontend.metrics import metrics
 from quintet.frontend.openapi import docs, openapi
 from quintet.frontend.service import Service
 from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.params import MAX_SHOWN
 
 Handler = Callable[[Service, Exchange], Awaitable[None]]
 
@@ -63,7 +64,8 @@ class Endpoint:
             allowed = ", ".join(self.methods)
             exchange.headers_out.append((b"allow", allowed.encode()))
             raise RequestError(
-                ErrorCode.METHOD_NOT_ALLOWED, f"{self.path} does not take {exchange.method}; use {allowed}."
+                ErrorCode.METHOD_NOT_ALLOWED,
+                f"{self.path} does not take {exchange.method[:MAX_SHOWN]}; use {allowed}.",
             )
         await self.handler(self.service, exchange)
 
@@ -135,5 +137,6 @@ class App:
 
 async def _not_found(scope: Scope, _receive: Receive, _send: Send) -> None:
     raise RequestError(
-        ErrorCode.NOT_FOUND, f"There is nothing at {scope['path']}; /docs lists what this server has."
+        ErrorCode.NOT_FOUND,
+        f"There is nothing at {scope['path'][:MAX_SHOWN]}; /docs lists what this server has.",
     )

@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from quintet.frontend.dialects import errors
 from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.params import shown
 
 Header = tuple[bytes, bytes]
 
@@ -71,7 +72,7 @@ class Exchange:
         if kind and kind != "application/json" and not kind.endswith("+json"):
             raise RequestError(
                 ErrorCode.UNSUPPORTED_MEDIA,
-                f"Content-Type is {kind!r}; send JSON and say so (curl: -H 'Content-Type: application/json').",
+                f"Content-Type is {shown(kind)}; send JSON and say so (curl: -H 'Content-Type: application/json').",
             )
         announced = self.header("content-length")
         if announced is not None and announced.isdigit() and int(announced) > max_bytes:

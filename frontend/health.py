@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from quintet.frontend.exchange import Exchange
 from quintet.frontend.service import Service
 from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.params import MAX_SHOWN
 
 
 async def livez(_service: Service, exchange: Exchange) -> None:
@@ -65,7 +66,7 @@ async def model(service: Service, exchange: Exchange) -> None:
         served = ", ".join(f"`{n}`" for n in service.config.model.served_names)
         raise RequestError(
             ErrorCode.MODEL_NOT_FOUND,
-            f"The model `{name}` does not exist. This server serves {served}.",
+            f"The model `{name[:MAX_SHOWN]}` does not exist. This server serves {served}.",
             "model",
         )
     await exchange.respond_json(_model(service, name))

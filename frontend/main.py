@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import traceback
 from collections.abc import Iterator
 
 import uvicorn
@@ -94,7 +95,7 @@ class Frontend:
         error = context.get("exception")
         if isinstance(error, Stopping):
             self._stop()
-        elif isinstance(error, BaseException) and "handle" in context:
+        elif isinstance(error, BaseException) and _came_with_a_message(error):
             self._crash = error
             self._stop()
         else:
@@ -128,6 +129,14 @@ class Frontend:
     def close(self) -> None:
         """Close every socket."""
         self._process.close()
+
+
+def _came_with_a_message(error: BaseException) -> bool:
+    """Say whether the loop was handling messages; what a connection or timer gets wrong harms only itself."""
+    return any(
+        frame.f_globals.get("__name__") == Process.__module__
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    )
 
 
 def inherited_listener() -> socket.socket:

@@ -33,21 +33,18 @@ CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 VLLM_NAMES = frozenset(
     """
     num_requests_running num_requests_waiting num_requests_waiting_by_reason kv_cache_usage_perc
-    prompt_tokens prompt_tokens_by_source prompt_tokens_cached prompt_tokens_cached_by_source generation_tokens
-    request_success num_preemptions prefix_cache_queries prefix_cache_hits external_prefix_cache_queries
-    external_prefix_cache_hits mm_cache_queries mm_cache_hits corrupted_requests admission_rejections
-    spec_decode_num_drafts spec_decode_num_draft_tokens spec_decode_num_accepted_tokens
-    spec_decode_num_accepted_tokens_per_pos
+    cache_config_info prompt_tokens prompt_tokens_cached generation_tokens
+    request_success num_preemptions prefix_cache_queries prefix_cache_hits admission_rejections
     time_to_first_token_seconds inter_token_latency_seconds request_time_per_output_token_seconds
     e2e_request_latency_seconds request_queue_time_seconds request_inference_time_seconds
     request_prefill_time_seconds request_decode_time_seconds request_prompt_tokens request_generation_tokens
     request_max_num_generation_tokens request_params_n request_params_max_tokens request_num_preemptions
     request_prefill_kv_computed_tokens iteration_tokens_total
-    """.split()  # noqa: SIM905 - forty names read better as words than as literals
+    """.split()  # noqa: SIM905 - thirty names read better as words than as literals
 )
 """Series that also appear under vLLM's prefix."""
 
-MAX_GAUGES = frozenset({"kv_cache_usage_perc"})
+MAX_GAUGES = frozenset({"kv_cache_usage_perc", "cache_config_info"})
 """Gauges whose value over several processes is the largest, not the sum."""
 
 Series = CounterSeries | GaugeSeries | HistogramSeries

@@ -11,7 +11,13 @@ from quintet.frontend.dialects import openai_types as types
 from quintet.frontend.exchange import Exchange
 from quintet.frontend.guard import OPEN_PATHS
 from quintet.frontend.service import Service
-from quintet.wire.params import SamplingParams
+from quintet.wire.params import (
+    MAX_CHOICES,
+    MAX_COUNT,
+    MAX_REPETITION_PENALTY,
+    MIN_REPETITION_PENALTY,
+    SamplingParams,
+)
 
 Schema = dict[str, Any]
 
@@ -20,18 +26,19 @@ REF = "#/components/schemas/{name}"
 RANGES: dict[str, Schema] = {
     "temperature": {"minimum": 0, "maximum": 2},
     "top_p": {"exclusiveMinimum": 0, "maximum": 1},
-    "top_k": {"minimum": -1},
+    "top_k": {"minimum": -1, "maximum": MAX_COUNT},
     "min_p": {"minimum": 0, "maximum": 1},
     "presence_penalty": {"minimum": -2, "maximum": 2},
     "frequency_penalty": {"minimum": -2, "maximum": 2},
-    "repetition_penalty": {"exclusiveMinimum": 0},
-    "n": {"minimum": 1},
-    "max_tokens": {"minimum": 1},
-    "max_completion_tokens": {"minimum": 1},
-    "min_tokens": {"minimum": 0},
-    "truncate_prompt_tokens": {"minimum": -1},
+    "repetition_penalty": {"minimum": MIN_REPETITION_PENALTY, "maximum": MAX_REPETITION_PENALTY},
+    "n": {"minimum": 1, "maximum": MAX_CHOICES},
+    "max_tokens": {"minimum": 1, "maximum": MAX_COUNT},
+    "max_completion_tokens": {"minimum": 1, "maximum": MAX_COUNT},
+    "min_tokens": {"minimum": 0, "maximum": MAX_COUNT},
+    "truncate_prompt_tokens": {"minimum": -1, "maximum": MAX_COUNT, "not": {"const": 0}},
     "truncation_side": {"enum": ["left", "right", None]},
-    "stream_interval": {"minimum": 1},
+    "stream_interval": {"const": 1},
+    "detokenize": {"const": True},
 }
 """What `SamplingParams.checked` enforces, for readers."""
 

@@ -95,6 +95,8 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
             changes["temperature"] = MIN_TEMPERATURE
         if self.top_k == -1:
             changes["top_k"] = 0
+        if self.logprob_token_ids and self.logprobs is None:
+            changes["logprobs"] = 0
         if self.seed == -1:
             changes["seed"] = None
         if self.logit_bias:

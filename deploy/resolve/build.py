@@ -145,6 +145,7 @@ def _frontend_config(options: Options) -> FrontendConfig:
         max_queued_requests=options.max_queued_requests,
         max_logprobs=options.max_logprobs,
         keep_alive_s=options.keep_alive_interval,
+        write_timeout_s=options.write_timeout,
         root_path=options.root_path,
         log_requests=options.log_requests,
         trust_request_chat_template=options.trust_request_chat_template,

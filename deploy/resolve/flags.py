@@ -116,6 +116,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         float,
         Flag(NETWORK, "seconds of silence after which a stream gets an SSE comment; 0 for never", "SECONDS"),
     ] = 15.0
+    write_timeout: Annotated[
+        float,
+        Flag(
+            NETWORK, "seconds a client may leave an answer unread before its connection is closed", "SECONDS"
+        ),
+    ] = 60.0
     log_requests: Annotated[bool, Flag(NETWORK, "log one line per request")] = False
     trust_request_chat_template: Annotated[
         bool,

@@ -41,6 +41,8 @@ class Options:
     include_usage: bool = False
     continuous_usage: bool = False
     logprobs: int | None = None
+    max_alternatives: int = 0
+    """Tokens shown at each position besides the chosen one."""
     tokens_as_ids: bool = False
     """Spell tokens as ``token_id:7`` in log-probabilities."""
     return_token_ids: bool = False

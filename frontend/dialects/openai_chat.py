@@ -35,12 +35,13 @@ from quintet.frontend.service import Service
 from quintet.wire.codec import unpack_i32
 from quintet.wire.config import EngineConfig, FrontendConfig, ModelConfig
 from quintet.wire.messages import ChatPrompt, Started
-from quintet.wire.params import SamplingParams
+from quintet.wire.params import SamplingParams, shown
 
 _decoder = msgspec.json.Decoder(ChatBody)
 _messages_decoder = msgspec.json.Decoder(list[ChatMessage])
 _tools_decoder = msgspec.json.Decoder(list[Tool])
 _mapping_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_any_decoder: msgspec.json.Decoder[object] = msgspec.json.Decoder(object)
 
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
@@ -61,7 +62,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
     config = service.config
     body = parse.decode(await exchange.read_json_body(config.frontend.max_body_bytes), _decoder)
     parse.check_model(body.model, config.model)
-    _refuse_unsupported(body)
+    _refuse_unsupported(body, config)
     conversation = parse_conversation(body, config.frontend)
     params = _params(body, config)
     options = _options(body, params, exchange, config.model)
@@ -128,14 +129,21 @@ def parse_conversation(body: ChatBody | TokenizeBody, config: FrontendConfig) ->
 
 
 def decode_part(raw: RawField, decoder: msgspec.json.Decoder[parse.PartT], name: str) -> parse.PartT:
-    """Decode a field that was kept as it came. Raises `RequestError` naming the field."""
+    """Decode a field that was kept as it came. Raises `RequestError` naming the field.
+
+    All of it is decoded, also what the struct skips: the chat template will see it.
+    """
     encoded = parse.json_of(raw)
     if not encoded:
         raise parse.invalid(f"{name} is missing; it is required.", name)
     try:
-        return decoder.decode(encoded)
+        part = decoder.decode(encoded)
+        msgspec.json.decode(encoded)
     except msgspec.ValidationError as error:
         raise parse.explain(error, encoded, name) from None
+    except parse.INVALID_JSON as error:
+        raise parse.not_json(error, encoded, name) from None
+    return part
 
 
 def _text_of(message: ChatMessage) -> str:
@@ -154,12 +162,20 @@ def _template_kwargs(body: ChatBody | TokenizeBody) -> bytes:
         if body.reasoning_effort is not None:
             kwargs.setdefault("reasoning_effort", msgspec.Raw(encode_json(body.reasoning_effort)))
         if parse.json_of(body.documents):
+            decode_part(body.documents, _any_decoder, "documents")
             kwargs.setdefault("documents", msgspec.Raw(parse.json_of(body.documents)))
     return encode_json(kwargs) if kwargs else b""
 
 
-def _refuse_unsupported(body: ChatBody) -> None:
-    parse.refuse_unsupported(body)
+def _refuse_unsupported(body: ChatBody, config: EngineConfig) -> None:
+    parse.refuse_unsupported(body, config)
+    for name, raw in (("functions", body.functions), ("function_call", body.function_call)):
+        if parse.json_of(raw) not in {b"", b"[]", b'"none"'}:
+            raise parse.not_implemented(
+                name,
+                "this older form of tools",
+                "Send `tools`, which the model's template shows to the model.",
+            )
     for name, raw in (
         ("media_io_kwargs", body.media_io_kwargs),
         ("mm_processor_kwargs", body.mm_processor_kwargs),
@@ -170,7 +186,8 @@ def _refuse_unsupported(body: ChatBody) -> None:
     if body.reasoning_effort is not None and body.reasoning_effort not in REASONING_EFFORTS:
         allowed = ", ".join(REASONING_EFFORTS)
         raise parse.invalid(
-            f"reasoning_effort is {body.reasoning_effort!r}; it must be one of {allowed}.", "reasoning_effort"
+            f"reasoning_effort is {shown(body.reasoning_effort)}; it must be one of {allowed}.",
+            "reasoning_effort",
         )
     _check_tool_choice(body.tool_choice, bool(parse.json_of(body.tools)))
     if body.top_logprobs and not body.logprobs:
@@ -185,7 +202,7 @@ def _check_tool_choice(choice: str | Mapping[str, msgspec.Raw] | None, has_tools
         return
     if isinstance(choice, str) and choice not in {"auto", "required"}:
         raise parse.invalid(
-            f"tool_choice is {choice!r}; it must be 'none', 'auto', 'required' or an object naming a function.",
+            f"tool_choice is {shown(choice)}; it must be 'none', 'auto', 'required' or an object naming a function.",
             "tool_choice",
         )
     if not has_tools:
@@ -222,6 +239,7 @@ def _options(body: ChatBody, params: SamplingParams, exchange: Exchange, model: 
         and stream_options is not None
         and bool(stream_options.continuous_usage_stats),
         logprobs=params.logprobs,
+        max_alternatives=parse.max_alternatives(params),
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
         return_token_ids=bool(body.return_token_ids),
         echo=bool(body.echo),

@@ -31,8 +31,9 @@ from quintet.frontend.exchange import Exchange
 from quintet.frontend.service import Service
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.config import EngineConfig, ModelConfig
+from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.messages import Started, TextPrompt, TokenPrompt
-from quintet.wire.params import SamplingParams
+from quintet.wire.params import SamplingParams, shown
 
 DEFAULT_MAX_TOKENS = 16
 _decoder = msgspec.json.Decoder(CompletionBody)
@@ -43,8 +44,8 @@ async def completions(service: Service, exchange: Exchange) -> None:
     config = service.config
     body = parse.decode(await exchange.read_json_body(config.frontend.max_body_bytes), _decoder)
     parse.check_model(body.model, config.model)
-    _refuse_unsupported(body)
-    prompts = parse_prompts(body, config.model.vocab_size)
+    _refuse_unsupported(body, config)
+    prompts = parse_prompts(body, config.model)
     params = _params(body, config)
     options = _options(body, params, exchange, config.model)
     service.admission.enter(len(prompts) * params.n)
@@ -77,18 +78,18 @@ async def completions(service: Service, exchange: Exchange) -> None:
         await exchange.respond_json(_whole(outputs, job, options))
 
 
-def _refuse_unsupported(body: CompletionBody) -> None:
+def _refuse_unsupported(body: CompletionBody, config: EngineConfig) -> None:
     if parse.json_of(body.prompt_embeds):
         raise parse.not_implemented("prompt_embeds", "prompts as embeddings", "Send text or token ids.")
     if body.suffix:
         raise parse.invalid(
-            f"suffix is {body.suffix!r}; this server does not insert text before a suffix: leave it out.",
+            f"suffix is {shown(body.suffix)}; this server does not insert text before a suffix: leave it out.",
             "suffix",
         )
-    parse.refuse_unsupported(body)
+    parse.refuse_unsupported(body, config)
 
 
-def parse_prompts(body: CompletionBody, vocab_size: int) -> list[TextPrompt | TokenPrompt]:
+def parse_prompts(body: CompletionBody, model: ModelConfig) -> list[TextPrompt | TokenPrompt]:
     """Return the prompts of a body: one, or one per element of a list of texts or of lists of ids."""
     given = body.prompt
     if given is None:
@@ -100,7 +101,7 @@ def parse_prompts(body: CompletionBody, vocab_size: int) -> list[TextPrompt | To
         raise parse.invalid("prompt is []; it must hold at least one token id or prompt.", "prompt")
     ids = [item for item in given if isinstance(item, int)]
     if len(ids) == len(given):
-        return [_token_prompt(ids, vocab_size)]
+        return [_token_prompt(ids, body, model)]
     if ids:
         raise parse.invalid(
             "prompt mixes token ids with prompts; send one list of ids, or a list whose elements are all texts or "
@@ -108,19 +109,28 @@ def parse_prompts(body: CompletionBody, vocab_size: int) -> list[TextPrompt | To
             "prompt",
         )
     return [
-        TextPrompt(item, special) if isinstance(item, str) else _token_prompt(item, vocab_size)
+        TextPrompt(item, special) if isinstance(item, str) else _token_prompt(item, body, model)
         for item in given
         if not isinstance(item, int)
     ]
 
 
-def _token_prompt(ids: Sequence[int], vocab_size: int) -> TokenPrompt:
+def _token_prompt(ids: Sequence[int], body: CompletionBody, model: ModelConfig) -> TokenPrompt:
+    vocab_size = model.vocab_size
+    if len(ids) > model.max_model_len and body.truncate_prompt_tokens is None:
+        raise RequestError(
+            ErrorCode.TOO_LONG,
+            f"prompt holds {len(ids)} token ids; the model takes at most {model.max_model_len} tokens. Send a shorter "
+            "prompt, or set truncate_prompt_tokens.",
+            "prompt",
+        )
     if not ids:
         raise parse.invalid("prompt holds an empty list of token ids; send at least one.", "prompt")
     for bad in (min(ids), max(ids)):
         if not 0 <= bad < vocab_size:
             raise parse.invalid(
-                f"prompt holds the token id {bad}; ids must be between 0 and {vocab_size - 1}.", "prompt"
+                f"prompt holds the token id {shown(bad)}; ids must be between 0 and {vocab_size - 1}.",
+                "prompt",
             )
     return TokenPrompt(pack_i32(ids))
 
@@ -149,7 +159,8 @@ def _options(body: CompletionBody, params: SamplingParams, exchange: Exchange, m
         continuous_usage=include_usage
         and stream_options is not None
         and bool(stream_options.continuous_usage_stats),
-        logprobs=body.logprobs,
+        logprobs=params.logprobs,
+        max_alternatives=parse.max_alternatives(params),
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
         return_token_ids=bool(body.return_token_ids),
         echo=bool(body.echo),

@@ -37,7 +37,7 @@ def completion_logprobs(positions: Sequence[PositionLogprobs], options: Options)
         shape["token_logprobs"].append(max(position.chosen.logprob, FLOOR))
         shape["tokens"].append(spell(position.chosen, options))
         shape["top_logprobs"].append(
-            {spell(a, options): max(a.logprob, FLOOR) for a in _distinct(position, options.logprobs or 0)}
+            {spell(a, options): max(a.logprob, FLOOR) for a in _distinct(position, options.max_alternatives)}
         )
     return shape
 
@@ -65,7 +65,7 @@ def joined(first: dict[str, list[object]], second: dict[str, list[object]]) -> d
 
 def chat_logprobs(positions: Sequence[PositionLogprobs], options: Options) -> dict[str, object]:
     """Return the chat shape."""
-    limit = options.logprobs or 0
+    limit = options.max_alternatives
     return {
         "content": [
             {

@@ -9,17 +9,20 @@ from typing import Any, TypeVar
 import msgspec
 
 from quintet.frontend.dialects.openai_types import SHARED_SAMPLING_FIELDS, ChatBody, GenerationBody, RawField
-from quintet.wire.config import ModelConfig
+from quintet.wire.config import EngineConfig, ModelConfig
 from quintet.wire.errors import ErrorCode, RequestError
-from quintet.wire.params import SamplingParams
+from quintet.wire.params import MAX_COUNT, MAX_SHOWN, SamplingParams, shown
 
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 PartT = TypeVar("PartT")
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
 MAX_CACHE_SALT = 1024
+MAX_ID_DIGITS = 10
+INVALID_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _PATH = re.compile(r"^(?P<what>.*?)(?: - at `(?:key in )?\$(?P<path>[^`]*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<field>[^`]+)`")
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]")
 
 
@@ -29,10 +32,19 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[BodyT]) -> BodyT:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
         raise explain(error, body) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except INVALID_JSON as error:
         if not body.strip():
             raise invalid("The request body is empty; send a JSON object.") from None
-        raise invalid(f"The request body is not valid JSON: {error}.") from None
+        raise not_json(error, body) from None
+
+
+def not_json(error: Exception, body: bytes, name: str | None = None) -> RequestError:
+    """Make the error for what no JSON parser takes: the body, or the field of this name."""
+    what = f"The request body's {name}" if name else "The request body"
+    hint = ""
+    if _SURROGATE.search(body):
+        hint = r" It holds \ud800 to \udfff escapes: these must come in pairs, each pair one character."
+    return invalid(f"{what} is not valid JSON: {error}.{hint}", name)
 
 
 def explain(error: msgspec.ValidationError, body: bytes, prefix: str = "") -> RequestError:
@@ -47,17 +59,17 @@ def explain(error: msgspec.ValidationError, body: bytes, prefix: str = "") -> Re
         return invalid(f"{name} is missing; it is required.", name)
     try:
         value = _value_at(msgspec.json.decode(body), path)
-    except (msgspec.DecodeError, RecursionError):
-        return invalid(f"The request body is not valid JSON for this request: {error}.")
-    shown = msgspec.json.encode(value).decode()
-    if len(shown) > 80:
-        shown = shown[:77] + "..."
+    except INVALID_JSON as deeper:
+        return not_json(deeper, body, prefix or None)
+    sent = msgspec.json.encode(value).decode()
+    if len(sent) > 80:
+        sent = sent[:77] + "..."
     if not field:
-        return invalid(f"The request body is {shown}; send a JSON object.")
+        return invalid(f"The request body is {sent}; send a JSON object.")
     what = what.replace("`", "").replace("Expected ", "").replace(" | null", "")
     expected, _, got = what.partition(", got ")
     return invalid(
-        f"{field} is {shown}; it must be {expected}{f', not {got}' if got else ''}.", field.split("[")[0]
+        f"{field} is {sent}; it must be {expected}{f', not {got}' if got else ''}.", field.split("[")[0]
     )
 
 
@@ -84,7 +96,7 @@ def check_model(model: str | None, config: ModelConfig) -> None:
         names = ", ".join(f"`{name}`" for name in config.served_names)
         raise RequestError(
             ErrorCode.MODEL_NOT_FOUND,
-            f"The model `{model}` does not exist. This server serves {names}.",
+            f"The model `{model[:MAX_SHOWN]}` does not exist. This server serves {names}.",
             "model",
         )
 
@@ -113,16 +125,16 @@ def sampling_params(
 def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
     bias: dict[int, float] = {}
     for key, value in given.items():
-        try:
-            bias[int(key)] = value
-        except ValueError:
+        if not (key.isascii() and key.isdigit() and len(key) <= MAX_ID_DIGITS):
             raise invalid(
-                f"logit_bias has the key {key!r}; keys must be token ids, written as strings.", "logit_bias"
-            ) from None
+                f"logit_bias has the key {shown(key)}; keys must be token ids, written as strings of digits.",
+                "logit_bias",
+            )
+        bias[int(key)] = value
     return bias
 
 
-def refuse_unsupported(body: GenerationBody) -> None:
+def refuse_unsupported(body: GenerationBody, config: EngineConfig) -> None:
     """Refuse, by name, what would change the output and is not built yet; and what makes no sense together."""
     for name in ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"):
         if json_of(getattr(body, name)):
@@ -141,6 +153,14 @@ def refuse_unsupported(body: GenerationBody) -> None:
     for name in ("return_token_offsets", "return_prompt_text", "return_weight_versions"):
         if getattr(body, name):
             raise not_implemented(name, f"`{name}`", "Leave it out.")
+    if body.detokenize is False:
+        raise not_implemented(
+            "detokenize", "answers without text", "Use `return_token_ids` to get ids as well."
+        )
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise not_implemented("best_of", "a choice among hidden answers", "Use `n` and choose among them.")
+    if body.stream_interval is not None and body.stream_interval > 1:
+        raise not_implemented("stream_interval", "events for several tokens", "Leave it out, or send 1.")
     if body.use_beam_search:
         raise not_implemented("use_beam_search", "beam search", "Sample with `n` instead.")
     if body.thinking_token_budget not in {None, -1}:
@@ -151,7 +171,7 @@ def refuse_unsupported(body: GenerationBody) -> None:
         kinds = ("json_object", "json_schema", "structural_tag")
         if body.response_format.type not in kinds:
             raise invalid(
-                f"response_format.type is {body.response_format.type!r}; it must be 'text' "
+                f"response_format.type is {shown(body.response_format.type)}; it must be 'text' "
                 f"(or, once constrained output is built, one of {', '.join(kinds)}).",
                 "response_format",
             )
@@ -161,6 +181,12 @@ def refuse_unsupported(body: GenerationBody) -> None:
             "Use {'type': 'text'} and state the format in the prompt.",
         )
     _check_combinations(body)
+    if body.priority and config.scheduler.policy != "priority":
+        raise invalid(
+            f"priority is {shown(body.priority)}, but this server runs requests first come, first served; leave it "
+            "out, or start the server with --scheduling-policy priority.",
+            "priority",
+        )
 
 
 def _check_combinations(body: GenerationBody) -> None:
@@ -191,6 +217,12 @@ def checked(
         if ours not in names:
             raise
         raise invalid(names[ours] + error.message.removeprefix(ours), names[ours]) from None
+
+
+def max_alternatives(params: SamplingParams) -> int:
+    """Return how many tokens each position's log-probabilities show besides the chosen one."""
+    asked = params.logprobs or 0
+    return MAX_COUNT if asked < 0 else max(asked, len(params.logprob_token_ids or ()))
 
 
 def chat_max_tokens(body: ChatBody) -> int | None:

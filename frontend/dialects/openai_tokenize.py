@@ -11,6 +11,7 @@ from quintet.frontend.exchange import Exchange
 from quintet.frontend.service import Service
 from quintet.wire.codec import unpack_i32
 from quintet.wire.messages import ChatPrompt, TextPrompt
+from quintet.wire.params import shown
 
 _tokenize_decoder = msgspec.json.Decoder(TokenizeBody)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
@@ -49,6 +50,6 @@ async def detokenize(service: Service, exchange: Exchange) -> None:
     for token in body.tokens:
         if not 0 <= token < limit:
             raise parse.invalid(
-                f"tokens holds {token}; token ids must be between 0 and {limit - 1}.", "tokens"
+                f"tokens holds {shown(token)}; token ids must be between 0 and {limit - 1}.", "tokens"
             )
     await exchange.respond_json({"prompt": await service.queries.detokenize(body.tokens)})

@@ -73,6 +73,8 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     guided_choice: RawField = msgspec.UNSET
     guided_grammar: RawField = msgspec.UNSET
     use_beam_search: bool | None = None
+    best_of: int | None = None
+    detokenize: bool | None = None
     length_penalty: float | None = None
     return_token_offsets: bool | None = None
     return_prompt_text: bool | None = None
@@ -141,6 +143,8 @@ class ChatBody(GenerationBody, kw_only=True):
     tools: RawField = msgspec.UNSET
     """A list of `Tool`."""
     tool_choice: str | dict[str, msgspec.Raw] | None = None
+    functions: RawField = msgspec.UNSET
+    function_call: RawField = msgspec.UNSET
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None

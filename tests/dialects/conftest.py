@@ -189,9 +189,9 @@ class FakeEngine:
             ]
         logprobs = []
         if params.logprobs is not None:
+            num_top = max(params.logprobs, len(params.logprob_token_ids or ()))
             logprobs = [
-                RowLogprobs(row, [position(10 + index, params.logprobs, base + offset)])
-                for row in range(params.n)
+                RowLogprobs(row, [position(10 + index, num_top, base + offset)]) for row in range(params.n)
             ]
         self.deliver(
             Text(
@@ -338,7 +338,7 @@ def serve() -> Iterator[Callable[..., Server]]:
 def shared() -> Iterator[Server]:
     """One server for tests that change nothing."""
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-    server = Server(make_config(), {})
+    server = Server(make_config(policy="priority"), {})
     yield server
     server.stop()
 

@@ -73,6 +73,24 @@ CASES: list[tuple[str, Any, int, str | None, list[str]]] = [
     (C, {"prompt": "x", "kv_transfer_params": {"a": 1}}, 501, "kv_transfer_params", []),
     (C, {"prompt": "x", "return_token_offsets": True}, 501, "return_token_offsets", []),
     (C, {"prompt": "x", "thinking_token_budget": 5}, 501, "thinking_token_budget", ["reasoning"]),
+    (C, {"prompt": "x", "stream": True, "stream_interval": 2}, 501, "stream_interval", ["several tokens"]),
+    (C, {"prompt": "x", "detokenize": False}, 501, "detokenize", ["return_token_ids"]),
+    (C, {"prompt": "x", "best_of": 3}, 501, "best_of", ["`n`"]),
+    (C, {"prompt": "x", "logit_bias": {"１": 1}}, 400, "logit_bias", ["token ids"]),
+    (C, {"prompt": "x", "logit_bias": {"1_0": 1}}, 400, "logit_bias", ["token ids"]),
+    (C, {"prompt": "x", "logit_bias": {"9" * 5000: 1}}, 400, "logit_bias", ["..."]),
+    (C, {"prompt": "x", "truncate_prompt_tokens": 0}, 400, "truncate_prompt_tokens", ["at least 1"]),
+    (C, {"prompt": [1] * 257}, 400, "prompt", ["257 token ids", "at most 256"]),
+    (C, {"prompt": ["x", "y" * 200], "suffix": "y" * 1000}, 400, "suffix", ["'yyy", "..."]),
+    (C, {"prompt": "x", "model": "g" * 1000}, 404, "model", ["does not exist"]),
+    (C, b'{"prompt":"\\ud800"}', 400, None, ["not valid JSON", "pairs"]),
+    (H, b'{"messages":[{"role":"user","content":"\xff"}]}', 400, "messages", ["messages", "not valid JSON"]),
+    (H, b'{"messages":[{"role":"user","content":"x","name":"\xff"}]}', 400, "messages", ["not valid JSON"]),
+    (H, b'{"messages":' + b"[" * 5000 + b"]" * 5000 + b"}", 400, None, ["not valid JSON"]),
+    (H, b'{"messages":[{"role":"user"}],"documents":["\xff"]}', 400, "documents", ["not valid JSON"]),
+    (H, b'{"messages":[{"role":"user"}],"chat_template_kwargs":{"a":"\xff"}}', 400, "chat_template_kwargs", ["not valid"]),
+    (H, {"messages": USER, "functions": [{"name": "f"}]}, 501, "functions", ["`tools`"]),
+    (H, {"messages": USER, "function_call": "auto"}, 501, "function_call", ["`tools`"]),
     (H, {}, 400, "messages", ["missing"]),
     (H, {"messages": []}, 400, "messages", ["at least one"]),
     (H, {"messages": "hi"}, 400, "messages", ['"hi"', "array"]),
@@ -116,6 +134,7 @@ def test_a_mistake_is_explained_and_the_next_request_works(
         assert error["code"] == status
         assert error["param"] == param, error
         assert set(error) == {"message", "type", "param", "code"}
+        assert len(error["message"]) < 400
         for word in words:
             assert word in error["message"]
         connection.request("POST", C, json.dumps({"prompt": "x", "max_tokens": 1}).encode())
@@ -177,3 +196,11 @@ def test_a_mistake_of_ours_is_a_500_and_harms_nobody(shared: Any, monkeypatch: p
     assert "r-1" in broken.json["error"]["message"]
     assert "ZeroDivision" not in broken.json["error"]["message"]
     assert shared.ask("POST", C, {"prompt": "x", "max_tokens": 1}).status == 200
+
+
+def test_priority_needs_the_priority_policy(serve: Any) -> None:
+    server = serve()
+    refused = server.ask("POST", C, {"prompt": "x", "priority": 1})
+    assert (refused.status, refused.json["error"]["param"]) == (400, "priority")
+    assert "--scheduling-policy priority" in refused.json["error"]["message"]
+    assert server.ask("POST", C, {"prompt": "x", "priority": 0, "max_tokens": 1}).status == 200

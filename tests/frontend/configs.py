@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from quintet.wire.config import (
     CacheConfig,
@@ -15,8 +15,12 @@ from quintet.wire.config import (
 )
 from quintet.wire.kv_spec import KvSpec
 
+Policy = Literal["fcfs", "priority"]
 
-def make_config(run_dir: str = "/nowhere", heartbeat_s: float = 1.0, **frontend: Any) -> EngineConfig:
+
+def make_config(
+    run_dir: str = "/nowhere", heartbeat_s: float = 1.0, policy: Policy = "fcfs", **frontend: Any
+) -> EngineConfig:
     """Return a toy model's configuration with the given frontend settings."""
     return EngineConfig(
         run_dir=run_dir,
@@ -32,7 +36,7 @@ def make_config(run_dir: str = "/nowhere", heartbeat_s: float = 1.0, **frontend:
             kv=KvSpec(1, 1, 8, 4, 16),
         ),
         cache=CacheConfig(memory_bytes=1 << 20),
-        scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=256),
+        scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=256, policy=policy),
         executor=ExecutorConfig(kind="mock"),
         frontend=FrontendConfig(**frontend),
         processes=ProcessesConfig(heartbeat_s=heartbeat_s),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import os
 import signal
@@ -17,6 +18,7 @@ import msgspec
 import pytest
 import zmq
 
+from quintet.frontend.main import Frontend
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.messages import (
     Drain,
@@ -150,3 +152,18 @@ def test_a_message_that_breaks_it_ends_it_with_last_words(parent: Parent) -> Non
     parent.peers.send(Role.FRONTEND, 0, uneven)
     assert parent.child.wait(DEADLINE_S) == 1
     assert "ValueError" in error_file(parent.run_dir, ME).read_text()
+
+
+def test_what_breaks_on_one_connection_does_not_end_the_process() -> None:
+    async def story() -> None:
+        told: list[dict[str, Any]] = []
+        loop = asyncio.get_running_loop()
+        frontend = Frontend.__new__(Frontend)
+        frontend._crash = None
+        loop.set_exception_handler(lambda _, context: told.append(context))
+        loop.call_soon(lambda: 1 // 0)
+        await asyncio.sleep(0)
+        frontend._on_loop_error(loop, told[0])
+        assert frontend._crash is None
+
+    asyncio.run(story())

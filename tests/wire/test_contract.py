@@ -125,6 +125,7 @@ def test_the_normal_form_spells_greedy_one_way() -> None:
     )
     assert SamplingParams(temperature=0.001).checked().temperature == 0.01
     assert SamplingParams(logit_bias={1: 500.0}).checked().logit_bias == {1: 100.0}
+    assert SamplingParams(logprob_token_ids=[3]).checked().logprobs == 0
     assert SamplingParams().output_kind is OutputKind.CUMULATIVE
 
 
