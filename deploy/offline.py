@@ -41,6 +41,7 @@ from quintet.deploy.python_api.inputs import (
     read_priority,
     read_prompt,
     read_text,
+    read_token_ids,
 )
 from quintet.deploy.python_api.outputs import (
     CompletionOutput,
@@ -208,7 +209,8 @@ class LLM:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included."""
-        return self._wait(self._engine.queries.detokenize(list(token_ids)))
+        ids = read_token_ids(token_ids, self.vocab_size)
+        return self._wait(self._engine.queries.detokenize(ids))
 
     def shutdown(self) -> None:
         """End the processes; the second call does nothing. Calls still running in other threads raise."""

@@ -20,6 +20,7 @@ from quintet.deploy.python_api.inputs import (
     read_priority,
     read_prompt,
     read_text,
+    read_token_ids,
 )
 from quintet.deploy.python_api.outputs import Assembler, RequestOutput
 from quintet.frontend.sessions import Stream
@@ -87,7 +88,8 @@ class AsyncLLM:
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included."""
         self._attach()
-        return await self._engine.queries.detokenize(list(token_ids))
+        ids = read_token_ids(token_ids, self._engine.config.model.vocab_size)
+        return await self._engine.queries.detokenize(ids)
 
     async def check_health(self) -> None:
         """Raise `EngineError` unless every kind of process is running."""

@@ -113,10 +113,21 @@ def _read_dict(given: Mapping[str, object], vocab_size: int) -> ReadPrompt:
 def _pack_ids(ids: Sequence[object], vocab_size: int) -> bytes:
     if not ids:
         raise _bad("an empty list; pass at least one token id")
-    for token_id in ids:
+    return pack_i32(read_token_ids(ids, vocab_size, "prompt"))
+
+
+def read_token_ids(given: Sequence[object], vocab_size: int, name: str = "token_ids") -> list[int]:
+    """Return token ids of the vocabulary. Raises `RequestError` for the first that is none."""
+    ids = []
+    for token_id in given:
         if not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
-            raise _bad(f"a list with {token_id!r}; token ids are whole numbers from 0 to {vocab_size - 1}")
-    return pack_i32(token_id for token_id in ids if isinstance(token_id, int))
+            raise RequestError(
+                ErrorCode.INVALID,
+                f"{name} holds {token_id!r}; token ids are whole numbers from 0 to {vocab_size - 1}.",
+                name,
+            )
+        ids.append(token_id)
+    return ids
 
 
 def _bad(what: str) -> RequestError:

@@ -77,6 +77,22 @@ def test_abort_ends_a_request_with_what_it_has(llm: AsyncLLM) -> None:
     asyncio.run(main())
 
 
+def test_abort_before_the_first_token_and_the_second_of_one_id_at_once(llm: AsyncLLM) -> None:
+    async def one() -> RequestOutput:
+        return [o async for o in llm.generate("x", params(OutputKind.CUMULATIVE, 400), "mine")][-1]
+
+    async def main() -> None:
+        first, second = asyncio.create_task(one()), asyncio.create_task(one())
+        with pytest.raises(ValueError, match="'mine' is in use"):
+            await second
+        await llm.abort("mine")
+        output = await asyncio.wait_for(first, 10)
+        assert output.finished and output.outputs[0].finish_reason == "abort"
+        assert llm._streams == {}
+
+    asyncio.run(main())
+
+
 def test_leaving_the_loop_or_cancelling_the_task_aborts(llm: AsyncLLM) -> None:
     async def main() -> None:
         idle = asyncio.Event()

@@ -163,6 +163,9 @@ def test_texts_and_numbers_that_no_message_holds_are_refused(llm: LLM) -> None:
         llm.chat(conversation(object()), GREEDY, use_tqdm=False)
     with pytest.raises(RequestError, match="text holds"):
         llm.encode("\ud83d")
+    for token_id in (-1, 10**30, "x"):
+        with pytest.raises(RequestError, match=f"token_ids holds {token_id!r}; token ids are whole numbers"):
+            llm.decode([token_id])  # type: ignore[list-item]
     with pytest.raises(RequestError, match="priority"):
         llm.generate("x", GREEDY, priority=10**30, use_tqdm=False)
 
