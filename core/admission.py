@@ -53,6 +53,7 @@ def make_requests(
                 length=len(prompt) + len(outputs),
             )
         )
+    requests[0].num_open = len(requests)
     return requests
 
 

@@ -53,7 +53,9 @@ def _apply_tokens(
             _register_blocks(state, request)
         if token is None:
             continue
-        if request.detokenizer != detokenizer or not request.opened:
+        if request.detokenizer != detokenizer or request.first_token_ns is None:
+            if request.first_token_ns is None:
+                request.first_token_ns = now_ns
             builder = outbox.builder_for(request, now_ns)
             detokenizer = request.detokenizer
             add_id, add_index, add_token = (

@@ -100,6 +100,7 @@ class Engine:
             self._early.clear()
             return effects
         state.step, state.generation, state.counters = before.step, before.generation, before.counters
+        state.queue_times_ns, state.endings = before.queue_times_ns, before.endings
         state.live, state.waiting, state.ended = before.live, before.waiting, before.ended
         return self._refit(state, now_ns)
 

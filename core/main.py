@@ -76,6 +76,8 @@ class Core:
                 message.executor_epoch, message.num_blocks, message.block_size, message.max_num_seqs,
             )  # fmt: skip
             self._send(self.engine.capacity(message, now))
+            if self.engine.state is not None:
+                self.metrics.note_limits(self.engine.state.limits)
 
     def _plan(self) -> None:
         """Send plans until the depth is reached, nothing is left to compute, or the executor is not the one we know."""
@@ -118,7 +120,7 @@ class Core:
             self.process.pending = 0  # waiting for an executor is no stall of ours
             return
         self.process.pending = engine.num_live
-        self.metrics.note_state(state)
+        self.metrics.note_state(state, time.monotonic_ns())
 
 
 def run(me: WorkerId, config: EngineConfig) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from quintet.core.load import load_of
-from quintet.core.state import State
-from quintet.wire.metrics import COUNT_BUCKETS, CounterSeries, Metrics
+from quintet.core.state import Ending, Limits, State
+from quintet.wire.metrics import COUNT_BUCKETS, CounterSeries, GaugeSeries, Metrics
 
 S = 1e-9
 
@@ -16,16 +16,47 @@ class CoreMetrics:
         gauge, counter, histogram = metrics.gauge, metrics.counter, metrics.histogram
         self.running = gauge("num_requests_running", "Requests that hold a slot.")
         self.waiting = gauge("num_requests_waiting", "Requests that wait for a slot, blocks or budget.")
+        help = "Waiting requests, by what they wait for: room (capacity), or something else while others pass (deferred)."
+        self.waiting_for_room = gauge("num_requests_waiting_by_reason", help, reason="capacity")
+        self.deferred = gauge("num_requests_waiting_by_reason", help, reason="deferred")
         self.kv_usage = gauge("kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1.")
         self._counters: tuple[tuple[str, CounterSeries], ...] = (
             ("preemptions", counter("num_preemptions", "Requests that lost their blocks to another.")),
             ("prefix_queries", counter("prefix_cache_queries", "Tokens looked up in the prefix cache.")),
             ("prefix_hits", counter("prefix_cache_hits", "Tokens found in the prefix cache.")),
             ("prompt_tokens", counter("prompt_tokens", "Prompt tokens of the requests that were scheduled.")),
+            (
+                "prompt_tokens_cached",
+                counter("prompt_tokens_cached", "Of these, tokens found in the prefix cache."),
+            ),
             ("generation_tokens", counter("generation_tokens", "Tokens drawn for requests.")),
         )
         self.step_tokens = histogram("iteration_tokens_total", "Tokens computed in one step.", COUNT_BUCKETS)
         self.queue = histogram("request_queue_time_seconds", "From arrival to the first step planned.")
+        self.prefill = histogram(
+            "request_prefill_time_seconds", "From the first step planned to the first token, per choice."
+        )
+        self.decode = histogram(
+            "request_decode_time_seconds", "From the first token to the ending, per choice."
+        )
+        self.inference = histogram(
+            "request_inference_time_seconds", "From the first step planned to the ending, per choice."
+        )
+        self.request_preemptions = histogram(
+            "request_num_preemptions", "How often a choice was preempted.", (0, *COUNT_BUCKETS)
+        )
+        self.prefill_computed = histogram(
+            "request_prefill_kv_computed_tokens",
+            "Prompt tokens that a choice had to compute.",
+            (0, *COUNT_BUCKETS),
+        )
+        self.longest = histogram(
+            "request_max_num_generation_tokens",
+            "Tokens drawn for the longest choice of a request.",
+            (0, *COUNT_BUCKETS),
+        )
+        self._gauge = gauge
+        self._cache: GaugeSeries | None = None
         self.hop_in = histogram(
             "hop_seconds", "From a process sending to another receiving.", hop="tokenizer_core"
         )
@@ -35,14 +66,42 @@ class CoreMetrics:
         self.plan = histogram("core_plan_seconds", "Planning, encoding and sending one step.")
         self.commit = histogram("core_commit_seconds", "Applying one step's result and sending its tokens.")
 
-    def note_state(self, state: State) -> None:
-        """Bring gauges and counters up to the state."""
+    def note_limits(self, limits: Limits) -> None:
+        """Show what KV memory there is, as labels of a gauge that is always 1."""
+        labels = {
+            "block_size": str(limits.block_size),
+            "num_gpu_blocks": str(limits.num_blocks),
+            "enable_prefix_caching": str(limits.prefix_caching),
+        }
+        if self._cache is None:
+            self._cache = self._gauge("cache_config_info", "KV memory; the labels are what it tells.")
+            self._cache.set(1)
+        self._cache.labels = tuple(labels.items())
+
+    def note_state(self, state: State, now_ns: int) -> None:
+        """Bring gauges and counters up to the state; what ended since the last time ended now."""
         load = load_of(state)
         self.running.set(load.num_running)
         self.waiting.set(load.num_waiting)
+        num_deferred = min(state.num_deferred, load.num_waiting)
+        self.waiting_for_room.set(load.num_waiting - num_deferred)
+        self.deferred.set(num_deferred)
         self.kv_usage.set(load.kv_usage)
         for name, series in self._counters:
             series.value = getattr(state.counters, name)
         for waited_ns in state.queue_times_ns:
             self.queue.observe(waited_ns * S)
         state.queue_times_ns.clear()
+        for ending in state.endings:
+            self._note_ending(ending, now_ns)
+        state.endings.clear()
+
+    def _note_ending(self, ending: Ending, now_ns: int) -> None:
+        self.inference.observe(max(0, now_ns - ending.scheduled_ns) * S)
+        if ending.first_token_ns is not None:
+            self.prefill.observe(max(0, ending.first_token_ns - ending.scheduled_ns) * S)
+            self.decode.observe(max(0, now_ns - ending.first_token_ns) * S)
+        self.request_preemptions.observe(ending.num_preemptions)
+        self.prefill_computed.observe(ending.num_computed)
+        if ending.longest is not None:
+            self.longest.observe(ending.longest)

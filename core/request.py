@@ -73,12 +73,21 @@ class Request:
 
     scheduled_ns: int | None = None
     """When the first step that computes it was planned."""
+    first_token_ns: int | None = None
+    """When the first token drawn for it was committed."""
     num_cached: int = 0
     """Prompt tokens found in the prefix cache when it was first scheduled."""
     opened: bool = False
     """Whether its detokenizer has heard of it."""
     prompt_logprobs_end: int = 1
     """Prompt position before which all log-probabilities were passed on (the first has none)."""
+    num_computed: int = 0
+    """Prompt tokens that it had to compute when it was first scheduled."""
+    num_preemptions: int = 0
+    num_open: int = 1
+    """Choices that have not ended, of a first choice."""
+    longest: int = 0
+    """Most outputs of a choice that has ended, of a first choice."""
 
     @property
     def num_outputs(self) -> int:

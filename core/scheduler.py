@@ -40,7 +40,7 @@ def schedule(state: State, now_ns: int) -> StepPlan | None:
             step.add(request, count)
             budget -= count
     if state.waiting:
-        _admit_waiting(state, step, budget, now_ns)
+        state.num_deferred = _admit_waiting(state, step, budget, now_ns)
     return step.finish(state, now_ns)
 
 
@@ -99,8 +99,8 @@ def _allowance(state: State, request: Request, wanted: int, budget: int) -> int:
     return min(wanted, budget)
 
 
-def _admit_waiting(state: State, step: StepBuilder, budget: int, now_ns: int) -> None:
-    """Let waiting requests enter, by rank, until slots, blocks or budget run out."""
+def _admit_waiting(state: State, step: StepBuilder, budget: int, now_ns: int) -> int:
+    """Let waiting requests enter, by rank, until slots, blocks or budget run out; return how many were passed over."""
     waiting, running = state.waiting, state.running
     max_running = state.limits.max_running
     position = 0
@@ -115,7 +115,7 @@ def _admit_waiting(state: State, step: StepBuilder, budget: int, now_ns: int) ->
         pool = state.pool
         num_spare = pool.num_available - (state.limits.watermark if running else 0)
         if count <= 0 or num_blocks + pool.cost_of_sharing(found.blocks) > num_spare:
-            return  # whoever is behind in the queue must not take what this one waits for
+            return position  # whoever is behind in the queue must not take what this one waits for
         if not _claim(state, request):
             position += 1
             continue
@@ -125,6 +125,7 @@ def _admit_waiting(state: State, step: StepBuilder, budget: int, now_ns: int) ->
             _count_first_entry(state, request, found, now_ns)
         step.add(request, count)
         budget -= count
+    return position
 
 
 def _longest_source(state: State, request: Request) -> Found:
@@ -165,9 +166,11 @@ def _enter(state: State, step: StepBuilder, request: Request, found: Found, num_
 
 def _count_first_entry(state: State, request: Request, found: Found, now_ns: int) -> None:
     request.num_cached = found.num_cached
+    request.num_computed = max(0, request.num_prompt - found.num_tokens)
     counters = state.counters
     counters.prefix_queries += found.num_queried
     counters.prefix_hits += found.num_cached if found.num_queried else 0
     if request.parent is None:
         counters.prompt_tokens += request.num_prompt
+        counters.prompt_tokens_cached += found.num_cached
     state.queue_times_ns.append(max(0, now_ns - request.arrival_ns))

@@ -59,6 +59,19 @@ class Flight:
     num_tokens: int
 
 
+@dataclass(slots=True, frozen=True)
+class Ending:
+    """What operators want to know of a choice that was scheduled and has ended."""
+
+    scheduled_ns: int
+    first_token_ns: int | None
+    num_preemptions: int
+    num_computed: int
+    """Prompt tokens that it had to compute, being neither in the cache nor its elder's."""
+    longest: int | None
+    """Most outputs of any choice, when this was the request's last."""
+
+
 @dataclass(slots=True)
 class Counters:
     """What happened since the process started."""
@@ -67,6 +80,7 @@ class Counters:
     prefix_queries: int = 0
     prefix_hits: int = 0
     prompt_tokens: int = 0
+    prompt_tokens_cached: int = 0
     generation_tokens: int = 0
     steps: int = 0
 
@@ -97,6 +111,10 @@ class State:
     counters: Counters = field(default_factory=Counters)
     queue_times_ns: list[int] = field(default_factory=list)
     """Waits that ended since somebody last emptied this list."""
+    endings: list[Ending] = field(default_factory=list)
+    """Likewise."""
+    num_deferred: int = 0
+    """Waiting requests that others passed in the last step: something but room keeps them."""
 
     def enqueue(self, request: Request) -> None:
         """Put a request that holds nothing into the queue, at its rank."""
@@ -118,6 +136,7 @@ class State:
         self._leave(request)
         request.status = Status.WAITING
         self.counters.preemptions += 1
+        request.num_preemptions += 1
         self.enqueue(request)
 
     def retire(self, request: Request) -> None:
@@ -129,6 +148,19 @@ class State:
         request.status = Status.ENDED
         del self.live[request.request_id]
         self.note_ended(request.request_id)
+        first = request.parent or request
+        first.num_open -= 1
+        first.longest = max(first.longest, request.num_outputs)
+        if request.scheduled_ns is not None:
+            self.endings.append(
+                Ending(
+                    request.scheduled_ns,
+                    request.first_token_ns,
+                    request.num_preemptions,
+                    request.num_computed,
+                    None if first.num_open else first.longest,
+                )
+            )
 
     def note_ended(self, request_id: int) -> None:
         """Remember that a request has ended; forget the oldest of too many."""

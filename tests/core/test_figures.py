@@ -23,8 +23,8 @@ def test_load_and_counters() -> None:
     assert load.kv_usage == 12 / 20
     metrics = Metrics()
     core_metrics = CoreMetrics(metrics)
-    core_metrics.note_state(state)
-    core_metrics.note_state(state)
+    core_metrics.note_state(state, world.tick())
+    core_metrics.note_state(state, world.tick())
     snapshot = decode_snapshot(metrics.encoded())
     values = {series.name: series.value for series in snapshot.counters + snapshot.gauges}
     assert values["generation_tokens"] == 2 and values["prompt_tokens"] == 42
@@ -48,3 +48,45 @@ def test_last_words_name_steps_and_requests() -> None:
     world.admit(41, PROMPT)
     world.plan()
     assert "[1]" in world.engine.describe() and "41" in world.engine.describe()
+
+
+def test_what_is_counted_of_requests_that_ended() -> None:
+    world = World(slots=3, num_blocks=12, depth=1)
+    world.admit(1, PROMPT, n=2, max_tokens=20, ignore_eos=True)
+    world.step()
+    state = world.engine.state
+    assert state is not None
+    metrics = Metrics()
+    core_metrics = CoreMetrics(metrics)
+    core_metrics.note_state(state, world.tick())
+    gauges = {series.labels: series.value for series in decode_snapshot(metrics.encoded()).gauges}
+    assert gauges[("reason", "capacity"),] == 0 and gauges[("reason", "deferred"),] == 1
+    world.step()
+    world.cancel(2)
+    world.run()
+    for _ in range(2):  # each ending counts once
+        core_metrics.note_state(state, world.tick())
+    series = {series.name: series for series in decode_snapshot(metrics.encoded()).histograms}
+    for name in ("inference_time_seconds", "prefill_time_seconds", "decode_time_seconds", "num_preemptions"):
+        assert sum(series[f"request_{name}"].counts) == 2, name
+    longest = series["request_max_num_generation_tokens"]
+    assert (sum(longest.counts), longest.total) == (1, 20)
+    assert series["request_prefill_kv_computed_tokens"].total == len(PROMPT) + 1  # the second forks
+    world.admit(3, PROMPT)
+    world.run()
+    core_metrics.note_state(state, world.tick())
+    values = {series.name: series.value for series in decode_snapshot(metrics.encoded()).counters}
+    assert values["prompt_tokens_cached"] == values["prefix_cache_hits"] > 0
+
+
+def test_the_cache_is_told_in_labels() -> None:
+    world = World()
+    metrics = Metrics()
+    core_metrics = CoreMetrics(metrics)
+    for num_blocks in (64, 32):
+        world.new_executor(num_blocks)
+        assert world.engine.state is not None
+        core_metrics.note_limits(world.engine.state.limits)
+    told = [g for g in decode_snapshot(metrics.encoded()).gauges if g.name == "cache_config_info"]
+    labels = {"block_size": "4", "num_gpu_blocks": "32", "enable_prefix_caching": "True"}
+    assert [(dict(g.labels), g.value) for g in told] == [(labels, 1)]
