@@ -63,7 +63,7 @@ class Schedule:
         rise = step - self.num_short_steps - NUM_LEAD_STEPS
         if rise >= 0:
             up = (rise + 1) / self.num_long_warmup_steps
-            down = (self.num_long_steps - rise) / (self.num_long_steps - self.num_long_warmup_steps)
+            down = (self.num_long_steps - rise) / max(1, self.num_long_steps - self.num_long_warmup_steps)
             return self.final_share + (self.long_share - self.final_share) * max(0.0, min(up, down, 1.0))
         if step < self.num_warmup_steps:
             return (step + 1) / self.num_warmup_steps
