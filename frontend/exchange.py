@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable, Iterable
 
 import msgspec
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
+from quintet.frontend.bodies import Bodies
 from quintet.frontend.dialects import errors
 from quintet.wire.errors import ErrorCode, RequestError
-from quintet.wire.params import shown
+from quintet.wire.params import MAX_SHOWN, shown
 
 Header = tuple[bytes, bytes]
 
@@ -63,10 +64,11 @@ class Exchange:
 
     # --- in ---------------------------------------------------------------------------------------------------
 
-    async def read_json_body(self, max_bytes: int) -> bytes:
-        """Return the whole body; refuse a wrong content type (415) and one above ``max_bytes`` (413).
+    async def read_json_body(self, bodies: Bodies) -> bytes:
+        """Return the whole body; refuse a wrong content type (415) and one that is too large (413).
 
-        A missing content type passes, as it does with other servers of this dialect.
+        A missing content type passes, as it does with other servers of this dialect. A client that stops sending is
+        told so (408); so is one that sends while too much of other bodies is held (503).
         """
         kind = (self.header("content-type") or "").partition(";")[0].strip().lower()
         if kind and kind != "application/json" and not kind.endswith("+json"):
@@ -75,21 +77,46 @@ class Exchange:
                 f"Content-Type is {shown(kind)}; send JSON and say so (curl: -H 'Content-Type: application/json').",
             )
         announced = self.header("content-length")
-        if announced is not None and announced.isdigit() and int(announced) > max_bytes:
-            raise _too_large(f"is {announced} bytes", max_bytes)
+        if announced is not None and announced.isdigit() and int(announced) > bodies.max_bytes:
+            raise _too_large(f"is {announced[:MAX_SHOWN]} bytes", bodies.max_bytes)
         chunks: list[bytes] = []
         size = 0
-        while True:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-            chunk: bytes = message.get("body", b"")
-            size += len(chunk)
-            if size > max_bytes:
-                raise _too_large(f"has more than {max_bytes} bytes", max_bytes)
-            chunks.append(chunk)
-            if not message.get("more_body", False):
-                return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        try:
+            while True:
+                message = await self._receive_within(bodies.progress_s, size)
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                chunk: bytes = message.get("body", b"")
+                size += len(chunk)
+                bodies.num_open_bytes += len(chunk)
+                if size > bodies.max_bytes:
+                    raise _too_large(f"has more than {bodies.max_bytes} bytes", bodies.max_bytes)
+                chunks.append(chunk)
+                if not message.get("more_body", False):
+                    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+                if bodies.num_open_bytes > bodies.max_open_bytes:
+                    raise self._unread(
+                        ErrorCode.UNAVAILABLE,
+                        f"The server holds more than {bodies.max_open_bytes} bytes of bodies that are still being "
+                        "sent; try again later.",
+                    )
+        finally:
+            bodies.num_open_bytes -= size
+
+    async def _receive_within(self, limit_s: float, size: int) -> Message:
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self._receive()
+        except TimeoutError:
+            raise self._unread(
+                ErrorCode.TIMEOUT,
+                f"The request body stopped after {size} bytes: nothing came for {limit_s:g} s. Send it again.",
+            ) from None
+
+    def _unread(self, code: ErrorCode, message: str) -> RequestError:
+        """Make the error for a body of which more may come: the connection is of no further use."""
+        self.headers_out.append((b"connection", b"close"))
+        return RequestError(code, message)
 
     def watch_disconnect(self, gone: Callable[[], None]) -> asyncio.Task[None]:
         """Have ``gone`` called when the client leaves before the response is complete. Cancel the task when done.

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from quintet.frontend.admission import Admission
+from quintet.frontend.bodies import MAX_OPEN_BYTES, Bodies
 from quintet.frontend.patience import Patience
 from quintet.frontend.queries import Queries
 from quintet.frontend.sessions import Send, Sessions
@@ -64,6 +65,8 @@ class Service:
         self.queries = Queries(me, send, self.sessions.seats)
         self.admission = Admission(self.sessions, config.frontend.max_queued_requests, metrics)
         self.patience = Patience(config.frontend.write_timeout_s, lambda: self.draining)
+        max_bytes = config.frontend.max_body_bytes
+        self.bodies = Bodies(max_bytes, max_open_bytes=max(max_bytes, MAX_OPEN_BYTES))
         self.http = HttpMetrics.declare(metrics)
         self.started_at = int(time.time())
         self.num_exchanges = 0

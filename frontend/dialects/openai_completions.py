@@ -42,7 +42,7 @@ _decoder = msgspec.json.Decoder(CompletionBody)
 async def completions(service: Service, exchange: Exchange) -> None:
     """Answer one request."""
     config = service.config
-    body = parse.decode(await exchange.read_json_body(config.frontend.max_body_bytes), _decoder)
+    body = parse.decode(await exchange.read_json_body(service.bodies), _decoder)
     parse.check_model(body.model, config.model)
     _refuse_unsupported(body, config)
     prompts = parse_prompts(body, config.model)

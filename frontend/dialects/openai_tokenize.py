@@ -20,7 +20,7 @@ _detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
 async def tokenize(service: Service, exchange: Exchange) -> None:
     """Answer with the ids of a text, or of a conversation as the chat template renders it."""
     config = service.config
-    body = parse.decode(await exchange.read_json_body(config.frontend.max_body_bytes), _tokenize_decoder)
+    body = parse.decode(await exchange.read_json_body(service.bodies), _tokenize_decoder)
     parse.check_model(body.model, config.model)
     prompt: TextPrompt | ChatPrompt
     if body.prompt is not None:
@@ -44,7 +44,7 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
 async def detokenize(service: Service, exchange: Exchange) -> None:
     """Answer with the text of some ids."""
     config = service.config
-    body = parse.decode(await exchange.read_json_body(config.frontend.max_body_bytes), _detokenize_decoder)
+    body = parse.decode(await exchange.read_json_body(service.bodies), _detokenize_decoder)
     parse.check_model(body.model, config.model)
     limit = config.model.vocab_size
     for token in body.tokens:

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import socket
 from typing import Any
 
 import pytest
@@ -204,3 +205,32 @@ def test_priority_needs_the_priority_policy(serve: Any) -> None:
     assert (refused.status, refused.json["error"]["param"]) == (400, "priority")
     assert "--scheduling-policy priority" in refused.json["error"]["message"]
     assert server.ask("POST", C, {"prompt": "x", "priority": 0, "max_tokens": 1}).status == 200
+
+
+def unfinished(server: Any, sent: bytes) -> tuple[socket.socket, bytes]:
+    """Send a part of a body; return the open connection and all that the server has to say."""
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n" + sent)
+    with connection.makefile("rb") as reader:
+        return connection, reader.read()
+
+
+def test_a_body_that_stops_is_a_408_and_the_end_of_the_connection(serve: Any) -> None:
+    server = serve()
+    server.service.bodies.progress_s = 0.05
+    connection, answer = unfinished(server, b'{"prompt":')
+    connection.close()
+    assert b" 408 " in answer
+    assert b"stopped after 10 bytes" in answer
+    assert server.service.bodies.num_open_bytes == 0
+
+
+def test_bodies_that_are_still_being_sent_are_held_up_to_a_limit(serve: Any) -> None:
+    server = serve()
+    server.service.bodies.max_open_bytes = 9
+    connection, answer = unfinished(server, b'{"prompt":')
+    connection.close()
+    assert b" 503 " in answer
+    assert b"retry-after" in answer
+    assert server.service.bodies.num_open_bytes == 0
+    assert server.ask("POST", C, {"prompt": "x" * 200, "max_tokens": 1}).status == 200
