@@ -41,7 +41,11 @@ def check_ranges(options: Options) -> None:
     for key, (value, least) in at_least.items():
         if not value >= least:
             raise ConfigError(f"--{key.replace('_', '-')} is {value}; it must be at least {least}")
-    for key, number in (("boot_timeout", options.boot_timeout), ("stall_timeout", options.stall_timeout)):
+    for key, number in (
+        ("boot_timeout", options.boot_timeout),
+        ("stall_timeout", options.stall_timeout),
+        ("write_timeout", options.write_timeout),
+    ):
         if not number > 0:
             raise ConfigError(f"--{key.replace('_', '-')} is {number}; it must be more than 0 seconds")
     if options.port > 65535:

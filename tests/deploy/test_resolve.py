@@ -100,6 +100,7 @@ def test_generation_defaults_can_be_switched_off_without_losing_the_end_of_seque
         ({"tokenizers": 999}, ["--tokenizers is 999", "at most 512"]),
         ({"kv_cache_memory_share": 1.5}, ["--kv-cache-memory-share is 1.5", "0.95"]),
         ({"boot_timeout": 0.0}, ["--boot-timeout is 0.0", "more than 0"]),
+        ({"write_timeout": 0.0}, ["--write-timeout is 0.0", "more than 0"]),
         ({"kv_cache_memory": "lots"}, ["--kv-cache-memory is 'lots'", "2GiB"]),
         ({"kv_cache_memory": "100KiB", "max_model_len": 512}, ["needs 128.0 KiB", "--max-model-len to 400"]),
         ({"kv_cache_memory": 100}, ["needs 128.0 KiB", "--kv-cache-memory 128.0KiB"]),
