@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import socket
 import traceback
 from collections.abc import Iterator
+from typing import Any, cast
 
 import uvicorn
 import uvloop
@@ -19,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from quintet.frontend.app import App
 from quintet.frontend.exchange import CONNECTION
 from quintet.frontend.service import Inbound, Service
-from quintet.wire.config import EngineConfig
+from quintet.wire.config import EngineConfig, FrontendConfig
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.messages import Detokenized, Failed, Text, Tokenized
@@ -33,7 +35,46 @@ LAG_EVERY_S = 1.0
 
 
 class Protocol(HttpToolsProtocol):
-    """Uvicorn's protocol; lets the application close a connection whose client does not read."""
+    """Uvicorn's protocol, which does not wait for ever for a client to read.
+
+    The application is lent ``abort``, for streams. What was written and is left to the socket is watched here: it must
+    get smaller every ``write_timeout_s``.
+    """
+
+    def __init__(self, *, write_timeout_s: float, **given_by_uvicorn: Any) -> None:
+        super().__init__(**given_by_uvicorn)
+        self._write_timeout_s = write_timeout_s
+        self._unread_timer: asyncio.TimerHandle | None = None
+
+    def pause_writing(self) -> None:
+        """Begin to watch: more is waiting than the client takes."""
+        super().pause_writing()
+        self._watch_unread()
+
+    def resume_writing(self) -> None:
+        """Stop watching."""
+        super().resume_writing()
+        self._stop_watching()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop watching."""
+        super().connection_lost(exc)
+        self._stop_watching()
+
+    def _watch_unread(self) -> None:
+        size = self.transport.get_write_buffer_size()
+        self._unread_timer = self.loop.call_later(self._write_timeout_s, self._check_unread, size)
+
+    def _check_unread(self, last_size: int) -> None:
+        if self.transport.get_write_buffer_size() < last_size:
+            self._watch_unread()
+        else:
+            self.transport.abort()
+
+    def _stop_watching(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
 
     def on_message_begin(self) -> None:
         """Add the connection to the scope of the request that begins."""
@@ -50,16 +91,14 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-def make_server(app: App, root_path: str = "") -> HttpServer:
-    """Return a server for the application; call ``serve(sockets=[…])``.
-
-    ``root_path`` is the prefix that a proxy in front takes off the path.
-    """
+def make_server(app: App, config: FrontendConfig) -> HttpServer:
+    """Return a server for the application; call ``serve(sockets=[…])``."""
+    protocol = functools.partial(Protocol, write_timeout_s=config.write_timeout_s)
     return HttpServer(
         uvicorn.Config(
             app,
             loop="none",
-            http=Protocol,
+            http=cast(type[asyncio.Protocol], protocol),
             ws="none",
             lifespan="off",
             interface="asgi3",
@@ -67,7 +106,7 @@ def make_server(app: App, root_path: str = "") -> HttpServer:
             log_level="warning",
             access_log=False,
             server_header=False,
-            root_path=root_path,
+            root_path=config.root_path,
             timeout_keep_alive=IDLE_CONNECTION_S,
             timeout_graceful_shutdown=1,
         )
@@ -80,7 +119,7 @@ class Frontend:
     def __init__(self, me: WorkerId, config: EngineConfig) -> None:
         self._process: Process[Inbound] = Process(me, config, Text | Failed | Tokenized | Detokenized)
         self._service = Service(me, self._process.peers.send, config, self._process.metrics)
-        self._server = make_server(App(self._service), config.frontend.root_path)
+        self._server = make_server(App(self._service), config.frontend)
         self._lag = self._process.metrics.histogram(
             "event_loop_lag_seconds", "How late a timer of the event loop fired."
         )

@@ -284,7 +284,7 @@ class Server:
             self.service = Service(WorkerId(Role.FRONTEND, 0, 1), self.engine.send, self.config, Metrics())
             self.engine.service = self.service
             self.service.handle(topology(1, **self.states))
-            self._server = make_server(App(self.service), self.config.frontend.root_path)
+            self._server = make_server(App(self.service), self.config.frontend)
             self.loop.call_soon(self._ready.set)
             await self._server.serve(sockets=[self.listener])
 

@@ -11,7 +11,7 @@ import pytest
 from quintet.frontend import patience
 from quintet.wire.codec import pack_i32
 from quintet.wire.ids import Role
-from quintet.wire.messages import Cancel, Drain, Drained, SeatState, Submit, Text
+from quintet.wire.messages import Cancel, Drain, Drained, Finish, FinishReason, SeatState, Submit, Text
 
 C, H = "/v1/completions", "/v1/chat/completions"
 
@@ -271,6 +271,20 @@ def say(server: Any, submit: Submit, *deltas: str) -> None:
         server.engine.deliver(
             Text(1, 0, 0, [], [submit.request_id], [delta], [offset], [index], [1], ids, [])
         )
+
+
+def test_a_whole_answer_that_nobody_reads_is_not_kept_for_ever(serve: Callable[..., Any]) -> None:
+    server = serve(write_timeout_s=0.05)
+    server.engine.held = True
+    raw = RawStream(server, C, {"prompt": "x"})
+    submit = server.engine.wait_for(Submit)[0]
+    server.call(say, server, submit, "x" * (16 << 20))
+    finish = Finish(submit.request_id, FinishReason.STOP, None, 1)
+    server.call(server.engine.deliver, Text(2, 0, 0, [], [], [], [], [], [], b"", [finish]))
+    connections = server._server.server_state.connections
+    assert any(not server.call(len, connections) for _ in range(1_000_000))
+    assert len(raw.reader.read()) < 16 << 20
+    raw.close()
 
 
 def blocked(server: Any) -> tuple[RawStream, Submit]:
