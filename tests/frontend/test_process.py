@@ -167,3 +167,15 @@ def test_what_breaks_on_one_connection_does_not_end_the_process() -> None:
         assert frontend._crash is None
 
     asyncio.run(story())
+
+
+def test_a_stop_in_the_middle_of_a_body_leaves_no_traceback(
+    parent: Parent, capfd: pytest.CaptureFixture[str]
+) -> None:
+    parent.wait_for(Ready)
+    with socket.create_connection(("127.0.0.1", parent.port), timeout=DEADLINE_S) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{")
+        assert parent.get("/livez") == 200
+        parent.peers.send(Role.FRONTEND, 0, Stop())
+        assert parent.child.wait(DEADLINE_S) == 0
+    assert "Traceback" not in capfd.readouterr().err
