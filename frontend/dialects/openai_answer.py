@@ -12,12 +12,16 @@ from dataclasses import dataclass
 import msgspec
 
 from quintet.frontend.dialects import errors, sse
+from quintet.frontend.dialects import openai_parse as parse
+from quintet.frontend.dialects.openai_types import CompletionBody, GenerationBody
 from quintet.frontend.exchange import ClientGone, Exchange
 from quintet.frontend.patience import Patience, Reader
 from quintet.frontend.streams import Batch, Delta, Mailbox, Stream
+from quintet.wire.config import ModelConfig
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import Finish, FinishReason, PositionLogprobs, Started
 from quintet.wire.metrics import HistogramSeries
+from quintet.wire.params import SamplingParams
 
 encode_json = msgspec.json.Encoder().encode
 
@@ -49,6 +53,28 @@ class Options:
     echo: bool = False
     echo_only: bool = False
     """The prompt was asked for and nothing else (``max_tokens: 0``): what was generated is not shown."""
+
+
+def options_of(
+    id_prefix: str, body: GenerationBody, params: SamplingParams, exchange: Exchange, model: ModelConfig
+) -> Options:
+    """Return what the client asked for besides text; its id begins with ``id_prefix``."""
+    wanted = body.stream_options
+    include_usage = wanted is not None and bool(wanted.include_usage)
+    return Options(
+        response_id=f"{id_prefix}-{body.request_id or exchange.request_id}",
+        created=int(time.time()),
+        model=model.served_names[0],
+        num_choices=params.n,
+        include_usage=include_usage,
+        continuous_usage=include_usage and wanted is not None and bool(wanted.continuous_usage_stats),
+        logprobs=params.logprobs,
+        max_alternatives=parse.max_alternatives(params),
+        tokens_as_ids=bool(body.return_tokens_as_token_ids),
+        return_token_ids=bool(body.return_token_ids),
+        echo=bool(body.echo),
+        echo_only=isinstance(body, CompletionBody) and bool(body.echo) and body.max_tokens == 0,
+    )
 
 
 class Job:

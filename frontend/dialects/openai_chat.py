@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ from quintet.frontend.dialects.openai_answer import (
     Output,
     Shape,
     encode_json,
+    options_of,
     stream_answer,
     usage_of,
     whole_answer,
@@ -33,7 +33,7 @@ from quintet.frontend.dialects.openai_types import (
 from quintet.frontend.exchange import Exchange
 from quintet.frontend.service import Service
 from quintet.wire.codec import unpack_i32
-from quintet.wire.config import EngineConfig, FrontendConfig, ModelConfig
+from quintet.wire.config import EngineConfig, FrontendConfig
 from quintet.wire.messages import ChatPrompt, Started
 from quintet.wire.params import SamplingParams, shown
 
@@ -65,7 +65,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
     _refuse_unsupported(body, config)
     conversation = parse_conversation(body, config.frontend)
     params = _params(body, config)
-    options = _options(body, params, exchange, config.model)
+    options = options_of("chatcmpl", body, params, exchange, config.model)
     service.admission.enter(params.n)
     job = Job()
     job.add(
@@ -224,26 +224,6 @@ def _params(body: ChatBody, config: EngineConfig) -> SamplingParams:
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
     return parse.checked(params, config.frontend.max_logprobs, model, names)
-
-
-def _options(body: ChatBody, params: SamplingParams, exchange: Exchange, model: ModelConfig) -> Options:
-    stream_options = body.stream_options
-    include_usage = stream_options is not None and bool(stream_options.include_usage)
-    return Options(
-        response_id=f"chatcmpl-{body.request_id or exchange.request_id}",
-        created=int(time.time()),
-        model=model.served_names[0],
-        num_choices=params.n,
-        include_usage=include_usage,
-        continuous_usage=include_usage
-        and stream_options is not None
-        and bool(stream_options.continuous_usage_stats),
-        logprobs=params.logprobs,
-        max_alternatives=parse.max_alternatives(params),
-        tokens_as_ids=bool(body.return_tokens_as_token_ids),
-        return_token_ids=bool(body.return_token_ids),
-        echo=bool(body.echo),
-    )
 
 
 def _shape(role: str, prefix: str) -> Shape:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import msgspec
@@ -16,6 +15,7 @@ from quintet.frontend.dialects.openai_answer import (
     Output,
     Shape,
     encode_json,
+    options_of,
     stream_answer,
     usage_of,
     whole_answer,
@@ -47,7 +47,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
     _refuse_unsupported(body, config)
     prompts = parse_prompts(body, config.model)
     params = _params(body, config)
-    options = _options(body, params, exchange, config.model)
+    options = options_of("cmpl", body, params, exchange, config.model)
     service.admission.enter(len(prompts) * params.n)
     job = Job()
     try:
@@ -145,27 +145,6 @@ def _params(body: CompletionBody, config: EngineConfig) -> SamplingParams:
     if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
         params.prompt_logprobs = body.logprobs
     return parse.checked(params, config.frontend.max_logprobs, model, {})
-
-
-def _options(body: CompletionBody, params: SamplingParams, exchange: Exchange, model: ModelConfig) -> Options:
-    stream_options = body.stream_options
-    include_usage = stream_options is not None and bool(stream_options.include_usage)
-    return Options(
-        response_id=f"cmpl-{body.request_id or exchange.request_id}",
-        created=int(time.time()),
-        model=model.served_names[0],
-        num_choices=params.n,
-        include_usage=include_usage,
-        continuous_usage=include_usage
-        and stream_options is not None
-        and bool(stream_options.continuous_usage_stats),
-        logprobs=params.logprobs,
-        max_alternatives=parse.max_alternatives(params),
-        tokens_as_ids=bool(body.return_tokens_as_token_ids),
-        return_token_ids=bool(body.return_token_ids),
-        echo=bool(body.echo),
-        echo_only=bool(body.echo) and body.max_tokens == 0,
-    )
 
 
 def _on_start(writer: ChunkWriter, base: int, started: Started) -> list[bytes]:

@@ -24,7 +24,7 @@ from quintet.wire.kv_spec import KvSpec
 
 from .model_folder import write_model, write_weights
 
-RUN_DIR = Path("/tmp/quintet-test")
+RUN_DIR = Path("/nowhere/quintet-test")
 Memory = namedtuple("Memory", "available")
 
 
