@@ -37,7 +37,7 @@ RANGES: dict[str, Schema] = {
     "min_tokens": {"minimum": 0, "maximum": MAX_COUNT},
     "truncate_prompt_tokens": {"minimum": -1, "maximum": MAX_COUNT, "not": {"const": 0}},
     "truncation_side": {"enum": ["left", "right", None]},
-    "stream_interval": {"const": 1},
+    "stream_interval": {"minimum": 1},
     "detokenize": {"const": True},
 }
 """What `SamplingParams.checked` enforces, for readers."""

@@ -100,13 +100,15 @@ class Sessions:
         arrival_ns: int | None = None,
         mailbox: Mailbox | None = None,
         final_only: bool = False,
+        interval: int = 1,
         are_checked: bool = False,
     ) -> Stream:
         """Send a request on its way and return the stream of what comes back.
 
         ``params`` are checked here (`RequestError`; not again if ``are_checked``) and given a seed. While a worker it
         needs is missing, the request waits for the next topology. ``mailbox`` lets one reader wait for several
-        streams; with ``final_only`` the reader wakes only when the request has ended. Call from the event loop.
+        streams; with ``final_only`` the reader wakes only when the request has ended, else for the first
+        token of a choice, every ``interval`` tokens after it, and its end. Call from the event loop.
         """
         if not are_checked:
             params = params.checked(self._max_logprobs, self._vocab_size)
@@ -129,7 +131,13 @@ class Sessions:
             echo=echo,
             return_prompt_ids=return_prompt_ids,
         )
-        stream = Stream(submit, mailbox if mailbox is not None else Mailbox(), final_only, self.cancel)
+        stream = Stream(
+            submit,
+            mailbox if mailbox is not None else Mailbox(),
+            self.cancel,
+            final_only=final_only,
+            interval=interval,
+        )
         self._streams[submit.request_id] = stream
         for choice in stream.choices:
             self._live[choice.request_id] = choice
@@ -319,7 +327,7 @@ class Sessions:
     def _post(self, stream: Stream) -> None:
         if stream.is_closed:
             stream.take()
-        elif not stream.is_posted and (stream.ended or not stream.final_only):
+        elif not stream.is_posted and stream.is_due():
             stream.is_posted = True
             stream.mailbox.post(stream)
 

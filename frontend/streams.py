@@ -65,6 +65,14 @@ class Choice:
         num_unread = len(self.output_ids) - self.num_taken
         return sum(map(len, self.texts)) + 4 * num_unread + ALTERNATIVE_BYTES * num_alternatives
 
+    def is_due(self, interval: int) -> bool:
+        """Whether this is its first news, its end, or ``interval`` tokens since the reader last looked."""
+        return (
+            self.num_taken == 0
+            or self.finish is not None
+            or len(self.output_ids) - self.num_taken >= interval
+        )
+
     def take(self) -> Delta:
         """Return what is new and forget that it was."""
         self.is_dirty = False
@@ -117,12 +125,19 @@ class Stream:
     """One submitted request. Read it with ``async for batch in stream`` (raises `RequestError` if it failed)."""
 
     def __init__(
-        self, submit: Submit, mailbox: Mailbox, final_only: bool, on_cancel: Callable[[Stream], None]
+        self,
+        submit: Submit,
+        mailbox: Mailbox,
+        on_cancel: Callable[[Stream], None],
+        *,
+        final_only: bool = False,
+        interval: int = 1,
     ) -> None:
         self._on_cancel = on_cancel
         self.submit = submit
         self.mailbox = mailbox
-        self.final_only = final_only
+        self._final_only = final_only
+        self._interval = interval
         self.choices = [Choice(self, i, submit.request_id + i) for i in range(submit.params.n)]
         self.num_open = submit.params.n
         self.started: Started | None = None
@@ -136,6 +151,14 @@ class Stream:
         self._dirty: list[Choice] = []
         self._untold_start = False
         self._untold_error = False
+
+    def is_due(self) -> bool:
+        """Whether what is new is worth waking the reader for."""
+        if self.num_open == 0:
+            return True
+        if self._final_only:
+            return False
+        return self._interval == 1 or any(choice.is_due(self._interval) for choice in self._dirty)
 
     @property
     def request_id(self) -> int:

@@ -63,6 +63,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
                     arrival_ns=exchange.arrival_ns,
                     mailbox=job.mailbox,
                     final_only=not body.stream,
+                    interval=body.stream_interval or 1,
                     are_checked=True,
                 )
             )

@@ -159,8 +159,6 @@ def refuse_unsupported(body: GenerationBody, config: EngineConfig) -> None:
         )
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise not_implemented("best_of", "a choice among hidden answers", "Use `n` and choose among them.")
-    if body.stream_interval is not None and body.stream_interval > 1:
-        raise not_implemented("stream_interval", "events for several tokens", "Leave it out, or send 1.")
     if body.use_beam_search:
         raise not_implemented("use_beam_search", "beam search", "Sample with `n` instead.")
     if body.thinking_token_budget not in {None, -1}:

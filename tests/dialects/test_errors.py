@@ -74,7 +74,7 @@ CASES: list[tuple[str, Any, int, str | None, list[str]]] = [
     (C, {"prompt": "x", "kv_transfer_params": {"a": 1}}, 501, "kv_transfer_params", []),
     (C, {"prompt": "x", "return_token_offsets": True}, 501, "return_token_offsets", []),
     (C, {"prompt": "x", "thinking_token_budget": 5}, 501, "thinking_token_budget", ["reasoning"]),
-    (C, {"prompt": "x", "stream": True, "stream_interval": 2}, 501, "stream_interval", ["several tokens"]),
+    (C, {"prompt": "x", "stream": True, "stream_interval": 0}, 400, "stream_interval", ["at least 1"]),
     (C, {"prompt": "x", "detokenize": False}, 501, "detokenize", ["return_token_ids"]),
     (C, {"prompt": "x", "best_of": 3}, 501, "best_of", ["`n`"]),
     (C, {"prompt": "x", "logit_bias": {"１": 1}}, 400, "logit_bias", ["token ids"]),

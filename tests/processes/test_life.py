@@ -169,3 +169,21 @@ def test_sockets_are_private() -> None:
             if c.status == psutil.CONN_LISTEN
         ]
         assert set(listening) <= {"127.0.0.1"}
+
+
+def test_a_stream_interval_gathers_tokens_into_events() -> None:
+    with serve(*MOCK, "--step-ms", "5") as server:
+        body = {
+            "prompt": "count",
+            "max_tokens": 11,
+            "ignore_eos": True,
+            "stream_interval": 4,
+            "return_token_ids": True,
+        }
+        choices = [event["choices"][0] for event in stream(server, body)]  # type: ignore[index]
+        sizes = [
+            len(choice["token_ids"]) for choice in choices if "token_ids" in choice
+        ]  # not the prompt's event
+        assert sum(sizes) == 11
+        assert all(size >= 4 for size in sizes[1:-1])
+        assert len(sizes) <= 4
