@@ -72,6 +72,12 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
         notes.append(
             f"max_model_len is {fitted}, not the model's {max_model_len}: KV memory is {format_size(memory_bytes)}"
         )
+    can_share_prefixes = rules.rotates_alike(card.fixed_rope_len, fitted)
+    if options.enable_prefix_caching and not can_share_prefixes:
+        notes.append(
+            f"prefix caching is off: this model rotates positions otherwise in sequences of more than "
+            f"{card.fixed_rope_len} tokens, so their keys cannot be shared; --max-model-len {card.fixed_rope_len} allows it"
+        )
     warning = rules.advise_open_server(options.host, bool(options.api_key)) if http else None
     if warning is not None:
         notes.append(warning)
@@ -80,7 +86,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
         model=_model_config(options, card, dtype, kv, fitted),
         cache=CacheConfig(
             memory_bytes=rules.cap_kv_memory(kv, memory_bytes, options.max_num_seqs, fitted),
-            enable_prefix_caching=options.enable_prefix_caching,
+            enable_prefix_caching=options.enable_prefix_caching and can_share_prefixes,
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=options.max_num_seqs,

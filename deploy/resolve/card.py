@@ -17,6 +17,7 @@ Json = dict[str, object]
 
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "max_seq_len")
 _ALREADY_EXTENDED_ROPE = ("default", "llama3", "longrope", "su")
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope", "su")
 _SAMPLING_DEFAULTS = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -39,6 +40,8 @@ class ModelCard:
     head_dim: int
     vocab_size: int
     max_model_len: int
+    fixed_rope_len: int | None
+    """Sequences up to this length share one rotation of positions, longer ones have another; None: all have the same."""
     eos_token_ids: list[int]
     generation_defaults: dict[str, float | int]
 
@@ -84,6 +87,7 @@ def read_card(folder: Path, generation_config: str = "auto") -> ModelCard:
         ),
         vocab_size=_positive(config, "vocab_size", path),
         max_model_len=_max_model_len(config, path),
+        fixed_rope_len=_fixed_rope_len(config, path),
         eos_token_ids=_eos_token_ids(folder, generation, config),
         generation_defaults=_sampling_defaults(defaults),
     )
@@ -134,6 +138,19 @@ def _max_model_len(config: Json, path: Path) -> int:
     original = rope.get("original_max_position_embeddings")
     trained = original if kind == "yarn" and isinstance(original, int) else length
     return max(length, int(trained * factor)) if kind == "yarn" else int(trained * factor)
+
+
+def _fixed_rope_len(config: Json, path: Path) -> int | None:
+    """Return the length beyond which RoPE scaling rotates the whole sequence anew, if the model's kind does so."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters")
+    if (
+        not isinstance(rope, dict)
+        or (rope.get("rope_type") or rope.get("type")) not in _LENGTH_DEPENDENT_ROPE
+    ):
+        return None
+    key = "original_max_position_embeddings"
+    original = config.get(key) or rope.get(key)
+    return original if isinstance(original, int) else _positive(config, "max_position_embeddings", path)
 
 
 def _eos_token_ids(folder: Path, generation: Json, config: Json) -> list[int]:

@@ -144,6 +144,11 @@ def fit_max_model_len(
     return fitting
 
 
+def rotates_alike(fixed_rope_len: int | None, max_model_len: int) -> bool:
+    """Whether the keys of one beginning are the same in all sequences, so that the prefix cache may share them."""
+    return fixed_rope_len is None or max_model_len <= fixed_rope_len
+
+
 def cap_kv_memory(kv: KvSpec, memory_bytes: int, max_num_seqs: int, max_model_len: int) -> int:
     """Return no more memory than the longest sequences of all slots could use, plus one block."""
     blocks_per_sequence = -(-max_model_len // kv.block_size)

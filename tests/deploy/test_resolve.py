@@ -216,6 +216,18 @@ def test_rope_scaling_stretches_the_context(tmp_path: Path, rope: dict[str, Any]
     assert read_card(write_model(tmp_path / "b", rope_parameters=rope)).max_model_len == length
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_keys_rotated_by_length_are_not_shared(tmp_path: Path, kind: str) -> None:
+    rope = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 128}
+    folder = write_model(tmp_path / "stretched", rope_scaling=rope)
+    long = resolved(folder)
+    assert not long.config.cache.enable_prefix_caching
+    assert any("prefix caching is off" in note and "128" in note for note in long.notes)
+    short = resolved(folder, max_model_len=128)
+    assert short.config.cache.enable_prefix_caching
+    assert not any("prefix caching" in note for note in short.notes)
+
+
 def test_absent_numbers_follow_from_the_others(tmp_path: Path) -> None:
     card = read_card(write_model(tmp_path, num_key_value_heads=None, dtype=None, torch_dtype="float16"))
     assert (card.num_kv_heads, card.head_dim, card.dtype) == (4, 16, "float16")
