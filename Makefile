@@ -13,7 +13,7 @@ help:  ## list the targets
 
 install: $(STAMP)  ## make .venv with pinned dependencies and this package
 
-$(STAMP): pyproject.toml constraints.txt setup.py $(wildcard csrc/cpu/*)
+$(STAMP): pyproject.toml constraints.txt setup.py $(wildcard csrc/cpu/* csrc/cpu/kernels/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Quintet needs Python 3.11 or newer; found $$($(PYTHON) --version). Try: make PYTHON=/path/to/python3.11 install"; exit 1; }
 	$(PYTHON) -m venv .venv

@@ -1,34 +1,96 @@
-"""Builds the host kernels of csrc/cpu; everything else about the package is in pyproject.toml."""
+"""Builds the host kernels of csrc/cpu; everything else about the package is in pyproject.toml.
+
+Sources under ``csrc/cpu/kernels`` are compiled once for each instruction set, into a namespace of its own; the others
+once. The library has a plain C ABI and is loaded with ctypes (quintet.executor.ops.host_library), so no Python headers and
+no torch are needed. Where it does not compile, the package installs without it and computes with torch.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+SOURCES = Path("csrc/cpu")
+
+AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c")
+INSTRUCTION_SETS: dict[str, tuple[str, ...]] = {"baseline": ()}
+if platform.machine() in {"x86_64", "AMD64"}:
+    INSTRUCTION_SETS |= {
+        "avx2": ("-mavx2", "-mfma", "-mf16c"),
+        "avx512": AVX512,
+        "avx512_bf16": (*AVX512, "-mavx512vnni", "-mavx512bf16"),
+    }
+
+FLAGS = (
+    "-std=c++20",
+    "-O3",
+    "-ffp-contract=off",  # two instances of a template must round alike: fused operations are written out
+    "-fvisibility=hidden",
+    "-fno-exceptions",
+    "-Wall",
+    "-Wextra",
+    # GCC 12 warns of its own AVX-512 header, whose undefined vectors initialise themselves, and of passing vectors.
+    "-Wno-uninitialized",
+    "-Wno-maybe-uninitialized",
+    "-Wno-psabi",
+    "-Wno-unused-function",  # simd.hpp is a toolbox
+)
+
+
+class BuildKernels(build_ext):
+    """Compiles each kernel source for every instruction set, a few at a time."""
+
+    def build_extension(self, ext: Extension) -> None:
+        """See setuptools."""
+        jobs = [
+            (path, Path(self.build_temp) / "once", (*FLAGS, "-fopenmp"))
+            for path in sorted(SOURCES.glob("*.cpp"))
+        ]
+        for name, flags in INSTRUCTION_SETS.items():
+            jobs += [
+                (path, Path(self.build_temp) / name, (*FLAGS, *flags, f"-DQT_ISA={name}"))
+                for path in sorted((SOURCES / "kernels").glob("*.cpp"))
+            ]
+        newest_header = max(path.stat().st_mtime for path in SOURCES.rglob("*.hpp"))
+
+        def compile_one(job: tuple[Path, Path, tuple[str, ...]]) -> list[str]:
+            source, folder, flags = job
+            objects = self.compiler.object_filenames([str(source)], output_dir=str(folder))
+            built = Path(objects[0])
+            newest = max(newest_header, source.stat().st_mtime, Path(__file__).stat().st_mtime)
+            if built.exists() and built.stat().st_mtime > newest:
+                return objects
+            return self.compiler.compile(
+                [str(source)],
+                output_dir=str(folder),
+                include_dirs=[str(SOURCES)],
+                extra_preargs=list(flags),
+                depends=ext.depends,
+            )
+
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            objects = [path for paths in threads.map(compile_one, jobs) for path in paths]
+        self.compiler.link_shared_object(
+            objects,
+            self.get_ext_fullpath(ext.name),
+            extra_preargs=["-pthread", "-fopenmp"],
+            target_lang="c++",
+        )
+
 
 setup(
     ext_modules=[
-        # Plain C ABI, loaded with ctypes (quintet.executor.ops.host_library), so no Python headers and no torch are
-        # needed. Optional: where it does not compile, the package installs without it and computes with torch.
         Extension(
             "quintet.executor.ops._host",
-            sources=[
-                "csrc/cpu/linear.cpp",
-                "csrc/cpu/paged_attention.cpp",
-                "csrc/cpu/pointwise.cpp",
-                "csrc/cpu/support.cpp",
-            ],
-            depends=["csrc/cpu/host.hpp"],
-            language="c++",
-            extra_compile_args=[
-                "-std=c++20",
-                "-O3",
-                "-fopenmp",
-                "-fvisibility=hidden",
-                "-Wall",
-                "-Wextra",
-                # GCC 12 warns of its own AVX-512 header, whose undefined vectors initialise themselves.
-                "-Wno-uninitialized",
-                "-Wno-maybe-uninitialized",
-            ],
-            extra_link_args=["-fopenmp"],
+            sources=[],
+            depends=[str(path) for path in SOURCES.rglob("*") if path.suffix in {".cpp", ".hpp"}],
             optional=True,
         )
-    ]
+    ],
+    cmdclass={"build_ext": BuildKernels},
 )

@@ -1,0 +1,57 @@
+// The compute threads: they run one list of work after another, and park when there is none.
+//
+// A list is run like a captured graph: every thread goes through it in order and takes pieces of the current work until
+// there are none, then waits until all of them are done. Nobody has to arrive: when another process takes a thread's
+// core, the others do its share, and it catches up when it comes back. Waiting is a short spin (the rest of a piece of work
+// is microseconds away), then a futex: no thread spins while other processes could use the core.
+#pragma once
+
+#include <atomic>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "work.hpp"
+
+namespace qt {
+
+class Pool {
+ public:
+  // threads: how many compute, the caller of run() included. pin: each stays on one of the cores that the process may use.
+  Pool(int threads, bool pin);
+  ~Pool();
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+
+  int threads() const { return int(workers_.size()) + 1; }
+
+  // Returns when all the work is done; `list` is copied. One caller at a time; others wait.
+  void run(const Work* list, index_t count);
+
+ private:
+  // Progress through one work of the list. `taken` carries the run's number in its upper half, so that a thread that is
+  // a run late takes nothing.
+  struct alignas(64) Progress {
+    std::atomic<std::uint64_t> taken{0};
+    std::atomic<std::uint32_t> left{0};
+  };
+
+  void work();
+  void go_through(std::uint32_t run);
+  static bool take(Progress& progress, std::uint32_t run, const Work& work, index_t& begin, index_t& end);
+
+  std::vector<std::thread> workers_;
+  std::mutex callers_;
+  std::vector<Work> list_;  // this and the next two change only while no worker is inside
+  std::vector<Progress> progress_;
+  index_t length_ = 0;
+  std::atomic<std::uint32_t> run_{0};   // the current run's number; changes wake the workers
+  std::atomic<int> inside_{0};          // workers that may read what is above
+  std::atomic<bool> open_{false};       // whether workers may still enter the current run
+  std::atomic<bool> stopping_{false};
+};
+
+// The process's pool; made by the first call of qt_set_threads, or with one thread.
+Pool& pool();
+
+}  // namespace qt

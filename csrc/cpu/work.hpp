@@ -1,0 +1,24 @@
+// What a kernel hands to the threads: a number of independent pieces of work. Knows no instruction set.
+#pragma once
+
+#include <cstdint>
+
+#define QT_EXPORT extern "C" __attribute__((visibility("default")))
+
+using index_t = std::int64_t;
+
+namespace qt {
+
+// The number formats of activations, weights and KV.
+enum class Dtype : int { bf16 = 0, fp16 = 1, fp32 = 2, int8 = 3, int4 = 4 };
+
+// Pieces [0, count) of one call. Which thread does which piece, and in which order, is not fixed; so what a piece writes
+// must depend on nothing but the piece, and no two may write the same place.
+struct Work {
+  index_t count = 0;
+  index_t grain = 1;  // consecutive pieces a thread takes at a time
+  void (*run)(const void* call, index_t begin, index_t end) = nullptr;
+  const void* call = nullptr;  // the kernel's own description, alive until the work is done
+};
+
+}  // namespace qt
