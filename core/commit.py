@@ -1,4 +1,4 @@
-"""What a step's result changes: tokens become known, full blocks findable, and requests end.
+"""What a step's result changes: tokens become known, the blocks they fill findable, and requests end.
 
 A row whose request left its slot since the plan was made (stopped, cancelled, preempted) names an older generation:
 its result is dropped.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quintet.core.kv.prefix import extend_chain
 from quintet.core.outbox import Effects, Outbox
 from quintet.core.request import Request
 from quintet.core.state import Flight, State
@@ -50,7 +49,7 @@ def _apply_tokens(
             continue
         request.computed = end
         if end >= request.register_at:
-            _register_blocks(state, request)
+            state.publish(request, end)  # their tokens are known: the step after drew from them
         if token is None:
             continue
         if request.detokenizer != detokenizer or request.first_token_ns is None:
@@ -95,20 +94,6 @@ def ending_of(request: Request) -> tuple[FinishReason, int] | None:
         if stop_id is not None:
             return FinishReason.STOP, stop_id
     return (FinishReason.LENGTH, -1) if len(request.tokens) >= request.limit else None
-
-
-def _register_blocks(state: State, request: Request) -> None:
-    """Make the blocks that this commit filled findable. Their tokens are known: the step after drew from them."""
-    block_size = state.limits.block_size
-    if not state.limits.prefix_caching:
-        request.register_at = request.limit + 1
-        return
-    num_full = request.computed // block_size
-    extend_chain(request.digests, request.salt_digest, request.tokens, block_size, num_full)
-    register = state.pool.index.register
-    for index in range(request.register_at // block_size - 1, num_full):
-        register(request.digests[index], request.blocks[index])
-    request.register_at = (num_full + 1) * block_size
 
 
 def _forward_logprobs(flight: Flight, result: StepResult, outbox: Outbox, now_ns: int) -> None:

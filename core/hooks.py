@@ -57,7 +57,9 @@ Gate = Callable[["State", "Request"], bool]
 """May this waiting request enter in this step? One that may not is passed over by those behind it."""
 
 Source = Callable[["State", "Request"], "Found | None"]
-"""Where do some of this request's tokens already have KV? Asked when it enters; the longest answer is taken."""
+"""Where do some of this request's tokens already have KV? The longest answer is taken.
+
+Asked when it enters, and again in each step in which it is behind by more than one token."""
 
 Clamp = Callable[["State", "Request", int, int], int]
 """Given ``(state, request, wanted, budget)``, how many tokens now? Asked for rows that want more than one.

@@ -69,7 +69,7 @@ class Request:
     digests: list[bytes] = field(default_factory=list)
     """Hash chain of its full blocks, as far as it was needed."""
     register_at: int = 0
-    """``computed`` from which another full block is due for the prefix cache."""
+    """Tokens planned, of known value, from which another full block is due for the prefix cache."""
 
     scheduled_ns: int | None = None
     """When the first step that computes it was planned."""

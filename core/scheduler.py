@@ -7,6 +7,10 @@ budget, in this order:
 2. running requests that are behind by more (a prompt in pieces, or a rebuild after preemption);
 3. waiting requests, in order of rank, while slots, blocks and budget last.
 
+What the second and third group compute is findable at once (`State.publish`): of requests that arrive together with one
+beginning, the first computes it, and the others begin behind it in the same step. When the first may only compute a
+piece of it, the next goes on from there, and the first takes over in a later step what the others have computed.
+
 A waiting request enters with blocks for all tokens it has, so only the first group can run out of blocks. Then whoever
 is last by rank among the running is preempted, again and again, until the blocks suffice. The first by rank is never the
 victim of another, and alone it fits (admission saw to that): somebody always makes progress, hence no livelock.
@@ -35,9 +39,10 @@ def schedule(state: State, now_ns: int) -> StepPlan | None:
     for request in behind:
         if budget <= 0:
             break
+        _catch_up(state, step, request)
         count = _allowance(state, request, request.length - request.planned, budget)
         if count > 0:
-            step.add(request, count)
+            _compute(state, step, request, count)
             budget -= count
     if state.waiting:
         state.num_deferred = _admit_waiting(state, step, budget, now_ns)
@@ -123,9 +128,32 @@ def _admit_waiting(state: State, step: StepBuilder, budget: int, now_ns: int) ->
         if request.scheduled_ns is None:
             request.scheduled_ns = now_ns
             _count_first_entry(state, request, found, now_ns)
-        step.add(request, count)
+        _compute(state, step, request, count)
         budget -= count
     return position
+
+
+def _catch_up(state: State, step: StepBuilder, request: Request) -> None:
+    """Let a request that is behind exchange its next blocks for full ones that others have computed since it entered."""
+    found = _longest_source(state, request)
+    if found.tail is not None or found.num_tokens <= request.planned:
+        return
+    block_size, blocks = state.limits.block_size, request.blocks
+    first, end = request.planned // block_size, len(found.blocks)
+    state.pool.share(found.blocks[first:])
+    state.pool.release(blocks[first:end], state.fence)
+    for position in range(first, end):
+        blocks[position] = found.blocks[position]
+        step.blocks += (request.slot, position, blocks[position])
+    request.planned = found.num_tokens
+    request.register_at = (end + 1) * block_size
+
+
+def _compute(state: State, step: StepBuilder, request: Request, count: int) -> None:
+    """Add a row of a request whose tokens are all known: whoever comes behind it in this step may share its blocks."""
+    step.add(request, count)
+    if request.planned >= request.register_at:
+        state.publish(request, request.planned)
 
 
 def _longest_source(state: State, request: Request) -> Found:

@@ -13,6 +13,7 @@ from operator import attrgetter
 
 from quintet.core.hooks import Hooks
 from quintet.core.kv.pool import BlockPool
+from quintet.core.kv.prefix import extend_chain
 from quintet.core.request import Request, Status
 
 by_rank = attrgetter("rank")
@@ -116,6 +117,11 @@ class State:
     num_deferred: int = 0
     """Waiting requests that others passed in the last step: something but room keeps them."""
 
+    @property
+    def fence(self) -> int | None:
+        """The step after which a block that is released now may get new content; None when it may at once."""
+        return self.in_flight[-1].step if self.in_flight else None
+
     def enqueue(self, request: Request) -> None:
         """Put a request that holds nothing into the queue, at its rank."""
         insort(self.waiting, request, key=by_rank)
@@ -162,6 +168,26 @@ class State:
                 )
             )
 
+    def publish(self, request: Request, num_tokens: int) -> None:
+        """Make the full blocks among the request's first ``num_tokens`` findable; the values of these are known.
+
+        Called when a plan computes them, not when its result is back: a block's content is fixed by then, and whoever
+        finds it reads it no earlier than it is written. A reader in a later plan is executed later; one in the same
+        plan stands behind the writer, and a step writes its rows' KV before it reads (`StepPlan`). A plan is executed
+        whole even if its rows' requests have left since, so nothing needs to be taken back when one is preempted or
+        ends; the executor alone can fail to run it, and then every block is forgotten.
+        """
+        block_size = self.limits.block_size
+        if not self.limits.prefix_caching:
+            request.register_at = request.limit + 1
+            return
+        num_full = num_tokens // block_size
+        extend_chain(request.digests, request.salt_digest, request.tokens, block_size, num_full)
+        register = self.pool.index.register
+        for index in range(request.register_at // block_size - 1, num_full):
+            register(request.digests[index], request.blocks[index])
+        request.register_at = (num_full + 1) * block_size
+
     def note_ended(self, request_id: int) -> None:
         """Remember that a request has ended; forget the oldest of too many."""
         self.ended[request_id] = None
@@ -172,7 +198,7 @@ class State:
         self._remove(self.running, request)
         for claim in self.hooks.claims:
             claim.undo(self, request)
-        self.pool.release(request.blocks, self.in_flight[-1].step if self.in_flight else None)
+        self.pool.release(request.blocks, self.fence)
         self.left_slots.append(request.slot)
         heappush(self.free_slots, request.slot)
         self.generation += 1

@@ -31,7 +31,10 @@ class NewRow(msgspec.Struct, array_like=True, gc=False):
 
 
 class StepPlan(msgspec.Struct, array_like=True, tag="plan", gc=False):
-    """One step: deltas to the executor's tables, then the rows to compute."""
+    """One step: deltas to the executor's tables, then the rows to compute.
+
+    In each layer, KV of all rows is written before any row reads: a row may read blocks that one before it fills.
+    """
 
     step: int
     sent_ns: int

@@ -25,11 +25,11 @@ def gate(state: State, request: Request) -> bool:
 
 
 def source(state: State, request: Request) -> Found | None:
-    """Find the prompt in the blocks of the elder, if it runs; the gate saw to it that it has computed them."""
+    """Find the prompt in the blocks of the elder, if it runs and has computed them."""
     parent = request.parent
-    if parent is None or parent.status is not Status.RUNNING:
-        return None
     num_tokens = request.num_prompt - 1
+    if parent is None or parent.status is not Status.RUNNING or parent.computed < num_tokens:
+        return None
     num_full, remainder = divmod(num_tokens, state.limits.block_size)
     if len(request.digests) < num_full:
         request.digests = parent.digests[:num_full]  # the same tokens: hash them once

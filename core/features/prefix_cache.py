@@ -1,6 +1,7 @@
 """Prefix cache: begin a request behind the longest run of full blocks that already holds its first tokens.
 
-Finding is here; what is findable is registered by `quintet.core.commit` when a block is full and its tokens are known.
+Finding is here; a block is made findable by `State.publish` once it is full, computed in some plan, and its tokens are
+known: those of a prompt when they are planned, those that were drawn when they come back.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ A block is always in exactly one of four places:
        │ take (evicts) │                            ▼
        └──────────── cached ◀── content known to the prefix cache
 
-The fence is the newest step in flight when the last reference went; the block's content may be read again at once (it
-was committed), but the block may not be given new content before that step has been committed.
+The fence is the newest step in flight when the last reference went. Known content may be read again at once (its writer
+was planned earlier), but the block may not be given new content before that step has been committed.
 """
 
 from __future__ import annotations

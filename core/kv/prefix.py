@@ -40,7 +40,7 @@ class PrefixIndex:
         return block in self.key_of
 
     def register(self, key: bytes, block: int) -> None:
-        """Make a full, committed block findable, unless its content already is in another block."""
+        """Make a full block findable, unless its content already is in another block."""
         if key not in self.block_of and block not in self.key_of:
             self.block_of[key] = block
             self.key_of[block] = key

@@ -101,14 +101,13 @@ class FakeExecutor:
                 self._check_fence(place[0], tenant.row.generation)
                 written[place] = slot
                 self.shadow[place] = (position, chain[position])
+            self._check_past(tenant, chain)
         drawn = []
         for slot, start, count, samples in rows:
             tenant = self.tenants[slot]
             end = start + count
             chain = self._chain(tenant.tokens, end)
-            for position in range(end):
-                seen = self.shadow.get(self._place(tenant, position))
-                assert seen == (position, chain[position]), (tenant.row.request_id, position, start, count)
+            self._check_past(tenant, chain)  # nor did a row behind it change what it sees
             for block in tenant.blocks.values():
                 self.users.setdefault(block, {})[tenant.row.generation] = plan.step
             assert samples == (end == len(tenant.tokens))
@@ -117,6 +116,12 @@ class FakeExecutor:
                 tenant.tokens.append(token)
                 drawn.append(token)
         self.results.append(StepResult(plan.step, 0, codec.pack_i32(drawn)))
+
+    def _check_past(self, tenant: Tenant, chain: list[bytes]) -> None:
+        """Check that every position of a row holds what the row's own past has there."""
+        for position, link in enumerate(chain):
+            seen = self.shadow.get(self._place(tenant, position))
+            assert seen == (position, link), (tenant.row.request_id, position, len(chain))
 
     def _check_fence(self, block: int, writer: int) -> None:
         """Check that nobody else used the block in a step that the core has not committed."""

@@ -138,6 +138,36 @@ def test_a_plan_may_precede_the_tokens_it_computes(served: Any) -> None:
     assert tokens == served.greedy(prompt, 6)
 
 
+@pytest.mark.parametrize("num_own", [1, 5, 11])
+def test_a_row_reads_blocks_that_the_row_before_it_fills(served: Any, num_own: int) -> None:
+    """Requests that arrive together share a beginning before any step has computed it."""
+    shared = PROMPTS[3][:12]  # 3 blocks of 4
+    prompts = [shared + [7] * 3, shared + [9] * num_own]
+    tables = [[10, 11, 12, 13, 14], [10, 11, 12, 20, 21, 22]]
+    plan = StepPlan(
+        step=1,
+        sent_ns=0,
+        freed=b"",
+        new_rows=[
+            NewRow(
+                slot, slot + 1, slot + 1, pack_i32(prompt), len(prompt), SamplingParams(temperature=0.0), 0
+            )
+            for slot, prompt in enumerate(prompts)
+        ],
+        blocks=pack_i32(
+            [v for slot, table in enumerate(tables) for i, b in enumerate(table) for v in (slot, i, b)]
+        ),
+        copies=b"",
+        slots=pack_i32([0, 1]),
+        starts=pack_i32([0, 12]),
+        counts=pack_i32([15, num_own]),
+        samples=pack_u8([1, 1]),
+    )
+    tokens = list(unpack_i32(served.core.worker.execute(plan).token_ids))
+    served.core.worker.reset()
+    assert tokens == [served.greedy(prompt, 1)[0] for prompt in prompts]
+
+
 def test_a_plan_without_rows_only_changes_tables(served: Any) -> None:
     plan = StepPlan(1, 0, pack_i32([3]), [], b"", b"", b"", b"", b"", b"")
     result = served.core.worker.execute(plan)
