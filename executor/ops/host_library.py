@@ -12,6 +12,7 @@ import sysconfig
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -50,6 +51,29 @@ class HostLibrary:
             *(_ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _SIZE, _ADDRESS, _ADDRESS, _ADDRESS),
             *(_SIZE, _SIZE, _SIZE, _SIZE, _SIZE, _SIZE, _FLOAT, _ADDRESS, _INT),
         )
+
+
+@cache
+def open_library() -> ctypes.CDLL | None:
+    """Return the compiled kernels of ``csrc/cpu``, or None where they were not built; the log says so.
+
+    Each family of kernels declares its functions in a file of its own, with `declare`.
+    """
+    path = Path(__file__).with_name(f"_host{sysconfig.get_config_var('EXT_SUFFIX')}")
+    if not path.exists():
+        log.info("host kernels: not built (no C++ compiler at installation?); computing with torch")
+        return None
+    library = ctypes.CDLL(str(path))
+    library.qt_isa.restype = ctypes.c_char_p
+    return library
+
+
+def declare(library: ctypes.CDLL, name: str, *arguments: Any, result: Any = None) -> Callable[..., Any]:
+    """Return the library's function ``name``, which takes and returns these C types."""
+    function = getattr(library, name)
+    function.argtypes, function.restype = arguments, result
+    bound: Callable[..., Any] = function
+    return bound
 
 
 @cache
