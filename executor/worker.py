@@ -19,6 +19,7 @@ from quintet.executor.models.model import CausalModel, Setting
 from quintet.executor.models.registry import build_model, read_card
 from quintet.executor.ops.table import Ops, ops_of
 from quintet.executor.platforms.platform import Platform, open_platform
+from quintet.executor.quant.registry import open_quantization
 from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.slots import SlotTables
 from quintet.executor.weights.load import fill_randomly, load_checkpoint
@@ -119,7 +120,9 @@ def load_model(config: EngineConfig, platform: Platform, ops: Ops) -> CausalMode
     folder = Path(config.model.path)
     card = read_card(folder)
     model = build_model(
-        config.model.architecture, card, Setting(ops, platform.device, DTYPES[config.model.dtype])
+        config.model.architecture,
+        card,
+        Setting(ops, platform.device, DTYPES[config.model.dtype], open_quantization("none")),
     )
     check_agreement(model, config.model, card.path)
     with torch.inference_mode():
@@ -127,7 +130,7 @@ def load_model(config: EngineConfig, platform: Platform, ops: Ops) -> CausalMode
             fill_randomly(model.weights, config.executor.seed)
         else:
             load_checkpoint(model.weights, folder, TIED_OUTPUT)
-        model.pack()
+        model.weights.release()
     return model
 
 

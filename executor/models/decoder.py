@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from quintet.executor.batch import Batch
-from quintet.executor.layers.linear import Linear
+from quintet.executor.layers.linear import Activation, Embedding, Linear, Part
 from quintet.executor.layers.rope import Rope, RopeSpec
 from quintet.executor.models.model import Setting
 from quintet.executor.weights.plan import WeightPlan
@@ -75,22 +75,21 @@ class Decoder:
         self._ops = setting.ops
         self._dtype = setting.dtype
         self._rope = Rope(spec.rope, setting.device)
-        self._embedding = self.weights.tensor("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
-        self._blocks = [_block(self.weights, spec, f"model.layers.{i}") for i in range(len(spec.windows))]
+        self._blocks = [
+            _block(setting, self.weights, spec, f"model.layers.{i}") for i in range(len(spec.windows))
+        ]
         self._norm = self.weights.ones("model.norm.weight", spec.hidden_size)
+        embedding = "model.embed_tokens"
         self._head = Linear(
-            self._embedding
-            if spec.tied
-            else self.weights.tensor("lm_head.weight", spec.vocab_size, spec.hidden_size)
+            setting,
+            self.weights,
+            [Part(embedding if spec.tied else "lm_head", spec.vocab_size)],
+            spec.hidden_size,
+            is_output_layer=True,
         )
-
-    def pack(self) -> None:
-        """See `CausalModel.pack`. One layer at a time, so that only one is in memory twice."""
-        self.weights.release()
-        for block in self._blocks:
-            for linear in (block.qkv, block.output, block.gate_up, block.down):
-                linear.pack(self._ops)
-        self._head.pack(self._ops)
+        self._embedding = Embedding(
+            self.weights, embedding, spec.vocab_size, spec.hidden_size, self._head if spec.tied else None
+        )
 
     def forward(self, batch: Batch, kv: Sequence[torch.Tensor]) -> torch.Tensor:
         """See `CausalModel.forward`."""
@@ -98,7 +97,7 @@ class Decoder:
         heads, kv_heads, eps = spec.num_heads, spec.num_kv_heads, spec.rms_eps
         scale = spec.head_dim**-0.5
         cos, sin = self._rope.cos_sin(batch.positions, batch.lengths, self._dtype)
-        x = ops.embedding(batch.token_ids, self._embedding)  # [T, hidden]
+        x = self._embedding(batch.token_ids)  # [T, hidden]
         for block, window, cache in zip(self._blocks, spec.windows, kv, strict=True):
             normed = ops.rms_norm(x, block.input_norm, eps)
             qkv = block.qkv(normed).view(batch.num_tokens, -1, spec.head_dim)
@@ -109,10 +108,9 @@ class Decoder:
                 )
             q = ops.rope_kv_write(qkv, heads, kv_heads, cos, sin, cache, batch.kv_write)
             attended = ops.paged_attention(q, cache, batch.attention[window], scale)
-            x = x + block.output(attended.reshape(batch.num_tokens, -1))
+            x = block.output(attended.reshape(batch.num_tokens, -1), x)
             normed = ops.rms_norm(x, block.mlp_norm, eps)
-            gated = ops.silu_and_mul(block.gate_up(normed))
-            x = x + block.down(gated)
+            x = block.down(block.gate_up(normed), x)
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -120,29 +118,41 @@ class Decoder:
         return self._head(self._ops.rms_norm(hidden, self._norm, self._spec.rms_eps))
 
 
-def _block(weights: WeightPlan, spec: DecoderSpec, prefix: str) -> _Block:
+def _block(setting: Setting, weights: WeightPlan, spec: DecoderSpec, prefix: str) -> _Block:
     """Declare the tensors of one layer under the names transformers gives them."""
     attention, mlp, hidden = f"{prefix}.self_attn", f"{prefix}.mlp", spec.hidden_size
     q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     wide = spec.intermediate_size
 
-    def linear(names: tuple[str, ...], heights: tuple[int, ...], width: int, biased: bool) -> Linear:
-        weight = weights.fused(tuple(f"{name}.weight" for name in names), heights, (width,))
-        return Linear(
-            weight, weights.fused(tuple(f"{name}.bias" for name in names), heights, ()) if biased else None
-        )
-
     def head_norm(name: str) -> torch.Tensor | None:
         return weights.ones(f"{attention}.{name}.weight", spec.head_dim) if spec.qk_norm else None
 
-    qkv = tuple(f"{attention}.{name}_proj" for name in "qkv")
     return _Block(
         input_norm=weights.ones(f"{prefix}.input_layernorm.weight", hidden),
-        qkv=linear(qkv, (q_width, kv_width, kv_width), hidden, spec.qkv_bias),
+        qkv=Linear(
+            setting,
+            weights,
+            [
+                Part(f"{attention}.q_proj", q_width),
+                Part(f"{attention}.k_proj", kv_width),
+                Part(f"{attention}.v_proj", kv_width),
+            ],
+            hidden,
+            biased=spec.qkv_bias,
+        ),
         q_norm=head_norm("q_norm"),
         k_norm=head_norm("k_norm"),
-        output=linear((f"{attention}.o_proj",), (hidden,), q_width, spec.output_bias),
+        output=Linear(
+            setting, weights, [Part(f"{attention}.o_proj", hidden)], q_width, biased=spec.output_bias
+        ),
         mlp_norm=weights.ones(f"{prefix}.post_attention_layernorm.weight", hidden),
-        gate_up=linear((f"{mlp}.gate_proj", f"{mlp}.up_proj"), (wide, wide), hidden, spec.mlp_bias),
-        down=linear((f"{mlp}.down_proj",), (hidden,), wide, spec.mlp_bias),
+        gate_up=Linear(
+            setting,
+            weights,
+            [Part(f"{mlp}.gate_proj", wide), Part(f"{mlp}.up_proj", wide)],
+            hidden,
+            biased=spec.mlp_bias,
+            activation=Activation.SILU_AND_MUL,
+        ),
+        down=Linear(setting, weights, [Part(f"{mlp}.down_proj", hidden)], wide, biased=spec.mlp_bias),
     )

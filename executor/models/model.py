@@ -10,6 +10,7 @@ import torch
 
 from quintet.executor.batch import Batch
 from quintet.executor.ops.table import Ops
+from quintet.executor.quant.method import Quantization
 from quintet.executor.weights.plan import WeightPlan
 
 
@@ -29,6 +30,8 @@ class Setting:
     ops: Ops
     device: torch.device
     dtype: torch.dtype
+    quantization: Quantization
+    """Who makes the methods of its linear layers; the model hands it on."""
 
 
 class CausalModel(Protocol):
@@ -60,10 +63,7 @@ class CausalModel(Protocol):
 
     @property
     def weights(self) -> WeightPlan:
-        """The tensors a checkpoint must hold and where they go."""
-
-    def pack(self) -> None:
-        """Turn the loaded weights into the form the operations use, and let go of what ``weights`` holds. Once."""
+        """What a checkpoint must hold and who takes it."""
 
     def forward(self, batch: Batch, kv: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the last hidden states ``[num_tokens, hidden]``; write each layer's keys and values into ``kv``."""

@@ -7,12 +7,41 @@ returns is the function that the model then calls.
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import IntEnum
 
 import torch
 import torch.nn.functional as F
 
 LinearFunction = Callable[[torch.Tensor], torch.Tensor]
 """``x [num_tokens, in] -> x @ weight.T + bias [num_tokens, out]``."""
+
+
+class Activation(IntEnum):
+    """What happens to a layer's result before it leaves; the codes are those of ``csrc/cpu``."""
+
+    NONE = 0
+    SILU_AND_MUL = 1
+    """The first half of the columns are gates, the second ups; the result is ``silu(gate) * up``, half as wide."""
+    GELU_TANH_AND_MUL = 2
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: Activation = Activation.NONE,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return ``residual + activation(x @ weight.T + bias)``: the reference.
+
+    x: ``[num_tokens, in]``; weight: ``[out, in]``, of the same dtype; bias: ``[out]``; residual: as wide as the result.
+    """
+    y = F.linear(x, weight, bias)
+    if activation is not Activation.NONE:
+        gate, up = y.chunk(2, dim=-1)
+        silu = activation is Activation.SILU_AND_MUL
+        y = (F.silu(gate) if silu else F.gelu(gate, approximate="tanh")).mul_(up)
+    return y if residual is None else residual + y
 
 
 def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearFunction:

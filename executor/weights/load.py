@@ -1,4 +1,4 @@
-"""Streams a checkpoint into a model: one tensor in memory at a time beside the model itself.
+"""Streams a checkpoint into a model: tensors go from the mapped file straight to what packs or keeps them.
 
 Only safetensors are read: a pickled ``.bin`` file can run code.
 """
@@ -6,79 +6,106 @@ Only safetensors are read: a pickled ``.bin`` file can run code.
 from __future__ import annotations
 
 import json
+import math
 import sys
-from collections.abc import Iterator
+import zlib
 from pathlib import Path
 
+import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from quintet.executor.weights.plan import WeightPlan
+from quintet.executor.weights.mapped import MappedFile
+from quintet.executor.weights.plan import Expected, WeightPlan
 from quintet.wire.errors import ConfigError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 SHOW_PROGRESS_FROM_BYTES = 1 << 30
+MAX_UINT64 = (1 << 64) - 1
 
 HARMLESS_ENDINGS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 """Buffers that old versions of transformers saved beside the weights; they are computed, not read."""
 
 
 def load_checkpoint(plan: WeightPlan, folder: Path, ignored: frozenset[str] = frozenset()) -> None:
-    """Fill every target of ``plan`` from the safetensors of ``folder``.
+    """Deliver every tensor that ``plan`` expects from the safetensors of ``folder``.
 
     ``ignored`` names tensors that a checkpoint may hold although the model does not read them (a tied output layer).
-    Raises `ConfigError`, one line, for a tensor that is missing, superfluous or of another shape.
+    Raises `ConfigError`, one line, for a tensor that is missing, superfluous or of another shape; nothing is read before
+    the headers of all files were checked.
     """
-    files = _files(folder)
-    missing = set(plan.targets)
+    paths = checkpoint_files(folder)
+    files = [MappedFile(path) for path in paths]
+    _check_names(plan, folder, files, ignored)
     with tqdm(
-        total=len(missing),
+        total=len(plan.expected),
         desc="weights",
         unit="tensor",
         file=sys.stderr,
         disable=plan.num_bytes < SHOW_PROGRESS_FROM_BYTES,
     ) as progress:
-        for path in files:
-            for name, tensor in _tensors(path):
-                target = plan.targets.get(name)
-                if target is None:
-                    if name in ignored or name.endswith(HARMLESS_ENDINGS):
-                        continue
-                    raise ConfigError(
-                        f"{path}: holds a tensor {name!r} {list(tensor.shape)} that config.json's architecture has no place for;"
-                        " the weights belong to another model"
-                    )
-                if tensor.shape != target.shape:
-                    raise ConfigError(
-                        f"{path}: tensor {name!r} has shape {list(tensor.shape)}; config.json asks for {list(target.shape)}"
-                    )
-                target.copy_(tensor)
-                missing.discard(name)
+        for file in files:
+            for name in file:
+                expected = plan.expected.get(name)
+                if expected is None:
+                    continue
+                tensor = file.tensor(name)
+                for sink in expected.sinks:
+                    sink(tensor)
+                file.drop(name)
                 progress.update()
+
+
+def fill_randomly(plan: WeightPlan, seed: int) -> None:
+    """Deliver seeded random numbers of a sane scale: for trying sizes without a checkpoint.
+
+    Uniform rather than normal, and in the model's own number format: half a billion of them take a second.
+    """
+    for name, expected in plan.expected.items():
+        tensor = _random_tensor(name, expected, plan.dtype, seed)
+        for sink in expected.sinks:
+            sink(tensor)
+
+
+def _random_tensor(name: str, expected: Expected, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    if expected.scale == 0.0:
+        return torch.ones(expected.shape, dtype=dtype)
+    count = math.prod(expected.shape)
+    generator = np.random.SFC64([seed & MAX_UINT64, zlib.crc32(name.encode())])
+    words = torch.from_numpy(generator.random_raw(-(-count // 4)).view(np.int16))[:count]
+    # An even spread over (-b, b) has the standard deviation b / sqrt(3).
+    return words.to(dtype).mul_(expected.scale * math.sqrt(3) / (1 << 15)).view(expected.shape)
+
+
+def _check_names(plan: WeightPlan, folder: Path, files: list[MappedFile], ignored: frozenset[str]) -> None:
+    missing = set(plan.expected)
+    for file in files:
+        for name, entry in file.entries.items():
+            expected = plan.expected.get(name)
+            if expected is None:
+                if name in ignored or name.endswith(HARMLESS_ENDINGS):
+                    continue
+                raise ConfigError(
+                    f"{file.path}: holds a tensor {name!r} {list(entry.shape)} that config.json's architecture has no place for;"
+                    " the weights belong to another model"
+                )
+            if entry.shape != expected.shape:
+                raise ConfigError(
+                    f"{file.path}: tensor {name!r} has shape {list(entry.shape)}; config.json asks for {list(expected.shape)}"
+                )
+            missing.discard(name)
     if missing:
         name = min(missing)
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ConfigError(
-            f"{files[0] if len(files) == 1 else folder}: tensor {name!r} {list(plan.targets[name].shape)} is missing{more};"
+            f"{files[0].path if len(files) == 1 else folder}: tensor {name!r} {list(plan.expected[name].shape)} is missing{more};"
             " the download may be incomplete"
         )
 
 
-def fill_randomly(plan: WeightPlan, seed: int) -> None:
-    """Fill every target with seeded random numbers of a sane scale: for trying sizes without a checkpoint."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, target in plan.targets.items():
-        scale = plan.scales[name]
-        if scale == 0.0:
-            target.fill_(1.0)
-        else:
-            values = torch.randn(target.shape, generator=generator, dtype=torch.float32)
-            target.copy_(values.mul_(scale))
-
-
-def _files(folder: Path) -> list[Path]:
+def checkpoint_files(folder: Path) -> list[Path]:
+    """Return the safetensors of a folder: those its index lists, or all. Raises `ConfigError` where there are none."""
     index, single = folder / INDEX_FILE, folder / SINGLE_FILE
     if index.exists():
         try:
@@ -105,12 +132,3 @@ def _files(folder: Path) -> list[Path]:
     raise ConfigError(
         f"{folder}: has no weights ({SINGLE_FILE} or {INDEX_FILE}); use --load-format dummy to do without"
     )
-
-
-def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a dict: it has no iterator
-                yield name, file.get_tensor(name)
-    except SafetensorError as error:
-        raise ConfigError(f"{path}: not a readable safetensors file ({error}); download it again") from error

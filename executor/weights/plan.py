@@ -1,56 +1,79 @@
-"""What a model expects of a checkpoint: names, shapes and destinations."""
+"""What a model expects of a checkpoint: names, shapes, and who takes each tensor.
+
+A sink is handed its tensor once, at once does with it what it must (copies, packs, quantizes, or keeps the view of the
+mapped file) and lets go: so there are never two copies of a model in memory. Knows no file format and no layer.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
+Sink = Callable[[torch.Tensor], object]
+"""Takes a tensor of the declared shape, in the checkpoint's number format, on the host. It may be a view of a mapped file:
+never written to, and kept only where the memory it occupies is meant to be kept."""
+
+
+@dataclass(slots=True)
+class Expected:
+    """One name of the checkpoint."""
+
+    shape: tuple[int, ...]
+    scale: float
+    """Standard deviation of dummy weights; 0 means that all are 1 (norms)."""
+    sinks: list[Sink]
+
 
 @dataclass(slots=True)
 class WeightPlan:
-    """Checkpoint names to the (parts of) tensors they fill.
-
-    Models fuse what they multiply together (query, key and value; gate and up): then several names fill parts of one
-    tensor.
-    """
+    """Checkpoint names to what takes them. Models declare, a loader delivers."""
 
     dtype: torch.dtype
     device: torch.device
-    targets: dict[str, torch.Tensor] = field(default_factory=dict)
-    scales: dict[str, float] = field(default_factory=dict)
-    """Standard deviation of each name's dummy weights; 0 means that all are 1 (norms)."""
-    released_bytes: int = 0
-    """What `num_bytes` was before `release`."""
+    expected: dict[str, Expected] = field(default_factory=dict)
+    num_bytes: int = 0
+    """Size of all weights in memory, as far as sinks declared it."""
+
+    def expect(
+        self, name: str, shape: tuple[int, ...], sink: Sink, *, scale: float = 0.02, num_bytes: int = 0
+    ) -> None:
+        """Expect ``name`` and have it delivered to ``sink``, which will hold ``num_bytes``.
+
+        A name may be expected several times, with one shape: a tied embedding.
+        """
+        known = self.expected.setdefault(name, Expected(shape, scale, []))
+        assert known.shape == shape, f"{name} declared as {known.shape} and as {shape}"
+        known.sinks.append(sink)
+        self.num_bytes += num_bytes
 
     def tensor(self, name: str, *shape: int, scale: float = 0.02) -> torch.Tensor:
         """Expect ``name`` of this shape; return the tensor it will fill."""
-        return self.fused((name,), (shape[0],), shape[1:], scale)
+        return self.stacked((name,), (shape[0],), shape[1:], scale)
 
     def ones(self, name: str, width: int) -> torch.Tensor:
         """Expect the weight of a norm."""
-        return self.fused((name,), (width,), (), 0.0)
+        return self.stacked((name,), (width,), (), 0.0)
 
-    def fused(
+    def stacked(
         self, names: tuple[str, ...], heights: tuple[int, ...], rest: tuple[int, ...], scale: float = 0.02
     ) -> torch.Tensor:
         """Expect each name with its number of rows; return the one tensor that stacks them."""
         whole = torch.empty((sum(heights), *rest), dtype=self.dtype, device=self.device)
         begin = 0
         for name, height in zip(names, heights, strict=True):
-            self.targets[name] = whole[begin : begin + height]
-            self.scales[name] = scale
+            part = whole[begin : begin + height]
+            self.expect(
+                name,
+                (height, *rest),
+                part.copy_,
+                scale=scale,
+                num_bytes=part.numel() * part.element_size(),
+            )
             begin += height
         return whole
 
     def release(self) -> None:
-        """Let go of the tensors; only their size stays known."""
-        self.released_bytes = self.num_bytes
-        self.targets = {}
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of all weights in memory."""
-        return self.released_bytes or sum(
-            target.numel() * target.element_size() for target in self.targets.values()
-        )
+        """Let go of the sinks; only the size stays known."""
+        self.expected = {}

@@ -1,0 +1,41 @@
+"""No quantization: weights stay in the model's number format."""
+
+from __future__ import annotations
+
+import torch
+
+from quintet.executor.ops.linear import linear
+from quintet.executor.quant.method import LinearMethod, LinearShape
+from quintet.executor.weights.plan import WeightPlan
+
+
+class Unquantized:
+    """See `quintet.executor.quant.method.Quantization`."""
+
+    def linear(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod:
+        """See `Quantization.linear`."""
+        return RowMajorLinear(shape, plan)
+
+
+class RowMajorLinear:
+    """A weight as the checkpoint has it, multiplied by torch: the reference, and what runs without the host library."""
+
+    packed = None
+    int8_activations = False
+
+    def __init__(self, shape: LinearShape, plan: WeightPlan) -> None:
+        self._activation = shape.activation
+        heights = tuple(part.rows for part in shape.parts)
+        self.table: torch.Tensor | None = plan.stacked(
+            tuple(f"{part.name}.weight" for part in shape.parts), heights, (shape.depth,)
+        )
+        self.bias = (
+            plan.stacked(tuple(f"{part.name}.bias" for part in shape.parts), heights, ())
+            if shape.biased
+            else None
+        )
+
+    def apply(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """See `LinearMethod.apply`."""
+        assert self.table is not None
+        return linear(x, self.table, self.bias, self._activation, residual)

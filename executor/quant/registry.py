@@ -1,0 +1,18 @@
+"""Quantization name, as in ``--quantization``, to what makes a model's linear layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from quintet.executor.platforms.platform import import_string
+from quintet.executor.quant.method import Quantization
+
+QUANTIZATIONS = {
+    "none": "quintet.executor.quant.none:Unquantized",
+}
+
+
+def open_quantization(name: str) -> Quantization:
+    """Return the quantization of that name."""
+    make: Callable[[], Quantization] = import_string(QUANTIZATIONS[name])
+    return make()
