@@ -1,0 +1,252 @@
+// Norms, activations, gates, sums and gathers, in fp32 arithmetic over bf16, fp16 or fp32 rows.
+//
+// A thread owns a row at a time. Each input is read once or, by norms, twice or thrice out of the first-level cache; each output
+// written once: 4 to 6 bytes and some 2 to 20 FLOPs an element. Limiter: cache or memory bandwidth; for activations the
+// exponential and the division. Results are rounded to the rows' format where the reference (torch, transformers) rounds.
+// Only norms reduce: four vectors of fp32 sums, element i in lane i mod lanes of vector (i / lanes) mod 4, ascending; then
+// the vectors (0 + 1) + (2 + 3), then lanes by halves. Nothing depends on how many rows there are.
+#include "pointwise.hpp"
+
+#include "simd.hpp"
+
+namespace qt::QT_ISA {
+namespace {
+
+// --- functions of one vector ---
+
+QT_INLINE f32v silu(f32v x) { return x / (all(1.0f) + exponential(-x)); }
+
+// x (1 + tanh z) / 2 is x / (1 + e^-2z), which loses nothing where tanh z is near -1.
+QT_INLINE f32v gelu_tanh(f32v x) {
+  const f32v z = all(0.7978845608f) * fma(all(0.044715f) * x * x, x, x);
+  return x / (all(1.0f) + exponential(z * all(-2.0f)));
+}
+
+// erf by Abramowitz and Stegun 7.1.26, |error| <= 1.5e-7: so is that of the factor of x.
+QT_INLINE f32v gelu_erf(f32v x) {
+  const f32v s = x * all(0.7071067812f), magnitude = max(s, -s);
+  const f32v t = all(1.0f) / fma(all(0.3275911f), magnitude, all(1.0f));
+  f32v p = all(1.061405429f);
+  p = fma(p, t, all(-1.453152027f));
+  p = fma(p, t, all(1.421413741f));
+  p = fma(p, t, all(-0.284496736f));
+  p = fma(p, t, all(0.254829592f));
+  const f32v upper = p * t * exponential(-(s * s)) * all(0.5f);  // half the complementary error function of |s|
+  return x * (x < 0.0f ? upper : all(1.0f) - upper);
+}
+
+QT_INLINE f32v relu(f32v x) { return x < 0.0f ? all(0.0f) : x; }  // NaN stays NaN
+
+// (1 - e) / (1 + e) with e = e^-2|z|; near 0, where that cancels, the Taylor series to z^7 (relative remainder below 6e-8).
+QT_INLINE f32v hyperbolic_tangent(f32v z) {
+  const f32v square = z * z, magnitude = max(z, -z), e = exponential(magnitude * all(-2.0f));
+  const f32v far = (all(1.0f) - e) / (all(1.0f) + e);
+  f32v near = fma(square, all(-17.0f / 315), all(2.0f / 15));
+  near = fma(near, square, all(-1.0f / 3));
+  near = fma(near * square, z, z);
+  return magnitude < 0.2f ? near : (z < 0.0f ? -far : far);
+}
+
+template <int kind>
+QT_INLINE f32v activate(f32v x) {
+  if constexpr (kind == int(Activation::silu)) return silu(x);
+  if constexpr (kind == int(Activation::gelu_tanh)) return gelu_tanh(x);
+  if constexpr (kind == int(Activation::gelu)) return gelu_erf(x);
+  return relu(x);
+}
+
+// --- rows ---
+
+// The sum of term(i, count) over a row, in the order that is said above; term gives zeros from lane `count` on.
+template <class Term>
+QT_INLINE float sum_over(index_t width, Term term) {
+  f32v sums[4] = {};
+  index_t i = 0;
+  for (; i + 4 * kLanes <= width; i += 4 * kLanes)
+    for (int j = 0; j < 4; ++j) sums[j] += term(i + j * kLanes, index_t(kLanes));
+  for (int j = 0; i < width; i += kLanes, ++j) sums[j] += term(i, width - i);
+  return sum_of((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
+// Calls each(i, count) for the vectors of a row, `count` elements from i on.
+template <class Each>
+QT_INLINE void for_vectors(index_t width, Each each) {
+  for (index_t i = 0; i < width; i += kLanes) each(i, width - i);
+}
+
+template <class Element>
+QT_INLINE const Element* row_of(const void* rows, index_t row, index_t stride) {
+  return static_cast<const Element*>(rows) + row * stride;
+}
+
+template <class Element>
+QT_INLINE Element* row_of(void* rows, index_t row, index_t stride) {
+  return static_cast<Element*>(rows) + row * stride;
+}
+
+// Two conventions. offset 0, as Llama: the normalised row is rounded, then multiplied by the weight, and rounded again. Else, as
+// Gemma: multiplied by (offset + weight) in fp32, rounded once.
+template <class Element>
+void rms_norm(const void* call, index_t begin, index_t end) {
+  const PointwiseCall& c = *static_cast<const PointwiseCall*>(call);
+  const Element* weight = static_cast<const Element*>(c.weight);
+  for (index_t row = begin; row < end; ++row) {
+    const Element* x = row_of<Element>(c.x, row, c.x_stride);
+    Element* y = row_of<Element>(c.y, row, c.y_stride);
+    const float squares = sum_over(c.width, [=](index_t i, index_t count) {
+      const f32v value = load(x + i, count);
+      return value * value;
+    });
+    const f32v scale = all(1.0f / __builtin_sqrtf(squares / float(c.width) + c.eps));
+    const f32v offset = all(c.offset);
+    if (!weight)
+      for_vectors(c.width, [=](index_t i, index_t count) { store(y + i, load(x + i, count) * scale, count); });
+    else if (c.offset == 0.0f)
+      for_vectors(c.width, [=](index_t i, index_t count) {
+        store(y + i, rounded_to<Element>(load(x + i, count) * scale) * load(weight + i, count), count);
+      });
+    else
+      for_vectors(c.width, [=](index_t i, index_t count) {
+        store(y + i, load(x + i, count) * scale * (offset + load(weight + i, count)), count);
+      });
+  }
+}
+
+// The variance from the centred row: no cancellation. Rounded once.
+template <class Element>
+void layer_norm(const void* call, index_t begin, index_t end) {
+  const PointwiseCall& c = *static_cast<const PointwiseCall*>(call);
+  const Element *weight = static_cast<const Element*>(c.weight), *bias = static_cast<const Element*>(c.bias);
+  for (index_t row = begin; row < end; ++row) {
+    const Element* x = row_of<Element>(c.x, row, c.x_stride);
+    Element* y = row_of<Element>(c.y, row, c.y_stride);
+    const float sum = sum_over(c.width, [=](index_t i, index_t count) { return load(x + i, count); });
+    const f32v mean = all(sum / float(c.width));
+    i32v lane;
+    for (int i = 0; i < kLanes; ++i) lane[i] = i;
+    const float squares = sum_over(c.width, [=](index_t i, index_t count) {
+      const f32v value = load(x + i, count) - mean;
+      return count >= kLanes ? value * value : (lane < std::int32_t(count) ? value * value : all(0.0f));
+    });
+    const f32v scale = all(1.0f / __builtin_sqrtf(squares / float(c.width) + c.eps));
+    for_vectors(c.width, [=](index_t i, index_t count) {
+      f32v value = (load(x + i, count) - mean) * scale;
+      if (weight) value = value * load(weight + i, count);
+      if (bias) value = value + load(bias + i, count);
+      store(y + i, value, count);
+    });
+  }
+}
+
+template <class Element>
+void add(const void* call, index_t begin, index_t end) {
+  const PointwiseCall& c = *static_cast<const PointwiseCall*>(call);
+  for (index_t row = begin; row < end; ++row) {
+    const Element* x = row_of<Element>(c.x, row, c.x_stride);
+    const Element* second = row_of<Element>(c.second, row, c.second_stride);
+    Element* y = row_of<Element>(c.y, row, c.y_stride);
+    for_vectors(c.width, [=](index_t i, index_t count) {
+      store(y + i, load(x + i, count) + load(second + i, count), count);
+    });
+  }
+}
+
+template <class Element>
+void add_positions(const void* call, index_t begin, index_t end) {
+  const PointwiseCall& c = *static_cast<const PointwiseCall*>(call);
+  for (index_t row = begin; row < end; ++row) {
+    const Element* x = row_of<Element>(c.x, row, c.x_stride);
+    const Element* second = row_of<Element>(c.second, c.positions[row] + c.first_position, c.second_stride);
+    Element* y = row_of<Element>(c.y, row, c.y_stride);
+    for_vectors(c.width, [=](index_t i, index_t count) {
+      store(y + i, load(x + i, count) + load(second + i, count), count);
+    });
+  }
+}
+
+template <class Element>
+void scale(const void* call, index_t begin, index_t end) {
+  const PointwiseCall& c = *static_cast<const PointwiseCall*>(call);
+  const f32v factor = all(c.factor);
+  for (index_t row = begin; row < end; ++row) {
+    const Element* x = row_of<Element>(c.x, row, c.x_stride);
+    Element* y = row_of<Element>(c.y, row, c.y_stride);
+    for_vectors(c.width, [=](index_t i, index_t count) { store(y + i, load(x + i, count) * factor, count); });
+  }
+}
+
+// tanh(x / bound) * bound, rounded after each of the three, as Gemma 2 caps its logits.
+template <class Element>
+void softcap(const void* call, index_t begin, index_t end) {
+  const PointwiseCall& c = *static_cast<const PointwiseCall*>(call);
+  const f32v bound = all(c.factor);
+  for (index_t row = begin; row < end; ++row) {
+    const Element* x = row_of<Element>(c.x, row, c.x_stride);
+    Element* y = row_of<Element>(c.y, row, c.y_stride);
+    for_vectors(c.width, [=](index_t i, index_t count) {
+      const f32v share = rounded_to<Element>(load(x + i, count) / bound);
+      store(y + i, rounded_to<Element>(hyperbolic_tangent(share)) * bound, count);
+    });
+  }
+}
+
+template <class Element, class Source>
+void embedding(const void* call, index_t begin, index_t end) {
+  const PointwiseCall& c = *static_cast<const PointwiseCall*>(call);
+  for (index_t row = begin; row < end; ++row) {
+    const Source* x = row_of<Source>(c.x, c.ids[row], c.x_stride);
+    Element* y = row_of<Element>(c.y, row, c.y_stride);
+    if constexpr (std::is_same_v<Element, Source>)
+      std::memcpy(y, x, c.width * sizeof(Element));
+    else
+      for_vectors(c.width, [=](index_t i, index_t count) { store(y + i, load(x + i, count), count); });
+  }
+}
+
+template <class Element, int kind>
+void activation(const void* call, index_t begin, index_t end) {
+  const PointwiseCall& c = *static_cast<const PointwiseCall*>(call);
+  for (index_t row = begin; row < end; ++row) {
+    const Element* x = row_of<Element>(c.x, row, c.x_stride);
+    Element* y = row_of<Element>(c.y, row, c.y_stride);
+    for_vectors(c.width, [=](index_t i, index_t count) { store(y + i, activate<kind>(load(x + i, count)), count); });
+  }
+}
+
+// The activation is rounded before it is multiplied, as the reference does.
+template <class Element, int kind>
+void activation_and_mul(const void* call, index_t begin, index_t end) {
+  const PointwiseCall& c = *static_cast<const PointwiseCall*>(call);
+  for (index_t row = begin; row < end; ++row) {
+    const Element *gate = row_of<Element>(c.x, row, c.x_stride), *up = gate + c.width;
+    Element* y = row_of<Element>(c.y, row, c.y_stride);
+    for_vectors(c.width, [=](index_t i, index_t count) {
+      store(y + i, rounded_to<Element>(activate<kind>(load(gate + i, count))) * load(up + i, count), count);
+    });
+  }
+}
+
+}  // namespace
+
+#define QT_EACH_DTYPE(kernel) {kernel<bf16>, kernel<fp16>, kernel<float>}
+#define QT_EACH_DTYPE_AND(kernel, what) {kernel<bf16, what>, kernel<fp16, what>, kernel<float, what>}
+#define QT_EACH_ACTIVATION(kernel)                                                                            \
+  {{nullptr, nullptr, nullptr}, QT_EACH_DTYPE_AND(kernel, 1), QT_EACH_DTYPE_AND(kernel, 2), QT_EACH_DTYPE_AND(kernel, 3), \
+   QT_EACH_DTYPE_AND(kernel, 4)}
+
+extern const PointwiseKernels pointwise;
+const PointwiseKernels pointwise = {
+    .rms_norm = QT_EACH_DTYPE(rms_norm),
+    .layer_norm = QT_EACH_DTYPE(layer_norm),
+    .add = QT_EACH_DTYPE(add),
+    .add_positions = QT_EACH_DTYPE(add_positions),
+    .scale = QT_EACH_DTYPE(scale),
+    .softcap = QT_EACH_DTYPE(softcap),
+    .embedding = {{embedding<bf16, bf16>, embedding<bf16, fp16>, embedding<bf16, float>},
+                  {embedding<fp16, bf16>, embedding<fp16, fp16>, embedding<fp16, float>},
+                  {embedding<float, bf16>, embedding<float, fp16>, embedding<float, float>}},
+    .activation = QT_EACH_ACTIVATION(activation),
+    .activation_and_mul = QT_EACH_ACTIVATION(activation_and_mul),
+};
+
+}  // namespace qt::QT_ISA

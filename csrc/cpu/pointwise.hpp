@@ -1,0 +1,52 @@
+// The operations between multiplications, over rows of activations: norms, activations, gates, sums, gathers.
+//
+// Knows a row and nothing around it: an operation's rows are its work items, and what it writes for one depends on that row
+// alone. Rows are `width` elements, `stride` elements apart; x, y and weights are of one format (bf16, fp16, fp32) unless
+// said. y may be x where both have the same stride.
+#pragma once
+
+#include "dispatch.hpp"
+#include "work.hpp"
+
+namespace qt {
+
+// What the kernels are told; each reads the fields it needs.
+struct PointwiseCall {
+  index_t width = 0;  // of y
+  const void* x = nullptr;
+  index_t x_stride = 0;
+  const void* second = nullptr;  // the other summand of `add`
+  index_t second_stride = 0;
+  const void* weight = nullptr;  // [width], or null for ones
+  const void* bias = nullptr;    // [width], or null for zeros
+  float eps = 0;
+  float offset = 0;  // see rms_norm
+  float factor = 1;  // of `scale`; the bound of `softcap`
+  const std::int32_t* ids = nullptr;        // rows of `x` that `embedding` takes
+  const std::int64_t* positions = nullptr;  // rows of `second`, less `first_position`, that `add_positions` takes
+  index_t first_position = 0;
+  void* y = nullptr;
+  index_t y_stride = 0;
+};
+
+// Named alike in `quintet.executor.ops.pointwise`; 1 and 2 as in linear.hpp.
+enum class Activation : int { silu = 1, gelu_tanh = 2, gelu = 3, relu = 4 };
+inline constexpr int kActivations = 5;
+
+// Indexed by Dtype (bf16, fp16, fp32). Each takes a PointwiseCall and a range of rows.
+struct PointwiseKernels {
+  using Run = void (*)(const void* call, index_t begin, index_t end);
+  Run rms_norm[3];
+  Run layer_norm[3];
+  Run add[3];
+  Run add_positions[3];
+  Run scale[3];
+  Run softcap[3];
+  Run embedding[3][3];                    // of y, of the table
+  Run activation[kActivations][3];        // y = f(x)
+  Run activation_and_mul[kActivations][3];  // y = f(x[0, width)) * x[width, 2 width)
+};
+
+QT_DECLARE_KERNELS(PointwiseKernels, pointwise)
+
+}  // namespace qt

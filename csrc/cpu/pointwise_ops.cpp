@@ -1,0 +1,246 @@
+// The C ABI of the pointwise operations: one call each, or as operations of a program. See pointwise.hpp for rows, formats and
+// strides (in elements), kernels/pointwise.cpp for what is rounded where.
+//
+// In a program `extent` says how many rows an operation has: 0 the step's tokens, 1 its outputs. The agreed signature of
+// qt_program_rms_norm has one more parameter here: `offset`, after eps.
+#include "pointwise.hpp"
+
+#include <cstring>
+
+#include "program.hpp"
+
+namespace qt {
+namespace {
+
+using Run = PointwiseKernels::Run;
+
+constexpr index_t kElementsAtOnce = 8192;  // that a thread takes at a time: some microseconds of work
+
+Work work_of(const PointwiseCall& call, Run run, index_t rows) {
+  const index_t grain = kElementsAtOnce / (call.width < 1 ? 1 : call.width);
+  return {.count = rows, .grain = grain < 1 ? 1 : grain, .run = run, .call = &call};
+}
+
+void run_once(const PointwiseCall& call, Run run, index_t rows) {
+  const Work work = work_of(call, run, rows);
+  pool().run(&work, 1);
+}
+
+class PointwiseOp final : public Op {
+ public:
+  PointwiseOp(const PointwiseCall& call, Run run, int extent) : call_(call), run_(run), extent_(extent) {}
+
+  Work prepare(const Step& step) override {
+    call_.ids = step.token_ids;
+    call_.positions = step.positions;
+    return work_of(call_, run_, extent_ ? step.num_outputs : step.num_tokens);
+  }
+
+ private:
+  PointwiseCall call_;
+  Run run_;
+  int extent_;
+};
+
+void append(Program* program, const PointwiseCall& call, Run run, int extent) {
+  program->append(std::make_unique<PointwiseOp>(call, run, extent));
+}
+
+// Rows of x by number, bytes copied as they are.
+struct TakeCall {
+  const char* x;
+  index_t x_stride, bytes;  // in bytes
+  const std::int64_t* rows;
+  char* y;
+  index_t y_stride;
+
+  static void run(const void* call, index_t begin, index_t end) {
+    const TakeCall& c = *static_cast<const TakeCall*>(call);
+    for (index_t row = begin; row < end; ++row)
+      std::memcpy(c.y + row * c.y_stride, c.x + c.rows[row] * c.x_stride, c.bytes);
+  }
+
+  Work work(index_t count) const { return {.count = count, .grain = 16, .run = run, .call = this}; }
+};
+
+class TakeOutputs final : public Op {
+ public:
+  explicit TakeOutputs(const TakeCall& call) : call_(call) {}
+
+  Work prepare(const Step& step) override {
+    call_.rows = step.output_tokens;
+    return call_.work(step.num_outputs);
+  }
+
+ private:
+  TakeCall call_;
+};
+
+TakeCall take_call(const void* x, index_t x_stride, index_t width, void* y, index_t y_stride, int dtype) {
+  const index_t size = dtype == int(Dtype::fp32) ? 4 : 2;
+  return {static_cast<const char*>(x), x_stride * size, width * size, nullptr, static_cast<char*>(y), y_stride * size};
+}
+
+const PointwiseKernels& kernels() { return QT_CHOOSE(pointwise); }
+
+PointwiseCall call_of(const void* x, index_t x_stride, index_t width, void* y, index_t y_stride) {
+  PointwiseCall call;
+  call.x = x;
+  call.x_stride = x_stride;
+  call.width = width;
+  call.y = y;
+  call.y_stride = y_stride;
+  return call;
+}
+
+PointwiseCall norm_call(const void* x, index_t x_stride, index_t width, const void* weight, const void* bias, float eps,
+                        float offset, void* y, index_t y_stride) {
+  PointwiseCall call = call_of(x, x_stride, width, y, y_stride);
+  call.weight = weight;
+  call.bias = bias;
+  call.eps = eps;
+  call.offset = offset;
+  return call;
+}
+
+PointwiseCall second_call(const void* x, index_t x_stride, const void* second, index_t second_stride, index_t width, void* y,
+                          index_t y_stride) {
+  PointwiseCall call = call_of(x, x_stride, width, y, y_stride);
+  call.second = second;
+  call.second_stride = second_stride;
+  return call;
+}
+
+PointwiseCall factor_call(const void* x, index_t x_stride, index_t width, float factor, void* y, index_t y_stride) {
+  PointwiseCall call = call_of(x, x_stride, width, y, y_stride);
+  call.factor = factor;
+  return call;
+}
+
+}  // namespace
+}  // namespace qt
+
+using qt::kernels;
+using qt::PointwiseCall;
+using qt::Program;
+
+// y[row] = table[ids[row]], both contiguous rows of the table `width` wide; converted where the formats differ. Ids are trusted.
+QT_EXPORT void qt_op_embedding(const void* table, const std::int32_t* ids, index_t rows, index_t width, void* y,
+                               index_t y_stride, int dtype, int table_dtype) {
+  PointwiseCall call = qt::call_of(table, width, width, y, y_stride);
+  call.ids = ids;
+  qt::run_once(call, kernels().embedding[dtype][table_dtype], rows);
+}
+
+QT_EXPORT void qt_program_embedding(Program* program, const void* table, index_t width, void* y, index_t y_stride, int dtype,
+                                    int table_dtype) {
+  qt::append(program, qt::call_of(table, width, width, y, y_stride), kernels().embedding[dtype][table_dtype], 0);
+}
+
+// y[token] = x[token] + table[position of token + first]: learned positions. The table has the rows' format.
+QT_EXPORT void qt_op_add_positions(const void* x, index_t x_stride, const void* table, const std::int64_t* positions,
+                                   index_t first, index_t rows, index_t width, void* y, index_t y_stride, int dtype) {
+  PointwiseCall call = qt::second_call(x, x_stride, table, width, width, y, y_stride);
+  call.positions = positions;
+  call.first_position = first;
+  qt::run_once(call, kernels().add_positions[dtype], rows);
+}
+
+QT_EXPORT void qt_program_add_positions(Program* program, const void* x, index_t x_stride, const void* table, index_t first,
+                                        index_t width, void* y, index_t y_stride, int dtype) {
+  PointwiseCall call = qt::second_call(x, x_stride, table, width, width, y, y_stride);
+  call.first_position = first;
+  qt::append(program, call, kernels().add_positions[dtype], 0);
+}
+
+// weight may be null. offset 0: round(round(x / rms) * weight); else round(x / rms * (offset + weight)).
+QT_EXPORT void qt_op_rms_norm(const void* x, index_t x_stride, index_t rows, index_t width, const void* weight, float eps,
+                              float offset, void* y, index_t y_stride, int dtype) {
+  qt::run_once(qt::norm_call(x, x_stride, width, weight, nullptr, eps, offset, y, y_stride), kernels().rms_norm[dtype], rows);
+}
+
+QT_EXPORT void qt_program_rms_norm(Program* program, const void* x, index_t x_stride, index_t width, const void* weight,
+                                   float eps, float offset, void* y, index_t y_stride, int dtype, int extent) {
+  qt::append(program, qt::norm_call(x, x_stride, width, weight, nullptr, eps, offset, y, y_stride), kernels().rms_norm[dtype],
+             extent);
+}
+
+// weight and bias may be null.
+QT_EXPORT void qt_op_layer_norm(const void* x, index_t x_stride, index_t rows, index_t width, const void* weight,
+                                const void* bias, float eps, void* y, index_t y_stride, int dtype) {
+  qt::run_once(qt::norm_call(x, x_stride, width, weight, bias, eps, 0, y, y_stride), kernels().layer_norm[dtype], rows);
+}
+
+QT_EXPORT void qt_program_layer_norm(Program* program, const void* x, index_t x_stride, index_t width, const void* weight,
+                                     const void* bias, float eps, void* y, index_t y_stride, int dtype, int extent) {
+  qt::append(program, qt::norm_call(x, x_stride, width, weight, bias, eps, 0, y, y_stride), kernels().layer_norm[dtype],
+             extent);
+}
+
+// y[i] = x[rows[i]]; in a program the rows are the step's output tokens.
+QT_EXPORT void qt_op_take_rows(const void* x, index_t x_stride, index_t width, const std::int64_t* rows, index_t count, void* y,
+                               index_t y_stride, int dtype) {
+  qt::TakeCall call = qt::take_call(x, x_stride, width, y, y_stride, dtype);
+  call.rows = rows;
+  const qt::Work work = call.work(count);
+  qt::pool().run(&work, 1);
+}
+
+QT_EXPORT void qt_program_take_outputs(Program* program, const void* x, index_t x_stride, index_t width, void* y,
+                                       index_t y_stride, int dtype) {
+  program->append(std::make_unique<qt::TakeOutputs>(qt::take_call(x, x_stride, width, y, y_stride, dtype)));
+}
+
+QT_EXPORT void qt_op_add(const void* x, index_t x_stride, const void* second, index_t second_stride, index_t rows,
+                         index_t width, void* y, index_t y_stride, int dtype) {
+  qt::run_once(qt::second_call(x, x_stride, second, second_stride, width, y, y_stride), kernels().add[dtype], rows);
+}
+
+QT_EXPORT void qt_program_add(Program* program, const void* x, index_t x_stride, const void* second, index_t second_stride,
+                              index_t width, void* y, index_t y_stride, int dtype, int extent) {
+  qt::append(program, qt::second_call(x, x_stride, second, second_stride, width, y, y_stride), kernels().add[dtype], extent);
+}
+
+// y = x * factor; the factor is used as given, not rounded to the format.
+QT_EXPORT void qt_op_scale(const void* x, index_t x_stride, index_t rows, index_t width, float factor, void* y,
+                           index_t y_stride, int dtype) {
+  qt::run_once(qt::factor_call(x, x_stride, width, factor, y, y_stride), kernels().scale[dtype], rows);
+}
+
+QT_EXPORT void qt_program_scale(Program* program, const void* x, index_t x_stride, index_t width, float factor, void* y,
+                                index_t y_stride, int dtype, int extent) {
+  qt::append(program, qt::factor_call(x, x_stride, width, factor, y, y_stride), kernels().scale[dtype], extent);
+}
+
+// y = tanh(x / bound) * bound
+QT_EXPORT void qt_op_softcap(const void* x, index_t x_stride, index_t rows, index_t width, float bound, void* y,
+                             index_t y_stride, int dtype) {
+  qt::run_once(qt::factor_call(x, x_stride, width, bound, y, y_stride), kernels().softcap[dtype], rows);
+}
+
+QT_EXPORT void qt_program_softcap(Program* program, const void* x, index_t x_stride, index_t width, float bound, void* y,
+                                  index_t y_stride, int dtype, int extent) {
+  qt::append(program, qt::factor_call(x, x_stride, width, bound, y, y_stride), kernels().softcap[dtype], extent);
+}
+
+// kind: 1 silu, 2 gelu by tanh, 3 gelu by erf, 4 relu.
+QT_EXPORT void qt_op_activation(int kind, const void* x, index_t x_stride, index_t rows, index_t width, void* y,
+                                index_t y_stride, int dtype) {
+  qt::run_once(qt::call_of(x, x_stride, width, y, y_stride), kernels().activation[kind][dtype], rows);
+}
+
+QT_EXPORT void qt_program_activation(Program* program, int kind, const void* x, index_t x_stride, index_t width, void* y,
+                                     index_t y_stride, int dtype, int extent) {
+  qt::append(program, qt::call_of(x, x_stride, width, y, y_stride), kernels().activation[kind][dtype], extent);
+}
+
+// y = activation(x[0, width)) * x[width, 2 width); kinds as above. width: of y.
+QT_EXPORT void qt_op_activation_and_mul(int kind, const void* x, index_t x_stride, index_t rows, index_t width, void* y,
+                                        index_t y_stride, int dtype) {
+  qt::run_once(qt::call_of(x, x_stride, width, y, y_stride), kernels().activation_and_mul[kind][dtype], rows);
+}
+
+QT_EXPORT void qt_program_activation_and_mul(Program* program, int kind, const void* x, index_t x_stride, index_t width,
+                                             void* y, index_t y_stride, int dtype, int extent) {
+  qt::append(program, qt::call_of(x, x_stride, width, y, y_stride), kernels().activation_and_mul[kind][dtype], extent);
+}
