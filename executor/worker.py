@@ -13,13 +13,15 @@ import numpy as np
 import torch
 
 from quintet.executor.audit import check_tables
-from quintet.executor.batch import BatchBuilder, KvShape, Rows
-from quintet.executor.memory import lazy_zeros, to_device
+from quintet.executor.batch import Rows
+from quintet.executor.eager import EagerRunner
+from quintet.executor.memory import to_device
 from quintet.executor.models.model import CausalModel, Setting
 from quintet.executor.models.registry import build_model, read_card
 from quintet.executor.ops.table import Ops, ops_of
 from quintet.executor.platforms.platform import Platform, open_platform
 from quintet.executor.quant.registry import open_quantization
+from quintet.executor.runner import Runner
 from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.slots import SlotTables
 from quintet.executor.weights.load import fill_randomly, load_checkpoint
@@ -37,35 +39,19 @@ class Worker:
 
     def __init__(
         self,
-        model: CausalModel,
+        runner: Runner,
         ops: Ops,
         device: torch.device,
         config: EngineConfig,
+        num_blocks: int,
         facts: Mapping[str, str],
     ) -> None:
-        kv, max_num_seqs = config.model.kv, config.scheduler.max_num_seqs
-        self.num_blocks = kv.num_blocks(config.cache.memory_bytes)
-        if self.num_blocks < 1:
-            raise ConfigError(
-                f"KV memory of {config.cache.memory_bytes} bytes holds no block of {kv.bytes_per_block};"
-                " raise --kv-cache-memory"
-            )
-        self.facts = {**facts, "blocks": str(self.num_blocks)}
-        dtype = DTYPES[config.model.dtype]
-        shape = (2, self.num_blocks, kv.num_kv_heads, kv.block_size, kv.head_dim)
-        self._kv = [lazy_zeros(shape, dtype, device) for _ in range(kv.num_layers)]
-        self._model = model
-        self._tables = SlotTables(max_num_seqs, config.model.max_model_len, kv.block_size, device)
+        self.num_blocks = num_blocks
+        self.facts = {**facts, "blocks": str(num_blocks)}
+        self._runner = runner
+        max_num_seqs, model = config.scheduler.max_num_seqs, config.model
+        self._tables = SlotTables(max_num_seqs, model.max_model_len, model.kv.block_size, device)
         self._sampler = Sampler(max_num_seqs, model.vocab_size, self._tables, ops)
-        element_bytes = torch.empty((), dtype=dtype).element_size()
-        self._builder = BatchBuilder(
-            KvShape(kv.num_kv_heads, kv.block_size, 2 * kv.num_kv_heads * kv.head_dim * element_bytes),
-            model.windows,
-            model.num_heads,
-            model.needs_lengths,
-            dtype,
-            ops.reads_pages_in_place(dtype, model.num_heads, kv.num_kv_heads, kv.head_dim),
-        )
 
     def reset(self) -> None:
         """Empty every table."""
@@ -84,13 +70,11 @@ class Worker:
         if not plan.slots:
             return result
         rows = Rows.of(plan)
-        hidden = self._model.forward(self._builder.build(rows, self._tables), self._kv)
-        result.prompt_logprobs = self._sampler.prompt_logprobs(rows, hidden, self._model)
+        self._runner.forward(rows, self._tables)
+        result.prompt_logprobs = self._sampler.prompt_logprobs(rows, self._runner)
         if len(rows.sampling):
             last = rows.offsets[rows.sampling] + rows.counts[rows.sampling] - 1
-            if len(last) < len(hidden):
-                hidden = hidden[to_device(last, self._tables.device)]
-            drawn, result.logprobs = self._sampler.draw(rows, self._model.logits(hidden))
+            drawn, result.logprobs = self._sampler.draw(rows, self._runner.logits(last))
             result.token_ids = drawn.to(torch.int32).cpu().numpy().tobytes()
         return result
 
@@ -98,8 +82,7 @@ class Worker:
         pairs = np.frombuffer(copies, np.int32).reshape(-1, 2).astype(np.int64)
         sources = to_device(pairs[:, 0].copy(), self._tables.device)
         targets = to_device(pairs[:, 1].copy(), self._tables.device)
-        for cache in self._kv:
-            cache[:, targets] = cache[:, sources]
+        self._runner.copy_blocks(sources, targets)
 
 
 def make_worker(config: EngineConfig) -> Worker:
@@ -107,12 +90,28 @@ def make_worker(config: EngineConfig) -> Worker:
     begun = time.monotonic()
     platform = open_platform(config.executor)
     ops = ops_of(platform.name)
+    num_blocks = config.model.kv.num_blocks(config.cache.memory_bytes)
+    if num_blocks < 1:
+        raise ConfigError(
+            f"KV memory of {config.cache.memory_bytes} bytes holds no block of {config.model.kv.bytes_per_block};"
+            " raise --kv-cache-memory"
+        )
     model = load_model(config, platform, ops)
     facts = {
         "worker": f"{config.model.architecture} in {config.model.dtype} on {platform.description}",
         "weights": f"{model.weights.num_bytes / 1e6:.1f} MB in {time.monotonic() - begun:.1f} s",
     }
-    return Worker(model, ops, platform.device, config, facts)
+    return Worker(
+        make_runner(model, config, platform, ops, num_blocks), ops, platform.device, config, num_blocks, facts
+    )
+
+
+def make_runner(
+    model: CausalModel, config: EngineConfig, platform: Platform, ops: Ops, num_blocks: int
+) -> Runner:
+    """Return what runs the model on this platform."""
+    dtype = DTYPES[config.model.dtype]
+    return EagerRunner(model, ops, platform.device, dtype, config.model.kv, num_blocks)
 
 
 def load_model(config: EngineConfig, platform: Platform, ops: Ops) -> CausalModel:

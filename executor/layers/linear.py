@@ -72,7 +72,7 @@ class Linear:
 class Embedding:
     """Rows by token id."""
 
-    __slots__ = ("_plan", "_table", "_tied_to")
+    __slots__ = ("_plan", "_table", "_tied_to", "width")
 
     def __init__(
         self, plan: WeightPlan, name: str, rows: int, width: int, tied_to: Linear | None = None
@@ -80,6 +80,7 @@ class Embedding:
         """Expect ``name`` (without ``.weight``); share the tensor of ``tied_to`` where it keeps its numbers unquantized."""
         self._tied_to = tied_to
         self._plan = plan
+        self.width = width
         self._table: torch.Tensor | None = None
         if tied_to is None or tied_to.method.table is None:
             plan.expect(

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
-from quintet.executor.batch import Batch
 from quintet.executor.layers.linear import Activation, Embedding, Linear, Part
 from quintet.executor.layers.rope import Rope, RopeSpec
+from quintet.executor.models.forward import AttentionLayer, ForwardPass, ValueT
 from quintet.executor.models.model import Setting
 from quintet.executor.weights.plan import WeightPlan
 
@@ -52,8 +52,7 @@ class _Block:
 
     input_norm: torch.Tensor
     qkv: Linear
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
+    attention: AttentionLayer
     output: Linear
     mlp_norm: torch.Tensor
     gate_up: Linear
@@ -61,7 +60,7 @@ class _Block:
 
 
 class Decoder:
-    """A `quintet.executor.models.model.CausalModel`. Its tensors are empty until a loader fills ``weights``."""
+    """A `quintet.executor.models.model.CausalModel`. Its layers are empty until a loader fills ``weights``."""
 
     def __init__(self, spec: DecoderSpec, setting: Setting) -> None:
         self.vocab_size = spec.vocab_size
@@ -69,57 +68,42 @@ class Decoder:
         self.num_kv_heads = spec.num_kv_heads
         self.head_dim = spec.head_dim
         self.windows: Sequence[int | None] = spec.windows
-        self.needs_lengths = spec.rope.depends_on_length
+        self.rope = Rope(spec.rope, setting.device)
         self.weights = WeightPlan(setting.dtype, setting.device)
-        self._spec = spec
-        self._ops = setting.ops
-        self._dtype = setting.dtype
-        self._rope = Rope(spec.rope, setting.device)
-        self._blocks = [
-            _block(setting, self.weights, spec, f"model.layers.{i}") for i in range(len(spec.windows))
-        ]
-        self._norm = self.weights.ones("model.norm.weight", spec.hidden_size)
+        self._eps = spec.rms_eps
+        hidden = spec.hidden_size
         embedding = "model.embed_tokens"
         self._head = Linear(
             setting,
             self.weights,
-            [Part(embedding if spec.tied else "lm_head", spec.vocab_size)],
-            spec.hidden_size,
+            (Part(embedding if spec.tied else "lm_head", spec.vocab_size),),
+            hidden,
             is_output_layer=True,
         )
         self._embedding = Embedding(
-            self.weights, embedding, spec.vocab_size, spec.hidden_size, self._head if spec.tied else None
+            self.weights, embedding, spec.vocab_size, hidden, self._head if spec.tied else None
         )
+        self._blocks = [_block(setting, self.weights, spec, i) for i in range(len(spec.windows))]
+        self._norm = self.weights.ones("model.norm.weight", hidden)
 
-    def forward(self, batch: Batch, kv: Sequence[torch.Tensor]) -> torch.Tensor:
+    def forward(self, ops: ForwardPass[ValueT]) -> ValueT:
         """See `CausalModel.forward`."""
-        ops, spec = self._ops, self._spec
-        heads, kv_heads, eps = spec.num_heads, spec.num_kv_heads, spec.rms_eps
-        scale = spec.head_dim**-0.5
-        cos, sin = self._rope.cos_sin(batch.positions, batch.lengths, self._dtype)
-        x = self._embedding(batch.token_ids)  # [T, hidden]
-        for block, window, cache in zip(self._blocks, spec.windows, kv, strict=True):
-            normed = ops.rms_norm(x, block.input_norm, eps)
-            qkv = block.qkv(normed).view(batch.num_tokens, -1, spec.head_dim)
-            if block.q_norm is not None and block.k_norm is not None:
-                qkv[:, :heads] = ops.rms_norm(qkv[:, :heads], block.q_norm, eps)
-                qkv[:, heads : heads + kv_heads] = ops.rms_norm(
-                    qkv[:, heads : heads + kv_heads], block.k_norm, eps
-                )
-            q = ops.rope_kv_write(qkv, heads, kv_heads, cos, sin, cache, batch.kv_write)
-            attended = ops.paged_attention(q, cache, batch.attention[window], scale)
-            x = block.output(attended.reshape(batch.num_tokens, -1), x)
-            normed = ops.rms_norm(x, block.mlp_norm, eps)
-            x = block.down(block.gate_up(normed), x)
+        x = ops.embedding(self._embedding)  # [T, hidden]
+        for block in self._blocks:
+            qkv = ops.linear(block.qkv, ops.rms_norm(x, block.input_norm, self._eps))
+            x = ops.linear(block.output, ops.attention(block.attention, qkv), x)
+            gated = ops.linear(block.gate_up, ops.rms_norm(x, block.mlp_norm, self._eps))
+            x = ops.linear(block.down, gated, x)
         return x
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, ops: ForwardPass[ValueT], hidden: ValueT) -> ValueT:
         """See `CausalModel.logits`. The final norm is here: only rows that draw need it."""
-        return self._head(self._ops.rms_norm(hidden, self._norm, self._spec.rms_eps))
+        return ops.linear(self._head, ops.rms_norm(hidden, self._norm, self._eps))
 
 
-def _block(setting: Setting, weights: WeightPlan, spec: DecoderSpec, prefix: str) -> _Block:
+def _block(setting: Setting, weights: WeightPlan, spec: DecoderSpec, index: int) -> _Block:
     """Declare the tensors of one layer under the names transformers gives them."""
+    prefix = f"model.layers.{index}"
     attention, mlp, hidden = f"{prefix}.self_attn", f"{prefix}.mlp", spec.hidden_size
     q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     wide = spec.intermediate_size
@@ -132,27 +116,37 @@ def _block(setting: Setting, weights: WeightPlan, spec: DecoderSpec, prefix: str
         qkv=Linear(
             setting,
             weights,
-            [
+            (
                 Part(f"{attention}.q_proj", q_width),
                 Part(f"{attention}.k_proj", kv_width),
                 Part(f"{attention}.v_proj", kv_width),
-            ],
+            ),
             hidden,
             biased=spec.qkv_bias,
         ),
-        q_norm=head_norm("q_norm"),
-        k_norm=head_norm("k_norm"),
+        attention=AttentionLayer(
+            index=index,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            rotary_dim=spec.rope.rotary_dim,
+            scale=spec.head_dim**-0.5,
+            window=spec.windows[index],
+            q_norm=head_norm("q_norm"),
+            k_norm=head_norm("k_norm"),
+            norm_eps=spec.rms_eps,
+        ),
         output=Linear(
-            setting, weights, [Part(f"{attention}.o_proj", hidden)], q_width, biased=spec.output_bias
+            setting, weights, (Part(f"{attention}.o_proj", hidden),), q_width, biased=spec.output_bias
         ),
         mlp_norm=weights.ones(f"{prefix}.post_attention_layernorm.weight", hidden),
         gate_up=Linear(
             setting,
             weights,
-            [Part(f"{mlp}.gate_proj", wide), Part(f"{mlp}.up_proj", wide)],
+            (Part(f"{mlp}.gate_proj", wide), Part(f"{mlp}.up_proj", wide)),
             hidden,
             biased=spec.mlp_bias,
             activation=Activation.SILU_AND_MUL,
         ),
-        down=Linear(setting, weights, [Part(f"{mlp}.down_proj", hidden)], wide, biased=spec.mlp_bias),
+        down=Linear(setting, weights, (Part(f"{mlp}.down_proj", hidden),), wide, biased=spec.mlp_bias),
     )

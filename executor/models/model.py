@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
-from quintet.executor.batch import Batch
+from quintet.executor.layers.rope import Rope
+from quintet.executor.models.forward import ForwardPass, ValueT
 from quintet.executor.ops.table import Ops
 from quintet.executor.quant.method import Quantization
 from quintet.executor.weights.plan import WeightPlan
@@ -58,15 +59,15 @@ class CausalModel(Protocol):
         """Each layer's sliding window, None where a layer sees everything; the length is the number of layers."""
 
     @property
-    def needs_lengths(self) -> bool:
-        """Whether `Batch.lengths` is read."""
+    def rope(self) -> Rope:
+        """How positions rotate queries and keys, in every layer."""
 
     @property
     def weights(self) -> WeightPlan:
-        """What a checkpoint must hold and who takes it."""
+        """What a checkpoint must hold and where it goes."""
 
-    def forward(self, batch: Batch, kv: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the last hidden states ``[num_tokens, hidden]``; write each layer's keys and values into ``kv``."""
+    def forward(self, ops: ForwardPass[ValueT]) -> ValueT:
+        """Return the last hidden states ``[num_tokens, hidden]``."""
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, ops: ForwardPass[ValueT], hidden: ValueT) -> ValueT:
         """Return ``[num_rows, vocab_size]`` of ``hidden [num_rows, hidden]``, in the model's dtype."""

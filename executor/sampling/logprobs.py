@@ -8,14 +8,11 @@ from numpy.typing import NDArray
 
 from quintet.executor.batch import Rows
 from quintet.executor.memory import to_device
-from quintet.executor.models.model import CausalModel
 from quintet.executor.ragged import ranges
+from quintet.executor.runner import Runner
 from quintet.executor.sampling.concern import Int
 from quintet.executor.slots import SlotTables
 from quintet.wire.step import NewRow, PromptLogprobs, TokenLogprobs
-
-POSITIONS_AT_ONCE = 256
-"""Prompt positions whose logits are in memory at the same time."""
 
 
 class Logprobs:
@@ -72,9 +69,7 @@ class Logprobs:
             )
         return reports
 
-    def of_prompt(
-        self, rows: Rows, which: Int, tables: SlotTables, hidden: torch.Tensor, model: CausalModel
-    ) -> list[PromptLogprobs]:
+    def of_prompt(self, rows: Rows, which: Int, tables: SlotTables, runner: Runner) -> list[PromptLogprobs]:
         """Report on prompt tokens that follow a position computed in this step, of the rows ``which``.
 
         The position before the first token of a chunk was computed in the step before, and reported then: entries of
@@ -90,13 +85,13 @@ class Logprobs:
         _, at = ranges(rows.offsets[which], counts)
         width = int(self._num_prompt_top[slots].max())
         pieces = []
-        for begin in range(0, len(at), POSITIONS_AT_ONCE):
-            piece = slice(begin, begin + POSITIONS_AT_ONCE)
+        for begin in range(0, len(at), runner.max_outputs):
+            piece = slice(begin, begin + runner.max_outputs)
             own = tables.token_ids[
-                to_device(slots[owners[piece]], hidden.device),
-                to_device(positions[piece].copy(), hidden.device),
+                to_device(slots[owners[piece]], tables.device),
+                to_device(positions[piece].copy(), tables.device),
             ]
-            logits = model.logits(hidden[to_device(at[piece].copy(), hidden.device)])
+            logits = runner.logits(at[piece])
             logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
             pieces.append(_entries(logprobs, own.long(), width))
         ids, values, ranks = (np.concatenate(parts) for parts in zip(*pieces, strict=True))

@@ -9,8 +9,8 @@ import torch
 
 from quintet.executor.batch import Rows
 from quintet.executor.memory import to_device
-from quintet.executor.models.model import CausalModel
 from quintet.executor.ops.table import Ops
+from quintet.executor.runner import Runner
 from quintet.executor.sampling.allowed_ids import AllowedIds
 from quintet.executor.sampling.bad_words import BadWords
 from quintet.executor.sampling.choice import choose
@@ -91,12 +91,12 @@ class Sampler:
         which = np.flatnonzero(wants & self._reports)
         return drawn, self._logprobs.of_drawn(logits, drawn, slots, which, rows.sampling)
 
-    def prompt_logprobs(self, rows: Rows, hidden: torch.Tensor, model: CausalModel) -> list[PromptLogprobs]:
-        """Return log-probabilities of prompt tokens that this step made known; ``hidden [num_tokens, width]``."""
+    def prompt_logprobs(self, rows: Rows, runner: Runner) -> list[PromptLogprobs]:
+        """Return log-probabilities of prompt tokens that the step ``runner`` just computed made known."""
         which = np.flatnonzero(self._wants[rows.slots] & self._reports_prompt)
         if not len(which):
             return []
-        return self._logprobs.of_prompt(rows, which, self._tables, hidden, model)
+        return self._logprobs.of_prompt(rows, which, self._tables, runner)
 
     def _draw_shaped(self, rows: DrawRows, logits: torch.Tensor, wants: Int, wanted: int) -> torch.Tensor:
         self._reserve(len(logits), logits.device)

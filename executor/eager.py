@@ -1,0 +1,112 @@
+"""Runs a model operation by operation with torch: on a GPU, and on a CPU without the compiled kernels.
+
+A `quintet.executor.runner.Runner`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from quintet.executor.batch import Batch, BatchBuilder, Int, KvShape, Rows
+from quintet.executor.layers.linear import Embedding, Linear
+from quintet.executor.memory import lazy_zeros, to_device
+from quintet.executor.models.forward import AttentionLayer
+from quintet.executor.models.model import CausalModel
+from quintet.executor.ops.table import Ops
+from quintet.executor.slots import SlotTables
+from quintet.wire.kv_spec import KvSpec
+
+MAX_OUTPUTS = 256
+
+
+class EagerPass:
+    """A `quintet.executor.models.forward.ForwardPass` over tensors: the pass of one step."""
+
+    def __init__(
+        self, ops: Ops, batch: Batch, kv: Sequence[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor
+    ) -> None:
+        """kv: of each layer ``[2, num_blocks, num_kv_heads, block_size, head_dim]``; cos, sin: see `Rope.cos_sin`."""
+        self._ops = ops
+        self._batch = batch
+        self._kv = kv
+        self._cos = cos
+        self._sin = sin
+
+    def embedding(self, layer: Embedding) -> torch.Tensor:
+        """See `ForwardPass`."""
+        return layer(self._batch.token_ids)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See `ForwardPass`."""
+        return self._ops.rms_norm(x, weight, eps)
+
+    def linear(self, layer: Linear, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """See `ForwardPass`."""
+        return layer(x, residual)
+
+    def attention(self, layer: AttentionLayer, qkv: torch.Tensor) -> torch.Tensor:
+        """See `ForwardPass`."""
+        ops, batch, cache = self._ops, self._batch, self._kv[layer.index]
+        heads, kv_heads = layer.num_heads, layer.num_kv_heads
+        qkv = qkv.view(batch.num_tokens, -1, layer.head_dim)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            keys = slice(heads, heads + kv_heads)
+            qkv[:, :heads] = ops.rms_norm(qkv[:, :heads], layer.q_norm, layer.norm_eps)
+            qkv[:, keys] = ops.rms_norm(qkv[:, keys], layer.k_norm, layer.norm_eps)
+        q = ops.rope_kv_write(qkv, heads, kv_heads, self._cos, self._sin, cache, batch.kv_write)
+        attended = ops.paged_attention(q, cache, batch.attention[layer.window], layer.scale)
+        return attended.reshape(batch.num_tokens, -1)
+
+
+class EagerRunner:
+    """A model, its KV memory as plain tensors, and the hidden states of the last step."""
+
+    max_outputs = MAX_OUTPUTS
+
+    def __init__(
+        self,
+        model: CausalModel,
+        ops: Ops,
+        device: torch.device,
+        dtype: torch.dtype,
+        kv: KvSpec,
+        num_blocks: int,
+    ) -> None:
+        self._model = model
+        self._ops = ops
+        self._device = device
+        self._dtype = dtype
+        shape = (2, num_blocks, kv.num_kv_heads, kv.block_size, kv.head_dim)
+        self._kv = [lazy_zeros(shape, dtype, device) for _ in range(kv.num_layers)]
+        element_bytes = torch.empty((), dtype=dtype).element_size()
+        self._builder = BatchBuilder(
+            KvShape(kv.num_kv_heads, kv.block_size, 2 * kv.num_kv_heads * kv.head_dim * element_bytes),
+            model.windows,
+            model.num_heads,
+            model.rope.spec.depends_on_length,
+            dtype,
+        )
+        self._pass: EagerPass | None = None
+        self._hidden = torch.empty(0)
+
+    def forward(self, rows: Rows, tables: SlotTables) -> None:
+        """See `Runner.forward`."""
+        batch = self._builder.build(rows, tables)
+        cos, sin = self._model.rope.cos_sin(batch.positions, batch.lengths, self._dtype)
+        self._pass = EagerPass(self._ops, batch, self._kv, cos, sin)
+        self._hidden = self._model.forward(self._pass)
+
+    def logits(self, tokens: Int) -> torch.Tensor:
+        """See `Runner.logits`."""
+        assert self._pass is not None, "no step has run"
+        hidden = self._hidden
+        if len(tokens) < len(hidden):
+            hidden = hidden[to_device(tokens, self._device)]
+        return self._model.logits(self._pass, hidden)
+
+    def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """See `Runner.copy_blocks`."""
+        for cache in self._kv:
+            cache[:, targets] = cache[:, sources]

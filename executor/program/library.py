@@ -1,0 +1,53 @@
+"""The compiled step's functions of the kernel library: a program, and what appends an operation to it.
+
+``csrc/cpu`` says what each argument is. Nothing is checked here: `quintet.executor.program.recorder` hands over what it
+made itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from quintet.executor.ops.host_library import declare, open_library
+
+_ADDRESS, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+
+DTYPE_CODES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+INT8 = 3
+
+
+def dtype_code(dtype: torch.dtype) -> int:
+    """Return the number that the kernels know a format by (``qt::Dtype``)."""
+    return DTYPE_CODES[dtype]
+
+
+class ProgramLibrary:
+    """The functions, with their C types."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        a, n, i, f = _ADDRESS, _SIZE, _INT, _FLOAT
+        self.set_threads = declare(library, "qt_set_threads", i, i, result=i)
+        self.new = declare(library, "qt_program_new", result=a)
+        self.delete = declare(library, "qt_program_delete", a)
+        self.size = declare(library, "qt_program_size", a, result=n)
+        self.run = declare(library, "qt_program_run", a, a, n, n)
+        self.embedding = declare(library, "qt_program_embedding", a, a, n, a, n, i, i)
+        self.embedding_packed = declare(library, "qt_program_embedding_packed", a, a, a, n, i)
+        self.rms_norm = declare(library, "qt_program_rms_norm", a, a, n, n, a, f, f, a, n, i, i)
+        self.take_outputs = declare(library, "qt_program_take_outputs", a, a, n, n, a, n, i)
+        self.linear = declare(library, "qt_program_linear", a, a, a, n, n, i, a, a, a, n, i, i, i)
+        self.rope_kv_write = declare(
+            library, "qt_program_rope_kv_write", a, a, n, n, n, n, n, a, a, f, a, n, a, n, i, i
+        )
+        self.attention = declare(
+            library, "qt_program_attention", a, a, n, a, n, n, n, n, n, f, a, f, a, n, n, i, i
+        )
+        self.isa: str = library.qt_isa().decode()
+
+
+def program_library() -> ProgramLibrary | None:
+    """Return the functions, or None where the kernels were not built."""
+    library = open_library()
+    return None if library is None else ProgramLibrary(library)

@@ -1,0 +1,217 @@
+"""Records a forward pass: which operation reads and writes what, then where each value lies in memory, then the program.
+
+Values are places of ``[max_rows, width]``. Two values share memory when one is no longer needed before the other is made;
+a sum is written over the residual it adds to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+from quintet.executor.layers.linear import Embedding, Linear
+from quintet.executor.memory import lazy_zeros
+from quintet.executor.models.forward import AttentionLayer
+from quintet.executor.program.library import ProgramLibrary, dtype_code
+
+
+class Extent(IntEnum):
+    """What the rows of a value are."""
+
+    TOKENS = 0
+    """Every token of the step."""
+    OUTPUTS = 1
+    """Those whose logits are wanted."""
+
+
+@dataclass(eq=False, slots=True)
+class Value:
+    """A value of the pass being recorded."""
+
+    width: int
+    extent: Extent
+    tensor: torch.Tensor | None = None
+    """Its memory, ``[max_rows, width]``, once places are given out."""
+
+    @property
+    def address(self) -> int:
+        """Where it begins."""
+        assert self.tensor is not None, "no memory yet"
+        return self.tensor.data_ptr()
+
+
+@dataclass(frozen=True, slots=True)
+class _Operation:
+    emit: Callable[[], None]
+    reads: tuple[Value, ...]
+    writes: tuple[Value, ...]
+    over: Value | None = None
+    """A value read for the last time, over which the result is written."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvMemory:
+    """The KV memory of every layer."""
+
+    layers: tuple[torch.Tensor, ...]
+    """uint8 ``[num_blocks, bytes]`` each, inner layout private to the kernels."""
+    block_size: int
+    dtype: int
+    """Code of the numbers stored."""
+
+
+class Recorder:
+    """A `quintet.executor.models.forward.ForwardPass` over `Value`."""
+
+    def __init__(
+        self, library: ProgramLibrary, dtype: torch.dtype, kv: KvMemory, max_tokens: int, max_outputs: int
+    ) -> None:
+        """``max_tokens`` and ``max_outputs``: the most rows a step has of each extent."""
+        self._library = library
+        self._dtype = dtype
+        self._code = dtype_code(dtype)
+        self._kv = kv
+        self._max_rows = {Extent.TOKENS: max_tokens, Extent.OUTPUTS: max_outputs}
+        self._operations: list[_Operation] = []
+        self._kept: set[int] = set()
+        self.handle = library.new()
+
+    def embedding(self, layer: Embedding) -> Value:
+        """See `ForwardPass`."""
+        y = Value(layer.width, Extent.TOKENS)
+        library, code = self._library, self._code
+        packed, table = layer.packed, layer.table  # type: ignore[attr-defined]
+
+        def emit() -> None:
+            if packed is not None:
+                library.embedding_packed(self.handle, packed.handle, y.address, y.width, code)
+            else:
+                assert table is not None, "an embedding has a table or a packed output layer"
+                library.embedding(
+                    *(self.handle, table.data_ptr(), layer.width, y.address, y.width),
+                    *(code, dtype_code(table.dtype)),
+                )
+
+        return self._append(emit, (), y)
+
+    def rms_norm(self, x: Value, weight: torch.Tensor, eps: float) -> Value:
+        """See `ForwardPass`."""
+        y = Value(x.width, x.extent)
+        assert weight.dtype is self._dtype and weight.shape == (x.width,) and weight.is_contiguous(), (
+            weight.shape
+        )
+
+        def emit() -> None:
+            self._library.rms_norm(
+                *(self.handle, x.address, x.width, x.width, weight.data_ptr(), eps, 0.0),
+                *(y.address, y.width, self._code, x.extent),
+            )
+
+        return self._append(emit, (x,), y)
+
+    def linear(self, layer: Linear, x: Value, residual: Value | None = None) -> Value:
+        """See `ForwardPass`."""
+        y = Value(layer.width, x.extent)
+        method = layer.method
+        packed, bias = method.packed, method.bias
+        assert packed is not None, "recorded without the host kernels"
+        assert x.width == layer.depth, (x.width, layer.depth)
+
+        def emit() -> None:
+            self._library.linear(
+                *(self.handle, packed.handle, x.address, x.width, self._max_rows[x.extent], self._code),
+                *(None if bias is None else bias.data_ptr(), None if residual is None else residual.address),
+                *(y.address, y.width, layer.activation, method.int8_activations, x.extent),
+            )
+
+        return self._append(emit, (x,) if residual is None else (x, residual), y, over=residual)
+
+    def attention(self, layer: AttentionLayer, qkv: Value) -> Value:
+        """See `ForwardPass`. Rotation with the KV write, then attention."""
+        queries = Value(layer.num_heads * layer.head_dim, Extent.TOKENS)
+        y = Value(queries.width, Extent.TOKENS)
+        library, kv = self._library, self._kv
+        memory = kv.layers[layer.index]
+        heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
+        norms = tuple(None if norm is None else norm.data_ptr() for norm in (layer.q_norm, layer.k_norm))
+
+        def emit_write() -> None:
+            library.rope_kv_write(
+                *(self.handle, qkv.address, qkv.width, *heads, layer.rotary_dim, *norms, layer.norm_eps),
+                *(memory.data_ptr(), kv.block_size, queries.address, queries.width, self._code, kv.dtype),
+            )
+
+        def emit_attend() -> None:
+            library.attention(
+                *(self.handle, queries.address, queries.width, memory.data_ptr(), *heads, kv.block_size),
+                *(layer.window or 0, 0.0, None, layer.scale, y.address, y.width),
+                *(self._max_rows[Extent.TOKENS], self._code, kv.dtype),
+            )
+
+        self._append(emit_write, (qkv,), queries)
+        return self._append(emit_attend, (queries,), y)
+
+    def take_outputs(self, x: Value) -> Value:
+        """Return the rows of ``x`` whose logits are wanted."""
+        y = Value(x.width, Extent.OUTPUTS)
+
+        def emit() -> None:
+            self._library.take_outputs(
+                self.handle, x.address, x.width, x.width, y.address, y.width, self._code
+            )
+
+        return self._append(emit, (x,), y)
+
+    @property
+    def num_recorded(self) -> int:
+        """Operations recorded so far."""
+        return len(self._operations)
+
+    def keep(self, value: Value) -> None:
+        """Never give the memory of ``value`` to another: it is read after the pass."""
+        self._kept.add(id(value))
+
+    def finish(self) -> tuple[int, ...]:
+        """Give every value its memory and append the operations to the program.
+
+        Returns, for each recorded operation, how many operations the program had before it: recorded ones may become
+        several.
+        """
+        begins = []
+        last_read = {
+            id(value): number
+            for number, operation in enumerate(self._operations)
+            for value in (*operation.writes, *operation.reads)
+        }
+        free: dict[Extent, list[torch.Tensor]] = {Extent.TOKENS: [], Extent.OUTPUTS: []}
+        for number, operation in enumerate(self._operations):
+            for value in operation.writes:
+                if operation.over is not None:
+                    value.tensor = operation.over.tensor
+                else:
+                    value.tensor = self._place(value, free[value.extent])
+            for value in operation.reads:
+                if value is operation.over or id(value) in self._kept or last_read[id(value)] != number:
+                    continue
+                assert value.tensor is not None, "read before it was written"
+                free[value.extent].append(value.tensor)
+            begins.append(self._library.size(self.handle))
+            operation.emit()
+        return tuple(begins)
+
+    def _place(self, value: Value, free: list[torch.Tensor]) -> torch.Tensor:
+        for i, tensor in enumerate(free):
+            if tensor.shape[1] == value.width:
+                return free.pop(i)
+        return lazy_zeros((self._max_rows[value.extent], value.width), self._dtype, torch.device("cpu"))
+
+    def _append(
+        self, emit: Callable[[], None], reads: tuple[Value, ...], y: Value, over: Value | None = None
+    ) -> Value:
+        if over is not None and id(over) in self._kept:
+            over = None
+        self._operations.append(_Operation(emit, reads, (y,), over))
+        return y
