@@ -121,7 +121,9 @@ def load_model(config: EngineConfig, platform: Platform, ops: Ops) -> CausalMode
     model = build_model(
         config.model.architecture,
         card,
-        Setting(ops, platform.device, DTYPES[config.model.dtype], open_quantization("none")),
+        Setting(
+            ops, platform.device, DTYPES[config.model.dtype], open_quantization(config.executor.quantization)
+        ),
     )
     check_agreement(model, config.model, card.path)
     with torch.inference_mode():

@@ -13,6 +13,9 @@ import msgspec
 
 from quintet.wire.kv_spec import KvSpec
 
+Quantization = Literal["none", "int8", "int4", "w8a8"]
+"""See ``docs/quantization.md``."""
+
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Which model, and the few of its numbers that processes other than the executor need."""
@@ -66,6 +69,10 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: Literal["cpu", "cuda"] = "cpu"
     load_format: Literal["auto", "dummy"] = "auto"
     """``dummy`` fills the weights with seeded random numbers instead of reading them."""
+    quantization: Quantization = "none"
+    """Number format that the weights of linear layers get when they are loaded."""
+    packed_cache: str | None = None
+    """Folder of files with packed weights, read instead of packing again; None for no such files."""
     threads: int = 0
     """Compute threads; 0 lets the executor choose."""
     seed: int = 0

@@ -52,6 +52,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     kind: Literal["torch", "mock"] = "mock" if options.executor == "mock" else "torch"
     device: Literal["cpu", "cuda"] = "cpu" if kind == "mock" else _device(options)
     reads_weights = kind == "torch" and options.load_format == "auto"
+    rules.check_quantization(options, device)
     folder = locate_model(options.model, with_weights=reads_weights)
     card = read_card(folder, options.generation_config)
     weights = read_weight_facts(folder) if reads_weights else None
@@ -60,7 +61,12 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     max_model_len = rules.derive_max_model_len(
         options.max_model_len, card.max_model_len, folder / "config.json"
     )
-    memory_bytes = _kv_memory(options, device, kind, weights, kv, max_model_len)
+    weight_bytes = (
+        rules.weight_bytes(weights.num_parameters, _DTYPE_BYTES[dtype], options.quantization)
+        if weights
+        else 0
+    )
+    memory_bytes = _kv_memory(options, device, kind, weight_bytes, kv, max_model_len)
     fitted = rules.fit_max_model_len(
         kv,
         memory_bytes,
@@ -101,6 +107,8 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
             kind=kind,
             device=device,
             load_format=options.load_format,
+            quantization=options.quantization,
+            packed_cache=_folder(options.packed_cache),
             threads=options.threads,
             seed=options.seed,
             step_ms=options.step_ms,
@@ -159,15 +167,18 @@ def _frontend_config(options: Options) -> FrontendConfig:
 
 
 def _kv_memory(
-    options: Options, device: str, kind: str, weights: WeightFacts | None, kv: KvSpec, max_model_len: int
+    options: Options, device: str, kind: str, weight_bytes: int, kv: KvSpec, max_model_len: int
 ) -> int:
     """Return the bytes KV may take: as asked, or a share of what the weights leave. The mock holds no KV at all."""
     if options.kv_cache_memory is not None:
         return parse_size(options.kv_cache_memory, "--kv-cache-memory")
     if kind == "mock":
         return rules.cap_kv_memory(kv, 1 << 62, options.max_num_seqs, max_model_len)
-    left = available_bytes(device) - (weights.num_parameters * kv.dtype_bytes if weights else 0)
-    return max(0, int(left * options.kv_cache_memory_share))
+    return max(0, int((available_bytes(device) - weight_bytes) * options.kv_cache_memory_share))
+
+
+def _folder(path: str | None) -> str | None:
+    return None if path is None else str(Path(path).expanduser().absolute())
 
 
 def _device(options: Options) -> Literal["cpu", "cuda"]:

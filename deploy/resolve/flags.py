@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from quintet.wire.config import Quantization
 from quintet.wire.errors import ConfigError
 
 Groups = tuple[str, ...]
@@ -77,6 +78,22 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Literal["auto", "dummy"],
         Flag(MODEL, "dummy fills the weights with seeded random numbers instead of reading them"),
     ] = "auto"
+    quantization: Annotated[
+        Quantization,
+        Flag(
+            MODEL,
+            "what linear layers become when they are loaded: int8 or int4 weights, or w8a8, which computes in 8 bit too",
+        ),
+    ] = "none"
+    packed_cache: Annotated[
+        str | None,
+        Flag(
+            MODEL,
+            "folder where packed weights are kept, so that the next start maps them instead of packing again",
+            "FOLDER",
+            "none",
+        ),
+    ] = None
     chat_template: Annotated[
         str | None, Flag(MODEL, "Jinja file, or the template itself", "PATH", "the model's own")
     ] = None

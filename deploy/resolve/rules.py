@@ -7,6 +7,7 @@ from pathlib import Path
 
 from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.memory import format_size
+from quintet.wire.config import Quantization
 from quintet.wire.errors import ConfigError
 from quintet.wire.kv_spec import KvSpec
 
@@ -14,6 +15,8 @@ MAX_SOCKET_PATH = 107
 """Longest path of a Unix socket on Linux (``sun_path`` less its NUL)."""
 _LONGEST_SOCKET_NAME = len("/detokenizer-1023.9999999")
 _DEFAULT_BATCHED_TOKENS = 2048
+_WEIGHT_BITS: Mapping[Quantization, float] = {"int8": 8.1, "w8a8": 8.1, "int4": 4.5}
+"""With their scales."""
 
 
 def check_ranges(options: Options) -> None:
@@ -69,6 +72,22 @@ def check_mock_only_flags(options: Options) -> None:
         raise ConfigError(
             f"--step-ms {options.step_ms} is for the mock executor: add --executor mock or drop it"
         )
+
+
+def check_quantization(options: Options, device: str) -> None:
+    """Reject what only the host kernels can do where they do not compute."""
+    if device != "cpu" and options.quantization != "none":
+        raise ConfigError(
+            f"--quantization {options.quantization} is computed on the CPU only: add --device cpu or drop it"
+        )
+    if device != "cpu" and options.packed_cache is not None:
+        raise ConfigError("--packed-cache is for weights packed for the CPU: add --device cpu or drop it")
+
+
+def weight_bytes(num_parameters: int, dtype_bytes: int, quantization: Quantization) -> int:
+    """Return the memory that the weights of a checkpoint will take, as if all were linear layers."""
+    bits = _WEIGHT_BITS.get(quantization, 8 * dtype_bytes)
+    return int(num_parameters * bits / 8)
 
 
 def derive_max_num_seqs(settings: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from quintet.executor.platforms.platform import import_string
 from quintet.executor.quant.method import Quantization
+from quintet.wire.errors import ConfigError
 
 QUANTIZATIONS = {
     "none": "quintet.executor.quant.none:Unquantized",
@@ -13,6 +14,8 @@ QUANTIZATIONS = {
 
 
 def open_quantization(name: str) -> Quantization:
-    """Return the quantization of that name."""
+    """Return the quantization of that name. Raises `ConfigError` for one that does not exist."""
+    if name not in QUANTIZATIONS:
+        raise ConfigError(f"--quantization is {name!r}; it must be one of {', '.join(QUANTIZATIONS)}")
     make: Callable[[], Quantization] = import_string(QUANTIZATIONS[name])
     return make()

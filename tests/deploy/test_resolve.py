@@ -145,6 +145,24 @@ def test_kv_memory_is_a_share_of_what_the_weights_leave(
     assert resolved(folder, **options).config.cache.memory_bytes == 1_000_000
 
 
+def test_quantized_weights_leave_more_to_kv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory(1 << 30))
+    folder = write_model(tmp_path, max_position_embeddings=1 << 20)
+    write_weights(folder / "model.safetensors", {"a": [1000, 1000]})
+    bytes_of = {
+        name: resolved(folder, executor="torch", device="cpu", quantization=name).config.cache.memory_bytes
+        for name in ("none", "int8", "int4")
+    }
+    assert bytes_of["none"] < bytes_of["int8"] < bytes_of["int4"]
+
+
+@pytest.mark.parametrize("options", [{"quantization": "int8"}, {"packed_cache": "x"}])
+def test_what_only_the_host_kernels_do_is_refused_elsewhere(tmp_path: Path, options: dict[str, str]) -> None:
+    flag = "--" + next(iter(options)).replace("_", "-")
+    words = complaint(write_model(tmp_path), executor="torch", device="cuda", load_format="dummy", **options)
+    assert flag in words and "--device cpu" in words
+
+
 def test_a_server_open_to_the_network_without_a_key_is_noted(tmp_path: Path) -> None:
     folder = write_model(tmp_path)
     assert any("--api-key" in note for note in resolved(folder, host="0.0.0.0").notes)
