@@ -75,6 +75,8 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Folder of files with packed weights, read instead of packing again; None for no such files."""
     threads: int = 0
     """Compute threads; 0 lets the executor choose."""
+    pin_threads: bool = False
+    """Whether each compute thread stays on one core."""
     seed: int = 0
     step_ms: float = 0.0
     """Mock only: how long a step takes."""

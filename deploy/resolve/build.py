@@ -110,6 +110,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
             quantization=options.quantization,
             packed_cache=_folder(options.packed_cache),
             threads=options.threads,
+            pin_threads=options.pin_threads,
             seed=options.seed,
             step_ms=options.step_ms,
         ),

@@ -192,7 +192,16 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     device: Annotated[
         Literal["auto", "cpu", "cuda"], Flag(DEVICE, "where the model runs; auto takes a GPU if there is one")
     ] = "auto"
-    threads: Annotated[int, Flag(DEVICE, "compute threads of the executor; 0 lets it choose")] = 0
+    threads: Annotated[
+        int,
+        Flag(
+            DEVICE,
+            "compute threads of the executor; 0 takes every core it may use, on 8 or more all but one in eight",
+        ),
+    ] = 0
+    pin_threads: Annotated[
+        bool, Flag(DEVICE, "keep each compute thread on one core; for machines that serve nothing else")
+    ] = False
     step_ms: Annotated[float, Flag(DEVICE, "mock executor only: how long a step takes", "MS")] = 0.0
 
     # --- processes ---

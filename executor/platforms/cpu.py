@@ -1,27 +1,22 @@
-"""Compute on the processor: torch and the compiled host kernels, on one OpenMP thread pool."""
+"""Compute on the processor with the compiled kernels of ``csrc/cpu``, or with torch where they were not built."""
 
 from __future__ import annotations
 
-import os
-
 import torch
 
-from quintet.executor.ops.host_library import host_library
+from quintet.executor.platforms.cores import default_threads, usable_cores
 from quintet.executor.platforms.platform import Platform
+from quintet.executor.program.library import program_library
 from quintet.wire.config import ExecutorConfig
 
 
 def open_platform(config: ExecutorConfig) -> Platform:
-    """Set the number of compute threads and return the CPU."""
-    torch.set_num_threads(config.threads or default_threads(len(os.sched_getaffinity(0))))
-    kernels = "torch's kernels" if host_library() is None else "own kernels (AVX-512 BF16)"
-    return Platform("cpu", torch.device("cpu"), f"cpu, threads: {torch.get_num_threads()}, {kernels}")
-
-
-def default_threads(num_cores: int) -> int:
-    """Leave one core in four (at least one of two or more) to the other processes of the server.
-
-    A thread pool as wide as the machine makes every parallel region wait for the thread whose core the core or the
-    frontend just took.
-    """
-    return max(1, num_cores - max(1, num_cores // 4))
+    """Start the compute threads and return the CPU."""
+    threads = config.threads or default_threads(usable_cores())
+    torch.set_num_threads(threads)
+    library = program_library()
+    if library is None:
+        return Platform("cpu", torch.device("cpu"), f"cpu, threads: {threads}, torch's kernels")
+    library.set_threads(threads, config.pin_threads)
+    pinned = " (pinned)" if config.pin_threads else ""
+    return Platform("cpu", torch.device("cpu"), f"cpu, threads: {threads}{pinned}, kernels: {library.isa}")
