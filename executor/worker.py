@@ -48,20 +48,20 @@ class Worker:
     ) -> None:
         self.num_blocks = num_blocks
         self.facts = {**facts, "blocks": str(num_blocks)}
-        self._runner = runner
+        self.runner = runner
         max_num_seqs, model = config.scheduler.max_num_seqs, config.model
-        self._tables = SlotTables(max_num_seqs, model.max_model_len, model.kv.block_size, device)
-        self._sampler = Sampler(max_num_seqs, model.vocab_size, self._tables, ops)
+        self.tables = SlotTables(max_num_seqs, model.max_model_len, model.kv.block_size, device)
+        self._sampler = Sampler(max_num_seqs, model.vocab_size, self.tables, ops)
 
     def reset(self) -> None:
         """Empty every table."""
-        self._tables.reset()
+        self.tables.reset()
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Apply the plan's deltas, then its block copies, then compute its rows and draw."""
-        self._tables.apply(plan)
-        check_tables(plan, self._tables)
+        self.tables.apply(plan)
+        check_tables(plan, self.tables)
         for row in plan.new_rows:
             self._sampler.admit(row)
         if plan.copies:
@@ -70,19 +70,19 @@ class Worker:
         if not plan.slots:
             return result
         rows = Rows.of(plan)
-        self._runner.forward(rows, self._tables)
-        result.prompt_logprobs = self._sampler.prompt_logprobs(rows, self._runner)
+        self.runner.forward(rows, self.tables)
+        result.prompt_logprobs = self._sampler.prompt_logprobs(rows, self.runner)
         if len(rows.sampling):
             last = rows.offsets[rows.sampling] + rows.counts[rows.sampling] - 1
-            drawn, result.logprobs = self._sampler.draw(rows, self._runner.logits(last))
+            drawn, result.logprobs = self._sampler.draw(rows, self.runner.logits(last))
             result.token_ids = drawn.to(torch.int32).cpu().numpy().tobytes()
         return result
 
     def _copy_blocks(self, copies: bytes) -> None:
         pairs = np.frombuffer(copies, np.int32).reshape(-1, 2).astype(np.int64)
-        sources = to_device(pairs[:, 0].copy(), self._tables.device)
-        targets = to_device(pairs[:, 1].copy(), self._tables.device)
-        self._runner.copy_blocks(sources, targets)
+        sources = to_device(pairs[:, 0].copy(), self.tables.device)
+        targets = to_device(pairs[:, 1].copy(), self.tables.device)
+        self.runner.copy_blocks(sources, targets)
 
 
 def make_worker(config: EngineConfig) -> Worker:

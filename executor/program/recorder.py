@@ -45,11 +45,21 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class _Operation:
+    name: str
     emit: Callable[[], None]
     reads: tuple[Value, ...]
-    writes: tuple[Value, ...]
+    writes: Value
     over: Value | None = None
     """A value read for the last time, over which the result is written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A recorded operation's share of the program: one operation or, with quantized weights, two."""
+
+    name: str
+    begin: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +105,7 @@ class Recorder:
                     *(code, dtype_code(table.dtype)),
                 )
 
-        return self._append(emit, (), y)
+        return self._append("embedding", emit, (), y)
 
     def rms_norm(self, x: Value, weight: torch.Tensor, eps: float) -> Value:
         """See `ForwardPass`."""
@@ -110,7 +120,7 @@ class Recorder:
                 *(y.address, y.width, self._code, x.extent),
             )
 
-        return self._append(emit, (x,), y)
+        return self._append("rms_norm", emit, (x,), y)
 
     def linear(self, layer: Linear, x: Value, residual: Value | None = None) -> Value:
         """See `ForwardPass`."""
@@ -127,7 +137,8 @@ class Recorder:
                 *(y.address, y.width, layer.activation, method.int8_activations, x.extent),
             )
 
-        return self._append(emit, (x,) if residual is None else (x, residual), y, over=residual)
+        reads = (x,) if residual is None else (x, residual)
+        return self._append(f"linear {layer.depth} to {layer.width}", emit, reads, y, over=residual)
 
     def attention(self, layer: AttentionLayer, qkv: Value) -> Value:
         """See `ForwardPass`. Rotation with the KV write, then attention."""
@@ -151,8 +162,8 @@ class Recorder:
                 *(self._max_rows[Extent.TOKENS], self._code, kv.dtype),
             )
 
-        self._append(emit_write, (qkv,), queries)
-        return self._append(emit_attend, (queries,), y)
+        self._append("rotate and write KV", emit_write, (qkv,), queries)
+        return self._append("attention", emit_attend, (queries,), y)
 
     def take_outputs(self, x: Value) -> Value:
         """Return the rows of ``x`` whose logits are wanted."""
@@ -163,7 +174,7 @@ class Recorder:
                 self.handle, x.address, x.width, x.width, y.address, y.width, self._code
             )
 
-        return self._append(emit, (x,), y)
+        return self._append("take outputs", emit, (x,), y)
 
     @property
     def num_recorded(self) -> int:
@@ -174,44 +185,44 @@ class Recorder:
         """Never give the memory of ``value`` to another: it is read after the pass."""
         self._kept.add(id(value))
 
-    def finish(self) -> tuple[int, ...]:
-        """Give every value its memory and append the operations to the program.
-
-        Returns, for each recorded operation, how many operations the program had before it: recorded ones may become
-        several.
-        """
-        begins = []
+    def finish(self) -> list[Span]:
+        """Give every value its memory and append the operations to the program. Returns where each recorded one went."""
+        spans = []
         last_read = {
             id(value): number
             for number, operation in enumerate(self._operations)
-            for value in (*operation.writes, *operation.reads)
+            for value in (operation.writes, *operation.reads)
         }
         free: dict[Extent, list[torch.Tensor]] = {Extent.TOKENS: [], Extent.OUTPUTS: []}
         for number, operation in enumerate(self._operations):
-            for value in operation.writes:
-                if operation.over is not None:
-                    value.tensor = operation.over.tensor
-                else:
-                    value.tensor = self._place(value, free[value.extent])
+            made = operation.writes
+            made.tensor = self._place(made, free) if operation.over is None else operation.over.tensor
             for value in operation.reads:
                 if value is operation.over or id(value) in self._kept or last_read[id(value)] != number:
                     continue
                 assert value.tensor is not None, "read before it was written"
                 free[value.extent].append(value.tensor)
-            begins.append(self._library.size(self.handle))
+            begin = self._library.size(self.handle)
             operation.emit()
-        return tuple(begins)
+            spans.append(Span(operation.name, begin, self._library.size(self.handle)))
+        return spans
 
-    def _place(self, value: Value, free: list[torch.Tensor]) -> torch.Tensor:
-        for i, tensor in enumerate(free):
+    def _place(self, value: Value, free: dict[Extent, list[torch.Tensor]]) -> torch.Tensor:
+        candidates = free[value.extent]
+        for i, tensor in enumerate(candidates):
             if tensor.shape[1] == value.width:
-                return free.pop(i)
+                return candidates.pop(i)
         return lazy_zeros((self._max_rows[value.extent], value.width), self._dtype, torch.device("cpu"))
 
     def _append(
-        self, emit: Callable[[], None], reads: tuple[Value, ...], y: Value, over: Value | None = None
+        self,
+        name: str,
+        emit: Callable[[], None],
+        reads: tuple[Value, ...],
+        y: Value,
+        over: Value | None = None,
     ) -> Value:
         if over is not None and id(over) in self._kept:
             over = None
-        self._operations.append(_Operation(emit, reads, (y,), over))
+        self._operations.append(_Operation(name, emit, reads, y, over))
         return y

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 
 import numpy as np
 import torch
@@ -16,6 +17,9 @@ from quintet.executor.program.recorder import KvMemory, Recorder
 from quintet.executor.program.step import Step
 from quintet.executor.slots import SlotTables
 from quintet.wire.config import EngineConfig
+
+MIN_OUTPUTS = 256
+"""Rows of logits there is room for at least: prompt log-probabilities come so many at a time."""
 
 FIRST_ROTATIONS = 4096
 """Positions whose cosines and sines are computed at boot."""
@@ -31,37 +35,35 @@ class ProgramRunner:
         config: EngineConfig,
         dtype: torch.dtype,
         kv: KvMemory,
-        max_outputs: int,
     ) -> None:
-        self.max_outputs = max_outputs
+        limits = config.scheduler
+        self.max_outputs = max(limits.max_num_seqs, MIN_OUTPUTS)
         self._library = library
         self._kv = kv
         self._dtype = dtype
         self._rotations = Rotations(model.rope, dtype, config.model.max_model_len + 1)
-        recorder = Recorder(
-            library,
-            dtype,
-            kv,
-            max(config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs),
-            max_outputs,
-        )
+        max_tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs)
+        recorder = Recorder(library, dtype, kv, max_tokens, self.max_outputs)
         hidden = model.forward(recorder)
         recorder.keep(hidden)
         num_forward = recorder.num_recorded
         logits = model.logits(recorder, recorder.take_outputs(hidden))
         recorder.keep(logits)
-        self._forward_size = recorder.finish()[num_forward]
+        self.spans = recorder.finish()
+        self._forward_size = self.spans[num_forward].begin
         assert logits.tensor is not None
         self._logits = logits.tensor  # [max_outputs, vocab]
         self._program = recorder.handle
-        self._size: int = library.size(self._program)
+        self._size = self.spans[-1].end
         self._step: Step | None = None
+        self.seconds = 0.0
+        """Time spent in the program so far."""
 
     def forward(self, rows: Rows, tables: SlotTables) -> None:
         """See `Runner.forward`."""
         step = self._step = Step(rows, tables)
         self._rotations.fill(step, tables)
-        self._library.run(self._program, ctypes.byref(step.c), 0, self._forward_size)
+        self._run(step, 0, self._forward_size)
 
     def logits(self, tokens: Int) -> torch.Tensor:
         """See `Runner.logits`."""
@@ -70,8 +72,22 @@ class ProgramRunner:
         assert count <= self.max_outputs, (count, self.max_outputs)
         tokens = np.ascontiguousarray(tokens)
         step.c.num_outputs, step.c.output_tokens = count, tokens.ctypes.data
-        self._library.run(self._program, ctypes.byref(step.c), self._forward_size, self._size)
+        self._run(step, self._forward_size, self._size)
         return self._logits[:count]
+
+    def profile(self, rows: Rows, tables: SlotTables, tokens: Int) -> list[tuple[str, float]]:
+        """Compute a step as `forward` and `logits` do, one operation at a time; return each one's name and seconds."""
+        self.forward(rows, tables)
+        self.logits(tokens)
+        assert self._step is not None
+        return [(span.name, self._run(self._step, span.begin, span.end)) for span in self.spans]
+
+    def _run(self, step: Step, begin: int, end: int) -> float:
+        begun = time.perf_counter()
+        self._library.run(self._program, ctypes.byref(step.c), begin, end)
+        spent = time.perf_counter() - begun
+        self.seconds += spent
+        return spent
 
     def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """See `Runner.copy_blocks`."""

@@ -1,0 +1,225 @@
+"""Where a step of the executor goes, operation by operation, against the machine's limits.
+
+A model of a well-known shape with random weights, in this process alone: no sockets, no other process. For each batch it
+prints the median step (as the server runs it), the share of it that is not the recorded program (Python: tables, arrays,
+sampling), and the program operation by operation.
+
+    python -m bench.step --shape S --rows 1 8 32 --context 256
+    python -m bench.step --shape S --new 2048 --rows 1 --context 0      # one prompt of 2,048 tokens
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quintet.executor.batch import Rows
+from quintet.executor.program.runner import ProgramRunner
+from quintet.executor.worker import Worker, make_worker
+from quintet.wire.codec import pack_i32, pack_u8
+from quintet.wire.config import (
+    CacheConfig,
+    EngineConfig,
+    ExecutorConfig,
+    FrontendConfig,
+    ModelConfig,
+    ProcessesConfig,
+    SchedulerConfig,
+)
+from quintet.wire.kv_spec import KvSpec
+from quintet.wire.params import SamplingParams
+from quintet.wire.step import NewRow, StepPlan
+
+BLOCK_SIZE = 16
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "S": {  # Qwen2.5-0.5B
+        "architectures": ["Qwen2ForCausalLM"],
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "max_position_embeddings": 32768,
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+    },
+    "M": {  # Llama-3.2-1B
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rope_theta": 5e5,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+def config_of(folder: Path, card: dict[str, Any], args: argparse.Namespace) -> EngineConfig:
+    """Write the model card into ``folder`` and return a configuration for it, with room for what ``args`` ask for."""
+    (folder / "config.json").write_text(json.dumps(card))
+    heads = card["num_attention_heads"]
+    head_dim = card.get("head_dim") or card["hidden_size"] // heads
+    kv = KvSpec(
+        card["num_hidden_layers"],
+        card["num_key_value_heads"],
+        head_dim,
+        4 if args.dtype == "float32" else 2,
+        BLOCK_SIZE,
+    )
+    length = args.context + args.new + args.repetitions + 8
+    blocks = -(-length // BLOCK_SIZE) * max(args.rows) + 1
+    return EngineConfig(
+        run_dir=str(folder),
+        model=ModelConfig(
+            path=str(folder),
+            tokenizer_path=str(folder),
+            served_names=["bench"],
+            architecture=card["architectures"][0],
+            dtype=args.dtype,
+            vocab_size=card["vocab_size"],
+            max_model_len=length,
+            eos_token_ids=[],
+            kv=kv,
+        ),
+        cache=CacheConfig(memory_bytes=blocks * kv.bytes_per_block),
+        scheduler=SchedulerConfig(
+            max_num_seqs=max(args.rows), max_num_batched_tokens=max(2048, args.new * max(args.rows))
+        ),
+        executor=ExecutorConfig(
+            load_format="dummy", threads=args.threads, quantization=args.quantization, pin_threads=args.pin
+        ),
+        frontend=FrontendConfig(),
+        processes=ProcessesConfig(),
+    )
+
+
+class Steps:
+    """Plans for ``num_rows`` requests that all have ``context`` tokens and compute ``new`` more per step."""
+
+    def __init__(self, num_rows: int, context: int, new: int, vocab_size: int, max_model_len: int) -> None:
+        self._rows, self._new, self._length = num_rows, new, context
+        self._step = 0
+        tokens = np.random.default_rng(0).integers(0, vocab_size, max_model_len, dtype=np.int32)
+        blocks_each = -(-max_model_len // BLOCK_SIZE)
+        self._new_rows = [
+            NewRow(
+                slot=row,
+                generation=1,
+                request_id=row,
+                token_ids=tokens.tobytes(),
+                num_prompt_tokens=len(tokens),
+                params=SamplingParams(temperature=0.0),
+                seed=row,
+            )
+            for row in range(num_rows)
+        ]
+        entries = np.array(
+            [
+                (row, column, row * blocks_each + column)
+                for row in range(num_rows)
+                for column in range(blocks_each)
+            ],
+            np.int32,
+        )
+        self._blocks = entries.tobytes()
+
+    def next(self, advance: bool = True) -> StepPlan:
+        """Return the next plan; with ``advance`` false, of the same positions as the one before."""
+        rows = range(self._rows)
+        plan = StepPlan(
+            step=self._step,
+            slots=pack_i32(list(rows)),
+            generations=pack_i32([1] * self._rows),
+            starts=pack_i32([self._length] * self._rows),
+            counts=pack_i32([self._new] * self._rows),
+            samples=pack_u8([1] * self._rows),
+            blocks=self._blocks if self._step == 0 else b"",
+            new_rows=self._new_rows if self._step == 0 else [],
+        )
+        self._step += 1
+        if advance:
+            self._length += self._new
+        return plan
+
+
+def measure(worker: Worker, num_rows: int, args: argparse.Namespace, vocab_size: int, length: int) -> None:
+    """Print one batch."""
+    worker.reset()
+    steps = Steps(num_rows, args.context, args.new, vocab_size, length)
+    worker.execute(steps.next(advance=False))
+    seconds, program = [], []
+    runner = worker.runner
+    assert isinstance(runner, ProgramRunner), "the compiled kernels are not in use"
+    for _ in range(args.repetitions):
+        inside = runner.seconds
+        begun = time.perf_counter()
+        worker.execute(steps.next(advance=args.new == 1))
+        seconds.append(time.perf_counter() - begun)
+        program.append(runner.seconds - inside)
+    step, inside = statistics.median(seconds), statistics.median(program)
+    tokens = num_rows * args.new
+    print(
+        f"rows {num_rows:4d} x {args.new} new, context {args.context}: {step * 1e3:9.2f} ms a step,"
+        f" {tokens / step:9.1f} tokens/s, outside the program {(step - inside) * 1e6:6.0f} µs ({1 - inside / step:.1%})"
+    )
+    if args.brief:
+        return
+    plan = steps.next(advance=False)
+    rows = Rows.of(plan)
+    last = rows.offsets + rows.counts - 1
+    totals: dict[str, list[float]] = defaultdict(list)
+    for name, spent in runner.profile(rows, worker.tables, last):
+        totals[name].append(spent)
+    whole = sum(sum(values) for values in totals.values())
+    for name, values in sorted(totals.items(), key=lambda item: -sum(item[1])):
+        share = sum(values) / whole
+        print(
+            f"    {name:28s} {sum(values) * 1e3:9.2f} ms {share:6.1%}   {len(values):3d} times {statistics.median(values) * 1e6:9.0f} µs"
+        )
+
+
+def main() -> None:
+    """Parse the command line and measure."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="S", help="S: Qwen2.5-0.5B, M: Llama-3.2-1B")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32], help="requests in a step")
+    parser.add_argument("--context", type=int, default=256, help="tokens each has before")
+    parser.add_argument("--new", type=int, default=1, help="tokens each computes in a step")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--quantization", choices=("none", "int8", "int4", "w8a8"), default="none")
+    parser.add_argument("--threads", type=int, default=0, help="0: as the server chooses")
+    parser.add_argument("--pin", action="store_true", help="keep each thread on one core")
+    parser.add_argument("--repetitions", type=int, default=20)
+    parser.add_argument("--brief", action="store_true", help="no operation by operation")
+    args = parser.parse_args()
+    card = SHAPES[args.shape]
+    with tempfile.TemporaryDirectory() as folder:
+        config = config_of(Path(folder), card, args)
+        begun = time.perf_counter()
+        worker = make_worker(config)
+        print(worker.facts["worker"], f"loaded in {time.perf_counter() - begun:.1f} s", sep=", ")
+        for num_rows in args.rows:
+            measure(worker, num_rows, args, card["vocab_size"], config.model.max_model_len)
+
+
+if __name__ == "__main__":
+    main()
