@@ -145,8 +145,10 @@ class Steps:
         rows = range(self._rows)
         plan = StepPlan(
             step=self._step,
+            sent_ns=0,
+            freed=b"",
+            copies=b"",
             slots=pack_i32(list(rows)),
-            generations=pack_i32([1] * self._rows),
             starts=pack_i32([self._length] * self._rows),
             counts=pack_i32([self._new] * self._rows),
             samples=pack_u8([1] * self._rows),
@@ -189,10 +191,9 @@ def measure(worker: Worker, num_rows: int, args: argparse.Namespace, vocab_size:
         totals[name].append(spent)
     whole = sum(sum(values) for values in totals.values())
     for name, values in sorted(totals.items(), key=lambda item: -sum(item[1])):
-        share = sum(values) / whole
-        print(
-            f"    {name:28s} {sum(values) * 1e3:9.2f} ms {share:6.1%}   {len(values):3d} times {statistics.median(values) * 1e6:9.0f} µs"
-        )
+        spent = sum(values)
+        each = f"{len(values):3d} times {statistics.median(values) * 1e6:9.0f} µs"
+        print(f"    {name:28s} {spent * 1e3:9.2f} ms {spent / whole:6.1%}   {each}")
 
 
 def main() -> None:
