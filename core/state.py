@@ -14,6 +14,7 @@ from operator import attrgetter
 from quintet.core.hooks import Hooks
 from quintet.core.kv.pool import BlockPool
 from quintet.core.kv.prefix import extend_chain
+from quintet.core.pace import Pace
 from quintet.core.request import Request, Status
 
 by_rank = attrgetter("rank")
@@ -110,6 +111,7 @@ class State:
     left_slots: list[int] = field(default_factory=list)
     """Slots whose tenant left since the last plan."""
     counters: Counters = field(default_factory=Counters)
+    pace: Pace = field(default_factory=Pace)
     queue_times_ns: list[int] = field(default_factory=list)
     """Waits that ended since somebody last emptied this list."""
     endings: list[Ending] = field(default_factory=list)

@@ -86,7 +86,8 @@ class LLM:
     """
 
     def __init__(self, model: str | None = None, **flags: object) -> None:
-        self._engine = Engine(options_of_call(model, flags, "LLM(...)"))
+        # Nobody reads along: whole results matter, not how evenly their tokens come.
+        self._engine = Engine(options_of_call(model, {"step_target_ms": 0, **flags}, "LLM(...)"))
         self._request_ids = itertools.count()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=_run_loop, args=(self._loop,), name="quintet-llm", daemon=True)

@@ -163,6 +163,15 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         int,
         Flag(SCHEDULING, "most tokens of one prompt per step while others wait; 0 for no limit", "TOKENS"),
     ] = 0
+    step_target_ms: Annotated[
+        int | None,
+        Flag(
+            SCHEDULING,
+            "how long a step with prompts in it may hold up those who decode, about; 0 for as long as it takes",
+            "MS",
+            "250 on a CPU, 0 elsewhere and for LLM(...)",
+        ),
+    ] = None
     scheduling_policy: Annotated[
         Literal["fcfs", "priority"],
         Flag(SCHEDULING, "who goes first: first come first served, or the lowest `priority` of the request"),

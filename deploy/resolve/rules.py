@@ -15,6 +15,7 @@ MAX_SOCKET_PATH = 107
 """Longest path of a Unix socket on Linux (``sun_path`` less its NUL)."""
 _LONGEST_SOCKET_NAME = len("/detokenizer-1023.9999999")
 _DEFAULT_BATCHED_TOKENS = 2048
+_CPU_STEP_TARGET_MS = 250
 _WEIGHT_BITS: Mapping[Quantization, float] = {"int8": 8.1, "w8a8": 8.1, "int4": 4.5}
 """With their scales."""
 
@@ -37,6 +38,8 @@ def check_ranges(options: Options) -> None:
         "depth": (options.depth, 1),
         "port": (options.port, 0),
     }
+    if options.step_target_ms is not None:
+        at_least["step_target_ms"] = (options.step_target_ms, 0)
     if options.max_model_len is not None:
         at_least["max_model_len"] = (options.max_model_len, 2)
     if options.max_num_batched_tokens is not None:
@@ -125,6 +128,13 @@ def derive_max_num_batched_tokens(options: Options, max_model_len: int) -> int:
             f"{max_model_len} tokens in one step: raise it, lower --max-model-len, or enable chunked prefill"
         )
     return asked
+
+
+def derive_step_target_ms(options: Options, kind: str, device: str) -> int:
+    """Return the target for a step's time: on a CPU a full step would hold up every stream for seconds."""
+    if options.step_target_ms is not None:
+        return options.step_target_ms
+    return _CPU_STEP_TARGET_MS if kind == "torch" and device == "cpu" else 0
 
 
 def derive_max_model_len(asked: int | None, of_model: int, config_path: Path) -> int:

@@ -26,6 +26,8 @@ from quintet.wire.step import Capacity, NewRow, StepPlan, StepResult
 
 EOS = 2
 VOCAB = 200
+NS_PER_TOKEN = 1_000_000
+"""How long the executor says that it computed."""
 
 
 def draw(seed: int, tokens: list[int]) -> int:
@@ -115,7 +117,10 @@ class FakeExecutor:
                 token = draw(tenant.row.seed, tenant.tokens)
                 tenant.tokens.append(token)
                 drawn.append(token)
-        self.results.append(StepResult(plan.step, 0, codec.pack_i32(drawn)))
+        num_tokens = sum(count for _, _, count, _ in rows)
+        self.results.append(
+            StepResult(plan.step, 0, codec.pack_i32(drawn), compute_ns=num_tokens * NS_PER_TOKEN)
+        )
 
     def _check_past(self, tenant: Tenant, chain: list[bytes]) -> None:
         """Check that every position of a row holds what the row's own past has there."""

@@ -69,7 +69,8 @@ def replace_config(config: SchedulerConfig) -> SchedulerConfig:
     return SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        enable_chunked_prefill=False,
+        long_prefill_token_threshold=1,
+        step_target_ms=100,
     )
 
 

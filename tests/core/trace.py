@@ -37,6 +37,7 @@ def random_world(rng: random.Random, depth: int) -> World:
         long_prefill_token_threshold=rng.choice([0, 0, 5]),
         prefix_caching=rng.random() < 0.8,
         enable_chunked_prefill=rng.random() < 0.8,
+        step_target_ms=rng.choice([0, 0, 20]),
     )
 
 

@@ -124,6 +124,21 @@ def test_the_step_budget_grows_to_what_the_other_flags_need(tmp_path: Path) -> N
     assert resolved(folder, enable_chunked_prefill=False).config.scheduler.max_num_batched_tokens == 5000
 
 
+def test_only_a_model_on_a_cpu_has_a_target_for_its_steps(tmp_path: Path) -> None:
+    folder = write_model(tmp_path)
+
+    def target(**options: Any) -> int:
+        options = {"kv_cache_memory": "1MiB", "load_format": "dummy", **options}
+        return resolved(folder, **options).config.scheduler.step_target_ms
+
+    assert target() == 0
+    assert target(executor="torch", device="cuda") == 0
+    assert target(executor="torch", device="cpu") == 250
+    assert target(executor="torch", device="cpu", step_target_ms=0) == 0
+    assert target(executor="torch", device="cuda", step_target_ms=40) == 40
+    assert "--step-target-ms is -1" in complaint(folder, step_target_ms=-1)
+
+
 def test_a_context_nobody_asked_for_shrinks_to_the_memory(tmp_path: Path) -> None:
     resolution = resolved(write_model(tmp_path), kv_cache_memory="64KiB")
     assert resolution.config.model.max_model_len == 256

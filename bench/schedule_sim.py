@@ -1,0 +1,222 @@
+"""Try scheduling policies on a pretend machine: the real core, a virtual clock, and a formula for how long a step takes.
+
+    python -m bench.schedule_sim [--machine 2-core] [--targets 0 150 250] [--budgets 2048] [--depths 1 2]
+
+A step streams the weights once and multiplies each token with them; both at once where the memory and the multiplier
+do not wait for each other. So it takes ``hypot(weights, tokens * per_token + draws * per_draw)``, and each key that a
+token sees costs a little more. What differs between machines are these four numbers; their ratios are what decides.
+
+Closed-loop clients send their next request when the last one is complete; an offline batch is all there at the start.
+Prints one row per load and policy. Nothing is timed: the same command prints the same table everywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from quintet.core.engine import Engine
+from quintet.core.outbox import Effects
+from quintet.wire import codec
+from quintet.wire.config import CacheConfig, ModelConfig, SchedulerConfig
+from quintet.wire.kv_spec import KvSpec
+from quintet.wire.messages import Admit
+from quintet.wire.params import SamplingParams
+from quintet.wire.step import Capacity, StepPlan, StepResult
+
+BLOCK_SIZE, MAX_LEN, NUM_BLOCKS = 16, 4096, 8192
+HOP_NS = 150_000
+"""From a process sending a message to another handling it."""
+CLIENT_NS = 2_000_000
+"""From an answer's last token to the next request in the core: client, frontend and tokenizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """How long things take, in microseconds."""
+
+    weights_us: float
+    """Streaming all weights once."""
+    token_us: float
+    """Multiplying one token with the layers' weights."""
+    draw_us: float
+    """Multiplying one token with the output layer, and sampling."""
+    key_us: float
+    """One token looking at one key, in all layers."""
+
+    def step_ns(self, plan: StepPlan) -> int:
+        """Return how long a step computes."""
+        starts, counts = codec.unpack_i32(plan.starts), codec.unpack_i32(plan.counts)
+        compute_us = sum(counts) * self.token_us + sum(plan.samples) * self.draw_us
+        keys = sum(count * start + count * count // 2 for start, count in zip(starts, counts, strict=True))
+        return int(1000 * (math.hypot(self.weights_us, compute_us) + keys * self.key_us))
+
+
+# A model of 0.36 G parameters in the layers and 0.14 G in the output layer, bf16.
+MACHINES = {
+    "2-core": Machine(weights_us=31_000, token_us=1400, draw_us=530, key_us=0.2),  # 32 GB/s, 510 GFLOP/s
+    "2-core-fast": Machine(weights_us=25_000, token_us=870, draw_us=330, key_us=0.15),  # 40 GB/s, 820 GFLOP/s
+    "64-core-amx": Machine(weights_us=3_300, token_us=18, draw_us=7, key_us=0.01),  # 300 GB/s, 40 TFLOP/s
+}
+
+
+@dataclass(slots=True)
+class Served:
+    """When a request was sent and when each of its tokens came."""
+
+    num_outputs: int
+    sent_ns: int
+    token_ns: list[int] = field(default_factory=list)
+
+
+Shape = tuple[int, int]
+"""Prompt and output tokens of a request."""
+
+
+_MODEL = ModelConfig(
+    path="", tokenizer_path="", served_names=["m"], architecture="", dtype="bfloat16", vocab_size=32_000,
+    max_model_len=MAX_LEN, eos_token_ids=[2], kv=KvSpec(1, 1, 1, 2, BLOCK_SIZE),
+)  # fmt: skip
+
+
+class Simulation:
+    """A core, an executor that only takes time, and clients."""
+
+    def __init__(
+        self, machine: Machine, scheduler: SchedulerConfig, shapes: Iterator[Shape], shared: int = 0
+    ) -> None:
+        self._machine = machine
+        self._engine = Engine(_MODEL, CacheConfig(memory_bytes=0), scheduler)
+        self._shapes = shapes
+        self._shared = [3 + i * 7919 % 29_000 for i in range(shared)]
+        self._rng = random.Random(0)
+        self._ids = itertools.count()
+        self._events: list[tuple[int, int, Callable[[int], None]]] = []
+        self._order = itertools.count()
+        self._executor_free_ns = 0
+        self.served: dict[int, Served] = {}
+        self.num_steps = 0
+        self._engine.capacity(Capacity(1, NUM_BLOCKS, BLOCK_SIZE, scheduler.max_num_seqs, MAX_LEN), 0)
+
+    def run(self, num_clients: int) -> None:
+        """Let so many clients send requests until there are no more, and wait for the last answer."""
+        for _ in range(num_clients):
+            self._at(0, self._send)
+        while self._events:
+            now, _, act = heappop(self._events)
+            act(now)
+            if not self._events or self._events[0][0] > now:
+                self._plan(now)
+
+    def _at(self, when_ns: int, act: Callable[[int], None]) -> None:
+        heappush(self._events, (when_ns, next(self._order), act))
+
+    def _send(self, now: int) -> None:
+        shape = next(self._shapes, None)
+        if shape is None:
+            return
+        num_prompt, num_outputs = shape
+        request_id = next(self._ids)
+        prompt = self._shared + [
+            self._rng.randrange(3, 32_000) for _ in range(num_prompt - len(self._shared))
+        ]
+        params = SamplingParams(max_tokens=num_outputs, seed=request_id, ignore_eos=True)
+        self.served[request_id] = Served(num_outputs, now)
+        self._engine.admit(Admit(request_id, codec.pack_i32(prompt), params, now, now, 0), now)
+
+    def _plan(self, now: int) -> None:
+        while (plan := self._engine.plan(now)) is not None:
+            self.num_steps += 1
+            begun = max(now + HOP_NS, self._executor_free_ns)
+            compute_ns = self._machine.step_ns(plan)
+            self._executor_free_ns = ended = begun + compute_ns
+            drawn = codec.pack_i32([5] * sum(plan.samples))
+            result = StepResult(plan.step, ended, drawn, compute_ns=compute_ns)
+            self._at(ended + HOP_NS, lambda at, result=result: self._commit(result, at))  # type: ignore[misc]
+
+    def _commit(self, result: StepResult, now: int) -> None:
+        effects: Effects = self._engine.commit(result, now)
+        for _, tokens in effects.tokens:
+            for request_id in codec.unpack_i64(tokens.request_ids):
+                served = self.served[request_id]
+                served.token_ns.append(now)
+                if len(served.token_ns) == served.num_outputs:
+                    self._at(now + CLIENT_NS, self._send)
+
+
+def closed_loop(num_clients: int) -> list[Shape]:
+    """Return eight requests for each client, of 256 tokens in and 64 out."""
+    return [(256, 64)] * (8 * num_clients)
+
+
+def batch(*, longest_first: bool) -> list[Shape]:
+    """Return 64 requests of 64 to 512 tokens in and 32 to 128 out, perhaps those with the longest outputs first."""
+    rng = random.Random(0)
+    shapes = [(rng.randint(64, 512), rng.randint(32, 128)) for _ in range(64)]
+    return sorted(shapes, key=lambda shape: -shape[1]) if longest_first else shapes
+
+
+LOADS: dict[str, tuple[list[Shape], int, int]] = {
+    "8 clients": (closed_loop(8), 8, 0),
+    "32 clients": (closed_loop(32), 32, 0),
+    "batch of 64": (batch(longest_first=False), 64, 0),
+    "batch, longest first": (batch(longest_first=True), 64, 0),
+    "32 share 1024": ([(1056, 16)] * 32, 32, 1024),
+}
+"""Name -> requests, how many are sent at once, how many tokens all prompts begin with."""
+
+
+def figures(simulation: Simulation) -> list[float]:
+    """Return output tokens per second, and milliseconds to the first and between tokens, of a simulation that has run."""
+    served = list(simulation.served.values())
+    end_ns = max(one.token_ns[-1] for one in served)
+    first_ns = sorted(one.token_ns[0] - one.sent_ns for one in served)
+    between_ns = sorted(b - a for one in served for a, b in itertools.pairwise(one.token_ns))
+    rate = sum(one.num_outputs for one in served) / (end_ns * 1e-9)
+    times_ns = [
+        _percentile(first_ns, 50),
+        _percentile(first_ns, 99),
+        _percentile(between_ns, 99),
+        between_ns[-1],
+    ]
+    return [rate, *(time_ns * 1e-6 for time_ns in times_ns)]
+
+
+def _percentile(values: Sequence[int], percent: int) -> int:
+    return values[min(len(values) - 1, len(values) * percent // 100)]
+
+
+def main() -> None:
+    """Simulate every load under every policy and print a table."""
+    parser = argparse.ArgumentParser(description="Compare scheduling policies on a pretend machine.")
+    parser.add_argument("--machine", choices=list(MACHINES), default="2-core")
+    parser.add_argument(
+        "--targets", type=int, nargs="+", default=[0, 100, 150, 200, 250, 300, 400], metavar="MS"
+    )
+    parser.add_argument("--budgets", type=int, nargs="+", default=[2048], metavar="TOKENS")
+    parser.add_argument("--depths", type=int, nargs="+", default=[2])
+    arguments = parser.parse_args()
+    heads = ["load", "target", "budget", "depth", "tok/s", "TTFT p50", "p99", "ITL p99", "max"]
+    print(f"{heads[0]:>20}", *(f"{head:>8}" for head in heads[1:]))
+    policies = itertools.product(LOADS, arguments.targets, arguments.budgets, arguments.depths)
+    for load, target_ms, budget, depth in policies:
+        shapes, num_clients, num_shared = LOADS[load]
+        scheduler = SchedulerConfig(
+            max_num_seqs=min(256, budget),
+            max_num_batched_tokens=budget,
+            step_target_ms=target_ms,
+            depth=depth,
+        )
+        simulation = Simulation(MACHINES[arguments.machine], scheduler, iter(shapes), num_shared)
+        simulation.run(num_clients)
+        row = [target_ms, budget, depth, *(round(figure) for figure in figures(simulation))]
+        print(f"{load:>20}", *(f"{figure:>8}" for figure in row))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Step time: prompts are computed in pieces so small that nobody who decodes waits much longer than asked for.
+
+Every stream gets its next token when the step ends, so a step full of prompts holds up all streams. With a target for
+a step's time, prompts get what the target leaves beside the rows that decode; how many tokens that is, the executor's
+results tell (`Pace`). The pieces go to the first prompt first: one that is complete serves its client, two halves serve
+nobody. Off unless a target is set.
+"""
+
+from __future__ import annotations
+
+from quintet.core.hooks import Feature, Setup
+from quintet.core.request import Request
+from quintet.core.state import State
+
+LEAST_TOKENS = 32
+"""Prompts get at least so many tokens of every step: reading the weights takes as long as multiplying with them."""
+FIRST_TOKENS = 128
+"""Tokens of a step before any was measured."""
+ALONE = 4
+"""How many times the target a request may take that is alone: nobody waits for it, but somebody may come."""
+
+
+def build(setup: Setup) -> Feature | None:
+    """Return the clamp to the target, or None when there is none or prompts may not be cut."""
+    target_ns = setup.scheduler.step_target_ms * 1_000_000
+    if target_ns <= 0 or not setup.scheduler.enable_chunked_prefill:
+        return None
+
+    def clamp(state: State, request: Request, wanted: int, budget: int) -> int:
+        num_tokens = state.pace.tokens_in(target_ns)
+        if num_tokens is None:
+            num_tokens = FIRST_TOKENS
+        if len(state.live) == 1:
+            num_tokens *= ALONE
+        num_tokens = max(num_tokens, len(state.running) + LEAST_TOKENS)
+        num_taken = state.limits.max_batched - budget
+        return max(0, min(wanted, num_tokens - num_taken))
+
+    return Feature("step_time", clamp=clamp)

@@ -1,0 +1,119 @@
+"""A target for the time of a step: what prompts get beside those who decode, at the pace the results tell."""
+
+from __future__ import annotations
+
+from quintet.core.features.step_time import ALONE, FIRST_TOKENS, LEAST_TOKENS
+from quintet.core.pace import Pace
+from quintet.wire import codec
+from quintet.wire.step import StepPlan
+
+from .fake import World, expected
+
+MS = 1_000_000
+LONG = [3 + i * i % 190 for i in range(1500)]
+
+
+def paced(ns_per_token: int, **options: object) -> World:
+    """Make a world whose executor takes so long for each token of a step."""
+    settings: dict[str, object] = {"max_num_batched_tokens": 2048, "max_model_len": 2048, "num_blocks": 1000}
+    world = World(block_size=16, depth=1, **(settings | {"step_target_ms": 100} | options))
+    take_results(world, ns_per_token)
+    return world
+
+
+def take_results(world: World, ns_per_token: int) -> None:
+    execute = world.executor.execute
+
+    def timed(plan: StepPlan) -> None:
+        execute(plan)
+        world.executor.results[-1].compute_ns = ns_per_token * sum(codec.unpack_i32(plan.counts))
+
+    world.executor.execute = timed  # type: ignore[method-assign]
+
+
+def counts(world: World) -> list[int]:
+    plan = world.plan()
+    assert plan is not None
+    world.commit()
+    return list(codec.unpack_i32(plan.counts))
+
+
+def admit(world: World, *request_ids: int, num_prompt: int = 1000, max_tokens: int = 30) -> None:
+    for request_id in request_ids:
+        prompt = [100 + request_id, *LONG[: num_prompt - 1]]
+        world.admit(request_id, prompt, max_tokens=max_tokens, ignore_eos=True)
+
+
+def test_pieces_follow_the_measured_pace() -> None:
+    world = paced(MS // 2)
+    admit(world, 1, 2)
+    assert counts(world) == [FIRST_TOKENS]  # nothing is measured yet
+    assert [counts(world) for _ in range(4)] == [[200]] * 4  # 100 ms at half a millisecond each
+    assert counts(world) == [72, 128]  # the first prompt is finished before the next begins
+    assert counts(world) == [1, 199]
+
+
+def test_alone_a_request_takes_longer_steps() -> None:
+    world = paced(MS // 2)
+    admit(world, 1)
+    assert counts(world) == [ALONE * FIRST_TOKENS]
+    assert counts(world) == [1000 - ALONE * FIRST_TOKENS]
+
+
+def test_prompts_go_on_however_slow_the_steps_are() -> None:
+    world = paced(1000 * MS)
+    admit(world, 1, 2)
+    counts(world)
+    assert counts(world) == [1 + LEAST_TOKENS]
+    world.run()
+    for request_id in (1, 2):
+        prompt = [100 + request_id, *LONG[:999]]
+        assert world.outcomes[request_id].tokens == expected(prompt, request_id, 30, stops=())
+
+
+def test_those_who_decode_are_always_served() -> None:
+    world = paced(10 * MS, slots=64)
+    admit(world, *range(1, 61), num_prompt=2)
+    for _ in range(5):
+        counts(world)
+    admit(world, 61)
+    assert counts(world) == [1] * 60 + [LEAST_TOKENS]
+
+
+def test_a_fast_executor_is_bounded_by_the_budget_alone() -> None:
+    world = paced(1)
+    admit(world, 1, 2, 3)
+    counts(world)
+    assert counts(world) == [1000 - FIRST_TOKENS, 1000, 2048 - 2000 + FIRST_TOKENS]
+
+
+def test_without_a_target_the_pace_changes_no_plan() -> None:
+    worlds = [paced(ns_per_token, step_target_ms=0) for ns_per_token in (1, 50 * MS)]
+    for world in worlds:
+        admit(world, 1, 2, 3)
+        world.run()
+    assert worlds[0].plans == worlds[1].plans
+
+
+def test_whole_prompts_are_not_cut() -> None:
+    world = paced(50 * MS, enable_chunked_prefill=False)
+    admit(world, 1, 2)
+    assert counts(world) == [1000, 1000]
+
+
+def test_pace_forgets_a_hiccup() -> None:
+    pace = Pace()
+    for _ in range(20):
+        pace.note(100, 100 * MS)
+    pace.note(100, 2000 * MS)
+    slowed = pace.tokens_in(100 * MS)
+    assert slowed is not None and slowed < 40
+    for _ in range(40):
+        pace.note(100, 100 * MS)
+    assert pace.tokens_in(100 * MS) in {98, 99, 100}
+
+
+def test_small_steps_teach_nothing() -> None:
+    pace = Pace()
+    pace.note(8, 30 * MS)
+    assert pace.tokens_in(100 * MS) is None
