@@ -63,9 +63,7 @@ def open_library() -> ctypes.CDLL | None:
     if not path.exists():
         log.info("host kernels: not built (no C++ compiler at installation?); computing with torch")
         return None
-    library = ctypes.CDLL(str(path))
-    library.qt_isa.restype = ctypes.c_char_p
-    return library
+    return ctypes.CDLL(str(path))
 
 
 def declare(library: ctypes.CDLL, name: str, *arguments: Any, result: Any = None) -> Callable[..., Any]:
@@ -74,6 +72,17 @@ def declare(library: ctypes.CDLL, name: str, *arguments: Any, result: Any = None
     function.argtypes, function.restype = arguments, result
     bound: Callable[..., Any] = function
     return bound
+
+
+def set_threads(library: ctypes.CDLL, threads: int, pinned: bool) -> None:
+    """Compute with so many threads from now on, each on a core of its own if ``pinned``; nothing may be running."""
+    declare(library, "qt_set_threads", _INT, _INT)(threads, pinned)
+
+
+def instruction_set(library: ctypes.CDLL) -> str:
+    """Return the name of the instruction set that the kernels use on this processor."""
+    name: bytes = declare(library, "qt_isa", result=ctypes.c_char_p)()
+    return name.decode()
 
 
 @cache

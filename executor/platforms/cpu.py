@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from quintet.executor.ops.host_library import instruction_set, open_library, set_threads
 from quintet.executor.platforms.cores import default_threads, usable_cores
 from quintet.executor.platforms.platform import Platform
-from quintet.executor.program.library import program_library
 from quintet.wire.config import ExecutorConfig
 
 
@@ -14,9 +14,10 @@ def open_platform(config: ExecutorConfig) -> Platform:
     """Start the compute threads and return the CPU."""
     threads = config.threads or default_threads(usable_cores())
     torch.set_num_threads(threads)
-    library = program_library()
+    library = open_library()
     if library is None:
         return Platform("cpu", torch.device("cpu"), f"cpu, threads: {threads}, torch's kernels")
-    library.set_threads(threads, config.pin_threads)
+    set_threads(library, threads, config.pin_threads)
     pinned = " (pinned)" if config.pin_threads else ""
-    return Platform("cpu", torch.device("cpu"), f"cpu, threads: {threads}{pinned}, kernels: {library.isa}")
+    kernels = instruction_set(library)
+    return Platform("cpu", torch.device("cpu"), f"cpu, threads: {threads}{pinned}, kernels: {kernels}")

@@ -28,7 +28,6 @@ class ProgramLibrary:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         a, n, i, f = _ADDRESS, _SIZE, _INT, _FLOAT
-        self.set_threads = declare(library, "qt_set_threads", i, i, result=i)
         self.new = declare(library, "qt_program_new", result=a)
         self.delete = declare(library, "qt_program_delete", a)
         self.size = declare(library, "qt_program_size", a, result=n)
@@ -44,7 +43,6 @@ class ProgramLibrary:
         self.attention = declare(
             library, "qt_program_attention", a, a, n, a, n, n, n, n, n, f, a, f, a, n, n, i, i
         )
-        self.isa: str = library.qt_isa().decode()
 
 
 def program_library() -> ProgramLibrary | None:
