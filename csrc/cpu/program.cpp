@@ -8,6 +8,13 @@ void Program::run(const Step& step, index_t begin, index_t end) {
   pool().run(list_.data(), index_t(list_.size()));
 }
 
+void Program::reserve(index_t bytes) {
+  bytes = (bytes + 63) / 64 * 64;
+  if (bytes <= scratch_bytes_) return;
+  scratch_.reset(static_cast<char*>(std::aligned_alloc(64, bytes)));
+  scratch_bytes_ = bytes;
+}
+
 }  // namespace qt
 
 QT_EXPORT qt::Program* qt_program_new() { return new qt::Program; }

@@ -5,6 +5,7 @@
 // subclass of Op and the C function that appends it.
 #pragma once
 
+#include <cstdlib>
 #include <memory>
 #include <vector>
 
@@ -49,8 +50,18 @@ class Program {
   // Runs operations [begin, end).
   void run(const Step& step, index_t begin, index_t end);
   index_t size() const { return index_t(ops_.size()); }
+  // Memory that any operation may use while it runs, and no longer: one area for all, as large as the largest wish. Its
+  // address is known once everything is recorded.
+  void reserve(index_t bytes);
+  char* scratch() const { return scratch_.get(); }
 
  private:
+  struct Free {
+    void operator()(char* memory) const { std::free(memory); }
+  };
+
+  std::unique_ptr<char, Free> scratch_;
+  index_t scratch_bytes_ = 0;
   std::vector<std::unique_ptr<Op>> ops_;
   std::vector<Work> list_;
 };

@@ -119,6 +119,35 @@ QT_INLINE float max_of(f32v value) {
   return lanes[0];
 }
 
+// Lane j of vector i goes to lane i of vector j: log2(kLanes) rounds in which vectors a power of two apart swap halves.
+template <int Apart>
+QT_INLINE void swap_halves(i32v& a, i32v& b) {
+  i32v low, high;
+  for (int j = 0; j < kLanes; ++j) {
+    low[j] = j & Apart ? kLanes + j - Apart : j;
+    high[j] = j & Apart ? kLanes + j : j + Apart;
+  }
+#if defined(__clang__)
+  i32v c, d;
+  for (int j = 0; j < kLanes; ++j) {
+    c[j] = low[j] < kLanes ? a[low[j]] : b[low[j] - kLanes];
+    d[j] = high[j] < kLanes ? a[high[j]] : b[high[j] - kLanes];
+  }
+#else
+  const i32v c = __builtin_shuffle(a, b, low), d = __builtin_shuffle(a, b, high);
+#endif
+  a = c;
+  b = d;
+}
+
+template <int Apart = 1>
+QT_INLINE void transpose(i32v (&vectors)[kLanes]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i)
+    if (!(i & Apart)) swap_halves<Apart>(vectors[i], vectors[i + Apart]);
+  if constexpr (Apart * 2 < kLanes) transpose<Apart * 2>(vectors);
+}
+
 // e^x within 2 units in the last place: x = n ln 2 + r with |r| <= ln 2 / 2, e^r by its Taylor polynomial of degree 7
 // (remainder below 2^-27), times 2^n. Arguments are clamped to [-87, 88]; NaN stays NaN.
 QT_INLINE f32v exponential(f32v x) {

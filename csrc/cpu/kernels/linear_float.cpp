@@ -1,0 +1,313 @@
+// y[M, N] = x[M, K] · W[N, K]ᵀ in bf16, fp16 or fp32, accumulated in fp32.
+//
+// A thread owns 64 columns (a tile; 32 or 16 where tiles are few) for a panel of up to 192 rows. K goes in pieces, so
+// that a tile's piece stays in the caches while the panel's rows pass over it; sums wait in between as fp32. Within a piece a unit
+// of 6 rows x 64 columns (AVX-512: 24 registers of sums) loads the weights of one step of k once and multiplies them with
+// 6 broadcasts of x. bf16 with AVX512_BF16: a step is two k, VDPBF16PS. Everything else: x is widened to fp32 first (the
+// op's scratch), weights are widened in registers, or, where more than kWidenFrom rows share them, once into a buffer.
+//
+// Bytes moved per panel: the weight once (each unit prefetches its share of the next piece: memory streams while the units
+// compute), x once per tile out of the cache, y once. Limiter: the weight's bandwidth up to some 20 rows, then the multiply rate.
+//
+// Reduction order: one fp32 sum per output, k ascending (VDPBF16PS: in pairs), then the bias, one rounding. It depends on
+// neither M nor the place of a row or column in units, panels and pieces: a row has the same bits in every batch.
+#include "linear_tile.hpp"
+
+namespace qt::QT_ISA {
+namespace {
+
+constexpr index_t kPiece = 512;      // k at a time
+constexpr index_t kWidenFrom = 24;   // rows in a panel
+static_assert(kPiece % 2 == 0);
+
+// A unit's share of one piece.
+struct Unit {
+  const void* x;  // of its first row
+  index_t x_stride;  // elements of what x points to
+  const char* weight;
+  index_t steps;
+  bool odd;           // pairs: one single k follows the steps
+  float* sums;        // [rows][64]
+  bool first;         // sums begin at zero
+  const char* ahead;  // what to prefetch: the lines `ahead - weight` beyond those loaded in the first `ahead_steps` steps
+  index_t ahead_steps;
+};
+
+#if defined(__AVX512BF16__)
+// Two neighbouring k of bf16 per step, x as it is.
+struct NativePairs {
+  using X = bf16;
+  static constexpr index_t k = 2, bytes = kTileColumns * 4;
+
+  template <int R, int V>
+  QT_INLINE void step(f32v (&sums)[R][V], const X* x, index_t x_stride, const char* weight) {
+    i32v w[V];
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) w[v] = load_bits(weight + v * 64);
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) {
+      const i32v a = spread_word(x + r * x_stride);
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) sums[r][v] = dot_pairs(sums[r][v], a, w[v]);
+    }
+  }
+
+  template <int R, int V>
+  QT_INLINE void odd_step(f32v (&sums)[R][V], const X* x, index_t x_stride, const char* weight) {
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v)
+        sums[r][v] = dot_pairs(sums[r][v], all(std::int32_t(x[r * x_stride].bits)), load_bits(weight + v * 64));
+  }
+};
+#endif
+
+// Two neighbouring k of bf16 per step, x in fp32; the lower k first.
+struct WidePairs {
+  using X = float;
+  static constexpr index_t k = 2, bytes = kTileColumns * 4;
+
+  template <int R, int V>
+  QT_INLINE void step(f32v (&sums)[R][V], const X* x, index_t x_stride, const char* weight) {
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) {
+      const i32v w = load_bits(weight + v * kLanes * 4);
+      const f32v low = as_float(w << 16), high = as_float(w & all(std::int32_t(0xFFFF0000)));
+#pragma GCC unroll 6
+      for (int r = 0; r < R; ++r) {
+        sums[r][v] = fma(all(x[r * x_stride]), low, sums[r][v]);
+        sums[r][v] = fma(all(x[r * x_stride + 1]), high, sums[r][v]);
+      }
+    }
+  }
+
+  template <int R, int V>
+  QT_INLINE void odd_step(f32v (&sums)[R][V], const X* x, index_t x_stride, const char* weight) {
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v)
+#pragma GCC unroll 6
+      for (int r = 0; r < R; ++r)
+        sums[r][v] = fma(all(x[r * x_stride]), as_float(load_bits(weight + v * kLanes * 4) << 16), sums[r][v]);
+  }
+};
+
+// One k per step, x in fp32.
+template <class Element>
+struct Single {
+  using X = float;
+  static constexpr index_t k = 1, bytes = kTileColumns * index_t(sizeof(Element));
+
+  template <int R, int V>
+  QT_INLINE void step(f32v (&sums)[R][V], const X* x, index_t x_stride, const char* weight) {
+    f32v w[V];
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) w[v] = load((const Element*)weight + v * kLanes);
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) {
+      const f32v a = all(x[r * x_stride]);
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) sums[r][v] = fma(a, w[v], sums[r][v]);
+    }
+  }
+
+  template <int R, int V>
+  QT_INLINE void odd_step(f32v (&)[R][V], const X*, index_t, const char*) {}
+};
+
+template <class Step, int R, int V>
+void multiply(const Unit& unit) {
+  constexpr int kLine = 64;
+  constexpr int kLines = int(Step::bytes) * V * kLanes / int(kTileColumns) / kLine;
+  const typename Step::X* x = (const typename Step::X*)unit.x;
+  const index_t x_stride = unit.x_stride, ahead = unit.ahead - unit.weight;
+  const char* weight = unit.weight;
+  f32v sums[R][V];
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) sums[r][v] = unit.first ? f32v{} : load(unit.sums + r * kTileColumns + v * kLanes);
+  index_t s = 0;
+  for (; s < unit.ahead_steps; ++s, x += Step::k, weight += Step::bytes) {
+#pragma GCC unroll 8
+    for (int line = 0; line < (kLines ? kLines : 1); ++line) __builtin_prefetch(weight + ahead + line * kLine, 0, 2);
+    Step::template step<R, V>(sums, x, x_stride, weight);
+  }
+  for (; s < unit.steps; ++s, x += Step::k, weight += Step::bytes) Step::template step<R, V>(sums, x, x_stride, weight);
+  if (unit.odd) Step::template odd_step<R, V>(sums, x, x_stride, weight);
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) store(unit.sums + r * kTileColumns + v * kLanes, sums[r][v]);
+}
+
+// Columns [from, to) of a unit of `rows` rows; the unit points to column 0.
+template <class Step, int R>
+void multiply_columns(const Unit& unit, index_t from, index_t to) {
+  constexpr int V = vectors_for(R);
+  constexpr index_t kByte = Step::bytes / kTileColumns;
+  Unit part = unit;
+  for (index_t column = from; column < to;) {
+    part.weight = unit.weight + column * kByte;
+    part.ahead = unit.ahead + column * kByte;
+    part.sums = unit.sums + column;
+    if (to - column >= V * kLanes) {
+      multiply<Step, R, V>(part);
+      column += V * kLanes;
+    } else if (V > 2 && to - column >= 2 * kLanes) {
+      multiply<Step, R, 2>(part);
+      column += 2 * kLanes;
+    } else {
+      multiply<Step, R, 1>(part);
+      column += kLanes;
+    }
+  }
+}
+
+template <class Step>
+void multiply_rows(const Unit& unit, index_t rows, index_t from, index_t to) {
+  switch (rows) {
+    case 1: return multiply_columns<Step, 1>(unit, from, to);
+    case 2: return multiply_columns<Step, 2>(unit, from, to);
+    case 3: return multiply_columns<Step, 3>(unit, from, to);
+    case 4: return multiply_columns<Step, 4>(unit, from, to);
+    case 5: return multiply_columns<Step, 5>(unit, from, to);
+    default: return multiply_columns<Step, 6>(unit, from, to);
+  }
+}
+
+using MultiplyRows = void (*)(const Unit&, index_t rows, index_t from, index_t to);
+
+// How a weight's format is multiplied: straight from the tile, and by many rows.
+struct Way {
+  MultiplyRows rows;
+  index_t k, bytes, x_size;
+};
+
+template <class Step>
+constexpr Way kWay = {multiply_rows<Step>, Step::k, Step::bytes, index_t(sizeof(typename Step::X))};
+
+Way way_of(const Weight& weight) {
+  switch (weight.format) {
+#if defined(__AVX512BF16__)
+    case Dtype::bf16: return kWay<NativePairs>;
+#else
+    case Dtype::bf16: return kWay<WidePairs>;
+#endif
+    case Dtype::fp16: return kWay<Single<fp16>>;
+    default: return kWay<Single<float>>;
+  }
+}
+
+// Whether panels of many rows multiply a widened copy of the piece.
+bool widens(const Weight& weight) {
+#if defined(__AVX512BF16__)
+  return weight.format == Dtype::fp16;
+#else
+  return weight.format != Dtype::fp32;
+#endif
+}
+
+// `depth` k of a tile as fp32 [k][64].
+void widen_piece(Dtype format, const char* weight, index_t depth, float* out) {
+  if (format == Dtype::fp16) {
+    for (index_t i = 0; i < depth * kTileColumns; i += kLanes) store(out + i, load((const fp16*)weight + i));
+    return;
+  }
+  for (index_t k = 0; k < depth; k += 2, weight += kTileColumns * 4, out += 2 * kTileColumns)
+    for (index_t c = 0; c < kTileColumns; c += kLanes) {
+      const i32v pair = load_bits(weight + c * 4);
+      store(out + c, as_float(pair << 16));
+      if (k + 1 < depth) store(out + kTileColumns + c, as_float(pair & all(std::int32_t(0xFFFF0000))));
+    }
+}
+
+void multiply_item(const LinearCall& call, const Way& way, const Item& item, const char* weight_end) {
+  alignas(64) float sums[kMaxPanelRows * kTileColumns];
+  alignas(64) float wide[kPiece * kTileColumns];
+  const Weight& weight = *call.weight;
+  const FinishRows finish_rows = finish_for(call.dtype);
+  const Finish target{call, item.tile, item.from, item.to};
+  const bool widened = item.rows >= kWidenFrom && widens(weight);
+  const Way used = widened ? kWay<Single<float>> : way;
+  const index_t row_bytes = call.prepared_stride;
+  for (index_t begin = 0; begin < weight.depth; begin += kPiece) {
+    const bool last = begin + kPiece >= weight.depth;
+    const index_t depth = last ? weight.depth - begin : kPiece;
+    const char* piece = weight.memory + item.tile * weight.tile_bytes + begin / way.k * way.bytes;
+    const char* ahead = piece + kPiece / way.k * way.bytes;
+    if (last) ahead = piece + (depth + way.k - 1) / way.k * way.bytes;
+    const index_t lines_left = (weight_end - ahead) / way.bytes;
+    if (widened) widen_piece(weight.format, piece, depth, wide);
+    const index_t steps = depth / used.k, share = widened ? 0 : (steps + item.units - 1) / item.units;
+    for (index_t u = 0; u < item.units; ++u) {
+      const index_t row = u * item.unit_rows;
+      const index_t rows = item.rows - row < item.unit_rows ? item.rows - row : item.unit_rows;
+      if (rows <= 0) break;
+      if (last) prefetch_outputs(target, item.row + row, rows);
+      const index_t skipped = u * share;
+      index_t ahead_steps = share < lines_left - skipped ? share : lines_left - skipped;
+      if (ahead_steps < 0) ahead_steps = 0;
+      used.rows(
+          Unit{
+              .x = (const char*)call.prepared + (item.row + row) * row_bytes + begin * used.x_size,
+              .x_stride = row_bytes / used.x_size,
+              .weight = widened ? (const char*)wide : piece,
+              .steps = steps,
+              .odd = used.k == 2 && depth % 2 != 0,
+              .sums = sums + row * kTileColumns,
+              .first = begin == 0,
+              .ahead = ahead + skipped * way.bytes,
+              .ahead_steps = ahead_steps,
+          },
+          rows, item.from, item.to);
+      if (last) finish_rows(target, sums + row * kTileColumns, item.row + row, rows);
+    }
+  }
+}
+
+void multiply_items(const void* described, index_t begin, index_t end) {
+  const LinearCall& call = *(const LinearCall*)described;
+  const Weight& weight = *call.weight;
+  const Way way = way_of(weight);
+  // Prefetching may run on into the tiles that this thread takes next, no further.
+  const Item last = item_of(call, end - 1, kRows);
+  const char* weight_end = weight.memory + (last.tile + 1) * weight.tile_bytes;
+  for (index_t i = begin; i < end; ++i) multiply_item(call, way, item_of(call, i, kRows), weight_end);
+}
+
+// --- x in fp32 ---
+
+bool widens_x(const Weight& weight) {
+#if defined(__AVX512BF16__)
+  return weight.format == Dtype::fp16;
+#else
+  return weight.format != Dtype::fp32;
+#endif
+}
+
+Preparation preparation(const Weight& weight, Dtype, bool) {
+  return {widens_x(weight), (weight.depth + 15) / 16 * 16 * 4, 0};
+}
+
+template <class Element>
+void widen_row(const Element* x, index_t depth, float* out) {
+  for (index_t k = 0; k < depth; k += kLanes) store(out + k, load(x + k, depth - k));
+}
+
+void prepare(const void* described, index_t begin, index_t end) {
+  const LinearCall& call = *(const LinearCall*)described;
+  for (index_t row = begin; row < end; ++row) {
+    float* out = (float*)((char*)call.prepared + row * call.prepared_stride);
+    if (call.dtype == Dtype::bf16)
+      widen_row((const bf16*)call.x + row * call.x_stride, call.weight->depth, out);
+    else
+      widen_row((const fp16*)call.x + row * call.x_stride, call.weight->depth, out);
+  }
+}
+
+}  // namespace
+
+const LinearKernels float_linear = {preparation, prepare, multiply_items};
+
+}  // namespace qt::QT_ISA

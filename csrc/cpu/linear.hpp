@@ -1,0 +1,106 @@
+// Linear layers on packed weights: y = act(x · Wᵀ + bias) + residual. What the compiled-once half tells the kernels.
+//
+// A packed weight is a row of tiles of 64 columns (outputs), each contiguous and read front to back:
+//
+//   bf16         [ceil(depth / 2)][64][2]                          two neighbouring k of a column side by side
+//   fp16, fp32   [depth][64]
+//   int8, int4   float column_scale[64]
+//                then for each group of k:  fp16 scale[64]         only if the weight has groups
+//                                           uint8 zero[64]         only int4 with zero points
+//                                           [k / 4][64][4] bytes (int8) or [k / 8][64][4] bytes (int4)
+//
+// Integers are stored unsigned: int8 as value + 128; int4 as 0..15 meaning value + 8, or value + zero; k of a column 0..3 in
+// the low and 4..7 in the high halves of its four bytes. A weight is (stored - zero) * scale * column_scale. The last
+// group may be shorter; k is padded to 4 or 8 there.
+//
+// Paired weights (gates and ups of a gated layer) have gate columns [32 t, 32 t + 32) in the first half of tile t and the
+// ups that go with them in the second.
+#pragma once
+
+#include "dispatch.hpp"
+#include "work.hpp"
+
+namespace qt {
+
+inline constexpr index_t kTileColumns = 64;
+inline constexpr index_t kPairedColumns = kTileColumns / 2;
+inline constexpr index_t kWholeDepth = 0;  // a weight's `group`: one scale for each column
+
+struct Weight {
+  Dtype format;
+  index_t columns, depth;
+  index_t group;  // of k that share a scale, or kWholeDepth
+  bool paired, zeros;
+  char* memory;
+  index_t tiles, tile_bytes;
+  // integers only:
+  index_t groups;       // how many; 1 without
+  index_t group_bytes;  // from a group to the next
+  index_t head_bytes;   // of a group, before its integers
+};
+
+enum class Activation : int { none = 0, silu_and_mul = 1, gelu_tanh_and_mul = 2 };
+
+// One multiplication. Item i of its work is panel i / parts, part i % parts: rows [panel * panel_rows, ...) by `width`
+// columns of one tile.
+struct LinearCall {
+  const Weight* weight;
+  Dtype dtype;  // of x, bias, residual, y
+  const void* x;
+  index_t x_stride, rows;
+  const void* bias;      // [columns] or null
+  const void* residual;  // laid out like y, may be y; or null
+  void* y;
+  index_t y_stride;
+  Activation activation;
+  bool int8_activations;
+  // x as the kernel multiplies it, written by LinearKernels::prepare, or x itself where there is nothing to prepare
+  void* prepared;
+  index_t prepared_stride;  // bytes from a row to the next
+  index_t x_group;          // of k that share a scale of x (integers only)
+  // how it is split
+  index_t panel_rows, panels, width, parts;
+};
+
+struct Preparation {
+  bool needed;
+  index_t row_bytes, x_group;
+};
+
+struct LinearKernels {
+  Preparation (*preparation)(const Weight& weight, Dtype dtype, bool int8_activations);  // how x must be rewritten
+  void (*prepare)(const void* call, index_t begin, index_t end);                         // work over rows of a LinearCall
+  void (*multiply)(const void* call, index_t begin, index_t end);                        // work over its items
+};
+
+// Columns [first, first + count) of a weight, from or to rows of a row-major matrix. Work over the weight's tiles.
+struct PackCall {
+  const Weight* weight;
+  const void* source;
+  Dtype source_dtype;
+  index_t source_stride;  // elements
+  index_t first, count;
+  index_t first_tile;
+  float* out;  // of `read`: [count][depth]
+};
+
+// Rows of y from columns of a packed weight. Work over tokens.
+struct PackedEmbeddingCall {
+  const Weight* weight;
+  const std::int32_t* token_ids;
+  void* y;
+  index_t y_stride;
+  Dtype dtype;
+};
+
+struct PackKernels {
+  void (*fill)(const void* pack_call, index_t begin, index_t end);
+  void (*read)(const void* pack_call, index_t begin, index_t end);  // work over columns
+  void (*embed)(const void* embedding_call, index_t begin, index_t end);
+};
+
+QT_DECLARE_KERNELS(LinearKernels, float_linear)
+QT_DECLARE_KERNELS(LinearKernels, integer_linear)
+QT_DECLARE_KERNELS(PackKernels, pack)
+
+}  // namespace qt

@@ -1,0 +1,95 @@
+// Packed weights: their geometry, and the work of filling and reading them. See linear.hpp for the layout.
+#include <new>
+
+#include "linear.hpp"
+#include "pool.hpp"
+
+namespace qt {
+namespace {
+
+constexpr int kInt4WithZeros = 5;  // a format code of the C functions: int4 whose groups have zero points
+
+index_t rounded_up(index_t value, index_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+// Everything but the memory. False where the arguments describe no weight.
+bool describe(int format, index_t columns, index_t depth, index_t group, bool paired, Weight& weight) {
+  weight = {};
+  weight.zeros = format == kInt4WithZeros;
+  weight.format = weight.zeros ? Dtype::int4 : Dtype(format);
+  weight.columns = columns, weight.depth = depth, weight.group = group, weight.paired = paired;
+  if (format < 0 || format > kInt4WithZeros || columns < 1 || depth < 1 || (paired && columns % 2)) return false;
+  weight.tiles = paired ? rounded_up(columns / 2, kPairedColumns) / kPairedColumns
+                        : rounded_up(columns, kTileColumns) / kTileColumns;
+  weight.groups = 1;
+  switch (weight.format) {
+    case Dtype::bf16: weight.tile_bytes = rounded_up(depth, 2) * kTileColumns * 2; return group == kWholeDepth;
+    case Dtype::fp16: weight.tile_bytes = depth * kTileColumns * 2; return group == kWholeDepth;
+    case Dtype::fp32: weight.tile_bytes = depth * kTileColumns * 4; return group == kWholeDepth;
+    default: break;
+  }
+  const bool grouped = group != kWholeDepth;
+  if (grouped ? group != 32 && group != 64 && group != 128 : weight.format == Dtype::int4) return false;
+  const index_t integers = weight.format == Dtype::int8 ? 4 : 8;  // of k in a column's four bytes
+  const index_t in_group = grouped ? group : depth;
+  weight.groups = (depth + in_group - 1) / in_group;
+  weight.head_bytes = grouped ? kTileColumns * (weight.zeros ? 3 : 2) : 0;
+  weight.group_bytes = weight.head_bytes + rounded_up(in_group, integers) / integers * kTileColumns * 4;
+  const index_t in_last = depth - (weight.groups - 1) * in_group;
+  weight.tile_bytes = kTileColumns * 4 + (weight.groups - 1) * weight.group_bytes + weight.head_bytes +
+                      rounded_up(in_last, integers) / integers * kTileColumns * 4;
+  return true;
+}
+
+PackCall pack_call(const Weight& weight, index_t first, index_t count) {
+  PackCall call{};
+  call.weight = &weight;
+  call.first = first, call.count = count;
+  return call;
+}
+
+}  // namespace
+}  // namespace qt
+
+// Bytes of a packed weight [columns, depth]; 0 where there is no such format. group: of k that share a scale (32, 64, 128), 0
+// for one scale per column (int8) and for floating-point formats. format: a Dtype, or 5: int4 with zero points.
+QT_EXPORT index_t qt_weight_bytes(int format, index_t columns, index_t depth, index_t group, int paired) {
+  qt::Weight weight;
+  return qt::describe(format, columns, depth, group, paired != 0, weight) ? weight.tiles * weight.tile_bytes : 0;
+}
+
+// memory: qt_weight_bytes, 64-byte aligned, the caller's; zeros before anything is filled, or packed before.
+QT_EXPORT qt::Weight* qt_weight_new(int format, index_t columns, index_t depth, index_t group, int paired, void* memory) {
+  qt::Weight weight;
+  if (!qt::describe(format, columns, depth, group, paired != 0, weight)) return nullptr;
+  weight.memory = static_cast<char*>(memory);
+  return new (std::nothrow) qt::Weight(weight);
+}
+
+QT_EXPORT void qt_weight_delete(qt::Weight* weight) { delete weight; }
+
+// Packs source [count, depth], rows `stride` elements apart, into columns [first, first + count).
+QT_EXPORT void qt_weight_fill(qt::Weight* weight, const void* source, int source_dtype, index_t stride, index_t first,
+                              index_t count) {
+  qt::PackCall call = qt::pack_call(*weight, first, count);
+  call.source = source, call.source_dtype = qt::Dtype(source_dtype), call.source_stride = stride;
+  const qt::PackKernels& kernels = QT_CHOOSE(pack);
+  const index_t half = weight->columns / 2, end = first + count;
+  const index_t in_tile = weight->paired ? qt::kPairedColumns : qt::kTileColumns;
+  index_t begin_place = first, end_place = end;  // where columns lie along the tiles
+  if (weight->paired && end > half) {            // ups lie in the tiles of their gates
+    begin_place = first < half ? 0 : first - half;
+    end_place = first < half ? half : end - half;
+  }
+  call.first_tile = begin_place / in_tile;
+  const index_t tiles = (end_place + in_tile - 1) / in_tile - call.first_tile;
+  const qt::Work work{tiles, 1, kernels.fill, &call};
+  qt::pool().run(&work, 1);
+}
+
+// The numbers of columns [first, first + count) as they are multiplied: out [count, depth].
+QT_EXPORT void qt_weight_read(const qt::Weight* weight, index_t first, index_t count, float* out) {
+  qt::PackCall call = qt::pack_call(*weight, first, count);
+  call.out = out;
+  const qt::Work work{count, 16, QT_CHOOSE(pack).read, &call};
+  qt::pool().run(&work, 1);
+}

@@ -1,0 +1,66 @@
+"""The linear kernels of ``csrc/cpu`` as functions of addresses: packed weights, multiplication.
+
+Knows no shapes: `quintet.executor.ops.packed_weight` checks them before it hands over addresses. The same as operations of a
+program: `quintet.executor.program.library`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from enum import IntEnum
+from functools import cache
+from typing import Any
+
+import torch
+
+from quintet.executor.ops.host_library import declare, open_library
+
+_ADDRESS, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+
+
+class WeightFormat(IntEnum):
+    """How a packed weight stores its numbers; the codes of csrc/cpu/work.hpp."""
+
+    BF16 = 0
+    FP16 = 1
+    FP32 = 2
+    INT8 = 3
+    INT4 = 4
+    INT4_ZEROS = 5
+    """4 bits with a zero point per group."""
+
+    @property
+    def is_float(self) -> bool:
+        """Whether the numbers are stored as the activations are."""
+        return self <= WeightFormat.FP32
+
+
+CODE_OF_DTYPE: dict[torch.dtype, int] = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+
+
+class LinearLibrary:
+    """The functions; csrc/cpu/weight.cpp and linear_calls.cpp say what each argument is."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        def function(name: str, *arguments: type, result: type | None = None) -> Callable[..., Any]:
+            return declare(library, name, *arguments, result=result)
+
+        self.weight_bytes = function("qt_weight_bytes", _INT, _SIZE, _SIZE, _SIZE, _INT, result=_SIZE)
+        self.weight_new = function(
+            "qt_weight_new", _INT, _SIZE, _SIZE, _SIZE, _INT, _ADDRESS, result=_ADDRESS
+        )
+        self.weight_delete = function("qt_weight_delete", _ADDRESS)
+        self.weight_fill = function("qt_weight_fill", _ADDRESS, _ADDRESS, _INT, _SIZE, _SIZE, _SIZE)
+        self.weight_read = function("qt_weight_read", _ADDRESS, _SIZE, _SIZE, _ADDRESS)
+        self.linear = function(
+            "qt_weight_linear",
+            *(_ADDRESS, _ADDRESS, _SIZE, _SIZE, _INT, _ADDRESS, _ADDRESS, _ADDRESS, _SIZE, _INT, _INT),
+        )
+
+
+@cache
+def linear_library() -> LinearLibrary | None:
+    """Return the functions, or None where the library was not built."""
+    library = open_library()
+    return None if library is None else LinearLibrary(library)

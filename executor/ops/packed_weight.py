@@ -1,0 +1,190 @@
+"""A weight packed for the host kernels: owns its memory, checks shapes, multiplies.
+
+The reference is `quintet.executor.ops.linear.linear`. The layout is csrc/cpu/linear.hpp's and known nowhere else; packed
+bytes may be written to a file and mapped again by the same version, on any processor.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import torch
+
+from quintet.executor.ops.host_linear import CODE_OF_DTYPE, LinearLibrary, WeightFormat
+from quintet.executor.ops.linear import Activation
+
+ALIGNMENT = 64
+
+
+class PackedWeightError(ValueError):
+    """A tensor or a format that a packed weight cannot take; the message says which is expected."""
+
+
+def huge_page_bytes(size_bytes: int) -> torch.Tensor:
+    """Return zeros ``uint8[size_bytes]`` in a mapping of their own, on huge pages where the system has them."""
+    memory = mmap.mmap(-1, size_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+class PackedWeight:
+    """A weight ``[columns, depth]`` (columns are outputs) in a format of the host kernels.
+
+    ``paired``: columns ``[0, n / 2)`` are gates and the others the ups that belong to them, for `Activation`s. ``group``: how
+    many k share a scale (32, 64 or 128; 0: one scale per column, int8 only). ``memory``: bytes packed before, which
+    may be read-only; otherwise zeros, to be filled.
+    """
+
+    __slots__ = ("_handle", "_library", "columns", "depth", "format", "group", "memory", "paired")
+
+    def __init__(
+        self,
+        library: LinearLibrary,
+        weight_format: WeightFormat,
+        columns: int,
+        depth: int,
+        *,
+        group: int = 0,
+        paired: bool = False,
+        memory: torch.Tensor | None = None,
+    ) -> None:
+        self._handle: int | None = None
+        size_bytes = library.weight_bytes(int(weight_format), columns, depth, group, int(paired))
+        if size_bytes == 0:
+            raise PackedWeightError(
+                f"no packed weight [{columns}, {depth}] in {weight_format.name} with group {group}, paired {paired}: sizes are "
+                "at least 1, paired columns even, the group 0 for floating-point formats, 0, 32, 64 or 128 for int8, "
+                "32, 64 or 128 for int4"
+            )
+        if memory is None:
+            memory = huge_page_bytes(size_bytes)
+        elif memory.dtype is not torch.uint8 or memory.shape != (size_bytes,) or not memory.is_contiguous():
+            raise PackedWeightError(
+                f"packed bytes are {memory.dtype}{list(memory.shape)}; expected uint8[{size_bytes}], contiguous"
+            )
+        elif memory.data_ptr() % ALIGNMENT:
+            raise PackedWeightError(
+                f"packed bytes lie at {memory.data_ptr():#x}; expected a multiple of {ALIGNMENT}"
+            )
+        self._library = library
+        self.format, self.columns, self.depth = weight_format, columns, depth
+        self.group, self.paired, self.memory = group, paired, memory
+        self._handle = library.weight_new(
+            int(weight_format), columns, depth, group, int(paired), memory.data_ptr()
+        )
+
+    def __del__(self) -> None:
+        if self._handle is not None:
+            self._library.weight_delete(self._handle)
+
+    @property
+    def handle(self) -> int:
+        """What programs take as their weight; valid while this object lives."""
+        assert self._handle is not None
+        return self._handle
+
+    @property
+    def output_columns(self) -> int:
+        """The width of what `linear` returns."""
+        return self.columns // 2 if self.paired else self.columns
+
+    def fill(self, source: torch.Tensor, first_column: int = 0) -> None:
+        """Pack ``source [count, depth]`` into the columns from ``first_column`` on, quantizing it for integer formats.
+
+        Any floating-point dtype; rows may lie apart.
+        """
+        if source.dim() != 2 or source.shape[1] != self.depth or source.dtype not in CODE_OF_DTYPE:
+            raise PackedWeightError(
+                f"source is {source.dtype}{list(source.shape)}; expected bfloat16, float16 or float32[count, {self.depth}]"
+            )
+        self._check_columns(first_column, source.shape[0])
+        if source.stride(1) != 1:
+            source = source.contiguous()
+        self._library.weight_fill(
+            self.handle,
+            source.data_ptr(),
+            CODE_OF_DTYPE[source.dtype],
+            source.stride(0),
+            first_column,
+            source.shape[0],
+        )
+
+    def read(self, first_column: int = 0, num_columns: int | None = None) -> torch.Tensor:
+        """Return columns as ``float32[num_columns, depth]``: exactly the numbers that are multiplied."""
+        count = self.columns - first_column if num_columns is None else num_columns
+        self._check_columns(first_column, count)
+        out = torch.empty((count, self.depth), dtype=torch.float32)
+        self._library.weight_read(self.handle, first_column, count, out.data_ptr())
+        return out
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        activation: Activation = Activation.NONE,
+        int8_activations: bool = False,
+    ) -> torch.Tensor:
+        """Return ``out [rows, output_columns]``, see `quintet.executor.ops.linear.linear`; x: ``[rows, depth]``.
+
+        ``out`` may be ``residual``. Rows of x and of out may lie apart.
+        """
+        self.check(x, bias, activation, int8_activations)
+        rows, width = x.shape[0], self.output_columns
+        if out is None:
+            out = torch.empty((rows, width), dtype=x.dtype)
+        for name, tensor in (("out", out), ("residual", residual)):
+            if tensor is not None and (tensor.dtype, tensor.shape) != (x.dtype, (rows, width)):
+                raise PackedWeightError(
+                    f"{name} is {tensor.dtype}{list(tensor.shape)}; expected {x.dtype}[{rows}, {width}]"
+                )
+        if out.stride(1) != 1 or (residual is not None and residual.stride() != out.stride()):
+            raise PackedWeightError(
+                "out and residual: rows must be contiguous and lie equally far apart in both"
+            )
+        if residual is not None and self.paired:
+            raise PackedWeightError("a paired weight takes no residual: its output is not added to anything")
+        self._library.linear(
+            self.handle,
+            x.data_ptr(),
+            x.stride(0),
+            rows,
+            CODE_OF_DTYPE[x.dtype],
+            None if bias is None else bias.data_ptr(),
+            None if residual is None else residual.data_ptr(),
+            out.data_ptr(),
+            out.stride(0),
+            int(activation),
+            int(int8_activations),
+        )
+        return out
+
+    def check(
+        self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation, int8_activations: bool
+    ) -> None:
+        """Raise `PackedWeightError` unless this weight can be multiplied so."""
+        own = {0: torch.bfloat16, 1: torch.float16, 2: torch.float32}.get(int(self.format))
+        if x.dim() != 2 or x.shape[1] != self.depth or x.dtype not in ([own] if own else CODE_OF_DTYPE):
+            expected = own or "bfloat16, float16 or float32"
+            raise PackedWeightError(f"x is {x.dtype}{list(x.shape)}; expected {expected}[rows, {self.depth}]")
+        if x.stride(1) != 1:
+            raise PackedWeightError(f"rows of x have stride {x.stride(1)}; expected contiguous rows")
+        if bias is not None and (bias.dtype, bias.shape) != (x.dtype, (self.columns,)):
+            raise PackedWeightError(
+                f"bias is {bias.dtype}{list(bias.shape)}; expected {x.dtype}[{self.columns}]"
+            )
+        if self.paired is (activation is Activation.NONE):
+            raise PackedWeightError(
+                f"{activation.name} on a weight that is {'' if self.paired else 'not '}paired: paired weights need an "
+                "activation, others take none"
+            )
+        if int8_activations and self.format.is_float:
+            raise PackedWeightError(
+                f"8-bit activations on a {self.format.name} weight: it takes its own format"
+            )
+
+    def _check_columns(self, first: int, count: int) -> None:
+        if first < 0 or count < 0 or first + count > self.columns:
+            raise PackedWeightError(f"columns {first} to {first + count} of a weight that has {self.columns}")
