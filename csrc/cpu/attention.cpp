@@ -1,0 +1,247 @@
+// Attention and the write to the cache as operations of a program: what a step's rows mean as pieces of work.
+#include "attention.hpp"
+
+#include <algorithm>
+#include <vector>
+
+namespace qt {
+namespace {
+
+// Rows that one piece should have: enough that loading a key costs little beside multiplying it, few enough that what
+// single tokens of a chunk do not see is not computed for them.
+constexpr index_t kWantedRows = 48;
+constexpr index_t kPiecesPerThread = 4;  // at least, for the threads to finish together
+
+index_t bytes_of(Dtype dtype) { return dtype == Dtype::fp32 ? 4 : dtype == Dtype::int8 ? 1 : 2; }
+
+bool takes(Dtype kv_dtype, index_t kv_heads, index_t head_dim, index_t block_size) {
+  return kv_heads > 0 && head_dim > 0 && head_dim % kTileKeys == 0 && head_dim <= kMaxHeadDim && block_size > 0 &&
+         block_size % kTileKeys == 0 && kv_dtype <= Dtype::fp32;
+}
+
+PagedKv paged(void* memory, Dtype dtype, index_t kv_heads, index_t head_dim, index_t block_size) {
+  PagedKv kv{};
+  kv.memory = (char*)memory;
+  kv.dtype = dtype;
+  kv.kv_heads = kv_heads;
+  kv.head_dim = head_dim;
+  kv.block_tiles = block_size / kTileKeys;
+  kv.plane_bytes = kTileKeys * head_dim * bytes_of(dtype);
+  kv.tile_bytes = 2 * kv.plane_bytes + (dtype == Dtype::int8 ? 2 * kTileKeys * index_t(sizeof(float)) : 0);
+  kv.head_bytes = kv.block_tiles * kv.tile_bytes;
+  kv.block_bytes = kv_heads * kv.head_bytes;
+  return kv;
+}
+
+const std::int32_t* blocks_of(const Step& step, index_t row) {
+  return step.block_table + step.row_slots[row] * step.block_table_stride;
+}
+
+class AttentionOp final : public Op {
+ public:
+  AttentionOp(const AttentionCall& call, Dtype dtype, index_t max_tokens) : call_(call) {
+    run_ = (call.kv.dtype == Dtype::int8 ? QT_CHOOSE(attention).attend_bytes : QT_CHOOSE(attention).attend)[int(dtype)];
+    call_.unit_heads = std::min(call.group, kMaxRows);
+    call_.kv_head_units = (call.group + call_.unit_heads - 1) / call_.unit_heads;
+    call_.partial_floats = kMaxRows * (call.kv.head_dim + 2);
+    piece_tokens_ = std::max(index_t(1), kWantedRows / call_.unit_heads);
+    pieces_.reserve(max_tokens);
+  }
+
+  Work prepare(const Step& step) override {
+    pieces_.clear();
+    index_t keys = 0;  // that are multiplied with one unit's queries
+    for (index_t row = 0; row < step.num_rows; ++row)
+      // The last tokens see most, so they come first: the threads end on small pieces.
+      for (index_t end = step.row_counts[row]; end > 0; end = (end - 1) / piece_tokens_ * piece_tokens_)
+        keys += add_tokens(step, row, (end - 1) / piece_tokens_ * piece_tokens_, end);
+    split(keys);
+    call_.pieces = pieces_.data();
+    return {index_t(pieces_.size()) * units(), 1, run_, &call_};
+  }
+
+ private:
+  index_t units() const { return call_.kv.kv_heads * call_.kv_head_units; }
+
+  // One piece for the tokens [begin, end) of a row. Returns what it costs: tokens times keys.
+  index_t add_tokens(const Step& step, index_t row, index_t begin, index_t end) {
+    const index_t position = step.row_starts[row] + begin, last = step.row_starts[row] + end - 1;
+    const index_t seen = call_.window && position >= call_.window ? position + 1 - call_.window : 0;
+    AttentionPiece piece{};
+    piece.blocks = blocks_of(step, row);
+    piece.token = step.row_offsets[row] + begin;
+    piece.count = end - begin;
+    piece.position = position;
+    piece.first = piece.all_first = seen / kPartitionKeys;
+    piece.last = piece.all_last = last / kPartitionKeys + 1;
+    pieces_.push_back(piece);
+    return (last + 1 - seen) * piece.count;
+  }
+
+  // Cuts pieces that one thread would compute long after the others have finished. Decides nothing about the result.
+  void split(index_t keys) {
+    const index_t threads = pool().threads();
+    if (threads == 1) return;
+    const index_t most = std::max(index_t(1), keys * units() / (threads * kPiecesPerThread) / kPartitionKeys);
+    const auto cuts_of = [&](const AttentionPiece& piece) {
+      const index_t wanted = std::max(index_t(1), most / piece.count);  // partitions
+      return (piece.last - piece.first + wanted - 1) / wanted;
+    };
+    const index_t whole = index_t(pieces_.size());
+    index_t floats = 0, counters = 0;
+    for (const AttentionPiece& piece : pieces_)
+      if (cuts_of(piece) > 1) {
+        floats += units() * (piece.last - piece.first) * call_.partial_floats;
+        counters += units();
+      }
+    if (index_t(partials_.size()) < floats) partials_.resize(floats);
+    if (index_t(pending_.size()) < counters) pending_.resize(counters);
+    floats = counters = 0;
+    for (index_t i = 0; i < whole; ++i) {
+      const AttentionPiece piece = pieces_[i];
+      const index_t partitions = piece.last - piece.first, cuts = cuts_of(piece);
+      if (cuts == 1) continue;
+      for (index_t cut = 0; cut < cuts; ++cut) {
+        AttentionPiece part = piece;
+        part.first = piece.first + partitions * cut / cuts;
+        part.last = piece.first + partitions * (cut + 1) / cuts;
+        part.partials = partials_.data() + floats;
+        part.pending = pending_.data() + counters;
+        if (cut == 0)
+          pieces_[i] = part;
+        else
+          pieces_.push_back(part);
+      }
+      for (index_t unit = 0; unit < units(); ++unit) pending_[counters + unit] = std::uint32_t(cuts);
+      floats += units() * partitions * call_.partial_floats;
+      counters += units();
+    }
+  }
+
+  AttentionCall call_;
+  void (*run_)(const void*, index_t, index_t);
+  index_t piece_tokens_;
+  std::vector<AttentionPiece> pieces_;
+  std::vector<float> partials_;
+  std::vector<std::uint32_t> pending_;
+};
+
+class KvWriteOp final : public Op {
+ public:
+  KvWriteOp(const KvWriteCall& call, Dtype dtype) : call_(call) {
+    run_ = (call.kv.dtype == Dtype::int8 ? QT_CHOOSE(kv_write).write_bytes : QT_CHOOSE(kv_write).write)[int(dtype)];
+  }
+
+  Work prepare(const Step& step) override {
+    pieces_.clear();
+    for (index_t row = 0; row < step.num_rows; ++row) {
+      const index_t begin = step.row_starts[row], end = begin + step.row_counts[row];
+      for (index_t position = begin; position < end;) {
+        const index_t next = std::min(end, (position / kTileKeys + 1) * kTileKeys);
+        pieces_.push_back({blocks_of(step, row), step.row_offsets[row] + position - begin, next - position, position});
+        position = next;
+      }
+    }
+    call_.cosines = step.cosines;
+    call_.sines = step.sines;
+    call_.rope_by_token = step.rope_by_token != 0;
+    call_.pieces = pieces_.data();
+    return {index_t(pieces_.size()), 1, run_, &call_};
+  }
+
+ private:
+  KvWriteCall call_;
+  void (*run_)(const void*, index_t, index_t);
+  std::vector<KvWritePiece> pieces_;
+};
+
+void run_alone(Op& op, const Step& step) {
+  const Work work = op.prepare(step);
+  pool().run(&work, 1);
+}
+
+AttentionOp attention_of(const void* q, index_t q_stride, const void* kv, index_t heads, index_t kv_heads, index_t head_dim,
+                         index_t block_size, index_t window, float softcap, const float* alibi_slopes, float scale,
+                         void* out, index_t out_stride, index_t max_tokens, int dtype, int kv_dtype) {
+  AttentionCall call{};
+  call.kv = paged((void*)kv, Dtype(kv_dtype), kv_heads, head_dim, block_size);
+  call.q = q;
+  call.out = out;
+  call.q_stride = q_stride;
+  call.out_stride = out_stride;
+  call.group = heads / kv_heads;
+  call.window = window;
+  call.scale = scale;
+  call.softcap = softcap;
+  call.alibi_slopes = alibi_slopes;
+  return AttentionOp(call, Dtype(dtype), max_tokens);
+}
+
+KvWriteOp kv_write_of(const void* qkv, index_t qkv_stride, index_t heads, index_t kv_heads, index_t head_dim, index_t rotary,
+                      const void* q_norm, const void* k_norm, float eps, void* kv, index_t block_size, void* q_out,
+                      index_t q_stride, int dtype, int kv_dtype) {
+  KvWriteCall call{};
+  call.kv = paged(kv, Dtype(kv_dtype), kv_heads, head_dim, block_size);
+  call.qkv = qkv;
+  call.q_out = q_out;
+  call.qkv_stride = qkv_stride;
+  call.q_stride = q_stride;
+  call.heads = heads;
+  call.rotary = rotary;
+  call.q_norm = q_norm;
+  call.k_norm = k_norm;
+  call.eps = eps;
+  return KvWriteOp(call, Dtype(dtype));
+}
+
+}  // namespace
+}  // namespace qt
+
+// Bytes of a block of one layer; 0 where the kernels do not take such heads: head_dim is a multiple of 16 up to 256, block_size
+// a multiple of 16.
+QT_EXPORT index_t qt_kv_block_bytes(int kv_dtype, index_t kv_heads, index_t head_dim, index_t block_size) {
+  if (!qt::takes(qt::Dtype(kv_dtype), kv_heads, head_dim, block_size)) return 0;
+  return qt::paged(nullptr, qt::Dtype(kv_dtype), kv_heads, head_dim, block_size).block_bytes;
+}
+
+// Norms of query and key heads (null: none), rotary positions of the first `rotary` numbers of a head (0: none), keys and
+// values into the cache, queries to q_out. qkv: [T][heads + 2 * kv_heads][head_dim], rows qkv_stride numbers apart;
+// q_out: [T][heads][head_dim], rows q_stride apart, may be qkv itself; norms: [head_dim].
+QT_EXPORT void qt_program_rope_kv_write(qt::Program* program, const void* qkv, index_t qkv_stride, index_t heads,
+                                        index_t kv_heads, index_t head_dim, index_t rotary, const void* q_norm,
+                                        const void* k_norm, float eps, void* kv, index_t block_size, void* q_out,
+                                        index_t q_stride, int dtype, int kv_dtype) {
+  program->append(std::make_unique<qt::KvWriteOp>(qt::kv_write_of(qkv, qkv_stride, heads, kv_heads, head_dim, rotary, q_norm,
+                                                                  k_norm, eps, kv, block_size, q_out, q_stride, dtype,
+                                                                  kv_dtype)));
+}
+
+// The same at once.
+QT_EXPORT void qt_write_kv(const qt::Step* step, const void* qkv, index_t qkv_stride, index_t heads, index_t kv_heads,
+                           index_t head_dim, index_t rotary, const void* q_norm, const void* k_norm, float eps, void* kv,
+                           index_t block_size, void* q_out, index_t q_stride, int dtype, int kv_dtype) {
+  qt::KvWriteOp op = qt::kv_write_of(qkv, qkv_stride, heads, kv_heads, head_dim, rotary, q_norm, k_norm, eps, kv, block_size,
+                                     q_out, q_stride, dtype, kv_dtype);
+  qt::run_alone(op, *step);
+}
+
+// Attention of the step's tokens over their rows' keys up to their own positions, which are in the cache already.
+// q, out: [T][heads][head_dim], rows q_stride and out_stride numbers apart. window: how many keys a token sees, itself
+// included; 0: all. softcap: 0 for none. alibi_slopes: fp32 [heads] or null. max_tokens: of a step.
+QT_EXPORT void qt_program_attention(qt::Program* program, const void* q, index_t q_stride, const void* kv, index_t heads,
+                                    index_t kv_heads, index_t head_dim, index_t block_size, index_t window, float softcap,
+                                    const float* alibi_slopes, float scale, void* out, index_t out_stride, index_t max_tokens,
+                                    int dtype, int kv_dtype) {
+  program->append(std::make_unique<qt::AttentionOp>(
+      qt::attention_of(q, q_stride, kv, heads, kv_heads, head_dim, block_size, window, softcap, alibi_slopes, scale, out,
+                       out_stride, max_tokens, dtype, kv_dtype)));
+}
+
+// The same at once.
+QT_EXPORT void qt_attend(const qt::Step* step, const void* q, index_t q_stride, const void* kv, index_t heads,
+                         index_t kv_heads, index_t head_dim, index_t block_size, index_t window, float softcap,
+                         const float* alibi_slopes, float scale, void* out, index_t out_stride, int dtype, int kv_dtype) {
+  qt::AttentionOp op = qt::attention_of(q, q_stride, kv, heads, kv_heads, head_dim, block_size, window, softcap, alibi_slopes,
+                                        scale, out, out_stride, 0, dtype, kv_dtype);
+  qt::run_alone(op, *step);
+}

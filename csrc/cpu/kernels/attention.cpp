@@ -1,0 +1,356 @@
+// Causal attention over the paged cache, for single new tokens and for chunks of a prompt alike.
+//
+// A piece of work is some consecutive tokens of one row with a KV head and its group of query heads: up to 64 (token, head)
+// rows that share every load of the cache. It walks the keys in chunks of 128: scores, the online softmax (Milakov and
+// Gimelshein, "Online normalizer calculation for softmax", 2018), weighted sum of the values.
+//
+//   positions  0        128       256       384       512                      1024
+//   chunks     |---------|---------|---------|---------|---------| ...           |
+//   partitions |                                       |                         |
+//
+// Chunks and partitions begin at fixed positions, whoever asks. A partition is reduced by itself, and the results of the
+// partitions a token sees are merged in ascending order, whether they were computed in one piece of work or in several
+// (then by whoever finishes last). Keys that a row does not see, because they come after it or have left its window, have
+// weight 0 and add nothing. So the result of a (token, head) is one fixed sequence of roundings, whatever else is in the
+// batch, however the prompt was cut into chunks, however many threads there are. Sums are followed by + 0, since
+// whether an unseen key was added to a zero shows in the zero's sign.
+//
+// Weights are powers of two of (score - largest) * log2 e. For bf16 they are rounded to bf16 for the multiplication with the
+// values, and it is the rounded ones that the normalizer sums: what is computed is then a true average of the values.
+//
+// Per key and KV head in bf16: 4 * head_dim bytes, 4 * head_dim FLOPs and an exponential for each row. Limiter: memory
+// bandwidth for single tokens, the multiplications for prompts.
+#include "attention_tiles.hpp"
+
+namespace qt::QT_ISA {
+namespace {
+
+constexpr float kLog2E = 1.44269504f;
+constexpr float kNothing = -__builtin_inff();
+
+// 2^x for x <= 1 within 2 units in the last place, exactly 1 for 0, 0 for -inf: x = n + r with r in [0, 1], 2^r by the
+// polynomial of degree 5 that has the least relative error (9e-8) among those that are 1 at 0.
+QT_INLINE f32v power_of_two(f32v x) {
+#if defined(__AVX512F__)
+  const f32v r = _mm512_reduce_ps(x, 0x09);  // x - floor(x); 0 for -inf
+#else
+  x = max(all(-126.5f), x);  // 2^-127 is 0 below
+  const f32v n = round(x - all(0.5f));
+  const f32v r = x - n;
+#endif
+  f32v p = all(0.00186713028f);
+  p = fma(p, r, all(0.00901702978f));
+  p = fma(p, r, all(0.0557999127f));
+  p = fma(p, r, all(0.240164444f));
+  p = fma(p, r, all(0.693151295f));
+  p = fma(p, r, all(1.0f));
+#if defined(__AVX512F__)
+  return _mm512_scalef_ps(p, x);  // p * 2^floor(x)
+#else
+  return p * as_float((to_int(n) + 127) << 23);
+#endif
+}
+
+// The rows of a piece while a partition is walked.
+template <class Form>
+struct Rows {
+  static constexpr index_t kWords = kMaxHeadDim / Form::kNumbers;
+  static constexpr index_t kWeightWords = kChunkKeys / Form::kNumbers;
+
+  index_t count;                              // rows: tokens times heads, heads inner
+  index_t heads;
+  alignas(64) float most[kMaxRows];           // largest score so far, times log2 e
+  alignas(64) float shrink[kMaxRows];         // what the sums are multiplied with before a chunk is added
+  alignas(64) float less[kMaxRows];           // `most`, or 0 while nothing was seen
+  alignas(64) float normalizer[kMaxRows * kLanes];
+  alignas(64) float sums[kMaxRows * kMaxHeadDim];
+  alignas(64) float scores[kMaxRows * kChunkKeys];
+  alignas(64) typename Form::Word weights[kMaxRows * kWeightWords];
+  alignas(64) typename Form::Word queries[kMaxRows * kWords];
+};
+
+// What partitions are merged into: sums [rows][head_dim], largest scores and normalizers of the rows.
+struct Partial {
+  float *sums, *most, *normalizer;
+};
+
+QT_INLINE Partial partial_at(float* memory, index_t head_dim) {
+  return {memory, memory + kMaxRows * head_dim, memory + kMaxRows * (head_dim + 1)};
+}
+
+template <class Form, class Element>
+void take_queries(const AttentionCall& call, const AttentionPiece& piece, index_t first_head, Rows<Form>& rows) {
+  const index_t head_dim = call.kv.head_dim, steps = head_dim / Form::kNumbers;
+  const Element* q = (const Element*)call.q + piece.token * call.q_stride + first_head * head_dim;
+  for (index_t row = 0; row < rows.count;) {
+    const index_t block = block_rows(rows.count - row);
+    typename Form::Word* to = rows.queries + row * steps;
+    for (index_t r = 0; r < block; ++r) {
+      const Element* from = q + (row + r) / rows.heads * call.q_stride + (row + r) % rows.heads * head_dim;
+      if constexpr (Form::kNumbers == 2) {
+        for (index_t i = 0; i < steps; ++i) std::memcpy(to + i * block + r, from + 2 * i, 4);
+      } else {
+        float wide[kMaxHeadDim];
+        for (index_t d = 0; d < head_dim; d += kLanes) store(wide + d, load(from + d));
+        for (index_t i = 0; i < steps; ++i) to[i * block + r] = wide[i];
+      }
+    }
+    row += block;
+  }
+}
+
+// Where the tiles [begin, end) of a KV head lie.
+void locate(const PagedKv& kv, const std::int32_t* blocks, index_t kv_head, index_t begin, index_t end,
+            const char** keys, const char** values) {
+  index_t column = begin / kv.block_tiles, inside = begin % kv.block_tiles;
+  for (index_t tile = begin; tile < end; ++tile) {
+    const char* at = kv.memory + blocks[column] * kv.block_bytes + kv_head * kv.head_bytes + inside * kv.tile_bytes;
+    keys[tile - begin] = at;
+    values[tile - begin] = at + kv.plane_bytes;
+    if (++inside == kv.block_tiles) inside = 0, ++column;
+  }
+}
+
+QT_INLINE f32v counting() {
+  f32v numbers;
+  for (int i = 0; i < kLanes; ++i) numbers[i] = float(i);
+  return numbers;
+}
+
+// cap * tanh(score / cap), with tanh(y) = 1 - 2 / (e^2y + 1).
+QT_INLINE f32v capped(f32v score, float cap) {
+  const f32v power = exponential(score * all(2.0f / cap));
+  return all(cap) - all(2.0f * cap) / (power + all(1.0f));
+}
+
+// What becomes of raw scores besides the softmax.
+struct Adjustment {
+  bool biased;  // soft-capped, ALiBi: the result is scaled
+  bool masked;  // some rows do not see some of the keys
+};
+
+// scores[begin, end) of a row whose token is at `position`; the chunk's first key is at `first`.
+QT_INLINE f32v adjusted(const AttentionCall& call, Adjustment adjustment, f32v score, float slope, index_t position,
+                        index_t key) {
+  if (adjustment.biased) {
+    score = score * all(call.scale);
+    if (call.softcap > 0) score = capped(score, call.softcap);
+    const f32v distance = counting() + all(float(key - position));
+    score = fma(distance, all(slope), score) * all(kLog2E);
+  }
+  if (adjustment.masked) {
+    // Counted from the vector's first key; exact, as both are small wherever they matter.
+    const index_t after = position + 1 - key, before = call.window ? after - call.window : 0;
+    const f32v number = counting();
+    score = number < all(float(after)) ? score : all(kNothing);
+    score = number >= all(float(before)) ? score : all(kNothing);
+  }
+  return score;
+}
+
+// Scores of a chunk to weights, and the rows' new state. first: the position of the chunk's first key.
+template <class Form>
+void soften(const AttentionCall& call, const AttentionPiece& piece, index_t first_head, const Chunk& chunk, index_t first,
+            Adjustment adjustment, Rows<Form>& rows) {
+  const index_t begin = chunk.begin, end = chunk.begin + chunk.count * kTileKeys;
+  const float factor = adjustment.biased ? 1.0f : call.scale * kLog2E;
+  for (index_t r = 0; r < rows.count; ++r) {
+    float* scores = rows.scores + r * kChunkKeys;
+    const index_t position = piece.position + r / rows.heads;
+    const float slope = call.alibi_slopes ? call.alibi_slopes[first_head + r % rows.heads] : 0.0f;
+    f32v most = all(kNothing);
+    for (index_t k = begin; k < end; k += kLanes) {
+      f32v score = load(scores + k);
+      if (adjustment.biased || adjustment.masked) {
+        score = adjusted(call, adjustment, score, slope, position, first + k);
+        store(scores + k, score);
+      }
+      most = max(most, score);
+    }
+    rows.shrink[r] = max_of(most);
+  }
+  for (index_t r = 0; r < rows.count; r += kLanes) {
+    const f32v before = load(rows.most + r), now = max(before, load(rows.shrink + r) * all(factor));
+    const f32v less = now > all(kNothing) ? now : all(0.0f);
+    store(rows.most + r, now);
+    store(rows.less + r, less);
+    store(rows.shrink + r, power_of_two(before - less));
+  }
+  for (index_t r = 0; r < rows.count; ++r) {
+    const float* scores = rows.scores + r * kChunkKeys;
+    f32v normalizer = load(rows.normalizer + r * kLanes) * all(rows.shrink[r]);
+    const f32v less = all(rows.less[r]);
+    if constexpr (Form::kNumbers == 2) {
+      bf16* weights = (bf16*)(rows.weights + r * Rows<Form>::kWeightWords);
+      const index_t from = begin / (2 * kLanes) * (2 * kLanes), to = (end + 2 * kLanes - 1) / (2 * kLanes) * (2 * kLanes);
+      if (from < begin) store(weights + from, all(0.0f));
+      if (to > end) store(weights + end, all(0.0f));
+      for (index_t k = begin; k < end; k += kLanes)
+        store(weights + k, power_of_two(fma(load(scores + k), all(factor), -less)));
+      const i32v ones = all(std::int32_t(0x3F803F80));
+      for (index_t k = from; k < to; k += 2 * kLanes) normalizer = dot_pairs(normalizer, load_bits(weights + k), ones);
+    } else {
+      float* weights = rows.weights + r * Rows<Form>::kWeightWords;
+      for (index_t k = begin; k < end; k += kLanes) {
+        const f32v weight = power_of_two(fma(load(scores + k), all(factor), -less));
+        store(weights + k, weight);
+        normalizer = normalizer + weight;
+      }
+    }
+    store(rows.normalizer + r * kLanes, normalizer);
+  }
+}
+
+// The keys that some token of the piece sees: [begin, end).
+QT_INLINE index_t seen_from(const AttentionCall& call, index_t position) {
+  return call.window && position >= call.window ? position + 1 - call.window : 0;
+}
+
+template <class Form>
+void walk_partition(const AttentionCall& call, const AttentionPiece& piece, index_t kv_head, index_t first_head,
+                    index_t partition, Rows<Form>& rows) {
+  const index_t head_dim = call.kv.head_dim, last_position = piece.position + piece.count - 1;
+  for (index_t r = 0; r < kMaxRows; ++r) rows.most[r] = kNothing;
+  for (index_t r = 0; r < rows.count; ++r) store(rows.normalizer + r * kLanes, all(0.0f));
+  for (index_t i = 0; i < rows.count * head_dim; i += kLanes) store(rows.sums + i, all(0.0f));
+
+  const index_t begin_seen = seen_from(call, piece.position), end_seen = last_position + 1;
+  const index_t from = partition * kPartitionKeys, to = from + kPartitionKeys;
+  const index_t begin = (begin_seen > from ? begin_seen : from) / kTileKeys, end_key = end_seen < to ? end_seen : to;
+  const index_t end = (end_key + kTileKeys - 1) / kTileKeys;  // tiles [begin, end)
+
+  const char *keys[2][kChunkTiles], *values[2][kChunkTiles];
+  int turn = 0;
+  index_t tile = begin, next = (begin / kChunkTiles + 1) * kChunkTiles;
+  if (next > end) next = end;
+  locate(call.kv, piece.blocks, kv_head, tile, next, keys[turn], values[turn]);
+  while (tile < end) {
+    Chunk chunk;
+    chunk.begin = tile % kChunkTiles * kTileKeys;
+    chunk.count = next - tile;
+    const index_t after = next + kChunkTiles < end ? next + kChunkTiles : end;
+    locate(call.kv, piece.blocks, kv_head, next, after, keys[1 - turn], values[1 - turn]);
+    for (index_t i = 0; i < chunk.count; ++i) {
+      chunk.keys[i] = keys[turn][i];
+      chunk.values[i] = values[turn][i];
+      chunk.ahead[i] = i < after - next ? keys[1 - turn][i] : values[turn][i];
+    }
+    score_chunk<Form>(rows.queries, rows.count, head_dim / Form::kNumbers, chunk, rows.scores);
+    const Adjustment adjustment{
+        .biased = call.softcap > 0 || call.alibi_slopes != nullptr,
+        .masked = next * kTileKeys > piece.position + 1 || tile * kTileKeys < seen_from(call, last_position),
+    };
+    soften<Form>(call, piece, first_head, chunk, tile / kChunkTiles * kChunkKeys, adjustment, rows);
+    weigh_chunk<Form>(rows.weights, rows.shrink, rows.count, chunk, head_dim, rows.sums);
+    tile = next;
+    next = after;
+    turn = 1 - turn;
+  }
+}
+
+// The state at the end of a partition, lanes of the normalizers summed.
+template <class Form>
+void keep(const Rows<Form>& rows, index_t head_dim, Partial to) {
+  for (index_t r = 0; r < rows.count; ++r) {
+    to.most[r] = rows.most[r];
+    to.normalizer[r] = sum_of(load(rows.normalizer + r * kLanes));
+  }
+  for (index_t i = 0; i < rows.count * head_dim; i += kLanes) store(to.sums + i, load(rows.sums + i));
+}
+
+// total = total and then `part`, the partition after it. Where a row saw nothing of one, the other's bits stay.
+void merge(index_t rows, index_t head_dim, Partial part, Partial total) {
+  for (index_t r = 0; r < rows; r += kLanes) {
+    const index_t count = rows - r < kLanes ? rows - r : kLanes;
+    const f32v mine = load(total.most + r, count), theirs = load(part.most + r, count);
+    const f32v most = max(mine, theirs), less = most > all(kNothing) ? most : all(0.0f);
+    const f32v keep_mine = power_of_two(mine - less), keep_theirs = power_of_two(theirs - less);
+    store(total.most + r, most, count);
+    const f32v normalizer = fma(load(part.normalizer + r, count), keep_theirs, load(total.normalizer + r, count) * keep_mine);
+    store(total.normalizer + r, normalizer, count);
+    float factors[2][kLanes];
+    store(factors[0], keep_mine);
+    store(factors[1], keep_theirs);
+    for (index_t i = 0; i < count; ++i) {
+      const f32v first = all(factors[0][i]), second = all(factors[1][i]);
+      float* sums = total.sums + (r + i) * head_dim;
+      const float* more = part.sums + (r + i) * head_dim;
+      for (index_t d = 0; d < head_dim; d += kLanes) store(sums + d, fma(load(more + d), second, load(sums + d) * first));
+    }
+  }
+}
+
+template <class Element>
+void finish(const AttentionCall& call, const AttentionPiece& piece, index_t first_head, index_t heads, index_t rows,
+            Partial total) {
+  const index_t head_dim = call.kv.head_dim;
+  for (index_t r = 0; r < rows; ++r) {
+    const f32v share = all(1.0f / total.normalizer[r]);
+    Element* out = (Element*)call.out + (piece.token + r / heads) * call.out_stride + (first_head + r % heads) * head_dim;
+    const float* sums = total.sums + r * head_dim;
+    for (index_t d = 0; d < head_dim; d += kLanes) store(out + d, fma(load(sums + d), share, all(0.0f)));
+  }
+}
+
+template <class Form, class Element>
+void attend_unit(const AttentionCall& call, const AttentionPiece& piece, index_t unit, index_t units) {
+  (void)units;
+  const index_t head_dim = call.kv.head_dim, kv_head = unit / call.kv_head_units;
+  const index_t skipped = unit % call.kv_head_units * call.unit_heads, left = call.group - skipped;
+  const index_t first_head = kv_head * call.group + skipped;
+  Rows<Form> rows;
+  rows.heads = left < call.unit_heads ? left : call.unit_heads;
+  rows.count = piece.count * rows.heads;
+  for (index_t r = 0; r < kMaxRows; ++r) rows.shrink[r] = 0;
+  take_queries<Form, Element>(call, piece, first_head, rows);
+
+  alignas(64) float memory[kMaxRows * (kMaxHeadDim + 2)];
+  const Partial total = partial_at(memory, head_dim);
+  if (!piece.partials) {
+    for (index_t partition = piece.first; partition < piece.last; ++partition) {
+      walk_partition<Form>(call, piece, kv_head, first_head, partition, rows);
+      if (partition == piece.first) {
+        keep(rows, head_dim, total);
+      } else {
+        alignas(64) float more[kMaxRows * (kMaxHeadDim + 2)];
+        const Partial part = partial_at(more, head_dim);
+        keep(rows, head_dim, part);
+        merge(rows.count, head_dim, part, total);
+      }
+    }
+  } else {
+    const index_t partitions = piece.all_last - piece.all_first;
+    float* partials = piece.partials + unit * partitions * call.partial_floats;
+    for (index_t partition = piece.first; partition < piece.last; ++partition) {
+      walk_partition<Form>(call, piece, kv_head, first_head, partition, rows);
+      keep(rows, head_dim, partial_at(partials + (partition - piece.all_first) * call.partial_floats, head_dim));
+    }
+    if (__atomic_sub_fetch(piece.pending + unit, 1, __ATOMIC_ACQ_REL) != 0) return;
+    for (index_t i = 0; i < partitions; ++i) {
+      const Partial part = partial_at(partials + i * call.partial_floats, head_dim);
+      if (i == 0) {
+        for (index_t r = 0; r < rows.count; ++r) total.most[r] = part.most[r], total.normalizer[r] = part.normalizer[r];
+        for (index_t k = 0; k < rows.count * head_dim; k += kLanes) store(total.sums + k, load(part.sums + k));
+      } else {
+        merge(rows.count, head_dim, part, total);
+      }
+    }
+  }
+  finish<Element>(call, piece, first_head, rows.heads, rows.count, total);
+}
+
+template <class Form, class Element>
+void attend(const void* description, index_t begin, index_t end) {
+  const AttentionCall& call = *(const AttentionCall*)description;
+  const index_t units = call.kv.kv_heads * call.kv_head_units;
+  for (index_t i = begin; i < end; ++i) attend_unit<Form, Element>(call, call.pieces[i / units], i % units, units);
+}
+
+}  // namespace
+
+const AttentionKernels attention = {
+    .attend = {attend<Pairs, bf16>, attend<Singles<fp16>, fp16>, attend<Singles<float>, float>},
+    .attend_bytes = {nullptr, nullptr, nullptr},
+};
+
+}  // namespace qt::QT_ISA

@@ -1,0 +1,190 @@
+// The multiplications of attention: a few rows times vectors of 16 keys (scores) or of dimensions (weighted values).
+//
+// Both are one loop: an accumulator per row and vector, to which a broadcast factor of the row times a vector of the cache is
+// added, in ascending order of dimensions or of keys. How many rows and vectors are held in registers decides nothing but
+// speed. Per vector of bf16: 64 bytes of cache for 64 R FLOPs.
+#pragma once
+
+#include "attention.hpp"
+#include "simd.hpp"
+
+namespace qt::QT_ISA {
+namespace {
+
+#if defined(__AVX512F__)
+inline constexpr int kBlockRows = 6, kBlockVectors = 4;  // 24 accumulators of 32 registers
+#else
+inline constexpr int kBlockRows = 4, kBlockVectors = 2;  // 8 of 16
+#endif
+inline constexpr int kTileVectors = int(kTileKeys) / kLanes;
+inline constexpr int kChunkTiles = int(kChunkKeys / kTileKeys);
+
+// Two bf16 at a time: a factor and an element of a vector are 32-bit words.
+struct Pairs {
+  using Word = std::int32_t;
+  using Vector = i32v;
+  static constexpr int kNumbers = 2;  // multiplied by one factor word
+  static constexpr index_t kElementBytes = 4;
+  QT_INLINE Vector load(const char* from) { return load_bits(from); }
+  QT_INLINE f32v multiply(f32v acc, Word factor, Vector vector) { return dot_pairs(acc, vector, all(factor)); }
+};
+
+// One number at a time, in fp32.
+template <class Element>
+struct Singles {
+  using Word = float;
+  using Vector = f32v;
+  static constexpr int kNumbers = 1;
+  static constexpr index_t kElementBytes = sizeof(Element);
+  QT_INLINE Vector load(const char* from) { return QT_ISA::load((const Element*)from); }
+  QT_INLINE f32v multiply(f32v acc, Word factor, Vector vector) { return fma(all(factor), vector, acc); }
+};
+
+// sums[r][v] += over i ascending: factors[r * kRow + i * kStep] * the v-th vector at from + i * stride. What lies at
+// ahead + i * stride is brought closer meanwhile.
+template <class Form, int R, int V, index_t kRow, index_t kStep>
+QT_INLINE void accumulate(f32v (&sums)[R][V], const typename Form::Word* factors, const char* const (&from)[V],
+                          const char* const (&ahead)[V], index_t stride, index_t steps) {
+  for (index_t i = 0; i < steps; ++i) {
+    typename Form::Vector vectors[V];
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) {
+      vectors[v] = Form::load(from[v] + i * stride);
+      __builtin_prefetch(ahead[v] + i * stride);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const typename Form::Word factor = factors[r * kRow + i * kStep];
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) sums[r][v] = Form::multiply(sums[r][v], factor, vectors[v]);
+    }
+  }
+}
+
+// The tiles of a chunk that somebody sees, and what will be read after them.
+struct Chunk {
+  index_t begin;  // the first one's first key, counted from the chunk's
+  index_t count;  // tiles
+  const char* keys[kChunkTiles];
+  const char* values[kChunkTiles];
+  const char* ahead[kChunkTiles];  // keys of the next chunk
+};
+
+// scores[r][v * kLanes ...] of R rows for V vectors of keys, the first of them `inside` bytes into a row of its tile.
+// queries: [steps][R].
+template <class Form, int R, int V>
+void score(const typename Form::Word* queries, const char* const* keys, const char* const* ahead, index_t inside,
+           index_t steps, float* scores) {
+  f32v sums[R][V];
+  const char *from[V], *next[V];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) sums[r][v] = all(0.0f);
+#pragma GCC unroll 8
+  for (int v = 0; v < V; ++v) {
+    from[v] = keys[v / kTileVectors] + inside + v % kTileVectors * kLanes * Form::kElementBytes;
+    next[v] = ahead[v / kTileVectors] + inside + v % kTileVectors * kLanes * Form::kElementBytes;
+  }
+  accumulate<Form, R, V, 1, R>(sums, queries, from, next, kTileKeys * Form::kElementBytes, steps);
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) store(scores + r * kChunkKeys + v * kLanes, sums[r][v]);
+}
+
+// sums[r][V vectors] = shrink[r] * sums + weights times the chunk's values, from `offset` bytes on in each row of values.
+template <class Form, int R, int V>
+void weigh(const typename Form::Word* weights, const float* shrink, const Chunk& chunk, index_t offset, index_t head_dim,
+           float* sums) {
+  f32v acc[R][V];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) acc[r][v] = load(sums + r * head_dim + v * kLanes) * all(shrink[r]);
+  for (index_t tile = 0; tile < chunk.count; ++tile) {
+    const char *from[V], *next[V];
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) {
+      from[v] = chunk.values[tile] + offset + v * kLanes * Form::kElementBytes;
+      next[v] = chunk.ahead[tile] + offset + v * kLanes * Form::kElementBytes;
+    }
+    accumulate<Form, R, V, kChunkKeys / Form::kNumbers, 1>(acc, weights + tile * (kTileKeys / Form::kNumbers), from, next,
+                                                           head_dim * Form::kElementBytes, kTileKeys / Form::kNumbers);
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) store(sums + r * head_dim + v * kLanes, acc[r][v]);
+}
+
+template <class Form>
+using Score = void (*)(const typename Form::Word*, const char* const*, const char* const*, index_t, index_t, float*);
+template <class Form>
+using Weigh = void (*)(const typename Form::Word*, const float*, const Chunk&, index_t, index_t, float*);
+
+// By rows - 1.
+template <class Form, int V>
+constexpr Score<Form> kScore[] = {
+    score<Form, 1, V>, score<Form, 2, V>, score<Form, 3, V>, score<Form, 4, V>,
+#if defined(__AVX512F__)
+    score<Form, 5, V>, score<Form, 6, V>,
+#endif
+};
+template <class Form, int V>
+constexpr Weigh<Form> kWeigh[] = {
+    weigh<Form, 1, V>, weigh<Form, 2, V>, weigh<Form, 3, V>, weigh<Form, 4, V>,
+#if defined(__AVX512F__)
+    weigh<Form, 5, V>, weigh<Form, 6, V>,
+#endif
+};
+
+// The rows of the next register block when `left` are left: blocks of nearly equal size.
+QT_INLINE index_t block_rows(index_t left) {
+  const index_t blocks = (left + kBlockRows - 1) / kBlockRows;
+  return (left + blocks - 1) / blocks;
+}
+
+// queries: register blocks of rows one after another, each [steps][rows]. scores: [rows][kChunkKeys].
+template <class Form>
+void score_chunk(const typename Form::Word* queries, index_t rows, index_t steps, const Chunk& chunk, float* scores) {
+  for (index_t row = 0; row < rows;) {
+    const index_t block = block_rows(rows - row);
+    const typename Form::Word* factors = queries + row * steps;
+    float* to = scores + row * kChunkKeys + chunk.begin;
+    index_t tile = 0;
+    if constexpr (kBlockVectors > kTileVectors) {
+      constexpr int kBlockTiles = kBlockVectors / kTileVectors;
+      for (; tile + kBlockTiles <= chunk.count; tile += kBlockTiles)
+        kScore<Form, kBlockVectors>[block - 1](factors, chunk.keys + tile, chunk.values + tile, 0, steps,
+                                               to + tile * kTileKeys);
+    }
+    constexpr int kVectors = kBlockVectors < kTileVectors ? kBlockVectors : kTileVectors;
+    for (; tile < chunk.count; ++tile)
+      for (int v = 0; v < kTileVectors; v += kVectors)
+        kScore<Form, kVectors>[block - 1](factors, chunk.keys + tile, chunk.values + tile,
+                                          v * kLanes * Form::kElementBytes, steps, to + tile * kTileKeys + v * kLanes);
+    row += block;
+  }
+}
+
+// weights: [rows][kChunkKeys / kNumbers]; sums: [rows][head_dim].
+template <class Form>
+void weigh_chunk(const typename Form::Word* weights, const float* shrink, index_t rows, const Chunk& chunk,
+                 index_t head_dim, float* sums) {
+  for (index_t row = 0; row < rows;) {
+    const index_t block = block_rows(rows - row);
+    const typename Form::Word* factors = weights + (row * kChunkKeys + chunk.begin) / Form::kNumbers;
+    index_t d = 0;
+    for (; d + kBlockVectors * kLanes <= head_dim; d += kBlockVectors * kLanes)
+      kWeigh<Form, kBlockVectors>[block - 1](factors, shrink + row, chunk, d * Form::kElementBytes, head_dim,
+                                             sums + row * head_dim + d);
+    for (; d < head_dim; d += kLanes)
+      kWeigh<Form, 1>[block - 1](factors, shrink + row, chunk, d * Form::kElementBytes, head_dim,
+                                 sums + row * head_dim + d);
+    row += block;
+  }
+}
+
+}  // namespace
+}  // namespace qt::QT_ISA

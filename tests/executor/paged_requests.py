@@ -1,0 +1,127 @@
+"""A world for tests of attention: requests with known queries, keys and values, and a cache to be filled step by step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from quintet.executor.ops.host_attention import PagedKv, attend, write_kv
+from quintet.executor.program.step import CStep
+
+Row = tuple[int, int, int]
+"""Request, first position, number of tokens."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Heads and formats."""
+
+    dtype: torch.dtype = torch.bfloat16
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    block_size: int = 16
+    kv_dtype: torch.dtype | None = None
+    """None: the same."""
+
+
+@dataclass(frozen=True)
+class Features:
+    """What `attend` takes besides."""
+
+    window: int | None = None
+    softcap: float | None = None
+    alibi_slopes: torch.Tensor | None = None
+
+
+PLAIN = Features()
+
+
+def noise(*shape: int, seed: int) -> torch.Tensor:
+    """Normal numbers."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@dataclass
+class Requests:
+    """``lengths[i]`` tokens of request ``i``, in blocks scattered over a cache full of NaN."""
+
+    shape: Shape
+    lengths: list[int]
+    seed: int = 0
+    qkv: list[torch.Tensor] = field(init=False)
+    kv: PagedKv = field(init=False)
+    table: NDArray[np.int32] = field(init=False)
+
+    def __post_init__(self) -> None:
+        shape = self.shape
+        width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+        self.qkv = [
+            noise(length, width, seed=1000 * self.seed + i).to(shape.dtype)
+            for i, length in enumerate(self.lengths)
+        ]
+        columns = -(-max(self.lengths) // shape.block_size)
+        num_blocks = columns * len(self.lengths) + 3
+        free = np.random.default_rng(self.seed).permutation(num_blocks).astype(np.int32)
+        self.table = np.full((len(self.lengths) + 1, columns), num_blocks - 1, np.int32)
+        for i, length in enumerate(self.lengths):
+            count = -(-length // shape.block_size)
+            self.table[i, :count], free = free[:count], free[count:]
+        self.kv = PagedKv.of_blocks(
+            num_blocks, shape.kv_dtype or shape.dtype, shape.kv_heads, shape.head_dim, shape.block_size
+        )
+        self.kv.memory.fill_(0xFF)  # NaN in every format
+
+    def run(self, rows: list[Row], scale: float = 0.125, features: Features = PLAIN) -> list[torch.Tensor]:
+        """Write the rows' keys and values, and return their outputs ``[count, heads * head_dim]``."""
+        slots, starts, counts = (np.array(column, np.int64) for column in zip(*rows, strict=True))
+        offsets = np.cumsum(counts) - counts
+        step = CStep(
+            num_tokens=int(counts.sum()),
+            num_rows=len(rows),
+            row_slots=slots.ctypes.data,
+            row_starts=starts.ctypes.data,
+            row_counts=counts.ctypes.data,
+            row_offsets=offsets.ctypes.data,
+            block_table=self.table.ctypes.data,
+            block_table_stride=self.table.shape[1],
+        )
+        qkv = torch.cat([self.qkv[request][start : start + count] for request, start, count in rows])
+        q = write_kv(step, qkv, self.shape.heads, self.kv, 0)
+        out = attend(step, q, self.kv, scale, features.window, features.softcap, features.alibi_slopes)
+        return list(out.split(counts.tolist()))
+
+    def fill(self) -> list[torch.Tensor]:
+        """Compute every request in one step."""
+        return self.run([(i, 0, length) for i, length in enumerate(self.lengths)])
+
+    def parts(self, request: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values ``[tokens, heads, head_dim]`` of a request in fp64."""
+        shape = self.shape
+        heads = self.qkv[request].double().view(self.lengths[request], -1, shape.head_dim)
+        q, k, v = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], 1)
+        return q, k, v
+
+
+def reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, features: Features
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``[tokens, heads * head_dim]`` in fp64: attention, and the average of the values' magnitudes with its weights."""
+    group = q.shape[1] // k.shape[1]
+    keys, values = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,khd->hqk", q, keys) * scale
+    if features.softcap is not None:
+        scores = features.softcap * torch.tanh(scores / features.softcap)
+    at, to = torch.arange(len(q))[:, None], torch.arange(len(k))
+    if features.alibi_slopes is not None:
+        scores = scores + features.alibi_slopes.double()[:, None, None] * (to - at)
+    hidden = to > at
+    if features.window is not None:
+        hidden = hidden | (to <= at - features.window)
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    out = torch.einsum("hqk,khd->qhd", weights, values).flatten(1)
+    size = torch.einsum("hqk,khd->qhd", weights, values.abs()).flatten(1)
+    return out, size

@@ -1,0 +1,273 @@
+"""Attention over the paged cache and the write to it, against fp64 and against themselves.
+
+Bounds. Weights in bf16 are rounded once (2^-8 of each) and with them their sum: what they average to is off by at most twice
+that share of the values' average magnitude; the result is rounded once (2^-8). fp32 noise is far below. For fp16 there is
+the last rounding (2^-11); for fp32 sums of up to a thousand products in order.
+
+The cache is full of NaN at first: whatever of it reaches a result is seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from tests.executor.instruction_sets import lesser, repeat
+from tests.executor.paged_requests import PLAIN, Features, Requests, Row, Shape, noise, reference
+
+from quintet.executor.ops.host_attention import PagedKv, attend, kv_block_bytes, write_kv
+from quintet.executor.ops.host_library import open_library
+from quintet.executor.ops.rms_norm import rms_norm
+from quintet.executor.ops.rope_kv_write import rope
+from quintet.executor.program.step import CStep
+from quintet.wire.errors import ConfigError
+
+pytestmark = pytest.mark.skipif(open_library() is None, reason="the host kernels are not built")
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+BOUND = {torch.bfloat16: 3 * 2.0**-8, torch.float16: 1.05 * 2.0**-11, torch.float32: 2.0**-17}
+"""Of the values' average magnitude; see above."""
+
+EDGES = [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 511, 512, 513, 1000]
+"""Lengths around the ends of tiles, chunks and partitions."""
+
+dtypes = pytest.mark.parametrize("dtype", DTYPES)
+
+
+@pytest.fixture(autouse=True, params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Run on so many threads."""
+    library = open_library()
+    assert library is not None
+    library.qt_set_threads(request.param, 0)
+    yield request.param
+    library.qt_set_threads(1, 0)
+
+
+@pytest.mark.parametrize("threads", [1], indirect=True)
+@pytest.mark.parametrize("name", lesser())
+def test_every_instruction_set(name: str) -> None:
+    repeat(__file__, name)
+
+
+def check(out: torch.Tensor, expected: torch.Tensor, size: torch.Tensor) -> None:
+    """``size``: the average magnitude of what was averaged."""
+    error = (out.double() - expected).abs() / size
+    assert error.max() <= BOUND[out.dtype], f"{error.max()} of the values' magnitude"
+
+
+def assert_same_bits(a: torch.Tensor, b: torch.Tensor) -> None:
+    integers = torch.int32 if a.dtype is torch.float32 else torch.int16
+    assert torch.equal(a.view(integers), b.view(integers))
+
+
+@dtypes
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"),
+    [(4, 2, 64), (7, 1, 80), (3, 3, 16), (5, 1, 112), (96, 1, 32), (4, 2, 256)],
+)
+@pytest.mark.parametrize("block_size", [16, 48])
+def test_equals_the_reference(
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, block_size: int
+) -> None:
+    requests = Requests(
+        Shape(dtype, heads, kv_heads, head_dim, block_size), EDGES[:-4] if heads > 7 else EDGES
+    )
+    for i, out in enumerate(requests.fill()):
+        check(out, *reference(*requests.parts(i), 0.125, PLAIN))
+
+
+FEATURES = {
+    "window": Features(window=70),
+    "window of one": Features(window=1),
+    "window of a partition": Features(window=512),
+    "softcap": Features(softcap=3.0),
+    "alibi": Features(alibi_slopes=torch.tensor([0.5, 0.25, 0.03, 0.004])),
+    "all": Features(window=200, softcap=2.0, alibi_slopes=torch.tensor([0.5, 0.25, 0.03, 0.004])),
+}
+
+
+@dtypes
+@pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES.keys())
+def test_features(dtype: torch.dtype, features: Features) -> None:
+    requests = Requests(Shape(dtype), EDGES)
+    rows = [(i, 0, length) for i, length in enumerate(EDGES)]
+    for i, out in enumerate(requests.run(rows, 0.3, features)):
+        check(out, *reference(*requests.parts(i), 0.3, features))
+
+
+CHUNKINGS = {
+    "one by one": [1] * 530,
+    "at once": [530],
+    "within tiles": [3, 1, 7, 2, 4, 5, 9, 499],
+    "at ends of tiles": [16, 48, 64, 384, 18],
+    "around ends": [127, 2, 382, 2, 17],
+}
+
+
+@dtypes
+@pytest.mark.parametrize("features", [PLAIN, Features(window=100)], ids=["plain", "window"])
+def test_a_prompt_has_the_same_bits_however_it_is_cut(dtype: torch.dtype, features: Features) -> None:
+    outs = []
+    for counts in CHUNKINGS.values():
+        requests = Requests(Shape(dtype, 6, 2, 48), [530])
+        starts = np.cumsum(counts) - counts
+        chunks = [
+            requests.run([(0, int(start), count)], 0.2, features)[0]
+            for start, count in zip(starts, counts, strict=True)
+        ]
+        outs.append(torch.cat(chunks))
+    for out in outs[1:]:
+        assert_same_bits(out, outs[0])
+
+
+@dtypes
+@pytest.mark.parametrize("features", [PLAIN, Features(window=100, softcap=2.0)], ids=["plain", "window"])
+def test_a_token_has_the_same_bits_alone_and_in_a_batch(dtype: torch.dtype, features: Features) -> None:
+    lengths = [1 + 37 * i % 700 for i in range(63)] + [1400]
+    shape = Shape(dtype, 7, 1, 64, 32)
+    together, alone = Requests(shape, lengths), Requests(shape, lengths)
+    before: list[Row] = [(i, 0, length - 1) for i, length in enumerate(lengths) if length > 1]
+    together.run(before, 0.2, features)
+    for row in before:
+        alone.run([row], 0.2, features)
+    last: list[Row] = [(i, length - 1, 1) for i, length in enumerate(lengths)]
+    expected = [alone.run([row], 0.2, features)[0] for row in last]
+    for size in (2, 5, 64):
+        outs = [out for at in range(0, 64, size) for out in together.run(last[at : at + size], 0.2, features)]
+        for out, one in zip(outs, expected, strict=True):
+            assert_same_bits(out, one)
+    mixed = [*last[:10], (63, 1000, 400), *last[11:20]]
+    for out, row in zip(together.run(mixed, 0.2, features), mixed, strict=True):
+        assert_same_bits(out[-1:], expected[row[0]])
+
+
+@pytest.mark.parametrize("threads", [2], indirect=True)
+@dtypes
+def test_threads_change_no_bits(dtype: torch.dtype) -> None:
+    """Long rows beside short ones, so that several threads share a row."""
+    library = open_library()
+    assert library is not None
+    outs = []
+    for count in (1, 2, 3, 8):
+        library.qt_set_threads(count, 0)
+        requests = Requests(Shape(dtype, 2, 1, 32), [3000, 10, 600])
+        out = requests.fill()
+        out += requests.run([(0, 2999, 1), (1, 9, 1), (2, 590, 10)])
+        outs.append(out)
+    for other in outs[1:]:
+        for a, b in zip(outs[0], other, strict=True):
+            assert_same_bits(a, b)
+
+
+def step_of(
+    positions: list[int], table: np.ndarray[tuple[int, ...], np.dtype[np.int32]]
+) -> tuple[CStep, object]:
+    """A step of single tokens, each in the row of its own index."""
+    count = len(positions)
+    slots, starts = np.arange(count, dtype=np.int64), np.array(positions, np.int64)
+    ones = np.ones(count, np.int64)
+    step = CStep(
+        num_tokens=count,
+        num_rows=count,
+        row_slots=slots.ctypes.data,
+        row_starts=starts.ctypes.data,
+        row_counts=ones.ctypes.data,
+        row_offsets=slots.ctypes.data,
+        block_table=table.ctypes.data,
+        block_table_stride=table.shape[1],
+    )
+    return step, (slots, starts, ones)
+
+
+@dtypes
+@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (80, 24), (32, 0)])
+def test_write_norms_and_rotates(
+    dtype: torch.dtype, by_token: bool, normed: bool, head_dim: int, rotary_dim: int
+) -> None:
+    """A token that sees only itself gives back its value; two with equal keys, their average. Queries are seen directly.
+
+    The reference rounds once more than the kernel; so each is held to fp64, from the normed numbers on that both round.
+    """
+    heads, kv_heads, eps = 4, 2, 1e-5
+    positions = [0, 16, 32, 48, 64]
+    angles = noise(len(positions) if by_token else 100, rotary_dim // 2, seed=2)
+    cos, sin = (torch.cat((part, part), -1).to(dtype) for part in (angles.cos(), angles.sin()))
+    q_norm, k_norm = (noise(head_dim, seed=seed).to(dtype) for seed in (3, 4))
+    table = np.arange(25, dtype=np.int32).reshape(5, 5)
+    kv = PagedKv.of_blocks(25, dtype, kv_heads, head_dim, 16)
+    step, arrays = step_of(positions, table)
+    step.cosines, step.sines, step.rope_by_token = cos.data_ptr(), sin.data_ptr(), int(by_token)
+    padded = noise(5, (heads + 2 * kv_heads) * head_dim + 8, seed=5).to(dtype)
+    qkv = padded[:, :-8]
+    norms = (q_norm, k_norm) if normed else (None, None)
+
+    q = write_kv(step, qkv, heads, kv, rotary_dim, *norms, eps)
+    assert arrays is not None
+
+    given = qkv[:, : heads * head_dim].reshape(5, heads, head_dim)
+    if normed:
+        given = rms_norm(given, q_norm, eps)
+    rows = torch.arange(5) if by_token else torch.tensor(positions)
+    wide = (part[rows].unsqueeze(1).double() for part in (cos, sin))
+    expected = rope(given.double(), *wide)
+    # One rounding, or two where the norms' fp32 noise may round a factor the other way.
+    unit = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-22}[dtype]
+    size = given.double().abs() + (given.double().roll(rotary_dim // 2, -1).abs() if rotary_dim else 0)
+    size = size.amax(-1, keepdim=True)
+    error = (q.view_as(expected).double() - expected).abs() / size
+    assert error.max() <= (4 if normed else 1) * unit
+
+
+@dtypes
+def test_keys_are_normed_and_rotated_like_queries(dtype: torch.dtype) -> None:
+    """With keys that equal the queries, the scores of a softmax over two positions tell the keys' rotation."""
+    head_dim, rotary_dim = 32, 16
+    angles = noise(2, rotary_dim // 2, seed=1)
+    cos, sin = (torch.cat((part, part), -1).to(dtype) for part in (angles.cos(), angles.sin()))
+    norm = noise(head_dim, seed=2).to(dtype)
+    heads = noise(2, head_dim, seed=3).to(dtype)
+    values = torch.stack((torch.zeros(head_dim), torch.ones(head_dim))).to(dtype)
+    qkv = torch.cat((heads, heads, values), 1)
+    kv = PagedKv.of_blocks(1, dtype, 1, head_dim, 16)
+    table, column = np.zeros((1, 1), np.int32), [np.array([value], np.int64) for value in (0, 2)]
+    step = CStep(
+        num_tokens=2,
+        num_rows=1,
+        row_slots=column[0].ctypes.data,
+        row_starts=column[0].ctypes.data,
+        row_counts=column[1].ctypes.data,
+        row_offsets=column[0].ctypes.data,
+        block_table=table.ctypes.data,
+        block_table_stride=1,
+        cosines=cos.data_ptr(),
+        sines=sin.data_ptr(),
+    )
+    q = write_kv(step, qkv, 1, kv, rotary_dim, norm, norm, 1e-5).double()
+    out = attend(step, q.to(dtype), kv, 0.1)
+    share = torch.softmax(q @ q[1] * 0.1, 0)[1]
+    check(out[1:], share.expand(1, head_dim), torch.ones(1, head_dim))
+
+
+def test_what_is_not_taken_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"blocks of 24 tokens.*--block-size"):
+        kv_block_bytes(torch.bfloat16, 2, 64, 24)
+    with pytest.raises(ConfigError, match="heads of 72 numbers"):
+        kv_block_bytes(torch.bfloat16, 2, 72, 16)
+    kv = PagedKv.of_blocks(1, torch.bfloat16, 2, 64, 16)
+    step, arrays = step_of([0], np.zeros((1, 1), np.int32))
+    assert arrays is not None
+    with pytest.raises(ValueError, match=r"\[2, 128\].*expected \[1, 128\]"):
+        attend(step, torch.zeros(2, 128, dtype=torch.bfloat16), kv, 0.1)
+    with pytest.raises(ValueError, match="3 heads of 64; expected a multiple of 2"):
+        attend(step, torch.zeros(1, 192, dtype=torch.bfloat16), kv, 0.1)
+    with pytest.raises(ValueError, match=r"cache holds torch.bfloat16 and q is torch.float32"):
+        attend(step, torch.zeros(1, 128), kv, 0.1)
+    with pytest.raises(ValueError, match="scale is 0"):
+        attend(step, torch.zeros(1, 128, dtype=torch.bfloat16), kv, 0.0)
+    with pytest.raises(ValueError, match="rotary_dim is 65"):
+        write_kv(step, torch.zeros(1, 384, dtype=torch.bfloat16), 2, kv, 65)
