@@ -25,6 +25,7 @@ from quintet.executor.runner import Runner
 from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.slots import SlotTables
 from quintet.executor.weights.load import fill_randomly, load_checkpoint
+from quintet.executor.weights.packed_cache import PackedCache
 from quintet.wire.config import EngineConfig, ModelConfig
 from quintet.wire.errors import ConfigError
 from quintet.wire.step import StepPlan, StepResult
@@ -130,9 +131,20 @@ def load_model(config: EngineConfig, platform: Platform, ops: Ops) -> CausalMode
         if config.executor.load_format == "dummy":
             fill_randomly(model.weights, config.executor.seed)
         else:
-            load_checkpoint(model.weights, folder, TIED_OUTPUT)
+            load_checkpoint(model.weights, folder, TIED_OUTPUT, _packed_cache(config))
         model.weights.release()
     return model
+
+
+def _packed_cache(config: EngineConfig) -> PackedCache | None:
+    if config.executor.packed_cache is None:
+        return None
+    return PackedCache(
+        Path(config.executor.packed_cache),
+        Path(config.model.path),
+        config.executor.quantization,
+        config.model.dtype,
+    )
 
 
 def check_agreement(model: CausalModel, resolved: ModelConfig, path: str) -> None:

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from quintet.executor.ops.linear import Activation
+from quintet.executor.ops.packed_weight import PackedWeight
 from quintet.executor.quant.method import LinearMethod, LinearShape, Part, Quantization
 from quintet.executor.weights.plan import WeightPlan
 
@@ -70,35 +71,45 @@ class Linear:
 
 
 class Embedding:
-    """Rows by token id."""
+    """Rows by token id: of a table of its own, or of the output layer it is tied to."""
 
-    __slots__ = ("_plan", "_table", "_tied_to", "width")
+    __slots__ = ("_plan", "_shared", "_table", "width")
 
     def __init__(
         self, plan: WeightPlan, name: str, rows: int, width: int, tied_to: Linear | None = None
     ) -> None:
-        """Expect ``name`` (without ``.weight``); share the tensor of ``tied_to`` where it keeps its numbers unquantized."""
-        self._tied_to = tied_to
+        """Expect ``name`` (without ``.weight``), unless ``tied_to`` holds the same numbers already."""
         self._plan = plan
-        self.width = width
+        self._shared = tied_to.method if tied_to is not None and not tied_to.method.is_quantized else None
         self._table: torch.Tensor | None = None
-        if tied_to is None or tied_to.method.table is None:
-            plan.expect(
-                f"{name}.weight", (rows, width), self._keep, num_bytes=rows * width * plan.dtype.itemsize
-            )
+        self.width = width
+        if self._shared is None:
+            size = rows * width * plan.dtype.itemsize
+            plan.expect(f"{name}.weight", (rows, width), self._keep, num_bytes=size)
+
+    @property
+    def packed(self) -> PackedWeight | None:
+        """The output layer's weight, whose columns are the rows; None where there is a table."""
+        return None if self._shared is None else self._shared.packed
 
     @property
     def table(self) -> torch.Tensor | None:
-        """``[rows, width]`` in the model's number format, row-major."""
-        if self._tied_to is not None and self._tied_to.method.table is not None:
-            return self._tied_to.method.table
-        return self._table
+        """``[rows, width]`` in the model's number format, row-major; None where there is a packed weight."""
+        return self._table if self._shared is None else self._shared.table
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return the rows of ``token_ids [num_tokens]``: ``[num_tokens, width]``."""
+        if self.packed is not None:
+            return _gather(self.packed, token_ids).to(self._plan.dtype)
         assert self.table is not None, "used before it was loaded"
         return self.table.index_select(0, token_ids)
 
     def _keep(self, tensor: torch.Tensor) -> None:
         """Keep the view of the mapped file where it is in the right format: only rows that are asked for are ever read."""
         self._table = tensor.to(device=self._plan.device, dtype=self._plan.dtype)
+
+
+def _gather(packed: PackedWeight, token_ids: torch.Tensor) -> torch.Tensor:
+    ids, where = torch.unique(token_ids, return_inverse=True)
+    rows = torch.cat([packed.read(token_id, 1) for token_id in ids.tolist()])
+    return rows[where]

@@ -93,7 +93,7 @@ class Recorder:
         """See `ForwardPass`."""
         y = Value(layer.width, Extent.TOKENS)
         library, code = self._library, self._code
-        packed, table = layer.packed, layer.table  # type: ignore[attr-defined]
+        packed, table = layer.packed, layer.table
 
         def emit() -> None:
             if packed is not None:

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from quintet.executor.ops.linear import Activation
+from quintet.executor.ops.packed_weight import PackedWeight
 from quintet.executor.weights.plan import WeightPlan
 
 
@@ -48,12 +49,16 @@ class LinearMethod(Protocol):
         """``[columns]`` in the model's number format."""
 
     @property
-    def packed(self) -> None:
+    def packed(self) -> PackedWeight | None:
         """The weight in the form of the host library; None where torch multiplies."""
 
     @property
     def table(self) -> torch.Tensor | None:
         """The weight row-major in the model's number format ``[columns, depth]``, where it is held so."""
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the weight's numbers are others than the checkpoint's."""
 
     @property
     def int8_activations(self) -> bool:

@@ -4,29 +4,35 @@ from __future__ import annotations
 
 import torch
 
+from quintet.executor.ops.host_linear import linear_library
 from quintet.executor.ops.linear import linear
 from quintet.executor.quant.method import LinearMethod, LinearShape
+from quintet.executor.quant.packed import FLOAT_FORMATS, Numbers, PackedLinear
 from quintet.executor.weights.plan import WeightPlan
 
 
 class Unquantized:
-    """See `quintet.executor.quant.method.Quantization`."""
+    """See `quintet.executor.quant.method.Quantization`. Packed for the host kernels where those compute."""
 
     def linear(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod:
         """See `Quantization.linear`."""
-        return RowMajorLinear(shape, plan)
+        library = linear_library()
+        if plan.device.type != "cpu" or library is None:
+            return RowMajorLinear(shape, plan)
+        return PackedLinear(library, shape, plan, Numbers(FLOAT_FORMATS[plan.dtype]))
 
 
 class RowMajorLinear:
     """A weight as the checkpoint has it, multiplied by torch: the reference, and what runs without the host library."""
 
     packed = None
+    is_quantized = False
     int8_activations = False
 
     def __init__(self, shape: LinearShape, plan: WeightPlan) -> None:
         self._activation = shape.activation
         heights = tuple(part.rows for part in shape.parts)
-        self.table: torch.Tensor | None = plan.stacked(
+        self.table = plan.stacked(
             tuple(f"{part.name}.weight" for part in shape.parts), heights, (shape.depth,)
         )
         self.bias = (
@@ -37,5 +43,4 @@ class RowMajorLinear:
 
     def apply(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """See `LinearMethod.apply`."""
-        assert self.table is not None
         return linear(x, self.table, self.bias, self._activation, residual)

@@ -10,6 +10,9 @@ from quintet.wire.errors import ConfigError
 
 QUANTIZATIONS = {
     "none": "quintet.executor.quant.none:Unquantized",
+    "int8": "quintet.executor.quant.packed:int8",
+    "int4": "quintet.executor.quant.packed:int4",
+    "w8a8": "quintet.executor.quant.packed:w8a8",
 }
 
 

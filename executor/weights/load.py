@@ -16,7 +16,9 @@ import torch
 from tqdm import tqdm
 
 from quintet.executor.weights.mapped import MappedFile
+from quintet.executor.weights.packed_cache import PackedCache
 from quintet.executor.weights.plan import Expected, WeightPlan
+from quintet.executor.weights.store import reserve
 from quintet.wire.errors import ConfigError
 
 SINGLE_FILE = "model.safetensors"
@@ -28,16 +30,43 @@ HARMLESS_ENDINGS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 """Buffers that old versions of transformers saved beside the weights; they are computed, not read."""
 
 
-def load_checkpoint(plan: WeightPlan, folder: Path, ignored: frozenset[str] = frozenset()) -> None:
+def load_checkpoint(
+    plan: WeightPlan,
+    folder: Path,
+    ignored: frozenset[str] = frozenset(),
+    cache: PackedCache | None = None,
+) -> None:
     """Deliver every tensor that ``plan`` expects from the safetensors of ``folder``.
 
     ``ignored`` names tensors that a checkpoint may hold although the model does not read them (a tied output layer).
-    Raises `ConfigError`, one line, for a tensor that is missing, superfluous or of another shape; nothing is read before
-    the headers of all files were checked.
+    With a ``cache``, what is packed there is mapped, and otherwise written there. Raises `ConfigError`, one line, for a
+    tensor that is missing, superfluous or of another shape; nothing is read before the headers of all files were checked.
     """
-    paths = checkpoint_files(folder)
-    files = [MappedFile(path) for path in paths]
+    files = [MappedFile(path) for path in checkpoint_files(folder)]
     _check_names(plan, folder, files, ignored)
+    if cache is not None and cache.open(files, plan.stores):
+        _deliver(plan, files, packed=True)
+        return
+    memory = reserve(plan.stores)
+    _deliver(plan, files, packed=False)
+    if cache is not None and plan.stores:
+        cache.write(files, plan.stores, memory)
+        cache.open(files, plan.stores)  # instead of the copy in memory: other servers share these pages
+
+
+def fill_randomly(plan: WeightPlan, seed: int) -> None:
+    """Deliver seeded random numbers of a sane scale: for trying sizes without a checkpoint.
+
+    Uniform rather than normal, and in the model's own number format: half a billion of them take a second.
+    """
+    reserve(plan.stores)
+    for name, expected in plan.expected.items():
+        tensor = _random_tensor(name, expected, plan.dtype, seed)
+        for sink in (*expected.sinks, *expected.packers):
+            sink(tensor)
+
+
+def _deliver(plan: WeightPlan, files: list[MappedFile], packed: bool) -> None:
     with tqdm(
         total=len(plan.expected),
         desc="weights",
@@ -48,24 +77,14 @@ def load_checkpoint(plan: WeightPlan, folder: Path, ignored: frozenset[str] = fr
         for file in files:
             for name in file:
                 expected = plan.expected.get(name)
-                if expected is None:
-                    continue
-                tensor = file.tensor(name)
-                for sink in expected.sinks:
-                    sink(tensor)
-                file.drop(name)
-                progress.update()
-
-
-def fill_randomly(plan: WeightPlan, seed: int) -> None:
-    """Deliver seeded random numbers of a sane scale: for trying sizes without a checkpoint.
-
-    Uniform rather than normal, and in the model's own number format: half a billion of them take a second.
-    """
-    for name, expected in plan.expected.items():
-        tensor = _random_tensor(name, expected, plan.dtype, seed)
-        for sink in expected.sinks:
-            sink(tensor)
+                sinks = [] if expected is None else expected.sinks
+                packers = [] if expected is None or packed else expected.packers
+                if sinks or packers:
+                    tensor = file.tensor(name)
+                    for sink in (*sinks, *packers):
+                        sink(tensor)
+                    file.drop(name)
+                    progress.update()
 
 
 def _random_tensor(name: str, expected: Expected, dtype: torch.dtype, seed: int) -> torch.Tensor:

@@ -58,12 +58,13 @@ class MappedFile:
         self.path = path
         try:
             with path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                self.header = _read_header(file, size)
-                self.entries = _entries(self.header, size)
+                status = os.fstat(file.fileno())
+                self.size, self.modified_ns = status.st_size, status.st_mtime_ns
+                self.header = _read_header(file, self.size)
+                self.entries = _entries(self.header, self.size)
                 # Private and writable only because torch warns of tensors over read-only memory; nobody writes.
-                self._map = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
-                os.posix_fadvise(file.fileno(), 0, size, os.POSIX_FADV_WILLNEED)
+                self._map = mmap.mmap(file.fileno(), self.size, access=mmap.ACCESS_COPY)
+                os.posix_fadvise(file.fileno(), 0, self.size, os.POSIX_FADV_WILLNEED)
         except FileNotFoundError:
             raise ConfigError(f"{path}: is missing; download it again") from None
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:

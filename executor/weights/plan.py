@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from quintet.executor.weights.store import PackedStore
+
 Sink = Callable[[torch.Tensor], object]
 """Takes a tensor of the declared shape, in the checkpoint's number format, on the host. It may be a view of a mapped file:
 never written to, and kept only where the memory it occupies is meant to be kept."""
@@ -24,6 +26,8 @@ class Expected:
     scale: float
     """Standard deviation of dummy weights; 0 means that all are 1 (norms)."""
     sinks: list[Sink]
+    packers: list[Sink]
+    """Sinks that need not be called where the stores were opened on what was packed before."""
 
 
 @dataclass(slots=True)
@@ -33,8 +37,9 @@ class WeightPlan:
     dtype: torch.dtype
     device: torch.device
     expected: dict[str, Expected] = field(default_factory=dict)
+    stores: list[PackedStore] = field(default_factory=list)
     num_bytes: int = 0
-    """Size of all weights in memory, as far as sinks declared it."""
+    """Size of all weights in memory, as far as it was declared."""
 
     def expect(
         self, name: str, shape: tuple[int, ...], sink: Sink, *, scale: float = 0.02, num_bytes: int = 0
@@ -43,10 +48,17 @@ class WeightPlan:
 
         A name may be expected several times, with one shape: a tied embedding.
         """
-        known = self.expected.setdefault(name, Expected(shape, scale, []))
-        assert known.shape == shape, f"{name} declared as {known.shape} and as {shape}"
-        known.sinks.append(sink)
+        self._expected(name, shape, scale).sinks.append(sink)
         self.num_bytes += num_bytes
+
+    def store(self, store: PackedStore) -> None:
+        """Give ``store`` memory before anything is delivered."""
+        self.stores.append(store)
+        self.num_bytes += store.num_bytes
+
+    def pack(self, name: str, shape: tuple[int, ...], packer: Sink, *, scale: float = 0.02) -> None:
+        """Expect ``name`` and have it delivered to ``packer``, which fills a part of a store, unless that is full already."""
+        self._expected(name, shape, scale).packers.append(packer)
 
     def tensor(self, name: str, *shape: int, scale: float = 0.02) -> torch.Tensor:
         """Expect ``name`` of this shape; return the tensor it will fill."""
@@ -74,6 +86,12 @@ class WeightPlan:
             begin += height
         return whole
 
+    def _expected(self, name: str, shape: tuple[int, ...], scale: float) -> Expected:
+        known = self.expected.setdefault(name, Expected(shape, scale, [], []))
+        assert known.shape == shape, f"{name} declared as {known.shape} and as {shape}"
+        return known
+
     def release(self) -> None:
         """Let go of the sinks; only the size stays known."""
         self.expected = {}
+        self.stores = []

@@ -1,0 +1,153 @@
+"""Linear layers on the host library's packed weights: in the model's number format, or quantized while they are packed.
+
+Quantization happens in the kernels of ``csrc/cpu`` as rows arrive; here is only which format each layer gets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from quintet.executor.ops.host_linear import CODE_OF_DTYPE, LinearLibrary, WeightFormat, linear_library
+from quintet.executor.ops.packed_weight import PackedWeight
+from quintet.executor.quant.method import LinearMethod, LinearShape
+from quintet.executor.weights.plan import WeightPlan
+from quintet.executor.weights.store import Description
+from quintet.wire.errors import ConfigError
+
+FLOAT_FORMATS = {
+    torch.bfloat16: WeightFormat.BF16,
+    torch.float16: WeightFormat.FP16,
+    torch.float32: WeightFormat.FP32,
+}
+
+LAYOUT = 1
+"""Version of what packed bytes mean (csrc/cpu/linear.hpp). Part of the packed cache's key: raise it when that changes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """How a layer's numbers are stored and multiplied."""
+
+    weight_format: WeightFormat
+    group: int = 0
+    """Neighbouring inputs that share a scale; 0: one scale for each output."""
+    int8_activations: bool = False
+
+
+class PackedQuantization:
+    """See `quintet.executor.quant.method.Quantization`."""
+
+    def __init__(self, name: str, numbers: Numbers, of_output_layer: Numbers) -> None:
+        library = linear_library()
+        if library is None:
+            raise ConfigError(
+                f"--quantization {name} needs Quintet's host kernels, and they were not built: install a C++ compiler"
+                " (g++ or clang++) and Quintet again, or drop the flag"
+            )
+        self._library = library
+        self._numbers = numbers
+        self._of_output_layer = of_output_layer
+
+    def linear(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod:
+        """See `Quantization.linear`."""
+        numbers = self._of_output_layer if shape.is_output_layer else self._numbers
+        return PackedLinear(self._library, shape, plan, numbers)
+
+
+def int8() -> PackedQuantization:
+    """8 bits a weight, one scale for each output."""
+    numbers = Numbers(WeightFormat.INT8)
+    return PackedQuantization("int8", numbers, of_output_layer=numbers)
+
+
+def int4() -> PackedQuantization:
+    """4 bits a weight in groups of 128 that share a scale; the output layer has 8 (see ``docs/quantization.md``)."""
+    return PackedQuantization(
+        "int4", Numbers(WeightFormat.INT4, group=128), of_output_layer=Numbers(WeightFormat.INT8)
+    )
+
+
+def w8a8() -> PackedQuantization:
+    """8 bits a weight, and activations quantized to 8 bits, each token by its own scale."""
+    return PackedQuantization(
+        "w8a8",
+        Numbers(WeightFormat.INT8, int8_activations=True),
+        of_output_layer=Numbers(WeightFormat.INT8),
+    )
+
+
+class PackedLinear:
+    """One layer. A `LinearMethod`, and a `PackedStore` for its weight."""
+
+    table = None
+
+    def __init__(
+        self, library: LinearLibrary, shape: LinearShape, plan: WeightPlan, numbers: Numbers
+    ) -> None:
+        self._library = library
+        self._shape = shape
+        self._numbers = numbers
+        self._packed: PackedWeight | None = None
+        self.is_quantized = not numbers.weight_format.is_float
+        self.int8_activations = numbers.int8_activations
+        self.num_bytes: int = library.weight_bytes(
+            *(int(numbers.weight_format), shape.columns, shape.depth, numbers.group, bool(shape.activation))
+        )
+        plan.store(self)
+        first = 0
+        for part in shape.parts:
+            plan.pack(f"{part.name}.weight", (part.rows, shape.depth), partial(self._fill, first))
+            first += part.rows
+        names, heights = (
+            tuple(f"{part.name}.bias" for part in shape.parts),
+            tuple(part.rows for part in shape.parts),
+        )
+        self.bias = plan.stacked(names, heights, ()) if shape.biased else None
+
+    @property
+    def packed(self) -> PackedWeight:
+        """The weight, once a loader has given it memory."""
+        assert self._packed is not None, "used before it was loaded"
+        return self._packed
+
+    @property
+    def description(self) -> Description:
+        """See `PackedStore`."""
+        return {
+            "layer": "+".join(part.name for part in self._shape.parts),
+            "layout": LAYOUT,
+            "format": self._numbers.weight_format.name,
+            "group": self._numbers.group,
+            "columns": self._shape.columns,
+            "depth": self._shape.depth,
+            "paired": bool(self._shape.activation),
+        }
+
+    def open(self, memory: torch.Tensor) -> None:
+        """See `PackedStore`."""
+        shape, numbers = self._shape, self._numbers
+        self._packed = PackedWeight(
+            self._library,
+            numbers.weight_format,
+            shape.columns,
+            shape.depth,
+            group=numbers.group,
+            paired=bool(shape.activation),
+            memory=memory,
+        )
+
+    def apply(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """See `LinearMethod.apply`."""
+        return self.packed.linear(
+            x,
+            self.bias,
+            residual,
+            activation=self._shape.activation,
+            int8_activations=self.int8_activations,
+        )
+
+    def _fill(self, first_column: int, rows: torch.Tensor) -> None:
+        self.packed.fill(rows if rows.dtype in CODE_OF_DTYPE else rows.float(), first_column)

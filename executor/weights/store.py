@@ -1,0 +1,57 @@
+"""Where packed weights lie: a section of one large piece of memory for each layer that is packed."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+import torch
+
+SECTION_ALIGNMENT = 4096
+"""Sections begin on pages, in memory as in a file that is mapped."""
+
+Description = Mapping[str, str | int | bool]
+
+
+class PackedStore(Protocol):
+    """A layer whose packed weight needs memory."""
+
+    @property
+    def num_bytes(self) -> int:
+        """How much."""
+
+    @property
+    def description(self) -> Description:
+        """What the bytes mean, in full: equal descriptions, equal meaning. JSON."""
+
+    def open(self, memory: torch.Tensor) -> None:
+        """Use this memory (uint8, 64-byte aligned), which stays: zeros to be packed into, or what was packed before."""
+
+
+def offsets(stores: Iterable[PackedStore], begin: int = 0) -> tuple[list[int], int]:
+    """Return where each section begins, the first no earlier than ``begin``, and where the last one ends."""
+    begins, end = [], begin
+    for store in stores:
+        end = -(-end // SECTION_ALIGNMENT) * SECTION_ALIGNMENT
+        begins.append(end)
+        end += store.num_bytes
+    return begins, end
+
+
+def reserve(stores: Iterable[PackedStore]) -> torch.Tensor:
+    """Open every store in memory of its own, taken from one reservation in huge pages; return the reservation.
+
+    Huge pages because every step reads all of it: with small ones the processor looks up half a million addresses.
+    """
+    stores = list(stores)
+    begins, end = offsets(stores)
+    if not end:
+        return torch.empty(0, dtype=torch.uint8)
+    reservation = mmap.mmap(-1, end)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
+        reservation.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(reservation, dtype=torch.uint8)
+    for store, begin in zip(stores, begins, strict=True):
+        store.open(memory[begin : begin + store.num_bytes])
+    return memory
