@@ -23,6 +23,7 @@ class Core:
         self.process: Process[Message] = Process(me, config, Message)
         self.engine = Engine(config.model, config.cache, config.scheduler)
         self.metrics = CoreMetrics(self.process.metrics)
+        self._span = self.process.span
         self._detokenizer_epochs: dict[int, int | None] = {}
 
     def run(self) -> None:
@@ -61,11 +62,15 @@ class Core:
             if flights and flights[0].step == message.step:
                 self.metrics.step_tokens.observe(flights[0].num_tokens)
                 self.process.progress += 1
-            self._send(self.engine.commit(message, now))
+            effects = self.engine.commit(message, now)
+            self._span("commit", message.step, now)
+            self._send(effects)
+            self._span("send")
             self.metrics.commit.observe((time.monotonic_ns() - now) * S)
         elif isinstance(message, Admit):
             self.metrics.hop_in.observe(max(0, now - message.sent_ns) * S)
             self._send(self.engine.admit(message, now))
+            self._span("admit", len(message.prompt_ids), now)
         elif isinstance(message, Cancel):
             self._send(self.engine.cancel(message.request_ids, now))
         elif isinstance(message, StopHit):
@@ -90,7 +95,9 @@ class Core:
             if plan is None:
                 return
             plan.sent_ns = time.monotonic_ns()
+            self._span("plan", plan.step, start, plan.sent_ns)
             peers.send(Role.EXECUTOR, 0, plan)
+            self._span("send")
             self.metrics.plan.observe((time.monotonic_ns() - start) * S)
 
     def _send(self, effects: Effects) -> None:

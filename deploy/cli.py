@@ -16,6 +16,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "complete": ("quintet.deploy.commands.complete", "let a running server continue a text"),
     "plan": ("quintet.deploy.commands.plan", "show what `serve` would use, without starting anything"),
     "bench": ("quintet.deploy.commands.bench", "measure a server, or the engine alone"),
+    "trace": ("quintet.deploy.commands.trace", "show where the time of a step went, in every process"),
     "collect-env": (
         "quintet.deploy.commands.collect_env",
         "describe this machine and installation, for bug reports",

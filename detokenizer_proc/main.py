@@ -59,6 +59,7 @@ class Detokenizer:
 
     def __init__(self, process: Process[Tokens | DetokenizeQuery], tokenizer: Tokenizer) -> None:
         self._process = process
+        self._span = process.span
         vocab_size = process.config.model.vocab_size
         self._skipping = PieceTable(tokenizer, vocab_size, skip_special_tokens=True)
         self._showing = PieceTable(tokenizer, vocab_size, skip_special_tokens=False)
@@ -123,6 +124,7 @@ class Detokenizer:
         self._num_tokens.inc(num_tokens)
         self._process.progress += num_tokens
         self._seconds.observe((time.monotonic_ns() - began_ns) / 1e9)
+        self._span("detokenize", message.step, began_ns)
 
     def _deliver(self, index: int, tag: int, text: Text) -> None:
         """Send to the frontend of this epoch; drop for one that is gone; keep for one no topology has named yet."""

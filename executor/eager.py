@@ -17,6 +17,7 @@ from quintet.executor.models.model import CausalModel
 from quintet.executor.ops.table import Ops
 from quintet.executor.slots import SlotTables
 from quintet.wire.kv_spec import KvSpec
+from quintet.wire.trace import Span, no_span
 
 MAX_OUTPUTS = 256
 
@@ -73,7 +74,9 @@ class EagerRunner:
         dtype: torch.dtype,
         kv: KvSpec,
         num_blocks: int,
+        span: Span = no_span,
     ) -> None:
+        self._span = span
         self._model = model
         self._ops = ops
         self._device = device
@@ -95,6 +98,7 @@ class EagerRunner:
         """See `Runner.forward`."""
         batch = self._builder.build(rows, tables)
         cos, sin = self._model.rope.cos_sin(batch.positions, batch.lengths, self._dtype)
+        self._span("arrays")
         self._pass = EagerPass(self._ops, batch, self._kv, cos, sin)
         self._hidden = self._model.forward(self._pass)
 

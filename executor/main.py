@@ -16,6 +16,7 @@ from quintet.wire.ids import Role, WorkerId
 from quintet.wire.messages import Topology
 from quintet.wire.runtime import Process, child_main
 from quintet.wire.step import Capacity, StepPlan
+from quintet.wire.trace import Span
 
 WORKERS = {
     "torch": "quintet.executor.worker:make_worker",
@@ -35,13 +36,13 @@ other processes need; torch asks for huge pages for large tensors. What the user
 CORE = 0
 
 
-def make_worker(config: EngineConfig) -> StepWorker:
+def make_worker(config: EngineConfig, span: Span) -> StepWorker:
     """Import and build the worker that the configuration names."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     module, _, function = WORKERS[config.executor.kind].partition(":")
-    make: Callable[[EngineConfig], StepWorker] = getattr(importlib.import_module(module), function)
-    return make(config)
+    make: Callable[[EngineConfig, Span], StepWorker] = getattr(importlib.import_module(module), function)
+    return make(config, span)
 
 
 class Executor:
@@ -50,6 +51,7 @@ class Executor:
     def __init__(self, process: Process[StepPlan], worker: StepWorker) -> None:
         self._process = process
         self._worker = worker
+        self._span = process.span
         self._core_epoch: int | None = None
         self._ended_ns = time.monotonic_ns()
         self._steps = process.metrics.counter("executor_steps", "Steps executed.")
@@ -78,12 +80,14 @@ class Executor:
     def _step(self, plan: StepPlan) -> None:
         process = self._process
         free_ns, begun_ns = self._ended_ns, time.monotonic_ns()
+        self._span("wait", plan.step, None, begun_ns)
         result = self._worker.execute(plan)
         self._ended_ns = ended_ns = time.monotonic_ns()
         result.wait_ns = begun_ns - free_ns
         result.compute_ns = ended_ns - begun_ns
         result.sent_ns = ended_ns
         process.peers.send(Role.CORE, CORE, result)
+        self._span("send", plan.step, ended_ns)
         process.progress += 1
         process.pending -= 1
         self._steps.inc()
@@ -116,7 +120,7 @@ def run(me: WorkerId, config: EngineConfig) -> None:
     """Boot, then execute plans until told to stop."""
     process: Process[StepPlan] = Process(me, config, StepPlan)
     try:
-        worker = make_worker(config)
+        worker = make_worker(config, process.span)
         executor = Executor(process, worker)
         process.ready(**worker.facts)
         while True:

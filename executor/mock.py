@@ -16,6 +16,7 @@ from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError
 from quintet.wire.params import SamplingParams
 from quintet.wire.step import NewRow, PromptLogprobs, StepPlan, StepResult, TokenLogprobs
+from quintet.wire.trace import Span, no_span
 
 _MIX_A, _MIX_B = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 SEED_MASK = (1 << 64) - 1
@@ -26,9 +27,16 @@ class MockWorker:
     """Draws from the plain ids of the upper half of the vocabulary, never an end of sequence."""
 
     def __init__(
-        self, max_num_seqs: int, vocab_size: int, eos_token_ids: list[int], num_blocks: int, step_s: float
+        self,
+        max_num_seqs: int,
+        vocab_size: int,
+        eos_token_ids: list[int],
+        num_blocks: int,
+        step_s: float,
+        span: Span = no_span,
     ) -> None:
         self.num_blocks = num_blocks
+        self._span = span
         self._step_s = step_s
         self._seeds = np.zeros(max_num_seqs, np.uint64)
         self._logprob_rows: dict[int, NewRow] = {}
@@ -66,6 +74,7 @@ class MockWorker:
         remaining = deadline - time.perf_counter()
         if remaining > 0:
             time.sleep(remaining)
+        self._span("layers", plan.step)
         return result
 
     def _draw(self, seeds: NDArray[np.uint64], positions: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -142,7 +151,7 @@ def plain_ids(vocab_size: int, eos_token_ids: list[int]) -> NDArray[np.int32]:
     return plain
 
 
-def make_worker(config: EngineConfig) -> MockWorker:
+def make_worker(config: EngineConfig, span: Span = no_span) -> MockWorker:
     """Make the mock that the configuration describes."""
     return MockWorker(
         max_num_seqs=config.scheduler.max_num_seqs,
@@ -150,4 +159,5 @@ def make_worker(config: EngineConfig) -> MockWorker:
         eos_token_ids=config.model.eos_token_ids,
         num_blocks=config.model.kv.num_blocks(config.cache.memory_bytes),
         step_s=config.executor.step_ms * 1e-3,
+        span=span,
     )

@@ -29,6 +29,7 @@ from quintet.executor.weights.packed_cache import PackedCache
 from quintet.wire.config import EngineConfig, ModelConfig
 from quintet.wire.errors import ConfigError
 from quintet.wire.step import StepPlan, StepResult
+from quintet.wire.trace import Span, no_span
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 TIED_OUTPUT = frozenset({"lm_head.weight"})
@@ -46,10 +47,12 @@ class Worker:
         config: EngineConfig,
         num_blocks: int,
         facts: Mapping[str, str],
+        span: Span = no_span,
     ) -> None:
         self.num_blocks = num_blocks
         self.facts = {**facts, "blocks": str(num_blocks)}
         self.runner = runner
+        self._span = span
         max_num_seqs, model = config.scheduler.max_num_seqs, config.model
         self.tables = SlotTables(max_num_seqs, model.max_model_len, model.kv.block_size, device)
         self._sampler = Sampler(max_num_seqs, model.vocab_size, self.tables, ops)
@@ -71,12 +74,17 @@ class Worker:
         if not plan.slots:
             return result
         rows = Rows.of(plan)
+        self._span("tables", plan.step)
         self.runner.forward(rows, self.tables)
+        self._span("layers")
         result.prompt_logprobs = self._sampler.prompt_logprobs(rows, self.runner)
         if len(rows.sampling):
             last = rows.offsets[rows.sampling] + rows.counts[rows.sampling] - 1
-            drawn, result.logprobs = self._sampler.draw(rows, self.runner.logits(last))
+            logits = self.runner.logits(last)
+            self._span("logits")
+            drawn, result.logprobs = self._sampler.draw(rows, logits)
             result.token_ids = drawn.to(torch.int32).cpu().numpy().tobytes()
+            self._span("sampling")
         return result
 
     def _copy_blocks(self, copies: bytes) -> None:
@@ -86,7 +94,7 @@ class Worker:
         self.runner.copy_blocks(sources, targets)
 
 
-def make_worker(config: EngineConfig) -> Worker:
+def make_worker(config: EngineConfig, span: Span = no_span) -> Worker:
     """Open the device, build and load the model, reserve KV memory."""
     begun = time.monotonic()
     platform = open_platform(config.executor)
@@ -103,16 +111,27 @@ def make_worker(config: EngineConfig) -> Worker:
         "weights": f"{model.weights.num_bytes / 1e6:.1f} MB in {time.monotonic() - begun:.1f} s",
     }
     return Worker(
-        make_runner(model, config, platform, ops, num_blocks), ops, platform.device, config, num_blocks, facts
+        make_runner(model, config, platform, ops, num_blocks, span),
+        ops,
+        platform.device,
+        config,
+        num_blocks,
+        facts,
+        span,
     )
 
 
 def make_runner(
-    model: CausalModel, config: EngineConfig, platform: Platform, ops: Ops, num_blocks: int
+    model: CausalModel,
+    config: EngineConfig,
+    platform: Platform,
+    ops: Ops,
+    num_blocks: int,
+    span: Span = no_span,
 ) -> Runner:
     """Return what runs the model on this platform."""
     dtype = DTYPES[config.model.dtype]
-    return EagerRunner(model, ops, platform.device, dtype, config.model.kv, num_blocks)
+    return EagerRunner(model, ops, platform.device, dtype, config.model.kv, num_blocks, span)
 
 
 def load_model(config: EngineConfig, platform: Platform, ops: Ops) -> CausalModel:

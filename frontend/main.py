@@ -118,7 +118,9 @@ class Frontend:
 
     def __init__(self, me: WorkerId, config: EngineConfig) -> None:
         self._process: Process[Inbound] = Process(me, config, Text | Failed | Tokenized | Detokenized)
-        self._service = Service(me, self._process.peers.send, config, self._process.metrics)
+        self._service = Service(
+            me, self._process.peers.send, config, self._process.metrics, self._process.span
+        )
         self._server = make_server(App(self._service), config.frontend)
         self._lag = self._process.metrics.histogram(
             "event_loop_lag_seconds", "How late a timer of the event loop fired."

@@ -23,6 +23,7 @@ from quintet.wire.messages import (
     Topology,
 )
 from quintet.wire.metrics import CounterSeries, HistogramSeries, Metrics
+from quintet.wire.trace import Span, no_span
 
 Inbound = Text | Failed | Tokenized | Detokenized | Topology | Drain | MetricsReport
 
@@ -57,10 +58,13 @@ class HttpMetrics:
 class Service:
     """One frontend: its sessions, questions, door and figures, and the messages that move them."""
 
-    def __init__(self, me: WorkerId, send: Send, config: EngineConfig, metrics: Metrics) -> None:
+    def __init__(
+        self, me: WorkerId, send: Send, config: EngineConfig, metrics: Metrics, span: Span = no_span
+    ) -> None:
         self.me = me
         self.config = config
         self.metrics = metrics
+        self.span = span
         self.sessions = Sessions(me, send, config, metrics)
         self.queries = Queries(me, send, self.sessions.seats)
         self.admission = Admission(self.sessions, config.frontend.max_queued_requests, metrics)
@@ -82,7 +86,11 @@ class Service:
     def handle(self, message: Inbound) -> None:
         """Apply one message from another process."""
         match message:
-            case Text() | Failed():
+            case Text():
+                began_ns = time.monotonic_ns()
+                self.sessions.handle(message)
+                self.span("text", message.step, began_ns)
+            case Failed():
                 self.sessions.handle(message)
             case Topology():
                 self.sessions.follow(message)

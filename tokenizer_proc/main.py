@@ -148,13 +148,14 @@ class Service:
     def _dispatch(self, size: int, work: Callable[[], Result], done: Callable[[Result], None]) -> None:
         """Do ``work`` here or in a lane, as its `size_of` says; ``done`` gets its result in the loop."""
 
-        def timed() -> tuple[Result, float]:
-            began = time.monotonic()
-            return work(), time.monotonic() - began
+        def timed() -> tuple[Result, int, int]:
+            began_ns = time.monotonic_ns()
+            return work(), began_ns, time.monotonic_ns()
 
-        def finish(result: Result, seconds: float) -> None:
+        def finish(result: Result, began_ns: int, ended_ns: int) -> None:
             self._process.progress += 1
-            self._seconds.observe(seconds)
+            self._seconds.observe((ended_ns - began_ns) / 1e9)
+            self._process.span("encode", size, began_ns, ended_ns)
             done(result)
 
         if size <= INLINE_BYTES:
@@ -162,11 +163,11 @@ class Service:
             return
         self._process.pending += 1
 
-        def land(future: Future[tuple[Result, float]]) -> None:
+        def land(future: Future[tuple[Result, int, int]]) -> None:
             self._process.pending -= 1
             finish(*future.result())
 
-        def on_done(future: Future[tuple[Result, float]]) -> None:
+        def on_done(future: Future[tuple[Result, int, int]]) -> None:
             if not future.cancelled():
                 self._loop.call_soon_threadsafe(land, future)
 

@@ -132,6 +132,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     frontend: FrontendConfig
     processes: ProcessesConfig
     log_level: str = "INFO"
+    trace: str | None = None
+    """Folder where every process writes its spans when it ends; None records none. See ``wire/trace.py``."""
 
     def write(self, path: Path) -> None:
         """Write the configuration as JSON for the child processes."""

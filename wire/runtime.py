@@ -32,6 +32,7 @@ from quintet.wire.log import configure_logging
 from quintet.wire.messages import Drain, Heartbeat, MetricsReport, Ready, Stop, Topology
 from quintet.wire.metrics import Metrics
 from quintet.wire.sockets import Inbox, MessageT, Peers, address_of
+from quintet.wire.trace import Span, Tracer, no_span
 
 SUPERVISOR = WorkerId(Role.SUPERVISOR, 0, 1)
 CONFIG_FILE = "config.json"
@@ -65,6 +66,11 @@ class Process(Generic[MessageT]):
         self._beat_s = config.processes.heartbeat_s
         self._next_beat = time.monotonic() + self._beat_s
         self._last_metrics = b""
+        self._tracer = None if config.trace is None else Tracer(me, config.trace)
+        self.span: Span = no_span if self._tracer is None else self._tracer.span
+        """Records what this process did when; does nothing unless the server is traced."""
+        if self._tracer is not None:
+            self._tracer.write_on_signal()
 
     def ready(self, **facts: str) -> None:
         """Tell the supervisor that this process can work. Freezes what boot allocated out of the garbage collector."""
@@ -129,7 +135,9 @@ class Process(Generic[MessageT]):
             raise Stopping
 
     def close(self) -> None:
-        """Close every socket."""
+        """Write the trace, if there is one, and close every socket."""
+        if self._tracer is not None:
+            self._tracer.write()
         self.inbox.close()
         self.peers.close()
         self._context.term()

@@ -126,6 +126,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
             stall_s=options.stall_timeout,
         ),
         log_level=options.log_level,
+        trace=_folder(options.trace),
     )
     return Resolution(config, weights, notes)
 

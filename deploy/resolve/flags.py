@@ -227,6 +227,15 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         float,
         Flag(PROCESSES, "seconds without a sign of life after which a process is replaced", "SECONDS"),
     ] = 10.0
+    trace: Annotated[
+        str | None,
+        Flag(
+            PROCESSES,
+            "folder where each process writes what it did when, as it ends; `quintet trace FOLDER` reads it",
+            "FOLDER",
+            "none",
+        ),
+    ] = None
     log_level: Annotated[
         Literal["DEBUG", "INFO", "WARNING", "ERROR"], Flag(PROCESSES, "least important lines shown")
     ] = "INFO"

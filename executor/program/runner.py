@@ -17,6 +17,7 @@ from quintet.executor.program.recorder import KvMemory, Recorder
 from quintet.executor.program.step import Step
 from quintet.executor.slots import SlotTables
 from quintet.wire.config import EngineConfig
+from quintet.wire.trace import Span, no_span
 
 MIN_OUTPUTS = 256
 """Rows of logits there is room for at least: prompt log-probabilities come so many at a time."""
@@ -35,7 +36,9 @@ class ProgramRunner:
         config: EngineConfig,
         dtype: torch.dtype,
         kv: KvMemory,
+        span: Span = no_span,
     ) -> None:
+        self._span = span
         limits = config.scheduler
         self.max_outputs = max(limits.max_num_seqs, MIN_OUTPUTS)
         self._library = library
@@ -63,6 +66,7 @@ class ProgramRunner:
         """See `Runner.forward`."""
         step = self._step = Step(rows, tables)
         self._rotations.fill(step, tables)
+        self._span("arrays")
         self._run(step, 0, self._forward_size)
 
     def logits(self, tokens: Int) -> torch.Tensor:

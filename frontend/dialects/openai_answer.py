@@ -22,6 +22,7 @@ from quintet.wire.errors import RequestError
 from quintet.wire.messages import Finish, FinishReason, PositionLogprobs, Started
 from quintet.wire.metrics import HistogramSeries
 from quintet.wire.params import SamplingParams
+from quintet.wire.trace import Span
 
 encode_json = msgspec.json.Encoder().encode
 
@@ -262,6 +263,7 @@ async def stream_answer(
     keep_alive_s: float,
     patience: Patience,
     write_seconds: HistogramSeries,
+    span: Span,
 ) -> None:
     """Write the answer as events, one write per wake-up, until every stream has ended or the client left.
 
@@ -275,6 +277,7 @@ async def stream_answer(
     try:
         while True:
             ready = await job.mailbox.wait()
+            woken_ns = time.monotonic_ns()
             if job.client_gone:
                 raise ClientGone
             frames: list[bytes] = []
@@ -300,6 +303,7 @@ async def stream_answer(
                 await exchange.write(b"".join(frames) if len(frames) > 1 else frames[0], last)
                 reader.waiting_since_s = None
                 write_seconds.observe(time.perf_counter() - began)
+                span("events", len(ready), woken_ns)
                 pulse.wrote()
             if last:
                 return

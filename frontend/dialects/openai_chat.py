@@ -86,7 +86,9 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
     if body.stream:
         writer = ChunkWriter(_shape(conversation.role, prefix), options, 1)
         keep_alive_s = config.frontend.keep_alive_s
-        await stream_answer(exchange, job, writer, keep_alive_s, service.patience, service.http.write_seconds)
+        await stream_answer(
+            exchange, job, writer, keep_alive_s, service.patience, service.http.write_seconds, service.span
+        )
     else:
         outputs = await whole_answer(exchange, job, options)
         await exchange.respond_json(_whole(outputs, job, options, conversation.role, prefix))

@@ -73,7 +73,9 @@ async def completions(service: Service, exchange: Exchange) -> None:
     if body.stream:
         writer = ChunkWriter(_SHAPE, options, len(prompts))
         keep_alive_s = config.frontend.keep_alive_s
-        await stream_answer(exchange, job, writer, keep_alive_s, service.patience, service.http.write_seconds)
+        await stream_answer(
+            exchange, job, writer, keep_alive_s, service.patience, service.http.write_seconds, service.span
+        )
     else:
         outputs = await whole_answer(exchange, job, options)
         await exchange.respond_json(_whole(outputs, job, options))

@@ -1,0 +1,165 @@
+"""What the spans of all processes say about a step: how long each thing takes, and how much of it nobody waits for.
+
+A step is the time from the moment the executor begins one plan to the moment it begins the next. Knows nothing of how
+spans are recorded (``wire/trace.py``) or drawn (``bench/timeline``).
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import msgspec
+
+from quintet.wire.errors import ConfigError
+from quintet.wire.trace import SPANS, SUFFIX, Trace, read_trace
+
+COMPUTE = ("layers", "logits")
+"""Spans of the executor in which the model computes: what everything else should hide behind."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Bar:
+    """One span of one process. Times are on the machine's monotonic clock."""
+
+    begin_ns: int
+    end_ns: int
+    process: str
+    """``executor-0``"""
+    name: str
+    number: int
+
+    @property
+    def role(self) -> str:
+        """The kind of process."""
+        return self.process.rpartition("-")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of the executor."""
+
+    number: int
+    begin_ns: int
+    end_ns: int
+    """When the next one began."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the account."""
+
+    role: str
+    name: str
+    ms: float
+    """Median per step, all spans of this name in the step together."""
+    share: float
+    """Of the median step."""
+    hidden: float
+    """Share of its time during which the executor's model computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """A step in numbers."""
+
+    num_steps: int
+    step_ms: float
+    rows: list[Row]
+
+    def text(self) -> str:
+        """Lay it out as a table."""
+        lines = [
+            f"step: {self.step_ms:.3f} ms (median of {self.num_steps})",
+            f"{'process':<12} {'span':<11} {'ms a step':>10} {'share':>8} {'while the model computes':>25}",
+        ]
+        for row in self.rows:
+            beside = f"{row.hidden:.0%}" if row.role != "executor" else ""
+            lines.append(f"{row.role:<12} {row.name:<11} {row.ms:>10.3f} {row.share:>8.2%} {beside:>25}")
+        return "\n".join(lines)
+
+
+def read_folder(folder: Path) -> list[Trace]:
+    """Read the traces that the processes of a server left in ``folder``."""
+    paths = sorted(folder.glob(f"*{SUFFIX}"))
+    if not paths:
+        raise ConfigError(
+            f"{folder} holds no *{SUFFIX} files; start the server with --trace {folder}, and stop it first: "
+            "the processes write as they end"
+        )
+    try:
+        return [read_trace(path) for path in paths]
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{folder} holds a file that is no trace of this version: {error}") from None
+
+
+def bars_of(trace: Trace) -> list[Bar]:
+    """Return every span of a trace, in the order of their beginnings."""
+    titles = {e.pid: str(e.args["name"]) for e in trace.traceEvents if e.name == "process_name"}
+    return sorted(
+        Bar(
+            round(event.ts * 1e3),
+            round((event.ts + event.dur) * 1e3),
+            titles[event.pid],
+            event.name,
+            int(event.args[SPANS[event.name][0]]),
+        )
+        for event in trace.traceEvents
+        if event.ph == "X"
+    )
+
+
+def steps_of(bars: Sequence[Bar]) -> list[Step]:
+    """Return the executor's steps that another one followed, in order."""
+    begins = [(bar.number, bar.end_ns) for bar in bars if bar.role == "executor" and bar.name == "wait"]
+    return [
+        Step(number, begin, following)
+        for (number, begin), (successor, following) in itertools.pairwise(begins)
+        if successor == number + 1
+    ]
+
+
+def account(bars: Sequence[Bar], steps: Sequence[Step]) -> Account:
+    """Take the account of ``steps``. A span belongs to the step in which it began."""
+    if not steps:
+        raise ConfigError("the trace holds no two steps in a row: send the server some requests first")
+    computing = _overlap_with([b for b in bars if b.role == "executor" and b.name in COMPUTE])
+    begins = [step.begin_ns for step in steps]
+    spent: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0] * len(steps))
+    hidden: dict[tuple[str, str], int] = defaultdict(int)
+    for bar in bars:
+        at = bisect_right(begins, bar.begin_ns) - 1
+        if at < 0 or bar.begin_ns >= steps[at].end_ns:
+            continue
+        key = bar.role, bar.name
+        spent[key][at] += bar.end_ns - bar.begin_ns
+        hidden[key] += computing(bar)
+    step_ns = median(step.end_ns - step.begin_ns for step in steps)
+    order = list(SPANS)
+    rows = [
+        Row(role, name, median(each) / 1e6, median(each) / step_ns, hidden[role, name] / max(1, sum(each)))
+        for (role, name), each in sorted(
+            spent.items(), key=lambda item: (item[0][0], order.index(item[0][1]))
+        )
+    ]
+    return Account(len(steps), step_ns / 1e6, rows)
+
+
+def _overlap_with(busy: Sequence[Bar]) -> Callable[[Bar], int]:
+    """Return a function that says how many nanoseconds of a bar fall into ``busy`` (sorted, disjoint)."""
+    ends = [bar.end_ns for bar in busy]
+
+    def overlap(bar: Bar) -> int:
+        total = 0
+        for index in range(bisect_right(ends, bar.begin_ns), len(busy)):
+            if busy[index].begin_ns >= bar.end_ns:
+                break
+            total += min(bar.end_ns, busy[index].end_ns) - max(bar.begin_ns, busy[index].begin_ns)
+        return total
+
+    return overlap

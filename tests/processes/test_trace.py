@@ -1,0 +1,69 @@
+"""A traced server: every process tells what it did when, and `quintet trace` puts it together."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+from quintet.deploy.step_account import bars_of, read_folder
+from quintet.wire.trace import WRITE_NOW, merge
+from tests.processes.server import serve, wait_until
+
+NUM_TOKENS = 12
+
+
+def test_a_traced_server_accounts_for_its_steps(tmp_path: Path) -> None:
+    folder = tmp_path / "trace"
+    with serve("--trace", str(folder)) as server:
+        model = server.post("/v1/completions", {"prompt": "a", "max_tokens": 1})[1]["model"]
+        body = {
+            "model": model,
+            "prompt": "Once upon",
+            "max_tokens": NUM_TOKENS,
+            "ignore_eos": True,
+            "stream": False,
+        }
+        status, _ = server.post("/v1/completions", body)
+        assert status == 200
+        for child in server.children().values():
+            child.send_signal(WRITE_NOW)
+        wait_until(lambda: len(list(folder.glob("*.trace.json"))) == 5, "five trace files on request")
+        assert server.get("/health")[0] == 200
+        early = merge(read_folder(folder))
+        assert server.post("/v1/completions", body)[0] == 200
+        server.stop()
+    bars = bars_of(merge(read_folder(folder)))
+    assert len(bars) > len(bars_of(early))
+    assert {bar.process for bar in bars} == {
+        "core-0", "detokenizer-0", "executor-0", "frontend-0", "tokenizer-0",
+    }  # fmt: skip
+
+    def steps(role: str, name: str) -> list[int]:
+        return [bar.number for bar in bars if bar.role == role and bar.name == name]
+
+    planned = steps("core", "plan")
+    assert len(planned) >= 2 * NUM_TOKENS
+    for name in ("wait", "tables", "arrays", "layers", "logits", "sampling", "send"):
+        assert steps("executor", name) == planned, name
+    assert steps("core", "commit") == planned
+    assert len(steps("tokenizer", "encode")) == 3
+    executor = [bar for bar in bars if bar.role == "executor"]
+    assert all(one.end_ns <= next_one.begin_ns for one, next_one in itertools.pairwise(executor))
+
+    shown = subprocess.run(
+        [sys.executable, "-m", "quintet.deploy.cli", "trace", str(folder)],
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    assert (folder / "merged.json").is_file()
+    assert "layers" in shown and "median of" in shown
+
+
+def test_a_folder_without_traces_is_answered_with_what_to_do(tmp_path: Path) -> None:
+    answer = subprocess.run(
+        [sys.executable, "-m", "quintet.deploy.cli", "trace", str(tmp_path)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert answer.returncode == 78
+    assert "--trace" in answer.stderr

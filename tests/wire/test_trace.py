@@ -1,0 +1,72 @@
+"""The tracer: what a process recorded is what its file says."""
+
+from __future__ import annotations
+
+import re
+import threading
+from pathlib import Path
+
+import pytest
+
+from quintet.wire.ids import Role, WorkerId
+from quintet.wire.trace import SPANS, Tracer, merge, read_trace
+
+ME = WorkerId(Role.CORE, 0, 2)
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("wire", "core", "executor", "tokenizer_proc", "detokenizer_proc", "frontend")
+
+
+def test_a_span_begins_where_the_one_before_ended_and_is_about_the_same(tmp_path: Path) -> None:
+    tracer = Tracer(ME, tmp_path)
+    tracer.span("plan", 7, 1_000, 3_000)
+    tracer.span("send", None, None, 4_000)
+    assert tracer.spans() == [("plan", 7, 1_000, 3_000), ("send", 7, 3_000, 4_000)]
+
+
+def test_the_ring_keeps_the_newest_in_order(tmp_path: Path) -> None:
+    tracer = Tracer(ME, tmp_path, capacity=4)
+    for step in range(7):
+        tracer.span("plan", step, step, step + 1)
+    assert [number for _, number, _, _ in tracer.spans()] == [3, 4, 5, 6]
+
+
+def test_threads_lose_no_spans_of_each_other(tmp_path: Path) -> None:
+    tracer = Tracer(ME, tmp_path)
+
+    def record(base: int) -> None:
+        for number in range(base, base + 2_000):
+            tracer.span("encode", number, number, number + 1)
+
+    threads = [threading.Thread(target=record, args=(base,)) for base in (0, 10_000, 20_000)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    numbers = sorted(number for _, number, _, _ in tracer.spans())
+    assert numbers == [base + i for base in (0, 10_000, 20_000) for i in range(2_000)]
+
+
+def test_the_file_is_what_trace_viewers_read(tmp_path: Path) -> None:
+    tracer = Tracer(ME, tmp_path / "made" / "here")
+    tracer.span("commit", 3, 5_000_000, 5_002_500)
+    path = tracer.write()
+    assert path.name == "core-0.2.trace.json"
+    merged = merge([read_trace(path), read_trace(path)])
+    assert [event.name for event in merged.traceEvents] == [
+        "process_name", "process_sort_index", "commit",
+    ] * 2  # fmt: skip
+    name, _, commit = merged.traceEvents[:3]
+    assert name.args == {"name": "core-0"}
+    assert (commit.ph, commit.ts, commit.dur, commit.args) == ("X", 5_000.0, 2.5, {"step": 3})
+
+
+def test_an_unknown_span_is_not_recorded_under_another_name(tmp_path: Path) -> None:
+    with pytest.raises(KeyError):
+        Tracer(ME, tmp_path).span("plann", 1)
+
+
+def test_the_processes_record_the_spans_of_the_table_and_no_others() -> None:
+    sources = [path.read_text() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    used = {name for source in sources for name in re.findall(r'\bspan\(\s*"(\w+)"', source)}
+    used |= {name for source in sources for name in re.findall(r'\b_span\(\s*"(\w+)"', source)}
+    assert used == set(SPANS)

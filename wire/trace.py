@@ -1,0 +1,172 @@
+"""Where the time of a process goes: spans on the clock that all processes of a machine share.
+
+Owns the ring into which a process records, and the file it is written to (Chrome's trace format, which
+https://ui.perfetto.dev and chrome://tracing show). Knows nothing of what the spans mean to each other: that is
+``deploy/commands/trace.py``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import struct
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from quintet.wire.ids import Role, WorkerId
+
+SPANS: Mapping[str, tuple[str, str]] = {
+    "encode": ("bytes", "tokenizer: a prompt became ids"),
+    "admit": ("prompt_bytes", "core: a request was queued"),
+    "plan": ("step", "core: the step was decided"),
+    "commit": ("step", "core: the step's tokens were applied"),
+    "send": ("step", "core, executor: a message was encoded and queued"),
+    "wait": ("step", "executor: nothing to do before this step (before the first: boot)"),
+    "tables": ("step", "executor: the plan was applied to the slot tables"),
+    "arrays": ("step", "executor: the addresses and rotations that the program reads"),
+    "layers": ("step", "executor: the model up to its last layer"),
+    "logits": ("step", "executor: the output layer, for rows that draw"),
+    "sampling": ("step", "executor: tokens were drawn and written into the token table"),
+    "detokenize": ("step", "detokenizer: the step's tokens became text, and the text was sent"),
+    "text": ("step", "frontend: the step's text was handed to its streams"),
+    "events": (
+        "streams",
+        "frontend: one client's events were composed and written; waits for a client that reads slowly",
+    ),
+}
+"""Every span there is: what its number counts, and what happens in it."""
+
+CAPACITY = 1 << 16
+"""Spans a process remembers: minutes of decoding. Older ones are overwritten."""
+
+SUFFIX = ".trace.json"
+WRITE_NOW = signal.SIGUSR1
+"""A traced process that gets this signal writes its file and goes on."""
+
+_RECORD = struct.Struct("=qqqq")
+_NAMES = tuple(SPANS)
+_INDEXES = {name: index for index, name in enumerate(_NAMES)}
+_ROLES = list(Role)
+
+
+class Span(Protocol):
+    """Records one span. Without ``begin_ns`` it began where the span before ended; without ``end_ns`` it ends now.
+
+    Without ``number`` it has that of the span before. Times are `time.monotonic_ns`.
+    """
+
+    def __call__(
+        self, name: str, number: int | None = None, begin_ns: int | None = None, end_ns: int | None = None, /
+    ) -> None: ...
+
+
+def no_span(
+    name: str, number: int | None = None, begin_ns: int | None = None, end_ns: int | None = None, /
+) -> None:
+    """Record nothing: the `Span` of a process that is not traced."""
+
+
+class Event(msgspec.Struct, frozen=True):
+    """One entry of a trace file. Times in microseconds."""
+
+    name: str
+    ph: str
+    """``X`` is a span, ``M`` says something of the process."""
+    pid: int
+    tid: int = 0
+    ts: float = 0.0
+    dur: float = 0.0
+    args: dict[str, int | str] = {}
+
+
+class Trace(msgspec.Struct, frozen=True):
+    """A trace file: of one process, or of several merged."""
+
+    traceEvents: list[Event]
+    displayTimeUnit: str = "ms"
+
+
+class Tracer:
+    """The ring of one process. `span` may be called from any thread; only the loop's may leave ``begin_ns`` out."""
+
+    def __init__(self, worker: WorkerId, folder: str | Path, capacity: int = CAPACITY) -> None:
+        self._worker = worker
+        self._folder = Path(folder)
+        self._capacity = capacity
+        self._ring = bytearray(_RECORD.size * capacity)
+        self._take = itertools.count().__next__
+        self._num_recorded = 0
+        self._last_ns = time.monotonic_ns()
+        self._number = 0
+
+    def span(
+        self, name: str, number: int | None = None, begin_ns: int | None = None, end_ns: int | None = None, /
+    ) -> None:
+        """See `Span`."""
+        if end_ns is None:
+            end_ns = time.monotonic_ns()
+        if begin_ns is None:
+            begin_ns = self._last_ns
+        if number is None:
+            number = self._number
+        position = self._take()
+        _RECORD.pack_into(
+            self._ring,
+            position % self._capacity * _RECORD.size,
+            _INDEXES[name],
+            number,
+            begin_ns,
+            end_ns,
+        )
+        self._num_recorded = position + 1
+        self._last_ns = end_ns
+        self._number = number
+
+    def spans(self) -> list[tuple[str, int, int, int]]:
+        """Return ``(name, number, begin_ns, end_ns)`` of what the ring holds, in the order of recording."""
+        num = self._num_recorded
+        records = list(_RECORD.iter_unpack(self._ring))
+        if num > self._capacity:
+            oldest = num % self._capacity
+            records = records[oldest:] + records[:oldest]
+        return [(_NAMES[index], number, begin, end) for index, number, begin, end in records[:num]]
+
+    def write(self) -> Path:
+        """Write the file of this process, whole or not at all, and return where."""
+        worker, pid = self._worker, os.getpid()
+        title = f"{worker.role}-{worker.index}"
+        events = [
+            Event("process_name", "M", pid, args={"name": title}),
+            Event("process_sort_index", "M", pid, args={"sort_index": _ROLES.index(worker.role)}),
+        ]
+        for name, number, begin, end in self.spans():
+            events.append(
+                Event(name, "X", pid, 0, begin / 1e3, (end - begin) / 1e3, {SPANS[name][0]: number})
+            )
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"{worker}{SUFFIX}"
+        unfinished = path.with_suffix(".part")
+        unfinished.write_bytes(msgspec.json.encode(Trace(events)))
+        unfinished.replace(path)
+        return path
+
+    def write_on_signal(self) -> None:
+        """Have `WRITE_NOW` write the file. Only the main thread can arrange that; tests play processes in others."""
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(WRITE_NOW, lambda number, frame: self.write())
+
+
+def read_trace(path: Path) -> Trace:
+    """Read a file that `Tracer.write` or `merge` wrote. Raises `msgspec.MsgspecError` when it is none."""
+    return msgspec.json.decode(path.read_bytes(), type=Trace)
+
+
+def merge(traces: Iterable[Trace]) -> Trace:
+    """Put the traces of several processes of one machine into one."""
+    return Trace([event for trace in traces for event in trace.traceEvents])
