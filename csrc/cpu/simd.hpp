@@ -358,6 +358,19 @@ QT_INLINE i32v dot_bytes(i32v acc, i32v a, i32v b) {
 #endif
 }
 
+// acc + a.low * b.low + a.high * b.high, each lane of a and b a pair of signed 16-bit numbers; exact.
+QT_INLINE i32v multiply_pairs(i32v acc, i32v a, i32v b) {
+#if defined(__AVX512BW__)
+  return acc + (i32v)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return acc + (i32v)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+  return acc + (i32v)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#else
+  return acc + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+#endif
+}
+
 QT_INLINE i32v load_bits(const void* from) {
   i32v bits;
   std::memcpy(&bits, from, sizeof bits);

@@ -1,0 +1,120 @@
+// Rows of a matrix on their way into the tiles of a packed weight: which row goes where, reading and transposing them.
+#pragma once
+
+#include "linear.hpp"
+#include "simd.hpp"
+
+namespace qt::QT_ISA {
+namespace {
+
+inline constexpr index_t kVectors = kTileColumns / kLanes;
+
+// The column of a lane of a tile, or -1 for padding.
+index_t column_of(const Weight& weight, index_t tile, index_t lane) {
+  if (!weight.paired) {
+    const index_t column = tile * kTileColumns + lane;
+    return column < weight.columns ? column : -1;
+  }
+  const index_t half = weight.columns / 2, column = tile * kPairedColumns + lane % kPairedColumns;
+  return column >= half ? -1 : lane < kPairedColumns ? column : half + column;
+}
+
+void tile_and_lane(const Weight& weight, index_t column, index_t& tile, index_t& lane) {
+  if (!weight.paired) {
+    tile = column / kTileColumns, lane = column % kTileColumns;
+    return;
+  }
+  const index_t half = weight.columns / 2, place = column < half ? column : column - half;
+  tile = place / kPairedColumns, lane = place % kPairedColumns + (column < half ? 0 : kPairedColumns);
+}
+
+// The source's rows for the lanes of one tile; null where a lane is not filled.
+struct Rows {
+  const char* of[kTileColumns];
+  bool any[kVectors], all[kVectors];
+};
+
+Rows rows_of(const PackCall& call, index_t tile) {
+  const index_t size = call.source_dtype == Dtype::fp32 ? 4 : 2;
+  Rows rows;
+  for (index_t v = 0; v < kVectors; ++v) {
+    rows.any[v] = false, rows.all[v] = true;
+    for (index_t i = 0; i < kLanes; ++i) {
+      const index_t column = column_of(*call.weight, tile, v * kLanes + i) - call.first;
+      const bool filled = column >= 0 && column < call.count;
+      rows.of[v * kLanes + i] = filled ? (const char*)call.source + column * call.source_stride * size : nullptr;
+      rows.any[v] |= filled, rows.all[v] &= filled;
+    }
+  }
+  return rows;
+}
+
+// Writes a vector of 32-bit words to lanes [v * kLanes, ...) of a row of 64, those that are filled.
+QT_INLINE void put(char* row, const Rows& rows, index_t v, i32v words) {
+  char* to = row + v * kLanes * 4;
+  if (rows.all[v]) {
+    std::memcpy(to, &words, sizeof words);
+    return;
+  }
+  for (int i = 0; i < kLanes; ++i)
+    if (rows.of[v * kLanes + i]) {
+      const std::int32_t word = words[i];
+      std::memcpy(to + i * 4, &word, 4);
+    }
+}
+
+QT_INLINE void put(char* row, const Rows& rows, index_t v, f32v values, fp16*) {
+  fp16* to = (fp16*)row + v * kLanes;
+  if (rows.all[v]) return store(to, values);
+  fp16 lanes[kLanes];
+  store(lanes, values);
+  for (int i = 0; i < kLanes; ++i)
+    if (rows.of[v * kLanes + i]) to[i] = lanes[i];
+}
+
+// Likewise the low bytes of `values` to a row of 64 bytes.
+QT_INLINE void put_bytes(char* row, const Rows& rows, index_t v, i32v values) {
+  for (int i = 0; i < kLanes; ++i)
+    if (rows.of[v * kLanes + i]) row[v * kLanes + i] = char(values[i]);
+}
+
+// kLanes words (pairs of 16-bit numbers) from k of each row of vector v, one vector per pair of k. `count` words are left.
+QT_INLINE void load_words(const Rows& rows, index_t v, index_t byte, index_t bytes_left, i32v (&words)[kLanes]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) {
+    const char* row = rows.of[v * kLanes + i];
+    words[i] = i32v{};
+    if (row) std::memcpy(&words[i], row + byte, bytes_left < index_t(sizeof(i32v)) ? bytes_left : sizeof(i32v));
+  }
+  transpose(words);
+}
+
+template <class Element>
+QT_INLINE f32v load_from(const char* row, index_t k, index_t count) { return load((const Element*)row + k, count); }
+
+// k [begin, begin + depth) of the rows as fp32 [depth rounded up to kLanes][64]; zero where there is none.
+template <class Element>
+void load_block(const Rows& rows, index_t begin, index_t depth, float* block) {
+  for (index_t k = 0; k < depth; k += kLanes)
+    for (index_t v = 0; v < kVectors; ++v) {
+      i32v words[kLanes];
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) {
+        const char* row = rows.of[v * kLanes + i];
+        words[i] = row ? as_bits(load_from<Element>(row, begin + k, depth - k)) : i32v{};
+      }
+      transpose(words);
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) store(block + (k + i) * kTileColumns + v * kLanes, as_float(words[i]));
+    }
+}
+
+using LoadBlock = void (*)(const Rows&, index_t, index_t, float*);
+LoadBlock loader_of(Dtype source) {
+  return source == Dtype::bf16 ? load_block<bf16> : source == Dtype::fp16 ? load_block<fp16> : load_block<float>;
+}
+
+inline constexpr index_t kBlock = 128;  // k at a time; a whole number of groups
+
+}  // namespace
+}  // namespace qt::QT_ISA

@@ -1,0 +1,188 @@
+// Quantizing weights while they are packed.
+//
+// int8: |q| <= 127, the scale from the largest magnitude of a column (or of a group in it). int4: q in [-8, 7], or 0..15 less a
+// zero point; of some scales the one with the least squared error is taken, group by group. What is minimised is the error
+// with the scale that is then least squares for its integers: for given q that is (w.q) / (q.q), and the error (w.w) -
+// (w.q)^2 / (q.q), so candidates are compared by their last term alone.
+//
+// Scales of groups are fp16 relative to the column's, a power of two, so that they are neither too large nor denormal.
+// Columns are lanes: no reduction crosses lanes, and the packed bytes do not depend on how a weight is filled piece by piece.
+#pragma once
+
+#include "linear_pack.hpp"
+
+namespace qt::QT_ISA {
+namespace {
+
+inline constexpr float kLeastMagnitude = 1e-30f;  // of a column or group that is not all zeros
+
+// What multiplies and divides, column by column; zero where there is nothing to multiply.
+QT_INLINE f32v inverse_of(f32v scale) {
+  const f32v magnitude = max(scale, -scale);
+  return magnitude > all(kLeastMagnitude) ? 1.0f / scale : f32v{};
+}
+
+QT_INLINE f32v clamp(f32v value, float least, float most) { return min(all(most), max(all(least), value)); }
+
+// The power of two at or below a positive normal number, 1 for zero.
+QT_INLINE f32v power_of_two(f32v value) {
+  const f32v power = as_float(as_bits(value) & all(std::int32_t(0x7F800000)));
+  return power > all(kLeastMagnitude) ? power : all(1.0f);
+}
+
+// Of one group of up to 128 k and one vector of columns. `block` is [count][64], the vector's first column.
+struct Extremes {
+  f32v least, most, signed_most;  // the last: of the largest magnitude, with its sign
+};
+
+QT_INLINE Extremes extremes(const float* block, index_t count) {
+  Extremes found{load(block), load(block), load(block)};
+  for (index_t k = 1; k < count; ++k) {
+    const f32v value = load(block + k * kTileColumns);
+    found.least = min(value, found.least), found.most = max(value, found.most);
+  }
+  found.signed_most = found.most > -found.least ? found.most : found.least;
+  return found;
+}
+
+// How much squared error q = clamp(round(w / scale) + zero) - zero removes, and the scale that removes it.
+QT_INLINE f32v explained(const float* block, index_t count, f32v scale, f32v zero, float most, f32v& best_scale) {
+  const f32v inverse = inverse_of(scale);
+  f32v with_weights = f32v{}, squares = f32v{};
+  for (index_t k = 0; k < count; ++k) {
+    const f32v w = load(block + k * kTileColumns);
+    const f32v q = clamp(round(w * inverse) + zero, 0.0f, most) - zero;
+    with_weights = fma(w, q, with_weights);
+    squares = fma(q, q, squares);
+  }
+  best_scale = squares > f32v{} ? with_weights / squares : f32v{};
+  return with_weights * best_scale;
+}
+
+// The scale (and zero point) of a group for 4 bits.
+QT_INLINE void choose_scale(const float* block, index_t count, bool zeros, f32v& scale, f32v& zero) {
+  const Extremes found = extremes(block, count);
+  f32v best = all(-1.0f);
+  scale = f32v{}, zero = all(8.0f);
+  constexpr int kTries = 9;
+  for (int i = 0; i < kTries; ++i) {
+    f32v tried, tried_zero = all(8.0f), fitted;
+    if (zeros) {
+      const f32v least = min(found.least, f32v{}), most = max(found.most, f32v{});
+      tried = (most - least) * (1.0f / (15.0f + 0.5f * float(i)));
+      tried_zero = clamp(round(-least * inverse_of(tried) * (1.0f - 0.03f * float(i))), 0.0f, 15.0f);
+    } else {
+      tried = found.signed_most * (-1.0f / (7.0f + 0.375f * float(i)));  // the largest magnitude becomes -7 to -10, kept in range
+    }
+    const f32v gain = explained(block, count, tried, tried_zero, 15.0f, fitted);
+    scale = gain > best ? fitted : scale;
+    zero = gain > best ? tried_zero : zero;
+    best = gain > best ? gain : best;
+  }
+}
+
+QT_INLINE char* group_at(const Weight& weight, char* tile, index_t g) {
+  return tile + kTileColumns * 4 + g * weight.group_bytes;
+}
+
+// Stores one group of `count` k: q + zero as bytes or nibbles.
+QT_INLINE void store_integers(const Weight& weight, const Rows& rows, index_t v, const float* block, index_t count,
+                              f32v inverse, f32v zero, char* integers) {
+  const bool four = weight.format == Dtype::int4;
+  const float least = four ? 0.0f : 1.0f, most = four ? 15.0f : 255.0f;
+  const index_t in_word = four ? 8 : 4;
+  for (index_t k = 0; k < count; k += in_word, integers += kTileColumns * 4) {
+    i32v word = i32v{};
+    for (index_t i = 0; i < in_word; ++i) {
+      const f32v w = k + i < count ? load(block + (k + i) * kTileColumns) : f32v{};
+      const i32v q = to_int(clamp(round(w * inverse) + zero, least, most));
+      word = word | q << int(i % 4 * 8 + i / 4 * 4);
+    }
+    put(integers, rows, v, word);
+  }
+}
+
+// The largest magnitude of each column, over all of K.
+void column_magnitudes(const PackCall& call, const Rows& rows, float* block, float (&magnitudes)[kTileColumns]) {
+  const LoadBlock load_block = loader_of(call.source_dtype);
+  for (index_t c = 0; c < kTileColumns; ++c) magnitudes[c] = 0.0f;
+  for (index_t begin = 0; begin < call.weight->depth; begin += kBlock) {
+    const index_t depth = call.weight->depth - begin < kBlock ? call.weight->depth - begin : kBlock;
+    load_block(rows, begin, depth, block);
+    for (index_t v = 0; v < kVectors; ++v) {
+      f32v most = load(magnitudes + v * kLanes);
+      for (index_t k = 0; k < depth; ++k) {
+        const f32v value = load(block + k * kTileColumns + v * kLanes);
+        most = max(max(value, -value), most);
+      }
+      store(magnitudes + v * kLanes, most);
+    }
+  }
+}
+
+void fill_integers(const PackCall& call, const Rows& rows, char* tile) {
+  const Weight& weight = *call.weight;
+  alignas(64) float block[kBlock * kTileColumns];
+  alignas(64) float magnitudes[kTileColumns];
+  const LoadBlock load_block = loader_of(call.source_dtype);
+  const bool grouped = weight.group != kWholeDepth, four = weight.format == Dtype::int4;
+  column_magnitudes(call, rows, block, magnitudes);
+  for (index_t v = 0; v < kVectors; ++v) {
+    if (!rows.any[v]) continue;
+    const f32v most = load(magnitudes + v * kLanes) * (1.0f / 127.0f);
+    put(tile, rows, v, as_bits(grouped ? power_of_two(most) : most));
+  }
+  const index_t step = grouped ? weight.group : kBlock;  // of k with one scale, or a part of those
+  for (index_t begin = 0; begin < weight.depth; begin += step) {
+    const index_t depth = weight.depth - begin < step ? weight.depth - begin : step;
+    char* group = group_at(weight, tile, grouped ? begin / step : 0);
+    char* integers = group + weight.head_bytes + (grouped ? 0 : begin * kTileColumns);
+    load_block(rows, begin, depth, block);
+    for (index_t v = 0; v < kVectors; ++v) {
+      if (!rows.any[v]) continue;
+      const float* mine = block + v * kLanes;
+      const f32v column_most = load(magnitudes + v * kLanes) * (1.0f / 127.0f);
+      f32v scale = column_most, zero = all(four ? 8.0f : 128.0f);
+      if (four) {
+        choose_scale(mine, depth, weight.zeros, scale, zero);
+      } else if (grouped) {
+        const Extremes found = extremes(mine, depth);
+        scale = max(found.most, -found.least) * (1.0f / 127.0f);
+      }
+      if (grouped) {
+        const f32v column = power_of_two(column_most);
+        const f32v relative = rounded_to<fp16>(scale / column);
+        put(group, rows, v, relative, (fp16*)nullptr);
+        scale = relative * column;
+        if (weight.zeros) put_bytes(group + kTileColumns * 2, rows, v, to_int(zero));
+      }
+      store_integers(weight, rows, v, mine, depth, inverse_of(scale), zero, integers);
+    }
+  }
+}
+
+// --- back ---
+
+// Number k of group g of a lane, as it is multiplied.
+float number_at(const Weight& weight, const char* tile, index_t lane, index_t g, index_t k) {
+  const char* group = tile + kTileColumns * 4 + g * weight.group_bytes;
+  const unsigned char* integers = (const unsigned char*)group + weight.head_bytes;
+  const bool four = weight.format == Dtype::int4;
+  const index_t in_word = four ? 8 : 4;
+  const unsigned char byte = integers[(k / in_word * kTileColumns + lane) * 4 + k % 4];
+  const int stored = !four ? byte : k % 8 < 4 ? byte & 15 : byte >> 4;
+  const int zero = weight.zeros ? ((const unsigned char*)group)[kTileColumns * 2 + lane] : four ? 8 : 128;
+  const float column = ((const float*)tile)[lane];
+  if (weight.group == kWholeDepth) return float(stored - zero) * column;
+  fp16 scales[kLanes] = {};
+  scales[0] = ((const fp16*)group)[lane];
+  return float(stored - zero) * (load(scales)[0] * column);
+}
+
+void read_group(const Weight& weight, const char* tile, index_t lane, index_t g, float* out) {
+  const index_t in_group = weight.group == kWholeDepth ? weight.depth : weight.group, begin = g * in_group;
+  for (index_t k = begin; k < weight.depth && k < begin + in_group; ++k) out[k] = number_at(weight, tile, lane, g, k - begin);
+}
+
+}  // namespace
+}  // namespace qt::QT_ISA
