@@ -5,6 +5,7 @@ The device's order is the plans' order, so a plan may rely on everything its pre
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +21,8 @@ from quintet.executor.models.model import CausalModel, Setting
 from quintet.executor.models.registry import build_model, read_card
 from quintet.executor.ops.table import Ops, ops_of
 from quintet.executor.platforms.platform import Platform, open_platform
+from quintet.executor.program.library import program_library
+from quintet.executor.program.runner import ProgramRunner, allocate_kv
 from quintet.executor.quant.registry import open_quantization
 from quintet.executor.runner import Runner
 from quintet.executor.sampling.sampler import Sampler
@@ -30,6 +33,8 @@ from quintet.wire.config import EngineConfig, ModelConfig
 from quintet.wire.errors import ConfigError
 from quintet.wire.step import StepPlan, StepResult
 from quintet.wire.trace import Span, no_span
+
+log = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 TIED_OUTPUT = frozenset({"lm_head.weight"})
@@ -129,9 +134,19 @@ def make_runner(
     num_blocks: int,
     span: Span = no_span,
 ) -> Runner:
-    """Return what runs the model on this platform."""
-    dtype = DTYPES[config.model.dtype]
-    return EagerRunner(model, ops, platform.device, dtype, config.model.kv, num_blocks, span)
+    """Return the model's recorded program where the compiled kernels take its shape, else the model itself."""
+    kv, dtype = config.model.kv, DTYPES[config.model.dtype]
+    library = program_library() if platform.name == "cpu" else None
+    if library is not None:
+        memory = allocate_kv(library, kv, num_blocks, dtype)
+        if memory is not None:
+            return ProgramRunner(library, model, config, dtype, memory, span)
+        log.warning(
+            "computing with torch: the compiled attention takes no heads of %d numbers in blocks of %d tokens",
+            kv.head_dim,
+            kv.block_size,
+        )
+    return EagerRunner(model, ops, platform.device, dtype, kv, num_blocks, span)
 
 
 def load_model(config: EngineConfig, platform: Platform, ops: Ops) -> CausalModel:

@@ -87,6 +87,8 @@ class Recorder:
         self._max_rows = {Extent.TOKENS: max_tokens, Extent.OUTPUTS: max_outputs}
         self._operations: list[_Operation] = []
         self._kept: set[int] = set()
+        self.memory: list[torch.Tensor] = []
+        """What values lie in: must live as long as the program is run."""
         self.handle = library.new()
 
     def embedding(self, layer: Embedding) -> Value:
@@ -212,7 +214,9 @@ class Recorder:
         for i, tensor in enumerate(candidates):
             if tensor.shape[1] == value.width:
                 return candidates.pop(i)
-        return lazy_zeros((self._max_rows[value.extent], value.width), self._dtype, torch.device("cpu"))
+        shape = (self._max_rows[value.extent], value.width)
+        self.memory.append(lazy_zeros(shape, self._dtype, torch.device("cpu")))
+        return self.memory[-1]
 
     def _append(
         self,

@@ -12,11 +12,12 @@ from quintet.executor.batch import Int, Rows
 from quintet.executor.layers.rope import Rope
 from quintet.executor.memory import lazy_zeros
 from quintet.executor.models.model import CausalModel
-from quintet.executor.program.library import ProgramLibrary
+from quintet.executor.program.library import ProgramLibrary, dtype_code
 from quintet.executor.program.recorder import KvMemory, Recorder
 from quintet.executor.program.step import Step
 from quintet.executor.slots import SlotTables
 from quintet.wire.config import EngineConfig
+from quintet.wire.kv_spec import KvSpec
 from quintet.wire.trace import Span, no_span
 
 MIN_OUTPUTS = 256
@@ -57,6 +58,7 @@ class ProgramRunner:
         assert logits.tensor is not None
         self._logits = logits.tensor  # [max_outputs, vocab]
         self._program = recorder.handle
+        self._alive = (model, recorder.memory)  # what the program's addresses point into
         self._size = self.spans[-1].end
         self._step: Step | None = None
         self.seconds = 0.0
@@ -128,8 +130,17 @@ class Rotations:
         self._cosines, self._sines = self._rope.cos_sin(torch.arange(num_positions), None, self._dtype)
 
 
-def allocate_kv(num_layers: int, num_blocks: int, block_bytes: int, block_size: int, dtype: int) -> KvMemory:
-    """Reserve the KV memory of every layer; pages are mapped when first written."""
+def allocate_kv(
+    library: ProgramLibrary, spec: KvSpec, num_blocks: int, dtype: torch.dtype
+) -> KvMemory | None:
+    """Reserve the KV memory of every layer, or return None where the kernels do not take the shape.
+
+    Pages are mapped when first written.
+    """
+    code = dtype_code(dtype)
+    block_bytes = library.kv_block_bytes(code, spec.num_kv_heads, spec.head_dim, spec.block_size)
+    if not block_bytes:
+        return None
     cpu = torch.device("cpu")
-    layers = tuple(lazy_zeros((num_blocks, block_bytes), torch.uint8, cpu) for _ in range(num_layers))
-    return KvMemory(layers, block_size, dtype)
+    layers = tuple(lazy_zeros((num_blocks, block_bytes), torch.uint8, cpu) for _ in range(spec.num_layers))
+    return KvMemory(layers, spec.block_size, code)

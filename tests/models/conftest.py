@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -206,7 +206,12 @@ def reference_greedy(model: Any, prompt: list[int], num_tokens: int) -> list[int
 
 
 def engine_config(
-    folder: Path, card: dict[str, Any], block_size: int, max_model_len: int, **executor: Any
+    folder: Path,
+    card: dict[str, Any],
+    block_size: int,
+    max_model_len: int,
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    **executor: Any,
 ) -> EngineConfig:
     """Resolve a configuration for a tiny model, as ``deploy`` would."""
     heads = card["num_attention_heads"]
@@ -214,7 +219,7 @@ def engine_config(
         num_layers=card["num_hidden_layers"],
         num_kv_heads=card.get("num_key_value_heads") or heads,
         head_dim=card.get("head_dim") or card["hidden_size"] // heads,
-        dtype_bytes=4,
+        dtype_bytes=4 if dtype == "float32" else 2,
         block_size=block_size,
     )
     return EngineConfig(
@@ -224,7 +229,7 @@ def engine_config(
             tokenizer_path=str(folder),
             served_names=["tiny"],
             architecture=card["architectures"][0],
-            dtype="float32",
+            dtype=dtype,
             vocab_size=card["vocab_size"],
             max_model_len=max_model_len,
             eos_token_ids=[],
@@ -238,13 +243,15 @@ def engine_config(
     )
 
 
-@pytest.fixture
-def serve(tmp_path: Path) -> Callable[..., Served]:
-    """Return a function that makes a tiny random model of a transformers configuration, saves it and loads it here."""
+@pytest.fixture(params=[4, 16], ids=["eager", "compiled"])
+def serve(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., Served]:
+    """Return a function that makes a tiny random model of a transformers configuration, saves it and loads it here.
 
-    def serve(
-        config: transformers.PretrainedConfig, block_size: int = 4, max_model_len: int = 256, **save: Any
-    ) -> Served:
+    Blocks of 4 tokens are computed by torch; for blocks of 16 the compiled step is there.
+    """
+    block_size: int = request.param
+
+    def serve(config: transformers.PretrainedConfig, max_model_len: int = 256, **save: Any) -> Served:
         torch.manual_seed(1)
         reference = transformers.AutoModelForCausalLM.from_config(config).float().eval()
         with torch.no_grad():

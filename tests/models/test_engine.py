@@ -19,8 +19,8 @@ from quintet.wire.params import SamplingParams
 from quintet.wire.step import Capacity
 
 NUM_TOKENS = 32
-TINY_KV = 34
-"""Blocks of 4 tokens: the longest request needs 21, so eight of them must take turns."""
+TINY_KV = {4: 34, 16: 9}
+"""By block size, how many blocks make eight requests take turns: the longest one needs 21 or 6 of them."""
 
 
 class House:
@@ -83,9 +83,10 @@ def changed(config: EngineConfig, **scheduler: Any) -> EngineConfig:
     )
 
 
-def small_kv(config: EngineConfig, num_blocks: int) -> EngineConfig:
-    """Return the configuration with this many KV blocks."""
-    cache = msgspec.structs.replace(config.cache, memory_bytes=num_blocks * config.model.kv.bytes_per_block)
+def small_kv(config: EngineConfig) -> EngineConfig:
+    """Return the configuration with `TINY_KV`."""
+    kv = config.model.kv
+    cache = msgspec.structs.replace(config.cache, memory_bytes=TINY_KV[kv.block_size] * kv.bytes_per_block)
     return msgspec.structs.replace(config, cache=cache)
 
 
@@ -112,8 +113,8 @@ def test_tokens_do_not_depend_on_scheduling(family: str, serve: Callable[..., An
         "whole prompts": changed(config, enable_chunked_prefill=False, max_num_batched_tokens=64),
         "no prefix cache": without_prefix_cache(changed(config)),
         "two at a time": changed(config, max_num_seqs=2),
-        "preemption": small_kv(changed(config), TINY_KV),
-        "preemption in chunks": small_kv(changed(config, max_num_batched_tokens=13), TINY_KV),
+        "preemption": small_kv(changed(config)),
+        "preemption in chunks": small_kv(changed(config, max_num_batched_tokens=13)),
     }
     for name, variant in variants.items():
         house = House(variant, worker)
@@ -169,7 +170,7 @@ def test_preempted_choices_draw_the_same(serve: Callable[..., Any]) -> None:
         n=4, temperature=1.0, max_tokens=30, seed=3, presence_penalty=0.5, repetition_penalty=1.2
     )
     outputs = []
-    for config in (changed(served.config), small_kv(changed(served.config), TINY_KV)):
+    for config in (changed(served.config), small_kv(changed(served.config))):
         house = House(config, served.core.worker)
         for i, prompt in enumerate(prompts_of((13, 29, 20))):
             house.admit(10 * i + 10, prompt, params)

@@ -44,13 +44,14 @@ def test_decode_rows_and_prompt_chunks_share_steps(served: Any) -> None:
 
 
 def test_forks_continue_from_shared_and_copied_blocks(served: Any) -> None:
-    core, prompt = served.core, PROMPTS[2]  # 14 tokens: 3 full blocks of 4, and a part
+    core, prompt = served.core, PROMPTS[3]  # 30 tokens: full blocks, and a part
     parent = core.add(prompt, max_tokens=12)
     core.advance()
     forks = [core.fork(parent, max_tokens=12) for _ in range(3)]
     core.run()
-    assert forks[0].blocks[:3] == parent.blocks[:3]
-    assert forks[0].blocks[3] != parent.blocks[3]
+    whole = (len(prompt) - 1) // core.block_size
+    assert forks[0].blocks[:whole] == parent.blocks[:whole]
+    assert forks[0].blocks[whole] != parent.blocks[whole]
     assert [fork.outputs for fork in forks] == [parent.outputs] * 3
     assert parent.outputs == served.greedy(prompt, 12)
 
@@ -141,7 +142,8 @@ def test_a_plan_may_precede_the_tokens_it_computes(served: Any) -> None:
 @pytest.mark.parametrize("num_own", [1, 5, 11])
 def test_a_row_reads_blocks_that_the_row_before_it_fills(served: Any, num_own: int) -> None:
     """Requests that arrive together share a beginning before any step has computed it."""
-    shared = PROMPTS[3][:12]  # 3 blocks of 4
+    start = 3 * served.core.block_size
+    shared = [(5 * 3 + n) % 97 for n in range(start)]
     prompts = [shared + [7] * 3, shared + [9] * num_own]
     tables = [[10, 11, 12, 13, 14], [10, 11, 12, 20, 21, 22]]
     plan = StepPlan(
@@ -159,8 +161,8 @@ def test_a_row_reads_blocks_that_the_row_before_it_fills(served: Any, num_own: i
         ),
         copies=b"",
         slots=pack_i32([0, 1]),
-        starts=pack_i32([0, 12]),
-        counts=pack_i32([15, num_own]),
+        starts=pack_i32([0, start]),
+        counts=pack_i32([start + 3, num_own]),
         samples=pack_u8([1, 1]),
     )
     tokens = list(unpack_i32(served.core.worker.execute(plan).token_ids))
