@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from quintet.executor.ops.host_library import open_library
+from quintet.executor.ops.host_library import instruction_set, open_library
 
 NAMES = ("baseline", "avx2", "avx512", "avx512_bf16")
 REPEATING = "QUINTET_TEST_REPEATING"
@@ -16,7 +16,7 @@ def isa() -> str:
     """The instruction set that this process computes with."""
     library = open_library()
     assert library is not None, "the host kernels are not built"
-    return bytes(library.qt_isa()).decode()
+    return instruction_set(library)
 
 
 def lesser() -> tuple[str, ...]:
