@@ -9,6 +9,7 @@ import json
 import math
 import sys
 import zlib
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -57,13 +58,23 @@ def load_checkpoint(
 def fill_randomly(plan: WeightPlan, seed: int) -> None:
     """Deliver seeded random numbers of a sane scale: for trying sizes without a checkpoint.
 
-    Uniform rather than normal, and in the model's own number format: half a billion of them take a second.
+    Their spread is that of initialised weights to within a factor of the square root of two, and they are made without
+    arithmetic: drawing a normal number takes longer than packing it.
     """
     reserve(plan.stores)
-    for name, expected in plan.expected.items():
-        tensor = _random_tensor(name, expected, plan.dtype, seed)
-        for sink in (*expected.sinks, *expected.packers):
-            sink(tensor)
+    names = list(plan.expected)
+    with ThreadPoolExecutor(1) as ahead:  # the next tensor is drawn while this one is packed
+
+        def draw(name: str) -> Future[torch.Tensor]:
+            return ahead.submit(_random_tensor, name, plan.expected[name], plan.dtype, seed)
+
+        drawn = draw(names[0])
+        for name, following in zip(names, (*names[1:], None), strict=True):
+            tensor = drawn.result()
+            if following is not None:
+                drawn = draw(following)
+            for sink in (*plan.expected[name].sinks, *plan.expected[name].packers):
+                sink(tensor)
 
 
 def _deliver(plan: WeightPlan, files: list[MappedFile], packed: bool) -> None:
@@ -88,13 +99,22 @@ def _deliver(plan: WeightPlan, files: list[MappedFile], packed: bool) -> None:
 
 
 def _random_tensor(name: str, expected: Expected, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Return numbers of either sign between a power of two and its double: random bits, but for the exponent."""
     if expected.scale == 0.0:
         return torch.ones(expected.shape, dtype=dtype)
+    integer = torch.int32 if dtype.itemsize == 4 else torch.int16
+
+    def bits_of(value: float) -> int:
+        return int(torch.tensor(value, dtype=dtype).view(integer).item())
+
+    generator = np.random.Generator(np.random.SFC64([seed & MAX_UINT64, zlib.crc32(name.encode())]))
     count = math.prod(expected.shape)
-    generator = np.random.SFC64([seed & MAX_UINT64, zlib.crc32(name.encode())])
-    words = torch.from_numpy(generator.random_raw(-(-count // 4)).view(np.int16))[:count]
-    # An even spread over (-b, b) has the standard deviation b / sqrt(3).
-    return words.to(dtype).mul_(expected.scale * math.sqrt(3) / (1 << 15)).view(expected.shape)
+    words = generator.integers(0, MAX_UINT64, -(-count * dtype.itemsize // 8), np.uint64, endpoint=True)
+    bits = torch.from_numpy(words.view(np.uint8)).view(integer)[:count]
+    # An even spread over (2^e, 2^(e+1)) has a mean square of 7/3 * 4^e.
+    power = 2.0 ** round(math.log2(expected.scale / math.sqrt(7 / 3)))
+    bits.bitwise_and_(~bits_of(math.inf)).bitwise_or_(bits_of(power))
+    return bits.view(dtype).view(expected.shape)
 
 
 def _check_names(plan: WeightPlan, folder: Path, files: list[MappedFile], ignored: frozenset[str]) -> None:
