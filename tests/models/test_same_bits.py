@@ -1,0 +1,187 @@
+"""The same request gives the same bits: its logits, whatever else is in the batch and however it is scheduled.
+
+The real core plans, the compiled step computes, and every row of logits that draws a token is compared bit by bit with
+the request computed alone, in one piece, on one thread.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import transformers
+from tests.models.conftest import engine_config
+from tests.models.test_engine import House, changed, without_prefix_cache
+
+from quintet.executor.batch import Int, Rows
+from quintet.executor.ops.host_library import open_library, set_threads
+from quintet.executor.program.runner import ProgramRunner
+from quintet.executor.slots import SlotTables
+from quintet.executor.worker import Worker, make_worker
+from quintet.wire.config import EngineConfig
+from quintet.wire.params import SamplingParams
+from quintet.wire.step import StepPlan, StepResult
+
+NUM_TOKENS = 12
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, seed=0)
+RANDOM = SamplingParams(temperature=1.1, top_p=0.9, top_k=40, max_tokens=NUM_TOKENS, seed=11)
+LENGTHS = (1, 2, 15, 16, 17, 40, 63, 64, 65, 127, 128, 129, 200, 257)
+"""Around the edges of blocks (16), of key chunks (64, 128) and of row tiles."""
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+class Witness:
+    """A worker that remembers the logits of every token drawn: (request, position) to bytes."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.inner = worker
+        self.num_blocks = worker.num_blocks
+        self.seen: dict[tuple[int, int], bytes] = {}
+        self._tenants: dict[int, int] = {}
+        self._rows: Rows | None = None
+        self._runner = worker.runner
+        worker.runner = self
+        self.max_outputs = self._runner.max_outputs
+
+    def reset(self) -> None:
+        self.inner.reset()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self._tenants |= {row.slot: row.request_id for row in plan.new_rows}
+        return self.inner.execute(plan)
+
+    def forward(self, rows: Rows, tables: SlotTables) -> None:
+        self._rows = rows
+        self._runner.forward(rows, tables)
+
+    def logits(self, tokens: Int) -> torch.Tensor:
+        logits = self._runner.logits(tokens)
+        rows = self._rows
+        assert rows is not None and len(rows.sampling) == len(tokens)
+        for i, row in enumerate(rows.sampling.tolist()):
+            key = (self._tenants[int(rows.slots[row])], int(rows.starts[row] + rows.counts[row]))
+            bits = logits[i].view(torch.uint8).numpy().tobytes()
+            assert self.seen.setdefault(key, bits) == bits, (
+                f"request and position {key} computed twice, differently"
+            )
+        return logits
+
+    def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        self._runner.copy_blocks(sources, targets)
+
+    def release(self) -> dict[tuple[int, int], bytes]:
+        self.inner.runner = self._runner
+        return self.seen
+
+
+def card_of(config: transformers.PretrainedConfig, folder: Path) -> dict[str, Any]:
+    config.architectures = [
+        {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "mistral": "MistralForCausalLM"}[
+            config.model_type
+        ]
+    ]
+    config.save_pretrained(folder)
+    card: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
+    return card
+
+
+MODELS: dict[str, transformers.PretrainedConfig] = {
+    "grouped heads, biases": transformers.Qwen2Config(
+        vocab_size=331, hidden_size=96, intermediate_size=200, num_hidden_layers=2, num_attention_heads=6,
+        num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=True,
+    ),
+    "head norms": transformers.Qwen3Config(
+        vocab_size=257, hidden_size=64, intermediate_size=130, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, head_dim=32, max_position_embeddings=512,
+    ),
+    "sliding window": transformers.MistralConfig(
+        vocab_size=257, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=1, max_position_embeddings=512, sliding_window=50,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Give the pool its one thread back."""
+    yield
+    library = open_library()
+    assert library is not None
+    set_threads(library, 1, False)
+
+
+def prompts_of(vocab_size: int) -> list[list[int]]:
+    numbers = np.random.default_rng(5)
+    return [numbers.integers(0, vocab_size, length).tolist() for length in LENGTHS]
+
+
+def run(
+    config: EngineConfig,
+    worker: Worker,
+    prompts: dict[int, list[int]],
+    params: SamplingParams,
+    rounds: int = 1,
+) -> dict[tuple[int, int], bytes]:
+    """Compute all prompts together, ``rounds`` times over; return the logits behind every token."""
+    witness = Witness(worker)
+    house = House(config, witness)  # type: ignore[arg-type]
+    for round_ in range(rounds):
+        for request_id, prompt in prompts.items():
+            house.admit(request_id + 1000 * round_, prompt, params)
+        house.run()
+    return witness.release()
+
+
+def with_blocks(config: EngineConfig, num_blocks: int) -> EngineConfig:
+    cache = msgspec.structs.replace(config.cache, memory_bytes=num_blocks * config.model.kv.bytes_per_block)
+    return msgspec.structs.replace(config, cache=cache)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("params", [GREEDY, RANDOM], ids=["greedy", "random"])
+def test_logits_do_not_depend_on_company_or_schedule(
+    model: str, dtype: Dtype, params: SamplingParams, tmp_path: Path, threads: None
+) -> None:
+    card = card_of(MODELS[model], tmp_path)
+    config = engine_config(tmp_path, card, 16, 288, dtype, load_format="dummy", seed=3)
+    config = changed(config, max_num_seqs=64)
+    worker = make_worker(config)
+    assert isinstance(worker.runner, ProgramRunner)
+    library = open_library()
+    assert library is not None
+    prompts = dict(enumerate(prompts_of(card["vocab_size"]), start=1))
+    alone: dict[tuple[int, int], bytes] = {}
+    for request_id, prompt in prompts.items():
+        alone |= run(without_prefix_cache(changed(config)), worker, {request_id: prompt}, params)
+    assert len(alone) == NUM_TOKENS * len(prompts)
+
+    everyone = changed(config)
+    many = {100 * copy + request_id: prompt for copy in range(4) for request_id, prompt in prompts.items()}
+    variants: dict[str, tuple[EngineConfig, dict[int, list[int]], int, int]] = {
+        "together": (everyone, prompts, 1, 1),
+        "together on two threads": (everyone, prompts, 1, 2),
+        "56 at once on two threads": (everyone, many, 1, 2),
+        "chunks of 7": (
+            changed(config, max_num_batched_tokens=32, long_prefill_token_threshold=7),
+            prompts,
+            1,
+            1,
+        ),
+        "chunks of up to 37": (changed(config, max_num_batched_tokens=37), prompts, 1, 2),
+        "prefix hits": (everyone, prompts, 2, 1),
+        "preemption": (with_blocks(changed(config), 40), prompts, 1, 1),
+    }
+    for name, (variant, admitted, rounds, num_threads) in variants.items():
+        set_threads(library, num_threads, False)
+        seen = run(variant, worker, admitted, params, rounds)
+        for (request_id, position), bits in seen.items():
+            assert bits == alone[request_id % 1000 % 100, position], (name, request_id, position)
+        assert len(seen) == NUM_TOKENS * len(admitted) * rounds, name
