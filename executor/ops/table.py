@@ -11,8 +11,6 @@ from typing import Protocol
 
 import torch
 
-from quintet.executor.ops.argmax import argmax
-from quintet.executor.ops.descending import descending
 from quintet.executor.ops.embedding import embedding
 from quintet.executor.ops.linear import LinearFunction, pack_linear
 from quintet.executor.ops.paged_attention import AttentionRows, paged_attention, reads_pages_in_place
@@ -20,6 +18,10 @@ from quintet.executor.ops.rms_norm import rms_norm
 from quintet.executor.ops.rope_kv_write import rope_kv_write
 from quintet.executor.ops.silu_and_mul import silu_and_mul
 from quintet.executor.platforms.platform import import_string
+from quintet.executor.ragged import Int
+from quintet.executor.sampling.draw import draw
+from quintet.executor.sampling.entries import Entries, entries
+from quintet.executor.sampling.settings import Settings
 
 
 class RmsNorm(Protocol):
@@ -75,16 +77,25 @@ class ReadsPagesInPlace(Protocol):
     def __call__(self, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int) -> bool: ...
 
 
-class Argmax(Protocol):
-    """See `quintet.executor.ops.argmax`."""
+class Draw(Protocol):
+    """See `quintet.executor.sampling.draw`."""
 
-    def __call__(self, logits: torch.Tensor) -> torch.Tensor: ...
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        settings: Settings,
+        slots: Int,
+        positions: Int,
+        rows: Int | None = None,
+    ) -> torch.Tensor: ...
 
 
-class Descending(Protocol):
-    """See `quintet.executor.ops.descending`."""
+class ReportEntries(Protocol):
+    """See `quintet.executor.sampling.entries`."""
 
-    def __call__(self, values: torch.Tensor) -> torch.Tensor: ...
+    def __call__(
+        self, logits: torch.Tensor, own: torch.Tensor, num_top: int, rows: Int | None = None
+    ) -> Entries: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,20 +109,20 @@ class Ops:
     rope_kv_write: RopeKvWrite = rope_kv_write
     paged_attention: PagedAttention = paged_attention
     reads_pages_in_place: ReadsPagesInPlace = reads_pages_in_place
-    argmax: Argmax = argmax
-    descending: Descending = descending
+    draw: Draw = draw
+    entries: ReportEntries = entries
 
 
 IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "cpu": {
-        "argmax": "quintet.executor.ops.argmax:argmax_on_host",
+        "draw": "quintet.executor.sampling.draw_on_host:draw_on_host",
+        "entries": "quintet.executor.sampling.entries_on_host:entries_on_host",
         "pack_linear": "quintet.executor.ops.linear_on_host:pack_linear_in_tiles",
         "rms_norm": "quintet.executor.ops.pointwise_on_host:rms_norm_on_host",
         "silu_and_mul": "quintet.executor.ops.pointwise_on_host:silu_and_mul_on_host",
         "rope_kv_write": "quintet.executor.ops.pointwise_on_host:rope_kv_write_on_host",
         "paged_attention": "quintet.executor.ops.paged_attention_on_host:paged_attention_on_host",
         "reads_pages_in_place": "quintet.executor.ops.paged_attention_on_host:reads_pages_in_place_on_host",
-        "descending": "quintet.executor.ops.descending:descending_on_host",
     },
     "cuda": {},
 }

@@ -11,14 +11,14 @@ import torch
 BLOCK = 128
 
 
-def choose(logits: torch.Tensor, uniforms: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+def choose(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Return a token per row, int64[n], drawn with probability ``softmax(logits)``.
 
-    logits: fp32 ``[n, vocab]``; uniforms: float64 ``[n]`` in (0, 1); scratch: like ``logits``, overwritten. Tokens of
-    probability 0 are never drawn; a row without any other draws token 0.
+    logits: fp32 ``[n, vocab]``; uniforms: float64 ``[n]`` in (0, 1). Tokens of probability 0 are never drawn; a row without
+    any other draws token 0.
     """
     vocab_size = logits.shape[1]
-    weights = torch.softmax(logits, dim=-1, out=scratch)
+    weights = torch.softmax(logits, dim=-1)
     empty = weights[:, 0].isnan()
     whole = vocab_size // BLOCK * BLOCK
     sums = weights[:, :whole].view(len(weights), -1, BLOCK).sum(dim=-1)

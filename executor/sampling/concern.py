@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quintet.executor.ops.table import Ops
 from quintet.executor.slots import SlotTables
 from quintet.wire.step import NewRow
 
@@ -21,7 +20,6 @@ class DrawRows:
     """The rows that draw in this step, as host columns int64[S]; token values are in ``tables``."""
 
     tables: SlotTables
-    ops: Ops
     slots: Int
     lengths: Int
     """Tokens each row has: the position its draw will take."""
@@ -30,7 +28,7 @@ class DrawRows:
 
     def take(self, which: Int) -> DrawRows:
         """Return a subset of the rows."""
-        return DrawRows(self.tables, self.ops, self.slots[which], self.lengths[which], self.num_prompt[which])
+        return DrawRows(self.tables, self.slots[which], self.lengths[which], self.num_prompt[which])
 
 
 class Concern(Protocol):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from quintet.executor.memory import to_device
-from quintet.executor.sampling.concern import Int
+from quintet.executor.ragged import Int
 
 
 def cut_below(logits: torch.Tensor, which: Int, threshold_of: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from quintet.executor.batch import Rows
 from quintet.executor.memory import to_device
+from quintet.executor.ops.table import Ops
 from quintet.executor.ragged import ranges
 from quintet.executor.runner import Runner
 from quintet.executor.sampling.concern import Int
@@ -18,7 +18,8 @@ from quintet.wire.step import NewRow, PromptLogprobs, TokenLogprobs
 class Logprobs:
     """What each slot's tenant wants to know. Entries hold the token itself first, then the most likely ones."""
 
-    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
+    def __init__(self, max_num_seqs: int, vocab_size: int, ops: Ops) -> None:
+        self._ops = ops
         self._vocab_size = vocab_size
         self._num_top = np.zeros(max_num_seqs, np.int64)
         self._num_prompt_top = np.zeros(max_num_seqs, np.int64)
@@ -47,24 +48,26 @@ class Logprobs:
         ``slots`` are of all S rows; ``row_numbers`` their indexes in the plan. A request with ``logprob_token_ids``
         gets those instead of the most likely.
         """
-        index = to_device(which, logits.device)
-        own = drawn[index]
-        logprobs = torch.log_softmax(logits[index], dim=-1, dtype=torch.float32)
+        own = drawn if len(which) == len(drawn) else drawn[to_device(which, logits.device)]
         num_top = self._num_top[slots[which]]
-        ids, values, ranks = _entries(logprobs, own, int(num_top.max()))
+        found = self._ops.entries(logits, own, int(num_top.max()), which)
         reports: list[TokenLogprobs] = []
         for i, slot in enumerate(slots[which].tolist()):
             width = 1 + int(num_top[i])
-            row_ids, row_values = ids[i, :width], values[i, :width]
+            row_ids, row_values = found.ids[i, :width], found.values[i, :width]
             chosen = self._chosen_ids.get(slot)
             if chosen is not None:
-                asked = logprobs[i][to_device(chosen, logits.device)].cpu().numpy()
+                of_chosen = logits[int(which[i])][to_device(chosen, logits.device)].double().cpu().numpy()
+                asked = (of_chosen - found.normalizers[i]).astype(np.float32)
                 order = np.argsort(-asked, kind="stable")
-                row_ids = np.concatenate((ids[i, :1], chosen[order].astype(np.int32)))
-                row_values = np.concatenate((values[i, :1], asked[order]))
+                row_ids = np.concatenate((row_ids[:1], chosen[order].astype(np.int32)))
+                row_values = np.concatenate((row_values[:1], asked[order]))
             reports.append(
                 TokenLogprobs(
-                    int(row_numbers[which[i]]), int(ranks[i]), row_ids.tobytes(), row_values.tobytes()
+                    int(row_numbers[which[i]]),
+                    int(found.ranks[i]),
+                    row_ids.tobytes(),
+                    row_values.tobytes(),
                 )
             )
         return reports
@@ -91,9 +94,8 @@ class Logprobs:
                 to_device(slots[owners[piece]], tables.device),
                 to_device(positions[piece].copy(), tables.device),
             ]
-            logits = runner.logits(at[piece])
-            logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
-            pieces.append(_entries(logprobs, own.long(), width))
+            found = self._ops.entries(runner.logits(at[piece]), own, width)
+            pieces.append((found.ids, found.values, found.ranks))
         ids, values, ranks = (np.concatenate(parts) for parts in zip(*pieces, strict=True))
         ends = np.cumsum(counts)
         reports: list[PromptLogprobs] = []
@@ -117,19 +119,3 @@ class Logprobs:
         if asked is None:
             return 0
         return self._vocab_size if asked < 0 else min(asked, self._vocab_size)
-
-
-def _entries(
-    logprobs: torch.Tensor, own: torch.Tensor, num_top: int
-) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]:
-    """Return ids and values ``[n, 1 + num_top]``, the token ``own [n]`` first, and its ranks ``[n]``, from 1."""
-    mine = logprobs.gather(1, own.unsqueeze(1))
-    ranks = (logprobs > mine).sum(dim=-1).add_(1)
-    top = logprobs.topk(num_top, dim=-1)
-    ids = torch.cat((own.unsqueeze(1), top.indices), dim=1)
-    values = torch.cat((mine, top.values), dim=1)
-    return (
-        ids.to(torch.int32).cpu().numpy(),
-        values.cpu().numpy(),
-        ranks.to(torch.int32).cpu().numpy(),
-    )

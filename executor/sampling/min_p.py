@@ -1,4 +1,7 @@
-"""``min_p``: drops tokens less likely than this share of the most likely one (Nguyen et al., "Turning up the heat", 2024)."""
+"""``min_p``: drops tokens less likely than this share of the most likely one (Nguyen et al., "Turning up the heat", 2024).
+
+Compares logits rather than probabilities: ``p >= min_p * p_max`` is ``logit >= logit_max + log(min_p)``.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +9,13 @@ import numpy as np
 import torch
 
 from quintet.executor.memory import to_device
-from quintet.executor.sampling.concern import DrawRows, Int
 from quintet.executor.sampling.cut import cut_below
-from quintet.wire.step import NewRow
+from quintet.executor.sampling.settings import Settings
 
 
-class MinP:
-    """Compares logits rather than probabilities: ``p >= min_p * p_max`` is ``logit >= logit_max + log(min_p)``."""
-
-    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
-        self._log_min_p = np.zeros(max_num_seqs, np.float32)
-
-    def admit(self, row: NewRow) -> bool:
-        """See `Concern.admit`."""
-        if row.params.min_p == 0.0:
-            return False
-        self._log_min_p[row.slot] = np.log(row.params.min_p)
-        return True
-
-    def apply(self, logits: torch.Tensor, rows: DrawRows, which: Int) -> None:
-        """See `Concern.apply`."""
-        log_min_p = to_device(self._log_min_p[rows.slots[which]], logits.device)
+def cut_min_p(logits: torch.Tensor, settings: Settings) -> None:
+    """Set to -inf, in place, what each row of ``logits [n, vocab]`` drops."""
+    which = np.flatnonzero(settings["log_min_p"] > -np.inf)
+    if len(which):
+        log_min_p = to_device(settings["log_min_p"][which], logits.device)
         cut_below(logits, which, lambda chosen: chosen.amax(dim=-1) + log_min_p)

@@ -13,83 +13,72 @@ from quintet.executor.ops.table import Ops
 from quintet.executor.runner import Runner
 from quintet.executor.sampling.allowed_ids import AllowedIds
 from quintet.executor.sampling.bad_words import BadWords
-from quintet.executor.sampling.choice import choose
 from quintet.executor.sampling.concern import Concern, DrawRows, Int
 from quintet.executor.sampling.logit_bias import LogitBias
 from quintet.executor.sampling.logprobs import Logprobs
-from quintet.executor.sampling.min_p import MinP
 from quintet.executor.sampling.min_tokens import MinTokens
 from quintet.executor.sampling.penalties import Penalties
-from quintet.executor.sampling.philox import uniform
-from quintet.executor.sampling.temperature import Temperature
-from quintet.executor.sampling.top_k import TopK
-from quintet.executor.sampling.top_p import TopP
+from quintet.executor.sampling.settings import settings_of, settings_table
 from quintet.executor.slots import SlotTables
 from quintet.wire.step import NewRow, PromptLogprobs, TokenLogprobs
 
 SHAPING: tuple[Callable[[int, int], Concern], ...] = (AllowedIds, BadWords, MinTokens, LogitBias, Penalties)
 """What changes the logits of any row, in this order. Each is made with ``(max_num_seqs, vocab_size)``."""
 
-FILTERS: tuple[Callable[[int, int], Concern], ...] = (Temperature, MinP, TopK, TopP)
-"""What changes the logits of rows that draw at random, after that, in this order."""
-
-SEED_MASK = (1 << 64) - 1
-
 
 class Sampler:
-    """One per worker. A step in which nobody wants a concern spends one test of one integer on it."""
+    """One per worker. Rows that want no concern go from the model's logits to a token in one call; a step without any
+    other spends one test of one integer on them."""
 
     def __init__(self, max_num_seqs: int, vocab_size: int, tables: SlotTables, ops: Ops) -> None:
         self._tables = tables
+        self._host_token_ids = tables.token_ids.numpy() if tables.device.type == "cpu" else None
+        """The token table, where numpy can write it: several times faster than torch, for few numbers."""
         self._ops = ops
         self._vocab_size = vocab_size
-        self._seeds = np.zeros(max_num_seqs, np.uint64)
-        self._logprobs = Logprobs(max_num_seqs, vocab_size)
-        concerns = [make(max_num_seqs, vocab_size) for make in (*SHAPING, *FILTERS)]
-        flagged = [(1 << i, concern) for i, concern in enumerate(concerns)]
-        self._shaping, self._filters = flagged[: len(SHAPING)], flagged[len(SHAPING) :]
-        self._shapes = sum(flag for flag, _ in self._shaping)
-        self._random = 1 << len(flagged)
-        self._reports = self._random << 1
-        self._reports_prompt = self._random << 2
+        self._settings = settings_table(max_num_seqs)
+        self._logprobs = Logprobs(max_num_seqs, vocab_size, ops)
+        self._shaping = [(1 << i, make(max_num_seqs, vocab_size)) for i, make in enumerate(SHAPING)]
+        self._shapes = (1 << len(self._shaping)) - 1
+        self._reports = 1 << len(self._shaping)
+        self._reports_prompt = self._reports << 1
         self._wants = np.zeros(max_num_seqs, np.int64)
         """Per slot, one bit per thing its tenant wants."""
         self._wide = torch.empty(0, vocab_size)
-        self._scratch = torch.empty(0, vocab_size)
 
     def admit(self, row: NewRow) -> None:
         """Note what a slot's new tenant asks for."""
         wants = 0
-        for flag, concern in (*self._shaping, *self._filters):
+        for flag, concern in self._shaping:
             wants |= flag * concern.admit(row)
-        wants |= self._random * (not row.params.greedy)
         wants |= self._reports * self._logprobs.admit_output(row)
         wants |= self._reports_prompt * self._logprobs.admit_prompt(row)
         self._wants[row.slot] = wants
-        self._seeds[row.slot] = row.seed & SEED_MASK
+        self._settings[row.slot] = settings_of(row.params, row.seed)
 
     def draw(self, rows: Rows, logits: torch.Tensor) -> tuple[torch.Tensor, list[TokenLogprobs]]:
         """Draw for every sampling row of ``rows``, from ``logits [S, vocab]`` of any dtype, which stay as they are.
 
-        Returns the tokens, int64[S], and the log-probabilities that were asked for.
+        Returns the tokens, int32[S], and the log-probabilities that were asked for.
         """
-        slots = rows.slots[rows.sampling]
-        positions = (rows.starts + rows.counts)[rows.sampling]
+        sampling = rows.sampling
+        slots = rows.slots[sampling]
+        positions = rows.starts[sampling] + rows.counts[sampling]
         wants = self._wants[slots]
         wanted = int(np.bitwise_or.reduce(wants))
-        if wanted & (self._shapes | self._random):
-            drawing = DrawRows(
-                self._tables, self._ops, slots, positions, self._tables.num_prompt_tokens[slots]
-            )
-            drawn = self._draw_shaped(drawing, logits, wants, wanted)
+        if wanted & self._shapes:
+            drawn = self._draw_shaped(slots, positions, logits, wants, wanted)
         else:
-            drawn = self._ops.argmax(logits)
-        device = self._tables.device
-        self._tables.token_ids[to_device(slots, device), to_device(positions, device)] = drawn.to(torch.int32)
+            drawn = self._ops.draw(logits, self._settings, slots, positions)
+        if self._host_token_ids is not None:
+            self._host_token_ids[slots, positions] = drawn.numpy()
+        else:
+            device = self._tables.device
+            self._tables.token_ids[to_device(slots, device), to_device(positions, device)] = drawn
         if not wanted & self._reports:
             return drawn, []
         which = np.flatnonzero(wants & self._reports)
-        return drawn, self._logprobs.of_drawn(logits, drawn, slots, which, rows.sampling)
+        return drawn, self._logprobs.of_drawn(logits, drawn, slots, which, sampling)
 
     def prompt_logprobs(self, rows: Rows, runner: Runner) -> list[PromptLogprobs]:
         """Return log-probabilities of prompt tokens that the step ``runner`` just computed made known."""
@@ -98,33 +87,36 @@ class Sampler:
             return []
         return self._logprobs.of_prompt(rows, which, self._tables, runner)
 
-    def _draw_shaped(self, rows: DrawRows, logits: torch.Tensor, wants: Int, wanted: int) -> torch.Tensor:
-        self._reserve(len(logits), logits.device)
-        wide = self._wide[: len(logits)].copy_(logits)  # [S, vocab] fp32
+    def _draw_shaped(
+        self, slots: Int, positions: Int, logits: torch.Tensor, wants: Int, wanted: int
+    ) -> torch.Tensor:
+        """Copy the rows that a concern changes, as fp32, and draw from the copies; from the others as they are."""
+        draw, settings = self._ops.draw, self._settings
+        shaped = np.flatnonzero(wants & self._shapes)
+        mine, wants = slots[shaped], wants[shaped]
+        wide = self._copy(logits, shaped)  # [shaped rows, vocab]
+        rows = DrawRows(self._tables, mine, positions[shaped], self._tables.num_prompt_tokens[mine])
         for flag, concern in self._shaping:
             if wanted & flag:
                 concern.apply(wide, rows, np.flatnonzero(wants & flag))
-        random = np.flatnonzero(wants & self._random)
-        if len(random) == len(logits):
-            return self._draw_random(rows, wide, wants, wanted)
-        drawn = self._ops.argmax(wide)
-        if len(random):
-            index = to_device(random, logits.device)
-            drawn[index] = self._draw_random(rows.take(random), wide[index], wants[random], wanted)
-        return drawn
+        drawn = draw(wide, settings, mine, positions[shaped])
+        if len(shaped) == len(slots):
+            return drawn
+        others = np.ones(len(slots), np.bool_)
+        others[shaped] = False
+        plain = np.flatnonzero(others)
+        everyone = torch.empty(len(slots), dtype=torch.int32, device=logits.device)
+        everyone[to_device(shaped, logits.device)] = drawn
+        everyone[to_device(plain, logits.device)] = draw(
+            logits, settings, slots[plain], positions[plain], plain
+        )
+        return everyone
 
-    def _draw_random(self, rows: DrawRows, wide: torch.Tensor, wants: Int, wanted: int) -> torch.Tensor:
-        for flag, concern in self._filters:
-            if wanted & flag:
-                which = np.flatnonzero(wants & flag)
-                if len(which):
-                    concern.apply(wide, rows, which)
-        uniforms = to_device(uniform(self._seeds[rows.slots], rows.lengths), wide.device)
-        return choose(wide, uniforms, self._scratch[: len(wide)])
-
-    def _reserve(self, num_rows: int, device: torch.device) -> None:
-        """Keep room for so many rows of logits: asking the system for it in each step costs more than filling it."""
-        if num_rows > len(self._wide) or self._wide.device != device:
-            shape = (max(num_rows, min(2 * len(self._wide), len(self._wants))), self._vocab_size)
-            self._wide = torch.empty(shape, device=device)
-            self._scratch = torch.empty(shape, device=device)
+    def _copy(self, logits: torch.Tensor, which: Int) -> torch.Tensor:
+        """Return these rows in fp32. Keeps the room: asking the system for it in each step costs more than filling it."""
+        if len(which) > len(self._wide) or self._wide.device != logits.device:
+            num_rows = max(len(which), min(2 * len(self._wide), len(self._wants)))
+            self._wide = torch.empty((num_rows, self._vocab_size), device=logits.device)
+        if len(which) < len(logits):
+            logits = logits[to_device(which, logits.device)]
+        return self._wide[: len(which)].copy_(logits)

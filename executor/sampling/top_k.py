@@ -6,25 +6,15 @@ import numpy as np
 import torch
 
 from quintet.executor.memory import to_device
-from quintet.executor.sampling.concern import DrawRows, Int
 from quintet.executor.sampling.cut import cut_below
-from quintet.wire.step import NewRow
+from quintet.executor.sampling.settings import Settings
 
 
-class TopK:
-    """Cuts below the k-th largest logit."""
-
-    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
-        self._k = np.zeros(max_num_seqs, np.int64)
-
-    def admit(self, row: NewRow) -> bool:
-        """See `Concern.admit`."""
-        self._k[row.slot] = row.params.top_k
-        return 0 < row.params.top_k < self._vocab_size
-
-    def apply(self, logits: torch.Tensor, rows: DrawRows, which: Int) -> None:
-        """See `Concern.apply`."""
-        k = self._k[rows.slots[which]]
+def cut_top_k(logits: torch.Tensor, settings: Settings) -> None:
+    """Set to -inf, in place, what is below the k-th largest of each row of ``logits [n, vocab]``."""
+    all_k = settings["top_k"]
+    which = np.flatnonzero((all_k > 0) & (all_k < logits.shape[1]))
+    if len(which):
+        k = all_k[which]
         last = to_device(k - 1, logits.device).unsqueeze(1)
         cut_below(logits, which, lambda chosen: chosen.topk(int(k.max())).values.gather(1, last).squeeze(1))

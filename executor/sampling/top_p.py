@@ -7,40 +7,33 @@ import numpy as np
 import torch
 
 from quintet.executor.memory import to_device
-from quintet.executor.ops.table import Ops
-from quintet.executor.sampling.concern import DrawRows, Int
 from quintet.executor.sampling.cut import cut_below
-from quintet.wire.step import NewRow
+from quintet.executor.sampling.settings import Settings
 
 NUM_CANDIDATES = 128
 
 
-class TopP:
-    """Looks at the largest few logits first, and sorts only rows whose mass is spread wider: a full sort of a vocabulary
-    costs more than the rest of a step. Both ways find the same threshold, so a row's outcome stays its own."""
+def cut_top_p(logits: torch.Tensor, settings: Settings) -> None:
+    """Set to -inf, in place, what each row of ``logits [n, vocab]`` drops.
 
-    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
-        self._p = np.ones(max_num_seqs, np.float64)
-
-    def admit(self, row: NewRow) -> bool:
-        """See `Concern.admit`."""
-        self._p[row.slot] = row.params.top_p
-        return row.params.top_p < 1.0
-
-    def apply(self, logits: torch.Tensor, rows: DrawRows, which: Int) -> None:
-        """See `Concern.apply`."""
-        p = to_device(self._p[rows.slots[which]], logits.device)
-        cut_below(logits, which, lambda chosen: threshold(chosen, p, rows.ops))
+    Looks at the largest few logits first, and sorts only rows whose mass is spread wider: a full sort of a vocabulary costs
+    more than the rest of a step. Both ways find the same threshold, so a row's outcome stays its own.
+    """
+    which = np.flatnonzero(settings["top_p"] < 1.0)
+    if len(which):
+        p = to_device(settings["top_p"][which], logits.device)
+        cut_below(logits, which, lambda chosen: threshold(chosen, p))
 
 
-def threshold(logits: torch.Tensor, p: torch.Tensor, ops: Ops) -> torch.Tensor:
+def threshold(logits: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     """Return ``[n]``: the smallest logit to keep in each row of ``logits [n, vocab]`` for ``p`` (float64 ``[n]``)."""
     most_likely = torch.softmax(logits, dim=-1).amax(dim=-1)
     largest = logits.topk(min(NUM_CANDIDATES, logits.shape[1])).values
     smallest, reached = _last_kept(largest, most_likely, p)
     wide = (~reached).nonzero().squeeze(1)
     if len(wide):
-        smallest[wide], _ = _last_kept(ops.descending(logits[wide]), most_likely[wide], p[wide])
+        descending = logits[wide].sort(dim=-1, descending=True).values
+        smallest[wide], _ = _last_kept(descending, most_likely[wide], p[wide])
     return smallest
 
 

@@ -103,5 +103,5 @@ class SamplerBench:
         """The rows as concerns see them."""
         lengths = rows.starts + rows.counts
         return DrawRows(
-            self.tables, self.ops, rows.slots, lengths, np.asarray(self.tables.num_prompt_tokens[rows.slots])
+            self.tables, rows.slots, lengths, np.asarray(self.tables.num_prompt_tokens[rows.slots])
         )

@@ -10,8 +10,6 @@ import torch
 
 from quintet.executor.batch import BatchBuilder, KvShape, Rows
 from quintet.executor.memory import lazy_zeros
-from quintet.executor.ops.argmax import argmax, argmax_on_host
-from quintet.executor.ops.descending import descending, descending_on_host
 from quintet.executor.ops.linear import pack_linear, pack_linear_on_host
 from quintet.executor.ops.paged_attention import MAX_FOLDED_TOKENS, paged_attention
 from quintet.executor.ops.rms_norm import rms_norm
@@ -58,23 +56,6 @@ def test_rope_rotates_pairs_and_passes_the_rest(rotary_dim: int) -> None:
     pairs = torch.complex(x[..., :half], x[..., half:rotary_dim]) * torch.polar(torch.ones(()), angles)
     torch.testing.assert_close(out[..., :rotary_dim], torch.cat((pairs.real, pairs.imag), -1))
     assert torch.equal(out[..., rotary_dim:], x[..., rotary_dim:])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_argmax_on_the_host_equals_the_reference(dtype: torch.dtype) -> None:
-    logits = noise(40, 333).mul(4).round().to(dtype)  # many ties
-    logits[7] = -logits[7].abs() - 1  # no positive logit
-    logits[8] = 0.0
-    logits[9] = -0.0
-    logits[10] = -torch.inf
-    logits[10, 5] = -3.0
-    assert torch.equal(argmax_on_host(logits), argmax(logits))
-
-
-def test_descending_on_the_host_equals_the_reference() -> None:
-    values = noise(7, 333)
-    values[2, 5:50] = -torch.inf
-    assert torch.equal(descending_on_host(values), descending(values))
 
 
 BLOCK = 4

@@ -17,13 +17,14 @@ from quintet.executor.sampling.bad_words import BadWords
 from quintet.executor.sampling.choice import choose
 from quintet.executor.sampling.concern import Concern
 from quintet.executor.sampling.logit_bias import LogitBias
-from quintet.executor.sampling.min_p import MinP
+from quintet.executor.sampling.min_p import cut_min_p
 from quintet.executor.sampling.min_tokens import MinTokens
 from quintet.executor.sampling.penalties import Penalties
 from quintet.executor.sampling.philox import philox4x32, uniform
-from quintet.executor.sampling.temperature import Temperature
-from quintet.executor.sampling.top_k import TopK
-from quintet.executor.sampling.top_p import NUM_CANDIDATES, TopP
+from quintet.executor.sampling.settings import RECORD, Settings, settings_of
+from quintet.executor.sampling.temperature import divide_by_temperature
+from quintet.executor.sampling.top_k import cut_top_k
+from quintet.executor.sampling.top_p import NUM_CANDIDATES, cut_top_p
 from quintet.wire.params import SamplingParams
 
 VOCAB = 300
@@ -154,11 +155,18 @@ CONCERNS: list[tuple[Callable[[int, int], Concern], Callable[[Logits, Drawer], L
     (MinTokens, min_tokens_reference),
     (LogitBias, logit_bias_reference),
     (Penalties, penalties_reference),
-    (Temperature, temperature_reference),
-    (MinP, min_p_reference),
-    (TopK, top_k_reference),
-    (TopP, top_p_reference),
 ]
+
+FILTERS: list[tuple[Callable[[torch.Tensor, Settings], None], Callable[[Logits, Drawer], Logits]]] = [
+    (divide_by_temperature, temperature_reference),
+    (cut_min_p, min_p_reference),
+    (cut_top_k, top_k_reference),
+    (cut_top_p, top_p_reference),
+]
+
+
+def settings_for(rows: list[Drawer]) -> Settings:
+    return np.array([settings_of(row.params, row.seed) for row in rows], RECORD)
 
 
 def float_logits(rows: int, seed: int, scale: float = 3.0) -> torch.Tensor:
@@ -185,18 +193,31 @@ def test_concern_equals_its_definition(
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("apply", "reference"), FILTERS, ids=[apply.__name__ for apply, _ in FILTERS])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_filter_equals_its_definition(
+    apply: Callable[[torch.Tensor, Settings], None],
+    reference: Callable[[Logits, Drawer], Logits],
+    seed: int,
+) -> None:
+    rows = drawers(seed)
+    logits = float_logits(len(rows), seed, scale=[3.0, 0.3, 8.0][seed])
+    before = logits.clone()
+    expected = torch.tensor(
+        [reference(values, row) for values, row in zip(logits.tolist(), rows, strict=True)]
+    )
+    apply(logits, settings_for(rows))
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(logits, before), "no row wants the filter"
+
+
 def test_top_p_finds_the_same_threshold_when_the_mass_is_wide() -> None:
     """A nearly flat row needs more than the first candidates; its neighbours do not change what it keeps."""
-    bench = SamplerBench(VOCAB)
     row = Drawer(SamplingParams(top_p=0.9))
-    drawing = bench.draw_rows(bench.admit([row, row]))
-    concern = TopP(64, VOCAB)
-    for slot in drawing.slots.tolist():
-        concern.admit(new_row(slot, row))
     flat, peaked = float_logits(1, 0, scale=0.01), float_logits(1, 1, scale=9.0)
     both = torch.cat((flat, peaked))
     expected = torch.tensor([top_p_reference(values, row) for values in both.tolist()])
-    concern.apply(both, drawing, np.array([0, 1]))
+    cut_top_p(both, settings_for([row, row]))
     torch.testing.assert_close(both, expected)
     assert both[0].isfinite().sum() > NUM_CANDIDATES > both[1].isfinite().sum()
 
@@ -219,7 +240,7 @@ def test_greedy_rows_take_the_most_likely_after_shaping(seed: int) -> None:
     expected = []
     for values, row in zip(logits.tolist(), rows, strict=True):
         shaped = values
-        for _, reference in CONCERNS[:5]:
+        for _, reference in CONCERNS:
             shaped = reference(shaped, row)
         expected.append(max(range(VOCAB), key=lambda t, shaped=shaped: (shaped[t], -t)))
     before = logits.clone()
@@ -278,7 +299,7 @@ def test_the_choice_inverts_the_cumulative_distribution(vocab_size: int) -> None
         logits[:] = 0.0
     uniforms = torch.rand(200, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     uniforms[:2] = torch.tensor([2.0**-53, 1 - 2.0**-53])
-    drawn = choose(logits.clone(), uniforms, torch.empty_like(logits))
+    drawn = choose(logits, uniforms)
     shares = torch.softmax(logits.double(), -1)
     above = shares.cumsum(-1).gather(1, drawn[:, None]).squeeze(1)
     own = shares.gather(1, drawn[:, None]).squeeze(1)

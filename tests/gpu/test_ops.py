@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quintet.executor.ops.argmax import argmax
 from quintet.executor.ops.rms_norm import rms_norm
 from quintet.executor.ops.silu_and_mul import silu_and_mul
 from quintet.executor.ops.table import ops_of
@@ -25,4 +26,4 @@ def test_ops_norm_and_activation(shape: tuple[int, int]) -> None:
 def test_ops_argmax_takes_the_lowest_of_equals(shape: tuple[int, int], dtype: torch.dtype) -> None:
     logits = torch.randn(shape).round().to(dtype)
     lowest = (logits == logits.amax(-1, keepdim=True)).to(torch.uint8).argmax(-1)
-    assert torch.equal(ops_of("cuda").argmax(logits.cuda()).cpu(), lowest)
+    assert torch.equal(argmax(logits.cuda()).cpu(), lowest)

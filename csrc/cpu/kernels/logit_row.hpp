@@ -1,0 +1,301 @@
+// Passes over one row of logits, and selection without sorting: what drawing and reporting share.
+//
+// A row is seen as blocks of kBlock logits. One pass finds the largest logit of every block; as the n blocks with the largest
+// maxima hold at least n logits that are not below the n-th of these maxima, whoever looks for the n largest logits looks
+// into those blocks only. Sums are of fp32 vectors within a block, element i in lane i mod lanes, ascending, then lanes by
+// halves; of doubles across blocks, ascending.
+#pragma once
+
+#include "sampling.hpp"
+#include "simd.hpp"
+
+namespace qt::QT_ISA {
+namespace {
+
+constexpr index_t kBlock = 128;
+
+QT_INLINE index_t blocks_of(index_t vocab_size) { return (vocab_size + kBlock - 1) / kBlock; }
+
+// Memory for one row, in the calling thread's scratch.
+struct Scratch {
+  float* maxima;     // [blocks]
+  float* sums;       // [blocks]
+  float* values;     // [vocab]: the logits that are still candidates, in the order of the vocabulary,
+  float* weights;    // [vocab]: their weights
+  std::int32_t* ids;  // [vocab]: and their ids
+  float* narrowed;   // [2 * vocab]: what `largest_reaching` narrows down
+};
+
+QT_INLINE Scratch scratch_for(const LogitRows& rows) {
+  const index_t blocks = (blocks_of(rows.vocab_size) + 15) / 16 * 16;
+  const index_t width = (rows.vocab_size + kBlock) / 16 * 16 + 16;  // compressing stores write a vector past the end
+  float* memory = static_cast<float*>(rows.scratch((2 * blocks + 5 * width) * index_t(sizeof(float))));
+  Scratch s;
+  s.maxima = memory;
+  s.sums = s.maxima + blocks;
+  s.values = s.sums + blocks;
+  s.weights = s.values + width;
+  s.ids = reinterpret_cast<std::int32_t*>(s.weights + width);
+  s.narrowed = s.weights + 2 * width;
+  return s;
+}
+
+// The first `count` lanes of value, -inf in the others.
+QT_INLINE f32v or_lowest(f32v value, index_t count) {
+  if (count >= kLanes) return value;
+  for (int i = int(count); i < kLanes; ++i) value[i] = -__builtin_inff();
+  return value;
+}
+
+struct Largest {
+  float value;
+  bool any_nan;  // NaN counts for no maximum
+};
+
+template <class Element>
+QT_INLINE Largest find_maxima(const Element* x, index_t vocab_size, float* maxima) {
+  float top = -__builtin_inff();
+  i32v magnitude = {};
+  for (index_t b = 0, i = 0; i < vocab_size; ++b, i += kBlock) {
+    const index_t end = i + kBlock < vocab_size ? i + kBlock : vocab_size;
+    f32v most = all(-__builtin_inff());
+    for (index_t j = i; j < end; j += kLanes) {
+      const f32v value = end - j >= kLanes ? load(x + j) : or_lowest(load(x + j, end - j), end - j);
+      const i32v bits = as_bits(value) & 0x7FFFFFFF;
+      magnitude = bits > magnitude ? bits : magnitude;
+      most = max(value, most);
+    }
+    maxima[b] = max_of(most);
+    top = maxima[b] > top ? maxima[b] : top;
+  }
+  bool any_nan = false;
+  for (int i = 0; i < kLanes; ++i) any_nan |= magnitude[i] > 0x7F800000;
+  return {top, any_nan};
+}
+
+// The first index with x == value, which is in the row; or, where value is NaN, the first NaN.
+template <class Element>
+index_t index_of(const Element* x, index_t vocab_size, const float* maxima, float value) {
+  const bool nan = value != value;
+  for (index_t b = 0, i = 0; i < vocab_size; ++b, i += kBlock) {
+    if (!nan && maxima[b] != value) continue;
+    const index_t end = i + kBlock < vocab_size ? i + kBlock : vocab_size;
+    for (index_t j = i; j < end; ++j) {
+      const float here = load(x + j, 1)[0];
+      if (nan ? here != here : here == value) return j;
+    }
+  }
+  return 0;
+}
+
+// e^((x - top) / temperature) where x >= floor, else 0. floor is such that the exponent is above -88: see `exponential`.
+struct Weigh {
+  f32v top, inverse, floor;
+  __attribute__((always_inline)) f32v operator()(f32v x) const {
+    const f32v weight = exponential((x - top) * inverse);
+    return x >= floor ? weight : all(0.0f);
+  }
+};
+
+// The weights of n numbers: their sum; and block by block in `sums`; one by one in `weights`, unless null.
+template <class Element>
+QT_INLINE double weigh(const Element* x, index_t n, const Weigh& weight_of, float* sums, float* weights) {
+  double total = 0;
+  for (index_t b = 0, i = 0; i < n; ++b, i += kBlock) {
+    const index_t end = i + kBlock < n ? i + kBlock : n;
+    f32v sum = {};
+    for (index_t j = i; j < end; j += kLanes) {
+      f32v weight;
+      if (end - j >= kLanes)
+        weight = weight_of(load(x + j));
+      else
+        weight = weight_of(or_lowest(load(x + j, end - j), end - j));
+      if (weights) store(weights + j, weight, end - j);
+      sum += weight;
+    }
+    const float of_block = sum_of(sum);
+    if (sums) sums[b] = of_block;
+    total += double(of_block);
+  }
+  return total;
+}
+
+// Lists the logits that are at least `least`, in the order of the vocabulary. Returns how many.
+template <class Element>
+index_t gather(const Element* x, index_t vocab_size, const float* maxima, float least, float* values, std::int32_t* ids) {
+  index_t n = 0;
+  for (index_t b = 0, i = 0; i < vocab_size; ++b, i += kBlock) {
+    if (maxima[b] < least) continue;
+    const index_t end = i + kBlock < vocab_size ? i + kBlock : vocab_size;
+    for (index_t j = i; j < end; j += kLanes) {
+      const index_t count = end - j < kLanes ? end - j : kLanes;
+      const f32v value = load(x + j, count);
+#if defined(__AVX512F__)
+      const __mmask16 chosen = first(count) & _mm512_cmp_ps_mask(value, all(least), _CMP_GE_OQ);
+      const __m512i id = _mm512_add_epi32(_mm512_set1_epi32(int(j)),
+                                          _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0));
+      _mm512_storeu_ps(values + n, _mm512_maskz_compress_ps(chosen, value));
+      _mm512_storeu_si512(ids + n, _mm512_maskz_compress_epi32(chosen, id));
+      n += __builtin_popcount(chosen);
+#else
+      for (index_t lane = 0; lane < count; ++lane) {
+        values[n] = value[lane];
+        ids[n] = std::int32_t(j + lane);
+        n += value[lane] >= least;
+      }
+#endif
+    }
+  }
+  return n;
+}
+
+// Drops the listed numbers below `least`; weights may be null. Returns how many are left.
+QT_INLINE index_t keep_at_least(float least, float* values, float* weights, std::int32_t* ids, index_t n) {
+  index_t kept = 0, i = 0;
+#if defined(__AVX512F__)
+  for (; i + kLanes <= n; i += kLanes) {
+    const f32v value = load(values + i);
+    const __mmask16 lanes = _mm512_cmp_ps_mask(value, all(least), _CMP_GE_OQ);
+    _mm512_mask_compressstoreu_epi32(ids + kept, lanes, _mm512_loadu_si512(ids + i));
+    if (weights) _mm512_mask_compressstoreu_ps(weights + kept, lanes, load(weights + i));
+    _mm512_mask_compressstoreu_ps(values + kept, lanes, value);
+    kept += __builtin_popcount(lanes);
+  }
+#endif
+  for (; i < n; ++i) {
+    const float value = values[i];
+    values[kept] = value;
+    ids[kept] = ids[i];
+    if (weights) weights[kept] = weights[i];
+    kept += value >= least;
+  }
+  return kept;
+}
+
+// Unsigned numbers in the order of the floats they stand for.
+QT_INLINE std::uint32_t key_of(float value) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits ^ (bits >> 31 ? 0xFFFFFFFFu : 0x80000000u);
+}
+
+QT_INLINE float of_key(std::uint32_t key) {
+  const std::uint32_t bits = key ^ (key >> 31 ? 0x80000000u : 0xFFFFFFFFu);
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// Copies the numbers for which chosen(value) holds, and their weights unless null, in order; in place is fine. Returns how many.
+template <class Chosen>
+QT_INLINE index_t narrow_down(const float* values, const float* weights, index_t n, Chosen chosen, float* to_values,
+                              float* to_weights) {
+  index_t kept = 0, i = 0;
+#if defined(__AVX512F__)
+  for (; i + kLanes <= n; i += kLanes) {
+    const f32v value = load(values + i);
+    const __mmask16 lanes = _mm512_movepi32_mask((__m512i)chosen(value));
+    if (weights) _mm512_mask_compressstoreu_ps(to_weights + kept, lanes, load(weights + i));
+    _mm512_mask_compressstoreu_ps(to_values + kept, lanes, value);
+    kept += __builtin_popcount(lanes);
+  }
+#endif
+  for (; i < n; ++i) {
+    const float value = values[i];
+    if (weights) to_weights[kept] = weights[i];
+    to_values[kept] = value;
+    kept += chosen(all(value))[0] != 0;
+  }
+  return kept;
+}
+
+// The numbers of a selection that are still in question, and what those above them weigh.
+template <class Sum>
+struct Open {
+  const float* values;
+  const float* weights;  // null: each weighs 1
+  index_t n;
+  Sum above;
+};
+
+// Walks bins from the last down to the one in which `target` is reached; returns it, and adds those above it to `above`. Where
+// it is not reached, the lowest bin that is not empty.
+template <class Sum>
+QT_INLINE int walk_down(const Sum* bins, int count, Sum target, Sum& above) {
+  int chosen = -1;
+  Sum before = above;
+  for (int bin = count - 1; bin >= 0; --bin) {
+    if (!(bins[bin] > 0)) continue;
+    chosen = bin;
+    before = above;
+    above += bins[bin];
+    if (above >= target) break;
+  }
+  above = before;
+  return chosen;
+}
+
+// Narrows many numbers down to those of one of kBins equal parts of the range they lie in.
+template <class Sum>
+void narrow_by_range(Open<Sum>& open, Sum target, float* room_values, float* room_weights) {
+  constexpr int kBins = 1024;
+  f32v least = all(3e38f), most = all(-3e38f);
+  for (index_t i = 0; i + kLanes <= open.n; i += kLanes) {
+    const f32v value = load(open.values + i);
+    least = min(value, least);
+    most = max(value, most);
+  }
+  const f32v low = all(max_of(-least) < 1e30f ? -max_of(-least) : -1e30f), scale = all(float(kBins) / (max_of(most) - low[0]));
+  if (!(scale[0] < 1e30f)) return;  // all alike
+  const auto bin_of = [=](f32v value) { return to_int(min(max((value - low) * scale, all(0.0f)), all(float(kBins - 1)))); };
+  Sum bins[2][kBins] = {};  // of even and odd places: a number need not wait for its neighbour's sum
+  for (index_t i = 0; i < open.n; i += kLanes) {
+    const index_t count = open.n - i < kLanes ? open.n - i : kLanes;
+    const i32v bin = bin_of(load(open.values + i, count));
+    for (index_t lane = 0; lane < count; ++lane)
+      bins[lane & 1][bin[lane]] += open.weights ? Sum(open.weights[i + lane]) : Sum(1);
+  }
+  for (int bin = 0; bin < kBins; ++bin) bins[0][bin] += bins[1][bin];
+  const int chosen = walk_down(bins[0], kBins, target, open.above);
+  open.n = narrow_down(open.values, open.weights, open.n, [=](f32v value) { return bin_of(value) == all(chosen); },
+                       room_values, room_weights);
+  open.values = room_values;
+  if (open.weights) open.weights = room_weights;
+}
+
+// The largest of n numbers such that those not below it weigh `target` together; the least number if all of them weigh less.
+// weights, all positive, or null: each weighs 1. A radix selection, 8 bits of the keys at a time, from above; weights are summed in
+// the order of the list. room: for 2 n numbers. n >= 1.
+template <class Sum>
+float largest_reaching(const float* values, const float* weights, index_t n, Sum target, float* room) {
+  constexpr index_t kMany = 4096;
+  Open<Sum> open = {values, weights, n, 0};
+  if (n > kMany) narrow_by_range(open, target, room, room + n);
+  std::uint32_t key = 0;
+  for (int shift = 24; shift >= 0; shift -= 8) {
+    if (open.n == 1) return open.values[0];
+    Sum bins[256] = {};
+    for (index_t i = 0; i < open.n; ++i)
+      bins[key_of(open.values[i]) >> shift & 255] += weights ? Sum(open.weights[i]) : Sum(1);
+    const int chosen = walk_down(bins, 256, target, open.above);
+    key |= std::uint32_t(chosen) << shift;
+    index_t kept = 0;
+    for (index_t i = 0; i < open.n; ++i) {
+      const float value = open.values[i];
+      if (weights) room[n + kept] = open.weights[i];
+      room[kept] = value;
+      kept += int(key_of(value) >> shift & 255) == chosen;
+    }
+    open = {room, weights ? room + n : nullptr, kept, open.above};
+  }
+  return of_key(key);
+}
+
+// A number that at least n logits of the row reach, as large as the blocks' maxima tell; -inf if they tell nothing.
+QT_INLINE float reached_by(index_t n, const float* maxima, index_t blocks, float* room) {
+  if (n > blocks) return -__builtin_inff();
+  return largest_reaching<index_t>(maxima, nullptr, blocks, n, room);
+}
+
+}  // namespace
+}  // namespace qt::QT_ISA

@@ -1,0 +1,205 @@
+// Draws one token from a row of logits: temperature, min-p, top-k, top-p, then inversion of the cumulative distribution at one
+// random number; or takes the most likely. What is kept is what quintet.executor.sampling.draw keeps, equals included.
+//
+// A thread owns a row. Greedy: one pass over the row (some 6 instructions a vector; limiter: memory bandwidth). With top-k: the
+// same pass, then work on about k logits. Otherwise a second pass for the weights (an exponential an element). With
+// top-p and without top-k, the weights of ever more of the largest logits are gathered until they reach p; if that is most of
+// the vocabulary, a radix selection by weight and a third pass.
+//
+// Logits are compared as they are, never divided by the temperature: each bound is a quotient in the reference, and is
+// translated to the least logit whose quotient, rounded, reaches it. Weights are e^((x - max) * (1 / temperature)).
+// Reductions: see logit_row.hpp. They depend on the row and its settings alone.
+#include "logit_row.hpp"
+
+namespace qt::QT_ISA {
+namespace {
+
+constexpr float kLeastExponent = -87.0f;  // of a weight; what is less likely than e^-87 of the most likely is dropped
+constexpr float kLowest = -3.4028234664e38f;
+
+// The uniform number in (0, 1) of a seed and a position: Philox4x32-10, see quintet.executor.sampling.philox.
+double uniform(std::uint64_t seed, std::uint64_t position) {
+  std::uint32_t c0 = std::uint32_t(position), c1 = std::uint32_t(position >> 32), c2 = 0, c3 = 0;
+  std::uint32_t k0 = std::uint32_t(seed), k1 = std::uint32_t(seed >> 32);
+  for (int round = 0; round < 10; ++round) {
+    const std::uint64_t p0 = std::uint64_t(c0) * 0xD2511F53u, p1 = std::uint64_t(c2) * 0xCD9E8D57u;
+    c0 = std::uint32_t(p1 >> 32) ^ c1 ^ k0;
+    c1 = std::uint32_t(p1);
+    c2 = std::uint32_t(p0 >> 32) ^ c3 ^ k1;
+    c3 = std::uint32_t(p0);
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  return (double(std::uint64_t(c0) << 20 | c1 >> 12) + 0.5) * 0x1p-52;
+}
+
+// The least x <= most with x / temperature >= bound; bound <= most / temperature.
+float least_reaching(float bound, float temperature, float most) {
+  if (temperature == 1.0f) return bound;
+  std::uint32_t low = key_of(kLowest), high = key_of(most);  // high always reaches it
+  while (low < high) {
+    const std::uint32_t middle = low + (high - low) / 2;
+    if (of_key(middle) / temperature >= bound)
+      high = middle;
+    else
+      low = middle + 1;
+  }
+  return of_key(high);
+}
+
+// The index where the cumulated weights first exceed a share of their total, and how far into it. Never one of weight 0, of
+// which at least one is not.
+struct Inverted {
+  index_t index;
+  double inside;  // share of its weight, in [0, 1)
+};
+
+Inverted invert(const float* weights, index_t n, double total, double share) {
+  const double target = share * total;
+  double cumulated = 0;
+  Inverted found = {0, 0};
+  for (index_t i = 0; i < n; ++i) {
+    if (!(weights[i] > 0)) continue;
+    const double after = cumulated + double(weights[i]);
+    found = {i, (target - cumulated) / double(weights[i])};
+    if (after > target) break;
+    cumulated = after;
+  }
+  const double most = 1.0 - 0x1p-52;
+  if (!(found.inside > 0)) found.inside = 0;
+  if (found.inside > most) found.inside = most;
+  return found;
+}
+
+double sum(const float* weights, index_t n) {
+  double total = 0;
+  for (index_t i = 0; i < n; ++i) total += double(weights[i]);
+  return total;
+}
+
+template <class Element>
+class Draw {
+ public:
+  Draw(const Element* x, index_t vocab_size, const Scratch& scratch) : x_(x), vocab_(vocab_size), s_(scratch) {}
+
+  std::int32_t greedy() {
+    const Largest top = find_maxima(x_, vocab_, s_.maxima);
+    return std::int32_t(index_of(x_, vocab_, s_.maxima, top.any_nan ? __builtin_nanf("") : top.value));
+  }
+
+  std::int32_t operator()(const DrawSettings& settings, double share) {
+    const Largest top = find_maxima(x_, vocab_, s_.maxima);
+    top_ = top.value;
+    temperature_ = settings.temperature;
+    const float quotient = top_ / temperature_;
+    if (top.any_nan || !(quotient >= kLowest && quotient <= -kLowest)) return 0;  // as the reference: nothing to weigh
+    floor_ = kLowest;
+    raise(top_ + kLeastExponent * temperature_);
+    const float least = quotient + settings.log_min_p;
+    if (least >= kLowest) raise(least_reaching(least, temperature_, top_));
+    if (settings.top_k > 0 && settings.top_k < vocab_) cut_top_k(settings.top_k);
+    if (settings.top_p < 1.0) cut_top_p(settings.top_p);
+    return std::int32_t(listed_ && n_ <= vocab_ / 8 ? from_list(share) : from_row(share));
+  }
+
+ private:
+  void raise(float floor) { floor_ = floor > floor_ ? floor : floor_; }
+
+  // The least logit that is not told apart from x after division.
+  float equal_of(float x) const { return least_reaching(x / temperature_, temperature_, x); }
+
+  Weigh weights() const { return {all(top_), all(1.0f / temperature_), all(floor_)}; }
+
+  // Lists the logits from `least` on.
+  void list(float least) {
+    n_ = gather(x_, vocab_, s_.maxima, least, s_.values, s_.ids);
+    listed_ = true;
+    weighed_ = false;
+  }
+
+  // Lists at least the `count` largest logits not below the floor, and what equals them; returns whether nothing is left out.
+  bool list_largest(index_t count) {
+    const float reached = reached_by(count, s_.maxima, blocks_of(vocab_), s_.narrowed);
+    const bool complete = !(reached > floor_);
+    list(complete ? floor_ : equal_of(reached) > floor_ ? equal_of(reached) : floor_);
+    return complete;
+  }
+
+  void weigh_list() {
+    if (!weighed_) total_ = weigh(s_.values, n_, weights(), static_cast<float*>(nullptr), s_.weights);
+    weighed_ = true;
+  }
+
+  void cut(float last_kept) {
+    raise(equal_of(last_kept));
+    n_ = keep_at_least(floor_, s_.values, weighed_ ? s_.weights : nullptr, s_.ids, n_);
+  }
+
+  void cut_top_k(index_t k) {
+    list_largest(k);
+    if (n_ >= k) cut(largest_reaching<index_t>(s_.values, nullptr, n_, k, s_.narrowed));
+  }
+
+  void cut_top_p(double p) {
+    if (listed_) {
+      weigh_list();
+    } else {
+      const double total = weigh(x_, vocab_, weights(), s_.sums, static_cast<float*>(nullptr));
+      for (index_t count = 32;; count *= 8) {
+        const bool complete = list_largest(count);
+        weigh_list();
+        if (complete) break;
+        if (total_ >= p * total) {
+          total_ = total;
+          break;
+        }
+      }
+    }
+    cut(largest_reaching<double>(s_.values, s_.weights, n_, p * total_, s_.narrowed));
+  }
+
+  index_t from_list(double share) {
+    weigh_list();
+    return s_.ids[invert(s_.weights, n_, sum(s_.weights, n_), share).index];
+  }
+
+  index_t from_row(double share) {
+    const double total = weigh(x_, vocab_, weights(), s_.sums, static_cast<float*>(nullptr));
+    const Inverted block = invert(s_.sums, blocks_of(vocab_), total, share);
+    const index_t begin = block.index * kBlock, n = vocab_ - begin < kBlock ? vocab_ - begin : kBlock;
+    weigh(x_ + begin, n, weights(), static_cast<float*>(nullptr), s_.weights);
+    return begin + invert(s_.weights, n, sum(s_.weights, n), block.inside).index;
+  }
+
+  const Element* x_;
+  index_t vocab_;
+  Scratch s_;
+  float top_ = 0, temperature_ = 1;
+  float floor_ = kLowest;  // logits below it are not drawn
+  bool listed_ = false;    // whether every logit that may be drawn is in the list
+  bool weighed_ = false;   // and its weight too
+  index_t n_ = 0;
+  double total_ = 0;
+};
+
+template <class Element>
+void draw(const void* call, index_t begin, index_t end) {
+  const DrawCall& c = *static_cast<const DrawCall*>(call);
+  const Scratch scratch = scratch_for(c.of);
+  for (index_t i = begin; i < end; ++i) {
+    const index_t row = c.of.rows ? c.of.rows[i] : i;
+    Draw<Element> draw(static_cast<const Element*>(c.of.logits) + row * c.of.stride, c.of.vocab_size, scratch);
+    const DrawSettings* settings = c.settings ? c.settings + c.slots[i] : nullptr;
+    if (!settings || settings->temperature == 0.0f)
+      c.tokens[i] = draw.greedy();
+    else
+      c.tokens[i] = draw(*settings, uniform(settings->seed, std::uint64_t(c.positions[i])));
+  }
+}
+
+}  // namespace
+
+extern const SamplingKernels sampling;
+const SamplingKernels sampling = {.draw = {draw<bf16>, draw<fp16>, draw<float>}};
+
+}  // namespace qt::QT_ISA

@@ -1,0 +1,53 @@
+"""From rows of logits to tokens, with torch: the reference that kernels are tested against, and the way of other devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from quintet.executor.memory import to_device
+from quintet.executor.ops.argmax import argmax
+from quintet.executor.ragged import Int
+from quintet.executor.sampling.choice import choose
+from quintet.executor.sampling.min_p import cut_min_p
+from quintet.executor.sampling.philox import uniform
+from quintet.executor.sampling.settings import Settings
+from quintet.executor.sampling.temperature import divide_by_temperature
+from quintet.executor.sampling.top_k import cut_top_k
+from quintet.executor.sampling.top_p import cut_top_p
+
+FILTERS: tuple[Callable[[torch.Tensor, Settings], None], ...] = (
+    divide_by_temperature,
+    cut_min_p,
+    cut_top_k,
+    cut_top_p,
+)
+"""What changes the logits of rows that draw at random, in this order."""
+
+
+def draw(
+    logits: torch.Tensor, settings: Settings, slots: Int, positions: Int, rows: Int | None = None
+) -> torch.Tensor:
+    """Return a token for each of n rows of ``logits [S, vocab]`` of any dtype, which stay as they are: int32[n].
+
+    settings: of every slot; slots, positions: int64[n], whose settings a row has and where its token will stand, which the
+    random number depends on; rows: int64[n], or None for the first n. Temperature 0 takes the most likely, the lowest id
+    of equals. A row that draws and has a NaN, or nothing to draw, gives token 0.
+    """
+    chosen = logits[: len(slots)] if rows is None else logits[to_device(rows, logits.device)]
+    mine = settings[slots]
+    random = np.flatnonzero(mine["temperature"])
+    if not len(random):
+        return argmax(chosen).to(torch.int32)
+    mine = mine[random]
+    index = to_device(random, logits.device)
+    wide = chosen[index].float()
+    for apply in FILTERS:
+        apply(wide, mine)
+    uniforms = to_device(uniform(mine["seed"], positions[random]), logits.device)
+    tokens = choose(wide, uniforms)
+    if len(random) < len(slots):
+        tokens = argmax(chosen).index_copy_(0, index, tokens)
+    return tokens.to(torch.int32)

@@ -1,0 +1,56 @@
+"""Drawing on a CPU with ``csrc/cpu/kernels/sampling.cpp``: few passes over a row, no sort, no copy of it in fp32."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from quintet.executor.ops.host_library import declare, open_library
+from quintet.executor.ops.pointwise import DTYPE_CODES
+from quintet.executor.ragged import Int
+from quintet.executor.sampling.draw import draw
+from quintet.executor.sampling.settings import Settings
+
+_ADDRESS, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+
+
+@cache
+def _kernel() -> Callable[..., Any] | None:
+    library = open_library()
+    if library is None:
+        return None
+    return declare(
+        *(library, "qt_draw", _ADDRESS, _SIZE, _INT, _SIZE, _ADDRESS, _SIZE),
+        *(_ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
+    )
+
+
+def draw_on_host(
+    logits: torch.Tensor, settings: Settings, slots: Int, positions: Int, rows: Int | None = None
+) -> torch.Tensor:
+    """See `draw`. Keeps the same tokens; only sums of weights are rounded in another order."""
+    kernel = _kernel()
+    if kernel is None:
+        return draw(logits, settings, slots, positions, rows)
+    tokens = torch.empty(len(slots), dtype=torch.int32)
+    address, stride = row_addresses(logits)
+    kernel(
+        *(address, stride, DTYPE_CODES[logits.dtype], logits.shape[1]),
+        *(None if rows is None else rows.ctypes.data, len(slots)),
+        *(settings.ctypes.data, slots.ctypes.data, positions.ctypes.data, tokens.data_ptr()),
+    )
+    return tokens
+
+
+def row_addresses(logits: torch.Tensor) -> tuple[int, int]:
+    """Return address and stride of rows of logits; raise where a kernel cannot read them."""
+    if logits.dim() != 2 or logits.stride(1) != 1 or logits.dtype not in DTYPE_CODES:
+        raise ValueError(
+            f"logits are {logits.dtype}{list(logits.shape)} with strides {logits.stride()}; expected [rows, vocab] of"
+            " bfloat16, float16 or float32 with neighbouring elements in a row"
+        )
+    return logits.data_ptr(), logits.stride(0)
