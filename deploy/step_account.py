@@ -19,8 +19,8 @@ import msgspec
 from quintet.wire.errors import ConfigError
 from quintet.wire.trace import SPANS, SUFFIX, Trace, read_trace
 
-COMPUTE = ("layers", "logits")
-"""Spans of the executor in which the model computes: what everything else should hide behind."""
+COMPUTE = ("tables", "arrays", "layers", "logits", "sampling")
+"""Spans in which the executor works on a step: what everything else should hide behind."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -61,7 +61,7 @@ class Row:
     share: float
     """Of the median step."""
     hidden: float
-    """Share of its time during which the executor's model computes."""
+    """Share of its time during which the executor works on a step, so that nobody waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Account:
         """Lay it out as a table."""
         lines = [
             f"step: {self.step_ms:.3f} ms (median of {self.num_steps})",
-            f"{'process':<12} {'span':<11} {'ms a step':>10} {'share':>8} {'while the model computes':>25}",
+            f"{'process':<12} {'span':<11} {'ms a step':>10} {'share':>8} {'while the executor works':>25}",
         ]
         for row in self.rows:
             beside = f"{row.hidden:.0%}" if row.role != "executor" else ""

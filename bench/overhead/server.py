@@ -57,15 +57,15 @@ class Server:
 
 
 @contextmanager
-def serve(model: Path, flags: Sequence[str] = ()) -> Iterator[Server]:
-    """Run a server on a free port until the block ends."""
+def serve(model: Path | str | None, flags: Sequence[str] = ()) -> Iterator[Server]:
+    """Run a server on a free port until the block ends; None is the model that ships with Quintet."""
     process = subprocess.Popen(
         [
             sys.executable,
             "-m",
             "quintet.deploy.cli",
             "serve",
-            str(model),
+            *([] if model is None else [str(model)]),
             "--port",
             "0",
             "--log-level",

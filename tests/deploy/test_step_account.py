@@ -15,7 +15,7 @@ def executor(name: str, step: int, begin_ms: int, end_ms: int) -> Bar:
 
 
 def two_steps() -> list[Bar]:
-    """Two steps of 10 ms: 1 ms of tables, 8 ms of the model, 1 ms of waiting for the next."""
+    """Two steps of 10 ms: 1 ms of tables, 8 ms of layers, 1 ms of waiting for the next."""
     bars = []
     for step in (4, 5, 6):
         at = 10 * step
@@ -36,11 +36,11 @@ def test_a_gap_in_the_numbers_is_no_step() -> None:
     assert steps_of(bars) == []
 
 
-def test_what_runs_beside_the_model_is_told_from_what_the_model_waits_for() -> None:
+def test_what_runs_beside_the_executor_is_told_from_what_it_may_wait_for() -> None:
     bars = two_steps()
     bars += [
-        Bar(42 * MS, 44 * MS, "core-0", "plan", 5),  # beside the model of step 4
-        Bar(48 * MS, 50 * MS, "core-0", "commit", 3),  # half of it after the model of step 4
+        Bar(42 * MS, 44 * MS, "core-0", "plan", 5),  # beside step 4's work
+        Bar(48 * MS, 50 * MS, "core-0", "commit", 3),  # half of it after step 4's work
         Bar(57 * MS, 59 * MS, "core-0", "plan", 6),
         Bar(61 * MS, 63 * MS, "core-0", "plan", 7),  # after the steps: not counted
     ]

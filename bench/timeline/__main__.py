@@ -1,0 +1,99 @@
+"""Where a decode step goes across the processes of a real server: a picture and a table.
+
+Starts `quintet serve MODEL --trace …`, has N streams decode at the same time, and takes the steps in which all of them do.
+
+    python -m bench.timeline --model ./my-model --streams 8 --out step-timeline.svg
+    python -m bench.timeline --model ./my-model -- --quantization int8 --threads 2     # more flags for the server
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+from bench.overhead.server import Server, serve
+from bench.timeline.figure import draw
+from quintet.deploy.commands.bench import measured, words_per_token
+from quintet.deploy.load_client.load import Load
+from quintet.deploy.load_client.workload import PromptSpec, RequestShape, random_prompts
+from quintet.deploy.step_account import Bar, Step, account, bars_of, read_folder, steps_of
+from quintet.wire.trace import merge
+
+SERVED_AS = "traced"
+NUM_DRAWN = 3
+
+
+def drive(server: Server, streams: int, input_len: int, output_len: int, seed: int) -> None:
+    """Have ``streams`` requests answered at the same time."""
+    per_token = words_per_token(server.target, SERVED_AS)
+    shape = RequestShape("/v1/completions", SERVED_AS, output_len, ignore_eos=True)
+    prompts = random_prompts(PromptSpec(streams, input_len, words_per_token=per_token, seed=seed))
+    summary = measured(
+        Load(server.target, shape.endpoint, [shape.body(item) for item in prompts], streams), progress=False
+    )
+    if summary.num_completed != streams:
+        raise SystemExit(f"only {summary.num_completed} of {streams} requests completed: {summary.failures}")
+
+
+def decoding(bars: Sequence[Bar], output_len: int) -> list[Step]:
+    """Return the steps in which every stream of the last load decoded: the middle half of it, in steps."""
+    admitted_ns = max(bar.end_ns for bar in bars if bar.name == "admit")
+    steps = [step for step in steps_of(bars) if step.begin_ns > admitted_ns]
+    return steps[output_len // 4 : output_len * 3 // 4]
+
+
+def typical(steps: Sequence[Step], num: int) -> list[Step]:
+    """Return the ``num`` steps in a row that differ least from the median one."""
+    lengths = [step.end_ns - step.begin_ns for step in steps]
+    middle = median(lengths)
+    starts = range(len(steps) - num + 1)
+    best = min(starts, key=lambda at: max(abs(length - middle) for length in lengths[at : at + num]))
+    return list(steps[best : best + num])
+
+
+def main() -> None:
+    """Run the server and the load, draw, and print the account."""
+    words = sys.argv[1:]
+    own, flags = (
+        (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
+    )
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", help="folder or hub name (default: the model that ships with Quintet)")
+    parser.add_argument("--name", help="what the title calls the model (default: --model)")
+    parser.add_argument("--streams", type=int, default=8, help="requests that decode together")
+    parser.add_argument("--input-len", type=int, default=64, help="tokens of each prompt")
+    parser.add_argument("--output-len", type=int, default=96, help="tokens that each stream draws")
+    parser.add_argument("--out", type=Path, help="SVG file to write (default: none)")
+    parser.add_argument("--keep", type=Path, help="folder for the traces (default: thrown away)")
+    arguments = parser.parse_args(own)
+    with tempfile.TemporaryDirectory(prefix="timeline-") as scratch:
+        folder = arguments.keep or Path(scratch)
+        serving = ["--served-model-name", SERVED_AS, "--trace", str(folder), *flags]
+        with serve(arguments.model, serving) as server:
+            drive(server, arguments.streams, arguments.input_len, 8, seed=1)
+            drive(server, arguments.streams, arguments.input_len, arguments.output_len, seed=2)
+        bars = bars_of(merge(read_folder(folder)))
+    steps = decoding(bars, arguments.output_len)
+    taken = account(bars, steps)
+    print(taken.text())
+    if arguments.out is not None:
+        name = arguments.name or arguments.model or "the model that ships with Quintet"
+        caption = [
+            f"python -m bench.timeline --streams {arguments.streams}; the median step of {taken.num_steps} takes "
+            f"{taken.step_ms:.2f} ms. Clock: CLOCK_MONOTONIC, the same for every process.",
+            "Plan N+1 is made and sent while step N computes; what became of step N is told to clients while "
+            "step N+1 computes.",
+        ]
+        title = f"{name}: {NUM_DRAWN} decode steps of {arguments.streams} streams"
+        arguments.out.write_text(draw(title, caption, bars, typical(steps, NUM_DRAWN)))
+        print(f"written: {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,324 @@
+"""Draws some steps as SVG: a lane per process, and below them the seam between two steps, magnified.
+
+Knows bars and steps (`quintet.deploy.step_account`); knows nothing of servers or files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+from quintet.deploy.step_account import Bar, Step
+
+MS = 1e6
+WIDTH, GUTTER, MARGIN = 1200, 118, 14
+LANE, LANE_GAP = 30, 9
+BAR_HEIGHT = 24
+LETTER = 6.1
+"""Width of a character of the labels, about."""
+
+COLOURS = {
+    "encode": "#8c7ae6",
+    "admit": "#c7b8f5",
+    "plan": "#2a78c2",
+    "commit": "#7db7e8",
+    "send": "#b9bec6",
+    "wait": "#f0f1f3",
+    "tables": "#f2c14e",
+    "arrays": "#f78154",
+    "layers": "#3f9b6b",
+    "logits": "#7cc49a",
+    "sampling": "#d65780",
+    "detokenize": "#8f6fb3",
+    "text": "#d9a441",
+    "events": "#c97b3c",
+}
+DARK = frozenset({"plan", "layers", "sampling", "detokenize", "events", "encode"})
+"""Colours on which letters are white."""
+
+LANES = (
+    ("executor", "executor"),
+    ("core", "core"),
+    ("detokenizer", "detokenizer"),
+    ("frontend", "frontend"),
+    ("tokenizer", "tokenizer"),
+)
+
+HOPS = (
+    ("executor", "send", "core", "commit"),
+    ("core", "send", "detokenizer", "detokenize"),
+    ("detokenizer", "detokenize", "frontend", "text"),
+)
+"""Messages of a step: the span that sends (the last of its name: a step's plan is sent before) and the one that begins
+when it arrives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A plan from its making until its result was applied."""
+
+    step: int
+    begin_ns: int
+    end_ns: int
+
+
+@dataclass(slots=True)
+class Canvas:
+    """SVG elements, collected."""
+
+    parts: list[str] = field(default_factory=list)
+
+    def rect(self, x: float, y: float, width: float, height: float, fill: str, title: str = "") -> None:
+        """Draw a box."""
+        self.parts.append(
+            f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{fill}">'
+            + (f"<title>{escape(title)}</title>" if title else "")
+            + "</rect>"
+        )
+
+    def text(
+        self, x: float, y: float, words: str, *, size: int = 11, fill: str = "#24292f", anchor: str = "start",
+        weight: str = "normal",
+    ) -> None:  # fmt: skip
+        """Write a line."""
+        self.parts.append(
+            f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{fill}" text-anchor="{anchor}" '
+            f'font-weight="{weight}">{escape(words)}</text>'
+        )
+
+    def line(self, x1: float, y1: float, x2: float, y2: float, stroke: str, dash: str = "") -> None:
+        """Draw a thin line."""
+        dashes = f' stroke-dasharray="{dash}"' if dash else ""
+        self.parts.append(
+            f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{stroke}" '
+            f'stroke-width="1"{dashes}/>'
+        )
+
+    def arrow(self, x1: float, y1: float, x2: float, y2: float) -> None:
+        """Draw a message."""
+        middle = (y1 + y2) / 2
+        self.parts.append(
+            f'<path d="M{x1:.1f},{y1:.1f} C{x1:.1f},{middle:.1f} {x2:.1f},{middle:.1f} {x2:.1f},{y2:.1f}" '
+            'fill="none" stroke="#57606a" stroke-width="1" marker-end="url(#head)"/>'
+        )
+
+    def document(self, height: float) -> str:
+        """Return the whole picture."""
+        return "\n".join(
+            (
+                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" '
+                f'height="{height:.0f}" font-family="Helvetica, Arial, DejaVu Sans, sans-serif">',
+                '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" markerHeight="6" '
+                'orient="auto"><path d="M0,0 L8,4 L0,8 z" fill="#57606a"/></marker></defs>',
+                f'<rect width="{WIDTH}" height="{height:.0f}" fill="#ffffff"/>',
+                *self.parts,
+                "</svg>\n",
+            )
+        )
+
+
+class Panel:
+    """A window of time, drawn from ``top`` down."""
+
+    def __init__(self, canvas: Canvas, top: float, begin_ns: float, end_ns: float, origin_ns: float) -> None:
+        self.canvas = canvas
+        self.bottom = top
+        self._begin_ns, self._end_ns, self._origin_ns = begin_ns, end_ns, origin_ns
+        self._scale = (WIDTH - GUTTER - MARGIN) / (end_ns - begin_ns)
+        self._lanes: dict[str, float] = {}
+
+    def x(self, at_ns: float) -> float:
+        """Return where a moment is, kept within the panel."""
+        return GUTTER + (min(max(at_ns, self._begin_ns), self._end_ns) - self._begin_ns) * self._scale
+
+    def shows(self, begin_ns: float, end_ns: float) -> bool:
+        """Whether any of a span falls into the window."""
+        return end_ns > self._begin_ns and begin_ns < self._end_ns
+
+    def axis(self) -> None:
+        """Draw the clock: milliseconds since the first step of the picture."""
+        span_ms = (self._end_ns - self._begin_ns) / MS
+        step = next(s for s in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1e9) if span_ms / s <= 12)
+        tick = -(-(self._begin_ns - self._origin_ns) // (step * MS)) * step
+        height = self.bottom + 14
+        while self._origin_ns + tick * MS <= self._end_ns:
+            x = self.x(self._origin_ns + tick * MS)
+            self.canvas.text(x, height, f"{tick + 0.0:g} ms", size=10, fill="#57606a", anchor="middle")
+            self.canvas.line(x, height + 4, x, height + 8, "#8c959f")
+            tick = round(tick + step, 6)
+        self.bottom = height + 12
+
+    def lane(self, name: str, title: str, bars: Iterable[Bar], note: str = "", roomy: bool = False) -> None:
+        """Draw the spans of one process; with ``roomy``, their names above them."""
+        y = self.bottom
+        self._lanes[name] = y
+        self.canvas.text(GUTTER - 10, y + 16, title, anchor="end", weight="bold")
+        self.canvas.rect(GUTTER, y, WIDTH - GUTTER - MARGIN, BAR_HEIGHT, "#f6f8fa")
+        shown = [bar for bar in bars if self.shows(bar.begin_ns, bar.end_ns) and bar.name != "wait"]
+        for index, bar in enumerate(shown):
+            following = shown[index + 1].begin_ns if index + 1 < len(shown) else self._end_ns
+            self._bar(bar, y, self.x(following), roomy)
+        if roomy:
+            self._names_above(shown, y - 3)
+        if not shown and note:
+            self.canvas.text(GUTTER + 8, y + 16, note, size=10, fill="#57606a")
+        self.bottom = y + LANE + LANE_GAP
+
+    def _bar(self, bar: Bar, y: float, room_until: float, is_named: bool) -> None:
+        left, right = self.x(bar.begin_ns), self.x(bar.end_ns)
+        drawn = max(right - left, 1.0)
+        ms = (bar.end_ns - bar.begin_ns) / MS
+        self.canvas.rect(
+            left, y, drawn, BAR_HEIGHT, COLOURS[bar.name], f"{bar.name} {bar.number}: {ms:.3f} ms"
+        )
+        whole = f" of step {bar.number}" if bar.name == "layers" else ""
+        named = (f"{bar.name}{whole}: {ms:.2f} ms", f"{bar.name} {ms:.2f}", bar.name)
+        for words in (f"{ms:.2f} ms", f"{ms:.2f}") if is_named else named:
+            if len(words) * LETTER + 6 <= drawn:
+                fill = "#ffffff" if bar.name in DARK else "#24292f"
+                self.canvas.text((left + right) / 2, y + 16, words, size=10, fill=fill, anchor="middle")
+                return
+        if not is_named and len(bar.name) * LETTER + 6 <= room_until - left - drawn:
+            self.canvas.text(left + drawn + 3, y + 16, bar.name, size=10, fill="#57606a")
+
+    def _names_above(self, bars: Iterable[Bar], y: float) -> None:
+        taken = 0.0
+        last = ("", 0)
+        for bar in bars:
+            left = self.x(bar.begin_ns)
+            words = bar.name if bar.name == "events" else f"{bar.name} {bar.number}"
+            if left >= taken and (bar.name, bar.number) != last:
+                self.canvas.text(left, y, words, size=9, fill="#57606a")
+                taken = left + len(words) * LETTER * 0.9 + 6
+                last = bar.name, bar.number
+
+    def flights(self, flights: Iterable[Flight]) -> None:
+        """Draw the plans in flight, even steps above odd ones."""
+        y = self.bottom
+        self.canvas.text(GUTTER - 10, y + 22, "plans in flight", anchor="end", weight="bold")
+        for flight in flights:
+            if not self.shows(flight.begin_ns, flight.end_ns):
+                continue
+            left, right = self.x(flight.begin_ns), self.x(flight.end_ns)
+            top = y + (flight.step % 2) * 19
+            self.canvas.rect(left, top, max(1.0, right - left), 16, "#dbe9f6", f"plan {flight.step}")
+            self.canvas.line(left, top, left, top + 16, "#2a78c2")
+            self.canvas.line(right, top, right, top + 16, "#2a78c2")
+            words = f"plan {flight.step}: {(flight.end_ns - flight.begin_ns) / MS:.1f} ms from planned to committed"
+            if len(words) * LETTER > right - left:
+                words = f"plan {flight.step}"
+            if len(words) * LETTER <= right - left:
+                self.canvas.text(left + 5, top + 12, words, size=10, fill="#1b4b7a")
+        self.bottom = y + 36 + LANE_GAP
+
+    def boundaries(self, steps: Iterable[Step], top: float) -> None:
+        """Mark where steps begin."""
+        for step in steps:
+            for at in (step.begin_ns, step.end_ns):
+                if self._begin_ns <= at <= self._end_ns:
+                    x = self.x(at)
+                    self.canvas.line(x, top, x, self.bottom - LANE_GAP, "#8c959f", "3,3")
+
+    def hops(self, bars: Sequence[Bar]) -> None:
+        """Draw the messages between the lanes."""
+        ends = {(bar.role, bar.name, bar.number): bar for bar in bars}
+        for from_role, from_name, to_role, to_name in HOPS:
+            for (role, name, number), target in ends.items():
+                if (role, name) != (to_role, to_name):
+                    continue
+                source = ends.get((from_role, from_name, number))
+                if source is None or not self._begin_ns <= target.begin_ns <= self._end_ns:
+                    continue
+                sent_ns = min(
+                    source.end_ns, target.begin_ns
+                )  # a sender may be held up after its message left
+                self.canvas.arrow(
+                    self.x(sent_ns), self._lanes[from_role] + BAR_HEIGHT,
+                    self.x(target.begin_ns), self._lanes[to_role] - 1,
+                )  # fmt: skip
+
+
+def flights_of(bars: Sequence[Bar]) -> list[Flight]:
+    """Return every plan that was made and committed."""
+    committed = {bar.number: bar.end_ns for bar in bars if bar.role == "core" and bar.name == "commit"}
+    return [
+        Flight(bar.number, bar.begin_ns, committed[bar.number])
+        for bar in bars
+        if bar.role == "core" and bar.name == "plan" and bar.number in committed
+    ]
+
+
+def draw(title: str, caption: Sequence[str], bars: Sequence[Bar], steps: Sequence[Step]) -> str:
+    """Return the picture of ``steps`` (in a row), with the seam after the first of them magnified."""
+    canvas = Canvas()
+    canvas.text(MARGIN, 26, title, size=16, weight="bold")
+    top: float = 32
+    for line in caption:
+        top += 17
+        canvas.text(MARGIN, top, line, size=11, fill="#57606a")
+    origin, end = steps[0].begin_ns, steps[-1].end_ns
+    pad = (end - origin) * 0.02
+    seam_begin, seam_end = seam(bars, steps[0], steps[1])
+
+    upper = Panel(canvas, top + 12, origin - pad, end + pad, origin)
+    upper.axis()
+    begin = upper.bottom
+    upper.flights(flights_of(bars))
+    _lanes(upper, bars)
+    upper.boundaries(steps, begin)
+    left, right = upper.x(seam_begin), upper.x(seam_end)
+    canvas.parts.append(
+        f'<rect x="{left - 2:.1f}" y="{begin - 2:.1f}" width="{right - left + 4:.1f}" '
+        f'height="{upper.bottom - begin:.1f}" fill="none" stroke="#cf222e" stroke-width="1.5"/>'
+    )
+
+    lower_top = upper.bottom + 34
+    canvas.line(left - 2, upper.bottom - 2, GUTTER, lower_top + 6, "#cf222e", "2,3")
+    canvas.line(right + 2, upper.bottom - 2, WIDTH - MARGIN, lower_top + 6, "#cf222e", "2,3")
+    factor = (end - origin + 2 * pad) / (seam_end - seam_begin)
+    canvas.text(
+        WIDTH / 2, lower_top - 6, f"the seam between steps {steps[0].number} and {steps[1].number}, {factor:.0f} times wider",
+        size=12, fill="#cf222e", anchor="middle", weight="bold",
+    )  # fmt: skip
+    lower = Panel(canvas, lower_top + 4, seam_begin, seam_end, origin)
+    lower.axis()
+    begin = lower.bottom
+    _lanes(lower, bars, roomy=True)
+    lower.boundaries(steps, begin)
+    lower.hops(bars)
+    return canvas.document(_legend(canvas, lower.bottom + 6) + MARGIN)
+
+
+def seam(bars: Sequence[Bar], one: Step, other: Step) -> tuple[float, float]:
+    """Return the window from the end of the model's work in one step until all of its text is on its way."""
+    drawn = [b for b in bars if b.role == "executor" and b.number == one.number and b.name == "sampling"]
+    begin = drawn[0].begin_ns if drawn else one.end_ns
+    sent = [
+        bar.end_ns
+        for bar in bars
+        if bar.role in ("core", "detokenizer", "frontend")
+        and begin < bar.begin_ns < (other.begin_ns + other.end_ns) / 2
+    ]
+    end = max([other.begin_ns, *sent])
+    pad = (end - begin) * 0.06
+    return begin - pad, end + pad
+
+
+def _lanes(panel: Panel, bars: Sequence[Bar], *, roomy: bool = False) -> None:
+    for role, title in LANES:
+        note = "idle while requests decode: it works once per request" if role == "tokenizer" else ""
+        if not (roomy and role == "tokenizer"):
+            panel.bottom += 12 if roomy else 0
+            panel.lane(role, title, [bar for bar in bars if bar.role == role], note, roomy)
+
+
+def _legend(canvas: Canvas, top: float) -> float:
+    """Explain the colours; return where the picture ends."""
+    x = float(GUTTER)
+    names = [name for name in COLOURS if name not in ("encode", "admit", "wait")]
+    for name in names:
+        canvas.rect(x, top, 12, 12, COLOURS[name])
+        canvas.text(x + 16, top + 10, name, size=10, fill="#57606a")
+        x += 30 + len(name) * LETTER
+    return top + 14
