@@ -33,7 +33,7 @@ CHAT_TEMPLATE = (
 def make_null_model(folder: Path, seed: int = 0) -> Path:
     """Write the model into ``folder`` and return it. The same seed writes the same files."""
     folder.mkdir(parents=True, exist_ok=True)
-    _write_tokenizer(folder)
+    write_tokenizer(folder, VOCAB_SIZE, MAX_LEN)
     save_file(_weights(seed), folder / "model.safetensors", metadata={"format": "pt"})
     config = {
         "architectures": ["Qwen2ForCausalLM"],
@@ -91,19 +91,23 @@ def _weights(seed: int) -> dict[str, torch.Tensor]:
     return weights
 
 
-def _write_tokenizer(folder: Path) -> None:
-    vocab, merges = _vocabulary(VOCAB_SIZE - len(SPECIALS))
+def write_tokenizer(folder: Path, vocab_size: int, max_len: int) -> None:
+    """Write a byte-level BPE tokenizer of exactly ``vocab_size`` tokens, the last three of them special.
+
+    Words of four letters run out at 458 k tokens.
+    """
+    vocab, merges = _vocabulary(vocab_size - len(SPECIALS))
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIALS))
-    assert tokenizer.get_vocab_size() == VOCAB_SIZE, tokenizer.get_vocab_size()
+    assert tokenizer.get_vocab_size() == vocab_size, tokenizer.get_vocab_size()
     tokenizer.save(str(folder / "tokenizer.json"))
     _write_json(
         folder / "tokenizer_config.json",
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_max_length": MAX_LEN,
+            "model_max_length": max_len,
             "bos_token": None,
             "eos_token": SPECIALS[0],
             "pad_token": SPECIALS[0],

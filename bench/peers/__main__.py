@@ -1,0 +1,134 @@
+"""Quintet beside other engines on this machine: every row for each engine in turn, one table, its raw JSON.
+
+    python -m bench.peers install               once: environments, models, conversions (an hour on two cores, 20 GB)
+    python -m bench.peers run                   all rows, three repetitions (about two hours on two cores)
+    python -m bench.peers run --rows stream-S-bf16 --engines Quintet llama.cpp --repetitions 1
+    python -m bench.peers table                 the table again from the raw records
+    python -m bench.peers rows                  what can be asked for
+
+An interrupted run goes on where it stopped when it is started again with the same --name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.peers.engines.interface import Engine, Home
+from bench.peers.engines.llamacpp import LlamaCpp
+from bench.peers.engines.openvino import OpenVino
+from bench.peers.engines.quintet import Quintet
+from bench.peers.engines.vllm import Vllm
+from bench.peers.install import install
+from bench.peers.measure import Plan, measure
+from bench.peers.models import MAX_LEN
+from bench.peers.records import Report, read_records, this_machine, write_report
+from bench.peers.table import markdown
+from bench.peers.workload import ROWS, Row
+
+ENGINES: tuple[Engine, ...] = (Quintet(), Vllm(), OpenVino(), LlamaCpp())
+DEFAULT_HOME = Path("~/.cache/quintet-peers")
+RESULTS = Path(__file__).parents[1] / "results"
+KV_BYTES = 2 << 30
+
+
+def main() -> int:
+    """Do what the command line says; return the exit status."""
+    arguments = _parser().parse_args()
+    home = Home(arguments.home.expanduser().resolve(), arguments.threads, MAX_LEN, KV_BYTES)
+    engines = [engine for engine in ENGINES if engine.name in arguments.engines]
+    rows = [row for row in ROWS if _is_chosen(row, arguments.rows, arguments.models)]
+    if arguments.command == "rows":
+        for row in rows:
+            print(f"{row.id:<20} {row.words}")
+        return 0
+    if arguments.command == "install":
+        install(home, [engine.name for engine in engines])
+        return 0
+    installed = [engine for engine in engines if engine.is_installed(home)]
+    for engine in engines:
+        if engine not in installed:
+            print(f"{engine.name} is not installed; `python -m bench.peers install` does it", file=sys.stderr)
+    raw = home.folder / "runs" / f"{arguments.name}.jsonl"
+    if arguments.command == "run":
+        plan = Plan(
+            rows,
+            installed,
+            arguments.repetitions,
+            home,
+            raw,
+            arguments.lock,
+            arguments.foreign_share,
+            arguments.tries,
+        )
+        measure(plan)
+    write_results(home, installed, raw, arguments.name)
+    return 0
+
+
+def write_results(home: Home, engines: Sequence[Engine], raw: Path, name: str) -> None:
+    """Write table and raw JSON of everything that a run has recorded so far, and print the table."""
+    versions = {engine.name: engine.versions(home) for engine in engines}
+    records = read_records(raw)
+    date = max((record.at[:10] for record in records), default=_today())
+    report = Report(date, this_machine(), home.threads, versions, records)
+    words = markdown(report, ROWS, [engine.name for engine in engines])
+    write_report(RESULTS / f"{name}.json", report)
+    (RESULTS / f"{name}.md").write_text(words)
+    print(words)
+
+
+def _today() -> str:
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
+
+
+def _is_chosen(row: Row, rows: Sequence[str] | None, models: Sequence[str]) -> bool:
+    return row.model in models and (rows is None or row.id in rows)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.peers",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    names = [engine.name for engine in ENGINES]
+    parser.add_argument("command", choices=("install", "run", "table", "rows"))
+    parser.add_argument(
+        "--home", type=Path, default=DEFAULT_HOME, help="environments, models, logs (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rows", nargs="+", choices=[row.id for row in ROWS], metavar="ROW", help="(default: all)"
+    )
+    parser.add_argument(
+        "--engines", nargs="+", choices=names, default=names, metavar="ENGINE", help="(default: all)"
+    )
+    parser.add_argument("--models", nargs="+", choices=("S", "M"), default=("S", "M"), help="(default: both)")
+    parser.add_argument("--repetitions", type=int, default=3, metavar="N", help="(default: %(default)s)")
+    parser.add_argument(
+        "--threads", type=int, default=2, metavar="N", help="of every engine (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--name", default=f"peers-{_today()}", help="of the results, in bench/results (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--lock", type=Path, metavar="FILE", help="lock this file while something is started or timed"
+    )
+    parser.add_argument(
+        "--foreign-share",
+        type=float,
+        default=0.05,
+        metavar="SHARE",
+        help="measure again when other programs took more than this of the machine (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tries", type=int, default=4, metavar="N", help="at most so often (default: %(default)s)"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""llama.cpp through llama-cpp-python, in the process of a driver: its Python server holds one sequence only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.peers.engines import processes
+from bench.peers.engines.driven import start_driver
+from bench.peers.engines.interface import Home, Running, Setup
+from bench.peers.workload import Row
+
+ENVIRONMENT = "llamacpp"
+_FORMATS = {"bf16": "bf16", "int8": "int8", "w8a8": "int8", "int4": "int4"}
+"""8-bit weights are multiplied by activations it quantizes to 8 bits itself, so w8a8 is the same file."""
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaCpp:
+    """The package ``llama-cpp-python``, compiled here for this processor."""
+
+    name: str = "llama.cpp"
+
+    def runs(self, row: Row) -> bool:
+        """Every row but the shared prefix: through this interface nothing finds one by itself."""
+        return row.pattern != "prefix"
+
+    def is_installed(self, home: Home) -> bool:
+        """Whether its environment is there."""
+        return home.python(ENVIRONMENT).exists()
+
+    def versions(self, home: Home) -> dict[str, str]:
+        """Return its version."""
+        return processes.installed_versions(home.python(ENVIRONMENT), ("llama-cpp-python",))
+
+    def model_path(self, home: Home, setup: Setup) -> Path:
+        """Return the GGUF file."""
+        return home.folder / "gguf" / f"{setup.model}-{_FORMATS[setup.precision]}.gguf"
+
+    def memory_bytes(self, setup: Setup) -> int:
+        """Return about how much memory a start takes."""
+        return {"S": 3, "M": 5}[setup.model] << 30
+
+    def start(self, home: Home, setup: Setup) -> Running:
+        """Start a driver on the GGUF file of the setup."""
+        model = self.model_path(home, setup)
+        arguments = [
+            *(str(model), "--threads", str(home.threads)),
+            *("--max-len", str(home.max_len), "--kv-bytes", str(home.kv_bytes)),
+        ]
+        python, log = home.python(ENVIRONMENT), home.log(self.name)
+        return start_driver(python, "bench.peers.drivers.llamacpp", arguments, {}, log)

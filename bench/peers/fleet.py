@@ -1,0 +1,61 @@
+"""The engines that are running: started when first needed, stopped when another setup or the memory asks for it.
+
+Engines of one setup stay up together, idle but for the one that is measured, so that they can be measured in turn without
+a start in between. Where memory is short, the one that was used longest ago makes room.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+import psutil
+
+from bench.peers.engines.interface import Engine, Home, Running, Setup
+
+
+class Fleet:
+    """All running engines."""
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+        self._setup: Setup | None = None
+        self._running: dict[str, Running] = {}
+        """Least recently used first."""
+
+    def existing(self, engine: Engine, setup: Setup) -> Running | None:
+        """Return the engine if it runs with this setup."""
+        running = self._running.pop(engine.name, None) if setup == self._setup else None
+        if running is not None:
+            self._running[engine.name] = running
+        return running
+
+    def start(self, engine: Engine, setup: Setup) -> Running:
+        """Start an engine, making room first."""
+        if setup != self._setup:
+            self.stop_all()
+            self._setup = setup
+        while self._running and psutil.virtual_memory().available < engine.memory_bytes(setup):
+            self.stop(next(iter(self._running)))
+        running = engine.start(self._home, setup)
+        self._running[engine.name] = running
+        return running
+
+    def stop(self, name: str) -> None:
+        """Stop one engine if it runs."""
+        running = self._running.pop(name, None)
+        if running is not None:
+            running.stop()
+
+    def stop_all(self) -> None:
+        """Stop every engine."""
+        for name in list(self._running):
+            self.stop(name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop_all()

@@ -1,0 +1,120 @@
+// What this machine can do at most, to hold engines against: bytes read per second and multiply-adds per second.
+//
+// Each thread keeps twelve independent accumulators in registers, enough to cover the latency of the multiply units, and
+// touches no memory; the reader streams over a buffer far larger than any cache. Prints one line of JSON:
+//   {"threads": N, "read_gb_s": .., "bf16_gflop_s": .., "fp32_gflop_s": .., "int8_gop_s": ..}
+// Rates an instruction set lacks are 0.
+//
+//   g++ -O3 -std=c++20 -pthread limits.cpp -o limits && ./limits 2
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <thread>
+#include <vector>
+
+namespace {
+
+constexpr int kAccumulators = 12;
+constexpr long kIterations = 20'000'000;
+constexpr size_t kReadBytes = 1ul << 30;
+constexpr int kRepetitions = 3;
+
+std::atomic<long> sink;  // what is computed must be used, or the compiler computes nothing
+
+__attribute__((target("avx512f,avx512bf16"))) void multiply_bf16() {
+    __m512 sums[kAccumulators];
+    for (auto& sum : sums) sum = _mm512_setzero_ps();
+    const __m512bh ones = (__m512bh)_mm512_set1_epi32(0x3f803f80);
+    for (long i = 0; i < kIterations; ++i) {
+#pragma GCC unroll 12
+        for (auto& sum : sums) sum = _mm512_dpbf16_ps(sum, ones, ones);
+    }
+    float total = 0;
+    for (auto& sum : sums) total += _mm512_reduce_add_ps(sum);
+    sink += static_cast<long>(total);
+}
+
+__attribute__((target("avx512f"))) void multiply_fp32() {
+    __m512 sums[kAccumulators];
+    for (auto& sum : sums) sum = _mm512_setzero_ps();
+    const __m512 one = _mm512_set1_ps(1.0f);
+    for (long i = 0; i < kIterations; ++i) {
+#pragma GCC unroll 12
+        for (auto& sum : sums) sum = _mm512_fmadd_ps(one, one, sum);
+    }
+    float total = 0;
+    for (auto& sum : sums) total += _mm512_reduce_add_ps(sum);
+    sink += static_cast<long>(total);
+}
+
+__attribute__((target("avx512f,avx512vnni"))) void multiply_int8() {
+    __m512i sums[kAccumulators];
+    for (auto& sum : sums) sum = _mm512_setzero_si512();
+    const __m512i ones = _mm512_set1_epi8(1);
+    for (long i = 0; i < kIterations; ++i) {
+#pragma GCC unroll 12
+        for (auto& sum : sums) sum = _mm512_dpbusd_epi32(sum, ones, ones);
+    }
+    long total = 0;
+    for (auto& sum : sums) total += _mm512_reduce_add_epi32(sum);
+    sink += total;
+}
+
+__attribute__((target("avx512f"))) void read_all(const char* begin, size_t bytes) {
+    __m512i a = _mm512_setzero_si512(), b = a, c = a, d = a;
+    for (size_t i = 0; i < bytes; i += 256) {
+        a = _mm512_xor_si512(a, _mm512_load_si512(begin + i));
+        b = _mm512_xor_si512(b, _mm512_load_si512(begin + i + 64));
+        c = _mm512_xor_si512(c, _mm512_load_si512(begin + i + 128));
+        d = _mm512_xor_si512(d, _mm512_load_si512(begin + i + 192));
+    }
+    sink += _mm512_reduce_add_epi32(_mm512_xor_si512(_mm512_xor_si512(a, b), _mm512_xor_si512(c, d)));
+}
+
+// Seconds of the fastest of a few runs of `work(thread)` on all threads at once.
+double best_seconds(int num_threads, const std::function<void(int)>& work) {
+    double best = 1e30;
+    for (int repetition = 0; repetition < kRepetitions; ++repetition) {
+        const auto began = std::chrono::steady_clock::now();
+        std::vector<std::thread> threads;
+        for (int i = 0; i < num_threads; ++i) threads.emplace_back(work, i);
+        for (auto& thread : threads) thread.join();
+        const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - began;
+        best = std::min(best, taken.count());
+    }
+    return best;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    const int num_threads = argc > 1 ? std::max(1, std::atoi(argv[1])) : 1;
+    __builtin_cpu_init();
+    const auto rate = [&](bool supported, void (*work)(), double operations) {
+        if (!supported) return 0.0;
+        const double seconds = best_seconds(num_threads, [work](int) { work(); });
+        return num_threads * double(kIterations) * kAccumulators * operations / seconds / 1e9;
+    };
+    const bool wide = __builtin_cpu_supports("avx512f");
+    const double bf16 = rate(wide && __builtin_cpu_supports("avx512bf16"), multiply_bf16, 64);
+    const double fp32 = rate(wide, multiply_fp32, 32);
+    const double int8 = rate(wide && __builtin_cpu_supports("avx512vnni"), multiply_int8, 128);
+    double read = 0;
+    if (wide) {
+        char* buffer = static_cast<char*>(std::aligned_alloc(1 << 21, kReadBytes));
+        std::memset(buffer, 1, kReadBytes);
+        const size_t share = kReadBytes / num_threads / 256 * 256;
+        read = kReadBytes / 1e9 / best_seconds(num_threads, [&](int i) { read_all(buffer + i * share, share); });
+        std::free(buffer);
+    }
+    std::printf(
+        "{\"threads\": %d, \"read_gb_s\": %.1f, \"bf16_gflop_s\": %.0f, \"fp32_gflop_s\": %.0f, \"int8_gop_s\": %.0f}\n",
+        num_threads, read, bf16, fp32, int8);
+}

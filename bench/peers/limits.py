@@ -1,0 +1,36 @@
+"""Measures what the machine can do at most, in the same minutes as the engines: rates drift by a quarter within hours."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+_SOURCE = Path(__file__).with_name("limits.cpp")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Peak rates with ``threads`` threads; a rate is 0 where the processor lacks the instruction."""
+
+    threads: int
+    read_gb_s: float
+    bf16_gflop_s: float
+    fp32_gflop_s: float
+    int8_gop_s: float
+
+
+def build_probe(home: Path) -> Path:
+    """Compile the probe into ``home`` unless it is there and newer than its source; return it."""
+    program = home / "limits"
+    if not program.exists() or program.stat().st_mtime < _SOURCE.stat().st_mtime:
+        home.mkdir(parents=True, exist_ok=True)
+        subprocess.run(["g++", "-O3", "-std=c++20", "-pthread", str(_SOURCE), "-o", str(program)], check=True)
+    return program
+
+
+def measure_limits(program: Path, threads: int) -> Limits:
+    """Run the probe: about two seconds of every core."""
+    asked = subprocess.run([program, str(threads)], check=True, capture_output=True, text=True)
+    return Limits(**json.loads(asked.stdout))

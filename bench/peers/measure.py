@@ -1,0 +1,173 @@
+"""Measures rows on engines in turn: A B A B, the machine's limits before each round, and a record of each at once."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+from bench.peers import quiet
+from bench.peers.engines import processes
+from bench.peers.engines.interface import Engine, EngineFailed, Home, Setup
+from bench.peers.figures import figures_of
+from bench.peers.fleet import Fleet
+from bench.peers.limits import build_probe, measure_limits
+from bench.peers.records import MACHINE, Record, append_record, measured, read_records, this_commit
+from bench.peers.workload import WARM_UP, Row, job_of
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure."""
+
+    rows: Sequence[Row]
+    engines: Sequence[Engine]
+    repetitions: int
+    home: Home
+    raw: Path
+    """Where records go, and where those of an interrupted run are."""
+    lock: Path | None
+    """A file that is locked while anything is started or timed, for machines with other work that respects it."""
+    foreign_share: float
+    """A measurement is repeated when other programs took more of the machine than this meanwhile …"""
+    tries: int
+    """… so many times at most; the least disturbed is kept."""
+
+
+def measure(plan: Plan) -> None:
+    """Measure everything of the plan that has no record yet."""
+    done = set(measured(read_records(plan.raw)))
+    total = len(plan.rows) * plan.repetitions
+    with Fleet(plan.home) as fleet:
+        for index, (row, repetition) in enumerate(_rounds(plan)):
+            engines = [engine for engine in plan.engines if engine.runs(row)]
+            missing = [engine for engine in engines if (row.id, engine.name, repetition) not in done]
+            if not missing:
+                continue
+            print(f"[{index + 1}/{total}] {row.words}, repetition {repetition + 1}", flush=True)
+            _record(plan, row, MACHINE, repetition, partial(_limits, plan))
+            for engine in missing:
+                take = partial(_figures, plan, fleet, engine, row, repetition)
+                _record(plan, row, engine.name, repetition, take)
+
+
+def _rounds(plan: Plan) -> Iterator[tuple[Row, int]]:
+    """Return rows by setup, so that engines start once for all rows that share theirs."""
+    by_setup: dict[tuple[Setup, bool], list[Row]] = {}
+    for row in plan.rows:
+        by_setup.setdefault((_setup(row), row.pattern == "boot"), []).append(row)
+    for rows in by_setup.values():
+        for row in rows:
+            for repetition in range(plan.repetitions):
+                yield row, repetition
+
+
+def _setup(row: Row) -> Setup:
+    return Setup(row.model, row.precision, row.mode)
+
+
+def _record(plan: Plan, row: Row, name: str, repetition: int, take: Callable[[], dict[str, float]]) -> None:
+    at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    record = Record(row.id, name, repetition, at, commit=this_commit())
+    try:
+        record.figures = take()
+    except (EngineFailed, ValueError) as error:
+        record.error = str(error)
+    append_record(plan.raw, record)
+    shown = {figure.key for figure in row.figures} | (
+        {"read_gb_s", "bf16_gflop_s"} if name == MACHINE else set()
+    )
+    words = "  ".join(f"{key} {value:,.2f}" for key, value in record.figures.items() if key in shown)
+    print(f"    {name:<10} {words or record.error}", flush=True)
+
+
+def _limits(plan: Plan) -> dict[str, float]:
+    program = build_probe(plan.home.folder)
+
+    def take() -> dict[str, float]:
+        return {
+            key: float(value) for key, value in asdict(measure_limits(program, plan.home.threads)).items()
+        }
+
+    return _undisturbed(plan, take)
+
+
+def _figures(plan: Plan, fleet: Fleet, engine: Engine, row: Row, repetition: int) -> dict[str, float]:
+    setup, job = _setup(row), job_of(row, repetition)
+    try:
+        if row.pattern == "boot":
+            return _undisturbed(plan, partial(_boot, plan, fleet, engine, row, repetition))
+        loaded = fleet.existing(engine, setup)
+        is_warm = loaded is not None and repetition > 0
+        if loaded is None:
+            with _locked(plan.lock):
+                began_s = time.perf_counter()
+                loaded = fleet.start(engine, setup)
+            print(f"    {engine.name:<10} started in {time.perf_counter() - began_s:.1f} s", flush=True)
+        if not is_warm:
+            with _locked(plan.lock):
+                loaded.run(job_of(row, WARM_UP))
+        running = loaded
+        return _undisturbed(plan, lambda: figures_of(job, running.run(job)))
+    except EngineFailed:
+        fleet.stop(engine.name)
+        raise
+
+
+def _boot(plan: Plan, fleet: Fleet, engine: Engine, row: Row, repetition: int) -> dict[str, float]:
+    """Time a start with nothing else running, from the spawn to the first token, then weigh it."""
+    fleet.stop_all()
+    setup = _setup(row)
+    _read_into_page_cache(engine.model_path(plan.home, setup))
+    began_s = time.perf_counter()
+    running = fleet.start(engine, setup)
+    running.run(job_of(row, repetition))
+    boot_s = time.perf_counter() - began_s
+    return {"boot_s": boot_s, "pss_gb": running.pss_bytes() / 1e9}
+
+
+def _undisturbed(plan: Plan, take: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """Take figures until others leave the machine alone meanwhile; return those that they disturbed least."""
+    own = partial(processes.family, os.getpid())
+    best: dict[str, float] | None = None
+    for attempt in range(plan.tries):
+        with _locked(plan.lock):
+            is_last = attempt == plan.tries - 1
+            if not is_last and not quiet.is_quiet(own, plan.foreign_share):
+                disturbed = True
+            else:
+                meter = quiet.ForeignMeter(own)
+                figures = take()
+                figures["foreign_share"] = meter.share()
+                disturbed = figures["foreign_share"] > plan.foreign_share
+                if best is None or figures["foreign_share"] < best["foreign_share"]:
+                    best = figures
+        if not disturbed:
+            break
+        quiet.pause()
+    assert best is not None, plan.tries
+    return best
+
+
+@contextlib.contextmanager
+def _locked(path: Path | None) -> Iterator[None]:
+    if path is None:
+        yield
+        return
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _read_into_page_cache(path: Path) -> None:
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    for file in files:
+        with file.open("rb") as opened:
+            while opened.read(16 << 20):
+                pass

@@ -1,0 +1,105 @@
+"""From records to the one table: medians over repetitions, the machine's limits of the same run, and both ratios."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from bench.peers.figures import bandwidth_limit, multiply_limit
+from bench.peers.limits import Limits
+from bench.peers.models import SHAPES
+from bench.peers.records import MACHINE, Record, Report
+from bench.peers.workload import Figure, Row, job_of
+
+OURS = "Quintet"
+
+
+def markdown(report: Report, rows: Sequence[Row], engines: Sequence[str]) -> str:
+    """Return the table with a heading that says where, when and what was measured."""
+    peers = [name for name in engines if name != OURS]
+    columns = ["work", OURS, *peers, "limit", f"{OURS} / best peer", "share of limit", "must reach"]
+    lines = [*_heading(report), "", "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    for row in rows:
+        records = [record for record in report.records if record.row == row.id]
+        if not any(record.figures for record in records if record.engine != MACHINE):
+            continue
+        lines += [_line(row, figure, records, peers) for figure in row.figures]
+    return "\n".join(lines) + "\n"
+
+
+def _heading(report: Report) -> list[str]:
+    limits = [_limits_of(record) for record in report.records if record.engine == MACHINE and record.figures]
+    machine = report.machine
+    commits = sorted({record.commit for record in report.records if record.engine == OURS})
+    versions = "; ".join(
+        f"{engine}: " + ", ".join(f"{name} {version}" for name, version in packages.items())
+        for engine, packages in report.versions.items()
+    )
+    lines = [
+        f"{report.date}, {machine.cpu}, {machine.cores} cores, {machine.memory_bytes / 2**30:.0f} GiB, "
+        f"{report.threads} threads for every engine. Quintet at {', '.join(commits) or 'no commit'}.",
+        "",
+        f"{versions}.",
+    ]
+    if limits:
+        ranges = (
+            ("read bandwidth", [one.read_gb_s for one in limits], "GB/s"),
+            ("bf16 dot products", [one.bf16_gflop_s for one in limits], "GFLOP/s"),
+            ("8-bit dot products", [one.int8_gop_s for one in limits], "GOP/s"),
+        )
+        words = "; ".join(
+            f"{name} {median(values):,.0f} {unit} ({min(values):,.0f}–{max(values):,.0f})"
+            for name, values, unit in ranges
+        )
+        lines += ["", f"Limits measured in turn with the engines, median (range): {words}."]
+    return lines
+
+
+def _line(row: Row, figure: Figure, records: Sequence[Record], peers: Sequence[str]) -> str:
+    values = {name: _median(records, name, figure.key) for name in (OURS, *peers)}
+    known_peers = [value for name, value in values.items() if name != OURS and value is not None]
+    ours = values[OURS]
+    ratio, share = "–", "–"
+    if ours is not None and known_peers:
+        best = max(known_peers) if figure.higher_is_better else min(known_peers)
+        ratio = f"{ours / best:.2f}"
+    limit = _limit(row, figure, records)
+    if ours is not None and limit is not None:
+        share = f"{100 * ours / limit:.0f} %"
+    name = f"{row.words}: {figure.words}" if figure.words else row.words
+    cells = [f"{name}, {figure.unit}", *(_cell(value, figure) for value in values.values())]
+    return "| " + " | ".join([*cells, _cell(limit, figure), ratio, share, figure.goal or "–"]) + " |"
+
+
+def _limit(row: Row, figure: Figure, records: Sequence[Record]) -> float | None:
+    limits = [_limits_of(record) for record in records if record.engine == MACHINE and record.figures]
+    shape = SHAPES[row.model]
+    if not figure.limit or not limits:
+        return None
+    if figure.limit == "bandwidth":
+        return median(bandwidth_limit(shape, row.precision, one) for one in limits)
+    job = job_of(row, 0)
+    tokens = len(job.prompts[0]) if figure.key == "prompt_tok_s" else job.total_output
+    seconds = [multiply_limit(shape, row.precision, job, one) for one in limits if one.bf16_gflop_s]
+    return tokens / median(seconds) if seconds else None
+
+
+def _limits_of(record: Record) -> Limits:
+    figures = record.figures
+    return Limits(
+        int(figures["threads"]),
+        figures["read_gb_s"],
+        figures["bf16_gflop_s"],
+        figures["fp32_gflop_s"],
+        figures["int8_gop_s"],
+    )
+
+
+def _median(records: Sequence[Record], engine: str, key: str) -> float | None:
+    newest = {record.repetition: record for record in records if record.engine == engine and not record.error}
+    values = [record.figures[key] for record in newest.values() if key in record.figures]
+    return median(values) if values else None
+
+
+def _cell(value: float | None, figure: Figure) -> str:
+    return "–" if value is None else f"{value:,.{figure.digits}f}".replace(",", " ")

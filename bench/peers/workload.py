@@ -1,0 +1,155 @@
+"""The rows of the table and the token ids of each: decided by seeds, the same for every engine.
+
+Knows no engine. Lengths depend on the row alone, ids on row and repetition, so that no repetition finds a prefix of an
+earlier one in anybody's cache.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from bench.peers.jobs import Job
+from bench.peers.models import MAX_LEN, SHAPES
+
+Precision = Literal["bf16", "int8", "int4", "w8a8"]
+Mode = Literal["serve", "offline"]
+"""Through the engine's HTTP server where it has one, or through its Python API."""
+Pattern = Literal["stream", "prompt", "clients", "offline", "prefix", "boot"]
+
+FIRST_ID = 256
+"""Ids below are single bytes, which may give no text at all for a while."""
+WARM_UP = -1
+"""The repetition that is not kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One number that a row shows."""
+
+    key: str
+    words: str
+    unit: str
+    higher_is_better: bool = True
+    goal: str = ""
+    """What the row must reach, in words."""
+    limit: Literal["", "bandwidth", "multiply"] = ""
+    digits: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row: a load, the model it runs on, and what is shown of it."""
+
+    id: str
+    words: str
+    model: str
+    precision: Precision
+    mode: Mode
+    pattern: Pattern
+    figures: tuple[Figure, ...]
+    num_prompts: int = 1
+    clients: int = 1
+    input_len: tuple[int, int] = (128, 128)
+    output_len: tuple[int, int] = (128, 128)
+    shared_len: int = 0
+
+
+def _stream(model: str, precision: Precision, goal: str) -> Row:
+    name = {"bf16": "bf16", "int8": "8-bit weights", "int4": "4-bit weights"}[precision]
+    words = f"{model}, {name}, one stream, 128 in / 128 out"
+    figure = Figure("decode_tok_s", "", "tok/s", goal=goal, limit="bandwidth")
+    return Row(f"stream-{model}-{precision}", words, model, precision, "serve", "stream", (figure,))
+
+
+def _prompt(model: str, precision: Precision, goal: str) -> Row:
+    name = {"bf16": "bf16", "w8a8": "8-bit weights and activations"}[precision]
+    words = f"{model}, {name}, one 2 048-token prompt"
+    figure = Figure("prompt_tok_s", "", "tok/s", goal=goal, limit="multiply", digits=0)
+    return Row(
+        f"prompt-{model}-{precision}", words, model, precision, "serve", "prompt", (figure,),
+        input_len=(2048, 2048), output_len=(1, 1),
+    )  # fmt: skip
+
+
+def _clients(clients: int, waves: int, figures: tuple[Figure, ...]) -> Row:
+    return Row(
+        f"clients{clients}-S-bf16", f"S, bf16, {clients} clients, 256 in / 64 out", "S", "bf16", "serve", "clients",
+        figures, clients * waves, clients, (256, 256), (64, 64),
+    )  # fmt: skip
+
+
+def _offline(model: str, precision: Precision, num_prompts: int, goal: str) -> Row:
+    name = {"bf16": "bf16", "w8a8": "8-bit weights and activations"}[precision]
+    words = f"{model}, {name}, offline, {num_prompts} prompts of 64–512 in / 32–128 out"
+    figure = Figure("output_tok_s", "", "tok/s", goal=goal, limit="multiply")
+    return Row(
+        f"offline-{model}-{precision}", words, model, precision, "offline", "offline", (figure,), num_prompts,
+        num_prompts, (64, 512), (32, 128),
+    )  # fmt: skip
+
+
+_OUTPUT = Figure("output_tok_s", "output", "tok/s", goal="≥ 145")
+_TTFT = Figure("ttft_p50_s", "time to first token p50", "s", False, "≤ 1.2", digits=2)
+_GAP = Figure("inter_token_p99_s", "between tokens p99", "s", False, "", digits=2)
+_WHOLE = Figure("duration_s", "", "s", False, "≤ 3", digits=2)
+
+ROWS: tuple[Row, ...] = (
+    _stream("S", "bf16", "≥ llama.cpp, ≥ 95 % of the limit"),
+    _prompt("S", "bf16", "≥ 1 020, 90 % of the limit"),
+    _clients(8, 4, (_OUTPUT, _TTFT, _GAP)),
+    _clients(
+        32,
+        3,
+        (
+            replace(_OUTPUT, goal="≥ 200", limit="multiply"),
+            replace(_TTFT, goal=""),
+            replace(_GAP, goal="≤ 0.4"),
+        ),
+    ),
+    Row(
+        "prefix-S-bf16", "S, bf16, 32 at once sharing a 1 024-token prefix, 16 out", "S", "bf16", "serve", "prefix",
+        (_WHOLE,), 32, 32, (1056, 1056), (16, 16), shared_len=1024,
+    ),
+    _offline("S", "bf16", 64, "≥ 215"),
+    _stream("S", "int8", "≥ 72"),
+    _stream("S", "int4", "≥ 95"),
+    _prompt("S", "w8a8", "≥ 1 700"),
+    _stream("M", "bf16", "≥ llama.cpp, ≥ 95 % of the limit"),
+    _prompt("M", "bf16", "≥ 395, 90 % of the limit"),
+    _offline("M", "bf16", 16, "≥ 75"),
+    _stream("M", "int8", "≥ 29"),
+    _stream("M", "int4", "≥ 50"),
+    _offline("M", "w8a8", 16, "≥ 100"),
+    Row(
+        "boot-S-bf16", "S, bf16, process start → first token", "S", "bf16", "serve", "boot",
+        (
+            Figure("boot_s", "", "s", False, "≤ 3", digits=2),
+            Figure("pss_gb", "memory of all processes (PSS)", "GB", False, "≤ 1.9", digits=2),
+        ),
+        input_len=(16, 16), output_len=(1, 1),
+    ),
+)  # fmt: skip
+
+
+def job_of(row: Row, repetition: int) -> Job:
+    """Return the row's requests of one repetition; of `WARM_UP`, fewer and shorter ones of the same kind."""
+    num_prompts, clients = row.num_prompts, row.clients
+    lengths = random.Random(f"lengths of {num_prompts} prompts of {row.input_len} in, {row.output_len} out")
+    input_lens = [lengths.randint(*row.input_len) for _ in range(num_prompts)]
+    output_lens = [lengths.randint(*row.output_len) for _ in range(num_prompts)]
+    context_len = (
+        MAX_LEN if row.clients == 1 else max(a + b for a, b in zip(input_lens, output_lens, strict=True))
+    )
+    if repetition == WARM_UP:
+        num_warm = min(num_prompts, 8)
+        input_lens, output_lens = input_lens[:num_warm], [min(n, 8) for n in output_lens[:num_warm]]
+    ids = random.Random(f"ids of {row.id}, repetition {repetition}")
+    last_id = SHAPES[row.model].vocab_size - 4
+
+    def draw(num: int) -> list[int]:
+        return [ids.randint(FIRST_ID, last_id) for _ in range(num)]
+
+    shared = draw(row.shared_len)
+    return Job([shared + draw(n - row.shared_len) for n in input_lens], output_lens, clients, context_len)
