@@ -47,10 +47,7 @@ class BuildKernels(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         """See setuptools."""
-        jobs = [
-            (path, Path(self.build_temp) / "once", (*FLAGS, "-fopenmp"))
-            for path in sorted(SOURCES.glob("*.cpp"))
-        ]
+        jobs = [(path, Path(self.build_temp) / "once", FLAGS) for path in sorted(SOURCES.glob("*.cpp"))]
         for name, flags in INSTRUCTION_SETS.items():
             jobs += [
                 (path, Path(self.build_temp) / name, (*FLAGS, *flags, f"-DQT_ISA={name}"))
@@ -78,7 +75,7 @@ class BuildKernels(build_ext):
         self.compiler.link_shared_object(
             objects,
             self.get_ext_fullpath(ext.name),
-            extra_preargs=["-pthread", "-fopenmp"],
+            extra_preargs=["-pthread"],
             target_lang="c++",
         )
 

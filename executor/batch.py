@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from quintet.executor.memory import to_device
-from quintet.executor.ops.paged_attention import MAX_FOLDED_TOKENS, AttentionGroup, AttentionRows, InPlaceRows
+from quintet.executor.ops.paged_attention import MAX_FOLDED_TOKENS, AttentionGroup
 from quintet.executor.ragged import ranges
 from quintet.executor.slots import SlotTables
 from quintet.wire.step import StepPlan
@@ -72,7 +72,7 @@ class Batch:
     """int64[T]: the longer of the row's prompt and the token's position plus one; see `quintet.executor.layers.rope`."""
     kv_write: torch.Tensor
     """int64[T * kv_heads]: see `quintet.executor.ops.rope_kv_write`."""
-    attention: dict[int | None, tuple[AttentionRows, ...]]
+    attention: dict[int | None, tuple[AttentionGroup, ...]]
     """For each distinct sliding window of the model's layers (None: unlimited)."""
 
 
@@ -86,15 +86,12 @@ class BatchBuilder:
         num_heads: int,
         needs_lengths: bool,
         dtype: torch.dtype,
-        in_place: bool = False,
     ) -> None:
-        """``in_place``: whether attention reads pages in place, see `quintet.executor.ops.paged_attention`."""
         self._shape = shape
         self._windows = tuple(dict.fromkeys(windows))
         self._fold = num_heads // shape.num_kv_heads
         self._needs_lengths = needs_lengths
         self._dtype = dtype
-        self._in_place = in_place
         self._heads = np.arange(shape.num_kv_heads, dtype=np.int64)
 
     def build(self, rows: Rows, tables: SlotTables) -> Batch:
@@ -124,49 +121,26 @@ class BatchBuilder:
         first = blocks * (shape.num_kv_heads * shape.block_size) + positions % shape.block_size
         return (first[:, None] + self._heads * shape.block_size).reshape(-1)
 
-    def _groups(self, rows: Rows, tables: SlotTables, window: int | None) -> tuple[AttentionRows, ...]:
+    def _groups(self, rows: Rows, tables: SlotTables, window: int | None) -> tuple[AttentionGroup, ...]:
         """Partition the rows by new tokens, and by context length where padding would cost."""
-        members = np.arange(len(rows.slots), dtype=np.int64)
-        groups: list[AttentionRows] = []
-        if self._in_place:
-            few = rows.counts <= MAX_FOLDED_TOKENS
-            if few.any():
-                groups.append(self._in_place_rows(rows, tables, members[few], window))
-            members = members[~few]
-            if not len(members):
-                return tuple(groups)
+        groups: list[AttentionGroup] = []
         block_size = self._shape.block_size
         first_blocks = np.zeros_like(rows.starts)
         if window is not None:
             first_blocks = np.maximum(rows.starts + 1 - window, 0) // block_size
         num_blocks = -(-(rows.starts + rows.counts) // block_size) - first_blocks
-        for part in self._partition(rows, members, num_blocks):
+        for part in self._partition(rows, num_blocks):
             whole = len(part) == len(rows.slots)
             groups.append(
                 self._group(rows, tables, part, first_blocks[part], num_blocks[part], window, whole)
             )
         return tuple(groups)
 
-    @staticmethod
-    def _in_place_rows(rows: Rows, tables: SlotTables, members: Int, window: int | None) -> InPlaceRows:
-        starts = rows.starts[members]
-        owners, positions = ranges(starts, rows.counts[members])
-        tokens = None
-        if len(members) < len(rows.slots):
-            tokens = rows.offsets[members][owners] + positions - starts[owners]
-        return InPlaceRows(
-            tokens=None if tokens is None else to_device(tokens, tables.device),
-            slots=to_device(rows.slots[members][owners], tables.device),
-            positions=to_device(positions, tables.device),
-            block_table=to_device(tables.block_table, tables.device),
-            window=window,
-        )
-
-    def _partition(self, rows: Rows, members: Int, num_blocks: Int) -> list[Int]:
-        """Return index arrays that cover every one of ``members`` once."""
+    def _partition(self, rows: Rows, num_blocks: Int) -> list[Int]:
+        """Return index arrays that cover every row once."""
         parts: list[Int] = []
-        for count in np.unique(rows.counts[members]).tolist():
-            same = members[rows.counts[members] == count]
+        for count in np.unique(rows.counts).tolist():
+            same = np.flatnonzero(rows.counts == count)
             if count > MAX_FOLDED_TOKENS:
                 # the fused kernel: equal starts, so that prompts from position 0 need no mask
                 order = np.lexsort((rows.starts[same], num_blocks[same]))

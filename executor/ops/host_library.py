@@ -14,43 +14,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
 log = logging.getLogger(__name__)
 
 _ADDRESS, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
 Kernel = Callable[..., int | None]
-
-
-class HostLibrary:
-    """The kernels as functions of addresses and numbers; csrc/cpu says what each argument is."""
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        def kernel(name: str, *arguments: type, result: type | None = None) -> Kernel:
-            function = getattr(library, name)
-            function.argtypes, function.restype = arguments, result
-            bound: Kernel = function
-            return bound
-
-        self.linear_packed_size = kernel("qt_linear_packed_size", _SIZE, _SIZE, result=_SIZE)
-        self.linear_pack = kernel("qt_linear_pack", _ADDRESS, _SIZE, _SIZE, _SIZE, _ADDRESS)
-        self.linear = kernel(
-            "qt_linear", _ADDRESS, _SIZE, _SIZE, _SIZE, _SIZE, _ADDRESS, _ADDRESS, _ADDRESS, _INT
-        )
-        self.rms_norm = kernel("qt_rms_norm", _ADDRESS, *[_SIZE] * 5, _ADDRESS, _FLOAT, _ADDRESS, _INT)
-        self.silu_and_mul = kernel("qt_silu_and_mul", _ADDRESS, *[_SIZE] * 3, _ADDRESS, _INT)
-        self.rope_kv_write = kernel(
-            "qt_rope_kv_write",
-            *(_ADDRESS, _SIZE, _SIZE, _SIZE, _SIZE, _ADDRESS, _ADDRESS, _SIZE),
-            *(_ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _INT),
-        )
-        self.paged_attention_takes = kernel("qt_paged_attention_takes", _SIZE, _SIZE, _SIZE, result=_INT)
-        self.paged_attention = kernel(
-            "qt_paged_attention",
-            *(_ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _SIZE, _ADDRESS, _ADDRESS, _ADDRESS),
-            *(_SIZE, _SIZE, _SIZE, _SIZE, _SIZE, _SIZE, _FLOAT, _ADDRESS, _INT),
-        )
 
 
 @cache
@@ -83,21 +51,3 @@ def instruction_set(library: ctypes.CDLL) -> str:
     """Return the name of the instruction set that the kernels use on this processor."""
     name: bytes = declare(library, "qt_isa", result=ctypes.c_char_p)()
     return name.decode()
-
-
-@cache
-def host_library() -> HostLibrary | None:
-    """Return the kernels, or None where they were not built or this processor lacks AVX-512 BF16; the log says which.
-
-    The library takes its threads from the OpenMP runtime that torch, imported above, has loaded already.
-    """
-    assert torch.__version__
-    path = Path(__file__).with_name(f"_host{sysconfig.get_config_var('EXT_SUFFIX')}")
-    if not path.exists():
-        log.info("host kernels: not built (no C++ compiler at installation?); computing with torch")
-        return None
-    library = ctypes.CDLL(str(path))
-    if not library.qt_supported():
-        log.info("host kernels: this processor has no AVX-512 BF16; computing with torch")
-        return None
-    return HostLibrary(library)

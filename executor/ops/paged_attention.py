@@ -7,9 +7,6 @@ Rows that bring equally many tokens are computed together (`AttentionGroup`): th
 ``[rows * kv_heads, context, head_dim]`` and multiplied, query heads of one KV head folded into the matrix, so that no
 key is repeated for grouped queries (Ainslie et al., "GQA", 2023). Rows of many tokens go through torch's fused kernel,
 which never holds the whole score matrix (Dao et al., "FlashAttention", 2022).
-
-An implementation may also read pages where they lie (`reads_pages_in_place`): then rows of few tokens come as an
-`InPlaceRows`, with nothing prepared for them but their row of the block table.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 MAX_FOLDED_TOKENS = 8
-"""Rows of more tokens than this use the fused kernel; rows of no more may be read in place."""
+"""Rows of more tokens than this use the fused kernel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,31 +42,8 @@ class AttentionGroup:
     """The mask as 0 and -inf ``[B * kv_heads, 1, L]`` or ``[B * kv_heads, groups * c, L]`` for the folded form; else None."""
 
 
-@dataclass(frozen=True, slots=True)
-class InPlaceRows:
-    """``n`` tokens that each see their row's keys up to their own position, the last ``window`` of them."""
-
-    tokens: torch.Tensor | None
-    """int64[n]: the tokens among the step's; None when they are all of them, in order."""
-    slots: torch.Tensor
-    """int64[n]: each token's row of the block table."""
-    positions: torch.Tensor
-    """int64[n]"""
-    block_table: torch.Tensor
-    """int32[slots, blocks]: blocks of each row from position 0. The executor's own table, so good for this step only."""
-    window: int | None
-
-
-AttentionRows = AttentionGroup | InPlaceRows
-
-
-def reads_pages_in_place(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
-    """Return whether rows of up to `MAX_FOLDED_TOKENS` should come as `InPlaceRows`: not here, it is slow."""
-    return False
-
-
 def paged_attention(
-    q: torch.Tensor, kv: torch.Tensor, groups: tuple[AttentionRows, ...], scale: float
+    q: torch.Tensor, kv: torch.Tensor, groups: tuple[AttentionGroup, ...], scale: float
 ) -> torch.Tensor:
     """Return attention outputs ``[num_tokens, num_heads, head_dim]``.
 
@@ -84,27 +58,7 @@ def paged_attention(
     return out
 
 
-def _attend(q: torch.Tensor, kv: torch.Tensor, rows: AttentionRows, scale: float) -> torch.Tensor:
-    if isinstance(rows, InPlaceRows):
-        return _attend_in_place(q, kv, rows, scale)
-    return attend_gathered(q, kv, rows, scale)
-
-
-def _attend_in_place(q: torch.Tensor, kv: torch.Tensor, rows: InPlaceRows, scale: float) -> torch.Tensor:
-    """Do it token by token: what kernels are compared with."""
-    heads, (_, _, kv_heads, block_size, head_dim) = q.shape[1], kv.shape
-    out = torch.empty_like(q)
-    for i, (slot, position) in enumerate(zip(rows.slots.tolist(), rows.positions.tolist(), strict=True)):
-        begin = 0 if rows.window is None else max(0, position + 1 - rows.window)
-        blocks = rows.block_table[slot, : position // block_size + 1].long()
-        pages = kv[:, blocks].transpose(1, 2).reshape(2, kv_heads, -1, head_dim)[:, :, begin : position + 1]
-        keys, values = pages.repeat_interleave(heads // kv_heads, dim=1)  # [heads, keys, head_dim]
-        scores = torch.einsum("hd,hkd->hk", q[i], keys) * scale
-        out[i] = torch.einsum("hk,hkd->hd", scores.softmax(-1), values)
-    return out
-
-
-def attend_gathered(q: torch.Tensor, kv: torch.Tensor, group: AttentionGroup, scale: float) -> torch.Tensor:
+def _attend(q: torch.Tensor, kv: torch.Tensor, group: AttentionGroup, scale: float) -> torch.Tensor:
     """Return the outputs of a group's own tokens ``q [B * c, num_heads, head_dim]``."""
     _, _, kv_heads, block_size, head_dim = kv.shape
     pages = kv.view(2, -1, block_size * head_dim)

@@ -10,11 +10,10 @@ import torch
 
 from quintet.executor.batch import BatchBuilder, KvShape, Rows
 from quintet.executor.memory import lazy_zeros
-from quintet.executor.ops.linear import pack_linear, pack_linear_on_host
+from quintet.executor.ops.linear import Activation, linear
 from quintet.executor.ops.paged_attention import MAX_FOLDED_TOKENS, paged_attention
 from quintet.executor.ops.rms_norm import rms_norm
 from quintet.executor.ops.rope_kv_write import rope, rope_kv_write
-from quintet.executor.ops.silu_and_mul import silu_and_mul
 from quintet.executor.slots import SlotTables
 from quintet.wire.codec import pack_i32
 from quintet.wire.step import StepPlan
@@ -32,19 +31,13 @@ def test_rms_norm() -> None:
     torch.testing.assert_close(rms_norm(x, weight, 1e-5), expected)
 
 
-def test_silu_and_mul() -> None:
-    x = noise(5, 12)
-    torch.testing.assert_close(silu_and_mul(x), x[:, :6] / (1 + torch.exp(-x[:, :6])) * x[:, 6:])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("rows", [1, 3, 70])
-def test_packed_linear_equals_the_reference(dtype: torch.dtype, biased: bool, rows: int) -> None:
-    weight, x = noise(33, 24).to(dtype), noise(rows, 24, seed=1).to(dtype)
-    bias = noise(33, seed=2).to(dtype) if biased else None
-    expected = pack_linear(weight, bias)(x)
-    torch.testing.assert_close(pack_linear_on_host(weight.clone(), bias)(x), expected)
+def test_linear_with_everything_fused() -> None:
+    weight, bias, x, residual = noise(12, 5), noise(12, seed=1), noise(3, 5, seed=2), noise(3, 6, seed=3)
+    y = x @ weight.T + bias
+    gates, ups = y[:, :6], y[:, 6:]
+    expected = residual + gates / (1 + torch.exp(-gates)) * ups
+    torch.testing.assert_close(linear(x, weight, bias, Activation.SILU_AND_MUL, residual), expected)
+    torch.testing.assert_close(linear(x, weight, None), x @ weight.T)
 
 
 @pytest.mark.parametrize("rotary_dim", [8, 4])
@@ -72,13 +65,9 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("window", [None, 1, 6])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
-@pytest.mark.parametrize(
-    ("bytes_per_token", "in_place"),
-    [(64, False), (1 << 20, False), (64, True)],
-    ids=["groups-whole", "groups-cut", "in-place"],
-)
+@pytest.mark.parametrize("bytes_per_token", [64, 1 << 20], ids=["groups-whole", "groups-cut"])
 def test_paged_attention(
-    shape: str, window: int | None, heads: int, kv_heads: int, bytes_per_token: int, in_place: bool
+    shape: str, window: int | None, heads: int, kv_heads: int, bytes_per_token: int
 ) -> None:
     """Scattered blocks, every grouping, with what lies beyond a row's tokens poisoned by large values."""
     starts, counts = SHAPES[shape]
@@ -106,9 +95,7 @@ def test_paged_attention(
     )
     tables.apply(plan)
     rows = Rows.of(plan)
-    builder = BatchBuilder(
-        KvShape(kv_heads, BLOCK, bytes_per_token), [window], heads, False, torch.float32, in_place
-    )
+    builder = BatchBuilder(KvShape(kv_heads, BLOCK, bytes_per_token), [window], heads, False, torch.float32)
     batch = builder.build(rows, tables)
 
     kv = torch.full((2, 200, kv_heads, BLOCK, dim), 1e4)
