@@ -1,6 +1,6 @@
 """Try scheduling policies on a pretend machine: the real core, a virtual clock, and a formula for how long a step takes.
 
-    python -m bench.schedule_sim [--machine 2-core] [--targets 0 150 250] [--budgets 2048] [--depths 1 2]
+    python -m bench.schedule_sim [--machine 2-core] [--policies fcfs longest] [--targets 0 150 250] [--budgets 2048]
 
 A step streams the weights once and multiplies each token with them; both at once where the memory and the multiplier
 do not wait for each other. So it takes ``hypot(weights, tokens * per_token + draws * per_draw)``, and each key that a
@@ -154,18 +154,18 @@ def closed_loop(num_clients: int) -> list[Shape]:
     return [(256, 64)] * (8 * num_clients)
 
 
-def batch(*, longest_first: bool) -> list[Shape]:
-    """Return 64 requests of 64 to 512 tokens in and 32 to 128 out, perhaps those with the longest outputs first."""
+def batch(num_requests: int, *, outputs: tuple[int, int] = (32, 128)) -> list[Shape]:
+    """Return requests of 64 to 512 tokens in and ``outputs`` (least, most) tokens out."""
     rng = random.Random(0)
-    shapes = [(rng.randint(64, 512), rng.randint(32, 128)) for _ in range(64)]
-    return sorted(shapes, key=lambda shape: -shape[1]) if longest_first else shapes
+    return [(rng.randint(64, 512), rng.randint(*outputs)) for _ in range(num_requests)]
 
 
 LOADS: dict[str, tuple[list[Shape], int, int]] = {
     "8 clients": (closed_loop(8), 8, 0),
     "32 clients": (closed_loop(32), 32, 0),
-    "batch of 64": (batch(longest_first=False), 64, 0),
-    "batch, longest first": (batch(longest_first=True), 64, 0),
+    "batch of 16": (batch(16), 16, 0),
+    "batch of 64": (batch(64), 64, 0),
+    "batch, 80 out": (batch(64, outputs=(80, 80)), 64, 0),
     "32 share 1024": ([(1056, 16)] * 32, 32, 1024),
 }
 """Name -> requests, how many are sent at once, how many tokens all prompts begin with."""
@@ -200,21 +200,23 @@ def main() -> None:
     )
     parser.add_argument("--budgets", type=int, nargs="+", default=[2048], metavar="TOKENS")
     parser.add_argument("--depths", type=int, nargs="+", default=[2])
+    parser.add_argument("--policies", nargs="+", default=["fcfs", "longest"], metavar="POLICY")
     arguments = parser.parse_args()
-    heads = ["load", "target", "budget", "depth", "tok/s", "TTFT p50", "p99", "ITL p99", "max"]
+    heads = ["load", "policy", "target", "budget", "depth", "tok/s", "TTFT p50", "p99", "ITL p99", "max"]
     print(f"{heads[0]:>20}", *(f"{head:>8}" for head in heads[1:]))
-    policies = itertools.product(LOADS, arguments.targets, arguments.budgets, arguments.depths)
-    for load, target_ms, budget, depth in policies:
+    settings = (arguments.policies, arguments.targets, arguments.budgets, arguments.depths)
+    for load, policy, target_ms, budget, depth in itertools.product(LOADS, *settings):
         shapes, num_clients, num_shared = LOADS[load]
         scheduler = SchedulerConfig(
             max_num_seqs=min(256, budget),
             max_num_batched_tokens=budget,
+            policy=policy,
             step_target_ms=target_ms,
             depth=depth,
         )
         simulation = Simulation(MACHINES[arguments.machine], scheduler, iter(shapes), num_shared)
         simulation.run(num_clients)
-        row = [target_ms, budget, depth, *(round(figure) for figure in figures(simulation))]
+        row = [policy, target_ms, budget, depth, *(round(figure) for figure in figures(simulation))]
         print(f"{load:>20}", *(f"{figure:>8}" for figure in row))
 
 

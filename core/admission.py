@@ -30,6 +30,7 @@ def make_requests(
         stops.setdefault(token, token)
     seed = admit.request_id if params.seed is None else params.seed
     start = salt_digest(admit.cache_salt)
+    limit = length_limit(len(prompt), params.max_tokens, limits)
     requests: list[Request] = []
     for choice in range(params.n):
         requests.append(
@@ -39,9 +40,9 @@ def make_requests(
                 seed=seed_of_choice(seed, admit.choice + choice),
                 tokens=tokens,
                 num_prompt=len(prompt),
-                limit=length_limit(len(prompt), params.max_tokens, limits),
+                limit=limit,
                 stops=stops,
-                rank=policy(admit.priority, first_arrival + choice),
+                rank=policy(admit.priority, first_arrival + choice, limit - len(tokens)),
                 detokenizer=admit.detokenizer,
                 arrival_ns=admit.arrival_ns,
                 salt_digest=start,

@@ -97,6 +97,7 @@ FEATURES: dict[str, str] = {
     "chunked_prefill": "quintet.core.features.chunked_prefill",
     "fork": "quintet.core.features.fork",
     "prefix_cache": "quintet.core.features.prefix_cache",
+    "just_in_time": "quintet.core.features.just_in_time",
     "step_time": "quintet.core.features.step_time",
 }
 """Name -> module, in the order in which their hooks are called."""

@@ -7,18 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-Policy = Callable[[int, int], tuple[int, int]]
-"""From ``(priority, number of arrival)`` to the rank."""
+Policy = Callable[[int, int, int], tuple[int, int]]
+"""From ``(priority, number of arrival, most outputs to go)`` to the rank."""
 
 
-def fcfs(priority: int, arrival: int) -> tuple[int, int]:
+def fcfs(priority: int, arrival: int, num_to_go: int) -> tuple[int, int]:
     """First come, first served."""
     return (0, arrival)
 
 
-def by_priority(priority: int, arrival: int) -> tuple[int, int]:
+def by_priority(priority: int, arrival: int, num_to_go: int) -> tuple[int, int]:
     """Lower priority numbers first; among equals, first come, first served."""
     return (priority, arrival)
 
 
-POLICIES: dict[str, Policy] = {"fcfs": fcfs, "priority": by_priority}
+def longest(priority: int, arrival: int, num_to_go: int) -> tuple[int, int]:
+    """Who may have the most outputs to go first, so that a batch does not end with a few long ones running alone."""
+    return (-num_to_go, arrival)
+
+
+POLICIES: dict[str, Policy] = {"fcfs": fcfs, "priority": by_priority, "longest": longest}

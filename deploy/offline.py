@@ -86,8 +86,9 @@ class LLM:
     """
 
     def __init__(self, model: str | None = None, **flags: object) -> None:
-        # Nobody reads along: whole results matter, not how evenly their tokens come.
-        self._engine = Engine(options_of_call(model, {"step_target_ms": 0, **flags}, "LLM(...)"))
+        # Nobody reads along: what matters is when the last output is there, not how evenly tokens come.
+        batch = {"step_target_ms": 0, "scheduling_policy": "longest"}
+        self._engine = Engine(options_of_call(model, batch | flags, "LLM(...)"))
         self._request_ids = itertools.count()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=_run_loop, args=(self._loop,), name="quintet-llm", daemon=True)

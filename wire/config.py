@@ -52,7 +52,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     max_num_seqs: int
     max_num_batched_tokens: int
-    policy: Literal["fcfs", "priority"] = "fcfs"
+    policy: Literal["fcfs", "priority", "longest"] = "fcfs"
+    """First come first served; lowest priority number first; most outputs to go first."""
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
     """Most tokens of one prompt computed in one step while others wait; 0 means no limit."""

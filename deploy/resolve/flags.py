@@ -173,8 +173,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         ),
     ] = None
     scheduling_policy: Annotated[
-        Literal["fcfs", "priority"],
-        Flag(SCHEDULING, "who goes first: first come first served, or the lowest `priority` of the request"),
+        Literal["fcfs", "priority", "longest"],
+        Flag(
+            SCHEDULING,
+            "who goes first: first come first served, the lowest `priority` of the request, or, to end a batch soonest, "
+            "the largest `max_tokens`",
+            default_text="fcfs; longest for LLM(...)",
+        ),
     ] = "fcfs"
     depth: Annotated[
         int, Flag(SCHEDULING, "steps in flight: 1 is synchronous, 2 plans a step while the last one computes")

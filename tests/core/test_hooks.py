@@ -69,6 +69,7 @@ def replace_config(config: SchedulerConfig) -> SchedulerConfig:
     return SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        policy="longest",
         long_prefill_token_threshold=1,
         step_target_ms=100,
     )

@@ -33,7 +33,7 @@ def random_world(rng: random.Random, depth: int) -> World:
         slots=rng.choice([1, 3, 8]),
         max_num_batched_tokens=rng.choice([8, 16, 64]),
         max_model_len=rng.choice([24, 64]),
-        policy=rng.choice(["fcfs", "priority"]),
+        policy=rng.choice(["fcfs", "priority", "longest"]),
         long_prefill_token_threshold=rng.choice([0, 0, 5]),
         prefix_caching=rng.random() < 0.8,
         enable_chunked_prefill=rng.random() < 0.8,
