@@ -30,14 +30,18 @@ def family(pid: int) -> list[psutil.Process]:
         return []
 
 
+def own_pss_bytes(pid: int) -> int:
+    """Return the proportional set size of one process: its own pages, and its part of those that it shares."""
+    try:
+        match = _PSS.search(Path(f"/proc/{pid}/smaps_rollup").read_text())
+    except (FileNotFoundError, ProcessLookupError):  # ended in between
+        return 0
+    return int(match[1]) * 1024 if match else 0
+
+
 def pss_bytes(pid: int) -> int:
     """Return the proportional set size of a process and its descendants."""
-    total_kb = 0
-    for process in family(pid):
-        with contextlib.suppress(OSError):  # ended in between
-            match = _PSS.search(Path(f"/proc/{process.pid}/smaps_rollup").read_text())
-            total_kb += int(match[1]) if match else 0
-    return total_kb * 1024
+    return sum(own_pss_bytes(process.pid) for process in family(pid))
 
 
 def end(process: subprocess.Popen[str]) -> None:
