@@ -29,6 +29,7 @@ if platform.machine() in {"x86_64", "AMD64"}:
 FLAGS = (
     "-std=c++20",
     "-O3",
+    "-g0",  # Python's own flags ask for debugging information: much to compile and to ship
     "-ffp-contract=off",  # two instances of a template must round alike: fused operations are written out
     "-fvisibility=hidden",
     "-fno-exceptions",
