@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
@@ -204,3 +205,72 @@ def test_an_unknown_architecture_lists_the_known_ones(serve: Callable[..., Any])
     model = msgspec.structs.replace(served.config.model, architecture="MambaForCausalLM")
     with pytest.raises(ConfigError, match="LlamaForCausalLM"):
         make_worker(msgspec.structs.replace(served.config, model=model))
+
+
+def header_of(path: Path) -> tuple[dict[str, Any], bytes]:
+    raw = path.read_bytes()
+    (size,) = struct.unpack("<Q", raw[:8])
+    return json.loads(raw[8 : 8 + size]), raw[8 + size :]
+
+
+NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"data_offsets": [0, 1 << 40]}, "may be cut off"),
+        ({"data_offsets": [128, 0]}, "may be cut off"),
+        ({"data_offsets": [-128, 0]}, r"data_offsets \[-128, 0\]"),
+        ({"data_offsets": [0, True]}, "data_offsets"),
+        ({"data_offsets": [0, 64]}, r"of shape \[32\] takes 64 bytes"),
+        ({"shape": [1 << 62, 4]}, "takes 128 bytes"),
+        ({"shape": [32.0]}, "shape"),
+        ({"shape": "32"}, "shape"),
+        ({"dtype": "F4"}, "number format 'F4'"),
+    ],
+)
+def test_a_header_is_not_believed(
+    change: dict[str, Any], words: str, serve: Callable[..., Any], tmp_path: Path
+) -> None:
+    served = serve(tiny())
+    path = tmp_path / "model.safetensors"
+    header, tensors = header_of(path)
+    encoded = json.dumps(header | {NORM: header[NORM] | change}).encode()
+    path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + tensors)
+    with pytest.raises(ConfigError, match=words) as caught:
+        make_worker(served.config)
+    assert str(caught.value).startswith(str(path)) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"\x02",
+        struct.pack("<Q", 1 << 63) + b"{}",
+        struct.pack("<Q", 9) + b"[" * 9,
+        struct.pack("<Q", 2) + b"[]",
+        struct.pack("<Q", 8) + b'{"a": 1}',
+        struct.pack("<Q", 4) + b"\xff\xfe{}",
+    ],
+)
+def test_bytes_that_are_no_header(raw: bytes, serve: Callable[..., Any], tmp_path: Path) -> None:
+    served = serve(tiny())
+    (tmp_path / "model.safetensors").write_bytes(raw)
+    with pytest.raises(ConfigError, match=r"model\.safetensors: not a readable safetensors file") as caught:
+        make_worker(served.config)
+    assert "\n" not in str(caught.value)
+
+
+def test_tensors_may_lie_at_odd_bytes(serve: Callable[..., Any], tmp_path: Path) -> None:
+    served = serve(tiny())
+    path = tmp_path / "model.safetensors"
+    header, tensors = header_of(path)
+    encoded = json.dumps(header).encode()
+    encoded += b" " * ((1 - len(encoded)) % 8)
+    path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + tensors)
+    served.core.worker = make_worker(served.config)
+    request = served.core.add([1, 2, 3], max_tokens=8)
+    served.core.run()
+    assert request.outputs == served.greedy([1, 2, 3], 8)
