@@ -16,7 +16,7 @@ index_t bytes_of(Dtype dtype) { return dtype == Dtype::fp32 ? 4 : dtype == Dtype
 
 bool takes(Dtype kv_dtype, index_t kv_heads, index_t head_dim, index_t block_size) {
   return kv_heads > 0 && head_dim > 0 && head_dim % kTileKeys == 0 && head_dim <= kMaxHeadDim && block_size > 0 &&
-         block_size % kTileKeys == 0 && kv_dtype <= Dtype::fp32;
+         block_size % kTileKeys == 0 && kv_dtype != Dtype::int4;
 }
 
 PagedKv paged(void* memory, Dtype dtype, index_t kv_heads, index_t head_dim, index_t block_size) {
@@ -33,6 +33,21 @@ PagedKv paged(void* memory, Dtype dtype, index_t kv_heads, index_t head_dim, ind
   return kv;
 }
 
+// Whether VDPBF16PS multiplies faster than fp32 does. On AMD's Zen 4 and 5 twice as fast; on Intel's processors half as
+// fast (measured on Emerald Rapids: one in two cycles), there AMX is what bf16 is meant for. By vendor, not by measuring:
+// the same machine must always round alike. -1: not decided yet.
+int wants_pairs = -1;
+
+bool pairs_wanted() {
+#if defined(__x86_64__)
+  if (wants_pairs < 0) {
+    __builtin_cpu_init();
+    return __builtin_cpu_is("amd");
+  }
+#endif
+  return wants_pairs > 0;
+}
+
 const std::int32_t* blocks_of(const Step& step, index_t row) {
   return step.block_table + step.row_slots[row] * step.block_table_stride;
 }
@@ -40,7 +55,9 @@ const std::int32_t* blocks_of(const Step& step, index_t row) {
 class AttentionOp final : public Op {
  public:
   AttentionOp(const AttentionCall& call, Dtype dtype, index_t max_tokens) : call_(call) {
-    run_ = (call.kv.dtype == Dtype::int8 ? QT_CHOOSE(attention).attend_bytes : QT_CHOOSE(attention).attend)[int(dtype)];
+    const AttentionKernels& kernels = QT_CHOOSE(attention);
+    run_ = (call.kv.dtype == Dtype::int8 ? kernels.attend_bytes : kernels.attend)[int(dtype)];
+    if (call.kv.dtype == Dtype::bf16 && kernels.attend_in_pairs && pairs_wanted()) run_ = kernels.attend_in_pairs;
     call_.unit_heads = std::min(call.group, kMaxRows);
     call_.kv_head_units = (call.group + call_.unit_heads - 1) / call_.unit_heads;
     call_.partial_floats = kMaxRows * (call.kv.head_dim + 2);
@@ -198,11 +215,15 @@ KvWriteOp kv_write_of(const void* qkv, index_t qkv_stride, index_t heads, index_
 }  // namespace qt
 
 // Bytes of a block of one layer; 0 where the kernels do not take such heads: head_dim is a multiple of 16 up to 256, block_size
-// a multiple of 16.
+// a multiple of 16, kv_dtype that of the activations or int8.
 QT_EXPORT index_t qt_kv_block_bytes(int kv_dtype, index_t kv_heads, index_t head_dim, index_t block_size) {
   if (!qt::takes(qt::Dtype(kv_dtype), kv_heads, head_dim, block_size)) return 0;
   return qt::paged(nullptr, qt::Dtype(kv_dtype), kv_heads, head_dim, block_size).block_bytes;
 }
+
+// For tests: whether attention recorded from now on multiplies bf16 with VDPBF16PS where there is such a thing. 0, 1; -1: if
+// it is faster.
+QT_EXPORT void qt_attend_in_pairs(int wanted) { qt::wants_pairs = wanted; }
 
 // Norms of query and key heads (null: none), rotary positions of the first `rotary` numbers of a head (0: none), keys and
 // values into the cache, queries to q_out. qkv: [T][heads + 2 * kv_heads][head_dim], rows qkv_stride numbers apart;

@@ -6,7 +6,7 @@
 //                values [8][head_dim][2]         ... or a pair of keys of 16 dimensions
 //   fp16, fp32   keys   [head_dim][16]
 //                values [16][head_dim]
-//   int8         keys, values as in bf16, a byte a number; then fp32 [16] scales of the keys and [16] of the values
+//   int8         keys and values as in fp16, a byte a number; then fp32 scales: of the 16 keys, of the 16 values
 //
 // so that the multiplication loads its operands as they lie, and what is read of a head is contiguous. The layout does not
 // depend on the instruction set.
@@ -85,6 +85,7 @@ struct KvWriteCall {
 struct AttentionKernels {
   void (*attend[3])(const void* call, index_t begin, index_t end);
   void (*attend_bytes[3])(const void* call, index_t begin, index_t end);  // int8 cache
+  void (*attend_in_pairs)(const void* call, index_t begin, index_t end);  // bf16 with VDPBF16PS; null: not there
 };
 
 struct KvWriteKernels {

@@ -2,7 +2,8 @@
 
 Owns the cache of a layer (`PagedKv`), the declarations of the C functions that compute at once, and the checks of what they
 are given. A compiled step calls the same kernels by `quintet.executor.program.library`. What a token's attention comes to
-has the same bits in every batch, however its prompt was cut into chunks.
+has the same bits in every batch, however its prompt was cut into chunks. An int8 cache holds a head's keys and values in 255
+steps between their largest magnitude and its negative, with an fp32 scale for each.
 """
 
 from __future__ import annotations

@@ -99,11 +99,20 @@ class Requests:
         return self.run([(i, 0, length) for i, length in enumerate(self.lengths)])
 
     def parts(self, request: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values ``[tokens, heads, head_dim]`` of a request in fp64."""
+        """Queries, and keys and values as the cache holds them, ``[tokens, heads, head_dim]`` of a request in fp64."""
         shape = self.shape
-        heads = self.qkv[request].double().view(self.lengths[request], -1, shape.head_dim)
+        heads = self.qkv[request].view(self.lengths[request], -1, shape.head_dim)
         q, k, v = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], 1)
-        return q, k, v
+        if shape.kv_dtype is torch.int8:
+            return q.double(), in_255_steps(k), in_255_steps(v)
+        return q.double(), k.double(), v.double()
+
+
+def in_255_steps(x: torch.Tensor) -> torch.Tensor:
+    """Return the nearest of 255 steps between the largest magnitude of a head and its negative, in fp64."""
+    most = x.float().abs().amax(-1, keepdim=True)
+    steps = torch.full_like(most, 127.0) / most  # torch computes `127.0 / most` by the reciprocal, which rounds twice
+    return (x.float() * steps).round().double() * (most / 127.0).double()
 
 
 def reference(

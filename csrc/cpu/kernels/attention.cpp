@@ -15,8 +15,9 @@
 // batch, however the prompt was cut into chunks, however many threads there are. Sums are followed by + 0, since
 // whether an unseen key was added to a zero shows in the zero's sign.
 //
-// Weights are powers of two of (score - largest) * log2 e. For bf16 they are rounded to bf16 for the multiplication with the
-// values, and it is the rounded ones that the normalizer sums: what is computed is then a true average of the values.
+// Weights are powers of two of (score - largest) * log2 e. Scores, weights and sums are fp32, whatever the cache holds;
+// where the processor's pairs of bf16 are faster than fp32 (attend_in_pairs), weights are rounded to bf16 for the
+// multiplication with the values, and it is the rounded ones that the normalizer sums: a true average of the values.
 //
 // Per key and KV head in bf16: 4 * head_dim bytes, 4 * head_dim FLOPs and an exponential for each row. Limiter: memory
 // bandwidth for single tokens, the multiplications for prompts.
@@ -51,22 +52,21 @@ QT_INLINE f32v power_of_two(f32v x) {
 #endif
 }
 
-// The rows of a piece while a partition is walked.
-template <class Form>
+// The rows of a piece while a partition is walked. Word: what the row's factors are, see attention_tiles.hpp.
+template <class Word>
 struct Rows {
-  static constexpr index_t kWords = kMaxHeadDim / Form::kNumbers;
-  static constexpr index_t kWeightWords = kChunkKeys / Form::kNumbers;
-
-  index_t count;                              // rows: tokens times heads, heads inner
+  index_t count;                             // rows: tokens times heads, heads inner
   index_t heads;
-  alignas(64) float most[kMaxRows];           // largest score so far, times log2 e
-  alignas(64) float shrink[kMaxRows];         // what the sums are multiplied with before a chunk is added
-  alignas(64) float less[kMaxRows];           // `most`, or 0 while nothing was seen
+  alignas(64) float most[kMaxRows];          // largest score so far, times log2 e
+  alignas(64) float shrink[kMaxRows];        // what the sums are multiplied with before a chunk is added
+  alignas(64) float less[kMaxRows];          // `most`, or 0 while nothing was seen
   alignas(64) float normalizer[kMaxRows * kLanes];
   alignas(64) float sums[kMaxRows * kMaxHeadDim];
   alignas(64) float scores[kMaxRows * kChunkKeys];
-  alignas(64) typename Form::Word weights[kMaxRows * kWeightWords];
-  alignas(64) typename Form::Word queries[kMaxRows * kWords];
+  alignas(64) Word weights[kMaxRows * kChunkKeys];
+  alignas(64) Word queries[kMaxRows * kMaxHeadDim];
+  alignas(64) float key_scales[kChunkKeys];    // int8 cache
+  alignas(64) float value_scales[kChunkKeys];
 };
 
 // What partitions are merged into: sums [rows][head_dim], largest scores and normalizers of the rows.
@@ -79,20 +79,21 @@ QT_INLINE Partial partial_at(float* memory, index_t head_dim) {
 }
 
 template <class Form, class Element>
-void take_queries(const AttentionCall& call, const AttentionPiece& piece, index_t first_head, Rows<Form>& rows) {
-  const index_t head_dim = call.kv.head_dim, steps = head_dim / Form::kNumbers;
+void take_queries(const AttentionCall& call, const AttentionPiece& piece, index_t first_head,
+                  Rows<typename Form::Word>& rows) {
+  const index_t head_dim = call.kv.head_dim, num_words = words<Form>(head_dim);
   const Element* q = (const Element*)call.q + piece.token * call.q_stride + first_head * head_dim;
   for (index_t row = 0; row < rows.count;) {
     const index_t block = block_rows(rows.count - row);
-    typename Form::Word* to = rows.queries + row * steps;
+    typename Form::Word* to = rows.queries + row * num_words;
     for (index_t r = 0; r < block; ++r) {
       const Element* from = q + (row + r) / rows.heads * call.q_stride + (row + r) % rows.heads * head_dim;
-      if constexpr (Form::kNumbers == 2) {
-        for (index_t i = 0; i < steps; ++i) std::memcpy(to + i * block + r, from + 2 * i, 4);
+      if constexpr (std::is_same_v<Form, Pairs>) {
+        for (index_t i = 0; i < num_words; ++i) std::memcpy(to + i * block + r, from + 2 * i, 4);
       } else {
         float wide[kMaxHeadDim];
         for (index_t d = 0; d < head_dim; d += kLanes) store(wide + d, load(from + d));
-        for (index_t i = 0; i < steps; ++i) to[i * block + r] = wide[i];
+        for (index_t i = 0; i < num_words; ++i) to[i * block + r] = wide[i];
       }
     }
     row += block;
@@ -125,6 +126,7 @@ QT_INLINE f32v capped(f32v score, float cap) {
 
 // What becomes of raw scores besides the softmax.
 struct Adjustment {
+  bool scaled;  // int8 cache: the keys' scales
   bool biased;  // soft-capped, ALiBi: the result is scaled
   bool masked;  // some rows do not see some of the keys
 };
@@ -149,9 +151,9 @@ QT_INLINE f32v adjusted(const AttentionCall& call, Adjustment adjustment, f32v s
 }
 
 // Scores of a chunk to weights, and the rows' new state. first: the position of the chunk's first key.
-template <class Form>
+template <class Word>
 void soften(const AttentionCall& call, const AttentionPiece& piece, index_t first_head, const Chunk& chunk, index_t first,
-            Adjustment adjustment, Rows<Form>& rows) {
+            Adjustment adjustment, Rows<Word>& rows) {
   const index_t begin = chunk.begin, end = chunk.begin + chunk.count * kTileKeys;
   const float factor = adjustment.biased ? 1.0f : call.scale * kLog2E;
   for (index_t r = 0; r < rows.count; ++r) {
@@ -161,6 +163,10 @@ void soften(const AttentionCall& call, const AttentionPiece& piece, index_t firs
     f32v most = all(kNothing);
     for (index_t k = begin; k < end; k += kLanes) {
       f32v score = load(scores + k);
+      if (adjustment.scaled) {
+        score = score * load(rows.key_scales + k);
+        store(scores + k, score);
+      }
       if (adjustment.biased || adjustment.masked) {
         score = adjusted(call, adjustment, score, slope, position, first + k);
         store(scores + k, score);
@@ -180,21 +186,29 @@ void soften(const AttentionCall& call, const AttentionPiece& piece, index_t firs
     const float* scores = rows.scores + r * kChunkKeys;
     f32v normalizer = load(rows.normalizer + r * kLanes) * all(rows.shrink[r]);
     const f32v less = all(rows.less[r]);
-    if constexpr (Form::kNumbers == 2) {
-      bf16* weights = (bf16*)(rows.weights + r * Rows<Form>::kWeightWords);
+    if constexpr (std::is_same_v<Word, Pairs::Word>) {
+      bf16* weights = (bf16*)(rows.weights + r * words<Pairs>(kChunkKeys));
       const index_t from = begin / (2 * kLanes) * (2 * kLanes), to = (end + 2 * kLanes - 1) / (2 * kLanes) * (2 * kLanes);
       if (from < begin) store(weights + from, all(0.0f));
       if (to > end) store(weights + end, all(0.0f));
-      for (index_t k = begin; k < end; k += kLanes)
-        store(weights + k, power_of_two(fma(load(scores + k), all(factor), -less)));
-      const i32v ones = all(std::int32_t(0x3F803F80));
-      for (index_t k = from; k < to; k += 2 * kLanes) normalizer = dot_pairs(normalizer, load_bits(weights + k), ones);
-    } else {
-      float* weights = rows.weights + r * Rows<Form>::kWeightWords;
       for (index_t k = begin; k < end; k += kLanes) {
-        const f32v weight = power_of_two(fma(load(scores + k), all(factor), -less));
+        f32v weight = power_of_two(fma(load(scores + k), all(factor), -less));
+        if (adjustment.scaled) {
+          normalizer = normalizer + weight;
+          weight = weight * load(rows.value_scales + k);
+        }
         store(weights + k, weight);
+      }
+      const i32v ones = all(std::int32_t(0x3F803F80));
+      if (!adjustment.scaled)
+        for (index_t k = from; k < to; k += 2 * kLanes) normalizer = dot_pairs(normalizer, load_bits(weights + k), ones);
+    } else {
+      float* weights = rows.weights + r * kChunkKeys;
+      for (index_t k = begin; k < end; k += kLanes) {
+        f32v weight = power_of_two(fma(load(scores + k), all(factor), -less));
         normalizer = normalizer + weight;
+        if (adjustment.scaled) weight = weight * load(rows.value_scales + k);
+        store(weights + k, weight);
       }
     }
     store(rows.normalizer + r * kLanes, normalizer);
@@ -206,9 +220,32 @@ QT_INLINE index_t seen_from(const AttentionCall& call, index_t position) {
   return call.window && position >= call.window ? position + 1 - call.window : 0;
 }
 
+// A cache's format: how it is multiplied where it lies (Direct) and how after it was widened (Wide).
+template <class DirectForm, class WideForm>
+struct Format {
+  using Direct = DirectForm;
+  using Wide = WideForm;
+  using Word = typename Direct::Word;
+};
+
+// Rows from which on widening a chunk once costs less than widening it for each register block of rows.
+constexpr index_t kWidenFrom = 2 * kBlockRows + 1;
+
+// Widens the keys or the values of a chunk; returns where its tiles are then.
 template <class Form>
+void widen(const char* (&planes)[kChunkTiles], index_t count, index_t head_dim, index_t columns, float* memory) {
+  for (index_t i = 0; i < count; ++i) {
+    float* to = memory + i * kTileKeys * head_dim;
+    if constexpr (!std::is_same_v<Form, Pairs>) widen_plane<Form>(planes[i], head_dim, columns, to);
+    planes[i] = (const char*)to;
+  }
+}
+
+template <class Format>
 void walk_partition(const AttentionCall& call, const AttentionPiece& piece, index_t kv_head, index_t first_head,
-                    index_t partition, Rows<Form>& rows) {
+                    index_t partition, Rows<typename Format::Word>& rows) {
+  using Direct = typename Format::Direct;
+  using Wide = typename Format::Wide;
   const index_t head_dim = call.kv.head_dim, last_position = piece.position + piece.count - 1;
   for (index_t r = 0; r < kMaxRows; ++r) rows.most[r] = kNothing;
   for (index_t r = 0; r < rows.count; ++r) store(rows.normalizer + r * kLanes, all(0.0f));
@@ -218,6 +255,7 @@ void walk_partition(const AttentionCall& call, const AttentionPiece& piece, inde
   const index_t from = partition * kPartitionKeys, to = from + kPartitionKeys;
   const index_t begin = (begin_seen > from ? begin_seen : from) / kTileKeys, end_key = end_seen < to ? end_seen : to;
   const index_t end = (end_key + kTileKeys - 1) / kTileKeys;  // tiles [begin, end)
+  const bool bytes = call.kv.dtype == Dtype::int8;
 
   const char *keys[2][kChunkTiles], *values[2][kChunkTiles];
   int turn = 0;
@@ -234,14 +272,34 @@ void walk_partition(const AttentionCall& call, const AttentionPiece& piece, inde
       chunk.keys[i] = keys[turn][i];
       chunk.values[i] = values[turn][i];
       chunk.ahead[i] = i < after - next ? keys[1 - turn][i] : values[turn][i];
+      if (bytes) {
+        std::memcpy(rows.key_scales + chunk.begin + i * kTileKeys, chunk.values[i] + call.kv.plane_bytes, 64);
+        std::memcpy(rows.value_scales + chunk.begin + i * kTileKeys, chunk.values[i] + call.kv.plane_bytes + 64, 64);
+      }
     }
-    score_chunk<Form>(rows.queries, rows.count, head_dim / Form::kNumbers, chunk, rows.scores);
     const Adjustment adjustment{
+        .scaled = bytes,
         .biased = call.softcap > 0 || call.alibi_slopes != nullptr,
         .masked = next * kTileKeys > piece.position + 1 || tile * kTileKeys < seen_from(call, last_position),
     };
-    soften<Form>(call, piece, first_head, chunk, tile / kChunkTiles * kChunkKeys, adjustment, rows);
-    weigh_chunk<Form>(rows.weights, rows.shrink, rows.count, chunk, head_dim, rows.sums);
+    const index_t first = tile / kChunkTiles * kChunkKeys;
+    const bool widens = !std::is_same_v<Direct, Wide> && rows.count >= kWidenFrom;
+    alignas(64) float memory[kChunkKeys * kMaxHeadDim];
+    Chunk widened = chunk;
+    if (widens) {
+      widen<Direct>(widened.keys, chunk.count, head_dim, kTileKeys, memory);
+      score_chunk<Wide>(rows.queries, rows.count, head_dim, widened, rows.scores);
+    } else {
+      score_chunk<Direct>(rows.queries, rows.count, head_dim, chunk, rows.scores);
+    }
+    soften(call, piece, first_head, chunk, first, adjustment, rows);
+    if (widens) {
+      widen<Direct>(widened.values, chunk.count, head_dim, head_dim, memory);
+      for (index_t i = 0; i < chunk.count; ++i) widened.ahead[i] = widened.values[i];
+      weigh_chunk<Wide>(rows.weights, rows.shrink, rows.count, widened, head_dim, rows.sums);
+    } else {
+      weigh_chunk<Direct>(rows.weights, rows.shrink, rows.count, chunk, head_dim, rows.sums);
+    }
     tile = next;
     next = after;
     turn = 1 - turn;
@@ -249,8 +307,8 @@ void walk_partition(const AttentionCall& call, const AttentionPiece& piece, inde
 }
 
 // The state at the end of a partition, lanes of the normalizers summed.
-template <class Form>
-void keep(const Rows<Form>& rows, index_t head_dim, Partial to) {
+template <class Word>
+void keep(const Rows<Word>& rows, index_t head_dim, Partial to) {
   for (index_t r = 0; r < rows.count; ++r) {
     to.most[r] = rows.most[r];
     to.normalizer[r] = sum_of(load(rows.normalizer + r * kLanes));
@@ -292,23 +350,22 @@ void finish(const AttentionCall& call, const AttentionPiece& piece, index_t firs
   }
 }
 
-template <class Form, class Element>
-void attend_unit(const AttentionCall& call, const AttentionPiece& piece, index_t unit, index_t units) {
-  (void)units;
+template <class Format, class Element>
+void attend_unit(const AttentionCall& call, const AttentionPiece& piece, index_t unit) {
   const index_t head_dim = call.kv.head_dim, kv_head = unit / call.kv_head_units;
   const index_t skipped = unit % call.kv_head_units * call.unit_heads, left = call.group - skipped;
   const index_t first_head = kv_head * call.group + skipped;
-  Rows<Form> rows;
+  Rows<typename Format::Word> rows;
   rows.heads = left < call.unit_heads ? left : call.unit_heads;
   rows.count = piece.count * rows.heads;
   for (index_t r = 0; r < kMaxRows; ++r) rows.shrink[r] = 0;
-  take_queries<Form, Element>(call, piece, first_head, rows);
+  take_queries<typename Format::Direct, Element>(call, piece, first_head, rows);
 
   alignas(64) float memory[kMaxRows * (kMaxHeadDim + 2)];
   const Partial total = partial_at(memory, head_dim);
   if (!piece.partials) {
     for (index_t partition = piece.first; partition < piece.last; ++partition) {
-      walk_partition<Form>(call, piece, kv_head, first_head, partition, rows);
+      walk_partition<Format>(call, piece, kv_head, first_head, partition, rows);
       if (partition == piece.first) {
         keep(rows, head_dim, total);
       } else {
@@ -322,7 +379,7 @@ void attend_unit(const AttentionCall& call, const AttentionPiece& piece, index_t
     const index_t partitions = piece.all_last - piece.all_first;
     float* partials = piece.partials + unit * partitions * call.partial_floats;
     for (index_t partition = piece.first; partition < piece.last; ++partition) {
-      walk_partition<Form>(call, piece, kv_head, first_head, partition, rows);
+      walk_partition<Format>(call, piece, kv_head, first_head, partition, rows);
       keep(rows, head_dim, partial_at(partials + (partition - piece.all_first) * call.partial_floats, head_dim));
     }
     if (__atomic_sub_fetch(piece.pending + unit, 1, __ATOMIC_ACQ_REL) != 0) return;
@@ -339,18 +396,28 @@ void attend_unit(const AttentionCall& call, const AttentionPiece& piece, index_t
   finish<Element>(call, piece, first_head, rows.heads, rows.count, total);
 }
 
-template <class Form, class Element>
+template <class Format, class Element>
 void attend(const void* description, index_t begin, index_t end) {
   const AttentionCall& call = *(const AttentionCall*)description;
   const index_t units = call.kv.kv_heads * call.kv_head_units;
-  for (index_t i = begin; i < end; ++i) attend_unit<Form, Element>(call, call.pieces[i / units], i % units, units);
+  for (index_t i = begin; i < end; ++i) attend_unit<Format, Element>(call, call.pieces[i / units], i % units);
 }
+
+template <class Stored>
+using Widened = Format<Singles<Stored>, Singles<float>>;
+using WidenedPairs = Format<Halves, Singles<float>>;
 
 }  // namespace
 
 const AttentionKernels attention = {
-    .attend = {attend<Pairs, bf16>, attend<Singles<fp16>, fp16>, attend<Singles<float>, float>},
-    .attend_bytes = {nullptr, nullptr, nullptr},
+    .attend = {attend<WidenedPairs, bf16>, attend<Widened<fp16>, fp16>, attend<Widened<float>, float>},
+    .attend_bytes = {attend<Widened<std::int8_t>, bf16>, attend<Widened<std::int8_t>, fp16>,
+                     attend<Widened<std::int8_t>, float>},
+#if defined(__AVX512BF16__)
+    .attend_in_pairs = attend<Format<Pairs, Pairs>, bf16>,
+#else
+    .attend_in_pairs = nullptr,
+#endif
 };
 
 }  // namespace qt::QT_ISA

@@ -1,8 +1,8 @@
 // The multiplications of attention: a few rows times vectors of 16 keys (scores) or of dimensions (weighted values).
 //
 // Both are one loop: an accumulator per row and vector, to which a broadcast factor of the row times a vector of the cache is
-// added, in ascending order of dimensions or of keys. How many rows and vectors are held in registers decides nothing but
-// speed. Per vector of bf16: 64 bytes of cache for 64 R FLOPs.
+// added, in ascending order of dimensions or of keys. How many rows and vectors are held in registers, and whether a vector
+// is widened in registers or was before (Singles<float>), decides nothing but speed.
 #pragma once
 
 #include "attention.hpp"
@@ -11,34 +11,71 @@
 namespace qt::QT_ISA {
 namespace {
 
+inline constexpr int kBlockRows = 6;
 #if defined(__AVX512F__)
-inline constexpr int kBlockRows = 6, kBlockVectors = 4;  // 24 accumulators of 32 registers
+inline constexpr int kBlockVectors = 4;  // 24 accumulators of 32 registers
 #else
-inline constexpr int kBlockRows = 4, kBlockVectors = 2;  // 8 of 16
+inline constexpr int kBlockVectors = 2;  // 12 of 16
 #endif
 inline constexpr int kTileVectors = int(kTileKeys) / kLanes;
 inline constexpr int kChunkTiles = int(kChunkKeys / kTileKeys);
 
-// Two bf16 at a time: a factor and an element of a vector are 32-bit words.
+// An int8 cache's numbers, without their scale.
+QT_INLINE f32v load(const std::int8_t* from) {
+#if defined(__AVX512F__)
+  return to_float((i32v)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+#elif defined(__AVX2__)
+  return to_float((i32v)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+#else
+  i32v numbers;
+  for (int i = 0; i < kLanes; ++i) numbers[i] = from[i];
+  return to_float(numbers);
+#endif
+}
+
+// How what is stored is multiplied: a load gives kParts vectors, each multiplied with a factor of its own.
+
+// Pairs of bf16 with VDPBF16PS: a factor is a pair as well.
 struct Pairs {
   using Word = std::int32_t;
-  using Vector = i32v;
-  static constexpr int kNumbers = 2;  // multiplied by one factor word
+  using Loaded = i32v;
+  static constexpr int kNumbers = 2, kParts = 1;  // numbers of a row that a step multiplies, with so many factors
+  static constexpr index_t kElementBytes = 4;     // of one lane
+  QT_INLINE Loaded load(const char* from) { return load_bits(from); }
+  QT_INLINE i32v part(Loaded loaded, int) { return loaded; }
+  QT_INLINE f32v multiply(f32v acc, Word factor, i32v vector) { return dot_pairs(acc, vector, all(factor)); }
+};
+
+// The same layout in fp32 with two fused multiply-adds, the lower index first.
+struct Halves {
+  using Word = float;
+  using Loaded = i32v;
+  static constexpr int kNumbers = 2, kParts = 2;
   static constexpr index_t kElementBytes = 4;
-  QT_INLINE Vector load(const char* from) { return load_bits(from); }
-  QT_INLINE f32v multiply(f32v acc, Word factor, Vector vector) { return dot_pairs(acc, vector, all(factor)); }
+  QT_INLINE Loaded load(const char* from) { return load_bits(from); }
+  QT_INLINE f32v part(Loaded loaded, int number) {
+    return as_float(number ? loaded & all(std::int32_t(0xFFFF0000)) : loaded << 16);
+  }
+  QT_INLINE f32v multiply(f32v acc, Word factor, f32v vector) { return fma(all(factor), vector, acc); }
 };
 
 // One number at a time, in fp32.
 template <class Element>
 struct Singles {
   using Word = float;
-  using Vector = f32v;
-  static constexpr int kNumbers = 1;
+  using Loaded = f32v;
+  static constexpr int kNumbers = 1, kParts = 1;
   static constexpr index_t kElementBytes = sizeof(Element);
-  QT_INLINE Vector load(const char* from) { return QT_ISA::load((const Element*)from); }
-  QT_INLINE f32v multiply(f32v acc, Word factor, Vector vector) { return fma(all(factor), vector, acc); }
+  QT_INLINE Loaded load(const char* from) { return QT_ISA::load((const Element*)from); }
+  QT_INLINE f32v part(Loaded loaded, int) { return loaded; }
+  QT_INLINE f32v multiply(f32v acc, Word factor, f32v vector) { return fma(all(factor), vector, acc); }
 };
+
+// Factor words for so many numbers of a row.
+template <class Form>
+QT_INLINE constexpr index_t words(index_t numbers) {
+  return numbers / Form::kNumbers * Form::kParts;
+}
 
 // sums[r][v] += over i ascending: factors[r * kRow + i * kStep] * the v-th vector at from + i * stride. What lies at
 // ahead + i * stride is brought closer meanwhile.
@@ -46,17 +83,23 @@ template <class Form, int R, int V, index_t kRow, index_t kStep>
 QT_INLINE void accumulate(f32v (&sums)[R][V], const typename Form::Word* factors, const char* const (&from)[V],
                           const char* const (&ahead)[V], index_t stride, index_t steps) {
   for (index_t i = 0; i < steps; ++i) {
-    typename Form::Vector vectors[V];
+    typename Form::Loaded loaded[V];
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) {
-      vectors[v] = Form::load(from[v] + i * stride);
+      loaded[v] = Form::load(from[v] + i * stride);
       __builtin_prefetch(ahead[v] + i * stride);
     }
+#pragma GCC unroll 2
+    for (int part = 0; part < Form::kParts; ++part) {
+      decltype(Form::part(loaded[0], 0)) vectors[V];
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      const typename Form::Word factor = factors[r * kRow + i * kStep];
+      for (int v = 0; v < V; ++v) vectors[v] = Form::part(loaded[v], part);
 #pragma GCC unroll 8
-      for (int v = 0; v < V; ++v) sums[r][v] = Form::multiply(sums[r][v], factor, vectors[v]);
+      for (int r = 0; r < R; ++r) {
+        const typename Form::Word factor = factors[r * kRow + (i * Form::kParts + part) * kStep];
+#pragma GCC unroll 8
+        for (int v = 0; v < V; ++v) sums[r][v] = Form::multiply(sums[r][v], factor, vectors[v]);
+      }
     }
   }
 }
@@ -70,11 +113,23 @@ struct Chunk {
   const char* ahead[kChunkTiles];  // keys of the next chunk
 };
 
+// Keys, or values, of a chunk widened to fp32: [key tiles][head_dim][16], [key tiles][16][head_dim].
+template <class Form>
+void widen_plane(const char* from, index_t head_dim, index_t columns, float* to) {
+  const index_t steps = kTileKeys * head_dim / columns / Form::kNumbers;
+  for (index_t i = 0; i < steps; ++i)
+    for (index_t c = 0; c < columns; c += kLanes) {
+      const typename Form::Loaded loaded = Form::load(from + (i * columns + c) * Form::kElementBytes);
+      for (int part = 0; part < Form::kParts; ++part)
+        store(to + (i * Form::kParts + part) * columns + c, Form::part(loaded, part));
+    }
+}
+
 // scores[r][v * kLanes ...] of R rows for V vectors of keys, the first of them `inside` bytes into a row of its tile.
-// queries: [steps][R].
+// queries: [words][R].
 template <class Form, int R, int V>
 void score(const typename Form::Word* queries, const char* const* keys, const char* const* ahead, index_t inside,
-           index_t steps, float* scores) {
+           index_t head_dim, float* scores) {
   f32v sums[R][V];
   const char *from[V], *next[V];
 #pragma GCC unroll 8
@@ -86,7 +141,7 @@ void score(const typename Form::Word* queries, const char* const* keys, const ch
     from[v] = keys[v / kTileVectors] + inside + v % kTileVectors * kLanes * Form::kElementBytes;
     next[v] = ahead[v / kTileVectors] + inside + v % kTileVectors * kLanes * Form::kElementBytes;
   }
-  accumulate<Form, R, V, 1, R>(sums, queries, from, next, kTileKeys * Form::kElementBytes, steps);
+  accumulate<Form, R, V, 1, R>(sums, queries, from, next, kTileKeys * Form::kElementBytes, head_dim / Form::kNumbers);
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
@@ -109,8 +164,8 @@ void weigh(const typename Form::Word* weights, const float* shrink, const Chunk&
       from[v] = chunk.values[tile] + offset + v * kLanes * Form::kElementBytes;
       next[v] = chunk.ahead[tile] + offset + v * kLanes * Form::kElementBytes;
     }
-    accumulate<Form, R, V, kChunkKeys / Form::kNumbers, 1>(acc, weights + tile * (kTileKeys / Form::kNumbers), from, next,
-                                                           head_dim * Form::kElementBytes, kTileKeys / Form::kNumbers);
+    accumulate<Form, R, V, words<Form>(kChunkKeys), 1>(acc, weights + tile * words<Form>(kTileKeys), from, next,
+                                                        head_dim * Form::kElementBytes, kTileKeys / Form::kNumbers);
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
@@ -126,17 +181,11 @@ using Weigh = void (*)(const typename Form::Word*, const float*, const Chunk&, i
 // By rows - 1.
 template <class Form, int V>
 constexpr Score<Form> kScore[] = {
-    score<Form, 1, V>, score<Form, 2, V>, score<Form, 3, V>, score<Form, 4, V>,
-#if defined(__AVX512F__)
-    score<Form, 5, V>, score<Form, 6, V>,
-#endif
+    score<Form, 1, V>, score<Form, 2, V>, score<Form, 3, V>, score<Form, 4, V>, score<Form, 5, V>, score<Form, 6, V>,
 };
 template <class Form, int V>
 constexpr Weigh<Form> kWeigh[] = {
-    weigh<Form, 1, V>, weigh<Form, 2, V>, weigh<Form, 3, V>, weigh<Form, 4, V>,
-#if defined(__AVX512F__)
-    weigh<Form, 5, V>, weigh<Form, 6, V>,
-#endif
+    weigh<Form, 1, V>, weigh<Form, 2, V>, weigh<Form, 3, V>, weigh<Form, 4, V>, weigh<Form, 5, V>, weigh<Form, 6, V>,
 };
 
 // The rows of the next register block when `left` are left: blocks of nearly equal size.
@@ -145,36 +194,36 @@ QT_INLINE index_t block_rows(index_t left) {
   return (left + blocks - 1) / blocks;
 }
 
-// queries: register blocks of rows one after another, each [steps][rows]. scores: [rows][kChunkKeys].
+// queries: register blocks of rows one after another, each [words][rows]. scores: [rows][kChunkKeys].
 template <class Form>
-void score_chunk(const typename Form::Word* queries, index_t rows, index_t steps, const Chunk& chunk, float* scores) {
+void score_chunk(const typename Form::Word* queries, index_t rows, index_t head_dim, const Chunk& chunk, float* scores) {
   for (index_t row = 0; row < rows;) {
     const index_t block = block_rows(rows - row);
-    const typename Form::Word* factors = queries + row * steps;
+    const typename Form::Word* factors = queries + row * words<Form>(head_dim);
     float* to = scores + row * kChunkKeys + chunk.begin;
     index_t tile = 0;
     if constexpr (kBlockVectors > kTileVectors) {
       constexpr int kBlockTiles = kBlockVectors / kTileVectors;
       for (; tile + kBlockTiles <= chunk.count; tile += kBlockTiles)
-        kScore<Form, kBlockVectors>[block - 1](factors, chunk.keys + tile, chunk.values + tile, 0, steps,
+        kScore<Form, kBlockVectors>[block - 1](factors, chunk.keys + tile, chunk.values + tile, 0, head_dim,
                                                to + tile * kTileKeys);
     }
     constexpr int kVectors = kBlockVectors < kTileVectors ? kBlockVectors : kTileVectors;
     for (; tile < chunk.count; ++tile)
       for (int v = 0; v < kTileVectors; v += kVectors)
         kScore<Form, kVectors>[block - 1](factors, chunk.keys + tile, chunk.values + tile,
-                                          v * kLanes * Form::kElementBytes, steps, to + tile * kTileKeys + v * kLanes);
+                                          v * kLanes * Form::kElementBytes, head_dim, to + tile * kTileKeys + v * kLanes);
     row += block;
   }
 }
 
-// weights: [rows][kChunkKeys / kNumbers]; sums: [rows][head_dim].
+// weights: [rows][words of a chunk]; sums: [rows][head_dim].
 template <class Form>
 void weigh_chunk(const typename Form::Word* weights, const float* shrink, index_t rows, const Chunk& chunk,
                  index_t head_dim, float* sums) {
   for (index_t row = 0; row < rows;) {
     const index_t block = block_rows(rows - row);
-    const typename Form::Word* factors = weights + (row * kChunkKeys + chunk.begin) / Form::kNumbers;
+    const typename Form::Word* factors = weights + words<Form>(row * kChunkKeys + chunk.begin);
     index_t d = 0;
     for (; d + kBlockVectors * kLanes <= head_dim; d += kBlockVectors * kLanes)
       kWeigh<Form, kBlockVectors>[block - 1](factors, shrink + row, chunk, d * Form::kElementBytes, head_dim,

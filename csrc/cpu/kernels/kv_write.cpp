@@ -54,31 +54,42 @@ void turn(const KvWriteCall& call, const Element* x, const void* weight, const E
   }
 }
 
-// The place of number `minor` of row `major` (a key's dimension, or a value's key) among `width` columns.
-template <class Element>
-QT_INLINE Element* at(char* plane, index_t major, index_t column, index_t width) {
-  if constexpr (sizeof(Element) <= 2 && !std::is_same_v<Element, fp16>)
-    return (Element*)plane + (major / 2 * width + column) * 2 + major % 2;
+// The place of row `major` (a key's dimension, or a value's key) in a column of the `width` of a plane.
+template <class Stored>
+QT_INLINE Stored* place(char* plane, index_t major, index_t column, index_t width) {
+  if constexpr (std::is_same_v<Stored, bf16>)
+    return (bf16*)plane + (major / 2 * width + column) * 2 + major % 2;
   else
-    return (Element*)plane + major * width + column;
+    return (Stored*)plane + major * width + column;
 }
 
-template <class Element>
-void put_key(const Element* key, char* plane, index_t inside, index_t head_dim) {
-  for (index_t d = 0; d < head_dim; ++d) *at<Element>(plane, d, inside, kTileKeys) = key[d];
+// One head's numbers as they are stored; returns their scale. int8: nearest of 255 steps between the largest magnitude and
+// its negative (ties to even).
+template <class Element, class Stored>
+QT_INLINE float stored(const Element* numbers, index_t head_dim, Stored* to) {
+  if constexpr (std::is_same_v<Element, Stored>) {
+    std::memcpy(to, numbers, head_dim * sizeof(Element));
+    return 1.0f;
+  } else {
+    f32v most = all(0.0f);
+    for (index_t d = 0; d < head_dim; d += kLanes) {
+      const f32v value = load(numbers + d);
+      most = max(most, max(value, -value));
+    }
+    const float largest = max_of(most), steps = largest > 0.0f ? 127.0f / largest : 0.0f;
+    for (index_t d = 0; d < head_dim; d += kLanes) {
+      const i32v step = to_int(round(load(numbers + d) * all(steps)));
+      for (int i = 0; i < kLanes; ++i) to[d + i] = Stored(step[i]);
+    }
+    return largest / 127.0f;
+  }
 }
 
-template <class Element>
-void put_value(const Element* value, char* plane, index_t inside, index_t head_dim) {
-  for (index_t d = 0; d < head_dim; ++d) *at<Element>(plane, inside, d, head_dim) = value[d];
-}
-
-template <class Element>
+template <class Element, class Stored>
 void write_piece(const KvWriteCall& call, const KvWritePiece& piece) {
   const PagedKv& kv = call.kv;
   const index_t width = kv.head_dim, tile = piece.position / kTileKeys, inside = piece.position % kTileKeys;
   char* keys = kv.memory + piece.blocks[tile / kv.block_tiles] * kv.block_bytes + tile % kv.block_tiles * kv.tile_bytes;
-  char* values = keys + kv.plane_bytes;
   for (index_t i = 0; i < piece.count; ++i) {
     const index_t token = piece.token + i, row = (call.rope_by_token ? token : piece.position + i) * call.rotary;
     const Element *cosines = (const Element*)call.cosines + row, *sines = (const Element*)call.sines + row;
@@ -90,28 +101,41 @@ void write_piece(const KvWriteCall& call, const KvWritePiece& piece) {
     for (index_t head = 0; head < kv.kv_heads; ++head) {
       Element key[kMaxHeadDim];
       turn(call, x + head * width, call.k_norm, cosines, sines, key);
-      put_key(key, keys + head * kv.head_bytes, inside + i, width);
-      put_value(x + (kv.kv_heads + head) * width, values + head * kv.head_bytes, inside + i, width);
+      Stored numbers[kMaxHeadDim];
+      char *key_plane = keys + head * kv.head_bytes, *value_plane = key_plane + kv.plane_bytes;
+      float* scales = (float*)(value_plane + kv.plane_bytes) + inside + i;
+      const float key_scale = stored(key, width, numbers);
+      for (index_t d = 0; d < width; ++d) *place<Stored>(key_plane, d, inside + i, kTileKeys) = numbers[d];
+      const float value_scale = stored(x + (kv.kv_heads + head) * width, width, numbers);
+      for (index_t d = 0; d < width; ++d) *place<Stored>(value_plane, inside + i, d, width) = numbers[d];
+      if constexpr (!std::is_same_v<Element, Stored>) scales[0] = key_scale, scales[kTileKeys] = value_scale;
     }
   }
   if (inside == 0 && piece.count < kTileKeys) {
-    const Element zeros[kMaxHeadDim] = {};
-    for (index_t head = 0; head < kv.kv_heads; ++head)
-      for (index_t i = piece.count; i < kTileKeys; ++i) put_value(zeros, values + head * kv.head_bytes, i, width);
+    for (index_t head = 0; head < kv.kv_heads; ++head) {
+      char* value_plane = keys + head * kv.head_bytes + kv.plane_bytes;
+      for (index_t i = piece.count; i < kTileKeys; ++i) {
+        for (index_t d = 0; d < width; ++d) *place<Stored>(value_plane, i, d, width) = Stored{};
+        if constexpr (!std::is_same_v<Element, Stored>) {
+          float* scales = (float*)(value_plane + kv.plane_bytes) + i;
+          scales[0] = scales[kTileKeys] = 0.0f;
+        }
+      }
+    }
   }
 }
 
-template <class Element>
+template <class Element, class Stored>
 void write(const void* description, index_t begin, index_t end) {
   const KvWriteCall& call = *(const KvWriteCall*)description;
-  for (index_t i = begin; i < end; ++i) write_piece<Element>(call, call.pieces[i]);
+  for (index_t i = begin; i < end; ++i) write_piece<Element, Stored>(call, call.pieces[i]);
 }
 
 }  // namespace
 
 const KvWriteKernels kv_write = {
-    .write = {write<bf16>, write<fp16>, write<float>},
-    .write_bytes = {nullptr, nullptr, nullptr},
+    .write = {write<bf16, bf16>, write<fp16, fp16>, write<float, float>},
+    .write_bytes = {write<bf16, std::int8_t>, write<fp16, std::int8_t>, write<float, std::int8_t>},
 };
 
 }  // namespace qt::QT_ISA
