@@ -45,13 +45,12 @@ def load_checkpoint(
     """
     files = [MappedFile(path) for path in checkpoint_files(folder)]
     _check_names(plan, folder, files, ignored)
-    if cache is not None and cache.open(files, plan.stores):
+    if cache is not None and plan.stores and cache.open(files, plan.stores):
         _deliver(plan, files, packed=True)
         return
     memory = reserve(plan.stores)
     _deliver(plan, files, packed=False)
-    if cache is not None and plan.stores:
-        cache.write(files, plan.stores, memory)
+    if cache is not None and plan.stores and cache.write(files, plan.stores, memory):
         cache.open(files, plan.stores)  # instead of the copy in memory: other servers share these pages
 
 

@@ -68,10 +68,10 @@ class PackedCache:
             store.open(memory[begin : begin + store.num_bytes])
         return True
 
-    def write(self, files: Sequence[MappedFile], stores: Sequence[PackedStore], memory: torch.Tensor) -> None:
+    def write(self, files: Sequence[MappedFile], stores: Sequence[PackedStore], memory: torch.Tensor) -> bool:
         """Write the file from ``memory``, the reservation that the stores are open in.
 
-        A folder that cannot be written to, or a full disk, costs a line in the log.
+        A folder that cannot be written to, or a full disk, costs a line in the log; return whether it worked.
         """
         begun = time.monotonic()
         head = self._head(files, stores)
@@ -91,9 +91,10 @@ class PackedCache:
             log.warning("packed weights cannot be kept in %s: %s", self.path, error)
             if temporary is not None:
                 Path(temporary).unlink(missing_ok=True)
-            return
+            return False
         took_s = time.monotonic() - begun
         log.info("packed weights kept in %s: %.0f MB in %.1f s", self.path, memory.numel() / 1e6, took_s)
+        return True
 
     def _head(self, files: Sequence[MappedFile], stores: Sequence[PackedStore]) -> bytes:
         """Return the beginning of a file that may be used: all that must agree, in one spelling."""
