@@ -111,7 +111,8 @@ class Requests:
 def in_255_steps(x: torch.Tensor) -> torch.Tensor:
     """Return the nearest of 255 steps between the largest magnitude of a head and its negative, in fp64."""
     most = x.float().abs().amax(-1, keepdim=True)
-    steps = torch.full_like(most, 127.0) / most  # torch computes `127.0 / most` by the reciprocal, which rounds twice
+    # Not `127.0 / most`: torch computes that by the reciprocal, which rounds twice.
+    steps = torch.full_like(most, 127.0) / most
     return (x.float() * steps).round().double() * (most / 127.0).double()
 
 
