@@ -91,6 +91,15 @@ def test_parameters_per_prompt(llm: LLM) -> None:
         list(llm.generate(iter("abcd"), iter(params), use_tqdm=False))
 
 
+def test_a_batch_is_planned_to_end_soonest_unless_told_otherwise(llm: LLM) -> None:
+    scheduler = llm._engine.config.scheduler
+    assert (scheduler.policy, scheduler.step_target_ms) == ("longest", 0)
+    flags: Any = {"scheduling_policy": "fcfs", "step_target_ms": 40}
+    with LLM(executor="mock", max_model_len=512, **flags) as other:
+        scheduler = other._engine.config.scheduler
+        assert (scheduler.policy, scheduler.step_target_ms) == ("fcfs", 40)
+
+
 def test_no_parameters_means_sixteen_tokens(llm: LLM) -> None:
     assert len(llm.generate("x", use_tqdm=False)[0].outputs[0].token_ids) <= 16
 
