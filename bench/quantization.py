@@ -56,12 +56,12 @@ def windows(tokenizer: Tokenizer) -> Iterator[list[int]]:
                 yield [END_OF_TEXT, *ids[begin : begin + WINDOW - 1]]
 
 
-def read(prompts: list[list[int]], options: Mapping[str, str]) -> tuple[list[float], list[int]]:
+def read(prompts: list[list[int]], options: Mapping[str, object]) -> tuple[list[float], list[int]]:
     """Return the log-probability of every token of the prompts and the most likely token at its place."""
     asked = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
     logprobs, choices = [], []
-    with LLM(**options) as llm:
-        for output in llm.generate(prompts, asked):
+    with LLM(None, **options) as llm:
+        for output in llm.generate(prompts, asked, use_tqdm=False):
             for token_id, position in zip(output.prompt_token_ids, output.prompt_logprobs or [], strict=True):
                 if position is not None:
                     logprobs.append(position[token_id].logprob)

@@ -1,0 +1,39 @@
+"""The embedded model still knows its language when it is quantized."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from bench.quantization import END_OF_TEXT, WINDOW, read
+from tokenizers import Tokenizer
+
+from quintet.deploy.embedded import default_model_path
+from quintet.executor.ops.host_linear import linear_library
+
+HELD_OUT = "fnmatch.py"
+"""A library file that TRAINING.json lists as kept from the model."""
+
+# A few times what bench.quantization prints over all held-out files: one file of two thousand tokens scatters around that.
+# A scale or a zero point read at the wrong place costs more than half a nat.
+ALLOWED: Mapping[str, float] = {"int8": 0.005, "w8a8": 0.005, "int4": 0.13}
+
+
+def loss(prompts: list[list[int]], **options: str) -> float:
+    logprobs, _ = read(prompts, {"threads": 1, **options})
+    return -sum(logprobs) / len(logprobs)
+
+
+@pytest.mark.skipif(linear_library() is None, reason="the host kernels are not built")
+def test_quantization_costs_little_loss() -> None:
+    tokenizer = Tokenizer.from_file(str(Path(default_model_path()) / "tokenizer.json"))
+    library = Path(sysconfig.get_paths()["stdlib"])
+    ids = tokenizer.encode((library / HELD_OUT).read_text()).ids
+    windows = (ids[begin : begin + WINDOW - 1] for begin in range(0, len(ids), WINDOW - 1))
+    prompts = [[END_OF_TEXT, *window] for window in windows]
+    exact = loss(prompts)
+    assert exact < 3.5  # of log(4096) = 8.3
+    cost = {name: loss(prompts, quantization=name) - exact for name in ALLOWED}
+    assert all(abs(cost[name]) <= most for name, most in ALLOWED.items()), cost
