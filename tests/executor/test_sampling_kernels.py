@@ -233,6 +233,16 @@ def test_rows_without_a_distribution_draw_token_0(dtype: torch.dtype) -> None:
         assert draw(logits, table(params), np.arange(5), positions_of(5)).tolist() == expected
 
 
+@pytest.mark.parametrize("value", [1e-39, -1e-39, 0.0, -3e38])
+def test_equal_logits_are_equally_likely_whatever_they_are(value: float) -> None:
+    """Denormals too, which some instructions take for zero; wide enough for every way through the kernel."""
+    logits = torch.full((2, 6000), value, dtype=torch.bfloat16)
+    for filters in ({}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 1.0, "top_p": 0.5}):
+        params = [SamplingParams(**filters)] * 2  # type: ignore[arg-type]
+        numbers = uniform(table(params)["seed"], positions_of(2))
+        assert host_draw(logits, params) == np.floor(numbers * 6000).tolist()
+
+
 def test_a_row_has_the_same_token_in_every_batch_and_on_any_number_of_threads() -> None:
     """On borders too: one row drawn 40 times among others, with settings that go every way through the kernel."""
     params = [SamplingParams(**each) for each in FILTERS.values()]  # type: ignore[arg-type]

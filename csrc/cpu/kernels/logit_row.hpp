@@ -13,6 +13,7 @@ namespace qt::QT_ISA {
 namespace {
 
 constexpr index_t kBlock = 128;
+constexpr index_t kCounts = 2 * 65536;
 
 QT_INLINE index_t blocks_of(index_t vocab_size) { return (vocab_size + kBlock - 1) / kBlock; }
 
@@ -24,12 +25,13 @@ struct Scratch {
   float* weights;    // [vocab]: their weights
   std::int32_t* ids;  // [vocab]: and their ids
   float* narrowed;   // [2 * vocab]: what `largest_reaching` narrows down
+  std::uint32_t* counts;  // [2 * 65536]: see counts.hpp
 };
 
 QT_INLINE Scratch scratch_for(const LogitRows& rows) {
   const index_t blocks = (blocks_of(rows.vocab_size) + 15) / 16 * 16;
   const index_t width = (rows.vocab_size + kBlock) / 16 * 16 + 16;  // compressing stores write a vector past the end
-  float* memory = static_cast<float*>(rows.scratch((2 * blocks + 5 * width) * index_t(sizeof(float))));
+  float* memory = static_cast<float*>(rows.scratch((2 * blocks + 5 * width + kCounts) * index_t(sizeof(float))));
   Scratch s;
   s.maxima = memory;
   s.sums = s.maxima + blocks;
@@ -37,6 +39,7 @@ QT_INLINE Scratch scratch_for(const LogitRows& rows) {
   s.weights = s.values + width;
   s.ids = reinterpret_cast<std::int32_t*>(s.weights + width);
   s.narrowed = s.weights + 2 * width;
+  s.counts = reinterpret_cast<std::uint32_t*>(s.narrowed + 2 * width);
   return s;
 }
 
@@ -97,11 +100,17 @@ struct Weigh {
   }
 };
 
-// The weights of n numbers: their sum; and block by block in `sums`; one by one in `weights`, unless null.
+// The weights of n numbers: their sum; and block by block in `sums`; one by one in `weights`, unless null. Where maxima is not
+// null, blocks below the floor are not looked at.
 template <class Element>
-QT_INLINE double weigh(const Element* x, index_t n, const Weigh& weight_of, float* sums, float* weights) {
+QT_INLINE double weigh(const Element* x, index_t n, const Weigh& weight_of, const float* maxima, float* sums,
+                       float* weights) {
   double total = 0;
   for (index_t b = 0, i = 0; i < n; ++b, i += kBlock) {
+    if (maxima && maxima[b] < weight_of.floor[0]) {
+      if (sums) sums[b] = 0;
+      continue;
+    }
     const index_t end = i + kBlock < n ? i + kBlock : n;
     f32v sum = {};
     for (index_t j = i; j < end; j += kLanes) {

@@ -70,7 +70,7 @@ void report(const void* call, index_t begin, index_t end) {
       continue;
     }
     const Weigh weight_of = {all(top.value), all(1.0f), all(top.value - 87.0f)};
-    const double total = weigh(x, vocab, weight_of, static_cast<float*>(nullptr), static_cast<float*>(nullptr));
+    const double total = weigh(x, vocab, weight_of, s.maxima, nullptr, nullptr);
     const double normalizer = double(top.value) + __builtin_log(total);
     const float own = load(x + c.own[i], 1)[0];
     ids[0] = c.own[i];

@@ -2,19 +2,22 @@
 // random number; or takes the most likely. What is kept is what quintet.executor.sampling.draw keeps, equals included.
 //
 // A thread owns a row. Greedy: one pass over the row (some 6 instructions a vector; limiter: memory bandwidth). With top-k: the
-// same pass, then work on about k logits. Otherwise a second pass for the weights (an exponential an element). With
-// top-p and without top-k, the weights of ever more of the largest logits are gathered until they reach p; if that is most of
-// the vocabulary, a radix selection by weight and a third pass.
+// same pass, then work on about k logits. Otherwise a second pass for the weights (an exponential an element), which skips
+// blocks without anything to draw. With top-p and without top-k, after the weights, ever more of the largest logits are listed
+// until they reach p. If those are many: over 16-bit logits, a pass that counts how often each value occurs; over fp32
+// ones, a selection by weight among all; then the weights of what is left.
 //
 // Logits are compared as they are, never divided by the temperature: each bound is a quotient in the reference, and is
 // translated to the least logit whose quotient, rounded, reaches it. Weights are e^((x - max) * (1 / temperature)).
 // Reductions: see logit_row.hpp. They depend on the row and its settings alone.
+#include "counts.hpp"
 #include "logit_row.hpp"
 
 namespace qt::QT_ISA {
 namespace {
 
 constexpr float kLeastExponent = -87.0f;  // of a weight; what is less likely than e^-87 of the most likely is dropped
+constexpr index_t kFew = 4096;  // logits that are sooner sorted out one by one than by counting values
 constexpr float kLowest = -3.4028234664e38f;
 
 // The uniform number in (0, 1) of a seed and a position: Philox4x32-10, see quintet.executor.sampling.philox.
@@ -126,7 +129,7 @@ class Draw {
   }
 
   void weigh_list() {
-    if (!weighed_) total_ = weigh(s_.values, n_, weights(), static_cast<float*>(nullptr), s_.weights);
+    if (!weighed_) total_ = weigh(s_.values, n_, weights(), nullptr, nullptr, s_.weights);
     weighed_ = true;
   }
 
@@ -141,21 +144,52 @@ class Draw {
   }
 
   void cut_top_p(double p) {
-    if (listed_) {
+    if (listed_)
       weigh_list();
-    } else {
-      const double total = weigh(x_, vocab_, weights(), s_.sums, static_cast<float*>(nullptr));
-      for (index_t count = 32;; count *= 8) {
-        const bool complete = list_largest(count);
-        weigh_list();
-        if (complete) break;
-        if (total_ >= p * total) {
-          total_ = total;
-          break;
-        }
+    else if (!list_for_mass(p))
+      return;
+    cut(largest_reaching<double>(s_.values, s_.weights, n_, p * total_, s_.narrowed));
+  }
+
+  // Lists ever more of the largest logits, until they have the share p of the mass; then total_ is the mass of all. Returns false
+  // where these would be most of the vocabulary and the cut was made in another way.
+  bool list_for_mass(double p) {
+    const double total = weigh(x_, vocab_, weights(), s_.maxima, s_.sums, nullptr);
+    for (index_t count = 32; 4 * count <= blocks_of(vocab_); count *= 8) {
+      const bool complete = list_largest(count);
+      weigh_list();
+      if (complete) return true;
+      if (total_ >= p * total) {
+        total_ = total;
+        return true;
       }
     }
-    cut(largest_reaching<double>(s_.values, s_.weights, n_, p * total_, s_.narrowed));
+    if constexpr (sizeof(Element) == 2) {
+      if (vocab_ > kFew) {
+        listed_ = false;
+        cut_top_p_by_counts(p);
+        return false;
+      }
+    }
+    list(floor_);
+    weigh_list();
+    return true;
+  }
+
+  // 16-bit logits have few different values: with each value's count the masses are known, however wide they are spread.
+  void cut_top_p_by_counts(double p) {
+    const index_t different = count_values(x_, vocab_, s_.maxima, floor_, top_, s_.counts, s_.values, s_.weights);
+    const Weigh weight_of = weights();
+    double total = 0, before = 0;
+    for (index_t i = 0; i < different; i += kLanes)
+      store(s_.weights + i, load(s_.weights + i) * weight_of(load(s_.values + i)));
+    for (index_t i = 0; i < different; ++i) total += double(s_.weights[i]);
+    index_t last = 0;
+    for (; last + 1 < different; ++last) {
+      before += double(s_.weights[last]);
+      if (before >= p * total) break;
+    }
+    raise(equal_of(s_.values[last]));
   }
 
   index_t from_list(double share) {
@@ -164,10 +198,10 @@ class Draw {
   }
 
   index_t from_row(double share) {
-    const double total = weigh(x_, vocab_, weights(), s_.sums, static_cast<float*>(nullptr));
+    const double total = weigh(x_, vocab_, weights(), s_.maxima, s_.sums, nullptr);
     const Inverted block = invert(s_.sums, blocks_of(vocab_), total, share);
     const index_t begin = block.index * kBlock, n = vocab_ - begin < kBlock ? vocab_ - begin : kBlock;
-    weigh(x_ + begin, n, weights(), static_cast<float*>(nullptr), s_.weights);
+    weigh(x_ + begin, n, weights(), nullptr, nullptr, s_.weights);
     return begin + invert(s_.weights, n, sum(s_.weights, n), block.inside).index;
   }
 

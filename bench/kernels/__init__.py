@@ -1,0 +1,1 @@
+"""How close each host kernel comes to what limits it."""
