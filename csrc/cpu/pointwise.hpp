@@ -1,8 +1,8 @@
 // The operations between multiplications, over rows of activations: norms, activations, gates, sums, gathers.
 //
-// Knows a row and nothing around it: an operation's rows are its work items, and what it writes for one depends on that row
-// alone. Rows are `width` elements, `stride` elements apart; x, y and weights are of one format (bf16, fp16, fp32) unless
-// said. y may be x where both have the same stride.
+// Knows a row and nothing around it: an operation's rows are its work items, and what it writes for one depends on that
+// row alone. Rows are `width` elements, `stride` elements apart; x, y and weights are of one format (bf16, fp16, fp32)
+// unless said. y may be x where both have the same stride.
 #pragma once
 
 #include "dispatch.hpp"
@@ -20,8 +20,8 @@ struct PointwiseCall {
   const void* weight = nullptr;  // [width], or null for ones
   const void* bias = nullptr;    // [width], or null for zeros
   float eps = 0;
-  float offset = 0;  // see rms_norm
-  float factor = 1;  // of `scale`; the bound of `softcap`
+  float offset = 0;                         // see rms_norm
+  float factor = 1;                         // of `scale`; the bound of `softcap`
   const std::int32_t* ids = nullptr;        // rows of `x` that `embedding` takes
   const std::int64_t* positions = nullptr;  // rows of `second`, less `first_position`, that `add_positions` takes
   index_t first_position = 0;
@@ -42,8 +42,8 @@ struct PointwiseKernels {
   Run add_positions[3];
   Run scale[3];
   Run softcap[3];
-  Run embedding[3][3];                    // of y, of the table
-  Run activation[kActivations][3];        // y = f(x)
+  Run embedding[3][3];                      // of y, of the table
+  Run activation[kActivations][3];          // y = f(x)
   Run activation_and_mul[kActivations][3];  // y = f(x[0, width)) * x[width, 2 width)
 };
 

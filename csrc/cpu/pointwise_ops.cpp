@@ -1,8 +1,8 @@
-// The C ABI of the pointwise operations: one call each, or as operations of a program. See pointwise.hpp for rows, formats and
-// strides (in elements), kernels/pointwise.cpp for what is rounded where.
+// The C ABI of the pointwise operations: one call each, or as operations of a program. See pointwise.hpp for rows,
+// formats and strides (in elements), kernels/pointwise.cpp for what is rounded where.
 //
-// In a program `extent` says how many rows an operation has: 0 the step's tokens, 1 its outputs. The agreed signature of
-// qt_program_rms_norm has one more parameter here: `offset`, after eps.
+// In a program `extent` says how many rows an operation has: 0 the step's tokens, 1 its outputs. The agreed signature
+// of qt_program_rms_norm has one more parameter here: `offset`, after eps.
 #include "pointwise.hpp"
 
 #include <cstring>
@@ -103,8 +103,8 @@ PointwiseCall norm_call(const void* x, index_t x_stride, index_t width, const vo
   return call;
 }
 
-PointwiseCall second_call(const void* x, index_t x_stride, const void* second, index_t second_stride, index_t width, void* y,
-                          index_t y_stride) {
+PointwiseCall second_call(const void* x, index_t x_stride, const void* second, index_t second_stride, index_t width,
+                          void* y, index_t y_stride) {
   PointwiseCall call = call_of(x, x_stride, width, y, y_stride);
   call.second = second;
   call.second_stride = second_stride;
@@ -124,7 +124,8 @@ using qt::kernels;
 using qt::PointwiseCall;
 using qt::Program;
 
-// y[row] = table[ids[row]], both contiguous rows of the table `width` wide; converted where the formats differ. Ids are trusted.
+// y[row] = table[ids[row]], both contiguous rows of the table `width` wide; converted where the formats differ. Ids are
+// trusted.
 QT_EXPORT void qt_op_embedding(const void* table, const std::int32_t* ids, index_t rows, index_t width, void* y,
                                index_t y_stride, int dtype, int table_dtype) {
   PointwiseCall call = qt::call_of(table, width, width, y, y_stride);
@@ -132,8 +133,8 @@ QT_EXPORT void qt_op_embedding(const void* table, const std::int32_t* ids, index
   qt::run_once(call, kernels().embedding[dtype][table_dtype], rows);
 }
 
-QT_EXPORT void qt_program_embedding(Program* program, const void* table, index_t width, void* y, index_t y_stride, int dtype,
-                                    int table_dtype) {
+QT_EXPORT void qt_program_embedding(Program* program, const void* table, index_t width, void* y, index_t y_stride,
+                                    int dtype, int table_dtype) {
   qt::append(program, qt::call_of(table, width, width, y, y_stride), kernels().embedding[dtype][table_dtype], 0);
 }
 
@@ -146,23 +147,24 @@ QT_EXPORT void qt_op_add_positions(const void* x, index_t x_stride, const void* 
   qt::run_once(call, kernels().add_positions[dtype], rows);
 }
 
-QT_EXPORT void qt_program_add_positions(Program* program, const void* x, index_t x_stride, const void* table, index_t first,
-                                        index_t width, void* y, index_t y_stride, int dtype) {
+QT_EXPORT void qt_program_add_positions(Program* program, const void* x, index_t x_stride, const void* table,
+                                        index_t first, index_t width, void* y, index_t y_stride, int dtype) {
   PointwiseCall call = qt::second_call(x, x_stride, table, width, width, y, y_stride);
   call.first_position = first;
   qt::append(program, call, kernels().add_positions[dtype], 0);
 }
 
 // weight may be null. offset 0: round(round(x / rms) * weight); else round(x / rms * (offset + weight)).
-QT_EXPORT void qt_op_rms_norm(const void* x, index_t x_stride, index_t rows, index_t width, const void* weight, float eps,
-                              float offset, void* y, index_t y_stride, int dtype) {
-  qt::run_once(qt::norm_call(x, x_stride, width, weight, nullptr, eps, offset, y, y_stride), kernels().rms_norm[dtype], rows);
+QT_EXPORT void qt_op_rms_norm(const void* x, index_t x_stride, index_t rows, index_t width, const void* weight,
+                              float eps, float offset, void* y, index_t y_stride, int dtype) {
+  qt::run_once(qt::norm_call(x, x_stride, width, weight, nullptr, eps, offset, y, y_stride), kernels().rms_norm[dtype],
+               rows);
 }
 
 QT_EXPORT void qt_program_rms_norm(Program* program, const void* x, index_t x_stride, index_t width, const void* weight,
                                    float eps, float offset, void* y, index_t y_stride, int dtype, int extent) {
-  qt::append(program, qt::norm_call(x, x_stride, width, weight, nullptr, eps, offset, y, y_stride), kernels().rms_norm[dtype],
-             extent);
+  qt::append(program, qt::norm_call(x, x_stride, width, weight, nullptr, eps, offset, y, y_stride),
+             kernels().rms_norm[dtype], extent);
 }
 
 // weight and bias may be null.
@@ -171,15 +173,16 @@ QT_EXPORT void qt_op_layer_norm(const void* x, index_t x_stride, index_t rows, i
   qt::run_once(qt::norm_call(x, x_stride, width, weight, bias, eps, 0, y, y_stride), kernels().layer_norm[dtype], rows);
 }
 
-QT_EXPORT void qt_program_layer_norm(Program* program, const void* x, index_t x_stride, index_t width, const void* weight,
-                                     const void* bias, float eps, void* y, index_t y_stride, int dtype, int extent) {
+QT_EXPORT void qt_program_layer_norm(Program* program, const void* x, index_t x_stride, index_t width,
+                                     const void* weight, const void* bias, float eps, void* y, index_t y_stride,
+                                     int dtype, int extent) {
   qt::append(program, qt::norm_call(x, x_stride, width, weight, bias, eps, 0, y, y_stride), kernels().layer_norm[dtype],
              extent);
 }
 
 // y[i] = x[rows[i]]; in a program the rows are the step's output tokens.
-QT_EXPORT void qt_op_take_rows(const void* x, index_t x_stride, index_t width, const std::int64_t* rows, index_t count, void* y,
-                               index_t y_stride, int dtype) {
+QT_EXPORT void qt_op_take_rows(const void* x, index_t x_stride, index_t width, const std::int64_t* rows, index_t count,
+                               void* y, index_t y_stride, int dtype) {
   qt::TakeCall call = qt::take_call(x, x_stride, width, y, y_stride, dtype);
   call.rows = rows;
   const qt::Work work = call.work(count);
@@ -196,9 +199,10 @@ QT_EXPORT void qt_op_add(const void* x, index_t x_stride, const void* second, in
   qt::run_once(qt::second_call(x, x_stride, second, second_stride, width, y, y_stride), kernels().add[dtype], rows);
 }
 
-QT_EXPORT void qt_program_add(Program* program, const void* x, index_t x_stride, const void* second, index_t second_stride,
-                              index_t width, void* y, index_t y_stride, int dtype, int extent) {
-  qt::append(program, qt::second_call(x, x_stride, second, second_stride, width, y, y_stride), kernels().add[dtype], extent);
+QT_EXPORT void qt_program_add(Program* program, const void* x, index_t x_stride, const void* second,
+                              index_t second_stride, index_t width, void* y, index_t y_stride, int dtype, int extent) {
+  qt::append(program, qt::second_call(x, x_stride, second, second_stride, width, y, y_stride), kernels().add[dtype],
+             extent);
 }
 
 // y = x * factor; the factor is used as given, not rounded to the format.
@@ -218,8 +222,8 @@ QT_EXPORT void qt_op_softcap(const void* x, index_t x_stride, index_t rows, inde
   qt::run_once(qt::factor_call(x, x_stride, width, bound, y, y_stride), kernels().softcap[dtype], rows);
 }
 
-QT_EXPORT void qt_program_softcap(Program* program, const void* x, index_t x_stride, index_t width, float bound, void* y,
-                                  index_t y_stride, int dtype, int extent) {
+QT_EXPORT void qt_program_softcap(Program* program, const void* x, index_t x_stride, index_t width, float bound,
+                                  void* y, index_t y_stride, int dtype, int extent) {
   qt::append(program, qt::factor_call(x, x_stride, width, bound, y, y_stride), kernels().softcap[dtype], extent);
 }
 
@@ -229,8 +233,8 @@ QT_EXPORT void qt_op_activation(int kind, const void* x, index_t x_stride, index
   qt::run_once(qt::call_of(x, x_stride, width, y, y_stride), kernels().activation[kind][dtype], rows);
 }
 
-QT_EXPORT void qt_program_activation(Program* program, int kind, const void* x, index_t x_stride, index_t width, void* y,
-                                     index_t y_stride, int dtype, int extent) {
+QT_EXPORT void qt_program_activation(Program* program, int kind, const void* x, index_t x_stride, index_t width,
+                                     void* y, index_t y_stride, int dtype, int extent) {
   qt::append(program, qt::call_of(x, x_stride, width, y, y_stride), kernels().activation[kind][dtype], extent);
 }
 

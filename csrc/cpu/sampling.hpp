@@ -1,6 +1,7 @@
 // Drawing tokens and reporting log-probabilities, straight from rows of logits.
 //
-// Knows a row of logits, what its request draws with, and nothing else: no batch, no slot's history. A work item is a row.
+// Knows a row of logits, what its request draws with, and nothing else: no batch, no slot's history. A work item is a
+// row.
 #pragma once
 
 #include "dispatch.hpp"
@@ -10,10 +11,10 @@ namespace qt {
 
 // What a request draws with; laid out like `quintet.executor.sampling.settings`.
 struct DrawSettings {
-  float temperature;  // 0: the most likely token, and nothing below counts
-  float log_min_p;    // -inf: none
+  float temperature;   // 0: the most likely token, and nothing below counts
+  float log_min_p;     // -inf: none
   std::int64_t top_k;  // 0 or at least the vocabulary: none
-  double top_p;       // 1: none
+  double top_p;        // 1: none
   std::uint64_t seed;
 };
 
@@ -21,16 +22,16 @@ struct LogitRows {
   const void* logits = nullptr;
   index_t stride = 0;  // in elements
   index_t vocab_size = 0;
-  const std::int64_t* rows = nullptr;  // item i is row rows[i]; null: row i
+  const std::int64_t* rows = nullptr;         // item i is row rows[i]; null: row i
   void* (*scratch)(index_t bytes) = nullptr;  // memory of the calling thread, valid until its next call
 };
 
 struct DrawCall {
   LogitRows of;
-  const DrawSettings* settings = nullptr;  // of every slot; null: every item takes the most likely
-  const std::int64_t* slots = nullptr;     // [items]
+  const DrawSettings* settings = nullptr;   // of every slot; null: every item takes the most likely
+  const std::int64_t* slots = nullptr;      // [items]
   const std::int64_t* positions = nullptr;  // [items]: what the random number is a function of, besides the seed
-  std::int32_t* tokens = nullptr;          // [items]
+  std::int32_t* tokens = nullptr;           // [items]
 };
 
 struct LogprobsCall {

@@ -1,4 +1,5 @@
-// How often each value occurs in a row of 16-bit logits: there are at most 65 536, and far fewer in a range that matters.
+// How often each value occurs in a row of 16-bit logits: there are at most 65 536, and far fewer in a range that
+// matters.
 #pragma once
 
 #include "logit_row.hpp"
@@ -30,11 +31,11 @@ QT_INLINE bool none_of(const std::uint32_t* counts) {
   return !any;
 }
 
-// Lists the different logits from `least` to `most`, the largest first, and how often each occurs. Returns how many, rounded
-// up with -inf and 0 to whole vectors. counts: room of kCounts; values, times: of the vocabulary, and a vector.
+// Lists the different logits from `least` to `most`, the largest first, and how often each occurs. Returns how many,
+// rounded up with -inf and 0 to whole vectors. counts: room of kCounts; values, times: of the vocabulary, and a vector.
 template <class Element>
-index_t count_values(const Element* x, index_t vocab_size, const float* maxima, float least, float most, std::uint32_t* counts,
-                     float* values, float* times) {
+index_t count_values(const Element* x, index_t vocab_size, const float* maxima, float least, float most,
+                     std::uint32_t* counts, float* values, float* times) {
   index_t first_order = order_of(bits_near(least, Element{}));
   first_order -= first_order > 0;  // `least` may have been rounded up; what is counted too much is sorted out below
   const index_t size = order_of(bits_near(most, Element{})) - first_order + 2;  // place 0 is for everything below

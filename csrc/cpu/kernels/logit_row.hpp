@@ -1,9 +1,9 @@
 // Passes over one row of logits, and selection without sorting: what drawing and reporting share.
 //
-// A row is seen as blocks of kBlock logits. One pass finds the largest logit of every block; as the n blocks with the largest
-// maxima hold at least n logits that are not below the n-th of these maxima, whoever looks for the n largest logits looks
-// into those blocks only. Sums are of fp32 vectors within a block, element i in lane i mod lanes, ascending, then lanes by
-// halves; of doubles across blocks, ascending.
+// A row is seen as blocks of kBlock logits. One pass finds the largest logit of every block; as the n blocks with the
+// largest maxima hold at least n logits that are not below the n-th of these maxima, whoever looks for the n largest
+// logits looks into those blocks only. Sums are of fp32 vectors within a block, element i in lane i mod lanes,
+// ascending, then lanes by halves; of doubles across blocks, ascending.
 #pragma once
 
 #include "sampling.hpp"
@@ -19,12 +19,12 @@ QT_INLINE index_t blocks_of(index_t vocab_size) { return (vocab_size + kBlock - 
 
 // Memory for one row, in the calling thread's scratch.
 struct Scratch {
-  float* maxima;     // [blocks]
-  float* sums;       // [blocks]
-  float* values;     // [vocab]: the logits that are still candidates, in the order of the vocabulary,
-  float* weights;    // [vocab]: their weights
-  std::int32_t* ids;  // [vocab]: and their ids
-  float* narrowed;   // [2 * vocab]: what `largest_reaching` narrows down
+  float* maxima;          // [blocks]
+  float* sums;            // [blocks]
+  float* values;          // [vocab]: the logits that are still candidates, in the order of the vocabulary,
+  float* weights;         // [vocab]: their weights
+  std::int32_t* ids;      // [vocab]: and their ids
+  float* narrowed;        // [2 * vocab]: what `largest_reaching` narrows down
   std::uint32_t* counts;  // [2 * 65536]: see counts.hpp
 };
 
@@ -91,7 +91,8 @@ index_t index_of(const Element* x, index_t vocab_size, const float* maxima, floa
   return 0;
 }
 
-// e^((x - top) / temperature) where x >= floor, else 0. floor is such that the exponent is above -88: see `exponential`.
+// e^((x - top) / temperature) where x >= floor, else 0. floor is such that the exponent is above -88: see
+// `exponential`.
 struct Weigh {
   f32v top, inverse, floor;
   __attribute__((always_inline)) f32v operator()(f32v x) const {
@@ -100,8 +101,8 @@ struct Weigh {
   }
 };
 
-// The weights of n numbers: their sum; and block by block in `sums`; one by one in `weights`, unless null. Where maxima is not
-// null, blocks below the floor are not looked at.
+// The weights of n numbers: their sum; and block by block in `sums`; one by one in `weights`, unless null. Where maxima
+// is not null, blocks below the floor are not looked at.
 template <class Element>
 QT_INLINE double weigh(const Element* x, index_t n, const Weigh& weight_of, const float* maxima, float* sums,
                        float* weights) {
@@ -131,7 +132,8 @@ QT_INLINE double weigh(const Element* x, index_t n, const Weigh& weight_of, cons
 
 // Lists the logits that are at least `least`, in the order of the vocabulary. Returns how many.
 template <class Element>
-index_t gather(const Element* x, index_t vocab_size, const float* maxima, float least, float* values, std::int32_t* ids) {
+index_t gather(const Element* x, index_t vocab_size, const float* maxima, float least, float* values,
+               std::int32_t* ids) {
   index_t n = 0;
   for (index_t b = 0, i = 0; i < vocab_size; ++b, i += kBlock) {
     if (maxima[b] < least) continue;
@@ -195,7 +197,8 @@ QT_INLINE float of_key(std::uint32_t key) {
   return value;
 }
 
-// Copies the numbers for which chosen(value) holds, and their weights unless null, in order; in place is fine. Returns how many.
+// Copies the numbers for which chosen(value) holds, and their weights unless null, in order; in place is fine. Returns
+// how many.
 template <class Chosen>
 QT_INLINE index_t narrow_down(const float* values, const float* weights, index_t n, Chosen chosen, float* to_values,
                               float* to_weights) {
@@ -227,8 +230,8 @@ struct Open {
   Sum above;
 };
 
-// Walks bins from the last down to the one in which `target` is reached; returns it, and adds those above it to `above`. Where
-// it is not reached, the lowest bin that is not empty.
+// Walks bins from the last down to the one in which `target` is reached; returns it, and adds those above it to
+// `above`. Where it is not reached, the lowest bin that is not empty.
 template <class Sum>
 QT_INLINE int walk_down(const Sum* bins, int count, Sum target, Sum& above) {
   int chosen = -1;
@@ -254,9 +257,12 @@ void narrow_by_range(Open<Sum>& open, Sum target, float* room_values, float* roo
     least = min(value, least);
     most = max(value, most);
   }
-  const f32v low = all(max_of(-least) < 1e30f ? -max_of(-least) : -1e30f), scale = all(float(kBins) / (max_of(most) - low[0]));
+  const f32v low = all(max_of(-least) < 1e30f ? -max_of(-least) : -1e30f),
+             scale = all(float(kBins) / (max_of(most) - low[0]));
   if (!(scale[0] < 1e30f)) return;  // all alike
-  const auto bin_of = [=](f32v value) { return to_int(min(max((value - low) * scale, all(0.0f)), all(float(kBins - 1)))); };
+  const auto bin_of = [=](f32v value) {
+    return to_int(min(max((value - low) * scale, all(0.0f)), all(float(kBins - 1))));
+  };
   Sum bins[2][kBins] = {};  // of even and odd places: a number need not wait for its neighbour's sum
   for (index_t i = 0; i < open.n; i += kLanes) {
     const index_t count = open.n - i < kLanes ? open.n - i : kLanes;
@@ -266,15 +272,16 @@ void narrow_by_range(Open<Sum>& open, Sum target, float* room_values, float* roo
   }
   for (int bin = 0; bin < kBins; ++bin) bins[0][bin] += bins[1][bin];
   const int chosen = walk_down(bins[0], kBins, target, open.above);
-  open.n = narrow_down(open.values, open.weights, open.n, [=](f32v value) { return bin_of(value) == all(chosen); },
-                       room_values, room_weights);
+  open.n = narrow_down(
+      open.values, open.weights, open.n, [=](f32v value) { return bin_of(value) == all(chosen); }, room_values,
+      room_weights);
   open.values = room_values;
   if (open.weights) open.weights = room_weights;
 }
 
-// The largest of n numbers such that those not below it weigh `target` together; the least number if all of them weigh less.
-// weights, all positive, or null: each weighs 1. A radix selection, 8 bits of the keys at a time, from above; weights are summed in
-// the order of the list. room: for 2 n numbers. n >= 1.
+// The largest of n numbers such that those not below it weigh `target` together; the least number if all of them weigh
+// less. weights, all positive, or null: each weighs 1. A radix selection, 8 bits of the keys at a time, from above;
+// weights are summed in the order of the list. room: for 2 n numbers. n >= 1.
 template <class Sum>
 float largest_reaching(const float* values, const float* weights, index_t n, Sum target, float* room) {
   constexpr index_t kMany = 4096;

@@ -1,7 +1,8 @@
 // The log-probability of one token of a row, its rank, and the most likely tokens, without sorting the vocabulary.
 //
-// A thread owns a row: one pass for the maxima, one for the sum of exponentials and the rank, then work on some more than the
-// tokens asked for. Limiter: the exponential. Reductions: see logit_row.hpp; the logarithm and what is subtracted, in fp64.
+// A thread owns a row: one pass for the maxima, one for the sum of exponentials and the rank, then work on some more
+// than the tokens asked for. Limiter: the exponential. Reductions: see logit_row.hpp; the logarithm and what is
+// subtracted, in fp64.
 #include "logit_row.hpp"
 
 namespace qt::QT_ISA {
@@ -19,8 +20,8 @@ index_t num_above(const Element* x, index_t n, float own) {
   return count;
 }
 
-// Sorts n entries, largest value first, the lower id first among equals. They come in the order of ids, and every pass of the
-// radix sort is stable. room: for 2 n numbers.
+// Sorts n entries, largest value first, the lower id first among equals. They come in the order of ids, and every pass
+// of the radix sort is stable. room: for 2 n numbers.
 void sort_descending(float* values, std::int32_t* ids, index_t n, float* room) {
   float* from_values = values;
   std::int32_t* from_ids = ids;

@@ -1,10 +1,11 @@
 // Norms, activations, gates, sums and gathers, in fp32 arithmetic over bf16, fp16 or fp32 rows.
 //
-// A thread owns a row at a time. Each input is read once or, by norms, twice or thrice out of the first-level cache; each output
-// written once: 4 to 6 bytes and some 2 to 20 FLOPs an element. Limiter: cache or memory bandwidth; for activations the
-// exponential and the division. Results are rounded to the rows' format where the reference (torch, transformers) rounds.
-// Only norms reduce: four vectors of fp32 sums, element i in lane i mod lanes of vector (i / lanes) mod 4, ascending; then
-// the vectors (0 + 1) + (2 + 3), then lanes by halves. Nothing depends on how many rows there are.
+// A thread owns a row at a time. Each input is read once or, by norms, twice or thrice out of the first-level cache;
+// each output written once: 4 to 6 bytes and some 2 to 20 FLOPs an element. Limiter: cache or memory bandwidth; for
+// activations the exponential and the division. Results are rounded to the rows' format where the reference (torch,
+// transformers) rounds. Only norms reduce: four vectors of fp32 sums, element i in lane i mod lanes of vector (i /
+// lanes) mod 4, ascending; then the vectors (0 + 1) + (2 + 3), then lanes by halves. Nothing depends on how many rows
+// there are.
 #include "pointwise.hpp"
 
 #include "simd.hpp"
@@ -37,7 +38,8 @@ QT_INLINE f32v gelu_erf(f32v x) {
 
 QT_INLINE f32v relu(f32v x) { return x < 0.0f ? all(0.0f) : x; }  // NaN stays NaN
 
-// (1 - e) / (1 + e) with e = e^-2|z|; near 0, where that cancels, the Taylor series to z^7 (relative remainder below 6e-8).
+// (1 - e) / (1 + e) with e = e^-2|z|; near 0, where that cancels, the Taylor series to z^7 (relative remainder below
+// 6e-8).
 QT_INLINE f32v hyperbolic_tangent(f32v z) {
   const f32v square = z * z, magnitude = max(z, -z), e = exponential(magnitude * all(-2.0f));
   const f32v far = (all(1.0f) - e) / (all(1.0f) + e);
@@ -84,8 +86,8 @@ QT_INLINE Element* row_of(void* rows, index_t row, index_t stride) {
   return static_cast<Element*>(rows) + row * stride;
 }
 
-// Two conventions. offset 0, as Llama: the normalised row is rounded, then multiplied by the weight, and rounded again. Else, as
-// Gemma: multiplied by (offset + weight) in fp32, rounded once.
+// Two conventions. offset 0, as Llama: the normalised row is rounded, then multiplied by the weight, and rounded again.
+// Else, as Gemma: multiplied by (offset + weight) in fp32, rounded once.
 template <class Element>
 void rms_norm(const void* call, index_t begin, index_t end) {
   const PointwiseCall& c = *static_cast<const PointwiseCall*>(call);
@@ -145,9 +147,8 @@ void add(const void* call, index_t begin, index_t end) {
     const Element* x = row_of<Element>(c.x, row, c.x_stride);
     const Element* second = row_of<Element>(c.second, row, c.second_stride);
     Element* y = row_of<Element>(c.y, row, c.y_stride);
-    for_vectors(c.width, [=](index_t i, index_t count) {
-      store(y + i, load(x + i, count) + load(second + i, count), count);
-    });
+    for_vectors(c.width,
+                [=](index_t i, index_t count) { store(y + i, load(x + i, count) + load(second + i, count), count); });
   }
 }
 
@@ -158,9 +159,8 @@ void add_positions(const void* call, index_t begin, index_t end) {
     const Element* x = row_of<Element>(c.x, row, c.x_stride);
     const Element* second = row_of<Element>(c.second, c.positions[row] + c.first_position, c.second_stride);
     Element* y = row_of<Element>(c.y, row, c.y_stride);
-    for_vectors(c.width, [=](index_t i, index_t count) {
-      store(y + i, load(x + i, count) + load(second + i, count), count);
-    });
+    for_vectors(c.width,
+                [=](index_t i, index_t count) { store(y + i, load(x + i, count) + load(second + i, count), count); });
   }
 }
 
@@ -230,8 +230,11 @@ void activation_and_mul(const void* call, index_t begin, index_t end) {
 
 #define QT_EACH_DTYPE(kernel) {kernel<bf16>, kernel<fp16>, kernel<float>}
 #define QT_EACH_DTYPE_AND(kernel, what) {kernel<bf16, what>, kernel<fp16, what>, kernel<float, what>}
-#define QT_EACH_ACTIVATION(kernel)                                                                            \
-  {{nullptr, nullptr, nullptr}, QT_EACH_DTYPE_AND(kernel, 1), QT_EACH_DTYPE_AND(kernel, 2), QT_EACH_DTYPE_AND(kernel, 3), \
+#define QT_EACH_ACTIVATION(kernel) \
+  {{nullptr, nullptr, nullptr},    \
+   QT_EACH_DTYPE_AND(kernel, 1),   \
+   QT_EACH_DTYPE_AND(kernel, 2),   \
+   QT_EACH_DTYPE_AND(kernel, 3),   \
    QT_EACH_DTYPE_AND(kernel, 4)}
 
 extern const PointwiseKernels pointwise;

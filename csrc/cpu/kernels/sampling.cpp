@@ -1,11 +1,12 @@
-// Draws one token from a row of logits: temperature, min-p, top-k, top-p, then inversion of the cumulative distribution at one
-// random number; or takes the most likely. What is kept is what quintet.executor.sampling.draw keeps, equals included.
+// Draws one token from a row of logits: temperature, min-p, top-k, top-p, then inversion of the cumulative distribution
+// at one random number; or takes the most likely. What is kept is what quintet.executor.sampling.draw keeps, equals
+// included.
 //
-// A thread owns a row. Greedy: one pass over the row (some 6 instructions a vector; limiter: memory bandwidth). With top-k: the
-// same pass, then work on about k logits. Otherwise a second pass for the weights (an exponential an element), which skips
-// blocks without anything to draw. With top-p and without top-k, after the weights, ever more of the largest logits are listed
-// until they reach p. If those are many: over 16-bit logits, a pass that counts how often each value occurs; over fp32
-// ones, a selection by weight among all; then the weights of what is left.
+// A thread owns a row. Greedy: one pass over the row (some 6 instructions a vector; limiter: memory bandwidth). With
+// top-k: the same pass, then work on about k logits. Otherwise a second pass for the weights (an exponential an
+// element), which skips blocks without anything to draw. With top-p and without top-k, after the weights, ever more of
+// the largest logits are listed until they reach p. If those are many: over 16-bit logits, a pass that counts how often
+// each value occurs; over fp32 ones, a selection by weight among all; then the weights of what is left.
 //
 // Logits are compared as they are, never divided by the temperature: each bound is a quotient in the reference, and is
 // translated to the least logit whose quotient, rounded, reaches it. Weights are e^((x - max) * (1 / temperature)).
@@ -17,7 +18,7 @@ namespace qt::QT_ISA {
 namespace {
 
 constexpr float kLeastExponent = -87.0f;  // of a weight; what is less likely than e^-87 of the most likely is dropped
-constexpr index_t kFew = 4096;  // logits that are sooner sorted out one by one than by counting values
+constexpr index_t kFew = 4096;            // logits that are sooner sorted out one by one than by counting values
 constexpr float kLowest = -3.4028234664e38f;
 
 // The uniform number in (0, 1) of a seed and a position: Philox4x32-10, see quintet.executor.sampling.philox.
@@ -50,8 +51,8 @@ float least_reaching(float bound, float temperature, float most) {
   return of_key(high);
 }
 
-// The index where the cumulated weights first exceed a share of their total, and how far into it. Never one of weight 0, of
-// which at least one is not.
+// The index where the cumulated weights first exceed a share of their total, and how far into it. Never one of weight
+// 0, of which at least one is not.
 struct Inverted {
   index_t index;
   double inside;  // share of its weight, in [0, 1)
@@ -120,7 +121,8 @@ class Draw {
     weighed_ = false;
   }
 
-  // Lists at least the `count` largest logits not below the floor, and what equals them; returns whether nothing is left out.
+  // Lists at least the `count` largest logits not below the floor, and what equals them; returns whether nothing is
+  // left out.
   bool list_largest(index_t count) {
     const float reached = reached_by(count, s_.maxima, blocks_of(vocab_), s_.narrowed);
     const bool complete = !(reached > floor_);
@@ -151,8 +153,8 @@ class Draw {
     cut(largest_reaching<double>(s_.values, s_.weights, n_, p * total_, s_.narrowed));
   }
 
-  // Lists ever more of the largest logits, until they have the share p of the mass; then total_ is the mass of all. Returns false
-  // where these would be most of the vocabulary and the cut was made in another way.
+  // Lists ever more of the largest logits, until they have the share p of the mass; then total_ is the mass of all.
+  // Returns false where these would be most of the vocabulary and the cut was made in another way.
   bool list_for_mass(double p) {
     const double total = weigh(x_, vocab_, weights(), s_.maxima, s_.sums, nullptr);
     for (index_t count = 32; 4 * count <= blocks_of(vocab_); count *= 8) {
@@ -176,7 +178,8 @@ class Draw {
     return true;
   }
 
-  // 16-bit logits have few different values: with each value's count the masses are known, however wide they are spread.
+  // 16-bit logits have few different values: with each value's count the masses are known, however wide they are
+  // spread.
   void cut_top_p_by_counts(double p) {
     const index_t different = count_values(x_, vocab_, s_.maxima, floor_, top_, s_.counts, s_.values, s_.weights);
     const Weigh weight_of = weights();
