@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from bench.peers.engines.interface import Engine, Home
 from bench.peers.engines.llamacpp import LlamaCpp
@@ -27,6 +30,7 @@ from bench.peers.measure import Plan, measure
 from bench.peers.models import MAX_LEN
 from bench.peers.records import Report, read_records, this_machine, write_report
 from bench.peers.table import markdown
+from bench.peers.turns import Turns
 from bench.peers.workload import ROWS, Row
 
 ENGINES: tuple[Engine, ...] = (Quintet(), Vllm(), OpenVino(), LlamaCpp())
@@ -38,6 +42,7 @@ KV_BYTES = 2 << 30
 def main() -> int:
     """Do what the command line says; return the exit status."""
     arguments = _parser().parse_args()
+    signal.signal(signal.SIGTERM, _leave)
     home = Home(arguments.home.expanduser().resolve(), arguments.threads, MAX_LEN, KV_BYTES)
     engines = [engine for engine in ENGINES if engine.name in arguments.engines]
     rows = [row for row in ROWS if _is_chosen(row, arguments.rows, arguments.models)]
@@ -60,7 +65,7 @@ def main() -> int:
             arguments.repetitions,
             home,
             raw,
-            arguments.lock,
+            Turns(arguments.lock, arguments.hold),
             arguments.foreign_share,
             arguments.tries,
         )
@@ -79,6 +84,11 @@ def write_results(home: Home, engines: Sequence[Engine], raw: Path, name: str) -
     write_report(RESULTS / f"{name}.json", report)
     (RESULTS / f"{name}.md").write_text(words)
     print(words)
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    """End through every ``finally``: no engine must stay."""
+    raise SystemExit(128 + number)
 
 
 def _today() -> str:
@@ -116,6 +126,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--lock", type=Path, metavar="FILE", help="lock this file while something is started or timed"
+    )
+    parser.add_argument(
+        "--hold",
+        type=float,
+        default=120.0,
+        metavar="SECONDS",
+        help="hand the lock on after the measurement that passes this (default: %(default)s)",
     )
     parser.add_argument(
         "--foreign-share",

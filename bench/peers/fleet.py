@@ -12,6 +12,7 @@ from typing import Self
 import psutil
 
 from bench.peers.engines.interface import Engine, Home, Running, Setup
+from bench.peers.workload import Row
 
 
 class Fleet:
@@ -22,6 +23,8 @@ class Fleet:
         self._setup: Setup | None = None
         self._running: dict[str, Running] = {}
         """Least recently used first."""
+        self._warm: dict[str, str] = {}
+        """The row that each running engine was last warmed up for."""
 
     def existing(self, engine: Engine, setup: Setup) -> Running | None:
         """Return the engine if it runs with this setup."""
@@ -41,8 +44,15 @@ class Fleet:
         self._running[engine.name] = running
         return running
 
+    def needs_warm_up(self, engine: Engine, row: Row) -> bool:
+        """Return whether the engine's last job was of another row; from now on it is of this one."""
+        needs = self._warm.get(engine.name) != row.id
+        self._warm[engine.name] = row.id
+        return needs
+
     def stop(self, name: str) -> None:
         """Stop one engine if it runs."""
+        self._warm.pop(name, None)
         running = self._running.pop(name, None)
         if running is not None:
             running.stop()

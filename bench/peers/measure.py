@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from bench.peers.figures import figures_of
 from bench.peers.fleet import Fleet
 from bench.peers.limits import build_probe, measure_limits
 from bench.peers.records import MACHINE, Record, append_record, measured, read_records, this_commit
+from bench.peers.turns import Turns
 from bench.peers.workload import WARM_UP, Row, job_of
 
 
@@ -32,8 +32,7 @@ class Plan:
     home: Home
     raw: Path
     """Where records go, and where those of an interrupted run are."""
-    lock: Path | None
-    """A file that is locked while anything is started or timed, for machines with other work that respects it."""
+    turns: Turns
     foreign_share: float
     """A measurement is repeated when other programs took more of the machine than this meanwhile …"""
     tries: int
@@ -44,7 +43,7 @@ def measure(plan: Plan) -> None:
     """Measure everything of the plan that has no record yet."""
     done = set(measured(read_records(plan.raw)))
     total = len(plan.rows) * plan.repetitions
-    with Fleet(plan.home) as fleet:
+    with Fleet(plan.home) as fleet, contextlib.closing(plan.turns):
         for index, (row, repetition) in enumerate(_rounds(plan)):
             engines = [engine for engine in plan.engines if engine.runs(row)]
             missing = [engine for engine in engines if (row.id, engine.name, repetition) not in done]
@@ -73,6 +72,8 @@ def _setup(row: Row) -> Setup:
 
 
 def _record(plan: Plan, row: Row, name: str, repetition: int, take: Callable[[], dict[str, float]]) -> None:
+    plan.turns.pass_on()
+    plan.turns.take()
     at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     record = Record(row.id, name, repetition, at, commit=this_commit())
     try:
@@ -104,15 +105,12 @@ def _figures(plan: Plan, fleet: Fleet, engine: Engine, row: Row, repetition: int
         if row.pattern == "boot":
             return _undisturbed(plan, partial(_boot, plan, fleet, engine, row, repetition))
         loaded = fleet.existing(engine, setup)
-        is_warm = loaded is not None and repetition > 0
         if loaded is None:
-            with _locked(plan.lock):
-                began_s = time.perf_counter()
-                loaded = fleet.start(engine, setup)
+            began_s = time.perf_counter()
+            loaded = fleet.start(engine, setup)
             print(f"    {engine.name:<10} started in {time.perf_counter() - began_s:.1f} s", flush=True)
-        if not is_warm:
-            with _locked(plan.lock):
-                loaded.run(job_of(row, WARM_UP))
+        if fleet.needs_warm_up(engine, row):
+            loaded.run(job_of(row, WARM_UP))
         running = loaded
         return _undisturbed(plan, lambda: figures_of(job, running.run(job)))
     except EngineFailed:
@@ -137,32 +135,20 @@ def _undisturbed(plan: Plan, take: Callable[[], dict[str, float]]) -> dict[str, 
     own = partial(processes.family, os.getpid())
     best: dict[str, float] | None = None
     for attempt in range(plan.tries):
-        with _locked(plan.lock):
-            is_last = attempt == plan.tries - 1
-            if not is_last and not quiet.is_quiet(own, plan.foreign_share):
-                disturbed = True
-            else:
-                meter = quiet.ForeignMeter(own)
-                figures = take()
-                figures["foreign_share"] = meter.share()
-                disturbed = figures["foreign_share"] > plan.foreign_share
-                if best is None or figures["foreign_share"] < best["foreign_share"]:
-                    best = figures
-        if not disturbed:
+        if attempt:
+            quiet.pause()
+        is_last = attempt == plan.tries - 1
+        if not is_last and not quiet.is_quiet(own, plan.foreign_share):
+            continue
+        meter = quiet.ForeignMeter(own)
+        figures = take()
+        figures["foreign_share"] = meter.share()
+        if best is None or figures["foreign_share"] < best["foreign_share"]:
+            best = figures
+        if best["foreign_share"] <= plan.foreign_share:
             break
-        quiet.pause()
     assert best is not None, plan.tries
     return best
-
-
-@contextlib.contextmanager
-def _locked(path: Path | None) -> Iterator[None]:
-    if path is None:
-        yield
-        return
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _read_into_page_cache(path: Path) -> None:

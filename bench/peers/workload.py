@@ -98,10 +98,10 @@ _WHOLE = Figure("duration_s", "", "s", False, "≤ 3", digits=2)
 ROWS: tuple[Row, ...] = (
     _stream("S", "bf16", "≥ llama.cpp, ≥ 95 % of the limit"),
     _prompt("S", "bf16", "≥ 1 020, 90 % of the limit"),
-    _clients(8, 4, (_OUTPUT, _TTFT, _GAP)),
+    _clients(8, 2, (_OUTPUT, _TTFT, _GAP)),
     _clients(
         32,
-        3,
+        2,
         (
             replace(_OUTPUT, goal="≥ 200", limit="multiply"),
             replace(_TTFT, goal=""),
