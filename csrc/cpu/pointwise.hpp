@@ -29,7 +29,7 @@ struct PointwiseCall {
   index_t y_stride = 0;
 };
 
-// Named alike in `quintet.executor.ops.pointwise`; 1 and 2 as in linear.hpp.
+// Named alike in `quintet.executor.ops.host_pointwise`; 1 and 2 as in linear.hpp.
 enum class Activation : int { silu = 1, gelu_tanh = 2, gelu = 3, relu = 4 };
 inline constexpr int kActivations = 5;
 

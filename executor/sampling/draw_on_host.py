@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from quintet.executor.ops.host_library import declare, open_library
-from quintet.executor.ops.pointwise import DTYPE_CODES
+from quintet.executor.ops.host_pointwise import DTYPE_CODES
 from quintet.executor.ragged import Int
 from quintet.executor.sampling.draw import draw
 from quintet.executor.sampling.settings import Settings

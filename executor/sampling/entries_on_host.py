@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from quintet.executor.ops.host_library import declare, open_library
-from quintet.executor.ops.pointwise import DTYPE_CODES
+from quintet.executor.ops.host_pointwise import DTYPE_CODES
 from quintet.executor.ragged import Int
 from quintet.executor.sampling.draw_on_host import row_addresses
 from quintet.executor.sampling.entries import Entries, entries

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from tests.executor.instruction_sets import REPEATING, isa, lesser, repeat
 
-from quintet.executor.ops import pointwise
+from quintet.executor.ops import host_pointwise as pointwise
 from quintet.executor.ops.host_library import open_library
-from quintet.executor.ops.pointwise import Activation, pointwise_functions
+from quintet.executor.ops.host_pointwise import Activation, pointwise_functions
 
 pytestmark = pytest.mark.skipif(open_library() is None, reason="the host kernels are not built")
 

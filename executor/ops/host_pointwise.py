@@ -1,8 +1,8 @@
-"""The operations between multiplications on a CPU: ``csrc/cpu/pointwise_ops.cpp``, for bf16, fp16 and fp32 rows.
+"""The operations between multiplications on a CPU: ``csrc/cpu/pointwise.cpp``, for bf16, fp16 and fp32 rows.
 
-Owns the declarations of their C functions, alone (``op``) and as operations of a compiled step (``program``), and the checks
-of tensors for the former. Rows may lie apart, their elements not; ``y`` may be the input. Results are rounded where the
-references (torch, transformers) round.
+Owns the declarations of their C functions, alone (``op``) and as operations of a compiled step (``program``; those that
+models use today are in `quintet.executor.program.library` too), and the checks of tensors for the former. Rows may lie
+apart, their elements not; ``y`` may be the input. Results are rounded where the references (torch, transformers) round.
 """
 
 from __future__ import annotations
