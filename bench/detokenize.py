@@ -81,7 +81,8 @@ def main() -> None:
     arguments = parser.parse_args()
 
     tokenizer = Tokenizer.from_file(str(arguments.tokenizer / "tokenizer.json"))
-    skipping, showing = PieceTable(tokenizer, 0, True), PieceTable(tokenizer, 0, False)
+    showing = PieceTable(tokenizer, 0)
+    skipping = showing.skipping_special_tokens()
     stream = token_stream(tokenizer, arguments.rows, arguments.steps)
     plain, stopping = messages(stream, []), messages(stream, ["\n\n\n\n\n", "<nowhere>"])
     frames = [encode(message) for message in plain]

@@ -18,6 +18,7 @@ Anything else goes through the tokenizers library over a short window. Nothing h
 from __future__ import annotations
 
 import codecs
+import copy
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -51,20 +52,17 @@ class Decoder(Protocol):
 
 
 class PieceTable:
-    """What every id stands for, for one setting of ``skip_special_tokens``."""
+    """What every id stands for, special tokens for themselves; `skipping_special_tokens` gives the other table."""
 
-    def __init__(self, tokenizer: Tokenizer, num_ids: int, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, num_ids: int) -> None:
         """Read the tokenizer. Ids from the vocabulary's end up to ``num_ids`` stand for nothing, as in ``decode``."""
         self.tokenizer = tokenizer
         self.spec = read_decoder(tokenizer)
-        self.skip_special_tokens = skip_special_tokens
+        self.skip_special_tokens = False
         added = tokenizer.get_added_tokens_decoder()
-        special = {token.content for token in added.values() if token.special}
         self.num_ids = max(num_ids, tokenizer.get_vocab_size(with_added_tokens=True), *(i + 1 for i in added))
         tokens = [tokenizer.id_to_token(token_id) for token_id in range(self.num_ids)]
-        self.absent = frozenset(
-            i for i, token in enumerate(tokens) if token is None or (skip_special_tokens and token in special)
-        )
+        self.absent = frozenset(i for i, token in enumerate(tokens) if token is None)
         self.raw: list[bytes] = []
         """The bytes of each id's text by itself; empty for ids that stand for nothing."""
         self.pieces: list[str | None] = []
@@ -74,7 +72,20 @@ class PieceTable:
         self.silent: list[str | None] = [""] * self.num_ids
         """The table of a request that wants no text."""
         self.is_byte = bytearray(self.num_ids)
-        self._fill([None if i in self.absent else token for i, token in enumerate(tokens)])
+        self._fill(tokens)
+
+    def skipping_special_tokens(self) -> PieceTable:
+        """Return the table in which special tokens stand for nothing: a copy, since few ids differ of a hundred thousand."""
+        table = copy.copy(self)
+        table.skip_special_tokens = True
+        special = frozenset(
+            i for i, token in self.tokenizer.get_added_tokens_decoder().items() if token.special
+        )
+        table.absent = self.absent | special
+        table.raw, table.pieces, table.is_byte = self.raw.copy(), self.pieces.copy(), self.is_byte.copy()
+        for token_id in special:
+            table.raw[token_id], table.pieces[token_id], table.is_byte[token_id] = b"", "", False
+        return table
 
     def decoder(self, context: Sequence[int] = (), *, whole: bool = True) -> Decoder:
         """Return the state after ``context``, the prompt or (not ``whole``) its tail."""

@@ -61,8 +61,8 @@ class Detokenizer:
         self._process = process
         self._span = process.span
         vocab_size = process.config.model.vocab_size
-        self._skipping = PieceTable(tokenizer, vocab_size, skip_special_tokens=True)
-        self._showing = PieceTable(tokenizer, vocab_size, skip_special_tokens=False)
+        self._showing = PieceTable(tokenizer, vocab_size)
+        self._skipping = self._showing.skipping_special_tokens()
         self._steps = Steps(self._skipping, self._showing)
         self._jobs: deque[QueryJob] = deque()
         self._early: list[tuple[int, int, Text]] = []

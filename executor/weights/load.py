@@ -5,7 +5,6 @@ Only safetensors are read: a pickled ``.bin`` file can run code.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import zlib
@@ -16,14 +15,13 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from quintet.executor.weights.files import checkpoint_files
 from quintet.executor.weights.mapped import MappedFile
 from quintet.executor.weights.packed_cache import PackedCache
 from quintet.executor.weights.plan import Expected, WeightPlan
 from quintet.executor.weights.store import reserve
 from quintet.wire.errors import ConfigError
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 SHOW_PROGRESS_FROM_BYTES = 1 << 30
 MAX_UINT64 = (1 << 64) - 1
 
@@ -140,33 +138,3 @@ def _check_names(plan: WeightPlan, folder: Path, files: list[MappedFile], ignore
             f"{files[0].path if len(files) == 1 else folder}: tensor {name!r} {list(plan.expected[name].shape)} is missing{more};"
             " the download may be incomplete"
         )
-
-
-def checkpoint_files(folder: Path) -> list[Path]:
-    """Return the safetensors of a folder: those its index lists, or all. Raises `ConfigError` where there are none."""
-    index, single = folder / INDEX_FILE, folder / SINGLE_FILE
-    if index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ConfigError(f"{index}: not a safetensors index ({error}); download it again") from error
-        files = [folder / name for name in names]
-        for name, path in zip(names, files, strict=True):
-            if Path(name).name != name:
-                raise ConfigError(f"{index}: names {name!r}, which is not a plain file name beside it")
-            if not path.exists():
-                raise ConfigError(f"{path}: is missing, though {INDEX_FILE} lists it; download it again")
-        return files
-    if single.exists():
-        return [single]
-    others = sorted(folder.glob("*.safetensors"))
-    if others:
-        return others
-    if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
-        raise ConfigError(
-            f"{folder}: has only pickled weights, which can run code and are not read; convert them with"
-            " transformers' save_pretrained, which writes safetensors"
-        )
-    raise ConfigError(
-        f"{folder}: has no weights ({SINGLE_FILE} or {INDEX_FILE}); use --load-format dummy to do without"
-    )

@@ -64,7 +64,6 @@ class MappedFile:
                 self.entries = _entries(self.header, self.size)
                 # Private and writable only because torch warns of tensors over read-only memory; nobody writes.
                 self._map = mmap.mmap(file.fileno(), self.size, access=mmap.ACCESS_COPY)
-                os.posix_fadvise(file.fileno(), 0, self.size, os.POSIX_FADV_WILLNEED)
         except FileNotFoundError:
             raise ConfigError(f"{path}: is missing; download it again") from None
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+from quintet.executor.weights.files import packed_file
 from quintet.executor.weights.mapped import MappedFile
 from quintet.executor.weights.store import PackedStore, offsets
 
@@ -41,8 +42,7 @@ class PackedCache:
         self._folder = folder
         self._quantization = quantization
         self._dtype = dtype
-        named = hashlib.sha256(f"{model.resolve()}\0{quantization}\0{dtype}".encode()).hexdigest()[:16]
-        self.path = folder / f"{model.name}-{quantization}-{named}.packed"
+        self.path = packed_file(folder, model, quantization, dtype)
 
     def open(self, files: Sequence[MappedFile], stores: Sequence[PackedStore]) -> bool:
         """Open every store on the file's pages. Return False, with the reason in the log, where there is no such file."""

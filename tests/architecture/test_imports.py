@@ -94,3 +94,10 @@ def test_only_the_executor_loads_torch(role: str) -> None:
     code = f"import sys, quintet.{role}.main; print(sorted({{'torch', 'transformers'}} & set(sys.modules)))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert loaded.stdout.strip() == "[]"
+
+
+def test_the_executor_loads_torch_with_its_worker() -> None:
+    """So that the mock needs none, and the weights are read from the disk while torch is imported."""
+    code = "import sys, quintet.executor.main; print('torch' in sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert loaded.stdout.strip() == "False"

@@ -40,9 +40,15 @@ def check(tokenizer: Tokenizer, tables: dict[bool, PieceTable], ids: list[int]) 
         assert pushed(table, ids) == tokenizer.decode(ids, skip_special_tokens=skip), (skip, ids)
 
 
+def tables_of(tokenizer: Tokenizer) -> dict[bool, PieceTable]:
+    """Return both tables by whether they skip special tokens."""
+    showing = PieceTable(tokenizer, 0)
+    return {True: showing.skipping_special_tokens(), False: showing}
+
+
 @pytest.fixture(scope="session")
 def tables(any_tokenizer: Tokenizer) -> dict[bool, PieceTable]:
-    return {skip: PieceTable(any_tokenizer, 0, skip) for skip in (True, False)}
+    return tables_of(any_tokenizer)
 
 
 def test_each_style_is_recognised(tokenizers_by_style: dict[str, Tokenizer]) -> None:
@@ -90,7 +96,7 @@ def test_any_bytes_decode_alike(tokenizers_by_style: dict[str, Tokenizer], raw: 
     """Bytes that are no text at all, as byte tokens of both styles."""
     for style in ("byte_level", "sentencepiece"):
         tokenizer = tokenizers_by_style[style]
-        table = PieceTable(tokenizer, 0, True)
+        table = PieceTable(tokenizer, 0).skipping_special_tokens()
         token_of = {
             table.raw[i]: i for i in range(table.num_ids) if style == "byte_level" or table.is_byte[i]
         }
@@ -117,7 +123,7 @@ def test_a_character_split_between_prompt_and_output_belongs_to_the_output(
     tokenizers_by_style: dict[str, Tokenizer],
 ) -> None:
     for style in ("byte_level", "sentencepiece"):
-        table = PieceTable(tokenizers_by_style[style], 0, True)
+        table = PieceTable(tokenizers_by_style[style], 0).skipping_special_tokens()
         token_of = {
             table.raw[i]: i for i in range(table.num_ids) if style == "byte_level" or table.is_byte[i]
         }
@@ -130,7 +136,7 @@ def test_a_character_split_between_prompt_and_output_belongs_to_the_output(
 
 def test_ids_beyond_the_tokenizer_stand_for_nothing(any_tokenizer: Tokenizer) -> None:
     size = any_tokenizer.get_vocab_size()
-    table = PieceTable(any_tokenizer, size + 50, True)
+    table = PieceTable(any_tokenizer, size + 50).skipping_special_tokens()
     assert table.num_ids == size + 50
     assert pushed(table, [size + 10, size + 49]) == ""
 
@@ -170,7 +176,7 @@ def test_other_decoders(decoder: decoders.Decoder | None) -> None:
     if decoder is not None:
         tokenizer.decoder = decoder
     tokenizer.add_special_tokens(["<|s|>"])
-    tables = {skip: PieceTable(tokenizer, 0, skip) for skip in (True, False)}
+    tables = tables_of(tokenizer)
     rng = random.Random(3)
     for _ in range(600):
         check(tokenizer, tables, [rng.randrange(len(words)) for _ in range(rng.randrange(9))])
@@ -182,7 +188,7 @@ EMBEDDED = sorted((Path(quintet.deploy.__path__[0]) / "embedded").rglob("tokeniz
 @pytest.mark.parametrize("path", EMBEDDED, ids=lambda path: path.parent.name)
 def test_embedded_tokenizer_decodes_alike(path: Path) -> None:
     tokenizer = Tokenizer.from_file(str(path))
-    tables = {skip: PieceTable(tokenizer, 0, skip) for skip in (True, False)}
+    tables = tables_of(tokenizer)
     rng = random.Random(11)
     for text in TEXTS:
         check(tokenizer, tables, tokenizer.encode(text).ids)

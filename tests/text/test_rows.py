@@ -26,7 +26,7 @@ def tokenizer(tokenizers_by_style: dict[str, Tokenizer]) -> Tokenizer:
 
 @pytest.fixture
 def steps(tokenizer: Tokenizer) -> Steps:
-    return Steps(PieceTable(tokenizer, 0, True), PieceTable(tokenizer, 0, False))
+    return Steps(PieceTable(tokenizer, 0).skipping_special_tokens(), PieceTable(tokenizer, 0))
 
 
 def opening(request_id: int = ONE, prompt: Sequence[int] = (), **changes: Any) -> Open:

@@ -1,0 +1,53 @@
+"""Has the disk read a model's weights while torch is still being imported. Imports no torch itself.
+
+Nothing depends on it: what is in the page cache already, or cannot be read, is somebody else's business.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from quintet.executor.weights.files import checkpoint_files, packed_file
+from quintet.wire.config import EngineConfig
+from quintet.wire.errors import ConfigError
+
+PIECE_BYTES = 16 << 20
+"""Asked for at a time: one call for a whole file does not return before all of its pages have been reserved."""
+MAX_SHARE_OF_MEMORY = 0.5
+"""Of more than this, the first pages would be gone before they are used."""
+
+
+def read_ahead(config: EngineConfig) -> None:
+    """Ask for the files that will be loaded, from a thread of its own."""
+    if hasattr(os, "posix_fadvise"):  # not on every system
+        threading.Thread(target=_ask, args=(_files(config),), daemon=True).start()
+
+
+def _files(config: EngineConfig) -> Sequence[Path]:
+    model, executor = config.model, config.executor
+    if executor.packed_cache is not None:
+        packed = packed_file(
+            Path(executor.packed_cache), Path(model.path), executor.quantization, model.dtype
+        )
+        if packed.is_file():
+            return [packed]
+    try:
+        return checkpoint_files(Path(model.path))
+    except ConfigError:
+        return []
+
+
+def _ask(paths: Sequence[Path]) -> None:
+    left = int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * MAX_SHARE_OF_MEMORY)
+    for path in paths:
+        try:
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                for begin in range(0, min(size, left), PIECE_BYTES):
+                    os.posix_fadvise(file.fileno(), begin, PIECE_BYTES, os.POSIX_FADV_WILLNEED)
+        except OSError:
+            return
+        left -= min(size, left)
