@@ -31,6 +31,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     architecture: str
     dtype: str
+    quantization: str
     device: str
     executor: str
     num_parameters: int | None
@@ -85,6 +86,7 @@ def make_plan(resolution: Resolution) -> Plan:
         path=config.model.path,
         architecture=config.model.architecture,
         dtype=config.model.dtype,
+        quantization=config.executor.quantization,
         device=config.executor.device,
         executor=config.executor.kind,
         num_parameters=weights.num_parameters if weights else None,
@@ -120,6 +122,7 @@ def plan_lines(plan: Plan) -> list[str]:
     rows = [
         ("model", f"{plan.model} ({plan.path})"),
         ("architecture", f"{plan.architecture}, {plan.dtype}, {plan.executor} executor on {plan.device}"),
+        ("quantization", plan.quantization),
         ("weights", weights),
         ("memory available", format_size(plan.available_memory_bytes)),
         ("KV per token", format_size(plan.kv_bytes_per_token)),

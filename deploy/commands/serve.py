@@ -120,8 +120,11 @@ def opening_lines(resolution: Resolution) -> list[str]:
         else f"{config.executor.kind} executor, no weights read"
     )
     blocks = kv.num_blocks(config.cache.memory_bytes)
+    quantization = config.executor.quantization
+    quantized = "" if quantization == "none" else f" quantized to {quantization}"
     return [
-        f"Quintet serves {model.served_names[0]}: {model.architecture}, {size}, {model.dtype} on {config.executor.device}",
+        f"Quintet serves {model.served_names[0]}: {model.architecture}, {size}, {model.dtype}{quantized} on "
+        f"{config.executor.device}",
         f"  context {model.max_model_len} tokens; up to {scheduler.max_num_seqs} requests and "
         f"{scheduler.max_num_batched_tokens} tokens a step; prefix caching "
         f"{'on' if config.cache.enable_prefix_caching else 'off'}",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import torch
+
+from quintet.executor.ops.packed_weight import huge_page_bytes
 
 SECTION_ALIGNMENT = 4096
 """Sections begin on pages, in memory as in a file that is mapped."""
@@ -48,10 +49,7 @@ def reserve(stores: Iterable[PackedStore]) -> torch.Tensor:
     begins, end = offsets(stores)
     if not end:
         return torch.empty(0, dtype=torch.uint8)
-    reservation = mmap.mmap(-1, end)
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
-        reservation.madvise(mmap.MADV_HUGEPAGE)
-    memory = torch.frombuffer(reservation, dtype=torch.uint8)
+    memory = huge_page_bytes(end)
     for store, begin in zip(stores, begins, strict=True):
         store.open(memory[begin : begin + store.num_bytes])
     return memory
