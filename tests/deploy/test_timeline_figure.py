@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
+from bench.timeline.__main__ import decoding, typical
 from bench.timeline.figure import draw
 
 from quintet.deploy.step_account import Bar, Step
@@ -57,3 +58,16 @@ def test_every_process_and_the_plans_in_flight_have_a_lane() -> None:
     for lane in ("plans in flight", "executor", "core", "detokenizer", "frontend", "tokenizer", "a < b"):
         assert lane in words
     assert "plan 5" in {title for title, _, _ in titled(root)}
+
+
+def test_the_steps_drawn_are_the_most_ordinary_in_a_row() -> None:
+    lengths = (10, 90, 11, 10, 10, 12, 40)
+    begins = [sum(lengths[:at]) for at in range(len(lengths))]
+    steps = [Step(at, begins[at] * MS, (begins[at] + lengths[at]) * MS) for at in range(len(lengths))]
+    assert [step.number for step in typical(steps, 3)] == [2, 3, 4]
+
+
+def test_decoding_is_the_middle_of_the_last_load() -> None:
+    bars = [Bar(5 * MS, 6 * MS, "core-0", "admit", 3), Bar(105 * MS, 106 * MS, "core-0", "admit", 3)]
+    bars += [Bar((10 * at - 1) * MS, 10 * at * MS, "executor-0", "wait", at) for at in range(1, 31)]
+    assert [step.number for step in decoding(sorted(bars), 16)] == [15, 16, 17, 18, 19, 20, 21, 22]
