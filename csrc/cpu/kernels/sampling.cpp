@@ -60,19 +60,16 @@ struct Inverted {
 
 Inverted invert(const float* weights, index_t n, double total, double share) {
   const double target = share * total;
-  double cumulated = 0;
-  Inverted found = {0, 0};
-  for (index_t i = 0; i < n; ++i) {
+  double before = 0, after = 0;
+  index_t found = 0;
+  for (index_t i = 0; i < n && !(after > target); ++i) {
     if (!(weights[i] > 0)) continue;
-    const double after = cumulated + double(weights[i]);
-    found = {i, (target - cumulated) / double(weights[i])};
-    if (after > target) break;
-    cumulated = after;
+    found = i;
+    before = after;
+    after += double(weights[i]);
   }
-  const double most = 1.0 - 0x1p-52;
-  if (!(found.inside > 0)) found.inside = 0;
-  if (found.inside > most) found.inside = most;
-  return found;
+  const double inside = (target - before) / double(weights[found]), most = 1.0 - 0x1p-52;
+  return {found, !(inside > 0) ? 0 : inside > most ? most : inside};
 }
 
 double sum(const float* weights, index_t n) {
