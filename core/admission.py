@@ -14,9 +14,16 @@ from quintet.wire.params import seed_of_choice
 
 
 def make_requests(
-    admit: Admit, first_arrival: int, policy: Policy, eos_token_ids: list[int], limits: Limits
+    admit: Admit,
+    first_arrival: int,
+    policy: Policy,
+    eos_token_ids: list[int],
+    limits: Limits,
+    num_unpromised: int,
 ) -> list[Request]:
     """Return one waiting request per choice, holding nothing yet; arrivals are numbered from ``first_arrival``.
+
+    ``num_unpromised`` is the room in KV memory beside all others at full length.
 
     Raises `RequestError` when the request can never be served.
     """
@@ -42,7 +49,11 @@ def make_requests(
                 num_prompt=len(prompt),
                 limit=limit,
                 stops=stops,
-                rank=policy(admit.priority, first_arrival + choice, limit - len(tokens)),
+                rank=policy(
+                    admit.priority,
+                    first_arrival + choice,
+                    limit - len(tokens) if (choice + 1) * limit <= num_unpromised else None,
+                ),
                 detokenizer=admit.detokenizer,
                 arrival_ns=admit.arrival_ns,
                 salt_digest=start,

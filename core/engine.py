@@ -110,6 +110,7 @@ class Engine:
         for request in list(state.waiting):
             request.digests.clear()
             request.limit = length_limit(request.num_prompt, request.params.max_tokens, state.limits)
+            state.num_promised += request.limit
             try:
                 check_fits(request.num_prompt, state.limits)
                 fits = len(request.tokens) < request.limit
@@ -139,7 +140,12 @@ class Engine:
             return Effects()
         try:
             requests = make_requests(
-                message, self._num_arrived, self._policy, self._model.eos_token_ids, state.limits
+                message,
+                self._num_arrived,
+                self._policy,
+                self._model.eos_token_ids,
+                state.limits,
+                state.num_unpromised,
             )
         except RequestError as error:
             return Effects(failed=[Failed(first, error.code, error.message, error.param)])
@@ -151,8 +157,7 @@ class Engine:
                 outbox.end(request, ending[0], now_ns, ending[1])
                 state.note_ended(request.request_id)
                 continue
-            state.live[request.request_id] = request
-            state.enqueue(request)
+            state.welcome(request)
         return outbox.effects(state.step, now_ns)
 
     def cancel(self, request_ids: Iterable[int], now_ns: int) -> Effects:

@@ -28,6 +28,8 @@ def _check_requests(state: State) -> None:
         assert requests == sorted(requests, key=by_rank), [r.rank for r in requests]
     listed = Counter(r.request_id for r in running + waiting)
     assert listed == Counter(state.live.keys()), (listed, state.live.keys())
+    promised = sum(request.limit for request in state.live.values())
+    assert state.num_promised == promised, (state.num_promised, promised)
 
 
 def _check_slots(state: State) -> None:

@@ -7,23 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-Policy = Callable[[int, int, int], tuple[int, int]]
-"""From ``(priority, number of arrival, most outputs to go)`` to the rank."""
+Policy = Callable[[int, int, int | None], tuple[int, int]]
+"""From ``(priority, number of arrival, most outputs to go)`` to the rank.
+
+The last is None when KV memory may not hold the request beside all others at full length."""
 
 
-def fcfs(priority: int, arrival: int, num_to_go: int) -> tuple[int, int]:
+def fcfs(priority: int, arrival: int, num_to_go: int | None) -> tuple[int, int]:
     """First come, first served."""
     return (0, arrival)
 
 
-def by_priority(priority: int, arrival: int, num_to_go: int) -> tuple[int, int]:
+def by_priority(priority: int, arrival: int, num_to_go: int | None) -> tuple[int, int]:
     """Lower priority numbers first; among equals, first come, first served."""
     return (priority, arrival)
 
 
-def longest(priority: int, arrival: int, num_to_go: int) -> tuple[int, int]:
-    """Who may have the most outputs to go first, so that a batch does not end with a few long ones running alone."""
-    return (-num_to_go, arrival)
+def longest(priority: int, arrival: int, num_to_go: int | None) -> tuple[int, int]:
+    """Who may have the most outputs to go first, so that a batch does not end with a few long ones running alone.
+
+    Those that memory may not hold come behind all others: many long ones together would push each other out.
+    """
+    return (0 if num_to_go is None else -num_to_go, arrival)
 
 
 POLICIES: dict[str, Policy] = {"fcfs": fcfs, "priority": by_priority, "longest": longest}

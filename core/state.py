@@ -95,6 +95,8 @@ class State:
     hooks: Hooks
     pool: BlockPool
     live: dict[int, Request] = field(default_factory=dict)
+    num_promised: int = 0
+    """Tokens that the live requests have together if each reaches its limit."""
     ended: OrderedDict[int, None] = field(default_factory=OrderedDict)
     """Requests that ended last, oldest first: a late second copy of one is not a new request."""
     running: list[Request] = field(default_factory=list)
@@ -123,6 +125,17 @@ class State:
     def fence(self) -> int | None:
         """The step after which a block that is released now may get new content; None when it may at once."""
         return self.in_flight[-1].step if self.in_flight else None
+
+    @property
+    def num_unpromised(self) -> int:
+        """Tokens that KV memory could hold beside those; negative when it cannot hold those."""
+        return self.limits.num_blocks * self.limits.block_size - self.num_promised
+
+    def welcome(self, request: Request) -> None:
+        """Take in a request that was just admitted."""
+        self.live[request.request_id] = request
+        self.num_promised += request.limit
+        self.enqueue(request)
 
     def enqueue(self, request: Request) -> None:
         """Put a request that holds nothing into the queue, at its rank."""
@@ -155,6 +168,7 @@ class State:
             self._remove(self.waiting, request)
         request.status = Status.ENDED
         del self.live[request.request_id]
+        self.num_promised -= request.limit
         self.note_ended(request.request_id)
         first = request.parent or request
         first.num_open -= 1

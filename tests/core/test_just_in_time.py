@@ -89,3 +89,19 @@ def test_one_that_stops_early_hurries_the_others() -> None:
 def test_whole_prompts_are_not_cut() -> None:
     world = batch([(10, 101), (1000, 21)], enable_chunked_prefill=False)
     assert next_counts(world) == [10, 1000]
+
+
+def test_those_that_memory_may_not_hold_come_behind_all_others() -> None:
+    world = batch([(60, 20), (60, 80), (60, 40)], num_blocks=10, slots=1)  # 160 tokens: 80, 140 and 100
+    state = world.engine.state
+    assert state is not None
+    assert [request.request_id for request in state.waiting] == [1, 2, 3]
+    world.run()
+    world.admit(4, prompt_of(4, 60), max_tokens=20)
+    world.admit(5, prompt_of(5, 40), max_tokens=40)
+    assert [request.request_id for request in state.waiting] == [5, 4]
+
+
+def test_prompts_do_not_wait_when_memory_may_not_hold_all() -> None:
+    world = batch([(10, 101), (200, 21)], num_blocks=20)
+    assert next_counts(world) == [10, 200]
