@@ -12,6 +12,7 @@ import math
 import mmap
 import os
 import struct
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,8 +63,7 @@ class MappedFile:
                 self.size, self.modified_ns = status.st_size, status.st_mtime_ns
                 self.header = _read_header(file, self.size)
                 self.entries = _entries(self.header, self.size)
-                # Private and writable only because torch warns of tensors over read-only memory; nobody writes.
-                self._map = mmap.mmap(file.fileno(), self.size, access=mmap.ACCESS_COPY)
+                self._map = mmap.mmap(file.fileno(), self.size, access=mmap.ACCESS_READ)
         except FileNotFoundError:
             raise ConfigError(f"{path}: is missing; download it again") from None
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
@@ -84,9 +84,7 @@ class MappedFile:
             raw = bytearray(self._map[entry.begin : entry.begin + entry.num_bytes])
             return torch.frombuffer(raw, dtype=entry.dtype).view(entry.shape)
         count = entry.num_bytes // entry.dtype.itemsize
-        return torch.frombuffer(self._map, dtype=entry.dtype, count=count, offset=entry.begin).view(
-            entry.shape
-        )
+        return read_only_tensor(self._map, entry.dtype, count, entry.begin).view(entry.shape)
 
     def drop(self, name: str) -> None:
         """Let the kernel take back the pages of a tensor that was consumed; a view that was kept reads them again."""
@@ -95,6 +93,13 @@ class MappedFile:
         end = (entry.begin + entry.num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if end > begin:
             self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
+
+def read_only_tensor(mapped: mmap.mmap, dtype: torch.dtype, count: int, offset: int = 0) -> torch.Tensor:
+    """Return a view of mapped memory, which it keeps alive. Whoever writes to it ends the process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")  # meant to be so
+        return torch.frombuffer(mapped, dtype=dtype, count=count, offset=offset)
 
 
 def _read_header(file: BinaryIO, size: int) -> bytes:

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from quintet.executor.weights.files import packed_file
-from quintet.executor.weights.mapped import MappedFile
+from quintet.executor.weights.mapped import MappedFile, read_only_tensor
 from quintet.executor.weights.store import PackedStore, offsets
 
 log = logging.getLogger(__name__)
@@ -54,16 +54,14 @@ class PackedCache:
                 if reason:
                     log.info("packed weights in %s are not used: %s; packing again", self.path, reason)
                     return False
-                # Private and writable only because torch warns of tensors over read-only memory: nobody writes, so that
-                # the pages stay the file's own.
-                mapped = mmap.mmap(file.fileno(), end, access=mmap.ACCESS_COPY)
+                mapped = mmap.mmap(file.fileno(), end, access=mmap.ACCESS_READ)
         except FileNotFoundError:
             return False
         except OSError as error:
             log.info("packed weights in %s cannot be read (%s); packing again", self.path, error)
             return False
         mapped.madvise(mmap.MADV_WILLNEED)
-        memory = torch.frombuffer(mapped, dtype=torch.uint8)
+        memory = read_only_tensor(mapped, torch.uint8, end)
         for store, begin in zip(stores, begins, strict=True):
             store.open(memory[begin : begin + store.num_bytes])
         return True
