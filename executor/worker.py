@@ -21,7 +21,7 @@ from quintet.executor.models.model import CausalModel, Setting
 from quintet.executor.models.registry import build_model, read_card
 from quintet.executor.ops.table import Ops, ops_of
 from quintet.executor.platforms.platform import Platform, open_platform
-from quintet.executor.program.library import program_library
+from quintet.executor.program.library import INT8, dtype_code, program_library
 from quintet.executor.program.runner import ProgramRunner, allocate_kv
 from quintet.executor.quant.registry import open_quantization
 from quintet.executor.runner import Runner
@@ -138,7 +138,8 @@ def make_runner(
     kv, dtype = config.model.kv, DTYPES[config.model.dtype]
     library = program_library() if platform.name == "cpu" else None
     if library is not None:
-        memory = allocate_kv(library, kv, num_blocks, dtype)
+        code = INT8 if config.cache.dtype == "int8" else dtype_code(dtype)
+        memory = allocate_kv(library, kv, num_blocks, code)
         if memory is not None:
             return ProgramRunner(library, model, config, dtype, memory, span)
         log.warning(
@@ -146,7 +147,17 @@ def make_runner(
             kv.head_dim,
             kv.block_size,
         )
+    check_kv_dtype(config)
     return EagerRunner(model, ops, platform.device, dtype, kv, num_blocks, span)
+
+
+def check_kv_dtype(config: EngineConfig) -> None:
+    """Reject an int8 cache, which only the compiled attention reads, where torch computes."""
+    if config.cache.dtype == "int8":
+        raise ConfigError(
+            f"--kv-cache-dtype int8 needs the compiled CPU kernels, and they are not built or take no heads of"
+            f" {config.model.kv.head_dim} numbers in blocks of {config.model.kv.block_size} tokens; drop it"
+        )
 
 
 def load_model(config: EngineConfig, platform: Platform, ops: Ops) -> CausalModel:

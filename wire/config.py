@@ -17,6 +17,10 @@ Quantization = Literal["none", "int8", "int4", "w8a8"]
 """See ``docs/quantization.md``."""
 
 
+KvCacheDtype = Literal["auto", "int8"]
+"""``auto`` is the model's own."""
+
+
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Which model, and the few of its numbers that processes other than the executor need."""
 
@@ -45,6 +49,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int
     """Upper bound for KV tensors; the executor reports what it could really take as `Capacity`."""
     enable_prefix_caching: bool = True
+    dtype: KvCacheDtype = "auto"
+    """Number format of keys and values."""
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,11 +16,14 @@ class KvSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     head_dim: int
     dtype_bytes: int
     block_size: int
+    scale_bytes: int = 0
+    """What each token's key, and its value, of each head takes besides its numbers: an int8 cache's scale."""
 
     @property
     def bytes_per_token(self) -> int:
         """Keys and values of one token in all layers of the group."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_bytes
+        head_bytes = self.head_dim * self.dtype_bytes + self.scale_bytes
+        return 2 * self.num_layers * self.num_kv_heads * head_bytes
 
     @property
     def bytes_per_block(self) -> int:

@@ -57,7 +57,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     card = read_card(folder, options.generation_config)
     weights = read_weight_facts(folder) if reads_weights else None
     dtype = card.dtype if options.dtype == "auto" else options.dtype
-    kv = KvSpec(card.num_layers, card.num_kv_heads, card.head_dim, _DTYPE_BYTES[dtype], options.block_size)
+    kv = rules.kv_spec(options, device, card, _DTYPE_BYTES[dtype])
     max_model_len = rules.derive_max_model_len(
         options.max_model_len, card.max_model_len, folder / "config.json"
     )
@@ -93,6 +93,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
         cache=CacheConfig(
             memory_bytes=rules.cap_kv_memory(kv, memory_bytes, options.max_num_seqs, fitted),
             enable_prefix_caching=options.enable_prefix_caching and can_share_prefixes,
+            dtype=options.kv_cache_dtype,
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=options.max_num_seqs,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from quintet.deploy.resolve.card import ModelCard
 from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.memory import format_size
 from quintet.wire.config import Quantization
@@ -85,6 +86,25 @@ def check_quantization(options: Options, device: str) -> None:
         )
     if device != "cpu" and options.packed_cache is not None:
         raise ConfigError("--packed-cache is for weights packed for the CPU: add --device cpu or drop it")
+
+
+def kv_spec(options: Options, device: str, card: ModelCard, dtype_bytes: int) -> KvSpec:
+    """Return what KV takes; reject an int8 cache where the host kernels do not compute."""
+    layers, heads, head_dim, block_size = (
+        card.num_layers,
+        card.num_kv_heads,
+        card.head_dim,
+        options.block_size,
+    )
+    if options.kv_cache_dtype == "auto":
+        return KvSpec(layers, heads, head_dim, dtype_bytes, block_size)
+    if device != "cpu":
+        raise ConfigError("--kv-cache-dtype int8 is computed on the CPU only: add --device cpu or drop it")
+    if block_size % 16:
+        raise ConfigError(
+            f"--kv-cache-dtype int8 needs blocks of a multiple of 16 tokens and --block-size is {block_size}; give 16 or 32"
+        )
+    return KvSpec(layers, heads, head_dim, 1, block_size, scale_bytes=4)
 
 
 def weight_bytes(num_parameters: int, dtype_bytes: int, quantization: Quantization) -> int:

@@ -12,7 +12,7 @@ from quintet.executor.batch import Int, Rows
 from quintet.executor.layers.rope import Rope
 from quintet.executor.memory import lazy_zeros
 from quintet.executor.models.model import CausalModel
-from quintet.executor.program.library import ProgramLibrary, dtype_code
+from quintet.executor.program.library import ProgramLibrary
 from quintet.executor.program.recorder import KvMemory, Recorder
 from quintet.executor.program.step import Step
 from quintet.executor.slots import SlotTables
@@ -130,14 +130,11 @@ class Rotations:
         self._cosines, self._sines = self._rope.cos_sin(torch.arange(num_positions), None, self._dtype)
 
 
-def allocate_kv(
-    library: ProgramLibrary, spec: KvSpec, num_blocks: int, dtype: torch.dtype
-) -> KvMemory | None:
+def allocate_kv(library: ProgramLibrary, spec: KvSpec, num_blocks: int, code: int) -> KvMemory | None:
     """Reserve the KV memory of every layer, or return None where the kernels do not take the shape.
 
-    Pages are mapped when first written.
+    Pages are mapped when first written. code: of the numbers stored.
     """
-    code = dtype_code(dtype)
     block_bytes = library.kv_block_bytes(code, spec.num_kv_heads, spec.head_dim, spec.block_size)
     if not block_bytes:
         return None

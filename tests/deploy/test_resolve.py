@@ -171,7 +171,19 @@ def test_quantized_weights_leave_more_to_kv(tmp_path: Path, monkeypatch: pytest.
     assert bytes_of["none"] < bytes_of["int8"] < bytes_of["int4"]
 
 
-@pytest.mark.parametrize("options", [{"quantization": "int8"}, {"packed_cache": "x"}])
+def test_an_int8_cache_is_counted_with_its_scales(tmp_path: Path) -> None:
+    folder = write_model(tmp_path)
+    options = {"executor": "torch", "device": "cpu", "load_format": "dummy", "kv_cache_dtype": "int8"}
+    config = resolved(folder, **options).config
+    assert config.cache.dtype == "int8"
+    assert config.model.kv.bytes_per_token == 2 * 2 * 2 * (16 + 4)
+    words = complaint(folder, **options, block_size=8)
+    assert "--block-size is 8" in words
+
+
+@pytest.mark.parametrize(
+    "options", [{"quantization": "int8"}, {"packed_cache": "x"}, {"kv_cache_dtype": "int8"}]
+)
 def test_what_only_the_host_kernels_do_is_refused_elsewhere(tmp_path: Path, options: dict[str, str]) -> None:
     flag = "--" + next(iter(options)).replace("_", "-")
     words = complaint(write_model(tmp_path), executor="torch", device="cuda", load_format="dummy", **options)

@@ -52,6 +52,14 @@ QT_INLINE f32v power_of_two(f32v x) {
 #endif
 }
 
+QT_INLINE float largest_of(f32v value) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps(value);
+#else
+  return max_of(value);
+#endif
+}
+
 // The rows of a piece while a partition is walked. Word: what the row's factors are, see attention_tiles.hpp.
 template <class Word>
 struct Rows {
@@ -153,13 +161,14 @@ QT_INLINE f32v adjusted(const AttentionCall& call, Adjustment adjustment, f32v s
 // Scores of a chunk to weights, and the rows' new state. first: the position of the chunk's first key.
 template <class Word>
 void soften(const AttentionCall& call, const AttentionPiece& piece, index_t first_head, const Chunk& chunk, index_t first,
-            Adjustment adjustment, Rows<Word>& rows) {
+            Adjustment adjustment, Prefetch& prefetch, Rows<Word>& rows) {
   const index_t begin = chunk.begin, end = chunk.begin + chunk.count * kTileKeys;
   const float factor = adjustment.biased ? 1.0f : call.scale * kLog2E;
-  for (index_t r = 0; r < rows.count; ++r) {
+  index_t position = piece.position, head = 0;
+  for (index_t r = 0; r < rows.count; ++r, ++head) {
+    if (head == rows.heads) head = 0, ++position;
     float* scores = rows.scores + r * kChunkKeys;
-    const index_t position = piece.position + r / rows.heads;
-    const float slope = call.alibi_slopes ? call.alibi_slopes[first_head + r % rows.heads] : 0.0f;
+    const float slope = call.alibi_slopes ? call.alibi_slopes[first_head + head] : 0.0f;
     f32v most = all(kNothing);
     for (index_t k = begin; k < end; k += kLanes) {
       f32v score = load(scores + k);
@@ -172,8 +181,9 @@ void soften(const AttentionCall& call, const AttentionPiece& piece, index_t firs
         store(scores + k, score);
       }
       most = max(most, score);
+      prefetch.step();
     }
-    rows.shrink[r] = max_of(most);
+    rows.shrink[r] = largest_of(most);
   }
   for (index_t r = 0; r < rows.count; r += kLanes) {
     const f32v before = load(rows.most + r), now = max(before, load(rows.shrink + r) * all(factor));
@@ -198,6 +208,7 @@ void soften(const AttentionCall& call, const AttentionPiece& piece, index_t firs
           weight = weight * load(rows.value_scales + k);
         }
         store(weights + k, weight);
+        prefetch.step();
       }
       const i32v ones = all(std::int32_t(0x3F803F80));
       if (!adjustment.scaled)
@@ -209,6 +220,7 @@ void soften(const AttentionCall& call, const AttentionPiece& piece, index_t firs
         normalizer = normalizer + weight;
         if (adjustment.scaled) weight = weight * load(rows.value_scales + k);
         store(weights + k, weight);
+        prefetch.step();
       }
     }
     store(rows.normalizer + r * kLanes, normalizer);
@@ -227,6 +239,9 @@ struct Format {
   using Wide = WideForm;
   using Word = typename Direct::Word;
 };
+
+// Of a chunk's tiles, how many of keys and of values are brought closer during the softmax.
+constexpr index_t kSoftmaxTiles = 2;
 
 // Rows from which on widening a chunk once costs less than widening it for each register block of rows.
 constexpr index_t kWidenFrom = 2 * kBlockRows + 1;
@@ -268,15 +283,20 @@ void walk_partition(const AttentionCall& call, const AttentionPiece& piece, inde
     chunk.count = next - tile;
     const index_t after = next + kChunkTiles < end ? next + kChunkTiles : end;
     locate(call.kv, piece.blocks, kv_head, next, after, keys[1 - turn], values[1 - turn]);
+    Prefetch prefetch;
     for (index_t i = 0; i < chunk.count; ++i) {
       chunk.keys[i] = keys[turn][i];
       chunk.values[i] = values[turn][i];
-      chunk.ahead[i] = i < after - next ? keys[1 - turn][i] : values[turn][i];
+      const bool during_softmax = i >= chunk.count - kSoftmaxTiles;
+      chunk.beside_keys[i] = during_softmax ? chunk.keys[i] : chunk.values[i];
+      if (during_softmax) prefetch.add(chunk.values[i], call.kv.plane_bytes);
+      chunk.beside_values[i] = i < kSoftmaxTiles || i >= after - next ? chunk.values[i] : keys[1 - turn][i];
       if (bytes) {
         std::memcpy(rows.key_scales + chunk.begin + i * kTileKeys, chunk.values[i] + call.kv.plane_bytes, 64);
         std::memcpy(rows.value_scales + chunk.begin + i * kTileKeys, chunk.values[i] + call.kv.plane_bytes + 64, 64);
       }
     }
+    for (index_t i = 0; i < kSoftmaxTiles && i < after - next; ++i) prefetch.add(keys[1 - turn][i], call.kv.plane_bytes);
     const Adjustment adjustment{
         .scaled = bytes,
         .biased = call.softcap > 0 || call.alibi_slopes != nullptr,
@@ -292,10 +312,10 @@ void walk_partition(const AttentionCall& call, const AttentionPiece& piece, inde
     } else {
       score_chunk<Direct>(rows.queries, rows.count, head_dim, chunk, rows.scores);
     }
-    soften(call, piece, first_head, chunk, first, adjustment, rows);
+    soften(call, piece, first_head, chunk, first, adjustment, prefetch, rows);
     if (widens) {
       widen<Direct>(widened.values, chunk.count, head_dim, head_dim, memory);
-      for (index_t i = 0; i < chunk.count; ++i) widened.ahead[i] = widened.values[i];
+      for (index_t i = 0; i < chunk.count; ++i) widened.beside_values[i] = widened.values[i];
       weigh_chunk<Wide>(rows.weights, rows.shrink, rows.count, widened, head_dim, rows.sums);
     } else {
       weigh_chunk<Direct>(rows.weights, rows.shrink, rows.count, chunk, head_dim, rows.sums);

@@ -11,11 +11,15 @@
 namespace qt::QT_ISA {
 namespace {
 
-inline constexpr int kBlockRows = 6;
+// Register blocks: up to so many rows, and for R of them so many vectors.
 #if defined(__AVX512F__)
-inline constexpr int kBlockVectors = 4;  // 24 accumulators of 32 registers
+inline constexpr int kBlockRows = 8;
+template <int R>
+inline constexpr int kBlockVectors = R <= 6 ? 4 : 2;  // at most 24 accumulators of 32 registers
 #else
-inline constexpr int kBlockVectors = 2;  // 12 of 16
+inline constexpr int kBlockRows = 6;
+template <int R>
+inline constexpr int kBlockVectors = 2;  // at most 12 of 16
 #endif
 inline constexpr int kTileVectors = int(kTileKeys) / kLanes;
 inline constexpr int kChunkTiles = int(kChunkKeys / kTileKeys);
@@ -104,13 +108,31 @@ QT_INLINE void accumulate(f32v (&sums)[R][V], const typename Form::Word* factors
   }
 }
 
-// The tiles of a chunk that somebody sees, and what will be read after them.
+// The tiles of a chunk that somebody sees, and what is brought closer beside: while a key tile is multiplied, a tile of values;
+// while a tile of values is, one of the next chunk's keys; and some of both during the softmax, so that memory never rests.
 struct Chunk {
   index_t begin;  // the first one's first key, counted from the chunk's
   index_t count;  // tiles
   const char* keys[kChunkTiles];
   const char* values[kChunkTiles];
-  const char* ahead[kChunkTiles];  // keys of the next chunk
+  const char* beside_keys[kChunkTiles];
+  const char* beside_values[kChunkTiles];
+};
+
+// Lines of the cache to bring closer, a few at a time.
+class Prefetch {
+ public:
+  void add(const char* from, index_t bytes) { begin_[count_] = from, end_[count_++] = from + bytes; }
+  void step() {
+    if (now_ == count_) return;
+    __builtin_prefetch(begin_[now_]);
+    begin_[now_] += 64;
+    if (begin_[now_] >= end_[now_]) ++now_;
+  }
+
+ private:
+  const char *begin_[kChunkTiles], *end_[kChunkTiles];
+  int count_ = 0, now_ = 0;
 };
 
 // Keys, or values, of a chunk widened to fp32: [key tiles][head_dim][16], [key tiles][16][head_dim].
@@ -162,7 +184,7 @@ void weigh(const typename Form::Word* weights, const float* shrink, const Chunk&
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) {
       from[v] = chunk.values[tile] + offset + v * kLanes * Form::kElementBytes;
-      next[v] = chunk.ahead[tile] + offset + v * kLanes * Form::kElementBytes;
+      next[v] = chunk.beside_values[tile] + offset + v * kLanes * Form::kElementBytes;
     }
     accumulate<Form, R, V, words<Form>(kChunkKeys), 1>(acc, weights + tile * words<Form>(kTileKeys), from, next,
                                                         head_dim * Form::kElementBytes, kTileKeys / Form::kNumbers);
@@ -173,19 +195,48 @@ void weigh(const typename Form::Word* weights, const float* shrink, const Chunk&
     for (int v = 0; v < V; ++v) store(sums + r * head_dim + v * kLanes, acc[r][v]);
 }
 
-template <class Form>
-using Score = void (*)(const typename Form::Word*, const char* const*, const char* const*, index_t, index_t, float*);
-template <class Form>
-using Weigh = void (*)(const typename Form::Word*, const float*, const Chunk&, index_t, index_t, float*);
+// All tiles of a chunk for R rows.
+template <class Form, int R>
+void score_rows(const typename Form::Word* queries, index_t head_dim, const Chunk& chunk, float* scores) {
+  constexpr int V = kBlockVectors<R>;
+  index_t tile = 0;
+  if constexpr (V > kTileVectors)
+    for (; tile + V / kTileVectors <= chunk.count; tile += V / kTileVectors)
+      score<Form, R, V>(queries, chunk.keys + tile, chunk.beside_keys + tile, 0, head_dim, scores + tile * kTileKeys);
+  constexpr int kRest = V < kTileVectors ? V : kTileVectors;
+  for (; tile < chunk.count; ++tile)
+    for (int v = 0; v < kTileVectors; v += kRest)
+      score<Form, R, kRest>(queries, chunk.keys + tile, chunk.beside_keys + tile, v * kLanes * Form::kElementBytes, head_dim,
+                            scores + tile * kTileKeys + v * kLanes);
+}
+
+template <class Form, int R>
+void weigh_rows(const typename Form::Word* weights, const float* shrink, const Chunk& chunk, index_t head_dim,
+                float* sums) {
+  constexpr int V = kBlockVectors<R>;
+  index_t d = 0;
+  for (; d + V * kLanes <= head_dim; d += V * kLanes)
+    weigh<Form, R, V>(weights, shrink, chunk, d * Form::kElementBytes, head_dim, sums + d);
+  for (; d < head_dim; d += kLanes)
+    weigh<Form, R, 1>(weights, shrink, chunk, d * Form::kElementBytes, head_dim, sums + d);
+}
 
 // By rows - 1.
-template <class Form, int V>
-constexpr Score<Form> kScore[] = {
-    score<Form, 1, V>, score<Form, 2, V>, score<Form, 3, V>, score<Form, 4, V>, score<Form, 5, V>, score<Form, 6, V>,
+template <class Form>
+constexpr void (*kScoreRows[])(const typename Form::Word*, index_t, const Chunk&, float*) = {
+    score_rows<Form, 1>, score_rows<Form, 2>, score_rows<Form, 3>, score_rows<Form, 4>,
+    score_rows<Form, 5>, score_rows<Form, 6>,
+#if defined(__AVX512F__)
+    score_rows<Form, 7>, score_rows<Form, 8>,
+#endif
 };
-template <class Form, int V>
-constexpr Weigh<Form> kWeigh[] = {
-    weigh<Form, 1, V>, weigh<Form, 2, V>, weigh<Form, 3, V>, weigh<Form, 4, V>, weigh<Form, 5, V>, weigh<Form, 6, V>,
+template <class Form>
+constexpr void (*kWeighRows[])(const typename Form::Word*, const float*, const Chunk&, index_t, float*) = {
+    weigh_rows<Form, 1>, weigh_rows<Form, 2>, weigh_rows<Form, 3>, weigh_rows<Form, 4>,
+    weigh_rows<Form, 5>, weigh_rows<Form, 6>,
+#if defined(__AVX512F__)
+    weigh_rows<Form, 7>, weigh_rows<Form, 8>,
+#endif
 };
 
 // The rows of the next register block when `left` are left: blocks of nearly equal size.
@@ -199,20 +250,8 @@ template <class Form>
 void score_chunk(const typename Form::Word* queries, index_t rows, index_t head_dim, const Chunk& chunk, float* scores) {
   for (index_t row = 0; row < rows;) {
     const index_t block = block_rows(rows - row);
-    const typename Form::Word* factors = queries + row * words<Form>(head_dim);
-    float* to = scores + row * kChunkKeys + chunk.begin;
-    index_t tile = 0;
-    if constexpr (kBlockVectors > kTileVectors) {
-      constexpr int kBlockTiles = kBlockVectors / kTileVectors;
-      for (; tile + kBlockTiles <= chunk.count; tile += kBlockTiles)
-        kScore<Form, kBlockVectors>[block - 1](factors, chunk.keys + tile, chunk.values + tile, 0, head_dim,
-                                               to + tile * kTileKeys);
-    }
-    constexpr int kVectors = kBlockVectors < kTileVectors ? kBlockVectors : kTileVectors;
-    for (; tile < chunk.count; ++tile)
-      for (int v = 0; v < kTileVectors; v += kVectors)
-        kScore<Form, kVectors>[block - 1](factors, chunk.keys + tile, chunk.values + tile,
-                                          v * kLanes * Form::kElementBytes, head_dim, to + tile * kTileKeys + v * kLanes);
+    kScoreRows<Form>[block - 1](queries + row * words<Form>(head_dim), head_dim, chunk,
+                                scores + row * kChunkKeys + chunk.begin);
     row += block;
   }
 }
@@ -223,14 +262,8 @@ void weigh_chunk(const typename Form::Word* weights, const float* shrink, index_
                  index_t head_dim, float* sums) {
   for (index_t row = 0; row < rows;) {
     const index_t block = block_rows(rows - row);
-    const typename Form::Word* factors = weights + words<Form>(row * kChunkKeys + chunk.begin);
-    index_t d = 0;
-    for (; d + kBlockVectors * kLanes <= head_dim; d += kBlockVectors * kLanes)
-      kWeigh<Form, kBlockVectors>[block - 1](factors, shrink + row, chunk, d * Form::kElementBytes, head_dim,
-                                             sums + row * head_dim + d);
-    for (; d < head_dim; d += kLanes)
-      kWeigh<Form, 1>[block - 1](factors, shrink + row, chunk, d * Form::kElementBytes, head_dim,
-                                 sums + row * head_dim + d);
+    kWeighRows<Form>[block - 1](weights + words<Form>(row * kChunkKeys + chunk.begin), shrink + row, chunk, head_dim,
+                                sums + row * head_dim);
     row += block;
   }
 }
