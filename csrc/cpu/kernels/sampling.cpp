@@ -154,7 +154,7 @@ class Draw {
   // Returns false where these would be most of the vocabulary and the cut was made in another way.
   bool list_for_mass(double p) {
     const double total = weigh(x_, vocab_, weights(), s_.maxima, s_.sums, nullptr);
-    for (index_t count = 32; 4 * count <= blocks_of(vocab_); count *= 8) {
+    for (index_t count = 32; 2 * count <= blocks_of(vocab_); count *= 4) {
       const bool complete = list_largest(count);
       weigh_list();
       if (complete) return true;
