@@ -56,6 +56,8 @@ def bandwidth_limit(shape: Shape, precision: Precision, limits: Limits) -> float
 def multiply_limit(shape: Shape, precision: Precision, job: Job, limits: Limits) -> float:
     """Return the seconds of ``job`` if multiplying at the machine's peak rate were all it took.
 
+    bf16 may be widened to fp32 first, for nothing here: on some processors those multiply-adds are the faster ones.
+
     Every prompt token passes every linear layer and attends to those before it; logits are computed where a token is drawn.
     """
     linear, head = _linear_weights(shape), shape.vocab_size * shape.hidden
@@ -66,7 +68,7 @@ def multiply_limit(shape: Shape, precision: Precision, job: Job, limits: Limits)
         attended += length * (length + 1) // 2
     attention = 2 * 2 * attended * shape.heads * shape.head_dim * shape.layers
     operations = 2 * tokens * linear + 2 * job.total_output * head + attention
-    rate = limits.int8_gop_s if precision == "w8a8" else limits.bf16_gflop_s
+    rate = limits.int8_gop_s if precision == "w8a8" else max(limits.bf16_gflop_s, limits.fp32_gflop_s)
     return operations / (rate * 1e9)
 
 

@@ -45,6 +45,7 @@ def _heading(report: Report) -> list[str]:
         ranges = (
             ("read bandwidth", [one.read_gb_s for one in limits], "GB/s"),
             ("bf16 dot products", [one.bf16_gflop_s for one in limits], "GFLOP/s"),
+            ("fp32 multiply-adds", [one.fp32_gflop_s for one in limits], "GFLOP/s"),
             ("8-bit dot products", [one.int8_gop_s for one in limits], "GOP/s"),
         )
         words = "; ".join(
