@@ -81,9 +81,9 @@ def _record(plan: Plan, row: Row, name: str, repetition: int, take: Callable[[],
     except (EngineFailed, ValueError) as error:
         record.error = str(error)
     append_record(plan.raw, record)
-    shown = {figure.key for figure in row.figures} | (
-        {"read_gb_s", "bf16_gflop_s"} if name == MACHINE else set()
-    )
+    shown = {figure.key for figure in row.figures} | {"foreign_share"}
+    if name == MACHINE:
+        shown |= {"read_gb_s", "bf16_gflop_s", "fp32_gflop_s", "int8_gop_s"}
     words = "  ".join(f"{key} {value:,.2f}" for key, value in record.figures.items() if key in shown)
     print(f"    {name:<10} {words or record.error}", flush=True)
 

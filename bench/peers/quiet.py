@@ -48,13 +48,14 @@ def pause() -> None:
 
 
 def _times_s(processes: Sequence[psutil.Process]) -> dict[int, float]:
+    """Return the processor time of each process, with that of children that have ended."""
     times_s = {}
     for process in processes:
         try:
             times = process.cpu_times()
         except psutil.NoSuchProcess:
             continue
-        times_s[process.pid] = times.user + times.system
+        times_s[process.pid] = times.user + times.system + times.children_user + times.children_system
     return times_s
 
 
