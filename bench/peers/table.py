@@ -15,9 +15,12 @@ OURS = "Quintet"
 
 
 def markdown(report: Report, rows: Sequence[Row], engines: Sequence[str]) -> str:
-    """Return the table with a heading that says where, when and what was measured."""
+    """Return the table with a heading that says where, when and what was measured.
+
+    "times the best peer" is above 1 where Quintet is better, also where less is better.
+    """
     peers = [name for name in engines if name != OURS]
-    columns = ["work", OURS, *peers, "limit", f"{OURS} / best peer", "share of limit", "must reach"]
+    columns = ["work", OURS, *peers, "limit", "times the best peer", "share of limit", "must reach"]
     lines = [*_heading(report), "", "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for row in rows:
         records = [record for record in report.records if record.row == row.id]
@@ -63,7 +66,7 @@ def _line(row: Row, figure: Figure, records: Sequence[Record], peers: Sequence[s
     ratio, share = "–", "–"
     if ours is not None and known_peers:
         best = max(known_peers) if figure.higher_is_better else min(known_peers)
-        ratio = f"{ours / best:.2f}"
+        ratio = f"{ours / best if figure.higher_is_better else best / ours:.2f}"
     limit = _limit(row, figure, records)
     if ours is not None and limit is not None:
         share = f"{100 * ours / limit:.0f} %"
