@@ -1,0 +1,238 @@
+"""Attention over the paged cache: time, and share of what limits it, for decoding rows and for prompts.
+
+    python -m bench.kernels.attention [--threads 2] [--repeats 9] [--save FILE]
+
+Every case runs over as many layers of scattered blocks as make 1 GiB (of cache, when rows decode), so that nothing stays in
+the processor's caches from one repeat to the next. Between the repeats the machine's limits are measured, with the same
+number of threads: reading memory (torch's sum of 256 MiB) and fp32 multiplication (torch's product of 1,024 x 1,024
+matrices). Medians; shares are of the medians of the same case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from quintet.executor.ops.host_attention import DTYPE_CODES, PagedKv, write_kv
+from quintet.executor.ops.host_library import instruction_set, open_library, set_threads
+from quintet.executor.program.library import ProgramLibrary
+from quintet.executor.program.step import CStep
+
+BLOCK_SIZE = 16
+TOTAL_BYTES = 1 << 30
+READ_FLOATS = 64 << 20
+PRODUCT = 1024
+FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "int8": torch.int8}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Rows of equal length: ``cached`` tokens, then ``new`` ones that attend."""
+
+    rows: int
+    cached: int
+    new: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str = "bf16"
+    kv_dtype: str = "bf16"
+
+
+S, M, WIDE = (14, 2, 64), (32, 8, 64), (16, 8, 128)
+"""Heads, KV heads and numbers per head of Qwen2.5-0.5B, of Llama-3.2-1B and of a larger model."""
+
+CASES = (
+    *(Case(16, 1023, 1, *shape) for shape in (S, M, WIDE)),
+    *(Case(16, 1023, 1, *shape, kv_dtype="int8") for shape in (S, M, WIDE)),
+    Case(1, 1023, 1, *S),
+    Case(1, 127, 1, *M),
+    Case(32, 300, 1, *S),
+    Case(16, 1023, 1, *S, "fp16", "fp16"),
+    Case(16, 1023, 1, *S, "fp32", "fp32"),
+    *(Case(1, 0, 2048, *shape) for shape in (S, M, WIDE)),
+    Case(1, 0, 2048, *S, kv_dtype="int8"),
+    Case(8, 0, 256, *S),
+    Case(1, 1024, 512, *M),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One case. Reading counts each row's cache once; multiplications those that a causal mask leaves."""
+
+    case: Case
+    layer_us: float
+    read_gb_s: float
+    gflop_s: float
+    limit_read_gb_s: float
+    limit_gflop_s: float
+
+    @property
+    def read_share(self) -> float:
+        """Of what the machine reads."""
+        return self.read_gb_s / self.limit_read_gb_s
+
+    @property
+    def multiply_share(self) -> float:
+        """Of what the machine multiplies in fp32."""
+        return self.gflop_s / self.limit_gflop_s
+
+
+class Layers:
+    """A program of as many layers as a case needs, and one step for it."""
+
+    def __init__(self, library: ProgramLibrary, case: Case) -> None:
+        self._library = library
+        dtype, kv_dtype = FORMATS[case.dtype], FORMATS[case.kv_dtype]
+        columns = -(-(case.cached + case.new) // BLOCK_SIZE)
+        num_blocks = columns * case.rows
+        shape = (kv_dtype, case.kv_heads, case.head_dim, BLOCK_SIZE)
+        first = PagedKv.of_blocks(num_blocks, *shape)
+        self.cache_bytes = first.memory.numel()
+        self.count = max(1, TOTAL_BYTES // self.cache_bytes) if case.new == 1 else 2
+        table = np.random.default_rng(0).permutation(num_blocks).astype(np.int32).reshape(case.rows, columns)
+        self._fill(first, table, case, dtype)
+        memory = [first.memory] + [first.memory.clone() for _ in range(1, self.count)]
+        self.step, self._columns = step_of(table, case.cached, case.new)
+        q = torch.randn(case.rows * case.new, case.heads * case.head_dim).to(dtype)
+        out = torch.empty_like(q)
+        self._kept = (memory, table, q, out)
+        self._program = library.new()
+        for layer in memory:
+            library.attention(
+                *(self._program, q.data_ptr(), q.stride(0), layer.data_ptr()),
+                *(case.heads, case.kv_heads, case.head_dim, BLOCK_SIZE),
+                *(0, 0.0, None, case.head_dim**-0.5, out.data_ptr(), out.stride(0), len(q)),
+                *(DTYPE_CODES[dtype], DTYPE_CODES[kv_dtype]),
+            )
+
+    def _fill(
+        self,
+        kv: PagedKv,
+        table: np.ndarray[tuple[int, ...], np.dtype[np.int32]],
+        case: Case,
+        dtype: torch.dtype,
+    ) -> None:
+        length = case.cached + case.new
+        width = (1 + 2 * case.kv_heads) * case.head_dim
+        step, columns = step_of(table, 0, length)
+        write_kv(step, torch.randn(case.rows * length, width).to(dtype), 1, kv, 0)
+        assert columns is not None
+
+    def run(self) -> None:
+        """Compute every layer once."""
+        self._library.run(self._program, ctypes.byref(self.step), 0, self.count)
+
+    def close(self) -> None:
+        """Give the program back."""
+        self._library.delete(self._program)
+
+
+def step_of(
+    table: np.ndarray[tuple[int, ...], np.dtype[np.int32]], start: int, count: int
+) -> tuple[CStep, object]:
+    """Return a step with ``count`` tokens from position ``start`` on for every row of the table, and what it points to."""
+    rows = np.arange(len(table), dtype=np.int64)
+    starts, counts = np.full(len(rows), start, np.int64), np.full(len(rows), count, np.int64)
+    offsets = rows * count
+    step = CStep(
+        num_tokens=len(rows) * count,
+        num_rows=len(rows),
+        row_slots=rows.ctypes.data,
+        row_starts=starts.ctypes.data,
+        row_counts=counts.ctypes.data,
+        row_offsets=offsets.ctypes.data,
+        block_table=table.ctypes.data,
+        block_table_stride=table.shape[1],
+    )
+    return step, (rows, starts, counts, offsets)
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """Time one call."""
+    begun = time.perf_counter()
+    call()
+    return time.perf_counter() - begun
+
+
+def measure(library: ProgramLibrary, case: Case, repeats: int) -> Timing:
+    """Time a case and the machine's limits in turn."""
+    layers = Layers(library, case)
+    floats = torch.ones(READ_FLOATS)
+    matrix = torch.ones(PRODUCT, PRODUCT)
+    layers.run()
+    torch.mm(matrix, matrix)
+    spent, reading, multiplying = [], [], []
+    for _ in range(repeats):
+        reading.append(seconds(floats.sum))
+        multiplying.append(seconds(lambda: torch.mm(matrix, matrix)))
+        spent.append(seconds(layers.run))
+    layer = statistics.median(spent) / layers.count
+    layers.close()
+    pairs = case.rows * sum(case.cached + i + 1 for i in range(case.new))
+    return Timing(
+        case=case,
+        layer_us=round(layer * 1e6, 1),
+        read_gb_s=round(layers.cache_bytes / layer / 1e9, 1),
+        gflop_s=round(4 * pairs * case.heads * case.head_dim / layer / 1e9, 1),
+        limit_read_gb_s=round(4 * READ_FLOATS / statistics.median(reading) / 1e9, 1),
+        limit_gflop_s=round(2 * PRODUCT**3 / statistics.median(multiplying) / 1e9, 1),
+    )
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description="Time attention over the paged cache against the machine's limits."
+    )
+    parser.add_argument(
+        "--threads", type=int, default=2, help="threads of the kernels and of torch (default: 2)"
+    )
+    parser.add_argument("--repeats", type=int, default=9, help="timed runs of each case (default: 9)")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write the figures as JSON too")
+    arguments = parser.parse_args()
+    library = open_library()
+    if library is None:
+        parser.error(
+            "the host kernels are not built; install with a C++ compiler, or run `python setup.py build_ext`"
+        )
+    set_threads(library, arguments.threads, pinned=False)
+    torch.set_num_threads(arguments.threads)
+    isa = instruction_set(library)
+    print(f"{platform.processor() or platform.machine()}, {isa}, {arguments.threads} threads")
+    print("rows cached  new  heads     numbers      us/layer   GB/s (share)  GFLOP/s (share)")
+    timings = []
+    for case in CASES:
+        timing = measure(ProgramLibrary(library), case, arguments.repeats)
+        timings.append(timing)
+        heads = f"{case.heads}/{case.kv_heads} x {case.head_dim}"
+        numbers = case.dtype if case.dtype == case.kv_dtype else f"{case.dtype}, KV {case.kv_dtype}"
+        print(
+            f"{case.rows:>4} {case.cached:>6} {case.new:>4}  {heads:<10} {numbers:<13}"
+            f"{timing.layer_us:>9.1f} {timing.read_gb_s:>6.1f} ({timing.read_share:4.0%})"
+            f"  {timing.gflop_s:>6.1f} ({timing.multiply_share:4.0%})",
+            flush=True,
+        )
+    if arguments.save:
+        report = {
+            "instruction_set": isa,
+            "threads": arguments.threads,
+            "torch": torch.__version__,
+            "timings": [asdict(each) for each in timings],
+        }
+        arguments.save.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
