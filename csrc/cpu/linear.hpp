@@ -31,6 +31,7 @@ struct Weight {
   index_t columns, depth;
   index_t group;  // of k that share a scale, or kWholeDepth
   bool paired, zeros;
+  bool dot;  // bf16: multiplied with the processor's dot product of pairs, if this instruction set has it
   char* memory;
   index_t tiles, tile_bytes;
   // integers only:
@@ -55,6 +56,7 @@ struct LinearCall {
   Activation activation;
   bool int8_activations;
   // x as the kernel multiplies it, written by LinearKernels::prepare, or x itself where there is nothing to prepare
+  bool is_prepared;
   void* prepared;
   index_t prepared_stride;  // bytes from a row to the next
   index_t x_group;          // of k that share a scale of x (integers only)
@@ -63,9 +65,11 @@ struct LinearCall {
 };
 
 struct Preparation {
-  bool needed;
+  index_t from_rows;  // fewer rows need none
   index_t row_bytes, x_group;
 };
+
+inline constexpr index_t kNever = 1 << 30;  // rows
 
 struct LinearKernels {
   Preparation (*preparation)(const Weight& weight, Dtype dtype, bool int8_activations);  // how x must be rewritten

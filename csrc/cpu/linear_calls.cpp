@@ -46,13 +46,13 @@ struct Linear {
   // Both works of the call for `rows`, whose prepared x may use `scratch`.
   void describe(index_t rows, char* scratch) {
     call.rows = rows;
-    call.prepared = preparation.needed ? scratch : const_cast<void*>(call.x);
-    const index_t size = call.dtype == Dtype::fp32 ? 4 : 2;
-    call.prepared_stride = preparation.needed ? preparation.row_bytes : call.x_stride * size;
+    call.is_prepared = rows >= preparation.from_rows;
+    call.prepared = call.is_prepared ? scratch : const_cast<void*>(call.x);
+    call.prepared_stride = call.is_prepared ? preparation.row_bytes : call.x_stride * (call.dtype == Dtype::fp32 ? 4 : 2);
     call.x_group = preparation.x_group;
     split(call, pool().threads());
   }
-  Work prepare() const { return {preparation.needed ? call.rows : 0, kPrepareGrain, kernels_of(*call.weight).prepare, &call}; }
+  Work prepare() const { return {call.is_prepared ? call.rows : 0, kPrepareGrain, kernels_of(*call.weight).prepare, &call}; }
   Work multiply() const {
     return {call.panels * call.parts, grain(call, pool().threads()), kernels_of(*call.weight).multiply, &call};
   }
@@ -128,7 +128,7 @@ QT_EXPORT void qt_weight_linear(const qt::Weight* weight, const void* x, index_t
                                 int int8_activations) {
   qt::Linear linear = qt::linear_of(weight, x, x_stride, dtype, bias, residual, y, y_stride, activation, int8_activations);
   char* scratch = nullptr;
-  if (linear.preparation.needed) scratch = static_cast<char*>(std::aligned_alloc(64, linear.preparation.row_bytes * rows));
+  if (rows >= linear.preparation.from_rows) scratch = static_cast<char*>(std::aligned_alloc(64, linear.preparation.row_bytes * rows));
   linear.describe(rows, scratch);
   const qt::Work works[] = {linear.prepare(), linear.multiply()};
   qt::pool().run(works, 2);
@@ -141,7 +141,7 @@ QT_EXPORT void qt_program_linear(qt::Program* program, const qt::Weight* weight,
                                  index_t y_stride, int activation, int int8_activations, int extent) {
   auto linear = std::make_shared<qt::Linear>(
       qt::linear_of(weight, x, x_stride, dtype, bias, residual, y, y_stride, activation, int8_activations));
-  if (linear->preparation.needed) {
+  if (max_rows >= linear->preparation.from_rows) {
     program->reserve(linear->preparation.row_bytes * max_rows);
     program->append(std::make_unique<qt::PrepareOp>(linear, program, extent != 0));
   }

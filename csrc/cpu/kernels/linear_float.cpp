@@ -3,11 +3,12 @@
 // A thread owns 64 columns (a tile; 32 or 16 where tiles are few) for a panel of up to 192 rows. K goes in pieces, so
 // that a tile's piece stays in the caches while the panel's rows pass over it; sums wait in between as fp32. Within a piece a unit
 // of 6 rows x 64 columns (AVX-512: 24 registers of sums) loads the weights of one step of k once and multiplies them with
-// 6 broadcasts of x. bf16 with AVX512_BF16: a step is two k, VDPBF16PS. Everything else: x is widened to fp32 first (the
-// op's scratch), weights are widened in registers, or, where more than kWidenFrom rows share them, once into a buffer.
+// 6 broadcasts of x. x and weights are widened to fp32: weights in registers, or where more than kOwnRows rows share them
+// once per piece into a buffer; x piece by piece, or for more than kOwnRows rows once before (the op's scratch). bf16
+// where the processor's dot product of pairs is fast (Weight::dot): a step is two k, VDPBF16PS, nothing is widened.
 //
 // Bytes moved per panel: the weight once (each unit prefetches its share of the next piece: memory streams while the units
-// compute), x once per tile out of the cache, y once. Limiter: the weight's bandwidth up to some 20 rows, then the multiply rate.
+// compute), x once per tile out of the cache, y once. Limiter: the weight's bandwidth up to some 12 rows, then the multiply rate.
 //
 // Reduction order: one fp32 sum per output, k ascending (VDPBF16PS: in pairs), then the bias, one rounding. It depends on
 // neither M nor the place of a row or column in units, panels and pieces: a row has the same bits in every batch.
@@ -16,9 +17,9 @@
 namespace qt::QT_ISA {
 namespace {
 
-constexpr index_t kPiece = 512;      // k at a time
-constexpr index_t kWidenFrom = 24;   // rows in a panel
-static_assert(kPiece % 2 == 0);
+constexpr index_t kPiece = 128;      // k at a time: 32 KiB in fp32
+constexpr index_t kOwnRows = 12;     // rows of an item that widens x and weights for itself
+static_assert(kPiece % 2 == 0 && kOwnRows <= kMaxPanelRows);
 
 // A unit's share of one piece.
 struct Unit {
@@ -178,7 +179,7 @@ void multiply_rows(const Unit& unit, index_t rows, index_t from, index_t to) {
 
 using MultiplyRows = void (*)(const Unit&, index_t rows, index_t from, index_t to);
 
-// How a weight's format is multiplied: straight from the tile, and by many rows.
+// How a step multiplies: so many k, `bytes` of the tile, x in numbers of `x_size` bytes.
 struct Way {
   MultiplyRows rows;
   index_t k, bytes, x_size;
@@ -187,25 +188,31 @@ struct Way {
 template <class Step>
 constexpr Way kWay = {multiply_rows<Step>, Step::k, Step::bytes, index_t(sizeof(typename Step::X))};
 
+// Straight from the tile.
 Way way_of(const Weight& weight) {
-  switch (weight.format) {
 #if defined(__AVX512BF16__)
-    case Dtype::bf16: return kWay<NativePairs>;
-#else
-    case Dtype::bf16: return kWay<WidePairs>;
+  if (weight.format == Dtype::bf16 && weight.dot) return kWay<NativePairs>;
 #endif
-    case Dtype::fp16: return kWay<Single<fp16>>;
-    default: return kWay<Single<float>>;
-  }
+  return weight.format == Dtype::bf16 ? kWay<WidePairs> : weight.format == Dtype::fp16 ? kWay<Single<fp16>> : kWay<Single<float>>;
 }
 
-// Whether panels of many rows multiply a widened copy of the piece.
 bool widens(const Weight& weight) {
 #if defined(__AVX512BF16__)
-  return weight.format == Dtype::fp16;
-#else
-  return weight.format != Dtype::fp32;
+  if (weight.dot && weight.format == Dtype::bf16) return false;
 #endif
+  return weight.format != Dtype::fp32;
+}
+
+template <class Element>
+void widen_row(const Element* x, index_t depth, float* out) {
+  for (index_t k = 0; k < depth; k += kLanes) store(out + k, load(x + k, depth - k));
+}
+
+void widen_row(Dtype dtype, const void* x, index_t at, index_t depth, float* out) {
+  if (dtype == Dtype::bf16)
+    widen_row((const bf16*)x + at, depth, out);
+  else
+    widen_row((const fp16*)x + at, depth, out);
 }
 
 // `depth` k of a tile as fp32 [k][64].
@@ -222,88 +229,85 @@ void widen_piece(Dtype format, const char* weight, index_t depth, float* out) {
     }
 }
 
-void multiply_item(const LinearCall& call, const Way& way, const Item& item, const char* weight_end) {
-  alignas(64) float sums[kMaxPanelRows * kTileColumns];
-  alignas(64) float wide[kPiece * kTileColumns];
+// An item's buffers.
+struct alignas(64) Buffers {
+  float sums[kMaxPanelRows * kTileColumns];
+  float weights[kPiece * kTileColumns];
+  float x[kOwnRows * kPiece];
+};
+
+void multiply_item(const LinearCall& call, const Item& item, const char* weight_end, Buffers& buffers) {
   const Weight& weight = *call.weight;
   const FinishRows finish_rows = finish_for(call.dtype);
   const Finish target{call, item.tile, item.from, item.to};
-  const bool widened = item.rows >= kWidenFrom && widens(weight);
-  const Way used = widened ? kWay<Single<float>> : way;
-  const index_t row_bytes = call.prepared_stride;
+  const Way stored = way_of(weight);
+  const bool widens_x = widens(weight) && !call.is_prepared, widens_weights = widens(weight) && item.rows > kOwnRows;
+  const Way way = widens_weights ? kWay<Single<float>> : stored;
+  const index_t piece_bytes = kPiece / stored.k * stored.bytes;
+  const char* piece = weight.memory + item.tile * weight.tile_bytes;
   for (index_t begin = 0; begin < weight.depth; begin += kPiece) {
     const bool last = begin + kPiece >= weight.depth;
     const index_t depth = last ? weight.depth - begin : kPiece;
-    const char* piece = weight.memory + item.tile * weight.tile_bytes + begin / way.k * way.bytes;
-    const char* ahead = piece + kPiece / way.k * way.bytes;
-    if (last) ahead = piece + (depth + way.k - 1) / way.k * way.bytes;
-    const index_t lines_left = (weight_end - ahead) / way.bytes;
-    if (widened) widen_piece(weight.format, piece, depth, wide);
-    const index_t steps = depth / used.k, share = widened ? 0 : (steps + item.units - 1) / item.units;
-    for (index_t u = 0; u < item.units; ++u) {
-      const index_t row = u * item.unit_rows;
+    const index_t bytes = (depth + stored.k - 1) / stored.k * stored.bytes;
+    // As many bytes one piece on, which may be the next tile's; each unit fetches its share of them.
+    const char* next = piece + piece_bytes;
+    const index_t next_steps = (weight_end - next < bytes ? weight_end - next : bytes) / way.bytes;
+    const index_t share = (next_steps + item.units - 1) / item.units;
+    if (widens_weights) widen_piece(weight.format, piece, depth, buffers.weights);
+    Unit unit{};
+    unit.x_stride = widens_x ? kPiece : call.prepared_stride / way.x_size;
+    unit.weight = widens_weights ? (const char*)buffers.weights : piece;
+    unit.steps = depth / way.k;
+    unit.odd = way.k == 2 && depth % 2 != 0;
+    unit.first = begin == 0;
+    for (index_t row = 0, fetched = 0; row < item.rows; row += item.unit_rows, fetched += share) {
       const index_t rows = item.rows - row < item.unit_rows ? item.rows - row : item.unit_rows;
-      if (rows <= 0) break;
       if (last) prefetch_outputs(target, item.row + row, rows);
-      const index_t skipped = u * share;
-      index_t ahead_steps = share < lines_left - skipped ? share : lines_left - skipped;
-      if (ahead_steps < 0) ahead_steps = 0;
-      used.rows(
-          Unit{
-              .x = (const char*)call.prepared + (item.row + row) * row_bytes + begin * used.x_size,
-              .x_stride = row_bytes / used.x_size,
-              .weight = widened ? (const char*)wide : piece,
-              .steps = steps,
-              .odd = used.k == 2 && depth % 2 != 0,
-              .sums = sums + row * kTileColumns,
-              .first = begin == 0,
-              .ahead = ahead + skipped * way.bytes,
-              .ahead_steps = ahead_steps,
-          },
-          rows, item.from, item.to);
-      if (last) finish_rows(target, sums + row * kTileColumns, item.row + row, rows);
+      if (widens_x) {
+        for (index_t r = 0; r < rows; ++r)
+          widen_row(call.dtype, call.x, (item.row + row + r) * call.x_stride + begin, depth, buffers.x + r * kPiece);
+        unit.x = buffers.x;
+      } else {
+        unit.x = (const char*)call.prepared + (item.row + row) * call.prepared_stride + begin * way.x_size;
+      }
+      unit.sums = buffers.sums + row * kTileColumns;
+      const index_t left = next_steps - fetched;
+      unit.ahead = next + fetched * way.bytes;
+      unit.ahead_steps = left <= 0 ? 0 : left < share ? left : share;
+      if (unit.ahead_steps > unit.steps) unit.ahead_steps = unit.steps;
+      way.rows(unit, rows, item.from, item.to);
+      if (last) finish_rows(target, unit.sums, item.row + row, rows);
     }
+    piece += bytes;
   }
+}
+
+// What is read before anything was fetched for it.
+QT_INLINE void prefetch_begin(const char* from, const char* end) {
+  constexpr index_t kBytes = kPiece * kTileColumns * 2;
+  for (const char* line = from; line < end && line < from + kBytes; line += 64) __builtin_prefetch(line, 0, 2);
 }
 
 void multiply_items(const void* described, index_t begin, index_t end) {
   const LinearCall& call = *(const LinearCall*)described;
-  const Weight& weight = *call.weight;
-  const Way way = way_of(weight);
   // Prefetching may run on into the tiles that this thread takes next, no further.
-  const Item last = item_of(call, end - 1, kRows);
-  const char* weight_end = weight.memory + (last.tile + 1) * weight.tile_bytes;
-  for (index_t i = begin; i < end; ++i) multiply_item(call, way, item_of(call, i, kRows), weight_end);
+  const char* weight_end = call.weight->memory + (item_of(call, end - 1, kRows).tile + 1) * call.weight->tile_bytes;
+  prefetch_begin(call.weight->memory + item_of(call, begin, kRows).tile * call.weight->tile_bytes, weight_end);
+  Buffers buffers;
+  for (index_t i = begin; i < end; ++i) multiply_item(call, item_of(call, i, kRows), weight_end, buffers);
 }
 
-// --- x in fp32 ---
-
-bool widens_x(const Weight& weight) {
-#if defined(__AVX512BF16__)
-  return weight.format == Dtype::fp16;
-#else
-  return weight.format != Dtype::fp32;
-#endif
-}
+// --- x in fp32, for more rows ---
 
 Preparation preparation(const Weight& weight, Dtype, bool) {
-  return {widens_x(weight), (weight.depth + 15) / 16 * 16 * 4, 0};
-}
-
-template <class Element>
-void widen_row(const Element* x, index_t depth, float* out) {
-  for (index_t k = 0; k < depth; k += kLanes) store(out + k, load(x + k, depth - k));
+  return {widens(weight) ? kOwnRows + 1 : kNever, (weight.depth + 15) / 16 * 16 * 4 + 64, 0};
 }
 
 void prepare(const void* described, index_t begin, index_t end) {
   const LinearCall& call = *(const LinearCall*)described;
-  for (index_t row = begin; row < end; ++row) {
-    float* out = (float*)((char*)call.prepared + row * call.prepared_stride);
-    if (call.dtype == Dtype::bf16)
-      widen_row((const bf16*)call.x + row * call.x_stride, call.weight->depth, out);
-    else
-      widen_row((const fp16*)call.x + row * call.x_stride, call.weight->depth, out);
-  }
+  for (index_t row = begin; row < end; ++row)
+    widen_row(call.dtype, call.x, row * call.x_stride, call.weight->depth,
+              (float*)((char*)call.prepared + row * call.prepared_stride));
 }
 
 }  // namespace

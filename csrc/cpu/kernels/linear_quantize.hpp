@@ -46,7 +46,7 @@ QT_INLINE QuantizedX quantized_x(const LinearCall& call) {
 
 Preparation preparation(const Weight& weight, Dtype, bool int8_activations) {
   const index_t group = weight.group != kWholeDepth ? weight.group : int8_activations ? weight.depth : kXGroup;
-  return {true, quantized_x(weight.depth, group, int8_activations).row_bytes, group};
+  return {1, quantized_x(weight.depth, group, int8_activations).row_bytes, group};
 }
 
 // The largest magnitude as bits: above those of infinity for a NaN.

@@ -1,0 +1,76 @@
+// The limits that kernels are measured against: memory read front to back, and 24 independent sums in registers that are added
+// to as often as the processor can. Nothing is computed with them.
+#include "limits.hpp"
+
+#include "simd.hpp"
+
+namespace qt::QT_ISA {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kSums = 24;
+#else
+constexpr int kSums = 12;  // 16 registers
+#endif
+
+template <class Vector>
+QT_INLINE void use(Vector& value) {
+#if defined(__x86_64__)
+  asm volatile("" : "+x"(value));
+#else
+  asm volatile("" : "+w"(value));
+#endif
+}
+
+void read(const void* described, index_t begin, index_t end) {
+  const LimitCall& call = *(const LimitCall*)described;
+  constexpr index_t kVector = sizeof(i32v), kAtOnce = 8, kAhead = 4096;
+  const char* from = call.memory + begin * kReadBytes;
+  const index_t bytes = call.bytes - begin * kReadBytes, mine = (end - begin) * kReadBytes;
+  const index_t count = bytes < mine ? bytes : mine;
+  i32v sums[kAtOnce] = {};
+  for (index_t i = 0; i + kAtOnce * kVector <= count; i += kAtOnce * kVector) {
+#pragma GCC unroll 8
+    for (index_t line = 0; line < kAtOnce * kVector; line += 64) __builtin_prefetch(from + i + kAhead + line, 0, 2);
+#pragma GCC unroll 8
+    for (index_t v = 0; v < kAtOnce; ++v) sums[v] = sums[v] ^ load_bits(from + i + v * kVector);
+  }
+#pragma GCC unroll 8
+  for (index_t v = 0; v < kAtOnce; ++v) use(sums[v]);
+}
+
+template <class Vector, class Add>
+QT_INLINE void multiply(index_t items, Vector a, Vector b, Vector start, Add add) {
+  Vector sums[kSums];
+#pragma GCC unroll 24
+  for (int i = 0; i < kSums; ++i) {
+    sums[i] = start;
+    use(sums[i]);  // or the compiler would see that all are equal
+  }
+  for (index_t round = 0; round < items * kMultiplyRounds * 24 / kSums; ++round) {
+    use(a);
+#pragma GCC unroll 24
+    for (int i = 0; i < kSums; ++i) sums[i] = add(sums[i], a, b);
+  }
+#pragma GCC unroll 24
+  for (int i = 0; i < kSums; ++i) use(sums[i]);
+}
+
+void floats(const void*, index_t begin, index_t end) {
+  multiply(end - begin, all(1.0f), all(1.0f), f32v{}, [](f32v sum, f32v a, f32v b) { return fma(a, b, sum); });
+}
+
+void pairs(const void*, index_t begin, index_t end) {
+  multiply(end - begin, all(0x3F803F80), all(0x3F803F80), i32v{},
+           [](i32v sum, i32v a, i32v b) { return as_bits(dot_pairs(as_float(sum), a, b)); });
+}
+
+void bytes(const void*, index_t begin, index_t end) {
+  multiply(end - begin, all(0x01010101), all(0x01010101), i32v{}, [](i32v sum, i32v a, i32v b) { return dot_bytes(sum, a, b); });
+}
+
+}  // namespace
+
+const LimitKernels limits = {read, floats, pairs, bytes, kLanes};
+
+}  // namespace qt::QT_ISA

@@ -1,0 +1,29 @@
+// The machine's limits, for whoever times them (bench/kernels, bench/peers). Each call returns when all threads are done.
+#include "limits.hpp"
+#include "pool.hpp"
+
+namespace {
+
+constexpr index_t kItemsPerThread = 16;
+
+// Operations of one vector instruction and lane: a multiplication and an addition for each pair of numbers.
+index_t multiply(void (*kernel)(const void*, index_t, index_t), index_t pairs_in_lane) {
+  const index_t items = qt::pool().threads() * kItemsPerThread;
+  const qt::Work work{items, 1, kernel, nullptr};
+  qt::pool().run(&work, 1);
+  return items * qt::kMultiplyRounds * 24 * QT_CHOOSE(limits).lanes * pairs_in_lane * 2;
+}
+
+}  // namespace
+
+// Reads memory once.
+QT_EXPORT void qt_limit_read(const void* memory, index_t bytes) {
+  const qt::LimitCall call{static_cast<const char*>(memory), bytes};
+  const qt::Work work{(bytes + qt::kReadBytes - 1) / qt::kReadBytes, 4, QT_CHOOSE(limits).read, &call};
+  qt::pool().run(&work, 1);
+}
+
+// Multiply and add in registers for some tens of milliseconds; return how many operations that were.
+QT_EXPORT index_t qt_limit_fma() { return multiply(QT_CHOOSE(limits).floats, 1); }
+QT_EXPORT index_t qt_limit_bf16() { return multiply(QT_CHOOSE(limits).pairs, 2); }
+QT_EXPORT index_t qt_limit_vnni() { return multiply(QT_CHOOSE(limits).bytes, 4); }
