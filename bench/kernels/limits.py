@@ -1,0 +1,45 @@
+"""What this machine can do at most, measured with the library's own threads: reading memory, multiplying in registers."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from enum import StrEnum
+
+from quintet.executor.ops.host_library import declare
+from quintet.executor.ops.packed_weight import huge_page_bytes
+
+READ_BYTES = 1 << 28
+
+
+class Multiply(StrEnum):
+    """How a kernel multiplies."""
+
+    FLOATS = "qt_limit_fma"
+    PAIRS = "qt_limit_bf16"
+    BYTES = "qt_limit_vnni"
+
+
+class Limits:
+    """Measures a limit whenever asked, so that it can be taken right beside the kernel it is compared with."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._memory = huge_page_bytes(READ_BYTES)
+        self._memory.fill_(1)
+        self._read = declare(library, "qt_limit_read", ctypes.c_void_p, ctypes.c_int64)
+        self._multiply: dict[Multiply, Callable[[], int]] = {
+            kind: declare(library, kind.value, result=ctypes.c_int64) for kind in Multiply
+        }
+
+    def read_gb_s(self) -> float:
+        """Read 256 MiB once."""
+        begun = time.perf_counter()
+        self._read(self._memory.data_ptr(), READ_BYTES)
+        return READ_BYTES / (time.perf_counter() - begun) / 1e9
+
+    def multiply_gop_s(self, kind: Multiply) -> float:
+        """Multiply and add for some ten milliseconds; 1e9 operations a second, two for a multiplication with its addition."""
+        begun = time.perf_counter()
+        operations = self._multiply[kind]()
+        return operations / (time.perf_counter() - begun) / 1e9

@@ -1,0 +1,194 @@
+"""Linear layers on packed weights: each format and shape at several numbers of rows, beside the machine's limits.
+
+    python -m bench.kernels.linear [--threads 2] [--formats bf16 int8 ...] [--rows 1 4 ...] [--save FILE]
+
+A case cannot take less time than reading its packed weight once at the machine's read bandwidth, nor less than its
+multiplications at the machine's rate. Its share is the larger of these two times over its own. Both limits are measured
+beside every case, in turn with it, because they drift; of each, the best of the repeats counts. Weights of one case
+add up to 256 MiB, so that none is in a cache when its turn comes; x and y are small and are.
+
+Multiply limits: fp32 FMA for fp16 and fp32, for bf16 that or the dot product of pairs, whichever is faster; for integers
+the dot product of bytes, of which 16-bit activations need two for each weight.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from bench.kernels.limits import Limits, Multiply
+from quintet.executor.ops.host_library import instruction_set, open_library, set_threads
+from quintet.executor.ops.host_linear import LinearLibrary, WeightFormat, linear_library
+from quintet.executor.ops.packed_weight import PackedWeight
+
+SHAPES = {
+    "S qkv": (1152, 896),
+    "S o": (896, 896),
+    "S gate_up": (9728, 896),
+    "S down": (896, 4864),
+    "S head": (151_936, 896),
+    "M qkv": (3072, 2048),
+    "M o": (2048, 2048),
+    "M gate_up": (16_384, 2048),
+    "M down": (2048, 8192),
+    "M head": (128_256, 2048),
+}
+"""Outputs and inputs of the layers of Qwen2.5-0.5B (S) and Llama-3.2-1B (M)."""
+
+ROWS = (1, 4, 16, 32, 64, 256, 2048)
+WEIGHT_BYTES = 1 << 28
+LARGE_HEAD = 100_000
+"""Outputs from which large batches are left out: no step computes so many logits."""
+MAX_HEAD_ROWS = 64
+SECONDS_PER_CALL = 0.05
+"""How long the calls between two measurements of the limits take together, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A format and how its activations come."""
+
+    weight: WeightFormat
+    group: int
+    dtype: torch.dtype
+    int8_activations: bool
+    multiply: tuple[Multiply, ...]
+    passes: int = 1
+    """Multiplications of the limit's kind that each weight takes."""
+
+
+FORMATS = {
+    "bf16": Format(WeightFormat.BF16, 0, torch.bfloat16, False, (Multiply.FLOATS, Multiply.PAIRS)),
+    "fp16": Format(WeightFormat.FP16, 0, torch.float16, False, (Multiply.FLOATS,)),
+    "fp32": Format(WeightFormat.FP32, 0, torch.float32, False, (Multiply.FLOATS,)),
+    "int8": Format(WeightFormat.INT8, 0, torch.bfloat16, False, (Multiply.BYTES,), 2),
+    "w8a8": Format(WeightFormat.INT8, 0, torch.bfloat16, True, (Multiply.BYTES,)),
+    "int4": Format(WeightFormat.INT4, 128, torch.bfloat16, False, (Multiply.BYTES,), 2),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One case; the limits are those measured beside it."""
+
+    format: str
+    shape: str
+    columns: int
+    depth: int
+    rows: int
+    us: float
+    gb_s: float
+    read_limit_gb_s: float
+    gop_s: float
+    multiply_limit_gop_s: float
+    share: float
+    fill_gb_s: float
+
+
+def measure(
+    library: LinearLibrary, limits: Limits, name: str, shape: str, all_rows: list[int], repeats: int
+) -> list[Timing]:
+    """Time one format and shape at every number of rows."""
+    chosen, (columns, depth) = FORMATS[name], SHAPES[shape]
+    source = torch.randn(columns, depth, dtype=torch.float32).to(torch.bfloat16)
+    weights: list[PackedWeight] = []
+    fill_s: list[float] = []
+    size = 0
+    while size < WEIGHT_BYTES:
+        weight = PackedWeight(library, chosen.weight, columns, depth, group=chosen.group)
+        weight.fill(source)  # the first time its pages are new
+        begun = time.perf_counter()
+        if len(weights) < repeats:
+            weight.fill(source)
+            fill_s.append(time.perf_counter() - begun)
+        weights.append(weight)
+        size += weight.memory.shape[0]
+    each = weights[0].memory.shape[0]
+    timings = []
+    for rows in all_rows:
+        if columns > LARGE_HEAD and rows > MAX_HEAD_ROWS:
+            continue
+        x = torch.randn(rows, depth).to(chosen.dtype)
+        y = torch.empty(rows, columns, dtype=chosen.dtype)
+        operations = 2 * rows * columns * depth
+        read, multiply, seconds = 0.0, 0.0, float("inf")
+        count = len(weights)
+        for _ in range(repeats):
+            read = max(read, limits.read_gb_s())
+            multiply = max(multiply, *(limits.multiply_gop_s(kind) for kind in chosen.multiply))
+            begun = time.perf_counter()
+            for weight in weights[:count]:
+                weight.linear(x, out=y, int8_activations=chosen.int8_activations)
+            mine = (time.perf_counter() - begun) / count
+            seconds = min(seconds, mine)
+            if rows > 32:  # limited by multiplying: the weights need not be new
+                count = max(1, min(count, int(SECONDS_PER_CALL / mine)))
+        least = max(each / read / 1e9, operations * chosen.passes / multiply / 1e9)
+        timings.append(
+            Timing(
+                format=name,
+                shape=shape,
+                columns=columns,
+                depth=depth,
+                rows=rows,
+                us=round(seconds * 1e6, 1),
+                gb_s=round(each / seconds / 1e9, 1),
+                read_limit_gb_s=round(read, 1),
+                gop_s=round(operations / seconds / 1e9, 1),
+                multiply_limit_gop_s=round(multiply / chosen.passes, 1),
+                share=round(least / seconds, 3),
+                fill_gb_s=round(source.nbytes / min(fill_s) / 1e9, 2),
+            )
+        )
+    return timings
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description="Time linear layers on packed weights.")
+    parser.add_argument("--threads", type=int, default=2, help="threads of the kernels (default: 2)")
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="default: all")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="default: all")
+    parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS), help="default: 1 to 2048")
+    parser.add_argument("--repeats", type=int, default=5, help="of each case, the best counts (default: 5)")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write the figures as JSON too")
+    arguments = parser.parse_args()
+    opened, library = open_library(), linear_library()
+    if opened is None or library is None:
+        parser.error(
+            "the host kernels are not built; install with a C++ compiler, or run `python setup.py build_ext`"
+        )
+    set_threads(opened, arguments.threads, False)
+    limits = Limits(opened)
+    print("| format | shape | rows | µs | GB/s of read | GOP/s of multiply | share of what limits |")
+    print("|---|---|---|---|---|---|---|")
+    timings = []
+    for name in arguments.formats:
+        for shape in arguments.shapes:
+            for t in measure(library, limits, name, shape, arguments.rows, arguments.repeats):
+                timings.append(t)
+                print(
+                    f"| {name} | {shape} {t.columns}x{t.depth} | {t.rows} | {t.us:,.0f} | {t.gb_s} of {t.read_limit_gb_s} "
+                    f"| {t.gop_s:,.0f} of {t.multiply_limit_gop_s:,.0f} | {t.share:.0%} |",
+                    flush=True,
+                )
+    if arguments.save:
+        record = {
+            "command": "python -m bench.kernels.linear",
+            "date": time.strftime("%Y-%m-%d"),
+            "machine": platform.processor() or platform.machine(),
+            "instruction_set": instruction_set(opened),
+            "threads": arguments.threads,
+            "timings": [asdict(timing) for timing in timings],
+        }
+        arguments.save.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
