@@ -33,6 +33,8 @@ VARIANTS: Mapping[str, Mapping[str, str]] = {
     "int8": {"quantization": "int8"},
     "w8a8": {"quantization": "w8a8"},
     "int4": {"quantization": "int4"},
+    "bf16, int8 KV": {"kv_cache_dtype": "int8"},
+    "int4, int8 KV": {"quantization": "int4", "kv_cache_dtype": "int8"},
 }
 
 
@@ -91,7 +93,7 @@ def measure(variants: Mapping[str, Mapping[str, str]], max_windows: int | None =
 def table(scores: list[Score]) -> str:
     """Return the scores in Markdown."""
     base = scores[0].nats_per_token
-    lines = ["| weights | nats per token | more than bf16 | same greedy choice |", "|---|---|---|---|"]
+    lines = ["| weights, KV | nats per token | more than bf16 | same greedy choice |", "|---|---|---|---|"]
     lines += [
         f"| {score.name} | {score.nats_per_token:.4f} | {score.nats_per_token - base:+.4f} | {score.same_choice:.2%} |"
         for score in scores
