@@ -35,12 +35,12 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def deliver(plan: WeightPlan) -> dict[str, torch.Tensor]:
+def deliver(plan: WeightPlan, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
     """Do a loader's work with random numbers; return them by name."""
     reserve(plan.stores)
     given = {}
     for seed, (name, expected) in enumerate(plan.expected.items()):
-        given[name] = noise(*expected.shape, seed=seed).to(torch.bfloat16)
+        given[name] = noise(*expected.shape, seed=seed).to(dtype)
         for sink in (*expected.sinks, *expected.packers):
             sink(given[name])
     return given
@@ -85,6 +85,20 @@ def test_a_layer_multiplies_by_the_numbers_it_holds(name: str, rows: int) -> Non
     # Two roundings to bf16 (8 bits) of sums of about 40; with 8-bit activations also half a step of 1/127 of the largest
     # of x, about 3, in each of 200 products: a standard deviation of 0.17.
     torch.testing.assert_close(y, expected, rtol=2**-7, atol=1.0 if name == "w8a8" else 0.25)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_a_checkpoint_of_another_dtype_is_rounded_as_torch_does(
+    dtype: torch.dtype, stored: torch.dtype
+) -> None:
+    plan = WeightPlan(dtype, torch.device("cpu"))
+    layer = Linear(Setting(open_quantization("none")), plan, QKV, DEPTH)
+    given = deliver(plan, stored)
+    assert layer.method.packed is not None
+    whole = torch.cat([given[f"{part.name}.weight"] for part in QKV])
+    assert torch.equal(layer.method.packed.read(), whole.float().to(dtype).float())
 
 
 @needs_kernels
