@@ -7,6 +7,7 @@ frontend and tokenizer (`Process.attach`).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import asyncio
 import ctypes
 import faulthandler
@@ -175,6 +176,8 @@ def child_main(role: Role, run: Callable[[WorkerId, EngineConfig], None]) -> Non
     )  # a terminal's Ctrl-C reaches everyone; the supervisor decides
     me = WorkerId(role, arguments.index, arguments.epoch)
     config = EngineConfig.read(arguments.run_dir / CONFIG_FILE)
+    if role is not Role.EXECUTOR:
+        let_others_finish()
     setproctitle.setproctitle(f"quintet-{role}-{me.index}")
     log = configure_logging(me, config.log_level)
     try:
@@ -188,6 +191,17 @@ def child_main(role: Role, run: Callable[[WorkerId, EngineConfig], None]) -> Non
         _leave_word(arguments.run_dir, me, f"{type(error).__name__}: {error}")
         log.critical("died of %s\n%s", type(error).__name__, traceback.format_exc())
         sys.exit(1)
+
+
+def let_others_finish() -> None:
+    """Do not interrupt whoever computes when a message wakes this process: the system's class for batch work.
+
+    On a machine whose cores all compute, a process that is woken otherwise takes the core of the one that woke it, the
+    executor in the middle of its step. Where the system does not allow it, nothing changes.
+    """
+    if hasattr(os, "SCHED_BATCH"):
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _leave_word(run_dir: Path, me: WorkerId, words: str) -> None:
