@@ -7,8 +7,8 @@ frontend and tokenizer (`Process.attach`).
 from __future__ import annotations
 
 import argparse
-import contextlib
 import asyncio
+import contextlib
 import ctypes
 import faulthandler
 import gc
