@@ -282,12 +282,6 @@ void multiply_item(const LinearCall& call, const Item& item, const char* weight_
   }
 }
 
-// What is read before anything was fetched for it.
-QT_INLINE void prefetch_begin(const char* from, const char* end) {
-  constexpr index_t kBytes = kPiece * kTileColumns * 2;
-  for (const char* line = from; line < end && line < from + kBytes; line += 64) __builtin_prefetch(line, 0, 2);
-}
-
 void multiply_items(const void* described, index_t begin, index_t end) {
   const LinearCall& call = *(const LinearCall*)described;
   // Prefetching may run on into the tiles that this thread takes next, no further.

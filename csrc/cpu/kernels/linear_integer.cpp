@@ -94,6 +94,7 @@ struct Unit {
   bool first, last;                   // the piece begins, completes the depth
   const char* ahead;                  // what to prefetch: lines `ahead - weight` beyond those of the first `ahead_steps` steps
   index_t ahead_steps;
+  const char* ahead_end;  // but nothing from here on
 };
 
 // One line of weights, V registers of 4 k (8 bits) or 8 k (4 bits), by R rows.
@@ -140,7 +141,9 @@ QT_INLINE void sum_group(i32v (&sums)[R][V][Dot::kSums], const Unit& unit, const
                          index_t steps) {
   constexpr index_t x_step = Dot::x_bytes * (8 / kBits);
   const index_t x_stride = unit.x_stride, ahead = unit.ahead - unit.weight;
-  const index_t ahead_steps = unit.ahead_steps < steps ? unit.ahead_steps : steps;
+  const index_t left = (unit.ahead_end - (weight + ahead) + kLineBytes - 1) / kLineBytes;
+  index_t ahead_steps = unit.ahead_steps < steps ? unit.ahead_steps : steps;
+  if (left < ahead_steps) ahead_steps = left;  // may be negative: none
   index_t s = 0;
   for (; s < ahead_steps; ++s, x += x_step, weight += kLineBytes) {
 #pragma GCC unroll 8
@@ -333,10 +336,10 @@ void multiply_item(const LinearCall& call, const Item& item, const char* weight_
         expand(integers + g * group_bytes, g + 1 == groups ? (in_last + 7) / 8 : lines, bytes + g * in_group * kTileColumns);
       unit.weight = bytes, unit.weight_stride = in_group * kTileColumns;
     }
-    // The next piece, which may be the next tile's.
-    const char* next = integers + groups * group_bytes;
-    const bool fetches = !expanded && next + groups * group_bytes <= weight_end;
-    const index_t share = fetches ? (unit.steps + item.units - 1) / item.units : 0;
+    // As many bytes one piece on, which may be the next tile's; each unit fetches its share of them.
+    const char* next = integers + kPiece / in_group * group_bytes;
+    const index_t share = expanded ? 0 : (unit.steps + item.units - 1) / item.units;
+    unit.ahead_end = weight_end;
     for (index_t u = 0; u < item.units; ++u) {
       const index_t row = u * item.unit_rows;
       const index_t rows = item.rows - row < item.unit_rows ? item.rows - row : item.unit_rows;
@@ -360,6 +363,7 @@ template <class Dot>
 void multiply_items_as(const LinearCall& call, index_t begin, index_t end) {
   const Item last = item_of(call, end - 1, Dot::kUnitRows);
   const char* weight_end = call.weight->memory + (last.tile + 1) * call.weight->tile_bytes;
+  prefetch_begin(call.weight->memory + item_of(call, begin, Dot::kUnitRows).tile * call.weight->tile_bytes, weight_end);
   for (index_t i = begin; i < end; ++i) multiply_item<Dot>(call, item_of(call, i, Dot::kUnitRows), weight_end);
 }
 
