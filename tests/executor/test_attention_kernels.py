@@ -9,13 +9,14 @@ The cache is full of NaN at first: whatever of it reaches a result is seen.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
-from tests.executor.instruction_sets import lesser, repeat
+from tests.executor.instruction_sets import REPEATING, lesser, repeat
 from tests.executor.paged_requests import PLAIN, Features, Requests, Row, Shape, noise, reference
 
 from quintet.executor.ops.host_attention import PagedKv, attend, kv_block_bytes, write_kv
@@ -72,7 +73,7 @@ def form(request: pytest.FixtureRequest) -> Iterator[Format]:
     library.qt_attend_in_pairs(-1)
 
 
-@pytest.fixture(autouse=True, params=[1, 2])
+@pytest.fixture(autouse=True, params=[2] if REPEATING in os.environ else [1, 2])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     """Run on so many threads."""
     library = open_library()
