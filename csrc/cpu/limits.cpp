@@ -1,4 +1,5 @@
-// The machine's limits, for whoever times them (bench/kernels, bench/peers). Each call returns when all threads are done.
+// The machine's limits, for whoever times them (bench/kernels, bench/peers). Each call returns when all threads are
+// done.
 #include "limits.hpp"
 #include "pool.hpp"
 

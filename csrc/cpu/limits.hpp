@@ -6,7 +6,7 @@
 
 namespace qt {
 
-inline constexpr index_t kReadBytes = 1 << 18;  // one item of reading
+inline constexpr index_t kReadBytes = 1 << 18;       // one item of reading
 inline constexpr index_t kMultiplyRounds = 1 << 16;  // one item of multiplying: so many times 24 vector operations
 
 struct LimitCall {

@@ -9,12 +9,12 @@
 //                                           uint8 zero[64]         only int4 with zero points
 //                                           [k / 4][64][4] bytes (int8) or [k / 8][64][4] bytes (int4)
 //
-// Integers are stored unsigned: int8 as value + 128; int4 as 0..15 meaning value + 8, or value + zero; k of a column 0..3 in
-// the low and 4..7 in the high halves of its four bytes. A weight is (stored - zero) * scale * column_scale. The last
-// group may be shorter; k is padded to 4 or 8 there.
+// Integers are stored unsigned: int8 as value + 128; int4 as 0..15 meaning value + 8, or value + zero; k of a column
+// 0..3 in the low and 4..7 in the high halves of its four bytes. A weight is (stored - zero) * scale * column_scale.
+// The last group may be shorter; k is padded to 4 or 8 there.
 //
-// Paired weights (gates and ups of a gated layer) have gate columns [32 t, 32 t + 32) in the first half of tile t and the
-// ups that go with them in the second.
+// Paired weights (gates and ups of a gated layer) have gate columns [32 t, 32 t + 32) in the first half of tile t and
+// the ups that go with them in the second.
 #pragma once
 
 #include "dispatch.hpp"
@@ -73,8 +73,8 @@ inline constexpr index_t kNever = 1 << 30;  // rows
 
 struct LinearKernels {
   Preparation (*preparation)(const Weight& weight, Dtype dtype, bool int8_activations);  // how x must be rewritten
-  void (*prepare)(const void* call, index_t begin, index_t end);                         // work over rows of a LinearCall
-  void (*multiply)(const void* call, index_t begin, index_t end);                        // work over its items
+  void (*prepare)(const void* call, index_t begin, index_t end);   // work over rows of a LinearCall
+  void (*multiply)(const void* call, index_t begin, index_t end);  // work over its items
 };
 
 // Columns [first, first + count) of a weight, from or to rows of a row-major matrix. Work over the weight's tiles.

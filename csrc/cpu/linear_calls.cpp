@@ -1,4 +1,5 @@
-// Linear layers and packed embeddings as operations of a program and as calls of their own; how they are split over threads.
+// Linear layers and packed embeddings as operations of a program and as calls of their own; how they are split over
+// threads.
 #include <cstdlib>
 #include <memory>
 
@@ -9,9 +10,9 @@ namespace qt {
 namespace {
 
 constexpr index_t kPanelRows = 192;
-constexpr index_t kStreamRows = 32;           // up to these, the weight's bandwidth is what limits
-constexpr index_t kStreamChunk = 1 << 20;     // bytes of weight that a thread then takes at a time, at most
-constexpr index_t kChunksPerThread = 8;       // so that a thread that was held up leaves its share to others
+constexpr index_t kStreamRows = 32;        // up to these, the weight's bandwidth is what limits
+constexpr index_t kStreamChunk = 1 << 20;  // bytes of weight that a thread then takes at a time, at most
+constexpr index_t kChunksPerThread = 8;    // so that a thread that was held up leaves its share to others
 constexpr index_t kPrepareGrain = 8;
 
 const LinearKernels& kernels_of(const Weight& weight) {
@@ -48,18 +49,21 @@ struct Linear {
     call.rows = rows;
     call.is_prepared = rows >= preparation.from_rows;
     call.prepared = call.is_prepared ? scratch : const_cast<void*>(call.x);
-    call.prepared_stride = call.is_prepared ? preparation.row_bytes : call.x_stride * (call.dtype == Dtype::fp32 ? 4 : 2);
+    call.prepared_stride =
+        call.is_prepared ? preparation.row_bytes : call.x_stride * (call.dtype == Dtype::fp32 ? 4 : 2);
     call.x_group = preparation.x_group;
     split(call, pool().threads());
   }
-  Work prepare() const { return {call.is_prepared ? call.rows : 0, kPrepareGrain, kernels_of(*call.weight).prepare, &call}; }
+  Work prepare() const {
+    return {call.is_prepared ? call.rows : 0, kPrepareGrain, kernels_of(*call.weight).prepare, &call};
+  }
   Work multiply() const {
     return {call.panels * call.parts, grain(call, pool().threads()), kernels_of(*call.weight).multiply, &call};
   }
 };
 
-Linear linear_of(const Weight* weight, const void* x, index_t x_stride, int dtype, const void* bias, const void* residual,
-                 void* y, index_t y_stride, int activation, int int8_activations) {
+Linear linear_of(const Weight* weight, const void* x, index_t x_stride, int dtype, const void* bias,
+                 const void* residual, void* y, index_t y_stride, int activation, int int8_activations) {
   Linear linear;
   LinearCall& call = linear.call;
   call.weight = weight;
@@ -119,16 +123,19 @@ class PackedEmbeddingOp final : public Op {
 }  // namespace
 }  // namespace qt
 
-// y[rows, columns] = x[rows, depth] · Wᵀ (+ bias), rounded to dtype; then (+ residual), rounded again; paired weights: the
-// activation of the gates times the ups, y[rows, columns / 2]. dtype: of x, bias, residual and y; a floating-point weight
-// has the same. activation: 0 none, 1 silu_and_mul, 2 gelu_tanh_and_mul, which paired weights need and others do not take.
-// residual: laid out like y, may be y. int8_activations: x quantized per row to 8 bits (integer weights only).
+// y[rows, columns] = x[rows, depth] · Wᵀ (+ bias), rounded to dtype; then (+ residual), rounded again; paired weights:
+// the activation of the gates times the ups, y[rows, columns / 2]. dtype: of x, bias, residual and y; a floating-point
+// weight has the same. activation: 0 none, 1 silu_and_mul, 2 gelu_tanh_and_mul, which paired weights need and others do
+// not take. residual: laid out like y, may be y. int8_activations: x quantized per row to 8 bits (integer weights
+// only).
 QT_EXPORT void qt_weight_linear(const qt::Weight* weight, const void* x, index_t x_stride, index_t rows, int dtype,
                                 const void* bias, const void* residual, void* y, index_t y_stride, int activation,
                                 int int8_activations) {
-  qt::Linear linear = qt::linear_of(weight, x, x_stride, dtype, bias, residual, y, y_stride, activation, int8_activations);
+  qt::Linear linear =
+      qt::linear_of(weight, x, x_stride, dtype, bias, residual, y, y_stride, activation, int8_activations);
   char* scratch = nullptr;
-  if (rows >= linear.preparation.from_rows) scratch = static_cast<char*>(std::aligned_alloc(64, linear.preparation.row_bytes * rows));
+  if (rows >= linear.preparation.from_rows)
+    scratch = static_cast<char*>(std::aligned_alloc(64, linear.preparation.row_bytes * rows));
   linear.describe(rows, scratch);
   const qt::Work works[] = {linear.prepare(), linear.multiply()};
   qt::pool().run(works, 2);
@@ -148,8 +155,8 @@ QT_EXPORT void qt_program_linear(qt::Program* program, const qt::Weight* weight,
   program->append(std::make_unique<qt::LinearOp>(linear, program, extent != 0));
 }
 
-// Appends y[token] = the weight's column token_ids[token]: what a model with tied embeddings starts with. The weight is not
-// paired; dtype: of y, a floating-point weight has the same.
+// Appends y[token] = the weight's column token_ids[token]: what a model with tied embeddings starts with. The weight is
+// not paired; dtype: of y, a floating-point weight has the same.
 QT_EXPORT void qt_program_embedding_packed(qt::Program* program, const qt::Weight* weight, void* y, index_t y_stride,
                                            int dtype) {
   program->append(

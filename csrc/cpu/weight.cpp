@@ -60,15 +60,16 @@ PackCall pack_call(const Weight& weight, index_t first, index_t count) {
 }  // namespace
 }  // namespace qt
 
-// Bytes of a packed weight [columns, depth]; 0 where there is no such format. group: of k that share a scale (32, 64, 128), 0
-// for one scale per column (int8) and for floating-point formats. format: a Dtype, or 5: int4 with zero points.
+// Bytes of a packed weight [columns, depth]; 0 where there is no such format. group: of k that share a scale (32, 64,
+// 128), 0 for one scale per column (int8) and for floating-point formats. format: a Dtype, or 5: int4 with zero points.
 QT_EXPORT index_t qt_weight_bytes(int format, index_t columns, index_t depth, index_t group, int paired) {
   qt::Weight weight;
   return qt::describe(format, columns, depth, group, paired != 0, weight) ? weight.tiles * weight.tile_bytes : 0;
 }
 
 // memory: qt_weight_bytes, 64-byte aligned, the caller's; zeros before anything is filled, or packed before.
-QT_EXPORT qt::Weight* qt_weight_new(int format, index_t columns, index_t depth, index_t group, int paired, void* memory) {
+QT_EXPORT qt::Weight* qt_weight_new(int format, index_t columns, index_t depth, index_t group, int paired,
+                                    void* memory) {
   qt::Weight weight;
   if (!qt::describe(format, columns, depth, group, paired != 0, weight)) return nullptr;
   weight.memory = static_cast<char*>(memory);
@@ -78,8 +79,9 @@ QT_EXPORT qt::Weight* qt_weight_new(int format, index_t columns, index_t depth, 
 
 QT_EXPORT void qt_weight_delete(qt::Weight* weight) { delete weight; }
 
-// Whether a bf16 weight is multiplied with the processor's dot product of pairs, where there is one, or in fp32: chosen when
-// the weight is made by what this processor does faster. Results differ in their last bits; for tests and benchmarks.
+// Whether a bf16 weight is multiplied with the processor's dot product of pairs, where there is one, or in fp32: chosen
+// when the weight is made by what this processor does faster. Results differ in their last bits; for tests and
+// benchmarks.
 QT_EXPORT void qt_weight_set_dot(qt::Weight* weight, int dot) { weight->dot = dot != 0; }
 
 // Packs source [count, depth], rows `stride` elements apart, into columns [first, first + count).

@@ -1,5 +1,5 @@
-// The limits that kernels are measured against: memory read front to back, and 24 independent sums in registers that are added
-// to as often as the processor can. Nothing is computed with them.
+// The limits that kernels are measured against: memory read front to back, and 24 independent sums in registers that
+// are added to as often as the processor can. Nothing is computed with them.
 #include "limits.hpp"
 
 #include "simd.hpp"
@@ -66,7 +66,8 @@ void pairs(const void*, index_t begin, index_t end) {
 }
 
 void bytes(const void*, index_t begin, index_t end) {
-  multiply(end - begin, all(0x01010101), all(0x01010101), i32v{}, [](i32v sum, i32v a, i32v b) { return dot_bytes(sum, a, b); });
+  multiply(end - begin, all(0x01010101), all(0x01010101), i32v{},
+           [](i32v sum, i32v a, i32v b) { return dot_bytes(sum, a, b); });
 }
 
 }  // namespace

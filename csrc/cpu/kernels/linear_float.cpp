@@ -1,36 +1,39 @@
 // y[M, N] = x[M, K] · W[N, K]ᵀ in bf16, fp16 or fp32, accumulated in fp32.
 //
 // A thread owns 64 columns (a tile; 32 or 16 where tiles are few) for a panel of up to 192 rows. K goes in pieces, so
-// that a tile's piece stays in the caches while the panel's rows pass over it; sums wait in between as fp32. Within a piece a unit
-// of 6 rows x 64 columns (AVX-512: 24 registers of sums) loads the weights of one step of k once and multiplies them with
-// 6 broadcasts of x. x and weights are widened to fp32: weights in registers, or where more than kOwnRows rows share them
-// once per piece into a buffer; x piece by piece, or for more than kOwnRows rows once before (the op's scratch). bf16
-// where the processor's dot product of pairs is fast (Weight::dot): a step is two k, VDPBF16PS, nothing is widened.
+// that a tile's piece stays in the caches while the panel's rows pass over it; sums wait in between as fp32. Within a
+// piece a unit of 6 rows x 64 columns (AVX-512: 24 registers of sums) loads the weights of one step of k once and
+// multiplies them with 6 broadcasts of x. x and weights are widened to fp32: weights in registers, or where more than
+// kOwnRows rows share them once per piece into a buffer; x piece by piece, or for more than kOwnRows rows once before
+// (the op's scratch). bf16 where the processor's dot product of pairs is fast (Weight::dot): a step is two k,
+// VDPBF16PS, nothing is widened.
 //
-// Bytes moved per panel: the weight once (each unit prefetches its share of the next piece: memory streams while the units
-// compute), x once per tile out of the cache, y once. Limiter: the weight's bandwidth up to some 12 rows, then the multiply rate.
+// Bytes moved per panel: the weight once (each unit prefetches its share of the next piece: memory streams while the
+// units compute), x once per tile out of the cache, y once. Limiter: the weight's bandwidth up to some 12 rows, then
+// the multiply rate.
 //
-// Reduction order: one fp32 sum per output, k ascending (VDPBF16PS: in pairs), then the bias, one rounding. It depends on
-// neither M nor the place of a row or column in units, panels and pieces: a row has the same bits in every batch.
+// Reduction order: one fp32 sum per output, k ascending (VDPBF16PS: in pairs), then the bias, one rounding. It depends
+// on neither M nor the place of a row or column in units, panels and pieces: a row has the same bits in every batch.
 #include "linear_tile.hpp"
 
 namespace qt::QT_ISA {
 namespace {
 
-constexpr index_t kPiece = 128;      // k at a time: 32 KiB in fp32
-constexpr index_t kOwnRows = 12;     // rows of an item that widens x and weights for itself
+constexpr index_t kPiece = 128;   // k at a time: 32 KiB in fp32
+constexpr index_t kOwnRows = 12;  // rows of an item that widens x and weights for itself
 static_assert(kPiece % 2 == 0 && kOwnRows <= kMaxPanelRows);
 
 // A unit's share of one piece.
 struct Unit {
-  const void* x;  // of its first row
+  const void* x;     // of its first row
   index_t x_stride;  // elements of what x points to
   const char* weight;
   index_t steps;
-  bool odd;           // pairs: one single k follows the steps
-  float* sums;        // [rows][64]
-  bool first;         // sums begin at zero
-  const char* ahead;  // what to prefetch: the lines `ahead - weight` beyond those loaded in the first `ahead_steps` steps
+  bool odd;     // pairs: one single k follows the steps
+  float* sums;  // [rows][64]
+  bool first;   // sums begin at zero
+  const char*
+      ahead;  // what to prefetch: the lines `ahead - weight` beyond those loaded in the first `ahead_steps` steps
   index_t ahead_steps;
 };
 
@@ -193,7 +196,9 @@ Way way_of(const Weight& weight) {
 #if defined(__AVX512BF16__)
   if (weight.format == Dtype::bf16 && weight.dot) return kWay<NativePairs>;
 #endif
-  return weight.format == Dtype::bf16 ? kWay<WidePairs> : weight.format == Dtype::fp16 ? kWay<Single<fp16>> : kWay<Single<float>>;
+  return weight.format == Dtype::bf16   ? kWay<WidePairs>
+         : weight.format == Dtype::fp16 ? kWay<Single<fp16>>
+                                        : kWay<Single<float>>;
 }
 
 bool widens(const Weight& weight) {

@@ -1,24 +1,25 @@
 // y[M, N] = x[M, K] · W[N, K]ᵀ with 8- and 4-bit weights, multiplied as integers: nothing is dequantized.
 //
-// x is quantized first (kernels/linear_quantize.hpp), per row and group of k to 16 bits, or per row to 8. 16-bit x goes as two
-// signed bytes, high * 256 + low; with VNNI a register of weights (16 columns x 4 k) is multiplied with each by one VPDPBUSD.
-// Without VNNI, weights are widened to 16 bits in registers and multiplied in pairs (PMADDWD). 4-bit weights become bytes
-// in registers, or, where many rows share them, once into a buffer.
+// x is quantized first (kernels/linear_quantize.hpp), per row and group of k to 16 bits, or per row to 8. 16-bit x goes
+// as two signed bytes, high * 256 + low; with VNNI a register of weights (16 columns x 4 k) is multiplied with each by
+// one VPDPBUSD. Without VNNI, weights are widened to 16 bits in registers and multiplied in pairs (PMADDWD). 4-bit
+// weights become bytes in registers, or, where many rows share them, once into a buffer.
 //
-// A thread owns a tile of columns for a panel of rows, as in linear_float.cpp; a unit is 3 rows x 64 columns x 2 sums (16-bit x)
-// or 6 rows x 64 columns. Bytes per panel: the weight once (1 or 1/2 byte a number, scales beside it), x once per tile
-// out of the cache. Limiter: the weight's bandwidth up to some 20 rows, then the multiply rate, half of it for 16-bit x.
+// A thread owns a tile of columns for a panel of rows, as in linear_float.cpp; a unit is 3 rows x 64 columns x 2 sums
+// (16-bit x) or 6 rows x 64 columns. Bytes per panel: the weight once (1 or 1/2 byte a number, scales beside it), x
+// once per tile out of the cache. Limiter: the weight's bandwidth up to some 20 rows, then the multiply rate, half of
+// it for 16-bit x.
 //
-// Reduction order: the sum over a group of k is an integer and exact: the same on every processor, in any order. Then, groups
-// ascending, fma(float(sum), scale of w * scale of x, result), and once at the end the column's scale.
+// Reduction order: the sum over a group of k is an integer and exact: the same on every processor, in any order. Then,
+// groups ascending, fma(float(sum), scale of w * scale of x, result), and once at the end the column's scale.
 #include "linear_quantize.hpp"
 #include "linear_tile.hpp"
 
 namespace qt::QT_ISA {
 namespace {
 
-constexpr index_t kPiece = 512;       // k at a time; whole groups
-constexpr index_t kExpandFrom = 12;   // rows in a panel from which 4-bit weights are expanded once
+constexpr index_t kPiece = 512;                   // k at a time; whole groups
+constexpr index_t kExpandFrom = 12;               // rows in a panel from which 4-bit weights are expanded once
 constexpr index_t kLineBytes = kTileColumns * 4;  // 4 k (8 bits) or 8 k (4 bits) of a tile
 
 #if defined(__AVX512VNNI__)
@@ -92,7 +93,7 @@ struct Unit {
   std::int32_t zero;                  // the stored integer that means zero
   float* sums;                        // [rows][64]; int32 while the only group is not complete
   bool first, last;                   // the piece begins, completes the depth
-  const char* ahead;                  // what to prefetch: lines `ahead - weight` beyond those of the first `ahead_steps` steps
+  const char* ahead;  // what to prefetch: lines `ahead - weight` beyond those of the first `ahead_steps` steps
   index_t ahead_steps;
   const char* ahead_end;  // but nothing from here on
 };
@@ -222,14 +223,18 @@ template <class Dot, int kBits, Scales kScales>
 struct Grouped {
   using Sum = Dot;
   template <int R, int V>
-  QT_INLINE void run(const Unit& unit, index_t column) { multiply<Dot, kBits, kScales, R, V>(unit, column); }
+  QT_INLINE void run(const Unit& unit, index_t column) {
+    multiply<Dot, kBits, kScales, R, V>(unit, column);
+  }
 };
 
 template <class Dot>
 struct Whole {
   using Sum = Dot;
   template <int R, int V>
-  QT_INLINE void run(const Unit& unit, index_t column) { multiply_part<Dot, R, V>(unit, column); }
+  QT_INLINE void run(const Unit& unit, index_t column) {
+    multiply_part<Dot, R, V>(unit, column);
+  }
 };
 
 template <class Way, int R>
@@ -276,9 +281,11 @@ MultiplyRows way_of(const Weight& weight, bool expanded, bool whole) {
   }
   const bool grouped = weight.group != kWholeDepth;
   if (weight.format == Dtype::int4 && !expanded)
-    return weight.zeros ? multiply_rows<Grouped<Dot, 4, Scales::group_and_zero>> : multiply_rows<Grouped<Dot, 4, Scales::group>>;
+    return weight.zeros ? multiply_rows<Grouped<Dot, 4, Scales::group_and_zero>>
+                        : multiply_rows<Grouped<Dot, 4, Scales::group>>;
   if (!grouped) return multiply_rows<Grouped<Dot, 8, Scales::column>>;
-  return weight.zeros ? multiply_rows<Grouped<Dot, 8, Scales::group_and_zero>> : multiply_rows<Grouped<Dot, 8, Scales::group>>;
+  return weight.zeros ? multiply_rows<Grouped<Dot, 8, Scales::group_and_zero>>
+                      : multiply_rows<Grouped<Dot, 8, Scales::group>>;
 }
 
 // `steps` lines of 4-bit weights as twice as many lines of bytes.
@@ -327,13 +334,15 @@ void multiply_item(const LinearCall& call, const Item& item, const char* weight_
     unit.weight = integers, unit.weight_stride = group_bytes;
     unit.heads = piece, unit.head_stride = group_bytes;
     unit.groups = groups, unit.zero = four ? 8 : 128;
-    unit.steps = (whole ? depth + in_step - 1 : in_group) / in_step, unit.last_steps = (in_last + in_step - 1) / in_step;
+    unit.steps = (whole ? depth + in_step - 1 : in_group) / in_step,
+    unit.last_steps = (in_last + in_step - 1) / in_step;
     unit.first = begin == 0, unit.last = last;
     unit.x_stride = call.prepared_stride;
     if (expanded) {
       const index_t lines = in_group / 8;
       for (index_t g = 0; g < groups; ++g)
-        expand(integers + g * group_bytes, g + 1 == groups ? (in_last + 7) / 8 : lines, bytes + g * in_group * kTileColumns);
+        expand(integers + g * group_bytes, g + 1 == groups ? (in_last + 7) / 8 : lines,
+               bytes + g * in_group * kTileColumns);
       unit.weight = bytes, unit.weight_stride = in_group * kTileColumns;
     }
     // As many bytes one piece on, which may be the next tile's; each unit fetches its share of them.

@@ -1,7 +1,8 @@
 // Packing of weights: rows of a row-major matrix into tiles, and back.
 //
-// A thread owns a tile. It reads up to 64 rows of the source side by side, kLanes rows by kLanes words at a time, transposes
-// them in registers and writes the tile front to back. Bytes moved: the source once, the tile once. Limiter: memory.
+// A thread owns a tile. It reads up to 64 rows of the source side by side, kLanes rows by kLanes words at a time,
+// transposes them in registers and writes the tile front to back. Bytes moved: the source once, the tile once. Limiter:
+// memory.
 #include "linear_pack.hpp"
 #include "linear_pack_integers.hpp"
 
@@ -115,8 +116,7 @@ void read_column(const Weight& weight, index_t column, float* out) {
 
 void read(const void* described, index_t begin, index_t end) {
   const PackCall& call = *(const PackCall*)described;
-  for (index_t i = begin; i < end; ++i)
-    read_column(*call.weight, call.first + i, call.out + i * call.weight->depth);
+  for (index_t i = begin; i < end; ++i) read_column(*call.weight, call.first + i, call.out + i * call.weight->depth);
 }
 
 template <class Element>
@@ -128,7 +128,8 @@ void embed_integers(const Weight& weight, index_t column, Element* y) {
   float numbers[kLanes] = {};
   for (index_t k = 0; k < weight.depth; k += kLanes) {
     const index_t count = weight.depth - k < kLanes ? weight.depth - k : kLanes;
-    for (index_t i = 0; i < count; ++i) numbers[i] = number_at(weight, from, lane, (k + i) / in_group, (k + i) % in_group);
+    for (index_t i = 0; i < count; ++i)
+      numbers[i] = number_at(weight, from, lane, (k + i) / in_group, (k + i) % in_group);
     store(y + k, load(numbers), count);
   }
 }

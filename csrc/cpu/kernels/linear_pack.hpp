@@ -78,7 +78,8 @@ QT_INLINE void put_bytes(char* row, const Rows& rows, index_t v, i32v values) {
     if (rows.of[v * kLanes + i]) row[v * kLanes + i] = char(values[i]);
 }
 
-// kLanes words (pairs of 16-bit numbers) from k of each row of vector v, one vector per pair of k. `count` words are left.
+// kLanes words (pairs of 16-bit numbers) from k of each row of vector v, one vector per pair of k. `count` words are
+// left.
 QT_INLINE void load_words(const Rows& rows, index_t v, index_t byte, index_t bytes_left, i32v (&words)[kLanes]) {
 #pragma GCC unroll 16
   for (int i = 0; i < kLanes; ++i) {
@@ -90,7 +91,9 @@ QT_INLINE void load_words(const Rows& rows, index_t v, index_t byte, index_t byt
 }
 
 template <class Element>
-QT_INLINE f32v load_from(const char* row, index_t k, index_t count) { return load((const Element*)row + k, count); }
+QT_INLINE f32v load_from(const char* row, index_t k, index_t count) {
+  return load((const Element*)row + k, count);
+}
 
 // k [begin, begin + depth) of the rows as fp32 [depth rounded up to kLanes][64]; zero where there is none.
 template <class Element>

@@ -1,12 +1,13 @@
 // Quantizing weights while they are packed.
 //
-// int8: |q| <= 127, the scale from the largest magnitude of a column (or of a group in it). int4: q in [-8, 7], or 0..15 less a
-// zero point; of some scales the one with the least squared error is taken, group by group. What is minimised is the error
-// with the scale that is then least squares for its integers: for given q that is (w.q) / (q.q), and the error (w.w) -
-// (w.q)^2 / (q.q), so candidates are compared by their last term alone.
+// int8: |q| <= 127, the scale from the largest magnitude of a column (or of a group in it). int4: q in [-8, 7], or
+// 0..15 less a zero point; of some scales the one with the least squared error is taken, group by group. What is
+// minimised is the error with the scale that is then least squares for its integers: for given q that is (w.q) / (q.q),
+// and the error (w.w) - (w.q)^2 / (q.q), so candidates are compared by their last term alone.
 //
 // Scales of groups are fp16 relative to the column's, a power of two, so that they are neither too large nor denormal.
-// Columns are lanes: no reduction crosses lanes, and the packed bytes do not depend on how a weight is filled piece by piece.
+// Columns are lanes: no reduction crosses lanes, and the packed bytes do not depend on how a weight is filled piece by
+// piece.
 #pragma once
 
 #include "linear_pack.hpp"
@@ -72,7 +73,8 @@ QT_INLINE void choose_scale(const float* block, index_t count, bool zeros, f32v&
       tried = (most - least) * (1.0f / (15.0f + 0.5f * float(i)));
       tried_zero = clamp(round(-least * inverse_of(tried) * (1.0f - 0.03f * float(i))), 0.0f, 15.0f);
     } else {
-      tried = found.signed_most * (-1.0f / (7.0f + 0.375f * float(i)));  // the largest magnitude becomes -7 to -10, kept in range
+      tried = found.signed_most *
+              (-1.0f / (7.0f + 0.375f * float(i)));  // the largest magnitude becomes -7 to -10, kept in range
     }
     const f32v gain = explained(block, count, tried, tried_zero, 15.0f, fitted);
     scale = gain > best ? fitted : scale;
@@ -181,7 +183,8 @@ float number_at(const Weight& weight, const char* tile, index_t lane, index_t g,
 
 void read_group(const Weight& weight, const char* tile, index_t lane, index_t g, float* out) {
   const index_t in_group = weight.group == kWholeDepth ? weight.depth : weight.group, begin = g * in_group;
-  for (index_t k = begin; k < weight.depth && k < begin + in_group; ++k) out[k] = number_at(weight, tile, lane, g, k - begin);
+  for (index_t k = begin; k < weight.depth && k < begin + in_group; ++k)
+    out[k] = number_at(weight, tile, lane, g, k - begin);
 }
 
 }  // namespace

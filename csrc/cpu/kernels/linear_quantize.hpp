@@ -1,10 +1,10 @@
 // Activations as integers: what linear_integer.cpp multiplies.
 //
-// A row becomes: its integers in the order that the multiplication of this instruction set reads them, then per group of k a
-// scale (fp32) and the sum of the integers (int32). 16 bits: x = q * scale with |q| <= 32639 = 127 * 256 + 127, rounded to
-// nearest even, one scale per group; 8 bits: |q| <= 127, one scale per row. Integers and scales are the same on every
-// processor. A group without numbers above 1e-30 becomes zero; one with an infinity or a NaN gets a NaN for its scale, so
-// that all of the row's results are NaN, and no other row's.
+// A row becomes: its integers in the order that the multiplication of this instruction set reads them, then per group
+// of k a scale (fp32) and the sum of the integers (int32). 16 bits: x = q * scale with |q| <= 32639 = 127 * 256 + 127,
+// rounded to nearest even, one scale per group; 8 bits: |q| <= 127, one scale per row. Integers and scales are the same
+// on every processor. A group without numbers above 1e-30 becomes zero; one with an infinity or a NaN gets a NaN for
+// its scale, so that all of the row's results are NaN, and no other row's.
 //
 // A thread owns a row. Bytes: the row twice (the second time out of the first-level cache), its integers once.
 #pragma once
@@ -84,8 +84,8 @@ QT_INLINE void store_integers(char* row, index_t k, i32v q, bool eight) {
 }
 
 template <class Element>
-void quantize_group(const Element* x, index_t count, std::int32_t largest, float most, bool eight, char* row, index_t at,
-                    float* scale, std::int32_t* sum) {
+void quantize_group(const Element* x, index_t count, std::int32_t largest, float most, bool eight, char* row,
+                    index_t at, float* scale, std::int32_t* sum) {
   float magnitude;
   std::memcpy(&magnitude, &largest, sizeof magnitude);
   const bool finite = largest < 0x7F800000;

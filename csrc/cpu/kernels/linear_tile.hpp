@@ -1,4 +1,5 @@
-// What every multiplication kernel shares: its register tile, how an item is cut into units, what happens to finished sums.
+// What every multiplication kernel shares: its register tile, how an item is cut into units, what happens to finished
+// sums.
 #pragma once
 
 #include "linear.hpp"
@@ -24,7 +25,9 @@ struct Finish {
 };
 
 template <class Element>
-QT_INLINE f32v load_or_zero(const Element* from, index_t count) { return from ? load(from, count) : f32v{}; }
+QT_INLINE f32v load_or_zero(const Element* from, index_t count) {
+  return from ? load(from, count) : f32v{};
+}
 
 // act(gate) * up, rounded to Element where the reference rounds: the activation, then the product.
 template <class Element>
