@@ -4,7 +4,7 @@
 // that a tile's piece stays in the caches while the panel's rows pass over it; sums wait in between as fp32. Within a
 // piece a unit of 6 rows x 64 columns (AVX-512: 24 registers of sums) loads the weights of one step of k once and
 // multiplies them with 6 broadcasts of x. x and weights are widened to fp32: weights in registers, or where more than
-// kOwnRows rows share them once per piece into a buffer; x piece by piece, or for more than kOwnRows rows once before
+// kDirectRows rows share them once per piece into a buffer; x piece by piece, or for more than kOwnRows rows once before
 // (the op's scratch). bf16 where the processor's dot product of pairs is fast (Weight::dot): a step is two k,
 // VDPBF16PS, nothing is widened.
 //
@@ -19,9 +19,10 @@
 namespace qt::QT_ISA {
 namespace {
 
-constexpr index_t kPiece = 128;   // k at a time: 32 KiB in fp32
-constexpr index_t kOwnRows = 12;  // rows of an item that widens x and weights for itself
-static_assert(kPiece % 2 == 0 && kOwnRows <= kMaxPanelRows);
+constexpr index_t kPiece = 128;      // k at a time: 32 KiB in fp32
+constexpr index_t kOwnRows = 12;    // rows of an item that widens x for itself
+constexpr index_t kDirectRows = 36;  // rows for which weights are widened in registers, by each unit
+static_assert(kPiece % 2 == 0);
 
 // A unit's share of one piece.
 struct Unit {
@@ -32,8 +33,7 @@ struct Unit {
   bool odd;     // pairs: one single k follows the steps
   float* sums;  // [rows][64]
   bool first;   // sums begin at zero
-  const char*
-      ahead;  // what to prefetch: the lines `ahead - weight` beyond those loaded in the first `ahead_steps` steps
+  const char* ahead;  // what to prefetch: the lines of `ahead_steps` steps from here
   index_t ahead_steps;
 };
 
@@ -74,15 +74,22 @@ struct WidePairs {
 
   template <int R, int V>
   QT_INLINE void step(f32v (&sums)[R][V], const X* x, index_t x_stride, const char* weight) {
+    f32v w[V];
 #pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) {
-      const i32v w = load_bits(weight + v * kLanes * 4);
-      const f32v low = as_float(w << 16), high = as_float(w & all(std::int32_t(0xFFFF0000)));
+    for (int v = 0; v < V; ++v) w[v] = as_float(load_bits(weight + v * kLanes * 4) << 16);
+    multiply_one(sums, x, x_stride, w);
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) w[v] = as_float(load_bits(weight + v * kLanes * 4) & all(std::int32_t(0xFFFF0000)));
+    multiply_one(sums, x + 1, x_stride, w);
+  }
+
+  template <int R, int V>
+  QT_INLINE void multiply_one(f32v (&sums)[R][V], const X* x, index_t x_stride, const f32v (&w)[V]) {
 #pragma GCC unroll 6
-      for (int r = 0; r < R; ++r) {
-        sums[r][v] = fma(all(x[r * x_stride]), low, sums[r][v]);
-        sums[r][v] = fma(all(x[r * x_stride + 1]), high, sums[r][v]);
-      }
+    for (int r = 0; r < R; ++r) {
+      const f32v a = all(x[r * x_stride]);
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) sums[r][v] = fma(a, w[v], sums[r][v]);
     }
   }
 
@@ -119,25 +126,42 @@ struct Single {
   QT_INLINE void odd_step(f32v (&)[R][V], const X*, index_t, const char*) {}
 };
 
+// `fetches` groups of `Spread` steps, in each of which one step's lines of what comes next are fetched: a few at a time,
+// for a burst of them would fill the core's line fill buffers and stop the loads that the multiplications wait for.
+template <class Step, int R, int V, int Spread>
+QT_INLINE void multiply_and_fetch(f32v (&sums)[R][V], const typename Step::X*& x, index_t x_stride, const char*& weight,
+                                  const char* fetch, index_t fetches) {
+  constexpr int kLine = 64, kBytes = int(Step::bytes) * V * kLanes / int(kTileColumns);
+  constexpr int kLines = kBytes < kLine ? 1 : kBytes / kLine;
+  for (index_t group = 0; group < fetches; ++group, fetch += Step::bytes)
+#pragma GCC unroll 4
+    for (int part = 0; part < Spread; ++part, x += Step::k, weight += Step::bytes) {
+#pragma GCC unroll 8
+      for (int line = part * kLines / Spread; line < (part + 1) * kLines / Spread; ++line)
+        __builtin_prefetch(fetch + line * kLine, 0, 2);
+      Step::template step<R, V>(sums, x, x_stride, weight);
+    }
+}
+
 template <class Step, int R, int V>
 void multiply(const Unit& unit) {
-  constexpr int kLine = 64;
-  constexpr int kLines = int(Step::bytes) * V * kLanes / int(kTileColumns) / kLine;
   const typename Step::X* x = (const typename Step::X*)unit.x;
-  const index_t x_stride = unit.x_stride, ahead = unit.ahead - unit.weight;
+  const index_t x_stride = unit.x_stride, fetches = unit.ahead_steps;
   const char* weight = unit.weight;
   f32v sums[R][V];
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) sums[r][v] = unit.first ? f32v{} : load(unit.sums + r * kTileColumns + v * kLanes);
-  index_t s = 0;
-  for (; s < unit.ahead_steps; ++s, x += Step::k, weight += Step::bytes) {
-#pragma GCC unroll 8
-    for (int line = 0; line < (kLines ? kLines : 1); ++line) __builtin_prefetch(weight + ahead + line * kLine, 0, 2);
+  const int spread = 4 * fetches <= unit.steps ? 4 : 2 * fetches <= unit.steps ? 2 : 1;
+  if (spread == 4)
+    multiply_and_fetch<Step, R, V, 4>(sums, x, x_stride, weight, unit.ahead, fetches);
+  else if (spread == 2)
+    multiply_and_fetch<Step, R, V, 2>(sums, x, x_stride, weight, unit.ahead, fetches);
+  else
+    multiply_and_fetch<Step, R, V, 1>(sums, x, x_stride, weight, unit.ahead, fetches);
+  for (index_t s = spread * fetches; s < unit.steps; ++s, x += Step::k, weight += Step::bytes)
     Step::template step<R, V>(sums, x, x_stride, weight);
-  }
-  for (; s < unit.steps; ++s, x += Step::k, weight += Step::bytes) Step::template step<R, V>(sums, x, x_stride, weight);
   if (unit.odd) Step::template odd_step<R, V>(sums, x, x_stride, weight);
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r)
@@ -238,7 +262,7 @@ void widen_piece(Dtype format, const char* weight, index_t depth, float* out) {
 struct alignas(64) Buffers {
   float sums[kMaxPanelRows * kTileColumns];
   float weights[kPiece * kTileColumns];
-  float x[kOwnRows * kPiece];
+  float x[kRows * kPiece];  // of a unit
 };
 
 void multiply_item(const LinearCall& call, const Item& item, const char* weight_end, Buffers& buffers) {
@@ -246,7 +270,7 @@ void multiply_item(const LinearCall& call, const Item& item, const char* weight_
   const FinishRows finish_rows = finish_for(call.dtype);
   const Finish target{call, item.tile, item.from, item.to};
   const Way stored = way_of(weight);
-  const bool widens_x = widens(weight) && !call.is_prepared, widens_weights = widens(weight) && item.rows > kOwnRows;
+  const bool widens_x = widens(weight) && !call.is_prepared, widens_weights = widens(weight) && item.rows > kDirectRows;
   const Way way = widens_weights ? kWay<Single<float>> : stored;
   const index_t piece_bytes = kPiece / stored.k * stored.bytes;
   const char* piece = weight.memory + item.tile * weight.tile_bytes;
