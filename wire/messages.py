@@ -60,12 +60,24 @@ class ChatPrompt(msgspec.Struct, array_like=True, tag="chat"):
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 
+class Claim(msgspec.Struct, array_like=True):
+    """Inside `Submit` and `Admit`: what any frontend needs to go on with a request whose frontend or client is gone."""
+
+    key: bytes
+    """Secret of the client's: who knows it may go on reading."""
+    answer: bytes
+    """How the answer is shaped: only the frontends' dialects look inside."""
+
+
 class Submit(msgspec.Struct, array_like=True, tag="submit"):
     """Frontend -> tokenizer: serve this request.
 
     A request with ``params.n`` choices owns the ids ``request_id … request_id + n - 1``, one per choice. ``params``
-    are checked and carry a seed. ``output_ids`` are outputs the request already has (resumption; then ``n`` is 1
-    and ``choice`` says which choice of the original it was).
+    are checked and carry a seed.
+
+    A frontend that lost the core or the detokenizer of a request sends it again with a higher ``attempt``: as it was if
+    nothing came back yet, else each open choice for itself (``n`` is then 1) with the outputs that were received. The
+    newest attempt is the one that counts, wherever it meets an older one; the same attempt twice is one.
     """
 
     request_id: int
@@ -85,7 +97,16 @@ class Submit(msgspec.Struct, array_like=True, tag="submit"):
     """Begin the text with the prompt's."""
     return_prompt_ids: bool = False
     choice: int = 0
+    """Which choice of the original request the first one of this is."""
     output_ids: bytes = b""
+    """int32: outputs that the frontend has. Nothing of them is sent again."""
+    attempt: int = 0
+    deadline_ns: int = 0
+    """When the client wants it to have ended; 0 for never."""
+    claim: Claim | None = None
+    """What makes it resumable after its frontend is gone, or after its client left."""
+    adopts: int = 0
+    """A choice (by its id under its former frontend) that this one continues; 0 for none."""
 
 
 class Cancel(msgspec.Struct, array_like=True, tag="cancel"):
@@ -96,6 +117,8 @@ class Cancel(msgspec.Struct, array_like=True, tag="cancel"):
 
     request_ids: list[int]
     core: int
+    keep: bool = False
+    """The client is gone but may come back: answer nothing, and keep resumable requests for the time of grace."""
 
 
 class Admit(msgspec.Struct, array_like=True, tag="admit"):
@@ -114,6 +137,10 @@ class Admit(msgspec.Struct, array_like=True, tag="admit"):
     bad_word_ids: list[list[int]] = []
     choice: int = 0
     output_ids: bytes = b""
+    attempt: int = 0
+    deadline_ns: int = 0
+    claim: Claim | None = None
+    adopts: int = 0
 
 
 class Failed(msgspec.Struct, array_like=True, tag="failed"):
@@ -123,6 +150,47 @@ class Failed(msgspec.Struct, array_like=True, tag="failed"):
     code: ErrorCode
     message: str
     param: str | None = None
+    retry_s: int = 0
+    """Seconds after which trying again makes sense; 0 says nothing of it."""
+
+
+class Reclaim(msgspec.Struct, array_like=True, tag="reclaim"):
+    """Frontend -> core: a client wants to go on reading a request whose frontend or connection is gone."""
+
+    query_id: int
+    frontend: int
+    request_id: int
+    """The first choice's."""
+    key: bytes
+
+
+class Reclaimed(msgspec.Struct, array_like=True, tag="reclaimed"):
+    """Core -> frontend: the answer. To go on, submit each choice with ``adopts`` and the outputs its client has."""
+
+    query_id: int
+    admit: Admit | None
+    """The request as it was admitted; None when it is not known (any more)."""
+    choices: list[tuple[int, bytes]] = []
+    """Of each choice: its number, and its outputs so far (int32)."""
+
+
+class Live(msgspec.Struct, array_like=True, tag="live"):
+    """An idle process tells another which requests it believes the two share, to find what either has lost.
+
+    Frontend -> core: the choices that it waits for. Core -> detokenizer: those that it keeps there.
+    """
+
+    sender: WorkerId
+    request_ids: bytes
+    """int64[K]"""
+    attempts: bytes
+    """int32[K]"""
+
+
+class Unknown(msgspec.Struct, array_like=True, tag="unknown"):
+    """Core -> frontend: of these choices, which it waits for, nobody knows (int64[K]); send them again."""
+
+    request_ids: bytes
 
 
 # --- a request's way out: core -> detokenizer -> frontend ------------------------------------------------------
@@ -148,9 +216,13 @@ class Open(msgspec.Struct, array_like=True, gc=False):
     scheduled_ns: int
     """When the first step that computes the request was planned."""
     output_ids: bytes = b""
-    """Outputs the request had before (recovery): rebuild the text, send nothing for them again unless asked by index."""
+    """int32: outputs that the core knows already (recovery): rebuild the text."""
     prompt_logprobs: bool = False
     """Whether `Tokens.prompt_logprobs` will have entries of it: none when the prompt is one token, which has none."""
+    num_seen: int = 0
+    """Of ``output_ids``, so many are with the frontend; the others are sent to it at once."""
+    attempt: int = 0
+    """Replaces whatever the detokenizer has of an older attempt at the request."""
 
 
 PROMPT_TAIL = 16
@@ -179,6 +251,8 @@ class Tokens(msgspec.Struct, array_like=True, tag="tokens", gc=False):
     """``row`` is the row of this message."""
     prompt_logprobs: list[PromptLogprobs] = []
     """``row`` is the row of this message, which may have no tokens yet."""
+    core_epoch: int = 0
+    """Of the sender: tokens of a core that has a successor are dropped."""
 
 
 class StopHit(msgspec.Struct, array_like=True, tag="stop_hit", gc=False):
@@ -186,6 +260,8 @@ class StopHit(msgspec.Struct, array_like=True, tag="stop_hit", gc=False):
 
     request_ids: bytes
     """int64[K]"""
+    attempts: bytes = b""
+    """int32[K]: the attempt whose text ended; the core goes on with a newer one."""
 
 
 class Alternative(msgspec.Struct, array_like=True, gc=False):
@@ -260,6 +336,8 @@ class Text(msgspec.Struct, array_like=True, tag="text_out", gc=False):
     """int32[sum of num_tokens]"""
     finishes: list[Finish]
     logprobs: list[RowLogprobs] = []
+    sender: tuple[int, int] = (0, 0)
+    """Index and epoch of the detokenizer: text of one that has a successor is dropped."""
 
 
 # --- small questions ------------------------------------------------------------------------------------------
@@ -310,6 +388,8 @@ class SeatState(IntEnum):
     READY = 1
     STALLED = 2
     DOWN = 3
+    RETIRING = 4
+    """Gets nothing new, finishes or hands over what it has, then leaves."""
 
 
 class Seat(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -382,13 +462,29 @@ class MetricsReport(msgspec.Struct, array_like=True, tag="metrics_report"):
 
 
 class Drain(msgspec.Struct, array_like=True, tag="drain"):
-    """Supervisor -> frontend: accept nothing new, finish what is in flight, then send `Drained`."""
+    """Supervisor -> frontend, tokenizer, detokenizer: accept nothing new, finish what is in flight, then send `Drained`."""
 
 
 class Drained(msgspec.Struct, array_like=True, tag="drained"):
-    """Frontend -> supervisor: nothing left."""
+    """The answer: nothing left."""
 
     worker: WorkerId
+
+
+class Command(msgspec.Struct, array_like=True, tag="command"):
+    """`quintet admin` -> supervisor."""
+
+    reply_to: str
+    """Address of the asker's inbox, in the run folder."""
+    words: list[str]
+
+
+class CommandAnswer(msgspec.Struct, array_like=True, tag="command_answer"):
+    """Supervisor -> `quintet admin`: a line of progress, or the end."""
+
+    line: str
+    is_last: bool = False
+    failed: bool = False
 
 
 class Stop(msgspec.Struct, array_like=True, tag="stop"):

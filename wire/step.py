@@ -57,6 +57,8 @@ class StepPlan(msgspec.Struct, array_like=True, tag="plan", gc=False):
     """Named bundles of columns of optional features."""
     checksum: int = 0
     """CRC-32 of the tables after the deltas, when ``SchedulerConfig.audit``; 0 otherwise."""
+    tables: int = 0
+    """`Capacity.tables` that the plan is for; the executor drops plans for tables that it has emptied since."""
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
@@ -106,10 +108,17 @@ class StepResult(msgspec.Struct, array_like=True, tag="result", gc=False):
 
 
 class Capacity(msgspec.Struct, array_like=True, tag="capacity", gc=False):
-    """The executor is loaded, its tables are empty, and this is what it has. Sent to the core once per executor epoch."""
+    """The executor is ready, its tables are empty, and this is what it has.
+
+    Sent to the core once it is loaded, and again whenever a step failed and the tables were emptied (`failure`).
+    """
 
     executor_epoch: int
     num_blocks: int
     block_size: int
     max_num_seqs: int
     max_model_len: int
+    tables: int = 0
+    """How often this executor has emptied its tables."""
+    failure: str = ""
+    """Why: what the newest step raised."""
