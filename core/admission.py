@@ -61,7 +61,10 @@ def make_requests(
                 return_prompt_ids=admit.return_prompt_ids,
                 bad_word_ids=admit.bad_word_ids,
                 parent=requests[0] if choice else None,
-                num_resumed=len(outputs),
+                choice=admit.choice + choice,
+                num_seen=len(outputs),
+                attempt=admit.attempt,
+                origin=None if admit.claim is None else admit,
                 length=len(prompt) + len(outputs),
             )
         )

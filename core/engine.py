@@ -12,14 +12,16 @@ from quintet.core.commit import commit, ending_of
 from quintet.core.hooks import FEATURES, Setup, build_features, flatten
 from quintet.core.invariants import check
 from quintet.core.kv.pool import BlockPool
-from quintet.core.outbox import Effects, Outbox, TokensBuilder, opening
+from quintet.core.outbox import Effects, Outbox
 from quintet.core.policy import POLICIES
+from quintet.core.request import Request
+from quintet.core.resumption import Shelf, can_go_on
 from quintet.core.scheduler import schedule
 from quintet.core.state import State
 from quintet.wire.config import CacheConfig, ModelConfig, SchedulerConfig
 from quintet.wire.errors import RequestError
 from quintet.wire.ids import epoch_tag, frontend_of
-from quintet.wire.messages import Admit, Cancel, Failed, FinishReason
+from quintet.wire.messages import Admit, Cancel, Failed, FinishReason, Reclaim, Reclaimed
 from quintet.wire.step import Capacity, StepPlan, StepResult
 
 MAX_EPOCH_AGE = 1 << 12
@@ -49,6 +51,9 @@ class Engine:
         self._num_arrived = 0
         self._frontends: dict[int, tuple[int, bool]] = {}
         """Newest epoch of each frontend seat, and whether that one is down too."""
+        self.shelf = Shelf(int(scheduler.resume_grace_s * 1e9))
+        self.num_resumed = 0
+        """Newer attempts that were taken up."""
         self.state: State | None = None
         self.executor_epoch: int | None = None
         """Epoch of the executor whose tables the state mirrors."""
@@ -95,7 +100,7 @@ class Engine:
                 effects.add(
                     self.admit(early, now_ns)
                     if isinstance(early, Admit)
-                    else self.cancel(early.request_ids, now_ns)
+                    else self.cancel(early.request_ids, now_ns, keep=early.keep)
                 )
             self._early.clear()
             return effects
@@ -124,7 +129,8 @@ class Engine:
     def admit(self, message: Admit, now_ns: int) -> Effects:
         """Queue a new request, every choice of it.
 
-        One that is alive already, or has ended, is ignored (it was sent twice), and so is one whose frontend is gone.
+        An attempt that is known already (sent twice), or older than one that is, is ignored, and so is a request whose
+        frontend is gone. A newer attempt at a live request takes it over as it stands, where that is possible.
         """
         state = self.state
         first = message.request_id
@@ -133,11 +139,24 @@ class Engine:
         if state is None:
             self._early.append(message)
             return Effects()
-        live, ended = state.live, state.ended
-        if any(
-            request_id in live or request_id in ended for request_id in range(first, first + message.params.n)
-        ):
+        ids = range(first, first + message.params.n)
+        if max(map(state.newest_attempt, ids)) >= message.attempt:
             return Effects()
+        outbox = Outbox()
+        if message.attempt:
+            self.num_resumed += 1
+            before = [state.live[request_id] for request_id in ids if request_id in state.live]
+            if len(before) == len(ids) and all(can_go_on(request, message) for request in before):
+                return self._go_on(before, message, now_ns)
+            for request in before:
+                outbox.close(request)
+                request.origin = None  # the newer attempt is what may be kept
+                state.retire(request)
+            for request_id in ids:
+                self.shelf.take(request_id)
+        num_seen = len(message.output_ids) // 4
+        if message.adopts:
+            message.output_ids = self._adopted(message)
         try:
             requests = make_requests(
                 message,
@@ -148,53 +167,93 @@ class Engine:
                 state.num_unpromised,
             )
         except RequestError as error:
-            return Effects(failed=[Failed(first, error.code, error.message, error.param)])
+            outbox.failed.append(Failed(first, error.code, error.message, error.param))
+            return outbox.effects(state.step, now_ns)
         self._num_arrived += len(requests)
-        outbox = Outbox()
         for request in requests:
+            request.num_seen = num_seen
             ending = ending_of(request)
             if ending is not None:
-                outbox.end(request, ending[0], now_ns, ending[1])
-                state.note_ended(request.request_id)
+                outbox.end_with_last(request, ending, now_ns)
+                state.note_ended(request)
+                self.shelf.keep(request, now_ns)
                 continue
             state.welcome(request)
         return outbox.effects(state.step, now_ns)
 
-    def cancel(self, request_ids: Iterable[int], now_ns: int) -> Effects:
-        """End these requests; those that were alive are reported as aborted."""
+    def _go_on(self, requests: list[Request], message: Admit, now_ns: int) -> Effects:
+        """Tell a detokenizer, perhaps another one, of live requests that go on under a newer attempt."""
+        assert self.state is not None
+        outbox = Outbox()
+        num_seen = len(message.output_ids) // 4
+        for request in requests:
+            request.attempt, request.num_seen = message.attempt, num_seen
+            was_opened = request.opened
+            outbox.close(request)
+            request.detokenizer = message.detokenizer
+            if was_opened:
+                outbox.builder_for(request, now_ns)
+        return outbox.effects(self.state.step, now_ns)
+
+    def _adopted(self, message: Admit) -> bytes:
+        """Return the outputs with which a request goes on for a client who came back: all that were computed.
+
+        Log-probabilities are not kept, so with them it goes on where the client is.
+        """
+        kept = self.shelf.take(message.adopts)
+        is_whole = message.params.logprobs is None and kept.startswith(message.output_ids)
+        return kept if is_whole else message.output_ids
+
+    def reclaim(self, message: Reclaim) -> Reclaimed:
+        """Tell a frontend of a request that was kept for its client."""
+        kept = self.shelf.find(message.request_id, message.key)
+        if kept is None:
+            return Reclaimed(message.query_id, None)
+        return Reclaimed(message.query_id, kept.admit, kept.choices())
+
+    def cancel(self, request_ids: Iterable[int], now_ns: int, *, keep: bool = False) -> Effects:
+        """End these requests; those that were alive are reported as aborted. ``keep`` those that can be resumed."""
         state = self.state
         if state is None:
-            self._early.append(Cancel(list(request_ids), 0))
+            self._early.append(Cancel(list(request_ids), 0, keep))
             return Effects()
         outbox = Outbox()
         for request_id in request_ids:
             request = state.live.get(request_id)
             if request is not None:
+                if not keep:
+                    request.origin = None
                 outbox.end(request, FinishReason.ABORT, now_ns)
                 state.retire(request)
-        self._audit()
+            elif not keep:
+                self.shelf.take(request_id)
+        self._settle(now_ns)
         return outbox.effects(state.step, now_ns)
 
-    def stop_hit(self, request_ids: Iterable[int]) -> None:
-        """End these requests silently: their text has ended, and the client knows."""
+    def stop_hit(self, request_ids: Iterable[int], attempts: Iterable[int], now_ns: int) -> None:
+        """End these requests silently: the text of this attempt at each has ended, and the client knows."""
         state = self.state
         if state is None:
             return
-        for request_id in request_ids:
+        for request_id, attempt in zip(request_ids, attempts, strict=True):
             request = state.live.get(request_id)
-            if request is not None:
+            if request is not None and request.attempt == attempt:
                 state.retire(request)
-        self._audit()
+        self._settle(now_ns)
 
-    def abandon(self, frontend: int, newest_epoch: int, *, down: bool) -> None:
+    def abandon(self, frontend: int, newest_epoch: int, now_ns: int, *, down: bool) -> None:
         """End, silently, the requests of a frontend process that is gone: epochs before ``newest_epoch``, or also it.
 
-        Requests of such a process that are still on their way are ignored when they come.
+        Those whose clients may come back are kept. Requests of such a process that are still on their way are ignored
+        when they come.
         """
         self._frontends[frontend] = (newest_epoch, down)
         self._early = [m for m in self._early if isinstance(m, Cancel) or not self._is_gone(m.request_id)]
         if self.state is not None:
-            self.stop_hit([request_id for request_id in self.state.live if self._is_gone(request_id)])
+            for request in list(self.state.live.values()):
+                if self._is_gone(request.request_id):
+                    self.state.retire(request)
+            self._settle(now_ns)
 
     def _is_gone(self, request_id: int) -> bool:
         """Return whether the frontend process that made this id has ended."""
@@ -205,25 +264,13 @@ class Engine:
         age = epoch_tag(newest - epoch)
         return down if age == 0 else age < MAX_EPOCH_AGE
 
-    def reopen(self, detokenizer: int, now_ns: int) -> Effects:
-        """Tell a new detokenizer of the requests that its predecessor kept, with every token sent so far."""
-        if self.state is None:
-            return Effects()
-        builder = TokensBuilder()
-        for request in self.state.live.values():
-            if request.detokenizer == detokenizer and request.opened:
-                builder.opens.append(opening(request, request.num_outputs, now_ns))
-        if not builder.opens:
-            return Effects()
-        return Effects([(detokenizer, builder.build(self.state.step, now_ns))])
-
     def plan(self, now_ns: int) -> StepPlan | None:
         """Plan a step if the executor may have another one and there is something to compute."""
         state = self.state
         if state is None or len(state.in_flight) >= self._scheduler.depth or not state.live:
             return None
         plan = schedule(state, now_ns)
-        self._audit()
+        self._settle(now_ns)
         return plan
 
     def commit(self, result: StepResult, now_ns: int) -> Effects:
@@ -231,9 +278,21 @@ class Engine:
         if self.state is None:
             return Effects()
         effects = commit(self.state, result, now_ns)
-        self._audit()
+        self._settle(now_ns)
         return effects
 
-    def _audit(self) -> None:
-        if self._scheduler.audit and self.state is not None:
-            check(self.state)
+    def expire(self, now_ns: int) -> None:
+        """Drop what was kept for clients whose time to come back is over."""
+        self.shelf.expire(now_ns)
+
+    def _settle(self, now_ns: int) -> None:
+        """After every change: keep what left for clients that may come back, and check the invariants if asked to."""
+        state = self.state
+        if state is None:
+            return
+        if state.kept:
+            for request in state.kept:
+                self.shelf.keep(request, now_ns)
+            state.kept.clear()
+        if self._scheduler.audit:
+            check(state)

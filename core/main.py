@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import time
 
-from quintet.core.engine import Engine
+from quintet.core.engine import MAX_EPOCH_AGE, Engine
 from quintet.core.metrics import CoreMetrics, S
 from quintet.core.outbox import Effects
 from quintet.wire.config import EngineConfig
-from quintet.wire.ids import Role, WorkerId, frontend_of
-from quintet.wire.messages import Admit, Cancel, SeatState, StopHit, Topology
+from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of
+from quintet.wire.messages import Admit, Cancel, Reclaim, SeatState, StopHit, Topology
 from quintet.wire.runtime import Process, child_main
 from quintet.wire.step import Capacity, StepResult
 
-Message = Admit | Cancel | StopHit | StepResult | Capacity
+Message = Admit | Cancel | StopHit | Reclaim | StepResult | Capacity
 
 
 class Core:
@@ -24,7 +24,8 @@ class Core:
         self.engine = Engine(config.model, config.cache, config.scheduler)
         self.metrics = CoreMetrics(self.process.metrics)
         self._span = self.process.span
-        self._detokenizer_epochs: dict[int, int | None] = {}
+        self._early: list[Admit | Cancel] = []
+        """Requests for processes that no topology has named yet, and all that came after them, in order."""
 
     def run(self) -> None:
         """Serve until told to stop."""
@@ -40,18 +41,28 @@ class Core:
             self.process.close()
 
     def apply(self, messages: list[Message | Topology]) -> None:
-        """Apply what arrived, in order, then plan.
-
-        A change of topology comes first: the outboxes follow it already, so a new detokenizer must be told the story so
-        far before it gets the tokens of a result in the same batch.
-        """
+        """Apply what arrived, in order, then plan. A change of topology comes first: the outboxes follow it already."""
         if any(isinstance(message, Topology) for message in messages):
             self._follow(self.process.topology)
         for message in messages:
-            if not isinstance(message, Topology):
+            if isinstance(message, Admit | Cancel) and (self._early or self._is_early(message)):
+                self._early.append(message)
+            elif not isinstance(message, Topology):
                 self._handle(message)
         self._plan()
         self._account()
+
+    def _is_early(self, message: Admit | Cancel) -> bool:
+        """Whether a request names processes that no topology has told us of: answers to it would be lost."""
+        if isinstance(message, Cancel):
+            return False
+        peers = self.process.peers
+        detokenizer = peers.epoch(Role.DETOKENIZER, message.detokenizer)
+        if detokenizer is None or detokenizer < message.detokenizer_epoch:
+            return True
+        index, tag = frontend_of(message.request_id)
+        frontend = peers.epoch(Role.FRONTEND, index)
+        return frontend is None or 0 < epoch_tag(tag - frontend) < MAX_EPOCH_AGE
 
     def _handle(self, message: Message) -> None:
         """Apply one message and send what follows from it."""
@@ -72,9 +83,12 @@ class Core:
             self._send(self.engine.admit(message, now))
             self._span("admit", len(message.prompt_ids), now)
         elif isinstance(message, Cancel):
-            self._send(self.engine.cancel(message.request_ids, now))
+            self._send(self.engine.cancel(message.request_ids, now, keep=message.keep))
         elif isinstance(message, StopHit):
-            self.engine.stop_hit(memoryview(message.request_ids).cast("q"))
+            attempts = memoryview(message.attempts).cast("i")
+            self.engine.stop_hit(memoryview(message.request_ids).cast("q"), attempts, now)
+        elif isinstance(message, Reclaim):
+            self.process.peers.send(Role.FRONTEND, message.frontend, self.engine.reclaim(message))
         elif isinstance(message, Capacity):
             self.process.log.info(
                 "executor epoch %d has %d blocks of %d tokens, %d slots",
@@ -103,25 +117,28 @@ class Core:
     def _send(self, effects: Effects) -> None:
         peers = self.process.peers
         for detokenizer, tokens in effects.tokens:
+            tokens.core_epoch = self.process.me.epoch
             peers.send(Role.DETOKENIZER, detokenizer, tokens)
         for failed in effects.failed:
             peers.send(Role.FRONTEND, frontend_of(failed.request_id)[0], failed)
 
     def _follow(self, topology: Topology) -> None:
-        """End the requests of frontends that are gone; bring new detokenizers up to date."""
+        """End the requests of frontends that are gone."""
         now = time.monotonic_ns()
         for seat in topology.seats:
             worker = seat.worker
             if worker.role is Role.FRONTEND:
-                self.engine.abandon(worker.index, worker.epoch, down=seat.state is SeatState.DOWN)
-            elif worker.role is Role.DETOKENIZER:
-                epoch = self.process.peers.epoch(Role.DETOKENIZER, worker.index)
-                if epoch != self._detokenizer_epochs.get(worker.index):
-                    self._detokenizer_epochs[worker.index] = epoch
-                    self._send(self.engine.reopen(worker.index, now))
+                self.engine.abandon(worker.index, worker.epoch, now, down=seat.state is SeatState.DOWN)
+        early, self._early = self._early, []
+        for message in early:
+            if self._early or self._is_early(message):
+                self._early.append(message)
+            else:
+                self._handle(message)
 
     def _account(self) -> None:
         """Bring the heartbeat's account and the gauges up to date."""
+        self.engine.expire(time.monotonic_ns())
         state, engine = self.engine.state, self.engine
         if state is None or self.process.peers.epoch(Role.EXECUTOR, 0) != engine.executor_epoch:
             self.process.pending = 0  # waiting for an executor is no stall of ours

@@ -29,6 +29,7 @@ class TokensBuilder:
     """The columns of one `Tokens` message. Rows are appended in order; most have one token and no finish."""
 
     __slots__ = (
+        "closed",
         "finishes",
         "first_indexes",
         "logprobs",
@@ -41,6 +42,7 @@ class TokensBuilder:
 
     def __init__(self) -> None:
         self.opens: list[Open] = []
+        self.closed: list[int] = []
         self.request_ids: list[int] = []
         self.first_indexes: list[int] = []
         self.token_ids: list[int] = []
@@ -82,6 +84,7 @@ class TokensBuilder:
             stop_ids=stop_ids.tobytes(),
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
+            closed=array("q", self.closed).tobytes(),
         )
 
 
@@ -96,18 +99,39 @@ class Outbox:
 
     def builder_for(self, request: Request, now_ns: int) -> TokensBuilder:
         """Return the builder of the request's detokenizer, in which the request has been opened."""
-        builder = self.builders.get(request.detokenizer)
-        if builder is None:
-            builder = self.builders[request.detokenizer] = TokensBuilder()
+        builder = self._builder(request.detokenizer)
         if not request.opened:
             request.opened = True
-            builder.opens.append(opening(request, request.num_resumed, now_ns))
+            builder.opens.append(opening(request, now_ns))
         return builder
 
-    def end(self, request: Request, reason: FinishReason, now_ns: int, stop_id: int = -1) -> None:
+    def close(self, request: Request) -> None:
+        """Have the request's detokenizer forget it, without a word to the frontend."""
+        if request.opened:
+            self._builder(request.detokenizer).closed.append(request.request_id)
+            request.opened = False
+
+    def _builder(self, detokenizer: int) -> TokensBuilder:
+        builder = self.builders.get(detokenizer)
+        if builder is None:
+            builder = self.builders[detokenizer] = TokensBuilder()
+        return builder
+
+    def end(self, request: Request, reason: FinishReason, now_ns: int) -> None:
         """Report an ending without a token."""
         builder = self.builder_for(request, now_ns)
-        builder.finishes[builder.add_empty(request)] = (reason, stop_id)
+        builder.finishes[builder.add_empty(request)] = (reason, -1)
+
+    def end_with_last(self, request: Request, ending: tuple[FinishReason, int], now_ns: int) -> None:
+        """Report a request that came with all its outputs: as if the last were new, for with it the text ends."""
+        last = request.tokens.pop()
+        request.num_seen = min(request.num_seen, request.num_outputs)
+        builder = self.builder_for(request, now_ns)
+        builder.finishes[len(builder.request_ids)] = ending
+        builder.request_ids.append(request.request_id)
+        builder.first_indexes.append(request.num_outputs)
+        builder.token_ids.append(last)
+        request.tokens.append(last)
 
     def effects(self, step: int, now_ns: int) -> Effects:
         """Return what has gathered."""
@@ -115,8 +139,8 @@ class Outbox:
         return Effects(tokens, self.failed)
 
 
-def opening(request: Request, num_outputs: int, now_ns: int) -> Open:
-    """Return what a detokenizer must know of a request that already has ``num_outputs`` outputs."""
+def opening(request: Request, now_ns: int) -> Open:
+    """Return what a detokenizer must know of a request, with the outputs that it has by now."""
     params, tokens, num_prompt = request.params, request.tokens, request.num_prompt
     whole = request.echo or request.return_prompt_ids
     return Open(
@@ -134,6 +158,8 @@ def opening(request: Request, num_outputs: int, now_ns: int) -> Open:
         min_tokens=params.min_tokens,
         arrival_ns=request.arrival_ns,
         scheduled_ns=now_ns if request.scheduled_ns is None else request.scheduled_ns,
-        output_ids=pack_i32(tokens[num_prompt : num_prompt + num_outputs]),
+        output_ids=pack_i32(tokens[num_prompt:]),
         prompt_logprobs=params.prompt_logprobs is not None,
+        num_seen=request.num_seen,
+        attempt=request.attempt,
     )

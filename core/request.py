@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from quintet.wire.messages import Admit
 from quintet.wire.params import SamplingParams
 
 
@@ -52,8 +53,13 @@ class Request:
     bad_word_ids: list[list[int]] = field(default_factory=list)
     parent: Request | None = None
     """The first choice, whose prompt this one shares; None for the first choice itself."""
-    num_resumed: int = 0
-    """Outputs it came with."""
+    choice: int = 0
+    """Its number among the choices of the original request."""
+    num_seen: int = 0
+    """Outputs that the frontend had when it sent the newest attempt."""
+    attempt: int = 0
+    origin: Admit | None = None
+    """The request as it was admitted, if its client may come back for it (`Admit.claim`)."""
 
     status: Status = Status.WAITING
     length: int = 0

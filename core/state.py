@@ -97,8 +97,8 @@ class State:
     live: dict[int, Request] = field(default_factory=dict)
     num_promised: int = 0
     """Tokens that the live requests have together if each reaches its limit."""
-    ended: OrderedDict[int, None] = field(default_factory=OrderedDict)
-    """Requests that ended last, oldest first: a late second copy of one is not a new request."""
+    ended: OrderedDict[int, int] = field(default_factory=OrderedDict)
+    """Requests that ended last, oldest first, and at which attempt: a late second copy of one is not a new request."""
     running: list[Request] = field(default_factory=list)
     """By rank."""
     waiting: list[Request] = field(default_factory=list)
@@ -118,6 +118,8 @@ class State:
     """Waits that ended since somebody last emptied this list."""
     endings: list[Ending] = field(default_factory=list)
     """Likewise."""
+    kept: list[Request] = field(default_factory=list)
+    """Requests that left and whose clients may come back, since somebody last emptied this list."""
     num_deferred: int = 0
     """Waiting requests that others passed in the last step: something but room keeps them."""
 
@@ -169,7 +171,9 @@ class State:
         request.status = Status.ENDED
         del self.live[request.request_id]
         self.num_promised -= request.limit
-        self.note_ended(request.request_id)
+        self.note_ended(request)
+        if request.origin is not None:
+            self.kept.append(request)
         first = request.parent or request
         first.num_open -= 1
         first.longest = max(first.longest, request.num_outputs)
@@ -204,9 +208,15 @@ class State:
             register(request.digests[index], request.blocks[index])
         request.register_at = (num_full + 1) * block_size
 
-    def note_ended(self, request_id: int) -> None:
+    def newest_attempt(self, request_id: int) -> int:
+        """Return the newest attempt at a request that lives or has ended; -1 for one that is not known."""
+        request = self.live.get(request_id)
+        return request.attempt if request is not None else self.ended.get(request_id, -1)
+
+    def note_ended(self, request: Request) -> None:
         """Remember that a request has ended; forget the oldest of too many."""
-        self.ended[request_id] = None
+        self.ended[request.request_id] = request.attempt
+        self.ended.move_to_end(request.request_id)
         if len(self.ended) > MAX_ENDED:
             self.ended.popitem(last=False)
 

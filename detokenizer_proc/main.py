@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from quintet.detokenizer_proc.incremental import Decoder, PieceTable
 from quintet.detokenizer_proc.rows import Steps
-from quintet.wire.codec import pack_i64, unpack_i32
+from quintet.wire.codec import pack_i32, pack_i64, unpack_i32
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError, ErrorCode
 from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of
@@ -60,6 +60,7 @@ class Detokenizer:
     def __init__(self, process: Process[Tokens | DetokenizeQuery], tokenizer: Tokenizer) -> None:
         self._process = process
         self._span = process.span
+        self._sender = (process.me.index, process.me.epoch)
         vocab_size = process.config.model.vocab_size
         self._showing = PieceTable(tokenizer, vocab_size)
         self._skipping = self._showing.skipping_special_tokens()
@@ -96,7 +97,8 @@ class Detokenizer:
             hits = self._steps.take_stop_hits()
             if hits:
                 self._num_stop_hits.inc(len(hits))
-                process.peers.send(Role.CORE, CORE, StopHit(pack_i64(hits)))
+                ids, attempts = zip(*hits, strict=True)
+                process.peers.send(Role.CORE, CORE, StopHit(pack_i64(ids), pack_i32(attempts)))
             if self._jobs:
                 self._advance_query()
             process.pending = self._steps.num_open + len(self._jobs)
@@ -119,6 +121,7 @@ class Detokenizer:
         began_ns = time.monotonic_ns()
         self._hop.observe((began_ns - message.sent_ns) / 1e9)
         for outbox, text in self._steps.apply(message):
+            text.sender = self._sender
             self._deliver(outbox.index, outbox.epoch_tag, text)
         num_tokens = len(message.token_ids) // 4
         self._num_tokens.inc(num_tokens)
@@ -171,6 +174,8 @@ class Detokenizer:
         for worker in self._process.replaced:
             if worker.role is Role.FRONTEND:
                 self._steps.forget_frontend(worker.index, epoch_tag(worker.epoch))
+            elif worker.role is Role.CORE:
+                self._steps.meet_core(worker.epoch)
         early, self._early = self._early, []
         for index, tag, text in early:
             self._deliver(index, tag, text)

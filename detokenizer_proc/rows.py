@@ -111,17 +111,21 @@ class Steps:
         self._stops = StopCache()
         self._open: dict[int, OpenRequest] = {}
         self._outboxes: dict[tuple[int, int], Outbox] = {}
-        self._ended: dict[int, None] = {}
-        self.stop_hits: list[int] = []
-        """Requests that ended in their text since the last `take_stop_hits`."""
+        self._ended: dict[int, int] = {}
+        """Requests that ended here, and at which attempt, while the core may not know yet."""
+        self._core_epoch = 0
+        self.num_stale = 0
+        """Rows and messages dropped because they came from a core that has a successor, or for requests not open here."""
+        self.stop_hits: list[tuple[int, int]] = []
+        """Requests that ended in their text since the last `take_stop_hits`, and at which attempt."""
 
     @property
     def num_open(self) -> int:
         """Requests that have begun and not ended."""
         return len(self._open)
 
-    def take_stop_hits(self) -> list[int]:
-        """Return the requests the core must hear of, once."""
+    def take_stop_hits(self) -> list[tuple[int, int]]:
+        """Return the requests the core must hear of, once, each with the attempt at it that has ended."""
         hits, self.stop_hits = self.stop_hits, []
         return hits
 
@@ -135,11 +139,27 @@ class Steps:
     def abandon(self, request_ids: Iterable[int]) -> None:
         """Drop requests whose text cannot be delivered; the core hears of those that had not ended."""
         for request_id in request_ids:
-            if self._open.pop(request_id, None) is not None:
-                self._tell_core(request_id)
+            request = self._open.pop(request_id, None)
+            if request is not None:
+                self._tell_core(request)
+
+    def meet_core(self, epoch: int) -> bool:
+        """Return whether this core is the newest known. Requests of its predecessors are dropped: it will open its own."""
+        if epoch > self._core_epoch:
+            self._core_epoch = epoch
+            self._open.clear()
+            self._ended.clear()
+            self.stop_hits.clear()
+        return epoch == self._core_epoch
 
     def apply(self, message: Tokens) -> list[tuple[Outbox, Text]]:
         """Take one step's tokens; return what each frontend must be told."""
+        if not self.meet_core(message.core_epoch):
+            self.num_stale += 1
+            return []
+        if message.closed:
+            for request_id in unpack_i64(message.closed):
+                self._open.pop(request_id, None)
         for opened in message.opens:
             self._begin(opened)
         request_ids = unpack_i64(message.request_ids)
@@ -190,8 +210,7 @@ class Steps:
                 add_count(1)
                 add_token(token_ids[start])
             elif request is None:
-                if finish:
-                    self._finish_unknown(request_id, FinishReason(finish), first + count)
+                self._pass_over(request_id, ended=bool(finish))
             elif count or finish:
                 self._apply_row(
                     request,
@@ -204,13 +223,20 @@ class Steps:
 
     def _begin(self, opened: Open) -> None:
         request_id = opened.request_id
-        if request_id in self._ended:  # the core does not know yet: it was restarted, or the hit crossed this
-            self.stop_hits.append(request_id)
+        if self._ended.get(request_id, -1) >= opened.attempt:  # the hit crossed this
+            self.stop_hits.append((request_id, opened.attempt))
             return
+        self._ended.pop(request_id, None)
         table = self._skipping if opened.skip_special_tokens else self._showing
         request = OpenRequest(opened, table, self._stops.automaton(opened.stop))
         request.outbox = self._outbox_of(request_id)
         self._open[request_id] = request
+        outputs = unpack_i32(opened.output_ids)
+        if request.hit is not None:  # in what the frontend has seen; the ending itself did not reach it
+            self._tell_start(request)
+            self._end(request, FinishReason.NONE, -1)
+        elif len(outputs) > opened.num_seen:
+            self._apply_row(request, opened.num_seen, outputs[opened.num_seen :], FinishReason.NONE, -1, None)
 
     def _outbox_of(self, request_id: int) -> Outbox:
         key = frontend_of(request_id)
@@ -230,9 +256,7 @@ class Steps:
     ) -> None:
         """Apply a row the long way: the first of a request, the last, several tokens, state, or a replay."""
         opened, outbox = request.opened, request.outbox
-        if not request.started:
-            outbox.started.append(_started(request))
-            request.start()
+        self._tell_start(request)
         replayed = request.num_tokens - first
         assert replayed >= 0, f"request {opened.request_id}: token {first} arrived after {request.num_tokens}"
         token_ids = token_ids[replayed:]
@@ -256,6 +280,11 @@ class Steps:
         if request.hit is not None or finish:
             self._end(request, finish, stop_id)
 
+    def _tell_start(self, request: OpenRequest) -> None:
+        if not request.started:
+            request.outbox.started.append(_started(request))
+            request.start()
+
     def _end(self, request: OpenRequest, finish: FinishReason, stop_id: int) -> None:
         request_id = request.opened.request_id
         del self._open[request_id]
@@ -263,23 +292,24 @@ class Steps:
         if request.hit is None:
             stop_reason = stop_id if stop_id >= 0 else None
         elif not finish:
-            self._tell_core(request_id)
+            self._tell_core(request)
         reason = finish if request.hit is None else FinishReason.STOP
         request.outbox.finishes.append(Finish(request_id, reason, stop_reason, request.num_tokens))
 
-    def _tell_core(self, request_id: int) -> None:
+    def _tell_core(self, request: OpenRequest) -> None:
         """Have the core end a request that has ended here, and pass over what it still sends of it."""
-        self.stop_hits.append(request_id)
-        self._ended[request_id] = None
+        request_id, attempt = request.opened.request_id, request.opened.attempt
+        self.stop_hits.append((request_id, attempt))
+        self._ended[request_id] = attempt
         if len(self._ended) > MAX_ENDED:
             del self._ended[next(iter(self._ended))]
 
-    def _finish_unknown(self, request_id: int, finish: FinishReason, num_tokens: int) -> None:
-        """Pass on the ending of a request that never began here; swallow the core's for one that ended in its text."""
-        if request_id in self._ended:
+    def _pass_over(self, request_id: int, *, ended: bool) -> None:
+        """Drop a row of a request that is not open: it ended here, or its story is yet to be told to this process."""
+        if request_id not in self._ended:
+            self.num_stale += 1
+        elif ended:
             del self._ended[request_id]
-            return
-        self._outbox_of(request_id).finishes.append(Finish(request_id, finish, None, num_tokens))
 
     def _positions(
         self, request: OpenRequest, entries: list[TokenLogprobs], offsets: list[int]

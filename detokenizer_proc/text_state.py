@@ -37,9 +37,9 @@ class TextState:
     )
 
     def __init__(self, opened: Open, table: PieceTable, stops: StopAutomaton | None) -> None:
-        """Begin after the prompt, or after the outputs the request already has."""
+        """Begin after the prompt and the outputs that the frontend has seen."""
         self.opened = opened
-        self.started = bool(opened.output_ids)
+        self.started = False
         """Whether the frontend has been told that the request runs."""
         self.num_tokens = 0
         """Output tokens applied."""
@@ -49,7 +49,7 @@ class TextState:
         """The stop string that ended the text."""
         self.prompt_text: str | None = None
         self.prompt_logprobs: list[PositionLogprobs | None] | None = (
-            [None] * opened.num_prompt_tokens if opened.prompt_logprobs and not self.started else None
+            [None] * opened.num_prompt_tokens if opened.prompt_logprobs else None
         )
         """When asked for: one place per prompt token, of which the first stays empty."""
         self._table = table
@@ -65,8 +65,8 @@ class TextState:
         self._decoder = self._begin()
         self.pieces = table.pending
         """The table the row loop may take texts from; all None while the state must be asked."""
-        if opened.output_ids:
-            self.add(unpack_i32(opened.output_ids))
+        if opened.num_seen:
+            self.add(unpack_i32(opened.output_ids)[: opened.num_seen])
 
     @property
     def text_length(self) -> int:

@@ -55,6 +55,11 @@ class Seats:
     def _weight(self, role: Role, index: int, count: int) -> tuple[int, int]:
         return self._load.get((role, index), 0), (index - self._rotation) % count
 
+    def epoch(self, role: Role, index: int) -> int:
+        """Return the epoch of the worker at this seat; 0 when nobody is there."""
+        worker = self._alive.get((role, index))
+        return 0 if worker is None else worker.epoch
+
     def add_load(self, role: Role, index: int, amount: int) -> None:
         """Count work given to a worker (or, negative, taken back from it)."""
         key = (role, index)

@@ -3,10 +3,7 @@
 Pure asyncio over messages: knows nothing of HTTP, so that the Python API uses it as well. Not thread-safe: everything
 happens on one event loop.
 
-    submit ──▶ parked (no worker yet) ──▶ dispatched ──▶ started ──▶ ended
-                     ▲                        │ tokenizer lost           ▲
-                     └────────────────────────┘                          │
-                                  core or detokenizer lost: UNAVAILABLE ─┘
+    submit ──▶ placed (`quintet.frontend.placement`) ──▶ started ──▶ ended
 """
 
 from __future__ import annotations
@@ -17,15 +14,14 @@ from collections.abc import Callable
 
 import msgspec
 
-from quintet.frontend.router import Seats
+from quintet.frontend.placement import Placement, Send
 from quintet.frontend.session_metrics import SessionMetrics
 from quintet.frontend.streams import Batch, Choice, Delta, Mailbox, Stream
 from quintet.wire.codec import unpack_i32
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ErrorCode, RequestError
-from quintet.wire.ids import RequestIds, Role, WorkerId
+from quintet.wire.ids import RequestIds, WorkerId
 from quintet.wire.messages import (
-    Cancel,
     Failed,
     Finish,
     FinishReason,
@@ -39,9 +35,6 @@ from quintet.wire.metrics import Metrics
 from quintet.wire.params import SamplingParams, shown
 
 __all__ = ["Batch", "Delta", "Mailbox", "Send", "Sessions", "Stream"]
-
-Send = Callable[[Role, int, msgspec.Struct], bool]
-"""`quintet.wire.sockets.Peers.send`: queues a message for a peer; False when there is no such peer."""
 
 UNENCODABLE = (OverflowError, UnicodeEncodeError)
 """What encoding a message raises when the request holds what no message can."""
@@ -57,19 +50,19 @@ class Sessions:
         self, me: WorkerId, send: Send, config: EngineConfig, metrics: Metrics | None = None
     ) -> None:
         self.me = me
-        self.seats = Seats(me)
-        self.metrics = SessionMetrics(metrics if metrics is not None else Metrics())
+        metrics = metrics if metrics is not None else Metrics()
+        self.metrics = SessionMetrics(metrics)
         self.num_tokens = 0
         """Tokens received so far: the seat's progress."""
         self.num_ended = 0
         """Requests that have ended so far."""
-        self._send = send
+        self._placement = Placement(me, send, metrics)
+        self.seats = self._placement.seats
         self._max_logprobs = config.frontend.max_logprobs
         self._vocab_size = config.model.vocab_size
         self._ids = RequestIds(me.index, me.epoch)
         self._live: dict[int, Choice] = {}
         self._streams: dict[int, Stream] = {}
-        self._parked: list[Stream] = []
         self._on_idle: Callable[[], None] | None = None
 
     @property
@@ -142,7 +135,7 @@ class Sessions:
         for choice in stream.choices:
             self._live[choice.request_id] = choice
         try:
-            self._dispatch(stream)
+            self._placement.place(stream)
         except BaseException as error:
             self._forget(stream)
             if isinstance(error, UNENCODABLE):
@@ -157,41 +150,13 @@ class Sessions:
         for choice in stream.choices:
             del self._live[choice.request_id]
 
-    def _dispatch(self, stream: Stream) -> None:
-        """Choose the workers of a parked request and send it, or leave it parked."""
-        core, detokenizer = self.seats.pick(Role.CORE), self.seats.pick(Role.DETOKENIZER)
-        if core is None or detokenizer is None:
-            self._parked.append(stream)
-            return
-        stream.submit.core, stream.submit.detokenizer = core, detokenizer
-        if self._send_submit(stream):
-            self.seats.add_load(Role.CORE, core, stream.num_open)
-            self.seats.add_load(Role.DETOKENIZER, detokenizer, stream.num_open)
-        else:
-            self._parked.append(stream)
-
-    def _send_submit(self, stream: Stream) -> bool:
-        tokenizer = self.seats.pick(Role.TOKENIZER)
-        if tokenizer is None:
-            return False
-        stream.submit.sent_ns = time.monotonic_ns()
-        if not self._send(Role.TOKENIZER, tokenizer, stream.submit):
-            return False
-        stream.tokenizer = tokenizer
-        self.seats.add_load(Role.TOKENIZER, tokenizer, 1)
-        return True
-
     def cancel(self, stream: Stream) -> None:
         """See `Stream.cancel`."""
         if stream.ended or stream.is_cancelled:
             return
         stream.is_cancelled = True
-        if stream.tokenizer is None or not self._send_cancel(stream, stream.tokenizer):
+        if not self._placement.send_cancel(stream):
             self._abort_here(stream)
-
-    def _send_cancel(self, stream: Stream, tokenizer: int) -> bool:
-        ids = [choice.request_id for choice in stream.choices if choice.finish is None]
-        return self._send(Role.TOKENIZER, tokenizer, Cancel(ids, stream.submit.core))
 
     def _abort_here(self, stream: Stream) -> None:
         """End a request of which the engine never heard, or will tell nothing more."""
@@ -218,6 +183,9 @@ class Sessions:
         self._fail(choice.stream, RequestError(failed.code, failed.message, failed.param))
 
     def _apply_text(self, text: Text) -> None:
+        if self._placement.is_stale(text.sender):
+            self.metrics.late_rows.inc(len(text.request_ids))
+            return
         now = time.monotonic_ns()
         self.metrics.hop.observe((now - text.sent_ns) * 1e-9)
         touched: list[Stream] = []
@@ -252,6 +220,8 @@ class Sessions:
                 self.metrics.late_rows.inc()
                 continue
             stream, output_ids = choice.stream, choice.output_ids
+            if choice.num_chars < 0:
+                choice.num_chars = offset
             seen_tokens, seen_chars = len(output_ids) - first_index, choice.num_chars - offset
             if seen_tokens < 0 or seen_chars < 0:
                 self._fail(stream, _lost_output(choice, first_index, offset))
@@ -283,8 +253,7 @@ class Sessions:
 
     def _start(self, stream: Stream, started: Started) -> None:
         stream.note_start(started)
-        if stream.tokenizer is not None:
-            self.seats.add_load(Role.TOKENIZER, stream.tokenizer, -1)
+        self._placement.note_start(stream)
         self.metrics.started(started)
 
     def _end_choice(self, choice: Choice, finish: Finish, now: int) -> None:
@@ -313,13 +282,7 @@ class Sessions:
         """The one door through which a request leaves."""
         del self._streams[stream.request_id]
         self.num_ended += 1
-        if stream.tokenizer is None:
-            self._parked = [parked for parked in self._parked if parked is not stream]
-        else:
-            if stream.started is None:
-                self.seats.add_load(Role.TOKENIZER, stream.tokenizer, -1)
-            self.seats.add_load(Role.CORE, stream.submit.core, -len(stream.choices))
-            self.seats.add_load(Role.DETOKENIZER, stream.submit.detokenizer, -len(stream.choices))
+        self._placement.release(stream)
         self.metrics.live.set(len(self._streams))
         if not self._streams and self._on_idle is not None:
             self._on_idle()
@@ -334,51 +297,14 @@ class Sessions:
     # --- supervision ------------------------------------------------------------------------------------------
 
     def follow(self, topology: Topology) -> None:
-        """Adapt to who is there: send again what a lost tokenizer held, end what a lost core or detokenizer held."""
-        for worker in self.seats.follow(topology):
-            for stream in list(self._streams.values()):
-                if stream.tokenizer is not None:
-                    self._lose(stream, worker)
-        parked, self._parked = self._parked, []
-        for stream in parked:
+        """Adapt to who is there: what a lost worker held is placed anew and goes on where it was."""
+        for stream in self._placement.follow(topology, self._streams.values()):
+            self._abort_here(stream)
+        for stream in self._placement.take_parked():
             try:
-                self._dispatch(stream)
+                self._placement.place(stream)
             except UNENCODABLE as error:
                 self._fail(stream, _cannot_travel(error))
-
-    def _lose(self, stream: Stream, worker: WorkerId) -> None:
-        submit = stream.submit
-        if worker.role is Role.TOKENIZER and worker.index == stream.tokenizer:
-            self._lose_tokenizer(stream, worker.index)
-        elif worker.role is Role.CORE and worker.index == submit.core:
-            self._fail(stream, _lost_worker(worker))
-        elif worker.role is Role.DETOKENIZER and worker.index == submit.detokenizer:
-            if stream.tokenizer is not None:
-                self._send_cancel(stream, stream.tokenizer)
-            self._fail(stream, _lost_worker(worker))
-
-    def _lose_tokenizer(self, stream: Stream, index: int) -> None:
-        """Carry on without the tokenizer: one that may not have passed the request on gets it sent again elsewhere.
-
-        The core drops a request it already has, so sending once too often is harmless.
-        """
-        if stream.started is not None:
-            replacement = self.seats.pick(Role.TOKENIZER)
-            stream.tokenizer = replacement if replacement is not None else index
-            if stream.is_cancelled and replacement is not None:
-                self._send_cancel(stream, replacement)
-        elif stream.is_cancelled:
-            replacement = self.seats.pick(Role.TOKENIZER)
-            if replacement is not None:
-                self._send_cancel(stream, replacement)
-            self._abort_here(stream)
-        else:
-            self.seats.add_load(Role.TOKENIZER, index, -1)
-            stream.tokenizer = None
-            if not self._send_submit(stream):
-                self.seats.add_load(Role.CORE, stream.submit.core, -len(stream.choices))
-                self.seats.add_load(Role.DETOKENIZER, stream.submit.detokenizer, -len(stream.choices))
-                self._parked.append(stream)
 
     def fail_all(self, error: RequestError) -> None:
         """End every live request with this error: the process is about to go."""
@@ -391,13 +317,6 @@ def _cannot_travel(error: Exception) -> RequestError:
         ErrorCode.INVALID,
         "The request holds a number of more than 64 bits, or text with a lone surrogate (half of a character), which "
         f"cannot be sent on: {shown(str(error))}.",
-    )
-
-
-def _lost_worker(worker: WorkerId) -> RequestError:
-    return RequestError(
-        ErrorCode.UNAVAILABLE,
-        f"The {worker.role} process serving this request was lost and its work could not be resumed; send it again.",
     )
 
 

@@ -11,6 +11,8 @@ from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import Finish, PositionLogprobs, Started, Submit
 
@@ -52,12 +54,15 @@ class Choice:
     request_id: int
     output_ids: array[int] = field(default_factory=lambda: array("i"))
     num_chars: int = 0
+    """Characters received; -1 before the first text of a choice that goes on where its client left off."""
     num_taken: int = 0
     texts: list[str] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     finish: Finish | None = None
     last_ns: int = 0
     is_dirty: bool = False
+    adopts: int = 0
+    """Its id under a former frontend, of a choice that goes on for a client who came back."""
 
     def unread_bytes(self) -> int:
         """Estimate what is held for the reader."""
@@ -144,7 +149,15 @@ class Stream:
         self.error: RequestError | None = None
         self.tokenizer: int | None = None
         """Index of the tokenizer that holds the request; None while parked."""
+        self.attempt = 0
+        """How often its core or detokenizer was lost."""
+        self.num_placed = 0
+        """Choices that count as work of its core and detokenizer."""
+        self.is_encoding = False
+        """Whether it counts as work of its tokenizer."""
         self.is_cancelled = False
+        self.is_kept = False
+        """Whether its client may come back for it after it was cancelled."""
         self.is_posted = False
         self.is_closed = False
         self.first_token_ns = 0
@@ -164,6 +177,34 @@ class Stream:
     def request_id(self) -> int:
         """The id of the first choice."""
         return self.submit.request_id
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether part of it was received before it was sent: it is sent again choice by choice."""
+        return self.started is not None or any(choice.output_ids for choice in self.choices)
+
+    def messages(self) -> list[Submit]:
+        """Return what has to be sent for the choices that have not ended: one message, or one each."""
+        submit = self.submit
+        if not self.is_resumed:
+            return [msgspec.structs.replace(submit, attempt=self.attempt)]
+        changes: dict[str, object] = {"n": 1}
+        if self.started is not None:
+            changes["prompt_logprobs"] = None  # were received with it
+        params = msgspec.structs.replace(submit.params, **changes)
+        return [
+            msgspec.structs.replace(
+                submit,
+                request_id=choice.request_id,
+                params=params,
+                choice=choice.index,
+                output_ids=choice.output_ids.tobytes(),
+                attempt=self.attempt,
+                adopts=choice.adopts,
+            )
+            for choice in self.choices
+            if choice.finish is None
+        ]
 
     @property
     def ended(self) -> bool:

@@ -67,6 +67,8 @@ class Service:
         self._early_bytes = 0
         self._refusals: list[tuple[int, int | None, Failed | Tokenized]] = []
         """Answers to what was too much to wait, with the frontend's index and epoch's tag."""
+        self._untold: list[tuple[Submit, Admit, set[int]]] = []
+        """Admissions to a core that no topology has named yet, with the choices that were cancelled meanwhile."""
         metrics = process.metrics
         self._hop = metrics.histogram(
             "hop_seconds", "Time of a message from sender to receiver.", hop="frontend_tokenizer"
@@ -78,6 +80,9 @@ class Service:
     def handle(self, message: msgspec.Struct) -> None:
         """Take one message. What comes from a frontend that no topology has named yet waits for the next one."""
         if isinstance(message, Topology):
+            untold, self._untold = self._untold, []
+            for submit, admit, cancelled in untold:
+                self._send_admit(submit, admit, cancelled)
             early, self._early, self._early_bytes = self._early, {}, 0
             for waiting in early.values():
                 for each in waiting:
@@ -203,6 +208,11 @@ class Service:
             bad_words,
             submit.choice,
             submit.output_ids,
+            submit.attempt,
+            submit.deadline_ns,
+            submit.claim,
+            submit.adopts,
+            submit.detokenizer_epoch,
         )
 
     def _admit(self, submit: Submit, result: Admit | Failed) -> None:
@@ -215,12 +225,18 @@ class Service:
             self._fail(Failed(submit.request_id, ErrorCode.INVALID, "cancelled"))
         else:
             self._sizes.observe(len(result.prompt_ids) // 4)
-            result.sent_ns = time.monotonic_ns()
-            if not self._process.peers.send(Role.CORE, submit.core, result):
-                message = f"core {submit.core} is not running; try again."
-                self._fail(Failed(submit.request_id, ErrorCode.UNAVAILABLE, message))
-            elif cancelled:
-                self._process.peers.send(Role.CORE, submit.core, Cancel(sorted(cancelled), submit.core))
+            self._send_admit(submit, result, cancelled)
+
+    def _send_admit(self, submit: Submit, admit: Admit, cancelled: set[int]) -> None:
+        """Admit a request, and cancel some of its choices; wait with that for a topology that names its core."""
+        known = self._process.peers.epoch(Role.CORE, submit.core)
+        if known is None or known < submit.core_epoch:
+            self._untold.append((submit, admit, cancelled))
+            return
+        admit.sent_ns = time.monotonic_ns()
+        self._process.peers.send(Role.CORE, submit.core, admit)
+        if cancelled:
+            self._process.peers.send(Role.CORE, submit.core, Cancel(sorted(cancelled), submit.core))
 
     def _fail(self, failed: Failed) -> None:
         self._num_failed.inc()
@@ -238,8 +254,10 @@ class Service:
                 forward.append(request_id)
             else:
                 self._waiting[owner].add(request_id)
+        for submit, _, cancelled in self._untold:
+            cancelled.update(set(forward).intersection(_choices(submit)))
         if forward:
-            self._process.peers.send(Role.CORE, cancel.core, Cancel(forward, cancel.core))
+            self._process.peers.send(Role.CORE, cancel.core, Cancel(forward, cancel.core, cancel.keep))
 
     def _answer(self, query: TokenizeQuery) -> Tokenized:
         try:

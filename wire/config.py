@@ -65,6 +65,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Most tokens of one prompt computed in one step while others wait; 0 means no limit."""
     step_target_ms: int = 0
     """How long a step with prompts in it should take at most while others decode; 0 means no target."""
+    resume_grace_s: float = 30.0
+    """How long a streamed request is kept for a client that was cut off; 0 for not at all."""
     depth: int = 2
     """Plans that may be in flight: 1 is synchronous, 2 overlaps planning with the device."""
     audit: bool = False

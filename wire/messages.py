@@ -107,6 +107,10 @@ class Submit(msgspec.Struct, array_like=True, tag="submit"):
     """What makes it resumable after its frontend is gone, or after its client left."""
     adopts: int = 0
     """A choice (by its id under its former frontend) that this one continues; 0 for none."""
+    core_epoch: int = 0
+    """The process the frontend means: a tokenizer that knows only older ones waits for the next topology."""
+    detokenizer_epoch: int = 0
+    """Likewise, for the core."""
 
 
 class Cancel(msgspec.Struct, array_like=True, tag="cancel"):
@@ -141,6 +145,7 @@ class Admit(msgspec.Struct, array_like=True, tag="admit"):
     deadline_ns: int = 0
     claim: Claim | None = None
     adopts: int = 0
+    detokenizer_epoch: int = 0
 
 
 class Failed(msgspec.Struct, array_like=True, tag="failed"):
@@ -253,6 +258,8 @@ class Tokens(msgspec.Struct, array_like=True, tag="tokens", gc=False):
     """``row`` is the row of this message, which may have no tokens yet."""
     core_epoch: int = 0
     """Of the sender: tokens of a core that has a successor are dropped."""
+    closed: bytes = b""
+    """int64[…]: requests that another detokenizer keeps from now on; applied first."""
 
 
 class StopHit(msgspec.Struct, array_like=True, tag="stop_hit", gc=False):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from zlib import crc32
 
@@ -189,12 +190,14 @@ class World:
         max_model_len = options.pop("max_model_len", 256)
         features = options.pop("features", FEATURES)
         settings: dict[str, object] = {"max_num_seqs": slots, "max_num_batched_tokens": 64, "audit": True}
-        self.engine = Engine(
+        new_engine = partial(
+            Engine,
             make_model(max_model_len),
             CacheConfig(memory_bytes=0, enable_prefix_caching=bool(caching)),
             msgspec.convert(settings | options, SchedulerConfig),
             features,
         )
+        self.engine = new_engine()
         self.now = 0
         self.epoch = 0
         self.block_size, self.num_blocks, self.slots, self.max_model_len = (
@@ -206,6 +209,9 @@ class World:
         self.plans: list[bytes] = []
         self.outcomes: dict[int, Outcome] = {}
         self.failed: dict[int, str] = {}
+        self.sent: dict[int, Admit] = {}
+        """Every choice's newest attempt, as its frontend would send it again."""
+        self._new_engine = new_engine
         if start:
             self.new_executor()
 
@@ -242,7 +248,30 @@ class World:
             fields.pop("detokenizer", 0),
             **fields,
         )
+        for choice in range(params.n):
+            self.sent[request_id + choice] = msgspec.structs.replace(
+                message,
+                request_id=request_id + choice,
+                params=msgspec.structs.replace(params, n=1),
+                choice=message.choice + choice,
+            )
         self.apply(self.engine.admit(message, self.now))
+
+    def resend(self, request_id: int, num_seen: int, **changes: object) -> None:
+        """Be a frontend that lost what came after ``num_seen`` outputs, and who it came from: send the choice again."""
+        outcome = self.outcomes.setdefault(request_id, Outcome())
+        outcome.tokens = outcome.tokens[:num_seen]
+        outcome.finish, outcome.num_endings = FinishReason.NONE, 0
+        last = self.sent[request_id]
+        message = self.sent[request_id] = msgspec.structs.replace(
+            last, output_ids=codec.pack_i32(outcome.tokens), attempt=last.attempt + 1, **changes
+        )
+        self.apply(self.engine.admit(msgspec.structs.replace(message), self.tick()))
+
+    def new_core(self) -> None:
+        """Replace the core, which knows nothing; the executor begins anew with it."""
+        self.engine = self._new_engine()
+        self.new_executor()
 
     def cancel(self, *request_ids: int) -> None:
         """Cancel requests."""
@@ -287,7 +316,9 @@ class World:
         for _, tokens in effects.tokens:
             for opened in tokens.opens:
                 outcome = self.outcomes.setdefault(opened.request_id, Outcome())
-                outcome.tokens = list(codec.unpack_i32(opened.output_ids))
+                known = list(codec.unpack_i32(opened.output_ids))
+                assert not outcome.tokens or known[: opened.num_seen] == outcome.tokens[: opened.num_seen]
+                outcome.tokens = known
                 outcome.num_cached = opened.num_cached_tokens
             values = iter(codec.unpack_i32(tokens.token_ids))
             columns = zip(

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from quintet.core.admission import make_requests
+from quintet.core.policy import fcfs
 from quintet.core.state import MAX_ENDED
+from quintet.wire import codec
 from quintet.wire.ids import RequestIds
-from quintet.wire.messages import FinishReason
+from quintet.wire.messages import Admit, FinishReason
+from quintet.wire.params import SamplingParams
 
 from .fake import EOS, World, expected
 
@@ -110,7 +114,7 @@ def test_stop_hit_ends_silently() -> None:
     world = World()
     world.admit(1, PROMPT, max_tokens=20, ignore_eos=True)
     world.step()
-    world.engine.stop_hit([1, 99])
+    world.engine.stop_hit([1, 99], [0, 0], world.tick())
     world.run()
     assert world.outcomes[1].num_endings == 0
     world.assert_idle()
@@ -146,8 +150,16 @@ def test_endings_remembered_are_bounded() -> None:
     world.admit(1, PROMPT, max_tokens=1)
     world.run()
     assert world.engine.state is not None
-    for request_id in range(10, 10 + MAX_ENDED):
-        world.engine.state.note_ended(request_id)
+    (request,) = make_requests(
+        Admit(10, codec.pack_i32(PROMPT), SamplingParams(), 0, 0, 0),
+        0,
+        fcfs,
+        [],
+        world.engine.state.limits,
+        0,
+    )
+    for request.request_id in range(10, 10 + MAX_ENDED):
+        world.engine.state.note_ended(request)
     assert len(world.engine.state.ended) == MAX_ENDED
     world.admit(1, PROMPT)
     assert world.engine.num_live == 1
@@ -177,12 +189,12 @@ def test_frontend_that_is_gone_takes_its_requests_along() -> None:
     old, new, other = RequestIds(1, 8191).take(), RequestIds(1, 8192).take(), RequestIds(2, 1).take()
     for request_id in (old, new, other):
         world.admit(request_id, PROMPT)
-    world.engine.abandon(1, 8191, down=False)
-    world.engine.abandon(2, 0, down=True)
+    world.engine.abandon(1, 8191, world.tick(), down=False)
+    world.engine.abandon(2, 0, world.tick(), down=True)
     assert world.engine.num_live == 3
-    world.engine.abandon(1, 8192, down=False)
+    world.engine.abandon(1, 8192, world.tick(), down=False)
     assert world.engine.state is not None and list(world.engine.state.live) == [new, other]
-    world.engine.abandon(2, 1, down=True)
+    world.engine.abandon(2, 1, world.tick(), down=True)
     assert list(world.engine.state.live) == [new]
     world.admit(other, PROMPT)  # was still on its way
     assert list(world.engine.state.live) == [new]

@@ -177,7 +177,8 @@ def test_replaced_executor_and_detokenizer_lose_nothing(neighbours: Neighbours) 
     neighbours.publish(EXECUTOR, DETOKENIZER, FRONTEND)
     capacity = Capacity(1, 32, 4, 8, 128)
     neighbours.send(capacity)
-    neighbours.send(admit(RequestIds(0, 1).take(), PROMPT, 6))
+    request = admit(RequestIds(0, 1).take(), PROMPT, 6)
+    neighbours.send(request)
     device = FakeExecutor(capacity)
     plan = neighbours.receive_all(EXECUTOR)[0]
     assert isinstance(plan, StepPlan)
@@ -190,6 +191,9 @@ def test_replaced_executor_and_detokenizer_lose_nothing(neighbours: Neighbours) 
     neighbours.publish(new_executor, new_detokenizer, FRONTEND)
     capacity = Capacity(2, 32, 4, 8, 128)
     neighbours.send(capacity)
+    neighbours.send(
+        msgspec.structs.replace(request, attempt=1, detokenizer_epoch=2)
+    )  # the frontend saw nothing yet
     heard = serve(neighbours, new_executor, FakeExecutor(capacity), new_detokenizer)
     wanted = expected(PROMPT, 3, 6, stops=())
     assert list(codec.unpack_i32(heard[0].opens[0].output_ids)) == wanted[:1]
@@ -198,12 +202,14 @@ def test_replaced_executor_and_detokenizer_lose_nothing(neighbours: Neighbours) 
 
 def test_requests_of_a_replaced_frontend_end(neighbours: Neighbours) -> None:
     neighbours.bind(EXECUTOR, StepPlan)
-    neighbours.publish(EXECUTOR, FRONTEND)
+    neighbours.bind(DETOKENIZER, Tokens)
+    other = WorkerId(Role.FRONTEND, 1, 1)
+    neighbours.publish(EXECUTOR, DETOKENIZER, FRONTEND, other)
     neighbours.send(Capacity(1, 32, 4, 8, 128))
     neighbours.send(admit(RequestIds(0, 1).take(), PROMPT, 6))
     neighbours.send(admit(RequestIds(1, 1).take(), PROMPT, 6))
     deadline = time.monotonic() + 10
-    neighbours.publish(EXECUTOR, WorkerId(Role.FRONTEND, 0, 2))
+    neighbours.publish(EXECUTOR, DETOKENIZER, WorkerId(Role.FRONTEND, 0, 2), other)
     while time.monotonic() < deadline:
         for message in neighbours.receive_all(SUPERVISOR):
             if isinstance(message, Heartbeat) and message.pending == 1:
@@ -238,14 +244,16 @@ def driven(config: EngineConfig) -> Iterator[Driven]:
 NEW_EXECUTOR, NEW_DETOKENIZER = WorkerId(Role.EXECUTOR, 0, 2), WorkerId(Role.DETOKENIZER, 0, 2)
 
 
-def test_new_detokenizer_hears_the_story_before_the_next_tokens(driven: Driven) -> None:
+def test_an_attempt_for_a_detokenizer_not_named_yet_waits_for_the_topology(driven: Driven) -> None:
+    """The frontend may hear of a new detokenizer before this process does."""
     neighbours = driven.neighbours
     for worker, accepts in ((EXECUTOR, StepPlan), (DETOKENIZER, Tokens), (NEW_DETOKENIZER, Tokens)):
         neighbours.bind(worker, accepts)
     capacity = Capacity(1, 32, 4, 8, 128)
-    neighbours.publish(EXECUTOR, DETOKENIZER)
+    neighbours.publish(EXECUTOR, DETOKENIZER, FRONTEND)
     neighbours.send(capacity)
-    neighbours.send(admit(RequestIds(0, 1).take(), PROMPT, 6))
+    request = admit(RequestIds(0, 1).take(), PROMPT, 6)
+    neighbours.send(request)
     driven.deliver(3)
     device = FakeExecutor(capacity)
     while len(device.results) < 2:
@@ -253,25 +261,27 @@ def test_new_detokenizer_hears_the_story_before_the_next_tokens(driven: Driven) 
             assert isinstance(plan, StepPlan)
             device.execute(plan)
     neighbours.send(device.results.popleft())
-    driven.deliver(1)
-    neighbours.send(device.results.popleft())
-    neighbours.publish(EXECUTOR, NEW_DETOKENIZER)
+    neighbours.send(msgspec.structs.replace(request, attempt=1, detokenizer_epoch=2))
     driven.deliver(2)
-    heard = neighbours.receive_all(NEW_DETOKENIZER)
+    neighbours.send(device.results.popleft())
+    neighbours.publish(EXECUTOR, NEW_DETOKENIZER, FRONTEND)
+    driven.deliver(2)
+    heard: list[object] = []
     while len(heard) < 2:
         heard += neighbours.receive_all(NEW_DETOKENIZER)
     story, tokens = heard
     assert isinstance(story, Tokens) and isinstance(tokens, Tokens)
-    assert len(codec.unpack_i32(story.opens[0].output_ids)) == 1
+    (opened,) = story.opens
+    assert (len(codec.unpack_i32(opened.output_ids)), opened.num_seen, opened.attempt) == (1, 0, 1)
     assert list(codec.unpack_i32(tokens.first_indexes)) == [1]
 
 
 def test_an_executor_gets_no_plan_before_its_capacity_is_known(driven: Driven) -> None:
     neighbours, engine = driven.neighbours, driven.core.engine
-    neighbours.publish(EXECUTOR)
+    neighbours.publish(EXECUTOR, DETOKENIZER, FRONTEND)
     neighbours.send(Capacity(1, 32, 4, 8, 128))
     driven.deliver(2)
-    neighbours.publish(NEW_EXECUTOR)
+    neighbours.publish(NEW_EXECUTOR, DETOKENIZER, FRONTEND)
     neighbours.send(admit(RequestIds(0, 1).take(), PROMPT, 6))
     driven.deliver(2)
     assert engine.state is not None and not engine.state.in_flight

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from quintet.wire import codec
 from quintet.wire.messages import Tokens
 from quintet.wire.step import PromptLogprobs, StepResult, TokenLogprobs
 
-from .fake import World
+from .fake import World, expected
 
 PROMPT = list(range(10, 31))
 
@@ -46,19 +48,37 @@ def test_one_message_per_detokenizer_and_step() -> None:
     assert len(messages) == 2 and rows == {0: [0, 2, 4], 1: [1, 3, 5]}
 
 
-def test_a_new_detokenizer_hears_of_its_own_requests_only() -> None:
+def test_a_newer_attempt_at_a_live_request_only_tells_its_story_anew() -> None:
     world = World(depth=1)
-    for request_id in range(3):
-        world.admit(request_id, PROMPT[request_id:], detokenizer=request_id % 2, ignore_eos=True)
+    for request_id in range(2):
+        world.admit(request_id, PROMPT[request_id:], ignore_eos=True)
     for _ in range(3):
         world.step()
-    world.admit(4, PROMPT)  # not opened yet: its first tokens will open it
-    [(index, tokens)] = world.engine.reopen(0, world.tick()).tokens
-    assert index == 0 and not tokens.request_ids
-    heard = {opened.request_id: list(codec.unpack_i32(opened.output_ids)) for opened in tokens.opens}
-    assert heard == {0: world.outcomes[0].tokens, 2: world.outcomes[2].tokens}
-    assert all(len(outputs) == 3 for outputs in heard.values())
-    assert world.engine.reopen(5, world.tick()).tokens == []
+    before = list(world.outcomes[0].tokens)
+    message = msgspec.structs.replace(
+        world.sent[0], attempt=1, detokenizer=1, output_ids=codec.pack_i32(before[:1])
+    )
+    (old, closing), (new, opening) = world.engine.admit(message, world.tick()).tokens
+    assert (old, list(codec.unpack_i64(closing.closed)), closing.opens) == (0, [0], [])
+    (opened,) = opening.opens
+    assert (new, opened.request_id, opened.num_seen, opened.attempt) == (1, 0, 1, 1)
+    assert list(codec.unpack_i32(opened.output_ids)) == before and len(before) == 3
+    assert world.engine.admit(message, world.tick()).tokens == []  # the same attempt twice is one
+    world.run()
+    assert world.engine.state is not None
+    assert world.engine.state.counters.generation_tokens == 16  # none was computed twice
+
+
+def test_log_probabilities_that_were_lost_are_computed_again() -> None:
+    world = World(depth=1)
+    world.admit(0, PROMPT, ignore_eos=True, logprobs=2)
+    for _ in range(3):
+        world.step()
+    world.resend(0, 1)
+    world.run()
+    assert world.outcomes[0].tokens == expected(PROMPT, 0, 8, stops=())
+    assert world.engine.state is not None
+    assert world.engine.state.counters.generation_tokens == 3 + 7
 
 
 def test_checksum_is_for_audits_only() -> None:
@@ -83,7 +103,7 @@ def test_logprobs_name_rows_of_the_message() -> None:
     world.plan()
     result = world.executor.results.popleft()
     result.logprobs = [logprobs_of(row, 50 + row) for row in range(4)]
-    world.engine.stop_hit([0])
+    world.engine.stop_hit([0], [0], world.tick())
     messages = dict(told(world, result))
     rows = {
         index: [(entry.row, codec.unpack_i32(entry.token_ids)[0]) for entry in tokens.logprobs]

@@ -92,7 +92,7 @@ def test_the_beginning_of_one_who_left_is_still_written(how: str) -> None:
     if how == "cancel":
         world.cancel(1)
     else:
-        world.engine.stop_hit([1])
+        world.engine.stop_hit([1], [0], world.tick())
     world.admit(2, prompt_of(2), max_tokens=NUM_OUTPUTS, ignore_eos=True)
     plan = world.plan()
     assert plan is not None and list(codec.unpack_i32(plan.counts)) == [NUM_OWN]

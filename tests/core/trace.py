@@ -61,17 +61,39 @@ def random_trace(seed: int, num_operations: int, depth: int) -> tuple[World, dic
         elif dice < 0.23 and alive:
             request_id = rng.choice(alive)
             sent[request_id].silenced = True
-            world.engine.stop_hit([request_id, 10**9])
+            world.engine.stop_hit([request_id, 10**9], [world.sent[request_id].attempt, 0], world.tick())
         elif dice < 0.234:
             world.new_executor()
         elif dice < 0.25:
-            world.apply(world.engine.reopen(0, world.tick()))
+            _lose_texts(world, rng, sent)
+        elif dice < 0.253:
+            world.new_core()
+            for request_id in sent:
+                _resend(world, rng, sent, request_id)
         elif dice < 0.6:
             world.plan()
         else:
             world.commit()
     world.run()
     return world, sent
+
+
+def _lose_texts(world: World, rng: random.Random, sent: dict[int, Sent]) -> None:
+    """Kill a detokenizer: some requests, ended or not, have outputs that their frontends never saw."""
+    for request_id in sent:
+        if rng.random() < 0.3:
+            _resend(world, rng, sent, request_id)
+
+
+def _resend(world: World, rng: random.Random, sent: dict[int, Sent], request_id: int) -> None:
+    """Send a choice again with some of its outputs, unless its frontend has seen its end or wants it no more."""
+    outcome = world.outcomes.get(request_id)
+    if sent[request_id].cancelled or sent[request_id].silenced:
+        return
+    num_outputs = 0 if outcome is None else len(outcome.tokens)
+    if outcome is not None and outcome.num_endings and rng.random() < 0.5:
+        return
+    world.resend(request_id, rng.randint(0, num_outputs))
 
 
 def _admit(

@@ -77,6 +77,7 @@ class World:
         started: list[int] = [],  # noqa: B006 - never changed
         finished: list[tuple[int, FinishReason]] = [],  # noqa: B006 - never changed
         logprobs: list[RowLogprobs] = [],  # noqa: B006 - never changed
+        sender: tuple[int, int] = (0, 9),
     ) -> None:
         """Deliver one `Text`; a row is ``(id, delta, offset, first index, token ids)``."""
         self.sessions.handle(
@@ -93,6 +94,7 @@ class World:
                 token_ids=pack_i32([token for row in rows for token in row[4]]),
                 finishes=[Finish(i, reason, None, 1) for i, reason in finished],
                 logprobs=logprobs,
+                sender=sender,
             )
         )
 
@@ -360,26 +362,86 @@ def test_a_request_cancelled_into_a_lost_tokenizer_ends_here() -> None:
 
 @pytest.mark.parametrize("role", [Role.CORE, Role.DETOKENIZER])
 @pytest.mark.parametrize("down", [True, False])
-def test_a_lost_core_or_detokenizer_ends_its_requests(role: Role, down: bool) -> None:
+def test_what_a_lost_core_or_detokenizer_held_goes_on_elsewhere(role: Role, down: bool) -> None:
     async def story() -> None:
         world = World()
         world.seats[role, 1] = (1, SeatState.READY)
         world.follow()
-        streams = [world.sessions.submit(PROMPT, params()) for _ in range(2)]
-        world.seats[role, 0] = (1, SeatState.DOWN) if down else (2, SeatState.STARTING)
+        fresh, running, other = (world.sessions.submit(PROMPT, params(n=2)) for _ in range(3))
+        index = 0 if role is Role.CORE else fresh.submit.detokenizer
+        held = [
+            s
+            for s in (fresh, running, other)
+            if (s.submit.core, s.submit.detokenizer)[role is not Role.CORE] == index
+        ]
+        running = held[-1]
+        rid = running.request_id
+        world.text([(rid, "ab", 0, 0, [1, 2])], started=[rid])
+        world.seats[role, index] = (1, SeatState.DOWN) if down else (2, SeatState.STARTING)
+        world.sent.clear()
         world.follow()
-        ended = [stream for stream in streams if stream.ended]
-        assert len(ended) == 1
-        with pytest.raises(RequestError) as caught:
-            await ended[0].next_batch()
-        assert caught.value.code is ErrorCode.UNAVAILABLE
-        assert role in caught.value.message
-        assert world.sessions.num_live == 1
-        assert len(world.of(Cancel)) == (1 if role is Role.DETOKENIZER else 0)
-        world.text(
-            [(ended[0].request_id, "late", 0, 0, [1])], finished=[(ended[0].request_id, FinishReason.STOP)]
-        )
-        assert world.sessions.num_live == 1
+        again = world.of(Submit)
+        ids = {submit.request_id for submit in again}
+        assert ids == {s.request_id for s in held} | {rid, rid + 1}
+        for submit in again:
+            assert submit.attempt == 1
+            assert (submit.core if role is Role.CORE else submit.detokenizer) == 1 - index
+            whole = submit.request_id not in (rid, rid + 1)
+            assert submit.params.n == (2 if whole else 1)
+            assert submit.output_ids == (pack_i32([1, 2]) if submit.request_id == rid else b"")
+            assert submit.choice == submit.request_id - (submit.request_id if whole else rid)
+        world.text([(rid, "bc", 1, 1, [2, 3])])  # told again from its second token
+        world.text([], finished=[(rid, FinishReason.STOP), (rid + 1, FinishReason.STOP)])
+        batches = await rest(running)
+        assert "".join(d.text for b in batches for d in b.deltas if d.choice == 0) == "abc"
+        assert running.error is None
+
+    run(story())
+
+
+def test_text_of_a_lost_detokenizer_is_dropped() -> None:
+    async def story() -> None:
+        world = World().follow()
+        stream = world.sessions.submit(PROMPT, params())
+        rid = stream.request_id
+        world.seats[Role.DETOKENIZER, 0] = (2, SeatState.READY)
+        world.follow()
+        world.text([(rid, "x", 0, 0, [1])], sender=(0, 1))
+        assert stream.num_output_tokens == 0
+        world.text([(rid, "x", 0, 0, [1])], sender=(0, 2))
+        assert stream.num_output_tokens == 1
+
+    run(story())
+
+
+def test_requests_move_away_from_a_detokenizer_that_retires() -> None:
+    async def story() -> None:
+        world = World().follow()
+        stream = world.sessions.submit(PROMPT, params())
+        world.seats[Role.DETOKENIZER, 0] = (1, SeatState.RETIRING)
+        world.follow()
+        assert len(world.of(Submit)) == 1  # there is no other
+        world.seats[Role.DETOKENIZER, 1] = (1, SeatState.READY)
+        world.follow()
+        world.follow()
+        first, second = world.of(Submit)
+        assert (first.detokenizer, second.detokenizer, second.attempt) == (0, 1, 1)
+        assert second.request_id == stream.request_id
+
+    run(story())
+
+
+@pytest.mark.parametrize("role", [Role.CORE, Role.DETOKENIZER])
+def test_a_cancelled_request_ends_when_nobody_is_left_to_say_so(role: Role) -> None:
+    async def story() -> None:
+        world = World().follow()
+        stream = world.sessions.submit(PROMPT, params())
+        world.text([(stream.request_id, "a", 0, 0, [1])], started=[stream.request_id])
+        stream.cancel()
+        world.seats[role, 0] = (2, SeatState.STARTING)
+        world.follow()
+        assert stream.ended and world.sessions.num_live == 0
+        assert len(world.of(Submit)) == 1
 
     run(story())
 
@@ -436,8 +498,8 @@ def test_fail_all_ends_everything_and_idle_is_told() -> None:
 def test_what_cannot_be_encoded_is_refused_and_leaves_nothing(late: bool, salt: Any) -> None:
     async def story() -> None:
         world = World() if late else World().follow()
-        send = world.sessions._send
-        world.sessions._send = lambda role, index, message: (
+        send = world.sessions._placement._send
+        world.sessions._placement._send = lambda role, index, message: (
             bool(codec.encode(message)) and send(role, index, message)
         )
         good = world.sessions.submit(PROMPT, params())

@@ -134,7 +134,7 @@ def test_a_stop_string_is_told_to_the_core_and_what_follows_is_dropped(
     assert (text.deltas, finish.reason, finish.stop_reason) == (["hello "], STOP, "wor")
     assert text.num_tokens == [finish.num_output_tokens]
     assert len(text.token_ids) == 4 * finish.num_output_tokens < 4 * len(ids)
-    assert steps.take_stop_hits() == [ONE]
+    assert steps.take_stop_hits() == [(ONE, 0)]
     assert steps.take_stop_hits() == []
     assert steps.apply(tokens((ONE, len(ids), ids[:1], NONE))) == []
     assert steps.apply(tokens((ONE, len(ids) + 1, ids[:1], LENGTH))) == []
@@ -170,15 +170,53 @@ def test_a_request_that_is_opened_again_goes_on_at_the_same_offset(
     ids = tokenizer.encode("the quick 😀 brown fox").ids
     whole = only(steps, tokens((ONE, 0, ids, NONE), opens=[opening(stop=stop)]))
     for split in range(1, len(ids)):
-        again = opening(stop=stop, output_ids=pack_i32(ids[:split]))
+        again = opening(stop=stop, output_ids=pack_i32(ids[:split]), num_seen=split)
         text = only(steps, tokens((ONE, split, ids[split:], NONE), opens=[again]))
-        assert not text.started
         assert text.deltas[0] == whole.deltas[0][text.offsets[0] :]
 
 
-def test_an_ending_of_a_request_that_never_began_is_passed_on(steps: Steps) -> None:
-    text = only(steps, tokens((ONE, 0, [], ABORT)))
-    assert [(f.request_id, f.reason, f.num_output_tokens) for f in text.finishes] == [(ONE, ABORT, 0)]
+def test_outputs_that_the_frontend_has_not_seen_are_told_at_once(steps: Steps, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("the quick 😀 brown fox").ids
+    whole = only(steps, tokens((ONE, 0, ids, NONE), opens=[opening()])).deltas[0]
+    for split in range(len(ids)):
+        again = opening(output_ids=pack_i32(ids), num_seen=split, attempt=split + 1)
+        text = only(steps, tokens(opens=[again]))
+        assert text.started[0].request_id == ONE
+        assert text.deltas == [whole[text.offsets[0] :]]
+        assert (text.first_indexes, text.token_ids) == ([split], pack_i32(ids[split:]))
+
+
+def test_a_stop_string_that_the_frontend_has_seen_ends_the_request_again(
+    steps: Steps, tokenizer: Tokenizer
+) -> None:
+    ids = tokenizer.encode("hello").ids
+    again = opening(stop=["hello"], output_ids=pack_i32(ids), num_seen=len(ids), attempt=1)
+    text = only(steps, tokens(opens=[again]))
+    assert (text.deltas, text.finishes[0].stop_reason) == ([], "hello")
+    assert steps.take_stop_hits() == [(ONE, 1)]
+
+
+def test_rows_of_requests_that_are_not_open_are_dropped_and_counted(steps: Steps) -> None:
+    """A new detokenizer gets them until the frontends have sent its predecessor's requests again."""
+    assert steps.apply(tokens((ONE, 0, [], ABORT))) == []
+    assert steps.apply(tokens((ONE, 3, [9], NONE))) == []
+    assert steps.num_stale == 2
+
+
+def test_a_new_core_begins_with_no_request_and_the_old_one_is_not_heard(steps: Steps) -> None:
+    only(steps, tokens((ONE, 0, [9], NONE), opens=[opening()], core_epoch=1))
+    only(steps, tokens((ONE, 0, [8], NONE), opens=[opening(attempt=1)], core_epoch=2))
+    assert steps.apply(tokens((ONE, 1, [9], NONE), core_epoch=1)) == []
+    assert steps.num_stale == 1
+    assert only(steps, tokens((ONE, 1, [7], NONE), core_epoch=2)).token_ids == pack_i32([7])
+    assert steps.meet_core(3)
+    assert steps.num_open == 0
+
+
+def test_a_request_that_another_detokenizer_keeps_is_forgotten(steps: Steps) -> None:
+    only(steps, tokens((ONE, 0, [9], NONE), opens=[opening()]))
+    assert steps.apply(tokens(closed=pack_i64([ONE]))) == []
+    assert steps.num_open == 0
 
 
 def test_an_opening_that_crossed_a_stop_hit_is_answered_with_the_hit(
@@ -186,9 +224,9 @@ def test_an_opening_that_crossed_a_stop_hit_is_answered_with_the_hit(
 ) -> None:
     ids = tokenizer.encode("hello").ids
     steps.apply(tokens((ONE, 0, ids, NONE), opens=[opening(stop=["hello"])]))
-    assert steps.take_stop_hits() == [ONE]
+    assert steps.take_stop_hits() == [(ONE, 0)]
     assert steps.apply(tokens((ONE, 1, [4], NONE), opens=[opening(output_ids=pack_i32(ids))])) == []
-    assert steps.take_stop_hits() == [ONE]
+    assert steps.take_stop_hits() == [(ONE, 0)]
 
 
 def test_frontends_get_their_own_rows_and_a_lost_one_is_forgotten(steps: Steps) -> None:

@@ -22,8 +22,9 @@ from quintet.wire.messages import Open
 def opened(
     stop: list[str], *, include: bool = False, min_tokens: int = 0, output: tuple[int, ...] = ()
 ) -> Open:
+    ids = pack_i32(output)
     return Open(
-        1, 0, 0, b"", stop, include, True, True, True, False, False, min_tokens, 0, 0, pack_i32(output)
+        1, 0, 0, b"", stop, include, True, True, True, False, False, min_tokens, 0, 0, ids, False, len(output)
     )
 
 

@@ -122,11 +122,24 @@ def test_cancel_of_an_admitted_request_goes_on_to_the_core(world: Any) -> None:
     assert world.wait(world.core, (m.Admit, m.Cancel)).request_ids == [request_id]
 
 
-def test_a_core_that_is_not_there_is_unavailable(world: Any) -> None:
-    request = submit(RequestIds(0, 1).take(), m.TextPrompt("hi"))
-    request.core = 7
-    world.send(request)
-    assert world.wait(world.frontend, m.Failed).code is ErrorCode.UNAVAILABLE
+def test_a_core_not_named_yet_gets_its_requests_with_the_topology(world: Any) -> None:
+    """The frontend may hear of a new core before this process does."""
+    ids = RequestIds(0, 1)
+    kept, gone = ids.take(), ids.take()
+    for request_id in (kept, gone):
+        request = submit(request_id, m.TextPrompt("hi"))
+        request.core_epoch = 2
+        world.send(request)
+    world.send(m.Cancel([gone], 0))
+    successor = WorkerId(Role.CORE, 0, 2)
+    inbox = world.inbox(successor, m.Admit | m.Cancel)
+    try:
+        world.publish(2, world.frontend_id, successor)
+        got = [world.wait(inbox, (m.Admit, m.Cancel)) for _ in range(3)]
+        assert [message.request_id for message in got if isinstance(message, m.Admit)] == [kept, gone]
+        assert isinstance(got[-1], m.Cancel) and got[-1].request_ids == [gone]
+    finally:
+        inbox.close()
 
 
 def test_a_request_of_a_frontend_not_named_yet_waits_for_the_topology(world: Any) -> None:

@@ -1,0 +1,121 @@
+"""Requests that go on elsewhere: a newer attempt at one that lives, and what is kept for a client that may come back.
+
+Only ids are kept, no blocks: the prefix cache may still hold what was computed, and what it does not is computed again.
+Reads no clock.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from quintet.core.request import Request
+from quintet.wire.codec import pack_i32, unpack_i32
+from quintet.wire.messages import Admit
+
+MAX_KEPT_BYTES = 256 << 20
+"""Ids kept for clients that may come back; of more, those that have waited longest are dropped."""
+
+
+def can_go_on(request: Request, admit: Admit) -> bool:
+    """Return whether a live request serves a newer attempt at it: only its text must be told anew.
+
+    Log-probabilities are not kept, so those that the frontend misses must be computed again.
+    """
+    seen = unpack_i32(admit.output_ids)
+    num_prompt = request.num_prompt
+    if list(seen) != request.tokens[num_prompt : num_prompt + len(seen)]:
+        return False
+    wants_missing = admit.params.logprobs is not None and request.num_outputs > len(seen)
+    return not wants_missing and admit.params.prompt_logprobs is None
+
+
+@dataclass(slots=True)
+class KeptRequest:
+    """A request whose client may come back: as it was admitted, and the outputs of each choice so far."""
+
+    admit: Admit
+    until_ns: int
+    outputs: dict[int, bytes] = field(default_factory=dict)
+    """Id of the choice under its former frontend -> int32."""
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes to keep, about."""
+        return len(self.admit.prompt_ids) + sum(map(len, self.outputs.values())) + 1024
+
+    def choices(self) -> list[tuple[int, bytes]]:
+        """Return number and outputs of every choice, as `Reclaimed` tells them."""
+        admit = self.admit
+        first = admit.request_id - admit.choice
+        return [(request_id - first, outputs) for request_id, outputs in sorted(self.outputs.items())]
+
+
+class Shelf:
+    """What is kept for clients that may come back, until their time is over."""
+
+    def __init__(self, grace_ns: int, max_bytes: int = MAX_KEPT_BYTES) -> None:
+        self._grace_ns = grace_ns
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._kept: OrderedDict[int, KeptRequest] = OrderedDict()
+        """By the request's first id; whose time ends first comes first."""
+        self._first_of: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def keep(self, request: Request, now_ns: int) -> None:
+        """Keep what is known of a request that has left the state, if its client can come back for it."""
+        origin = request.origin
+        if origin is None or self._grace_ns <= 0:
+            return
+        first = request.request_id - request.choice
+        kept = self._kept.get(first)
+        if kept is None:
+            kept = self._kept[first] = KeptRequest(origin, 0)
+            self._num_bytes += kept.num_bytes
+        kept.until_ns = now_ns + self._grace_ns
+        self._num_bytes -= len(kept.outputs.get(request.request_id, b""))
+        outputs = kept.outputs[request.request_id] = pack_i32(request.tokens[request.num_prompt :])
+        self._num_bytes += len(outputs)
+        self._first_of[request.request_id] = first
+        self._kept.move_to_end(first)
+        while self._num_bytes > self._max_bytes:
+            self._drop(next(iter(self._kept)))
+
+    def find(self, first: int, key: bytes) -> KeptRequest | None:
+        """Return the request of this first id, if ``key`` is its client's."""
+        kept = self._kept.get(first)
+        claim = None if kept is None else kept.admit.claim
+        return kept if claim is not None and hmac.compare_digest(claim.key, key) else None
+
+    def take(self, request_id: int) -> bytes:
+        """Return the outputs of a choice (int32), by its former id, and forget it; none of one that is not kept."""
+        first = self._first_of.pop(request_id, None)
+        if first is None:
+            return b""
+        kept = self._kept[first]
+        outputs = kept.outputs.pop(request_id)
+        self._num_bytes -= len(outputs)
+        if not kept.outputs:
+            self._drop(first)
+        return outputs
+
+    def expire(self, now_ns: int) -> int:
+        """Drop whose time is over; return how many requests that were."""
+        num_dropped = 0
+        while self._kept:
+            first, kept = next(iter(self._kept.items()))
+            if kept.until_ns > now_ns:
+                break
+            self._drop(first)
+            num_dropped += 1
+        return num_dropped
+
+    def _drop(self, first: int) -> None:
+        kept = self._kept.pop(first)
+        self._num_bytes -= kept.num_bytes
+        for request_id in kept.outputs:
+            del self._first_of[request_id]

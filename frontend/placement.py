@@ -1,0 +1,168 @@
+"""Which workers hold each live request, and what becomes of it when one of them is lost.
+
+    parked (a worker is missing) ──▶ placed ──▶ parked (its core or detokenizer is lost: a new attempt)
+
+A request is its ids: with what was received it is sent again, and goes on where it was. Knows nothing of readers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from quintet.frontend.router import Seats
+from quintet.frontend.streams import Stream
+from quintet.wire.ids import Role, WorkerId
+from quintet.wire.messages import Cancel, SeatState, Topology
+from quintet.wire.metrics import Metrics
+
+Send = Callable[[Role, int, msgspec.Struct], bool]
+"""`quintet.wire.sockets.Peers.send`: queues a message for a peer; False when there is no such peer."""
+
+
+class Placement:
+    """Chooses the workers of requests, and chooses again."""
+
+    def __init__(self, me: WorkerId, send: Send, metrics: Metrics) -> None:
+        self.seats = Seats(me)
+        self._send = send
+        self._parked: list[Stream] = []
+        self._lost_epochs: dict[int, int] = {}
+        """Of each detokenizer seat, the newest epoch that was lost."""
+        self._resumed = {
+            role: metrics.counter("resumed_requests", "Requests sent again because a process was lost.", role=str(role))
+            for role in (Role.TOKENIZER, Role.CORE, Role.DETOKENIZER)
+        }  # fmt: skip
+
+    def place(self, stream: Stream) -> None:
+        """Choose the workers of a request and send it, or park it until the topology has them all."""
+        core, detokenizer = self.seats.pick(Role.CORE), self.seats.pick(Role.DETOKENIZER)
+        if core is None or detokenizer is None:
+            self._parked.append(stream)
+            return
+        submit = stream.submit
+        submit.core, submit.core_epoch = core, self.seats.epoch(Role.CORE, core)
+        submit.detokenizer = detokenizer
+        submit.detokenizer_epoch = self.seats.epoch(Role.DETOKENIZER, detokenizer)
+        if not self._hand_over(stream):
+            self._parked.append(stream)
+            return
+        stream.num_placed = stream.num_open
+        self.seats.add_load(Role.CORE, core, stream.num_placed)
+        self.seats.add_load(Role.DETOKENIZER, detokenizer, stream.num_placed)
+
+    def _hand_over(self, stream: Stream) -> bool:
+        """Send a request to a tokenizer; False when there is none."""
+        tokenizer = self.seats.pick(Role.TOKENIZER)
+        if tokenizer is None:
+            return False
+        stream.submit.sent_ns = time.monotonic_ns()
+        for message in stream.messages():
+            if not self._send(Role.TOKENIZER, tokenizer, message):
+                return False
+        stream.tokenizer = tokenizer
+        if stream.started is None:
+            stream.is_encoding = True
+            self.seats.add_load(Role.TOKENIZER, tokenizer, 1)
+        return True
+
+    def note_start(self, stream: Stream) -> None:
+        """The request's prompt has left its tokenizer."""
+        if stream.is_encoding and stream.tokenizer is not None:
+            stream.is_encoding = False
+            self.seats.add_load(Role.TOKENIZER, stream.tokenizer, -1)
+
+    def release(self, stream: Stream) -> None:
+        """Take back the account of a request's work: it ends, or is placed anew."""
+        if stream.tokenizer is None:
+            self._parked = [parked for parked in self._parked if parked is not stream]
+            return
+        self.note_start(stream)
+        self.seats.add_load(Role.CORE, stream.submit.core, -stream.num_placed)
+        self.seats.add_load(Role.DETOKENIZER, stream.submit.detokenizer, -stream.num_placed)
+        stream.tokenizer = None
+
+    def send_cancel(self, stream: Stream) -> bool:
+        """Pass a cancellation on, on the request's own path. False when nobody has the request."""
+        if stream.tokenizer is None:
+            return False
+        ids = [choice.request_id for choice in stream.choices if choice.finish is None]
+        return self._send(Role.TOKENIZER, stream.tokenizer, Cancel(ids, stream.submit.core, stream.is_kept))
+
+    def is_stale(self, sender: tuple[int, int]) -> bool:
+        """Whether text comes from a detokenizer whose requests were placed anew since."""
+        index, epoch = sender
+        return epoch <= self._lost_epochs.get(index, -1)
+
+    def follow(self, topology: Topology, streams: Iterable[Stream]) -> list[Stream]:
+        """Place anew what lost workers held. Returns the cancelled requests whose ending nobody will tell."""
+        untold: list[Stream] = []
+        lost = self.seats.follow(topology)
+        for worker in lost:
+            if worker.role is Role.DETOKENIZER:
+                self._lost_epochs[worker.index] = worker.epoch
+        retiring = self._retiring(topology)
+        if lost or retiring:
+            for stream in list(streams):
+                if stream.tokenizer is not None and self._lose(stream, lost, retiring):
+                    untold.append(stream)
+        return untold
+
+    def take_parked(self) -> list[Stream]:
+        """Return the requests that wait for a worker, to `place` each."""
+        parked, self._parked = self._parked, []
+        return parked
+
+    def _retiring(self, topology: Topology) -> frozenset[int]:
+        """Return the detokenizers whose requests have to move, if there is another to move to."""
+        if self.seats.pick(Role.DETOKENIZER) is None:
+            return frozenset()
+        return frozenset(
+            seat.worker.index
+            for seat in topology.seats
+            if seat.worker.role is Role.DETOKENIZER and seat.state is SeatState.RETIRING
+        )
+
+    def _lose(self, stream: Stream, lost: list[WorkerId], retiring: frozenset[int]) -> bool:
+        """Go on without a worker. Returns whether nobody will tell the ending of the request."""
+        submit = stream.submit
+        for worker in lost:
+            held = (worker.role, worker.index) in (
+                (Role.CORE, submit.core),
+                (Role.DETOKENIZER, submit.detokenizer),
+            )
+            if held:
+                return self._start_over(stream, worker.role)
+            if worker.role is Role.TOKENIZER and worker.index == stream.tokenizer:
+                return self._lose_tokenizer(stream)
+        if submit.detokenizer in retiring and not stream.is_cancelled:
+            return self._start_over(stream, Role.DETOKENIZER)
+        return False
+
+    def _start_over(self, stream: Stream, role: Role) -> bool:
+        """Park a request for a new attempt; a cancelled one is given up."""
+        if stream.is_cancelled:
+            self.send_cancel(stream)
+            return True
+        self._resumed[role].inc()
+        self.release(stream)
+        stream.attempt += 1
+        self._parked.append(stream)
+        return False
+
+    def _lose_tokenizer(self, stream: Stream) -> bool:
+        """Send what the tokenizer may not have passed on again, elsewhere: the same attempt twice is one."""
+        was_passed_on = stream.attempt == 0 and stream.started is not None
+        if not was_passed_on and not stream.is_cancelled:
+            self._resumed[Role.TOKENIZER].inc()
+            self.release(stream)
+            self._parked.append(stream)
+            return False
+        replacement = self.seats.pick(Role.TOKENIZER)
+        if replacement is not None:
+            self.note_start(stream)
+            stream.tokenizer = replacement
+        was_told = stream.is_cancelled and replacement is not None and self.send_cancel(stream)
+        return stream.is_cancelled and not (was_passed_on and was_told)
