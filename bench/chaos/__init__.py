@@ -1,0 +1,1 @@
+"""What failures and overload cost: stalls, goodput, and whether a byte changes."""

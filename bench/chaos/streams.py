@@ -1,0 +1,227 @@
+"""A crowd of streamed requests, each in its own way, and what its client has at the end.
+
+Two runs of the same crowd must leave the same bytes, whatever was killed in between: `Heard` holds all that must not
+differ. The crowd is seeded: greedy and seeded draws, several choices, stop strings, penalties, log-probabilities,
+common beginnings, chats and completions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+WORDS = [
+    "the",
+    "library",
+    "lends",
+    "books",
+    "and",
+    "the",
+    "reader",
+    "returns",
+    "them",
+    "when",
+    "the",
+    "bell",
+    "rings",
+    "over",
+    "every",
+    "open",
+    "door",
+]
+TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request."""
+
+    path: str
+    body: dict[str, Any]
+
+
+@dataclass(slots=True)
+class ChoiceHeard:
+    """One choice, put together from its events."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    num_endings: int = 0
+
+
+@dataclass(slots=True)
+class Heard:
+    """One answer. Compare `bytes_of` of two."""
+
+    status: int = 0
+    choices: dict[int, ChoiceHeard] = field(default_factory=dict)
+    usage: dict[str, int] = field(default_factory=dict)
+    error: str = ""
+    is_done: bool = False
+    """Whether ``[DONE]`` came."""
+    times_s: list[float] = field(default_factory=list)
+    """`time.perf_counter` of every event."""
+    event_ids: list[str] = field(default_factory=list)
+
+    @property
+    def longest_gap_s(self) -> float:
+        """Longest wait between two events."""
+        return max((b - a for a, b in zip(self.times_s, self.times_s[1:], strict=False)), default=0.0)
+
+    def bytes_of(self) -> str:
+        """Return everything that must be the same in every run: not when it came, nor in which pieces."""
+        choices = {
+            index: (c.text, c.token_ids, c.logprobs, c.finish_reason, c.stop_reason, c.num_endings)
+            for index, c in sorted(self.choices.items())
+        }
+        usage = {
+            name: self.usage.get(name) for name in ("prompt_tokens", "completion_tokens", "total_tokens")
+        }
+        return json.dumps([self.status, choices, usage, self.error, self.is_done])
+
+    def feed(self, event: dict[str, Any]) -> None:
+        """Apply one event."""
+        if "error" in event:
+            self.error = json.dumps(event["error"])
+            return
+        if event.get("usage"):
+            self.usage = event["usage"]
+        for part in event.get("choices", ()):
+            choice = self.choices.setdefault(part["index"], ChoiceHeard())
+            delta = part.get("delta")
+            choice.text += (delta.get("content") or "") if delta is not None else part["text"]
+            choice.token_ids += part.get("token_ids") or []
+            if part.get("logprobs"):
+                choice.logprobs += _entries(part["logprobs"])
+            if part.get("finish_reason"):
+                choice.finish_reason, choice.stop_reason = part["finish_reason"], part.get("stop_reason")
+                choice.num_endings += 1
+
+
+def _entries(logprobs: dict[str, Any]) -> list[Any]:
+    if "content" in logprobs:
+        return list(logprobs["content"] or ())
+    columns = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    return [list(row) for row in zip(*(logprobs[name] or () for name in columns), strict=False)]
+
+
+def crowd(seed: int, size: int, max_tokens: tuple[int, int] = (60, 160)) -> list[Asked]:
+    """Return requests that use everything a recovery could get wrong."""
+    rng = random.Random(seed)
+    beginnings = [" ".join(rng.choices(WORDS, k=60)) for _ in range(3)]
+    asked = []
+    for number in range(size):
+        body: dict[str, Any] = {
+            "max_tokens": rng.randint(*max_tokens),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+            "seed": number,
+            "temperature": rng.choice([0, 0.7, 1.0]),
+            "stop": rng.choice([[], [], ["zq"], [" the end"], ["a", "xyz"]]),
+            "ignore_eos": rng.random() < 0.8,
+        }
+        if body["temperature"] and rng.random() < 0.25:
+            body["n"] = rng.randint(2, 3)
+        if rng.random() < 0.3:
+            body |= {"frequency_penalty": 0.5, "presence_penalty": 0.3, "repetition_penalty": 1.1}
+        if rng.random() < 0.2:
+            body |= {"top_p": 0.9, "top_k": 40}
+        wants_logprobs = rng.random() < 0.2
+        prompt = rng.choice([*beginnings, ""]) + " ".join(rng.choices(WORDS, k=rng.randint(3, 40)))
+        if rng.random() < 0.3:
+            body["messages"] = [{"role": "user", "content": prompt}]
+            if wants_logprobs:
+                body |= {"logprobs": True, "top_logprobs": 2}
+            asked.append(Asked("/v1/chat/completions", body))
+        else:
+            body["prompt"] = prompt
+            if wants_logprobs:
+                body["logprobs"] = 2
+            asked.append(Asked("/v1/completions", body))
+    return asked
+
+
+async def listen(url: str, asked: Asked, heard: Heard, on_event: Callable[[], None] = lambda: None) -> None:
+    """Send one request and hear its answer out."""
+    where = urlsplit(url)
+    body = json.dumps(asked.body).encode()
+    reader, writer = await asyncio.open_connection(where.hostname, where.port, limit=1 << 24)
+    head = f"POST {asked.path} HTTP/1.1\r\nHost: {where.netloc}\r\nContent-Type: application/json\r\n"
+    writer.write(head.encode() + f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+    try:
+        await read_events(reader, heard, on_event)
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+
+async def read_events(reader: asyncio.StreamReader, heard: Heard, on_event: Callable[[], None]) -> None:
+    """Read a response to its end."""
+    while line := await asyncio.wait_for(reader.readline(), TIMEOUT_S):
+        if line.startswith(b"HTTP/1.1 "):
+            heard.status = int(line.split()[1])
+        elif line.startswith(b"id: "):
+            heard.event_ids.append(line[4:].strip().decode())
+        elif line.startswith(b"data: [DONE]"):
+            heard.is_done = True
+        elif line.startswith(b"data: "):
+            heard.times_s.append(time.perf_counter())
+            heard.feed(json.loads(line[6:]))
+            on_event()
+        elif line.startswith(b'{"error"'):
+            heard.error = line.decode()
+
+
+@dataclass(slots=True)
+class Run:
+    """A whole crowd's answers."""
+
+    heard: list[Heard]
+    duration_s: float
+
+    def bytes_of(self) -> list[str]:
+        """Return `Heard.bytes_of` of each."""
+        return [heard.bytes_of() for heard in self.heard]
+
+    @property
+    def longest_gap_s(self) -> float:
+        """Longest wait of any client between two events."""
+        return max(heard.longest_gap_s for heard in self.heard)
+
+
+async def play(url: str, asked: list[Asked], disturb: Callable[[], Any] | None = None) -> Run:
+    """Send a crowd at once; call ``disturb`` (a coroutine function) when half of it has had its first event."""
+    heard = [Heard() for _ in asked]
+    begun = asyncio.Event()
+    started: set[int] = set()
+
+    def note(number: int) -> None:
+        started.add(number)
+        if 2 * len(started) >= len(asked):
+            begun.set()
+
+    at_s = time.perf_counter()
+    clients = [
+        asyncio.create_task(listen(url, each, heard[number], lambda number=number: note(number)))  # type: ignore[misc]
+        for number, each in enumerate(asked)
+    ]
+    if disturb is not None:
+        await begun.wait()
+        await disturb()
+    results = await asyncio.gather(*clients, return_exceptions=True)
+    for number, result in enumerate(results):
+        if isinstance(result, BaseException):
+            heard[number].error += f"{type(result).__name__}: {result}"
+    return Run(heard, time.perf_counter() - at_s)
