@@ -19,8 +19,9 @@ Message = Admit | Cancel | StopHit | Reclaim | StepResult | Capacity
 class Core:
     """The loop: take what arrived, apply it, plan as far ahead as the depth allows."""
 
-    def __init__(self, me: WorkerId, config: EngineConfig) -> None:
-        self.process: Process[Message] = Process(me, config, Message)
+    def __init__(self, process: Process[Message]) -> None:
+        config = process.config
+        self.process = process
         self.engine = Engine(config.model, config.cache, config.scheduler)
         self.metrics = CoreMetrics(self.process.metrics)
         self._span = self.process.span
@@ -66,7 +67,7 @@ class Core:
 
     def _handle(self, message: Message) -> None:
         """Apply one message and send what follows from it."""
-        now = time.monotonic_ns()
+        now, begun = self.process.now_ns, time.monotonic_ns()
         if isinstance(message, StepResult):
             self.metrics.hop_result.observe(max(0, now - message.sent_ns) * S)
             flights = self.engine.state.in_flight if self.engine.state else ()
@@ -74,14 +75,14 @@ class Core:
                 self.metrics.step_tokens.observe(flights[0].num_tokens)
                 self.process.progress += 1
             effects = self.engine.commit(message, now)
-            self._span("commit", message.step, now)
+            self._span("commit", message.step, begun)
             self._send(effects)
             self._span("send")
-            self.metrics.commit.observe((time.monotonic_ns() - now) * S)
+            self.metrics.commit.observe((time.monotonic_ns() - begun) * S)
         elif isinstance(message, Admit):
             self.metrics.hop_in.observe(max(0, now - message.sent_ns) * S)
             self._send(self.engine.admit(message, now))
-            self._span("admit", len(message.prompt_ids), now)
+            self._span("admit", len(message.prompt_ids), begun)
         elif isinstance(message, Cancel):
             self._send(self.engine.cancel(message.request_ids, now, keep=message.keep))
         elif isinstance(message, StopHit):
@@ -105,7 +106,7 @@ class Core:
             return
         while True:
             start = time.monotonic_ns()
-            plan = self.engine.plan(start)
+            plan = self.engine.plan(self.process.now_ns)
             if plan is None:
                 return
             plan.sent_ns = time.monotonic_ns()
@@ -118,13 +119,14 @@ class Core:
         peers = self.process.peers
         for detokenizer, tokens in effects.tokens:
             tokens.core_epoch = self.process.me.epoch
+            tokens.sent_ns = time.monotonic_ns()
             peers.send(Role.DETOKENIZER, detokenizer, tokens)
         for failed in effects.failed:
             peers.send(Role.FRONTEND, frontend_of(failed.request_id)[0], failed)
 
     def _follow(self, topology: Topology) -> None:
         """End the requests of frontends that are gone."""
-        now = time.monotonic_ns()
+        now = self.process.now_ns
         for seat in topology.seats:
             worker = seat.worker
             if worker.role is Role.FRONTEND:
@@ -138,18 +140,18 @@ class Core:
 
     def _account(self) -> None:
         """Bring the heartbeat's account and the gauges up to date."""
-        self.engine.expire(time.monotonic_ns())
+        self.engine.expire(self.process.now_ns)
         state, engine = self.engine.state, self.engine
         if state is None or self.process.peers.epoch(Role.EXECUTOR, 0) != engine.executor_epoch:
             self.process.pending = 0  # waiting for an executor is no stall of ours
             return
         self.process.pending = engine.num_live
-        self.metrics.note_state(state, time.monotonic_ns())
+        self.metrics.note_state(state, self.process.now_ns)
 
 
 def run(me: WorkerId, config: EngineConfig) -> None:
     """Be the core process."""
-    Core(me, config).run()
+    Core(Process(me, config, Message)).run()
 
 
 if __name__ == "__main__":

@@ -14,9 +14,6 @@ import msgspec
 
 assert sys.byteorder == "little", "columns are little-endian; a big-endian host would need a byte swap here"
 
-MAX_MESSAGE_BYTES = 256 << 20
-"""No frame larger than this is decoded."""
-
 
 def pack_i32(values: Iterable[int]) -> bytes:
     """Pack token ids, slots, blocks, lengths: int32."""

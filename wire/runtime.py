@@ -19,20 +19,21 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic
+from typing import Any, Generic, Protocol
 
 import msgspec
 import setproctitle
-import zmq
 
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import EXIT_CONFIG, ConfigError
 from quintet.wire.ids import Role, WorkerId
+from quintet.wire.limits import largest_frame
 from quintet.wire.log import configure_logging
 from quintet.wire.messages import Drain, Heartbeat, MetricsReport, Ready, Stop, Topology
 from quintet.wire.metrics import Metrics
-from quintet.wire.sockets import Inbox, MessageT, Peers, address_of
+from quintet.wire.sockets import Bus, Inbox, MessageT, OpensOutboxes, Peers, Rejection, address_of
 from quintet.wire.trace import Span, Tracer, no_span
 
 SUPERVISOR = WorkerId(Role.SUPERVISOR, 0, 1)
@@ -43,13 +44,54 @@ class Stopping(BaseException):
     """The supervisor asked this process to exit; unwinds the loop."""
 
 
+class Receives(Protocol):
+    """Where a process's messages come from: its `Inbox`, or a recording of one."""
+
+    @property
+    def rejected(self) -> dict[Rejection, int]:
+        """Frames dropped so far."""
+
+    def fileno(self) -> int:
+        """See `Inbox.fileno`."""
+
+    def drain(self) -> list[Any]:
+        """See `Inbox.drain`."""
+
+    def wait(self, timeout_s: float) -> list[Any]:
+        """See `Inbox.wait`."""
+
+    def close(self) -> None:
+        """See `Inbox.close`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wires:
+    """What connects a process to the world: sockets and a clock, or a recording of both."""
+
+    inbox: Receives
+    bus: OpensOutboxes
+    clock: Callable[[], int]
+    """Nanoseconds. Asked once for every batch of messages."""
+    close: Callable[[], None]
+
+
+def open_wires(me: WorkerId, config: EngineConfig, accepts: Any) -> Wires:
+    """Bind the inbox of ``me`` in the run folder."""
+    bus = Bus(config.run_dir)
+    inbox: Inbox[Any] = Inbox(bus, address_of(config.run_dir, me), accepts, largest_frame(me.role, config))
+    return Wires(inbox, bus, time.monotonic_ns, bus.close)
+
+
 class Process(Generic[MessageT]):
     """One child's seat: identity, inbox, peers, metrics, heartbeat.
 
-    ``pending`` and ``progress`` are the worker's own account of its work; heartbeats carry them.
+    ``pending`` and ``progress`` are the worker's own account of its work; heartbeats carry them. ``now_ns`` is when the
+    batch of messages was taken that the worker is busy with. What is decided goes by it, so that the same batches
+    lead to the same decisions; how long things take is measured with `time.monotonic_ns`.
     """
 
-    def __init__(self, me: WorkerId, config: EngineConfig, accepts: Any) -> None:
+    def __init__(self, me: WorkerId, config: EngineConfig, accepts: Any, wires: Wires | None = None) -> None:
+        """``wires`` other than the sockets of the run folder are for replays."""
         self.me = me
         self.config = config
         self.metrics = Metrics()
@@ -58,11 +100,14 @@ class Process(Generic[MessageT]):
         self.replaced: list[WorkerId] = []
         self.progress = 0
         self.pending = 0
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.inbox: Inbox[Any] = Inbox(
-            self._context, address_of(config.run_dir, me), accepts | Topology | Drain | Stop | MetricsReport
-        )
-        self.peers = Peers(self._context)
+        self._wires = wires or open_wires(me, config, accepts | Topology | Drain | Stop | MetricsReport)
+        self.inbox = self._wires.inbox
+        self.peers = Peers(self._wires.bus)
+        self.now_ns = self._wires.clock()
+        self._rejected = {
+            why: self.metrics.counter("rejected_frames", "Frames that an inbox dropped.", why=why.value)
+            for why in Rejection
+        }
         self.peers.connect(SUPERVISOR, address_of(config.run_dir, SUPERVISOR))
         self._beat_s = config.processes.heartbeat_s
         self._next_beat = time.monotonic() + self._beat_s
@@ -83,6 +128,7 @@ class Process(Generic[MessageT]):
     def beat(self) -> None:
         """Send a heartbeat now."""
         self._next_beat = time.monotonic() + self._beat_s
+        self._account_for_rejected()
         metrics = self.metrics.encoded()
         changed = metrics if metrics != self._last_metrics else b""
         self._last_metrics = metrics
@@ -105,6 +151,7 @@ class Process(Generic[MessageT]):
             self.beat()
         until_beat = max(0.001, self._next_beat - now)
         messages = self.inbox.wait(until_beat if timeout_s is None else min(timeout_s, until_beat))
+        self.now_ns = self._wires.clock()
         for message in messages:
             self._housekeep(message)
         return messages
@@ -113,7 +160,9 @@ class Process(Generic[MessageT]):
         """Have ``handle`` called for every message, in order, from ``loop``; and heartbeats sent from it."""
 
         def on_readable() -> None:
-            for message in self.inbox.drain():
+            messages = self.inbox.drain()
+            self.now_ns = self._wires.clock()
+            for message in messages:
                 self._housekeep(message)
                 handle(message)
 
@@ -125,6 +174,13 @@ class Process(Generic[MessageT]):
         loop.add_reader(self.inbox.fileno(), on_readable)
         loop.call_later(self._beat_s, on_beat)
         loop.call_soon(on_readable)
+
+    def _account_for_rejected(self) -> None:
+        for why, series in self._rejected.items():
+            num = self.inbox.rejected[why] - round(series.value)
+            if num:
+                series.inc(num)
+                self.log.warning("%d frames dropped that were %s", num, why.value)
 
     def _housekeep(self, message: msgspec.Struct) -> None:
         if isinstance(message, Topology):
@@ -141,7 +197,7 @@ class Process(Generic[MessageT]):
             self._tracer.write()
         self.inbox.close()
         self.peers.close()
-        self._context.term()
+        self._wires.close()
 
 
 def die_with_parent() -> None:

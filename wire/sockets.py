@@ -2,22 +2,25 @@
 
 Each process binds one PULL socket, its inbox, at an address that names its epoch, and connects a PUSH socket to every
 inbox it writes to. Sends never block and never wait for a peer to exist; what is queued for a dead process is thrown
-away when the topology names its successor.
+away when the topology names its successor. Every frame is sealed with the server's key (``wire/seal.py``).
 """
 
 from __future__ import annotations
 
+import enum
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 import zmq
 
 from quintet.wire import codec
 from quintet.wire.ids import Role, WorkerId
+from quintet.wire.limits import LEAST_BYTES
 from quintet.wire.messages import Seat, SeatState
+from quintet.wire.seal import SEAL_BYTES, Seal, run_key
 
 MessageT = TypeVar("MessageT", bound=msgspec.Struct)
 
@@ -27,27 +30,107 @@ def address_of(run_dir: str | Path, worker: WorkerId) -> str:
     return f"ipc://{run_dir}/{worker}"
 
 
+class Outbox(Protocol):
+    """The way to one other process's inbox."""
+
+    def send(self, payload: bytes) -> None:
+        """Queue an encoded message; never waits."""
+
+    def close(self, *, drop: bool) -> None:
+        """Close, dropping what is still queued or giving it a moment to leave."""
+
+
+class OpensOutboxes(Protocol):
+    """What `Peers` sends through: the sockets of this process, or a recording of them."""
+
+    def open_outbox(self, worker: WorkerId, address: str) -> Outbox:
+        """Return a way to ``worker``, which need not be there yet."""
+
+
+class Bus:
+    """The sockets of one process, and the key of the server that it belongs to."""
+
+    def __init__(self, run_dir: str | Path) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.seal = Seal(run_key(run_dir))
+
+    def open_outbox(self, worker: WorkerId, address: str) -> Outbox:
+        """Return a PUSH socket that connects, and connects again, to ``address``."""
+        socket = self.context.socket(zmq.PUSH)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.LINGER, 200)
+        socket.connect(address)
+        return _PushSocket(socket, self.seal)
+
+    def close(self) -> None:
+        """End ZeroMQ's threads. Inboxes and outboxes must be closed before."""
+        self.context.term()
+
+
+class _PushSocket:
+    """An `Outbox` over ZeroMQ."""
+
+    def __init__(self, socket: zmq.Socket[bytes], seal: Seal) -> None:
+        self._socket = socket
+        self._close_frame = seal.close
+
+    def send(self, payload: bytes) -> None:
+        self._socket.send(self._close_frame(payload), zmq.NOBLOCK)
+
+    def close(self, *, drop: bool) -> None:
+        if drop:
+            self._socket.close(linger=0)
+        else:
+            self._socket.close()
+
+
+class Rejection(enum.Enum):
+    """Why an inbox dropped a frame."""
+
+    FORGED = "forged"
+    """Not sealed with this server's key."""
+    UNREADABLE = "unreadable"
+    """Sealed, but no message that this process takes."""
+
+
+Tap = Callable[[memoryview], None]
+"""Is shown the payload of every frame that an inbox accepted."""
+
+
 class Inbox(Generic[MessageT]):
     """A process's one PULL socket, decoding into the union of messages it accepts.
 
-    A frame that does not decode is dropped and counted in ``num_rejected``: no peer of ours sends one.
+    A frame that does not verify or decode is dropped and counted in ``rejected``: no peer of ours sends one. ZeroMQ
+    itself refuses frames of more than ``max_bytes``, and ends the connection that they came on.
     """
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], address: str, accepts: type[MessageT]
+        self,
+        bus: Bus,
+        address: str,
+        accepts: type[MessageT],
+        max_bytes: int = LEAST_BYTES,
+        tap: Tap | None = None,
     ) -> None:
-        self._socket = context.socket(zmq.PULL)
+        self._socket = bus.context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, codec.MAX_MESSAGE_BYTES)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, max_bytes + SEAL_BYTES)
         if address.startswith("ipc://"):
             Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
         self._socket.bind(address)
+        self._open = bus.seal.open
         self._decode = msgspec.msgpack.Decoder(accepts).decode
+        self._tap = tap
         self._timeout_ms = -1
         self._path = address.removeprefix("ipc://") if address.startswith("ipc://") else None
         self.address = address
-        self.num_rejected = 0
+        self.rejected = dict.fromkeys(Rejection, 0)
+
+    @property
+    def num_rejected(self) -> int:
+        """Frames dropped, for whatever reason."""
+        return sum(self.rejected.values())
 
     def fileno(self) -> int:
         """Return the descriptor that becomes readable, once, when frames arrive: call `drain` each time it does."""
@@ -56,16 +139,13 @@ class Inbox(Generic[MessageT]):
     def drain(self) -> list[MessageT]:
         """Return everything that has arrived, without waiting."""
         messages: list[MessageT] = []
-        receive, decode = self._socket.recv, self._decode
+        receive, take = self._socket.recv, self._take
         while True:
             try:
                 frame = receive(zmq.NOBLOCK)
             except zmq.Again:
                 return messages
-            try:
-                messages.append(decode(frame))
-            except msgspec.MsgspecError:
-                self.num_rejected += 1
+            take(frame, messages)
 
     def wait(self, timeout_s: float) -> list[MessageT]:
         """Return everything that has arrived, waiting up to ``timeout_s`` for the first frame."""
@@ -80,12 +160,24 @@ class Inbox(Generic[MessageT]):
             frame = self._socket.recv()
         except zmq.Again:
             return messages
-        try:
-            messages.append(self._decode(frame))
-        except msgspec.MsgspecError:
-            self.num_rejected += 1
+        self._take(frame, messages)
         messages += self.drain()
         return messages
+
+    def _take(self, frame: bytes, messages: list[MessageT]) -> None:
+        """Append the frame's message, if it is one of ours."""
+        payload = self._open(frame)
+        if payload is None:
+            self.rejected[Rejection.FORGED] += 1
+            return
+        try:
+            message = self._decode(payload)
+        except msgspec.MsgspecError:
+            self.rejected[Rejection.UNREADABLE] += 1
+            return
+        messages.append(message)
+        if self._tap is not None:
+            self._tap(payload)
 
     def close(self) -> None:
         """Close the socket and remove its file."""
@@ -97,9 +189,9 @@ class Inbox(Generic[MessageT]):
 class Peers:
     """Outboxes to the other processes, by role and index, following the topology."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        self._context = context
-        self._outboxes: dict[tuple[Role, int], tuple[WorkerId, zmq.Socket[bytes]]] = {}
+    def __init__(self, bus: OpensOutboxes) -> None:
+        self._bus = bus
+        self._outboxes: dict[tuple[Role, int], tuple[WorkerId, Outbox]] = {}
 
     def connect(self, worker: WorkerId, address: str) -> None:
         """Open an outbox to ``worker``, closing the one to an earlier epoch with whatever it still held."""
@@ -108,12 +200,8 @@ class Peers:
         if known is not None:
             if known[0] == worker:
                 return
-            known[1].close(linger=0)
-        socket = self._context.socket(zmq.PUSH)
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.LINGER, 200)
-        socket.connect(address)
-        self._outboxes[key] = (worker, socket)
+            known[1].close(drop=True)
+        self._outboxes[key] = (worker, self._bus.open_outbox(worker, address))
 
     def follow(self, seats: Iterable[Seat]) -> list[WorkerId]:
         """Connect to every seat that is filled; return the workers that replaced an earlier epoch."""
@@ -129,14 +217,14 @@ class Peers:
 
     def send(self, role: Role, index: int, message: msgspec.Struct) -> bool:
         """Queue a message for a peer. Return False when the topology has no such peer."""
-        return self.send_frame(role, index, codec.encode(message))
+        return self.send_payload(role, index, codec.encode(message))
 
-    def send_frame(self, role: Role, index: int, frame: bytes) -> bool:
+    def send_payload(self, role: Role, index: int, payload: bytes) -> bool:
         """Queue an encoded message for a peer."""
         outbox = self._outboxes.get((role, index))
         if outbox is None:
             return False
-        outbox[1].send(frame, zmq.NOBLOCK)
+        outbox[1].send(payload)
         return True
 
     def epoch(self, role: Role, index: int) -> int | None:
@@ -146,13 +234,13 @@ class Peers:
 
     def close(self) -> None:
         """Close every outbox; what is queued for living peers still gets a moment to leave."""
-        for _, socket in self._outboxes.values():
-            socket.close()
+        for _, outbox in self._outboxes.values():
+            outbox.close(drop=False)
         self._outboxes.clear()
 
 
 def make_run_dir(parent: str | Path | None = None) -> Path:
-    """Create a folder for one server's sockets, readable by its user alone.
+    """Create a folder for one server's sockets and key, readable by its user alone.
 
     Unix socket paths are limited to 107 bytes, so the folder lies directly under ``parent`` (default: the system's
     temporary folder).

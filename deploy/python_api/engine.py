@@ -20,8 +20,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import zmq
-
 from quintet.deploy.resolve.build import resolve
 from quintet.deploy.resolve.flags import Options, make_options
 from quintet.deploy.resolve.rules import derive_max_num_seqs
@@ -31,9 +29,10 @@ from quintet.frontend.sessions import Sessions
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import EXIT_CONFIG, ConfigError, ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId
+from quintet.wire.limits import largest_frame
 from quintet.wire.messages import Detokenized, Drain, Failed, MetricsReport, Stop, Text, Tokenized, Topology
 from quintet.wire.runtime import CONFIG_FILE, SUPERVISOR
-from quintet.wire.sockets import Inbox, Peers, address_of, make_run_dir
+from quintet.wire.sockets import Bus, Inbox, Peers, address_of, make_run_dir
 
 _REPORT_SLACK_S = 30.0
 _STOP_S = 10.0
@@ -115,10 +114,12 @@ class Engine:
         try:
             self.config = resolve(options, run_dir, http=False, external_frontends=1).config
             me = WorkerId(Role.FRONTEND, self.config.processes.frontends, 1)
-            self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            self._bus = Bus(run_dir)
             accepts: Any = Text | Failed | Tokenized | Detokenized | MetricsReport | Topology | Drain | Stop
-            self._inbox: Inbox[Any] = Inbox(self._context, address_of(run_dir, me), accepts)
-            self._peers = Peers(self._context)
+            self._inbox: Inbox[Any] = Inbox(
+                self._bus, address_of(run_dir, me), accepts, largest_frame(Role.FRONTEND, self.config)
+            )
+            self._peers = Peers(self._bus)
         except BaseException:
             shutil.rmtree(run_dir, ignore_errors=True)
             raise
@@ -225,7 +226,7 @@ class Engine:
     def _close(self) -> None:
         self._inbox.close()
         self._peers.close()
-        self._context.term()
+        self._bus.close()
         if self._exit_fd >= 0:
             os.close(self._exit_fd)
         shutil.rmtree(self.config.run_dir, ignore_errors=True)

@@ -19,8 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import zmq
-
 from quintet.deploy.supervisor import run_dirs
 from quintet.deploy.supervisor.boot_story import Failure, Story, child_failure
 from quintet.deploy.supervisor.doorbell import Doorbell
@@ -41,7 +39,7 @@ from quintet.wire.messages import (
     Stop,
 )
 from quintet.wire.runtime import CONFIG_FILE, SUPERVISOR, error_file
-from quintet.wire.sockets import Inbox, Peers, address_of
+from quintet.wire.sockets import Bus, Inbox, Peers, address_of
 
 _BUSY_TICK_S = 0.25
 _IDLE_TICK_S = 1.0
@@ -94,10 +92,10 @@ class Supervisor:
         self._spawner = Spawner(
             self._run_dir, surroundings.modules, self._listener.fileno() if self._listener else None
         )
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._bus = Bus(self._run_dir)
         accepts: Any = Ready | Heartbeat | MetricsQuery | Drained
-        self._inbox: Inbox[Any] = Inbox(self._context, address_of(self._run_dir, SUPERVISOR), accepts)
-        self._peers = Peers(self._context)
+        self._inbox: Inbox[Any] = Inbox(self._bus, address_of(self._run_dir, SUPERVISOR), accepts)
+        self._peers = Peers(self._bus)
         self._bell = Doorbell(self._inbox.fileno(), surroundings.signals, surroundings.parent_fd)
         self._phase = Phase.BOOTING
         self._deadline = 0.0
@@ -357,7 +355,7 @@ class Supervisor:
         self._close_listener()
         self._inbox.close()
         self._peers.close()
-        self._context.term()
+        self._bus.close()
         shutil.rmtree(self._run_dir, ignore_errors=True)
         if self._claim is not None:
             os.close(self._claim)

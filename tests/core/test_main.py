@@ -10,9 +10,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import zmq
 
-from quintet.core.main import Core
+from quintet.core.main import Core, Message
 from quintet.wire import codec
 from quintet.wire.config import (
     CacheConfig,
@@ -35,8 +34,8 @@ from quintet.wire.messages import (
     Topology,
 )
 from quintet.wire.params import SamplingParams
-from quintet.wire.runtime import SUPERVISOR, Stopping
-from quintet.wire.sockets import Inbox, Peers, address_of
+from quintet.wire.runtime import SUPERVISOR, Process, Stopping
+from quintet.wire.sockets import Bus, Inbox, Peers, address_of
 from quintet.wire.step import Capacity, StepPlan
 
 from .fake import FakeExecutor, expected, make_model
@@ -50,15 +49,15 @@ class Neighbours:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.bus = Bus(config.run_dir)
         self.inboxes: dict[WorkerId, Inbox[msgspec.Struct]] = {}
-        self.peers = Peers(self.context)
+        self.peers = Peers(self.bus)
         self.peers.connect(ME, address_of(config.run_dir, ME))
         self.version = 0
         self.bind(SUPERVISOR, Ready | Heartbeat)
 
     def bind(self, worker: WorkerId, accepts: object) -> None:
-        self.inboxes[worker] = Inbox(self.context, address_of(self.config.run_dir, worker), accepts)  # type: ignore[arg-type]
+        self.inboxes[worker] = Inbox(self.bus, address_of(self.config.run_dir, worker), accepts)  # type: ignore[arg-type]
 
     def send(self, message: msgspec.Struct) -> None:
         self.peers.send(Role.CORE, 0, message)
@@ -87,7 +86,7 @@ class Neighbours:
         for inbox in self.inboxes.values():
             inbox.close()
         self.peers.close()
-        self.context.term()
+        self.bus.close()
 
 
 @pytest.fixture
@@ -109,7 +108,7 @@ def neighbours(config: EngineConfig) -> Iterator[Neighbours]:
 
     def run() -> None:
         with contextlib.suppress(Stopping):
-            Core(ME, config).run()
+            Core(Process(ME, config, Message)).run()
 
     thread = threading.Thread(target=run)
     thread.start()

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import zmq
 from tests.executor.conftest import Drawer, plan_of
 
 from quintet.wire.config import (
@@ -30,7 +29,7 @@ from quintet.wire.kv_spec import KvSpec
 from quintet.wire.messages import Heartbeat, Ready, Seat, SeatState, Stop, Topology
 from quintet.wire.params import SamplingParams
 from quintet.wire.runtime import CONFIG_FILE, SUPERVISOR, error_file
-from quintet.wire.sockets import Inbox, Peers, address_of, make_run_dir
+from quintet.wire.sockets import Bus, Inbox, Peers, address_of, make_run_dir
 from quintet.wire.step import Capacity, StepResult
 
 ME = WorkerId(Role.EXECUTOR, 0, 3)
@@ -65,7 +64,7 @@ class House:
     """The executor's neighbours, played by the test."""
 
     run_dir: Path
-    context: zmq.Context[Any]
+    bus: Bus
     supervisor: Inbox[Any]
     child: subprocess.Popen[bytes]
     peers: Peers
@@ -73,7 +72,7 @@ class House:
     def core(self, epoch: int) -> Inbox[Any]:
         """Be the core of this epoch, and have the topology say so."""
         worker = WorkerId(Role.CORE, 0, epoch)
-        inbox: Inbox[Any] = Inbox(self.context, address_of(self.run_dir, worker), Capacity | StepResult)
+        inbox: Inbox[Any] = Inbox(self.bus, address_of(self.run_dir, worker), Capacity | StepResult)
         self.peers.send(
             Role.EXECUTOR,
             0,
@@ -99,8 +98,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., House]]:
     def start(**executor: Any) -> House:
         run_dir = make_run_dir()
         config_of(run_dir, **executor).write(run_dir / CONFIG_FILE)
-        context: zmq.Context[Any] = zmq.Context()
-        supervisor: Inbox[Any] = Inbox(context, address_of(run_dir, SUPERVISOR), Ready | Heartbeat)
+        bus = Bus(run_dir)
+        supervisor: Inbox[Any] = Inbox(bus, address_of(run_dir, SUPERVISOR), Ready | Heartbeat)
         arguments = [
             "--run-dir",
             run_dir,
@@ -112,9 +111,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., House]]:
             str(os.getpid()),
         ]
         child = subprocess.Popen([sys.executable, "-m", "quintet.executor.main", *map(str, arguments)])
-        peers = Peers(context)
+        peers = Peers(bus)
         peers.connect(ME, address_of(run_dir, ME))
-        houses.append(House(run_dir, context, supervisor, child, peers))
+        houses.append(House(run_dir, bus, supervisor, child, peers))
         return houses[-1]
 
     yield start
@@ -123,7 +122,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., House]]:
         house.child.wait()
         house.peers.close()
         house.supervisor.close()
-        house.context.destroy(linger=0)
+        house.bus.context.destroy(linger=0)
         for path in house.run_dir.iterdir():
             path.unlink()
         house.run_dir.rmdir()

@@ -16,7 +16,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import zmq
 
 from quintet.frontend.main import Frontend
 from quintet.wire.ids import Role, WorkerId
@@ -33,7 +32,7 @@ from quintet.wire.messages import (
     Topology,
 )
 from quintet.wire.runtime import CONFIG_FILE, SUPERVISOR, error_file
-from quintet.wire.sockets import Inbox, Peers, address_of, make_run_dir
+from quintet.wire.sockets import Bus, Inbox, Peers, address_of, make_run_dir
 from tests.frontend.configs import make_config
 
 DEADLINE_S = 20.0
@@ -47,10 +46,10 @@ class Parent:
         self.run_dir = run_dir
         config = make_config(str(run_dir), heartbeat_s=0.1)
         config.write(run_dir / CONFIG_FILE)
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.bus = Bus(run_dir)
         accepts: Any = Ready | Heartbeat | Drained | MetricsQuery
-        self.inbox: Inbox[Any] = Inbox(self.context, address_of(run_dir, SUPERVISOR), accepts)
-        self.peers = Peers(self.context)
+        self.inbox: Inbox[Any] = Inbox(self.bus, address_of(run_dir, SUPERVISOR), accepts)
+        self.peers = Peers(self.bus)
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port = self.listener.getsockname()[1]
         command = [sys.executable, "-m", "quintet.frontend.main", "--run-dir", str(run_dir)]
@@ -92,7 +91,7 @@ class Parent:
         self.listener.close()
         self.inbox.close()
         self.peers.close()
-        self.context.term()
+        self.bus.close()
 
 
 def until(happened: Callable[[], bool]) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import zmq
 from tokenizers import (
     Tokenizer,
     decoders,
@@ -34,7 +33,7 @@ from quintet.wire.config import (
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.kv_spec import KvSpec
 from quintet.wire.runtime import SUPERVISOR, Stopping
-from quintet.wire.sockets import Inbox, Peers, address_of, make_run_dir
+from quintet.wire.sockets import Bus, Inbox, Peers, address_of, make_run_dir
 
 DEADLINE_S = 30.0
 CORPUS = [
@@ -175,20 +174,20 @@ class World:
             frontend=FrontendConfig(),
             processes=ProcessesConfig(heartbeat_s=0.05),
         )
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.bus = Bus(self.config.run_dir)
         self.frontend_id = WorkerId(Role.FRONTEND, 0, 1)
         self.core_id = WorkerId(Role.CORE, 0, 1)
         self.supervisor = self.inbox(SUPERVISOR, m.Ready | m.Heartbeat)
         self.frontend = self.inbox(self.frontend_id, m.Text | m.Detokenized | m.Tokenized | m.Failed)
         self.core = self.inbox(self.core_id, m.Admit | m.Cancel | m.StopHit)
-        self.peers = Peers(self.context)
+        self.peers = Peers(self.bus)
         self.thread: threading.Thread | None = None
         self.backlogs: dict[str, deque[Any]] = {}
         self.crash: list[BaseException] = []
 
     def inbox(self, worker: WorkerId, accepts: Any) -> Inbox[Any]:
         """Bind one more listener."""
-        return Inbox(self.context, address_of(self.config.run_dir, worker), accepts)
+        return Inbox(self.bus, address_of(self.config.run_dir, worker), accepts)
 
     def start(self, run: Callable[[WorkerId, EngineConfig], None]) -> None:
         """Run the process in a thread, wait until it is ready, and publish the topology."""
@@ -247,7 +246,7 @@ class World:
         for inbox in (self.supervisor, self.frontend, self.core):
             inbox.close()
         self.peers.close()
-        self.context.destroy(linger=0)
+        self.bus.destroy(linger=0)
         assert not self.crash, self.crash
 
 

@@ -1,66 +1,113 @@
 """Inboxes and outboxes over real sockets."""
 
+import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import zmq
 
+from quintet.wire import codec
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.messages import Cancel, Drain, Seat, SeatState, StopHit
-from quintet.wire.sockets import Inbox, Peers, address_of, make_run_dir
+from quintet.wire.seal import KEY_BYTES, KEY_FILE, SEAL_BYTES, Seal, run_key
+from quintet.wire.sockets import Bus, Inbox, Peers, Rejection, address_of, make_run_dir
+
+CORE = WorkerId(Role.CORE, 0, 1)
 
 
 @pytest.fixture
-def context() -> Iterator["zmq.Context[zmq.Socket[bytes]]"]:
-    with zmq.Context() as context:
-        yield context
+def bus(tmp_path: Path) -> Iterator[Bus]:
+    bus = Bus(tmp_path)
+    yield bus
+    bus.context.destroy(linger=0)
 
 
-def test_messages_arrive_in_order_and_typed(
-    context: "zmq.Context[zmq.Socket[bytes]]", tmp_path: Path
-) -> None:
-    worker = WorkerId(Role.CORE, 0, 1)
-    inbox: Inbox[Cancel] = Inbox(context, address_of(tmp_path, worker), Cancel)
-    peers = Peers(context)
-    peers.connect(worker, inbox.address)
-    for i in range(100):
-        assert peers.send(Role.CORE, 0, Cancel([i], 0))
+def frames_to(bus: Bus, address: str) -> "zmq.Socket[bytes]":
+    """Return a socket that sends frames as they are."""
+    socket = bus.context.socket(zmq.PUSH)
+    socket.connect(address)
+    return socket
+
+
+def receive(inbox: Inbox[Cancel], num: int) -> list[Cancel]:
     received: list[Cancel] = []
-    while len(received) < 100:
+    while len(received) < num:
         batch = inbox.wait(5.0)
         assert batch, "nothing arrived for 5 s"
         received += batch
+    return received
+
+
+def test_messages_arrive_in_order_and_typed(bus: Bus, tmp_path: Path) -> None:
+    inbox: Inbox[Cancel] = Inbox(bus, address_of(tmp_path, CORE), Cancel)
+    peers = Peers(bus)
+    peers.connect(CORE, inbox.address)
+    for i in range(100):
+        assert peers.send(Role.CORE, 0, Cancel([i], 0))
+    received = receive(inbox, 100)
     assert [message.request_ids[0] for message in received] == list(range(100))
     peers.close()
     inbox.close()
 
 
-def test_noise_is_counted_and_dropped(context: "zmq.Context[zmq.Socket[bytes]]", tmp_path: Path) -> None:
-    worker = WorkerId(Role.CORE, 0, 1)
-    inbox: Inbox[Cancel] = Inbox(context, address_of(tmp_path, worker), Cancel)
-    peers = Peers(context)
-    peers.connect(worker, inbox.address)
-    peers.send_frame(Role.CORE, 0, b"\xc1 not msgpack")
+def test_noise_is_counted_and_dropped(bus: Bus, tmp_path: Path) -> None:
+    inbox: Inbox[Cancel] = Inbox(bus, address_of(tmp_path, CORE), Cancel)
+    peers = Peers(bus)
+    peers.connect(CORE, inbox.address)
+    peers.send_payload(Role.CORE, 0, b"\xc1 not msgpack")
     peers.send(Role.CORE, 0, StopHit(b""))
     peers.send(Role.CORE, 0, Cancel([1], 0))
-    received: list[Cancel] = []
-    while not received:
-        received = inbox.wait(5.0)
-    assert received == [Cancel([1], 0)]
-    assert inbox.num_rejected == 2
+    assert receive(inbox, 1) == [Cancel([1], 0)]
+    assert inbox.rejected == {**dict.fromkeys(Rejection, 0), Rejection.UNREADABLE: 2}
     peers.close()
     inbox.close()
 
 
-def test_what_was_queued_for_a_dead_epoch_never_reaches_its_successor(
-    context: "zmq.Context[zmq.Socket[bytes]]", tmp_path: Path
-) -> None:
+def test_a_frame_of_someone_without_the_key_is_not_even_decoded(bus: Bus, tmp_path: Path) -> None:
+    inbox: Inbox[Cancel] = Inbox(bus, address_of(tmp_path, CORE), Cancel)
+    stranger = frames_to(bus, inbox.address)
+    payload, key = codec.encode(Cancel([7], 0)), run_key(tmp_path)
+    sealed = Seal(key).close(payload)
+    forged = [
+        b"",
+        payload,
+        payload + bytes(SEAL_BYTES),
+        Seal(os.urandom(KEY_BYTES)).close(payload),
+        *(sealed[:i] + bytes([sealed[i] ^ 1]) + sealed[i + 1 :] for i in range(len(sealed))),
+        sealed[:-1],
+        sealed + b"\0",
+    ]
+    for frame in forged:
+        stranger.send(frame)
+    stranger.send(sealed)
+    assert receive(inbox, 1) == [Cancel([7], 0)]
+    assert inbox.rejected[Rejection.FORGED] == len(forged) == inbox.num_rejected
+    stranger.close(linger=0)
+    inbox.close()
+
+
+def test_a_frame_that_is_too_long_never_arrives(bus: Bus, tmp_path: Path) -> None:
+    inbox: Inbox[Cancel] = Inbox(bus, address_of(tmp_path, CORE), Cancel, max_bytes=100)
+    seal = Seal(run_key(tmp_path))
+    long_one, short_one = codec.encode(Cancel([1 << 40] * 20, 0)), codec.encode(Cancel([1], 0))
+    first, second = frames_to(bus, inbox.address), frames_to(bus, inbox.address)
+    first.send(seal.close(long_one))
+    second.send(seal.close(short_one))
+    assert receive(inbox, 1) == [Cancel([1], 0)]
+    assert inbox.wait(0.05) == []
+    first.close(linger=0)
+    second.close(linger=0)
+    inbox.close()
+
+
+def test_what_was_queued_for_a_dead_epoch_never_reaches_its_successor(bus: Bus, tmp_path: Path) -> None:
     first, second = WorkerId(Role.EXECUTOR, 0, 1), WorkerId(Role.EXECUTOR, 0, 2)
-    peers = Peers(context)
+    peers = Peers(bus)
     peers.connect(first, address_of(tmp_path, first))
     peers.send(Role.EXECUTOR, 0, Cancel([1], 0))
-    inbox: Inbox[Cancel] = Inbox(context, address_of(tmp_path, second), Cancel)
+    inbox: Inbox[Cancel] = Inbox(bus, address_of(tmp_path, second), Cancel)
     replaced = peers.follow([Seat(second, inbox.address, 1, SeatState.READY)])
     assert replaced == [second]
     peers.send(Role.EXECUTOR, 0, Cancel([2], 0))
@@ -69,12 +116,22 @@ def test_what_was_queued_for_a_dead_epoch_never_reaches_its_successor(
     inbox.close()
 
 
-def test_a_send_to_nobody_says_so(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
-    peers = Peers(context)
+def test_a_send_to_nobody_says_so(bus: Bus) -> None:
+    peers = Peers(bus)
     assert not peers.send(Role.FRONTEND, 4, Drain())
     peers.close()
 
 
-def test_the_run_dir_is_private(tmp_path: Path) -> None:
+def test_the_run_dir_and_the_key_are_private(tmp_path: Path) -> None:
     run_dir = make_run_dir(tmp_path)
-    assert run_dir.stat().st_mode & 0o777 == 0o700
+    assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
+    key = run_key(run_dir)
+    assert len(key) == KEY_BYTES and run_key(run_dir) == key
+    assert stat.S_IMODE((run_dir / KEY_FILE).stat().st_mode) == 0o600
+    assert [path.name for path in run_dir.iterdir()] == [KEY_FILE]
+    assert run_key(make_run_dir(tmp_path)) != key
+
+
+def test_a_damaged_key_is_named() -> None:
+    with pytest.raises(ValueError, match="5 bytes, not 32"):
+        Seal(b"short")

@@ -1,0 +1,74 @@
+"""How large a frame each kind of process may be sent: what its largest message can hold, from the configuration.
+
+An inbox refuses more before it is in memory, and ends the sender's connection: so these are bounds that no process of
+ours reaches, not measures of what is usual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from quintet.wire.config import EngineConfig
+from quintet.wire.ids import Role
+from quintet.wire.params import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_STOP_CHARS
+
+LEAST_BYTES = 16 << 20
+"""Every inbox takes frames of this size: small models have long metrics too."""
+
+MOST_BYTES = 1 << 30
+"""No inbox takes more, whatever a configuration would allow for."""
+
+ID_BYTES = 5
+"""A token id in a list; in a column it has 4."""
+
+ENTRY_BYTES = 128
+"""One log-probability with its token's text."""
+
+ROW_BYTES = 1 << 10
+"""The fields of a request that have a fixed size, and its parts in other columns."""
+
+MOST_FRONTENDS = 8
+"""Frontends whose requests may be told of in one message; more, where more are configured."""
+
+JSON_GROWTH = 4
+"""What a request's body grows by at most: ``1,`` of its JSON becomes four bytes of a column."""
+
+
+def largest_frame(role: Role, config: EngineConfig) -> int:
+    """Return the size in bytes of the largest payload that a process of this role can be sent."""
+    bound = _BOUNDS[role](config)
+    return min(MOST_BYTES, max(LEAST_BYTES, bound))
+
+
+def _request(config: EngineConfig) -> int:
+    """One request as ids, with its outputs and parameters."""
+    model = config.model
+    words = ID_BYTES * MAX_BAD_WORDS * MAX_BAD_WORD_CHARS + 4 * MAX_STOP_CHARS
+    params = (
+        6 * ID_BYTES * model.vocab_size
+    )  # four lists of ids, and one map from an id to a float of 9 bytes
+    return 8 * model.max_model_len + params + words + ROW_BYTES + config.frontend.max_body_bytes
+
+
+def _logprobs(config: EngineConfig) -> int:
+    """Log-probabilities of everything that one step computes."""
+    asked = config.frontend.max_logprobs
+    width = 2 + (asked if asked >= 0 else config.model.vocab_size)
+    return (config.scheduler.max_num_batched_tokens + config.scheduler.max_num_seqs) * width * ENTRY_BYTES
+
+
+def _everybody(config: EngineConfig) -> int:
+    """Ids of every request that frontends may have, told at once to a detokenizer that begins."""
+    processes = config.processes
+    frontends = max(MOST_FRONTENDS, processes.frontends + processes.external_frontends)
+    return frontends * config.frontend.max_queued_requests * (ROW_BYTES + 4 * config.model.max_model_len)
+
+
+_BOUNDS: Mapping[Role, Callable[[EngineConfig], int]] = {
+    Role.SUPERVISOR: lambda config: LEAST_BYTES,
+    Role.FRONTEND: lambda config: _everybody(config) + _logprobs(config),
+    Role.TOKENIZER: lambda config: JSON_GROWTH * config.frontend.max_body_bytes + _request(config),
+    Role.CORE: lambda config: _request(config) + _logprobs(config),
+    Role.EXECUTOR: lambda config: config.scheduler.max_num_seqs * (_request(config) - config.frontend.max_body_bytes),
+    Role.DETOKENIZER: lambda config: _everybody(config) + _logprobs(config),
+}  # fmt: skip
