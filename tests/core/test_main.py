@@ -221,7 +221,7 @@ class Driven:
 
     def __init__(self, config: EngineConfig) -> None:
         self.neighbours = Neighbours(config)
-        self.core = Core(ME, config)
+        self.core = Core(Process(ME, config, Message))
 
     def deliver(self, count: int) -> None:
         """Have the core take exactly the next ``count`` messages, in one batch."""

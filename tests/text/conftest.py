@@ -246,7 +246,7 @@ class World:
         for inbox in (self.supervisor, self.frontend, self.core):
             inbox.close()
         self.peers.close()
-        self.bus.destroy(linger=0)
+        self.bus.context.destroy(linger=0)
         assert not self.crash, self.crash
 
 
