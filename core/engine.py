@@ -5,6 +5,7 @@ One method per message the core receives. Every method returns what must be sent
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Iterable
 
 from quintet.core.admission import check_fits, length_limit, make_requests, meet
@@ -14,7 +15,7 @@ from quintet.core.invariants import check
 from quintet.core.kv.pool import BlockPool
 from quintet.core.outbox import Effects, Outbox
 from quintet.core.policy import POLICIES
-from quintet.core.request import Request
+from quintet.core.request import Request, Status
 from quintet.core.resumption import Shelf, can_go_on
 from quintet.core.scheduler import schedule
 from quintet.core.state import State
@@ -200,16 +201,37 @@ class Engine:
 
         Log-probabilities are not kept, so with them it goes on where the client is.
         """
-        kept = self.shelf.take(message.adopts)
+        kept = self.shelf.move(message.adopts, message.request_id, message.choice)
         is_whole = message.params.logprobs is None and kept.startswith(message.output_ids)
         return kept if is_whole else message.output_ids
 
-    def reclaim(self, message: Reclaim) -> Reclaimed:
-        """Tell a frontend of a request that was kept for its client."""
+    def reclaim(self, message: Reclaim, now_ns: int) -> tuple[Reclaimed | None, Effects]:
+        """Tell a frontend of a request that was kept for its client.
+
+        One that still lives, for a connection of the client's that is dead or will be, is taken from it. None when its
+        last tokens are still being drawn: ask again after the next result.
+        """
+        live = [] if self.state is None else self._claimed(message)
+        effects = self.cancel([request.request_id for request in live], now_ns, keep=True)
+        if any(request.status is not Status.ENDED for request in live):
+            return None, effects
         kept = self.shelf.find(message.request_id, message.key)
         if kept is None:
-            return Reclaimed(message.query_id, None)
-        return Reclaimed(message.query_id, kept.admit, kept.choices())
+            return Reclaimed(message.query_id, None), effects
+        return Reclaimed(message.query_id, kept.admit, kept.choices()), effects
+
+    def _claimed(self, message: Reclaim) -> list[Request]:
+        """Return the live choices of the request that a client claims."""
+        assert self.state is not None
+        first = self.shelf.newest(message.request_id)
+        return [
+            request
+            for request in self.state.live.values()
+            if request.request_id - request.choice == first
+            and request.origin is not None
+            and request.origin.claim is not None
+            and hmac.compare_digest(request.origin.claim.key, message.key)
+        ]
 
     def cancel(self, request_ids: Iterable[int], now_ns: int, *, keep: bool = False) -> Effects:
         """End these requests; those that were alive are reported as aborted. ``keep`` those that can be resumed."""
@@ -220,13 +242,16 @@ class Engine:
         outbox = Outbox()
         for request_id in request_ids:
             request = state.live.get(request_id)
-            if request is not None:
+            if request is None:
                 if not keep:
-                    request.origin = None
-                outbox.end(request, FinishReason.ABORT, now_ns)
-                state.retire(request)
-            elif not keep:
-                self.shelf.take(request_id)
+                    self.shelf.take(request_id)
+                continue
+            if not keep:
+                request.origin = None
+            elif request.origin is not None and not state.wind_down(request):
+                continue
+            outbox.end(request, FinishReason.ABORT, now_ns)
+            state.retire(request)
         self._settle(now_ns)
         return outbox.effects(state.step, now_ns)
 
@@ -251,7 +276,9 @@ class Engine:
         self._early = [m for m in self._early if isinstance(m, Cancel) or not self._is_gone(m.request_id)]
         if self.state is not None:
             for request in list(self.state.live.values()):
-                if self._is_gone(request.request_id):
+                if self._is_gone(request.request_id) and (
+                    request.origin is None or self.state.wind_down(request)
+                ):
                     self.state.retire(request)
             self._settle(now_ns)
 

@@ -25,6 +25,8 @@ class Core:
         self.engine = Engine(config.model, config.cache, config.scheduler)
         self.metrics = CoreMetrics(self.process.metrics)
         self._span = self.process.span
+        self._reclaims: list[Reclaim] = []
+        """Questions for requests whose last tokens are being drawn."""
         self._early: list[Admit | Cancel] = []
         """Requests for processes that no topology has named yet, and all that came after them, in order."""
 
@@ -79,6 +81,9 @@ class Core:
             self._send(effects)
             self._span("send")
             self.metrics.commit.observe((time.monotonic_ns() - begun) * S)
+            reclaims, self._reclaims = self._reclaims, []
+            for reclaim in reclaims:
+                self._reclaim(reclaim, now)
         elif isinstance(message, Admit):
             self.metrics.hop_in.observe(max(0, now - message.sent_ns) * S)
             self._send(self.engine.admit(message, now))
@@ -89,7 +94,7 @@ class Core:
             attempts = memoryview(message.attempts).cast("i")
             self.engine.stop_hit(memoryview(message.request_ids).cast("q"), attempts, now)
         elif isinstance(message, Reclaim):
-            self.process.peers.send(Role.FRONTEND, message.frontend, self.engine.reclaim(message))
+            self._reclaim(message, now)
         elif isinstance(message, Capacity):
             self.process.log.info(
                 "executor epoch %d has %d blocks of %d tokens, %d slots",
@@ -98,6 +103,14 @@ class Core:
             self._send(self.engine.capacity(message, now))
             if self.engine.state is not None:
                 self.metrics.note_limits(self.engine.state.limits)
+
+    def _reclaim(self, message: Reclaim, now: int) -> None:
+        answer, effects = self.engine.reclaim(message, now)
+        self._send(effects)
+        if answer is None:
+            self._reclaims.append(message)
+        else:
+            self.process.peers.send(Role.FRONTEND, message.frontend, answer)
 
     def _plan(self) -> None:
         """Send plans until the depth is reached, nothing is left to compute, or the executor is not the one we know."""

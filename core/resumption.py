@@ -17,6 +17,9 @@ from quintet.wire.messages import Admit
 MAX_KEPT_BYTES = 256 << 20
 """Ids kept for clients that may come back; of more, those that have waited longest are dropped."""
 
+MAX_MOVED = 1 << 16
+"""Former ids that are remembered."""
+
 
 def can_go_on(request: Request, admit: Admit) -> bool:
     """Return whether a live request serves a newer attempt at it: only its text must be told anew.
@@ -62,6 +65,8 @@ class Shelf:
         self._kept: OrderedDict[int, KeptRequest] = OrderedDict()
         """By the request's first id; whose time ends first comes first."""
         self._first_of: dict[int, int] = {}
+        self._moved: OrderedDict[int, int] = OrderedDict()
+        """Former first ids of requests that went on under another."""
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -86,10 +91,25 @@ class Shelf:
             self._drop(next(iter(self._kept)))
 
     def find(self, first: int, key: bytes) -> KeptRequest | None:
-        """Return the request of this first id, if ``key`` is its client's."""
-        kept = self._kept.get(first)
+        """Return the request of this first id, whatever it is now, if ``key`` is its client's."""
+        kept = self._kept.get(self.newest(first))
         claim = None if kept is None else kept.admit.claim
         return kept if claim is not None and hmac.compare_digest(claim.key, key) else None
+
+    def newest(self, first: int) -> int:
+        """Return the first id under which a request goes on."""
+        while first in self._moved:
+            first = self._moved[first]
+        return first
+
+    def move(self, request_id: int, new_id: int, choice: int) -> bytes:
+        """`take` a choice that goes on under another id; its client may know it by the former one for ever."""
+        former = request_id - choice
+        if new_id - choice != former:
+            self._moved[former] = new_id - choice
+            if len(self._moved) > MAX_MOVED:
+                self._moved.popitem(last=False)
+        return self.take(request_id)
 
     def take(self, request_id: int) -> bytes:
         """Return the outputs of a choice (int32), by its former id, and forget it; none of one that is not kept."""

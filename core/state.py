@@ -188,6 +188,17 @@ class State:
                 )
             )
 
+    def wind_down(self, request: Request) -> bool:
+        """Plan nothing more of a request that is to be kept. Returns whether it can leave now.
+
+        Tokens that steps in flight draw are waited for, as if they were its last: none is drawn twice.
+        """
+        if request.status is not Status.RUNNING or request.length == len(request.tokens):
+            return True
+        self.num_promised -= request.limit - request.length
+        request.limit = request.length
+        return False
+
     def publish(self, request: Request, num_tokens: int) -> None:
         """Make the full blocks among the request's first ``num_tokens`` findable; the values of these are known.
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from starlette.routing import Route, Router
@@ -17,19 +16,19 @@ from quintet.frontend import health
 from quintet.frontend.dialects.openai_chat import chat_completions
 from quintet.frontend.dialects.openai_completions import completions
 from quintet.frontend.dialects.openai_tokenize import detokenize, tokenize
+from quintet.frontend.dialects.resume import resumable, streams
 from quintet.frontend.exchange import ClientGone, Exchange
 from quintet.frontend.guard import Keys, Origins
 from quintet.frontend.metrics import metrics
 from quintet.frontend.openapi import docs, openapi
-from quintet.frontend.service import Service
+from quintet.frontend.service import Handler, Service
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import MAX_SHOWN
 
-Handler = Callable[[Service, Exchange], Awaitable[None]]
-
 ROUTES: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
-    ("/v1/completions", ("POST",), completions),
-    ("/v1/chat/completions", ("POST",), chat_completions),
+    ("/v1/completions", ("POST",), resumable(completions)),
+    ("/v1/chat/completions", ("POST",), resumable(chat_completions)),
+    ("/v1/streams/{id}", ("GET",), streams),
     ("/v1/models", ("GET",), health.models),
     ("/v1/models/{id:path}", ("GET",), health.model),
     ("/tokenize", ("POST",), tokenize),

@@ -39,6 +39,8 @@ class Exchange:
         self.arrival_ns = time.monotonic_ns()
         self.method: str = scope["method"]
         self.path: str = scope["path"].removeprefix(scope["root_path"])
+        self.query: str = scope.get("query_string", b"").decode("latin-1")
+        """What follows the question mark, as it was sent."""
         self.route = "other"
         """Path pattern of the endpoint that took the request, for the metrics."""
         self.path_params: dict[str, str] = {}

@@ -55,7 +55,7 @@ class Origins:
             return []
         return [
             (b"access-control-allow-origin", origin.encode("latin-1")),
-            (b"access-control-expose-headers", b"x-request-id"),
+            (b"access-control-expose-headers", b"x-request-id, x-stream-id"),
             (b"vary", b"origin"),
         ]
 
@@ -75,7 +75,10 @@ class Origins:
             b"text/plain",
             [
                 (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
-                (b"access-control-allow-headers", b"authorization, content-type, x-api-key, x-request-id"),
+                (
+                    b"access-control-allow-headers",
+                    b"authorization, content-type, last-event-id, x-api-key, x-request-id",
+                ),
                 (b"access-control-max-age", b"600"),
             ],
         )

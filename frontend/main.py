@@ -24,7 +24,7 @@ from quintet.frontend.service import Inbound, Service
 from quintet.wire.config import EngineConfig, FrontendConfig
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.messages import Detokenized, Failed, Text, Tokenized
+from quintet.wire.messages import Detokenized, Failed, Reclaimed, Text, Tokenized
 from quintet.wire.runtime import Process, Stopping, child_main
 
 LISTEN_FD = "QUINTET_LISTEN_FD"
@@ -117,7 +117,9 @@ class Frontend:
     """The process: one loop on which HTTP and messages meet."""
 
     def __init__(self, me: WorkerId, config: EngineConfig) -> None:
-        self._process: Process[Inbound] = Process(me, config, Text | Failed | Tokenized | Detokenized)
+        self._process: Process[Inbound] = Process(
+            me, config, Text | Failed | Tokenized | Detokenized | Reclaimed
+        )
         self._service = Service(
             me, self._process.peers.send, config, self._process.metrics, self._process.span
         )

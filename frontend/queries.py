@@ -18,13 +18,15 @@ from quintet.wire.messages import (
     DetokenizeQuery,
     MetricsQuery,
     MetricsReport,
+    Reclaim,
+    Reclaimed,
     TextPrompt,
     Tokenized,
     TokenizeQuery,
 )
 
-Answer = Tokenized | Detokenized | MetricsReport
-AnswerT = TypeVar("AnswerT", Tokenized, Detokenized, MetricsReport)
+Answer = Tokenized | Detokenized | MetricsReport | Reclaimed
+AnswerT = TypeVar("AnswerT", Tokenized, Detokenized, MetricsReport, Reclaimed)
 
 
 class Queries:
@@ -59,6 +61,11 @@ class Queries:
         if answer.error is not None:
             raise RequestError(answer.error.code, answer.error.message, answer.error.param)
         return answer.text
+
+    async def reclaim(self, request_id: int, key: bytes) -> Reclaimed:
+        """Ask for a request that its client wants to go on reading. Raises `RequestError` when no core answers."""
+        query = Reclaim(self._take_id(), self._me.index, request_id, key)
+        return await self._ask(Role.CORE, query, query.query_id, Reclaimed, self._timeout_s)
 
     async def metrics(self, timeout_s: float = 1.0) -> MetricsReport:
         """Ask the supervisor for everybody's figures. Raises `RequestError` when it does not answer in time."""

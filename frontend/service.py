@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from quintet.frontend.admission import Admission
 from quintet.frontend.bodies import MAX_OPEN_BYTES, Bodies
+from quintet.frontend.exchange import Exchange
 from quintet.frontend.patience import Patience
 from quintet.frontend.queries import Queries
 from quintet.frontend.sessions import Send, Sessions
@@ -18,6 +20,7 @@ from quintet.wire.messages import (
     Drained,
     Failed,
     MetricsReport,
+    Reclaimed,
     Text,
     Tokenized,
     Topology,
@@ -25,7 +28,7 @@ from quintet.wire.messages import (
 from quintet.wire.metrics import CounterSeries, HistogramSeries, Metrics
 from quintet.wire.trace import Span, no_span
 
-Inbound = Text | Failed | Tokenized | Detokenized | Topology | Drain | MetricsReport
+Inbound = Text | Failed | Tokenized | Detokenized | Reclaimed | Topology | Drain | MetricsReport
 
 
 @dataclass(slots=True)
@@ -108,3 +111,7 @@ class Service:
         if self.num_exchanges == 0 and self.sessions.num_live == 0:
             self._told_drained = True
             self._send(Role.SUPERVISOR, 0, Drained(self.me))
+
+
+Handler = Callable[[Service, Exchange], Awaitable[None]]
+"""An endpoint: answers one exchange, or raises `RequestError`."""

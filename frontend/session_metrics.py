@@ -46,6 +46,7 @@ class SessionMetrics:
             for reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR)
         }
         self.live = metrics.gauge("live_requests", "Requests this frontend holds.")
+        self.adopted = metrics.counter("adopted_requests", "Streams whose clients came back for the rest.")
         self.duplicate_endings = metrics.counter(
             "duplicate_endings", "Endings received for choices that had ended; none was applied."
         )

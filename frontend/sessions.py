@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -22,13 +22,16 @@ from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import RequestIds, WorkerId
 from quintet.wire.messages import (
+    Claim,
     Failed,
     Finish,
     FinishReason,
     Prompt,
+    Reclaimed,
     Started,
     Submit,
     Text,
+    TokenPrompt,
     Topology,
 )
 from quintet.wire.metrics import Metrics
@@ -95,6 +98,7 @@ class Sessions:
         final_only: bool = False,
         interval: int = 1,
         are_checked: bool = False,
+        claim: Claim | None = None,
     ) -> Stream:
         """Send a request on its way and return the stream of what comes back.
 
@@ -123,6 +127,7 @@ class Sessions:
             cache_salt=cache_salt,
             echo=echo,
             return_prompt_ids=return_prompt_ids,
+            claim=claim,
         )
         stream = Stream(
             submit,
@@ -131,24 +136,71 @@ class Sessions:
             final_only=final_only,
             interval=interval,
         )
-        self._streams[submit.request_id] = stream
-        for choice in stream.choices:
+        self._begin(stream)
+        self.metrics.submitted(params)
+        return stream
+
+    def adopt(
+        self,
+        reclaimed: Reclaimed,
+        seen: Sequence[tuple[int, bool]],
+        *,
+        mailbox: Mailbox,
+        interval: int,
+        arrival_ns: int,
+    ) -> Stream:
+        """Go on with a request that was kept for its client, and return the stream of what the client has not seen.
+
+        ``seen`` says of each choice how many of its tokens the client has (-1: not even its beginning), and whether it
+        has its end.
+        """
+        admit = reclaimed.admit
+        assert admit is not None
+        changes: dict[str, object] = {"n": len(seen)}
+        was_begun = any(count >= 0 for count, _ in seen)
+        if was_begun:
+            changes["prompt_logprobs"] = None
+        submit = Submit(
+            request_id=self._ids.take(len(seen)),
+            prompt=TokenPrompt(admit.prompt_ids),
+            params=msgspec.structs.replace(admit.params, **changes),
+            arrival_ns=arrival_ns,
+            sent_ns=0,
+            core=0,
+            detokenizer=0,
+            priority=admit.priority,
+            cache_salt=admit.cache_salt,
+            echo=admit.echo,
+            return_prompt_ids=admit.return_prompt_ids,
+            claim=admit.claim,
+        )
+        stream = Stream(submit, mailbox, self.cancel, interval=interval)
+        outputs = dict(reclaimed.choices)
+        former = admit.request_id - admit.choice
+        for choice, (count, has_ended) in zip(stream.choices, seen, strict=True):
+            choice.go_on(former + choice.index, unpack_i32(outputs.get(choice.index, b"")), count, has_ended)
+        stream.num_open = sum(choice.finish is None for choice in stream.choices)
+        if was_begun:
+            stream.started = Started(submit.request_id, len(admit.prompt_ids) // 4, 0, arrival_ns, arrival_ns)
+        if stream.num_open:
+            self._begin(stream)
+            self.metrics.adopted.inc()
+        return stream
+
+    def _begin(self, stream: Stream) -> None:
+        self._streams[stream.request_id] = stream
+        open_choices = [choice for choice in stream.choices if choice.finish is None]
+        for choice in open_choices:
             self._live[choice.request_id] = choice
         try:
             self._placement.place(stream)
         except BaseException as error:
-            self._forget(stream)
+            del self._streams[stream.request_id]
+            for choice in open_choices:
+                del self._live[choice.request_id]
             if isinstance(error, UNENCODABLE):
                 raise _cannot_travel(error) from None
             raise
-        self.metrics.submitted(params)
-        return stream
-
-    def _forget(self, stream: Stream) -> None:
-        """Undo the registration of a request that could not be sent."""
-        del self._streams[stream.request_id]
-        for choice in stream.choices:
-            del self._live[choice.request_id]
 
     def cancel(self, stream: Stream) -> None:
         """See `Stream.cancel`."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from quintet.wire.errors import RequestError
-from quintet.wire.messages import Finish, PositionLogprobs, Started, Submit
+from quintet.wire.messages import Finish, FinishReason, PositionLogprobs, Started, Submit
 
 ALTERNATIVE_BYTES = 32
 """What one token of log-probabilities counts in `Stream.unread_bytes`."""
@@ -63,6 +63,15 @@ class Choice:
     is_dirty: bool = False
     adopts: int = 0
     """Its id under a former frontend, of a choice that goes on for a client who came back."""
+
+    def go_on(self, former_id: int, outputs: Sequence[int], num_seen: int, has_ended: bool) -> None:
+        """Begin where a client left off, which has ``num_seen`` of these outputs (-1: nothing at all)."""
+        self.adopts = former_id
+        self.output_ids = array("i", outputs[: max(0, num_seen)])
+        self.num_taken = len(self.output_ids)
+        self.num_chars = -1 if self.output_ids else 0
+        if has_ended:
+            self.finish = Finish(self.request_id, FinishReason.NONE, None, len(self.output_ids))
 
     def unread_bytes(self) -> int:
         """Estimate what is held for the reader."""
@@ -181,7 +190,7 @@ class Stream:
     @property
     def is_resumed(self) -> bool:
         """Whether part of it was received before it was sent: it is sent again choice by choice."""
-        return self.started is not None or any(choice.output_ids for choice in self.choices)
+        return self.started is not None or any(c.output_ids or c.adopts for c in self.choices)
 
     def messages(self) -> list[Submit]:
         """Return what has to be sent for the choices that have not ended: one message, or one each."""
@@ -255,9 +264,13 @@ class Stream:
         """Ask the engine to stop. The choices that are still open end with `FinishReason.ABORT`, delivered as usual."""
         self._on_cancel(self)
 
-    def close(self) -> None:
-        """Cancel if it still runs, and let go of it: nobody reads this stream any more."""
+    def close(self, *, keep: bool = False) -> None:
+        """Cancel if it still runs, and let go of it: nobody reads this stream any more.
+
+        ``keep``: its client may come back and go on reading elsewhere.
+        """
         self.is_closed = True
+        self.is_kept = keep and self.submit.claim is not None
         self._dirty = []
         if not self.ended:
             self.cancel()

@@ -101,6 +101,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
             policy=options.scheduling_policy,
             enable_chunked_prefill=options.enable_chunked_prefill,
             long_prefill_token_threshold=options.long_prefill_token_threshold,
+            resume_grace_s=options.stream_grace,
             step_target_ms=rules.derive_step_target_ms(options, kind, device),
             depth=options.depth,
             audit=options.audit,

@@ -129,6 +129,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_queued_requests: Annotated[
         int, Flag(NETWORK, "requests one frontend holds at most; one more is answered 429 with Retry-After")
     ] = 4096
+    stream_grace: Annotated[
+        float,
+        Flag(
+            NETWORK,
+            "how long a streamed request waits, paused, for a client that was cut off; 0 switches event ids off too",
+            "SECONDS",
+        ),
+    ] = 30.0
     keep_alive_interval: Annotated[
         float,
         Flag(NETWORK, "seconds of silence after which a stream gets an SSE comment; 0 for never", "SECONDS"),

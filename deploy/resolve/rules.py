@@ -36,6 +36,7 @@ def check_ranges(options: Options) -> None:
         "max_queued_requests": (options.max_queued_requests, 1),
         "drain_timeout": (options.drain_timeout, 0),
         "keep_alive_interval": (options.keep_alive_interval, 0),
+        "stream_grace": (options.stream_grace, 0),
         "depth": (options.depth, 1),
         "port": (options.port, 0),
     }

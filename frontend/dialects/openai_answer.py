@@ -14,15 +14,15 @@ import msgspec
 from quintet.frontend.dialects import errors, sse
 from quintet.frontend.dialects import openai_parse as parse
 from quintet.frontend.dialects.openai_types import CompletionBody, GenerationBody
-from quintet.frontend.exchange import ClientGone, Exchange
-from quintet.frontend.patience import Patience, Reader
+from quintet.frontend.dialects.position import Position, StreamId
+from quintet.frontend.exchange import ClientGone, Exchange, Header
+from quintet.frontend.patience import Reader
+from quintet.frontend.service import Service
 from quintet.frontend.streams import Batch, Delta, Mailbox, Stream
 from quintet.wire.config import ModelConfig
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import Finish, FinishReason, PositionLogprobs, Started
-from quintet.wire.metrics import HistogramSeries
 from quintet.wire.params import SamplingParams
-from quintet.wire.trace import Span
 
 encode_json = msgspec.json.Encoder().encode
 
@@ -93,15 +93,15 @@ class Job:
         self.client_gone = True
         self.mailbox.nudge()
 
-    def close(self) -> None:
-        """Cancel what still runs and let go of everything."""
+    def close(self, *, keep: bool = False) -> None:
+        """Cancel what still runs and let go of everything. ``keep``: the client may come back."""
         for stream in self.streams:
-            stream.close()
+            stream.close(keep=keep)
 
     def add(self, stream: Stream) -> None:
         """Answer with one more prompt's stream, whose mailbox is this job's."""
         self.streams.append(stream)
-        self.num_unread += 1
+        self.num_unread += not stream.ended
 
     def unread_bytes(self) -> int:
         """Estimate what is held for the client."""
@@ -146,7 +146,18 @@ class Shape:
 class ChunkWriter:
     """Writes the events of one streamed answer."""
 
-    def __init__(self, shape: Shape, options: Options, num_prompts: int) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        options: Options,
+        num_prompts: int,
+        stream_id: StreamId | None = None,
+        position: Position | None = None,
+    ) -> None:
+        """``stream_id``: events carry ids and go on after ``position`` (default: from the beginning)."""
+        self.stream_id = stream_id
+        self._position = position or Position(num_prompts * options.num_choices)
+        self._event_id = b"" if stream_id is None else b"id: " + str(stream_id).encode() + b":"
         self.shape = shape
         self.options = options
         head = encode_json(
@@ -174,18 +185,37 @@ class ChunkWriter:
 
     def write(self, frames: list[bytes], position: int, stream: Stream, batch: Batch) -> None:
         """Append the events for what is new of the prompt at ``position``."""
-        base = position * self.options.num_choices
-        if batch.started is not None:
-            frames += self.shape.on_start(self, base, batch.started)
+        n = self.options.num_choices
+        base = position * n
+        told = self._position
+        if batch.started is not None and max(told.counts[base : base + n]) < 0:
+            told.counts[base : base + n] = [0] * n
+            starts = self.shape.on_start(self, base, batch.started)
+            if starts:
+                starts[-1] = self._identified(starts[-1])
+                frames += starts
         is_plain, prefixes, tail = self._is_plain, self._prefixes, self._plain_tail
         for delta in batch.deltas:
+            index = base + delta.choice
+            told.counts[index] = stream.choices[delta.choice].num_taken
             if is_plain and delta.finish is None:
                 if delta.text:
-                    frames.append(prefixes[base + delta.choice] + encode_json(delta.text) + tail)
+                    frame = prefixes[index] + encode_json(delta.text) + tail
+                    frames.append(self._identified(frame) if self._event_id else frame)
             else:
-                frame = self._full(base, stream, delta)
-                if frame is not None:
-                    frames.append(frame)
+                told.ended[index] = delta.finish is not None
+                full = self._full(base, stream, delta)
+                if full is not None:
+                    frames.append(self._identified(full))
+
+    def _identified(self, frame: bytes) -> bytes:
+        """Return an event with the id of where its reader is after it."""
+        if not self._event_id:
+            return frame
+        told = self._position
+        if len(told.counts) == 1 and not told.ended[0]:
+            return b"%b%d\n%b" % (self._event_id, told.counts[0], frame)
+        return b"%b%b\n%b" % (self._event_id, str(told).encode(), frame)
 
     def _full(self, base: int, stream: Stream, delta: Delta) -> bytes | None:
         """Return an event with everything the client asked for, or None when there is nothing to tell."""
@@ -248,32 +278,35 @@ class ChunkWriter:
         """Return an event with one choice spelled by the dialect; ``after`` is JSON added to the chunk."""
         return self._head + choice + b"]" + after + self._end[1:]
 
+    def headers(self) -> tuple[Header, ...]:
+        """Return the headers of the response."""
+        if self.stream_id is None:
+            return sse.HEADERS
+        return (*sse.HEADERS, (b"x-stream-id", str(self.stream_id).encode()))
+
     def tail(self, streams: Sequence[Stream]) -> bytes:
         """Return what ends the stream: usage when asked for, and ``[DONE]``."""
-        if not self.options.include_usage:
+        if not self.options.include_usage or self._position.usage_told:
             return sse.DONE
+        self._position.usage_told = True
         usage = encode_json(usage_of(streams, self.options.echo_only))
-        return self._head + b'],"usage":' + usage + b"}\n\n" + sse.DONE
+        return self._identified(self._head + b'],"usage":' + usage + b"}\n\n") + sse.DONE
 
 
-async def stream_answer(
-    exchange: Exchange,
-    job: Job,
-    writer: ChunkWriter,
-    keep_alive_s: float,
-    patience: Patience,
-    write_seconds: HistogramSeries,
-    span: Span,
-) -> None:
+async def stream_answer(service: Service, exchange: Exchange, job: Job, writer: ChunkWriter) -> None:
     """Write the answer as events, one write per wake-up, until every stream has ended or the client left.
 
-    The status line waits for the first news, so that an error found before any output still gets its own status.
+    The status line waits for the first news, so that an error found before any output still gets its own status. A client
+    that leaves after it may come back for the rest.
     """
+    patience, write_seconds, span = service.patience, service.http.write_seconds, service.span
     positions = {stream.request_id: position for position, stream in enumerate(job.streams)}
     watcher = exchange.watch_disconnect(job.leave)
-    pulse = sse.Pulse(keep_alive_s, job.mailbox.nudge)
+    pulse = sse.Pulse(service.config.frontend.keep_alive_s, job.mailbox.nudge)
     reader = Reader(exchange.abort, job.unread_bytes)
     patience.watch(reader)
+    if job.num_unread == 0:
+        job.mailbox.nudge()  # nothing is left to tell but the end
     try:
         while True:
             ready = await job.mailbox.wait()
@@ -299,7 +332,7 @@ async def stream_answer(
             if frames:
                 began = reader.waiting_since_s = time.perf_counter()
                 if not exchange.started:
-                    await exchange.start_stream(sse.CONTENT_TYPE, sse.HEADERS)
+                    await exchange.start_stream(sse.CONTENT_TYPE, writer.headers())
                 await exchange.write(b"".join(frames) if len(frames) > 1 else frames[0], last)
                 reader.waiting_since_s = None
                 write_seconds.observe(time.perf_counter() - began)
@@ -311,7 +344,7 @@ async def stream_answer(
         pulse.stop()
         patience.forget(reader)
         watcher.cancel()
-        job.close()
+        job.close(keep=exchange.started)
 
 
 @dataclass(slots=True)

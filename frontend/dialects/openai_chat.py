@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from quintet.frontend.dialects import openai_parse as parse
+from quintet.frontend.dialects.claims import Answer, claim_for
 from quintet.frontend.dialects.openai_answer import (
     FINISH_NAMES,
     ChunkWriter,
@@ -30,6 +31,7 @@ from quintet.frontend.dialects.openai_types import (
     TokenizeBody,
     Tool,
 )
+from quintet.frontend.dialects.position import StreamId
 from quintet.frontend.exchange import Exchange
 from quintet.frontend.service import Service
 from quintet.wire.codec import unpack_i32
@@ -67,6 +69,9 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
     params = _params(body, config)
     options = options_of("chatcmpl", body, params, exchange, config.model)
     service.admission.enter(params.n)
+    prefix, interval = conversation.last_text if options.echo else "", body.stream_interval or 1
+    answer = Answer("chat", options, 1, interval, conversation.role, prefix)
+    claim = claim_for(answer, config) if body.stream else None
     job = Job()
     job.add(
         service.sessions.submit(
@@ -78,17 +83,15 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
             arrival_ns=exchange.arrival_ns,
             mailbox=job.mailbox,
             final_only=not body.stream,
-            interval=body.stream_interval or 1,
+            interval=interval,
             are_checked=True,
+            claim=claim,
         )
     )
-    prefix = conversation.last_text if options.echo else ""
     if body.stream:
-        writer = ChunkWriter(_shape(conversation.role, prefix), options, 1)
-        keep_alive_s = config.frontend.keep_alive_s
-        await stream_answer(
-            exchange, job, writer, keep_alive_s, service.patience, service.http.write_seconds, service.span
-        )
+        stream_id = None if claim is None else StreamId(job.streams[0].request_id, claim.key)
+        writer = ChunkWriter(chat_shape(conversation.role, prefix), options, 1, stream_id)
+        await stream_answer(service, exchange, job, writer)
     else:
         outputs = await whole_answer(exchange, job, options)
         await exchange.respond_json(_whole(outputs, job, options, conversation.role, prefix))
@@ -229,7 +232,7 @@ def _params(body: ChatBody, config: EngineConfig) -> SamplingParams:
     return parse.checked(params, config.frontend.max_logprobs, model, names)
 
 
-def _shape(role: str, prefix: str) -> Shape:
+def chat_shape(role: str, prefix: str) -> Shape:
     """Return how chunks of this answer are spelled; its first events name the role and repeat the echoed text."""
 
     def on_start(writer: ChunkWriter, base: int, started: Started) -> list[bytes]:

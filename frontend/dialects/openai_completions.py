@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from quintet.frontend.dialects import openai_parse as parse
+from quintet.frontend.dialects.claims import Answer, claim_for
 from quintet.frontend.dialects.openai_answer import (
     FINISH_NAMES,
     ChunkWriter,
@@ -27,6 +28,7 @@ from quintet.frontend.dialects.openai_logprobs import (
     prompt_logprobs,
 )
 from quintet.frontend.dialects.openai_types import CompletionBody
+from quintet.frontend.dialects.position import StreamId
 from quintet.frontend.exchange import Exchange
 from quintet.frontend.service import Service
 from quintet.wire.codec import pack_i32, unpack_i32
@@ -49,6 +51,8 @@ async def completions(service: Service, exchange: Exchange) -> None:
     params = _params(body, config)
     options = options_of("cmpl", body, params, exchange, config.model)
     service.admission.enter(len(prompts) * params.n)
+    interval = body.stream_interval or 1
+    claim = claim_for(Answer("completion", options, len(prompts), interval), config) if body.stream else None
     job = Job()
     try:
         for prompt in prompts:
@@ -63,19 +67,17 @@ async def completions(service: Service, exchange: Exchange) -> None:
                     arrival_ns=exchange.arrival_ns,
                     mailbox=job.mailbox,
                     final_only=not body.stream,
-                    interval=body.stream_interval or 1,
+                    interval=interval,
                     are_checked=True,
+                    claim=claim,
                 )
             )
     except BaseException:
         job.close()
         raise
     if body.stream:
-        writer = ChunkWriter(_SHAPE, options, len(prompts))
-        keep_alive_s = config.frontend.keep_alive_s
-        await stream_answer(
-            exchange, job, writer, keep_alive_s, service.patience, service.http.write_seconds, service.span
-        )
+        stream_id = None if claim is None else StreamId(job.streams[0].request_id, claim.key)
+        await stream_answer(service, exchange, job, ChunkWriter(SHAPE, options, len(prompts), stream_id))
     else:
         outputs = await whole_answer(exchange, job, options)
         await exchange.respond_json(_whole(outputs, job, options))
@@ -165,7 +167,7 @@ def _on_start(writer: ChunkWriter, base: int, started: Started) -> list[bytes]:
     return [writer.chunk(base + i, text, logprobs, extra=extra) for i in range(options.num_choices)]
 
 
-_SHAPE = Shape(
+SHAPE = Shape(
     object_name="text_completion",
     open=b'"text":',
     close=b"",

@@ -1,0 +1,100 @@
+"""Go on reading a streamed answer: after a lost connection, or after the frontend that wrote it was lost.
+
+Every event names where its reader is (`quintet.frontend.dialects.position`). A client gets what comes after that, from any
+frontend, by ``GET /v1/streams/<stream>?from=<position>``, or by sending the ``Last-Event-ID`` header along with the
+request again. The core gives the frontend everything it needs.
+"""
+
+from __future__ import annotations
+
+from urllib.parse import parse_qs
+
+from quintet.frontend.dialects.claims import answer_of
+from quintet.frontend.dialects.openai_answer import ChunkWriter, Job, stream_answer
+from quintet.frontend.dialects.openai_chat import chat_shape
+from quintet.frontend.dialects.openai_completions import SHAPE as COMPLETION_SHAPE
+from quintet.frontend.dialects.position import Position, StreamId
+from quintet.frontend.exchange import Exchange
+from quintet.frontend.service import Handler, Service
+from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.messages import Admit, Reclaimed
+
+LAST_EVENT = "last-event-id"
+
+
+async def streams(service: Service, exchange: Exchange) -> None:
+    """GET /v1/streams/{id}: the events after a position, given as ``from`` or in ``Last-Event-ID``."""
+    query = parse_qs(exchange.query)
+    given = query.get("from", [""])[0] or (exchange.header(LAST_EVENT) or "").partition(":")[2]
+    await resume(service, exchange, StreamId.parse(exchange.path_params["id"]), given)
+
+
+def resumable(handler: Handler) -> Handler:
+    """Return an endpoint that goes on with the stream of ``Last-Event-ID`` if there is one, else does what it did."""
+
+    async def endpoint(service: Service, exchange: Exchange) -> None:
+        event_id = exchange.header(LAST_EVENT)
+        if not event_id:
+            await handler(service, exchange)
+            return
+        await exchange.read_json_body(service.bodies)
+        stream, _, given = event_id.partition(":")
+        await resume(service, exchange, StreamId.parse(stream), given)
+
+    return endpoint
+
+
+async def resume(service: Service, exchange: Exchange, stream_id: StreamId, given: str) -> None:
+    """Write what comes after a position of a stream. Raises `RequestError` when nobody knows the stream (any more)."""
+    first = await service.queries.reclaim(stream_id.request_id, stream_id.key)
+    admit = _known(first)
+    assert admit.claim is not None
+    answer = answer_of(admit.claim)
+    n = answer.options.num_choices
+    position = Position.parse(given, answer.num_prompts * n)
+    service.admission.enter(answer.num_prompts * n)
+    reclaimed = [first]
+    for prompt in range(1, answer.num_prompts):
+        reclaimed.append(await service.queries.reclaim(stream_id.request_id + prompt * n, stream_id.key))
+    job = Job()
+    try:
+        for prompt, each in enumerate(reclaimed):
+            seen = list(zip(position.counts, position.ended, strict=True))[prompt * n : (prompt + 1) * n]
+            _check(each, seen)
+            job.add(
+                service.sessions.adopt(
+                    each, seen, mailbox=job.mailbox, interval=answer.interval, arrival_ns=exchange.arrival_ns
+                )
+            )
+        shape = COMPLETION_SHAPE if answer.kind == "completion" else chat_shape(answer.role, answer.prefix)
+        goes_on = StreamId(job.streams[0].request_id, stream_id.key)
+        writer = ChunkWriter(shape, answer.options, answer.num_prompts, goes_on, position)
+    except BaseException:
+        job.close()
+        raise
+    await stream_answer(service, exchange, job, writer)
+
+
+def _known(reclaimed: Reclaimed) -> Admit:
+    if reclaimed.admit is None:
+        raise RequestError(
+            ErrorCode.NOT_FOUND,
+            "This server does not know the stream, or not any more: it was read to its end, cancelled, or not asked for "
+            "within the time of grace (--stream-grace). Send the request again.",
+            "stream",
+        )
+    return reclaimed.admit
+
+
+def _check(reclaimed: Reclaimed, seen: list[tuple[int, bool]]) -> None:
+    _known(reclaimed)
+    outputs = dict(reclaimed.choices)
+    for index, (count, _) in enumerate(seen):
+        known = len(outputs.get(index, b"")) // 4
+        if count > known:
+            raise RequestError(
+                ErrorCode.INVALID,
+                f"The position says {count} tokens of choice {index}; the server made {known}. Send the id of the last "
+                "event that was received.",
+                "from",
+            )
