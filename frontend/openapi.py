@@ -64,6 +64,13 @@ _OPERATIONS: tuple[tuple[str, str, str, type | None, Schema | None], ...] = (
         types.ChatBody,
         {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32},
     ),
+    (
+        "get",
+        "/v1/streams/{id}",
+        "The rest of a stream (header X-Stream-Id) after the position `from`: what its last event's id says after the colon",
+        None,
+        None,
+    ),
     ("get", "/v1/models", "The names the model is served under", None, None),
     ("get", "/v1/models/{id}", "One of those names", None, None),
     ("post", "/tokenize", "Text or conversation to token ids", types.TokenizeBody, {"prompt": "Hello"}),

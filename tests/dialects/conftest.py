@@ -41,6 +41,8 @@ from quintet.wire.messages import (
     MetricsReport,
     PositionLogprobs,
     ProcessFigures,
+    Reclaim,
+    Reclaimed,
     RowLogprobs,
     Seat,
     SeatState,
@@ -114,6 +116,8 @@ class FakeEngine:
                 )
             case MetricsQuery():
                 loop.call_soon(self.deliver, self.report(message.query_id))
+            case Reclaim():
+                loop.call_soon(self.deliver, Reclaimed(message.query_id, None))
         with self.arrived:
             self.sent.append((role, index, message))
             self.arrived.notify_all()
@@ -256,8 +260,16 @@ class Reply:
     @property
     def events(self) -> list[Any]:
         """The JSON documents of an SSE body."""
-        lines = [f.removeprefix(b"data: ") for f in self.body.split(b"\n\n") if f.startswith(b"data: ")]
+        lines = [
+            line.removeprefix(b"data: ") for line in self.body.split(b"\n") if line.startswith(b"data: ")
+        ]
         return [json.loads(line) for line in lines if line != b"[DONE]"]
+
+    @property
+    def event_ids(self) -> list[str]:
+        """The ids of the events of an SSE body."""
+        lines = [line for line in self.body.split(b"\n") if line.startswith(b"id: ")]
+        return [line.removeprefix(b"id: ").decode() for line in lines]
 
 
 class Server:

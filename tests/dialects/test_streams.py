@@ -127,7 +127,8 @@ def test_a_client_that_reads_slowly_gets_everything(serve: Callable[..., Any]) -
         body = b"".join(iter(raw.chunk, b""))
     finally:
         raw.close()
-    events = [json.loads(f.removeprefix(b"data: ")) for f in body.split(b"\n\n")[:-2]]
+    lines = [line for line in body.split(b"\n") if line.startswith(b"data: {")]
+    events = [json.loads(line.removeprefix(b"data: ")) for line in lines]
     text = "".join(event["choices"][0]["text"] for event in events)
     assert text == "".join(f" t{i}" for i in range(num_tokens))
 
@@ -218,16 +219,17 @@ def test_health_names_what_is_wrong(serve: Callable[..., Any], topology: Any) ->
     assert server.ask("GET", "/livez").status == 200
 
 
-def test_a_lost_core_is_an_error_of_its_own(serve: Callable[..., Any], topology: Any) -> None:
+def test_a_lost_core_is_a_pause(serve: Callable[..., Any], topology: Any) -> None:
     server = serve()
     server.engine.held = True
-    raw = RawStream(server, C, {"prompt": "x", "stream": True})
+    raw = RawStream(server, C, {"prompt": "x", "max_tokens": 2, "stream": True})
     server.engine.wait_for(Submit)
     server.call(server.service.handle, topology(2, core=SeatState.DOWN))
-    head = raw.head()
+    server.call(server.service.handle, topology(3))
+    assert [submit.attempt for submit in server.engine.wait_for(Submit, 2)] == [0, 1]
+    server.call(server.engine.release)
+    assert b"200" in raw.head()
     raw.close()
-    assert b"503" in head
-    assert b"retry-after" in head
 
 
 def test_draining_finishes_what_runs_and_takes_nothing_new(serve: Callable[..., Any]) -> None:
@@ -249,6 +251,44 @@ def test_draining_finishes_what_runs_and_takes_nothing_new(serve: Callable[..., 
     server.engine.wait_for(Drained)
     roles = [role for role, _, message in server.engine.sent if isinstance(message, Drained)]
     assert roles == [Role.SUPERVISOR]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_every_event_says_where_its_reader_is(shared: Any, n: int) -> None:
+    body = {"prompt": "x", "max_tokens": 3, "n": n, "stream": True, "stream_options": {"include_usage": True}}
+    reply = shared.ask("POST", C, body)
+    streams, _, positions = zip(*(event_id.partition(":") for event_id in reply.event_ids), strict=True)
+    assert set(streams) == {reply.headers["x-stream-id"]}
+    assert len(positions) == len(reply.events) == reply.body.count(b"data: ") - 1  # all but [DONE]
+    if n == 1:
+        assert positions == ("1", "2", "3e", "3e.u")
+    else:
+        assert positions == ("1,0", "1,1", "2,1", "2,2", "3e,2", "3e,3e", "3e,3e.u")
+
+
+def test_without_a_time_of_grace_events_have_no_ids(serve: Callable[..., Any]) -> None:
+    server = serve(resume_grace_s=0.0)
+    reply = server.ask("POST", C, {"prompt": "x", "max_tokens": 3, "stream": True})
+    assert reply.event_ids == []
+    assert "x-stream-id" not in reply.headers
+
+
+@pytest.mark.parametrize(
+    ("stream", "position", "status"),
+    [
+        ("nonsense", "0", 404),
+        (f"5-{'0' * 31}", "0", 404),
+        (f"5-{'0' * 32}", "0", 404),
+        (f"{'f' * 17}-{'0' * 32}", "0", 404),
+    ],
+)
+def test_a_stream_that_nobody_knows(
+    serve: Callable[..., Any], stream: str, position: str, status: int
+) -> None:
+    server = serve()
+    reply = server.ask("GET", f"/v1/streams/{stream}?from={position}")
+    assert reply.status == status
+    assert reply.json["error"]["param"] == "stream"
 
 
 def test_a_request_for_itself_on_one_connection_after_a_stream(shared: Any) -> None:

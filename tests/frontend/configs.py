@@ -19,7 +19,11 @@ Policy = Literal["fcfs", "priority"]
 
 
 def make_config(
-    run_dir: str = "/nowhere", heartbeat_s: float = 1.0, policy: Policy = "fcfs", **frontend: Any
+    run_dir: str = "/nowhere",
+    heartbeat_s: float = 1.0,
+    policy: Policy = "fcfs",
+    resume_grace_s: float = 30.0,
+    **frontend: Any,
 ) -> EngineConfig:
     """Return a toy model's configuration with the given frontend settings."""
     return EngineConfig(
@@ -36,7 +40,9 @@ def make_config(
             kv=KvSpec(1, 1, 8, 4, 16),
         ),
         cache=CacheConfig(memory_bytes=1 << 20),
-        scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=256, policy=policy),
+        scheduler=SchedulerConfig(
+            max_num_seqs=16, max_num_batched_tokens=256, policy=policy, resume_grace_s=resume_grace_s
+        ),
         executor=ExecutorConfig(kind="mock"),
         frontend=FrontendConfig(**frontend),
         processes=ProcessesConfig(heartbeat_s=heartbeat_s),

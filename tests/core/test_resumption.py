@@ -1,0 +1,160 @@
+"""Requests kept for clients that were cut off: what is kept, for whom, for how long, and that nothing is drawn twice."""
+
+from __future__ import annotations
+
+import pytest
+
+from quintet.core.resumption import Shelf
+from quintet.wire import codec
+from quintet.wire.ids import RequestIds
+from quintet.wire.messages import Claim, FinishReason, Reclaim, Reclaimed
+
+from .fake import World, expected
+
+PROMPT = list(range(10, 21))
+KEY = b"k" * 16
+CLAIM = Claim(KEY, b"how to answer")
+S = 10**9
+
+
+def reclaim(world: World, request_id: int, key: bytes = KEY) -> Reclaimed:
+    """Ask until the last tokens are drawn."""
+    while True:
+        answer, effects = world.engine.reclaim(Reclaim(1, 0, request_id, key), world.tick())
+        world.apply(effects)
+        if answer is not None:
+            return answer
+        assert world.commit()
+
+
+def adopt(world: World, request_id: int, former: int, seen: list[int], **options: object) -> None:
+    world.admit(
+        request_id, PROMPT, output_ids=seen, adopts=former, claim=CLAIM, ignore_eos=True, seed=1, **options
+    )
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("num_steps", [0, 1, 3, 20])
+def test_nothing_is_drawn_twice_for_a_client_that_comes_back(depth: int, num_steps: int) -> None:
+    world = World(depth=depth)
+    world.admit(1, PROMPT, seed=1, ignore_eos=True, claim=CLAIM)
+    for _ in range(num_steps):
+        world.step()
+    while world.plan() is not None:
+        pass
+    world.apply(world.engine.cancel([1], world.tick(), keep=True))
+    while world.commit():
+        pass
+    assert world.engine.num_live == 0
+    world.assert_idle()
+    answer = reclaim(world, 1)
+    assert answer.admit is not None and answer.admit.claim == CLAIM
+    [(choice, outputs)] = answer.choices
+    known = list(codec.unpack_i32(outputs))
+    assert choice == 0 and known == expected(PROMPT, 1, 8, stops=())[: len(known)]
+    seen = known[: len(known) // 2]
+    adopt(world, 50, 1, seen)
+    world.run()
+    assert world.outcomes[50].tokens == expected(PROMPT, 1, 8, stops=())
+    assert world.outcomes[50].num_endings == 1
+    assert world.engine.state is not None
+    assert world.engine.state.counters.generation_tokens == 8
+
+
+def test_a_client_that_comes_back_while_it_still_runs_takes_it_over() -> None:
+    world = World(depth=2)
+    world.admit(1, PROMPT, seed=1, ignore_eos=True, claim=CLAIM)
+    for _ in range(3):
+        world.step()
+    answer = reclaim(world, 1)
+    assert answer.admit is not None and world.engine.num_live == 0
+    assert world.outcomes[1].num_endings == 1
+    adopt(world, 50, 1, [])
+    world.run()
+    assert world.outcomes[50].tokens == expected(PROMPT, 1, 8, stops=())
+    assert world.engine.state is not None
+    assert world.engine.state.counters.generation_tokens == 8
+
+
+def test_a_former_id_leads_to_the_newest_one() -> None:
+    world = World()
+    world.admit(1, PROMPT, seed=1, ignore_eos=True, claim=CLAIM)
+    world.step()
+    assert reclaim(world, 1).choices
+    adopt(world, 50, 1, [])
+    world.step()
+    assert reclaim(world, 1).choices  # from 50, which lives
+    adopt(world, 90, 50, [])
+    world.run()
+    [(_, outputs)] = reclaim(world, 1).choices  # from 90, which has ended
+    assert list(codec.unpack_i32(outputs)) == expected(PROMPT, 1, 8, stops=())
+
+
+def test_only_who_knows_the_key_goes_on() -> None:
+    world = World()
+    world.admit(1, PROMPT, seed=1, ignore_eos=True, claim=CLAIM)
+    world.step()
+    assert reclaim(world, 1, b"x" * 16).admit is None
+    assert world.engine.num_live == 1
+    world.run()
+    assert reclaim(world, 1, b"").admit is None
+    assert reclaim(world, 2).admit is None
+    assert reclaim(world, 1).admit is not None
+
+
+def test_the_requests_of_a_lost_frontend_are_kept_if_they_can_be_claimed() -> None:
+    world = World()
+    ids = RequestIds(3, 1)
+    kept, lost = ids.take(2), ids.take()
+    world.admit(kept, PROMPT, n=2, seed=1, temperature=1.0, ignore_eos=True, claim=CLAIM)
+    world.admit(lost, PROMPT, ignore_eos=True)
+    for _ in range(3):
+        world.step()
+    world.engine.abandon(3, 1, world.tick(), down=True)
+    world.run()
+    world.assert_idle()
+    answer = reclaim(world, kept)
+    assert [choice for choice, _ in answer.choices] == [0, 1]
+    assert reclaim(world, lost).admit is None
+
+
+def test_what_nobody_claims_is_dropped_after_the_time_of_grace() -> None:
+    world = World(resume_grace_s=5.0)
+    world.admit(1, PROMPT, ignore_eos=True, claim=CLAIM)
+    world.run()
+    world.engine.expire(world.now + 4 * S)
+    assert reclaim(world, 1).admit is not None
+    world.engine.expire(world.now + 6 * S)
+    assert reclaim(world, 1).admit is None
+    assert len(world.engine.shelf) == 0
+
+
+def test_a_request_that_its_client_cancelled_is_not_kept() -> None:
+    world = World()
+    world.admit(1, PROMPT, ignore_eos=True, claim=CLAIM)
+    world.step()
+    world.cancel(1)
+    assert world.outcomes[1].finish is FinishReason.ABORT
+    world.run()
+    assert reclaim(world, 1).admit is None
+
+
+def test_log_probabilities_are_computed_again_from_where_the_client_is() -> None:
+    world = World()
+    world.admit(1, PROMPT, seed=1, ignore_eos=True, logprobs=1, claim=CLAIM)
+    world.run()
+    [(_, outputs)] = reclaim(world, 1).choices
+    adopt(world, 50, 1, list(codec.unpack_i32(outputs))[:6], logprobs=1)
+    assert world.engine.num_live == 1
+    world.run()
+    assert world.outcomes[50].tokens == expected(PROMPT, 1, 8, stops=())
+
+
+def test_what_is_kept_is_bounded() -> None:
+    world = World()
+    world.engine.shelf = Shelf(10 * S, max_bytes=5000)
+    for request_id in range(1, 9):
+        world.admit(request_id, PROMPT, ignore_eos=True, claim=CLAIM)
+    world.run()
+    known = [request_id for request_id in range(1, 9) if reclaim(world, request_id).admit is not None]
+    assert 1 <= len(known) < 8 and len(known) == len(world.engine.shelf)
