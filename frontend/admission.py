@@ -1,20 +1,25 @@
-"""Who may enter: a bounded number of live requests, from the end of the boot until the server drains.
+"""Who may enter: a bounded number of live requests and of tokens they owe, from the end of the boot until the drain.
 
-This is the one place where load is refused; behind it, sends never block. A worker that is being replaced is no reason
-to refuse: the request waits for it, and the client sees a pause.
+This is where load is refused that nobody could bear; the core refuses only what will miss its own deadline. Behind
+it, sends never block. A worker that is being replaced is no reason to refuse: the request waits for it, and the client
+sees a pause.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from quintet.frontend.dialects.errors import RetryLater
-from quintet.frontend.sessions import Sessions
+from quintet.frontend.backlog import Backlog
+from quintet.frontend.router import Seats
+from quintet.wire.config import FrontendConfig
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role
-from quintet.wire.metrics import Metrics
+from quintet.wire.messages import Prompt
+from quintet.wire.metrics import CounterSeries, Metrics
+from quintet.wire.params import SamplingParams
 
 MAX_RETRY_S = 60
 SHORT_RETRY_S = 2
@@ -23,31 +28,80 @@ BOOTED_ROLES = (Role.CORE, Role.EXECUTOR)
 _WINDOW_S = 5.0
 
 
+class Load(Protocol):
+    """What the door looks at: `quintet.frontend.sessions.Sessions`."""
+
+    @property
+    def seats(self) -> Seats:
+        """Who is there."""
+
+    @property
+    def num_open_choices(self) -> int:
+        """Choices that have not ended."""
+
+    @property
+    def num_ended(self) -> int:
+        """Requests that have ended so far."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Outputs received so far."""
+
+    @property
+    def backlog(self) -> Backlog:
+        """What the live requests owe."""
+
+
+class Meter:
+    """How fast a count grows: over the window that is running, or where nothing came in it yet, over the last."""
+
+    def __init__(self, count: Callable[[], int], clock: Callable[[], float]) -> None:
+        self._count = count
+        self._clock = clock
+        self._since, self._before = clock(), count()
+        self._rate = 0.0
+
+    def seconds_for(self, amount: int) -> int:
+        """Estimate the whole seconds until the count will have grown by ``amount``."""
+        now, count = self._clock(), self._count()
+        elapsed_s = now - self._since
+        if elapsed_s > 0:
+            recent = (count - self._before) / elapsed_s
+            self._rate = recent if recent > 0 or elapsed_s >= _WINDOW_S else self._rate
+        if elapsed_s >= _WINDOW_S:
+            self._since, self._before = now, count
+        if self._rate <= 0:
+            return MAX_RETRY_S if elapsed_s >= _WINDOW_S else SHORT_RETRY_S
+        return max(1, min(MAX_RETRY_S, math.ceil(amount / self._rate)))
+
+
 class Admission:
     """Decides about each request before anything is sent."""
 
     def __init__(
         self,
-        sessions: Sessions,
-        max_requests: int,
+        load: Load,
+        config: FrontendConfig,
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._sessions = sessions
-        self._max_requests = max_requests
-        self._clock = clock
-        self._window = (clock(), 0)
-        self._rate = 0.0
+        self._load = load
+        self._max_requests = config.max_queued_requests
+        self._max_tokens = config.max_queued_tokens
+        self._endings = Meter(lambda: load.num_ended, clock)
+        self._leaving = Meter(lambda: load.backlog.num_ever - self._num_owed(), clock)
         self.draining = False
-        self._refused_full = metrics.counter(
-            "admission_rejections", "Requests refused at the door.", reason="max_num_queued_reqs"
-        )
-        self._refused_unready = metrics.counter(
-            "admission_rejections", "Requests refused at the door.", reason="not_ready"
-        )
+        self._refused_full = _refused(metrics, "max_num_queued_reqs")
+        self._refused_tokens = _refused(metrics, "max_num_queued_tokens")
+        self._refused_unready = _refused(metrics, "not_ready")
 
-    def enter(self, num_requests: int = 1) -> None:
-        """Raise `RetryLater` unless this many more requests may be submitted now; each choice counts as one."""
+    def enter(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
+        """Raise `RequestError`, with the time to try again, unless these prompts may be submitted now."""
+        self.reenter(len(prompts) * params.n)
+        self._check_tokens(sum(self._load.backlog.cost(prompt, params) for prompt in prompts))
+
+    def reenter(self, num_requests: int) -> None:
+        """Likewise for requests that were entered before, and whose tokens were computed in part."""
         if num_requests > self._max_requests:
             raise RequestError(
                 ErrorCode.INVALID,
@@ -55,38 +109,55 @@ class Admission:
                 "requests at a time. Send fewer, or raise --max-queued-requests.",
                 "n",
             )
+        self._check_open()
+        self._check_requests(num_requests)
+
+    def _check_open(self) -> None:
         if self.draining:
             self._refused_unready.inc()
-            raise RetryLater(
-                ErrorCode.UNAVAILABLE, "The server is shutting down and takes no new requests.", SHORT_RETRY_S
+            raise RequestError(
+                ErrorCode.UNAVAILABLE,
+                "The server is shutting down and takes no new requests.",
+                retry_s=SHORT_RETRY_S,
             )
-        booting = [role for role in BOOTED_ROLES if role not in self._sessions.seats.ever_ready]
+        booting = [role for role in BOOTED_ROLES if role not in self._load.seats.ever_ready]
         if booting:
             self._refused_unready.inc()
-            raise RetryLater(
+            raise RequestError(
                 ErrorCode.UNAVAILABLE,
                 f"The server is still starting: its {' and '.join(booting)} did not report yet. Try again shortly.",
-                SHORT_RETRY_S,
-            )
-        excess = self._sessions.num_open_choices + num_requests - self._max_requests
-        if excess > 0:
-            self._refused_full.inc()
-            raise RetryLater(
-                ErrorCode.OVERLOADED,
-                f"The server holds {self._sessions.num_open_choices} requests and was sent {num_requests} more; it takes at "
-                f"most {self._max_requests} at a time. Try again later, or raise --max-queued-requests.",
-                self._retry_after(excess),
+                retry_s=SHORT_RETRY_S,
             )
 
-    def _retry_after(self, excess: int) -> int:
-        """Estimate the seconds until ``excess`` requests will have ended, from how many ended lately."""
-        now, ended = self._clock(), self._sessions.num_ended
-        since, before = self._window
-        if now > since:
-            recent = (ended - before) / (now - since)
-            self._rate = recent if recent or now - since >= _WINDOW_S else self._rate
-        if now - since >= _WINDOW_S:
-            self._window = (now, ended)
-        if self._rate <= 0:
-            return MAX_RETRY_S if now - since >= _WINDOW_S else SHORT_RETRY_S
-        return max(1, min(MAX_RETRY_S, math.ceil(excess / self._rate)))
+    def _check_requests(self, num_requests: int) -> None:
+        held = self._load.num_open_choices
+        excess = held + num_requests - self._max_requests
+        if excess > 0:
+            self._refused_full.inc()
+            raise RequestError(
+                ErrorCode.OVERLOADED,
+                f"The server holds {held} requests and was sent {num_requests} more; it takes at most "
+                f"{self._max_requests} at a time. Try again later, or raise --max-queued-requests.",
+                retry_s=self._endings.seconds_for(excess),
+            )
+
+    def _check_tokens(self, num_tokens: int) -> None:
+        """Refuse what comes on top of too much; an empty house takes a request of any size."""
+        owed = self._num_owed()
+        excess = owed + num_tokens - self._max_tokens
+        if excess > 0 and owed > 0:
+            self._refused_tokens.inc()
+            raise RequestError(
+                ErrorCode.OVERLOADED,
+                f"The requests that the server holds owe {owed} tokens, prompts and outputs, and this one would add "
+                f"about {num_tokens}; it takes at most {self._max_tokens} at a time. Try again later, lower max_tokens, "
+                "or raise --max-queued-tokens.",
+                retry_s=self._leaving.seconds_for(min(excess, owed)),
+            )
+
+    def _num_owed(self) -> int:
+        return self._load.backlog.num_owed(self._load.num_tokens)
+
+
+def _refused(metrics: Metrics, reason: str) -> CounterSeries:
+    return metrics.counter("admission_rejections", "Requests refused at the door.", reason=reason)

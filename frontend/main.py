@@ -9,17 +9,17 @@ import asyncio
 import contextlib
 import functools
 import os
+import resource
 import socket
 import traceback
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import cast
 
 import uvicorn
 import uvloop
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from quintet.frontend.app import App
-from quintet.frontend.exchange import CONNECTION
+from quintet.frontend.connection import IDLE_S, Protocol, bound_send_buffer
 from quintet.frontend.service import Inbound, Service
 from quintet.wire.config import EngineConfig, FrontendConfig
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
@@ -30,56 +30,7 @@ from quintet.wire.runtime import Process, Stopping, child_main
 LISTEN_FD = "QUINTET_LISTEN_FD"
 """Environment variable with the number of the listening socket's descriptor, made by the supervisor."""
 
-IDLE_CONNECTION_S = 75
 LAG_EVERY_S = 1.0
-
-
-class Protocol(HttpToolsProtocol):
-    """Uvicorn's protocol, which does not wait for ever for a client to read.
-
-    The application is lent ``abort``, for streams. What was written and is left to the socket is watched here: it must
-    get smaller every ``write_timeout_s``.
-    """
-
-    def __init__(self, *, write_timeout_s: float, **given_by_uvicorn: Any) -> None:
-        super().__init__(**given_by_uvicorn)
-        self._write_timeout_s = write_timeout_s
-        self._unread_timer: asyncio.TimerHandle | None = None
-
-    def pause_writing(self) -> None:
-        """Begin to watch: more is waiting than the client takes."""
-        super().pause_writing()
-        self._watch_unread()
-
-    def resume_writing(self) -> None:
-        """Stop watching."""
-        super().resume_writing()
-        self._stop_watching()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Stop watching."""
-        super().connection_lost(exc)
-        self._stop_watching()
-
-    def _watch_unread(self) -> None:
-        size = self.transport.get_write_buffer_size()
-        self._unread_timer = self.loop.call_later(self._write_timeout_s, self._check_unread, size)
-
-    def _check_unread(self, last_size: int) -> None:
-        if self.transport.get_write_buffer_size() < last_size:
-            self._watch_unread()
-        else:
-            self.transport.abort()
-
-    def _stop_watching(self) -> None:
-        if self._unread_timer is not None:
-            self._unread_timer.cancel()
-            self._unread_timer = None
-
-    def on_message_begin(self) -> None:
-        """Add the connection to the scope of the request that begins."""
-        super().on_message_begin()
-        self.scope["extensions"] = {CONNECTION: {"abort": self.transport.abort}}
 
 
 class HttpServer(uvicorn.Server):
@@ -93,7 +44,9 @@ class HttpServer(uvicorn.Server):
 
 def make_server(app: App, config: FrontendConfig) -> HttpServer:
     """Return a server for the application; call ``serve(sockets=[…])``."""
-    protocol = functools.partial(Protocol, write_timeout_s=config.write_timeout_s)
+    protocol = functools.partial(
+        Protocol, write_timeout_s=config.write_timeout_s, header_timeout_s=config.header_timeout_s
+    )
     return HttpServer(
         uvicorn.Config(
             app,
@@ -107,7 +60,7 @@ def make_server(app: App, config: FrontendConfig) -> HttpServer:
             access_log=False,
             server_header=False,
             root_path=config.root_path,
-            timeout_keep_alive=IDLE_CONNECTION_S,
+            timeout_keep_alive=IDLE_S,
             timeout_graceful_shutdown=1,
         )
     )
@@ -192,11 +145,19 @@ def inherited_listener() -> socket.socket:
         )
     listener = socket.socket(fileno=int(number))
     listener.setblocking(False)
+    bound_send_buffer(listener)
     return listener
+
+
+def allow_many_connections() -> None:
+    """Let this process have as many open descriptors as the system grants: each connection is one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def run(me: WorkerId, config: EngineConfig) -> None:
     """Be the frontend until told to stop."""
+    allow_many_connections()
     frontend = Frontend(me, config)
     try:
         uvloop.run(frontend.serve(inherited_listener()))

@@ -13,8 +13,12 @@ from dataclasses import dataclass
 SWEEP_S = 0.25
 DRAIN_WRITE_S = 5.0
 """While the server shuts down, a client that reads nothing holds it up no longer than this."""
-MAX_UNREAD_BYTES = 1 << 20
-"""Output held back for a client that does not read, as `Stream.unread_bytes` estimates it."""
+MAX_UNREAD_BYTES = 256 << 10
+"""Output held back for a client that does not read, as `Stream.unread_bytes` estimates it.
+
+As much again may wait to be written, and have been written and wait for the socket, which holds twice
+`quintet.frontend.connection.SEND_BUFFER_BYTES`: less than 1 MiB in all.
+"""
 
 
 @dataclass(slots=True, eq=False)

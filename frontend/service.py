@@ -70,7 +70,7 @@ class Service:
         self.span = span
         self.sessions = Sessions(me, send, config, metrics)
         self.queries = Queries(me, send, self.sessions.seats)
-        self.admission = Admission(self.sessions, config.frontend.max_queued_requests, metrics)
+        self.admission = Admission(self.sessions, config.frontend, metrics)
         self.patience = Patience(config.frontend.write_timeout_s, lambda: self.draining)
         max_bytes = config.frontend.max_body_bytes
         self.bodies = Bodies(max_bytes, max_open_bytes=max(max_bytes, MAX_OPEN_BYTES))

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from quintet.frontend.backlog import Backlog
+from quintet.frontend.deadlines import Deadlines, expired, was_too_late
 from quintet.frontend.placement import Placement, Send
 from quintet.frontend.session_metrics import SessionMetrics
 from quintet.frontend.streams import Batch, Choice, Delta, Mailbox, Stream
@@ -61,6 +63,8 @@ class Sessions:
         """Requests that have ended so far."""
         self._placement = Placement(me, send, metrics)
         self.seats = self._placement.seats
+        self.backlog = Backlog(config.model.max_model_len)
+        self._deadlines = Deadlines(self._expire)
         self._max_logprobs = config.frontend.max_logprobs
         self._vocab_size = config.model.vocab_size
         self._ids = RequestIds(me.index, me.epoch)
@@ -99,13 +103,15 @@ class Sessions:
         interval: int = 1,
         are_checked: bool = False,
         claim: Claim | None = None,
+        deadline_ns: int = 0,
     ) -> Stream:
         """Send a request on its way and return the stream of what comes back.
 
         ``params`` are checked here (`RequestError`; not again if ``are_checked``) and given a seed. While a worker it
         needs is missing, the request waits for the next topology. ``mailbox`` lets one reader wait for several
         streams; with ``final_only`` the reader wakes only when the request has ended, else for the first
-        token of a choice, every ``interval`` tokens after it, and its end. Call from the event loop.
+        token of a choice, every ``interval`` tokens after it, and its end. What has not ended at ``deadline_ns``
+        (monotonic; 0 for never) fails then. Call from the event loop.
         """
         if not are_checked:
             params = params.checked(self._max_logprobs, self._vocab_size)
@@ -128,6 +134,7 @@ class Sessions:
             echo=echo,
             return_prompt_ids=return_prompt_ids,
             claim=claim,
+            deadline_ns=deadline_ns,
         )
         stream = Stream(
             submit,
@@ -173,6 +180,7 @@ class Sessions:
             echo=admit.echo,
             return_prompt_ids=admit.return_prompt_ids,
             claim=admit.claim,
+            deadline_ns=admit.deadline_ns,
         )
         stream = Stream(submit, mailbox, self.cancel, interval=interval)
         outputs = dict(reclaimed.choices)
@@ -201,6 +209,9 @@ class Sessions:
             if isinstance(error, UNENCODABLE):
                 raise _cannot_travel(error) from None
             raise
+        self.backlog.add(stream)
+        if stream.submit.deadline_ns:
+            self._deadlines.watch(stream)
 
     def cancel(self, stream: Stream) -> None:
         """See `Stream.cancel`."""
@@ -209,6 +220,12 @@ class Sessions:
         stream.is_cancelled = True
         if not self._placement.send_cancel(stream):
             self._abort_here(stream)
+
+    def _expire(self, stream: Stream) -> None:
+        """End a request whose deadline has passed, without waiting for the engine's word."""
+        if not stream.is_cancelled:
+            self._placement.send_cancel(stream)
+        self._fail(stream, expired(stream))
 
     def _abort_here(self, stream: Stream) -> None:
         """End a request of which the engine never heard, or will tell nothing more."""
@@ -232,7 +249,7 @@ class Sessions:
         if choice is None:
             self.metrics.duplicate_endings.inc()
             return
-        self._fail(choice.stream, RequestError(failed.code, failed.message, failed.param))
+        self._fail(choice.stream, RequestError(failed.code, failed.message, failed.param, failed.retry_s))
 
     def _apply_text(self, text: Text) -> None:
         if self._placement.is_stale(text.sender):
@@ -251,6 +268,9 @@ class Sessions:
             choice = self._live.get(finish.request_id)
             if choice is None:
                 self.metrics.duplicate_endings.inc()
+                continue
+            if was_too_late(choice.stream, finish):
+                self._fail(choice.stream, expired(choice.stream))
                 continue
             self._end_choice(choice, finish, now)
             touched.append(choice.stream)
@@ -306,6 +326,7 @@ class Sessions:
     def _start(self, stream: Stream, started: Started) -> None:
         stream.note_start(started)
         self._placement.note_start(stream)
+        self.backlog.begin(stream)
         self.metrics.started(started)
 
     def _end_choice(self, choice: Choice, finish: Finish, now: int) -> None:
@@ -335,6 +356,7 @@ class Sessions:
         del self._streams[stream.request_id]
         self.num_ended += 1
         self._placement.release(stream)
+        self.backlog.release(stream)
         self.metrics.live.set(len(self._streams))
         if not self._streams and self._on_idle is not None:
             self._on_idle()

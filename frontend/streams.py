@@ -10,14 +10,15 @@ import asyncio
 from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from sys import getsizeof
 
 import msgspec
 
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import Finish, FinishReason, PositionLogprobs, Started, Submit
 
-ALTERNATIVE_BYTES = 32
-"""What one token of log-probabilities counts in `Stream.unread_bytes`."""
+ALTERNATIVE_BYTES, POSITION_BYTES = 224, 112
+"""Memory of one token of log-probabilities, and of the position it is one of."""
 
 
 @dataclass(slots=True)
@@ -74,10 +75,12 @@ class Choice:
             self.finish = Finish(self.request_id, FinishReason.NONE, None, len(self.output_ids))
 
     def unread_bytes(self) -> int:
-        """Estimate what is held for the reader."""
-        num_alternatives = len(self.logprobs) * (1 + len(self.logprobs[0].top)) if self.logprobs else 0
-        num_unread = len(self.output_ids) - self.num_taken
-        return sum(map(len, self.texts)) + 4 * num_unread + ALTERNATIVE_BYTES * num_alternatives
+        """Estimate the memory that is held for the reader."""
+        num_bytes = sum(map(getsizeof, self.texts)) + 8 * len(self.texts)
+        if self.logprobs:
+            width = 1 + len(self.logprobs[0].top)
+            num_bytes += len(self.logprobs) * (POSITION_BYTES + width * ALTERNATIVE_BYTES)
+        return num_bytes + 4 * (len(self.output_ids) - self.num_taken)
 
     def is_due(self, interval: int) -> bool:
         """Whether this is its first news, its end, or ``interval`` tokens since the reader last looked."""

@@ -69,6 +69,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How long a streamed request is kept for a client that was cut off; 0 for not at all."""
     depth: int = 2
     """Plans that may be in flight: 1 is synchronous, 2 overlaps planning with the device."""
+    refuse_hopeless: bool = True
+    """Refuse at once what cannot meet its deadline, as the measured pace predicts, rather than let it wait for that."""
     audit: bool = False
     """Check every invariant after every step, and ship table checksums: for debugging."""
 
@@ -103,6 +105,9 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: int = 32 << 20
     max_queued_requests: int = 4096
     """Requests one frontend holds at most; one more is answered 429 with Retry-After."""
+    max_queued_tokens: int = 1 << 23
+    """Tokens that the requests of one frontend may owe before the next one is answered 429 with Retry-After: prompts not
+    begun, and outputs that may still come."""
     max_logprobs: int = 20
     keep_alive_s: float = 15.0
     """Seconds of silence after which a stream gets an SSE comment; 0 for never."""
@@ -112,6 +117,8 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a request may bring its own template: a program that runs in the tokenizer, without a time limit."""
     write_timeout_s: float = 60.0
     """Seconds a client may leave an answer unread before its connection is closed."""
+    header_timeout_s: float = 20.0
+    """Seconds a client may take to send the headers of a request."""
 
 
 class ProcessesConfig(msgspec.Struct, frozen=True, kw_only=True):

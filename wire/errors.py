@@ -15,11 +15,15 @@ class ErrorCode(StrEnum):
     UNAUTHORIZED = "invalid_api_key"
     METHOD_NOT_ALLOWED = "method_not_allowed"
     TOO_LARGE = "request_too_large"
+    HEAD_TOO_LARGE = "headers_too_large"
     UNSUPPORTED_MEDIA = "unsupported_media_type"
     UNPROCESSABLE = "unprocessable"
     OVERLOADED = "overloaded"
     UNAVAILABLE = "unavailable"
     TIMEOUT = "timeout"
+    """The client took too long."""
+    DEADLINE = "deadline_exceeded"
+    """The time that the client gave is over."""
     NOT_IMPLEMENTED = "not_implemented"
     INTERNAL = "internal_error"
 
@@ -28,14 +32,15 @@ class RequestError(Exception):
     """The request cannot be served as sent.
 
     ``message`` says what was sent, what is allowed and how to fix it; ``param`` names the field, as the client
-    spells it, when there is one.
+    spells it, when there is one. After ``retry_s`` seconds trying again makes sense; 0 says nothing of it.
     """
 
-    def __init__(self, code: ErrorCode, message: str, param: str | None = None) -> None:
+    def __init__(self, code: ErrorCode, message: str, param: str | None = None, retry_s: int = 0) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
         self.param = param
+        self.retry_s = retry_s
 
 
 class ConfigError(Exception):

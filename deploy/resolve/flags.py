@@ -137,6 +137,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "SECONDS",
         ),
     ] = 30.0
+    max_queued_tokens: Annotated[
+        int,
+        Flag(
+            NETWORK,
+            "tokens that the requests of one frontend may owe, prompts not begun and outputs to come; then 429 as well",
+            "TOKENS",
+        ),
+    ] = 1 << 23
     keep_alive_interval: Annotated[
         float,
         Flag(NETWORK, "seconds of silence after which a stream gets an SSE comment; 0 for never", "SECONDS"),
@@ -147,6 +155,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             NETWORK, "seconds a client may leave an answer unread before its connection is closed", "SECONDS"
         ),
     ] = 60.0
+    header_timeout: Annotated[
+        float, Flag(NETWORK, "seconds a client may take to send a request's headers", "SECONDS")
+    ] = 20.0
     log_requests: Annotated[bool, Flag(NETWORK, "log one line per request")] = False
     trust_request_chat_template: Annotated[
         bool,
@@ -192,6 +203,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     depth: Annotated[
         int, Flag(SCHEDULING, "steps in flight: 1 is synchronous, 2 plans a step while the last one computes")
     ] = 2
+    refuse_hopeless: Annotated[
+        bool,
+        Flag(SCHEDULING, "refuse at once a request that will not meet its deadline, at the pace measured"),
+    ] = True
     audit: Annotated[
         bool, Flag(SCHEDULING, "check every invariant after every step (slow; for debugging)")
     ] = False

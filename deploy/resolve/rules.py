@@ -34,6 +34,7 @@ def check_ranges(options: Options) -> None:
         "step_ms": (options.step_ms, 0),
         "max_logprobs": (options.max_logprobs, 0),
         "max_queued_requests": (options.max_queued_requests, 1),
+        "max_queued_tokens": (options.max_queued_tokens, 1),
         "drain_timeout": (options.drain_timeout, 0),
         "keep_alive_interval": (options.keep_alive_interval, 0),
         "stream_grace": (options.stream_grace, 0),
@@ -53,6 +54,7 @@ def check_ranges(options: Options) -> None:
         ("boot_timeout", options.boot_timeout),
         ("stall_timeout", options.stall_timeout),
         ("write_timeout", options.write_timeout),
+        ("header_timeout", options.header_timeout),
     ):
         if not number > 0:
             raise ConfigError(f"--{key.replace('_', '-')} is {number}; it must be more than 0 seconds")

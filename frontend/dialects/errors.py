@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
+
 import msgspec
 
 from quintet.wire.errors import ErrorCode, RequestError
@@ -14,11 +16,13 @@ STATUS = {
     ErrorCode.UNAUTHORIZED: 401,
     ErrorCode.METHOD_NOT_ALLOWED: 405,
     ErrorCode.TOO_LARGE: 413,
+    ErrorCode.HEAD_TOO_LARGE: 431,
     ErrorCode.UNSUPPORTED_MEDIA: 415,
     ErrorCode.UNPROCESSABLE: 422,
     ErrorCode.OVERLOADED: 429,
     ErrorCode.UNAVAILABLE: 503,
     ErrorCode.TIMEOUT: 408,
+    ErrorCode.DEADLINE: 504,
     ErrorCode.NOT_IMPLEMENTED: 501,
     ErrorCode.INTERNAL: 500,
 }
@@ -33,18 +37,12 @@ _TYPES = {
     415: "UnsupportedMediaTypeError",
     422: "UnprocessableEntityError",
     429: "RateLimitError",
+    431: "RequestHeaderFieldsTooLargeError",
     500: "InternalServerError",
     501: "NotImplementedError",
     503: "ServiceUnavailableError",
+    504: "GatewayTimeoutError",
 }
-
-
-class RetryLater(RequestError):
-    """The server cannot take the request now; ``after_s`` is a fair moment to try again."""
-
-    def __init__(self, code: ErrorCode, message: str, after_s: int) -> None:
-        super().__init__(code, message)
-        self.after_s = after_s
 
 
 def status_of(error: RequestError) -> int:
@@ -71,8 +69,17 @@ def headers_of(error: RequestError) -> list[tuple[bytes, bytes]]:
     """Return the headers that go with this error."""
     if error.code is ErrorCode.UNAUTHORIZED:
         return [(b"www-authenticate", b"Bearer")]
-    if isinstance(error, RetryLater):
-        return [(b"retry-after", b"%d" % error.after_s)]
-    if error.code in {ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED}:
-        return [(b"retry-after", b"1")]
+    if error.retry_s or error.code in {ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED}:
+        return [(b"retry-after", b"%d" % max(1, error.retry_s))]
     return []
+
+
+def bare_response(error: RequestError) -> bytes:
+    """Return a whole HTTP/1.1 response that closes the connection: for a request that never reached the application."""
+    body = body_of(error)
+    status = HTTPStatus(status_of(error))
+    head = (
+        f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+    )
+    return head.encode() + body

@@ -68,10 +68,11 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
     conversation = parse_conversation(body, config.frontend)
     params = _params(body, config)
     options = options_of("chatcmpl", body, params, exchange, config.model)
-    service.admission.enter(params.n)
     prefix, interval = conversation.last_text if options.echo else "", body.stream_interval or 1
     answer = Answer("chat", options, 1, interval, conversation.role, prefix)
     claim = claim_for(answer, config) if body.stream else None
+    deadline_ns = parse.deadline_ns(body, exchange)
+    service.admission.enter([conversation.prompt], params)
     job = Job()
     job.add(
         service.sessions.submit(
@@ -86,6 +87,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
             interval=interval,
             are_checked=True,
             claim=claim,
+            deadline_ns=deadline_ns,
         )
     )
     if body.stream:

@@ -50,9 +50,10 @@ async def completions(service: Service, exchange: Exchange) -> None:
     prompts = parse_prompts(body, config.model)
     params = _params(body, config)
     options = options_of("cmpl", body, params, exchange, config.model)
-    service.admission.enter(len(prompts) * params.n)
     interval = body.stream_interval or 1
     claim = claim_for(Answer("completion", options, len(prompts), interval), config) if body.stream else None
+    deadline_ns = parse.deadline_ns(body, exchange)
+    service.admission.enter(prompts, params)
     job = Job()
     try:
         for prompt in prompts:
@@ -70,6 +71,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
                     interval=interval,
                     are_checked=True,
                     claim=claim,
+                    deadline_ns=deadline_ns,
                 )
             )
     except BaseException:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from quintet.frontend.dialects.openai_types import SHARED_SAMPLING_FIELDS, ChatBody, GenerationBody, RawField
+from quintet.frontend.exchange import Exchange
 from quintet.wire.config import EngineConfig, ModelConfig
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import MAX_COUNT, MAX_SHOWN, SamplingParams, shown
@@ -19,10 +20,14 @@ Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
 MAX_CACHE_SALT = 1024
 MAX_ID_DIGITS = 10
+MAX_TIMEOUT_S = 1_000_000
+DEADLINE_HEADER = "x-request-deadline-ms"
+"""Milliseconds from the request's arrival to its deadline."""
 INVALID_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _PATH = re.compile(r"^(?P<what>.*?)(?: - at `(?:key in )?\$(?P<path>[^`]*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<field>[^`]+)`")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_MILLISECONDS = re.compile(r"[0-9]{1,12}")
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]")
 
 
@@ -221,6 +226,27 @@ def max_alternatives(params: SamplingParams) -> int:
     """Return how many tokens each position's log-probabilities show besides the chosen one."""
     asked = params.logprobs or 0
     return MAX_COUNT if asked < 0 else max(asked, len(params.logprob_token_ids or ()))
+
+
+def deadline_ns(body: GenerationBody, exchange: Exchange) -> int:
+    """Return the moment after which the answer is of no use (monotonic): the earlier of body's and header's; 0 for none."""
+    waits_s: list[float] = []
+    if body.timeout is not None:
+        if not 0 < body.timeout <= MAX_TIMEOUT_S:
+            raise invalid(
+                f"timeout is {shown(body.timeout)}; it must be more than 0 and at most {MAX_TIMEOUT_S} seconds.",
+                "timeout",
+            )
+        waits_s.append(body.timeout)
+    given = exchange.header(DEADLINE_HEADER)
+    if given is not None:
+        if not _MILLISECONDS.fullmatch(given) or not 0 < int(given) <= 1000 * MAX_TIMEOUT_S:
+            raise invalid(
+                f"The header {DEADLINE_HEADER} is {shown(given)}; it must be a whole number of milliseconds, more than 0 "
+                f"and at most {1000 * MAX_TIMEOUT_S}."
+            )
+        waits_s.append(int(given) * 1e-3)
+    return exchange.arrival_ns + max(1, int(min(waits_s) * 1e9)) if waits_s else 0
 
 
 def chat_max_tokens(body: ChatBody) -> int | None:

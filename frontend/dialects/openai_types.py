@@ -86,6 +86,8 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     watermarking: RawField = msgspec.UNSET
     thinking_token_budget: int | None = None
     stream_interval: int | None = None
+    timeout: float | None = None
+    """Seconds after which the answer is of no use any more: more than 0."""
     session_id: str | None = None
     service_tier: str | None = None
     user: str | None = None

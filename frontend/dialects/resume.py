@@ -52,7 +52,7 @@ async def resume(service: Service, exchange: Exchange, stream_id: StreamId, give
     answer = answer_of(admit.claim)
     n = answer.options.num_choices
     position = Position.parse(given, answer.num_prompts * n)
-    service.admission.enter(answer.num_prompts * n)
+    service.admission.reenter(answer.num_prompts * n)
     reclaimed = [first]
     for prompt in range(1, answer.num_prompts):
         reclaimed.append(await service.queries.reclaim(stream_id.request_id + prompt * n, stream_id.key))

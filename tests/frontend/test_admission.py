@@ -5,12 +5,16 @@ from dataclasses import dataclass, field
 import pytest
 
 from quintet.frontend.admission import Admission
-from quintet.frontend.dialects.errors import RetryLater
+from quintet.frontend.backlog import Backlog
 from quintet.frontend.router import Seats
+from quintet.frontend.streams import Mailbox, Stream
+from quintet.wire.codec import pack_i32
+from quintet.wire.config import FrontendConfig
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.messages import Seat, SeatState, Topology
+from quintet.wire.messages import Seat, SeatState, Submit, TokenPrompt, Topology
 from quintet.wire.metrics import Metrics
+from quintet.wire.params import SamplingParams
 
 
 @dataclass
@@ -19,6 +23,8 @@ class Load:
 
     num_open_choices: int = 0
     num_ended: int = 0
+    num_tokens: int = 0
+    backlog: Backlog = field(default_factory=lambda: Backlog(1000))
     seats: Seats = field(default_factory=lambda: Seats(WorkerId(Role.FRONTEND, 0, 1)))
 
 
@@ -37,17 +43,42 @@ def ready_load() -> Load:
     return load
 
 
-def refusal(admission: Admission, count: int = 1) -> RetryLater:
-    with pytest.raises(RetryLater) as caught:
-        admission.enter(count)
+def door(
+    load: Load, max_requests: int = 1000, max_tokens: int = 1 << 20, clock: Clock | None = None
+) -> Admission:
+    config = FrontendConfig(max_queued_requests=max_requests, max_queued_tokens=max_tokens)
+    return Admission(load, config, Metrics(), clock or Clock())
+
+
+def prompt(num_tokens: int) -> TokenPrompt:
+    return TokenPrompt(pack_i32(range(num_tokens)))
+
+
+def enter(admission: Admission, num_prompts: int = 1, num_tokens: int = 1, max_tokens: int = 1) -> None:
+    admission.enter([prompt(num_tokens)] * num_prompts, SamplingParams(max_tokens=max_tokens))
+
+
+def refusal(
+    admission: Admission, num_prompts: int = 1, num_tokens: int = 1, max_tokens: int = 1
+) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        enter(admission, num_prompts, num_tokens, max_tokens)
     return caught.value
+
+
+def live(load: Load, num_prompt: int, max_tokens: int) -> Stream:
+    """Let a request live that owes so much."""
+    submit = Submit(1, prompt(num_prompt), SamplingParams(max_tokens=max_tokens), 0, 0, 0, 0)
+    stream = Stream(submit, Mailbox(), lambda _: None)
+    load.backlog.add(stream)
+    return stream
 
 
 def test_the_bound_is_exact() -> None:
     load = ready_load()
-    admission = Admission(load, 3, Metrics(), Clock())
+    admission = door(load, 3)
     load.num_open_choices = 2
-    admission.enter()
+    enter(admission)
     refused = refusal(admission, 2)
     assert refused.code is ErrorCode.OVERLOADED
     assert "at most 3" in refused.message
@@ -63,36 +94,93 @@ def test_retry_after_follows_the_completion_rate(
     ended: int, seconds: float, excess: int, expected: int
 ) -> None:
     load, clock = ready_load(), Clock()
-    admission = Admission(load, 1000, Metrics(), clock)
+    admission = door(load, clock=clock)
     load.num_open_choices, load.num_ended = 1000, ended
     clock.now = seconds
-    assert refusal(admission, excess).after_s == expected
+    assert refusal(admission, excess).retry_s == expected
 
 
 def test_nobody_enters_before_there_is_a_core_and_an_executor() -> None:
-    load = Load()
-    refused = refusal(Admission(load, 3, Metrics(), Clock()))
+    refused = refusal(door(Load(), 3))
     assert refused.code is ErrorCode.UNAVAILABLE
     assert "core and executor" in refused.message
-    assert refused.after_s >= 1
+    assert refused.retry_s >= 1
 
 
 def test_a_worker_that_is_being_replaced_is_no_reason_to_refuse() -> None:
     load = ready_load()
     seats = [Seat(WorkerId(role, 0, 2), "", 1, SeatState.STARTING) for role in (Role.CORE, Role.EXECUTOR)]
     load.seats.follow(Topology(2, seats))
-    Admission(load, 3, Metrics(), Clock()).enter()
+    enter(door(load, 3))
 
 
 def test_nobody_enters_while_draining() -> None:
-    admission = Admission(ready_load(), 3, Metrics(), Clock())
-    admission.enter()
+    admission = door(ready_load(), 3)
+    enter(admission)
     admission.draining = True
     assert refusal(admission).code is ErrorCode.UNAVAILABLE
 
 
 def test_more_than_could_ever_be_held_is_a_mistake() -> None:
-    with pytest.raises(RequestError) as caught:
-        Admission(ready_load(), 3, Metrics(), Clock()).enter(4)
-    assert caught.value.code is ErrorCode.INVALID
-    assert "at most 3" in caught.value.message
+    refused = refusal(door(ready_load(), 3), 4)
+    assert refused.code is ErrorCode.INVALID
+    assert "at most 3" in refused.message
+
+
+def test_the_bound_of_tokens_counts_prompts_and_outputs() -> None:
+    load = ready_load()
+    admission = door(load, max_tokens=100)
+    live(load, num_prompt=60, max_tokens=30)
+    enter(admission, num_tokens=8, max_tokens=2)
+    refused = refusal(admission, num_tokens=8, max_tokens=3)
+    assert refused.code is ErrorCode.OVERLOADED
+    assert (
+        "owe 90 tokens" in refused.message
+        and "add about 11" in refused.message
+        and "at most 100" in refused.message
+    )
+
+
+def test_what_was_begun_received_or_released_is_owed_no_more() -> None:
+    load = ready_load()
+    admission = door(load, max_tokens=100)
+    stream = live(load, num_prompt=60, max_tokens=40)
+    refusal(admission)
+    load.backlog.begin(stream)
+    enter(admission, num_tokens=50, max_tokens=10)
+    refusal(admission, num_tokens=50, max_tokens=11)
+    stream.choices[0].output_ids.extend(range(30))
+    load.num_tokens = 30
+    enter(admission, num_tokens=80, max_tokens=10)
+    refusal(admission, num_tokens=80, max_tokens=11)
+    load.backlog.release(stream)
+    assert load.backlog.num_owed(load.num_tokens) == 0
+
+
+def test_an_empty_house_takes_a_request_of_any_size() -> None:
+    enter(door(ready_load(), max_tokens=10), num_tokens=500, max_tokens=500)
+
+
+def test_retry_after_follows_the_rate_at_which_tokens_leave() -> None:
+    load, clock = ready_load(), Clock()
+    admission = door(load, max_tokens=1000, clock=clock)
+    stream = live(load, num_prompt=500, max_tokens=500)
+    load.backlog.begin(stream)
+    load.num_tokens = 100
+    clock.now = 2.0  # 600 tokens left in two seconds
+    assert load.backlog.num_owed(load.num_tokens) == 400
+    assert (
+        refusal(admission, num_tokens=1000, max_tokens=500).retry_s == 2
+    )  # 400 owed are all there is to wait for
+    assert refusal(admission, num_tokens=600, max_tokens=1).retry_s == 1
+
+
+def test_answers_without_a_limit_are_expected_to_be_as_long_as_others() -> None:
+    backlog = Backlog(1000)
+    open_ended = SamplingParams(max_tokens=None, n=2)
+    assert backlog.cost(prompt(5), open_ended) == 5
+    load = Load(backlog=backlog)
+    stream = live(load, 5, 400)
+    stream.choices[0].output_ids.extend(range(40))
+    backlog.release(stream)
+    assert backlog.cost(prompt(5), open_ended) == 5 + 2 * 40

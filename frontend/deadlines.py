@@ -1,0 +1,90 @@
+"""Until when the clients want their answers: one timer for all requests of a frontend that have a deadline.
+
+Owns no request: it tells, once, of each whose time is over. The core keeps to deadlines as well, so that it computes
+nothing for nobody; this timer is for requests that no core knows yet, or whose core is gone, and for the moment of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable
+from heapq import heapify, heappop, heappush
+
+from quintet.frontend.streams import Stream
+from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.messages import Finish, FinishReason
+
+_MIN_SWEEP = 256
+"""Entries below which nobody looks for requests that ended in time."""
+
+
+class Deadlines:
+    """Calls ``on_expired`` for each watched request that has not ended by its deadline."""
+
+    def __init__(
+        self, on_expired: Callable[[Stream], None], clock_ns: Callable[[], int] = time.monotonic_ns
+    ) -> None:
+        self._on_expired = on_expired
+        self._clock_ns = clock_ns
+        self._heap: list[tuple[int, int, Stream]] = []
+        self._order = itertools.count()
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_ns = 0
+        self._sweep_at = _MIN_SWEEP
+
+    def watch(self, stream: Stream) -> None:
+        """Look after a request until it ends or its deadline comes. Call from the event loop."""
+        if len(self._heap) >= self._sweep_at:
+            self._sweep()
+        heappush(self._heap, (stream.submit.deadline_ns, next(self._order), stream))
+        self._arm()
+
+    def _arm(self) -> None:
+        """Have the timer fire at the earliest deadline."""
+        if not self._heap:
+            return
+        first_ns = self._heap[0][0]
+        if self._timer is not None:
+            if self._timer_ns <= first_ns:
+                return
+            self._timer.cancel()
+        self._timer_ns = first_ns
+        wait_s = max(0.0, (first_ns - self._clock_ns()) * 1e-9)
+        self._timer = asyncio.get_running_loop().call_later(wait_s, self._fire)
+
+    def _fire(self) -> None:
+        self._timer = None
+        self.expire()
+        self._arm()
+
+    def expire(self) -> None:
+        """Tell of every request whose deadline has passed."""
+        now_ns = self._clock_ns()
+        while self._heap and self._heap[0][0] <= now_ns:
+            _, _, stream = heappop(self._heap)
+            if not stream.ended:
+                self._on_expired(stream)
+
+    def _sweep(self) -> None:
+        """Let go of requests that ended in time: most do, long before their deadline."""
+        self._heap = [entry for entry in self._heap if not entry[2].ended]
+        heapify(self._heap)
+        self._sweep_at = max(_MIN_SWEEP, 2 * len(self._heap))
+
+
+def was_too_late(stream: Stream, finish: Finish) -> bool:
+    """Return whether the core ended the request because its deadline had passed: the only ending that nobody asked for."""
+    return finish.reason is FinishReason.ABORT and stream.submit.deadline_ns > 0 and not stream.is_cancelled
+
+
+def expired(stream: Stream) -> RequestError:
+    """Make the error for a request whose time is over."""
+    given_s = (stream.submit.deadline_ns - stream.submit.arrival_ns) * 1e-9
+    num_tokens = stream.num_output_tokens
+    so_far = f"{num_tokens} tokens of its output had come" if num_tokens else "none of its output had come"
+    return RequestError(
+        ErrorCode.DEADLINE,
+        f"The request did not end within the {given_s:g} s that it was given; {so_far}. Allow more time, or ask for less.",
+    )

@@ -1,0 +1,89 @@
+"""Clients that say until when they want their answer."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from quintet.frontend.dialects.openai_parse import DEADLINE_HEADER
+from quintet.wire.errors import ErrorCode
+from quintet.wire.messages import Cancel, Failed, Submit
+
+C, H = "/v1/completions", "/v1/chat/completions"
+USER = [{"role": "user", "content": "x"}]
+
+
+@pytest.mark.parametrize("body", [{"prompt": "x"}, {"messages": USER}])
+def test_the_stricter_of_field_and_header_travels_with_the_request(shared: Any, body: dict[str, Any]) -> None:
+    path = C if "prompt" in body else H
+    for timeout, header, expected_s in [
+        (None, "2500", 2.5),
+        (4, None, 4),
+        (4, "2500", 2.5),
+        (1.5, "2500", 1.5),
+    ]:
+        headers = {} if header is None else {DEADLINE_HEADER: header}
+        asked = {**body, "max_tokens": 1, "timeout": timeout}
+        assert shared.ask("POST", path, asked, headers).status == 200
+        submit = shared.engine.wait_for(Submit)[-1]
+        assert submit.deadline_ns - submit.arrival_ns == expected_s * 1e9
+    assert shared.ask("POST", path, {**body, "max_tokens": 1}).status == 200
+    assert shared.engine.wait_for(Submit)[-1].deadline_ns == 0
+
+
+@pytest.mark.parametrize("value", ["", "0", "-5", "1.5", "soon", "9" * 13, "\u0662"])
+def test_a_deadline_that_is_no_number_is_a_mistake(shared: Any, value: str) -> None:
+    with socket.create_connection(("127.0.0.1", shared.port), timeout=10) as connection:
+        body = b'{"prompt":"x"}'
+        head = f"POST {C} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{DEADLINE_HEADER}: {value}\r\n"
+        connection.sendall(head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body)
+        with connection.makefile("rb") as reader:
+            answer = reader.read()
+    assert b" 400 " in answer.partition(b"\r\n")[0]
+    assert b"whole number of milliseconds" in answer
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_has_not_begun_in_time_is_a_504(serve: Callable[..., Any], stream: bool) -> None:
+    server = serve()
+    server.engine.held = True
+    answer = server.ask("POST", C, {"prompt": "x", "timeout": 0.05, "stream": stream})
+    assert answer.status == 504
+    assert answer.json["error"]["type"] == "GatewayTimeoutError"
+    assert "0.05 s" in answer.json["error"]["message"]
+    submit = server.engine.wait_for(Submit)[0]
+    assert server.engine.wait_for(Cancel)[0].request_ids == [submit.request_id]
+    assert server.call(lambda: server.service.sessions.num_live) == 0
+
+
+def test_a_stream_that_has_begun_ends_with_an_error(serve: Callable[..., Any]) -> None:
+    server = serve()
+    answer = server.ask("POST", C, {"prompt": "x", "timeout": 0.3, "stream": True, "max_tokens": 100_000_000})
+    assert answer.status == 200
+    assert answer.events[0]["choices"][0]["text"] == " t0"
+    error = answer.events[-1]["error"]
+    assert error["code"] == 504
+    assert "tokens of its output had come" in error["message"]
+
+
+def test_what_the_core_refuses_is_a_429_with_its_time_to_try_again(serve: Callable[..., Any]) -> None:
+    server = serve()
+    server.engine.held = True
+    body = {"prompt": "x", "timeout": 5}
+
+    def refuse() -> None:
+        submit = server.engine.wait_for(Submit)[0]
+        words = "The first token would come too late."
+        failed = Failed(submit.request_id, ErrorCode.OVERLOADED, words, None, 17)
+        server.call(server.engine.deliver, failed)
+
+    refusing = threading.Thread(target=refuse)
+    refusing.start()
+    answer = server.ask("POST", C, body)
+    refusing.join()
+    assert (answer.status, answer.headers["retry-after"]) == (429, "17")
+    assert "too late" in answer.json["error"]["message"]

@@ -1,0 +1,102 @@
+"""Clients that say little, and slowly: what becomes of them, and that others do not notice."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from quintet.frontend import connection as frontend_connection
+
+C = "/v1/completions"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+
+
+@contextlib.contextmanager
+def connected(server: Any) -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+        yield client
+
+
+def everything(client: socket.socket) -> bytes:
+    with client.makefile("rb") as reader:
+        return reader.read()
+
+
+@pytest.mark.parametrize("sent", [b"P", HEAD, HEAD + b"x-slow: "])
+def test_a_head_that_does_not_come_whole_is_a_408(serve: Callable[..., Any], sent: bytes) -> None:
+    server = serve(header_timeout_s=0.05)
+    with connected(server) as client:
+        client.sendall(sent)
+        answer = everything(client)
+    assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+    assert b"0.05 s" in answer and b'"TimeoutError"' in answer
+
+
+def test_pieces_of_a_head_gain_no_time(serve: Callable[..., Any]) -> None:
+    server = serve(header_timeout_s=0.3)
+    with connected(server) as client:
+        client.sendall(HEAD)
+        client.settimeout(0.02)
+        answer = b""
+        for _ in range(500):  # more than ten seconds of pieces
+            client.sendall(b"x: y\r\n")
+            with contextlib.suppress(TimeoutError):
+                answer = client.recv(4096)
+                break
+    assert answer.startswith(b"HTTP/1.1 408 ")
+
+
+def test_the_next_request_of_a_connection_is_watched_too(serve: Callable[..., Any]) -> None:
+    server = serve(header_timeout_s=0.2)
+    with connected(server) as client:
+        client.sendall(b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert client.recv(4096).endswith(b"ok")
+        client.sendall(HEAD)
+        assert everything(client).startswith(b"HTTP/1.1 408 ")
+
+
+def test_an_answer_longer_than_the_header_timeout_is_not_cut_off(serve: Callable[..., Any]) -> None:
+    server = serve(header_timeout_s=0.05)
+    answer = server.ask("POST", C, {"prompt": "x", "timeout": 0.3, "stream": True, "max_tokens": 100_000_000})
+    assert answer.events[-1]["error"]["code"] == 504
+
+
+def test_heads_are_bounded(serve: Callable[..., Any]) -> None:
+    server = serve()
+    with connected(server) as client:
+        client.sendall(HEAD)
+        line = b"x-long: " + b"y" * 4000 + b"\r\n"
+        with contextlib.suppress(ConnectionError):
+            for _ in range(frontend_connection.MAX_HEADER_BYTES // len(line) + 2):
+                client.sendall(line)
+        with contextlib.suppress(ConnectionError):
+            answer = everything(client)
+            assert answer.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
+    assert server.ask("GET", "/livez").status == 200
+
+
+def test_a_connection_that_says_nothing_is_closed_in_the_end(
+    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frontend_connection, "IDLE_S", 0.05)
+    server = serve()
+    with connected(server) as client:
+        assert everything(client) == b""
+
+
+def test_a_thousand_idle_connections_hold_up_nobody(serve: Callable[..., Any]) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # both ends are in this process
+    server = serve()
+    with contextlib.ExitStack() as stack:
+        for _ in range(1000):
+            client = stack.enter_context(connected(server))
+            client.sendall(HEAD[:10])
+        assert server.ask("POST", C, {"prompt": "x", "max_tokens": 5}).status == 200
+        assert len(server._server.server_state.connections) >= 1000
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
