@@ -64,6 +64,7 @@ def make_requests(
                 choice=admit.choice + choice,
                 num_seen=len(outputs),
                 attempt=admit.attempt,
+                deadline_ns=admit.deadline_ns,
                 origin=None if admit.claim is None else admit,
                 length=len(prompt) + len(outputs),
             )

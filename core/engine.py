@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from quintet.core.admission import check_fits, length_limit, make_requests, meet
 from quintet.core.commit import commit, ending_of
+from quintet.core.deadlines import Deadlines, check_hopeful
 from quintet.core.hooks import FEATURES, Setup, build_features, flatten
 from quintet.core.invariants import check
 from quintet.core.kv.pool import BlockPool
@@ -53,6 +54,7 @@ class Engine:
         self._frontends: dict[int, tuple[int, bool]] = {}
         """Newest epoch of each frontend seat, and whether that one is down too."""
         self.shelf = Shelf(int(scheduler.resume_grace_s * 1e9))
+        self._deadlines = Deadlines()
         self.num_resumed = 0
         """Newer attempts that were taken up."""
         self.state: State | None = None
@@ -167,8 +169,10 @@ class Engine:
                 state.limits,
                 state.num_unpromised,
             )
+            if not message.attempt:  # what was promised once is kept
+                check_hopeful(state, self._scheduler, requests[0], now_ns)
         except RequestError as error:
-            outbox.failed.append(Failed(first, error.code, error.message, error.param))
+            outbox.failed.append(Failed(first, error.code, error.message, error.param, error.retry_s))
             return outbox.effects(state.step, now_ns)
         self._num_arrived += len(requests)
         for request in requests:
@@ -180,6 +184,7 @@ class Engine:
                 self.shelf.keep(request, now_ns)
                 continue
             state.welcome(request)
+            self._deadlines.watch(request)
         return outbox.effects(state.step, now_ns)
 
     def _go_on(self, requests: list[Request], message: Admit, now_ns: int) -> Effects:
@@ -308,9 +313,21 @@ class Engine:
         self._settle(now_ns)
         return effects
 
-    def expire(self, now_ns: int) -> None:
-        """Drop what was kept for clients whose time to come back is over."""
+    def expire(self, now_ns: int) -> Effects:
+        """End what is past its deadline; drop what was kept for clients whose time to come back is over."""
         self.shelf.expire(now_ns)
+        due = self._deadlines.due(now_ns)
+        state = self.state
+        if state is None or not due:
+            return Effects()
+        outbox = Outbox()
+        for request in due:
+            request.origin = None
+            outbox.end(request, FinishReason.ABORT, now_ns)
+            state.retire(request)
+        state.counters.expired += len(due)
+        self._settle(now_ns)
+        return outbox.effects(state.step, now_ns)
 
     def _settle(self, now_ns: int) -> None:
         """After every change: keep what left for clients that may come back, and check the invariants if asked to."""

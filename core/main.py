@@ -52,6 +52,7 @@ class Core:
                 self._early.append(message)
             elif not isinstance(message, Topology):
                 self._handle(message)
+        self._send(self.engine.expire(self.process.now_ns))
         self._plan()
         self._account()
 
@@ -153,7 +154,6 @@ class Core:
 
     def _account(self) -> None:
         """Bring the heartbeat's account and the gauges up to date."""
-        self.engine.expire(self.process.now_ns)
         state, engine = self.engine.state, self.engine
         if state is None or self.process.peers.epoch(Role.EXECUTOR, 0) != engine.executor_epoch:
             self.process.pending = 0  # waiting for an executor is no stall of ours

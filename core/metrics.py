@@ -30,6 +30,11 @@ class CoreMetrics:
                 counter("prompt_tokens_cached", "Of these, tokens found in the prefix cache."),
             ),
             ("generation_tokens", counter("generation_tokens", "Tokens drawn for requests.")),
+            ("expired", counter("expired_requests", "Choices whose deadline passed before they ended.")),
+            (
+                "hopeless",
+                counter("admission_rejections", "Requests refused at the door.", reason="deadline"),
+            ),
         )
         self.step_tokens = histogram("iteration_tokens_total", "Tokens computed in one step.", COUNT_BUCKETS)
         self.queue = histogram("request_queue_time_seconds", "From arrival to the first step planned.")

@@ -60,6 +60,8 @@ class Request:
     attempt: int = 0
     origin: Admit | None = None
     """The request as it was admitted, if its client may come back for it (`Admit.claim`)."""
+    deadline_ns: int = 0
+    """When it must have ended; 0 for never."""
 
     status: Status = Status.WAITING
     length: int = 0

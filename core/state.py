@@ -16,6 +16,7 @@ from quintet.core.kv.pool import BlockPool
 from quintet.core.kv.prefix import extend_chain
 from quintet.core.pace import Pace
 from quintet.core.request import Request, Status
+from quintet.core.tempo import Tempo
 
 by_rank = attrgetter("rank")
 
@@ -59,6 +60,7 @@ class Flight:
     """Position after the last one computed, for each row."""
     samples: bytes
     num_tokens: int
+    planned_ns: int
 
 
 @dataclass(slots=True, frozen=True)
@@ -85,6 +87,10 @@ class Counters:
     prompt_tokens_cached: int = 0
     generation_tokens: int = 0
     steps: int = 0
+    expired: int = 0
+    """Choices whose deadline passed before they ended."""
+    hopeless: int = 0
+    """Requests that were refused because it would."""
 
 
 @dataclass(slots=True)
@@ -114,6 +120,7 @@ class State:
     """Slots whose tenant left since the last plan."""
     counters: Counters = field(default_factory=Counters)
     pace: Pace = field(default_factory=Pace)
+    tempo: Tempo = field(default_factory=Tempo)
     queue_times_ns: list[int] = field(default_factory=list)
     """Waits that ended since somebody last emptied this list."""
     endings: list[Ending] = field(default_factory=list)
@@ -178,6 +185,7 @@ class State:
         first.num_open -= 1
         first.longest = max(first.longest, request.num_outputs)
         if request.scheduled_ns is not None:
+            self.tempo.outputs.note(request.num_outputs)
             self.endings.append(
                 Ending(
                     request.scheduled_ns,

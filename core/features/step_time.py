@@ -22,18 +22,24 @@ ALONE = 4
 
 def build(setup: Setup) -> Feature | None:
     """Return the clamp to the target, or None when there is none or prompts may not be cut."""
-    target_ns = setup.scheduler.step_target_ms * 1_000_000
-    if target_ns <= 0 or not setup.scheduler.enable_chunked_prefill:
+    target_ms = setup.scheduler.step_target_ms
+    if target_ms <= 0 or not setup.scheduler.enable_chunked_prefill:
         return None
 
     def clamp(state: State, request: Request, wanted: int, budget: int) -> int:
-        num_tokens = state.pace.tokens_in(target_ns)
-        if num_tokens is None:
-            num_tokens = FIRST_TOKENS
-        if len(state.live) == 1:
-            num_tokens *= ALONE
-        num_tokens = max(num_tokens, len(state.running) + LEAST_TOKENS)
         num_taken = state.limits.max_batched - budget
-        return max(0, min(wanted, num_tokens - num_taken))
+        return max(0, min(wanted, most_tokens(state, target_ms) - num_taken))
 
     return Feature("step_time", clamp=clamp)
+
+
+def most_tokens(state: State, target_ms: int) -> int:
+    """Return how many tokens a step may have now, all rows together; with a target of 0, what the budget allows."""
+    if target_ms <= 0:
+        return state.limits.max_batched
+    num_tokens = state.pace.tokens_in(target_ms * 1_000_000)
+    if num_tokens is None:
+        num_tokens = FIRST_TOKENS
+    if len(state.live) == 1:
+        num_tokens *= ALONE
+    return max(num_tokens, len(state.running) + LEAST_TOKENS)

@@ -1,0 +1,154 @@
+"""Until when requests must have ended: which are too late, and which will be.
+
+The core's half of deadlines; the frontend's tells the client. Reads no clock. To predict is to ask what stands before
+a request: slots that others hold, prompts that come first. Each has its pace (`quintet.core.tempo`), and the slower one
+decides; they are worked off at the same time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_left
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+
+from quintet.core.features.step_time import most_tokens
+from quintet.core.request import Request, Status
+from quintet.core.state import State, by_rank
+from quintet.wire.config import SchedulerConfig
+from quintet.wire.errors import ErrorCode, RequestError
+
+S = 1e-9
+MAX_RETRY_S = 60
+_SLACK = 1.1
+"""A prediction is taken for so many times itself: who is admitted to end just in time would be late every other time,
+having cost as much as one that is not."""
+_MIN_SWEEP = 256
+"""Entries below which nobody looks for requests that ended in time."""
+
+
+class Deadlines:
+    """Live requests that have a deadline, the earliest first."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, Request]] = []
+        self._order = itertools.count()
+        self._sweep_at = _MIN_SWEEP
+
+    def watch(self, request: Request) -> None:
+        """Keep an eye on a request that was just queued, if it has a deadline."""
+        if not request.deadline_ns:
+            return
+        heappush(self._heap, (request.deadline_ns, next(self._order), request))
+        if len(self._heap) >= self._sweep_at:
+            self._heap = [entry for entry in self._heap if entry[2].status is not Status.ENDED]
+            heapify(self._heap)
+            self._sweep_at = max(_MIN_SWEEP, 2 * len(self._heap))
+
+    def due(self, now_ns: int) -> list[Request]:
+        """Return, once, the live requests whose deadline has passed."""
+        heap = self._heap
+        due: list[Request] = []
+        while heap and heap[0][0] <= now_ns:
+            request = heappop(heap)[2]
+            if request.status is not Status.ENDED:
+                due.append(request)
+        return due
+
+
+@dataclass(slots=True, frozen=True)
+class Forecast:
+    """What is expected of a request that has not entered."""
+
+    num_ahead: int
+    """Requests that wait before it."""
+    first_token_ns: int
+    """From now to its first token."""
+    end_ns: int
+    """From now to the earliest end it can have: of outputs, only those that it is sure to get are counted."""
+
+
+def check_hopeful(state: State, config: SchedulerConfig, request: Request, now_ns: int) -> None:
+    """Raise `RequestError` when the request, which is not in the queue yet, has missed its deadline, or certainly will.
+
+    Who is alone is never refused, nor anybody before a step was measured: a wrong measurement would never be corrected.
+    """
+    if not request.deadline_ns:
+        return
+    given_ns = request.deadline_ns - now_ns
+    if given_ns <= 0:
+        state.counters.expired += 1
+        raise RequestError(
+            ErrorCode.DEADLINE,
+            f"The request came {-given_ns * S:.3g} s after its deadline. Allow more time.",
+        )
+    if not config.refuse_hopeless or not state.live or not state.tempo.step_ns:
+        return
+    forecast = predict(state, config, request)
+    late_ns = int(forecast.end_ns * _SLACK) - given_ns
+    if late_ns > 0:
+        state.counters.hopeless += 1
+        raise RequestError(
+            ErrorCode.OVERLOADED,
+            f"The request would miss its deadline: {given_ns * S:.3g} s are left; {forecast.num_ahead} requests wait "
+            f"before it, so that its first token is expected in {forecast.first_token_ns * S:.3g} s and its end in "
+            f"{forecast.end_ns * S:.3g} s at the earliest. Try again later, or allow more time.",
+            retry_s=max(1, min(MAX_RETRY_S, math.ceil(late_ns * S))),
+        )
+
+
+def predict(state: State, config: SchedulerConfig, request: Request) -> Forecast:
+    """Predict when a request of this rank would get its first token, if it came into the queue now."""
+    tempo = state.tempo
+    step_ns = tempo.step_ns.value
+    decode_ns = tempo.decode_ns.value if tempo.decode_ns else step_ns
+    share = tempo.computed_share.value if tempo.computed_share else 1.0
+    ahead = state.waiting[: bisect_left(state.waiting, request.rank, key=by_rank)]
+    per_step = max(
+        1, min(state.limits.max_batched, most_tokens(state, config.step_target_ms)) - len(state.running)
+    )
+
+    def prompts_ns(num_tokens: float) -> float:
+        return num_tokens * tempo.token_ns.value + math.ceil(num_tokens / per_step) * decode_ns
+
+    num_begun = sum(r.length - r.planned for r in state.running if r.length - r.planned > 1)
+    num_waiting = share * sum(r.length for r in ahead if r.parent is None)
+    for_slot_ns = _steps_until_slot(state, request, ahead) * step_ns
+    wait_ns = max(for_slot_ns, prompts_ns(num_begun + num_waiting)) + len(state.in_flight) * step_ns
+    first_ns = wait_ns + prompts_ns(max(1.0, share * request.length))
+    end_ns = first_ns + (num_certain_outputs(request) - 1) * step_ns
+    return Forecast(len(ahead), int(first_ns), int(end_ns))
+
+
+def _steps_until_slot(state: State, request: Request, ahead: list[Request]) -> int:
+    """Return the steps until as many requests have ended as must for this one to enter.
+
+    Who stays is expected to stay as long as others did; who stayed longer, to leave in the next step.
+    """
+    limits, running = state.limits, state.running
+    stay = state.tempo.outputs.value if state.tempo.outputs else 1.0
+    num_before = len(running) + len(ahead)
+    num_tokens = sum(r.length for r in running) + sum(r.length for r in ahead) + request.length
+    mean_tokens = num_tokens / (num_before + 1) + stay / 2
+    fits = int(limits.num_blocks * limits.block_size / mean_tokens)
+    num_slots = max(1, len(running), min(limits.max_running, fits))
+    num_leaving = num_before + 1 - num_slots
+    if num_leaving <= 0:
+        return 0
+    left = [max(1, _outputs_of(r, stay) - r.num_outputs) for r in running]
+    left += [_outputs_of(r, stay) for r in ahead[: num_slots - len(running)]]
+    left.sort()
+    rounds, place = divmod(num_leaving - 1, len(left))
+    return int(left[place] + rounds * stay)
+
+
+def _outputs_of(request: Request, stay: float) -> int:
+    return max(num_certain_outputs(request), min(request.limit - request.num_prompt, math.ceil(stay)))
+
+
+def num_certain_outputs(request: Request) -> int:
+    """Return how many outputs the request will have at the least."""
+    if not request.stops and not request.params.stop:
+        return request.limit - request.num_prompt
+    return max(1, request.params.min_tokens)
