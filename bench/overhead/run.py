@@ -170,7 +170,8 @@ def describe(result: PointResult) -> str:
     return "\n".join(lines)
 
 
-def _machine() -> Machine:
+def machine() -> Machine:
+    """Describe the machine that this runs on."""
     cpu = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -223,7 +224,7 @@ def main() -> None:
     if arguments.quick and arguments.out is None:
         return
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
-    report = Report(date, _commit(), _machine(), dict(_versions()), INPUT_LEN, OUTPUT_LEN, results)
+    report = Report(date, _commit(), machine(), dict(_versions()), INPUT_LEN, OUTPUT_LEN, results)
     out = arguments.out or Path(__file__).parents[1] / "results" / f"overhead-{date}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")

@@ -1,0 +1,205 @@
+"""What three times too much load costs: requests finished within their deadline, with prediction and without.
+
+    python -m bench.chaos.overload [--executor mock|embedded] [--repetitions 1] [--out FILE]
+
+For each repetition, three servers in turn take the same requests at the same random moments:
+
+* ``predicted``: the requests say their deadline; the core refuses at once those that would miss it.
+* ``told``: they say it, and the server refuses nothing: whoever is late is ended then, first come, first served.
+* ``untold``: first come, first served, as servers do that know no deadlines; an answer after it is worth nothing.
+
+Capacity and the time of an answer are measured first, by as many clients as there are slots; the load is three times
+that capacity and the deadline three times that time. Results are appended to the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+import msgspec
+
+from bench.chaos.streams import WORDS
+from bench.overhead.run import Machine, machine
+from bench.overhead.server import Server, serve
+from quintet.deploy.load_client.load import Load, Outcome, Run, run_load
+
+SLOTS = 16
+INPUT_WORDS, OUTPUT_LEN = 24, 64
+EXCESS = 3.0
+"""Arrivals over capacity."""
+PATIENCE = 3.0
+"""Deadline over the time of an answer of a server that is just busy."""
+FLAGS = {
+    "mock": ["--executor", "mock", "--step-ms", "10"],
+    "embedded": ["--kv-cache-memory", "64MiB", "--max-model-len", "512"],
+}
+VARIANTS = {"predicted": (True, ()), "told": (True, ("--no-refuse-hopeless",)), "untold": (False, ())}
+"""Name -> whether requests say their deadline, and flags."""
+
+
+class Figures(msgspec.Struct):
+    """One server under overload."""
+
+    variant: str
+    num_sent: int
+    num_good: int
+    """Finished by their deadline."""
+    num_late: int
+    """Finished after it."""
+    num_refused: int
+    """429."""
+    num_expired: int
+    """504, before or in the stream."""
+    num_other: int
+    good_per_s: float
+    refused_after_ms: list[float]
+    """Median and largest time until a refusal was there."""
+
+
+class Repetition(msgspec.Struct):
+    """Three servers in turn."""
+
+    executor: str
+    seed: int
+    capacity_per_s: float
+    answer_s: float
+    deadline_s: float
+    duration_s: float
+    figures: list[Figures]
+
+
+class Report(msgspec.Struct):
+    """The file."""
+
+    date: str
+    machine: Machine
+    slots: int
+    output_len: int
+    repetitions: list[Repetition] = []
+
+
+def bodies(count: int, seed: int, deadline_s: float | None) -> list[bytes]:
+    """Return requests of different prompts and one length."""
+    rng = random.Random(seed)
+    asked: dict[str, object] = {
+        "max_tokens": OUTPUT_LEN,
+        "ignore_eos": True,
+        "stream": True,
+        "temperature": 0,
+    }
+    if deadline_s is not None:
+        asked["timeout"] = deadline_s
+    return [
+        msgspec.json.encode({"prompt": " ".join(rng.choices(WORDS, k=INPUT_WORDS)), **asked})
+        for _ in range(count)
+    ]
+
+
+def measure_capacity(server: Server, seed: int) -> tuple[float, float]:
+    """Return requests per second and the median time of an answer, with a client for every slot."""
+    run_load(Load(server.target, "/v1/completions", bodies(SLOTS, seed, None), SLOTS))  # warm-up
+    load = Load(server.target, "/v1/completions", bodies(4 * SLOTS, seed + 1, None), SLOTS)
+    run = run_load(load)
+    failed = [outcome.message for outcome in run.outcomes if outcome.failure is not None]
+    assert not failed, failed
+    times_s = [outcome.end_s - outcome.start_s for outcome in run.outcomes]
+    return len(run.outcomes) / (run.end_s - run.start_s), median(times_s)
+
+
+def overload(
+    server: Server, says_deadline: bool, arrivals_s: Sequence[float], deadline_s: float, seed: int
+) -> Run:
+    """Send the requests at their moments and wait for the last answer."""
+    asked = bodies(len(arrivals_s), seed, deadline_s if says_deadline else None)
+    return run_load(Load(server.target, "/v1/completions", asked, arrivals_s=arrivals_s))
+
+
+def figures_of(variant: str, run: Run, deadline_s: float, duration_s: float) -> Figures:
+    """Count the endings."""
+    kinds = {"good": 0, "late": 0, "refused": 0, "expired": 0, "other": 0}
+    refused_ms: list[float] = []
+    for outcome in run.outcomes:
+        kind = _ending(outcome, deadline_s)
+        kinds[kind] += 1
+        if kind == "refused":
+            refused_ms.append(1e3 * (outcome.end_s - outcome.start_s))
+    return Figures(
+        variant,
+        len(run.outcomes),
+        kinds["good"],
+        kinds["late"],
+        kinds["refused"],
+        kinds["expired"],
+        kinds["other"],
+        round(kinds["good"] / duration_s, 2),
+        [round(median(refused_ms), 2), round(max(refused_ms), 2)] if refused_ms else [],
+    )
+
+
+def _ending(outcome: Outcome, deadline_s: float) -> str:
+    if outcome.failure is None:
+        return "good" if outcome.end_s - outcome.due_s <= deadline_s else "late"
+    if outcome.failure == "HTTP 429":
+        return "refused"
+    if outcome.failure == "HTTP 504" or "did not end within" in outcome.message:
+        return "expired"
+    return "other"
+
+
+def repeat(executor: str, seed: int, duration_s: float) -> Repetition:
+    """Run the variants in an order that changes from repetition to repetition."""
+    names = list(VARIANTS)
+    names = names[seed % 3 :] + names[: seed % 3]
+    capacity, answer_s, deadline_s = 0.0, 0.0, 0.0
+    arrivals_s: list[float] = []
+    figures: list[Figures] = []
+    for name in names:
+        says_deadline, flags = VARIANTS[name]
+        with serve(None, ["--max-num-seqs", str(SLOTS), *FLAGS[executor], *flags]) as server:
+            measured, measured_s = measure_capacity(server, seed)
+            if not arrivals_s:
+                capacity, answer_s, deadline_s = measured, measured_s, PATIENCE * measured_s
+                rng, at_s = random.Random(seed), 0.0
+                while (at_s := at_s + rng.expovariate(EXCESS * capacity)) < duration_s:
+                    arrivals_s.append(at_s)
+            run = overload(server, says_deadline, arrivals_s, deadline_s, seed + 2)
+        figures.append(figures_of(name, run, deadline_s, duration_s))
+        print(f"{executor:>9} {figures[-1]}", flush=True)
+    return Repetition(
+        executor, seed, round(capacity, 2), round(answer_s, 3), round(deadline_s, 3), duration_s, figures
+    )
+
+
+def main() -> None:
+    """Run, print and append."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--executor", choices=list(FLAGS), default="mock")
+    parser.add_argument("--repetitions", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0, help="of the first repetition")
+    parser.add_argument("--duration", type=float, default=12.0, metavar="SECONDS")
+    parser.add_argument("--out", type=Path, help="where to append (default: nowhere)")
+    arguments = parser.parse_args()
+    done = [
+        repeat(arguments.executor, arguments.seed + index, arguments.duration)
+        for index in range(arguments.repetitions)
+    ]
+    if arguments.out is None:
+        return
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    report = Report(date, machine(), SLOTS, OUTPUT_LEN)
+    if arguments.out.exists():
+        report = msgspec.json.decode(arguments.out.read_bytes(), type=Report)
+    report.repetitions += done
+    arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    print(f"written: {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()
