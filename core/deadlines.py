@@ -69,22 +69,25 @@ class Forecast:
     """From now to the earliest end it can have: of outputs, only those that it is sure to get are counted."""
 
 
-def check_hopeful(state: State, config: SchedulerConfig, request: Request, now_ns: int) -> None:
-    """Raise `RequestError` when the request, which is not in the queue yet, has missed its deadline, or certainly will.
-
-    Who is alone is never refused, nor anybody before a step was measured: a wrong measurement would never be corrected.
-    """
-    if not request.deadline_ns:
-        return
-    given_ns = request.deadline_ns - now_ns
-    if given_ns <= 0:
+def check_in_time(state: State, request: Request, now_ns: int) -> None:
+    """Raise `RequestError` when the deadline of a request that just came has passed."""
+    if request.deadline_ns and now_ns >= request.deadline_ns:
         state.counters.expired += 1
         raise RequestError(
             ErrorCode.DEADLINE,
-            f"The request came {-given_ns * S:.3g} s after its deadline. Allow more time.",
+            f"The request came {(now_ns - request.deadline_ns) * S:.3g} s after its deadline. Allow more time.",
         )
-    if not config.refuse_hopeless or not state.live or not state.tempo.step_ns:
+
+
+def check_hopeful(state: State, config: SchedulerConfig, request: Request, now_ns: int) -> None:
+    """Raise `RequestError` when the request, which is not in the queue yet, will certainly miss its deadline.
+
+    Who is alone is never refused, nor anybody before a step was measured: a wrong measurement would never be corrected.
+    """
+    is_asked = request.deadline_ns and config.refuse_hopeless
+    if not is_asked or not state.live or not state.tempo.step_ns:
         return
+    given_ns = request.deadline_ns - now_ns
     forecast = predict(state, config, request)
     late_ns = int(forecast.end_ns * _SLACK) - given_ns
     if late_ns > 0:

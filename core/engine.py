@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from quintet.core.admission import check_fits, length_limit, make_requests, meet
 from quintet.core.commit import commit, ending_of
-from quintet.core.deadlines import Deadlines, check_hopeful
+from quintet.core.deadlines import Deadlines, check_hopeful, check_in_time
 from quintet.core.hooks import FEATURES, Setup, build_features, flatten
 from quintet.core.invariants import check
 from quintet.core.kv.pool import BlockPool
@@ -169,7 +169,8 @@ class Engine:
                 state.limits,
                 state.num_unpromised,
             )
-            if not message.attempt:  # what was promised once is kept
+            check_in_time(state, requests[0], now_ns)
+            if not message.attempt and not message.adopts:  # what was promised once is kept
                 check_hopeful(state, self._scheduler, requests[0], now_ns)
         except RequestError as error:
             outbox.failed.append(Failed(first, error.code, error.message, error.param, error.retry_s))

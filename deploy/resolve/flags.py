@@ -129,6 +129,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_queued_requests: Annotated[
         int, Flag(NETWORK, "requests one frontend holds at most; one more is answered 429 with Retry-After")
     ] = 4096
+    max_queued_tokens: Annotated[
+        int, Flag(NETWORK, "tokens these may owe, prompts and outputs; beyond it, 429 as well", "TOKENS")
+    ] = 1 << 23
     stream_grace: Annotated[
         float,
         Flag(
@@ -137,23 +140,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "SECONDS",
         ),
     ] = 30.0
-    max_queued_tokens: Annotated[
-        int,
-        Flag(
-            NETWORK,
-            "tokens that the requests of one frontend may owe, prompts not begun and outputs to come; then 429 as well",
-            "TOKENS",
-        ),
-    ] = 1 << 23
     keep_alive_interval: Annotated[
         float,
         Flag(NETWORK, "seconds of silence after which a stream gets an SSE comment; 0 for never", "SECONDS"),
     ] = 15.0
     write_timeout: Annotated[
-        float,
-        Flag(
-            NETWORK, "seconds a client may leave an answer unread before its connection is closed", "SECONDS"
-        ),
+        float, Flag(NETWORK, "seconds a client may leave an answer unread; then it is cut off", "SECONDS")
     ] = 60.0
     header_timeout: Annotated[
         float, Flag(NETWORK, "seconds a client may take to send a request's headers", "SECONDS")
