@@ -17,6 +17,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("quintet.deploy.commands.plan", "show what `serve` would use, without starting anything"),
     "bench": ("quintet.deploy.commands.bench", "measure a server, or the engine alone"),
     "trace": ("quintet.deploy.commands.trace", "show where the time of a step went, in every process"),
+    "admin": ("quintet.deploy.commands.admin", "see and change the processes of a running server"),
     "collect-env": (
         "quintet.deploy.commands.collect_env",
         "describe this machine and installation, for bug reports",

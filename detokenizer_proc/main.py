@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -15,7 +16,17 @@ from quintet.wire.codec import pack_i32, pack_i64, unpack_i32
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError, ErrorCode
 from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of
-from quintet.wire.messages import Detokenized, DetokenizeQuery, Failed, StopHit, Text, Tokens, Topology
+from quintet.wire.messages import (
+    Detokenized,
+    DetokenizeQuery,
+    Drain,
+    Drained,
+    Failed,
+    StopHit,
+    Text,
+    Tokens,
+    Topology,
+)
 from quintet.wire.runtime import Process, child_main
 
 QUERY_SLICE = 4096
@@ -54,19 +65,28 @@ class QueryJob:
         return "".join(self._parts) + self._decoder.flush()
 
 
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """What is made of the tokenizer, before anything is known of a seat."""
+
+    showing: PieceTable
+    skipping: PieceTable
+    """Without special tokens."""
+
+
 class Detokenizer:
     """Handlers of the process's messages, and its figures."""
 
-    def __init__(self, process: Process[Tokens | DetokenizeQuery], tokenizer: Tokenizer) -> None:
+    def __init__(self, process: Process[Tokens | DetokenizeQuery], tables: Tables) -> None:
         self._process = process
         self._span = process.span
         self._sender = (process.me.index, process.me.epoch)
-        vocab_size = process.config.model.vocab_size
-        self._showing = PieceTable(tokenizer, vocab_size)
-        self._skipping = self._showing.skipping_special_tokens()
+        self._showing, self._skipping = tables.showing, tables.skipping
         self._steps = Steps(self._skipping, self._showing)
         self._jobs: deque[QueryJob] = deque()
         self._early: list[tuple[int, int, Text]] = []
+        self._is_retiring = False
+        """Whether the supervisor wants to hear when nothing is left."""
         self._lost: dict[int, None] = {}
         """Requests whose text was dropped because too much was waiting."""
         metrics = process.metrics
@@ -105,6 +125,9 @@ class Detokenizer:
             self._num_open.set(self._steps.num_open)
             # An open request whose core is busy elsewhere is not a stall of this process: every turn counts.
             process.progress += 1
+            if self._is_retiring and not process.pending:
+                self._is_retiring = False  # said once is enough
+                process.peers.send(Role.SUPERVISOR, 0, Drained(process.me))
 
     def _handle(self, message: object) -> None:
         match message:
@@ -114,6 +137,8 @@ class Detokenizer:
                 self._accept_query(message)
             case Topology():
                 self._follow()
+            case Drain():
+                self._is_retiring = True
             case _:
                 pass
 
@@ -176,6 +201,9 @@ class Detokenizer:
                 self._steps.forget_frontend(worker.index, epoch_tag(worker.epoch))
             elif worker.role is Role.CORE:
                 self._steps.meet_core(worker.epoch)
+        for seat in self._process.topology.seats:
+            if seat.retired and seat.worker.role is Role.FRONTEND:
+                self._steps.forget_frontend(seat.worker.index, epoch_tag(seat.worker.epoch + 1))
         early, self._early = self._early, []
         for index, tag, text in early:
             self._deliver(index, tag, text)
@@ -214,12 +242,17 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         raise ConfigError(f"{path} is not a tokenizer the tokenizers library can read: {error}") from error
 
 
-def run(me: WorkerId, config: EngineConfig) -> None:
+def prepare(config: EngineConfig) -> Tables:
+    """Do the long part of booting: it depends on no seat."""
+    showing = PieceTable(load_tokenizer(config.model.tokenizer_path), config.model.vocab_size)
+    return Tables(showing, showing.skipping_special_tokens())
+
+
+def run(me: WorkerId, config: EngineConfig, tables: Tables) -> None:
     """Be the detokenizer at seat ``me`` until stopped."""
-    tokenizer = load_tokenizer(config.model.tokenizer_path)
     process: Process[Tokens | DetokenizeQuery] = Process(me, config, Tokens | DetokenizeQuery)
     try:
-        detokenizer = Detokenizer(process, tokenizer)
+        detokenizer = Detokenizer(process, tables)
         process.ready(tokens=str(detokenizer.vocab_size), style=detokenizer.style)
         detokenizer.run()
     finally:
@@ -227,4 +260,4 @@ def run(me: WorkerId, config: EngineConfig) -> None:
 
 
 if __name__ == "__main__":
-    child_main(Role.DETOKENIZER, run)
+    child_main(Role.DETOKENIZER, run, prepare)

@@ -34,6 +34,8 @@ class EagerPass:
         self._kv = kv
         self._cos = cos
         self._sin = sin
+        self.num_attended = 0
+        """Layers whose attention has been computed, or begun on a device."""
 
     def embedding(self, layer: Embedding) -> torch.Tensor:
         """See `ForwardPass`."""
@@ -58,6 +60,7 @@ class EagerPass:
             qkv[:, keys] = ops.rms_norm(qkv[:, keys], layer.k_norm, layer.norm_eps)
         q = ops.rope_kv_write(qkv, heads, kv_heads, self._cos, self._sin, cache, batch.kv_write)
         attended = ops.paged_attention(q, cache, batch.attention[layer.window], layer.scale)
+        self.num_attended += 1
         return attended.reshape(batch.num_tokens, -1)
 
 
@@ -93,12 +96,20 @@ class EagerRunner:
         )
         self._pass: EagerPass | None = None
         self._hidden = torch.empty(0)
+        self._layers_before = 0
+
+    @property
+    def work_done(self) -> int:
+        """Layers computed so far."""
+        current = self._pass
+        return self._layers_before + (0 if current is None else current.num_attended)
 
     def forward(self, rows: Rows, tables: SlotTables) -> None:
         """See `Runner.forward`."""
         batch = self._builder.build(rows, tables)
         cos, sin = self._model.rope.cos_sin(batch.positions, batch.lengths, self._dtype)
         self._span("arrays")
+        self._layers_before = self.work_done
         self._pass = EagerPass(self._ops, batch, self._kv, cos, sin)
         self._hidden = self._model.forward(self._pass)
 

@@ -19,6 +19,10 @@ class StepWorker(Protocol):
     def facts(self) -> Mapping[str, str]:
         """Short words for the boot story."""
 
+    @property
+    def work_done(self) -> int:
+        """A count that grows while a step is computed, read from another thread: standing still in a step means hanging."""
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Apply the plan's deltas, compute its rows, and return what was drawn."""
 

@@ -70,6 +70,10 @@ class Executor:
             "Time from a plan's sending until the executor began it or was free to.",
         )
 
+    def account(self) -> tuple[int, int]:
+        """Return progress and pending work; called from the thread that sends heartbeats, in the middle of a step."""
+        return self._process.progress + self._worker.work_done, self._process.pending
+
     def handle(self, messages: list[StepPlan | Topology]) -> None:
         """Execute the plans among ``messages``, in order.
 
@@ -125,9 +129,11 @@ class Executor:
 def run(me: WorkerId, config: EngineConfig) -> None:
     """Boot, then execute plans until told to stop."""
     process: Process[StepPlan] = Process(me, config, StepPlan)
+    process.beat_from_a_thread()
     try:
         worker = make_worker(config, process.span)
         executor = Executor(process, worker)
+        process.account = executor.account
         process.ready(**worker.facts)
         while True:
             executor.handle(process.receive())

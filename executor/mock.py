@@ -20,6 +20,8 @@ from quintet.wire.trace import Span, no_span
 
 _MIX_A, _MIX_B = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 SEED_MASK = (1 << 64) - 1
+_PIECE_S = 0.2
+"""A pretended step is so many seconds at a time, as a real one is pieces of work."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -38,6 +40,8 @@ class MockWorker:
         self.num_blocks = num_blocks
         self._span = span
         self._step_s = step_s
+        self.work_done = 0
+        """Pieces of pretended computing."""
         self._seeds = np.zeros(max_num_seqs, np.uint64)
         self._logprob_rows: dict[int, NewRow] = {}
         self._plain = plain_ids(vocab_size, eos_token_ids)
@@ -71,9 +75,9 @@ class MockWorker:
         result = StepResult(plan.step, 0, tokens.tobytes())
         if self._logprob_rows:
             self._pretend_logprobs(plan, slots, sampling, tokens, result)
-        remaining = deadline - time.perf_counter()
-        if remaining > 0:
-            time.sleep(remaining)
+        while (remaining := deadline - time.perf_counter()) > 0:
+            time.sleep(min(remaining, _PIECE_S))
+            self.work_done += 1
         self._span("layers", plan.step)
         return result
 

@@ -17,6 +17,10 @@ class Runner(Protocol):
     def max_outputs(self) -> int:
         """Most tokens whose logits may be asked for at once."""
 
+    @property
+    def work_done(self) -> int:
+        """See `quintet.executor.interface.StepWorker`."""
+
     def forward(self, rows: Rows, tables: SlotTables) -> None:
         """Compute the rows of a plan whose deltas ``tables`` already hold, and store their keys and values."""
 

@@ -62,6 +62,11 @@ class Worker:
         self.tables = SlotTables(max_num_seqs, model.max_model_len, model.kv.block_size, device)
         self._sampler = Sampler(max_num_seqs, model.vocab_size, self.tables, ops)
 
+    @property
+    def work_done(self) -> int:
+        """What the runner has computed so far."""
+        return self.runner.work_done
+
     def reset(self) -> None:
         """Empty every table."""
         self.tables.reset()

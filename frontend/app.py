@@ -111,7 +111,7 @@ class App:
 
     async def _answer(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         exchange.headers_out += self._origins.headers(exchange)
-        if self._service.draining:
+        if self._service.draining or self._service.is_retiring:
             exchange.headers_out.append((b"connection", b"close"))
         try:
             if self._origins.is_preflight(exchange):

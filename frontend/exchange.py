@@ -11,6 +11,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterable
+from urllib.parse import parse_qs
 
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
@@ -47,6 +48,7 @@ class Exchange:
         self.status = 0
         self.headers_out: list[Header] = []
         self._abort: Callable[[], None] | None = scope.get("extensions", {}).get(CONNECTION, {}).get("abort")
+        self._query: bytes = scope["query_string"]
         self._receive = receive
         self._send = send
         self._headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))
@@ -58,6 +60,11 @@ class Exchange:
         """Return the first header of this (lower-case) name."""
         value = self._headers.get(name.encode())
         return None if value is None else value.decode("latin-1")
+
+    def asks(self, name: str) -> bool:
+        """Whether the query has this parameter, with any value but ``0`` and ``false`` or with none."""
+        values = parse_qs(self._query.decode("latin-1"), keep_blank_values=True).get(name, ["0"])
+        return values[-1].lower() not in {"0", "false"}
 
     @property
     def started(self) -> bool:

@@ -7,7 +7,11 @@ from importlib.metadata import PackageNotFoundError, version
 from quintet.frontend.exchange import Exchange
 from quintet.frontend.service import Service
 from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.messages import MetricsReport, ProcessFigures
 from quintet.wire.params import MAX_SHOWN
+
+SUPERVISOR_ANSWERS_S = 1.0
+"""What the topology says is old when whoever publishes it is silent for longer."""
 
 
 async def livez(_service: Service, exchange: Exchange) -> None:
@@ -25,18 +29,49 @@ async def readyz(service: Service, exchange: Exchange) -> None:
 
 
 async def health(service: Service, exchange: Exchange) -> None:
-    """Answer 200, or 503 naming the processes that are stalled, down or not there."""
+    """Answer 200, or 503 naming the processes that are stalled, down or not there; with ``?verbose``, how everybody is.
+
+    What it says rests on heartbeats that count completed work; no request is made to find out.
+    """
     seats = service.sessions.seats
-    troubled = [
+    troubled: list[dict[str, object]] = [
         {"process": str(seat.worker), "state": seat.state.name.lower(), "note": seat.note}
         for seat in seats.troubled()
     ]
+    report: MetricsReport | None = None
+    try:
+        report = await service.queries.metrics(SUPERVISOR_ANSWERS_S)
+    except RequestError as error:
+        troubled.append({"process": "supervisor", "state": "stalled", "note": error.message})
     missing = [str(role) for role in seats.missing()]
     healthy = not troubled and not missing
-    await exchange.respond_json(
-        {"status": "ok" if healthy else "unhealthy", "processes": troubled, "missing": missing},
-        200 if healthy else 503,
-    )
+    answer: dict[str, object] = {
+        "status": "ok" if healthy else "unhealthy",
+        "processes": troubled,
+        "missing": missing,
+    }
+    if exchange.asks("verbose"):
+        answer["everyone"] = [_figures(process) for process in (report.processes if report else [])]
+    await exchange.respond_json(answer, 200 if healthy else 503)
+
+
+def _figures(process: ProcessFigures) -> dict[str, object]:
+    worker = process.worker
+    return {
+        "process": str(worker),
+        "role": str(worker.role),
+        "index": worker.index,
+        "epoch": worker.epoch,
+        "pid": process.pid,
+        "state": process.state.name.lower(),
+        "uptime_s": round(process.uptime_s, 1),
+        "completed": process.progress,
+        "pending": process.pending,
+        "heartbeat_age_s": round(process.beat_age_s, 2),
+        "restarts": process.restarts,
+        "cpu_s": round(process.cpu_ns * 1e-9, 2),
+        "note": process.note,
+    }
 
 
 async def load(service: Service, exchange: Exchange) -> None:

@@ -30,6 +30,9 @@ from quintet.wire.runtime import Process, Stopping, child_main
 LISTEN_FD = "QUINTET_LISTEN_FD"
 """Environment variable with the number of the listening socket's descriptor, made by the supervisor."""
 
+GRACE_S = 2.0
+"""A frontend that leaves hangs up on idle clients, but not in the very moment in which one may be asking."""
+LOOK_S = 0.1
 LAG_EVERY_S = 1.0
 
 
@@ -81,9 +84,12 @@ class Frontend:
             "event_loop_lag_seconds", "How late a timer of the event loop fired."
         )
         self._crash: BaseException | None = None
+        self._leaving: asyncio.Task[None] | None = None
 
     def _handle(self, message: Inbound) -> None:
         self._service.handle(message)
+        if self._service.is_retiring and self._leaving is None:
+            self._leaving = asyncio.get_running_loop().create_task(self._leave())
         self._process.progress = self._service.sessions.num_tokens
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
@@ -103,6 +109,19 @@ class Frontend:
         self._service.patience.end_all()
         self._server.should_exit = True
         self._server.force_exit = True
+
+    async def _leave(self) -> None:
+        """Leave new connections to the other frontends, answer what comes on those that are open, and end them."""
+        for accepting in self._server.servers:
+            accepting.close()
+        await asyncio.sleep(GRACE_S)
+        connections = self._server.server_state.connections
+        while connections:
+            for connection in list(connections):
+                connection.shutdown()  # an idle one now, another after its answer
+            await asyncio.sleep(LOOK_S)
+        self._service.is_cut_off = True
+        self._service.check_drained()
 
     def _measure_lag(self, loop: asyncio.AbstractEventLoop, due_s: float) -> None:
         now_s = loop.time()

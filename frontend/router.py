@@ -75,5 +75,6 @@ class Seats:
         return [role for role in SERVING_ROLES if role not in ready]
 
     def troubled(self) -> list[Seat]:
-        """Return the seats that are stalled or down."""
-        return [s for s in self.topology.seats if s.state in {SeatState.STALLED, SeatState.DOWN}]
+        """Return the seats that are stalled or down, but for those that nobody shall fill."""
+        troubles = {SeatState.STALLED, SeatState.DOWN}
+        return [s for s in self.topology.seats if s.state in troubles and not s.retired]

@@ -78,6 +78,10 @@ class Service:
         self.started_at = int(time.time())
         self.num_exchanges = 0
         """HTTP requests being answered."""
+        self.is_retiring = False
+        """Whether this frontend is to leave while others go on: what comes on open connections is still served."""
+        self.is_cut_off = False
+        """Whether no client can reach this frontend any more."""
         self._send = send
         self._told_drained = False
 
@@ -97,16 +101,17 @@ class Service:
                 self.sessions.handle(message)
             case Topology():
                 self.sessions.follow(message)
-            case Drain():
+            case Drain() if self.sessions.seats.topology.draining:
                 self.admission.draining = True
+            case Drain():
+                self.is_retiring = True
             case _:
                 self.queries.handle(message)
-        if self.draining:
-            self.check_drained()
+        self.check_drained()
 
     def check_drained(self) -> None:
-        """Tell the supervisor, once, when the last request has been answered."""
-        if not self.draining or self._told_drained:
+        """Tell the supervisor, once, when the last request has been answered and no other can come."""
+        if self._told_drained or not (self.draining or self.is_cut_off):
             return
         if self.num_exchanges == 0 and self.sessions.num_live == 0:
             self._told_drained = True

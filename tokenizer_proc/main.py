@@ -21,7 +21,17 @@ from quintet.wire.codec import encode, pack_i32
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of
-from quintet.wire.messages import Admit, Cancel, Failed, Submit, Tokenized, TokenizeQuery, Topology
+from quintet.wire.messages import (
+    Admit,
+    Cancel,
+    Drain,
+    Drained,
+    Failed,
+    Submit,
+    Tokenized,
+    TokenizeQuery,
+    Topology,
+)
 from quintet.wire.metrics import COUNT_BUCKETS
 from quintet.wire.runtime import Process, child_main
 
@@ -30,6 +40,9 @@ INLINE_BYTES = 8 << 10
 
 LANES = ((256 << 10, 2), (1 << 62, 1))
 """Sizes up to which a lane takes prompts, and its threads: a huge prompt does not keep big ones waiting either."""
+
+ALLOWANCE_S, SLOWEST_BYTES_PER_S = 1.0, 200 << 10
+"""How long encoding a prompt in a lane may take, on a busy machine, before it counts as a stall."""
 
 MAX_EARLY_BYTES = 64 << 20
 """Messages kept for frontends that the topology has not named yet, each with `EARLY_OVERHEAD`; more are refused."""
@@ -62,6 +75,11 @@ class Service:
         """Requests in lanes, and those of their choices that were cancelled meanwhile."""
         self._owner: dict[int, int] = {}
         """Every choice of a request in a lane, and that request."""
+        self._due_s: dict[object, float] = {}
+        """When each prompt that a lane encodes just now should be done (`time.monotonic`)."""
+        process.account = self._account
+        self._num_in_lanes = 0
+        self._is_retiring = False
         self._early: dict[int, list[msgspec.Struct]] = {}
         """What waits for a topology, per frontend, in order."""
         self._early_bytes = 0
@@ -88,6 +106,11 @@ class Service:
                 for each in waiting:
                     self.handle(each)
             self._send_refusals()
+            self._check_drained()
+            return
+        if isinstance(message, Drain):
+            self._is_retiring = True
+            self._check_drained()
             return
         sender = _sender(message)
         if sender is None:
@@ -166,18 +189,37 @@ class Service:
         if size <= INLINE_BYTES:
             finish(*timed())
             return
-        self._process.pending += 1
+        job = object()
+        self._num_in_lanes += 1
+
+        def clocked() -> tuple[Result, int, int]:
+            self._due_s[job] = time.monotonic() + ALLOWANCE_S + size / SLOWEST_BYTES_PER_S
+            try:
+                return timed()
+            finally:
+                del self._due_s[job]
 
         def land(future: Future[tuple[Result, int, int]]) -> None:
-            self._process.pending -= 1
+            self._num_in_lanes -= 1
             finish(*future.result())
+            self._check_drained()
 
         def on_done(future: Future[tuple[Result, int, int]]) -> None:
             if not future.cancelled():
                 self._loop.call_soon_threadsafe(land, future)
 
         lane = next(lane for limit, lane in self._lanes if size <= limit)
-        lane.submit(timed).add_done_callback(on_done)
+        lane.submit(clocked).add_done_callback(on_done)
+
+    def _check_drained(self) -> None:
+        """Tell the supervisor when this process is to leave and has nothing left."""
+        if self._is_retiring and self._num_in_lanes == 0 and not self._untold:
+            self._process.peers.send(Role.SUPERVISOR, 0, Drained(self._process.me))
+
+    def _account(self) -> tuple[int, int]:
+        """Return progress, and how many prompts take longer to encode than their size explains."""
+        now_s = time.monotonic()
+        return self._process.progress, sum(due_s < now_s for due_s in list(self._due_s.values()))
 
     def _submit(self, submit: Submit) -> None:
         size = size_of(submit.prompt, submit.params.bad_words)
@@ -302,10 +344,14 @@ def _choices(submit: Submit) -> range:
     return range(submit.request_id, submit.request_id + submit.params.n)
 
 
-def run(me: WorkerId, config: EngineConfig) -> None:
-    """Be the tokenizer at seat ``me`` until stopped; an exception of ours ends the process."""
+def prepare(config: EngineConfig) -> Encoder:
+    """Do the long part of booting: it depends on no seat."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    encoder = load_encoder(config.model)
+    return load_encoder(config.model)
+
+
+def run(me: WorkerId, config: EngineConfig, encoder: Encoder) -> None:
+    """Be the tokenizer at seat ``me`` until stopped; an exception of ours ends the process."""
     process: Process[Submit | Cancel | TokenizeQuery] = Process(me, config, Submit | Cancel | TokenizeQuery)
     loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
     service = Service(process, encoder, loop)
@@ -328,4 +374,4 @@ def run(me: WorkerId, config: EngineConfig) -> None:
 
 
 if __name__ == "__main__":
-    child_main(Role.TOKENIZER, run)
+    child_main(Role.TOKENIZER, run, prepare)

@@ -129,11 +129,15 @@ class ProcessesConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Seats after the HTTP frontends that a process of the user's fills: the Python API."""
     tokenizers: int = 1
     detokenizers: int = 1
+    spares: bool = False
+    """Whether a tokenizer and a detokenizer wait, booted, to take over when one dies."""
     boot_timeout_s: float = 600.0
     drain_timeout_s: float = 30.0
-    heartbeat_s: float = 1.0
+    heartbeat_s: float = 0.4
+    notice_s: float = 1.5
+    """Silence, or work pending without progress, for this long is shown as a stall."""
     stall_s: float = 10.0
-    """Work pending without progress for this long counts as stalled."""
+    """After so much of it the process is replaced."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -407,6 +407,8 @@ class Seat(msgspec.Struct, array_like=True, frozen=True, gc=False):
     pid: int
     state: SeatState
     note: str = ""
+    retired: bool = False
+    """`SeatState.DOWN` on purpose: nobody waits for a successor."""
 
 
 class Topology(msgspec.Struct, array_like=True, tag="topology"):
@@ -426,7 +428,7 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
 
 
 class Heartbeat(msgspec.Struct, array_like=True, tag="heartbeat"):
-    """Child -> supervisor, about once a second, from the loop that does the work."""
+    """Child -> supervisor, every ``heartbeat_s``, from the loop that does the work; the executor's from a thread beside it."""
 
     worker: WorkerId
     progress: int
@@ -459,6 +461,11 @@ class ProcessFigures(msgspec.Struct, array_like=True):
     pending: int
     restarts: int
     metrics: bytes
+    uptime_s: float = 0.0
+    """Since it was started."""
+    beat_age_s: float = 0.0
+    """Since its last heartbeat."""
+    note: str = ""
 
 
 class MetricsReport(msgspec.Struct, array_like=True, tag="metrics_report"):
@@ -469,7 +476,10 @@ class MetricsReport(msgspec.Struct, array_like=True, tag="metrics_report"):
 
 
 class Drain(msgspec.Struct, array_like=True, tag="drain"):
-    """Supervisor -> frontend, tokenizer, detokenizer: accept nothing new, finish what is in flight, then send `Drained`."""
+    """Supervisor -> frontend, tokenizer, detokenizer: accept nothing new, finish what is in flight, then send `Drained`.
+
+    In a topology that is draining the server ends; else the receiver's seat is `SeatState.RETIRING`, and others go on.
+    """
 
 
 class Drained(msgspec.Struct, array_like=True, tag="drained"):

@@ -7,7 +7,6 @@ frontend and tokenizer (`Process.attach`).
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import ctypes
 import faulthandler
@@ -16,12 +15,13 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol
 
 import msgspec
 import setproctitle
@@ -35,6 +35,9 @@ from quintet.wire.messages import Drain, Heartbeat, MetricsReport, Ready, Stop, 
 from quintet.wire.metrics import Metrics
 from quintet.wire.sockets import Bus, Inbox, MessageT, OpensOutboxes, Peers, Rejection, address_of
 from quintet.wire.trace import Span, Tracer, no_span
+
+if TYPE_CHECKING:
+    import asyncio  # the blocking loops start without it
 
 SUPERVISOR = WorkerId(Role.SUPERVISOR, 0, 1)
 CONFIG_FILE = "config.json"
@@ -85,9 +88,10 @@ def open_wires(me: WorkerId, config: EngineConfig, accepts: Any) -> Wires:
 class Process(Generic[MessageT]):
     """One child's seat: identity, inbox, peers, metrics, heartbeat.
 
-    ``pending`` and ``progress`` are the worker's own account of its work; heartbeats carry them. ``now_ns`` is when the
-    batch of messages was taken that the worker is busy with. What is decided goes by it, so that the same batches
-    lead to the same decisions; how long things take is measured with `time.monotonic_ns`.
+    ``pending`` and ``progress`` are the worker's own account of its work; heartbeats carry them. A worker whose account
+    depends on the moment replaces ``account`` by a function of its own. ``now_ns`` is when the batch of messages was taken
+    that the worker is busy with. What is decided goes by it, so that the same batches lead to the same decisions; how long
+    things take is measured with `time.monotonic_ns`.
     """
 
     def __init__(self, me: WorkerId, config: EngineConfig, accepts: Any, wires: Wires | None = None) -> None:
@@ -100,6 +104,8 @@ class Process(Generic[MessageT]):
         self.replaced: list[WorkerId] = []
         self.progress = 0
         self.pending = 0
+        self.account: Callable[[], tuple[int, int]] = lambda: (self.progress, self.pending)
+        """Returns progress and pending for a heartbeat; see `Heartbeat`."""
         self._wires = wires or open_wires(me, config, accepts | Topology | Drain | Stop | MetricsReport)
         self.inbox = self._wires.inbox
         self.peers = Peers(self._wires.bus)
@@ -112,6 +118,8 @@ class Process(Generic[MessageT]):
         self._beat_s = config.processes.heartbeat_s
         self._next_beat = time.monotonic() + self._beat_s
         self._last_metrics = b""
+        self._heart: threading.Thread | None = None
+        self._closing = threading.Event()
         self._tracer = None if config.trace is None else Tracer(me, config.trace)
         self.span: Span = no_span if self._tracer is None else self._tracer.span
         """Records what this process did when; does nothing unless the server is traced."""
@@ -128,17 +136,36 @@ class Process(Generic[MessageT]):
     def beat(self) -> None:
         """Send a heartbeat now."""
         self._next_beat = time.monotonic() + self._beat_s
-        self._account_for_rejected()
-        metrics = self.metrics.encoded()
-        changed = metrics if metrics != self._last_metrics else b""
-        self._last_metrics = metrics
-        self.peers.send(
-            Role.SUPERVISOR,
-            0,
-            Heartbeat(
-                self.me, self.progress, self.pending, time.process_time_ns(), changed, self.topology.version
-            ),
+        self._beat(self.peers, with_metrics=self._heart is None)
+
+    def _beat(self, peers: Peers, *, with_metrics: bool) -> None:
+        changed = b""
+        if with_metrics:
+            self._account_for_rejected()
+            metrics = self.metrics.encoded()
+            changed = metrics if metrics != self._last_metrics else b""
+            self._last_metrics = metrics
+        progress, pending = self.account()
+        heartbeat = Heartbeat(
+            self.me, progress, pending, time.process_time_ns(), changed, self.topology.version
         )
+        peers.send(Role.SUPERVISOR, 0, heartbeat)
+
+    def beat_from_a_thread(self) -> None:
+        """From now on send heartbeats beside the loop, which may compute for seconds without a look at its messages.
+
+        ``account`` is then called from that thread: it must tell how the computing goes while it goes.
+        """
+        self._heart = threading.Thread(target=self._keep_beating, name="heartbeat", daemon=True)
+        self._heart.start()
+
+    def _keep_beating(self) -> None:
+        let_others_finish()
+        peers = Peers(self._wires.bus)  # a socket belongs to one thread
+        peers.connect(SUPERVISOR, address_of(self.config.run_dir, SUPERVISOR))
+        while not self._closing.wait(self._beat_s):
+            self._beat(peers, with_metrics=True)
+        peers.close()
 
     def receive(self, timeout_s: float | None = None) -> list[Any]:
         """Return the messages that arrived, waiting up to ``timeout_s`` (None: until one comes or a heartbeat is due).
@@ -148,7 +175,10 @@ class Process(Generic[MessageT]):
         """
         now = time.monotonic()
         if now >= self._next_beat:
-            self.beat()
+            if self._heart is None:
+                self.beat()
+            else:
+                self._next_beat = now + self._beat_s
         until_beat = max(0.001, self._next_beat - now)
         messages = self.inbox.wait(until_beat if timeout_s is None else min(timeout_s, until_beat))
         self.now_ns = self._wires.clock()
@@ -193,6 +223,9 @@ class Process(Generic[MessageT]):
 
     def close(self) -> None:
         """Write the trace, if there is one, and close every socket."""
+        self._closing.set()
+        if self._heart is not None:
+            self._heart.join()
         if self._tracer is not None:
             self._tracer.write()
         self.inbox.close()
@@ -207,8 +240,14 @@ def die_with_parent() -> None:
     libc.prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
 
 
-def child_main(role: Role, run: Callable[[WorkerId, EngineConfig], None]) -> None:
+def child_main(
+    role: Role, run: Callable[..., None], prepare: Callable[[EngineConfig], object] | None = None
+) -> None:
     """Be the ``main`` of a child process: ``python -m quintet.<folder>.main --run-dir … --index … --epoch … --parent …``.
+
+    ``run`` is called with the seat and the configuration, and with what ``prepare`` made of the configuration before.
+    Without ``--index`` and ``--epoch`` the process is a spare: once prepared it waits for the line ``INDEX EPOCH`` at its
+    standard input, and leaves when that closes.
 
     An exception that escapes ``run`` is written to ``<run_dir>/<worker>.error`` for the supervisor's report.
     """
@@ -216,10 +255,8 @@ def child_main(role: Role, run: Callable[[WorkerId, EngineConfig], None]) -> Non
         description=f"The {role} process of a Quintet server; started by `quintet serve`."
     )
     parser.add_argument("--run-dir", type=Path, required=True, help="folder with config.json and the sockets")
-    parser.add_argument("--index", type=int, required=True, help="seat among processes of this role")
-    parser.add_argument(
-        "--epoch", type=int, required=True, help="how often this seat has been filled, from 1"
-    )
+    parser.add_argument("--index", type=int, help="seat among processes of this role")
+    parser.add_argument("--epoch", type=int, help="how often this seat has been filled, from 1")
     parser.add_argument("--parent", type=int, required=True, help="process id of the supervisor")
     arguments = parser.parse_args()
 
@@ -230,27 +267,30 @@ def child_main(role: Role, run: Callable[[WorkerId, EngineConfig], None]) -> Non
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # a terminal's Ctrl-C reaches everyone; the supervisor decides
-    me = WorkerId(role, arguments.index, arguments.epoch)
     config = EngineConfig.read(arguments.run_dir / CONFIG_FILE)
     if role is not Role.EXECUTOR:
         let_others_finish()
-    setproctitle.setproctitle(f"quintet-{role}-{me.index}")
-    log = configure_logging(me, config.log_level)
+    me = None if arguments.index is None else WorkerId(role, arguments.index, arguments.epoch or 1)
+    log = _take_name(me or f"{role}-spare", config)
     try:
-        run(me, config)
+        prepared = () if prepare is None else (prepare(config),)
+        if me is None:
+            me = _await_seat(role)
+            log = _take_name(me, config)
+        run(me, config, *prepared)
     except Stopping:
         pass
     except ConfigError as error:
-        _leave_word(arguments.run_dir, me, str(error))
+        _leave_word(arguments.run_dir, me or f"{role}-spare", str(error))
         sys.exit(EXIT_CONFIG)
     except Exception as error:  # noqa: BLE001 - the last stop before the process ends: say why, then end
-        _leave_word(arguments.run_dir, me, f"{type(error).__name__}: {error}")
+        _leave_word(arguments.run_dir, me or f"{role}-spare", f"{type(error).__name__}: {error}")
         log.critical("died of %s\n%s", type(error).__name__, traceback.format_exc())
         sys.exit(1)
 
 
 def let_others_finish() -> None:
-    """Do not interrupt whoever computes when a message wakes this process: the system's class for batch work.
+    """Do not interrupt whoever computes when a message wakes this thread: the system's class for batch work.
 
     On a machine whose cores all compute, a process that is woken otherwise takes the core of the one that woke it, the
     executor in the middle of its step. Where the system does not allow it, nothing changes.
@@ -260,10 +300,27 @@ def let_others_finish() -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def _leave_word(run_dir: Path, me: WorkerId, words: str) -> None:
+def _take_name(me: WorkerId | str, config: EngineConfig) -> logging.Logger:
+    """Be known under this name to the log and the system."""
+    setproctitle.setproctitle(
+        f"quintet-{me.role}-{me.index}" if isinstance(me, WorkerId) else f"quintet-{me}"
+    )
+    return configure_logging(me, config.log_level)
+
+
+def _await_seat(role: Role) -> WorkerId:
+    """Return the seat that a spare is given. Raises `Stopping` when there will be none."""
+    words = sys.stdin.readline().split()
+    if not words:
+        raise Stopping
+    index, epoch = map(int, words)
+    return WorkerId(role, index, epoch)
+
+
+def _leave_word(run_dir: Path, me: WorkerId | str, words: str) -> None:
     error_file(run_dir, me).write_text(words)
 
 
-def error_file(run_dir: str | Path, worker: WorkerId) -> Path:
+def error_file(run_dir: str | Path, worker: WorkerId | str) -> Path:
     """Return where a dying child leaves its last words."""
     return Path(run_dir) / f"{worker}.error"

@@ -191,7 +191,8 @@ class Peers:
 
     def __init__(self, bus: OpensOutboxes) -> None:
         self._bus = bus
-        self._outboxes: dict[tuple[Role, int], tuple[WorkerId, Outbox]] = {}
+        self._outboxes: dict[tuple[Role, int], tuple[WorkerId, Outbox | None]] = {}
+        """The newest worker of each seat, and the way to it: none once its seat is retired."""
 
     def connect(self, worker: WorkerId, address: str) -> None:
         """Open an outbox to ``worker``, closing the one to an earlier epoch with whatever it still held."""
@@ -200,14 +201,17 @@ class Peers:
         if known is not None:
             if known[0] == worker:
                 return
-            known[1].close(drop=True)
+            if known[1] is not None:
+                known[1].close(drop=True)
         self._outboxes[key] = (worker, self._bus.open_outbox(worker, address))
 
     def follow(self, seats: Iterable[Seat]) -> list[WorkerId]:
-        """Connect to every seat that is filled; return the workers that replaced an earlier epoch."""
+        """Connect to every seat that is filled, give up the retired ones; return the workers that replaced an earlier epoch."""
         replaced = []
         for seat in seats:
             if seat.state is SeatState.DOWN:
+                if seat.retired:
+                    self._give_up(seat.worker)
                 continue
             known = self._outboxes.get((seat.worker.role, seat.worker.index))
             if known is not None and known[0] != seat.worker:
@@ -215,27 +219,36 @@ class Peers:
             self.connect(seat.worker, seat.address)
         return replaced
 
+    def _give_up(self, worker: WorkerId) -> None:
+        """Close the outbox to a worker that is gone for good; its epoch is remembered."""
+        key = (worker.role, worker.index)
+        known = self._outboxes.get(key)
+        if known is not None and known[1] is not None and known[0] == worker:
+            known[1].close(drop=True)
+            self._outboxes[key] = (worker, None)
+
     def send(self, role: Role, index: int, message: msgspec.Struct) -> bool:
-        """Queue a message for a peer. Return False when the topology has no such peer."""
+        """Queue a message for a peer. Return False when the topology has no such peer, or has retired it."""
         return self.send_payload(role, index, codec.encode(message))
 
     def send_payload(self, role: Role, index: int, payload: bytes) -> bool:
         """Queue an encoded message for a peer."""
         outbox = self._outboxes.get((role, index))
-        if outbox is None:
+        if outbox is None or outbox[1] is None:
             return False
         outbox[1].send(payload)
         return True
 
     def epoch(self, role: Role, index: int) -> int | None:
-        """Return the epoch of the peer that sends go to now."""
+        """Return the epoch of the peer that sends go to now, or went to until it was retired."""
         outbox = self._outboxes.get((role, index))
         return None if outbox is None else outbox[0].epoch
 
     def close(self) -> None:
         """Close every outbox; what is queued for living peers still gets a moment to leave."""
         for _, outbox in self._outboxes.values():
-            outbox.close(drop=False)
+            if outbox is not None:
+                outbox.close(drop=False)
         self._outboxes.clear()
 
 

@@ -29,6 +29,21 @@ void wait_while(const std::atomic<Value>& word, Value value) {
   word.wait(value, std::memory_order_acquire);
 }
 
+// Pieces of work done since the process began. Each thread counts on a cache line of its own; who reads them does so at any
+// time, even while the pool is made anew.
+struct alignas(64) Count {
+  std::atomic<std::uint64_t> value{0};
+};
+
+constexpr int kCounts = 64;
+Count counts[kCounts];
+
+void count_piece(int thread) { counts[thread % kCounts].value.fetch_add(1, std::memory_order_relaxed); }
+
+index_t end_of(const Work& work, index_t begin) {
+  return begin + work.grain < work.count ? begin + work.grain : work.count;
+}
+
 #if defined(__linux__)
 // The cores that this process may use, in order.
 std::vector<int> usable_cores() {
@@ -51,7 +66,7 @@ void stay_on(pthread_t thread, int core) {
 }  // namespace
 
 Pool::Pool(int threads, bool pin) {
-  for (int i = 1; i < threads; ++i) workers_.emplace_back([this] { work(); });
+  for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { work(i); });
 #if defined(__linux__)
   if (pin) {
     const std::vector<int> cores = usable_cores();
@@ -75,7 +90,11 @@ Pool::~Pool() {
 void Pool::run(const Work* list, index_t count) {
   if (workers_.empty()) {
     for (index_t i = 0; i < count; ++i)
-      if (list[i].count) list[i].run(list[i].call, 0, list[i].count);
+      for (index_t begin = 0, end; begin < list[i].count; begin = end) {
+        end = end_of(list[i], begin);
+        list[i].run(list[i].call, begin, end);
+        count_piece(0);
+      }
     return;
   }
   const std::lock_guard<std::mutex> only(callers_);
@@ -92,27 +111,28 @@ void Pool::run(const Work* list, index_t count) {
   open_.store(true);
   run_.store(run);
   run_.notify_all();
-  go_through(run);
+  go_through(run, 0);
 }
 
-void Pool::work() {
+void Pool::work(int thread) {
   std::uint32_t seen = 0;
   while (true) {
     wait_while(run_, seen);
     seen = run_.load();
     if (stopping_) return;
     inside_.fetch_add(1);
-    if (open_.load() && run_.load() == seen) go_through(seen);
+    if (open_.load() && run_.load() == seen) go_through(seen, thread);
     inside_.fetch_sub(1);
   }
 }
 
-void Pool::go_through(std::uint32_t run) {
+void Pool::go_through(std::uint32_t run, int thread) {
   for (index_t i = 0; i < length_; ++i) {
     Progress& progress = progress_[i];
     index_t begin, end;
     while (take(progress, run, list_[i], begin, end)) {
       list_[i].run(list_[i].call, begin, end);
+      count_piece(thread);
       const std::uint32_t done = std::uint32_t(end - begin);
       if (progress.left.fetch_sub(done, std::memory_order_acq_rel) == done) progress.left.notify_all();
     }
@@ -125,7 +145,7 @@ bool Pool::take(Progress& progress, std::uint32_t run, const Work& work, index_t
   while (true) {
     begin = index_t(taken & 0xFFFFFFFFu);
     if (std::uint32_t(taken >> 32) != run || begin >= work.count) return false;
-    end = begin + work.grain < work.count ? begin + work.grain : work.count;
+    end = end_of(work, begin);
     const std::uint64_t next = (std::uint64_t(run) << 32) | std::uint64_t(end);
     if (progress.taken.compare_exchange_weak(taken, next, std::memory_order_relaxed)) return true;
   }
@@ -140,6 +160,12 @@ std::unique_ptr<Pool>& the_pool() {
 
 Pool& pool() { return *the_pool(); }
 
+std::uint64_t pieces_done() {
+  std::uint64_t sum = 0;
+  for (const Count& count : counts) sum += count.value.load(std::memory_order_relaxed);
+  return sum;
+}
+
 }  // namespace qt
 
 // Makes the pool anew; nothing may be running. Returns the number of threads.
@@ -149,3 +175,6 @@ QT_EXPORT int qt_set_threads(int threads, int pin) {
 }
 
 QT_EXPORT int qt_threads() { return qt::pool().threads(); }
+
+// Grows while anything is computed: whoever wonders whether a long step makes progress reads it, from any thread.
+QT_EXPORT std::uint64_t qt_pieces_done() { return qt::pieces_done(); }

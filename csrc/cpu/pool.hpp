@@ -36,8 +36,8 @@ class Pool {
     std::atomic<std::uint32_t> left{0};
   };
 
-  void work();
-  void go_through(std::uint32_t run);
+  void work(int thread);
+  void go_through(std::uint32_t run, int thread);
   static bool take(Progress& progress, std::uint32_t run, const Work& work, index_t& begin, index_t& end);
 
   std::vector<std::thread> workers_;
@@ -53,5 +53,8 @@ class Pool {
 
 // The process's pool; made by the first call of qt_set_threads, or with one thread.
 Pool& pool();
+
+// Pieces of work that all threads have done since the process began; readable while they compute.
+std::uint64_t pieces_done();
 
 }  // namespace qt

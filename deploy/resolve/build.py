@@ -124,6 +124,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
             external_frontends=external_frontends,
             tokenizers=options.tokenizers,
             detokenizers=options.detokenizers,
+            spares=options.spares and http,
             boot_timeout_s=options.boot_timeout,
             drain_timeout_s=options.drain_timeout,
             stall_s=options.stall_timeout,

@@ -244,6 +244,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     frontends: Annotated[int, Flag(PROCESSES, "HTTP processes; they share the port")] = 1
     tokenizers: Annotated[int, Flag(PROCESSES, "processes that turn text into tokens")] = 1
     detokenizers: Annotated[int, Flag(PROCESSES, "processes that turn tokens into text")] = 1
+    spares: Annotated[
+        bool,
+        Flag(
+            PROCESSES,
+            "keep a tokenizer and a detokenizer booted in reserve: when one dies, the next works at once",
+        ),
+    ] = True
     boot_timeout: Annotated[
         float, Flag(PROCESSES, "seconds the processes may take to get ready", "SECONDS")
     ] = 600.0

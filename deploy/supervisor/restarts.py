@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from quintet.wire.ids import Role
+
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
@@ -28,3 +30,14 @@ class RestartPolicy:
         if len(deaths) > self.max_deaths:
             return None
         return 0.0 if earlier == 0 else min(self.max_backoff_s, self.first_backoff_s * 2 ** (earlier - 1))
+
+
+def policy_of(role: Role) -> RestartPolicy:
+    """Return the policy for a role.
+
+    Which request makes the executor die is found by halving the batch, and each half costs a death: it may die more often,
+    and the search does not wait long.
+    """
+    if role is Role.EXECUTOR:
+        return RestartPolicy(max_deaths=12, first_backoff_s=0.05, max_backoff_s=1.0)
+    return RestartPolicy()

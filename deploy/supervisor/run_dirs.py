@@ -30,24 +30,34 @@ def sweep_stale(parent: Path | None = None) -> list[Path]:
     """Remove the folders of servers that were killed; return what was removed. Unmarked folders stay."""
     swept = []
     for path in (parent or Path(tempfile.gettempdir())).glob(f"{_PREFIX}*"):
-        if _is_abandoned(path):
+        if _is_locked(path) is False:
             shutil.rmtree(path, ignore_errors=True)
             swept.append(path)
     return swept
 
 
-def _is_abandoned(run_dir: Path) -> bool:
-    """Whether the folder is ours and marked, and nobody holds the mark."""
+def claimed(parent: Path) -> list[Path]:
+    """Return the folders of this user's servers that run."""
+    return sorted(path for path in parent.glob(f"{_PREFIX}*") if is_claimed(path))
+
+
+def is_claimed(run_dir: Path) -> bool:
+    """Whether the folder is that of a running server of this user's."""
+    return _is_locked(run_dir) is True
+
+
+def _is_locked(run_dir: Path) -> bool | None:
+    """Whether somebody holds the folder's mark; None when it is not ours or has none."""
     try:
         if run_dir.stat().st_uid != os.getuid():
-            return False
+            return None
         descriptor = os.open(run_dir / _MARK, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
-        return False
+        return None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return False
+        return True
     finally:
         os.close(descriptor)
-    return True
+    return False

@@ -1,4 +1,7 @@
-"""The seats: one per process that should exist, filled again under the next epoch when its process dies."""
+"""The seats: one per process that should exist, filled again under the next epoch when its process dies.
+
+Owns what is known of each process, and the version of the topology. What a silence means is judged elsewhere (``watch.py``).
+"""
 
 from __future__ import annotations
 
@@ -33,6 +36,9 @@ class SeatRecord:
     last_beat: float = 0.0
     progress: int = 0
     progress_at: float = 0.0
+    """When work was last completed, or there was none to do."""
+    busy_at: float = 0.0
+    """When work was last completed, or there was some to do."""
     pending: int = 0
     cpu_ns: int = 0
     metrics: bytes = b""
@@ -40,8 +46,16 @@ class SeatRecord:
     """Version of the topology that the process has acknowledged."""
     aborted_at: float | None = None
     """When SIGABRT was sent to a silent process."""
+    stopped_at: float | None = None
+    """When the process was told to exit."""
     restart_at: float | None = None
     """When to fill the seat again."""
+    is_retiring: bool = False
+    """Its process leaves, and has no successor."""
+    is_on_trial: bool = False
+    """Its process was added while the server serves and is not ready yet: should it die, the seat is given up."""
+    is_drained: bool = False
+    """The process says that it has nothing left."""
     deaths: deque[float] = field(default_factory=deque)
     restarts: int = 0
 
@@ -50,48 +64,59 @@ class SeatRecord:
         """The process that fills the seat, or filled it last."""
         return WorkerId(self.role, self.index, self.epoch)
 
+    @property
+    def is_retired(self) -> bool:
+        """Whether nobody fills the seat, and nobody shall."""
+        return self.is_retiring and self.state is SeatState.DOWN
+
     def fill(self, process: subprocess.Popen[bytes], now: float) -> None:
         """Seat a process that has just been started."""
         self.process, self.pid, self.state, self.note = process, process.pid, SeatState.STARTING, ""
         self.facts, self.metrics = {}, b""
         self.spawned_at, self.ready_at, self.aborted_at, self.restart_at = now, None, None, None
+        self.stopped_at = None
+        self.is_retiring = self.is_on_trial = self.is_drained = False
         self.progress = self.pending = self.cpu_ns = self.topology = 0
 
     def became_ready(self, facts: dict[str, str], now: float) -> None:
         """The process says that it can work."""
-        self.state, self.facts, self.ready_at = SeatState.READY, facts, now
-        self.last_beat = self.progress_at = now
+        self.state, self.facts, self.ready_at, self.is_on_trial = SeatState.READY, facts, now, False
+        self.last_beat = self.progress_at = self.busy_at = now
 
     def beat(self, heartbeat: Heartbeat, now: float) -> None:
         """The process says that it is alive."""
-        if heartbeat.progress != self.progress or heartbeat.pending == 0:
+        if heartbeat.progress != self.progress:
+            self.progress_at = self.busy_at = now
+        elif heartbeat.pending:
+            self.busy_at = now
+        else:
             self.progress_at = now
         self.progress, self.pending, self.cpu_ns = heartbeat.progress, heartbeat.pending, heartbeat.cpu_ns
         self.metrics = heartbeat.metrics or self.metrics
         self.topology = heartbeat.topology
         self.last_beat = now
 
-    def is_stuck(self, now: float, stall_s: float) -> bool:
-        """Whether work is pending and none was completed, or nothing was heard, for ``stall_s``."""
-        return now - self.last_beat > stall_s or (self.pending > 0 and now - self.progress_at > stall_s)
+    def excuse(self, seconds: float, now: float) -> None:
+        """Do not count a time, until ``now``, in which nobody listened."""
+        self.last_beat = min(now, self.last_beat + seconds)
+        self.progress_at = min(now, self.progress_at + seconds)
+        self.busy_at = min(now, self.busy_at + seconds)
 
     def vacate(self, note: str) -> None:
         """The process is gone."""
-        self.process, self.state, self.note, self.ready_at, self.aborted_at = (
-            None,
-            SeatState.DOWN,
-            note,
-            None,
-            None,
-        )
+        self.process, self.state, self.note = None, SeatState.DOWN, note
+        self.ready_at = self.aborted_at = self.stopped_at = None
+        self.pending = 0
 
 
 class SeatTable:
-    """All seats of one server, in the order in which they are started."""
+    """All seats of one server, in the order in which they are started. A seat once made stays: its epoch must not return."""
 
     def __init__(self, run_dir: Path, processes: ProcessesConfig) -> None:
         self._run_dir = run_dir
         self._version = 0
+        self.is_changed = True
+        """Whether the newest topology is not told yet."""
         counts = (
             (Role.EXECUTOR, 1),
             (Role.CORE, 1),
@@ -114,10 +139,31 @@ class SeatTable:
         """Return the seats that the supervisor fills."""
         return [seat for seat in self if not seat.external]
 
+    def lasting(self, role: Role) -> list[SeatRecord]:
+        """Return the role's seats that are filled, or will be again."""
+        return [seat for seat in self.own() if seat.role is role and not seat.is_retiring]
+
     def of(self, worker: WorkerId) -> SeatRecord | None:
         """Return the seat that ``worker`` fills now; None for a process of an earlier epoch."""
         seat = self._seats.get((worker.role, worker.index))
         return seat if seat is not None and seat.worker == worker else None
+
+    def vacancy(self, role: Role) -> SeatRecord:
+        """Return a seat for one more process: the first that is retired, under its next epoch, else a new one."""
+        index = 0
+        while (seat := self._seats.get((role, index))) is not None:
+            if seat.is_retired:
+                seat.epoch += 1
+                return seat
+            index += 1
+        seat = self._seats[role, index] = SeatRecord(role, index)
+        return seat
+
+    def is_known(self) -> bool:
+        """Whether every process that listens has acknowledged how things are now."""
+        return not self.is_changed and all(
+            seat.topology == self._version for seat in self.own() if seat.state is SeatState.READY
+        )
 
     @property
     def version(self) -> int:
@@ -127,28 +173,31 @@ class SeatTable:
     def topology(self, draining: bool) -> Topology:
         """Return a new version of the topology."""
         self._version += 1
-        return Topology(
-            self._version,
-            [
-                Seat(seat.worker, address_of(self._run_dir, seat.worker), seat.pid, seat.state, seat.note)
-                for seat in self
-            ],
-            draining,
-        )
+        self.is_changed = False
+        return Topology(self._version, [self._seat(seat) for seat in self], draining)
 
-    def figures(self) -> list[ProcessFigures]:
+    def _seat(self, seat: SeatRecord) -> Seat:
+        is_leaving = seat.is_retiring and seat.state is not SeatState.DOWN
+        state = SeatState.RETIRING if is_leaving else seat.state
+        address = address_of(self._run_dir, seat.worker)
+        return Seat(seat.worker, address, seat.pid, state, seat.note, seat.is_retired)
+
+    def figures(self, now: float) -> list[ProcessFigures]:
         """Return everybody's newest figures."""
         return [
             ProcessFigures(
                 seat.worker,
                 seat.pid,
-                seat.state,
+                self._seat(seat).state,
                 seat.cpu_ns,
                 seat.progress,
                 seat.pending,
                 seat.restarts,
                 seat.metrics,
+                now - seat.spawned_at if seat.process is not None else 0.0,
+                now - seat.last_beat if seat.ready_at is not None else 0.0,
+                seat.note,
             )
             for seat in self
-            if not seat.external
+            if not seat.external and not seat.is_retired
         ]

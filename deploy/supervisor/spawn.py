@@ -40,16 +40,22 @@ class Spawner:
         if worker.role is Role.FRONTEND and self._listen_fd is not None:
             environment[LISTEN_FD] = str(self._listen_fd)
             descriptors.append(self._listen_fd)
+        seat = ["--index", str(worker.index), "--epoch", str(worker.epoch)]
         return subprocess.Popen(
-            [
-                sys.executable, "-P", "-m", self._modules[worker.role],
-                "--run-dir", str(self._run_dir),
-                "--index", str(worker.index),
-                "--epoch", str(worker.epoch),
-                "--parent", str(os.getpid()),
-            ],
+            [*self._command(worker.role), *seat],
             stdin=subprocess.DEVNULL,
             pass_fds=descriptors,
             env=environment,
             process_group=0,
-        )  # fmt: skip
+        )
+
+    def spawn_spare(self, role: Role) -> subprocess.Popen[bytes]:
+        """Start a process of this role that boots and then waits for a seat: a line ``INDEX EPOCH`` at its input."""
+        return subprocess.Popen(self._command(role), stdin=subprocess.PIPE, process_group=0)
+
+    def _command(self, role: Role) -> list[str]:
+        return [
+            sys.executable, "-P", "-m", self._modules[role],
+            "--run-dir", str(self._run_dir),
+            "--parent", str(os.getpid()),
+        ]  # fmt: skip

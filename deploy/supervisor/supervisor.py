@@ -14,21 +14,26 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from quintet.deploy.supervisor import run_dirs
 from quintet.deploy.supervisor.boot_story import Failure, Story, child_failure
+from quintet.deploy.supervisor.changes import Changes
+from quintet.deploy.supervisor.desk import Desk
 from quintet.deploy.supervisor.doorbell import Doorbell
-from quintet.deploy.supervisor.restarts import RestartPolicy
+from quintet.deploy.supervisor.restarts import RestartPolicy, policy_of
 from quintet.deploy.supervisor.seats import SeatRecord, SeatTable
+from quintet.deploy.supervisor.spares import SPARE_ROLES, Spares
 from quintet.deploy.supervisor.spawn import MODULES, Spawner
+from quintet.deploy.supervisor.watch import STOP_GRACE_S, Watch
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import EXIT_CONFIG
 from quintet.wire.ids import Role
 from quintet.wire.messages import (
+    Command,
     Drain,
     Drained,
     Heartbeat,
@@ -41,16 +46,10 @@ from quintet.wire.messages import (
 from quintet.wire.runtime import CONFIG_FILE, SUPERVISOR, error_file
 from quintet.wire.sockets import Bus, Inbox, Peers, address_of
 
-_BUSY_TICK_S = 0.25
-_IDLE_TICK_S = 1.0
-_ABORT_GRACE_S = 2.0
-"""Between SIGABRT (dump the stack) and SIGKILL."""
-_STOP_GRACE_S = 3.0
-"""Between `Stop` and SIGKILL."""
+_TICK_S = 0.2
+"""The loop turns at least so often: what counts is also what does not come."""
 _ECHO_S = 0.02
 """Signals this close to the first are the same wish, sent twice: `timeout` signals its child and then its group."""
-_EXECUTOR_PATIENCE = 12
-"""One step of a large model on a slow processor is one long silence: the executor may be silent this much longer."""
 
 
 class Phase(enum.Enum):
@@ -72,7 +71,7 @@ class Surroundings:
     """End of a pipe whose other end lives as long as the process that wants this server."""
     modules: Mapping[Role, str] = field(default_factory=lambda: MODULES)
     signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    restart_policy: RestartPolicy = RestartPolicy()  # noqa: RUF009 - frozen
+    restart_policy: Callable[[Role], RestartPolicy] = policy_of
 
 
 class Supervisor:
@@ -93,15 +92,18 @@ class Supervisor:
             self._run_dir, surroundings.modules, self._listener.fileno() if self._listener else None
         )
         self._bus = Bus(self._run_dir)
-        accepts: Any = Ready | Heartbeat | MetricsQuery | Drained
+        accepts: Any = Ready | Heartbeat | MetricsQuery | Drained | Command
         self._inbox: Inbox[Any] = Inbox(self._bus, address_of(self._run_dir, SUPERVISOR), accepts)
         self._peers = Peers(self._bus)
+        self._spares = Spares(self._spawner, SPARE_ROLES if config.processes.spares else ())
+        self._watch = Watch(self._seats, config.processes)
+        self._changes = Changes(self._seats, self._fill, self._peers.send)
+        self._desk = Desk(
+            config, self._bus, self._seats, self._changes, has_frontends=self._listener is not None
+        )
         self._bell = Doorbell(self._inbox.fileno(), surroundings.signals, surroundings.parent_fd)
         self._phase = Phase.BOOTING
         self._deadline = 0.0
-        self._topology_changed = True
-        self._told_roles: set[Role] = set()
-        self._undrained: set[int] = set()
         self._exit_code = 0
         self._finished = False
         self._claim: int | None = None
@@ -117,13 +119,15 @@ class Supervisor:
                 self._obey_signals()
                 self._notice_deaths()
                 self._keep_deadlines()
+                self._changes.advance()
                 self._publish()
                 self._open_when_known()
                 if not self._finished:
-                    self._bell.wait(_IDLE_TICK_S if self._phase is Phase.SERVING else _BUSY_TICK_S)
+                    self._bell.wait(_TICK_S)
             return self._exit_code
         finally:
             self._kill_everyone()
+            self._changes.give_up("the server ended")
             self._close()
 
     # --- what comes in ---
@@ -141,9 +145,15 @@ class Supervisor:
                     if seat is not None and not seat.external:
                         seat.beat(message, now)
                 case MetricsQuery(query_id=query_id, frontend=frontend):
-                    self._peers.send(Role.FRONTEND, frontend, MetricsReport(query_id, self._seats.figures()))
+                    self._peers.send(
+                        Role.FRONTEND, frontend, MetricsReport(query_id, self._seats.figures(now))
+                    )
                 case Drained(worker=worker):
-                    self._undrained.discard(worker.index)
+                    seat = self._seats.of(worker)
+                    if seat is not None:
+                        seat.is_drained = True
+                case Command():
+                    self._desk.receive(message, self._phase.value, self._phase is Phase.SERVING, now)
 
     def _obey_signals(self) -> None:
         if self._bell.parent_is_gone and self._phase is not Phase.STOPPING:
@@ -169,12 +179,13 @@ class Supervisor:
 
     def _fill(self, seat: SeatRecord) -> None:
         error_file(self._run_dir, seat.worker).unlink(missing_ok=True)
-        seat.fill(self._spawner.spawn(seat.worker), time.monotonic())
-        self._topology_changed = True
+        now = time.monotonic()
+        seat.fill(self._spares.take(seat.worker, now) or self._spawner.spawn(seat.worker), now)
+        self._seats.is_changed = True
 
     def _seat_ready(self, seat: SeatRecord, facts: dict[str, str], now: float) -> None:
         seat.became_ready(facts, now)
-        self._topology_changed = True
+        self._seats.is_changed = True
         if self._phase is not Phase.BOOTING:
             self._log.info("%s is ready after %.1f s", seat.worker, now - seat.spawned_at)
             return
@@ -207,12 +218,20 @@ class Supervisor:
         ]
         dead.sort(key=lambda pair: self._time_of_last_words(pair[0]))
         for seat, exit_status in dead:
+            was_told_to = seat.stopped_at is not None
             seat.vacate(f"exit status {exit_status}")
-            self._topology_changed = True
+            self._seats.is_changed = True
             if self._phase is Phase.BOOTING:
                 self._fail(child_failure(self._run_dir, seat, exit_status))
                 return
-            if self._phase is not Phase.STOPPING:
+            if self._phase is Phase.STOPPING or seat.is_retiring:
+                continue
+            if was_told_to:
+                self._fill_again(seat)
+            elif seat.is_on_trial:
+                seat.note = child_failure(self._run_dir, seat, exit_status).cause
+                seat.is_on_trial, seat.is_retiring = False, True
+            else:
                 self._replace(seat, exit_status)
 
     def _time_of_last_words(self, seat: SeatRecord) -> float:
@@ -224,13 +243,12 @@ class Supervisor:
         """Plan the restart of a seat whose process died, or give up."""
         failure = child_failure(self._run_dir, seat, exit_status)
         if self._phase is Phase.DRAINING and seat.role is Role.FRONTEND:
-            self._undrained.discard(seat.index)
             return
         if exit_status == EXIT_CONFIG:
             self._fail(failure)
             return
         now = time.monotonic()
-        policy = self._surroundings.restart_policy
+        policy = self._surroundings.restart_policy(seat.role)
         delay_s = policy.delay_s(seat.deaths, now)
         if delay_s is None:
             cause = f"died {len(seat.deaths)} times within {policy.window_s:.0f} s, giving up; last: {failure.cause}"
@@ -246,19 +264,30 @@ class Supervisor:
         now = time.monotonic()
         if self._phase is Phase.BOOTING and now > self._deadline:
             self._boot_too_slow()
-        elif self._phase is Phase.DRAINING and (not self._undrained or now > self._deadline):
-            if self._undrained:
-                self._log.warning(
-                    "drain timeout: requests are cut off at frontends %s", sorted(self._undrained)
-                )
+        elif self._phase is Phase.DRAINING and (not self._undrained() or now > self._deadline):
+            if self._undrained():
+                self._log.warning("drain timeout: requests are cut off at frontends %s", self._undrained())
             self._stop(0)
         elif self._phase is Phase.STOPPING and (
             now > self._deadline or all(seat.process is None for seat in self._seats.own())
         ):
             self._finish(self._exit_code)
         if self._phase in (Phase.SERVING, Phase.DRAINING):
+            self._watch.look(now)
+            self._spares.keep(now)
             for seat in self._seats.own():
-                self._watch(seat, now)
+                if seat.restart_at is not None and now >= seat.restart_at:
+                    self._fill_again(seat)
+
+    def _fill_again(self, seat: SeatRecord) -> None:
+        seat.epoch += 1
+        seat.restarts += 1
+        self._fill(seat)
+
+    def _undrained(self) -> list[int]:
+        """Return the frontends that still have something to finish."""
+        frontends = (seat for seat in self._seats.own() if seat.role is Role.FRONTEND)
+        return [seat.index for seat in frontends if seat.process is not None and not seat.is_drained]
 
     def _boot_too_slow(self) -> None:
         late = [seat for seat in self._seats.own() if seat.state is not SeatState.READY or not seat.topology]
@@ -268,60 +297,27 @@ class Supervisor:
             Failure(names, f"not ready within {limit_s:g} s", "raise --boot-timeout, or see the log above", 1)
         )
 
-    def _watch(self, seat: SeatRecord, now: float) -> None:
-        """Restart a seat that is due, notice a stall, and end a process that has fallen silent."""
-        processes = self._config.processes
-        if seat.restart_at is not None and now >= seat.restart_at:
-            seat.epoch += 1
-            seat.restarts += 1
-            self._fill(seat)
-        if seat.process is None:
-            return
-        if seat.aborted_at is not None:
-            if now - seat.aborted_at > _ABORT_GRACE_S:
-                seat.process.kill()
-            return
-        if seat.state is SeatState.STARTING:
-            if now - seat.spawned_at > processes.boot_timeout_s:
-                self._abort(seat, now, f"not ready within {processes.boot_timeout_s:g} s")
-            return
-        patience = _EXECUTOR_PATIENCE if seat.role is Role.EXECUTOR else 1
-        if now - seat.last_beat > processes.stall_s * patience:
-            self._abort(seat, now, f"no heartbeat for {now - seat.last_beat:.1f} s")
-            return
-        state = SeatState.STALLED if seat.is_stuck(now, processes.stall_s) else SeatState.READY
-        if state is not seat.state:
-            seat.state = state
-            seat.note = f"{seat.pending} pending without progress" if state is SeatState.STALLED else ""
-            self._topology_changed = True
-            self._log.warning("%s: %s %s", seat.worker, state.name.lower(), seat.note)
-
-    def _abort(self, seat: SeatRecord, now: float, why: str) -> None:
-        """Have the process dump its stack and end; the death is then noticed like any other."""
-        assert seat.process is not None
-        self._log.error("%s: %s; aborting it (its stack follows)", seat.worker, why)
-        seat.aborted_at, seat.note = now, why
-        seat.process.send_signal(signal.SIGABRT)
-
     # --- the end ---
 
     def _drain(self) -> None:
         self._phase = Phase.DRAINING
+        self._changes.give_up("the server is stopping")
         self._close_listener()
         self._deadline = time.monotonic() + self._config.processes.drain_timeout_s
-        self._topology_changed = True
+        self._seats.is_changed = True
         self._publish()
-        frontends = [seat for seat in self._seats if seat.role is Role.FRONTEND]
-        self._undrained = {seat.index for seat in frontends if not seat.external and seat.process is not None}
-        for seat in frontends:
-            seat.restart_at = None
-            self._peers.send(Role.FRONTEND, seat.index, Drain())
+        for seat in self._seats:
+            if seat.role is Role.FRONTEND:
+                seat.restart_at = None
+                self._peers.send(Role.FRONTEND, seat.index, Drain())
 
     def _stop(self, exit_code: int) -> None:
         self._phase = Phase.STOPPING
+        self._changes.give_up("the server is stopping")
         self._exit_code = exit_code
         self._close_listener()
-        self._deadline = time.monotonic() + _STOP_GRACE_S
+        self._spares.end()
+        self._deadline = time.monotonic() + STOP_GRACE_S
         for seat in self._seats:
             seat.restart_at = None
             self._peers.send(seat.role, seat.index, Stop())
@@ -330,6 +326,7 @@ class Supervisor:
         self._exit_code, self._finished = exit_code, True
 
     def _kill_everyone(self) -> None:
+        self._spares.end()
         living = [seat.process for seat in self._seats.own() if seat.process is not None]
         for process in living:
             process.kill()
@@ -337,8 +334,7 @@ class Supervisor:
             process.wait()
 
     def _publish(self) -> None:
-        if self._topology_changed:
-            self._topology_changed = False
+        if self._seats.is_changed:
             topology = self._seats.topology(self._phase in (Phase.DRAINING, Phase.STOPPING))
             self._peers.follow(topology.seats)
             for seat in self._seats:

@@ -31,6 +31,7 @@ class ProgramLibrary:
         self.new = declare(library, "qt_program_new", result=a)
         self.delete = declare(library, "qt_program_delete", a)
         self.size = declare(library, "qt_program_size", a, result=n)
+        self.pieces_done = declare(library, "qt_pieces_done", result=ctypes.c_uint64)
         self.run = declare(library, "qt_program_run", a, a, n, n)
         self.embedding = declare(library, "qt_program_embedding", a, a, n, a, n, i, i)
         self.embedding_packed = declare(library, "qt_program_embedding_packed", a, a, a, n, i)

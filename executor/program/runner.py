@@ -64,6 +64,11 @@ class ProgramRunner:
         self.seconds = 0.0
         """Time spent in the program so far."""
 
+    @property
+    def work_done(self) -> int:
+        """Pieces of work that the compute threads have done."""
+        return int(self._library.pieces_done())
+
     def forward(self, rows: Rows, tables: SlotTables) -> None:
         """See `Runner.forward`."""
         step = self._step = Step(rows, tables)

@@ -46,7 +46,9 @@ def main() -> int:
         listener=listener,
         parent_fd=options.get("parent_fd"),
         modules={role: f"fake_{role}" for role in Role},
-        restart_policy=RestartPolicy(max_deaths=options.get("max_deaths", 5), first_backoff_s=0.01),
+        restart_policy=lambda _role: RestartPolicy(
+            max_deaths=options.get("max_deaths", 5), first_backoff_s=0.01
+        ),
     )
     story = (
         ReportedStory(options["report_fd"]) if "report_fd" in options else ToldStory(config, ["Fake model"])

@@ -27,10 +27,14 @@ def tell(event: str, **details: object) -> None:
 
 def be(role: Role) -> None:
     """Be a child of this role."""
-    child_main(role, _run)
+    child_main(role, _run, _prepare)
 
 
-def _run(me: WorkerId, config: EngineConfig) -> None:
+def _prepare(_config: EngineConfig) -> None:
+    tell("prepared", pid=os.getpid())
+
+
+def _run(me: WorkerId, config: EngineConfig, _prepared: None) -> None:
     script = json.loads(Path(os.environ["FAKE_SCRIPT"]).read_text())
     mine: dict[str, Any] = {**script.get(f"{me.role}-{me.index}", {}), **script.get(str(me), {})}
     process: Process[Any] = Process(me, config, Stop)

@@ -85,7 +85,7 @@ class World:
         (config or make_config(self.run_dir)).write(self.run_dir / CONFIG_FILE)
         environment = {
             **os.environ,
-            "PYTHONPATH": f"{self._folder}:{HERE.parents[1]}",
+            "PYTHONPATH": f"{self._folder}:{HERE.parents[1]}:{HERE.parents[1] / 'src'}",
             "FAKE_SCRIPT": str(self._folder / "script.json"),
             "FAKE_EVENTS": self._events_path,
         }
@@ -148,9 +148,9 @@ def world(folder: Path) -> Iterator[World]:
         held.close()
 
 
-def wait_gone(pids: list[int]) -> None:
+def wait_gone(pids: list[int], within_s: float = DEADLINE_S) -> None:
     """Wait until none of these processes runs."""
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + within_s
     for pid in pids:
         try:
             descriptor = os.pidfd_open(pid)

@@ -7,10 +7,13 @@ import os
 import re
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from quintet.deploy.supervisor.listener import bind_listener
 
 from .supervised import Event, World, kill, make_config, wait_gone, world
 
@@ -131,10 +134,50 @@ def test_a_silent_child_dumps_its_stack_and_is_replaced(server: World) -> None:
 
 
 def test_work_without_progress_is_published_as_stalled(server: World) -> None:
-    config = make_config(server.run_dir, stall_s=1.5, heartbeat_s=0.2)
+    config = make_config(server.run_dir, stall_s=60.0, heartbeat_s=0.2)
     server.start({"core-0": {"pending": 3}}, config)
     server.expect("topology", seat_is("core-0.1", "STALLED"))
     assert "core-0.2" not in server.pids()
+
+
+def test_a_stopped_process_is_named_within_two_seconds_then_dumped_and_replaced(server: World) -> None:
+    process = server.start(config=make_config(server.run_dir, stall_s=3.0))
+    server.expect("all_ready")
+    began = time.monotonic()
+    os.kill(server.pids()["executor-0.1"], signal.SIGSTOP)
+    told = server.expect("topology", seat_is("executor-0.1", "STALLED"))
+    assert time.monotonic() - began < 2.0
+    assert told["seats"]["core-0.1"] == "READY"
+    server.expect("topology", seat_is("executor-0.2", "READY"))
+    process.send_signal(signal.SIGTERM)
+    status, _, words = server.end()
+    assert status == 0
+    assert "executor-0.1: no heartbeat" in words
+    assert "Fatal Python error: Aborted" in words, "a stopped process must be continued to dump its stack"
+
+
+def test_a_hung_executor_is_named_alone_and_replaced(server: World) -> None:
+    hung = {"executor-0.1": {"pending": 1}, "core-0": {"pending": 4}}
+    process = server.start(hung, make_config(server.run_dir, stall_s=2.5))
+    server.expect("topology", seat_is("executor-0.1", "STALLED"))
+    told = server.expect("topology", seat_is("executor-0.2", "READY"))
+    assert told["seats"]["core-0.1"] == "READY"
+    process.send_signal(signal.SIGTERM)
+    assert "executor-0.1: 1 pending, none completed for" in server.end()[2]
+
+
+def test_a_spare_takes_the_seat_of_the_dead(server: World) -> None:
+    server.start(config=make_config(server.run_dir, spares=True))
+    server.expect("all_ready")
+    regulars = set(server.pids().values())
+    spares = {server.expect("prepared", lambda e: e["pid"] not in regulars)["pid"] for _ in range(2)}
+    kill(server.pids()["detokenizer-0.1"])
+    heir = server.expect("born", lambda event: event["me"] == "detokenizer-0.2")
+    assert heir["pid"] in spares
+    server.expect("topology", seat_is("detokenizer-0.2", "READY"))
+    kill(server.pids()["tokenizer-0.1"])
+    assert server.expect("born", lambda event: event["me"] == "tokenizer-0.2")["pid"] in spares
+    server.expect("prepared", lambda event: event["pid"] not in spares)  # there is a next one
 
 
 def test_metrics_of_everyone(server: World) -> None:
@@ -200,6 +243,29 @@ def test_kill_9_of_the_supervisor_leaves_no_process(server: World) -> None:
     server.expect("all_ready")
     process.kill()
     wait_gone(list(server.pids().values()))
+
+
+def test_kill_9_while_booting_leaves_no_process(server: World) -> None:
+    process = server.start({"executor-0": {"never_ready": True}})
+    while set(server.pids()) != ALL:
+        server.expect("born")
+    process.kill()
+    wait_gone(list(server.pids().values()), 3.0)
+
+
+def test_kill_9_with_a_stopped_and_a_dead_child_leaves_no_process_and_a_free_port(server: World) -> None:
+    process = server.start(config=make_config(server.run_dir, spares=True))
+    port = server.expect("listening")["port"]
+    server.expect("all_ready")
+    spare = server.expect("prepared", lambda event: event["pid"] not in server.pids().values())["pid"]
+    pids = server.pids()
+    process.send_signal(signal.SIGSTOP)
+    kill(pids["tokenizer-0.1"])  # remains a zombie: nobody waits for it
+    os.kill(pids["core-0.1"], signal.SIGSTOP)
+    process.kill()
+    wait_gone([*pids.values(), spare], 3.0)
+    with bind_listener("127.0.0.1", port) as listener:
+        assert listener.getsockname()[1] == port
 
 
 def test_external_seats_are_published_as_ready_and_not_spawned(server: World) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import socket
+import subprocess
 from collections import deque
 from pathlib import Path
 
@@ -12,12 +13,13 @@ import pytest
 
 from quintet.deploy.supervisor.boot_story import base_url, child_failure, curl_line
 from quintet.deploy.supervisor.listener import PortInUse, bind_listener
-from quintet.deploy.supervisor.restarts import RestartPolicy
+from quintet.deploy.supervisor.restarts import RestartPolicy, policy_of
 from quintet.deploy.supervisor.seats import SeatRecord, SeatTable
+from quintet.deploy.supervisor.watch import Watch
 from quintet.wire.config import EngineConfig, ProcessesConfig
 from quintet.wire.errors import ConfigError
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.messages import Heartbeat
+from quintet.wire.messages import Heartbeat, SeatState
 from quintet.wire.runtime import error_file
 
 from .supervised import make_config
@@ -39,18 +41,105 @@ def beat(seat: SeatRecord, progress: int, pending: int, now: float) -> None:
     seat.beat(Heartbeat(seat.worker, progress, pending, 0), now)
 
 
-def test_a_seat_is_stuck_when_pending_work_makes_no_progress() -> None:
-    seat = SeatRecord(Role.CORE, 0)
-    seat.became_ready({}, now=0.0)
-    for now in (1.0, 5.0, 9.0):
-        beat(seat, progress=7, pending=0, now=now)
-    assert not seat.is_stuck(9.5, stall_s=3.0)
-    beat(seat, progress=7, pending=2, now=10.0)
-    beat(seat, progress=7, pending=2, now=12.5)
-    assert seat.is_stuck(12.6, stall_s=3.0)
-    beat(seat, progress=8, pending=2, now=12.7)
-    assert not seat.is_stuck(12.8, stall_s=3.0)
-    assert seat.is_stuck(16.0, stall_s=3.0), "nothing was heard"
+def ready_house(tmp_path: Path) -> tuple[Watch, SeatRecord, SeatRecord]:
+    """Return a watch, the executor's seat and the core's; everyone became ready at 0."""
+    processes = ProcessesConfig()
+    table = SeatTable(tmp_path, processes)
+    for seat in table:
+        seat.became_ready({}, now=0.0)
+    executor, core = list(table)[:2]
+    return Watch(table, processes), executor, core
+
+
+def test_who_is_idle_for_hours_is_well(tmp_path: Path) -> None:
+    watch, executor, core = ready_house(tmp_path)
+    for now in (1.0, 5000.0, 9000.0):
+        beat(executor, progress=7, pending=0, now=now)
+        beat(core, progress=7, pending=0, now=now)
+        assert not watch.trouble(executor, now + 0.4, 1.5)
+        assert not watch.trouble(core, now + 0.4, 1.5)
+
+
+def test_silence_is_trouble(tmp_path: Path) -> None:
+    watch, executor, _ = ready_house(tmp_path)
+    beat(executor, progress=7, pending=0, now=10.0)
+    assert not watch.trouble(executor, 11.4, 1.5)
+    assert watch.trouble(executor, 11.6, 1.5) == "no heartbeat for 1.6 s"
+
+
+def test_work_without_progress_is_trouble_from_when_it_came(tmp_path: Path) -> None:
+    watch, executor, _ = ready_house(tmp_path)
+    beat(executor, progress=7, pending=0, now=100.0)
+    for now in (100.4, 100.8, 101.2):
+        beat(executor, progress=7, pending=2, now=now)
+        assert not watch.trouble(executor, now, 1.5)
+    beat(executor, progress=7, pending=2, now=101.6)
+    assert watch.trouble(executor, 101.6, 1.5) == "2 pending, none completed for 1.6 s"
+    beat(executor, progress=8, pending=2, now=102.0)
+    assert not watch.trouble(executor, 102.0, 1.5)
+
+
+def test_a_step_of_minutes_is_nobodys_trouble(tmp_path: Path) -> None:
+    watch, executor, core = ready_house(tmp_path)
+    for tick in range(500):
+        now = 0.4 * tick
+        beat(executor, progress=1000 + tick, pending=1, now=now)
+        beat(core, progress=3, pending=5, now=now)
+        assert not watch.trouble(executor, now, 1.5)
+        assert not watch.trouble(core, now, 1.5)
+
+
+def test_a_hung_executor_is_not_the_cores_trouble(tmp_path: Path) -> None:
+    watch, executor, core = ready_house(tmp_path)
+    for tick in range(20):
+        beat(executor, progress=1000, pending=1, now=0.4 * tick)
+        beat(core, progress=3, pending=5, now=0.4 * tick)
+    assert watch.trouble(executor, 7.6, 1.5)
+    assert not watch.trouble(core, 7.6, 1.5)
+
+
+def test_a_lost_plan_is_the_cores_trouble(tmp_path: Path) -> None:
+    watch, executor, core = ready_house(tmp_path)
+    for tick in range(20):
+        beat(executor, progress=1000, pending=0, now=0.4 * tick)
+        beat(core, progress=3, pending=5, now=0.4 * tick)
+    assert not watch.trouble(executor, 7.6, 1.5)
+    assert watch.trouble(core, 7.6, 1.5) == "5 pending, none completed for 7.6 s"
+
+
+def test_a_time_in_which_nobody_listened_is_nobodys_silence(tmp_path: Path) -> None:
+    watch, executor, _ = ready_house(tmp_path)
+    executor.process = subprocess.Popen(["true"])
+    executor.process.wait()
+    beat(executor, progress=7, pending=0, now=9.8)
+    watch.look(10.0)
+    watch.look(70.0)
+    assert executor.state is SeatState.READY
+    watch.look(70.2)
+    watch.look(70.9)
+    watch.look(71.6)
+    assert executor.state is SeatState.STALLED
+
+
+def test_an_executor_may_die_often_while_a_poisonous_request_is_sought() -> None:
+    policy, deaths = policy_of(Role.EXECUTOR), deque[float]()
+    delays = [policy.delay_s(deaths, float(now)) for now in range(13)]
+    assert delays[-1] is None
+    assert all(delay is not None and delay <= 1.0 for delay in delays[:-1])
+    assert policy_of(Role.CORE).max_deaths < policy.max_deaths
+
+
+def test_a_seat_that_is_vacant_is_filled_again_under_its_next_epoch(tmp_path: Path) -> None:
+    table = SeatTable(tmp_path, ProcessesConfig(detokenizers=2))
+    first, second = table.lasting(Role.DETOKENIZER)
+    first.is_retiring = True
+    assert table.lasting(Role.DETOKENIZER) == [second]
+    told = {seat.worker: seat for seat in table.topology(draining=False).seats}
+    assert told[first.worker].retired
+    assert table.vacancy(Role.DETOKENIZER) is first
+    assert first.worker == WorkerId(Role.DETOKENIZER, 0, 2)
+    first.is_retiring = False
+    assert table.vacancy(Role.DETOKENIZER).worker == WorkerId(Role.DETOKENIZER, 2, 1)
 
 
 def test_figures_without_news_are_kept() -> None:
@@ -72,7 +161,9 @@ def test_only_the_newest_epoch_speaks_for_a_seat(tmp_path: Path) -> None:
     assert table.of(WorkerId(Role.CORE, 9, 1)) is None
     versions = [table.topology(draining=False).version for _ in range(3)]
     assert versions == [1, 2, 3]
-    assert not any(figures.worker == frontends[2] for figures in table.figures()), "external seats have none"
+    assert not any(figures.worker == frontends[2] for figures in table.figures(0.0)), (
+        "external seats have none"
+    )
 
 
 def test_a_free_port_is_picked_and_a_taken_one_named() -> None:

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from quintet.frontend import patience
@@ -232,11 +233,12 @@ def test_a_lost_core_is_a_pause(serve: Callable[..., Any], topology: Any) -> Non
     raw.close()
 
 
-def test_draining_finishes_what_runs_and_takes_nothing_new(serve: Callable[..., Any]) -> None:
+def test_draining_finishes_what_runs_and_takes_nothing_new(serve: Callable[..., Any], topology: Any) -> None:
     server = serve()
     server.engine.held = True
     running = RawStream(server, C, {"prompt": "x", "max_tokens": 2, "stream": True})
     server.engine.wait_for(Submit)
+    server.call(server.service.handle, msgspec.structs.replace(topology(2), draining=True))
     server.call(server.service.handle, Drain())
     refused = server.ask("POST", C, {"prompt": "x"})
     assert refused.status == 503
@@ -367,12 +369,22 @@ def test_a_write_that_blocks_too_long_ends_the_connection(
     assert not caplog.records
 
 
+def test_one_that_leaves_serves_what_comes_and_says_so_in_every_answer(serve: Callable[..., Any]) -> None:
+    server = serve()
+    server.call(server.service.handle, Drain())  # in a topology that goes on: the others do
+    answer = server.ask("POST", C, {"prompt": "x", "max_tokens": 2})
+    assert answer.status == 200
+    assert answer.headers["connection"] == "close"
+    assert not [m for _, _, m in server.engine.sent if isinstance(m, Drained)], "others may still come"
+
+
 def test_who_does_not_read_does_not_hold_up_a_shutdown(
-    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    serve: Callable[..., Any], topology: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(patience, "DRAIN_WRITE_S", 0.05)
     server = serve()
     raw, _ = blocked(server)
+    server.call(server.service.handle, msgspec.structs.replace(topology(2), draining=True))
     server.call(server.service.handle, Drain())
     server.engine.wait_for(Drained)
     assert ends(raw)

@@ -119,8 +119,22 @@ def test_it_serves_drains_and_stops(parent: Parent) -> None:
     assert parent.get("/metrics") == 200
     assert parent.wait_for(Heartbeat).pending == 0
     parent.child.send_signal(signal.SIGINT)
+    parent.peers.send(Role.FRONTEND, 0, Topology(1, [], draining=True))
     parent.peers.send(Role.FRONTEND, 0, Drain())
     assert parent.wait_for(Drained).worker == ME
+    parent.peers.send(Role.FRONTEND, 0, Stop())
+    assert parent.child.wait(DEADLINE_S) == 0
+
+
+def test_one_that_leaves_hangs_up_on_idle_clients_before_it_says_so(parent: Parent) -> None:
+    parent.wait_for(Ready)
+    connection = http.client.HTTPConnection("127.0.0.1", parent.port, timeout=DEADLINE_S)
+    connection.request("GET", "/livez")
+    assert connection.getresponse().read() == b"ok"
+    parent.peers.send(Role.FRONTEND, 0, Drain())
+    assert parent.wait_for(Drained).worker == ME
+    assert connection.sock.recv(1) == b"", "the connection is closed"
+    connection.close()
     parent.peers.send(Role.FRONTEND, 0, Stop())
     assert parent.child.wait(DEADLINE_S) == 0
 

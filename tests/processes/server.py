@@ -30,12 +30,12 @@ class Server:
     lines: list[str] = field(default_factory=list)
 
     def children(self) -> dict[str, psutil.Process]:
-        """Return the server's processes by title, e.g. ``quintet-core-0``."""
+        """Return the server's processes by title, e.g. ``quintet-core-0``; those that only wait for a seat are left out."""
         found = {}
         for child in psutil.Process(self.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 title = (child.cmdline() or [""])[0]
-                if title.startswith("quintet-"):
+                if title.startswith("quintet-") and not title.strip().endswith("-spare"):
                     found[title.strip()] = child
         return found
 

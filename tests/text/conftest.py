@@ -189,12 +189,14 @@ class World:
         """Bind one more listener."""
         return Inbox(self.bus, address_of(self.config.run_dir, worker), accepts)
 
-    def start(self, run: Callable[[WorkerId, EngineConfig], None]) -> None:
+    def start(
+        self, run: Callable[[WorkerId, EngineConfig, Any], None], prepare: Callable[[EngineConfig], Any]
+    ) -> None:
         """Run the process in a thread, wait until it is ready, and publish the topology."""
 
         def body() -> None:
             try:
-                run(self.worker, self.config)
+                run(self.worker, self.config, prepare(self.config))
             except Stopping:
                 pass
             except BaseException as error:  # noqa: BLE001 - shown by the test's end

@@ -29,7 +29,7 @@ def world(
     tokenizers_by_style: dict[str, Tokenizer],
 ) -> Any:
     world = make_world(model_of(tokenizers_by_style["byte_level"]), Role.DETOKENIZER)
-    world.start(main.run)
+    world.start(main.run, main.prepare)
     return world
 
 
@@ -109,7 +109,7 @@ def test_what_is_too_much_to_wait_ends_with_an_error(
 ) -> None:
     monkeypatch.setattr(main, "MAX_EARLY", 1)
     world = make_world(model_of(tokenizers_by_style["byte_level"]), Role.DETOKENIZER)
-    world.start(main.run)
+    world.start(main.run, main.prepare)
     ids = RequestIds(4, 1)
     kept, lost, ended = ids.take(), ids.take(), ids.take()
     world.send(row(kept, 0, [9]))

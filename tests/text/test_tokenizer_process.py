@@ -35,7 +35,7 @@ def world(
 ) -> Any:
     model = model_of(tokenizers_by_style["byte_level"], max_model_len=1 << 20, chat_template=CHATML)
     world = make_world(model, Role.TOKENIZER)
-    world.start(main.run)
+    world.start(main.run, main.prepare)
     return world
 
 

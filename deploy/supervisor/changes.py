@@ -1,0 +1,159 @@
+"""Changes of who is there while the server serves: new processes for a role, more of them, or fewer; nothing is lost.
+
+A change is a generator that yields what it waits for; the supervisor's loop takes it a step further whenever that is so.
+
+    frontend, tokenizer, detokenizer:  a new process in a seat of its own ──ready, and known to everyone──▶ the old seat is
+        published as RETIRING: nothing new goes there ──known to everyone──▶ Drain ──Drained, or too late──▶ Stop ──gone──▶ out
+    core, executor:  Stop ──gone──▶ the same seat, next epoch; their requests recover as they do from a death
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+
+from quintet.deploy.supervisor.seats import SeatRecord, SeatTable
+from quintet.wire.ids import Role
+from quintet.wire.messages import Drain, SeatState, Stop
+
+SCALABLE = (Role.FRONTEND, Role.TOKENIZER, Role.DETOKENIZER)
+"""Roles of which there may be several."""
+
+Condition = Callable[[], bool]
+Waiting = Generator[Condition, None, None]
+Send = Callable[[Role, int, msgspec.Struct], bool]
+
+
+class Answering(Protocol):
+    """Whoever asked for the change."""
+
+    def say(self, line: str) -> None:
+        """Tell of progress."""
+
+    def end(self, line: str, *, failed: bool = False) -> None:
+        """Tell how it ended."""
+
+
+class ChangeFailed(Exception):
+    """The change cannot go on; the message says why, and how things are now."""
+
+
+class Changes:
+    """The change in progress, if there is one. One at a time."""
+
+    def __init__(self, seats: SeatTable, fill: Callable[[SeatRecord], None], send: Send) -> None:
+        self._seats = seats
+        self._fill = fill
+        self._send = send
+        self._answer: Answering | None = None
+        self._steps: Waiting | None = None
+        self._condition: Condition = lambda: True
+        self.name = ""
+        """What is being done, in the words of whoever asked; empty when nothing is."""
+
+    def begin(self, name: str, steps: Waiting, answer: Answering) -> None:
+        """Begin with what `restart` or `scale` returned; ``answer`` hears how it goes. Nothing may be in progress."""
+        assert not self.name, f"{name} while {self.name}"
+        self.name, self._steps, self._answer, self._condition = name, steps, answer, lambda: True
+
+    def advance(self) -> None:
+        """Go on as far as possible."""
+        while self._steps is not None and self._condition():
+            try:
+                self._condition = next(self._steps)
+            except StopIteration:
+                self._end(f"done: {self.name}")
+            except ChangeFailed as error:
+                self._end(str(error), failed=True)
+
+    def give_up(self, why: str) -> None:
+        """End the change in progress where it is."""
+        if self._steps is not None:
+            self._end(f"{self.name} was given up: {why}", failed=True)
+
+    def _end(self, line: str, *, failed: bool = False) -> None:
+        assert self._answer is not None
+        answer, self._answer, self._steps, self.name = self._answer, None, None, ""
+        answer.end(line, failed=failed)
+
+    def restart(self, role: Role, drain_timeout_s: float, say: Callable[[str], None]) -> Waiting:
+        """Replace every process of a role by a new one, one after the other."""
+        for seat in self._seats.lasting(role):
+            if role in SCALABLE:
+                yield from self._add(role, 1, say)
+                yield from self._retire([seat], drain_timeout_s, say)
+            else:
+                yield from self._renew(seat, say)
+
+    def scale(
+        self, wanted: Mapping[Role, int], drain_timeout_s: float, say: Callable[[str], None]
+    ) -> Waiting:
+        """Have so many processes of each role; those that were added last leave first."""
+        for role, count in wanted.items():
+            there = self._seats.lasting(role)
+            if count > len(there):
+                yield from self._add(role, count - len(there), say)
+            elif count < len(there):
+                by_age = sorted(there, key=lambda seat: seat.spawned_at)
+                yield from self._retire(by_age[count:], drain_timeout_s, say)
+            else:
+                say(f"there are {count} of {role} already")
+
+    def _add(self, role: Role, count: int, say: Callable[[str], None]) -> Waiting:
+        newcomers = []
+        for _ in range(count):
+            seat = self._seats.vacancy(role)
+            self._fill(seat)
+            seat.is_on_trial = True
+            newcomers.append(seat)
+        began = time.monotonic()
+        say(f"starting {_names(newcomers)}")
+        yield lambda: not any(seat.is_on_trial for seat in newcomers)
+        failed = [seat for seat in newcomers if seat.is_retired]
+        if failed:
+            why = "; ".join(f"{seat.worker}: {seat.note}" for seat in failed)
+            raise ChangeFailed(f"a new process could not start ({why}); those that were there still serve")
+        yield self._seats.is_known
+        say(f"{_names(newcomers)} ready after {time.monotonic() - began:.1f} s")
+
+    def _retire(self, leaving: Sequence[SeatRecord], timeout_s: float, say: Callable[[str], None]) -> Waiting:
+        for seat in leaving:
+            seat.is_retiring, seat.restart_at = True, None
+        self._seats.is_changed = True
+        say(f"retiring {_names(leaving)}")
+
+        def staying() -> list[SeatRecord]:
+            return [seat for seat in leaving if seat.process is not None]
+
+        yield lambda: self._seats.is_known() or not staying()
+        for seat in staying():
+            self._send(seat.role, seat.index, Drain())
+        deadline = time.monotonic() + timeout_s
+        yield lambda: all(seat.is_drained for seat in staying()) or time.monotonic() > deadline
+        late = [seat for seat in staying() if not seat.is_drained]
+        if late:
+            say(f"{_names(late)} still had work after {timeout_s:g} s and had to leave it to others")
+        self._stop(staying())
+        yield lambda: not staying()
+        self._seats.is_changed = True
+        say(f"{_names(leaving)} left")
+
+    def _renew(self, seat: SeatRecord, say: Callable[[str], None]) -> Waiting:
+        before, began = seat.worker, time.monotonic()
+        say(f"stopping {before}; its requests wait")
+        self._stop([seat] if seat.process is not None else [])
+        yield lambda: seat.worker != before and seat.state is SeatState.READY
+        yield self._seats.is_known
+        say(f"{seat.worker} ready after {time.monotonic() - began:.1f} s")
+
+    def _stop(self, seats: Sequence[SeatRecord]) -> None:
+        for seat in seats:
+            seat.stopped_at = time.monotonic()
+            self._send(seat.role, seat.index, Stop())
+
+
+def _names(seats: Sequence[SeatRecord]) -> str:
+    return ", ".join(str(seat.worker) for seat in seats)

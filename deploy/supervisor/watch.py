@@ -1,0 +1,133 @@
+"""Judges the processes by their heartbeats: who stalls, and who must be replaced.
+
+Knows nothing of requests: only that a process says, every ``heartbeat_s``, how much it has completed and how much it still has.
+
+    heartbeats, and progress or nothing to do          READY
+    silence or no progress for ``notice_s``            STALLED: /health and /readyz name it
+    … for ``stall_s``                                  SIGABRT (its stacks go to the log), then SIGKILL; the death is noticed
+                                                       like any other, and its seat filled again
+
+The core is one whose work others do: it waits for the executor. So it stalls only when the executor has had nothing to do
+for as long (a plan or result was lost); a step that takes minutes, or an executor that hangs, is no fault of the core's.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from pathlib import Path
+
+from quintet.deploy.supervisor.seats import SeatRecord, SeatTable
+from quintet.wire.config import ProcessesConfig
+from quintet.wire.ids import Role
+from quintet.wire.messages import SeatState
+
+ABORT_GRACE_S = 2.0
+"""Between SIGABRT (dump the stacks) and SIGKILL."""
+STOP_GRACE_S = 3.0
+"""Between `Stop` and SIGKILL."""
+STARVED_PATIENCE = 6
+"""A process that waits for a processor all the time is given so many times ``stall_s``."""
+NODDED_OFF_S = 0.8
+"""The loop wakes several times a second; when it did not for this long, nobody was heard, whoever spoke."""
+
+
+class Watch:
+    """Looks at every seat, once per turn of the supervisor's loop."""
+
+    def __init__(self, seats: SeatTable, processes: ProcessesConfig) -> None:
+        self._seats = seats
+        self._processes = processes
+        self._log = logging.getLogger("quintet")
+        self._looked_at: float | None = None
+        self._waited_ns: dict[int, tuple[float, int]] = {}
+        """Of each silent process: since when it is watched, and how long it had waited for a processor until then."""
+
+    def look(self, now: float) -> None:
+        """Publish and end stalls, and end processes that are beyond hope."""
+        if self._looked_at is not None and now - self._looked_at > NODDED_OFF_S:
+            for seat in self._seats.own():
+                seat.excuse(now - self._looked_at, now)
+        self._looked_at = now
+        for seat in self._seats.own():
+            if seat.process is not None:
+                self._look_at(seat, now)
+
+    def _look_at(self, seat: SeatRecord, now: float) -> None:
+        assert seat.process is not None
+        limits = self._processes
+        if seat.aborted_at is not None:
+            if now - seat.aborted_at > ABORT_GRACE_S:
+                seat.process.kill()
+        elif seat.stopped_at is not None:
+            if now - seat.stopped_at > STOP_GRACE_S:
+                seat.process.kill()
+        elif seat.state is SeatState.STARTING:
+            if now - seat.spawned_at > limits.boot_timeout_s:
+                self._abort(seat, now, f"not ready within {limits.boot_timeout_s:g} s")
+        else:
+            self._judge(seat, now)
+
+    def _judge(self, seat: SeatRecord, now: float) -> None:
+        limits = self._processes
+        trouble = self.trouble(seat, now, limits.notice_s)
+        if not trouble:
+            self._waited_ns.pop(seat.pid, None)
+        elif self.trouble(seat, now, limits.stall_s) and not self._is_starved(seat, now):
+            self._abort(seat, now, trouble)
+            return
+        state = SeatState.STALLED if trouble else SeatState.READY
+        if state is not seat.state:
+            seat.state, seat.note = state, trouble
+            self._seats.is_changed = True
+            self._log.warning("%s: %s", seat.worker, f"stalled: {trouble}" if trouble else "goes on")
+
+    def trouble(self, seat: SeatRecord, now: float, limit_s: float) -> str:
+        """Say what has been wrong with a process for longer than ``limit_s``; nothing when nothing is."""
+        if now - seat.last_beat > limit_s:
+            return f"no heartbeat for {now - seat.last_beat:.1f} s"
+        is_stuck = seat.pending > 0 and now - seat.progress_at > limit_s
+        if not is_stuck or (seat.role is Role.CORE and not self._is_executor_idle(now, limit_s)):
+            return ""
+        return f"{seat.pending} pending, none completed for {now - seat.progress_at:.1f} s"
+
+    def _is_executor_idle(self, now: float, limit_s: float) -> bool:
+        """Whether every executor is well and has had nothing to do for ``limit_s``."""
+        return all(
+            seat.state is SeatState.READY and seat.pending == 0 and now - seat.busy_at > limit_s
+            for seat in self._seats.own()
+            if seat.role is Role.EXECUTOR
+        )
+
+    def _is_starved(self, seat: SeatRecord, now: float) -> bool:
+        """Whether a process spends its time waiting for a processor: then the machine is overloaded, not the process ill."""
+        waited_ns = waited_for_processor_ns(seat.pid)
+        since, before_ns = self._waited_ns.setdefault(seat.pid, (now, waited_ns))
+        limit_s = self._processes.stall_s
+        if now - min(seat.last_beat, seat.progress_at) > limit_s * STARVED_PATIENCE:
+            return False
+        watched_s = now - since
+        if watched_s < limit_s / 10:
+            return True  # watch for a moment before the verdict
+        return (waited_ns - before_ns) * 1e-9 > watched_s / 2
+
+    def _abort(self, seat: SeatRecord, now: float, why: str) -> None:
+        """Have the process dump its stacks and end, even one that was stopped."""
+        assert seat.process is not None
+        self._log.error("%s: %s; aborting it (its stack follows)", seat.worker, why)
+        self._waited_ns.pop(seat.pid, None)
+        seat.aborted_at, seat.note, seat.state = now, why, SeatState.STALLED
+        self._seats.is_changed = True
+        seat.process.send_signal(signal.SIGABRT)
+        seat.process.send_signal(signal.SIGCONT)
+
+
+def waited_for_processor_ns(pid: int) -> int:
+    """Return how long the threads of a process have been ready to run and did not (Linux); 0 where that is not known."""
+    waited_ns = 0
+    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        try:
+            waited_ns = max(waited_ns, int(path.read_text().split()[1]))
+        except (OSError, ValueError, IndexError):
+            continue
+    return waited_ns
