@@ -18,6 +18,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bench": ("quintet.deploy.commands.bench", "measure a server, or the engine alone"),
     "trace": ("quintet.deploy.commands.trace", "show where the time of a step went, in every process"),
     "admin": ("quintet.deploy.commands.admin", "see and change the processes of a running server"),
+    "replay": ("quintet.deploy.commands.replay", "play a recording to one process alone"),
     "collect-env": (
         "quintet.deploy.commands.collect_env",
         "describe this machine and installation, for bug reports",

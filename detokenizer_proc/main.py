@@ -248,15 +248,19 @@ def prepare(config: EngineConfig) -> Tables:
     return Tables(showing, showing.skipping_special_tokens())
 
 
-def run(me: WorkerId, config: EngineConfig, tables: Tables) -> None:
-    """Be the detokenizer at seat ``me`` until stopped."""
-    process: Process[Tokens | DetokenizeQuery] = Process(me, config, Tokens | DetokenizeQuery)
+def serve(process: Process[Tokens | DetokenizeQuery], tables: Tables) -> None:
+    """Turn tokens into text until stopped."""
     try:
         detokenizer = Detokenizer(process, tables)
         process.ready(tokens=str(detokenizer.vocab_size), style=detokenizer.style)
         detokenizer.run()
     finally:
         process.close()
+
+
+def run(me: WorkerId, config: EngineConfig, tables: Tables) -> None:
+    """Be the detokenizer process at seat ``me``."""
+    serve(Process(me, config, Tokens | DetokenizeQuery), tables)
 
 
 if __name__ == "__main__":

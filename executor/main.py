@@ -126,12 +126,11 @@ class Executor:
         return True
 
 
-def run(me: WorkerId, config: EngineConfig) -> None:
+def serve(process: Process[StepPlan]) -> None:
     """Boot, then execute plans until told to stop."""
-    process: Process[StepPlan] = Process(me, config, StepPlan)
     process.beat_from_a_thread()
     try:
-        worker = make_worker(config, process.span)
+        worker = make_worker(process.config, process.span)
         executor = Executor(process, worker)
         process.account = executor.account
         process.ready(**worker.facts)
@@ -139,6 +138,11 @@ def run(me: WorkerId, config: EngineConfig) -> None:
             executor.handle(process.receive())
     finally:
         process.close()
+
+
+def run(me: WorkerId, config: EngineConfig) -> None:
+    """Be the executor process."""
+    serve(Process(me, config, StepPlan))
 
 
 if __name__ == "__main__":

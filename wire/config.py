@@ -154,6 +154,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "INFO"
     trace: str | None = None
     """Folder where every process writes its spans when it ends; None records none. See ``wire/trace.py``."""
+    record: str | None = None
+    """Folder where every process keeps what it was sent and what it sent; None keeps nothing. See ``wire/record.py``."""
+    record_bytes: int = 512 << 20
+    """What the recording of one seat may take; its oldest parts are deleted."""
 
     def write(self, path: Path) -> None:
         """Write the configuration as JSON for the child processes."""

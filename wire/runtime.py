@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol
 import msgspec
 import setproctitle
 
+from quintet.wire.codec import encode
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import EXIT_CONFIG, ConfigError
 from quintet.wire.ids import Role, WorkerId
@@ -33,6 +34,8 @@ from quintet.wire.limits import largest_frame
 from quintet.wire.log import configure_logging
 from quintet.wire.messages import Drain, Heartbeat, MetricsReport, Ready, Stop, Topology
 from quintet.wire.metrics import Metrics
+from quintet.wire.record import Recorder
+from quintet.wire.sense import Sense
 from quintet.wire.sockets import Bus, Inbox, MessageT, OpensOutboxes, Peers, Rejection, address_of
 from quintet.wire.trace import Span, Tracer, no_span
 
@@ -78,11 +81,19 @@ class Wires:
     close: Callable[[], None]
 
 
-def open_wires(me: WorkerId, config: EngineConfig, accepts: Any) -> Wires:
-    """Bind the inbox of ``me`` in the run folder."""
+def open_wires(me: WorkerId, config: EngineConfig, accepts: Any, recorder: Recorder | None = None) -> Wires:
+    """Bind the inbox of ``me`` in the run folder; what passes is recorded, if so configured."""
     bus = Bus(config.run_dir)
-    inbox: Inbox[Any] = Inbox(bus, address_of(config.run_dir, me), accepts, largest_frame(me.role, config))
-    return Wires(inbox, bus, time.monotonic_ns, bus.close)
+    inbox: Inbox[Any] = Inbox(
+        bus,
+        address_of(config.run_dir, me),
+        accepts,
+        largest_frame(me.role, config),
+        Sense(config).accepts,
+        tap=None if recorder is None else recorder.received,
+    )
+    outward = bus if recorder is None else recorder.watch(bus)
+    return Wires(inbox, outward, time.monotonic_ns, bus.close)
 
 
 class Process(Generic[MessageT]):
@@ -106,7 +117,10 @@ class Process(Generic[MessageT]):
         self.pending = 0
         self.account: Callable[[], tuple[int, int]] = lambda: (self.progress, self.pending)
         """Returns progress and pending for a heartbeat; see `Heartbeat`."""
-        self._wires = wires or open_wires(me, config, accepts | Topology | Drain | Stop | MetricsReport)
+        self._recorder = Recorder(me, config) if config.record is not None and wires is None else None
+        self._wires = wires or open_wires(
+            me, config, accepts | Topology | Drain | Stop | MetricsReport, self._recorder
+        )
         self.inbox = self._wires.inbox
         self.peers = Peers(self._wires.bus)
         self.now_ns = self._wires.clock()
@@ -181,7 +195,7 @@ class Process(Generic[MessageT]):
                 self._next_beat = now + self._beat_s
         until_beat = max(0.001, self._next_beat - now)
         messages = self.inbox.wait(until_beat if timeout_s is None else min(timeout_s, until_beat))
-        self.now_ns = self._wires.clock()
+        self._begin_turn()
         for message in messages:
             self._housekeep(message)
         return messages
@@ -191,7 +205,7 @@ class Process(Generic[MessageT]):
 
         def on_readable() -> None:
             messages = self.inbox.drain()
-            self.now_ns = self._wires.clock()
+            self._begin_turn()
             for message in messages:
                 self._housekeep(message)
                 handle(message)
@@ -205,6 +219,11 @@ class Process(Generic[MessageT]):
         loop.call_later(self._beat_s, on_beat)
         loop.call_soon(on_readable)
 
+    def _begin_turn(self) -> None:
+        self.now_ns = now_ns = self._wires.clock()
+        if self._recorder is not None:
+            self._recorder.turn(now_ns, was_idle=not self.pending)
+
     def _account_for_rejected(self) -> None:
         for why, series in self._rejected.items():
             num = self.inbox.rejected[why] - round(series.value)
@@ -216,13 +235,15 @@ class Process(Generic[MessageT]):
         if isinstance(message, Topology):
             if message.version > self.topology.version:
                 self.topology = message
+                if self._recorder is not None:
+                    self._recorder.topology = encode(message)
                 self.replaced = self.peers.follow(message.seats)
                 self.beat()
         elif isinstance(message, Stop):
             raise Stopping
 
     def close(self) -> None:
-        """Write the trace, if there is one, and close every socket."""
+        """Write the trace and the rest of the recording, if there are such, and close every socket."""
         self._closing.set()
         if self._heart is not None:
             self._heart.join()
@@ -231,6 +252,8 @@ class Process(Generic[MessageT]):
         self.inbox.close()
         self.peers.close()
         self._wires.close()
+        if self._recorder is not None:
+            self._recorder.close()
 
 
 def die_with_parent() -> None:

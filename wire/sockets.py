@@ -91,7 +91,12 @@ class Rejection(enum.Enum):
     """Not sealed with this server's key."""
     UNREADABLE = "unreadable"
     """Sealed, but no message that this process takes."""
+    SENSELESS = "senseless"
+    """A message whose lengths or numbers cannot be (`quintet.wire.sense`)."""
 
+
+Accepts = Callable[[msgspec.Struct], bool]
+"""Says whether a message makes sense."""
 
 Tap = Callable[[memoryview], None]
 """Is shown the payload of every frame that an inbox accepted."""
@@ -100,7 +105,7 @@ Tap = Callable[[memoryview], None]
 class Inbox(Generic[MessageT]):
     """A process's one PULL socket, decoding into the union of messages it accepts.
 
-    A frame that does not verify or decode is dropped and counted in ``rejected``: no peer of ours sends one. ZeroMQ
+    A frame that does not verify, decode or make sense is dropped and counted in ``rejected``: no peer of ours sends one. ZeroMQ
     itself refuses frames of more than ``max_bytes``, and ends the connection that they came on.
     """
 
@@ -110,6 +115,7 @@ class Inbox(Generic[MessageT]):
         address: str,
         accepts: type[MessageT],
         max_bytes: int = LEAST_BYTES,
+        makes_sense: Accepts | None = None,
         tap: Tap | None = None,
     ) -> None:
         self._socket = bus.context.socket(zmq.PULL)
@@ -121,6 +127,7 @@ class Inbox(Generic[MessageT]):
         self._socket.bind(address)
         self._open = bus.seal.open
         self._decode = msgspec.msgpack.Decoder(accepts).decode
+        self._makes_sense = makes_sense
         self._tap = tap
         self._timeout_ms = -1
         self._path = address.removeprefix("ipc://") if address.startswith("ipc://") else None
@@ -174,6 +181,9 @@ class Inbox(Generic[MessageT]):
             message = self._decode(payload)
         except msgspec.MsgspecError:
             self.rejected[Rejection.UNREADABLE] += 1
+            return
+        if self._makes_sense is not None and not self._makes_sense(message):
+            self.rejected[Rejection.SENSELESS] += 1
             return
         messages.append(message)
         if self._tap is not None:

@@ -32,6 +32,7 @@ from quintet.wire.ids import Role, WorkerId
 from quintet.wire.limits import largest_frame
 from quintet.wire.messages import Detokenized, Drain, Failed, MetricsReport, Stop, Text, Tokenized, Topology
 from quintet.wire.runtime import CONFIG_FILE, SUPERVISOR
+from quintet.wire.sense import Sense
 from quintet.wire.sockets import Bus, Inbox, Peers, address_of, make_run_dir
 
 _REPORT_SLACK_S = 30.0
@@ -117,7 +118,11 @@ class Engine:
             self._bus = Bus(run_dir)
             accepts: Any = Text | Failed | Tokenized | Detokenized | MetricsReport | Topology | Drain | Stop
             self._inbox: Inbox[Any] = Inbox(
-                self._bus, address_of(run_dir, me), accepts, largest_frame(Role.FRONTEND, self.config)
+                self._bus,
+                address_of(run_dir, me),
+                accepts,
+                largest_frame(Role.FRONTEND, self.config),
+                Sense(self.config).accepts,
             )
             self._peers = Peers(self._bus)
         except BaseException:

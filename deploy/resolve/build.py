@@ -24,7 +24,9 @@ from quintet.wire.config import (
     ProcessesConfig,
     SchedulerConfig,
 )
+from quintet.wire.errors import ConfigError
 from quintet.wire.kv_spec import KvSpec
+from quintet.wire.record import SUFFIX
 
 _DTYPE_BYTES: dict[Dtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -131,6 +133,8 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
         ),
         log_level=options.log_level,
         trace=_folder(options.trace),
+        record=_recording_folder(options.record),
+        record_bytes=options.record_mb << 20,
     )
     return Resolution(config, weights, notes)
 
@@ -184,6 +188,13 @@ def _kv_memory(
     if kind == "mock":
         return rules.cap_kv_memory(kv, 1 << 62, options.max_num_seqs, max_model_len)
     return max(0, int((available_bytes(device) - weight_bytes) * options.kv_cache_memory_share))
+
+
+def _recording_folder(path: str | None) -> str | None:
+    folder = _folder(path)
+    if folder is not None and any(Path(folder).glob(f"*/*{SUFFIX}")):
+        raise ConfigError(f"--record {path}: has a recording already; remove it or name another folder")
+    return folder
 
 
 def _folder(path: str | None) -> str | None:

@@ -270,6 +270,19 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "none",
         ),
     ] = None
+    record: Annotated[
+        str | None,
+        Flag(
+            PROCESSES,
+            "folder where each process keeps what it is sent and sends, prompts and outputs included, for `quintet replay`",
+            "FOLDER",
+            "none",
+        ),
+    ] = None
+    record_mb: Annotated[
+        int,
+        Flag(PROCESSES, "MB that the recording of each process may take: the oldest part makes room", "MB"),
+    ] = 512
     log_level: Annotated[
         Literal["DEBUG", "INFO", "WARNING", "ERROR"], Flag(PROCESSES, "least important lines shown")
     ] = "INFO"

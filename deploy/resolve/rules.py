@@ -39,6 +39,7 @@ def check_ranges(options: Options) -> None:
         "keep_alive_interval": (options.keep_alive_interval, 0),
         "stream_grace": (options.stream_grace, 0),
         "depth": (options.depth, 1),
+        "record_mb": (options.record_mb, 4),
         "port": (options.port, 0),
     }
     if options.step_target_ms is not None:

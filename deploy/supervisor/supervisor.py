@@ -44,6 +44,7 @@ from quintet.wire.messages import (
     Stop,
 )
 from quintet.wire.runtime import CONFIG_FILE, SUPERVISOR, error_file
+from quintet.wire.sense import Sense
 from quintet.wire.sockets import Bus, Inbox, Peers, address_of
 
 _TICK_S = 0.2
@@ -93,7 +94,9 @@ class Supervisor:
         )
         self._bus = Bus(self._run_dir)
         accepts: Any = Ready | Heartbeat | MetricsQuery | Drained | Command
-        self._inbox: Inbox[Any] = Inbox(self._bus, address_of(self._run_dir, SUPERVISOR), accepts)
+        self._inbox: Inbox[Any] = Inbox(
+            self._bus, address_of(self._run_dir, SUPERVISOR), accepts, makes_sense=Sense(config).accepts
+        )
         self._peers = Peers(self._bus)
         self._spares = Spares(self._spawner, SPARE_ROLES if config.processes.spares else ())
         self._watch = Watch(self._seats, config.processes)

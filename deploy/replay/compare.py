@@ -1,0 +1,122 @@
+"""Says where two frames differ, in the words of the contract. Times of sending and measured durations are left out."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from array import array
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from quintet.wire import messages, step
+from quintet.wire.columns import COLUMNS
+
+MEASURED = frozenset({"sent_ns", "wait_ns", "compute_ns"})
+"""Fields that hold what a clock said at that moment, and nothing that follows from what was received."""
+
+SHOWN = 12
+"""Numbers of a column that are shown around a difference."""
+
+_TAGGED = [
+    member
+    for module in (messages, step)
+    for member in vars(module).values()
+    if isinstance(member, type)
+    and issubclass(member, msgspec.Struct)
+    and member.__module__ == module.__name__
+    and member.__struct_config__.tag is not None
+    and member.__struct_config__.tag not in ("text", "ids", "chat")
+]
+_decode: Any = msgspec.msgpack.Decoder(functools.reduce(operator.or_, _TAGGED)).decode
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first field of two messages that is not the same."""
+
+    message: str
+    """Kind of the recorded message, with its step if it has one."""
+    field: str
+    recorded: str
+    replayed: str
+
+    def __str__(self) -> str:
+        return f"{self.message}.{self.field}:\n  recorded {self.recorded}\n  replayed {self.replayed}"
+
+
+def decoded(payload: bytes) -> msgspec.Struct:
+    """Return the message of a payload, whichever it is."""
+    message: msgspec.Struct = _decode(payload)
+    return message
+
+
+def without_times(payload: bytes) -> bytes:
+    """Return the payload as it would be had no clock been read for it."""
+    message = decoded(payload)
+    for name in MEASURED.intersection(message.__struct_fields__):
+        setattr(message, name, 0)
+    return msgspec.msgpack.encode(message)
+
+
+def difference(recorded: bytes, replayed: bytes) -> Difference | None:
+    """Return the first difference of two payloads that counts; None when there is none."""
+    if recorded == replayed:
+        return None
+    before, after = decoded(recorded), decoded(replayed)
+    name = type(before).__name__
+    if hasattr(before, "step"):
+        name += f" of step {before.step}"
+    if type(before) is not type(after):
+        return Difference(name, "kind", type(before).__name__, type(after).__name__)
+    found = _differ(before, after, "")
+    return None if found is None else Difference(name, *found)
+
+
+def _differ(before: object, after: object, path: str) -> tuple[str, str, str] | None:
+    """Walk two values together; return path and both values where they part."""
+    if isinstance(before, msgspec.Struct) and type(before) is type(after):
+        columns = COLUMNS.get(type(before), {})
+        for name in before.__struct_fields__:
+            if name in MEASURED:
+                continue
+            one, other = getattr(before, name), getattr(after, name)
+            if one != other:
+                where = f"{path}.{name}" if path else name
+                if name in columns and isinstance(one, bytes) and isinstance(other, bytes):
+                    return _columns_differ(one, other, columns[name], where)
+                found = _differ(one, other, where)
+                if found is not None:
+                    return found
+        return None
+    if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        for index, (one, other) in enumerate(zip(before, after, strict=True)):
+            found = _differ(one, other, f"{path}[{index}]")
+            if found is not None:
+                return found
+        return None
+    return None if before == after else (path, repr(before), repr(after))
+
+
+def _columns_differ(before: bytes, after: bytes, code: str, path: str) -> tuple[str, str, str]:
+    one, other = _column(before, code), _column(after, code)
+    at = next(
+        (index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
+    return f"{path}[{at}]", _around(one, at), _around(other, at)
+
+
+def _column(column: bytes, code: str) -> array[Any]:
+    values: array[Any] = array(code)
+    values.frombytes(column[: len(column) // values.itemsize * values.itemsize])
+    return values
+
+
+def _around(values: array[Any], at: int) -> str:
+    first = max(0, at - SHOWN // 2)
+    shown = ", ".join(map(str, values[first : first + SHOWN]))
+    before = "... " if first else ""
+    after = " ..." if first + SHOWN < len(values) else ""
+    return f"{before}{shown}{after} ({len(values)} in all)"

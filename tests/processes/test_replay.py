@@ -1,0 +1,104 @@
+"""What a server recorded, played to its processes one by one: the same schedule, the same tokens, the same text."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from quintet.deploy.cli import main
+from quintet.deploy.replay.roles import replay
+from quintet.wire.codec import encode
+from quintet.wire.record import _HEAD, _SENT, open_recording  # the test damages what was recorded
+from quintet.wire.step import StepResult
+
+from .server import Server, serve
+
+REQUESTS: list[dict[str, Any]] = [
+    {"prompt": "Once upon a time", "max_tokens": 24, "seed": 1},
+    {"prompt": "Once upon a time there was", "max_tokens": 30, "temperature": 0, "logprobs": 3},
+    {"prompt": "Rain " * 60, "max_tokens": 12, "n": 3, "seed": 7, "presence_penalty": 0.5},
+    {"prompt": "Rain " * 60 + "fell", "max_tokens": 20, "stop": ["e", "\n"], "seed": 3},
+    {"prompt": ["one", "two"], "max_tokens": 9, "seed": 5, "echo": True},
+    {"prompt": "word " * 400, "max_tokens": 5, "seed": 6},
+]
+
+
+def ask_everything(server: Server) -> None:
+    """Have many requests in flight at once, of every kind."""
+    answers: list[int] = []
+    threads = [
+        threading.Thread(target=lambda body=body: answers.append(server.post("/v1/completions", body)[0]))
+        for body in REQUESTS * 4
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == [200] * len(answers) and len(answers) == 4 * len(REQUESTS)
+    assert server.post("/detokenize", {"tokens": list(range(300, 340))})[0] == 200
+    assert server.post("/tokenize", {"prompt": "how many"})[0] == 200
+
+
+@pytest.mark.parametrize("executor", ["torch", "mock"])
+def test_every_process_does_the_same_again(
+    executor: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "recording"
+    flags = (
+        "--executor",
+        executor,
+        "--record",
+        str(folder),
+        "--max-num-seqs",
+        "8",
+        "--max-model-len",
+        "1024",
+    )
+    with serve(*flags, "--kv-cache-memory", "4MiB", "--threads", "1") as server:
+        ask_everything(server)
+        assert server.gauge("quintet:rejected_frames_total") == 0
+        assert server.stop() == 0
+    for worker in ("core-0.1", "detokenizer-0.1", "executor-0.1", "tokenizer-0.1"):
+        status = main(["replay", str(folder), worker])
+        said = capsys.readouterr().out
+        assert status == 0, said
+        assert "all equal" in said
+        assert " 0 frames out" not in said
+    assert main(["replay", str(folder), "frontend-0.1"]) == 2
+    assert "cannot be played to" in capsys.readouterr().err
+    assert main(["serve", "--record", str(folder)]) == 78
+    if executor == "mock":
+        _say_where_it_differs(folder)
+
+
+def _say_where_it_differs(folder: Path) -> None:
+    """One token of one recorded step is another: the replay names step, column and place."""
+    recording = open_recording(folder, "executor-0.1")
+    (segment,) = recording.segments
+    found = next(
+        each.payload
+        for turn in recording.turns()
+        for each in turn.sent
+        if len(each.payload) > 40  # a result with tokens, not the capacity
+    )
+    whole = segment.read_bytes()
+    at = whole.index(found)
+    kind, size, _ = _HEAD.unpack(whole[at - _HEAD.size : at])
+    assert (kind, size) == (_SENT, len(found))
+    changed = bytearray(whole)
+    tokens_at = at + found.index(_token_column(found))
+    changed[tokens_at] ^= 1
+    segment.write_bytes(changed)
+    difference = replay(open_recording(folder, "executor-0.1")).difference
+    assert difference is not None
+    assert "StepResult of step" in difference
+    assert "token_ids[0]" in difference
+    assert "recorded" in difference and "replayed" in difference
+
+
+def _token_column(payload: bytes) -> bytes:
+    result = msgspec.msgpack.decode(payload, type=StepResult)
+    assert encode(result) == payload
+    return result.token_ids

@@ -1,0 +1,166 @@
+"""The flight recorder's files: whole turns, a bounded ring, nothing that others may read."""
+
+import stat
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from quintet.wire import record
+from quintet.wire.config import (
+    CacheConfig,
+    EngineConfig,
+    ExecutorConfig,
+    FrontendConfig,
+    ModelConfig,
+    ProcessesConfig,
+    SchedulerConfig,
+)
+from quintet.wire.ids import Role, WorkerId
+from quintet.wire.kv_spec import KvSpec
+from quintet.wire.record import Recorder, RecordingError, Sent, open_recording
+from quintet.wire.sockets import Outbox
+
+ME = WorkerId(Role.CORE, 0, 1)
+PEER = WorkerId(Role.EXECUTOR, 0, 1)
+
+
+def config_of(folder: Path, max_bytes: int = 4 << 20) -> EngineConfig:
+    return EngineConfig(
+        run_dir=str(folder),
+        model=ModelConfig(
+            path="/nowhere", tokenizer_path="/nowhere", served_names=["fake"], architecture="Fake", dtype="bfloat16",
+            vocab_size=8, max_model_len=64, eos_token_ids=[1], kv=KvSpec(1, 1, 8, 2, 16),
+        ),
+        cache=CacheConfig(memory_bytes=1 << 20),
+        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
+        executor=ExecutorConfig(kind="mock"),
+        frontend=FrontendConfig(api_keys=["sk-secret"]),
+        processes=ProcessesConfig(),
+        record=str(folder / "recording"),
+        record_bytes=max_bytes,
+    )  # fmt: skip
+
+
+class Silent:
+    """A bus that leads nowhere."""
+
+    def open_outbox(self, worker: WorkerId, address: str) -> Outbox:
+        return self
+
+    def send(self, payload: bytes) -> None:
+        pass
+
+    def close(self, *, drop: bool) -> None:
+        pass
+
+
+def fill(recorder: Recorder, num_turns: int, size: int) -> None:
+    outbox = recorder.watch(Silent()).open_outbox(PEER, "")
+    for turn in range(num_turns):
+        recorder.received(memoryview(turn.to_bytes(4, "little") * size))
+        recorder.turn(1000 + turn, was_idle=turn % 2 == 0)
+        outbox.send(b"answer %d" % turn)
+
+
+def test_turns_come_back_as_they_were(tmp_path: Path) -> None:
+    recorder = Recorder(ME, config_of(tmp_path))
+    outbox = recorder.watch(Silent()).open_outbox(PEER, "")
+    unseen = recorder.watch(Silent()).open_outbox(WorkerId(Role.SUPERVISOR, 0, 1), "")
+    recorder.received(memoryview(b"one"))
+    recorder.received(memoryview(b""))
+    recorder.turn(5, was_idle=True)
+    outbox.send(b"answer")
+    unseen.send(b"heartbeat")
+    recorder.turn(7, was_idle=False)
+    recorder.close()
+    recording = open_recording(tmp_path / "recording", "core-0.1")
+    first, second = recording.turns()
+    assert (first.now_ns, first.was_idle, first.frames) == (5, True, [b"one", b""])
+    assert first.sent == [Sent(Role.EXECUTOR, 0, b"answer")]
+    assert (second.now_ns, second.was_idle, second.frames, second.sent) == (7, False, [], [])
+    assert recording.is_whole
+    assert recording.header.worker == ME
+    assert recording.header.config.model.vocab_size == 8
+
+
+def test_a_recording_is_its_users_alone_and_holds_no_keys(tmp_path: Path) -> None:
+    recorder = Recorder(ME, config_of(tmp_path))
+    fill(recorder, 3, 1)
+    recorder.close()
+    folder = tmp_path / "recording" / str(ME)
+    (segment,) = folder.iterdir()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(segment.stat().st_mode) == 0o600
+    assert b"sk-secret" not in segment.read_bytes()
+
+
+def test_the_ring_keeps_the_newest_within_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "FLUSH_BYTES", 1 << 10)
+    limit = 1 << 20
+    recorder = Recorder(ME, config_of(tmp_path, limit))
+    recorder.topology = b"who is there"
+    fill(recorder, 2000, 256)
+    recorder.close()
+    folder = tmp_path / "recording"
+    taken = sum(path.stat().st_size for path in folder.rglob("*.rec"))
+    assert 0.8 * limit < taken <= limit
+    recording = open_recording(folder, str(ME))
+    assert not recording.is_whole
+    assert recording.header.topology == b"who is there"
+    clocks = [turn.now_ns for turn in recording.turns()]
+    assert clocks == list(range(clocks[0], 1000 + 2000)), "turns are missing in the middle or at the end"
+    assert clocks[0] > 1000
+
+
+def test_a_later_epoch_takes_the_room_of_an_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record, "FLUSH_BYTES", 1 << 10)
+    limit = 1 << 20
+    for epoch in (1, 2):
+        recorder = Recorder(WorkerId(Role.CORE, 0, epoch), config_of(tmp_path, limit))
+        fill(recorder, 800, 256)
+        recorder.close()
+    folder = tmp_path / "recording"
+    assert sum(path.stat().st_size for path in folder.rglob("*.rec")) <= limit
+    assert open_recording(folder, "core-0.2").is_whole
+    assert not open_recording(folder, "core-0.1").is_whole
+
+
+def test_a_record_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+    recorder = Recorder(ME, config_of(tmp_path))
+    fill(recorder, 3, 8)
+    recorder.close()
+    (segment,) = (tmp_path / "recording" / str(ME)).iterdir()
+    segment.write_bytes(segment.read_bytes()[:-1])
+    turns = list(open_recording(tmp_path / "recording", str(ME)).turns())
+    assert [len(turn.sent) for turn in turns] == [1, 1, 0]
+
+
+def test_what_is_no_recording_is_named(tmp_path: Path) -> None:
+    recorder = Recorder(ME, config_of(tmp_path))
+    fill(recorder, 1, 1)
+    recorder.close()
+    folder = tmp_path / "recording"
+    with pytest.raises(RecordingError, match=r"no recording of 'core-0.2'; it has core-0\.1"):
+        open_recording(folder, "core-0.2")
+    (segment,) = (folder / str(ME)).iterdir()
+    segment.write_bytes(b"something else")
+    with pytest.raises(RecordingError, match=r"0001\.rec: not a recording"):
+        open_recording(folder, str(ME))
+
+
+def test_a_disk_that_fails_ends_the_recording_not_the_process(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = Recorder(ME, config_of(tmp_path))
+    (tmp_path / "recording" / str(ME)).rmdir()
+    fill(recorder, 3, 1)
+    recorder.close()
+    assert "recording ends here" in caplog.text
+
+
+def test_the_config_survives(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    assert msgspec.json.decode(msgspec.json.encode(config), type=EngineConfig) == config

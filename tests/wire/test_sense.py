@@ -1,0 +1,146 @@
+"""What an inbox believes: messages whose lengths and numbers can be."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from quintet.wire import messages as m
+from quintet.wire import step as s
+from quintet.wire.codec import pack_f32, pack_i32, pack_i64, pack_u8
+from quintet.wire.columns import all_below
+from quintet.wire.ids import Role, WorkerId
+from quintet.wire.params import SamplingParams
+from quintet.wire.sense import Sense
+
+from .test_record import config_of
+
+NAN = float("nan")
+PARAMS = SamplingParams(seed=1)
+
+
+@pytest.fixture
+def sense(tmp_path: Path) -> Sense:
+    return Sense(config_of(tmp_path))
+
+
+def submit(**change: Any) -> m.Submit:
+    made = m.Submit(1, m.TokenPrompt(pack_i32([1])), PARAMS, 0, 0, 0, 0)
+    return msgspec.structs.replace(made, **change)
+
+
+def admit(**change: Any) -> m.Admit:
+    return msgspec.structs.replace(m.Admit(1, pack_i32([1, 7]), PARAMS, 0, 0, 0), **change)
+
+
+def plan(**change: Any) -> s.StepPlan:
+    row = s.NewRow(0, 1, 1, pack_i32([1, 2]), 2, PARAMS, 1)
+    made = s.StepPlan(
+        1, 0, b"", [row], pack_i32([0, 0, 1]), b"", pack_i32([0]), pack_i32([0]), pack_i32([2]), b"\1"
+    )
+    return msgspec.structs.replace(made, **change)
+
+
+def tokens(**change: Any) -> m.Tokens:
+    made = m.Tokens(
+        1, 0, [], pack_i64([9]), pack_i32([0]), pack_u8([2]), pack_i32([1, 2]), pack_u8([0]), pack_i32([-1])
+    )
+    return msgspec.structs.replace(made, **change)
+
+
+def text(**change: Any) -> m.Text:
+    return msgspec.structs.replace(
+        m.Text(1, 0, 0, [], [9], ["a"], [0], [0], [1], pack_i32([1]), []), **change
+    )
+
+
+def result(**change: Any) -> s.StepResult:
+    return msgspec.structs.replace(s.StepResult(1, 0, pack_i32([1])), **change)
+
+
+MADE: list[Callable[..., msgspec.Struct]] = [submit, admit, plan, tokens, text, result]
+
+
+@pytest.mark.parametrize("make", MADE)
+def test_what_our_processes_send_makes_sense(sense: Sense, make: Callable[..., msgspec.Struct]) -> None:
+    assert sense.accepts(make())
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        submit(request_id=-1),
+        submit(request_id=(1 << 64) - 1),
+        submit(core=1 << 40),
+        submit(detokenizer=-1),
+        submit(prompt=m.TokenPrompt(b"abc")),
+        submit(output_ids=pack_i32([8])),
+        submit(params=SamplingParams(n=0)),
+        submit(params=SamplingParams(temperature=NAN)),
+        submit(params=SamplingParams(top_p=NAN)),
+        submit(params=SamplingParams(logit_bias={8: 1.0})),
+        submit(params=SamplingParams(logit_bias={1: NAN})),
+        submit(params=SamplingParams(stop=[""])),
+        admit(prompt_ids=b""),
+        admit(prompt_ids=pack_i32([-1])),
+        admit(prompt_ids=pack_i32([8])),
+        admit(bad_word_ids=[[]]),
+        admit(bad_word_ids=[[1 << 40]]),
+        plan(slots=pack_i32([4])),
+        plan(slots=pack_i32([-1])),
+        plan(slots=b""),
+        plan(samples=b"\2"),
+        plan(counts=pack_i32([0])),
+        plan(starts=pack_i32([63])),
+        plan(blocks=pack_i32([0, 0])),
+        plan(blocks=pack_i32([0, 4, 1])),
+        plan(blocks=pack_i32([0, 0, 1 << 30])),
+        plan(copies=pack_i32([0, 1 << 30])),
+        plan(freed=pack_i32([4])),
+        plan(new_rows=[s.NewRow(4, 1, 1, pack_i32([1]), 1, PARAMS, 1)]),
+        plan(new_rows=[s.NewRow(0, 1, 1, pack_i32([1]), 2, PARAMS, 1)]),
+        plan(new_rows=[s.NewRow(0, 1, 1, pack_i32([1]), 1, PARAMS, -1)]),
+        tokens(request_ids=b""),
+        tokens(num_tokens=b"\1"),
+        tokens(token_ids=pack_i32([1, 8])),
+        tokens(finishes=b"\5"),
+        tokens(stop_ids=b"abc"),
+        tokens(logprobs=[s.TokenLogprobs(1, 1, pack_i32([1]), pack_f32([0]))]),
+        tokens(logprobs=[s.TokenLogprobs(0, 1, pack_i32([1, 2]), pack_f32([0]))]),
+        tokens(prompt_logprobs=[s.PromptLogprobs(0, 1, 0, b"", b"", b"")]),
+        text(deltas=[]),
+        text(num_tokens=[-1]),
+        text(token_ids=b"ab"),
+        text(logprobs=[m.RowLogprobs(1, [])]),
+        result(token_ids=pack_i32([8])),
+        result(token_ids=b"ab"),
+        result(logprobs=[s.TokenLogprobs(4, 1, pack_i32([1]), pack_f32([0]))]),
+        s.Capacity(1, 0, 16, 4, 64),
+        s.Capacity(1, 8, 8, 4, 64),
+        s.Capacity(1, 8, 16, 5, 64),
+        m.StopHit(pack_i64([1]), b""),
+        m.StopHit(b"abc"),
+        m.Cancel([-1], 0),
+        m.Topology(1, [m.Seat(WorkerId(Role.CORE, 0, 1), "no address", 1, m.SeatState.READY)]),
+        m.Heartbeat(WorkerId(Role.CORE, 0, 1), 0, 0, 0, b"no snapshot"),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_nonsense_is_refused(sense: Sense, message: msgspec.Struct) -> None:
+    assert not sense.accepts(message)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 255, 256, 257, 1000, 65535, 65536, 65537, 1 << 24, (1 << 31) - 1])
+def test_a_column_is_below_its_limit_or_not(limit: int) -> None:
+    draw = random.Random(limit)
+    edges = [0, limit - 1, limit, limit + 1, limit - 256, limit + 255, -1, -(1 << 31), (1 << 31) - 1]
+    edges = [number for number in edges if -(1 << 31) <= number < 1 << 31]
+    for edge in edges:
+        for _ in range(20):
+            numbers = [draw.randrange(limit) for _ in range(draw.randrange(4))] + [edge]
+            draw.shuffle(numbers)
+            assert all_below(pack_i32(numbers), limit) == all(0 <= n < limit for n in numbers), numbers
+    assert all_below(b"", limit)

@@ -1,0 +1,322 @@
+"""The flight recorder: what one process was sent, when it took it, and what it sent, kept in a bounded ring of files.
+
+    FOLDER/core-0.1/0001.rec    header | turn: clock, frames taken together | frames sent | turn ...
+                    0002.rec
+
+Owns the files' form, for writing and for reading. Knows nothing of what the frames mean (but for the newest topology,
+which a segment repeats), and never makes the recorded process wait: a thread writes.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from quintet.wire.config import EngineConfig
+from quintet.wire.ids import Role, WorkerId
+from quintet.wire.sockets import OpensOutboxes, Outbox
+
+MAGIC = b"quintet recording 1\n"
+SUFFIX = ".rec"
+SEGMENTS = 16
+"""Files that a full ring consists of: what is thrown away at once is one of them."""
+FLUSH_BYTES = 256 << 10
+FLUSH_S = 0.5
+"""What is younger is lost when the process is killed."""
+MAX_BACKLOG_BYTES = 64 << 20
+"""A disk that is behind by more ends the recording: one with a gap could not be replayed."""
+
+_HEAD = struct.Struct("<BIq")
+"""Kind of a record, bytes that follow, and a number: a turn's clock, or whom a frame was sent to."""
+_SIZE = struct.Struct("<I")
+_TURN, _IDLE_TURN, _RECEIVED, _SENT = 1, 2, 3, 4
+_ROLES = list(Role)
+
+
+class Header(msgspec.Struct, frozen=True):
+    """How every segment begins."""
+
+    version: str
+    """Of Quintet."""
+    worker: WorkerId
+    segment: int
+    """From 1."""
+    topology: bytes
+    """The newest `Topology` before the segment, encoded; empty when there was none."""
+    config: EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A frame that the process sent."""
+
+    role: Role
+    index: int
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of the process's loop."""
+
+    number: int
+    """From 1, in what was read."""
+    now_ns: int
+    was_idle: bool
+    """Whether nothing was pending when it began."""
+    frames: list[bytes] = field(default_factory=list)
+    sent: list[Sent] = field(default_factory=list)
+
+
+class RecordingError(Exception):
+    """A recording cannot be read; the message names the file and what is wrong with it."""
+
+
+class Recorder:
+    """Writes the recording of one process. Used from its loop only, but for `sent`, which any thread may call."""
+
+    def __init__(self, me: WorkerId, config: EngineConfig) -> None:
+        assert config.record is not None
+        self._ring = _Ring(me, config, Path(config.record))
+        self._parts: list[bytes | memoryview] = []
+        self._num_bytes = 0
+        self._handed_over_at = time.monotonic()
+        self._taken: list[memoryview] = []
+        self.topology = b""
+        """The newest, encoded."""
+
+    def received(self, payload: memoryview) -> None:
+        """Note a frame that the inbox accepted; it belongs to the turn that begins next."""
+        self._taken.append(payload)
+
+    def turn(self, now_ns: int, was_idle: bool) -> None:
+        """Begin a turn with the frames taken."""
+        if self._num_bytes > FLUSH_BYTES or time.monotonic() - self._handed_over_at > FLUSH_S:
+            self._hand_over()
+        add, num_bytes = self._parts.append, 0
+        add(_HEAD.pack(_IDLE_TURN if was_idle else _TURN, 0, now_ns))
+        for payload in self._taken:
+            size = len(payload)
+            add(_HEAD.pack(_RECEIVED, size, 0))
+            add(payload)
+            num_bytes += size + _HEAD.size
+        self._taken.clear()
+        self._num_bytes += num_bytes + _HEAD.size
+
+    def sent(self, worker: WorkerId, payload: bytes) -> None:
+        """Note a frame that was sent."""
+        head = _HEAD.pack(_SENT, len(payload), _ROLES.index(worker.role) << 32 | worker.index)
+        self._parts += (head, payload)
+        self._num_bytes += len(payload) + _HEAD.size
+
+    def watch(self, bus: OpensOutboxes) -> OpensOutboxes:
+        """Return a bus whose outboxes are recorded, but for the one to the supervisor: it gets times and counts only."""
+        return _WatchedBus(bus, self)
+
+    def _hand_over(self) -> None:
+        """Give what was noted to the writer. Only between turns, so that a segment begins with one."""
+        if self._parts:
+            self._ring.put(self._parts, self._num_bytes, self.topology)
+            self._parts, self._num_bytes = [], 0
+        self._handed_over_at = time.monotonic()
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._hand_over()
+        self._ring.close()
+
+
+class _WatchedBus:
+    def __init__(self, bus: OpensOutboxes, recorder: Recorder) -> None:
+        self._bus = bus
+        self._recorder = recorder
+
+    def open_outbox(self, worker: WorkerId, address: str) -> Outbox:
+        outbox = self._bus.open_outbox(worker, address)
+        return outbox if worker.role is Role.SUPERVISOR else _WatchedOutbox(outbox, worker, self._recorder)
+
+
+class _WatchedOutbox:
+    def __init__(self, outbox: Outbox, worker: WorkerId, recorder: Recorder) -> None:
+        self._send = outbox.send
+        self._outbox = outbox
+        self._worker = worker
+        self._note = recorder.sent
+
+    def send(self, payload: bytes) -> None:
+        self._note(self._worker, payload)
+        self._send(payload)
+
+    def close(self, *, drop: bool) -> None:
+        self._outbox.close(drop=drop)
+
+
+class _Ring:
+    """The segments of one seat, and the thread that writes them. The oldest go, those of earlier epochs first."""
+
+    def __init__(self, me: WorkerId, config: EngineConfig, folder: Path) -> None:
+        self._me = me
+        frontend = msgspec.structs.replace(config.frontend, api_keys=[])
+        self._config = msgspec.structs.replace(config, frontend=frontend)
+        self._folder = folder
+        self._max_bytes = config.record_bytes
+        self._segment = 0
+        self._file: BinaryIO | None = None
+        self._waiting: queue.SimpleQueue[tuple[list[bytes | memoryview], int, bytes] | None] = (
+            queue.SimpleQueue()
+        )
+        self._num_put = self._num_written = 0
+        """Bytes; each is written by one thread only."""
+        self._given_up = False
+        self._log = logging.getLogger("quintet")
+        self._own_folder = folder / str(me)
+        self._own_folder.mkdir(mode=0o700, parents=True)
+        self._thread = threading.Thread(target=self._write_all, name="recorder", daemon=True)
+        self._thread.start()
+
+    def put(self, parts: list[bytes | memoryview], num_bytes: int, topology: bytes) -> None:
+        """Have whole turns written."""
+        if self._given_up:
+            return
+        if self._num_put - self._num_written > MAX_BACKLOG_BYTES:
+            self._give_up(f"the disk is {MAX_BACKLOG_BYTES >> 20} MiB behind")
+            return
+        self._num_put += num_bytes
+        self._waiting.put((parts, num_bytes, topology))
+
+    def close(self) -> None:
+        """Wait until everything is written."""
+        self._waiting.put(None)
+        self._thread.join(5.0)
+
+    def _write_all(self) -> None:
+        while (work := self._waiting.get()) is not None:
+            parts, num_bytes, topology = work
+            if self._given_up:
+                continue
+            try:
+                self._segment_for(num_bytes, topology).write(b"".join(parts))
+            except OSError as error:
+                self._give_up(str(error))
+            self._num_written += num_bytes
+        if self._file is not None:
+            self._file.close()
+
+    def _give_up(self, why: str) -> None:
+        self._given_up = True
+        self._log.error("recording ends here: %s", why)
+
+    def _segment_for(self, num_bytes: int, topology: bytes) -> BinaryIO:
+        """Return the file that has room, a new one when the last is full."""
+        if self._file is not None:
+            if self._file.tell() + num_bytes <= self._max_bytes // SEGMENTS:
+                return self._file
+            self._file.close()
+        self._segment += 1
+        _make_room(self._folder, self._me, self._max_bytes - self._max_bytes // SEGMENTS)
+        path = self._own_folder / f"{self._segment:04d}{SUFFIX}"
+        header = msgspec.json.encode(
+            Header(metadata.version("quintet"), self._me, self._segment, topology, self._config)
+        )
+        path.touch(mode=0o600)
+        self._file = path.open("wb", buffering=0)
+        self._file.write(MAGIC + _SIZE.pack(len(header)) + header)
+        return self._file
+
+
+def _make_room(folder: Path, me: WorkerId, max_bytes: int) -> None:
+    """Delete the oldest segments of a seat until the others take at most ``max_bytes``."""
+    segments = [
+        (int(path.parent.name.rpartition(".")[2]), int(path.stem), path)
+        for path in folder.glob(f"{me.role}-{me.index}.*/*{SUFFIX}")
+    ]
+    segments.sort()
+    sizes = [path.stat().st_size for _, _, path in segments]
+    total = sum(sizes)
+    for (_, _, path), size in zip(segments, sizes, strict=True):
+        if total <= max_bytes:
+            return
+        path.unlink(missing_ok=True)
+        total -= size
+        if path.parent.name != str(me) and not any(path.parent.iterdir()):
+            path.parent.rmdir()
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What is left of one process's recording."""
+
+    header: Header
+    """Of the oldest segment."""
+    segments: list[Path]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it begins where the process began."""
+        return self.header.segment == 1
+
+    def turns(self) -> Iterator[Turn]:
+        """Read the turns. The last one may lack frames that it sent; a record that was cut off is left out."""
+        turn: Turn | None = None
+        for path in self.segments:
+            for kind, number, payload in _records(path):
+                if kind in (_TURN, _IDLE_TURN):
+                    if turn is not None:
+                        yield turn
+                    turn = Turn(1 if turn is None else turn.number + 1, number, kind == _IDLE_TURN)
+                elif turn is None:
+                    raise RecordingError(f"{path}: begins with a frame that belongs to no turn")
+                elif kind == _RECEIVED:
+                    turn.frames.append(payload)
+                else:
+                    turn.sent.append(Sent(_ROLES[number >> 32], number & 0xFFFFFFFF, payload))
+        if turn is not None:
+            yield turn
+
+
+def open_recording(folder: Path, worker: str) -> Recording:
+    """Find the recording of ``worker`` (``core-0.1``). Raises `RecordingError` naming those there are."""
+    paths = sorted((folder / worker).glob(f"*{SUFFIX}"), key=lambda path: int(path.stem))
+    if not paths:
+        known = sorted({path.parent.name for path in folder.glob(f"*/*{SUFFIX}")})
+        there = f"it has {', '.join(known)}" if known else "it has none at all"
+        raise RecordingError(f"{folder} has no recording of {worker!r}; {there}.")
+    numbers = [int(path.stem) for path in paths]
+    if numbers != list(range(numbers[0], numbers[0] + len(numbers))):
+        raise RecordingError(f"{folder / worker}: segments are missing between those there are: {numbers}")
+    return Recording(_header(paths[0])[0], paths)
+
+
+def _header(path: Path) -> tuple[Header, int]:
+    """Return a segment's header and where its records begin."""
+    with path.open("rb") as file:
+        if file.read(len(MAGIC)) != MAGIC:
+            raise RecordingError(f"{path}: not a recording of this version of Quintet")
+        (size,) = _SIZE.unpack(file.read(_SIZE.size))
+        try:
+            return msgspec.json.decode(file.read(size), type=Header), file.tell()
+        except msgspec.MsgspecError as error:
+            raise RecordingError(f"{path}: its header cannot be read: {error}") from error
+
+
+def _records(path: Path) -> Iterator[tuple[int, int, bytes]]:
+    with path.open("rb") as file:
+        file.seek(_header(path)[1])
+        while len(head := file.read(_HEAD.size)) == _HEAD.size:
+            kind, size, number = _HEAD.unpack(head)
+            payload = file.read(size)
+            if len(payload) < size:
+                return
+            if not _TURN <= kind <= _SENT:
+                raise RecordingError(f"{path}: at byte {file.tell() - size} is no record")
+            yield kind, number, payload

@@ -1,0 +1,312 @@
+"""Which messages make sense: lengths that agree, numbers in their ranges. Asked by every inbox, once, for each message.
+
+What passes cannot make a process read beyond a table or fail over a number. Whether it is true, who knows: an answer
+to a question that nobody asked passes too, and its receiver drops it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from quintet.wire import messages as m
+from quintet.wire import step as s
+from quintet.wire.columns import ID_BYTES, REQUEST_BYTES, all_below
+from quintet.wire.config import EngineConfig
+from quintet.wire.metrics import decode_snapshot
+from quintet.wire.params import (
+    MAX_CHOICES,
+    MAX_COUNT,
+    MAX_REPETITION_PENALTY,
+    MIN_REPETITION_PENALTY,
+    SamplingParams,
+)
+
+MAX_SEATS = 1 << 10
+"""Seats of one role: an index of a frontend has ten bits in a request's id."""
+MAX_ID = 1 << 63
+LAST_FINISH = max(m.FinishReason)
+
+Check = Callable[[Any], bool]
+
+
+class Sense:
+    """The limits of one server, and what they mean for each kind of message."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        model, scheduler = config.model, config.scheduler
+        self._vocab_size = model.vocab_size
+        self._max_len = model.max_model_len
+        self._num_slots = scheduler.max_num_seqs
+        self._block_size = model.kv.block_size
+        self._num_blocks = model.kv.num_blocks(config.cache.memory_bytes)
+        self._blocks_per_row = -(-model.max_model_len // model.kv.block_size)
+        self._run_dir = config.run_dir
+        self._checks: dict[type[msgspec.Struct], Check] = {
+            m.Submit: self._submit,
+            m.Cancel: lambda msg: _are_ids(msg.request_ids) and _is_seat(msg.core),
+            m.Admit: self._admit,
+            m.Failed: lambda msg: _is_id(msg.request_id) and 0 <= msg.retry_s <= MAX_COUNT,
+            m.Reclaim: lambda msg: _is_id(msg.request_id) and _is_id(msg.query_id) and _is_seat(msg.frontend),
+            m.Reclaimed: self._reclaimed,
+            m.Live: lambda msg: _is_seat(msg.sender.index) and _ids_with_attempts(msg),
+            m.Unknown: lambda msg: not len(msg.request_ids) % REQUEST_BYTES,
+            m.Tokens: self._tokens,
+            m.StopHit: _ids_with_attempts,
+            m.Text: self._text,
+            m.TokenizeQuery: lambda msg: _is_id(msg.query_id) and _is_seat(msg.frontend),
+            m.Tokenized: lambda msg: _is_id(msg.query_id) and not len(msg.token_ids) % ID_BYTES,
+            m.DetokenizeQuery: lambda msg: (
+                _is_id(msg.query_id) and _is_seat(msg.frontend) and not len(msg.token_ids) % ID_BYTES
+            ),
+            m.Detokenized: lambda msg: _is_id(msg.query_id),
+            m.Topology: self._topology,
+            m.Heartbeat: lambda msg: _is_seat(msg.worker.index) and _is_snapshot(msg.metrics),
+            m.MetricsQuery: lambda msg: _is_id(msg.query_id) and _is_seat(msg.frontend),
+            m.MetricsReport: lambda msg: all(_is_snapshot(figures.metrics) for figures in msg.processes),
+            s.StepPlan: self._plan,
+            s.StepResult: self._result,
+            s.Capacity: self._capacity,
+        }
+
+    def accepts(self, message: msgspec.Struct) -> bool:
+        """Whether a message that could be decoded makes sense."""
+        check = self._checks.get(type(message))
+        return check is None or check(message)
+
+    # --- requests ---
+
+    def _are_tokens(self, column: bytes) -> bool:
+        return not len(column) % ID_BYTES and all_below(column, self._vocab_size)
+
+    def _in_vocabulary(self, ids: Iterable[int] | None) -> bool:
+        return not ids or all(0 <= token < self._vocab_size for token in ids)
+
+    def _params(self, p: SamplingParams) -> bool:
+        """Whether sampling can be done so; what a client is told of its mistakes is `SamplingParams.checked`'s."""
+        return (
+            1 <= p.n <= MAX_CHOICES
+            and 0.0 <= p.temperature <= 2.0
+            and 0.0 < p.top_p <= 1.0
+            and 0 <= p.top_k <= MAX_COUNT
+            and 0.0 <= p.min_p <= 1.0
+            and -2.0 <= p.presence_penalty <= 2.0
+            and -2.0 <= p.frequency_penalty <= 2.0
+            and MIN_REPETITION_PENALTY <= p.repetition_penalty <= MAX_REPETITION_PENALTY
+            and (p.seed is None or -MAX_ID <= p.seed < MAX_ID)
+            and 0 <= p.min_tokens <= MAX_COUNT
+            and (p.max_tokens is None or 1 <= p.max_tokens <= MAX_COUNT)
+            and (p.logprobs is None or -1 <= p.logprobs <= self._vocab_size)
+            and (p.prompt_logprobs is None or -1 <= p.prompt_logprobs <= self._vocab_size)
+            and (p.truncate_prompt_tokens is None or -1 <= p.truncate_prompt_tokens <= MAX_COUNT)
+            and "" not in p.stop
+            and self._in_vocabulary(p.stop_token_ids)
+            and self._in_vocabulary(p.allowed_token_ids)
+            and self._in_vocabulary(p.logprob_token_ids)
+            and self._in_vocabulary(p.logit_bias)
+            and all(-100.0 <= bias <= 100.0 for bias in (p.logit_bias or {}).values())
+        )
+
+    def _request(self, msg: m.Submit | m.Admit) -> bool:
+        return (
+            self._params(msg.params)
+            and 0 <= msg.request_id < MAX_ID - msg.params.n
+            and _is_seat(msg.detokenizer)
+            and -MAX_ID <= msg.priority < MAX_ID
+            and 0 <= msg.choice < MAX_CHOICES
+            and 0 <= msg.attempt <= MAX_COUNT
+            and 0 <= msg.deadline_ns < MAX_ID
+            and _is_id(msg.adopts)
+            and self._are_tokens(msg.output_ids)
+            and len(msg.output_ids) <= ID_BYTES * self._max_len
+        )
+
+    def _submit(self, msg: m.Submit) -> bool:
+        prompt = msg.prompt
+        return (
+            self._request(msg)
+            and _is_seat(msg.core)
+            and not (isinstance(prompt, m.TokenPrompt) and len(prompt.token_ids) % ID_BYTES)
+        )
+
+    def _admit(self, msg: m.Admit) -> bool:
+        return (
+            self._request(msg)
+            and len(msg.prompt_ids) > 0
+            and self._are_tokens(msg.prompt_ids)
+            and all(word and self._in_vocabulary(word) for word in msg.bad_word_ids)
+        )
+
+    def _reclaimed(self, msg: m.Reclaimed) -> bool:
+        return (
+            _is_id(msg.query_id)
+            and (msg.admit is None or self._admit(msg.admit))
+            and all(0 <= choice < MAX_CHOICES and self._are_tokens(ids) for choice, ids in msg.choices)
+        )
+
+    # --- steps ---
+
+    def _plan(self, msg: s.StepPlan) -> bool:
+        num_rows = len(msg.samples)
+        size = num_rows * ID_BYTES
+        slots = self._num_slots
+        return (
+            len(msg.slots) == len(msg.starts) == len(msg.counts) == size
+            and not len(msg.freed) % ID_BYTES
+            and not len(msg.copies) % (2 * ID_BYTES)
+            and not msg.samples.strip(b"\0\1")
+            and all_below(msg.slots, slots)
+            and all_below(msg.freed, slots)
+            and all_below(msg.copies, self._num_blocks)
+            and (not num_rows or self._spans(msg.starts, msg.counts))
+            and self._block_entries(msg.blocks)
+            and all(self._new_row(row) for row in msg.new_rows)
+        )
+
+    def _spans(self, starts: bytes, counts: bytes) -> bool:
+        """Whether rows begin and end within what a request may have, and compute something."""
+        return (
+            all_below(starts, self._max_len)
+            and all_below(counts, self._max_len + 1)
+            and all(
+                0 < count <= self._max_len - start
+                for start, count in zip(
+                    memoryview(starts).cast("i"), memoryview(counts).cast("i"), strict=True
+                )
+            )
+        )
+
+    def _block_entries(self, blocks: bytes) -> bool:
+        if len(blocks) % (3 * ID_BYTES):
+            return False
+        entries = memoryview(blocks).cast("i")
+        limits = ((0, self._num_slots), (1, self._blocks_per_row), (2, self._num_blocks))
+        return all(
+            all(0 <= number < limit for number in entries[column::3].tolist()) for column, limit in limits
+        )
+
+    def _new_row(self, row: s.NewRow) -> bool:
+        num_tokens = len(row.token_ids) // ID_BYTES
+        return (
+            0 <= row.slot < self._num_slots
+            and 0 <= row.seed < 2 * MAX_ID
+            and 0 < row.num_prompt_tokens <= num_tokens <= self._max_len
+            and self._are_tokens(row.token_ids)
+            and self._params(row.params)
+            and self._in_vocabulary(row.stop_ids)
+            and all(word and self._in_vocabulary(word) for word in row.bad_word_ids)
+        )
+
+    def _result(self, msg: s.StepResult) -> bool:
+        return (
+            self._are_tokens(msg.token_ids)
+            and 0 <= msg.compute_ns < MAX_ID
+            and self._logprobs(msg.logprobs, self._num_slots)
+            and self._prompt_logprobs(msg.prompt_logprobs, self._num_slots)
+        )
+
+    def _capacity(self, msg: s.Capacity) -> bool:
+        return (
+            0 < msg.executor_epoch <= MAX_COUNT
+            and 0 < msg.num_blocks <= MAX_COUNT
+            and msg.block_size == self._block_size
+            and 0 < msg.max_num_seqs <= self._num_slots
+            and 1 < msg.max_model_len <= self._max_len
+        )
+
+    def _logprobs(self, entries: list[s.TokenLogprobs], num_rows: int) -> bool:
+        return all(
+            0 <= entry.row < num_rows
+            and len(entry.token_ids) == len(entry.logprobs) >= ID_BYTES
+            and self._are_tokens(entry.token_ids)
+            for entry in entries
+        )
+
+    def _prompt_logprobs(self, entries: list[s.PromptLogprobs], num_rows: int) -> bool:
+        return all(
+            0 <= entry.row < num_rows
+            and 0 < entry.first < self._max_len
+            and entry.width > 0
+            and len(entry.token_ids) == len(entry.logprobs) == len(entry.ranks) * entry.width
+            and self._are_tokens(entry.token_ids)
+            for entry in entries
+        )
+
+    # --- text ---
+
+    def _tokens(self, msg: m.Tokens) -> bool:
+        num_rows = len(msg.num_tokens)
+        size = num_rows * ID_BYTES
+        return (
+            len(msg.request_ids) == num_rows * REQUEST_BYTES
+            and len(msg.first_indexes) == len(msg.stop_ids) == size
+            and len(msg.finishes) == num_rows
+            and len(msg.token_ids) == sum(msg.num_tokens) * ID_BYTES
+            and all_below(msg.token_ids, self._vocab_size)
+            and not msg.finishes.translate(None, _FINISHES)
+            and all(self._open(opened) for opened in msg.opens)
+            and self._logprobs(msg.logprobs, num_rows)
+            and self._prompt_logprobs(msg.prompt_logprobs, num_rows)
+        )
+
+    def _open(self, opened: m.Open) -> bool:
+        return (
+            _is_id(opened.request_id)
+            and self._are_tokens(opened.prompt_ids)
+            and self._are_tokens(opened.output_ids)
+            and "" not in opened.stop
+            and 0 <= opened.num_seen <= len(opened.output_ids) // ID_BYTES
+            and 0 <= opened.num_prompt_tokens <= MAX_COUNT
+            and 0 <= opened.num_cached_tokens <= MAX_COUNT
+            and 0 <= opened.attempt <= MAX_COUNT
+        )
+
+    def _text(self, msg: m.Text) -> bool:
+        num_rows = len(msg.request_ids)
+        return (
+            len(msg.deltas) == len(msg.offsets) == len(msg.first_indexes) == len(msg.num_tokens) == num_rows
+            and (not num_rows or min(msg.num_tokens) >= 0)
+            and len(msg.token_ids) == sum(msg.num_tokens) * ID_BYTES
+            and all(0 <= row.row < num_rows for row in msg.logprobs)
+            and all(not len(started.prompt_ids) % ID_BYTES for started in msg.started)
+        )
+
+    # --- supervision ---
+
+    def _topology(self, msg: m.Topology) -> bool:
+        return all(
+            _is_seat(seat.worker.index) and seat.address == f"ipc://{self._run_dir}/{seat.worker}"
+            for seat in msg.seats
+        )
+
+
+_FINISHES = bytes(range(LAST_FINISH + 1))
+
+
+def _is_id(number: int) -> bool:
+    return 0 <= number < MAX_ID
+
+
+def _are_ids(numbers: list[int]) -> bool:
+    return all(map(_is_id, numbers))
+
+
+def _is_seat(index: int) -> bool:
+    return 0 <= index < MAX_SEATS
+
+
+def _ids_with_attempts(msg: m.StopHit | m.Live) -> bool:
+    return (
+        not len(msg.request_ids) % REQUEST_BYTES
+        and len(msg.attempts) * REQUEST_BYTES == len(msg.request_ids) * ID_BYTES
+    )
+
+
+def _is_snapshot(metrics: bytes) -> bool:
+    try:
+        decode_snapshot(metrics)
+    except msgspec.MsgspecError:
+        return False
+    return True
