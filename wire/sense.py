@@ -134,7 +134,6 @@ class Sense:
     def _admit(self, msg: m.Admit) -> bool:
         return (
             self._request(msg)
-            and len(msg.prompt_ids) > 0
             and self._are_tokens(msg.prompt_ids)
             and all(word and self._in_vocabulary(word) for word in msg.bad_word_ids)
         )

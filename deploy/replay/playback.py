@@ -58,10 +58,10 @@ class Playback:
     def wait(self, timeout_s: float) -> list[object]:
         """Settle the turn that ends, and return the messages of the next. Raises `EndOfRecording`."""
         turn = next(self._turns, None)
-        self._settle(is_last=turn is None)
-        self._turn = turn
         if turn is None:
             raise EndOfRecording
+        self._settle(is_last=False)
+        self._turn = turn
         self._now_ns = turn.now_ns
         self.account.num_turns += 1
         self.account.num_received += len(turn.frames)
@@ -86,6 +86,13 @@ class Playback:
 
     # --- comparing ---
 
+    def finish(self) -> Account:
+        """Settle the last turn, once the process has left its loop, and return what was found."""
+        self._settle(is_last=True)
+        if not self._in_order:
+            self._settle_whole()
+        return self.account
+
     def _settle(self, *, is_last: bool) -> None:
         """Compare what was sent in the turn with what was sent then."""
         turn = self._turn
@@ -96,8 +103,6 @@ class Playback:
         if not self._in_order:
             self._recorded_whole += ((turn.number, each) for each in turn.sent)
             self._replayed_whole += sent
-            if is_last:
-                self._settle_whole()
             return
         for position, (before, after) in enumerate(zip(turn.sent, sent, strict=False)):
             self._compare(turn, position, before, after)

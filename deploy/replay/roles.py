@@ -44,7 +44,7 @@ def replay(recording: Recording) -> Account:
     process: Process[Any] = Process(header.worker, config, None, wires)
     with contextlib.suppress(EndOfRecording, Stopping):
         _PLAYERS[role](process)
-    return playback.account
+    return playback.finish()
 
 
 def _play_core(process: Process[Any]) -> None:

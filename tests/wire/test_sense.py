@@ -84,7 +84,6 @@ def test_what_our_processes_send_makes_sense(sense: Sense, make: Callable[..., m
         submit(params=SamplingParams(logit_bias={8: 1.0})),
         submit(params=SamplingParams(logit_bias={1: NAN})),
         submit(params=SamplingParams(stop=[""])),
-        admit(prompt_ids=b""),
         admit(prompt_ids=pack_i32([-1])),
         admit(prompt_ids=pack_i32([8])),
         admit(bad_word_ids=[[]]),

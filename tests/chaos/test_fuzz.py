@@ -1,0 +1,37 @@
+"""Nothing that comes in by any door ends a process: ten seconds of nonsense, then a normal answer."""
+
+import re
+
+from ..processes.server import Server, serve, wait_until
+from .fuzz import storm
+
+SECONDS, SEED = 10.0, 20261121
+ASKED = {"prompt": "Once upon a time", "max_tokens": 32, "seed": 11, "stream": False}
+
+
+def dropped(server: Server, why: str) -> float:
+    """Return how many frames all processes dropped for one reason."""
+    _, text = server.get("/metrics")
+    pattern = rf'^quintet:rejected_frames_total{{[^}}]*why="{why}"[^}}]*}} (\S+)$'
+    return sum(map(float, re.findall(pattern, text, re.MULTILINE)))
+
+
+def answer(server: Server) -> str:
+    status, body = server.post("/v1/completions", ASKED)
+    assert status == 200, body
+    text: str = body["choices"][0]["text"]
+    return text
+
+
+def test_nonsense_at_every_door_ends_nothing() -> None:
+    with serve("--executor", "mock", "--max-model-len", "512") as server:
+        before, text = {name: child.pid for name, child in server.children().items()}, answer(server)
+        web = storm(server, SECONDS, SEED)
+        log = "\n".join(server.lines[-60:])
+        assert {name: child.pid for name, child in server.children().items()} == before, log
+        assert not web.wrong, (web.wrong[0], log)
+        assert answer(server) == text
+        assert web.statuses[200] and web.statuses[400], "the storm never got as far as an answer"
+        for why in ("forged", "unreadable", "senseless"):
+            wait_until(lambda why=why: dropped(server, why) > 0, f"a frame that is {why}")  # type: ignore[misc]
+        assert server.stop() == 0
