@@ -15,6 +15,9 @@ from quintet.wire.step import Capacity, StepResult
 
 Message = Admit | Cancel | StopHit | Reclaim | StepResult | Capacity
 
+MAX_EARLY = 1 << 14
+"""Messages kept for processes that no topology has named yet. Frontends of ours are named within moments."""
+
 
 class Core:
     """The loop: take what arrived, apply it, plan as far ahead as the depth allows."""
@@ -27,8 +30,9 @@ class Core:
         self._span = self.process.span
         self._reclaims: list[Reclaim] = []
         """Questions for requests whose last tokens are being drawn."""
-        self._early: list[Admit | Cancel] = []
-        """Requests for processes that no topology has named yet, and all that came after them, in order."""
+        self._early: dict[tuple[int, int], list[Admit | Cancel]] = {}
+        """Of each frontend process: requests for processes that no topology has named yet, and all after them, in order."""
+        self._num_early = 0
 
     def run(self) -> None:
         """Serve until told to stop."""
@@ -48,13 +52,27 @@ class Core:
         if any(isinstance(message, Topology) for message in messages):
             self._follow(self.process.topology)
         for message in messages:
-            if isinstance(message, Admit | Cancel) and (self._early or self._is_early(message)):
-                self._early.append(message)
+            if isinstance(message, Admit | Cancel):
+                self._take(message)
             elif not isinstance(message, Topology):
                 self._handle(message)
         self._send(self.engine.expire(self.process.now_ns))
         self._plan()
         self._account()
+
+    def _take(self, message: Admit | Cancel) -> None:
+        """Handle what comes from a frontend, or keep it for the next topology. Nobody waits behind another's requests."""
+        ids = [message.request_id] if isinstance(message, Admit) else message.request_ids
+        sender = frontend_of(ids[0]) if ids else (0, 0)
+        if sender not in self._early and not self._is_early(message):
+            self._handle(message)
+        elif self._num_early < MAX_EARLY:
+            self._num_early += 1
+            self._early.setdefault(sender, []).append(message)
+        else:
+            self.process.log.warning(
+                "%d messages wait for processes that no topology has named; one more is dropped", MAX_EARLY
+            )
 
     def _is_early(self, message: Admit | Cancel) -> bool:
         """Whether a request names processes that no topology has told us of: answers to it would be lost."""
@@ -145,12 +163,10 @@ class Core:
             worker = seat.worker
             if worker.role is Role.FRONTEND:
                 self.engine.abandon(worker.index, worker.epoch, now, down=seat.state is SeatState.DOWN)
-        early, self._early = self._early, []
-        for message in early:
-            if self._early or self._is_early(message):
-                self._early.append(message)
-            else:
-                self._handle(message)
+        early, self._early, self._num_early = self._early, {}, 0
+        for messages in early.values():
+            for message in messages:
+                self._take(message)
 
     def _account(self) -> None:
         """Bring the heartbeat's account and the gauges up to date."""

@@ -80,7 +80,7 @@ class Service:
         process.account = self._account
         self._num_in_lanes = 0
         self._is_retiring = False
-        self._early: dict[int, list[msgspec.Struct]] = {}
+        self._early: dict[tuple[int, int | None], list[msgspec.Struct]] = {}
         """What waits for a topology, per frontend, in order."""
         self._early_bytes = 0
         self._refusals: list[tuple[int, int | None, Failed | Tokenized]] = []
@@ -116,7 +116,7 @@ class Service:
         if sender is None:
             return
         index, tag = sender
-        if index in self._early or self._is_unnamed(index, tag):
+        if sender in self._early or self._is_unnamed(index, tag):
             self._keep(index, tag, message)
         else:
             self._handle(message)
@@ -126,7 +126,7 @@ class Service:
         size = len(encode(message)) + EARLY_OVERHEAD
         if self._early_bytes + size <= MAX_EARLY_BYTES:
             self._early_bytes += size
-            self._early.setdefault(index, []).append(message)
+            self._early.setdefault((index, tag), []).append(message)
             return
         if not self._refusals:
             self._process.log.warning(
