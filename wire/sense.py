@@ -306,6 +306,6 @@ def _ids_with_attempts(msg: m.StopHit | m.Live) -> bool:
 def _is_snapshot(metrics: bytes) -> bool:
     try:
         decode_snapshot(metrics)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError):
         return False
     return True

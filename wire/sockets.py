@@ -84,6 +84,10 @@ class _PushSocket:
             self._socket.close()
 
 
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError)
+"""What decoding bytes that are no message raises: also text that is none, and lists without end."""
+
+
 class Rejection(enum.Enum):
     """Why an inbox dropped a frame."""
 
@@ -179,7 +183,7 @@ class Inbox(Generic[MessageT]):
             return
         try:
             message = self._decode(payload)
-        except msgspec.MsgspecError:
+        except UNREADABLE:
             self.rejected[Rejection.UNREADABLE] += 1
             return
         if self._makes_sense is not None and not self._makes_sense(message):

@@ -57,10 +57,12 @@ def test_noise_is_counted_and_dropped(bus: Bus, tmp_path: Path) -> None:
     peers = Peers(bus)
     peers.connect(CORE, inbox.address)
     peers.send_payload(Role.CORE, 0, b"\xc1 not msgpack")
+    peers.send_payload(Role.CORE, 0, b"\x93\xa6cancel\x90\xa2\xd5\xd5")  # text that is no UTF-8
+    peers.send_payload(Role.CORE, 0, b"\x91" * 100_000)  # lists in lists
     peers.send(Role.CORE, 0, StopHit(b""))
     peers.send(Role.CORE, 0, Cancel([1], 0))
     assert receive(inbox, 1) == [Cancel([1], 0)]
-    assert inbox.rejected == {**dict.fromkeys(Rejection, 0), Rejection.UNREADABLE: 2}
+    assert inbox.rejected == {**dict.fromkeys(Rejection, 0), Rejection.UNREADABLE: 4}
     peers.close()
     inbox.close()
 
