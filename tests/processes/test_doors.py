@@ -1,0 +1,95 @@
+"""What a running server leaves open, to whom, and what it tells its log."""
+
+import hmac
+import os
+import stat
+import urllib.request
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import psutil
+import pytest
+
+from quintet.frontend.guard import Keys
+from quintet.wire.errors import RequestError
+from quintet.wire.seal import KEY_FILE
+
+from .server import Server, serve
+
+SECRET = "zanzibar heliotrope"
+
+
+def everybody(server: Server) -> list[psutil.Process]:
+    return [psutil.Process(server.process.pid), *server.children().values()]
+
+
+def headers_of(server: Server, origin: str) -> dict[str, str]:
+    request = urllib.request.Request(server.url + "/v1/models", headers={"Origin": origin})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return {name.lower(): value for name, value in answer.headers.items()}
+
+
+def test_doors_are_closed_unless_opened() -> None:
+    with serve("--executor", "mock", "--log-level", "DEBUG", "--log-requests") as server:
+        bound = {
+            Path(str(connection.laddr))
+            for process in everybody(server)
+            for connection in process.net_connections("unix")
+            if str(connection.laddr).startswith("/")
+        }
+        folders = {path.parent for path in bound}
+        assert len(bound) == 6 and len(folders) == 1, bound
+        (folder,) = folders
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert folder.stat().st_uid == os.getuid()
+        assert stat.S_IMODE((folder / KEY_FILE).stat().st_mode) == 0o600
+
+        listening = {
+            connection.laddr.ip
+            for process in everybody(server)
+            for connection in process.net_connections("inet")
+            if connection.status == psutil.CONN_LISTEN
+        }
+        assert listening == {"127.0.0.1"}
+
+        told = headers_of(server, "https://elsewhere.example")
+        assert not [name for name in told if name.startswith("access-control")]
+
+        status, answer = server.post("/v1/completions", {"prompt": SECRET, "max_tokens": 16, "seed": 4})
+        assert status == 200
+        assert server.post("/v1/completions", {"prompt": SECRET, "temperature": SECRET})[0] == 400
+        assert (
+            server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": SECRET}]})[0] == 200
+        )
+        key = (folder / KEY_FILE).read_bytes()
+        assert server.stop() == 0
+    log = "\n".join(server.lines)
+    assert "/v1/completions" in log, "--log-requests logs a line per request"
+    for word in (*SECRET.split(), answer["choices"][0]["text"].strip()):
+        assert word not in log
+    assert key.hex() not in log
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("presented", ["sk-a", "sk-b", "nothing alike", "", "sk-aa"])
+def test_every_key_is_compared_whole(presented: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However a key is wrong, the same comparisons are made: how long they take tells nothing of the right one."""
+    compared: list[tuple[Any, Any]] = []
+    digest = hmac.compare_digest
+
+    def compare(given: Any, key: Any) -> bool:
+        compared.append((given, key))
+        return digest(given, key)
+
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    exchange = SimpleNamespace(
+        path="/v1/models", header=lambda name: presented if name == "x-api-key" else None
+    )
+    keys = Keys(["sk-a", "sk-b"])
+    if presented in ("sk-a", "sk-b"):
+        keys.check(cast(Any, exchange))
+    else:
+        with pytest.raises(RequestError):
+            keys.check(cast(Any, exchange))
+    assert compared == [(presented.encode(), b"sk-a"), (presented.encode(), b"sk-b")]
