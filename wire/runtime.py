@@ -205,7 +205,8 @@ class Process(Generic[MessageT]):
 
         def on_readable() -> None:
             messages = self.inbox.drain()
-            self._begin_turn()
+            if messages:
+                self._begin_turn()
             for message in messages:
                 self._housekeep(message)
                 handle(message)

@@ -11,6 +11,7 @@ import msgspec
 
 from quintet.core.main import Core
 from quintet.deploy.replay.playback import Account, EndOfRecording, Playback
+from quintet.detokenizer_proc.main import prepare as prepare_detokenizer
 from quintet.detokenizer_proc.main import serve as serve_detokenizer
 from quintet.executor.main import serve as serve_executor
 from quintet.tokenizer_proc.encode import load_encoder
@@ -72,7 +73,7 @@ def _play_tokenizer(process: Process[Any]) -> None:
 
 _PLAYERS: Mapping[Role, Callable[[Process[Any]], None]] = {
     Role.CORE: _play_core,
-    Role.DETOKENIZER: serve_detokenizer,
+    Role.DETOKENIZER: lambda process: serve_detokenizer(process, prepare_detokenizer(process.config)),
     Role.EXECUTOR: serve_executor,
     Role.TOKENIZER: _play_tokenizer,
 }

@@ -414,7 +414,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "big"))
     arguments = parser.parse_args()
     print(f"seed {arguments.seed}", flush=True)
-    with serve("--executor", "mock") as server:
+    with serve("--executor", "mock", "--drain-timeout", "3") as server:
         before = {name: child.pid for name, child in server.children().items()}
         web = storm(server, arguments.seconds, arguments.seed)
         after = {name: child.pid for name, child in server.children().items()}
@@ -422,7 +422,7 @@ def main() -> None:
         for status, request in web.wrong[:20]:
             print(status, request[:2000])
         print("no process died" if before == after else f"died: {before} {after}")
-        print("\n".join(server.lines[-40:]))
+        print("\n".join(server.lines[-40:]), flush=True)
 
 
 if __name__ == "__main__":
