@@ -5,6 +5,8 @@ Knows no configuration: which range that is, ``wire/sense.py`` says.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Mapping
 
 import msgspec
@@ -67,6 +69,20 @@ def all_below(column: bytes, limit: int) -> bool:
     if not column[top::4].translate(None, _BELOW[limit >> 8 * top]):
         return True
     return max(memoryview(column).cast("I")) < limit
+
+
+def sums_of(one: bytes, other: bytes) -> bytes:
+    """Return the sums, number by number, of two int32 columns of the same length without negative numbers.
+
+    Two columns are two long numbers, and the sum of 31-bit digits never carries into the next.
+    """
+    return (int.from_bytes(one, "little") + int.from_bytes(other, "little")).to_bytes(len(one), "little")
+
+
+def all_above_zero(column: bytes) -> bool:
+    """Whether no int32 of a column without negative numbers is 0."""
+    planes = (int.from_bytes(column[plane::4], "little") for plane in range(4))
+    return 0 not in functools.reduce(operator.or_, planes).to_bytes(len(column) // 4, "little")
 
 
 _BELOW = [bytes(range(end)) for end in range(257)]

@@ -35,24 +35,30 @@ def run_key(run_dir: str | Path) -> bytes:
 
 
 class Seal:
-    """Seals and opens frames with BLAKE2b, keyed (Aumasson, Neves, Wilcox-O'Hearn and Winnerlein, 2013; RFC 7693)."""
+    """Seals and opens frames with HMAC-SHA-256 (RFC 2104), cut to `SEAL_BYTES`.
+
+    The processor's own instructions make it twice as fast as keyed BLAKE2b for the frames of a large step. Both pads are
+    taken in once, here, rather than for every frame.
+    """
 
     def __init__(self, key: bytes) -> None:
         if len(key) != KEY_BYTES:
             raise ValueError(f"the key has {len(key)} bytes, not {KEY_BYTES}: is its file damaged?")
-        self._begin = hashlib.blake2b(key=key, digest_size=SEAL_BYTES).copy
-        """Begins a digest that has taken the key already."""
+        block = key.ljust(hashlib.sha256().block_size, b"\0")
+        self._begin_inner = hashlib.sha256(bytes(byte ^ 0x36 for byte in block)).copy
+        self._begin_outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in block)).copy
+
+    def _digest(self, payload: bytes | memoryview) -> bytes:
+        inner, outer = self._begin_inner(), self._begin_outer()
+        inner.update(payload)
+        outer.update(inner.digest())
+        return outer.digest()[:SEAL_BYTES]
 
     def close(self, payload: bytes) -> bytes:
         """Return the frame that carries ``payload``."""
-        digest = self._begin()
-        digest.update(payload)
-        return payload + digest.digest()
+        return payload + self._digest(payload)
 
     def open(self, frame: bytes) -> memoryview | None:
         """Return the payload of a frame, or None when its maker had not the key."""
-        view = memoryview(frame)
-        payload = view[:-SEAL_BYTES]
-        digest = self._begin()
-        digest.update(payload)
-        return payload if hmac.compare_digest(digest.digest(), view[-SEAL_BYTES:]) else None
+        payload = memoryview(frame)[:-SEAL_BYTES]
+        return payload if hmac.compare_digest(self._digest(payload), frame[-SEAL_BYTES:]) else None

@@ -13,7 +13,7 @@ import msgspec
 
 from quintet.wire import messages as m
 from quintet.wire import step as s
-from quintet.wire.columns import ID_BYTES, REQUEST_BYTES, all_below
+from quintet.wire.columns import ID_BYTES, REQUEST_BYTES, all_above_zero, all_below, sums_of
 from quintet.wire.config import EngineConfig
 from quintet.wire.metrics import decode_snapshot
 from quintet.wire.params import (
@@ -166,16 +166,10 @@ class Sense:
 
     def _spans(self, starts: bytes, counts: bytes) -> bool:
         """Whether rows begin and end within what a request may have, and compute something."""
-        return (
-            all_below(starts, self._max_len)
-            and all_below(counts, self._max_len + 1)
-            and all(
-                0 < count <= self._max_len - start
-                for start, count in zip(
-                    memoryview(starts).cast("i"), memoryview(counts).cast("i"), strict=True
-                )
-            )
-        )
+        limit = self._max_len + 1
+        if not (all_below(starts, limit) and all_below(counts, limit)):
+            return False
+        return all_below(sums_of(starts, counts), limit) and all_above_zero(counts)
 
     def _block_entries(self, blocks: bytes) -> bool:
         if len(blocks) % (3 * ID_BYTES):

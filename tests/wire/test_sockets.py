@@ -1,5 +1,6 @@
 """Inboxes and outboxes over real sockets."""
 
+import hmac
 import os
 import stat
 from collections.abc import Iterator
@@ -132,6 +133,14 @@ def test_the_run_dir_and_the_key_are_private(tmp_path: Path) -> None:
     assert stat.S_IMODE((run_dir / KEY_FILE).stat().st_mode) == 0o600
     assert [path.name for path in run_dir.iterdir()] == [KEY_FILE]
     assert run_key(make_run_dir(tmp_path)) != key
+
+
+def test_the_seal_is_hmac_as_the_library_makes_it() -> None:
+    key = os.urandom(KEY_BYTES)
+    for payload in (b"", b"a", os.urandom(64), os.urandom(5000)):
+        frame = Seal(key).close(payload)
+        assert frame == payload + hmac.digest(key, payload, "sha256")[:SEAL_BYTES]
+        assert Seal(key).open(frame) == payload
 
 
 def test_a_damaged_key_is_named() -> None:
