@@ -174,10 +174,13 @@ class Sense:
     def _block_entries(self, blocks: bytes) -> bool:
         if len(blocks) % (3 * ID_BYTES):
             return False
+        if not blocks:
+            return True
         entries = memoryview(blocks).cast("i")
-        limits = ((0, self._num_slots), (1, self._blocks_per_row), (2, self._num_blocks))
-        return all(
-            all(0 <= number < limit for number in entries[column::3].tolist()) for column, limit in limits
+        return (
+            all_below(entries[0::3].tobytes(), self._num_slots)
+            and all_below(entries[1::3].tobytes(), self._blocks_per_row)
+            and all_below(entries[2::3].tobytes(), self._num_blocks)
         )
 
     def _new_row(self, row: s.NewRow) -> bool:
