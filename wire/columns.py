@@ -28,6 +28,7 @@ COLUMNS: Mapping[type[msgspec.Struct], Mapping[str, str]] = {
         "token_ids": "i",
         "finishes": "B",
         "stop_ids": "i",
+        "closed": "q",
     },
     m.StopHit: {"request_ids": "q", "attempts": "i"},
     m.Started: {"prompt_ids": "i"},

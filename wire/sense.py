@@ -239,6 +239,7 @@ class Sense:
             len(msg.request_ids) == num_rows * REQUEST_BYTES
             and len(msg.first_indexes) == len(msg.stop_ids) == size
             and len(msg.finishes) == num_rows
+            and not len(msg.closed) % REQUEST_BYTES
             and len(msg.token_ids) == sum(msg.num_tokens) * ID_BYTES
             and all_below(msg.token_ids, self._vocab_size)
             and not msg.finishes.translate(None, _FINISHES)
