@@ -24,7 +24,7 @@ PATHS = (
     "/v1/streams/abc", "/v1/streams/abc?from=1",
 )  # fmt: skip
 ALLOWED_5XX = {501, 503}
-ANSWER_S = 1.0
+ANSWER_S = 0.2
 """A request that takes longer is left: its client goes away."""
 
 
