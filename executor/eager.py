@@ -34,23 +34,27 @@ class EagerPass:
         self._kv = kv
         self._cos = cos
         self._sin = sin
-        self.num_attended = 0
-        """Layers whose attention has been computed, or begun on a device."""
+        self.num_done = 0
+        """Operations that were begun: the one before them is done, or handed to a device."""
 
     def embedding(self, layer: Embedding) -> torch.Tensor:
         """See `ForwardPass`."""
+        self.num_done += 1
         return layer(self._batch.token_ids)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `ForwardPass`."""
+        self.num_done += 1
         return self._ops.rms_norm(x, weight, eps)
 
     def linear(self, layer: Linear, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """See `ForwardPass`."""
+        self.num_done += 1
         return layer(x, residual)
 
     def attention(self, layer: AttentionLayer, qkv: torch.Tensor) -> torch.Tensor:
         """See `ForwardPass`."""
+        self.num_done += 1
         ops, batch, cache = self._ops, self._batch, self._kv[layer.index]
         heads, kv_heads = layer.num_heads, layer.num_kv_heads
         qkv = qkv.view(batch.num_tokens, -1, layer.head_dim)
@@ -60,7 +64,6 @@ class EagerPass:
             qkv[:, keys] = ops.rms_norm(qkv[:, keys], layer.k_norm, layer.norm_eps)
         q = ops.rope_kv_write(qkv, heads, kv_heads, self._cos, self._sin, cache, batch.kv_write)
         attended = ops.paged_attention(q, cache, batch.attention[layer.window], layer.scale)
-        self.num_attended += 1
         return attended.reshape(batch.num_tokens, -1)
 
 
@@ -96,20 +99,20 @@ class EagerRunner:
         )
         self._pass: EagerPass | None = None
         self._hidden = torch.empty(0)
-        self._layers_before = 0
+        self._done_before = 0
 
     @property
     def work_done(self) -> int:
-        """Layers computed so far."""
+        """Operations computed so far."""
         current = self._pass
-        return self._layers_before + (0 if current is None else current.num_attended)
+        return self._done_before + (0 if current is None else current.num_done)
 
     def forward(self, rows: Rows, tables: SlotTables) -> None:
         """See `Runner.forward`."""
         batch = self._builder.build(rows, tables)
         cos, sin = self._model.rope.cos_sin(batch.positions, batch.lengths, self._dtype)
         self._span("arrays")
-        self._layers_before = self.work_done
+        self._done_before = self.work_done
         self._pass = EagerPass(self._ops, batch, self._kv, cos, sin)
         self._hidden = self._model.forward(self._pass)
 

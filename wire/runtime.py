@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 SUPERVISOR = WorkerId(Role.SUPERVISOR, 0, 1)
 CONFIG_FILE = "config.json"
+METRICS_S = 1.0
+"""Heartbeats carry the figures only so often: an idle server should cost next to nothing."""
 
 
 class Stopping(BaseException):
@@ -132,6 +134,7 @@ class Process(Generic[MessageT]):
         self._beat_s = config.processes.heartbeat_s
         self._next_beat = time.monotonic() + self._beat_s
         self._last_metrics = b""
+        self._next_metrics = 0.0
         self._heart: threading.Thread | None = None
         self._closing = threading.Event()
         self._tracer = None if config.trace is None else Tracer(me, config.trace)
@@ -153,8 +156,9 @@ class Process(Generic[MessageT]):
         self._beat(self.peers, with_metrics=self._heart is None)
 
     def _beat(self, peers: Peers, *, with_metrics: bool) -> None:
-        changed = b""
-        if with_metrics:
+        changed, now = b"", time.monotonic()
+        if with_metrics and now >= self._next_metrics:
+            self._next_metrics = now + METRICS_S
             self._account_for_rejected()
             metrics = self.metrics.encoded()
             changed = metrics if metrics != self._last_metrics else b""

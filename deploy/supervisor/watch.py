@@ -4,8 +4,8 @@ Knows nothing of requests: only that a process says, every ``heartbeat_s``, how 
 
     heartbeats, and progress or nothing to do          READY
     silence or no progress for ``notice_s``            STALLED: /health and /readyz name it
-    … for ``stall_s``                                  SIGABRT (its stacks go to the log), then SIGKILL; the death is noticed
-                                                       like any other, and its seat filled again
+    silence for ``stall_s``, or no progress for        SIGABRT (its stacks go to the log), then SIGKILL; the death is noticed
+    `HUNG_PATIENCE` times as long                      like any other, and its seat filled again
 
 The core is one whose work others do: it waits for the executor. So it stalls only when the executor has had nothing to do
 for as long (a plan or result was lost); a step that takes minutes, or an executor that hangs, is no fault of the core's.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 from quintet.deploy.supervisor.seats import SeatRecord, SeatTable
@@ -26,6 +27,8 @@ ABORT_GRACE_S = 2.0
 """Between SIGABRT (dump the stacks) and SIGKILL."""
 STOP_GRACE_S = 3.0
 """Between `Stop` and SIGKILL."""
+HUNG_PATIENCE = 3
+"""Who still beats may only be slow: torch without the compiled kernels on a large model completes an operation in seconds."""
 STARVED_PATIENCE = 6
 """A process that waits for a processor all the time is given so many times ``stall_s``."""
 NODDED_OFF_S = 0.8
@@ -35,9 +38,16 @@ NODDED_OFF_S = 0.8
 class Watch:
     """Looks at every seat, once per turn of the supervisor's loop."""
 
-    def __init__(self, seats: SeatTable, processes: ProcessesConfig) -> None:
+    def __init__(
+        self,
+        seats: SeatTable,
+        processes: ProcessesConfig,
+        waited_ns: Callable[[int], int] | None = None,
+    ) -> None:
+        """``waited_ns`` tells how long a process waited for a processor so far, by its id."""
         self._seats = seats
         self._processes = processes
+        self._ask_waited_ns = waited_ns or waited_for_processor_ns
         self._log = logging.getLogger("quintet")
         self._looked_at: float | None = None
         self._waited_ns: dict[int, tuple[float, int]] = {}
@@ -70,10 +80,12 @@ class Watch:
 
     def _judge(self, seat: SeatRecord, now: float) -> None:
         limits = self._processes
-        trouble = self.trouble(seat, now, limits.notice_s)
+        trouble = self.trouble(seat, now, limits.notice_s, limits.notice_s)
         if not trouble:
             self._waited_ns.pop(seat.pid, None)
-        elif self.trouble(seat, now, limits.stall_s) and not self._is_starved(seat, now):
+        elif self.trouble(seat, now, limits.stall_s, limits.stall_s * HUNG_PATIENCE) and not self._is_starved(
+            seat, now
+        ):
             self._abort(seat, now, trouble)
             return
         state = SeatState.STALLED if trouble else SeatState.READY
@@ -82,12 +94,12 @@ class Watch:
             self._seats.is_changed = True
             self._log.warning("%s: %s", seat.worker, f"stalled: {trouble}" if trouble else "goes on")
 
-    def trouble(self, seat: SeatRecord, now: float, limit_s: float) -> str:
-        """Say what has been wrong with a process for longer than ``limit_s``; nothing when nothing is."""
-        if now - seat.last_beat > limit_s:
+    def trouble(self, seat: SeatRecord, now: float, silent_s: float, stuck_s: float) -> str:
+        """Say what has been wrong with a process for longer than these limits; nothing when nothing is."""
+        if now - seat.last_beat > silent_s:
             return f"no heartbeat for {now - seat.last_beat:.1f} s"
-        is_stuck = seat.pending > 0 and now - seat.progress_at > limit_s
-        if not is_stuck or (seat.role is Role.CORE and not self._is_executor_idle(now, limit_s)):
+        is_stuck = seat.pending > 0 and now - seat.progress_at > stuck_s
+        if not is_stuck or (seat.role is Role.CORE and not self._is_executor_idle(now, stuck_s)):
             return ""
         return f"{seat.pending} pending, none completed for {now - seat.progress_at:.1f} s"
 
@@ -101,7 +113,7 @@ class Watch:
 
     def _is_starved(self, seat: SeatRecord, now: float) -> bool:
         """Whether a process spends its time waiting for a processor: then the machine is overloaded, not the process ill."""
-        waited_ns = waited_for_processor_ns(seat.pid)
+        waited_ns = self._ask_waited_ns(seat.pid)
         since, before_ns = self._waited_ns.setdefault(seat.pid, (now, waited_ns))
         limit_s = self._processes.stall_s
         if now - min(seat.last_beat, seat.progress_at) > limit_s * STARVED_PATIENCE:

@@ -158,7 +158,7 @@ def test_a_stopped_process_is_named_within_two_seconds_then_dumped_and_replaced(
 
 def test_a_hung_executor_is_named_alone_and_replaced(server: World) -> None:
     hung = {"executor-0.1": {"pending": 1}, "core-0": {"pending": 4}}
-    process = server.start(hung, make_config(server.run_dir, stall_s=2.5))
+    process = server.start(hung, make_config(server.run_dir, stall_s=0.8))
     server.expect("topology", seat_is("executor-0.1", "STALLED"))
     told = server.expect("topology", seat_is("executor-0.2", "READY"))
     assert told["seats"]["core-0.1"] == "READY"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import signal
 import socket
 import subprocess
 from collections import deque
@@ -15,7 +17,7 @@ from quintet.deploy.supervisor.boot_story import base_url, child_failure, curl_l
 from quintet.deploy.supervisor.listener import PortInUse, bind_listener
 from quintet.deploy.supervisor.restarts import RestartPolicy, policy_of
 from quintet.deploy.supervisor.seats import SeatRecord, SeatTable
-from quintet.deploy.supervisor.watch import Watch
+from quintet.deploy.supervisor.watch import Watch, waited_for_processor_ns
 from quintet.wire.config import EngineConfig, ProcessesConfig
 from quintet.wire.errors import ConfigError
 from quintet.wire.ids import Role, WorkerId
@@ -41,6 +43,75 @@ def beat(seat: SeatRecord, progress: int, pending: int, now: float) -> None:
     seat.beat(Heartbeat(seat.worker, progress, pending, 0), now)
 
 
+class Victim:
+    """A child that only notes the signals it gets."""
+
+    def __init__(self) -> None:
+        self.signals: list[int] = []
+
+    def send_signal(self, number: int) -> None:
+        self.signals.append(number)
+
+    def kill(self) -> None:
+        self.signals.append(signal.SIGKILL)
+
+
+def silence(
+    tmp_path: Path, waited_share: float, until_s: float, stall_s: float = 10.0
+) -> tuple[SeatRecord, list[int]]:
+    """Look at an executor that was last heard at 0 until then; it waits for a processor for this share of the time."""
+    processes, clock = ProcessesConfig(stall_s=stall_s), [0.0]
+    table = SeatTable(tmp_path, processes)
+    executor = next(iter(table))
+    executor.became_ready({}, now=0.0)
+    victim = Victim()
+    executor.process = victim  # type: ignore[assignment]  # as much of a process as the watch needs
+    watch = Watch(table, processes, lambda _pid: int(clock[0] * waited_share * 1e9))
+    while clock[0] < until_s:
+        watch.look(clock[0])
+        clock[0] += 0.2
+    return executor, victim.signals
+
+
+def test_a_silent_process_is_aborted_continued_and_killed(tmp_path: Path) -> None:
+    seat, signals = silence(tmp_path, waited_share=0.0, until_s=9.0)
+    assert (seat.state, signals) == (SeatState.STALLED, [])
+    seat, signals = silence(tmp_path, waited_share=0.0, until_s=13.0)
+    assert signals == [signal.SIGABRT, signal.SIGCONT]
+    seat, signals = silence(tmp_path, waited_share=0.0, until_s=14.0)
+    assert signals[2] == signal.SIGKILL
+
+
+def test_a_process_that_waits_for_a_processor_is_shown_and_spared_for_long(tmp_path: Path) -> None:
+    seat, signals = silence(tmp_path, waited_share=0.9, until_s=50.0)
+    assert (seat.state, signals) == (SeatState.STALLED, [])
+    seat, signals = silence(tmp_path, waited_share=0.9, until_s=62.0)
+    assert signals == [signal.SIGABRT, signal.SIGCONT]
+
+
+def test_who_beats_but_completes_nothing_is_given_three_times_as_long(tmp_path: Path) -> None:
+    def signals_after(until_s: float) -> list[int]:
+        processes, victim = ProcessesConfig(stall_s=10.0), Victim()
+        table = SeatTable(tmp_path, processes)
+        executor = next(iter(table))
+        executor.became_ready({}, now=0.0)
+        executor.process = victim  # type: ignore[assignment]  # as much of a process as the watch needs
+        watch = Watch(table, processes, lambda _pid: 0)
+        for tick in range(int(until_s / 0.2)):
+            beat(executor, progress=5, pending=1, now=0.2 * tick)
+            watch.look(0.2 * tick)
+        assert executor.state is SeatState.STALLED
+        return victim.signals
+
+    assert signals_after(29.0) == []
+    assert signals_after(33.0) == [signal.SIGABRT, signal.SIGCONT]
+
+
+def test_the_system_tells_how_long_a_process_waited() -> None:
+    assert waited_for_processor_ns(os.getpid()) > 0
+    assert waited_for_processor_ns(1 << 22) == 0, "there is no such process"
+
+
 def ready_house(tmp_path: Path) -> tuple[Watch, SeatRecord, SeatRecord]:
     """Return a watch, the executor's seat and the core's; everyone became ready at 0."""
     processes = ProcessesConfig()
@@ -56,15 +127,15 @@ def test_who_is_idle_for_hours_is_well(tmp_path: Path) -> None:
     for now in (1.0, 5000.0, 9000.0):
         beat(executor, progress=7, pending=0, now=now)
         beat(core, progress=7, pending=0, now=now)
-        assert not watch.trouble(executor, now + 0.4, 1.5)
-        assert not watch.trouble(core, now + 0.4, 1.5)
+        assert not watch.trouble(executor, now + 0.4, 1.5, 1.5)
+        assert not watch.trouble(core, now + 0.4, 1.5, 1.5)
 
 
 def test_silence_is_trouble(tmp_path: Path) -> None:
     watch, executor, _ = ready_house(tmp_path)
     beat(executor, progress=7, pending=0, now=10.0)
-    assert not watch.trouble(executor, 11.4, 1.5)
-    assert watch.trouble(executor, 11.6, 1.5) == "no heartbeat for 1.6 s"
+    assert not watch.trouble(executor, 11.4, 1.5, 1.5)
+    assert watch.trouble(executor, 11.6, 1.5, 1.5) == "no heartbeat for 1.6 s"
 
 
 def test_work_without_progress_is_trouble_from_when_it_came(tmp_path: Path) -> None:
@@ -72,11 +143,11 @@ def test_work_without_progress_is_trouble_from_when_it_came(tmp_path: Path) -> N
     beat(executor, progress=7, pending=0, now=100.0)
     for now in (100.4, 100.8, 101.2):
         beat(executor, progress=7, pending=2, now=now)
-        assert not watch.trouble(executor, now, 1.5)
+        assert not watch.trouble(executor, now, 1.5, 1.5)
     beat(executor, progress=7, pending=2, now=101.6)
-    assert watch.trouble(executor, 101.6, 1.5) == "2 pending, none completed for 1.6 s"
+    assert watch.trouble(executor, 101.6, 1.5, 1.5) == "2 pending, none completed for 1.6 s"
     beat(executor, progress=8, pending=2, now=102.0)
-    assert not watch.trouble(executor, 102.0, 1.5)
+    assert not watch.trouble(executor, 102.0, 1.5, 1.5)
 
 
 def test_a_step_of_minutes_is_nobodys_trouble(tmp_path: Path) -> None:
@@ -85,8 +156,8 @@ def test_a_step_of_minutes_is_nobodys_trouble(tmp_path: Path) -> None:
         now = 0.4 * tick
         beat(executor, progress=1000 + tick, pending=1, now=now)
         beat(core, progress=3, pending=5, now=now)
-        assert not watch.trouble(executor, now, 1.5)
-        assert not watch.trouble(core, now, 1.5)
+        assert not watch.trouble(executor, now, 1.5, 1.5)
+        assert not watch.trouble(core, now, 1.5, 1.5)
 
 
 def test_a_hung_executor_is_not_the_cores_trouble(tmp_path: Path) -> None:
@@ -94,8 +165,8 @@ def test_a_hung_executor_is_not_the_cores_trouble(tmp_path: Path) -> None:
     for tick in range(20):
         beat(executor, progress=1000, pending=1, now=0.4 * tick)
         beat(core, progress=3, pending=5, now=0.4 * tick)
-    assert watch.trouble(executor, 7.6, 1.5)
-    assert not watch.trouble(core, 7.6, 1.5)
+    assert watch.trouble(executor, 7.6, 1.5, 1.5)
+    assert not watch.trouble(core, 7.6, 1.5, 1.5)
 
 
 def test_a_lost_plan_is_the_cores_trouble(tmp_path: Path) -> None:
@@ -103,8 +174,8 @@ def test_a_lost_plan_is_the_cores_trouble(tmp_path: Path) -> None:
     for tick in range(20):
         beat(executor, progress=1000, pending=0, now=0.4 * tick)
         beat(core, progress=3, pending=5, now=0.4 * tick)
-    assert not watch.trouble(executor, 7.6, 1.5)
-    assert watch.trouble(core, 7.6, 1.5) == "5 pending, none completed for 7.6 s"
+    assert not watch.trouble(executor, 7.6, 1.5, 1.5)
+    assert watch.trouble(core, 7.6, 1.5, 1.5) == "5 pending, none completed for 7.6 s"
 
 
 def test_a_time_in_which_nobody_listened_is_nobodys_silence(tmp_path: Path) -> None:
