@@ -125,6 +125,21 @@ def test_a_send_to_nobody_says_so(bus: Bus) -> None:
     peers.close()
 
 
+def test_a_retired_peer_gets_nothing_and_its_epoch_is_remembered(bus: Bus, tmp_path: Path) -> None:
+    worker = WorkerId(Role.DETOKENIZER, 1, 1)
+    peers = Peers(bus)
+    peers.follow([Seat(worker, address_of(tmp_path, worker), 1, SeatState.RETIRING)])
+    assert peers.send(Role.DETOKENIZER, 1, Drain()), "who leaves is still told things"
+    gone = Seat(worker, address_of(tmp_path, worker), 1, SeatState.DOWN, retired=True)
+    assert peers.follow([gone]) == []
+    assert not peers.send(Role.DETOKENIZER, 1, Drain())
+    assert peers.epoch(Role.DETOKENIZER, 1) == 1
+    heir = WorkerId(Role.DETOKENIZER, 1, 2)
+    assert peers.follow([Seat(heir, address_of(tmp_path, heir), 1, SeatState.READY)]) == [heir]
+    assert peers.send(Role.DETOKENIZER, 1, Drain())
+    peers.close()
+
+
 def test_the_run_dir_and_the_key_are_private(tmp_path: Path) -> None:
     run_dir = make_run_dir(tmp_path)
     assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700

@@ -1,0 +1,66 @@
+"""What every child does besides its job: heartbeats that go on while it computes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.deploy.supervised import make_config
+
+from quintet.wire.ids import Role, WorkerId
+from quintet.wire.messages import Drain, Heartbeat
+from quintet.wire.runtime import SUPERVISOR, Process
+from quintet.wire.sockets import Bus, Inbox, address_of
+
+ME = WorkerId(Role.EXECUTOR, 0, 1)
+DEADLINE_S = 20.0
+
+
+@pytest.fixture
+def supervisor(tmp_path: Path) -> Iterator[Inbox[Heartbeat]]:
+    bus = Bus(tmp_path)
+    inbox: Inbox[Heartbeat] = Inbox(bus, address_of(tmp_path, SUPERVISOR), Heartbeat)
+    yield inbox
+    inbox.close()
+    bus.close()
+
+
+def beats_until(inbox: Inbox[Heartbeat], progress: int) -> list[Heartbeat]:
+    """Return the heartbeats up to the first that tells of so much progress."""
+    beats: list[Heartbeat] = []
+    deadline = time.monotonic() + DEADLINE_S
+    while not beats or beats[-1].progress < progress:
+        assert time.monotonic() < deadline, beats
+        beats += inbox.wait(1.0)
+    return beats
+
+
+def test_a_thread_beats_while_the_loop_computes(supervisor: Inbox[Heartbeat], tmp_path: Path) -> None:
+    process: Process[Any] = Process(ME, make_config(tmp_path, heartbeat_s=0.02), Drain)
+    done = iter(range(1_000_000))
+    process.account = lambda: (next(done), 1)
+    process.beat_from_a_thread()
+    try:
+        beats = beats_until(supervisor, progress=5)  # meanwhile this thread, the loop's, receives nothing
+    finally:
+        process.close()
+    assert {beat.worker for beat in beats} == {ME}
+    assert {beat.pending for beat in beats} == {1}
+
+
+def test_figures_travel_with_few_heartbeats(supervisor: Inbox[Heartbeat], tmp_path: Path) -> None:
+    process: Process[Any] = Process(ME, make_config(tmp_path, heartbeat_s=0.02), Drain)
+    steps = process.metrics.counter("steps", "Steps.")
+    try:
+        for _ in range(20):
+            steps.inc()
+            process.progress += 1
+            process.beat()
+        beats = beats_until(supervisor, progress=20)
+    finally:
+        process.close()
+    assert sum(1 for beat in beats if beat.metrics) < 10
+    assert beats[0].metrics
