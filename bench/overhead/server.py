@@ -70,6 +70,7 @@ def serve(model: Path | str | None, flags: Sequence[str] = ()) -> Iterator[Serve
             "0",
             "--log-level",
             "WARNING",
+            "--no-spares",  # their boot is no cost of what is measured
             *flags,
         ],
         stdout=subprocess.PIPE,
