@@ -78,7 +78,6 @@ class Service:
         self._due_s: dict[object, float] = {}
         """When each prompt that a lane encodes just now should be done (`time.monotonic`)."""
         process.account = self._account
-        self._num_in_lanes = 0
         self._is_retiring = False
         self._early: dict[tuple[int, int | None], list[msgspec.Struct]] = {}
         """What waits for a topology, per frontend, in order."""
@@ -190,7 +189,7 @@ class Service:
             finish(*timed())
             return
         job = object()
-        self._num_in_lanes += 1
+        self._process.pending += 1
 
         def clocked() -> tuple[Result, int, int]:
             self._due_s[job] = time.monotonic() + ALLOWANCE_S + size / SLOWEST_BYTES_PER_S
@@ -200,7 +199,7 @@ class Service:
                 del self._due_s[job]
 
         def land(future: Future[tuple[Result, int, int]]) -> None:
-            self._num_in_lanes -= 1
+            self._process.pending -= 1
             finish(*future.result())
             self._check_drained()
 
@@ -213,7 +212,7 @@ class Service:
 
     def _check_drained(self) -> None:
         """Tell the supervisor when this process is to leave and has nothing left."""
-        if self._is_retiring and self._num_in_lanes == 0 and not self._untold:
+        if self._is_retiring and not self._process.pending and not self._untold:
             self._process.peers.send(Role.SUPERVISOR, 0, Drained(self._process.me))
 
     def _account(self) -> tuple[int, int]:
