@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.deploy.supervised import make_config
 
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.messages import Drain, Heartbeat
 from quintet.wire.runtime import SUPERVISOR, Process
 from quintet.wire.sockets import Bus, Inbox, address_of
+from tests.deploy.supervised import make_config
 
 ME = WorkerId(Role.EXECUTOR, 0, 1)
 DEADLINE_S = 20.0
