@@ -10,9 +10,13 @@ import msgspec
 import pytest
 
 from quintet.deploy.cli import main
+from quintet.deploy.replay.compare import decoded
 from quintet.deploy.replay.roles import replay
+from quintet.wire import record
 from quintet.wire.codec import encode
-from quintet.wire.record import _HEAD, _SENT, open_recording  # the test damages what was recorded
+from quintet.wire.ids import WorkerId
+from quintet.wire.messages import Topology
+from quintet.wire.record import Recorder, Recording, RecordingError, open_recording
 from quintet.wire.step import StepResult
 
 from .server import Server, serve
@@ -45,7 +49,7 @@ def ask_everything(server: Server) -> None:
 
 @pytest.mark.parametrize("executor", ["torch", "mock"])
 def test_every_process_does_the_same_again(
-    executor: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    executor: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "recording"
     flags = (
@@ -60,6 +64,7 @@ def test_every_process_does_the_same_again(
     )
     with serve(*flags, "--kv-cache-memory", "4MiB", "--threads", "1") as server:
         ask_everything(server)
+        ask_everything(server)
         assert server.gauge("quintet:rejected_frames_total") == 0
         assert server.stop() == 0
     for worker in ("core-0.1", "detokenizer-0.1", "executor-0.1", "tokenizer-0.1"):
@@ -73,7 +78,37 @@ def test_every_process_does_the_same_again(
     again = [sys.executable, "-m", "quintet.deploy.cli", "serve", "--port", "0", "--record", str(folder)]
     assert subprocess.run(again, capture_output=True, check=False).returncode == 78
     if executor == "mock":
+        _begin_in_the_middle(folder, tmp_path / "wrapped", monkeypatch)
         _say_where_it_differs(folder)
+
+
+def _begin_in_the_middle(folder: Path, wrapped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the ring has lost the beginning, who remembers nothing when idle is played to from such a moment."""
+    monkeypatch.setattr(record, "FLUSH_BYTES", 1 << 10)
+    for worker in ("detokenizer-0.1", "core-0.1"):
+        whole = open_recording(folder, worker)
+        size = sum(path.stat().st_size for path in whole.segments)
+        config = msgspec.structs.replace(whole.header.config, record=str(wrapped), record_bytes=size * 3 // 4)
+        _record_again(whole, Recorder(whole.header.worker, config))
+    account = replay(open_recording(wrapped, "detokenizer-0.1"))
+    assert account.difference is None
+    assert 0 < account.num_turns < sum(1 for _ in open_recording(wrapped, "detokenizer-0.1").turns())
+    assert account.num_sent > 10
+    with pytest.raises(RecordingError, match="segments of the recording are gone"):
+        replay(open_recording(wrapped, "core-0.1"))
+
+
+def _record_again(recording: Recording, recorder: Recorder) -> None:
+    for turn in recording.turns():
+        for payload in turn.frames:
+            recorder.received(memoryview(payload))
+        recorder.turn(turn.now_ns, turn.was_idle)
+        for payload in turn.frames:
+            if isinstance(decoded(payload), Topology):
+                recorder.topology = payload
+        for sent in turn.sent:
+            recorder.sent(WorkerId(sent.role, sent.index, 1), sent.payload)
+    recorder.close()
 
 
 def _say_where_it_differs(folder: Path) -> None:
@@ -88,8 +123,6 @@ def _say_where_it_differs(folder: Path) -> None:
     )
     whole = segment.read_bytes()
     at = whole.index(found)
-    kind, size, _ = _HEAD.unpack(whole[at - _HEAD.size : at])
-    assert (kind, size) == (_SENT, len(found))
     changed = bytearray(whole)
     tokens_at = at + found.index(_token_column(found))
     changed[tokens_at] ^= 1

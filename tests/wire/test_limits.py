@@ -1,0 +1,65 @@
+"""How large a frame may be: what processes of ours send always fits."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from quintet.wire import messages as m
+from quintet.wire import step as s
+from quintet.wire.codec import encode
+from quintet.wire.config import EngineConfig
+from quintet.wire.ids import Role
+from quintet.wire.limits import LEAST_BYTES, MOST_BYTES, largest_frame
+from quintet.wire.params import SamplingParams
+
+from .test_record import config_of
+
+LENGTH, SLOTS, VOCAB = 1 << 14, 128, 1 << 15
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> EngineConfig:
+    made = config_of(tmp_path)
+    return msgspec.structs.replace(
+        made,
+        model=msgspec.structs.replace(made.model, vocab_size=VOCAB, max_model_len=LENGTH),
+        scheduler=msgspec.structs.replace(made.scheduler, max_num_seqs=SLOTS, max_num_batched_tokens=2048),
+    )
+
+
+def test_a_prompt_as_long_as_a_body_reaches_the_tokenizer(config: EngineConfig) -> None:
+    num_ids = config.frontend.max_body_bytes // 2  # `1,` each
+    submit = m.Submit(1, m.TokenPrompt(bytes(4 * num_ids)), SamplingParams(), 0, 0, 0, 0)
+    assert LEAST_BYTES < len(encode(submit)) <= largest_frame(Role.TOKENIZER, config)
+
+
+def test_a_plan_that_admits_everybody_at_full_length_reaches_the_executor(config: EngineConfig) -> None:
+    params = SamplingParams(logit_bias=dict.fromkeys(range(VOCAB), 1.5), allowed_token_ids=list(range(VOCAB)))
+    row = s.NewRow(0, 1, 1 << 62, bytes(4 * LENGTH), 1, params, 1 << 63)
+    plan = s.StepPlan(1, 0, b"", [row] * SLOTS, b"", b"", b"", b"", b"", b"")
+    assert LEAST_BYTES < len(encode(plan)) <= largest_frame(Role.EXECUTOR, config)
+
+
+def test_log_probabilities_of_a_full_step_reach_core_and_detokenizer(config: EngineConfig) -> None:
+    width = 1 + config.frontend.max_logprobs
+    entries = config.scheduler.max_num_batched_tokens
+    entry = s.PromptLogprobs(
+        0, 1, width, bytes(4 * entries), bytes(4 * entries * width), bytes(4 * entries * width)
+    )
+    result = s.StepResult(1, 0, b"", [], [entry])
+    for role in (Role.CORE, Role.DETOKENIZER):
+        assert len(encode(result)) <= largest_frame(role, config)
+
+
+def test_what_every_frontend_may_have_reaches_a_detokenizer_that_begins(config: EngineConfig) -> None:
+    opened = m.Open(
+        1 << 62, 9, 0, bytes(64), [], False, True, True, True, False, False, 0, 0, 0, bytes(4 * 500)
+    )
+    tokens = m.Tokens(1, 0, [opened] * config.frontend.max_queued_requests, b"", b"", b"", b"", b"", b"")
+    assert len(encode(tokens)) <= largest_frame(Role.DETOKENIZER, config)
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_every_role_has_a_bound(role: Role, config: EngineConfig) -> None:
+    assert LEAST_BYTES <= largest_frame(role, config) <= MOST_BYTES
