@@ -101,8 +101,7 @@ class Recorder:
 
     def turn(self, now_ns: int, was_idle: bool) -> None:
         """Begin a turn with the frames taken."""
-        if self._num_bytes > FLUSH_BYTES or time.monotonic() - self._handed_over_at > FLUSH_S:
-            self._hand_over()
+        self.flush()
         add, num_bytes = self._parts.append, 0
         add(_HEAD.pack(_IDLE_TURN if was_idle else _TURN, 0, now_ns))
         for payload in self._taken:
@@ -123,8 +122,12 @@ class Recorder:
         """Return a bus whose outboxes are recorded, but for the one to the supervisor: it gets times and counts only."""
         return _WatchedBus(bus, self)
 
+    def flush(self) -> None:
+        """Have what was noted written if it is much or old. Only between turns."""
+        if self._num_bytes > FLUSH_BYTES or time.monotonic() - self._handed_over_at > FLUSH_S:
+            self._hand_over()
+
     def _hand_over(self) -> None:
-        """Give what was noted to the writer. Only between turns, so that a segment begins with one."""
         if self._parts:
             self._ring.put(self._parts, self._num_bytes, self.topology)
             self._parts, self._num_bytes = [], 0
@@ -275,7 +278,7 @@ class Recording:
                         yield turn
                     turn = Turn(1 if turn is None else turn.number + 1, number, kind == _IDLE_TURN)
                 elif turn is None:
-                    raise RecordingError(f"{path}: begins with a frame that belongs to no turn")
+                    continue  # sent late, by a thread, for a turn that the ring has lost
                 elif kind == _RECEIVED:
                     turn.frames.append(payload)
                 else:

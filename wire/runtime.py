@@ -217,6 +217,8 @@ class Process(Generic[MessageT]):
 
         def on_beat() -> None:
             self.beat()
+            if self._recorder is not None:
+                self._recorder.flush()
             on_readable()  # a frame that raced the descriptor's edge waits at most until here
             loop.call_later(self._beat_s, on_beat)
 

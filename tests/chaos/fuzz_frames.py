@@ -24,7 +24,7 @@ from quintet.wire.seal import SEAL_BYTES, Seal, run_key
 from ..processes.server import Server
 
 HEARD: dict[Role, tuple[type[msgspec.Struct], ...]] = {
-    Role.SUPERVISOR: (m.Ready, m.Heartbeat, m.MetricsQuery),
+    Role.SUPERVISOR: (m.Ready, m.Heartbeat, m.MetricsQuery, m.Command),
     Role.TOKENIZER: (m.Submit, m.Cancel, m.TokenizeQuery),
     Role.CORE: (m.Admit, m.Cancel, m.StopHit, m.Reclaim, m.Live, s.StepResult),
     Role.EXECUTOR: (s.StepPlan,),
