@@ -85,6 +85,7 @@ def test_every_process_does_the_same_again(
 def _begin_in_the_middle(folder: Path, wrapped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once the ring has lost the beginning, who remembers nothing when idle is played to from such a moment."""
     monkeypatch.setattr(record, "FLUSH_BYTES", 1 << 10)
+    monkeypatch.setattr(record, "SEGMENTS", 8)  # so that what is thrown away is more than the segments' heads
     for worker in ("detokenizer-0.1", "core-0.1"):
         whole = open_recording(folder, worker)
         size = sum(path.stat().st_size for path in whole.segments)
