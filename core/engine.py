@@ -207,7 +207,7 @@ class Engine:
 
         Log-probabilities are not kept, so with them it goes on where the client is.
         """
-        kept = self.shelf.move(message.adopts, message.request_id, message.choice)
+        kept = self.shelf.take(message.request_id)
         is_whole = message.params.logprobs is None and kept.startswith(message.output_ids)
         return kept if is_whole else message.output_ids
 
@@ -224,6 +224,8 @@ class Engine:
         kept = self.shelf.find(message.request_id, message.key)
         if kept is None:
             return Reclaimed(message.query_id, None), effects
+        if message.rename_to:
+            self.shelf.rename(message.request_id, message.rename_to)
         return Reclaimed(message.query_id, kept.admit, kept.choices()), effects
 
     def _claimed(self, message: Reclaim) -> list[Request]:

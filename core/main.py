@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 
-from quintet.core.engine import MAX_EPOCH_AGE, Engine
+from quintet.core.engine import Engine
 from quintet.core.metrics import CoreMetrics, S
 from quintet.core.outbox import Effects
 from quintet.wire.config import EngineConfig
-from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of
+from quintet.wire.ids import Role, WorkerId, frontend_of
 from quintet.wire.messages import Admit, Cancel, Reclaim, SeatState, StopHit, Topology
 from quintet.wire.runtime import Process, child_main
 from quintet.wire.step import Capacity, StepResult
@@ -30,8 +30,8 @@ class Core:
         self._span = self.process.span
         self._reclaims: list[Reclaim] = []
         """Questions for requests whose last tokens are being drawn."""
-        self._early: dict[tuple[int, int], list[Admit | Cancel]] = {}
-        """Of each frontend process: requests for processes that no topology has named yet, and all after them, in order."""
+        self._early: dict[int, list[Admit | Cancel | Reclaim]] = {}
+        """Of each frontend seat: requests sent by a newer topology than ours, and all after them, in order."""
         self._num_early = 0
 
     def run(self) -> None:
@@ -52,7 +52,7 @@ class Core:
         if any(isinstance(message, Topology) for message in messages):
             self._follow(self.process.topology)
         for message in messages:
-            if isinstance(message, Admit | Cancel):
+            if isinstance(message, Admit | Cancel | Reclaim):
                 self._take(message)
             elif not isinstance(message, Topology):
                 self._handle(message)
@@ -60,10 +60,9 @@ class Core:
         self._plan()
         self._account()
 
-    def _take(self, message: Admit | Cancel) -> None:
+    def _take(self, message: Admit | Cancel | Reclaim) -> None:
         """Handle what comes from a frontend, or keep it for the next topology. Nobody waits behind another's requests."""
-        ids = [message.request_id] if isinstance(message, Admit) else message.request_ids
-        sender = frontend_of(ids[0]) if ids else (0, 0)
+        sender = _sender(message)
         if sender not in self._early and not self._is_early(message):
             self._handle(message)
         elif self._num_early < MAX_EARLY:
@@ -71,20 +70,12 @@ class Core:
             self._early.setdefault(sender, []).append(message)
         else:
             self.process.log.warning(
-                "%d messages wait for processes that no topology has named; one more is dropped", MAX_EARLY
+                "%d messages wait for a newer topology than any that came; one more is dropped", MAX_EARLY
             )
 
-    def _is_early(self, message: Admit | Cancel) -> bool:
-        """Whether a request names processes that no topology has told us of: answers to it would be lost."""
-        if isinstance(message, Cancel):
-            return False
-        peers = self.process.peers
-        detokenizer = peers.epoch(Role.DETOKENIZER, message.detokenizer)
-        if detokenizer is None or detokenizer < message.detokenizer_epoch:
-            return True
-        index, tag = frontend_of(message.request_id)
-        frontend = peers.epoch(Role.FRONTEND, index)
-        return frontend is None or 0 < epoch_tag(tag - frontend) < MAX_EPOCH_AGE
+    def _is_early(self, message: Admit | Cancel | Reclaim) -> bool:
+        """Whether a request was sent by a newer topology than ours: answers to it might be lost."""
+        return not isinstance(message, Cancel) and message.topology > self.process.topology.version
 
     def _handle(self, message: Message) -> None:
         """Apply one message and send what follows from it."""
@@ -176,6 +167,17 @@ class Core:
             return
         self.process.pending = engine.num_live
         self.metrics.note_state(state, self.process.now_ns)
+
+
+def _sender(message: Admit | Cancel | Reclaim) -> int:
+    """Return the seat of the frontend that a message is from."""
+    match message:
+        case Reclaim():
+            return message.frontend
+        case Admit():
+            return frontend_of(message.request_id)[0]
+        case _:
+            return frontend_of(message.request_ids[0])[0] if message.request_ids else 0
 
 
 def run(me: WorkerId, config: EngineConfig) -> None:

@@ -10,6 +10,8 @@ import hmac
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+import msgspec
+
 from quintet.core.request import Request
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.messages import Admit
@@ -102,17 +104,23 @@ class Shelf:
             first = self._moved[first]
         return first
 
-    def move(self, request_id: int, new_id: int, choice: int) -> bytes:
-        """`take` a choice that goes on under another id; its client may know it by the former one for ever."""
-        former = request_id - choice
-        if new_id - choice != former:
-            self._moved[former] = new_id - choice
-            if len(self._moved) > MAX_MOVED:
-                self._moved.popitem(last=False)
-        return self.take(request_id)
+    def rename(self, former: int, first: int) -> None:
+        """Keep a request under another first id; its client may know it by the former one for ever."""
+        former = self.newest(former)
+        kept = self._kept.pop(former)
+        for request_id in kept.outputs:
+            del self._first_of[request_id]
+        kept.outputs = {request_id - former + first: outputs for request_id, outputs in kept.outputs.items()}
+        kept.admit = msgspec.structs.replace(kept.admit, request_id=first, choice=0)
+        self._kept[first] = kept
+        for request_id in kept.outputs:
+            self._first_of[request_id] = first
+        self._moved[former] = first
+        if len(self._moved) > MAX_MOVED:
+            self._moved.popitem(last=False)
 
     def take(self, request_id: int) -> bytes:
-        """Return the outputs of a choice (int32), by its former id, and forget it; none of one that is not kept."""
+        """Return the outputs of a choice (int32) and forget it; none of one that is not kept."""
         first = self._first_of.pop(request_id, None)
         if first is None:
             return b""

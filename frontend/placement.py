@@ -43,9 +43,8 @@ class Placement:
             self._parked.append(stream)
             return
         submit = stream.submit
-        submit.core, submit.core_epoch = core, self.seats.epoch(Role.CORE, core)
-        submit.detokenizer = detokenizer
-        submit.detokenizer_epoch = self.seats.epoch(Role.DETOKENIZER, detokenizer)
+        submit.core, submit.detokenizer = core, detokenizer
+        submit.topology = self.seats.topology.version
         if not self._hand_over(stream):
             self._parked.append(stream)
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
@@ -29,6 +30,18 @@ Answer = Tokenized | Detokenized | MetricsReport | Reclaimed
 AnswerT = TypeVar("AnswerT", Tokenized, Detokenized, MetricsReport, Reclaimed)
 
 
+@dataclass(slots=True, eq=False)
+class _Question:
+    """One that waits for its answer."""
+
+    role: Role
+    message: msgspec.Struct
+    answer: asyncio.Future[Answer]
+    index: int | None = None
+    """Who was asked; None while nobody is there."""
+    epoch: int = 0
+
+
 class Queries:
     """Asks, and matches answers to questions. Feed it every answer that arrives (`handle`)."""
 
@@ -38,13 +51,23 @@ class Queries:
         self._seats = seats
         self._timeout_s = timeout_s
         self._last_id = 0
-        self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self._waiting: dict[int, _Question] = {}
 
     def handle(self, answer: Answer) -> None:
         """Hand an answer to whoever asked; an answer that comes too late is dropped."""
-        waiter = self._waiting.get(answer.query_id)
-        if waiter is not None and not waiter.done():
-            waiter.set_result(answer)
+        question = self._waiting.get(answer.query_id)
+        if question is not None and not question.answer.done():
+            question.answer.set_result(answer)
+
+    def follow(self) -> None:
+        """Ask again what nobody was there for, or what was asked of a process that is gone. Call after `Seats.follow`."""
+        for question in list(self._waiting.values()):
+            if question.role is Role.SUPERVISOR:
+                continue
+            index = question.index
+            if index is None or self._seats.epoch(question.role, index) != question.epoch:
+                self._take_back(question)
+                self._hand_over(question)
 
     async def tokenize(self, prompt: TextPrompt | ChatPrompt, token_strs: bool = False) -> Tokenized:
         """Encode a prompt. Raises `RequestError`."""
@@ -62,9 +85,10 @@ class Queries:
             raise RequestError(answer.error.code, answer.error.message, answer.error.param)
         return answer.text
 
-    async def reclaim(self, request_id: int, key: bytes) -> Reclaimed:
+    async def reclaim(self, request_id: int, key: bytes, rename_to: int = 0) -> Reclaimed:
         """Ask for a request that its client wants to go on reading. Raises `RequestError` when no core answers."""
-        query = Reclaim(self._take_id(), self._me.index, request_id, key)
+        version = self._seats.topology.version
+        query = Reclaim(self._take_id(), self._me.index, request_id, key, version, rename_to)
         return await self._ask(Role.CORE, query, query.query_id, Reclaimed, self._timeout_s)
 
     async def metrics(self, timeout_s: float = 1.0) -> MetricsReport:
@@ -79,23 +103,35 @@ class Queries:
     async def _ask(
         self, role: Role, query: msgspec.Struct, query_id: int, kind: type[AnswerT], timeout_s: float
     ) -> AnswerT:
-        index = 0 if role is Role.SUPERVISOR else self._seats.pick(role)
-        waiter: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._waiting[query_id] = waiter
-        if index is not None:
-            self._seats.add_load(role, index, 1)
+        question = _Question(role, query, asyncio.get_running_loop().create_future())
+        if role is Role.SUPERVISOR:
+            self._send(role, 0, query)
+        elif role in self._seats.ever_ready:
+            self._hand_over(question)
+        else:
+            raise RequestError(ErrorCode.UNAVAILABLE, f"No {role} process is running yet; try again shortly.")
+        self._waiting[query_id] = question
         try:
-            if index is None or not self._send(role, index, query):
-                raise RequestError(ErrorCode.UNAVAILABLE, f"No {role} process is running; try again shortly.")
             async with asyncio.timeout(timeout_s):
-                answer = await waiter
+                answer = await question.answer
         except TimeoutError:
             raise RequestError(
                 ErrorCode.TIMEOUT, f"The {role} process did not answer within {timeout_s:g} s; try again."
             ) from None
         finally:
             del self._waiting[query_id]
-            if index is not None:
-                self._seats.add_load(role, index, -1)
+            self._take_back(question)
         assert isinstance(answer, kind), f"query {query_id} to {role} was answered by {type(answer).__name__}"
         return answer
+
+    def _hand_over(self, question: _Question) -> None:
+        """Send a question to a worker, if there is one."""
+        index = self._seats.pick(question.role)
+        if index is not None and self._send(question.role, index, question.message):
+            question.index, question.epoch = index, self._seats.epoch(question.role, index)
+            self._seats.add_load(question.role, index, 1)
+
+    def _take_back(self, question: _Question) -> None:
+        if question.index is not None:
+            self._seats.add_load(question.role, question.index, -1)
+            question.index = None

@@ -101,6 +101,7 @@ class Service:
                 self.sessions.handle(message)
             case Topology():
                 self.sessions.follow(message)
+                self.queries.follow()
             case Drain() if self.sessions.seats.topology.draining:
                 self.admission.draining = True
             case Drain():

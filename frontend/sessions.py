@@ -147,9 +147,14 @@ class Sessions:
         self.metrics.submitted(params)
         return stream
 
+    def take_ids(self, count: int) -> int:
+        """Reserve consecutive ids for requests that will be adopted; return the first."""
+        return self._ids.take(count)
+
     def adopt(
         self,
         reclaimed: Reclaimed,
+        first_id: int,
         seen: Sequence[tuple[int, bool]],
         *,
         mailbox: Mailbox,
@@ -158,8 +163,8 @@ class Sessions:
     ) -> Stream:
         """Go on with a request that was kept for its client, and return the stream of what the client has not seen.
 
-        ``seen`` says of each choice how many of its tokens the client has (-1: not even its beginning), and whether it
-        has its end.
+        ``first_id`` was taken with `take_ids`, and the core keeps the request under it. ``seen`` says of each choice how
+        many of its tokens the client has (-1: not even its beginning), and whether it has its end.
         """
         admit = reclaimed.admit
         assert admit is not None
@@ -168,7 +173,7 @@ class Sessions:
         if was_begun:
             changes["prompt_logprobs"] = None
         submit = Submit(
-            request_id=self._ids.take(len(seen)),
+            request_id=first_id,
             prompt=TokenPrompt(admit.prompt_ids),
             params=msgspec.structs.replace(admit.params, **changes),
             arrival_ns=arrival_ns,
@@ -184,9 +189,8 @@ class Sessions:
         )
         stream = Stream(submit, mailbox, self.cancel, interval=interval)
         outputs = dict(reclaimed.choices)
-        former = admit.request_id - admit.choice
         for choice, (count, has_ended) in zip(stream.choices, seen, strict=True):
-            choice.go_on(former + choice.index, unpack_i32(outputs.get(choice.index, b"")), count, has_ended)
+            choice.go_on(unpack_i32(outputs.get(choice.index, b"")), count, has_ended)
         stream.num_open = sum(choice.finish is None for choice in stream.choices)
         if was_begun:
             stream.started = Started(submit.request_id, len(admit.prompt_ids) // 4, 0, arrival_ns, arrival_ns)

@@ -62,12 +62,12 @@ class Choice:
     finish: Finish | None = None
     last_ns: int = 0
     is_dirty: bool = False
-    adopts: int = 0
-    """Its id under a former frontend, of a choice that goes on for a client who came back."""
+    adopts: bool = False
+    """Whether it goes on for a client who came back, with what the core has kept."""
 
-    def go_on(self, former_id: int, outputs: Sequence[int], num_seen: int, has_ended: bool) -> None:
+    def go_on(self, outputs: Sequence[int], num_seen: int, has_ended: bool) -> None:
         """Begin where a client left off, which has ``num_seen`` of these outputs (-1: nothing at all)."""
-        self.adopts = former_id
+        self.adopts = True
         self.output_ids = array("i", outputs[: max(0, num_seen)])
         self.num_taken = len(self.output_ids)
         self.num_chars = -1 if self.output_ids else 0

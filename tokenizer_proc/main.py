@@ -84,8 +84,6 @@ class Service:
         self._early_bytes = 0
         self._refusals: list[tuple[int, int | None, Failed | Tokenized]] = []
         """Answers to what was too much to wait, with the frontend's index and epoch's tag."""
-        self._untold: list[tuple[Submit, Admit, set[int]]] = []
-        """Admissions to a core that no topology has named yet, with the choices that were cancelled meanwhile."""
         metrics = process.metrics
         self._hop = metrics.histogram(
             "hop_seconds", "Time of a message from sender to receiver.", hop="frontend_tokenizer"
@@ -95,11 +93,8 @@ class Service:
         self._num_failed = metrics.counter("tokenizer_refusals", "Requests refused before admission.")
 
     def handle(self, message: msgspec.Struct) -> None:
-        """Take one message. What comes from a frontend that no topology has named yet waits for the next one."""
+        """Take one message. What comes from a frontend that knows a newer topology waits for that."""
         if isinstance(message, Topology):
-            untold, self._untold = self._untold, []
-            for submit, admit, cancelled in untold:
-                self._send_admit(submit, admit, cancelled)
             early, self._early, self._early_bytes = self._early, {}, 0
             for waiting in early.values():
                 for each in waiting:
@@ -115,7 +110,12 @@ class Service:
         if sender is None:
             return
         index, tag = sender
-        if sender in self._early or self._is_unnamed(index, tag):
+        version = message.topology if isinstance(message, Submit) else 0
+        if (
+            sender in self._early
+            or version > self._process.topology.version
+            or self._is_unnamed(index, tag)
+        ):
             self._keep(index, tag, message)
         else:
             self._handle(message)
@@ -253,7 +253,7 @@ class Service:
             submit.deadline_ns,
             submit.claim,
             submit.adopts,
-            submit.detokenizer_epoch,
+            submit.topology,
         )
 
     def _admit(self, submit: Submit, result: Admit | Failed) -> None:
@@ -266,18 +266,10 @@ class Service:
             self._fail(Failed(submit.request_id, ErrorCode.INVALID, "cancelled"))
         else:
             self._sizes.observe(len(result.prompt_ids) // 4)
-            self._send_admit(submit, result, cancelled)
-
-    def _send_admit(self, submit: Submit, admit: Admit, cancelled: set[int]) -> None:
-        """Admit a request, and cancel some of its choices; wait with that for a topology that names its core."""
-        known = self._process.peers.epoch(Role.CORE, submit.core)
-        if known is None or known < submit.core_epoch:
-            self._untold.append((submit, admit, cancelled))
-            return
-        admit.sent_ns = time.monotonic_ns()
-        self._process.peers.send(Role.CORE, submit.core, admit)
-        if cancelled:
-            self._process.peers.send(Role.CORE, submit.core, Cancel(sorted(cancelled), submit.core))
+            result.sent_ns = time.monotonic_ns()
+            self._process.peers.send(Role.CORE, submit.core, result)
+            if cancelled:
+                self._process.peers.send(Role.CORE, submit.core, Cancel(sorted(cancelled), submit.core))
 
     def _fail(self, failed: Failed) -> None:
         self._num_failed.inc()
@@ -295,8 +287,6 @@ class Service:
                 forward.append(request_id)
             else:
                 self._waiting[owner].add(request_id)
-        for submit, _, cancelled in self._untold:
-            cancelled.update(set(forward).intersection(_choices(submit)))
         if forward:
             self._process.peers.send(Role.CORE, cancel.core, Cancel(forward, cancel.core, cancel.keep))
 

@@ -105,12 +105,10 @@ class Submit(msgspec.Struct, array_like=True, tag="submit"):
     """When the client wants it to have ended; 0 for never."""
     claim: Claim | None = None
     """What makes it resumable after its frontend is gone, or after its client left."""
-    adopts: int = 0
-    """A choice (by its id under its former frontend) that this one continues; 0 for none."""
-    core_epoch: int = 0
-    """The process the frontend means: a tokenizer that knows only older ones waits for the next topology."""
-    detokenizer_epoch: int = 0
-    """Likewise, for the core."""
+    adopts: bool = False
+    """Go on with what the core keeps under this id (`Reclaim.rename_to`)."""
+    topology: int = 0
+    """Version of the topology that the frontend chose by: who follows an older one waits for it, or would send on to the dead."""
 
 
 class Cancel(msgspec.Struct, array_like=True, tag="cancel"):
@@ -144,8 +142,8 @@ class Admit(msgspec.Struct, array_like=True, tag="admit"):
     attempt: int = 0
     deadline_ns: int = 0
     claim: Claim | None = None
-    adopts: int = 0
-    detokenizer_epoch: int = 0
+    adopts: bool = False
+    topology: int = 0
 
 
 class Failed(msgspec.Struct, array_like=True, tag="failed"):
@@ -167,10 +165,14 @@ class Reclaim(msgspec.Struct, array_like=True, tag="reclaim"):
     request_id: int
     """The first choice's."""
     key: bytes
+    topology: int = 0
+    """As in `Submit`."""
+    rename_to: int = 0
+    """Keep the request under this first id, of the asker's, from now on; its client may still name it by older ones."""
 
 
 class Reclaimed(msgspec.Struct, array_like=True, tag="reclaimed"):
-    """Core -> frontend: the answer. To go on, submit each choice with ``adopts`` and the outputs its client has."""
+    """Core -> frontend: the answer. To go on, submit the choices by their new ids, with ``adopts`` and what the client has."""
 
     query_id: int
     admit: Admit | None

@@ -37,6 +37,8 @@ WORDS = [
     "door",
 ]
 TIMEOUT_S = 120.0
+PAUSE_S = 0.05
+"""Before a client tries again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ class Heard:
     times_s: list[float] = field(default_factory=list)
     """`time.perf_counter` of every event."""
     event_ids: list[str] = field(default_factory=list)
+    num_connections: int = 0
 
     @property
     def longest_gap_s(self) -> float:
@@ -115,8 +118,10 @@ def _entries(logprobs: dict[str, Any]) -> list[Any]:
     return [list(row) for row in zip(*(logprobs[name] or () for name in columns), strict=False)]
 
 
-def crowd(seed: int, size: int, max_tokens: tuple[int, int] = (60, 160)) -> list[Asked]:
-    """Return requests that use everything a recovery could get wrong."""
+def crowd(
+    seed: int, size: int, max_tokens: tuple[int, int] = (60, 160), *, plain: bool = False
+) -> list[Asked]:
+    """Return requests that use everything a recovery could get wrong; ``plain``: each ends by its length alone."""
     rng = random.Random(seed)
     beginnings = [" ".join(rng.choices(WORDS, k=60)) for _ in range(3)]
     asked = []
@@ -137,7 +142,9 @@ def crowd(seed: int, size: int, max_tokens: tuple[int, int] = (60, 160)) -> list
             body |= {"frequency_penalty": 0.5, "presence_penalty": 0.3, "repetition_penalty": 1.1}
         if rng.random() < 0.2:
             body |= {"top_p": 0.9, "top_k": 40}
-        wants_logprobs = rng.random() < 0.2
+        wants_logprobs = rng.random() < 0.2 and not plain
+        if plain:
+            body |= {"stop": [], "ignore_eos": True}
         prompt = rng.choice([*beginnings, ""]) + " ".join(rng.choices(WORDS, k=rng.randint(3, 40)))
         if rng.random() < 0.3:
             body["messages"] = [{"role": "user", "content": prompt}]
@@ -152,19 +159,44 @@ def crowd(seed: int, size: int, max_tokens: tuple[int, int] = (60, 160)) -> list
     return asked
 
 
+class Cut(Exception):
+    """Raised by an ``on_event`` to cut the connection there."""
+
+
 async def listen(url: str, asked: Asked, heard: Heard, on_event: Callable[[], None] = lambda: None) -> None:
-    """Send one request and hear its answer out."""
-    where = urlsplit(url)
+    """Send one request and hear its answer out, over as many connections as it takes.
+
+    After a connection is lost in the middle, the next one asks for what comes after the last event.
+    """
     body = json.dumps(asked.body).encode()
-    reader, writer = await asyncio.open_connection(where.hostname, where.port, limit=1 << 24)
-    head = f"POST {asked.path} HTTP/1.1\r\nHost: {where.netloc}\r\nContent-Type: application/json\r\n"
-    writer.write(head.encode() + f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
-    try:
-        await read_events(reader, heard, on_event)
-    finally:
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()
+    where = urlsplit(url)
+    deadline_s = time.perf_counter() + TIMEOUT_S
+    while not heard.is_done and not heard.error and time.perf_counter() < deadline_s:
+        if heard.event_ids:
+            stream, _, position = heard.event_ids[-1].partition(":")
+            request = (
+                f"GET /v1/streams/{stream}?from={position} HTTP/1.1\r\nHost: {where.netloc}\r\n".encode()
+            )
+            request += b"Connection: close\r\n\r\n"
+        else:
+            request = f"POST {asked.path} HTTP/1.1\r\nHost: {where.netloc}\r\n".encode()
+            request += b"Content-Type: application/json\r\nConnection: close\r\n"
+            request += f"Content-Length: {len(body)}\r\n\r\n".encode() + body
+        heard.num_connections += 1
+        try:
+            reader, writer = await asyncio.open_connection(where.hostname, where.port, limit=1 << 24)
+        except OSError:
+            await asyncio.sleep(PAUSE_S)
+            continue
+        writer.write(request)
+        try:
+            await read_events(reader, heard, on_event)
+        except (Cut, OSError, asyncio.IncompleteReadError):
+            await asyncio.sleep(PAUSE_S)
+        finally:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
 
 
 async def read_events(reader: asyncio.StreamReader, heard: Heard, on_event: Callable[[], None]) -> None:
@@ -225,3 +257,19 @@ async def play(url: str, asked: list[Asked], disturb: Callable[[], Any] | None =
         if isinstance(result, BaseException):
             heard[number].error += f"{type(result).__name__}: {result}"
     return Run(heard, time.perf_counter() - at_s)
+
+
+def differences(calm: Run, disturbed: Run, asked: list[Asked]) -> list[str]:
+    """Return a line for each request whose client has not the same bytes in both runs."""
+    return [
+        f"{number} {asked[number].path} {shorten(asked[number].body)}: {first[:300]} became {second[:300]}"
+        for number, (first, second) in enumerate(zip(calm.bytes_of(), disturbed.bytes_of(), strict=True))
+        if first != second
+    ]
+
+
+def shorten(body: dict[str, Any]) -> dict[str, Any]:
+    """Return a body without its prompt."""
+    return {
+        name: value for name, value in body.items() if name not in ("prompt", "messages", "stream_options")
+    }

@@ -140,7 +140,7 @@ class Shape:
     """The rest of a choice that has neither log-probabilities nor a finish."""
     logprobs: Callable[[Sequence[PositionLogprobs], Options], object]
     on_start: Callable[[ChunkWriter, int, Started], list[bytes]]
-    """The events that come before the text of each choice of a prompt, given the prompt's first choice index."""
+    """The events that come before the text of a choice, given its index."""
 
 
 class ChunkWriter:
@@ -188,12 +188,10 @@ class ChunkWriter:
         n = self.options.num_choices
         base = position * n
         told = self._position
-        if batch.started is not None and max(told.counts[base : base + n]) < 0:
-            told.counts[base : base + n] = [0] * n
-            starts = self.shape.on_start(self, base, batch.started)
-            if starts:
-                starts[-1] = self._identified(starts[-1])
-                frames += starts
+        if batch.started is not None:
+            for index in range(base, base + n):
+                if told.counts[index] < 0:
+                    frames += self._start(index, batch.started)
         is_plain, prefixes, tail = self._is_plain, self._prefixes, self._plain_tail
         for delta in batch.deltas:
             index = base + delta.choice
@@ -208,12 +206,19 @@ class ChunkWriter:
                 if full is not None:
                     frames.append(self._identified(full))
 
+    def _start(self, index: int, started: Started) -> list[bytes]:
+        """Return the events that come before the text of a choice; its beginning is told with the last of them."""
+        *first, last = self.shape.on_start(self, index, started) or [b""]
+        frames = [self._identified(frame) for frame in first]
+        self._position.counts[index] = 0
+        return [*frames, self._identified(last)] if last else frames
+
     def _identified(self, frame: bytes) -> bytes:
         """Return an event with the id of where its reader is after it."""
         if not self._event_id:
             return frame
         told = self._position
-        if len(told.counts) == 1 and not told.ended[0]:
+        if len(told.counts) == 1 and not told.ended[0] and told.counts[0] >= 0:
             return b"%b%d\n%b" % (self._event_id, told.counts[0], frame)
         return b"%b%b\n%b" % (self._event_id, str(told).encode(), frame)
 

@@ -237,16 +237,14 @@ def _params(body: ChatBody, config: EngineConfig) -> SamplingParams:
 def chat_shape(role: str, prefix: str) -> Shape:
     """Return how chunks of this answer are spelled; its first events name the role and repeat the echoed text."""
 
-    def on_start(writer: ChunkWriter, base: int, started: Started) -> list[bytes]:
+    def on_start(writer: ChunkWriter, index: int, started: Started) -> list[bytes]:
         first = b'{"index":%d,"delta":{"role":' + encode_json(role).replace(b"%", b"%%")
         first += b',"content":""},"logprobs":null,"finish_reason":null}'
         after = b""
         if writer.options.return_token_ids:
             after = b',"prompt_token_ids":' + encode_json(list(unpack_i32(started.prompt_ids)))
-        frames = [writer.raw_choice(first % (base + i), after) for i in range(writer.options.num_choices)]
-        if prefix:
-            frames += [writer.chunk(base + i, prefix) for i in range(writer.options.num_choices)]
-        return frames
+        frames = [writer.raw_choice(first % index, after)]
+        return [*frames, writer.chunk(index, prefix)] if prefix else frames
 
     return Shape(
         object_name="chat.completion.chunk",

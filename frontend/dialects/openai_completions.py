@@ -154,7 +154,7 @@ def _params(body: CompletionBody, config: EngineConfig) -> SamplingParams:
     return parse.checked(params, config.frontend.max_logprobs, model, {})
 
 
-def _on_start(writer: ChunkWriter, base: int, started: Started) -> list[bytes]:
+def _on_start(writer: ChunkWriter, index: int, started: Started) -> list[bytes]:
     """Return the events of an echoed prompt, or of its token ids."""
     options = writer.options
     if not options.echo and not options.return_token_ids:
@@ -166,7 +166,7 @@ def _on_start(writer: ChunkWriter, base: int, started: Started) -> list[bytes]:
     if options.echo:
         text = started.prompt_text or ""
         logprobs = echoed_logprobs(started, options) if options.logprobs is not None else None
-    return [writer.chunk(base + i, text, logprobs, extra=extra) for i in range(options.num_choices)]
+    return [writer.chunk(index, text, logprobs, extra=extra)]
 
 
 SHAPE = Shape(

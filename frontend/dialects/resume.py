@@ -46,28 +46,35 @@ def resumable(handler: Handler) -> Handler:
 
 async def resume(service: Service, exchange: Exchange, stream_id: StreamId, given: str) -> None:
     """Write what comes after a position of a stream. Raises `RequestError` when nobody knows the stream (any more)."""
-    first = await service.queries.reclaim(stream_id.request_id, stream_id.key)
-    admit = _known(first)
+    admit = _known(await service.queries.reclaim(stream_id.request_id, stream_id.key))
     assert admit.claim is not None
     answer = answer_of(admit.claim)
     n = answer.options.num_choices
-    position = Position.parse(given, answer.num_prompts * n)
-    service.admission.reenter(answer.num_prompts * n)
-    reclaimed = [first]
-    for prompt in range(1, answer.num_prompts):
-        reclaimed.append(await service.queries.reclaim(stream_id.request_id + prompt * n, stream_id.key))
+    total = answer.num_prompts * n
+    position = Position.parse(given, total)
+    service.admission.reenter(total)
+    first_id = service.sessions.take_ids(total)
+    reclaimed = [
+        await service.queries.reclaim(stream_id.request_id + offset, stream_id.key, first_id + offset)
+        for offset in range(0, total, n)
+    ]
     job = Job()
     try:
-        for prompt, each in enumerate(reclaimed):
-            seen = list(zip(position.counts, position.ended, strict=True))[prompt * n : (prompt + 1) * n]
+        for offset, each in zip(range(0, total, n), reclaimed, strict=True):
+            seen = list(zip(position.counts, position.ended, strict=True))[offset : offset + n]
             _check(each, seen)
             job.add(
                 service.sessions.adopt(
-                    each, seen, mailbox=job.mailbox, interval=answer.interval, arrival_ns=exchange.arrival_ns
+                    each,
+                    first_id + offset,
+                    seen,
+                    mailbox=job.mailbox,
+                    interval=answer.interval,
+                    arrival_ns=exchange.arrival_ns,
                 )
             )
         shape = COMPLETION_SHAPE if answer.kind == "completion" else chat_shape(answer.role, answer.prefix)
-        goes_on = StreamId(job.streams[0].request_id, stream_id.key)
+        goes_on = StreamId(first_id, stream_id.key)
         writer = ChunkWriter(shape, answer.options, answer.num_prompts, goes_on, position)
     except BaseException:
         job.close()

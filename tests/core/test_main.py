@@ -190,9 +190,7 @@ def test_replaced_executor_and_detokenizer_lose_nothing(neighbours: Neighbours) 
     neighbours.publish(new_executor, new_detokenizer, FRONTEND)
     capacity = Capacity(2, 32, 4, 8, 128)
     neighbours.send(capacity)
-    neighbours.send(
-        msgspec.structs.replace(request, attempt=1, detokenizer_epoch=2)
-    )  # the frontend saw nothing yet
+    neighbours.send(msgspec.structs.replace(request, attempt=1, topology=2))  # the frontend saw nothing yet
     heard = serve(neighbours, new_executor, FakeExecutor(capacity), new_detokenizer)
     wanted = expected(PROMPT, 3, 6, stops=())
     assert list(codec.unpack_i32(heard[0].opens[0].output_ids)) == wanted[:1]
@@ -243,7 +241,7 @@ def driven(config: EngineConfig) -> Iterator[Driven]:
 NEW_EXECUTOR, NEW_DETOKENIZER = WorkerId(Role.EXECUTOR, 0, 2), WorkerId(Role.DETOKENIZER, 0, 2)
 
 
-def test_an_attempt_for_a_detokenizer_not_named_yet_waits_for_the_topology(driven: Driven) -> None:
+def test_an_attempt_sent_by_a_newer_topology_waits_for_it(driven: Driven) -> None:
     """The frontend may hear of a new detokenizer before this process does."""
     neighbours = driven.neighbours
     for worker, accepts in ((EXECUTOR, StepPlan), (DETOKENIZER, Tokens), (NEW_DETOKENIZER, Tokens)):
@@ -260,7 +258,7 @@ def test_an_attempt_for_a_detokenizer_not_named_yet_waits_for_the_topology(drive
             assert isinstance(plan, StepPlan)
             device.execute(plan)
     neighbours.send(device.results.popleft())
-    neighbours.send(msgspec.structs.replace(request, attempt=1, detokenizer_epoch=2))
+    neighbours.send(msgspec.structs.replace(request, attempt=1, topology=2))
     driven.deliver(2)
     neighbours.send(device.results.popleft())
     neighbours.publish(EXECUTOR, NEW_DETOKENIZER, FRONTEND)

@@ -17,10 +17,11 @@ CLAIM = Claim(KEY, b"how to answer")
 S = 10**9
 
 
-def reclaim(world: World, request_id: int, key: bytes = KEY) -> Reclaimed:
+def reclaim(world: World, request_id: int, key: bytes = KEY, rename_to: int = 0) -> Reclaimed:
     """Ask until the last tokens are drawn."""
     while True:
-        answer, effects = world.engine.reclaim(Reclaim(1, 0, request_id, key), world.tick())
+        question = Reclaim(1, 0, request_id, key, rename_to=rename_to)
+        answer, effects = world.engine.reclaim(question, world.tick())
         world.apply(effects)
         if answer is not None:
             return answer
@@ -28,8 +29,10 @@ def reclaim(world: World, request_id: int, key: bytes = KEY) -> Reclaimed:
 
 
 def adopt(world: World, request_id: int, former: int, seen: list[int], **options: object) -> None:
+    """Be a frontend that goes on with a request under an id of its own."""
+    assert reclaim(world, former, rename_to=request_id).admit is not None
     world.admit(
-        request_id, PROMPT, output_ids=seen, adopts=former, claim=CLAIM, ignore_eos=True, seed=1, **options
+        request_id, PROMPT, output_ids=seen, adopts=True, claim=CLAIM, ignore_eos=True, seed=1, **options
     )
 
 
@@ -84,7 +87,7 @@ def test_a_former_id_leads_to_the_newest_one() -> None:
     adopt(world, 50, 1, [])
     world.step()
     assert reclaim(world, 1).choices  # from 50, which lives
-    adopt(world, 90, 50, [])
+    adopt(world, 90, 1, [])
     world.run()
     [(_, outputs)] = reclaim(world, 1).choices  # from 90, which has ended
     assert list(codec.unpack_i32(outputs)) == expected(PROMPT, 1, 8, stops=())
@@ -158,3 +161,17 @@ def test_what_is_kept_is_bounded() -> None:
     world.run()
     known = [request_id for request_id in range(1, 9) if reclaim(world, request_id).admit is not None]
     assert 1 <= len(known) < 8 and len(known) == len(world.engine.shelf)
+
+
+def test_a_choice_that_ended_before_stays_with_the_others() -> None:
+    world = World()
+    world.admit(1, PROMPT, n=2, seed=1, temperature=1.0, ignore_eos=True, claim=CLAIM)
+    world.run()
+    for first in (50, 90):
+        answer = reclaim(world, 1, rename_to=first)
+        assert [(choice, len(outputs) // 4) for choice, outputs in answer.choices] == [(0, 8), (1, 8)]
+        world.admit(  # the second has been told to its end, the first has not
+            first, PROMPT, output_ids=[], adopts=True, claim=CLAIM, ignore_eos=True, seed=1, temperature=1.0
+        )
+    assert world.engine.state is not None
+    assert world.engine.state.counters.generation_tokens == 16

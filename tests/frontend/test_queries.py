@@ -96,3 +96,23 @@ def test_nobody_to_ask() -> None:
         assert world.sent == []
 
     run(story())
+
+
+def test_a_question_to_a_lost_process_is_asked_again() -> None:
+    async def story() -> None:
+        world = World()
+        asked = asyncio.ensure_future(world.queries.tokenize(TextPrompt("a")))
+        await asyncio.sleep(0)
+        [(_, index, first)] = world.sent
+        world.seats.follow(Topology(2, []))
+        world.queries.follow()
+        assert len(world.sent) == 1  # nobody is there
+        world.seats.follow(Topology(3, [Seat(WorkerId(Role.TOKENIZER, index, 2), "", 1, SeatState.READY)]))
+        world.queries.follow()
+        world.queries.follow()
+        assert [message.query_id for _, _, message in world.sent] == [first.query_id] * 2
+        world.queries.handle(Tokenized(first.query_id, pack_i32([1])))
+        assert (await asked).token_ids == pack_i32([1])
+        assert world.seats.load(Role.TOKENIZER, index) == 0
+
+    run(story())

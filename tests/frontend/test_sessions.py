@@ -331,7 +331,7 @@ def test_a_lost_tokenizer_is_asked_again(state: SeatState) -> None:
             world.follow()
         first, _, again = world.of(Submit)
         assert again.request_id == waiting.request_id
-        assert msgspec.structs.replace(again, sent_ns=first.sent_ns) == first
+        assert msgspec.structs.replace(again, sent_ns=first.sent_ns, topology=first.topology) == first
         assert world.sessions.num_live == 2
         assert world.sessions.seats.load(Role.TOKENIZER, 0) == 1
         for stream in (waiting, started):

@@ -122,13 +122,13 @@ def test_cancel_of_an_admitted_request_goes_on_to_the_core(world: Any) -> None:
     assert world.wait(world.core, (m.Admit, m.Cancel)).request_ids == [request_id]
 
 
-def test_a_core_not_named_yet_gets_its_requests_with_the_topology(world: Any) -> None:
+def test_a_request_sent_by_a_newer_topology_waits_for_it(world: Any) -> None:
     """The frontend may hear of a new core before this process does."""
     ids = RequestIds(0, 1)
     kept, gone = ids.take(), ids.take()
     for request_id in (kept, gone):
         request = submit(request_id, m.TextPrompt("hi"))
-        request.core_epoch = 2
+        request.topology = 2
         world.send(request)
     world.send(m.Cancel([gone], 0))
     successor = WorkerId(Role.CORE, 0, 2)

@@ -1,0 +1,149 @@
+"""`kill -9` under load: every client gets the bytes of an undisturbed run, and nothing is left behind.
+
+Real servers, 64 live streams. What a kill costs in time is `bench.chaos`'s to say: here only bytes and endings count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+from collections.abc import Awaitable, Callable, Iterator
+
+import pytest
+from bench.chaos.streams import Asked, Cut, Heard, Run, crowd, differences, listen, play
+
+from tests.processes.server import Server, serve, wait_until
+
+MOCK = ("--executor", "mock", "--step-ms", "4", "--kv-cache-memory", "4MiB")
+REAL = ("--kv-cache-memory", "8MiB")
+COMMON = ("--max-model-len", "1024", "--frontends", "2")
+NUM_STREAMS = 64
+
+
+@pytest.fixture(scope="module", params=["mock", "model"])
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    """A server with so little KV memory that requests push each other out."""
+    with serve(*(MOCK if request.param == "mock" else REAL), *COMMON) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def asked() -> list[Asked]:
+    return crowd(1, NUM_STREAMS, (40, 100))
+
+
+@pytest.fixture(scope="module")
+def calm(server: Server, asked: list[Asked]) -> Run:
+    run = asyncio.run(play(server.url, asked))
+    assert all(heard.status == 200 and heard.is_done and not heard.error for heard in run.heard)
+    return run
+
+
+def kill(server: Server, role: str, number: signal.Signals = signal.SIGKILL) -> None:
+    """End a process, once it is there."""
+    title = f"quintet-{role}-0"
+    wait_until(lambda: title in server.children(), title)
+    server.children()[title].send_signal(number)
+
+
+def assert_same(server: Server, calm: Run, run: Run, asked: list[Asked]) -> None:
+    """Check that every client has the same bytes, and that the house is empty afterwards."""
+    assert not differences(calm, run, asked)
+    for heard in run.heard:
+        assert heard.is_done
+        assert all(choice.num_endings == 1 for choice in heard.choices.values())
+    assert_empty(server)
+
+
+def assert_empty(server: Server) -> None:
+    """Check that no process believes that it has something to do."""
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "live_requests")
+
+    def is_empty() -> bool:
+        try:
+            return all(server.gauge(f"quintet:{name}") == 0 for name in names)
+        except (AssertionError, OSError):  # a process that has just been replaced tells no figures yet
+            return False
+
+    wait_until(is_empty, "an empty house")
+
+
+@pytest.mark.parametrize("role", ["tokenizer", "detokenizer", "core", "executor", "frontend"])
+def test_a_killed_process_changes_no_byte(server: Server, asked: list[Asked], calm: Run, role: str) -> None:
+    async def disturb() -> None:
+        kill(server, role)
+
+    run = asyncio.run(play(server.url, asked, disturb))
+    assert_same(server, calm, run, asked)
+
+
+@pytest.mark.parametrize("first", ["tokenizer", "detokenizer", "core", "executor"])
+@pytest.mark.parametrize("second", ["core", "executor"])
+def test_two_at_once(server: Server, asked: list[Asked], calm: Run, first: str, second: str) -> None:
+    async def disturb() -> None:
+        kill(server, first)
+        if second != first:
+            kill(server, second)
+
+    run = asyncio.run(play(server.url, asked, disturb))
+    assert_same(server, calm, run, asked)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_twenty_kills_in_a_row(server: Server, seed: int) -> None:
+    """In any order and at any distance. A stream without a connection is known to the core alone: the two do not die together."""
+    rng = random.Random(seed)
+    asked = crowd(seed, NUM_STREAMS, (100, 200))
+    calm = asyncio.run(play(server.url, asked))
+    left = 20
+
+    def storm() -> Callable[[], Awaitable[None]]:
+        async def disturb() -> None:
+            nonlocal left
+            roles = ["tokenizer", "detokenizer", "executor", rng.choice(["core", "frontend"])]
+            for _ in range(rng.randint(2, 5)):
+                kill(server, rng.choice(roles))
+                left -= 1
+                await asyncio.sleep(rng.choice([0.0, 0.05, 0.3]))
+
+        return disturb
+
+    while left > 0:
+        run = asyncio.run(play(server.url, asked, storm()))
+        assert_same(server, calm, run, asked)
+
+
+def test_clients_that_are_cut_off_again_and_again_miss_nothing(server: Server) -> None:
+    """Some go on at another frontend, some while their old connection still stands; no token is drawn twice."""
+    asked = crowd(5, NUM_STREAMS, plain=True)
+    calm = asyncio.run(play(server.url, asked))
+    assert_empty(server)
+    drawn = server.gauge("quintet:generation_tokens_total")
+    rng = random.Random(5)
+
+    async def cut_off(each: Asked, heard: Heard) -> None:
+        left = rng.randint(1, 20)
+
+        def on_event() -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                left = rng.randint(1, 60)
+                raise Cut
+
+        await listen(server.url, each, heard, on_event)
+
+    async def all_of_them() -> list[Heard]:
+        heards = [Heard() for _ in asked]
+        await asyncio.gather(*(cut_off(each, heard) for each, heard in zip(asked, heards, strict=True)))
+        return heards
+
+    run = Run(asyncio.run(all_of_them()), 0.0)
+    assert_same(server, calm, run, asked)
+    assert sum(heard.num_connections for heard in run.heard) > 3 * NUM_STREAMS
+    wanted = sum(heard.usage["completion_tokens"] for heard in run.heard)
+    wait_until(
+        lambda: server.gauge("quintet:generation_tokens_total") - drawn >= wanted, "the figures of the core"
+    )
+    assert server.gauge("quintet:generation_tokens_total") - drawn == wanted
