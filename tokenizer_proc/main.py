@@ -111,11 +111,7 @@ class Service:
             return
         index, tag = sender
         version = message.topology if isinstance(message, Submit) else 0
-        if (
-            sender in self._early
-            or version > self._process.topology.version
-            or self._is_unnamed(index, tag)
-        ):
+        if sender in self._early or version > self._process.topology.version or self._is_unnamed(index, tag):
             self._keep(index, tag, message)
         else:
             self._handle(message)
@@ -212,7 +208,7 @@ class Service:
 
     def _check_drained(self) -> None:
         """Tell the supervisor when this process is to leave and has nothing left."""
-        if self._is_retiring and not self._process.pending and not self._untold:
+        if self._is_retiring and not self._process.pending and not self._early:
             self._process.peers.send(Role.SUPERVISOR, 0, Drained(self._process.me))
 
     def _account(self) -> tuple[int, int]:

@@ -131,6 +131,8 @@ class ProcessesConfig(msgspec.Struct, frozen=True, kw_only=True):
     detokenizers: int = 1
     spares: bool = False
     """Whether a tokenizer and a detokenizer wait, booted, to take over when one dies."""
+    max_restarts: int | None = None
+    """Deaths of one seat within a minute after which the server gives up; None: as many as fit the role."""
     boot_timeout_s: float = 600.0
     drain_timeout_s: float = 30.0
     heartbeat_s: float = 0.4

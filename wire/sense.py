@@ -49,7 +49,12 @@ class Sense:
             m.Cancel: lambda msg: _are_ids(msg.request_ids) and _is_seat(msg.core),
             m.Admit: self._admit,
             m.Failed: lambda msg: _is_id(msg.request_id) and 0 <= msg.retry_s <= MAX_COUNT,
-            m.Reclaim: lambda msg: _is_id(msg.request_id) and _is_id(msg.query_id) and _is_seat(msg.frontend),
+            m.Reclaim: lambda msg: (
+                _is_id(msg.request_id)
+                and _is_id(msg.query_id)
+                and _is_seat(msg.frontend)
+                and _is_id(msg.rename_to)
+            ),
             m.Reclaimed: self._reclaimed,
             m.Live: lambda msg: _is_seat(msg.sender.index) and _ids_with_attempts(msg),
             m.Unknown: lambda msg: not len(msg.request_ids) % REQUEST_BYTES,
@@ -118,7 +123,6 @@ class Sense:
             and 0 <= msg.choice < MAX_CHOICES
             and 0 <= msg.attempt <= MAX_COUNT
             and 0 <= msg.deadline_ns < MAX_ID
-            and _is_id(msg.adopts)
             and self._are_tokens(msg.output_ids)
             and len(msg.output_ids) <= ID_BYTES * self._max_len
         )

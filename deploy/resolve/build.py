@@ -128,6 +128,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
             detokenizers=options.detokenizers,
             spares=options.spares and http,
             boot_timeout_s=options.boot_timeout,
+            max_restarts=options.max_restarts,
             drain_timeout_s=options.drain_timeout,
             stall_s=options.stall_timeout,
         ),

@@ -254,6 +254,15 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     boot_timeout: Annotated[
         float, Flag(PROCESSES, "seconds the processes may take to get ready", "SECONDS")
     ] = 600.0
+    max_restarts: Annotated[
+        int | None,
+        Flag(
+            PROCESSES,
+            "deaths of one process within a minute that are made good; one more ends the server",
+            "COUNT",
+            "5, or 12 of the executor",
+        ),
+    ] = None
     drain_timeout: Annotated[
         float, Flag(PROCESSES, "seconds that requests in flight get to finish after SIGTERM", "SECONDS")
     ] = 30.0

@@ -44,6 +44,8 @@ def check_ranges(options: Options) -> None:
     }
     if options.step_target_ms is not None:
         at_least["step_target_ms"] = (options.step_target_ms, 0)
+    if options.max_restarts is not None:
+        at_least["max_restarts"] = (options.max_restarts, 0)
     if options.max_model_len is not None:
         at_least["max_model_len"] = (options.max_model_len, 2)
     if options.max_num_batched_tokens is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from dataclasses import dataclass
 
@@ -32,12 +33,16 @@ class RestartPolicy:
         return 0.0 if earlier == 0 else min(self.max_backoff_s, self.first_backoff_s * 2 ** (earlier - 1))
 
 
-def policy_of(role: Role) -> RestartPolicy:
-    """Return the policy for a role.
+def policy_of(role: Role, max_deaths: int | None = None) -> RestartPolicy:
+    """Return the policy for a role; ``max_deaths`` if the operator wants another number.
 
     Which request makes the executor die is found by halving the batch, and each half costs a death: it may die more often,
-    and the search does not wait long.
+    and the search does not wait long. Whoever allows many deaths wants no pauses either.
     """
+    policy = RestartPolicy()
     if role is Role.EXECUTOR:
-        return RestartPolicy(max_deaths=12, first_backoff_s=0.05, max_backoff_s=1.0)
-    return RestartPolicy()
+        policy = RestartPolicy(max_deaths=12, first_backoff_s=0.05, max_backoff_s=1.0)
+    if max_deaths is None:
+        return policy
+    pause_s = policy.max_backoff_s if max_deaths <= policy.max_deaths else policy.first_backoff_s
+    return dataclasses.replace(policy, max_deaths=max_deaths, max_backoff_s=pause_s)

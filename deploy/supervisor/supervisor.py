@@ -72,7 +72,7 @@ class Surroundings:
     """End of a pipe whose other end lives as long as the process that wants this server."""
     modules: Mapping[Role, str] = field(default_factory=lambda: MODULES)
     signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    restart_policy: Callable[[Role], RestartPolicy] = policy_of
+    restart_policy: Callable[[Role, int | None], RestartPolicy] = policy_of
 
 
 class Supervisor:
@@ -251,7 +251,7 @@ class Supervisor:
             self._fail(failure)
             return
         now = time.monotonic()
-        policy = self._surroundings.restart_policy(seat.role)
+        policy = self._surroundings.restart_policy(seat.role, self._config.processes.max_restarts)
         delay_s = policy.delay_s(seat.deaths, now)
         if delay_s is None:
             cause = f"died {len(seat.deaths)} times within {policy.window_s:.0f} s, giving up; last: {failure.cause}"

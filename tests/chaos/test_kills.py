@@ -17,7 +17,7 @@ from tests.processes.server import Server, serve, wait_until
 
 MOCK = ("--executor", "mock", "--step-ms", "4", "--kv-cache-memory", "4MiB")
 REAL = ("--kv-cache-memory", "8MiB")
-COMMON = ("--max-model-len", "1024", "--frontends", "2")
+COMMON = ("--max-model-len", "1024", "--frontends", "2", "--max-restarts", "1000")
 NUM_STREAMS = 64
 
 

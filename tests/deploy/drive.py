@@ -46,7 +46,7 @@ def main() -> int:
         listener=listener,
         parent_fd=options.get("parent_fd"),
         modules={role: f"fake_{role}" for role in Role},
-        restart_policy=lambda _role: RestartPolicy(
+        restart_policy=lambda _role, _max_deaths: RestartPolicy(
             max_deaths=options.get("max_deaths", 5), first_backoff_s=0.01
         ),
     )
