@@ -74,9 +74,10 @@ class Deadlines:
         self._sweep_at = max(_MIN_SWEEP, 2 * len(self._heap))
 
 
-def was_too_late(stream: Stream, finish: Finish) -> bool:
-    """Return whether the core ended the request because its deadline had passed: the only ending that nobody asked for."""
-    return finish.reason is FinishReason.ABORT and stream.submit.deadline_ns > 0 and not stream.is_cancelled
+def was_too_late(stream: Stream, finish: Finish, now_ns: int) -> bool:
+    """Return whether the core ended the request because its deadline had passed: its clock was first."""
+    is_unasked = finish.reason is FinishReason.ABORT and not stream.is_cancelled
+    return is_unasked and 0 < stream.submit.deadline_ns <= now_ns
 
 
 def expired(stream: Stream) -> RequestError:

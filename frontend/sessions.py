@@ -273,7 +273,7 @@ class Sessions:
             if choice is None:
                 self.metrics.duplicate_endings.inc()
                 continue
-            if was_too_late(choice.stream, finish):
+            if was_too_late(choice.stream, finish, now):
                 self._fail(choice.stream, expired(choice.stream))
                 continue
             self._end_choice(choice, finish, now)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 import pytest
@@ -120,13 +121,27 @@ def test_a_request_that_found_no_worker_expires_too() -> None:
 
 def test_when_the_core_is_first_to_notice_it_is_the_same_error() -> None:
     async def story() -> None:
-        world, stream = expired_world(1 << 62)
+        deadline_ns = time.monotonic_ns() + 10_000_000
+        world, stream = expired_world(deadline_ns)
         world.text([(stream.request_id, "hi", 0, 0, [5])], started=[stream.request_id])
+        while time.monotonic_ns() < deadline_ns:
+            pass  # the timer cannot fire: the loop does not turn
         world.text([], finished=[(stream.request_id, FinishReason.ABORT)])
         batches = await collect(stream)
         assert batches[0] == "hi"
         assert isinstance(batches[1], RequestError) and batches[1].code is ErrorCode.DEADLINE
         assert "1 tokens" in batches[1].message
+        assert not world.of(Cancel)
+
+    run(story())
+
+
+def test_a_request_that_another_connection_took_over_did_not_expire() -> None:
+    async def story() -> None:
+        world, stream = expired_world(1 << 62)
+        world.text([], finished=[(stream.request_id, FinishReason.ABORT)])
+        (batch,) = await rest(stream)
+        assert batch.deltas[0].finish is not None and batch.deltas[0].finish.reason is FinishReason.ABORT
 
     run(story())
 
