@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, field
 
 PROGRESS_S = 60.0
 MAX_OPEN_BYTES = 256 << 20
 
 
+@dataclass(slots=True, eq=False)
+class OpenBody:
+    """A body of which more is to come."""
+
+    waiting: asyncio.Timeout | None = None
+    """The wait for its next piece."""
+    num_bytes: int = 0
+    is_given_up: bool = False
+
+    def give_up(self) -> None:
+        """Let its reader wait no longer."""
+        self.is_given_up = True
+        if self.waiting is not None and not self.waiting.expired():
+            self.waiting.reschedule(asyncio.get_running_loop().time())
+
+
 @dataclass(slots=True)
 class Bodies:
-    """The limits of request bodies, and the bytes of those being received."""
+    """The limits of request bodies, and those being received."""
 
     max_bytes: int
     """Largest body taken."""
@@ -19,3 +36,36 @@ class Bodies:
     max_open_bytes: int = MAX_OPEN_BYTES
     """Most bytes of unfinished bodies together."""
     num_open_bytes: int = 0
+    _open: dict[OpenBody, None] = field(default_factory=dict)
+    """The one that has waited longest for its next piece first."""
+
+    def open(self) -> OpenBody:
+        """Begin to receive a body; `close` it."""
+        body = OpenBody()
+        self._open[body] = None
+        return body
+
+    def grow(self, body: OpenBody, num_bytes: int) -> None:
+        """Count a piece that came."""
+        body.num_bytes += num_bytes
+        self.num_open_bytes += num_bytes
+        del self._open[body]
+        self._open[body] = None
+
+    def make_room(self) -> None:
+        """Give up on the bodies that have waited longest, until the others are within the limit.
+
+        Not on those that came last: who drips a byte now and then would keep out everybody else.
+        """
+        num_left = self.num_open_bytes
+        for body in self._open:
+            if num_left <= self.max_open_bytes:
+                return
+            num_left -= body.num_bytes
+            if not body.is_given_up:
+                body.give_up()
+
+    def close(self, body: OpenBody) -> None:
+        """Forget a body: it is complete, or nobody waits for the rest."""
+        self.num_open_bytes -= body.num_bytes
+        del self._open[body]

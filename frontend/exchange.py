@@ -16,7 +16,7 @@ from urllib.parse import parse_qs
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
-from quintet.frontend.bodies import Bodies
+from quintet.frontend.bodies import Bodies, OpenBody
 from quintet.frontend.dialects import errors
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import MAX_SHOWN, shown
@@ -77,7 +77,7 @@ class Exchange:
         """Return the whole body; refuse a wrong content type (415) and one that is too large (413).
 
         A missing content type passes, as it does with other servers of this dialect. A client that stops sending is
-        told so (408); so is one that sends while too much of other bodies is held (503).
+        told so (408); so is the one that has been silent longest while too much of all bodies is held (503).
         """
         kind = (self.header("content-type") or "").partition(";")[0].strip().lower()
         if kind and kind != "application/json" and not kind.endswith("+json"):
@@ -89,38 +89,41 @@ class Exchange:
         if announced is not None and announced.isdigit() and int(announced) > bodies.max_bytes:
             raise _too_large(f"is {announced[:MAX_SHOWN]} bytes", bodies.max_bytes)
         chunks: list[bytes] = []
-        size = 0
+        body = bodies.open()
         try:
             while True:
-                message = await self._receive_within(bodies.progress_s, size)
+                message = await self._next_piece(bodies, body)
                 if message["type"] == "http.disconnect":
                     raise ClientGone
                 chunk: bytes = message.get("body", b"")
-                size += len(chunk)
-                bodies.num_open_bytes += len(chunk)
-                if size > bodies.max_bytes:
+                bodies.grow(body, len(chunk))
+                if body.num_bytes > bodies.max_bytes:
                     raise _too_large(f"has more than {bodies.max_bytes} bytes", bodies.max_bytes)
                 chunks.append(chunk)
                 if not message.get("more_body", False):
                     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
-                if bodies.num_open_bytes > bodies.max_open_bytes:
-                    raise self._unread(
-                        ErrorCode.UNAVAILABLE,
-                        f"The server holds more than {bodies.max_open_bytes} bytes of bodies that are still being "
-                        "sent; try again later.",
-                    )
+                bodies.make_room()
         finally:
-            bodies.num_open_bytes -= size
+            bodies.close(body)
 
-    async def _receive_within(self, limit_s: float, size: int) -> Message:
+    async def _next_piece(self, bodies: Bodies, body: OpenBody) -> Message:
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(0 if body.is_given_up else bodies.progress_s) as body.waiting:
                 return await self._receive()
         except TimeoutError:
+            if body.is_given_up:
+                raise self._unread(
+                    ErrorCode.UNAVAILABLE,
+                    f"The server holds more than {bodies.max_open_bytes} bytes of bodies that are still being sent, and "
+                    "no piece of this one came for longer than of any other; try again later.",
+                ) from None
             raise self._unread(
                 ErrorCode.TIMEOUT,
-                f"The request body stopped after {size} bytes: nothing came for {limit_s:g} s. Send it again.",
+                f"The request body stopped after {body.num_bytes} bytes: nothing came for {bodies.progress_s:g} s. Send "
+                "it again.",
             ) from None
+        finally:
+            body.waiting = None
 
     def _unread(self, code: ErrorCode, message: str) -> RequestError:
         """Make the error for a body of which more may come: the connection is of no further use."""

@@ -238,3 +238,32 @@ def test_bodies_that_are_still_being_sent_are_held_up_to_a_limit(serve: Any) -> 
     assert b"retry-after" in answer
     assert server.service.bodies.num_open_bytes == 0
     assert server.ask("POST", C, {"prompt": "x" * 200, "max_tokens": 1}).status == 200
+
+
+def test_who_sends_a_body_slowest_makes_room_for_the_others(serve: Any) -> None:
+    server = serve()
+    server.service.bodies.max_open_bytes = 25
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 20\r\n\r\n"
+    whole = b'{"prompt": "abcdef"}'
+    clients = [socket.create_connection(("127.0.0.1", server.port), timeout=10) for _ in range(3)]
+
+    def send(client: socket.socket, piece: bytes, held: int) -> None:
+        client.sendall(piece)
+        while server.call(lambda: server.service.bodies.num_open_bytes) != held:
+            pass
+
+    send(clients[0], head + whole[:10], 10)
+    send(clients[1], head + whole[:10], 20)
+    send(clients[0], whole[10:11], 21)
+    clients[2].sendall(head + whole[:10])
+    answers = {}
+    with clients[1].makefile("rb") as reader:
+        answers[1] = reader.read()
+    for index, rest in ((0, whole[11:]), (2, whole[10:])):
+        clients[index].sendall(rest)
+        with clients[index].makefile("rb") as reader:
+            answers[index] = reader.read()
+    for client in clients:
+        client.close()
+    assert [answers[index].split()[1] for index in range(3)] == [b"200", b"503", b"200"]
+    assert server.service.bodies.num_open_bytes == 0
