@@ -21,9 +21,10 @@ from quintet.wire.errors import ErrorCode, RequestError
 
 S = 1e-9
 MAX_RETRY_S = 60
-_SLACK = 1.1
-"""A prediction is taken for so many times itself: who is admitted to end just in time would be late every other time,
-having cost as much as one that is not."""
+_WAIT_SLACK, _SERVICE_SLACK = 1.5, 1.1
+"""What was predicted is taken for so many times itself: who is admitted to end just in time would be late every other
+time, having cost as much as one that is not. How long a queue takes is less certain than how long an answer does, and
+while there is a queue at all, a shorter one leaves no slot empty."""
 _MIN_SWEEP = 256
 """Entries below which nobody looks for requests that ended in time."""
 
@@ -89,7 +90,8 @@ def check_hopeful(state: State, config: SchedulerConfig, request: Request, now_n
         return
     given_ns = request.deadline_ns - now_ns
     forecast = predict(state, config, request)
-    late_ns = int(forecast.end_ns * _SLACK) - given_ns
+    service_ns = forecast.end_ns - forecast.first_token_ns
+    late_ns = int(forecast.first_token_ns * _WAIT_SLACK + service_ns * _SERVICE_SLACK) - given_ns
     if late_ns > 0:
         state.counters.hopeless += 1
         raise RequestError(

@@ -28,7 +28,7 @@ from bench.overhead.server import Server, serve
 from quintet.deploy.load_client.load import Load, run_load
 from quintet.deploy.load_client.report import summarise
 
-STREAMS, SLOW_READERS, OUTPUT_LEN = 64, 8, 400
+STREAMS, SLOW_READERS, OUTPUT_LEN = 64, 8, 800
 FLAGS = ["--executor", "mock", "--step-ms", "10", "--max-num-seqs", "128"]
 
 

@@ -121,7 +121,7 @@ def test_a_queue_that_is_too_long_is_no_place_for_a_request_with_a_deadline() ->
     assert forecast.num_ahead == 5
     assert not world.ask(20, within_ns=70 * STEP_NS)
     assert "6 requests wait before it" in world.failed[20]
-    assert world.ask(21, within_ns=100 * STEP_NS)
+    assert world.ask(21, within_ns=120 * STEP_NS)
     assert world.state.counters.hopeless == 1
     begun_ns = world.now
     while world.outcomes.get(21) is None or not world.outcomes[21].tokens:
