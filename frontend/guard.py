@@ -77,7 +77,7 @@ class Origins:
                 (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
                 (
                     b"access-control-allow-headers",
-                    b"authorization, content-type, last-event-id, x-api-key, x-request-id",
+                    b"authorization, content-type, last-event-id, x-api-key, x-request-id, x-request-deadline-ms",
                 ),
                 (b"access-control-max-age", b"600"),
             ],
