@@ -16,10 +16,13 @@ from quintet.core.invariants import check
 from quintet.core.kv.pool import BlockPool
 from quintet.core.outbox import Effects, Outbox
 from quintet.core.policy import POLICIES
+from quintet.core.refusals import Refusals
 from quintet.core.request import Request, Status
 from quintet.core.resumption import Shelf, can_go_on
 from quintet.core.scheduler import schedule
 from quintet.core.state import State
+from quintet.core.suspects import Suspects
+from quintet.core.trial import call_off, convict, hold_trial
 from quintet.wire.config import CacheConfig, ModelConfig, SchedulerConfig
 from quintet.wire.errors import RequestError
 from quintet.wire.ids import epoch_tag, frontend_of
@@ -57,9 +60,13 @@ class Engine:
         self._deadlines = Deadlines()
         self.num_resumed = 0
         """Newer attempts that were taken up."""
+        self.suspects = Suspects()
+        self.refusals = Refusals()
         self.state: State | None = None
         self.executor_epoch: int | None = None
         """Epoch of the executor whose tables the state mirrors."""
+        self._tables = 0
+        """How often it had emptied them (`Capacity.tables`)."""
 
     @property
     def num_live(self) -> int:
@@ -75,13 +82,20 @@ class Engine:
             return f"no capacity yet; {len(self._early)} messages waiting"
         steps = [flight.step for flight in state.in_flight]
         running = {request.request_id: (request.slot, request.computed) for request in state.running}
-        return f"steps in flight {steps}; running {{id: (slot, computed)}} {running}; {len(state.waiting)} waiting"
+        return (
+            f"steps in flight {steps}; running {{id: (slot, computed)}} {running}; {len(state.waiting)} waiting; "
+            f"{self.suspects.describe()}"
+        )
 
     def capacity(self, message: Capacity, now_ns: int) -> Effects:
-        """Begin with an executor whose tables are empty; what ran before is computed again from its ids."""
-        if message.executor_epoch == self.executor_epoch:
+        """Begin with an executor whose tables are empty; what ran before is computed again from its ids.
+
+        Who was in a step that was not finished is suspected of having caused that; see `quintet.core.suspects`.
+        """
+        known = self.executor_epoch
+        if known is not None and (message.executor_epoch, message.tables) <= (known, self._tables):
             return Effects()
-        self.executor_epoch = message.executor_epoch
+        self.executor_epoch, self._tables = message.executor_epoch, message.tables
         limits = meet(
             self._scheduler,
             num_blocks=message.num_blocks,
@@ -90,8 +104,10 @@ class Engine:
             max_model_len=min(message.max_model_len, self._model.max_model_len),
             prefix_caching=self._cache.enable_prefix_caching,
         )
-        before = self.state
+        before, convicted = self.state, None
         if before is not None:
+            before.counters.executor_losses += 1
+            convicted = self.suspects.lose(before.in_flight, before.live, raised=bool(message.failure))
             before.in_flight.clear()
             for request in list(before.running):
                 before.preempt(request)
@@ -110,7 +126,12 @@ class Engine:
         state.step, state.generation, state.counters = before.step, before.generation, before.counters
         state.queue_times_ns, state.endings = before.queue_times_ns, before.endings
         state.live, state.waiting, state.ended = before.live, before.waiting, before.ended
-        return self._refit(state, now_ns)
+        effects = self._refit(state, now_ns)
+        if convicted is not None:
+            effects.add(convict(state, self.suspects, self.refusals, convicted, message.failure, now_ns))
+            self.suspects.advance(state.live)
+        state.trial = self.suspects.trial
+        return effects
 
     def _refit(self, state: State, now_ns: int) -> Effects:
         """Measure every live request against new limits; those that cannot be computed any more end with an error."""
@@ -146,6 +167,7 @@ class Engine:
         if max(map(state.newest_attempt, ids)) >= message.attempt:
             return Effects()
         outbox = Outbox()
+        before: list[Request] = []
         if message.attempt:
             self.num_resumed += 1
             before = [state.live[request_id] for request_id in ids if request_id in state.live]
@@ -157,6 +179,11 @@ class Engine:
                 state.retire(request)
             for request_id in ids:
                 self.shelf.take(request_id)
+        refusal = None if before else self.refusals.answer_to(message, now_ns)
+        if refusal is not None:
+            state.counters.refusals += 1
+            outbox.failed.append(refusal)
+            return outbox.effects(state.step, now_ns)
         num_seen = len(message.output_ids) // 4
         if message.adopts:
             message.output_ids = self._adopted(message)
@@ -302,16 +329,28 @@ class Engine:
     def plan(self, now_ns: int) -> StepPlan | None:
         """Plan a step if the executor may have another one and there is something to compute."""
         state = self.state
-        if state is None or len(state.in_flight) >= self._scheduler.depth or not state.live:
+        if state is None or len(state.in_flight) >= self._scheduler.depth:
+            return None
+        if state.trial is not None and not hold_trial(state, self.suspects):
+            return None
+        if not state.live:
             return None
         plan = schedule(state, now_ns)
+        if plan is None and state.trial is not None and not state.in_flight:
+            call_off(state, self.suspects)
+            plan = schedule(state, now_ns)
         self._settle(now_ns)
+        if plan is not None:
+            plan.tables = self._tables
         return plan
 
     def commit(self, result: StepResult, now_ns: int) -> Effects:
         """Apply a step's result."""
         if self.state is None:
             return Effects()
+        flights = self.state.in_flight
+        if self.state.trial is not None and flights and flights[0].step == result.step:
+            self.suspects.note_step(flights[0])
         effects = commit(self.state, result, now_ns)
         self._settle(now_ns)
         return effects

@@ -94,6 +94,7 @@ class Hooks:
 
 
 FEATURES: dict[str, str] = {
+    "quarantine": "quintet.core.features.quarantine",
     "chunked_prefill": "quintet.core.features.chunked_prefill",
     "fork": "quintet.core.features.fork",
     "prefix_cache": "quintet.core.features.prefix_cache",

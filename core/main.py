@@ -110,7 +110,15 @@ class Core:
                 "executor epoch %d has %d blocks of %d tokens, %d slots",
                 message.executor_epoch, message.num_blocks, message.block_size, message.max_num_seqs,
             )  # fmt: skip
-            self._send(self.engine.capacity(message, now))
+            effects = self.engine.capacity(message, now)
+            if message.failure or self.engine.suspects.trial is not None:
+                self.process.log.warning(
+                    "the executor %s; %s", f"failed in a step: {message.failure}" if message.failure else "died",
+                    self.engine.suspects.describe(),
+                )  # fmt: skip
+            for failed in effects.failed:
+                self.process.log.error("request %d ends: %s", failed.request_id, failed.message)
+            self._send(effects)
             if self.engine.state is not None:
                 self.metrics.note_limits(self.engine.state.limits)
 

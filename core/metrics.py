@@ -35,6 +35,12 @@ class CoreMetrics:
                 "hopeless",
                 counter("admission_rejections", "Requests refused at the door.", reason="deadline"),
             ),
+            ("executor_losses", counter("executor_losses", "Executors that died, and steps that raised.")),
+            ("convictions", counter("requests_convicted", "Requests that made the executor fail.")),
+            (
+                "refusals",
+                counter("admission_rejections", "Requests refused at the door.", reason="poison"),
+            ),
         )
         self.step_tokens = histogram("iteration_tokens_total", "Tokens computed in one step.", COUNT_BUCKETS)
         self.queue = histogram("request_queue_time_seconds", "From arrival to the first step planned.")

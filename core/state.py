@@ -86,6 +86,9 @@ class Counters:
     prompt_tokens: int = 0
     prompt_tokens_cached: int = 0
     generation_tokens: int = 0
+    executor_losses: int = 0
+    convictions: int = 0
+    refusals: int = 0
     steps: int = 0
     expired: int = 0
     """Choices whose deadline passed before they ended."""
@@ -127,6 +130,8 @@ class State:
     """Likewise."""
     kept: list[Request] = field(default_factory=list)
     """Requests that left and whose clients may come back, since somebody last emptied this list."""
+    trial: frozenset[int] | None = None
+    """Only these may run: it is being found out who made the executor fail. None: everybody may."""
     num_deferred: int = 0
     """Waiting requests that others passed in the last step: something but room keeps them."""
 
@@ -226,6 +231,10 @@ class State:
         for index in range(request.register_at // block_size - 1, num_full):
             register(request.digests[index], request.blocks[index])
         request.register_at = (num_full + 1) * block_size
+
+    def may_run(self, request: Request) -> bool:
+        """Return whether no trial of others holds the request back."""
+        return self.trial is None or request.request_id in self.trial
 
     def newest_attempt(self, request_id: int) -> int:
         """Return the newest attempt at a request that lives or has ended; -1 for one that is not known."""

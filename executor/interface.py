@@ -27,4 +27,7 @@ class StepWorker(Protocol):
         """Apply the plan's deltas, compute its rows, and return what was drawn."""
 
     def reset(self) -> None:
-        """Empty every table: a new core begins with no request."""
+        """Empty every table, whatever `execute` left in them: a new core, or one whose step raised, begins anew."""
+
+    def is_broken(self, error: Exception) -> bool:
+        """Return whether what `execute` raised means that nothing can be computed any more in this process."""

@@ -57,6 +57,10 @@ class MockWorker:
         self._seeds[:] = 0
         self._logprob_rows.clear()
 
+    def is_broken(self, error: Exception) -> bool:
+        """Return False: there is no device to lose."""
+        return False
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Draw for every sampling row, then sleep until the step has lasted as long as it should."""
         deadline = time.perf_counter() + self._step_s

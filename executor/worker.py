@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from quintet.executor.audit import check_tables
+from quintet.executor.audit import TablesDiffer, check_tables
 from quintet.executor.batch import Rows
 from quintet.executor.eager import EagerRunner
 from quintet.executor.memory import to_device
@@ -70,6 +70,16 @@ class Worker:
     def reset(self) -> None:
         """Empty every table."""
         self.tables.reset()
+
+    def is_broken(self, error: Exception) -> bool:
+        """Return whether the device is lost to this process, or the tables are not what the core believes.
+
+        The first error that a CUDA kernel reports ends the use of the device by its process, except that it ran out of
+        memory. Tables that differ are our mistake, not a request's.
+        """
+        if isinstance(error, torch.OutOfMemoryError):
+            return False
+        return isinstance(error, torch.AcceleratorError | TablesDiffer)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:

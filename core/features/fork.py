@@ -19,9 +19,14 @@ def build(setup: Setup) -> Feature | None:
 
 
 def gate(state: State, request: Request) -> bool:
-    """Hold a choice back while its elder is still on its way through the prompt."""
+    """Hold a choice back while its elder is still on its way through the prompt, unless a trial keeps the elder from it."""
     parent = request.parent
-    return parent is None or parent.status is Status.ENDED or parent.computed >= parent.num_prompt - 1
+    return (
+        parent is None
+        or parent.status is Status.ENDED
+        or parent.computed >= parent.num_prompt - 1
+        or not state.may_run(parent)
+    )
 
 
 def source(state: State, request: Request) -> Found | None:

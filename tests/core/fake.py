@@ -8,6 +8,7 @@ exactly that row's own past. Wrong sharing, early reuse of a block, a missing co
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
@@ -20,6 +21,7 @@ from quintet.core.hooks import FEATURES
 from quintet.core.outbox import Effects
 from quintet.wire import codec
 from quintet.wire.config import CacheConfig, ModelConfig, SchedulerConfig
+from quintet.wire.errors import ErrorCode
 from quintet.wire.kv_spec import KvSpec
 from quintet.wire.messages import Admit, FinishReason
 from quintet.wire.params import SamplingParams
@@ -46,10 +48,28 @@ class Tenant:
     blocks: dict[int, int] = field(default_factory=dict)
 
 
+class ExecutorFails(Exception):
+    """What a fault raises to make the executor raise in this step, or die in it, perhaps with results it had drawn."""
+
+    def __init__(self, *, dies: bool, loses_results: bool = False) -> None:
+        super().__init__("dies" if dies else "raises")
+        self.dies = dies
+        self.loses_results = loses_results
+
+
+Fault = Callable[[list[tuple[NewRow, int, int]]], None]
+"""Is shown each step's rows before they are computed: as they entered, start, count. May raise `ExecutorFails`."""
+
+
+def no_fault(rows: list[tuple[NewRow, int, int]]) -> None:
+    """Let every step succeed."""
+
+
 class FakeExecutor:
     """Executes plans in order, at once, but hands results out only when asked."""
 
-    def __init__(self, capacity: Capacity) -> None:
+    def __init__(self, capacity: Capacity, fault: Fault = no_fault) -> None:
+        self.fault = fault
         self.capacity = capacity
         self.tenants: dict[int, Tenant] = {}
         self.shadow: dict[tuple[int, int], tuple[int, bytes]] = {}
@@ -62,6 +82,7 @@ class FakeExecutor:
     def execute(self, plan: StepPlan) -> None:
         """Apply and check a plan, and queue its result."""
         plan = msgspec.msgpack.decode(codec.encode(plan), type=StepPlan)
+        assert plan.tables == self.capacity.tables
         assert self.last_step is None or plan.step == self.last_step + 1
         self.last_step = plan.step
         for slot in codec.unpack_i32(plan.freed):
@@ -93,6 +114,7 @@ class FakeExecutor:
         )
         assert plan.checksum in {0, self._checksum(rows)}
         assert rows and len({slot for slot, *_ in rows}) == len(rows)
+        self.fault([(self.tenants[slot].row, start, count) for slot, start, count, _ in rows])
         written: dict[tuple[int, int], int] = {}
         for slot, start, count, _ in rows:
             tenant = self.tenants[slot]
@@ -189,6 +211,10 @@ class World:
         caching = options.pop("prefix_caching", True)
         max_model_len = options.pop("max_model_len", 256)
         features = options.pop("features", FEATURES)
+        self.fault: Fault = options.pop("fault", no_fault)  # type: ignore[assignment]
+        self.failure: ExecutorFails | None = None
+        """Of a step that failed and of which the core will hear when it has heard of all before."""
+        self.num_losses = 0
         settings: dict[str, object] = {"max_num_seqs": slots, "max_num_batched_tokens": 64, "audit": True}
         new_engine = partial(
             Engine,
@@ -209,6 +235,7 @@ class World:
         self.plans: list[bytes] = []
         self.outcomes: dict[int, Outcome] = {}
         self.failed: dict[int, str] = {}
+        self.codes: dict[int, ErrorCode] = {}
         self.sent: dict[int, Admit] = {}
         """Every choice's newest attempt, as its frontend would send it again."""
         self._new_engine = new_engine
@@ -218,15 +245,32 @@ class World:
     def new_executor(self, num_blocks: int | None = None, block_size: int | None = None) -> None:
         """Replace the executor: the new one is empty."""
         self.epoch += 1
-        capacity = Capacity(
-            self.epoch,
-            num_blocks or self.num_blocks,
-            block_size or self.block_size,
-            self.slots,
-            self.max_model_len,
+        self._begin_executor(
+            Capacity(
+                self.epoch,
+                num_blocks or self.num_blocks,
+                block_size or self.block_size,
+                self.slots,
+                self.max_model_len,
+            )
         )
-        self.executor = FakeExecutor(capacity)
+
+    def _begin_executor(self, capacity: Capacity) -> None:
+        self.failure = None
+        self.executor = FakeExecutor(capacity, self.fault)
         self.apply(self.engine.capacity(capacity, self.tick()))
+
+    def lose_executor(self) -> None:
+        """Tell the core of the step that failed."""
+        assert self.failure is not None
+        self.num_losses += 1
+        if self.failure.dies:
+            self.new_executor()
+            return
+        last = self.executor.capacity
+        self._begin_executor(
+            msgspec.structs.replace(last, tables=last.tables + 1, failure="ValueError: poison")
+        )
 
     def tick(self) -> int:
         """Return a time of its own for every event."""
@@ -282,12 +326,24 @@ class World:
         plan = self.engine.plan(self.tick())
         if plan is not None:
             self.plans.append(codec.encode(plan))
-            self.executor.execute(plan)
+            if self.failure is None:
+                self._execute(plan)
         return plan
 
+    def _execute(self, plan: StepPlan) -> None:
+        try:
+            self.executor.execute(plan)
+        except ExecutorFails as failure:
+            self.failure = failure
+            if failure.loses_results:
+                self.executor.results.clear()
+
     def commit(self) -> bool:
-        """Commit the oldest result, if there is one."""
+        """Commit the oldest result, or hear why there is none; return whether there was anything."""
         if not self.executor.results:
+            if self.failure is not None:
+                self.lose_executor()
+                return True
             return False
         self.apply(self.engine.commit(self.executor.results.popleft(), self.tick()))
         return True
@@ -303,9 +359,9 @@ class World:
         for _ in range(max_steps):
             if not self.engine.num_live:
                 break
-            before = len(self.plans), len(self.executor.results)
+            before = len(self.plans), len(self.executor.results), self.num_losses
             self.step()
-            assert before != (len(self.plans), len(self.executor.results)), "stuck"
+            assert before != (len(self.plans), len(self.executor.results), self.num_losses), "stuck"
         assert not self.engine.num_live
         while self.commit():
             pass
@@ -313,6 +369,7 @@ class World:
     def apply(self, effects: Effects) -> None:
         """Be all detokenizers: keep what they are told, and insist on its order."""
         self.failed |= {failed.request_id: failed.message for failed in effects.failed}
+        self.codes |= {failed.request_id: failed.code for failed in effects.failed}
         for _, tokens in effects.tokens:
             for opened in tokens.opens:
                 outcome = self.outcomes.setdefault(opened.request_id, Outcome())

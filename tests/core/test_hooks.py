@@ -60,7 +60,7 @@ def test_features_that_are_off_have_no_hooks() -> None:
         SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=1),
         CacheConfig(memory_bytes=0, enable_prefix_caching=False),
     )
-    assert [feature.name for feature in build_features(off)] == ["fork"]
+    assert [feature.name for feature in build_features(off)] == ["quarantine", "fork"]
     on = Setup(replace_config(off.scheduler), CacheConfig(memory_bytes=0))
     assert [feature.name for feature in build_features(on)] == list(FEATURES)
 

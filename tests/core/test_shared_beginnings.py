@@ -104,8 +104,8 @@ def test_a_lost_executor_takes_its_beginnings_with_it() -> None:
     world = crowd(2)
     world.plan()
     world.new_executor()
-    plan = world.plan()
-    assert plan is not None and list(codec.unpack_i32(plan.starts)) == [0, len(BEGINNING)]
+    plan = world.plan()  # of the first alone: they are tried one after the other
+    assert plan is not None and list(codec.unpack_i32(plan.starts)) == [0]
     world.run()
     assert_served(world, 1, 2)
 

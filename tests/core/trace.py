@@ -5,10 +5,37 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from quintet.wire import codec
+from quintet.wire.errors import ErrorCode
 from quintet.wire.messages import FinishReason
 from quintet.wire.params import seed_of_choice
+from quintet.wire.step import NewRow
 
-from .fake import EOS, World, expected
+from .fake import EOS, ExecutorFails, Fault, World, expected, no_fault
+
+RAISES, DIES, RAISES_LATER, DIES_DECODING = 250, 251, 252, 253
+"""Tokens in a prompt that no executor survives. Beyond the vocabulary: they are never drawn."""
+
+
+def poison_of(prompt: list[int]) -> int | None:
+    """Return the poison in a prompt."""
+    return next((token for token in prompt if token >= RAISES), None)
+
+
+def strike(rows: list[tuple[NewRow, int, int]]) -> None:
+    """Fail where a poison says: at its own position, when a token after the third output is computed, or from then on when
+    one token is computed alone."""
+    for row, start, count in rows:
+        num_prompt = row.num_prompt_tokens
+        prompt = list(codec.unpack_i32(row.token_ids))[:num_prompt]
+        poison = poison_of(prompt)
+        if poison is None:
+            continue
+        place = prompt.index(poison) if poison in (RAISES, DIES) else num_prompt + 2
+        decodes_on = poison == DIES_DECODING and count == 1 and start >= place
+        if decodes_on or (poison != DIES_DECODING and start <= place < start + count):
+            dies = poison in (DIES, DIES_DECODING)
+            raise ExecutorFails(dies=dies, loses_results=dies and row.request_id % 2 == 0)
 
 
 @dataclass
@@ -24,9 +51,10 @@ class Sent:
     cancelled: bool = False
 
 
-def random_world(rng: random.Random, depth: int) -> World:
+def random_world(rng: random.Random, depth: int, fault: Fault = no_fault) -> World:
     """Make a world whose blocks, slots or budget are too few for comfort."""
     return World(
+        fault=fault,
         depth=depth,
         num_blocks=rng.choice([12, 20, 40, 100]),
         block_size=rng.choice([1, 2, 4, 8]),
@@ -41,10 +69,15 @@ def random_world(rng: random.Random, depth: int) -> World:
     )
 
 
-def random_trace(seed: int, num_operations: int, depth: int) -> tuple[World, dict[int, Sent]]:
-    """Play a trace; return the world, idle again, and what was sent to it."""
+def random_trace(
+    seed: int, num_operations: int, depth: int, poisonous: float = 0.0
+) -> tuple[World, dict[int, Sent]]:
+    """Play a trace; return the world, idle again, and what was sent to it.
+
+    ``poisonous``: share of requests that make the executor fail.
+    """
     rng = random.Random(seed)
-    world = random_world(rng, depth)
+    world = random_world(rng, depth, strike if poisonous else no_fault)
     stems = [[rng.randrange(3, 200) for _ in range(40)] for _ in range(3)]
     sent: dict[int, Sent] = {}
     next_id = 1
@@ -52,7 +85,7 @@ def random_trace(seed: int, num_operations: int, depth: int) -> tuple[World, dic
         alive = list(world.engine.state.live) if world.engine.state else []
         dice = rng.random()
         if dice < 0.18 and len(alive) < 24:
-            next_id = _admit(world, rng, stems, sent, next_id)
+            next_id = _admit(world, rng, stems, sent, next_id, poisonous)
         elif dice < 0.21 and alive:
             chosen = rng.sample(alive, min(len(alive), 2))
             for request_id in chosen:
@@ -88,7 +121,7 @@ def _lose_texts(world: World, rng: random.Random, sent: dict[int, Sent]) -> None
 def _resend(world: World, rng: random.Random, sent: dict[int, Sent], request_id: int) -> None:
     """Send a choice again with some of its outputs, unless its frontend has seen its end or wants it no more."""
     outcome = world.outcomes.get(request_id)
-    if sent[request_id].cancelled or sent[request_id].silenced:
+    if sent[request_id].cancelled or sent[request_id].silenced or request_id in world.failed:
         return
     num_outputs = 0 if outcome is None else len(outcome.tokens)
     if outcome is not None and outcome.num_endings and rng.random() < 0.5:
@@ -97,7 +130,12 @@ def _resend(world: World, rng: random.Random, sent: dict[int, Sent], request_id:
 
 
 def _admit(
-    world: World, rng: random.Random, stems: list[list[int]], sent: dict[int, Sent], next_id: int
+    world: World,
+    rng: random.Random,
+    stems: list[list[int]],
+    sent: dict[int, Sent],
+    next_id: int,
+    poisonous: float,
 ) -> int:
     state = world.engine.state
     assert state is not None
@@ -105,6 +143,8 @@ def _admit(
     longest = max(longest, 1)
     prompt = rng.choice(stems)[: rng.randint(1, longest)] + [rng.randrange(3, 200)] * rng.randint(0, 1)
     prompt = prompt[:longest]
+    if poisonous and rng.random() < poisonous:
+        prompt[rng.randrange(len(prompt))] = rng.choice([RAISES, DIES, RAISES_LATER, DIES_DECODING])
     n = rng.choice([1, 1, 1, 2, 4])
     max_tokens = rng.randint(1, 20)
     stop_token_ids = rng.sample(range(3, 200), rng.choice([0, 0, 12]))
@@ -135,11 +175,16 @@ def _admit(
 
 
 def assert_served(world: World, sent: dict[int, Sent]) -> None:
-    """Check that every request ended once, with the tokens it has when it runs alone."""
+    """Check that every request ended once, with the tokens it has when it runs alone; unless it was poisonous."""
     world.assert_idle()
-    assert not world.failed
+    assert all(poison_of(sent[request_id].prompt) for request_id in world.failed)
+    assert set(world.codes.values()) <= {ErrorCode.UNPROCESSABLE}
     for request_id, request in sent.items():
         outcome = world.outcomes.get(request_id)
+        if request_id in world.failed:
+            continue
+        if poison_of(request.prompt) in (RAISES, DIES):
+            assert request.cancelled or request.silenced, request_id
         wanted = expected(request.prompt, request.seed, request.max_tokens, request.stops, request.min_tokens)
         if outcome is None:
             assert request.silenced, request_id

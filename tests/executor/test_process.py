@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from tests.executor.conftest import Drawer, plan_of
+from tests.processes.poison import Effect, poison
 
+from quintet.executor.main import MAX_FAILURE_CHARS, MAX_FAILURES_ALONE, in_words
 from quintet.wire.config import (
     CacheConfig,
     EngineConfig,
@@ -95,7 +98,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., House]]:
     """Return a function that starts the executor process."""
     houses: list[House] = []
 
-    def start(**executor: Any) -> House:
+    def start(module: str = "quintet.executor.main", **executor: Any) -> House:
         run_dir = make_run_dir()
         config_of(run_dir, **executor).write(run_dir / CONFIG_FILE)
         bus = Bus(run_dir)
@@ -110,7 +113,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., House]]:
             "--parent",
             str(os.getpid()),
         ]
-        child = subprocess.Popen([sys.executable, "-m", "quintet.executor.main", *map(str, arguments)])
+        child = subprocess.Popen([sys.executable, "-m", module, *map(str, arguments)])
         peers = Peers(bus)
         peers.connect(ME, address_of(run_dir, ME))
         houses.append(House(run_dir, bus, supervisor, child, peers))
@@ -140,19 +143,78 @@ def test_capacity_then_results_then_a_new_core(start: Callable[..., House]) -> N
     house.peers.send(Role.EXECUTOR, 0, plan)
     result = house.expect(first, StepResult)
     assert result.step == plan.step
-    assert len(result.token_ids) == 4
+    first_tokens = result.token_ids
+    assert len(first_tokens) == 4
     assert result.compute_ns > 0
     house.expect(house.supervisor, Heartbeat, lambda beat: beat.progress == 1 and beat.pending == 0)
 
     second = house.core(epoch=2)
-    house.expect(second, Capacity)
-    house.peers.send(Role.EXECUTOR, 0, plan)
-    assert house.expect(second, StepResult).token_ids == result.token_ids
+    assert house.expect(second, Capacity).tables == 1
+    house.peers.send(Role.EXECUTOR, 0, plan)  # of the first core: for tables that are no more
+    house.peers.send(Role.EXECUTOR, 0, replace(plan, step=2, tables=1))
+    result = house.expect(second, StepResult)
+    assert result.step == 2
+    assert result.token_ids == first_tokens
     first.close()
     second.close()
 
     house.peers.send(Role.EXECUTOR, 0, Stop())
     assert house.child.wait(DEADLINE_S) == 0
+
+
+def test_a_step_that_raises_empties_the_tables(start: Callable[..., House]) -> None:
+    house = start("tests.processes.poison", kind="mock")
+    house.expect(house.supervisor, Ready)
+    core = house.core(epoch=1)
+    assert house.expect(core, Capacity).failure == ""
+    good = plan_of([Drawer(SamplingParams())], [2])
+    bad = plan_of([Drawer(SamplingParams(), prompt=poison(Effect.RAISES)), Drawer(SamplingParams())], [1, 2])
+    house.peers.send(Role.EXECUTOR, 0, replace(bad, step=1))
+    house.peers.send(Role.EXECUTOR, 0, replace(good, step=2))
+    capacity = house.expect(core, Capacity)
+    assert (capacity.executor_epoch, capacity.tables) == (ME.epoch, 1)
+    assert capacity.failure == "ValueError: poison at work"
+    house.peers.send(Role.EXECUTOR, 0, replace(good, step=3, tables=1))
+    assert house.expect(core, StepResult).step == 3
+    house.expect(house.supervisor, Heartbeat, lambda beat: beat.progress == 1 and beat.pending == 0)
+    core.close()
+
+
+def test_an_executor_of_which_every_step_raises_ends(start: Callable[..., House]) -> None:
+    house = start("tests.processes.poison", kind="mock")
+    house.expect(house.supervisor, Ready)
+    core = house.core(epoch=1)
+    house.expect(core, Capacity)
+    bad = plan_of([Drawer(SamplingParams(), prompt=poison(Effect.RAISES_FOR_ALL))], [1])
+    good = plan_of([Drawer(SamplingParams())], [2])
+    for number in range(MAX_FAILURES_ALONE):
+        house.peers.send(Role.EXECUTOR, 0, replace(good if number else bad, step=number, tables=number))
+        if number + 1 < MAX_FAILURES_ALONE:
+            assert house.expect(core, Capacity).tables == number + 1
+    assert house.child.wait(DEADLINE_S) == 1
+    assert "RuntimeError: the device is not there" in error_file(house.run_dir, ME).read_text()
+    core.close()
+
+
+def test_a_success_between_failures_absolves_the_executor(start: Callable[..., House]) -> None:
+    house = start("tests.processes.poison", kind="mock")
+    house.expect(house.supervisor, Ready)
+    core = house.core(epoch=1)
+    house.expect(core, Capacity)
+    bad = plan_of([Drawer(SamplingParams(), prompt=poison(Effect.RAISES))], [1])
+    good = plan_of([Drawer(SamplingParams())], [2])
+    for number in range(MAX_FAILURES_ALONE + 2):
+        house.peers.send(Role.EXECUTOR, 0, replace(good, step=number, tables=number))
+        house.expect(core, StepResult)
+        house.peers.send(Role.EXECUTOR, 0, replace(bad, step=number, tables=number))
+        house.expect(core, Capacity)
+    core.close()
+
+
+def test_what_was_raised_fits_a_line() -> None:
+    assert in_words(KeyError("a\n\tb\x07")) == "KeyError: 'a\\n\\tb\\x07'"
+    assert in_words(ValueError("a\n\tb\x07c")) == "ValueError: a b?c"
+    assert len(in_words(ValueError("x" * 1000))) == MAX_FAILURE_CHARS
 
 
 def test_a_model_that_cannot_load_ends_the_boot_with_one_line(start: Callable[..., House]) -> None:

@@ -82,10 +82,10 @@ def wait_until(happened: Callable[[], bool], what: str, timeout_s: float = 30.0)
 
 
 @contextlib.contextmanager
-def serve(*arguments: str, wait_ready: bool = True) -> Iterator[Server]:
+def serve(*arguments: str, wait_ready: bool = True, program: str = "quintet.deploy.cli") -> Iterator[Server]:
     """Run ``quintet serve`` with ``arguments`` on a free port; kill whatever is left at the end."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "quintet.deploy.cli", "serve", "--port", "0", *arguments],
+        [sys.executable, "-m", program, "serve", "--port", "0", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

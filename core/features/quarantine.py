@@ -1,0 +1,20 @@
+"""Quarantine: while suspects are tried for making the executor fail, only they run.
+
+Who is tried, and for how long, is `quintet.core.suspects`' to say, by way of `State.trial`.
+"""
+
+from __future__ import annotations
+
+from quintet.core.hooks import Feature, Setup
+from quintet.core.request import Request
+from quintet.core.state import State
+
+
+def build(setup: Setup) -> Feature | None:
+    """Quarantine is always on: without a trial it stops nobody."""
+    return Feature("quarantine", gate=gate)
+
+
+def gate(state: State, request: Request) -> bool:
+    """Hold back whoever is not on trial."""
+    return state.may_run(request)

@@ -1,0 +1,71 @@
+"""Requests that are refused at the door: those that made the executor fail, for a while.
+
+A request is recognised by its fingerprint: prompt and sampling parameters, but not the seed, nor how many choices. The
+table is bounded and forgets the oldest first. Reads no clock.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from hashlib import sha256
+
+import msgspec
+
+from quintet.core.request import Request
+from quintet.wire.codec import encode, pack_i32
+from quintet.wire.errors import ErrorCode
+from quintet.wire.messages import Admit, Failed
+from quintet.wire.params import SamplingParams
+
+REFUSE_S = 600
+"""How long: who sends the same again and again then costs everybody else a pause every ten minutes, not every second."""
+
+MAX_REFUSED = 1024
+
+
+def fingerprint(prompt_ids: bytes, params: SamplingParams) -> bytes:
+    """Return what two requests have in common that ask the same of the executor. ``prompt_ids``: int32."""
+    settings = encode(msgspec.structs.replace(params, seed=None, n=1))
+    return sha256(len(prompt_ids).to_bytes(8, "little") + prompt_ids + settings).digest()
+
+
+def fingerprint_of(request: Request) -> bytes:
+    """Return the fingerprint of a request that was admitted."""
+    return fingerprint(pack_i32(request.tokens[: request.num_prompt]), request.params)
+
+
+class Refusals:
+    """Fingerprints of the convicted, why, and until when."""
+
+    def __init__(self, max_refused: int = MAX_REFUSED) -> None:
+        self._max_refused = max_refused
+        self._refused: OrderedDict[bytes, tuple[int, str]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._refused)
+
+    def add(self, key: bytes, cause: str, now_ns: int) -> None:
+        """Refuse requests of this fingerprint from now on."""
+        self._refused[key] = (now_ns + REFUSE_S * 1_000_000_000, cause)
+        self._refused.move_to_end(key)
+        if len(self._refused) > self._max_refused:
+            self._refused.popitem(last=False)
+
+    def answer_to(self, admit: Admit, now_ns: int) -> Failed | None:
+        """Return how a request is refused, or None when it is not."""
+        if not self._refused:
+            return None
+        key = fingerprint(admit.prompt_ids, admit.params)
+        refused = self._refused.get(key)
+        if refused is None:
+            return None
+        until_ns, cause = refused
+        if until_ns <= now_ns:
+            del self._refused[key]
+            return None
+        left_s = -(-(until_ns - now_ns) // 1_000_000_000)
+        message = (
+            f"A request with the same prompt and the same parameters made the executor fail ({cause}), so this one was not "
+            f"tried. Change the prompt or the parameters, or send it again in {left_s} s."
+        )
+        return Failed(admit.request_id, ErrorCode.UNPROCESSABLE, message, retry_s=left_s)

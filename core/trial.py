@@ -1,0 +1,66 @@
+"""What a search for suspects does to the state: who may run now, and how the convicted ends.
+
+Who is suspected is `quintet.core.suspects`' to know; this file preempts, ends and reports.
+"""
+
+from __future__ import annotations
+
+from quintet.core.outbox import Effects, Outbox
+from quintet.core.refusals import REFUSE_S, Refusals, fingerprint_of
+from quintet.core.state import State
+from quintet.core.suspects import DEATHS_ALONE, Suspects
+from quintet.wire.errors import ErrorCode
+from quintet.wire.messages import Failed
+
+
+def hold_trial(state: State, suspects: Suspects) -> bool:
+    """Begin the next trial when the present one is over. Return whether a step may be planned now."""
+    if not suspects.have_passed(state.live):
+        return True
+    if suspects.remain(state.live):
+        if state.in_flight:
+            return False  # or those who are tried next would be blamed for what the others still do
+        for request in list(state.running):
+            state.preempt(request)
+    suspects.advance(state.live)
+    state.trial = suspects.trial
+    return True
+
+
+def call_off(state: State, suspects: Suspects) -> None:
+    """Let everybody run: whatever those on trial wait for, it is not on trial, and would wait for them."""
+    suspects.acquit_all()
+    state.trial = None
+
+
+def convict(
+    state: State, suspects: Suspects, refusals: Refusals, request_id: int, failure: str, now_ns: int
+) -> Effects:
+    """End the request, every choice of it, that made the executor fail; refuse what asks for the same.
+
+    ``failure`` is what its step raised; empty when the executor died. Of the requests that ask for the same, those end
+    with it that have not shown yet that they can be computed.
+    """
+    outbox = Outbox()
+    convicted = state.live.get(request_id)
+    if convicted is None:
+        return outbox.effects(state.step, now_ns)
+    cause = failure or f"its process died {DEATHS_ALONE} times in a row while it computed nothing else"
+    message = (
+        f"This request made the executor fail: {cause}. Requests with this prompt and these parameters are refused for "
+        f"{REFUSE_S} s; change the prompt or the parameters."
+    )
+    key, first = fingerprint_of(convicted), convicted.request_id - convicted.choice
+    refusals.add(key, cause, now_ns)
+    for request in list(state.live.values()):
+        is_choice = request.request_id - request.choice == first
+        is_unproven = request.scheduled_ns is None or suspects.holds(request.request_id)
+        if is_choice or (is_unproven and fingerprint_of(request) == key):
+            state.counters.convictions += 1
+            outbox.close(request)
+            outbox.failed.append(
+                Failed(request.request_id, ErrorCode.UNPROCESSABLE, message, retry_s=REFUSE_S)
+            )
+            request.origin = None  # it is not kept for its client
+            state.retire(request)
+    return outbox.effects(state.step, now_ns)

@@ -1,0 +1,316 @@
+"""Requests that make the executor fail: found, ended alone, refused; everybody else is served as if alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import ceil, log2
+
+import msgspec
+import pytest
+
+from quintet.core.hooks import FEATURES, Feature, Setup
+from quintet.core.refusals import MAX_REFUSED, REFUSE_S, Refusals
+from quintet.core.request import Request
+from quintet.core.state import State
+from quintet.core.suspects import DEATHS_ALONE
+from quintet.wire import codec
+from quintet.wire.errors import ErrorCode
+from quintet.wire.messages import Admit, FinishReason
+from quintet.wire.params import SamplingParams, seed_of_choice
+from quintet.wire.step import NewRow
+
+from .fake import ExecutorFails, Fault, World, expected, no_fault
+from .trace import assert_served, random_trace
+
+NUM_SUSPECTS = 64
+MAX_TOKENS = 12
+
+
+def prompt_of(request_id: int) -> list[int]:
+    return [10 + request_id, 20, 30, 40]
+
+
+def fails_at(output: int, dies: bool, *guilty: int) -> Fault:
+    """Return a fault that strikes whenever the token after so many outputs of one of the guilty is computed."""
+
+    def fault(rows: list[tuple[NewRow, int, int]]) -> None:
+        for row, start, count in rows:
+            if row.request_id in guilty and start <= row.num_prompt_tokens + output < start + count:
+                raise ExecutorFails(dies=dies)
+
+    return fault
+
+
+def crowd(fault: Fault = no_fault, size: int = NUM_SUSPECTS, **options: object) -> World:
+    """Make a world in which all of a crowd are computed in every step."""
+    settings: dict[str, object] = {"num_blocks": 16 * size, "slots": size, "max_num_batched_tokens": 8 * size}
+    world = World(fault=fault, **(settings | options))  # type: ignore[arg-type]
+    for request_id in range(1, size + 1):
+        world.admit(request_id, prompt_of(request_id), max_tokens=MAX_TOKENS, ignore_eos=True)
+    return world
+
+
+def assert_alone(world: World, request_ids: list[int]) -> None:
+    """Check that these ended as they do alone."""
+    for request_id in request_ids:
+        outcome = world.outcomes[request_id]
+        assert outcome.tokens == expected(prompt_of(request_id), request_id, MAX_TOKENS, stops=()), request_id
+        assert (outcome.finish, outcome.num_endings) == (FinishReason.LENGTH, 1)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(20))
+def test_random_trace_with_poison(seed: int, depth: int) -> None:
+    assert_served(*random_trace(seed, 200, depth, poisonous=0.2))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("dies", [False, True])
+@pytest.mark.parametrize("guilty", [1, 21, 32, 33, 64])
+def test_the_culprit_is_found_by_halving(guilty: int, dies: bool, depth: int) -> None:
+    world = crowd(fails_at(3, dies, guilty), depth=depth)
+    world.run()
+    assert list(world.failed) == [guilty] and world.codes[guilty] is ErrorCode.UNPROCESSABLE
+    assert_alone(world, [r for r in range(1, NUM_SUSPECTS + 1) if r != guilty])
+    assert world.num_losses <= log2(NUM_SUSPECTS) + (DEATHS_ALONE if dies else 1)
+    world.assert_idle()
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_several_culprits_are_found(dies: bool) -> None:
+    guilty = [3, 4, 40, 64]
+    world = crowd(fails_at(3, dies, *guilty))
+    world.run()
+    assert sorted(world.failed) == guilty
+    assert_alone(world, [r for r in range(1, NUM_SUSPECTS + 1) if r not in guilty])
+    assert world.num_losses <= len(guilty) * (log2(NUM_SUSPECTS) + (DEATHS_ALONE if dies else 1))
+
+
+def test_the_error_says_what_was_raised() -> None:
+    world = crowd(fails_at(0, False, 2), size=3)
+    world.run()
+    assert "ValueError: poison" in world.failed[2] and f"{REFUSE_S} s" in world.failed[2]
+
+
+def test_a_culprit_that_ran_alone_needs_no_trial() -> None:
+    world = crowd(fails_at(3, False, 1), size=1)
+    world.run()
+    assert world.num_losses == 1 and list(world.failed) == [1]
+
+
+def test_an_executor_that_is_killed_once_costs_no_more_than_computing_all_again() -> None:
+    world = crowd()
+    for _ in range(4):
+        world.step()
+    world.new_executor()
+    computed_before = len(world.plans)
+    world.run()
+    assert not world.failed
+    assert_alone(world, list(range(1, NUM_SUSPECTS + 1)))
+    computed = tokens_computed(world, computed_before)
+    # All that was known (prompt and outputs) once, then each remaining output; the second half's two steps more are
+    # the first half's last full block, which is computed again behind the cached ones.
+    known = 4 + 4
+    most = NUM_SUSPECTS * (known + (MAX_TOKENS - 4) + world.block_size)
+    assert computed <= most
+
+
+def tokens_computed(world: World, first_plan: int) -> int:
+    """Return how many tokens the plans from this one on compute."""
+    plans = [msgspec.msgpack.decode(plan) for plan in world.plans[first_plan:]]
+    return sum(sum(codec.unpack_i32(plan[9])) for plan in plans)
+
+
+def test_killing_an_executor_again_and_again_convicts_nobody_who_gets_on() -> None:
+    world = crowd(size=1)
+    for _ in range(4):
+        for _ in range(DEATHS_ALONE - 1):
+            world.plan()
+            world.new_executor()  # with the request alone in flight
+        while world.engine.suspects.trial is not None:
+            world.step()
+    world.run()
+    assert not world.failed
+    assert_alone(world, [1])
+
+
+def test_a_killed_executor_without_steps_in_flight_accuses_nobody() -> None:
+    world = crowd(size=4, depth=1)
+    world.step()
+    world.new_executor()
+    assert world.engine.suspects.trial is None
+
+
+def test_a_trial_admits_nobody_and_ends() -> None:
+    world = crowd(size=4)
+    world.step()
+    world.new_executor()
+    assert world.engine.state is not None and world.engine.state.trial == {1, 2}
+    world.admit(9, prompt_of(9), max_tokens=MAX_TOKENS, ignore_eos=True)
+    world.plan()
+    assert [r.request_id for r in world.engine.state.running] == [1, 2]
+    world.run()
+    assert_alone(world, [1, 2, 3, 4, 9])
+
+
+def test_nobody_is_blamed_for_the_steps_of_those_tried_before() -> None:
+    """The second half begins when nothing of the first is in flight: a death then is among the second alone."""
+    world = crowd(size=4, depth=3)
+    world.step()
+    world.new_executor()
+    state = world.engine.state
+    assert state is not None
+    first = state.trial
+    while state.trial == first:
+        world.step()
+    assert state.trial == {3, 4}
+    assert all({r.request_id for r in flight.rows} <= {3, 4} for flight in state.in_flight)
+
+
+def stop_hit(world: World, *request_ids: int) -> None:
+    world.engine.stop_hit(request_ids, [0] * len(request_ids), world.tick())
+
+
+@pytest.mark.parametrize("leave", [World.cancel, stop_hit])
+def test_suspects_may_leave_during_their_trial(leave: Callable[..., None]) -> None:
+    world = crowd(fails_at(3, True, 2), size=8)
+    while world.engine.suspects.trial is None:
+        world.step()
+    leave(world, 1, 2, 3, 4, 8)
+    world.run()
+    assert not world.failed and world.num_losses == 1
+    assert_alone(world, [5, 6, 7])
+    world.assert_idle()
+
+
+def test_who_stays_is_not_convicted_for_who_left() -> None:
+    """Two are in the step that raises; the guilty one is cancelled before the core hears of it."""
+    world = crowd(fails_at(3, False, 1), size=2, depth=1)
+    while world.failure is None:
+        world.step()
+        world.plan()
+    world.cancel(1)
+    world.run()
+    assert not world.failed
+    assert_alone(world, [2])
+
+
+def test_a_conviction_ends_every_choice_of_the_request() -> None:
+    world = World(fault=fails_at(2, False, 3), slots=16)
+    world.admit(1, prompt_of(1), n=4, max_tokens=3 * MAX_TOKENS, ignore_eos=True)
+    world.admit(10, prompt_of(10), max_tokens=MAX_TOKENS, ignore_eos=True)
+    world.run()
+    assert sorted(world.failed) == [1, 2, 3, 4]
+    assert_alone(world, [10])
+    world.assert_idle()
+
+
+def test_choices_are_tried_without_their_elder() -> None:
+    """Choices wait for the first one to compute the prompt; on trial without it, they compute it themselves."""
+    world = World(slots=16, num_blocks=128)
+    world.admit(1, prompt_of(1), n=4, max_tokens=MAX_TOKENS, ignore_eos=True)
+    while not world.engine.state or len(world.engine.state.running) < 4:
+        world.step()
+    world.plan()
+    world.new_executor()
+    world.run()
+    assert not world.failed
+    for choice in range(4):
+        wanted = expected(prompt_of(1), seed_of_choice(1, choice), MAX_TOKENS, stops=())
+        assert world.outcomes[1 + choice].tokens == wanted
+
+
+def test_requests_for_the_same_end_together() -> None:
+    same = [5, 6, 7, 8, 9, 10]
+
+    def fault(rows: list[tuple[NewRow, int, int]]) -> None:
+        if any(codec.unpack_i32(row.token_ids)[0] == 199 for row, _, _ in rows):
+            raise ExecutorFails(dies=False)
+
+    world = World(fault=fault, slots=16)
+    for request_id in range(1, 11):
+        prompt = [199, 3, 4] if request_id in same else prompt_of(request_id)
+        world.admit(request_id, prompt, max_tokens=MAX_TOKENS, ignore_eos=True)
+    world.run()
+    assert sorted(world.failed) == same
+    assert_alone(world, [1, 2, 3, 4])
+    assert world.num_losses <= ceil(log2(10)) + 1
+
+
+def test_what_was_convicted_is_refused_for_a_while() -> None:
+    world = crowd(fails_at(0, False, 1), size=1)
+    world.run()
+    num_plans = len(world.plans)
+    world.admit(2, prompt_of(1), max_tokens=MAX_TOKENS, ignore_eos=True, seed=77, n=3)
+    assert world.codes[2] is ErrorCode.UNPROCESSABLE and f"in {REFUSE_S} s" in world.failed[2]
+    world.run()
+    assert len(world.plans) == num_plans
+    world.admit(5, prompt_of(1), max_tokens=MAX_TOKENS + 1, ignore_eos=True)
+    world.admit(6, prompt_of(6), max_tokens=MAX_TOKENS, ignore_eos=True)
+    world.now += REFUSE_S * 1_000_000_000
+    world.admit(7, prompt_of(1), max_tokens=MAX_TOKENS, ignore_eos=True)
+    world.run()
+    assert sorted(world.failed) == [1, 2]
+    assert len(world.outcomes[5].tokens) == MAX_TOKENS + 1 and len(world.outcomes[7].tokens) == MAX_TOKENS
+
+
+def test_refusals_are_bounded() -> None:
+    refusals = Refusals()
+    for number in range(MAX_REFUSED + 5):
+        refusals.add(number.to_bytes(8, "little"), "it broke", 0)
+    assert len(refusals) == MAX_REFUSED
+    admit = Admit(1, codec.pack_i32([1]), SamplingParams(), 0, 0, 0)
+    assert refusals.answer_to(admit, 0) is None
+
+
+def test_a_newer_attempt_at_a_convicted_request_is_refused() -> None:
+    """Its frontend lost a detokenizer, and sent it again before it heard of the conviction."""
+    world = crowd(fails_at(3, False, 1), size=2)
+    world.run()
+    num_plans = len(world.plans)
+    world.resend(1, 2)
+    assert not world.engine.num_live and len(world.plans) == num_plans
+
+
+def test_a_suspect_under_a_newer_attempt_is_tried_still() -> None:
+    world = crowd(fails_at(6, False, 1), size=4)
+    while world.engine.suspects.trial is None:
+        world.step()
+    world.resend(1, 3, params=SamplingParams(max_tokens=MAX_TOKENS, seed=1, ignore_eos=True, logprobs=1))
+    world.run()
+    assert list(world.failed) == [1]
+    assert_alone(world, [2, 3, 4])
+
+
+def test_news_of_tables_that_were_emptied_since_changes_nothing() -> None:
+    world = crowd(fails_at(0, False, 1), size=4)
+    old = world.executor.capacity
+    while world.engine.suspects.trial is None:
+        world.step()
+    trial = world.engine.suspects.trial
+    world.apply(world.engine.capacity(old, world.tick()))
+    assert world.engine.suspects.trial == trial
+    world.run()
+    assert list(world.failed) == [1]
+
+
+def build(setup: Setup) -> Feature:
+    """Be a feature that lets a request in only beside its predecessor."""
+    return Feature("pairs", gate=gate)
+
+
+def gate(state: State, request: Request) -> bool:
+    """Hold back request 3 while request 4 does not run: no trial of 3 alone can ever begin."""
+    return request.request_id != 3 or any(other.request_id == 4 for other in state.running)
+
+
+def test_a_trial_that_cannot_begin_is_called_off() -> None:
+    world = World(features=FEATURES | {"pairs": __name__})
+    for request_id in (3, 4):
+        world.admit(request_id, prompt_of(request_id), max_tokens=MAX_TOKENS, ignore_eos=True)
+    while not world.engine.state or len(world.engine.state.running) < 2:
+        world.step()
+    world.plan()
+    world.new_executor()
+    world.run()
+    assert_alone(world, [3, 4])

@@ -1,0 +1,117 @@
+"""A server whose executor some requests make fail: `quintet serve` with a worker that looks at the prompts.
+
+``python -m tests.processes.poison serve …`` is the server; as a child of the supervisor the module is the executor. The
+worker behind is the real one, so everything but the failure itself is what users run.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from quintet.deploy import cli
+from quintet.deploy.supervisor import supervisor
+from quintet.executor import main
+from quintet.executor.interface import StepWorker
+from quintet.wire.ids import Role
+from quintet.wire.runtime import child_main
+from quintet.wire.step import StepPlan, StepResult
+
+BEGINNING = [9, 9, 9, 9]
+"""A prompt that begins so is poison; the next two ids are an `Effect`, and after how many outputs it shows."""
+
+
+class Effect(enum.IntEnum):
+    """What a poison does."""
+
+    RAISES = 11
+    DIES = 12
+    RAISES_FOR_ALL = 13
+    """From then on every step raises, whoever is in it."""
+
+
+def poison(effect: Effect, after: int = 0) -> list[int]:
+    """Return a prompt that makes the executor fail when it computes the token after so many outputs (0: the prompt)."""
+    return [*BEGINNING, effect, after, 50, 51, 52]
+
+
+class PoisonedWorker:
+    """A worker that fails where a prompt says so."""
+
+    def __init__(self, worker: StepWorker) -> None:
+        self._worker = worker
+        self._due: dict[int, tuple[int, int]] = {}
+        """Slot -> effect, position at which it shows."""
+        self._all_fail = False
+        self.num_blocks = worker.num_blocks
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        """Pass on."""
+        return self._worker.facts
+
+    @property
+    def work_done(self) -> int:
+        """Pass on."""
+        return self._worker.work_done
+
+    def is_broken(self, error: Exception) -> bool:
+        """Pass on."""
+        return self._worker.is_broken(error)
+
+    def reset(self) -> None:
+        """Pass on."""
+        self._due.clear()
+        self._worker.reset()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Fail, or pass on."""
+        for slot in np.frombuffer(plan.freed, np.int32).tolist():
+            self._due.pop(slot, None)
+        for row in plan.new_rows:
+            prompt = np.frombuffer(row.token_ids, np.int32)[: row.num_prompt_tokens].tolist()
+            if prompt[:4] == BEGINNING:
+                self._due[row.slot] = (prompt[4], row.num_prompt_tokens - 1 + prompt[5])
+        rows = (np.frombuffer(column, np.int32).tolist() for column in (plan.slots, plan.starts, plan.counts))
+        for slot, start, count in zip(*rows, strict=True):
+            effect, position = self._due.get(slot, (None, 0))
+            if effect is not None and start <= position < start + count:
+                self._show(Effect(effect))
+        if self._all_fail:
+            raise RuntimeError("the device is not there")
+        return self._worker.execute(plan)
+
+    def _show(self, effect: Effect) -> None:
+        if effect is Effect.RAISES:
+            raise ValueError("poison at\nwork")
+        if effect is Effect.DIES:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        self._all_fail = True
+
+
+def run_executor() -> None:
+    """Be the executor, its worker poisoned."""
+    make = main.make_worker
+    main.make_worker = lambda config, span: PoisonedWorker(make(config, span))  # type: ignore[assignment, return-value]
+    child_main(Role.EXECUTOR, main.run)
+
+
+def run_server() -> int:
+    """Be ``quintet`` with this module in the executor's seat."""
+    root = str(Path(__file__).parents[2])
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), root)))
+    supervisor.MODULES = {**supervisor.MODULES, Role.EXECUTOR: __spec__.name}
+    return cli.main()
+
+
+if __name__ == "__main__":
+    if "--parent" in sys.argv:
+        run_executor()
+    else:
+        sys.exit(run_server())
