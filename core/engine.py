@@ -290,6 +290,28 @@ class Engine:
         self._settle(now_ns)
         return outbox.effects(state.step, now_ns)
 
+    def live_ids(self) -> Iterable[int]:
+        """Return the choices that have not ended."""
+        return () if self.state is None else self.state.live
+
+    def opened(self) -> list[tuple[int, int]]:
+        """Return which detokenizer knows of which live choice."""
+        live = () if self.state is None else self.state.live.values()
+        return [(request.detokenizer, request.request_id) for request in live if request.opened]
+
+    def drop(self, request_ids: Iterable[int], now_ns: int) -> Effects:
+        """End requests for which nobody waits, without a word to a frontend."""
+        if self.state is None:
+            return Effects()
+        outbox = Outbox()
+        for request_id in request_ids:
+            request = self.state.live.get(request_id)
+            if request is not None:
+                outbox.close(request)
+                self.state.retire(request)
+        self._settle(now_ns)
+        return outbox.effects(self.state.step, now_ns)
+
     def stop_hit(self, request_ids: Iterable[int], attempts: Iterable[int], now_ns: int) -> None:
         """End these requests silently: the text of this attempt at each has ended, and the client knows."""
         state = self.state

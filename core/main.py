@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
+from quintet.core.audit import Auditors, by_seat
 from quintet.core.engine import Engine
 from quintet.core.metrics import CoreMetrics, S
 from quintet.core.outbox import Effects
+from quintet.wire.codec import pack_i32, pack_i64, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig
-from quintet.wire.ids import Role, WorkerId, frontend_of
-from quintet.wire.messages import Admit, Cancel, Reclaim, SeatState, StopHit, Topology
+from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of
+from quintet.wire.messages import Admit, Cancel, Live, Reclaim, SeatState, StopHit, Topology, Unknown
 from quintet.wire.runtime import Process, child_main
 from quintet.wire.step import Capacity, StepResult
 
-Message = Admit | Cancel | StopHit | Reclaim | StepResult | Capacity
+Message = Admit | Cancel | StopHit | Reclaim | Live | Unknown | StepResult | Capacity
+
+AUDIT_NS = 5_000_000_000
+"""Between two accounts to the detokenizers."""
 
 MAX_EARLY = 1 << 14
 """Messages kept for processes that no topology has named yet. Frontends of ours are named within moments."""
@@ -28,6 +34,8 @@ class Core:
         self.engine = Engine(config.model, config.cache, config.scheduler)
         self.metrics = CoreMetrics(self.process.metrics)
         self._span = self.process.span
+        self._auditors = Auditors()
+        self._accounted_ns = 0
         self._reclaims: list[Reclaim] = []
         """Questions for requests whose last tokens are being drawn."""
         self._early: dict[int, list[Admit | Cancel | Reclaim]] = {}
@@ -58,6 +66,7 @@ class Core:
                 self._handle(message)
         self._send(self.engine.expire(self.process.now_ns))
         self._plan()
+        self._give_account()
         self._account()
 
     def _take(self, message: Admit | Cancel | Reclaim) -> None:
@@ -105,6 +114,10 @@ class Core:
             self.engine.stop_hit(memoryview(message.request_ids).cast("q"), attempts, now)
         elif isinstance(message, Reclaim):
             self._reclaim(message, now)
+        elif isinstance(message, Live):
+            self._audit(message, now)
+        elif isinstance(message, Unknown):
+            self._tell_unknown(unpack_i64(message.request_ids))
         elif isinstance(message, Capacity):
             self.process.log.info(
                 "executor epoch %d has %d blocks of %d tokens, %d slots",
@@ -129,6 +142,45 @@ class Core:
             self._reclaims.append(message)
         else:
             self.process.peers.send(Role.FRONTEND, message.frontend, answer)
+
+    def _audit(self, account: Live, now: int) -> None:
+        """Compare what a frontend waits for with what lives here."""
+        seat = account.sender.index, epoch_tag(account.sender.epoch)
+        ids, attempts = unpack_i64(account.request_ids), unpack_i32(account.attempts)
+        ours = [request_id for request_id in self.engine.live_ids() if frontend_of(request_id) == seat]
+        differences = self._auditors.compare(seat, ids, ours)
+        arrived = {request_id for request_id, attempt in zip(ids, attempts, strict=True) if attempt >= 0}
+        unknown = [request_id for request_id in differences.unknown if request_id in arrived]
+        if differences.orphans:
+            self._note_differences("live here, and nobody waits for them", differences.orphans)
+            self._send(self.engine.drop(differences.orphans, now))
+        if unknown:
+            self._note_differences("waited for, and not alive", unknown)
+            self._tell_unknown(unknown)
+
+    def _note_differences(self, what: str, request_ids: Sequence[int]) -> None:
+        self.metrics.audit_differences.inc(len(request_ids))
+        self.process.log.warning("%d requests are %s: %s", len(request_ids), what, list(request_ids[:8]))
+
+    def _tell_unknown(self, request_ids: Sequence[int]) -> None:
+        """Have frontends send requests again."""
+        for index, ids in by_seat(
+            (frontend_of(request_id)[0], request_id) for request_id in request_ids
+        ).items():
+            self.process.peers.send(Role.FRONTEND, index, Unknown(pack_i64(ids)))
+
+    def _give_account(self) -> None:
+        """Tell every detokenizer, from time to time, what it keeps for us."""
+        now = self.process.now_ns
+        if now - self._accounted_ns < AUDIT_NS:
+            return
+        self._accounted_ns = now
+        kept = by_seat(self.engine.opened())
+        for seat in self.process.topology.seats:
+            if seat.worker.role is Role.DETOKENIZER and seat.state is not SeatState.DOWN:
+                ids = kept.get(seat.worker.index, [])
+                account = Live(self.process.me, pack_i64(ids), pack_i32([0] * len(ids)))
+                self.process.peers.send(Role.DETOKENIZER, seat.worker.index, account)
 
     def _plan(self) -> None:
         """Send plans until the depth is reached, nothing is left to compute, or the executor is not the one we know."""

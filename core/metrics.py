@@ -66,6 +66,9 @@ class CoreMetrics:
             "Tokens drawn for the longest choice of a request.",
             (0, *COUNT_BUCKETS),
         )
+        self.audit_differences = counter(
+            "audit_differences", "Requests that two processes did not agree on, twice in a row."
+        )
         self._gauge = gauge
         self._cache: GaugeSeries | None = None
         self.hop_in = histogram(

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from quintet.detokenizer_proc.incremental import Decoder, PieceTable
 from quintet.detokenizer_proc.rows import Steps
-from quintet.wire.codec import pack_i32, pack_i64, unpack_i32
+from quintet.wire.codec import pack_i32, pack_i64, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError, ErrorCode
 from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of
@@ -22,10 +22,12 @@ from quintet.wire.messages import (
     Drain,
     Drained,
     Failed,
+    Live,
     StopHit,
     Text,
     Tokens,
     Topology,
+    Unknown,
 )
 from quintet.wire.runtime import Process, child_main
 
@@ -77,7 +79,7 @@ class Tables:
 class Detokenizer:
     """Handlers of the process's messages, and its figures."""
 
-    def __init__(self, process: Process[Tokens | DetokenizeQuery], tables: Tables) -> None:
+    def __init__(self, process: Process[Tokens | DetokenizeQuery | Live], tables: Tables) -> None:
         self._process = process
         self._span = process.span
         self._sender = (process.me.index, process.me.epoch)
@@ -96,6 +98,9 @@ class Detokenizer:
         self._seconds = metrics.histogram("detokenize_seconds", "Time to turn one step's tokens into text.")
         self._num_tokens = metrics.counter("detokenized_tokens", "Tokens turned into text.")
         self._num_stop_hits = metrics.counter("stop_string_hits", "Requests ended by a stop string.")
+        self._num_differences = metrics.counter(
+            "audit_differences", "Requests that two processes did not agree on, twice in a row."
+        )
         self._num_open = metrics.gauge("detokenizer_open_requests", "Requests whose text is being made.")
 
     @property
@@ -137,10 +142,23 @@ class Detokenizer:
                 self._accept_query(message)
             case Topology():
                 self._follow()
+            case Live():
+                self._audit(message)
             case Drain():
                 self._is_retiring = True
             case _:
                 pass
+
+    def _audit(self, account: Live) -> None:
+        alone, missing = self._steps.compare(unpack_i64(account.request_ids))
+        if alone or missing:
+            self._num_differences.inc(len(alone) + len(missing))
+            self._process.log.warning(
+                "%d requests are open here alone, %d that the core has are not: %s",
+                len(alone), len(missing), [*alone, *missing][:8],
+            )  # fmt: skip
+        if missing:
+            self._process.peers.send(Role.CORE, account.sender.index, Unknown(pack_i64(missing)))
 
     def _apply(self, message: Tokens) -> None:
         began_ns = time.monotonic_ns()
@@ -248,7 +266,7 @@ def prepare(config: EngineConfig) -> Tables:
     return Tables(showing, showing.skipping_special_tokens())
 
 
-def serve(process: Process[Tokens | DetokenizeQuery], tables: Tables) -> None:
+def serve(process: Process[Tokens | DetokenizeQuery | Live], tables: Tables) -> None:
     """Turn tokens into text until stopped."""
     try:
         detokenizer = Detokenizer(process, tables)
@@ -260,7 +278,7 @@ def serve(process: Process[Tokens | DetokenizeQuery], tables: Tables) -> None:
 
 def run(me: WorkerId, config: EngineConfig, tables: Tables) -> None:
     """Be the detokenizer process at seat ``me``."""
-    serve(Process(me, config, Tokens | DetokenizeQuery), tables)
+    serve(Process(me, config, Tokens | DetokenizeQuery | Live), tables)
 
 
 if __name__ == "__main__":

@@ -113,6 +113,8 @@ class Steps:
         self._outboxes: dict[tuple[int, int], Outbox] = {}
         self._ended: dict[int, int] = {}
         """Requests that ended here, and at which attempt, while the core may not know yet."""
+        self._suspects: set[int] = set()
+        """Requests on which the core's last account and this process did not agree."""
         self._core_epoch = 0
         self.num_stale = 0
         """Rows and messages dropped because they came from a core that has a successor, or for requests not open here."""
@@ -128,6 +130,19 @@ class Steps:
         """Return the requests the core must hear of, once, each with the attempt at it that has ended."""
         hits, self.stop_hits = self.stop_hits, []
         return hits
+
+    def compare(self, request_ids: Iterable[int]) -> tuple[list[int], list[int]]:
+        """Compare what is open with the core's account; return what, for the second time, is here alone and is not here.
+
+        What is here alone is dropped.
+        """
+        theirs = set(request_ids).difference(self._ended)
+        before, self._suspects = self._suspects, theirs ^ self._open.keys()
+        confirmed = sorted(before & self._suspects)
+        alone = [request_id for request_id in confirmed if request_id in self._open]
+        for request_id in alone:
+            del self._open[request_id]
+        return alone, [request_id for request_id in confirmed if request_id in theirs]
 
     def forget_frontend(self, index: int, epoch_tag: int) -> None:
         """Drop the requests of frontends that sat at ``index`` before the one with this epoch."""

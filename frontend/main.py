@@ -24,7 +24,7 @@ from quintet.frontend.service import Inbound, Service
 from quintet.wire.config import EngineConfig, FrontendConfig
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.messages import Detokenized, Failed, Reclaimed, Text, Tokenized
+from quintet.wire.messages import Detokenized, Failed, Reclaimed, Text, Tokenized, Unknown
 from quintet.wire.runtime import Process, Stopping, child_main
 
 LISTEN_FD = "QUINTET_LISTEN_FD"
@@ -34,6 +34,8 @@ GRACE_S = 2.0
 """A frontend that leaves hangs up on idle clients, but not in the very moment in which one may be asking."""
 LOOK_S = 0.1
 LAG_EVERY_S = 1.0
+AUDIT_S = 5.0
+"""Between two accounts to the core."""
 
 
 class HttpServer(uvicorn.Server):
@@ -74,7 +76,7 @@ class Frontend:
 
     def __init__(self, me: WorkerId, config: EngineConfig) -> None:
         self._process: Process[Inbound] = Process(
-            me, config, Text | Failed | Tokenized | Detokenized | Reclaimed
+            me, config, Text | Failed | Tokenized | Detokenized | Reclaimed | Unknown
         )
         self._service = Service(
             me, self._process.peers.send, config, self._process.metrics, self._process.span
@@ -128,12 +130,17 @@ class Frontend:
         self._lag.observe(max(0.0, now_s - due_s))
         loop.call_at(now_s + LAG_EVERY_S, self._measure_lag, loop, now_s + LAG_EVERY_S)
 
+    def _give_accounts(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._service.give_account()
+        loop.call_later(AUDIT_S, self._give_accounts, loop)
+
     async def serve(self, listener: socket.socket) -> None:
         """Serve until told to stop."""
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._on_loop_error)
         self._process.attach(loop, self._handle)
         self._measure_lag(loop, loop.time())
+        loop.call_later(AUDIT_S, self._give_accounts, loop)
         host, port = listener.getsockname()[:2]
         serving = loop.create_task(self._server.serve(sockets=[listener]))
         loop.call_soon(lambda: self._process.ready(listening=f"{host} port {port}"))

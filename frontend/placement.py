@@ -133,14 +133,14 @@ class Placement:
                 (Role.DETOKENIZER, submit.detokenizer),
             )
             if held:
-                return self._start_over(stream, worker.role)
+                return self.start_over(stream, worker.role)
             if worker.role is Role.TOKENIZER and worker.index == stream.tokenizer:
                 return self._lose_tokenizer(stream)
         if submit.detokenizer in retiring and not stream.is_cancelled:
-            return self._start_over(stream, Role.DETOKENIZER)
+            return self.start_over(stream, Role.DETOKENIZER)
         return False
 
-    def _start_over(self, stream: Stream, role: Role) -> bool:
+    def start_over(self, stream: Stream, role: Role) -> bool:
         """Park a request for a new attempt; a cancelled one is given up."""
         if stream.is_cancelled:
             self.send_cancel(stream)

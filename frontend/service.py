@@ -12,6 +12,7 @@ from quintet.frontend.exchange import Exchange
 from quintet.frontend.patience import Patience
 from quintet.frontend.queries import Queries
 from quintet.frontend.sessions import Send, Sessions
+from quintet.wire.codec import unpack_i64
 from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.messages import (
@@ -24,11 +25,12 @@ from quintet.wire.messages import (
     Text,
     Tokenized,
     Topology,
+    Unknown,
 )
 from quintet.wire.metrics import CounterSeries, HistogramSeries, Metrics
 from quintet.wire.trace import Span, no_span
 
-Inbound = Text | Failed | Tokenized | Detokenized | Reclaimed | Topology | Drain | MetricsReport
+Inbound = Text | Failed | Tokenized | Detokenized | Reclaimed | Unknown | Topology | Drain | MetricsReport
 
 
 @dataclass(slots=True)
@@ -102,6 +104,8 @@ class Service:
             case Topology():
                 self.sessions.follow(message)
                 self.queries.follow()
+            case Unknown():
+                self.sessions.send_again(unpack_i64(message.request_ids))
             case Drain() if self.sessions.seats.topology.draining:
                 self.admission.draining = True
             case Drain():
@@ -109,6 +113,12 @@ class Service:
             case _:
                 self.queries.handle(message)
         self.check_drained()
+
+    def give_account(self) -> None:
+        """Tell the core what this seat waits for."""
+        core = self.sessions.seats.pick(Role.CORE)
+        if core is not None:
+            self._send(Role.CORE, core, self.sessions.account())
 
     def check_drained(self) -> None:
         """Tell the supervisor, once, when the last request has been answered and no other can come."""

@@ -19,15 +19,16 @@ from quintet.frontend.deadlines import Deadlines, expired, was_too_late
 from quintet.frontend.placement import Placement, Send
 from quintet.frontend.session_metrics import SessionMetrics
 from quintet.frontend.streams import Batch, Choice, Delta, Mailbox, Stream
-from quintet.wire.codec import unpack_i32
+from quintet.wire.codec import pack_i32, pack_i64, unpack_i32
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ErrorCode, RequestError
-from quintet.wire.ids import RequestIds, WorkerId
+from quintet.wire.ids import RequestIds, Role, WorkerId
 from quintet.wire.messages import (
     Claim,
     Failed,
     Finish,
     FinishReason,
+    Live,
     Prompt,
     Reclaimed,
     Started,
@@ -372,12 +373,29 @@ class Sessions:
             stream.is_posted = True
             stream.mailbox.post(stream)
 
+    def account(self) -> Live:
+        """Return what this seat waits for, for the core to compare."""
+        choices = self._live.values()
+        attempts = [choice.stream.attempt if choice.stream.started is not None else -1 for choice in choices]
+        return Live(self.me, pack_i64(choice.request_id for choice in choices), pack_i32(attempts))
+
+    def send_again(self, request_ids: Sequence[int]) -> None:
+        """Begin a new attempt at choices of which the engine knows nothing."""
+        choices = [self._live[request_id] for request_id in request_ids if request_id in self._live]
+        for stream in dict.fromkeys(choice.stream for choice in choices):
+            if self._placement.start_over(stream, Role.CORE):
+                self._abort_here(stream)
+        self._place_parked()
+
     # --- supervision ------------------------------------------------------------------------------------------
 
     def follow(self, topology: Topology) -> None:
         """Adapt to who is there: what a lost worker held is placed anew and goes on where it was."""
         for stream in self._placement.follow(topology, self._streams.values()):
             self._abort_here(stream)
+        self._place_parked()
+
+    def _place_parked(self) -> None:
         for stream in self._placement.take_parked():
             try:
                 self._placement.place(stream)

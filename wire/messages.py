@@ -191,11 +191,11 @@ class Live(msgspec.Struct, array_like=True, tag="live"):
     request_ids: bytes
     """int64[K]"""
     attempts: bytes
-    """int32[K]"""
+    """int32[K]; -1 for one that may not have arrived yet."""
 
 
 class Unknown(msgspec.Struct, array_like=True, tag="unknown"):
-    """Core -> frontend: of these choices, which it waits for, nobody knows (int64[K]); send them again."""
+    """Detokenizer -> core -> frontend: of these choices (int64[K]), which you wait for, I know nothing; send them again."""
 
     request_ids: bytes
 

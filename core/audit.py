@@ -1,0 +1,60 @@
+"""Do the core and its neighbours believe the same requests to be alive?
+
+Every few seconds each frontend names the choices that it waits for, and the core names to each detokenizer those that it
+keeps there. What only one side has may be on its way to the other; what only one side has in two accounts in a row is
+lost: it is counted, logged and given up, or sent again. Nothing is ever found unless there is a fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Differences:
+    """What two accounts in a row agree on."""
+
+    orphans: list[int] = field(default_factory=list)
+    """Alive here, and nobody there waits for them."""
+    unknown: list[int] = field(default_factory=list)
+    """Waited for there, and not alive here."""
+
+
+class Auditor:
+    """Compares one neighbour's accounts with ours."""
+
+    def __init__(self) -> None:
+        self._suspects: set[int] = set()
+
+    def compare(self, theirs: Sequence[int], ours: Iterable[int]) -> Differences:
+        """Return what differed the last time already."""
+        here, there = set(ours), set(theirs)
+        before, self._suspects = self._suspects, here ^ there
+        confirmed = sorted(before & self._suspects)
+        return Differences(
+            [request_id for request_id in confirmed if request_id in here],
+            [request_id for request_id in confirmed if request_id in there],
+        )
+
+
+class Auditors:
+    """One `Auditor` per neighbour."""
+
+    def __init__(self) -> None:
+        self._by_seat: dict[tuple[int, int], Auditor] = {}
+
+    def compare(self, seat: tuple[int, int], theirs: Sequence[int], ours: Iterable[int]) -> Differences:
+        """Compare the account of the process with this index and epoch; those of its predecessors are forgotten."""
+        if seat not in self._by_seat:
+            self._by_seat = {other: a for other, a in self._by_seat.items() if other[0] != seat[0]}
+            self._by_seat[seat] = Auditor()
+        return self._by_seat[seat].compare(theirs, ours)
+
+
+def by_seat(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
+    """Group ``(seat, request id)`` by seat."""
+    grouped: dict[int, list[int]] = {}
+    for seat, request_id in pairs:
+        grouped.setdefault(seat, []).append(request_id)
+    return grouped

@@ -1,0 +1,41 @@
+"""What two processes do not agree on is found in the second account, not in the first, and given up."""
+
+from __future__ import annotations
+
+from quintet.core.audit import Auditors
+
+from .fake import World
+
+PROMPT = list(range(10, 21))
+
+
+def test_a_difference_counts_when_it_lasts() -> None:
+    auditors = Auditors()
+    first = auditors.compare((0, 1), [1, 2, 3], [2, 3, 4])
+    assert (first.orphans, first.unknown) == ([], [])
+    second = auditors.compare((0, 1), [1, 2, 5], [2, 4, 6])
+    assert (second.orphans, second.unknown) == ([4], [1])
+    third = auditors.compare((0, 1), [2, 5], [2, 6, 5])
+    assert (third.orphans, third.unknown) == ([6], [])
+
+
+def test_a_successor_begins_with_a_clean_sheet() -> None:
+    auditors = Auditors()
+    auditors.compare((0, 1), [1], [])
+    assert auditors.compare((0, 2), [1], []).unknown == []
+    assert auditors.compare((1, 1), [1], []).unknown == []
+    assert auditors.compare((0, 2), [1], []).unknown == [1]
+
+
+def test_what_nobody_waits_for_is_freed() -> None:
+    world = World()
+    world.admit(1, PROMPT, ignore_eos=True)
+    world.admit(2, PROMPT, ignore_eos=True)
+    world.step()
+    assert world.engine.opened() == [(0, 1), (0, 2)]
+    effects = world.engine.drop([1, 99], world.tick())
+    [(_, tokens)] = effects.tokens
+    assert tokens.closed and not tokens.finishes
+    world.run()
+    assert world.outcomes[1].num_endings == 0 and world.outcomes[2].num_endings == 1
+    world.assert_idle()
