@@ -1,0 +1,82 @@
+"""How long the clients wait when a process is killed or stopped: the longest gap between two events of any of 64 streams.
+
+    python -m bench.chaos.stalls [--rounds 7] [--executor mock] [--save FILE]
+
+One server; each round plays the same crowd undisturbed and then once for every kind of failure, in turn. A failure
+happens when half of the streams have begun. A line says the median and the worst over the rounds, the same for the
+undisturbed runs, and whether every byte was the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import platform
+import signal
+import statistics
+import time
+from pathlib import Path
+
+from tests.processes.server import Server, serve, wait_until
+
+from bench.chaos.streams import crowd, differences, play
+
+KINDS: dict[str, tuple[str, signal.Signals]] = {
+    "tokenizer killed": ("tokenizer", signal.SIGKILL),
+    "detokenizer killed": ("detokenizer", signal.SIGKILL),
+    "executor killed": ("executor", signal.SIGKILL),
+    "executor segfault": ("executor", signal.SIGSEGV),
+    "core killed": ("core", signal.SIGKILL),
+    "frontend killed": ("frontend", signal.SIGKILL),
+}
+NUM_STREAMS = 64
+
+
+def measure(server: Server, rounds: int) -> dict[str, list[float]]:
+    """Return the longest gap of each run, by kind, in seconds."""
+    asked = crowd(1, NUM_STREAMS, (150, 300))
+    asyncio.run(play(server.url, asked))
+    gaps: dict[str, list[float]] = {"undisturbed": [], **{kind: [] for kind in KINDS}}
+    for number in range(rounds):
+        calm = asyncio.run(play(server.url, asked))
+        gaps["undisturbed"].append(calm.longest_gap_s)
+        for kind, (role, how) in KINDS.items():
+
+            async def disturb(role: str = role, how: signal.Signals = how) -> None:
+                server.children()[f"quintet-{role}-0"].send_signal(how)
+
+            run = asyncio.run(play(server.url, asked, disturb))
+            assert not differences(calm, run, asked), kind
+            gaps[kind].append(run.longest_gap_s)
+            wait_until(lambda: server.get("/readyz")[0] == 200, "everybody back")
+            print(f"round {number + 1}: {kind}: {run.longest_gap_s:.2f} s", flush=True)
+    return gaps
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description="Measure what failures cost the clients.")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--executor", choices=("model", "mock"), default="model")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write the figures as JSON too")
+    arguments = parser.parse_args()
+    flags = ["--executor", "mock", "--step-ms", "8"] if arguments.executor == "mock" else []
+    with serve(*flags, "--max-model-len", "1024", "--frontends", "2", "--max-restarts", "1000") as server:
+        gaps = measure(server, arguments.rounds)
+    print("\n| failure | longest wait of any stream, median (worst), s |\n|---|---|")
+    for kind, values in gaps.items():
+        print(f"| {kind} | {statistics.median(values):.2f} ({max(values):.2f}) |")
+    if arguments.save:
+        saved = {
+            "date": time.strftime("%Y-%m-%d"),
+            "machine": platform.processor() or platform.machine(),
+            "executor": arguments.executor,
+            "streams": NUM_STREAMS,
+            "longest_gap_s": gaps,
+        }
+        arguments.save.write_text(json.dumps(saved, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
