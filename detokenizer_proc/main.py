@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from quintet.detokenizer_proc.incremental import Decoder, PieceTable
 from quintet.detokenizer_proc.rows import Steps
 from quintet.wire.codec import pack_i32, pack_i64, unpack_i32, unpack_i64
-from quintet.wire.config import EngineConfig
+from quintet.wire.config import EngineConfig, ModelConfig
 from quintet.wire.errors import ConfigError, ErrorCode
 from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of
 from quintet.wire.messages import (
@@ -117,7 +117,11 @@ class Detokenizer:
         """Handle messages until told to stop."""
         process = self._process
         while True:
-            for message in process.receive(0.0 if self._jobs else None):
+            messages = process.receive(0.0 if self._jobs else None)
+            # The outboxes follow a topology of this batch already: what waited for it goes out before what came with it.
+            if any(isinstance(message, Topology) for message in messages):
+                self._follow()
+            for message in messages:
                 self._handle(message)
             hits = self._steps.take_stop_hits()
             if hits:
@@ -140,8 +144,6 @@ class Detokenizer:
                 self._apply(message)
             case DetokenizeQuery():
                 self._accept_query(message)
-            case Topology():
-                self._follow()
             case Live():
                 self._audit(message)
             case Drain():
@@ -262,7 +264,12 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 def prepare(config: EngineConfig) -> Tables:
     """Do the long part of booting: it depends on no seat."""
-    showing = PieceTable(load_tokenizer(config.model.tokenizer_path), config.model.vocab_size)
+    return tables_of(config.model)
+
+
+def tables_of(model: ModelConfig) -> Tables:
+    """Read the tokenizer and make its tables. Raises `ConfigError`."""
+    showing = PieceTable(load_tokenizer(model.tokenizer_path), model.vocab_size)
     return Tables(showing, showing.skipping_special_tokens())
 
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from tokenizers import Tokenizer
@@ -19,7 +20,7 @@ from quintet.wire.config import ModelConfig
 from quintet.wire.errors import EXIT_CONFIG, ErrorCode
 from quintet.wire.ids import RequestIds, Role, WorkerId
 from quintet.wire.metrics import decode_snapshot
-from quintet.wire.runtime import CONFIG_FILE, error_file
+from quintet.wire.runtime import CONFIG_FILE, Stopping, error_file
 
 
 @pytest.fixture
@@ -196,3 +197,33 @@ def test_a_missing_tokenizer_is_a_configuration_error(
     child = start_child(world)
     assert child.wait(30) == EXIT_CONFIG
     assert "tokenizer.json does not exist" in error_file(world.config.run_dir, world.worker).read_text()
+
+
+def test_what_waited_for_a_topology_goes_out_before_what_came_with_it(
+    model_of: Callable[..., ModelConfig], tokenizers_by_style: dict[str, Tokenizer]
+) -> None:
+    config = model_of(tokenizers_by_style["byte_level"])
+    request_id = RequestIds(0, 1).take()
+    batches: list[list[object]] = [
+        [row(request_id, 0, [9])],
+        [row(request_id, 1, [9]), row(request_id, 2, [9]), m.Topology(1, [])],
+    ]
+    process = MagicMock()
+    process.me = WorkerId(Role.DETOKENIZER, 0, 1)
+    process.config.model = config
+    process.pending = 0
+    told: list[m.Text] = []
+    process.peers.send = lambda role, index, message: told.append(message)
+
+    def receive(_timeout_s: float | None) -> list[object]:
+        if not batches:
+            raise Stopping
+        batch = batches.pop(0)
+        known = any(isinstance(message, m.Topology) for message in batch)
+        process.peers.epoch = lambda role, index: 1 if known else None
+        return batch
+
+    process.receive = receive
+    with pytest.raises(Stopping):
+        main.Detokenizer(process, main.tables_of(config)).run()
+    assert [text.first_indexes for text in told] == [[0], [1], [2]]
