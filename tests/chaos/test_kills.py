@@ -90,7 +90,7 @@ def test_two_at_once(server: Server, asked: list[Asked], calm: Run, first: str, 
     assert_same(server, calm, run, asked)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1])
 def test_twenty_kills_in_a_row(server: Server, seed: int) -> None:
     """In any order and at any distance. A stream without a connection is known to the core alone: the two do not die together."""
     rng = random.Random(seed)
