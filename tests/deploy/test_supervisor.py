@@ -263,7 +263,8 @@ def test_kill_9_with_a_stopped_and_a_dead_child_leaves_no_process_and_a_free_por
     kill(pids["tokenizer-0.1"])  # remains a zombie: nobody waits for it
     os.kill(pids["core-0.1"], signal.SIGSTOP)
     process.kill()
-    wait_gone([process.pid, *pids.values(), spare], 3.0)  # its own threads may outlive its children for a moment
+    own = process.pid  # its threads may outlive its children for a moment
+    wait_gone([own, *pids.values(), spare], 3.0)
     with bind_listener("127.0.0.1", port) as listener:
         assert listener.getsockname()[1] == port
 
