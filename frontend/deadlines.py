@@ -85,7 +85,8 @@ def expired(stream: Stream) -> RequestError:
     given_s = (stream.submit.deadline_ns - stream.submit.arrival_ns) * 1e-9
     num_tokens = stream.num_output_tokens
     so_far = f"{num_tokens} tokens of its output had come" if num_tokens else "none of its output had come"
+    within = f"within the {given_s:g} s that it was given" if given_s > 0 else "before its deadline"
     return RequestError(
         ErrorCode.DEADLINE,
-        f"The request did not end within the {given_s:g} s that it was given; {so_far}. Allow more time, or ask for less.",
+        f"The request did not end {within}; {so_far}. Allow more time, or ask for less.",
     )
