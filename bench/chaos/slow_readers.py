@@ -1,10 +1,10 @@
-"""What eight clients that hardly read cost the others: the time between tokens of 64 streams, with them and without.
+"""What eight clients that hardly read cost the others: the time between tokens of 64 streams.
 
-    python -m bench.chaos.slow_readers [--pairs 3] [--out FILE]
+    python -m bench.chaos.slow_readers [--pairs 4] [--out FILE]
 
-One server with the mock executor; the two loads take turns on it. A slow reader asks for a long answer with
-log-probabilities, has a receive buffer of a few kilobytes and takes 200 bytes ten times a second; when the server ends
-its connection, it asks again. The frontend's memory is looked at as well.
+One server with the mock executor. Beside the 64 streams are always eight requests for long answers with
+log-probabilities; in turn, their clients read all at once, or 200 bytes ten times a second into a receive buffer of a
+few kilobytes. When the server ends a connection, its client asks again. The frontend's memory is looked at as well.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from bench.overhead.server import Server, serve
 from quintet.deploy.load_client.load import Load, run_load
 from quintet.deploy.load_client.report import summarise
 
-STREAMS, SLOW_READERS, OUTPUT_LEN = 64, 8, 800
+STREAMS, READERS, OUTPUT_LEN = 64, 8, 500
 FLAGS = ["--executor", "mock", "--step-ms", "10", "--max-num-seqs", "128"]
 
 
@@ -41,7 +41,7 @@ class Side(msgspec.Struct):
     frontend_bytes: int
     """Resident memory of the frontend at the end."""
     num_cut_off: int
-    """Slow readers whose connection the server ended."""
+    """Readers whose connection the server ended."""
 
 
 class Report(msgspec.Struct):
@@ -50,66 +50,73 @@ class Report(msgspec.Struct):
     date: str
     machine: Machine
     streams: int
-    slow_readers: int
-    alone: list[Side]
-    beside: list[Side]
+    readers: int
+    quick: list[Side]
+    slow: list[Side]
 
 
-class SlowReader(threading.Thread):
-    """One client that hardly reads."""
+class Reader(threading.Thread):
+    """One client that reads, quickly or hardly."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, is_slow: bool) -> None:
         super().__init__(daemon=True)
         self._address = (server.target.host, server.target.port)
+        self._is_slow = is_slow
         self.stopping = threading.Event()
         self.num_cut_off = 0
 
     def run(self) -> None:
-        """Ask and hardly read, again and again."""
-        asked = {"prompt": "x", "max_tokens": 3000, "ignore_eos": True, "stream": True, "logprobs": 5}
+        """Ask and read, again and again."""
+        asked = {"prompt": "x", "max_tokens": 3000, "ignore_eos": True, "stream": True, "logprobs": 10}
         body = json.dumps(asked).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
         while not self.stopping.is_set():
             with contextlib.suppress(OSError), socket.socket() as client:
-                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16384)
+                if self._is_slow:
+                    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16384)
                 client.connect(self._address)
                 client.sendall(head.encode() + body)
                 client.settimeout(1.0)
-                while not self.stopping.wait(0.1):
-                    with contextlib.suppress(TimeoutError):  # the system offers so small a window rarely
-                        if not client.recv(200):
-                            break
+                self._read(client)
             self.num_cut_off += not self.stopping.is_set()
+
+    def _read(self, client: socket.socket) -> None:
+        size, pause_s = (200, 0.1) if self._is_slow else (1 << 16, 0.0)
+        while not self.stopping.wait(pause_s):
+            with contextlib.suppress(TimeoutError):  # the system seldom opens so small a window
+                if not client.recv(size):
+                    return
 
 
 @contextlib.contextmanager
-def slow_readers(server: Server, count: int) -> Iterator[list[SlowReader]]:
-    """Let so many slow readers be there meanwhile."""
-    readers = [SlowReader(server) for _ in range(count)]
-    for reader in readers:
+def readers(server: Server, *, are_slow: bool) -> Iterator[list[Reader]]:
+    """Let the readers be there meanwhile."""
+    present = [Reader(server, are_slow) for _ in range(READERS)]
+    for reader in present:
         reader.start()
     try:
-        yield readers
+        yield present
     finally:
-        for reader in readers:
+        for reader in present:
             reader.stopping.set()
-        for reader in readers:
+        for reader in present:
             reader.join()
 
 
-def measure(server: Server, num_slow: int) -> Side:
-    """Run the streams once, beside so many slow readers."""
+def measure(server: Server, *, are_slow: bool) -> Side:
+    """Run the streams once, beside such readers."""
     asked = {"max_tokens": OUTPUT_LEN, "ignore_eos": True, "stream": True}
     bodies = [
         msgspec.json.encode({"prompt": " ".join(WORDS), "seed": seed, **asked}) for seed in range(STREAMS)
     ]
-    with slow_readers(server, num_slow) as readers:
+    with readers(server, are_slow=are_slow) as present:
         summary = summarise(run_load(Load(server.target, "/v1/completions", bodies, STREAMS)))
         num_bytes = _frontend_bytes(server)
     assert summary.num_completed == STREAMS, summary.failures
     times = summary.inter_token_ms
     assert times is not None
-    return Side(times.p50, times.p99, times.max, num_bytes, sum(reader.num_cut_off for reader in readers))
+    num_cut_off = sum(reader.num_cut_off for reader in present)
+    return Side(times.p50, times.p99, times.max, num_bytes, num_cut_off)
 
 
 def _frontend_bytes(server: Server) -> int:
@@ -122,20 +129,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--pairs", type=int, default=4)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
-    report = Report(date, machine(), STREAMS, SLOW_READERS, [], [])
+    report = Report(date, machine(), STREAMS, READERS, [], [])
     with serve(None, FLAGS) as server:
-        measure(server, 0)  # warm-up: not kept
+        measure(server, are_slow=False)  # warm-up: not kept
         for _ in range(arguments.pairs):
-            report.alone.append(measure(server, 0))
-            report.beside.append(measure(server, SLOW_READERS))
-            print(report.alone[-1], report.beside[-1], sep="\n", flush=True)
-    alone, beside = (median(s.inter_token_p99_ms for s in sides) for sides in (report.alone, report.beside))
+            report.quick.append(measure(server, are_slow=False))
+            report.slow.append(measure(server, are_slow=True))
+            print(report.quick[-1], report.slow[-1], sep="\n", flush=True)
+    quick, slow = (median(s.inter_token_p99_ms for s in sides) for sides in (report.quick, report.slow))
     print(
-        f"inter-token p99: {alone:.2f} ms alone, {beside:.2f} ms beside: {100 * (beside / alone - 1):+.1f} %"
+        f"inter-token p99: {quick:.2f} ms beside quick readers, {slow:.2f} ms beside slow: {100 * (slow / quick - 1):+.1f} %"
     )
     if arguments.out is not None:
         arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
