@@ -1,0 +1,88 @@
+"""Requests that make the executor fail, in a crowd: each gets its error, and everybody else the bytes of a calm run.
+
+Real servers with the default restarts; only the executor's worker is made to fail (`tests.processes.poison`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from math import ceil, log2
+
+import pytest
+from bench.chaos.streams import Asked, Run, crowd, differences, play
+
+from quintet.core.suspects import DEATHS_ALONE
+from tests.processes.poison import Effect, poison
+from tests.processes.server import Server, serve, wait_until
+
+from .test_kills import assert_empty
+
+KINDS = {
+    "mock": ("--executor", "mock", "--step-ms", "2", "--kv-cache-memory", "4MiB"),
+    "model": ("--kv-cache-memory", "8MiB"),
+}
+NUM_STREAMS = 64
+MAX_CHOICES = 3 * NUM_STREAMS
+
+
+@pytest.fixture(params=list(KINDS))
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    """A server with so little KV memory that requests push each other out."""
+    with serve(*KINDS[request.param], "--max-model-len", "1024", program="tests.processes.poison") as server:
+        yield server
+
+
+def poisoned(effect: Effect, after: int, **options: object) -> Asked:
+    """Return a streamed request that makes the executor fail after so many outputs."""
+    body = {"prompt": poison(effect, after), "max_tokens": 100, "stream": True, "ignore_eos": True, "seed": 3}
+    return Asked("/v1/completions", body | options)
+
+
+def play_with(server: Server, asked: list[Asked], poisons: dict[int, Asked]) -> Run:
+    """Play a crowd with poison at some places; check each one's error, and return the run of the others."""
+    mixed = list(asked)
+    for place, each in sorted(poisons.items()):
+        mixed.insert(place, each)
+    run = asyncio.run(play(server.url, mixed))
+    for place in poisons:
+        heard = run.heard[place]
+        error = json.loads(heard.error)
+        assert error.get("error", error)["code"] == 422, (
+            heard.error
+        )  # whole before the first byte, else an event
+        assert not any(choice.num_endings for choice in heard.choices.values())
+    return Run([heard for place, heard in enumerate(run.heard) if place not in poisons], run.duration_s)
+
+
+@pytest.mark.parametrize("effect", [Effect.RAISES, Effect.DIES])
+def test_one_among_many(server: Server, effect: Effect) -> None:
+    asked = crowd(2, NUM_STREAMS - 1, (30, 60))
+    calm = asyncio.run(play(server.url, asked))
+    assert all(heard.status == 200 and heard.is_done and not heard.error for heard in calm.heard)
+    run = play_with(server, asked, {31: poisoned(effect, 12)})
+    assert not differences(calm, run, asked)
+    assert_empty(server)
+    wait_until(lambda: server.gauge("quintet:requests_convicted_total") == 1, "the figures of the core")
+    num_losses = server.gauge("quintet:executor_losses_total")
+    assert num_losses <= ceil(log2(MAX_CHOICES)) + (DEATHS_ALONE if effect is Effect.DIES else 1)
+
+
+def test_several_at_once_and_again() -> None:
+    with serve(*KINDS["mock"], "--max-model-len", "1024", program="tests.processes.poison") as server:
+        asked = crowd(3, NUM_STREAMS - 4, (30, 60))
+        calm = asyncio.run(play(server.url, asked))
+        poisons = {
+            0: poisoned(Effect.RAISES, 0, n=2),
+            20: poisoned(Effect.RAISES, 12),
+            21: poisoned(Effect.RAISES, 12),
+            63: poisoned(Effect.RAISES, 20, n=3),
+        }
+        assert not differences(calm, play_with(server, asked, poisons), asked)
+        wait_until(lambda: server.gauge("quintet:requests_convicted_total") == 7, "the figures of the core")
+        num_losses = server.gauge("quintet:executor_losses_total")
+        again = play_with(server, asked, poisons)
+        assert not differences(calm, again, asked)
+        assert server.gauge("quintet:executor_losses_total") == num_losses  # refused unseen
+        assert_empty(server)
