@@ -44,9 +44,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "big"))
+    parser.add_argument("--executor", choices=("mock", "torch"), default="mock")
     arguments = parser.parse_args()
     print(f"seed {arguments.seed}", flush=True)
-    with serve("--executor", "mock", "--drain-timeout", "3") as server:
+    with serve("--executor", arguments.executor, "--drain-timeout", "3") as server:
         before = {name: child.pid for name, child in server.children().items()}
         web = storm(server, arguments.seconds, arguments.seed)
         after = {name: child.pid for name, child in server.children().items()}
