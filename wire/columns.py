@@ -6,7 +6,6 @@ Knows no configuration: which range that is, ``wire/sense.py`` says.
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Mapping
 
 import msgspec
@@ -72,18 +71,24 @@ def all_below(column: bytes, limit: int) -> bool:
     return max(memoryview(column).cast("I")) < limit
 
 
-def sums_of(one: bytes, other: bytes) -> bytes:
-    """Return the sums, number by number, of two int32 columns of the same length without negative numbers.
+def are_spans(starts: bytes, counts: bytes, limit: int) -> bool:
+    """Whether, row by row of two int32 columns of the same length, 0 <= start, 1 <= count, and start + count < ``limit``.
 
-    Two columns are two long numbers, and the sum of 31-bit digits never carries into the next.
+    The columns are taken as two long numbers. Sums of 31-bit digits do not carry; and of digits that are not negative, the
+    lowest that is 0 turns negative when 1 is taken from each.
     """
-    return (int.from_bytes(one, "little") + int.from_bytes(other, "little")).to_bytes(len(one), "little")
+    count = len(starts) // 4
+    signs = _in_every_row(1 << 31, count)
+    begin, extent = int.from_bytes(starts, "little"), int.from_bytes(counts, "little")
+    if (begin | extent) & signs or (extent - _in_every_row(1, count)) & ~extent & signs:
+        return False
+    return all_below((begin + extent).to_bytes(len(starts), "little"), limit)
 
 
-def all_above_zero(column: bytes) -> bool:
-    """Whether no int32 of a column without negative numbers is 0."""
-    planes = (int.from_bytes(column[plane::4], "little") for plane in range(4))
-    return 0 not in functools.reduce(operator.or_, planes).to_bytes(len(column) // 4, "little")
+@functools.lru_cache(maxsize=1 << 13)
+def _in_every_row(digit: int, count: int) -> int:
+    """Return the long number that has this 32-bit digit ``count`` times."""
+    return int.from_bytes(digit.to_bytes(4, "little") * count, "little")
 
 
 _BELOW = [bytes(range(end)) for end in range(257)]

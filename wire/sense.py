@@ -13,7 +13,7 @@ import msgspec
 
 from quintet.wire import messages as m
 from quintet.wire import step as s
-from quintet.wire.columns import ID_BYTES, REQUEST_BYTES, all_above_zero, all_below, sums_of
+from quintet.wire.columns import ID_BYTES, REQUEST_BYTES, all_below, are_spans
 from quintet.wire.config import EngineConfig
 from quintet.wire.metrics import decode_snapshot
 from quintet.wire.params import (
@@ -163,17 +163,10 @@ class Sense:
             and all_below(msg.slots, slots)
             and all_below(msg.freed, slots)
             and all_below(msg.copies, self._num_blocks)
-            and (not num_rows or self._spans(msg.starts, msg.counts))
+            and are_spans(msg.starts, msg.counts, self._max_len + 1)
             and self._block_entries(msg.blocks)
             and all(self._new_row(row) for row in msg.new_rows)
         )
-
-    def _spans(self, starts: bytes, counts: bytes) -> bool:
-        """Whether rows begin and end within what a request may have, and compute something."""
-        limit = self._max_len + 1
-        if not (all_below(starts, limit) and all_below(counts, limit)):
-            return False
-        return all_below(sums_of(starts, counts), limit) and all_above_zero(counts)
 
     def _block_entries(self, blocks: bytes) -> bool:
         if len(blocks) % (3 * ID_BYTES):

@@ -11,7 +11,7 @@ import pytest
 from quintet.wire import messages as m
 from quintet.wire import step as s
 from quintet.wire.codec import pack_f32, pack_i32, pack_i64, pack_u8
-from quintet.wire.columns import all_above_zero, all_below, sums_of
+from quintet.wire.columns import all_below, are_spans
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.params import SamplingParams
 from quintet.wire.sense import Sense
@@ -145,13 +145,16 @@ def test_a_column_is_below_its_limit_or_not(limit: int) -> None:
     assert all_below(b"", limit)
 
 
-def test_columns_are_added_and_searched_for_zeros() -> None:
+def test_spans_lie_within_a_limit_or_not() -> None:
     draw = random.Random(5)
-    for _ in range(200):
-        size = draw.randrange(1, 9)
-        one, other = (
-            [draw.choice((0, 1, 255, 256, (1 << 31) - 1, 77)) for _ in range(size)] for _ in range(2)
-        )
-        sums = [(a + b) & 0xFFFFFFFF for a, b in zip(one, other, strict=True)]
-        assert list(memoryview(sums_of(pack_i32(one), pack_i32(other))).cast("I")) == sums
-        assert all_above_zero(pack_i32(one)) == (0 not in one)
+    edges = (0, 1, 2, 49, 50, 51, 255, 256, (1 << 31) - 1, -1, -(1 << 31))
+    seen = set()
+    for _ in range(3000):
+        size = draw.randrange(1, 5)
+        starts = [draw.choice(edges) if draw.random() < 0.2 else draw.randrange(25) for _ in range(size)]
+        counts = [draw.choice(edges) if draw.random() < 0.2 else draw.randrange(1, 25) for _ in range(size)]
+        fit = all(a >= 0 and b >= 1 and a + b < 50 for a, b in zip(starts, counts, strict=True))
+        assert are_spans(pack_i32(starts), pack_i32(counts), 50) == fit, (starts, counts)
+        seen.add(fit)
+    assert seen == {True, False}
+    assert are_spans(b"", b"", 50)
