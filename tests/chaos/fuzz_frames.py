@@ -17,7 +17,7 @@ import zmq
 from quintet.wire import messages as m
 from quintet.wire import step as s
 from quintet.wire.columns import COLUMNS
-from quintet.wire.ids import Role
+from quintet.wire.ids import Role, WorkerId
 from quintet.wire.params import SamplingParams
 from quintet.wire.seal import SEAL_BYTES, Seal, run_key
 
@@ -75,6 +75,11 @@ class Frames:
         return msgspec.msgpack.encode(self._struct(kind))
 
     def _struct(self, kind: type[msgspec.Struct]) -> msgspec.Struct:
+        if (
+            kind is m.Live
+        ):  # from a process that is gone: one that is believed has everything dropped that it does not name
+            count = self._draw.choice((0, 1, 5))
+            return m.Live(WorkerId(Role.CORE, 0, 0), self._draw.randbytes(8 * count), bytes(4 * count))
         hints = typing.get_type_hints(kind)
         columns = COLUMNS.get(kind, {})
         rows = self._draw.choice((0, 1, 2, 5))

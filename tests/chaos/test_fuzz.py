@@ -24,7 +24,7 @@ def answer(server: Server) -> str:
 
 
 def test_nonsense_at_every_door_ends_nothing() -> None:
-    with serve("--executor", "mock", "--max-model-len", "512") as server:
+    with serve("--executor", "mock", "--max-model-len", "512", "--drain-timeout", "5") as server:
         before, text = {name: child.pid for name, child in server.children().items()}, answer(server)
         web = storm(server, SECONDS, SEED)
         log = "\n".join(server.lines[-60:])
