@@ -1,15 +1,16 @@
-"""From `Admit` to requests: what the core can refuse, it refuses here, once, with advice."""
+"""From `Admit` to requests: what the core can refuse, it refuses here, with advice: at the door, or when limits change."""
 
 from __future__ import annotations
 
 from quintet.core.kv.prefix import salt_digest
+from quintet.core.outbox import Effects, Outbox
 from quintet.core.policy import Policy
 from quintet.core.request import Request
-from quintet.core.state import Limits
+from quintet.core.state import Limits, State
 from quintet.wire.codec import unpack_i32
 from quintet.wire.config import SchedulerConfig
 from quintet.wire.errors import ErrorCode, RequestError
-from quintet.wire.messages import Admit
+from quintet.wire.messages import Admit, FinishReason
 from quintet.wire.params import seed_of_choice
 
 
@@ -134,3 +135,21 @@ def meet(
         prefix_caching=prefix_caching,
         audit=config.audit,
     )
+
+
+def refit(state: State, now_ns: int) -> Effects:
+    """Measure every live request against new limits; those that cannot be computed any more end with an error."""
+    outbox = Outbox()
+    for request in list(state.waiting):
+        request.digests.clear()
+        request.limit = length_limit(request.num_prompt, request.params.max_tokens, state.limits)
+        state.num_promised += request.limit
+        try:
+            check_fits(request.num_prompt, state.limits)
+            fits = len(request.tokens) < request.limit
+        except RequestError:
+            fits = False
+        if not fits:
+            outbox.end(request, FinishReason.ERROR, now_ns)
+            state.retire(request)
+    return outbox.effects(state.step, now_ns)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hmac
 from collections.abc import Iterable
 
-from quintet.core.admission import check_fits, length_limit, make_requests, meet
+from quintet.core.admission import make_requests, meet, refit
 from quintet.core.commit import commit, ending_of
 from quintet.core.deadlines import Deadlines, check_hopeful, check_in_time
 from quintet.core.hooks import FEATURES, Setup, build_features, flatten
@@ -126,29 +126,12 @@ class Engine:
         state.step, state.generation, state.counters = before.step, before.generation, before.counters
         state.queue_times_ns, state.endings = before.queue_times_ns, before.endings
         state.live, state.waiting, state.ended = before.live, before.waiting, before.ended
-        effects = self._refit(state, now_ns)
+        effects = refit(state, now_ns)
         if convicted is not None:
             effects.add(convict(state, self.suspects, self.refusals, convicted, message.failure, now_ns))
             self.suspects.advance(state.live)
         state.trial = self.suspects.trial
         return effects
-
-    def _refit(self, state: State, now_ns: int) -> Effects:
-        """Measure every live request against new limits; those that cannot be computed any more end with an error."""
-        outbox = Outbox()
-        for request in list(state.waiting):
-            request.digests.clear()
-            request.limit = length_limit(request.num_prompt, request.params.max_tokens, state.limits)
-            state.num_promised += request.limit
-            try:
-                check_fits(request.num_prompt, state.limits)
-                fits = len(request.tokens) < request.limit
-            except RequestError:
-                fits = False
-            if not fits:
-                outbox.end(request, FinishReason.ERROR, now_ns)
-                state.retire(request)
-        return outbox.effects(state.step, now_ns)
 
     def admit(self, message: Admit, now_ns: int) -> Effects:
         """Queue a new request, every choice of it.
