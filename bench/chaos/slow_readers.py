@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import datetime
 import json
+import multiprocessing
 import socket
 import threading
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ from bench.overhead.server import Server, serve
 from quintet.deploy.load_client.load import Load, run_load
 from quintet.deploy.load_client.report import summarise
 
-STREAMS, READERS, OUTPUT_LEN = 64, 8, 500
+STREAMS, READERS, OUTPUT_LEN = 64, 8, 600
 FLAGS = ["--executor", "mock", "--step-ms", "10", "--max-num-seqs", "128"]
 
 
@@ -55,17 +56,25 @@ class Report(msgspec.Struct):
     slow: list[Side]
 
 
-class Reader(threading.Thread):
-    """One client that reads, quickly or hardly."""
+class Crowd(multiprocessing.Process):
+    """The readers, in a process of their own: the streams' clock must not wait for them."""
 
     def __init__(self, server: Server, is_slow: bool) -> None:
         super().__init__(daemon=True)
         self._address = (server.target.host, server.target.port)
         self._is_slow = is_slow
-        self.stopping = threading.Event()
-        self.num_cut_off = 0
+        self.stopping = multiprocessing.Event()
+        self.cut_off = multiprocessing.Value("i", 0)
 
     def run(self) -> None:
+        """Let every reader read until told to stop."""
+        present = [threading.Thread(target=self._ask) for _ in range(READERS)]
+        for reader in present:
+            reader.start()
+        for reader in present:
+            reader.join()
+
+    def _ask(self) -> None:
         """Ask and read, again and again."""
         asked = {"prompt": "x", "max_tokens": 3000, "ignore_eos": True, "stream": True, "logprobs": 10}
         body = json.dumps(asked).encode()
@@ -78,7 +87,9 @@ class Reader(threading.Thread):
                 client.sendall(head.encode() + body)
                 client.settimeout(1.0)
                 self._read(client)
-            self.num_cut_off += not self.stopping.is_set()
+            if not self.stopping.is_set():
+                with self.cut_off.get_lock():
+                    self.cut_off.value += 1
 
     def _read(self, client: socket.socket) -> None:
         size, pause_s = (200, 0.1) if self._is_slow else (1 << 16, 0.0)
@@ -89,18 +100,15 @@ class Reader(threading.Thread):
 
 
 @contextlib.contextmanager
-def readers(server: Server, *, are_slow: bool) -> Iterator[list[Reader]]:
+def readers(server: Server, *, are_slow: bool) -> Iterator[Crowd]:
     """Let the readers be there meanwhile."""
-    present = [Reader(server, are_slow) for _ in range(READERS)]
-    for reader in present:
-        reader.start()
+    crowd = Crowd(server, are_slow)
+    crowd.start()
     try:
-        yield present
+        yield crowd
     finally:
-        for reader in present:
-            reader.stopping.set()
-        for reader in present:
-            reader.join()
+        crowd.stopping.set()
+        crowd.join()
 
 
 def measure(server: Server, *, are_slow: bool) -> Side:
@@ -109,14 +117,13 @@ def measure(server: Server, *, are_slow: bool) -> Side:
     bodies = [
         msgspec.json.encode({"prompt": " ".join(WORDS), "seed": seed, **asked}) for seed in range(STREAMS)
     ]
-    with readers(server, are_slow=are_slow) as present:
+    with readers(server, are_slow=are_slow) as crowd:
         summary = summarise(run_load(Load(server.target, "/v1/completions", bodies, STREAMS)))
         num_bytes = _frontend_bytes(server)
     assert summary.num_completed == STREAMS, summary.failures
     times = summary.inter_token_ms
     assert times is not None
-    num_cut_off = sum(reader.num_cut_off for reader in present)
-    return Side(times.p50, times.p99, times.max, num_bytes, num_cut_off)
+    return Side(times.p50, times.p99, times.max, num_bytes, crowd.cut_off.value)
 
 
 def _frontend_bytes(server: Server) -> int:
