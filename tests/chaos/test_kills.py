@@ -17,7 +17,7 @@ from tests.processes.server import Server, serve, wait_until
 
 MOCK = ("--executor", "mock", "--step-ms", "4", "--kv-cache-memory", "4MiB")
 REAL = ("--kv-cache-memory", "8MiB")
-COMMON = ("--max-model-len", "1024", "--frontends", "2", "--max-restarts", "1000")
+COMMON = ("--max-model-len", "1024", "--frontends", "2", "--max-restarts", "1000", "--stall-timeout", "2")
 NUM_STREAMS = 64
 
 
@@ -73,6 +73,17 @@ def assert_empty(server: Server) -> None:
 def test_a_killed_process_changes_no_byte(server: Server, asked: list[Asked], calm: Run, role: str) -> None:
     async def disturb() -> None:
         kill(server, role)
+
+    run = asyncio.run(play(server.url, asked, disturb))
+    assert_same(server, calm, run, asked)
+
+
+@pytest.mark.parametrize("role", ["tokenizer", "detokenizer", "core", "executor"])
+def test_a_stopped_process_is_replaced_and_changes_no_byte(
+    server: Server, asked: list[Asked], calm: Run, role: str
+) -> None:
+    async def disturb() -> None:
+        kill(server, role, signal.SIGSTOP)
 
     run = asyncio.run(play(server.url, asked, disturb))
     assert_same(server, calm, run, asked)
