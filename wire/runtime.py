@@ -125,7 +125,7 @@ class Process(Generic[MessageT]):
         )
         self.inbox = self._wires.inbox
         self.peers = Peers(self._wires.bus)
-        self.now_ns = self._wires.clock()
+        self.now_ns = 0  # until the first batch: a replay knows no time before it
         self._rejected = {
             why: self.metrics.counter("rejected_frames", "Frames that an inbox dropped.", why=why.value)
             for why in Rejection
