@@ -3,7 +3,7 @@
     python -m tests.chaos.fuzz --seconds 600 --seed 7      a longer run than the test's, of a server of its own
 
 Frames come from one who has not the server's key, and from one who has it and sends nonsense. What is *not* sent: orders
-that would be obeyed (`Stop`, `Drain`, a believable `Topology` or `Capacity`), and claims to be the successor of a process,
+that would be obeyed (`Stop`, `Drain`, a believable `Topology` or `Capacity`), and claims to know a later process or topology,
 for who has the key may give and make them.
 """
 

@@ -89,7 +89,7 @@ class Frames:
                 values[name] = self._column(columns[name], rows)
             elif name == "params":
                 values[name] = self._params()
-            elif name.endswith("_epoch"):
+            elif name.endswith("_epoch") or name == "topology":
                 values[name] = self._draw.randrange(2)
             elif hints[name] is int and name.endswith(("_id", "_ns")):
                 values[name] = self._draw.getrandbits(63)
