@@ -94,6 +94,7 @@ class Core:
             flights = self.engine.state.in_flight if self.engine.state else ()
             if flights and flights[0].step == message.step:
                 self.metrics.step_tokens.observe(flights[0].num_tokens)
+                self._compare_tenants(message, flights[0].num_tenants)
                 self.process.progress += 1
             effects = self.engine.commit(message, now)
             self._span("commit", message.step, begun)
@@ -157,6 +158,13 @@ class Core:
         if unknown:
             self._note_differences("waited for, and not alive", unknown)
             self._tell_unknown(unknown)
+
+    def _compare_tenants(self, result: StepResult, num_tenants: int) -> None:
+        if result.num_tenants not in (-1, num_tenants):
+            self.metrics.audit_differences.inc(abs(result.num_tenants - num_tenants))
+            self.process.log.warning(
+                "step %d: the executor has %d tenants, not %d", result.step, result.num_tenants, num_tenants
+            )
 
     def _note_differences(self, what: str, request_ids: Sequence[int]) -> None:
         self.metrics.audit_differences.inc(len(request_ids))

@@ -60,6 +60,8 @@ class Flight:
     """Position after the last one computed, for each row."""
     samples: bytes
     num_tokens: int
+    num_tenants: int
+    """Slots that have one after the plan."""
     planned_ns: int
 
 

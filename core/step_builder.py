@@ -87,6 +87,7 @@ class StepBuilder:
             ends=[request.planned for request in rows],
             samples=samples,
             num_tokens=sum(counts),
+            num_tenants=len(state.running),
             planned_ns=now_ns,
         )
         attach = dict(filter(None, (hook(state, flight) for hook in state.hooks.attaches)))

@@ -23,6 +23,10 @@ class StepWorker(Protocol):
     def work_done(self) -> int:
         """A count that grows while a step is computed, read from another thread: standing still in a step means hanging."""
 
+    @property
+    def num_tenants(self) -> int:
+        """Slots that have a tenant."""
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Apply the plan's deltas, compute its rows, and return what was drawn."""
 

@@ -110,6 +110,7 @@ class Executor:
             return
         self._num_failed_alone = 0
         self._ended_ns = ended_ns = time.monotonic_ns()
+        result.num_tenants = self._worker.num_tenants
         result.wait_ns = begun_ns - free_ns
         result.compute_ns = ended_ns - begun_ns
         result.sent_ns = ended_ns

@@ -44,6 +44,7 @@ class MockWorker:
         """Pieces of pretended computing."""
         self._seeds = np.zeros(max_num_seqs, np.uint64)
         self._logprob_rows: dict[int, NewRow] = {}
+        self._tenants: set[int] = set()
         self._plain = plain_ids(vocab_size, eos_token_ids)
         self._vocab_size = vocab_size
 
@@ -52,9 +53,15 @@ class MockWorker:
         """Say what pretends here."""
         return {"worker": f"mock, {self._step_s * 1e3:g} ms a step", "blocks": str(self.num_blocks)}
 
+    @property
+    def num_tenants(self) -> int:
+        """Slots that have a tenant."""
+        return len(self._tenants)
+
     def reset(self) -> None:
         """Forget every row."""
         self._seeds[:] = 0
+        self._tenants.clear()
         self._logprob_rows.clear()
 
     def is_broken(self, error: Exception) -> bool:
@@ -64,10 +71,11 @@ class MockWorker:
     def execute(self, plan: StepPlan) -> StepResult:
         """Draw for every sampling row, then sleep until the step has lasted as long as it should."""
         deadline = time.perf_counter() + self._step_s
-        if plan.freed and self._logprob_rows:
-            for slot in np.frombuffer(plan.freed, np.int32).tolist():
-                self._logprob_rows.pop(slot, None)
+        for slot in np.frombuffer(plan.freed, np.int32).tolist():
+            self._tenants.discard(slot)
+            self._logprob_rows.pop(slot, None)
         for row in plan.new_rows:
+            self._tenants.add(row.slot)
             self._seeds[row.slot] = row.seed & SEED_MASK
             self._logprob_rows.pop(row.slot, None)
             if row.params.logprobs is not None or row.params.prompt_logprobs is not None:

@@ -42,6 +42,11 @@ class SlotTables:
             entries = np.frombuffer(plan.blocks, np.int32).reshape(-1, 3)
             self.block_table[entries[:, 0], entries[:, 1]] = entries[:, 2]
 
+    @property
+    def num_tenants(self) -> int:
+        """Slots that have a tenant."""
+        return int(np.count_nonzero(self.generations >= 0))
+
     def reset(self) -> None:
         """Forget every tenant. What tokens and blocks they had is overwritten by the next ones."""
         self.generations[:] = -1

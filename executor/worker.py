@@ -67,6 +67,11 @@ class Worker:
         """What the runner has computed so far."""
         return self.runner.work_done
 
+    @property
+    def num_tenants(self) -> int:
+        """Slots that have a tenant."""
+        return self.tables.num_tenants
+
     def reset(self) -> None:
         """Empty every table."""
         self.tables.reset()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from quintet.frontend.adoption import Seen, go_on, submission
 from quintet.frontend.backlog import Backlog
 from quintet.frontend.deadlines import Deadlines, expired, was_too_late
 from quintet.frontend.placement import Placement, Send
@@ -34,7 +35,6 @@ from quintet.wire.messages import (
     Started,
     Submit,
     Text,
-    TokenPrompt,
     Topology,
 )
 from quintet.wire.metrics import Metrics
@@ -153,48 +153,16 @@ class Sessions:
         return self._ids.take(count)
 
     def adopt(
-        self,
-        reclaimed: Reclaimed,
-        first_id: int,
-        seen: Sequence[tuple[int, bool]],
-        *,
-        mailbox: Mailbox,
-        interval: int,
-        arrival_ns: int,
+        self, reclaimed: Reclaimed, first_id: int, seen: Sequence[Seen], mailbox: Mailbox, interval: int
     ) -> Stream:
         """Go on with a request that was kept for its client, and return the stream of what the client has not seen.
 
-        ``first_id`` was taken with `take_ids`, and the core keeps the request under it. ``seen`` says of each choice how
-        many of its tokens the client has (-1: not even its beginning), and whether it has its end.
+        ``first_id`` was taken with `take_ids`, and the core keeps the request under it.
         """
-        admit = reclaimed.admit
-        assert admit is not None
-        changes: dict[str, object] = {"n": len(seen)}
-        was_begun = any(count >= 0 for count, _ in seen)
-        if was_begun:
-            changes["prompt_logprobs"] = None
-        submit = Submit(
-            request_id=first_id,
-            prompt=TokenPrompt(admit.prompt_ids),
-            params=msgspec.structs.replace(admit.params, **changes),
-            arrival_ns=arrival_ns,
-            sent_ns=0,
-            core=0,
-            detokenizer=0,
-            priority=admit.priority,
-            cache_salt=admit.cache_salt,
-            echo=admit.echo,
-            return_prompt_ids=admit.return_prompt_ids,
-            claim=admit.claim,
-            deadline_ns=admit.deadline_ns,
-        )
+        assert reclaimed.admit is not None
+        submit = submission(reclaimed.admit, first_id, seen)
         stream = Stream(submit, mailbox, self.cancel, interval=interval)
-        outputs = dict(reclaimed.choices)
-        for choice, (count, has_ended) in zip(stream.choices, seen, strict=True):
-            choice.go_on(unpack_i32(outputs.get(choice.index, b"")), count, has_ended)
-        stream.num_open = sum(choice.finish is None for choice in stream.choices)
-        if was_begun:
-            stream.started = Started(submit.request_id, len(admit.prompt_ids) // 4, 0, arrival_ns, arrival_ns)
+        go_on(stream, reclaimed, seen)
         if stream.num_open:
             self._begin(stream)
             self.metrics.adopted.inc()

@@ -90,6 +90,9 @@ class Service:
         )
         self._seconds = metrics.histogram("tokenize_seconds", "Time to turn a prompt into ids.")
         self._sizes = metrics.histogram("tokenized_prompt_tokens", "Tokens of a prompt.", COUNT_BUCKETS)
+        self._num_differences = metrics.counter(
+            "audit_differences", "Requests that two processes did not agree on, twice in a row."
+        )
         self._num_failed = metrics.counter("tokenizer_refusals", "Requests refused before admission.")
 
     def handle(self, message: msgspec.Struct) -> None:
@@ -213,6 +216,14 @@ class Service:
 
     def _account(self) -> tuple[int, int]:
         """Return progress, and how many prompts take longer to encode than their size explains."""
+        if not self._process.pending and (self._waiting or self._owner):
+            num_lost = len(self._waiting) + len(self._owner)
+            self._num_differences.inc(num_lost)
+            self._process.log.warning(
+                "nothing is being encoded, but %d entries wait for it: dropped", num_lost
+            )
+            self._waiting.clear()
+            self._owner.clear()
         now_s = time.monotonic()
         return self._process.progress, sum(due_s < now_s for due_s in list(self._due_s.values()))
 

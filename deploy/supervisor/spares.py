@@ -16,6 +16,8 @@ from quintet.wire.ids import Role, WorkerId
 SPARE_ROLES = (Role.TOKENIZER, Role.DETOKENIZER)
 PAUSE_S = 1.5
 """After one was taken: whoever took over comes first, then the next spare."""
+FIRST_PAUSE_S = 3.0
+"""After the server is ready: the first request comes before anybody's reserve."""
 MAX_LOSSES = 3
 """A role whose spares die unused so often has none any more."""
 
@@ -26,13 +28,18 @@ class Spares:
     def __init__(self, spawner: Spawner, roles: Sequence[Role]) -> None:
         self._spawner = spawner
         self._waiting: dict[Role, subprocess.Popen[bytes]] = {}
-        self._due: dict[Role, float] = dict.fromkeys(roles, 0.0)
+        self._roles = roles
+        self._has_begun = False
+        self._due: dict[Role, float] = {}
         """When the next one is started, of each role that lacks one."""
         self._losses = dict.fromkeys(roles, 0)
         self._log = logging.getLogger("quintet")
 
     def keep(self, now: float) -> None:
         """Start what is missing, once it is time; notice those that died."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._due = dict.fromkeys(self._roles, now + FIRST_PAUSE_S)
         for role, process in list(self._waiting.items()):
             if process.poll() is not None:
                 del self._waiting[role]
@@ -71,3 +78,4 @@ class Spares:
             process.stdin.close()
         self._waiting.clear()
         self._due.clear()
+        self._has_begun = True

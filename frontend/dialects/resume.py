@@ -63,16 +63,8 @@ async def resume(service: Service, exchange: Exchange, stream_id: StreamId, give
         for offset, each in zip(range(0, total, n), reclaimed, strict=True):
             seen = list(zip(position.counts, position.ended, strict=True))[offset : offset + n]
             _check(each, seen)
-            job.add(
-                service.sessions.adopt(
-                    each,
-                    first_id + offset,
-                    seen,
-                    mailbox=job.mailbox,
-                    interval=answer.interval,
-                    arrival_ns=exchange.arrival_ns,
-                )
-            )
+            stream = service.sessions.adopt(each, first_id + offset, seen, job.mailbox, answer.interval)
+            job.add(stream)
         shape = COMPLETION_SHAPE if answer.kind == "completion" else chat_shape(answer.role, answer.prefix)
         goes_on = StreamId(first_id, stream_id.key)
         writer = ChunkWriter(shape, answer.options, answer.num_prompts, goes_on, position)

@@ -142,7 +142,13 @@ class FakeExecutor:
                 drawn.append(token)
         num_tokens = sum(count for _, _, count, _ in rows)
         self.results.append(
-            StepResult(plan.step, 0, codec.pack_i32(drawn), compute_ns=num_tokens * NS_PER_TOKEN)
+            StepResult(
+                plan.step,
+                0,
+                codec.pack_i32(drawn),
+                compute_ns=num_tokens * NS_PER_TOKEN,
+                num_tenants=len(self.tenants),
+            )
         )
 
     def _check_past(self, tenant: Tenant, chain: list[bytes]) -> None:
@@ -345,7 +351,11 @@ class World:
                 self.lose_executor()
                 return True
             return False
-        self.apply(self.engine.commit(self.executor.results.popleft(), self.tick()))
+        result = self.executor.results.popleft()
+        flights = self.engine.state.in_flight if self.engine.state is not None else ()
+        if flights and flights[0].step == result.step:
+            assert flights[0].num_tenants == result.num_tenants
+        self.apply(self.engine.commit(result, self.tick()))
         return True
 
     def step(self) -> None:

@@ -61,6 +61,11 @@ class PoisonedWorker:
         """Pass on."""
         return self._worker.work_done
 
+    @property
+    def num_tenants(self) -> int:
+        """Pass on."""
+        return self._worker.num_tenants
+
     def is_broken(self, error: Exception) -> bool:
         """Pass on."""
         return self._worker.is_broken(error)

@@ -1,0 +1,54 @@
+"""A request that was kept for its client, and goes on here: what is known of it, as the submission and stream it becomes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from quintet.frontend.streams import Stream
+from quintet.wire.codec import unpack_i32
+from quintet.wire.messages import Admit, Reclaimed, Started, Submit, TokenPrompt
+
+Seen = tuple[int, bool]
+"""Of a choice: how many of its tokens the client has (-1: not even its beginning), and whether it has its end."""
+
+
+def submission(admit: Admit, first_id: int, seen: Sequence[Seen]) -> Submit:
+    """Return the submission that goes on with a request under new ids, from ``first_id`` on."""
+    changes: dict[str, object] = {"n": len(seen)}
+    if _was_begun(seen):
+        changes["prompt_logprobs"] = None  # came with the beginning
+    return Submit(
+        request_id=first_id,
+        prompt=TokenPrompt(admit.prompt_ids),
+        params=msgspec.structs.replace(admit.params, **changes),
+        arrival_ns=time.monotonic_ns(),
+        sent_ns=0,
+        core=0,
+        detokenizer=0,
+        priority=admit.priority,
+        cache_salt=admit.cache_salt,
+        echo=admit.echo,
+        return_prompt_ids=admit.return_prompt_ids,
+        claim=admit.claim,
+        deadline_ns=admit.deadline_ns,
+    )
+
+
+def go_on(stream: Stream, reclaimed: Reclaimed, seen: Sequence[Seen]) -> None:
+    """Bring a new stream to where its client left off."""
+    submit, outputs = stream.submit, dict(reclaimed.choices)
+    for choice, (count, has_ended) in zip(stream.choices, seen, strict=True):
+        choice.go_on(unpack_i32(outputs.get(choice.index, b"")), count, has_ended)
+    stream.num_open = sum(choice.finish is None for choice in stream.choices)
+    if _was_begun(seen) and reclaimed.admit is not None:
+        num_prompt_tokens = len(reclaimed.admit.prompt_ids) // 4
+        stream.started = Started(
+            submit.request_id, num_prompt_tokens, 0, submit.arrival_ns, submit.arrival_ns
+        )
+
+
+def _was_begun(seen: Sequence[Seen]) -> bool:
+    return any(count >= 0 for count, _ in seen)
