@@ -58,8 +58,6 @@ class Engine:
         """Newest epoch of each frontend seat, and whether that one is down too."""
         self.shelf = Shelf(int(scheduler.resume_grace_s * 1e9))
         self._deadlines = Deadlines()
-        self.num_resumed = 0
-        """Newer attempts that were taken up."""
         self.suspects = Suspects()
         self.refusals = Refusals()
         self.state: State | None = None
@@ -152,7 +150,6 @@ class Engine:
         outbox = Outbox()
         before: list[Request] = []
         if message.attempt:
-            self.num_resumed += 1
             before = [state.live[request_id] for request_id in ids if request_id in state.live]
             if len(before) == len(ids) and all(can_go_on(request, message) for request in before):
                 return self._go_on(before, message, now_ns)
