@@ -17,8 +17,8 @@ Quantization = Literal["none", "int8", "int4", "w8a8"]
 """See ``docs/quantization.md``."""
 
 
-KvCacheDtype = Literal["auto", "int8"]
-"""``auto`` is the model's own."""
+KvCacheDtype = Literal["auto", "int8", "fp8"]
+"""``auto`` is the model's own; int8 is of CPUs, fp8 (e4m3) of GPUs."""
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +47,10 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """KV memory."""
 
     memory_bytes: int
-    """Upper bound for KV tensors; the executor reports what it could really take as `Capacity`."""
+    """Upper bound for KV tensors; the executor reports what it could really take as `Capacity`. 0: what
+    ``gpu_memory_utilization`` leaves, known when the model has been loaded and tried."""
+    gpu_memory_utilization: float = 0.92
+    """Share of a GPU's memory that weights, working memory and KV may take together."""
     enable_prefix_caching: bool = True
     dtype: KvCacheDtype = "auto"
     """Number format of keys and values."""
@@ -91,6 +94,12 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
     pin_threads: bool = False
     """Whether each compute thread stays on one core."""
     seed: int = 0
+    batch_invariant: bool = False
+    """GPU: give a request the same bits whatever else is in the batch."""
+    enforce_eager: bool = False
+    """GPU: capture no graphs."""
+    attention_backend: str = "auto"
+    """GPU: whose attention computes prompts; see ``executor/cuda/attention``."""
     step_ms: float = 0.0
     """Mock only: how long a step takes."""
 

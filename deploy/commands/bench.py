@@ -29,7 +29,8 @@ from quintet.deploy.load_client.workload import (
     random_prompts,
     read_prompts,
 )
-from quintet.deploy.resolve.flags import GROUP_TITLES, NETWORK, add_flags, flag_table
+from quintet.deploy.resolve.flag_table import add_flags, flag_table
+from quintet.deploy.resolve.flags import GROUP_TITLES, NETWORK
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

@@ -129,12 +129,18 @@ def plan_lines(plan: Plan) -> list[str]:
         (
             "KV memory",
             f"{format_size(plan.kv_memory_bytes)}: {plan.num_blocks:,} blocks of {plan.block_size} tokens, "
-            f"{plan.num_blocks * plan.block_size:,} tokens in all",
+            f"{plan.num_blocks * plan.block_size:,} tokens in all"
+            if plan.kv_memory_bytes
+            else "what the GPU has left when the model is loaded",
         ),
         (
             "requests",
-            f"{plan.max_full_length_requests:,} of full length ({plan.max_model_len:,} tokens) at once; "
-            f"at most {plan.max_num_seqs} together, {plan.max_num_batched_tokens:,} tokens a step",
+            (
+                f"{plan.max_full_length_requests:,} of full length ({plan.max_model_len:,} tokens) at once; "
+                if plan.kv_memory_bytes
+                else ""
+            )
+            + f"at most {plan.max_num_seqs} together, {plan.max_num_batched_tokens:,} tokens a step",
         ),
         (
             "processes",

@@ -15,11 +15,13 @@ import setproctitle
 
 from quintet.deploy.resolve.build import Resolution, resolve
 from quintet.deploy.resolve.config_file import merged_options
-from quintet.deploy.resolve.flags import Options, add_flags, flag_table
+from quintet.deploy.resolve.flag_table import add_flags, flag_table
+from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.memory import format_size
 from quintet.deploy.resolve.rules import check_ranges
 from quintet.deploy.supervisor import run_dirs
 from quintet.deploy.supervisor.listener import PortInUse, bind_listener
+from quintet.wire.config import EngineConfig
 from quintet.wire.log import configure_logging
 from quintet.wire.sockets import make_run_dir
 
@@ -113,13 +115,12 @@ def _leave(number: int, frame: FrameType | None) -> NoReturn:
 def opening_lines(resolution: Resolution) -> list[str]:
     """Return what is known before anything is started: model, sizes, memory, notes."""
     config, weights = resolution.config, resolution.weights
-    model, scheduler, kv = config.model, config.scheduler, config.model.kv
+    model, scheduler = config.model, config.scheduler
     size = (
         f"{weights.num_parameters / 1e6:,.1f} M parameters, {format_size(weights.size_bytes)}"
         if weights is not None
         else f"{config.executor.kind} executor, no weights read"
     )
-    blocks = kv.num_blocks(config.cache.memory_bytes)
     quantization = config.executor.quantization
     quantized = "" if quantization == "none" else f" quantized to {quantization}"
     return [
@@ -128,6 +129,14 @@ def opening_lines(resolution: Resolution) -> list[str]:
         f"  context {model.max_model_len} tokens; up to {scheduler.max_num_seqs} requests and "
         f"{scheduler.max_num_batched_tokens} tokens a step; prefix caching "
         f"{'on' if config.cache.enable_prefix_caching else 'off'}",
-        f"  KV memory {format_size(config.cache.memory_bytes)}: {blocks} blocks of {kv.block_size} tokens",
+        f"  KV memory {_kv_memory(config)}",
         *(f"  note: {note}" for note in resolution.notes),
     ]
+
+
+def _kv_memory(config: EngineConfig) -> str:
+    cache, kv = config.cache, config.model.kv
+    if not cache.memory_bytes:
+        return f"as much as {cache.gpu_memory_utilization:.0%} of the GPU leaves beside the weights"
+    blocks = kv.num_blocks(cache.memory_bytes)
+    return f"{format_size(cache.memory_bytes)}: {blocks} blocks of {kv.block_size} tokens"

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from quintet.deploy.resolve.build import resolve
-from quintet.deploy.resolve.flags import Options, make_options
+from quintet.deploy.resolve.flag_table import make_options
+from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.rules import derive_max_num_seqs
 from quintet.deploy.supervisor import run_dirs
 from quintet.frontend.queries import Queries

@@ -11,7 +11,7 @@ from quintet.deploy import embedded
 from quintet.deploy.resolve import rules
 from quintet.deploy.resolve.card import Dtype, ModelCard, read_card, read_chat_template
 from quintet.deploy.resolve.flags import Options
-from quintet.deploy.resolve.memory import available_bytes, format_size, parse_size
+from quintet.deploy.resolve.memory import available_ram_bytes, format_size, parse_size
 from quintet.deploy.resolve.source import locate_model
 from quintet.deploy.resolve.tokenizer_files import tokenizer_folder
 from quintet.deploy.resolve.weights import WeightFacts, read_weight_facts
@@ -55,6 +55,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     device: Literal["cpu", "cuda"] = "cpu" if kind == "mock" else _device(options)
     reads_weights = kind == "torch" and options.load_format == "auto"
     rules.check_quantization(options, device)
+    rules.check_gpu_only_flags(options, device)
     folder = locate_model(options.model, with_weights=reads_weights)
     card = read_card(folder, options.generation_config)
     weights = read_weight_facts(folder) if reads_weights else None
@@ -69,13 +70,15 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
         else 0
     )
     memory_bytes = _kv_memory(options, device, kind, weight_bytes, kv, max_model_len)
-    fitted = rules.fit_max_model_len(
-        kv,
-        memory_bytes,
-        max_model_len,
-        options.max_model_len is not None,
-        options.kv_cache_memory is not None,
-    )
+    fitted = max_model_len
+    if memory_bytes:
+        fitted = rules.fit_max_model_len(
+            kv,
+            memory_bytes,
+            max_model_len,
+            options.max_model_len is not None,
+            options.kv_cache_memory is not None,
+        )
     if fitted < max_model_len:
         notes.append(
             f"max_model_len is {fitted}, not the model's {max_model_len}: KV memory is {format_size(memory_bytes)}"
@@ -96,6 +99,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
             memory_bytes=rules.cap_kv_memory(kv, memory_bytes, options.max_num_seqs, fitted),
             enable_prefix_caching=options.enable_prefix_caching and can_share_prefixes,
             dtype=options.kv_cache_dtype,
+            gpu_memory_utilization=options.gpu_memory_utilization,
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=options.max_num_seqs,
@@ -118,6 +122,9 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
             threads=options.threads,
             pin_threads=options.pin_threads,
             seed=options.seed,
+            batch_invariant=options.batch_invariant,
+            enforce_eager=options.enforce_eager,
+            attention_backend=options.attention_backend,
             step_ms=options.step_ms,
         ),
         frontend=_frontend_config(options),
@@ -183,12 +190,18 @@ def _frontend_config(options: Options) -> FrontendConfig:
 def _kv_memory(
     options: Options, device: str, kind: str, weight_bytes: int, kv: KvSpec, max_model_len: int
 ) -> int:
-    """Return the bytes KV may take: as asked, or a share of what the weights leave. The mock holds no KV at all."""
+    """Return the bytes KV may take: as asked, or a share of what the weights leave. The mock holds no KV at all.
+
+    0 on a GPU, whose executor finds out: what else is in the device's memory is known there only.
+    """
     if options.kv_cache_memory is not None:
         return parse_size(options.kv_cache_memory, "--kv-cache-memory")
     if kind == "mock":
         return rules.cap_kv_memory(kv, 1 << 62, options.max_num_seqs, max_model_len)
-    return max(0, int((available_bytes(device) - weight_bytes) * options.kv_cache_memory_share))
+    if device == "cuda":
+        return 0
+    free_bytes = int((available_ram_bytes() - weight_bytes) * options.kv_cache_memory_share)
+    return max(1, free_bytes)
 
 
 def _recording_folder(path: str | None) -> str | None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import yaml
 
-from quintet.deploy.resolve.flags import Options, make_options
+from quintet.deploy.resolve.flag_table import make_options
+from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.rules import derive_max_num_seqs
 from quintet.wire.errors import ConfigError
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import psutil
@@ -67,31 +65,3 @@ def _cgroup_left(limit_file: Path, usage_file: Path, stat_file: Path, reclaimabl
     if not limit.isdigit() or not usage.isdigit():
         return None
     return max(0, int(limit) - int(usage) + int(stat.get(reclaimable, 0)))
-
-
-def available_gpu_bytes() -> int | None:
-    """Return the free memory of the first NVIDIA GPU, or None where the driver's tool is missing."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    try:
-        answer = subprocess.run(
-            [tool, "--query-gpu=memory.free", "--format=csv,noheader,nounits"],
-            capture_output=True, text=True, timeout=10, check=True,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return None
-    first = answer.stdout.split()
-    return int(first[0]) << 20 if first and first[0].isdigit() else None
-
-
-def available_bytes(device: str) -> int:
-    """Return the memory that weights and KV can share on a device."""
-    if device == "cpu":
-        return available_ram_bytes()
-    free = available_gpu_bytes()
-    if free is None:
-        raise ConfigError(
-            "nvidia-smi does not say how much GPU memory is free; give --kv-cache-memory, e.g. 8GiB"
-        )
-    return free

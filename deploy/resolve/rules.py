@@ -70,10 +70,12 @@ def check_ranges(options: Options) -> None:
     ):
         if count > 512:
             raise ConfigError(f"--{key} is {count}; at most 512 processes of one kind can run")
-    if not 0 < options.kv_cache_memory_share <= 0.95:
-        raise ConfigError(
-            f"--kv-cache-memory-share is {options.kv_cache_memory_share}; it must be above 0 and at most 0.95"
-        )
+    for key, share, most in (
+        ("kv-cache-memory-share", options.kv_cache_memory_share, 0.95),
+        ("gpu-memory-utilization", options.gpu_memory_utilization, 1.0),
+    ):
+        if not 0 < share <= most:
+            raise ConfigError(f"--{key} is {share}; it must be above 0 and at most {most:g}")
 
 
 def check_mock_only_flags(options: Options) -> None:
@@ -81,6 +83,16 @@ def check_mock_only_flags(options: Options) -> None:
     if options.step_ms and options.executor != "mock":
         raise ConfigError(
             f"--step-ms {options.step_ms} is for the mock executor: add --executor mock or drop it"
+        )
+
+
+def check_gpu_only_flags(options: Options, device: str) -> None:
+    """Reject a choice that a CPU does not have. ``--batch-invariant`` asks for what it always gives, ``--enforce-eager`` for
+    what is slower at best."""
+    if device != "cuda" and options.attention_backend != "auto":
+        raise ConfigError(
+            f"--attention-backend {options.attention_backend} chooses among kernels of a GPU and the model runs on the CPU: "
+            "drop it, or give --device cuda"
         )
 
 
@@ -95,7 +107,7 @@ def check_quantization(options: Options, device: str) -> None:
 
 
 def kv_spec(options: Options, device: str, card: ModelCard, dtype_bytes: int) -> KvSpec:
-    """Return what KV takes; reject an int8 cache where the host kernels do not compute."""
+    """Return what KV takes; reject a number format that the device does not compute with."""
     layers, heads, head_dim, block_size = (
         card.num_layers,
         card.num_kv_heads,
@@ -104,8 +116,14 @@ def kv_spec(options: Options, device: str, card: ModelCard, dtype_bytes: int) ->
     )
     if options.kv_cache_dtype == "auto":
         return KvSpec(layers, heads, head_dim, dtype_bytes, block_size)
-    if device != "cpu":
-        raise ConfigError("--kv-cache-dtype int8 is computed on the CPU only: add --device cpu or drop it")
+    other = "cuda" if options.kv_cache_dtype == "fp8" else "cpu"
+    if device != other:
+        instead = "int8" if device == "cpu" else "fp8"
+        raise ConfigError(
+            f"--kv-cache-dtype {options.kv_cache_dtype} is not computed on this device: give {instead}, or --device {other}"
+        )
+    if options.kv_cache_dtype == "fp8":
+        return KvSpec(layers, heads, head_dim, 1, block_size)
     if block_size % 16:
         raise ConfigError(
             f"--kv-cache-dtype int8 needs blocks of a multiple of 16 tokens and --block-size is {block_size}; give 16 or 32"
@@ -205,7 +223,7 @@ def rotates_alike(fixed_rope_len: int | None, max_model_len: int) -> bool:
 
 
 def cap_kv_memory(kv: KvSpec, memory_bytes: int, max_num_seqs: int, max_model_len: int) -> int:
-    """Return no more memory than the longest sequences of all slots could use, plus one block."""
+    """Return no more memory than the longest sequences of all slots could use, plus one block. 0, not known, stays 0."""
     blocks_per_sequence = -(-max_model_len // kv.block_size)
     return min(memory_bytes, (max_num_seqs * blocks_per_sequence + 1) * kv.bytes_per_block)
 

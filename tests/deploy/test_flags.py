@@ -10,7 +10,8 @@ import pytest
 
 from quintet.deploy.commands import serve
 from quintet.deploy.resolve.config_file import merged_options, read_config_file
-from quintet.deploy.resolve.flags import Options, flag_table, make_options
+from quintet.deploy.resolve.flag_table import flag_table, make_options
+from quintet.deploy.resolve.flags import Options
 from quintet.wire.errors import ConfigError
 
 
