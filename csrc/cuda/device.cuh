@@ -1,0 +1,176 @@
+// What kernels are written in: how one is declared, asynchronous copies, matrix instructions and reductions. On a GPU
+// these are single instructions; under QT_EMULATED (g++, no GPU) the files of emulation/ mean the same on the CPU, so
+// that one source is both compiled for sm_80, sm_90 and sm_100 and tested where there is no GPU.
+//
+// Include it first. All inline assembly of the project is here and in numbers.cuh; no header of the CUDA toolkit is.
+#pragma once
+
+#ifdef QT_EMULATED
+#include "emulation/device.hpp"
+#else
+
+#ifdef __CUDACC_RTC__
+typedef signed char int8_t;
+typedef unsigned char uint8_t;
+typedef short int16_t;
+typedef unsigned short uint16_t;
+typedef int int32_t;
+typedef unsigned int uint32_t;
+typedef long long int64_t;
+typedef unsigned long long uint64_t;
+#else
+#include <cstdint>
+#endif
+
+// A kernel of blocks of at most `threads` threads. Parameters are pointers, int, long long and float only.
+// The body is the block of code that follows.
+#define QT_KERNEL(threads, name, parameters) extern "C" __global__ void __launch_bounds__(threads) name parameters
+
+// The same for a kernel that wants at least `blocks` blocks on a multiprocessor: limits its registers.
+#define QT_KERNEL_OCCUPANCY(threads, blocks, name, parameters) \
+  extern "C" __global__ void __launch_bounds__(threads, blocks) name parameters
+
+// The launch's dynamic shared memory, 16-byte aligned.
+#define QT_DYNAMIC_SHARED(name)                                             \
+  extern __shared__ __align__(16) unsigned char quintet_dynamic_shared[]; \
+  unsigned char* name = quintet_dynamic_shared
+
+#endif
+
+namespace quintet {
+
+constexpr int WARP_SIZE = 32;
+constexpr unsigned FULL_WARP = 0xffffffffu;
+constexpr float INF = __builtin_bit_cast(float, 0x7f800000);
+
+}  // namespace quintet
+
+#include "numbers.cuh"
+
+namespace quintet {
+
+#ifndef QT_EMULATED
+
+__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+// Start to copy 16 bytes from global to shared memory, past the registers and L1; zeros where not `valid`, and then the
+// source is not read. Both addresses are multiples of 16 bytes. They arrive with the group that the next commit closes.
+__device__ __forceinline__ void copy_async_16(void* shared, const void* global, bool valid = true) {
+  int size = valid ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(size)
+               : "memory");
+}
+
+// Close the group of this thread's copies since the last commit; it may be empty.
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Wait until all but the newest N groups of this thread have arrived; other threads see them after a barrier.
+template <int N>
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+// Load four 8x8 matrices of 16-bit numbers. Lane l gives the (16-byte aligned) address of row l % 8 of matrix l / 8, and
+// receives in r[i] columns 2 * (l % 4) and the next of row l / 4 of matrix i.
+__device__ __forceinline__ void load_matrix_x4(uint32_t (&r)[4], const void* row_in_shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(row_in_shared))
+               : "memory");
+}
+
+// The same, each matrix transposed: lane l receives rows 2 * (l % 4) and the next of column l / 4.
+__device__ __forceinline__ void load_matrix_x4_transposed(uint32_t (&r)[4], const void* row_in_shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(row_in_shared))
+               : "memory");
+}
+
+template <class T>
+struct Multiply;
+template <>
+struct Multiply<bf16> {
+  static __device__ __forceinline__ void run(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  }
+};
+template <>
+struct Multiply<fp16> {
+  static __device__ __forceinline__ void run(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  }
+};
+
+// d[16, 8] += a[16, 16] * b[16, 8] by one warp, products summed in float. With g = lane / 4 and c = 2 * (lane % 4):
+//   a[0] = A[g, c..c+1]   a[1] = A[g + 8, c..c+1]   a[2] = A[g, c + 8..c + 9]   a[3] = A[g + 8, c + 8..c + 9]
+//   b[0] = B[c..c+1, g]   b[1] = B[c + 8..c + 9, g]
+//   d[0..1] = D[g, c..c+1]   d[2..3] = D[g + 8, c..c+1]
+// So the rows of A, and the columns of B, are what lies contiguous in memory.
+template <class T>
+__device__ __forceinline__ void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  Multiply<T>::run(d, a, b);
+}
+
+// Sixteen bytes that nobody writes while the kernel runs and that are read once: weights, KV of past tokens.
+__device__ __forceinline__ uint4 load_stream_16(const void* global) {
+  uint4 quad;
+  asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(quad.x), "=r"(quad.y), "=r"(quad.z), "=r"(quad.w)
+      : "l"(global));
+  return quad;
+}
+
+#endif
+
+// Reductions over a warp. The butterfly's order is fixed, and every lane ends with the same bits: at each step both
+// partners add the same two numbers.
+__device__ __forceinline__ float warp_sum(float value) {
+#pragma unroll
+  for (int step = WARP_SIZE / 2; step > 0; step /= 2) value += __shfl_xor_sync(FULL_WARP, value, step);
+  return value;
+}
+__device__ __forceinline__ float warp_max(float value) {
+#pragma unroll
+  for (int step = WARP_SIZE / 2; step > 0; step /= 2) value = fmaxf(value, __shfl_xor_sync(FULL_WARP, value, step));
+  return value;
+}
+
+// Reductions over a block of exactly THREADS threads in one dimension, all of which call: every warp reduces the warps'
+// results by itself, in the same order. Two barriers; the first lets the shared array be used again at once.
+template <int THREADS>
+__device__ __forceinline__ float block_sum(float value) {
+  static_assert(THREADS % WARP_SIZE == 0 && THREADS <= 1024, "whole warps, and one warp holds a partial result of each");
+  constexpr int WARPS = THREADS / WARP_SIZE;
+  __shared__ float partial[WARPS];
+  int lane = threadIdx.x % WARP_SIZE;
+  value = warp_sum(value);
+  __syncthreads();
+  if (lane == 0) partial[threadIdx.x / WARP_SIZE] = value;
+  __syncthreads();
+  return warp_sum(lane < WARPS ? partial[lane] : 0.0f);
+}
+template <int THREADS>
+__device__ __forceinline__ float block_max(float value) {
+  static_assert(THREADS % WARP_SIZE == 0 && THREADS <= 1024, "whole warps, and one warp holds a partial result of each");
+  constexpr int WARPS = THREADS / WARP_SIZE;
+  __shared__ float partial[WARPS];
+  int lane = threadIdx.x % WARP_SIZE;
+  value = warp_max(value);
+  __syncthreads();
+  if (lane == 0) partial[threadIdx.x / WARP_SIZE] = value;
+  __syncthreads();
+  return warp_max(lane < WARPS ? partial[lane] : -INF);
+}
+
+}  // namespace quintet
