@@ -50,3 +50,20 @@ class StepRows:
     """int32[max_num_seqs, max_blocks], a row per slot: block ids of a layer's KV, in the order of the tokens they hold."""
     block_size: int
     """Tokens per block."""
+    lengths: torch.Tensor | None = None
+    """int32[num_tokens]: the longer of the row's prompt and the token's position plus one, which some rotations depend on;
+    see `quintet.executor.layers.rope`. Padding: 0."""
+
+
+@dataclass(slots=True)
+class SampledRows:
+    """The rows of a step that draw a token, in the step's order, then padding."""
+
+    num_rows: int
+    """As launched: padded."""
+    slots: torch.Tensor
+    """int32[num_rows]; -1: padding, which writes no token."""
+    positions: torch.Tensor
+    """int32[num_rows]: where the drawn token will stand, ``start + count``. Padding: 0."""
+    tokens: torch.Tensor
+    """int32[num_rows]: index among the step's tokens of the one whose logits are drawn from. Padding: 0."""

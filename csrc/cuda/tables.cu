@@ -1,0 +1,197 @@
+// A plan's columns, from the one buffer that a step copies to the device, into the tables and rows that kernels read.
+//
+// The buffer is 32-bit words: a header of counts, then sections in the order of `Staging` below, each as long as its
+// count says; quintet.executor.cuda.ops.tables writes it. Deltas come first (what new tenants bring, then entries of the
+// block table), then the step's rows, then each token's id, which is gathered from the token table and so must come after
+// the deltas. `apply_plan` does both in one launch of one block, a barrier between them: that is a decode step, where
+// launching costs more than the work. Where a step has many tokens, `apply_deltas` and `fill_rows` are two launches of
+// many blocks, and the stream orders them.
+//
+// A thread owns a word, a row or a token at a time, strided over all threads of the launch. No two threads write the same
+// place: the host leaves one entry of each place of the block table. Some 30 bytes per row and 40 per token move;
+// the limiter is the latency of a few dependent loads. Nothing is reduced: all is copied, but the index of a token's row,
+// which is found by bisection in the rows' first tokens.
+#include "device.cuh"
+
+namespace quintet {
+namespace {
+
+constexpr int HEADER_WORDS = 16;
+constexpr int RECORD_WORDS = 8;  // what a slot's tenant draws with: quintet.executor.sampling.settings.RECORD
+
+// Where each section of the buffer begins.
+struct Staging {
+  int num_rows, num_tokens, num_sampled, num_entries, num_new_rows, num_new_tokens;
+  const int* slots;              // [num_rows]
+  const int* starts;             // [num_rows]
+  const int* counts;             // [num_rows]
+  const int* offsets;            // [num_rows + 1]
+  const int* sampled_slots;      // [num_sampled]
+  const int* sampled_positions;  // [num_sampled]
+  const int* sampled_tokens;     // [num_sampled]
+  const int* entries;            // [num_entries, 3]: slot, position in its block table, block
+  const int* new_slots;          // [num_new_rows]
+  const int* new_prompts;        // [num_new_rows]: tokens of the prompt
+  const int* new_offsets;        // [num_new_rows + 1]: where the tenant's tokens begin among all new tokens
+  const int* settings;           // [num_new_rows, RECORD_WORDS]
+  const int* new_tokens;         // [num_new_tokens]
+};
+
+__device__ __forceinline__ Staging read_staging(const int* words) {
+  Staging s;
+  s.num_rows = words[0];
+  s.num_tokens = words[1];
+  s.num_sampled = words[2];
+  s.num_entries = words[3];
+  s.num_new_rows = words[4];
+  s.num_new_tokens = words[5];
+  s.slots = words + HEADER_WORDS;
+  s.starts = s.slots + s.num_rows;
+  s.counts = s.starts + s.num_rows;
+  s.offsets = s.counts + s.num_rows;
+  s.sampled_slots = s.offsets + s.num_rows + 1;
+  s.sampled_positions = s.sampled_slots + s.num_sampled;
+  s.sampled_tokens = s.sampled_positions + s.num_sampled;
+  s.entries = s.sampled_tokens + s.num_sampled;
+  s.new_slots = s.entries + 3 * s.num_entries;
+  s.new_prompts = s.new_slots + s.num_new_rows;
+  s.new_offsets = s.new_prompts + s.num_new_rows;
+  s.settings = s.new_offsets + s.num_new_rows + 1;
+  s.new_tokens = s.settings + RECORD_WORDS * s.num_new_rows;
+  return s;
+}
+
+// What the device keeps of every slot.
+struct Tables {
+  int* token_ids;  // [slots, token_columns]
+  long long token_columns;
+  int* block_table;  // [slots, block_columns]
+  long long block_columns;
+  int* prompts;   // [slots]: tokens of the prompt
+  int* settings;  // [slots, RECORD_WORDS]
+};
+
+// The step's rows, as long as the launch was prepared for.
+struct Rows {
+  int* slots;
+  int* starts;
+  int* counts;
+  int* offsets;
+  int num_rows;
+  int* token_ids;
+  int* positions;
+  int* token_rows;
+  int* lengths;
+  int num_tokens;
+  int* sampled_slots;
+  int* sampled_positions;
+  int* sampled_tokens;
+  int num_sampled;
+};
+
+// Return the largest i with offsets[i] <= index, of `count` ascending offsets; offsets[0] <= index.
+__device__ __forceinline__ int owner_of(const int* offsets, int count, int index) {
+  int low = 0, high = count;  // offsets[low] <= index < offsets[high]
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (offsets[middle] <= index) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+__device__ __forceinline__ void write_deltas(const Staging& s, const Tables& t, int first, int stride) {
+  for (int i = first; i < s.num_new_tokens; i += stride) {
+    const int tenant = owner_of(s.new_offsets, s.num_new_rows, i);
+    t.token_ids[s.new_slots[tenant] * t.token_columns + (i - s.new_offsets[tenant])] = s.new_tokens[i];
+  }
+  for (int i = first; i < s.num_new_rows * RECORD_WORDS; i += stride) {
+    const int slot = s.new_slots[i / RECORD_WORDS];
+    t.settings[static_cast<long long>(slot) * RECORD_WORDS + i % RECORD_WORDS] = s.settings[i];
+  }
+  for (int i = first; i < s.num_new_rows; i += stride) t.prompts[s.new_slots[i]] = s.new_prompts[i];
+  for (int i = first; i < s.num_entries; i += stride) {
+    const int* entry = s.entries + 3 * i;
+    t.block_table[entry[0] * t.block_columns + entry[1]] = entry[2];
+  }
+}
+
+__device__ __forceinline__ void write_rows(const Staging& s, const Tables& t, const Rows& out, int first, int stride) {
+  for (int i = first; i < out.num_rows; i += stride) {
+    const bool real = i < s.num_rows;
+    out.slots[i] = real ? s.slots[i] : -1;
+    out.starts[i] = real ? s.starts[i] : 0;
+    out.counts[i] = real ? s.counts[i] : 0;
+  }
+  for (int i = first; i <= out.num_rows; i += stride) out.offsets[i] = s.offsets[i < s.num_rows ? i : s.num_rows];
+  for (int i = first; i < out.num_sampled; i += stride) {
+    const bool real = i < s.num_sampled;
+    out.sampled_slots[i] = real ? s.sampled_slots[i] : -1;
+    out.sampled_positions[i] = real ? s.sampled_positions[i] : 0;
+    out.sampled_tokens[i] = real ? s.sampled_tokens[i] : 0;
+  }
+  for (int i = first; i < out.num_tokens; i += stride) {
+    int row = -1, position = -1, id = 0, length = 0;
+    if (i < s.num_tokens) {
+      // In a decode step token i is row i's: no need to look for it.
+      const bool own = i < s.num_rows && s.offsets[i] == i && s.offsets[i + 1] == i + 1;
+      row = own ? i : owner_of(s.offsets, s.num_rows, i);
+      position = s.starts[row] + (i - s.offsets[row]);
+      const int slot = s.slots[row];
+      id = t.token_ids[slot * t.token_columns + position];
+      length = t.prompts[slot];
+      if (length < position + 1) length = position + 1;
+    }
+    out.token_rows[i] = row;
+    out.positions[i] = position;
+    out.token_ids[i] = id;
+    out.lengths[i] = length;
+  }
+}
+
+}  // namespace
+}  // namespace quintet
+
+using namespace quintet;
+
+QT_KERNEL(512, apply_plan,
+          (const int* staging, int* token_table, long long token_columns, int* block_table, long long block_columns,
+           int* prompts, int* settings, int* slots, int* starts, int* counts, int* offsets, int num_rows,
+           int* token_ids, int* positions, int* token_rows, int* lengths, int num_tokens, int* sampled_slots,
+           int* sampled_positions, int* sampled_tokens, int num_sampled)) {
+  const Staging s = read_staging(staging);
+  const Tables tables{token_table, token_columns, block_table, block_columns, prompts, settings};
+  const Rows rows{slots,      starts,  counts,     offsets,       num_rows,          token_ids,      positions,
+                  token_rows, lengths, num_tokens, sampled_slots, sampled_positions, sampled_tokens, num_sampled};
+  write_deltas(s, tables, threadIdx.x, blockDim.x);
+  __syncthreads();  // one block: what it wrote before the barrier, all of it reads behind it
+  write_rows(s, tables, rows, threadIdx.x, blockDim.x);
+}
+
+QT_KERNEL(256, apply_deltas,
+          (const int* staging, int* token_table, long long token_columns, int* block_table, long long block_columns,
+           int* prompts, int* settings)) {
+  const Tables tables{token_table, token_columns, block_table, block_columns, prompts, settings};
+  write_deltas(read_staging(staging), tables, blockIdx.x * blockDim.x + threadIdx.x, gridDim.x * blockDim.x);
+}
+
+QT_KERNEL(256, fill_rows,
+          (const int* staging, int* token_table, long long token_columns, int* prompts, int* slots, int* starts,
+           int* counts, int* offsets, int num_rows, int* token_ids, int* positions, int* token_rows, int* lengths,
+           int num_tokens, int* sampled_slots, int* sampled_positions, int* sampled_tokens, int num_sampled)) {
+  const Tables tables{token_table, token_columns, nullptr, 0, prompts, nullptr};
+  const Rows rows{slots,      starts,  counts,     offsets,       num_rows,          token_ids,      positions,
+                  token_rows, lengths, num_tokens, sampled_slots, sampled_positions, sampled_tokens, num_sampled};
+  write_rows(read_staging(staging), tables, rows, blockIdx.x * blockDim.x + threadIdx.x, gridDim.x * blockDim.x);
+}
+
+// A thread owns a drawn token: it goes where the next plan looks for it.
+QT_KERNEL(128, scatter_tokens,
+          (const int* drawn, const int* slots, const int* positions, int* token_table, long long token_columns,
+           int num_drawn)) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < num_drawn && slots[i] >= 0) token_table[slots[i] * token_columns + positions[i]] = drawn[i];
+}

@@ -1,0 +1,217 @@
+"""From a plan to the device: one buffer of words that the host packs and copies, and the kernels that spread it.
+
+The order of the buffer's sections is written twice and nowhere else: in `pack_staging` and in ``csrc/cuda/tables.cu``.
+Block copies ride along behind them, for `quintet.executor.cuda.ops.blocks` to read where `PackedPlan.copies` says.
+
+The core never names a place of the block table twice in a plan today, but the contract lets it, and the last one counts.
+Kernels write in no order, so the host drops the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from quintet.executor.cuda.device import Device, Kernel
+from quintet.executor.cuda.rows import SampledRows, StepRows
+from quintet.executor.cuda.tables import DeviceTables
+from quintet.executor.sampling.settings import RECORD, settings_of
+from quintet.wire.step import StepPlan
+
+Words = NDArray[np.int32]
+
+HEADER_WORDS = 16
+RECORD_WORDS = RECORD.itemsize // 4
+
+APPLY_PLAN = Kernel("tables", "apply_plan", "pplplpppppp" + "i" + "pppp" + "i" + "ppp" + "i")
+APPLY_DELTAS = Kernel("tables", "apply_deltas", "pplplpp")
+FILL_ROWS = Kernel("tables", "fill_rows", "pplppppp" + "i" + "pppp" + "i" + "ppp" + "i")
+SCATTER_TOKENS = Kernel("tables", "scatter_tokens", "ppppli")
+
+ONE_BLOCK_TOKENS = 1024
+"""Up to here one block of 512 threads fills a step's tokens sooner than a second kernel starts."""
+
+DELTA_BLOCKS = 32
+"""The host knows how many deltas there are, but a captured launch must not depend on it: enough for a long prompt."""
+
+
+class PlanOutsideTables(ValueError):
+    """A plan names a slot, position or block that the device's tables do not have; writing it would hit other memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagingLayout:
+    """The sizes that a plan's indexes must keep to, and how many words a plan takes."""
+
+    max_num_seqs: int
+    token_columns: int
+    """Of the token table: ``max_model_len + 1``."""
+    block_columns: int
+    """Of the block table."""
+    num_blocks: int
+    """Blocks of a layer's KV memory."""
+
+    @classmethod
+    def of(cls, tables: DeviceTables, num_blocks: int) -> StagingLayout:
+        """Return the layout for plans of these tables."""
+        return cls(
+            tables.token_ids.shape[0], tables.token_ids.shape[1], tables.block_table.shape[1], num_blocks
+        )
+
+    def num_words(self, plan: StepPlan) -> int:
+        """Return at most how many words the plan takes in a staging buffer."""
+        num_rows, num_new = len(plan.samples), len(plan.new_rows)
+        columns = len(plan.slots) + len(plan.starts) + len(plan.counts) + len(plan.blocks) + len(plan.copies)
+        tokens = sum(len(row.token_ids) for row in plan.new_rows)
+        return HEADER_WORDS + (columns + tokens) // 4 + 4 * num_rows + (3 + RECORD_WORDS) * num_new + 2
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPlan:
+    """What was packed: the sizes that choose padded ones, and how much of the buffer to copy."""
+
+    num_rows: int
+    num_tokens: int
+    max_count: int
+    num_sampled: int
+    num_words: int
+    copies: slice
+    """Words of the buffer with the pairs ``from block, to block``."""
+
+
+def pack_staging(plan: StepPlan, layout: StagingLayout, into: Words) -> PackedPlan:
+    """Write the plan into ``into``, which `StagingLayout.num_words` says the size of; raise `PlanOutsideTables`.
+
+    Loops over new rows only.
+    """
+    slots, starts, counts = (
+        np.frombuffer(column, np.int32) for column in (plan.slots, plan.starts, plan.counts)
+    )
+    num_rows, num_tokens = len(slots), int(counts.sum())
+    ends = starts + counts
+    sampling = np.flatnonzero(np.frombuffer(plan.samples, np.uint8))
+    entries = _last_of_each_place(np.frombuffer(plan.blocks, np.int32).reshape(-1, 3))
+    new_rows = list({row.slot: row for row in plan.new_rows}.values())
+    tokens = [np.frombuffer(row.token_ids, np.int32) for row in new_rows]
+    lengths = np.array([len(ids) for ids in tokens], np.int32)
+    copies = np.frombuffer(plan.copies, np.int32)
+    _check_inside("slot", slots, layout.max_num_seqs)
+    _check_inside("last position", ends, layout.token_columns)
+    _check_inside("slot of a block", entries[:, 0], layout.max_num_seqs)
+    _check_inside("index in a block table", entries[:, 1], layout.block_columns)
+    _check_inside("block", entries[:, 2], layout.num_blocks)
+    _check_inside("block to copy", copies, layout.num_blocks)
+    new_slots = np.array([row.slot for row in new_rows], np.int32)
+    _check_inside("slot of a new row", new_slots, layout.max_num_seqs)
+    _check_inside("length of a new row", lengths - 1, layout.token_columns)
+
+    offsets = np.zeros(num_rows + 1, np.int32)
+    np.cumsum(counts, out=offsets[1:])
+    new_offsets = np.zeros(len(new_rows) + 1, np.int32)
+    np.cumsum(lengths, out=new_offsets[1:])
+    settings = np.array([settings_of(row.params, row.seed) for row in new_rows], RECORD)
+    header = np.zeros(HEADER_WORDS, np.int32)
+    header[:6] = num_rows, num_tokens, len(sampling), len(entries), len(new_rows), new_offsets[-1]
+    sections: list[Words] = [
+        header,
+        slots,
+        starts,
+        counts,
+        offsets,
+        slots[sampling],
+        ends[sampling],
+        offsets[sampling + 1] - 1,
+        entries.reshape(-1),
+        new_slots,
+        np.array([row.num_prompt_tokens for row in new_rows], np.int32),
+        new_offsets,
+        settings.view(np.int32),
+        *tokens,
+        copies,
+    ]
+    needed = sum(len(section) for section in sections)
+    if needed > len(into):
+        raise ValueError(f"the plan takes {needed} words of staging; the buffer has {len(into)}")
+    np.concatenate(sections, out=into[:needed])
+    return PackedPlan(
+        num_rows=num_rows,
+        num_tokens=num_tokens,
+        max_count=int(counts.max(initial=0)),
+        num_sampled=len(sampling),
+        num_words=needed,
+        copies=slice(needed - len(copies), needed),
+    )
+
+
+def _last_of_each_place(entries: Words) -> Words:
+    """Return the triples ``slot, position, block`` without those that a later one replaces."""
+    if len(entries) < 2:
+        return entries
+    places = (entries[:, 0].astype(np.int64) << 32) | entries[:, 1]
+    order = np.argsort(places, kind="stable")
+    ordered = places[order]
+    last = np.append(ordered[1:] != ordered[:-1], True)
+    return entries if last.all() else entries[order[last]]
+
+
+def _check_inside(what: str, values: Words, limit: int) -> None:
+    """Compare as unsigned numbers: a negative one is then larger than any limit."""
+    if len(values) and int(values.view(np.uint32).max()) >= limit:
+        raise PlanOutsideTables(
+            f"{what}: the plan has {int(values.min())} to {int(values.max())}; the tables have 0 to {limit - 1}"
+        )
+
+
+def apply_plan(
+    device: Device, staging: torch.Tensor, tables: DeviceTables, rows: StepRows, sampled: SampledRows
+) -> None:
+    """Bring ``tables`` up to the plan in ``staging`` (int32, on the device) and fill ``rows`` and ``sampled``.
+
+    One launch for steps of up to `ONE_BLOCK_TOKENS` tokens, else two. Reads nothing on the host: ``rows`` and ``sampled``
+    must be as large as the plan's (`PackedPlan`); what is left of them becomes padding.
+    """
+    if staging.dtype != torch.int32 or staging.ndim != 1 or not staging.is_contiguous():
+        raise ValueError(
+            f"staging: expected contiguous int32[words], got {staging.dtype}{list(staging.shape)}"
+        )
+    if rows.lengths is None:
+        raise ValueError("rows.lengths: expected int32[num_tokens], as StepMemory gives them; got None")
+    token_table = (tables.token_ids, tables.token_ids.stride(0))
+    block_table = (tables.block_table, tables.block_table.stride(0))
+    outputs = (
+        *(rows.slots, rows.starts, rows.counts, rows.offsets, rows.num_rows),
+        *(rows.token_ids, rows.positions, rows.token_rows, rows.lengths, rows.num_tokens),
+        *(sampled.slots, sampled.positions, sampled.tokens, sampled.num_rows),
+    )
+    deltas = (staging, *token_table, *block_table, tables.num_prompt_tokens, tables.settings)
+    if rows.num_tokens <= ONE_BLOCK_TOKENS:
+        device.launch(APPLY_PLAN, (1, 1, 1), (512, 1, 1), (*deltas, *outputs))
+        return
+    device.launch(APPLY_DELTAS, (DELTA_BLOCKS, 1, 1), (256, 1, 1), deltas)
+    num_blocks = -(-max(rows.num_rows + 1, rows.num_tokens) // 256)
+    device.launch(
+        FILL_ROWS,
+        (num_blocks, 1, 1),
+        (256, 1, 1),
+        (staging, *token_table, tables.num_prompt_tokens, *outputs),
+    )
+
+
+def scatter_tokens(device: Device, drawn: torch.Tensor, sampled: SampledRows, tables: DeviceTables) -> None:
+    """Write the drawn tokens, int32[num_rows], into the token table, each where its row's next token stands."""
+    if drawn.dtype != torch.int32 or drawn.shape != (sampled.num_rows,) or not drawn.is_contiguous():
+        raise ValueError(
+            f"drawn: expected contiguous int32[{sampled.num_rows}], got {drawn.dtype}{list(drawn.shape)}"
+        )
+    device.launch(
+        SCATTER_TOKENS,
+        (-(-sampled.num_rows // 128), 1, 1),
+        (128, 1, 1),
+        (
+            *(drawn, sampled.slots, sampled.positions),
+            *(tables.token_ids, tables.token_ids.stride(0), sampled.num_rows),
+        ),
+    )
