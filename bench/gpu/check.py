@@ -1,82 +1,200 @@
-"""Run the GPU checklist of docs/gpu.md and keep what it found.
+"""Run the GPU checklist of docs/gpu.md, row by row, and keep what it finds.
 
-    python bench/gpu/check.py            # every row that exists
-    python bench/gpu/check.py -k models  # one row
+    make gpu-check                                      # every row not yet run today on this GPU
+    python bench/gpu/check.py --list                    # the rows, and what is known of them
+    python bench/gpu/check.py --only decode prefill     # these
+    python bench/gpu/check.py --again --only decode     # this one, although it has an outcome
+    python bench/gpu/check.py --budget-minutes 9        # as many as fit; the next call goes on
+    python bench/gpu/check.py --device cpu --only decode   # toy shapes on the CPU: debugs the rows, measures nothing
 
-Writes ``bench/results/gpu-<date>.json``: the GPU, versions, commit, and each test's outcome and seconds. Exit status 1 when
-a row failed, 2 when there is no GPU.
+Works with any Python that has the packages (torch, cupy, transformers, pytest ...): rows whose packages are missing are
+skipped, and the line says which. Each row runs in processes of its own with a time limit; whatever becomes of it is written
+at once to ``bench/results/gpu-<date>-<gpu>.json``, and its output to ``build/gpu-check/<row>.log``. Exit status 0: every row
+asked for has passed; 1: some have not; 2: no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import json
-import subprocess
 import sys
-import tempfile
-import xml.etree.ElementTree as ET
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [
+    str(ROOT),
+    str(ROOT / "src"),
+]  # run as a file, by a Python that has not installed this package
+
+from bench.gpu import machine  # noqa: E402
+from bench.gpu.child import Ended, run  # noqa: E402
+from bench.gpu.figures import Figure, read_lines  # noqa: E402
+from bench.gpu.journal import Entry, Journal, Outcome, file_name  # noqa: E402
+from bench.gpu.rows import ROWS, Row, rows_of  # noqa: E402
+
+NUM_TAIL_LINES = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where rows run, and where what they leave is kept."""
+
+    device: str
+    logs: Path
+    facts: Mapping[str, object]
+    versions: Mapping[str, str]
+    commit: str
+
+    def entry(
+        self, outcome: Outcome, seconds: float, told: Told | None = None, tail: Sequence[str] = ()
+    ) -> Entry:
+        """Return what the journal keeps of a row that has just ended."""
+        now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+        figures, remarks = (told.figures, told.remarks) if told else ([], [])
+        return Entry(
+            outcome, round(seconds, 1), now, self.commit, self.versions, figures, remarks, list(tail)
+        )
+
+
+class Told:
+    """What a row tells while it runs, from the file it appends to."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.unlink(missing_ok=True)
+        self.figures: list[Figure] = []
+        self.remarks: list[str] = []
+
+    def print_news(self) -> None:
+        """Print what has come since the last call."""
+        if not self._path.exists():
+            return
+        whole = self._path.read_text().rpartition("\n")[0]
+        figures, remarks = read_lines(whole.splitlines())
+        for words in remarks[len(self.remarks) :]:
+            print(f"      {words}", flush=True)
+        for figure in figures[len(self.figures) :]:
+            print(f"      {figure.text()}", flush=True)
+        self.figures, self.remarks = figures, remarks
+
+
+def run_row(row: Row, place: Place, limit_s: float) -> Entry | None:
+    """Run one row; return None when ``limit_s`` ended it before its own time limit did."""
+    if lacking := machine.lacking(
+        module for module in row.needs if place.device != "cpu" or module != "cupy"
+    ):
+        print(f"      skipped: this Python has no {', '.join(lacking)}", flush=True)
+        return Entry(
+            Outcome.SKIPPED, 0.0, "", place.commit, place.versions, remarks=[f"missing: {', '.join(lacking)}"]
+        )
+    place.logs.mkdir(parents=True, exist_ok=True)
+    log, told = place.logs / f"{row.name}.log", Told(place.logs / f"{row.name}.figures")
+    command = [sys.executable, *row.command, "--device", place.device]
+    command += ["--figures", str(place.logs / f"{row.name}.figures")]
+    ended = run(command, ROOT, machine.environment(), log, min(row.limit_s, limit_s), told.print_news)
+    outcome = outcome_of(ended, told.figures, place.device)
+    if outcome is Outcome.TIMED_OUT and limit_s < row.limit_s:
+        return None
+    tail = [] if outcome is Outcome.PASSED else log.read_text(errors="replace").splitlines()[-NUM_TAIL_LINES:]
+    if outcome in (Outcome.FAILED, Outcome.TIMED_OUT):
+        print("\n".join(f"      | {line}" for line in tail))
+    return place.entry(outcome, ended.seconds, told, tail)
+
+
+def outcome_of(ended: Ended, figures: Sequence[Figure], device: str) -> Outcome:
+    """Say what a row's end means. Targets are the GPU's: on a CPU they say nothing."""
+    if ended.status is None:
+        return Outcome.TIMED_OUT
+    if ended.status:
+        return Outcome.FAILED
+    missed = device == "cuda" and any(figure.is_met is False for figure in figures)
+    return Outcome.MISSED if missed else Outcome.PASSED
+
+
+def run_rows(rows: Sequence[Row], journal: Journal, place: Place, again: bool, budget_s: float) -> None:
+    """Run those of ``rows`` that have no outcome yet, or all of them, until the budget is spent."""
+    deadline = time.monotonic() + budget_s
+    for number, row in enumerate(rows, 1):
+        known = journal.entries.get(row.name)
+        head = f"[{number:2}/{len(rows)}] {row.name}"
+        if known is not None and known.outcome.was_run and not again:
+            print(f"{head}: {known.outcome} before (--again runs it again)", flush=True)
+            continue
+        left_s = deadline - time.monotonic()
+        takes_s = max(known.seconds, 5) if known and known.outcome.was_run else row.takes_s
+        if left_s < takes_s:
+            print(f"{head}: not begun, {left_s:.0f} s are left and it takes about {takes_s:.0f}", flush=True)
+            continue
+        print(f"{head}: {row.shows}", flush=True)
+        entry = run_row(row, place, left_s)
+        if entry is None:
+            print("      broken off: the budget is spent", flush=True)
+            continue
+        if not entry.outcome.was_run and known is not None and known.outcome.was_run:
+            continue  # another Python could run it: that stays
+        journal.put(row.name, entry, place.facts)
+        print(f"      {entry.outcome} in {entry.seconds:.0f} s", flush=True)
+
+
+def list_rows(rows: Sequence[Row], journal: Journal) -> None:
+    """Print the rows with what is known of them, as docs/gpu.md has them."""
+    print("| Row | Shows | Target | Result |\n|---|---|---|---|")
+    for row in rows:
+        entry = journal.entries.get(row.name)
+        result = "not yet run on a GPU" if entry is None else entry.text()
+        print(f"| `{row.name}` | {row.shows} | {row.target} | {result} |")
 
 
 def main() -> int:
-    """Run the rows, print a line for each, write the file."""
+    """Parse the command line and run."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("-k", dest="only", default="", help="run only the rows whose name contains this")
+    parser.add_argument("--only", nargs="+", default=[], metavar="ROW", help="these rows")
+    parser.add_argument("--again", action="store_true", help="also rows that have an outcome already")
+    parser.add_argument("--list", action="store_true", help="show the rows and their outcomes; run nothing")
+    parser.add_argument(
+        "--budget-minutes", type=float, default=float("inf"), help="begin no row that takes longer"
+    )
+    parser.add_argument(
+        "--results", type=Path, metavar="FILE", help="file to go on with (default: of today and this GPU)"
+    )
+    parser.add_argument(
+        "--logs", type=Path, default=ROOT / "build" / "gpu-check", help="folder of the rows' output"
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: toy shapes, to debug the rows"
+    )
     arguments = parser.parse_args()
-
-    import torch
-
-    if not torch.cuda.is_available():
-        print("No GPU: torch sees no CUDA device. The checklist needs one; the CPU's tests are `make test`.")
+    try:
+        rows = rows_of(arguments.only)
+    except ValueError as error:
+        parser.error(str(error))
+    facts = machine.describe_device()
+    if arguments.device == "cpu":
+        facts |= {"gpu": "none: cpu"}
+    elif not facts["available"] and not arguments.list:
+        print(
+            f"No GPU: {facts.get('error', 'torch sees no CUDA device')}. The checklist needs one; the CPU's tests are"
+            " `make test`, and --device cpu debugs the rows on toy shapes."
+        )
         return 2
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        only = ["-k", arguments.only] if arguments.only else []
-        status = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "pytest",
-                "tests/gpu",
-                "-o",
-                "addopts=-q --import-mode=importlib",
-                f"--junitxml={report}",
-                *only,
-            ],
-            cwd=ROOT,
-            check=False,
-        ).returncode
-        cases = [
-            {
-                "test": case.get("name"),
-                "seconds": float(case.get("time", 0)),
-                "outcome": "passed" if len(case) == 0 else case[0].tag,
-            }
-            for case in ET.parse(report).iter("testcase")
-        ]
-    today = datetime.date.today().isoformat()
-    result = {
-        "date": today,
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-        ).stdout.strip(),
-        "rows": cases,
-    }
-    target = ROOT / "bench" / "results" / f"gpu-{today}.json"
-    target.parent.mkdir(exist_ok=True)
-    target.write_text(json.dumps(result, indent=1) + "\n")
-    for case in cases:
-        print(f"{case['outcome']:8} {case['seconds']:7.1f} s  {case['test']}")
-    print(f"Written: {target.relative_to(ROOT)}. Copy the outcome into docs/gpu.md.")
-    return 1 if status else 0
+    today, gpu = datetime.date.today().isoformat(), str(facts.get("gpu", "none"))
+    results = arguments.logs if arguments.device == "cpu" else ROOT / "bench" / "results"
+    journal = Journal(arguments.results or results / file_name(today, gpu))
+    if arguments.list:
+        list_rows(rows, journal)
+        return 0
+    place = Place(arguments.device, arguments.logs, facts, machine.versions(), machine.commit())
+    print(f"{gpu}, {len(rows)} of {len(ROWS)} rows; results: {journal.path}", flush=True)
+    run_rows(rows, journal, place, arguments.again, arguments.budget_minutes * 60)
+    outcomes = [journal.entries[row.name].outcome if row.name in journal.entries else None for row in rows]
+    counts = {str(each or "not run"): outcomes.count(each) for each in dict.fromkeys(outcomes)}
+    print(", ".join(f"{count} {words}" for words, count in counts.items()))
+    return 0 if set(outcomes) == {Outcome.PASSED} else 1
 
 
 if __name__ == "__main__":

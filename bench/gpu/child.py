@@ -1,0 +1,96 @@
+"""Runs a command in a session of its own, for so long and no longer, and leaves none of its processes behind.
+
+Knows not what the command does. Linux only: it reads ``/proc`` to find what belongs to a session.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+TICK_S = 0.2
+LAST_WORDS_S = 3.0
+"""What a process that hangs gets to write its stacks (Python's faulthandler, on SIGABRT) before it is killed."""
+GONE_S = 30.0
+"""How long killed processes may take to vanish: the kernel gives back a GPU's memory first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a command ended."""
+
+    status: int | None
+    """Exit status, negative for a signal; None when it was killed because its time was over."""
+    seconds: float
+
+
+def run(
+    command: Sequence[str],
+    folder: Path,
+    environment: Mapping[str, str],
+    log: Path,
+    limit_s: float,
+    on_tick: Callable[[], None] = lambda: None,
+) -> Ended:
+    """Run ``command`` with its output in the file ``log``; call ``on_tick`` several times a second and at the end."""
+    begun = time.monotonic()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env={**environment, "PYTHONFAULTHANDLER": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        status: int | None = None
+        try:
+            while status is None and time.monotonic() - begun < limit_s:
+                with suppress(subprocess.TimeoutExpired):
+                    status = process.wait(TICK_S)
+                on_tick()
+            if status is None:
+                process.send_signal(signal.SIGABRT)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(LAST_WORDS_S)
+        finally:
+            end_session(process)
+    on_tick()
+    return Ended(status, time.monotonic() - begun)
+
+
+def end_session(leader: subprocess.Popen[bytes]) -> None:
+    """Kill every process of the session that ``leader`` began, and wait until all are gone."""
+    deadline = time.monotonic() + GONE_S
+    while True:
+        left = members(leader.pid)
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            leader.wait(TICK_S if left else 0)
+        if not left:
+            return
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"processes {left} were killed and are still there after {GONE_S:g} s")
+        time.sleep(TICK_S / 10)
+
+
+def members(session: int) -> list[int]:
+    """Return the processes of a session, those left out that have ended and wait to be read."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with suppress(OSError):  # it may be gone by now
+                state = (entry / "stat").read_text().rpartition(")")[2].split()
+                # state, parent, process group, session
+                if state[3] == str(session) and state[0] not in "ZX":
+                    found.append(int(entry.name))
+    return found

@@ -1,0 +1,143 @@
+"""Models of a well-known shape with random weights, and what a step of them must move and multiply.
+
+Knows no engine: counts bytes and floating-point operations from the model card alone.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quintet.wire.config import (
+    CacheConfig,
+    EngineConfig,
+    ExecutorConfig,
+    FrontendConfig,
+    ModelConfig,
+    ProcessesConfig,
+    SchedulerConfig,
+)
+from quintet.wire.kv_spec import KvSpec
+
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A decoder of the Llama family in bf16."""
+
+    name: str
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_len: int = 131072
+
+    @property
+    def layer_weights(self) -> int:
+        """Numbers in the linear layers of one layer."""
+        attention = 2 * self.heads + 2 * self.kv_heads
+        return self.hidden * (attention * self.head_dim + 3 * self.intermediate)
+
+    @property
+    def weight_bytes(self) -> int:
+        """What a decode step reads of the weights: all linear layers and the output layer, not the embedding."""
+        return 2 * (self.layers * self.layer_weights + self.vocab_size * self.hidden)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of one token in all layers."""
+        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
+
+    def decode_bytes(self, rows: int, context: float) -> float:
+        """What a step of ``rows`` requests with ``context`` tokens each must read from memory."""
+        return self.weight_bytes + rows * context * self.kv_bytes_per_token
+
+    def prefill_flops(self, tokens: int) -> float:
+        """What one prompt takes: its linear layers, causal attention, and the logits of its last token."""
+        linear = 2 * self.layers * self.layer_weights * tokens + 2 * self.vocab_size * self.hidden
+        pairs = tokens * (tokens + 1) / 2
+        return linear + 4 * self.layers * self.heads * self.head_dim * pairs
+
+    @property
+    def card(self) -> dict[str, Any]:
+        """The model card."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_act": "silu",
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocab_size,
+            "max_position_embeddings": self.max_len,
+            "rope_theta": 5e5,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": False,
+            "dtype": "bfloat16",
+            "bos_token_id": self.vocab_size - 1,
+            "eos_token_id": self.vocab_size - 1,
+        }
+
+
+LLAMA_3_8B = Shape("Llama-3-8B", 4096, 14336, 32, 32, 8, 128, 128256)
+TOY = Shape("toy", 64, 128, 2, 4, 2, 16, 1027, 4096)
+"""For debugging the benchmarks where there is no GPU."""
+
+
+def shape_for(device: str) -> Shape:
+    """Return the shape that is measured on a device."""
+    return LLAMA_3_8B if device == "cuda" else TOY
+
+
+def engine_config(
+    shape: Shape,
+    folder: Path,
+    device: str,
+    *,
+    max_num_seqs: int,
+    max_model_len: int,
+    max_num_batched_tokens: int,
+    memory_bytes: int = 0,
+    depth: int = 2,
+    **executor: Any,
+) -> EngineConfig:
+    """Write the card into ``folder`` and return a configuration for random weights.
+
+    ``memory_bytes`` of 0 is what the device has left; on a CPU, some megabytes.
+    """
+    (folder / "config.json").write_text(json.dumps(shape.card))
+    kv = KvSpec(shape.layers, shape.kv_heads, shape.head_dim, 2, BLOCK_SIZE)
+    if device == "cpu" and not memory_bytes:
+        memory_bytes = 2 * max_num_seqs * max_model_len * kv.bytes_per_token
+    return EngineConfig(
+        run_dir=str(folder),
+        model=ModelConfig(
+            path=str(folder),
+            tokenizer_path=str(folder),
+            served_names=["bench"],
+            architecture=shape.card["architectures"][0],
+            dtype="bfloat16",
+            vocab_size=shape.vocab_size,
+            max_model_len=max_model_len,
+            eos_token_ids=[],
+            kv=kv,
+        ),
+        cache=CacheConfig(memory_bytes=memory_bytes, enable_prefix_caching=False),
+        scheduler=SchedulerConfig(
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, depth=depth
+        ),
+        executor=ExecutorConfig(
+            device="cuda" if device == "cuda" else "cpu", load_format="dummy", **executor
+        ),
+        frontend=FrontendConfig(),
+        processes=ProcessesConfig(),
+    )
