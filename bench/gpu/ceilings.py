@@ -44,15 +44,24 @@ def sizes_for(device: torch.device) -> Sizes:
 
 def measure_ceilings(device: torch.device) -> Ceilings:
     """Measure both."""
+    return Ceilings(copy_bytes_per_s(device), matmul_flops(device))
+
+
+def copy_bytes_per_s(device: torch.device) -> float:
+    """Return what torch's copy reads and writes in a second."""
     sizes = sizes_for(device)
-    source = torch.ones(sizes.num_bytes // 4, dtype=torch.float32, device=device)
+    source = torch.ones(sizes.num_bytes // 4, device=device)
     target = torch.empty_like(source)
-    copying = median(seconds(device, lambda: target.copy_(source), sizes.repeats))
-    del source, target
+    return 2 * sizes.num_bytes / median(seconds(device, lambda: target.copy_(source), sizes.repeats))
+
+
+def matmul_flops(device: torch.device) -> float:
+    """Return the multiply rate of torch's bf16 product of two large square matrices."""
+    sizes = sizes_for(device)
     a, b = (torch.randn(sizes.matrix, sizes.matrix, device=device).to(torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
-    multiplying = median(seconds(device, lambda: torch.mm(a, b, out=out), sizes.repeats, warm_up=10))
-    return Ceilings(2 * sizes.num_bytes / copying, 2 * sizes.matrix**3 / multiplying)
+    taken = median(seconds(device, lambda: torch.mm(a, b, out=out), sizes.repeats, warm_up=10))
+    return 2 * sizes.matrix**3 / taken
 
 
 def tell_ceilings(ceilings: Ceilings, report: Report) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 
@@ -21,11 +22,11 @@ def seconds(device: torch.device, call: Callable[[], object], repeats: int, warm
         for _ in range(repeats):
             call()
             times.append(time.perf_counter())
-        return [later - before for before, later in zip(times, times[1:], strict=False)]
+        return [later - before for before, later in itertools.pairwise(times)]
     events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     events[0].record()
     for event in events[1:]:
         call()
         event.record()
     torch.cuda.synchronize(device)
-    return [before.elapsed_time(later) / 1e3 for before, later in zip(events, events[1:], strict=False)]
+    return [before.elapsed_time(later) / 1e3 for before, later in itertools.pairwise(events)]
