@@ -3,9 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from quintet.wire.step import StepPlan, StepResult
+
+
+class Pending(Protocol):
+    """A step that was begun. Its worker's steps end in the order in which they were begun."""
+
+    @property
+    def device_ms(self) -> float | None:
+        """How long the device computed, once `result` has returned; None where nobody measured it there."""
+
+    @property
+    def gap_ms(self) -> float | None:
+        """How long the device had nothing to do before this step; None where nobody measured it, or no step came before."""
+
+    def wait(self) -> None:
+        """Block until the step has ended, others running meanwhile. Called from any thread, more than once.
+
+        May raise what ended the step; `result` raises it again.
+        """
+
+    def result(self) -> StepResult:
+        """Return what was drawn, or raise what ended the step. Called once, by the loop, after `wait`."""
+
+
+@dataclass(slots=True)
+class Finished:
+    """The `Pending` of a worker that computes at once: the step is over when it has begun."""
+
+    outcome: StepResult
+
+    device_ms = None
+    gap_ms = None
+
+    def wait(self) -> None:
+        """There is nothing to wait for."""
+
+    def result(self) -> StepResult:
+        """See `Pending`."""
+        return self.outcome
 
 
 class StepWorker(Protocol):
@@ -21,17 +60,30 @@ class StepWorker(Protocol):
 
     @property
     def work_done(self) -> int:
-        """A count that grows while a step is computed, read from another thread: standing still in a step means hanging."""
+        """A count that grows while a step is computed, read from another thread: standing still in a step means hanging.
+
+        Of a device, what it has completed, not what it was given.
+        """
 
     @property
     def num_tenants(self) -> int:
-        """Slots that have a tenant."""
+        """Slots that have a tenant, after the plan that was begun last."""
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Apply the plan's deltas, compute its rows, and return what was drawn."""
+    @property
+    def num_split(self) -> int:
+        """Steps that were computed in parts, because memory ran out."""
+
+    def begin(self, plan: StepPlan) -> Pending:
+        """Apply the plan's deltas and have its rows computed behind those of the plan before, without waiting for a device.
+
+        Raises what is wrong with the plan or the tables; what goes wrong on the device, `Pending` tells.
+        """
 
     def reset(self) -> None:
-        """Empty every table, whatever `execute` left in them: a new core, or one whose step raised, begins anew."""
+        """Empty every table, whatever `begin` left in them: a new core, or one whose step failed, begins anew.
+
+        What is pending is void: nobody asks for its result, and nothing it still does may reach what comes after.
+        """
 
     def is_broken(self, error: Exception) -> bool:
-        """Return whether what `execute` raised means that nothing can be computed any more in this process."""
+        """Return whether what a step raised means that nothing can be computed any more in this process."""

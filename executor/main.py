@@ -1,24 +1,27 @@
-"""The executor's loop: plans in, results out, one after the other.
+"""The executor's loop: plans in, results out, in the same order.
 
-Owns the choice of worker and the handshake with the core (`Capacity`). Knows nothing of tensors, nor whose fault it is
-when a step raises: it empties the tables and tells the core, which finds out.
+A plan is begun as soon as it is here, even while those before it are computed: the core decides how many there may be
+(`SchedulerConfig.depth`). Owns the choice of worker and the handshake with the core (`Capacity`). Knows nothing of
+tensors, nor whose fault it is when a step raises: it empties the tables and tells the core, which finds out.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
 import time
 from collections.abc import Callable
 
-from quintet.executor.interface import StepWorker
+from quintet.executor.in_flight import Begun, InFlight
+from quintet.executor.interface import Finished, StepWorker
 from quintet.executor.weights.read_ahead import read_ahead
 from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.messages import Topology
 from quintet.wire.runtime import Process, child_main
-from quintet.wire.step import Capacity, StepPlan
+from quintet.wire.step import Capacity, StepPlan, StepsEnded
 from quintet.wire.trace import Span
 
 WORKERS = {
@@ -59,12 +62,13 @@ def make_worker(config: EngineConfig, span: Span) -> StepWorker:
 
 
 class Executor:
-    """The seat and the worker, and which core they serve."""
+    """The seat and the worker, which core they serve, and what is in flight between them."""
 
     def __init__(self, process: Process[StepPlan], worker: StepWorker) -> None:
         self._process = process
         self._worker = worker
         self._span = process.span
+        self._in_flight = InFlight(process.inbox)
         self._core_epoch: int | None = None
         self._num_emptied = 0
         self._num_failed_alone = 0
@@ -74,54 +78,101 @@ class Executor:
             "executor_wait_seconds", "Time between the end of a step and the start of the next."
         )
         self._compute_s = process.metrics.histogram("executor_compute_seconds", "Time in model and sampler.")
+        self._gap_s = process.metrics.histogram(
+            "executor_device_gap_seconds", "Time in which the device had nothing to do before a step."
+        )
         self._hop_s = process.metrics.histogram(
             "executor_plan_hop_seconds",
             "Time from a plan's sending until the executor began it or was free to.",
         )
         self._failures = process.metrics.counter("executor_step_failures", "Steps that raised.")
+        self._split = process.metrics.counter(
+            "executor_steps_split", "Steps computed in parts, because memory ran out."
+        )
 
     def account(self) -> tuple[int, int]:
         """Return progress and pending work; called from the thread that sends heartbeats, in the middle of a step."""
         return self._process.progress + self._worker.work_done, self._process.pending
 
-    def handle(self, messages: list[StepPlan | Topology]) -> None:
-        """Execute the plans among ``messages``, in order.
+    def handle(self, messages: list[StepPlan | StepsEnded | Topology]) -> None:
+        """Send the results of the steps that ended, then begin the plans among ``messages``, all in order.
 
         When the core's epoch changed, every plan of the batch is from the core that is gone: the new one sends its
         first plan only after it has our `Capacity`.
         """
-        if self._follow_core():
+        is_new_core = self._follow_core()
+        plans: list[StepPlan] = []
+        for message in messages:
+            if isinstance(message, StepPlan):
+                plans.append(message)
+            elif isinstance(message, StepsEnded):
+                for begun in self._in_flight.ended(message.count):
+                    self._end(begun)
+        if is_new_core:
             return
-        plans = [message for message in messages if isinstance(message, StepPlan)]
-        self._process.pending = len(plans)
+        self._process.pending += len(plans)
         for plan in plans:
             if plan.tables == self._num_emptied:
-                self._step(plan)
-            self._process.pending -= 1
+                self._begin(plan)
+            else:
+                self._process.pending -= 1
 
-    def _step(self, plan: StepPlan) -> None:
-        process = self._process
+    def close(self) -> None:
+        """Stop waiting for the device."""
+        self._in_flight.close()
+
+    def _begin(self, plan: StepPlan) -> None:
+        """Have a plan computed. A step that is over at once is settled at once, unless others are before it."""
         free_ns, begun_ns = self._ended_ns, time.monotonic_ns()
         self._span("wait", plan.step, None, begun_ns)
         try:
-            result = self._worker.execute(plan)
+            pending = self._worker.begin(plan)
         except Exception as error:  # noqa: BLE001 - whatever a request made it raise, the others can go on
+            for before in self._in_flight.unsettled():
+                self._end(before)  # what this one did does not speak against them
+            if plan.tables == self._num_emptied:
+                self._failed(plan, error)
+            else:
+                self._process.pending -= 1
+            return
+        begun = Begun(plan, pending, self._worker.num_tenants, free_ns, begun_ns)
+        # Not "has it ended?": a recorded executor must settle in the same turn as it did then.
+        if isinstance(pending, Finished) and not self._in_flight:
+            self._end(begun)
+        else:
+            self._in_flight.add(begun)
+
+    def _end(self, begun: Begun) -> None:
+        """Send the result of the oldest step in flight, or find out why there is none."""
+        process, plan, pending = self._process, begun.plan, begun.pending
+        try:
+            pending.wait()
+            result = pending.result()
+        except Exception as error:  # noqa: BLE001 - as above
             self._failed(plan, error)
             return
         self._num_failed_alone = 0
+        free_ns = max(begun.begun_ns, self._ended_ns)
         self._ended_ns = ended_ns = time.monotonic_ns()
-        result.num_tenants = self._worker.num_tenants
-        result.wait_ns = begun_ns - free_ns
-        result.compute_ns = ended_ns - begun_ns
+        device_ms, gap_ms = pending.device_ms, pending.gap_ms
+        result.num_tenants = begun.num_tenants
+        result.wait_ns = begun.begun_ns - begun.free_ns if gap_ms is None else round(gap_ms * 1e6)
+        result.compute_ns = ended_ns - free_ns if device_ms is None else round(device_ms * 1e6)
+        if device_ms is not None:
+            self._span("device", plan.step, ended_ns - result.compute_ns, ended_ns)
         result.sent_ns = ended_ns
         process.peers.send(Role.CORE, CORE, result)
         self._span("send", plan.step, ended_ns)
         process.progress += 1
+        process.pending -= 1
         self._steps.inc()
+        self._split.value = self._worker.num_split
         self._wait_s.observe(result.wait_ns * 1e-9)
         self._compute_s.observe(result.compute_ns * 1e-9)
-        if plan.sent_ns >= free_ns:
-            self._hop_s.observe((begun_ns - plan.sent_ns) * 1e-9)
+        if gap_ms is not None:
+            self._gap_s.observe(gap_ms * 1e-3)
+        if plan.sent_ns >= begun.free_ns:
+            self._hop_s.observe((begun.begun_ns - plan.sent_ns) * 1e-9)
 
     def _failed(self, plan: StepPlan, error: Exception) -> None:
         """Empty the tables and tell the core why; raise what the step raised if no step can succeed any more."""
@@ -130,13 +181,15 @@ class Executor:
         if self._worker.is_broken(error) or self._num_failed_alone >= MAX_FAILURES_ALONE:
             raise error
         self._process.log.exception("step %d of %d requests raised", plan.step, num_rows)
+        self._process.pending -= 1
         self._failures.inc()
         self._ended_ns = time.monotonic_ns()
         self._empty_tables()
         self._introduce(in_words(error))
 
     def _empty_tables(self) -> None:
-        """Forget every request; plans that build on what was forgotten are dropped."""
+        """Forget every request; plans that build on what was forgotten are dropped, begun or not."""
+        self._process.pending -= self._in_flight.forget()
         self._worker.reset()
         self._num_emptied += 1
 
@@ -181,8 +234,9 @@ def serve(process: Process[StepPlan]) -> None:
         executor = Executor(process, worker)
         process.account = executor.account
         process.ready(**worker.facts)
-        while True:
-            executor.handle(process.receive())
+        with contextlib.closing(executor):
+            while True:
+                executor.handle(process.receive())
     finally:
         process.close()
 

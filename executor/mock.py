@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from quintet.executor.interface import Finished
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError
 from quintet.wire.params import SamplingParams
@@ -27,6 +28,8 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 class MockWorker:
     """Draws from the plain ids of the upper half of the vocabulary, never an end of sequence."""
+
+    num_split = 0
 
     def __init__(
         self,
@@ -67,6 +70,10 @@ class MockWorker:
     def is_broken(self, error: Exception) -> bool:
         """Return False: there is no device to lose."""
         return False
+
+    def begin(self, plan: StepPlan) -> Finished:
+        """See `execute`: a pretended device is waited for at once."""
+        return Finished(self.execute(plan))
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Draw for every sampling row, then sleep until the step has lasted as long as it should."""

@@ -16,6 +16,7 @@ import torch
 from quintet.executor.audit import TablesDiffer, check_tables
 from quintet.executor.batch import Rows
 from quintet.executor.eager import EagerRunner
+from quintet.executor.interface import Finished
 from quintet.executor.memory import to_device
 from quintet.executor.models.model import CausalModel, Setting
 from quintet.executor.models.registry import build_model, read_card
@@ -27,6 +28,7 @@ from quintet.executor.quant.registry import open_quantization
 from quintet.executor.runner import Runner
 from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.slots import SlotTables
+from quintet.executor.smaller_steps import SmallerSteps
 from quintet.executor.weights.load import fill_randomly, load_checkpoint
 from quintet.executor.weights.packed_cache import PackedCache
 from quintet.wire.config import EngineConfig, ModelConfig
@@ -61,6 +63,7 @@ class Worker:
         max_num_seqs, model = config.scheduler.max_num_seqs, config.model
         self.tables = SlotTables(max_num_seqs, model.max_model_len, model.kv.block_size, device)
         self._sampler = Sampler(max_num_seqs, model.vocab_size, self.tables, ops)
+        self._smaller_steps = SmallerSteps(torch.cuda.empty_cache if device.type == "cuda" else lambda: None)
 
     @property
     def work_done(self) -> int:
@@ -86,6 +89,15 @@ class Worker:
             return False
         return isinstance(error, torch.AcceleratorError | TablesDiffer)
 
+    @property
+    def num_split(self) -> int:
+        """Steps that were computed in parts."""
+        return self._smaller_steps.num_split
+
+    def begin(self, plan: StepPlan) -> Finished:
+        """See `execute`, which waits for the device: `quintet.executor.cuda` has a worker that does not."""
+        return Finished(self.execute(plan))
+
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Apply the plan's deltas, then its block copies, then compute its rows and draw."""
@@ -95,11 +107,15 @@ class Worker:
             self._sampler.admit(row)
         if plan.copies:
             self._copy_blocks(plan.copies)
-        result = StepResult(plan.step, 0, b"")
-        if not plan.slots:
-            return result
-        rows = Rows.of(plan)
         self._span("tables", plan.step)
+        if not plan.slots:
+            return StepResult(plan.step, 0, b"")
+        return self._smaller_steps.compute(plan, self._compute)
+
+    def _compute(self, plan: StepPlan) -> StepResult:
+        """Compute the rows of a plan, or of a part of one, whose deltas the tables hold."""
+        result = StepResult(plan.step, 0, b"")
+        rows = Rows.of(plan)
         self.runner.forward(rows, self.tables)
         self._span("layers")
         result.prompt_logprobs = self._sampler.prompt_logprobs(rows, self.runner)

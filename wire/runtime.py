@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol
 import msgspec
 import setproctitle
 
+from quintet.wire.bell import Bell
 from quintet.wire.codec import encode
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import EXIT_CONFIG, ConfigError
@@ -67,6 +68,9 @@ class Receives(Protocol):
 
     def wait(self, timeout_s: float) -> list[Any]:
         """See `Inbox.wait`."""
+
+    def hang(self, bell: Bell) -> None:
+        """See `Inbox.hang`. A recording holds what the bell led to."""
 
     def close(self) -> None:
         """See `Inbox.close`."""

@@ -11,12 +11,13 @@ import enum
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 import zmq
 
 from quintet.wire import codec
+from quintet.wire.bell import Bell
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.limits import LEAST_BYTES
 from quintet.wire.messages import Seat, SeatState
@@ -134,6 +135,8 @@ class Inbox(Generic[MessageT]):
         self._makes_sense = makes_sense
         self._tap = tap
         self._timeout_ms = -1
+        self._bell: Bell | None = None
+        self._poller = zmq.Poller()
         self._path = address.removeprefix("ipc://") if address.startswith("ipc://") else None
         self.address = address
         self.rejected = dict.fromkeys(Rejection, 0)
@@ -143,6 +146,13 @@ class Inbox(Generic[MessageT]):
         """Frames dropped, for whatever reason."""
         return sum(self.rejected.values())
 
+    def hang(self, bell: Bell) -> None:
+        """From now on `wait` returns at a ring of ``bell`` too; its message comes before those that arrived."""
+        assert self._bell is None, "an inbox has one bell"
+        self._bell = bell
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(bell.fileno(), zmq.POLLIN)
+
     def fileno(self) -> int:
         """Return the descriptor that becomes readable, once, when frames arrive: call `drain` each time it does."""
         return int(self._socket.getsockopt(zmq.FD))
@@ -150,6 +160,8 @@ class Inbox(Generic[MessageT]):
     def drain(self) -> list[MessageT]:
         """Return everything that has arrived, without waiting."""
         messages: list[MessageT] = []
+        if self._bell is not None:
+            self._answer(self._bell, messages)
         receive, take = self._socket.recv, self._take
         while True:
             try:
@@ -164,6 +176,9 @@ class Inbox(Generic[MessageT]):
         if messages or timeout_s <= 0:
             return messages
         timeout_ms = max(1, int(timeout_s * 1000))
+        if self._bell is not None:
+            self._poller.poll(timeout_ms)
+            return self.drain()
         if timeout_ms != self._timeout_ms:
             self._socket.setsockopt(zmq.RCVTIMEO, timeout_ms)
             self._timeout_ms = timeout_ms
@@ -174,6 +189,14 @@ class Inbox(Generic[MessageT]):
         self._take(frame, messages)
         messages += self.drain()
         return messages
+
+    def _answer(self, bell: Bell, messages: list[Any]) -> None:
+        """Append the message of the bell, if it rang."""
+        message = bell.answer()
+        if message is not None:
+            messages.append(message)
+            if self._tap is not None:
+                self._tap(memoryview(codec.encode(message)))
 
     def _take(self, frame: bytes, messages: list[MessageT]) -> None:
         """Append the frame's message, if it is one of ours."""

@@ -109,6 +109,16 @@ class StepResult(msgspec.Struct, array_like=True, tag="result", gc=False):
     """Slots that have one after the plan, for the core to compare with its own; -1 says nothing."""
 
 
+class StepsEnded(msgspec.Struct, array_like=True, tag="ended", gc=False):
+    """So many more of the steps that the executor began have ended, in their order, whatever became of them.
+
+    Never sent: the thread that waits for the device tells the executor's loop. It is a message so that a recording says
+    in which turn the loop knew.
+    """
+
+    count: int
+
+
 class Capacity(msgspec.Struct, array_like=True, tag="capacity", gc=False):
     """The executor is ready, its tables are empty, and this is what it has.
 

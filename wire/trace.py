@@ -32,6 +32,7 @@ SPANS: Mapping[str, tuple[str, str]] = {
     "arrays": ("step", "executor: the addresses and rotations that the program reads"),
     "layers": ("step", "executor: the model up to its last layer"),
     "logits": ("step", "executor: the output layer, for rows that draw"),
+    "device": ("step", "executor: the device computed, beside the loop"),
     "sampling": ("step", "executor: tokens were drawn and written into the token table"),
     "detokenize": ("step", "detokenizer: the step's tokens became text, and the text was sent"),
     "text": ("step", "frontend: the step's text was handed to its streams"),

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from quintet.deploy.replay.compare import decoded, difference, without_times
+from quintet.wire.bell import Bell
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.record import Recording, Sent, Turn
 from quintet.wire.sockets import Outbox, Rejection
@@ -70,6 +71,9 @@ class Playback:
     def drain(self) -> list[object]:
         """Return the next turn's messages."""
         return self.wait(0.0)
+
+    def hang(self, bell: Bell) -> None:
+        """What the bell led to then is among the frames; what it does now does not count."""
 
     def clock(self) -> int:
         """Return when the turn began, then."""

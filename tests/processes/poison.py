@@ -18,10 +18,10 @@ import numpy as np
 from quintet.deploy import cli
 from quintet.deploy.supervisor import supervisor
 from quintet.executor import main
-from quintet.executor.interface import StepWorker
+from quintet.executor.interface import Pending, StepWorker
 from quintet.wire.ids import Role
 from quintet.wire.runtime import child_main
-from quintet.wire.step import StepPlan, StepResult
+from quintet.wire.step import StepPlan
 
 BEGINNING = [9, 9, 9, 9]
 """A prompt that begins so is poison; the next two ids are an `Effect`, and after how many outputs it shows."""
@@ -75,7 +75,12 @@ class PoisonedWorker:
         self._due.clear()
         self._worker.reset()
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    @property
+    def num_split(self) -> int:
+        """Pass on."""
+        return self._worker.num_split
+
+    def begin(self, plan: StepPlan) -> Pending:
         """Fail, or pass on."""
         for slot in np.frombuffer(plan.freed, np.int32).tolist():
             self._due.pop(slot, None)
@@ -90,7 +95,7 @@ class PoisonedWorker:
                 self._show(Effect(effect))
         if self._all_fail:
             raise RuntimeError("the device is not there")
-        return self._worker.execute(plan)
+        return self._worker.begin(plan)
 
     def _show(self, effect: Effect) -> None:
         if effect is Effect.RAISES:
