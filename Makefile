@@ -5,8 +5,9 @@ MODEL ?=
 ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/installed
+CUDA := .venv/cuda
 
-.PHONY: help install serve chat test lint types check bench-overhead model gpu-check clean
+.PHONY: help install serve chat test lint types check bench-overhead model cubins gpu-check clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/' | expand -t 18
@@ -44,8 +45,16 @@ bench-overhead: install  ## measure what everything but the model costs, end to 
 model: install  ## train the embedded model again (about an hour)
 	$(BIN)/python -m bench.embedded.train $(ARGS)
 
+cubins: install $(CUDA)/installed  ## compile the CUDA kernels, without a GPU; packages made afterwards carry them
+	$(BIN)/python -m quintet.executor.cuda.compile $(ARGS)
+
+$(CUDA)/installed: csrc/cuda/toolchain.txt | $(STAMP)
+	rm -rf $(CUDA)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --target $(CUDA) --requirement $<
+	@touch $@
+
 gpu-check: install  ## the GPU checklist of docs/gpu.md, in one command
 	$(BIN)/python bench/gpu/check.py $(ARGS)
 
 clean:  ## remove everything that was built
-	rm -rf .venv build dist *.egg-info src/*.egg-info executor/ops/_host*.so
+	rm -rf .venv build dist *.egg-info src/*.egg-info executor/ops/_host*.so executor/cuda/cubins

@@ -1,0 +1,233 @@
+"""Compile every kernel of csrc/cuda, without a GPU: ``python -m quintet.executor.cuda.compile``, or ``make cubins``.
+
+NVRTC's output is what packages carry (`quintet.executor.cuda.modules` finds it): machine code for three generations of
+GPUs, and PTX of the first for all others. nvcc compiles everything again, to prove that it does. What was compiled from
+the same text by the same compiler before is left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from quintet.executor.cuda.compilers import (
+    CompileError,
+    Compiler,
+    MissingCompilerError,
+    find_nvcc,
+    find_nvrtc,
+)
+from quintet.executor.cuda.modules import BUILT, record_path
+from quintet.executor.cuda.sources import SOURCES, digest, modules, source_text
+
+TARGETS = (80, 90, 100)
+"""A100 and, by their common major capability, RTX 30 and 40; H100 and H200; B200 and B300."""
+PTX_TARGET = 80
+"""Whose PTX is kept: every later GPU's driver can compile it."""
+
+_ENTRY = re.compile(r"Compiling entry function '(\w+)'")
+_SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+_REGISTERS = re.compile(r"Used (\d+) registers")
+_SHARED = re.compile(r"(\d+) bytes smem")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One module for one generation of GPUs by one compiler."""
+
+    module: str
+    text: str
+    target: int
+    compiler: Compiler
+    folder: Path
+    keeps: bool
+    """Whether its output is what packages carry; else only its record is kept."""
+
+    @property
+    def cubin(self) -> Path:
+        """Where the machine code goes, and the record beside it."""
+        return self.folder / f"sm_{self.target}" / f"{self.module}.cubin"
+
+    @property
+    def ptx(self) -> Path | None:
+        """Where the PTX goes, if it is kept."""
+        return (
+            self.folder / "ptx" / f"{self.module}.ptx" if self.keeps and self.target == PTX_TARGET else None
+        )
+
+    @property
+    def header(self) -> str:
+        """What a record begins with: it is current if these two lines are."""
+        return f"{digest(self.text)}\n{self.compiler.version}\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What one kernel takes of a multiprocessor, as the assembler says."""
+
+    kernel: str
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+
+
+def is_current(job: Job) -> bool:
+    """Return whether all that the job would write is there, of this text and compiler."""
+    files = [job.cubin if job.keeps else record_path(job.cubin), *([job.ptx] if job.ptx else [])]
+    return all(
+        path.is_file()
+        and record_path(path).is_file()
+        and record_path(path).read_text().startswith(job.header)
+        for path in files
+    )
+
+
+def run(job: Job) -> None:
+    """Compile, and write the output, each file's record last: a file with a record is whole."""
+    output = job.compiler.compile(job.module, job.text, job.target)
+    record = record_path(job.cubin)
+    job.cubin.parent.mkdir(parents=True, exist_ok=True)
+    record.unlink(missing_ok=True)
+    if job.keeps:
+        _write(job.cubin, output.cubin)
+    if job.ptx is not None and output.ptx is not None:
+        job.ptx.parent.mkdir(parents=True, exist_ok=True)
+        _write(job.ptx, output.ptx)
+        _write(record_path(job.ptx), job.header.encode())
+    _write(record, (job.header + output.log).encode())
+
+
+def usages(log: str) -> Iterator[Usage]:
+    """Yield what the assembler's account says of each kernel."""
+    for part in re.split(r"(?=Compiling entry function)", log):
+        entry = _ENTRY.search(part)
+        registers = _REGISTERS.search(part)
+        if entry is None or registers is None:
+            continue
+        spills, shared = _SPILLS.search(part), _SHARED.search(part)
+        yield Usage(
+            entry[1],
+            int(registers[1]),
+            max(int(spills[1]), int(spills[2])) if spills else 0,
+            int(shared[1]) if shared else 0,
+        )
+
+
+def table(title: str, logs: dict[tuple[str, int], str]) -> Iterator[str]:
+    """Yield the lines of a table: a row per kernel, a column per generation. ``logs``: by module and generation."""
+    rows: dict[str, dict[int, Usage]] = {}
+    for (module, target), log in sorted(logs.items()):
+        for usage in usages(log):
+            rows.setdefault(f"{module}: {usage.kernel}", {})[target] = usage
+    width = max((len(name) for name in rows), default=0)
+    yield title
+    yield f"{'registers, static shared bytes':{width}}" + "".join(
+        f"  {f'sm_{target}':>10}" for target in TARGETS
+    )
+    for name, row in rows.items():
+        cells = [
+            f"{usage.registers:>4}{usage.shared_bytes:>6}" if (usage := row.get(target)) else f"{'-':>10}"
+            for target in TARGETS
+        ]
+        yield f"{name:{width}}" + "".join(f"  {cell}" for cell in cells)
+    for name, row in rows.items():
+        for target, usage in row.items():
+            if usage.spilled_bytes:
+                yield f"warning: {name} spills {usage.spilled_bytes} bytes a thread on sm_{target}"
+
+
+def compile_all(jobs: Sequence[Job], num_threads: int) -> list[str]:
+    """Run the jobs that are not current, several at a time, the longest texts first. Return what failed, in words."""
+    stale = sorted((job for job in jobs if not is_current(job)), key=lambda job: -len(job.text))
+    failures = []
+    with (
+        ThreadPoolExecutor(num_threads) as threads,
+        tqdm(total=len(stale), unit="compile", disable=not stale) as bar,
+    ):
+        running = {threads.submit(run, job): job for job in stale}
+        for future in as_completed(running):
+            job = running[future]
+            bar.set_postfix_str(f"{job.module} sm_{job.target}")
+            bar.update()
+            error = future.exception()
+            if isinstance(error, CompileError):
+                failures.append(f"{job.module}.cu for sm_{job.target} with {job.compiler.version}:\n{error}")
+            elif error is not None:
+                raise error
+    return failures
+
+
+def prune(folder: Path, known: Sequence[str]) -> None:
+    """Remove what was compiled of modules that are no more."""
+    for path in folder.glob("**/*"):
+        if path.is_file() and path.stem not in known:
+            path.unlink()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compile and print; return 1 if anything did not compile."""
+    options = _parser().parse_args(arguments)
+    known = modules()
+    if not known:
+        print(f"no kernels in {SOURCES}", file=sys.stderr)
+        return 1
+    try:
+        kept = find_nvcc() if options.only == "nvcc" else find_nvrtc()
+        compilers: list[tuple[Compiler, Path]] = [(kept, BUILT)]
+        if options.only is None:
+            compilers.append((find_nvcc(), BUILT / "nvcc"))
+    except MissingCompilerError as error:
+        print(error, file=sys.stderr)
+        return 1
+    prune(BUILT, known)
+    jobs = [
+        Job(module, source_text(module), target, compiler, folder, compiler is kept)
+        for compiler, folder in compilers
+        for module in options.modules or known
+        for target in options.targets
+    ]
+    failures = compile_all(jobs, options.jobs)
+    for compiler, _ in compilers:
+        logs = {
+            (job.module, job.target): record_path(job.cubin).read_text()
+            for job in jobs
+            if job.compiler is compiler and is_current(job)
+        }
+        print("\n".join(table(compiler.version, logs)))
+        warnings = {line for log in logs.values() for line in log.splitlines() if "warning" in line}
+        print("\n".join(sorted(warnings)), end="\n" if warnings else "")
+    print("\n\n".join(failures), file=sys.stderr, end="\n" if failures else "")
+    print(f"{len(jobs) - len(failures)} of {len(jobs)} compiled: {len(known)} modules, output in {BUILT}")
+    return 1 if failures else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m quintet.executor.cuda.compile", description=__doc__)
+    parser.add_argument("modules", nargs="*", help="compile these alone (default: all)")
+    parser.add_argument(
+        "--only", choices=("nvcc", "nvrtc"), help="use, and keep the output of, this compiler alone"
+    )
+    parser.add_argument("--targets", nargs="+", type=int, choices=TARGETS, default=TARGETS, metavar="90")
+    parser.add_argument(
+        "--jobs", type=int, default=len(os.sched_getaffinity(0)), help="compile so many at a time"
+    )
+    return parser
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Replace a file at once: a server that is starting may be reading it."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_bytes(content)
+    beside.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""A GPU: torch's memory, streams, events and graphs; CuPy to load kernels and to launch them on torch's stream.
+
+Both use the device's primary context, so an address or a stream of one is good in the other. CuPy allocates nothing here:
+all device memory is torch's, which can then say how much is in use. Importing this module needs CuPy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import cupy
+import torch
+
+from quintet.executor.cuda.arguments import Packer, packer
+from quintet.executor.cuda.device import Argument, Event, Kernel, LaunchError, Size, check_launch
+from quintet.executor.cuda.modules import KINDS, Kind, ModuleStore, RefusedError
+from quintet.executor.cuda.sources import FLAGS
+
+DEFAULT_SHARED_BYTES = 48 << 10
+"""Shared memory, static and dynamic together, that a kernel gets without asking (CUDA C++ Programming Guide, "Compute
+Capabilities"); more has to be allowed kernel by kernel."""
+
+
+def device_errors() -> tuple[type[Exception], ...]:
+    """Return what CuPy raises when the driver reports an error; after one, the process' use of the device is over.
+
+    Torch's own is `torch.AcceleratorError`.
+    """
+    return (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError)
+
+
+class CupyDevice:
+    """One CUDA device. Launches come from the thread that made it, or from one that called `torch.cuda.set_device`."""
+
+    def __init__(self, index: int, kinds: tuple[Kind, ...] = KINDS) -> None:
+        """Use the device from now on in this thread. ``kinds``: see `ModuleStore`."""
+        torch.cuda.set_device(index)
+        torch.cuda.synchronize(index)  # makes the primary context, which CuPy then finds current
+        cupy.cuda.Device(index).use()
+        properties = torch.cuda.get_device_properties(index)
+        self.torch_device = torch.device("cuda", index)
+        self.num_multiprocessors: int = properties.multi_processor_count
+        self.max_shared_bytes = int(cupy.cuda.Device(index).attributes["MaxSharedMemoryPerBlockOptin"])
+        self._modules = ModuleStore[cupy.RawModule](
+            (properties.major, properties.minor), _CupyLoader(), kinds
+        )
+        self._launchers: dict[Kernel, _Launcher] = {}
+        self._graph_pool = torch.cuda.graph_pool_handle()
+
+    def launch(
+        self, kernel: Kernel, grid: Size, block: Size, args: Sequence[Argument], shared_bytes: int = 0
+    ) -> None:
+        """See `Device`. A kernel's first launch is checked and loads its module."""
+        launcher = self._launchers.get(kernel)
+        if launcher is None:
+            check_launch(self, kernel, grid, block, args, shared_bytes)
+            launcher = self._launchers[kernel] = self._launcher(kernel)
+        if shared_bytes > launcher.shared_bytes:
+            launcher.allow(shared_bytes)
+        stream = _Stream(torch.cuda.current_stream(self.torch_device).cuda_stream)
+        launcher.function(grid, block, launcher.pack(args), shared_mem=shared_bytes, stream=stream)
+
+    def load(self, module: str) -> None:
+        """Load a module now rather than at its first launch; `ConfigError` if no form of it can be had."""
+        self._modules.get(module)
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """See `Device`. Torch's pinned memory has one address for host and device (unified addressing)."""
+        return torch.zeros(shape, dtype=dtype, pin_memory=True)
+
+    def record(self) -> Event:
+        """See `Device`."""
+        # A thread that waits for such an event sleeps; by default it would turn round and round on a core.
+        event = torch.cuda.Event(enable_timing=True, blocking=True)
+        event.record()
+        return CudaEvent(event)
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        """See `Device`."""
+        graph = torch.cuda.CUDAGraph()
+        # By default any thread's call that may wait for the device spoils a capture, and another thread waits for events.
+        with torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local"):
+            run()
+        return graph.replay
+
+    def free_bytes(self) -> int:
+        """See `Device`."""
+        return int(torch.cuda.mem_get_info(self.torch_device)[0])
+
+    def total_bytes(self) -> int:
+        """See `Device`."""
+        return int(torch.cuda.mem_get_info(self.torch_device)[1])
+
+    def synchronize(self) -> None:
+        """See `Device`."""
+        torch.cuda.synchronize(self.torch_device)
+
+    def _launcher(self, kernel: Kernel) -> _Launcher:
+        try:
+            function = self._modules.get(kernel.module).get_function(kernel.name)
+        except cupy.cuda.driver.CUDADriverError as error:
+            raise LaunchError(f"{kernel.module}.cu has no kernel {kernel.name}: {error}") from error
+        return _Launcher(function, packer(kernel), DEFAULT_SHARED_BYTES - function.shared_size_bytes)
+
+
+class CudaEvent:
+    """See `Event`."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def is_done(self) -> bool:
+        """See `Event`."""
+        return self._event.query()
+
+    def wait(self) -> None:
+        """See `Event`."""
+        self._event.synchronize()
+
+    def elapsed_ms(self, since: Event) -> float:
+        """See `Event`."""
+        if not isinstance(since, CudaEvent):
+            raise LaunchError(f"time since {since!r}, which is no event of a CUDA device")
+        return float(since._event.elapsed_time(self._event))
+
+
+@dataclass(slots=True)
+class _Stream:
+    """What CuPy's launch reads of a stream. CuPy 14 has another class for a stream of somebody else's than CuPy 13."""
+
+    ptr: int
+
+
+@dataclass(slots=True)
+class _Launcher:
+    """A loaded kernel."""
+
+    function: cupy.RawKernel
+    pack: Packer
+    shared_bytes: int
+    """Dynamic shared memory that it may be launched with as it is."""
+
+    def allow(self, shared_bytes: int) -> None:
+        """Raise that."""
+        self.function.max_dynamic_shared_size_bytes = shared_bytes
+        self.shared_bytes = shared_bytes
+
+
+class _CupyLoader:
+    """See `Loader`."""
+
+    def load(self, path: Path) -> cupy.RawModule:
+        """See `Loader`."""
+        return _opened(cupy.RawModule(path=str(path)))
+
+    def compile(self, text: str) -> cupy.RawModule:
+        """See `Loader`."""
+        options = tuple(flag for flag in FLAGS if not flag.startswith("-ftz"))  # CuPy adds it
+        try:
+            return _opened(cupy.RawModule(code=text, options=options))
+        except (cupy.cuda.compiler.CompileException, RuntimeError, OSError) as error:
+            raise RefusedError(str(error)) from error
+
+
+def _opened(module: cupy.RawModule) -> cupy.RawModule:
+    """Load now what CuPy would load at the first kernel taken from it, so that a refusal is noticed here."""
+    try:
+        module.compile()
+    except device_errors() as error:
+        raise RefusedError(str(error)) from error
+    return module
