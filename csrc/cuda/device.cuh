@@ -2,6 +2,9 @@
 // these are single instructions; under QT_EMULATED (g++, no GPU) the files of emulation/ mean the same on the CPU, so
 // that one source is both compiled for sm_80, sm_90 and sm_100 and tested where there is no GPU.
 //
+// Compilers are told not to fuse (-fmad=false), so that two instances of a template round alike: a * b + c rounds twice and
+// takes two instructions. Write fmaf where one is meant, as every inner loop does.
+//
 // Include it first. All inline assembly of the project is here and in numbers.cuh; no header of the CUDA toolkit is.
 #pragma once
 
