@@ -73,6 +73,13 @@ class StepWorker(Protocol):
     def num_split(self) -> int:
         """Steps that were computed in parts, because memory ran out."""
 
+    @property
+    def has_chores(self) -> bool:
+        """Whether there is work for later that can be done while nobody waits."""
+
+    def do_chore(self) -> None:
+        """Do a piece of it: shorter than anybody would mind who comes meanwhile. Called with nothing in flight."""
+
     def begin(self, plan: StepPlan) -> Pending:
         """Apply the plan's deltas and have its rows computed behind those of the plan before, without waiting for a device.
 

@@ -94,6 +94,17 @@ class Executor:
         """Return progress and pending work; called from the thread that sends heartbeats, in the middle of a step."""
         return self._process.progress + self._worker.work_done, self._process.pending
 
+    def turn(self) -> None:
+        """Wait for messages and handle them; while nobody waits for us, do what is better done before somebody does."""
+        if self._in_flight or not self._worker.has_chores:
+            self.handle(self._process.receive())
+            return
+        messages = self._process.receive(0.0)
+        if messages:
+            self.handle(messages)
+        else:
+            self._worker.do_chore()
+
     def handle(self, messages: list[StepPlan | StepsEnded | Topology]) -> None:
         """Send the results of the steps that ended, then begin the plans among ``messages``, all in order.
 
@@ -236,7 +247,7 @@ def serve(process: Process[StepPlan]) -> None:
         process.ready(**worker.facts)
         with contextlib.closing(executor):
             while True:
-                executor.handle(process.receive())
+                executor.turn()
     finally:
         process.close()
 

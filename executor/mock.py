@@ -30,6 +30,7 @@ class MockWorker:
     """Draws from the plain ids of the upper half of the vocabulary, never an end of sequence."""
 
     num_split = 0
+    has_chores = False
 
     def __init__(
         self,
@@ -70,6 +71,9 @@ class MockWorker:
     def is_broken(self, error: Exception) -> bool:
         """Return False: there is no device to lose."""
         return False
+
+    def do_chore(self) -> None:
+        """There are none."""
 
     def begin(self, plan: StepPlan) -> Finished:
         """See `execute`: a pretended device is waited for at once."""

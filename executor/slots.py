@@ -18,11 +18,20 @@ from quintet.wire.step import StepPlan
 class SlotTables:
     """Token table, block table and the facts about each slot's tenant."""
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+        token_ids: torch.Tensor | None = None,
+    ) -> None:
+        """token_ids: int32[max_num_seqs, max_model_len + 1] on ``device``, where somebody else has them already."""
         self.device = device
         self.block_size = block_size
         # One column more than a request can have: a plan made one step too far may write there.
-        self.token_ids = lazy_zeros((max_num_seqs, max_model_len + 1), torch.int32, device)  # [slots, length]
+        shape = (max_num_seqs, max_model_len + 1)
+        self.token_ids = lazy_zeros(shape, torch.int32, device) if token_ids is None else token_ids
         self.block_table: NDArray[np.int32] = np.zeros(
             (max_num_seqs, -(-(max_model_len + 1) // block_size)), np.int32
         )
@@ -31,11 +40,16 @@ class SlotTables:
 
     def apply(self, plan: StepPlan) -> None:
         """Bring the tables up to the plan."""
-        if plan.freed:
-            self.generations[np.frombuffer(plan.freed, np.int32)] = -1
+        self.note(plan)
         for row in plan.new_rows:
             tokens = np.frombuffer(row.token_ids, np.int32)
             self.token_ids[row.slot, : len(tokens)] = to_device(tokens.copy(), self.device)
+
+    def note(self, plan: StepPlan) -> None:
+        """Bring what the host keeps up to the plan; new rows' tokens reach the device another way."""
+        if plan.freed:
+            self.generations[np.frombuffer(plan.freed, np.int32)] = -1
+        for row in plan.new_rows:
             self.num_prompt_tokens[row.slot] = row.num_prompt_tokens
             self.generations[row.slot] = row.generation
         if plan.blocks:

@@ -89,6 +89,11 @@ class Worker:
             return False
         return isinstance(error, torch.AcceleratorError | TablesDiffer)
 
+    has_chores = False
+
+    def do_chore(self) -> None:
+        """There are none."""
+
     @property
     def num_split(self) -> int:
         """Steps that were computed in parts."""

@@ -56,6 +56,10 @@ class Sampler:
         self._wants[row.slot] = wants
         self._settings[row.slot] = settings_of(row.params, row.seed)
 
+    def wants_more(self, slots: Int) -> bool:
+        """Return whether any of these slots' tenants asks for more than a draw from the model's own logits."""
+        return bool(self._wants[slots].any())
+
     def draw(self, rows: Rows, logits: torch.Tensor) -> tuple[torch.Tensor, list[TokenLogprobs]]:
         """Draw for every sampling row of ``rows``, from ``logits [S, vocab]`` of any dtype, which stay as they are.
 

@@ -65,10 +65,18 @@ class Device:
     num_split: int = 0
     num_tenants: int = 0
     work_done: int = 0
+    chores: list[str] = field(default_factory=list)
     num_resets: int = 0
     begun: list[Held] = field(default_factory=list)
     refused: dict[int, Exception] = field(default_factory=dict)
     facts: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def has_chores(self) -> bool:
+        return bool(self.chores)
+
+    def do_chore(self) -> None:
+        self.chores.pop()
 
     def begin(self, plan: StepPlan) -> Held:
         self.num_tenants += len(plan.new_rows)
@@ -180,6 +188,21 @@ def test_a_plan_is_begun_while_the_one_before_it_is_computed(house: House) -> No
     assert [len(unpack_i32(result.token_ids)) for result in results] == [1, 2]
     assert [result.num_tenants for result in results] == [1, 3], "as it was after each plan"
     assert house.executor.account() == (2, 0)
+
+
+def test_chores_are_done_while_nothing_is_in_flight_and_nobody_waits(house: House) -> None:
+    house.device.chores = ["last", "second", "first"]
+    while len(house.device.chores) == 3:  # the handshake may still be on its way
+        house.executor.turn()
+    assert house.device.chores == ["last", "second"]
+    house.send_plan(1)
+    while not house.device.begun:  # a chore may come before the plan does
+        house.executor.turn()
+    left = len(house.device.chores)
+    house.send_plan(2)
+    while len(house.device.begun) < 2:
+        house.executor.turn()
+    assert len(house.device.chores) == left, "a step was in flight"
 
 
 def test_a_result_goes_out_while_the_next_step_is_computed(house: House) -> None:

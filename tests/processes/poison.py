@@ -80,6 +80,15 @@ class PoisonedWorker:
         """Pass on."""
         return self._worker.num_split
 
+    @property
+    def has_chores(self) -> bool:
+        """Pass on."""
+        return self._worker.has_chores
+
+    def do_chore(self) -> None:
+        """Pass on."""
+        self._worker.do_chore()
+
     def begin(self, plan: StepPlan) -> Pending:
         """Fail, or pass on."""
         for slot in np.frombuffer(plan.freed, np.int32).tolist():

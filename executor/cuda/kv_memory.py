@@ -1,0 +1,81 @@
+"""How much of a device's memory keys and values get, and their tensors.
+
+Nothing is guessed that can be tried: the model is loaded and its largest step computed first, so that what is free then
+is free for good, but for the graphs, whose memory is bounded here.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quintet.executor.cuda.device import Device
+from quintet.wire.config import EngineConfig
+from quintet.wire.errors import ConfigError
+from quintet.wire.kv_spec import KvSpec
+
+GRAPH_BYTES = 256 << 20
+"""For what captured graphs take besides tensors: their nodes, and cuBLAS's workspace."""
+
+LIVE_WIDTHS = 8
+"""A decode step's tensors are never more than this many of the widest one."""
+
+
+def graph_bytes(max_num_seqs: int, vocab_size: int, widest: int, element_bytes: int) -> int:
+    """Return a bound for the memory of all graphs: that of the largest, whose pool the others share.
+
+    widest: numbers per token of the widest layer but the output.
+    """
+    return GRAPH_BYTES + max_num_seqs * element_bytes * (vocab_size + LIVE_WIDTHS * widest)
+
+
+def kv_bytes(total_bytes: int, free_bytes: int, utilization: float, reserved_bytes: int) -> int:
+    """Return what is left for KV when everything on the device is to take at most ``utilization`` of its memory.
+
+    free_bytes: after the model was loaded and its largest step computed; whoever holds the rest, other processes included,
+    is counted against the share. reserved_bytes: for graphs, which are captured later.
+    """
+    taken = total_bytes - free_bytes
+    return int(total_bytes * utilization) - taken - reserved_bytes
+
+
+def num_kv_blocks(config: EngineConfig, device: Device, reserved_bytes: int) -> int:
+    """Return how many blocks of KV the device will hold; raise `ConfigError` when one request might not fit."""
+    kv, cache, max_model_len = config.model.kv, config.cache, config.model.max_model_len
+    total, free = device.total_bytes(), device.free_bytes()
+    most = config.scheduler.max_num_seqs * -(-max_model_len // kv.block_size) + 1
+    if cache.memory_bytes:
+        memory_bytes, wish = cache.memory_bytes, "--kv-cache-memory"
+        if memory_bytes > free:
+            raise ConfigError(
+                f"--kv-cache-memory is {memory_bytes / 2**30:.1f} GiB, and the GPU has {free / 2**30:.1f} GiB free beside the"
+                f" model: give at most that, or drop it to have --gpu-memory-utilization decide"
+            )
+    else:
+        wish = "--gpu-memory-utilization"
+        memory_bytes = kv_bytes(total, free, cache.gpu_memory_utilization, reserved_bytes)
+    num_blocks = min(max(0, kv.num_blocks(memory_bytes)), most)
+    if num_blocks * kv.block_size < max_model_len:
+        raise ConfigError(
+            f"one request of {max_model_len} tokens needs {_gib(max_model_len * kv.bytes_per_token)} of KV memory, and"
+            f" {_gib(max(0, memory_bytes))} are left of the GPU's {_gib(total)} beside weights and work ({_gib(total - free)}):"
+            f" lower --max-model-len to {num_blocks * kv.block_size}, raise {wish}, or free the GPU of others"
+        )
+    return num_blocks
+
+
+def allocate_kv(
+    spec: KvSpec, num_blocks: int, dtype: torch.dtype, device: torch.device
+) -> list[torch.Tensor]:
+    """Return each layer's KV, zeros: ``[2, num_blocks, num_kv_heads, block_size, head_dim]``."""
+    shape = (2, num_blocks, spec.num_kv_heads, spec.block_size, spec.head_dim)
+    return [_zeros(shape, dtype, device) for _ in range(spec.num_layers)]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """fp8 has no fill of its own on every device: its zero is the zero byte."""
+    size = dtype.itemsize
+    return torch.zeros((*shape[:-1], shape[-1] * size), dtype=torch.uint8, device=device).view(dtype)
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.1f} GiB"
