@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -10,6 +9,7 @@ from typing import Literal
 from quintet.deploy import embedded
 from quintet.deploy.resolve import rules
 from quintet.deploy.resolve.card import Dtype, ModelCard, read_card, read_chat_template
+from quintet.deploy.resolve.device import default_device
 from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.memory import available_ram_bytes, format_size, parse_size
 from quintet.deploy.resolve.source import locate_model
@@ -52,7 +52,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     rules.check_run_dir_length(run_dir)
     notes: list[str] = []
     kind: Literal["torch", "mock"] = "mock" if options.executor == "mock" else "torch"
-    device: Literal["cpu", "cuda"] = "cpu" if kind == "mock" else _device(options)
+    device: Literal["cpu", "cuda"] = _device(options, kind)
     reads_weights = kind == "torch" and options.load_format == "auto"
     rules.check_quantization(options, device)
     rules.check_gpu_only_flags(options, device)
@@ -215,18 +215,7 @@ def _folder(path: str | None) -> str | None:
     return None if path is None else str(Path(path).expanduser().absolute())
 
 
-def _device(options: Options) -> Literal["cpu", "cuda"]:
-    if options.device != "auto":
-        return options.device
-    return "cuda" if Path("/dev/nvidia0").exists() and torch_is_cuda_build() else "cpu"
-
-
-def torch_is_cuda_build() -> bool:
-    """Tell from torch's version file, without importing torch, whether it was built for CUDA."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return False
-    version = Path(spec.origin).with_name("version.py")
-    return version.is_file() and any(
-        line.startswith("cuda") and "None" not in line for line in version.read_text().splitlines()
-    )
+def _device(options: Options, kind: str) -> Literal["cpu", "cuda"]:
+    if kind == "mock":
+        return "cpu"
+    return default_device() if options.device == "auto" else options.device

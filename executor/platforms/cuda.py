@@ -1,21 +1,83 @@
-"""Compute on one CUDA device through torch. Written against torch's interface; see ``docs/gpu.md`` for what was run."""
+"""Open one CUDA device: for torch, and for our kernels where CuPy and a form of them that the driver takes are installed.
+
+Written against the interfaces of torch and CuPy; ``docs/gpu.md`` says what was run.
+"""
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
+from quintet.executor.cuda.device import Device
+from quintet.executor.cuda.modules import OLDEST
+from quintet.executor.cuda.sources import modules
 from quintet.executor.platforms.platform import Platform
 from quintet.wire.config import ExecutorConfig
 from quintet.wire.errors import ConfigError
 
+log = logging.getLogger(__name__)
+
 
 def open_platform(config: ExecutorConfig) -> Platform:
     """Return the current CUDA device."""
-    if not torch.cuda.is_available():
+    if torch.version.cuda is None:
         raise ConfigError(
-            "--device is 'cuda', but torch sees no CUDA device; install a CUDA build of torch and a driver, or use --device cpu"
+            f"--device is 'cuda', but torch {torch.__version__} was built without CUDA;"
+            " install a CUDA build of it (pytorch.org, 'Get started'), or use --device cpu"
         )
+    try:
+        torch.cuda.init()
+        index = torch.cuda.current_device()
+    except RuntimeError as error:  # no driver, one too old for this torch, or no device
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"--device is 'cuda', but torch (built for CUDA {torch.version.cuda}) cannot use a device: {reason};"
+            " see what `nvidia-smi` says, or use --device cpu"
+        ) from error
     if config.threads:
         torch.set_num_threads(config.threads)
-    index = torch.cuda.current_device()
     return Platform("cuda", torch.device("cuda", index), torch.cuda.get_device_name(index))
+
+
+def open_cuda_device(config: ExecutorConfig) -> Device | None:
+    """Return the current CUDA device with all our kernels loaded, or None after logging why there are none.
+
+    Without them the executor computes with torch's kernels: rightly, but slowly, and not batch-invariantly; a
+    configuration that asks for that raises `ConfigError`. Call `open_platform` first.
+    """
+    try:
+        return _open(torch.cuda.current_device())
+    except ConfigError as error:
+        if config.batch_invariant:
+            raise ConfigError(
+                f"--batch-invariant needs our kernels, and they cannot be used: {error}"
+            ) from error
+        log.warning("computing with torch's kernels, as ours cannot be used: %s", error)
+        return None
+
+
+def extra_for(cuda_version: str | None) -> str:
+    """Return which of our extras installs the CuPy for a torch built for this version of CUDA."""
+    major = (cuda_version or "").partition(".")[0]
+    return f"quintet[cuda{major}]" if major in {"12", "13"} else "quintet[cuda12] or quintet[cuda13]"
+
+
+def _open(index: int) -> Device:
+    capability = torch.cuda.get_device_capability(index)
+    if capability < OLDEST:
+        raise ConfigError(
+            f"{torch.cuda.get_device_name(index)} has compute capability {capability[0]}.{capability[1]};"
+            f" they need {OLDEST[0]}.{OLDEST[1]} or later"
+        )
+    try:
+        from quintet.executor.cuda.cupy_device import CupyDevice
+    except ImportError as error:
+        raise ConfigError(
+            f"CuPy, which loads them, cannot be imported ({error});"
+            f" install it with `pip install '{extra_for(torch.version.cuda)}'`"
+        ) from error
+    device = CupyDevice(index)
+    for module in modules():
+        device.load(module)
+    return device
