@@ -89,7 +89,7 @@ class Shape:
 
 
 LLAMA_3_8B = Shape("Llama-3-8B", 4096, 14336, 32, 32, 8, 128, 128256)
-TOY = Shape("toy", 64, 128, 2, 4, 2, 16, 1027, 4096)
+TOY = Shape("toy", 64, 128, 2, 4, 2, 16, 2051, 4096)
 """For debugging the benchmarks where there is no GPU."""
 
 

@@ -56,14 +56,20 @@ def fill_randomly(plan: WeightPlan, seed: int) -> None:
     """Deliver seeded random numbers of a sane scale: for trying sizes without a checkpoint.
 
     Their spread is that of initialised weights to within a factor of the square root of two, and they are made without
-    arithmetic: drawing a normal number takes longer than packing it.
+    arithmetic: drawing a normal number takes longer than packing it. On a GPU they are drawn there, and are others.
     """
     reserve(plan.stores)
+    if plan.device.type == "cuda":
+        for name, expected in plan.expected.items():
+            drawn_there = random_tensor_on(plan.device, name, expected, plan.dtype, seed)
+            for sink in (*expected.sinks, *expected.packers):
+                sink(drawn_there)
+        return
     names = list(plan.expected)
     with ThreadPoolExecutor(1) as ahead:  # the next tensor is drawn while this one is packed
 
         def draw(name: str) -> Future[torch.Tensor]:
-            return ahead.submit(_random_tensor, name, plan.expected[name], plan.dtype, seed)
+            return ahead.submit(random_tensor, name, plan.expected[name], plan.dtype, seed)
 
         drawn = draw(names[0])
         for name, following in zip(names, (*names[1:], None), strict=True):
@@ -95,19 +101,41 @@ def _deliver(plan: WeightPlan, files: list[MappedFile], packed: bool) -> None:
                     progress.update()
 
 
-def _random_tensor(name: str, expected: Expected, dtype: torch.dtype, seed: int) -> torch.Tensor:
+def random_tensor(name: str, expected: Expected, dtype: torch.dtype, seed: int) -> torch.Tensor:
     """Return numbers of either sign between a power of two and its double: random bits, but for the exponent."""
-    if expected.scale == 0.0:
-        return torch.ones(expected.shape, dtype=dtype)
-    integer = torch.int32 if dtype.itemsize == 4 else torch.int16
-
-    def bits_of(value: float) -> int:
-        return int(torch.tensor(value, dtype=dtype).view(integer).item())
-
     generator = np.random.Generator(np.random.SFC64([seed & MAX_UINT64, zlib.crc32(name.encode())]))
     count = math.prod(expected.shape)
     words = generator.integers(0, MAX_UINT64, -(-count * dtype.itemsize // 8), np.uint64, endpoint=True)
-    bits = torch.from_numpy(words.view(np.uint8)).view(integer)[:count]
+    bits = torch.from_numpy(words.view(np.uint8)).view(_integer_of(dtype))[:count]
+    return _numbers_of(bits, expected, dtype)
+
+
+def random_tensor_on(
+    device: torch.device, name: str, expected: Expected, dtype: torch.dtype, seed: int
+) -> torch.Tensor:
+    """Return other numbers of the same kind, drawn where they will be: copying them there takes longer than all else."""
+    generator = torch.Generator(device).manual_seed(
+        (seed << 32 ^ zlib.crc32(name.encode())) & (MAX_UINT64 >> 1)
+    )
+    integer = _integer_of(dtype)
+    low, high = torch.iinfo(integer).min, torch.iinfo(integer).max + 1
+    count = math.prod(expected.shape)
+    bits = torch.randint(low, high, (count,), dtype=integer, device=device, generator=generator)
+    return _numbers_of(bits, expected, dtype)
+
+
+def _integer_of(dtype: torch.dtype) -> torch.dtype:
+    return torch.int32 if dtype.itemsize == 4 else torch.int16
+
+
+def _numbers_of(bits: torch.Tensor, expected: Expected, dtype: torch.dtype) -> torch.Tensor:
+    """Replace the exponents of random ``bits``, in place, by the one that gives the expected scale."""
+    if expected.scale == 0.0:
+        return torch.ones(expected.shape, dtype=dtype, device=bits.device)
+
+    def bits_of(value: float) -> int:
+        return int(torch.tensor(value, dtype=dtype).view(bits.dtype).item())
+
     # An even spread over (2^e, 2^(e+1)) has a mean square of 7/3 * 4^e.
     power = 2.0 ** round(math.log2(expected.scale / math.sqrt(7 / 3)))
     bits.bitwise_and_(~bits_of(math.inf)).bitwise_or_(bits_of(power))

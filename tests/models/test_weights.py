@@ -15,6 +15,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from quintet.executor.weights.load import random_tensor, random_tensor_on
+from quintet.executor.weights.plan import Expected
 from quintet.executor.worker import make_worker
 from quintet.wire.errors import ConfigError
 
@@ -154,6 +156,24 @@ def test_dummy_weights_are_seeded(serve: Callable[..., Any]) -> None:
         served.core.run()
         outputs.append(request.outputs)
     assert outputs[0] == outputs[1] != outputs[2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dummy_weights_drawn_on_a_device_are_of_the_same_kind(dtype: torch.dtype) -> None:
+    expected = Expected((300, 500), 0.02, [], [])
+    on_host = random_tensor("a", expected, dtype, 3).float()
+    there = random_tensor_on(torch.device("cpu"), "a", expected, dtype, 3).float()
+    assert there.shape == on_host.shape
+    for drawn in (
+        on_host,
+        there,
+    ):  # either sign, between a power of two and its double, which no rounding moves
+        assert drawn.abs().min() >= 2.0**-6 and drawn.abs().max() <= 2.0**-5
+        # the seven bits of bf16's mantissa, cut rather than rounded, take 0.5 % off; chance adds 0.1 % (one deviation)
+        assert drawn.square().mean().item() == pytest.approx(7 / 3 * 4.0**-6, rel=0.01)
+        assert abs(drawn.mean().item()) < 3e-4  # five deviations
+    again, other = (random_tensor_on(torch.device("cpu"), name, expected, dtype, 3) for name in "ab")
+    assert torch.equal(again.float(), there) and not torch.equal(other.float(), there)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,79 @@
+"""Where a decode step of the real server goes at batch 1 and 256: the device's idle time between steps, and Chrome traces.
+
+    python -m bench.gpu.timeline [--traces DIR] [--device cpu]
+
+Starts `quintet serve --trace`, has as many streams decode together, and asks the executor's own figures how long the device
+computed and how long it had nothing to do (events on the device). What every process did meanwhile is
+``DIR/gpu-step-timeline-<batch>.trace.json``, for https://ui.perfetto.dev or chrome://tracing, and a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from bench.gpu.figures import Figure, Report, add_report_argument
+from bench.gpu.serving import server_flags, write_model
+from bench.overhead.server import Server, serve
+from bench.timeline.__main__ import SERVED_AS, decoding, drive
+from quintet.deploy.step_account import account, bars_of, read_folder
+from quintet.wire.trace import merge
+
+OUTPUT_LEN = 200
+GAP = "executor_device_gap_seconds"
+COMPUTE = "executor_compute_seconds"
+
+
+def gap_share(server: Server, before: tuple[float, float], computed_before: float) -> float | None:
+    """Return the device's idle time since ``before`` as a share of all its time; None where it was not measured."""
+    gap, count = server.histogram(GAP)
+    compute, _ = server.histogram(COMPUTE)
+    idle, busy = gap - before[0], compute - computed_before
+    return idle / (idle + busy) if count > before[1] and idle + busy > 0 else None
+
+
+def measure(device: str, streams: int, traces: Path, report: Report) -> None:
+    """Trace one server under ``streams`` streams."""
+    output_len = OUTPUT_LEN if device == "cuda" else 24
+    with tempfile.TemporaryDirectory() as scratch:
+        model, spans = Path(scratch) / "model", Path(scratch) / "spans"
+        model.mkdir()
+        write_model(model, device)
+        with serve(model, [*server_flags(device, SERVED_AS), "--trace", str(spans)]) as server:
+            drive(server, streams, 16, output_len, seed=1)  # warms up
+            before, (computed, _) = server.histogram(GAP), server.histogram(COMPUTE)
+            drive(server, streams, 16, output_len, seed=2)
+            share = gap_share(server, before, computed)
+        trace = merge(read_folder(spans))
+    traces.mkdir(parents=True, exist_ok=True)
+    target = traces / f"gpu-step-timeline-{streams}.trace.json"
+    target.write_bytes(msgspec.json.encode(trace))
+    bars = bars_of(trace)
+    taken = account(bars, decoding(bars, output_len))
+    report.figure(Figure(f"server's step, batch {streams}", taken.step_ms, "ms"))
+    if share is not None:
+        report.figure(Figure(f"server's step, batch {streams}, device idle", 100 * share, "%", at_most=2.0))
+    report.remark(f"batch {streams}: Chrome trace {target}\n{taken.text()}")
+
+
+def main() -> None:
+    """Parse the command line and measure."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument(
+        "--traces", type=Path, default=Path("build/gpu-check"), help="folder (default: %(default)s)"
+    )
+    add_report_argument(parser)
+    arguments = parser.parse_args()
+    report = Report(arguments.figures)
+    for streams in (1, 256) if arguments.device == "cuda" else (1, 4):
+        measure(arguments.device, streams, arguments.traces, report)
+
+
+if __name__ == "__main__":
+    main()
