@@ -50,9 +50,11 @@ constexpr float INF = __builtin_bit_cast(float, 0x7f800000);
 
 #include "numbers.cuh"
 
-namespace quintet {
+#ifdef QT_EMULATED
+#include "emulation/instructions.hpp"
+#else
 
-#ifndef QT_EMULATED
+namespace quintet {
 
 __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
@@ -134,7 +136,11 @@ __device__ __forceinline__ uint4 load_stream_16(const void* global) {
   return quad;
 }
 
+}  // namespace quintet
+
 #endif
+
+namespace quintet {
 
 // 2^x in one instruction, to 2 units in the last place; results below the smallest normal number become 0. Attention
 // takes one per score, and exp2f's care for those results costs three instructions more.

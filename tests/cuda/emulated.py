@@ -1,0 +1,251 @@
+"""A `Device` without a GPU: kernels of csrc/cuda compiled with g++ and run on CPU tensors, a thread at a time.
+
+Each file is compiled when one of its kernels is first launched, into a folder named after the content of everything it
+may include. What a GPU would refuse or silently get wrong is a `LaunchError` or a `KernelError` here. Nothing is said
+about speed: a launch is done when `launch` returns. What runs the threads is csrc/cuda/emulation.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import getpass
+import hashlib
+import os
+import platform
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from quintet.executor.cuda.device import Argument, Event, Kernel, LaunchError, Size, check_launch
+
+SOURCES = Path(__file__).resolve().parents[2] / "csrc" / "cuda"
+COMPILE = [
+    os.environ.get("CXX", "g++"),
+    *("-std=c++17", "-O2", "-march=native", "-fPIC", "-fvisibility=hidden", "-w", "-DQT_EMULATED"),
+    # No template's static variable is shared with another file's; integers wrap and types are punned as on a GPU.
+    *("-fno-gnu-unique", "-fwrapv", "-fno-strict-aliasing", "-ffp-contract=off", "-fno-math-errno"),
+    # Vector loads from odd addresses, and indices beyond an array: the emulator has its own handlers for both.
+    *("-fsanitize=alignment,bounds",),
+]
+_C_TYPES: dict[str, Callable[[float], ctypes._SimpleCData[int] | ctypes._SimpleCData[float]]] = {
+    "i": lambda value: ctypes.c_int32(int(value)),
+    "l": lambda value: ctypes.c_int64(int(value)),
+    "f": ctypes.c_float,
+}
+
+
+class KernelError(Exception):
+    """A kernel did what no kernel may: the message names it, the block, the thread and the seed of the order."""
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = (
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        ("shared_bytes", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+        ("seed", ctypes.c_uint64),
+    )
+
+
+class _Signature(ctypes.Structure):
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("kinds", ctypes.c_char_p),
+        ("max_threads", ctypes.c_int32),
+        ("call", ctypes.c_void_p),
+        ("function", ctypes.c_void_p),
+    )
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("begin", ctypes.c_void_p), ("size", ctypes.c_size_t))
+
+
+@dataclass(slots=True)
+class EmulatedEvent:
+    """A mark that is passed at once, unless the device holds it back."""
+
+    made_at: float
+    passed: threading.Event = field(default_factory=threading.Event)
+
+    def is_done(self) -> bool:
+        return self.passed.is_set()
+
+    def wait(self) -> None:
+        self.passed.wait()
+
+    def elapsed_ms(self, since: Event) -> float:
+        assert isinstance(since, EmulatedEvent), since
+        return (self.made_at - since.made_at) * 1e3
+
+
+class EmulatedDevice:
+    """A small device of compute capability 9.0, on the CPU.
+
+    ``seed`` settles the order in which threads run between barriers: a kernel that is right gives the same bits for
+    every seed. `hold` keeps the events recorded from then on from passing until `let_go`, as if the device were busy,
+    so that what happens meanwhile can be tested; the work itself is done at once all the same.
+    """
+
+    torch_device = torch.device("cpu")
+    num_multiprocessors = 4
+    max_shared_bytes = 227 * 1024
+
+    def __init__(self, sources: Path = SOURCES, seed: int = 1) -> None:
+        self.seed = seed
+        self.num_launches = 0
+        self.num_free_bytes = 1 << 30
+        self._modules = _Modules(sources)
+        self._held: list[EmulatedEvent] | None = None
+
+    def launch(
+        self, kernel: Kernel, grid: Size, block: Size, args: Sequence[Argument], shared_bytes: int = 0
+    ) -> None:
+        check_launch(self, kernel, grid, block, args, shared_bytes)
+        self._modules.open(kernel.module).run(kernel, grid, block, args, shared_bytes, self.seed)
+        self.num_launches += 1
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def record(self) -> EmulatedEvent:
+        event = EmulatedEvent(time.monotonic())
+        if self._held is None:
+            event.passed.set()
+        else:
+            self._held.append(event)
+        return event
+
+    def hold(self) -> None:
+        """From now on, events are not done until `let_go`."""
+        self._held = [] if self._held is None else self._held
+
+    def let_go(self) -> None:
+        """All events recorded since `hold` are done, and later ones at once again."""
+        held, self._held = self._held or [], None
+        for event in held:
+            event.passed.set()
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        return run
+
+    def free_bytes(self) -> int:
+        return self.num_free_bytes
+
+    def total_bytes(self) -> int:
+        return 2 << 30
+
+    def synchronize(self) -> None:
+        """Nothing is ever under way."""
+
+
+class _Modules:
+    """The compiled files, opened as they are needed."""
+
+    def __init__(self, sources: Path) -> None:
+        self._sources = sources
+        self._open: dict[str, _Module] = {}
+        self._lock = threading.Lock()
+
+    def open(self, module: str) -> _Module:
+        with self._lock:
+            if module not in self._open:
+                self._open[module] = _Module(_compiled(self._sources, module))
+            return self._open[module]
+
+
+class _Module:
+    """One compiled file: its kernels, and where its static shared memory is."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._library = ctypes.CDLL(str(path))
+        self._library.qt_run.restype = ctypes.c_char_p
+        self._statics = _static_shared(path, self._library)
+        self._lock = threading.Lock()  # one block runs at a time
+
+    def run(
+        self, kernel: Kernel, grid: Size, block: Size, args: Sequence[Argument], shared_bytes: int, seed: int
+    ) -> None:
+        signature = self._signature(kernel)
+        num_threads = block[0] * block[1] * block[2]
+        if num_threads > signature.max_threads:
+            raise LaunchError(
+                f"{kernel.name} is compiled for blocks of up to {signature.max_threads} threads; {block} were asked for"
+            )
+        values = [
+            ctypes.c_void_p(None if value is None else value.data_ptr())
+            if kind == "p" and (value is None or isinstance(value, torch.Tensor))
+            else _C_TYPES[kind](value)  # type: ignore[arg-type]  # check_launch saw to it
+            for kind, value in zip(kernel.kinds, args, strict=True)
+        ]
+        addresses = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        launch = _Launch(grid, block, shared_bytes, 0, seed)
+        with self._lock:
+            problem = self._library.qt_run(
+                ctypes.byref(signature), ctypes.byref(launch), addresses, self._statics, len(self._statics)
+            )
+        if problem is not None:
+            raise KernelError(f"{kernel.module}.cu: {problem.decode()}")
+
+    def _signature(self, kernel: Kernel) -> _Signature:
+        try:
+            signature = _Signature.in_dll(self._library, f"qt_kernel_{kernel.name}")
+        except ValueError:
+            raise LaunchError(f"{kernel.module}.cu has no kernel {kernel.name!r}") from None
+        kinds = signature.kinds.decode()
+        if kinds != kernel.kinds:
+            raise LaunchError(
+                f"{kernel.module}.cu: {kernel.name} takes {kinds!r}, its Kernel says {kernel.kinds!r}"
+            )
+        return signature
+
+
+def _static_shared(path: Path, library: ctypes.CDLL) -> ctypes.Array[_Range]:
+    """Return where the file's ``__shared__`` variables are: static variables inside functions, in the symbol table."""
+    symbols: dict[str, tuple[int, int]] = {}
+    table = subprocess.run(["nm", "-S", str(path)], check=True, capture_output=True, text=True).stdout
+    for line in table.splitlines():
+        fields = line.split()
+        if len(fields) == 4 and (fields[3].startswith("_ZZ") or fields[3] == "qt_run"):
+            symbols[fields[3]] = (int(fields[0], 16), int(fields[1], 16) if fields[2] in "bBdD" else 0)
+    address = ctypes.cast(library.qt_run, ctypes.c_void_p).value
+    assert address is not None, path
+    base = address - symbols["qt_run"][0]
+    ranges = [_Range(base + offset, size) for offset, size in symbols.values() if size]
+    return (_Range * len(ranges))(*ranges)
+
+
+def _compiled(sources: Path, module: str) -> Path:
+    """Return the shared library of ``module``, compiled unless one of the same content lies there."""
+    source = sources / f"{module}.cu"
+    if not source.exists():
+        raise LaunchError(f"there is no kernel file {source}")
+    content = hashlib.sha256(repr((COMPILE, platform.uname())).encode())
+    for path in sorted({source, *sources.rglob("*.cuh"), *SOURCES.rglob("*.[ch][up][hp]")}):
+        content.update(path.name.encode() + path.read_bytes())
+    folder = Path(tempfile.gettempdir()) / f"quintet-emulation-{getpass.getuser()}"
+    target = folder / f"{module}-{content.hexdigest()[:16]}.so"
+    if target.exists():
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        compiled, linked = Path(temporary) / "kernels.o", Path(temporary) / "kernels.so"
+        include = [f"-I{sources}", f"-I{SOURCES}"]
+        _run([*COMPILE, *include, "-x", "c++", "-c", str(source), "-o", str(compiled)])
+        _run([COMPILE[0], "-shared", str(compiled), "-o", str(linked)])
+        linked.replace(target)  # whole or not at all, whoever else compiles the same
+    return target
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise LaunchError(f"{' '.join(command)}:\n{done.stderr[:4000]}")
