@@ -53,6 +53,8 @@ class StepRows:
     lengths: torch.Tensor | None = None
     """int32[num_tokens]: the longer of the row's prompt and the token's position plus one, which some rotations depend on;
     see `quintet.executor.layers.rope`. Padding: 0."""
+    kv_rows: torch.Tensor | None = None
+    """int32[num_tokens]: where the token's KV stands in every layer, ``block * block_size + row of the block``. Padding: -1."""
 
 
 @dataclass(slots=True)

@@ -61,13 +61,13 @@ class StepMemory:
         where = tables.token_ids.device
         self._rows = torch.zeros((6, self.max_rows + 1), dtype=torch.int32, device=where)
         self._offsets = torch.zeros(self.max_rows + 1, dtype=torch.int32, device=where)
-        self._tokens = torch.zeros((4, max_tokens), dtype=torch.int32, device=where)
+        self._tokens = torch.zeros((5, max_tokens), dtype=torch.int32, device=where)
 
     def rows(self, num_rows: int, num_tokens: int, max_count: int) -> StepRows:
         """Return the rows of a step of these padded sizes. Whatever a smaller or larger step had there is lost."""
         self._check(num_rows, num_tokens)
         slots, starts, counts = (self._rows[i, :num_rows] for i in range(3))
-        token_ids, positions, token_rows, lengths = (self._tokens[i, :num_tokens] for i in range(4))
+        token_ids, positions, token_rows, lengths, kv_rows = (self._tokens[i, :num_tokens] for i in range(5))
         return StepRows(
             num_rows=num_rows,
             num_tokens=num_tokens,
@@ -82,6 +82,7 @@ class StepMemory:
             block_table=self.tables.block_table,
             block_size=self.tables.block_size,
             lengths=lengths,
+            kv_rows=kv_rows,
         )
 
     def sampled(self, num_rows: int) -> SampledRows:

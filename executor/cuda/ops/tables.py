@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quintet.executor.cuda.device import Device, Kernel
+from quintet.executor.cuda.device import Argument, Device, Kernel
 from quintet.executor.cuda.rows import SampledRows, StepRows
 from quintet.executor.cuda.tables import DeviceTables
 from quintet.executor.sampling.settings import RECORD, settings_of
@@ -26,9 +26,10 @@ Words = NDArray[np.int32]
 HEADER_WORDS = 16
 RECORD_WORDS = RECORD.itemsize // 4
 
-APPLY_PLAN = Kernel("tables", "apply_plan", "pplplpppppp" + "i" + "pppp" + "i" + "ppp" + "i")
-APPLY_DELTAS = Kernel("tables", "apply_deltas", "pplplpp")
-FILL_ROWS = Kernel("tables", "fill_rows", "pplppppp" + "i" + "pppp" + "i" + "ppp" + "i")
+_TABLES, _ROWS = "pplplipp", "ppppipppppipppi"
+APPLY_PLAN = Kernel("tables", "apply_plan", _TABLES + _ROWS)
+APPLY_DELTAS = Kernel("tables", "apply_deltas", _TABLES)
+FILL_ROWS = Kernel("tables", "fill_rows", _TABLES + _ROWS)
 SCATTER_TOKENS = Kernel("tables", "scatter_tokens", "ppppli")
 
 ONE_BLOCK_TOKENS = 1024
@@ -177,27 +178,26 @@ def apply_plan(
         raise ValueError(
             f"staging: expected contiguous int32[words], got {staging.dtype}{list(staging.shape)}"
         )
-    if rows.lengths is None:
-        raise ValueError("rows.lengths: expected int32[num_tokens], as StepMemory gives them; got None")
-    token_table = (tables.token_ids, tables.token_ids.stride(0))
-    block_table = (tables.block_table, tables.block_table.stride(0))
-    outputs = (
+    if rows.lengths is None or rows.kv_rows is None:
+        raise ValueError(
+            "rows: expected lengths and kv_rows, int32[num_tokens], as StepMemory gives them; got None"
+        )
+    deltas: tuple[Argument, ...] = (
+        *(staging, tables.token_ids, tables.token_ids.stride(0)),
+        *(tables.block_table, tables.block_table.stride(0), tables.block_size),
+        *(tables.num_prompt_tokens, tables.settings),
+    )
+    outputs: tuple[Argument, ...] = (
         *(rows.slots, rows.starts, rows.counts, rows.offsets, rows.num_rows),
-        *(rows.token_ids, rows.positions, rows.token_rows, rows.lengths, rows.num_tokens),
+        *(rows.token_ids, rows.positions, rows.token_rows, rows.lengths, rows.kv_rows, rows.num_tokens),
         *(sampled.slots, sampled.positions, sampled.tokens, sampled.num_rows),
     )
-    deltas = (staging, *token_table, *block_table, tables.num_prompt_tokens, tables.settings)
     if rows.num_tokens <= ONE_BLOCK_TOKENS:
-        device.launch(APPLY_PLAN, (1, 1, 1), (512, 1, 1), (*deltas, *outputs))
+        device.launch(APPLY_PLAN, (1, 1, 1), (512, 1, 1), deltas + outputs)
         return
     device.launch(APPLY_DELTAS, (DELTA_BLOCKS, 1, 1), (256, 1, 1), deltas)
     num_blocks = -(-max(rows.num_rows + 1, rows.num_tokens) // 256)
-    device.launch(
-        FILL_ROWS,
-        (num_blocks, 1, 1),
-        (256, 1, 1),
-        (staging, *token_table, tables.num_prompt_tokens, *outputs),
-    )
+    device.launch(FILL_ROWS, (num_blocks, 1, 1), (256, 1, 1), deltas + outputs)
 
 
 def scatter_tokens(device: Device, drawn: torch.Tensor, sampled: SampledRows, tables: DeviceTables) -> None:

@@ -1,0 +1,60 @@
+"""Gated activations on the device: the reference is the second half of `quintet.executor.ops.linear`."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+import torch.nn.functional as F
+
+from quintet.executor.cuda.device import Device, Kernel
+from quintet.executor.cuda.ops.formats import PACK_BYTES, check_rows, number_format
+
+
+class Gate(Enum):
+    """What is done to the gates, by the beginning of the kernel's name."""
+
+    SILU = "silu_and_mul"
+    GELU = "gelu_and_mul"
+    """With the error function."""
+    GELU_TANH = "gelu_tanh_and_mul"
+    """Approximated with tanh."""
+
+
+def gated_reference(x: torch.Tensor, gate: Gate) -> torch.Tensor:
+    """Return ``gate(first half) * second half`` of each row, the gate rounded to the dtype."""
+    gates, ups = x.chunk(2, dim=-1)
+    if gate is Gate.SILU:
+        return F.silu(gates).mul_(ups)
+    return F.gelu(gates, approximate="tanh" if gate is Gate.GELU_TANH else "none").mul_(ups)
+
+
+def gated(device: Device, x: torch.Tensor, gate: Gate, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return `gated_reference`, up to the last bit of the gate where the exponential rounds otherwise.
+
+    x: ``[num_rows, 2 * width]`` in bf16, fp16 or fp32, rows contiguous; out: ``[num_rows, width]`` without gaps. A row's
+    bits depend on the row alone.
+    """
+    check_rows("x", x, x)
+    num_rows, width = len(x), x.shape[1] // 2
+    if x.shape[1] % 2:
+        raise ValueError(f"x: expected rows of two halves, got {list(x.shape)}")
+    if out is None:
+        out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
+    check_rows("out", out, x, (num_rows, width))
+    if not out.is_contiguous():
+        raise ValueError(
+            f"out: expected no gaps between rows, got strides {out.stride()} of {list(out.shape)}"
+        )
+    pack = PACK_BYTES // x.element_size()
+    in_packs = width % pack == 0
+    pieces = width // pack if in_packs else width
+    name = f"{gate.value}{'' if in_packs else '_single'}_{number_format(x)}"
+    if num_rows and width:
+        device.launch(
+            Kernel("activation", name, "plpi"),
+            (num_rows, -(-pieces // 256), 1),
+            (256, 1, 1),
+            (x, x.stride(0), out, width),
+        )
+    return out

@@ -1,0 +1,62 @@
+"""What host checks of the row-wise kernels share: number formats by their suffix, rows and vectors of packs.
+
+A kernel loads 16 bytes at a time where a row is a multiple of that, and then every row must begin at such an address.
+Checks raise `ValueError`: they are our own mistakes, and a kernel would read other memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+PACK_BYTES = 16
+
+SUFFIXES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def number_format(x: torch.Tensor) -> str:
+    """Return the suffix of kernels over tensors of this dtype."""
+    suffix = SUFFIXES.get(x.dtype)
+    if suffix is None:
+        raise ValueError(f"dtype: expected one of {', '.join(map(str, SUFFIXES))}, got {x.dtype}")
+    return suffix
+
+
+def check_rows(name: str, rows: torch.Tensor, like: torch.Tensor, shape: Sequence[int] | None = None) -> None:
+    """Check a matrix of contiguous rows: dtype and device of ``like``, the shape if given, addresses of packs."""
+    number_format(rows)
+    expected = (
+        f"{like.dtype}{'[rows, width]' if shape is None else list(shape)} on {like.device}, rows contiguous"
+    )
+    matches = shape is None or tuple(rows.shape) == tuple(shape)
+    # The stride of a dimension of one element is any number.
+    contiguous = rows.ndim == 2 and (rows.shape[1] <= 1 or rows.stride(1) == 1)
+    if not (matches and contiguous and rows.dtype == like.dtype and rows.device == like.device):
+        raise ValueError(f"{name}: expected {expected}, got {describe(rows)}")
+    if rows.shape[1] * rows.element_size() % PACK_BYTES:
+        return
+    row_bytes = rows.stride(0) * rows.element_size() if len(rows) > 1 else 0
+    if rows.data_ptr() % PACK_BYTES or row_bytes % PACK_BYTES:
+        raise ValueError(
+            f"{name}: expected rows that begin at multiples of {PACK_BYTES} bytes, got {describe(rows)}"
+        )
+
+
+def check_vector(name: str, vector: torch.Tensor, rows: torch.Tensor) -> None:
+    """Check a contiguous vector as wide as ``rows``, of the same dtype and device, at an address of packs."""
+    width = rows.shape[-1]
+    fits = vector.shape == (width,) and vector.is_contiguous() and vector.data_ptr() % PACK_BYTES == 0
+    if not (fits and vector.dtype == rows.dtype and vector.device == rows.device):
+        raise ValueError(
+            f"{name}: expected contiguous {rows.dtype}[{width}] on {rows.device} at a multiple of {PACK_BYTES}"
+            f" bytes, got {describe(vector)}"
+        )
+
+
+def describe(x: torch.Tensor) -> str:
+    """Return what an error message says of a tensor."""
+    return (
+        f"{x.dtype}{list(x.shape)} on {x.device}, strides {x.stride()}, {x.data_ptr() % PACK_BYTES} bytes past a"
+        f" multiple of {PACK_BYTES}"
+    )
