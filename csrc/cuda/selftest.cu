@@ -178,5 +178,7 @@ QT_KERNEL(64, selftest_wrong, (int* out, int way)) {
   if (way == 6) shared[1024 + thread] = 0;
   if (way == 7) copy_async_16(out, out);
   if (way == 8 && thread % 32 != 9) __syncwarp();
+  if (way == 9) out[64 + thread] = 1;
+  if (way == 10) out[thread] = thread / out[thread];
   if (way == 0 || way == 8) __syncthreads();
 }

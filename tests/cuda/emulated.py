@@ -33,6 +33,9 @@ COMPILE = [
     # Vector loads from odd addresses, and indices beyond an array: the emulator has its own handlers for both.
     *("-fsanitize=alignment,bounds",),
 ]
+# Larger storages are not copied at each launch, so that nothing guards their ends.
+MAX_GUARDED_BYTES = 4 << 20
+
 _C_TYPES: dict[str, Callable[[float], ctypes._SimpleCData[int] | ctypes._SimpleCData[float]]] = {
     "i": lambda value: ctypes.c_int32(int(value)),
     "l": lambda value: ctypes.c_int64(int(value)),
@@ -66,6 +69,17 @@ class _Signature(ctypes.Structure):
 
 class _Range(ctypes.Structure):
     _fields_ = (("begin", ctypes.c_void_p), ("size", ctypes.c_size_t))
+
+
+class _Buffer(ctypes.Structure):
+    _fields_ = (
+        ("address", ctypes.c_void_p),
+        ("size", ctypes.c_size_t),
+        ("argument", ctypes.c_int32),
+        ("copy", ctypes.c_void_p),
+        ("mapping", ctypes.c_void_p),
+        ("mapping_size", ctypes.c_size_t),
+    )
 
 
 @dataclass(slots=True)
@@ -188,9 +202,13 @@ class _Module:
         ]
         addresses = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         launch = _Launch(grid, block, shared_bytes, 0, seed)
+        buffers = _guarded(args)
         with self._lock:
             problem = self._library.qt_run(
-                ctypes.byref(signature), ctypes.byref(launch), addresses, self._statics, len(self._statics)
+                ctypes.byref(signature),
+                ctypes.byref(launch),
+                addresses,
+                *(self._statics, len(self._statics), buffers, len(buffers)),
             )
         if problem is not None:
             raise KernelError(f"{kernel.module}.cu: {problem.decode()}")
@@ -206,6 +224,19 @@ class _Module:
                 f"{kernel.module}.cu: {kernel.name} takes {kinds!r}, its Kernel says {kernel.kinds!r}"
             )
         return signature
+
+
+def _guarded(args: Sequence[Argument]) -> ctypes.Array[_Buffer]:
+    """Return the storages that arguments point into, each once."""
+    buffers: dict[int, _Buffer] = {}
+    for index, value in enumerate(args):
+        if not isinstance(value, torch.Tensor):
+            continue
+        storage = value.untyped_storage()
+        address, size = storage.data_ptr(), storage.nbytes()
+        if 0 < size <= MAX_GUARDED_BYTES and address not in buffers:
+            buffers[address] = _Buffer(address, size, index, None, None, 0)
+    return (_Buffer * len(buffers))(*buffers.values())
 
 
 def _static_shared(path: Path, library: ctypes.CDLL) -> ctypes.Array[_Range]:

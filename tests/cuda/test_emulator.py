@@ -195,6 +195,8 @@ def test_a_race_gives_different_results_under_different_seeds() -> None:
         (6, r"wrote \d+ bytes past its 1024 bytes"),
         (7, "is not in the block's shared memory"),
         (8, r"waits for ever at .*; thread .* waits at "),
+        (9, r"reads or writes \d+ bytes from the beginning of argument 0, whose storage has 256"),
+        (10, "divides an integer by zero"),
     ],
 )
 def test_what_no_kernel_may_do_is_reported(way: int, message: str) -> None:
@@ -205,8 +207,12 @@ def test_what_no_kernel_may_do_is_reported(way: int, message: str) -> None:
         EmulatedDevice().launch(kernel("wrong", "pi"), ONE, (64, 1, 1), [out, way], shared_bytes=1024)
 
 
-def test_half_a_warp_less_than_a_block_is_fine() -> None:
-    """The other way round: warps of a block need not be at the same place, only lanes of a warp."""
+def test_writing_between_a_tensor_and_the_next_sixteen_bytes_is_reported() -> None:
+    with pytest.raises(KernelError, match="wrote past argument 0"):
+        EmulatedDevice().launch(kernel("race", "p"), ONE, (64, 1, 1), [torch.zeros(63, dtype=INT)])
+
+
+def test_warps_may_go_ways_of_their_own() -> None:
     out = torch.zeros(64, dtype=INT)
     EmulatedDevice().launch(kernel("wrong", "pi"), ONE, (64, 1, 1), [out, 1], shared_bytes=1024)
 

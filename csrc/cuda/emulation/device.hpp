@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "block.hpp"
+#include "guard.hpp"
 
 #define __device__
 #define __forceinline__ inline
@@ -285,7 +286,7 @@ inline void __attribute__((used)) __ubsan_handle_out_of_bounds(quintet::emulatio
 // Run a whole grid; null, or what went wrong. The first block is any, so that nobody counts on an order.
 inline __attribute__((used, visibility("default"))) const char* qt_run(
     const quintet::emulation::Signature* kernel, const quintet::emulation::Launch* launch, void** arguments,
-    const quintet::emulation::Range* statics, int num_statics) {
+    const quintet::emulation::Range* statics, int num_statics, quintet::emulation::Buffer* buffers, int num_buffers) {
   using quintet::emulation::block;
   blockDim = {launch->block[0], launch->block[1], launch->block[2]};
   gridDim = {launch->grid[0], launch->grid[1], launch->grid[2]};
@@ -299,13 +300,19 @@ inline __attribute__((used, visibility("default"))) const char* qt_run(
   block.num_statics = num_statics;
   block.seed = launch->seed;
   block.failed = false;
+  quintet::emulation::enter_guard(buffers, num_buffers);
+  for (int i = 0; kernel->kinds[i]; ++i) {
+    auto* pointer = static_cast<void**>(arguments[i]);
+    if (kernel->kinds[i] == 'p') *pointer = quintet::emulation::guarded(*pointer);
+  }
   unsigned long long count = (unsigned long long)gridDim.x * gridDim.y * gridDim.z;
   unsigned long long first = launch->seed * 0x9e3779b97f4a7c15ull % count;
   for (unsigned long long i = 0; i < count && !block.failed; ++i) {
     unsigned long long at = (first + i) % count;
-    quintet::emulation::run_block({unsigned(at % gridDim.x), unsigned(at / gridDim.x % gridDim.y),
-                                   unsigned(at / gridDim.x / gridDim.y)});
+    quintet::emulation::run_block(
+        {unsigned(at % gridDim.x), unsigned(at / gridDim.x % gridDim.y), unsigned(at / gridDim.x / gridDim.y)});
   }
+  quintet::emulation::leave_guard();
   return block.failed ? block.message : nullptr;
 }
 }
