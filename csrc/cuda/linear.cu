@@ -1,0 +1,164 @@
+// y = x . weight^T (+ bias): x [num_rows, depth], weight [columns, depth] as checkpoints have it, sums in fp32.
+//
+// A block owns a tile of y and, where the host splits the depth (gridDim.y > 1), one chunk of it; it brings both operands
+// through shared memory in steps of 128 bytes of depth, a few stages ahead. Tiles of 16 or 32 rows are for steps of few
+// tokens, where the weight's bytes are the limit: 4 warps side by side, 60 KiB of stages, so three blocks of a Hopper
+// multiprocessor (227 KiB) have about 100 KiB of weight under way, more than the 40 KiB that 4.8 TB/s times 1 us over 132
+// of them asks for. Tiles of 64 and 128 rows are for more tokens, where multiplying is the limit: a step of 128x128 is
+// 2.1 MFLOP for 32 KiB copied. Their rate is what mma.sync gives, on Hopper about two thirds of what wgmma gives; it is
+// for --batch-invariant, cuBLAS multiplies otherwise.
+//
+// The order of every sum is in linear_tile.cuh; it does not depend on the batch, the tile or the split. It rests on an
+// element of an m16n8k16 product not depending on its place in the tile, which the hardware is made to give and
+// tests/cuda/test_linear.py checks.
+#include "device.cuh"
+#include "linear_tile.cuh"
+
+using namespace quintet;
+
+namespace {
+
+// On tensor cores. A warp owns WARP_M x WARP_N results as 16x8 tiles, of which a lane has rows g and g + 8, columns c and
+// c + 1 (g = lane / 4, c = 2 * (lane % 4)): one group of four. Per k of 16 it loads WARP_M / 16 + WARP_N / 16 times 512
+// bytes from shared memory for WARP_M / 16 * WARP_N / 8 products.
+template <class T, int M, int N, int WARPS_M, int WARPS_N>
+struct TensorProduct {
+  static constexpr int TILE_M = M, TILE_N = N;
+  static constexpr int THREADS = 32 * WARPS_M * WARPS_N;
+  static constexpr int WARP_M = M / WARPS_M, WARP_N = N / WARPS_N;
+  static constexpr int TALL = WARP_M / 16, WIDE = WARP_N / 8;
+  static constexpr int FRAGMENTS = TALL * WIDE;
+  static_assert(M % (16 * WARPS_M) == 0, "a warp's rows are whole matrix instructions");
+  static_assert(N % (16 * WARPS_N) == 0, "a load of weights serves two of them");
+
+  static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+  static __device__ __forceinline__ int warp_row() { return threadIdx.x / 32 / WARPS_N * WARP_M; }
+  static __device__ __forceinline__ int warp_column() { return threadIdx.x / 32 % WARPS_N * WARP_N; }
+
+  // Within the tile, of the group's first pair; the second is eight below.
+  static __device__ __forceinline__ int row(int f) { return warp_row() + f / WIDE * 16 + lane() / 4; }
+  static __device__ __forceinline__ int column(int f) { return warp_column() + f % WIDE * 8 + lane() % 4 * 2; }
+
+  static __device__ __forceinline__ void add(
+      float (&sum)[FRAGMENTS][4], const unsigned char* x, const unsigned char* weight) {
+    const int x_row = warp_row() + lane() % 16, x_half = lane() / 16;
+    const int w_row = warp_column() + lane() % 8 + lane() / 16 * 8, w_half = lane() / 8 % 2;
+    uint32_t a[2][TALL][4], b[2][WIDE][2];  // the next ones are loaded while these are multiplied
+    auto load = [&](int k) {
+#pragma unroll
+      for (int i = 0; i < TALL; ++i) load_matrix_x4(a[k % 2][i], x + staged(x_row + i * 16, 2 * k + x_half));
+#pragma unroll
+      for (int j = 0; j < WIDE; j += 2) {
+        uint32_t two[4];
+        load_matrix_x4(two, weight + staged(w_row + j * 8, 2 * k + w_half));
+        b[k % 2][j][0] = two[0], b[k % 2][j][1] = two[1];
+        b[k % 2][j + 1][0] = two[2], b[k % 2][j + 1][1] = two[3];
+      }
+    };
+    load(0);
+#pragma unroll
+    for (int k = 0; k < STEP_PACKS / 2; ++k) {
+      if (2 * k + 2 < STEP_PACKS) load(k + 1);
+#pragma unroll
+      for (int i = 0; i < TALL; ++i)
+#pragma unroll
+        for (int j = 0; j < WIDE; ++j) mma_16x8x16<T>(sum[i * WIDE + j], a[k % 2][i], b[k % 2][j]);
+    }
+  }
+
+  static __device__ __forceinline__ void store(
+      int f, const float (&total)[4], const T* bias, T* out, int first_row, int first_column,
+      const LinearProblem& problem) {
+    const int y_column = first_column + column(f);
+    if (y_column >= problem.columns) return;
+    const bool has_second = y_column + 1 < problem.columns;
+    const float bias_0 = bias ? to_float(bias[y_column]) : NOTHING;
+    const float bias_1 = bias && has_second ? to_float(bias[y_column + 1]) : NOTHING;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int y_row = first_row + row(f) + half * 8;
+      if (y_row >= problem.num_rows) continue;
+      T* into = out + y_row * problem.out_stride + y_column;
+      const float first = total[half * 2] + bias_0, second = total[half * 2 + 1] + bias_1;
+      if (has_second && problem.out_stride % 2 == 0) {
+        *reinterpret_cast<uint32_t*>(into) = pack_pair<T>(first, second);
+      } else {  // an odd stride puts every other row's pairs between words
+        into[0] = from_float<T>(first);
+        if (has_second) into[1] = from_float<T>(second);
+      }
+    }
+  }
+};
+
+// On fp32 units, each product fused with its addition in ascending k. Thread (r, c) of 16 columns owns rows
+// r + i * THREADS / 16, columns c + 16 * e: one group of four for each i. Reads TALL + 4 times 16 bytes for 16 * TALL products.
+template <int M, int N, int NUM_THREADS>
+struct FloatProduct {
+  static constexpr int TILE_M = M, TILE_N = N;
+  static constexpr int THREADS = NUM_THREADS;
+  static constexpr int ROWS_AT_ONCE = THREADS / 16;
+  static constexpr int FRAGMENTS = M / ROWS_AT_ONCE;
+  static_assert(N == 64 && M % ROWS_AT_ONCE == 0, "four columns a thread, whole groups");
+
+  static __device__ __forceinline__ int row(int f) { return threadIdx.x / 16 + f * ROWS_AT_ONCE; }
+
+  static __device__ __forceinline__ void add(
+      float (&sum)[FRAGMENTS][4], const unsigned char* x, const unsigned char* weight) {
+#pragma unroll
+    for (int pack = 0; pack < STEP_PACKS; ++pack) {
+      float4 a[FRAGMENTS], b[4];
+#pragma unroll
+      for (int f = 0; f < FRAGMENTS; ++f) a[f] = *reinterpret_cast<const float4*>(x + staged(row(f), pack));
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        b[e] = *reinterpret_cast<const float4*>(weight + staged(threadIdx.x % 16 + 16 * e, pack));
+#pragma unroll
+      for (int f = 0; f < FRAGMENTS; ++f)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          float s = fmaf(a[f].x, b[e].x, sum[f][e]);
+          s = fmaf(a[f].y, b[e].y, s);
+          s = fmaf(a[f].z, b[e].z, s);
+          sum[f][e] = fmaf(a[f].w, b[e].w, s);
+        }
+    }
+  }
+
+  static __device__ __forceinline__ void store(
+      int f, const float (&total)[4], const float* bias, float* out, int first_row, int first_column,
+      const LinearProblem& problem) {
+    const int y_row = first_row + row(f);
+    if (y_row >= problem.num_rows) return;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int y_column = first_column + threadIdx.x % 16 + 16 * e;
+      if (y_column < problem.columns)
+        out[y_row * problem.out_stride + y_column] = total[e] + (bias ? bias[y_column] : NOTHING);
+    }
+  }
+};
+
+}  // namespace
+
+// Grid: tiles of rows times tiles of columns; chunks, or 1. Stages of (M + N) * 128 bytes of dynamic shared memory.
+// x, weight and their strides are multiples of 16 bytes. `partials` and `tickets` (zeros) are used by a split only.
+#define LINEAR(NAME, T, STAGES, ...)                                                                                  \
+  QT_KERNEL(                                                                                                          \
+      (__VA_ARGS__::THREADS), NAME,                                                                                   \
+      (const T* x, const T* weight, const T* bias, T* out, float* partials, int* tickets, int num_rows, int columns,  \
+       int depth, long long x_stride, long long out_stride, int chunk_steps)) {                                       \
+    QT_DYNAMIC_SHARED(shared);                                                                                        \
+    const LinearProblem problem{num_rows, columns, depth, x_stride, out_stride, chunk_steps};                         \
+    LinearTile<T, __VA_ARGS__, STAGES>::run(shared, x, weight, bias, out, partials, tickets, problem);                \
+  }
+
+#define LINEAR_16_BITS(SUFFIX, T)                                            \
+  LINEAR(linear_16x64_##SUFFIX, T, 6, TensorProduct<T, 16, 64, 1, 4>)        \
+  LINEAR(linear_32x64_##SUFFIX, T, 5, TensorProduct<T, 32, 64, 1, 4>)        \
+  LINEAR(linear_64x64_##SUFFIX, T, 4, TensorProduct<T, 64, 64, 2, 2>)        \
+  LINEAR(linear_128x128_##SUFFIX, T, 3, TensorProduct<T, 128, 128, 2, 4>)
+
+LINEAR_16_BITS(bf16, bf16)
+LINEAR_16_BITS(fp16, fp16)
+LINEAR(linear_16x64_fp32, float, 4, FloatProduct<16, 64, 128>)
+LINEAR(linear_64x64_fp32, float, 3, FloatProduct<64, 64, 256>)

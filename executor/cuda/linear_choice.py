@@ -1,0 +1,205 @@
+"""Who multiplies by a weight on a device: cuBLAS, or one of our kernels.
+
+With ``--batch-invariant`` ours always do, in one order for any number of rows. Otherwise whoever was faster at boot, for
+few rows, where reading the weight is all there is to it; cuBLAS for many. Owns that decision and what a split sum needs;
+does not know how kernels are launched nor how time is taken, which is given.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+import torch.nn.functional as F
+
+from quintet.executor.cuda.device import Device
+from quintet.executor.cuda.ops.linear import MATVEC_ROWS, SUFFIXES, SplitMemory, matmul, matvec
+from quintet.executor.layers.linear import Linear
+
+log = logging.getLogger("quintet")
+
+MEASURED_ROWS = (1, 2, 4, 8, 16)
+"""Numbers of rows that are tried; one in between goes the way of the next larger one, a larger one to cuBLAS."""
+
+ROTATION_BYTES = 128 << 20
+"""Weights that are multiplied one after the other before the first comes again: more than any GPU's L2 holds today (126 MB)."""
+
+MARGIN = 0.98
+"""Ours are taken if they need at most this much of cuBLAS's time: within the noise, the library that many use is chosen."""
+
+Stopwatch = Callable[[Callable[[], None]], float]
+"""Runs a function's launches and returns the device's milliseconds."""
+
+
+class Way(StrEnum):
+    """Who multiplies."""
+
+    CUBLAS = "cublas"
+    MATMUL = "matmul"
+    MATVEC = "matvec"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightShape:
+    """What a choice is made for."""
+
+    columns: int
+    depth: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> WeightShape:
+        """Return a weight's."""
+        return cls(weight.shape[0], weight.shape[1], weight.dtype)
+
+    def __str__(self) -> str:
+        return f"{self.columns}x{self.depth} {SUFFIXES.get(self.dtype, self.dtype)}"
+
+
+class DeviceLinears:
+    """Multiplies by the weights of a model's layers. One stream at a time: it has one `SplitMemory`."""
+
+    def __init__(self, device: Device, *, batch_invariant: bool) -> None:
+        """Until `measure` is called, cuBLAS multiplies; with ``batch_invariant`` it never does."""
+        self._device = device
+        self._batch_invariant = batch_invariant
+        self._memory = SplitMemory(device)
+        self._ways: Mapping[WeightShape, Sequence[Way]] = {}
+
+    def apply(self, layer: Linear, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return ``x @ weight.T + bias`` ``[num_tokens, columns]`` of a layer; neither its activation nor a residual.
+
+        x: ``[num_tokens, depth]``.
+        """
+        weight = layer.method.table
+        assert weight is not None, (
+            f"{layer.shape.parts}: packed for the host, not for {self._device.torch_device}"
+        )
+        return self.multiply(x, weight, layer.method.bias, out)
+
+    def multiply(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return ``x @ weight.T + bias``; see `quintet.executor.cuda.ops.linear.matmul`."""
+        return self._run(self.way(weight, x.shape[0]), x, weight, bias, out)
+
+    def way(self, weight: torch.Tensor, num_rows: int) -> Way:
+        """Return who multiplies so many rows by a weight."""
+        if self._batch_invariant:
+            return Way.MATMUL
+        if num_rows <= MEASURED_ROWS[-1]:
+            ways = self._ways.get(WeightShape.of(weight))
+            if ways is not None:
+                return next(way for rows, way in zip(MEASURED_ROWS, ways, strict=True) if num_rows <= rows)
+        return Way.CUBLAS
+
+    def measure(self, layers: Iterable[Linear], stopwatch: Stopwatch | None = None) -> None:
+        """Choose, once weights are loaded: takes a second or so of the device, which nobody else may use meanwhile.
+
+        ``stopwatch`` is `captured_stopwatch` of the device where none is given. Does nothing with ``batch_invariant``.
+        """
+        if self._batch_invariant:
+            log.info("linear layers: our own kernels, as --batch-invariant asks")
+            return
+        by_shape: dict[WeightShape, list[torch.Tensor]] = {}
+        for layer in layers:
+            if layer.method.table is not None:
+                by_shape.setdefault(WeightShape.of(layer.method.table), []).append(layer.method.table)
+        if stopwatch is None:
+            stopwatch = captured_stopwatch(self._device)
+        self._ways = {shape: self._fastest(weights, stopwatch) for shape, weights in by_shape.items()}
+        log.info(
+            "linear layers of %s rows: %s; more rows: cublas",
+            ", ".join(map(str, MEASURED_ROWS)),
+            "; ".join(f"{shape} {' '.join(ways)}" for shape, ways in self._ways.items()),
+        )
+
+    def _fastest(self, weights: Sequence[torch.Tensor], stopwatch: Stopwatch) -> tuple[Way, ...]:
+        """Return who is fastest for each of `MEASURED_ROWS`; the weights are of one shape."""
+        rotation = _rotation(weights)
+        columns, depth = rotation[0].shape
+        chosen = []
+        for num_rows in MEASURED_ROWS:
+            x = torch.randn(num_rows, depth, device=rotation[0].device).to(rotation[0].dtype)
+            out = x.new_empty(num_rows, columns)
+            times = {
+                way: stopwatch(self._all_of(way, x, rotation, out))
+                for way in _possible(rotation[0], num_rows)
+            }
+            best = min(times, key=lambda way: times[way])
+            chosen.append(best if times[best] <= MARGIN * times[Way.CUBLAS] else Way.CUBLAS)
+        return tuple(chosen)
+
+    def _all_of(
+        self, way: Way, x: torch.Tensor, weights: Sequence[torch.Tensor], out: torch.Tensor
+    ) -> Callable[[], None]:
+        def run() -> None:
+            for weight in weights:
+                self._run(way, x, weight, None, out)
+
+        return run
+
+    def _run(
+        self,
+        way: Way,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        if way is Way.MATMUL:
+            return matmul(self._device, x, weight, bias, out, memory=self._memory)
+        if way is Way.MATVEC:
+            return matvec(self._device, x, weight, bias, out)
+        if out is None:
+            return F.linear(x, weight, bias)
+        if bias is None:
+            return torch.mm(x, weight.t(), out=out)
+        return torch.addmm(bias, x, weight.t(), out=out)
+
+
+def captured_stopwatch(device: Device, repeats: int = 7) -> Stopwatch:
+    """Return what times launches on a device without the host's time for them: the median of a captured graph's replays."""
+
+    def captured_ms(run: Callable[[], None]) -> float:
+        run()  # loads and chooses what a first call does
+        device.synchronize()
+        replay = device.capture(run)
+        replay()
+        times = []
+        for _ in range(repeats):
+            begin = device.record()
+            replay()
+            end = device.record()
+            end.wait()
+            times.append(end.elapsed_ms(begin))
+        return statistics.median(times)
+
+    return captured_ms
+
+
+def _rotation(weights: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return the first weights that together are larger than any cache; all, where that is not enough."""
+    total = 0
+    for count, weight in enumerate(weights, 1):
+        total += weight.nbytes
+        if total >= ROTATION_BYTES:
+            return weights[:count]
+    return weights
+
+
+def _possible(weight: torch.Tensor, num_rows: int) -> tuple[Way, ...]:
+    """Return who can multiply so many rows by a weight, cuBLAS first."""
+    row_bytes = weight.shape[1] * weight.dtype.itemsize
+    if weight.dtype not in SUFFIXES or row_bytes % 16 or weight.data_ptr() % 16 or not weight.is_contiguous():
+        return (Way.CUBLAS,)
+    ours = (Way.MATMUL, Way.MATVEC) if num_rows <= MATVEC_ROWS else (Way.MATMUL,)
+    return (Way.CUBLAS, *ours)

@@ -1,0 +1,264 @@
+"""Multiplying by a weight with our own kernels: ``csrc/cuda/linear.cu`` and ``linear_matvec.cu``.
+
+Owns how a product is cut into blocks. The reference is `quintet.executor.ops.linear.linear`. Does not know when our kernels
+are worth more than cuBLAS: `quintet.executor.cuda.linear_choice` does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from quintet.executor.cuda.device import Device, Kernel
+
+SUFFIXES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+STEP_BYTES = 128
+"""Of a row of x or of the weight, in one stage of a tile. As csrc/cuda/linear_tile.cuh has it."""
+
+MAX_CHUNKS = 4
+"""Pieces of the depth that are summed apart: enough blocks for few tokens, and little to add up afterwards."""
+
+MIN_CHUNK_STEPS = 4
+"""A shorter chunk ends before its copies are under way."""
+
+MATVEC_ROWS = 4
+"""`matvec` takes at most so many rows of x."""
+
+MATVEC_WARPS = 4
+MATVEC_ROWS_OF_WARP = 2
+MATVEC_STAGES = 8
+MATVEC_STEP_BYTES = 512
+"""Of a row of the weight, in one stage: 16 for each lane. These four are as csrc/cuda/linear_matvec.cu has them."""
+
+MIN_MATVEC_STEPS = 4
+"""Fewer are over before they are under way."""
+
+WARPS_THAT_FILL = 12
+"""Warps of `matvec` on a multiprocessor, 7 KiB under way each, beyond which its bandwidth does not grow."""
+
+
+class OperandError(ValueError):
+    """A tensor that a kernel cannot take; the message names it and what was expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What one block of ``csrc/cuda/linear.cu`` computes, and how."""
+
+    rows: int
+    columns: int
+    threads: int
+    stages: int
+    max_resident: int
+    """Blocks that a multiprocessor's registers let in at once."""
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return (self.rows + self.columns) * STEP_BYTES * self.stages
+
+
+TILES_OF_16_BITS = (
+    Tile(16, 64, 128, 6, 8),
+    Tile(32, 64, 128, 5, 7),
+    Tile(64, 64, 128, 4, 4),
+    Tile(128, 128, 256, 3, 1),
+)
+TILES_OF_32_BITS = (Tile(16, 64, 128, 4, 7), Tile(64, 64, 256, 3, 2))
+
+
+class SplitMemory:
+    """Where blocks that each do a part of a sum leave it for the last one.
+
+    Launches in one stream may share one: each leaves the tickets at zero. Launches that may overlap may not.
+    """
+
+    def __init__(self, device: Device, max_bytes: int = 32 << 20, max_tiles: int = 4096) -> None:
+        """A product that needs more is not split: slower, the same bits."""
+        self.partials = torch.empty(max_bytes // 4, dtype=torch.float32, device=device.torch_device)
+        self.tickets = torch.zeros(max_tiles, dtype=torch.int32, device=device.torch_device)
+
+    def holds(self, tiles: int, partials: int) -> bool:
+        """Whether so many tiles, with so many numbers in all, can be split."""
+        return tiles <= self.tickets.numel() and partials <= self.partials.numel()
+
+
+def tiles_of(dtype: torch.dtype) -> tuple[Tile, ...]:
+    """Return the tiles that there are for a number format. All give the same bits."""
+    return TILES_OF_32_BITS if dtype == torch.float32 else TILES_OF_16_BITS
+
+
+def chunk_steps(depth: int, dtype: torch.dtype) -> int:
+    """Return the length of a chunk of the sum, in steps of 128 bytes. Part of what a result's bits depend on."""
+    steps = _ceil(depth * dtype.itemsize, STEP_BYTES)
+    return max(MIN_CHUNK_STEPS, _ceil(steps, MAX_CHUNKS))
+
+
+def matmul(
+    device: Device,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    *,
+    memory: SplitMemory | None = None,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """Return ``x @ weight.T + bias`` ``[num_rows, columns]``, summed in fp32 and rounded once.
+
+    x: ``[num_rows, depth]``, bf16, fp16 or fp32, rows contiguous; weight: ``[columns, depth]``, contiguous; bias:
+    ``[columns]``; all of one dtype. depth is a multiple of 16 bytes. The bits of a row of the result depend on that row
+    of x and the weight only: not on num_rows, ``memory`` (without it no sum is split) or ``tile``.
+    """
+    num_rows, columns, depth, out = _check(device, x, weight, bias, out)
+    if num_rows == 0 or columns == 0:
+        return out
+    if tile is None:
+        tile = _choose_tile(num_rows, tiles_of(x.dtype))
+    tiles = _ceil(num_rows, tile.rows) * _ceil(columns, tile.columns)
+    steps = chunk_steps(depth, x.dtype)
+    chunks = _ceil(_ceil(depth * x.dtype.itemsize, STEP_BYTES), steps)
+    resident = min(tile.max_resident, device.max_shared_bytes // (tile.shared_bytes + 1024))
+    is_split = (
+        memory is not None
+        and memory.holds(tiles, tiles * chunks * tile.rows * tile.columns)
+        and splitting_is_faster(tiles, chunks, device.num_multiprocessors * max(1, resident))
+    )
+    kernel = Kernel("linear", f"linear_{tile.rows}x{tile.columns}_{SUFFIXES[x.dtype]}", "ppppppiiilli")
+    device.launch(
+        kernel,
+        (tiles, chunks if is_split else 1, 1),
+        (tile.threads, 1, 1),
+        (
+            x,
+            weight,
+            bias,
+            out,
+            memory.partials if memory is not None else None,
+            memory.tickets if memory is not None else None,
+            num_rows,
+            columns,
+            depth,
+            x.stride(0),
+            out.stride(0),
+            steps,
+        ),
+        tile.shared_bytes,
+    )
+    return out
+
+
+def matvec(
+    device: Device,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return ``x @ weight.T + bias`` for at most `MATVEC_ROWS` rows of x, as fast as the weight can be read.
+
+    Operands as for `matmul`. Summed in another order: rows have the same bits whichever of the four are there, but not
+    those that `matmul` gives.
+    """
+    num_rows, columns, depth, out = _check(device, x, weight, bias, out)
+    if num_rows > MATVEC_ROWS:
+        raise OperandError(f"x: {num_rows} rows; matvec takes at most {MATVEC_ROWS}, matmul any number")
+    if num_rows == 0 or columns == 0:
+        return out
+    parts = matvec_parts(columns, depth * x.dtype.itemsize, device.num_multiprocessors)
+    rows_of_block = MATVEC_WARPS // parts * MATVEC_ROWS_OF_WARP
+    device.launch(
+        Kernel("linear_matvec", f"matvec_{num_rows}_{SUFFIXES[x.dtype]}", "ppppiilli"),
+        (_ceil(columns, rows_of_block), 1, 1),
+        (32 * MATVEC_WARPS, 1, 1),
+        (x, weight, bias, out, columns, depth, x.stride(0), out.stride(0), parts),
+        MATVEC_WARPS * MATVEC_STAGES * MATVEC_ROWS_OF_WARP * MATVEC_STEP_BYTES,
+    )
+    return out
+
+
+def splitting_is_faster(tiles: int, chunks: int, slots: int) -> bool:
+    """Whether the chunks of ``tiles`` sums should run side by side on a device that runs ``slots`` blocks at once.
+
+    Compares the rounds, in chunks; writing and adding what the blocks leave is taken for a fifth of a chunk's time.
+    """
+    in_turn = _ceil(tiles, slots) * chunks
+    side_by_side = _ceil(tiles * chunks, slots)
+    return 6 * side_by_side < 5 * in_turn
+
+
+def matvec_parts(columns: int, row_bytes: int, num_multiprocessors: int) -> int:
+    """Return how many warps share rows of a weight: enough warps to fill the device, while each has a few steps."""
+    parts = 1
+    while (
+        parts < MATVEC_WARPS
+        and columns * parts < WARPS_THAT_FILL * MATVEC_ROWS_OF_WARP * num_multiprocessors
+        and row_bytes >= 2 * parts * MIN_MATVEC_STEPS * MATVEC_STEP_BYTES
+    ):
+        parts *= 2
+    return parts
+
+
+def _choose_tile(num_rows: int, tiles: tuple[Tile, ...]) -> Tile:
+    """Return the lowest tile that holds all rows; beyond the highest, that one, or the one below where it pads much less."""
+    for tile in tiles:
+        if num_rows <= tile.rows:
+            return tile
+    lower, highest = tiles[-2:]
+    padded, padded_lower = (_ceil(num_rows, tile.rows) * tile.rows for tile in (highest, lower))
+    return lower if 5 * padded_lower < 4 * padded else highest
+
+
+def _check(
+    device: Device,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> tuple[int, int, int, torch.Tensor]:
+    """Return num_rows, columns, depth and where the result goes; raise `OperandError`."""
+    if x.dtype not in SUFFIXES:
+        raise OperandError(f"x: {x.dtype}; expected one of {', '.join(map(str, SUFFIXES))}")
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+        raise OperandError(
+            f"x: {list(x.shape)}, weight: {list(weight.shape)}; expected [num_rows, depth] and [columns, depth]"
+        )
+    num_rows, depth = x.shape
+    columns = weight.shape[0]
+    if depth == 0 or depth * x.dtype.itemsize % 16:
+        raise OperandError(
+            f"x: depth {depth} of {x.dtype}; kernels read 16 bytes at a time: a multiple of"
+            f" {16 // x.dtype.itemsize} is needed"
+        )
+    if out is None:
+        out = x.new_empty(num_rows, columns)
+    elif out.shape != (num_rows, columns) or out.stride(1) != 1:
+        raise OperandError(
+            f"out: {list(out.shape)} with strides {out.stride()}; expected {[num_rows, columns]}, rows contiguous"
+        )
+    elif out.data_ptr() % 4:
+        raise OperandError("out: begins at an odd number; pairs are written: expected a multiple of 4 bytes")
+    if x.stride(1) != 1 or (num_rows > 1 and x.stride(0) * x.dtype.itemsize % 16):
+        raise OperandError(f"x: strides {x.stride()}; expected contiguous rows, a multiple of 16 bytes apart")
+    if not weight.is_contiguous():
+        raise OperandError(f"weight: strides {weight.stride()}; expected {(depth, 1)}")
+    if bias is not None and (bias.shape != (columns,) or not bias.is_contiguous()):
+        raise OperandError(
+            f"bias: {list(bias.shape)}, strides {bias.stride()}; expected {[columns]}, contiguous"
+        )
+    for name, tensor in (("x", x), ("weight", weight), ("bias", bias), ("out", out)):
+        if tensor is None:
+            continue
+        if tensor.dtype != x.dtype or tensor.device.type != device.torch_device.type:
+            raise OperandError(
+                f"{name}: {tensor.dtype} on {tensor.device}; expected {x.dtype}, as x, on {device.torch_device}"
+            )
+        if name in ("x", "weight") and tensor.data_ptr() % 16:
+            raise OperandError(f"{name}: begins at {tensor.data_ptr():#x}; expected a multiple of 16 bytes")
+    return num_rows, columns, depth, out
+
+
+def _ceil(count: int, size: int) -> int:
+    return -(-count // size)

@@ -1,0 +1,256 @@
+"""Products with a weight, against fp64 and against themselves, on shapes that straddle tiles, steps and chunks.
+
+Bounds. A tensor core aligns the products of an instruction to the largest of them and cuts off what is below: less than
+2^-23 of it for each product and each addition (Fasi, Higham, Mikaitis, Pranesh, Numerical behavior of NVIDIA tensor cores,
+PeerJ Computer Science 2021), so a sum over the depth is off by at most depth * 2^-22 of the sum of the products' magnitudes;
+sums rounded to nearest (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1) by a quarter of that.
+Rounding to the output's format adds half a unit.
+
+Everything else is equality: the bits of a row depend on nothing but the row and the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+import torch
+
+from quintet.executor.cuda.device import Argument, Device, Kernel, Size
+from quintet.executor.cuda.ops.linear import (
+    MATVEC_ROWS,
+    TILES_OF_16_BITS,
+    TILES_OF_32_BITS,
+    OperandError,
+    SplitMemory,
+    Tile,
+    chunk_steps,
+    matmul,
+    matvec,
+    matvec_parts,
+    splitting_is_faster,
+    tiles_of,
+)
+
+HALF_UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
+DTYPES = tuple(HALF_UNIT)
+ROWS = (1, 2, 3, 15, 16, 17, 64, 65, 130)
+MOST_ROWS = 130
+COLUMNS = 72
+"""A whole tile's columns and a part of another's."""
+DEPTH = 2 * 256 + 24
+"""Two chunks of 16-bit numbers and a part of a third that is not a whole step: see `chunk_steps`."""
+
+every_format = pytest.mark.parametrize("dtype", DTYPES)
+
+
+class Watched:
+    """A device that keeps the grids of what it launches, and says that it is large: a few sums alone do not fill it."""
+
+    def __init__(self, device: Device) -> None:
+        self.torch_device = device.torch_device
+        self.num_multiprocessors = 64
+        self.max_shared_bytes = device.max_shared_bytes
+        self.grids: list[Size] = []
+        self._device = device
+
+    def launch(
+        self, kernel: Kernel, grid: Size, block: Size, args: Sequence[Argument], shared_bytes: int = 0
+    ) -> None:
+        self.grids.append(grid)
+        self._device.launch(kernel, grid, block, args, shared_bytes)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._device, name)
+
+
+def noise(device: Device, dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
+    numbers = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return numbers.to(dtype).to(device.torch_device)
+
+
+def check(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Compare with the sum in fp64, within the bounds at the head of the file."""
+    shift = torch.zeros(len(weight), dtype=torch.float64) if bias is None else bias.double().cpu()
+    exact = x.double().cpu() @ weight.double().cpu().T + shift
+    magnitudes = x.double().cpu().abs() @ weight.double().cpu().abs().T + shift.abs()
+    slack = (x.shape[1] + 8) * 2.0**-22 * magnitudes
+    bound = 1.01 * (slack + HALF_UNIT[y.dtype] * (exact.abs() + slack))
+    error = (y.double().cpu() - exact).abs()
+    worst = int((error - bound).argmax())
+    assert bool((error <= bound).all()), (
+        worst,
+        y.flatten()[worst],
+        exact.flatten()[worst],
+        bound.flatten()[worst],
+    )
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.int32 if tensor.element_size() == 4 else torch.int16)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(bits(a), bits(b))
+
+
+@every_format
+@pytest.mark.parametrize(
+    ("num_rows", "columns", "depth"),
+    [(1, 1, 8), (16, 64, 64), (17, 65, 72), (33, 63, 264), (5, 130, 1032), (65, 8, 136)],
+)
+def test_matmul(device: Device, dtype: torch.dtype, num_rows: int, columns: int, depth: int) -> None:
+    x, weight = noise(device, dtype, num_rows, depth), noise(device, dtype, columns, depth, seed=1)
+    bias = noise(device, dtype, columns, seed=2)
+    memory = SplitMemory(device)
+    check(matmul(device, x, weight), x, weight, None)
+    check(matmul(device, x, weight, bias, memory=memory), x, weight, bias)
+
+
+@every_format
+def test_a_row_does_not_depend_on_the_others(device: Device, dtype: torch.dtype) -> None:
+    x, weight = noise(device, dtype, MOST_ROWS, DEPTH), noise(device, dtype, COLUMNS, DEPTH, seed=1)
+    bias = noise(device, dtype, COLUMNS, seed=2)
+    memory = SplitMemory(device)
+    whole = matmul(device, x, weight, bias)
+    check(whole, x, weight, bias)
+    for num_rows in ROWS:
+        first = (MOST_ROWS - num_rows) // 2
+        some = x[first : first + num_rows]
+        assert same(matmul(device, some, weight, bias, memory=memory), whole[first : first + num_rows]), (
+            num_rows
+        )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tile"),
+    [
+        *((dtype, tile) for dtype in (torch.bfloat16, torch.float16) for tile in TILES_OF_16_BITS),
+        *((torch.float32, tile) for tile in TILES_OF_32_BITS),
+    ],
+)
+def test_every_tile_gives_the_same_bits_split_or_not(device: Device, dtype: torch.dtype, tile: Tile) -> None:
+    num_rows, columns = 37, 133  # of the lowest tiles three, of the tallest a part; columns of three, or two
+    x, weight = noise(device, dtype, num_rows, DEPTH), noise(device, dtype, columns, DEPTH, seed=1)
+    watched = Watched(device)
+    expected = matmul(device, x, weight, tile=tiles_of(dtype)[0])
+    assert same(matmul(watched, x, weight, tile=tile), expected)
+    memory = SplitMemory(device)
+    for _ in range(2):  # the first leaves the tickets as it found them
+        assert same(matmul(watched, x, weight, tile=tile, memory=memory), expected)
+    assert not memory.tickets.any()
+    one, *split = (grid[1] for grid in watched.grids)
+    assert one == 1 and all(chunks >= 3 for chunks in split), watched.grids
+
+
+@every_format
+def test_any_split_memory_gives_the_same_bits(device: Device, dtype: torch.dtype) -> None:
+    x, weight = noise(device, dtype, 3, DEPTH), noise(device, dtype, COLUMNS, DEPTH, seed=1)
+    expected = matmul(device, x, weight)
+    for memory in (SplitMemory(device, max_bytes=4), SplitMemory(device, max_tiles=1), SplitMemory(device)):
+        assert same(matmul(device, x, weight, memory=memory), expected)
+
+
+def test_a_sum_of_nothing_but_minus_zeros_keeps_its_sign_in_every_split(device: Device) -> None:
+    x = torch.zeros(1, DEPTH, dtype=torch.bfloat16, device=device.torch_device)
+    weight = torch.full((8, DEPTH), -1.0, dtype=torch.bfloat16, device=device.torch_device)
+    assert same(matmul(device, x, weight), matmul(device, x, weight, memory=SplitMemory(device)))
+
+
+@every_format
+def test_numbers_beyond_the_ends_are_never_read(device: Device, dtype: torch.dtype) -> None:
+    """NaN behind the last row, the last column and the depth: a product with one would be NaN."""
+    num_rows, columns, depth = 5, 9, 80
+    x = torch.full((num_rows + 1, depth + 8), torch.nan, dtype=dtype, device=device.torch_device)
+    weight = torch.full((columns + 1, depth), torch.nan, dtype=dtype, device=device.torch_device)
+    x[:num_rows, :depth] = noise(device, dtype, num_rows, depth)
+    weight[:columns] = noise(device, dtype, columns, depth, seed=1)
+    check(
+        matmul(device, x[:num_rows, :depth], weight[:columns]), x[:num_rows, :depth], weight[:columns], None
+    )
+    few = x[:MATVEC_ROWS, :depth]
+    check(matvec(device, few, weight[:columns]), few, weight[:columns], None)
+
+
+@every_format
+@pytest.mark.parametrize("width", [70, 71])
+def test_into_columns_of_a_wider_tensor(device: Device, dtype: torch.dtype, width: int) -> None:
+    x, weight = noise(device, dtype, 19, 72), noise(device, dtype, 65, 72, seed=1)
+    wide = torch.full((19, width), 7.0, dtype=dtype, device=device.torch_device)
+    assert matmul(device, x, weight, out=wide[:, 2:67]).data_ptr() == wide[:, 2:].data_ptr()
+    assert same(wide[:, 2:67], matmul(device, x, weight))
+    assert bool((wide[:, :2] == 7).all()) and bool((wide[:, 67:] == 7).all())
+    matvec(device, x[:3], weight, out=wide[:3, 2:67])
+    assert same(wide[:3, 2:67], matvec(device, x[:3], weight))
+    assert bool((wide[:, :2] == 7).all()) and bool((wide[:, 67:] == 7).all())
+
+
+@every_format
+@pytest.mark.parametrize(("columns", "depth"), [(1, 8), (9, 264), (7, 2056), (17, 4104)])
+def test_matvec(device: Device, dtype: torch.dtype, columns: int, depth: int) -> None:
+    x, weight = noise(device, dtype, MATVEC_ROWS, depth), noise(device, dtype, columns, depth, seed=1)
+    bias = noise(device, dtype, columns, seed=2)
+    whole = matvec(device, x, weight, bias)
+    check(whole, x, weight, bias)
+    check(matvec(device, x, weight), x, weight, None)
+    for num_rows in range(1, MATVEC_ROWS):
+        assert same(matvec(device, x[1 : 1 + num_rows], weight, bias), whole[1 : 1 + num_rows])
+
+
+def test_rows_of_a_weight_are_shared_by_warps_where_there_are_few() -> None:
+    sms = 132
+    assert matvec_parts(28672, 8192, sms) == 1
+    assert matvec_parts(1536, 8192, sms) == 4
+    assert matvec_parts(1536, 4096, sms) == 2, "four would have two steps each"
+    assert matvec_parts(64, 2048, sms) == 1
+
+
+def test_sums_are_split_where_that_saves_a_round() -> None:
+    slots = 3 * 132
+    assert splitting_is_faster(64, 4, slots), "a quarter of the machine would work"
+    assert splitting_is_faster(448, 4, slots), "a second round for an eighth of the tiles"
+    assert not splitting_is_faster(2004, 4, slots)
+    assert not splitting_is_faster(64, 1, slots)
+    assert not splitting_is_faster(128, 4, 132)
+
+
+@every_format
+def test_a_chunk_depends_on_the_depth_only_and_there_are_few(dtype: torch.dtype) -> None:
+    for depth in range(8, 20_000, 8):
+        steps = -(-depth * dtype.itemsize // 128)
+        assert 1 <= -(-steps // chunk_steps(depth, dtype)) <= 4
+    depths = [chunk_steps(depth, dtype) for depth in range(8, 20_000, 8)]
+    assert all(a <= b for a, b in pairwise(depths))
+
+
+def test_no_rows(device: Device) -> None:
+    weight = noise(device, torch.bfloat16, 8, 16)
+    assert matmul(device, weight[:0], weight).shape == (0, 8)
+    assert matvec(device, weight[:0], weight).shape == (0, 8)
+
+
+def test_what_a_kernel_cannot_take_is_named(device: Device) -> None:
+    x, weight = noise(device, torch.bfloat16, 5, 64), noise(device, torch.bfloat16, 8, 64)
+    with pytest.raises(OperandError, match=r"weight: \[8, 64\]"):
+        matmul(device, x[:, :56], weight)
+    with pytest.raises(OperandError, match=r"x: depth 12 .* multiple of 8"):
+        matmul(device, x[:, :12], weight[:, :12])
+    with pytest.raises(OperandError, match="weight: strides"):
+        matmul(device, x[:, :16], weight[:, :16])
+    with pytest.raises(OperandError, match=r"x: strides \(1, 5\)"):
+        matmul(device, x.t().contiguous().t(), weight)
+    with pytest.raises(OperandError, match=r"x: begins at .* 16 bytes"):
+        matmul(device, x[:, 4:44], weight[:, :40].contiguous())
+    with pytest.raises(OperandError, match=r"weight: torch.float16 .* expected torch.bfloat16"):
+        matmul(device, x, weight.half())
+    with pytest.raises(OperandError, match=r"bias: \[5\]"):
+        matmul(device, x, weight, x[:, 0].contiguous())
+    with pytest.raises(OperandError, match=r"out: \[5, 64\]"):
+        matmul(device, x, weight, out=x.clone())
+    with pytest.raises(OperandError, match="out: begins at an odd number"):
+        matmul(device, x, weight, out=x.new_empty(5, 10)[:, 1:9])
+    with pytest.raises(OperandError, match=r"x: torch.float64"):
+        matmul(device, x.double(), weight.double())
+    with pytest.raises(OperandError, match="5 rows; matvec takes at most 4"):
+        matvec(device, x, weight)

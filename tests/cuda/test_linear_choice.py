@@ -1,0 +1,128 @@
+"""Who multiplies: chosen by a clock that the test holds, and right whoever it is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from quintet.executor.cuda.device import Device
+from quintet.executor.cuda.linear_choice import DeviceLinears, Way, captured_stopwatch
+from quintet.executor.cuda.ops.linear import matmul, matvec
+from quintet.executor.layers.linear import Linear
+
+CUBLAS, MATMUL, MATVEC = Way.CUBLAS, Way.MATMUL, Way.MATVEC
+
+
+def layer(device: Device, columns: int, depth: int, seed: int = 0) -> Linear:
+    """What of a layer is looked at."""
+    generator = torch.Generator().manual_seed(seed)
+    table = torch.randn(columns, depth, generator=generator).to(torch.bfloat16).to(device.torch_device)
+    bias = torch.randn(columns, generator=generator).to(torch.bfloat16).to(device.torch_device)
+    return cast("Linear", SimpleNamespace(method=SimpleNamespace(table=table, bias=bias), shape=None))
+
+
+def clock(times: list[float]) -> Callable[[Callable[[], None]], float]:
+    """Say these, one after the other, without running what is timed."""
+    left: Iterator[float] = iter(times)
+    return lambda run: next(left)
+
+
+def rows_to_ways(linears: DeviceLinears, weight: torch.Tensor) -> dict[int, Way]:
+    return {rows: linears.way(weight, rows) for rows in (1, 2, 3, 4, 5, 8, 9, 16, 17, 4096)}
+
+
+def test_the_faster_one_multiplies_up_to_its_number_of_rows(
+    device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    linears, one = DeviceLinears(device, batch_invariant=False), layer(device, 24, 64)
+    weight = one.method.table
+    assert weight is not None
+    assert set(rows_to_ways(linears, weight).values()) == {CUBLAS}
+    with caplog.at_level(logging.INFO):
+        # For each of 1, 2 and 4 rows cuBLAS, matmul, matvec; for 8 and 16 cuBLAS, matmul.
+        linears.measure([one], clock([5, 6, 4, 5, 4, 6, 5, 4.95, 6, 5, 4, 5, 6]))
+    assert rows_to_ways(linears, weight) == {
+        1: MATVEC,
+        2: MATMUL,
+        3: CUBLAS,  # as 4 rows, where ours is faster by less than the noise
+        4: CUBLAS,
+        5: MATMUL,
+        8: MATMUL,
+        9: CUBLAS,
+        16: CUBLAS,
+        17: CUBLAS,
+        4096: CUBLAS,
+    }
+    assert [record.getMessage() for record in caplog.records] == [
+        "linear layers of 1, 2, 4, 8, 16 rows: 24x64 bf16 matvec matmul cublas matmul cublas; more rows: cublas"
+    ]
+    assert linears.way(weight[:16], 1) is CUBLAS, "a shape that was not measured"
+
+
+def test_batch_invariant_is_always_ours_in_one_order(device: Device) -> None:
+    linears, one = DeviceLinears(device, batch_invariant=True), layer(device, 24, 64)
+    weight = one.method.table
+    assert weight is not None
+    linears.measure([one], clock([]))
+    assert set(rows_to_ways(linears, weight).values()) == {MATMUL}
+
+
+def test_a_weight_that_our_kernels_cannot_read_is_not_tried(device: Device) -> None:
+    linears, one = DeviceLinears(device, batch_invariant=False), layer(device, 24, 60)
+    linears.measure([one], clock([5, 5, 5, 5, 5]))
+    assert one.method.table is not None
+    assert linears.way(one.method.table, 1) is CUBLAS
+
+
+def test_layers_of_one_shape_are_timed_together_and_each_in_turn(device: Device) -> None:
+    """So that a weight is read from memory as in a step, not from a cache that the run before it filled."""
+    layers = [layer(device, 16, 64, seed) for seed in range(3)]
+    linears = DeviceLinears(device, batch_invariant=False)
+    multiplied: list[int] = []
+    run_one = linears._run
+
+    def watched(way: Way, x: torch.Tensor, weight: torch.Tensor, *rest: torch.Tensor | None) -> torch.Tensor:
+        multiplied.append(weight.data_ptr())
+        return run_one(way, x, weight, *rest)
+
+    linears._run = watched  # type: ignore[method-assign,assignment]
+    captured_ms = captured_stopwatch(device, repeats=1)
+
+    def count(run: Callable[[], None]) -> float:
+        del multiplied[:]
+        took = captured_ms(run)
+        each = [one.method.table.data_ptr() for one in layers if one.method.table is not None]
+        assert multiplied[:3] == each and len(multiplied) % 3 == 0
+        return took
+
+    linears.measure(layers, count)
+    assert multiplied
+
+
+@pytest.mark.parametrize("way", list(Way))
+def test_whoever_multiplies(device: Device, way: Way) -> None:
+    """cuBLAS against itself; ours against the kernels, which have tests of their own."""
+    one = layer(device, 24, 64)
+    weight, bias = one.method.table, one.method.bias
+    assert weight is not None and bias is not None
+    x = torch.randn(3, 64).to(torch.bfloat16).to(device.torch_device)
+    linears = DeviceLinears(device, batch_invariant=False)
+    linears.measure(
+        [one], clock([1 if way is tried else 2 for tried in [CUBLAS, MATMUL, MATVEC] * 3] + [1, 1] * 2)
+    )
+    assert linears.way(weight, 3) is way
+    expected = {
+        CUBLAS: lambda: F.linear(x, weight, bias),
+        MATMUL: lambda: matmul(device, x, weight, bias),
+    }.get(way, lambda: matvec(device, x, weight, bias))()
+    assert torch.equal(linears.apply(one, x), expected)
+    out = torch.empty_like(expected)
+    assert linears.apply(one, x, out) is out and torch.equal(out, expected)
+    bare = linears.multiply(x, weight)
+    assert torch.equal(bare, linears.multiply(x, weight, None, out)) and not torch.equal(bare, expected)
