@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.gpu.engine import EngineAlone
+from bench.gpu.engine import EngineAlone, finish_chores
 from bench.gpu.shapes import engine_config, shape_for
 from bench.gpu.workload import Work, requests
 from quintet.executor.worker import make_worker
@@ -59,6 +59,7 @@ def measure_alone(work: Work, device: str, num: int) -> Rates:
             max_num_batched_tokens=limits.max_num_batched_tokens,
         )
         worker = make_worker(config)
+    finish_chores(worker)
     taken, tokens = 0.0, 0
     for seed, count in ((1, max(4, num // 8)), (0, num)):  # the first warms up
         engine = EngineAlone(config, worker)

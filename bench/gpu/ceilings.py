@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import torch
@@ -80,7 +81,7 @@ def tell_others(device: torch.device, report: Report) -> None:
     host = torch.ones(num_bytes // 4, pin_memory=device.type == "cuda")
     part = floats[: len(host)]
     for name, target, source in (("host to device", part, host), ("device to host", host, part)):
-        taken = median(seconds(device, lambda t=target, s=source: t.copy_(s, non_blocking=True), 5))  # type: ignore[misc]
+        taken = median(seconds(device, partial(target.copy_, source, non_blocking=True), 5))
         report.figure(Figure(f"{name}, pinned", num_bytes / taken / 1e9, "GB/s"))
     if device.type == "cuda":
         small = torch.ones(8, device=device)

@@ -17,7 +17,7 @@ from quintet.wire.codec import pack_i32, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig
 from quintet.wire.messages import Admit
 from quintet.wire.params import SamplingParams
-from quintet.wire.step import Capacity, StepPlan, TokenLogprobs
+from quintet.wire.step import Capacity, PromptLogprobs, StepPlan, TokenLogprobs
 
 MAX_IN_FLIGHT = 2
 """As the server's default (`SchedulerConfig.depth`)."""
@@ -69,6 +69,12 @@ def drive(worker: StepWorker, plans: Iterable[StepPlan], max_in_flight: int = MA
     return timing
 
 
+def finish_chores(worker: StepWorker) -> None:
+    """Have done what a server does while nobody asks anything, such as capturing graphs."""
+    while worker.has_chores:
+        worker.do_chore()
+
+
 class EngineAlone:
     """The real core over a worker, in one process: what the engine does without HTTP, text, and sockets."""
 
@@ -79,6 +85,7 @@ class EngineAlone:
         self.outputs: dict[int, list[int]] = {}
         self.logprobs: dict[int, list[TokenLogprobs]] = {}
         """What was told of each output token, of the requests that asked for it."""
+        self.prompt_logprobs: dict[int, list[PromptLogprobs]] = {}
         self.num_steps = 0
         limits = (config.scheduler.max_num_seqs, config.model.max_model_len)
         self._pending: deque[Pending] = deque()
@@ -116,3 +123,5 @@ class EngineAlone:
                 at += count
             for told in tokens.logprobs:
                 self.logprobs.setdefault(requests[told.row], []).append(told)
+            for part in tokens.prompt_logprobs:
+                self.prompt_logprobs.setdefault(requests[part.row], []).append(part)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+import time
 from pathlib import Path
 
 from bench.gpu.alone import limits_for, measure_alone_elsewhere
@@ -29,6 +30,8 @@ SHARES = (0.5, 0.8, 1.0)
 """Arrival rates, as shares of what the engine alone finishes."""
 RATE_S = 12.0
 """About how long requests arrive at each rate."""
+SETTLE_S = 90.0
+"""How long a server may take, once it is ready, to do what it does while nobody waits."""
 
 
 def play(server: Server, asked: list[Asked], rate: float | None) -> Summary:
@@ -43,6 +46,18 @@ def play(server: Server, asked: list[Asked], rate: float | None) -> Summary:
             f"only {summary.num_completed} of {len(asked)} requests ended well: {summary.failures}"
         )
     return summary
+
+
+def settle(server: Server) -> None:
+    """Wait until the executor does nothing: it captures graphs while nobody asks anything."""
+    deadline = time.monotonic() + SETTLE_S
+    spent = server.cpu_seconds()["executor"]
+    while time.monotonic() < deadline:
+        time.sleep(1.0)
+        before, spent = spent, server.cpu_seconds()["executor"]
+        if spent - before < 0.1:
+            return
+    raise SystemExit(f"the executor is still busy after {SETTLE_S:.0f} s in which nobody asked anything")
 
 
 def tell(name: str, summary: Summary, report: Report) -> None:
@@ -95,6 +110,7 @@ def measure(device: str, num: int, report: Report) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         write_model(Path(scratch), device)
         with serve(scratch, [*server_flags(device), "--no-enable-prefix-caching"]) as server:
+            settle(server)
             play(server, asked(max(4, num // 8), 1), None)  # warms up
             at_once = play(server, asked(num, 0), None)
             tell("HTTP, all at once", at_once, report)

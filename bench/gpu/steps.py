@@ -21,7 +21,7 @@ from statistics import median
 import torch
 
 from bench.gpu.ceilings import Ceilings, measure_ceilings, tell_ceilings
-from bench.gpu.engine import MAX_IN_FLIGHT, Timing, drive
+from bench.gpu.engine import MAX_IN_FLIGHT, Timing, drive, finish_chores
 from bench.gpu.figures import Figure, Report, add_report_argument
 from bench.gpu.plans import Batch, NoRoom, Plans
 from bench.gpu.shapes import BLOCK_SIZE, Shape, engine_config, shape_for
@@ -94,6 +94,7 @@ def open_bench(
     )
     plans = Plans(shape.vocab_size, worker.num_blocks, BLOCK_SIZE, grid.max_model_len)
     drive(worker, plans.fill(grid.chunk))
+    finish_chores(worker)
     return Bench(worker, shape, plans, ceilings)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from bench.gpu.figures import Figure, Report, add_report_argument
-from bench.gpu.serving import server_flags, write_model
+from bench.gpu.serving import server_flags, settle, write_model
 from bench.overhead.server import Server, serve
 from bench.timeline.__main__ import SERVED_AS, decoding, drive
 from quintet.deploy.step_account import account, bars_of, read_folder
@@ -43,6 +43,7 @@ def measure(device: str, streams: int, traces: Path, report: Report) -> None:
         model.mkdir()
         write_model(model, device)
         with serve(model, [*server_flags(device, SERVED_AS), "--trace", str(spans)]) as server:
+            settle(server)
             drive(server, streams, 16, output_len, seed=1)  # warms up
             before, (computed, _) = server.histogram(GAP), server.histogram(COMPUTE)
             drive(server, streams, 16, output_len, seed=2)

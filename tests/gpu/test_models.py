@@ -1,32 +1,192 @@
-"""Row 2 of docs/gpu.md: greedy tokens equal transformers' in fp32, computed on the device."""
+"""Rows ``models-fp32`` and ``models-bf16`` of docs/gpu.md: what the engine says is what transformers says.
+
+fp32: greedy tokens are equal. bf16: two implementations round differently, so tokens match at most positions. Counted is the
+share of positions where both take the same token after the same text, once for prompts (transformers' own continuations, fed
+to the engine whole) and once for decoding (the engine's continuation, up to and including its first other token: after that
+the texts differ).
+"""
 
 from __future__ import annotations
 
+import json
+import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
-from tests.models.conftest import serve
+import transformers
+from bench.gpu.engine import EngineAlone
+from bench.gpu.figures import Figure, Report
+from tests.gpu.small import BLOCK_SIZE, ready_worker, with_blocks, with_scheduler
+from tests.models.conftest import engine_config, serve
 from tests.models.test_engine import GREEDY, NUM_TOKENS, House, changed
 from tests.models.test_families import FAMILIES, prompts_of
 
+from quintet.executor.interface import StepWorker
 from quintet.executor.worker import make_worker
+from quintet.wire.config import EngineConfig
+from quintet.wire.params import SamplingParams
 
 __all__ = ["serve"]
 
+NUM_DRAWN = 128
+PROMPT_LENGTHS = (7, 16, 33, 64)
+VOCAB = 512
+LEAST_MATCH = 95.0
+
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "head_dim": 64,
+}
+SMALLER = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
+
+BF16_FAMILIES: dict[str, Callable[..., transformers.PretrainedConfig]] = {
+    "llama": transformers.LlamaConfig,
+    "qwen2": transformers.Qwen2Config,
+    "qwen3": transformers.Qwen3Config,
+    "mistral": lambda **shape: transformers.MistralConfig(**shape, sliding_window=48),
+}
+
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_models_equal_transformers(family: str, serve: Callable[..., Any]) -> None:
-    torch.backends.cuda.matmul.allow_tf32 = False
+def test_fp32_tokens_equal_transformers(family: str, serve: Callable[..., Any], device_name: str) -> None:
     served = serve(FAMILIES[family](), max_model_len=96)
     prompts = prompts_of()
     expected = [served.greedy(prompt, NUM_TOKENS) for prompt in prompts]
     config = changed(served.config, max_num_batched_tokens=17)
-    config = msgspec.structs.replace(config, executor=msgspec.structs.replace(config.executor, device="cuda"))
+    config = msgspec.structs.replace(
+        config, executor=msgspec.structs.replace(config.executor, device=device_name)
+    )
     house = House(config, make_worker(config))
     for i, prompt in enumerate(prompts):
         house.admit(i + 1, prompt, GREEDY)
     house.run()
     assert [house.outputs[i + 1] for i in range(len(prompts))] == expected
+
+
+class Pair:
+    """One random checkpoint in bf16: transformers' model on the device, and the engine that loaded it."""
+
+    def __init__(self, family: str, folder: Path, device_name: str) -> None:
+        shape = SHAPE if device_name == "cuda" else SHAPE | SMALLER
+        torch.manual_seed(1)
+        model = transformers.AutoModelForCausalLM.from_config(BF16_FAMILIES[family](**shape)).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():  # far from uniform, biases and norms too
+                if parameter.dim() == 1:
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+                else:
+                    parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
+        model = model.to(torch.bfloat16)
+        model.save_pretrained(folder)
+        self.reference: Any = model.to(device_name)
+        card = json.loads((folder / "config.json").read_bytes())
+        config = engine_config(folder, card, BLOCK_SIZE, 256, "bfloat16", device=device_name)
+        self.config: EngineConfig = with_scheduler(with_blocks(config, 64 * 16), max_num_seqs=64)
+        self.worker: StepWorker = ready_worker(self.config)
+
+    def continuations(self, prompts: list[list[int]]) -> list[list[int]]:
+        """Return what transformers draws greedily; prompts of one length at a time, so that nothing is padded."""
+        drawn = {}
+        for length in {len(prompt) for prompt in prompts}:
+            which = [i for i, prompt in enumerate(prompts) if len(prompt) == length]
+            ids = torch.tensor([prompts[i] for i in which], device=self.reference.device)
+            with torch.inference_mode():
+                out = self.reference.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=NUM_DRAWN,
+                    do_sample=False,
+                    eos_token_id=None,
+                    pad_token_id=0,
+                )
+            drawn |= dict(zip(which, out[:, length:].tolist(), strict=True))
+        return [drawn[i] for i in range(len(prompts))]
+
+    def ask(self, prompts: list[list[int]], params: SamplingParams) -> EngineAlone:
+        """Return the engine after it has answered all prompts, numbered from 1."""
+        engine = EngineAlone(self.config, self.worker)
+        for number, prompt in enumerate(prompts, 1):
+            engine.admit(number, prompt, params)
+        engine.run()
+        return engine
+
+
+@pytest.mark.parametrize("family", BF16_FAMILIES)
+def test_bf16_tokens_match_transformers(
+    family: str, tmp_path: Path, device_name: str, report: Report
+) -> None:
+    pair = Pair(family, tmp_path, device_name)
+    draw = random.Random(0)
+    prompts = [
+        [draw.randrange(VOCAB) for _ in range(length)]
+        for length in PROMPT_LENGTHS
+        for _ in range(16 if device_name == "cuda" else 2)
+    ]
+    expected = pair.continuations(prompts)
+    greedy = SamplingParams(temperature=0.0, max_tokens=NUM_DRAWN, ignore_eos=True)
+    told = pair.ask(prompts, greedy).outputs
+    shares = [
+        share_in_decode([told[i] for i in range(1, len(prompts) + 1)], expected),
+        share_in_prompts(pair, prompts, expected),
+    ]
+    for what, share in zip(("decoding", "prompts"), shares, strict=True):
+        report.figure(Figure(f"{family}, bf16: same token, {what}", share, "%", LEAST_MATCH))
+    report.figure(
+        Figure(f"{family}, bf16: mean KL from transformers", divergence(pair, prompts, expected), "nats")
+    )
+    assert min(shares) >= LEAST_MATCH
+
+
+def share_in_decode(told: list[list[int]], expected: list[list[int]]) -> float:
+    """Return the percentage of compared positions with the same token."""
+    same = compared = 0
+    for ours, theirs in zip(told, expected, strict=True):
+        assert len(ours) == len(theirs) == NUM_DRAWN
+        first_other = next((i for i in range(NUM_DRAWN) if ours[i] != theirs[i]), NUM_DRAWN)
+        same += first_other
+        compared += min(first_other + 1, NUM_DRAWN)
+    return 100 * same / compared
+
+
+def share_in_prompts(pair: Pair, prompts: list[list[int]], expected: list[list[int]]) -> float:
+    """Return the percentage of transformers' tokens that are the engine's most likely ones, given the text before them."""
+    whole = [prompt + drawn for prompt, drawn in zip(prompts, expected, strict=True)]
+    engine = pair.ask(whole, SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0))
+    ranks = [
+        np.concatenate([np.frombuffer(each.ranks, np.int32) for each in engine.prompt_logprobs[number]])
+        for number in range(1, len(whole) + 1)
+    ]
+    return 100 * float(np.mean([(rank[-NUM_DRAWN:] == 1).mean() for rank in ranks]))
+
+
+def divergence(pair: Pair, prompts: list[list[int]], expected: list[list[int]]) -> float:
+    """Return the mean over positions of KL(transformers || engine), over the whole vocabulary, for four texts."""
+    which = range(0, len(prompts), max(1, len(prompts) // 4))
+    whole = [prompts[i] + expected[i] for i in which]
+    engine = pair.ask(whole, SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=VOCAB))
+    found = []
+    for number, text in enumerate(whole, 1):
+        ours = np.full((len(text) - 1, VOCAB), np.nan, np.float32)
+        for part in engine.prompt_logprobs[number]:
+            ids = np.frombuffer(part.token_ids, np.int32).reshape(-1, part.width)
+            values = np.frombuffer(part.logprobs, np.float32).reshape(-1, part.width)
+            at = np.arange(part.first - 1, part.first - 1 + len(ids))
+            ours[at[:, None], ids] = values
+        assert not np.isnan(ours).any(), "a token of the vocabulary was not reported"
+        with torch.inference_mode():
+            ids = torch.tensor([text], device=pair.reference.device)
+            theirs = torch.log_softmax(pair.reference(ids).logits[0, :-1].float(), -1).cpu()
+        gap = theirs.exp() * (theirs - torch.from_numpy(ours))
+        found.append(gap.sum(-1).mean().item())
+    return float(np.mean(found))

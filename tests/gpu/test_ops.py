@@ -1,4 +1,4 @@
-"""Row 1 of docs/gpu.md: what the device computes equals what the processor computes, on odd shapes."""
+"""Row ``kernels`` of docs/gpu.md, second half: torch's operations on the device equal those on the processor, on odd shapes."""
 
 from __future__ import annotations
 
@@ -14,18 +14,22 @@ SHAPES = [(1, 8), (3, 130), (257, 1030)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_ops_norm_and_activation(shape: tuple[int, int]) -> None:
-    ops = ops_of("cuda")
+def test_ops_norm_and_activation(shape: tuple[int, int], device_name: str) -> None:
+    ops = ops_of(device_name)
     x, weight = torch.randn(shape), torch.randn(shape[1])
-    torch.testing.assert_close(ops.rms_norm(x.cuda(), weight.cuda(), 1e-6).cpu(), rms_norm(x, weight, 1e-6))
+    torch.testing.assert_close(
+        ops.rms_norm(x.to(device_name), weight.to(device_name), 1e-6).cpu(), rms_norm(x, weight, 1e-6)
+    )
     gate_up = torch.randn(20, shape[1]) * shape[1] ** -0.5
-    gated = linear(x.cuda(), gate_up.cuda(), None, Activation.SILU_AND_MUL).cpu()
+    gated = linear(x.to(device_name), gate_up.to(device_name), None, Activation.SILU_AND_MUL).cpu()
     torch.testing.assert_close(gated, linear(x, gate_up, None, Activation.SILU_AND_MUL), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_ops_argmax_takes_the_lowest_of_equals(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_ops_argmax_takes_the_lowest_of_equals(
+    shape: tuple[int, int], dtype: torch.dtype, device_name: str
+) -> None:
     logits = torch.randn(shape).round().to(dtype)
     lowest = (logits == logits.amax(-1, keepdim=True)).to(torch.uint8).argmax(-1)
-    assert torch.equal(argmax(logits.cuda()).cpu(), lowest)
+    assert torch.equal(argmax(logits.to(device_name)).cpu(), lowest)

@@ -1,0 +1,117 @@
+"""Cases of `bench.gpu.kernels` that are bound by bandwidth alone: norms, gates, rotation with the KV write, block copies.
+
+Sizes are those of a Llama-3-8B layer in bf16: 32 query heads and 8 KV heads of 128, 4,096 wide, 14,336 in the middle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from bench.gpu.kernel_rows import blocks_for, step_rows
+from bench.gpu.kernels import Case, num_calls
+from bench.gpu.shapes import BLOCK_SIZE
+from quintet.executor.cuda.device import Device
+from quintet.executor.cuda.ops.activation import Gate, gated
+from quintet.executor.cuda.ops.blocks import BlockPool, copy_blocks
+from quintet.executor.cuda.ops.norm import add_rms_norm, rms_norm
+from quintet.executor.cuda.ops.rope_kv import rope_kv
+
+BF16 = torch.bfloat16
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+LAYERS = 32
+
+
+def cases(device: Device, toy: bool) -> Iterator[Case]:
+    """Yield the cases, at a decode step's sizes and at a prompt's."""
+    for tokens in (2, 5) if toy else (1, 256, 4096):
+        yield norm(device, tokens, 64 if toy else 4096, toy)
+        yield add_norm(device, tokens, 64 if toy else 4096, toy)
+        yield gate(device, tokens, 64 if toy else 14336, toy)
+        yield rotation(device, tokens, toy)
+    yield copies(device, 2 if toy else 512, toy)
+
+
+def norm(device: Device, tokens: int, width: int, toy: bool) -> Case:
+    """RMSNorm: a row is read and written."""
+    moved = 4.0 * tokens * width
+    where = device.torch_device
+    weight = torch.ones(width, dtype=BF16, device=where)
+    pairs = [
+        (x := torch.randn(tokens, width, device=where).to(BF16), torch.empty_like(x))
+        for _ in range(num_calls(moved, toy))
+    ]
+    calls = [partial(rms_norm, device, x, weight, 1e-5, out) for x, out in pairs]
+    return Case(f"rms_norm, {tokens} tokens", calls, moved)
+
+
+def add_norm(device: Device, tokens: int, width: int, toy: bool) -> Case:
+    """Add and RMSNorm: two rows are read, two written."""
+    moved = 8.0 * tokens * width
+    where = device.torch_device
+    weight = torch.ones(width, dtype=BF16, device=where)
+    trios = [
+        (
+            x := torch.randn(tokens, width, device=where).to(BF16),
+            torch.zeros_like(x),
+            torch.empty_like(x),
+        )
+        for _ in range(num_calls(moved, toy))
+    ]
+    calls = [partial(add_rms_norm, device, x, residual, weight, 1e-5, out) for x, residual, out in trios]
+    return Case(f"add_rms_norm, {tokens} tokens", calls, moved)
+
+
+def gate(device: Device, tokens: int, width: int, toy: bool) -> Case:
+    """SiLU and multiply: two halves are read, one written."""
+    moved = 6.0 * tokens * width
+    where = device.torch_device
+    pairs = [
+        (
+            torch.randn(tokens, 2 * width, device=where).to(BF16),
+            torch.empty(tokens, width, dtype=BF16, device=where),
+        )
+        for _ in range(num_calls(moved, toy))
+    ]
+    calls = [partial(gated, device, x, Gate.SILU, out) for x, out in pairs]
+    return Case(f"silu_and_mul, {tokens} tokens", calls, moved)
+
+
+def rotation(device: Device, tokens: int, toy: bool) -> Case:
+    """Rotation of queries and keys, and the write of keys and values: all of qkv is read and written."""
+    where = device.torch_device
+    heads = HEADS + 2 * KV_HEADS
+    moved = 4.0 * tokens * heads * HEAD_DIM
+    rows = step_rows(device, tokens, 0, 1)
+    angles = torch.rand(tokens, HEAD_DIM // 2, device=where).repeat(1, 2)
+    cos, sin = angles.cos().to(BF16), angles.sin().to(BF16)
+    shape = (2, blocks_for(tokens, 1), KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+    count = num_calls(moved, toy)
+    caches = [torch.zeros(shape, dtype=BF16, device=where) for _ in range(min(count, 2))]
+    inputs = [torch.randn(tokens, heads, HEAD_DIM, device=where).to(BF16) for _ in range(count)]
+    calls = [
+        partial(rope_kv, device, qkv, HEADS, cos, sin, caches[i % len(caches)], rows)
+        for i, qkv in enumerate(inputs)
+    ]
+    return Case(f"rope and KV write, {tokens} tokens", calls, moved)
+
+
+def copies(device: Device, num_pairs: int, toy: bool) -> Case:
+    """Block copies: every byte of a block is read and written, in all layers."""
+    layers = 2 if toy else LAYERS
+    num_blocks = 2 * num_pairs
+    kv_heads, head_dim = (2, 16) if toy else (KV_HEADS, HEAD_DIM)
+    shape = (2, num_blocks, kv_heads, BLOCK_SIZE, head_dim)
+    memory = [torch.zeros(shape, dtype=BF16, device=device.torch_device) for _ in range(layers)]
+    pool = BlockPool.of(device, memory)
+    pairs = (
+        torch.arange(num_blocks, dtype=torch.int32).view(2, num_pairs).T.contiguous().to(device.torch_device)
+    )
+    moved = 2.0 * layers * 2 * num_pairs * kv_heads * BLOCK_SIZE * head_dim * 2
+    return Case(
+        f"copy of {num_pairs} blocks, {layers} layers",
+        [partial(copy_blocks, device, pool, pool, pairs)],
+        moved,
+    )

@@ -1,0 +1,53 @@
+"""The rows of a step for a kernel that is timed alone: equally long requests, their blocks scattered over the cache."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from bench.gpu.shapes import BLOCK_SIZE
+from quintet.executor.cuda.device import Device
+from quintet.executor.cuda.ops.tables import StagingLayout, apply_plan, pack_staging
+from quintet.executor.cuda.rows import StepRows
+from quintet.executor.cuda.tables import DeviceTables, StepMemory
+from quintet.wire.codec import pack_i32, pack_u8
+from quintet.wire.step import StepPlan
+
+
+def blocks_for(num_rows: int, length: int) -> int:
+    """Return how many blocks hold so many rows of this length."""
+    return num_rows * -(-length // BLOCK_SIZE)
+
+
+def step_rows(device: Device, num_rows: int, start: int, count: int) -> StepRows:
+    """Return rows that have ``start`` tokens of KV and compute ``count`` more, in a cache of exactly their blocks."""
+    length = start + count
+    num_blocks, columns = blocks_for(num_rows, length), -(-length // BLOCK_SIZE)
+    order = np.random.default_rng(0).permutation(num_blocks)
+    entries = [
+        (row, column, int(order[row * columns + column]))
+        for row in range(num_rows)
+        for column in range(columns)
+    ]
+    plan = StepPlan(
+        step=1,
+        sent_ns=0,
+        freed=b"",
+        new_rows=[],
+        blocks=pack_i32([value for entry in entries for value in entry]),
+        copies=b"",
+        slots=pack_i32(range(num_rows)),
+        starts=pack_i32([start] * num_rows),
+        counts=pack_i32([count] * num_rows),
+        samples=pack_u8([1] * num_rows),
+    )
+    tables = DeviceTables.reserve(num_rows, length, BLOCK_SIZE, device.torch_device)
+    memory = StepMemory(tables, num_rows * count)
+    layout = StagingLayout.of(tables, num_blocks)
+    words = np.zeros(layout.num_words(plan), np.int32)
+    packed = pack_staging(plan, layout, words)
+    rows = memory.rows(packed.num_rows, packed.num_tokens, packed.max_count)
+    staging = torch.from_numpy(words[: packed.num_words]).to(device.torch_device)
+    apply_plan(device, staging, tables, rows, memory.sampled(num_rows))
+    device.synchronize()
+    return rows

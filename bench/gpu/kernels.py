@@ -1,0 +1,128 @@
+"""Each kernel by itself: what it reads and writes, or multiplies, in a second, beside what the device can do.
+
+    python -m bench.gpu.kernels [--only attention linear] [--device cpu]
+
+A suite of cases for each kind of kernel (`SUITES`). A case is several calls of the same size on different memory, so that
+nothing is found in the device's caches that a model's next layer would not find there; they are captured as one graph, so that
+what is timed is the device and not Python. On a CPU, kernels run on the emulator of tests/cuda, in toy sizes: that debugs the
+cases and measures nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from bench.gpu.ceilings import Ceilings, measure_ceilings, tell_ceilings
+from bench.gpu.figures import Figure, Report, add_report_argument
+from quintet.executor.cuda.device import Device
+from quintet.executor.platforms.cuda import open_cuda_device, open_platform
+from quintet.wire.config import ExecutorConfig
+
+REPEATS = 20
+COLD_BYTES = 256 << 20
+"""Five times the largest cache of a device that this is meant for (H200: 50 MB): what the calls of a case should touch."""
+MAX_CALLS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One kernel at one size."""
+
+    name: str
+    calls: Sequence[Callable[[], object]]
+    """The same work on different memory; graph-safe."""
+    num_bytes: float = 0.0
+    """What one call must read and write."""
+    flops: float = 0.0
+    """What one call must multiply and add; 0 where bandwidth alone limits."""
+    at_least: float | None = None
+    """Percent of the ceiling that it should reach: of the rate where there are ``flops``, else of the bandwidth."""
+
+
+Cases = Callable[[Device, bool], Iterator[Case]]
+"""Yields the cases of a suite; the flag asks for toy sizes."""
+
+SUITES = {
+    "pointwise": "bench.gpu.kernel_pointwise:cases",
+}
+"""Name to the function that yields its cases."""
+
+
+def num_calls(bytes_each: float, toy: bool) -> int:
+    """Return how many calls, each on memory of its own, leave nothing in the caches for the next round."""
+    return 2 if toy else max(2, min(MAX_CALLS, round(COLD_BYTES / max(bytes_each, 1))))
+
+
+def open_device(name: str) -> Device:
+    """Return the GPU with our kernels, or the emulator."""
+    if name == "cpu":
+        from tests.cuda.emulated import EmulatedDevice
+
+        return EmulatedDevice()
+    config = ExecutorConfig(device="cuda", batch_invariant=True)  # which makes missing kernels an error
+    open_platform(config)
+    opened = open_cuda_device(config)
+    assert opened is not None, "open_cuda_device raises where kernels are a must"
+    return opened
+
+
+def time_case(device: Device, case: Case, repeats: int) -> float:
+    """Return the seconds of one call: the median over ``repeats`` rounds of all of them."""
+
+    def round_() -> None:
+        for call in case.calls:
+            call()
+
+    round_()
+    replay = device.capture(round_)
+    replay()
+    events = [device.record()]
+    for _ in range(repeats):
+        replay()
+        events.append(device.record())
+    device.synchronize()
+    rounds = [later.elapsed_ms(since=before) for before, later in itertools.pairwise(events)]
+    return median(rounds) / 1e3 / len(case.calls)
+
+
+def tell(case: Case, taken_s: float, ceilings: Ceilings, report: Report) -> None:
+    """Tell time, rate, and share of what the device can do."""
+    report.figure(Figure(case.name, taken_s * 1e6, "µs"))
+    if case.flops:
+        share = 100 * case.flops / taken_s / ceilings.flops
+        report.figure(Figure(f"{case.name}, of the matmul rate", share, "%", case.at_least))
+    elif case.num_bytes:
+        share = 100 * case.num_bytes / taken_s / ceilings.copy_bytes_per_s
+        report.figure(Figure(f"{case.name}, of the bandwidth", share, "%", case.at_least))
+
+
+def main() -> None:
+    """Parse the command line and measure."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=SUITES, default=list(SUITES), help="these suites")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    add_report_argument(parser)
+    arguments = parser.parse_args()
+    report, toy = Report(arguments.figures), arguments.device == "cpu"
+    device = open_device(arguments.device)
+    ceilings = measure_ceilings(device.torch_device)
+    tell_ceilings(ceilings, report)
+    torch.manual_seed(0)
+    for name in arguments.only:
+        module, _, function = SUITES[name].partition(":")
+        cases: Cases = getattr(importlib.import_module(module), function)
+        for case in cases(device, toy):
+            tell(case, time_case(device, case, 2 if toy else REPEATS), ceilings, report)
+
+
+if __name__ == "__main__":
+    main()

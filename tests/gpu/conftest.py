@@ -1,0 +1,122 @@
+"""What the tests of a GPU share: the real device, what they tell the checklist, and the kernels' own tests once more.
+
+`pytest tests/gpu` needs a GPU. `pytest tests/gpu --device cpu` runs the same tests on the processor, and kernels on the
+emulator: that debugs the tests, and says nothing of a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from bench.gpu.figures import Report
+
+from quintet.executor.cuda.device import Device
+from quintet.wire.config import ExecutorConfig
+
+KERNEL_TESTS = Path(__file__).resolve().parents[1] / "cuda"
+COLLECTOR = "test_kernels.py"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Declare what `bench.gpu.check` gives every row."""
+    parser.addoption("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: debug these tests")
+    parser.addoption("--figures", type=Path, default=None, help="append figures here, as JSON lines")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """End at once without a GPU: tests that were all skipped would look as if they had passed."""
+    if session.config.getoption("--device") == "cuda" and not torch.cuda.is_available():
+        pytest.exit("torch sees no CUDA device; `--device cpu` debugs these tests without one", returncode=2)
+
+
+class KernelTests(pytest.File):
+    """The tests of tests/cuda, collected beneath this folder: so it is this file's `device` that they get."""
+
+    def collect(self) -> Iterable[pytest.Collector]:
+        """Return their modules."""
+        for path in sorted(KERNEL_TESTS.glob("test_*.py")):
+            yield pytest.Module.from_parent(self, path=path)
+
+
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    """Collect them where the file stands that says so."""
+    if file_path.name != COLLECTOR:
+        return None
+    collector: pytest.Collector = KernelTests.from_parent(parent, path=file_path)
+    return collector
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out those that launch nothing, or provoke what only the emulator survives."""
+    left_out = [item for item in items if item.path.parent == KERNEL_TESTS and not takes_any_device(item)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
+
+def takes_any_device(item: pytest.Item) -> bool:
+    """Return whether a test of tests/cuda asks for a `Device` of whatever kind."""
+    assert isinstance(item, pytest.Function)
+    return "device" in item.fixturenames and item.function.__annotations__.get("device") == "Device"
+
+
+class Told:
+    """Keeps names and reasons of failures for the checklist."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Tell of a test that failed."""
+        if report.failed:
+            lines = report.longreprtext.strip().splitlines()
+            self._report.remark(f"{report.nodeid}: {report.when} failed: {lines[-1] if lines else ''}")
+
+
+REPORT = pytest.StashKey[Report]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Open the report."""
+    config.stash[REPORT] = Report(config.getoption("--figures"))
+    config.pluginmanager.register(Told(config.stash[REPORT]))
+
+
+@pytest.fixture(scope="session")
+def report(request: pytest.FixtureRequest) -> Report:
+    """Where a test tells its figures."""
+    return request.config.stash[REPORT]
+
+
+@pytest.fixture(scope="session")
+def device_name(request: pytest.FixtureRequest) -> str:
+    """``cuda``, or ``cpu`` for debugging."""
+    name: str = request.config.getoption("--device")
+    return name
+
+
+@pytest.fixture(scope="session")
+def device(device_name: str) -> Device:
+    """The GPU, through CuPy; it is our kernels that are tested, so that none can be had is a failure."""
+    if device_name == "cpu":
+        from tests.cuda.emulated import EmulatedDevice
+
+        return EmulatedDevice()
+    from quintet.executor.platforms.cuda import open_cuda_device, open_platform
+
+    config = ExecutorConfig(device="cuda", batch_invariant=True)  # which makes missing kernels an error
+    open_platform(config)
+    opened = open_cuda_device(config)
+    assert opened is not None, "our kernels cannot be used: the log says why"
+    return opened
+
+
+@pytest.fixture(autouse=True)
+def exact_fp32() -> Iterator[None]:
+    """No TF32 in torch's own products: fp32 means fp32."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before

@@ -1,0 +1,87 @@
+"""Row ``steps`` of docs/gpu.md: how a step is run changes no token.
+
+Batches keep their composition where cuBLAS multiplies, whose bits may depend on it; where the composition changes with the
+mode (preemption, swapping), the engine is batch-invariant, so that equality is still what is promised.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from bench.gpu.engine import finish_chores
+from tests.gpu.small import (
+    dummy_config,
+    params,
+    prompts,
+    ready_worker,
+    run_all,
+    with_blocks,
+    with_executor,
+    with_scheduler,
+)
+
+from quintet.executor.interface import StepWorker
+from quintet.executor.worker import make_worker
+from quintet.wire.config import EngineConfig
+from quintet.wire.params import SamplingParams
+
+NUM_TOKENS = 48
+VOCAB = 200
+
+
+@pytest.fixture
+def config(tmp_path: Path, device_name: str) -> EngineConfig:
+    return dummy_config(tmp_path, device_name)
+
+
+def side_by_side(num: int) -> dict[int, tuple[list[int], SamplingParams]]:
+    """Return equally long prompts: asked at once they begin and end together, so every step has the same rows."""
+    return {number: ([number % VOCAB] * 20, params(number, NUM_TOKENS)) for number in range(1, num + 1)}
+
+
+def capture_graphs(worker: StepWorker, device_name: str) -> None:
+    """Have every graph captured."""
+    assert worker.has_chores or device_name == "cpu", "the worker captures no graphs"
+    finish_chores(worker)
+
+
+@pytest.mark.parametrize("num", [1, 8, 64])
+def test_a_captured_step_draws_what_an_eager_one_draws(
+    config: EngineConfig, num: int, device_name: str
+) -> None:
+    """Numbers of rows that need no padding: kernel for kernel the same work, by the same worker, first without graphs."""
+    worker = make_worker(config)
+    eager = run_all(config, worker, side_by_side(num)).outputs
+    capture_graphs(worker, device_name)
+    assert run_all(config, worker, side_by_side(num)).outputs == eager
+
+
+@pytest.mark.parametrize("num", [3, 13])
+def test_padding_a_captured_step_changes_no_token(config: EngineConfig, num: int, device_name: str) -> None:
+    config = with_executor(config, batch_invariant=True)
+    worker = make_worker(config)
+    eager = run_all(config, worker, side_by_side(num)).outputs
+    capture_graphs(worker, device_name)
+    assert run_all(config, worker, side_by_side(num)).outputs == eager
+
+
+def test_overlap_changes_no_token(config: EngineConfig) -> None:
+    config = with_executor(config, batch_invariant=True)
+    worker = ready_worker(config)
+    asked = {
+        number: (prompt, params(number, NUM_TOKENS)) for number, prompt in enumerate(prompts(40, VOCAB), 1)
+    }
+    together = run_all(with_scheduler(config, depth=2), worker, asked)
+    assert run_all(with_scheduler(config, depth=1), worker, asked).outputs == together.outputs
+
+
+def test_swapping_and_computing_again_change_no_token(config: EngineConfig) -> None:
+    config = with_executor(config, batch_invariant=True)
+    asked = {number: (prompt, params(number, 96)) for number, prompt in enumerate(prompts(24, VOCAB), 1)}
+    calm = run_all(config, ready_worker(config), asked)
+    small = with_blocks(config, 80)
+    pushed_out = run_all(small, ready_worker(small), asked)
+    assert calm.engine.state is not None and pushed_out.engine.state is not None
+    assert calm.engine.state.counters.preemptions == 0 < pushed_out.engine.state.counters.preemptions
+    assert pushed_out.outputs == calm.outputs
