@@ -121,6 +121,8 @@ def meet(
     max_num_seqs: int,
     max_model_len: int,
     prefix_caching: bool,
+    block_bytes: int,
+    swap_bytes_per_s: int,
 ) -> Limits:
     """Return the limits on which the configuration and the executor's capacity agree."""
     return Limits(
@@ -134,6 +136,8 @@ def meet(
         max_prompt=None if config.enable_chunked_prefill else config.max_num_batched_tokens,
         prefix_caching=prefix_caching,
         audit=config.audit,
+        block_bytes=block_bytes,
+        block_copy_ns=block_bytes * 1_000_000_000 // swap_bytes_per_s if swap_bytes_per_s else 0,
     )
 
 

@@ -13,6 +13,7 @@ from quintet.core.commit import commit, ending_of
 from quintet.core.deadlines import Deadlines, check_hopeful, check_in_time
 from quintet.core.hooks import FEATURES, Setup, build_features, flatten
 from quintet.core.invariants import check
+from quintet.core.kv.host_pool import HostPool
 from quintet.core.kv.pool import BlockPool
 from quintet.core.outbox import Effects, Outbox
 from quintet.core.policy import POLICIES
@@ -101,15 +102,18 @@ class Engine:
             max_num_seqs=message.max_num_seqs,
             max_model_len=min(message.max_model_len, self._model.max_model_len),
             prefix_caching=self._cache.enable_prefix_caching,
+            block_bytes=self._model.kv.bytes_per_block,
+            swap_bytes_per_s=message.swap_bytes_per_s,
         )
         before, convicted = self.state, None
         if before is not None:
             before.counters.executor_losses += 1
             convicted = self.suspects.lose(before.in_flight, before.live, raised=bool(message.failure))
             before.in_flight.clear()
+            before.pool.host = HostPool(0)  # nothing can be kept of what an executor lost
             for request in list(before.running):
                 before.preempt(request)
-        pool = BlockPool(limits.num_blocks)
+        pool = BlockPool(limits.num_blocks, message.num_host_blocks)
         self.state = state = State(limits, self._hooks, pool, free_slots=list(range(limits.num_slots)))
         if before is None:
             effects = Effects()

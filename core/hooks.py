@@ -1,4 +1,4 @@
-"""The five joints where a scheduling feature meets the scheduler, and the list of features.
+"""The six joints where a scheduling feature meets the scheduler, and the list of features.
 
 A feature is one file in ``core/features`` with a function ``build(setup) -> Feature | None`` (None: switched off). Its
 hooks are flattened into tuples once, at start, so a feature that is off costs nothing and changes no plan.
@@ -8,7 +8,7 @@ Hooks are plain functions of the state: no clock, no socket, no iteration over s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -41,6 +41,8 @@ class Found:
     """How many of the tokens to report to the client as cached."""
     num_queried: int = 0
     """How many tokens were looked up in a cache."""
+    restored: Sequence[int] = ()
+    """Host blocks whose contents follow those of ``blocks``: the request gets blocks of its own, and copies in them."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -66,6 +68,9 @@ Clamp = Callable[["State", "Request", int, int], int]
 
 The answer may exceed the budget (it is cut); 0 means not in this step."""
 
+Keep = Callable[["State", "Request"], None]
+"""A running request is about to lose its slot and its blocks to others: what of it shall outlive that?"""
+
 Attach = Callable[["State", "Flight"], "tuple[str, bytes] | None"]
 """A named bundle of columns for the plan, once its rows are known."""
 
@@ -79,6 +84,7 @@ class Feature:
     source: Source | None = None
     clamp: Clamp | None = None
     claim: Claim | None = None
+    keep: Keep | None = None
     attach: Attach | None = None
 
 
@@ -90,6 +96,7 @@ class Hooks:
     sources: tuple[Source, ...] = ()
     clamps: tuple[Clamp, ...] = ()
     claims: tuple[Claim, ...] = ()
+    keeps: tuple[Keep, ...] = ()
     attaches: tuple[Attach, ...] = ()
 
 
@@ -98,6 +105,7 @@ FEATURES: dict[str, str] = {
     "chunked_prefill": "quintet.core.features.chunked_prefill",
     "fork": "quintet.core.features.fork",
     "prefix_cache": "quintet.core.features.prefix_cache",
+    "kv_offload": "quintet.core.features.kv_offload",
     "just_in_time": "quintet.core.features.just_in_time",
     "step_time": "quintet.core.features.step_time",
 }
@@ -118,5 +126,6 @@ def flatten(features: Iterable[Feature]) -> Hooks:
         sources=tuple(f.source for f in features if f.source is not None),
         clamps=tuple(f.clamp for f in features if f.clamp is not None),
         claims=tuple(f.claim for f in features if f.claim is not None),
+        keeps=tuple(f.keep for f in features if f.keep is not None),
         attaches=tuple(f.attach for f in features if f.attach is not None),
     )

@@ -17,6 +17,7 @@ def check(state: State) -> None:
     _check_requests(state)
     _check_slots(state)
     _check_blocks(state)
+    _check_host_blocks(state)
     _check_progress(state)
 
 
@@ -61,6 +62,21 @@ def _check_blocks(state: State) -> None:
     assert not any(index.holds(block) for block in pool.free), pool.free
     in_flight = {flight.step for flight in state.in_flight}
     assert in_flight.issuperset(pool.fenced.values()), (in_flight, pool.fenced)
+
+
+def _check_host_blocks(state: State) -> None:
+    host = state.pool.host
+    places = host.free + host.leaving + list(host.block_of.values())
+    assert sorted(places) == list(range(host.num_blocks)), Counter(places).most_common(3)
+    wants: Counter[bytes] = Counter()
+    for keys in host.keys_of.values():
+        wants.update(keys)
+    assert wants == host.wanted, (wants, host.wanted)
+    assert host.block_of.keys() <= host.wanted.keys(), "held, and not wanted"
+    assert len(host.wanted) + len(host.leaving) <= host.num_blocks, "wanted, and no room"
+    assert host.copies.keys() <= set(host.block_of.values()), host.copies
+    waiting = {request.request_id for request in state.waiting}
+    assert waiting.issuperset(host.keys_of), (waiting, list(host.keys_of))
 
 
 def _check_progress(state: State) -> None:

@@ -22,6 +22,16 @@ class CoreMetrics:
         self.kv_usage = gauge("kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1.")
         self._counters: tuple[tuple[str, CounterSeries], ...] = (
             ("preemptions", counter("num_preemptions", "Requests that lost their blocks to another.")),
+            (
+                "swap_out_blocks",
+                counter("kv_swap_blocks", "KV blocks copied between device and host.", direction="out"),
+            ),
+            (
+                "swap_in_blocks",
+                counter("kv_swap_blocks", "KV blocks copied between device and host.", direction="in"),
+            ),
+            ("swap_out_bytes", counter("kv_swap_bytes", "Bytes of these blocks.", direction="out")),
+            ("swap_in_bytes", counter("kv_swap_bytes", "Bytes of these blocks.", direction="in")),
             ("prefix_queries", counter("prefix_cache_queries", "Tokens looked up in the prefix cache.")),
             ("prefix_hits", counter("prefix_cache_hits", "Tokens found in the prefix cache.")),
             ("prompt_tokens", counter("prompt_tokens", "Prompt tokens of the requests that were scheduled.")),

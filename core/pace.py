@@ -27,6 +27,10 @@ class Pace:
         self._ns += compute_ns - self._ns // _MEMORY
         self._milli_tokens += 1000 * num_tokens - self._milli_tokens // _MEMORY
 
+    def time_of(self, num_tokens: int) -> int | None:
+        """Return how long computing so many tokens takes, in nanoseconds; None before anything was measured."""
+        return 1000 * num_tokens * self._ns // self._milli_tokens if self._ns > 0 else None
+
     def tokens_in(self, time_ns: int) -> int | None:
         """Return how many tokens a step computes in this time; None before any was measured."""
         return self._milli_tokens * time_ns // (1000 * self._ns) if self._ns > 0 else None

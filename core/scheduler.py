@@ -183,12 +183,16 @@ def _enter(state: State, step: StepBuilder, request: Request, found: Found, num_
     state.enter(request)
     pool.share(found.blocks)
     blocks = found.blocks + [pool.take() for _ in range(num_blocks)]
+    num_shared = len(found.blocks)
     if found.tail is not None:
-        step.copies += (found.tail, blocks[len(found.blocks)])
+        step.copies += (found.tail, blocks[num_shared])
+    for position, host_block in enumerate(found.restored, num_shared):
+        step.swaps_in += (blocks[position], host_block)
+    pool.host.forget(request.request_id)
     request.blocks = blocks
     request.room = len(blocks) * block_size
     request.planned = request.computed = found.num_tokens
-    request.register_at = (len(found.blocks) + 1) * block_size
+    request.register_at = (num_shared + 1) * block_size
     step.enter(request)
 
 

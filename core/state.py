@@ -42,6 +42,10 @@ class Limits:
     prefix_caching: bool
     audit: bool
     """Ship a checksum of the tables with each plan."""
+    block_bytes: int
+    """Of a block's keys and values, in all layers."""
+    block_copy_ns: int
+    """How long copying a block between device and host takes."""
 
     @property
     def max_request_len(self) -> int:
@@ -88,6 +92,11 @@ class Counters:
     prompt_tokens: int = 0
     prompt_tokens_cached: int = 0
     generation_tokens: int = 0
+    swap_out_blocks: int = 0
+    """Blocks that plans copy to the host."""
+    swap_in_blocks: int = 0
+    swap_out_bytes: int = 0
+    swap_in_bytes: int = 0
     executor_losses: int = 0
     convictions: int = 0
     refusals: int = 0
@@ -170,6 +179,8 @@ class State:
 
     def preempt(self, request: Request) -> None:
         """Take everything from a running request and queue it again: its ids are enough to compute it anew."""
+        for keep in self.hooks.keeps:
+            keep(self, request)
         self._leave(request)
         request.status = Status.WAITING
         self.counters.preemptions += 1
@@ -182,6 +193,7 @@ class State:
             self._leave(request)
         else:
             self._remove(self.waiting, request)
+            self.pool.host.forget(request.request_id)
         request.status = Status.ENDED
         del self.live[request.request_id]
         self.num_promised -= request.limit

@@ -27,7 +27,7 @@ def table_checksum(flight: Flight, block_size: int) -> int:
 class StepBuilder:
     """The columns of a step in the making; the scheduler appends to them directly."""
 
-    __slots__ = ("blocks", "copies", "counts", "new_rows", "rows", "samples", "starts")
+    __slots__ = ("blocks", "copies", "counts", "new_rows", "rows", "samples", "starts", "swaps_in")
 
     def __init__(self) -> None:
         self.rows: list[Request] = []
@@ -39,6 +39,8 @@ class StepBuilder:
         """Triples ``slot, position, block``."""
         self.copies: list[int] = []
         """Pairs ``from, to``."""
+        self.swaps_in: list[int] = []
+        """Pairs ``device block, host block``."""
 
     def enter(self, request: Request) -> None:
         """Tell the executor of a request that just got its slot, and of its block table."""
@@ -90,6 +92,7 @@ class StepBuilder:
             num_tenants=len(state.running),
             planned_ns=now_ns,
         )
+        swaps_out = state.pool.host.take_copies()
         attach = dict(filter(None, (hook(state, flight) for hook in state.hooks.attaches)))
         plan = StepPlan(
             step=state.step,
@@ -104,7 +107,18 @@ class StepBuilder:
             samples=samples,
             attach=attach,
             checksum=table_checksum(flight, state.limits.block_size) if state.limits.audit else 0,
+            swaps_out=pack_i32(swaps_out),
+            swaps_in=pack_i32(self.swaps_in),
         )
+        if swaps_out or self.swaps_in:
+            self._count_swaps(state, len(swaps_out) // 2)
         state.left_slots.clear()
         state.in_flight.append(flight)
         return plan
+
+    def _count_swaps(self, state: State, num_out: int) -> None:
+        counters, num_in, block_bytes = state.counters, len(self.swaps_in) // 2, state.limits.block_bytes
+        counters.swap_out_blocks += num_out
+        counters.swap_in_blocks += num_in
+        counters.swap_out_bytes += num_out * block_bytes
+        counters.swap_in_bytes += num_in * block_bytes

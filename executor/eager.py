@@ -107,6 +107,11 @@ class EagerRunner:
         current = self._pass
         return self._done_before + (0 if current is None else current.num_done)
 
+    @property
+    def blocks(self) -> Sequence[torch.Tensor]:
+        """See `Runner.blocks`."""
+        return [cache.transpose(0, 1) for cache in self._kv]
+
     def forward(self, rows: Rows, tables: SlotTables) -> None:
         """See `Runner.forward`."""
         batch = self._builder.build(rows, tables)

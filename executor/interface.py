@@ -55,6 +55,14 @@ class StepWorker(Protocol):
         """KV blocks there is memory for."""
 
     @property
+    def num_host_blocks(self) -> int:
+        """Blocks of host memory there are, for `StepPlan.swaps_out` to fill."""
+
+    @property
+    def swap_bytes_per_s(self) -> int:
+        """How fast it copies between device and host, the slower way, as measured; 0 if it was not."""
+
+    @property
     def facts(self) -> Mapping[str, str]:
         """Short words for the boot story."""
 

@@ -226,6 +226,8 @@ class Executor:
             max_model_len=config.model.max_model_len,
             tables=self._num_emptied,
             failure=failure,
+            num_host_blocks=self._worker.num_host_blocks,
+            swap_bytes_per_s=self._worker.swap_bytes_per_s,
         )
         self._process.peers.send(Role.CORE, CORE, capacity)
 

@@ -29,7 +29,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 class MockWorker:
     """Draws from the plain ids of the upper half of the vocabulary, never an end of sequence."""
 
-    num_split = 0
+    num_split = num_host_blocks = swap_bytes_per_s = 0
     has_chores = False
 
     def __init__(

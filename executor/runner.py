@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -20,6 +21,10 @@ class Runner(Protocol):
     @property
     def work_done(self) -> int:
         """See `quintet.executor.interface.StepWorker`."""
+
+    @property
+    def blocks(self) -> Sequence[torch.Tensor]:
+        """KV memory of each layer, block by block: ``[num_blocks, ...]``, of any format inside."""
 
     def forward(self, rows: Rows, tables: SlotTables) -> None:
         """Compute the rows of a plan whose deltas ``tables`` already hold, and store their keys and values."""

@@ -104,7 +104,9 @@ def _rows(plan: StepPlan, rows: slice, *, is_first: bool) -> StepPlan:
     )
     if is_first:
         return part
-    return msgspec.structs.replace(part, freed=b"", new_rows=[], blocks=b"", copies=b"", attach={})
+    return msgspec.structs.replace(
+        part, freed=b"", new_rows=[], blocks=b"", copies=b"", attach={}, swaps_out=b"", swaps_in=b""
+    )
 
 
 def _column(number: int) -> bytes:

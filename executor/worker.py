@@ -16,6 +16,7 @@ import torch
 from quintet.executor.audit import TablesDiffer, check_tables
 from quintet.executor.batch import Rows
 from quintet.executor.eager import EagerRunner
+from quintet.executor.features.kv_offload import HostBlocks
 from quintet.executor.interface import Finished
 from quintet.executor.memory import to_device
 from quintet.executor.models.model import CausalModel, Setting
@@ -63,6 +64,11 @@ class Worker:
         max_num_seqs, model = config.scheduler.max_num_seqs, config.model
         self.tables = SlotTables(max_num_seqs, model.max_model_len, model.kv.block_size, device)
         self._sampler = Sampler(max_num_seqs, model.vocab_size, self.tables, ops)
+        self._host_blocks = HostBlocks(runner.blocks, model.kv.num_blocks(config.cache.swap_bytes))
+        self.num_host_blocks = self._host_blocks.num_blocks
+        self.swap_bytes_per_s = self._host_blocks.measure()
+        if self.num_host_blocks:
+            self.facts["swap"] = f"{self.num_host_blocks} blocks at {self.swap_bytes_per_s / 1e9:.1f} GB/s"
         self._smaller_steps = SmallerSteps(torch.cuda.empty_cache if device.type == "cuda" else lambda: None)
 
     @property
@@ -105,11 +111,15 @@ class Worker:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        """Apply the plan's deltas, then its block copies, then compute its rows and draw."""
+        """Apply the plan's deltas, then its swaps and block copies, then compute its rows and draw."""
         self.tables.apply(plan)
         check_tables(plan, self.tables)
         for row in plan.new_rows:
             self._sampler.admit(row)
+        if plan.swaps_out:
+            self._host_blocks.copy_out(plan.swaps_out)
+        if plan.swaps_in:
+            self._host_blocks.copy_in(plan.swaps_in)
         if plan.copies:
             self._copy_blocks(plan.copies)
         self._span("tables", plan.step)

@@ -43,6 +43,8 @@ COLUMNS: Mapping[type[msgspec.Struct], Mapping[str, str]] = {
         "starts": "i",
         "counts": "i",
         "samples": "B",
+        "swaps_out": "i",
+        "swaps_in": "i",
     },
     s.TokenLogprobs: {"token_ids": "i", "logprobs": "f"},
     s.PromptLogprobs: {"ranks": "i", "token_ids": "i", "logprobs": "f"},

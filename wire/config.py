@@ -54,6 +54,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool = True
     dtype: KvCacheDtype = "auto"
     """Number format of keys and values."""
+    swap_bytes: int = 0
+    """Host memory for KV of preempted requests; 0: they are computed again."""
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -41,7 +41,9 @@ class Sense:
         self._max_len = model.max_model_len
         self._num_slots = scheduler.max_num_seqs
         self._block_size = model.kv.block_size
-        self._num_blocks = model.kv.num_blocks(config.cache.memory_bytes)
+        self._num_blocks = model.kv.num_blocks(config.cache.memory_bytes) or MAX_COUNT
+        """On a GPU only the executor knows."""
+        self._num_host_blocks = model.kv.num_blocks(config.cache.swap_bytes)
         self._blocks_per_row = -(-model.max_model_len // model.kv.block_size)
         self._run_dir = config.run_dir
         self._checks: dict[type[msgspec.Struct], Check] = {
@@ -165,6 +167,8 @@ class Sense:
             and all_below(msg.copies, self._num_blocks)
             and are_spans(msg.starts, msg.counts, self._max_len + 1)
             and self._block_entries(msg.blocks)
+            and self._swaps(msg.swaps_out)
+            and self._swaps(msg.swaps_in)
             and all(self._new_row(row) for row in msg.new_rows)
         )
 
@@ -178,6 +182,16 @@ class Sense:
             all_below(entries[0::3].tobytes(), self._num_slots)
             and all_below(entries[1::3].tobytes(), self._blocks_per_row)
             and all_below(entries[2::3].tobytes(), self._num_blocks)
+        )
+
+    def _swaps(self, swaps: bytes) -> bool:
+        if not swaps:
+            return True
+        if len(swaps) % (2 * ID_BYTES) or not self._num_host_blocks:
+            return False
+        pairs = memoryview(swaps).cast("i")
+        return all_below(pairs[0::2].tobytes(), self._num_blocks) and all_below(
+            pairs[1::2].tobytes(), self._num_host_blocks
         )
 
     def _new_row(self, row: s.NewRow) -> bool:
@@ -204,6 +218,8 @@ class Sense:
         return (
             0 < msg.executor_epoch <= MAX_COUNT
             and 0 < msg.num_blocks <= MAX_COUNT
+            and 0 <= msg.num_host_blocks <= self._num_host_blocks
+            and 0 <= msg.swap_bytes_per_s < MAX_ID
             and msg.block_size == self._block_size
             and 0 < msg.max_num_seqs <= self._num_slots
             and 1 < msg.max_model_len <= self._max_len

@@ -59,6 +59,10 @@ class StepPlan(msgspec.Struct, array_like=True, tag="plan", gc=False):
     """CRC-32 of the tables after the deltas, when ``SchedulerConfig.audit``; 0 otherwise."""
     tables: int = 0
     """`Capacity.tables` that the plan is for; the executor drops plans for tables that it has emptied since."""
+    swaps_out: bytes = b""
+    """int32 pairs ``device block, host block``: contents copied to host memory, before all that follows."""
+    swaps_in: bytes = b""
+    """int32 pairs ``device block, host block``: contents copied back, after ``swaps_out`` and before ``copies``."""
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
@@ -134,3 +138,7 @@ class Capacity(msgspec.Struct, array_like=True, tag="capacity", gc=False):
     """How often this executor has emptied its tables."""
     failure: str = ""
     """Why: what the newest step raised."""
+    num_host_blocks: int = 0
+    """Blocks of host memory, for contents that the device has no room for; empty too."""
+    swap_bytes_per_s: int = 0
+    """How fast blocks are copied between device and host, the slower way; 0 when that was not measured."""

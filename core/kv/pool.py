@@ -20,15 +20,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from quintet.core.kv.host_pool import HostPool
 from quintet.core.kv.prefix import PrefixIndex
 
 
 class BlockPool:
     """Reference counts and free lists over ``num_blocks`` blocks."""
 
-    __slots__ = ("cached", "fenced", "free", "index", "num_blocks", "refs")
+    __slots__ = ("cached", "fenced", "free", "host", "index", "num_blocks", "refs")
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         self.num_blocks = num_blocks
         self.refs = [0] * num_blocks
         self.free = list(range(num_blocks - 1, -1, -1))
@@ -37,6 +38,7 @@ class BlockPool:
         self.fenced: dict[int, int] = {}
         """Unreferenced blocks -> the step they wait for, oldest first."""
         self.index = PrefixIndex()
+        self.host = HostPool(num_host_blocks)
 
     @property
     def num_available(self) -> int:
@@ -49,13 +51,13 @@ class BlockPool:
         return self.num_blocks - len(self.free) - len(self.cached)
 
     def take(self) -> int:
-        """Hand out one block with one reference, evicting the least recently used content if need be."""
+        """Hand out one block with one reference, evicting the least recently used content if need be: to the host, if wanted."""
         if self.free:
             block = self.free.pop()
         else:
             block = next(iter(self.cached))
             del self.cached[block]
-            self.index.forget(block)
+            self.host.save(self.index.forget(block), block)
         self.refs[block] = 1
         return block
 

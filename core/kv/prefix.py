@@ -45,9 +45,11 @@ class PrefixIndex:
             self.block_of[key] = block
             self.key_of[block] = key
 
-    def forget(self, block: int) -> None:
-        """Remove a block that is about to get new content."""
-        del self.block_of[self.key_of.pop(block)]
+    def forget(self, block: int) -> bytes:
+        """Remove a block that is about to get new content; return the key of what it holds."""
+        key = self.key_of.pop(block)
+        del self.block_of[key]
+        return key
 
     def longest(self, keys: list[bytes], max_blocks: int) -> list[int]:
         """Return the blocks of the longest known chain, at most ``max_blocks`` of them."""

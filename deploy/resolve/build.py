@@ -100,6 +100,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
             enable_prefix_caching=options.enable_prefix_caching and can_share_prefixes,
             dtype=options.kv_cache_dtype,
             gpu_memory_utilization=options.gpu_memory_utilization,
+            swap_bytes=rules.derive_swap_bytes(options.swap_space, device, kind, available_ram_bytes()),
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=options.max_num_seqs,

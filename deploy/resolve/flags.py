@@ -214,6 +214,15 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "number format of KV: int8 (on a CPU) and fp8 (on a GPU) hold about twice the tokens of bf16, a little less exactly",
         ),
     ] = "auto"
+    swap_space: Annotated[
+        float | None,
+        Flag(
+            MEMORY,
+            "host memory for KV of requests that had to make room: copied back where that is faster than computing it again",
+            "GIB",
+            "4 on a GPU, but at most a quarter of what is free; 0 on the CPU",
+        ),
+    ] = None
     block_size: Annotated[int, Flag(MEMORY, "tokens in a block of KV memory")] = 16
     enable_prefix_caching: Annotated[bool, Flag(MEMORY, "keep the KV of shared prompt beginnings")] = True
 

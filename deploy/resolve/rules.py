@@ -17,6 +17,7 @@ MAX_SOCKET_PATH = 107
 _LONGEST_SOCKET_NAME = len("/detokenizer-1023.9999999")
 _DEFAULT_BATCHED_TOKENS = 2048
 _CPU_STEP_TARGET_MS = 250
+_DEFAULT_SWAP_BYTES = 4 << 30
 _WEIGHT_BITS: Mapping[Quantization, float] = {"int8": 8.1, "w8a8": 8.1, "int4": 4.5}
 """With their scales."""
 
@@ -226,6 +227,24 @@ def cap_kv_memory(kv: KvSpec, memory_bytes: int, max_num_seqs: int, max_model_le
     """Return no more memory than the longest sequences of all slots could use, plus one block. 0, not known, stays 0."""
     blocks_per_sequence = -(-max_model_len // kv.block_size)
     return min(memory_bytes, (max_num_seqs * blocks_per_sequence + 1) * kv.bytes_per_block)
+
+
+def derive_swap_bytes(asked_gib: float | None, device: str, kind: str, available_bytes: int) -> int:
+    """Return the host memory for KV of preempted requests. By default none on a CPU, where KV is in host memory already."""
+    if asked_gib is None:
+        return min(_DEFAULT_SWAP_BYTES, available_bytes // 4) if device == "cuda" else 0
+    swap_bytes = int(asked_gib * (1 << 30))
+    if swap_bytes < 0:
+        raise ConfigError(f"--swap-space is {asked_gib:g}; give 0 or more GiB")
+    if swap_bytes and kind == "mock":
+        raise ConfigError(
+            f"--swap-space {asked_gib:g} is for a model's KV, and the mock executor has none: drop it"
+        )
+    if swap_bytes > available_bytes:
+        raise ConfigError(
+            f"--swap-space {asked_gib:g} is more than the {format_size(available_bytes)} of memory that are free: give less"
+        )
+    return swap_bytes
 
 
 def check_run_dir_length(run_dir: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -68,6 +69,11 @@ class ProgramRunner:
     def work_done(self) -> int:
         """Pieces of work that the compute threads have done."""
         return int(self._library.pieces_done())
+
+    @property
+    def blocks(self) -> Sequence[torch.Tensor]:
+        """See `Runner.blocks`."""
+        return self._kv.layers
 
     def forward(self, rows: Rows, tables: SlotTables) -> None:
         """See `Runner.forward`."""

@@ -78,6 +78,9 @@ class FakeExecutor:
         self.users: dict[int, dict[int, int]] = {}
         """Block -> tenant (generation) -> newest step in which it used the block."""
         self.num_copies = 0
+        self.host: dict[tuple[int, int], tuple[int, bytes]] = {}
+        """The shadow of host memory."""
+        self.num_swapped_out = self.num_swapped_in = 0
 
     def execute(self, plan: StepPlan) -> None:
         """Apply and check a plan, and queue its result."""
@@ -94,6 +97,7 @@ class FakeExecutor:
         for slot, position, block in zip(triples[::3], triples[1::3], triples[2::3], strict=True):
             assert 0 <= block < self.capacity.num_blocks
             self.tenants[slot].blocks[position] = block
+        self._swap(plan)
         pairs = codec.unpack_i32(plan.copies)
         self.num_copies += len(pairs) // 2
         for source, target in zip(pairs[::2], pairs[1::2], strict=True):
@@ -101,6 +105,23 @@ class FakeExecutor:
                 if (source, offset) in self.shadow:
                     self.shadow[target, offset] = self.shadow[source, offset]
         self._compute(plan)
+
+    def _swap(self, plan: StepPlan) -> None:
+        """Copy blocks to the host, then others from there."""
+        out, back = (list(codec.unpack_i32(column)) for column in (plan.swaps_out, plan.swaps_in))
+        assert all(0 <= block < self.capacity.num_blocks for block in (out + back)[::2])
+        assert all(0 <= block < self.capacity.num_host_blocks for block in (out + back)[1::2])
+        for column in (out[1::2], back[::2]):
+            assert len(set(column)) == len(column), ("written twice", column)
+        offsets = range(self.capacity.block_size)
+        for device, host in zip(out[::2], out[1::2], strict=True):
+            for offset in offsets:
+                self.host[host, offset] = self.shadow[device, offset]
+        for device, host in zip(back[::2], back[1::2], strict=True):
+            for offset in offsets:
+                self.shadow[device, offset] = self.host[host, offset]
+        self.num_swapped_out += len(out) // 2
+        self.num_swapped_in += len(back) // 2
 
     def _compute(self, plan: StepPlan) -> None:
         rows = list(
@@ -215,6 +236,8 @@ class World:
         **options: object,
     ) -> None:
         caching = options.pop("prefix_caching", True)
+        self.num_host_blocks = int(options.pop("num_host_blocks", 0))  # type: ignore[call-overload]
+        self.swap_bytes_per_s = int(options.pop("swap_bytes_per_s", 0))  # type: ignore[call-overload]
         max_model_len = options.pop("max_model_len", 256)
         features = options.pop("features", FEATURES)
         self.fault: Fault = options.pop("fault", no_fault)  # type: ignore[assignment]
@@ -225,7 +248,9 @@ class World:
         new_engine = partial(
             Engine,
             make_model(max_model_len),
-            CacheConfig(memory_bytes=0, enable_prefix_caching=bool(caching)),
+            CacheConfig(
+                memory_bytes=0, enable_prefix_caching=bool(caching), swap_bytes=32 * self.num_host_blocks
+            ),
             msgspec.convert(settings | options, SchedulerConfig),
             features,
         )
@@ -258,6 +283,8 @@ class World:
                 block_size or self.block_size,
                 self.slots,
                 self.max_model_len,
+                num_host_blocks=self.num_host_blocks,
+                swap_bytes_per_s=self.swap_bytes_per_s,
             )
         )
 
@@ -411,6 +438,8 @@ class World:
         assert state is not None and not state.live and not state.in_flight and not state.pool.fenced
         assert state.pool.num_available == state.limits.num_blocks
         assert len(state.free_slots) == state.limits.num_slots
+        host = state.pool.host
+        assert not host.wanted and len(host.free) + len(host.leaving) == host.num_blocks
 
 
 def make_model(max_model_len: int) -> ModelConfig:

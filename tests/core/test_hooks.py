@@ -1,4 +1,4 @@
-"""The five hooks: when each is asked, and that absent ones change nothing."""
+"""The six hooks: when each is asked, and that absent ones change nothing."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ def test_feature_that_abstains_leaves_plans_byte_identical() -> None:
         source=lambda state, request: None,
         clamp=lambda state, request, wanted, budget: wanted,
         claim=Claim(take=lambda state, request: True, undo=lambda state, request: None),
+        keep=lambda state, request: None,
         attach=lambda state, flight: None,
     )
     world = World()
@@ -61,7 +62,7 @@ def test_features_that_are_off_have_no_hooks() -> None:
         CacheConfig(memory_bytes=0, enable_prefix_caching=False),
     )
     assert [feature.name for feature in build_features(off)] == ["quarantine", "fork"]
-    on = Setup(replace_config(off.scheduler), CacheConfig(memory_bytes=0))
+    on = Setup(replace_config(off.scheduler), CacheConfig(memory_bytes=0, swap_bytes=1))
     assert [feature.name for feature in build_features(on)] == list(FEATURES)
 
 

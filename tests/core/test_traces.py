@@ -19,13 +19,20 @@ def test_random_trace(seed: int, depth: int) -> None:
     assert_served(*random_trace(seed, 250, depth))
 
 
+@pytest.mark.parametrize("num_host_blocks", [1, 5, 100])
+@pytest.mark.parametrize("seed", range(30))
+def test_random_trace_with_host_memory(seed: int, num_host_blocks: int) -> None:
+    poisonous = 0.05 if seed % 3 == 0 else 0.0
+    assert_served(*random_trace(seed, 250, 1 + seed % 3, poisonous, num_host_blocks))
+
+
 PRINT_PLANS = """
 import hashlib, sys
 sys.path.insert(0, {root!r})
 from tests.core.trace import random_trace
 digest = hashlib.sha256()
 for seed in range(6):
-    for plan in random_trace(seed, 200, depth=2)[0].plans:
+    for plan in random_trace(seed, 200, depth=2, num_host_blocks=4 * (seed % 2))[0].plans:
         digest.update(plan)
 print(digest.hexdigest())
 """

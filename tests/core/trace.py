@@ -51,11 +51,12 @@ class Sent:
     cancelled: bool = False
 
 
-def random_world(rng: random.Random, depth: int, fault: Fault = no_fault) -> World:
+def random_world(rng: random.Random, depth: int, fault: Fault = no_fault, num_host_blocks: int = 0) -> World:
     """Make a world whose blocks, slots or budget are too few for comfort."""
     return World(
         fault=fault,
         depth=depth,
+        num_host_blocks=num_host_blocks,
         num_blocks=rng.choice([12, 20, 40, 100]),
         block_size=rng.choice([1, 2, 4, 8]),
         slots=rng.choice([1, 3, 8]),
@@ -70,14 +71,14 @@ def random_world(rng: random.Random, depth: int, fault: Fault = no_fault) -> Wor
 
 
 def random_trace(
-    seed: int, num_operations: int, depth: int, poisonous: float = 0.0
+    seed: int, num_operations: int, depth: int, poisonous: float = 0.0, num_host_blocks: int = 0
 ) -> tuple[World, dict[int, Sent]]:
     """Play a trace; return the world, idle again, and what was sent to it.
 
     ``poisonous``: share of requests that make the executor fail.
     """
     rng = random.Random(seed)
-    world = random_world(rng, depth, strike if poisonous else no_fault)
+    world = random_world(rng, depth, strike if poisonous else no_fault, num_host_blocks)
     stems = [[rng.randrange(3, 200) for _ in range(40)] for _ in range(3)]
     sent: dict[int, Sent] = {}
     next_id = 1

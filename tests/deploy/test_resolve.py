@@ -160,6 +160,17 @@ def test_kv_memory_is_a_share_of_what_the_weights_leave(
     assert resolved(folder, **options).config.cache.memory_bytes == 1_000_000
 
 
+def test_swap_space_is_for_gpus_unless_asked_for() -> None:
+    gib = 1 << 30
+    assert rules.derive_swap_bytes(None, "cpu", "torch", 64 * gib) == 0
+    assert rules.derive_swap_bytes(None, "cuda", "torch", 64 * gib) == 4 * gib
+    assert rules.derive_swap_bytes(None, "cuda", "torch", 8 * gib) == 2 * gib
+    assert rules.derive_swap_bytes(0.5, "cpu", "torch", 64 * gib) == gib // 2
+    for asked, kind, words in ((-1, "torch", "0 or more"), (65, "torch", "64.0 GiB"), (1, "mock", "drop it")):
+        with pytest.raises(ConfigError, match=f"--swap-space.*{words}"):
+            rules.derive_swap_bytes(asked, "cuda", kind, 64 * gib)
+
+
 def test_quantized_weights_leave_more_to_kv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory(1 << 30))
     folder = write_model(tmp_path, max_position_embeddings=1 << 20)

@@ -62,6 +62,8 @@ class Device:
 
     at_once: bool = False
     num_blocks: int = 12
+    num_host_blocks: int = 0
+    swap_bytes_per_s: int = 0
     num_split: int = 0
     num_tenants: int = 0
     work_done: int = 0

@@ -33,6 +33,8 @@ def plan_of_rows(rows: list[tuple[int, int, int]], samples: list[int]) -> StepPl
         counts=pack_i32(counts),
         samples=pack_u8(samples),
         checksum=77,
+        swaps_out=pack_i32([6, 0]),
+        swaps_in=pack_i32([7, 1]),
     )
 
 
@@ -55,7 +57,9 @@ class SmallDevice:
         )
         if sum(counts) > self.max_tokens:
             raise torch.OutOfMemoryError("tried to allocate\ntoo much")
-        self.num_deltas += bool(plan.freed or plan.new_rows or plan.blocks or plan.copies)
+        self.num_deltas += any(
+            (plan.freed, plan.new_rows, plan.blocks, plan.copies, plan.swaps_out, plan.swaps_in)
+        )
         result = StepResult(plan.step, 0, b"")
         for index, (slot, start, count) in enumerate(zip(slots, starts, counts, strict=True)):
             positions = range(start, start + count)

@@ -36,7 +36,9 @@ class House:
         self.cached: dict[int, int] = {}
         num_blocks = config.cache.memory_bytes // config.model.kv.bytes_per_block
         limits = (config.scheduler.max_num_seqs, config.model.max_model_len)
-        self._apply(self.engine.capacity(Capacity(1, num_blocks, self.block_size, *limits), 0))
+        capacity = Capacity(1, num_blocks, self.block_size, *limits)
+        capacity.num_host_blocks = self.worker.num_host_blocks
+        self._apply(self.engine.capacity(capacity, 0))
 
     def admit(self, request_id: int, prompt: list[int], params: SamplingParams, priority: int = 0) -> None:
         admit = Admit(request_id, pack_i32(prompt), params, 0, 0, detokenizer=0, priority=priority)

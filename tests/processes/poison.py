@@ -50,6 +50,8 @@ class PoisonedWorker:
         """Slot -> effect, position at which it shows."""
         self._all_fail = False
         self.num_blocks = worker.num_blocks
+        self.num_host_blocks = worker.num_host_blocks
+        self.swap_bytes_per_s = worker.swap_bytes_per_s
 
     @property
     def facts(self) -> Mapping[str, str]:

@@ -24,7 +24,23 @@ PARAMS = SamplingParams(seed=1)
 
 @pytest.fixture
 def sense(tmp_path: Path) -> Sense:
-    return Sense(config_of(tmp_path))
+    """Of a server with 2048 blocks on the device and two on the host."""
+    config = config_of(tmp_path)
+    cache = msgspec.structs.replace(config.cache, swap_bytes=2 * config.model.kv.bytes_per_block)
+    return Sense(msgspec.structs.replace(config, cache=cache))
+
+
+def test_without_host_memory_there_are_no_swaps(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    assert not Sense(config).accepts(plan(swaps_out=pack_i32([0, 0])))
+
+
+def test_blocks_of_a_gpu_are_not_known_beforehand(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    cache = msgspec.structs.replace(config.cache, memory_bytes=0)
+    sense = Sense(msgspec.structs.replace(config, cache=cache))
+    assert sense.accepts(plan(blocks=pack_i32([0, 0, 1 << 30]), copies=pack_i32([0, 1 << 30])))
+    assert not sense.accepts(plan(copies=pack_i32([0, -1])))
 
 
 def submit(**change: Any) -> m.Submit:
@@ -61,7 +77,11 @@ def result(**change: Any) -> s.StepResult:
     return msgspec.structs.replace(s.StepResult(1, 0, pack_i32([1])), **change)
 
 
-MADE: list[Callable[..., msgspec.Struct]] = [submit, admit, plan, tokens, text, result]
+def swapping(**change: Any) -> s.StepPlan:
+    return plan(swaps_out=pack_i32([2047, 1]), swaps_in=pack_i32([0, 0, 1, 1]), **change)
+
+
+MADE: list[Callable[..., msgspec.Struct]] = [submit, admit, plan, swapping, tokens, text, result]
 
 
 @pytest.mark.parametrize("make", MADE)
@@ -98,6 +118,9 @@ def test_what_our_processes_send_makes_sense(sense: Sense, make: Callable[..., m
         plan(blocks=pack_i32([0, 4, 1])),
         plan(blocks=pack_i32([0, 0, 1 << 30])),
         plan(copies=pack_i32([0, 1 << 30])),
+        plan(swaps_out=pack_i32([0])),
+        plan(swaps_in=pack_i32([0, 2])),
+        plan(swaps_in=pack_i32([1 << 30, 0])),
         plan(freed=pack_i32([4])),
         plan(new_rows=[s.NewRow(4, 1, 1, pack_i32([1]), 1, PARAMS, 1)]),
         plan(new_rows=[s.NewRow(0, 1, 1, pack_i32([1]), 2, PARAMS, 1)]),

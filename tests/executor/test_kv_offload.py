@@ -1,0 +1,48 @@
+"""Host memory for blocks: copies are exact, whatever the format and the order of the dimensions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quintet.executor.features.kv_offload import HostBlocks
+from quintet.wire.codec import pack_i32
+
+SHAPE = (2, 5, 3, 4, 8)
+"""Key and value plane, blocks, heads, tokens, numbers per head."""
+
+
+def layers_of(dtype: torch.dtype) -> list[torch.Tensor]:
+    """Two layers as the eager runner shows them: blocks first, in memory second."""
+    noise = [torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
+    return [layer.to(dtype).transpose(0, 1) for layer in noise]
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+def test_a_block_comes_back_as_it_was(dtype: torch.dtype) -> None:
+    layers = layers_of(dtype)
+    before = [layer.clone() for layer in layers]
+    host = HostBlocks(layers, 3)
+    host.copy_out(pack_i32([1, 2, 4, 0]))
+    for layer in layers:
+        layer[1] = layer[0]
+        layer[4] = layer[0]
+    host.copy_in(pack_i32([0, 2, 4, 0, 2, 2]))
+    for layer, was in zip(layers, before, strict=True):
+        for block, content in enumerate([1, 0, 1, 3, 4]):
+            assert same(layer[block], was[content]), block
+
+
+def test_measuring_changes_nothing() -> None:
+    layers = layers_of(torch.bfloat16)
+    before = [layer.clone() for layer in layers]
+    assert HostBlocks(layers, 3).measure() > 0
+    assert all(same(layer, was) for layer, was in zip(layers, before, strict=True))
+
+
+def test_without_host_blocks_there_is_nothing_to_measure() -> None:
+    assert HostBlocks(layers_of(torch.float32), 0).measure() == 0
