@@ -34,9 +34,8 @@ def keep(state: State, request: Request) -> None:
     num_full = min(request.planned, len(request.tokens) - 1) // block_size
     if not _is_cheaper(state, num_full, num_copies=2):
         return
-    extend_chain(request.digests, request.salt_digest, request.tokens, block_size, num_full)
     found = pool.index.block_of
-    wanted = pool.host.want(request.request_id, request.digests[:num_full])
+    wanted = pool.host.want(request.request_id, _keys(state, request, num_full))
     for key, block in zip(wanted, request.blocks, strict=False):
         if key not in found:
             pool.host.save(key, block)
@@ -54,6 +53,19 @@ def source(state: State, request: Request) -> Found | None:
         return None
     num_tokens = (len(blocks) + len(restored)) * state.limits.block_size
     return Found(num_tokens, blocks, restored=restored)
+
+
+def _keys(state: State, request: Request, num_blocks: int) -> list[bytes]:
+    """Return what names the contents of a request's first blocks.
+
+    Where beginnings are not shared (`Limits.prefix_caching`), perhaps because keys and values depend on more than the
+    tokens before them, contents are the request's own.
+    """
+    if not state.limits.prefix_caching:
+        return [b"%d/%d" % (request.request_id, position) for position in range(num_blocks)]
+    block_size = state.limits.block_size
+    extend_chain(request.digests, request.salt_digest, request.tokens, block_size, num_blocks)
+    return request.digests[:num_blocks]
 
 
 def _may_begin_behind_others(request: Request) -> bool:

@@ -8,8 +8,8 @@ A host block is always in exactly one of three places:
 
 It leaves late because that plan may read it: a plan's copies to the host come before its copies from the host.
 
-A content is named by the key of its block (`quintet.core.kv.prefix`), so requests that begin alike want the same one. A
-wanted content is either here already, or on the device in a block that it is saved from when that is given away
+A content has a key. Where it is that of the prefix cache (`quintet.core.kv.prefix`), requests that begin alike want the
+same one. A wanted content is either here already, or on the device in a block that it is saved from when that is given away
 (`BlockPool.take`). For each there is a block: what is wanted first is certain to be kept, the beginning of a sequence
 before its end, without which the end is worth nothing.
 

@@ -116,6 +116,25 @@ def test_requests_that_compute_everything_themselves_do(options: dict[str, objec
     assert world.executor.num_swapped_out == 0
 
 
+@pytest.mark.parametrize("caching", [True, False])
+def test_contents_are_shared_where_beginnings_are(caching: bool) -> None:
+    """Without the prefix cache, keys and values may depend on more than the tokens before them."""
+    world = World(prefix_caching=caching, depth=1, num_host_blocks=20)
+    state = world.engine.state
+    assert state is not None
+    for request_id in (1, 2):
+        world.admit(request_id, PROMPTS[1])
+    world.step()
+    for request in list(state.running):
+        state.preempt(request)
+    first, second = (state.pool.host.keys_of[request_id] for request_id in (1, 2))
+    assert len(first) == len(second) == 2
+    assert (first == second) == caching
+    assert set(first).isdisjoint(second) != caching
+    world.run()
+    world.assert_idle()
+
+
 def test_a_new_executor_has_nothing_on_the_host() -> None:
     world = crowded(prefix_caching=False)
     for request_id, prompt in PROMPTS.items():
