@@ -74,7 +74,7 @@ def _check_host_blocks(state: State) -> None:
     assert wants == host.wanted, (wants, host.wanted)
     assert host.block_of.keys() <= host.wanted.keys(), "held, and not wanted"
     assert len(host.wanted) + len(host.leaving) <= host.num_blocks, "wanted, and no room"
-    assert host.copies.keys() <= set(host.block_of.values()), host.copies
+    assert host.copies.keys() <= {*host.block_of.values(), *host.leaving}, host.copies
     waiting = {request.request_id for request in state.waiting}
     assert waiting.issuperset(host.keys_of), (waiting, list(host.keys_of))
 

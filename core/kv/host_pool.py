@@ -57,14 +57,16 @@ class HostPool:
         return mine
 
     def forget(self, request_id: int) -> None:
-        """Let a request want nothing any more: it has what it wanted, or has ended."""
+        """Let a request want nothing any more: the plan in the making gives it what it wanted, or it has ended.
+
+        A copy that is due is made, even so: that plan may read it.
+        """
         for key in self.keys_of.pop(request_id, ()):
             self.wanted[key] -= 1
             if not self.wanted[key]:
                 del self.wanted[key]
                 block = self.block_of.pop(key, None)
                 if block is not None:
-                    self.copies.pop(block, None)
                     self.leaving.append(block)
 
     def save(self, key: bytes, device_block: int) -> None:

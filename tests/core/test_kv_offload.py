@@ -205,13 +205,16 @@ def test_a_block_that_a_plan_may_read_gets_no_content_from_that_plan() -> None:
     assert host.want(2, [b"b"]) == [b"b"]
 
 
-def test_what_is_forgotten_before_it_was_copied_is_not_copied() -> None:
-    host = HostPool(1)
+def test_who_is_resumed_by_the_plan_that_was_to_copy_gets_its_copy() -> None:
+    host = HostPool(2)
     host.want(1, [b"a"])
     host.save(b"a", 4)
+    block = host.block_of[b"a"]
     host.forget(1)
-    assert host.take_copies() == []
-    assert host.free == [0]
+    host.want(2, [b"b"])
+    host.save(b"b", 5)
+    assert host.take_copies() == [4, block, 5, host.block_of[b"b"]]
+    assert host.free == [block]
 
 
 def test_an_evicted_block_is_saved_if_it_is_wanted() -> None:
