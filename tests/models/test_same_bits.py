@@ -43,6 +43,7 @@ class Witness:
     def __init__(self, worker: Worker) -> None:
         self.inner = worker
         self.num_blocks = worker.num_blocks
+        self.num_host_blocks = worker.num_host_blocks
         self.seen: dict[tuple[int, int], bytes] = {}
         self._tenants: dict[int, int] = {}
         self._rows: Rows | None = None
