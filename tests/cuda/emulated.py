@@ -116,6 +116,8 @@ class EmulatedDevice:
         self.seed = seed
         self.num_launches = 0
         self.num_free_bytes = 1 << 30
+        self.matrix_loads = (0, 0)
+        """Of the last launch: matrices loaded by ``load_matrix_x4``, and accesses more for rows in the same banks."""
         self._modules = _Modules(sources)
         self._held: list[EmulatedEvent] | None = None
 
@@ -123,7 +125,9 @@ class EmulatedDevice:
         self, kernel: Kernel, grid: Size, block: Size, args: Sequence[Argument], shared_bytes: int = 0
     ) -> None:
         check_launch(self, kernel, grid, block, args, shared_bytes)
-        self._modules.open(kernel.module).run(kernel, grid, block, args, shared_bytes, self.seed)
+        module = self._modules.open(kernel.module)
+        module.run(kernel, grid, block, args, shared_bytes, self.seed)
+        self.matrix_loads = module.count()
         self.num_launches += 1
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -212,6 +216,12 @@ class _Module:
             )
         if problem is not None:
             raise KernelError(f"{kernel.module}.cu: {problem.decode()}")
+
+    def count(self) -> tuple[int, int]:
+        """See `EmulatedDevice.matrix_loads`."""
+        loads, conflicts = ctypes.c_uint64(), ctypes.c_uint64()
+        self._library.qt_count(ctypes.byref(loads), ctypes.byref(conflicts))
+        return loads.value, conflicts.value
 
     def _signature(self, kernel: Kernel) -> _Signature:
         try:

@@ -145,6 +145,16 @@ def test_atomics_and_indices(device: Device) -> None:
     assert torch.equal(out.view(12, 30, 6)[..., 3:].cpu().long(), blocks.view(12, 1, 3).expand(12, 30, 3))
 
 
+def test_rows_of_matrices_in_the_same_banks_are_counted() -> None:
+    emulated, matrices = EmulatedDevice(), torch.zeros(4, 8, 8, dtype=torch.int16)
+    args = [matrices, torch.empty_like(matrices), torch.empty_like(matrices)]
+    emulated.launch(kernel("matrices", "ppp"), ONE, (32, 1, 1), args, shared_bytes=512)
+    assert emulated.matrix_loads == (8, 0)
+    a = torch.zeros(16, 16, dtype=torch.bfloat16)
+    emulated.launch(kernel("multiply_bf16", "ppp"), ONE, (32, 1, 1), [a, a, torch.empty(16, 8)])
+    assert emulated.matrix_loads == (8, 8)  # rows 32 bytes apart: eight of them touch four places, each twice
+
+
 def test_events_can_be_held_back() -> None:
     emulated = EmulatedDevice()
     before = emulated.record()

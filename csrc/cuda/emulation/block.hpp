@@ -94,6 +94,7 @@ struct Block {
   int num_statics;
   bool failed;
   char message[1024];
+  unsigned long long num_matrix_loads, num_bank_conflicts;  // of the launch
   Thread threads[MAX_THREADS];
   Warp warps[MAX_THREADS / LANES];
 };

@@ -300,6 +300,7 @@ inline __attribute__((used, visibility("default"))) const char* qt_run(
   block.num_statics = num_statics;
   block.seed = launch->seed;
   block.failed = false;
+  block.num_matrix_loads = block.num_bank_conflicts = 0;
   quintet::emulation::enter_guard(buffers, num_buffers);
   for (int i = 0; kernel->kinds[i]; ++i) {
     auto* pointer = static_cast<void**>(arguments[i]);
@@ -314,5 +315,11 @@ inline __attribute__((used, visibility("default"))) const char* qt_run(
   }
   quintet::emulation::leave_guard();
   return block.failed ? block.message : nullptr;
+}
+
+// Of the last launch: 8x8 matrices loaded by load_matrix_x4, and accesses lost because their rows were in the same banks.
+inline __attribute__((used, visibility("default"))) void qt_count(unsigned long long* loads, unsigned long long* conflicts) {
+  *loads = quintet::emulation::block.num_matrix_loads;
+  *conflicts = quintet::emulation::block.num_bank_conflicts;
 }
 }

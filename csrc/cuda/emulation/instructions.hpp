@@ -21,8 +21,23 @@ struct Rows {
   uint32_t* result;
 };
 
+// Eight rows of 16 bytes come from shared memory at once if each is in another eighth of its 128-byte line of banks.
+inline void count_conflicts(void** rows) {
+  int here[8] = {}, most = 0;
+  for (int i = 0; i < 8; ++i) {
+    int& count = here[reinterpret_cast<uintptr_t>(static_cast<Rows*>(rows[i])->row) / 16 % 8];
+    bool again = false;  // the same row costs nothing more
+    for (int j = 0; j < i; ++j) again |= static_cast<Rows*>(rows[j])->row == static_cast<Rows*>(rows[i])->row;
+    count += !again;
+    if (count > most) most = count;
+  }
+  ++block.num_matrix_loads;
+  block.num_bank_conflicts += most - 1;
+}
+
 inline void resolve_load_matrix(void** brought, bool transposed) {
   for (int matrix = 0; matrix < 4; ++matrix) {
+    count_conflicts(brought + matrix * 8);
     uint16_t elements[8][8];
     for (int row = 0; row < 8; ++row) memcpy(elements[row], static_cast<Rows*>(brought[matrix * 8 + row])->row, 16);
     for (int lane = 0; lane < LANES; ++lane) {
