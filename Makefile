@@ -54,6 +54,8 @@ $(CUDA)/installed: csrc/cuda/toolchain.txt | $(STAMP)
 	@touch $@
 
 gpu-check: install  ## the GPU checklist of docs/gpu.md, in one command
+	@$(BIN)/python -c 'import cupy' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --editable ".[$$($(BIN)/python -c 'import torch; print("cuda" + (torch.version.cuda or "13").partition(".")[0])')]"
 	$(BIN)/python bench/gpu/check.py $(ARGS)
 
 clean:  ## remove everything that was built

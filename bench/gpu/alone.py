@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.gpu.engine import EngineAlone, finish_chores
+from bench.gpu.machine import environment
 from bench.gpu.shapes import engine_config, shape_for
 from bench.gpu.workload import Work, requests
 from quintet.executor.worker import make_worker
@@ -89,7 +90,7 @@ def measure_alone_elsewhere(work: Work, device: str, num: int) -> Rates:
         "--requests",
         str(num),
     ]
-    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    ran = subprocess.run(command, stdout=subprocess.PIPE, env=environment(), text=True, check=True)
     return Rates(**json.loads(ran.stdout.splitlines()[-1]))
 
 

@@ -141,11 +141,11 @@ def run_rows(rows: Sequence[Row], journal: Journal, place: Place, again: bool, b
 
 def list_rows(rows: Sequence[Row], journal: Journal) -> None:
     """Print the rows with what is known of them, as docs/gpu.md has them."""
-    print("| Row | Shows | Target | Result |\n|---|---|---|---|")
+    print("| Row | Shows | Target | Command | Result |\n|---|---|---|---|---|")
     for row in rows:
         entry = journal.entries.get(row.name)
         result = "not yet run on a GPU" if entry is None else entry.text()
-        print(f"| `{row.name}` | {row.shows} | {row.target} | {result} |")
+        print(f"| `{row.name}` | {row.shows} | {row.target} | `{row.words}` | {result} |")
 
 
 def main() -> int:

@@ -50,6 +50,13 @@ class Row:
     limit_s: int
     """After so long it hangs, and is killed."""
 
+    @property
+    def words(self) -> str:
+        """The command as a person would type it."""
+        if self.command[: len(PYTEST)] == PYTEST:
+            return " ".join(("pytest", *self.command[len(PYTEST) :]))
+        return " ".join(("python", *self.command))
+
 
 ROWS = (
     Row(

@@ -1,9 +1,10 @@
 """A conversation-like load: lengths of prompts and answers spread as those of ShareGPT are said to be.
 
-Both are log-normal, a common fit for lengths of human text. The means are those that Kwon et al. give for ShareGPT ("Efficient
-Memory Management for Large Language Model Serving with PagedAttention", SOSP 2023, figure 11): 161 tokens in, 338 out. The
-spreads (sigma of the logarithm: 1.1 and 0.8) are ours. Lengths are cut to 4 … 2,048 and 4 … 1,024. Ids are drawn evenly from the
-vocabulary: no two prompts begin alike, so that prefix caching has nothing to do.
+Both are log-normal, a common fit for lengths of human text. Their means, 161 tokens in and 338 out, are about what is
+commonly given for ShareGPT (a load made popular by Kwon et al., "Efficient Memory Management for Large Language Model
+Serving with PagedAttention", SOSP 2023); the spreads (sigma of the logarithm: 1.1 and 0.8) are ours, and so are the cuts, 4 to
+2,048 and 4 to 1,024. Ids are drawn evenly from the vocabulary: no two prompts begin alike, so that prefix caching has
+nothing to do.
 """
 
 from __future__ import annotations

@@ -1,0 +1,232 @@
+"""The GPU checklist without a GPU: rows that pass, miss, crash, hang and lack packages; and the rows themselves on toy shapes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from bench.gpu import check
+from bench.gpu.alone import measure_alone_elsewhere
+from bench.gpu.child import members, run
+from bench.gpu.figures import Figure, Report, read_lines
+from bench.gpu.journal import Journal, Outcome, file_name
+from bench.gpu.machine import ROOT, environment
+from bench.gpu.plans import Batch, NoRoom, Plans
+from bench.gpu.rows import ROWS, Row, rows_of
+from bench.gpu.shapes import LLAMA_3_8B
+from bench.gpu.workload import SPREADS, Work, requests
+
+from quintet.wire.codec import unpack_i32
+
+TELL = """
+import sys
+from pathlib import Path
+from bench.gpu.figures import Figure, Report
+report = Report(Path(sys.argv[sys.argv.index("--figures") + 1]))
+report.figure(Figure("speed", {value}, "GB/s", at_least=10.0))
+"""
+
+
+def row_of(code: str, name: str = "row", limit_s: int = 30, needs: tuple[str, ...] = ()) -> Row:
+    return Row(name, "something", "something", ("-c", code), needs, takes_s=1, limit_s=limit_s)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> check.Place:
+    return check.Place("cuda", tmp_path / "logs", {"gpu": "none"}, {"python": "3"}, "abc")
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Journal:
+    return Journal(tmp_path / "results.json")
+
+
+def test_a_row_passes_when_its_targets_are_met(journal: Journal, place: check.Place) -> None:
+    rows = [row_of(TELL.format(value=12.5), "fast"), row_of(TELL.format(value=7), "slow")]
+    check.run_rows(rows, journal, place, again=False, budget_s=60)
+    assert journal.entries["fast"].outcome is Outcome.PASSED
+    assert journal.entries["slow"].outcome is Outcome.MISSED
+    assert journal.entries["slow"].figures == [Figure("speed", 7.0, "GB/s", at_least=10.0)]
+    assert Journal(journal.path).entries == journal.entries
+
+
+def test_a_row_that_crashes_keeps_what_it_told_and_the_others_go_on(
+    journal: Journal, place: check.Place
+) -> None:
+    crashing = row_of(TELL.format(value=12.5) + "import os; os.abort()", "crashing")
+    check.run_rows([crashing, row_of("pass", "next")], journal, place, again=False, budget_s=60)
+    crashed = journal.entries["crashing"]
+    assert crashed.outcome is Outcome.FAILED
+    assert [figure.value for figure in crashed.figures] == [12.5]
+    assert any("Aborted" in line for line in crashed.tail)
+    assert journal.entries["next"].outcome is Outcome.PASSED
+
+
+def test_a_row_that_hangs_is_killed_with_all_it_started(
+    journal: Journal, place: check.Place, tmp_path: Path
+) -> None:
+    """Also what is in a process group of its own, as the processes of a server are."""
+    pid_file = tmp_path / "pid"
+    code = f"""
+import subprocess, sys, threading
+from pathlib import Path
+child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], process_group=0)
+Path({str(pid_file)!r}).write_text(str(child.pid))
+threading.Event().wait()
+"""
+    check.run_rows([row_of(code, limit_s=2)], journal, place, again=False, budget_s=60)
+    entry = journal.entries["row"]
+    assert entry.outcome is Outcome.TIMED_OUT
+    assert any("most recent call first" in line for line in entry.tail)  # where it hung
+    assert not is_alive(int(pid_file.read_text()))
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+
+
+def test_what_a_row_leaves_behind_is_ended(tmp_path: Path) -> None:
+    code = "import subprocess; print(subprocess.Popen(['sleep', '1000'], process_group=0).pid)"
+    log = tmp_path / "log"
+    ended = run([sys.executable, "-c", code], tmp_path, environment(), log, 30)
+    assert ended.status == 0
+    left = int(log.read_text())
+    try:
+        assert not is_alive(left)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(left, signal.SIGKILL)
+    assert os.getpid() in members(os.getsid(0))
+
+
+def test_a_second_call_goes_on_where_the_first_ended(
+    journal: Journal, place: check.Place, tmp_path: Path
+) -> None:
+    def counting(name: str) -> Row:
+        return row_of(f"open({str(tmp_path / name)!r}, 'a').write('x')", name)
+
+    def counts() -> list[int]:
+        return [len((tmp_path / name).read_text()) for name in ("a", "b")]
+
+    check.run_rows([counting("a")], journal, place, again=False, budget_s=60)
+    check.run_rows([counting("a"), counting("b")], Journal(journal.path), place, again=False, budget_s=60)
+    assert counts() == [1, 1]
+    check.run_rows([counting("a"), counting("b")], Journal(journal.path), place, again=True, budget_s=60)
+    assert counts() == [2, 2]
+
+
+def test_a_row_that_lacks_a_package_is_skipped_until_it_is_there(
+    journal: Journal, place: check.Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check.run_rows([row_of("pass", needs=("no_such_module",))], journal, place, again=False, budget_s=60)
+    assert journal.entries["row"].outcome is Outcome.SKIPPED
+    assert "no no_such_module" in capsys.readouterr().out
+    check.run_rows([row_of("pass")], journal, place, again=False, budget_s=60)
+    assert journal.entries["row"].outcome is Outcome.PASSED
+    check.run_rows([row_of("pass", needs=("no_such_module",))], journal, place, again=True, budget_s=60)
+    assert journal.entries["row"].outcome is Outcome.PASSED
+
+
+def test_a_budget_begins_no_row_that_takes_longer_and_records_none_it_broke_off(
+    journal: Journal, place: check.Place
+) -> None:
+    check.run_rows([row_of("pass")], journal, place, again=False, budget_s=0.5)
+    hanging = row_of("import signal; signal.pause()", "hanging")
+    check.run_rows([hanging], journal, place, again=False, budget_s=1.5)
+    assert journal.entries == {}
+
+
+def test_lines_that_were_cut_off_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "figures"
+    report = Report(path)
+    report.remark("begun")
+    report.figure(Figure("a", 1.0, "s"))
+    lines = path.read_text() + '{"figure": {"name": "b"'
+    assert read_lines(lines.splitlines()) == ([Figure("a", 1.0, "s")], ["begun"])
+
+
+@pytest.mark.parametrize(
+    ("bounds", "value", "met"),
+    [
+        ({}, 1.0, None),
+        ({"at_least": 2.0}, 2.0, True),
+        ({"at_least": 2.0}, 1.9, False),
+        ({"at_most": 2.0}, 2.1, False),
+        ({"at_least": 1.0, "at_most": 2.0}, float("nan"), False),
+    ],
+)
+def test_targets(bounds: dict[str, float], value: float, met: bool | None) -> None:
+    assert Figure("a", value, "s", **bounds).is_met is met
+
+
+def test_names() -> None:
+    assert file_name("2026-11-21", "NVIDIA H200") == "gpu-2026-11-21-nvidia-h200.json"
+    assert [row.name for row in rows_of(["decode", "ceilings"])] == ["ceilings", "decode"]
+    with pytest.raises(ValueError, match="no row is called 'decoed'"):
+        rows_of(["decoed"])
+
+
+def test_every_row_has_a_command_that_exists_and_a_line_in_the_docs() -> None:
+    docs = (ROOT / "docs" / "gpu.md").read_text()
+    for row in ROWS:
+        if row.command[1].startswith("bench."):
+            assert importlib.util.find_spec(row.command[1]) is not None
+        else:
+            files = [word for word in row.command if word.startswith("tests/")]
+            assert files and all((ROOT / word).is_file() for word in files)
+        assert f"| `{row.name}` | {row.shows} | {row.target} |" in docs
+    assert sum(row.takes_s for row in ROWS) <= 15 * 60
+
+
+def test_the_shape_is_llama_3_8b() -> None:
+    """Meta's count of its parameters is 8.03 billion: both tables, every linear layer, and the norms left out here."""
+    shape = LLAMA_3_8B
+    parameters = shape.layers * shape.layer_weights + 2 * shape.vocab_size * shape.hidden
+    assert round(parameters / 1e9, 2) == 8.03
+    assert shape.kv_bytes_per_token == 128 << 10
+
+
+def test_rows_write_blocks_of_their_own_and_read_others_contexts_when_memory_is_short() -> None:
+    plans = Plans(100, num_blocks=20, block_size=16, max_model_len=256)
+    batch = Batch(plans, 4, 64, num_steps=16)  # 2 blocks each to write, 4 each to read: room for 3 contexts
+    assert batch.num_contexts == 3
+    tables = [unpack_i32(plan.blocks)[2::3] for plan in batch.admissions]
+    assert tables[3][:4] == tables[0][:4]
+    written = [block for table in tables for block in table[4:]]
+    read = {block for table in tables for block in table[:4]}
+    assert len(written) == len(set(written)) == 8 and not read & set(written)
+    with pytest.raises(NoRoom):
+        Batch(plans, 9, 64, num_steps=16)
+
+
+def test_lengths_have_the_means_that_are_documented() -> None:
+    inputs, outputs = SPREADS[Work.CONVERSATION, "cuda"]
+    asked = requests(Work.CONVERSATION, "cuda", 4000, 1000, seed=0)
+    mean_in = sum(len(one.prompt) for one in asked) / len(asked)
+    mean_out = sum(one.output_len for one in asked) / len(asked)
+    # The cut takes a few percent of the mean; 4,000 draws of these spreads are within 3 % of it (two deviations).
+    assert 0.88 * inputs.mean < mean_in < 1.03 * inputs.mean
+    assert 0.88 * outputs.mean < mean_out < 1.03 * outputs.mean
+
+
+@pytest.mark.parametrize("program", ["bench.gpu.ceilings", "bench.gpu.steps"])
+def test_programs_run_on_toy_shapes(program: str, tmp_path: Path) -> None:
+    log, told = tmp_path / "log", tmp_path / "figures"
+    command = [sys.executable, "-m", program, "--device", "cpu", "--figures", str(told)]
+    assert run(command, ROOT, environment(), log, 120).status == 0, log.read_text()
+    figures, _ = read_lines(told.read_text().splitlines())
+    assert figures and all(figure.value > 0 for figure in figures)
+
+
+def test_the_engine_alone_finishes_what_it_is_asked() -> None:
+    rates = measure_alone_elsewhere(Work.CONVERSATION, "cpu", 12)
+    assert rates.tokens > rates.requests > 0
