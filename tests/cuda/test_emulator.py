@@ -68,7 +68,7 @@ def test_every_number_is_widened_as_torch_does(device: Device) -> None:
     eight = bits.to(torch.uint8)
     outs = [on(device, torch.empty(65536)) for _ in range(3)]
     pairs = [on(device, torch.empty(65536, 2, dtype=dtype)) for dtype in (torch.bfloat16, torch.float16)]
-    args = [on(device, bits), on(device, bits), on(device, eight), *outs, *pairs, 65536]
+    args: list[Argument] = [on(device, bits), on(device, bits), on(device, eight), *outs, *pairs, 65536]
     device.launch(kernel("widen", "ppppppppi"), (512, 1, 1), (128, 1, 1), args)
     dtypes = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
     for source, dtype, out in zip((bits, bits, eight), dtypes, outs, strict=True):
@@ -98,7 +98,7 @@ def test_every_number_is_rounded_as_torch_does(device: Device) -> None:
         for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
     )
     pairs = on(device, torch.empty(count, 2, dtype=torch.bfloat16))
-    args = [on(device, values), a, b, c, pairs, count]
+    args: list[Argument] = [on(device, values), a, b, c, pairs, count]
     device.launch(kernel("narrow", "pppppi"), (-(-count // 128), 1, 1), (128, 1, 1), args)
     assert torch.equal(bits_of(a.cpu().float()), bits_of(values.bfloat16().float()))
     assert torch.equal(bits_of(b.cpu().float()), bits_of(values.half().float()))
