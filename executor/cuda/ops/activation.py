@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from quintet.executor.cuda.device import Device, Kernel
-from quintet.executor.cuda.ops.formats import PACK_BYTES, check_rows, number_format
+from quintet.executor.cuda.ops.formats import PACK_BYTES, SUFFIXES, check_rows
 
 
 class Gate(Enum):
@@ -19,6 +19,16 @@ class Gate(Enum):
     """With the error function."""
     GELU_TANH = "gelu_tanh_and_mul"
     """Approximated with tanh."""
+
+
+_KERNELS = {
+    (gate, in_packs, dtype): Kernel(
+        "activation", f"{gate.value}{'' if in_packs else '_single'}_{suffix}", "plpi"
+    )
+    for gate in Gate
+    for in_packs in (True, False)
+    for dtype, suffix in SUFFIXES.items()
+}
 
 
 def gated_reference(x: torch.Tensor, gate: Gate) -> torch.Tensor:
@@ -49,10 +59,9 @@ def gated(device: Device, x: torch.Tensor, gate: Gate, out: torch.Tensor | None 
     pack = PACK_BYTES // x.element_size()
     in_packs = width % pack == 0
     pieces = width // pack if in_packs else width
-    name = f"{gate.value}{'' if in_packs else '_single'}_{number_format(x)}"
     if num_rows and width:
         device.launch(
-            Kernel("activation", name, "plpi"),
+            _KERNELS[gate, in_packs, x.dtype],
             (num_rows, -(-pieces // 256), 1),
             (256, 1, 1),
             (x, x.stride(0), out, width),

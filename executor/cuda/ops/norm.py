@@ -8,10 +8,20 @@ from __future__ import annotations
 import torch
 
 from quintet.executor.cuda.device import Device, Kernel
-from quintet.executor.cuda.ops.formats import PACK_BYTES, check_rows, check_vector, number_format
+from quintet.executor.cuda.ops.formats import PACK_BYTES, SUFFIXES, check_rows, check_vector
 
 REGISTER_PACKS = 512
 """Packs of 16 bytes that a block of 256 threads keeps in registers, two each; rows of more go to blocks of 1024."""
+
+_THREADS = {"": 256, "_wide": 1024, "_single": 256}
+_RMS_NORMS, _LAYER_NORMS = (
+    {
+        (variant, dtype): Kernel("norm", f"{name}{variant}_{suffix}", kinds)
+        for variant in _THREADS
+        for dtype, suffix in SUFFIXES.items()
+    }
+    for name, kinds in (("rms_norm", "plplppifi"), ("layer_norm", "plplpppif"))
+)
 
 
 def gemma_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -93,14 +103,14 @@ def _rms_norm(
     one_plus: bool,
 ) -> torch.Tensor:
     out = _checked_output(x, residual, out)
-    name, threads = _variant("rms_norm", x)
+    variant = _variant(x)
     check_vector("weight", weight, x)
     stride = 0 if residual is None else residual.stride(0)
     if len(x):
         device.launch(
-            Kernel("norm", name, "plplppifi"),
+            _RMS_NORMS[variant, x.dtype],
             (len(x), 1, 1),
-            (threads, 1, 1),
+            (_THREADS[variant], 1, 1),
             (x, x.stride(0), residual, stride, weight, out, x.shape[1], eps, int(one_plus)),
         )
     return out
@@ -116,16 +126,16 @@ def _layer_norm(
     out: torch.Tensor | None,
 ) -> torch.Tensor:
     out = _checked_output(x, residual, out)
-    name, threads = _variant("layer_norm", x)
+    variant = _variant(x)
     check_vector("weight", weight, x)
     if bias is not None:
         check_vector("bias", bias, x)
     stride = 0 if residual is None else residual.stride(0)
     if len(x):
         device.launch(
-            Kernel("norm", name, "plplpppif"),
+            _LAYER_NORMS[variant, x.dtype],
             (len(x), 1, 1),
-            (threads, 1, 1),
+            (_THREADS[variant], 1, 1),
             (x, x.stride(0), residual, stride, weight, bias, out, x.shape[1], eps),
         )
     return out
@@ -145,11 +155,9 @@ def _checked_output(x: torch.Tensor, residual: torch.Tensor | None, out: torch.T
     return out
 
 
-def _variant(name: str, x: torch.Tensor) -> tuple[str, int]:
-    """Return the kernel and its threads, by the rows' width alone: so the order of sums does not depend on the batch."""
+def _variant(x: torch.Tensor) -> str:
+    """Choose by the rows' width alone: so the order of sums does not depend on the batch."""
     pack = PACK_BYTES // x.element_size()
     if x.shape[1] % pack:
-        return f"{name}_single_{number_format(x)}", 256
-    if x.shape[1] // pack > REGISTER_PACKS:
-        return f"{name}_wide_{number_format(x)}", 1024
-    return f"{name}_{number_format(x)}", 256
+        return "_single"
+    return "_wide" if x.shape[1] // pack > REGISTER_PACKS else ""

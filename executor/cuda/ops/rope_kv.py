@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from quintet.executor.cuda.device import Device, Kernel
-from quintet.executor.cuda.ops.formats import PACK_BYTES, check_vector, describe, number_format
+from quintet.executor.cuda.ops.formats import PACK_BYTES, SUFFIXES, check_vector, describe, number_format
 from quintet.executor.cuda.rows import StepRows
 from quintet.executor.ops.rms_norm import rms_norm
 from quintet.executor.ops.rope_kv_write import rope
@@ -14,7 +14,16 @@ THREADS = 128
 MAX_SINGLE_LANES, MAX_SINGLE_ITEMS = 32, 8
 FP8_MAX = 448.0
 
-_KINDS = "pplppppfpp" + "iiiiiiii"
+_KERNELS = {
+    (in_packs, dtype, is_fp8): Kernel(
+        "rope_kv",
+        f"rope_kv{'' if in_packs else '_single'}_{suffix}{'_fp8kv' if is_fp8 else ''}",
+        "pplppppfppiiiiiiii",
+    )
+    for in_packs in (True, False)
+    for dtype, suffix in SUFFIXES.items()
+    for is_fp8 in (False, True)
+}
 
 
 def rope_kv_reference(
@@ -30,10 +39,12 @@ def rope_kv_reference(
 ) -> torch.Tensor:
     """Return the queries and write ``kv`` as `rope_kv` does, with torch; ``qkv`` stays as it is."""
     num_kv_heads, block_size = kv.shape[2:4]
-    queries, keys, values = qkv.split((num_heads, num_kv_heads, num_kv_heads), 1)
+    queries, keys = qkv[:, :num_heads], qkv[:, num_heads : num_heads + num_kv_heads]
+    values = qkv[:, num_heads + num_kv_heads :]
     if q_norm is not None and k_norm is not None:
         queries, keys = rms_norm(queries, q_norm, eps), rms_norm(keys, k_norm, eps)
-    queries, keys = (rope(heads, cos.unsqueeze(1), sin.unsqueeze(1)) for heads in (queries, keys))
+    by_head = (len(qkv), 1, cos.shape[-1])
+    queries, keys = (rope(heads, cos.view(by_head), sin.view(by_head)) for heads in (queries, keys))
     real = (kv_rows >= 0).nonzero().squeeze(1)
     blocks, places = kv_rows[real].long() // block_size, kv_rows[real].long() % block_size
     is_fp8 = kv.dtype == torch.float8_e4m3fn
@@ -60,11 +71,13 @@ def rope_kv(
 ) -> torch.Tensor:
     """Return the rotated queries ``[num_tokens, num_heads, head_dim]`` and write keys and values into ``kv``.
 
-    qkv: ``[num_tokens, num_heads + 2 * num_kv_heads, head_dim]``, contiguous; cos, sin: ``[num_tokens, rotary_dim]``, the
-    same dtype, as `quintet.executor.layers.rope` makes them (only the first half is read: the second is the same); kv:
-    ``[2, num_blocks, num_kv_heads, block_size, head_dim]`` of the same dtype or float8_e4m3fn, where what is beyond 448
-    saturates; q_norm, k_norm: ``[head_dim]``, both or neither. out: ``[num_tokens, num_heads, head_dim]``, where a
-    token's heads are contiguous; without it queries are rotated in place, and keys in ``qkv`` stay as they were.
+    qkv: ``[num_tokens, num_heads + 2 * num_kv_heads, head_dim]``, contiguous.
+    cos, sin: ``[num_tokens, rotary_dim]`` or ``[num_tokens, 1, rotary_dim]``, the same dtype, as
+    `quintet.executor.layers.rope` makes them; only the first half is read, as the second is the same.
+    kv: ``[2, num_blocks, num_kv_heads, block_size, head_dim]`` of the same dtype, or float8_e4m3fn: that saturates at 448.
+    q_norm, k_norm: ``[head_dim]``, both or neither.
+    out: ``[num_tokens, num_heads, head_dim]``, where a token's heads are contiguous; without it queries are rotated in
+    place. Keys and values in ``qkv`` stay as they were.
 
     Padding tokens write no KV; their queries are zeros. Bits equal the reference's in bf16 and fp16 (products of two such
     numbers are exact in fp32), except that the mean of a norm is summed in another order and may round otherwise; in
@@ -74,7 +87,7 @@ def rope_kv(
     num_kv_heads = kv.shape[2]
     rotary_dim = cos.shape[-1]
     for name, table in (("cos", cos), ("sin", sin)):
-        fits = table.shape == (num_tokens, rotary_dim) and table.is_contiguous()
+        fits = table.numel() == num_tokens * rotary_dim and table.is_contiguous()
         if not fits or table.dtype != qkv.dtype or table.data_ptr() % PACK_BYTES:
             raise ValueError(
                 f"{name}: expected contiguous {qkv.dtype}[{num_tokens}, rotary_dim], got {describe(table)}"
@@ -92,10 +105,10 @@ def rope_kv(
         if weight is not None:
             check_vector(name, weight, qkv)
     queries = _check_out(qkv, num_heads, out)
-    name, lanes = _variant(qkv, head_dim, rotary_dim, kv.dtype)
+    in_packs, lanes = _variant(PACK_BYTES // qkv.element_size(), head_dim, rotary_dim)
     if num_tokens:
         device.launch(
-            Kernel("rope_kv", name, _KINDS),
+            _KERNELS[in_packs, qkv.dtype, kv.dtype == torch.float8_e4m3fn],
             (-(-num_tokens * all_heads * lanes // THREADS), 1, 1),
             (THREADS, 1, 1),
             (
@@ -139,18 +152,16 @@ def _check_out(qkv: torch.Tensor, num_heads: int, out: torch.Tensor | None) -> t
     return out
 
 
-def _variant(qkv: torch.Tensor, head_dim: int, rotary_dim: int, kv_dtype: torch.dtype) -> tuple[str, int]:
-    """Return the kernel and how many lanes own a head, by the shape of a head alone."""
-    suffix = number_format(qkv) + ("_fp8kv" if kv_dtype == torch.float8_e4m3fn else "")
-    pack = PACK_BYTES // qkv.element_size()
+def _variant(pack: int, head_dim: int, rotary_dim: int) -> tuple[bool, int]:
+    """Return whether a head is taken in packs of so many numbers, and how many lanes own it: by its shape alone."""
     half, rest = rotary_dim // 2, head_dim - rotary_dim
     if half % pack == 0 and rest % pack == 0:
         items = half // pack + -(-rest // (2 * pack))
         if items <= MAX_SINGLE_LANES:
-            return f"rope_kv_{suffix}", 1 << (items - 1).bit_length()
+            return True, 1 << (items - 1).bit_length()
     items = half + -(-rest // 2)
     if items > MAX_SINGLE_LANES * MAX_SINGLE_ITEMS:
         raise ValueError(
             f"head_dim: expected at most {2 * MAX_SINGLE_LANES * MAX_SINGLE_ITEMS}, got {head_dim}"
         )
-    return f"rope_kv_single_{suffix}", MAX_SINGLE_LANES
+    return False, MAX_SINGLE_LANES

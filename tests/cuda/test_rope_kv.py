@@ -1,0 +1,215 @@
+"""Norm, rotation and KV write in one launch, against torch one after the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from tests.cuda.formats import FORMATS, assert_within_steps, noise, small_integers
+
+from quintet.executor.cuda.device import Device
+from quintet.executor.cuda.ops.rope_kv import rope_kv, rope_kv_reference
+from quintet.executor.cuda.rows import StepRows
+
+EPS = 1e-6
+BLOCK_SIZE, NUM_BLOCKS = 16, 4
+KV_ROWS = [0, 17, -1, 63, 16, -1, 33]
+"""First and last places of blocks, out of order, with padding between."""
+HEADS = [
+    (64, 64),
+    (80, 80),
+    (96, 96),
+    (128, 128),
+    (256, 256),
+    (128, 32),
+    (80, 32),
+    (80, 20),
+    (6, 4),
+    (512, 512),
+]
+"""Width of a head and how much of it is rotated: whole packs, packs that pass (an odd number of them, too), single
+numbers, and as wide as it may be."""
+
+
+@dataclass
+class World:
+    """Inputs of one launch, and KV memory filled with ones, so that what should not be written is seen."""
+
+    qkv: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    kv: torch.Tensor
+    rows: StepRows
+
+    @property
+    def kv_rows(self) -> torch.Tensor:
+        assert self.rows.kv_rows is not None
+        return self.rows.kv_rows
+
+
+def rows_of(where: torch.device, kv_rows: list[int]) -> StepRows:
+    """Rows of which only ``kv_rows`` counts here."""
+    nothing = torch.empty(0, dtype=torch.int32, device=where)
+    return StepRows(
+        num_rows=0,
+        num_tokens=len(kv_rows),
+        max_count=1,
+        slots=nothing,
+        starts=nothing,
+        counts=nothing,
+        offsets=nothing,
+        token_ids=nothing,
+        positions=nothing,
+        token_rows=nothing,
+        block_table=nothing,
+        block_size=BLOCK_SIZE,
+        kv_rows=torch.tensor(kv_rows, dtype=torch.int32, device=where),
+    )
+
+
+def make_world(
+    device: Device,
+    dtype: torch.dtype,
+    head_dim: int = 64,
+    rotary_dim: int = 64,
+    heads: tuple[int, int] = (4, 2),
+    kv_dtype: torch.dtype | None = None,
+    whole_numbers: bool = False,
+) -> World:
+    where, num_tokens = device.torch_device, len(KV_ROWS)
+    shape = (num_tokens, heads[0] + 2 * heads[1], head_dim)
+    make = small_integers if whole_numbers else noise
+    angles = noise(num_tokens, rotary_dim // 2, dtype=torch.float32, where=where, seed=1)
+    angles = torch.cat((angles, angles), 1)
+    kv = torch.ones((2, NUM_BLOCKS, heads[1], BLOCK_SIZE, head_dim), device=where).to(kv_dtype or dtype)
+    return World(
+        qkv=make(*shape, dtype=dtype, where=where),
+        cos=angles.cos().to(dtype),
+        sin=angles.sin().to(dtype),
+        kv=kv,
+        rows=rows_of(where, KV_ROWS),
+    )
+
+
+def fp32_fuses(dtype: torch.dtype) -> float:
+    """Products of 16-bit numbers are exact in fp32, so that fusing them with a sum changes nothing. Products of fp32
+    numbers are not: numbers up to 5 or so then differ by a rounding or two, 2^-21."""
+    return 1e-6 if dtype == torch.float32 else 0.0
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), HEADS)
+def test_rotation_and_write(device: Device, dtype: torch.dtype, head_dim: int, rotary_dim: int) -> None:
+    world = make_world(device, dtype, head_dim, rotary_dim)
+    kv = world.kv.clone()
+    before = world.qkv.clone()
+    expected = rope_kv_reference(world.qkv, 4, world.cos, world.sin, kv, world.kv_rows)
+    out = torch.full_like(expected, torch.nan)
+    queries = rope_kv(device, world.qkv, 4, world.cos, world.sin, world.kv, world.rows, out=out)
+    assert queries is out
+    assert torch.equal(world.qkv, before)
+    tolerance = fp32_fuses(dtype)
+    torch.testing.assert_close(out, expected, rtol=0, atol=tolerance)
+    torch.testing.assert_close(world.kv, kv, rtol=0, atol=tolerance)
+    assert not out[world.kv_rows < 0].any()
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (128, 128), (128, 32), (8, 4)])
+def test_norm_has_the_references_bits_where_the_sum_is_exact(
+    device: Device, dtype: torch.dtype, head_dim: int, rotary_dim: int
+) -> None:
+    world = make_world(device, dtype, head_dim, rotary_dim, whole_numbers=True)
+    q_norm, k_norm = (noise(head_dim, dtype=dtype, where=device.torch_device, seed=i) for i in (2, 3))
+    kv = world.kv.clone()
+    expected = rope_kv_reference(world.qkv, 4, world.cos, world.sin, kv, world.kv_rows, q_norm, k_norm, EPS)
+    queries = rope_kv(device, world.qkv, 4, world.cos, world.sin, world.kv, world.rows, q_norm, k_norm, EPS)
+    tolerance = fp32_fuses(dtype)
+    torch.testing.assert_close(queries, expected, rtol=0, atol=tolerance)
+    torch.testing.assert_close(world.kv, kv, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(80, 80), (96, 96), (20, 12)])
+def test_norm_of_widths_that_are_no_power_of_two(device: Device, head_dim: int, rotary_dim: int) -> None:
+    """Some lanes have nothing to add. fp32, as a mean in another order is only some roundings off."""
+    world = make_world(device, torch.float32, head_dim, rotary_dim)
+    weight = noise(head_dim, dtype=torch.float32, where=device.torch_device, seed=2)
+    kv = world.kv.clone()
+    expected = rope_kv_reference(world.qkv, 4, world.cos, world.sin, kv, world.kv_rows, weight, weight, EPS)
+    queries = rope_kv(device, world.qkv, 4, world.cos, world.sin, world.kv, world.rows, weight, weight, EPS)
+    assert_within_steps(queries, expected, 8, floor=1e-5)
+    assert_within_steps(world.kv, kv, 8, floor=1e-5)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (80, 20)])
+def test_fp8_cache_saturates(device: Device, dtype: torch.dtype, head_dim: int, rotary_dim: int) -> None:
+    """Whole numbers times 100 and no rotation: nothing rounds before the cache does, and some are beyond 448."""
+    world = make_world(device, dtype, head_dim, rotary_dim, kv_dtype=torch.float8_e4m3fn, whole_numbers=True)
+    world.qkv.mul_(100)
+    world.cos.fill_(1)
+    world.sin.fill_(0)
+    kv = world.kv.clone()
+    rope_kv_reference(world.qkv, 4, world.cos, world.sin, kv, world.kv_rows)
+    rope_kv(device, world.qkv, 4, world.cos, world.sin, world.kv, world.rows)
+    assert kv.float().max() == 448
+    assert torch.equal(world.kv.view(torch.uint8), kv.view(torch.uint8))
+
+
+def test_fp8_cache_of_rotated_numbers(device: Device) -> None:
+    """What is stored is the number in the model's format, rounded again."""
+    world = make_world(device, torch.bfloat16, kv_dtype=torch.float8_e4m3fn)
+    kv = world.kv.clone()
+    rope_kv_reference(world.qkv, 4, world.cos, world.sin, kv, world.kv_rows)
+    rope_kv(device, world.qkv, 4, world.cos, world.sin, world.kv, world.rows)
+    assert torch.equal(world.kv.view(torch.uint8), kv.view(torch.uint8))
+
+
+def test_in_place(device: Device) -> None:
+    """Queries take their own places; keys and values of ``qkv`` stay."""
+    world = make_world(device, torch.bfloat16)
+    before = world.qkv.clone()
+    out = torch.empty((len(KV_ROWS), 4, 64), dtype=torch.bfloat16, device=device.torch_device)
+    rope_kv(device, world.qkv, 4, world.cos, world.sin, world.kv, world.rows, out=out)
+    queries = rope_kv(device, world.qkv, 4, world.cos, world.sin, world.kv, world.rows)
+    assert queries.data_ptr() == world.qkv.data_ptr()
+    assert torch.equal(world.qkv[:, :4], out)
+    assert torch.equal(world.qkv[:, 4:], before[:, 4:])
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (7, 1), (5, 5)])
+def test_a_tokens_bits_do_not_depend_on_the_batch(device: Device, heads: tuple[int, int]) -> None:
+    world = make_world(device, torch.float32, 96, 64, heads)
+    weight = noise(96, dtype=torch.float32, where=device.torch_device, seed=2)
+    together = torch.empty((len(KV_ROWS), heads[0], 96), device=device.torch_device)
+    rope_kv(
+        device, world.qkv, heads[0], world.cos, world.sin, world.kv, world.rows, weight, weight, EPS, together
+    )
+    kv = torch.ones_like(world.kv)
+    for i, kv_row in enumerate(KV_ROWS):
+        one = slice(i, i + 1)
+        rows = rows_of(device.torch_device, [kv_row])
+        queries = rope_kv(
+            device, world.qkv[one], heads[0], world.cos[one], world.sin[one], kv, rows, weight, weight, EPS
+        )
+        assert torch.equal(queries[0], together[i])
+    assert torch.equal(kv, world.kv)
+
+
+def test_a_wrong_tensor_is_named(device: Device) -> None:
+    world = make_world(device, torch.bfloat16)
+    with pytest.raises(ValueError, match=r"qkv: expected contiguous \[num_tokens, 9, 64\]"):
+        rope_kv(device, world.qkv, 5, world.cos, world.sin, world.kv, world.rows)
+    with pytest.raises(ValueError, match=r"sin: expected contiguous torch.bfloat16"):
+        rope_kv(device, world.qkv, 4, world.cos, world.sin.float(), world.kv, world.rows)
+    with pytest.raises(ValueError, match=r"kv: expected torch.bfloat16 or torch.float8_e4m3fn"):
+        rope_kv(device, world.qkv, 4, world.cos, world.sin, world.kv.half(), world.rows)
+    with pytest.raises(ValueError, match="both or neither"):
+        rope_kv(device, world.qkv, 4, world.cos, world.sin, world.kv, world.rows, world.qkv[0, 0])
+    with pytest.raises(ValueError, match="rows: expected kv_rows of 6 tokens in blocks of 16, got 7"):
+        rope_kv(device, world.qkv[:6], 4, world.cos[:6], world.sin[:6], world.kv, world.rows)
+    with pytest.raises(ValueError, match="out: expected"):
+        rope_kv(
+            device, world.qkv, 4, world.cos, world.sin, world.kv, world.rows, out=world.qkv[:, :4].float()
+        )
