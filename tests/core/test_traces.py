@@ -26,6 +26,12 @@ def test_random_trace_with_host_memory(seed: int, num_host_blocks: int) -> None:
     assert_served(*random_trace(seed, 250, 1 + seed % 3, poisonous, num_host_blocks))
 
 
+def test_such_traces_swap() -> None:
+    worlds = [random_trace(seed, 250, depth=2, num_host_blocks=20)[0] for seed in range(6)]
+    swapped = [world.engine.state.counters.swap_in_blocks for world in worlds if world.engine.state]
+    assert sum(1 for blocks in swapped if blocks) > 2, swapped
+
+
 PRINT_PLANS = """
 import hashlib, sys
 sys.path.insert(0, {root!r})

@@ -52,12 +52,13 @@ class Sent:
 
 
 def random_world(rng: random.Random, depth: int, fault: Fault = no_fault, num_host_blocks: int = 0) -> World:
-    """Make a world whose blocks, slots or budget are too few for comfort."""
+    """Make a world whose blocks, slots or budget are too few for comfort; blocks, where there is host memory too."""
+    num_blocks = rng.choice([12, 20, 40, 100])
     return World(
         fault=fault,
         depth=depth,
         num_host_blocks=num_host_blocks,
-        num_blocks=rng.choice([12, 20, 40, 100]),
+        num_blocks=min(num_blocks, 16) if num_host_blocks else num_blocks,
         block_size=rng.choice([1, 2, 4, 8]),
         slots=rng.choice([1, 3, 8]),
         max_num_batched_tokens=rng.choice([8, 16, 64]),
