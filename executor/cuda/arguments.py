@@ -1,43 +1,52 @@
-"""A launch's arguments as the driver wants them: by kind, not by what Python happens to hold. Knows no device."""
+"""A launch's arguments as the driver takes them: an array of addresses, one per parameter, of the parameters' bytes.
+
+Knows no device. Made once per kernel, and filled by one call per launch: an eager step launches hundreds of kernels, and
+every microsecond here is a microsecond in which the device may run dry.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import ctypes
+import struct
+from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from quintet.executor.cuda.device import Argument, Kernel, LaunchError
 
-Packer = Callable[[Sequence[Argument]], list[np.generic]]
+_SLOT_BYTES = 8
+_SLOTS = {"p": "Q", "i": "i4x", "l": "q", "f": "f4x"}
+"""By kind, how a parameter lies in its eight bytes; lowest first, as on every machine that CUDA runs on."""
 
 
-def packer(kernel: Kernel) -> Packer:
-    """Return the function that turns a launch's arguments into scalars whose bytes are the kernel's parameters.
+class ArgumentBuffer:
+    """The parameters of one kernel. The driver copies them when it launches, so they may be overwritten at once."""
 
-    Made once per kernel: what is left per launch is one call per argument. An int that 32 bits do not hold raises
-    `OverflowError`, as numpy does.
-    """
-    unknown = set(kernel.kinds) - set(_CONVERTERS)
-    if unknown:
-        raise LaunchError(
-            f"{kernel.module}.cu: {kernel.name}: kinds {kernel.kinds!r}; p, i, l and f are known"
+    __slots__ = ("_addresses", "_layout", "_slots", "address")
+
+    def __init__(self, kernel: Kernel) -> None:
+        unknown = set(kernel.kinds) - set(_SLOTS)
+        if unknown:
+            raise LaunchError(
+                f"{kernel.module}.cu: {kernel.name}: kinds {kernel.kinds!r}; p, i, l and f are known"
+            )
+        num = len(kernel.kinds)
+        self._layout = struct.Struct("<" + "".join(_SLOTS[kind] for kind in kernel.kinds))
+        self._slots = ctypes.create_string_buffer(max(1, num) * _SLOT_BYTES)
+        first = ctypes.addressof(self._slots)
+        self._addresses = (ctypes.c_void_p * max(1, num))(
+            *range(first, first + num * _SLOT_BYTES, _SLOT_BYTES)
         )
-    converters = [_CONVERTERS[kind] for kind in kernel.kinds]
+        self.address = ctypes.addressof(self._addresses)
+        """Of the array of addresses: what ``cuLaunchKernel`` takes."""
 
-    def pack(args: Sequence[Argument]) -> list[np.generic]:
-        return [convert(value) for convert, value in zip(converters, args, strict=True)]
-
-    return pack
-
-
-def _address(value: torch.Tensor | None) -> np.generic:
-    return np.intp(0) if value is None else np.intp(value.data_ptr())
-
-
-_CONVERTERS: dict[str, Callable[..., np.generic]] = {
-    "p": _address,
-    "i": np.int32,
-    "l": np.int64,
-    "f": np.float32,
-}
+    def fill(self, args: Sequence[Argument]) -> None:
+        """Write a launch's arguments; `struct.error` if one does not fit its parameter, or there are too many or few."""
+        self._layout.pack_into(
+            self._slots,
+            0,
+            *[
+                0 if value is None else value.data_ptr() if isinstance(value, torch.Tensor) else value
+                for value in args
+            ],
+        )

@@ -13,7 +13,7 @@ from pathlib import Path
 import cupy
 import torch
 
-from quintet.executor.cuda.arguments import Packer, packer
+from quintet.executor.cuda.arguments import ArgumentBuffer
 from quintet.executor.cuda.device import Argument, Event, Kernel, LaunchError, Size, check_launch
 from quintet.executor.cuda.modules import KINDS, Kind, ModuleStore, RefusedError
 from quintet.executor.cuda.sources import FLAGS
@@ -32,7 +32,7 @@ def device_errors() -> tuple[type[Exception], ...]:
 
 
 class CupyDevice:
-    """One CUDA device. Launches come from the thread that made it, or from one that called `torch.cuda.set_device`."""
+    """One CUDA device. Launches come from the thread that made it: its context is current there."""
 
     def __init__(self, index: int, kinds: tuple[Kind, ...] = KINDS) -> None:
         """Use the device from now on in this thread. ``kinds``: see `ModuleStore`."""
@@ -47,6 +47,8 @@ class CupyDevice:
             (properties.major, properties.minor), _CupyLoader(), kinds
         )
         self._launchers: dict[Kernel, _Launcher] = {}
+        self._launch = cupy.cuda.driver.launchKernel
+        # The driver's call itself: CuPy's own way to it, `RawKernel.__call__`, makes an object per argument.
         self._graph_pool = torch.cuda.graph_pool_handle()
 
     def launch(
@@ -59,8 +61,9 @@ class CupyDevice:
             launcher = self._launchers[kernel] = self._launcher(kernel)
         if shared_bytes > launcher.shared_bytes:
             launcher.allow(shared_bytes)
-        stream = _Stream(torch.cuda.current_stream(self.torch_device).cuda_stream)
-        launcher.function(grid, block, launcher.pack(args), shared_mem=shared_bytes, stream=stream)
+        launcher.arguments.fill(args)
+        stream = torch.cuda.current_stream(self.torch_device).cuda_stream
+        self._launch(launcher.address, *grid, *block, shared_bytes, stream, launcher.arguments.address, 0)
 
     def load(self, module: str) -> None:
         """Load a module now rather than at its first launch; `ConfigError` if no form of it can be had."""
@@ -99,10 +102,11 @@ class CupyDevice:
 
     def _launcher(self, kernel: Kernel) -> _Launcher:
         try:
-            function = self._modules.get(kernel.module).get_function(kernel.name)
+            raw = self._modules.get(kernel.module).get_function(kernel.name)
         except cupy.cuda.driver.CUDADriverError as error:
             raise LaunchError(f"{kernel.module}.cu has no kernel {kernel.name}: {error}") from error
-        return _Launcher(function, packer(kernel), DEFAULT_SHARED_BYTES - function.shared_size_bytes)
+        shared_bytes = DEFAULT_SHARED_BYTES - raw.shared_size_bytes
+        return _Launcher(raw, raw.kernel.ptr, ArgumentBuffer(kernel), shared_bytes)
 
 
 class CudaEvent:
@@ -129,24 +133,19 @@ class CudaEvent:
 
 
 @dataclass(slots=True)
-class _Stream:
-    """What CuPy's launch reads of a stream. CuPy 14 has another class for a stream of somebody else's than CuPy 13."""
-
-    ptr: int
-
-
-@dataclass(slots=True)
 class _Launcher:
     """A loaded kernel."""
 
-    function: cupy.RawKernel
-    pack: Packer
+    kernel: cupy.RawKernel
+    address: int
+    """Of the driver's function, which stays as long as the above."""
+    arguments: ArgumentBuffer
     shared_bytes: int
     """Dynamic shared memory that it may be launched with as it is."""
 
     def allow(self, shared_bytes: int) -> None:
         """Raise that."""
-        self.function.max_dynamic_shared_size_bytes = shared_bytes
+        self.kernel.max_dynamic_shared_size_bytes = shared_bytes
         self.shared_bytes = shared_bytes
 
 

@@ -1,0 +1,123 @@
+"""``make cubins``: what is compiled, what is left alone, what is said. Most of it with a compiler of the test's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quintet.executor.cuda.compile import Job, Usage, compile_all, is_current, prune, table, usages
+from quintet.executor.cuda.compilers import CompileError, MissingCompilerError, Nvrtc, Output, find_nvrtc
+from quintet.executor.cuda.sources import digest
+
+NVCC_LOG = """\
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'norm_fp16' for 'sm_90'
+ptxas info    : Function properties for norm_fp16
+    16 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers, 16 bytes stack, 32 bytes smem
+ptxas info    : Compiling entry function 'norm_bf16' for 'sm_90'
+ptxas info    : Function properties for norm_bf16
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 15 registers
+"""
+
+
+class FakeCompiler:
+    """Says what it was asked to compile; a text with ``mistake`` in it does not compile."""
+
+    def __init__(self, version: str = "fake 1") -> None:
+        self.version = version
+        self.asked: list[tuple[str, int]] = []
+
+    def compile(self, module: str, text: str, target: int) -> Output:
+        self.asked.append((module, target))
+        if "mistake" in text:
+            raise CompileError("norm.cu(3): error: a mistake")
+        return Output(b"code", b"ptx", NVCC_LOG)
+
+
+def jobs(folder: Path, compiler: FakeCompiler, text: str = "text", keeps: bool = True) -> list[Job]:
+    return [Job("norm", text, target, compiler, folder, keeps) for target in (80, 90)]
+
+
+def test_output_is_kept_with_a_record_of_what_it_was_compiled_from(tmp_path: Path) -> None:
+    assert compile_all(jobs(tmp_path, FakeCompiler()), 2) == []
+    assert (tmp_path / "sm_90/norm.cubin").read_bytes() == b"code"
+    assert (tmp_path / "ptx/norm.ptx").read_bytes() == b"ptx"
+    for name in ("sm_80/norm.txt", "sm_90/norm.txt", "ptx/norm.txt"):
+        assert (tmp_path / name).read_text().startswith(f"{digest('text')}\nfake 1\n")
+
+
+def test_of_the_second_compiler_only_the_record_is_kept(tmp_path: Path) -> None:
+    compile_all(jobs(tmp_path, FakeCompiler(), keeps=False), 1)
+    assert sorted(path.name for path in tmp_path.rglob("norm.*")) == ["norm.txt", "norm.txt"]
+    assert all(is_current(job) for job in jobs(tmp_path, FakeCompiler(), keeps=False))
+
+
+def test_nothing_is_compiled_twice_but_what_changed(tmp_path: Path) -> None:
+    compile_all(jobs(tmp_path, FakeCompiler()), 1)
+    again, other_text, other_version = FakeCompiler(), FakeCompiler(), FakeCompiler("fake 2")
+    compile_all(jobs(tmp_path, again), 1)
+    compile_all(jobs(tmp_path, other_text, "other text"), 1)
+    compile_all(jobs(tmp_path, other_version, "other text"), 1)
+    assert (again.asked, len(other_text.asked), len(other_version.asked)) == ([], 2, 2)
+
+
+def test_a_missing_output_is_compiled_again(tmp_path: Path) -> None:
+    compile_all(jobs(tmp_path, FakeCompiler()), 1)
+    (tmp_path / "ptx/norm.ptx").unlink()
+    again = FakeCompiler()
+    compile_all(jobs(tmp_path, again), 1)
+    assert again.asked == [("norm", 80)]
+
+
+def test_a_mistake_is_told_in_the_compilers_words_and_leaves_nothing_that_looks_current(
+    tmp_path: Path,
+) -> None:
+    compile_all(jobs(tmp_path, FakeCompiler()), 1)
+    wrong = jobs(tmp_path, FakeCompiler(), "a mistake")
+    first, second = sorted(compile_all(wrong, 2))
+    assert first.startswith("norm.cu for sm_80 with fake 1:\nnorm.cu(3): error") and "sm_90" in second
+    assert not any(is_current(job) for job in wrong)
+
+
+def test_what_is_no_module_any_more_is_removed(tmp_path: Path) -> None:
+    compile_all(jobs(tmp_path, FakeCompiler()), 1)
+    prune(tmp_path, ["norm"])
+    assert (tmp_path / "sm_90/norm.cubin").exists()
+    prune(tmp_path, ["rope"])
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_the_assemblers_account_is_read(tmp_path: Path) -> None:
+    assert list(usages(NVCC_LOG)) == [Usage("norm_fp16", 255, 12, 32), Usage("norm_bf16", 15, 0, 0)]
+    lines = list(table("fake 1", {("norm", 90): NVCC_LOG}))
+    assert [line for line in lines if "warning" in line] == [
+        "warning: norm: norm_fp16 spills 12 bytes a thread on sm_90"
+    ]
+
+
+KERNEL = """\
+#line 7 "scale.cuh"
+extern "C" __global__ void __launch_bounds__(64) scale(float* x, float factor) { x[threadIdx.x] *= factor WRONG; }
+"""
+
+
+def nvrtc() -> Nvrtc:
+    try:
+        return find_nvrtc()
+    except MissingCompilerError:
+        pytest.skip("no NVRTC: `make cubins` installs it")
+
+
+def test_nvrtc_compiles_and_gives_its_account() -> None:
+    output = nvrtc().compile("scale", KERNEL.replace("WRONG", ""), 90)
+    assert output.cubin.startswith(b"\x7fELF")
+    assert output.ptx is not None and b".entry scale(" in output.ptx
+    assert [usage.kernel for usage in usages(output.log)] == ["scale"]
+
+
+def test_nvrtcs_words_name_the_line() -> None:
+    with pytest.raises(CompileError, match=r"scale\.cuh\(7\): error"):
+        nvrtc().compile("scale", KERNEL, 90)
