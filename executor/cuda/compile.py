@@ -25,7 +25,7 @@ from quintet.executor.cuda.compilers import (
     find_nvcc,
     find_nvrtc,
 )
-from quintet.executor.cuda.modules import BUILT, record_path
+from quintet.executor.cuda.modules import BUILT, ENTRY, record_path
 from quintet.executor.cuda.sources import SOURCES, digest, modules, source_text
 
 TARGETS = (80, 90, 100)
@@ -33,7 +33,6 @@ TARGETS = (80, 90, 100)
 PTX_TARGET = 80
 """Whose PTX is kept: every later GPU's driver can compile it."""
 
-_ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SHARED = re.compile(r"(\d+) bytes smem")
@@ -93,22 +92,22 @@ def is_current(job: Job) -> bool:
 def run(job: Job) -> None:
     """Compile, and write the output, each file's record last: a file with a record is whole."""
     output = job.compiler.compile(job.module, job.text, job.target)
-    record = record_path(job.cubin)
-    job.cubin.parent.mkdir(parents=True, exist_ok=True)
-    record.unlink(missing_ok=True)
-    if job.keeps:
-        _write(job.cubin, output.cubin)
-    if job.ptx is not None and output.ptx is not None:
-        job.ptx.parent.mkdir(parents=True, exist_ok=True)
-        _write(job.ptx, output.ptx)
-        _write(record_path(job.ptx), job.header.encode())
-    _write(record, (job.header + output.log).encode())
+    record = (job.header + output.log).encode()
+    files = {job.cubin: output.cubin if job.keeps else None}
+    if job.ptx is not None:
+        files[job.ptx] = output.ptx
+    for path, content in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        record_path(path).unlink(missing_ok=True)
+        if content is not None:
+            _write(path, content)
+        _write(record_path(path), record)
 
 
 def usages(log: str) -> Iterator[Usage]:
     """Yield what the assembler's account says of each kernel."""
     for part in re.split(r"(?=Compiling entry function)", log):
-        entry = _ENTRY.search(part)
+        entry = ENTRY.search(part)
         registers = _REGISTERS.search(part)
         if entry is None or registers is None:
             continue
@@ -132,13 +131,13 @@ def table(title: str, logs: dict[tuple[str, int], str]) -> Iterator[str]:
     yield f"{'registers, static shared bytes':{width}}" + "".join(
         f"  {f'sm_{target}':>10}" for target in TARGETS
     )
-    for name, row in rows.items():
+    for name, row in sorted(rows.items()):
         cells = [
             f"{usage.registers:>4}{usage.shared_bytes:>6}" if (usage := row.get(target)) else f"{'-':>10}"
             for target in TARGETS
         ]
         yield f"{name:{width}}" + "".join(f"  {cell}" for cell in cells)
-    for name, row in rows.items():
+    for name, row in sorted(rows.items()):
         for target, usage in row.items():
             if usage.spilled_bytes:
                 yield f"warning: {name} spills {usage.spilled_bytes} bytes a thread on sm_{target}"

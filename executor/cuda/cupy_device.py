@@ -119,7 +119,7 @@ class CudaEvent:
 
     def is_done(self) -> bool:
         """See `Event`."""
-        return self._event.query()
+        return bool(self._event.query())
 
     def wait(self) -> None:
         """See `Event`."""
@@ -152,23 +152,23 @@ class _Launcher:
 class _CupyLoader:
     """See `Loader`."""
 
-    def load(self, path: Path) -> cupy.RawModule:
+    def load(self, path: Path, kernel: str | None) -> cupy.RawModule:
         """See `Loader`."""
-        return _opened(cupy.RawModule(path=str(path)))
+        module = cupy.RawModule(path=str(path))
+        try:
+            module.compile()
+            if kernel is not None:
+                module.get_function(kernel)
+        except device_errors() as error:
+            raise RefusedError(str(error)) from error
+        return module
 
     def compile(self, text: str) -> cupy.RawModule:
         """See `Loader`."""
         options = tuple(flag for flag in FLAGS if not flag.startswith("-ftz"))  # CuPy adds it
+        module = cupy.RawModule(code=text, options=options)
         try:
-            return _opened(cupy.RawModule(code=text, options=options))
+            module.compile()
         except (cupy.cuda.compiler.CompileException, RuntimeError, OSError) as error:
-            raise RefusedError(str(error)) from error
-
-
-def _opened(module: cupy.RawModule) -> cupy.RawModule:
-    """Load now what CuPy would load at the first kernel taken from it, so that a refusal is noticed here."""
-    try:
-        module.compile()
-    except device_errors() as error:
-        raise RefusedError(str(error)) from error
-    return module
+            raise RefusedError(str(error)) from error  # errors of the driver, too, are RuntimeErrors
+        return module

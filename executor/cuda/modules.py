@@ -10,6 +10,7 @@ and then the next is tried.
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Literal, Protocol, TypeVar
@@ -21,6 +22,9 @@ log = logging.getLogger(__name__)
 
 BUILT = Path(__file__).parent / "cubins"
 """``sm_90/norm.cubin``, ``ptx/norm.ptx``; beside each ``norm.txt``: what it was compiled from, with what, to what size."""
+
+ENTRY = re.compile(r"Compiling entry function '(\w+)'")
+"""What a record says of each kernel, in the assembler's words."""
 
 OLDEST = (8, 0)
 """Compute capability that the kernels need: asynchronous copies and bf16 matrix instructions."""
@@ -50,8 +54,8 @@ class Form:
 class Loader(Protocol[LoadedT_co]):
     """How a file or a text becomes a module that kernels can be taken from. Both raise `RefusedError`."""
 
-    def load(self, path: Path) -> LoadedT_co:
-        """Load machine code or PTX."""
+    def load(self, path: Path, kernel: str | None) -> LoadedT_co:
+        """Load machine code or PTX. ``kernel``: one of those in it, to load at once, as drivers put off what they can."""
         ...
 
     def compile(self, text: str) -> LoadedT_co:
@@ -129,7 +133,7 @@ class ModuleStore(Generic[LoadedT]):
                         log.info("compiling %s.cu with NVRTC, once: it is kept in CuPy's cache", module)
                     loaded = self._loader.compile(source_text(module, self._sources))
                 else:
-                    loaded = self._loader.load(form.path)
+                    loaded = self._loader.load(form.path, _first_kernel(form.path))
             except RefusedError as error:
                 missing.append(f"{_shown(form.path)} is refused: {error}")
                 continue
@@ -158,6 +162,15 @@ def _compiled_from(compiled: Path) -> str | None:
         return record_path(compiled).read_text().partition("\n")[0]
     except OSError:
         return None
+
+
+def _first_kernel(compiled: Path) -> str | None:
+    """Return the name of a kernel in a compiled file; None if its record names none."""
+    try:
+        entry = ENTRY.search(record_path(compiled).read_text())
+    except OSError:
+        return None
+    return entry[1] if entry else None
 
 
 def _cubins(module: str, capability: tuple[int, int], built: Path) -> list[Path]:

@@ -14,7 +14,6 @@ from quintet.executor.cuda.arguments import ArgumentBuffer
 from quintet.executor.cuda.device import Argument, Kernel, LaunchError
 from quintet.executor.cuda.modules import KINDS, Kind, ModuleStore, RefusedError, forms, record_path
 from quintet.executor.cuda.sources import digest, modules, source_text
-from quintet.executor.platforms.cuda import extra_for
 from quintet.wire.errors import ConfigError
 
 
@@ -48,7 +47,8 @@ class House:
             path = self.built / name
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(b"code")
-            record_path(path).write_text(f"{digest(self.text())}\nsome compiler\n")
+            entry = "ptxas info : Compiling entry function 'k' for 'sm_90'"
+            record_path(path).write_text(f"{digest(self.text())}\nsome compiler\n{entry}\n")
 
     def forms(self, major: int, minor: int) -> list[str]:
         return [f.path.parent.name for f in forms("norm", (major, minor), self.built, self.sources)[0]]
@@ -63,8 +63,10 @@ class Loader:
     def __init__(self, *refused: str) -> None:
         self.refused = refused
         self.asked: list[str] = []
+        self.kernels: list[str | None] = []
 
-    def load(self, path: Path) -> str:
+    def load(self, path: Path, kernel: str | None) -> str:
+        self.kernels.append(kernel)
         return self._take(path.parent.name)
 
     def compile(self, text: str) -> str:
@@ -154,6 +156,15 @@ def test_a_module_is_loaded_once(house: House) -> None:
     assert loader.asked == ["source"]
 
 
+def test_a_kernel_is_named_so_that_a_refusal_is_noticed_at_once(house: House) -> None:
+    house.compile("sm_90/norm.cubin", "ptx/norm.ptx")
+    record = record_path(house.built / "ptx/norm.ptx")
+    record.write_text(record.read_text().partition("ptxas")[0])
+    loader = Loader("sm_90")
+    house.store(loader).get("norm")
+    assert loader.kernels == ["k", None]
+
+
 def test_only_forms_of_the_given_kinds_are_used(house: House) -> None:
     house.compile("sm_90/norm.cubin", "ptx/norm.ptx")
     assert house.store(Loader(), ("ptx",)).get("norm") == "ptx"
@@ -223,11 +234,3 @@ def test_arguments_that_do_not_fit_are_refused(kinds: str, values: list[Argument
 def test_a_kind_nobody_knows_is_refused() -> None:
     with pytest.raises(LaunchError, match="kinds 'x'"):
         ArgumentBuffer(Kernel("norm", "norm", "x"))
-
-
-@pytest.mark.parametrize(
-    ("cuda", "extra"),
-    [("12.8", "quintet[cuda12]"), ("13.0", "quintet[cuda13]"), (None, "quintet[cuda12] or quintet[cuda13]")],
-)
-def test_the_extra_is_of_the_cuda_that_torch_was_built_for(cuda: str | None, extra: str) -> None:
-    assert extra_for(cuda) == extra

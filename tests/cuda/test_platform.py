@@ -1,0 +1,75 @@
+"""What is said where a GPU, or our kernels on one, cannot be used; no GPU is needed to fail."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import pytest
+import torch
+
+from quintet.executor.platforms.cuda import extra_for, open_cuda_device, open_platform
+from quintet.wire.config import ExecutorConfig
+from quintet.wire.errors import ConfigError
+
+CONFIG = ExecutorConfig(device="cuda")
+
+
+def test_a_torch_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(ConfigError, match="was built without CUDA.*--device cpu"):
+        open_platform(CONFIG)
+
+
+def test_a_driver_that_does_not_do_is_told_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old\nand more")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", init)
+    with pytest.raises(ConfigError, match=r"built for CUDA 13\.0.*too old;.*nvidia-smi"):
+        open_platform(CONFIG)
+
+
+@pytest.fixture
+def without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU of torch's words, and no CuPy."""
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.delitem(sys.modules, "quintet.executor.cuda.cupy_device", raising=False)
+
+
+@pytest.mark.usefixtures("without_cupy")
+def test_without_cupy_torch_computes_and_the_log_says_what_to_install(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert open_cuda_device(CONFIG) is None
+    (line,) = caplog.messages
+    assert caplog.records[0].levelno == logging.WARNING
+    assert "torch's kernels" in line and "pip install 'quintet[cuda12]'" in line
+
+
+@pytest.mark.usefixtures("without_cupy")
+def test_batch_invariance_is_not_promised_without_our_kernels() -> None:
+    with pytest.raises(ConfigError, match="--batch-invariant.*CuPy"):
+        open_cuda_device(ExecutorConfig(device="cuda", batch_invariant=True))
+
+
+@pytest.mark.usefixtures("without_cupy")
+def test_a_gpu_too_old_for_them_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
+    assert open_cuda_device(CONFIG) is None
+    assert "NVIDIA H200 has compute capability 7.5; they need 8.0" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("cuda", "extra"),
+    [("12.8", "quintet[cuda12]"), ("13.0", "quintet[cuda13]"), (None, "quintet[cuda12] or quintet[cuda13]")],
+)
+def test_the_extra_is_of_the_cuda_that_torch_was_built_for(cuda: str | None, extra: str) -> None:
+    assert extra_for(cuda) == extra
