@@ -47,8 +47,12 @@ class CupyDevice:
             (properties.major, properties.minor), _CupyLoader(), kinds
         )
         self._launchers: dict[Kernel, _Launcher] = {}
+        self._index = index
+        # What an eager step does hundreds of times: the driver's call itself, as `RawKernel.__call__` makes an object per
+        # argument, and the stream's handle, as `torch.cuda.current_stream` makes one of the stream; torch's generated
+        # code asks in the same way.
         self._launch = cupy.cuda.driver.launchKernel
-        # The driver's call itself: CuPy's own way to it, `RawKernel.__call__`, makes an object per argument.
+        self._current_stream = torch._C._cuda_getCurrentRawStream
         self._graph_pool = torch.cuda.graph_pool_handle()
 
     def launch(
@@ -62,7 +66,7 @@ class CupyDevice:
         if shared_bytes > launcher.shared_bytes:
             launcher.allow(shared_bytes)
         launcher.arguments.fill(args)
-        stream = torch.cuda.current_stream(self.torch_device).cuda_stream
+        stream = self._current_stream(self._index)
         self._launch(launcher.address, *grid, *block, shared_bytes, stream, launcher.arguments.address, 0)
 
     def load(self, module: str) -> None:

@@ -17,7 +17,7 @@ CONFIG = ExecutorConfig(device="cuda")
 
 def test_a_torch_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(ConfigError, match="was built without CUDA.*--device cpu"):
+    with pytest.raises(ConfigError, match=r"was built without CUDA.*--device cpu"):
         open_platform(CONFIG)
 
 
@@ -54,7 +54,7 @@ def test_without_cupy_torch_computes_and_the_log_says_what_to_install(
 
 @pytest.mark.usefixtures("without_cupy")
 def test_batch_invariance_is_not_promised_without_our_kernels() -> None:
-    with pytest.raises(ConfigError, match="--batch-invariant.*CuPy"):
+    with pytest.raises(ConfigError, match=r"--batch-invariant.*CuPy"):
         open_cuda_device(ExecutorConfig(device="cuda", batch_invariant=True))
 
 
