@@ -130,9 +130,9 @@ def accumulate_gradients(model: LlamaForCausalLM, batch: torch.Tensor) -> float:
     total = 0.0
     for chunk, target in zip(torch.split(leaf, LOSS_CHUNK), torch.split(targets, LOSS_CHUNK), strict=True):
         loss = F.cross_entropy(logits_of(model, chunk), target, reduction="sum") / len(targets)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         total += loss.item()
-    hidden.backward(leaf.grad)  # type: ignore[no-untyped-call]
+    hidden.backward(leaf.grad)
     return total
 
 

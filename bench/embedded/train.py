@@ -110,7 +110,7 @@ def train_tokenizer(documents: list[Document]) -> TokenizersBackend:
         show_progress=False,
     )
     tokenizer.train_from_iterator((document.text for document in documents if not document.held_out), trainer)
-    fast = TokenizersBackend(  # type: ignore[no-untyped-call]
+    fast = TokenizersBackend(
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,
         eos_token=IM_END,
@@ -181,7 +181,7 @@ def export(model: LlamaForCausalLM, tokenizer: TokenizersBackend, folder: Path, 
     shipped = LlamaForCausalLM(model.config)
     shipped.load_state_dict(model.state_dict())
     shipped.bfloat16()
-    shipped.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+    shipped.generation_config = GenerationConfig(
         bos_token_id=SPECIAL_TOKENS.index(END_OF_TEXT),
         eos_token_id=[SPECIAL_TOKENS.index(IM_END), SPECIAL_TOKENS.index(END_OF_TEXT)],
         pad_token_id=SPECIAL_TOKENS.index(PAD),

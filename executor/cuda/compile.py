@@ -132,10 +132,8 @@ def table(title: str, logs: dict[tuple[str, int], str]) -> Iterator[str]:
         f"  {f'sm_{target}':>10}" for target in TARGETS
     )
     for name, row in sorted(rows.items()):
-        cells = [
-            f"{usage.registers:>4}{usage.shared_bytes:>6}" if (usage := row.get(target)) else f"{'-':>10}"
-            for target in TARGETS
-        ]
+        found = (row.get(target) for target in TARGETS)
+        cells = [f"{use.registers:>4}{use.shared_bytes:>6}" if use else f"{'-':>10}" for use in found]
         yield f"{name:{width}}" + "".join(f"  {cell}" for cell in cells)
     for name, row in sorted(rows.items()):
         for target, usage in row.items():

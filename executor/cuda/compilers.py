@@ -70,7 +70,16 @@ class Nvcc:
             source, cubin = Path(folder, f"{module}.cu"), Path(folder, f"{module}.cubin")
             source.write_text(text)
             architecture = f"-gencode=arch=compute_{target},code=sm_{target}"
-            call = [self._path, *FLAGS, "-Xptxas=-v", architecture, "-cubin", "-o", cubin, source]
+            call = [
+                str(self._path),
+                *FLAGS,
+                "-Xptxas=-v",
+                architecture,
+                "-cubin",
+                "-o",
+                str(cubin),
+                str(source),
+            ]
             done = subprocess.run(call, capture_output=True, text=True, check=False)
             log = done.stdout + done.stderr
             if done.returncode != 0:
