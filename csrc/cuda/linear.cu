@@ -142,9 +142,9 @@ struct FloatProduct {
 
 // Grid: tiles of rows times tiles of columns; chunks, or 1. Stages of (M + N) * 128 bytes of dynamic shared memory.
 // x, weight and their strides are multiples of 16 bytes. `partials` and `tickets` (zeros) are used by a split only.
-#define LINEAR(NAME, T, STAGES, ...)                                                                                  \
-  QT_KERNEL(                                                                                                          \
-      (__VA_ARGS__::THREADS), NAME,                                                                                   \
+#define LINEAR(NAME, T, STAGES, BLOCKS, ...)                                                                          \
+  QT_KERNEL_OCCUPANCY(                                                                                                \
+      (__VA_ARGS__::THREADS), BLOCKS, NAME,                                                                           \
       (const T* x, const T* weight, const T* bias, T* out, float* partials, int* tickets, int num_rows, int columns,  \
        int depth, long long x_stride, long long out_stride, int chunk_steps)) {                                       \
     QT_DYNAMIC_SHARED(shared);                                                                                        \
@@ -152,13 +152,14 @@ struct FloatProduct {
     LinearTile<T, __VA_ARGS__, STAGES>::run(shared, x, weight, bias, out, partials, tickets, problem);                \
   }
 
-#define LINEAR_16_BITS(SUFFIX, T)                                            \
-  LINEAR(linear_16x64_##SUFFIX, T, 6, TensorProduct<T, 16, 64, 1, 4>)        \
-  LINEAR(linear_32x64_##SUFFIX, T, 5, TensorProduct<T, 32, 64, 1, 4>)        \
-  LINEAR(linear_64x64_##SUFFIX, T, 4, TensorProduct<T, 64, 64, 2, 2>)        \
-  LINEAR(linear_128x128_##SUFFIX, T, 3, TensorProduct<T, 128, 128, 2, 4>)
+// As many blocks on a multiprocessor as Hopper's shared memory lets in; no fewer registers for more.
+#define LINEAR_16_BITS(SUFFIX, T)                                               \
+  LINEAR(linear_16x64_##SUFFIX, T, 6, 3, TensorProduct<T, 16, 64, 1, 4>)        \
+  LINEAR(linear_32x64_##SUFFIX, T, 5, 3, TensorProduct<T, 32, 64, 1, 4>)        \
+  LINEAR(linear_64x64_##SUFFIX, T, 4, 3, TensorProduct<T, 64, 64, 2, 2>)        \
+  LINEAR(linear_128x128_##SUFFIX, T, 3, 1, TensorProduct<T, 128, 128, 2, 4>)
 
 LINEAR_16_BITS(bf16, bf16)
 LINEAR_16_BITS(fp16, fp16)
-LINEAR(linear_16x64_fp32, float, 4, FloatProduct<16, 64, 128>)
-LINEAR(linear_64x64_fp32, float, 3, FloatProduct<64, 64, 256>)
+LINEAR(linear_16x64_fp32, float, 4, 3, FloatProduct<16, 64, 128>)
+LINEAR(linear_64x64_fp32, float, 3, 2, FloatProduct<64, 64, 256>)

@@ -152,12 +152,6 @@ def test_any_split_memory_gives_the_same_bits(device: Device, dtype: torch.dtype
         assert same(matmul(device, x, weight, memory=memory), expected)
 
 
-def test_a_sum_of_nothing_but_minus_zeros_keeps_its_sign_in_every_split(device: Device) -> None:
-    x = torch.zeros(1, DEPTH, dtype=torch.bfloat16, device=device.torch_device)
-    weight = torch.full((8, DEPTH), -1.0, dtype=torch.bfloat16, device=device.torch_device)
-    assert same(matmul(device, x, weight), matmul(device, x, weight, memory=SplitMemory(device)))
-
-
 @every_format
 def test_numbers_beyond_the_ends_are_never_read(device: Device, dtype: torch.dtype) -> None:
     """NaN behind the last row, the last column and the depth: a product with one would be NaN."""
