@@ -85,13 +85,17 @@ def test_every_process_does_the_same_again(
 def _begin_in_the_middle(folder: Path, wrapped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once the ring has lost the beginning, who remembers nothing when idle is played to from such a moment."""
     monkeypatch.setattr(record, "FLUSH_BYTES", 1 << 10)
-    monkeypatch.setattr(record, "SEGMENTS", 8)  # so that what is thrown away is more than the segments' heads
+    monkeypatch.setattr(record, "SEGMENTS", num_segments := 8)
     num_turns: dict[str, int] = {}
     for worker in ("detokenizer-0.1", "core-0.1"):
         whole = open_recording(folder, worker)
         num_turns[worker] = sum(1 for _ in whole.turns())
         size = sum(path.stat().st_size for path in whole.segments)
-        config = msgspec.structs.replace(whole.header.config, record=str(wrapped), record_bytes=size * 3 // 4)
+        heads = num_segments * len(msgspec.json.encode(whole.header))
+        # room for more than half of the turns: everybody was idle once in the middle of them
+        config = msgspec.structs.replace(
+            whole.header.config, record=str(wrapped), record_bytes=size * 3 // 4 + heads
+        )
         _record_again(whole, Recorder(whole.header.worker, config))
     account = replay(open_recording(wrapped, "detokenizer-0.1"))
     assert account.difference is None
