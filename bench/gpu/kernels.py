@@ -50,6 +50,7 @@ Cases = Callable[[Device, bool], Iterator[Case]]
 """Yields the cases of a suite; the flag asks for toy sizes."""
 
 SUITES = {
+    "linear": "bench.gpu.kernel_linear:cases",
     "pointwise": "bench.gpu.kernel_pointwise:cases",
 }
 """Name to the function that yields its cases."""
