@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -30,7 +30,15 @@ class Sampler:
     """One per worker. Rows that want no concern go from the model's logits to a token in one call; a step without any
     other spends one test of one integer on them."""
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, tables: SlotTables, ops: Ops) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        vocab_size: int,
+        tables: SlotTables,
+        ops: Ops,
+        shaping: Sequence[Callable[[int, int], Concern]] = SHAPING,
+    ) -> None:
+        """shaping: `SHAPING`, or the same concerns in that order as a device computes them."""
         self._tables = tables
         self._host_token_ids = tables.token_ids.numpy() if tables.device.type == "cpu" else None
         """The token table, where numpy can write it: several times faster than torch, for few numbers."""
@@ -38,7 +46,7 @@ class Sampler:
         self._vocab_size = vocab_size
         self._settings = settings_table(max_num_seqs)
         self._logprobs = Logprobs(max_num_seqs, vocab_size, ops)
-        self._shaping = [(1 << i, make(max_num_seqs, vocab_size)) for i, make in enumerate(SHAPING)]
+        self._shaping = [(1 << i, make(max_num_seqs, vocab_size)) for i, make in enumerate(shaping)]
         self._shapes = (1 << len(self._shaping)) - 1
         self._reports = 1 << len(self._shaping)
         self._reports_prompt = self._reports << 1

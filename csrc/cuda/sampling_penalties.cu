@@ -1,0 +1,69 @@
+// Repetition, presence and frequency penalties, in place on rows of fp32 logits; the definition is
+// quintet.executor.sampling.penalties. No counts outlive a step: they are made anew from the token table.
+//
+// A block owns 8192 neighbouring ids of one row: it reads all tokens of the row (4 bytes each, from L2 for all blocks but
+// the first), counts in shared memory those that are its own, and changes the logits they name. So each logit is changed
+// by one thread, once: repetition, then count * frequency with one rounding, then presence. Limiter: reading the tokens,
+// and latency. Counts are integers, so their order does not matter, and a row's logits depend on its tokens alone.
+#include "device.cuh"
+
+namespace quintet {
+
+constexpr int PENALTY_THREADS = 256;
+constexpr int PENALTY_IDS = 8192;  // per block; as quintet.executor.cuda.ops.penalties launches it
+
+// Of one row, as quintet.executor.cuda.ops.penalties packs it.
+struct Penalized {
+  int row;         // of the logits
+  int slot;        // of the token table
+  int length;      // tokens there are,
+  int num_prompt;  // of which so many are prompt
+  float repetition;
+  float presence;
+  float frequency;
+  int padding;
+};
+static_assert(sizeof(Penalized) == 32, "eight words a row");
+
+}  // namespace quintet
+
+using namespace quintet;
+
+QT_KERNEL(PENALTY_THREADS, penalize,
+          (float* logits, long long stride, int vocab_size, const int* token_ids, long long token_stride,
+           const Penalized* penalized)) {
+  constexpr int OCCURS = 1 << 30;  // set for tokens of the prompt; below it, how often a token was output
+  __shared__ int counts[PENALTY_IDS];
+  const Penalized mine = penalized[blockIdx.y];
+  if (mine.slot < 0) return;
+  const int begin = int(blockIdx.x) * PENALTY_IDS;
+  const unsigned size = unsigned(vocab_size - begin < PENALTY_IDS ? vocab_size - begin : PENALTY_IDS);
+  const int thread = int(threadIdx.x);
+  const int* tokens = token_ids + mine.slot * token_stride;
+
+  for (unsigned i = thread; i < size; i += PENALTY_THREADS) counts[i] = 0;
+  __syncthreads();
+  if (mine.repetition != 1.0f) {
+    for (int i = thread; i < mine.num_prompt; i += PENALTY_THREADS) {
+      const unsigned id = unsigned(tokens[i] - begin);
+      if (id < size) counts[id] = OCCURS;  // threads that meet write the same
+    }
+  }
+  __syncthreads();
+  for (int i = mine.num_prompt + thread; i < mine.length; i += PENALTY_THREADS) {
+    const unsigned id = unsigned(tokens[i] - begin);
+    if (id < size) atomicAdd(&counts[id], 1);
+  }
+  __syncthreads();
+
+  float* row = logits + mine.row * stride + begin;
+  for (unsigned i = thread; i < size; i += PENALTY_THREADS) {
+    const int count = counts[i];
+    if (count == 0) continue;
+    float x = row[i];
+    if (mine.repetition != 1.0f) x = x > 0.0f ? x / mine.repetition : x * mine.repetition;
+    const int num_output = count & (OCCURS - 1);
+    if (num_output > 0) x = fmaf(-mine.frequency, float(num_output), x) - mine.presence;
+    row[i] = x;
+  }
+}
