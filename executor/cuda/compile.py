@@ -120,14 +120,13 @@ def usages(log: str) -> Iterator[Usage]:
         )
 
 
-def table(title: str, logs: dict[tuple[str, int], str]) -> Iterator[str]:
+def table(logs: dict[tuple[str, int], str]) -> Iterator[str]:
     """Yield the lines of a table: a row per kernel, a column per generation. ``logs``: by module and generation."""
     rows: dict[str, dict[int, Usage]] = {}
-    for (module, target), log in sorted(logs.items()):
+    for (module, target), log in logs.items():
         for usage in usages(log):
             rows.setdefault(f"{module}: {usage.kernel}", {})[target] = usage
     width = max((len(name) for name in rows), default=0)
-    yield title
     yield f"{'registers, static shared bytes':{width}}" + "".join(
         f"  {f'sm_{target}':>10}" for target in TARGETS
     )
@@ -135,10 +134,15 @@ def table(title: str, logs: dict[tuple[str, int], str]) -> Iterator[str]:
         found = (row.get(target) for target in TARGETS)
         cells = [f"{use.registers:>4}{use.shared_bytes:>6}" if use else f"{'-':>10}" for use in found]
         yield f"{name:{width}}" + "".join(f"  {cell}" for cell in cells)
-    for name, row in sorted(rows.items()):
-        for target, usage in row.items():
+
+
+def warnings(logs: dict[tuple[str, int], str]) -> Iterator[str]:
+    """Yield the compiler's warnings, and one of our own for each kernel whose numbers do not fit its registers."""
+    yield from sorted({line for log in logs.values() for line in log.splitlines() if "warning" in line})
+    for (module, target), log in sorted(logs.items()):
+        for usage in usages(log):
             if usage.spilled_bytes:
-                yield f"warning: {name} spills {usage.spilled_bytes} bytes a thread on sm_{target}"
+                yield f"warning: {module}: {usage.kernel} spills {usage.spilled_bytes} bytes a thread on sm_{target}"
 
 
 def compile_all(jobs: Sequence[Job], num_threads: int) -> list[str]:
@@ -198,9 +202,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for job in jobs
             if job.compiler is compiler and is_current(job)
         }
-        print("\n".join(table(compiler.version, logs)))
-        warnings = {line for log in logs.values() for line in log.splitlines() if "warning" in line}
-        print("\n".join(sorted(warnings)), end="\n" if warnings else "")
+        lines = [compiler.version, *(table(logs) if compiler is kept else ()), *warnings(logs)]
+        print("\n".join(lines))
     print("\n\n".join(failures), file=sys.stderr, end="\n" if failures else "")
     print(f"{len(jobs) - len(failures)} of {len(jobs)} compiled: {len(known)} modules, output in {BUILT}")
     return 1 if failures else 0

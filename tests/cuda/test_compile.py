@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quintet.executor.cuda.compile import Job, Usage, compile_all, is_current, prune, table, usages
+from quintet.executor.cuda.compile import Job, Usage, compile_all, is_current, prune, table, usages, warnings
 from quintet.executor.cuda.compilers import CompileError, MissingCompilerError, Nvrtc, Output, find_nvrtc
 from quintet.executor.cuda.sources import digest
 
@@ -90,11 +90,16 @@ def test_what_is_no_module_any_more_is_removed(tmp_path: Path) -> None:
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-def test_the_assemblers_account_is_read(tmp_path: Path) -> None:
+def test_the_assemblers_account_is_read() -> None:
     assert list(usages(NVCC_LOG)) == [Usage("norm_fp16", 255, 12, 32), Usage("norm_bf16", 15, 0, 0)]
-    lines = list(table("fake 1", {("norm", 90): NVCC_LOG}))
-    assert [line for line in lines if "warning" in line] == [
-        "warning: norm: norm_fp16 spills 12 bytes a thread on sm_90"
+    lines = list(table({("norm", 90): NVCC_LOG}))
+    assert [line.split() for line in lines[1:]] == [
+        ["norm:", "norm_bf16", "-", "15", "0", "-"],
+        ["norm:", "norm_fp16", "-", "255", "32", "-"],
+    ]
+    assert list(warnings({("norm", 90): NVCC_LOG, ("rope", 80): "rope.cu(2): warning #177-D: unused"})) == [
+        "rope.cu(2): warning #177-D: unused",
+        "warning: norm: norm_fp16 spills 12 bytes a thread on sm_90",
     ]
 
 
