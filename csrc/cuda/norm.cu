@@ -181,9 +181,11 @@ __device__ __forceinline__ void layer_norm(const T* x, long long x_stride, T* re
 
 using namespace quintet;
 
+// Five blocks of 256 threads, or one of 1024, on a multiprocessor: enough bytes under way, and registers for them.
+//
 // residual: null, or what `x` is added to before the norm. out has no gaps between rows and may be `x`.
 #define QT_RMS_NORM(name, T, V, THREADS)                                                                           \
-  QT_KERNEL(THREADS, name,                                                                                         \
+  QT_KERNEL_OCCUPANCY(THREADS, 1280 / THREADS, name,                                                              \
             (const T* x, long long x_stride, T* residual, long long residual_stride, const T* weight, T* out,      \
              int width, float eps, int one_plus)) {                                                                \
     rms_norm<T, V, THREADS>(x, x_stride, residual, residual_stride, weight, out, width, eps, one_plus);            \
@@ -191,7 +193,7 @@ using namespace quintet;
 
 // bias: null for none.
 #define QT_LAYER_NORM(name, T, V, THREADS)                                                                         \
-  QT_KERNEL(THREADS, name,                                                                                         \
+  QT_KERNEL_OCCUPANCY(THREADS, 1280 / THREADS, name,                                                              \
             (const T* x, long long x_stride, T* residual, long long residual_stride, const T* weight,              \
              const T* bias, T* out, int width, float eps)) {                                                       \
     layer_norm<T, V, THREADS>(x, x_stride, residual, residual_stride, weight, bias, out, width, eps);              \

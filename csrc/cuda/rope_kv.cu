@@ -163,7 +163,7 @@ using namespace quintet;
 // k_norm: [head_dim], or null both. kv: [2, blocks, KV heads, block_size, head_dim]. kv_rows: [tokens], block *
 // block_size + place in it; -1 for padding, which writes no KV and whose queries are zeros.
 #define QT_ROPE_KV(name, T, K, V, ITEMS)                                                                          \
-  QT_KERNEL(128, name,                                                                                            \
+  QT_KERNEL_OCCUPANCY(128, 4, name,                                                                               \
             (const T* qkv, T* out, long long out_stride, const T* cos, const T* sin, const T* q_norm,             \
              const T* k_norm, float eps, K* kv, const int* kv_rows, int num_tokens, int num_heads,                \
              int num_kv_heads, int head_dim, int rotary_dim, int num_blocks, int block_size, int lanes)) {        \

@@ -186,7 +186,7 @@ QT_KERNEL(256, apply_deltas, (QT_TABLES)) {
   write_deltas(read_staging(staging), tables, blockIdx.x * blockDim.x + threadIdx.x, gridDim.x * blockDim.x);
 }
 
-QT_KERNEL(256, fill_rows, (QT_TABLES, QT_ROWS)) {
+QT_KERNEL_OCCUPANCY(256, 4, fill_rows, (QT_TABLES, QT_ROWS)) {
   const Tables tables{token_table, token_columns, block_table, block_columns, block_size, prompts, settings};
   const Rows rows{slots,      starts,  counts,  offsets,    num_rows,      token_ids,         positions,
                   token_rows, lengths, kv_rows, num_tokens, sampled_slots, sampled_positions, sampled_tokens,

@@ -36,6 +36,7 @@ def plan_of(
     blocks: list[int] | None = None,
     samples: list[int] | None = None,
     copies: list[int] | None = None,
+    swaps: tuple[list[int], list[int]] = ([], []),
 ) -> StepPlan:
     """rows: slot, start, count of each; every row draws unless ``samples`` says otherwise."""
     slots, starts, counts = (list(column) for column in zip(*rows, strict=True)) if rows else ([], [], [])
@@ -50,6 +51,8 @@ def plan_of(
         starts=pack_i32(starts),
         counts=pack_i32(counts),
         samples=bytes(samples or [1] * len(rows)),
+        swaps_out=pack_i32(swaps[0]),
+        swaps_in=pack_i32(swaps[1]),
     )
 
 
@@ -194,11 +197,16 @@ def test_drawn_tokens_are_there_for_the_next_plan(device: Device) -> None:
     assert rows.token_ids.tolist() == [71, 70, 0, 0]
 
 
-def test_copies_ride_along(device: Device) -> None:
-    plan = plan_of([(0, 0, 1)], [new_row(0, [1, 2], 2)], copies=[5, 6, 7, 8])
-    layout = StagingLayout(NUM_SLOTS, MAX_LEN + 1, 94, NUM_BLOCKS)
+def test_swaps_and_copies_ride_along() -> None:
+    """As pairs of where from and where to; the wire names the device's block first whatever the direction."""
+    plan = plan_of(
+        [(0, 0, 1)], [new_row(0, [1, 2], 2)], copies=[5, 6, 7, 8], swaps=([100, 1, 101, 2], [200, 3])
+    )
+    layout = StagingLayout(NUM_SLOTS, MAX_LEN + 1, 94, NUM_BLOCKS, num_host_blocks=4)
     words = np.zeros(layout.num_words(plan), np.int32)
     packed = pack_staging(plan, layout, words)
+    assert words[packed.swaps_out].tolist() == [100, 1, 101, 2]
+    assert words[packed.swaps_in].tolist() == [3, 200]
     assert words[packed.copies].tolist() == [5, 6, 7, 8]
     assert packed.copies.stop == packed.num_words
 
@@ -237,12 +245,14 @@ def test_random_traces(device: Device) -> None:
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (plan_of([(NUM_SLOTS, 0, 1)]), "slot: the plan has 12 to 12; the tables have 0 to 11"),
+        (plan_of([(NUM_SLOTS, 0, 1)]), "slot: the plan has 12 to 12; there are 12, from 0"),
         (plan_of([(0, MAX_LEN, 1)]), "last position: the plan has 1501"),
         (plan_of([(0, 0, 1)], blocks=[-1, 0, 0]), "slot of a block: the plan has -1"),
         (plan_of([(0, 0, 1)], blocks=[0, 94, 0]), "index in a block table"),
         (plan_of([(0, 0, 1)], blocks=[0, 0, NUM_BLOCKS]), "block: the plan has 2000"),
         (plan_of([(0, 0, 1)], copies=[0, NUM_BLOCKS]), "block to copy"),
+        (plan_of([(0, 0, 1)], swaps=([NUM_BLOCKS, 0], [])), "block to swap: the plan has 2000"),
+        (plan_of([(0, 0, 1)], swaps=([], [0, 4])), "host block: the plan has 4 to 4; there are 0"),
         (plan_of([(0, 0, 1)], [new_row(NUM_SLOTS, [1], 1)]), "slot of a new row"),
         (plan_of([(0, 0, 1)], [new_row(0, [1] * (MAX_LEN + 2), 1)]), "length of a new row"),
     ],

@@ -1,7 +1,8 @@
 """From a plan to the device: one buffer of words that the host packs and copies, and the kernels that spread it.
 
 The order of the buffer's sections is written twice and nowhere else: in `pack_staging` and in ``csrc/cuda/tables.cu``.
-Block copies ride along behind them, for `quintet.executor.cuda.ops.blocks` to read where `PackedPlan.copies` says.
+Pairs of blocks to swap and copy ride along behind them, for `quintet.executor.cuda.ops.blocks` to read where `PackedPlan`
+says.
 
 The core never names a place of the block table twice in a plan today, but the contract lets it, and the last one counts.
 Kernels write in no order, so the host drops the others.
@@ -54,20 +55,24 @@ class StagingLayout:
     """Of the block table."""
     num_blocks: int
     """Blocks of a layer's KV memory."""
+    num_host_blocks: int = 0
+    """Blocks of host memory that they may be swapped with."""
 
     @classmethod
-    def of(cls, tables: DeviceTables, num_blocks: int) -> StagingLayout:
+    def of(cls, tables: DeviceTables, num_blocks: int, num_host_blocks: int = 0) -> StagingLayout:
         """Return the layout for plans of these tables."""
-        return cls(
-            tables.token_ids.shape[0], tables.token_ids.shape[1], tables.block_table.shape[1], num_blocks
-        )
+        max_num_seqs, token_columns = tables.token_ids.shape
+        return cls(max_num_seqs, token_columns, tables.block_table.shape[1], num_blocks, num_host_blocks)
 
     def num_words(self, plan: StepPlan) -> int:
         """Return at most how many words the plan takes in a staging buffer."""
         num_rows, num_new = len(plan.samples), len(plan.new_rows)
-        columns = len(plan.slots) + len(plan.starts) + len(plan.counts) + len(plan.blocks) + len(plan.copies)
+        columns = len(plan.slots) + len(plan.starts) + len(plan.counts) + len(plan.blocks)
+        pairs = len(plan.swaps_out) + len(plan.swaps_in) + len(plan.copies)
         tokens = sum(len(row.token_ids) for row in plan.new_rows)
-        return HEADER_WORDS + (columns + tokens) // 4 + 4 * num_rows + (3 + RECORD_WORDS) * num_new + 2
+        return (
+            HEADER_WORDS + (columns + pairs + tokens) // 4 + 4 * num_rows + (3 + RECORD_WORDS) * num_new + 2
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +84,12 @@ class PackedPlan:
     max_count: int
     num_sampled: int
     num_words: int
+    swaps_out: slice
+    """Words of the buffer with pairs ``from block, to block``: copies to host memory, which come first;"""
+    swaps_in: slice
+    """from host memory, which come second;"""
     copies: slice
-    """Words of the buffer with the pairs ``from block, to block``."""
+    """and within the device's, before the step computes."""
 
 
 def pack_staging(plan: StepPlan, layout: StagingLayout, into: Words) -> PackedPlan:
@@ -98,13 +107,21 @@ def pack_staging(plan: StepPlan, layout: StagingLayout, into: Words) -> PackedPl
     new_rows = list({row.slot: row for row in plan.new_rows}.values())
     tokens = [np.frombuffer(row.token_ids, np.int32) for row in new_rows]
     lengths = np.array([len(ids) for ids in tokens], np.int32)
-    copies = np.frombuffer(plan.copies, np.int32)
+    swaps_out, swaps_in, copies = (
+        np.frombuffer(pairs, np.int32).reshape(-1, 2)
+        for pairs in (plan.swaps_out, plan.swaps_in, plan.copies)
+    )
+    # The wire names the device's block first in both directions; kernels are told from where, then where to.
+    from_host = swaps_in[:, ::-1]
     _check_inside("slot", slots, layout.max_num_seqs)
     _check_inside("last position", ends, layout.token_columns)
     _check_inside("slot of a block", entries[:, 0], layout.max_num_seqs)
     _check_inside("index in a block table", entries[:, 1], layout.block_columns)
     _check_inside("block", entries[:, 2], layout.num_blocks)
     _check_inside("block to copy", copies, layout.num_blocks)
+    for swaps in (swaps_out, swaps_in):
+        _check_inside("block to swap", swaps[:, 0], layout.num_blocks)
+        _check_inside("host block", swaps[:, 1], layout.num_host_blocks)
     new_slots = np.array([row.slot for row in new_rows], np.int32)
     _check_inside("slot of a new row", new_slots, layout.max_num_seqs)
     _check_inside("length of a new row", lengths - 1, layout.token_columns)
@@ -131,19 +148,25 @@ def pack_staging(plan: StepPlan, layout: StagingLayout, into: Words) -> PackedPl
         new_offsets,
         settings.view(np.int32),
         *tokens,
-        copies,
+        swaps_out.reshape(-1),
+        from_host.reshape(-1),
+        copies.reshape(-1),
     ]
     needed = sum(len(section) for section in sections)
     if needed > len(into):
         raise ValueError(f"the plan takes {needed} words of staging; the buffer has {len(into)}")
     np.concatenate(sections, out=into[:needed])
+    copies_at = needed - copies.size
+    swaps_in_at = copies_at - swaps_in.size
     return PackedPlan(
         num_rows=num_rows,
         num_tokens=num_tokens,
         max_count=int(counts.max(initial=0)),
         num_sampled=len(sampling),
         num_words=needed,
-        copies=slice(needed - len(copies), needed),
+        swaps_out=slice(swaps_in_at - swaps_out.size, swaps_in_at),
+        swaps_in=slice(swaps_in_at, copies_at),
+        copies=slice(copies_at, needed),
     )
 
 
@@ -162,7 +185,7 @@ def _check_inside(what: str, values: Words, limit: int) -> None:
     """Compare as unsigned numbers: a negative one is then larger than any limit."""
     if len(values) and int(values.view(np.uint32).max()) >= limit:
         raise PlanOutsideTables(
-            f"{what}: the plan has {int(values.min())} to {int(values.max())}; the tables have 0 to {limit - 1}"
+            f"{what}: the plan has {int(values.min())} to {int(values.max())}; there are {limit}, from 0"
         )
 
 
