@@ -1,0 +1,103 @@
+// Attention over the paged cache without matrix instructions: models in fp32, and heads the other kernels do not take.
+// Correctness first.
+//
+// A block of 128 threads per (token, head), over all positions the token sees, 128 at a time: thread t takes the score
+// of position t, the block its largest and its sum, then thread t adds up columns t, t + 128 ... of the values. Query and
+// weights are in shared memory, sums in registers.
+// Bytes: the whole range of the cache once per query head, 2 * head_dim numbers per position; FLOPs: twice as many.
+// Limiter: L2 and instruction issue.
+// Order of reduction: positions ascending within a tile of 128 fixed positions, tiles ascending; a tile that the token
+// does not see is not visited. It depends on nothing but the token's positions.
+#include "device.cuh"
+
+#include "attention_softmax.cuh"
+
+namespace quintet {
+
+constexpr int PLAIN_THREADS = 128;
+constexpr int PLAIN_MAX_DIM = 512;
+
+template <class T, class KV>
+__device__ __forceinline__ void attention_plain(
+    T* out, const T* q, const KV* kv, const int* slots, const int* positions, const int* token_rows,
+    const int* block_table, const float* alibi, int num_heads, int num_kv_heads, int head_dim, int block_size,
+    int max_blocks, int q_stride, int window, long long plane, const Scores& scores) {
+  constexpr int PER_THREAD = PLAIN_MAX_DIM / PLAIN_THREADS;
+  __shared__ float query[PLAIN_MAX_DIM];
+  __shared__ float weights[PLAIN_THREADS];
+  __shared__ long long places[PLAIN_THREADS];
+  const int token = blockIdx.x, head = blockIdx.y, thread = threadIdx.x;
+  const int row = token_rows[token];
+  T* to = out + ((long long)token * num_heads + head) * head_dim;
+  if (row < 0) {
+    for (int i = thread; i < head_dim; i += PLAIN_THREADS) to[i] = from_float<T>(0.0f);
+    return;
+  }
+  const int last = positions[token];
+  const int first = window > 0 && last - window + 1 > 0 ? last - window + 1 : 0;
+  const int kv_head = head / (num_heads / num_kv_heads);
+  const int* blocks = block_table + (long long)slots[row] * max_blocks;
+  const float unit = scores.unit(), slope = alibi != nullptr ? alibi[head] : 0.0f;
+  const T* from = q + (long long)token * q_stride + (long long)head * head_dim;
+  for (int i = thread; i < head_dim; i += PLAIN_THREADS) query[i] = to_float(from[i]);
+
+  float sums[PER_THREAD] = {}, normalizer = 0.0f, most = UNSEEN;
+  for (int tile = first / PLAIN_THREADS * PLAIN_THREADS; tile <= last; tile += PLAIN_THREADS) {
+    __syncthreads();  // the query is there; the last tile's weights are no longer needed
+    const int position = tile + thread;
+    const bool seen = position >= first && position <= last;
+    float score = UNSEEN;
+    if (seen) {
+      const int block = position / block_size;
+      const long long place =
+          (((long long)blocks[block] * num_kv_heads + kv_head) * block_size + position % block_size) * head_dim;
+      places[thread] = place;
+      float product = 0.0f;
+      for (int i = 0; i < head_dim; ++i) product = fmaf(query[i], to_float(kv[place + i]), product);
+      score = scores(product, slope, position - last);
+    }
+    const Rise rise(most, block_max<PLAIN_THREADS>(score), unit);
+    const float weight = seen ? rise.weight(score, unit) : 0.0f;
+    most = rise.most;
+    weights[thread] = weight;
+    normalizer = fmaf(normalizer, rise.shrink, block_sum<PLAIN_THREADS>(weight));  // its barriers show the weights to all
+
+    const int begin = first > tile ? first - tile : 0;
+    const int end = last - tile + 1 < PLAIN_THREADS ? last - tile + 1 : PLAIN_THREADS;
+#pragma unroll
+    for (int i = 0; i < PER_THREAD; ++i) {
+      const int column = i * PLAIN_THREADS + thread;
+      if (column >= head_dim) continue;
+      float sum = sums[i] * rise.shrink;
+      for (int j = begin; j < end; ++j) sum = fmaf(weights[j], to_float(kv[places[j] + plane + column]), sum);
+      sums[i] = sum;
+    }
+  }
+  const float inverse = reciprocal(normalizer);
+#pragma unroll
+  for (int i = 0; i < PER_THREAD; ++i) {
+    const int column = i * PLAIN_THREADS + thread;
+    if (column < head_dim) to[column] = from_float<T>(sums[i] * inverse);
+  }
+}
+
+}  // namespace quintet
+
+#define QT_ATTENTION_PLAIN(suffix, T, KV)                                                                              \
+  QT_KERNEL(quintet::PLAIN_THREADS, attention_plain##suffix,                                                           \
+            (void* out, const void* q, const void* kv, const int* slots, const int* positions, const int* token_rows,  \
+             const int* block_table, const float* alibi, int num_heads, int num_kv_heads, int head_dim,                \
+             int block_size, int max_blocks, int q_stride, int window, long long plane, float scale,                   \
+             float soft_cap)) {                                                                                        \
+    const quintet::Scores scores{scale, soft_cap, soft_cap == 0.0f && alibi == nullptr};                               \
+    quintet::attention_plain<T, KV>((T*)out, (const T*)q, (const KV*)kv, slots, positions, token_rows, block_table,    \
+                                    alibi, num_heads, num_kv_heads, head_dim, block_size, max_blocks, q_stride,        \
+                                    window, plane, scores);                                                            \
+  }
+
+QT_ATTENTION_PLAIN(_fp32, float, float)
+QT_ATTENTION_PLAIN(_bf16, quintet::bf16, quintet::bf16)
+QT_ATTENTION_PLAIN(_fp16, quintet::fp16, quintet::fp16)
+QT_ATTENTION_PLAIN(_fp32_fp8kv, float, quintet::fp8)
+QT_ATTENTION_PLAIN(_bf16_fp8kv, quintet::bf16, quintet::fp8)
+QT_ATTENTION_PLAIN(_fp16_fp8kv, quintet::fp16, quintet::fp8)

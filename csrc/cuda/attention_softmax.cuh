@@ -1,0 +1,100 @@
+// The arithmetic of attention's softmax, one line (a query of one head) at a time: every rounding that the decode, chunk
+// and merge kernels must do alike, written once. Products that are followed by a sum are explicit fmaf, so that the
+// compiler's freedom to contract cannot round two kernels differently. Knows nothing of where numbers lie.
+#pragma once
+#include "device.cuh"
+
+namespace quintet {
+
+constexpr float LOG2_E = 1.4426950408889634f;
+
+// A score nobody sees, and the largest score of a line that has seen none. Finite, so that no difference is NaN.
+constexpr float UNSEEN = -3.0e38f;
+__device__ __forceinline__ bool has_seen(float most) { return most > -1.0e38f; }
+
+// How scores become logits: s * scale, or cap * tanh(s * scale / cap) + slope * distance. In the first case scores stay
+// as the multiplication left them, and the scale goes into the exponent: weights are 2^((score - largest) * unit).
+struct Scores {
+  float scale, soft_cap;
+  bool plain;
+  __device__ __forceinline__ float unit() const { return plain ? scale * LOG2_E : LOG2_E; }
+  __device__ __forceinline__ float operator()(float score, float slope, int distance) const {
+    if (plain) return score;
+    float logit = score * scale;
+    if (soft_cap > 0.0f) logit = soft_cap * tanhf(logit / soft_cap);
+    return fmaf(slope, float(distance), logit);
+  }
+};
+
+// What one tile does to a line: its largest score may rise, then all sums so far shrink; and each score's weight. A tile
+// the line does not see leaves `most`, shrinks by exactly 1 and weighs exactly 0.
+struct Rise {
+  float most, shrink, base;
+  __device__ __forceinline__ Rise(float before, float of_tile, float unit) {
+    most = fmaxf(before, of_tile);
+    shrink = before == most ? 1.0f : exp2_fast((before - most) * unit);
+    base = has_seen(most) ? most * unit : 0.0f;
+  }
+  __device__ __forceinline__ float weight(float score, float unit) const {
+    return exp2_fast(fmaf(score, unit, -base));
+  }
+};
+
+// How a split's sums are added to those of the splits before it: both scaled to the larger of the largest scores.
+struct Fold {
+  float kept, added, most;
+  __device__ __forceinline__ Fold(float total_most, float part_most, float unit) {
+    most = fmaxf(total_most, part_most);
+    kept = total_most == most ? 1.0f : exp2_fast((total_most - most) * unit);
+    added = part_most == most ? 1.0f : exp2_fast((part_most - most) * unit);
+  }
+  __device__ __forceinline__ float operator()(float total, float part) const { return fmaf(part, added, total * kept); }
+};
+
+// What multiplies a line's sums at the end. A line that sees nothing (there is none but in padding) gives zeros.
+__device__ __forceinline__ float reciprocal(float normalizer) { return normalizer > 0.0f ? 1.0f / normalizer : 0.0f; }
+
+// Fold the part of line `half` of a matrix accumulator (numbers 2 half and 2 half + 1 of each column tile) into its
+// total, and leave the part empty. `total(i)` is where the thread keeps the i-th of its totals: COLUMNS pairs of sums, the
+// normalizer, the largest score.
+template <int COLUMNS, class Total>
+__device__ __forceinline__ void fold_line(
+    float (&sums)[COLUMNS][4], float (&normalizer)[4], float& most, int half, float unit, Total total) {
+  if (has_seen(most)) {
+    const float before = total(2 * COLUMNS + 1);
+    const bool is_first = !has_seen(before);
+    const Fold fold(before, most, unit);
+#pragma unroll
+    for (int i = 0; i < 2 * COLUMNS; ++i) {
+      const float part = sums[i / 2][2 * half + i % 2];
+      total(i) = is_first ? part : fold(total(i), part);
+    }
+    const float part = normalizer[2 * half];
+    total(2 * COLUMNS) = is_first ? part : fold(total(2 * COLUMNS), part);
+    total(2 * COLUMNS + 1) = fold.most;
+  }
+#pragma unroll
+  for (int i = 0; i < 2 * COLUMNS; ++i) sums[i / 2][2 * half + i % 2] = 0.0f;
+  normalizer[2 * half] = normalizer[2 * half + 1] = 0.0f;
+  most = UNSEEN;
+}
+
+// Make the total of all splits the accumulator again: what is stored does not ask whether it was folded.
+template <int COLUMNS, class Total>
+__device__ __forceinline__ void unfold_line(
+    float (&sums)[COLUMNS][4], float (&normalizer)[4], float& most, int half, float unit, Total total) {
+  if (!has_seen(total(2 * COLUMNS + 1))) return;
+  fold_line<COLUMNS>(sums, normalizer, most, half, unit, total);
+#pragma unroll
+  for (int i = 0; i < 2 * COLUMNS; ++i) sums[i / 2][2 * half + i % 2] = total(i);
+  normalizer[2 * half] = total(2 * COLUMNS);
+  most = total(2 * COLUMNS + 1);
+}
+
+// The largest among the four threads that share a line of an accumulator; all of them get it.
+__device__ __forceinline__ float largest_of_quad(float value) {
+  value = fmaxf(value, __shfl_xor_sync(FULL_WARP, value, 1));
+  return fmaxf(value, __shfl_xor_sync(FULL_WARP, value, 2));
+}
+
+}  // namespace quintet

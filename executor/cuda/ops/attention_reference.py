@@ -1,0 +1,47 @@
+"""Causal attention over the paged cache, one row after the other with dense matrices in fp32: what kernels are tested
+against. Reads values on the host, so it stops the stream; never part of a step.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quintet.executor.cuda.rows import StepRows
+
+
+def paged_attention_reference(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    rows: StepRows,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float = 0.0,
+    alibi: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return what `quintet.executor.cuda.ops.attention.paged_attention` should, in fp32; padding tokens get zeros."""
+    _, num_heads, head_dim = q.shape
+    kv_heads = kv.shape[2]
+    out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    for row, slot in enumerate(rows.slots.tolist()):
+        start, count, first = (int(column[row]) for column in (rows.starts, rows.counts, rows.offsets))
+        length = start + count
+        if slot < 0 or count == 0:
+            continue
+        blocks = rows.block_table[slot, : -(-length // rows.block_size)].long()
+        keys, values = (
+            plane[blocks].float().transpose(1, 2).reshape(-1, kv_heads, head_dim)[:length]
+            .repeat_interleave(num_heads // kv_heads, dim=1)
+            for plane in kv
+        )  # [length, num_heads, head_dim]  # fmt: skip
+        queries = q[first : first + count].float()
+        logits = torch.einsum("thd,phd->htp", queries, keys) * scale
+        if soft_cap:
+            logits = soft_cap * torch.tanh(logits / soft_cap)
+        own = torch.arange(start, length, device=q.device)[:, None]
+        distance = torch.arange(length, device=q.device)[None, :] - own  # [count, length]
+        if alibi is not None:
+            logits = logits + alibi[:, None, None] * distance
+        seen = distance <= 0 if window is None else (distance <= 0) & (distance > -window)
+        weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
+        out[first : first + count] = torch.einsum("htp,phd->thd", weights, values)
+    return out

@@ -1,0 +1,185 @@
+"""A step for tests of attention: rows over a paged cache whose unused places hold NaN, so that reading one shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from quintet.executor.cuda.device import Device
+from quintet.executor.cuda.ops.attention import AttentionPlan, paged_attention
+from quintet.executor.cuda.ops.attention_reference import paged_attention_reference
+from quintet.executor.cuda.rows import StepRows
+
+FP8 = torch.float8_e4m3fn
+Row = tuple[int, int]
+"""Cached tokens, new tokens; ``(0, 0)`` is padding."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What stays the same over steps."""
+
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    block_size: int = 16
+    dtype: torch.dtype = torch.bfloat16
+    kv_dtype: torch.dtype | None = None
+    max_model_len: int = 1024
+    windows: tuple[int | None, ...] = (None,)
+
+    def plan(self, device: Device, *, fixed_splits: bool = False) -> AttentionPlan:
+        return AttentionPlan(
+            device, 32, 2048, self.num_heads, self.num_kv_heads, self.head_dim, self.max_model_len,
+            self.dtype, self.kv_dtype or self.dtype, fixed_splits=fixed_splits, windows=self.windows,
+        )  # fmt: skip
+
+
+def step_rows(
+    device: Device,
+    rows: Sequence[Row],
+    block_table: torch.Tensor,
+    slots: Sequence[int],
+    block_size: int,
+    padding: int,
+) -> StepRows:
+    """Return the metadata of a step, as csrc/cuda/tables.cu would fill it."""
+
+    def ints(values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device.torch_device)
+
+    offsets, positions, token_rows = [0], [], []
+    for row, (start, count) in enumerate(rows):
+        offsets.append(offsets[-1] + count)
+        positions += range(start, start + count)
+        token_rows += [row] * count
+    num_tokens = offsets[-1] + padding
+    return StepRows(
+        num_rows=len(rows),
+        num_tokens=num_tokens,
+        max_count=max(count for _, count in rows),
+        slots=ints(slots),
+        starts=ints([start for start, _ in rows]),
+        counts=ints([count for _, count in rows]),
+        offsets=ints(offsets),
+        token_ids=ints([0] * num_tokens),
+        positions=ints(positions + [-1] * padding),
+        token_rows=ints(token_rows + [-1] * padding),
+        block_table=block_table,
+        block_size=block_size,
+    )
+
+
+class Problem:
+    """A cache with some requests in it, and steps over them.
+
+    Every request's tokens are drawn once: a step takes those that its rows name, so that a token is the same whether it
+    comes alone, in a chunk or with its whole prompt.
+    """
+
+    def __init__(self, device: Device, shape: Shape, lengths: Sequence[int], seed: int = 0) -> None:
+        self.device, self.shape = device, shape
+        self._lengths = list(lengths)
+        generator = torch.Generator().manual_seed(seed)
+        blocks_each = [-(-length // shape.block_size) for length in lengths]
+        num_blocks = sum(blocks_each) + 3
+        self._order = torch.randperm(num_blocks, generator=generator).tolist()
+        ids = iter(self._order)
+        width = max(blocks_each) + 1
+        self._tables = torch.tensor(
+            [[next(ids) for _ in range(n)] + [-(1 << 20)] * (width - n) for n in blocks_each],
+            dtype=torch.int32,
+        )
+        self._kv = torch.full(
+            (2, num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim), torch.nan
+        )
+        self._q = [
+            torch.randn(length, shape.num_heads, shape.head_dim, generator=generator) for length in lengths
+        ]
+        for request, length in enumerate(lengths):
+            new = torch.randn(2, length, shape.num_kv_heads, shape.head_dim, generator=generator)
+            for position in range(length):
+                block = self._tables[request, position // shape.block_size]
+                self._kv[:, block, :, position % shape.block_size] = new[:, position]
+
+    def run(
+        self,
+        rows: Sequence[Row],
+        requests: Sequence[int] | None = None,
+        *,
+        plan: AttentionPlan | None = None,
+        padding: int = 0,
+        window: int | None = None,
+        soft_cap: float = 0.0,
+        alibi: torch.Tensor | None = None,
+    ) -> Step:
+        """Compute a step, its rows being of ``requests`` in order; tokens after a row's last are not in the cache yet."""
+        shape, place = self.shape, self.device.torch_device
+        requests = list(range(len(rows))) if requests is None else requests
+        kv = self._kv.clone()
+        ends = dict.fromkeys(requests, 0)
+        for request, (start, count) in zip(requests, rows, strict=True):
+            ends[request] = max(ends[request], start + count)
+        for request, end in ends.items():
+            for position in range(end, self._lengths[request]):
+                kv[:, self._tables[request, position // shape.block_size], :, position % shape.block_size] = (
+                    torch.nan
+                )
+        slots = [-1 if row == (0, 0) else request for row, request in zip(rows, requests, strict=True)]
+        step = step_rows(self.device, rows, self._tables.to(place), slots, shape.block_size, padding)
+        parts = [
+            self._q[request][start : start + count]
+            for request, (start, count) in zip(requests, rows, strict=True)
+        ]
+        q = torch.cat([*parts, torch.full((padding, shape.num_heads, shape.head_dim), torch.nan)])
+        # As the queries come: a slice of what the projection gave.
+        qkv = (
+            torch.cat([q, torch.full((len(q), 2, shape.head_dim), torch.nan)], dim=1)
+            .to(shape.dtype)
+            .to(place)
+        )
+        q = qkv[:, : shape.num_heads]
+        cache = kv.to(shape.dtype).to(shape.kv_dtype or shape.dtype).to(place)
+        plan = shape.plan(self.device) if plan is None else plan
+        plan.prepare(step)
+        scale = shape.head_dim**-0.5
+        options = (scale, window, soft_cap, alibi)
+        out = paged_attention(self.device, plan, q, cache, step, *options)
+        return Step(out, q, cache, step, options)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that was computed, and what from."""
+
+    out: torch.Tensor
+    q: torch.Tensor
+    kv: torch.Tensor
+    rows: StepRows
+    options: tuple[float, int | None, float, torch.Tensor | None]
+
+    def check(self) -> None:
+        """Compare with the reference.
+
+        Weights and output are rounded to the model's format, each by at most half a unit in the last place, ``u``. The
+        weights are rounded where they multiply the values and where they are summed, so an output is off by at most
+        ``2 u`` times the average of the values' magnitudes, plus ``u`` times itself. All else is fp32: a tenth more and
+        1e-5 are far beyond what its roundings add over some hundred positions.
+        """
+        unit = torch.finfo(self.out.dtype).eps / 2 if self.out.dtype != torch.float32 else 0.0
+        kv = torch.nan_to_num(
+            self.kv.float()
+        )  # what no row may read is zero here: a weight of 0 times it is 0
+        expected = paged_attention_reference(self.q, kv, self.rows, *self.options)
+        magnitudes = paged_attention_reference(
+            self.q, torch.stack((kv[0], kv[1].abs())), self.rows, *self.options
+        )
+        error = (self.out.float() - expected).abs()
+        bound = 1.1 * unit * (2 * magnitudes + expected.abs()) + 1e-5
+        worst = (error - bound).flatten().argmax()
+        assert not self.out.isnan().any(), "reads what it may not"
+        assert bool((error <= bound).all()), (
+            f"off by {error.flatten()[worst]:.3g}, allowed {bound.flatten()[worst]:.3g}, at {int(worst)} of {tuple(error.shape)}"
+        )
