@@ -5,7 +5,7 @@
 // tokens, where the weight's bytes are the limit: 4 warps side by side, 60 KiB of stages, so three blocks of a Hopper
 // multiprocessor (227 KiB) have about 100 KiB of weight under way, more than the 40 KiB that 4.8 TB/s times 1 us over 132
 // of them asks for. Tiles of 64 and 128 rows are for more tokens, where multiplying is the limit: a step of 128x128 is
-// 2.1 MFLOP for 32 KiB copied. Their rate is what mma.sync gives, on Hopper about two thirds of what wgmma gives; it is
+// 2.1 MFLOP for 32 KiB copied, of which four are there or under way. Their rate is what mma.sync gives, on Hopper about two thirds of what wgmma gives; it is
 // for --batch-invariant, cuBLAS multiplies otherwise.
 //
 // The order of every sum is in linear_tile.cuh; it does not depend on the batch, the tile or the split. It rests on an
@@ -157,7 +157,7 @@ struct FloatProduct {
   LINEAR(linear_16x64_##SUFFIX, T, 6, 3, TensorProduct<T, 16, 64, 1, 4>)        \
   LINEAR(linear_32x64_##SUFFIX, T, 5, 3, TensorProduct<T, 32, 64, 1, 4>)        \
   LINEAR(linear_64x64_##SUFFIX, T, 4, 3, TensorProduct<T, 64, 64, 2, 2>)        \
-  LINEAR(linear_128x128_##SUFFIX, T, 3, 1, TensorProduct<T, 128, 128, 2, 4>)
+  LINEAR(linear_128x128_##SUFFIX, T, 4, 1, TensorProduct<T, 128, 128, 2, 4>)
 
 LINEAR_16_BITS(bf16, bf16)
 LINEAR_16_BITS(fp16, fp16)

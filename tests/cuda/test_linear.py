@@ -16,6 +16,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from tests.cuda.emulated import EmulatedDevice
 
 from quintet.executor.cuda.device import Argument, Device, Kernel, Size
 from quintet.executor.cuda.ops.linear import (
@@ -25,6 +26,7 @@ from quintet.executor.cuda.ops.linear import (
     OperandError,
     SplitMemory,
     Tile,
+    choose_tile,
     chunk_steps,
     matmul,
     matvec,
@@ -190,6 +192,27 @@ def test_matvec(device: Device, dtype: torch.dtype, columns: int, depth: int) ->
     check(matvec(device, x, weight), x, weight, None)
     for num_rows in range(1, MATVEC_ROWS):
         assert same(matvec(device, x[1 : 1 + num_rows], weight, bias), whole[1 : 1 + num_rows])
+
+
+def test_a_tile_is_as_low_as_the_rows_and_fits_the_device() -> None:
+    def heights(max_shared_bytes: int) -> list[int]:
+        return [
+            choose_tile(rows, TILES_OF_16_BITS, max_shared_bytes).rows for rows in (1, 17, 33, 65, 130, 260)
+        ]
+
+    hopper, ampere, ada = 227 * 1024, 163 * 1024, 99 * 1024
+    assert heights(hopper) == heights(ampere) == [16, 32, 64, 128, 64, 128], "130 rows: 192 instead of 256"
+    assert heights(ada) == [16, 32, 64, 32, 64, 64]
+
+
+def test_matrices_are_loaded_without_bank_conflicts(device: Device) -> None:
+    if not isinstance(device, EmulatedDevice):
+        pytest.skip("the emulator counts them")
+    x, weight = noise(device, torch.bfloat16, 37, DEPTH), noise(device, torch.bfloat16, 133, DEPTH, seed=1)
+    for tile in TILES_OF_16_BITS:
+        matmul(device, x, weight, tile=tile)
+        loads, conflicts = device.matrix_loads
+        assert loads > 0 and conflicts == 0, tile
 
 
 def test_rows_of_a_weight_are_shared_by_warps_where_there_are_few() -> None:

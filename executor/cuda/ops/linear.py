@@ -52,7 +52,7 @@ class Tile:
     threads: int
     stages: int
     max_resident: int
-    """Blocks that a multiprocessor's registers let in at once."""
+    """Blocks that a multiprocessor's registers let in at once, as the kernel is compiled for."""
 
     @property
     def shared_bytes(self) -> int:
@@ -61,12 +61,12 @@ class Tile:
 
 
 TILES_OF_16_BITS = (
-    Tile(16, 64, 128, 6, 8),
-    Tile(32, 64, 128, 5, 7),
-    Tile(64, 64, 128, 4, 4),
-    Tile(128, 128, 256, 3, 1),
+    Tile(16, 64, 128, 6, 3),
+    Tile(32, 64, 128, 5, 3),
+    Tile(64, 64, 128, 4, 3),
+    Tile(128, 128, 256, 4, 1),
 )
-TILES_OF_32_BITS = (Tile(16, 64, 128, 4, 7), Tile(64, 64, 256, 3, 2))
+TILES_OF_32_BITS = (Tile(16, 64, 128, 4, 3), Tile(64, 64, 256, 3, 2))
 
 
 class SplitMemory:
@@ -116,7 +116,7 @@ def matmul(
     if num_rows == 0 or columns == 0:
         return out
     if tile is None:
-        tile = _choose_tile(num_rows, tiles_of(x.dtype))
+        tile = choose_tile(num_rows, tiles_of(x.dtype), device.max_shared_bytes)
     tiles = _ceil(num_rows, tile.rows) * _ceil(columns, tile.columns)
     steps = chunk_steps(depth, x.dtype)
     chunks = _ceil(_ceil(depth * x.dtype.itemsize, STEP_BYTES), steps)
@@ -179,6 +179,17 @@ def matvec(
     return out
 
 
+def choose_tile(num_rows: int, tiles: tuple[Tile, ...], max_shared_bytes: int) -> Tile:
+    """Return the lowest tile that holds all rows; beyond the highest, that one, or the one below where it pads much less."""
+    fitting = [tile for tile in tiles if tile.shared_bytes <= max_shared_bytes]
+    for tile in fitting:
+        if num_rows <= tile.rows:
+            return tile
+    lower, highest = fitting[-2:]
+    padded, padded_lower = (_ceil(num_rows, tile.rows) * tile.rows for tile in (highest, lower))
+    return lower if 5 * padded_lower < 4 * padded else highest
+
+
 def splitting_is_faster(tiles: int, chunks: int, slots: int) -> bool:
     """Whether the chunks of ``tiles`` sums should run side by side on a device that runs ``slots`` blocks at once.
 
@@ -199,16 +210,6 @@ def matvec_parts(columns: int, row_bytes: int, num_multiprocessors: int) -> int:
     ):
         parts *= 2
     return parts
-
-
-def _choose_tile(num_rows: int, tiles: tuple[Tile, ...]) -> Tile:
-    """Return the lowest tile that holds all rows; beyond the highest, that one, or the one below where it pads much less."""
-    for tile in tiles:
-        if num_rows <= tile.rows:
-            return tile
-    lower, highest = tiles[-2:]
-    padded, padded_lower = (_ceil(num_rows, tile.rows) * tile.rows for tile in (highest, lower))
-    return lower if 5 * padded_lower < 4 * padded else highest
 
 
 def _check(
