@@ -29,14 +29,15 @@ STATIC_BATCH = 64
 def make_model(shape: Shape, device: str) -> Any:
     """Return transformers' model of the shape, made on the device."""
     config = transformers.AutoConfig.for_model(**shape.card)
+    models: Any = transformers.AutoModelForCausalLM
     with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    return model.eval()
+        return models.from_config(config, dtype=torch.bfloat16).eval()
 
 
 def settings(output_len: int) -> transformers.GenerationConfig:
     """Return greedy settings without an end of sequence."""
-    return transformers.GenerationConfig(
+    make: Callable[..., transformers.GenerationConfig] = transformers.GenerationConfig
+    return make(
         max_new_tokens=output_len,
         min_new_tokens=output_len,
         do_sample=False,
@@ -70,17 +71,25 @@ def continuous(model: Any, asked: list[Asked]) -> int:
     """Generate with transformers' continuous batching; return how many tokens came."""
     config = settings(asked[0].output_len)
     config.min_new_tokens = None
-    with torch.inference_mode():
-        outputs = model.generate_batch([one.prompt for one in asked], generation_config=config)
+    limits = None  # on a GPU it sees for itself what fits
+    if model.device.type == "cpu":
+        limits = transformers.ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=128)
+    outputs = model.generate_batch(  # enters inference mode itself, in a thread of its own
+        [one.prompt for one in asked], generation_config=config, continuous_batching_config=limits
+    )
     return sum(len(output.generated_tokens) for output in outputs.values())
 
 
-def rate_of(ways: Callable[[Any, list[Asked]], int], model: Any, asked: list[Asked]) -> float:
+def rate_of(way: Callable[[Any, list[Asked]], int], model: Any, asked: list[Asked]) -> float:
     """Return tokens per second of the second run; the first, on fewer requests, warms up."""
-    ways(model, asked[: max(2, len(asked) // 16)])
+    way(model, asked[: max(2, len(asked) // 16)])
     begun = time.perf_counter()
-    total = ways(model, asked)
-    return total / (time.perf_counter() - begun)
+    total = way(model, asked)
+    taken = time.perf_counter() - begun
+    wanted = sum(one.output_len for one in asked)
+    if total != wanted:  # continuous batching logs what went wrong, and returns what it has
+        raise RuntimeError(f"{total} tokens came of {wanted} that were asked for")
+    return total / taken
 
 
 def measure(device: str, num: int, report: Report) -> None:

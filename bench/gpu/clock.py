@@ -23,7 +23,8 @@ def seconds(device: torch.device, call: Callable[[], object], repeats: int, warm
             call()
             times.append(time.perf_counter())
         return [later - before for before, later in itertools.pairwise(times)]
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    new_event: Callable[..., torch.cuda.Event] = torch.cuda.Event
+    events = [new_event(enable_timing=True) for _ in range(repeats + 1)]
     events[0].record()
     for event in events[1:]:
         call()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from quintet.core.engine import Engine
 from quintet.core.outbox import Effects
+from quintet.core.state import Counters
 from quintet.executor.interface import Pending, StepWorker
 from quintet.wire.codec import pack_i32, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig
@@ -90,7 +91,14 @@ class EngineAlone:
         limits = (config.scheduler.max_num_seqs, config.model.max_model_len)
         self._pending: deque[Pending] = deque()
         capacity = Capacity(1, worker.num_blocks, config.model.kv.block_size, *limits)
+        capacity.num_host_blocks = worker.num_host_blocks  # how fast it copies is not told: so it always does
         self._apply(self.engine.capacity(capacity, 0))
+
+    @property
+    def counters(self) -> Counters:
+        """What the core has counted."""
+        assert self.engine.state is not None, "the core was told its capacity"
+        return self.engine.state.counters
 
     def admit(self, request_id: int, prompt: list[int], params: SamplingParams) -> None:
         """Queue a request."""

@@ -8,6 +8,7 @@ the texts differ).
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections.abc import Callable
@@ -145,6 +146,8 @@ def test_bf16_tokens_match_transformers(
     report.figure(
         Figure(f"{family}, bf16: mean KL from transformers", divergence(pair, prompts, expected), "nats")
     )
+    own = share_of_itself(pair, prompts, expected)
+    report.figure(Figure(f"{family}: same token, transformers in bf16 and in fp32, prompts", own, "%"))
     assert min(shares) >= LEAST_MATCH
 
 
@@ -168,6 +171,18 @@ def share_in_prompts(pair: Pair, prompts: list[list[int]], expected: list[list[i
         for number in range(1, len(whole) + 1)
     ]
     return 100 * float(np.mean([(rank[-NUM_DRAWN:] == 1).mean() for rank in ranks]))
+
+
+def share_of_itself(pair: Pair, prompts: list[list[int]], expected: list[list[int]]) -> float:
+    """Return how often transformers' bf16 tokens are its own fp32 ones: what bf16 costs whoever computes."""
+    wide = copy.deepcopy(pair.reference).float()
+    same = []
+    for prompt, drawn in zip(prompts, expected, strict=True):
+        with torch.inference_mode():
+            logits = wide(torch.tensor([prompt + drawn], device=wide.device)).logits[0]
+        most_likely = logits[len(prompt) - 1 : -1].argmax(-1).cpu()
+        same.append((most_likely == torch.tensor(drawn)).float().mean().item())
+    return 100 * float(np.mean(same))
 
 
 def divergence(pair: Pair, prompts: list[list[int]], expected: list[list[int]]) -> float:

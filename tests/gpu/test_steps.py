@@ -77,8 +77,10 @@ def test_swapping_and_computing_again_change_no_token(config: EngineConfig) -> N
     config = with_executor(config, batch_invariant=True)
     asked = {number: (prompt, params(number, 96)) for number, prompt in enumerate(prompts(24, VOCAB), 1)}
     calm = run_all(config, ready_worker(config), asked)
-    small = with_blocks(config, 80)
-    pushed_out = run_all(small, ready_worker(small), asked)
-    assert calm.engine.state is not None and pushed_out.engine.state is not None
-    assert calm.engine.state.counters.preemptions == 0 < pushed_out.engine.state.counters.preemptions
-    assert pushed_out.outputs == calm.outputs
+    assert calm.counters.preemptions == 0
+    for host_blocks in (0, 300):
+        small = with_blocks(config, 80, swap_bytes=host_blocks * config.model.kv.bytes_per_block)
+        pushed_out = run_all(small, ready_worker(small), asked)
+        assert pushed_out.counters.preemptions > 0
+        assert (pushed_out.counters.swap_in_blocks > 0) == (host_blocks > 0)
+        assert pushed_out.outputs == calm.outputs
