@@ -52,6 +52,7 @@ Cases = Callable[[Device, bool], Iterator[Case]]
 SUITES = {
     "linear": "bench.gpu.kernel_linear:cases",
     "pointwise": "bench.gpu.kernel_pointwise:cases",
+    "sampling": "bench.gpu.kernel_sampling:cases",
 }
 """Name to the function that yields its cases."""
 

@@ -218,11 +218,15 @@ def test_lengths_have_the_means_that_are_documented() -> None:
     assert 0.88 * outputs.mean < mean_out < 1.03 * outputs.mean
 
 
-@pytest.mark.parametrize("program", ["bench.gpu.ceilings", "bench.gpu.steps"])
-def test_programs_run_on_toy_shapes(program: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [("bench.gpu.ceilings",), ("bench.gpu.steps",), ("bench.gpu.kernels", "--only", "pointwise")],
+    ids=" ".join,
+)
+def test_programs_run_on_toy_shapes(words: tuple[str, ...], tmp_path: Path) -> None:
     log, told = tmp_path / "log", tmp_path / "figures"
-    command = [sys.executable, "-m", program, "--device", "cpu", "--figures", str(told)]
-    assert run(command, ROOT, environment(), log, 120).status == 0, log.read_text()
+    command = [sys.executable, "-m", *words, "--device", "cpu", "--figures", str(told)]
+    assert run(command, ROOT, environment(), log, 240).status == 0, log.read_text()
     figures, _ = read_lines(told.read_text().splitlines())
     assert figures and all(figure.value > 0 for figure in figures)
 
