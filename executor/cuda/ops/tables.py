@@ -10,6 +10,7 @@ Kernels write in no order, so the host drops the others.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,12 +21,15 @@ from quintet.executor.cuda.device import Argument, Device, Kernel
 from quintet.executor.cuda.rows import SampledRows, StepRows
 from quintet.executor.cuda.tables import DeviceTables
 from quintet.executor.sampling.settings import RECORD, settings_of
-from quintet.wire.step import StepPlan
+from quintet.wire.step import NewRow, StepPlan
 
 Words = NDArray[np.int32]
 
 HEADER_WORDS = 16
 RECORD_WORDS = RECORD.itemsize // 4
+NOTHING = np.zeros(0, np.int32)
+NOBODY_NEW: tuple[Words, ...] = (np.zeros(1, np.int32),)
+"""The sections of new rows when there are none: where the tokens of the first would begin."""
 
 _TABLES, _ROWS = "pplplipp", "ppppipppppipppi"
 APPLY_PLAN = Kernel("tables", "apply_plan", _TABLES + _ROWS)
@@ -95,90 +99,97 @@ class PackedPlan:
 def pack_staging(plan: StepPlan, layout: StagingLayout, into: Words) -> PackedPlan:
     """Write the plan into ``into``, which `StagingLayout.num_words` says the size of; raise `PlanOutsideTables`.
 
-    Loops over new rows only.
+    Loops over new rows only, and does for deltas only what those there are need: most steps have few or none.
     """
     slots, starts, counts = (
         np.frombuffer(column, np.int32) for column in (plan.slots, plan.starts, plan.counts)
     )
-    num_rows, num_tokens = len(slots), int(counts.sum())
     ends = starts + counts
-    sampling = np.flatnonzero(np.frombuffer(plan.samples, np.uint8))
-    entries = _last_of_each_place(np.frombuffer(plan.blocks, np.int32).reshape(-1, 3))
-    new_rows = list({row.slot: row for row in plan.new_rows}.values())
-    tokens = [np.frombuffer(row.token_ids, np.int32) for row in new_rows]
-    lengths = np.array([len(ids) for ids in tokens], np.int32)
-    swaps_out, swaps_in, copies = (
-        np.frombuffer(pairs, np.int32).reshape(-1, 2)
-        for pairs in (plan.swaps_out, plan.swaps_in, plan.copies)
-    )
-    # The wire names the device's block first in both directions; kernels are told from where, then where to.
-    from_host = swaps_in[:, ::-1]
     _check_inside("slot", slots, layout.max_num_seqs)
     _check_inside("last position", ends, layout.token_columns)
-    _check_inside("slot of a block", entries[:, 0], layout.max_num_seqs)
-    _check_inside("index in a block table", entries[:, 1], layout.block_columns)
-    _check_inside("block", entries[:, 2], layout.num_blocks)
-    _check_inside("block to copy", copies, layout.num_blocks)
-    for swaps in (swaps_out, swaps_in):
-        _check_inside("block to swap", swaps[:, 0], layout.num_blocks)
-        _check_inside("host block", swaps[:, 1], layout.num_host_blocks)
-    new_slots = np.array([row.slot for row in new_rows], np.int32)
-    _check_inside("slot of a new row", new_slots, layout.max_num_seqs)
-    _check_inside("length of a new row", lengths - 1, layout.token_columns)
-
+    num_rows = len(slots)
     offsets = np.zeros(num_rows + 1, np.int32)
-    np.cumsum(counts, out=offsets[1:])
-    new_offsets = np.zeros(len(new_rows) + 1, np.int32)
-    np.cumsum(lengths, out=new_offsets[1:])
-    settings = np.array([settings_of(row.params, row.seed) for row in new_rows], RECORD)
+    counts.cumsum(out=offsets[1:])
+    sampled = slots, ends, offsets[1:] - 1
+    sampling = np.frombuffer(plan.samples, np.bool_)
+    num_sampled = int(np.count_nonzero(sampling))
+    if num_sampled < num_rows:
+        sampled = slots[sampling], ends[sampling], sampled[2][sampling]
+
+    entries = _table_entries(plan.blocks, layout) if plan.blocks else NOTHING
+    new_rows, num_new_rows, num_new_tokens = NOBODY_NEW, 0, 0
+    if plan.new_rows:
+        new_rows, num_new_rows, num_new_tokens = _new_rows(plan.new_rows, layout)
+    copies = np.frombuffer(plan.copies, np.int32)
+    _check_inside("block to copy", copies, layout.num_blocks)
+    swaps_out = swaps_in = NOTHING
+    if plan.swaps_out or plan.swaps_in:
+        swaps_out = _swaps(plan.swaps_out, layout).reshape(-1)
+        # The wire names the device's block first in both directions; kernels are told from where, then where to.
+        swaps_in = _swaps(plan.swaps_in, layout)[:, ::-1].reshape(-1)
+
     header = np.zeros(HEADER_WORDS, np.int32)
-    header[:6] = num_rows, num_tokens, len(sampling), len(entries), len(new_rows), new_offsets[-1]
-    sections: list[Words] = [
-        header,
-        slots,
-        starts,
-        counts,
-        offsets,
-        slots[sampling],
-        ends[sampling],
-        offsets[sampling + 1] - 1,
-        entries.reshape(-1),
-        new_slots,
-        np.array([row.num_prompt_tokens for row in new_rows], np.int32),
-        new_offsets,
-        settings.view(np.int32),
-        *tokens,
-        swaps_out.reshape(-1),
-        from_host.reshape(-1),
-        copies.reshape(-1),
-    ]
-    needed = sum(len(section) for section in sections)
+    num_tokens = int(offsets[-1])
+    header[:6] = num_rows, num_tokens, num_sampled, len(entries) // 3, num_new_rows, num_new_tokens
+    sections = (
+        *(header, slots, starts, counts, offsets, *sampled),
+        *(entries, *new_rows, swaps_out, swaps_in, copies),
+    )
+    needed = sum(map(len, sections))
     if needed > len(into):
         raise ValueError(f"the plan takes {needed} words of staging; the buffer has {len(into)}")
     np.concatenate(sections, out=into[:needed])
-    copies_at = needed - copies.size
-    swaps_in_at = copies_at - swaps_in.size
+    copies_at = needed - len(copies)
+    swaps_in_at = copies_at - len(swaps_in)
     return PackedPlan(
         num_rows=num_rows,
         num_tokens=num_tokens,
         max_count=int(counts.max(initial=0)),
-        num_sampled=len(sampling),
+        num_sampled=num_sampled,
         num_words=needed,
-        swaps_out=slice(swaps_in_at - swaps_out.size, swaps_in_at),
+        swaps_out=slice(swaps_in_at - len(swaps_out), swaps_in_at),
         swaps_in=slice(swaps_in_at, copies_at),
         copies=slice(copies_at, needed),
     )
 
 
-def _last_of_each_place(entries: Words) -> Words:
-    """Return the triples ``slot, position, block`` without those that a later one replaces."""
-    if len(entries) < 2:
-        return entries
+def _table_entries(blocks: bytes, layout: StagingLayout) -> Words:
+    """Return the triples ``slot, position, block``, one after the other, without those that a later one replaces."""
+    entries = np.frombuffer(blocks, np.int32).reshape(-1, 3)
+    limits = (layout.max_num_seqs, layout.block_columns, layout.num_blocks)
+    if (entries.view(np.uint32) >= np.array(limits, np.uint32)).any():
+        names = ("slot of a block", "index in a block table", "block")
+        for name, column, limit in zip(names, entries.T, limits, strict=True):
+            _check_inside(name, column, limit)
     places = (entries[:, 0].astype(np.int64) << 32) | entries[:, 1]
-    order = np.argsort(places, kind="stable")
-    ordered = places[order]
-    last = np.append(ordered[1:] != ordered[:-1], True)
-    return entries if last.all() else entries[order[last]]
+    if len(set(places.tolist())) < len(places):
+        order = np.argsort(places, kind="stable")
+        ordered = places[order]
+        entries = entries[order[np.append(ordered[1:] != ordered[:-1], True)]]
+    return entries.reshape(-1)
+
+
+def _new_rows(rows: Sequence[NewRow], layout: StagingLayout) -> tuple[tuple[Words, ...], int, int]:
+    """Return the sections of new rows, the last of each slot, how many rows there are, and how many tokens they have."""
+    rows = list({row.slot: row for row in rows}.values())
+    tokens = [np.frombuffer(row.token_ids, np.int32) for row in rows]
+    slots = np.array([row.slot for row in rows], np.int32)
+    prompts = np.array([row.num_prompt_tokens for row in rows], np.int32)
+    offsets = np.zeros(len(rows) + 1, np.int32)
+    lengths = np.array([len(ids) for ids in tokens], np.int32)
+    _check_inside("slot of a new row", slots, layout.max_num_seqs)
+    _check_inside("length of a new row", lengths, layout.token_columns + 1)
+    lengths.cumsum(out=offsets[1:])
+    settings = np.array([settings_of(row.params, row.seed) for row in rows], RECORD)
+    return (slots, prompts, offsets, settings.view(np.int32), *tokens), len(rows), int(offsets[-1])
+
+
+def _swaps(pairs: bytes, layout: StagingLayout) -> Words:
+    """Return the pairs ``device block, host block``."""
+    swaps = np.frombuffer(pairs, np.int32).reshape(-1, 2)
+    _check_inside("block to swap", swaps[:, 0], layout.num_blocks)
+    _check_inside("host block", swaps[:, 1], layout.num_host_blocks)
+    return swaps
 
 
 def _check_inside(what: str, values: Words, limit: int) -> None:
