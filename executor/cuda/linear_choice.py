@@ -22,7 +22,7 @@ from quintet.executor.layers.linear import Linear
 
 log = logging.getLogger("quintet")
 
-MEASURED_ROWS = (1, 2, 4, 8, 16)
+MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64)
 """Numbers of rows that are tried; one in between goes the way of the next larger one, a larger one to cuBLAS."""
 
 ROTATION_BYTES = 128 << 20
@@ -102,9 +102,10 @@ class DeviceLinears:
         return Way.CUBLAS
 
     def measure(self, layers: Iterable[Linear], stopwatch: Stopwatch | None = None) -> None:
-        """Choose, once weights are loaded: takes a second or so of the device, which nobody else may use meanwhile.
+        """Choose, once weights are loaded: ten launches or so for each shape, kernel and number of rows, while nobody else uses
+        the device.
 
-        ``stopwatch`` is `captured_stopwatch` of the device where none is given. Does nothing with ``batch_invariant``.
+            ``stopwatch`` is `captured_stopwatch` of the device where none is given. Does nothing with ``batch_invariant``.
         """
         if self._batch_invariant:
             log.info("linear layers: our own kernels, as --batch-invariant asks")
@@ -126,9 +127,11 @@ class DeviceLinears:
         """Return who is fastest for each of `MEASURED_ROWS`; the weights are of one shape."""
         rotation = _rotation(weights)
         columns, depth = rotation[0].shape
+        where = self._device.torch_device
+        random = torch.Generator(where).manual_seed(0)  # nobody else's random numbers change
         chosen = []
         for num_rows in MEASURED_ROWS:
-            x = torch.randn(num_rows, depth, device=rotation[0].device).to(rotation[0].dtype)
+            x = torch.randn(num_rows, depth, device=where, generator=random).to(rotation[0].dtype)
             out = x.new_empty(num_rows, columns)
             times = {
                 way: stopwatch(self._all_of(way, x, rotation, out))
