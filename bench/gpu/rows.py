@@ -8,17 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PYTEST = (
-    "-m",
-    "pytest",
-    "-o",
-    "addopts=-q --strict-markers --import-mode=importlib",
-    "-p",
-    "no:cacheprovider",
+    *("-m", "pytest", "-p", "no:cacheprovider"),
+    *("-o", "addopts=-q --strict-markers --import-mode=importlib"),
+    *("-o", "filterwarnings=default"),  # a warning of another version of torch is no failure of a GPU's
 )
 
 DEVICE = ("torch", "numpy", "cupy")
 ENGINE = (*DEVICE, "msgspec", "tqdm", "safetensors")
-TESTS = (*ENGINE, "pytest")
+TESTS = (*ENGINE, "pytest", "transformers")
+"""The small models of tests are made with transformers."""
 PROCESSES = (
     *ENGINE,
     "zmq",
@@ -60,11 +58,20 @@ class Row:
 
 ROWS = (
     Row(
+        "load",
+        "kernels are compiled for this device, and load as machine code, as PTX and from their source",
+        "all load",
+        ("-m", "bench.gpu.load"),
+        ENGINE,
+        takes_s=30,
+        limit_s=400,
+    ),
+    Row(
         "kernels",
         "every kernel equals its torch reference, on shapes that straddle tiles, in every number format",
         "all pass",
         (*PYTEST, "tests/gpu/test_kernels.py", "tests/gpu/test_ops.py"),
-        (*TESTS, "transformers"),
+        TESTS,
         takes_s=60,
         limit_s=240,
     ),
@@ -73,7 +80,7 @@ ROWS = (
         "greedy tokens equal transformers', fp32, ten small models",
         "all equal",
         (*PYTEST, "tests/gpu/test_models.py", "-k", "fp32"),
-        (*TESTS, "transformers"),
+        TESTS,
         takes_s=45,
         limit_s=180,
     ),
@@ -82,7 +89,7 @@ ROWS = (
         "greedy tokens match transformers', bf16, 64 prompts of 128 tokens, four families; mean KL",
         "≥ 95 %",
         (*PYTEST, "tests/gpu/test_models.py", "-k", "bf16"),
-        (*TESTS, "transformers"),
+        TESTS,
         takes_s=60,
         limit_s=240,
     ),

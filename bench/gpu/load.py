@@ -1,0 +1,83 @@
+"""How the kernels reach this device: compiled for it where a compiler is, then loaded in each form there is.
+
+    python -m bench.gpu.load
+
+The first row of the checklist: the others find what this one compiled, instead of compiling it within their own time. Every
+form is loaded on its own, so that the one a user's machine falls back on is known to work. Exit status 1 when kernels
+cannot be loaded at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+
+import torch
+
+from bench.gpu.figures import Figure, Report, add_report_argument
+from bench.gpu.kernels import open_device
+from bench.gpu.machine import ROOT, environment
+from quintet.executor.cuda.compile import PTX_TARGET, TARGETS
+from quintet.executor.cuda.modules import KINDS
+from quintet.executor.cuda.sources import modules
+from quintet.wire.errors import ConfigError
+
+SMALL = "norm"
+"""The module that is loaded in every form."""
+
+
+def compile_for_device(report: Report) -> None:
+    """Compile for this generation of GPUs, and the PTX for all others; without a compiler, say so."""
+    major = torch.cuda.get_device_capability()[0]
+    targets = sorted({PTX_TARGET, *(target for target in TARGETS if target // 10 == major)})
+    command = [sys.executable, "-m", "quintet.executor.cuda.compile", "--only", "nvrtc", "--targets"]
+    begun = time.perf_counter()
+    ran = subprocess.run(
+        [*command, *map(str, targets)],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    report.figure(Figure("compiled by NVRTC", time.perf_counter() - begun, "s"))
+    if ran.returncode:
+        report.remark(f"not everything was compiled: {ran.stderr.strip()[-500:]}")
+
+
+def load_each_form(report: Report) -> None:
+    """Load one small module as machine code, as PTX, and from its source."""
+    from quintet.executor.cuda.cupy_device import CupyDevice
+
+    for kind in KINDS:
+        device = CupyDevice(torch.cuda.current_device(), (kind,))
+        begun = time.perf_counter()
+        try:
+            device.load(SMALL)
+        except ConfigError as error:
+            report.remark(f"{SMALL} as {kind}: {error}")
+            continue
+        report.figure(Figure(f"{SMALL} loaded as {kind}", time.perf_counter() - begun, "s"))
+
+
+def main() -> None:
+    """Parse the command line, compile and load."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    add_report_argument(parser)
+    arguments = parser.parse_args()
+    report = Report(arguments.figures)
+    if arguments.device == "cuda":
+        compile_for_device(report)
+        load_each_form(report)
+    begun = time.perf_counter()
+    open_device(arguments.device)
+    report.figure(Figure(f"{len(modules())} modules opened", time.perf_counter() - begun, "s"))
+
+
+if __name__ == "__main__":
+    main()
