@@ -22,7 +22,12 @@ def test_gated(device: Device, gate: Gate, dtype: torch.dtype, width: int) -> No
     """
     x = 2 * noise(3, 2 * width, dtype=dtype, where=device.torch_device)
     steps = 16 if dtype == torch.float32 else 2
-    assert_within_steps(gated(device, x, gate), gated_reference(x, gate), steps, floor=1e-5)
+    out, expected = gated(device, x, gate), gated_reference(x, gate)
+    assert_within_steps(out, expected, steps, floor=1e-5)
+    if dtype != torch.float32:
+        # Steps of fp32 that lie across a middle of 16 bits are one in a thousand; without the gate's own rounding a
+        # quarter of the numbers would differ.
+        assert (out == expected).float().mean() > 0.98
 
 
 @pytest.mark.parametrize("gate", Gate)
