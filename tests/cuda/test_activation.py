@@ -24,7 +24,7 @@ def test_gated(device: Device, gate: Gate, dtype: torch.dtype, width: int) -> No
     steps = 16 if dtype == torch.float32 else 2
     out, expected = gated(device, x, gate), gated_reference(x, gate)
     assert_within_steps(out, expected, steps, floor=1e-5)
-    if dtype != torch.float32:
+    if dtype != torch.float32 and width > 1000:
         # Steps of fp32 that lie across a middle of 16 bits are one in a thousand; without the gate's own rounding a
         # quarter of the numbers would differ.
         assert (out == expected).float().mean() > 0.98
