@@ -50,6 +50,7 @@ Cases = Callable[[Device, bool], Iterator[Case]]
 """Yields the cases of a suite; the flag asks for toy sizes."""
 
 SUITES = {
+    "attention": "bench.gpu.kernel_attention:cases",
     "linear": "bench.gpu.kernel_linear:cases",
     "pointwise": "bench.gpu.kernel_pointwise:cases",
     "sampling": "bench.gpu.kernel_sampling:cases",

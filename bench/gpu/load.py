@@ -51,6 +51,7 @@ def load_each_form(report: Report) -> None:
     """Load one small module as machine code, as PTX, and from its source."""
     from quintet.executor.cuda.cupy_device import CupyDevice
 
+    num_loaded = 0
     for kind in KINDS:
         device = CupyDevice(torch.cuda.current_device(), (kind,))
         begun = time.perf_counter()
@@ -59,7 +60,9 @@ def load_each_form(report: Report) -> None:
         except ConfigError as error:
             report.remark(f"{SMALL} as {kind}: {error}")
             continue
+        num_loaded += 1
         report.figure(Figure(f"{SMALL} loaded as {kind}", time.perf_counter() - begun, "s"))
+    report.figure(Figure("forms that load", num_loaded, f"of {len(KINDS)}", at_least=len(KINDS)))
 
 
 def main() -> None:
