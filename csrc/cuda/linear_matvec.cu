@@ -1,17 +1,17 @@
 // y = x . weight^T (+ bias) for one to four rows of x, as fast as the weight can be read: 2 * rows / sizeof(T) FLOP a
 // byte, so bandwidth is the limit and nothing else is near one.
 //
-// A warp owns two rows of the weight, or the part of them that other warps of its block leave it: `parts` warps share two
-// rows where there are too few rows to fill the machine. Every lane copies its own packs into a ring in shared memory,
-// seven steps ahead, and waits for nobody else. So 7 KiB are under way for each warp at any time, and six warps on a
-// multiprocessor cover the 40 KiB that 4.8 TB/s times 1 us over 132 of them asks for; 32 KiB a block let seven blocks in.
-// (Eight loads to registers would be under way too, if the assembler left them together: it moves each to its use.) x is
-// read through L1, where it stays, one step ahead; each pack of it serves both rows.
+// A warp owns a few rows of the weight, or the part of them that other warps of its block leave it: `parts` warps share
+// rows where there are too few to fill the machine. Every lane copies its own packs into a ring in shared memory, some steps
+// ahead, and waits for nobody else. So 7 or 10 KiB are under way for each warp at any time, and six warps on a
+// multiprocessor cover the 40 KiB that 4.8 TB/s times 1 us over 132 of them asks for; 32 or 48 KiB a block let several in.
+// (Loads to registers would be under way too, if the assembler left them together: it moves each to its use.) x is read
+// through L1, where it stays, one step ahead; each pack of it serves all rows of the warp. At that bandwidth a multiprocessor
+// has about 200 instructions for a KiB: one row of x takes 75, four take 130 (190 if a warp had two rows of the weight).
 //
 // Order: a lane adds its packs in ascending order, each product fused with its addition; then the lanes in warp_sum's
-// order, the warps in ascending order, the bias, one rounding. It depends on the shape of the weight (and on `parts`,
-// which the host takes from that and the device), not on the rows of x. It is not the order of linear.cu: not for
-// --batch-invariant.
+// order, the warps in ascending order, the bias, one rounding. It depends on `parts`, which the host takes from the shape of
+// the weight, the number of rows and the device. It is not the order of linear.cu: not for --batch-invariant.
 #include "device.cuh"
 
 using namespace quintet;
@@ -19,47 +19,47 @@ using namespace quintet;
 namespace {
 
 constexpr int WARPS = 4;
-constexpr int ROWS = 2;    // of the weight, by a warp
-constexpr unsigned STAGES = 8;  // of 32 packs of each row
 
 template <class T, int M>
 __device__ __forceinline__ void matvec(
     unsigned char* shared, const T* x, const T* weight, const T* bias, T* out, int columns, int depth,
     long long x_stride, long long out_stride, int parts) {
+  constexpr int ROWS = M <= 2 ? 2 : 4;    // of the weight, by a warp
+  constexpr int STAGES = M <= 2 ? 8 : 6;  // of 32 packs of each row
   constexpr int PACK = Pack<T>::SIZE;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int part = warp % parts;
   const int column = (int(blockIdx.x) * (WARPS / parts) + warp / parts) * ROWS;
   const int num_packs = depth / PACK;
-  const int num_steps = (num_packs + 31) / 32;
-
-  const T* row[ROWS];
-#pragma unroll
-  for (int r = 0; r < ROWS; ++r)  // beyond the last one, the last one again: copied, never stored
-    row[r] = weight + (long long)(column + r < columns ? column + r : columns - 1) * depth;
+  const int stride = parts * 32;  // in packs, from one step of this warp to its next
 
   uint4* ring = reinterpret_cast<uint4*>(shared) + warp * (STAGES * ROWS * 32) + lane;
-  auto copy = [&](int step, unsigned stage) {
-    const int pack = step * 32 + lane;
+  int ahead = part * 32 + lane;  // the pack that is copied next, and where it is in the first row
+  const T* source = weight + (long long)column * depth + ahead * PACK;
+  auto copy = [&](int stage) {
+    const T* from = source;
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r)
-      copy_async_16(ring + (stage * ROWS + r) * 32, row[r] + pack * PACK, pack < num_packs);
+    for (int r = 0; r < ROWS; ++r, from += depth)
+      copy_async_16(ring + (stage * ROWS + r) * 32, from, ahead < num_packs && column + r < columns);
+    copy_async_commit();
+    ahead += stride;
+    source += stride * PACK;
   };
-  auto load = [&](int step, Pack<T>(&numbers)[M]) {
-    const int pack = step * 32 + lane;
+  int pack = part * 32 + lane;  // the one of x that is loaded next
+  const T* x_source = x + pack * PACK;
+  auto load = [&](Pack<T>(&numbers)[M]) {
+    const T* from = x_source;
 #pragma unroll
-    for (int m = 0; m < M; ++m)
-      numbers[m] = pack < num_packs ? load_pack(x + m * x_stride + pack * PACK) : zero_pack<T>();
+    for (int m = 0; m < M; ++m, from += x_stride)
+      numbers[m] = pack < num_packs ? load_pack(from) : zero_pack<T>();
+    pack += stride;
+    x_source += stride * PACK;
   };
 
-  int ahead = part;  // the step that is copied next; every `parts`-th one is this warp's
 #pragma unroll
-  for (unsigned stage = 0; stage < STAGES - 1; ++stage, ahead += parts) {
-    if (ahead < num_steps) copy(ahead, stage);
-    copy_async_commit();
-  }
+  for (int stage = 0; stage < STAGES - 1; ++stage) copy(stage);
   Pack<T> next[M];
-  load(part, next);
+  load(next);
 
   float sum[ROWS][M];
 #pragma unroll
@@ -67,24 +67,24 @@ __device__ __forceinline__ void matvec(
 #pragma unroll
     for (int m = 0; m < M; ++m) sum[r][m] = 0.0f;
 
-  unsigned stage = 0;
+  int stage = 0, before = STAGES - 1;
 #pragma unroll 2
-  for (int step = part; step < num_steps; step += parts, ahead += parts) {
+  for (int first = part * 32; first < num_packs; first += stride) {
     Pack<T> numbers[M];
 #pragma unroll
     for (int m = 0; m < M; ++m) numbers[m] = next[m];
-    load(step + parts, next);
-    copy_async_wait<int(STAGES) - 2>();  // a lane reads nothing but its own copies: no barrier
+    load(next);
+    copy_async_wait<STAGES - 2>();  // a lane reads nothing but its own copies: no barrier
     float w[ROWS][PACK];
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-      const Pack<T> pack = as_pack<T>(ring[(stage * ROWS + r) * 32]);
+      const Pack<T> quad = as_pack<T>(ring[(stage * ROWS + r) * 32]);
 #pragma unroll
-      for (int i = 0; i < PACK; ++i) w[r][i] = pack.get(i);
+      for (int i = 0; i < PACK; ++i) w[r][i] = quad.get(i);
     }
-    if (ahead < num_steps) copy(ahead, (stage + STAGES - 1) % STAGES);  // where the step before this one lay
-    copy_async_commit();
-    stage = (stage + 1) % STAGES;
+    copy(before);  // to where the step before this one lay
+    before = stage;
+    stage = stage + 1 == STAGES ? 0 : stage + 1;
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -128,11 +128,11 @@ __device__ __forceinline__ void matvec(
 
 }  // namespace
 
-// Grid: columns over 2 * 4 / parts, rounded up; parts is 1, 2 or 4. 32 KiB of dynamic shared memory. x, weight and
-// x_stride are multiples of 16 bytes.
+// Grid: columns over rows of a warp * 4 / parts, rounded up; parts is 1, 2 or 4. Dynamic shared memory: 4 * STAGES * ROWS *
+// 512 bytes. x, weight and x_stride are multiples of 16 bytes.
 #define MATVEC(SUFFIX, T, M)                                                                           \
-  QT_KERNEL(                                                                                           \
-      32 * WARPS, matvec_##M##_##SUFFIX,                                                               \
+  QT_KERNEL_OCCUPANCY(                                                                                 \
+      32 * WARPS, (M <= 2 ? 7 : 3), matvec_##M##_##SUFFIX,                                             \
       (const T* x, const T* weight, const T* bias, T* out, int columns, int depth, long long x_stride, \
        long long out_stride, int parts)) {                                                             \
     QT_DYNAMIC_SHARED(shared);                                                                         \

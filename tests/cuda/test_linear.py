@@ -23,6 +23,7 @@ from quintet.executor.cuda.ops.linear import (
     MATVEC_ROWS,
     TILES_OF_16_BITS,
     TILES_OF_32_BITS,
+    MatvecShape,
     OperandError,
     SplitMemory,
     Tile,
@@ -184,14 +185,14 @@ def test_into_columns_of_a_wider_tensor(device: Device, dtype: torch.dtype, widt
 
 @every_format
 @pytest.mark.parametrize(("columns", "depth"), [(1, 8), (9, 264), (7, 2056), (17, 4104)])
-def test_matvec(device: Device, dtype: torch.dtype, columns: int, depth: int) -> None:
-    x, weight = noise(device, dtype, MATVEC_ROWS, depth), noise(device, dtype, columns, depth, seed=1)
+@pytest.mark.parametrize("num_rows", range(1, MATVEC_ROWS + 1))
+def test_matvec(device: Device, dtype: torch.dtype, columns: int, depth: int, num_rows: int) -> None:
+    x, weight = noise(device, dtype, num_rows, depth), noise(device, dtype, columns, depth, seed=1)
     bias = noise(device, dtype, columns, seed=2)
-    whole = matvec(device, x, weight, bias)
-    check(whole, x, weight, bias)
+    y = matvec(device, x, weight, bias)
+    check(y, x, weight, bias)
     check(matvec(device, x, weight), x, weight, None)
-    for num_rows in range(1, MATVEC_ROWS):
-        assert same(matvec(device, x[1 : 1 + num_rows], weight, bias), whole[1 : 1 + num_rows])
+    assert same(matvec(device, x.flip(0), weight, bias).flip(0), y)
 
 
 def test_a_tile_is_as_low_as_the_rows_and_fits_the_device() -> None:
@@ -216,11 +217,17 @@ def test_matrices_are_loaded_without_bank_conflicts(device: Device) -> None:
 
 
 def test_rows_of_a_weight_are_shared_by_warps_where_there_are_few() -> None:
-    sms = 132
-    assert matvec_parts(28672, 8192, sms) == 1
-    assert matvec_parts(1536, 8192, sms) == 4
-    assert matvec_parts(1536, 4096, sms) == 2, "four would have two steps each"
-    assert matvec_parts(64, 2048, sms) == 1
+    one, four = MatvecShape.of(1), MatvecShape.of(4)
+
+    def parts(shape: MatvecShape, columns: int, row_bytes: int) -> int:
+        return matvec_parts(shape, columns, row_bytes, num_multiprocessors=132)
+
+    assert parts(one, 28672, 8192) == parts(four, 28672, 8192) == 1
+    assert parts(one, 4096, 8192) == parts(four, 4096, 8192) == 1
+    assert parts(one, 1536, 8192) == 2
+    assert parts(one, 1024, 8192) == parts(four, 1024, 8192) == 4
+    assert parts(one, 1024, 4096) == 2, "four would have two steps each"
+    assert parts(one, 64, 2048) == 1
 
 
 def test_sums_are_split_where_that_saves_a_round() -> None:

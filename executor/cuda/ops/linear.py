@@ -27,16 +27,14 @@ MATVEC_ROWS = 4
 """`matvec` takes at most so many rows of x."""
 
 MATVEC_WARPS = 4
-MATVEC_ROWS_OF_WARP = 2
-MATVEC_STAGES = 8
 MATVEC_STEP_BYTES = 512
-"""Of a row of the weight, in one stage: 16 for each lane. These four are as csrc/cuda/linear_matvec.cu has them."""
+"""Of a row of the weight, in one stage: 16 for each lane."""
 
 MIN_MATVEC_STEPS = 4
 """Fewer are over before they are under way."""
 
-WARPS_THAT_FILL = 12
-"""Warps of `matvec` on a multiprocessor, 7 KiB under way each, beyond which its bandwidth does not grow."""
+BYTES_THAT_FILL = 64 << 10
+"""Under way on a multiprocessor, beyond which its bandwidth does not grow: half as much again as latency asks for."""
 
 
 class OperandError(ValueError):
@@ -67,6 +65,25 @@ TILES_OF_16_BITS = (
     Tile(128, 128, 256, 4, 1),
 )
 TILES_OF_32_BITS = (Tile(16, 64, 128, 4, 3), Tile(64, 64, 256, 3, 2))
+
+
+@dataclass(frozen=True, slots=True)
+class MatvecShape:
+    """What a warp of ``csrc/cuda/linear_matvec.cu`` does at a time."""
+
+    rows: int
+    """Of the weight."""
+    stages: int
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return MATVEC_WARPS * self.stages * self.rows * MATVEC_STEP_BYTES
+
+    @classmethod
+    def of(cls, num_rows: int) -> MatvecShape:
+        """Return the one for so many rows of x: more rows of the weight where each takes more from x."""
+        return cls(2, 8) if num_rows <= 2 else cls(4, 6)
 
 
 class SplitMemory:
@@ -159,22 +176,21 @@ def matvec(
 ) -> torch.Tensor:
     """Return ``x @ weight.T + bias`` for at most `MATVEC_ROWS` rows of x, as fast as the weight can be read.
 
-    Operands as for `matmul`. Summed in another order: rows have the same bits whichever of the four are there, but not
-    those that `matmul` gives.
+    Operands as for `matmul`. Summed in another order, which depends on the number of rows and on the device.
     """
     num_rows, columns, depth, out = _check(device, x, weight, bias, out)
     if num_rows > MATVEC_ROWS:
         raise OperandError(f"x: {num_rows} rows; matvec takes at most {MATVEC_ROWS}, matmul any number")
     if num_rows == 0 or columns == 0:
         return out
-    parts = matvec_parts(columns, depth * x.dtype.itemsize, device.num_multiprocessors)
-    rows_of_block = MATVEC_WARPS // parts * MATVEC_ROWS_OF_WARP
+    shape = MatvecShape.of(num_rows)
+    parts = matvec_parts(shape, columns, depth * x.dtype.itemsize, device.num_multiprocessors)
     device.launch(
         Kernel("linear_matvec", f"matvec_{num_rows}_{SUFFIXES[x.dtype]}", "ppppiilli"),
-        (_ceil(columns, rows_of_block), 1, 1),
+        (_ceil(columns, MATVEC_WARPS // parts * shape.rows), 1, 1),
         (32 * MATVEC_WARPS, 1, 1),
         (x, weight, bias, out, columns, depth, x.stride(0), out.stride(0), parts),
-        MATVEC_WARPS * MATVEC_STAGES * MATVEC_ROWS_OF_WARP * MATVEC_STEP_BYTES,
+        shape.shared_bytes,
     )
     return out
 
@@ -200,12 +216,14 @@ def splitting_is_faster(tiles: int, chunks: int, slots: int) -> bool:
     return 6 * side_by_side < 5 * in_turn
 
 
-def matvec_parts(columns: int, row_bytes: int, num_multiprocessors: int) -> int:
-    """Return how many warps share rows of a weight: enough warps to fill the device, while each has a few steps."""
+def matvec_parts(shape: MatvecShape, columns: int, row_bytes: int, num_multiprocessors: int) -> int:
+    """Return how many warps share rows of a weight: enough to fill the device, while each has a few steps."""
+    of_warp = (shape.stages - 1) * shape.rows * MATVEC_STEP_BYTES
+    under_way = _ceil(columns, shape.rows) * of_warp
     parts = 1
     while (
         parts < MATVEC_WARPS
-        and columns * parts < WARPS_THAT_FILL * MATVEC_ROWS_OF_WARP * num_multiprocessors
+        and under_way * parts < BYTES_THAT_FILL * num_multiprocessors
         and row_bytes >= 2 * parts * MIN_MATVEC_STEPS * MATVEC_STEP_BYTES
     ):
         parts *= 2
