@@ -168,9 +168,11 @@ struct Ring {
   const Piece& piece;  // in shared memory
   unsigned char* memory;
   int next = 0, into = 0, from = 0;  // unit to copy next, its stage, stage to use next
+  // position / block_size is the upper word of position * this, for positions below 2^22 and blocks of 2 to 1024.
+  unsigned inverse_size;
 
   __device__ __forceinline__ Ring(const Attention& a, const Piece& piece, unsigned char* memory)
-      : a(a), piece(piece), memory(memory) {}
+      : a(a), piece(piece), memory(memory), inverse_size(0xffffffffu / unsigned(a.block_size) + 1u) {}
 
   // Copy the next unit; past the last an empty group, so that groups can be counted.
   __device__ __forceinline__ void copy() {
@@ -188,8 +190,8 @@ struct Ring {
         bool valid = position >= begin && position < end && column * PER < a.head_dim;
         const KV* source = plane;
         if (valid) {
-          int block = position / a.block_size;
-          long long place = (long long)piece.blocks[block] * a.num_kv_heads * a.block_size + position % a.block_size;
+          int block = int(uint64_t(position) * inverse_size >> 32);
+          long long place = (long long)piece.blocks[block] * a.num_kv_heads * a.block_size + position - block * a.block_size;
           source += place * a.head_dim + column * PER;
         }
         copy_async_16(unit + row * SOURCE_ROW + column * 16, source, valid);
@@ -201,6 +203,7 @@ struct Ring {
   }
 
   __device__ __forceinline__ void fill() {
+#pragma unroll 1
     for (int i = 0; i + 1 < a.stages; ++i) copy();
   }
 
@@ -275,11 +278,8 @@ struct Line {
   }
 };
 
-// A score as the softmax takes it. Unmasked where all of a patch's lines see all of the tile.
-__device__ __forceinline__ float look(const Attention& a, const Line& line, float score, int position, bool masked) {
-  score = a.scores(score, line.slope, position - line.last);
-  bool unseen = position > line.last || (a.window > 0 && position <= line.last - a.window);
-  return masked && unseen ? UNSEEN : score;
+__device__ __forceinline__ bool sees(const Attention& a, const Line& line, int position) {
+  return position <= line.last && (a.window <= 0 || position > line.last - a.window);
 }
 
 // Whether a tile has positions that some token of the patch, first to last, does not see.
@@ -289,30 +289,40 @@ __device__ __forceinline__ bool sees_partly(const Attention& a, const Piece& pie
   return (tile + 1) * TILE - 1 > first || (a.window > 0 && tile * TILE < last - a.window + 1);
 }
 
-// Two neighbouring numbers of a line's result: to the output, or unscaled to the workspace.
-template <class T, int PATCH>
-__device__ __forceinline__ void store_pair(
-    const Attention& a, const Piece& piece, int index, int column, float x, float y, float inverse) {
-  if (column >= a.head_dim) return;
+// A line's result, of which this thread has two columns of every 8 from `column` on: to the output, or unscaled to the
+// workspace, there with the line's largest score and normalizer by the thread that has column 0.
+template <class T, int PATCH, int COLUMNS>
+__device__ __forceinline__ void store_line(
+    const Attention& a, const Piece& piece, int index, int column, int half, const float (&sums)[COLUMNS][4],
+    float normalizer, float most) {
   if (piece.slot < 0) {
-    int line = piece.first_line + index;
-    long long token = piece.token + line / a.group;
-    int head = piece.head * a.group + line % a.group;
+    const int line = piece.first_line + index;
+    const long long token = piece.token + line / a.group;
+    const int head = piece.head * a.group + line % a.group;
     T* to = reinterpret_cast<T*>(a.out) + (token * a.num_heads + head) * a.head_dim + column;
-    *reinterpret_cast<uint32_t*>(to) = pack_pair<T>(x * inverse, y * inverse);
+    const float inverse = reciprocal(normalizer);
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) {
+      if (column + 8 * n < a.head_dim) {
+        *reinterpret_cast<uint32_t*>(to + 8 * n) =
+            pack_pair<T>(sums[n][2 * half] * inverse, sums[n][2 * half + 1] * inverse);
+      }
+    }
   } else {
-    float* to = a.part_sums + ((long long)piece.slot * PATCH + index) * a.head_dim + column;
-    to[0] = x;
-    to[1] = y;
+    const long long place = (long long)piece.slot * PATCH + index;
+    float* to = a.part_sums + place * a.head_dim + column;
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) {
+      if (column + 8 * n < a.head_dim) {
+        to[8 * n] = sums[n][2 * half];
+        to[8 * n + 1] = sums[n][2 * half + 1];
+      }
+    }
+    if (column == 0) {
+      a.part_stats[place * 2] = most;
+      a.part_stats[place * 2 + 1] = normalizer;
+    }
   }
-}
-
-template <int PATCH>
-__device__ __forceinline__ void store_stats(
-    const Attention& a, const Piece& piece, int index, float most, float normalizer) {
-  float* to = a.part_stats + ((long long)piece.slot * PATCH + index) * 2;
-  to[0] = most;
-  to[1] = normalizer;
 }
 
 }  // namespace quintet

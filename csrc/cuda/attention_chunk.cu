@@ -82,8 +82,10 @@ __device__ __forceinline__ void attention_chunk(const Attention& a) {
         for (int half = 0; half < 2; ++half) most[m][half] = UNSEEN;
       }
 
-      for (int tile = piece.begin / TILE; tile * TILE < piece.end; ++tile) {
-        if (tile % a.split_tiles == 0 && tile * TILE > piece.begin) {
+#pragma unroll 1
+      for (int tile = piece.begin / TILE;; ++tile) {
+        const bool ends = tile * TILE >= piece.end;
+        if (ends ? folded : tile % a.split_tiles == 0 && tile * TILE > piece.begin) {
 #pragma unroll
           for (int m = 0; m < MT; ++m) {
 #pragma unroll
@@ -95,6 +97,7 @@ __device__ __forceinline__ void attention_chunk(const Attention& a) {
           }
           folded = true;
         }
+        if (ends) break;
 
         uint32_t weights[MT][TILE / 16][4];
         const unsigned char* keys = cache.take();
@@ -123,15 +126,22 @@ __device__ __forceinline__ void attention_chunk(const Attention& a) {
 #pragma unroll
           for (int m = 0; m < MT; ++m) {
             float tile_most[2] = {UNSEEN, UNSEEN};
-            if (masked || !a.scores.plain) {
-              const int line = first_index + 16 * m + quad;
+            const int line = first_index + 16 * m + quad;
+            if (!a.scores.plain) {
               const Line lines[2] = {Line(a, piece, line), Line(a, piece, line + 8)};
 #pragma unroll
-              for (int n = 0; n < TILE / 8; ++n) {
+              for (int i = 0; i < TILE / 2; ++i) {
+                const int at = position + i / 4 * 8 + i % 2;
+                float& one = score[m][i / 4][i % 4];
+                one = a.scores.logit(one, lines[i % 4 / 2].slope, at - lines[i % 4 / 2].last);
+              }
+            }
+            if (masked) {
+              const Line lines[2] = {Line(a, piece, line), Line(a, piece, line + 8)};
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                  score[m][n][i] = look(a, lines[i / 2], score[m][n][i], position + 8 * n + i % 2, masked);
-                }
+              for (int i = 0; i < TILE / 2; ++i) {
+                const int at = position + i / 4 * 8 + i % 2;
+                if (!sees(a, lines[i % 4 / 2], at)) score[m][i / 4][i % 4] = UNSEEN;
               }
             }
 #pragma unroll
@@ -188,19 +198,10 @@ __device__ __forceinline__ void attention_chunk(const Attention& a) {
       for (int m = 0; m < MT; ++m) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          if (folded) {
-            const FarTotals total = total_of(m, half);
-            unfold_line<COLUMNS>(sums[m], normalizer[m], most[m][half], half, unit, total);
-          }
+          if (folded) unfold_line<COLUMNS>(sums[m], normalizer[m], most[m][half], half, total_of(m, half));
           const int line = first_index + 16 * m + 8 * half + quad;
-          if (line >= piece.num_lines) continue;
-          const float inverse = reciprocal(normalizer[m][2 * half]);
-#pragma unroll
-          for (int n = 0; n < COLUMNS; ++n) {
-            store_pair<T, PATCH>(a, piece, line, n * 8 + pair, sums[m][n][2 * half], sums[m][n][2 * half + 1], inverse);
-          }
-          if (piece.slot >= 0 && pair == 0) {
-            store_stats<PATCH>(a, piece, line, most[m][half], normalizer[m][2 * half]);
+          if (line < piece.num_lines) {
+            store_line<T, PATCH, COLUMNS>(a, piece, line, pair, half, sums[m], normalizer[m][2 * half], most[m][half]);
           }
         }
       }
@@ -222,6 +223,5 @@ __device__ __forceinline__ void attention_chunk(const Attention& a) {
   QT_ATTENTION_CHUNK(dim, _fp16_fp8kv, quintet::fp16, quintet::fp8, MT)
 
 QT_ATTENTION_CHUNK_FORMATS(64, 2)
-QT_ATTENTION_CHUNK_FORMATS(96, 2)
 QT_ATTENTION_CHUNK_FORMATS(128, 2)
 QT_ATTENTION_CHUNK_FORMATS(256, 1)

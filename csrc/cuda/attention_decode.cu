@@ -70,6 +70,7 @@ __device__ __forceinline__ void attention_decode(const Attention& a) {
       Cache cache(a, piece, ring_memory);
       copy_queries<T, DIM, DECODE_PATCH, DECODE_THREADS>(a, piece, queries);
       cache.fill();
+      bool folded = false;
       const Line lines[2] = {Line(a, piece, quad), Line(a, piece, quad + 8)};
 
       uint32_t query[KEEPS ? STEPS : 1][4];
@@ -77,11 +78,17 @@ __device__ __forceinline__ void attention_decode(const Attention& a) {
       float totals[2][2 * COLUMNS + 2];
       totals[0][2 * COLUMNS + 1] = totals[1][2 * COLUMNS + 1] = UNSEEN;
 
-      for (int tile = piece.begin / TILE; tile * TILE < piece.end; ++tile) {
-        if (tile % a.split_tiles == 0 && tile * TILE > piece.begin) {
+#pragma unroll 1
+      for (int tile = piece.begin / TILE;; ++tile) {
+        const bool ends = tile * TILE >= piece.end;
+        if (ends ? folded : tile % a.split_tiles == 0 && tile * TILE > piece.begin) {
 #pragma unroll
-          for (int half = 0; half < 2; ++half) fold_line<COLUMNS>(sums, normalizer, most[half], half, unit, Totals{totals[half]});
+          for (int half = 0; half < 2; ++half) {
+            fold_line<COLUMNS>(sums, normalizer, most[half], half, unit, Totals{totals[half]});
+          }
+          folded = true;
         }
+        if (ends) break;
 
         const unsigned char* keys = cache.take();
         if constexpr (KEEPS) {
@@ -108,7 +115,10 @@ __device__ __forceinline__ void attention_decode(const Attention& a) {
         for (int n = 0; n < 2; ++n) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            score[n][i] = look(a, lines[i / 2], score[n][i], position + 8 * n + i % 2, masked);
+            const Line& line = lines[i / 2];
+            const int at = position + 8 * n + i % 2;
+            if (!a.scores.plain) score[n][i] = a.scores.logit(score[n][i], line.slope, at - line.last);
+            if (masked && !sees(a, line, at)) score[n][i] = UNSEEN;
             tile_most[i / 2] = fmaxf(tile_most[i / 2], score[n][i]);
           }
         }
@@ -164,18 +174,11 @@ __device__ __forceinline__ void attention_decode(const Attention& a) {
 
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        unfold_line<COLUMNS>(sums, normalizer, most[half], half, unit, Totals{totals[half]});
+        if (folded) unfold_line<COLUMNS>(sums, normalizer, most[half], half, Totals{totals[half]});
         const int line = quad + 8 * half;
         if (line < piece.num_lines) {
-          const float inverse = reciprocal(normalizer[2 * half]);
-#pragma unroll
-          for (int n = 0; n < COLUMNS; ++n) {
-            store_pair<T, DECODE_PATCH>(a, piece, line, (warp * COLUMNS + n) * 8 + pair,
-                                        sums[n][2 * half], sums[n][2 * half + 1], inverse);
-          }
-          if (piece.slot >= 0 && warp == 0 && pair == 0) {
-            store_stats<DECODE_PATCH>(a, piece, line, most[half], normalizer[2 * half]);
-          }
+          store_line<T, DECODE_PATCH, COLUMNS>(a, piece, line, warp * COLUMNS * 8 + pair, half, sums,
+                                               normalizer[2 * half], most[half]);
         }
       }
     }
@@ -196,6 +199,5 @@ __device__ __forceinline__ void attention_decode(const Attention& a) {
   QT_ATTENTION_DECODE(dim, _fp16_fp8kv, quintet::fp16, quintet::fp8)
 
 QT_ATTENTION_DECODE_FORMATS(64)
-QT_ATTENTION_DECODE_FORMATS(96)
 QT_ATTENTION_DECODE_FORMATS(128)
 QT_ATTENTION_DECODE_FORMATS(256)

@@ -54,7 +54,7 @@ __device__ __forceinline__ void attention_plain(
       places[thread] = place;
       float product = 0.0f;
       for (int i = 0; i < head_dim; ++i) product = fmaf(query[i], to_float(kv[place + i]), product);
-      score = scores(product, slope, position - last);
+      score = scores.plain ? product : scores.logit(product, slope, position - last);
     }
     const Rise rise(most, block_max<PLAIN_THREADS>(score), unit);
     const float weight = seen ? rise.weight(score, unit) : 0.0f;

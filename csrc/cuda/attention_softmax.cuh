@@ -18,10 +18,13 @@ struct Scores {
   float scale, soft_cap;
   bool plain;
   __device__ __forceinline__ float unit() const { return plain ? scale * LOG2_E : LOG2_E; }
-  __device__ __forceinline__ float operator()(float score, float slope, int distance) const {
-    if (plain) return score;
+  // The logit where scores are not plain. The tangent is 1 - 2 / (1 + e^2x): right to 1e-7 of 1, which is of the cap.
+  __device__ __forceinline__ float logit(float score, float slope, int distance) const {
     float logit = score * scale;
-    if (soft_cap > 0.0f) logit = soft_cap * tanhf(logit / soft_cap);
+    if (soft_cap > 0.0f) {
+      const float power = exp2_fast(score * (2.0f * LOG2_E * scale / soft_cap));
+      logit = fmaf(-2.0f * soft_cap, 1.0f / (1.0f + power), soft_cap);
+    }
     return fmaf(slope, float(distance), logit);
   }
 };
@@ -79,12 +82,11 @@ __device__ __forceinline__ void fold_line(
   most = UNSEEN;
 }
 
-// Make the total of all splits the accumulator again: what is stored does not ask whether it was folded.
+// Make the total of all splits, the last one folded too, the accumulator again: what is stored does not ask whether it
+// was folded.
 template <int COLUMNS, class Total>
 __device__ __forceinline__ void unfold_line(
-    float (&sums)[COLUMNS][4], float (&normalizer)[4], float& most, int half, float unit, Total total) {
-  if (!has_seen(total(2 * COLUMNS + 1))) return;
-  fold_line<COLUMNS>(sums, normalizer, most, half, unit, total);
+    float (&sums)[COLUMNS][4], float (&normalizer)[4], float& most, int half, Total total) {
 #pragma unroll
   for (int i = 0; i < 2 * COLUMNS; ++i) sums[i / 2][2 * half + i % 2] = total(i);
   normalizer[2 * half] = total(2 * COLUMNS);

@@ -14,6 +14,9 @@ from quintet.executor.cuda.rows import StepRows
 
 __all__ = ["AttentionPlan", "paged_attention"]
 
+MAX_BLOCK_SIZE = 1024
+"""See ``inverse_size`` in csrc/cuda/attention.cuh."""
+
 
 def paged_attention(
     device: Device,
@@ -194,6 +197,10 @@ def _check(
         raise ValueError(
             f"kv: expected contiguous {plan.kv_dtype} [2, num_blocks, {plan.num_kv_heads}, {rows.block_size},"
             f" {plan.head_dim}] at a multiple of {PACK_BYTES} bytes, got {describe(kv)}"
+        )
+    if not 2 <= rows.block_size <= MAX_BLOCK_SIZE:
+        raise ValueError(
+            f"block_size is {rows.block_size}; blocks of 2 to {MAX_BLOCK_SIZE} positions are read"
         )
     if rows.block_table.ndim != 2 or not rows.block_table.is_contiguous():
         raise ValueError(

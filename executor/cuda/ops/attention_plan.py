@@ -23,7 +23,7 @@ TILE = 64
 """Positions that are computed together; all split sizes are multiples."""
 DECODE_PATCH = 16
 """Lines, that is (new token, head) pairs of a KV head, of a block of the decode kernel: one matrix tile."""
-MATRIX_DIMS = (64, 96, 128, 256)
+MATRIX_DIMS = (64, 128, 256)
 """Head widths that the matrix kernels are compiled for; others are padded to the next."""
 PLAIN_MAX_DIM = 512
 MAX_POSITIONS = 1 << 22
