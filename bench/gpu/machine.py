@@ -46,9 +46,20 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
 
 
+DISTRIBUTIONS = {
+    "cupy": "cupy-cuda13x (or -cuda12x)",
+    "prometheus_client": "prometheus-client",
+    "yaml": "pyyaml",
+    "zmq": "pyzmq",
+}
+"""Modules whose package has another name."""
+
+
 def lacking(modules: Iterable[str]) -> list[str]:
-    """Return those of ``modules`` that cannot be imported here."""
-    return [module for module in modules if importlib.util.find_spec(module) is None]
+    """Return the packages of those of ``modules`` that cannot be imported here."""
+    return [
+        DISTRIBUTIONS.get(module, module) for module in modules if importlib.util.find_spec(module) is None
+    ]
 
 
 def describe_device() -> dict[str, object]:

@@ -59,6 +59,7 @@ BF16_FAMILIES: dict[str, Callable[..., transformers.PretrainedConfig]] = {
 }
 
 
+@pytest.mark.parametrize("serve", [16], indirect=True)  # blocks that the kernels of a device take
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fp32_tokens_equal_transformers(family: str, serve: Callable[..., Any], device_name: str) -> None:
     served = serve(FAMILIES[family](), max_model_len=96)
