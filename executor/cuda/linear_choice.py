@@ -25,8 +25,9 @@ log = logging.getLogger("quintet")
 MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64)
 """Numbers of rows that are tried; one in between goes the way of the next larger one, a larger one to cuBLAS."""
 
-ROTATION_BYTES = 128 << 20
-"""Weights that are multiplied one after the other before the first comes again: more than any GPU's L2 holds today (126 MB)."""
+ROTATION_BYTES = 512 << 20
+"""Weights that are multiplied one after the other before the first comes again: several times any GPU's L2 (126 MB is the most
+today), and long beside the microseconds that a graph takes to begin."""
 
 MARGIN = 0.98
 """Ours are taken if they need at most this much of cuBLAS's time: within the noise, the library that many use is chosen."""
