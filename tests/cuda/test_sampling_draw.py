@@ -84,7 +84,7 @@ def test_the_random_numbers_are_philox(device: Device) -> None:
 def test_draws_are_what_the_definition_says(
     device: Device, dtype: torch.dtype, vocab_size: int, scale: float
 ) -> None:
-    """The last row is drawn with every filter, with a third of its tokens impossible."""
+    """Every filter, on rows of which every second has a third of its tokens impossible."""
     params = [SamplingParams(**each) for each in FILTERS.values()]  # type: ignore[arg-type]
     count = len(params)
     logits = (noise(count, vocab_size, seed=vocab_size) * scale).to(dtype)
@@ -102,10 +102,13 @@ def test_draws_are_what_the_definition_says(
     assert sum(len(allowed) == 1 for allowed in right) >= 0.7 * count
 
 
-def test_a_wide_vocabulary(device: Device) -> None:
+@pytest.mark.parametrize("scale", [0.5, 3.0])
+def test_a_wide_vocabulary(device: Device, scale: float) -> None:
+    """More tiles than are tried first for top-p: they hold its share of a steep row, and not of a flat one."""
     params = [SamplingParams(**FILTERS[name]) for name in FILTERS if name not in ("cold", "one")]  # type: ignore[arg-type]
+    params.append(SamplingParams(top_p=0.3))
     count = len(params)
-    logits = (noise(count, 32_000, seed=5) * 3).bfloat16()
+    logits = (noise(count, 32_000, seed=5) * scale).bfloat16()
     settings = table(params)
     right = acceptable(logits, settings, torch.from_numpy(uniform(settings["seed"], positions_of(count))))
     for token, allowed, each in zip(drawn(device, logits, settings), right, params, strict=True):
