@@ -182,21 +182,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     try:
         kept = find_nvcc() if options.only == "nvcc" else find_nvrtc()
-        compilers: list[tuple[Compiler, Path]] = [(kept, BUILT)]
+        compilers: list[tuple[Compiler, Path, Sequence[int]]] = [(kept, BUILT, options.targets)]
         if options.only is None:
-            compilers.append((find_nvcc(), BUILT / "nvcc"))
+            compilers.append((find_nvcc(), BUILT / "nvcc", options.nvcc_targets or options.targets))
     except MissingCompilerError as error:
         print(error, file=sys.stderr)
         return 1
     prune(BUILT, known)
     jobs = [
         Job(module, source_text(module), target, compiler, folder, compiler is kept)
-        for compiler, folder in compilers
+        for compiler, folder, targets in compilers
         for module in options.modules or known
-        for target in options.targets
+        for target in targets
     ]
     failures = compile_all(jobs, options.jobs)
-    for compiler, _ in compilers:
+    for compiler, _, _ in compilers:
         logs = {
             (job.module, job.target): record_path(job.cubin).read_text()
             for job in jobs
@@ -216,6 +216,9 @@ def _parser() -> argparse.ArgumentParser:
         "--only", choices=("nvcc", "nvrtc"), help="use, and keep the output of, this compiler alone"
     )
     parser.add_argument("--targets", nargs="+", type=int, choices=TARGETS, default=TARGETS, metavar="90")
+    parser.add_argument(
+        "--nvcc-targets", nargs="+", type=int, choices=TARGETS, metavar="90", help="default: the same"
+    )
     parser.add_argument(
         "--jobs", type=int, default=len(os.sched_getaffinity(0)), help="compile so many at a time"
     )
