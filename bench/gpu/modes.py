@@ -1,62 +1,71 @@
-"""What graphs and overlap buy, and what ``--batch-invariant`` costs: the same decode steps in each mode.
+"""What graphs and overlap buy, and what ``--batch-invariant`` costs: the same decode steps and prompt in each mode.
 
     python -m bench.gpu.modes [--device cpu]
 
-A worker per mode, one after the other in one process, the ceilings measured beside each: figures are times relative to the
-default mode's, and above 1 is slower.
+A process per mode, one after the other, so that each has the device's whole memory. Figures are times, and their ratio to the
+default mode's: above 1 is slower.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import json
+import subprocess
+import sys
 from dataclasses import dataclass, field
-
-import torch
+from pathlib import Path
 
 from bench.gpu.figures import Figure, Report, add_report_argument
+from bench.gpu.machine import ROOT, environment
 from bench.gpu.plans import NoRoom
 from bench.gpu.shapes import shape_for
 from bench.gpu.steps import WARM_UP, Grid, open_bench, time_decode, time_prefill
 
 GRID = Grid((1, 32, 256), (1024,), (2048,), 8192)
 TOY_GRID = Grid((1, 3), (32,), (64,), 64)
-KV_BYTES = 40 << 30
-"""Enough for 256 rows of 1 k; less than what is there, so that a mode's memory need not be given back to the last byte."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mode:
     """How steps are run."""
 
-    name: str
     max_in_flight: int = 2
     executor: dict[str, bool] = field(default_factory=dict)
 
 
-MODES = (
-    Mode("default"),
-    Mode("overlap off", 1),
-    Mode("graphs off", 2, {"enforce_eager": True}),
-    Mode("batch-invariant", 2, {"batch_invariant": True}),
-)
+MODES = {
+    "default": Mode(),
+    "overlap off": Mode(1),
+    "graphs off": Mode(2, {"enforce_eager": True}),
+    "batch-invariant": Mode(2, {"batch_invariant": True}),
+}
 
 
-def measure_mode(mode: Mode, device: str, grid: Grid, report: Report) -> dict[str, float]:
+def measure_mode(mode: Mode, device: str, report: Report) -> dict[str, float]:
     """Return the seconds of a step, or of a prompt, by what it is."""
-    memory = KV_BYTES if device == "cuda" else 0
-    bench = open_bench(shape_for(device), device, grid, report, memory, **mode.executor)
+    grid = GRID if device == "cuda" else TOY_GRID
+    bench = open_bench(shape_for(device), device, grid, report, **mode.executor)
     taken = {}
     for rows in grid.rows:
         for context in grid.contexts:
             try:
                 timing, _, _ = time_decode(bench, rows, context, mode.max_in_flight)
             except NoRoom as error:
-                report.remark(f"{mode.name}: {error}")
+                report.remark(str(error))
                 continue
             taken[f"decode, batch {rows} x {context}"] = timing.step_s(WARM_UP)
     for length in grid.prompts:
         taken[f"prefill of {length}"] = time_prefill(bench, length, grid.chunk)
+    return taken
+
+
+def measure_elsewhere(name: str, device: str, figures: Path | None) -> dict[str, float]:
+    """Return `measure_mode` of a process of its own."""
+    command = [sys.executable, "-m", "bench.gpu.modes", "--mode", name, "--device", device]
+    if figures is not None:
+        command += ["--figures", str(figures)]
+    ran = subprocess.run(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True, check=True)
+    taken: dict[str, float] = json.loads(ran.stdout.splitlines()[-1])
     return taken
 
 
@@ -66,21 +75,23 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument(
+        "--mode", choices=MODES, help="measure this one in this process; print seconds as JSON"
+    )
     add_report_argument(parser)
     arguments = parser.parse_args()
     report = Report(arguments.figures)
-    grid = GRID if arguments.device == "cuda" else TOY_GRID
+    if arguments.mode is not None:
+        print(json.dumps(measure_mode(MODES[arguments.mode], arguments.device, report)))
+        return
     default: dict[str, float] = {}
-    for mode in MODES:
-        taken = measure_mode(mode, arguments.device, grid, report)
-        default = default or taken
+    for name in MODES:
+        taken = measure_elsewhere(name, arguments.device, arguments.figures)
         for what, seconds in taken.items():
-            report.figure(Figure(f"{mode.name}: {what}", 1e3 * seconds, "ms"))
-            if mode is not MODES[0] and what in default:
-                report.figure(Figure(f"{mode.name}: {what}, of default", seconds / default[what], "x"))
-        gc.collect()
-        if arguments.device == "cuda":
-            torch.cuda.empty_cache()
+            report.figure(Figure(f"{name}: {what}", 1e3 * seconds, "ms"))
+            if what in default:
+                report.figure(Figure(f"{name}: {what}, of default", seconds / default[what], "x"))
+        default = default or taken
 
 
 if __name__ == "__main__":

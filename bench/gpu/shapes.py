@@ -106,18 +106,15 @@ def engine_config(
     max_num_seqs: int,
     max_model_len: int,
     max_num_batched_tokens: int,
-    memory_bytes: int = 0,
-    depth: int = 2,
     **executor: Any,
 ) -> EngineConfig:
     """Write the card into ``folder`` and return a configuration for random weights.
 
-    ``memory_bytes`` of 0 is what the device has left; on a CPU, some megabytes.
+    KV gets what a GPU has left, and on a CPU enough for the toy.
     """
     (folder / "config.json").write_text(json.dumps(shape.card))
     kv = KvSpec(shape.layers, shape.kv_heads, shape.head_dim, 2, BLOCK_SIZE)
-    if device == "cpu" and not memory_bytes:
-        memory_bytes = 2 * max_num_seqs * max_model_len * kv.bytes_per_token
+    memory_bytes = 0 if device == "cuda" else 2 * max_num_seqs * max_model_len * kv.bytes_per_token
     return EngineConfig(
         run_dir=str(folder),
         model=ModelConfig(
@@ -132,9 +129,7 @@ def engine_config(
             kv=kv,
         ),
         cache=CacheConfig(memory_bytes=memory_bytes, enable_prefix_caching=False),
-        scheduler=SchedulerConfig(
-            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, depth=depth
-        ),
+        scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens),
         executor=ExecutorConfig(
             device="cuda" if device == "cuda" else "cpu", load_format="dummy", **executor
         ),

@@ -68,9 +68,7 @@ class Bench:
     ceilings: Ceilings
 
 
-def open_bench(
-    shape: Shape, device: str, grid: Grid, report: Report, memory_bytes: int = 0, **executor: bool
-) -> Bench:
+def open_bench(shape: Shape, device: str, grid: Grid, report: Report, **executor: bool) -> Bench:
     """Measure the ceilings, make the worker, and fill its KV memory with what the model computes."""
     ceilings = measure_ceilings(torch.device(device))
     if device == "cuda":
@@ -83,7 +81,6 @@ def open_bench(
             max_num_seqs=max(grid.rows),
             max_model_len=grid.max_model_len,
             max_num_batched_tokens=grid.chunk,
-            memory_bytes=memory_bytes,
             **executor,
         )
         begun = time.perf_counter()

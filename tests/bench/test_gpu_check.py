@@ -7,12 +7,14 @@ import os
 import signal
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from bench.gpu import check
 from bench.gpu.alone import measure_alone_elsewhere
 from bench.gpu.child import members, run
+from bench.gpu.engine import drive
 from bench.gpu.figures import Figure, Report, read_lines
 from bench.gpu.journal import Journal, Outcome, file_name
 from bench.gpu.machine import ROOT, environment
@@ -22,6 +24,7 @@ from bench.gpu.shapes import LLAMA_3_8B
 from bench.gpu.workload import SPREADS, Work, requests
 
 from quintet.wire.codec import unpack_i32
+from quintet.wire.step import StepPlan, StepResult
 
 TELL = """
 import sys
@@ -206,6 +209,44 @@ def test_rows_write_blocks_of_their_own_and_read_others_contexts_when_memory_is_
     assert len(written) == len(set(written)) == 8 and not read & set(written)
     with pytest.raises(NoRoom):
         Batch(plans, 9, 64, num_steps=16)
+
+
+@dataclass
+class OneStep:
+    """A step that took the device 9 ms after 1 ms of rest."""
+
+    worker: CountingWorker
+    device_ms: float = 9.0
+    gap_ms: float = 1.0
+
+    def wait(self) -> None:
+        pass
+
+    def result(self) -> StepResult:
+        self.worker.in_flight -= 1
+        return StepResult(1, 0, b"")
+
+
+class CountingWorker:
+    """Counts how many steps are in flight."""
+
+    def __init__(self) -> None:
+        self.in_flight = self.most = 0
+
+    def begin(self, plan: StepPlan) -> OneStep:
+        self.in_flight += 1
+        self.most = max(self.most, self.in_flight)
+        return OneStep(self)
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_steps_are_begun_while_others_are_computed(max_in_flight: int) -> None:
+    worker = CountingWorker()
+    batch = Batch(Plans(100, num_blocks=20, block_size=16, max_model_len=256), 1, 64, num_steps=8)
+    timing = drive(worker, [batch.step() for _ in range(8)], max_in_flight)  # type: ignore[arg-type]
+    assert worker.most == max_in_flight and worker.in_flight == 0
+    assert len(timing.ends_s) == 8
+    assert timing.gap_share(skipped=2) == pytest.approx(0.1)
 
 
 def test_lengths_have_the_means_that_are_documented() -> None:

@@ -14,7 +14,8 @@ from tests.processes.server import serve, wait_until
 NUM_STREAMS = 64
 KV_BYTES = 2 << 30
 SLACK_BYTES = 256 << 20
-"""Contexts, caches and graphs differ a little from boot to boot; an executor that was not freed would hold `KV_BYTES` more."""
+"""Contexts, caches and graphs differ a little from boot to boot; an executor that was not freed would hold a context, weights
+and KV more: about a gigabyte."""
 FLAGS = ("--batch-invariant", "--max-model-len", "1024", "--max-restarts", "100", "--stall-timeout", "20")
 
 
