@@ -7,6 +7,7 @@ all device memory is torch's, which can then say how much is in use. Importing t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,6 +73,12 @@ class CupyDevice:
     def load(self, module: str) -> None:
         """Load a module now rather than at its first launch; `ConfigError` if no form of it can be had."""
         self._modules.get(module)
+
+    def load_all(self, modules: Sequence[str], num_threads: int) -> None:
+        """Load several at a time: where they have to be compiled, that is most of a minute for some."""
+        with ThreadPoolExecutor(num_threads, initializer=cupy.cuda.Device(self._index).use) as threads:
+            for _ in threads.map(self._modules.get, modules):
+                pass
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """See `Device`. Torch's pinned memory has one address for host and device (unified addressing)."""

@@ -12,6 +12,7 @@ import torch
 from quintet.executor.cuda.device import Device
 from quintet.executor.cuda.modules import OLDEST
 from quintet.executor.cuda.sources import modules
+from quintet.executor.platforms.cores import default_threads, usable_cores
 from quintet.executor.platforms.platform import Platform
 from quintet.wire.config import ExecutorConfig
 from quintet.wire.errors import ConfigError
@@ -78,6 +79,5 @@ def _open(index: int) -> Device:
             f" install it with `pip install '{extra_for(torch.version.cuda)}'`"
         ) from error
     device = CupyDevice(index)
-    for module in modules():
-        device.load(module)
+    device.load_all(modules(), default_threads(usable_cores()))
     return device
