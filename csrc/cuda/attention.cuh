@@ -159,10 +159,19 @@ struct Ring {
   static constexpr int SOURCE_ROW = WIDENS ? DIM : ROW;
   static constexpr int UNIT = TILE * SOURCE_ROW;
   static constexpr int WIDE = WIDENS ? 2 * TILE * ROW : 0;
-  static constexpr int PER = 16 / int(sizeof(KV));
-  static constexpr int CHUNKS = DIM / PER;  // of 16 bytes in a row
+  static constexpr int CHUNKS = DIM * int(sizeof(KV)) / 16;  // of 16 bytes in a row
   static_assert(TILE * CHUNKS % THREADS == 0, "every thread copies equally many chunks");
   static_assert(ROW % 128 == 16 || ROW % 128 == 80, "8 consecutive rows begin in 8 different groups of 4 banks");
+
+  // Which 16 bytes of a unit are this thread's i-th: where rows divide the threads, those of one column.
+  static __device__ __forceinline__ int row_of(int i) {
+    if constexpr (THREADS % CHUNKS == 0) return int(threadIdx.x) / CHUNKS + i * (THREADS / CHUNKS);
+    return (i * THREADS + int(threadIdx.x)) / CHUNKS;
+  }
+  static __device__ __forceinline__ int column_of(int i) {
+    if constexpr (THREADS % CHUNKS == 0) return int(threadIdx.x) % CHUNKS;
+    return (i * THREADS + int(threadIdx.x)) % CHUNKS;
+  }
 
   const Attention& a;
   const Piece& piece;  // in shared memory
@@ -174,27 +183,34 @@ struct Ring {
   __device__ __forceinline__ Ring(const Attention& a, const Piece& piece, unsigned char* memory)
       : a(a), piece(piece), memory(memory), inverse_size(0xffffffffu / unsigned(a.block_size) + 1u) {}
 
-  // Copy the next unit; past the last an empty group, so that groups can be counted.
+  // Copy the next unit; past the last an empty group, so that groups can be counted. A thread's loads of block numbers
+  // come before its first copy, as the compiler moves no load over a copy: they wait for memory once, not in turn. Where
+  // nothing is copied the address is some other position's, so that there is no branch.
   __device__ __forceinline__ void copy() {
     const int begin = piece.begin, end = piece.end;
     const int first = (begin / TILE + next / 2) * TILE;
     if (first < end) {
-      const KV* plane = reinterpret_cast<const KV*>(a.kv) + (long long)piece.head * a.block_size * a.head_dim;
-      if (next % 2 != 0) plane += a.plane;
+      constexpr int COPIES = TILE * CHUNKS / THREADS;
+      const int* blocks = piece.blocks;
+      const int row_bytes = a.head_dim * int(sizeof(KV)), head_bytes = a.block_size * row_bytes;
+      const int block_bytes = a.num_kv_heads * head_bytes;
+      const unsigned char* plane = a.kv + (long long)piece.head * head_bytes;
+      if (next % 2 != 0) plane += a.plane * int(sizeof(KV));
       unsigned char* unit = memory + WIDE + into * UNIT;
+      int number[COPIES], place[COPIES];
 #pragma unroll
-      for (int i = 0; i < TILE * CHUNKS / THREADS; ++i) {
-        int chunk = i * THREADS + threadIdx.x;
-        int row = chunk / CHUNKS, column = chunk % CHUNKS;
-        int position = first + row;
-        bool valid = position >= begin && position < end && column * PER < a.head_dim;
-        const KV* source = plane;
-        if (valid) {
-          int block = int(uint64_t(position) * inverse_size >> 32);
-          long long place = (long long)piece.blocks[block] * a.num_kv_heads * a.block_size + position - block * a.block_size;
-          source += place * a.head_dim + column * PER;
-        }
-        copy_async_16(unit + row * SOURCE_ROW + column * 16, source, valid);
+      for (int i = 0; i < COPIES; ++i) {
+        const int position = max(begin, min(first + row_of(i), end - 1));
+        const int block = int(__umulhi(unsigned(position), inverse_size));
+        place[i] = position - block * a.block_size;
+        number[i] = blocks[block];
+      }
+#pragma unroll
+      for (int i = 0; i < COPIES; ++i) {
+        const int position = first + row_of(i), column = column_of(i);
+        const bool valid = position >= begin && position < end && column * 16 < row_bytes;
+        const unsigned char* source = plane + column * 16 + (long long)place[i] * row_bytes;
+        copy_async_16(unit + row_of(i) * SOURCE_ROW + column * 16, source + (long long)number[i] * block_bytes, valid);
       }
     }
     copy_async_commit();
@@ -223,8 +239,7 @@ struct Ring {
       unsigned char* buffer = memory + (next - a.stages + 1) % 2 * TILE * ROW;
 #pragma unroll
       for (int i = 0; i < TILE * CHUNKS / THREADS; ++i) {
-        int chunk = i * THREADS + threadIdx.x;
-        int row = chunk / CHUNKS, column = chunk % CHUNKS;
+        const int row = row_of(i), column = column_of(i);
         uint4 packed = *reinterpret_cast<const uint4*>(unit + row * SOURCE_ROW + column * 16);
         uint4 low, high;
         low.x = widen_fp8_pair<T>(uint16_t(packed.x & 0xffffu));
