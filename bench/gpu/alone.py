@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import subprocess
 import sys
 import tempfile
@@ -103,6 +104,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--requests", type=int, default=1000)
     arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # what was chosen at boot, and why
     rates = measure_alone(arguments.work, arguments.device, arguments.requests)
     print(json.dumps({"tokens": rates.tokens, "requests": rates.requests}))
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -115,6 +116,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     add_report_argument(parser)
     arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # what was chosen at boot, and why
     report, toy = Report(arguments.figures), arguments.device == "cpu"
     device = open_device(arguments.device)
     ceilings = measure_ceilings(device.torch_device)

@@ -10,6 +10,7 @@ cannot be loaded at all.
 from __future__ import annotations
 
 import argparse
+import logging
 import subprocess
 import sys
 import time
@@ -73,6 +74,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     add_report_argument(parser)
     arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # what was chosen at boot, and why
     report = Report(arguments.figures)
     if arguments.device == "cuda":
         compile_for_device(report)

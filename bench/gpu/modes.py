@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -80,6 +81,7 @@ def main() -> None:
     )
     add_report_argument(parser)
     arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # what was chosen at boot, and why
     report = Report(arguments.figures)
     if arguments.mode is not None:
         print(json.dumps(measure_mode(MODES[arguments.mode], arguments.device, report)))

@@ -12,6 +12,7 @@ same process.
 from __future__ import annotations
 
 import argparse
+import logging
 import tempfile
 import time
 from dataclasses import dataclass
@@ -170,6 +171,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     add_report_argument(parser)
     arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # what was chosen at boot, and why
     report, grid = Report(arguments.figures), grid_for(arguments.device)
     bench = open_bench(shape_for(arguments.device), arguments.device, grid, report)
     tell_ceilings(bench.ceilings, report)
