@@ -23,7 +23,7 @@ import numpy as np
 
 from quintet.executor.batch import Rows
 from quintet.executor.program.runner import ProgramRunner
-from quintet.executor.worker import Worker, make_worker
+from quintet.executor.worker import Worker, make_torch_worker
 from quintet.wire.codec import pack_i32, pack_u8
 from quintet.wire.config import (
     CacheConfig,
@@ -216,7 +216,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = config_of(Path(folder), card, args)
         begun = time.perf_counter()
-        worker = make_worker(config)
+        worker = make_torch_worker(config)
         print(worker.facts["worker"], f"loaded in {time.perf_counter() - begun:.1f} s", sep=", ")
         for num_rows in args.rows:
             measure(worker, num_rows, args, card["vocab_size"], config.model.max_model_len)

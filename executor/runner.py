@@ -11,12 +11,22 @@ from quintet.executor.batch import Int, Rows
 from quintet.executor.slots import SlotTables
 
 
-class Runner(Protocol):
-    """A model with its KV memory. `quintet.executor.eager` or `quintet.executor.program.runner`."""
+class GivesLogits(Protocol):
+    """Whatever computed the last step, as far as those who look at its logits need it."""
 
     @property
     def max_outputs(self) -> int:
         """Most tokens whose logits may be asked for at once."""
+
+    def logits(self, tokens: Int) -> torch.Tensor:
+        """Return ``[len(tokens), vocab]`` in the model's dtype, for tokens of the last step by index among them.
+
+        The tensor is overwritten by the next call.
+        """
+
+
+class Runner(GivesLogits, Protocol):
+    """A model with its KV memory. `quintet.executor.eager` or `quintet.executor.program.runner`."""
 
     @property
     def work_done(self) -> int:
@@ -28,12 +38,6 @@ class Runner(Protocol):
 
     def forward(self, rows: Rows, tables: SlotTables) -> None:
         """Compute the rows of a plan whose deltas ``tables`` already hold, and store their keys and values."""
-
-    def logits(self, tokens: Int) -> torch.Tensor:
-        """Return ``[len(tokens), vocab]`` in the model's dtype, for tokens of the last `forward` by index among them.
-
-        The tensor is overwritten by the next call.
-        """
 
     def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy whole blocks of KV memory, in every layer. int64 ids, no block both read and written."""

@@ -15,13 +15,15 @@ import torch
 
 from quintet.executor.audit import TablesDiffer, check_tables
 from quintet.executor.batch import Rows
+from quintet.executor.cuda.boot import make_device_worker
 from quintet.executor.eager import EagerRunner
 from quintet.executor.features.kv_offload import HostBlocks
-from quintet.executor.interface import Finished
+from quintet.executor.interface import Finished, StepWorker
 from quintet.executor.memory import to_device
 from quintet.executor.models.model import CausalModel, Setting
 from quintet.executor.models.registry import build_model, read_card
 from quintet.executor.ops.table import Ops, ops_of
+from quintet.executor.platforms.cuda import open_cuda_device
 from quintet.executor.platforms.platform import Platform, open_platform
 from quintet.executor.program.library import INT8, dtype_code, program_library
 from quintet.executor.program.runner import ProgramRunner, allocate_kv
@@ -40,6 +42,8 @@ from quintet.wire.trace import Span, no_span
 log = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+EAGER_KV_BYTES = 4 << 30
+"""KV memory on a GPU without our kernels, where nobody said how much: it is for trying, not for serving."""
 TIED_OUTPUT = frozenset({"lm_head.weight"})
 """Checkpoints of tied models may repeat the embedding under this name."""
 
@@ -150,22 +154,28 @@ class Worker:
         self.runner.copy_blocks(sources, targets)
 
 
-def make_worker(config: EngineConfig, span: Span = no_span) -> Worker:
+def make_worker(config: EngineConfig, span: Span = no_span) -> StepWorker:
     """Open the device, build and load the model, reserve KV memory."""
+    if config.executor.device != "cuda":
+        return make_torch_worker(config, span)
+    begun = time.monotonic()
+    platform = open_platform(config.executor)
+    device = open_cuda_device(config.executor)
+    if device is None:
+        return make_torch_worker(config, span)
+    model = load_model(config, platform, ops_of(platform.name))
+    facts = _facts(config, platform, model, begun)
+    return make_device_worker(device, model, config, DTYPES[config.model.dtype], facts, span)
+
+
+def make_torch_worker(config: EngineConfig, span: Span = no_span) -> Worker:
+    """Return the worker of a CPU, or of a GPU without our kernels."""
     begun = time.monotonic()
     platform = open_platform(config.executor)
     ops = ops_of(platform.name)
-    num_blocks = config.model.kv.num_blocks(config.cache.memory_bytes)
-    if num_blocks < 1:
-        raise ConfigError(
-            f"KV memory of {config.cache.memory_bytes} bytes holds no block of {config.model.kv.bytes_per_block};"
-            " raise --kv-cache-memory"
-        )
+    num_blocks = _num_blocks(config)
     model = load_model(config, platform, ops)
-    facts = {
-        "worker": f"{config.model.architecture} in {config.model.dtype} on {platform.description}",
-        "weights": f"{model.weights.num_bytes / 1e6:.1f} MB in {time.monotonic() - begun:.1f} s",
-    }
+    facts = _facts(config, platform, model, begun)
     return Worker(
         make_runner(model, config, platform, ops, num_blocks, span),
         ops,
@@ -175,6 +185,26 @@ def make_worker(config: EngineConfig, span: Span = no_span) -> Worker:
         facts,
         span,
     )
+
+
+def _facts(config: EngineConfig, platform: Platform, model: CausalModel, begun: float) -> dict[str, str]:
+    """Return the boot story; ``begun``: when the device was opened, as `time.monotonic` has it."""
+    return {
+        "worker": f"{config.model.architecture} in {config.model.dtype} on {platform.description}",
+        "weights": f"{model.weights.num_bytes / 1e6:.1f} MB in {time.monotonic() - begun:.1f} s",
+    }
+
+
+def _num_blocks(config: EngineConfig) -> int:
+    """Return how many blocks of KV there is to be memory for, where torch or the host kernels compute."""
+    memory_bytes = config.cache.memory_bytes or EAGER_KV_BYTES
+    num_blocks = config.model.kv.num_blocks(memory_bytes)
+    if num_blocks < 1:
+        raise ConfigError(
+            f"KV memory of {memory_bytes} bytes holds no block of {config.model.kv.bytes_per_block};"
+            " raise --kv-cache-memory"
+        )
+    return num_blocks
 
 
 def make_runner(

@@ -23,13 +23,8 @@ DEFAULT_SHARED_BYTES = 48 << 10
 """Shared memory, static and dynamic together, that a kernel gets without asking (CUDA C++ Programming Guide, "Compute
 Capabilities"); more has to be allowed kernel by kernel."""
 
-
-def device_errors() -> tuple[type[Exception], ...]:
-    """Return what CuPy raises when the driver reports an error; after one, the process' use of the device is over.
-
-    Torch's own is `torch.AcceleratorError`.
-    """
-    return (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError)
+ERRORS = (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError)
+"""What CuPy raises when the driver reports an error; after one at a launch, the process' use of the device is over."""
 
 
 class CupyDevice:
@@ -43,6 +38,7 @@ class CupyDevice:
         properties = torch.cuda.get_device_properties(index)
         self.torch_device = torch.device("cuda", index)
         self.num_multiprocessors: int = properties.multi_processor_count
+        self.errors = ERRORS
         self.max_shared_bytes = int(cupy.cuda.Device(index).attributes["MaxSharedMemoryPerBlockOptin"])
         self._modules = ModuleStore[cupy.RawModule](
             (properties.major, properties.minor), _CupyLoader(), kinds
@@ -170,7 +166,7 @@ class _CupyLoader:
             module.compile()
             if kernel is not None:
                 module.get_function(kernel)
-        except device_errors() as error:
+        except ERRORS as error:
             raise RefusedError(str(error)) from error
         return module
 

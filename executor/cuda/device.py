@@ -73,6 +73,11 @@ class Device(Protocol):
         """The most dynamic shared memory a block may ask for."""
         ...
 
+    @property
+    def errors(self) -> tuple[type[Exception], ...]:
+        """What launches and waits raise, besides torch's own, when the device is lost to this process."""
+        ...
+
     def launch(
         self, kernel: Kernel, grid: Size, block: Size, args: Sequence[Argument], shared_bytes: int = 0
     ) -> None:

@@ -9,7 +9,7 @@ from quintet.executor.batch import Rows
 from quintet.executor.memory import to_device
 from quintet.executor.ops.table import Ops
 from quintet.executor.ragged import ranges
-from quintet.executor.runner import Runner
+from quintet.executor.runner import GivesLogits
 from quintet.executor.sampling.concern import Int
 from quintet.executor.slots import SlotTables
 from quintet.wire.step import NewRow, PromptLogprobs, TokenLogprobs
@@ -72,7 +72,9 @@ class Logprobs:
             )
         return reports
 
-    def of_prompt(self, rows: Rows, which: Int, tables: SlotTables, runner: Runner) -> list[PromptLogprobs]:
+    def of_prompt(
+        self, rows: Rows, which: Int, tables: SlotTables, runner: GivesLogits
+    ) -> list[PromptLogprobs]:
         """Report on prompt tokens that follow a position computed in this step, of the rows ``which``.
 
         The position before the first token of a chunk was computed in the step before, and reported then: entries of

@@ -10,7 +10,7 @@ import torch
 from quintet.executor.batch import Rows
 from quintet.executor.memory import to_device
 from quintet.executor.ops.table import Ops
-from quintet.executor.runner import Runner
+from quintet.executor.runner import GivesLogits
 from quintet.executor.sampling.allowed_ids import AllowedIds
 from quintet.executor.sampling.bad_words import BadWords
 from quintet.executor.sampling.concern import Concern, DrawRows, Int
@@ -92,7 +92,7 @@ class Sampler:
         which = np.flatnonzero(wants & self._reports)
         return drawn, self._logprobs.of_drawn(logits, drawn, slots, which, sampling)
 
-    def prompt_logprobs(self, rows: Rows, runner: Runner) -> list[PromptLogprobs]:
+    def prompt_logprobs(self, rows: Rows, runner: GivesLogits) -> list[PromptLogprobs]:
         """Return log-probabilities of prompt tokens that the step ``runner`` just computed made known."""
         which = np.flatnonzero(self._wants[rows.slots] & self._reports_prompt)
         if not len(which):

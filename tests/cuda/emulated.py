@@ -111,6 +111,7 @@ class EmulatedDevice:
     torch_device = torch.device("cpu")
     num_multiprocessors = 4
     max_shared_bytes = 227 * 1024
+    errors: tuple[type[Exception], ...] = (KernelError,)
 
     def __init__(self, sources: Path = SOURCES, seed: int = 1) -> None:
         self.seed = seed

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from quintet.executor.worker import Worker, make_worker
+from quintet.executor.worker import Worker, make_torch_worker
 from quintet.wire.codec import pack_i32, pack_u8, unpack_i32
 from quintet.wire.config import (
     CacheConfig,
@@ -265,6 +265,6 @@ def serve(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., Serve
 
         card = json.loads((tmp_path / "config.json").read_bytes())
         resolved = engine_config(tmp_path, card, block_size, max_model_len)
-        return Served(reference, SmallCore(make_worker(resolved), block_size), resolved)
+        return Served(reference, SmallCore(make_torch_worker(resolved), block_size), resolved)
 
     return serve

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +12,13 @@ from tests.models.test_families import FAMILIES, prompts_of
 
 from quintet.core.engine import Engine
 from quintet.core.outbox import Effects
-from quintet.executor.worker import Worker, make_worker
+from quintet.executor.interface import Pending, StepWorker
+from quintet.executor.worker import make_torch_worker
 from quintet.wire.codec import pack_i32, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig
 from quintet.wire.messages import Admit, FinishReason
 from quintet.wire.params import SamplingParams
-from quintet.wire.step import Capacity
+from quintet.wire.step import Capacity, StepPlan
 
 NUM_TOKENS = 32
 TINY_KV = {4: 34, 16: 9}
@@ -26,10 +28,11 @@ TINY_KV = {4: 34, 16: 9}
 class House:
     """A core and a worker, with the queue of plans between them."""
 
-    def __init__(self, config: EngineConfig, worker: Worker | None = None) -> None:
+    def __init__(self, config: EngineConfig, worker: StepWorker | None = None) -> None:
         self.engine = Engine(config.model, config.cache, config.scheduler)
-        self.worker = worker or make_worker(config)
+        self.worker = worker or make_torch_worker(config)
         self.worker.reset()
+        self._pending: deque[Pending] = deque()
         self.block_size = config.model.kv.block_size
         self.outputs: dict[int, list[int]] = {}
         self.endings: dict[int, FinishReason] = {}
@@ -46,14 +49,21 @@ class House:
 
     def run(self) -> None:
         """Work until nobody is left, planning ahead as far as the depth allows."""
-        plans = []
+        plans: list[StepPlan] = []
         while self.engine.num_live:
             while (plan := self.engine.plan(0)) is not None:
                 plans.append(plan)
-            assert plans, "requests are left and nothing is planned"
-            self._apply(self.engine.commit(self.worker.execute(plans.pop(0)), 0))
-        for plan in plans:
-            self._apply(self.engine.commit(self.worker.execute(plan), 0))
+            assert plans or self._pending, "requests are left and nothing is planned"
+            self._begin(plans)
+            self._apply(self.engine.commit(self._pending.popleft().result(), 0))
+        self._begin(plans)
+        while self._pending:
+            self._apply(self.engine.commit(self._pending.popleft().result(), 0))
+
+    def _begin(self, plans: list[StepPlan]) -> None:
+        """Begin all of them: a worker that does not compute at once has them in flight together."""
+        self._pending.extend(self.worker.begin(plan) for plan in plans)
+        plans.clear()
 
     def _apply(self, effects: Effects) -> None:
         assert not effects.failed, effects.failed

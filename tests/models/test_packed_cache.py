@@ -14,7 +14,7 @@ import torch
 
 from quintet.executor.ops.host_linear import linear_library
 from quintet.executor.ops.packed_weight import PackedWeight
-from quintet.executor.worker import make_worker
+from quintet.executor.worker import make_torch_worker
 
 from .test_weights import tiny
 
@@ -43,7 +43,7 @@ class Server:
         executor = msgspec.structs.replace(
             served.config.executor, packed_cache=str(self.folder), quantization=quantization
         )
-        served.core.worker = make_worker(msgspec.structs.replace(served.config, executor=executor))
+        served.core.worker = make_torch_worker(msgspec.structs.replace(served.config, executor=executor))
         request = served.core.add(PROMPT, max_tokens=8)
         served.core.run()
         outputs: list[int] = request.outputs

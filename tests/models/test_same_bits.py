@@ -23,7 +23,7 @@ from quintet.executor.batch import Int, Rows
 from quintet.executor.ops.host_library import open_library, set_threads
 from quintet.executor.program.runner import ProgramRunner
 from quintet.executor.slots import SlotTables
-from quintet.executor.worker import Worker, make_worker
+from quintet.executor.worker import Worker, make_torch_worker
 from quintet.wire.config import EngineConfig
 from quintet.wire.params import SamplingParams
 from quintet.wire.step import StepPlan, StepResult
@@ -154,7 +154,7 @@ def test_logits_do_not_depend_on_company_or_schedule(
     card = card_of(MODELS[model], tmp_path)
     config = engine_config(tmp_path, card, 16, 288, dtype, load_format="dummy", seed=3)
     config = changed(config, max_num_seqs=64)
-    worker = make_worker(config)
+    worker = make_torch_worker(config)
     assert isinstance(worker.runner, ProgramRunner)
     library = open_library()
     assert library is not None

@@ -12,7 +12,7 @@ from tests.models.test_families import FAMILIES, prompts_of
 
 from quintet.executor import worker as worker_module
 from quintet.executor.eager import EagerRunner
-from quintet.executor.worker import make_worker
+from quintet.executor.worker import make_torch_worker
 from quintet.wire.config import EngineConfig
 
 NUM_HOST_BLOCKS = 64
@@ -38,7 +38,7 @@ def test_tokens_do_not_depend_on_swapping(
     if not compiled:
         monkeypatch.setattr(worker_module, "program_library", lambda: None)
     for variant in (config, with_host_memory(config)):
-        worker = make_worker(variant)
+        worker = make_torch_worker(variant)
         assert compiled or isinstance(worker.runner, EagerRunner)
         house = House(variant, worker)
         for i, prompt in enumerate(prompts):

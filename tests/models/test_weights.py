@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from quintet.executor.weights.load import random_tensor, random_tensor_on
 from quintet.executor.weights.plan import Expected
-from quintet.executor.worker import make_worker
+from quintet.executor.worker import make_torch_worker
 from quintet.wire.errors import ConfigError
 
 
@@ -51,7 +51,7 @@ def test_a_missing_shard_is_named(serve: Callable[..., Any], tmp_path: Path) -> 
     served = serve(tiny(), max_shard_size="20KB")
     next(iter(tmp_path.glob("model-*2-of-*.safetensors"))).unlink()
     with pytest.raises(ConfigError, match=r"model-00002-of-\d+\.safetensors: is missing"):
-        make_worker(served.config)
+        make_torch_worker(served.config)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_wrong_tensor_is_one_line_naming_it(
     served = serve(tiny())
     rewrite(tmp_path, change)
     with pytest.raises(ConfigError, match=words) as caught:
-        make_worker(served.config)
+        make_torch_worker(served.config)
     assert "\n" not in str(caught.value)
     assert "model.safetensors" in str(caught.value)
 
@@ -92,7 +92,7 @@ def test_buffers_of_old_checkpoints_are_ignored(serve: Callable[..., Any], tmp_p
         tmp_path,
         lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}),
     )
-    make_worker(served.config)
+    make_torch_worker(served.config)
 
 
 def test_a_tied_checkpoint_may_repeat_the_embedding(serve: Callable[..., Any], tmp_path: Path) -> None:
@@ -103,28 +103,28 @@ def test_a_tied_checkpoint_may_repeat_the_embedding(serve: Callable[..., Any], t
         tmp_path,
         lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}),
     )
-    make_worker(served.config)
+    make_torch_worker(served.config)
 
 
 def test_pickled_weights_are_refused_with_advice(serve: Callable[..., Any], tmp_path: Path) -> None:
     served = serve(tiny())
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(ConfigError, match="save_pretrained"):
-        make_worker(served.config)
+        make_torch_worker(served.config)
 
 
 def test_no_weights_at_all(serve: Callable[..., Any], tmp_path: Path) -> None:
     served = serve(tiny())
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="dummy"):
-        make_worker(served.config)
+        make_torch_worker(served.config)
 
 
 def test_a_broken_file_is_named(serve: Callable[..., Any], tmp_path: Path) -> None:
     served = serve(tiny())
     (tmp_path / "model.safetensors").write_bytes(b"not safetensors at all")
     with pytest.raises(ConfigError, match=r"model\.safetensors: not a readable"):
-        make_worker(served.config)
+        make_torch_worker(served.config)
 
 
 def test_an_index_cannot_point_outside(serve: Callable[..., Any], tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_an_index_cannot_point_outside(serve: Callable[..., Any], tmp_path: Path
     index = {"weight_map": {"model.norm.weight": "../model.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match="plain file name"):
-        make_worker(served.config)
+        make_torch_worker(served.config)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -140,7 +140,7 @@ def test_other_dtypes_generate(dtype: str, serve: Callable[..., Any]) -> None:
     served = serve(tiny())
     kv = msgspec.structs.replace(served.config.model.kv, dtype_bytes=2)
     model = msgspec.structs.replace(served.config.model, dtype=dtype, kv=kv)
-    served.core.worker = make_worker(msgspec.structs.replace(served.config, model=model))
+    served.core.worker = make_torch_worker(msgspec.structs.replace(served.config, model=model))
     requests = [served.core.add([5, 6, 7], max_tokens=6), served.core.add(list(range(20)), max_tokens=6)]
     served.core.run(chunk=9)
     assert all(0 <= token < 61 for request in requests for token in request.outputs)
@@ -151,7 +151,7 @@ def test_dummy_weights_are_seeded(serve: Callable[..., Any]) -> None:
     for seed in (1, 1, 2):
         served = serve(tiny())
         executor = msgspec.structs.replace(served.config.executor, load_format="dummy", seed=seed)
-        served.core.worker = make_worker(msgspec.structs.replace(served.config, executor=executor))
+        served.core.worker = make_torch_worker(msgspec.structs.replace(served.config, executor=executor))
         request = served.core.add([5, 6, 7], max_tokens=12)
         served.core.run()
         outputs.append(request.outputs)
@@ -193,7 +193,7 @@ def test_a_card_that_does_not_fit_is_refused(
     card = json.loads((tmp_path / "config.json").read_bytes()) | change
     (tmp_path / "config.json").write_text(json.dumps(card))
     with pytest.raises(ConfigError, match=words):
-        make_worker(served.config)
+        make_torch_worker(served.config)
 
 
 def test_installed_packages_can_add_architectures(
@@ -207,7 +207,7 @@ def test_installed_packages_can_add_architectures(
 
     monkeypatch.setattr("quintet.executor.platforms.platform.entry_points", installed)
     model = msgspec.structs.replace(served.config.model, architecture="OurForCausalLM")
-    served.core.worker = make_worker(msgspec.structs.replace(served.config, model=model))
+    served.core.worker = make_torch_worker(msgspec.structs.replace(served.config, model=model))
     request = served.core.add([1, 2, 3], max_tokens=8)
     served.core.run()
     assert request.outputs == served.greedy([1, 2, 3], 8)
@@ -217,14 +217,14 @@ def test_memory_for_no_block_is_refused(serve: Callable[..., Any]) -> None:
     served = serve(tiny())
     cache = msgspec.structs.replace(served.config.cache, memory_bytes=100)
     with pytest.raises(ConfigError, match="--kv-cache-memory"):
-        make_worker(msgspec.structs.replace(served.config, cache=cache))
+        make_torch_worker(msgspec.structs.replace(served.config, cache=cache))
 
 
 def test_an_unknown_architecture_lists_the_known_ones(serve: Callable[..., Any]) -> None:
     served = serve(tiny())
     model = msgspec.structs.replace(served.config.model, architecture="MambaForCausalLM")
     with pytest.raises(ConfigError, match="LlamaForCausalLM"):
-        make_worker(msgspec.structs.replace(served.config, model=model))
+        make_torch_worker(msgspec.structs.replace(served.config, model=model))
 
 
 def header_of(path: Path) -> tuple[dict[str, Any], bytes]:
@@ -259,7 +259,7 @@ def test_a_header_is_not_believed(
     encoded = json.dumps(header | {NORM: header[NORM] | change}).encode()
     path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + tensors)
     with pytest.raises(ConfigError, match=words) as caught:
-        make_worker(served.config)
+        make_torch_worker(served.config)
     assert str(caught.value).startswith(str(path)) and "\n" not in str(caught.value)
 
 
@@ -279,7 +279,7 @@ def test_bytes_that_are_no_header(raw: bytes, serve: Callable[..., Any], tmp_pat
     served = serve(tiny())
     (tmp_path / "model.safetensors").write_bytes(raw)
     with pytest.raises(ConfigError, match=r"model\.safetensors: not a readable safetensors file") as caught:
-        make_worker(served.config)
+        make_torch_worker(served.config)
     assert "\n" not in str(caught.value)
 
 
@@ -290,7 +290,7 @@ def test_tensors_may_lie_at_odd_bytes(serve: Callable[..., Any], tmp_path: Path)
     encoded = json.dumps(header).encode()
     encoded += b" " * ((1 - len(encoded)) % 8)
     path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + tensors)
-    served.core.worker = make_worker(served.config)
+    served.core.worker = make_torch_worker(served.config)
     request = served.core.add([1, 2, 3], max_tokens=8)
     served.core.run()
     assert request.outputs == served.greedy([1, 2, 3], 8)

@@ -1,0 +1,126 @@
+"""Builds the worker of a device: the model is loaded, its largest step is tried, and KV gets what memory is left."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+import torch
+
+from quintet.executor.cuda.attention.backend import AttentionBackend, AttentionNeeds
+from quintet.executor.cuda.attention.choice import choose_attention
+from quintet.executor.cuda.device import Device
+from quintet.executor.cuda.kv_memory import allocate_kv, graph_bytes, num_kv_blocks
+from quintet.executor.cuda.linear_choice import DeviceLinears, captured_stopwatch
+from quintet.executor.cuda.ops.attention import AttentionPlan
+from quintet.executor.cuda.runner import DeviceRunner
+from quintet.executor.cuda.tables import DeviceTables, StepMemory
+from quintet.executor.cuda.worker import DeviceWorker
+from quintet.executor.models.forward import AttentionLayer
+from quintet.executor.models.model import CausalModel
+from quintet.wire.config import EngineConfig
+from quintet.wire.trace import Span, no_span
+
+log = logging.getLogger("quintet")
+
+STAGING_WORDS = 1 << 20
+"""Of the buffer that plans are copied to: the prompts of a busy second; a plan with more takes memory of its own."""
+
+
+def make_device_worker(
+    device: Device,
+    model: CausalModel,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    facts: dict[str, str],
+    span: Span = no_span,
+) -> DeviceWorker:
+    """Return the worker, ready for plans; its graphs are captured later. Raises `ConfigError` where memory is too small."""
+    with torch.inference_mode():
+        return _make(device, model, config, dtype, facts, span)
+
+
+def _make(
+    device: Device,
+    model: CausalModel,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    facts: dict[str, str],
+    span: Span,
+) -> DeviceWorker:
+    spec, scheduler, where = config.model.kv, config.scheduler, device.torch_device
+    kv_dtype = torch.float8_e4m3fn if config.cache.dtype == "fp8" else dtype
+    is_invariant = config.executor.batch_invariant
+    max_tokens = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+    tables = DeviceTables.reserve(scheduler.max_num_seqs, config.model.max_model_len, spec.block_size, where)
+    memory = StepMemory(tables, max_tokens)
+    attention = AttentionPlan(
+        device,
+        scheduler.max_num_seqs,
+        max_tokens,
+        model.num_heads,
+        model.num_kv_heads,
+        model.head_dim,
+        config.model.max_model_len,
+        dtype,
+        kv_dtype,
+        fixed_splits=is_invariant,
+        windows=tuple(dict.fromkeys(model.windows)),
+    )
+    staging = torch.zeros(STAGING_WORDS, dtype=torch.int32, device=where)
+    linears = DeviceLinears(device, batch_invariant=is_invariant)
+    runner = DeviceRunner(
+        device,
+        model,
+        linears,
+        attention,
+        memory,
+        staging,
+        allocate_kv(spec, 1, kv_dtype, where),
+        dtype,
+    )
+    begun = time.monotonic()
+    runner.try_largest_step(max_tokens, scheduler.max_num_seqs)
+    if where.type == "cuda":  # the emulator's times mean nothing
+        linears.measure(runner.linears)
+        runner.of_prompts = _attention_of_prompts(device, attention, runner.attentions, config)
+    reserved = 0
+    if not config.executor.enforce_eager:
+        widest = max(layer.columns for layer in runner.linears if not layer.shape.is_output_layer)
+        reserved = graph_bytes(scheduler.max_num_seqs, model.vocab_size, widest, dtype.itemsize)
+    num_blocks = num_kv_blocks(config, device, reserved)
+    runner.use_kv(allocate_kv(spec, num_blocks, kv_dtype, where))
+    log.info(
+        "the largest step (%d tokens) took %.1f s with everything it loaded; KV gets %d blocks of %d tokens, %.1f GiB",
+        max_tokens,
+        time.monotonic() - begun,
+        num_blocks,
+        spec.block_size,
+        num_blocks * spec.bytes_per_block / 2**30,
+    )
+    return DeviceWorker(device, runner, staging, config, num_blocks, facts, span)
+
+
+def _attention_of_prompts(
+    device: Device, plan: AttentionPlan, layers: Sequence[AttentionLayer], config: EngineConfig
+) -> AttentionBackend | None:
+    """Choose whose attention computes prompts; None for ours, also where layers differ in what a library takes once."""
+    scales = {layer.scale for layer in layers}
+    if len(scales) > 1:
+        log.info("attention of prompts: quintet (layers differ in scale)")
+        return None
+    needs = AttentionNeeds(
+        dtype=plan.dtype,
+        kv_dtype=plan.kv_dtype,
+        num_heads=plan.num_heads,
+        num_kv_heads=plan.num_kv_heads,
+        head_dim=plan.head_dim,
+        block_size=config.model.kv.block_size,
+        scale=scales.pop(),
+        max_model_len=config.model.max_model_len,
+        windows=plan.windows,
+        batch_invariant=config.executor.batch_invariant,
+    )
+    wanted = config.executor.attention_backend
+    return choose_attention(wanted, device, plan, needs, captured_stopwatch(device)).backend

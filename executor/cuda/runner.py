@@ -1,0 +1,210 @@
+"""A model on a device: its KV memory, its steps launched kernel by kernel, and its decode steps as captured graphs.
+
+Knows nothing of plans, requests or what is drawn besides a draw from the logits as they are: `quintet.executor.cuda.worker`
+does. Every method launches and returns; none waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from quintet.executor.batch import Int
+from quintet.executor.cuda.attention.backend import AttentionBackend, HostRows
+from quintet.executor.cuda.device import Device
+from quintet.executor.cuda.forward import DevicePass, Value
+from quintet.executor.cuda.linear_choice import DeviceLinears
+from quintet.executor.cuda.ops.attention import AttentionPlan
+from quintet.executor.cuda.ops.blocks import BlockPool, copy_blocks
+from quintet.executor.cuda.ops.draw import draw
+from quintet.executor.cuda.ops.tables import apply_plan, scatter_tokens
+from quintet.executor.cuda.rows import SampledRows, StepRows
+from quintet.executor.cuda.tables import DeviceTables, StepMemory
+from quintet.executor.layers.linear import Linear
+from quintet.executor.memory import to_device
+from quintet.executor.models.forward import AttentionLayer
+from quintet.executor.models.model import CausalModel
+
+MAX_OUTPUTS = 256
+"""Rows of logits that prompt log-probabilities come by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What a step leaves on the device. Overwritten by the step after it."""
+
+    logits: torch.Tensor
+    """``[num_sampled or more, vocab]`` in the model's dtype."""
+    tokens: torch.Tensor
+    """int32, as many: drawn from the logits as they are, and written into the token table."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGraph:
+    """A captured decode step of a padded size."""
+
+    _replay: Callable[[], None]
+    _kept: list[Drawn]
+    """What the step left, in one place: the same tensors at every replay of a captured graph."""
+
+    def replay(self) -> Drawn:
+        """Launch the step for the plan that is in the staging buffer."""
+        self._replay()
+        return self._kept[0]
+
+
+class DeviceRunner:
+    """See the module. A `quintet.executor.runner.GivesLogits`."""
+
+    max_outputs = MAX_OUTPUTS
+
+    def __init__(
+        self,
+        device: Device,
+        model: CausalModel,
+        linears: DeviceLinears,
+        attention: AttentionPlan,
+        memory: StepMemory,
+        staging: torch.Tensor,
+        kv: Sequence[torch.Tensor],
+        dtype: torch.dtype,
+    ) -> None:
+        """staging: int32 on the device, where a plan's words are copied to before its step; kv: of each layer, see
+        `quintet.executor.cuda.kv_memory.allocate_kv`."""
+        self._device = device
+        self._model = model
+        self._linears = linears
+        self._attention = attention
+        self._memory = memory
+        self._staging = staging
+        self._dtype = dtype
+        self.of_prompts: AttentionBackend | None = None
+        """Whose attention computes steps with more than a token in a row; None for ours."""
+        self.use_kv(kv)
+        self._rotations = _Rotations(model, memory.tables, dtype)
+        self._pass: DevicePass | None = None
+        self._hidden = Value(torch.empty(0))
+
+    def use_kv(self, kv: Sequence[torch.Tensor]) -> None:
+        """Compute over other memory from now on. Not once a graph was captured."""
+        self.kv = kv
+        self.pool = BlockPool.of(self._device, kv)
+
+    @property
+    def tables(self) -> DeviceTables:
+        """What the device knows of each slot."""
+        return self._memory.tables
+
+    @property
+    def linears(self) -> list[Linear]:
+        """The model's linear layers, once a step has run."""
+        assert self._pass is not None, "no step has run"
+        return list(self._pass.linears)
+
+    @property
+    def attentions(self) -> list[AttentionLayer]:
+        """The model's attention layers, once a step has run."""
+        assert self._pass is not None, "no step has run"
+        return self._pass.attentions
+
+    def try_largest_step(self, num_tokens: int, num_rows: int) -> None:
+        """Compute a step of so many tokens of padding, so that whatever a step needs has been loaded, chosen and allocated."""
+        self._clear_staging()
+        self.compute(self._staging, num_rows, num_tokens, num_tokens, num_rows)
+        self._device.synchronize()
+
+    def apply_deltas(self, staging: torch.Tensor) -> None:
+        """Bring the device's tables up to a plan without rows, or whose rows are computed later."""
+        apply_plan(self._device, staging, self.tables, self._memory.rows(0, 0, 0), self._memory.sampled(0))
+
+    def compute(
+        self,
+        staging: torch.Tensor,
+        num_rows: int,
+        num_tokens: int,
+        max_count: int,
+        num_sampled: int,
+        host: HostRows | None = None,
+    ) -> Drawn:
+        """Launch a whole step, kernel by kernel. The sizes may be padded, unless ``host`` says what the rows are."""
+        rows = self._memory.rows(num_rows, num_tokens, max_count)
+        sampled = self._memory.sampled(num_sampled)
+        apply_plan(self._device, staging, self.tables, rows, sampled)
+        self._forward(rows, host)
+        return self._draw(rows, sampled)
+
+    def capture_decode(self, num_rows: int) -> DecodeGraph:
+        """Capture the step of so many rows of one token each, all of which draw. Reads the plan from ``staging``."""
+        kept: list[Drawn] = []
+
+        def step() -> None:
+            kept[:] = [self.compute(self._staging, num_rows, num_rows, 1, num_rows)]
+
+        self._clear_staging()
+        step()  # what is loaded, chosen or allocated at first use must not be while capturing
+        self._device.synchronize()
+        replay = self._device.capture(step)
+        return DecodeGraph(replay, kept)
+
+    def copy_blocks(self, pairs: torch.Tensor) -> None:
+        """Copy blocks of every layer's KV; pairs: int32[2 * n] on the device, ``from block, to block``."""
+        copy_blocks(self._device, self.pool, self.pool, pairs.view(-1, 2))
+
+    def _clear_staging(self) -> None:
+        """A plan of nothing: padding rows only."""
+        self._staging.zero_()
+
+    def _forward(self, rows: StepRows, host: HostRows | None) -> None:
+        self._attention.prepare(rows)
+        backend = self.of_prompts if host is not None and rows.max_count > 1 else None
+        if backend is not None and host is not None:
+            backend.prepare(rows, host)
+        cos, sin = self._rotations.of(rows)
+        self._pass = DevicePass(
+            self._device, self._linears, self._attention, rows, self.kv, cos, sin, backend
+        )
+        self._hidden = self._model.forward(self._pass)
+
+    def _draw(self, rows: StepRows, sampled: SampledRows) -> Drawn:
+        assert self._pass is not None
+        if not sampled.num_rows:
+            nothing = torch.empty(0, device=self._device.torch_device)
+            return Drawn(nothing, nothing)
+        hidden = self._hidden
+        if sampled.num_rows < rows.num_tokens or rows.max_count > 1:
+            hidden = hidden.take(sampled.tokens)
+        logits = self._model.logits(self._pass, hidden).settled
+        tokens = draw(self._device, logits, self.tables.settings, sampled.slots, sampled.positions)
+        scatter_tokens(self._device, tokens, sampled, self.tables)
+        return Drawn(logits, tokens)
+
+    def logits(self, tokens: Int) -> torch.Tensor:
+        """See `GivesLogits`; of the last step that `compute` launched."""
+        assert self._pass is not None, "no step has run"
+        index = to_device(np.ascontiguousarray(tokens), self._device.torch_device)
+        return self._model.logits(self._pass, self._hidden.take(index)).settled
+
+
+class _Rotations:
+    """Cosines and sines of a step's tokens, from a table by position, or computed where they depend on the length."""
+
+    def __init__(self, model: CausalModel, tables: DeviceTables, dtype: torch.dtype) -> None:
+        self._rope = model.rope
+        self._dtype = dtype
+        self._cos = self._sin = torch.empty(0)
+        if not model.rope.spec.depends_on_length:
+            positions = torch.arange(tables.token_ids.shape[1], device=tables.token_ids.device)
+            cos, sin = model.rope.cos_sin(positions, None, dtype)
+            self._cos, self._sin = cos.squeeze(1), sin.squeeze(1)  # [max_model_len + 1, rotary_dim]
+
+    def of(self, rows: StepRows) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``[num_tokens, rotary_dim]`` each. What padding tokens get is not used."""
+        positions = rows.positions.clamp(min=0)
+        if not self._rope.spec.depends_on_length:
+            return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+        assert rows.lengths is not None
+        cos, sin = self._rope.cos_sin(positions, rows.lengths, self._dtype)
+        return cos.squeeze(1), sin.squeeze(1)

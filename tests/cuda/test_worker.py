@@ -1,0 +1,174 @@
+"""The whole device worker: plans of the real core, kernels of csrc/cuda, tokens of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from tests.models.conftest import serve
+from tests.models.test_engine import GREEDY, House, changed, small_kv, without_prefix_cache
+from tests.models.test_families import FAMILIES, prompts_of
+from tests.models.test_swapping import with_host_memory
+
+from quintet.executor.cuda.boot import make_device_worker
+from quintet.executor.cuda.device import Device
+from quintet.executor.cuda.worker import DeviceWorker
+from quintet.executor.models.model import CausalModel, Setting
+from quintet.executor.models.registry import build_model, read_card
+from quintet.executor.ops.table import Ops
+from quintet.executor.quant.method import LinearMethod, LinearShape
+from quintet.executor.quant.none import RowMajorLinear
+from quintet.executor.weights.load import fill_randomly, load_checkpoint
+from quintet.executor.weights.plan import WeightPlan
+from quintet.executor.worker import DTYPES, TIED_OUTPUT
+from quintet.wire.config import EngineConfig
+from quintet.wire.params import SamplingParams
+
+__all__ = ["serve"]
+
+BLOCKS_OF_16 = pytest.mark.parametrize("serve", [16], indirect=True)
+
+
+class RowMajor:
+    """Weights as a GPU has them, also where the device is emulated and its memory is the host's."""
+
+    def linear(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod:
+        return RowMajorLinear(shape, plan)
+
+
+def model_on(device: Device, config: EngineConfig) -> CausalModel:
+    """Return the configured model with its weights on the device."""
+    setting = Setting(Ops(), device.torch_device, DTYPES[config.model.dtype], RowMajor())
+    folder = Path(config.model.path)
+    model = build_model(config.model.architecture, read_card(folder), setting)
+    with torch.inference_mode():
+        if config.executor.load_format == "dummy":
+            fill_randomly(model.weights, config.executor.seed)
+        else:
+            load_checkpoint(model.weights, folder, TIED_OUTPUT)
+    return model
+
+
+def worker_on(
+    device: Device, config: EngineConfig, *, captured: bool = True, **executor: Any
+) -> DeviceWorker:
+    """Return a worker, all its graphs captured if ``captured``, else none."""
+    settings = msgspec.structs.replace(config.executor, enforce_eager=not captured, **executor)
+    config = msgspec.structs.replace(config, executor=settings)
+    worker = make_device_worker(device, model_on(device, config), config, DTYPES[config.model.dtype], {})
+    while worker.has_chores:
+        worker.do_chore()
+    return worker
+
+
+@BLOCKS_OF_16
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_transformers(family: str, serve: Callable[..., Any], device: Device) -> None:
+    served = serve(FAMILIES[family](), max_model_len=96)
+    prompts = prompts_of((1, 3, 8, 17, 29))
+    expected = [served.greedy(prompt, 12) for prompt in prompts]
+    config = changed(served.config, max_num_seqs=8, max_num_batched_tokens=23)
+    house = House(config, worker_on(device, config))
+    for i, prompt in enumerate(prompts):
+        house.admit(i + 1, prompt, SamplingParams(temperature=0.0, max_tokens=12, seed=0))
+    house.run()
+    assert [house.outputs[i + 1] for i in range(len(prompts))] == expected
+
+
+@BLOCKS_OF_16
+def test_tokens_do_not_depend_on_scheduling_nor_on_graphs(serve: Callable[..., Any], device: Device) -> None:
+    served = serve(FAMILIES["llama-gqa-biases"](), max_model_len=96)
+    prompts = prompts_of()
+    num_tokens = 20
+    expected = [served.greedy(prompt, num_tokens) for prompt in prompts]
+    base = with_host_memory(changed(served.config, max_num_seqs=8))
+    captured, eager = worker_on(device, base), worker_on(device, base, captured=False)
+    variants = {
+        "eager, in chunks": (changed(base, max_num_batched_tokens=17, long_prefill_token_threshold=5), eager),
+        "graphs, no prefix cache, synchronous": (without_prefix_cache(changed(base, depth=1)), captured),
+        "graphs, preemption": (small_kv(base), captured),
+    }
+    for name, (config, worker) in variants.items():
+        house = House(config, worker)
+        for i, prompt in enumerate(prompts):
+            house.admit(i + 1, prompt, SamplingParams(temperature=0.0, max_tokens=num_tokens, seed=0))
+        house.run()
+        assert [house.outputs[i + 1] for i in range(len(prompts))] == expected, name
+        assert house.engine.state is not None
+        counters = house.engine.state.counters
+        assert (counters.preemptions > 0) == name.endswith("preemption"), (name, counters)
+        assert (counters.swap_in_blocks > 0) == name.endswith("preemption"), (name, counters)
+
+
+@BLOCKS_OF_16
+def test_what_a_request_asks_of_its_draws(serve: Callable[..., Any], device: Device) -> None:
+    """Seeds, filters, penalties and log-probabilities beside plain rows: as the host's kernels draw them."""
+    served = serve(FAMILIES["qwen2"](), max_model_len=96)
+    asked = [
+        SamplingParams(temperature=0.0, max_tokens=10, seed=0),
+        SamplingParams(temperature=0.9, max_tokens=10, seed=7),
+        SamplingParams(temperature=1.3, top_k=20, top_p=0.9, max_tokens=10, seed=8),
+        SamplingParams(temperature=0.7, min_p=0.05, max_tokens=10, seed=9),
+        SamplingParams(temperature=0.0, repetition_penalty=1.4, max_tokens=10, seed=0),
+        SamplingParams(temperature=0.8, presence_penalty=0.7, frequency_penalty=0.4, max_tokens=10, seed=3),
+        SamplingParams(temperature=0.0, logprobs=3, prompt_logprobs=2, max_tokens=10, seed=0),
+    ]
+    config = changed(served.config, max_num_seqs=8)
+    drawn = []
+    for worker in (served.core.worker, worker_on(device, config)):
+        house = House(config, worker)
+        for i, params in enumerate(asked):
+            house.admit(i + 1, prompts_of()[i], params)
+        house.run()
+        drawn.append([house.outputs[i + 1] for i in range(len(asked))])
+    assert drawn[0] == drawn[1]
+
+
+@BLOCKS_OF_16
+def test_the_host_waits_for_nothing_while_plain_rows_decode(
+    serve: Callable[..., Any], device: Device
+) -> None:
+    """Two plans are in flight before the first one's tokens are there, and the second reads them on the device."""
+    served = serve(FAMILIES["llama-mha"](), max_model_len=96)
+    config = changed(served.config, max_num_seqs=4)
+    worker = worker_on(device, config)
+    house = House(config, worker)
+    house.admit(1, prompts_of()[4], GREEDY)
+    plans = [house.engine.plan(0), house.engine.plan(0)]
+    assert all(plan is not None for plan in plans)
+    pendings = [worker.begin(plan) for plan in plans if plan is not None]
+    tokens = b"".join(pending.result().token_ids for pending in pendings)
+    expected = served.greedy(prompts_of()[4], 2)
+    assert list(torch.frombuffer(bytearray(tokens), dtype=torch.int32)) == expected
+    assert all(pending.device_ms is not None for pending in pendings)
+    assert pendings[1].gap_ms is not None
+
+
+@BLOCKS_OF_16
+def test_a_step_without_memory_is_computed_in_parts(
+    serve: Callable[..., Any], device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = serve(FAMILIES["llama-mha"](), max_model_len=96)
+    config = changed(served.config, max_num_seqs=8)
+    worker = worker_on(device, config, captured=False)
+    compute = worker.runner.compute
+
+    def scarce(staging: torch.Tensor, num_rows: int, num_tokens: int, *sizes: int) -> Any:
+        if num_tokens > 20:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return compute(staging, num_rows, num_tokens, *sizes)
+
+    monkeypatch.setattr(worker.runner, "compute", scarce)
+    house = House(config, worker)
+    prompts = prompts_of()
+    for i, prompt in enumerate(prompts):
+        house.admit(i + 1, prompt, SamplingParams(temperature=0.0, max_tokens=6, seed=0))
+    house.run()
+    assert [house.outputs[i + 1] for i in range(len(prompts))] == [
+        served.greedy(prompt, 6) for prompt in prompts
+    ]
+    assert worker.num_split > 0

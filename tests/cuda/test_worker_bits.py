@@ -1,0 +1,66 @@
+"""``--batch-invariant``: a request's bits alone, in company, in chunks and after preemption, with kernels for bf16.
+
+Compared are the log-probabilities of the most likely tokens: whatever moves a logit by one unit in the last place moves
+them, as all of them share one normaliser.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.cuda.test_worker import worker_on
+from tests.gpu.small import CARD, SMALLER, params, prompts, run_all, with_blocks, with_scheduler
+from tests.models.conftest import engine_config
+
+from quintet.executor.cuda.device import Device
+from quintet.executor.cuda.worker import DeviceWorker
+from quintet.wire.config import EngineConfig
+
+NUM_TOKENS = 6
+NUM_REQUESTS = 9
+"""The ninth prompt is a tile and one token long."""
+WATCHED = (5, 9)
+
+Bits = list[tuple[int, bytes, bytes]]
+
+
+def invariant_config(folder: Path) -> EngineConfig:
+    card = CARD | SMALLER | {"head_dim": 64}
+    (folder / "config.json").write_text(json.dumps(card))
+    config = engine_config(
+        folder, card, 16, 128, "bfloat16", load_format="dummy", seed=3, batch_invariant=True
+    )
+    return with_scheduler(with_blocks(config, 200), max_num_seqs=16)
+
+
+def bits_of(config: EngineConfig, worker: DeviceWorker, numbers: range | tuple[int, ...]) -> dict[int, Bits]:
+    everything = prompts(NUM_REQUESTS, 200)
+    asked = {number: (everything[number - 1], params(number, NUM_TOKENS, logprobs=5)) for number in numbers}
+    told = run_all(config, worker, asked).logprobs
+    return {
+        number: [(each.rank, each.token_ids, each.logprobs) for each in positions]
+        for number, positions in told.items()
+    }
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> EngineConfig:
+    return invariant_config(tmp_path)
+
+
+def test_bits_do_not_depend_on_the_batch(config: EngineConfig, device: Device) -> None:
+    worker = worker_on(device, config)
+    together = bits_of(config, worker, range(1, NUM_REQUESTS + 1))
+    assert all(len(told) == NUM_TOKENS for told in together.values())
+    for number in WATCHED:
+        assert bits_of(config, worker, (number,))[number] == together[number], f"request {number} alone"
+    in_chunks = with_scheduler(config, max_num_batched_tokens=29, long_prefill_token_threshold=13)
+    assert bits_of(in_chunks, worker, range(1, NUM_REQUESTS + 1)) == together, "in chunks"
+
+
+def test_bits_do_not_depend_on_preemption_nor_on_graphs(config: EngineConfig, device: Device) -> None:
+    calm = bits_of(config, worker_on(device, config), range(1, NUM_REQUESTS + 1))
+    small = with_blocks(config, 12)
+    assert bits_of(small, worker_on(device, small, captured=False), range(1, NUM_REQUESTS + 1)) == calm
