@@ -69,6 +69,8 @@ def run(
 def end_session(leader: subprocess.Popen[bytes]) -> None:
     """Kill every process of the session that ``leader`` began, and wait until all are gone."""
     deadline = time.monotonic() + GONE_S
+    if leader.poll() is None:
+        os.killpg(leader.pid, signal.SIGKILL)
     while True:
         left = members(leader.pid)
         for pid in left:

@@ -14,6 +14,9 @@ from pathlib import Path
 
 from bench.gpu.figures import Figure, number
 
+MAX_SHOWN = 8
+"""Figures in a cell of a table."""
+
 
 class Outcome(StrEnum):
     """How a row ended."""
@@ -46,8 +49,9 @@ class Entry:
     """The last lines a row printed that did not pass."""
 
     def text(self) -> str:
-        """Return outcome and figures in a cell of a table."""
-        told = [f"{figure.name} {number(figure.value)} {figure.unit}" for figure in self.figures]
+        """Return outcome and figures in a cell of a table: those with a target, or the first few. The file has all."""
+        chosen = [figure for figure in self.figures if figure.is_met is not None] or self.figures[:MAX_SHOWN]
+        told = [f"{figure.name} {number(figure.value)} {figure.unit}" for figure in chosen]
         return "; ".join([f"{self.outcome} ({self.finished[:10]}, {self.commit})", *told])
 
 

@@ -72,8 +72,8 @@ ROWS = (
         "all pass",
         (*PYTEST, "tests/gpu/test_kernels.py", "tests/gpu/test_ops.py"),
         TESTS,
-        takes_s=60,
-        limit_s=240,
+        takes_s=90,
+        limit_s=420,
     ),
     Row(
         "models-fp32",
