@@ -104,7 +104,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=options.max_num_seqs,
-            max_num_batched_tokens=rules.derive_max_num_batched_tokens(options, fitted),
+            max_num_batched_tokens=rules.derive_max_num_batched_tokens(options, device, fitted),
             policy=options.scheduling_policy,
             enable_chunked_prefill=options.enable_chunked_prefill,
             long_prefill_token_threshold=options.long_prefill_token_threshold,

@@ -157,7 +157,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_num_batched_tokens: Annotated[
         int | None,
         Flag(
-            SCHEDULING, "tokens computed in one step at most", "TOKENS", "2048, or what the other flags need"
+            SCHEDULING,
+            "tokens computed in one step at most",
+            "TOKENS",
+            "2048, on a GPU 8192, or what the other flags need",
         ),
     ] = None
     enable_chunked_prefill: Annotated[

@@ -15,7 +15,8 @@ from quintet.wire.kv_spec import KvSpec
 MAX_SOCKET_PATH = 107
 """Longest path of a Unix socket on Linux (``sun_path`` less its NUL)."""
 _LONGEST_SOCKET_NAME = len("/detokenizer-1023.9999999")
-_DEFAULT_BATCHED_TOKENS = 2048
+_DEFAULT_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
+"""Enough to keep the device multiplying; more would only hold up those who decode."""
 _CPU_STEP_TARGET_MS = 250
 _DEFAULT_SWAP_BYTES = 4 << 30
 _WEIGHT_BITS: Mapping[Quantization, float] = {"int8": 8.1, "w8a8": 8.1, "int4": 4.5}
@@ -151,7 +152,7 @@ def derive_max_num_seqs(settings: Mapping[str, object]) -> tuple[dict[str, objec
     return {**settings, "max_num_seqs": budget}, [note]
 
 
-def derive_max_num_batched_tokens(options: Options, max_model_len: int) -> int:
+def derive_max_num_batched_tokens(options: Options, device: str, max_model_len: int) -> int:
     """Return the step's token budget.
 
     It must hold one token of every running request, and without chunked prefill a whole prompt.
@@ -161,7 +162,7 @@ def derive_max_num_batched_tokens(options: Options, max_model_len: int) -> int:
         options.max_num_seqs if options.enable_chunked_prefill else max(options.max_num_seqs, max_model_len)
     )
     if asked is None:
-        return max(_DEFAULT_BATCHED_TOKENS, needed)
+        return max(_DEFAULT_BATCHED_TOKENS[device], needed)
     if asked < options.max_num_seqs:
         raise ConfigError(
             f"--max-num-batched-tokens is {asked}, less than --max-num-seqs {options.max_num_seqs}: "
