@@ -1,12 +1,14 @@
 // y = x . weight^T (+ bias): x [num_rows, depth], weight [columns, depth] as checkpoints have it, sums in fp32.
 //
 // A block owns a tile of y and, where the host splits the depth (gridDim.y > 1), one chunk of it; it brings both operands
-// through shared memory in steps of 128 bytes of depth, a few stages ahead. Tiles of 16 or 32 rows are for steps of few
-// tokens, where the weight's bytes are the limit: 4 warps side by side, 60 KiB of stages, so three blocks of a Hopper
-// multiprocessor (227 KiB) have about 100 KiB of weight under way, more than the 40 KiB that 4.8 TB/s times 1 us over 132
-// of them asks for. Tiles of 64 and 128 rows are for more tokens, where multiplying is the limit: a step of 128x128 is
-// 2.1 MFLOP for 32 KiB copied, of which four are there or under way. Their rate is what mma.sync gives, on Hopper about two thirds of what wgmma gives; it is
-// for --batch-invariant, cuBLAS multiplies otherwise.
+// through shared memory in steps of 64 or 128 bytes of depth, a few stages ahead.
+// Tiles of 16 or 32 rows are for steps of few tokens, where the weight's bytes are the limit: 4 warps side by side, 64 KiB of
+// shared memory, so three blocks of a Hopper multiprocessor (227 KiB) have about 100 KiB of weight under way, more than
+// the 40 KiB that 4.8 TB/s times 1 us over 132 of them asks for.
+// Tiles of 64 and 128 rows are for more tokens, where multiplying is the limit. 128x128 by 4 warps of 64x64: a step of 64
+// bytes is 1 MFLOP for 16 KiB copied and 32 KiB loaded to registers, which shared memory gives in the time that mma.sync
+// takes; two blocks of 112 KiB and all registers, so that one multiplies while the other waits. Their rate is what mma.sync
+// gives, on Hopper about two thirds of what wgmma gives; it is for --batch-invariant, cuBLAS multiplies otherwise.
 //
 // The order of every sum is in linear_tile.cuh; it does not depend on the batch, the tile or the split. It rests on an
 // element of an m16n8k16 product not depending on its place in the tile, which the hardware is made to give and
@@ -21,8 +23,9 @@ namespace {
 // On tensor cores. A warp owns WARP_M x WARP_N results as 16x8 tiles, of which a lane has rows g and g + 8, columns c and
 // c + 1 (g = lane / 4, c = 2 * (lane % 4)): one group of four. Per k of 16 it loads WARP_M / 16 + WARP_N / 16 times 512
 // bytes from shared memory for WARP_M / 16 * WARP_N / 8 products.
-template <class T, int M, int N, int WARPS_M, int WARPS_N>
+template <class T, int M, int N, int WARPS_M, int WARPS_N, int PACKS_OF_STEP>
 struct TensorProduct {
+  static constexpr int PACKS = PACKS_OF_STEP;
   static constexpr int TILE_M = M, TILE_N = N;
   static constexpr int THREADS = 32 * WARPS_M * WARPS_N;
   static constexpr int WARP_M = M / WARPS_M, WARP_N = N / WARPS_N;
@@ -39,30 +42,33 @@ struct TensorProduct {
   static __device__ __forceinline__ int row(int f) { return warp_row() + f / WIDE * 16 + lane() / 4; }
   static __device__ __forceinline__ int column(int f) { return warp_column() + f % WIDE * 8 + lane() % 4 * 2; }
 
+  // Calls `refill` behind the first products, which take longer than its addresses.
+  template <class Refill>
   static __device__ __forceinline__ void add(
-      float (&sum)[FRAGMENTS][4], const unsigned char* x, const unsigned char* weight) {
+      float (&sum)[FRAGMENTS][4], const unsigned char* x, const unsigned char* weight, Refill refill) {
     const int x_row = warp_row() + lane() % 16, x_half = lane() / 16;
     const int w_row = warp_column() + lane() % 8 + lane() / 16 * 8, w_half = lane() / 8 % 2;
     uint32_t a[2][TALL][4], b[2][WIDE][2];  // the next ones are loaded while these are multiplied
     auto load = [&](int k) {
 #pragma unroll
-      for (int i = 0; i < TALL; ++i) load_matrix_x4(a[k % 2][i], x + staged(x_row + i * 16, 2 * k + x_half));
+      for (int i = 0; i < TALL; ++i) load_matrix_x4(a[k % 2][i], x + staged<PACKS>(x_row + i * 16, 2 * k + x_half));
 #pragma unroll
       for (int j = 0; j < WIDE; j += 2) {
         uint32_t two[4];
-        load_matrix_x4(two, weight + staged(w_row + j * 8, 2 * k + w_half));
+        load_matrix_x4(two, weight + staged<PACKS>(w_row + j * 8, 2 * k + w_half));
         b[k % 2][j][0] = two[0], b[k % 2][j][1] = two[1];
         b[k % 2][j + 1][0] = two[2], b[k % 2][j + 1][1] = two[3];
       }
     };
     load(0);
 #pragma unroll
-    for (int k = 0; k < STEP_PACKS / 2; ++k) {
-      if (2 * k + 2 < STEP_PACKS) load(k + 1);
+    for (int k = 0; k < PACKS / 2; ++k) {
+      if (2 * k + 2 < PACKS) load(k + 1);
 #pragma unroll
       for (int i = 0; i < TALL; ++i)
 #pragma unroll
         for (int j = 0; j < WIDE; ++j) mma_16x8x16<T>(sum[i * WIDE + j], a[k % 2][i], b[k % 2][j]);
+      if (k == 0) refill();
     }
   }
 
@@ -94,6 +100,7 @@ struct TensorProduct {
 // r + i * THREADS / 16, columns c + 16 * e: one group of four for each i. Reads TALL + 4 times 16 bytes for 16 * TALL products.
 template <int M, int N, int NUM_THREADS>
 struct FloatProduct {
+  static constexpr int PACKS = 8;
   static constexpr int TILE_M = M, TILE_N = N;
   static constexpr int THREADS = NUM_THREADS;
   static constexpr int ROWS_AT_ONCE = THREADS / 16;
@@ -102,16 +109,18 @@ struct FloatProduct {
 
   static __device__ __forceinline__ int row(int f) { return threadIdx.x / 16 + f * ROWS_AT_ONCE; }
 
+  template <class Refill>
   static __device__ __forceinline__ void add(
-      float (&sum)[FRAGMENTS][4], const unsigned char* x, const unsigned char* weight) {
+      float (&sum)[FRAGMENTS][4], const unsigned char* x, const unsigned char* weight, Refill refill) {
+    refill();
 #pragma unroll
-    for (int pack = 0; pack < STEP_PACKS; ++pack) {
+    for (int pack = 0; pack < PACKS; ++pack) {
       float4 a[FRAGMENTS], b[4];
 #pragma unroll
-      for (int f = 0; f < FRAGMENTS; ++f) a[f] = *reinterpret_cast<const float4*>(x + staged(row(f), pack));
+      for (int f = 0; f < FRAGMENTS; ++f) a[f] = *reinterpret_cast<const float4*>(x + staged<PACKS>(row(f), pack));
 #pragma unroll
       for (int e = 0; e < 4; ++e)
-        b[e] = *reinterpret_cast<const float4*>(weight + staged(threadIdx.x % 16 + 16 * e, pack));
+        b[e] = *reinterpret_cast<const float4*>(weight + staged<PACKS>(threadIdx.x % 16 + 16 * e, pack));
 #pragma unroll
       for (int f = 0; f < FRAGMENTS; ++f)
 #pragma unroll
@@ -140,24 +149,25 @@ struct FloatProduct {
 
 }  // namespace
 
-// Grid: tiles of rows times tiles of columns; chunks, or 1. Stages of (M + N) * 128 bytes of dynamic shared memory.
+// Grid: tiles of rows times tiles of columns; chunks, or 1. Dynamic shared memory: stages of (M + N) * PACKS * 16 bytes, and
+// M * N floats.
 // x, weight and their strides are multiples of 16 bytes. `partials` and `tickets` (zeros) are used by a split only.
 #define LINEAR(NAME, T, STAGES, BLOCKS, ...)                                                                          \
   QT_KERNEL_OCCUPANCY(                                                                                                \
       (__VA_ARGS__::THREADS), BLOCKS, NAME,                                                                           \
       (const T* x, const T* weight, const T* bias, T* out, float* partials, int* tickets, int num_rows, int columns,  \
-       int depth, long long x_stride, long long out_stride, int chunk_steps)) {                                       \
+       int depth, long long x_stride, long long out_stride, int chunk_units)) {                                       \
     QT_DYNAMIC_SHARED(shared);                                                                                        \
-    const LinearProblem problem{num_rows, columns, depth, x_stride, out_stride, chunk_steps};                         \
+    const LinearProblem problem{num_rows, columns, depth, x_stride, out_stride, chunk_units};                         \
     LinearTile<T, __VA_ARGS__, STAGES>::run(shared, x, weight, bias, out, partials, tickets, problem);                \
   }
 
 // As many blocks on a multiprocessor as Hopper's shared memory lets in; no fewer registers for more.
-#define LINEAR_16_BITS(SUFFIX, T)                                               \
-  LINEAR(linear_16x64_##SUFFIX, T, 6, 3, TensorProduct<T, 16, 64, 1, 4>)        \
-  LINEAR(linear_32x64_##SUFFIX, T, 5, 3, TensorProduct<T, 32, 64, 1, 4>)        \
-  LINEAR(linear_64x64_##SUFFIX, T, 4, 3, TensorProduct<T, 64, 64, 2, 2>)        \
-  LINEAR(linear_128x128_##SUFFIX, T, 4, 1, TensorProduct<T, 128, 128, 2, 4>)
+#define LINEAR_16_BITS(SUFFIX, T)                                                 \
+  LINEAR(linear_16x64_##SUFFIX, T, 6, 3, TensorProduct<T, 16, 64, 1, 4, 8>)       \
+  LINEAR(linear_32x64_##SUFFIX, T, 5, 3, TensorProduct<T, 32, 64, 1, 4, 8>)       \
+  LINEAR(linear_64x64_##SUFFIX, T, 3, 3, TensorProduct<T, 64, 64, 2, 2, 8>)       \
+  LINEAR(linear_128x128_##SUFFIX, T, 3, 2, TensorProduct<T, 128, 128, 2, 2, 4>)
 
 LINEAR_16_BITS(bf16, bf16)
 LINEAR_16_BITS(fp16, fp16)

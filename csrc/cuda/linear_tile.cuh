@@ -2,7 +2,7 @@
 // blocks that hold parts of one sum meet. Does not know how products are made: a Product (in linear.cu) does.
 //
 // The order, which depends on the depth and nothing else. The depth is cut into a few chunks of a length given by the
-// host (chunk_steps steps of 128 bytes). A chunk's products are summed from zero in ascending order in one fp32
+// host (chunk_units times 128 bytes of a row). A chunk's products are summed from zero in ascending order in one fp32
 // accumulator; the chunks' sums are added in ascending order in fp32; then the bias; then one rounding. A block either
 // goes through all chunks itself, or does one of them and leaves its sum in `partials`, where the block that arrives last
 // adds them: the same additions in the same order, so the same bits whatever the tile, the split and the other rows.
@@ -10,18 +10,22 @@
 
 namespace quintet {
 
-constexpr int STEP_BYTES = 128;  // of a row, in one stage
-constexpr int STEP_PACKS = STEP_BYTES / 16;
+constexpr int CHUNK_UNIT = 128;  // bytes of a row: what chunks are multiples of
 constexpr int BAND = 8;  // tiles of rows that take turns on one tile of columns before the next: both stay in L2
 
-// The offset in a stage of a pack of 16 bytes. Rows are 128 bytes, and their packs change places by the row's number, so
-// that the same pack of eight rows in turn lies in eight different groups of four banks: reading it has no conflict.
-__device__ __forceinline__ int staged(int row, int pack) { return row * STEP_BYTES + ((pack ^ (row & 7)) * 16); }
+// The offset in a stage of a pack of 16 bytes, of rows of PACKS packs. The packs of a row change places by the row's
+// number, so that the same pack of eight rows in turn lies in eight different groups of four banks: reading it has no
+// conflict.
+template <int PACKS>
+__device__ __forceinline__ int staged(int row, int pack) {
+  static_assert(PACKS == 4 || PACKS == 8, "eight rows of 128 bytes, or four pairs of rows of 64");
+  return (row * PACKS + (pack ^ (row / (8 / PACKS) % PACKS))) * 16;
+}
 
 struct LinearProblem {
   int num_rows, columns, depth;
   long long x_stride, out_stride;  // numbers between two rows
-  int chunk_steps;
+  int chunk_units;
 };
 
 // Adding to it leaves every number as it is; to +0.0 not: -0.0 would become +0.0.
@@ -32,25 +36,27 @@ template <class T, class Product, int STAGES>
 struct LinearTile {
   static constexpr int THREADS = Product::THREADS;
   static constexpr int FRAGMENTS = Product::FRAGMENTS;
-  static constexpr int STEP = STEP_BYTES / int(sizeof(T));
+  static constexpr int PACKS = Product::PACKS;  // of a row, in one stage
   static constexpr int PACK = 16 / int(sizeof(T));
-  static constexpr int X_BYTES = Product::TILE_M * STEP_BYTES;
-  static constexpr int STAGE_BYTES = X_BYTES + Product::TILE_N * STEP_BYTES;
+  static constexpr int STEP = PACKS * PACK;
+  static constexpr int X_BYTES = Product::TILE_M * PACKS * 16;
+  static constexpr int STAGE_BYTES = X_BYTES + Product::TILE_N * PACKS * 16;
+  static_assert(FRAGMENTS * THREADS * 4 == Product::TILE_M * Product::TILE_N, "every result has one owner");
   static_assert(STAGES >= 2, "a stage is filled while another is read");
 
   // Start to copy `ROWS` rows of a matrix, one step deep, into a stage; zeros where the matrix has ended.
   template <int ROWS>
   static __device__ __forceinline__ void copy(
-      unsigned char* stage, const T* matrix, long long stride, int first, int end, int k, int depth) {
-    constexpr int ROWS_AT_ONCE = THREADS / STEP_PACKS;
+      unsigned char* stage, const T* matrix, long long stride, int first, int end, int k, int end_k) {
+    constexpr int ROWS_AT_ONCE = THREADS / PACKS;
     static_assert(ROWS % ROWS_AT_ONCE == 0, "every thread copies the same number of packs");
-    const int pack = threadIdx.x % STEP_PACKS;
-    const int row = threadIdx.x / STEP_PACKS;
+    const int pack = threadIdx.x % PACKS;
+    const int row = threadIdx.x / PACKS;
     const T* source = matrix + (long long)(first + row) * stride + k + pack * PACK;
-    const bool inside = k + pack * PACK < depth;
+    const bool inside = k + pack * PACK < end_k;
 #pragma unroll
     for (int i = 0; i < ROWS; i += ROWS_AT_ONCE) {
-      copy_async_16(stage + staged(row + i, pack), source, inside && first + row + i < end);
+      copy_async_16(stage + staged<PACKS>(row + i, pack), source, inside && first + row + i < end);
       source += ROWS_AT_ONCE * stride;
     }
   }
@@ -68,55 +74,73 @@ struct LinearTile {
 
     const bool is_split = gridDim.y > 1;
     const int all_steps = (problem.depth + STEP - 1) / STEP;
-    const int first = is_split ? int(blockIdx.y) * problem.chunk_steps : 0;
-    const int end = is_split && first + problem.chunk_steps < all_steps ? first + problem.chunk_steps : all_steps;
+    const int chunk_steps = problem.chunk_units * (CHUNK_UNIT / (PACKS * 16));
+    const int first = is_split ? int(blockIdx.y) * chunk_steps : 0;
+    const int end = is_split && first + chunk_steps < all_steps ? first + chunk_steps : all_steps;
 
+    // Beyond the last step: zeros, and nothing is read. A branch would keep the copies apart from the products around them.
+    const int end_k = end * STEP < problem.depth ? end * STEP : problem.depth;
     auto fill = [&](int step, int stage) {
       unsigned char* into = shared + stage * STAGE_BYTES;
       copy<Product::TILE_M>(
-          into, x, problem.x_stride, first_row, problem.num_rows, step * STEP, problem.depth);
+          into, x, problem.x_stride, first_row, problem.num_rows, step * STEP, end_k);
       copy<Product::TILE_N>(
-          into + X_BYTES, weight, problem.depth, first_column, problem.columns, step * STEP, problem.depth);
+          into + X_BYTES, weight, problem.depth, first_column, problem.columns, step * STEP, end_k);
+      copy_async_commit();
     };
 #pragma unroll
-    for (int i = 0; i < STAGES - 1; ++i) {
-      if (first + i < end) fill(first + i, i);
-      copy_async_commit();
-    }
+    for (int i = 0; i < STAGES - 1; ++i) fill(first + i, i);
 
-    float sum[FRAGMENTS][4], total[FRAGMENTS][4];
+    float sum[FRAGMENTS][4];
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; ++f)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) sum[f][e] = 0.0f, total[f][e] = NOTHING;
+      for (int e = 0; e < 4; ++e) sum[f][e] = 0.0f;
 
+    // The sum of the chunks before this one: behind the stages, where registers would be too many. A thread's own groups.
+    float4* total = reinterpret_cast<float4*>(shared + STAGES * STAGE_BYTES) + threadIdx.x;
     int stage = 0, in_chunk = 0;
+    bool is_first = true;
     for (int step = first; step < end; ++step) {
+      if (in_chunk == chunk_steps) {
+#pragma unroll
+        for (int f = 0; f < FRAGMENTS; ++f) {
+          total[f * THREADS] = joined(is_first, total + f * THREADS, sum[f]);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) sum[f][e] = 0.0f;
+        }
+        is_first = false;
+        in_chunk = 0;
+      }
+      ++in_chunk;
       copy_async_wait<STAGES - 2>();  // the oldest of this thread's groups: this step's
       __syncthreads();                // everybody's; and everybody is done with the stage that is filled next
-      const int ahead = step + STAGES - 1;
-      if (ahead < end) fill(ahead, stage == 0 ? STAGES - 1 : stage - 1);
-      copy_async_commit();  // an empty group too: the wait above counts them
       const unsigned char* here = shared + stage * STAGE_BYTES;
-      Product::add(sum, here, here + X_BYTES);
+      Product::add(
+          sum, here, here + X_BYTES, [&] { fill(step + STAGES - 1, stage == 0 ? STAGES - 1 : stage - 1); });
       stage = stage + 1 == STAGES ? 0 : stage + 1;
-      if (++in_chunk == problem.chunk_steps || step + 1 == end) {
-        in_chunk = 0;
+    }
+    copy_async_wait<0>();  // the zeros behind the last step: they would arrive in what the next block may own
 #pragma unroll
-        for (int f = 0; f < FRAGMENTS; ++f)
-#pragma unroll
-          for (int e = 0; e < 4; ++e) total[f][e] += sum[f][e], sum[f][e] = 0.0f;
-      }
+    for (int f = 0; f < FRAGMENTS; ++f) {
+      const float4 all = joined(is_first, total + f * THREADS, sum[f]);
+      sum[f][0] = all.x, sum[f][1] = all.y, sum[f][2] = all.z, sum[f][3] = all.w;
     }
 
-    if (is_split && !meet(shared, total, partials, tickets, first_row, problem)) return;
+    if (is_split && !meet(shared, sum, partials, tickets, first_row, problem)) return;
 #pragma unroll
-    for (int f = 0; f < FRAGMENTS; ++f) Product::store(f, total[f], bias, out, first_row, first_column, problem);
+    for (int f = 0; f < FRAGMENTS; ++f) Product::store(f, sum[f], bias, out, first_row, first_column, problem);
+  }
+
+  // The chunks before, if there are any, and one more.
+  static __device__ __forceinline__ float4 joined(bool is_first, const float4* before, const float (&sum)[4]) {
+    if (is_first) return make_float4(sum[0], sum[1], sum[2], sum[3]);
+    return make_float4(before->x + sum[0], before->y + sum[1], before->z + sum[2], before->w + sum[3]);
   }
 
   // Leave this chunk's sums for the last block of the tile to arrive; that one adds all and returns true.
   static __device__ __forceinline__ bool meet(
-      unsigned char* shared, float (&total)[FRAGMENTS][4], float* partials, int* tickets, int first_row,
+      unsigned char* shared, float (&sum)[FRAGMENTS][4], float* partials, int* tickets, int first_row,
       const LinearProblem& problem) {
     // A thread's group of four is 16 bytes, a group of the whole block contiguous; rows beyond the last are left out.
     constexpr long long CHUNK = (long long)FRAGMENTS * THREADS * 4;
@@ -126,10 +150,10 @@ struct LinearTile {
     for (int f = 0; f < FRAGMENTS; ++f)
       if (first_row + Product::row(f) < problem.num_rows)
         *reinterpret_cast<float4*>(mine + f * THREADS * 4) =
-            make_float4(total[f][0], total[f][1], total[f][2], total[f][3]);
+            make_float4(sum[f][0], sum[f][1], sum[f][2], sum[f][3]);
     __threadfence();  // what this thread wrote is there before the ticket that says so
     __syncthreads();
-    int* place = reinterpret_cast<int*>(shared);  // no copy is under way and nobody reads a stage any more
+    int* place = reinterpret_cast<int*>(shared + STAGES * STAGE_BYTES);  // no stage, where zeros may still arrive
     if (threadIdx.x == 0) *place = atomicAdd(tickets + blockIdx.x, 1);
     __syncthreads();
     if (*place + 1 != int(gridDim.y)) return false;
@@ -138,13 +162,13 @@ struct LinearTile {
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; ++f)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) total[f][e] = NOTHING;
+      for (int e = 0; e < 4; ++e) sum[f][e] = NOTHING;
     for (int chunk = 0; chunk < int(gridDim.y); ++chunk) {
 #pragma unroll
       for (int f = 0; f < FRAGMENTS; ++f) {
         if (first_row + Product::row(f) >= problem.num_rows) continue;
         const float4 part = *reinterpret_cast<const float4*>(of_tile + chunk * CHUNK + f * THREADS * 4);
-        total[f][0] += part.x, total[f][1] += part.y, total[f][2] += part.z, total[f][3] += part.w;
+        sum[f][0] += part.x, sum[f][1] += part.y, sum[f][2] += part.z, sum[f][3] += part.w;
       }
     }
     return true;

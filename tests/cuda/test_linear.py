@@ -28,7 +28,7 @@ from quintet.executor.cuda.ops.linear import (
     SplitMemory,
     Tile,
     choose_tile,
-    chunk_steps,
+    chunk_units,
     matmul,
     matvec,
     matvec_parts,
@@ -43,7 +43,7 @@ MOST_ROWS = 130
 COLUMNS = 72
 """A whole tile's columns and a part of another's."""
 DEPTH = 2 * 256 + 24
-"""Two chunks of 16-bit numbers and a part of a third that is not a whole step: see `chunk_steps`."""
+"""Two chunks of 16-bit numbers and a part of a third that is no whole step of any tile: see `chunk_units`."""
 
 every_format = pytest.mark.parametrize("dtype", DTYPES)
 
@@ -242,9 +242,8 @@ def test_sums_are_split_where_that_saves_a_round() -> None:
 @every_format
 def test_a_chunk_depends_on_the_depth_only_and_there_are_few(dtype: torch.dtype) -> None:
     for depth in range(8, 20_000, 8):
-        steps = -(-depth * dtype.itemsize // 128)
-        assert 1 <= -(-steps // chunk_steps(depth, dtype)) <= 4
-    depths = [chunk_steps(depth, dtype) for depth in range(8, 20_000, 8)]
+        assert 1 <= -(-depth * dtype.itemsize // (128 * chunk_units(depth, dtype))) <= 4
+    depths = [chunk_units(depth, dtype) for depth in range(8, 20_000, 8)]
     assert all(a <= b for a, b in pairwise(depths))
 
 

@@ -14,13 +14,13 @@ from quintet.executor.cuda.device import Device, Kernel
 
 SUFFIXES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
-STEP_BYTES = 128
-"""Of a row of x or of the weight, in one stage of a tile. As csrc/cuda/linear_tile.cuh has it."""
+CHUNK_UNIT = 128
+"""Bytes of a row of x or of the weight, of which chunks are multiples. As csrc/cuda/linear_tile.cuh has it."""
 
 MAX_CHUNKS = 4
 """Pieces of the depth that are summed apart: enough blocks for few tokens, and little to add up afterwards."""
 
-MIN_CHUNK_STEPS = 4
+MIN_CHUNK_UNITS = 4
 """A shorter chunk ends before its copies are under way."""
 
 MATVEC_ROWS = 4
@@ -49,22 +49,24 @@ class Tile:
     columns: int
     threads: int
     stages: int
+    step_bytes: int
+    """Of a row of x or of the weight, in one stage."""
     max_resident: int
     """Blocks that a multiprocessor's registers let in at once, as the kernel is compiled for."""
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block."""
-        return (self.rows + self.columns) * STEP_BYTES * self.stages
+        """Dynamic shared memory of a block: its stages, and the sums of its chunks."""
+        return (self.rows + self.columns) * self.step_bytes * self.stages + self.rows * self.columns * 4
 
 
 TILES_OF_16_BITS = (
-    Tile(16, 64, 128, 6, 3),
-    Tile(32, 64, 128, 5, 3),
-    Tile(64, 64, 128, 4, 3),
-    Tile(128, 128, 256, 4, 1),
+    Tile(16, 64, 128, 6, 128, 3),
+    Tile(32, 64, 128, 5, 128, 3),
+    Tile(64, 64, 128, 3, 128, 3),
+    Tile(128, 128, 128, 3, 64, 2),
 )
-TILES_OF_32_BITS = (Tile(16, 64, 128, 4, 3), Tile(64, 64, 256, 3, 2))
+TILES_OF_32_BITS = (Tile(16, 64, 128, 4, 128, 3), Tile(64, 64, 256, 3, 128, 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +109,10 @@ def tiles_of(dtype: torch.dtype) -> tuple[Tile, ...]:
     return TILES_OF_32_BITS if dtype == torch.float32 else TILES_OF_16_BITS
 
 
-def chunk_steps(depth: int, dtype: torch.dtype) -> int:
-    """Return the length of a chunk of the sum, in steps of 128 bytes. Part of what a result's bits depend on."""
-    steps = _ceil(depth * dtype.itemsize, STEP_BYTES)
-    return max(MIN_CHUNK_STEPS, _ceil(steps, MAX_CHUNKS))
+def chunk_units(depth: int, dtype: torch.dtype) -> int:
+    """Return the length of a chunk of the sum, in 128 bytes of a row. Part of what a result's bits depend on."""
+    units = _ceil(depth * dtype.itemsize, CHUNK_UNIT)
+    return max(MIN_CHUNK_UNITS, _ceil(units, MAX_CHUNKS))
 
 
 def matmul(
@@ -135,8 +137,8 @@ def matmul(
     if tile is None:
         tile = choose_tile(num_rows, tiles_of(x.dtype), device.max_shared_bytes)
     tiles = _ceil(num_rows, tile.rows) * _ceil(columns, tile.columns)
-    steps = chunk_steps(depth, x.dtype)
-    chunks = _ceil(_ceil(depth * x.dtype.itemsize, STEP_BYTES), steps)
+    units = chunk_units(depth, x.dtype)
+    chunks = _ceil(depth * x.dtype.itemsize, units * CHUNK_UNIT)
     resident = min(tile.max_resident, device.max_shared_bytes // (tile.shared_bytes + 1024))
     is_split = (
         memory is not None
@@ -160,7 +162,7 @@ def matmul(
             depth,
             x.stride(0),
             out.stride(0),
-            steps,
+            units,
         ),
         tile.shared_bytes,
     )
