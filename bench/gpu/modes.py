@@ -31,13 +31,14 @@ class Mode:
     """How steps are run."""
 
     max_in_flight: int = 2
-    executor: dict[str, bool] = field(default_factory=dict)
+    executor: dict[str, bool | str] = field(default_factory=dict)
 
 
 MODES = {
     "default": Mode(),
     "overlap off": Mode(1),
     "graphs off": Mode(2, {"enforce_eager": True}),
+    "our attention for prompts": Mode(2, {"attention_backend": "quintet"}),
     "batch-invariant": Mode(2, {"batch_invariant": True}),
 }
 

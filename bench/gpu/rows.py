@@ -72,7 +72,7 @@ ROWS = (
         "all pass",
         (*PYTEST, "tests/gpu/test_kernels.py", "tests/gpu/test_ops.py"),
         TESTS,
-        takes_s=90,
+        takes_s=80,
         limit_s=420,
     ),
     Row(
@@ -90,7 +90,7 @@ ROWS = (
         "≥ 95 %",
         (*PYTEST, "tests/gpu/test_models.py", "-k", "bf16"),
         TESTS,
-        takes_s=60,
+        takes_s=50,
         limit_s=240,
     ),
     Row(
@@ -135,8 +135,8 @@ ROWS = (
         "all pass",
         (*PYTEST, "tests/gpu/test_kill.py"),
         (*PROCESSES, "pytest"),
-        takes_s=50,
-        limit_s=180,
+        takes_s=45,
+        limit_s=300,
     ),
     Row(
         "ceilings",
@@ -176,11 +176,11 @@ ROWS = (
     ),
     Row(
         "modes",
-        "what graphs and overlap buy, and what --batch-invariant costs",
+        "what graphs, overlap and a library's attention buy, and what --batch-invariant costs",
         "–",
         ("-m", "bench.gpu.modes"),
         ENGINE,
-        takes_s=70,
+        takes_s=90,
         limit_s=300,
     ),
     Row(
@@ -189,7 +189,7 @@ ROWS = (
         "≥ 95 % of the engine's own",
         ("-m", "bench.gpu.serving"),
         PROCESSES,
-        takes_s=110,
+        takes_s=95,
         limit_s=400,
     ),
     Row(

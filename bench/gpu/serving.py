@@ -28,7 +28,7 @@ from quintet.deploy.load_client.workload import Item, RequestShape, poisson_arri
 SERVED_AS = "bench"
 SHARES = (0.5, 0.8, 1.0)
 """Arrival rates, as shares of what the engine alone finishes."""
-RATE_S = 12.0
+RATE_S = 8.0
 """About how long requests arrive at each rate."""
 SETTLE_S = 90.0
 """How long a server may take, once it is ready, to do what it does while nobody waits."""

@@ -69,7 +69,7 @@ class Bench:
     ceilings: Ceilings
 
 
-def open_bench(shape: Shape, device: str, grid: Grid, report: Report, **executor: bool) -> Bench:
+def open_bench(shape: Shape, device: str, grid: Grid, report: Report, **executor: bool | str) -> Bench:
     """Measure the ceilings, make the worker, and fill its KV memory with what the model computes."""
     ceilings = measure_ceilings(torch.device(device))
     if device == "cuda":
