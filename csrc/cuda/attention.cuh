@@ -1,6 +1,6 @@
 // What the attention kernels share: how a step's rows are cut into pieces of work, which positions a query sees, and the
 // arithmetic by which parts of a softmax are put together. The kernels: attention_plan.cu (once per step),
-// attention_decode.cu and attention_chunk.cu (matrix instructions), attention_merge.cu, attention_plain.cu.
+// attention_decode.cu and attention_chunk.cu (matrix instructions), attention_plain.cu.
 //
 // Words. A ROW is a request in this step: `count` new tokens after `start` cached ones. A LINE is one (new token, query
 // head) pair of one KV head; a row has count * group lines per KV head, line = token * group + head within the group, so
@@ -35,8 +35,9 @@ struct Plan {
   int max_rows;
   __device__ __forceinline__ int split_size() const { return table[0]; }
   __device__ __forceinline__ int num_pieces() const { return table[1]; }
-  // Pieces taken so far beyond the first of each block; the merge sets it to 0 for the next layer.
+  // Pieces taken so far beyond the first of each block, and blocks that found no more: 0 between launches.
   __device__ __forceinline__ int* taken() const { return table + 2; }
+  __device__ __forceinline__ int* finished() const { return table + 3; }
   // prefix()[row]: pieces of the rows before it; one entry more than rows.
   __device__ __forceinline__ int* prefix() const { return table + 4; }
   // parts()[row]: splits that are pieces of their own; 1: a piece walks all positions.
@@ -66,8 +67,10 @@ struct Attention {
   const unsigned char* kv;
   const int *slots, *starts, *counts, *offsets, *block_table;
   float *part_sums, *part_stats, *totals;
+  int* tickets;  // a patch's parts that are stored, at its first part's slot: 0 between launches
+  const int* token_rows;
   const float* alibi;
-  int num_rows, num_heads, num_kv_heads, head_dim, block_size, max_blocks, q_stride, window, split_tiles, stages;
+  int num_rows, num_tokens, num_heads, num_kv_heads, head_dim, block_size, max_blocks, q_stride, window, split_tiles, stages;
   long long plane;  // numbers from a key to its value
   Plan plan;
   Scores scores;
@@ -77,16 +80,16 @@ struct Attention {
 #define QT_ATTENTION_PARAMETERS                                                                                       \
   void *out, const void *q, const void *kv, const int *slots, const int *starts, const int *counts,                   \
       const int *offsets, const int *block_table, int *plan, float *part_sums, float *part_stats, float *totals,      \
-      const float *alibi, int num_rows, int max_rows, int num_heads, int num_kv_heads, int head_dim, int block_size,  \
-      int max_blocks, int q_stride, int window, int split_tiles, int stages, long long plane, float scale,            \
-      float soft_cap
+      int *tickets, const int *token_rows, const float *alibi, int num_rows, int num_tokens, int max_rows,            \
+      int num_heads, int num_kv_heads, int head_dim, int block_size, int max_blocks, int q_stride, int window,        \
+      int split_tiles, int stages, long long plane, float scale, float soft_cap
 
 #define QT_ATTENTION_ARGUMENTS                                                                                        \
   quintet::Attention {                                                                                                \
     (unsigned char*)out, (const unsigned char*)q, (const unsigned char*)kv, slots, starts, counts, offsets,           \
-        block_table, part_sums, part_stats, totals, alibi, num_rows, num_heads, num_kv_heads, head_dim, block_size,   \
-        max_blocks, q_stride, window, split_tiles, stages, plane, quintet::Plan{plan, max_rows},                      \
-        quintet::Scores{scale, soft_cap, soft_cap == 0.0f && alibi == nullptr}, num_heads / num_kv_heads              \
+        block_table, part_sums, part_stats, totals, tickets, token_rows, alibi, num_rows, num_tokens, num_heads,      \
+        num_kv_heads, head_dim, block_size, max_blocks, q_stride, window, split_tiles, stages, plane,                 \
+        quintet::Plan{plan, max_rows}, quintet::Scores{scale, soft_cap, soft_cap == 0.0f && alibi == nullptr}, num_heads / num_kv_heads              \
   }
 
 // One piece of work. Empty: its split lies where its patch sees nothing.
@@ -98,21 +101,32 @@ struct Piece {
   int num_lines;    // of the patch, at most PATCH
   int begin, end;   // positions
   int slot;         // patch of the workspace; -1: the result is final
+  int first_slot;   // of the patch's parts, which lie num_kv_heads apart
+  int num_parts;    // of the patch
   const int* blocks;
+  // position / block_size is the upper word of position * this, for positions below 2^22 and blocks of 2 to 1024.
+  unsigned inverse_size;
 };
 
+// The last row with prefix[row] <= index, by one warp: the lanes look at 32 places at a time.
+__device__ __forceinline__ int find_row(const int* prefix, int num_rows, int index) {
+  const int lane = threadIdx.x % WARP_SIZE;
+  int row = 0;  // prefix[row] <= index
+  for (int rows = num_rows; rows > 1;) {
+    const int step = divide_up(rows, WARP_SIZE);
+    const bool before = lane * step < rows && prefix[row + lane * step] <= index;
+    const int passed = (__popc(__ballot_sync(FULL_WARP, before)) - 1) * step;
+    row += passed;
+    rows = step < rows - passed ? step : rows - passed;
+  }
+  return row;
+}
+
+// The piece of that index, by one warp; all its lanes get it.
 template <int PATCH>
 __device__ __forceinline__ Piece find_piece(const Attention& a, int index) {
   const int* prefix = a.plan.prefix();
-  int row = 0, beyond = a.num_rows;  // the last row with prefix[row] <= index
-  while (beyond - row > 1) {
-    int middle = (row + beyond) / 2;
-    if (prefix[middle] <= index) {
-      row = middle;
-    } else {
-      beyond = middle;
-    }
-  }
+  const int row = find_row(prefix, a.num_rows, index);
   int parts = a.plan.parts()[row], size = a.plan.split_size();
   int start = a.starts[row], lines = a.counts[row] * a.group;
   int patches = divide_up(lines, PATCH);
@@ -132,136 +146,25 @@ __device__ __forceinline__ Piece find_piece(const Attention& a, int index) {
   piece.blocks = a.block_table + (long long)a.slots[row] * a.max_blocks;
   Range range = seen_by(start, piece.first_line / a.group, (piece.first_line + piece.num_lines - 1) / a.group, a.window);
   piece.slot = -1;
+  piece.num_parts = 1;
   if (parts > 1) {
     int first = seen_by(start, 0, 0, a.window).begin / size;
-    if (range.begin / size != (range.end - 1) / size) {
-      piece.slot = a.plan.base()[row] + (patch * parts + part) * a.num_kv_heads + head;
+    int first_seen = range.begin / size, last_seen = (range.end - 1) / size;
+    if (first_seen != last_seen) {
+      int base = a.plan.base()[row] + patch * parts * a.num_kv_heads + head;
+      piece.slot = base + part * a.num_kv_heads;
+      piece.first_slot = base + (first_seen - first) * a.num_kv_heads;
+      piece.num_parts = last_seen - first_seen + 1;
     }
     int from = (first + part) * size;
     if (from > range.begin) range.begin = from;
     if (from + size < range.end) range.end = from + size;
   }
+  piece.inverse_size = 0xffffffffu / unsigned(a.block_size) + 1u;
   piece.begin = range.begin;
   piece.end = range.end;
   return piece;
 }
-
-// The cache as a ring of buffers in shared memory: unit 2 t holds the keys of a piece's tile t, unit 2 t + 1 its values,
-// positions outside [begin, end) and numbers past the head's end as zeros (0 times what nobody wrote may be NaN).
-//
-// A row of a tile is 16 bytes longer than its numbers: then the 8 rows that one matrix load touches lie in different
-// banks. An fp8 tile stays packed in the ring; the thread that copied 16 bytes widens them into one of two buffers, so
-// only the widened tile needs a barrier.
-template <class T, class KV, int DIM, int THREADS>
-struct Ring {
-  static constexpr bool WIDENS = sizeof(KV) != sizeof(T);
-  static constexpr int ROW = DIM * int(sizeof(T)) + 16;
-  static constexpr int SOURCE_ROW = WIDENS ? DIM : ROW;
-  static constexpr int UNIT = TILE * SOURCE_ROW;
-  static constexpr int WIDE = WIDENS ? 2 * TILE * ROW : 0;
-  static constexpr int CHUNKS = DIM * int(sizeof(KV)) / 16;  // of 16 bytes in a row
-  static_assert(TILE * CHUNKS % THREADS == 0, "every thread copies equally many chunks");
-  static_assert(ROW % 128 == 16 || ROW % 128 == 80, "8 consecutive rows begin in 8 different groups of 4 banks");
-
-  // Which 16 bytes of a unit are this thread's i-th: where rows divide the threads, those of one column.
-  static __device__ __forceinline__ int row_of(int i) {
-    if constexpr (THREADS % CHUNKS == 0) return int(threadIdx.x) / CHUNKS + i * (THREADS / CHUNKS);
-    return (i * THREADS + int(threadIdx.x)) / CHUNKS;
-  }
-  static __device__ __forceinline__ int column_of(int i) {
-    if constexpr (THREADS % CHUNKS == 0) return int(threadIdx.x) % CHUNKS;
-    return (i * THREADS + int(threadIdx.x)) % CHUNKS;
-  }
-
-  const Attention& a;
-  const Piece& piece;  // in shared memory
-  unsigned char* memory;
-  int next = 0, into = 0, from = 0;  // unit to copy next, its stage, stage to use next
-  // position / block_size is the upper word of position * this, for positions below 2^22 and blocks of 2 to 1024.
-  unsigned inverse_size;
-
-  __device__ __forceinline__ Ring(const Attention& a, const Piece& piece, unsigned char* memory)
-      : a(a), piece(piece), memory(memory), inverse_size(0xffffffffu / unsigned(a.block_size) + 1u) {}
-
-  // Copy the next unit; past the last an empty group, so that groups can be counted. A thread's loads of block numbers
-  // come before its first copy, as the compiler moves no load over a copy: they wait for memory once, not in turn. Where
-  // nothing is copied the address is some other position's, so that there is no branch.
-  __device__ __forceinline__ void copy() {
-    const int begin = piece.begin, end = piece.end;
-    const int first = (begin / TILE + next / 2) * TILE;
-    if (first < end) {
-      constexpr int COPIES = TILE * CHUNKS / THREADS;
-      const int* blocks = piece.blocks;
-      const int row_bytes = a.head_dim * int(sizeof(KV)), head_bytes = a.block_size * row_bytes;
-      const int block_bytes = a.num_kv_heads * head_bytes;
-      const unsigned char* plane = a.kv + (long long)piece.head * head_bytes;
-      if (next % 2 != 0) plane += a.plane * int(sizeof(KV));
-      unsigned char* unit = memory + WIDE + into * UNIT;
-      int number[COPIES], place[COPIES];
-#pragma unroll
-      for (int i = 0; i < COPIES; ++i) {
-        const int position = max(begin, min(first + row_of(i), end - 1));
-        const int block = int(__umulhi(unsigned(position), inverse_size));
-        place[i] = position - block * a.block_size;
-        number[i] = blocks[block];
-      }
-#pragma unroll
-      for (int i = 0; i < COPIES; ++i) {
-        const int position = first + row_of(i), column = column_of(i);
-        const bool valid = position >= begin && position < end && column * 16 < row_bytes;
-        const unsigned char* source = plane + column * 16 + (long long)place[i] * row_bytes;
-        copy_async_16(unit + row_of(i) * SOURCE_ROW + column * 16, source + (long long)number[i] * block_bytes, valid);
-      }
-    }
-    copy_async_commit();
-    ++next;
-    into = into + 1 == a.stages ? 0 : into + 1;
-  }
-
-  __device__ __forceinline__ void fill() {
-#pragma unroll 1
-    for (int i = 0; i + 1 < a.stages; ++i) copy();
-  }
-
-  // Wait for the next unit, barrier, copy ahead into the stage that everyone has left, and return its rows of T.
-  __device__ __forceinline__ const unsigned char* take() {
-    switch (a.stages) {
-      case 2: copy_async_wait<0>(); break;
-      case 3: copy_async_wait<1>(); break;
-      case 4: copy_async_wait<2>(); break;
-      case 5: copy_async_wait<3>(); break;
-      case 6: copy_async_wait<4>(); break;
-      case 7: copy_async_wait<5>(); break;
-      default: copy_async_wait<6>(); break;
-    }
-    const unsigned char* unit = memory + WIDE + from * UNIT;
-    if constexpr (WIDENS) {
-      unsigned char* buffer = memory + (next - a.stages + 1) % 2 * TILE * ROW;
-#pragma unroll
-      for (int i = 0; i < TILE * CHUNKS / THREADS; ++i) {
-        const int row = row_of(i), column = column_of(i);
-        uint4 packed = *reinterpret_cast<const uint4*>(unit + row * SOURCE_ROW + column * 16);
-        uint4 low, high;
-        low.x = widen_fp8_pair<T>(uint16_t(packed.x & 0xffffu));
-        low.y = widen_fp8_pair<T>(uint16_t(packed.x >> 16));
-        low.z = widen_fp8_pair<T>(uint16_t(packed.y & 0xffffu));
-        low.w = widen_fp8_pair<T>(uint16_t(packed.y >> 16));
-        high.x = widen_fp8_pair<T>(uint16_t(packed.z & 0xffffu));
-        high.y = widen_fp8_pair<T>(uint16_t(packed.z >> 16));
-        high.z = widen_fp8_pair<T>(uint16_t(packed.w & 0xffffu));
-        high.w = widen_fp8_pair<T>(uint16_t(packed.w >> 16));
-        uint4* to = reinterpret_cast<uint4*>(buffer + row * ROW + column * 32);
-        to[0] = low;
-        to[1] = high;
-      }
-      unit = buffer;
-    }
-    __syncthreads();
-    copy();
-    from = from + 1 == a.stages ? 0 : from + 1;
-    return unit;
-  }
-};
 
 // Start to copy a patch's queries to shared memory, lines past the patch as zeros; they arrive with the next group.
 template <class T, int DIM, int PATCH, int THREADS>
@@ -337,6 +240,72 @@ __device__ __forceinline__ void store_line(
       a.part_stats[place * 2] = most;
       a.part_stats[place * 2 + 1] = normalizer;
     }
+  }
+}
+
+// Put together what the parts of a patch left in the workspace, if this block stored the last of them: by whichever
+// block that is, in the parts' order, so the same bits. A warp takes a line at a time, its lanes sharing the columns.
+template <class T, int DIM, int PATCH, int THREADS>
+__device__ __forceinline__ void merge_parts(const Attention& a, const Piece& piece) {
+  constexpr int PER_LANE = DIM / WARP_SIZE;
+  __shared__ bool is_last;
+  __threadfence();  // what this thread stored is there before the ticket that says so
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    int* tickets = a.tickets + piece.first_slot;
+    is_last = atomicAdd(tickets, 1) == piece.num_parts - 1;
+    if (is_last) *tickets = 0;
+  }
+  __syncthreads();
+  if (!is_last) return;
+  __threadfence();  // what the others stored before their tickets is read after this one
+
+  const int lane = threadIdx.x % WARP_SIZE;
+  const float unit = a.scores.unit();
+#pragma unroll 1
+  for (int index = threadIdx.x / WARP_SIZE; index < piece.num_lines; index += THREADS / WARP_SIZE) {
+    float total[PER_LANE] = {}, normalizer = 0.0f, most = UNSEEN;
+    // No branches: then the loads of several parts are under way before the first is folded.
+#pragma unroll 4
+    for (int part = 0; part < piece.num_parts; ++part) {
+      const long long place = (long long)(piece.first_slot + part * a.num_kv_heads) * PATCH + index;
+      const float part_most = a.part_stats[place * 2], part_normalizer = a.part_stats[place * 2 + 1];
+      const bool seen = has_seen(part_most), is_first = !has_seen(most);
+      const Fold fold(most, part_most, unit);
+#pragma unroll
+      for (int i = 0; i < PER_LANE; ++i) {
+        const int column = i * WARP_SIZE + lane;
+        const float one = column < a.head_dim ? a.part_sums[place * a.head_dim + column] : 0.0f;
+        total[i] = !seen ? total[i] : is_first ? one : fold(total[i], one);
+      }
+      normalizer = !seen ? normalizer : is_first ? part_normalizer : fold(normalizer, part_normalizer);
+      most = fold.most;
+    }
+    const int line = piece.first_line + index;
+    const long long token = piece.token + line / a.group;
+    T* to = reinterpret_cast<T*>(a.out) +
+            (token * a.num_heads + piece.head * a.group + line % a.group) * a.head_dim;
+    const float inverse = reciprocal(normalizer);
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) {
+      const int column = i * WARP_SIZE + lane;
+      if (column < a.head_dim) to[column] = from_float<T>(total[i] * inverse);
+    }
+  }
+}
+
+// When a block has found no more pieces: its share of the padding tokens, and the counters back to 0 for the next layer by
+// the last block, which no other takes from any more.
+template <class T, int THREADS>
+__device__ __forceinline__ void finish(const Attention& a) {
+  for (int token = blockIdx.x; token < a.num_tokens; token += gridDim.x) {
+    if (a.token_rows[token] >= 0) continue;
+    T* to = reinterpret_cast<T*>(a.out) + (long long)token * a.num_heads * a.head_dim;
+    for (int i = threadIdx.x; i < a.num_heads * a.head_dim; i += THREADS) to[i] = from_float<T>(0.0f);
+  }
+  if (threadIdx.x == 0 && atomicAdd(a.plan.finished(), 1) == int(gridDim.x) - 1) {
+    *a.plan.finished() = 0;
+    *a.plan.taken() = 0;
   }
 }
 

@@ -21,6 +21,7 @@
 #include "device.cuh"
 
 #include "attention.cuh"
+#include "attention_ring.cuh"
 
 namespace quintet {
 
@@ -64,9 +65,14 @@ __device__ __forceinline__ void attention_chunk(const Attention& a) {
 
   for (int index = blockIdx.x; index < a.plan.num_pieces(); index = next_piece) {
     __syncthreads();  // shared memory is the last piece's until all have left it
-    if (threadIdx.x == 0) {
-      next_piece = gridDim.x + atomicAdd(a.plan.taken(), 1);
-      piece = find_piece<PATCH>(a, index);
+    if (warp == 0) {
+      int upcoming = 0;
+      if (lane == 0) upcoming = gridDim.x + atomicAdd(a.plan.taken(), 1);  // on its way while the piece is found
+      const Piece found = find_piece<PATCH>(a, index);
+      if (lane == 0) {
+        next_piece = upcoming;
+        piece = found;
+      }
     }
     __syncthreads();
     if (piece.begin < piece.end) {
@@ -205,15 +211,17 @@ __device__ __forceinline__ void attention_chunk(const Attention& a) {
           }
         }
       }
+      if (piece.slot >= 0) merge_parts<T, DIM, PATCH, CHUNK_THREADS>(a, piece);
     }
     __syncthreads();
   }
+  finish<T, CHUNK_THREADS>(a);
 }
 
 }  // namespace quintet
 
 #define QT_ATTENTION_CHUNK(dim, suffix, T, KV, MT)                                                     \
-  QT_KERNEL(quintet::CHUNK_THREADS, attention_chunk_##dim##suffix, (QT_ATTENTION_PARAMETERS)) {        \
+  QT_KERNEL_OCCUPANCY(quintet::CHUNK_THREADS, 2, attention_chunk_##dim##suffix, (QT_ATTENTION_PARAMETERS)) {        \
     quintet::attention_chunk<T, KV, dim, MT>(QT_ATTENTION_ARGUMENTS);                                  \
   }
 #define QT_ATTENTION_CHUNK_FORMATS(dim, MT)                                           \

@@ -20,6 +20,7 @@
 #include "device.cuh"
 
 #include "attention.cuh"
+#include "attention_ring.cuh"
 
 namespace quintet {
 
@@ -61,9 +62,14 @@ __device__ __forceinline__ void attention_decode(const Attention& a) {
 
   for (int index = blockIdx.x; index < a.plan.num_pieces(); index = next_piece) {
     __syncthreads();  // shared memory is the last piece's until all have left it
-    if (threadIdx.x == 0) {
-      next_piece = gridDim.x + atomicAdd(a.plan.taken(), 1);
-      piece = find_piece<DECODE_PATCH>(a, index);
+    if (warp == 0) {
+      int upcoming = 0;
+      if (lane == 0) upcoming = gridDim.x + atomicAdd(a.plan.taken(), 1);  // on its way while the piece is found
+      const Piece found = find_piece<DECODE_PATCH>(a, index);
+      if (lane == 0) {
+        next_piece = upcoming;
+        piece = found;
+      }
     }
     __syncthreads();
     if (piece.begin < piece.end) {
@@ -181,15 +187,17 @@ __device__ __forceinline__ void attention_decode(const Attention& a) {
                                                normalizer[2 * half], most[half]);
         }
       }
+      if (piece.slot >= 0) merge_parts<T, DIM, DECODE_PATCH, DECODE_THREADS>(a, piece);
     }
     __syncthreads();
   }
+  finish<T, DECODE_THREADS>(a);
 }
 
 }  // namespace quintet
 
 #define QT_ATTENTION_DECODE(dim, suffix, T, KV)                                                           \
-  QT_KERNEL(quintet::DECODE_THREADS, attention_decode_##dim##suffix, (QT_ATTENTION_PARAMETERS)) {         \
+  QT_KERNEL_OCCUPANCY(quintet::DECODE_THREADS, 2, attention_decode_##dim##suffix, (QT_ATTENTION_PARAMETERS)) {         \
     quintet::attention_decode<T, KV, dim>(QT_ATTENTION_ARGUMENTS);                                        \
   }
 #define QT_ATTENTION_DECODE_FORMATS(dim)                                            \

@@ -153,6 +153,7 @@ QT_KERNEL(PLAN_THREADS, attention_plan,
     plan.prefix()[num_rows] = pieces_before;
     plan.table[0] = cut.size(best);
     plan.table[1] = pieces_before;
-    plan.table[2] = 0;
+    *plan.taken() = 0;
+    *plan.finished() = 0;
   }
 }

@@ -65,81 +65,36 @@ def _launch_matrix(
     alibi: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    decode_table, chunk_table = plan.table(window, False), plan.table(window, True)
     positions = 0 if window is None else window
     front = (out, q, kv, rows.slots, rows.starts, rows.counts, rows.offsets, rows.block_table)
-    shape = (rows.num_rows, plan.max_rows, plan.num_heads, plan.num_kv_heads, plan.head_dim)
+    shape = (plan.max_rows, plan.num_heads, plan.num_kv_heads, plan.head_dim)
     cache = (rows.block_size, rows.block_table.shape[1], q.stride(0), positions, plan.split_tiles)
     tail = (kv.stride(0), scale, soft_cap)
     # Rows of at most 16 lines are the decode kernel's, all others the chunk kernel's (`is_decode` in attention.cuh).
-    if plan.group <= DECODE_PATCH:
+    has_decode, has_chunks = plan.group <= DECODE_PATCH, rows.max_count * plan.group > DECODE_PATCH
+    if has_decode:
         fit = kernels.decode_fit
+        work = (plan.table(window, False), plan.decode_sums, plan.decode_stats, None, plan.decode_tickets)
+        sizes = (rows.num_rows, rows.num_tokens, *shape, *cache, fit.stages)
         device.launch(
             kernels.decode,
             (plan.decode_blocks, 1, 1),
             (THREADS, 1, 1),
-            (
-                *front,
-                decode_table,
-                plan.decode_sums,
-                plan.decode_stats,
-                None,
-                alibi,
-                *shape,
-                *cache,
-                fit.stages,
-                *tail,
-            ),
+            (*front, *work, rows.token_rows, alibi, *sizes, *tail),
             fit.shared_bytes,
         )
-    if rows.max_count * plan.group > DECODE_PATCH:
+    if has_chunks:
         fit = kernels.chunk_fit
-        totals = plan.totals
+        work = (plan.table(window, True), plan.chunk_sums, plan.chunk_stats, plan.totals, plan.chunk_tickets)
+        # Padding tokens are one kernel's work.
+        sizes = (rows.num_rows, 0 if has_decode else rows.num_tokens, *shape, *cache, fit.stages)
         device.launch(
             kernels.chunk,
             (plan.chunk_blocks, 1, 1),
             (THREADS, 1, 1),
-            (
-                *front,
-                chunk_table,
-                plan.chunk_sums,
-                plan.chunk_stats,
-                totals,
-                alibi,
-                *shape,
-                *cache,
-                fit.stages,
-                *tail,
-            ),
+            (*front, *work, rows.token_rows, alibi, *sizes, *tail),
             fit.shared_bytes,
         )
-    device.launch(
-        kernels.merge,
-        (rows.num_tokens, 1, 1),
-        (THREADS, 1, 1),
-        (
-            out,
-            rows.starts,
-            rows.counts,
-            rows.offsets,
-            rows.token_rows,
-            decode_table,
-            chunk_table,
-            plan.decode_sums,
-            plan.decode_stats,
-            plan.chunk_sums,
-            plan.chunk_stats,
-            plan.max_rows,
-            plan.num_heads,
-            plan.num_kv_heads,
-            plan.head_dim,
-            kernels.chunk_patch,
-            positions,
-            scale,
-            soft_cap,
-            alibi,
-        ),
-    )
 
 
 def _launch_plain(

@@ -36,7 +36,7 @@ _DECODE_PATCHES_PER_BLOCK = 8
 _CHUNK_PATCHES_PER_BLOCK = 2
 _UNSPLIT_TILES = 1 << 30
 _PLAN = Kernel("attention_plan", "attention_plan", "ppppiiiiiiiiiii")
-_MATRIX_KINDS = "p" * 13 + "i" * 11 + "lff"
+_MATRIX_KINDS = "p" * 15 + "i" * 12 + "lff"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,6 @@ class MatrixKernels:
 
     decode: Kernel
     chunk: Kernel
-    merge: Kernel
     decode_fit: Fit
     chunk_fit: Fit
     chunk_patch: int
@@ -97,7 +96,6 @@ class MatrixKernels:
         return cls(
             Kernel("attention_decode", f"attention_decode_{dim}_{suffix}", _MATRIX_KINDS),
             Kernel("attention_chunk", f"attention_chunk_{dim}_{suffix}", _MATRIX_KINDS),
-            Kernel("attention_merge", f"attention_merge_{SUFFIXES[dtype]}", "p" * 11 + "i" * 6 + "ffp"),
             Fit.of(max_shared_bytes, DECODE_PATCH * row + weights + largest + wide, unit),
             Fit.of(max_shared_bytes, patch * row + wide, unit),
             patch,
@@ -175,6 +173,9 @@ class AttentionPlan:
         self.decode_stats = numbers(self._decode_patches, DECODE_PATCH, 2)
         self.chunk_sums = numbers(self._chunk_patches, kernels.chunk_patch, self.head_dim)
         self.chunk_stats = numbers(self._chunk_patches, kernels.chunk_patch, 2)
+        # 0 between launches: whoever stores the last part of a patch sets its ticket back.
+        self.decode_tickets = torch.zeros(self._decode_patches, dtype=torch.int32, device=device)
+        self.chunk_tickets = torch.zeros(self._chunk_patches, dtype=torch.int32, device=device)
         self.totals = numbers(self.chunk_blocks, kernels.totals_per_block) if fixed_splits else None
         self._stride = 4 + 3 * self.max_rows + 1
         self.tables = torch.zeros((len(self.windows), 2, self._stride), dtype=torch.int32, device=device)

@@ -1,0 +1,125 @@
+// The tiles of a piece on their way from the paged cache through shared memory, gathered by the block table, widened
+// where the cache is fp8. Knows nothing of softmax.
+#pragma once
+#include "device.cuh"
+
+#include "attention.cuh"
+
+namespace quintet {
+
+// The cache as a ring of buffers in shared memory: unit 2 t holds the keys of a piece's tile t, unit 2 t + 1 its values,
+// positions outside [begin, end) and numbers past the head's end as zeros (0 times what nobody wrote may be NaN).
+//
+// A row of a tile is 16 bytes longer than its numbers: then the 8 rows that one matrix load touches lie in different
+// banks. An fp8 tile stays packed in the ring; the thread that copied 16 bytes widens them into one of two buffers, so
+// only the widened tile needs a barrier.
+template <class T, class KV, int DIM, int THREADS>
+struct Ring {
+  static constexpr bool WIDENS = sizeof(KV) != sizeof(T);
+  static constexpr int ROW = DIM * int(sizeof(T)) + 16;
+  static constexpr int SOURCE_ROW = WIDENS ? DIM : ROW;
+  static constexpr int UNIT = TILE * SOURCE_ROW;
+  static constexpr int WIDE = WIDENS ? 2 * TILE * ROW : 0;
+  static constexpr int CHUNKS = DIM * int(sizeof(KV)) / 16;  // of 16 bytes in a row
+  static_assert(TILE * CHUNKS % THREADS == 0, "every thread copies equally many chunks");
+  static_assert(ROW % 128 == 16 || ROW % 128 == 80, "8 consecutive rows begin in 8 different groups of 4 banks");
+
+  // Which 16 bytes of a unit are this thread's i-th: where rows divide the threads, those of one column.
+  static __device__ __forceinline__ int row_of(int i) {
+    if constexpr (THREADS % CHUNKS == 0) return int(threadIdx.x) / CHUNKS + i * (THREADS / CHUNKS);
+    return (i * THREADS + int(threadIdx.x)) / CHUNKS;
+  }
+  static __device__ __forceinline__ int column_of(int i) {
+    if constexpr (THREADS % CHUNKS == 0) return int(threadIdx.x) % CHUNKS;
+    return (i * THREADS + int(threadIdx.x)) % CHUNKS;
+  }
+
+  const Attention& a;
+  const Piece& piece;  // in shared memory
+  unsigned char* memory;
+  int next = 0, into = 0, from = 0;  // unit to copy next, its stage, stage to use next
+
+  __device__ __forceinline__ Ring(const Attention& a, const Piece& piece, unsigned char* memory)
+      : a(a), piece(piece), memory(memory) {}
+
+  // Copy the next unit; past the last an empty group, so that groups can be counted. A thread's loads of block numbers
+  // come before its first copy, as the compiler moves no load over a copy: they wait for memory once, not in turn. Where
+  // nothing is copied the address is some other position's, so that there is no branch.
+  __device__ __forceinline__ void copy() {
+    const int begin = piece.begin, end = piece.end;
+    const int first = (begin / TILE + next / 2) * TILE;
+    if (first < end) {
+      constexpr int COPIES = TILE * CHUNKS / THREADS;
+      const int* blocks = piece.blocks;
+      const int row_bytes = a.head_dim * int(sizeof(KV)), head_bytes = a.block_size * row_bytes;
+      const int block_bytes = a.num_kv_heads * head_bytes;
+      const unsigned char* plane = a.kv + (long long)piece.head * head_bytes;
+      if (next % 2 != 0) plane += a.plane * int(sizeof(KV));
+      unsigned char* unit = memory + WIDE + into * UNIT;
+      int number[COPIES], place[COPIES];
+#pragma unroll
+      for (int i = 0; i < COPIES; ++i) {
+        const int position = max(begin, min(first + row_of(i), end - 1));
+        const int block = int(__umulhi(unsigned(position), piece.inverse_size));
+        place[i] = position - block * a.block_size;
+        number[i] = blocks[block];
+      }
+#pragma unroll
+      for (int i = 0; i < COPIES; ++i) {
+        const int position = first + row_of(i), column = column_of(i);
+        const bool valid = position >= begin && position < end && column * 16 < row_bytes;
+        const unsigned char* source = plane + column * 16 + (long long)place[i] * row_bytes;
+        copy_async_16(unit + row_of(i) * SOURCE_ROW + column * 16, source + (long long)number[i] * block_bytes, valid);
+      }
+    }
+    copy_async_commit();
+    ++next;
+    into = into + 1 == a.stages ? 0 : into + 1;
+  }
+
+  __device__ __forceinline__ void fill() {
+#pragma unroll 1
+    for (int i = 0; i + 1 < a.stages; ++i) copy();
+  }
+
+  // Wait for the next unit, barrier, copy ahead into the stage that everyone has left, and return its rows of T.
+  __device__ __forceinline__ const unsigned char* take() {
+    switch (a.stages) {
+      case 2: copy_async_wait<0>(); break;
+      case 3: copy_async_wait<1>(); break;
+      case 4: copy_async_wait<2>(); break;
+      case 5: copy_async_wait<3>(); break;
+      case 6: copy_async_wait<4>(); break;
+      case 7: copy_async_wait<5>(); break;
+      default: copy_async_wait<6>(); break;
+    }
+    const unsigned char* unit = memory + WIDE + from * UNIT;
+    if constexpr (WIDENS) {
+      unsigned char* buffer = memory + (next - a.stages + 1) % 2 * TILE * ROW;
+#pragma unroll
+      for (int i = 0; i < TILE * CHUNKS / THREADS; ++i) {
+        const int row = row_of(i), column = column_of(i);
+        uint4 packed = *reinterpret_cast<const uint4*>(unit + row * SOURCE_ROW + column * 16);
+        uint4 low, high;
+        low.x = widen_fp8_pair<T>(uint16_t(packed.x & 0xffffu));
+        low.y = widen_fp8_pair<T>(uint16_t(packed.x >> 16));
+        low.z = widen_fp8_pair<T>(uint16_t(packed.y & 0xffffu));
+        low.w = widen_fp8_pair<T>(uint16_t(packed.y >> 16));
+        high.x = widen_fp8_pair<T>(uint16_t(packed.z & 0xffffu));
+        high.y = widen_fp8_pair<T>(uint16_t(packed.z >> 16));
+        high.z = widen_fp8_pair<T>(uint16_t(packed.w & 0xffffu));
+        high.w = widen_fp8_pair<T>(uint16_t(packed.w >> 16));
+        uint4* to = reinterpret_cast<uint4*>(buffer + row * ROW + column * 32);
+        to[0] = low;
+        to[1] = high;
+      }
+      unit = buffer;
+    }
+    __syncthreads();
+    copy();
+    from = from + 1 == a.stages ? 0 : from + 1;
+    return unit;
+  }
+};
+
+}  // namespace quintet
