@@ -136,7 +136,8 @@ def run_rows(rows: Sequence[Row], journal: Journal, place: Place, again: bool, b
         if not entry.outcome.was_run and known is not None and known.outcome.was_run:
             continue  # another Python could run it: that stays
         journal.put(row.name, entry, place.facts)
-        print(f"      {entry.outcome} in {entry.seconds:.0f} s", flush=True)
+        if entry.outcome.was_run:
+            print(f"      {entry.outcome} in {entry.seconds:.0f} s", flush=True)
 
 
 def list_rows(rows: Sequence[Row], journal: Journal) -> None:

@@ -32,6 +32,7 @@ def cases(device: Device, toy: bool) -> Iterator[Case]:
         yield gate(device, tokens, 64 if toy else 14336, toy)
         yield rotation(device, tokens, toy)
     yield copies(device, 2 if toy else 512, toy)
+    yield from swaps(device, 2 if toy else 256, toy)
 
 
 def norm(device: Device, tokens: int, width: int, toy: bool) -> Case:
@@ -100,18 +101,27 @@ def rotation(device: Device, tokens: int, toy: bool) -> Case:
 
 def copies(device: Device, num_pairs: int, toy: bool) -> Case:
     """Block copies: every byte of a block is read and written, in all layers."""
-    layers = 2 if toy else LAYERS
-    num_blocks = 2 * num_pairs
-    kv_heads, head_dim = (2, 16) if toy else (KV_HEADS, HEAD_DIM)
+    pool, block_bytes = device_pool(device, 2 * num_pairs, toy)
+    pairs = torch.arange(2 * num_pairs, dtype=torch.int32).view(2, num_pairs).T.contiguous()
+    call = partial(copy_blocks, device, pool, pool, pairs.to(device.torch_device))
+    return Case(f"copy of {num_pairs} blocks", [call], 2.0 * num_pairs * block_bytes)
+
+
+def swaps(device: Device, num_pairs: int, toy: bool) -> Iterator[Case]:
+    """Block copies to and from pinned memory of the host: as fast as the bus between them, far from the device's bandwidth."""
+    pool, block_bytes = device_pool(device, num_pairs, toy)
+    shape = (2, num_pairs, pool.block_bytes)
+    host = BlockPool.of(device, [device.pinned(shape, torch.uint8) for _ in pool.layers])
+    same = torch.arange(num_pairs, dtype=torch.int32).repeat(2, 1).T.contiguous().to(device.torch_device)
+    for name, source, target in (("out", pool, host), ("in", host, pool)):
+        call = partial(copy_blocks, device, source, target, same)
+        yield Case(f"swap {name} of {num_pairs} blocks", [call], float(num_pairs * block_bytes))
+
+
+def device_pool(device: Device, num_blocks: int, toy: bool) -> tuple[BlockPool, int]:
+    """Return the KV memory of a whole model, and the bytes of a block in all its layers."""
+    layers, kv_heads, head_dim = (2, 2, 16) if toy else (LAYERS, KV_HEADS, HEAD_DIM)
     shape = (2, num_blocks, kv_heads, BLOCK_SIZE, head_dim)
     memory = [torch.zeros(shape, dtype=BF16, device=device.torch_device) for _ in range(layers)]
     pool = BlockPool.of(device, memory)
-    pairs = (
-        torch.arange(num_blocks, dtype=torch.int32).view(2, num_pairs).T.contiguous().to(device.torch_device)
-    )
-    moved = 2.0 * layers * 2 * num_pairs * kv_heads * BLOCK_SIZE * head_dim * 2
-    return Case(
-        f"copy of {num_pairs} blocks, {layers} layers",
-        [partial(copy_blocks, device, pool, pool, pairs)],
-        moved,
-    )
+    return pool, 2 * layers * pool.block_bytes

@@ -97,14 +97,18 @@ def time_case(device: Device, case: Case, repeats: int) -> float:
 
 
 def tell(case: Case, taken_s: float, ceilings: Ceilings, report: Report) -> None:
-    """Tell time, rate, and share of what the device can do."""
+    """Tell time, and rate as a share of what the device can do."""
     report.figure(Figure(case.name, taken_s * 1e6, "µs"))
     if case.flops:
-        share = 100 * case.flops / taken_s / ceilings.flops
-        report.figure(Figure(f"{case.name}, of the matmul rate", share, "%", case.at_least))
+        what, rate, ceiling = "matmul rate", case.flops / taken_s, ceilings.flops
+        remark = f"{rate / 1e12:.4g} TFLOP/s"
     elif case.num_bytes:
-        share = 100 * case.num_bytes / taken_s / ceilings.copy_bytes_per_s
-        report.figure(Figure(f"{case.name}, of the bandwidth", share, "%", case.at_least))
+        what, rate, ceiling = "bandwidth", case.num_bytes / taken_s, ceilings.copy_bytes_per_s
+        remark = f"{rate / 1e9:.4g} GB/s"
+    else:
+        return
+    share = 100 * rate / ceiling
+    report.figure(Figure(f"{case.name}, of the {what}", share, "%", case.at_least, remark=remark))
 
 
 def main() -> None:

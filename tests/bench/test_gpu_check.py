@@ -17,6 +17,7 @@ from bench.gpu.child import members, run
 from bench.gpu.engine import drive
 from bench.gpu.figures import Figure, Report, read_lines
 from bench.gpu.journal import Journal, Outcome, file_name
+from bench.gpu.kernels import SUITES
 from bench.gpu.machine import ROOT, environment
 from bench.gpu.plans import Batch, NoRoom, Plans
 from bench.gpu.rows import ROWS, Row, rows_of
@@ -188,6 +189,32 @@ def test_every_row_has_a_command_that_exists_and_a_line_in_the_docs() -> None:
             assert files and all((ROOT / word).is_file() for word in files)
         assert f"| `{row.name}` | {row.shows} | {row.target} |" in docs
     assert sum(row.takes_s for row in ROWS) <= 15 * 60
+
+
+WITHOUT_SOCKETS = """
+import importlib, sys
+class Missing:
+    def find_spec(self, name, path, target=None):
+        if name.partition(".")[0] in {"zmq", "starlette", "uvicorn"}:
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Missing())
+for module in sys.argv[1:]:
+    importlib.import_module(module)
+"""
+
+
+def test_rows_without_a_server_need_no_sockets(tmp_path: Path) -> None:
+    """A machine with torch and CuPy alone can run them."""
+    commands = [row.command for row in ROWS if "zmq" not in row.needs]
+    modules = [command[1] for command in commands if command[1].startswith("bench.")]
+    modules += [suite.partition(":")[0] for suite in SUITES.values()]
+    tests = [word for command in commands for word in command if word.startswith("tests/")]
+    modules += [word.removesuffix(".py").replace("/", ".") for word in tests]
+    assert len(modules) > 15
+    log = tmp_path / "log"
+    assert (
+        run([sys.executable, "-c", WITHOUT_SOCKETS, *modules], ROOT, environment(), log, 120).status == 0
+    ), log.read_text()
 
 
 def test_the_shape_is_llama_3_8b() -> None:
