@@ -21,11 +21,11 @@ LIVE_WIDTHS = 8
 
 
 def graph_bytes(max_num_seqs: int, vocab_size: int, widest: int, element_bytes: int) -> int:
-    """Return a bound for the memory of all graphs: that of the largest, whose pool the others share.
+    """Return a bound for the memory of all graphs: that of the largest, whose pool the others share, and its logits' copy.
 
     widest: numbers per token of the widest layer but the output.
     """
-    return GRAPH_BYTES + max_num_seqs * element_bytes * (vocab_size + LIVE_WIDTHS * widest)
+    return GRAPH_BYTES + max_num_seqs * element_bytes * (2 * vocab_size + LIVE_WIDTHS * widest)
 
 
 def kv_bytes(total_bytes: int, free_bytes: int, utilization: float, reserved_bytes: int) -> int:

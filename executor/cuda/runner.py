@@ -47,13 +47,13 @@ class DecodeGraph:
     """A captured decode step of a padded size."""
 
     _replay: Callable[[], None]
-    _kept: list[Drawn]
-    """What the step left, in one place: the same tensors at every replay of a captured graph."""
+    _drawn: Drawn
+    """Where the step leaves what it draws, at every replay."""
 
     def replay(self) -> Drawn:
         """Launch the step for the plan that is in the staging buffer."""
         self._replay()
-        return self._kept[0]
+        return self._drawn
 
 
 class DeviceRunner:
@@ -87,6 +87,7 @@ class DeviceRunner:
         self._rotations = _Rotations(model, memory.tables, dtype)
         self._pass: DevicePass | None = None
         self._hidden = Value(torch.empty(0))
+        self._kept: Drawn | None = None
 
     def use_kv(self, kv: Sequence[torch.Tensor]) -> None:
         """Compute over other memory from now on. Not once a graph was captured."""
@@ -138,16 +139,25 @@ class DeviceRunner:
 
     def capture_decode(self, num_rows: int) -> DecodeGraph:
         """Capture the step of so many rows of one token each, all of which draw. Reads the plan from ``staging``."""
-        kept: list[Drawn] = []
+        self._clear_staging()
+        # What is loaded, chosen or allocated at first use must not be while capturing.
+        room = self._room(self.compute(self._staging, num_rows, num_rows, 1, num_rows))
+        self._device.synchronize()
 
         def step() -> None:
-            kept[:] = [self.compute(self._staging, num_rows, num_rows, 1, num_rows)]
+            drawn = self.compute(self._staging, num_rows, num_rows, 1, num_rows)
+            room.logits.copy_(drawn.logits)
+            room.tokens.copy_(drawn.tokens)
 
-        self._clear_staging()
-        step()  # what is loaded, chosen or allocated at first use must not be while capturing
-        self._device.synchronize()
-        replay = self._device.capture(step)
-        return DecodeGraph(replay, kept)
+        return DecodeGraph(self._device.capture(step), room)
+
+    def _room(self, drawn: Drawn) -> Drawn:
+        """Return memory for as much as was drawn. All graphs leave it there: what one kept in the graphs' pool would be
+        lost to the others, and logits of every padded size are gigabytes."""
+        count = len(drawn.tokens)
+        if self._kept is None or len(self._kept.tokens) < count:
+            self._kept = Drawn(torch.empty_like(drawn.logits), torch.empty_like(drawn.tokens))
+        return Drawn(self._kept.logits[:count], self._kept.tokens[:count])
 
     def copy_blocks(self, pairs: torch.Tensor) -> None:
         """Copy blocks of every layer's KV; pairs: int32[2 * n] on the device, ``from block, to block``."""
