@@ -83,7 +83,7 @@ child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]
 Path({str(pid_file)!r}).write_text(str(child.pid))
 threading.Event().wait()
 """
-    check.run_rows([row_of(code, limit_s=2)], journal, place, again=False, budget_s=60)
+    check.run_rows([row_of(code, limit_s=4)], journal, place, again=False, budget_s=60)
     entry = journal.entries["row"]
     assert entry.outcome is Outcome.TIMED_OUT
     assert any("most recent call first" in line for line in entry.tail)  # where it hung
