@@ -18,7 +18,8 @@
 // Gimelshein, 2018; Dao et al., "FlashAttention-2", 2023), splits ascending by `Fold`. A tile or split that a line does
 // not see leaves its numbers untouched, exactly. So when the split size is fixed, a line's bits do not depend on the
 // chunk it came in, on its patch, on which of the two kernels computed it or on what else is in the step: whether splits
-// are computed one after the other by one block or at the same time by many, the same two numbers meet in `Fold`.
+// are computed one after the other by one block or at the same time by many, the same two numbers meet in `Fold`. In the
+// second case parts lie in the workspace, and the block that stores the last one of a patch puts them together.
 #pragma once
 #include "device.cuh"
 

@@ -112,7 +112,7 @@ using namespace quintet;
 
 // tables: [windows, 2, stride]. windows: positions, 0 for none. workers, capacities (patches of the workspace) and the
 // chunk kernel's patch as the host chose them.
-QT_KERNEL(PLAN_THREADS, attention_plan,
+QT_KERNEL_OCCUPANCY(PLAN_THREADS, 1, attention_plan,
           (const int* starts, const int* counts, const int* windows, int* tables, int num_rows, int max_rows, int stride,
            int group, int kv_heads, int chunk_patch, int fixed_size, int decode_workers, int chunk_workers,
            int decode_capacity, int chunk_capacity)) {
