@@ -72,6 +72,7 @@ def _launch_matrix(
     tail = (kv.stride(0), scale, soft_cap)
     # Rows of at most 16 lines are the decode kernel's, all others the chunk kernel's (`is_decode` in attention.cuh).
     has_decode, has_chunks = plan.group <= DECODE_PATCH, rows.max_count * plan.group > DECODE_PATCH
+    work: tuple[torch.Tensor | None, ...]
     if has_decode:
         fit = kernels.decode_fit
         work = (plan.table(window, False), plan.decode_sums, plan.decode_stats, None, plan.decode_tickets)
