@@ -166,6 +166,7 @@ def main() -> int:
     parser.add_argument(
         "--logs", type=Path, default=ROOT / "build" / "gpu-check", help="folder of the rows' output"
     )
+    parser.add_argument("--commit", help="what the results say (default: what git says)")
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: toy shapes, to debug the rows"
     )
@@ -189,7 +190,9 @@ def main() -> int:
     if arguments.list:
         list_rows(rows, journal)
         return 0
-    place = Place(arguments.device, arguments.logs, facts, machine.versions(), machine.commit())
+    place = Place(
+        arguments.device, arguments.logs, facts, machine.versions(), arguments.commit or machine.commit()
+    )
     print(f"{gpu}, {len(rows)} of {len(ROWS)} rows; results: {journal.path}", flush=True)
     run_rows(rows, journal, place, arguments.again, arguments.budget_minutes * 60)
     outcomes = [journal.entries[row.name].outcome if row.name in journal.entries else None for row in rows]

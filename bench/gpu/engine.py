@@ -31,6 +31,8 @@ class Timing:
     begun_s: float
     ends_s: list[float] = field(default_factory=list)
     """When each result was there. `time.perf_counter`."""
+    host_s: list[float] = field(default_factory=list)
+    """How long the host took to begin each step: what the step before it hides."""
     device_ms: list[float] = field(default_factory=list)
     """Of the steps for which the device told it."""
     gap_ms: list[float] = field(default_factory=list)
@@ -62,7 +64,9 @@ def drive(worker: StepWorker, plans: Iterable[StepPlan], max_in_flight: int = MA
             timing.gap_ms.append(step.gap_ms or 0.0)
 
     for plan in plans:
+        begun = time.perf_counter()
         pending.append(worker.begin(plan))
+        timing.host_s.append(time.perf_counter() - begun)
         if len(pending) == max_in_flight:
             finish()
     while pending:

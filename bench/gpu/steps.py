@@ -130,6 +130,8 @@ def measure_decode(bench: Bench, grid: Grid, report: Report) -> None:
                     f"{name}, of the roofline", 100 * bound_s / step_s, "%", targets.get(rows), remark=remark
                 )
             )
+            host_s = median(timing.host_s[WARM_UP:])
+            report.figure(Figure(f"{name}, host, a step", host_s * 1e6, "µs"))
             gap = timing.gap_share(WARM_UP)
             if gap is not None:
                 bound = 2.0 if rows in targets else None
