@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 
 import pytest
+from bench.gpu.engine import EngineAlone
 from tests.cuda.test_worker import worker_on
 from tests.gpu.small import CARD, SMALLER, params, prompts, run_all, with_blocks, with_scheduler
 from tests.models.conftest import engine_config
@@ -18,9 +19,9 @@ from quintet.executor.cuda.device import Device
 from quintet.executor.cuda.worker import DeviceWorker
 from quintet.wire.config import EngineConfig
 
-NUM_TOKENS = 6
-NUM_REQUESTS = 9
-"""The ninth prompt is a tile and one token long."""
+NUM_TOKENS = 4
+REQUESTS = (4, 5, 6, 9)
+"""Prompts of 16, 17, 40 and 65 tokens: the first fills its block, the last is longer than a tile."""
 WATCHED = (5, 9)
 
 Bits = list[tuple[int, bytes, bytes]]
@@ -35,13 +36,16 @@ def invariant_config(folder: Path) -> EngineConfig:
     return with_scheduler(with_blocks(config, 200), max_num_seqs=16)
 
 
-def bits_of(config: EngineConfig, worker: DeviceWorker, numbers: range | tuple[int, ...]) -> dict[int, Bits]:
-    everything = prompts(NUM_REQUESTS, 200)
+def ask(config: EngineConfig, worker: DeviceWorker, numbers: tuple[int, ...] = REQUESTS) -> EngineAlone:
+    everything = prompts(max(REQUESTS), 200)
     asked = {number: (everything[number - 1], params(number, NUM_TOKENS, logprobs=5)) for number in numbers}
-    told = run_all(config, worker, asked).logprobs
+    return run_all(config, worker, asked)
+
+
+def bits_of(engine: EngineAlone) -> dict[int, Bits]:
     return {
         number: [(each.rank, each.token_ids, each.logprobs) for each in positions]
-        for number, positions in told.items()
+        for number, positions in engine.logprobs.items()
     }
 
 
@@ -52,15 +56,17 @@ def config(tmp_path: Path) -> EngineConfig:
 
 def test_bits_do_not_depend_on_the_batch(config: EngineConfig, device: Device) -> None:
     worker = worker_on(device, config)
-    together = bits_of(config, worker, range(1, NUM_REQUESTS + 1))
+    together = bits_of(ask(config, worker))
     assert all(len(told) == NUM_TOKENS for told in together.values())
     for number in WATCHED:
-        assert bits_of(config, worker, (number,))[number] == together[number], f"request {number} alone"
+        assert bits_of(ask(config, worker, (number,)))[number] == together[number], f"request {number} alone"
     in_chunks = with_scheduler(config, max_num_batched_tokens=29, long_prefill_token_threshold=13)
-    assert bits_of(in_chunks, worker, range(1, NUM_REQUESTS + 1)) == together, "in chunks"
+    assert bits_of(ask(in_chunks, worker)) == together, "in chunks"
 
 
 def test_bits_do_not_depend_on_preemption_nor_on_graphs(config: EngineConfig, device: Device) -> None:
-    calm = bits_of(config, worker_on(device, config), range(1, NUM_REQUESTS + 1))
-    small = with_blocks(config, 12)
-    assert bits_of(small, worker_on(device, small, captured=False), range(1, NUM_REQUESTS + 1)) == calm
+    calm = ask(config, worker_on(device, config))
+    small = with_blocks(config, 11)
+    crowded = ask(small, worker_on(device, small, captured=False))
+    assert crowded.counters.preemptions > calm.counters.preemptions == 0
+    assert bits_of(crowded) == bits_of(calm)
