@@ -69,7 +69,6 @@ struct Attention {
   const int *slots, *starts, *counts, *offsets, *block_table;
   float *part_sums, *part_stats, *totals;
   int* tickets;  // a patch's parts that are stored, at its first part's slot: 0 between launches
-  const int* token_rows;
   const float* alibi;
   int num_rows, num_tokens, num_heads, num_kv_heads, head_dim, block_size, max_blocks, q_stride, window, split_tiles, stages;
   long long plane;  // numbers from a key to its value
@@ -81,16 +80,17 @@ struct Attention {
 #define QT_ATTENTION_PARAMETERS                                                                                       \
   void *out, const void *q, const void *kv, const int *slots, const int *starts, const int *counts,                   \
       const int *offsets, const int *block_table, int *plan, float *part_sums, float *part_stats, float *totals,      \
-      int *tickets, const int *token_rows, const float *alibi, int num_rows, int num_tokens, int max_rows,            \
+      int *tickets, const float *alibi, int num_rows, int num_tokens, int max_rows,                                   \
       int num_heads, int num_kv_heads, int head_dim, int block_size, int max_blocks, int q_stride, int window,        \
       int split_tiles, int stages, long long plane, float scale, float soft_cap
 
 #define QT_ATTENTION_ARGUMENTS                                                                                        \
   quintet::Attention {                                                                                                \
     (unsigned char*)out, (const unsigned char*)q, (const unsigned char*)kv, slots, starts, counts, offsets,           \
-        block_table, part_sums, part_stats, totals, tickets, token_rows, alibi, num_rows, num_tokens, num_heads,      \
+        block_table, part_sums, part_stats, totals, tickets, alibi, num_rows, num_tokens, num_heads,                  \
         num_kv_heads, head_dim, block_size, max_blocks, q_stride, window, split_tiles, stages, plane,                 \
-        quintet::Plan{plan, max_rows}, quintet::Scores{scale, soft_cap, soft_cap == 0.0f && alibi == nullptr}, num_heads / num_kv_heads              \
+        quintet::Plan{plan, max_rows},                                                                                \
+        quintet::Scores{scale, soft_cap, soft_cap == 0.0f && alibi == nullptr}, num_heads / num_kv_heads              \
   }
 
 // One piece of work. Empty: its split lies where its patch sees nothing.
@@ -299,8 +299,7 @@ __device__ __forceinline__ void merge_parts(const Attention& a, const Piece& pie
 // the last block, which no other takes from any more.
 template <class T, int THREADS>
 __device__ __forceinline__ void finish(const Attention& a) {
-  for (int token = blockIdx.x; token < a.num_tokens; token += gridDim.x) {
-    if (a.token_rows[token] >= 0) continue;
+  for (int token = a.offsets[a.num_rows] + int(blockIdx.x); token < a.num_tokens; token += int(gridDim.x)) {
     T* to = reinterpret_cast<T*>(a.out) + (long long)token * a.num_heads * a.head_dim;
     for (int i = threadIdx.x; i < a.num_heads * a.head_dim; i += THREADS) to[i] = from_float<T>(0.0f);
   }

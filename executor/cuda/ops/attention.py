@@ -81,7 +81,7 @@ def _launch_matrix(
             kernels.decode,
             (plan.decode_blocks, 1, 1),
             (THREADS, 1, 1),
-            (*front, *work, rows.token_rows, alibi, *sizes, *tail),
+            (*front, *work, alibi, *sizes, *tail),
             fit.shared_bytes,
         )
     if has_chunks:
@@ -93,7 +93,7 @@ def _launch_matrix(
             kernels.chunk,
             (plan.chunk_blocks, 1, 1),
             (THREADS, 1, 1),
-            (*front, *work, rows.token_rows, alibi, *sizes, *tail),
+            (*front, *work, alibi, *sizes, *tail),
             fit.shared_bytes,
         )
 

@@ -36,7 +36,7 @@ _DECODE_PATCHES_PER_BLOCK = 8
 _CHUNK_PATCHES_PER_BLOCK = 2
 _UNSPLIT_TILES = 1 << 30
 _PLAN = Kernel("attention_plan", "attention_plan", "ppppiiiiiiiiiii")
-_MATRIX_KINDS = "p" * 15 + "i" * 12 + "lff"
+_MATRIX_KINDS = "p" * 14 + "i" * 12 + "lff"
 
 
 @dataclass(frozen=True, slots=True)
