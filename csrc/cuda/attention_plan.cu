@@ -99,6 +99,7 @@ __device__ __forceinline__ int sum_before(int value, int* of_warps, int& all) {
   __syncthreads();
   int others = 0;
   all = 0;
+#pragma unroll 4
   for (int other = 0; other < PLAN_THREADS / WARP_SIZE; ++other) {
     if (other < warp) others += of_warps[other];
     all += of_warps[other];
@@ -128,6 +129,7 @@ QT_KERNEL_OCCUPANCY(PLAN_THREADS, 1, attention_plan,
   if (lane == 0) times[warp] = time;
   __syncthreads();
   int best = CANDIDATES - 1;
+#pragma unroll 4
   for (int candidate = CANDIDATES - 2; candidate >= 0; --candidate) {
     if (times[candidate] < times[best]) best = candidate;
   }

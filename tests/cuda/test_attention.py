@@ -106,12 +106,13 @@ def test_few_long_rows_are_split(device: Device) -> None:
     assert chunk[2] > 1
 
 
-def test_a_layer_after_the_other(device: Device) -> None:
-    """Pieces are handed out anew for each layer of a step, whose plan is made once."""
-    shape = Shape(num_heads=8, num_kv_heads=8)
-    problem = Problem(device, shape, LENGTHS)
+@pytest.mark.parametrize("rows", [ALONE, [(699, 1), (400, 100)]])
+def test_a_layer_after_the_other(device: Device, rows: list[Row]) -> None:
+    """Pieces are handed out anew, and parts counted anew, for each layer of a step, whose plan is made once."""
+    shape = Shape(num_heads=8, num_kv_heads=4)
+    problem = Problem(device, shape, [start + count for start, count in rows])
     plan = shape.plan(device)
-    step = problem.run(ALONE, plan=plan)
+    step = problem.run(rows, plan=plan)
     again = paged_attention(device, plan, step.q, step.kv, step.rows, step.options[0])
     assert torch.equal(step.out, again)
 
