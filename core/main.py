@@ -12,9 +12,10 @@ from quintet.core.outbox import Effects
 from quintet.wire.codec import pack_i32, pack_i64, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of
-from quintet.wire.messages import Admit, Cancel, Live, Reclaim, SeatState, StopHit, Topology, Unknown
+from quintet.wire.messages import Admit, Cancel, Live, Reclaim, StopHit, Unknown
 from quintet.wire.runtime import Process, child_main
 from quintet.wire.step import Capacity, StepResult
+from quintet.wire.supervision import SeatState, Topology
 
 Message = Admit | Cancel | StopHit | Reclaim | Live | Unknown | StepResult | Capacity
 

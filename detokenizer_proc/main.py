@@ -16,20 +16,9 @@ from quintet.wire.codec import pack_i32, pack_i64, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig, ModelConfig
 from quintet.wire.errors import ConfigError, ErrorCode
 from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of
-from quintet.wire.messages import (
-    Detokenized,
-    DetokenizeQuery,
-    Drain,
-    Drained,
-    Failed,
-    Live,
-    StopHit,
-    Text,
-    Tokens,
-    Topology,
-    Unknown,
-)
+from quintet.wire.messages import Detokenized, DetokenizeQuery, Failed, Live, StopHit, Text, Tokens, Unknown
 from quintet.wire.runtime import Process, child_main
+from quintet.wire.supervision import Drain, Drained, Topology
 
 QUERY_SLICE = 4096
 """Tokens of a `DetokenizeQuery` decoded between two looks at the inbox: no query delays a step by more."""

@@ -19,9 +19,9 @@ from quintet.executor.interface import Finished, StepWorker
 from quintet.executor.weights.read_ahead import read_ahead
 from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.messages import Topology
 from quintet.wire.runtime import Process, child_main
 from quintet.wire.step import Capacity, StepPlan, StepsEnded
+from quintet.wire.supervision import Topology
 from quintet.wire.trace import Span
 
 WORKERS = {

@@ -7,8 +7,8 @@ from importlib.metadata import PackageNotFoundError, version
 from quintet.frontend.exchange import Exchange
 from quintet.frontend.service import Service
 from quintet.wire.errors import ErrorCode, RequestError
-from quintet.wire.messages import MetricsReport, ProcessFigures
 from quintet.wire.params import MAX_SHOWN
+from quintet.wire.supervision import MetricsReport, ProcessFigures
 
 SUPERVISOR_ANSWERS_S = 1.0
 """What the topology says is old when whoever publishes it is silent for longer."""

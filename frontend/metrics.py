@@ -17,7 +17,6 @@ from quintet.frontend.exchange import Exchange
 from quintet.frontend.service import Service
 from quintet.wire.errors import RequestError
 from quintet.wire.ids import WorkerId
-from quintet.wire.messages import ProcessFigures, SeatState
 from quintet.wire.metrics import (
     CounterSeries,
     GaugeSeries,
@@ -27,6 +26,7 @@ from quintet.wire.metrics import (
     Snapshot,
     decode_snapshot,
 )
+from quintet.wire.supervision import ProcessFigures, SeatState
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 

@@ -15,8 +15,9 @@ import msgspec
 from quintet.frontend.router import Seats
 from quintet.frontend.streams import Stream
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.messages import Cancel, SeatState, Topology
+from quintet.wire.messages import Cancel
 from quintet.wire.metrics import Metrics
+from quintet.wire.supervision import SeatState, Topology
 
 Send = Callable[[Role, int, msgspec.Struct], bool]
 """`quintet.wire.sockets.Peers.send`: queues a message for a peer; False when there is no such peer."""

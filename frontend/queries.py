@@ -17,14 +17,13 @@ from quintet.wire.messages import (
     ChatPrompt,
     Detokenized,
     DetokenizeQuery,
-    MetricsQuery,
-    MetricsReport,
     Reclaim,
     Reclaimed,
     TextPrompt,
     Tokenized,
     TokenizeQuery,
 )
+from quintet.wire.supervision import MetricsQuery, MetricsReport
 
 Answer = Tokenized | Detokenized | MetricsReport | Reclaimed
 AnswerT = TypeVar("AnswerT", Tokenized, Detokenized, MetricsReport, Reclaimed)

@@ -6,7 +6,7 @@ Knows the topology and this process's own outstanding work; knows nothing of req
 from __future__ import annotations
 
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.messages import Seat, SeatState, Topology
+from quintet.wire.supervision import Seat, SeatState, Topology
 
 SERVING_ROLES = (Role.TOKENIZER, Role.CORE, Role.EXECUTOR, Role.DETOKENIZER)
 """Roles that must all be there for a request to be answered."""

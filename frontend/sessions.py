@@ -35,10 +35,10 @@ from quintet.wire.messages import (
     Started,
     Submit,
     Text,
-    Topology,
 )
 from quintet.wire.metrics import Metrics
 from quintet.wire.params import SamplingParams, shown
+from quintet.wire.supervision import Topology
 
 __all__ = ["Batch", "Delta", "Mailbox", "Send", "Sessions", "Stream"]
 

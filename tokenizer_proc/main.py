@@ -21,19 +21,10 @@ from quintet.wire.codec import encode, pack_i32
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of
-from quintet.wire.messages import (
-    Admit,
-    Cancel,
-    Drain,
-    Drained,
-    Failed,
-    Submit,
-    Tokenized,
-    TokenizeQuery,
-    Topology,
-)
+from quintet.wire.messages import Admit, Cancel, Failed, Submit, Tokenized, TokenizeQuery
 from quintet.wire.metrics import COUNT_BUCKETS
 from quintet.wire.runtime import Process, child_main
+from quintet.wire.supervision import Drain, Drained, Topology
 
 INLINE_BYTES = 8 << 10
 """Prompts up to this size are encoded in the loop: a few milliseconds at most."""

@@ -33,11 +33,11 @@ from quintet.wire.errors import EXIT_CONFIG, ConfigError
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.limits import largest_frame
 from quintet.wire.log import configure_logging
-from quintet.wire.messages import Drain, Heartbeat, MetricsReport, Ready, Stop, Topology
 from quintet.wire.metrics import Metrics
 from quintet.wire.record import Recorder
 from quintet.wire.sense import Sense
 from quintet.wire.sockets import Bus, Inbox, MessageT, OpensOutboxes, Peers, Rejection, address_of
+from quintet.wire.supervision import Drain, Heartbeat, MetricsReport, Ready, Stop, Topology
 from quintet.wire.trace import Span, Tracer, no_span
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ import msgspec
 
 from quintet.wire import messages as m
 from quintet.wire import step as s
+from quintet.wire import supervision
 from quintet.wire.columns import ID_BYTES, REQUEST_BYTES, all_below, are_spans
 from quintet.wire.config import EngineConfig
 from quintet.wire.metrics import decode_snapshot
@@ -69,10 +70,12 @@ class Sense:
                 _is_id(msg.query_id) and _is_seat(msg.frontend) and not len(msg.token_ids) % ID_BYTES
             ),
             m.Detokenized: lambda msg: _is_id(msg.query_id),
-            m.Topology: self._topology,
-            m.Heartbeat: lambda msg: _is_seat(msg.worker.index) and _is_snapshot(msg.metrics),
-            m.MetricsQuery: lambda msg: _is_id(msg.query_id) and _is_seat(msg.frontend),
-            m.MetricsReport: lambda msg: all(_is_snapshot(figures.metrics) for figures in msg.processes),
+            supervision.Topology: self._topology,
+            supervision.Heartbeat: lambda msg: _is_seat(msg.worker.index) and _is_snapshot(msg.metrics),
+            supervision.MetricsQuery: lambda msg: _is_id(msg.query_id) and _is_seat(msg.frontend),
+            supervision.MetricsReport: lambda msg: all(
+                _is_snapshot(figures.metrics) for figures in msg.processes
+            ),
             s.StepPlan: self._plan,
             s.StepResult: self._result,
             s.Capacity: self._capacity,
@@ -285,7 +288,7 @@ class Sense:
 
     # --- supervision ---
 
-    def _topology(self, msg: m.Topology) -> bool:
+    def _topology(self, msg: supervision.Topology) -> bool:
         return all(
             _is_seat(seat.worker.index) and seat.address == f"ipc://{self._run_dir}/{seat.worker}"
             for seat in msg.seats

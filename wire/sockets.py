@@ -20,8 +20,8 @@ from quintet.wire import codec
 from quintet.wire.bell import Bell
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.limits import LEAST_BYTES
-from quintet.wire.messages import Seat, SeatState
 from quintet.wire.seal import SEAL_BYTES, Seal, run_key
+from quintet.wire.supervision import Seat, SeatState
 
 MessageT = TypeVar("MessageT", bound=msgspec.Struct)
 

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 from quintet.deploy.supervisor import run_dirs
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError
-from quintet.wire.messages import Command, CommandAnswer
 from quintet.wire.runtime import CONFIG_FILE, SUPERVISOR
 from quintet.wire.sockets import Bus, Inbox, Peers, address_of
+from quintet.wire.supervision import Command, CommandAnswer
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]

@@ -31,10 +31,11 @@ from quintet.wire.config import EngineConfig
 from quintet.wire.errors import EXIT_CONFIG, ConfigError, ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.limits import largest_frame
-from quintet.wire.messages import Detokenized, Drain, Failed, MetricsReport, Stop, Text, Tokenized, Topology
+from quintet.wire.messages import Detokenized, Failed, Text, Tokenized
 from quintet.wire.runtime import CONFIG_FILE, SUPERVISOR
 from quintet.wire.sense import Sense
 from quintet.wire.sockets import Bus, Inbox, Peers, address_of, make_run_dir
+from quintet.wire.supervision import Drain, MetricsReport, Stop, Topology
 
 _REPORT_SLACK_S = 30.0
 _STOP_S = 10.0

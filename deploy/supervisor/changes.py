@@ -17,7 +17,7 @@ import msgspec
 
 from quintet.deploy.supervisor.seats import SeatRecord, SeatTable
 from quintet.wire.ids import Role
-from quintet.wire.messages import Drain, SeatState, Stop
+from quintet.wire.supervision import Drain, SeatState, Stop
 
 SCALABLE = (Role.FRONTEND, Role.TOKENIZER, Role.DETOKENIZER)
 """Roles of which there may be several."""

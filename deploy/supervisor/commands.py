@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from quintet.deploy.supervisor.changes import SCALABLE
 from quintet.wire.ids import Role
-from quintet.wire.messages import ProcessFigures
+from quintet.wire.supervision import ProcessFigures
 
 RESTARTABLE = (Role.FRONTEND, Role.TOKENIZER, Role.CORE, Role.EXECUTOR, Role.DETOKENIZER)
 MAX_PROCESSES = 64

@@ -15,9 +15,9 @@ from quintet.deploy.supervisor.seats import SeatTable
 from quintet.wire.codec import encode
 from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role
-from quintet.wire.messages import Command, CommandAnswer
 from quintet.wire.runtime import SUPERVISOR
 from quintet.wire.sockets import Bus
+from quintet.wire.supervision import Command, CommandAnswer
 
 
 class Asker:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from quintet.wire.config import ProcessesConfig
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.messages import Heartbeat, ProcessFigures, Seat, SeatState, Topology
 from quintet.wire.sockets import address_of
+from quintet.wire.supervision import Heartbeat, ProcessFigures, Seat, SeatState, Topology
 
 
 @dataclass(slots=True)

@@ -32,7 +32,10 @@ from quintet.deploy.supervisor.watch import STOP_GRACE_S, Watch
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import EXIT_CONFIG
 from quintet.wire.ids import Role
-from quintet.wire.messages import (
+from quintet.wire.runtime import CONFIG_FILE, SUPERVISOR, error_file
+from quintet.wire.sense import Sense
+from quintet.wire.sockets import Bus, Inbox, Peers, address_of
+from quintet.wire.supervision import (
     Command,
     Drain,
     Drained,
@@ -43,9 +46,6 @@ from quintet.wire.messages import (
     SeatState,
     Stop,
 )
-from quintet.wire.runtime import CONFIG_FILE, SUPERVISOR, error_file
-from quintet.wire.sense import Sense
-from quintet.wire.sockets import Bus, Inbox, Peers, address_of
 
 _TICK_S = 0.2
 """The loop turns at least so often: what counts is also what does not come."""

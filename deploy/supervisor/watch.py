@@ -21,7 +21,7 @@ from pathlib import Path
 from quintet.deploy.supervisor.seats import SeatRecord, SeatTable
 from quintet.wire.config import ProcessesConfig
 from quintet.wire.ids import Role
-from quintet.wire.messages import SeatState
+from quintet.wire.supervision import SeatState
 
 ABORT_GRACE_S = 2.0
 """Between SIGABRT (dump the stacks) and SIGKILL."""

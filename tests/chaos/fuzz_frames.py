@@ -16,6 +16,7 @@ import zmq
 
 from quintet.wire import messages as m
 from quintet.wire import step as s
+from quintet.wire import supervision
 from quintet.wire.columns import COLUMNS
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.params import SamplingParams
@@ -24,12 +25,25 @@ from quintet.wire.seal import SEAL_BYTES, Seal, run_key
 from ..processes.server import Server
 
 HEARD: dict[Role, tuple[type[msgspec.Struct], ...]] = {
-    Role.SUPERVISOR: (m.Ready, m.Heartbeat, m.MetricsQuery, m.Command),
+    Role.SUPERVISOR: (
+        supervision.Ready,
+        supervision.Heartbeat,
+        supervision.MetricsQuery,
+        supervision.Command,
+    ),
     Role.TOKENIZER: (m.Submit, m.Cancel, m.TokenizeQuery),
     Role.CORE: (m.Admit, m.Cancel, m.StopHit, m.Reclaim, m.Live, s.StepResult),
     Role.EXECUTOR: (s.StepPlan,),
     Role.DETOKENIZER: (m.Tokens, m.DetokenizeQuery, m.Live),
-    Role.FRONTEND: (m.Text, m.Failed, m.Tokenized, m.Detokenized, m.Reclaimed, m.Unknown, m.MetricsReport),
+    Role.FRONTEND: (
+        m.Text,
+        m.Failed,
+        m.Tokenized,
+        m.Detokenized,
+        m.Reclaimed,
+        m.Unknown,
+        supervision.MetricsReport,
+    ),
 }
 """What each role may be told and is not an order."""
 

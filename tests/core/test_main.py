@@ -22,21 +22,12 @@ from quintet.wire.config import (
     SchedulerConfig,
 )
 from quintet.wire.ids import RequestIds, Role, WorkerId
-from quintet.wire.messages import (
-    Admit,
-    Failed,
-    Heartbeat,
-    Ready,
-    Seat,
-    SeatState,
-    Stop,
-    Tokens,
-    Topology,
-)
+from quintet.wire.messages import Admit, Failed, Tokens
 from quintet.wire.params import SamplingParams
 from quintet.wire.runtime import SUPERVISOR, Process, Stopping
 from quintet.wire.sockets import Bus, Inbox, Peers, address_of
 from quintet.wire.step import Capacity, StepPlan
+from quintet.wire.supervision import Heartbeat, Ready, Seat, SeatState, Stop, Topology
 
 from .fake import FakeExecutor, expected, make_model
 

@@ -15,8 +15,8 @@ from typing import Any
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.messages import Drain, Drained, MetricsQuery, MetricsReport, Stop, Topology
 from quintet.wire.runtime import Process, child_main
+from quintet.wire.supervision import Drain, Drained, MetricsQuery, MetricsReport, Stop, Topology
 
 
 def tell(event: str, **details: object) -> None:

@@ -21,8 +21,8 @@ from quintet.deploy.supervisor.watch import Watch, waited_for_processor_ns
 from quintet.wire.config import EngineConfig, ProcessesConfig
 from quintet.wire.errors import ConfigError
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.messages import Heartbeat, SeatState
 from quintet.wire.runtime import error_file
+from quintet.wire.supervision import Heartbeat, SeatState
 
 from .supervised import make_config
 

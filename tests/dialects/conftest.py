@@ -37,15 +37,10 @@ from quintet.wire.messages import (
     Failed,
     Finish,
     FinishReason,
-    MetricsQuery,
-    MetricsReport,
     PositionLogprobs,
-    ProcessFigures,
     Reclaim,
     Reclaimed,
     RowLogprobs,
-    Seat,
-    SeatState,
     Started,
     Submit,
     Text,
@@ -53,9 +48,9 @@ from quintet.wire.messages import (
     Tokenized,
     TokenizeQuery,
     TokenPrompt,
-    Topology,
 )
 from quintet.wire.metrics import Metrics
+from quintet.wire.supervision import MetricsQuery, MetricsReport, ProcessFigures, Seat, SeatState, Topology
 from tests.frontend.configs import make_config
 
 DEADLINE_S = 10.0

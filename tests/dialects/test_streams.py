@@ -12,7 +12,8 @@ import pytest
 from quintet.frontend import patience
 from quintet.wire.codec import pack_i32
 from quintet.wire.ids import Role
-from quintet.wire.messages import Cancel, Drain, Drained, Finish, FinishReason, SeatState, Submit, Text
+from quintet.wire.messages import Cancel, Finish, FinishReason, Submit, Text
+from quintet.wire.supervision import Drain, Drained, SeatState
 
 C, H = "/v1/completions", "/v1/chat/completions"
 

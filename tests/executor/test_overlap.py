@@ -20,13 +20,13 @@ from quintet.executor.main import Executor
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.messages import Seat, SeatState, Topology
 from quintet.wire.metrics import decode_snapshot
 from quintet.wire.params import SamplingParams
 from quintet.wire.record import open_recording
 from quintet.wire.runtime import Process
 from quintet.wire.sockets import Bus, Inbox, Peers, address_of, make_run_dir
 from quintet.wire.step import Capacity, StepPlan, StepResult
+from quintet.wire.supervision import Seat, SeatState, Topology
 from quintet.wire.trace import Span, no_span
 
 DEADLINE_S = 60.0

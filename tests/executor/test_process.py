@@ -29,11 +29,11 @@ from quintet.wire.config import (
 from quintet.wire.errors import EXIT_CONFIG
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.kv_spec import KvSpec
-from quintet.wire.messages import Heartbeat, Ready, Seat, SeatState, Stop, Topology
 from quintet.wire.params import SamplingParams
 from quintet.wire.runtime import CONFIG_FILE, SUPERVISOR, error_file
 from quintet.wire.sockets import Bus, Inbox, Peers, address_of, make_run_dir
 from quintet.wire.step import Capacity, StepResult
+from quintet.wire.supervision import Heartbeat, Ready, Seat, SeatState, Stop, Topology
 
 ME = WorkerId(Role.EXECUTOR, 0, 3)
 DEADLINE_S = 60.0

@@ -12,9 +12,10 @@ from quintet.wire.codec import pack_i32
 from quintet.wire.config import FrontendConfig
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.messages import Seat, SeatState, Submit, TokenPrompt, Topology
+from quintet.wire.messages import Submit, TokenPrompt
 from quintet.wire.metrics import Metrics
 from quintet.wire.params import SamplingParams
+from quintet.wire.supervision import Seat, SeatState, Topology
 
 
 @dataclass

@@ -19,7 +19,10 @@ import pytest
 
 from quintet.frontend.main import Frontend
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.messages import (
+from quintet.wire.messages import Text
+from quintet.wire.runtime import CONFIG_FILE, SUPERVISOR
+from quintet.wire.sockets import Bus, Inbox, Peers, address_of, make_run_dir
+from quintet.wire.supervision import (
     Drain,
     Drained,
     Heartbeat,
@@ -28,11 +31,8 @@ from quintet.wire.messages import (
     Seat,
     SeatState,
     Stop,
-    Text,
     Topology,
 )
-from quintet.wire.runtime import CONFIG_FILE, SUPERVISOR
-from quintet.wire.sockets import Bus, Inbox, Peers, address_of, make_run_dir
 from tests.frontend.configs import make_config
 
 DEADLINE_S = 20.0

@@ -12,15 +12,8 @@ from quintet.frontend.router import Seats
 from quintet.wire.codec import pack_i32
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.messages import (
-    Detokenized,
-    Failed,
-    Seat,
-    SeatState,
-    TextPrompt,
-    Tokenized,
-    Topology,
-)
+from quintet.wire.messages import Detokenized, Failed, TextPrompt, Tokenized
+from quintet.wire.supervision import Seat, SeatState, Topology
 
 ME = WorkerId(Role.FRONTEND, 0, 1)
 

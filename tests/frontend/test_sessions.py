@@ -23,15 +23,13 @@ from quintet.wire.messages import (
     FinishReason,
     PositionLogprobs,
     RowLogprobs,
-    Seat,
-    SeatState,
     Started,
     Submit,
     Text,
     TextPrompt,
-    Topology,
 )
 from quintet.wire.params import SamplingParams
+from quintet.wire.supervision import Seat, SeatState, Topology
 from tests.frontend.configs import make_config
 
 PROMPT = TextPrompt("hello")

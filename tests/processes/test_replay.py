@@ -15,9 +15,9 @@ from quintet.deploy.replay.roles import replay
 from quintet.wire import record
 from quintet.wire.codec import encode
 from quintet.wire.ids import WorkerId
-from quintet.wire.messages import Topology
 from quintet.wire.record import Recorder, Recording, RecordingError, open_recording
 from quintet.wire.step import StepResult
+from quintet.wire.supervision import Topology
 
 from .server import Server, serve
 

@@ -21,6 +21,7 @@ from tokenizers import (
 )
 
 from quintet.wire import messages as m
+from quintet.wire import supervision
 from quintet.wire.config import (
     CacheConfig,
     EngineConfig,
@@ -177,7 +178,7 @@ class World:
         self.bus = Bus(self.config.run_dir)
         self.frontend_id = WorkerId(Role.FRONTEND, 0, 1)
         self.core_id = WorkerId(Role.CORE, 0, 1)
-        self.supervisor = self.inbox(SUPERVISOR, m.Ready | m.Heartbeat)
+        self.supervisor = self.inbox(SUPERVISOR, supervision.Ready | supervision.Heartbeat)
         self.frontend = self.inbox(self.frontend_id, m.Text | m.Detokenized | m.Tokenized | m.Failed)
         self.core = self.inbox(self.core_id, m.Admit | m.Cancel | m.StopHit)
         self.peers = Peers(self.bus)
@@ -206,9 +207,9 @@ class World:
         self.thread.start()
         self.greet()
 
-    def greet(self) -> m.Ready:
+    def greet(self) -> supervision.Ready:
         """Wait for `Ready`, then publish who is there."""
-        ready = self.wait(self.supervisor, m.Ready)
+        ready = self.wait(self.supervisor, supervision.Ready)
         self.publish(1, self.frontend_id, self.core_id)
         return ready
 
@@ -216,10 +217,10 @@ class World:
         """Tell the process who is there."""
         self.peers.connect(self.worker, address_of(self.config.run_dir, self.worker))
         seats = [
-            m.Seat(worker, address_of(self.config.run_dir, worker), 1, m.SeatState.READY)
+            supervision.Seat(worker, address_of(self.config.run_dir, worker), 1, supervision.SeatState.READY)
             for worker in workers
         ]
-        self.send(m.Topology(version, seats))
+        self.send(supervision.Topology(version, seats))
 
     def send(self, message: Any) -> None:
         """Send to the process under test."""
@@ -242,7 +243,7 @@ class World:
         """Stop the process and close every socket; an exception of the process fails the test."""
         if self.thread is not None:
             if self.thread.is_alive():
-                self.send(m.Stop())
+                self.send(supervision.Stop())
             self.thread.join(DEADLINE_S)
             assert not self.thread.is_alive()
         for inbox in (self.supervisor, self.frontend, self.core):

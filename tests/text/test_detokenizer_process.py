@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from quintet.detokenizer_proc import main
 from quintet.wire import messages as m
+from quintet.wire import supervision
 from quintet.wire.codec import pack_i32, pack_i64, pack_u8, unpack_i64
 from quintet.wire.config import ModelConfig
 from quintet.wire.errors import EXIT_CONFIG, ErrorCode
@@ -151,14 +152,16 @@ def test_queries_are_answered_while_steps_go_on(
 
 def test_heartbeats_count_open_requests_and_tokens(world: Any) -> None:
     world.send(row(RequestIds(0, 1).take(), 0, [9, 10, 11]))
-    beat = world.wait(world.supervisor, m.Heartbeat, lambda beat: beat.pending == 1 and beat.metrics)
+    beat = world.wait(
+        world.supervisor, supervision.Heartbeat, lambda beat: beat.pending == 1 and beat.metrics
+    )
     snapshot = decode_snapshot(beat.metrics)
     counters = {series.name: series.value for series in snapshot.counters}
     assert counters["detokenized_tokens"] == 3
     histograms = {series.name: series for series in snapshot.histograms}
     assert sum(histograms["detokenize_seconds"].counts) == 1
     assert histograms["hop_seconds"].labels == (("hop", "core_detokenizer"),)
-    later = world.wait(world.supervisor, m.Heartbeat)
+    later = world.wait(world.supervisor, supervision.Heartbeat)
     assert later.progress > beat.progress  # waiting for the core is no stall
 
 
@@ -180,7 +183,7 @@ def test_the_module_runs_as_a_child(
         assert world.greet().pid == child.pid
         world.send(row(RequestIds(0, 1).take(), 0, [9]))
         assert world.wait(world.frontend, m.Text).token_ids == pack_i32([9])
-        world.send(m.Stop())
+        world.send(supervision.Stop())
         assert child.wait(10) == 0
     finally:
         child.kill()
@@ -206,7 +209,7 @@ def test_what_waited_for_a_topology_goes_out_before_what_came_with_it(
     request_id = RequestIds(0, 1).take()
     batches: list[list[object]] = [
         [row(request_id, 0, [9])],
-        [row(request_id, 1, [9]), row(request_id, 2, [9]), m.Topology(1, [])],
+        [row(request_id, 1, [9]), row(request_id, 2, [9]), supervision.Topology(1, [])],
     ]
     process = MagicMock()
     process.me = WorkerId(Role.DETOKENIZER, 0, 1)
@@ -219,7 +222,7 @@ def test_what_waited_for_a_topology_goes_out_before_what_came_with_it(
         if not batches:
             raise Stopping
         batch = batches.pop(0)
-        known = any(isinstance(message, m.Topology) for message in batch)
+        known = any(isinstance(message, supervision.Topology) for message in batch)
         process.peers.epoch = lambda role, index: 1 if known else None
         return batch
 

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from quintet.tokenizer_proc import main
 from quintet.wire import messages as m
+from quintet.wire import supervision
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.config import ModelConfig
 from quintet.wire.errors import ErrorCode
@@ -200,7 +201,9 @@ def test_queries_are_answered(world: Any, tokenizers_by_style: dict[str, Tokeniz
 def test_heartbeats_tell_of_lanes_and_figures(world: Any) -> None:
     world.send(submit(RequestIds(0, 1).take(), m.TextPrompt("x " * 50_000)))
     world.wait(world.core, m.Admit)
-    beat = world.wait(world.supervisor, m.Heartbeat, lambda beat: beat.progress == 1 and beat.metrics)
+    beat = world.wait(
+        world.supervisor, supervision.Heartbeat, lambda beat: beat.progress == 1 and beat.metrics
+    )
     assert beat.pending == 0
     series = {series.name: series for series in decode_snapshot(beat.metrics).histograms}
     assert sum(series["tokenize_seconds"].counts) == 1
@@ -222,7 +225,7 @@ def test_the_module_runs_as_a_child(
         assert world.greet().pid == child.pid
         world.send(submit(RequestIds(0, 1).take(), m.TextPrompt("Hello")))
         assert world.wait(world.core, m.Admit).prompt_ids
-        world.send(m.Stop())
+        world.send(supervision.Stop())
         assert child.wait(10) == 0
     finally:
         child.kill()

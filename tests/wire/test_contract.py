@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from quintet.wire import codec, messages, step
+from quintet.wire import codec, messages, step, supervision
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import RequestIds, Role, WorkerId, epoch_tag, frontend_of
 from quintet.wire.metrics import Metrics, decode_snapshot
@@ -42,7 +42,7 @@ def test_prompts_are_told_apart_by_their_tags() -> None:
 def test_every_tag_is_unique() -> None:
     tags = [
         member.__struct_config__.tag
-        for module in (messages, step)
+        for module in (messages, step, supervision)
         for member in vars(module).values()
         if isinstance(member, type)
         and issubclass(member, msgspec.Struct)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.messages import Drain, Heartbeat
 from quintet.wire.runtime import SUPERVISOR, Process
 from quintet.wire.sockets import Bus, Inbox, address_of
+from quintet.wire.supervision import Drain, Heartbeat
 from tests.deploy.supervised import make_config
 
 ME = WorkerId(Role.EXECUTOR, 0, 1)

@@ -10,6 +10,7 @@ import pytest
 
 from quintet.wire import messages as m
 from quintet.wire import step as s
+from quintet.wire import supervision
 from quintet.wire.codec import pack_f32, pack_i32, pack_i64, pack_u8
 from quintet.wire.columns import all_below, are_spans
 from quintet.wire.ids import Role, WorkerId
@@ -146,8 +147,10 @@ def test_what_our_processes_send_makes_sense(sense: Sense, make: Callable[..., m
         m.StopHit(pack_i64([1]), b""),
         m.StopHit(b"abc"),
         m.Cancel([-1], 0),
-        m.Topology(1, [m.Seat(WorkerId(Role.CORE, 0, 1), "no address", 1, m.SeatState.READY)]),
-        m.Heartbeat(WorkerId(Role.CORE, 0, 1), 0, 0, 0, b"no snapshot"),
+        supervision.Topology(
+            1, [supervision.Seat(WorkerId(Role.CORE, 0, 1), "no address", 1, supervision.SeatState.READY)]
+        ),
+        supervision.Heartbeat(WorkerId(Role.CORE, 0, 1), 0, 0, 0, b"no snapshot"),
     ],
     ids=lambda message: type(message).__name__,
 )
