@@ -20,13 +20,14 @@ from tests.models.conftest import engine_config
 from tests.models.test_engine import House, changed, without_prefix_cache
 
 from quintet.executor.batch import Int, Rows
+from quintet.executor.interface import Finished
 from quintet.executor.ops.host_library import open_library, set_threads
 from quintet.executor.program.runner import ProgramRunner
 from quintet.executor.slots import SlotTables
 from quintet.executor.worker import Worker, make_torch_worker
 from quintet.wire.config import EngineConfig
 from quintet.wire.params import SamplingParams
-from quintet.wire.step import StepPlan, StepResult
+from quintet.wire.step import StepPlan
 
 NUM_TOKENS = 12
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, seed=0)
@@ -54,9 +55,9 @@ class Witness:
     def reset(self) -> None:
         self.inner.reset()
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def begin(self, plan: StepPlan) -> Finished:
         self._tenants |= {row.slot: row.request_id for row in plan.new_rows}
-        return self.inner.execute(plan)
+        return self.inner.begin(plan)
 
     def forward(self, rows: Rows, tables: SlotTables) -> None:
         self._rows = rows
