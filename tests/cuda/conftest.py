@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 from tests.cuda.emulated import EmulatedDevice
 
 from quintet.executor.cuda.device import Device
 
+MANY = 100
+"""Tests of kernels in a session, from which on all files are compiled at once rather than each when it is needed."""
+
 
 @pytest.fixture(scope="session")
-def device() -> Device:
+def device(request: pytest.FixtureRequest) -> Device:
     """Kernels on the CPU; ``QUINTET_EMULATION_SEED`` runs their threads in another order."""
-    return EmulatedDevice(seed=int(os.environ.get("QUINTET_EMULATION_SEED", "1")))
+    emulated = EmulatedDevice(seed=int(os.environ.get("QUINTET_EMULATION_SEED", "1")))
+    here = Path(__file__).parent
+    if sum(item.path.parent == here for item in request.session.items) > MANY:
+        emulated.compile_all()
+    return emulated

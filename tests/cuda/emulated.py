@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -142,6 +143,10 @@ class EmulatedDevice:
             self._held.append(event)
         return event
 
+    def compile_all(self) -> None:
+        """Have every file compiled, beside whatever goes on: for who will want most of them."""
+        self._modules.compile_all()
+
     def hold(self) -> None:
         """From now on, events are not done until `let_go`."""
         self._held = [] if self._held is None else self._held
@@ -171,13 +176,25 @@ class _Modules:
     def __init__(self, sources: Path) -> None:
         self._sources = sources
         self._open: dict[str, _Module] = {}
+        self._compiling: dict[str, Future[Path]] = {}
+        self._compilers = ThreadPoolExecutor(os.cpu_count() or 1)
         self._lock = threading.Lock()
 
-    def open(self, module: str) -> _Module:
+    def compile_all(self) -> None:
+        for source in sorted(self._sources.glob("*.cu")):
+            self._compile(source.stem)
+
+    def _compile(self, module: str) -> Future[Path]:
         with self._lock:
-            if module not in self._open:
-                self._open[module] = _Module(_compiled(self._sources, module))
-            return self._open[module]
+            if module not in self._compiling:
+                self._compiling[module] = self._compilers.submit(_compiled, self._sources, module)
+            return self._compiling[module]
+
+    def open(self, module: str) -> _Module:
+        opened = self._open.get(module)
+        if opened is None:
+            opened = self._open[module] = _Module(self._compile(module).result())
+        return opened
 
 
 class _Module:
