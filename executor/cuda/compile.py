@@ -175,11 +175,15 @@ def prune(folder: Path, known: Sequence[str]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compile and print; return 1 if anything did not compile."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
     known = modules()
     if not known:
         print(f"no kernels in {SOURCES}", file=sys.stderr)
         return 1
+    unknown = [name for name in options.modules if name not in known]
+    if unknown:
+        parser.error(f"no module is called {', '.join(unknown)}; there are {', '.join(known)}")
     try:
         kept = find_nvcc() if options.only == "nvcc" else find_nvrtc()
         compilers: list[tuple[Compiler, Path, Sequence[int]]] = [(kept, BUILT, options.targets)]

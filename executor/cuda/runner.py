@@ -1,7 +1,7 @@
 """A model on a device: its KV memory, its steps launched kernel by kernel, and its decode steps as captured graphs.
 
 Knows nothing of plans, requests or what is drawn besides a draw from the logits as they are: `quintet.executor.cuda.worker`
-does. Every method launches and returns; none waits.
+does. What computes a step launches it and returns; only boot and captures wait for the device.
 """
 
 from __future__ import annotations

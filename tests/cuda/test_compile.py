@@ -6,7 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from quintet.executor.cuda.compile import Job, Usage, compile_all, is_current, prune, table, usages, warnings
+from quintet.executor.cuda.compile import (
+    Job,
+    Usage,
+    compile_all,
+    is_current,
+    main,
+    prune,
+    table,
+    usages,
+    warnings,
+)
 from quintet.executor.cuda.compilers import CompileError, MissingCompilerError, Nvrtc, Output, find_nvrtc
 from quintet.executor.cuda.sources import digest
 
@@ -80,6 +90,14 @@ def test_a_mistake_is_told_in_the_compilers_words_and_leaves_nothing_that_looks_
     first, second = sorted(compile_all(wrong, 2))
     assert first.startswith("norm.cu for sm_80 with fake 1:\nnorm.cu(3): error") and "sm_90" in second
     assert not any(is_current(job) for job in wrong)
+
+
+def test_an_unknown_module_is_named_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["norm", "nosuch"])
+    assert left.value.code == 2
+    said = capsys.readouterr().err
+    assert "no module is called nosuch; there are activation, attention_chunk," in said
 
 
 def test_what_is_no_module_any_more_is_removed(tmp_path: Path) -> None:
