@@ -24,6 +24,7 @@ from tokenizers.decoders import DecodeStream
 
 from quintet.detokenizer_proc.incremental import PieceTable
 from quintet.detokenizer_proc.rows import Steps
+from quintet.detokenizer_proc.vocabulary import Vocabulary
 from quintet.wire.codec import encode, pack_i32, pack_i64, pack_u8
 from quintet.wire.ids import RequestIds
 from quintet.wire.messages import Open, Tokens
@@ -81,7 +82,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     tokenizer = Tokenizer.from_file(str(arguments.tokenizer / "tokenizer.json"))
-    showing = PieceTable(tokenizer, 0)
+    showing = PieceTable(Vocabulary.of(tokenizer))
     skipping = showing.skipping_special_tokens()
     stream = token_stream(tokenizer, arguments.rows, arguments.steps)
     plain, stopping = messages(stream, []), messages(stream, ["\n\n\n\n\n", "<nowhere>"])

@@ -5,8 +5,10 @@ Knows the tokenizers library's serialized form; knows no ids and no state.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import msgspec
-from tokenizers import Tokenizer
 
 
 class DecoderSpec(msgspec.Struct, frozen=True):
@@ -22,14 +24,15 @@ class DecoderSpec(msgspec.Struct, frozen=True):
     strip_first: bool = False
 
 
-def read_decoder(tokenizer: Tokenizer) -> DecoderSpec:
-    """Recognise the tokenizer's decoder; an unknown one is left to the library."""
-    if tokenizer.decoder is None:
+def read_decoder(description: Mapping[str, Any] | None) -> DecoderSpec:
+    """Recognise a decoder by its description; an unknown one is left to the library."""
+    if description is None:
         return DecoderSpec("library")
-    steps = _steps(msgspec.json.decode(tokenizer.decoder.__getstate__()))
-    if [step["type"] for step in steps] == ["ByteLevel"]:
+    steps = _steps(description)
+    kinds = [step.get("type") for step in steps]
+    if kinds == ["ByteLevel"]:
         return DecoderSpec("bytes")
-    if [step["type"] for step in steps] == ["Metaspace"]:
+    if kinds == ["Metaspace"]:
         return DecoderSpec(
             "metaspace",
             space=str(steps[0]["replacement"]),
@@ -57,11 +60,11 @@ def read_decoder(tokenizer: Tokenizer) -> DecoderSpec:
     return DecoderSpec("pieces", tuple(replacements), byte_fallback, strip, strip_count)
 
 
-def _steps(decoder: dict[str, object]) -> list[dict[str, object]]:
-    if decoder["type"] != "Sequence":
+def _steps(decoder: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the decoders of a sequence, and of those in it, one after the other; what is none stands for itself."""
+    inner = decoder.get("decoders")
+    if decoder.get("type") != "Sequence" or not isinstance(inner, list):
         return [decoder]
-    inner = decoder["decoders"]
-    assert isinstance(inner, list), decoder
     return [step for child in inner for step in _steps(child)]
 
 
@@ -74,6 +77,21 @@ def byte_alphabet() -> dict[str, int]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+def through_alphabet(tokens: Sequence[str]) -> list[bytes]:
+    """Return byte-level tokens' bytes; a token with any character outside the alphabet stands for itself."""
+    alphabet = byte_alphabet()
+    # Latin-1 spells a byte as the character of that number: others become one that it cannot spell.
+    latin = {number: alphabet.get(chr(number), 0xFFFD) for number in range(256)}
+    latin |= {ord(character): byte for character, byte in alphabet.items()}
+    found = []
+    for token in tokens:
+        try:
+            found.append(token.translate(latin).encode("latin-1"))
+        except UnicodeEncodeError:
+            found.append(token.encode())
+    return found
 
 
 def byte_of(token: str) -> int | None:

@@ -22,9 +22,8 @@ import copy
 from collections.abc import Sequence
 from typing import Protocol
 
-from tokenizers import Tokenizer
-
-from quintet.detokenizer_proc.decoder_spec import byte_alphabet, byte_of, read_decoder
+from quintet.detokenizer_proc.decoder_spec import byte_of, through_alphabet
+from quintet.detokenizer_proc.vocabulary import Vocabulary
 
 REPLACEMENT = "\ufffd"
 
@@ -54,15 +53,12 @@ class Decoder(Protocol):
 class PieceTable:
     """What every id stands for, special tokens for themselves; `skipping_special_tokens` gives the other table."""
 
-    def __init__(self, tokenizer: Tokenizer, num_ids: int) -> None:
-        """Read the tokenizer. Ids from the vocabulary's end up to ``num_ids`` stand for nothing, as in ``decode``."""
-        self.tokenizer = tokenizer
-        self.spec = read_decoder(tokenizer)
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+        self.spec = vocabulary.decoder
         self.skip_special_tokens = False
-        added = tokenizer.get_added_tokens_decoder()
-        self.num_ids = max(num_ids, tokenizer.get_vocab_size(with_added_tokens=True), *(i + 1 for i in added))
-        tokens = [tokenizer.id_to_token(token_id) for token_id in range(self.num_ids)]
-        self.absent = frozenset(i for i, token in enumerate(tokens) if token is None)
+        self.num_ids = len(vocabulary.tokens)
+        self.absent = frozenset(i for i, token in enumerate(vocabulary.tokens) if token is None)
         self.raw: list[bytes] = []
         """The bytes of each id's text by itself; empty for ids that stand for nothing."""
         self.pieces: list[str | None] = []
@@ -72,15 +68,13 @@ class PieceTable:
         self.silent: list[str | None] = [""] * self.num_ids
         """The table of a request that wants no text."""
         self.is_byte = bytearray(self.num_ids)
-        self._fill(tokens)
+        self._fill()
 
     def skipping_special_tokens(self) -> PieceTable:
         """Return the table in which special tokens stand for nothing: a copy, since few ids differ of a hundred thousand."""
         table = copy.copy(self)
         table.skip_special_tokens = True
-        special = frozenset(
-            i for i, token in self.tokenizer.get_added_tokens_decoder().items() if token.special
-        )
+        special = self.vocabulary.special
         table.absent = self.absent | special
         table.raw, table.pieces, table.is_byte = self.raw.copy(), self.pieces.copy(), self.is_byte.copy()
         for token_id in special:
@@ -117,45 +111,42 @@ class PieceTable:
         """Return one token's text by itself, invalid UTF-8 replaced."""
         return self.raw[token_id].decode("utf-8", "replace")
 
-    def _fill(self, tokens: Sequence[str | None]) -> None:
-        spec, alphabet = self.spec, byte_alphabet()
+    def _fill(self) -> None:
+        tokens = [token or "" for token in self.vocabulary.tokens]
+        match self.spec.kind:
+            case "bytes":
+                self.raw = through_alphabet(tokens)
+                self.pieces = [_text_or_none(raw) for raw in self.raw]
+            case "pieces":
+                self._fill_pieces(tokens)
+            case "metaspace":
+                space = self.spec.space
+                self.pieces = [token.replace(space, " ") for token in tokens]
+                self.raw = [piece.encode() for piece in self.pieces if piece is not None]
+            case _:
+                tokenizer = self.vocabulary.tokenizer
+                assert tokenizer is not None, self.spec
+                absent, decode = self.absent, tokenizer.decode
+                self.pieces = ["" if i in absent else None for i in range(self.num_ids)]
+                self.raw = [
+                    b"" if i in absent else decode([i], skip_special_tokens=False).encode()
+                    for i in range(self.num_ids)
+                ]
+
+    def _fill_pieces(self, tokens: Sequence[str]) -> None:
+        spec = self.spec
         for token_id, token in enumerate(tokens):
-            if token is None:
-                self.raw.append(b"")
-                self.pieces.append("")
-                continue
-            match spec.kind:
-                case "bytes":
-                    raw = _through_alphabet(token, alphabet)
-                    piece = _text_or_none(raw)
-                case "pieces":
-                    text = _replaced(token, spec.replacements)
-                    byte = byte_of(text) if spec.byte_fallback else None
-                    self.is_byte[token_id] = byte is not None
-                    raw = text.encode() if byte is None else bytes([byte])
-                    piece = text if byte is None else None
-                case "metaspace":
-                    piece = token.replace(spec.space, " ")
-                    raw = piece.encode()
-                case _:
-                    piece = None
-                    raw = self.tokenizer.decode([token_id], skip_special_tokens=False).encode()
-            self.raw.append(raw)
-            self.pieces.append(piece)
+            text = _replaced(token, spec.replacements)
+            byte = byte_of(text) if spec.byte_fallback else None
+            self.is_byte[token_id] = byte is not None
+            self.raw.append(text.encode() if byte is None else bytes([byte]))
+            self.pieces.append(text if byte is None else None)
 
 
 def _replaced(token: str, replacements: Sequence[tuple[str, str]]) -> str:
     for old, new in replacements:
         token = token.replace(old, new)
     return token
-
-
-def _through_alphabet(token: str, alphabet: dict[str, int]) -> bytes:
-    """Return a byte-level token's bytes; a token with any character outside the alphabet stands for itself."""
-    try:
-        return bytes([alphabet[character] for character in token])
-    except KeyError:
-        return token.encode()
 
 
 def _text_or_none(raw: bytes) -> str | None:
@@ -342,7 +333,7 @@ class MetaspaceDecoder:
         if self.clean or token_id in table.absent:
             return table.pieces[token_id] or ""
         self.clean = True
-        token = table.tokenizer.id_to_token(token_id) or ""
+        token = table.vocabulary.tokens[token_id] or ""
         return token.replace(table.spec.space, "")
 
     def flush(self) -> str:
@@ -402,5 +393,7 @@ class LibraryDecoder:
         return ""
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self._table.tokenizer.decode(ids, skip_special_tokens=self._table.skip_special_tokens)
+        tokenizer = self._table.vocabulary.tokenizer
+        assert tokenizer is not None, self._table.spec
+        text: str = tokenizer.decode(ids, skip_special_tokens=self._table.skip_special_tokens)
         return text

@@ -6,15 +6,13 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-from tokenizers import Tokenizer
 
 from quintet.detokenizer_proc.incremental import Decoder, PieceTable
 from quintet.detokenizer_proc.rows import Steps
+from quintet.detokenizer_proc.vocabulary import load_vocabulary
 from quintet.wire.codec import pack_i32, pack_i64, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig, ModelConfig
-from quintet.wire.errors import ConfigError, ErrorCode
+from quintet.wire.errors import ErrorCode
 from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of
 from quintet.wire.messages import Detokenized, DetokenizeQuery, Failed, Live, StopHit, Text, Tokens, Unknown
 from quintet.wire.runtime import Process, child_main
@@ -240,17 +238,6 @@ class Detokenizer:
             self._process.peers.send(Role.FRONTEND, query.frontend, Detokenized(query.query_id, text))
 
 
-def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """Read ``tokenizer.json``. Raises `ConfigError` naming the file when it is missing or unreadable."""
-    path = Path(folder) / "tokenizer.json"
-    if not path.is_file():
-        raise ConfigError(f"{path} does not exist; give a folder with a tokenizer.json as --tokenizer.")
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise ConfigError(f"{path} is not a tokenizer the tokenizers library can read: {error}") from error
-
-
 def prepare(config: EngineConfig) -> Tables:
     """Do the long part of booting: it depends on no seat."""
     return tables_of(config.model)
@@ -258,7 +245,7 @@ def prepare(config: EngineConfig) -> Tables:
 
 def tables_of(model: ModelConfig) -> Tables:
     """Read the tokenizer and make its tables. Raises `ConfigError`."""
-    showing = PieceTable(load_tokenizer(model.tokenizer_path), model.vocab_size)
+    showing = PieceTable(load_vocabulary(model.tokenizer_path, model.vocab_size))
     return Tables(showing, showing.skipping_special_tokens())
 
 

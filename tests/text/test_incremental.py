@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 import quintet.deploy
-from quintet.detokenizer_proc.decoder_spec import byte_of, read_decoder
+from quintet.detokenizer_proc.decoder_spec import byte_of
 from quintet.detokenizer_proc.incremental import PieceTable
+from quintet.detokenizer_proc.vocabulary import Vocabulary
 
 TEXTS = [
     "",
@@ -42,7 +43,7 @@ def check(tokenizer: Tokenizer, tables: dict[bool, PieceTable], ids: list[int]) 
 
 def tables_of(tokenizer: Tokenizer) -> dict[bool, PieceTable]:
     """Return both tables by whether they skip special tokens."""
-    showing = PieceTable(tokenizer, 0)
+    showing = PieceTable(Vocabulary.of(tokenizer))
     return {True: showing.skipping_special_tokens(), False: showing}
 
 
@@ -52,7 +53,7 @@ def tables(any_tokenizer: Tokenizer) -> dict[bool, PieceTable]:
 
 
 def test_each_style_is_recognised(tokenizers_by_style: dict[str, Tokenizer]) -> None:
-    kinds = {name: read_decoder(tokenizer).kind for name, tokenizer in tokenizers_by_style.items()}
+    kinds = {name: Vocabulary.of(tokenizer).decoder.kind for name, tokenizer in tokenizers_by_style.items()}
     assert kinds == {
         "byte_level": "bytes",
         "sentencepiece": "pieces",
@@ -96,7 +97,7 @@ def test_any_bytes_decode_alike(tokenizers_by_style: dict[str, Tokenizer], raw: 
     """Bytes that are no text at all, as byte tokens of both styles."""
     for style in ("byte_level", "sentencepiece"):
         tokenizer = tokenizers_by_style[style]
-        table = PieceTable(tokenizer, 0).skipping_special_tokens()
+        table = PieceTable(Vocabulary.of(tokenizer)).skipping_special_tokens()
         token_of = {
             table.raw[i]: i for i in range(table.num_ids) if style == "byte_level" or table.is_byte[i]
         }
@@ -123,7 +124,7 @@ def test_a_character_split_between_prompt_and_output_belongs_to_the_output(
     tokenizers_by_style: dict[str, Tokenizer],
 ) -> None:
     for style in ("byte_level", "sentencepiece"):
-        table = PieceTable(tokenizers_by_style[style], 0).skipping_special_tokens()
+        table = PieceTable(Vocabulary.of(tokenizers_by_style[style])).skipping_special_tokens()
         token_of = {
             table.raw[i]: i for i in range(table.num_ids) if style == "byte_level" or table.is_byte[i]
         }
@@ -136,7 +137,7 @@ def test_a_character_split_between_prompt_and_output_belongs_to_the_output(
 
 def test_ids_beyond_the_tokenizer_stand_for_nothing(any_tokenizer: Tokenizer) -> None:
     size = any_tokenizer.get_vocab_size()
-    table = PieceTable(any_tokenizer, size + 50).skipping_special_tokens()
+    table = PieceTable(Vocabulary.of(any_tokenizer, size + 50)).skipping_special_tokens()
     assert table.num_ids == size + 50
     assert pushed(table, [size + 10, size + 49]) == ""
 

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 
 from quintet.detokenizer_proc.incremental import PieceTable
 from quintet.detokenizer_proc.rows import Steps
+from quintet.detokenizer_proc.vocabulary import Vocabulary
 from quintet.wire.codec import pack_f32, pack_i32, pack_i64, pack_u8, unpack_i32
 from quintet.wire.ids import RequestIds
 from quintet.wire.messages import FinishReason, Open, Text, Tokens
@@ -26,7 +27,8 @@ def tokenizer(tokenizers_by_style: dict[str, Tokenizer]) -> Tokenizer:
 
 @pytest.fixture
 def steps(tokenizer: Tokenizer) -> Steps:
-    return Steps(PieceTable(tokenizer, 0).skipping_special_tokens(), PieceTable(tokenizer, 0))
+    showing = PieceTable(Vocabulary.of(tokenizer))
+    return Steps(showing.skipping_special_tokens(), showing)
 
 
 def opening(request_id: int = ONE, prompt: Sequence[int] = (), **changes: Any) -> Open:

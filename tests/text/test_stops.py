@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from quintet.detokenizer_proc.incremental import PieceTable
 from quintet.detokenizer_proc.stops import MAX_CACHED, MAX_CACHED_CHARACTERS, ROOT, StopAutomaton, StopCache
 from quintet.detokenizer_proc.text_state import TextState
+from quintet.detokenizer_proc.vocabulary import Vocabulary
 from quintet.wire.codec import pack_i32
 from quintet.wire.messages import Open
 
@@ -135,7 +136,7 @@ def test_random_stop_sets_against_the_naive_search(
     tokenizers_by_style: dict[str, Tokenizer], style: str
 ) -> None:
     tokenizer = tokenizers_by_style[style]
-    table = PieceTable(tokenizer, 0).skipping_special_tokens()
+    table = PieceTable(Vocabulary.of(tokenizer)).skipping_special_tokens()
     rng = random.Random(5)
     words = ["hello", "he", "do", ", ", " ", "world", "a", "b", "😀", "é", "世界", "\n", "the", "?"]
     cache = StopCache()
@@ -182,7 +183,7 @@ def test_random_stop_sets_against_the_naive_search(
 def test_a_stop_string_in_byte_tokens_is_found_at_once(tokenizers_by_style: dict[str, Tokenizer]) -> None:
     """A newline is a byte token there: its run is not over, but the output may end."""
     tokenizer = tokenizers_by_style["sentencepiece"]
-    table = PieceTable(tokenizer, 0).skipping_special_tokens()
+    table = PieceTable(Vocabulary.of(tokenizer)).skipping_special_tokens()
     newline, a = tokenizer.token_to_id("<0x0A>"), tokenizer.token_to_id("a")
     state = TextState(opened(["\n\n"]), table, StopAutomaton(["\n\n"]))
     assert state.add([a, newline]) == "a"
@@ -194,7 +195,7 @@ def test_tentative_characters_that_turn_out_broken_are_searched_as_what_they_bec
     tokenizers_by_style: dict[str, Tokenizer],
 ) -> None:
     tokenizer = tokenizers_by_style["sentencepiece"]
-    table = PieceTable(tokenizer, 0).skipping_special_tokens()
+    table = PieceTable(Vocabulary.of(tokenizer)).skipping_special_tokens()
     ids = [tokenizer.token_to_id(token) for token in ("a", "<0x0A>", "<0xFF>", "b", "c")]
     state = TextState(opened(["\n\ufffd", "\ufffdb"]), table, StopAutomaton(["\n\ufffd", "\ufffdb"]))
     assert state.add(ids) == "a\ufffd"
