@@ -21,7 +21,6 @@ PROCESSES = (
     *ENGINE,
     "zmq",
     "psutil",
-    "starlette",
     "uvicorn",
     "uvloop",
     "httptools",
