@@ -11,6 +11,7 @@ import contextlib
 import gc
 import importlib
 import os
+import threading
 import time
 from collections.abc import Callable
 
@@ -48,10 +49,31 @@ requests. The core never runs one of them again, so they are different ones."""
 MAX_FAILURE_CHARS = 200
 
 
-def make_worker(config: EngineConfig, span: Span) -> StepWorker:
-    """Import and build the worker that the configuration names."""
+def begin_imports() -> None:
+    """Begin to import what a real worker needs, from a thread: the configuration is made meanwhile.
+
+    `make_worker` waits for the thread, as whoever imports what is being imported does. An import that fails is tried there
+    again, and raises there.
+    """
+    _set_environment()
+    gc.disable()  # see `make_worker`
+    module, _, _ = WORKERS["torch"].partition(":")
+    threading.Thread(target=_import_quietly, args=(module,), name="imports", daemon=True).start()
+
+
+def _import_quietly(module: str) -> None:
+    with contextlib.suppress(Exception):
+        importlib.import_module(module)
+
+
+def _set_environment() -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+
+
+def make_worker(config: EngineConfig, span: Span) -> StepWorker:
+    """Import and build the worker that the configuration names."""
+    _set_environment()
     if config.executor.kind == "torch" and config.executor.load_format == "auto":
         read_ahead(config)
     module, _, function = WORKERS[config.executor.kind].partition(":")
@@ -260,4 +282,4 @@ def run(me: WorkerId, config: EngineConfig) -> None:
 
 
 if __name__ == "__main__":
-    child_main(Role.EXECUTOR, run)
+    child_main(Role.EXECUTOR, run, begin=begin_imports)

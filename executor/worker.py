@@ -15,7 +15,6 @@ import torch
 
 from quintet.executor.audit import TablesDiffer, check_tables
 from quintet.executor.batch import Rows
-from quintet.executor.cuda.boot import make_device_worker
 from quintet.executor.eager import EagerRunner
 from quintet.executor.features.kv_offload import HostBlocks
 from quintet.executor.interface import Finished, StepWorker
@@ -23,7 +22,6 @@ from quintet.executor.memory import to_device
 from quintet.executor.models.model import CausalModel, Setting
 from quintet.executor.models.registry import build_model, read_card
 from quintet.executor.ops.table import Ops, ops_of
-from quintet.executor.platforms.cuda import open_cuda_device
 from quintet.executor.platforms.platform import Platform, open_platform
 from quintet.executor.program.library import INT8, dtype_code, program_library
 from quintet.executor.program.runner import ProgramRunner, allocate_kv
@@ -158,6 +156,9 @@ def make_worker(config: EngineConfig, span: Span = no_span) -> StepWorker:
     """Open the device, build and load the model, reserve KV memory."""
     if config.executor.device != "cuda":
         return make_torch_worker(config, span)
+    from quintet.executor.cuda.boot import make_device_worker  # dozens of modules that only a GPU needs
+    from quintet.executor.platforms.cuda import open_cuda_device
+
     begun = time.monotonic()
     platform = open_platform(config.executor)
     device = open_cuda_device(config.executor)

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import BinaryIO
 
@@ -221,6 +220,8 @@ class _Ring:
 
     def _segment_for(self, num_bytes: int, topology: bytes) -> BinaryIO:
         """Return the file that has room, a new one when the last is full."""
+        from importlib.metadata import version  # thirty modules that only a server that records needs
+
         if self._file is not None:
             if self._file.tell() + num_bytes <= self._max_bytes // SEGMENTS:
                 return self._file
@@ -229,7 +230,7 @@ class _Ring:
         _make_room(self._folder, self._me, self._max_bytes - self._max_bytes // SEGMENTS)
         path = self._own_folder / f"{self._segment:04d}{SUFFIX}"
         header = msgspec.json.encode(
-            Header(metadata.version("quintet"), self._me, self._segment, topology, self._config)
+            Header(version("quintet"), self._me, self._segment, topology, self._config)
         )
         path.touch(mode=0o600)
         self._file = path.open("wb", buffering=0)

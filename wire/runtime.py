@@ -151,6 +151,7 @@ class Process(Generic[MessageT]):
         """Tell the supervisor that this process can work. Freezes what boot allocated out of the garbage collector."""
         gc.collect()
         gc.freeze()
+        give_back_memory()
         self.peers.send(Role.SUPERVISOR, 0, Ready(self.me, os.getpid(), facts))
         self.beat()
 
@@ -267,6 +268,13 @@ class Process(Generic[MessageT]):
             self._recorder.close()
 
 
+def give_back_memory() -> None:
+    """Give the system the memory back that was needed for a moment only, where the C library can (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def die_with_parent() -> None:
     """Have the kernel kill this process when the process that started it dies (Linux)."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -275,13 +283,17 @@ def die_with_parent() -> None:
 
 
 def child_main(
-    role: Role, run: Callable[..., None], prepare: Callable[[EngineConfig], object] | None = None
+    role: Role,
+    run: Callable[..., None],
+    prepare: Callable[[EngineConfig], object] | None = None,
+    begin: Callable[[], object] | None = None,
 ) -> None:
     """Be the ``main`` of a child process: ``python -m quintet.<folder>.main --run-dir … --index … --epoch … --parent …``.
 
     ``run`` is called with the seat and the configuration, and with what ``prepare`` made of the configuration before.
     Without ``--index`` and ``--epoch`` the process is a spare: once prepared it waits for the line ``INDEX EPOCH`` at its
-    standard input, and leaves when that closes.
+    standard input, and leaves when that closes. With ``--early`` there is no configuration yet: the process waits for that line
+    first, and calls ``begin`` before, for what can be begun without.
 
     An exception that escapes ``run`` is written to ``<run_dir>/<worker>.error`` for the supervisor's report.
     """
@@ -292,6 +304,8 @@ def child_main(
     parser.add_argument("--index", type=int, help="seat among processes of this role")
     parser.add_argument("--epoch", type=int, help="how often this seat has been filled, from 1")
     parser.add_argument("--parent", type=int, required=True, help="process id of the supervisor")
+    parser.add_argument("--early", action="store_true", help="started before the configuration was written")
+    parser.add_argument("--cores", help="processors to run on, once what the work needs is there")
     arguments = parser.parse_args()
 
     die_with_parent()
@@ -301,16 +315,27 @@ def child_main(
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # a terminal's Ctrl-C reaches everyone; the supervisor decides
-    config = EngineConfig.read(arguments.run_dir / CONFIG_FILE)
     if role is not Role.EXECUTOR:
         let_others_finish()
     me = None if arguments.index is None else WorkerId(role, arguments.index, arguments.epoch or 1)
+    if arguments.early:
+        setproctitle.setproctitle(f"quintet-{role}-early")
+        if begin is not None:
+            begin()
+        try:
+            me = _await_seat(role)
+        except Stopping:
+            return
+    config = EngineConfig.read(arguments.run_dir / CONFIG_FILE)
     log = _take_name(me or f"{role}-spare", config)
     try:
         prepared = () if prepare is None else (prepare(config),)
         if me is None:
             me = _await_seat(role)
             log = _take_name(me, config)
+        gc.enable()
+        if arguments.cores is not None:
+            os.sched_setaffinity(0, map(int, arguments.cores.split(",")))
         run(me, config, *prepared)
     except Stopping:
         pass

@@ -21,6 +21,7 @@ from quintet.deploy.resolve.memory import format_size
 from quintet.deploy.resolve.rules import check_ranges
 from quintet.deploy.supervisor import run_dirs
 from quintet.deploy.supervisor.listener import PortInUse, bind_listener
+from quintet.deploy.supervisor.nursery import Nursery, roles_to_fork
 from quintet.wire.config import EngineConfig
 from quintet.wire.log import configure_logging
 from quintet.wire.sockets import make_run_dir
@@ -79,19 +80,24 @@ def options_of(arguments: argparse.Namespace) -> tuple[Options, list[str]]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Resolve, bind, spawn, serve."""
-    from quintet.deploy.supervisor.boot_story import PrintedStory
-    from quintet.deploy.supervisor.supervisor import Supervisor, Surroundings
-
+    """Bind, fork, resolve, serve."""
     options, notes = options_of(arguments)
     signal.signal(signal.SIGTERM, _leave)  # until the supervisor listens to signals itself
     setproctitle.setproctitle("quintet-supervisor")
     configure_logging("supervisor", options.log_level)
     run_dirs.sweep_stale()
     run_dir = make_run_dir()
+    nursery = None
     try:
         check_ranges(options)
         listener = bind_listener(options.host, options.port)
+        nursery = Nursery(run_dir, listener)
+        nursery.fork(roles_to_fork(options.executor != "mock", has_frontends=True))
+        from quintet.deploy.supervisor.boot_story import (
+            PrintedStory,
+        )  # what follows is imported beside the children
+        from quintet.deploy.supervisor.supervisor import Supervisor, Surroundings
+
         resolution = resolve(options, run_dir)
         resolution.notes.extend(notes)
         port = int(listener.getsockname()[1])
@@ -99,11 +105,13 @@ def run(arguments: argparse.Namespace) -> int:
             resolution.config, frontend=msgspec.structs.replace(resolution.config.frontend, port=port)
         )
         story = PrintedStory(config, opening_lines(resolution))
-        return Supervisor(config, story, Surroundings(listener=listener)).run()
+        return Supervisor(config, story, Surroundings(listener=listener, nursery=nursery)).run()
     except PortInUse as error:
         print(f"quintet: {error}", file=sys.stderr)
         return 1
     finally:
+        if nursery is not None:
+            nursery.end()
         shutil.rmtree(run_dir, ignore_errors=True)
 
 

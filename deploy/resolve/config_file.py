@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import yaml
-
 from quintet.deploy.resolve.flag_table import make_options
 from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.rules import derive_max_num_seqs
@@ -17,6 +15,8 @@ def read_config_file(path: Path) -> dict[str, object]:
 
     Names are those of the flags, with dashes or underscores. Raises `ConfigError` that names the file and the key.
     """
+    import yaml  # few have such a file
+
     try:
         loaded: object = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import psutil
-
 from quintet.wire.errors import ConfigError
 
 _UNITS = {
@@ -40,6 +38,8 @@ def format_size(size_bytes: float) -> str:
 
 def available_ram_bytes(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
     """Return memory that new processes could take without swapping: the host's, or the container's if that is less."""
+    import psutil  # most of what asks for this module reads and writes sizes only
+
     available = int(psutil.virtual_memory().available)
     version_1 = cgroup_root / "memory"
     for folder, limit, usage, reclaimable in (

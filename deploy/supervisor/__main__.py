@@ -14,6 +14,7 @@ from pathlib import Path
 import setproctitle
 
 from quintet.deploy.supervisor.boot_story import ReportedStory
+from quintet.deploy.supervisor.nursery import Nursery, roles_to_fork
 from quintet.deploy.supervisor.supervisor import Supervisor, Surroundings
 from quintet.wire.config import EngineConfig
 from quintet.wire.log import configure_logging
@@ -32,13 +33,15 @@ def main() -> int:
     setproctitle.setproctitle("quintet-supervisor")
     config = EngineConfig.read(arguments.run_dir / CONFIG_FILE)
     configure_logging("supervisor", config.log_level)
+    nursery = Nursery(arguments.run_dir, None)
+    nursery.fork(roles_to_fork(config.executor.kind != "mock", has_frontends=False))
     signals = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
     if arguments.parent_fd is not None:
         signal.signal(
             signal.SIGINT, signal.SIG_IGN
         )  # a terminal's Ctrl-C reaches the parent too, which decides
         signals.remove(signal.SIGINT)
-    surroundings = Surroundings(parent_fd=arguments.parent_fd, signals=signals)
+    surroundings = Surroundings(parent_fd=arguments.parent_fd, signals=signals, nursery=nursery)
     return Supervisor(config, ReportedStory(arguments.report_fd), surroundings).run()
 
 

@@ -5,12 +5,12 @@ Owns what is known of each process, and the version of the topology. What a sile
 
 from __future__ import annotations
 
-import subprocess
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from quintet.deploy.supervisor.spawn import ChildProcess
 from quintet.wire.config import ProcessesConfig
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.sockets import address_of
@@ -26,7 +26,7 @@ class SeatRecord:
     external: bool = False
     """Filled by a process of the user's: not spawned, not watched."""
     epoch: int = 1
-    process: subprocess.Popen[bytes] | None = None
+    process: ChildProcess | None = None
     pid: int = 0
     state: SeatState = SeatState.DOWN
     note: str = ""
@@ -69,7 +69,7 @@ class SeatRecord:
         """Whether nobody fills the seat, and nobody shall."""
         return self.is_retiring and self.state is SeatState.DOWN
 
-    def fill(self, process: subprocess.Popen[bytes], now: float) -> None:
+    def fill(self, process: ChildProcess, now: float) -> None:
         """Seat a process that has just been started."""
         self.process, self.pid, self.state, self.note = process, process.pid, SeatState.STARTING, ""
         self.facts, self.metrics = {}, b""

@@ -10,7 +10,7 @@ import logging
 import subprocess
 from collections.abc import Sequence
 
-from quintet.deploy.supervisor.spawn import Spawner
+from quintet.deploy.supervisor.spawn import Spawner, give_seat
 from quintet.wire.ids import Role, WorkerId
 
 SPARE_ROLES = (Role.TOKENIZER, Role.DETOKENIZER)
@@ -59,14 +59,7 @@ class Spares:
             return None
         del self._waiting[worker.role]
         self._due[worker.role] = now + PAUSE_S
-        assert process.stdin is not None
-        try:
-            process.stdin.write(f"{worker.index} {worker.epoch}\n".encode())
-            process.stdin.close()
-        except BrokenPipeError:
-            process.wait()
-            return None
-        return process
+        return process if give_seat(process, worker) else None
 
     def end(self) -> None:
         """Kill them, and start no more."""

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import IO, Protocol
 
 from quintet.wire.ids import Role, WorkerId
 
@@ -20,6 +21,48 @@ MODULES: Mapping[Role, str] = {
 
 LISTEN_FD = "QUINTET_LISTEN_FD"
 """Environment variable that tells a frontend which descriptor is the listening socket."""
+
+
+class ChildProcess(Protocol):
+    """What the supervisor asks of a child, however it was made: a `subprocess.Popen`, or one that was forked off."""
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+
+    def poll(self) -> int | None:
+        """Return the exit status if it ended."""
+
+    def wait(self) -> int:
+        """Return the exit status once it ended."""
+
+    def send_signal(self, number: int, /) -> None:
+        """Send a signal, unless it ended."""
+
+    def kill(self) -> None:
+        """End it at once."""
+
+
+class WaitingProcess(ChildProcess, Protocol):
+    """A child that waits at its standard input for a seat."""
+
+    @property
+    def stdin(self) -> IO[bytes] | None:
+        """The way to its standard input."""
+
+
+def give_seat(process: WaitingProcess, worker: WorkerId) -> bool:
+    """Make a child that waits ``worker``. Return False where it has ended instead."""
+    if process.poll() is not None:
+        return False
+    assert process.stdin is not None
+    try:
+        process.stdin.write(f"{worker.index} {worker.epoch}\n".encode())
+        process.stdin.close()
+    except BrokenPipeError:
+        process.wait()
+        return False
+    return True
 
 
 class Spawner:

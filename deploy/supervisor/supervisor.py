@@ -24,6 +24,7 @@ from quintet.deploy.supervisor.boot_story import Failure, Story, child_failure
 from quintet.deploy.supervisor.changes import Changes
 from quintet.deploy.supervisor.desk import Desk
 from quintet.deploy.supervisor.doorbell import Doorbell
+from quintet.deploy.supervisor.nursery import Nursery
 from quintet.deploy.supervisor.restarts import RestartPolicy, policy_of
 from quintet.deploy.supervisor.seats import SeatRecord, SeatTable
 from quintet.deploy.supervisor.spares import SPARE_ROLES, Spares
@@ -71,6 +72,8 @@ class Surroundings:
     parent_fd: int | None = None
     """End of a pipe whose other end lives as long as the process that wants this server."""
     modules: Mapping[Role, str] = field(default_factory=lambda: MODULES)
+    nursery: Nursery | None = None
+    """With children that were forked off before, and wait for seats."""
     signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     restart_policy: Callable[[Role, int | None], RestartPolicy] = policy_of
 
@@ -92,6 +95,7 @@ class Supervisor:
         self._spawner = Spawner(
             self._run_dir, surroundings.modules, self._listener.fileno() if self._listener else None
         )
+        self._nursery = surroundings.nursery or Nursery(self._run_dir, self._listener)
         self._bus = Bus(self._run_dir)
         accepts: Any = Ready | Heartbeat | MetricsQuery | Drained | Command
         self._inbox: Inbox[Any] = Inbox(
@@ -183,7 +187,8 @@ class Supervisor:
     def _fill(self, seat: SeatRecord) -> None:
         error_file(self._run_dir, seat.worker).unlink(missing_ok=True)
         now = time.monotonic()
-        seat.fill(self._spares.take(seat.worker, now) or self._spawner.spawn(seat.worker), now)
+        waiting = self._nursery.take(seat.worker) or self._spares.take(seat.worker, now)
+        seat.fill(waiting or self._spawner.spawn(seat.worker), now)
         self._seats.is_changed = True
 
     def _seat_ready(self, seat: SeatRecord, facts: dict[str, str], now: float) -> None:
@@ -215,9 +220,9 @@ class Supervisor:
 
     def _notice_deaths(self) -> None:
         dead = [
-            (seat, seat.process.returncode)
+            (seat, exit_status)
             for seat in self._seats.own()
-            if seat.process is not None and seat.process.poll() is not None
+            if seat.process is not None and (exit_status := seat.process.poll()) is not None
         ]
         dead.sort(key=lambda pair: self._time_of_last_words(pair[0]))
         for seat, exit_status in dead:
@@ -330,6 +335,7 @@ class Supervisor:
 
     def _kill_everyone(self) -> None:
         self._spares.end()
+        self._nursery.end()
         living = [seat.process for seat in self._seats.own() if seat.process is not None]
         for process in living:
             process.kill()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from quintet.deploy.supervisor.boot_story import Failure, PrintedStory, ReportedStory
 from quintet.deploy.supervisor.listener import bind_listener
+from quintet.deploy.supervisor.nursery import Nursery, roles_to_fork
 from quintet.deploy.supervisor.restarts import RestartPolicy
 from quintet.deploy.supervisor.seats import SeatRecord
 from quintet.deploy.supervisor.supervisor import Supervisor, Surroundings
@@ -42,10 +43,15 @@ def main() -> int:
     listener = bind_listener("127.0.0.1", 0) if config.processes.frontends else None
     if listener is not None:
         tell("listening", port=listener.getsockname()[1])
+    modules = {role: f"fake_{role}" for role in Role}
+    nursery = Nursery(run_dir, listener, modules)
+    if options.get("forks"):
+        nursery.fork(roles_to_fork(True, has_frontends=listener is not None))
     surroundings = Surroundings(
         listener=listener,
         parent_fd=options.get("parent_fd"),
-        modules={role: f"fake_{role}" for role in Role},
+        modules=modules,
+        nursery=nursery,
         restart_policy=lambda _role, _max_deaths: RestartPolicy(
             max_deaths=options.get("max_deaths", 5), first_backoff_s=0.01
         ),
