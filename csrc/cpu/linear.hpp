@@ -61,7 +61,7 @@ struct LinearCall {
   index_t prepared_stride;  // bytes from a row to the next
   index_t x_group;          // of k that share a scale of x (integers only)
   // how it is split
-  index_t panel_rows, panels, width, parts;
+  index_t panel_rows, panels, width, parts, threads;
 };
 
 struct Preparation {
@@ -73,7 +73,8 @@ inline constexpr index_t kNever = 1 << 30;  // rows
 
 struct LinearKernels {
   Preparation (*preparation)(const Weight& weight, Dtype dtype, bool int8_activations);  // how x must be rewritten
-  void (*prepare)(const void* call, index_t begin, index_t end);   // work over rows of a LinearCall
+  index_t (*prepare_items)(const LinearCall& call);  // how many items `prepare` has
+  void (*prepare)(const void* call, index_t begin, index_t end);   // work over them
   void (*multiply)(const void* call, index_t begin, index_t end);  // work over its items
 };
 

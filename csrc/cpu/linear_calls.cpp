@@ -26,6 +26,7 @@ index_t most(index_t a, index_t b) { return a > b ? a : b; }
 // Panels of rows by parts of columns. Nothing about a result depends on it.
 void split(LinearCall& call, index_t threads) {
   const index_t tiles = call.weight->tiles;
+  call.threads = threads;
   call.panel_rows = kPanelRows;
   call.panels = (call.rows + call.panel_rows - 1) / call.panel_rows;
   call.width = kTileColumns;
@@ -55,10 +56,16 @@ struct Linear {
     split(call, pool().threads());
   }
   Work prepare() const {
-    return {call.is_prepared ? call.rows : 0, kPrepareGrain, kernels_of(*call.weight).prepare, &call};
+    const LinearKernels& kernels = kernels_of(*call.weight);
+    return {call.is_prepared ? kernels.prepare_items(call) : 0, kPrepareGrain, kernels.prepare, &call};
   }
   Work multiply() const {
-    return {call.panels * call.parts, grain(call, pool().threads()), kernels_of(*call.weight).multiply, &call};
+    Work work{call.panels * call.parts, grain(call, pool().threads()), kernels_of(*call.weight).multiply, &call};
+    if (call.panels == 1) {
+      work.memory = call.weight->memory;
+      work.piece_bytes = call.weight->tile_bytes * call.width / kTileColumns;
+    }
+    return work;
   }
 };
 

@@ -11,6 +11,10 @@ namespace qt {
 namespace {
 
 constexpr int kSpins = 400;  // pauses of some 10 to 50 ns: about the longest wait between two works of a step
+constexpr int kFirsts = 64;   // threads that have a first piece of their own
+constexpr index_t kShare = 2;  // a piece is at most one in so many parts of a thread's share of what is left
+constexpr index_t kAheadBytes = 128 << 10;  // that a waiting thread fetches at most: half of a small second-level cache
+constexpr index_t kLine = 64, kLinesAtOnce = 4;
 
 void pause() {
 #if defined(__x86_64__)
@@ -40,9 +44,7 @@ Count counts[kCounts];
 
 void count_piece(int thread) { counts[thread % kCounts].value.fetch_add(1, std::memory_order_relaxed); }
 
-index_t end_of(const Work& work, index_t begin) {
-  return begin + work.grain < work.count ? begin + work.grain : work.count;
-}
+index_t least(index_t a, index_t b) { return a < b ? a : b; }
 
 #if defined(__linux__)
 // The cores that this process may use, in order.
@@ -91,7 +93,7 @@ void Pool::run(const Work* list, index_t count) {
   if (workers_.empty()) {
     for (index_t i = 0; i < count; ++i)
       for (index_t begin = 0, end; begin < list[i].count; begin = end) {
-        end = end_of(list[i], begin);
+        end = least(begin + list[i].grain, list[i].count);
         list[i].run(list[i].call, begin, end);
         count_piece(0);
       }
@@ -105,7 +107,9 @@ void Pool::run(const Work* list, index_t count) {
   if (index_t(progress_.size()) < count) progress_ = std::vector<Progress>(count);
   const std::uint32_t run = run_.load(std::memory_order_relaxed) + 1;
   for (index_t i = 0; i < count; ++i) {
-    progress_[i].taken.store(std::uint64_t(run) << 32, std::memory_order_relaxed);
+    const index_t firsts = least(least(threads(), kFirsts) * size_of_piece(list[i], list[i].count), list[i].count);
+    progress_[i].taken.store(std::uint64_t(run) << 32 | std::uint64_t(firsts), std::memory_order_relaxed);
+    progress_[i].firsts.store(0, std::memory_order_relaxed);
     progress_[i].left.store(std::uint32_t(list[i].count), std::memory_order_relaxed);
   }
   open_.store(true);
@@ -127,28 +131,72 @@ void Pool::work(int thread) {
 }
 
 void Pool::go_through(std::uint32_t run, int thread) {
+  Ahead ahead;
   for (index_t i = 0; i < length_; ++i) {
     Progress& progress = progress_[i];
     index_t begin, end;
-    while (take(progress, run, list_[i], begin, end)) {
+    while (take(progress, run, list_[i], thread, begin, end)) {
       list_[i].run(list_[i].call, begin, end);
       count_piece(thread);
       const std::uint32_t done = std::uint32_t(end - begin);
       if (progress.left.fetch_sub(done, std::memory_order_acq_rel) == done) progress.left.notify_all();
     }
-    for (std::uint32_t left; (left = progress.left.load(std::memory_order_acquire)) != 0;) wait_while(progress.left, left);
+    if (progress.left.load(std::memory_order_acquire) == 0) continue;
+    look_ahead(ahead, i, thread);
+    wait_for(progress, ahead);
   }
 }
 
-bool Pool::take(Progress& progress, std::uint32_t run, const Work& work, index_t& begin, index_t& end) {
+// How many pieces are taken at once when `left` are.
+index_t Pool::size_of_piece(const Work& work, index_t left) const {
+  const index_t size = least(left / (threads() * kShare), work.grain);
+  return size < 1 ? 1 : size;
+}
+
+bool Pool::take(Progress& progress, std::uint32_t run, const Work& work, int thread, index_t& begin, index_t& end) const {
+  const index_t first = size_of_piece(work, work.count);
+  const auto take_first_of = [&](int owner) {
+    begin = owner * first, end = least(begin + first, work.count);
+    const std::uint64_t bit = std::uint64_t(1) << owner;
+    if (begin >= work.count || progress.firsts.load(std::memory_order_relaxed) & bit) return false;
+    return !(progress.firsts.fetch_or(bit, std::memory_order_relaxed) & bit);
+  };
   std::uint64_t taken = progress.taken.load(std::memory_order_relaxed);
+  if (std::uint32_t(taken >> 32) != run) return false;
+  if (thread < kFirsts && take_first_of(thread)) return true;
   while (true) {
     begin = index_t(taken & 0xFFFFFFFFu);
-    if (std::uint32_t(taken >> 32) != run || begin >= work.count) return false;
-    end = end_of(work, begin);
+    if (begin >= work.count) break;
+    end = begin + size_of_piece(work, work.count - begin);
     const std::uint64_t next = (std::uint64_t(run) << 32) | std::uint64_t(end);
     if (progress.taken.compare_exchange_weak(taken, next, std::memory_order_relaxed)) return true;
   }
+  for (int owner = 0; owner < least(threads(), kFirsts); ++owner)  // of who has not come yet
+    if (take_first_of(owner)) return true;
+  return false;
+}
+
+// Finds the next work after `after` that reads much memory, and what this thread reads of it first.
+void Pool::look_ahead(Ahead& ahead, index_t after, int thread) const {
+  index_t next = after + 1;
+  while (next < length_ && list_[next].memory == nullptr) ++next;
+  if (next == ahead.work) return;
+  ahead = {next, nullptr, nullptr};
+  if (next >= length_ || thread >= kFirsts) return;
+  const Work& work = list_[next];
+  const index_t first = size_of_piece(work, work.count), begin = thread * first;
+  if (begin >= work.count) return;
+  ahead.at = work.memory + begin * work.piece_bytes;
+  ahead.end = ahead.at + least(least(first, work.count - begin) * work.piece_bytes, kAheadBytes);
+}
+
+void Pool::wait_for(Progress& progress, Ahead& ahead) const {
+  while (ahead.at < ahead.end) {
+    if (progress.left.load(std::memory_order_acquire) == 0) return;
+    for (index_t line = 0; line < kLinesAtOnce && ahead.at < ahead.end; ++line, ahead.at += kLine)
+      __builtin_prefetch(ahead.at, 0, 2);
+  }
+  for (std::uint32_t left; (left = progress.left.load(std::memory_order_acquire)) != 0;) wait_while(progress.left, left);
 }
 
 namespace {

@@ -2,8 +2,13 @@
 //
 // A list is run like a captured graph: every thread goes through it in order and takes pieces of the current work until
 // there are none, then waits until all of them are done. Nobody has to arrive: when another process takes a thread's
-// core, the others do its share, and it catches up when it comes back. Waiting is a short spin (the rest of a piece of work
-// is microseconds away), then a futex: no thread spins while other processes could use the core.
+// core, the others do its share, and it catches up when it comes back. The first piece that a thread takes is always the
+// same (unless it comes so late that another has done it); the further ones are whatever is left, smaller towards the end,
+// so that all are done at nearly the same time.
+//
+// Waiting is a short spin (the rest of a piece of work is microseconds away), then a futex: no thread spins while other
+// processes could use the core. While it waits a thread fetches what its first piece of a coming work reads: memory is
+// what limits a step of few rows, and it should not stand still while rows are normed.
 #pragma once
 
 #include <atomic>
@@ -32,13 +37,23 @@ class Pool {
   // Progress through one work of the list. `taken` carries the run's number in its upper half, so that a thread that is
   // a run late takes nothing.
   struct alignas(64) Progress {
-    std::atomic<std::uint64_t> taken{0};
+    std::atomic<std::uint64_t> taken{0};   // pieces before this are taken, but for threads' first ones
+    std::atomic<std::uint64_t> firsts{0};  // a bit for each thread whose first pieces somebody has taken
     std::atomic<std::uint32_t> left{0};
+  };
+
+  // How far a thread has fetched what it will take first of a coming work.
+  struct Ahead {
+    index_t work = -1;
+    const char *at = nullptr, *end = nullptr;
   };
 
   void work(int thread);
   void go_through(std::uint32_t run, int thread);
-  static bool take(Progress& progress, std::uint32_t run, const Work& work, index_t& begin, index_t& end);
+  bool take(Progress& progress, std::uint32_t run, const Work& work, int thread, index_t& begin, index_t& end) const;
+  index_t size_of_piece(const Work& work, index_t left) const;
+  void look_ahead(Ahead& ahead, index_t after, int thread) const;
+  void wait_for(Progress& progress, Ahead& ahead) const;
 
   std::vector<std::thread> workers_;
   std::mutex callers_;

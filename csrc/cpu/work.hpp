@@ -16,9 +16,13 @@ enum class Dtype : int { bf16 = 0, fp16 = 1, fp32 = 2, int8 = 3, int4 = 4 };
 // must depend on nothing but the piece, and no two may write the same place.
 struct Work {
   index_t count = 0;
-  index_t grain = 1;  // consecutive pieces a thread takes at a time
+  index_t grain = 1;  // consecutive pieces a thread takes at a time, at most
   void (*run)(const void* call, index_t begin, index_t end) = nullptr;
   const void* call = nullptr;  // the kernel's own description, alive until the work is done
+  // Memory that piece i reads from `memory + i * piece_bytes` on, if it is much: a thread that waits for an earlier work
+  // fetches the beginning of what it will take.
+  const char* memory = nullptr;
+  index_t piece_bytes = 0;
 };
 
 }  // namespace qt

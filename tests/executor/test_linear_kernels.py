@@ -41,7 +41,7 @@ INTEGERS = [
     (WeightFormat.INT4_ZEROS, 128),
 ]
 SHAPES = [(1, 1), (63, 2), (64, 3), (65, 63), (100, 127), (64, 128), (130, 129), (16, 896)]
-ROWS = [1, 2, 3, 5, 6, 7, 12, 13, 191, 193]
+ROWS = [1, 2, 3, 4, 5, 6, 7, 12, 13, 37, 191, 193]
 
 floats = pytest.mark.parametrize("dtype", FLOATS)
 integers = pytest.mark.parametrize(("weight_format", "group"), INTEGERS)

@@ -384,8 +384,10 @@ void multiply_items(const void* described, index_t begin, index_t end) {
     multiply_items_as<Dot16>(call, begin, end);
 }
 
+index_t prepare_items(const LinearCall& call) { return call.rows; }
+
 }  // namespace
 
-const LinearKernels integer_linear = {preparation, quantize_rows, multiply_items};
+const LinearKernels integer_linear = {preparation, prepare_items, quantize_rows, multiply_items};
 
 }  // namespace qt::QT_ISA

@@ -1,0 +1,211 @@
+// The innermost loops of floating-point products: one unit's sums of one block of columns over one piece of k. See
+// linear_float.cpp for what these are.
+#pragma once
+
+#include "linear_tile.hpp"
+
+namespace qt::QT_ISA {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kUnitRows = 12;
+constexpr index_t kOwnRows = 4;  // rows of an item that widens x for itself
+constexpr int block_vectors(index_t rows) { return rows <= 6 ? 4 : 2; }
+#else
+constexpr int kUnitRows = 6;
+constexpr index_t kOwnRows = 2;
+constexpr int block_vectors(index_t rows) { return rows == 1 ? 8 : rows == 2 ? 4 : 2; }  // 16 registers
+#endif
+constexpr index_t kPiece = 256;      // k at a time: 32 KiB of a block's weights in fp32
+constexpr index_t kLine = 64;
+static_assert(kPiece % 2 == 0);
+static_assert((kUnitRows + 1) / 2 > kOwnRows);  // where there are several units, none has so few rows
+
+// A unit's share of one piece, for one block of columns.
+struct Unit {
+  const void* x;      // of its first row and k
+  index_t x_stride;   // from a row to the next in what x points to; nothing to units whose x is [k][row]
+  const char* weight;
+  index_t steps;
+  bool odd;      // pairs: one single k follows the steps
+  float* sums;   // [rows][64]
+  bool first;    // sums begin at zero
+  const char* ahead;  // what to prefetch: so many lines from here
+  index_t ahead_lines;
+};
+
+// x of row r, i elements on in k: [k][row] for R rows, or rows far apart.
+template <int R>
+inline constexpr bool kInterleaved = R > kOwnRows;
+
+template <int R>
+QT_INLINE f32v spread(const float* x, index_t x_stride, int r, int i) {
+  return all(kInterleaved<R> ? x[i * R + r] : x[r * x_stride + i]);
+}
+
+#if defined(__AVX512BF16__)
+// Two neighbouring k of bf16 per step, x as it is.
+struct NativePairs {
+  using X = bf16;
+  static constexpr index_t k = 2;
+  template <int R>
+  static constexpr index_t x_step = 2;
+  template <int V>
+  static constexpr index_t bytes = kTileColumns * 4;
+
+  template <int R, int V>
+  QT_INLINE void step(f32v (&sums)[R][V], const X* x, index_t x_stride, const char* weight) {
+    i32v w[V];
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) w[v] = load_bits(weight + v * 64);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+      const i32v a = spread_word(x + r * x_stride);
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) sums[r][v] = dot_pairs(sums[r][v], a, w[v]);
+    }
+  }
+
+  template <int R, int V>
+  QT_INLINE void odd_step(f32v (&sums)[R][V], const X* x, index_t x_stride, const char* weight) {
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v)
+        sums[r][v] = dot_pairs(sums[r][v], all(std::int32_t(x[r * x_stride].bits)), load_bits(weight + v * 64));
+  }
+};
+#endif
+
+template <int R, int V>
+QT_INLINE void multiply_one(f32v (&sums)[R][V], const float* x, index_t x_stride, int i, const f32v (&w)[V]) {
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r) {
+    const f32v a = spread<R>(x, x_stride, r, i);
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) sums[r][v] = fma(a, w[v], sums[r][v]);
+  }
+}
+
+// Two neighbouring k of bf16 per step, x in fp32; the lower k first.
+struct WidePairs {
+  using X = float;
+  static constexpr index_t k = 2;
+  template <int R>
+  static constexpr index_t x_step = kInterleaved<R> ? 2 * R : 2;
+  template <int V>
+  static constexpr index_t bytes = kTileColumns * 4;
+
+  template <int R, int V>
+  QT_INLINE void step(f32v (&sums)[R][V], const X* x, index_t x_stride, const char* weight) {
+    f32v w[V];
+    lower(weight, w);
+    multiply_one(sums, x, x_stride, 0, w);
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) w[v] = as_float(load_bits(weight + v * kLanes * 4) & all(std::int32_t(0xFFFF0000)));
+    multiply_one(sums, x, x_stride, 1, w);
+  }
+
+  template <int R, int V>
+  QT_INLINE void odd_step(f32v (&sums)[R][V], const X* x, index_t x_stride, const char* weight) {
+    f32v w[V];
+    lower(weight, w);
+    multiply_one(sums, x, x_stride, 0, w);
+  }
+
+  template <int V>
+  QT_INLINE void lower(const char* weight, f32v (&w)[V]) {
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) w[v] = as_float(load_bits(weight + v * kLanes * 4) << 16);
+  }
+};
+
+// One k per step, x in fp32. Rows of weights are a tile's, or (Widened) those of a block side by side.
+template <class Element, bool kBlock>
+struct Single {
+  using X = float;
+  static constexpr index_t k = 1;
+  template <int R>
+  static constexpr index_t x_step = kInterleaved<R> ? R : 1;
+  template <int V>
+  static constexpr index_t bytes = (kBlock ? V * kLanes : kTileColumns) * index_t(sizeof(Element));
+
+  template <int R, int V>
+  QT_INLINE void step(f32v (&sums)[R][V], const X* x, index_t x_stride, const char* weight) {
+    f32v w[V];
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) w[v] = load((const Element*)weight + v * kLanes);
+    multiply_one(sums, x, x_stride, 0, w);
+  }
+
+  template <int R, int V>
+  QT_INLINE void odd_step(f32v (&)[R][V], const X*, index_t, const char*) {}
+};
+using Widened = Single<float, true>;
+
+// `steps` steps, in each of which kLines lines of what comes next are fetched: a few at a time, for a burst of them would
+// fill the core's line fill buffers and stop the loads that the multiplications wait for.
+template <class Step, int R, int V, int kLines>
+QT_INLINE void multiply_steps(f32v (&sums)[R][V], const typename Step::X*& x, index_t x_stride, const char*& weight,
+                              const char*& fetch, index_t steps) {
+  for (index_t s = 0; s < steps; ++s) {
+#pragma GCC unroll 4
+    for (int line = 0; line < kLines; ++line) __builtin_prefetch(fetch + line * kLine, 0, 2);
+    Step::template step<R, V>(sums, x, x_stride, weight);
+    x += Step::template x_step<R>;
+    weight += Step::template bytes<V>;
+    fetch += kLines * kLine;
+  }
+}
+
+template <class Step, int R, int V>
+void multiply(const Unit& unit) {
+  const typename Step::X* x = (const typename Step::X*)unit.x;
+  const index_t x_stride = unit.x_stride, steps = unit.steps, lines = unit.ahead_lines;
+  const char *weight = unit.weight, *fetch = unit.ahead;
+  f32v sums[R][V] = {};
+  if (!unit.first) {
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) sums[r][v] = load(unit.sums + r * kTileColumns + v * kLanes);
+  }
+  index_t fetching = lines;
+  if (lines <= steps) {
+    multiply_steps<Step, R, V, 1>(sums, x, x_stride, weight, fetch, fetching);
+  } else if (lines <= 2 * steps) {
+    fetching = lines / 2;
+    multiply_steps<Step, R, V, 2>(sums, x, x_stride, weight, fetch, fetching);
+  } else {
+    fetching = lines / 4 < steps ? lines / 4 : steps;
+    multiply_steps<Step, R, V, 4>(sums, x, x_stride, weight, fetch, fetching);
+  }
+  multiply_steps<Step, R, V, 0>(sums, x, x_stride, weight, fetch, steps - fetching);
+  if (unit.odd) Step::template odd_step<R, V>(sums, x, x_stride, weight);
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) store(unit.sums + r * kTileColumns + v * kLanes, sums[r][v]);
+}
+
+using Multiply = void (*)(const Unit&);
+
+// The multiplication of units of `rows` rows by `vectors`: those of a block, or of a narrower item.
+template <class Step, int R = 1>
+Multiply multiply_for(index_t rows, index_t vectors) {
+  if constexpr (R <= kUnitRows) {
+    if (rows != R) return multiply_for<Step, R + 1>(rows, vectors);
+    constexpr int kMost = block_vectors(R);
+    if constexpr (kMost >= 8)
+      if (vectors == 8) return multiply<Step, R, 8>;
+    if constexpr (kMost >= 4)
+      if (vectors == 4) return multiply<Step, R, 4>;
+    if (vectors == 2) return multiply<Step, R, 2>;
+    if constexpr (kLanes == 16)
+      if (vectors == 1) return multiply<Step, R, 1>;
+  }
+  __builtin_unreachable();
+}
+
+}  // namespace
+}  // namespace qt::QT_ISA
