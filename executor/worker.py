@@ -21,6 +21,7 @@ from quintet.executor.interface import Finished, StepWorker
 from quintet.executor.memory import to_device
 from quintet.executor.models.model import CausalModel, Setting
 from quintet.executor.models.registry import build_model, read_card
+from quintet.executor.ops.huge_pages import HugePages
 from quintet.executor.ops.table import Ops, ops_of
 from quintet.executor.platforms.platform import Platform, open_platform
 from quintet.executor.program.library import INT8, dtype_code, program_library
@@ -46,6 +47,12 @@ TIED_OUTPUT = frozenset({"lm_head.weight"})
 """Checkpoints of tied models may repeat the embedding under this name."""
 
 
+CHORE_S = 0.003
+"""How long a chore takes, about: a twentieth of a step."""
+STEPS_PER_CHORE = 4
+"""Under load there is a chore between so many steps. Measured, a step of a model on huge pages is a tenth shorter."""
+
+
 class Worker:
     """A loaded model with its KV memory, its slot tables and its sampler."""
 
@@ -58,11 +65,15 @@ class Worker:
         num_blocks: int,
         facts: Mapping[str, str],
         span: Span = no_span,
+        weights: HugePages | None = None,
     ) -> None:
+        """weights: what they lie in, where that is not all on huge pages yet."""
         self.num_blocks = num_blocks
         self.facts = {**facts, "blocks": str(num_blocks)}
         self.runner = runner
         self._span = span
+        self._weights = weights
+        self._num_begun = 0
         max_num_seqs, model = config.scheduler.max_num_seqs, config.model
         self.tables = SlotTables(max_num_seqs, model.max_model_len, model.kv.block_size, device)
         self._sampler = Sampler(max_num_seqs, model.vocab_size, self.tables, ops)
@@ -97,10 +108,15 @@ class Worker:
             return False
         return isinstance(error, torch.AcceleratorError | TablesDiffer)
 
-    has_chores = False
+    @property
+    def has_chores(self) -> bool:
+        """Whether weights still lie on small pages."""
+        return self._weights is not None and self._weights.is_scattered
 
     def do_chore(self) -> None:
-        """There are none."""
+        """Move some of them."""
+        if self._weights is not None:
+            self._weights.gather(CHORE_S)
 
     @property
     def num_split(self) -> int:
@@ -109,6 +125,9 @@ class Worker:
 
     def begin(self, plan: StepPlan) -> Finished:
         """See `execute`, which waits for the device: `quintet.executor.cuda` has a worker that does not."""
+        self._num_begun += 1
+        if self._num_begun % STEPS_PER_CHORE == 0 and self.has_chores:
+            self.do_chore()  # who is never idle gains most
         return Finished(self.execute(plan))
 
     @torch.inference_mode()
@@ -185,6 +204,7 @@ def make_torch_worker(config: EngineConfig, span: Span = no_span) -> Worker:
         num_blocks,
         facts,
         span,
+        model.weights.reservation,
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from enum import StrEnum
 
 from quintet.executor.ops.host_library import declare
-from quintet.executor.ops.packed_weight import huge_page_bytes
+from quintet.executor.ops.huge_pages import HugePages
 
 READ_BYTES = 1 << 28
 
@@ -25,7 +25,7 @@ class Limits:
     """Measures a limit whenever asked, so that it can be taken right beside the kernel it is compared with."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._memory = huge_page_bytes(READ_BYTES)
+        self._memory = HugePages(READ_BYTES).memory
         self._memory.fill_(1)
         self._read = declare(library, "qt_limit_read", ctypes.c_void_p, ctypes.c_int64)
         self._multiply: dict[Multiply, Callable[[], int]] = {

@@ -6,11 +6,10 @@ bytes may be written to a file and mapped again by the same version, on any proc
 
 from __future__ import annotations
 
-import mmap
-
 import torch
 
 from quintet.executor.ops.host_linear import CODE_OF_DTYPE, LinearLibrary, WeightFormat
+from quintet.executor.ops.huge_pages import HugePages
 from quintet.executor.ops.linear import Activation
 
 ALIGNMENT = 64
@@ -18,14 +17,6 @@ ALIGNMENT = 64
 
 class PackedWeightError(ValueError):
     """A tensor or a format that a packed weight cannot take; the message says which is expected."""
-
-
-def huge_page_bytes(size_bytes: int) -> torch.Tensor:
-    """Return zeros ``uint8[size_bytes]`` in a mapping of their own, on huge pages where the system has them."""
-    memory = mmap.mmap(-1, size_bytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class PackedWeight:
@@ -58,7 +49,7 @@ class PackedWeight:
                 "32, 64 or 128 for int4"
             )
         if memory is None:
-            memory = huge_page_bytes(size_bytes)
+            memory = HugePages(size_bytes).memory
         elif memory.dtype is not torch.uint8 or memory.shape != (size_bytes,) or not memory.is_contiguous():
             raise PackedWeightError(
                 f"packed bytes are {memory.dtype}{list(memory.shape)}; expected uint8[{size_bytes}], contiguous"

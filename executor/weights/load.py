@@ -46,10 +46,12 @@ def load_checkpoint(
     if cache is not None and plan.stores and cache.open(files, plan.stores):
         _deliver(plan, files, packed=True)
         return
-    memory = reserve(plan.stores)
+    plan.reservation = reserve(plan.stores)
     _deliver(plan, files, packed=False)
-    if cache is not None and plan.stores and cache.write(files, plan.stores, memory):
-        cache.open(files, plan.stores)  # instead of the copy in memory: other servers share these pages
+    if cache is None or plan.reservation is None:
+        return
+    if cache.write(files, plan.stores, plan.reservation.memory) and cache.open(files, plan.stores):
+        plan.reservation = None  # instead of it the file: other servers share these pages
 
 
 def fill_randomly(plan: WeightPlan, seed: int) -> None:
@@ -58,7 +60,7 @@ def fill_randomly(plan: WeightPlan, seed: int) -> None:
     Their spread is that of initialised weights to within a factor of the square root of two, and they are made without
     arithmetic: drawing a normal number takes longer than packing it. On a GPU they are drawn there, and are others.
     """
-    reserve(plan.stores)
+    plan.reservation = reserve(plan.stores)
     if plan.device.type == "cuda":
         for name, expected in plan.expected.items():
             drawn_there = random_tensor_on(plan.device, name, expected, plan.dtype, seed)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from quintet.executor.ops.huge_pages import HugePages
 from quintet.executor.weights.store import PackedStore
 
 Sink = Callable[[torch.Tensor], object]
@@ -40,6 +41,8 @@ class WeightPlan:
     stores: list[PackedStore] = field(default_factory=list)
     num_bytes: int = 0
     """Size of all weights in memory, as far as it was declared."""
+    reservation: HugePages | None = None
+    """What the stores lie in, once a loader has opened them in memory of this process alone."""
 
     def expect(
         self, name: str, shape: tuple[int, ...], sink: Sink, *, scale: float = 0.02, num_bytes: int = 0
@@ -92,6 +95,6 @@ class WeightPlan:
         return known
 
     def release(self) -> None:
-        """Let go of the sinks; only the size stays known."""
+        """Let go of the sinks; only the size and the reservation stay known."""
         self.expected = {}
         self.stores = []

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from quintet.executor.ops.packed_weight import huge_page_bytes
+from quintet.executor.ops.huge_pages import HugePages
 
 SECTION_ALIGNMENT = 4096
 """Sections begin on pages, in memory as in a file that is mapped."""
@@ -40,16 +40,13 @@ def offsets(stores: Iterable[PackedStore], begin: int = 0) -> tuple[list[int], i
     return begins, end
 
 
-def reserve(stores: Iterable[PackedStore]) -> torch.Tensor:
-    """Open every store in memory of its own, taken from one reservation in huge pages; return the reservation.
-
-    Huge pages because every step reads all of it: with small ones the processor looks up half a million addresses.
-    """
+def reserve(stores: Iterable[PackedStore]) -> HugePages | None:
+    """Open every store in memory of its own, taken from one reservation; return that, None where there are no stores."""
     stores = list(stores)
     begins, end = offsets(stores)
     if not end:
-        return torch.empty(0, dtype=torch.uint8)
-    memory = huge_page_bytes(end)
+        return None
+    reservation = HugePages(end)
     for store, begin in zip(stores, begins, strict=True):
-        store.open(memory[begin : begin + store.num_bytes])
-    return memory
+        store.open(reservation.memory[begin : begin + store.num_bytes])
+    return reservation
