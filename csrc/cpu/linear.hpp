@@ -67,6 +67,7 @@ struct LinearCall {
 struct Preparation {
   index_t from_rows;  // fewer rows need none
   index_t row_bytes, x_group;
+  index_t panel_rows = 0;  // rows whose prepared x stays in a cache while weights pass; 0: it does not matter
 };
 
 inline constexpr index_t kNever = 1 << 30;  // rows

@@ -24,10 +24,10 @@ index_t least(index_t a, index_t b) { return a < b ? a : b; }
 index_t most(index_t a, index_t b) { return a > b ? a : b; }
 
 // Panels of rows by parts of columns. Nothing about a result depends on it.
-void split(LinearCall& call, index_t threads) {
+void split(LinearCall& call, const Preparation& preparation, index_t threads) {
   const index_t tiles = call.weight->tiles;
   call.threads = threads;
-  call.panel_rows = kPanelRows;
+  call.panel_rows = preparation.panel_rows != 0 ? preparation.panel_rows : kPanelRows;
   call.panels = (call.rows + call.panel_rows - 1) / call.panel_rows;
   call.width = kTileColumns;
   while (!call.weight->paired && call.width > 16 && tiles * kTileColumns / call.width * call.panels < 2 * threads)
@@ -53,7 +53,7 @@ struct Linear {
     call.prepared_stride =
         call.is_prepared ? preparation.row_bytes : call.x_stride * (call.dtype == Dtype::fp32 ? 4 : 2);
     call.x_group = preparation.x_group;
-    split(call, pool().threads());
+    split(call, preparation, pool().threads());
   }
   Work prepare() const {
     const LinearKernels& kernels = kernels_of(*call.weight);

@@ -1,7 +1,8 @@
 // Activations as integers: what linear_integer.cpp multiplies.
 //
 // A row becomes: its integers in the order that the multiplication of this instruction set reads them, then per group
-// of k a scale (fp32) and the sum of the integers (int32). 16 bits: x = q * scale with |q| <= 32639 = 127 * 256 + 127,
+// of k a scale (fp32) and an offset (int32): what a sum over stored weights has too much, the stored integer that means
+// zero times the sum of the group's integers, negated. 16 bits: x = q * scale with |q| <= 32639 = 127 * 256 + 127,
 // rounded to nearest even, one scale per group; 8 bits: |q| <= 127, one scale per row. Integers and scales are the same
 // on every processor. A group without numbers above 1e-30 becomes zero; one with an infinity or a NaN gets a NaN for
 // its scale, so that all of the row's results are NaN, and no other row's.
@@ -15,8 +16,12 @@
 namespace qt::QT_ISA {
 namespace {
 
-inline constexpr index_t kXGroup = 128;  // of k that share a scale of 16-bit x where the weight has no groups
-inline constexpr float kMost16 = 32639.0f, kMost8 = 127.0f, kLeast = 1e-30f;
+// Of k that share a scale of 16-bit x where the weight has no groups: as many as have an exact sum in 32 bits.
+inline constexpr index_t kXGroup = 256;
+inline constexpr index_t kXBlock = 32;  // of k that are quantized at a time; groups are whole blocks
+inline constexpr index_t kMost8 = 127, kMost16 = 32639;
+inline constexpr float kLeast = 1e-30f;
+static_assert(255 * kMost16 * kXGroup <= 0x7FFFFFFF && kXGroup % kXBlock == 0);
 
 #if defined(__AVX512VNNI__)
 constexpr index_t integer_bytes(bool eight) { return eight ? 1 : 2; }
@@ -24,9 +29,12 @@ constexpr index_t integer_bytes(bool eight) { return eight ? 1 : 2; }
 constexpr index_t integer_bytes(bool) { return 2; }
 #endif
 
+// The stored weight that means zero.
+QT_INLINE std::int32_t zero_of(const Weight& weight) { return weight.format == Dtype::int4 ? 8 : 128; }
+
 // Where things lie in a row, in bytes.
 struct QuantizedX {
-  index_t groups, scales_at, sums_at, row_bytes;
+  index_t groups, scales_at, offsets_at, row_bytes;
 };
 
 QT_INLINE index_t in_lines(index_t bytes) { return (bytes + 63) / 64 * 64; }
@@ -34,9 +42,9 @@ QT_INLINE index_t in_lines(index_t bytes) { return (bytes + 63) / 64 * 64; }
 QT_INLINE QuantizedX quantized_x(index_t depth, index_t group, bool eight) {
   QuantizedX x;
   x.groups = (depth + group - 1) / group;
-  x.scales_at = in_lines((depth + 7) / 8 * 8 * integer_bytes(eight));
-  x.sums_at = x.scales_at + x.groups * 4;
-  x.row_bytes = in_lines(x.sums_at + x.groups * 4) + 64;  // rows of a power of two would share cache sets
+  x.scales_at = in_lines((depth + kXBlock - 1) / kXBlock * kXBlock * integer_bytes(eight));
+  x.offsets_at = x.scales_at + x.groups * 4;
+  x.row_bytes = in_lines(x.offsets_at + x.groups * 4) + 64;  // rows of a power of two would share cache sets
   return x;
 }
 
@@ -44,64 +52,133 @@ QT_INLINE QuantizedX quantized_x(const LinearCall& call) {
   return quantized_x(call.weight->depth, call.x_group, call.int8_activations);
 }
 
-Preparation preparation(const Weight& weight, Dtype, bool int8_activations) {
-  const index_t group = weight.group != kWholeDepth ? weight.group : int8_activations ? weight.depth : kXGroup;
-  return {1, quantized_x(weight.depth, group, int8_activations).row_bytes, group};
+// Of 32 numbers, the largest magnitude of each lane; `largest_of` has the largest of all, as the bits of an fp32: above
+// those of infinity for a NaN.
+#if defined(__AVX512BW__)
+QT_INLINE i32v larger(i32v most, const float* x) {
+  const i32v magnitude = all(0x7FFFFFFF);
+  most = (i32v)_mm512_max_epi32((__m512i)most, (__m512i)(load_bits(x) & magnitude));
+  return (i32v)_mm512_max_epi32((__m512i)most, (__m512i)(load_bits(x + kLanes) & magnitude));
 }
-
-// The largest magnitude as bits: above those of infinity for a NaN.
+template <class Half>
+QT_INLINE i32v larger(i32v most, const Half* x) {
+  return (i32v)_mm512_max_epu16((__m512i)most, (__m512i)(load_bits(x) & all(0x7FFF7FFF)));
+}
+QT_INLINE std::int32_t largest_of(i32v most, const float*) { return _mm512_reduce_max_epi32((__m512i)most); }
+template <class Half>
+QT_INLINE std::int32_t largest_of(i32v most, const Half*) {
+  const i32v low = most & 0xFFFF, high = (i32v)((u32v)most >> 16);
+  const std::int32_t bits = _mm512_reduce_max_epi32(_mm512_max_epi32((__m512i)low, (__m512i)high));
+  Half lanes[kLanes] = {{std::uint16_t(bits)}};
+  return as_bits(load(lanes))[0];
+}
+#else
 template <class Element>
-QT_INLINE std::int32_t largest_bits(const Element* x, index_t count) {
-  i32v most = i32v{};
-  for (index_t k = 0; k < count; k += kLanes) {
-    const i32v bits = as_bits(load(x + k, count - k)) & 0x7FFFFFFF;
+QT_INLINE i32v larger(i32v most, const Element* x) {
+  for (index_t k = 0; k < kXBlock; k += kLanes) {
+    const i32v bits = as_bits(load(x + k)) & 0x7FFFFFFF;
     most = bits > most ? bits : most;
   }
+  return most;
+}
+template <class Element>
+QT_INLINE std::int32_t largest_of(i32v most, const Element*) {
   std::int32_t largest = 0;
   for (int i = 0; i < kLanes; ++i) largest = most[i] > largest ? most[i] : largest;
   return largest;
 }
-
-// kLanes integers at k of a row, in the order of the multiplication. There is room for whole vectors of 8 k.
-QT_INLINE void store_integers(char* row, index_t k, i32v q, bool eight) {
-#if defined(__AVX512VNNI__)
-  if (eight) {
-    _mm_storeu_si128((__m128i*)(row + k), _mm512_cvtepi32_epi8((__m512i)q));
-    return;
-  }
-  const i32v low = q << 24 >> 24, high = (q - low) >> 8;
-  const __m128i lows = _mm512_cvtepi32_epi8((__m512i)low), highs = _mm512_cvtepi32_epi8((__m512i)high);
-  _mm_storeu_si128((__m128i*)(row + k * 2), _mm_unpacklo_epi32(highs, lows));
-  _mm_storeu_si128((__m128i*)(row + k * 2 + 16), _mm_unpackhi_epi32(highs, lows));
-#else
-  (void)eight;
-  std::int16_t* out = (std::int16_t*)row + k;
-  for (int i = 0; i < kLanes; i += 4) {
-    out[i] = std::int16_t(q[i]), out[i + 1] = std::int16_t(q[i + 2]);
-    out[i + 2] = std::int16_t(q[i + 1]), out[i + 3] = std::int16_t(q[i + 3]);
-  }
 #endif
+
+// A block's first number, or a copy followed by zeros where fewer than a block are left.
+template <class Element>
+QT_INLINE const Element* block_at(const Element* x, index_t left, Element (&copy)[kXBlock]) {
+  if (left >= kXBlock) return x;
+  std::memset(copy, 0, sizeof copy);
+  std::memcpy(copy, x, left * sizeof(Element));
+  return copy;
 }
 
 template <class Element>
-void quantize_group(const Element* x, index_t count, std::int32_t largest, float most, bool eight, char* row,
-                    index_t at, float* scale, std::int32_t* sum) {
+QT_INLINE std::int32_t largest_bits(const Element* x, index_t count) {
+  i32v most = i32v{};
+  Element copy[kXBlock];
+  for (index_t k = 0; k < count; k += kXBlock) most = larger(most, block_at(x + k, count - k, copy));
+  return largest_of(most, x);
+}
+
+// A block of x times `inverse` as integers at `out`, in the order of the multiplication; adds them to the lanes of
+// `sums`.
+#if defined(__AVX512VNNI__)
+struct HalfBlocks {  // so that packing 32 to 16 bits, which goes by 128-bit lanes, gives k in order
+  f32v low, high;
+};
+
+QT_INLINE HalfBlocks half_blocks(const bf16* x) {
+  const __m512i numbers = _mm512_loadu_si512(x), zeros = _mm512_setzero_si512();
+  return {(f32v)_mm512_unpacklo_epi16(zeros, numbers), (f32v)_mm512_unpackhi_epi16(zeros, numbers)};
+}
+template <class Element>
+QT_INLINE HalfBlocks half_blocks(const Element* x) {
+  const f32v a = load(x), b = load(x + kLanes);
+  return {_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD)};
+}
+
+template <class Element>
+QT_INLINE void quantize_block(const Element* x, f32v inverse, bool eight, char* out, i32v& sums) {
+  const HalfBlocks block = half_blocks(x);
+  const __m512i low = _mm512_cvtps_epi32(block.low * inverse), high = _mm512_cvtps_epi32(block.high * inverse);
+  const __m512i q = _mm512_packs_epi32(low, high);
+  sums = (i32v)_mm512_dpwssd_epi32((__m512i)sums, q, _mm512_set1_epi16(1));
+  if (eight) {
+    _mm256_storeu_si256((__m256i*)out, _mm512_cvtepi16_epi8(q));
+    return;
+  }
+  // The low bytes are q's own; the high bytes make up for their sign. Four of each follow one another.
+  const __m512i rounded = _mm512_add_epi16(q, _mm512_set1_epi16(128));
+  const __m512i halves = _mm512_ternarylogic_epi32(_mm512_set1_epi16(short(0xFF00)), rounded, q, 0xCA);
+  const __m512i order = _mm512_broadcast_i32x4(_mm_setr_epi8(1, 3, 5, 7, 0, 2, 4, 6, 9, 11, 13, 15, 8, 10, 12, 14));
+  _mm512_storeu_si512(out, _mm512_shuffle_epi8(halves, order));
+}
+#else
+template <class Element>
+QT_INLINE void quantize_block(const Element* x, f32v inverse, bool, char* out, i32v& sums) {
+  std::int16_t* integers = (std::int16_t*)out;
+  for (index_t k = 0; k < kXBlock; k += kLanes) {
+    const i32v q = to_int(round(load(x + k) * inverse));
+    sums += q;
+    for (int i = 0; i < kLanes; i += 4) {  // k, k + 2, k + 1, k + 3
+      integers[k + i] = std::int16_t(q[i]), integers[k + i + 1] = std::int16_t(q[i + 2]);
+      integers[k + i + 2] = std::int16_t(q[i + 1]), integers[k + i + 3] = std::int16_t(q[i + 3]);
+    }
+  }
+}
+#endif
+
+// Numbers whose largest magnitude is `largest`, quantized to at most `most`. Returns the sum of the integers.
+template <class Element>
+QT_INLINE std::int32_t quantize_group(const Element* x, index_t count, std::int32_t largest, bool eight, char* out,
+                                      float* scale) {
+  const float most = float(eight ? kMost8 : kMost16);
   float magnitude;
   std::memcpy(&magnitude, &largest, sizeof magnitude);
-  const bool finite = largest < 0x7F800000;
-  const f32v inverse = all(finite && magnitude >= kLeast ? most / magnitude : 0.0f);
-  *scale = magnitude >= kLeast || !finite ? magnitude / most : 0.0f;
-  if (!finite) *scale = magnitude - magnitude;  // NaN
-  i32v sums = i32v{};
-  const index_t whole_steps = (count + 7) / 8 * 8;  // 4-bit weights come 8 k at a time
-  for (index_t k = 0; k < whole_steps; k += kLanes) {
-    const i32v q = finite && k < count ? to_int(round(load(x + k, count - k) * inverse)) : i32v{};
-    store_integers(row, at + k, q, eight);
-    sums += q;
+  if (largest >= 0x7F800000 || magnitude < kLeast) {
+    *scale = largest >= 0x7F800000 ? magnitude - magnitude : 0.0f;  // NaN
+    std::memset(out, 0, (count + kXBlock - 1) / kXBlock * kXBlock * integer_bytes(eight));
+    return 0;
   }
+  *scale = magnitude / most;
+  const f32v inverse = all(most / magnitude);
+  i32v sums = i32v{};
+  Element copy[kXBlock];
+  for (index_t k = 0; k < count; k += kXBlock)
+    quantize_block(block_at(x + k, count - k, copy), inverse, eight, out + k * integer_bytes(eight), sums);
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_epi32((__m512i)sums);
+#else
   std::int32_t total = 0;
   for (int i = 0; i < kLanes; ++i) total += sums[i];
-  *sum = total;
+  return total;
+#endif
 }
 
 template <class Element>
@@ -109,12 +186,13 @@ void quantize_row(const LinearCall& call, const QuantizedX& layout, const Elemen
   const index_t depth = call.weight->depth, group = call.x_group;
   const bool eight = call.int8_activations;
   float* scales = (float*)(row + layout.scales_at);
-  std::int32_t* sums = (std::int32_t*)(row + layout.sums_at);
+  std::int32_t* offsets = (std::int32_t*)(row + layout.offsets_at);
   std::int32_t largest = eight ? largest_bits(x, depth) : 0;
   for (index_t g = 0; g < layout.groups; ++g) {
     const index_t at = g * group, count = depth - at < group ? depth - at : group;
     if (!eight) largest = largest_bits(x + at, count);
-    quantize_group(x + at, count, largest, eight ? kMost8 : kMost16, eight, row, at, scales + g, sums + g);
+    char* integers = row + at * integer_bytes(eight);
+    offsets[g] = -zero_of(*call.weight) * quantize_group(x + at, count, largest, eight, integers, scales + g);
   }
 }
 

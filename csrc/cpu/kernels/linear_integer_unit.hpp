@@ -1,0 +1,305 @@
+// Some rows of x by some columns of a tile of integer weights: what is multiplied while its sums stay in registers.
+//
+// With VNNI a register of weights (16 columns x 4 k) is multiplied with four bytes of x by one VPDPBUSD; 16-bit x goes
+// as two signed bytes, high * 256 + low, and has a sum for each. Without VNNI, weights are widened to 16 bits in
+// registers and multiplied in pairs (PMADDWD). 4-bit weights become bytes in registers.
+//
+// Shape, with 24 registers of sums: up to 6 rows (3 for 16-bit x) by all 64 columns, so that a few rows pass over the
+// weights once; more, up to 12 (6), by 32 columns, for 14 loads and 6 unpackings of 4-bit weights per 24
+// multiplications. Limiter: VPDPBUSD, two a cycle.
+#pragma once
+
+#include "linear_quantize.hpp"
+
+namespace qt::QT_ISA {
+namespace {
+
+inline constexpr index_t kLineBytes = kTileColumns * 4;  // 4 k (8 bits) or 8 k (4 bits) of a tile
+
+// Pointers to every third row of x; an address holds one or two strides more.
+template <int R>
+using Rows = const char* [(R + 2) / 3];
+
+#if defined(__AVX512VNNI__)
+QT_INLINE i32v dot(i32v sum, i32v weights, const char* x) {
+  return (i32v)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)spread_word(x));
+}
+
+// 16-bit x: sums of high and of low bytes.
+struct Dot16 {
+  static constexpr int kSums = 2, kUnitRows = 6;
+  static constexpr index_t x_bytes = 8;  // for 4 k
+  template <int V>
+  QT_INLINE void step(i32v (&sums)[V][kSums], const i32v (&w)[V], const char* x) {
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) sums[v][0] = dot(sums[v][0], w[v], x);
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) sums[v][1] = dot(sums[v][1], w[v], x + 4);
+  }
+  QT_INLINE i32v total(const i32v (&sums)[kSums]) { return (sums[0] << 8) + sums[1]; }
+};
+
+// 8-bit x.
+struct Dot8 {
+  static constexpr int kSums = 1, kUnitRows = 12;
+  static constexpr index_t x_bytes = 4;
+  template <int V>
+  QT_INLINE void step(i32v (&sums)[V][kSums], const i32v (&w)[V], const char* x) {
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) sums[v][0] = dot(sums[v][0], w[v], x);
+  }
+  QT_INLINE i32v total(const i32v (&sums)[kSums]) { return sums[0]; }
+};
+
+template <class Dot>
+constexpr int vectors_of(int rows) { return rows * Dot::kSums <= 6 ? 4 : 2; }
+#else
+// x as 16-bit numbers in the order k, k + 2, k + 1, k + 3, whichever its precision.
+struct Dot16 {
+  static constexpr int kSums = 1, kUnitRows = 4;
+  static constexpr index_t x_bytes = 8;
+  template <int V>
+  QT_INLINE void step(i32v (&sums)[V][kSums], const i32v (&w)[V], const char* x) {
+    const i32v even_x = spread_word(x), odd_x = spread_word(x + 4), bytes = all(std::int32_t(0x00FF00FF));
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) {
+      sums[v][0] = multiply_pairs(sums[v][0], w[v] & bytes, even_x);
+      sums[v][0] = multiply_pairs(sums[v][0], (i32v)((u32v)w[v] >> 8) & bytes, odd_x);
+    }
+  }
+  QT_INLINE i32v total(const i32v (&sums)[kSums]) { return sums[0]; }
+};
+using Dot8 = Dot16;
+
+template <class Dot>
+constexpr int vectors_of(int rows) { return kLanes == 16 ? 4 : rows == 1 ? 8 : rows == 2 ? 4 : 2; }  // 16 registers
+#endif
+
+// How weights are scaled: by column at the very end, or also by group; with zero points or without.
+enum class Scales { column, group, group_and_zero };
+
+// Lines to fetch while a unit is multiplied: one for each vector of a step, `apart` bytes from one another. Less than a
+// line apart, a line is asked for more than once, which costs next to nothing; a burst of lines would fill the buffers
+// that the loads need.
+struct Fetch {
+  const char* at;
+  index_t apart;
+};
+
+// A unit's share of one piece of k: some groups, or a part of the only one.
+struct Unit {
+  const char* x;                  // of its first row, from the piece's first k on
+  const float* x_scales;          // of the piece's first group
+  const std::int32_t* x_offsets;  // likewise
+  index_t x_stride;               // bytes from a row to the next, of all three
+  const char* weight;             // integers of the first group and column
+  index_t line, weight_stride;    // bytes to the next 4 (8) k; to the next group
+  const char* heads;              // scales and zero points of the first group; `head_stride` bytes to the next
+  index_t head_stride;
+  const char* column_scales;  // of the tile; fp32
+  index_t column;             // of the tile: the unit's first
+  index_t groups, steps, last_steps;  // steps in a group and in the last one
+  std::int32_t zero;                  // the stored integer that means zero
+  Scales scales;
+  float* sums;                // [rows][64], from the first column on; int32 while the only group is not complete
+  bool whole;                 // there is only one group, over several pieces
+  bool first, last;           // the piece begins, completes the depth
+  Fetch fetch;
+};
+
+// One line of weights, V registers of 4 k (8 bits) or 8 k (4 bits), by R rows, whose x is `at` bytes on.
+template <class Dot, int kBits, int R, int V>
+QT_INLINE void step(i32v (&sums)[R][V][Dot::kSums], const Rows<R>& x, index_t x_stride, index_t at,
+                    const char* weight) {
+  i32v w[V];
+#pragma GCC unroll 8
+  for (int v = 0; v < V; ++v) w[v] = load_bits(weight + v * kLanes * 4);
+  if constexpr (kBits == 8) {
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) Dot::template step<V>(sums[r], w, x[r / 3] + r % 3 * x_stride + at);
+  } else {
+    const i32v nibbles = all(std::int32_t(0x0F0F0F0F));
+    i32v half[V];
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) half[v] = w[v] & nibbles;
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) Dot::template step<V>(sums[r], half, x[r / 3] + r % 3 * x_stride + at);
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) half[v] = (i32v)((u32v)w[v] >> 4) & nibbles;
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) Dot::template step<V>(sums[r], half, x[r / 3] + r % 3 * x_stride + at + Dot::x_bytes);
+  }
+}
+
+// All of a group, or of a part of the only one. Its integer sums are exact.
+template <class Dot, int kBits, int R, int V>
+QT_INLINE void sum_group(i32v (&sums)[R][V][Dot::kSums], const char* first_row, index_t x_stride, const char* weight,
+                         index_t line, index_t steps, Fetch& fetch) {
+  constexpr index_t x_step = Dot::x_bytes * (8 / kBits);
+  constexpr int kPointers = (R + 2) / 3;
+  Rows<R> x;
+#pragma GCC unroll 4
+  for (int i = 0; i < kPointers; ++i) x[i] = first_row + 3 * i * x_stride;
+  const index_t apart = fetch.apart;
+  const char* ahead = fetch.at;
+  for (index_t s = 0; s + 2 <= steps; s += 2) {
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v, ahead += apart) __builtin_prefetch(ahead, 0, 2);
+      step<Dot, kBits, R, V>(sums, x, x_stride, half * x_step, weight);
+      weight += line;
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < kPointers; ++i) x[i] += 2 * x_step;
+  }
+  if (steps % 2) step<Dot, kBits, R, V>(sums, x, x_stride, 0, weight);
+  fetch.at = ahead;
+}
+
+QT_INLINE f32v zero_points(const char* from) {
+#if defined(__AVX512F__)
+  return to_float((i32v)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from)));
+#else
+  f32v values;
+  for (int i = 0; i < kLanes; ++i) values[i] = float((unsigned char)from[i]);
+  return values;
+#endif
+}
+
+template <class Number>
+QT_INLINE const Number* row_of(const Number* from, index_t row, index_t stride_bytes) {
+  return (const Number*)((const char*)from + row * stride_bytes);
+}
+
+// Adds a group's sums, scaled, to the results.
+template <class Dot, int R, int V>
+QT_INLINE void add_group(const i32v (&sums)[R][V][Dot::kSums], const Unit& unit, index_t g) {
+  const char* head = unit.heads + g * unit.head_stride;
+  const index_t x_stride = unit.x_stride;
+  const float* x_scales = unit.x_scales + g;
+  const bool by_group = unit.scales != Scales::column;
+#pragma GCC unroll 8
+  for (int v = 0; v < V; ++v) {
+    float* const out = unit.sums + v * kLanes;
+    const f32v scale = by_group ? load((const fp16*)head + unit.column + v * kLanes) : all(1.0f);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+      const f32v x_scale = all(*row_of(x_scales, r, x_stride)), sum = load(out + r * kTileColumns);
+      store(out + r * kTileColumns, fma(to_float(Dot::total(sums[r][v])), scale * x_scale, sum));
+    }
+  }
+  if (unit.scales != Scales::group_and_zero) return;
+  const float stored_zero = float(unit.zero);
+  for (int v = 0; v < V; ++v) {
+    float* const out = unit.sums + v * kLanes;
+    const index_t at = unit.column + v * kLanes;
+    const f32v shift = 1.0f - zero_points(head + kTileColumns * 2 + at) * (1.0f / stored_zero);
+    const f32v scaled = load((const fp16*)head + at) * shift;
+    for (int r = 0; r < R; ++r) {
+      // an offset is zero times the sum of the integers of x, negated
+      const float x_sum = *row_of(x_scales, r, x_stride) * -float(row_of(unit.x_offsets, r, x_stride)[g]);
+      store(out + r * kTileColumns, fma(scaled, all(x_sum), load(out + r * kTileColumns)));
+    }
+  }
+}
+
+// What the sums of group g begin with: its offsets, or what the piece before left of the only group.
+template <class Dot, int R, int V>
+QT_INLINE void begin_group(i32v (&sums)[R][V][Dot::kSums], const Unit& unit, index_t g) {
+  if (Dot::kSums == 1 && unit.whole && !unit.first) {
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) sums[r][v][0] = load_bits(unit.sums + r * kTileColumns + v * kLanes);
+    return;
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r) {
+    const i32v offset = all(row_of(unit.x_offsets, r, unit.x_stride)[g]);
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) {
+      sums[r][v][0] = i32v{};
+      sums[r][v][Dot::kSums - 1] = offset;
+    }
+  }
+}
+
+// Keeps the integers of a part of the only group where the results will be; makes results of them after the last part.
+template <class Dot, int R, int V>
+QT_INLINE void end_part(const i32v (&sums)[R][V][Dot::kSums], const Unit& unit) {
+  if (!unit.last) {
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v)
+        store(unit.sums + r * kTileColumns + v * kLanes, as_float(Dot::total(sums[r][v])));
+    return;
+  }
+#pragma GCC unroll 8
+  for (int v = 0; v < V; ++v) {
+    const f32v scale = load((const float*)unit.column_scales + unit.column + v * kLanes);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+      const f32v x_scale = all(*row_of(unit.x_scales, r, unit.x_stride));
+      store(unit.sums + r * kTileColumns + v * kLanes, to_float(Dot::total(sums[r][v])) * x_scale * scale);
+    }
+  }
+}
+
+template <class Dot, int kBits, int R, int V>
+void multiply(const Unit& unit) {
+  const char* x = unit.x;
+  Fetch fetch = unit.fetch;
+  for (index_t g = 0; g < unit.groups; ++g) {
+    const index_t steps = g + 1 == unit.groups ? unit.last_steps : unit.steps;
+    const char* weight = unit.weight + g * unit.weight_stride;
+    i32v sums[R][V][Dot::kSums];
+    begin_group<Dot, R, V>(sums, unit, g);
+    sum_group<Dot, kBits, R, V>(sums, x, unit.x_stride, weight, unit.line, steps, fetch);
+    if (Dot::kSums == 1 && unit.whole)
+      end_part<Dot, R, V>(sums, unit);
+    else
+      add_group<Dot, R, V>(sums, unit, g);
+    x += steps * (Dot::x_bytes * (8 / kBits));
+  }
+  if (unit.whole || !unit.last) return;
+  for (int v = 0; v < V; ++v) {
+    const f32v scale = load((const float*)unit.column_scales + unit.column + v * kLanes);
+    for (int r = 0; r < R; ++r) {
+      float* const out = unit.sums + r * kTileColumns + v * kLanes;
+      store(out, load(out) * scale);
+    }
+  }
+}
+
+// `columns` of a unit, which may be less than its registers have room for.
+template <class Dot, int kBits, int R>
+void multiply_columns(const Unit& unit, index_t columns) {
+  constexpr int V = vectors_of<Dot>(R);
+  if (columns == V * kLanes) return multiply<Dot, kBits, R, V>(unit);
+  Unit part = unit;
+  for (index_t done = 0; done < columns;) {
+    const index_t left = columns - done, vectors = left >= V * kLanes ? V : V > 2 && left >= 2 * kLanes ? 2 : 1;
+    if (vectors == V)
+      multiply<Dot, kBits, R, V>(part);
+    else if (vectors == 2)
+      multiply<Dot, kBits, R, 2>(part);
+    else
+      multiply<Dot, kBits, R, 1>(part);
+    const index_t next = vectors * kLanes;
+    part.weight += next * 4, part.sums += next, part.column += next;
+    done += next;
+  }
+}
+
+template <class Dot, int kBits, int R = 1>
+void multiply_rows(const Unit& unit, index_t rows, index_t columns) {
+  if constexpr (R < Dot::kUnitRows) {
+    if (rows > R) return multiply_rows<Dot, kBits, R + 1>(unit, rows, columns);
+  }
+  multiply_columns<Dot, kBits, R>(unit, columns);
+}
+
+}  // namespace
+}  // namespace qt::QT_ISA
