@@ -218,6 +218,8 @@ def main() -> None:
         begun = time.perf_counter()
         worker = make_torch_worker(config)
         print(worker.facts["worker"], f"loaded in {time.perf_counter() - begun:.1f} s", sep=", ")
+        while worker.has_chores:  # what a server has behind it after its first idle seconds
+            worker.do_chore()
         for num_rows in args.rows:
             measure(worker, num_rows, args, card["vocab_size"], config.model.max_model_len)
 
