@@ -4,8 +4,8 @@
 
 Every case runs over as many layers of scattered blocks as make 1 GiB (of cache, when rows decode), so that nothing stays in
 the processor's caches from one repeat to the next. Between the repeats the machine's limits are measured, with the same
-number of threads: reading memory (torch's sum of 256 MiB) and fp32 multiplication (torch's product of 1,024 x 1,024
-matrices). Medians; shares are of the medians of the same case.
+threads: reading memory and fp32 multiplication in registers (`bench.kernels.limits`). Medians; shares are of the medians
+of the same case.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from bench.kernels.limits import Limits, Multiply
 from quintet.executor.ops.host_attention import DTYPE_CODES, PagedKv, write_kv
 from quintet.executor.ops.host_library import instruction_set, open_library, set_threads
 from quintet.executor.program.library import ProgramLibrary
@@ -30,8 +30,6 @@ from quintet.executor.program.step import CStep
 
 BLOCK_SIZE = 16
 TOTAL_BYTES = 1 << 30
-READ_FLOATS = 64 << 20
-PRODUCT = 1024
 FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "int8": torch.int8}
 
 
@@ -159,25 +157,17 @@ def step_of(
     return step, (rows, starts, counts, offsets)
 
 
-def seconds(call: Callable[[], object]) -> float:
-    """Time one call."""
-    begun = time.perf_counter()
-    call()
-    return time.perf_counter() - begun
-
-
-def measure(library: ProgramLibrary, case: Case, repeats: int) -> Timing:
+def measure(library: ProgramLibrary, limits: Limits, case: Case, repeats: int) -> Timing:
     """Time a case and the machine's limits in turn."""
     layers = Layers(library, case)
-    floats = torch.ones(READ_FLOATS)
-    matrix = torch.ones(PRODUCT, PRODUCT)
     layers.run()
-    torch.mm(matrix, matrix)
     spent, reading, multiplying = [], [], []
     for _ in range(repeats):
-        reading.append(seconds(floats.sum))
-        multiplying.append(seconds(lambda: torch.mm(matrix, matrix)))
-        spent.append(seconds(layers.run))
+        reading.append(limits.read_gb_s())
+        multiplying.append(limits.multiply_gop_s(Multiply.FLOATS))
+        begun = time.perf_counter()
+        layers.run()
+        spent.append(time.perf_counter() - begun)
     layer = statistics.median(spent) / layers.count
     layers.close()
     pairs = case.rows * sum(case.cached + i + 1 for i in range(case.new))
@@ -186,8 +176,8 @@ def measure(library: ProgramLibrary, case: Case, repeats: int) -> Timing:
         layer_us=round(layer * 1e6, 1),
         read_gb_s=round(layers.cache_bytes / layer / 1e9, 1),
         gflop_s=round(4 * pairs * case.heads * case.head_dim / layer / 1e9, 1),
-        limit_read_gb_s=round(4 * READ_FLOATS / statistics.median(reading) / 1e9, 1),
-        limit_gflop_s=round(2 * PRODUCT**3 / statistics.median(multiplying) / 1e9, 1),
+        limit_read_gb_s=round(statistics.median(reading), 1),
+        limit_gflop_s=round(statistics.median(multiplying), 1),
     )
 
 
@@ -197,7 +187,7 @@ def main() -> None:
         description="Time attention over the paged cache against the machine's limits."
     )
     parser.add_argument(
-        "--threads", type=int, default=2, help="threads of the kernels and of torch (default: 2)"
+        "--threads", type=int, default=2, help="threads of the kernels and of the limits (default: 2)"
     )
     parser.add_argument("--repeats", type=int, default=9, help="timed runs of each case (default: 9)")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the figures as JSON too")
@@ -208,13 +198,13 @@ def main() -> None:
             "the host kernels are not built; install with a C++ compiler, or run `python setup.py build_ext`"
         )
     set_threads(library, arguments.threads, pinned=False)
-    torch.set_num_threads(arguments.threads)
+    limits = Limits(library)
     isa = instruction_set(library)
     print(f"{platform.processor() or platform.machine()}, {isa}, {arguments.threads} threads")
     print("rows cached  new  heads     numbers      us/layer   GB/s (share)  GFLOP/s (share)")
     timings = []
     for case in CASES:
-        timing = measure(ProgramLibrary(library), case, arguments.repeats)
+        timing = measure(ProgramLibrary(library), limits, case, arguments.repeats)
         timings.append(timing)
         heads = f"{case.heads}/{case.kv_heads} x {case.head_dim}"
         numbers = case.dtype if case.dtype == case.kv_dtype else f"{case.dtype}, KV {case.kv_dtype}"

@@ -2,13 +2,14 @@
 #include "attention.hpp"
 
 #include <algorithm>
+#include <limits>
 #include <vector>
 
 namespace qt {
 namespace {
 
-// Rows that one piece should have: enough that loading a key costs little beside multiplying it, few enough that what
-// single tokens of a chunk do not see is not computed for them.
+// Rows that a group should have: enough that loading a key costs little beside multiplying it, few enough that their scores
+// stay in the first-level cache, and that what single tokens do not see is not computed for them.
 constexpr index_t kWantedRows = 48;
 constexpr index_t kPiecesPerThread = 4;  // at least, for the threads to finish together
 
@@ -61,7 +62,10 @@ class AttentionOp final : public Op {
     call_.unit_heads = std::min(call.group, kMaxRows);
     call_.kv_head_units = (call.group + call_.unit_heads - 1) / call_.unit_heads;
     call_.partial_floats = kMaxRows * (call.kv.head_dim + 2);
-    piece_tokens_ = std::max(index_t(1), kWantedRows / call_.unit_heads);
+    call_.group_tokens = std::max(index_t(1), kWantedRows / call_.unit_heads);
+    const index_t numbers = call_.group_tokens * call_.unit_heads * call.kv.head_dim;
+    most_groups_ = run_ == kernels.attend_in_pairs ? 1  // pairs are not widened: nothing to share
+                                                   : std::min(kMaxGroups, kMaxNumbers / numbers);
     pieces_.reserve(max_tokens);
   }
 
@@ -69,40 +73,66 @@ class AttentionOp final : public Op {
     pieces_.clear();
     index_t keys = 0;  // that are multiplied with one unit's queries
     for (index_t row = 0; row < step.num_rows; ++row)
+      for (index_t end = step.row_counts[row], begin; end > 0; end = begin) {
+        begin = begin_of(end, 1);
+        keys += cost_of(piece_of(step, row, begin, end));
+      }
+    // What one piece may cost, for the threads to finish together.
+    const index_t threads = pool().threads();
+    const index_t most =
+        threads == 1 ? std::numeric_limits<index_t>::max()
+                     : std::max(kPartitionKeys, keys * units() / (threads * kPiecesPerThread));
+    call_.unit_after_unit = false;
+    for (index_t row = 0; row < step.num_rows; ++row)
       // The last tokens see most, so they come first: the threads end on small pieces.
-      for (index_t end = step.row_counts[row]; end > 0; end = (end - 1) / piece_tokens_ * piece_tokens_)
-        keys += add_tokens(step, row, (end - 1) / piece_tokens_ * piece_tokens_, end);
-    split(keys);
+      for (index_t end = step.row_counts[row], begin; end > 0; end = begin) {
+        index_t groups = most_groups_;
+        do begin = begin_of(end, groups);
+        while (cost_of(piece_of(step, row, begin, end)) > most && --groups);
+        pieces_.push_back(piece_of(step, row, begin, end));
+        call_.unit_after_unit |= end - begin > call_.group_tokens;
+      }
+    split(most);
     call_.pieces = pieces_.data();
-    return {index_t(pieces_.size()) * units(), 1, run_, &call_};
+    call_.num_pieces = index_t(pieces_.size());
+    return {call_.num_pieces * units(), 1, run_, &call_};
   }
 
  private:
   index_t units() const { return call_.kv.kv_heads * call_.kv_head_units; }
 
-  // One piece for the tokens [begin, end) of a row. Returns what it costs: tokens times keys.
-  index_t add_tokens(const Step& step, index_t row, index_t begin, index_t end) {
-    const index_t position = step.row_starts[row] + begin, last = step.row_starts[row] + end - 1;
-    const index_t seen = call_.window && position >= call_.window ? position + 1 - call_.window : 0;
+  // Where the last `groups` groups of a row's tokens [0, end) begin.
+  index_t begin_of(index_t end, index_t groups) const {
+    return std::max(index_t(0), (end - 1) / call_.group_tokens + 1 - groups) * call_.group_tokens;
+  }
+
+  // The tokens [begin, end) of a row.
+  AttentionPiece piece_of(const Step& step, index_t row, index_t begin, index_t end) const {
+    const index_t position = step.row_starts[row] + begin;
     AttentionPiece piece{};
     piece.blocks = blocks_of(step, row);
     piece.token = step.row_offsets[row] + begin;
     piece.count = end - begin;
     piece.position = position;
-    piece.first = piece.all_first = seen / kPartitionKeys;
-    piece.last = piece.all_last = last / kPartitionKeys + 1;
-    pieces_.push_back(piece);
-    return (last + 1 - seen) * piece.count;
+    piece.first = piece.all_first = seen_from(position) / kPartitionKeys;
+    piece.last = piece.all_last = (position + piece.count - 1) / kPartitionKeys + 1;
+    return piece;
   }
 
-  // Cuts pieces that one thread would compute long after the others have finished. Decides nothing about the result.
-  void split(index_t keys) {
-    const index_t threads = pool().threads();
-    if (threads == 1) return;
-    const index_t most = std::max(index_t(1), keys * units() / (threads * kPiecesPerThread) / kPartitionKeys);
+  index_t seen_from(index_t position) const {
+    return call_.window && position >= call_.window ? position + 1 - call_.window : 0;
+  }
+
+  // Tokens times keys.
+  index_t cost_of(const AttentionPiece& piece) const {
+    return (piece.position + piece.count - seen_from(piece.position)) * piece.count;
+  }
+
+  // Cuts pieces that cost more than `most` into ranges of partitions. Decides nothing about the result.
+  void split(index_t most) {
     const auto cuts_of = [&](const AttentionPiece& piece) {
-      const index_t wanted = std::max(index_t(1), most / piece.count);  // partitions
-      return (piece.last - piece.first + wanted - 1) / wanted;
+      const index_t wanted = std::max(index_t(1), most / kPartitionKeys / piece.count);  // partitions
+      return piece.count > call_.group_tokens ? 1 : (piece.last - piece.first + wanted - 1) / wanted;
     };
     const index_t whole = index_t(pieces_.size());
     index_t floats = 0, counters = 0;
@@ -137,7 +167,7 @@ class AttentionOp final : public Op {
 
   AttentionCall call_;
   void (*run_)(const void*, index_t, index_t);
-  index_t piece_tokens_;
+  index_t most_groups_;
   std::vector<AttentionPiece> pieces_;
   std::vector<float> partials_;
   std::vector<std::uint32_t> pending_;

@@ -21,8 +21,11 @@ namespace qt {
 inline constexpr index_t kTileKeys = 16;
 inline constexpr index_t kChunkKeys = 128;      // keys of one turn of the online softmax
 inline constexpr index_t kPartitionKeys = 512;  // keys that are reduced apart from others, then merged in order
-inline constexpr index_t kMaxRows = 64;         // (token, query head) pairs that one piece of work computes
+inline constexpr index_t kPartitionTiles = kPartitionKeys / kTileKeys;
+inline constexpr index_t kMaxRows = 64;         // (token, query head) pairs of a group
 inline constexpr index_t kMaxHeadDim = 256;
+inline constexpr index_t kMaxGroups = 16;       // groups that one piece of work computes, and the numbers of their queries
+inline constexpr index_t kMaxNumbers = 3 * kMaxRows * kMaxHeadDim;
 
 // The cache of one layer. Plain numbers, computed once: kernel sources share no inline functions.
 struct PagedKv {
@@ -42,7 +45,7 @@ struct AttentionPiece {
   index_t position;            // first one's
   index_t first, last;
   index_t all_first, all_last; // the partitions of all pieces of these tokens
-  float* partials;             // [units][all_last - all_first][partial_floats]; null: this piece has them all
+  float* partials;             // [units][all_last - all_first][partial_floats]; null: this piece has them all. One group
   std::uint32_t* pending;      // [units]: pieces of these tokens that are not done yet
 };
 
@@ -55,11 +58,14 @@ struct AttentionCall {
   index_t group;                 // query heads of a KV head
   index_t unit_heads;            // at most these of them in one unit
   index_t kv_head_units;         // units of a KV head
+  index_t group_tokens;          // tokens of a group
+  bool unit_after_unit;          // all pieces of a unit first: its keys and values stay in a core's cache
   index_t window;                // 0: unlimited
   index_t partial_floats;        // of a partition: sums [rows][head_dim], largest scores [rows], normalizers [rows]
   float scale, softcap;          // softcap 0: none
   const float* alibi_slopes;     // [heads]; null: none
   const AttentionPiece* pieces;
+  index_t num_pieces;
 };
 
 // Consecutive tokens of one row that lie in one tile.

@@ -1,8 +1,10 @@
 // Causal attention over the paged cache, for single new tokens and for chunks of a prompt alike.
 //
-// A piece of work is some consecutive tokens of one row with a KV head and its group of query heads: up to 64 (token, head)
-// rows that share every load of the cache. It walks the keys in chunks of 128: scores, the online softmax (Milakov and
-// Gimelshein, "Online normalizer calculation for softmax", 2018), weighted sum of the values.
+// A piece of work is some consecutive tokens of one row with a KV head and its query heads: up to 16 groups of up to 64
+// (token, head) rows that share every load of the cache. It walks the keys in chunks of 128: scores, the online softmax
+// (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018), weighted sum of the values, for one group
+// after another. Few rows are multiplied with the cache as it lies (attention_tiles.hpp), many with a chunk that was
+// widened to fp32 for all of them (attention_wide.hpp).
 //
 //   positions  0        128       256       384       512                      1024
 //   chunks     |---------|---------|---------|---------|---------| ...           |
@@ -31,20 +33,27 @@ struct Partial {
   float *sums, *most, *normalizer;
 };
 
-QT_INLINE Partial partial_at(float* memory, index_t head_dim) {
-  return {memory, memory + kMaxRows * head_dim, memory + kMaxRows * (head_dim + 1)};
+QT_INLINE Partial partial_at(float* memory, index_t rows, index_t head_dim) {
+  return {memory, memory + rows * head_dim, memory + rows * (head_dim + 1)};
 }
 
+// A cache's format: how it is multiplied where it lies, and whether many rows have it widened to fp32 first.
+template <class DirectForm, bool kWidenable, bool kWithScales = false>
+struct Format {
+  using Direct = DirectForm;
+  using Word = typename Direct::Word;
+  static constexpr bool kWidens = kWidenable, kScaled = kWithScales;
+};
+
+// Queries in register blocks of rows, one after another, each [words][rows].
 template <class Form, class Element>
-void take_queries(const AttentionCall& call, const AttentionPiece& piece, index_t first_head,
-                  Rows<typename Form::Word>& rows) {
-  const index_t head_dim = call.kv.head_dim, num_words = words<Form>(head_dim);
-  const Element* q = (const Element*)call.q + piece.token * call.q_stride + first_head * head_dim;
-  for (index_t row = 0; row < rows.count;) {
-    const index_t block = block_rows(rows.count - row);
-    typename Form::Word* to = rows.queries + row * num_words;
+void take_queries(const Element* q, index_t q_stride, index_t head_dim, Group<typename Form::Word>& group) {
+  const index_t num_words = words<Form>(head_dim);
+  for (index_t row = 0; row < group.rows;) {
+    const index_t block = block_rows(group.rows - row, kBlockRows);
+    typename Form::Word* to = group.queries + row * num_words;
     for (index_t r = 0; r < block; ++r) {
-      const Element* from = q + (row + r) / rows.heads * call.q_stride + (row + r) % rows.heads * head_dim;
+      const Element* from = q + (row + r) / group.heads * q_stride + (row + r) % group.heads * head_dim;
       if constexpr (std::is_same_v<Form, Pairs>) {
         for (index_t i = 0; i < num_words; ++i) std::memcpy(to + i * block + r, from + 2 * i, 4);
       } else {
@@ -54,6 +63,23 @@ void take_queries(const AttentionCall& call, const AttentionPiece& piece, index_
       }
     }
     row += block;
+  }
+}
+
+// Queries as [rows][head_dim].
+template <class Element>
+void take_queries_wide(const Element* q, index_t q_stride, index_t head_dim, Group<float>& group) {
+  float* to = group.queries;
+  for (index_t token = 0; token < group.tokens; ++token)
+    for (index_t i = 0; i < group.heads * head_dim; i += kLanes, to += kLanes) store(to, load(q + token * q_stride + i));
+}
+
+// Brings a group's queries, or the place of its results, into the second-level cache: `numbers` of each of its tokens.
+template <bool kWritten, class Element, class Word>
+void fetch_rows(const Element* memory, index_t stride, index_t numbers, const Group<Word>& group) {
+  for (index_t token = 0; token < group.tokens; ++token) {
+    const Element* row = memory + (group.token + token) * stride;
+    for (index_t i = 0; i < numbers; i += 64 / index_t(sizeof(Element))) __builtin_prefetch(row + i, kWritten, 2);
   }
 }
 
@@ -69,113 +95,106 @@ void locate(const PagedKv& kv, const std::int32_t* blocks, index_t kv_head, inde
   }
 }
 
-// The keys that some token of the piece sees: [begin, end).
-QT_INLINE index_t seen_from(const AttentionCall& call, index_t position) {
-  return call.window && position >= call.window ? position + 1 - call.window : 0;
-}
-
-// A cache's format: how it is multiplied where it lies (Direct) and how after it was widened (Wide).
-template <class DirectForm, class WideForm>
-struct Format {
-  using Direct = DirectForm;
-  using Wide = WideForm;
-  using Word = typename Direct::Word;
+// Where a piece is on its walk over a KV head's tiles: the chunk [tile, next), and [next, after) after it.
+struct Walk {
+  index_t kv_head, first_head;
+  index_t tile, next, after, end;
+  int turn;  // which of the two is the chunk's
+  const char *keys[2][kChunkTiles], *values[2][kChunkTiles];
 };
 
 // Of a chunk's tiles, how many of keys and of values are brought closer during the softmax.
 constexpr index_t kSoftmaxTiles = 2;
 
-// Rows from which on widening a chunk once costs less than widening it for each register block of rows.
-constexpr index_t kWidenFrom = 2 * kBlockRows + 1;
-
-// Widens the keys or the values of a chunk; returns where its tiles are then.
-template <class Form>
-void widen(const char* (&planes)[kChunkTiles], index_t count, index_t head_dim, index_t columns, float* memory) {
-  for (index_t i = 0; i < count; ++i) {
-    float* to = memory + i * kTileKeys * head_dim;
-    if constexpr (!std::is_same_v<Form, Pairs>) widen_plane<Form>(planes[i], head_dim, columns, to);
-    planes[i] = (const char*)to;
+// The chunk that a few rows are multiplied with, and what they bring closer meanwhile.
+Chunk chunk_of(const AttentionCall& call, const Walk& walk, Prefetch& prefetch) {
+  Chunk chunk;
+  chunk.begin = walk.tile % kChunkTiles * kTileKeys;
+  chunk.count = walk.next - walk.tile;
+  const index_t following = walk.after - walk.next;
+  for (index_t i = 0; i < chunk.count; ++i) {
+    chunk.keys[i] = walk.keys[walk.turn][i];
+    chunk.values[i] = walk.values[walk.turn][i];
+    const bool during_softmax = i >= chunk.count - kSoftmaxTiles;
+    chunk.beside_keys[i] = during_softmax ? chunk.keys[i] : chunk.values[i];
+    if (during_softmax) prefetch.add(chunk.values[i], call.kv.plane_bytes);
+    chunk.beside_values[i] = i < kSoftmaxTiles || i >= following ? chunk.values[i] : walk.keys[1 - walk.turn][i];
   }
+  for (index_t i = 0; i < kSoftmaxTiles && i < following; ++i)
+    prefetch.add(walk.keys[1 - walk.turn][i], call.kv.plane_bytes);
+  return chunk;
 }
 
-template <class Format>
-void walk_partition(const AttentionCall& call, const AttentionPiece& piece, index_t kv_head, index_t first_head,
-                    index_t partition, Rows<typename Format::Word>& rows) {
-  using Direct = typename Format::Direct;
-  using Wide = typename Format::Wide;
-  const index_t head_dim = call.kv.head_dim, last_position = piece.position + piece.count - 1;
-  for (index_t r = 0; r < kMaxRows; ++r) rows.most[r] = kNothing;
-  for (index_t r = 0; r < rows.count; ++r) store(rows.normalizer + r * kLanes, all(0.0f));
-  for (index_t i = 0; i < rows.count * head_dim; i += kLanes) store(rows.sums + i, all(0.0f));
-
-  const index_t begin_seen = seen_from(call, piece.position), end_seen = last_position + 1;
-  const index_t from = partition * kPartitionKeys, to = from + kPartitionKeys;
-  const index_t begin = (begin_seen > from ? begin_seen : from) / kTileKeys, end_key = end_seen < to ? end_seen : to;
-  const index_t end = (end_key + kTileKeys - 1) / kTileKeys;  // tiles [begin, end)
-  const bool bytes = call.kv.dtype == Dtype::int8;
-
-  const char *keys[2][kChunkTiles], *values[2][kChunkTiles];
-  int turn = 0;
-  index_t tile = begin, next = (begin / kChunkTiles + 1) * kChunkTiles;
-  if (next > end) next = end;
-  locate(call.kv, piece.blocks, kv_head, tile, next, keys[turn], values[turn]);
-  while (tile < end) {
-    Chunk chunk;
-    chunk.begin = tile % kChunkTiles * kTileKeys;
-    chunk.count = next - tile;
-    const index_t after = next + kChunkTiles < end ? next + kChunkTiles : end;
-    locate(call.kv, piece.blocks, kv_head, next, after, keys[1 - turn], values[1 - turn]);
-    Prefetch prefetch;
-    for (index_t i = 0; i < chunk.count; ++i) {
-      chunk.keys[i] = keys[turn][i];
-      chunk.values[i] = values[turn][i];
-      const bool during_softmax = i >= chunk.count - kSoftmaxTiles;
-      chunk.beside_keys[i] = during_softmax ? chunk.keys[i] : chunk.values[i];
-      if (during_softmax) prefetch.add(chunk.values[i], call.kv.plane_bytes);
-      chunk.beside_values[i] = i < kSoftmaxTiles || i >= after - next ? chunk.values[i] : keys[1 - turn][i];
-      if (bytes) {
-        std::memcpy(rows.key_scales + chunk.begin + i * kTileKeys, chunk.values[i] + call.kv.plane_bytes, 64);
-        std::memcpy(rows.value_scales + chunk.begin + i * kTileKeys, chunk.values[i] + call.kv.plane_bytes + 64, 64);
-      }
-    }
-    for (index_t i = 0; i < kSoftmaxTiles && i < after - next; ++i) prefetch.add(keys[1 - turn][i], call.kv.plane_bytes);
-    const Adjustment adjustment{
-        .scaled = bytes,
-        .biased = call.softcap > 0 || call.alibi_slopes != nullptr,
-        .masked = next * kTileKeys > piece.position + 1 || tile * kTileKeys < seen_from(call, last_position),
-    };
-    const index_t first = tile / kChunkTiles * kChunkKeys;
-    const bool widens = !std::is_same_v<Direct, Wide> && rows.count >= kWidenFrom;
-    alignas(64) float memory[kChunkKeys * kMaxHeadDim];
-    Chunk widened = chunk;
-    if (widens) {
-      widen<Direct>(widened.keys, chunk.count, head_dim, kTileKeys, memory);
-      score_chunk<Wide>(rows.queries, rows.count, head_dim, widened, rows.scores);
-    } else {
-      score_chunk<Direct>(rows.queries, rows.count, head_dim, chunk, rows.scores);
-    }
-    soften(call, piece, first_head, chunk, first, adjustment, prefetch, rows);
-    if (widens) {
-      widen<Direct>(widened.values, chunk.count, head_dim, head_dim, memory);
-      for (index_t i = 0; i < chunk.count; ++i) widened.beside_values[i] = widened.values[i];
-      weigh_chunk<Wide>(rows.weights, rows.shrink, rows.count, widened, head_dim, rows.sums);
-    } else {
-      weigh_chunk<Direct>(rows.weights, rows.shrink, rows.count, chunk, head_dim, rows.sums);
-    }
-    tile = next;
-    next = after;
-    turn = 1 - turn;
-  }
-}
-
-// The state at the end of a partition, lanes of the normalizers summed.
+// A group begins another partition.
 template <class Word>
-void keep(const Rows<Word>& rows, index_t head_dim, Partial to) {
-  for (index_t r = 0; r < rows.count; ++r) {
-    to.most[r] = rows.most[r];
-    to.normalizer[r] = sum_of(load(rows.normalizer + r * kLanes));
+void clear(Group<Word>& group, index_t head_dim) {
+  for (index_t r = 0; r < kMaxRows; ++r) group.most[r] = kNothing;
+  for (index_t r = 0; r < group.rows || r % kLanes; ++r) store(group.normalizer + r * kLanes, all(0.0f));
+  for (index_t i = 0; i < group.rows * head_dim; i += kLanes) store(group.sums + i, all(0.0f));
+}
+
+// One chunk for all groups of a piece. before(g): called before group g's turn.
+template <class Format, class Before>
+void walk_chunk(const AttentionCall& call, const Walk& walk, Group<typename Format::Word>* groups, index_t num_groups,
+                bool wide, Scratch<typename Format::Word>& scratch, Before before) {
+  using Direct = typename Format::Direct;
+  const index_t head_dim = call.kv.head_dim;
+  Prefetch prefetch;
+  const Chunk chunk = chunk_of(call, walk, prefetch);
+  if constexpr (Format::kScaled)
+    for (index_t i = 0; i < chunk.count; ++i) {
+      const char* scales = chunk.values[i] + call.kv.plane_bytes;
+      std::memcpy(scratch.key_scales + chunk.begin + i * kTileKeys, scales, 64);
+      std::memcpy(scratch.value_scales + chunk.begin + i * kTileKeys, scales + 64, 64);
+    }
+  index_t lines = 0;
+  if constexpr (Format::kWidens)
+    if (wide) {
+      prefetch = Prefetch();
+      for (index_t i = 0; i < walk.after - walk.next; ++i) prefetch.add(walk.keys[1 - walk.turn][i], call.kv.tile_bytes);
+      index_t rows = 0;
+      for (index_t g = 0; g < num_groups; ++g) rows += groups[g].rows;
+      lines = (walk.after - walk.next) * call.kv.tile_bytes / 64 * kWideRows / (2 * rows) + 1;
+      widen_chunk<Direct>(chunk, head_dim, scratch.keys, scratch.values);
+    }
+  for (index_t g = 0; g < num_groups; ++g) {
+    Group<typename Format::Word>& group = groups[g];
+    before(g);
+    const index_t group_end = (group.position + group.tokens - 1) / kTileKeys + 1;  // tiles
+    Chunk seen = chunk;
+    if (group_end < walk.next) seen.count = group_end - walk.tile;
+    if (seen.count <= 0) continue;
+    const index_t count = seen.count * kTileKeys;
+    const Keys keys{walk.tile / kChunkTiles * kChunkKeys, chunk.begin, chunk.begin + count};
+    if constexpr (Format::kWidens)
+      if (wide) {
+        score_wide(group.queries, group.rows, head_dim, scratch.keys, count, prefetch, lines, scratch.scores + chunk.begin);
+        soften<Format::kScaled, false>(call, walk.first_head, keys, group, scratch, prefetch);
+        weigh_wide(scratch.weights() + chunk.begin, group.shrink, group.rows, scratch.values, count, head_dim, prefetch,
+                   lines, group.sums);
+        continue;
+      }
+    score_chunk<Direct>(group.queries, group.rows, head_dim, seen, scratch.scores);
+    soften<Format::kScaled, true>(call, walk.first_head, keys, group, scratch, prefetch);
+    weigh_chunk<Direct>(scratch.weights(), group.shrink, group.rows, seen, head_dim, group.sums);
   }
-  for (index_t i = 0; i < rows.count * head_dim; i += kLanes) store(to.sums + i, load(rows.sums + i));
+}
+
+// The state at the end of a partition, with the lanes of the normalizers summed to `normalizer` [kMaxRows].
+template <class Word>
+Partial partial_of(Group<Word>& group, float* normalizer) {
+  for (index_t r = 0; r < group.rows; r += kLanes) {
+    f32v lanes[kLanes];
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) lanes[i] = load(group.normalizer + (r + i) * kLanes);
+    store(normalizer + r, fold_each(lanes, [](f32v a, f32v b) { return a + b; }));
+  }
+  return {group.sums, group.most, normalizer};
+}
+
+void copy(index_t rows, index_t head_dim, Partial from, Partial to) {
+  for (index_t r = 0; r < rows; ++r) to.most[r] = from.most[r], to.normalizer[r] = from.normalizer[r];
+  for (index_t i = 0; i < rows * head_dim; i += kLanes) store(to.sums + i, load(from.sums + i));
 }
 
 // total = total and then `part`, the partition after it. Where a row saw nothing of one, the other's bits stay.
@@ -200,83 +219,140 @@ void merge(index_t rows, index_t head_dim, Partial part, Partial total) {
   }
 }
 
-template <class Element>
-void finish(const AttentionCall& call, const AttentionPiece& piece, index_t first_head, index_t heads, index_t rows,
-            Partial total) {
+template <class Element, class Word>
+void finish(const AttentionCall& call, const Group<Word>& group, index_t first_head, Partial total) {
   const index_t head_dim = call.kv.head_dim;
-  for (index_t r = 0; r < rows; ++r) {
-    const f32v share = all(1.0f / total.normalizer[r]);
-    Element* out = (Element*)call.out + (piece.token + r / heads) * call.out_stride + (first_head + r % heads) * head_dim;
-    const float* sums = total.sums + r * head_dim;
-    for (index_t d = 0; d < head_dim; d += kLanes) store(out + d, fma(load(sums + d), share, all(0.0f)));
+  const float* sums = total.sums;
+  const float* normalizer = total.normalizer;
+  for (index_t token = 0; token < group.tokens; ++token) {
+    Element* out = (Element*)call.out + (group.token + token) * call.out_stride + first_head * head_dim;
+    for (index_t head = 0; head < group.heads; ++head) {
+      const f32v share = all(1.0f / *normalizer++);
+      for (index_t d = 0; d < head_dim; d += kLanes) store(out + d, fma(load(sums + d), share, all(0.0f)));
+      sums += head_dim;
+      out += head_dim;
+    }
   }
 }
 
 template <class Format, class Element>
 void attend_unit(const AttentionCall& call, const AttentionPiece& piece, index_t unit) {
-  const index_t head_dim = call.kv.head_dim, kv_head = unit / call.kv_head_units;
-  const index_t skipped = unit % call.kv_head_units * call.unit_heads, left = call.group - skipped;
-  const index_t first_head = kv_head * call.group + skipped;
-  Rows<typename Format::Word> rows;
-  rows.heads = left < call.unit_heads ? left : call.unit_heads;
-  rows.count = piece.count * rows.heads;
-  for (index_t r = 0; r < kMaxRows; ++r) rows.shrink[r] = 0;
-  take_queries<typename Format::Direct, Element>(call, piece, first_head, rows);
+  using Word = typename Format::Word;
+  const index_t head_dim = call.kv.head_dim, skipped = unit % call.kv_head_units * call.unit_heads;
+  const index_t left = call.group - skipped;
+  Walk walk;
+  walk.kv_head = unit / call.kv_head_units;
+  walk.first_head = walk.kv_head * call.group + skipped;
 
-  alignas(64) float memory[kMaxRows * (kMaxHeadDim + 2)];
-  const Partial total = partial_at(memory, head_dim);
-  if (!piece.partials) {
-    for (index_t partition = piece.first; partition < piece.last; ++partition) {
-      walk_partition<Format>(call, piece, kv_head, first_head, partition, rows);
-      if (partition == piece.first) {
-        keep(rows, head_dim, total);
-      } else {
-        alignas(64) float more[kMaxRows * (kMaxHeadDim + 2)];
-        const Partial part = partial_at(more, head_dim);
-        keep(rows, head_dim, part);
-        merge(rows.count, head_dim, part, total);
-      }
+  Group<Word> groups[kMaxGroups];
+  Scratch<Word> scratch;
+  const index_t num_groups = (piece.count + call.group_tokens - 1) / call.group_tokens;
+  const index_t heads = left < call.unit_heads ? left : call.unit_heads;
+  const bool wide = Format::kWidens && piece.count * heads >= kWidenFrom;
+  for (index_t g = 0; g < num_groups; ++g) {
+    Group<Word>& group = groups[g];
+    const index_t skip = g * call.group_tokens, numbers = skip * heads * head_dim;  // of the groups before
+    group.sums = scratch.sums + numbers;
+    group.queries = scratch.queries + numbers;
+    group.total = scratch.totals + numbers + 2 * g * kMaxRows;
+    group.token = piece.token + skip;
+    group.position = piece.position + skip;
+    group.tokens = piece.count - skip < call.group_tokens ? piece.count - skip : call.group_tokens;
+    group.heads = heads;
+    group.rows = group.tokens * heads;
+    for (index_t r = 0; r < kMaxRows; ++r) group.shrink[r] = 0;
+    clear(group, head_dim);
+  }
+  const index_t first_number = walk.first_head * head_dim, row_numbers = heads * head_dim;
+  const auto take = [&](Group<Word>& group) {
+    const Element* q = (const Element*)call.q + group.token * call.q_stride + first_number;
+    if constexpr (Format::kWidens)
+      if (wide) take_queries_wide(q, call.q_stride, head_dim, group);
+    if (!wide) take_queries<typename Format::Direct>(q, call.q_stride, head_dim, group);
+  };
+
+  float normalizer[kMaxRows];
+  float* partials = piece.partials;  // of this unit
+  if (partials) partials += unit * (piece.all_last - piece.all_first) * call.partial_floats;
+  const index_t seen = call.window && piece.position >= call.window ? piece.position + 1 - call.window : 0;
+  const index_t first_tile = piece.first * kPartitionTiles, last_tile = piece.last * kPartitionTiles;
+  const index_t seen_end = (piece.position + piece.count - 1) / kTileKeys + 1;
+  walk.tile = seen / kTileKeys > first_tile ? seen / kTileKeys : first_tile;
+  walk.end = seen_end < last_tile ? seen_end : last_tile;
+  walk.turn = 0;
+  walk.next = (walk.tile / kChunkTiles + 1) * kChunkTiles;
+  if (walk.next > walk.end) walk.next = walk.end;
+  locate(call.kv, piece.blocks, walk.kv_head, walk.tile, walk.next, walk.keys[0], walk.values[0]);
+  // A group's queries come closer while the group before it is computed, and the place of its results during its last chunk.
+  const index_t begin = walk.tile;
+  const auto before = [&](index_t g) {
+    if (walk.tile == begin) {
+      take(groups[g]);
+      if (g + 1 < num_groups)
+        fetch_rows<false>((const Element*)call.q + first_number, call.q_stride, row_numbers, groups[g + 1]);
     }
-  } else {
-    const index_t partitions = piece.all_last - piece.all_first;
-    float* partials = piece.partials + unit * partitions * call.partial_floats;
-    for (index_t partition = piece.first; partition < piece.last; ++partition) {
-      walk_partition<Format>(call, piece, kv_head, first_head, partition, rows);
-      keep(rows, head_dim, partial_at(partials + (partition - piece.all_first) * call.partial_floats, head_dim));
-    }
-    if (__atomic_sub_fetch(piece.pending + unit, 1, __ATOMIC_ACQ_REL) != 0) return;
-    for (index_t i = 0; i < partitions; ++i) {
-      const Partial part = partial_at(partials + i * call.partial_floats, head_dim);
-      if (i == 0) {
-        for (index_t r = 0; r < rows.count; ++r) total.most[r] = part.most[r], total.normalizer[r] = part.normalizer[r];
-        for (index_t k = 0; k < rows.count * head_dim; k += kLanes) store(total.sums + k, load(part.sums + k));
-      } else {
-        merge(rows.count, head_dim, part, total);
-      }
+    if (wide && walk.next == walk.end)
+      fetch_rows<true>((const Element*)call.out + first_number, call.out_stride, row_numbers, groups[g]);
+  };
+  while (walk.tile < walk.end) {
+    walk.after = walk.next + kChunkTiles < walk.end ? walk.next + kChunkTiles : walk.end;
+    locate(call.kv, piece.blocks, walk.kv_head, walk.next, walk.after, walk.keys[1 - walk.turn], walk.values[1 - walk.turn]);
+    walk_chunk<Format>(call, walk, groups, num_groups, wide, scratch, before);
+    const index_t partition = walk.tile / kPartitionTiles;
+    walk.tile = walk.next;
+    walk.next = walk.after;
+    walk.turn = 1 - walk.turn;
+    if (walk.tile < walk.end && walk.tile % kPartitionTiles != 0) continue;
+    for (index_t g = 0; g < num_groups; ++g) {
+      Group<Word>& group = groups[g];
+      const Partial part = partial_of(group, normalizer), total = partial_at(group.total, group.rows, head_dim);
+      if (partials)
+        copy(group.rows, head_dim, part,
+             partial_at(partials + (partition - piece.all_first) * call.partial_floats, kMaxRows, head_dim));
+      else if (partition == piece.first)
+        copy(group.rows, head_dim, part, total);
+      else
+        merge(group.rows, head_dim, part, total);
+      clear(group, head_dim);
     }
   }
-  finish<Element>(call, piece, first_head, rows.heads, rows.count, total);
+  if (partials) {  // one group
+    if (__atomic_sub_fetch(piece.pending + unit, 1, __ATOMIC_ACQ_REL) != 0) return;
+    const Partial total = partial_at(groups[0].total, groups[0].rows, head_dim);
+    for (index_t i = 0; i < piece.all_last - piece.all_first; ++i) {
+      const Partial part = partial_at(partials + i * call.partial_floats, kMaxRows, head_dim);
+      if (i == 0)
+        copy(groups[0].rows, head_dim, part, total);
+      else
+        merge(groups[0].rows, head_dim, part, total);
+    }
+  }
+  for (index_t g = 0; g < num_groups; ++g)
+    finish<Element>(call, groups[g], walk.first_head, partial_at(groups[g].total, groups[g].rows, head_dim));
 }
 
 template <class Format, class Element>
 void attend(const void* description, index_t begin, index_t end) {
   const AttentionCall& call = *(const AttentionCall*)description;
   const index_t units = call.kv.kv_heads * call.kv_head_units;
-  for (index_t i = begin; i < end; ++i) attend_unit<Format, Element>(call, call.pieces[i / units], i % units);
+  for (index_t i = begin; i < end; ++i) {
+    if (call.unit_after_unit)
+      attend_unit<Format, Element>(call, call.pieces[i % call.num_pieces], i / call.num_pieces);
+    else
+      attend_unit<Format, Element>(call, call.pieces[i / units], i % units);
+  }
 }
 
-template <class Stored>
-using Widened = Format<Singles<Stored>, Singles<float>>;
-using WidenedPairs = Format<Halves, Singles<float>>;
+using Bytes = Format<Singles<std::int8_t>, true, true>;
 
 }  // namespace
 
 const AttentionKernels attention = {
-    .attend = {attend<WidenedPairs, bf16>, attend<Widened<fp16>, fp16>, attend<Widened<float>, float>},
-    .attend_bytes = {attend<Widened<std::int8_t>, bf16>, attend<Widened<std::int8_t>, fp16>,
-                     attend<Widened<std::int8_t>, float>},
+    .attend = {attend<Format<Halves, true>, bf16>, attend<Format<Singles<fp16>, true>, fp16>,
+               attend<Format<Singles<float>, true>, float>},
+    .attend_bytes = {attend<Bytes, bf16>, attend<Bytes, fp16>, attend<Bytes, float>},
 #if defined(__AVX512BF16__)
-    .attend_in_pairs = attend<Format<Pairs, Pairs>, bf16>,
+    .attend_in_pairs = attend<Format<Pairs, false>, bf16>,
 #else
     .attend_in_pairs = nullptr,
 #endif

@@ -1,7 +1,11 @@
 // The softmax of attention: what the rows of a piece are while keys are walked, and scores to weights, chunk by chunk.
+//
+// Per score 8 operations on the ports that multiply: one fused multiply-add, 7 of them to raise 2; a maximum before and a sum
+// after. Beside them 2 * head_dim multiplications. Keys that a row does not see cost nothing, except in the vector where
+// the row's last key is, and where there is a window, a soft cap or ALiBi.
 #pragma once
 
-#include "attention_tiles.hpp"
+#include "attention_wide.hpp"
 
 namespace qt::QT_ISA {
 namespace {
@@ -32,29 +36,57 @@ QT_INLINE f32v power_of_two(f32v x) {
 #endif
 }
 
-QT_INLINE float largest_of(f32v value) {
-#if defined(__AVX512F__)
-  return _mm512_reduce_max_ps(value);
-#else
-  return max_of(value);
-#endif
+// Lane i of the result is vector i's lanes folded to one, by halves: lane j with j + kLanes / 2, then quarters.
+template <int Apart = kLanes / 2, class Fold>
+QT_INLINE f32v fold_each(f32v (&vectors)[kLanes], Fold fold) {
+#pragma GCC unroll 8
+  for (int i = 0; i < Apart; ++i) {
+    i32v a = as_bits(vectors[i]), b = as_bits(vectors[i + Apart]);
+    swap_halves<Apart>(a, b);
+    vectors[i] = fold(as_float(a), as_float(b));
+  }
+  if constexpr (Apart > 1)
+    return fold_each<Apart / 2>(vectors, fold);
+  else
+    return vectors[0];
 }
 
-// The rows of a piece while a partition is walked. Word: what the row's factors are, see attention_tiles.hpp.
+// Some tokens of a piece with their heads: the rows that go through the softmax together, and their state while a partition
+// is walked. Word: what the rows' factors are, see attention_tiles.hpp.
 template <class Word>
-struct Rows {
-  index_t count;                             // rows: tokens times heads, heads inner
-  index_t heads;
+struct Group {
+  index_t token, position;                   // the first token's index in the step, and its position
+  index_t tokens, heads, rows;               // rows: tokens times heads, heads inner
   alignas(64) float most[kMaxRows];          // largest score so far, times log2 e
   alignas(64) float shrink[kMaxRows];        // what the sums are multiplied with before a chunk is added
   alignas(64) float less[kMaxRows];          // `most`, or 0 while nothing was seen
   alignas(64) float normalizer[kMaxRows * kLanes];
-  alignas(64) float sums[kMaxRows * kMaxHeadDim];
+  float* sums;                               // [rows][head_dim]
+  Word* queries;                             // in the order of attention_tiles.hpp or of attention_wide.hpp
+  float* total;                              // of the partitions before: [rows][head_dim + 2]
+};
+
+// What a piece is computed with, one group after another.
+template <class Word>
+struct Scratch {
+  static constexpr bool kInPlace = std::is_same_v<Word, float>;  // a weight takes its score's place
   alignas(64) float scores[kMaxRows * kChunkKeys];
-  alignas(64) Word weights[kMaxRows * kChunkKeys];
-  alignas(64) Word queries[kMaxRows * kMaxHeadDim];
-  alignas(64) float key_scales[kChunkKeys];    // int8 cache
+  alignas(64) Word pairs[kInPlace ? 1 : kMaxRows * kChunkKeys / 2];
+  alignas(64) float largest[kMaxRows * kLanes];  // score of a chunk, of the keys of a lane
+  alignas(64) float key_scales[kChunkKeys];      // int8 cache
   alignas(64) float value_scales[kChunkKeys];
+  alignas(64) float keys[kInPlace ? kChunkKeys * kMaxHeadDim : 1];  // widened
+  alignas(64) float values[kInPlace ? kChunkKeys * kMaxHeadDim : 1];
+  alignas(64) float sums[kMaxNumbers];         // of all groups, as the two that follow
+  alignas(64) Word queries[kMaxNumbers];
+  alignas(64) float totals[kMaxNumbers + 2 * kMaxGroups * kMaxRows];
+
+  Word* weights() {
+    if constexpr (kInPlace)
+      return scores;
+    else
+      return pairs;
+  }
 };
 
 QT_INLINE f32v counting() {
@@ -69,98 +101,122 @@ QT_INLINE f32v capped(f32v score, float cap) {
   return all(cap) - all(2.0f * cap) / (power + all(1.0f));
 }
 
-// What becomes of raw scores besides the softmax.
-struct Adjustment {
-  bool scaled;  // int8 cache: the keys' scales
-  bool biased;  // soft-capped, ALiBi: the result is scaled
-  bool masked;  // some rows do not see some of the keys
-};
-
-// scores[begin, end) of a row whose token is at `position`; the chunk's first key is at `first`.
-QT_INLINE f32v adjusted(const AttentionCall& call, Adjustment adjustment, f32v score, float slope, index_t position,
-                        index_t key) {
-  if (adjustment.biased) {
+// A score of the token at `position`, for a vector of keys from `key` on, where a score is more than its product: biased
+// (soft-capped, ALiBi; then also scaled), and minus infinity for keys that the token does not see.
+QT_INLINE f32v adjusted(const AttentionCall& call, bool biased, f32v score, float slope, index_t position, index_t key) {
+  if (biased) {
     score = score * all(call.scale);
     if (call.softcap > 0) score = capped(score, call.softcap);
     const f32v distance = counting() + all(float(key - position));
     score = fma(distance, all(slope), score) * all(kLog2E);
   }
-  if (adjustment.masked) {
-    // Counted from the vector's first key; exact, as both are small wherever they matter.
-    const index_t after = position + 1 - key, before = call.window ? after - call.window : 0;
-    const f32v number = counting();
-    score = number < all(float(after)) ? score : all(kNothing);
-    score = number >= all(float(before)) ? score : all(kNothing);
-  }
-  return score;
+  // Counted from the vector's first key; exact, as both are small wherever they matter.
+  const index_t after = position + 1 - key, before = call.window ? after - call.window : 0;
+  const f32v number = counting();
+  score = number < all(float(after)) ? score : all(kNothing);
+  return number >= all(float(before)) ? score : all(kNothing);
 }
 
-// Scores of a chunk to weights, and the rows' new state. first: the position of the chunk's first key.
-template <class Word>
-void soften(const AttentionCall& call, const AttentionPiece& piece, index_t first_head, const Chunk& chunk, index_t first,
-            Adjustment adjustment, Prefetch& prefetch, Rows<Word>& rows) {
-  const index_t begin = chunk.begin, end = chunk.begin + chunk.count * kTileKeys;
-  const float factor = adjustment.biased ? 1.0f : call.scale * kLog2E;
-  index_t position = piece.position, head = 0;
-  for (index_t r = 0; r < rows.count; ++r, ++head) {
-    if (head == rows.heads) head = 0, ++position;
-    float* scores = rows.scores + r * kChunkKeys;
-    const float slope = call.alibi_slopes ? call.alibi_slopes[first_head + head] : 0.0f;
+// The keys of a chunk with which a group is multiplied: [begin, end), counted from the chunk's first, which is at `first`.
+struct Keys {
+  index_t first, begin, end;
+};
+
+// Of a row whose token is at `position`: [begin, whole) are seen and need no adjustment, [whole, last) are adjusted, what
+// comes then is not seen. Whole vectors.
+struct Seen {
+  index_t whole, last;
+};
+
+QT_INLINE Seen seen_of(const AttentionCall& call, bool biased, Keys keys, index_t position) {
+  const index_t after = position + 1 - keys.first;
+  if (after >= keys.end && !biased && (!call.window || after - call.window <= keys.begin)) return {keys.end, keys.end};
+  if (after <= keys.begin) return {keys.begin, keys.begin};
+  const index_t end = after < keys.end ? after : keys.end;
+  const bool adjust_all = biased || (call.window && after - call.window > keys.begin);
+  return {adjust_all ? keys.begin : end / kLanes * kLanes, (end + kLanes - 1) / kLanes * kLanes};
+}
+
+// Scores of a chunk to weights, and the rows' new state. kScaled: an int8 cache's scales belong to the scores and the weights.
+// kBeside: lines of the cache are brought closer meanwhile.
+template <bool kScaled, bool kBeside, class Word>
+void soften(const AttentionCall& call, index_t first_head, Keys keys, Group<Word>& group, Scratch<Word>& scratch,
+            Prefetch& prefetch) {
+  const bool biased = call.softcap > 0 || call.alibi_slopes != nullptr;
+  const float factor = biased ? 1.0f : call.scale * kLog2E;
+  index_t position = group.position, head = 0;
+  for (index_t r = 0; r < group.rows; ++r, ++head) {
+    if (head == group.heads) head = 0, ++position;
+    float* scores = scratch.scores + r * kChunkKeys;
+    const Seen seen = seen_of(call, biased, keys, position);
     f32v most = all(kNothing);
-    for (index_t k = begin; k < end; k += kLanes) {
+    const auto take = [&](index_t k) __attribute__((always_inline)) {
       f32v score = load(scores + k);
-      if (adjustment.scaled) {
-        score = score * load(rows.key_scales + k);
-        store(scores + k, score);
-      }
-      if (adjustment.biased || adjustment.masked) {
-        score = adjusted(call, adjustment, score, slope, position, first + k);
+      if constexpr (kScaled) {
+        score = score * load(scratch.key_scales + k);
         store(scores + k, score);
       }
       most = max(most, score);
-      prefetch.step();
-    }
-    rows.shrink[r] = largest_of(most);
-  }
-  for (index_t r = 0; r < rows.count; r += kLanes) {
-    const f32v before = load(rows.most + r), now = max(before, load(rows.shrink + r) * all(factor));
-    const f32v less = now > all(kNothing) ? now : all(0.0f);
-    store(rows.most + r, now);
-    store(rows.less + r, less);
-    store(rows.shrink + r, power_of_two(before - less));
-  }
-  for (index_t r = 0; r < rows.count; ++r) {
-    const float* scores = rows.scores + r * kChunkKeys;
-    f32v normalizer = load(rows.normalizer + r * kLanes) * all(rows.shrink[r]);
-    const f32v less = all(rows.less[r]);
-    if constexpr (std::is_same_v<Word, Pairs::Word>) {
-      bf16* weights = (bf16*)(rows.weights + r * words<Pairs>(kChunkKeys));
-      const index_t from = begin / (2 * kLanes) * (2 * kLanes), to = (end + 2 * kLanes - 1) / (2 * kLanes) * (2 * kLanes);
-      if (from < begin) store(weights + from, all(0.0f));
-      if (to > end) store(weights + end, all(0.0f));
-      for (index_t k = begin; k < end; k += kLanes) {
-        f32v weight = power_of_two(fma(load(scores + k), all(factor), -less));
-        if (adjustment.scaled) {
-          normalizer = normalizer + weight;
-          weight = weight * load(rows.value_scales + k);
-        }
-        store(weights + k, weight);
-        prefetch.step();
-      }
-      const i32v ones = all(std::int32_t(0x3F803F80));
-      if (!adjustment.scaled)
-        for (index_t k = from; k < to; k += 2 * kLanes) normalizer = dot_pairs(normalizer, load_bits(weights + k), ones);
+    };
+    if (seen.whole - keys.begin == kChunkKeys) {
+#pragma GCC unroll 8
+      for (index_t k = 0; k < kChunkKeys; k += kLanes) take(k);
     } else {
-      float* weights = rows.weights + r * kChunkKeys;
-      for (index_t k = begin; k < end; k += kLanes) {
+      for (index_t k = keys.begin; k < seen.whole; k += kLanes) take(k);
+    }
+    if constexpr (kBeside) prefetch.take(kChunkKeys / kLanes);
+    const float slope = call.alibi_slopes ? call.alibi_slopes[first_head + head] : 0.0f;
+    for (index_t k = seen.whole; k < seen.last; k += kLanes) {
+      f32v score = load(scores + k);
+      if constexpr (kScaled) score = score * load(scratch.key_scales + k);
+      score = adjusted(call, biased, score, slope, position, keys.first + k);
+      store(scores + k, score);
+      most = max(most, score);
+    }
+    store(scratch.largest + r * kLanes, most);
+  }
+  for (index_t r = group.rows; r % kLanes; ++r) store(scratch.largest + r * kLanes, all(kNothing));
+  for (index_t r = 0; r < group.rows; r += kLanes) {
+    f32v largest[kLanes];
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) largest[i] = load(scratch.largest + (r + i) * kLanes);
+    const f32v most = fold_each(largest, [](f32v a, f32v b) { return max(a, b); });
+    const f32v before = load(group.most + r), now = max(before, most * all(factor));
+    const f32v less = now > all(kNothing) ? now : all(0.0f);
+    store(group.most + r, now);
+    store(group.less + r, less);
+    store(group.shrink + r, power_of_two(before - less));
+  }
+  position = group.position, head = 0;
+  for (index_t r = 0; r < group.rows; ++r, ++head) {
+    if (head == group.heads) head = 0, ++position;
+    const float* scores = scratch.scores + r * kChunkKeys;
+    const index_t last = seen_of(call, biased, keys, position).last;
+    if constexpr (kBeside) prefetch.take(kChunkKeys / kLanes);
+    f32v normalizer = load(group.normalizer + r * kLanes) * all(group.shrink[r]);
+    const f32v less = all(group.less[r]);
+    if constexpr (std::is_same_v<Word, Pairs::Word>) {
+      static_assert(!kScaled);
+      bf16* weights = (bf16*)(scratch.weights() + r * words<Pairs>(kChunkKeys));
+      const index_t step = 2 * kLanes, from = keys.begin / step * step, to = (keys.end + step - 1) / step * step;
+      if (from < keys.begin) store(weights + from, all(0.0f));
+      for (index_t k = keys.begin; k < last; k += kLanes) {
+        store(weights + k, power_of_two(fma(load(scores + k), all(factor), -less)));
+      }
+      for (index_t k = last; k < to; k += kLanes) store(weights + k, all(0.0f));
+      const i32v ones = all(std::int32_t(0x3F803F80));
+      for (index_t k = from; k < to; k += step) normalizer = dot_pairs(normalizer, load_bits(weights + k), ones);
+    } else {
+      float* weights = scratch.weights() + r * kChunkKeys;
+      for (index_t k = keys.begin; k < last; k += kLanes) {
         f32v weight = power_of_two(fma(load(scores + k), all(factor), -less));
         normalizer = normalizer + weight;
-        if (adjustment.scaled) weight = weight * load(rows.value_scales + k);
+        if constexpr (kScaled) weight = weight * load(scratch.value_scales + k);
         store(weights + k, weight);
-        prefetch.step();
       }
+      for (index_t k = last; k < keys.end; k += kLanes) store(weights + k, all(0.0f));
     }
-    store(rows.normalizer + r * kLanes, normalizer);
+    store(group.normalizer + r * kLanes, normalizer);
   }
 }
 

@@ -1,8 +1,8 @@
 // The multiplications of attention: a few rows times vectors of 16 keys (scores) or of dimensions (weighted values).
 //
 // Both are one loop: an accumulator per row and vector, to which a broadcast factor of the row times a vector of the cache is
-// added, in ascending order of dimensions or of keys. How many rows and vectors are held in registers, and whether a vector
-// is widened in registers or was before (Singles<float>), decides nothing but speed.
+// added, in ascending order of dimensions or of keys. How many rows and vectors are held in registers decides nothing but
+// speed, nor does whether vectors are widened in registers, as here, or were before (attention_wide.hpp).
 #pragma once
 
 #include "attention.hpp"
@@ -91,7 +91,7 @@ QT_INLINE void accumulate(f32v (&sums)[R][V], const typename Form::Word* factors
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) {
       loaded[v] = Form::load(from[v] + i * stride);
-      __builtin_prefetch(ahead[v] + i * stride);
+      __builtin_prefetch(ahead[v] + i * stride, 0, 2);  // the second level: it has more requests under way than the first
     }
 #pragma GCC unroll 2
     for (int part = 0; part < Form::kParts; ++part) {
@@ -119,33 +119,23 @@ struct Chunk {
   const char* beside_values[kChunkTiles];
 };
 
-// Lines of the cache to bring closer, a few at a time.
+// Lines of the cache to bring into the second-level cache, a few at a time.
 class Prefetch {
  public:
   void add(const char* from, index_t bytes) { begin_[count_] = from, end_[count_++] = from + bytes; }
-  void step() {
-    if (now_ == count_) return;
-    __builtin_prefetch(begin_[now_]);
-    begin_[now_] += 64;
-    if (begin_[now_] >= end_[now_]) ++now_;
+  void take(index_t lines) {
+    while (lines > 0 && now_ != count_) {
+      const char *at = begin_[now_], *const end = end_[now_];
+      for (; at < end && lines > 0; at += 64, --lines) __builtin_prefetch(at, 0, 2);
+      begin_[now_] = at;
+      if (at >= end) ++now_;
+    }
   }
 
  private:
   const char *begin_[kChunkTiles], *end_[kChunkTiles];
   int count_ = 0, now_ = 0;
 };
-
-// Keys, or values, of a chunk widened to fp32: [key tiles][head_dim][16], [key tiles][16][head_dim].
-template <class Form>
-void widen_plane(const char* from, index_t head_dim, index_t columns, float* to) {
-  const index_t steps = kTileKeys * head_dim / columns / Form::kNumbers;
-  for (index_t i = 0; i < steps; ++i)
-    for (index_t c = 0; c < columns; c += kLanes) {
-      const typename Form::Loaded loaded = Form::load(from + (i * columns + c) * Form::kElementBytes);
-      for (int part = 0; part < Form::kParts; ++part)
-        store(to + (i * Form::kParts + part) * columns + c, Form::part(loaded, part));
-    }
-}
 
 // scores[r][v * kLanes ...] of R rows for V vectors of keys, the first of them `inside` bytes into a row of its tile.
 // queries: [words][R].
@@ -239,9 +229,9 @@ constexpr void (*kWeighRows[])(const typename Form::Word*, const float*, const C
 #endif
 };
 
-// The rows of the next register block when `left` are left: blocks of nearly equal size.
-QT_INLINE index_t block_rows(index_t left) {
-  const index_t blocks = (left + kBlockRows - 1) / kBlockRows;
+// The rows of the next register block of at most `most` when `left` are left: blocks of nearly equal size.
+QT_INLINE index_t block_rows(index_t left, index_t most) {
+  const index_t blocks = (left + most - 1) / most;
   return (left + blocks - 1) / blocks;
 }
 
@@ -249,7 +239,7 @@ QT_INLINE index_t block_rows(index_t left) {
 template <class Form>
 void score_chunk(const typename Form::Word* queries, index_t rows, index_t head_dim, const Chunk& chunk, float* scores) {
   for (index_t row = 0; row < rows;) {
-    const index_t block = block_rows(rows - row);
+    const index_t block = block_rows(rows - row, kBlockRows);
     kScoreRows<Form>[block - 1](queries + row * words<Form>(head_dim), head_dim, chunk,
                                 scores + row * kChunkKeys + chunk.begin);
     row += block;
@@ -261,7 +251,7 @@ template <class Form>
 void weigh_chunk(const typename Form::Word* weights, const float* shrink, index_t rows, const Chunk& chunk,
                  index_t head_dim, float* sums) {
   for (index_t row = 0; row < rows;) {
-    const index_t block = block_rows(rows - row);
+    const index_t block = block_rows(rows - row, kBlockRows);
     kWeighRows<Form>[block - 1](weights + words<Form>(row * kChunkKeys + chunk.begin), shrink + row, chunk, head_dim,
                                 sums + row * head_dim);
     row += block;

@@ -1,0 +1,168 @@
+// The multiplications of attention where many rows share them: a chunk of the cache is widened to fp32 once, in the order in
+// which the loops below read it, and all groups of a piece of work use it.
+//
+//   keys    [keys of the chunk / kPanel][head_dim][kPanel]
+//   values  [head_dim / kPanel][keys of the chunk][kPanel]
+//
+// A register block owns up to kWideRows rows of kWideVectors vectors of a panel. A step of it reads these vectors and one
+// factor of each row: with AVX-512 10 loads, of two a cycle, beside 24 multiplications, of two a cycle. So the
+// multiplications limit.
+// Each accumulator adds up in ascending order of dimensions or of keys, the same roundings as in attention_tiles.hpp.
+#pragma once
+
+#include "attention_tiles.hpp"
+
+namespace qt::QT_ISA {
+namespace {
+
+#if defined(__AVX512F__)
+inline constexpr int kPanel = 64, kWideVectors = 4;
+#else
+inline constexpr int kPanel = 16, kWideVectors = 2;
+#endif
+inline constexpr int kWideRows = 6;  // 24 accumulators of 32 registers, or 12 of 16
+inline constexpr int kPanelVectors = kPanel / kLanes;
+static_assert(kPanelVectors % kWideVectors == 0 && kPanel % kTileKeys == 0);
+static_assert(kChunkKeys % kPanel == 0 && kMaxHeadDim % kPanel == 0);
+
+// Rows from which on widening a chunk once costs less than widening it for each register block.
+inline constexpr index_t kWidenFrom = 17;
+
+// A plane [rows / numbers][columns][numbers] of a tile to panels, `panel_floats` from one to the next.
+template <class Form>
+QT_INLINE void widen(const char* from, index_t rows, index_t columns, index_t panel_floats, float* to) {
+  for (index_t i = 0; i < rows / Form::kNumbers; ++i)
+    for (index_t c = 0; c < columns; c += kLanes) {
+      const typename Form::Loaded loaded = Form::load(from + (i * columns + c) * Form::kElementBytes);
+      float* place = to + c / kPanel * panel_floats + i * Form::kParts * kPanel + c % kPanel;
+#pragma GCC unroll 2
+      for (int part = 0; part < Form::kParts; ++part) store(place + part * kPanel, Form::part(loaded, part));
+    }
+}
+
+template <class Form>
+void widen_chunk(const Chunk& chunk, index_t head_dim, float* keys, float* values) {
+  for (index_t i = 0; i < chunk.count; ++i) {
+    const index_t key = i * kTileKeys;
+    widen<Form>(chunk.keys[i], head_dim, kTileKeys, 0, keys + key / kPanel * head_dim * kPanel + key % kPanel);
+    widen<Form>(chunk.values[i], kTileKeys, head_dim, kChunkKeys * kPanel, values + key * kPanel);
+  }
+}
+
+// sums[r][v] += over i ascending: factors[r * row_stride + i] * the v-th vector of panel[i * kPanel ...].
+template <int R, int V>
+QT_INLINE void accumulate_panel(f32v (&sums)[R][V], const float* factors, index_t row_stride, const float* panel,
+                                index_t steps) {
+  const float* row[R];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) row[r] = factors + r * row_stride;
+  for (index_t i = 0; i < steps; ++i) {
+    f32v vectors[V];
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) vectors[v] = load(panel + i * kPanel + v * kLanes);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const f32v factor = all(row[r][i]);
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) sums[r][v] = fma(factor, vectors[v], sums[r][v]);
+    }
+  }
+}
+
+template <int R, int V>
+QT_INLINE void score_panel(const float* queries, index_t head_dim, const float* panel, float* scores) {
+  f32v sums[R][V];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) sums[r][v] = all(0.0f);
+  accumulate_panel<R, V>(sums, queries, head_dim, panel, head_dim);
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) store(scores + r * kChunkKeys + v * kLanes, sums[r][v]);
+}
+
+template <int R, int V>
+QT_INLINE void weigh_panel(const float* weights, const float* shrink, const float* panel, index_t keys, index_t head_dim,
+                           float* sums) {
+  f32v acc[R][V];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) acc[r][v] = load(sums + r * head_dim + v * kLanes) * all(shrink[r]);
+  accumulate_panel<R, V>(acc, weights, kChunkKeys, panel, keys);
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) store(sums + r * head_dim + v * kLanes, acc[r][v]);
+}
+
+template <int Number>
+struct Constant {
+  static constexpr int value = Number;
+};
+
+// Calls `with` for `count` vectors, kWideVectors at a time and then fewer: with(number of vectors, a constant; the first).
+template <class With>
+QT_INLINE void in_vectors(index_t count, With with) {
+  index_t v = 0;
+  for (; v + kWideVectors <= count; v += kWideVectors) with(Constant<kWideVectors>(), v);
+  if constexpr (kWideVectors > 2)
+    for (; v + 2 <= count; v += 2) with(Constant<2>(), v);
+  for (; v < count; ++v) with(Constant<1>(), v);
+}
+
+// R rows and `count` keys.
+template <int R>
+void score_rows_wide(const float* queries, index_t head_dim, const float* keys, index_t count, float* scores) {
+  in_vectors(count / kLanes, [=](auto vectors, index_t v) __attribute__((always_inline)) {
+    const float* panel = keys + v / kPanelVectors * head_dim * kPanel + v % kPanelVectors * kLanes;
+    score_panel<R, decltype(vectors)::value>(queries, head_dim, panel, scores + v * kLanes);
+  });
+}
+
+template <int R>
+void weigh_rows_wide(const float* weights, const float* shrink, const float* values, index_t count, index_t head_dim,
+                     float* sums) {
+  in_vectors(head_dim / kLanes, [=](auto vectors, index_t v) __attribute__((always_inline)) {
+    const float* panel = values + v / kPanelVectors * kChunkKeys * kPanel + v % kPanelVectors * kLanes;
+    weigh_panel<R, decltype(vectors)::value>(weights, shrink, panel, count, head_dim, sums + v * kLanes);
+  });
+}
+
+// By rows - 1.
+constexpr void (*kScoreRowsWide[])(const float*, index_t, const float*, index_t, float*) = {
+    score_rows_wide<1>, score_rows_wide<2>, score_rows_wide<3>, score_rows_wide<4>, score_rows_wide<5>, score_rows_wide<6>,
+};
+constexpr void (*kWeighRowsWide[])(const float*, const float*, const float*, index_t, index_t, float*) = {
+    weigh_rows_wide<1>, weigh_rows_wide<2>, weigh_rows_wide<3>, weigh_rows_wide<4>, weigh_rows_wide<5>, weigh_rows_wide<6>,
+};
+static_assert(sizeof kScoreRowsWide / sizeof kScoreRowsWide[0] == kWideRows);
+
+// queries: [rows][head_dim]; keys: panels, `count` keys; scores: [rows][kChunkKeys], from the first of these keys on. Lines of
+// the cache are brought closer meanwhile, a few with each register block.
+QT_INLINE void score_wide(const float* queries, index_t rows, index_t head_dim, const float* keys, index_t count,
+                          Prefetch& prefetch, index_t lines, float* scores) {
+  for (index_t row = 0; row < rows;) {
+    const index_t block = block_rows(rows - row, kWideRows);
+    kScoreRowsWide[block - 1](queries + row * head_dim, head_dim, keys, count, scores + row * kChunkKeys);
+    prefetch.take(lines);
+    row += block;
+  }
+}
+
+// sums = shrink * sums + weights times the first `count` keys' values. weights: [rows][kChunkKeys], from that of the first of
+// these keys on; values: panels; sums: [rows][head_dim].
+QT_INLINE void weigh_wide(const float* weights, const float* shrink, index_t rows, const float* values, index_t count,
+                          index_t head_dim, Prefetch& prefetch, index_t lines, float* sums) {
+  for (index_t row = 0; row < rows;) {
+    const index_t block = block_rows(rows - row, kWideRows);
+    kWeighRowsWide[block - 1](weights + row * kChunkKeys, shrink + row, values, count, head_dim, sums + row * head_dim);
+    prefetch.take(lines);
+    row += block;
+  }
+}
+
+}  // namespace
+}  // namespace qt::QT_ISA
