@@ -1,6 +1,6 @@
 """The ASGI application: which path leads to which endpoint, and what happens around every request.
 
-uvicorn ─▶ App: request id, origins, API key, errors, figures ─▶ PathTable ─▶ Endpoint ─▶ a function
+uvicorn ─▶ App: request id, origins, API key, errors, figures ─▶ Starlette's router ─▶ Endpoint ─▶ a function
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ import asyncio
 import logging
 from dataclasses import dataclass
 
+from starlette.routing import Route, Router
+from starlette.types import Receive, Scope, Send
+
 from quintet.frontend import health
-from quintet.frontend.asgi import Receive, Scope, Send
 from quintet.frontend.dialects.openai_chat import chat_completions
 from quintet.frontend.dialects.openai_completions import completions
 from quintet.frontend.dialects.openai_tokenize import detokenize, tokenize
@@ -19,7 +21,6 @@ from quintet.frontend.exchange import ClientGone, Exchange
 from quintet.frontend.guard import Keys, Origins
 from quintet.frontend.metrics import metrics
 from quintet.frontend.openapi import docs, openapi
-from quintet.frontend.paths import PathTable
 from quintet.frontend.service import Handler, Service
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import MAX_SHOWN
@@ -46,17 +47,17 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
 
 @dataclass(slots=True)
 class Endpoint:
-    """One row of the route table."""
+    """One row of the route table as an ASGI application."""
 
     path: str
     methods: tuple[str, ...]
     handler: Handler
     service: Service
 
-    async def answer(self, exchange: Exchange, path_params: dict[str, str]) -> None:
-        """Answer a request whose path led here."""
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange: Exchange = scope["exchange"]
         exchange.route = self.path
-        exchange.path_params = path_params
+        exchange.path_params = scope["path_params"]
         method = "GET" if exchange.method == "HEAD" else exchange.method
         if method not in self.methods:
             allowed = ", ".join(self.methods)
@@ -77,8 +78,12 @@ class App:
         self._origins = Origins(service.config.frontend.allowed_origins)
         self._log = logging.getLogger("quintet")
         self._log_requests = service.config.frontend.log_requests
-        self._endpoints = PathTable(
-            (path, Endpoint(path, methods, handler, service)) for path, methods, handler in ROUTES
+        self._router = Router(
+            routes=[
+                Route(path, Endpoint(path, methods, handler, service)) for path, methods, handler in ROUTES
+            ],
+            redirect_slashes=False,
+            default=_not_found,
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -86,9 +91,10 @@ class App:
             raise RuntimeError(f"this server speaks HTTP, not {scope['type']}")
         service = self._service
         exchange = Exchange(scope, receive, send)
+        scope["exchange"] = exchange
         service.num_exchanges += 1
         try:
-            await self._answer(exchange)
+            await self._answer(exchange, scope, receive, send)
         except ClientGone:
             pass
         except asyncio.CancelledError:
@@ -103,7 +109,7 @@ class App:
                 )
             service.check_drained()
 
-    async def _answer(self, exchange: Exchange) -> None:
+    async def _answer(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         exchange.headers_out += self._origins.headers(exchange)
         if self._service.draining or self._service.is_retiring:
             exchange.headers_out.append((b"connection", b"close"))
@@ -112,14 +118,7 @@ class App:
                 await self._origins.answer_preflight(exchange)
                 return
             self._keys.check(exchange)
-            found = self._endpoints.find(exchange.path)
-            if found is None:
-                raise RequestError(
-                    ErrorCode.NOT_FOUND,
-                    f"There is nothing at {exchange.path[:MAX_SHOWN]}; /docs lists what this server has.",
-                )
-            endpoint, path_params = found
-            await endpoint.answer(exchange, path_params)
+            await self._router(scope, receive, send)
         except RequestError as error:
             await exchange.respond_error(error)
         except ClientGone:
@@ -133,3 +132,10 @@ class App:
                     )
                 )
             self._log.exception("request %s %s failed", exchange.request_id, exchange.path)
+
+
+async def _not_found(scope: Scope, _receive: Receive, _send: Send) -> None:
+    raise RequestError(
+        ErrorCode.NOT_FOUND,
+        f"There is nothing at {scope['path'][:MAX_SHOWN]}; /docs lists what this server has.",
+    )

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable
 from urllib.parse import parse_qs
 
 import msgspec
+from starlette.types import Message, Receive, Scope, Send
 
-from quintet.frontend.asgi import Message, Receive, Scope, Send
 from quintet.frontend.bodies import Bodies, OpenBody
 from quintet.frontend.dialects import errors
 from quintet.wire.errors import ErrorCode, RequestError
@@ -34,7 +34,7 @@ class ClientGone(Exception):
 
 
 class Exchange:
-    """A request being answered."""
+    """A request being answered. Found by endpoints in ``scope["exchange"]``."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.arrival_ns = time.monotonic_ns()

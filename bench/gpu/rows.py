@@ -21,6 +21,7 @@ PROCESSES = (
     *ENGINE,
     "zmq",
     "psutil",
+    "starlette",
     "uvicorn",
     "uvloop",
     "httptools",

@@ -36,7 +36,7 @@ from quintet.deploy.load_client.report import Summary
 from quintet.deploy.load_client.workload import PromptSpec, RequestShape, random_prompts
 
 INPUT_LEN, OUTPUT_LEN = 32, 128
-PACKAGES = ("quintet", "torch", "transformers", "pyzmq", "msgspec", "uvloop", "uvicorn")
+PACKAGES = ("quintet", "torch", "transformers", "pyzmq", "msgspec", "uvloop", "starlette", "uvicorn")
 HEARTBEATS_S = 2.5
 """Processes ship their histograms about once a second: waited for before they are read."""
 

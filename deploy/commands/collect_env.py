@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _PACKAGES = (
     "quintet", "torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "msgspec", "pyzmq",
-    "uvicorn", "uvloop", "httptools", "numpy", "jinja2", "prometheus-client",
+    "starlette", "uvicorn", "uvloop", "httptools", "numpy", "jinja2", "prometheus-client",
 )  # fmt: skip
 
 _CPU_FLAGS = (

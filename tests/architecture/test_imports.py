@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROCESSES = ("frontend", "tokenizer_proc", "core", "executor", "detokenizer_proc")
 THIRD_PARTY = {
     "wire": {"msgspec", "zmq", "setproctitle"},
-    "frontend": {"msgspec", "uvicorn", "uvloop", "prometheus_client"},
+    "frontend": {"msgspec", "starlette", "uvicorn", "uvloop", "prometheus_client"},
     "tokenizer_proc": {"msgspec", "tokenizers", "jinja2", "uvloop"},
     "core": {"msgspec", "numpy"},
     "detokenizer_proc": {"msgspec", "tokenizers"},

@@ -195,7 +195,7 @@ WITHOUT_SOCKETS = """
 import importlib, sys
 class Missing:
     def find_spec(self, name, path, target=None):
-        if name.partition(".")[0] in {"zmq", "uvicorn"}:
+        if name.partition(".")[0] in {"zmq", "starlette", "uvicorn"}:
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Missing())
 for module in sys.argv[1:]:
