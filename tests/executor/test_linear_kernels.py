@@ -41,7 +41,7 @@ INTEGERS = [
     (WeightFormat.INT4_ZEROS, 128),
 ]
 SHAPES = [(1, 1), (63, 2), (64, 3), (65, 63), (100, 127), (64, 128), (130, 129), (16, 896)]
-ROWS = [1, 2, 3, 4, 5, 6, 7, 12, 13, 37, 191, 193]
+ROWS = [1, 2, 3, 4, 5, 6, 7, 12, 13, 37, 191, 193, 196]
 
 floats = pytest.mark.parametrize("dtype", FLOATS)
 integers = pytest.mark.parametrize(("weight_format", "group"), INTEGERS)
@@ -261,7 +261,18 @@ def test_the_same_bits(weight_format: WeightFormat, group: int, dtype: torch.dty
     for count in (1, 2, 40):
         set_threads(count)
         assert torch.equal(bits(packed.linear(x, bias, int8_activations=eight)), whole)
-        for begin, end in ((0, 1), (5, 7), (3, 8), (100, 112), (100, 113), (7, 71), (189, 210), (209, 210)):
+        for begin, end in (
+            (0, 1),
+            (5, 7),
+            (3, 8),
+            (100, 112),
+            (100, 113),
+            (7, 71),
+            (189, 210),
+            (209, 210),
+            (0, 194),
+            (0, 196),
+        ):
             part = packed.linear(x[begin:end], bias, int8_activations=eight)
             assert torch.equal(bits(part), whole[begin:end])
 

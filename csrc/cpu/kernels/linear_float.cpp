@@ -125,7 +125,8 @@ void multiply_item(const LinearCall& call, const Item& item, const char* next_ti
   const Finish target{call, item.tile, item.from, item.to};
   const Units units = Units::of(item.rows);
   const Way stored = way_of(weight);
-  const bool own = !is_native(weight) && !call.is_prepared, widens = !is_native(weight) && item.rows > kDirectRows;
+  const bool native = is_native(weight), widens = !native && item.rows > kDirectRows;
+  const bool own = !native && item.rows <= kOwnRows;  // the last panel's few rows too, although they were prepared
   const Way way = widens ? kWay<Widened> : stored;
   const index_t width = item.to - item.from, most = block_vectors(units.rows_of(0)) * kLanes;
   const index_t block = width < most ? width : most, blocks = width / block;
@@ -155,7 +156,7 @@ void multiply_item(const LinearCall& call, const Item& item, const char* next_ti
         const index_t row = units.begin(u);
         if (own) {
           unit.x = buffers.x, unit.x_stride = kPiece;
-        } else if (call.is_prepared) {
+        } else if (!native) {
           unit.x = (const float*)call.prepared + item.row * weight.depth + item.rows * begin + row * depth;
         } else {
           unit.x = (const bf16*)call.x + (item.row + row) * call.x_stride + begin, unit.x_stride = call.x_stride;
