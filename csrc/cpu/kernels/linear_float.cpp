@@ -177,13 +177,13 @@ void multiply_item(const LinearCall& call, const Item& item, const char* next_ti
 void multiply_items(const void* described, index_t begin, index_t end) {
   const LinearCall& call = *(const LinearCall*)described;
   const Weight& weight = *call.weight;
-  const auto tile_of = [&](index_t item) { return weight.memory + item_of(call, item, kRows).tile * weight.tile_bytes; };
+  const auto tile_of = [&](index_t item) { return weight.memory + item_of(call, item).tile * weight.tile_bytes; };
   prefetch_begin(tile_of(begin), tile_of(end - 1) + weight.tile_bytes);
   Buffers buffers;
   for (index_t i = begin; i < end; ++i) {
     // After the last one: items are taken in order, so the next but as many as there are threads is most likely ours.
     const index_t next = i + 1 < end ? i + 1 : end == begin + 1 ? i + call.threads : call.panels * call.parts;
-    multiply_item(call, item_of(call, i, kRows), next < call.panels * call.parts ? tile_of(next) : nullptr, buffers);
+    multiply_item(call, item_of(call, i), next < call.panels * call.parts ? tile_of(next) : nullptr, buffers);
   }
 }
 

@@ -156,11 +156,11 @@ void multiply_items_as(const LinearCall& call, index_t begin, index_t end) {
   const Weight& weight = *call.weight;
   const index_t items = call.panels * call.parts, turn = (end - begin) * call.threads;
   if (begin < turn)  // nothing went before that fetched it
-    prefetch_begin(weight.memory + item_of(call, begin, Dot::kUnitRows).tile * weight.tile_bytes,
+    prefetch_begin(weight.memory + item_of(call, begin).tile * weight.tile_bytes,
                    weight.memory + weight.tiles * weight.tile_bytes);
   for (index_t i = begin; i < end; ++i) {
     const index_t next = i + 1 < end ? i + 1 : begin + turn;  // what this thread probably takes
-    multiply_item<Dot>(call, item_of(call, i, Dot::kUnitRows), item_of(call, next < items ? next : i, Dot::kUnitRows));
+    multiply_item<Dot>(call, item_of(call, i), item_of(call, next < items ? next : i));
   }
 }
 

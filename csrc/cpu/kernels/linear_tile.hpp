@@ -1,5 +1,4 @@
-// What every multiplication kernel shares: its register tile, how an item is cut into units, what happens to finished
-// sums.
+// What every multiplication kernel shares: the rows and columns of an item, what happens to finished sums.
 #pragma once
 
 #include "linear.hpp"
@@ -8,14 +7,6 @@
 namespace qt::QT_ISA {
 namespace {
 
-// A unit is up to kRows rows by V vectors of columns, whose sums are held in registers over a piece of K.
-#if defined(__AVX512F__)
-inline constexpr int kRows = 6;
-constexpr int vectors_for(int) { return 4; }  // all 64 columns
-#else
-inline constexpr int kRows = 6;
-constexpr int vectors_for(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : 2; }  // 16 registers
-#endif
 inline constexpr index_t kMaxPanelRows = 192;
 
 // Rows [row, row + rows) of y by columns [from, to) of a tile.
@@ -98,19 +89,17 @@ QT_INLINE void prefetch_begin(const char* from, const char* end) {
   for (const char* line = from; line < end && line < from + kBytes; line += 64) __builtin_prefetch(line, 0, 2);
 }
 
-// The columns of one item, its rows, and those rows cut into units of nearly equal size.
+// The columns of one item, and its rows.
 struct Item {
-  index_t tile, from, to;    // columns [from, to) of the tile
-  index_t row, rows;         // of x and y
-  index_t units, unit_rows;  // the last unit may have fewer
+  index_t tile, from, to;  // columns [from, to) of the tile
+  index_t row, rows;       // of x and y
 };
 
-QT_INLINE Item item_of(const LinearCall& call, index_t item, index_t rows_in_unit) {
-  const index_t panel = item / call.parts, column = item % call.parts * call.width;
+QT_INLINE Item item_of(const LinearCall& call, index_t item) {
+  const index_t panel = item / call.parts, column = item % call.parts * call.width, from = column % kTileColumns;
   const index_t row = panel * call.panel_rows;
   const index_t rows = call.rows - row < call.panel_rows ? call.rows - row : call.panel_rows;
-  const index_t units = (rows + rows_in_unit - 1) / rows_in_unit, from = column % kTileColumns;
-  return {column / kTileColumns, from, from + call.width, row, rows, units, (rows + units - 1) / units};
+  return {column / kTileColumns, from, from + call.width, row, rows};
 }
 
 }  // namespace
