@@ -93,9 +93,8 @@ def run(arguments: argparse.Namespace) -> int:
         listener = bind_listener(options.host, options.port)
         nursery = Nursery(run_dir, listener)
         nursery.fork(roles_to_fork(options.executor != "mock", has_frontends=True))
-        from quintet.deploy.supervisor.boot_story import (
-            PrintedStory,
-        )  # what follows is imported beside the children
+        # What follows is imported while the children import theirs.
+        from quintet.deploy.supervisor.boot_story import PrintedStory
         from quintet.deploy.supervisor.supervisor import Supervisor, Surroundings
 
         resolution = resolve(options, run_dir)
