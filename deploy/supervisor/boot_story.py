@@ -81,7 +81,10 @@ class PrintedStory:
 
     def _say(self, line: str) -> None:
         with contextlib.suppress(BrokenPipeError):  # nobody reads the story any more; the server goes on
-            print(line, file=self._out, flush=True)
+            self._out.write(
+                line + "\n"
+            )  # once: the children write to the same terminal, and may come in between
+            self._out.flush()
 
 
 class ReportedStory:
