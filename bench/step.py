@@ -184,7 +184,7 @@ def measure(worker: Worker, num_rows: int, args: argparse.Namespace, vocab_size:
     if args.brief:
         return
     plan = steps.next(advance=False)
-    rows = Rows.of(plan)
+    rows = Rows(plan)
     last = rows.offsets + rows.counts - 1
     totals: dict[str, list[float]] = defaultdict(list)
     for name, spent in runner.profile(rows, worker.tables, last):

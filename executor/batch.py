@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -34,29 +35,36 @@ class KvShape:
     """Keys and values of one token in one layer."""
 
 
-@dataclass(frozen=True, slots=True)
 class Rows:
-    """A plan's rows as host columns, int64[R]."""
+    """A plan's rows as host columns, int64[R], each made when it is first asked for: most steps need none."""
 
-    slots: Int
-    starts: Int
-    counts: Int
-    offsets: Int
-    """Index of each row's first token among the step's."""
-    sampling: Int
-    """Indexes of the rows that draw a token."""
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan = plan
 
-    @classmethod
-    def of(cls, plan: StepPlan) -> Rows:
-        """Read a plan's columns."""
-        counts = np.frombuffer(plan.counts, np.int32).astype(np.int64)
-        return cls(
-            slots=np.frombuffer(plan.slots, np.int32).astype(np.int64),
-            starts=np.frombuffer(plan.starts, np.int32).astype(np.int64),
-            counts=counts,
-            offsets=np.cumsum(counts) - counts,
-            sampling=np.flatnonzero(np.frombuffer(plan.samples, np.uint8)),
-        )
+    @cached_property
+    def slots(self) -> Int:
+        """Each row's slot."""
+        return np.frombuffer(self.plan.slots, np.int32).astype(np.int64)
+
+    @cached_property
+    def starts(self) -> Int:
+        """The position of each row's first token."""
+        return np.frombuffer(self.plan.starts, np.int32).astype(np.int64)
+
+    @cached_property
+    def counts(self) -> Int:
+        """Tokens of each row."""
+        return np.frombuffer(self.plan.counts, np.int32).astype(np.int64)
+
+    @cached_property
+    def offsets(self) -> Int:
+        """Index of each row's first token among the step's."""
+        return np.cumsum(self.counts) - self.counts
+
+    @cached_property
+    def sampling(self) -> Int:
+        """Indexes of the rows that draw a token."""
+        return np.flatnonzero(np.frombuffer(self.plan.samples, np.uint8))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from quintet.executor.memory import lazy_zeros, to_device
 from quintet.executor.models.forward import AttentionLayer
 from quintet.executor.models.model import CausalModel
 from quintet.executor.ops.table import Ops
+from quintet.executor.sampling.settings import Settings
 from quintet.executor.slots import SlotTables
 from quintet.wire.kv_spec import KvSpec
 from quintet.wire.trace import Span, no_span
@@ -128,6 +129,9 @@ class EagerRunner:
         if len(tokens) < len(hidden):
             hidden = hidden[to_device(tokens, self._device)]
         return self._model.logits(self._pass, hidden)
+
+    def forward_and_draw(self, rows: Rows, tables: SlotTables, settings: Settings) -> None:
+        """See `Runner.forward_and_draw`: one operation at a time is all it can."""
 
     def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """See `Runner.copy_blocks`."""

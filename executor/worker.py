@@ -150,8 +150,12 @@ class Worker:
 
     def _compute(self, plan: StepPlan) -> StepResult:
         """Compute the rows of a plan, or of a part of one, whose deltas the tables hold."""
+        rows = Rows(plan)
+        if not self._sampler.wants_more(rows):
+            tokens = self.runner.forward_and_draw(rows, self.tables, self._sampler.settings)
+            if tokens is not None:
+                return StepResult(plan.step, 0, tokens)
         result = StepResult(plan.step, 0, b"")
-        rows = Rows.of(plan)
         self.runner.forward(rows, self.tables)
         self._span("layers")
         result.prompt_logprobs = self._sampler.prompt_logprobs(rows, self.runner)

@@ -1,10 +1,24 @@
 #include "program.hpp"
 
+#include <chrono>
+
 namespace qt {
+namespace {
+
+void note_time(const void* mark, index_t, index_t) {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  *static_cast<std::int64_t*>(const_cast<void*>(mark)) = std::chrono::nanoseconds(now).count();
+}
+
+}  // namespace
 
 void Program::run(const Step& step, index_t begin, index_t end) {
   list_.clear();
-  for (index_t i = begin; i < end; ++i) list_.push_back(ops_[i]->prepare(step));
+  for (index_t i = begin; i < end; ++i) {
+    for (index_t mark = 0; step.marks && mark < index_t(marks_.size()); ++mark)
+      if (marks_[mark] == i) list_.push_back({.count = 1, .run = note_time, .call = step.marks + mark});
+    list_.push_back(ops_[i]->prepare(step));
+  }
   pool().run(list_.data(), index_t(list_.size()));
 }
 
@@ -26,4 +40,33 @@ QT_EXPORT index_t qt_program_size(const qt::Program* program) { return program->
 
 QT_EXPORT void qt_program_run(qt::Program* program, const qt::Step* step, index_t begin, index_t end) {
   program->run(*step, begin, end);
+}
+
+// Operations appended from here on begin a part whose time is told apart: see Step::marks.
+QT_EXPORT void qt_program_mark(qt::Program* program) { program->mark(); }
+
+// Fills the step's arrays from a plan's columns, of num_rows rows each; `samples`: which rows draw a token. Returns the
+// largest position of the step plus 1, or, where row i names a slot or a token that there is no room for, -1 - i.
+QT_EXPORT index_t qt_fill_step(qt::Step* step, const std::int32_t* slots, const std::int32_t* starts,
+                               const std::int32_t* counts, const std::uint8_t* samples, index_t num_rows) {
+  qt::Step& s = *step;
+  index_t token = 0, output = 0, length = 0;
+  for (index_t row = 0; row < num_rows; ++row) {
+    const index_t slot = slots[row], start = starts[row], count = counts[row], end = start + count;
+    const bool fits = slot >= 0 && slot < s.num_slots && start >= 0 && count > 0 && end < s.slot_tokens_stride;
+    if (!fits || row >= s.max_rows || token + count > s.max_tokens) return -1 - row;
+    s.row_slots[row] = slot, s.row_starts[row] = start, s.row_counts[row] = count, s.row_offsets[row] = token;
+    const std::int32_t* tokens = s.slot_tokens + slot * s.slot_tokens_stride;
+    for (index_t position = start; position < end; ++position, ++token) {
+      s.token_ids[token] = tokens[position];
+      s.positions[token] = position;
+    }
+    if (samples[row]) {
+      s.output_tokens[output] = token - 1, s.output_slots[output] = slot, s.output_positions[output] = end;
+      ++output;
+    }
+    length = end > length ? end : length;
+  }
+  s.num_tokens = token, s.num_rows = num_rows, s.num_outputs = output;
+  return length;
 }

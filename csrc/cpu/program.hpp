@@ -14,26 +14,41 @@
 
 namespace qt {
 
-// One step's input, laid out like `quintet.executor.program.step.Step`. T tokens, R rows of consecutive ones.
+struct DrawSettings;
+
+// One step's input, laid out like `quintet.executor.program.step.CStep`. T tokens, R rows of consecutive ones. Whoever
+// runs a program owns all the memory; `qt_fill_step` fills the arrays from a plan.
 //
 //   row r:   slot row_slots[r], tokens [row_offsets[r], row_offsets[r] + row_counts[r]) of the step,
 //            at positions row_starts[r], row_starts[r] + 1, ...
 struct Step {
   index_t num_tokens;
   index_t num_rows;
-  index_t num_outputs;                // tokens whose logits are wanted
-  const std::int32_t* token_ids;      // [T]
-  const std::int64_t* positions;      // [T]
-  const std::int64_t* row_slots;      // [R]: the row of the block table
-  const std::int64_t* row_starts;     // [R]
-  const std::int64_t* row_counts;     // [R], at least 1
-  const std::int64_t* row_offsets;    // [R]
-  const std::int32_t* block_table;    // [slots][block_table_stride]
+  index_t num_outputs;              // tokens whose logits are wanted
+  std::int32_t* token_ids;          // [T]
+  std::int64_t* positions;          // [T]
+  std::int64_t* row_slots;          // [R]: the row of the block table
+  std::int64_t* row_starts;         // [R]
+  std::int64_t* row_counts;         // [R], at least 1
+  std::int64_t* row_offsets;        // [R]
+  const std::int32_t* block_table;  // [slots][block_table_stride]
   index_t block_table_stride;
-  const std::int64_t* output_tokens;  // [num_outputs]: their indexes among the T tokens
-  const void* cosines;                // see rope_by_token; [..][rotary], in the model's number format
+  std::int64_t* output_tokens;      // [num_outputs]: their indexes among the T tokens
+  const void* cosines;              // see rope_by_token; [..][rotary], in the model's number format
   const void* sines;
-  index_t rope_by_token;              // 1: row i belongs to token i; 0: row p belongs to position p
+  index_t rope_by_token;            // 1: row i belongs to token i; 0: row p belongs to position p
+
+  // For qt_fill_step and qt_program_draw alone.
+  index_t max_tokens;               // what the arrays have room for
+  index_t max_rows;
+  index_t num_slots;
+  std::int32_t* slot_tokens;        // [slots][slot_tokens_stride]: the tokens that each slot's tenant has
+  index_t slot_tokens_stride;
+  const DrawSettings* settings;     // of every slot
+  std::int64_t* output_slots;       // [num_outputs]
+  std::int64_t* output_positions;   // [num_outputs]: where the drawn token will stand
+  std::int32_t* drawn;              // [num_outputs]
+  std::int64_t* marks;              // when the program's marks were passed, in ns of the monotonic clock; or null
 };
 
 class Op {
@@ -47,6 +62,8 @@ class Op {
 class Program {
  public:
   void append(std::unique_ptr<Op> op) { ops_.push_back(std::move(op)); }
+  // Before the next operation that is appended, each run notes the time in the step's next mark.
+  void mark() { marks_.push_back(size()); }
   // Runs operations [begin, end).
   void run(const Step& step, index_t begin, index_t end);
   index_t size() const { return index_t(ops_.size()); }
@@ -63,6 +80,7 @@ class Program {
   std::unique_ptr<char, Free> scratch_;
   index_t scratch_bytes_ = 0;
   std::vector<std::unique_ptr<Op>> ops_;
+  std::vector<index_t> marks_;
   std::vector<Work> list_;
 };
 

@@ -2,8 +2,11 @@
 #include "sampling.hpp"
 
 #include <cstdlib>
+#include <memory>
+#include <vector>
 
 #include "pool.hpp"
+#include "program.hpp"
 
 namespace qt {
 namespace {
@@ -36,6 +39,57 @@ LogitRows rows_of(const void* logits, index_t stride, index_t vocab_size, const 
   return of;
 }
 
+// Drawing as operations of a program: with so few rows that threads would have none, all look for the largest logits
+// first, each in a part of a row.
+struct ProgramDraw {
+  DrawCall call;
+  Dtype dtype;
+  std::vector<float> maxima;
+
+  void describe(const Step& step) {
+    constexpr index_t kPartsPerThread = 4, kLeastBlocks = 32;  // a part is at least so many: a microsecond
+    const index_t rows = step.num_outputs, threads = pool().threads(), blocks = blocks_of(call.of.vocab_size);
+    call.settings = step.settings;
+    call.slots = step.output_slots;
+    call.positions = step.output_positions;
+    call.tokens = step.drawn;
+    call.slot_tokens = step.slot_tokens;
+    call.slot_tokens_stride = step.slot_tokens_stride;
+    call.parts = 1;
+    if (rows > 0 && rows < 2 * threads) call.parts = (kPartsPerThread * threads + rows - 1) / rows;
+    if (call.parts > blocks / kLeastBlocks) call.parts = blocks / kLeastBlocks;
+    call.maxima = nullptr;
+    if (call.parts <= 1) return;
+    if (index_t(maxima.size()) < rows * blocks) maxima.resize(rows * blocks);
+    call.maxima = maxima.data();
+  }
+};
+
+class FindMaxima final : public Op {
+ public:
+  explicit FindMaxima(std::shared_ptr<ProgramDraw> of) : of_(std::move(of)) {}
+  Work prepare(const Step& step) override {
+    of_->describe(step);
+    const index_t count = of_->call.maxima ? step.num_outputs * of_->call.parts : 0;
+    return {.count = count, .run = QT_CHOOSE(sampling).find_maxima[int(of_->dtype)], .call = &of_->call};
+  }
+
+ private:
+  std::shared_ptr<ProgramDraw> of_;
+};
+
+class DrawTokens final : public Op {
+ public:
+  explicit DrawTokens(std::shared_ptr<ProgramDraw> of) : of_(std::move(of)) {}
+  Work prepare(const Step& step) override {
+    of_->describe(step);
+    return {.count = step.num_outputs, .run = QT_CHOOSE(sampling).draw[int(of_->dtype)], .call = &of_->call};
+  }
+
+ private:
+  std::shared_ptr<ProgramDraw> of_;
+};
+
 void run(const Work& work) {
   if (work.count == 1)  // nobody to share with: waking the pool would take as long as the row
     work.run(work.call, 0, 1);
@@ -52,8 +106,19 @@ void run(const Work& work) {
 QT_EXPORT void qt_draw(const void* logits, index_t stride, int dtype, index_t vocab_size, const std::int64_t* rows,
                        index_t count, const qt::DrawSettings* settings, const std::int64_t* slots,
                        const std::int64_t* positions, std::int32_t* tokens) {
-  const qt::DrawCall call = {qt::rows_of(logits, stride, vocab_size, rows), settings, slots, positions, tokens};
+  qt::DrawCall call;
+  call.of = qt::rows_of(logits, stride, vocab_size, rows);
+  call.settings = settings, call.slots = slots, call.positions = positions, call.tokens = tokens;
   qt::run({.count = count, .grain = 1, .run = QT_CHOOSE(sampling).draw[dtype], .call = &call});
+}
+
+// Appends: the step's output rows, of `logits` in their order, become tokens, in its `drawn` and in its slots' tokens.
+QT_EXPORT void qt_program_draw(qt::Program* program, const void* logits, index_t stride, int dtype, index_t vocab_size) {
+  auto draw = std::make_shared<qt::ProgramDraw>();
+  draw->call.of = qt::rows_of(logits, stride, vocab_size, nullptr);
+  draw->dtype = qt::Dtype(dtype);
+  program->append(std::make_unique<qt::FindMaxima>(draw));
+  program->append(std::make_unique<qt::DrawTokens>(draw));
 }
 
 // own: [count] tokens; ids, values: [count][1 + num_top], the own token first, then the num_top (at most vocab_size)

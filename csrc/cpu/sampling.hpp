@@ -1,7 +1,7 @@
 // Drawing tokens and reporting log-probabilities, straight from rows of logits.
 //
 // Knows a row of logits, what its request draws with, and nothing else: no batch, no slot's history. A work item is a
-// row.
+// row, or, where there are few, a part of one whose largest logits are found.
 #pragma once
 
 #include "dispatch.hpp"
@@ -18,6 +18,10 @@ struct DrawSettings {
   std::uint64_t seed;
 };
 
+constexpr index_t kBlock = 128;  // consecutive logits whose largest one is known to those who look for large ones
+
+inline index_t blocks_of(index_t vocab_size) { return (vocab_size + kBlock - 1) / kBlock; }
+
 struct LogitRows {
   const void* logits = nullptr;
   index_t stride = 0;  // in elements
@@ -32,6 +36,10 @@ struct DrawCall {
   const std::int64_t* slots = nullptr;      // [items]
   const std::int64_t* positions = nullptr;  // [items]: what the random number is a function of, besides the seed
   std::int32_t* tokens = nullptr;           // [items]
+  std::int32_t* slot_tokens = nullptr;      // [slots][slot_tokens_stride]: tokens are written there too; or null
+  index_t slot_tokens_stride = 0;
+  index_t parts = 1;                        // that an item's blocks are looked through in
+  float* maxima = nullptr;                  // [items][blocks]: of each block, any of them NaN where a logit is; null: not known
 };
 
 struct LogprobsCall {
@@ -46,6 +54,7 @@ struct LogprobsCall {
 
 // Indexed by Dtype (bf16, fp16, fp32).
 struct SamplingKernels {
+  void (*find_maxima[3])(const void* call, index_t begin, index_t end);  // piece i: part i % parts of item i / parts
   void (*draw[3])(const void* call, index_t begin, index_t end);
 };
 

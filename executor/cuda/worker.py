@@ -208,12 +208,12 @@ class DeviceWorker:
         if not packed.num_rows:
             self.runner.apply_deltas(staging)
             return Finished(result)
-        rows = Rows.of(plan)
+        rows = Rows(plan)
         drawn = self._compute(plan, packed, staging)
         self._span("layers")
         result.prompt_logprobs = self._sampler.prompt_logprobs(rows, self.runner)
         tokens = drawn.tokens[: packed.num_sampled]
-        if packed.num_sampled and self._sampler.wants_more(rows.slots[rows.sampling]):
+        if packed.num_sampled and self._sampler.wants_more(rows):
             tokens, result.logprobs = self._sampler.draw(rows, drawn.logits[: packed.num_sampled])
         buffer = self._tokens.take()
         on_host = buffer.host[: packed.num_sampled]

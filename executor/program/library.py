@@ -32,6 +32,8 @@ class ProgramLibrary:
         self.delete = declare(library, "qt_program_delete", a)
         self.size = declare(library, "qt_program_size", a, result=n)
         self.pieces_done = declare(library, "qt_pieces_done", result=ctypes.c_uint64)
+        self.mark = declare(library, "qt_program_mark", a)
+        self.fill_step = declare(library, "qt_fill_step", a, a, a, a, a, n, result=n)
         self.run = declare(library, "qt_program_run", a, a, n, n)
         self.embedding = declare(library, "qt_program_embedding", a, a, n, a, n, i, i)
         self.embedding_packed = declare(library, "qt_program_embedding_packed", a, a, a, n, i)
@@ -41,6 +43,7 @@ class ProgramLibrary:
         self.rope_kv_write = declare(
             library, "qt_program_rope_kv_write", a, a, n, n, n, n, n, a, a, f, a, n, a, n, i, i
         )
+        self.draw = declare(library, "qt_program_draw", a, a, n, i, n)
         self.kv_block_bytes = declare(library, "qt_kv_block_bytes", i, n, n, n, result=n)
         self.attention = declare(
             library, "qt_program_attention", a, a, n, a, n, n, n, n, n, f, a, f, a, n, n, i, i

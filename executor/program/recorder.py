@@ -87,6 +87,7 @@ class Recorder:
         self._max_rows = {Extent.TOKENS: max_tokens, Extent.OUTPUTS: max_outputs}
         self._operations: list[_Operation] = []
         self._kept: set[int] = set()
+        self._marks: set[int] = set()
         self.memory: list[torch.Tensor] = []
         """What values lie in: must live as long as the program is run."""
         self.handle = library.new()
@@ -183,6 +184,10 @@ class Recorder:
         """Operations recorded so far."""
         return len(self._operations)
 
+    def mark(self) -> None:
+        """Have each run note when it comes to what is recorded next."""
+        self._marks.add(self.num_recorded)
+
     def keep(self, value: Value) -> None:
         """Never give the memory of ``value`` to another: it is read after the pass."""
         self._kept.add(id(value))
@@ -205,6 +210,8 @@ class Recorder:
                 assert value.tensor is not None, "read before it was written"
                 free[value.extent].append(value.tensor)
             begin = self._library.size(self.handle)
+            if number in self._marks:
+                self._library.mark(self.handle)
             operation.emit()
             spans.append(Span(operation.name, begin, self._library.size(self.handle)))
         return spans

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Sequence
 
@@ -13,9 +12,11 @@ from quintet.executor.batch import Int, Rows
 from quintet.executor.layers.rope import Rope
 from quintet.executor.memory import lazy_zeros
 from quintet.executor.models.model import CausalModel
-from quintet.executor.program.library import ProgramLibrary
+from quintet.executor.program.library import ProgramLibrary, dtype_code
 from quintet.executor.program.recorder import KvMemory, Recorder
-from quintet.executor.program.step import Step
+from quintet.executor.program.step import CStep, Step
+from quintet.executor.ragged import ranges
+from quintet.executor.sampling.settings import Settings
 from quintet.executor.slots import SlotTables
 from quintet.wire.config import EngineConfig
 from quintet.wire.kv_spec import KvSpec
@@ -52,6 +53,7 @@ class ProgramRunner:
         hidden = model.forward(recorder)
         recorder.keep(hidden)
         num_forward = recorder.num_recorded
+        recorder.mark()
         logits = model.logits(recorder, recorder.take_outputs(hidden))
         recorder.keep(logits)
         self.spans = recorder.finish()
@@ -60,8 +62,15 @@ class ProgramRunner:
         self._logits = logits.tensor  # [max_outputs, vocab]
         self._program = recorder.handle
         self._alive = (model, recorder.memory)  # what the program's addresses point into
-        self._size = self.spans[-1].end
-        self._step: Step | None = None
+        self._logits_end = self.spans[-1].end
+        library.mark(self._program)
+        library.draw(
+            *(self._program, logits.address, self._logits.stride(0), dtype_code(dtype), model.vocab_size)
+        )
+        self._size = library.size(self._program)
+        self._step = Step(library, max_tokens, limits.max_num_seqs)
+        if span is no_span:
+            self._step.c.marks = None
         self.seconds = 0.0
         """Time spent in the program so far."""
 
@@ -77,31 +86,49 @@ class ProgramRunner:
 
     def forward(self, rows: Rows, tables: SlotTables) -> None:
         """See `Runner.forward`."""
-        step = self._step = Step(rows, tables)
-        self._rotations.fill(step, tables)
-        self._span("arrays")
-        self._run(step, 0, self._forward_size)
+        self._fill(rows, tables, None)
+        self._run(0, self._forward_size)
 
     def logits(self, tokens: Int) -> torch.Tensor:
         """See `Runner.logits`."""
-        step, count = self._step, len(tokens)
-        assert step is not None, "no step has run"
+        c, count = self._step.c, len(tokens)
+        assert c.num_rows, "no step has run"
         assert count <= self.max_outputs, (count, self.max_outputs)
         tokens = np.ascontiguousarray(tokens)
-        step.c.num_outputs, step.c.output_tokens = count, tokens.ctypes.data
-        self._run(step, self._forward_size, self._size)
+        own, c.num_outputs, c.output_tokens = c.output_tokens, count, tokens.ctypes.data
+        self._run(self._forward_size, self._logits_end)
+        c.output_tokens = own
         return self._logits[:count]
+
+    def forward_and_draw(self, rows: Rows, tables: SlotTables, settings: Settings) -> bytes:
+        """See `Runner.forward_and_draw`."""
+        self._fill(rows, tables, settings)
+        self._run(0, self._size)
+        step = self._step
+        tokens = step.columns["drawn"][: step.c.num_outputs].tobytes()
+        if self._span is not no_span:
+            self._tell(step.columns["marks"].tolist() if tokens else [])
+        return tokens
+
+    def _tell(self, marks: list[int]) -> None:
+        for part, mark in zip(("layers", "logits"), marks, strict=False):
+            self._span(part, None, None, mark)
+        self._span("sampling" if marks else "layers")
+
+    def _fill(self, rows: Rows, tables: SlotTables, settings: Settings | None) -> None:
+        length = self._step.fill(rows, tables, settings)
+        self._rotations.fill(self._step.c, length, rows, tables)
+        self._span("arrays")
 
     def profile(self, rows: Rows, tables: SlotTables, tokens: Int) -> list[tuple[str, float]]:
         """Compute a step as `forward` and `logits` do, one operation at a time; return each one's name and seconds."""
         self.forward(rows, tables)
         self.logits(tokens)
-        assert self._step is not None
-        return [(span.name, self._run(self._step, span.begin, span.end)) for span in self.spans]
+        return [(span.name, self._run(span.begin, span.end)) for span in self.spans]
 
-    def _run(self, step: Step, begin: int, end: int) -> float:
+    def _run(self, begin: int, end: int) -> float:
         begun = time.perf_counter()
-        self._library.run(self._program, ctypes.byref(step.c), begin, end)
+        self._library.run(self._program, self._step.address, begin, end)
         spent = time.perf_counter() - begun
         self.seconds += spent
         return spent
@@ -124,18 +151,20 @@ class Rotations:
         if not self._by_token:
             self._grow(min(FIRST_ROTATIONS, max_positions))
 
-    def fill(self, step: Step, tables: SlotTables) -> None:
-        """Put the rotation of every token of ``step`` into it."""
+    def fill(self, step: CStep, length: int, rows: Rows, tables: SlotTables) -> None:
+        """Put the rotation of every token of ``rows`` into ``step``. length: their largest position plus 1."""
         if self._by_token:
-            prompt = tables.num_prompt_tokens[step.slots]
-            lengths = np.maximum(prompt, step.positions + 1)
-            positions = torch.from_numpy(np.ascontiguousarray(step.positions))
-            self._cosines, self._sines = self._rope.cos_sin(positions, torch.from_numpy(lengths), self._dtype)
-        elif int(step.positions.max()) >= len(self._cosines):
-            needed = int(step.positions.max()) + 1
-            self._grow(min(max(needed, 2 * len(self._cosines)), self._max_positions))
-        step.c.cosines, step.c.sines = self._cosines.data_ptr(), self._sines.data_ptr()
-        step.c.rope_by_token = self._by_token
+            owners, positions = ranges(rows.starts, rows.counts)
+            lengths = np.maximum(tables.num_prompt_tokens[rows.slots[owners]], positions + 1)
+            self._cosines, self._sines = self._rope.cos_sin(
+                torch.from_numpy(positions), torch.from_numpy(lengths), self._dtype
+            )
+        elif length > len(self._cosines):
+            self._grow(min(max(length, 2 * len(self._cosines)), self._max_positions))
+        elif step.cosines:
+            return
+        step.cosines, step.sines = self._cosines.data_ptr(), self._sines.data_ptr()
+        step.rope_by_token = self._by_token
 
     def _grow(self, num_positions: int) -> None:
         self._cosines, self._sines = self._rope.cos_sin(torch.arange(num_positions), None, self._dtype)

@@ -8,10 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quintet.executor.batch import Rows
-from quintet.executor.ragged import ranges
+from quintet.executor.program.library import ProgramLibrary
+from quintet.executor.sampling.settings import Settings
 from quintet.executor.slots import SlotTables
 
 _SIZE, _ADDRESS = ctypes.c_int64, ctypes.c_void_p
+
+NUM_MARKS = 2
+COLUMNS_OF_ROWS = (
+    *("row_slots", "row_starts", "row_counts", "row_offsets"),
+    *("output_tokens", "output_slots", "output_positions"),
+)
 
 
 class CStep(ctypes.Structure):
@@ -33,33 +40,70 @@ class CStep(ctypes.Structure):
         ("cosines", _ADDRESS),
         ("sines", _ADDRESS),
         ("rope_by_token", _SIZE),
+        ("max_tokens", _SIZE),
+        ("max_rows", _SIZE),
+        ("num_slots", _SIZE),
+        ("slot_tokens", _ADDRESS),
+        ("slot_tokens_stride", _SIZE),
+        ("settings", _ADDRESS),
+        ("output_slots", _ADDRESS),
+        ("output_positions", _ADDRESS),
+        ("drawn", _ADDRESS),
+        ("marks", _ADDRESS),
     )
 
 
 class Step:
-    """A `CStep` and the arrays it points into."""
+    """A `CStep` that is filled anew for each plan, the arrays it points into, and the tables it reads."""
 
-    __slots__ = ("_arrays", "c", "positions", "slots")
+    def __init__(self, library: ProgramLibrary, max_tokens: int, max_rows: int) -> None:
+        self._fill = library.fill_step
+        self._tables: SlotTables | None = None
+        self._settings: Settings | None = None
+        self.columns: dict[str, NDArray[np.generic]] = {
+            name: np.zeros(max_rows, np.int64) for name in COLUMNS_OF_ROWS
+        }
+        """The arrays by name; of a step with fewer rows or tokens, the first ones hold it."""
+        self.columns |= {
+            "token_ids": np.zeros(max_tokens, np.int32),
+            "positions": np.zeros(max_tokens, np.int64),
+        }
+        self.columns |= {"drawn": np.zeros(max_rows, np.int32), "marks": np.zeros(NUM_MARKS, np.int64)}
+        self.c = CStep(max_tokens=max_tokens, max_rows=max_rows)
+        for name, column in self.columns.items():
+            setattr(self.c, name, column.ctypes.data)
+        self.address = ctypes.byref(self.c)
 
-    def __init__(self, rows: Rows, tables: SlotTables) -> None:
-        """Describe the rows of a plan whose deltas ``tables`` already hold; without outputs and rotation."""
-        if len(rows.counts) == int(rows.counts.sum()):
-            slots, positions = rows.slots, rows.starts
-        else:
-            owners, positions = ranges(rows.starts, rows.counts)
-            slots = rows.slots[owners]
-        token_ids = tables.token_ids.numpy()[slots, positions]
-        self.slots, self.positions = slots, positions
-        """int64[num_tokens]: each token's slot and position."""
-        block_table = tables.block_table
-        columns = (token_ids, positions, rows.slots, rows.starts, rows.counts, rows.offsets)
-        self._arrays: tuple[NDArray[np.generic], ...] = columns
-        assert all(array.flags.c_contiguous for array in (*columns, block_table)), "a column has gaps"
-        self.c = CStep(
-            len(positions),
-            len(rows.slots),
-            0,
-            *(array.ctypes.data for array in columns),
-            block_table.ctypes.data,
-            block_table.shape[1],
-        )
+    def fill(self, rows: Rows, tables: SlotTables, settings: Settings | None = None) -> int:
+        """Describe the rows of a plan whose deltas ``tables`` already hold; without rotation.
+
+        Returns the largest position plus 1. Raises ValueError where the plan names what there is no room for.
+        """
+        if tables is not self._tables or settings is not self._settings:
+            self._bind(tables, settings)
+        plan = rows.plan
+        num_rows = len(plan.samples)
+        if not len(plan.slots) == len(plan.starts) == len(plan.counts) == 4 * num_rows:
+            raise ValueError(
+                f"step {plan.step}: columns of {len(plan.slots)}, {len(plan.starts)} and {len(plan.counts)} bytes;"
+                f" expected {4 * num_rows} each, for {num_rows} rows"
+            )
+        length: int = self._fill(self.address, plan.slots, plan.starts, plan.counts, plan.samples, num_rows)
+        if length < 0:
+            row = -1 - length
+            raise ValueError(
+                f"step {plan.step}, row {row} of {num_rows}: slot {rows.slots[row]}, tokens from {rows.starts[row]} on:"
+                f" {rows.counts[row]}; there are {self.c.num_slots} slots of {self.c.slot_tokens_stride - 1} tokens, and a"
+                f" step has at most {self.c.max_rows} rows and {self.c.max_tokens} tokens"
+            )
+        return length
+
+    def _bind(self, tables: SlotTables, settings: Settings | None) -> None:
+        """Point at the tables: the same ones in every step of a worker."""
+        c, token_ids, block_table = self.c, tables.token_ids, tables.block_table
+        assert token_ids.is_contiguous() and block_table.flags.c_contiguous, "a table has gaps"
+        c.slot_tokens, c.slot_tokens_stride = token_ids.data_ptr(), token_ids.shape[1]
+        c.block_table, c.block_table_stride = block_table.ctypes.data, block_table.shape[1]
+        c.num_slots = len(block_table)
+        c.settings = None if settings is None else settings.ctypes.data
+        self._tables, self._settings = tables, settings

@@ -44,7 +44,8 @@ class Sampler:
         """The token table, where numpy can write it: several times faster than torch, for few numbers."""
         self._ops = ops
         self._vocab_size = vocab_size
-        self._settings = settings_table(max_num_seqs)
+        self.settings = settings_table(max_num_seqs)
+        """What every slot's tenant draws with."""
         self._logprobs = Logprobs(max_num_seqs, vocab_size, ops)
         self._shaping = [(1 << i, make(max_num_seqs, vocab_size)) for i, make in enumerate(shaping)]
         self._shapes = (1 << len(self._shaping)) - 1
@@ -52,6 +53,8 @@ class Sampler:
         self._reports_prompt = self._reports << 1
         self._wants = np.zeros(max_num_seqs, np.int64)
         """Per slot, one bit per thing its tenant wants."""
+        self._num_wanting = 0
+        """Slots whose tenant, or last tenant, wants anything."""
         self._wide = torch.empty(0, vocab_size)
 
     def admit(self, row: NewRow) -> None:
@@ -61,12 +64,13 @@ class Sampler:
             wants |= flag * concern.admit(row)
         wants |= self._reports * self._logprobs.admit_output(row)
         wants |= self._reports_prompt * self._logprobs.admit_prompt(row)
+        self._num_wanting += bool(wants) - bool(self._wants[row.slot])
         self._wants[row.slot] = wants
-        self._settings[row.slot] = settings_of(row.params, row.seed)
+        self.settings[row.slot] = settings_of(row.params, row.seed)
 
-    def wants_more(self, slots: Int) -> bool:
-        """Return whether any of these slots' tenants asks for more than a draw from the model's own logits."""
-        return bool(self._wants[slots].any())
+    def wants_more(self, rows: Rows) -> bool:
+        """Return whether any of these rows' tenants asks for more than a draw from the model's own logits."""
+        return self._num_wanting > 0 and bool(self._wants[rows.slots].any())
 
     def draw(self, rows: Rows, logits: torch.Tensor) -> tuple[torch.Tensor, list[TokenLogprobs]]:
         """Draw for every sampling row of ``rows``, from ``logits [S, vocab]`` of any dtype, which stay as they are.
@@ -81,7 +85,7 @@ class Sampler:
         if wanted & self._shapes:
             drawn = self._draw_shaped(slots, positions, logits, wants, wanted)
         else:
-            drawn = self._ops.draw(logits, self._settings, slots, positions)
+            drawn = self._ops.draw(logits, self.settings, slots, positions)
         if self._host_token_ids is not None:
             self._host_token_ids[slots, positions] = drawn.numpy()
         else:
@@ -103,7 +107,7 @@ class Sampler:
         self, slots: Int, positions: Int, logits: torch.Tensor, wants: Int, wanted: int
     ) -> torch.Tensor:
         """Copy the rows that a concern changes, as fp32, and draw from the copies; from the others as they are."""
-        draw, settings = self._ops.draw, self._settings
+        draw, settings = self._ops.draw, self.settings
         shaped = np.flatnonzero(wants & self._shapes)
         mine, wants = slots[shaped], wants[shaped]
         wide = self._copy(logits, shaped)  # [shaped rows, vocab]

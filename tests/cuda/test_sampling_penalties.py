@@ -126,7 +126,7 @@ def test_the_sampler_draws_and_reports_the_same_with_kernels(device: Device) -> 
         tables.apply(plan)
         for row in plan.new_rows:
             sampler.admit(row)
-        drawn, reports = sampler.draw(Rows.of(plan), logits.to(where))
+        drawn, reports = sampler.draw(Rows(plan), logits.to(where))
         results.append((drawn.tolist(), reports, tables.token_ids.cpu()))
     assert results[0][0] == results[1][0]
     assert torch.equal(results[0][2], results[1][2])

@@ -94,7 +94,7 @@ class World:
         self.host.apply(plan)
         assert self.tables.token_ids.cpu().equal(self.host.token_ids)
         assert np.array_equal(self.tables.block_table.cpu().numpy(), self.host.block_table)
-        self.compare(Rows.of(plan), packed, rows, sampled)
+        self.compare(Rows(plan), packed, rows, sampled)
         return packed, rows, sampled
 
     def compare(self, expected: Rows, packed: PackedPlan, rows: StepRows, sampled: SampledRows) -> None:

@@ -90,7 +90,7 @@ class SamplerBench:
         self.tables.apply(plan)
         for row in plan.new_rows:
             self.sampler.admit(row)
-        return Rows.of(plan)
+        return Rows(plan)
 
     def draw(
         self, drawers: list[Drawer], logits: torch.Tensor, slots: list[int] | None = None

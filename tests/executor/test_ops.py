@@ -94,7 +94,7 @@ def test_paged_attention(
         bytes(len(starts)),
     )
     tables.apply(plan)
-    rows = Rows.of(plan)
+    rows = Rows(plan)
     builder = BatchBuilder(KvShape(kv_heads, BLOCK, bytes_per_token), [window], heads, False, torch.float32)
     batch = builder.build(rows, tables)
 

@@ -13,16 +13,22 @@ import numpy as np
 import pytest
 import torch
 from tests.executor.acceptable_draws import FILTERS, acceptable, positions_of, table
+from tests.executor.conftest import Drawer, plan_of
 from tests.executor.instruction_sets import REPEATING, isa, lesser, repeat
 
+from quintet.executor.batch import Rows
 from quintet.executor.ops.host_library import open_library
+from quintet.executor.program.library import dtype_code, program_library
+from quintet.executor.program.step import Step
 from quintet.executor.sampling.draw import draw
 from quintet.executor.sampling.draw_on_host import draw_on_host
 from quintet.executor.sampling.entries import entries
 from quintet.executor.sampling.entries_on_host import entries_on_host
 from quintet.executor.sampling.philox import uniform
-from quintet.executor.sampling.settings import RECORD, settings_of
+from quintet.executor.sampling.settings import RECORD, Settings, settings_of
+from quintet.executor.slots import SlotTables
 from quintet.wire.params import SamplingParams
+from quintet.wire.step import StepPlan
 
 pytestmark = pytest.mark.skipif(open_library() is None, reason="the host kernels are not built")
 
@@ -91,6 +97,49 @@ def test_greedy_takes_the_lowest_of_equals(dtype: torch.dtype, vocab_size: int) 
     assert drawn.tolist() == lowest
     rows = np.array([5, 5, 0, 17])
     assert draw_on_host(logits, zeros, rows, rows, rows).tolist() == [lowest[row] for row in rows]
+
+
+@dtypes
+@pytest.mark.parametrize("num_rows", [1, 3, 4, 14])
+@pytest.mark.parametrize("vocab_size", [40, 5003, 20011, 151936])
+def test_a_program_draws_the_same_whoever_looks_for_the_largest_logits(
+    dtype: torch.dtype, num_rows: int, vocab_size: int
+) -> None:
+    """With few rows, threads look for them in parts of a row."""
+    logits = (noise(num_rows, vocab_size) * 4).to(dtype)
+    params = [SamplingParams(**FILTERS[name]) for name in FILTERS][:num_rows]  # type: ignore[arg-type]
+    params = params + [SamplingParams(temperature=0.0)] * (num_rows - len(params))
+    params[0] = SamplingParams(temperature=0.0)
+    for spoilt in (False, True):
+        if spoilt:
+            logits[::2, vocab_size // 3] = torch.nan
+        slots = [5 * i % 16 for i in range(num_rows)]
+        plan = plan_of([Drawer(each, prompt=[1] * (i + 1)) for i, each in enumerate(params)], slots)
+        tables = SlotTables(16, 64, 4, torch.device("cpu"))
+        tables.apply(plan)
+        settings = table([SamplingParams()] * 16)
+        settings[slots] = table(params)
+        lengths = np.arange(num_rows) + 1
+        expected = draw_on_host(logits, settings, np.array(slots), lengths).tolist()
+        for threads in (1, 2, 3):
+            set_threads(threads)
+            step = program_draw(logits, plan, tables, settings)
+            assert step.columns["drawn"][:num_rows].tolist() == expected
+            assert tables.token_ids[slots, lengths].tolist() == expected
+            tables.token_ids[slots, lengths] = -1
+
+
+def program_draw(logits: torch.Tensor, plan: StepPlan, tables: SlotTables, settings: Settings) -> Step:
+    """Run a program that only draws."""
+    library = program_library()
+    assert library is not None
+    program = library.new()
+    library.draw(program, logits.data_ptr(), logits.stride(0), dtype_code(logits.dtype), logits.shape[1])
+    step = Step(library, 64, 16)
+    step.fill(Rows(plan), tables, settings)
+    library.run(program, step.address, 0, library.size(program))
+    library.delete(program)
+    return step
 
 
 @dtypes

@@ -11,20 +11,27 @@ from tests.models.test_engine import GREEDY, NUM_TOKENS, House, changed
 from tests.models.test_families import FAMILIES, prompts_of
 
 from quintet.executor.batch import Rows
+from quintet.executor.sampling.settings import Settings
 from quintet.executor.slots import SlotTables
 from quintet.executor.worker import Worker
 
 
 def narrow(worker: Worker, max_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a forward pass of more tokens run out of memory."""
-    forward = worker.runner.forward
+    forward, forward_and_draw = worker.runner.forward, worker.runner.forward_and_draw
 
     def narrow_forward(rows: Rows, tables: SlotTables) -> None:
         if rows.counts.sum() > max_tokens:
             raise torch.OutOfMemoryError(f"{rows.counts.sum()} tokens")
         forward(rows, tables)
 
+    def narrow_draw(rows: Rows, tables: SlotTables, settings: Settings) -> bytes | None:
+        if rows.counts.sum() > max_tokens:
+            raise torch.OutOfMemoryError(f"{rows.counts.sum()} tokens")
+        return forward_and_draw(rows, tables, settings)
+
     monkeypatch.setattr(worker.runner, "forward", narrow_forward)
+    monkeypatch.setattr(worker.runner, "forward_and_draw", narrow_draw)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 7])

@@ -23,6 +23,7 @@ from quintet.executor.batch import Int, Rows
 from quintet.executor.interface import Finished
 from quintet.executor.ops.host_library import open_library, set_threads
 from quintet.executor.program.runner import ProgramRunner
+from quintet.executor.sampling.settings import Settings
 from quintet.executor.slots import SlotTables
 from quintet.executor.worker import Worker, make_torch_worker
 from quintet.wire.config import EngineConfig
@@ -62,6 +63,15 @@ class Witness:
     def forward(self, rows: Rows, tables: SlotTables) -> None:
         self._rows = rows
         self._runner.forward(rows, tables)
+
+    def forward_and_draw(self, rows: Rows, tables: SlotTables, settings: Settings) -> bytes | None:
+        tokens = self._runner.forward_and_draw(rows, tables, settings)
+        if tokens:
+            self._rows = rows
+            self.logits(
+                (rows.offsets + rows.counts - 1)[rows.sampling]
+            )  # once more: the same, or it was not the same bits
+        return tokens
 
     def logits(self, tokens: Int) -> torch.Tensor:
         logits = self._runner.logits(tokens)

@@ -12,10 +12,7 @@
 namespace qt::QT_ISA {
 namespace {
 
-constexpr index_t kBlock = 128;
 constexpr index_t kCounts = 2 * 65536;
-
-QT_INLINE index_t blocks_of(index_t vocab_size) { return (vocab_size + kBlock - 1) / kBlock; }
 
 // Memory for one row, in the calling thread's scratch.
 struct Scratch {
@@ -74,6 +71,16 @@ QT_INLINE Largest find_maxima(const Element* x, index_t vocab_size, float* maxim
   bool any_nan = false;
   for (int i = 0; i < kLanes; ++i) any_nan |= magnitude[i] > 0x7F800000;
   return {top, any_nan};
+}
+
+// What find_maxima returns, from maxima that were found part by part.
+QT_INLINE Largest largest_of(const float* maxima, index_t blocks) {
+  Largest top = {-__builtin_inff(), false};
+  for (index_t b = 0; b < blocks; ++b) {
+    top.value = maxima[b] > top.value ? maxima[b] : top.value;
+    top.any_nan |= maxima[b] != maxima[b];
+  }
+  return top;
 }
 
 // The first index with x == value, which is in the row; or, where value is NaN, the first NaN.

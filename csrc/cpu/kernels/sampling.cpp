@@ -81,15 +81,19 @@ double sum(const float* weights, index_t n) {
 template <class Element>
 class Draw {
  public:
-  Draw(const Element* x, index_t vocab_size, const Scratch& scratch) : x_(x), vocab_(vocab_size), s_(scratch) {}
+  // maxima: of its blocks, or null.
+  Draw(const Element* x, index_t vocab_size, float* maxima, const Scratch& scratch)
+      : x_(x), vocab_(vocab_size), known_(maxima != nullptr), s_(scratch) {
+    if (known_) s_.maxima = maxima;
+  }
 
   std::int32_t greedy() {
-    const Largest top = find_maxima(x_, vocab_, s_.maxima);
+    const Largest top = largest();
     return std::int32_t(index_of(x_, vocab_, s_.maxima, top.any_nan ? __builtin_nanf("") : top.value));
   }
 
   std::int32_t operator()(const DrawSettings& settings, double share) {
-    const Largest top = find_maxima(x_, vocab_, s_.maxima);
+    const Largest top = largest();
     top_ = top.value;
     temperature_ = settings.temperature;
     const float quotient = top_ / temperature_;
@@ -104,6 +108,10 @@ class Draw {
   }
 
  private:
+  Largest largest() {
+    return known_ ? largest_of(s_.maxima, blocks_of(vocab_)) : find_maxima(x_, vocab_, s_.maxima);
+  }
+
   void raise(float floor) { floor_ = floor > floor_ ? floor : floor_; }
 
   // The least logit that is not told apart from x after division.
@@ -207,6 +215,7 @@ class Draw {
 
   const Element* x_;
   index_t vocab_;
+  bool known_;
   Scratch s_;
   float top_ = 0, temperature_ = 1;
   float floor_ = kLowest;  // logits below it are not drawn
@@ -222,18 +231,38 @@ void draw(const void* call, index_t begin, index_t end) {
   const Scratch scratch = scratch_for(c.of);
   for (index_t i = begin; i < end; ++i) {
     const index_t row = c.of.rows ? c.of.rows[i] : i;
-    Draw<Element> draw(static_cast<const Element*>(c.of.logits) + row * c.of.stride, c.of.vocab_size, scratch);
+    float* maxima = c.maxima ? c.maxima + i * blocks_of(c.of.vocab_size) : nullptr;
+    Draw<Element> draw(static_cast<const Element*>(c.of.logits) + row * c.of.stride, c.of.vocab_size, maxima, scratch);
     const DrawSettings* settings = c.settings ? c.settings + c.slots[i] : nullptr;
-    if (!settings || settings->temperature == 0.0f)
-      c.tokens[i] = draw.greedy();
-    else
-      c.tokens[i] = draw(*settings, uniform(settings->seed, std::uint64_t(c.positions[i])));
+    const bool is_greedy = !settings || settings->temperature == 0.0f;
+    const std::int32_t token =
+        is_greedy ? draw.greedy() : draw(*settings, uniform(settings->seed, std::uint64_t(c.positions[i])));
+    c.tokens[i] = token;
+    if (c.slot_tokens) c.slot_tokens[c.slots[i] * c.slot_tokens_stride + c.positions[i]] = token;
+  }
+}
+
+template <class Element>
+void find_maxima_of_parts(const void* call, index_t begin, index_t end) {
+  const DrawCall& c = *static_cast<const DrawCall*>(call);
+  const index_t blocks = blocks_of(c.of.vocab_size);
+  for (index_t i = begin; i < end; ++i) {
+    const index_t item = i / c.parts, part = i % c.parts, row = c.of.rows ? c.of.rows[item] : item;
+    const index_t first = part * blocks / c.parts, last = (part + 1) * blocks / c.parts;
+    if (first == last) continue;
+    const index_t left = c.of.vocab_size - first * kBlock, n = (last - first) * kBlock;
+    float* maxima = c.maxima + item * blocks + first;
+    const Element* x = static_cast<const Element*>(c.of.logits) + row * c.of.stride + first * kBlock;
+    if (find_maxima(x, n < left ? n : left, maxima).any_nan) maxima[0] = __builtin_nanf("");
   }
 }
 
 }  // namespace
 
 extern const SamplingKernels sampling;
-const SamplingKernels sampling = {.draw = {draw<bf16>, draw<fp16>, draw<float>}};
+const SamplingKernels sampling = {
+    .find_maxima = {find_maxima_of_parts<bf16>, find_maxima_of_parts<fp16>, find_maxima_of_parts<float>},
+    .draw = {draw<bf16>, draw<fp16>, draw<float>},
+};
 
 }  // namespace qt::QT_ISA
