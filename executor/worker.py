@@ -130,7 +130,6 @@ class Worker:
             self.do_chore()  # who is never idle gains most
         return Finished(self.execute(plan))
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Apply the plan's deltas, then its swaps and block copies, then compute its rows and draw."""
         self.tables.apply(plan)
@@ -155,6 +154,11 @@ class Worker:
             tokens = self.runner.forward_and_draw(rows, self.tables, self._sampler.settings)
             if tokens is not None:
                 return StepResult(plan.step, 0, tokens)
+        return self._compute_in_parts(plan, rows)
+
+    @torch.inference_mode()
+    def _compute_in_parts(self, plan: StepPlan, rows: Rows) -> StepResult:
+        """Compute a step that wants more than tokens, or whose runner draws none."""
         result = StepResult(plan.step, 0, b"")
         self.runner.forward(rows, self.tables)
         self._span("layers")

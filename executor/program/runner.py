@@ -148,6 +148,7 @@ class Rotations:
         self._max_positions = max_positions
         self._by_token = rope.spec.depends_on_length
         self._cosines = self._sines = torch.empty(0)
+        self._num_positions = 0
         if not self._by_token:
             self._grow(min(FIRST_ROTATIONS, max_positions))
 
@@ -159,8 +160,8 @@ class Rotations:
             self._cosines, self._sines = self._rope.cos_sin(
                 torch.from_numpy(positions), torch.from_numpy(lengths), self._dtype
             )
-        elif length > len(self._cosines):
-            self._grow(min(max(length, 2 * len(self._cosines)), self._max_positions))
+        elif length > self._num_positions:
+            self._grow(min(max(length, 2 * self._num_positions), self._max_positions))
         elif step.cosines:
             return
         step.cosines, step.sines = self._cosines.data_ptr(), self._sines.data_ptr()
@@ -168,6 +169,7 @@ class Rotations:
 
     def _grow(self, num_positions: int) -> None:
         self._cosines, self._sines = self._rope.cos_sin(torch.arange(num_positions), None, self._dtype)
+        self._num_positions = num_positions
 
 
 def allocate_kv(library: ProgramLibrary, spec: KvSpec, num_blocks: int, code: int) -> KvMemory | None:
