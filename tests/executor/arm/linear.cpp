@@ -1,0 +1,256 @@
+// Linear layers on packed weights of every format, and the packing itself.
+//
+// Rows are multiplied all at once on one thread, and again in batches of every size that has a path of its own on three: the
+// bits must be the same. Every kEvery-th is compared with its sums, which meets all places in a unit of rows. Columns straddle
+// tiles; depths straddle pieces and groups and are odd.
+//
+// Bounds. A sum of K products in fp32 is off by at most K 2^-24 of the sum of the products' magnitudes, rounding adds half a
+// unit of the result's format at each place where the layer rounds. Integer weights are compared with the numbers they stand
+// for (qt_weight_read); their x is off by half a step of its quantization, 1 / 32639 (16 bits) or 1 / 127 (8 bits) of the
+// largest magnitude of its group, and that error goes through the weights. An activation has a slope of at most 1.13; its
+// exponential, division and argument round within 2^-20 of it.
+#include <memory>
+
+#include "numbers.hpp"
+
+struct Free {
+  void operator()(void* memory) const { std::free(memory); }
+};
+
+namespace qt {
+struct Weight;
+}
+
+extern "C" {
+index_t qt_weight_bytes(int format, index_t columns, index_t depth, index_t group, int paired);
+qt::Weight* qt_weight_new(int format, index_t columns, index_t depth, index_t group, int paired, void* memory);
+void qt_weight_delete(qt::Weight* weight);
+void qt_weight_fill(qt::Weight* weight, const void* source, int dtype, index_t stride, index_t first, index_t count);
+void qt_weight_read(const qt::Weight* weight, index_t first, index_t count, float* out);
+void qt_weight_linear(const qt::Weight* weight, const void* x, index_t x_stride, index_t rows, int dtype, const void* bias,
+                      const void* residual, void* y, index_t y_stride, int activation, int int8_activations);
+}
+
+namespace check {
+namespace {
+
+constexpr index_t kEvery = 7;  // shares no factor with the rows of a unit: 4, 6 or 12
+constexpr index_t kRows[] = {1, 2, 3, 12, 13, 37, 193};
+
+struct Format {
+  const char* name;
+  int code;  // 5: int4 with zero points
+  index_t group;
+  bool bytes_of_x;  // x in 8 bits
+};
+
+struct Shape {
+  index_t columns, depth, rows;
+};
+
+enum Activation { kNone = 0, kSilu = 1, kGelu = 2 };
+
+struct Variant {
+  const char* name;
+  Activation activation;
+  bool bias, residual;
+};
+
+class Packed {
+ public:
+  // Filled in two parts: a layer's matrices come one after another. Gates and ups each are a part of their own.
+  Packed(Format format, const Matrix& source, bool paired) : columns_(source.rows), depth_(source.width) {
+    const index_t bytes = qt_weight_bytes(format.code, columns_, depth_, format.group, paired);
+    memory_.reset(std::aligned_alloc(64, (bytes + 63) / 64 * 64));
+    std::memset(memory_.get(), 0, bytes);
+    weight_ = qt_weight_new(format.code, columns_, depth_, format.group, paired, memory_.get());
+    const index_t cut = paired ? columns_ / 2 : columns_ / 3;
+    for (auto [first, count] : {std::pair(index_t(0), cut), std::pair(cut, columns_ - cut)})
+      if (count) qt_weight_fill(weight_, source.row(first), int(source.dtype), depth_, first, count);
+  }
+  ~Packed() { qt_weight_delete(weight_); }
+  Packed(const Packed&) = delete;
+  Packed& operator=(const Packed&) = delete;
+
+  const qt::Weight* get() const { return weight_; }
+  std::vector<float> numbers() const {  // [columns][depth]
+    std::vector<float> out(columns_ * depth_);
+    qt_weight_read(weight_, 0, columns_, out.data());
+    return out;
+  }
+
+ private:
+  index_t columns_, depth_;
+  std::unique_ptr<void, Free> memory_;
+  qt::Weight* weight_;
+};
+
+// Floating-point weights are kept as they are. Integers: see the bounds of each.
+void check_packing(Findings& findings, Format format, const Matrix& source, const std::vector<float>& numbers) {
+  const index_t depth = source.width, group = format.group ? format.group : depth;
+  for (index_t c = 0; c < source.rows; ++c)
+    for (index_t begin = 0; begin < depth; begin += group) {
+      const index_t end = std::min(depth, begin + group);
+      double least = 0, most = 0, squares = 0, all = 0;
+      for (index_t k = begin; k < end; ++k) {
+        const double w = source.at(c, k), error = numbers[c * depth + k] - w;
+        least = std::min(least, w), most = std::max(most, w);
+        squares += error * error, all += w * w;
+      }
+      const double largest = std::max(most, -least);
+      if (format.code >= 4) {
+        // The scale is the best of some by least squares, among them the one that divides the range into 15 steps (14
+        // without zero points): the root of the sum of squares is no worse than with errors of half a step, and half a step
+        // more where the zero point was rounded. Scales are then rounded to fp16.
+        const double step = format.code == 5 ? (most - least) / 15 : largest / 14;
+        findings.near(std::sqrt(squares), 0, std::sqrt(double(end - begin)) * step + 0x1p-11 * std::sqrt(all), c, begin);
+        continue;
+      }
+      for (index_t k = begin; k < end; ++k) {
+        // int8: half of a step of 127; a group's scale is rounded to fp16, which moves the largest by 2^-11 of it.
+        const double bound = format.code < 3 ? 0 : largest * (0.5 / 127 + (format.group ? 0x1p-11 : 0) + 0x1p-20);
+        findings.near(numbers[c * depth + k], source.at(c, k), bound, c, k);
+      }
+    }
+}
+
+// What x is off by once it is integers: for each number of a row.
+std::vector<double> errors_of_x(const Format& format, const Matrix& x, index_t row) {
+  const index_t group = format.bytes_of_x ? x.width : format.group ? format.group : 256;
+  std::vector<double> errors(x.width);
+  if (format.code < 3) return errors;
+  for (index_t begin = 0; begin < x.width; begin += group) {
+    const index_t end = std::min(x.width, begin + group);
+    double largest = 0;
+    for (index_t k = begin; k < end; ++k) largest = std::max(largest, std::fabs(x.at(row, k)));
+    for (index_t k = begin; k < end; ++k) errors[k] = largest * (0.5 / (format.bytes_of_x ? 127 : 32639) + 0x1p-22);
+  }
+  return errors;
+}
+
+About stored(About number, Dtype dtype) {
+  return {number.value, number.slack + half_unit(dtype) * (std::fabs(number.value) + number.slack) + 0x1p-25};
+}
+
+About activated(Activation kind, About gate) {
+  const double g = gate.value, t = kind == kSilu ? g : 1.5957691216057308 * (g + 0.044715 * g * g * g);
+  const double value = g / (1 + std::exp(-t));
+  return {value, 1.13 * gate.slack + 0x1p-20 * std::fabs(value)};
+}
+
+About product(About a, About b) {
+  return {a.value * b.value, std::fabs(a.value) * b.slack + std::fabs(b.value) * a.slack + a.slack * b.slack};
+}
+
+void check_multiplying(Findings& findings, const std::string& name, Format format, Shape shape, Dtype dtype, bool paired) {
+  const index_t columns = shape.columns, depth = shape.depth, rows = shape.rows;
+  Noise noise(columns * 31 + format.code);
+  const Matrix source = noise.matrix(dtype, columns, depth, 1 / std::sqrt(double(depth)), 0.01);
+  const Matrix x = noise.matrix(dtype, rows, depth), bias = noise.matrix(dtype, 1, columns);
+  const index_t width = paired ? columns / 2 : columns;
+  const Matrix residual = noise.matrix(dtype, rows, width);
+  const Packed packed(format, source, paired);
+  const std::vector<float> numbers = packed.numbers();
+  findings.begin(name + ", packing");
+  check_packing(findings, format, source, numbers);
+
+  std::vector<About> sums(rows * columns);
+  std::vector<double> wide(depth);
+  for (index_t r = 0; r < rows; r += kEvery) {
+    std::vector<double> errors = errors_of_x(format, x, r);
+    for (index_t k = 0; k < depth; ++k) {
+      wide[k] = x.at(r, k);
+      errors[k] += std::fabs(wide[k]) * double(depth) * 0x1p-24;
+    }
+    for (index_t c = 0; c < columns; ++c) {
+      double sum = 0, slack = 0;
+      for (index_t k = 0; k < depth; ++k) {
+        const double w = numbers[c * depth + k];
+        sum += wide[k] * w;
+        slack += errors[k] * std::fabs(w);
+      }
+      sums[r * columns + c] = {sum, slack};
+    }
+  }
+
+  const Variant plain[] = {{"bare", kNone, false, false}, {"bias, residual", kNone, true, true}};
+  const Variant gated[] = {{"silu, bias", kSilu, true, false}, {"gelu", kGelu, false, false}};
+  for (const Variant& variant : paired ? gated : plain) {
+    const auto run = [&](index_t first, index_t count, Matrix& y) {
+      qt_weight_linear(packed.get(), x.row(first), depth, count, int(dtype), variant.bias ? bias.row(0) : nullptr,
+                       variant.residual ? residual.row(first) : nullptr, y.row(0), width, variant.activation,
+                       format.bytes_of_x);
+    };
+    findings.begin(name + ", " + variant.name);
+    Matrix whole(dtype, rows, width);
+    qt_set_threads(1, 0);
+    run(0, rows, whole);
+    for (index_t r = 0; r < rows; r += kEvery)
+      for (index_t c = 0; c < width; ++c) {
+        const auto sum = [&](index_t column) {
+          About result = sums[r * columns + column];
+          if (variant.bias) {
+            result.value += bias.at(0, column);
+            result.slack += 0x1p-23 * (std::fabs(result.value) + 1);
+          }
+          return stored(result, dtype);
+        };
+        About result = sum(c);
+        if (variant.residual) {
+          result.value += residual.at(r, c);
+          result = stored(result, dtype);
+        }
+        if (paired) result = stored(product(stored(activated(variant.activation, result), dtype), sum(width + c)), dtype);
+        findings.near(whole.at(r, c), result.value, result.slack, r, c);
+      }
+    qt_set_threads(3, 0);
+    findings.begin(name + ", " + variant.name + ", batches");
+    for (index_t count : kRows) {
+      if (count > rows) continue;
+      const index_t first = (rows - count) / 2;
+      Matrix some(dtype, count, width);
+      run(first, count, some);
+      for (index_t r = 0; r < count; ++r) findings.same(some.row(r), whole.row(first + r), whole.row_bytes(), first + r);
+    }
+    Matrix again(dtype, rows, width);
+    run(0, rows, again);
+    findings.same(again.row(0), whole.row(0), rows * whole.row_bytes(), 0);
+    if (format.code < 3 || paired || variant.bias) continue;
+    findings.begin(name + ", " + variant.name + ", a row with an infinity");
+    Matrix poisoned = x;
+    const index_t bad = 7, few = 13;
+    poisoned.set(bad, depth / 2, INFINITY);
+    qt_weight_linear(packed.get(), poisoned.row(0), depth, few, int(dtype), nullptr, nullptr, again.row(0), width, kNone,
+                     format.bytes_of_x);
+    for (index_t r = 0; r < few; ++r) {
+      if (r != bad) findings.same(again.row(r), whole.row(r), whole.row_bytes(), r);
+      for (index_t c = 0; c < width; ++c) findings.is(std::isnan(again.at(r, c)) == (r == bad), r);
+    }
+  }
+}
+
+}  // namespace
+
+void check_linear(Findings& findings) {
+  const Format formats[] = {
+      {"bf16", 0, 0, false},       {"fp16", 1, 0, false},          {"fp32", 2, 0, false},
+      {"int8", 3, 0, false},       {"int8 by 32", 3, 32, false},   {"int4 by 32", 4, 32, false},
+      {"int4+0 by 128", 5, 128, false}, {"w8a8", 3, 0, true},      {"w8a8 by 128", 3, 128, true},
+      {"w4a8 by 64", 4, 64, true}, {"w4a8+0 by 128", 5, 128, true},
+  };
+  // Many rows over two tiles; few over much depth, whose one tile is split among threads.
+  const Shape shapes[] = {{98, 281, 388}, {34, 2103, 40}};
+  index_t turn = 0;
+  for (const Format& format : formats)
+    for (const Shape& shape : shapes)
+      for (bool paired : {false, true}) {
+        const Dtype dtype = format.code < 3 ? Dtype(format.code) : kFloats[turn++ % 3];
+        Shape of_kind = shape;
+        if (paired) of_kind.rows = std::min(shape.rows, index_t(200));  // what is paired differs in the end alone
+        const std::string name = std::string(format.name) + ", x " + kNames[int(dtype)] + ", " +
+                                 std::to_string(of_kind.rows) + " rows" + (paired ? ", paired" : "");
+        check_multiplying(findings, name, format, of_kind, dtype, paired);
+      }
+}
+
+}  // namespace check
