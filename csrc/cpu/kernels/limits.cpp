@@ -17,8 +17,10 @@ template <class Vector>
 QT_INLINE void use(Vector& value) {
 #if defined(__x86_64__)
   asm volatile("" : "+x"(value));
-#else
+#elif defined(__aarch64__)
   asm volatile("" : "+w"(value));
+#else
+  asm volatile("" : "+m"(value));  // other processors' letters for a vector register differ
 #endif
 }
 
