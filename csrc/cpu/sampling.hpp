@@ -20,7 +20,8 @@ struct DrawSettings {
 
 constexpr index_t kBlock = 128;  // consecutive logits whose largest one is known to those who look for large ones
 
-inline index_t blocks_of(index_t vocab_size) { return (vocab_size + kBlock - 1) / kBlock; }
+// Internal to each file: what is compiled for several instruction sets must not be merged by the linker.
+static inline index_t blocks_of(index_t vocab_size) { return (vocab_size + kBlock - 1) / kBlock; }
 
 struct LogitRows {
   const void* logits = nullptr;
