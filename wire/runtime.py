@@ -335,7 +335,10 @@ def child_main(
             log = _take_name(me, config)
         gc.enable()
         if arguments.cores is not None:
-            os.sched_setaffinity(0, map(int, arguments.cores.split(",")))
+            with contextlib.suppress(
+                OSError
+            ):  # the container's cores have changed meanwhile: stay on what there is
+                os.sched_setaffinity(0, map(int, arguments.cores.split(",")))
         run(me, config, *prepared)
     except Stopping:
         pass

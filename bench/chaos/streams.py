@@ -36,7 +36,7 @@ WORDS = [
     "open",
     "door",
 ]
-TIMEOUT_S = 120.0
+TIMEOUT_S = 600.0
 PAUSE_S = 0.05
 """Before a client tries again."""
 

@@ -71,7 +71,12 @@ class ForkedProcess:
 
     def _reap(self, options: int) -> int | None:
         if self._exit_status is None:
-            pid, status = os.waitpid(self.pid, options)
+            try:
+                pid, status = os.waitpid(self.pid, options)
+            except (
+                ChildProcessError
+            ):  # who started us ignores SIGCHLD: the system has reaped it, its status is lost
+                pid, status = self.pid, 0
             if pid == self.pid:
                 self._exit_status = os.waitstatus_to_exitcode(status)
         return self._exit_status
@@ -94,7 +99,10 @@ class Nursery:
             return
         gc.freeze()  # the children's collectors leave the shared pages alone
         for role in roles:
-            self._waiting[role] = self._fork(role)
+            try:
+                self._waiting[role] = self._fork(role)
+            except OSError:  # no process or descriptor to be had: the rest are started as programs
+                return
 
     def take(self, worker: WorkerId) -> ForkedProcess | None:
         """Seat the child of this role that still waits, if there is one."""
@@ -114,7 +122,12 @@ class Nursery:
         seat_read, seat_write = os.pipe()
         parent = os.getpid()
         _flush()  # or the child would write what is buffered once more
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:
+            os.close(seat_read)
+            os.close(seat_write)
+            raise
         if pid == 0:
             self._be(role, seat_read, seat_write, parent)
         os.close(seat_read)

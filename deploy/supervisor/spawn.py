@@ -53,9 +53,10 @@ class WaitingProcess(ChildProcess, Protocol):
 
 def give_seat(process: WaitingProcess, worker: WorkerId) -> bool:
     """Make a child that waits ``worker``. Return False where it has ended instead."""
-    if process.poll() is not None:
-        return False
     assert process.stdin is not None
+    if process.poll() is not None:
+        process.stdin.close()
+        return False
     try:
         process.stdin.write(f"{worker.index} {worker.epoch}\n".encode())
         process.stdin.close()

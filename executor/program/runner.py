@@ -95,9 +95,12 @@ class ProgramRunner:
         assert c.num_rows, "no step has run"
         assert count <= self.max_outputs, (count, self.max_outputs)
         tokens = np.ascontiguousarray(tokens)
-        own, c.num_outputs, c.output_tokens = c.output_tokens, count, tokens.ctypes.data
-        self._run(self._forward_size, self._logits_end)
-        c.output_tokens = own
+        own = c.output_tokens
+        try:
+            c.num_outputs, c.output_tokens = count, tokens.ctypes.data
+            self._run(self._forward_size, self._logits_end)
+        finally:
+            c.output_tokens = own  # whatever a signal's handler raises: the next plan is written there
         return self._logits[:count]
 
     def forward_and_draw(self, rows: Rows, tables: SlotTables, settings: Settings) -> bytes:

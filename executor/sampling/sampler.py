@@ -69,8 +69,14 @@ class Sampler:
         self.settings[row.slot] = settings_of(row.params, row.seed)
 
     def wants_more(self, rows: Rows) -> bool:
-        """Return whether any of these rows' tenants asks for more than a draw from the model's own logits."""
-        return self._num_wanting > 0 and bool(self._wants[rows.slots].any())
+        """Return whether these rows ask, in this step, for more than draws from the model's own logits."""
+        if not self._num_wanting:
+            return False
+        wants = self._wants[rows.slots]
+        if (wants[rows.sampling] & ~self._reports_prompt).any():
+            return True
+        is_in_prompt = rows.starts + 1 < self._tables.num_prompt_tokens[rows.slots]
+        return bool((is_in_prompt & (wants & self._reports_prompt != 0)).any())
 
     def draw(self, rows: Rows, logits: torch.Tensor) -> tuple[torch.Tensor, list[TokenLogprobs]]:
         """Draw for every sampling row of ``rows``, from ``logits [S, vocab]`` of any dtype, which stay as they are.

@@ -10,6 +10,7 @@ import random
 import signal
 from collections.abc import Awaitable, Callable, Iterator
 
+import psutil
 import pytest
 from bench.chaos.streams import Asked, Cut, Heard, Run, crowd, differences, listen, play
 
@@ -43,8 +44,18 @@ def calm(server: Server, asked: list[Asked]) -> Run:
 def kill(server: Server, role: str, number: signal.Signals = signal.SIGKILL) -> None:
     """End a process, once it is there."""
     title = f"quintet-{role}-0"
-    wait_until(lambda: title in server.children(), title)
-    server.children()[title].send_signal(number)
+
+    def is_sent() -> bool:
+        child = server.children().get(title)
+        if child is None:
+            return False
+        try:
+            child.send_signal(number)
+        except psutil.NoSuchProcess:  # it was dying of an earlier one
+            return False
+        return True
+
+    wait_until(is_sent, title)
 
 
 def assert_same(server: Server, calm: Run, run: Run, asked: list[Asked]) -> None:
@@ -152,7 +163,7 @@ def test_clients_that_are_cut_off_again_and_again_miss_nothing(server: Server) -
 
     run = Run(asyncio.run(all_of_them()), 0.0)
     assert_same(server, calm, run, asked)
-    assert sum(heard.num_connections for heard in run.heard) > 3 * NUM_STREAMS
+    assert sum(heard.num_connections for heard in run.heard) >= 2 * NUM_STREAMS
     wanted = sum(heard.usage["completion_tokens"] for heard in run.heard)
     wait_until(
         lambda: server.gauge("quintet:generation_tokens_total") - drawn >= wanted, "the figures of the core"

@@ -105,7 +105,7 @@ def test_kill_9_of_the_supervisor_leaves_no_process(server: World) -> None:
 
 
 PROGRAM = """
-import sys, threading
+import errno, os, signal, sys, threading
 from pathlib import Path
 import psutil
 from quintet.deploy.supervisor.nursery import Nursery
@@ -120,6 +120,18 @@ if "beside a thread" in sys.argv:
     print(len(children()))
     stop.set()
 else:
+    if "SIGCHLD ignored" in sys.argv:
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    if "one process" in sys.argv:
+        forks = [os.fork]
+
+        def fork():
+            if not forks:
+                raise BlockingIOError(errno.EAGAIN, "no process to be had")
+            return forks.pop()()
+
+        os.fork = fork
+    descriptors = os.listdir("/proc/self/fd")
     nursery.fork([Role.CORE, Role.TOKENIZER])
     print(len(children()))
     if "seated" in sys.argv:
@@ -128,6 +140,7 @@ else:
         print(core.wait())
     nursery.end()
     print(len(children()))
+    assert os.listdir("/proc/self/fd") == descriptors
 """
 
 WAITS = """
@@ -164,3 +177,12 @@ def test_a_seat_comes_by_standard_input_and_an_exit_status_goes_back(tmp_path: P
 
 def test_nothing_is_forked_beside_a_thread(tmp_path: Path) -> None:
     assert run_program(tmp_path, "beside a thread") == ["0"]
+
+
+def test_those_whom_the_system_reaps_by_itself_are_ended_too(tmp_path: Path) -> None:
+    """Whoever starts the server may ignore SIGCHLD, and what is ignored stays so."""
+    assert run_program(tmp_path, "SIGCHLD ignored") == ["2", "0"]
+
+
+def test_where_no_process_is_to_be_had_there_are_fewer(tmp_path: Path) -> None:
+    assert run_program(tmp_path, "one process") == ["1", "0"]

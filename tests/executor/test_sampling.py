@@ -7,11 +7,13 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from tests.executor.conftest import Drawer, SamplerBench, new_row
 
+from quintet.executor.batch import Rows
 from quintet.executor.sampling.allowed_ids import AllowedIds
 from quintet.executor.sampling.bad_words import BadWords
 from quintet.executor.sampling.choice import choose
@@ -25,6 +27,7 @@ from quintet.executor.sampling.settings import RECORD, Settings, settings_of
 from quintet.executor.sampling.temperature import divide_by_temperature
 from quintet.executor.sampling.top_k import cut_top_k
 from quintet.executor.sampling.top_p import NUM_CANDIDATES, cut_top_p
+from quintet.wire.codec import pack_i32, pack_u8
 from quintet.wire.params import SamplingParams
 
 VOCAB = 300
@@ -247,6 +250,27 @@ def test_greedy_rows_take_the_most_likely_after_shaping(seed: int) -> None:
     drawn, _ = SamplerBench(VOCAB).draw(rows, logits)
     assert drawn == expected
     assert torch.equal(logits, before), "raw logits must stay for log-probabilities"
+
+
+def test_a_step_wants_more_only_for_rows_that_draw_so_or_report_their_prompt() -> None:
+    bench = SamplerBench(VOCAB)
+    plain, biased = Drawer(SamplingParams()), Drawer(SamplingParams(logit_bias={3: 1.0}), prompt=[1] * 9)
+    reporting = Drawer(SamplingParams(prompt_logprobs=1), prompt=[1] * 9)
+    everyone = bench.admit([plain, biased, reporting], slots=[4, 2, 7])
+
+    def wants(slots: list[int], starts: list[int], counts: list[int], samples: list[int]) -> bool:
+        columns = {"slots": pack_i32(slots), "starts": pack_i32(starts), "counts": pack_i32(counts)}
+        plan = msgspec.structs.replace(everyone.plan, samples=pack_u8(samples), **columns)
+        return bench.sampler.wants_more(Rows(plan))
+
+    assert not wants([4], [2], [1], [1])
+    assert wants([4, 2], [2, 8], [1, 1], [1, 1])
+    assert not wants([4, 2], [2, 3], [1, 4], [1, 0]), "a piece of a prompt draws nothing"
+    assert wants([4, 7], [2, 3], [1, 4], [1, 0]), "but it may be reported"
+    assert wants([7], [7], [2], [1])
+    assert not wants([4, 7], [2, 9], [1, 1], [1, 1]), "the prompt is over"
+    bench.admit([plain, plain], slots=[2, 7])
+    assert not wants([4, 2, 7], [2, 3, 3], [1, 1, 1], [1, 1, 1])
 
 
 @pytest.mark.parametrize("seed", range(3))

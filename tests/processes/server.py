@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import signal
 import subprocess
@@ -35,7 +36,7 @@ class Server:
         for child in psutil.Process(self.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 title = (child.cmdline() or [""])[0]
-                if title.startswith("quintet-") and not title.strip().endswith("-spare"):
+                if title.startswith("quintet-") and not title.strip().endswith(("-spare", "-supervisor")):
                     found[title.strip()] = child
         return found
 
@@ -61,11 +62,13 @@ class Server:
                 return error.code, json.loads(error.read())
 
     def gauge(self, name: str) -> float:
-        """Return the sum of a Prometheus series over its labels."""
+        """Return the sum of a Prometheus series over its labels.
+
+        A number that equals none where the series is missing: of a supervisor that is late, a process that was just replaced.
+        """
         _, text = self.get("/metrics")
         values = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
-        assert values, f"/metrics has no {name}"
-        return sum(map(float, values))
+        return sum(map(float, values)) if values else math.nan
 
     def stop(self) -> int:
         """Drain and return the exit status."""

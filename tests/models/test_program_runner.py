@@ -1,0 +1,39 @@
+"""The runner of a recorded program: what it leaves behind when a call is cut short."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.models.test_families import FAMILIES
+
+from quintet.executor.program.runner import ProgramRunner
+
+
+@pytest.mark.parametrize("serve", [16], ids=["compiled"], indirect=True)
+def test_the_steps_own_arrays_outlive_a_call_that_a_signal_ends(
+    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = serve(FAMILIES["llama-gqa-biases"](), max_model_len=96)
+    core, prompt = served.core, [5, 6, 7]
+    expected = served.greedy(prompt, 8)
+    before = core.add(prompt, max_tokens=8)
+    core.run()
+    runner = served.core.worker.runner
+    assert isinstance(runner, ProgramRunner)
+    step = runner._step
+    own = step.columns["output_tokens"].ctypes.data
+
+    def interrupted(begin: int, end: int) -> float:
+        assert step.c.output_tokens != own
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(runner, "_run", interrupted)
+        runner.logits(np.zeros(3, np.int64))
+    assert step.c.output_tokens == own
+    after = core.add(prompt, max_tokens=8)
+    core.run()
+    assert before.outputs == after.outputs == expected
