@@ -18,12 +18,18 @@ from setuptools.command.build_ext import build_ext
 SOURCES = Path("csrc/cpu")
 
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c")
-INSTRUCTION_SETS: dict[str, tuple[str, ...]] = {"baseline": ()}
+AVX512_BF16 = (*AVX512, "-mavx512vnni", "-mavx512bf16")
+MATRICES = ("linear_float", "linear_integer", "attention", "limits")
+# The flags of an instruction set, and which kernel sources it has of its own: where it has none, its parent's are used
+# (csrc/cpu/dispatch.hpp).
+INSTRUCTION_SETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {"baseline": ((), ("*",))}
 if platform.machine() in {"x86_64", "AMD64"}:
     INSTRUCTION_SETS |= {
-        "avx2": ("-mavx2", "-mfma", "-mf16c"),
-        "avx512": AVX512,
-        "avx512_bf16": (*AVX512, "-mavx512vnni", "-mavx512bf16"),
+        "avx2": (("-mavx2", "-mfma", "-mf16c"), ("*",)),
+        "avx512": (AVX512, ("*",)),
+        "avx512_bf16": (AVX512_BF16, ("*",)),
+        "amx_emulated": ((*AVX512_BF16, "-DQT_AMX_EMULATED"), MATRICES),
+        "amx": ((*AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"), MATRICES),
     }
 
 FLAGS = (
@@ -49,10 +55,11 @@ class BuildKernels(build_ext):
     def build_extension(self, ext: Extension) -> None:
         """See setuptools."""
         jobs = [(path, Path(self.build_temp) / "once", FLAGS) for path in sorted(SOURCES.glob("*.cpp"))]
-        for name, flags in INSTRUCTION_SETS.items():
+        for name, (flags, sources) in INSTRUCTION_SETS.items():
             jobs += [
                 (path, Path(self.build_temp) / name, (*FLAGS, *flags, f"-DQT_ISA={name}"))
-                for path in sorted((SOURCES / "kernels").glob("*.cpp"))
+                for pattern in sources
+                for path in sorted((SOURCES / "kernels").glob(f"{pattern}.cpp"))
             ]
         newest_header = max(path.stat().st_mtime for path in SOURCES.rglob("*.hpp"))
 

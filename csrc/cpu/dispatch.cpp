@@ -1,35 +1,87 @@
 #include "dispatch.hpp"
 
+#include <cerrno>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 
 #include "work.hpp"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#if defined(__x86_64__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace qt {
 namespace {
 
-constexpr const char* kNames[] = {"baseline", "avx2", "avx512", "avx512_bf16"};
+#define QT_NAME(isa, a, b) #isa,
+constexpr const char* kNames[] = {QT_ISAS(QT_NAME, , )};
+constexpr int kCount = int(sizeof kNames / sizeof kNames[0]);
 
-Isa best() {
+char refusal[256];  // why what was asked for, or what is best, is not used; empty: nothing was refused
+
+#if defined(__x86_64__)
+// The processor's matrix unit for bf16 and bytes (CPUID, leaf 7: edx bits 22, 24, 25).
+bool has_tiles() {
+  unsigned a, b, c, d;
+  constexpr unsigned kTiles = 1u << 22 | 1u << 24 | 1u << 25;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kTiles) == kTiles;
+}
+
+// The kernel grants the registers' state to a process that asks, once, before its other threads begin (Linux 5.16,
+// Documentation/arch/x86/xstate.rst).
+bool tiles_granted() {
+#if defined(__linux__)
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  if (syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0) return true;
+  std::snprintf(refusal, sizeof refusal,
+                "amx: the processor has it, the operating system does not grant it: arch_prctl(ARCH_REQ_XCOMP_PERM, "
+                "XFEATURE_XTILEDATA): %s (Linux before 5.16, a sandbox that filters system calls, or a hypervisor)",
+                std::strerror(errno));
+#endif
+  return false;
+}
+#endif
+
+bool has(Isa one) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  if (avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")) return Isa::avx512_bf16;
-  if (avx512) return Isa::avx512;
-  if (avx2) return Isa::avx2;
+  switch (one) {
+    case Isa::baseline: return true;
+    case Isa::avx2: return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    case Isa::avx512:
+      return has(Isa::avx2) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+             __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    case Isa::avx512_bf16:
+      return has(Isa::avx512) && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+    case Isa::amx_emulated: return has(Isa::avx512_bf16);
+    case Isa::amx: return has(Isa::avx512_bf16) && has_tiles() && tiles_granted();
+  }
 #endif
+  return one == Isa::baseline;
+}
+
+Isa best() {
+  for (int i = kCount - 1; i > 0; --i)
+    if (std::strcmp(kNames[i], "amx_emulated") != 0 && has(Isa(i))) return Isa(i);
   return Isa::baseline;
 }
 
 Isa choose() {
-  const Isa most = best();
   const char* asked = std::getenv("QUINTET_ISA");
-  if (!asked) return most;
-  for (int i = 0; i <= int(most); ++i)
-    if (std::strcmp(asked, kNames[i]) == 0) return Isa(i);
-  return most;
+  if (!asked || !*asked) return best();
+  for (int i = 0; i < kCount; ++i)
+    if (std::strcmp(asked, kNames[i]) == 0) {
+      if (has(Isa(i))) return Isa(i);
+      if (!refusal[0]) std::snprintf(refusal, sizeof refusal, "QUINTET_ISA=%s: this processor does not have it", asked);
+      return best();
+    }
+  std::snprintf(refusal, sizeof refusal, "QUINTET_ISA=%.60s: no such instruction set", asked);
+  return best();
 }
 
 }  // namespace
@@ -39,7 +91,27 @@ Isa isa() {
   return chosen;
 }
 
+Isa parent_of(Isa one) {
+#if defined(__x86_64__)
+  if (one == Isa::amx) return Isa::avx512_bf16;
+#endif
+  return one == Isa::baseline ? one : Isa(int(one) - 1);
+}
+
 }  // namespace qt
 
 // The name of the instruction set in use.
 QT_EXPORT const char* qt_isa() { return qt::kNames[int(qt::isa())]; }
+
+// Why a better one, or the one that was asked for, is not in use; empty if nothing was refused.
+QT_EXPORT const char* qt_isa_refusal() {
+  qt::isa();
+  return qt::refusal;
+}
+
+// The names of those that this processor has, lesser ones first: i-th, or null after the last.
+QT_EXPORT const char* qt_isa_at(int i) {
+  for (int one = 0; one < qt::kCount; ++one)
+    if (qt::has(qt::Isa(one)) && i-- == 0) return qt::kNames[one];
+  return nullptr;
+}

@@ -1,34 +1,51 @@
 // Which instruction set this process computes with: the best one that the library was built for and the processor has.
+//
+// An instruction set has kernels of its own where setup.py compiles their source for it, and its parent's otherwise: `amx` is
+// avx512_bf16 but for what multiplies matrices.
 #pragma once
+
+#include <initializer_list>
+
+// X(instruction set, a, b) for each, lesser ones first.
+#if defined(__x86_64__)
+#define QT_ISAS(X, a, b) X(baseline, a, b) X(avx2, a, b) X(avx512, a, b) X(avx512_bf16, a, b) X(amx_emulated, a, b) X(amx, a, b)
+#else
+#define QT_ISAS(X, a, b) X(baseline, a, b)
+#endif
 
 namespace qt {
 
-enum class Isa : int { baseline = 0, avx2 = 1, avx512 = 2, avx512_bf16 = 3 };
+#define QT_ENUMERATOR(isa, a, b) isa,
+enum class Isa : int { QT_ISAS(QT_ENUMERATOR, , ) };
+#undef QT_ENUMERATOR
 
-// Chosen once. QUINTET_ISA in the environment (baseline, avx2, avx512, avx512_bf16) asks for a lesser one.
+// Chosen once. QUINTET_ISA in the environment asks for another one than the best; `amx_emulated`, which computes the bits of
+// amx slowly on any processor with avx512_bf16, is never chosen by itself.
 Isa isa();
 
-// Declares a table of kernels that every instruction set defines, and the function that returns the chosen one.
+// The one whose kernels `isa` uses where it has none of its own. Of baseline: itself.
+Isa parent_of(Isa isa);
+
+// The chosen one of a kernel's tables, one for each instruction set; null: it has none.
+template <class Kernels>
+const Kernels& choose(std::initializer_list<const Kernels*> tables) {
+  Isa one = isa();
+  while (tables.begin()[int(one)] == nullptr) one = parent_of(one);
+  return *tables.begin()[int(one)];
+}
+
+// Declares a table of kernels that instruction sets define, and chooses one.
 //
 //   struct LinearKernels { ... };                  // function pointers
 //   QT_DECLARE_KERNELS(LinearKernels, linear)      // in the header: namespace qt::avx2 { extern const LinearKernels linear; } ...
 //   const LinearKernels linear = {...};            // in the kernel source, inside namespace qt::QT_ISA
-//   QT_CHOOSE(linear)                              // in the source that is compiled once: a reference to the chosen table
-#if defined(__x86_64__)
-#define QT_DECLARE_KERNELS(Type, name)                  \
-  namespace baseline { extern const Type name; }        \
-  namespace avx2 { extern const Type name; }            \
-  namespace avx512 { extern const Type name; }          \
-  namespace avx512_bf16 { extern const Type name; }
-#define QT_CHOOSE(name)                                       \
-  (::qt::isa() == ::qt::Isa::avx512_bf16 ? ::qt::avx512_bf16::name \
-   : ::qt::isa() == ::qt::Isa::avx512    ? ::qt::avx512::name      \
-   : ::qt::isa() == ::qt::Isa::avx2      ? ::qt::avx2::name        \
-                                         : ::qt::baseline::name)
-#else
-#define QT_DECLARE_KERNELS(Type, name) \
-  namespace baseline { extern const Type name; }
-#define QT_CHOOSE(name) (::qt::baseline::name)
-#endif
+//   QT_CHOOSE(linear)                              // in a source that is compiled once: a reference to the chosen table
+//
+// Weak: of those that nobody defines the address is null.
+#define QT_DECLARE_TABLE(isa, Type, name) \
+  namespace isa { extern const Type name __attribute__((weak, visibility("hidden"))); }
+#define QT_DECLARE_KERNELS(Type, name) QT_ISAS(QT_DECLARE_TABLE, Type, name)
+#define QT_TABLE_OF(isa, name, b) &::qt::isa::name,
+#define QT_CHOOSE(name) (::qt::choose({QT_ISAS(QT_TABLE_OF, name, )}))
 
 }  // namespace qt

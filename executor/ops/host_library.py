@@ -51,3 +51,18 @@ def instruction_set(library: ctypes.CDLL) -> str:
     """Return the name of the instruction set that the kernels use on this processor."""
     name: bytes = declare(library, "qt_isa", result=ctypes.c_char_p)()
     return name.decode()
+
+
+def instruction_set_refusal(library: ctypes.CDLL) -> str | None:
+    """Return why the best instruction set of this processor, or the one that was asked for, is not in use; None if it is."""
+    reason: bytes = declare(library, "qt_isa_refusal", result=ctypes.c_char_p)()
+    return reason.decode() or None
+
+
+def instruction_sets(library: ctypes.CDLL) -> tuple[str, ...]:
+    """Return the names of the instruction sets that kernels can be run with on this processor, lesser ones first."""
+    name_at = declare(library, "qt_isa_at", _INT, result=ctypes.c_char_p)
+    names: list[str] = []
+    while (name := name_at(len(names))) is not None:
+        names.append(name.decode())
+    return tuple(names)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
-from quintet.executor.ops.host_library import instruction_set, open_library, set_threads
+from quintet.executor.ops.host_library import (
+    instruction_set,
+    instruction_set_refusal,
+    open_library,
+    set_threads,
+)
 from quintet.executor.platforms.cores import default_threads, usable_cores
 from quintet.executor.platforms.platform import Platform
 from quintet.wire.config import ExecutorConfig
+
+log = logging.getLogger(__name__)
 
 
 def open_platform(config: ExecutorConfig) -> Platform:
@@ -20,4 +29,7 @@ def open_platform(config: ExecutorConfig) -> Platform:
     set_threads(library, threads, config.pin_threads)
     pinned = " (pinned)" if config.pin_threads else ""
     kernels = instruction_set(library)
+    refusal = instruction_set_refusal(library)
+    if refusal is not None:
+        log.warning("instruction set %s; computing with %s", refusal, kernels)
     return Platform("cpu", torch.device("cpu"), f"cpu, threads: {threads}{pinned}, kernels: {kernels}")

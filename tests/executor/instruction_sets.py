@@ -1,4 +1,4 @@
-"""Runs a test file again, in a process for each lesser instruction set that this processor has."""
+"""Runs a test file again, in a process for each other instruction set that this processor can compute with."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import os
 import subprocess
 import sys
 
-from quintet.executor.ops.host_library import instruction_set, open_library
+from quintet.executor.ops.host_library import instruction_set, instruction_sets, open_library
 
-NAMES = ("baseline", "avx2", "avx512", "avx512_bf16")
 REPEATING = "QUINTET_TEST_REPEATING"
 
 
@@ -19,12 +18,12 @@ def isa() -> str:
     return instruction_set(library)
 
 
-def lesser() -> tuple[str, ...]:
+def others() -> tuple[str, ...]:
     """What a test file is to be repeated with: nothing where there are no kernels, and nothing in a repetition."""
     library = open_library()
     if library is None or REPEATING in os.environ:
         return ()
-    return NAMES[: NAMES.index(isa())]
+    return tuple(name for name in instruction_sets(library) if name != isa())
 
 
 def repeat(file: str, name: str) -> None:

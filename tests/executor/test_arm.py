@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tests.executor.instruction_sets import isa, lesser
+from tests.executor.instruction_sets import isa, others
 
 from quintet.executor.ops.host_library import open_library
 
@@ -89,7 +89,7 @@ def test_on_this_processor() -> None:
     library = open_library()
     assert library is not None
     program = compiled(NATIVE, "here", checks(), Path(library._name))
-    for name in (*lesser(), isa()):
+    for name in (*others(), isa()):
         said = run(str(program), env={**os.environ, "QUINTET_ISA": name})
         assert [line.partition(":")[0] for line in said.splitlines()] == [name] * len(PARTS)
 

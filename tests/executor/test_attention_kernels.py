@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from tests.executor.instruction_sets import REPEATING, lesser, repeat
+from tests.executor.instruction_sets import REPEATING, others, repeat
 from tests.executor.paged_requests import PLAIN, Features, Requests, Row, Shape, noise, reference
 
 from quintet.executor.ops.host_attention import PagedKv, attend, kv_block_bytes, write_kv
@@ -84,7 +84,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("threads", [1], indirect=True)
-@pytest.mark.parametrize("name", lesser())
+@pytest.mark.parametrize("name", others())
 def test_every_instruction_set(name: str) -> None:
     repeat(__file__, name)
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.executor.instruction_sets import REPEATING, isa, lesser, repeat
+from tests.executor.instruction_sets import REPEATING, isa, others, repeat
 
 from quintet.executor.ops import host_pointwise as pointwise
 from quintet.executor.ops.host_library import open_library
@@ -57,8 +57,8 @@ def check(out: torch.Tensor, expected: torch.Tensor, roundings: int = 1, atol: f
 
 
 @pytest.mark.parametrize("threads", [1], indirect=True)
-@pytest.mark.parametrize("name", lesser())
-def test_with_a_lesser_instruction_set(name: str) -> None:
+@pytest.mark.parametrize("name", others())
+def test_with_another_instruction_set(name: str) -> None:
     repeat(__file__, name)
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tests.executor.acceptable_draws import FILTERS, acceptable, positions_of, table
 from tests.executor.conftest import Drawer, plan_of
-from tests.executor.instruction_sets import REPEATING, isa, lesser, repeat
+from tests.executor.instruction_sets import REPEATING, isa, others, repeat
 
 from quintet.executor.batch import Rows
 from quintet.executor.ops.host_library import open_library
@@ -36,8 +36,8 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
 
-@pytest.mark.parametrize("name", lesser())
-def test_with_a_lesser_instruction_set(name: str) -> None:
+@pytest.mark.parametrize("name", others())
+def test_with_another_instruction_set(name: str) -> None:
     repeat(__file__, name)
 
 
