@@ -28,7 +28,7 @@ from bench.peers.engines.vllm import Vllm
 from bench.peers.install import install
 from bench.peers.measure import Plan, measure
 from bench.peers.models import MAX_LEN
-from bench.peers.records import Report, read_records, this_machine, write_report
+from bench.peers.records import Record, Report, read_records, this_machine, write_report
 from bench.peers.table import markdown
 from bench.peers.turns import Turns
 from bench.peers.workload import ROWS, Row
@@ -58,6 +58,7 @@ def main() -> int:
         if engine not in installed:
             print(f"{engine.name} is not installed; `python -m bench.peers install` does it", file=sys.stderr)
     raw = home.folder / "runs" / f"{arguments.name}.jsonl"
+    failures: list[Record] = []
     if arguments.command == "run":
         plan = Plan(
             rows,
@@ -69,9 +70,14 @@ def main() -> int:
             arguments.foreign_share,
             arguments.tries,
         )
-        measure(plan)
+        failures = measure(plan)
     write_results(home, installed, raw, arguments.name)
-    return 0
+    for failure in failures:
+        where = f"{failure.row}, {failure.engine}, repetition {failure.repetition + 1}"
+        print(f"not measured: {where}: {failure.error}", file=sys.stderr)
+    if failures:
+        print(f"start it again with --name {arguments.name}: it measures what is missing", file=sys.stderr)
+    return 1 if failures else 0
 
 
 def write_results(home: Home, engines: Sequence[Engine], raw: Path, name: str) -> None:

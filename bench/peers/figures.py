@@ -10,12 +10,14 @@ duration_s          from the first request to the end of the last
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 
 from bench.peers.jobs import Job, JobResult
 from bench.peers.limits import Limits
-from bench.peers.models import Shape
-from bench.peers.workload import Precision
+from bench.peers.models import SHAPES, Shape
+from bench.peers.workload import Precision, Row
 
 _INT4_GROUP = 32
 """Weights that share a two-byte scale in llama.cpp's 4-bit format, the reference for what four bits must read."""
@@ -45,6 +47,33 @@ def figures_of(job: Job, result: JobResult) -> dict[str, float]:
     return figures
 
 
+def impossible(row: Row, job: Job, figures: Mapping[str, float], limits: Limits) -> str:
+    """Return what is better than the machine can do, in words; an empty string where nothing is."""
+    for figure in row.figures:
+        limit = limit_of(row, figure.key, job, limits)
+        value = figures.get(figure.key)
+        if limit is None or value is None:
+            continue
+        if value > limit if figure.higher_is_better else value < limit:
+            return (
+                f"{figure.key} {value:,.2f} is beyond the limit measured beside it, {limit:,.2f}: "
+                "something was not computed, or others had the machine while the limit was measured"
+            )
+    return ""
+
+
+def limit_of(row: Row, key: str, job: Job, limits: Limits) -> float | None:
+    """Return the best that figure ``key`` of a job can be; `None` where nothing bounds it or the rate is not known."""
+    shape = SHAPES[row.model]
+    if key == "decode_tok_s":
+        return bandwidth_limit(shape, row.precision, limits) if limits.read_gb_s else None
+    if key not in ("prompt_tok_s", "output_tok_s", "duration_s") or not _multiply_rate(row.precision, limits):
+        return None
+    seconds = multiply_limit(shape, row.precision, job, limits)
+    tokens = {"prompt_tok_s": len(job.prompts[0]), "output_tok_s": job.total_output}
+    return tokens[key] / seconds if key in tokens else seconds
+
+
 def bandwidth_limit(shape: Shape, precision: Precision, limits: Limits) -> float:
     """Return tokens per second of one stream if reading every weight once were all it took."""
     linear, head = _linear_weights(shape), shape.vocab_size * shape.hidden
@@ -58,18 +87,32 @@ def multiply_limit(shape: Shape, precision: Precision, job: Job, limits: Limits)
 
     bf16 may be widened to fp32 first, for nothing here: on some processors those multiply-adds are the faster ones.
 
-    Every prompt token passes every linear layer and attends to those before it; logits are computed where a token is drawn.
+    Every prompt token passes every linear layer and attends to those before it, a beginning that all prompts share does so once;
+    logits are computed where a token is drawn.
     """
     linear, head = _linear_weights(shape), shape.vocab_size * shape.hidden
-    tokens, attended = 0, 0
+    shared = _shared_beginning(job.prompts) if len(job.prompts) > 1 else 0
+    tokens, attended = shared, _attended(shared)
     for prompt, output_len in zip(job.prompts, job.output_lens, strict=True):
         length = len(prompt) + output_len - 1
-        tokens += length
-        attended += length * (length + 1) // 2
+        tokens += length - shared
+        attended += _attended(length) - _attended(shared)
     attention = 2 * 2 * attended * shape.heads * shape.head_dim * shape.layers
     operations = 2 * tokens * linear + 2 * job.total_output * head + attention
-    rate = limits.int8_gop_s if precision == "w8a8" else max(limits.bf16_gflop_s, limits.fp32_gflop_s)
-    return operations / (rate * 1e9)
+    return operations / (_multiply_rate(precision, limits) * 1e9)
+
+
+def _shared_beginning(prompts: Sequence[list[int]]) -> int:
+    first, last = min(prompts), max(prompts)  # whatever all of them begin with, these two do
+    return next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+
+
+def _attended(length: int) -> int:
+    return length * (length + 1) // 2
+
+
+def _multiply_rate(precision: Precision, limits: Limits) -> float:
+    return limits.int8_gop_s if precision == "w8a8" else max(limits.bf16_gflop_s, limits.fp32_gflop_s)
 
 
 def _linear_weights(shape: Shape) -> int:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 _SOURCE = Path(__file__).with_name("limits.cpp")
 
@@ -19,6 +21,17 @@ class Limits:
     bf16_gflop_s: float
     fp32_gflop_s: float
     int8_gop_s: float
+
+    @classmethod
+    def of(cls, figures: Mapping[str, float]) -> Self:
+        """Return the limits that a record holds among its figures."""
+        return cls(
+            int(figures["threads"]),
+            figures["read_gb_s"],
+            figures["bf16_gflop_s"],
+            figures["fp32_gflop_s"],
+            figures["int8_gop_s"],
+        )
 
 
 def build_probe(home: Path) -> Path:

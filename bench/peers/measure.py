@@ -1,4 +1,7 @@
-"""Measures rows on engines in turn: A B A B, the machine's limits before each round, and a record of each at once."""
+"""Measures rows on engines in turn: A B A B, the machine's limits before each round, and a record of each at once.
+
+What is above the limit of its round is no measurement but an error: a prompt out of a cache, or a limit that somebody disturbed.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,9 @@ from pathlib import Path
 from bench.peers import quiet
 from bench.peers.engines import processes
 from bench.peers.engines.interface import Engine, EngineFailed, Home, Setup
-from bench.peers.figures import figures_of
+from bench.peers.figures import figures_of, impossible
 from bench.peers.fleet import Fleet
-from bench.peers.limits import build_probe, measure_limits
+from bench.peers.limits import Limits, build_probe, measure_limits
 from bench.peers.records import MACHINE, Record, append_record, measured, read_records, this_commit
 from bench.peers.turns import Turns
 from bench.peers.workload import WARM_UP, Row, job_of
@@ -39,8 +42,9 @@ class Plan:
     """… so many times at most; the least disturbed is kept."""
 
 
-def measure(plan: Plan) -> None:
-    """Measure everything of the plan that has no record yet."""
+def measure(plan: Plan) -> list[Record]:
+    """Measure everything of the plan that has no record yet; return the failures, for the run to name them at its end."""
+    failures: list[Record] = []
     done = set(measured(read_records(plan.raw)))
     total = len(plan.rows) * plan.repetitions
     with Fleet(plan.home) as fleet, contextlib.closing(plan.turns):
@@ -50,10 +54,14 @@ def measure(plan: Plan) -> None:
             if not missing:
                 continue
             print(f"[{index + 1}/{total}] {row.words}, repetition {repetition + 1}", flush=True)
-            _record(plan, row, MACHINE, repetition, partial(_limits, plan))
+            machine = _record(plan, row, MACHINE, repetition, partial(_limits, plan))
+            limits = Limits.of(machine.figures)
             for engine in missing:
-                take = partial(_figures, plan, fleet, engine, row, repetition)
-                _record(plan, row, engine.name, repetition, take)
+                take = partial(_figures, plan, fleet, engine, row, repetition, limits)
+                record = _record(plan, row, engine.name, repetition, take)
+                if record.error:
+                    failures.append(record)
+    return failures
 
 
 def _rounds(plan: Plan) -> Iterator[tuple[Row, int]]:
@@ -71,7 +79,7 @@ def _setup(row: Row) -> Setup:
     return Setup(row.model, row.precision, row.mode)
 
 
-def _record(plan: Plan, row: Row, name: str, repetition: int, take: Callable[[], dict[str, float]]) -> None:
+def _record(plan: Plan, row: Row, name: str, repetition: int, take: Callable[[], dict[str, float]]) -> Record:
     plan.turns.pass_on()
     plan.turns.take()
     at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -86,12 +94,13 @@ def _record(plan: Plan, row: Row, name: str, repetition: int, take: Callable[[],
         shown |= {"read_gb_s", "bf16_gflop_s", "fp32_gflop_s", "int8_gop_s"}
     words = "  ".join(f"{key} {value:,.2f}" for key, value in record.figures.items() if key in shown)
     print(f"    {name:<10} {words or record.error}", flush=True)
+    return record
 
 
 def _limits(plan: Plan) -> dict[str, float]:
     program = build_probe(plan.home.folder)
 
-    def take() -> dict[str, float]:
+    def take(attempt: int) -> dict[str, float]:
         return {
             key: float(value) for key, value in asdict(measure_limits(program, plan.home.threads)).items()
         }
@@ -99,8 +108,11 @@ def _limits(plan: Plan) -> dict[str, float]:
     return _undisturbed(plan, take)
 
 
-def _figures(plan: Plan, fleet: Fleet, engine: Engine, row: Row, repetition: int) -> dict[str, float]:
-    setup, job = _setup(row), job_of(row, repetition)
+def _figures(
+    plan: Plan, fleet: Fleet, engine: Engine, row: Row, repetition: int, limits: Limits
+) -> dict[str, float]:
+    """Return what an engine does. Raises `EngineFailed`, and `ValueError` for a result that cannot be."""
+    setup = _setup(row)
     try:
         if row.pattern == "boot":
             return _undisturbed(plan, partial(_boot, plan, fleet, engine, row, repetition))
@@ -112,26 +124,40 @@ def _figures(plan: Plan, fleet: Fleet, engine: Engine, row: Row, repetition: int
         if fleet.needs_warm_up(engine, row):
             loaded.run(job_of(row, WARM_UP))
         running = loaded
-        return _undisturbed(plan, lambda: figures_of(job, running.run(job)))
+
+        def take(attempt: int) -> dict[str, float]:
+            job = job_of(row, repetition, attempt)
+            figures = figures_of(job, running.run(job))
+            cause = impossible(row, job, figures, limits)
+            if cause:
+                raise ValueError(cause)
+            return figures
+
+        return _undisturbed(plan, take)
     except EngineFailed:
         fleet.stop(engine.name)
         raise
 
 
-def _boot(plan: Plan, fleet: Fleet, engine: Engine, row: Row, repetition: int) -> dict[str, float]:
+def _boot(
+    plan: Plan, fleet: Fleet, engine: Engine, row: Row, repetition: int, attempt: int
+) -> dict[str, float]:
     """Time a start with nothing else running, from the spawn to the first token, then weigh it."""
     fleet.stop_all()
     setup = _setup(row)
     _read_into_page_cache(engine.model_path(plan.home, setup))
     began_s = time.perf_counter()
     running = fleet.start(engine, setup)
-    running.run(job_of(row, repetition))
+    running.run(job_of(row, repetition, attempt))
     boot_s = time.perf_counter() - began_s
     return {"boot_s": boot_s, "pss_gb": running.pss_bytes() / 1e9}
 
 
-def _undisturbed(plan: Plan, take: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """Take figures until others leave the machine alone meanwhile; return those that they disturbed least."""
+def _undisturbed(plan: Plan, take: Callable[[int], dict[str, float]]) -> dict[str, float]:
+    """Take figures until others leave the machine alone meanwhile; return those that they disturbed least.
+
+    ``take`` is told which try it is: what it sends must be new to the engine each time.
+    """
     own = partial(processes.family, os.getpid())
     best: dict[str, float] | None = None
     for attempt in range(plan.tries):
@@ -141,7 +167,7 @@ def _undisturbed(plan: Plan, take: Callable[[], dict[str, float]]) -> dict[str, 
         if not is_last and not quiet.is_quiet(own, plan.foreign_share):
             continue
         meter = quiet.ForeignMeter(own)
-        figures = take()
+        figures = take(attempt)
         figures["foreign_share"] = meter.share()
         if best is None or figures["foreign_share"] < best["foreign_share"]:
             best = figures

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -78,6 +78,13 @@ def write_report(path: Path, report: Report) -> None:
 def measured(records: Iterable[Record]) -> Mapping[tuple[str, str, int], Record]:
     """Return the newest good measurement of each row, engine and repetition."""
     return {(r.row, r.engine, r.repetition): r for r in records if not r.error}
+
+
+def failed(records: Sequence[Record]) -> list[Record]:
+    """Return the newest failure of each row, engine and repetition that has no good measurement."""
+    good = measured(records)
+    failures = {(r.row, r.engine, r.repetition): r for r in records if r.error}
+    return [failure for key, failure in failures.items() if key not in good]
 
 
 def this_machine() -> Machine:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from bench.peers.figures import bandwidth_limit, multiply_limit
+from bench.peers.figures import limit_of
 from bench.peers.limits import Limits
-from bench.peers.models import SHAPES
-from bench.peers.records import MACHINE, Record, Report
+from bench.peers.records import MACHINE, Record, Report, failed
 from bench.peers.workload import Figure, Row, job_of
 
 OURS = "Quintet"
@@ -27,11 +26,12 @@ def markdown(report: Report, rows: Sequence[Row], engines: Sequence[str]) -> str
         if not any(record.figures for record in records if record.engine != MACHINE):
             continue
         lines += [_line(row, figure, records, peers) for figure in row.figures]
+    lines += _failures(failed(report.records), rows)
     return "\n".join(lines) + "\n"
 
 
 def _heading(report: Report) -> list[str]:
-    limits = [_limits_of(record) for record in report.records if record.engine == MACHINE and record.figures]
+    limits = _limits(report.records)
     machine = report.machine
     commits = sorted({record.commit for record in report.records if record.engine == OURS})
     versions = "; ".join(
@@ -76,27 +76,27 @@ def _line(row: Row, figure: Figure, records: Sequence[Record], peers: Sequence[s
 
 
 def _limit(row: Row, figure: Figure, records: Sequence[Record]) -> float | None:
-    limits = [_limits_of(record) for record in records if record.engine == MACHINE and record.figures]
-    shape = SHAPES[row.model]
-    if not figure.limit or not limits:
+    if not figure.shows_limit:
         return None
-    if figure.limit == "bandwidth":
-        return median(bandwidth_limit(shape, row.precision, one) for one in limits)
     job = job_of(row, 0)
-    tokens = len(job.prompts[0]) if figure.key == "prompt_tok_s" else job.total_output
-    seconds = [multiply_limit(shape, row.precision, job, one) for one in limits if one.bf16_gflop_s]
-    return tokens / median(seconds) if seconds else None
+    all_limits = (limit_of(row, figure.key, job, limits) for limits in _limits(records))
+    known = [limit for limit in all_limits if limit is not None]
+    return median(known) if known else None
 
 
-def _limits_of(record: Record) -> Limits:
-    figures = record.figures
-    return Limits(
-        int(figures["threads"]),
-        figures["read_gb_s"],
-        figures["bf16_gflop_s"],
-        figures["fp32_gflop_s"],
-        figures["int8_gop_s"],
-    )
+def _limits(records: Sequence[Record]) -> list[Limits]:
+    return [Limits.of(record.figures) for record in records if record.engine == MACHINE and record.figures]
+
+
+def _failures(records: Sequence[Record], rows: Sequence[Row]) -> list[str]:
+    """Return what is missing from the medians, and why."""
+    words = {row.id: row.words for row in rows}
+    lines = [
+        f"* {words[record.row]}, {record.engine}, repetition {record.repetition + 1}: {record.error}."
+        for record in records
+        if record.row in words
+    ]
+    return ["", "Not counted:", "", *lines] if lines else []
 
 
 def _median(records: Sequence[Record], engine: str, key: str) -> float | None:

@@ -1,7 +1,7 @@
 """The rows of the table and the token ids of each: decided by seeds, the same for every engine.
 
-Knows no engine. Lengths depend on the row alone, ids on row and repetition, so that no repetition finds a prefix of an
-earlier one in anybody's cache.
+Knows no engine. Lengths depend on the row alone, ids on row, repetition and try, so that nothing that is measured finds a prefix
+of what ran before it in anybody's cache.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Figure:
     higher_is_better: bool = True
     goal: str = ""
     """What the row must reach, in words."""
-    limit: Literal["", "bandwidth", "multiply"] = ""
+    shows_limit: bool = False
+    """Whether the table shows what the machine could do at most."""
     digits: int = 1
 
 
@@ -59,14 +60,14 @@ class Row:
 def _stream(model: str, precision: Precision, goal: str) -> Row:
     name = {"bf16": "bf16", "int8": "8-bit weights", "int4": "4-bit weights"}[precision]
     words = f"{model}, {name}, one stream, 128 in / 128 out"
-    figure = Figure("decode_tok_s", "", "tok/s", goal=goal, limit="bandwidth")
+    figure = Figure("decode_tok_s", "", "tok/s", goal=goal, shows_limit=True)
     return Row(f"stream-{model}-{precision}", words, model, precision, "serve", "stream", (figure,))
 
 
 def _prompt(model: str, precision: Precision, goal: str) -> Row:
     name = {"bf16": "bf16", "w8a8": "8-bit weights and activations"}[precision]
     words = f"{model}, {name}, one 2 048-token prompt"
-    figure = Figure("prompt_tok_s", "", "tok/s", goal=goal, limit="multiply", digits=0)
+    figure = Figure("prompt_tok_s", "", "tok/s", goal=goal, shows_limit=True, digits=0)
     return Row(
         f"prompt-{model}-{precision}", words, model, precision, "serve", "prompt", (figure,),
         input_len=(2048, 2048), output_len=(1, 1),
@@ -83,7 +84,7 @@ def _clients(clients: int, waves: int, figures: tuple[Figure, ...]) -> Row:
 def _offline(model: str, precision: Precision, num_prompts: int, goal: str) -> Row:
     name = {"bf16": "bf16", "w8a8": "8-bit weights and activations"}[precision]
     words = f"{model}, {name}, offline, {num_prompts} prompts of 64–512 in / 32–128 out"
-    figure = Figure("output_tok_s", "", "tok/s", goal=goal, limit="multiply")
+    figure = Figure("output_tok_s", "", "tok/s", goal=goal, shows_limit=True)
     return Row(
         f"offline-{model}-{precision}", words, model, precision, "offline", "offline", (figure,), num_prompts,
         num_prompts, (64, 512), (32, 128),
@@ -103,7 +104,7 @@ ROWS: tuple[Row, ...] = (
         32,
         2,
         (
-            replace(_OUTPUT, goal="≥ 200", limit="multiply"),
+            replace(_OUTPUT, goal="≥ 200", shows_limit=True),
             replace(_TTFT, goal=""),
             replace(_GAP, goal="≤ 0.4"),
         ),
@@ -133,8 +134,8 @@ ROWS: tuple[Row, ...] = (
 )  # fmt: skip
 
 
-def job_of(row: Row, repetition: int) -> Job:
-    """Return the row's requests of one repetition; of `WARM_UP`, fewer and shorter ones of the same kind."""
+def job_of(row: Row, repetition: int, attempt: int = 0) -> Job:
+    """Return the row's requests of one try at a repetition; of `WARM_UP`, fewer and shorter ones of the same kind."""
     num_prompts, clients = row.num_prompts, row.clients
     lengths = random.Random(f"lengths of {num_prompts} prompts of {row.input_len} in, {row.output_len} out")
     input_lens = [lengths.randint(*row.input_len) for _ in range(num_prompts)]
@@ -145,7 +146,7 @@ def job_of(row: Row, repetition: int) -> Job:
     if repetition == WARM_UP:
         num_warm = min(num_prompts, 8)
         input_lens, output_lens = input_lens[:num_warm], [min(n, 8) for n in output_lens[:num_warm]]
-    ids = random.Random(f"ids of {row.id}, repetition {repetition}")
+    ids = random.Random(f"ids of {row.id}, repetition {repetition}, try {attempt}")
     last_id = SHAPES[row.model].vocab_size - 4
 
     def draw(num: int) -> list[int]:

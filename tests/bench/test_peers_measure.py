@@ -1,0 +1,160 @@
+"""How the comparison measures: what a disturbed measurement is repeated with, and what is refused as a result."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from bench.peers import measure as measuring
+from bench.peers import quiet
+from bench.peers.engines.interface import Home, Running, Setup
+from bench.peers.figures import impossible
+from bench.peers.jobs import Job, JobResult, Served
+from bench.peers.limits import Limits
+from bench.peers.measure import Plan, measure
+from bench.peers.records import MACHINE, Machine, Report, measured, read_records
+from bench.peers.table import markdown
+from bench.peers.turns import Turns
+from bench.peers.workload import ROWS, Row, job_of
+
+LIMITS = Limits(2, 40.0, 908.0, 500.0, 1880.0)
+
+
+@dataclass
+class Caching:
+    """An engine with a prefix cache: what it has seen before costs it next to nothing."""
+
+    name: str = "Quintet"
+    prompt_s: float = 4.0
+    seen: list[list[int]] = field(default_factory=list)
+    asked: list[Job] = field(default_factory=list)
+
+    def runs(self, row: Row) -> bool:
+        return True
+
+    def is_installed(self, home: Home) -> bool:
+        return True
+
+    def versions(self, home: Home) -> dict[str, str]:
+        return {}
+
+    def model_path(self, home: Home, setup: Setup) -> Path:
+        return home.folder
+
+    def memory_bytes(self, setup: Setup) -> int:
+        return 0
+
+    def start(self, home: Home, setup: Setup) -> Running:
+        return self
+
+    def run(self, job: Job) -> JobResult:
+        self.asked.append(job)
+        served = []
+        for prompt, output_len in zip(job.prompts, job.output_lens, strict=True):
+            first_s = 0.07 if prompt in self.seen else self.prompt_s
+            self.seen.append(prompt)
+            served.append(Served(0.0, [first_s + 0.1 * i for i in range(output_len)], output_len))
+        return JobResult(self.prompt_s, served)
+
+    def pss_bytes(self) -> int:
+        return 0
+
+    def stop(self) -> None:
+        pass
+
+
+@pytest.fixture
+def disturbed_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[float]], None]:
+    """Let each measurement of an engine in turn be disturbed by a share of the machine, its limits by none."""
+
+    def script(shares: Sequence[float]) -> None:
+        left = itertools.chain([0.0], shares)  # the limits come first
+
+        class Scripted:
+            def __init__(self, own: object) -> None:
+                pass
+
+            def share(self) -> float:
+                return next(left)
+
+        monkeypatch.setattr(quiet, "ForeignMeter", Scripted)
+        monkeypatch.setattr(quiet, "is_quiet", lambda own, allowed: True)
+        monkeypatch.setattr(quiet, "pause", lambda: None)
+        monkeypatch.setattr(measuring, "build_probe", lambda home: home / "limits")
+        monkeypatch.setattr(measuring, "measure_limits", lambda program, threads: LIMITS)
+
+    return script
+
+
+def test_a_disturbed_prompt_is_repeated_with_ids_that_no_cache_knows(
+    tmp_path: Path, disturbed_by: Callable[[Sequence[float]], None]
+) -> None:
+    disturbed_by([0.5, 0.3, 0.0])
+    engine = Caching()
+    assert measure(_plan(tmp_path, engine, "prompt-S-bf16")) == []
+    warm, *tries = engine.asked
+    assert len(tries) == 3
+    beginnings = {tuple(job.prompts[0][:16]) for job in (warm, *tries)}
+    assert len(beginnings) == 4
+    assert {len(job.prompts[0]) for job in tries} == {2048}
+    records = measured(read_records(tmp_path / "raw.jsonl"))
+    assert records["prompt-S-bf16", "Quintet", 0].figures["prompt_tok_s"] == 2048 / 4.0
+
+
+def test_a_figure_beyond_its_limit_is_an_error_and_no_record(
+    tmp_path: Path, disturbed_by: Callable[[Sequence[float]], None]
+) -> None:
+    disturbed_by([0.0])
+    plan = _plan(tmp_path, Caching(prompt_s=0.067), "prompt-S-bf16")
+    (failure,) = measure(plan)
+    assert failure.error.startswith("prompt_tok_s 30,567.16 is beyond the limit measured beside it, 1,129")
+    assert failure.figures == {}
+    records = read_records(tmp_path / "raw.jsonl")
+    assert ("prompt-S-bf16", "Quintet", 0) not in measured(records)
+    assert ("prompt-S-bf16", MACHINE, 0) in measured(records)
+    report = Report("2026-01-01", Machine("a processor", 2, 1 << 34, "Linux", "3.11"), 2, {}, records)
+    words = markdown(report, ROWS, ["Quintet"])
+    assert "30,567.16" not in words.partition("Not counted:")[0]
+    assert "one 2 048-token prompt, Quintet, repetition 1: prompt_tok_s 30,567.16" in words
+
+    disturbed_by([0.0])
+    again = Plan(**{**_fields(plan), "engines": [Caching()]})
+    assert measure(again) == []
+    assert ("prompt-S-bf16", "Quintet", 0) in measured(read_records(tmp_path / "raw.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("row_id", "key", "just_possible", "impossible_value"),
+    [
+        ("stream-S-bf16", "decode_tok_s", 40.4, 40.6),
+        ("prompt-S-w8a8", "prompt_tok_s", 2300.0, 2400.0),
+        ("clients8-S-bf16", "output_tok_s", 232.0, 233.0),
+        ("prefix-S-bf16", "duration_s", 2.4, 2.3),
+    ],
+)
+def test_what_a_machine_can_do_at_most(
+    row_id: str, key: str, just_possible: float, impossible_value: float
+) -> None:
+    row = next(row for row in ROWS if row.id == row_id)
+    job = job_of(row, 0)
+    assert impossible(row, job, {key: just_possible}, LIMITS) == ""
+    assert key in impossible(row, job, {key: impossible_value}, LIMITS)
+
+
+def test_no_limit_is_claimed_where_the_machine_lacks_the_instruction() -> None:
+    row = next(row for row in ROWS if row.id == "prompt-S-w8a8")
+    without = Limits(2, 40.0, 0.0, 500.0, 0.0)
+    assert impossible(row, job_of(row, 0), {"prompt_tok_s": 1e9}, without) == ""
+
+
+def _plan(folder: Path, engine: Caching, row_id: str) -> Plan:
+    rows = [row for row in ROWS if row.id == row_id]
+    home = Home(folder, 2, 4096, 1 << 30)
+    return Plan(rows, [engine], 1, home, folder / "raw.jsonl", Turns(None, 0.0), 0.05, 4)
+
+
+def _fields(plan: Plan) -> dict[str, object]:
+    return {name: getattr(plan, name) for name in Plan.__dataclass_fields__}
