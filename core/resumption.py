@@ -19,8 +19,13 @@ from quintet.wire.messages import Admit
 MAX_KEPT_BYTES = 256 << 20
 """Ids kept for clients that may come back; of more, those that have waited longest are dropped."""
 
+FIXED_BYTES = 1024
+"""What a request takes to keep besides the bytes that came with it, about."""
+
 MAX_MOVED = 1 << 16
 """Former ids that are remembered."""
+
+_encode = msgspec.msgpack.Encoder().encode
 
 
 def can_go_on(request: Request, admit: Admit) -> bool:
@@ -41,14 +46,16 @@ class KeptRequest:
     """A request whose client may come back: as it was admitted, and the outputs of each choice so far."""
 
     admit: Admit
-    until_ns: int
+    admit_bytes: int
+    """What the admission takes to keep, about."""
+    until_ns: int = 0
     outputs: dict[int, bytes] = field(default_factory=dict)
     """Id of the choice under its former frontend -> int32."""
 
     @property
     def num_bytes(self) -> int:
         """What it takes to keep, about."""
-        return len(self.admit.prompt_ids) + sum(map(len, self.outputs.values())) + 1024
+        return self.admit_bytes + sum(map(len, self.outputs.values()))
 
     def choices(self) -> list[tuple[int, bytes]]:
         """Return number and outputs of every choice, as `Reclaimed` tells them."""
@@ -81,7 +88,7 @@ class Shelf:
         first = request.request_id - request.choice
         kept = self._kept.get(first)
         if kept is None:
-            kept = self._kept[first] = KeptRequest(origin, 0)
+            kept = self._kept[first] = KeptRequest(origin, FIXED_BYTES + len(_encode(origin)))
             self._num_bytes += kept.num_bytes
         kept.until_ns = now_ns + self._grace_ns
         self._num_bytes -= len(kept.outputs.get(request.request_id, b""))

@@ -26,7 +26,10 @@ Header = tuple[bytes, bytes]
 JSON = b"application/json"
 CONNECTION = "quintet.connection"
 """ASGI extension through which the server lends the connection's ``abort``."""
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
+REQUEST_ID_HEADER = "x-request-id"
+MAX_REQUEST_ID = 256
+REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID}}}")
+"""Ids that clients may give their requests: an answer repeats its id in every event of every choice."""
 
 
 class ClientGone(Exception):
@@ -52,9 +55,9 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))
-        given = self.header("x-request-id")
-        self.request_id = given if given and _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
-        """The client's X-Request-Id, or one made here; echoed in the response."""
+        given = self.header(REQUEST_ID_HEADER)
+        self.request_id = given if given and REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+        """The client's X-Request-Id, or one made here if there is none that can be repeated; echoed in the response."""
 
     def header(self, name: str) -> str | None:
         """Return the first header of this (lower-case) name."""

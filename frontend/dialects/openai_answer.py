@@ -63,7 +63,7 @@ def options_of(
     wanted = body.stream_options
     include_usage = wanted is not None and bool(wanted.include_usage)
     return Options(
-        response_id=f"{id_prefix}-{body.request_id or exchange.request_id}",
+        response_id=f"{id_prefix}-{parse.request_id(body, exchange)}",
         created=int(time.time()),
         model=model.served_names[0],
         num_choices=params.n,

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from quintet.frontend.dialects.openai_types import SHARED_SAMPLING_FIELDS, ChatBody, GenerationBody, RawField
-from quintet.frontend.exchange import Exchange
+from quintet.frontend.exchange import MAX_REQUEST_ID, REQUEST_ID, REQUEST_ID_HEADER, Exchange
 from quintet.wire.config import EngineConfig, ModelConfig
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import MAX_COUNT, MAX_SHOWN, SamplingParams, shown
@@ -247,6 +247,20 @@ def deadline_ns(body: GenerationBody, exchange: Exchange) -> int:
             )
         waits_s.append(int(given) * 1e-3)
     return exchange.arrival_ns + max(1, int(min(waits_s) * 1e9)) if waits_s else 0
+
+
+def request_id(body: GenerationBody, exchange: Exchange) -> str:
+    """Return the id that the answer's own begins with: the body's, else the header's, else the one that was made."""
+    for name, param, given in (
+        ("request_id", "request_id", body.request_id),
+        (f"The header {REQUEST_ID_HEADER}", None, exchange.header(REQUEST_ID_HEADER)),
+    ):
+        if given and not REQUEST_ID.fullmatch(given):
+            raise invalid(
+                f"{name} is {shown(given)}; it must be 1 to {MAX_REQUEST_ID} printable ASCII characters without spaces.",
+                param,
+            )
+    return body.request_id or exchange.request_id
 
 
 def chat_max_tokens(body: ChatBody) -> int | None:

@@ -6,12 +6,18 @@ fields that are not implemented are refused by `quintet.frontend.dialects.openai
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from quintet.wire.params import SamplingParams
 
 RawField = msgspec.Raw | msgspec.UnsetType
 """JSON that is kept as it came, or was not sent."""
+
+
+MAX_ROLE = 256
+"""Characters."""
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -114,7 +120,8 @@ class TextPart(msgspec.Struct, kw_only=True):
 class ChatMessage(msgspec.Struct, kw_only=True):
     """One turn of a conversation. Further fields (``name``, ``tool_calls``, …) reach the chat template unchanged."""
 
-    role: str
+    role: Annotated[str, msgspec.Meta(max_length=MAX_ROLE)]
+    """Every choice of an answer may repeat the last one."""
     content: str | list[TextPart] | None = None
 
 

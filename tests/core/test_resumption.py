@@ -163,6 +163,17 @@ def test_what_is_kept_is_bounded() -> None:
     assert 1 <= len(known) < 8 and len(known) == len(world.engine.shelf)
 
 
+def test_all_that_came_with_a_kept_request_counts() -> None:
+    shapes = {"answer": Claim(KEY, b"a" * 10_000), "stop strings": CLAIM, "salt": CLAIM}
+    options = {"answer": {}, "stop strings": {"stop": ["s" * 4000] * 3}, "salt": {"cache_salt": "s" * 10_000}}
+    for what, claim in shapes.items():
+        world = World()
+        world.engine.shelf = Shelf(10 * S, max_bytes=10_000)
+        world.admit(1, PROMPT, ignore_eos=True, claim=claim, **options[what])
+        world.run()
+        assert reclaim(world, 1).admit is None, what
+
+
 def test_a_choice_that_ended_before_stays_with_the_others() -> None:
     world = World()
     world.admit(1, PROMPT, n=2, seed=1, temperature=1.0, ignore_eos=True, claim=CLAIM)

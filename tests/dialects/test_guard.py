@@ -76,7 +76,21 @@ def test_request_ids_are_echoed_or_made(shared: Any) -> None:
     made = [shared.ask("GET", "/nowhere").headers["x-request-id"] for _ in range(2)]
     assert made[0] != made[1]
     odd = shared.ask("GET", "/livez", headers={"x-request-id": "a b"})
-    assert odd.headers["x-request-id"] != "a b"
+    assert odd.status == 200 and odd.headers["x-request-id"] != "a b"
+
+
+@pytest.mark.parametrize("odd", ["a b", "r" * 257, "\xe4"])
+def test_an_id_that_cannot_be_repeated_is_refused_wherever_it_comes_from(shared: Any, odd: str) -> None:
+    replies = [
+        shared.ask("POST", "/v1/completions", COMPLETION, {"x-request-id": odd}),
+        shared.ask("POST", "/v1/completions", {"prompt": "x", "request_id": odd}),
+    ]
+    errors = [reply.json["error"] for reply in replies]
+    assert [reply.status for reply in replies] == [400, 400]
+    assert [error["param"] for error in errors] == [None, "request_id"]
+    for error in errors:
+        assert "1 to 256 printable ASCII characters" in error["message"]
+    assert all(odd not in reply.headers["x-request-id"] for reply in replies)
 
 
 def test_the_server_does_not_name_its_parts(shared: Any) -> None:
