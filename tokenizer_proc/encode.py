@@ -53,7 +53,7 @@ class Encoder:
         field = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
         keep = self._tokens_to_keep(params)
         if isinstance(prompt, TokenPrompt):
-            ids = self._checked_ids(prompt)
+            ids = _ids_of(prompt)
             if keep is not None:
                 ids = ids[max(0, len(ids) - keep) :] if params.truncation_side == "left" else ids[:keep]
         else:
@@ -67,6 +67,7 @@ class Encoder:
             raise RequestError(
                 ErrorCode.INVALID, f"{field} is empty: it has no tokens; send at least one token.", field
             )
+        self._check_known(ids, field)
         self._check_length(len(ids), params.max_tokens, field)
         return ids
 
@@ -99,6 +100,8 @@ class Encoder:
                 raise RequestError(
                     ErrorCode.INVALID, f"bad_words has {word!r}, which has no tokens.", "bad_words"
                 )
+            for ids in found:
+                self._check_known(ids, "bad_words")
             sequences += found
         return sequences
 
@@ -135,18 +138,20 @@ class Encoder:
             )
         return keep
 
-    def _checked_ids(self, prompt: TokenPrompt) -> Sequence[int]:
-        if len(prompt.token_ids) % 4:
-            raise RequestError(ErrorCode.INVALID, "the prompt's ids are not whole 32-bit integers.", "prompt")
-        ids = unpack_i32(prompt.token_ids)
-        if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
-            wrong = next(token_id for token_id in ids if not 0 <= token_id < self._vocab_size)
-            raise RequestError(
-                ErrorCode.INVALID,
-                f"token id {wrong} is out of vocabulary; ids must be between 0 and {self._vocab_size - 1}.",
-                "prompt",
-            )
-        return ids
+    def _check_known(self, ids: Sequence[int], field: str) -> None:
+        """Refuse ids that the model has no embedding for: tokenizers may have added tokens beyond its vocabulary."""
+        size = self._vocab_size
+        if 0 <= min(ids) <= max(ids) < size:
+            return
+        wrong = next(token_id for token_id in ids if not 0 <= token_id < size)
+        token = self._tokenizer.id_to_token(wrong) if wrong >= 0 else None
+        spelling = "no token of the tokenizer" if token is None else repr(token)
+        raise RequestError(
+            ErrorCode.INVALID,
+            f"{field} holds the token id {wrong} ({spelling}), and the model's vocabulary has {size} tokens: ids must be "
+            f"between 0 and {size - 1}. Leave the token out.",
+            field,
+        )
 
     def _refuse_hopeless(self, text: str, field: str) -> None:
         """Refuse a text that is too long however it is split, before spending seconds on encoding it."""
@@ -176,6 +181,12 @@ class Encoder:
                 f"{num_prompt} tokens. Please reduce the length of the {field}.",
                 field,
             )
+
+
+def _ids_of(prompt: TokenPrompt) -> Sequence[int]:
+    if len(prompt.token_ids) % 4:
+        raise RequestError(ErrorCode.INVALID, "the prompt's ids are not whole 32-bit integers.", "prompt")
+    return unpack_i32(prompt.token_ids)
 
 
 def _most_characters(tokenizer: Tokenizer, max_tokens: int) -> int | None:

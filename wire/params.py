@@ -165,9 +165,11 @@ def _check_lists(p: SamplingParams, max_logprobs: int, vocab_size: int | None) -
             continue
         if value == -1 and max_logprobs == -1:
             continue
-        most = max_logprobs if max_logprobs >= 0 else MAX_COUNT
+        most, whose = max_logprobs if max_logprobs >= 0 else MAX_COUNT, "the server's --max-logprobs"
+        if vocab_size is not None and vocab_size < most:
+            most, whose = vocab_size, "the tokens that the model has"
         if not 0 <= value <= most:
-            raise _bad(field, value, f"between 0 and {most} (the server's --max-logprobs)")
+            raise _bad(field, value, f"between 0 and {most} ({whose})")
     if len(p.stop) > MAX_STOP_STRINGS:
         raise _bad("stop", f"{len(p.stop)} strings", f"at most {MAX_STOP_STRINGS} strings")
     if (num_chars := sum(map(len, p.stop))) > MAX_STOP_CHARS:

@@ -248,6 +248,18 @@ def derive_swap_bytes(asked_gib: float | None, device: str, kind: str, available
     return swap_bytes
 
 
+def known_eos(card: ModelCard) -> tuple[list[int], list[str]]:
+    """Return the model's end-of-sequence ids that it can draw, and a note on those that it cannot."""
+    known = [token_id for token_id in card.eos_token_ids if 0 <= token_id < card.vocab_size]
+    if len(known) == len(card.eos_token_ids):
+        return known, []
+    unknown = ", ".join(str(token_id) for token_id in card.eos_token_ids if token_id not in known)
+    left = "only max_tokens and stop strings end an answer" if not known else f"{known} end an answer"
+    return known, [
+        f"eos_token_id {unknown} of {card.path} is ignored: the vocabulary has {card.vocab_size} tokens; {left}"
+    ]
+
+
 def check_run_dir_length(run_dir: Path) -> None:
     """Reject a folder so deep that the sockets in it could not be bound."""
     longest = len(str(run_dir)) + _LONGEST_SOCKET_NAME

@@ -82,6 +82,25 @@ def test_generation_defaults_can_be_switched_off_without_losing_the_end_of_seque
     assert (model.generation_defaults, model.eos_token_ids) == ({}, [7])
 
 
+@pytest.mark.parametrize(
+    ("given", "kept", "words"),
+    [
+        ([2, 100], [2], "eos_token_id 100 of"),
+        ([-1, 5000], [], "only max_tokens and stop strings end an answer"),
+        ([2, 99], [2, 99], None),
+    ],
+)
+def test_an_end_of_sequence_that_the_model_cannot_draw_is_ignored_with_a_note(
+    tmp_path: Path, given: list[int], kept: list[int], words: str | None
+) -> None:
+    """The executor would refuse every plan that names it."""
+    resolution = resolved(write_model(tmp_path, eos_token_id=given))
+    assert resolution.config.model.eos_token_ids == kept
+    notes = [note for note in resolution.notes if "eos_token_id" in note]
+    assert len(notes) == (words is not None)
+    assert words is None or words in notes[0]
+
+
 # --- rules ---
 
 

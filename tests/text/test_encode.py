@@ -130,6 +130,36 @@ def test_ids_out_of_vocabulary_are_named(
     assert f"token id {token_id} " in error.message and f"between 0 and {limit}" in error.message
 
 
+@pytest.fixture
+def beyond(model_of: Callable[..., ModelConfig], tokenizers_by_style: dict[str, Tokenizer]) -> Encoder:
+    """A tokenizer with one token more than the model has."""
+    tokenizer = Tokenizer.from_str(tokenizers_by_style["byte_level"].to_str())
+    size = tokenizer.get_vocab_size()
+    tokenizer.add_special_tokens(["[PAD]"])
+    templates = ChatTemplates({"default": "{{ messages[0].content }}"}, {})
+    return Encoder(tokenizer, templates, model_of(tokenizer, 100, vocab_size=size))
+
+
+def test_a_token_that_the_model_does_not_have_is_named(beyond: Encoder) -> None:
+    size = beyond._vocab_size
+    chat = ChatPrompt(msgspec.json.encode([{"role": "user", "content": "a [PAD] b"}]))
+    kept = {"truncate_prompt_tokens": 50}
+    for prompt, changes in ((TextPrompt("a [PAD] b"), {}), (chat, {}), (TextPrompt("[PAD]"), kept)):
+        error = refused(beyond, prompt, **changes)
+        assert (error.code, error.param) == (
+            ErrorCode.INVALID,
+            "messages" if prompt is chat else "prompt",
+        )
+        assert f"token id {size} ('[PAD]')" in error.message and f"has {size} tokens" in error.message
+    assert beyond.prompt_ids(TextPrompt("a b"), params())
+
+
+def test_a_bad_word_that_the_model_cannot_write_is_named(beyond: Encoder) -> None:
+    with pytest.raises(RequestError, match=r"bad_words holds the token id \d+ \('\[PAD\]'\)") as caught:
+        beyond.bad_word_ids(["hello", "[PAD]"])
+    assert caught.value.param == "bad_words"
+
+
 def test_half_an_id_is_invalid(encoder: Encoder) -> None:
     assert refused(encoder, TokenPrompt(b"\x01\x00\x00")).code is ErrorCode.INVALID
 

@@ -78,6 +78,7 @@ def test_worker_ids_read_like_addresses() -> None:
         ({"min_tokens": 17}, "min_tokens", "at most max_tokens"),
         ({"stop": [""]}, "stop", "non-empty"),
         ({"logprobs": 21}, "logprobs", "between 0 and 20"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs", "between 0 and 20"),
         ({"logit_bias": {99: 1.0}}, "logit_bias", "between 0 and 98"),
         ({"allowed_token_ids": []}, "allowed_token_ids", "non-empty"),
         ({"seed": 1 << 63}, "seed", "64-bit"),
@@ -104,6 +105,16 @@ def test_bad_parameters_are_named_with_their_range(change: dict[str, Any], param
     assert caught.value.param == param
     assert said in caught.value.message
     assert len(caught.value.message.encode()) < 300
+
+
+@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
+def test_no_more_log_probabilities_than_the_model_has_tokens(field: str) -> None:
+    """Whatever --max-logprobs allows: the tokenizer's inbox would drop the request."""
+    with pytest.raises(RequestError, match=f"{field} is 9; it must be between 0 and 8 .the tokens that"):
+        SamplingParams(**{field: 9}).checked(max_logprobs=20, vocab_size=8)
+    with pytest.raises(RequestError, match=f"{field} is 9; it must be between 0 and 8 .the tokens that"):
+        SamplingParams(**{field: 9}).checked(max_logprobs=-1, vocab_size=8)
+    SamplingParams(**{field: 8}).checked(max_logprobs=20, vocab_size=8)
 
 
 @pytest.mark.parametrize(
