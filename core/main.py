@@ -9,11 +9,11 @@ from quintet.core.audit import Auditors, by_seat
 from quintet.core.engine import Engine
 from quintet.core.metrics import CoreMetrics, S
 from quintet.core.outbox import Effects
+from quintet.process.runtime import Process, child_main
 from quintet.wire.codec import pack_i32, pack_i64, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of
 from quintet.wire.messages import Admit, Cancel, Live, Reclaim, StopHit, Unknown
-from quintet.wire.runtime import Process, child_main
 from quintet.wire.step import Capacity, StepResult
 from quintet.wire.supervision import SeatState, Topology
 

@@ -1,7 +1,7 @@
 """What the spans of all processes say about a step: how long each thing takes, and how much of it nobody waits for.
 
 A step is the time from the moment the executor begins one plan to the moment it begins the next. Knows nothing of how
-spans are recorded (``wire/trace.py``) or drawn (``bench/timeline``).
+spans are recorded (``process/trace.py``) or drawn (``bench/timeline``).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from statistics import median
 
 import msgspec
 
+from quintet.process.trace import SPANS, SUFFIX, Trace, read_trace
 from quintet.wire.errors import ConfigError
-from quintet.wire.trace import SPANS, SUFFIX, Trace, read_trace
 
 COMPUTE = ("tables", "arrays", "layers", "logits", "sampling")
 """Spans in which the executor works on a step: what everything else should hide behind."""

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from quintet.detokenizer_proc.incremental import Decoder, PieceTable
 from quintet.detokenizer_proc.rows import Steps
 from quintet.detokenizer_proc.vocabulary import load_vocabulary
+from quintet.process.runtime import Process, child_main
 from quintet.wire.codec import pack_i32, pack_i64, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig, ModelConfig
 from quintet.wire.errors import ErrorCode
 from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of
 from quintet.wire.messages import Detokenized, DetokenizeQuery, Failed, Live, StopHit, Text, Tokens, Unknown
-from quintet.wire.runtime import Process, child_main
 from quintet.wire.supervision import Drain, Drained, Topology
 
 QUERY_SLICE = 4096

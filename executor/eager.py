@@ -17,8 +17,8 @@ from quintet.executor.models.model import CausalModel
 from quintet.executor.ops.table import Ops
 from quintet.executor.sampling.settings import Settings
 from quintet.executor.slots import SlotTables
+from quintet.process.trace import Span, no_span
 from quintet.wire.kv_spec import KvSpec
-from quintet.wire.trace import Span, no_span
 
 MAX_OUTPUTS = 256
 

@@ -18,12 +18,12 @@ from collections.abc import Callable
 from quintet.executor.in_flight import Begun, InFlight
 from quintet.executor.interface import Finished, StepWorker
 from quintet.executor.weights.read_ahead import read_ahead
+from quintet.process.runtime import Process, child_main
+from quintet.process.trace import Span
 from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.runtime import Process, child_main
 from quintet.wire.step import Capacity, StepPlan, StepsEnded
 from quintet.wire.supervision import Topology
-from quintet.wire.trace import Span
 
 WORKERS = {
     "torch": "quintet.executor.worker:make_worker",

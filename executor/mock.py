@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quintet.executor.interface import Finished
+from quintet.process.trace import Span, no_span
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError
 from quintet.wire.params import SamplingParams
 from quintet.wire.step import NewRow, PromptLogprobs, StepPlan, StepResult, TokenLogprobs
-from quintet.wire.trace import Span, no_span
 
 _MIX_A, _MIX_B = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 SEED_MASK = (1 << 64) - 1

@@ -33,10 +33,10 @@ from quintet.executor.slots import SlotTables
 from quintet.executor.smaller_steps import SmallerSteps
 from quintet.executor.weights.load import fill_randomly, load_checkpoint
 from quintet.executor.weights.packed_cache import PackedCache
+from quintet.process.trace import Span, no_span
 from quintet.wire.config import EngineConfig, ModelConfig
 from quintet.wire.errors import ConfigError
 from quintet.wire.step import StepPlan, StepResult
-from quintet.wire.trace import Span, no_span
 
 log = logging.getLogger(__name__)
 

@@ -21,11 +21,11 @@ import uvloop
 from quintet.frontend.app import App
 from quintet.frontend.connection import IDLE_S, Protocol, bound_send_buffer
 from quintet.frontend.service import Inbound, Service
+from quintet.process.runtime import Process, Stopping, child_main
 from quintet.wire.config import EngineConfig, FrontendConfig
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.messages import Detokenized, Failed, Reclaimed, Text, Tokenized, Unknown
-from quintet.wire.runtime import Process, Stopping, child_main
 
 LISTEN_FD = "QUINTET_LISTEN_FD"
 """Environment variable with the number of the listening socket's descriptor, made by the supervisor."""

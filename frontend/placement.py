@@ -20,7 +20,7 @@ from quintet.wire.metrics import Metrics
 from quintet.wire.supervision import SeatState, Topology
 
 Send = Callable[[Role, int, msgspec.Struct], bool]
-"""`quintet.wire.sockets.Peers.send`: queues a message for a peer; False when there is no such peer."""
+"""`quintet.process.sockets.Peers.send`: queues a message for a peer; False when there is no such peer."""
 
 
 class Placement:

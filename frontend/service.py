@@ -12,13 +12,13 @@ from quintet.frontend.exchange import Exchange
 from quintet.frontend.patience import Patience
 from quintet.frontend.queries import Queries
 from quintet.frontend.sessions import Send, Sessions
+from quintet.process.trace import Span, no_span
 from quintet.wire.codec import unpack_i64
 from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.messages import Detokenized, Failed, Reclaimed, Text, Tokenized, Unknown
 from quintet.wire.metrics import CounterSeries, HistogramSeries, Metrics
 from quintet.wire.supervision import Drain, Drained, MetricsReport, Topology
-from quintet.wire.trace import Span, no_span
 
 Inbound = Text | Failed | Tokenized | Detokenized | Reclaimed | Unknown | Topology | Drain | MetricsReport
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 import uvloop
 
+from quintet.process.runtime import Process, child_main
 from quintet.tokenizer_proc.encode import Encoder, load_encoder, size_of
 from quintet.wire.codec import encode, pack_i32
 from quintet.wire.config import EngineConfig
@@ -23,7 +24,6 @@ from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of
 from quintet.wire.messages import Admit, Cancel, Failed, Submit, Tokenized, TokenizeQuery
 from quintet.wire.metrics import COUNT_BUCKETS
-from quintet.wire.runtime import Process, child_main
 from quintet.wire.supervision import Drain, Drained, Topology
 
 INLINE_BYTES = 8 << 10

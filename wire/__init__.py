@@ -1,5 +1,5 @@
-"""The contract between Quintet's processes: every message, parameter, limit and socket they share.
+"""The contract between Quintet's processes: every message, parameter, limit and figure they share.
 
-This is the only code that more than one kind of process imports. It knows nothing of HTTP, text, schedulers
-or tensors; it imports the standard library, msgspec, pyzmq and (for process titles) setproctitle.
+It knows nothing of sockets, HTTP, text, schedulers or tensors; it imports the standard library and msgspec. What moves
+the messages is `quintet.process`.
 """

@@ -166,9 +166,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     processes: ProcessesConfig
     log_level: str = "INFO"
     trace: str | None = None
-    """Folder where every process writes its spans when it ends; None records none. See ``wire/trace.py``."""
+    """Folder where every process writes its spans when it ends; None records none. See ``process/trace.py``."""
     record: str | None = None
-    """Folder where every process keeps what it was sent and what it sent; None keeps nothing. See ``wire/record.py``."""
+    """Folder where every process keeps what it was sent and what it sent; None keeps nothing. See ``process/record.py``."""
     record_bytes: int = 512 << 20
     """What the recording of one seat may take; its oldest parts are deleted."""
 

@@ -19,10 +19,10 @@ import msgspec
 
 from quintet.deploy.resolve.build import resolve
 from quintet.deploy.resolve.flags import Options
+from quintet.process.seal import Seal
 from quintet.wire import messages as m
 from quintet.wire import step as s
 from quintet.wire.codec import encode, pack_i32, pack_i64
-from quintet.wire.seal import Seal
 from quintet.wire.sense import Sense
 
 RUNS, CALLS = 200, 100

@@ -26,9 +26,9 @@ from bench.overhead.server import Server, serve
 from quintet.deploy.commands.bench import measured, words_per_token
 from quintet.deploy.load_client.load import Load
 from quintet.deploy.load_client.workload import PromptSpec, RequestShape, random_prompts
-from quintet.wire import record
+from quintet.process import record
+from quintet.process.record import Recorder, open_recording
 from quintet.wire.ids import WorkerId
-from quintet.wire.record import Recorder, open_recording
 
 INPUT_LEN, OUTPUT_LEN = 32, 128
 MODEL = "served"

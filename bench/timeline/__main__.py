@@ -21,7 +21,7 @@ from quintet.deploy.commands.bench import measured, words_per_token
 from quintet.deploy.load_client.load import Load
 from quintet.deploy.load_client.workload import PromptSpec, RequestShape, random_prompts
 from quintet.deploy.step_account import Bar, Step, account, bars_of, read_folder, steps_of
-from quintet.wire.trace import merge
+from quintet.process.trace import merge
 
 SERVED_AS = "traced"
 NUM_DRAWN = 3

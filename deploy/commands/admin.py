@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quintet.deploy.supervisor import run_dirs
+from quintet.process.runtime import CONFIG_FILE, SUPERVISOR
+from quintet.process.sockets import Bus, Inbox, Peers, address_of
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError
-from quintet.wire.runtime import CONFIG_FILE, SUPERVISOR
-from quintet.wire.sockets import Bus, Inbox, Peers, address_of
 from quintet.wire.supervision import Command, CommandAnswer
 
 if TYPE_CHECKING:

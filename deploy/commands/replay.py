@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quintet.deploy.replay.roles import replay
-from quintet.wire.log import configure_logging
-from quintet.wire.record import RecordingError, open_recording
+from quintet.process.log import configure_logging
+from quintet.process.record import RecordingError, open_recording
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]

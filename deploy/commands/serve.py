@@ -22,9 +22,9 @@ from quintet.deploy.resolve.rules import check_ranges
 from quintet.deploy.supervisor import run_dirs
 from quintet.deploy.supervisor.listener import PortInUse, bind_listener
 from quintet.deploy.supervisor.nursery import Nursery, roles_to_fork
+from quintet.process.log import configure_logging
+from quintet.process.sockets import make_run_dir
 from quintet.wire.config import EngineConfig
-from quintet.wire.log import configure_logging
-from quintet.wire.sockets import make_run_dir
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from quintet.deploy.step_account import account, bars_of, read_folder, steps_of
-from quintet.wire.trace import merge
+from quintet.process.trace import merge
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]

@@ -27,14 +27,14 @@ from quintet.deploy.resolve.rules import derive_max_num_seqs
 from quintet.deploy.supervisor import run_dirs
 from quintet.frontend.queries import Queries
 from quintet.frontend.sessions import Sessions
+from quintet.process.runtime import CONFIG_FILE, SUPERVISOR
+from quintet.process.sockets import Bus, Inbox, Peers, address_of, make_run_dir
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import EXIT_CONFIG, ConfigError, ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.limits import largest_frame
 from quintet.wire.messages import Detokenized, Failed, Text, Tokenized
-from quintet.wire.runtime import CONFIG_FILE, SUPERVISOR
 from quintet.wire.sense import Sense
-from quintet.wire.sockets import Bus, Inbox, Peers, address_of, make_run_dir
 from quintet.wire.supervision import Drain, MetricsReport, Stop, Topology
 
 _REPORT_SLACK_S = 30.0

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from quintet.deploy.replay.compare import decoded, difference, without_times
-from quintet.wire.bell import Bell
+from quintet.process.bell import Bell
+from quintet.process.record import Recording, Sent, Turn
+from quintet.process.sockets import Outbox, Rejection
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.record import Recording, Sent, Turn
-from quintet.wire.sockets import Outbox, Rejection
 
 
 class EndOfRecording(BaseException):

@@ -14,11 +14,11 @@ from quintet.deploy.replay.playback import Account, EndOfRecording, Playback
 from quintet.detokenizer_proc.main import prepare as prepare_detokenizer
 from quintet.detokenizer_proc.main import serve as serve_detokenizer
 from quintet.executor.main import serve as serve_executor
+from quintet.process.record import Recording, RecordingError
+from quintet.process.runtime import Process, Stopping, Wires
 from quintet.tokenizer_proc.encode import load_encoder
 from quintet.tokenizer_proc.main import Service
 from quintet.wire.ids import Role
-from quintet.wire.record import Recording, RecordingError
-from quintet.wire.runtime import Process, Stopping, Wires
 
 FORGETFUL = frozenset({Role.TOKENIZER, Role.DETOKENIZER})
 """Roles that remember nothing when nothing is pending: they can be played to from such a moment."""

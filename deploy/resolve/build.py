@@ -15,6 +15,7 @@ from quintet.deploy.resolve.memory import available_ram_bytes, format_size, pars
 from quintet.deploy.resolve.source import locate_model
 from quintet.deploy.resolve.tokenizer_files import tokenizer_folder
 from quintet.deploy.resolve.weights import WeightFacts, read_weight_facts
+from quintet.process.record import SUFFIX
 from quintet.wire.config import (
     CacheConfig,
     EngineConfig,
@@ -26,7 +27,6 @@ from quintet.wire.config import (
 )
 from quintet.wire.errors import ConfigError
 from quintet.wire.kv_spec import KvSpec
-from quintet.wire.record import SUFFIX
 
 _DTYPE_BYTES: dict[Dtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 

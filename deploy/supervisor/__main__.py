@@ -16,9 +16,9 @@ import setproctitle
 from quintet.deploy.supervisor.boot_story import ReportedStory
 from quintet.deploy.supervisor.nursery import Nursery, roles_to_fork
 from quintet.deploy.supervisor.supervisor import Supervisor, Surroundings
+from quintet.process.log import configure_logging
+from quintet.process.runtime import CONFIG_FILE
 from quintet.wire.config import EngineConfig
-from quintet.wire.log import configure_logging
-from quintet.wire.runtime import CONFIG_FILE
 
 
 def main() -> int:

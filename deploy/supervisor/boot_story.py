@@ -16,10 +16,10 @@ from typing import Protocol, TextIO
 
 from quintet.deploy import embedded
 from quintet.deploy.supervisor.seats import SeatRecord
+from quintet.process.runtime import error_file
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import EXIT_CONFIG
 from quintet.wire.ids import Role
-from quintet.wire.runtime import error_file
 
 
 @dataclass(frozen=True, slots=True)

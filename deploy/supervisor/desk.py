@@ -12,11 +12,11 @@ from pathlib import Path
 from quintet.deploy.supervisor.changes import Changes
 from quintet.deploy.supervisor.commands import CommandError, Scale, Status, parse, status_lines
 from quintet.deploy.supervisor.seats import SeatTable
+from quintet.process.runtime import SUPERVISOR
+from quintet.process.sockets import Bus
 from quintet.wire.codec import encode
 from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role
-from quintet.wire.runtime import SUPERVISOR
-from quintet.wire.sockets import Bus
 from quintet.wire.supervision import Command, CommandAnswer
 
 

@@ -31,8 +31,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from quintet.deploy.supervisor.spawn import LISTEN_FD, MODULES, give_seat
+from quintet.process.runtime import (
+    die_with_parent,  # with it, before any fork, comes what every child imports
+)
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.runtime import die_with_parent  # with it, before any fork, comes what every child imports
 
 
 def roles_to_fork(has_real_executor: bool, has_frontends: bool) -> list[Role]:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from quintet.deploy.supervisor.spawn import ChildProcess
+from quintet.process.sockets import address_of
 from quintet.wire.config import ProcessesConfig
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.sockets import address_of
 from quintet.wire.supervision import Heartbeat, ProcessFigures, Seat, SeatState, Topology
 
 

@@ -1,7 +1,7 @@
 """Processes that were booted in advance, without a seat: one takes over at once when one of its role dies.
 
 Booting a tokenizer or detokenizer means reading a large vocabulary: seconds, on a machine whose cores all compute. A
-spare has that behind it, and waits at its standard input for the line that names its seat (`quintet.wire.runtime`).
+spare has that behind it, and waits at its standard input for the line that names its seat (`quintet.process.runtime`).
 """
 
 from __future__ import annotations

@@ -30,12 +30,12 @@ from quintet.deploy.supervisor.seats import SeatRecord, SeatTable
 from quintet.deploy.supervisor.spares import SPARE_ROLES, Spares
 from quintet.deploy.supervisor.spawn import MODULES, Spawner
 from quintet.deploy.supervisor.watch import STOP_GRACE_S, Watch
+from quintet.process.runtime import CONFIG_FILE, SUPERVISOR, error_file
+from quintet.process.sockets import Bus, Inbox, Peers, address_of
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import EXIT_CONFIG
 from quintet.wire.ids import Role
-from quintet.wire.runtime import CONFIG_FILE, SUPERVISOR, error_file
 from quintet.wire.sense import Sense
-from quintet.wire.sockets import Bus, Inbox, Peers, address_of
 from quintet.wire.supervision import (
     Command,
     Drain,

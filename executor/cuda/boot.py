@@ -19,8 +19,8 @@ from quintet.executor.cuda.tables import DeviceTables, StepMemory
 from quintet.executor.cuda.worker import DeviceWorker
 from quintet.executor.models.forward import AttentionLayer
 from quintet.executor.models.model import CausalModel
+from quintet.process.trace import Span, no_span
 from quintet.wire.config import EngineConfig
-from quintet.wire.trace import Span, no_span
 
 log = logging.getLogger("quintet")
 

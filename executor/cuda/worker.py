@@ -34,9 +34,9 @@ from quintet.executor.ops.table import Ops
 from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.slots import SlotTables
 from quintet.executor.smaller_steps import SmallerSteps
+from quintet.process.trace import Span, no_span
 from quintet.wire.config import EngineConfig
 from quintet.wire.step import StepPlan, StepResult
-from quintet.wire.trace import Span, no_span
 
 EAGER_STEPS_PER_CAPTURE = 8
 """A busy server captures one graph each time that so many decode steps had none: a pause now for shorter steps from then on."""

@@ -18,9 +18,9 @@ from quintet.executor.program.step import CStep, Step
 from quintet.executor.ragged import ranges
 from quintet.executor.sampling.settings import Settings
 from quintet.executor.slots import SlotTables
+from quintet.process.trace import Span, no_span
 from quintet.wire.config import EngineConfig
 from quintet.wire.kv_spec import KvSpec
-from quintet.wire.trace import Span, no_span
 
 MIN_OUTPUTS = 256
 """Rows of logits there is room for at least: prompt log-probabilities come so many at a time."""

@@ -14,13 +14,13 @@ import msgspec
 import psutil
 import zmq
 
+from quintet.process.seal import SEAL_BYTES, Seal, run_key
 from quintet.wire import messages as m
 from quintet.wire import step as s
 from quintet.wire import supervision
 from quintet.wire.columns import COLUMNS
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.params import SamplingParams
-from quintet.wire.seal import SEAL_BYTES, Seal, run_key
 
 from ..processes.server import Server
 

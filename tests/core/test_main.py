@@ -12,6 +12,8 @@ import msgspec
 import pytest
 
 from quintet.core.main import Core, Message
+from quintet.process.runtime import SUPERVISOR, Process, Stopping
+from quintet.process.sockets import Bus, Inbox, Peers, address_of
 from quintet.wire import codec
 from quintet.wire.config import (
     CacheConfig,
@@ -24,8 +26,6 @@ from quintet.wire.config import (
 from quintet.wire.ids import RequestIds, Role, WorkerId
 from quintet.wire.messages import Admit, Failed, Tokens
 from quintet.wire.params import SamplingParams
-from quintet.wire.runtime import SUPERVISOR, Process, Stopping
-from quintet.wire.sockets import Bus, Inbox, Peers, address_of
 from quintet.wire.step import Capacity, StepPlan
 from quintet.wire.supervision import Heartbeat, Ready, Seat, SeatState, Stop, Topology
 

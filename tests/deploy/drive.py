@@ -13,10 +13,10 @@ from quintet.deploy.supervisor.nursery import Nursery, roles_to_fork
 from quintet.deploy.supervisor.restarts import RestartPolicy
 from quintet.deploy.supervisor.seats import SeatRecord
 from quintet.deploy.supervisor.supervisor import Supervisor, Surroundings
+from quintet.process.log import configure_logging
+from quintet.process.runtime import CONFIG_FILE
 from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role
-from quintet.wire.log import configure_logging
-from quintet.wire.runtime import CONFIG_FILE
 from tests.deploy.fake_child import tell
 
 

@@ -12,10 +12,10 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from quintet.process.runtime import Process, child_main
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.runtime import Process, child_main
 from quintet.wire.supervision import Drain, Drained, MetricsQuery, MetricsReport, Stop, Topology
 
 

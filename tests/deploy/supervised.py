@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from quintet.process.runtime import CONFIG_FILE
+from quintet.process.sockets import make_run_dir
 from quintet.wire.config import (
     CacheConfig,
     EngineConfig,
@@ -29,8 +31,6 @@ from quintet.wire.config import (
 )
 from quintet.wire.ids import Role
 from quintet.wire.kv_spec import KvSpec
-from quintet.wire.runtime import CONFIG_FILE
-from quintet.wire.sockets import make_run_dir
 
 DEADLINE_S = 20.0
 HERE = Path(__file__).parent

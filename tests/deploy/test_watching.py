@@ -18,10 +18,10 @@ from quintet.deploy.supervisor.listener import PortInUse, bind_listener
 from quintet.deploy.supervisor.restarts import RestartPolicy, policy_of
 from quintet.deploy.supervisor.seats import SeatRecord, SeatTable
 from quintet.deploy.supervisor.watch import Watch, waited_for_processor_ns
+from quintet.process.runtime import error_file
 from quintet.wire.config import EngineConfig, ProcessesConfig
 from quintet.wire.errors import ConfigError
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.runtime import error_file
 from quintet.wire.supervision import Heartbeat, SeatState
 
 from .supervised import make_config

@@ -17,17 +17,17 @@ from tests.executor.test_process import ME, config_of
 from quintet.deploy.replay.roles import replay
 from quintet.executor import main
 from quintet.executor.main import Executor
+from quintet.process.record import open_recording
+from quintet.process.runtime import Process
+from quintet.process.sockets import Bus, Inbox, Peers, address_of, make_run_dir
+from quintet.process.trace import Span, no_span
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.metrics import decode_snapshot
 from quintet.wire.params import SamplingParams
-from quintet.wire.record import open_recording
-from quintet.wire.runtime import Process
-from quintet.wire.sockets import Bus, Inbox, Peers, address_of, make_run_dir
 from quintet.wire.step import Capacity, StepPlan, StepResult
 from quintet.wire.supervision import Seat, SeatState, Topology
-from quintet.wire.trace import Span, no_span
 
 DEADLINE_S = 60.0
 

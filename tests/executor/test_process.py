@@ -17,6 +17,8 @@ from tests.executor.conftest import Drawer, plan_of
 from tests.processes.poison import Effect, poison
 
 from quintet.executor.main import MAX_FAILURE_CHARS, MAX_FAILURES_ALONE, in_words
+from quintet.process.runtime import CONFIG_FILE, SUPERVISOR, error_file
+from quintet.process.sockets import Bus, Inbox, Peers, address_of, make_run_dir
 from quintet.wire.config import (
     CacheConfig,
     EngineConfig,
@@ -30,8 +32,6 @@ from quintet.wire.errors import EXIT_CONFIG
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.kv_spec import KvSpec
 from quintet.wire.params import SamplingParams
-from quintet.wire.runtime import CONFIG_FILE, SUPERVISOR, error_file
-from quintet.wire.sockets import Bus, Inbox, Peers, address_of, make_run_dir
 from quintet.wire.step import Capacity, StepResult
 from quintet.wire.supervision import Heartbeat, Ready, Seat, SeatState, Stop, Topology
 

@@ -18,10 +18,10 @@ import msgspec
 import pytest
 
 from quintet.frontend.main import Frontend
+from quintet.process.runtime import CONFIG_FILE, SUPERVISOR
+from quintet.process.sockets import Bus, Inbox, Peers, address_of, make_run_dir
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.messages import Text
-from quintet.wire.runtime import CONFIG_FILE, SUPERVISOR
-from quintet.wire.sockets import Bus, Inbox, Peers, address_of, make_run_dir
 from quintet.wire.supervision import (
     Drain,
     Drained,

@@ -19,8 +19,8 @@ from quintet.deploy import cli
 from quintet.deploy.supervisor import supervisor
 from quintet.executor import main
 from quintet.executor.interface import Pending, StepWorker
+from quintet.process.runtime import child_main
 from quintet.wire.ids import Role
-from quintet.wire.runtime import child_main
 from quintet.wire.step import StepPlan
 
 BEGINNING = [9, 9, 9, 9]

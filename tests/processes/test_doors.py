@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from quintet.frontend.guard import Keys
+from quintet.process.seal import KEY_FILE
 from quintet.wire.errors import RequestError
-from quintet.wire.seal import KEY_FILE
 
 from .server import Server, serve
 

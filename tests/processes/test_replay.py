@@ -12,10 +12,10 @@ import pytest
 from quintet.deploy.cli import main
 from quintet.deploy.replay.compare import decoded
 from quintet.deploy.replay.roles import replay
-from quintet.wire import record
+from quintet.process import record
+from quintet.process.record import Recorder, Recording, RecordingError, open_recording
 from quintet.wire.codec import encode
 from quintet.wire.ids import WorkerId
-from quintet.wire.record import Recorder, Recording, RecordingError, open_recording
 from quintet.wire.step import StepResult
 from quintet.wire.supervision import Topology
 

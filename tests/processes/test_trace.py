@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from quintet.deploy.step_account import bars_of, read_folder
-from quintet.wire.trace import WRITE_NOW, merge
+from quintet.process.trace import WRITE_NOW, merge
 from tests.processes.server import serve, wait_until
 
 NUM_TOKENS = 12

@@ -20,6 +20,8 @@ from tokenizers import (
     trainers,
 )
 
+from quintet.process.runtime import SUPERVISOR, Stopping
+from quintet.process.sockets import Bus, Inbox, Peers, address_of, make_run_dir
 from quintet.wire import messages as m
 from quintet.wire import supervision
 from quintet.wire.config import (
@@ -33,8 +35,6 @@ from quintet.wire.config import (
 )
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.kv_spec import KvSpec
-from quintet.wire.runtime import SUPERVISOR, Stopping
-from quintet.wire.sockets import Bus, Inbox, Peers, address_of, make_run_dir
 
 DEADLINE_S = 30.0
 CORPUS = [

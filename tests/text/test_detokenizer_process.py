@@ -14,6 +14,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from quintet.detokenizer_proc import main
+from quintet.process.runtime import CONFIG_FILE, Stopping, error_file
 from quintet.wire import messages as m
 from quintet.wire import supervision
 from quintet.wire.codec import pack_i32, pack_i64, pack_u8, unpack_i64
@@ -21,7 +22,6 @@ from quintet.wire.config import ModelConfig
 from quintet.wire.errors import EXIT_CONFIG, ErrorCode
 from quintet.wire.ids import RequestIds, Role, WorkerId
 from quintet.wire.metrics import decode_snapshot
-from quintet.wire.runtime import CONFIG_FILE, Stopping, error_file
 
 
 @pytest.fixture

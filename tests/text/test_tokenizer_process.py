@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer
 
+from quintet.process.runtime import CONFIG_FILE
 from quintet.tokenizer_proc import main
 from quintet.wire import messages as m
 from quintet.wire import supervision
@@ -22,7 +23,6 @@ from quintet.wire.errors import ErrorCode
 from quintet.wire.ids import RequestIds, Role, WorkerId
 from quintet.wire.metrics import decode_snapshot
 from quintet.wire.params import SamplingParams
-from quintet.wire.runtime import CONFIG_FILE
 
 BIG = "the quick brown fox " * 60_000  # 1.2 MB
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from quintet.process.bell import Bell
+from quintet.process.sockets import Bus, Inbox, Peers, address_of
 from quintet.wire import codec
-from quintet.wire.bell import Bell
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.messages import Cancel
-from quintet.wire.sockets import Bus, Inbox, Peers, address_of
 from quintet.wire.step import StepsEnded
 
 CORE = WorkerId(Role.CORE, 0, 1)

@@ -6,7 +6,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from quintet.wire import record
+from quintet.process import record
+from quintet.process.record import Recorder, RecordingError, Sent, open_recording
+from quintet.process.sockets import Outbox
 from quintet.wire.config import (
     CacheConfig,
     EngineConfig,
@@ -18,8 +20,6 @@ from quintet.wire.config import (
 )
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.kv_spec import KvSpec
-from quintet.wire.record import Recorder, RecordingError, Sent, open_recording
-from quintet.wire.sockets import Outbox
 
 ME = WorkerId(Role.CORE, 0, 1)
 PEER = WorkerId(Role.EXECUTOR, 0, 1)

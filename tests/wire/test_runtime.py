@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from quintet.process.runtime import SUPERVISOR, Process
+from quintet.process.sockets import Bus, Inbox, address_of
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.runtime import SUPERVISOR, Process
-from quintet.wire.sockets import Bus, Inbox, address_of
 from quintet.wire.supervision import Drain, Heartbeat
 from tests.deploy.supervised import make_config
 

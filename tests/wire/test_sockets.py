@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import zmq
 
+from quintet.process.seal import KEY_BYTES, KEY_FILE, SEAL_BYTES, Seal, run_key
+from quintet.process.sockets import Bus, Inbox, Peers, Rejection, address_of, make_run_dir
 from quintet.wire import codec
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.messages import Cancel, StopHit
-from quintet.wire.seal import KEY_BYTES, KEY_FILE, SEAL_BYTES, Seal, run_key
-from quintet.wire.sockets import Bus, Inbox, Peers, Rejection, address_of, make_run_dir
 from quintet.wire.supervision import Drain, Seat, SeatState
 
 CORE = WorkerId(Role.CORE, 0, 1)

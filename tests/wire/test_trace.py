@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from quintet.process.trace import SPANS, Tracer, merge, read_trace
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.trace import SPANS, Tracer, merge, read_trace
 
 ME = WorkerId(Role.CORE, 0, 2)
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("wire", "core", "executor", "tokenizer_proc", "detokenizer_proc", "frontend")
+FOLDERS = ("process", "core", "executor", "tokenizer_proc", "detokenizer_proc", "frontend")
 
 
 def test_a_span_begins_where_the_one_before_ended_and_is_about_the_same(tmp_path: Path) -> None:

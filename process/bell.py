@@ -9,7 +9,7 @@ import msgspec
 
 
 class Bell:
-    """Rung by any thread, any number of times; the loop's `quintet.wire.sockets.Inbox` turns the rings into one message.
+    """Rung by any thread, any number of times; the loop's `quintet.process.sockets.Inbox` turns the rings into one message.
 
     So what woke the loop is part of its turn like everything else, and in its recording.
     """

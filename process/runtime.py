@@ -26,19 +26,19 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol
 import msgspec
 import setproctitle
 
-from quintet.wire.bell import Bell
+from quintet.process.bell import Bell
+from quintet.process.log import configure_logging
+from quintet.process.record import Recorder
+from quintet.process.sockets import Bus, Inbox, MessageT, OpensOutboxes, Peers, Rejection, address_of
+from quintet.process.trace import Span, Tracer, no_span
 from quintet.wire.codec import encode
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import EXIT_CONFIG, ConfigError
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.limits import largest_frame
-from quintet.wire.log import configure_logging
 from quintet.wire.metrics import Metrics
-from quintet.wire.record import Recorder
 from quintet.wire.sense import Sense
-from quintet.wire.sockets import Bus, Inbox, MessageT, OpensOutboxes, Peers, Rejection, address_of
 from quintet.wire.supervision import Drain, Heartbeat, MetricsReport, Ready, Stop, Topology
-from quintet.wire.trace import Span, Tracer, no_span
 
 if TYPE_CHECKING:
     import asyncio  # the blocking loops start without it

@@ -21,9 +21,9 @@ from typing import BinaryIO
 
 import msgspec
 
+from quintet.process.sockets import OpensOutboxes, Outbox
 from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.sockets import OpensOutboxes, Outbox
 
 MAGIC = b"quintet recording 1\n"
 SUFFIX = ".rec"

@@ -2,7 +2,7 @@
 
 Each process binds one PULL socket, its inbox, at an address that names its epoch, and connects a PUSH socket to every
 inbox it writes to. Sends never block and never wait for a peer to exist; what is queued for a dead process is thrown
-away when the topology names its successor. Every frame is sealed with the server's key (``wire/seal.py``).
+away when the topology names its successor. Every frame is sealed with the server's key (``process/seal.py``).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any, Generic, Protocol, TypeVar
 import msgspec
 import zmq
 
+from quintet.process.bell import Bell
+from quintet.process.seal import SEAL_BYTES, Seal, run_key
 from quintet.wire import codec
-from quintet.wire.bell import Bell
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.limits import LEAST_BYTES
-from quintet.wire.seal import SEAL_BYTES, Seal, run_key
 from quintet.wire.supervision import Seat, SeatState
 
 MessageT = TypeVar("MessageT", bound=msgspec.Struct)
