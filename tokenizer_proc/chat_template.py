@@ -23,12 +23,15 @@ from jinja2.utils import Namespace
 from quintet.wire.config import ModelConfig
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
 from quintet.wire.messages import ChatPrompt
+from quintet.wire.params import shown
 
 SPECIAL_TOKEN_NAMES = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
 )  # fmt: skip
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 MAX_COMPILED = 64
+JINJA_MARKS = ("{{", "{%", "{#")
+"""Text without any of these is no template: it would say the same of every conversation."""
 TEXT_PARTS = {
     "text": "text",
     "input_text": "text",
@@ -167,7 +170,7 @@ class ChatTemplates:
 
     def _choose(self, asked: str | None, has_tools: bool) -> str:
         if asked is not None:
-            return self._templates.get(asked, asked)
+            return self._templates[asked] if asked in self._templates else self._own(asked)
         if has_tools and "tool_use" in self._templates:
             return self._templates["tool_use"]
         if "default" in self._templates:
@@ -182,6 +185,16 @@ class ChatTemplates:
             "this model has no chat template, so messages cannot be turned into a prompt; start the server with "
             "--chat-template FILE, or use /v1/completions.",
             "messages",
+        )
+
+    def _own(self, asked: str) -> str:
+        """Return a template that came with the request. Raises `RequestError` for what is none: a name that nobody has."""
+        if any(mark in asked for mark in JINJA_MARKS):
+            return asked
+        names = ", ".join(self._templates)
+        allowed = f"the name of one of this model's templates ({names}) or a" if names else "a"
+        raise _invalid(
+            f"chat_template is {shown(asked)}; it must be {allowed} Jinja template.", "chat_template"
         )
 
     def _run(self, source: str, variables: dict[str, Any]) -> str:
@@ -255,7 +268,7 @@ def _joined(content: Any, where: str) -> str:
         field = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
         if field is None:
             raise _invalid(
-                f"{where}[{i}] has type {kind!r}; this model reads text only. "
+                f"{where}[{i}] has type {shown(kind)}; this model reads text only. "
                 f"Allowed types: {', '.join(TEXT_PARTS)}.",
                 f"{where}[{i}]",
             )
@@ -321,17 +334,14 @@ def _invalid(message: str, param: str) -> RequestError:
 
 
 def load_templates(model: ModelConfig) -> ChatTemplates:
-    """Read the templates and special tokens of the tokenizer's folder; the configured template goes before them.
+    """Compile the configured templates, for the special tokens of the tokenizer's folder.
 
-    Raises `ConfigError` naming a file that cannot be read.
+    Raises `ConfigError` naming a file that cannot be read, or a template that is not valid Jinja.
     """
     folder = Path(model.tokenizer_path)
     config = _read_object(folder / "tokenizer_config.json")
     special = special_tokens([_read_object(folder / "special_tokens_map.json"), config])
-    templates = _templates_in(folder, config)
-    if model.chat_template is not None:
-        templates = {"default": model.chat_template}
-    loaded = ChatTemplates(templates, special)
+    loaded = ChatTemplates(model.chat_templates, special)
     loaded.compile()
     return loaded
 
@@ -347,25 +357,6 @@ def special_tokens(sources: Iterable[Mapping[str, Any]]) -> dict[str, str]:
             if isinstance(token, str):
                 found[name] = token
     return found
-
-
-def _templates_in(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    templates: dict[str, str] = {}
-    in_config = config.get("chat_template")
-    if isinstance(in_config, str):
-        templates["default"] = in_config
-    elif isinstance(in_config, list):
-        templates |= {str(entry["name"]): str(entry["template"]) for entry in in_config}
-    elif isinstance(in_config, dict):
-        templates |= {str(name): str(template) for name, template in in_config.items()}
-    in_json = _read_object(folder / "chat_template.json").get("chat_template")
-    if isinstance(in_json, str):
-        templates["default"] = in_json
-    if (folder / "chat_template.jinja").is_file():
-        templates["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        templates[path.stem] = path.read_text(encoding="utf-8")
-    return templates
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -39,8 +39,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv: KvSpec
     generation_defaults: dict[str, float | int] = {}
     """Sampling defaults of the model's ``generation_config.json``, by their names in `SamplingParams`."""
-    chat_template: str | None = None
-    """Template text given by flag or found in the model folder; None when the model has none."""
+    chat_templates: dict[str, str] = {}
+    """Text of each template by name: the one given by flag as ``default``, or those of the model's folder."""
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):

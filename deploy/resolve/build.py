@@ -8,7 +8,8 @@ from typing import Literal
 
 from quintet.deploy import embedded
 from quintet.deploy.resolve import rules
-from quintet.deploy.resolve.card import Dtype, ModelCard, read_card, read_chat_template
+from quintet.deploy.resolve.card import Dtype, ModelCard, read_card
+from quintet.deploy.resolve.chat_templates import read_chat_templates
 from quintet.deploy.resolve.device import default_device
 from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.memory import available_ram_bytes, format_size, parse_size
@@ -167,7 +168,7 @@ def _model_config(
         eos_token_ids=eos_token_ids,
         kv=kv,
         generation_defaults=card.generation_defaults,
-        chat_template=read_chat_template(tokenizer, options.chat_template),
+        chat_templates=read_chat_templates(tokenizer, options.chat_template),
     )
 
 

@@ -195,36 +195,3 @@ def _sampling_defaults(generation: Json) -> dict[str, float | int]:
     if generation.get("do_sample") is False and "temperature" not in defaults:
         defaults["temperature"] = 0.0
     return defaults
-
-
-def read_chat_template(folder: Path, flag: str | None) -> str | None:
-    """Return the template given by flag (a file, or the text itself), or else the folder's own, or None.
-
-    Looks at ``chat_template.jinja``, ``chat_template.json`` and ``tokenizer_config.json``, as transformers does.
-    """
-    if flag is not None:
-        if "{" in flag or "\n" in flag:
-            return flag
-        path = Path(flag).expanduser()
-        if not path.is_file():
-            raise ConfigError(f"--chat-template {flag!r} is neither a file nor a Jinja template")
-        return path.read_text(encoding="utf-8")
-    if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    for name in ("chat_template.json", "tokenizer_config.json"):
-        if (folder / name).is_file():
-            template = _template_in(read_json(folder / name).get("chat_template"))
-            if template is not None:
-                return template
-    return None
-
-
-def _template_in(value: object) -> str | None:
-    """Read a template, or the one called ``default`` of a list of named ones."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list):
-        named = {str(entry.get("name")): entry.get("template") for entry in value if isinstance(entry, dict)}
-        template = named.get("default", next(iter(named.values()), None))
-        return template if isinstance(template, str) else None
-    return None

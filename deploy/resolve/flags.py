@@ -88,7 +88,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         ),
     ] = None
     chat_template: Annotated[
-        str | None, Flag(MODEL, "Jinja file, or the template itself", "PATH", "the model's own")
+        str | None,
+        Flag(
+            MODEL,
+            "Jinja file, or the template itself; replaces all of the model's",
+            "PATH",
+            "the model's own",
+        ),
     ] = None
     generation_config: Annotated[
         str,

@@ -11,6 +11,8 @@ _CARD_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken"]
 _WEIGHT_FILES = ["*.safetensors"]
 _UNWANTED_FILES = ["*/*", "consolidated*"]
 """Subfolders, and a second copy of the weights that some repositories hold under other names."""
+_NAMED_TEMPLATES = "additional_chat_templates/*.jinja"
+"""What is wanted of subfolders after all."""
 
 
 def locate_model(name: str | None, with_weights: bool, flag: str = "MODEL") -> Path:
@@ -39,6 +41,7 @@ def _fetch(name: str, patterns: list[str], flag: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
+        snapshot_download(name, allow_patterns=_NAMED_TEMPLATES)
         return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=_UNWANTED_FILES))
     except LocalEntryNotFoundError:
         reason = (

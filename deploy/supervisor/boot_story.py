@@ -129,7 +129,7 @@ def curl_line(config: EngineConfig) -> str:
     """Return a command that streams an answer from the server."""
     body: dict[str, object] = {"model": config.model.served_names[0]}
     is_toy = Path(config.model.path) == embedded.default_model_path()
-    if config.model.chat_template is not None and not is_toy:
+    if "default" in config.model.chat_templates and not is_toy:
         route = "/v1/chat/completions"
         body["messages"] = [{"role": "user", "content": "Write a function that adds two numbers."}]
     else:

@@ -35,7 +35,7 @@ from quintet.frontend.dialects.position import StreamId
 from quintet.frontend.exchange import Exchange
 from quintet.frontend.service import Service
 from quintet.wire.codec import unpack_i32
-from quintet.wire.config import EngineConfig, FrontendConfig
+from quintet.wire.config import EngineConfig
 from quintet.wire.messages import ChatPrompt, Started
 from quintet.wire.params import SamplingParams, shown
 
@@ -65,7 +65,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
     body = parse.decode(await exchange.read_json_body(service.bodies), _decoder)
     parse.check_model(body.model, config.model)
     _refuse_unsupported(body, config)
-    conversation = parse_conversation(body, config.frontend)
+    conversation = parse_conversation(body, config)
     params = _params(body, config)
     options = options_of("chatcmpl", body, params, exchange, config.model)
     prefix, interval = conversation.last_text if options.echo else "", body.stream_interval or 1
@@ -99,14 +99,9 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
         await exchange.respond_json(_whole(outputs, job, options, conversation.role, prefix))
 
 
-def parse_conversation(body: ChatBody | TokenizeBody, config: FrontendConfig) -> Conversation:
+def parse_conversation(body: ChatBody | TokenizeBody, config: EngineConfig) -> Conversation:
     """Check messages, tools and template arguments, and return the prompt they make."""
-    if "{" in (body.chat_template or "") and not config.trust_request_chat_template:
-        raise parse.invalid(
-            "chat_template is a template of the request's own, which this server does not run; name one of the model's "
-            "templates or leave it out (the operator can allow it with --trust-request-chat-template).",
-            "chat_template",
-        )
+    _check_template(body.chat_template, config)
     messages = decode_part(body.messages, _messages_decoder, "messages")
     if not messages:
         raise parse.invalid("messages is []; it must hold at least one message.", "messages")
@@ -133,6 +128,19 @@ def parse_conversation(body: ChatBody | TokenizeBody, config: FrontendConfig) ->
         ),
         role,
         _text_of(messages[-1]) if messages[-1].role == role else "",
+    )
+
+
+def _check_template(asked: str | None, config: EngineConfig) -> None:
+    """Refuse a template that is not the model's, unless those of requests are trusted."""
+    names = config.model.chat_templates
+    if asked is None or asked in names or config.frontend.trust_request_chat_template:
+        return
+    what = f"one of the model's templates ({', '.join(names)})" if names else "left out: the model has none"
+    raise parse.invalid(
+        f"chat_template is {shown(asked)}; it must be {what}. This server does not run templates of a request's own "
+        "(the operator can allow it with --trust-request-chat-template).",
+        "chat_template",
     )
 
 

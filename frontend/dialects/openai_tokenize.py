@@ -26,7 +26,7 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
     if body.prompt is not None:
         prompt = TextPrompt(body.prompt, body.add_special_tokens is not False)
     elif parse.json_of(body.messages):
-        prompt = parse_conversation(body, config.frontend).prompt
+        prompt = parse_conversation(body, config).prompt
     else:
         raise parse.invalid("prompt and messages are both missing; send one of them.", "prompt")
     answer = await service.queries.tokenize(prompt, bool(body.return_token_strs))

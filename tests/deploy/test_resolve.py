@@ -12,7 +12,7 @@ import pytest
 
 from quintet.deploy.resolve import rules
 from quintet.deploy.resolve.build import Resolution, resolve
-from quintet.deploy.resolve.card import read_card, read_chat_template
+from quintet.deploy.resolve.card import read_card
 from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.memory import available_ram_bytes, format_size, parse_size
 from quintet.deploy.resolve.source import locate_model
@@ -367,18 +367,6 @@ def test_broken_json_is_named(tmp_path: Path) -> None:
     folder = write_model(tmp_path)
     (folder / "config.json").write_text("{")
     assert "config.json is not valid JSON" in complaint(folder)
-
-
-def test_chat_templates_are_found_where_transformers_finds_them(tmp_path: Path) -> None:
-    folder = write_model(tmp_path)
-    assert read_chat_template(folder, None) is None
-    named = [{"name": "tool", "template": "T"}, {"name": "default", "template": "D"}]
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    assert read_chat_template(folder, None) == "D"
-    (folder / "chat_template.jinja").write_text("J")
-    assert read_chat_template(folder, None) == "J"
-    assert read_chat_template(folder, str(folder / "chat_template.jinja")) == "J"
-    assert read_chat_template(folder, "{{ messages }}") == "{{ messages }}"
 
 
 # --- files ---

@@ -270,14 +270,15 @@ def test_the_url_is_one_that_can_be_opened_here(tmp_path: Path, host: str, url: 
 
 
 def test_the_curl_line_can_be_pasted_and_shows_no_key(tmp_path: Path) -> None:
-    for template, route, field in (
-        ("T", "/v1/chat/completions", "messages"),
-        (None, "/v1/completions", "prompt"),
+    for templates, route, field in (
+        ({"default": "T"}, "/v1/chat/completions", "messages"),
+        ({"rag": "T"}, "/v1/completions", "prompt"),
+        ({}, "/v1/completions", "prompt"),
     ):
         config = make_config(tmp_path)
         config = msgspec.structs.replace(
             configured(tmp_path, "127.0.0.1"),
-            model=msgspec.structs.replace(config.model, chat_template=template),
+            model=msgspec.structs.replace(config.model, chat_templates=templates),
         )
         line = curl_line(config)
         words = shlex.split(line)

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from quintet.wire.messages import Submit
+
 C, H = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "x"}]
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
@@ -119,6 +121,8 @@ CASES: list[tuple[str, Any, int, str | None, list[str]]] = [
     (H, {"messages": USER, "continue_final_message": True, "add_generation_prompt": True}, 400, "continue_final_message", []),
     (H, {"messages": USER, "chat_template_kwargs": [1]}, 400, "chat_template_kwargs", ["object"]),
     (H, {"messages": USER, "chat_template": "{% for x in y %}"}, 400, "chat_template", ["--trust-request-chat-template"]),
+    (H, {"messages": USER, "chat_template": "typo"}, 400, "chat_template", ["'typo'", "(default, tool_use)"]),
+    ("/tokenize", {"messages": USER, "chat_template": "typo"}, 400, "chat_template", ["'typo'"]),
     (H, {"messages": USER, "reasoning_effort": "huge"}, 400, "reasoning_effort", ["'huge'", "medium"]),
     (H, {"messages": USER, "mm_payload": {"a": 1}}, 501, "mm_payload", ["other than text"]),
     ("/tokenize", {}, 400, "prompt", ["both missing"]),
@@ -151,6 +155,12 @@ def test_a_mistake_is_explained_and_the_next_request_works(
         assert json.loads(good.read())["choices"][0]["text"] == " t0"
     finally:
         connection.close()
+
+
+def test_a_template_is_chosen_by_its_name(serve: Any) -> None:
+    server = serve()
+    assert server.ask("POST", H, {"messages": USER, "chat_template": "tool_use"}).status == 200
+    assert server.engine.wait_for(Submit)[0].prompt.chat_template == "tool_use"
 
 
 def test_streaming_does_not_change_the_status_of_a_mistake(shared: Any) -> None:

@@ -38,6 +38,7 @@ def make_config(
             max_model_len=256,
             eos_token_ids=[2],
             kv=KvSpec(1, 1, 8, 4, 16),
+            chat_templates={"default": "{{ messages }}", "tool_use": "{{ tools }}"},
         ),
         cache=CacheConfig(memory_bytes=1 << 20),
         scheduler=SchedulerConfig(

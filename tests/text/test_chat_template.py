@@ -352,39 +352,32 @@ def test_the_clock_is_there() -> None:
     assert len(ours("{{ strftime_now('%Y-%m-%d') }}", CHATS["one"])) == 10
 
 
-def test_named_templates(
+def test_the_models_templates_are_compiled_for_its_special_tokens(
     model_of: Callable[..., ModelConfig], tmp_path: Path, tokenizers_by_style: dict[str, Tokenizer]
 ) -> None:
-    config = {
-        "bos_token": {"content": "<bos>"},
-        "chat_template": [
-            {"name": "default", "template": "{{ bos_token }}plain"},
-            {"name": "tool_use", "template": "tools"},
-            {"name": "rag", "template": "rag"},
-        ],
-    }
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": {"content": "<bos>"}}))
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<old>", "eos_token": "<e>"}))
-    model = model_of(tokenizers_by_style["sentencepiece"])
-    templates = load_templates(model)
-    assert templates.render(prompt(CHATS["one"])) == "<bos>plain"
-    assert templates.render(prompt(CHATS["one"], TOOLS)) == "tools"
-    assert templates.render(prompt(CHATS["one"], chat_template="rag")) == "rag"
-    assert templates.render(prompt(CHATS["one"], chat_template="own {{ eos_token }}")) == "own <e>"
-    (tmp_path / "chat_template.jinja").write_text("file")
-    assert load_templates(model).render(prompt(CHATS["one"])) == "file"
-    given = model_of(tokenizers_by_style["sentencepiece"], chat_template="given {{ eos_token }}")
-    assert load_templates(given).render(prompt(CHATS["one"], TOOLS)) == "given <e>"
-    config["chat_template"] = [{"name": "rag", "template": "rag"}]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    (tmp_path / "chat_template.jinja").unlink()
-    with pytest.raises(RequestError, match="named rag and no default"):
-        load_templates(model).render(prompt(CHATS["one"]))
+    named = {"default": "{{ bos_token }}plain{{ eos_token }}"}
+    templates = load_templates(model_of(tokenizers_by_style["sentencepiece"], chat_templates=named))
+    assert templates.render(prompt(CHATS["one"])) == "<bos>plain<e>"
+
+
+def test_what_is_neither_a_name_nor_a_template_is_refused() -> None:
+    named = ChatTemplates({"default": "plain", "rag": "rag"}, SPECIAL)
+    assert named.render(prompt(CHATS["one"], chat_template="rag")) == "rag"
+    assert named.render(prompt(CHATS["one"], chat_template="own {{ eos_token }}")) == "own </s>"
+    for odd in ("typo", "", "{oops}", "t" * 1000):
+        with pytest.raises(RequestError, match=r"\(default, rag\)") as caught:
+            named.render(prompt(CHATS["one"], chat_template=odd))
+        assert (caught.value.code, caught.value.param) == (ErrorCode.INVALID, "chat_template")
+        assert len(caught.value.message) < 300
+    with pytest.raises(RequestError, match="it must be a Jinja template"):
+        ChatTemplates({}, {}).render(prompt(CHATS["one"], chat_template="default"))
 
 
 def test_a_template_that_is_not_jinja_stops_the_boot(
     model_of: Callable[..., ModelConfig], tokenizers_by_style: dict[str, Tokenizer]
 ) -> None:
-    model = model_of(tokenizers_by_style["sentencepiece"], chat_template="{% for %}")
+    model = model_of(tokenizers_by_style["sentencepiece"], chat_templates={"default": "{% for %}"})
     with pytest.raises(ConfigError, match="'default' is not valid Jinja"):
         load_templates(model)

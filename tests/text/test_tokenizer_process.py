@@ -34,7 +34,9 @@ def world(
     model_of: Callable[..., ModelConfig],
     tokenizers_by_style: dict[str, Tokenizer],
 ) -> Any:
-    model = model_of(tokenizers_by_style["byte_level"], max_model_len=1 << 20, chat_template=CHATML)
+    model = model_of(
+        tokenizers_by_style["byte_level"], max_model_len=1 << 20, chat_templates={"default": CHATML}
+    )
     world = make_world(model, Role.TOKENIZER)
     world.start(main.run, main.prepare)
     return world

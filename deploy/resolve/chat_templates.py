@@ -1,0 +1,74 @@
+"""The model's chat templates by name, found where transformers finds them. Knows no Jinja: rendering is the tokenizer's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quintet.deploy.resolve.card import read_json
+from quintet.wire.errors import ConfigError
+
+DEFAULT = "default"
+
+
+def read_chat_templates(folder: Path, flag: str | None) -> dict[str, str]:
+    """Return the template given by flag (a file, or the text itself) as the only one, or else the folder's by name.
+
+    In the folder ``chat_template.jinja`` (the default) and ``additional_chat_templates/<name>.jinja`` go before
+    ``chat_template.json``, and that before ``tokenizer_config.json``: one template, a list of named ones or a map of them.
+    Raises `ConfigError` naming the file.
+    """
+    if flag is not None:
+        return {DEFAULT: _given(flag)}
+    templates = _in_files(folder)
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        if not templates and (folder / name).is_file():
+            templates = _in_json(read_json(folder / name).get("chat_template"), folder / name)
+    return templates
+
+
+def _given(flag: str) -> str:
+    if "{" in flag or "\n" in flag:
+        return flag
+    path = Path(flag).expanduser()
+    if not path.is_file():
+        raise ConfigError(f"--chat-template {flag!r} is neither a file nor a Jinja template")
+    return _text(path)
+
+
+def _in_files(folder: Path) -> dict[str, str]:
+    others = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    templates = {path.stem: _text(path) for path in others}
+    if (folder / "chat_template.jinja").is_file():
+        templates[DEFAULT] = _text(folder / "chat_template.jinja")
+    return templates
+
+
+def _in_json(value: object, path: Path) -> dict[str, str]:
+    match value:
+        case None:
+            return {}
+        case str():
+            return {DEFAULT: value}
+        case list():
+            named = [(entry.get("name"), entry.get("template")) for entry in value if isinstance(entry, dict)]
+            is_whole = len(named) == len(value)
+        case dict():
+            named, is_whole = list(value.items()), True
+        case _:
+            named, is_whole = [], False
+    templates = {
+        name: template for name, template in named if isinstance(name, str) and isinstance(template, str)
+    }
+    if not is_whole or len(templates) != len(named):
+        raise ConfigError(
+            f"{path}: chat_template is neither a template, nor a list of named ones "
+            '([{"name": …, "template": …}, …]), nor a map from names to templates; correct it, or give one as --chat-template'
+        )
+    return templates
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as UTF-8 text: {error}") from error
