@@ -20,12 +20,13 @@ import uvloop
 
 from quintet.frontend.app import App
 from quintet.frontend.connection import IDLE_S, Protocol, bound_send_buffer
-from quintet.frontend.service import Inbound, Service
+from quintet.frontend.dispatch import ACCOUNT_S, ForRequests, Inbound
+from quintet.frontend.service import Service
 from quintet.process.runtime import Process, Stopping, child_main
 from quintet.wire.config import EngineConfig, FrontendConfig
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.messages import Detokenized, Failed, Reclaimed, Text, Tokenized, Unknown
+from quintet.wire.supervision import Drain
 
 LISTEN_FD = "QUINTET_LISTEN_FD"
 """Environment variable with the number of the listening socket's descriptor, made by the supervisor."""
@@ -34,8 +35,6 @@ GRACE_S = 2.0
 """A frontend that leaves hangs up on idle clients, but not in the very moment in which one may be asking."""
 LOOK_S = 0.1
 LAG_EVERY_S = 1.0
-AUDIT_S = 5.0
-"""Between two accounts to the core."""
 
 
 class HttpServer(uvicorn.Server):
@@ -75,9 +74,7 @@ class Frontend:
     """The process: one loop on which HTTP and messages meet."""
 
     def __init__(self, me: WorkerId, config: EngineConfig) -> None:
-        self._process: Process[Inbound] = Process(
-            me, config, Text | Failed | Tokenized | Detokenized | Reclaimed | Unknown
-        )
+        self._process: Process[Inbound | Drain] = Process(me, config, ForRequests)
         self._service = Service(
             me, self._process.peers.send, config, self._process.metrics, self._process.span
         )
@@ -88,7 +85,7 @@ class Frontend:
         self._crash: BaseException | None = None
         self._leaving: asyncio.Task[None] | None = None
 
-    def _handle(self, message: Inbound) -> None:
+    def _handle(self, message: Inbound | Drain) -> None:
         self._service.handle(message)
         if self._service.is_retiring and self._leaving is None:
             self._leaving = asyncio.get_running_loop().create_task(self._leave())
@@ -131,8 +128,8 @@ class Frontend:
         loop.call_at(now_s + LAG_EVERY_S, self._measure_lag, loop, now_s + LAG_EVERY_S)
 
     def _give_accounts(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._service.give_account()
-        loop.call_later(AUDIT_S, self._give_accounts, loop)
+        self._service.dispatch.give_account()
+        loop.call_later(ACCOUNT_S, self._give_accounts, loop)
 
     async def serve(self, listener: socket.socket) -> None:
         """Serve until told to stop."""
@@ -140,7 +137,7 @@ class Frontend:
         loop.set_exception_handler(self._on_loop_error)
         self._process.attach(loop, self._handle)
         self._measure_lag(loop, loop.time())
-        loop.call_later(AUDIT_S, self._give_accounts, loop)
+        loop.call_later(ACCOUNT_S, self._give_accounts, loop)
         host, port = listener.getsockname()[:2]
         serving = loop.create_task(self._server.serve(sockets=[listener]))
         loop.call_soon(lambda: self._process.ready(listening=f"{host} port {port}"))

@@ -8,19 +8,16 @@ from dataclasses import dataclass, field
 
 from quintet.frontend.admission import Admission
 from quintet.frontend.bodies import MAX_OPEN_BYTES, Bodies
+from quintet.frontend.dispatch import Dispatch, Inbound
 from quintet.frontend.exchange import Exchange
 from quintet.frontend.patience import Patience
-from quintet.frontend.queries import Queries
-from quintet.frontend.sessions import Send, Sessions
+from quintet.frontend.placement import Send
 from quintet.process.trace import Span, no_span
-from quintet.wire.codec import unpack_i64
 from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.messages import Detokenized, Failed, Reclaimed, Text, Tokenized, Unknown
+from quintet.wire.messages import Text
 from quintet.wire.metrics import CounterSeries, HistogramSeries, Metrics
-from quintet.wire.supervision import Drain, Drained, MetricsReport, Topology
-
-Inbound = Text | Failed | Tokenized | Detokenized | Reclaimed | Unknown | Topology | Drain | MetricsReport
+from quintet.wire.supervision import Drain, Drained
 
 
 @dataclass(slots=True)
@@ -60,8 +57,8 @@ class Service:
         self.config = config
         self.metrics = metrics
         self.span = span
-        self.sessions = Sessions(me, send, config, metrics)
-        self.queries = Queries(me, send, self.sessions.seats)
+        self.dispatch = Dispatch(me, send, config, metrics)
+        self.sessions, self.queries = self.dispatch.sessions, self.dispatch.queries
         self.admission = Admission(self.sessions, config.frontend, metrics)
         self.patience = Patience(config.frontend.write_timeout_s, lambda: self.draining)
         max_bytes = config.frontend.max_body_bytes
@@ -82,33 +79,20 @@ class Service:
         """Whether nothing new is taken."""
         return self.admission.draining
 
-    def handle(self, message: Inbound) -> None:
+    def handle(self, message: Inbound | Drain) -> None:
         """Apply one message from another process."""
         match message:
             case Text():
                 began_ns = time.monotonic_ns()
-                self.sessions.handle(message)
+                self.dispatch.handle(message)
                 self.span("text", message.step, began_ns)
-            case Failed():
-                self.sessions.handle(message)
-            case Topology():
-                self.sessions.follow(message)
-                self.queries.follow()
-            case Unknown():
-                self.sessions.send_again(unpack_i64(message.request_ids))
             case Drain() if self.sessions.seats.topology.draining:
                 self.admission.draining = True
             case Drain():
                 self.is_retiring = True
             case _:
-                self.queries.handle(message)
+                self.dispatch.handle(message)
         self.check_drained()
-
-    def give_account(self) -> None:
-        """Tell the core what this seat waits for."""
-        core = self.sessions.seats.pick(Role.CORE)
-        if core is not None:
-            self._send(Role.CORE, core, self.sessions.account())
 
     def check_drained(self) -> None:
         """Tell the supervisor, once, when the last request has been answered and no other can come."""

@@ -16,6 +16,7 @@ import select
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,15 +26,13 @@ from quintet.deploy.resolve.flag_table import make_options
 from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.rules import derive_max_num_seqs
 from quintet.deploy.supervisor import run_dirs
-from quintet.frontend.queries import Queries
-from quintet.frontend.sessions import Sessions
+from quintet.frontend.dispatch import ACCOUNT_S, Dispatch, ForRequests
 from quintet.process.runtime import CONFIG_FILE, SUPERVISOR
 from quintet.process.sockets import Bus, Inbox, Peers, address_of, make_run_dir
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import EXIT_CONFIG, ConfigError, ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.limits import largest_frame
-from quintet.wire.messages import Detokenized, Failed, Text, Tokenized
 from quintet.wire.sense import Sense
 from quintet.wire.supervision import Drain, MetricsReport, Stop, Topology
 
@@ -118,7 +117,7 @@ class Engine:
             self.config = resolve(options, run_dir, http=False, external_frontends=1).config
             me = WorkerId(Role.FRONTEND, self.config.processes.frontends, 1)
             self._bus = Bus(run_dir)
-            accepts: Any = Text | Failed | Tokenized | Detokenized | MetricsReport | Topology | Drain | Stop
+            accepts: Any = ForRequests | MetricsReport | Topology | Drain | Stop
             self._inbox: Inbox[Any] = Inbox(
                 self._bus,
                 address_of(run_dir, me),
@@ -131,10 +130,11 @@ class Engine:
             shutil.rmtree(run_dir, ignore_errors=True)
             raise
         self._peers.connect(SUPERVISOR, address_of(run_dir, SUPERVISOR))
-        self.sessions = Sessions(me, self._peers.send, self.config)
-        self.queries = Queries(me, self._peers.send, self.sessions.seats)
+        self._dispatch = Dispatch(me, self._peers.send, self.config)
+        self.sessions, self.queries = self._dispatch.sessions, self._dispatch.queries
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._next_account_s = 0.0
         self._failure: str | None = None
         self._is_stopped = False
         self._owner = os.getpid()
@@ -207,22 +207,26 @@ class Engine:
         self.sessions.fail_all(RequestError(ErrorCode.UNAVAILABLE, why))
 
     def _poll(self) -> None:
-        """Look at the inbox now and then, for a frame that raced the descriptor's edge."""
+        """Look at the inbox now and then, for a frame that raced the descriptor's edge; and give account."""
         assert self._loop is not None
         self._timer = self._loop.call_later(_POLL_S, self._poll)
         self._receive()
+        if (now_s := time.monotonic()) >= self._next_account_s:
+            self._next_account_s = now_s + ACCOUNT_S
+            self._dispatch.give_account()
 
     def _receive(self) -> None:
         for message in self._inbox.drain():
-            if isinstance(message, Text | Failed):
-                self.sessions.handle(message)
-            elif isinstance(message, Tokenized | Detokenized | MetricsReport):
-                self.queries.handle(message)
-            elif isinstance(message, Topology):
-                self._peers.follow(message.seats)
-                self.sessions.follow(message)
-            elif isinstance(message, Stop):
-                self.abandon("The engine is stopping.")
+            match message:
+                case Stop():
+                    self.abandon("The engine is stopping.")
+                case Drain():
+                    pass  # the program decides what it still sends
+                case Topology():
+                    self._peers.follow(message.seats)
+                    self._dispatch.handle(message)
+                case _:
+                    self._dispatch.handle(message)
 
     def _supervisor_ended(self) -> None:
         assert self._loop is not None

@@ -256,6 +256,31 @@ def test_a_lost_engine_is_an_error_not_a_hang() -> None:
             llm.generate("b", use_tqdm=False)
 
 
+def test_a_question_to_a_tokenizer_that_dies_is_asked_again(llm: LLM) -> None:
+    """As by the HTTP frontend: the successor answers."""
+    (tokenizer,) = [
+        child
+        for child in psutil.Process(llm._engine._supervisor.process.pid).children(recursive=True)
+        if (child.cmdline() or [""])[0].startswith("quintet-tokenizer-0")
+    ]
+    expected, answers = llm.encode("import os"), SimpleQueue[list[int] | Exception]()
+
+    def ask() -> None:
+        try:
+            answers.put(llm.encode("import os"))
+        except RequestError as error:
+            answers.put(error)
+
+    tokenizer.suspend()
+    thread = threading.Thread(target=ask)
+    thread.start()
+    while not llm._engine.queries._waiting:
+        pass
+    tokenizer.kill()
+    assert answers.get(timeout=20) == expected  # an unanswered question fails after 30 s
+    thread.join()
+
+
 def test_what_goes_wrong_on_the_loop_is_raised_in_the_callers_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

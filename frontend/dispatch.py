@@ -1,0 +1,55 @@
+"""A frontend's seat among the processes: its requests and questions, and what becomes of each message that comes for them.
+
+The HTTP frontend and the Python API sit on it alike, so that whatever is lost behind them, both recover in one way. Knows
+nothing of HTTP, sockets or clocks: who owns the loop feeds it messages and lets it give its account from time to time.
+"""
+
+from __future__ import annotations
+
+from quintet.frontend.placement import Send
+from quintet.frontend.queries import Queries
+from quintet.frontend.sessions import Sessions
+from quintet.wire.codec import unpack_i64
+from quintet.wire.config import EngineConfig
+from quintet.wire.ids import Role, WorkerId
+from quintet.wire.messages import Detokenized, Failed, Reclaimed, Text, Tokenized, Unknown
+from quintet.wire.metrics import Metrics
+from quintet.wire.supervision import MetricsReport, Topology
+
+ForRequests = Text | Failed | Tokenized | Detokenized | Reclaimed | Unknown
+"""What a frontend's inbox takes besides what every process does."""
+
+Inbound = ForRequests | Topology | MetricsReport
+
+ACCOUNT_S = 5.0
+"""Between two accounts to the others."""
+
+
+class Dispatch:
+    """The sessions and queries of one seat."""
+
+    def __init__(
+        self, me: WorkerId, send: Send, config: EngineConfig, metrics: Metrics | None = None
+    ) -> None:
+        self._send = send
+        self.sessions = Sessions(me, send, config, metrics)
+        self.queries = Queries(me, send, self.sessions.seats)
+
+    def handle(self, message: Inbound) -> None:
+        """Apply one message from another process. What a `Topology` says of addresses is followed before."""
+        match message:
+            case Text() | Failed():
+                self.sessions.handle(message)
+            case Topology():
+                self.sessions.follow(message)
+                self.queries.follow()
+            case Unknown():
+                self.sessions.send_again(unpack_i64(message.request_ids))
+            case _:
+                self.queries.handle(message)
+
+    def give_account(self) -> None:
+        """Tell the core what this seat waits for. To be called every `ACCOUNT_S`."""
+        core = self.sessions.seats.pick(Role.CORE)
+        if core is not None:
+            self._send(Role.CORE, core, self.sessions.account())
