@@ -2,11 +2,13 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from quintet.frontend.app import ROUTES
+from quintet.wire.supervision import SeatState
 
 
 def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -48,6 +50,19 @@ def test_metrics(serve: Callable[..., Any]) -> None:
     assert value("quintet:http_requests_total", route="other", method="GET", status="404", **me) == 1
     routes = {dict(labels)["route"] for name, labels in found if name == "quintet:http_requests_total"}
     assert "/made-up-path" not in routes
+
+
+DOCKERFILE = Path(__file__).parents[2] / "deploy/docker/Dockerfile"
+HEALING = {"executor": SeatState.STARTING, "core": SeatState.STALLED}
+
+
+def test_a_container_that_heals_is_not_unhealthy(serve: Callable[..., Any]) -> None:
+    server = serve(HEALING)
+    dockerfile = DOCKERFILE.read_text()
+    check = dockerfile[dockerfile.index("HEALTHCHECK") :].partition("ENTRYPOINT")[0]
+    (path,) = re.findall(r"http://127\.0\.0\.1:8000(/\w+)", check)
+    assert server.ask("GET", "/health").status == 503
+    assert server.ask("GET", path).status == 200
 
 
 def test_the_openapi_document_has_every_route(shared: Any) -> None:
