@@ -1,6 +1,6 @@
 """The ASGI application: which path leads to which endpoint, and what happens around every request.
 
-uvicorn ─▶ App: request id, origins, API key, errors, figures ─▶ Starlette's router ─▶ Endpoint ─▶ a function
+uvicorn ─▶ origins (guard.py) ─▶ App: request id, API key, errors, figures ─▶ Starlette's router ─▶ Endpoint ─▶ a function
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quintet.frontend.dialects.openai_completions import completions
 from quintet.frontend.dialects.openai_tokenize import detokenize, tokenize
 from quintet.frontend.dialects.resume import resumable, streams
 from quintet.frontend.exchange import ClientGone, Exchange
-from quintet.frontend.guard import Keys, Origins
+from quintet.frontend.guard import Keys
 from quintet.frontend.metrics import metrics
 from quintet.frontend.openapi import docs, openapi
 from quintet.frontend.service import Handler, Service
@@ -75,7 +75,6 @@ class App:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._keys = Keys(service.config.frontend.api_keys)
-        self._origins = Origins(service.config.frontend.allowed_origins)
         self._log = logging.getLogger("quintet")
         self._log_requests = service.config.frontend.log_requests
         self._router = Router(
@@ -110,13 +109,9 @@ class App:
             service.check_drained()
 
     async def _answer(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange.headers_out += self._origins.headers(exchange)
         if self._service.draining or self._service.is_retiring:
             exchange.headers_out.append((b"connection", b"close"))
         try:
-            if self._origins.is_preflight(exchange):
-                await self._origins.answer_preflight(exchange)
-                return
             self._keys.check(exchange)
             await self._router(scope, receive, send)
         except RequestError as error:

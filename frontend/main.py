@@ -21,6 +21,7 @@ import uvloop
 from quintet.frontend.app import App
 from quintet.frontend.connection import IDLE_S, Protocol, bound_send_buffer
 from quintet.frontend.dispatch import ACCOUNT_S, ForRequests, Inbound
+from quintet.frontend.guard import open_to
 from quintet.frontend.service import Service
 from quintet.process.runtime import Process, Stopping, child_main
 from quintet.wire.config import EngineConfig, FrontendConfig
@@ -53,7 +54,7 @@ def make_server(app: App, config: FrontendConfig) -> HttpServer:
     )
     return HttpServer(
         uvicorn.Config(
-            app,
+            open_to(app, config.allowed_origins),
             loop="none",
             http=cast(type[asyncio.Protocol], protocol),
             ws="none",

@@ -54,19 +54,23 @@ def test_only_allowed_origins_may_read_answers(serve: Callable[..., Any]) -> Non
     other = server.ask("GET", "/v1/models", headers={**key, "origin": "https://evil.example"})
     assert other.status == 200
     assert "access-control-allow-origin" not in other.headers
-    preflight = server.ask(
-        "OPTIONS", "/v1/completions", headers={**mine, "access-control-request-method": "POST"}
-    )
+    exposed = allowed.headers["access-control-expose-headers"].lower()
+    assert "x-request-id" in exposed and "x-stream-id" in exposed
+
+
+def test_a_page_may_ask_beforehand_with_the_headers_its_client_sends(serve: Callable[..., Any]) -> None:
+    server = serve(api_keys=["k"], allowed_origins=["https://app.example"])
+    wanted = "authorization,content-type,last-event-id,x-stainless-os"
+    asking = {"access-control-request-method": "POST", "access-control-request-headers": wanted}
+    preflight = server.ask("OPTIONS", "/v1/completions", headers={**asking, "origin": "https://app.example"})
     assert preflight.status == 200
-    assert "authorization" in preflight.headers["access-control-allow-headers"]
-    assert (
-        server.ask(
-            "OPTIONS",
-            "/v1/completions",
-            headers={"origin": "https://evil.example", "access-control-request-method": "POST"},
-        ).status
-        == 401
-    )
+    assert preflight.headers["access-control-allow-headers"] == wanted
+    assert "POST" in preflight.headers["access-control-allow-methods"]
+    evil = server.ask("OPTIONS", "/v1/completions", headers={**asking, "origin": "https://evil.example"})
+    assert evil.status == 400 and "access-control-allow-origin" not in evil.headers
+    closed = serve(api_keys=["k"])
+    refused = closed.ask("OPTIONS", "/v1/completions", headers={**asking, "origin": "https://app.example"})
+    assert refused.status == 401 and "access-control-allow-origin" not in refused.headers
 
 
 def test_request_ids_are_echoed_or_made(shared: Any) -> None:
