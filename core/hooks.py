@@ -1,4 +1,4 @@
-"""The six joints where a scheduling feature meets the scheduler, and the list of features.
+"""The four joints where a scheduling feature meets the scheduler, and the list of features.
 
 A feature is one file in ``core/features`` with a function ``build(setup) -> Feature | None`` (None: switched off). Its
 hooks are flattened into tuples once, at start, so a feature that is off costs nothing and changes no plan.
@@ -17,7 +17,7 @@ from quintet.wire.config import CacheConfig, SchedulerConfig
 
 if TYPE_CHECKING:
     from quintet.core.request import Request
-    from quintet.core.state import Flight, State
+    from quintet.core.state import State
 
 
 @dataclass(slots=True, frozen=True)
@@ -45,16 +45,6 @@ class Found:
     """Host blocks whose contents follow those of ``blocks``: the request gets blocks of its own, and copies in them."""
 
 
-@dataclass(slots=True, frozen=True)
-class Claim:
-    """Something beyond KV blocks that a request holds while it runs."""
-
-    take: Callable[[State, Request], bool]
-    """Take it for a request about to enter. False, with nothing taken: the request waits."""
-    undo: Callable[[State, Request], None]
-    """Give it back: the request leaves its slot, or another claim refused it."""
-
-
 Gate = Callable[["State", "Request"], bool]
 """May this waiting request enter in this step? One that may not is passed over by those behind it."""
 
@@ -71,9 +61,6 @@ The answer may exceed the budget (it is cut); 0 means not in this step."""
 Keep = Callable[["State", "Request"], None]
 """A running request is about to lose its slot and its blocks to others: what of it shall outlive that?"""
 
-Attach = Callable[["State", "Flight"], "tuple[str, bytes] | None"]
-"""A named bundle of columns for the plan, once its rows are known."""
-
 
 @dataclass(slots=True, frozen=True)
 class Feature:
@@ -83,9 +70,7 @@ class Feature:
     gate: Gate | None = None
     source: Source | None = None
     clamp: Clamp | None = None
-    claim: Claim | None = None
     keep: Keep | None = None
-    attach: Attach | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -95,9 +80,7 @@ class Hooks:
     gates: tuple[Gate, ...] = ()
     sources: tuple[Source, ...] = ()
     clamps: tuple[Clamp, ...] = ()
-    claims: tuple[Claim, ...] = ()
     keeps: tuple[Keep, ...] = ()
-    attaches: tuple[Attach, ...] = ()
 
 
 FEATURES: dict[str, str] = {
@@ -125,7 +108,5 @@ def flatten(features: Iterable[Feature]) -> Hooks:
         gates=tuple(f.gate for f in features if f.gate is not None),
         sources=tuple(f.source for f in features if f.source is not None),
         clamps=tuple(f.clamp for f in features if f.clamp is not None),
-        claims=tuple(f.claim for f in features if f.claim is not None),
         keeps=tuple(f.keep for f in features if f.keep is not None),
-        attaches=tuple(f.attach for f in features if f.attach is not None),
     )

@@ -18,7 +18,7 @@ victim of another, and alone it fits (admission saw to that): somebody always ma
 
 from __future__ import annotations
 
-from quintet.core.hooks import Claim, Found
+from quintet.core.hooks import Found
 from quintet.core.request import Request, Status
 from quintet.core.state import State
 from quintet.core.step_builder import StepBuilder
@@ -121,9 +121,6 @@ def _admit_waiting(state: State, step: StepBuilder, budget: int, now_ns: int) ->
         num_spare = pool.num_available - (state.limits.watermark if running else 0)
         if count <= 0 or num_blocks + pool.cost_of_sharing(found.blocks) > num_spare:
             return position  # whoever is behind in the queue must not take what this one waits for
-        if not _claim(state, request):
-            position += 1
-            continue
         _enter(state, step, request, found, num_blocks)
         if request.scheduled_ns is None:
             request.scheduled_ns = now_ns
@@ -163,18 +160,6 @@ def _longest_source(state: State, request: Request) -> Found:
         if found is not None and found.num_tokens >= best.num_tokens:
             best = found
     return best
-
-
-def _claim(state: State, request: Request) -> bool:
-    """Take every claim of the request, or none."""
-    taken: list[Claim] = []
-    for claim in state.hooks.claims:
-        if not claim.take(state, request):
-            for earlier in reversed(taken):
-                earlier.undo(state, request)
-            return False
-        taken.append(claim)
-    return True
 
 
 def _enter(state: State, step: StepBuilder, request: Request, found: Found, num_blocks: int) -> None:

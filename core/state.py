@@ -264,8 +264,6 @@ class State:
 
     def _leave(self, request: Request) -> None:
         self._remove(self.running, request)
-        for claim in self.hooks.claims:
-            claim.undo(self, request)
         self.pool.release(request.blocks, self.fence)
         self.left_slots.append(request.slot)
         heappush(self.free_slots, request.slot)

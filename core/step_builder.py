@@ -93,7 +93,6 @@ class StepBuilder:
             planned_ns=now_ns,
         )
         swaps_out = state.pool.host.take_copies()
-        attach = dict(filter(None, (hook(state, flight) for hook in state.hooks.attaches)))
         plan = StepPlan(
             step=state.step,
             sent_ns=now_ns,
@@ -105,7 +104,6 @@ class StepBuilder:
             starts=array("i", starts).tobytes(),
             counts=array("i", counts).tobytes(),
             samples=samples,
-            attach=attach,
             checksum=table_checksum(flight, state.limits.block_size) if state.limits.audit else 0,
             swaps_out=pack_i32(swaps_out),
             swaps_in=pack_i32(self.swaps_in),

@@ -14,7 +14,9 @@ from quintet.executor.layers.linear import Embedding, Linear
 from quintet.executor.memory import lazy_zeros, to_device
 from quintet.executor.models.forward import AttentionLayer
 from quintet.executor.models.model import CausalModel
-from quintet.executor.ops.table import Ops
+from quintet.executor.ops.paged_attention import paged_attention
+from quintet.executor.ops.rms_norm import rms_norm
+from quintet.executor.ops.rope_kv_write import rope_kv_write
 from quintet.executor.sampling.settings import Settings
 from quintet.executor.slots import SlotTables
 from quintet.process.trace import Span, no_span
@@ -27,10 +29,9 @@ class EagerPass:
     """A `quintet.executor.models.forward.ForwardPass` over tensors: the pass of one step."""
 
     def __init__(
-        self, ops: Ops, batch: Batch, kv: Sequence[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor
+        self, batch: Batch, kv: Sequence[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor
     ) -> None:
         """kv: of each layer ``[2, num_blocks, num_kv_heads, block_size, head_dim]``; cos, sin: see `Rope.cos_sin`."""
-        self._ops = ops
         self._batch = batch
         self._kv = kv
         self._cos = cos
@@ -46,7 +47,7 @@ class EagerPass:
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `ForwardPass`."""
         self.num_done += 1
-        return self._ops.rms_norm(x, weight, eps)
+        return rms_norm(x, weight, eps)
 
     def linear(self, layer: Linear, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """See `ForwardPass`."""
@@ -56,15 +57,15 @@ class EagerPass:
     def attention(self, layer: AttentionLayer, qkv: torch.Tensor) -> torch.Tensor:
         """See `ForwardPass`."""
         self.num_done += 1
-        ops, batch, cache = self._ops, self._batch, self._kv[layer.index]
+        batch, cache = self._batch, self._kv[layer.index]
         heads, kv_heads = layer.num_heads, layer.num_kv_heads
         qkv = qkv.view(batch.num_tokens, -1, layer.head_dim)
         if layer.q_norm is not None and layer.k_norm is not None:
             keys = slice(heads, heads + kv_heads)
-            qkv[:, :heads] = ops.rms_norm(qkv[:, :heads], layer.q_norm, layer.norm_eps)
-            qkv[:, keys] = ops.rms_norm(qkv[:, keys], layer.k_norm, layer.norm_eps)
-        q = ops.rope_kv_write(qkv, heads, kv_heads, self._cos, self._sin, cache, batch.kv_write)
-        attended = ops.paged_attention(q, cache, batch.attention[layer.window], layer.scale)
+            qkv[:, :heads] = rms_norm(qkv[:, :heads], layer.q_norm, layer.norm_eps)
+            qkv[:, keys] = rms_norm(qkv[:, keys], layer.k_norm, layer.norm_eps)
+        q = rope_kv_write(qkv, heads, kv_heads, self._cos, self._sin, cache, batch.kv_write)
+        attended = paged_attention(q, cache, batch.attention[layer.window], layer.scale)
         return attended.reshape(batch.num_tokens, -1)
 
 
@@ -76,7 +77,6 @@ class EagerRunner:
     def __init__(
         self,
         model: CausalModel,
-        ops: Ops,
         device: torch.device,
         dtype: torch.dtype,
         kv: KvSpec,
@@ -85,7 +85,6 @@ class EagerRunner:
     ) -> None:
         self._span = span
         self._model = model
-        self._ops = ops
         self._device = device
         self._dtype = dtype
         shape = (2, num_blocks, kv.num_kv_heads, kv.block_size, kv.head_dim)
@@ -119,7 +118,7 @@ class EagerRunner:
         cos, sin = self._model.rope.cos_sin(batch.positions, batch.lengths, self._dtype)
         self._span("arrays")
         self._done_before = self.work_done
-        self._pass = EagerPass(self._ops, batch, self._kv, cos, sin)
+        self._pass = EagerPass(batch, self._kv, cos, sin)
         self._hidden = self._model.forward(self._pass)
 
     def logits(self, tokens: Int) -> torch.Tensor:

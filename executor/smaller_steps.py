@@ -105,7 +105,7 @@ def _rows(plan: StepPlan, rows: slice, *, is_first: bool) -> StepPlan:
     if is_first:
         return part
     return msgspec.structs.replace(
-        part, freed=b"", new_rows=[], blocks=b"", copies=b"", attach={}, swaps_out=b"", swaps_in=b""
+        part, freed=b"", new_rows=[], blocks=b"", copies=b"", swaps_out=b"", swaps_in=b""
     )
 
 

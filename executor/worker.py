@@ -21,13 +21,14 @@ from quintet.executor.interface import Finished, StepWorker
 from quintet.executor.memory import to_device
 from quintet.executor.models.model import CausalModel, Setting
 from quintet.executor.models.registry import build_model, read_card
+from quintet.executor.ops.host_dtypes import DTYPE_CODES
 from quintet.executor.ops.huge_pages import HugePages
-from quintet.executor.ops.table import Ops, ops_of
 from quintet.executor.platforms.platform import Platform, open_platform
-from quintet.executor.program.library import INT8, dtype_code, program_library
+from quintet.executor.program.library import program_library
 from quintet.executor.program.runner import ProgramRunner, allocate_kv
 from quintet.executor.quant.registry import open_quantization
 from quintet.executor.runner import Runner
+from quintet.executor.sampling.ops import SamplingOps, sampling_ops_of
 from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.slots import SlotTables
 from quintet.executor.smaller_steps import SmallerSteps
@@ -59,7 +60,7 @@ class Worker:
     def __init__(
         self,
         runner: Runner,
-        ops: Ops,
+        ops: SamplingOps,
         device: torch.device,
         config: EngineConfig,
         num_blocks: int,
@@ -191,7 +192,7 @@ def make_worker(config: EngineConfig, span: Span = no_span) -> StepWorker:
     device = open_cuda_device(config.executor)
     if device is None:
         return make_torch_worker(config, span)
-    model = load_model(config, platform, ops_of(platform.name))
+    model = load_model(config, platform)
     facts = _facts(config, platform, model, begun)
     return make_device_worker(device, model, config, DTYPES[config.model.dtype], facts, span)
 
@@ -200,13 +201,12 @@ def make_torch_worker(config: EngineConfig, span: Span = no_span) -> Worker:
     """Return the worker of a CPU, or of a GPU without our kernels."""
     begun = time.monotonic()
     platform = open_platform(config.executor)
-    ops = ops_of(platform.name)
     num_blocks = _num_blocks(config)
-    model = load_model(config, platform, ops)
+    model = load_model(config, platform)
     facts = _facts(config, platform, model, begun)
     return Worker(
-        make_runner(model, config, platform, ops, num_blocks, span),
-        ops,
+        make_runner(model, config, platform, num_blocks, span),
+        sampling_ops_of(platform.name),
         platform.device,
         config,
         num_blocks,
@@ -240,7 +240,6 @@ def make_runner(
     model: CausalModel,
     config: EngineConfig,
     platform: Platform,
-    ops: Ops,
     num_blocks: int,
     span: Span = no_span,
 ) -> Runner:
@@ -248,7 +247,7 @@ def make_runner(
     kv, dtype = config.model.kv, DTYPES[config.model.dtype]
     library = program_library() if platform.name == "cpu" else None
     if library is not None:
-        code = INT8 if config.cache.dtype == "int8" else dtype_code(dtype)
+        code = DTYPE_CODES[torch.int8 if config.cache.dtype == "int8" else dtype]
         memory = allocate_kv(library, kv, num_blocks, code)
         if memory is not None:
             return ProgramRunner(library, model, config, dtype, memory, span)
@@ -258,7 +257,7 @@ def make_runner(
             kv.block_size,
         )
     check_kv_dtype(config)
-    return EagerRunner(model, ops, platform.device, dtype, kv, num_blocks, span)
+    return EagerRunner(model, platform.device, dtype, kv, num_blocks, span)
 
 
 def check_kv_dtype(config: EngineConfig) -> None:
@@ -270,16 +269,14 @@ def check_kv_dtype(config: EngineConfig) -> None:
         )
 
 
-def load_model(config: EngineConfig, platform: Platform, ops: Ops) -> CausalModel:
+def load_model(config: EngineConfig, platform: Platform) -> CausalModel:
     """Return the configured model with its weights."""
     folder = Path(config.model.path)
     card = read_card(folder)
     model = build_model(
         config.model.architecture,
         card,
-        Setting(
-            ops, platform.device, DTYPES[config.model.dtype], open_quantization(config.executor.quantization)
-        ),
+        Setting(platform.device, DTYPES[config.model.dtype], open_quantization(config.executor.quantization)),
     )
     check_agreement(model, config.model, card.path)
     with torch.inference_mode():

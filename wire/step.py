@@ -53,8 +53,6 @@ class StepPlan(msgspec.Struct, array_like=True, tag="plan", gc=False):
     """int32[R]: tokens computed now. Token values come from the executor's own token table."""
     samples: bytes
     """uint8[R]: 1 where the row ends at its newest token and so draws the next one (written at ``start + count``)."""
-    attach: dict[str, bytes] = {}
-    """Named bundles of columns of optional features."""
     checksum: int = 0
     """CRC-32 of the tables after the deltas, when ``SchedulerConfig.audit``; 0 otherwise."""
     tables: int = 0

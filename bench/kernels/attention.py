@@ -23,7 +23,8 @@ import numpy as np
 import torch
 
 from bench.kernels.limits import Limits, Multiply
-from quintet.executor.ops.host_attention import DTYPE_CODES, PagedKv, write_kv
+from quintet.executor.ops.host_attention import PagedKv, write_kv
+from quintet.executor.ops.host_dtypes import DTYPE_CODES
 from quintet.executor.ops.host_library import instruction_set, open_library, set_threads
 from quintet.executor.program.library import ProgramLibrary
 from quintet.executor.program.step import CStep

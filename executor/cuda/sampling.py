@@ -9,13 +9,13 @@ from quintet.executor.cuda.device import Device
 from quintet.executor.cuda.ops.draw import DeviceDraw
 from quintet.executor.cuda.ops.entries import DeviceReport
 from quintet.executor.cuda.ops.penalties import DevicePenalties
-from quintet.executor.ops.table import Ops
 from quintet.executor.sampling.concern import Concern
+from quintet.executor.sampling.ops import SamplingOps
 from quintet.executor.sampling.penalties import Penalties
 from quintet.executor.sampling.sampler import SHAPING
 
 
-def sampling_ops(device: Device, ops: Ops) -> Ops:
+def sampling_ops(device: Device, ops: SamplingOps) -> SamplingOps:
     """Return ``ops`` with drawing and reporting on the device."""
     return replace(ops, draw=DeviceDraw(device), entries=DeviceReport(device))
 

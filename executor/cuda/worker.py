@@ -30,7 +30,7 @@ from quintet.executor.cuda.runner import DecodeGraph, DeviceRunner, Drawn
 from quintet.executor.cuda.sampling import sampling_ops, shaping_on
 from quintet.executor.cuda.staging import PinnedRing
 from quintet.executor.interface import Finished, Pending
-from quintet.executor.ops.table import Ops
+from quintet.executor.sampling.ops import SamplingOps
 from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.slots import SlotTables
 from quintet.executor.smaller_steps import SmallerSteps
@@ -105,7 +105,7 @@ class DeviceWorker:
             scheduler.max_num_seqs,
             model.vocab_size,
             self.tables,
-            sampling_ops(device, Ops()),
+            sampling_ops(device, SamplingOps()),
             shaping_on(device),
         )
         in_flight = scheduler.depth + 1

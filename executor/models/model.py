@@ -10,7 +10,6 @@ import torch
 
 from quintet.executor.layers.rope import Rope
 from quintet.executor.models.forward import ForwardPass, ValueT
-from quintet.executor.ops.table import Ops
 from quintet.executor.quant.method import Quantization
 from quintet.executor.weights.plan import WeightPlan
 
@@ -28,7 +27,6 @@ class ModelCard:
 class Setting:
     """Where and with what a model computes."""
 
-    ops: Ops
     device: torch.device
     dtype: torch.dtype
     quantization: Quantization

@@ -1,4 +1,1 @@
-"""The operations a model is made of: one file each, with signature, shapes and a torch reference.
-
-`quintet.executor.ops.table` says which implementation each platform uses; models only ever see the table.
-"""
+"""The operations a model is made of: a torch reference each, with signature and shapes, and the host kernels' functions."""

@@ -17,12 +17,10 @@ from typing import Any
 import torch
 
 from quintet.executor.memory import lazy_zeros
+from quintet.executor.ops.host_dtypes import DTYPE_CODES
 from quintet.executor.ops.host_library import declare, open_library
 from quintet.executor.program.step import CStep
 from quintet.wire.errors import ConfigError
-
-DTYPE_CODES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.int8: 3}
-"""As csrc/cpu/work.hpp numbers them."""
 
 _ADDRESS, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 

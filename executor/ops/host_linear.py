@@ -12,8 +12,6 @@ from enum import IntEnum
 from functools import cache
 from typing import Any
 
-import torch
-
 from quintet.executor.ops.host_library import declare, open_library
 
 _ADDRESS, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
@@ -34,9 +32,6 @@ class WeightFormat(IntEnum):
     def is_float(self) -> bool:
         """Whether the numbers are stored as the activations are."""
         return self <= WeightFormat.FP32
-
-
-CODE_OF_DTYPE: dict[torch.dtype, int] = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
 class LinearLibrary:

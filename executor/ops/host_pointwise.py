@@ -16,10 +16,8 @@ from typing import Any
 
 import torch
 
+from quintet.executor.ops.host_dtypes import FLOAT_CODES
 from quintet.executor.ops.host_library import declare, open_library
-
-DTYPE_CODES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-"""As csrc/cpu/work.hpp numbers them."""
 
 _ADDRESS, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _X, _Y = (_ADDRESS, _SIZE), (_ADDRESS, _SIZE, _INT)  # address and stride; and the format
@@ -157,7 +155,7 @@ def embedding(token_ids: torch.Tensor, table: torch.Tensor, dtype: torch.dtype) 
     y = torch.empty((len(token_ids), table.shape[1]), dtype=dtype)
     _op("embedding")(
         *(table.data_ptr(), token_ids.data_ptr(), len(y), y.shape[1]),
-        *(*_out(y), DTYPE_CODES[table.dtype]),
+        *(*_out(y), FLOAT_CODES[table.dtype]),
     )
     return y
 
@@ -199,7 +197,7 @@ def _op(name: str) -> Callable[..., Any]:
 
 def _rows(x: torch.Tensor) -> tuple[int, int]:
     """Return address and stride of a matrix whose rows are contiguous."""
-    if x.dim() != 2 or x.dtype not in DTYPE_CODES or (x.shape[1] > 1 and x.stride(1) != 1):
+    if x.dim() != 2 or x.dtype not in FLOAT_CODES or (x.shape[1] > 1 and x.stride(1) != 1):
         raise ValueError(
             f"x is {x.dtype}{list(x.shape)} with strides {x.stride()}; expected [rows, width] of bfloat16, float16 or"
             " float32 with neighbouring elements in a row"
@@ -208,7 +206,7 @@ def _rows(x: torch.Tensor) -> tuple[int, int]:
 
 
 def _out(y: torch.Tensor) -> tuple[int, int, int]:
-    return y.data_ptr(), y.stride(0), DTYPE_CODES[y.dtype]
+    return y.data_ptr(), y.stride(0), FLOAT_CODES[y.dtype]
 
 
 def _parameters(x: torch.Tensor, **given: torch.Tensor | None) -> list[int | None]:

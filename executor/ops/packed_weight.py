@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from quintet.executor.ops.host_linear import CODE_OF_DTYPE, LinearLibrary, WeightFormat
+from quintet.executor.ops.host_dtypes import FLOAT_CODES
+from quintet.executor.ops.host_linear import LinearLibrary, WeightFormat
 from quintet.executor.ops.huge_pages import HugePages
 from quintet.executor.ops.linear import Activation
 
@@ -85,7 +86,7 @@ class PackedWeight:
 
         Any floating-point dtype; rows may lie apart.
         """
-        if source.dim() != 2 or source.shape[1] != self.depth or source.dtype not in CODE_OF_DTYPE:
+        if source.dim() != 2 or source.shape[1] != self.depth or source.dtype not in FLOAT_CODES:
             raise PackedWeightError(
                 f"source is {source.dtype}{list(source.shape)}; expected bfloat16, float16 or float32[count, {self.depth}]"
             )
@@ -95,7 +96,7 @@ class PackedWeight:
         self._library.weight_fill(
             self.handle,
             source.data_ptr(),
-            CODE_OF_DTYPE[source.dtype],
+            FLOAT_CODES[source.dtype],
             source.stride(0),
             first_column,
             source.shape[0],
@@ -142,7 +143,7 @@ class PackedWeight:
             x.data_ptr(),
             x.stride(0),
             rows,
-            CODE_OF_DTYPE[x.dtype],
+            FLOAT_CODES[x.dtype],
             None if bias is None else bias.data_ptr(),
             None if residual is None else residual.data_ptr(),
             out.data_ptr(),
@@ -157,7 +158,7 @@ class PackedWeight:
     ) -> None:
         """Raise `PackedWeightError` unless this weight can be multiplied so."""
         own = {0: torch.bfloat16, 1: torch.float16, 2: torch.float32}.get(int(self.format))
-        if x.dim() != 2 or x.shape[1] != self.depth or x.dtype not in ([own] if own else CODE_OF_DTYPE):
+        if x.dim() != 2 or x.shape[1] != self.depth or x.dtype not in ([own] if own else FLOAT_CODES):
             expected = own or "bfloat16, float16 or float32"
             raise PackedWeightError(f"x is {x.dtype}{list(x.shape)}; expected {expected}[rows, {self.depth}]")
         if x.stride(1) != 1:

@@ -27,7 +27,7 @@ class Platform:
     """An opened device."""
 
     name: str
-    """Key of the table of kernels (`quintet.executor.ops.table`)."""
+    """Key of the table of kernels (`quintet.executor.sampling.ops`)."""
     device: torch.device
     description: str
     """For the boot story."""

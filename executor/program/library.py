@@ -8,19 +8,9 @@ from __future__ import annotations
 
 import ctypes
 
-import torch
-
 from quintet.executor.ops.host_library import declare, open_library
 
 _ADDRESS, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
-
-DTYPE_CODES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-INT8 = 3
-
-
-def dtype_code(dtype: torch.dtype) -> int:
-    """Return the number that the kernels know a format by (``qt::Dtype``)."""
-    return DTYPE_CODES[dtype]
 
 
 class ProgramLibrary:

@@ -15,7 +15,8 @@ import torch
 from quintet.executor.layers.linear import Embedding, Linear
 from quintet.executor.memory import lazy_zeros
 from quintet.executor.models.forward import AttentionLayer
-from quintet.executor.program.library import ProgramLibrary, dtype_code
+from quintet.executor.ops.host_dtypes import FLOAT_CODES
+from quintet.executor.program.library import ProgramLibrary
 
 
 class Extent(IntEnum):
@@ -82,7 +83,7 @@ class Recorder:
         """``max_tokens`` and ``max_outputs``: the most rows a step has of each extent."""
         self._library = library
         self._dtype = dtype
-        self._code = dtype_code(dtype)
+        self._code = FLOAT_CODES[dtype]
         self._kv = kv
         self._max_rows = {Extent.TOKENS: max_tokens, Extent.OUTPUTS: max_outputs}
         self._operations: list[_Operation] = []
@@ -105,7 +106,7 @@ class Recorder:
                 assert table is not None, "an embedding has a table or a packed output layer"
                 library.embedding(
                     *(self.handle, table.data_ptr(), layer.width, y.address, y.width),
-                    *(code, dtype_code(table.dtype)),
+                    *(code, FLOAT_CODES[table.dtype]),
                 )
 
         return self._append("embedding", emit, (), y)

@@ -12,7 +12,8 @@ from quintet.executor.batch import Int, Rows
 from quintet.executor.layers.rope import Rope
 from quintet.executor.memory import lazy_zeros
 from quintet.executor.models.model import CausalModel
-from quintet.executor.program.library import ProgramLibrary, dtype_code
+from quintet.executor.ops.host_dtypes import FLOAT_CODES
+from quintet.executor.program.library import ProgramLibrary
 from quintet.executor.program.recorder import KvMemory, Recorder
 from quintet.executor.program.step import CStep, Step
 from quintet.executor.ragged import ranges
@@ -65,7 +66,7 @@ class ProgramRunner:
         self._logits_end = self.spans[-1].end
         library.mark(self._program)
         library.draw(
-            *(self._program, logits.address, self._logits.stride(0), dtype_code(dtype), model.vocab_size)
+            *(self._program, logits.address, self._logits.stride(0), FLOAT_CODES[dtype], model.vocab_size)
         )
         self._size = library.size(self._program)
         self._step = Step(library, max_tokens, limits.max_num_seqs)

@@ -10,7 +10,8 @@ from functools import partial
 
 import torch
 
-from quintet.executor.ops.host_linear import CODE_OF_DTYPE, LinearLibrary, WeightFormat, linear_library
+from quintet.executor.ops.host_dtypes import FLOAT_CODES
+from quintet.executor.ops.host_linear import LinearLibrary, WeightFormat, linear_library
 from quintet.executor.ops.packed_weight import PackedWeight
 from quintet.executor.quant.method import LinearMethod, LinearShape
 from quintet.executor.weights.plan import WeightPlan
@@ -150,4 +151,4 @@ class PackedLinear:
         )
 
     def _fill(self, first_column: int, rows: torch.Tensor) -> None:
-        self.packed.fill(rows if rows.dtype in CODE_OF_DTYPE else rows.float(), first_column)
+        self.packed.fill(rows if rows.dtype in FLOAT_CODES else rows.float(), first_column)

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from quintet.executor.ops.host_dtypes import FLOAT_CODES
 from quintet.executor.ops.host_library import declare, open_library
-from quintet.executor.ops.host_pointwise import DTYPE_CODES
 from quintet.executor.ragged import Int
 from quintet.executor.sampling.draw import draw
 from quintet.executor.sampling.settings import Settings
@@ -39,7 +39,7 @@ def draw_on_host(
     tokens = torch.empty(len(slots), dtype=torch.int32)
     address, stride = row_addresses(logits)
     kernel(
-        *(address, stride, DTYPE_CODES[logits.dtype], logits.shape[1]),
+        *(address, stride, FLOAT_CODES[logits.dtype], logits.shape[1]),
         *(None if rows is None else rows.ctypes.data, len(slots)),
         *(settings.ctypes.data, slots.ctypes.data, positions.ctypes.data, tokens.data_ptr()),
     )
@@ -48,7 +48,7 @@ def draw_on_host(
 
 def row_addresses(logits: torch.Tensor) -> tuple[int, int]:
     """Return address and stride of rows of logits; raise where a kernel cannot read them."""
-    if logits.dim() != 2 or logits.stride(1) != 1 or logits.dtype not in DTYPE_CODES:
+    if logits.dim() != 2 or logits.stride(1) != 1 or logits.dtype not in FLOAT_CODES:
         raise ValueError(
             f"logits are {logits.dtype}{list(logits.shape)} with strides {logits.stride()}; expected [rows, vocab] of"
             " bfloat16, float16 or float32 with neighbouring elements in a row"

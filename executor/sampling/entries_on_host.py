@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from quintet.executor.ops.host_dtypes import FLOAT_CODES
 from quintet.executor.ops.host_library import declare, open_library
-from quintet.executor.ops.host_pointwise import DTYPE_CODES
 from quintet.executor.ragged import Int
 from quintet.executor.sampling.draw_on_host import row_addresses
 from quintet.executor.sampling.entries import Entries, entries
@@ -47,7 +47,7 @@ def entries_on_host(
         np.empty(count, np.float64),
     )
     kernel(
-        *(address, stride, DTYPE_CODES[logits.dtype], logits.shape[1]),
+        *(address, stride, FLOAT_CODES[logits.dtype], logits.shape[1]),
         *(None if rows is None else rows.ctypes.data, count, own.data_ptr(), num_top),
         *(found.ids.ctypes.data, found.values.ctypes.data),
         *(found.ranks.ctypes.data, found.normalizers.ctypes.data),

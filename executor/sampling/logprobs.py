@@ -7,10 +7,10 @@ import torch
 
 from quintet.executor.batch import Rows
 from quintet.executor.memory import to_device
-from quintet.executor.ops.table import Ops
 from quintet.executor.ragged import ranges
 from quintet.executor.runner import GivesLogits
 from quintet.executor.sampling.concern import Int
+from quintet.executor.sampling.ops import SamplingOps
 from quintet.executor.slots import SlotTables
 from quintet.wire.step import NewRow, PromptLogprobs, TokenLogprobs
 
@@ -18,7 +18,7 @@ from quintet.wire.step import NewRow, PromptLogprobs, TokenLogprobs
 class Logprobs:
     """What each slot's tenant wants to know. Entries hold the token itself first, then the most likely ones."""
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, ops: Ops) -> None:
+    def __init__(self, max_num_seqs: int, vocab_size: int, ops: SamplingOps) -> None:
         self._ops = ops
         self._vocab_size = vocab_size
         self._num_top = np.zeros(max_num_seqs, np.int64)

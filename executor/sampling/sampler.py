@@ -9,7 +9,6 @@ import torch
 
 from quintet.executor.batch import Rows
 from quintet.executor.memory import to_device
-from quintet.executor.ops.table import Ops
 from quintet.executor.runner import GivesLogits
 from quintet.executor.sampling.allowed_ids import AllowedIds
 from quintet.executor.sampling.bad_words import BadWords
@@ -17,6 +16,7 @@ from quintet.executor.sampling.concern import Concern, DrawRows, Int
 from quintet.executor.sampling.logit_bias import LogitBias
 from quintet.executor.sampling.logprobs import Logprobs
 from quintet.executor.sampling.min_tokens import MinTokens
+from quintet.executor.sampling.ops import SamplingOps
 from quintet.executor.sampling.penalties import Penalties
 from quintet.executor.sampling.settings import settings_of, settings_table
 from quintet.executor.slots import SlotTables
@@ -35,7 +35,7 @@ class Sampler:
         max_num_seqs: int,
         vocab_size: int,
         tables: SlotTables,
-        ops: Ops,
+        ops: SamplingOps,
         shaping: Sequence[Callable[[int, int], Concern]] = SHAPING,
     ) -> None:
         """shaping: `SHAPING`, or the same concerns in that order as a device computes them."""

@@ -1,4 +1,4 @@
-"""The six hooks: when each is asked, and that absent ones change nothing."""
+"""The four hooks: when each is asked, and that absent ones change nothing."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from quintet.core.hooks import FEATURES, Claim, Feature, Hooks, Setup, build_features, flatten
-from quintet.core.request import Request
-from quintet.core.state import Flight, State
+from quintet.core.hooks import FEATURES, Feature, Hooks, Setup, build_features, flatten
 from quintet.wire.config import CacheConfig, SchedulerConfig
 
 from .fake import World, expected
@@ -38,9 +36,7 @@ def test_feature_that_abstains_leaves_plans_byte_identical() -> None:
         gate=lambda state, request: True,
         source=lambda state, request: None,
         clamp=lambda state, request, wanted, budget: wanted,
-        claim=Claim(take=lambda state, request: True, undo=lambda state, request: None),
         keep=lambda state, request: None,
-        attach=lambda state, flight: None,
     )
     world = World()
     install(world, abstaining)
@@ -96,41 +92,6 @@ def test_clamp_cuts_a_prompt_into_pieces() -> None:
     world.admit(1, PROMPT, max_tokens=1)
     world.run()
     assert len(world.plans) == 4
-
-
-def test_claims_are_taken_together_and_always_undone() -> None:
-    held: list[tuple[str, int]] = []
-
-    def claim(name: str, capacity: int) -> Claim:
-        def take(state: State, request: Request) -> bool:
-            if sum(1 for holder, _ in held if holder == name) >= capacity:
-                return False
-            held.append((name, request.request_id))
-            return True
-
-        return Claim(take, lambda state, request: held.remove((name, request.request_id)))
-
-    world = World(num_blocks=8)
-    install(world, Feature("a", claim=claim("a", 3)), Feature("b", claim=claim("b", 2)))
-    for request_id in range(1, 6):
-        world.admit(request_id, PROMPT[request_id:], ignore_eos=True, max_tokens=15)
-    world.step()
-    assert [request_id for name, request_id in held if name == "a"] == [1, 2]
-    world.cancel(1)
-    world.run()
-    assert held == []
-    assert world.outcomes[5].num_endings == 1
-
-
-def test_attach_names_a_bundle_of_the_plan() -> None:
-    def attach(state: State, flight: Flight) -> tuple[str, bytes]:
-        return "rows", bytes(request.request_id for request in flight.rows)
-
-    world = World()
-    install(world, Feature("attach", attach=attach))
-    world.admit(7, PROMPT)
-    plan = world.plan()
-    assert plan is not None and plan.attach == {"rows": b"\7"}
 
 
 def test_audit_notices_a_leak() -> None:

@@ -11,8 +11,8 @@ from quintet.executor.batch import Rows
 from quintet.executor.cuda.device import Device
 from quintet.executor.cuda.ops.penalties import PENALIZED, DevicePenalties, penalize
 from quintet.executor.cuda.sampling import sampling_ops, shaping_on
-from quintet.executor.ops.table import Ops
 from quintet.executor.sampling.concern import DrawRows
+from quintet.executor.sampling.ops import SamplingOps
 from quintet.executor.sampling.penalties import Penalties
 from quintet.executor.sampling.sampler import SHAPING, Sampler
 from quintet.executor.slots import SlotTables
@@ -118,8 +118,8 @@ def test_the_sampler_draws_and_reports_the_same_with_kernels(device: Device) -> 
     results = []
     cpu = torch.device("cpu")
     for where, ops, shaping in (
-        (cpu, Ops(), SHAPING),
-        (device.torch_device, sampling_ops(device, Ops()), shaping_on(device)),
+        (cpu, SamplingOps(), SHAPING),
+        (device.torch_device, sampling_ops(device, SamplingOps()), shaping_on(device)),
     ):
         tables = SlotTables(16, 64, 4, where)
         sampler = Sampler(16, vocab_size, tables, ops, shaping)

@@ -22,7 +22,6 @@ from quintet.executor.cuda.device import Device
 from quintet.executor.cuda.worker import DeviceWorker
 from quintet.executor.models.model import CausalModel, Setting
 from quintet.executor.models.registry import build_model, read_card
-from quintet.executor.ops.table import Ops
 from quintet.executor.quant.method import LinearMethod, LinearShape
 from quintet.executor.quant.none import RowMajorLinear
 from quintet.executor.weights.load import fill_randomly, load_checkpoint
@@ -45,7 +44,7 @@ class RowMajor:
 
 def model_on(device: Device, config: EngineConfig) -> CausalModel:
     """Return the configured model with its weights on the device."""
-    setting = Setting(Ops(), device.torch_device, DTYPES[config.model.dtype], RowMajor())
+    setting = Setting(device.torch_device, DTYPES[config.model.dtype], RowMajor())
     folder = Path(config.model.path)
     model = build_model(config.model.architecture, read_card(folder), setting)
     with torch.inference_mode():

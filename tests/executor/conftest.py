@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from quintet.executor.batch import Rows
-from quintet.executor.ops.table import ops_of
 from quintet.executor.sampling.concern import DrawRows
+from quintet.executor.sampling.ops import sampling_ops_of
 from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.slots import SlotTables
 from quintet.wire.codec import pack_i32, pack_u8
@@ -79,7 +79,7 @@ class SamplerBench:
 
     def __init__(self, vocab_size: int, max_num_seqs: int = 64, max_model_len: int = 64) -> None:
         self.vocab_size = vocab_size
-        self.ops = ops_of("cpu")
+        self.ops = sampling_ops_of("cpu")
         self.tables = SlotTables(max_num_seqs, max_model_len, 4, torch.device("cpu"))
         self.sampler = Sampler(max_num_seqs, vocab_size, self.tables, self.ops)
 

@@ -85,7 +85,7 @@ def _check_settings(
 
 
 class DeviceDraw:
-    """The sampler's `quintet.executor.ops.table.Draw`: one small upload a call."""
+    """The sampler's `quintet.executor.sampling.ops.Draw`: one small upload a call."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

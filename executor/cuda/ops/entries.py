@@ -91,7 +91,7 @@ def entries(
 
 
 class DeviceReport:
-    """The sampler's `quintet.executor.ops.table.ReportEntries`."""
+    """The sampler's `quintet.executor.sampling.ops.ReportEntries`."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

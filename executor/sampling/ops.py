@@ -1,0 +1,63 @@
+"""Which implementation of drawing and of reporting log-probabilities a platform uses.
+
+The defaults are the torch references. Kernels are one more file beside the reference and a row in `IMPLEMENTATIONS`; the
+sampler, which only sees `SamplingOps`, does not change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from quintet.executor.platforms.platform import import_string
+from quintet.executor.ragged import Int
+from quintet.executor.sampling.draw import draw
+from quintet.executor.sampling.entries import Entries, entries
+from quintet.executor.sampling.settings import Settings
+
+
+class Draw(Protocol):
+    """See `quintet.executor.sampling.draw`."""
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        settings: Settings,
+        slots: Int,
+        positions: Int,
+        rows: Int | None = None,
+    ) -> torch.Tensor: ...
+
+
+class ReportEntries(Protocol):
+    """See `quintet.executor.sampling.entries`."""
+
+    def __call__(
+        self, logits: torch.Tensor, own: torch.Tensor, num_top: int, rows: Int | None = None
+    ) -> Entries: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOps:
+    """The operations, as the sampler calls them."""
+
+    draw: Draw = draw
+    entries: ReportEntries = entries
+
+
+IMPLEMENTATIONS: dict[str, dict[str, str]] = {
+    "cpu": {
+        "draw": "quintet.executor.sampling.draw_on_host:draw_on_host",
+        "entries": "quintet.executor.sampling.entries_on_host:entries_on_host",
+    },
+    "cuda": {},
+}
+"""Platform name to operation name to the import string that replaces the torch reference."""
+
+
+def sampling_ops_of(platform: str) -> SamplingOps:
+    """Return the operations of a platform."""
+    paths = IMPLEMENTATIONS.get(platform, {})
+    return replace(SamplingOps(), **{name: import_string(path) for name, path in paths.items()})
