@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quintet.core.kv.prefix import salt_digest
-from quintet.core.outbox import Effects, Outbox
+from quintet.core.outbox import Effects, TokensBuilders
 from quintet.core.policy import Policy
 from quintet.core.request import Request
 from quintet.core.state import Limits, State
@@ -143,7 +143,7 @@ def meet(
 
 def refit(state: State, now_ns: int) -> Effects:
     """Measure every live request against new limits; those that cannot be computed any more end with an error."""
-    outbox = Outbox()
+    outbox = TokensBuilders()
     for request in list(state.waiting):
         request.digests.clear()
         request.limit = length_limit(request.num_prompt, request.params.max_tokens, state.limits)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quintet.core.outbox import Effects, Outbox
+from quintet.core.outbox import Effects, TokensBuilders
 from quintet.core.request import Request
 from quintet.core.state import Flight, State
 from quintet.wire.codec import unpack_i32
@@ -28,7 +28,7 @@ def commit(state: State, result: StepResult, now_ns: int) -> Effects:
     state.pool.settle(flight.step)
     state.pace.note(flight.num_tokens, result.compute_ns)
     state.tempo.note_step(len(flight.rows), flight.num_tokens, flight.planned_ns, now_ns)
-    outbox = Outbox()
+    outbox = TokensBuilders()
     ended = _apply_tokens(state, flight, result.token_ids, outbox, now_ns)
     if result.logprobs or result.prompt_logprobs:
         _forward_logprobs(flight, result, outbox, now_ns)
@@ -38,7 +38,7 @@ def commit(state: State, result: StepResult, now_ns: int) -> Effects:
 
 
 def _apply_tokens(
-    state: State, flight: Flight, token_column: bytes, outbox: Outbox, now_ns: int
+    state: State, flight: Flight, token_column: bytes, outbox: TokensBuilders, now_ns: int
 ) -> list[Request]:
     """Give every valid row its progress and token; return the requests that this ends, still holding what they hold."""
     ended: list[Request] = []
@@ -98,7 +98,7 @@ def ending_of(request: Request) -> tuple[FinishReason, int] | None:
     return (FinishReason.LENGTH, -1) if len(request.tokens) >= request.limit else None
 
 
-def _forward_logprobs(flight: Flight, result: StepResult, outbox: Outbox, now_ns: int) -> None:
+def _forward_logprobs(flight: Flight, result: StepResult, outbox: TokensBuilders, now_ns: int) -> None:
     """Pass log-probabilities on, naming rows of the `Tokens` messages instead of rows of the plan."""
     rows_of = {
         index: {request_id: row for row, request_id in enumerate(builder.request_ids)}

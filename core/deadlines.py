@@ -7,14 +7,12 @@ decides; they are worked off at the same time.
 
 from __future__ import annotations
 
-import itertools
 import math
 from bisect import bisect_left
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
 
 from quintet.core.features.step_time import most_tokens
-from quintet.core.request import Request, Status
+from quintet.core.request import Request
 from quintet.core.state import State, by_rank
 from quintet.wire.config import SchedulerConfig
 from quintet.wire.errors import ErrorCode, RequestError
@@ -25,37 +23,6 @@ _WAIT_SLACK, _SERVICE_SLACK = 1.5, 1.1
 """What was predicted is taken for so many times itself: who is admitted to end just in time would be late every other
 time, having cost as much as one that is not. How long a queue takes is less certain than how long an answer does, and
 while there is a queue at all, a shorter one leaves no slot empty."""
-_MIN_SWEEP = 256
-"""Entries below which nobody looks for requests that ended in time."""
-
-
-class Deadlines:
-    """Live requests that have a deadline, the earliest first."""
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Request]] = []
-        self._order = itertools.count()
-        self._sweep_at = _MIN_SWEEP
-
-    def watch(self, request: Request) -> None:
-        """Keep an eye on a request that was just queued, if it has a deadline."""
-        if not request.deadline_ns:
-            return
-        heappush(self._heap, (request.deadline_ns, next(self._order), request))
-        if len(self._heap) >= self._sweep_at:
-            self._heap = [entry for entry in self._heap if entry[2].status is not Status.ENDED]
-            heapify(self._heap)
-            self._sweep_at = max(_MIN_SWEEP, 2 * len(self._heap))
-
-    def due(self, now_ns: int) -> list[Request]:
-        """Return, once, the live requests whose deadline has passed."""
-        heap = self._heap
-        due: list[Request] = []
-        while heap and heap[0][0] <= now_ns:
-            request = heappop(heap)[2]
-            if request.status is not Status.ENDED:
-                due.append(request)
-        return due
 
 
 @dataclass(slots=True, frozen=True)

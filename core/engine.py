@@ -10,12 +10,12 @@ from collections.abc import Iterable
 
 from quintet.core.admission import make_requests, meet, refit
 from quintet.core.commit import commit, ending_of
-from quintet.core.deadlines import Deadlines, check_hopeful, check_in_time
+from quintet.core.deadlines import check_hopeful, check_in_time
 from quintet.core.hooks import FEATURES, Setup, build_features, flatten
 from quintet.core.invariants import check
 from quintet.core.kv.host_pool import HostPool
 from quintet.core.kv.pool import BlockPool
-from quintet.core.outbox import Effects, Outbox
+from quintet.core.outbox import Effects, TokensBuilders
 from quintet.core.policy import POLICIES
 from quintet.core.refusals import Refusals
 from quintet.core.request import Request, Status
@@ -24,6 +24,7 @@ from quintet.core.scheduler import schedule
 from quintet.core.state import State
 from quintet.core.suspects import Suspects
 from quintet.core.trial import call_off, convict, hold_trial
+from quintet.process.deadlines import DeadlineHeap
 from quintet.wire.config import CacheConfig, ModelConfig, SchedulerConfig
 from quintet.wire.errors import RequestError
 from quintet.wire.ids import epoch_tag, frontend_of
@@ -58,7 +59,7 @@ class Engine:
         self._frontends: dict[int, tuple[int, bool]] = {}
         """Newest epoch of each frontend seat, and whether that one is down too."""
         self.shelf = Shelf(int(scheduler.resume_grace_s * 1e9))
-        self._deadlines = Deadlines()
+        self._deadlines: DeadlineHeap[Request] = DeadlineHeap(lambda request: request.status is Status.ENDED)
         self.suspects = Suspects()
         self.refusals = Refusals()
         self.state: State | None = None
@@ -151,7 +152,7 @@ class Engine:
         ids = range(first, first + message.params.n)
         if max(map(state.newest_attempt, ids)) >= message.attempt:
             return Effects()
-        outbox = Outbox()
+        outbox = TokensBuilders()
         before: list[Request] = []
         if message.attempt:
             before = [state.live[request_id] for request_id in ids if request_id in state.live]
@@ -196,13 +197,14 @@ class Engine:
                 self.shelf.keep(request, now_ns)
                 continue
             state.welcome(request)
-            self._deadlines.watch(request)
+            if request.deadline_ns:
+                self._deadlines.watch(request.deadline_ns, request)
         return outbox.effects(state.step, now_ns)
 
     def _go_on(self, requests: list[Request], message: Admit, now_ns: int) -> Effects:
         """Tell a detokenizer, perhaps another one, of live requests that go on under a newer attempt."""
         assert self.state is not None
-        outbox = Outbox()
+        outbox = TokensBuilders()
         num_seen = len(message.output_ids) // 4
         for request in requests:
             request.attempt, request.num_seen = message.attempt, num_seen
@@ -258,7 +260,7 @@ class Engine:
         if state is None:
             self._early.append(Cancel(list(request_ids), 0, keep))
             return Effects()
-        outbox = Outbox()
+        outbox = TokensBuilders()
         for request_id in request_ids:
             request = state.live.get(request_id)
             if request is None:
@@ -287,7 +289,7 @@ class Engine:
         """End requests for which nobody waits, without a word to a frontend."""
         if self.state is None:
             return Effects()
-        outbox = Outbox()
+        outbox = TokensBuilders()
         for request_id in request_ids:
             request = self.state.live.get(request_id)
             if request is not None:
@@ -368,7 +370,7 @@ class Engine:
         state = self.state
         if state is None or not due:
             return Effects()
-        outbox = Outbox()
+        outbox = TokensBuilders()
         for request in due:
             request.origin = None
             outbox.end(request, FinishReason.ABORT, now_ns)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from quintet.core.load import load_of
 from quintet.core.state import Ending, Limits, State
 from quintet.wire.metrics import COUNT_BUCKETS, CounterSeries, GaugeSeries, Metrics
 
@@ -104,13 +103,13 @@ class CoreMetrics:
 
     def note_state(self, state: State, now_ns: int) -> None:
         """Bring gauges and counters up to the state; what ended since the last time ended now."""
-        load = load_of(state)
-        self.running.set(load.num_running)
-        self.waiting.set(load.num_waiting)
-        num_deferred = min(state.num_deferred, load.num_waiting)
-        self.waiting_for_room.set(load.num_waiting - num_deferred)
+        num_waiting, pool = len(state.waiting), state.pool
+        self.running.set(len(state.running))
+        self.waiting.set(num_waiting)
+        num_deferred = min(state.num_deferred, num_waiting)
+        self.waiting_for_room.set(num_waiting - num_deferred)
         self.deferred.set(num_deferred)
-        self.kv_usage.set(load.kv_usage)
+        self.kv_usage.set(pool.num_used / pool.num_blocks if pool.num_blocks else 0.0)
         for name, series in self._counters:
             series.value = getattr(state.counters, name)
         for waited_ns in state.queue_times_ns:

@@ -88,7 +88,7 @@ class TokensBuilder:
         )
 
 
-class Outbox:
+class TokensBuilders:
     """One `TokensBuilder` for each detokenizer that has something to hear."""
 
     __slots__ = ("builders", "failed")

@@ -5,7 +5,7 @@ Who is suspected is `quintet.core.suspects`' to know; this file preempts, ends a
 
 from __future__ import annotations
 
-from quintet.core.outbox import Effects, Outbox
+from quintet.core.outbox import Effects, TokensBuilders
 from quintet.core.refusals import REFUSE_S, Refusals, fingerprint_of
 from quintet.core.state import State
 from quintet.core.suspects import DEATHS_ALONE, Suspects
@@ -41,7 +41,7 @@ def convict(
     ``failure`` is what its step raised; empty when the executor died. Of the requests that ask for the same, those end
     with it that have not shown yet that they can be computed.
     """
-    outbox = Outbox()
+    outbox = TokensBuilders()
     convicted = state.live.get(request_id)
     if convicted is None:
         return outbox.effects(state.step, now_ns)

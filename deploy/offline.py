@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from quintet.deploy.python_api.async_llm import AsyncLLM
 from quintet.deploy.python_api.engine import Engine, EngineError, options_of_call
-from quintet.deploy.python_api.gather import LOOK_S, Gather, Job, refused
+from quintet.deploy.python_api.gather import LOOK_S, CheckedPrompt, Gather, refused
 from quintet.deploy.python_api.inputs import (
     ChatOptions,
     Conversation,
@@ -269,7 +269,7 @@ class LLM:
         read: Callable[[InputT], ReadPrompt],
         params: SamplingParams | Iterable[SamplingParams],
         priority: int | Iterable[int],
-    ) -> Iterator[Job | RequestOutput]:
+    ) -> Iterator[CheckedPrompt | RequestOutput]:
         """Read prompts and parameters one by one; what cannot be served becomes an output at once."""
         config = self._engine.config
         priorities = itertools.repeat(priority) if isinstance(priority, int) else iter(priority)
@@ -290,7 +290,7 @@ class LLM:
                     )
                     last_read = msgspec.structs.replace(checked, output_kind=OutputKind.FINAL_ONLY)
                     last_given = copy.deepcopy(chosen)  # the caller may change and pass the same object again
-                yield Job(request_id, read(given), last_read, read_priority(rank))
+                yield CheckedPrompt(request_id, read(given), last_read, read_priority(rank))
             except RequestError as error:
                 yield refused(request_id, error)
 

@@ -65,7 +65,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
+class StepAccount:
     """A step in numbers."""
 
     num_steps: int
@@ -124,7 +124,7 @@ def steps_of(bars: Sequence[Bar]) -> list[Step]:
     ]
 
 
-def account(bars: Sequence[Bar], steps: Sequence[Step]) -> Account:
+def account(bars: Sequence[Bar], steps: Sequence[Step]) -> StepAccount:
     """Take the account of ``steps``. A span belongs to the step in which it began."""
     if not steps:
         raise ConfigError("the trace holds no two steps in a row: send the server some requests first")
@@ -147,7 +147,7 @@ def account(bars: Sequence[Bar], steps: Sequence[Step]) -> Account:
             spent.items(), key=lambda item: (item[0][0], order.index(item[0][1]))
         )
     ]
-    return Account(len(steps), step_ns / 1e6, rows)
+    return StepAccount(len(steps), step_ns / 1e6, rows)
 
 
 def _overlap_with(busy: Sequence[Bar]) -> Callable[[Bar], int]:

@@ -28,7 +28,7 @@ BOOTED_ROLES = (Role.CORE, Role.EXECUTOR)
 _WINDOW_S = 5.0
 
 
-class Load(Protocol):
+class Occupancy(Protocol):
     """What the door looks at: `quintet.frontend.sessions.Sessions`."""
 
     @property
@@ -80,7 +80,7 @@ class Admission:
 
     def __init__(
         self,
-        load: Load,
+        load: Occupancy,
         config: FrontendConfig,
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,

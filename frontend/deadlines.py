@@ -7,20 +7,16 @@ nothing for nobody; this timer is for requests that no core knows yet, or whose 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections.abc import Callable
-from heapq import heapify, heappop, heappush
 
 from quintet.frontend.streams import Stream
+from quintet.process.deadlines import DeadlineHeap
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.messages import Finish, FinishReason
 
-_MIN_SWEEP = 256
-"""Entries below which nobody looks for requests that ended in time."""
 
-
-class Deadlines:
+class DeadlineTimer:
     """Calls ``on_expired`` for each watched request that has not ended by its deadline."""
 
     def __init__(
@@ -28,24 +24,20 @@ class Deadlines:
     ) -> None:
         self._on_expired = on_expired
         self._clock_ns = clock_ns
-        self._heap: list[tuple[int, int, Stream]] = []
-        self._order = itertools.count()
+        self._heap: DeadlineHeap[Stream] = DeadlineHeap(lambda stream: stream.ended)
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns = 0
-        self._sweep_at = _MIN_SWEEP
 
     def watch(self, stream: Stream) -> None:
         """Look after a request until it ends or its deadline comes. Call from the event loop."""
-        if len(self._heap) >= self._sweep_at:
-            self._sweep()
-        heappush(self._heap, (stream.submit.deadline_ns, next(self._order), stream))
+        self._heap.watch(stream.submit.deadline_ns, stream)
         self._arm()
 
     def _arm(self) -> None:
         """Have the timer fire at the earliest deadline."""
-        if not self._heap:
+        first_ns = self._heap.first_ns
+        if first_ns is None:
             return
-        first_ns = self._heap[0][0]
         if self._timer is not None:
             if self._timer_ns <= first_ns:
                 return
@@ -61,17 +53,9 @@ class Deadlines:
 
     def expire(self) -> None:
         """Tell of every request whose deadline has passed."""
-        now_ns = self._clock_ns()
-        while self._heap and self._heap[0][0] <= now_ns:
-            _, _, stream = heappop(self._heap)
-            if not stream.ended:
+        for stream in self._heap.due(self._clock_ns()):
+            if not stream.ended:  # telling of one may end others
                 self._on_expired(stream)
-
-    def _sweep(self) -> None:
-        """Let go of requests that ended in time: most do, long before their deadline."""
-        self._heap = [entry for entry in self._heap if not entry[2].ended]
-        heapify(self._heap)
-        self._sweep_at = max(_MIN_SWEEP, 2 * len(self._heap))
 
 
 def was_too_late(stream: Stream, finish: Finish, now_ns: int) -> bool:

@@ -16,7 +16,7 @@ import msgspec
 
 from quintet.frontend.adoption import Seen, go_on, submission
 from quintet.frontend.backlog import Backlog
-from quintet.frontend.deadlines import Deadlines, expired, was_too_late
+from quintet.frontend.deadlines import DeadlineTimer, expired, was_too_late
 from quintet.frontend.placement import Placement, Send
 from quintet.frontend.session_metrics import SessionMetrics
 from quintet.frontend.streams import Batch, Choice, Delta, Mailbox, Stream
@@ -65,7 +65,7 @@ class Sessions:
         self._placement = Placement(me, send, metrics)
         self.seats = self._placement.seats
         self.backlog = Backlog(config.model.max_model_len)
-        self._deadlines = Deadlines(self._expire)
+        self._deadlines = DeadlineTimer(self._expire)
         self._max_logprobs = config.frontend.max_logprobs
         self._vocab_size = config.model.vocab_size
         self._ids = RequestIds(me.index, me.epoch)

@@ -49,7 +49,7 @@ NEWER = epoch_tag(-1) // 2
 Result = TypeVar("Result")
 
 
-class Service:
+class Tokenizer:
     """Handlers of the process's messages."""
 
     def __init__(
@@ -341,7 +341,7 @@ def run(me: WorkerId, config: EngineConfig, encoder: Encoder) -> None:
     """Be the tokenizer at seat ``me`` until stopped; an exception of ours ends the process."""
     process: Process[Submit | Cancel | TokenizeQuery] = Process(me, config, Submit | Cancel | TokenizeQuery)
     loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
-    service = Service(process, encoder, loop)
+    service = Tokenizer(process, encoder, loop)
     endings: list[BaseException] = []
 
     def end(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -31,7 +31,7 @@ Ending = RequestOutput | Exception
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class CheckedPrompt:
     """One prompt to serve. ``params`` have been checked."""
 
     request_id: str
@@ -53,7 +53,7 @@ class Gather:
         self,
         engine: Engine,
         loop: asyncio.AbstractEventLoop,
-        jobs: Iterator[Job | RequestOutput],
+        jobs: Iterator[CheckedPrompt | RequestOutput],
         window: int,
     ) -> None:
         """``jobs`` may contain outputs that are there already: refused prompts. They keep their place."""
@@ -113,7 +113,7 @@ class Gather:
                 return
             index = self._num_submitted
             self._num_submitted += 1
-            if isinstance(job, Job):
+            if isinstance(job, CheckedPrompt):
                 self._loop.call_soon_threadsafe(self._submit, index, job)
             else:
                 self._ready[index] = job
@@ -131,7 +131,7 @@ class Gather:
 
     # --- on the engine's loop ---
 
-    def _submit(self, index: int, job: Job) -> None:
+    def _submit(self, index: int, job: CheckedPrompt) -> None:
         """Submit, or tell the caller's thread why not: an exception lost here would leave it waiting for ever."""
         if self._is_closed:
             return
@@ -144,7 +144,7 @@ class Gather:
         except Exception as error:  # noqa: BLE001 - raised again in the caller's thread
             self._done.put((index, error))
 
-    def _submit_checked(self, index: int, job: Job) -> None:
+    def _submit_checked(self, index: int, job: CheckedPrompt) -> None:
         self._engine.check()
         read = job.prompt
         stream = self._engine.sessions.submit(

@@ -21,7 +21,7 @@ class EndOfRecording(BaseException):
 
 
 @dataclass(slots=True)
-class Account:
+class ReplayAccount:
     """How far a replay came, and what it found."""
 
     num_turns: int = 0
@@ -47,7 +47,7 @@ class Playback:
         self._sent: list[Sent] = []
         self._recorded_whole: list[tuple[int, Sent]] = []
         self._replayed_whole: list[Sent] = []
-        self.account = Account()
+        self.account = ReplayAccount()
         self.rejected = dict.fromkeys(Rejection, 0)
 
     # --- as an inbox and a clock ---
@@ -90,7 +90,7 @@ class Playback:
 
     # --- comparing ---
 
-    def finish(self) -> Account:
+    def finish(self) -> ReplayAccount:
         """Settle the last turn, once the process has left its loop, and return what was found."""
         self._settle(is_last=True)
         if not self._in_order:

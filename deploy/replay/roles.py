@@ -10,21 +10,21 @@ from typing import Any
 import msgspec
 
 from quintet.core.main import Core
-from quintet.deploy.replay.playback import Account, EndOfRecording, Playback
+from quintet.deploy.replay.playback import EndOfRecording, Playback, ReplayAccount
 from quintet.detokenizer_proc.main import prepare as prepare_detokenizer
 from quintet.detokenizer_proc.main import serve as serve_detokenizer
 from quintet.executor.main import serve as serve_executor
 from quintet.process.record import Recording, RecordingError
 from quintet.process.runtime import Process, Stopping, Wires
 from quintet.tokenizer_proc.encode import load_encoder
-from quintet.tokenizer_proc.main import Service
+from quintet.tokenizer_proc.main import Tokenizer
 from quintet.wire.ids import Role
 
 FORGETFUL = frozenset({Role.TOKENIZER, Role.DETOKENIZER})
 """Roles that remember nothing when nothing is pending: they can be played to from such a moment."""
 
 
-def replay(recording: Recording) -> Account:
+def replay(recording: Recording) -> ReplayAccount:
     """Play a recording to the process it is of. Raises `RecordingError` when that cannot be done."""
     header = recording.header
     role = header.worker.role
@@ -55,7 +55,7 @@ def _play_core(process: Process[Any]) -> None:
 def _play_tokenizer(process: Process[Any]) -> None:
     """Play turn by turn, waiting for the lanes after each: in which order they ended then is not in the recording."""
     loop = asyncio.new_event_loop()
-    service = Service(process, load_encoder(process.config.model), loop)
+    service = Tokenizer(process, load_encoder(process.config.model), loop)
 
     async def play() -> None:
         while True:

@@ -39,7 +39,7 @@ _SHARED = re.compile(r"(\d+) bytes smem")
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class Compilation:
     """One module for one generation of GPUs by one compiler."""
 
     module: str
@@ -78,7 +78,7 @@ class Usage:
     shared_bytes: int
 
 
-def is_current(job: Job) -> bool:
+def is_current(job: Compilation) -> bool:
     """Return whether all that the job would write is there, of this text and compiler."""
     files = [job.cubin if job.keeps else record_path(job.cubin), *([job.ptx] if job.ptx else [])]
     return all(
@@ -89,7 +89,7 @@ def is_current(job: Job) -> bool:
     )
 
 
-def run(job: Job) -> None:
+def run(job: Compilation) -> None:
     """Compile, and write the output, each file's record last: a file with a record is whole."""
     output = job.compiler.compile(job.module, job.text, job.target)
     record = (job.header + output.log).encode()
@@ -145,7 +145,7 @@ def warnings(logs: dict[tuple[str, int], str]) -> Iterator[str]:
                 yield f"warning: {module}: {usage.kernel} spills {usage.spilled_bytes} bytes a thread on sm_{target}"
 
 
-def compile_all(jobs: Sequence[Job], num_threads: int) -> list[str]:
+def compile_all(jobs: Sequence[Compilation], num_threads: int) -> list[str]:
     """Run the jobs that are not current, several at a time, the longest texts first. Return what failed, in words."""
     stale = sorted((job for job in jobs if not is_current(job)), key=lambda job: -len(job.text))
     failures = []
@@ -194,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     prune(BUILT, known)
     jobs = [
-        Job(module, source_text(module), target, compiler, folder, compiler is kept)
+        Compilation(module, source_text(module), target, compiler, folder, compiler is kept)
         for compiler, folder, targets in compilers
         for module in options.modules or known
         for target in targets

@@ -71,7 +71,11 @@ def test_torch_is_imported_under_executor_alone() -> None:
 
 
 def test_zmq_in_the_core_is_mains_business() -> None:
-    users = [where for where, name in all_imports("core") if name.startswith(("zmq", "quintet.process"))]
+    users = [
+        where
+        for where, name in all_imports("core")
+        if name.startswith(("zmq", "quintet.process.sockets", "quintet.process.runtime"))
+    ]
     assert {where.split(":")[0] for where in users} <= {"core/main.py"}
 
 

@@ -101,7 +101,7 @@ def test_who_ended_in_time_does_not_expire() -> None:
     world.now += 2000 * STEP_NS
     assert not world.engine.expire(world.now).tokens
     assert world.state.counters.expired == 0
-    assert len(world.engine._deadlines._heap) < 500
+    assert len(world.engine._deadlines) < 500
 
 
 def test_a_request_that_comes_after_its_deadline_is_refused() -> None:

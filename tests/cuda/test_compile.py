@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from quintet.executor.cuda.compile import (
-    Job,
+    Compilation,
     Usage,
     compile_all,
     is_current,
@@ -47,8 +47,8 @@ class FakeCompiler:
         return Output(b"code", b"ptx", NVCC_LOG)
 
 
-def jobs(folder: Path, compiler: FakeCompiler, text: str = "text", keeps: bool = True) -> list[Job]:
-    return [Job("norm", text, target, compiler, folder, keeps) for target in (80, 90)]
+def jobs(folder: Path, compiler: FakeCompiler, text: str = "text", keeps: bool = True) -> list[Compilation]:
+    return [Compilation("norm", text, target, compiler, folder, keeps) for target in (80, 90)]
 
 
 def test_output_is_kept_with_a_record_of_what_it_was_compiled_from(tmp_path: Path) -> None:

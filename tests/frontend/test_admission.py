@@ -19,7 +19,7 @@ from quintet.wire.supervision import Seat, SeatState, Topology
 
 
 @dataclass
-class Load:
+class Occupancy:
     """As much of the sessions as the door looks at."""
 
     num_open_choices: int = 0
@@ -37,15 +37,15 @@ class Clock:
         return self.now
 
 
-def ready_load() -> Load:
-    load = Load()
+def ready_load() -> Occupancy:
+    load = Occupancy()
     roles = (Role.TOKENIZER, Role.CORE, Role.EXECUTOR, Role.DETOKENIZER)
     load.seats.follow(Topology(1, [Seat(WorkerId(role, 0, 1), "", 1, SeatState.READY) for role in roles]))
     return load
 
 
 def door(
-    load: Load, max_requests: int = 1000, max_tokens: int = 1 << 20, clock: Clock | None = None
+    load: Occupancy, max_requests: int = 1000, max_tokens: int = 1 << 20, clock: Clock | None = None
 ) -> Admission:
     config = FrontendConfig(max_queued_requests=max_requests, max_queued_tokens=max_tokens)
     return Admission(load, config, Metrics(), clock or Clock())
@@ -67,7 +67,7 @@ def refusal(
     return caught.value
 
 
-def live(load: Load, num_prompt: int, max_tokens: int) -> Stream:
+def live(load: Occupancy, num_prompt: int, max_tokens: int) -> Stream:
     """Let a request live that owes so much."""
     submit = Submit(1, prompt(num_prompt), SamplingParams(max_tokens=max_tokens), 0, 0, 0, 0)
     stream = Stream(submit, Mailbox(), lambda _: None)
@@ -102,7 +102,7 @@ def test_retry_after_follows_the_completion_rate(
 
 
 def test_nobody_enters_before_there_is_a_core_and_an_executor() -> None:
-    refused = refusal(door(Load(), 3))
+    refused = refusal(door(Occupancy(), 3))
     assert refused.code is ErrorCode.UNAVAILABLE
     assert "core and executor" in refused.message
     assert refused.retry_s >= 1
@@ -180,7 +180,7 @@ def test_answers_without_a_limit_are_expected_to_be_as_long_as_others() -> None:
     backlog = Backlog(1000)
     open_ended = SamplingParams(max_tokens=None, n=2)
     assert backlog.cost(prompt(5), open_ended) == 5
-    load = Load(backlog=backlog)
+    load = Occupancy(backlog=backlog)
     stream = live(load, 5, 400)
     stream.choices[0].output_ids.extend(range(40))
     backlog.release(stream)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from quintet.frontend.deadlines import Deadlines
+from quintet.frontend.deadlines import DeadlineTimer
 from quintet.frontend.sessions import Sessions
 from quintet.frontend.streams import Mailbox, Stream
 from quintet.wire.errors import ErrorCode, RequestError
@@ -55,7 +55,7 @@ def request(deadline_ns: int) -> Stream:
 def test_each_expires_once_and_in_order_whatever_order_they_came_in(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     expired: list[tuple[int, int]] = []
-    deadlines = Deadlines(lambda stream: expired.append((stream.request_id, clock.now_ns)), clock)
+    deadlines = DeadlineTimer(lambda stream: expired.append((stream.request_id, clock.now_ns)), clock)
     for deadline_ns in (300, 100, 200, 100):
         deadlines.watch(request(deadline_ns))
     clock.advance(99)
@@ -67,7 +67,7 @@ def test_each_expires_once_and_in_order_whatever_order_they_came_in(monkeypatch:
 
 def test_only_one_timer_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    deadlines = Deadlines(lambda _: None, clock)
+    deadlines = DeadlineTimer(lambda _: None, clock)
     for deadline_ns in range(1000, 0, -1):
         deadlines.watch(request(deadline_ns))
     assert len([timer for timer in clock.timers if not timer.cancelled()]) == 1
@@ -76,7 +76,7 @@ def test_only_one_timer_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_who_ended_in_time_is_neither_expired_nor_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     expired: list[Stream] = []
-    deadlines = Deadlines(expired.append, clock)
+    deadlines = DeadlineTimer(expired.append, clock)
     for deadline_ns in range(1, 10_000):
         stream = request(deadline_ns + 1_000_000)
         deadlines.watch(stream)
