@@ -1,11 +1,13 @@
 """GET /metrics: everybody's figures as Prometheus text.
 
-Each series appears as ``quintet:<name>`` with the process that counted it (``role``, ``index``), and, where vLLM has
-a metric of that name, as ``vllm:<name>`` summed over processes, so that existing dashboards and scalers work.
+Each series appears as ``quintet:<name>`` with the seat that counted it (``role``, ``index``), and, where vLLM has
+a metric of that name, as ``vllm:<name>`` summed over seats, so that existing dashboards and scalers work. Counts go on
+where a seat's last process left them, and stay when the seat is given up: they never go back while the server lives.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -15,18 +17,24 @@ from prometheus_client.registry import Collector
 
 from quintet.frontend.exchange import Exchange
 from quintet.frontend.service import Service
-from quintet.wire.errors import RequestError
-from quintet.wire.ids import WorkerId
+from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.ids import Role
 from quintet.wire.metrics import (
     CounterSeries,
     GaugeSeries,
     HistogramSeries,
     Labels,
-    Metrics,
     Snapshot,
+    add_counters,
+    add_histograms,
     decode_snapshot,
+    merged,
+    supervised,
 )
-from quintet.wire.supervision import ProcessFigures, SeatState
+from quintet.wire.supervision import MetricsReport, ProcessFigures, SeatState
+
+SUPERVISOR_ANSWERS_S = 5.0
+"""Half of what Prometheus waits by default. One that was not answered is a gap; an answer without the others, a reset."""
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
@@ -52,9 +60,10 @@ Series = CounterSeries | GaugeSeries | HistogramSeries
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One process's figures."""
+    """The figures of one seat."""
 
-    worker: WorkerId
+    role: Role
+    index: int
     snapshot: Snapshot
 
     def series(self) -> Iterator[Series]:
@@ -65,32 +74,37 @@ class Source:
 
 
 async def metrics(service: Service, exchange: Exchange) -> None:
-    """Answer with the figures of every process; when the supervisor is silent, with this frontend's own."""
+    """Answer with the figures of every process, as the supervisor knows them; 503 while it is silent.
+
+    What it does not know yet is not shown, not even of this process: whoever dies after it was shown would take it along,
+    and a counter would go back.
+    """
     try:
-        report = await service.queries.metrics()
-        processes = report.processes
-    except RequestError:
-        processes = []
-    sources = collect(service.me, service.metrics, processes)
-    text = generate_latest(Page(sources, service.config.model.served_names[0]))
+        report = await service.queries.metrics(SUPERVISOR_ANSWERS_S, service.metrics.encoded())
+    except RequestError as error:
+        raise RequestError(ErrorCode.UNAVAILABLE, error.message) from None
+    text = generate_latest(Page(collect(report), service.config.model.served_names[0]))
     await exchange.respond(200, text, CONTENT_TYPE)
 
 
-def collect(me: WorkerId, own: Metrics, processes: Sequence[ProcessFigures]) -> list[Source]:
-    """Return the figures of every process: this one's as they are now, the others' as last reported."""
-    sources = [Source(me, decode_snapshot(own.encoded()))]
-    for process in processes:
-        if process.worker != me:
-            sources.append(Source(process.worker, decode_snapshot(process.metrics)))
-        sources.append(Source(process.worker, _supervised(process)))
-    return sources
+def collect(report: MetricsReport) -> list[Source]:
+    """Return the figures of every seat: of the process in it, on top of what those before it had counted.
+
+    Seats have an order of their own, not that of who is there: the same numbers added in another order make another sum, and
+    one that is less by the last bit looks like a counter that began anew.
+    """
+    parts: dict[tuple[Role, int], list[Snapshot]] = defaultdict(list)
+    for past in report.past:
+        parts[past.role, past.index].append(decode_snapshot(past.metrics))
+    for process in report.processes:
+        seat = parts[process.worker.role, process.worker.index]
+        seat += [decode_snapshot(process.metrics), _supervised(process)]
+    return [Source(role, index, merged(parts[role, index])) for role, index in sorted(parts)]
 
 
 def _supervised(process: ProcessFigures) -> Snapshot:
     """Return what the supervisor knows of a process."""
-    metrics = Metrics()
-    metrics.counter("process_cpu_seconds", "Processor time used.").inc(process.cpu_ns * 1e-9)
-    metrics.counter("process_restarts", "How often the seat was filled again.").inc(process.restarts)
+    metrics = supervised(process.cpu_ns, process.restarts)
     metrics.gauge("process_up", "Whether the process is ready.").set(process.state is SeatState.READY)
     metrics.gauge("process_pending", "Work accepted and not completed.").set(process.pending)
     return decode_snapshot(metrics.encoded())
@@ -110,8 +124,8 @@ class Page(Collector):
         for source in self._sources:
             labels = (
                 ("model_name", self._model_name),
-                ("role", str(source.worker.role)),
-                ("index", str(source.worker.index)),
+                ("role", str(source.role)),
+                ("index", str(source.index)),
             )
             for series in source.series():
                 add_samples(_family(ours, f"quintet:{series.name}", series), series, labels)
@@ -145,30 +159,12 @@ class Alias:
 def merge(a: Series, b: Series) -> Series:
     """Return two processes' series of one name as one."""
     if isinstance(a, HistogramSeries) and isinstance(b, HistogramSeries):
-        return _merge_histograms(a, b)
+        return add_histograms(a, b)
     if isinstance(a, GaugeSeries) and isinstance(b, GaugeSeries):
         value = max(a.value, b.value) if a.name in MAX_GAUGES else a.value + b.value
         return GaugeSeries(a.name, a.help, a.labels, value)
     assert isinstance(a, CounterSeries) and isinstance(b, CounterSeries), f"{a.name} has two kinds"
-    return CounterSeries(a.name, a.help, a.labels, a.value + b.value)
-
-
-def _merge_histograms(a: HistogramSeries, b: HistogramSeries) -> HistogramSeries:
-    """Add histograms bucket by bucket; of bounds that differ, keep those both have, so that no count is guessed."""
-    bounds = tuple(sorted(set(a.bounds) & set(b.bounds)))
-    counts = [x + y for x, y in zip(_rebucketed(a, bounds), _rebucketed(b, bounds), strict=True)]
-    return HistogramSeries(a.name, a.help, a.labels, bounds, counts, a.total + b.total)
-
-
-def _rebucketed(series: HistogramSeries, bounds: tuple[float, ...]) -> list[int]:
-    """Return the counts over ``bounds``, which are some of the series' own."""
-    counts = [0] * (len(bounds) + 1)
-    at = 0
-    for bound, count in zip((*series.bounds, float("inf")), series.counts, strict=True):
-        while at < len(bounds) and bound > bounds[at]:
-            at += 1
-        counts[at] += count
-    return counts
+    return add_counters(a, b)
 
 
 def _family(families: dict[str, Metric], name: str, series: Series) -> Metric:

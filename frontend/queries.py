@@ -90,9 +90,12 @@ class Queries:
         query = Reclaim(self._take_id(), self._me.index, request_id, key, version, rename_to)
         return await self._ask(Role.CORE, query, query.query_id, Reclaimed, self._timeout_s)
 
-    async def metrics(self, timeout_s: float = 1.0) -> MetricsReport:
-        """Ask the supervisor for everybody's figures. Raises `RequestError` when it does not answer in time."""
-        query = MetricsQuery(self._take_id(), self._me.index)
+    async def metrics(self, timeout_s: float, own: bytes = b"") -> MetricsReport:
+        """Ask the supervisor for everybody's figures; ``own``: this process's until now, encoded.
+
+        Raises `RequestError` when it does not answer in time.
+        """
+        query = MetricsQuery(self._take_id(), self._me, own)
         return await self._ask(Role.SUPERVISOR, query, query.query_id, MetricsReport, timeout_s)
 
     def _take_id(self) -> int:

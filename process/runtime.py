@@ -174,6 +174,14 @@ class Process(Generic[MessageT]):
         )
         peers.send(Role.SUPERVISOR, 0, heartbeat)
 
+    def _tell_last_figures(self) -> None:
+        """Have the supervisor know what was counted since the last heartbeat: it keeps that."""
+        self._account_for_rejected()
+        heartbeat = Heartbeat(
+            self.me, self.progress, 0, time.process_time_ns(), self.metrics.encoded(), self.topology.version
+        )
+        self.peers.send(Role.SUPERVISOR, 0, heartbeat)
+
     def beat_from_a_thread(self) -> None:
         """From now on send heartbeats beside the loop, which may compute for seconds without a look at its messages.
 
@@ -255,10 +263,11 @@ class Process(Generic[MessageT]):
             raise Stopping
 
     def close(self) -> None:
-        """Write the trace and the rest of the recording, if there are such, and close every socket."""
+        """Tell the last figures, write the trace and the rest of the recording, if there are such, and close every socket."""
         self._closing.set()
         if self._heart is not None:
             self._heart.join()
+        self._tell_last_figures()
         if self._tracer is not None:
             self._tracer.write()
         self.inbox.close()

@@ -7,6 +7,7 @@ step or request.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable
 
 import msgspec
 
@@ -99,11 +100,63 @@ class Metrics:
 
     def encoded(self) -> bytes:
         """Return the snapshot as bytes for `Heartbeat`."""
-        return msgspec.msgpack.encode(self._snapshot)
+        return encode_snapshot(self._snapshot)
+
+
+def encode_snapshot(snapshot: Snapshot) -> bytes:
+    """Return what `decode_snapshot` reads."""
+    return msgspec.msgpack.encode(snapshot)
 
 
 def decode_snapshot(encoded: bytes) -> Snapshot:
-    """Read what `Metrics.encoded` wrote; empty bytes are an empty snapshot."""
+    """Read what `encode_snapshot` wrote; empty bytes are an empty snapshot."""
     if not encoded:
         return Snapshot([], [], [])
     return msgspec.msgpack.decode(encoded, type=Snapshot)
+
+
+def supervised(cpu_ns: int, restarts: int) -> Metrics:
+    """Return what the supervisor counts of a process."""
+    metrics = Metrics()
+    metrics.counter("process_cpu_seconds", "Processor time used.").inc(cpu_ns * 1e-9)
+    metrics.counter("process_restarts", "How often the seat was filled again.").inc(restarts)
+    return metrics
+
+
+def merged(snapshots: Iterable[Snapshot]) -> Snapshot:
+    """Return the snapshots of one seat as one: counts are added up by name and labels, gauges are the newest."""
+    counters: dict[tuple[str, Labels], CounterSeries] = {}
+    gauges: dict[tuple[str, Labels], GaugeSeries] = {}
+    histograms: dict[tuple[str, Labels], HistogramSeries] = {}
+    for snapshot in snapshots:
+        for counter in snapshot.counters:
+            key = (counter.name, counter.labels)
+            counters[key] = add_counters(counters[key], counter) if key in counters else counter
+        for histogram in snapshot.histograms:
+            key = (histogram.name, histogram.labels)
+            histograms[key] = add_histograms(histograms[key], histogram) if key in histograms else histogram
+        gauges |= {(gauge.name, gauge.labels): gauge for gauge in snapshot.gauges}
+    return Snapshot([*counters.values()], [*gauges.values()], [*histograms.values()])
+
+
+def add_counters(a: CounterSeries, b: CounterSeries) -> CounterSeries:
+    """Return two counts of one name as one."""
+    return CounterSeries(a.name, a.help, a.labels, a.value + b.value)
+
+
+def add_histograms(a: HistogramSeries, b: HistogramSeries) -> HistogramSeries:
+    """Add bucket by bucket; of bounds that differ, keep those both have, so that no count is guessed."""
+    bounds = tuple(sorted(set(a.bounds) & set(b.bounds)))
+    counts = [x + y for x, y in zip(_rebucketed(a, bounds), _rebucketed(b, bounds), strict=True)]
+    return HistogramSeries(a.name, a.help, a.labels, bounds, counts, a.total + b.total)
+
+
+def _rebucketed(series: HistogramSeries, bounds: tuple[float, ...]) -> list[int]:
+    """Return the counts over ``bounds``, which are some of the series' own."""
+    counts = [0] * (len(bounds) + 1)
+    at = 0
+    for bound, count in zip((*series.bounds, float("inf")), series.counts, strict=True):
+        while at < len(bounds) and bound > bounds[at]:
+            at += 1
+        counts[at] += count
+    return counts

@@ -72,9 +72,11 @@ class Sense:
             m.Detokenized: lambda msg: _is_id(msg.query_id),
             supervision.Topology: self._topology,
             supervision.Heartbeat: lambda msg: _is_seat(msg.worker.index) and _is_snapshot(msg.metrics),
-            supervision.MetricsQuery: lambda msg: _is_id(msg.query_id) and _is_seat(msg.frontend),
+            supervision.MetricsQuery: lambda msg: (
+                _is_id(msg.query_id) and _is_seat(msg.asker.index) and _is_snapshot(msg.metrics)
+            ),
             supervision.MetricsReport: lambda msg: all(
-                _is_snapshot(figures.metrics) for figures in msg.processes
+                _is_snapshot(figures.metrics) for figures in (*msg.processes, *msg.past)
             ),
             s.StepPlan: self._plan,
             s.StepResult: self._result,
@@ -319,7 +321,7 @@ def _ids_with_attempts(msg: m.StopHit | m.Live) -> bool:
 
 def _is_snapshot(metrics: bytes) -> bool:
     try:
-        decode_snapshot(metrics)
+        snapshot = decode_snapshot(metrics)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError):
         return False
-    return True
+    return all(len(series.counts) == len(series.bounds) + 1 for series in snapshot.histograms)

@@ -9,7 +9,7 @@ from enum import IntEnum
 
 import msgspec
 
-from quintet.wire.ids import WorkerId
+from quintet.wire.ids import Role, WorkerId
 
 
 class SeatState(IntEnum):
@@ -71,7 +71,9 @@ class MetricsQuery(msgspec.Struct, array_like=True, tag="metrics_query"):
     """Frontend -> supervisor: everybody's newest figures."""
 
     query_id: int
-    frontend: int
+    asker: WorkerId
+    metrics: bytes = b""
+    """The asker's own until now, as in `Heartbeat`: what it shows must outlive it. Empty when no counts are shown."""
 
 
 class ProcessFigures(msgspec.Struct, array_like=True):
@@ -92,11 +94,22 @@ class ProcessFigures(msgspec.Struct, array_like=True):
     note: str = ""
 
 
+class SeatPast(msgspec.Struct, array_like=True):
+    """Inside `MetricsReport`: what the former processes of one seat had counted. The living one began at zero."""
+
+    role: Role
+    index: int
+    metrics: bytes
+    """Encoded `quintet.wire.metrics.Snapshot` without gauges."""
+
+
 class MetricsReport(msgspec.Struct, array_like=True, tag="metrics_report"):
     """Supervisor -> frontend: the answer."""
 
     query_id: int
     processes: list[ProcessFigures]
+    past: list[SeatPast] = []
+    """Of seats that lost a process, also those that are given up."""
 
 
 class Drain(msgspec.Struct, array_like=True, tag="drain"):

@@ -14,7 +14,8 @@ from quintet.deploy.supervisor.spawn import ChildProcess
 from quintet.process.sockets import address_of
 from quintet.wire.config import ProcessesConfig
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.supervision import Heartbeat, ProcessFigures, Seat, SeatState, Topology
+from quintet.wire.metrics import decode_snapshot, encode_snapshot, merged, supervised
+from quintet.wire.supervision import Heartbeat, ProcessFigures, Seat, SeatPast, SeatState, Topology
 
 
 @dataclass(slots=True)
@@ -42,6 +43,8 @@ class SeatRecord:
     pending: int = 0
     cpu_ns: int = 0
     metrics: bytes = b""
+    past: bytes = b""
+    """What the seat's former processes had counted, encoded; see `SeatPast`."""
     topology: int = 0
     """Version of the topology that the process has acknowledged."""
     aborted_at: float | None = None
@@ -107,6 +110,16 @@ class SeatRecord:
         self.process, self.state, self.note = None, SeatState.DOWN, note
         self.ready_at = self.aborted_at = self.stopped_at = None
         self.pending = 0
+        self._keep_counts()
+
+    def _keep_counts(self) -> None:
+        """Add what the process counted to the seat's past: whoever comes next begins at zero."""
+        restarts = self.restarts if self.is_retiring else 0  # are told by the seat itself while it is filled
+        parts = (self.past, self.metrics, supervised(self.cpu_ns, restarts).encoded())
+        counts = merged(map(decode_snapshot, parts))
+        counts.gauges.clear()
+        self.past, self.metrics, self.cpu_ns = encode_snapshot(counts), b"", 0
+        self.restarts -= restarts
 
 
 class SeatTable:
@@ -181,6 +194,10 @@ class SeatTable:
         state = SeatState.RETIRING if is_leaving else seat.state
         address = address_of(self._run_dir, seat.worker)
         return Seat(seat.worker, address, seat.pid, state, seat.note, seat.is_retired)
+
+    def past(self) -> list[SeatPast]:
+        """Return what processes that are gone had counted."""
+        return [SeatPast(seat.role, seat.index, seat.past) for seat in self if seat.past]
 
     def figures(self, now: float) -> list[ProcessFigures]:
         """Return everybody's newest figures."""

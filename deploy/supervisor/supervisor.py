@@ -149,18 +149,26 @@ class Supervisor:
                         self._seat_ready(seat, facts, now)
                 case Heartbeat(worker=worker):
                     seat = self._seats.of(worker)
-                    if seat is not None and not seat.external:
+                    if seat is not None and seat.process is not None:
                         seat.beat(message, now)
-                case MetricsQuery(query_id=query_id, frontend=frontend):
-                    self._peers.send(
-                        Role.FRONTEND, frontend, MetricsReport(query_id, self._seats.figures(now))
-                    )
+                case MetricsQuery():
+                    self._tell_figures(message, now)
                 case Drained(worker=worker):
                     seat = self._seats.of(worker)
                     if seat is not None:
                         seat.is_drained = True
                 case Command():
                     self._desk.receive(message, self._phase.value, self._phase is Phase.SERVING, now)
+
+    def _tell_figures(self, query: MetricsQuery, now: float) -> None:
+        """Answer a frontend, unless it has a successor by now; what it has counted is known before it is shown."""
+        seat = self._seats.of(query.asker)
+        if seat is None:
+            return
+        if seat.process is not None:
+            seat.metrics = query.metrics or seat.metrics
+        report = MetricsReport(query.query_id, self._seats.figures(now), self._seats.past())
+        self._peers.send(seat.role, seat.index, report)
 
     def _obey_signals(self) -> None:
         if self._bell.parent_is_gone and self._phase is not Phase.STOPPING:
@@ -224,6 +232,8 @@ class Supervisor:
             for seat in self._seats.own()
             if seat.process is not None and (exit_status := seat.process.poll()) is not None
         ]
+        if dead:
+            self._hear()  # their last figures
         dead.sort(key=lambda pair: self._time_of_last_words(pair[0]))
         for seat, exit_status in dead:
             was_told_to = seat.stopped_at is not None

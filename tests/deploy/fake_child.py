@@ -46,6 +46,8 @@ def _run(me: WorkerId, config: EngineConfig, _prepared: None) -> None:
         raise ConfigError(mine["config_error"])
     if mine.get("never_ready"):
         signal.pause()
+    steps = process.metrics.counter("steps", "Steps.")
+    steps.inc(mine.get("steps", 0))
     process.ready(epoch=str(me.epoch))
     if mine.get("die_when_ready"):
         process.close()
@@ -53,11 +55,13 @@ def _run(me: WorkerId, config: EngineConfig, _prepared: None) -> None:
     if mine.get("silent"):
         signal.pause()
     process.pending = mine.get("pending", 0)
-    if mine.get("ask_metrics"):
-        process.peers.send(Role.SUPERVISOR, 0, MetricsQuery(7, me.index))
-    while True:
-        for message in process.receive():
-            _handle(process, mine, message)
+    try:
+        while True:
+            for message in process.receive():
+                steps.inc(mine.get("steps_per_message", 0))
+                _handle(process, mine, message)
+    finally:
+        process.close()
 
 
 def _handle(process: Process[Any], mine: dict[str, Any], message: object) -> None:
@@ -66,8 +70,20 @@ def _handle(process: Process[Any], mine: dict[str, Any], message: object) -> Non
         case Topology(seats=seats, draining=draining):
             states = {str(seat.worker): seat.state.name for seat in seats}
             tell("topology", me=str(me), seats=states, draining=draining)
+            if mine.get("ask_metrics"):
+                process.peers.send(Role.SUPERVISOR, 0, MetricsQuery(7, me, process.metrics.encoded()))
         case MetricsReport(query_id=query_id, processes=processes):
-            tell("report", query_id=query_id, workers=[str(figures.worker) for figures in processes])
+            from quintet.frontend.metrics import collect  # slow to import, and few of the children need it
+
+            figures = collect(message)
+            steps = {
+                f"{source.role}-{source.index}": series.value
+                for source in figures
+                for series in source.snapshot.counters
+                if series.name == "steps"
+            }
+            workers = [str(figures.worker) for figures in processes]
+            tell("report", query_id=query_id, workers=workers, steps=steps)
         case Drain():
             tell("drain", me=str(me))
             if mine.get("hang_on_drain"):

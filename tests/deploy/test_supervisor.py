@@ -187,6 +187,21 @@ def test_metrics_of_everyone(server: World) -> None:
     assert set(report["workers"]) == ALL
 
 
+def test_what_the_dead_and_the_departed_had_counted_is_kept(server: World) -> None:
+    counting = {name: {"steps": 5} for name in ("detokenizer-0.1", "detokenizer-0.2")}
+    told_to_stop = {"core-0": {"steps_per_message": 1}}
+    server.start({"frontend-0": {"ask_metrics": True, "steps": 7}, **counting, **told_to_stop})
+    server.expect("all_ready")
+    before = server.expect("report", lambda event: event["steps"].get("detokenizer-0") == 5)
+    assert before["steps"]["frontend-0"] == 7, "what the asker has counted is shown"
+    kill(server.pids()["detokenizer-0.1"])
+    after = server.expect(
+        "report",
+        lambda event: "detokenizer-0.2" in event["workers"] and event["steps"]["detokenizer-0"] == 10,
+    )
+    assert after["steps"]["core-0"] >= before["steps"]["core-0"]
+
+
 def test_drain_waits_for_the_frontends_then_stops_everyone(server: World) -> None:
     process = server.start(config=make_config(server.run_dir, frontends=2))
     port = server.expect("listening")["port"]

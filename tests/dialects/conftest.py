@@ -50,7 +50,15 @@ from quintet.wire.messages import (
     TokenPrompt,
 )
 from quintet.wire.metrics import Metrics
-from quintet.wire.supervision import MetricsQuery, MetricsReport, ProcessFigures, Seat, SeatState, Topology
+from quintet.wire.supervision import (
+    MetricsQuery,
+    MetricsReport,
+    ProcessFigures,
+    Seat,
+    SeatPast,
+    SeatState,
+    Topology,
+)
 from tests.frontend.configs import make_config
 
 DEADLINE_S = 10.0
@@ -84,6 +92,7 @@ class FakeEngine:
     service: Service | None = None
     sent: list[tuple[Role, int, msgspec.Struct]] = field(default_factory=list)
     held: bool = False
+    is_supervisor_silent: bool = False
     fail_after: int | None = None
     """Fail requests after this many tokens."""
     live: dict[int, Submit] = field(default_factory=dict)
@@ -109,8 +118,8 @@ class FakeEngine:
                 loop.call_soon(
                     self.deliver, Detokenized(message.query_id, "".join(f" t{i - 10}" for i in ids))
                 )
-            case MetricsQuery():
-                loop.call_soon(self.deliver, self.report(message.query_id))
+            case MetricsQuery() if not self.is_supervisor_silent:
+                loop.call_soon(self.deliver, self.report(message))
             case Reclaim():
                 loop.call_soon(self.deliver, Reclaimed(message.query_id, None))
         with self.arrived:
@@ -122,8 +131,9 @@ class FakeEngine:
         assert self.service is not None
         self.service.handle(message)
 
-    def report(self, query_id: int) -> MetricsReport:
-        processes = []
+    def report(self, query: MetricsQuery) -> MetricsReport:
+        """Answer as the supervisor does: one core died after 50 tokens, and a detokenizer left after 7 hits."""
+        processes = [ProcessFigures(query.asker, 1, SeatState.READY, 0, 0, 0, 0, query.metrics)]
         for index in (0, 1):
             metrics = Metrics()
             metrics.gauge("num_requests_running", "Running.").set(2 + index)
@@ -133,7 +143,15 @@ class FakeEngine:
             processes.append(
                 ProcessFigures(worker, 1, SeatState.READY, 2_000_000_000, 5, 0, index, metrics.encoded())
             )
-        return MetricsReport(query_id, processes)
+        before, departed = Metrics(), Metrics()
+        before.counter("generation_tokens", "Tokens.").inc(50)
+        before.counter("process_restarts", "Restarts.").inc(2)
+        departed.counter("stop_string_hits", "Hits.").inc(7)
+        past = [
+            SeatPast(Role.CORE, 1, before.encoded()),
+            SeatPast(Role.DETOKENIZER, 3, departed.encoded()),
+        ]
+        return MetricsReport(query.query_id, processes, past)
 
     def begin(self, submit: Submit) -> None:
         if isinstance(submit.prompt, TextPrompt) and len(submit.prompt.text) > 250:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from quintet.frontend.app import ROUTES
@@ -32,7 +33,9 @@ def test_metrics(serve: Callable[..., Any]) -> None:
 
     alias = {"engine": "0"}
     assert value("vllm:num_requests_running", **alias) == 5
-    assert value("vllm:generation_tokens_total", **alias) == 200
+    assert value("vllm:generation_tokens_total", **alias) == 250
+    assert value("quintet:generation_tokens_total", role="core", index="1") == 150
+    assert value("quintet:stop_string_hits_total", role="detokenizer", index="3") == 7
     assert value("vllm:request_queue_time_seconds_bucket", le="0.1", **alias) == 1
     assert value("vllm:request_queue_time_seconds_bucket", le="+Inf", **alias) == 2
     assert value("vllm:request_success_total", finished_reason="length", **alias) == 1
@@ -43,13 +46,22 @@ def test_metrics(serve: Callable[..., Any]) -> None:
     assert value("vllm:e2e_request_latency_seconds_count", **alias) == 1
     assert value("quintet:num_requests_running", role="core", index="1") == 3
     assert value("quintet:process_cpu_seconds_total", role="core", index="0") == 2.0
-    assert value("quintet:process_restarts_total", role="core", index="1") == 1
+    assert value("quintet:process_restarts_total", role="core", index="1") == 3
     me = {"role": "frontend", "index": "0"}
     assert value("quintet:hop_seconds_count", hop="detokenizer_frontend", **me) == 3
     assert value("quintet:stream_write_seconds_count", **me) == 3
     assert value("quintet:http_requests_total", route="other", method="GET", status="404", **me) == 1
     routes = {dict(labels)["route"] for name, labels in found if name == "quintet:http_requests_total"}
     assert "/made-up-path" not in routes
+
+
+def test_no_figures_are_better_than_some(serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quintet.frontend.metrics.SUPERVISOR_ANSWERS_S", 0.05)
+    server = serve()
+    server.engine.is_supervisor_silent = True
+    reply = server.ask("GET", "/metrics")
+    assert reply.status == 503
+    assert "supervisor process did not answer within 0.05 s" in reply.json["error"]["message"]
 
 
 DOCKERFILE = Path(__file__).parents[2] / "deploy/docker/Dockerfile"

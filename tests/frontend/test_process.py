@@ -116,7 +116,6 @@ def test_it_serves_drains_and_stops(parent: Parent) -> None:
     assert (ready.worker, ready.pid) == (ME, parent.child.pid)
     assert parent.get("/livez") == 200
     assert parent.get("/readyz") == 503
-    assert parent.get("/metrics") == 200
     assert parent.wait_for(Heartbeat).pending == 0
     parent.child.send_signal(signal.SIGINT)
     parent.peers.send(Role.FRONTEND, 0, Topology(1, [], draining=True))

@@ -12,6 +12,7 @@ import pytest
 from quintet.process.runtime import SUPERVISOR, Process
 from quintet.process.sockets import Bus, Inbox, address_of
 from quintet.wire.ids import Role, WorkerId
+from quintet.wire.metrics import decode_snapshot
 from quintet.wire.supervision import Drain, Heartbeat
 from tests.deploy.supervised import make_config
 
@@ -64,3 +65,20 @@ def test_figures_travel_with_few_heartbeats(supervisor: Inbox[Heartbeat], tmp_pa
         process.close()
     assert sum(1 for beat in beats if beat.metrics) < 10
     assert beats[0].metrics
+
+
+def test_what_was_counted_last_is_told_when_the_process_ends(
+    supervisor: Inbox[Heartbeat], tmp_path: Path
+) -> None:
+    process: Process[Any] = Process(ME, make_config(tmp_path, heartbeat_s=1000.0), Drain)
+    steps = process.metrics.counter("steps", "Steps.")
+    process.beat()
+    steps.inc(3)
+    process.close()
+    beats: list[Heartbeat] = []
+    deadline = time.monotonic() + DEADLINE_S
+    while len(beats) < 2:
+        assert time.monotonic() < deadline, beats
+        beats += supervisor.wait(1.0)
+    told = [series for series in decode_snapshot(beats[-1].metrics).counters if series.name == "steps"]
+    assert [series.value for series in told] == [3]
