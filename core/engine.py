@@ -114,6 +114,7 @@ class Engine:
             before.pool.host = HostPool(0)  # nothing can be kept of what an executor lost
             for request in list(before.running):
                 before.preempt(request)
+            self._keep_departed(before, now_ns)
         pool = BlockPool(limits.num_blocks, message.num_host_blocks)
         self.state = state = State(limits, self._hooks, pool, free_slots=list(range(limits.num_slots)))
         if before is None:
@@ -129,7 +130,9 @@ class Engine:
         state.step, state.generation, state.counters = before.step, before.generation, before.counters
         state.queue_times_ns, state.endings = before.queue_times_ns, before.endings
         state.live, state.waiting, state.ended = before.live, before.waiting, before.ended
+        state.untold = before.untold
         effects = refit(state, now_ns)
+        effects.add(self._tell_untold(now_ns))
         if convicted is not None:
             effects.add(convict(state, self.suspects, self.refusals, convicted, message.failure, now_ns))
             self.suspects.advance(state.live)
@@ -255,7 +258,11 @@ class Engine:
         ]
 
     def cancel(self, request_ids: Iterable[int], now_ns: int, *, keep: bool = False) -> Effects:
-        """End these requests; those that were alive are reported as aborted. ``keep`` those that can be resumed."""
+        """End these requests. ``keep`` those that can be resumed.
+
+        Each gets an answer: those that were alive are reported as aborted, those that have ended were reported, and of the
+        others their frontends hear that nobody knows them.
+        """
         state = self.state
         if state is None:
             self._early.append(Cancel(list(request_ids), 0, keep))
@@ -266,6 +273,8 @@ class Engine:
             if request is None:
                 if not keep:
                     self.shelf.take(request_id)
+                if request_id not in state.ended:
+                    outbox.unknown.append(request_id)
                 continue
             if not keep:
                 request.origin = None
@@ -368,8 +377,11 @@ class Engine:
         self.shelf.expire(now_ns)
         due = self._deadlines.due(now_ns)
         state = self.state
-        if state is None or not due:
+        if state is None:
             return Effects()
+        effects = self._tell_untold(now_ns)
+        if not due:
+            return effects
         outbox = TokensBuilders()
         for request in due:
             request.origin = None
@@ -377,7 +389,25 @@ class Engine:
             state.retire(request)
         state.counters.expired += len(due)
         self._settle(now_ns)
+        effects.add(outbox.effects(state.step, now_ns))
+        return effects
+
+    def _tell_untold(self, now_ns: int) -> Effects:
+        """Report as aborted who left when it lost its slot: its client was gone."""
+        state = self.state
+        if state is None or not state.untold:
+            return Effects()
+        outbox = TokensBuilders()
+        for request in state.untold:
+            outbox.end(request, FinishReason.ABORT, now_ns)
+        state.untold.clear()
         return outbox.effects(state.step, now_ns)
+
+    def _keep_departed(self, state: State, now_ns: int) -> None:
+        """Keep what left for clients that may come back."""
+        for request in state.kept:
+            self.shelf.keep(request, now_ns)
+        state.kept.clear()
 
     def _settle(self, now_ns: int) -> None:
         """After every change: keep what left for clients that may come back, and check the invariants if asked to."""
@@ -385,8 +415,6 @@ class Engine:
         if state is None:
             return
         if state.kept:
-            for request in state.kept:
-                self.shelf.keep(request, now_ns)
-            state.kept.clear()
+            self._keep_departed(state, now_ns)
         if self._scheduler.audit:
             check(state)

@@ -12,8 +12,9 @@ from quintet.core.outbox import Effects
 from quintet.process.runtime import Process, child_main
 from quintet.wire.codec import pack_i32, pack_i64, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig
+from quintet.wire.errors import ErrorCode
 from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of
-from quintet.wire.messages import Admit, Cancel, Live, Reclaim, StopHit, Unknown
+from quintet.wire.messages import Admit, Cancel, Failed, Live, Reclaim, StopHit, Unknown
 from quintet.wire.step import Capacity, StepResult
 from quintet.wire.supervision import SeatState, Topology
 
@@ -66,6 +67,7 @@ class Core:
             elif not isinstance(message, Topology):
                 self._handle(message)
         self._send(self.engine.expire(self.process.now_ns))
+        self._ask_again()
         self._plan()
         self._give_account()
         self._account()
@@ -79,9 +81,20 @@ class Core:
             self._num_early += 1
             self._early.setdefault(sender, []).append(message)
         else:
-            self.process.log.warning(
-                "%d messages wait for a newer topology than any that came; one more is dropped", MAX_EARLY
-            )
+            self._refuse(message)
+
+    def _refuse(self, message: Admit | Cancel | Reclaim) -> None:
+        """Tell the frontend of a request that too much waits here. Who asks for a stream hears nothing, and asks again."""
+        self.process.log.warning(
+            "%d messages wait for a newer topology than any that came; one more is refused", MAX_EARLY
+        )
+        match message:
+            case Admit():
+                words = "too many requests wait inside the server for news of its processes; send it again."
+                failed = Failed(message.request_id, ErrorCode.OVERLOADED, words)
+                self.process.peers.send(Role.FRONTEND, _sender(message), failed)
+            case Cancel():
+                self._tell_unknown(message.request_ids)
 
     def _is_early(self, message: Admit | Cancel | Reclaim) -> bool:
         """Whether a request was sent by a newer topology than ours: answers to it might be lost."""
@@ -102,9 +115,6 @@ class Core:
             self._send(effects)
             self._span("send")
             self.metrics.commit.observe((time.monotonic_ns() - begun) * S)
-            reclaims, self._reclaims = self._reclaims, []
-            for reclaim in reclaims:
-                self._reclaim(reclaim, now)
         elif isinstance(message, Admit):
             self.metrics.hop_in.observe(max(0, now - message.sent_ns) * S)
             self._send(self.engine.admit(message, now))
@@ -136,6 +146,12 @@ class Core:
             self._send(effects)
             if self.engine.state is not None:
                 self.metrics.note_limits(self.engine.state.limits)
+
+    def _ask_again(self) -> None:
+        """Answer the questions that waited for a result which is here now, or is lost."""
+        reclaims, self._reclaims = self._reclaims, []
+        for reclaim in reclaims:
+            self._reclaim(reclaim, self.process.now_ns)
 
     def _reclaim(self, message: Reclaim, now: int) -> None:
         answer, effects = self.engine.reclaim(message, now)
@@ -215,6 +231,7 @@ class Core:
             peers.send(Role.DETOKENIZER, detokenizer, tokens)
         for failed in effects.failed:
             peers.send(Role.FRONTEND, frontend_of(failed.request_id)[0], failed)
+        self._tell_unknown(effects.unknown)
 
     def _follow(self, topology: Topology) -> None:
         """End the requests of frontends that are gone."""

@@ -18,11 +18,14 @@ class Effects:
     tokens: list[tuple[int, Tokens]] = field(default_factory=list)
     """With the detokenizer each goes to."""
     failed: list[Failed] = field(default_factory=list)
+    unknown: list[int] = field(default_factory=list)
+    """Choices that a frontend waits for and that nobody here knows."""
 
     def add(self, later: Effects) -> None:
         """Append what happened after this."""
         self.tokens += later.tokens
         self.failed += later.failed
+        self.unknown += later.unknown
 
 
 class TokensBuilder:
@@ -91,11 +94,12 @@ class TokensBuilder:
 class TokensBuilders:
     """One `TokensBuilder` for each detokenizer that has something to hear."""
 
-    __slots__ = ("builders", "failed")
+    __slots__ = ("builders", "failed", "unknown")
 
     def __init__(self) -> None:
         self.builders: dict[int, TokensBuilder] = {}
         self.failed: list[Failed] = []
+        self.unknown: list[int] = []
 
     def builder_for(self, request: Request, now_ns: int) -> TokensBuilder:
         """Return the builder of the request's detokenizer, in which the request has been opened."""
@@ -136,7 +140,7 @@ class TokensBuilders:
     def effects(self, step: int, now_ns: int) -> Effects:
         """Return what has gathered."""
         tokens = [(index, builder.build(step, now_ns)) for index, builder in self.builders.items()]
-        return Effects(tokens, self.failed)
+        return Effects(tokens, self.failed, self.unknown)
 
 
 def opening(request: Request, now_ns: int) -> Open:

@@ -62,6 +62,8 @@ class Request:
     """The request as it was admitted, if its client may come back for it (`Admit.claim`)."""
     deadline_ns: int = 0
     """When it must have ended; 0 for never."""
+    is_departing: bool = False
+    """Whether it only waits for the tokens that steps in flight draw: its client is gone (`State.wind_down`)."""
 
     status: Status = Status.WAITING
     length: int = 0

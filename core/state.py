@@ -141,6 +141,8 @@ class State:
     """Likewise."""
     kept: list[Request] = field(default_factory=list)
     """Requests that left and whose clients may come back, since somebody last emptied this list."""
+    untold: list[Request] = field(default_factory=list)
+    """Requests that left when they lost their slots, and of whose end nobody has been told."""
     trial: frozenset[int] | None = None
     """Only these may run: it is being found out who made the executor fail. None: everybody may."""
     num_deferred: int = 0
@@ -178,7 +180,14 @@ class State:
         insort(self.running, request, key=by_rank)
 
     def preempt(self, request: Request) -> None:
-        """Take everything from a running request and queue it again: its ids are enough to compute it anew."""
+        """Take everything from a running request and queue it again: its ids are enough to compute it anew.
+
+        One that is departing leaves for good: the tokens that it waited for are lost, and nobody wants them drawn again.
+        """
+        if request.is_departing:
+            self.untold.append(request)
+            self.retire(request)
+            return
         for keep in self.hooks.keeps:
             keep(self, request)
         self._leave(request)
@@ -224,6 +233,7 @@ class State:
             return True
         self.num_promised -= request.limit - request.length
         request.limit = request.length
+        request.is_departing = True
         return False
 
     def publish(self, request: Request, num_tokens: int) -> None:

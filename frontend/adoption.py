@@ -34,6 +34,7 @@ def submission(admit: Admit, first_id: int, seen: Sequence[Seen]) -> Submit:
         return_prompt_ids=admit.return_prompt_ids,
         claim=admit.claim,
         deadline_ns=admit.deadline_ns,
+        limit_gives_way=True,  # whatever it is, it was accepted when the request came
     )
 
 

@@ -105,6 +105,7 @@ class Sessions:
         are_checked: bool = False,
         claim: Claim | None = None,
         deadline_ns: int = 0,
+        limit_gives_way: bool = False,
     ) -> Stream:
         """Send a request on its way and return the stream of what comes back.
 
@@ -112,7 +113,7 @@ class Sessions:
         needs is missing, the request waits for the next topology. ``mailbox`` lets one reader wait for several
         streams; with ``final_only`` the reader wakes only when the request has ended, else for the first
         token of a choice, every ``interval`` tokens after it, and its end. What has not ended at ``deadline_ns``
-        (monotonic; 0 for never) fails then. Call from the event loop.
+        (monotonic; 0 for never) fails then. ``limit_gives_way``: see `Submit`. Call from the event loop.
         """
         if not are_checked:
             params = params.checked(self._max_logprobs, self._vocab_size)
@@ -136,6 +137,7 @@ class Sessions:
             return_prompt_ids=return_prompt_ids,
             claim=claim,
             deadline_ns=deadline_ns,
+            limit_gives_way=limit_gives_way,
         )
         stream = Stream(
             submit,
@@ -221,6 +223,11 @@ class Sessions:
         choice = self._live.get(failed.request_id)
         if choice is None:
             self.metrics.duplicate_endings.inc()
+            return
+        if choice.stream.is_cancelled:
+            self._abort_here(
+                choice.stream
+            )  # whoever asked for an end gets that, whatever else would have come
             return
         self._fail(choice.stream, RequestError(failed.code, failed.message, failed.param, failed.retry_s))
 
@@ -348,11 +355,13 @@ class Sessions:
         return Live(self.me, pack_i64(choice.request_id for choice in choices), pack_i32(attempts))
 
     def send_again(self, request_ids: Sequence[int]) -> None:
-        """Begin a new attempt at choices of which the engine knows nothing."""
+        """Begin a new attempt at choices of which the engine knows nothing; those that were cancelled have ended."""
         choices = [self._live[request_id] for request_id in request_ids if request_id in self._live]
         for stream in dict.fromkeys(choice.stream for choice in choices):
-            if self._placement.start_over(stream, Role.CORE):
+            if stream.is_cancelled:
                 self._abort_here(stream)
+            else:
+                self._placement.start_over(stream, Role.CORE)
         self._place_parked()
 
     # --- supervision ------------------------------------------------------------------------------------------

@@ -45,13 +45,19 @@ class Encoder:
         """Names of the model's chat templates."""
         return self._templates.names
 
-    def prompt_ids(self, prompt: Prompt, params: SamplingParams) -> Sequence[int]:
+    def prompt_ids(
+        self, prompt: Prompt, params: SamplingParams, *, limit_gives_way: bool = False
+    ) -> Sequence[int]:
         """Return a request's prompt as ids, truncated as asked.
 
-        Raises `RequestError` when it is empty, malformed, out of vocabulary or leaves no room for the output.
+        Raises `RequestError` when it is empty, malformed, out of vocabulary or leaves no room for the output: for all of
+        ``max_tokens``, or for one token if that ``limit_gives_way``.
         """
         field = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
-        keep = self._tokens_to_keep(params)
+        room = params.max_tokens or 1
+        if limit_gives_way and 2 * room > self._max_model_len:
+            room = 1  # a default must not take more of the context than it leaves to the prompt
+        keep = self._tokens_to_keep(params.truncate_prompt_tokens, room)
         if isinstance(prompt, TokenPrompt):
             ids = _ids_of(prompt)
             if keep is not None:
@@ -68,7 +74,7 @@ class Encoder:
                 ErrorCode.INVALID, f"{field} is empty: it has no tokens; send at least one token.", field
             )
         self._check_known(ids, field)
-        self._check_length(len(ids), params.max_tokens, field)
+        self._check_length(len(ids), None if limit_gives_way else params.max_tokens, field)
         return ids
 
     def text_of(self, prompt: TextPrompt | ChatPrompt) -> str:
@@ -123,12 +129,12 @@ class Encoder:
             encoding = self._tokenizer.post_process(encoding, None, True)
         return encoding.ids
 
-    def _tokens_to_keep(self, params: SamplingParams) -> int | None:
-        keep = params.truncate_prompt_tokens
+    def _tokens_to_keep(self, keep: int | None, room: int) -> int | None:
+        """Return how much of a prompt to keep; ``room`` is left for the output where everything that fits is."""
         if keep is None:
             return None
         if keep == -1:
-            return max(1, self._max_model_len - (params.max_tokens or 1))
+            return max(1, self._max_model_len - room)
         if keep > self._max_model_len:
             raise RequestError(
                 ErrorCode.INVALID,

@@ -18,11 +18,11 @@ import uvloop
 
 from quintet.process.runtime import Process, child_main
 from quintet.tokenizer_proc.encode import Encoder, load_encoder, size_of
-from quintet.wire.codec import encode, pack_i32
+from quintet.wire.codec import encode, pack_i32, pack_i64, unpack_i64
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of
-from quintet.wire.messages import Admit, Cancel, Failed, Submit, Tokenized, TokenizeQuery
+from quintet.wire.messages import Admit, Cancel, Failed, Submit, Tokenized, TokenizeQuery, Unknown
 from quintet.wire.metrics import COUNT_BUCKETS
 from quintet.wire.supervision import Drain, Drained, Topology
 
@@ -73,7 +73,7 @@ class Tokenizer:
         self._early: dict[tuple[int, int | None], list[msgspec.Struct]] = {}
         """What waits for a topology, per frontend, in order."""
         self._early_bytes = 0
-        self._refusals: list[tuple[int, int | None, Failed | Tokenized]] = []
+        self._refusals: list[tuple[int, int | None, Failed | Tokenized | Unknown]] = []
         """Answers to what was too much to wait, with the frontend's index and epoch's tag."""
         metrics = process.metrics
         self._hop = metrics.histogram(
@@ -133,6 +133,8 @@ class Tokenizer:
                 self._refusals.append((index, tag, refusal))
             elif isinstance(refusal, Failed):
                 self._fail(refusal)
+            elif isinstance(refusal, Unknown):
+                self._tell(unpack_i64(refusal.request_ids)[0], refusal)
             else:
                 self._process.peers.send(Role.FRONTEND, index, refusal)
 
@@ -229,7 +231,9 @@ class Tokenizer:
     def _admission(self, submit: Submit) -> Admit | Failed:
         """Encode; may run in a lane, so it touches no state."""
         try:
-            ids = self._encoder.prompt_ids(submit.prompt, submit.params)
+            ids = self._encoder.prompt_ids(
+                submit.prompt, submit.params, limit_gives_way=submit.limit_gives_way
+            )
             bad_words = self._encoder.bad_word_ids(submit.params.bad_words)
         except RequestError as error:
             return Failed(submit.request_id, error.code, error.message, error.param)
@@ -261,7 +265,7 @@ class Tokenizer:
         if isinstance(result, Failed):
             self._fail(result)
         elif len(cancelled) == submit.params.n:
-            self._fail(Failed(submit.request_id, ErrorCode.INVALID, "cancelled"))
+            self._tell(submit.request_id, Unknown(pack_i64(sorted(cancelled))))
         else:
             self._sizes.observe(len(result.prompt_ids) // 4)
             result.sent_ns = time.monotonic_ns()
@@ -271,10 +275,14 @@ class Tokenizer:
 
     def _fail(self, failed: Failed) -> None:
         self._num_failed.inc()
-        index, tag = frontend_of(failed.request_id)
+        self._tell(failed.request_id, failed)
+
+    def _tell(self, request_id: int, message: Failed | Unknown) -> None:
+        """Send to the frontend that made this id, unless it is gone."""
+        index, tag = frontend_of(request_id)
         epoch = self._process.peers.epoch(Role.FRONTEND, index)
         if epoch is not None and epoch_tag(epoch) == tag:
-            self._process.peers.send(Role.FRONTEND, index, failed)
+            self._process.peers.send(Role.FRONTEND, index, message)
 
     def _cancel(self, cancel: Cancel) -> None:
         """Forward, but for requests in lanes: the core does not know them yet, so their cancelling waits for them."""
@@ -314,12 +322,14 @@ def _sender(message: object) -> tuple[int, int | None] | None:
             return None
 
 
-def _refusal(message: object) -> Failed | Tokenized | None:
-    """Return the answer to a message that cannot be kept; nobody waits for one to a `Cancel`."""
+def _refusal(message: object) -> Failed | Tokenized | Unknown | None:
+    """Return the answer to a message that cannot be kept."""
     words = "too many requests wait inside the server for it to know this frontend; send it again."
     match message:
         case Submit():
             return Failed(message.request_id, ErrorCode.OVERLOADED, words)
+        case Cancel():
+            return Unknown(pack_i64(message.request_ids))
         case TokenizeQuery():
             failed = Failed(message.query_id, ErrorCode.OVERLOADED, words)
             return Tokenized(message.query_id, b"", None, failed)

@@ -109,12 +109,16 @@ class Submit(msgspec.Struct, array_like=True, tag="submit"):
     """Go on with what the core keeps under this id (`Reclaim.rename_to`)."""
     topology: int = 0
     """Version of the topology that the frontend chose by: who follows an older one waits for it, or would send on to the dead."""
+    limit_gives_way: bool = False
+    """Whether ``params.max_tokens`` is a default, which a long prompt may cut short: only the client's own number is refused."""
 
 
 class Cancel(msgspec.Struct, array_like=True, tag="cancel"):
     """Frontend -> tokenizer -> core, on the same path as the request, so it never overtakes it.
 
-    The core answers through the detokenizer with a finish of `FinishReason.ABORT` for every id that was still alive.
+    Every id gets an answer. The core sends a finish of `FinishReason.ABORT` through the detokenizer for one that was alive;
+    one that has ended had its answer; of one that it never heard of, or that the tokenizer had not passed on, the frontend
+    hears as `Unknown`.
     """
 
     request_ids: list[int]
@@ -195,7 +199,10 @@ class Live(msgspec.Struct, array_like=True, tag="live"):
 
 
 class Unknown(msgspec.Struct, array_like=True, tag="unknown"):
-    """Detokenizer -> core -> frontend: of these choices (int64[K]), which you wait for, I know nothing; send them again."""
+    """Detokenizer -> core -> frontend, tokenizer -> frontend: of these choices (int64[K]), which you wait for, I know nothing.
+
+    The frontend sends them again; those that it has cancelled have ended.
+    """
 
     request_ids: bytes
 

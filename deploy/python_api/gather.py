@@ -38,6 +38,8 @@ class CheckedPrompt:
     prompt: ReadPrompt
     params: SamplingParams
     priority: int = 0
+    limit_gives_way: bool = False
+    """As in `quintet.wire.messages.Submit`."""
 
 
 def refused(request_id: str, error: RequestError) -> RequestOutput:
@@ -155,6 +157,7 @@ class Gather:
             return_prompt_ids=True,
             mailbox=self._mailbox,
             final_only=True,
+            limit_gives_way=job.limit_gives_way,
         )
         self._open[stream] = (index, Assembler(job.request_id, read.text, stream))
         if self._collector is None:

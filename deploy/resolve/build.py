@@ -90,14 +90,14 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
             f"prefix caching is off: this model rotates positions otherwise in sequences of more than "
             f"{card.fixed_rope_len} tokens, so their keys cannot be shared; --max-model-len {card.fixed_rope_len} allows it"
         )
-    eos_token_ids, eos_notes = rules.known_eos(card)
-    notes.extend(eos_notes)
+    card, card_notes = rules.fit_card(card, fitted)
+    notes.extend(card_notes)
     warning = rules.advise_open_server(options.host, bool(options.api_key)) if http else None
     if warning is not None:
         notes.append(warning)
     config = EngineConfig(
         run_dir=str(run_dir),
-        model=_model_config(options, card, dtype, kv, fitted, eos_token_ids),
+        model=_model_config(options, card, dtype, kv, fitted),
         cache=CacheConfig(
             memory_bytes=rules.cap_kv_memory(kv, memory_bytes, options.max_num_seqs, fitted),
             enable_prefix_caching=options.enable_prefix_caching and can_share_prefixes,
@@ -152,7 +152,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
 
 
 def _model_config(
-    options: Options, card: ModelCard, dtype: Dtype, kv: KvSpec, max_model_len: int, eos_token_ids: list[int]
+    options: Options, card: ModelCard, dtype: Dtype, kv: KvSpec, max_model_len: int
 ) -> ModelConfig:
     tokenizer = card.path
     if options.tokenizer is not None:
@@ -165,7 +165,7 @@ def _model_config(
         dtype=dtype,
         vocab_size=card.vocab_size,
         max_model_len=max_model_len,
-        eos_token_ids=eos_token_ids,
+        eos_token_ids=card.eos_token_ids,
         kv=kv,
         generation_defaults=card.generation_defaults,
         chat_templates=read_chat_templates(tokenizer, options.chat_template),

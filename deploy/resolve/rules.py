@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -248,16 +249,26 @@ def derive_swap_bytes(asked_gib: float | None, device: str, kind: str, available
     return swap_bytes
 
 
-def known_eos(card: ModelCard) -> tuple[list[int], list[str]]:
-    """Return the model's end-of-sequence ids that it can draw, and a note on those that it cannot."""
+def fit_card(card: ModelCard, max_model_len: int) -> tuple[ModelCard, list[str]]:
+    """Return the card with ends of sequence that can be drawn and a default length that the context has room for.
+
+    And notes on what was left out: each would make every request fail.
+    """
+    notes: list[str] = []
     known = [token_id for token_id in card.eos_token_ids if 0 <= token_id < card.vocab_size]
-    if len(known) == len(card.eos_token_ids):
-        return known, []
-    unknown = ", ".join(str(token_id) for token_id in card.eos_token_ids if token_id not in known)
-    left = "only max_tokens and stop strings end an answer" if not known else f"{known} end an answer"
-    return known, [
-        f"eos_token_id {unknown} of {card.path} is ignored: the vocabulary has {card.vocab_size} tokens; {left}"
-    ]
+    if len(known) < len(card.eos_token_ids):
+        unknown = ", ".join(str(token_id) for token_id in card.eos_token_ids if token_id not in known)
+        left = f"{known} end an answer" if known else "only max_tokens and stop strings end an answer"
+        notes.append(
+            f"eos_token_id {unknown} of {card.path} is ignored: the vocabulary has {card.vocab_size} tokens; {left}"
+        )
+    defaults = dict(card.generation_defaults)
+    most = defaults.pop("max_tokens", None)
+    if most is not None and most >= 1:
+        defaults["max_tokens"] = int(min(most, max_model_len - 1))
+    elif most is not None:
+        notes.append(f"max_new_tokens {most:g} of the generation config is ignored: it must be at least 1")
+    return dataclasses.replace(card, eos_token_ids=known, generation_defaults=defaults), notes
 
 
 def check_run_dir_length(run_dir: Path) -> None:

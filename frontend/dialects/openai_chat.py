@@ -88,6 +88,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
             are_checked=True,
             claim=claim,
             deadline_ns=deadline_ns,
+            limit_gives_way=parse.chat_max_tokens(body) is None,
         )
     )
     if body.stream:

@@ -72,6 +72,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
                     are_checked=True,
                     claim=claim,
                     deadline_ns=deadline_ns,
+                    limit_gives_way=body.max_tokens is None,
                 )
             )
     except BaseException:

@@ -97,6 +97,27 @@ def test_abort_before_the_first_token_and_the_second_of_one_id_at_once(llm: Asyn
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("num_words", [20_000, 200_000])
+def test_abort_while_a_long_prompt_is_encoded(llm: AsyncLLM, num_words: int) -> None:
+    """Also where it turns out to be too long in that moment."""
+
+    async def one() -> list[RequestOutput]:
+        long = "hello " * num_words
+        sampling = SamplingParams(truncate_prompt_tokens=-1 if num_words == 20_000 else None, max_tokens=9)
+        return [output async for output in llm.generate(long, sampling, "mine")]
+
+    async def main() -> None:
+        running = asyncio.create_task(one())
+        while "mine" not in llm._streams:
+            await asyncio.sleep(0)
+        await llm.abort("mine")
+        output = (await asyncio.wait_for(running, 20))[-1]
+        assert output.finished and output.outputs[0].finish_reason == "abort"
+        assert llm._streams == {}
+
+    asyncio.run(main())
+
+
 def test_leaving_the_loop_or_cancelling_the_task_aborts(llm: AsyncLLM) -> None:
     async def main() -> None:
         idle = asyncio.Event()

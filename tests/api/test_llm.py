@@ -104,6 +104,13 @@ def test_no_parameters_means_sixteen_tokens(llm: LLM) -> None:
     assert len(llm.generate("x", use_tqdm=False)[0].outputs[0].token_ids) <= 16
 
 
+def test_a_default_length_gives_way_to_a_long_prompt(llm: LLM) -> None:
+    long = [5] * 505
+    assert len(llm.generate(long, use_tqdm=False)[0].outputs[0].token_ids) <= 7
+    with pytest.raises(RequestError, match="you requested 521 tokens"):
+        llm.generate(long, SamplingParams(max_tokens=16), use_tqdm=False)
+
+
 def test_several_choices_and_logprobs(llm: LLM) -> None:
     params = SamplingParams(n=3, temperature=1.0, max_tokens=4, ignore_eos=True, seed=1)
     (output,) = llm.generate("x", params, use_tqdm=False)

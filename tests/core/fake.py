@@ -267,6 +267,8 @@ class World:
         self.outcomes: dict[int, Outcome] = {}
         self.failed: dict[int, str] = {}
         self.codes: dict[int, ErrorCode] = {}
+        self.unknown: list[int] = []
+        """Choices of which frontends heard that nobody knows them."""
         self.sent: dict[int, Admit] = {}
         """Every choice's newest attempt, as its frontend would send it again."""
         self._new_engine = new_engine
@@ -407,6 +409,7 @@ class World:
         """Be all detokenizers: keep what they are told, and insist on its order."""
         self.failed |= {failed.request_id: failed.message for failed in effects.failed}
         self.codes |= {failed.request_id: failed.code for failed in effects.failed}
+        self.unknown += effects.unknown
         for _, tokens in effects.tokens:
             for opened in tokens.opens:
                 outcome = self.outcomes.setdefault(opened.request_id, Outcome())

@@ -106,8 +106,24 @@ def test_cancel_running_waiting_and_unknown() -> None:
         1: (FinishReason.ABORT, 1),
         2: (FinishReason.ABORT, 1),
     }
+    assert world.unknown == [99]
     world.run()
     world.assert_idle()
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_every_cancel_is_answered_once(keep: bool) -> None:
+    """Of a request that has ended, the ending is the answer; it may be on its way still."""
+    world = World(start=False)
+    world.apply(world.engine.cancel([7], world.tick(), keep=keep))
+    assert world.unknown == []
+    world.new_executor()
+    assert world.unknown == [7]
+    world.admit(1, PROMPT, max_tokens=2, ignore_eos=True)
+    world.run()
+    for request_id in (1, 8, 1):
+        world.apply(world.engine.cancel([request_id], world.tick(), keep=keep))
+    assert world.unknown == [7, 8] and world.outcomes[1].num_endings == 1
 
 
 def test_stop_hit_ends_silently() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from quintet.core import main
 from quintet.core.main import Core, Message
 from quintet.process.runtime import SUPERVISOR, Process, Stopping
 from quintet.process.sockets import Bus, Inbox, Peers, address_of
@@ -23,8 +24,9 @@ from quintet.wire.config import (
     ProcessesConfig,
     SchedulerConfig,
 )
+from quintet.wire.errors import ErrorCode
 from quintet.wire.ids import RequestIds, Role, WorkerId
-from quintet.wire.messages import Admit, Failed, Tokens
+from quintet.wire.messages import Admit, Cancel, Claim, Failed, Reclaim, Reclaimed, Tokens, Unknown
 from quintet.wire.params import SamplingParams
 from quintet.wire.step import Capacity, StepPlan
 from quintet.wire.supervision import Heartbeat, Ready, Seat, SeatState, Stop, Topology
@@ -262,6 +264,55 @@ def test_an_attempt_sent_by_a_newer_topology_waits_for_it(driven: Driven) -> Non
     (opened,) = story.opens
     assert (len(codec.unpack_i32(opened.output_ids)), opened.num_seen, opened.attempt) == (1, 0, 1)
     assert list(codec.unpack_i32(tokens.first_indexes)) == [1]
+
+
+def test_a_question_for_tokens_that_an_executor_took_along_is_answered(driven: Driven) -> None:
+    neighbours, claim = driven.neighbours, Claim(b"k" * 16, b"")
+    for worker, accepts in ((EXECUTOR, StepPlan), (FRONTEND, Reclaimed)):
+        neighbours.bind(worker, accepts)
+    neighbours.publish(EXECUTOR, DETOKENIZER, FRONTEND)
+    neighbours.send(Capacity(1, 32, 4, 8, 128))
+    request_id = RequestIds(0, 1).take()
+    neighbours.send(msgspec.structs.replace(admit(request_id, PROMPT, 6), claim=claim))
+    driven.deliver(3)
+    neighbours.send(Reclaim(5, 0, request_id, claim.key))
+    driven.deliver(1)
+    neighbours.publish(NEW_EXECUTOR, DETOKENIZER, FRONTEND)
+    neighbours.send(Capacity(2, 32, 4, 8, 128))
+    driven.deliver(2)
+    answer = neighbours.receive(FRONTEND)
+    assert isinstance(answer, Reclaimed) and answer.query_id == 5 and answer.choices == [(0, b"")]
+
+
+def test_the_cancel_of_an_unknown_request_is_answered(driven: Driven) -> None:
+    neighbours = driven.neighbours
+    neighbours.bind(FRONTEND, Unknown)
+    neighbours.publish(EXECUTOR, DETOKENIZER, FRONTEND)
+    neighbours.send(Capacity(1, 32, 4, 8, 128))
+    request_id = RequestIds(0, 1).take()
+    neighbours.send(Cancel([request_id], 0))
+    driven.deliver(3)
+    assert neighbours.receive(FRONTEND) == Unknown(codec.pack_i64([request_id]))
+
+
+@pytest.mark.parametrize("kind", [Admit, Cancel])
+def test_what_is_too_much_to_wait_is_refused_not_dropped(
+    driven: Driven, kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(main, "MAX_EARLY", 1)
+    neighbours, ids = driven.neighbours, RequestIds(0, 1)
+    neighbours.bind(FRONTEND, Unknown | Failed)
+    neighbours.publish(EXECUTOR, DETOKENIZER, FRONTEND)
+    neighbours.send(msgspec.structs.replace(admit(ids.take(), PROMPT, 6), topology=9))
+    second = ids.take()
+    neighbours.send(admit(second, PROMPT, 6) if kind is Admit else Cancel([second], 0))
+    driven.deliver(3)
+    answer = neighbours.receive(FRONTEND)
+    if kind is Cancel:
+        assert answer == Unknown(codec.pack_i64([second]))
+    else:
+        assert isinstance(answer, Failed)
+        assert (answer.request_id, answer.code) == (second, ErrorCode.OVERLOADED)
 
 
 def test_an_executor_gets_no_plan_before_its_capacity_is_known(driven: Driven) -> None:

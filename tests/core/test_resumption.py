@@ -121,6 +121,41 @@ def test_the_requests_of_a_lost_frontend_are_kept_if_they_can_be_claimed() -> No
     assert reclaim(world, lost).admit is None
 
 
+@pytest.mark.parametrize("how", ["cut off", "frontend lost"])
+@pytest.mark.parametrize("loss", ["executor", "blocks"])
+def test_who_waits_for_its_last_tokens_leaves_when_they_are_lost(how: str, loss: str) -> None:
+    """Nobody is there for whom they would be computed again."""
+    world = World(depth=2)
+    request_id = RequestIds(3, 1).take()
+    world.admit(request_id, PROMPT, seed=1, ignore_eos=True, claim=CLAIM)
+    for _ in range(2):
+        world.step()
+    while world.plan() is not None:
+        pass
+    if how == "cut off":
+        world.apply(world.engine.cancel([request_id], world.tick(), keep=True))
+    else:
+        world.engine.abandon(3, 1, world.tick(), down=True)
+    state = world.engine.state
+    assert state is not None and world.engine.num_live == 1, "it waits for what is in flight"
+    if loss == "executor":
+        world.new_executor()
+    else:
+        state.preempt(state.running[0])
+        world.apply(world.engine.expire(world.tick()))
+    assert world.engine.num_live == 0 and world.plan() is None
+    assert world.outcomes[request_id].finish is FinishReason.ABORT
+    while world.commit():
+        pass
+    world.engine.expire(world.tick())
+    world.assert_idle()
+    [(_, outputs)] = reclaim(world, request_id).choices
+    assert list(codec.unpack_i32(outputs)) == expected(PROMPT, 1, 2, stops=())
+    adopt(world, 50, request_id, [])
+    world.run()
+    assert world.outcomes[50].tokens == expected(PROMPT, 1, 8, stops=())
+
+
 def test_what_nobody_claims_is_dropped_after_the_time_of_grace() -> None:
     world = World(resume_grace_s=5.0)
     world.admit(1, PROMPT, ignore_eos=True, claim=CLAIM)

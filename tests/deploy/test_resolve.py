@@ -101,6 +101,20 @@ def test_an_end_of_sequence_that_the_model_cannot_draw_is_ignored_with_a_note(
     assert words is None or words in notes[0]
 
 
+@pytest.mark.parametrize(
+    ("given", "kept", "words"),
+    [(9, 9, ""), (1e9, 511, ""), (512, 511, ""), (0, None, "max_new_tokens 0 of"), (-5, None, "-5 of")],
+)
+def test_a_default_length_that_no_request_may_have_is_cut_or_ignored(
+    tmp_path: Path, given: float, kept: int | None, words: str
+) -> None:
+    folder = write_model(tmp_path)
+    (folder / "generation_config.json").write_text(json.dumps({"max_new_tokens": given}))
+    resolution = resolved(folder)
+    assert resolution.config.model.generation_defaults.get("max_tokens") == kept
+    assert (words in " ".join(resolution.notes)) if words else not resolution.notes
+
+
 # --- rules ---
 
 

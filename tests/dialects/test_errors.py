@@ -281,3 +281,18 @@ def test_who_sends_a_body_slowest_makes_room_for_the_others(serve: Any) -> None:
         client.close()
     assert [answers[index].split()[1] for index in range(3)] == [b"200", b"503", b"200"]
     assert server.service.bodies.num_open_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+    ],
+)
+def test_only_a_number_of_the_clients_own_is_held_against_it(
+    shared: Any, path: str, body: dict[str, Any]
+) -> None:
+    for asked in ({}, {"max_tokens": None}, {"max_tokens": 5}):
+        assert shared.ask("POST", path, {**body, **asked}).status == 200
+        assert shared.engine.wait_for(Submit)[-1].limit_gives_way is (asked.get("max_tokens") is None)

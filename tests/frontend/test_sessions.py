@@ -257,6 +257,38 @@ def test_a_cancel_waits_for_the_engines_word() -> None:
     run(story())
 
 
+@pytest.mark.parametrize("answer", ["failed", "unknown"])
+def test_a_cancelled_request_ends_as_aborted_whatever_the_answer(answer: str) -> None:
+    """Its tokenizer had it still, or refused it in that moment; or nobody had heard of it."""
+
+    async def story() -> None:
+        world = World().follow()
+        stream = world.sessions.submit(PROMPT, params(n=2))
+        first = stream.request_id
+        stream.cancel()
+        if answer == "failed":
+            world.sessions.handle(Failed(first, ErrorCode.TOO_LONG, "too long", "prompt"))
+        else:
+            world.sessions.send_again([first, first + 1])
+        (batch,) = await rest(stream)
+        assert [d.finish.reason for d in batch.deltas if d.finish is not None] == [FinishReason.ABORT] * 2
+        assert world.sessions.num_live == 0
+        assert len(world.of(Submit)) == len(world.of(Cancel)) == 1
+
+    run(story())
+
+
+def test_a_request_that_nobody_knows_is_sent_again() -> None:
+    async def story() -> None:
+        world = World().follow()
+        stream = world.sessions.submit(PROMPT, params(n=2))
+        world.sessions.send_again([stream.request_id, stream.request_id + 1, 77])
+        first, second = world.of(Submit)
+        assert (second.request_id, second.attempt, second.params.n) == (first.request_id, 1, 2)
+
+    run(story())
+
+
 def test_a_closed_stream_keeps_nothing_for_its_reader() -> None:
     async def story() -> None:
         world = World().follow()

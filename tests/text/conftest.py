@@ -179,7 +179,9 @@ class World:
         self.frontend_id = WorkerId(Role.FRONTEND, 0, 1)
         self.core_id = WorkerId(Role.CORE, 0, 1)
         self.supervisor = self.inbox(SUPERVISOR, supervision.Ready | supervision.Heartbeat)
-        self.frontend = self.inbox(self.frontend_id, m.Text | m.Detokenized | m.Tokenized | m.Failed)
+        self.frontend = self.inbox(
+            self.frontend_id, m.Text | m.Detokenized | m.Tokenized | m.Failed | m.Unknown
+        )
         self.core = self.inbox(self.core_id, m.Admit | m.Cancel | m.StopHit)
         self.peers = Peers(self.bus)
         self.thread: threading.Thread | None = None

@@ -97,6 +97,26 @@ def test_prompt_and_output_together_must_fit(encoder: Encoder) -> None:
     assert "you requested 101 tokens (1 in the messages, 100 in the completion)" in error.message
 
 
+def test_a_default_number_of_outputs_gives_way_to_the_prompt(encoder: Encoder) -> None:
+    """Nobody asked for so many: only the client's own number is refused."""
+    prompt = TokenPrompt(pack_i32([5] * 90))
+    for max_tokens in (11, 99, 1 << 20):
+        error = refused(encoder, prompt, max_tokens=max_tokens)
+        assert (error.code, error.param) == (ErrorCode.TOO_LONG, "max_tokens")
+        assert len(encoder.prompt_ids(prompt, params(max_tokens=max_tokens), limit_gives_way=True)) == 90
+    with pytest.raises(RequestError, match="resulted in 100 tokens"):
+        encoder.prompt_ids(TokenPrompt(pack_i32([5] * 100)), params(max_tokens=11), limit_gives_way=True)
+
+
+@pytest.mark.parametrize(("default", "kept"), [(16, 84), (50, 50), (51, 99), (1 << 20, 99)])
+def test_truncating_to_what_fits_leaves_room_for_a_modest_default(
+    encoder: Encoder, default: int, kept: int
+) -> None:
+    asked = params(truncate_prompt_tokens=-1, max_tokens=default)
+    prompt = TokenPrompt(pack_i32([5] * 500))
+    assert len(encoder.prompt_ids(prompt, asked, limit_gives_way=True)) == kept
+
+
 def test_a_text_that_cannot_fit_is_refused_before_encoding(
     encoder: Encoder, tokenizers_by_style: dict[str, Tokenizer]
 ) -> None:
