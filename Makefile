@@ -6,8 +6,10 @@ ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/installed
 CUDA := .venv/cuda
+WORKERS ?= 2
+PARALLEL := --numprocesses $(WORKERS) --dist loadfile
 
-.PHONY: help install serve chat test lint types check bench-overhead model cubins gpu-check clean
+.PHONY: help install serve chat test test-all lint types check bench-overhead model cubins gpu-check clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/' | expand -t 18
@@ -27,8 +29,11 @@ serve: install  ## serve MODEL (default: the embedded toy model) on http://127.0
 chat: install  ## chat in the terminal with a running server
 	$(BIN)/quintet chat $(ARGS)
 
-test: install  ## run the tests
-	$(BIN)/pytest $(ARGS)
+test: install  ## run the fast suite of tests (tests/README.md)
+	$(BIN)/pytest $(PARALLEL) $(ARGS)
+
+test-all: install cubins  ## run the whole suite, and compile the CUDA kernels for all GPUs
+	$(BIN)/pytest $(PARALLEL) --whole $(ARGS)
 
 lint: install  ## check style and formatting
 	$(BIN)/ruff check .

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PYTEST = (
-    *("-m", "pytest", "-p", "no:cacheprovider"),
+    *("-m", "pytest", "--whole", "-p", "no:cacheprovider"),
     *("-o", "addopts=-q --strict-markers --import-mode=importlib"),
     *("-o", "filterwarnings=default"),  # a warning of another version of torch is no failure of a GPU's
 )

@@ -1,14 +1,11 @@
-"""Runs a test file again, in a process for each other instruction set that this processor can compute with."""
+"""Which instruction sets the kernels can compute with here: their tests are repeated with those that are not the best."""
 
 from __future__ import annotations
-
-import os
-import subprocess
-import sys
 
 from quintet.executor.ops.host_library import instruction_set, instruction_sets, open_library
 
 REPEATING = "QUINTET_TEST_REPEATING"
+"""Names the instruction set that tests are being repeated with."""
 
 
 def isa() -> str:
@@ -19,20 +16,8 @@ def isa() -> str:
 
 
 def others() -> tuple[str, ...]:
-    """What a test file is to be repeated with: nothing where there are no kernels, and nothing in a repetition."""
+    """What the kernels' tests are to be repeated with: nothing where there are no kernels."""
     library = open_library()
-    if library is None or REPEATING in os.environ:
+    if library is None:
         return ()
     return tuple(name for name in instruction_sets(library) if name != isa())
-
-
-def repeat(file: str, name: str) -> None:
-    """Run the tests of ``file`` with the instruction set ``name``."""
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file],
-        env={**os.environ, "QUINTET_ISA": name, REPEATING: name},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from tests.executor.instruction_sets import REPEATING, others, repeat
+from tests.executor.instruction_sets import REPEATING
 from tests.executor.paged_requests import PLAIN, Features, Requests, Row, Shape, noise, reference
 
 from quintet.executor.ops.host_attention import PagedKv, attend, kv_block_bytes, write_kv
@@ -81,12 +81,6 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     library.qt_set_threads(request.param, 0)
     yield request.param
     library.qt_set_threads(1, 0)
-
-
-@pytest.mark.parametrize("threads", [1], indirect=True)
-@pytest.mark.parametrize("name", others())
-def test_every_instruction_set(name: str) -> None:
-    repeat(__file__, name)
 
 
 def check(form: Format, out: torch.Tensor, expected: torch.Tensor, size: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from tests.executor.instruction_sets import isa, others, repeat
+from tests.executor.instruction_sets import isa
 
 from quintet.executor.ops.host_library import declare, instruction_sets, open_library
 from quintet.executor.ops.host_linear import LinearLibrary, WeightFormat, linear_library
@@ -96,12 +96,6 @@ def check(out: torch.Tensor, exact: torch.Tensor, noise_of_sums: torch.Tensor, r
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
-
-
-@pytest.mark.parametrize("threads", [1], indirect=True)
-@pytest.mark.parametrize("name", others())
-def test_every_other_instruction_set(name: str) -> None:
-    repeat(__file__, name)
 
 
 @floats

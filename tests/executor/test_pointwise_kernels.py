@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.executor.instruction_sets import REPEATING, isa, others, repeat
+from tests.executor.instruction_sets import REPEATING, isa
 
 from quintet.executor.ops import host_pointwise as pointwise
 from quintet.executor.ops.host_library import open_library
@@ -54,12 +54,6 @@ def check(out: torch.Tensor, expected: torch.Tensor, roundings: int = 1, atol: f
     torch.testing.assert_close(
         out.double(), expected.double(), rtol=roundings * UNIT[dtype], atol=TINY[dtype] + atol
     )
-
-
-@pytest.mark.parametrize("threads", [1], indirect=True)
-@pytest.mark.parametrize("name", others())
-def test_with_another_instruction_set(name: str) -> None:
-    repeat(__file__, name)
 
 
 def test_computes_with_the_instruction_set_that_was_asked_for() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tests.executor.acceptable_draws import FILTERS, acceptable, positions_of, table
 from tests.executor.conftest import Drawer, plan_of
-from tests.executor.instruction_sets import REPEATING, isa, others, repeat
+from tests.executor.instruction_sets import REPEATING, isa
 
 from quintet.executor.batch import Rows
 from quintet.executor.ops.host_library import open_library
@@ -34,11 +34,6 @@ pytestmark = pytest.mark.skipif(open_library() is None, reason="the host kernels
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
-
-
-@pytest.mark.parametrize("name", others())
-def test_with_another_instruction_set(name: str) -> None:
-    repeat(__file__, name)
 
 
 def test_computes_with_the_instruction_set_that_was_asked_for() -> None:
