@@ -1,6 +1,6 @@
 """The kernels' tests again, with each other instruction set that this processor can compute with.
 
-In the fast suite a drawn tenth of them. One process for each, since the instruction set is chosen once, when the library is loaded.
+In the fast suite a drawn tenth of them. One process for each: the instruction set is chosen once, when the library is loaded.
 """
 
 from __future__ import annotations
