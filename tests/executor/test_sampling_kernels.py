@@ -17,8 +17,9 @@ from tests.executor.conftest import Drawer, plan_of
 from tests.executor.instruction_sets import REPEATING, isa
 
 from quintet.executor.batch import Rows
+from quintet.executor.ops.host_dtypes import FLOAT_CODES
 from quintet.executor.ops.host_library import open_library
-from quintet.executor.program.library import dtype_code, program_library
+from quintet.executor.program.library import program_library
 from quintet.executor.program.step import Step
 from quintet.executor.sampling.draw import draw
 from quintet.executor.sampling.draw_on_host import draw_on_host
@@ -129,7 +130,7 @@ def program_draw(logits: torch.Tensor, plan: StepPlan, tables: SlotTables, setti
     library = program_library()
     assert library is not None
     program = library.new()
-    library.draw(program, logits.data_ptr(), logits.stride(0), dtype_code(logits.dtype), logits.shape[1])
+    library.draw(program, logits.data_ptr(), logits.stride(0), FLOAT_CODES[logits.dtype], logits.shape[1])
     step = Step(library, 64, 16)
     step.fill(Rows(plan), tables, settings)
     library.run(program, step.address, 0, library.size(program))
