@@ -19,6 +19,22 @@ class Multiply(StrEnum):
     FLOATS = "qt_limit_fma"
     PAIRS = "qt_limit_bf16"
     BYTES = "qt_limit_vnni"
+    MATRIX_PAIRS = "qt_limit_matrix_bf16"
+    MATRIX_BYTES = "qt_limit_matrix_int8"
+
+    @property
+    def words(self) -> str:
+        """What is multiplied with what."""
+        return _WORDS[self]
+
+
+_WORDS = {
+    Multiply.FLOATS: "fp32 vectors",
+    Multiply.PAIRS: "bf16 vectors",
+    Multiply.BYTES: "8-bit vectors",
+    Multiply.MATRIX_PAIRS: "bf16 matrix unit",
+    Multiply.MATRIX_BYTES: "8-bit matrix unit",
+}
 
 
 class Limits:
@@ -39,7 +55,10 @@ class Limits:
         return READ_BYTES / (time.perf_counter() - begun) / 1e9
 
     def multiply_gop_s(self, kind: Multiply) -> float:
-        """Multiply and add for some ten milliseconds; 1e9 operations a second, two for a multiplication with its addition."""
+        """Multiply and add for some ten milliseconds; 1e9 operations a second, two for a multiplication with its addition.
+
+        0 where the instruction set in use cannot multiply so.
+        """
         begun = time.perf_counter()
         operations = self._multiply[kind]()
         return operations / (time.perf_counter() - begun) / 1e9

@@ -7,8 +7,9 @@ multiplications at the machine's rate. Its share is the larger of these two time
 beside every case, in turn with it, because they drift; of each, the best of the repeats counts. Weights of one case
 add up to 256 MiB, so that none is in a cache when its turn comes; x and y are small and are.
 
-Multiply limits: fp32 FMA for fp16 and fp32, for bf16 that or the dot product of pairs, whichever is faster; for integers
-the dot product of bytes, of which 16-bit activations need two for each weight.
+Multiply limits: fp32 FMA for fp16 and fp32; for bf16 that, the dot product of pairs or the matrix unit, whichever is fastest
+here; for integers the dot product of bytes or the matrix unit, of which 16-bit activations need two for each weight. The table
+says which it was, and which of the two limits, reading or multiplying, the share is of.
 """
 
 from __future__ import annotations
@@ -63,13 +64,15 @@ class Format:
     """Multiplications of the limit's kind that each weight takes."""
 
 
+PAIRS = (Multiply.FLOATS, Multiply.PAIRS, Multiply.MATRIX_PAIRS)
+BYTES = (Multiply.BYTES, Multiply.MATRIX_BYTES)
 FORMATS = {
-    "bf16": Format(WeightFormat.BF16, 0, torch.bfloat16, False, (Multiply.FLOATS, Multiply.PAIRS)),
+    "bf16": Format(WeightFormat.BF16, 0, torch.bfloat16, False, PAIRS),
     "fp16": Format(WeightFormat.FP16, 0, torch.float16, False, (Multiply.FLOATS,)),
     "fp32": Format(WeightFormat.FP32, 0, torch.float32, False, (Multiply.FLOATS,)),
-    "int8": Format(WeightFormat.INT8, 0, torch.bfloat16, False, (Multiply.BYTES,), 2),
-    "w8a8": Format(WeightFormat.INT8, 0, torch.bfloat16, True, (Multiply.BYTES,)),
-    "int4": Format(WeightFormat.INT4, 128, torch.bfloat16, False, (Multiply.BYTES,), 2),
+    "int8": Format(WeightFormat.INT8, 0, torch.bfloat16, False, BYTES, 2),
+    "w8a8": Format(WeightFormat.INT8, 0, torch.bfloat16, True, BYTES),
+    "int4": Format(WeightFormat.INT4, 128, torch.bfloat16, False, BYTES, 2),
 }
 
 
@@ -87,7 +90,11 @@ class Timing:
     read_limit_gb_s: float
     gop_s: float
     multiply_limit_gop_s: float
+    multiply_limit: str
+    """What multiplies at that rate."""
     share: float
+    share_of: str
+    """The limit that the share is of: reading, or what multiplies."""
     fill_gb_s: float
 
 
@@ -117,11 +124,13 @@ def measure(
         x = torch.randn(rows, depth).to(chosen.dtype)
         y = torch.empty(rows, columns, dtype=chosen.dtype)
         operations = 2 * rows * columns * depth
-        read, multiply, seconds = 0.0, 0.0, float("inf")
+        read, seconds = 0.0, float("inf")
+        rates = dict.fromkeys(chosen.multiply, 0.0)
         count = len(weights)
         for _ in range(repeats):
             read = max(read, limits.read_gb_s())
-            multiply = max(multiply, *(limits.multiply_gop_s(kind) for kind in chosen.multiply))
+            for kind in chosen.multiply:
+                rates[kind] = max(rates[kind], limits.multiply_gop_s(kind))
             begun = time.perf_counter()
             for weight in weights[:count]:
                 weight.linear(x, out=y, int8_activations=chosen.int8_activations)
@@ -129,7 +138,9 @@ def measure(
             seconds = min(seconds, mine)
             if rows > 32:  # limited by multiplying: the weights need not be new
                 count = max(1, min(count, int(SECONDS_PER_CALL / mine)))
-        least = max(each / read / 1e9, operations * chosen.passes / multiply / 1e9)
+        fastest = max(rates, key=rates.__getitem__)
+        multiply = rates[fastest]
+        reading_s, multiplying_s = each / read / 1e9, operations * chosen.passes / multiply / 1e9
         timings.append(
             Timing(
                 format=name,
@@ -142,7 +153,9 @@ def measure(
                 read_limit_gb_s=round(read, 1),
                 gop_s=round(operations / seconds / 1e9, 1),
                 multiply_limit_gop_s=round(multiply / chosen.passes, 1),
-                share=round(least / seconds, 3),
+                multiply_limit=fastest.words,
+                share=round(max(reading_s, multiplying_s) / seconds, 3),
+                share_of="reading" if reading_s > multiplying_s else fastest.words,
                 fill_gb_s=round(source.nbytes / min(fill_s) / 1e9, 2),
             )
         )
@@ -166,8 +179,11 @@ def main() -> None:
         )
     set_threads(opened, arguments.threads, False)
     limits = Limits(opened)
-    print("| format | shape | rows | µs | GB/s of read | GOP/s of multiply | share of what limits |")
-    print("|---|---|---|---|---|---|---|")
+    print(f"Instruction set {instruction_set(opened)}, {arguments.threads} threads.\n")
+    print(
+        "| format | shape | rows | µs | GB/s of read | GOP/s of multiply | share of what limits | which is |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
     timings = []
     for name in arguments.formats:
         for shape in arguments.shapes:
@@ -175,7 +191,7 @@ def main() -> None:
                 timings.append(t)
                 print(
                     f"| {name} | {shape} {t.columns}x{t.depth} | {t.rows} | {t.us:,.0f} | {t.gb_s} of {t.read_limit_gb_s} "
-                    f"| {t.gop_s:,.0f} of {t.multiply_limit_gop_s:,.0f} | {t.share:.0%} |",
+                    f"| {t.gop_s:,.0f} of {t.multiply_limit_gop_s:,.0f} ({t.multiply_limit}) | {t.share:.0%} | {t.share_of} |",
                     flush=True,
                 )
     if arguments.save:

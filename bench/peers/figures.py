@@ -85,7 +85,8 @@ def bandwidth_limit(shape: Shape, precision: Precision, limits: Limits) -> float
 def multiply_limit(shape: Shape, precision: Precision, job: Job, limits: Limits) -> float:
     """Return the seconds of ``job`` if multiplying at the machine's peak rate were all it took.
 
-    bf16 may be widened to fp32 first, for nothing here: on some processors those multiply-adds are the faster ones.
+    That rate is the matrix unit's where there is one. bf16 may be widened to fp32 first, for nothing here: on some
+    processors those multiply-adds are the faster ones.
 
     Every prompt token passes every linear layer and attends to those before it, a beginning that all prompts share does so once;
     logits are computed where a token is drawn.
@@ -112,7 +113,20 @@ def _attended(length: int) -> int:
 
 
 def _multiply_rate(precision: Precision, limits: Limits) -> float:
-    return limits.int8_gop_s if precision == "w8a8" else max(limits.bf16_gflop_s, limits.fp32_gflop_s)
+    return fastest(precision, limits)[1]
+
+
+def fastest(precision: Precision, limits: Limits) -> tuple[str, float]:
+    """Return what multiplies fastest for these weights, and its rate: shares of a multiply limit are of that."""
+    if precision == "w8a8":
+        rates = {"8-bit dot products": limits.int8_gop_s, "the 8-bit matrix unit": limits.int8_matrix_gop_s}
+    else:
+        rates = {
+            "bf16 dot products": limits.bf16_gflop_s,
+            "fp32 multiply-adds": limits.fp32_gflop_s,
+            "the bf16 matrix unit": limits.bf16_matrix_gflop_s,
+        }
+    return max(rates.items(), key=lambda each: each[1])
 
 
 def _linear_weights(shape: Shape) -> int:

@@ -3,14 +3,18 @@
 // Each thread is pinned to a core, so that no scheduler must find out first that two of them share one, and the first run is
 // not counted: a processor that was idle takes its time to reach its speed. Each thread keeps twelve independent accumulators in registers, enough to cover the latency of the multiply units, and
 // touches no memory; the reader streams over a buffer far larger than any cache. Prints one line of JSON:
-//   {"threads": N, "read_gb_s": .., "bf16_gflop_s": .., "fp32_gflop_s": .., "int8_gop_s": ..}
+//   {"threads": N, "read_gb_s": .., "bf16_gflop_s": .., "fp32_gflop_s": .., "int8_gop_s": .., "bf16_matrix_gflop_s": ..,
+//    "int8_matrix_gop_s": ..}
 // Rates an instruction set lacks are 0.
 //
 //   g++ -O3 -std=c++20 -pthread limits.cpp -o limits && ./limits 2
 
+#include <cpuid.h>
 #include <immintrin.h>
 #include <sched.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -70,6 +74,44 @@ __attribute__((target("avx512f,avx512vnni"))) void multiply_int8() {
     sink += total;
 }
 
+// The matrix unit (AMX): four sums of 16 x 16 in registers. Written as assembly: whether the compiler knows it does not matter.
+constexpr long kMatrixIterations = 8'000'000;
+
+struct alignas(64) MatrixShapes {
+    unsigned char palette = 1, start_row = 0, reserved[14] = {};
+    unsigned short row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    unsigned char rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+// Whether the processor has it for bf16 and 8 bits, and Linux grants its registers; asked before there are other threads.
+bool has_matrices() {
+    unsigned a, b, c, d;
+    constexpr unsigned kNeeded = 1u << 22 | 1u << 24 | 1u << 25;
+    constexpr long kRequestPermission = 0x1023, kTileData = 18;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kNeeded) == kNeeded &&
+           syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
+void multiply_bf16_matrices() {
+    const MatrixShapes shapes;
+    asm volatile("ldtilecfg %0" ::"m"(shapes));
+    for (long i = 0; i < kMatrixIterations; ++i) {
+        asm volatile("tdpbf16ps %tmm6, %tmm4, %tmm0\n\ttdpbf16ps %tmm7, %tmm4, %tmm1\n\t"
+                     "tdpbf16ps %tmm6, %tmm5, %tmm2\n\ttdpbf16ps %tmm7, %tmm5, %tmm3");
+    }
+    asm volatile("tilerelease");
+}
+
+void multiply_int8_matrices() {
+    const MatrixShapes shapes;
+    asm volatile("ldtilecfg %0" ::"m"(shapes));
+    for (long i = 0; i < kMatrixIterations; ++i) {
+        asm volatile("tdpbsud %tmm6, %tmm4, %tmm0\n\ttdpbsud %tmm7, %tmm4, %tmm1\n\t"
+                     "tdpbsud %tmm6, %tmm5, %tmm2\n\ttdpbsud %tmm7, %tmm5, %tmm3");
+    }
+    asm volatile("tilerelease");
+}
+
 __attribute__((target("avx512f"))) void read_all(const char* begin, size_t bytes) {
     __m512i a = _mm512_setzero_si512(), b = a, c = a, d = a;
     for (size_t i = 0; i < bytes; i += 256) {
@@ -127,12 +169,16 @@ int main(int argc, char** argv) {
     const auto rate = [&](bool supported, void (*work)(), double operations) {
         if (!supported) return 0.0;
         const double seconds = best_seconds(num_threads, [work](int) { work(); });
-        return num_threads * double(kIterations) * kAccumulators * operations / seconds / 1e9;
+        return num_threads * operations / seconds / 1e9;
     };
+    constexpr double kVectors = double(kIterations) * kAccumulators, kMatrices = double(kMatrixIterations) * 4;
+    const bool matrices = has_matrices();
+    const double bf16_matrices = rate(matrices, multiply_bf16_matrices, kMatrices * 2 * 16 * 16 * 32);
+    const double int8_matrices = rate(matrices, multiply_int8_matrices, kMatrices * 2 * 16 * 16 * 64);
     const bool wide = __builtin_cpu_supports("avx512f");
-    const double bf16 = rate(wide && __builtin_cpu_supports("avx512bf16"), multiply_bf16, 64);
-    const double fp32 = rate(wide, multiply_fp32, 32);
-    const double int8 = rate(wide && __builtin_cpu_supports("avx512vnni"), multiply_int8, 128);
+    const double bf16 = rate(wide && __builtin_cpu_supports("avx512bf16"), multiply_bf16, kVectors * 64);
+    const double fp32 = rate(wide, multiply_fp32, kVectors * 32);
+    const double int8 = rate(wide && __builtin_cpu_supports("avx512vnni"), multiply_int8, kVectors * 128);
     double read = 0;
     if (wide) {
         char* buffer = static_cast<char*>(std::aligned_alloc(1 << 21, kReadBytes));
@@ -143,6 +189,7 @@ int main(int argc, char** argv) {
         std::free(buffer);
     }
     std::printf(
-        "{\"threads\": %d, \"read_gb_s\": %.1f, \"bf16_gflop_s\": %.0f, \"fp32_gflop_s\": %.0f, \"int8_gop_s\": %.0f}\n",
-        num_threads, read, bf16, fp32, int8);
+        "{\"threads\": %d, \"read_gb_s\": %.1f, \"bf16_gflop_s\": %.0f, \"fp32_gflop_s\": %.0f, \"int8_gop_s\": %.0f, "
+        "\"bf16_matrix_gflop_s\": %.0f, \"int8_matrix_gop_s\": %.0f}\n",
+        num_threads, read, bf16, fp32, int8, bf16_matrices, int8_matrices);
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from bench.peers.figures import limit_of
+from bench.peers.figures import fastest, limit_of
 from bench.peers.limits import Limits
 from bench.peers.records import MACHINE, Record, Report, failed
 from bench.peers.workload import Figure, Row, job_of
@@ -50,12 +50,19 @@ def _heading(report: Report) -> list[str]:
             ("bf16 dot products", [one.bf16_gflop_s for one in limits], "GFLOP/s"),
             ("fp32 multiply-adds", [one.fp32_gflop_s for one in limits], "GFLOP/s"),
             ("8-bit dot products", [one.int8_gop_s for one in limits], "GOP/s"),
+            ("bf16 in the matrix unit", [one.bf16_matrix_gflop_s for one in limits], "GFLOP/s"),
+            ("8-bit in the matrix unit", [one.int8_matrix_gop_s for one in limits], "GOP/s"),
         )
         words = "; ".join(
             f"{name} {median(values):,.0f} {unit} ({min(values):,.0f}–{max(values):,.0f})"
             for name, values, unit in ranges
         )
-        lines += ["", f"Limits measured in turn with the engines, median (range): {words}."]
+        bf16, eight = fastest("bf16", limits[0])[0], fastest("w8a8", limits[0])[0]
+        lines += [
+            "",
+            f"Limits measured in turn with the engines, median (range): {words}. Shares: of read bandwidth for one stream; "
+            f"otherwise of {bf16}, for w8a8 of {eight}.",
+        ]
     return lines
 
 

@@ -7,12 +7,22 @@ namespace {
 
 constexpr index_t kItemsPerThread = 16;
 
-// Operations of one vector instruction and lane: a multiplication and an addition for each pair of numbers.
-index_t multiply(void (*kernel)(const void*, index_t, index_t), index_t pairs_in_lane) {
+// Runs items of a kernel; returns how many.
+index_t run(void (*kernel)(const void*, index_t, index_t)) {
   const index_t items = qt::pool().threads() * kItemsPerThread;
   const qt::Work work{items, 1, kernel, nullptr};
   qt::pool().run(&work, 1);
-  return items * qt::kMultiplyRounds * 24 * QT_CHOOSE(limits).lanes * pairs_in_lane * 2;
+  return items;
+}
+
+// Operations of one vector instruction and lane: a multiplication and an addition for each pair of numbers.
+index_t multiply(void (*kernel)(const void*, index_t, index_t), index_t pairs_in_lane) {
+  return run(kernel) * qt::kMultiplyRounds * 24 * QT_CHOOSE(limits).lanes * pairs_in_lane * 2;
+}
+
+// Likewise of the matrix unit: 16 x 16 sums of `depth` products each.
+index_t multiply_matrices(void (*kernel)(const void*, index_t, index_t), index_t depth) {
+  return kernel == nullptr ? 0 : run(kernel) * qt::kMatrixRounds * 4 * 16 * 16 * depth * 2;
 }
 
 }  // namespace
@@ -24,7 +34,10 @@ QT_EXPORT void qt_limit_read(const void* memory, index_t bytes) {
   qt::pool().run(&work, 1);
 }
 
-// Multiply and add in registers for some tens of milliseconds; return how many operations that were.
+// Multiply and add in registers for some tens of milliseconds; return how many operations that were, 0 where the instruction
+// set has no matrix unit.
 QT_EXPORT index_t qt_limit_fma() { return multiply(QT_CHOOSE(limits).floats, 1); }
 QT_EXPORT index_t qt_limit_bf16() { return multiply(QT_CHOOSE(limits).pairs, 2); }
 QT_EXPORT index_t qt_limit_vnni() { return multiply(QT_CHOOSE(limits).bytes, 4); }
+QT_EXPORT index_t qt_limit_matrix_bf16() { return multiply_matrices(QT_CHOOSE(limits).matrix_pairs, 32); }
+QT_EXPORT index_t qt_limit_matrix_int8() { return multiply_matrices(QT_CHOOSE(limits).matrix_bytes, 64); }

@@ -1,7 +1,9 @@
 // The limits that kernels are measured against: memory read front to back, and 24 independent sums in registers that
-// are added to as often as the processor can. Nothing is computed with them.
+// are added to as often as the processor can; four registers of the matrix unit, which is what kernels keep there. Nothing is
+// computed with them.
 #include "limits.hpp"
 
+#include "amx.hpp"
 #include "simd.hpp"
 
 namespace qt::QT_ISA {
@@ -72,8 +74,39 @@ void bytes(const void*, index_t begin, index_t end) {
            [](i32v sum, i32v a, i32v b) { return dot_bytes(sum, a, b); });
 }
 
+#if defined(__AMX_BF16__)
+template <class Multiply>
+QT_INLINE void multiply_matrices(index_t items, Multiply multiply) {
+  AmxShapes shapes;
+  for (int r = 0; r < kAmxRegisters; ++r) shapes.set(r, kAmxRows, kAmxRowBytes);
+  Amx amx;
+  amx.configure(shapes);
+  for (index_t round = 0; round < items * kMatrixRounds; ++round) multiply(amx);
+}
+
+void matrix_pairs(const void*, index_t begin, index_t end) {
+  multiply_matrices(end - begin, [](Amx& amx) {
+    amx.multiply_bf16<0, 4, 6>();
+    amx.multiply_bf16<1, 4, 7>();
+    amx.multiply_bf16<2, 5, 6>();
+    amx.multiply_bf16<3, 5, 7>();
+  });
+}
+
+void matrix_bytes(const void*, index_t begin, index_t end) {
+  multiply_matrices(end - begin, [](Amx& amx) {
+    amx.multiply_bytes<0, 4, 6>();
+    amx.multiply_bytes<1, 4, 7>();
+    amx.multiply_bytes<2, 5, 6>();
+    amx.multiply_bytes<3, 5, 7>();
+  });
+}
+#else  // the emulated one is no limit
+constexpr void (*matrix_pairs)(const void*, index_t, index_t) = nullptr, (*matrix_bytes)(const void*, index_t, index_t) = nullptr;
+#endif
+
 }  // namespace
 
-const LimitKernels limits = {read, floats, pairs, bytes, kLanes};
+const LimitKernels limits = {read, floats, pairs, bytes, kLanes, matrix_pairs, matrix_bytes};
 
 }  // namespace qt::QT_ISA

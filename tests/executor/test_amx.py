@@ -1,0 +1,175 @@
+"""The matrix unit (csrc/cpu/amx.hpp): its arithmetic in plain C++ against sums written here, and the kernels that use it.
+
+What the processor does is compared with the plain C++ wherever there is such a processor: operation by operation, and linear
+layers whole.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCE = Path(__file__).parent / "amx/operations.cpp"
+AVX512 = (
+    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"),
+    *("-mavx512vnni", "-mavx512bf16"),
+)
+UNITS = {"amx_emulated": ("-DQT_AMX_EMULATED",), "amx": ("-mamx-tile", "-mamx-bf16", "-mamx-int8")}
+LEAST = np.float32(2.0**-126)
+"""The smallest normal number."""
+
+Array = npt.NDArray[np.generic]
+
+
+def flags_of_processor() -> set[str]:
+    text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    return set(next((line for line in text.splitlines() if line.startswith("flags")), "").split())
+
+
+HAS = {
+    "amx_emulated": platform.machine() == "x86_64" and {"avx512_bf16", "avx512_vnni"} <= flags_of_processor(),
+    "amx": {"amx_bf16", "amx_int8"} <= flags_of_processor(),
+}
+
+
+@pytest.fixture(scope="module", params=list(UNITS))
+def unit(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The operations of a unit, compiled; skipped where the processor cannot run them."""
+    name: str = request.param
+    if not HAS[name]:
+        pytest.skip(f"this processor cannot run {name}")
+    built = tmp_path_factory.mktemp(name) / "operations.so"
+    flags = ("-std=c++20", "-O1", "-ffp-contract=off", "-shared", "-fPIC", *AVX512, *UNITS[name])
+    warnings = ("-Wno-psabi", "-Wno-uninitialized", "-Wno-maybe-uninitialized")
+    command = ["g++", *flags, *warnings, f"-DQT_ISA={name}", f"-I{ROOT / 'csrc/cpu'}"]
+    subprocess.run([*command, str(SOURCE), "-o", str(built)], check=True)
+    library = ctypes.CDLL(str(built))
+    if name == "amx":
+        assert library.permitted(), "the operating system does not grant the matrix unit"
+    return library
+
+
+def run(unit: ctypes.CDLL, a: Array, b: Array, c: Array, stride: int = 64) -> Array:
+    """Multiply whole or partial registers: a [rows, 4 * depth bytes], b [depth, 4 * columns bytes], c [rows, columns].
+
+    Rows lie `stride` bytes apart, what is between them is not to be touched.
+    """
+    rows, columns, depth = len(a), c.shape[1], len(b)
+    memory = [np.full((16, stride), 0xA5, dtype=np.uint8) for _ in range(3)]
+    for area, numbers in zip(memory, (a, b, c), strict=True):
+        raw = np.ascontiguousarray(numbers).view(np.uint8).reshape(len(numbers), -1)
+        area[: len(raw), : raw.shape[1]] = raw
+    before = [area.copy() for area in memory]
+    pointers = [ctypes.c_void_p(area.ctypes.data) for area in memory]
+    unit.multiply(int(a.dtype == np.int8), rows, columns, depth, *pointers, ctypes.c_int64(stride))
+    result = memory[2][:rows, : columns * 4].copy().view(c.dtype)
+    before[2][:rows, : columns * 4] = memory[2][:rows, : columns * 4]
+    assert all(np.array_equal(old, new) for old, new in zip(before, memory, strict=True))
+    return result
+
+
+def flushed(value: Array) -> Array:
+    """Numbers below the smallest normal one are zero of their sign."""
+    return np.where(np.abs(value) < LEAST, np.copysign(np.float32(0), value), value)
+
+
+def fused(a: Array, b: Array, c: Array) -> Array:
+    """a * b + c of numbers with the mantissas of bf16 and fp32, rounded once to fp32.
+
+    The product is exact in fp64. The sum is rounded there to the odd neighbour, by its error (Knuth's two-sum), so that
+    rounding it again, to fp32, is rounding the exact sum (Boldo and Melquiond, 2008).
+    """
+    product, addend = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)
+    total = product + addend
+    part = total - product
+    error = (product - (total - part)) + (addend - part)
+    even = total.view(np.int64) % 2 == 0
+    towards = np.where(error > 0, np.inf, -np.inf)
+    odd = np.where(np.isfinite(total) & (error != 0) & even, np.nextafter(total, towards), total)
+    return odd.astype(np.float32)
+
+
+def widened(bf16: Array) -> Array:
+    return flushed((bf16.astype(np.uint32) << 16).view(np.float32))
+
+
+def expected_bf16(a: Array, b: Array, c: Array) -> Array:
+    """a [rows, 2 * depth], b [depth, 2 * columns] as bits, as the manual has it: two chains, then their sum."""
+    low, high = widened(b[:, 0::2]), widened(b[:, 1::2])
+    even, odd = np.zeros_like(c), np.zeros_like(c)
+    for p in range(len(b)):
+        even = flushed(fused(widened(a[:, 2 * p : 2 * p + 1]), low[p], even))
+        odd = flushed(fused(widened(a[:, 2 * p + 1 : 2 * p + 2]), high[p], odd))
+    return flushed(flushed(c) + flushed(even + odd))
+
+
+def same_bits(left: Array, right: Array) -> bool:
+    """Whether all bits are equal; which NaN it is does not matter."""
+    either = np.isnan(left) & np.isnan(right)
+    return bool(np.all(either | (left.view(np.uint32) == right.view(np.uint32))))
+
+
+def numbers_of(exponents: tuple[int, int]) -> Callable[[np.random.Generator, tuple[int, int]], Array]:
+    """Random bf16 with biased exponents in a range: 0 has what is below the smallest normal number, 255 NaN and infinity."""
+
+    def draw(random: np.random.Generator, shape: tuple[int, int]) -> Array:
+        sign, mantissa = random.integers(0, 2, shape), random.integers(0, 128, shape)
+        mantissa[random.random(shape) < 0.2] = 0
+        exponent = random.integers(exponents[0], exponents[1] + 1, shape)
+        return (sign << 15 | exponent << 7 | mantissa).astype(np.uint16)
+
+    return draw
+
+
+KINDS = {
+    "near one": numbers_of((120, 132)),
+    "products about the smallest normal number": numbers_of((58, 68)),
+    "below the smallest normal number": numbers_of((0, 2)),
+    "sums above the largest number": numbers_of((185, 194)),
+    "any": numbers_of((0, 254)),
+    "with infinities and NaN": numbers_of((240, 255)),
+}
+SHAPES = [(16, 16, 16), (16, 16, 1), (1, 16, 16), (5, 7, 3), (15, 1, 16), (16, 9, 12), (1, 1, 1)]
+"""Rows, columns, pairs or fours."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_of_bf16(unit: ctypes.CDLL, kind: str) -> None:
+    random = np.random.default_rng(1)
+    with np.errstate(all="ignore"):
+        for rows, columns, depth in SHAPES * 3:
+            a, b = KINDS[kind](random, (rows, 2 * depth)), KINDS[kind](random, (depth, 2 * columns))
+            start = widened(KINDS[kind](random, (rows, columns)))
+            start *= np.float32(random.random() + 0.5)
+            got = run(unit, a, b, start, 64 if depth == 16 else 192)
+            assert same_bits(got, expected_bf16(a, b, start)), (rows, columns, depth)
+
+
+def test_products_of_bytes(unit: ctypes.CDLL) -> None:
+    """Exact modulo 2^32, the first factor signed, the second not."""
+    random = np.random.default_rng(2)
+    for rows, columns, depth in SHAPES:
+        for extreme in (False, True):
+            a = random.integers(-128, 128, (rows, 4 * depth)).astype(np.int8)
+            b = random.integers(0, 256, (depth, 4 * columns)).astype(np.uint8)
+            if extreme:
+                a[:], b[:] = -128, 255
+            c = random.integers(-(2**31), 2**31, (rows, columns)).astype(np.int32)
+            by_column = b.reshape(depth, columns, 4).transpose(1, 0, 2).reshape(columns, -1)
+            exact = c.astype(np.int64) + a.astype(np.int64) @ by_column.T.astype(np.int64)
+            wrapped = ((exact + 2**31) % 2**32 - 2**31).astype(np.int32)
+            assert np.array_equal(run(unit, a, b, c, 80), wrapped)
+
+
+def test_registers_are_cleared(unit: ctypes.CDLL) -> None:
+    numbers, out = np.full(1024, 7, dtype=np.uint8), np.full(2048, 9, dtype=np.uint8)
+    unit.clear(ctypes.c_void_p(numbers.ctypes.data), ctypes.c_void_p(out.ctypes.data))
+    assert not out.any()
