@@ -1,7 +1,7 @@
 """Until when requests must have ended: which are too late, and which will be.
 
 The core's half of deadlines; the frontend's tells the client. Reads no clock. To predict is to ask what stands before
-a request: slots that others hold, prompts that come first. Each has its pace (`quintet.core.tempo`), and the slower one
+a request: slots that others hold, prompts that come first. Each has its pace (`quintet.core.pace`), and the slower one
 decides; they are worked off at the same time.
 """
 
@@ -53,7 +53,7 @@ def check_hopeful(state: State, config: SchedulerConfig, request: Request, now_n
     Who is alone is never refused, nor anybody before a step was measured: a wrong measurement would never be corrected.
     """
     is_asked = request.deadline_ns and config.refuse_hopeless
-    if not is_asked or not state.live or not state.tempo.step_ns:
+    if not is_asked or not state.live or not state.pace.step_ns:
         return
     given_ns = request.deadline_ns - now_ns
     forecast = predict(state, config, request)
@@ -72,17 +72,17 @@ def check_hopeful(state: State, config: SchedulerConfig, request: Request, now_n
 
 def predict(state: State, config: SchedulerConfig, request: Request) -> Forecast:
     """Predict when a request of this rank would get its first token, if it came into the queue now."""
-    tempo = state.tempo
-    step_ns = tempo.step_ns.value
-    decode_ns = tempo.decode_ns.value if tempo.decode_ns else step_ns
-    share = tempo.computed_share.value if tempo.computed_share else 1.0
+    pace = state.pace
+    step_ns = pace.step_ns.value
+    decode_ns = pace.decode_ns.value if pace.decode_ns else step_ns
+    share = pace.computed_share.value if pace.computed_share else 1.0
     ahead = state.waiting[: bisect_left(state.waiting, request.rank, key=by_rank)]
     per_step = max(
         1, min(state.limits.max_batched, most_tokens(state, config.step_target_ms)) - len(state.running)
     )
 
     def prompts_ns(num_tokens: float) -> float:
-        return num_tokens * tempo.token_ns.value + math.ceil(num_tokens / per_step) * decode_ns
+        return num_tokens * pace.token_ns.value + math.ceil(num_tokens / per_step) * decode_ns
 
     num_begun = sum(r.length - r.planned for r in state.running if r.length - r.planned > 1)
     num_waiting = share * sum(r.length for r in ahead if r.parent is None)
@@ -99,7 +99,7 @@ def _steps_until_slot(state: State, request: Request, ahead: list[Request]) -> i
     Who stays is expected to stay as long as others did; who stayed longer, to leave in the next step.
     """
     limits, running = state.limits, state.running
-    stay = state.tempo.outputs.value if state.tempo.outputs else 1.0
+    stay = state.pace.outputs.value if state.pace.outputs else 1.0
     num_before = len(running) + len(ahead)
     num_tokens = sum(r.length for r in running) + sum(r.length for r in ahead) + request.length
     mean_tokens = num_tokens / (num_before + 1) + stay / 2

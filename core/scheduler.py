@@ -188,7 +188,7 @@ def _count_first_entry(state: State, request: Request, found: Found, now_ns: int
     counters.prefix_queries += found.num_queried
     counters.prefix_hits += found.num_cached if found.num_queried else 0
     if request.parent is None:
-        state.tempo.computed_share.note(request.num_computed / request.num_prompt)
+        state.pace.computed_share.note(request.num_computed / request.num_prompt)
         counters.prompt_tokens += request.num_prompt
         counters.prompt_tokens_cached += found.num_cached
     state.queue_times_ns.append(max(0, now_ns - request.arrival_ns))

@@ -16,7 +16,6 @@ from quintet.core.kv.pool import BlockPool
 from quintet.core.kv.prefix import extend_chain
 from quintet.core.pace import Pace
 from quintet.core.request import Request, Status
-from quintet.core.tempo import Tempo
 
 by_rank = attrgetter("rank")
 
@@ -134,7 +133,6 @@ class State:
     """Slots whose tenant left since the last plan."""
     counters: Counters = field(default_factory=Counters)
     pace: Pace = field(default_factory=Pace)
-    tempo: Tempo = field(default_factory=Tempo)
     queue_times_ns: list[int] = field(default_factory=list)
     """Waits that ended since somebody last emptied this list."""
     endings: list[Ending] = field(default_factory=list)
@@ -213,7 +211,7 @@ class State:
         first.num_open -= 1
         first.longest = max(first.longest, request.num_outputs)
         if request.scheduled_ns is not None:
-            self.tempo.outputs.note(request.num_outputs)
+            self.pace.outputs.note(request.num_outputs)
             self.endings.append(
                 Ending(
                     request.scheduled_ns,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quintet.core.deadlines import num_certain_outputs, predict
-from quintet.core.tempo import Tempo
+from quintet.core.pace import Pace
 from quintet.wire.messages import FinishReason
 
 from .fake import World
@@ -199,20 +199,20 @@ def test_outputs_that_may_end_early_are_not_held_against_a_request() -> None:
 
 
 def test_steps_are_told_apart_by_what_is_in_them() -> None:
-    tempo = Tempo()
+    pace = Pace()
     now = 0
     for _ in range(50):
         now += 10 * MS
-        tempo.note_step(4, 4, now - 5 * MS, now)
+        pace.note_step(4, 4, now - 5 * MS, now)
         now += 110 * MS
-        tempo.note_step(5, 105, now - 115 * MS, now)
-    assert tempo.decode_ns.value == pytest.approx(10 * MS, rel=0.5)  # it was planned half a step before
-    assert tempo.token_ns.value == pytest.approx(1 * MS, rel=0.1)
+        pace.note_step(5, 105, now - 115 * MS, now)
+    assert pace.decode_ns.value == pytest.approx(10 * MS, rel=0.5)  # it was planned half a step before
+    assert pace.token_ns.value == pytest.approx(1 * MS, rel=0.1)
 
 
 def test_a_process_that_was_stopped_is_no_measure() -> None:
-    tempo = Tempo()
+    pace = Pace()
     for step in range(40):
-        tempo.note_step(4, 4, step * 10 * MS, (step + 1) * 10 * MS)
-    tempo.note_step(4, 4, 400 * MS, 60_000 * MS)
-    assert tempo.step_ns.value < 15 * MS
+        pace.note_step(4, 4, step * 10 * MS, (step + 1) * 10 * MS)
+    pace.note_step(4, 4, 400 * MS, 60_000 * MS)
+    assert pace.step_ns.value < 15 * MS

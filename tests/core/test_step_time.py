@@ -104,16 +104,16 @@ def test_whole_prompts_are_not_cut() -> None:
 def test_pace_forgets_a_hiccup() -> None:
     pace = Pace()
     for _ in range(20):
-        pace.note(100, 100 * MS)
-    pace.note(100, 2000 * MS)
+        pace.note_computing(100, 100 * MS)
+    pace.note_computing(100, 2000 * MS)
     slowed = pace.tokens_in(100 * MS)
     assert slowed is not None and slowed < 40
     for _ in range(40):
-        pace.note(100, 100 * MS)
+        pace.note_computing(100, 100 * MS)
     assert pace.tokens_in(100 * MS) in {98, 99, 100}
 
 
 def test_small_steps_teach_nothing() -> None:
     pace = Pace()
-    pace.note(8, 30 * MS)
+    pace.note_computing(8, 30 * MS)
     assert pace.tokens_in(100 * MS) is None
