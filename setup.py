@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import platform
+import runpy
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,6 +17,10 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 SOURCES = Path("csrc/cpu")
+NAMES = runpy.run_path("executor/ops/host_sources.py")
+
+NAMED = "library.cpp"
+"""Carries what names the sources: compiled each time."""
 
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c")
 AVX512_BF16 = (*AVX512, "-mavx512vnni", "-mavx512bf16")
@@ -46,6 +51,7 @@ FLAGS = (
     "-Wno-maybe-uninitialized",
     "-Wno-psabi",
     "-Wno-unused-function",  # simd.hpp is a toolbox
+    "-Werror=frame-larger-than=131072",  # threads may have small stacks: csrc/cpu/thread_memory.hpp
 )
 
 
@@ -54,7 +60,15 @@ class BuildKernels(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         """See setuptools."""
-        jobs = [(path, Path(self.build_temp) / "once", FLAGS) for path in sorted(SOURCES.glob("*.cpp"))]
+        named = (
+            *FLAGS,
+            f'-DQT_INTERFACE="{NAMES["interface_of"](SOURCES)}"',
+            f'-DQT_SOURCES="{NAMES["sources_of"](SOURCES)}"',
+        )
+        jobs = [
+            (path, Path(self.build_temp) / "once", named if path.name == NAMED else FLAGS)
+            for path in sorted(SOURCES.glob("*.cpp"))
+        ]
         for name, (flags, sources) in INSTRUCTION_SETS.items():
             jobs += [
                 (path, Path(self.build_temp) / name, (*FLAGS, *flags, f"-DQT_ISA={name}"))
@@ -68,7 +82,7 @@ class BuildKernels(build_ext):
             objects = self.compiler.object_filenames([str(source)], output_dir=str(folder))
             built = Path(objects[0])
             newest = max(newest_header, source.stat().st_mtime, Path(__file__).stat().st_mtime)
-            if built.exists() and built.stat().st_mtime > newest:
+            if built.exists() and built.stat().st_mtime > newest and source.name != NAMED:
                 return objects
             return self.compiler.compile(
                 [str(source)],

@@ -5,6 +5,9 @@
 #include <limits>
 #include <vector>
 
+#include "require.hpp"
+#include "thread_memory.hpp"
+
 namespace qt {
 namespace {
 
@@ -202,6 +205,16 @@ class KvWriteOp final : public Op {
   std::vector<KvWritePiece> pieces_;
 };
 
+// What the kernels rely on without looking.
+void check_heads(index_t heads, index_t kv_heads, index_t head_dim, index_t block_size, int kv_dtype, int dtype) {
+  QT_REQUIRE(takes(Dtype(kv_dtype), kv_heads, head_dim, block_size), "%lld heads of %lld numbers in blocks of %lld",
+             (long long)kv_heads, (long long)head_dim, (long long)block_size);
+  QT_REQUIRE(heads > 0 && heads % kv_heads == 0, "%lld query heads share %lld KV heads", (long long)heads,
+             (long long)kv_heads);
+  QT_REQUIRE(dtype >= 0 && dtype <= int(Dtype::fp32) && (kv_dtype == dtype || kv_dtype == int(Dtype::int8)),
+             "activations of format %d, a cache of %d", dtype, kv_dtype);
+}
+
 void run_alone(Op& op, const Step& step) {
   const Work work = op.prepare(step);
   pool().run(&work, 1);
@@ -210,6 +223,9 @@ void run_alone(Op& op, const Step& step) {
 AttentionOp attention_of(const void* q, index_t q_stride, const void* kv, index_t heads, index_t kv_heads, index_t head_dim,
                          index_t block_size, index_t window, float softcap, const float* alibi_slopes, float scale,
                          void* out, index_t out_stride, index_t max_tokens, int dtype, int kv_dtype) {
+  check_heads(heads, kv_heads, head_dim, block_size, kv_dtype, dtype);
+  QT_REQUIRE(window >= 0 && q_stride >= heads * head_dim && out_stride >= heads * head_dim, "window %lld, strides %lld, %lld",
+             (long long)window, (long long)q_stride, (long long)out_stride);
   AttentionCall call{};
   call.kv = paged((void*)kv, Dtype(kv_dtype), kv_heads, head_dim, block_size);
   call.q = q;
@@ -221,12 +237,18 @@ AttentionOp attention_of(const void* q, index_t q_stride, const void* kv, index_
   call.scale = scale;
   call.softcap = softcap;
   call.alibi_slopes = alibi_slopes;
+  call.scratch = thread_memory;
   return AttentionOp(call, Dtype(dtype), max_tokens);
 }
 
 KvWriteOp kv_write_of(const void* qkv, index_t qkv_stride, index_t heads, index_t kv_heads, index_t head_dim, index_t rotary,
                       const void* q_norm, const void* k_norm, float eps, void* kv, index_t block_size, void* q_out,
                       index_t q_stride, int dtype, int kv_dtype) {
+  check_heads(heads, kv_heads, head_dim, block_size, kv_dtype, dtype);
+  QT_REQUIRE(rotary >= 0 && rotary <= head_dim && rotary % 2 == 0, "%lld rotary dimensions of %lld", (long long)rotary,
+             (long long)head_dim);
+  QT_REQUIRE(q_stride >= heads * head_dim && qkv_stride >= (heads + 2 * kv_heads) * head_dim, "strides %lld, %lld",
+             (long long)q_stride, (long long)qkv_stride);
   KvWriteCall call{};
   call.kv = paged(kv, Dtype(kv_dtype), kv_heads, head_dim, block_size);
   call.qkv = qkv;

@@ -66,6 +66,7 @@ struct AttentionCall {
   const float* alibi_slopes;     // [heads]; null: none
   const AttentionPiece* pieces;
   index_t num_pieces;
+  void* (*scratch)(index_t bytes);  // memory of the calling thread, valid until its next call
 };
 
 // Consecutive tokens of one row that lie in one tile.

@@ -40,8 +40,6 @@ struct Weight {
   index_t head_bytes;   // of a group, before its integers
 };
 
-enum class Activation : int { none = 0, silu_and_mul = 1, gelu_tanh_and_mul = 2 };
-
 // One multiplication. Item i of its work is panel i / parts, part i % parts: rows [panel * panel_rows, ...) by `width`
 // columns of one tile.
 struct LinearCall {
@@ -53,7 +51,7 @@ struct LinearCall {
   const void* residual;  // laid out like y, may be y; or null
   void* y;
   index_t y_stride;
-  Activation activation;
+  Activation activation;  // of paired weights; else none
   bool int8_activations;
   // x as the kernel multiplies it, written by LinearKernels::prepare, or x itself where there is nothing to prepare
   bool is_prepared;

@@ -5,6 +5,7 @@
 
 #include "linear.hpp"
 #include "program.hpp"
+#include "require.hpp"
 
 namespace qt {
 namespace {
@@ -71,6 +72,12 @@ struct Linear {
 
 Linear linear_of(const Weight* weight, const void* x, index_t x_stride, int dtype, const void* bias,
                  const void* residual, void* y, index_t y_stride, int activation, int int8_activations) {
+  const bool floats = int(weight->format) <= int(Dtype::fp32);
+  QT_REQUIRE(dtype >= 0 && dtype <= int(Dtype::fp32) && (!floats || dtype == int(weight->format)),
+             "activations of format %d, a weight of %d", dtype, int(weight->format));
+  QT_REQUIRE(weight->paired ? activation == int(Activation::silu) || activation == int(Activation::gelu_tanh)
+                            : activation == int(Activation::none),
+             "activation %d of a weight that is %spaired", activation, weight->paired ? "" : "not ");
   Linear linear;
   LinearCall& call = linear.call;
   call.weight = weight;
@@ -132,7 +139,7 @@ class PackedEmbeddingOp final : public Op {
 
 // y[rows, columns] = x[rows, depth] · Wᵀ (+ bias), rounded to dtype; then (+ residual), rounded again; paired weights:
 // the activation of the gates times the ups, y[rows, columns / 2]. dtype: of x, bias, residual and y; a floating-point
-// weight has the same. activation: 0 none, 1 silu_and_mul, 2 gelu_tanh_and_mul, which paired weights need and others do
+// weight has the same. activation: none, or of the gates silu or gelu_tanh, which paired weights need and others do
 // not take. residual: laid out like y, may be y. int8_activations: x quantized per row to 8 bits (integer weights
 // only).
 QT_EXPORT void qt_weight_linear(const qt::Weight* weight, const void* x, index_t x_stride, index_t rows, int dtype,
@@ -153,6 +160,9 @@ QT_EXPORT void qt_weight_linear(const qt::Weight* weight, const void* x, index_t
 QT_EXPORT void qt_program_linear(qt::Program* program, const qt::Weight* weight, const void* x, index_t x_stride,
                                  index_t max_rows, int dtype, const void* bias, const void* residual, void* y,
                                  index_t y_stride, int activation, int int8_activations, int extent) {
+  QT_REQUIRE(x_stride >= weight->depth && y_stride >= weight->columns / (weight->paired ? 2 : 1),
+             "rows %lld and %lld apart, of a weight %lld deep with %lld columns", (long long)x_stride, (long long)y_stride,
+             (long long)weight->depth, (long long)weight->columns);
   auto linear = std::make_shared<qt::Linear>(
       qt::linear_of(weight, x, x_stride, dtype, bias, residual, y, y_stride, activation, int8_activations));
   if (max_rows >= linear->preparation.from_rows) {
@@ -166,6 +176,8 @@ QT_EXPORT void qt_program_linear(qt::Program* program, const qt::Weight* weight,
 // not paired; dtype: of y, a floating-point weight has the same.
 QT_EXPORT void qt_program_embedding_packed(qt::Program* program, const qt::Weight* weight, void* y, index_t y_stride,
                                            int dtype) {
+  QT_REQUIRE(!weight->paired && y_stride >= weight->depth, "rows %lld apart, of a weight %lld deep", (long long)y_stride,
+             (long long)weight->depth);
   program->append(
       std::make_unique<qt::PackedEmbeddingOp>(qt::PackedEmbeddingCall{weight, nullptr, y, y_stride, qt::Dtype(dtype)}));
 }

@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "program.hpp"
+#include "require.hpp"
 
 namespace qt {
 namespace {
@@ -43,6 +44,8 @@ class PointwiseOp final : public Op {
 };
 
 void append(Program* program, const PointwiseCall& call, Run run, int extent) {
+  QT_REQUIRE(run && call.width > 0 && call.y_stride >= call.width && (extent == 0 || extent == 1),
+             "rows of %lld, %lld apart, extent %d", (long long)call.width, (long long)call.y_stride, extent);
   program->append(std::make_unique<PointwiseOp>(call, run, extent));
 }
 

@@ -29,10 +29,6 @@ struct PointwiseCall {
   index_t y_stride = 0;
 };
 
-// Named alike in `quintet.executor.ops.host_pointwise`; 1 and 2 as in linear.hpp.
-enum class Activation : int { silu = 1, gelu_tanh = 2, gelu = 3, relu = 4 };
-inline constexpr int kActivations = 5;
-
 // Indexed by Dtype (bf16, fp16, fp32). Each takes a PointwiseCall and a range of rows.
 struct PointwiseKernels {
   using Run = void (*)(const void* call, index_t begin, index_t end);

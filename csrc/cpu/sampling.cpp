@@ -7,27 +7,11 @@
 
 #include "pool.hpp"
 #include "program.hpp"
+#include "require.hpp"
+#include "thread_memory.hpp"
 
 namespace qt {
 namespace {
-
-// Memory that a thread keeps: asking the system for it at every step costs more than a pass over it. It is as large as
-// the largest row the thread has seen needs, and touched as far as the rows need it.
-struct Kept {
-  void* memory = nullptr;
-  index_t size = 0;
-  ~Kept() { std::free(memory); }
-};
-
-void* scratch(index_t bytes) {
-  static thread_local Kept kept;
-  if (kept.size < bytes) {
-    std::free(kept.memory);
-    kept.size = (bytes + 63) / 64 * 64;
-    kept.memory = std::aligned_alloc(64, kept.size);
-  }
-  return kept.memory;
-}
 
 LogitRows rows_of(const void* logits, index_t stride, index_t vocab_size, const std::int64_t* rows) {
   LogitRows of;
@@ -35,7 +19,7 @@ LogitRows rows_of(const void* logits, index_t stride, index_t vocab_size, const 
   of.stride = stride;
   of.vocab_size = vocab_size;
   of.rows = rows;
-  of.scratch = scratch;
+  of.scratch = thread_memory;
   return of;
 }
 
@@ -114,6 +98,8 @@ QT_EXPORT void qt_draw(const void* logits, index_t stride, int dtype, index_t vo
 
 // Appends: the step's output rows, of `logits` in their order, become tokens, in its `drawn` and in its slots' tokens.
 QT_EXPORT void qt_program_draw(qt::Program* program, const void* logits, index_t stride, int dtype, index_t vocab_size) {
+  QT_REQUIRE(vocab_size > 0 && stride >= vocab_size && dtype >= 0 && dtype <= int(qt::Dtype::fp32),
+             "%lld logits, rows %lld apart, format %d", (long long)vocab_size, (long long)stride, dtype);
   auto draw = std::make_shared<qt::ProgramDraw>();
   draw->call.of = qt::rows_of(logits, stride, vocab_size, nullptr);
   draw->dtype = qt::Dtype(dtype);

@@ -12,6 +12,11 @@ namespace qt {
 // The number formats of activations, weights and KV.
 enum class Dtype : int { bf16 = 0, fp16 = 1, fp32 = 2, int8 = 3, int4 = 4 };
 
+// What an activation is a function of, named alike in `quintet.executor.ops.host_pointwise`. Of a gated layer, whose result
+// is the function of a gate times the up beside it, only silu and gelu_tanh; none where there is none.
+enum class Activation : int { none = 0, silu = 1, gelu_tanh = 2, gelu = 3, relu = 4 };
+inline constexpr int kActivations = 5;
+
 // Pieces [0, count) of one call. Which thread does which piece, and in which order, is not fixed; so what a piece writes
 // must depend on nothing but the piece, and no two may write the same place.
 struct Work {

@@ -2,6 +2,9 @@
 
 Built when the package is installed (``setup.py``), loaded with ctypes. Knows nothing of what the kernels compute: each
 has a file beside the reference it replaces, which checks shapes before it hands over addresses.
+
+Functions are declared and structs laid out here by hand, so a library of other sources would be given wrong arguments and
+write where it must not: it is refused (`check_library`).
 """
 
 from __future__ import annotations
@@ -14,7 +17,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from quintet.executor.ops import host_sources
+from quintet.wire.errors import ConfigError
+
 log = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).resolve().parents[2] / "csrc" / "cpu"
+"""Where a checkout has the sources; an installed package has none."""
 
 _ADDRESS, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
@@ -25,13 +34,44 @@ Kernel = Callable[..., int | None]
 def open_library() -> ctypes.CDLL | None:
     """Return the compiled kernels of ``csrc/cpu``, or None where they were not built; the log says so.
 
-    Each family of kernels declares its functions in a file of its own, with `declare`.
+    Each family of kernels declares its functions in a file of its own, with `declare`. Raises `ConfigError` where they were
+    built from other sources than those beside this package.
     """
     path = Path(__file__).with_name(f"_host{sysconfig.get_config_var('EXT_SUFFIX')}")
     if not path.exists():
         log.info("host kernels: not built (no C++ compiler at installation?); computing with torch")
         return None
-    return ctypes.CDLL(str(path))
+    library = ctypes.CDLL(str(path))
+    if SOURCES.is_dir():
+        check_library(library, SOURCES, path.name)
+    return library
+
+
+def check_library(library: ctypes.CDLL, sources: Path, name: str) -> None:
+    """Refuse, with `ConfigError`, a library whose functions are not those of ``sources``; warn of one with older kernels."""
+    advice = "`make install` builds them (without make: `python setup.py build_ext --inplace`)"
+    asked = getattr(library, "qt_interface", None), getattr(library, "qt_sources", None)
+    built = [None if ask is None else _text_of(ask) for ask in asked]
+    if built[0] != host_sources.interface_of(sources):
+        raise ConfigError(f"{name} was built from other sources than {sources}: {advice}")
+    if built[1] != host_sources.sources_of(sources):
+        log.warning("host kernels: %s was built from other sources than %s; %s", name, sources, advice)
+
+
+def check_layout(library: ctypes.CDLL, function: str, size: int) -> None:
+    """Refuse, with `ConfigError`, a library in which a struct that Python lays out by hand has another size than here."""
+    expected: int = declare(library, function, result=_SIZE)()
+    if expected != size:
+        raise ConfigError(
+            f"the compiled kernels say {expected} bytes by {function}, Python has {size}: they were built from other"
+            " sources; `make install` builds them, or install the package again"
+        )
+
+
+def _text_of(ask: Any) -> str:
+    ask.restype = ctypes.c_char_p
+    text: bytes = ask()
+    return text.decode()
 
 
 def declare(library: ctypes.CDLL, name: str, *arguments: Any, result: Any = None) -> Callable[..., Any]:

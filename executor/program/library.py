@@ -7,8 +7,10 @@ made itself.
 from __future__ import annotations
 
 import ctypes
+from functools import partial
 
-from quintet.executor.ops.host_library import declare, open_library
+from quintet.executor.ops.host_library import check_layout, declare, open_library
+from quintet.executor.sampling.settings import RECORD
 
 _ADDRESS, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
@@ -17,6 +19,8 @@ class ProgramLibrary:
     """The functions, with their C types."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        check_layout(library, "qt_draw_settings_bytes", RECORD.itemsize)
+        self.check_layout = partial(check_layout, library)
         a, n, i, f = _ADDRESS, _SIZE, _INT, _FLOAT
         self.new = declare(library, "qt_program_new", result=a)
         self.delete = declare(library, "qt_program_delete", a)

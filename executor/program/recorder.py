@@ -204,7 +204,11 @@ class Recorder:
         free: dict[Extent, list[torch.Tensor]] = {Extent.TOKENS: [], Extent.OUTPUTS: []}
         for number, operation in enumerate(self._operations):
             made = operation.writes
-            made.tensor = self._place(made, free) if operation.over is None else operation.over.tensor
+            if operation.over is None:
+                made.tensor = self._place(made, free)
+            else:
+                self._check_overwriting(number, operation.over, last_read[id(operation.over)])
+                made.tensor = operation.over.tensor
             for value in operation.reads:
                 if value is operation.over or id(value) in self._kept or last_read[id(value)] != number:
                     continue
@@ -216,6 +220,20 @@ class Recorder:
             operation.emit()
             spans.append(Span(operation.name, begin, self._library.size(self.handle)))
         return spans
+
+    def _check_overwriting(self, number: int, over: Value, last_read: int) -> None:
+        """See to it that what operation ``number`` is written over is its residual alone, and nobody reads it later."""
+        operation = self._operations[number]
+        made = next((each.name for each in self._operations[:number] if each.writes is over), "nobody")
+        what = f"operation {number}, {operation.name!r}, is written over what {made!r} made"
+        assert last_read == number, (
+            f"{what}, which operation {last_read}, {self._operations[last_read].name!r}, reads later"
+        )
+        assert sum(value is over for value in operation.reads) == 1, f"{what}, which it multiplies as well"
+        ours, theirs = (operation.writes.width, operation.writes.extent), (over.width, over.extent)
+        assert ours == theirs and over.tensor is not None, (
+            f"{what}: {theirs[0]} wide, rows {theirs[1].name}; it makes {ours[0]}, rows {ours[1].name}"
+        )
 
     def _place(self, value: Value, free: dict[Extent, list[torch.Tensor]]) -> torch.Tensor:
         candidates = free[value.extent]

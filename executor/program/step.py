@@ -57,6 +57,7 @@ class Step:
     """A `CStep` that is filled anew for each plan, the arrays it points into, and the tables it reads."""
 
     def __init__(self, library: ProgramLibrary, max_tokens: int, max_rows: int) -> None:
+        library.check_layout("qt_step_bytes", ctypes.sizeof(CStep))
         self._fill = library.fill_step
         self._tables: SlotTables | None = None
         self._settings: Settings | None = None

@@ -19,6 +19,7 @@ from tests.executor.instruction_sets import REPEATING, isa
 from quintet.executor.ops import host_pointwise as pointwise
 from quintet.executor.ops.host_library import open_library
 from quintet.executor.ops.host_pointwise import Activation, pointwise_functions
+from quintet.executor.program.step import CStep
 
 pytestmark = pytest.mark.skipif(open_library() is None, reason="the host kernels are not built")
 
@@ -177,22 +178,6 @@ def test_other_shapes_are_refused() -> None:
         pointwise.activation_and_mul(Activation.SILU, x[:, :7])
 
 
-class _Step(ctypes.Structure):
-    """csrc/cpu/program.hpp"""
-
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("num_tokens", "num_rows", "num_outputs")),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("token_ids", "positions", "row_slots", "row_starts", "row_counts", "row_offsets")
-        ),
-        ("block_table", ctypes.c_void_p),
-        ("block_table_stride", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("output_tokens", "cosines", "sines")),
-        ("rope_by_token", ctypes.c_int64),
-    ]
-
-
 def test_a_program_computes_what_its_operations_do() -> None:
     """Embedding, positions, scale, norm, gate, residual, activation; then the rows that are wanted, normalised and capped."""
     library, functions = open_library(), pointwise_functions()
@@ -224,7 +209,7 @@ def test_a_program_computes_what_its_operations_do() -> None:
 
     ids, positions = np.array([3, 29, 7, 3, 0], np.int32), np.array([4, 5, 6, 0, 17])
     outputs = np.array([2, 4])
-    step = _Step(num_tokens=5, num_outputs=2)
+    step = CStep(num_tokens=5, num_outputs=2)
     step.token_ids, step.positions, step.output_tokens = (
         array.ctypes.data for array in (ids, positions, outputs)
     )

@@ -244,8 +244,14 @@ void attend_unit(const AttentionCall& call, const AttentionPiece& piece, index_t
   walk.kv_head = unit / call.kv_head_units;
   walk.first_head = walk.kv_head * call.group + skipped;
 
-  Group<Word> groups[kMaxGroups];
-  Scratch<Word> scratch;
+  // About a megabyte: too much for a thread's stack.
+  struct Room {
+    Group<Word> groups[kMaxGroups];
+    Scratch<Word> scratch;
+  };
+  Room& room = *(Room*)call.scratch(sizeof(Room));
+  Group<Word>(&groups)[kMaxGroups] = room.groups;
+  Scratch<Word>& scratch = room.scratch;
   const index_t num_groups = (piece.count + call.group_tokens - 1) / call.group_tokens;
   const index_t heads = left < call.unit_heads ? left : call.unit_heads;
   const bool wide = Format::kWidens && piece.count * heads >= kWidenFrom;

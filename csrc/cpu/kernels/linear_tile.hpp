@@ -24,7 +24,7 @@ QT_INLINE f32v load_or_zero(const Element* from, index_t count) {
 template <class Element>
 QT_INLINE f32v activated(Activation activation, f32v gate, f32v up) {
   // x times the logistic function of t; for gelu (its tanh form) t is 2 sqrt(2 / pi) (x + 0.044715 x^3).
-  const f32v t = activation == Activation::silu_and_mul
+  const f32v t = activation == Activation::silu
                      ? gate
                      : gate * fma(gate * gate, all(0.07135481627159536f), all(1.5957691216057308f));
   return rounded_to<Element>(gate / (exponential(-t) + 1.0f)) * up;

@@ -1,0 +1,190 @@
+"""The compiled library and Python: that they are of the same sources, and what a mistake of ours meets in it."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import logging
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from quintet.executor.ops import host_library
+from quintet.executor.ops.host_library import SOURCES, check_layout, check_library, open_library
+from quintet.executor.program.library import program_library
+from quintet.executor.program.step import CStep
+from quintet.executor.sampling.settings import RECORD
+from quintet.wire.errors import ConfigError
+
+pytestmark = pytest.mark.skipif(open_library() is None, reason="the host kernels are not built")
+
+SMALL_STACK = """
+import threading
+import torch
+from quintet.executor.ops.host_library import open_library
+from tests.executor.paged_requests import Requests, Shape
+
+for dtype, in_pairs in ((torch.float32, 0), (torch.bfloat16, 0), (torch.bfloat16, 1)):
+    open_library().qt_attend_in_pairs(in_pairs)
+    outputs = []
+    world = Requests(Shape(dtype, heads=16, kv_heads=2, head_dim=256), [200])
+    world.fill()
+    threading.stack_size(256 << 10)
+    thread = threading.Thread(target=lambda: outputs.append(world.fill()))
+    thread.start()
+    thread.join()
+    assert torch.isfinite(outputs[0][0]).all()
+"""
+
+
+def test_attention_needs_no_large_stack() -> None:
+    done = subprocess.run([sys.executable, "-c", SMALL_STACK], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_headers_can_be_read_together(tmp_path: Path) -> None:
+    """Two of them must not define one name in two ways: the linker would take either."""
+    compiler = shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        pytest.skip("needs a C++ compiler")
+    everything = tmp_path / "everything.cpp"
+    everything.write_text("".join(f'#include "{path.name}"\n' for path in sorted(SOURCES.glob("*.hpp"))))
+    command = [compiler, "-std=c++20", "-fsyntax-only", "-DQT_ISA=baseline", f"-I{SOURCES}", str(everything)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    """A copy of the sources that the library was built from."""
+    return Path(shutil.copytree(SOURCES, tmp_path / "cpu"))
+
+
+def test_a_library_of_the_same_sources_is_taken(sources: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        check_library(loaded(), sources, "_host.so")
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("linear_calls.cpp", "index_t max_rows, int dtype,", "int dtype, index_t max_rows,"),
+        ("program.hpp", "index_t num_rows;\n", "index_t num_rows, num_more;\n"),
+        ("sampling.hpp", "double top_p; ", "float top_p, more; "),
+        ("work.hpp", "fp16 = 1, fp32 = 2", "fp32 = 1, fp16 = 2"),
+        ("pool.cpp", "int qt_threads()", "int qt_num_threads()"),
+    ],
+)
+def test_a_library_with_another_interface_is_refused(sources: Path, file: str, old: str, new: str) -> None:
+    text = (sources / file).read_text()
+    assert text.count(old) == 1
+    (sources / file).write_text(text.replace(old, new))
+    with pytest.raises(ConfigError, match=r"^_host.so was built from other sources than .*: `make install`"):
+        check_library(loaded(), sources, "_host.so")
+
+
+def test_a_library_from_before_there_was_such_a_name_is_refused(sources: Path) -> None:
+    with pytest.raises(ConfigError, match="make install"):
+        check_library(ctypes.CDLL(None), sources, "_host.so")
+
+
+def test_older_kernels_behind_the_same_interface_are_named(
+    sources: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (sources / "kernels" / "kv_write.cpp").open("a") as file:
+        file.write("// faster now\n")
+    with caplog.at_level(logging.WARNING):
+        check_library(loaded(), sources, "_host.so")
+    assert "make install" in caplog.text
+
+
+def test_the_library_is_checked_when_it_is_opened(monkeypatch: pytest.MonkeyPatch, sources: Path) -> None:
+    (sources / "work.hpp").write_text("")
+    monkeypatch.setattr(host_library, "SOURCES", sources)
+    with pytest.raises(ConfigError, match="make install"):
+        open_library.__wrapped__()
+
+
+@pytest.mark.parametrize(
+    ("function", "size"),
+    [("qt_step_bytes", ctypes.sizeof(CStep)), ("qt_draw_settings_bytes", RECORD.itemsize)],
+)
+def test_a_struct_of_another_size_is_refused(function: str, size: int) -> None:
+    check_layout(loaded(), function, size)
+    with pytest.raises(
+        ConfigError, match=rf"say {size} bytes by {function}, Python has {size + 8}.*make install"
+    ):
+        check_layout(loaded(), function, size + 8)
+
+
+def test_a_steps_fields_are_laid_out_in_the_same_order() -> None:
+    assert fields_of("program.hpp", "Step") == [name for name, _ in CStep._fields_]
+    assert fields_of("sampling.hpp", "DrawSettings") == list(RECORD.names or ())
+
+
+@pytest.mark.parametrize(
+    ("heads", "rotary", "words"),
+    [
+        ((4, 2, 64), 512, "512 rotary dimensions of 64"),
+        ((4, 2, 64), -2, "-2 rotary dimensions of 64"),
+        ((4, 2, 64), 33, "33 rotary dimensions of 64"),
+        ((5, 2, 64), 64, "5 query heads share 2 KV heads"),
+        ((4, 2, 264), 64, "2 heads of 264 numbers in blocks of 16"),
+        ((4, 2, 512), 64, "2 heads of 512 numbers in blocks of 16"),
+        ((4, 3, 64), None, "4 query heads share 3 KV heads"),
+        ((4, 2, 8), None, "2 heads of 8 numbers in blocks of 16"),
+    ],
+)
+def test_what_the_kernels_rely_on_is_checked_when_it_is_recorded(
+    heads: tuple[int, int, int], rotary: int | None, words: str
+) -> None:
+    library, at, wide = program_library(), 64, 1 << 20
+    assert library is not None
+    program = library.new()
+
+    def record() -> None:
+        if rotary is None:
+            library.attention(program, at, wide, at, *heads, 16, 0, 0.0, None, 1.0, at, wide, 8, 0, 0)
+        else:
+            library.rope_kv_write(program, at, wide, *heads, rotary, None, None, 0.0, at, 16, at, wide, 0, 0)
+
+    assert words in last_words(record)
+
+
+def loaded() -> ctypes.CDLL:
+    library = open_library()
+    assert library is not None
+    return library
+
+
+def last_words(act: Callable[[], None]) -> str:
+    """Return what a child that does this, and aborts, writes to its standard error."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.dup2(writing, 2)
+        faulthandler.disable()
+        act()
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as words:
+        said = words.read()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGABRT, said
+    return said
+
+
+def fields_of(header: str, struct: str) -> list[str]:
+    """Return the names of a struct's fields, in order."""
+    found = re.search(
+        rf"^struct {struct} {{\n(.*?)^}};", (SOURCES / header).read_text(), re.MULTILINE | re.DOTALL
+    )
+    assert found is not None
+    return re.findall(r"^ +(?:const )?[\w:]+[ *]+(\w+);", found[1], re.MULTILINE)
