@@ -26,8 +26,9 @@ from quintet.core.suspects import Suspects
 from quintet.core.trial import call_off, convict, hold_trial
 from quintet.process.deadlines import DeadlineHeap
 from quintet.wire.config import CacheConfig, ModelConfig, SchedulerConfig
+from quintet.wire.dropped import Dropped
 from quintet.wire.errors import RequestError
-from quintet.wire.ids import epoch_tag, frontend_of
+from quintet.wire.ids import Role, epoch_tag, frontend_of
 from quintet.wire.messages import Admit, Cancel, Failed, FinishReason, Reclaim, Reclaimed
 from quintet.wire.step import Capacity, StepPlan, StepResult
 
@@ -251,7 +252,7 @@ class Engine:
         return [
             request
             for request in self.state.live.values()
-            if request.request_id - request.choice == first
+            if request.first_id == first
             and request.origin is not None
             and request.origin.claim is not None
             and hmac.compare_digest(request.origin.claim.key, message.key)
@@ -306,6 +307,31 @@ class Engine:
                 self.state.retire(request)
         self._settle(now_ns)
         return outbox.effects(self.state.step, now_ns)
+
+    def end_dropped(self, dropped: Dropped, now_ns: int) -> Effects:
+        """End the requests of a message that was dropped on its way here, with an error; those of a cancel as aborted."""
+        if dropped.kind == Cancel.__struct_config__.tag:
+            return self.cancel(dropped.request_ids, now_ns)
+        state, error = self.state, dropped.error(Role.CORE)
+        lost = list(dropped.request_ids)
+        if state is not None and state.in_flight and state.in_flight[0].step == dropped.step:
+            flight = state.in_flight.popleft()
+            state.pool.settle(flight.step)
+            rows = zip(flight.rows, flight.generations, strict=True)
+            lost += [request.request_id for request, generation in rows if request.generation == generation]
+        outbox = TokensBuilders()
+        live = {} if state is None else state.live
+        firsts = {live[request_id].first_id for request_id in lost if request_id in live}
+        lost += [request_id for request_id, request in live.items() if request.first_id in firsts]
+        for request_id in dict.fromkeys(lost):
+            request = live.get(request_id)
+            if state is not None and request is not None:
+                outbox.close(request)
+                request.origin = None  # it is not kept for its client
+                state.retire(request)
+            outbox.failed.append(Failed(request_id, error.code, error.message))
+        self._settle(now_ns)
+        return outbox.effects(0 if state is None else state.step, now_ns)
 
     def stop_hit(self, request_ids: Iterable[int], attempts: Iterable[int], now_ns: int) -> None:
         """End these requests silently: the text of this attempt at each has ended, and the client knows."""

@@ -12,6 +12,7 @@ from quintet.core.outbox import Effects
 from quintet.process.runtime import Process, child_main
 from quintet.wire.codec import pack_i32, pack_i64, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig
+from quintet.wire.dropped import Dropped
 from quintet.wire.errors import ErrorCode
 from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of
 from quintet.wire.messages import Admit, Cancel, Failed, Live, Reclaim, StopHit, Unknown
@@ -57,13 +58,15 @@ class Core:
         finally:
             self.process.close()
 
-    def apply(self, messages: list[Message | Topology]) -> None:
+    def apply(self, messages: list[Message | Topology | Dropped]) -> None:
         """Apply what arrived, in order, then plan. A change of topology comes first: the outboxes follow it already."""
         if any(isinstance(message, Topology) for message in messages):
             self._follow(self.process.topology)
         for message in messages:
             if isinstance(message, Admit | Cancel | Reclaim):
                 self._take(message)
+            elif isinstance(message, Dropped):
+                self._send(self.engine.end_dropped(message, self.process.now_ns))
             elif not isinstance(message, Topology):
                 self._handle(message)
         self._send(self.engine.expire(self.process.now_ns))

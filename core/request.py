@@ -100,6 +100,11 @@ class Request:
     """Most outputs of a choice that has ended, of a first choice."""
 
     @property
+    def first_id(self) -> int:
+        """Id of the first choice of the original request."""
+        return self.request_id - self.choice
+
+    @property
     def num_outputs(self) -> int:
         """Output tokens that are known."""
         return len(self.tokens) - self.num_prompt

@@ -85,7 +85,7 @@ class Shelf:
         origin = request.origin
         if origin is None or self._grace_ns <= 0:
             return
-        first = request.request_id - request.choice
+        first = request.first_id
         kept = self._kept.get(first)
         if kept is None:
             kept = self._kept[first] = KeptRequest(origin, FIXED_BYTES + len(_encode(origin)))

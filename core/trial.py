@@ -50,10 +50,10 @@ def convict(
         f"This request made the executor fail: {cause}. Requests with this prompt and these parameters are refused for "
         f"{REFUSE_S} s; change the prompt or the parameters."
     )
-    key, first = fingerprint_of(convicted), convicted.request_id - convicted.choice
+    key, first = fingerprint_of(convicted), convicted.first_id
     refusals.add(key, cause, now_ns)
     for request in list(state.live.values()):
-        is_choice = request.request_id - request.choice == first
+        is_choice = request.first_id == first
         is_unproven = request.scheduled_ns is None or suspects.holds(request.request_id)
         if is_choice or (is_unproven and fingerprint_of(request) == key):
             state.counters.convictions += 1

@@ -13,6 +13,7 @@ from quintet.detokenizer_proc.vocabulary import load_vocabulary
 from quintet.process.runtime import Process, child_main
 from quintet.wire.codec import pack_i32, pack_i64, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig, ModelConfig
+from quintet.wire.dropped import Dropped
 from quintet.wire.errors import ErrorCode
 from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of
 from quintet.wire.messages import Detokenized, DetokenizeQuery, Failed, Live, StopHit, Text, Tokens, Unknown
@@ -76,8 +77,8 @@ class Detokenizer:
         self._early: list[tuple[int, int, Text]] = []
         self._is_retiring = False
         """Whether the supervisor wants to hear when nothing is left."""
-        self._lost: dict[int, None] = {}
-        """Requests whose text was dropped because too much was waiting."""
+        self._lost: dict[int, Failed] = {}
+        """Requests whose tokens or text were dropped, and what their frontends are to be told."""
         metrics = process.metrics
         self._hop = metrics.histogram(
             "hop_seconds", "Time of a message from sender to receiver.", hop="core_detokenizer"
@@ -133,10 +134,22 @@ class Detokenizer:
                 self._accept_query(message)
             case Live():
                 self._audit(message)
+            case Dropped():
+                self._end_dropped(message)
             case Drain():
                 self._is_retiring = True
             case _:
                 pass
+
+    def _end_dropped(self, dropped: Dropped) -> None:
+        """End what a message carried that was dropped on its way here."""
+        error = dropped.error(Role.DETOKENIZER)
+        if dropped.query_id is not None and dropped.frontend is not None:
+            failed = Failed(dropped.query_id, error.code, error.message)
+            answer = Detokenized(dropped.query_id, "", failed)
+            self._process.peers.send(Role.FRONTEND, dropped.frontend, answer)
+        self._lose(dropped.request_ids, error.code, error.message)
+        self._apologise()
 
     def _audit(self, account: Live) -> None:
         alone, missing = self._steps.compare(unpack_i64(account.request_ids))
@@ -170,10 +183,10 @@ class Detokenizer:
             if len(self._early) < MAX_EARLY:
                 self._early.append((index, tag, text))
             else:
-                self._lose(text)
+                self._lose_text(text)
 
-    def _lose(self, text: Text) -> None:
-        """Drop a message that nobody can be sent, and end its requests: later text would have a gap before it."""
+    def _lose_text(self, text: Text) -> None:
+        """Drop a message that nobody can be sent, and end its requests."""
         if not self._lost:
             self._process.log.warning(
                 "%d messages wait for frontends that no topology has named; requests of more are ended",
@@ -181,25 +194,27 @@ class Detokenizer:
             )
         ids = {*text.request_ids, *(started.request_id for started in text.started)}
         ids.update(finish.request_id for finish in text.finishes)
-        self._steps.abandon(sorted(ids))
-        for request_id in sorted(ids):
-            self._lost[request_id] = None
+        message = "output was lost inside the server before this frontend was known; send it again."
+        self._lose(sorted(ids), ErrorCode.UNAVAILABLE, message)
+
+    def _lose(self, request_ids: Sequence[int], code: ErrorCode, message: str) -> None:
+        """End requests of which something was lost: later text would have a gap before it."""
+        self._steps.abandon(request_ids)
+        for request_id in request_ids:
+            self._lost[request_id] = Failed(request_id, code, message)
             if len(self._lost) > MAX_LOST:
                 del self._lost[next(iter(self._lost))]
 
     def _apologise(self) -> None:
-        """Tell the frontends that have been named meanwhile of the requests they lost here."""
+        """Tell the frontends that have been named of the requests they lost here; the others, once they are."""
         lost, self._lost = self._lost, {}
-        for request_id in lost:
+        for request_id, failed in lost.items():
             index, tag = frontend_of(request_id)
             epoch = self._process.peers.epoch(Role.FRONTEND, index)
             if epoch is None or 0 < epoch_tag(tag - epoch) < NEWER:
-                self._lost[request_id] = None
+                self._lost[request_id] = failed
             elif epoch_tag(epoch) == tag:
-                message = "output was lost inside the server before this frontend was known; send it again."
-                self._process.peers.send(
-                    Role.FRONTEND, index, Failed(request_id, ErrorCode.UNAVAILABLE, message)
-                )
+                self._process.peers.send(Role.FRONTEND, index, failed)
 
     def _follow(self) -> None:
         """Forget the frontends that were replaced and send what waited for their successors."""

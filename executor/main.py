@@ -21,6 +21,7 @@ from quintet.executor.weights.read_ahead import read_ahead
 from quintet.process.runtime import Process, child_main
 from quintet.process.trace import Span
 from quintet.wire.config import EngineConfig
+from quintet.wire.dropped import Dropped
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.step import Capacity, StepPlan, StepsEnded
 from quintet.wire.supervision import Topology
@@ -92,6 +93,8 @@ class Executor:
         self._span = process.span
         self._in_flight = InFlight(process.inbox)
         self._core_epoch: int | None = None
+        self._last_step: int | None = None
+        """The newest plan that came from this core, or was dropped."""
         self._num_emptied = 0
         self._num_failed_alone = 0
         self._ended_ns = time.monotonic_ns()
@@ -127,17 +130,18 @@ class Executor:
         else:
             self._worker.do_chore()
 
-    def handle(self, messages: list[StepPlan | StepsEnded | Topology]) -> None:
+    def handle(self, messages: list[StepPlan | StepsEnded | Topology | Dropped]) -> None:
         """Send the results of the steps that ended, then begin the plans among ``messages``, all in order.
 
         When the core's epoch changed, every plan of the batch is from the core that is gone: the new one sends its
         first plan only after it has our `Capacity`.
         """
         is_new_core = self._follow_core()
-        plans: list[StepPlan] = []
+        plans: list[StepPlan | Dropped] = []
         for message in messages:
-            if isinstance(message, StepPlan):
+            if isinstance(message, StepPlan) or (isinstance(message, Dropped) and self._is_next(message)):
                 plans.append(message)
+                self._last_step = message.step
             elif isinstance(message, StepsEnded):
                 for begun in self._in_flight.ended(message.count):
                     self._end(begun)
@@ -145,10 +149,26 @@ class Executor:
             return
         self._process.pending += len(plans)
         for plan in plans:
-            if plan.tables == self._num_emptied:
-                self._begin(plan)
-            else:
+            if plan.tables != self._num_emptied:
                 self._process.pending -= 1
+            elif isinstance(plan, Dropped):
+                self._fail_dropped(plan)
+            else:
+                self._begin(plan)
+
+    def _is_next(self, dropped: Dropped) -> bool:
+        """Whether what was dropped is the plan that had to come: the core waits for its result."""
+        return dropped.step is not None and self._last_step in (None, dropped.step - 1)
+
+    def _fail_dropped(self, dropped: Dropped) -> None:
+        """Fail a plan that the inbox dropped, as if it had raised: the core finds out for whose sake it cannot be."""
+        assert dropped.step is not None
+        self._settle_in_flight()
+        if dropped.tables == self._num_emptied:
+            words = "its step could not be told to the executor: lengths or numbers that cannot be"
+            self._failed(dropped.step, 0, ValueError(words))
+        else:
+            self._process.pending -= 1
 
     def close(self) -> None:
         """Stop waiting for the device."""
@@ -161,10 +181,9 @@ class Executor:
         try:
             pending = self._worker.begin(plan)
         except Exception as error:  # noqa: BLE001 - whatever a request made it raise, the others can go on
-            for before in self._in_flight.unsettled():
-                self._end(before)  # what this one did does not speak against them
+            self._settle_in_flight()
             if plan.tables == self._num_emptied:
-                self._failed(plan, error)
+                self._failed(plan.step, len(plan.slots) // 4, error)
             else:
                 self._process.pending -= 1
             return
@@ -175,6 +194,11 @@ class Executor:
         else:
             self._in_flight.add(begun)
 
+    def _settle_in_flight(self) -> None:
+        """Send the results of the steps before one that failed: what it did does not speak against them."""
+        for before in self._in_flight.unsettled():
+            self._end(before)
+
     def _end(self, begun: Begun) -> None:
         """Send the result of the oldest step in flight, or find out why there is none."""
         process, plan, pending = self._process, begun.plan, begun.pending
@@ -182,7 +206,7 @@ class Executor:
             pending.wait()
             result = pending.result()
         except Exception as error:  # noqa: BLE001 - as above
-            self._failed(plan, error)
+            self._failed(plan.step, len(plan.slots) // 4, error)
             return
         self._num_failed_alone = 0
         free_ns = max(begun.begun_ns, self._ended_ns)
@@ -207,13 +231,12 @@ class Executor:
         if plan.sent_ns >= begun.free_ns:
             self._hop_s.observe((begun.begun_ns - plan.sent_ns) * 1e-9)
 
-    def _failed(self, plan: StepPlan, error: Exception) -> None:
+    def _failed(self, step: int, num_rows: int, error: Exception) -> None:
         """Empty the tables and tell the core why; raise what the step raised if no step can succeed any more."""
-        num_rows = len(plan.slots) // 4
         self._num_failed_alone += num_rows == 1
         if self._worker.is_broken(error) or self._num_failed_alone >= MAX_FAILURES_ALONE:
             raise error
-        self._process.log.exception("step %d of %d requests raised", plan.step, num_rows)
+        self._process.log.error("step %d of %d requests failed", step, num_rows, exc_info=error)
         self._process.pending -= 1
         self._failures.inc()
         self._ended_ns = time.monotonic_ns()
@@ -233,7 +256,7 @@ class Executor:
             return False
         if self._core_epoch is not None:
             self._empty_tables()
-        self._core_epoch = epoch
+        self._core_epoch, self._last_step = epoch, None
         self._introduce()
         return True
 

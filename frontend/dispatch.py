@@ -11,6 +11,7 @@ from quintet.frontend.queries import Queries
 from quintet.frontend.sessions import Sessions
 from quintet.wire.codec import unpack_i64
 from quintet.wire.config import EngineConfig
+from quintet.wire.dropped import Dropped
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.messages import Detokenized, Failed, Reclaimed, Text, Tokenized, Unknown
 from quintet.wire.metrics import Metrics
@@ -19,7 +20,7 @@ from quintet.wire.supervision import MetricsReport, Topology
 ForRequests = Text | Failed | Tokenized | Detokenized | Reclaimed | Unknown
 """What a frontend's inbox takes besides what every process does."""
 
-Inbound = ForRequests | Topology | MetricsReport
+Inbound = ForRequests | Topology | MetricsReport | Dropped
 
 ACCOUNT_S = 5.0
 """Between two accounts to the others."""
@@ -45,6 +46,11 @@ class Dispatch:
                 self.queries.follow()
             case Unknown():
                 self.sessions.send_again(unpack_i64(message.request_ids))
+            case Dropped():
+                error = message.error(Role.FRONTEND)
+                self.sessions.give_up(message.request_ids, error)
+                if message.query_id is not None:
+                    self.queries.fail(message.query_id, error)
             case _:
                 self.queries.handle(message)
 

@@ -58,6 +58,12 @@ class Queries:
         if question is not None and not question.answer.done():
             question.answer.set_result(answer)
 
+    def fail(self, query_id: int, error: RequestError) -> None:
+        """Raise ``error`` where the answer to a question is awaited."""
+        question = self._waiting.get(query_id)
+        if question is not None and not question.answer.done():
+            question.answer.set_exception(error)
+
     def follow(self) -> None:
         """Ask again what nobody was there for, or what was asked of a process that is gone. Call after `Seats.follow`."""
         for question in list(self._waiting.values()):

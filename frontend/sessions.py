@@ -364,6 +364,18 @@ class Sessions:
                 self._placement.start_over(stream, Role.CORE)
         self._place_parked()
 
+    def give_up(self, request_ids: Sequence[int], error: RequestError) -> None:
+        """End requests of which something was lost that nobody will tell again, here and in the engine."""
+        for request_id in request_ids:
+            choice = self._live.get(request_id)
+            if choice is None:
+                continue
+            if choice.stream.is_cancelled:
+                self._abort_here(choice.stream)
+            else:
+                self._placement.send_cancel(choice.stream)
+                self._fail(choice.stream, error)
+
     # --- supervision ------------------------------------------------------------------------------------------
 
     def follow(self, topology: Topology) -> None:

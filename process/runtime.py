@@ -33,6 +33,7 @@ from quintet.process.sockets import Bus, Inbox, MessageT, OpensOutboxes, Peers, 
 from quintet.process.trace import Span, Tracer, no_span
 from quintet.wire.codec import encode
 from quintet.wire.config import EngineConfig
+from quintet.wire.dropped import Dropped
 from quintet.wire.errors import EXIT_CONFIG, ConfigError
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.limits import largest_frame
@@ -134,6 +135,8 @@ class Process(Generic[MessageT]):
             why: self.metrics.counter("rejected_frames", "Frames that an inbox dropped.", why=why.value)
             for why in Rejection
         }
+        self._last_dropped: Dropped | None = None
+        """Since somebody last wrote of it to the log."""
         self.peers.connect(SUPERVISOR, address_of(config.run_dir, SUPERVISOR))
         self._beat_s = config.processes.heartbeat_s
         self._next_beat = time.monotonic() + self._beat_s
@@ -250,6 +253,12 @@ class Process(Generic[MessageT]):
             if num:
                 series.inc(num)
                 self.log.warning("%d frames dropped that were %s", num, why.value)
+        last, self._last_dropped = self._last_dropped, None
+        if last is not None:
+            self.log.error(
+                "dropped, the last one: %s of requests %s%s, which end",
+                last.kind, last.request_ids[:8], "" if last.step is None else f" in step {last.step}",
+            )  # fmt: skip
 
     def _housekeep(self, message: msgspec.Struct) -> None:
         if isinstance(message, Topology):
@@ -259,6 +268,8 @@ class Process(Generic[MessageT]):
                     self._recorder.topology = encode(message)
                 self.replaced = self.peers.follow(message.seats)
                 self.beat()
+        elif isinstance(message, Dropped):
+            self._last_dropped = message
         elif isinstance(message, Stop):
             raise Stopping
 

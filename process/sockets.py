@@ -11,7 +11,7 @@ import enum
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, get_args
 
 import msgspec
 import zmq
@@ -19,6 +19,8 @@ import zmq
 from quintet.process.bell import Bell
 from quintet.process.seal import SEAL_BYTES, Seal, run_key
 from quintet.wire import codec
+from quintet.wire.codec import UNREADABLE
+from quintet.wire.dropped import Dropped, carried_by, carried_by_bytes
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.limits import LEAST_BYTES
 from quintet.wire.supervision import Seat, SeatState
@@ -85,10 +87,6 @@ class _PushSocket:
             self._socket.close()
 
 
-UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError)
-"""What decoding bytes that are no message raises: also text that is none, and lists without end."""
-
-
 class Rejection(enum.Enum):
     """Why an inbox dropped a frame."""
 
@@ -110,8 +108,9 @@ Tap = Callable[[memoryview], None]
 class Inbox(Generic[MessageT]):
     """A process's one PULL socket, decoding into the union of messages it accepts.
 
-    A frame that does not verify, decode or make sense is dropped and counted in ``rejected``: no peer of ours sends one. ZeroMQ
-    itself refuses frames of more than ``max_bytes``, and ends the connection that they came on.
+    A frame that does not verify, decode or make sense is dropped and counted in ``rejected``: no peer of ours sends one. Where
+    one that was sealed carried a request or a question, a `Dropped` stands in its place. ZeroMQ itself refuses frames of more
+    than ``max_bytes``, and ends the connection that they came on.
     """
 
     def __init__(
@@ -132,6 +131,7 @@ class Inbox(Generic[MessageT]):
         self._socket.bind(address)
         self._open = bus.seal.open
         self._decode = msgspec.msgpack.Decoder(accepts).decode
+        self._kinds = frozenset(get_args(accepts) or (accepts,))
         self._makes_sense = makes_sense
         self._tap = tap
         self._timeout_ms = -1
@@ -194,9 +194,7 @@ class Inbox(Generic[MessageT]):
         """Append the message of the bell, if it rang."""
         message = bell.answer()
         if message is not None:
-            messages.append(message)
-            if self._tap is not None:
-                self._tap(memoryview(codec.encode(message)))
+            self._append(message, messages)
 
     def _take(self, frame: bytes, messages: list[MessageT]) -> None:
         """Append the frame's message, if it is one of ours."""
@@ -207,14 +205,26 @@ class Inbox(Generic[MessageT]):
         try:
             message = self._decode(payload)
         except UNREADABLE:
-            self.rejected[Rejection.UNREADABLE] += 1
+            self._drop(Rejection.UNREADABLE, carried_by_bytes(payload, self._kinds), messages)
             return
         if self._makes_sense is not None and not self._makes_sense(message):
-            self.rejected[Rejection.SENSELESS] += 1
+            self._drop(Rejection.SENSELESS, carried_by(message), messages)
             return
         messages.append(message)
         if self._tap is not None:
             self._tap(payload)
+
+    def _drop(self, why: Rejection, dropped: Dropped | None, messages: list[Any]) -> None:
+        """Count a frame that is dropped, and append what tells of the requests it carried."""
+        self.rejected[why] += 1
+        if dropped is not None:
+            self._append(dropped, messages)
+
+    def _append(self, message: msgspec.Struct, messages: list[Any]) -> None:
+        """Append what arose here and came in no frame."""
+        messages.append(message)
+        if self._tap is not None:
+            self._tap(memoryview(codec.encode(message)))
 
     def close(self) -> None:
         """Close the socket and remove its file."""

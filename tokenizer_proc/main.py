@@ -20,6 +20,7 @@ from quintet.process.runtime import Process, child_main
 from quintet.tokenizer_proc.encode import Encoder, load_encoder, size_of
 from quintet.wire.codec import encode, pack_i32, pack_i64, unpack_i64
 from quintet.wire.config import EngineConfig
+from quintet.wire.dropped import Dropped
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of
 from quintet.wire.messages import Admit, Cancel, Failed, Submit, Tokenized, TokenizeQuery, Unknown
@@ -74,7 +75,7 @@ class Tokenizer:
         """What waits for a topology, per frontend, in order."""
         self._early_bytes = 0
         self._refusals: list[tuple[int, int | None, Failed | Tokenized | Unknown]] = []
-        """Answers to what was too much to wait, with the frontend's index and epoch's tag."""
+        """Answers to what was too much to wait, or was dropped, with the frontend's index and epoch's tag."""
         metrics = process.metrics
         self._hop = metrics.histogram(
             "hop_seconds", "Time of a message from sender to receiver.", hop="frontend_tokenizer"
@@ -100,6 +101,9 @@ class Tokenizer:
             self._is_retiring = True
             self._check_drained()
             return
+        if isinstance(message, Dropped):
+            self._end_dropped(message)
+            return
         sender = _sender(message)
         if sender is None:
             return
@@ -109,6 +113,17 @@ class Tokenizer:
             self._keep(index, tag, message)
         else:
             self._handle(message)
+
+    def _end_dropped(self, dropped: Dropped) -> None:
+        """End what a message carried that was dropped on its way here."""
+        error = dropped.error(Role.TOKENIZER)
+        if dropped.query_id is not None and dropped.frontend is not None:
+            failed = Failed(dropped.query_id, error.code, error.message)
+            self._refusals.append((dropped.frontend, None, Tokenized(dropped.query_id, b"", None, failed)))
+        for request_id in dropped.request_ids:
+            failed = Failed(request_id, error.code, error.message)
+            self._refusals.append((*frontend_of(request_id), failed))
+        self._send_refusals()
 
     def _keep(self, index: int, tag: int | None, message: msgspec.Struct) -> None:
         """Keep a message for the next topology, or only its refusal where too much is kept already."""

@@ -58,6 +58,9 @@ def _unpack(code: str, column: bytes) -> Sequence[int]:
     return values
 
 
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError)
+"""What decoding bytes that are no message raises: also text that is none, and lists without end."""
+
 _encoder = msgspec.msgpack.Encoder()
 
 

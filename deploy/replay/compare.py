@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from quintet.wire import messages, step, supervision
+from quintet.wire import dropped, messages, step, supervision
 from quintet.wire.columns import COLUMNS
 
 MEASURED = frozenset({"sent_ns", "wait_ns", "compute_ns"})
@@ -21,7 +21,7 @@ SHOWN = 12
 
 _TAGGED = [
     member
-    for module in (messages, step, supervision)
+    for module in (dropped, messages, step, supervision)
     for member in vars(module).values()
     if isinstance(member, type)
     and issubclass(member, msgspec.Struct)

@@ -31,7 +31,7 @@ from quintet.wire.params import SamplingParams
 from quintet.wire.step import Capacity, StepPlan
 from quintet.wire.supervision import Heartbeat, Ready, Seat, SeatState, Stop, Topology
 
-from .fake import FakeExecutor, expected, make_model
+from .fake import VOCAB, FakeExecutor, expected, make_model
 
 ME = WorkerId(Role.CORE, 0, 1)
 PROMPT = list(range(20, 30))
@@ -282,6 +282,69 @@ def test_a_question_for_tokens_that_an_executor_took_along_is_answered(driven: D
     driven.deliver(2)
     answer = neighbours.receive(FRONTEND)
     assert isinstance(answer, Reclaimed) and answer.query_id == 5 and answer.choices == [(0, b"")]
+
+
+def test_a_request_that_is_dropped_on_its_way_in_ends_with_an_error(driven: Driven) -> None:
+    neighbours, ids = driven.neighbours, RequestIds(0, 1)
+    for worker, accepts in ((EXECUTOR, StepPlan), (DETOKENIZER, Tokens), (FRONTEND, Unknown | Failed)):
+        neighbours.bind(worker, accepts)
+    neighbours.publish(EXECUTOR, DETOKENIZER, FRONTEND)
+    first, second = ids.take(), ids.take()
+    neighbours.send(admit(first, [VOCAB], 6))  # before the capacity is known
+    driven.deliver(2)
+    failed = neighbours.receive(FRONTEND)
+    assert isinstance(failed, Failed) and (failed.request_id, failed.code) == (first, ErrorCode.INTERNAL)
+    neighbours.send(Capacity(1, 32, 4, 8, 128))
+    neighbours.send(admit(second, PROMPT, 6))
+    driven.deliver(2)
+    neighbours.send(msgspec.structs.replace(admit(second, [VOCAB], 6), attempt=1))
+    driven.deliver(1)
+    failed = neighbours.receive(FRONTEND)
+    assert isinstance(failed, Failed) and failed.request_id == second
+    assert driven.core.engine.num_live == 0, "what it was before is not computed either"
+    third = ids.take()
+    neighbours.send(admit(third, PROMPT, 6))
+    neighbours.send(Cancel([third], 1 << 40))
+    driven.deliver(2)
+    assert driven.core.engine.num_live == 0
+
+
+def test_a_result_that_is_dropped_ends_the_requests_of_its_step(driven: Driven) -> None:
+    neighbours, ids = driven.neighbours, RequestIds(0, 1)
+    for worker, accepts in ((EXECUTOR, StepPlan), (DETOKENIZER, Tokens), (FRONTEND, Failed)):
+        neighbours.bind(worker, accepts)
+    neighbours.publish(EXECUTOR, DETOKENIZER, FRONTEND)
+    capacity = Capacity(1, 32, 4, 8, 128)
+    neighbours.send(capacity)
+    lost = admit(ids.take(2), PROMPT, 6)
+    lost.params.n = 2
+    neighbours.send(lost)
+    driven.deliver(3)
+    device = FakeExecutor(capacity)
+    kept = admit(ids.take(), PROMPT[:3], 4)
+    neighbours.send(kept)
+    for plan in neighbours.receive_all(EXECUTOR):
+        assert isinstance(plan, StepPlan)
+        device.execute(plan)
+    neighbours.send(msgspec.structs.replace(device.results.popleft(), token_ids=codec.pack_i32([VOCAB])))
+    driven.deliver(2)
+    assert list(driven.core.engine.live_ids()) == [kept.request_id]
+    failed: list[object] = []
+    while len(failed) < 2:
+        failed += neighbours.receive_all(FRONTEND)
+    assert [(f.request_id, f.code) for f in failed if isinstance(f, Failed)] == [
+        (lost.request_id, ErrorCode.INTERNAL),
+        (lost.request_id + 1, ErrorCode.INTERNAL),
+    ]
+    while device.results or driven.core.engine.num_live:
+        if device.results:
+            neighbours.send(device.results.popleft())
+            driven.deliver(1)
+        for plan in neighbours.inboxes[EXECUTOR].wait(0.01):
+            assert isinstance(plan, StepPlan)
+            device.execute(plan)
+    heard = [message for message in neighbours.receive_all(DETOKENIZER) if isinstance(message, Tokens)]
+    assert outputs(heard)[-4:] == expected(PROMPT[:3], 3, 4, stops=())
 
 
 def test_the_cancel_of_an_unknown_request_is_answered(driven: Driven) -> None:

@@ -180,6 +180,31 @@ def test_a_step_that_raises_empties_the_tables(start: Callable[..., House]) -> N
     core.close()
 
 
+def test_a_plan_that_cannot_be_is_a_step_that_failed(start: Callable[..., House]) -> None:
+    """So that the core finds out for whose sake it cannot be; a step that nobody waits for is no reason."""
+    house = start(kind="mock")
+    core = house.core(epoch=1)
+    house.expect(core, Capacity)
+    drawer = Drawer(SamplingParams())
+    good = plan_of([drawer], [2])
+    bad = plan_of([Drawer(SamplingParams(), stop_ids=[100])], [2])
+    house.peers.send(Role.EXECUTOR, 0, replace(good, step=1))
+    house.peers.send(Role.EXECUTOR, 0, replace(bad, step=7))
+    house.peers.send(Role.EXECUTOR, 0, replace(bad, step=2, tables=9))
+    house.peers.send(Role.EXECUTOR, 0, replace(bad, step=3))
+    house.peers.send(Role.EXECUTOR, 0, replace(good, step=4))
+    heard: list[Any] = []
+    while not any(isinstance(message, Capacity) for message in heard):
+        heard += core.wait(1.0)
+    result, capacity = heard
+    assert result.step == 1
+    assert capacity.tables == 1 and "lengths or numbers that cannot be" in capacity.failure
+    house.peers.send(Role.EXECUTOR, 0, replace(good, step=5, tables=1))
+    assert house.expect(core, StepResult).step == 5
+    house.expect(house.supervisor, Heartbeat, lambda beat: beat.progress == 2 and beat.pending == 0)
+    core.close()
+
+
 def test_an_executor_of_which_every_step_raises_ends(start: Callable[..., House]) -> None:
     house = start("tests.processes.poison", kind="mock")
     house.expect(house.supervisor, Ready)

@@ -71,6 +71,25 @@ def test_a_stop_string_reaches_the_core(world: Any, tokenizers_by_style: dict[st
     assert list(unpack_i64(world.wait(world.core, m.StopHit).request_ids)) == [request_id]
 
 
+def test_what_is_dropped_on_its_way_in_ends_with_an_error(world: Any) -> None:
+    """Of one that is open, the core hears as well: what it computes, nobody could be told."""
+    ids = RequestIds(0, 1)
+    known, fresh = ids.take(), ids.take()
+    world.send(row(known, 0, [9]))
+    world.wait(world.frontend, m.Text)
+    for request_id in (known, fresh):
+        world.send(row(request_id, 1 if request_id == known else 0, [1 << 30]))
+        failed = world.wait(world.frontend, m.Failed)
+        assert (failed.request_id, failed.code) == (request_id, ErrorCode.INTERNAL)
+    assert list(unpack_i64(world.wait(world.core, m.StopHit).request_ids)) == [known]
+    world.send(m.DetokenizeQuery(8, 0, b"odd"))
+    answer = world.wait(world.frontend, m.Detokenized)
+    assert answer.query_id == 8 and answer.error.code is ErrorCode.INTERNAL
+    last = ids.take()
+    world.send(row(last, 0, [9]))
+    assert world.wait(world.frontend, m.Text).request_ids == [last]
+
+
 def test_a_replaced_frontend_gets_nothing_of_its_predecessor(world: Any) -> None:
     old, new = RequestIds(0, 1).take(), RequestIds(0, 2).take()
     world.send(row(old, 0, [9]))

@@ -79,6 +79,31 @@ def test_a_refused_request_fails_at_its_frontend_and_the_next_one_is_served(worl
     assert world.wait(world.core, m.Admit).prompt_ids == pack_i32([1])
 
 
+def test_what_is_dropped_on_its_way_in_ends_with_an_error(world: Any) -> None:
+    """Each has a number that cannot be; whose it is goes to the frontend that waits, once it is known."""
+    ids = RequestIds(0, 1)
+    first, stranger = ids.take(), RequestIds(4, 1).take()
+    for request_id in (first, stranger):
+        world.send(msgspec.structs.replace(submit(request_id, m.TextPrompt("x")), core=1 << 40))
+    failed = world.wait(world.frontend, m.Failed)
+    assert (failed.request_id, failed.code) == (first, ErrorCode.INTERNAL)
+    second = ids.take()
+    world.send(m.Cancel([second], 1 << 40))
+    assert world.wait(world.frontend, m.Failed).request_id == second
+    world.send(m.TokenizeQuery(8, 0, "no prompt"))  # type: ignore[arg-type]
+    answer = world.wait(world.frontend, m.Tokenized)
+    assert answer.query_id == 8 and answer.error.code is ErrorCode.INTERNAL
+    world.send(submit(ids.take(), m.TokenPrompt(pack_i32([1]))))
+    assert world.wait(world.core, m.Admit).prompt_ids == pack_i32([1])
+    late = WorkerId(Role.FRONTEND, 4, 1)
+    inbox = world.inbox(late, m.Failed)
+    try:
+        world.publish(2, world.frontend_id, world.core_id, late)
+        assert world.wait(inbox, m.Failed).request_id == stranger
+    finally:
+        inbox.close()
+
+
 def test_a_small_prompt_overtakes_a_megabyte(world: Any) -> None:
     ids = RequestIds(0, 1)
     big, small = ids.take(), ids.take()

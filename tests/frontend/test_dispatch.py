@@ -1,0 +1,92 @@
+"""What becomes of each message that comes for a frontend's seat."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import msgspec
+import pytest
+
+from quintet.frontend.dispatch import Dispatch
+from quintet.wire.dropped import Dropped
+from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.ids import Role, WorkerId
+from quintet.wire.messages import Cancel, FinishReason, Submit, TextPrompt, TokenizeQuery
+from quintet.wire.params import SamplingParams
+from quintet.wire.supervision import Seat, SeatState, Topology
+from tests.frontend.configs import make_config
+
+PROMPT = TextPrompt("hello")
+
+
+class World:
+    """A dispatch that knows of one worker of each role, and what it sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[msgspec.Struct] = []
+        self.dispatch = Dispatch(WorkerId(Role.FRONTEND, 0, 1), self.send, make_config())
+        self.publish(1, 1)
+
+    def send(self, role: Role, index: int, message: msgspec.Struct) -> bool:
+        self.sent.append(msgspec.structs.replace(message))
+        return True
+
+    def publish(self, version: int, epoch: int) -> None:
+        seats = [
+            Seat(WorkerId(role, 0, epoch), "", 1, SeatState.READY)
+            for role in Role
+            if role is not Role.SUPERVISOR
+        ]
+        self.dispatch.handle(Topology(version, seats))
+
+    def of(self, kind: type[msgspec.Struct]) -> list[Any]:
+        return [message for message in self.sent if isinstance(message, kind)]
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 10))
+
+
+def test_requests_and_questions_to_a_lost_worker_are_sent_again() -> None:
+    async def story() -> None:
+        world = World()
+        world.dispatch.sessions.submit(PROMPT, SamplingParams())
+        asked = asyncio.ensure_future(world.dispatch.queries.tokenize(PROMPT))
+        await asyncio.sleep(0)
+        world.publish(2, 2)
+        assert len(world.of(Submit)) == len(world.of(TokenizeQuery)) == 2
+        asked.cancel()
+
+    run(story())
+
+
+def test_a_message_that_was_dropped_ends_its_requests_and_questions() -> None:
+    """Text of theirs is missing from now on, and nobody will tell it again."""
+
+    async def story() -> None:
+        world = World()
+        sessions = world.dispatch.sessions
+        streams = [sessions.submit(PROMPT, SamplingParams(n=2)) for _ in range(3)]
+        streams[1].cancel()
+        asked = asyncio.ensure_future(world.dispatch.queries.tokenize(PROMPT))
+        await asyncio.sleep(0)
+        ids = [stream.request_id + 1 for stream in streams[:2]]
+        world.dispatch.handle(Dropped("text_out", [*ids, 77]))
+        world.dispatch.handle(Dropped("tokenized", query_id=world.of(TokenizeQuery)[0].query_id))
+        world.dispatch.handle(Dropped("tokenized", query_id=77))
+        with pytest.raises(RequestError, match="fault of the server") as caught:
+            await streams[0].next_batch()
+        assert caught.value.code is ErrorCode.INTERNAL
+        batch = await streams[1].next_batch()
+        assert batch is not None
+        reasons = [delta.finish.reason for delta in batch.deltas if delta.finish is not None]
+        assert reasons == [FinishReason.ABORT] * 2, "as it was asked to"
+        with pytest.raises(RequestError, match=r"a message \(tokenized\)"):
+            await asked
+        first = streams[0].request_id
+        assert [cancel.request_ids for cancel in world.of(Cancel)][-1] == [first, first + 1]
+        assert sessions.num_live == 1
+
+    run(story())

@@ -1,0 +1,142 @@
+"""What a receiver hears of a message that its inbox dropped: enough to end what it carried, and nothing unchecked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from quintet.process.seal import Seal
+from quintet.process.sockets import Bus, Inbox, Peers, Rejection, address_of
+from quintet.wire import codec
+from quintet.wire import messages as m
+from quintet.wire import step as s
+from quintet.wire.codec import pack_i32, pack_i64
+from quintet.wire.dropped import CARRIERS, Dropped, carried_by, carried_by_bytes
+from quintet.wire.ids import Role, WorkerId
+from quintet.wire.sense import Sense
+
+from .test_record import config_of
+from .test_sense import admit, plan, result, submit, text, tokens
+
+CORE = WorkerId(Role.CORE, 0, 1)
+OPEN = m.Open(7, 1, 0, b"", [], False, True, True, True, False, False, 0, 0, 0)
+
+CARRIED: list[tuple[msgspec.Struct, Dropped]] = [
+    (submit(request_id=5), Dropped("submit", [5])),
+    (admit(request_id=5, prompt_ids=pack_i32([9])), Dropped("admit", [5])),
+    (m.Cancel([5, -1, 1 << 70, 6], 0), Dropped("cancel", [5, 6])),
+    (m.Failed(5, m.ErrorCode.INVALID, ""), Dropped("failed", [5])),
+    (tokens(opens=[OPEN], request_ids=pack_i64([9, -4, 7])), Dropped("tokens", [9, 7])),
+    (tokens(opens=[OPEN], request_ids=b"odd"), Dropped("tokens", [7])),
+    (
+        text(started=[m.Started(3, 1, 0, 0, 0)], finishes=[m.Finish(4, m.FinishReason.STOP, None, 1)]),
+        Dropped("text_out", [9, 3, 4]),
+    ),
+    (m.TokenizeQuery(8, 3, m.TextPrompt("")), Dropped("tokenize", query_id=8, frontend=3)),
+    (m.DetokenizeQuery(8, 3, b"x"), Dropped("detokenize", query_id=8, frontend=3)),
+    (m.Tokenized(8, b"x"), Dropped("tokenized", query_id=8)),
+    (m.Detokenized(8, ""), Dropped("detokenized", query_id=8)),
+    (m.Reclaimed(8, None), Dropped("reclaimed", query_id=8)),
+    (plan(step=4, tables=2), Dropped("plan", step=4, tables=2)),
+    (result(step=4), Dropped("result", step=4)),
+]
+
+
+@pytest.mark.parametrize(("message", "expected"), CARRIED, ids=lambda each: type(each).__name__)
+def test_what_a_message_carried(message: Any, expected: Dropped) -> None:
+    assert carried_by(message) == expected
+    if any(not -(1 << 63) <= each < 1 << 64 for each in getattr(message, "request_ids", [])):
+        message.request_ids = expected.request_ids  # what no frame can hold
+    raw = codec.encode(message)
+    assert carried_by_bytes(raw, CARRIERS) == expected
+    assert carried_by_bytes(raw, [m.Live]) is None, (
+        "of a kind that is not for this process, nobody waits here"
+    )
+
+
+def test_every_kind_that_names_requests_is_known_or_left_out_for_a_reason() -> None:
+    """Whoever adds a message that carries a request decides here what becomes of it."""
+    naming = {
+        kind
+        for module in (m, s)
+        for kind in vars(module).values()
+        if isinstance(kind, type)
+        and issubclass(kind, msgspec.Struct)
+        and kind.__module__ == module.__name__
+        and kind.__struct_config__.tag is not None
+        and {"request_id", "request_ids", "query_id", "step"}.intersection(kind.__struct_fields__)
+    }
+    assert naming - set(CARRIERS) == {m.StopHit, m.Live, m.Unknown, m.Reclaim}
+    assert {type(message) for message, _ in CARRIED} == set(CARRIERS)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xc1",
+        codec.encode(m.Cancel([5], 0))[:-1],
+        msgspec.msgpack.encode({"submit": 5}),
+        msgspec.msgpack.encode(["submit"]),
+        msgspec.msgpack.encode(["submit", "five"]),
+        msgspec.msgpack.encode(["submit", True]),
+        msgspec.msgpack.encode(["submit", -5]),
+        msgspec.msgpack.encode(["cancel", [[], [[]], "x", None, 1.0]]),
+        msgspec.msgpack.encode([["submit"], 5]),
+        b"\x91" * 100_000,
+    ],
+)
+def test_of_noise_nothing_is_believed(payload: bytes) -> None:
+    assert carried_by_bytes(payload, CARRIERS) is None
+
+
+@pytest.fixture
+def bus(tmp_path: Path) -> Iterator[Bus]:
+    bus = Bus(tmp_path)
+    yield bus
+    bus.context.destroy(linger=0)
+
+
+def test_it_stands_in_its_place_and_is_recorded(bus: Bus, tmp_path: Path) -> None:
+    seen: list[bytes] = []
+    accepts: Any = m.Admit | m.Cancel
+    inbox: Inbox[Any] = Inbox(
+        bus,
+        address_of(tmp_path, CORE),
+        accepts,
+        makes_sense=Sense(config_of(tmp_path)).accepts,
+        tap=lambda payload: seen.append(bytes(payload)),
+    )
+    peers = Peers(bus)
+    peers.connect(CORE, inbox.address)
+    before, after = m.Cancel([1], 0), m.Cancel([2], 0)
+    untyped = msgspec.msgpack.encode(["admit", 6, "no bytes"])
+    peers.send(Role.CORE, 0, before)
+    peers.send(Role.CORE, 0, admit(request_id=5, prompt_ids=pack_i32([9])))
+    peers.send_payload(Role.CORE, 0, untyped)
+    peers.send_payload(Role.CORE, 0, codec.encode(Dropped("admit", [1])))
+    peers.send(Role.CORE, 0, after)
+    stranger = bus.context.socket(zmq.PUSH)
+    stranger.connect(inbox.address)
+    stranger.send(Seal(bytes(32)).close(untyped))
+    messages: list[Any] = []
+    while after not in messages or not inbox.rejected[Rejection.FORGED]:
+        messages += inbox.wait(1.0)
+    wanted = [before, Dropped("admit", [5]), Dropped("admit", [6]), after]
+    assert messages == wanted
+    assert seen == [codec.encode(message) for message in wanted]
+    assert inbox.rejected == {Rejection.FORGED: 1, Rejection.UNREADABLE: 2, Rejection.SENSELESS: 1}
+    stranger.close(linger=0)
+    peers.close()
+    inbox.close()
+
+
+def test_its_error_says_whose_fault_it_is() -> None:
+    error = Dropped("admit", [5]).error(Role.CORE)
+    assert (error.code, error.param) == (m.ErrorCode.INTERNAL, None)
+    assert "the core was sent a message (admit)" in error.message and "fault of the server" in error.message
