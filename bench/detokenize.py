@@ -3,7 +3,8 @@
     python -m bench.detokenize [--tokenizer FOLDER] [--rows 256] [--steps 400] [--repeats 7]
 
 Prints JSON. ``row_loop`` takes encoded `Tokens` messages (one new token for each of ``--rows`` requests) to encoded
-`Text` messages, as the process does, sockets left out. ``table_walk`` is the loop without decoding and encoding of
+`Text` messages, as the process does, sockets left out; ``row_loop_beside_logprobs`` is the same while one of the requests
+asked for log-probabilities. ``table_walk`` is the loop without decoding and encoding of
 messages. ``decode_stream`` is the tokenizers library's own incremental decoder on the same tokens, for comparison.
 Figures are medians over repeats.
 """
@@ -25,9 +26,10 @@ from tokenizers.decoders import DecodeStream
 from quintet.detokenizer_proc.incremental import PieceTable
 from quintet.detokenizer_proc.rows import Steps
 from quintet.detokenizer_proc.vocabulary import Vocabulary
-from quintet.wire.codec import encode, pack_i32, pack_i64, pack_u8
+from quintet.wire.codec import encode, pack_f32, pack_i32, pack_i64, pack_u8
 from quintet.wire.ids import RequestIds
 from quintet.wire.messages import Open, Tokens
+from quintet.wire.step import TokenLogprobs
 
 
 def token_stream(tokenizer: Tokenizer, rows: int, steps: int) -> list[list[int]]:
@@ -36,8 +38,8 @@ def token_stream(tokenizer: Tokenizer, rows: int, steps: int) -> list[list[int]]
     return [[ids[(row * 37 + step) % len(ids)] for row in range(rows)] for step in range(steps)]
 
 
-def messages(stream: list[list[int]], stop: list[str]) -> list[Tokens]:
-    """Return the step messages; the first one opens every request."""
+def messages(stream: list[list[int]], stop: list[str], *, with_logprobs: bool = False) -> list[Tokens]:
+    """Return the step messages; the first one opens every request. ``with_logprobs``: of the first request."""
     rows = len(stream[0])
     first = RequestIds(0, 1).take(rows)
     ids = range(first, first + rows)
@@ -53,6 +55,9 @@ def messages(stream: list[list[int]], stop: list[str]) -> list[Tokens]:
             pack_i32(tokens),
             pack_u8([0] * rows),
             pack_i32([-1] * rows),
+            [TokenLogprobs(0, 1, pack_i32([tokens[0], 5, 6]), pack_f32([-0.5, -1.0, -2.0]))]
+            if with_logprobs
+            else [],
         )
         for step, tokens in enumerate(stream)
     ]
@@ -87,6 +92,7 @@ def main() -> None:
     stream = token_stream(tokenizer, arguments.rows, arguments.steps)
     plain, stopping = messages(stream, []), messages(stream, ["\n\n\n\n\n", "<nowhere>"])
     frames = [encode(message) for message in plain]
+    beside = [encode(message) for message in messages(stream, [], with_logprobs=True)]
     decode = msgspec.msgpack.Decoder(Tokens).decode
 
     def walk(steps: list[Tokens]) -> None:
@@ -94,7 +100,7 @@ def main() -> None:
         for message in steps:
             state.apply(message)
 
-    def row_loop() -> None:
+    def row_loop(frames: list[bytes]) -> None:
         state = Steps(skipping, showing)
         for frame in frames:
             for _, text in state.apply(decode(frame)):
@@ -108,7 +114,8 @@ def main() -> None:
 
     num_tokens = arguments.rows * arguments.steps
     measured = {
-        "row_loop": row_loop,
+        "row_loop": lambda: row_loop(frames),
+        "row_loop_beside_logprobs": lambda: row_loop(beside),
         "table_walk": lambda: walk(plain),
         "table_walk_with_stop_strings": lambda: walk(stopping),
         "decode_stream": decode_stream,

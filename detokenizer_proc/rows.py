@@ -97,8 +97,10 @@ class Outbox:
 class OpenRequest(TextState):
     """A request's text and the outbox of the frontend that owns it."""
 
-    __slots__ = ("outbox",)
+    __slots__ = ("outbox", "prompt_offsets")
     outbox: Outbox
+    prompt_offsets: Sequence[int] | None
+    """Where each prompt token's text begins, once known; of an echoed prompt with log-probabilities, until it is told."""
 
 
 class Steps:
@@ -205,7 +207,7 @@ class Steps:
             if (
                 count == 1
                 and not finish
-                and not entries
+                and row not in entries
                 and request is not None
                 and request.num_tokens == first
                 and (piece := request.pieces[token_ids[start]]) is not None
@@ -245,6 +247,7 @@ class Steps:
         table = self._skipping if opened.skip_special_tokens else self._showing
         request = OpenRequest(opened, table, self._stops.automaton(opened.stop))
         request.outbox = self._outbox_of(request_id)
+        request.prompt_offsets = None
         self._open[request_id] = request
         outputs = unpack_i32(opened.output_ids)
         if request.hit is not None:  # in what the frontend has seen; the ending itself did not reach it
@@ -298,6 +301,7 @@ class Steps:
     def _tell_start(self, request: OpenRequest) -> None:
         if not request.started:
             request.outbox.started.append(_started(request))
+            request.prompt_offsets = None
             request.start()
 
     def _end(self, request: OpenRequest, finish: FinishReason, stop_id: int) -> None:
@@ -340,11 +344,10 @@ class Steps:
         if request is None or request.prompt_logprobs is None or request.started:
             return
         opened = request.opened
-        offsets = None
-        if opened.echo:
+        if opened.echo and request.prompt_offsets is None:
             table = self._skipping if opened.skip_special_tokens else self._showing
-            offsets = logprobs.prompt_offsets(table, unpack_i32(opened.prompt_ids))
-        logprobs.of_prompt(self._showing, entry, request.prompt_logprobs, offsets)
+            request.prompt_offsets = logprobs.prompt_offsets(table, unpack_i32(opened.prompt_ids))
+        logprobs.of_prompt(self._showing, entry, request.prompt_logprobs, request.prompt_offsets)
 
 
 def _started(request: OpenRequest) -> Started:

@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from quintet.frontend.dialects.openai_answer import Options
+from quintet.frontend.dialects.position import MAX_CHOICES
 from quintet.wire.config import EngineConfig
 from quintet.wire.messages import Claim
 
@@ -33,8 +34,9 @@ _decode = msgspec.msgpack.Decoder(Answer).decode
 
 
 def claim_for(answer: Answer, config: EngineConfig) -> Claim | None:
-    """Return what makes a streamed request resumable; None where that is switched off."""
-    if config.scheduler.resume_grace_s <= 0:
+    """Return what makes a streamed request resumable; None where that is switched off, or there are too many choices."""
+    num_choices = answer.num_prompts * answer.options.num_choices
+    if config.scheduler.resume_grace_s <= 0 or num_choices > MAX_CHOICES:
         return None
     return Claim(secrets.token_bytes(KEY_BYTES), _encode(answer))
 

@@ -16,7 +16,9 @@ from quintet.wire.params import shown
 
 _STREAM = re.compile(r"([0-9a-f]{1,16})-([0-9a-f]{32})")
 _CHOICE = re.compile(r"-|[0-9]{1,9}e?")
-MAX_CHARS = 1 << 16
+MAX_CHOICES = 32
+"""Streams of more have no ids: each event would name them all, and what a step writes would grow with their square."""
+MAX_CHARS = 16 * MAX_CHOICES
 USAGE = ".u"
 
 

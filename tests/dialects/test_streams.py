@@ -269,6 +269,19 @@ def test_every_event_says_where_its_reader_is(shared: Any, n: int) -> None:
         assert positions == ("1,0", "1,1", "2,1", "2,2", "3e,2", "3e,3e", "3e,3e.u")
 
 
+@pytest.mark.parametrize(
+    ("num_prompts", "n", "has_ids"), [(1, 32, True), (4, 8, True), (1, 33, False), (3, 100, False)]
+)
+def test_ids_do_not_grow_with_the_square_of_the_choices(
+    shared: Any, num_prompts: int, n: int, has_ids: bool
+) -> None:
+    body = {"prompt": ["x"] * num_prompts, "max_tokens": 12, "n": n, "stream": True}
+    reply = shared.ask("POST", C, body)
+    assert len(reply.events) >= 12 * n * num_prompts
+    assert ("x-stream-id" in reply.headers) == has_ids == bool(reply.event_ids)
+    assert len(reply.body) / len(reply.events) < 450
+
+
 def test_without_a_time_of_grace_events_have_no_ids(serve: Callable[..., Any]) -> None:
     server = serve(resume_grace_s=0.0)
     reply = server.ask("POST", C, {"prompt": "x", "max_tokens": 3, "stream": True})

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from quintet.detokenizer_proc import logprobs
 from quintet.detokenizer_proc.incremental import PieceTable
 from quintet.detokenizer_proc.rows import Steps
 from quintet.detokenizer_proc.vocabulary import Vocabulary
@@ -326,3 +327,45 @@ def test_prompt_logprobs_of_one_token_are_one_empty_place(steps: Steps) -> None:
     """No entry ever comes for it: the first token of a prompt has no probability."""
     text = only(steps, tokens((ONE, 0, [9], NONE), opens=[opening(prompt=[9], prompt_logprobs=True)]))
     assert text.started[0].prompt_logprobs == [None]
+
+
+def test_only_rows_with_logprobs_take_the_long_way(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = list(range(ONE, ONE + 8))
+    steps.apply(tokens(*((i, 0, [80], NONE) for i in ids), opens=[opening(i) for i in ids]))
+    taken: list[int] = []
+    long_way = Steps._apply_row
+
+    def counting(self: Steps, request: Any, *arguments: Any) -> None:
+        taken.append(request.opened.request_id)
+        long_way(self, request, *arguments)
+
+    monkeypatch.setattr(Steps, "_apply_row", counting)
+    entry = TokenLogprobs(3, 1, pack_i32([81]), pack_f32([-1.0]))
+    text = only(steps, tokens(*((i, 1, [81], NONE) for i in ids), logprobs=[entry]))
+    assert taken == [ids[3]]
+    assert list(text.request_ids) == ids
+    assert text.deltas == [text.deltas[0]] * 8 and text.deltas[0]
+    assert [(row.row, row.positions[0].chosen.token_id) for row in text.logprobs] == [(3, 81)]
+
+
+def test_where_prompt_tokens_begin_is_worked_out_once(
+    steps: Steps, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = tokenizer.encode("the quick brown fox jumps over the lazy dog").ids
+    lengths: list[int] = []
+    work_out = logprobs.prompt_offsets
+
+    def counting(table: PieceTable, prompt_ids: Sequence[int]) -> Sequence[int]:
+        lengths.append(len(prompt_ids))
+        return work_out(table, prompt_ids)
+
+    monkeypatch.setattr(logprobs, "prompt_offsets", counting)
+    opens = [opening(prompt=prompt, echo=True, prompt_logprobs=True)]
+    for i in range(1, len(prompt)):  # one token of the prompt in each step
+        chunk = PromptLogprobs(0, i, 1, pack_i32([1]), pack_i32([prompt[i]]), pack_f32([-1.0]))
+        steps.apply(tokens((ONE, 0, [], NONE), opens=opens if i == 1 else [], prompt_logprobs=[chunk]))
+    known = only(steps, tokens((ONE, 0, [9], NONE))).started[0].prompt_logprobs
+    assert known is not None
+    starts = [position.text_offset for position in known if position is not None]
+    assert starts == [len(tokenizer.decode(prompt[:i])) for i in range(1, len(prompt))]
+    assert lengths == [len(prompt)]
