@@ -11,9 +11,6 @@
 namespace qt {
 namespace {
 
-// Rows that a group should have: enough that loading a key costs little beside multiplying it, few enough that their scores
-// stay in the first-level cache, and that what single tokens do not see is not computed for them.
-constexpr index_t kWantedRows = 48;
 constexpr index_t kPiecesPerThread = 4;  // at least, for the threads to finish together
 
 index_t bytes_of(Dtype dtype) { return dtype == Dtype::fp32 ? 4 : dtype == Dtype::int8 ? 1 : 2; }
@@ -38,7 +35,7 @@ PagedKv paged(void* memory, Dtype dtype, index_t kv_heads, index_t head_dim, ind
 }
 
 // Whether VDPBF16PS multiplies faster than fp32 does. On AMD's Zen 4 and 5 twice as fast; on Intel's processors half as
-// fast (measured on Emerald Rapids: one in two cycles), there AMX is what bf16 is meant for. By vendor, not by measuring:
+// fast (measured on Emerald Rapids: one in two cycles); there the matrix unit has a kernel of its own, and no pairs. By vendor, not by measuring:
 // the same machine must always round alike. -1: not decided yet.
 int wants_pairs = -1;
 
@@ -60,15 +57,15 @@ class AttentionOp final : public Op {
  public:
   AttentionOp(const AttentionCall& call, Dtype dtype, index_t max_tokens) : call_(call) {
     const AttentionKernels& kernels = QT_CHOOSE(attention);
-    run_ = (call.kv.dtype == Dtype::int8 ? kernels.attend_bytes : kernels.attend)[int(dtype)];
-    if (call.kv.dtype == Dtype::bf16 && kernels.attend_in_pairs && pairs_wanted()) run_ = kernels.attend_in_pairs;
+    AttentionKernel kernel = (call.kv.dtype == Dtype::int8 ? kernels.attend_bytes : kernels.attend)[int(dtype)];
+    if (call.kv.dtype == Dtype::bf16 && kernels.attend_in_pairs.run && pairs_wanted()) kernel = kernels.attend_in_pairs;
+    run_ = kernel.run;
     call_.unit_heads = std::min(call.group, kMaxRows);
     call_.kv_head_units = (call.group + call_.unit_heads - 1) / call_.unit_heads;
     call_.partial_floats = kMaxRows * (call.kv.head_dim + 2);
-    call_.group_tokens = std::max(index_t(1), kWantedRows / call_.unit_heads);
+    call_.group_tokens = std::max(index_t(1), kernel.group_rows / call_.unit_heads);
     const index_t numbers = call_.group_tokens * call_.unit_heads * call.kv.head_dim;
-    most_groups_ = run_ == kernels.attend_in_pairs ? 1  // pairs are not widened: nothing to share
-                                                   : std::min(kMaxGroups, kMaxNumbers / numbers);
+    most_groups_ = std::min(kernel.most_groups, kMaxNumbers / numbers);
     pieces_.reserve(max_tokens);
   }
 

@@ -88,11 +88,17 @@ struct KvWriteCall {
   const KvWritePiece* pieces;
 };
 
+struct AttentionKernel {
+  void (*run)(const void* call, index_t begin, index_t end);  // null: not there
+  index_t group_rows;                                         // that a group should have
+  index_t most_groups;                                        // that one piece should compute, up to kMaxGroups
+};
+
 // Indexed by the activations' Dtype.
 struct AttentionKernels {
-  void (*attend[3])(const void* call, index_t begin, index_t end);
-  void (*attend_bytes[3])(const void* call, index_t begin, index_t end);  // int8 cache
-  void (*attend_in_pairs)(const void* call, index_t begin, index_t end);  // bf16 with VDPBF16PS; null: not there
+  AttentionKernel attend[3];
+  AttentionKernel attend_bytes[3];  // int8 cache
+  AttentionKernel attend_in_pairs;  // bf16 with VDPBF16PS
 };
 
 struct KvWriteKernels {

@@ -42,8 +42,30 @@ template <class DirectForm, bool kWidenable, bool kWithScales = false>
 struct Format {
   using Direct = DirectForm;
   using Word = typename Direct::Word;
-  static constexpr bool kWidens = kWidenable, kScaled = kWithScales;
+  struct Unit {};
+  static constexpr bool kWidens = kWidenable, kScaled = kWithScales, kInMatrices = false;
 };
+
+#if defined(QT_AMX)
+// bf16 or bytes on the matrix unit.
+template <class StoredNumber>
+struct Matrices {
+  using Stored = StoredNumber;
+  using Word = MatrixWord;
+  using Unit = MatrixUnit;
+  static constexpr bool kWidens = false, kScaled = std::is_same_v<Stored, std::int8_t>, kInMatrices = true;
+};
+
+// Queries as [rows][query_words], zeros after the last.
+void take_queries_of_matrix(const bf16* q, index_t q_stride, index_t head_dim, Group<MatrixWord>& group) {
+  const index_t row_words = query_words(head_dim);
+  for (index_t r = 0; r < group.rows; ++r) {
+    MatrixWord* to = group.queries + r * row_words;
+    std::memcpy(to, q + r / group.heads * q_stride + r % group.heads * head_dim, head_dim * 2);
+    std::memset(to + head_dim / 2, 0, (row_words - head_dim / 2) * 4);
+  }
+}
+#endif
 
 // Queries in register blocks of rows, one after another, each [words][rows].
 template <class Form, class Element>
@@ -136,8 +158,7 @@ void clear(Group<Word>& group, index_t head_dim) {
 // One chunk for all groups of a piece. before(g): called before group g's turn.
 template <class Format, class Before>
 void walk_chunk(const AttentionCall& call, const Walk& walk, Group<typename Format::Word>* groups, index_t num_groups,
-                bool wide, Scratch<typename Format::Word>& scratch, Before before) {
-  using Direct = typename Format::Direct;
+                bool wide, typename Format::Unit& unit, Scratch<typename Format::Word>& scratch, Before before) {
   const index_t head_dim = call.kv.head_dim;
   Prefetch prefetch;
   const Chunk chunk = chunk_of(call, walk, prefetch);
@@ -148,14 +169,23 @@ void walk_chunk(const AttentionCall& call, const Walk& walk, Group<typename Form
       std::memcpy(scratch.value_scales + chunk.begin + i * kTileKeys, scales + 64, 64);
     }
   index_t lines = 0;
+  if (Format::kInMatrices || (Format::kWidens && wide)) {
+    prefetch = Prefetch();
+    for (index_t i = 0; i < walk.after - walk.next; ++i) prefetch.add(walk.keys[1 - walk.turn][i], call.kv.tile_bytes);
+    lines = (walk.after - walk.next) * call.kv.tile_bytes / 64;
+  }
+  [[maybe_unused]] const char* columns[kChunkTiles];
+  if constexpr (Format::kInMatrices) {
+    lines = lines_per_step(lines, groups[0].rows, chunk.count, head_dim);
+    arrange_keys<typename Format::Stored>(chunk, head_dim, scratch.keys, columns);
+    arrange_values<typename Format::Stored>(chunk, head_dim, scratch.values);
+  }
   if constexpr (Format::kWidens)
     if (wide) {
-      prefetch = Prefetch();
-      for (index_t i = 0; i < walk.after - walk.next; ++i) prefetch.add(walk.keys[1 - walk.turn][i], call.kv.tile_bytes);
       index_t rows = 0;
       for (index_t g = 0; g < num_groups; ++g) rows += groups[g].rows;
-      lines = (walk.after - walk.next) * call.kv.tile_bytes / 64 * kWideRows / (2 * rows) + 1;
-      widen_chunk<Direct>(chunk, head_dim, scratch.keys, scratch.values);
+      lines = lines * kWideRows / (2 * rows) + 1;
+      widen_chunk<typename Format::Direct>(chunk, head_dim, scratch.keys, scratch.values);
     }
   for (index_t g = 0; g < num_groups; ++g) {
     Group<typename Format::Word>& group = groups[g];
@@ -174,9 +204,18 @@ void walk_chunk(const AttentionCall& call, const Walk& walk, Group<typename Form
                    lines, group.sums);
         continue;
       }
-    score_chunk<Direct>(group.queries, group.rows, head_dim, seen, scratch.scores);
-    soften<Format::kScaled, true>(call, walk.first_head, keys, group, scratch, prefetch);
-    weigh_chunk<Direct>(scratch.weights(), group.shrink, group.rows, seen, head_dim, group.sums);
+    if constexpr (Format::kInMatrices) {
+      score_matrix(unit, group.queries, group.rows, head_dim, columns, seen.count, prefetch, lines,
+                   scratch.scores + chunk.begin);
+      soften<Format::kScaled, true>(call, walk.first_head, keys, group, scratch, prefetch);
+      weigh_matrix(unit, scratch.weights(), group.shrink, group.rows, scratch.values, keys.begin, keys.end, head_dim, prefetch,
+                   lines, scratch.scores, group.sums);
+    } else {
+      using Direct = typename Format::Direct;
+      score_chunk<Direct>(group.queries, group.rows, head_dim, seen, scratch.scores);
+      soften<Format::kScaled, true>(call, walk.first_head, keys, group, scratch, prefetch);
+      weigh_chunk<Direct>(scratch.weights(), group.shrink, group.rows, seen, head_dim, group.sums);
+    }
   }
 }
 
@@ -252,6 +291,7 @@ void attend_unit(const AttentionCall& call, const AttentionPiece& piece, index_t
   Room& room = *(Room*)call.scratch(sizeof(Room));
   Group<Word>(&groups)[kMaxGroups] = room.groups;
   Scratch<Word>& scratch = room.scratch;
+  typename Format::Unit matrix;
   const index_t num_groups = (piece.count + call.group_tokens - 1) / call.group_tokens;
   const index_t heads = left < call.unit_heads ? left : call.unit_heads;
   const bool wide = Format::kWidens && piece.count * heads >= kWidenFrom;
@@ -274,7 +314,10 @@ void attend_unit(const AttentionCall& call, const AttentionPiece& piece, index_t
     const Element* q = (const Element*)call.q + group.token * call.q_stride + first_number;
     if constexpr (Format::kWidens)
       if (wide) take_queries_wide(q, call.q_stride, head_dim, group);
-    if (!wide) take_queries<typename Format::Direct>(q, call.q_stride, head_dim, group);
+    if constexpr (Format::kInMatrices)
+      take_queries_of_matrix(q, call.q_stride, head_dim, group);
+    else if (!wide)
+      take_queries<typename Format::Direct>(q, call.q_stride, head_dim, group);
   };
 
   float normalizer[kMaxRows];
@@ -297,13 +340,13 @@ void attend_unit(const AttentionCall& call, const AttentionPiece& piece, index_t
       if (g + 1 < num_groups)
         fetch_rows<false>((const Element*)call.q + first_number, call.q_stride, row_numbers, groups[g + 1]);
     }
-    if (wide && walk.next == walk.end)
+    if ((wide || Format::kInMatrices) && walk.next == walk.end)
       fetch_rows<true>((const Element*)call.out + first_number, call.out_stride, row_numbers, groups[g]);
   };
   while (walk.tile < walk.end) {
     walk.after = walk.next + kChunkTiles < walk.end ? walk.next + kChunkTiles : walk.end;
     locate(call.kv, piece.blocks, walk.kv_head, walk.next, walk.after, walk.keys[1 - walk.turn], walk.values[1 - walk.turn]);
-    walk_chunk<Format>(call, walk, groups, num_groups, wide, scratch, before);
+    walk_chunk<Format>(call, walk, groups, num_groups, wide, matrix, scratch, before);
     const index_t partition = walk.tile / kPartitionTiles;
     walk.tile = walk.next;
     walk.next = walk.after;
@@ -349,18 +392,33 @@ void attend(const void* description, index_t begin, index_t end) {
   }
 }
 
+// Rows that a group should have: enough that loading a key costs little beside multiplying it, few enough that their scores
+// stay in the first-level cache, and that what single tokens do not see is not computed for them.
+constexpr index_t kGroupRows = 48;
 using Bytes = Format<Singles<std::int8_t>, true, true>;
+
+template <class Format, class Element>
+constexpr AttentionKernel kSharing = {attend<Format, Element>, kGroupRows, kMaxGroups};
+#if defined(QT_AMX)
+template <class Stored>
+constexpr AttentionKernel kOfBf16 = {attend<Matrices<Stored>, bf16>, 2 * kBlock, kMaxGroups};
+#endif
 
 }  // namespace
 
 const AttentionKernels attention = {
-    .attend = {attend<Format<Halves, true>, bf16>, attend<Format<Singles<fp16>, true>, fp16>,
-               attend<Format<Singles<float>, true>, float>},
-    .attend_bytes = {attend<Bytes, bf16>, attend<Bytes, fp16>, attend<Bytes, float>},
-#if defined(__AVX512BF16__)
-    .attend_in_pairs = attend<Format<Pairs, false>, bf16>,
+#if defined(QT_AMX)
+    .attend = {kOfBf16<bf16>, kSharing<Format<Singles<fp16>, true>, fp16>, kSharing<Format<Singles<float>, true>, float>},
+    .attend_bytes = {kOfBf16<std::int8_t>, kSharing<Bytes, fp16>, kSharing<Bytes, float>},
 #else
-    .attend_in_pairs = nullptr,
+    .attend = {kSharing<Format<Halves, true>, bf16>, kSharing<Format<Singles<fp16>, true>, fp16>,
+               kSharing<Format<Singles<float>, true>, float>},
+    .attend_bytes = {kSharing<Bytes, bf16>, kSharing<Bytes, fp16>, kSharing<Bytes, float>},
+#endif
+#if defined(__AVX512BF16__) && !defined(QT_AMX)
+    .attend_in_pairs = {attend<Format<Pairs, false>, bf16>, kGroupRows, 1},  // pairs are not widened: nothing to share
+#else
+    .attend_in_pairs = {},
 #endif
 };
 

@@ -1,10 +1,11 @@
 // The softmax of attention: what the rows of a piece are while keys are walked, and scores to weights, chunk by chunk.
 //
-// Per score 8 operations on the ports that multiply: one fused multiply-add, 7 of them to raise 2; a maximum before and a sum
-// after. Beside them 2 * head_dim multiplications. Keys that a row does not see cost nothing, except in the vector where
+// Per score 8 operations on the ports that multiply: one fused multiply-add, 7 of them to raise 2 (5 where weights are bf16 for
+// the matrix unit, and 3 to round and pair them); a maximum before and a sum after. Beside them 2 * head_dim multiplications. Keys that a row does not see cost nothing, except in the vector where
 // the row's last key is, and where there is a window, a soft cap or ALiBi.
 #pragma once
 
+#include "attention_matrix.hpp"
 #include "attention_wide.hpp"
 
 namespace qt::QT_ISA {
@@ -14,8 +15,11 @@ constexpr float kLog2E = 1.44269504f;
 constexpr float kNothing = -__builtin_inff();
 
 // 2^x for x <= 1 within 2 units in the last place, exactly 1 for 0, 0 for -inf: x = n + r with r in [0, 1], 2^r by the
-// polynomial of degree 5 that has the least relative error (9e-8) among those that are 1 at 0.
+// polynomial of degree 5 that has the least relative error (9e-8) among those that are 1 at 0. Of degree 3 (9e-5): for what is
+// rounded to bf16 next.
+template <int kDegree = 5>
 QT_INLINE f32v power_of_two(f32v x) {
+  static_assert(kDegree == 3 || kDegree == 5);
 #if defined(__AVX512F__)
   const f32v r = _mm512_reduce_ps(x, 0x09);  // x - floor(x); 0 for -inf
 #else
@@ -23,11 +27,18 @@ QT_INLINE f32v power_of_two(f32v x) {
   const f32v n = round(x - all(0.5f));
   const f32v r = x - n;
 #endif
-  f32v p = all(0.00186713028f);
-  p = fma(p, r, all(0.00901702978f));
-  p = fma(p, r, all(0.0557999127f));
-  p = fma(p, r, all(0.240164444f));
-  p = fma(p, r, all(0.693151295f));
+  f32v p;
+  if constexpr (kDegree == 5) {
+    p = all(0.00186713028f);
+    p = fma(p, r, all(0.00901702978f));
+    p = fma(p, r, all(0.0557999127f));
+    p = fma(p, r, all(0.240164444f));
+    p = fma(p, r, all(0.693151295f));
+  } else {
+    p = all(0.0770670623f);
+    p = fma(p, r, all(0.227644965f));
+    p = fma(p, r, all(0.695116818f));
+  }
   p = fma(p, r, all(1.0f));
 #if defined(__AVX512F__)
   return _mm512_scalef_ps(p, x);  // p * 2^floor(x)
@@ -62,7 +73,7 @@ struct Group {
   alignas(64) float less[kMaxRows];          // `most`, or 0 while nothing was seen
   alignas(64) float normalizer[kMaxRows * kLanes];
   float* sums;                               // [rows][head_dim]
-  Word* queries;                             // in the order of attention_tiles.hpp or of attention_wide.hpp
+  Word* queries;                             // in the order of attention_tiles.hpp, _wide.hpp or _matrix.hpp
   float* total;                              // of the partitions before: [rows][head_dim + 2]
 };
 
@@ -70,13 +81,15 @@ struct Group {
 template <class Word>
 struct Scratch {
   static constexpr bool kInPlace = std::is_same_v<Word, float>;  // a weight takes its score's place
+  static constexpr index_t kPlane = kChunkKeys * kMaxHeadDim / (kInPlace ? 1 : 2);  // words
+  static constexpr bool kArranged = kInPlace || std::is_same_v<Word, MatrixWord>;
   alignas(64) float scores[kMaxRows * kChunkKeys];
   alignas(64) Word pairs[kInPlace ? 1 : kMaxRows * kChunkKeys / 2];
   alignas(64) float largest[kMaxRows * kLanes];  // score of a chunk, of the keys of a lane
   alignas(64) float key_scales[kChunkKeys];      // int8 cache
   alignas(64) float value_scales[kChunkKeys];
-  alignas(64) float keys[kInPlace ? kChunkKeys * kMaxHeadDim : 1];  // widened
-  alignas(64) float values[kInPlace ? kChunkKeys * kMaxHeadDim : 1];
+  alignas(64) Word keys[kArranged ? kPlane : 1];  // of a chunk: widened, or as the matrix unit reads them
+  alignas(64) Word values[kArranged ? kPlane : 1];
   alignas(64) float sums[kMaxNumbers];         // of all groups, as the two that follow
   alignas(64) Word queries[kMaxNumbers];
   alignas(64) float totals[kMaxNumbers + 2 * kMaxGroups * kMaxRows];
@@ -135,6 +148,37 @@ QT_INLINE Seen seen_of(const AttentionCall& call, bool biased, Keys keys, index_
   const index_t end = after < keys.end ? after : keys.end;
   const bool adjust_all = biased || (call.window && after - call.window > keys.begin);
   return {adjust_all ? keys.begin : end / kLanes * kLanes, (end + kLanes - 1) / kLanes * kLanes};
+}
+
+// A row's weights for the matrix unit: [keys / 32][16] words. Those of keys [begin, last) come from their scores, the others of
+// whole pairs of tiles are 0. Rounded to bf16, ties away from zero; what is rounded is added to the normalizer, a pair of
+// tiles after the other. kScaled: rounded with an int8 cache's scales, and added without both.
+template <bool kScaled>
+QT_INLINE f32v weigh_pairs_of_tiles(const float* scores, const float* scales, Keys keys, index_t last, float factor, f32v less,
+                                    f32v normalizer, MatrixWord* weights) {
+  const i32v high = all(std::int32_t(0xFFFF0000));
+  const auto weight = [&](index_t k) __attribute__((always_inline)) {
+    return power_of_two<3>(fma(load(scores + k), all(factor), -less));
+  };
+  const auto put = [&](index_t k, f32v first, f32v second) __attribute__((always_inline)) {
+    if constexpr (kScaled) {
+      normalizer = normalizer + (first + second);
+      first = first * load(scales + k);
+      second = second * load(scales + k + kTileKeys);
+    }
+    const i32v a = as_bits(first) + all(0x8000), b = as_bits(second) + all(0x8000);
+    if constexpr (!kScaled) normalizer = normalizer + (as_float(a & high) + as_float(b & high));
+    const i32v words = (i32v)((u32v)a >> 16) | (b & high);
+    std::memcpy(weights + k / 2, &words, sizeof words);
+  };
+  const f32v none = all(0.0f);
+  constexpr index_t step = 2 * kTileKeys;
+  index_t k = keys.begin / step * step;
+  if (k < keys.begin && keys.begin < last) put(k, none, weight(k + kTileKeys)), k += step;
+  for (; k + step <= last; k += step) put(k, weight(k), weight(k + kTileKeys));
+  if (k < last) put(k, weight(k), none), k += step;
+  for (; k < keys.end; k += step) std::memset(weights + k / 2, 0, step * 2);
+  return normalizer;
 }
 
 // Scores of a chunk to weights, and the rows' new state. kScaled: an int8 cache's scales belong to the scores and the weights.
@@ -206,6 +250,9 @@ void soften(const AttentionCall& call, index_t first_head, Keys keys, Group<Word
       for (index_t k = last; k < to; k += kLanes) store(weights + k, all(0.0f));
       const i32v ones = all(std::int32_t(0x3F803F80));
       for (index_t k = from; k < to; k += step) normalizer = dot_pairs(normalizer, load_bits(weights + k), ones);
+    } else if constexpr (std::is_same_v<Word, MatrixWord>) {
+      normalizer = weigh_pairs_of_tiles<kScaled>(scores, scratch.value_scales, keys, last, factor,
+                                                 less, normalizer, scratch.weights() + r * kChunkKeys / 2);
     } else {
       float* weights = scratch.weights() + r * kChunkKeys;
       for (index_t k = keys.begin; k < last; k += kLanes) {

@@ -75,6 +75,12 @@ struct Singles {
   QT_INLINE f32v multiply(f32v acc, Word factor, f32v vector) { return fma(all(factor), vector, acc); }
 };
 
+// Two bf16 of a row as the matrix unit takes them (attention_matrix.hpp): queries of two neighbouring dimensions, or the
+// weights of a key and of the one a tile further.
+struct MatrixWord {
+  std::uint32_t bits;
+};
+
 // Factor words for so many numbers of a row.
 template <class Form>
 QT_INLINE constexpr index_t words(index_t numbers) {
