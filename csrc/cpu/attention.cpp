@@ -35,8 +35,8 @@ PagedKv paged(void* memory, Dtype dtype, index_t kv_heads, index_t head_dim, ind
 }
 
 // Whether VDPBF16PS multiplies faster than fp32 does. On AMD's Zen 4 and 5 twice as fast; on Intel's processors half as
-// fast (measured on Emerald Rapids: one in two cycles); there the matrix unit has a kernel of its own, and no pairs. By vendor, not by measuring:
-// the same machine must always round alike. -1: not decided yet.
+// fast (measured on Emerald Rapids: one in two cycles); where they have a matrix unit, its kernels take their place. By
+// vendor, not by measuring: the same machine must always round alike. -1: not decided yet.
 int wants_pairs = -1;
 
 bool pairs_wanted() {

@@ -4,7 +4,7 @@
 // (token, head) rows that share every load of the cache. It walks the keys in chunks of 128: scores, the online softmax
 // (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018), weighted sum of the values, for one group
 // after another. Few rows are multiplied with the cache as it lies (attention_tiles.hpp), many with a chunk that was
-// widened to fp32 for all of them (attention_wide.hpp).
+// widened to fp32 for all of them (attention_wide.hpp). A matrix unit multiplies few and many alike (attention_matrix.hpp).
 //
 //   positions  0        128       256       384       512                      1024
 //   chunks     |---------|---------|---------|---------|---------| ...           |
@@ -18,11 +18,12 @@
 // whether an unseen key was added to a zero shows in the zero's sign.
 //
 // Weights are powers of two of (score - largest) * log2 e. Scores, weights and sums are fp32, whatever the cache holds;
-// where the processor's pairs of bf16 are faster than fp32 (attend_in_pairs), weights are rounded to bf16 for the
-// multiplication with the values, and it is the rounded ones that the normalizer sums: a true average of the values.
+// where the processor's pairs of bf16 are faster than fp32 (attend_in_pairs), and on the matrix unit, weights are rounded to
+// bf16 for the multiplication with the values, and it is the rounded ones that the normalizer sums: a true average of the
+// values. (On the matrix unit but for an int8 cache, where weights are rounded with the values' scales.)
 //
 // Per key and KV head in bf16: 4 * head_dim bytes, 4 * head_dim FLOPs and an exponential for each row. Limiter: memory
-// bandwidth for single tokens, the multiplications for prompts.
+// bandwidth for single tokens, the multiplications for prompts; with a matrix unit softmax as much as they.
 #include "attention_softmax.hpp"
 
 namespace qt::QT_ISA {

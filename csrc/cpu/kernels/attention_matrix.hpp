@@ -1,5 +1,5 @@
-// The multiplications of attention on the matrix unit (amx.hpp): up to 32 (token, head) rows times two tiles of keys, or weights
-// times the values of 16 dimensions. bf16 queries; the cache's numbers are bf16 or bytes, which bf16 holds exactly.
+// The multiplications of attention on the matrix unit (amx.hpp): up to 32 (token, head) rows times tiles of keys, or their
+// weights times values. Queries are bf16; the cache's numbers are bf16 or bytes, which bf16 holds exactly.
 //
 //              rows [up to 16][32 numbers]       columns [16 pairs][16][2], a kilobyte each
 //   scores     queries, dimensions 32 i ...      keys of tile t, dimensions 32 i ...
@@ -7,16 +7,17 @@
 //
 // Keys lie in a bf16 cache as the unit reads them; they are copied only where their dimensions do not fill the last step
 // (head_dim 16, 48, 80 ...: zeros follow) and where they are bytes. Values are copied always, once for all groups of a
-// piece: a tile has only 16 keys, half of what the unit multiplies in the same time. That copy costs 2 * head_dim lines a chunk,
-// beside 8 * head_dim cycles of multiplications for each 16 rows.
+// piece: a tile has only 16 keys, half of what the unit multiplies in the same time. The copy is 4 * head_dim lines of a
+// chunk, beside 8 * head_dim cycles of multiplications for each 16 rows.
 //
-// Order of summing, of every row alike: a score adds 32 dimensions a step, ascending, even ones apart from odd ones within the
-// step. A chunk's values are added from zero, two tiles a step, ascending, each tile's keys ascending and apart from the
-// other's; then this is added to the row's sum, which has been shrunk, in one rounding. What a tile that nobody sees holds is
-// multiplied by zero, or replaced by zeros where the piece does not walk it.
+// Order of summing, of every row alike: a score adds 32 dimensions a step, ascending, even ones apart from odd ones within
+// the step. A chunk's values are added from zero, two tiles a step, ascending, each tile's keys ascending and apart from the
+// other's; then this is added to the row's sum, which has been shrunk, in one rounding. What a tile holds that a row does not
+// see is multiplied by zero; where the piece does not walk it, zeros are.
 //
-// Limiter: a multiplication takes a cycle for each of its rows, and two by two registers read 4 kilobytes for 64 cycles. In between
-// the softmax needs about 6 cycles for 16 scores, 96 beside head_dim cycles of multiplications for 16 rows and a tile.
+// Limiter: a multiplication takes a cycle for each of its rows, and two by two registers read 4 kilobytes in 64 cycles. In
+// between the softmax needs some 6 cycles for 16 scores: 96 beside head_dim cycles of multiplications for 16 rows and a tile.
+// So with heads of 64 numbers it is softmax that limits, with 128 the two are about even.
 #pragma once
 
 #include "amx.hpp"
@@ -38,8 +39,8 @@ QT_INLINE void store(MatrixWord* to, i32v words) { std::memcpy(to, &words, sizeo
 // Words of a row of queries: whole steps.
 QT_INLINE index_t query_words(index_t head_dim) { return (head_dim + kAmxPairs - 1) / kAmxPairs * kStepWords; }
 
-// The unit with registers for up to two blocks of rows: sums 0 and 1 of the first block, 2 and 3 of the second (or of the first as
-// well), rows in 4 and 5, columns in 6 and 7.
+// The unit with registers for up to two blocks of rows: sums 0 and 1 of the first block, 2 and 3 of the second (or of the
+// first as well), rows in 4 and 5, columns in 6 and 7.
 class MatrixUnit {
  public:
   // Shapes for `rows` rows, at most two blocks.
@@ -54,11 +55,12 @@ class MatrixUnit {
     amx_.configure(shapes);
   }
 
-  // to [blocks of rows][V columns of 16] = sum over i ascending: rows, 32 numbers from word i * kStepWords on, times columns[v] +
-  // i * column_step. One block of rows, or two. Lines of the cache are brought closer meanwhile.
+  // to [blocks of rows][V columns of 16] = sum over i ascending: rows, 32 numbers from word i * kStepWords on, times
+  // columns[v] + i * column_step. One block of rows, or two. Lines of the cache are brought closer meanwhile.
   template <int Blocks, int V>
-  void multiply(const MatrixWord* rows, index_t row_words, const char* const* columns, index_t column_step, index_t steps,
-                Prefetch& prefetch, index_t lines, float* to, index_t to_stride) {
+  __attribute__((noinline)) void multiply(const MatrixWord* rows, index_t row_words, const char* const* columns,
+                                          index_t column_step, index_t steps, Prefetch& prefetch, index_t lines, float* to,
+                                          index_t to_stride) {
     static_assert(Blocks * V <= 4);
     each<Blocks, V>([&]<int C>(Number<C>) __attribute__((always_inline)) { amx_.zero<C>(); });
     for (index_t i = 0; i < steps; ++i) {
@@ -66,7 +68,7 @@ class MatrixUnit {
       amx_.load<4>(from, row_words * 4);
       if constexpr (Blocks > 1) amx_.load<5>(from + kBlock * row_words, row_words * 4);
       step<Blocks, V, 0>(columns, i * column_step);
-      prefetch.take(lines);
+      bring_closer(prefetch, lines);
     }
     each<Blocks, V>([&]<int C>(Number<C>) __attribute__((always_inline)) {
       constexpr int block = Blocks > 1 ? C / 2 : 0, v = C - 2 * block;
@@ -77,6 +79,9 @@ class MatrixUnit {
  private:
   template <int>
   struct Number {};
+
+  // Apart from the loops above, which need the registers.
+  __attribute__((noinline)) static void bring_closer(Prefetch& prefetch, index_t lines) { prefetch.take(lines); }
 
   // with(the number of each register of sums).
   template <int Blocks, int V, class With>
@@ -149,8 +154,9 @@ template <class Stored>
 QT_INLINE void arrange_values(const Chunk& chunk, index_t head_dim, MatrixWord* to) {
   const index_t begin = chunk.begin / kTileKeys, end = begin + chunk.count;
   for (index_t t = begin / 2 * 2; t < end; t += 2)
-    arrange_two<Stored>(t < begin ? kNoValues : chunk.values[t - begin], t + 1 < end ? chunk.values[t + 1 - begin] : kNoValues,
-                        head_dim, to + t / 2 * (head_dim / kLanes) * kOperandWords);
+    arrange_two<Stored>(t < begin ? kNoValues : chunk.values[t - begin],
+                        t + 1 < end ? chunk.values[t + 1 - begin] : kNoValues, head_dim,
+                        to + t / 2 * (head_dim / kLanes) * kOperandWords);
 }
 
 // Lines to bring closer with each step of `multiply`, so that all come in one chunk's time.
@@ -172,7 +178,8 @@ QT_INLINE void multiply_rows(MatrixUnit& unit, index_t rows, const MatrixWord* f
     for (; c + V <= count; c += V) {
       const char* columns[V];
       for (int v = 0; v < V; ++v) columns[v] = at(c + v);
-      unit.multiply<Blocks, V>(from, row_words, columns, column_step, steps, prefetch, lines, to + c * kAmxColumns, to_stride);
+      unit.multiply<Blocks, V>(from, row_words, columns, column_step, steps, prefetch, lines, to + c * kAmxColumns,
+                               to_stride);
     }
   };
   if (rows > kBlock) {
@@ -186,8 +193,8 @@ QT_INLINE void multiply_rows(MatrixUnit& unit, index_t rows, const MatrixWord* f
 }
 
 // scores [rows][kChunkKeys] of `count` tiles. queries: [rows][query_words].
-QT_INLINE void score_matrix(MatrixUnit& unit, const MatrixWord* queries, index_t rows, index_t head_dim, const char* const* keys,
-                            index_t count, Prefetch& prefetch, index_t lines, float* scores) {
+QT_INLINE void score_matrix(MatrixUnit& unit, const MatrixWord* queries, index_t rows, index_t head_dim,
+                            const char* const* keys, index_t count, Prefetch& prefetch, index_t lines, float* scores) {
   const index_t row_words = query_words(head_dim), steps = row_words / kStepWords;
   for (index_t row = 0; row < rows; row += 2 * kBlock)
     multiply_rows(
@@ -213,7 +220,8 @@ QT_INLINE void weigh_matrix(MatrixUnit& unit, const MatrixWord* weights, const f
     for (index_t r = 0; r < count; ++r) {
       const f32v shrunk = all(shrink[row + r]);
       float* sum = sums + (row + r) * head_dim;
-      for (index_t d = 0; d < head_dim; d += kLanes) store(sum + d, fma(load(sum + d), shrunk, load(added + r * head_dim + d)));
+      const float* more = added + r * head_dim;
+      for (index_t d = 0; d < head_dim; d += kLanes) store(sum + d, fma(load(sum + d), shrunk, load(more + d)));
     }
   }
 }

@@ -1,8 +1,9 @@
 // The softmax of attention: what the rows of a piece are while keys are walked, and scores to weights, chunk by chunk.
 //
-// Per score 8 operations on the ports that multiply: one fused multiply-add, 7 of them to raise 2 (5 where weights are bf16 for
-// the matrix unit, and 3 to round and pair them); a maximum before and a sum after. Beside them 2 * head_dim multiplications. Keys that a row does not see cost nothing, except in the vector where
-// the row's last key is, and where there is a window, a soft cap or ALiBi.
+// Per score 8 operations on the ports that multiply: one fused multiply-add, 7 of them to raise 2 (5 where weights are bf16
+// for the matrix unit, and 4 to round, add up and pair them); a maximum before and a sum after. Beside them 2 * head_dim
+// multiplications. Keys that a row does not see cost nothing, except in the vector where the row's last key is, and where
+// there is a window, a soft cap or ALiBi.
 #pragma once
 
 #include "attention_matrix.hpp"
