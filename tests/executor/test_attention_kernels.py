@@ -95,7 +95,9 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 def check(form: Format, out: torch.Tensor, expected: torch.Tensor, size: torch.Tensor) -> None:
     """``size``: the average magnitude of what was averaged."""
-    bound = size * UNIT[out.dtype] * (3 if form.rounds_weights else 1.05)  # 1.05: fp32 noise before the rounding
+    bound = (
+        size * UNIT[out.dtype] * (3 if form.rounds_weights else 1.05)
+    )  # 1.05: fp32 noise before the rounding
     error = (out.double() - expected).abs()
     assert (error <= bound).all(), f"{(error / bound).max()} times what is allowed"
 
