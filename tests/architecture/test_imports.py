@@ -30,7 +30,8 @@ def imports_of(path: Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno, alias.name
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: relative import; write it from quintet down"
-            yield node.lineno, str(node.module)
+            for alias in node.names:
+                yield node.lineno, f"{node.module}.{alias.name}"
 
 
 def all_imports(folder: str) -> Iterator[tuple[str, str]]:
@@ -46,6 +47,40 @@ def test_a_folder_imports_only_itself_and_what_is_below(folder: str) -> None:
         f"{where}: {name}"
         for where, name in all_imports(folder)
         if name.startswith("quintet") and (name.split(".")[1:2] or ["?"])[0] not in allowed
+    ]
+    assert strangers == []
+
+
+INNER = {
+    "core/kv": {"core.kv"},
+    "deploy/load_client": {"deploy.load_client"},
+    "deploy/resolve": {"deploy.resolve", "deploy.embedded", "process", "wire"},
+    "deploy/supervisor": {"deploy.supervisor", "deploy.embedded", "deploy.machine", "process", "wire"},
+    "executor/layers": {f"executor.{room}" for room in ("layers", "ops", "quant", "weights")} | {"wire"},
+    "executor/models": {f"executor.{room}" for room in ("models", "layers", "platforms", "quant", "weights")}
+    | {"wire"},
+    "executor/weights": {"executor.weights", "executor.ops", "wire"},
+}
+"""Rooms within rooms, and all that they may import: a model knows no kernel, a load client no server."""
+
+
+@pytest.mark.parametrize("folder", INNER)
+def test_inner_rooms_know_only_what_is_below_them(folder: str) -> None:
+    allowed = tuple(f"quintet.{room}" for room in INNER[folder])
+    strangers = [
+        f"{where}: {name}"
+        for where, name in all_imports(folder)
+        if name.startswith("quintet") and not f"{name}.".startswith(tuple(f"{room}." for room in allowed))
+    ]
+    assert strangers == []
+
+
+def test_nothing_that_is_installed_imports_tests_or_benchmarks() -> None:
+    strangers = [
+        f"{where}: {name}"
+        for folder in ("wire", "process", *PROCESSES, "deploy")
+        for where, name in all_imports(folder)
+        if name.split(".")[0] in {"tests", "bench"}
     ]
     assert strangers == []
 

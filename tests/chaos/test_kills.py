@@ -89,6 +89,7 @@ def test_a_killed_process_changes_no_byte(server: Server, asked: list[Asked], ca
     assert_same(server, calm, run, asked)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("role", ["tokenizer", "detokenizer", "core", "executor"])
 def test_a_stopped_process_is_replaced_and_changes_no_byte(
     server: Server, asked: list[Asked], calm: Run, role: str
@@ -100,6 +101,7 @@ def test_a_stopped_process_is_replaced_and_changes_no_byte(
     assert_same(server, calm, run, asked)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("first", ["tokenizer", "detokenizer", "core", "executor"])
 @pytest.mark.parametrize("second", ["core", "executor"])
 def test_two_at_once(server: Server, asked: list[Asked], calm: Run, first: str, second: str) -> None:
@@ -112,13 +114,14 @@ def test_two_at_once(server: Server, asked: list[Asked], calm: Run, first: str, 
     assert_same(server, calm, run, asked)
 
 
-@pytest.mark.parametrize("seed", [1])
-def test_twenty_kills_in_a_row(server: Server, seed: int) -> None:
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("num_kills", [5, pytest.param(20, marks=pytest.mark.whole)])
+def test_many_kills_in_a_row(server: Server, num_kills: int) -> None:
     """In any order and at any distance. A stream without a connection is known to the core alone: the two do not die together."""
-    rng = random.Random(seed)
-    asked = crowd(seed, NUM_STREAMS, (100, 200))
+    rng = random.Random(1)
+    asked = crowd(1, NUM_STREAMS, (100, 200))
     calm = asyncio.run(play(server.url, asked))
-    left = 20
+    left = num_kills
 
     def storm() -> Callable[[], Awaitable[None]]:
         async def disturb() -> None:
@@ -136,6 +139,7 @@ def test_twenty_kills_in_a_row(server: Server, seed: int) -> None:
         assert_same(server, calm, run, asked)
 
 
+@pytest.mark.drawn(1)
 def test_clients_that_are_cut_off_again_and_again_miss_nothing(server: Server) -> None:
     """Some go on at another frontend, some while their old connection still stands; no token is drawn twice."""
     asked = crowd(5, NUM_STREAMS, plain=True)

@@ -142,7 +142,7 @@ def test_work_without_progress_is_published_as_stalled(server: World) -> None:
 
 
 def test_a_stopped_process_is_named_then_dumped_and_replaced(server: World) -> None:
-    process = server.start(config=make_config(server.run_dir, stall_s=5.0))
+    process = server.start(config=make_config(server.run_dir, stall_s=3.0))
     server.expect("all_ready")
     os.kill(server.pids()["executor-0.1"], signal.SIGSTOP)
     told = server.expect("topology", seat_is("executor-0.1", "STALLED"))

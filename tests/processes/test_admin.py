@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -80,7 +81,11 @@ class Load:
 
 @pytest.fixture(scope="module")
 def undisturbed(server: Server) -> dict[int, str]:
-    return {number: text_of(server, number, threading.Event()) for number in range(NUM_STREAMS)}
+    with ThreadPoolExecutor(NUM_STREAMS) as threads:
+        numbers = range(NUM_STREAMS)
+        return dict(
+            enumerate(threads.map(lambda number: text_of(server, number, threading.Event()), numbers))
+        )
 
 
 @pytest.mark.parametrize("role", ["tokenizer", "detokenizer", "frontend", "executor", "core"])

@@ -29,6 +29,7 @@ def named(answer: dict[str, object]) -> list[str]:
     return [process["process"] for process in processes]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("role", ["executor", "core", "tokenizer", "detokenizer"])
 def test_a_stopped_process_is_named_and_then_replaced(role: str) -> None:
     with serve(*MOCK, "--stall-timeout", "5") as server:

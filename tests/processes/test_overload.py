@@ -59,7 +59,7 @@ def test_a_stream_past_its_deadline_ends_with_an_error_and_costs_nothing_more(se
 
 def test_the_hopeless_are_refused_at_once_and_the_others_finish(server: Server) -> None:
     with ThreadPoolExecutor(8) as pool:
-        longer = [pool.submit(ask, server, body(100)) for _ in range(8)]  # four rounds of two seconds
+        longer = [pool.submit(ask, server, body(60)) for _ in range(8)]  # four rounds of 1.2 seconds
         wait_until(lambda: server.gauge("quintet:num_requests_waiting") == 6, "a queue")
         status, headers, answer = ask(server, body(5, timeout=1.0))
         assert status == 429, answer  # who waits until the deadline gets 504

@@ -69,13 +69,11 @@ def taken_in_order(items: Iterable[pytest.Item], taken: set[pytest.Item]) -> lis
 def fast_suite(items: Sequence[pytest.Item], seed: int) -> list[pytest.Item]:
     """Return what the fast suite takes of these tests."""
     chosen: list[pytest.Item] = []
-    for function, group in itertools.groupby(items, function_of):
+    cheap = (item for item in items if item.get_closest_marker("whole") is None)
+    for function, group in itertools.groupby(cheap, function_of):
         combinations = list(group)
         rng = random.Random(f"{seed} {function}")
-        first = combinations[0]
-        if first.get_closest_marker("whole"):
-            continue
-        if drawn := first.get_closest_marker("drawn"):
+        if drawn := combinations[0].get_closest_marker("drawn"):
             (count,) = drawn.args
             chosen += rng.sample(combinations, min(count, len(combinations)))
         else:

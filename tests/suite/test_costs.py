@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -30,31 +28,15 @@ def test_skipped():
 """
 
 
-@pytest.mark.parametrize("parallel", [[], ["-n", "2"]])
-def test_counts_what_tests_and_their_processes_compute(tmp_path: Path, parallel: list[str]) -> None:
-    (tmp_path / "some").mkdir()
-    (tmp_path / "some/test_busy.py").write_text(BUSY)
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-p",
-            "tests.suite.draw",
-            "-p",
-            "tests.suite.costs",
-            *parallel,
-            "some",
-        ],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    rows = {
-        line.rsplit(maxsplit=3)[0]: line.split()[-3:] for line in done.stdout.splitlines() if line.strip()
-    }
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_counts_what_tests_and_their_processes_compute(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, workers: str
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    pytester.mkpydir("some").joinpath("test_busy.py").write_text(BUSY)
+    plugins = ("-p", "tests.suite.draw", "-p", "tests.suite.costs")
+    result = pytester.runpytest_subprocess(*plugins, "-n", workers, "some")
+    rows = {line.rsplit(maxsplit=3)[0]: line.split()[-3:] for line in result.outlines if line.strip()}
     num_tests, wall_s, processor_s = rows["some"]
     assert num_tests == "2"
     assert 0.7 <= float(processor_s) < 1.5

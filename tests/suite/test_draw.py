@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -29,8 +27,8 @@ def test_covered(letter, number, a, b):
 def test_drawn(letter, number):
     pass
 
-@pytest.mark.whole
-def test_slow():
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.whole)])
+def test_slow(size):
     pass
 
 def test_plain():
@@ -38,67 +36,62 @@ def test_plain():
 """
 
 
-def run(folder: Path, *options: str) -> list[str]:
+PLUGINS = [part for name in ("draw", "alone") for part in ("-p", f"tests.suite.{name}")]
+
+
+@pytest.fixture
+def file(pytester: pytest.Pytester) -> pytest.Pytester:
+    """A folder with the file."""
+    pytester.makepyfile(test_file=FILE)
+    return pytester
+
+
+def run(file: pytest.Pytester, *options: str) -> list[str]:
     """Run the file with the suite's own plugins; return which tests passed, in order."""
-    (folder / "test_file.py").write_text(FILE)
-    plugins = [part for name in ("draw", "alone", "costs") for part in ("-p", f"tests.suite.{name}")]
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-v",
-            "-c",
-            "/dev/null",
-            *plugins,
-            "-p",
-            "no:cacheprovider",
-            *options,
-        ],
-        cwd=folder,
-        env={"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = [line.split() for line in done.stdout.splitlines() if " PASSED" in line]
-    return [word.partition("::")[2] for line in lines for word in line if "::" in word]
+    passed, skipped, failed = file.inline_run(*PLUGINS, *options).listoutcomes()
+    assert not skipped and not failed
+    return [report.nodeid.partition("::")[2] for report in passed]
 
 
-def test_every_value_of_every_parameter_is_taken(tmp_path: Path) -> None:
-    taken = [name for name in run(tmp_path, "--seed", "1", str(tmp_path)) if "covered" in name]
+def test_every_value_of_every_parameter_is_taken(file: pytest.Pytester) -> None:
+    taken = [name for name in run(file) if "covered" in name]
     assert 5 <= len(taken) <= 10
     for value in ("x", "y", *map(str, range(5)), "1-1", "1-2", "2-1", "2-2"):
         assert any(value in name for name in taken), (value, taken)
 
 
-def test_marks_say_how_many_are_taken(tmp_path: Path) -> None:
-    taken = run(tmp_path, str(tmp_path))
+def test_marks_say_how_many_are_taken(file: pytest.Pytester) -> None:
+    taken = run(file)
     assert sum("test_drawn" in name for name in taken) == 2
+    assert sum("test_slow" in name for name in taken) == 1
     assert "test_plain" in taken
-    assert "test_slow" not in taken
 
 
-def test_the_whole_suite_takes_everything(tmp_path: Path) -> None:
-    assert len(run(tmp_path, "--whole", str(tmp_path))) == 2 * 5 * 4 + 2 * 5 + 2
+def test_the_whole_suite_takes_everything(file: pytest.Pytester) -> None:
+    assert len(run(file, "--whole")) == 2 * 5 * 4 + 2 * 5 + 3
 
 
-def test_a_seed_draws_the_same_again_and_workers_draw_alike(tmp_path: Path) -> None:
-    first, again = (run(tmp_path, "--seed", "7", str(tmp_path)) for _ in range(2))
-    assert first == again
-    assert sorted(run(tmp_path, "--seed", "7", "-n", "2", str(tmp_path))) == sorted(first)
-    assert len(run(tmp_path, "-n", "2", str(tmp_path))) > 5  # with a seed that nobody gave
+def test_a_seed_draws_the_same_again(file: pytest.Pytester) -> None:
+    assert run(file, "--seed", "7") == run(file, "--seed", "7")
+    assert len({tuple(run(file, "--seed", str(seed))) for seed in range(5)}) > 1
 
 
-def test_what_is_named_is_run(tmp_path: Path) -> None:
-    assert run(tmp_path, f"{tmp_path}/test_file.py::test_slow") == ["test_slow"]
-    assert len(run(tmp_path, "-k", "test_drawn", str(tmp_path))) == 10
+def test_workers_draw_alike(file: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or else pytest-xdist refuses to run them; with a seed that nobody gave."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    result = file.runpytest_subprocess(*PLUGINS, "-n", "2", "--tb", "short")
+    assert result.ret == 0
+    assert result.parseoutcomes()["passed"] > 5
 
 
-def test_a_share_of_a_file_is_one_test_at_least(tmp_path: Path) -> None:
-    assert len(run(tmp_path, "--whole", "--share", "0.5", str(tmp_path))) == 26
-    assert len(run(tmp_path, "--share", "0.001", str(tmp_path))) == 1
+def test_what_is_named_is_run(file: pytest.Pytester) -> None:
+    assert run(file, "test_file.py::test_slow") == ["test_slow[1]", "test_slow[2]"]
+    assert len(run(file, "-k", "test_drawn")) == 10
+
+
+def test_a_share_of_a_file_is_one_test_at_least(file: pytest.Pytester) -> None:
+    assert len(run(file, "--whole", "--share", "0.5")) == 26
+    assert len(run(file, "--share", "0.001")) == 1
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -1,0 +1,103 @@
+"""Functions mostly fit a screen, files mostly stay short. What is longer is named here, with its reason and its own bound.
+
+Bounds only sink: one that is not needed any more fails, so that it is taken out.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PRODUCT = (
+    "wire",
+    "process",
+    "frontend",
+    "tokenizer_proc",
+    "core",
+    "executor",
+    "detokenizer_proc",
+    "deploy",
+    "csrc",
+    "bench",
+)
+SUFFIXES = {".py", ".cpp", ".hpp", ".cu", ".cuh"}
+
+MAX_FUNCTION_LINES = 60
+MAX_FILE_LINES = 400
+MAX_TEST_FILE_LINES = 600
+"""A file of tests has one subject, and a case more is no idea more."""
+
+LONG_FILES = {
+    "core/engine.py": (460, "the core's doors: every message's handler in one place"),
+    "frontend/sessions.py": (440, "a session's whole life: submitted, streamed, resumed, ended"),
+}
+LONG_FUNCTIONS = {
+    "deploy/resolve/build.py: resolve": (120, "fills the whole configuration, a section after the other"),
+    "core/metrics.py: __init__": (85, "the table of the core's figures"),
+    "process/runtime.py: child_main": (70, "a process from its first line to its last, in order"),
+    "core/engine.py: admit": (70, "every reason to refuse a request, in the order in which they are tried"),
+    "executor/cuda/ops/rope_kv.py: rope_kv": (66, "checks of a kernel's dozen arguments, then one launch"),
+    "tests/dialects/conftest.py: step": (75, "an engine's answers to every kind of request"),
+    "tests/executor/test_ops.py: test_paged_attention": (70, "the reference beside what is tested"),
+    "tests/api/toy_server.py: toy_server": (70, "a server in one closure, as its client sees it"),
+}
+
+
+def sources(*folders: str) -> Iterator[Path]:
+    for folder in folders:
+        yield from (path for path in sorted((ROOT / folder).rglob("*")) if path.suffix in SUFFIXES)
+
+
+def file_lengths(*folders: str) -> dict[str, int]:
+    """By path from the root."""
+    return {str(path.relative_to(ROOT)): path.read_text().count("\n") for path in sources(*folders)}
+
+
+def function_lengths() -> dict[str, int]:
+    """By path and name; the longest of those of one name."""
+    lengths: dict[str, int] = {}
+    for path in sources(*PRODUCT, "tests"):
+        if path.suffix != ".py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(), str(path))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None
+                name = f"{path.relative_to(ROOT)}: {node.name}"
+                lengths[name] = max(lengths.get(name, 0), node.end_lineno - node.lineno + 1)
+    return lengths
+
+
+def too_long(lengths: dict[str, int], bound: int, exceptions: dict[str, tuple[int, str]]) -> list[str]:
+    """Say what is longer than it may be, and which exception is none any more."""
+    wrong = []
+    for name, lines in lengths.items():
+        allowed, _ = exceptions.get(name, (bound, ""))
+        if lines > allowed:
+            wrong.append(
+                f"{name}: {lines} lines, of {allowed}: split it by ideas, or name it here with a reason"
+            )
+    for name in exceptions:
+        if lengths.get(name, 0) <= bound:
+            wrong.append(f"{name}: within the bound of {bound} lines: take it out")
+    return wrong
+
+
+def test_files_stay_short() -> None:
+    assert too_long(file_lengths(*PRODUCT), MAX_FILE_LINES, LONG_FILES) == []
+
+
+def test_files_of_tests_stay_short() -> None:
+    assert too_long(file_lengths("tests"), MAX_TEST_FILE_LINES, {}) == []
+
+
+def test_functions_fit_a_screen() -> None:
+    assert too_long(function_lengths(), MAX_FUNCTION_LINES, LONG_FUNCTIONS) == []
+
+
+@pytest.mark.parametrize(("lines", "num_wrong"), [(60, 1), (61, 0), (70, 0), (71, 1)])
+def test_an_exception_has_a_bound_and_ends_when_it_is_not_needed(lines: int, num_wrong: int) -> None:
+    assert len(too_long({"a": lines, "b": 60}, 60, {"a": (70, "why")})) == num_wrong
