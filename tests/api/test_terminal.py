@@ -110,6 +110,17 @@ class Terminal:
             self._seen += os.read(self._main, 4096).decode()
         self._seen = self._seen.partition(words)[2]
 
+    def interrupt(self, words: str) -> None:
+        """Press Ctrl-C until ``words`` appear.
+
+        Python does not see a signal that comes between its last look and a call that blocks.
+        """
+        for _ in range(4):
+            self.process.send_signal(signal.SIGINT)
+            if select.select([self._main], [], [], 5)[0]:
+                break
+        self.expect(words)
+
     def type(self, line: str) -> None:
         os.write(self._main, f"{line}\n".encode())
 
@@ -132,8 +143,7 @@ def test_chat_in_a_terminal(server: ToyServer) -> None:
         terminal.expect("[3] you said again")
         terminal.type("hang")
         terminal.expect("[5] ")
-        terminal.process.send_signal(signal.SIGINT)
-        terminal.expect("(stopped)")
+        terminal.interrupt("(stopped)")
         terminal.type("still there?")
         terminal.expect("[7] you said still there?")
         terminal.type("/reset")

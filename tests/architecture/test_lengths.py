@@ -40,6 +40,7 @@ LONG_FUNCTIONS = {
     "deploy/resolve/build.py: resolve": (120, "fills the whole configuration, a section after the other"),
     "core/metrics.py: __init__": (85, "the table of the core's figures"),
     "process/runtime.py: child_main": (70, "a process from its first line to its last, in order"),
+    "bench/kernels/linear.py: measure": (70, "one measurement, from its arrays to its figures"),
     "core/engine.py: admit": (70, "every reason to refuse a request, in the order in which they are tried"),
     "executor/cuda/ops/rope_kv.py: rope_kv": (66, "checks of a kernel's dozen arguments, then one launch"),
     "tests/dialects/conftest.py: step": (75, "an engine's answers to every kind of request"),

@@ -27,6 +27,8 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     """A server with so little KV memory that requests push each other out."""
     with serve(*(MOCK if request.param == "mock" else REAL), *COMMON) as server:
         yield server
+        server.await_figures()
+        assert_empty(server)
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +146,7 @@ def test_clients_that_are_cut_off_again_and_again_miss_nothing(server: Server) -
     """Some go on at another frontend, some while their old connection still stands; no token is drawn twice."""
     asked = crowd(5, NUM_STREAMS, plain=True)
     calm = asyncio.run(play(server.url, asked))
+    server.await_figures()
     assert_empty(server)
     drawn = server.gauge("quintet:generation_tokens_total")
     rng = random.Random(5)

@@ -19,6 +19,8 @@ from typing import Any
 
 import psutil
 
+from quintet.process.runtime import METRICS_S
+
 READY = re.compile(r"Quintet is ready: (http://[\w.:\[\]]+)")
 
 
@@ -69,6 +71,18 @@ class Server:
         _, text = self.get("/metrics")
         values = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
         return sum(map(float, values)) if values else math.nan
+
+    def await_figures(self) -> None:
+        """Return once all figures are newer than this call: whoever counts tells them once a second, in a heartbeat."""
+        began_s = time.monotonic()
+
+        def all_told() -> bool:
+            asked_s = time.monotonic()
+            everyone = json.loads(self.get("/health?verbose")[1]).get("everyone", [])
+            newest_s = asked_s - began_s - METRICS_S
+            return bool(everyone) and all(each["heartbeat_age_s"] < newest_s for each in everyone)
+
+        wait_until(all_told, "heartbeats of everyone")
 
     def stop(self) -> int:
         """Drain and return the exit status."""
