@@ -50,7 +50,7 @@ class HttpFuzz:
                 if self._draw.random() < 0.3:
                     connection.shutdown(socket.SHUT_WR)
                 answer = connection.recv(4096)
-            except (TimeoutError, ConnectionError):
+            except OSError:  # it hung up, perhaps in this very moment
                 return
         if answer.startswith(b"HTTP/1.1 ") and answer[9:12].isdigit():
             status = int(answer[9:12])
