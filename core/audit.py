@@ -1,13 +1,14 @@
 """Do the core and its neighbours believe the same requests to be alive?
 
-Every few seconds each frontend names the choices that it waits for, and the core names to each detokenizer those that it
-keeps there. What only one side has may be on its way to the other; what only one side has in two accounts in a row is
-lost: it is counted, logged and given up, or sent again. Nothing is ever found unless there is a fault.
+Every few seconds each frontend names the choices that it waits for, to the core and, on the path that they took, through
+their tokenizers; the core names to each detokenizer those that it keeps there. What only one side has may be on its way to the
+other; what only one side has in two accounts in a row is lost: it is counted, logged and given up, or sent again. Nothing is
+ever found unless there is a fault.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 
@@ -42,10 +43,10 @@ class Auditors:
     """One `Auditor` per neighbour."""
 
     def __init__(self) -> None:
-        self._by_seat: dict[tuple[int, int], Auditor] = {}
+        self._by_seat: dict[tuple[Hashable, int], Auditor] = {}
 
-    def compare(self, seat: tuple[int, int], theirs: Sequence[int], ours: Iterable[int]) -> Differences:
-        """Compare the account of the process with this index and epoch; those of its predecessors are forgotten."""
+    def compare(self, seat: tuple[Hashable, int], theirs: Sequence[int], ours: Iterable[int]) -> Differences:
+        """Compare the account of the process at this place, in this epoch; those of its predecessors are forgotten."""
         if seat not in self._by_seat:
             self._by_seat = {other: a for other, a in self._by_seat.items() if other[0] != seat[0]}
             self._by_seat[seat] = Auditor()

@@ -290,6 +290,11 @@ class Engine:
         """Return the choices that have not ended."""
         return () if self.state is None else self.state.live
 
+    def is_alive(self, request_id: int, attempt: int) -> bool:
+        """Return whether a choice has come in this attempt, or a newer one, and has not ended."""
+        request = None if self.state is None else self.state.live.get(request_id)
+        return request is not None and request.attempt >= attempt
+
     def opened(self) -> list[tuple[int, int]]:
         """Return which detokenizer knows of which live choice."""
         live = () if self.state is None else self.state.live.values()

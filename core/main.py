@@ -10,16 +10,16 @@ from quintet.core.engine import Engine
 from quintet.core.metrics import CoreMetrics, S
 from quintet.core.outbox import Effects
 from quintet.process.runtime import Process, child_main
-from quintet.wire.codec import pack_i32, pack_i64, unpack_i32, unpack_i64
+from quintet.wire.codec import pack_i64, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig
 from quintet.wire.dropped import Dropped
 from quintet.wire.errors import ErrorCode
 from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of
-from quintet.wire.messages import Admit, Cancel, Failed, Live, Reclaim, StopHit, Unknown
+from quintet.wire.messages import Admit, Cancel, Failed, Handed, Live, Reclaim, StopHit, Unknown
 from quintet.wire.step import Capacity, StepResult
 from quintet.wire.supervision import SeatState, Topology
 
-Message = Admit | Cancel | StopHit | Reclaim | Live | Unknown | StepResult | Capacity
+Message = Admit | Cancel | StopHit | Reclaim | Live | Handed | Unknown | StepResult | Capacity
 
 AUDIT_NS = 5_000_000_000
 """Between two accounts to the detokenizers."""
@@ -38,6 +38,8 @@ class Core:
         self.metrics = CoreMetrics(self.process.metrics)
         self._span = self.process.span
         self._auditors = Auditors()
+        self._paths = Auditors()
+        """Of what took each path, a frontend's and a tokenizer's."""
         self._accounted_ns = 0
         self._reclaims: list[Reclaim] = []
         """Questions for requests whose last tokens are being drawn."""
@@ -131,6 +133,8 @@ class Core:
             self._reclaim(message, now)
         elif isinstance(message, Live):
             self._audit(message, now)
+        elif isinstance(message, Handed):
+            self._audit_path(message)
         elif isinstance(message, Unknown):
             self._tell_unknown(unpack_i64(message.request_ids))
         elif isinstance(message, Capacity):
@@ -165,16 +169,26 @@ class Core:
             self.process.peers.send(Role.FRONTEND, message.frontend, answer)
 
     def _audit(self, account: Live, now: int) -> None:
-        """Compare what a frontend waits for with what lives here."""
+        """Give up what lives here and a frontend does not wait for."""
         seat = account.sender.index, epoch_tag(account.sender.epoch)
-        ids, attempts = unpack_i64(account.request_ids), unpack_i32(account.attempts)
         ours = [request_id for request_id in self.engine.live_ids() if frontend_of(request_id) == seat]
-        differences = self._auditors.compare(seat, ids, ours)
-        arrived = {request_id for request_id, attempt in zip(ids, attempts, strict=True) if attempt >= 0}
-        unknown = [request_id for request_id in differences.unknown if request_id in arrived]
-        if differences.orphans:
-            self._note_differences("live here, and nobody waits for them", differences.orphans)
-            self._send(self.engine.drop(differences.orphans, now))
+        orphans = self._auditors.compare(seat, unpack_i64(account.request_ids), ours).orphans
+        if orphans:
+            self._note_differences("live here, and nobody waits for them", orphans)
+            self._send(self.engine.drop(orphans, now))
+
+    def _audit_path(self, account: Handed) -> None:
+        """Have what a frontend waits for sent again, if its tokenizer has passed it on and it did not come, or was lost."""
+        if self.engine.state is None or account.sender.index in self._early:
+            return  # what it names may wait here
+        ids, attempts = unpack_i64(account.request_ids), unpack_i32(account.attempts)
+        ours = [
+            request_id
+            for request_id, attempt in zip(ids, attempts, strict=True)
+            if self.engine.is_alive(request_id, attempt)
+        ]
+        path = (account.sender.index, account.tokenizer), epoch_tag(account.sender.epoch)
+        unknown = self._paths.compare(path, ids, ours).unknown
         if unknown:
             self._note_differences("waited for, and not alive", unknown)
             self._tell_unknown(unknown)
@@ -207,7 +221,7 @@ class Core:
         for seat in self.process.topology.seats:
             if seat.worker.role is Role.DETOKENIZER and seat.state is not SeatState.DOWN:
                 ids = kept.get(seat.worker.index, [])
-                account = Live(self.process.me, pack_i64(ids), pack_i32([0] * len(ids)))
+                account = Live(self.process.me, pack_i64(ids))
                 self.process.peers.send(Role.DETOKENIZER, seat.worker.index, account)
 
     def _plan(self) -> None:

@@ -55,7 +55,8 @@ class Dispatch:
                 self.queries.handle(message)
 
     def give_account(self) -> None:
-        """Tell the core what this seat waits for. To be called every `ACCOUNT_S`."""
+        """Tell the others what this seat waits for. To be called every `ACCOUNT_S`."""
         core = self.sessions.seats.pick(Role.CORE)
         if core is not None:
-            self._send(Role.CORE, core, self.sessions.account())
+            for role, index, account in self.sessions.accounts(core):
+                self._send(role, index, account)

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
+from quintet.frontend.accounts import Account, accounts_of
 from quintet.frontend.adoption import Seen, go_on, submission
 from quintet.frontend.backlog import Backlog
 from quintet.frontend.deadlines import DeadlineTimer, expired, was_too_late
 from quintet.frontend.placement import Placement, Send
 from quintet.frontend.session_metrics import SessionMetrics
 from quintet.frontend.streams import Batch, Choice, Delta, Mailbox, Stream
-from quintet.wire.codec import pack_i32, pack_i64, unpack_i32
+from quintet.wire.codec import unpack_i32
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import RequestIds, Role, WorkerId
@@ -29,7 +30,6 @@ from quintet.wire.messages import (
     Failed,
     Finish,
     FinishReason,
-    Live,
     Prompt,
     Reclaimed,
     Started,
@@ -41,6 +41,9 @@ from quintet.wire.params import SamplingParams, shown
 from quintet.wire.supervision import Topology
 
 __all__ = ["Batch", "Delta", "Mailbox", "Send", "Sessions", "Stream"]
+
+MAX_LOST = 3
+"""So often a request that nobody in the engine knows is sent again."""
 
 UNENCODABLE = (OverflowError, UnicodeEncodeError)
 """What encoding a message raises when the request holds what no message can."""
@@ -348,18 +351,19 @@ class Sessions:
             stream.is_posted = True
             stream.mailbox.post(stream)
 
-    def account(self) -> Live:
-        """Return what this seat waits for, for the core to compare."""
-        choices = self._live.values()
-        attempts = [choice.stream.attempt if choice.stream.started is not None else -1 for choice in choices]
-        return Live(self.me, pack_i64(choice.request_id for choice in choices), pack_i32(attempts))
+    def accounts(self, core: int) -> Iterable[Account]:
+        """Return what this seat waits for, for others to compare."""
+        return accounts_of(self.me, core, self._live.values())
 
     def send_again(self, request_ids: Sequence[int]) -> None:
         """Begin a new attempt at choices of which the engine knows nothing; those that were cancelled have ended."""
         choices = [self._live[request_id] for request_id in request_ids if request_id in self._live]
         for stream in dict.fromkeys(choice.stream for choice in choices):
+            stream.num_lost += 1
             if stream.is_cancelled:
                 self._abort_here(stream)
+            elif stream.num_lost > MAX_LOST:
+                self.give_up([stream.request_id], _lost_request())
             else:
                 self._placement.start_over(stream, Role.CORE)
         self._place_parked()
@@ -402,6 +406,14 @@ def _cannot_travel(error: Exception) -> RequestError:
         ErrorCode.INVALID,
         "The request holds a number of more than 64 bits, or text with a lone surrogate (half of a character), which "
         f"cannot be sent on: {shown(str(error))}.",
+    )
+
+
+def _lost_request() -> RequestError:
+    return RequestError(
+        ErrorCode.INTERNAL,
+        f"The request went missing inside the server {MAX_LOST + 1} times and is given up. This is a fault of the server: "
+        "please report it with the server's log.",
     )
 
 

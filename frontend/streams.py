@@ -162,7 +162,9 @@ class Stream:
         self.tokenizer: int | None = None
         """Index of the tokenizer that holds the request; None while parked."""
         self.attempt = 0
-        """How often its core or detokenizer was lost."""
+        """How often its core or detokenizer was lost, or it was itself."""
+        self.num_lost = 0
+        """How often nobody in the engine knew it."""
         self.num_placed = 0
         """Choices that count as work of its core and detokenizer."""
         self.is_encoding = False

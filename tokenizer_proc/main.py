@@ -18,14 +18,16 @@ import uvloop
 
 from quintet.process.runtime import Process, child_main
 from quintet.tokenizer_proc.encode import Encoder, load_encoder, size_of
-from quintet.wire.codec import encode, pack_i32, pack_i64, unpack_i64
+from quintet.wire.codec import encode, pack_i32, pack_i64, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig
 from quintet.wire.dropped import Dropped
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of
-from quintet.wire.messages import Admit, Cancel, Failed, Submit, Tokenized, TokenizeQuery, Unknown
+from quintet.wire.messages import Admit, Cancel, Failed, Handed, Submit, Tokenized, TokenizeQuery, Unknown
 from quintet.wire.metrics import COUNT_BUCKETS
 from quintet.wire.supervision import Drain, Drained, Topology
+
+Message = Submit | Cancel | Handed | TokenizeQuery
 
 INLINE_BYTES = 8 << 10
 """Prompts up to this size are encoded in the loop: a few milliseconds at most."""
@@ -55,7 +57,7 @@ class Tokenizer:
 
     def __init__(
         self,
-        process: Process[Submit | Cancel | TokenizeQuery],
+        process: Process[Message],
         encoder: Encoder,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
@@ -109,6 +111,8 @@ class Tokenizer:
             return
         index, tag = sender
         version = message.topology if isinstance(message, Submit) else 0
+        if isinstance(message, Handed) and (sender in self._early or self._is_unnamed(index, tag)):
+            return  # some of what it names waits here; the next account comes soon
         if sender in self._early or version > self._process.topology.version or self._is_unnamed(index, tag):
             self._keep(index, tag, message)
         else:
@@ -124,6 +128,18 @@ class Tokenizer:
             failed = Failed(request_id, error.code, error.message)
             self._refusals.append((*frontend_of(request_id), failed))
         self._send_refusals()
+
+    def _pass_on(self, account: Handed) -> None:
+        """Send on which requests have left for the core: all but those in lanes."""
+        ids, attempts = unpack_i64(account.request_ids), unpack_i32(account.attempts)
+        left = [
+            (request_id, attempt)
+            for request_id, attempt in zip(ids, attempts, strict=True)
+            if request_id not in self._owner
+        ]
+        account.request_ids = pack_i64(request_id for request_id, _ in left)
+        account.attempts = pack_i32(attempt for _, attempt in left)
+        self._process.peers.send(Role.CORE, account.core, account)
 
     def _keep(self, index: int, tag: int | None, message: msgspec.Struct) -> None:
         """Keep a message for the next topology, or only its refusal where too much is kept already."""
@@ -165,6 +181,8 @@ class Tokenizer:
                 self._submit(message)
             case Cancel():
                 self._cancel(message)
+            case Handed():
+                self._pass_on(message)
             case TokenizeQuery():
                 self._dispatch(
                     size_of(message.prompt),
@@ -331,6 +349,8 @@ def _sender(message: object) -> tuple[int, int | None] | None:
             return frontend_of(message.request_id)
         case Cancel(request_ids=[first, *_]):
             return frontend_of(first)
+        case Handed():
+            return message.sender.index, epoch_tag(message.sender.epoch)
         case TokenizeQuery():
             return message.frontend, None
         case _:
@@ -364,7 +384,7 @@ def prepare(config: EngineConfig) -> Encoder:
 
 def run(me: WorkerId, config: EngineConfig, encoder: Encoder) -> None:
     """Be the tokenizer at seat ``me`` until stopped; an exception of ours ends the process."""
-    process: Process[Submit | Cancel | TokenizeQuery] = Process(me, config, Submit | Cancel | TokenizeQuery)
+    process: Process[Message] = Process(me, config, Message)
     loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
     service = Tokenizer(process, encoder, loop)
     endings: list[BaseException] = []

@@ -17,7 +17,8 @@ COLUMNS: Mapping[type[msgspec.Struct], Mapping[str, str]] = {
     m.TokenPrompt: {"token_ids": "i"},
     m.Submit: {"output_ids": "i"},
     m.Admit: {"prompt_ids": "i", "output_ids": "i"},
-    m.Live: {"request_ids": "q", "attempts": "i"},
+    m.Live: {"request_ids": "q"},
+    m.Handed: {"request_ids": "q", "attempts": "i"},
     m.Unknown: {"request_ids": "q"},
     m.Open: {"prompt_ids": "i", "output_ids": "i"},
     m.Tokens: {

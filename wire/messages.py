@@ -186,7 +186,7 @@ class Reclaimed(msgspec.Struct, array_like=True, tag="reclaimed"):
 
 
 class Live(msgspec.Struct, array_like=True, tag="live"):
-    """An idle process tells another which requests it believes the two share, to find what either has lost.
+    """A process tells another which requests it believes the two share: what lives there beside, nobody waits for.
 
     Frontend -> core: the choices that it waits for. Core -> detokenizer: those that it keeps there.
     """
@@ -194,8 +194,21 @@ class Live(msgspec.Struct, array_like=True, tag="live"):
     sender: WorkerId
     request_ids: bytes
     """int64[K]"""
+
+
+class Handed(msgspec.Struct, array_like=True, tag="handed"):
+    """Frontend -> tokenizer -> core, on the path of the requests: choices that took it and that the frontend waits for.
+
+    The tokenizer leaves out what it still has. Of the others, what the core does not know in two accounts in a row is lost.
+    """
+
+    sender: WorkerId
+    tokenizer: int
+    core: int
+    request_ids: bytes
+    """int64[K]"""
     attempts: bytes
-    """int32[K]; -1 for one that may not have arrived yet."""
+    """int32[K]: the newest at each."""
 
 
 class Unknown(msgspec.Struct, array_like=True, tag="unknown"):

@@ -59,7 +59,10 @@ class Sense:
                 and _is_id(msg.rename_to)
             ),
             m.Reclaimed: self._reclaimed,
-            m.Live: lambda msg: _is_seat(msg.sender.index) and _ids_with_attempts(msg),
+            m.Live: lambda msg: _is_seat(msg.sender.index) and not len(msg.request_ids) % REQUEST_BYTES,
+            m.Handed: lambda msg: (
+                all(map(_is_seat, (msg.sender.index, msg.tokenizer, msg.core))) and _ids_with_attempts(msg)
+            ),
             m.Unknown: lambda msg: not len(msg.request_ids) % REQUEST_BYTES,
             m.Tokens: self._tokens,
             m.StopHit: _ids_with_attempts,
@@ -312,7 +315,7 @@ def _is_seat(index: int) -> bool:
     return 0 <= index < MAX_SEATS
 
 
-def _ids_with_attempts(msg: m.StopHit | m.Live) -> bool:
+def _ids_with_attempts(msg: m.StopHit | m.Handed) -> bool:
     return (
         not len(msg.request_ids) % REQUEST_BYTES
         and len(msg.attempts) * REQUEST_BYTES == len(msg.request_ids) * ID_BYTES

@@ -31,8 +31,8 @@ HEARD: dict[Role, tuple[type[msgspec.Struct], ...]] = {
         supervision.MetricsQuery,
         supervision.Command,
     ),
-    Role.TOKENIZER: (m.Submit, m.Cancel, m.TokenizeQuery),
-    Role.CORE: (m.Admit, m.Cancel, m.StopHit, m.Reclaim, m.Live, s.StepResult),
+    Role.TOKENIZER: (m.Submit, m.Cancel, m.Handed, m.TokenizeQuery),
+    Role.CORE: (m.Admit, m.Cancel, m.StopHit, m.Reclaim, m.Live, m.Handed, s.StepResult),
     Role.EXECUTOR: (s.StepPlan,),
     Role.DETOKENIZER: (m.Tokens, m.DetokenizeQuery, m.Live),
     Role.FRONTEND: (
@@ -93,7 +93,7 @@ class Frames:
             kind is m.Live
         ):  # from a process that is gone: one that is believed has everything dropped that it does not name
             count = self._draw.choice((0, 1, 5))
-            return m.Live(WorkerId(Role.CORE, 0, 0), self._draw.randbytes(8 * count), bytes(4 * count))
+            return m.Live(WorkerId(Role.CORE, 0, 0), self._draw.randbytes(8 * count))
         hints = typing.get_type_hints(kind)
         columns = COLUMNS.get(kind, {})
         rows = self._draw.choice((0, 1, 2, 5))

@@ -26,7 +26,18 @@ from quintet.wire.config import (
 )
 from quintet.wire.errors import ErrorCode
 from quintet.wire.ids import RequestIds, Role, WorkerId
-from quintet.wire.messages import Admit, Cancel, Claim, Failed, Reclaim, Reclaimed, Tokens, Unknown
+from quintet.wire.messages import (
+    Admit,
+    Cancel,
+    Claim,
+    Failed,
+    Handed,
+    Live,
+    Reclaim,
+    Reclaimed,
+    Tokens,
+    Unknown,
+)
 from quintet.wire.params import SamplingParams
 from quintet.wire.step import Capacity, StepPlan
 from quintet.wire.supervision import Heartbeat, Ready, Seat, SeatState, Stop, Topology
@@ -356,6 +367,51 @@ def test_the_cancel_of_an_unknown_request_is_answered(driven: Driven) -> None:
     neighbours.send(Cancel([request_id], 0))
     driven.deliver(3)
     assert neighbours.receive(FRONTEND) == Unknown(codec.pack_i64([request_id]))
+
+
+def handed(attempts: dict[int, int]) -> Handed:
+    return Handed(FRONTEND, 0, 0, codec.pack_i64(attempts), codec.pack_i32(attempts.values()))
+
+
+def test_a_request_that_never_arrived_is_found(driven: Driven) -> None:
+    """Its tokenizer says that it has left there; in the first account it may be an ending that is on its way."""
+    neighbours, ids = driven.neighbours, RequestIds(0, 1)
+    neighbours.bind(FRONTEND, Unknown)
+    neighbours.publish(EXECUTOR, DETOKENIZER, FRONTEND)
+    here, newer, lost, early = (ids.take() for _ in range(4))
+    named = {here: 0, newer: 1, lost: 0}
+    for _ in range(2):
+        neighbours.send(handed(named))  # before the capacity is known, everything waits
+    neighbours.send(Capacity(1, 32, 4, 8, 128))
+    for request_id in (here, newer):
+        neighbours.send(admit(request_id, PROMPT, 6))
+    for account in (named, {here: 0}, named, named):
+        neighbours.send(handed(account))
+    driven.deliver(10)
+    answer = neighbours.receive(FRONTEND)
+    assert answer == Unknown(codec.pack_i64([newer, lost])), "of one, the newest attempt did not come"
+    neighbours.send(msgspec.structs.replace(admit(early, PROMPT, 6), topology=9))
+    for _ in range(2):
+        neighbours.send(handed({early: 0}))
+    neighbours.send(Cancel([ids.take()], 0))
+    neighbours.publish(EXECUTOR, DETOKENIZER, FRONTEND)
+    driven.deliver(5)
+    assert neighbours.inboxes[FRONTEND].wait(0.05) == [], "what waits for a topology is not lost"
+
+
+def test_what_no_frontend_waits_for_is_given_up(driven: Driven) -> None:
+    neighbours, ids = driven.neighbours, RequestIds(0, 1)
+    neighbours.publish(EXECUTOR, DETOKENIZER, FRONTEND)
+    neighbours.send(Capacity(1, 32, 4, 8, 128))
+    kept, orphan = ids.take(), ids.take()
+    for request_id in (kept, orphan):
+        neighbours.send(admit(request_id, PROMPT, 6))
+    neighbours.send(Live(FRONTEND, codec.pack_i64([kept])))
+    driven.deliver(5)
+    assert driven.core.engine.num_live == 2
+    neighbours.send(Live(FRONTEND, codec.pack_i64([kept])))
+    driven.deliver(1)
+    assert list(driven.core.engine.live_ids()) == [kept]
 
 
 @pytest.mark.parametrize("kind", [Admit, Cancel])

@@ -182,7 +182,7 @@ class World:
         self.frontend = self.inbox(
             self.frontend_id, m.Text | m.Detokenized | m.Tokenized | m.Failed | m.Unknown
         )
-        self.core = self.inbox(self.core_id, m.Admit | m.Cancel | m.StopHit)
+        self.core = self.inbox(self.core_id, m.Admit | m.Cancel | m.Handed | m.StopHit)
         self.peers = Peers(self.bus)
         self.thread: threading.Thread | None = None
         self.backlogs: dict[str, deque[Any]] = {}

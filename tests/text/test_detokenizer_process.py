@@ -138,6 +138,8 @@ def test_what_is_too_much_to_wait_ends_with_an_error(
     world.send(row(ended, 0, [9], finish=m.FinishReason.LENGTH))
     world.send(row(lost, 1, [9], finish=m.FinishReason.LENGTH))  # crossed the core's hearing of it
     assert list(unpack_i64(world.wait(world.core, m.StopHit).request_ids)) == [lost]
+    world.send(m.DetokenizeQuery(1, 0, b""))
+    world.wait(world.frontend, m.Detokenized)  # in a batch with the topology, they would be delivered
     newcomer = WorkerId(Role.FRONTEND, 4, 1)
     inbox = world.inbox(newcomer, m.Text | m.Failed)
     try:

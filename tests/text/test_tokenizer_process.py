@@ -141,6 +141,30 @@ def test_cancelling_one_choice_in_a_lane_follows_the_admission(world: Any) -> No
     assert world.wait(world.core, (m.Admit, m.Cancel)).request_ids == [first + 1]
 
 
+def test_an_account_goes_on_without_what_is_here_still(world: Any) -> None:
+    """In lanes, or waiting for a topology; so the core knows all that it names, or it is lost."""
+    ids = RequestIds(0, 1)
+    big, small, lost = ids.take(2), ids.take(), ids.take()
+    world.send(submit(big, m.TextPrompt(BIG), n=2))
+    world.send(submit(small, m.TextPrompt("small")))
+    account = m.Handed(world.frontend_id, 0, 0, pack_i64([big, big + 1, small, lost]), pack_i32([0, 0, 2, 1]))
+    world.send(account)
+    left = msgspec.structs.replace(account, request_ids=pack_i64([small, lost]), attempts=pack_i32([2, 1]))
+    assert world.wait(world.core, m.Admit).request_id == small
+    assert world.wait(world.core, (m.Admit, m.Handed)) == left
+    assert world.wait(world.core, (m.Admit, m.Handed)).request_id == big
+    world.send(msgspec.structs.replace(submit(ids.take(), m.TextPrompt("early")), topology=2))
+    world.send(account)
+    world.publish(2, world.frontend_id, world.core_id)
+    world.send(account)
+    assert isinstance(world.wait(world.core, (m.Admit, m.Handed)), m.Admit)
+    assert isinstance(world.wait(world.core, (m.Admit, m.Handed)), m.Handed)
+    stranger = msgspec.structs.replace(account, sender=WorkerId(Role.FRONTEND, 4, 1))
+    world.send(stranger)
+    world.send(submit(small, m.TextPrompt("small")))
+    assert isinstance(world.wait(world.core, (m.Admit, m.Handed)), m.Admit)
+
+
 def test_cancel_of_an_admitted_request_goes_on_to_the_core(world: Any) -> None:
     request_id = RequestIds(0, 1).take()
     world.send(submit(request_id, m.TextPrompt("short")))

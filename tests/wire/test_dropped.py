@@ -71,7 +71,7 @@ def test_every_kind_that_names_requests_is_known_or_left_out_for_a_reason() -> N
         and kind.__struct_config__.tag is not None
         and {"request_id", "request_ids", "query_id", "step"}.intersection(kind.__struct_fields__)
     }
-    assert naming - set(CARRIERS) == {m.StopHit, m.Live, m.Unknown, m.Reclaim}
+    assert naming - set(CARRIERS) == {m.StopHit, m.Live, m.Handed, m.Unknown, m.Reclaim}
     assert {type(message) for message, _ in CARRIED} == set(CARRIERS)
 
 
