@@ -1,4 +1,4 @@
-"""HTTP/1.1 over asyncio, only what loading a server needs: keep-alive, chunked and sized bodies, one request at a time.
+"""HTTP/1.1 over asyncio, only what loading a server needs: keep-alive, one request at a time. httptools reads the answers.
 
 It knows nothing of what the bodies mean; a streamed body goes to a `Sink` piece by piece as it arrives.
 """
@@ -10,11 +10,10 @@ import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Protocol, cast
 from urllib.parse import urlsplit
 
-_MAX_HEAD_BYTES = 64 << 10
+import httptools
 
 
 class Sink(Protocol):
@@ -80,28 +79,22 @@ class Answer:
     """Whole, unless it went to a sink."""
 
 
-class _Part(Enum):
-    """Which part of the answer comes next."""
-
-    HEAD = 0
-    CHUNKS = 1
-    SIZED = 2
-    UNTIL_CLOSE = 3
-
-
 class Connection(asyncio.Protocol):
     """One TCP connection, carrying one request at a time."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._transport: asyncio.Transport | None = None
-        self._part = _Part.HEAD
-        self._pending = b""
-        self._left = 0
+        self._parser: httptools.HttpResponseParser | None = None
+        """Of the answer that is awaited. It calls the methods ``on_…``, nested in `data_received`."""
         self._status = 0
         self._sink: Sink | None = None
-        self._streaming = False
         self._body: list[bytes] = []
+        """What arrived and is not at the sink."""
+        self._streaming = False
+        self._has_length = False
+        self._has_head = False
+        self._is_whole = False
         self._keep = True
         self._done: asyncio.Future[Answer] | None = None
         self.num_exchanges = 0
@@ -116,7 +109,8 @@ class Connection(asyncio.Protocol):
         The future raises `ConnectionError` when the connection breaks first.
         """
         assert self._transport is not None and self._done is None, "one exchange at a time"
-        self._part, self._sink, self._streaming, self._body, self.heard = _Part.HEAD, sink, False, [], False
+        self._parser = httptools.HttpResponseParser(self)
+        self._sink, self._body, self.heard = sink, [], False
         self._done = self._loop.create_future()
         self.num_exchanges += 1
         self._transport.write(request)
@@ -137,126 +131,104 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
+    # --- called by the loop ---
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Take the transport (called by the loop)."""
+        """Take the transport."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's do not inherit from asyncio's
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The peer closed (called by the loop): the end of a body without a length, or a broken exchange."""
+        """The peer closed: the end of a body without a length, or a broken exchange."""
         self._transport = None
         if not self.lost.done():
             self.lost.set_result(None)
         if self._done is None:
             return
-        if self._part is _Part.UNTIL_CLOSE and exc is None:
+        if self._has_head and not self._has_length and exc is None:
             self._complete()
             return
         where = "in the middle of its answer" if self.heard else "before it answered"
         self._break(ConnectionResetError(f"the server closed the connection {where}"))
 
     def data_received(self, data: bytes) -> None:
-        """Take what arrived (called by the loop)."""
+        """Take what arrived."""
         now_s = time.perf_counter()
+        parser = self._parser
+        if parser is None:
+            self._keep = False  # nobody asked
+            return
         self.heard = True
-        if self._pending:
-            data, self._pending = self._pending + data, b""
+        error: Exception | None = None
         try:
-            if self._part is _Part.HEAD:
-                data = self._take_head(data)
-                if self._part is _Part.HEAD:
-                    self._pending = data
-                    return
-            if self._part is _Part.CHUNKS:
-                self._take_chunks(data, now_s)
-            elif self._part is _Part.SIZED:
-                self._take_sized(data, now_s)
-            elif data:
-                self._take_body(data, now_s)
-        except ProtocolError as error:
-            self._break(error)
+            parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as what:
+            error = what
+        if self._streaming and self._sink is not None and self._body:
+            self._sink.feed(b"".join(self._body), now_s)
+            self._body.clear()
+        if self._is_whole:
+            self._keep = self._keep and error is None
+            self._complete()
+        elif error is not None:
+            words = f"the peer does not speak HTTP/1.1: {error}; it sent {data[:60]!r}"
+            self._break(ProtocolError(words))
             self.close()
 
-    def _take_head(self, data: bytes) -> bytes:
-        """Read status line and headers when they are whole; return what follows them."""
-        end = data.find(b"\r\n\r\n")
-        if end < 0:
-            if len(data) > _MAX_HEAD_BYTES or not b"HTTP/1.".startswith(data[:7]):
-                raise ProtocolError(f"the peer does not speak HTTP/1.1: it sent {data[:60]!r}")
-            return data
-        lines = data[:end].split(b"\r\n")
-        status = lines[0].split(b" ", 2)
-        if not status[0].startswith(b"HTTP/1.") or len(status) < 2 or not status[1].isdigit():
-            raise ProtocolError(f"the peer does not speak HTTP/1.1: it sent {lines[0][:60]!r}")
-        rest = data[end + 4 :]
-        self._status = int(status[1])
-        if 100 <= self._status < 200:
-            return self._take_head(rest)
-        headers = {}
-        for line in lines[1:]:
-            name, _, value = line.partition(b":")
-            headers[name.strip().lower()] = value.strip().lower()
-        self._keep = headers.get(b"connection") != b"close" and status[0] == b"HTTP/1.1"
-        self._streaming = self._status == 200 and b"event-stream" in headers.get(b"content-type", b"")
-        if b"chunked" in headers.get(b"transfer-encoding", b""):
-            self._part = _Part.CHUNKS
-        elif b"content-length" in headers or self._status in {204, 304}:
-            length = headers.get(b"content-length", b"0")
-            if not length.isdigit():
-                raise ProtocolError(f"the peer sent the content length {length[:30]!r}")
-            self._part, self._left = _Part.SIZED, int(length)
-        else:
-            self._part, self._keep = _Part.UNTIL_CLOSE, False
-        return rest
+    # --- called by the parser ---
 
-    def _take_chunks(self, data: bytes, now_s: float) -> None:
-        position, size = 0, len(data)
-        while position < size:
-            line_end = data.find(b"\r\n", position)
-            if line_end < 0:
-                break
-            try:
-                length = int(data[position:line_end].partition(b";")[0], 16)
-            except ValueError:
-                raise ProtocolError(
-                    f"the peer sent the chunk size {data[position : position + 30]!r}"
-                ) from None
-            start = line_end + 2
-            end = start + length
-            if length == 0:
-                # "0 CRLF" is followed by trailer lines, if any, and an empty line
-                if data.startswith(b"\r\n", start) or data.find(b"\r\n\r\n", start) >= 0:
-                    self._complete()
-                    return
-                break
-            if size < end + 2:
-                break
-            self._take_body(data[start:end], now_s)
-            position = end + 2
-        self._pending = data[position:] if position else data
+    def on_message_begin(self) -> None:
+        """An answer begins."""
+        if self._is_whole:
+            self._keep = False  # one more than was asked for
+            return
+        self._streaming = self._has_length = self._has_head = False
 
-    def _take_sized(self, data: bytes, now_s: float) -> None:
-        self._left -= len(data)
-        if data:
-            self._take_body(data, now_s)
-        if self._left <= 0:
-            self._keep = self._keep and self._left == 0
-            self._complete()
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header of it."""
+        name = name.lower()
+        if name == b"content-type":
+            self._streaming = b"event-stream" in value.lower()
+        elif name in (b"content-length", b"transfer-encoding"):
+            self._has_length = True
 
-    def _take_body(self, payload: bytes, now_s: float) -> None:
-        if self._streaming and self._sink is not None:
-            self._sink.feed(payload, now_s)
-        else:
-            self._body.append(payload)
+    def on_headers_complete(self) -> None:
+        """Its headers are whole."""
+        if self._is_whole:
+            return
+        assert self._parser is not None
+        self._status, self._has_head = self._parser.get_status_code(), True
+        self._streaming = self._streaming and self._status == 200
+
+    def on_body(self, piece: bytes) -> None:
+        """A piece of its body, without the framing."""
+        if not self._is_whole:
+            self._body.append(piece)
+
+    def on_message_complete(self) -> None:
+        """It is whole, unless it only said that the answer will come."""
+        if self._status < 200:
+            self._has_head = False
+        elif not self._is_whole:
+            assert self._parser is not None
+            self._is_whole, self._keep = True, self._parser.should_keep_alive()
+
+    # --- the end of an exchange ---
 
     def _complete(self) -> None:
-        done, self._done, self._pending, self._part = self._done, None, b"", _Part.HEAD
+        done, self._done = self._done, None
+        self._rest()
         if done is not None and not done.done():
             done.set_result(Answer(self._status, b"".join(self._body)))
 
     def _break(self, error: ConnectionError) -> None:
         done, self._done, self._keep = self._done, None, False
+        self._rest()
         if done is not None and not done.done():
             done.set_exception(error)
+
+    def _rest(self) -> None:
+        self._parser = None
+        self._streaming = self._has_length = self._has_head = self._is_whole = False
 
 
 class Pool:

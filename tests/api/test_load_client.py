@@ -198,6 +198,35 @@ def test_connection_closed_while_idle_is_replaced() -> None:
     assert summary.num_completed == 4 and not summary.failures
 
 
+def test_a_connection_on_which_more_came_than_was_asked_for_is_given_up() -> None:
+    more = [chunked(*COMPLETION), chunked(*COMPLETION)[:40], chunked(*COMPLETION) + b"garbage"]
+    for extra in (b"".join(more[:2]), more[2]):
+        with toy_server(lambda *_, extra=extra: [extra]) as server:  # type: ignore[misc]
+            summary = summarise(run_load(load_of(server.url, num=3, concurrency=1)))
+        assert (summary.num_completed, summary.output_tokens, server.num_connections) == (3, 12, 3)
+
+
+@pytest.mark.parametrize(
+    ("wire", "words"),
+    [
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n", "does not speak HTTP/1.1"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: many\r\n\r\n", "does not speak HTTP/1.1"),
+        (
+            b"HTTP/1.1 101 Switching Protocols\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\n",
+            "does not speak HTTP/1.1",
+        ),
+        (b"HTTP/1.1 100 Continue\r\nConnection: close\r\n\r\n", "in the middle of its answer"),
+        (b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Le", "in the middle of its answer"),
+    ],
+)
+def test_what_is_no_answer_is_a_failure(wire: bytes, words: str) -> None:
+    with (
+        toy_server(lambda *_: [wire]) as server,
+        pytest.raises(ConnectionError, match=words),
+    ):
+        ask(Target.parse(server.url), "GET", "/")
+
+
 def test_poisson_arrivals_depend_on_the_seed_alone() -> None:
     first, again, other = (poisson_arrivals(4000, 50.0, seed) for seed in (1, 1, 2))
     assert first == again != other
