@@ -15,6 +15,10 @@
 //
 // Paired weights (gates and ups of a gated layer) have gate columns [32 t, 32 t + 32) in the first half of tile t and
 // the ups that go with them in the second.
+//
+// Where columns are few, K is cut into slices, so that many threads find work: the sum over a slice begins at zero, and an
+// output's total is ((slice 0 + slice 1) + slice 2) + ... A weight's slices follow from its shape alone (weight.cpp), so the
+// bits depend on neither rows nor threads. Exact sums of integers over all of k have no order, and need no care for it.
 #pragma once
 
 #include "dispatch.hpp"
@@ -38,10 +42,12 @@ struct Weight {
   index_t groups;       // how many; 1 without
   index_t group_bytes;  // from a group to the next
   index_t head_bytes;   // of a group, before its integers
+  // k [i * slice_depth, (i + 1) * slice_depth) are slice i; the last may be shorter. A multiple of 256, and so of whole groups
+  index_t slices, slice_depth;
 };
 
-// One multiplication. Item i of its work is panel i / parts, part i % parts: rows [panel * panel_rows, ...) by `width`
-// columns of one tile.
+// One multiplication. Its work's items are slices of panels of parts: the first of k, or all of it, for rows
+// [panel * panel_rows, ...) by `width` columns of one tile, then other columns, other rows, the next slice. See item_of.
 struct LinearCall {
   const Weight* weight;
   Dtype dtype;  // of x, bias, residual, y
@@ -59,8 +65,25 @@ struct LinearCall {
   index_t prepared_stride;  // bytes from a row to the next
   index_t x_group;          // of k that share a scale of x (integers only)
   // how it is split
-  index_t panel_rows, panels, width, parts, threads;
+  index_t panel_rows, panels, width, parts, items, threads;
+  // Whether each slice is an item of its own. It leaves its sums in `partials`; who brings an output's last one adds them up
+  // and finishes. Otherwise an item has all slices in turn.
+  bool sliced;
+  float* partials;         // [slices][tiles][rows][64]
+  std::uint32_t* pending;  // [panels][parts]: slices that are there; zeros before and after
 };
+
+// The columns of one item, its rows, and its k. Columns [from, to) of the tile; of `spans` = 2 (narrow items of paired weights)
+// the ups that go with these gates as well: [from + 32, to + 32).
+struct LinearItem {
+  index_t tile, from, to, spans;
+  index_t row, rows;  // of x and y
+  index_t slice;      // of a sliced call
+  index_t k, k_end;
+  index_t output;     // which of `pending`
+};
+
+LinearItem item_of(const LinearCall& call, index_t item);
 
 struct Preparation {
   index_t from_rows;  // fewer rows need none

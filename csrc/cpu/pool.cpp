@@ -179,22 +179,28 @@ bool Pool::take(Progress& progress, std::uint32_t run, const Work& work, int thr
 // Finds the next work after `after` that reads much memory, and what this thread reads of it first.
 void Pool::look_ahead(Ahead& ahead, index_t after, int thread) const {
   index_t next = after + 1;
-  while (next < length_ && list_[next].memory == nullptr) ++next;
+  while (next < length_ && (list_[next].region == nullptr || list_[next].count == 0)) ++next;
   if (next == ahead.work) return;
-  ahead = {next, nullptr, nullptr};
+  ahead = {.work = next};
   if (next >= length_ || thread >= kFirsts) return;
   const Work& work = list_[next];
-  const index_t first = size_of_piece(work, work.count), begin = thread * first;
-  if (begin >= work.count) return;
-  ahead.at = work.memory + begin * work.piece_bytes;
-  ahead.end = ahead.at + least(least(first, work.count - begin) * work.piece_bytes, kAheadBytes);
+  const index_t first = size_of_piece(work, work.count);
+  ahead.piece = thread * first, ahead.pieces_end = least(ahead.piece + first, work.count);
+  ahead.bytes = kAheadBytes;
 }
 
 void Pool::wait_for(Progress& progress, Ahead& ahead) const {
-  while (ahead.at < ahead.end) {
+  while (ahead.bytes > 0) {
     if (progress.left.load(std::memory_order_acquire) == 0) return;
-    for (index_t line = 0; line < kLinesAtOnce && ahead.at < ahead.end; ++line, ahead.at += kLine)
-      __builtin_prefetch(ahead.at, 0, 2);
+    if (ahead.left.lines == 0) {
+      if (ahead.piece >= ahead.pieces_end) break;
+      ahead.left = list_[ahead.work].region(list_[ahead.work].call, ahead.piece++);
+    }
+    for (index_t line = 0; line < kLinesAtOnce && ahead.left.lines > 0; ++line) {
+      __builtin_prefetch(ahead.left.memory + ahead.at, 0, 2);
+      ahead.at += kLine, ahead.bytes -= kLine;
+      if (ahead.at >= ahead.left.bytes) ahead.left.memory += ahead.left.stride, --ahead.left.lines, ahead.at = 0;
+    }
   }
   for (std::uint32_t left; (left = progress.left.load(std::memory_order_acquire)) != 0;) wait_while(progress.left, left);
 }

@@ -44,8 +44,9 @@ class Pool {
 
   // How far a thread has fetched what it will take first of a coming work.
   struct Ahead {
-    index_t work = -1;
-    const char *at = nullptr, *end = nullptr;
+    index_t work = -1, piece = 0, pieces_end = 0;
+    Region left{};
+    index_t at = 0, bytes = 0;  // in the first line of what is left of the piece; that may still be fetched
   };
 
   void work(int thread);

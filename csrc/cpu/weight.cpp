@@ -9,7 +9,23 @@ namespace {
 
 constexpr int kInt4WithZeros = 5;  // a format code of the C functions: int4 whose groups have zero points
 
+// Slices of k (linear.hpp): so many that the narrowest items are at least this many, where depth allows. 64 threads then have
+// four or five each, and who has one more than others is not much behind.
+constexpr index_t kFewestItems = 288;
+constexpr index_t kSliceStep = 256;  // of k; whole groups of scales, of weights as of x
+constexpr index_t kFewestSliceBytes = 8 << 10;  // that such an item reads: less is not worth a piece of work
+constexpr index_t kNarrowest = 16;   // columns of an item; of gates and of ups
+
 index_t rounded_up(index_t value, index_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+void cut_depth(Weight& weight) {
+  const index_t items = weight.tiles * (weight.paired ? kPairedColumns : kTileColumns) / kNarrowest;
+  const index_t wanted = (kFewestItems + items - 1) / items, depth = weight.depth / wanted / kSliceStep * kSliceStep;
+  const index_t bits = weight.format == Dtype::int4 ? 4 : weight.format == Dtype::int8 ? 8 : 16;  // of a number
+  const index_t fewest = kFewestSliceBytes * 8 / bits / kNarrowest;
+  weight.slice_depth = wanted == 1 || weight.depth <= fewest ? weight.depth : depth < fewest ? fewest : depth;
+  weight.slices = (weight.depth + weight.slice_depth - 1) / weight.slice_depth;
+}
 
 // Everything but the memory. False where the arguments describe no weight.
 bool describe(int format, index_t columns, index_t depth, index_t group, bool paired, Weight& weight) {
@@ -20,6 +36,7 @@ bool describe(int format, index_t columns, index_t depth, index_t group, bool pa
   if (format < 0 || format > kInt4WithZeros || columns < 1 || depth < 1 || (paired && columns % 2)) return false;
   weight.tiles = paired ? rounded_up(columns / 2, kPairedColumns) / kPairedColumns
                         : rounded_up(columns, kTileColumns) / kTileColumns;
+  cut_depth(weight);
   weight.groups = 1;
   switch (weight.format) {
     case Dtype::bf16: weight.tile_bytes = rounded_up(depth, 2) * kTileColumns * 2; return group == kWholeDepth;

@@ -17,6 +17,12 @@ enum class Dtype : int { bf16 = 0, fp16 = 1, fp32 = 2, int8 = 3, int4 = 4 };
 enum class Activation : int { none = 0, silu = 1, gelu_tanh = 2, gelu = 3, relu = 4 };
 inline constexpr int kActivations = 5;
 
+// What a piece reads: `lines` runs of `bytes`, `stride` bytes from one to the next.
+struct Region {
+  const char* memory;
+  index_t bytes, stride, lines;
+};
+
 // Pieces [0, count) of one call. Which thread does which piece, and in which order, is not fixed; so what a piece writes
 // must depend on nothing but the piece, and no two may write the same place.
 struct Work {
@@ -24,10 +30,11 @@ struct Work {
   index_t grain = 1;  // consecutive pieces a thread takes at a time, at most
   void (*run)(const void* call, index_t begin, index_t end) = nullptr;
   const void* call = nullptr;  // the kernel's own description, alive until the work is done
-  // Memory that piece i reads from `memory + i * piece_bytes` on, if it is much: a thread that waits for an earlier work
-  // fetches the beginning of what it will take.
-  const char* memory = nullptr;
-  index_t piece_bytes = 0;
+  // What a piece reads, if it is much: a thread that waits for an earlier work fetches the beginning of what it will take.
+  Region (*region)(const void* call, index_t piece) = nullptr;
+  // What a piece costs beside others of the step, in about the time of a multiplication and addition; null: all alike, next
+  // to nothing. Whoever asks how works are balanced reads it; running does not.
+  index_t (*cost)(const void* call, index_t piece) = nullptr;
 };
 
 }  // namespace qt

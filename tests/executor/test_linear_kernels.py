@@ -271,6 +271,47 @@ def test_the_same_bits(weight_format: WeightFormat, group: int, dtype: torch.dty
             assert torch.equal(bits(part), whole[begin:end])
 
 
+@pytest.mark.parametrize("threads", [1], indirect=True)
+@pytest.mark.parametrize(("weight_format", "group", "dtype", "eight"), ALL_FORMATS)
+@pytest.mark.parametrize("paired", [False, True])
+def test_the_same_bits_however_depth_is_cut(
+    weight_format: WeightFormat, group: int, dtype: torch.dtype, eight: bool, paired: bool
+) -> None:
+    """Narrow and deep, so that k has slices: one item's, or items of their own where threads want them; tiles whole and cut."""
+    columns, depth = 140, 1100
+    activation = Activation.SILU_AND_MUL if paired else Activation.NONE
+    packed = pack(noise(columns, depth, dtype=dtype), weight_format, group, paired)
+    x, bias = noise(200, depth, dtype=dtype, seed=1), noise(columns, dtype=dtype, seed=2)
+    residual = None if paired else noise(200, columns, dtype=dtype, seed=3)
+
+    def compute(rows: int) -> torch.Tensor:
+        part = None if residual is None else residual[:rows]
+        return bits(packed.linear(x[:rows], bias, part, activation=activation, int8_activations=eight))
+
+    whole = compute(200)
+    for count in (1, 2, 3, 8, 32):
+        set_threads(count)
+        for rows in (1, 2, 3, 5, 12, 13, 33, 64, 65, 130, 200):
+            assert torch.equal(compute(rows), whole[:rows]), (count, rows)
+
+
+@pytest.mark.parametrize("threads", [1, 32], indirect=True)
+@floats
+def test_a_sum_is_its_slices_one_after_another(dtype: torch.dtype, threads: int) -> None:
+    """((first + second) + third) ...: each of 256 k and begun at zero, as a weight of that depth alone has it, in fp32."""
+    library = open_library()
+    assert library is not None
+    columns, depth = 100, 1100
+    weight, x = noise(columns, depth, dtype=dtype), noise(3, depth, dtype=dtype, seed=1)
+    packed = pack(weight)
+    declare(library, "qt_weight_set_dot", ctypes.c_void_p, ctypes.c_int)(packed.handle, 0)
+    total = torch.zeros(3, columns)
+    for begin in range(0, depth, 256):
+        part = slice(begin, begin + 256)
+        total = total + pack(weight[:, part].float()).linear(x[:, part].float())
+    assert torch.equal(bits(packed.linear(x)), bits(total.to(dtype)))
+
+
 @integers
 def test_integers_have_the_bits_of_exact_sums(weight_format: WeightFormat, group: int) -> None:
     """One group of k: the result is a product of exact integers, scaled. So it is the same on every instruction set."""

@@ -1,6 +1,6 @@
 // y[M, N] = x[M, K] · W[N, K]ᵀ in bf16, fp16 or fp32, accumulated in fp32.
 //
-// A thread owns 64 columns (a tile; 32 or 16 where tiles are few) for a panel of up to 192 rows. K goes in pieces, a
+// A thread owns 64 columns (a tile; 32 or 16 where tiles are few) for a panel of up to 192 rows, and all slices of k or one. K goes in pieces, a
 // piece in blocks of columns, a block in units of rows: one unit's sums of one block stay in registers over the piece
 // (AVX-512: 12 rows x 32 columns, 24 registers) and wait in between as fp32. For each step of k a unit loads the weights
 // of its columns once and multiplies them with a broadcast of x per row; a block's weights of a piece stay in the first
@@ -16,10 +16,11 @@
 // units compute), x once per tile and block out of the cache, y once. Limiter: the weight's bandwidth up to some 12 rows,
 // then the multiply rate.
 //
-// Reduction order: one fp32 sum per output, k ascending (VDPBF16PS: in pairs), then the bias, one rounding. It depends
-// on neither M nor the place of a row or column in units, blocks, panels and pieces: a row has the same bits in every
-// batch.
+// Reduction order: one fp32 sum per output and slice of k (linear.hpp), k ascending (VDPBF16PS: in pairs); the slices'
+// sums, ascending; then the bias, one rounding. It depends on neither M nor the place of a row or column in units, blocks,
+// panels and pieces, nor on whether slices are one item's or several's: a row has the same bits in every batch.
 #include "linear_unit.hpp"
+#include "thread_memory.hpp"
 
 namespace qt::QT_ISA {
 namespace {
@@ -99,28 +100,52 @@ void widen_block(Dtype format, const char* weight, index_t depth, index_t column
     }
 }
 
-// An item's buffers.
+// An item's buffers, the thread's.
 struct alignas(64) Buffers {
-  float sums[kMaxPanelRows * kTileColumns];
+  float sums[kMaxPanelRows * kTileColumns];   // of a slice
+  float total[kMaxPanelRows * kTileColumns];  // of the slices so far
   float weights[kPiece * block_vectors(kUnitRows) * kLanes];
   float x[kOwnRows * kPiece];
 };
 
-// What a piece's units fetch of the next one, a share each.
+// What the units of a block fetch of the next piece, a share each.
 struct Ahead {
   const char* next;
-  index_t left, share;
+  index_t left, share;  // groups of lines
+  index_t lines, stride;
 
   void give(Unit& unit) {
     unit.ahead = next;
-    unit.ahead_lines = left < share ? left : share;
-    next += unit.ahead_lines * kLine;
-    left -= unit.ahead_lines;
+    unit.ahead_groups = left < share ? left : share;
+    unit.ahead_lines = lines, unit.ahead_stride = stride;
+    next += unit.ahead_groups * stride;
+    left -= unit.ahead_groups;
   }
 };
 
-// `next_tile`: what this thread probably multiplies next.
-void multiply_item(const LinearCall& call, const Item& item, const char* next_tile, Buffers& buffers) {
+// Whole tiles: all lines of a piece, spread evenly over `units` of so many steps.
+Ahead ahead_of_tile(const char* next, index_t bytes, index_t units, index_t steps) {
+  const index_t all = next ? bytes / kLine : 0, each = (all + units - 1) / units;
+  const index_t lines = each <= steps ? 1 : each <= 2 * steps ? 2 : 4;
+  return {next, (all + lines - 1) / lines, (each + lines - 1) / lines, lines, lines * kLine};
+}
+
+// A block of a narrower item: its own columns alone, others have the rest.
+Ahead ahead_of_block(const char* next, index_t steps, index_t step_bytes, index_t column, index_t block, index_t units) {
+  const index_t lines = block * step_bytes / kTileColumns / kLine;
+  return {next + column * step_bytes / kTileColumns, next ? steps : 0, (steps + units - 1) / units,
+          lines < 1 ? 1 : lines, step_bytes};
+}
+
+const char* memory_at(const Weight& weight, index_t tile, index_t k) {
+  const Way stored = way_of(weight);
+  return weight.memory + tile * weight.tile_bytes + k / stored.k * stored.bytes;
+}
+
+// The sums of an item's slices: the first one's, or what the only one's are, begin in `first_sums`, where the total is left.
+// `next_memory`: what this thread probably multiplies next.
+void multiply_slices(const LinearCall& call, const LinearItem& item, const char* next_memory, float* first_sums,
+                     Buffers& buffers) {
   const Weight& weight = *call.weight;
   const Finish target{call, item.tile, item.from, item.to};
   const Units units = Units::of(item.rows);
@@ -128,32 +153,36 @@ void multiply_item(const LinearCall& call, const Item& item, const char* next_ti
   const bool native = is_native(weight), widens = !native && item.rows > kDirectRows;
   const bool own = !native && item.rows <= kOwnRows;  // the last panel's few rows too, although they were prepared
   const Way way = widens ? kWay<Widened> : stored;
-  const index_t width = item.to - item.from, most = block_vectors(units.rows_of(0)) * kLanes;
-  const index_t block = width < most ? width : most, blocks = width / block;
+  const index_t span = item.to - item.from, width = span * item.spans, most = block_vectors(units.rows_of(0)) * kLanes;
+  const index_t block = span < most ? span : most, blocks = width / block;
   const Multiply shorter = way.multiply(units.rows, block / kLanes);
   const Multiply longer = units.longer ? way.multiply(units.rows + 1, block / kLanes) : shorter;
-  const index_t piece_bytes = kPiece / stored.k * stored.bytes;
-  const char* piece = weight.memory + item.tile * weight.tile_bytes;
-  for (index_t begin = 0; begin < weight.depth; begin += kPiece, piece += piece_bytes) {
-    const index_t depth = weight.depth - begin < kPiece ? weight.depth - begin : kPiece;
+  const char* piece = memory_at(weight, item.tile, item.k);
+  for (index_t begin = item.k; begin < item.k_end; begin += kPiece) {
+    const index_t in_slice = begin % weight.slice_depth;
+    const index_t depth = item.k_end - begin < kPiece ? item.k_end - begin : kPiece, end = begin + depth;
     const index_t bytes = (depth + stored.k - 1) / stored.k * stored.bytes;
-    const index_t left = weight.depth - begin - depth;  // after this piece; none: on to the next tile
-    const char* next = left ? piece + bytes : next_tile;
-    const index_t next_depth = left && left < kPiece ? left : weight.depth < kPiece ? weight.depth : kPiece;
-    const index_t next_lines = next ? next_depth / stored.k * stored.bytes / kLine : 0;
-    Ahead ahead{next, next_lines, (next_lines + units.count * blocks - 1) / (units.count * blocks)};
+    const index_t left = item.k_end - end;  // none: on to the next item
+    const char* next = left ? piece + bytes : next_memory;
+    const index_t next_depth = left && left < kPiece ? left : weight.slice_depth < kPiece ? weight.slice_depth : kPiece;
+    const index_t next_steps = next_depth / stored.k;
+    const bool whole = width == kTileColumns, in_first = begin < item.k + weight.slice_depth;
+    const bool ends = end == item.k_end || end % weight.slice_depth == 0;
     if (own)
       for (index_t r = 0; r < item.rows; ++r)
         widen_row(call.dtype, call.x, (item.row + r) * call.x_stride + begin, depth, buffers.x + r * kPiece);
     Unit unit{};
     unit.steps = depth / way.k;
     unit.odd = way.k == 2 && depth % 2 != 0;
-    unit.first = begin == 0;
-    for (index_t column = item.from; column < item.to; column += block) {
+    unit.first = in_slice == 0;
+    Ahead ahead = ahead_of_tile(next, next_steps * stored.bytes, units.count * blocks, unit.steps);
+    for (index_t place = 0; place < width; place += block) {
+      const index_t column = column_of(item, place);
+      if (!whole) ahead = ahead_of_block(next, next_steps, stored.bytes, column, block, units.count);
       if (widens) widen_block(weight.format, piece, depth, column, block, buffers.weights);
       unit.weight = widens ? (const char*)buffers.weights : piece + column * (stored.bytes / kTileColumns);
       for (index_t u = 0; u < units.count; ++u) {
-        const index_t row = units.begin(u);
+        const index_t row = units.begin(u), at = row * kTileColumns + column;
         if (own) {
           unit.x = buffers.x, unit.x_stride = kPiece;
         } else if (!native) {
@@ -161,29 +190,49 @@ void multiply_item(const LinearCall& call, const Item& item, const char* next_ti
         } else {
           unit.x = (const bf16*)call.x + (item.row + row) * call.x_stride + begin, unit.x_stride = call.x_stride;
         }
-        unit.sums = buffers.sums + row * kTileColumns + column;
-        if (begin + depth == weight.depth && column + block == item.to)
-          prefetch_outputs(target, item.row + row, units.rows_of(u));
+        unit.sums = (in_first ? first_sums : buffers.sums) + at;
+        unit.total = ends && !in_first ? first_sums + at : nullptr;
+        if (end == weight.depth && place + block == width) prefetch_outputs(target, item.row + row, units.rows_of(u));
         ahead.give(unit);
         (u < units.longer ? longer : shorter)(unit);
       }
     }
+    piece += bytes;
   }
+}
+
+void multiply_item(const LinearCall& call, const LinearItem& item, const char* next_memory, Buffers& buffers) {
+  const Units units = Units::of(item.rows);
+  float* const sums = call.sliced ? partials_of(call, item, item.slice) : buffers.total;
+  multiply_slices(call, item, next_memory, sums, buffers);
+  if (call.sliced) {
+    if (!brings_last_slice(call, item)) return;
+    const float* first = partials_of(call, item, 0);
+    for (index_t r = 0; r < item.rows; ++r)
+      for (index_t place = 0; place < (item.to - item.from) * item.spans; place += kLanes) {
+        const index_t at = r * kTileColumns + column_of(item, place);
+        store(buffers.total + at, total_of_slices<f32v>(call, first + at));
+      }
+  }
+  const Finish target{call, item.tile, item.from, item.to};
   const FinishRows finish_rows = finish_for(call.dtype);
   for (index_t u = 0; u < units.count; ++u)
-    finish_rows(target, buffers.sums + units.begin(u) * kTileColumns, item.row + units.begin(u), units.rows_of(u));
+    finish_rows(target, buffers.total + units.begin(u) * kTileColumns, item.row + units.begin(u), units.rows_of(u));
 }
 
 void multiply_items(const void* described, index_t begin, index_t end) {
   const LinearCall& call = *(const LinearCall*)described;
   const Weight& weight = *call.weight;
-  const auto tile_of = [&](index_t item) { return weight.memory + item_of(call, item).tile * weight.tile_bytes; };
-  prefetch_begin(tile_of(begin), tile_of(end - 1) + weight.tile_bytes);
-  Buffers buffers;
+  const auto memory_of = [&](index_t item) {
+    const LinearItem at = item_of(call, item);
+    return memory_at(weight, at.tile, at.k);
+  };
+  prefetch_begin(memory_of(begin), weight.memory + weight.tiles * weight.tile_bytes);
+  Buffers& buffers = *(Buffers*)thread_memory(sizeof(Buffers));
   for (index_t i = begin; i < end; ++i) {
     // After the last one: items are taken in order, so the next but as many as there are threads is most likely ours.
-    const index_t next = i + 1 < end ? i + 1 : end == begin + 1 ? i + call.threads : call.panels * call.parts;
-    multiply_item(call, item_of(call, i), next < call.panels * call.parts ? tile_of(next) : nullptr, buffers);
+    const index_t next = i + 1 < end ? i + 1 : end == begin + 1 ? i + call.threads : call.items;
+    multiply_item(call, item_of(call, i), next < call.items ? memory_of(next) : nullptr, buffers);
   }
 }
 

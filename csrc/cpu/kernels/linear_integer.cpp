@@ -3,7 +3,7 @@
 // x is quantized first (kernels/linear_quantize.hpp), per row and group of k to 16 bits, or per row to 8, and multiplied
 // in units of some rows by some columns (kernels/linear_integer_unit.hpp).
 //
-// A thread owns a tile of 64 columns (32 or 16 where tiles are few) for a panel of rows. K goes in pieces; while a
+// A thread owns a tile of 64 columns (32 or 16 where tiles are few) for a panel of rows, and all slices of k or one. K goes in pieces; while a
 // piece's units are multiplied, the next piece, or the first one of the tile that this thread probably takes next, is
 // fetched into the second-level cache, evenly over the units. Where many rows share 4-bit weights, they become bytes
 // once per piece, in a buffer. Bytes per panel: the weight once (1 or 1/2 byte a number, scales beside it), x once per
@@ -11,9 +11,11 @@
 // multiply rate, half of it for 16-bit x.
 //
 // Reduction order: the sum over a group of k is an integer and exact: the same on every processor, in any order. Then,
-// groups ascending, fma(float(sum), scale of w * scale of x, result), and once at the end the column's scale.
+// groups of a slice of k (linear.hpp) ascending, fma(float(sum), scale of w * scale of x, result); the slices' results,
+// ascending; and once at the end the column's scale. Where all of k is one group, slices' sums are integers and exact, too.
 #include "linear_integer_unit.hpp"
 #include "linear_tile.hpp"
+#include "thread_memory.hpp"
 
 namespace qt::QT_ISA {
 namespace {
@@ -21,6 +23,7 @@ namespace {
 // k at a time, whole groups: short for few rows, for which the memory never rests, so that little is read before
 // anything is fetched; for more rows so much that two pieces leave the cache to the rows of x.
 constexpr index_t kStreamPiece = 512, kPiece = 2048, kExpandedPiece = 1024;
+constexpr index_t kStreamSlice = 768;  // a slice that is one short piece
 constexpr index_t kStreamRows = 32;
 constexpr index_t kExpandFrom = 16;       // rows in a panel from which 4-bit weights are expanded once
 constexpr index_t kPanelBytes = 1 << 20;  // of x, half of a second-level cache
@@ -38,6 +41,15 @@ void expand(const char* weight, index_t steps, index_t columns, char* out) {
     }
 }
 
+// The largest part of a slice, of at most so many k, that has equal ones beside it: what is fetched for the next piece is as
+// long as this one.
+index_t even_piece(const Weight& weight, index_t largest) {
+  if (weight.slices == 1) return largest;
+  index_t piece = largest;
+  while (weight.slice_depth % piece != 0) piece -= kXGroup;
+  return piece;
+}
+
 // How an item is cut.
 struct Plan {
   bool grouped, whole, expanded;
@@ -47,13 +59,14 @@ struct Plan {
 };
 
 template <class Dot>
-Plan plan_of(const LinearCall& call, const Item& item) {
+Plan plan_of(const LinearCall& call, const LinearItem& item) {
   const Weight& weight = *call.weight;
   const bool four = weight.format == Dtype::int4;
   Plan plan{};
   plan.grouped = weight.group != kWholeDepth, plan.whole = call.int8_activations && !plan.grouped;
   plan.expanded = four && item.rows >= kExpandFrom;
   plan.piece = plan.expanded ? kExpandedPiece : item.rows <= kStreamRows ? kStreamPiece : kPiece;
+  if (!plan.whole) plan.piece = even_piece(weight, plan.piece == kStreamPiece && weight.slices > 1 ? kStreamSlice : plan.piece);
   plan.in_group = plan.whole ? plan.piece : call.x_group;
   plan.in_step = four && !plan.expanded ? 8 : 4;
   plan.units = (item.rows + Dot::kUnitRows - 1) / Dot::kUnitRows;
@@ -69,35 +82,53 @@ struct Piece {
   index_t bytes;
 };
 
-Piece piece_at(const Weight& weight, const Plan& plan, index_t tile, index_t begin) {
-  const index_t left = weight.depth - begin, depth = left < plan.piece ? left : plan.piece;
-  const char* memory = weight.memory + tile * weight.tile_bytes + kTileColumns * 4;
+// Of the item's k from `begin` on, and of one slice, which the only group has no need for.
+Piece piece_at(const Weight& weight, const Plan& plan, const LinearItem& item, index_t begin) {
+  const index_t in_slice = weight.slice_depth - begin % weight.slice_depth, in_item = item.k_end - begin;
+  const index_t left = plan.whole || in_item < in_slice ? in_item : in_slice;
+  const index_t depth = left < plan.piece ? left : plan.piece;
+  const char* memory = weight.memory + item.tile * weight.tile_bytes + kTileColumns * 4;
   if (!plan.grouped) return {depth, memory + begin * kTileColumns, depth * kTileColumns};
   const index_t groups = (depth + weight.group - 1) / weight.group;
   return {depth, memory + begin / weight.group * weight.group_bytes, groups * weight.group_bytes};
 }
 
 // What pass `pass` of `passes` over a piece, of `steps` each, fetches of what comes next.
-Fetch fetch_of(const Piece& next, const Item& item, const Plan& plan, index_t pass, index_t passes, index_t steps) {
-  if (item.to - item.from < kTileColumns) {  // other threads fetch the rest of its lines
-    return {next.memory + item.from * 4, pass == 0 ? kLineBytes : 0};
+Fetch fetch_of(const Piece& next, const LinearItem& item, const Plan& plan, index_t pass, index_t passes, index_t steps) {
+  if ((item.to - item.from) * item.spans < kTileColumns) {  // other threads fetch the rest of its lines
+    const bool once = pass % plan.units == 0;
+    return {next.memory + column_of(item, pass / plan.units * plan.width) * 4, once ? kLineBytes : 0};
   }
   const index_t vectors = plan.width / kLanes, places = passes * steps * vectors;
   const index_t apart = (next.bytes + places - 1) / places;
   return {next.memory + pass * steps * vectors * apart, apart};
 }
 
+// An item's buffers, the thread's.
+struct alignas(64) Buffers {
+  float sums[kMaxPanelRows * kTileColumns];   // of a slice
+  float total[kMaxPanelRows * kTileColumns];  // of the slices so far
+  char bytes[kExpandedPiece * kTileColumns];
+};
+
+void clear(float* sums, const LinearItem& item) {
+  for (index_t r = 0; r < item.rows; ++r)
+    for (index_t place = 0; place < (item.to - item.from) * item.spans; place += kLanes)
+      store(sums + r * kTileColumns + column_of(item, place), f32v{});
+}
+
+// The sums of an item's slices: the first one's, or what the only one's are, begin in `first_sums`, where the total is left;
+// finished if the item has all.
 template <class Dot>
-void multiply_item(const LinearCall& call, const Item& item, const Item& next_item) {
-  alignas(64) float sums[kMaxPanelRows * kTileColumns];
-  alignas(64) char bytes[kExpandedPiece * kTileColumns];
+void multiply_slices(const LinearCall& call, const LinearItem& item, const LinearItem& next_item, float* first_sums,
+                     Buffers& buffers) {
   const Weight& weight = *call.weight;
-  const FinishRows finish_rows = finish_for(call.dtype);
   const Finish target{call, item.tile, item.from, item.to};
+  const FinishRows finish_rows = finish_for(call.dtype);
   const Plan plan = plan_of<Dot>(call, item);
   const QuantizedX x = quantized_x(call);
   const auto multiply = plan.in_step == 8 ? multiply_rows<Dot, 4, 1> : multiply_rows<Dot, 8, 1>;
-  const index_t parts = (item.to - item.from) / plan.width, passes = parts * plan.units;
+  const index_t parts = (item.to - item.from) * item.spans / plan.width, passes = parts * plan.units;
   const index_t unit_rows = item.rows / plan.units, larger_units = item.rows % plan.units;
   // Groups of weights lie group_bytes apart; without groups, integers lie one after another.
   const index_t group_bytes = plan.grouped ? weight.group_bytes : plan.in_group * kTileColumns;
@@ -110,30 +141,36 @@ void multiply_item(const LinearCall& call, const Item& item, const Item& next_it
   unit.line = plan.expanded ? plan.width * 4 : kLineBytes;
   unit.weight_stride = plan.expanded ? plan.in_group * plan.width : group_bytes;
   unit.head_stride = group_bytes;
-  if (!plan.whole) std::memset(sums, 0, item.rows * kTileColumns * sizeof(float));
-  for (index_t begin = 0; begin < weight.depth; begin += plan.piece) {
-    const Piece piece = piece_at(weight, plan, item.tile, begin);
+  for (index_t begin = item.k, end; begin < item.k_end; begin = end) {
+    const Piece piece = piece_at(weight, plan, item, begin);
+    end = begin + piece.depth;
+    const bool in_first = plan.whole || begin < item.k + weight.slice_depth;
+    float* const sums = in_first ? first_sums : buffers.sums;
+    // The only group begins with its offset, wherever its first slice is; its other slices begin with zero.
+    unit.first = begin == 0;
+    unit.ends = end == item.k_end || end % weight.slice_depth == 0;
+    unit.last = end == item.k_end && !call.sliced;
+    if (plan.whole ? begin == item.k && begin != 0 : begin % weight.slice_depth == 0) clear(sums, item);
     const index_t first_group = plan.whole ? 0 : begin / plan.in_group;
     unit.groups = (piece.depth + plan.in_group - 1) / plan.in_group;
     const index_t in_last = piece.depth - (unit.groups - 1) * plan.in_group;
     unit.steps = plan.in_group / plan.in_step;
     unit.last_steps = (in_last + plan.in_step - 1) / plan.in_step;
     unit.heads = piece.memory;
-    unit.first = begin == 0, unit.last = begin + piece.depth == weight.depth;
     const index_t steps = (unit.groups - 1) * unit.steps + unit.last_steps;
-    const Piece next = unit.last ? piece_at(weight, plan, next_item.tile, 0)
-                                 : piece_at(weight, plan, item.tile, begin + plan.piece);
+    const Piece next = end == item.k_end ? piece_at(weight, plan, next_item, next_item.k)
+                                         : piece_at(weight, plan, item, end);
     for (index_t pass = 0, row = 0; pass < passes; ++pass) {
       const index_t u = pass % plan.units, rows = unit_rows + (u < larger_units);
-      unit.column = item.from + pass / plan.units * plan.width;
+      unit.column = column_of(item, pass / plan.units * plan.width);
       if (u == 0) {
         row = 0;
         unit.weight = piece.memory + weight.head_bytes + unit.column * 4;
         if (plan.expanded) {
           for (index_t g = 0; g < unit.groups; ++g)
             expand(unit.weight + g * group_bytes, (g + 1 < unit.groups ? plan.in_group : in_last + 7) / 8, plan.width,
-                   bytes + g * unit.weight_stride);
-          unit.weight = bytes;
+                   buffers.bytes + g * unit.weight_stride);
+          unit.weight = buffers.bytes;
         }
       }
       const bool finishes = unit.last && pass + plan.units >= passes;
@@ -143,24 +180,51 @@ void multiply_item(const LinearCall& call, const Item& item, const Item& next_it
       unit.x_scales = (const float*)(x_row + x.scales_at) + first_group;
       unit.x_offsets = (const std::int32_t*)(x_row + x.offsets_at) + first_group;
       unit.sums = sums + row * kTileColumns + unit.column;
+      unit.total = in_first ? nullptr : first_sums + row * kTileColumns + unit.column;
       unit.fetch = fetch_of(next, item, plan, pass, passes, steps);
       multiply(unit, rows, plan.width);
-      if (finishes) finish_rows(target, sums + row * kTileColumns, item.row + row, rows);
+      if (finishes) finish_rows(target, first_sums + row * kTileColumns, item.row + row, rows);
       row += rows;
     }
   }
 }
 
+// The totals of outputs whose slices are all there, scaled by column; of the only group, by row as well.
+void add_slices(const LinearCall& call, const LinearItem& item, bool whole, float* total) {
+  const float* const first = partials_of(call, item, 0);
+  const float* const scales = (const float*)(call.weight->memory + item.tile * call.weight->tile_bytes);
+  const char* x_scales = (const char*)call.prepared + item.row * call.prepared_stride + quantized_x(call).scales_at;
+  for (index_t r = 0; r < item.rows; ++r, x_scales += call.prepared_stride)
+    for (index_t place = 0; place < (item.to - item.from) * item.spans; place += kLanes) {
+      const index_t column = column_of(item, place), at = r * kTileColumns + column;
+      const f32v value = whole ? to_float(total_of_slices<i32v>(call, first + at)) * all(*(const float*)x_scales)
+                               : total_of_slices<f32v>(call, first + at);
+      store(total + at, value * load(scales + column));
+    }
+}
+
+template <class Dot>
+void multiply_item(const LinearCall& call, const LinearItem& item, const LinearItem& next_item, Buffers& buffers) {
+  float* const sums = call.sliced ? partials_of(call, item, item.slice) : buffers.total;
+  multiply_slices<Dot>(call, item, next_item, sums, buffers);
+  if (!call.sliced || !brings_last_slice(call, item)) return;
+  add_slices(call, item, call.int8_activations && call.weight->group == kWholeDepth, buffers.total);
+  finish_for(call.dtype)({call, item.tile, item.from, item.to}, buffers.total, item.row, item.rows);
+}
+
 template <class Dot>
 void multiply_items_as(const LinearCall& call, index_t begin, index_t end) {
   const Weight& weight = *call.weight;
-  const index_t items = call.panels * call.parts, turn = (end - begin) * call.threads;
-  if (begin < turn)  // nothing went before that fetched it
-    prefetch_begin(weight.memory + item_of(call, begin).tile * weight.tile_bytes,
-                   weight.memory + weight.tiles * weight.tile_bytes);
+  const index_t turn = (end - begin) * call.threads;
+  if (begin < turn) {  // nothing went before that fetched it
+    const LinearItem first = item_of(call, begin);
+    const Piece piece = piece_at(weight, plan_of<Dot>(call, first), first, first.k);
+    prefetch_begin(piece.memory, piece.memory + piece.bytes);
+  }
+  Buffers& buffers = *(Buffers*)thread_memory(sizeof(Buffers));
   for (index_t i = begin; i < end; ++i) {
     const index_t next = i + 1 < end ? i + 1 : begin + turn;  // what this thread probably takes
-    multiply_item<Dot>(call, item_of(call, i), item_of(call, next < items ? next : i));
+    multiply_item<Dot>(call, item_of(call, i), item_of(call, next < call.items ? next : i), buffers);
   }
 }
 

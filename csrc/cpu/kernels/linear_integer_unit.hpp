@@ -102,8 +102,11 @@ struct Unit {
   std::int32_t zero;                  // the stored integer that means zero
   Scales scales;
   float* sums;                // [rows][64], from the first column on; int32 while the only group is not complete
+  float* total;               // what the finished sums of a slice are added to, and left in; or null: they stay in `sums`
   bool whole;                 // there is only one group, over several pieces
-  bool first, last;           // the piece begins, completes the depth
+  bool first;                 // the piece begins the only group
+  bool ends;                  // the piece completes a slice
+  bool last;                  // the piece completes the outputs' sums: they are scaled by column
   Fetch fetch;
 };
 
@@ -263,12 +266,14 @@ void multiply(const Unit& unit) {
       add_group<Dot, R, V>(sums, unit, g);
     x += steps * (Dot::x_bytes * (8 / kBits));
   }
-  if (unit.whole || !unit.last) return;
+  if (unit.whole || !unit.ends || (!unit.last && !unit.total)) return;
   for (int v = 0; v < V; ++v) {
-    const f32v scale = load((const float*)unit.column_scales + unit.column + v * kLanes);
+    const f32v scale = unit.last ? load((const float*)unit.column_scales + unit.column + v * kLanes) : all(1.0f);
     for (int r = 0; r < R; ++r) {
-      float* const out = unit.sums + r * kTileColumns + v * kLanes;
-      store(out, load(out) * scale);
+      const index_t at = r * kTileColumns + v * kLanes;
+      f32v value = load(unit.sums + at);
+      if (unit.total) value = load(unit.total + at) + value;
+      store((unit.total ? unit.total : unit.sums) + at, value * scale);
     }
   }
 }
@@ -289,6 +294,7 @@ void multiply_columns(const Unit& unit, index_t columns) {
       multiply<Dot, kBits, R, 1>(part);
     const index_t next = vectors * kLanes;
     part.weight += next * 4, part.sums += next, part.column += next;
+    if (part.total) part.total += next;
     done += next;
   }
 }

@@ -9,7 +9,7 @@ namespace {
 
 inline constexpr index_t kMaxPanelRows = 192;
 
-// Rows [row, row + rows) of y by columns [from, to) of a tile.
+// Rows [row, row + rows) of y by columns [from, to) of a tile; of paired weights, its gates among them and their ups.
 struct Finish {
   const LinearCall& call;
   index_t tile, from, to;
@@ -39,7 +39,7 @@ void finish(const Finish& f, const float* sums, index_t row, index_t rows) {
   const Element* residual = (const Element*)call.residual;
   if (call.weight->paired) {
     const index_t half = call.weight->columns / 2;
-    for (index_t c = 0; c < kPairedColumns; c += kLanes) {
+    for (index_t c = f.from; c < f.to && c < kPairedColumns; c += kLanes) {
       const index_t column = f.tile * kPairedColumns + c, count = half - column;
       if (count <= 0) return;
       const f32v gate_bias = load_or_zero(bias ? bias + column : nullptr, count);
@@ -75,8 +75,9 @@ QT_INLINE FinishRows finish_for(Dtype dtype) {
 QT_INLINE void prefetch_outputs(const Finish& f, index_t row, index_t rows) {
   const LinearCall& call = f.call;
   const index_t size = call.dtype == Dtype::fp32 ? 4 : 2;
-  const index_t column = call.weight->paired ? f.tile * kPairedColumns : f.tile * kTileColumns + f.from;
-  const index_t bytes = (call.weight->paired ? kPairedColumns : f.to - f.from) * size;
+  const bool paired = call.weight->paired;
+  const index_t column = f.tile * (paired ? kPairedColumns : kTileColumns) + f.from;
+  const index_t bytes = ((paired && f.to > kPairedColumns ? kPairedColumns : f.to) - f.from) * size;
   for (index_t r = 0; r < rows; ++r) {
     const char* y = (const char*)call.y + ((row + r) * call.y_stride + column) * size;
     for (index_t at = 0; at < bytes; at += 64) __builtin_prefetch(y + at, 1);
@@ -89,17 +90,39 @@ QT_INLINE void prefetch_begin(const char* from, const char* end) {
   for (const char* line = from; line < end && line < from + kBytes; line += 64) __builtin_prefetch(line, 0, 2);
 }
 
-// The columns of one item, and its rows.
-struct Item {
-  index_t tile, from, to;  // columns [from, to) of the tile
-  index_t row, rows;       // of x and y
-};
+// The tile's column that is `place` on among an item's.
+QT_INLINE index_t column_of(const LinearItem& item, index_t place) {
+  const index_t in_span = item.to - item.from;
+  return item.from + (place < in_span ? place : place - in_span + kPairedColumns);
+}
 
-QT_INLINE Item item_of(const LinearCall& call, index_t item) {
-  const index_t panel = item / call.parts, column = item % call.parts * call.width, from = column % kTileColumns;
-  const index_t row = panel * call.panel_rows;
-  const index_t rows = call.rows - row < call.panel_rows ? call.rows - row : call.panel_rows;
-  return {column / kTileColumns, from, from + call.width, row, rows};
+// --- slices that are items of their own ---
+
+// Where the sums of an item's rows and columns over a slice are: [rows][64].
+QT_INLINE float* partials_of(const LinearCall& call, const LinearItem& item, index_t slice) {
+  return call.partials + ((slice * call.weight->tiles + item.tile) * call.rows + item.row) * kTileColumns;
+}
+
+// After an item's sums are in their place: whether all other slices of its outputs are as well. To one of the items only.
+QT_INLINE bool brings_last_slice(const LinearCall& call, const LinearItem& item) {
+  std::uint32_t* pending = call.pending + item.output;
+  if (index_t(__atomic_add_fetch(pending, 1, __ATOMIC_ACQ_REL)) != call.weight->slices) return false;
+  __atomic_store_n(pending, 0, __ATOMIC_RELAXED);  // for the next step
+  return true;
+}
+
+// An output's total, slices ascending, as Vector adds: f32v, or i32v for integers.
+template <class Vector>
+QT_INLINE Vector total_of_slices(const LinearCall& call, const float* first) {
+  const index_t stride = call.weight->tiles * call.rows * kTileColumns;
+  Vector total;
+  std::memcpy(&total, first, sizeof total);
+  for (index_t slice = 1; slice < call.weight->slices; ++slice) {
+    Vector sums;
+    std::memcpy(&sums, first + slice * stride, sizeof sums);
+    total += sums;
+  }
+  return total;
 }
 
 }  // namespace

@@ -30,8 +30,9 @@ struct Unit {
   bool odd;      // pairs: one single k follows the steps
   float* sums;   // [rows][64]
   bool first;    // sums begin at zero
-  const char* ahead;  // what to prefetch: so many lines from here
-  index_t ahead_lines;
+  float* total;  // [rows][64]: what the finished sums of a slice are added to, and left in; or null: they stay in `sums`
+  const char* ahead;  // what to prefetch, a group of lines a step: `ahead_groups` of `ahead_lines` (1, 2 or 4) side by side,
+  index_t ahead_groups, ahead_lines, ahead_stride;  // so many bytes from one to the next
 };
 
 // x of row r, i elements on in k: [k][row] for R rows, or rows far apart.
@@ -147,21 +148,22 @@ using Widened = Single<float, true>;
 // fill the core's line fill buffers and stop the loads that the multiplications wait for.
 template <class Step, int R, int V, int kLines>
 QT_INLINE void multiply_steps(f32v (&sums)[R][V], const typename Step::X*& x, index_t x_stride, const char*& weight,
-                              const char*& fetch, index_t steps) {
+                              const char*& fetch, index_t fetch_stride, index_t steps) {
   for (index_t s = 0; s < steps; ++s) {
 #pragma GCC unroll 4
     for (int line = 0; line < kLines; ++line) __builtin_prefetch(fetch + line * kLine, 0, 2);
     Step::template step<R, V>(sums, x, x_stride, weight);
     x += Step::template x_step<R>;
     weight += Step::template bytes<V>;
-    fetch += kLines * kLine;
+    fetch += fetch_stride;
   }
 }
 
 template <class Step, int R, int V>
 void multiply(const Unit& unit) {
   const typename Step::X* x = (const typename Step::X*)unit.x;
-  const index_t x_stride = unit.x_stride, steps = unit.steps, lines = unit.ahead_lines;
+  const index_t x_stride = unit.x_stride, stride = unit.ahead_stride;
+  const index_t steps = unit.steps, fetching = unit.ahead_groups < steps ? unit.ahead_groups : steps;
   const char *weight = unit.weight, *fetch = unit.ahead;
   f32v sums[R][V] = {};
   if (!unit.first) {
@@ -170,18 +172,24 @@ void multiply(const Unit& unit) {
 #pragma GCC unroll 8
       for (int v = 0; v < V; ++v) sums[r][v] = load(unit.sums + r * kTileColumns + v * kLanes);
   }
-  index_t fetching = lines;
-  if (lines <= steps) {
-    multiply_steps<Step, R, V, 1>(sums, x, x_stride, weight, fetch, fetching);
-  } else if (lines <= 2 * steps) {
-    fetching = lines / 2;
-    multiply_steps<Step, R, V, 2>(sums, x, x_stride, weight, fetch, fetching);
-  } else {
-    fetching = lines / 4 < steps ? lines / 4 : steps;
-    multiply_steps<Step, R, V, 4>(sums, x, x_stride, weight, fetch, fetching);
-  }
-  multiply_steps<Step, R, V, 0>(sums, x, x_stride, weight, fetch, steps - fetching);
+  if (unit.ahead_lines == 1)
+    multiply_steps<Step, R, V, 1>(sums, x, x_stride, weight, fetch, stride, fetching);
+  else if (unit.ahead_lines == 2)
+    multiply_steps<Step, R, V, 2>(sums, x, x_stride, weight, fetch, stride, fetching);
+  else
+    multiply_steps<Step, R, V, 4>(sums, x, x_stride, weight, fetch, stride, fetching);
+  multiply_steps<Step, R, V, 0>(sums, x, x_stride, weight, fetch, 0, steps - fetching);
   if (unit.odd) Step::template odd_step<R, V>(sums, x, x_stride, weight);
+  if (unit.total) {
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) {
+        float* const total = unit.total + r * kTileColumns + v * kLanes;
+        store(total, load(total) + sums[r][v]);
+      }
+    return;
+  }
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
