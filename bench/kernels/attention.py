@@ -4,8 +4,9 @@
 
 Every case runs over as many layers of scattered blocks as make 1 GiB (of cache, when rows decode), so that nothing stays in
 the processor's caches from one repeat to the next. Between the repeats the machine's limits are measured, with the same
-threads: reading memory and fp32 multiplication in registers (`bench.kernels.limits`). Medians; shares are of the medians
-of the same case.
+threads: reading memory, and multiplication in registers (`bench.kernels.limits`): fp32 FMA, for bf16 the dot product of pairs
+or the matrix unit where one of them is faster here. The table says which it was. Medians; shares are of the medians of the
+same case.
 """
 
 from __future__ import annotations
@@ -47,6 +48,15 @@ class Case:
     dtype: str = "bf16"
     kv_dtype: str = "bf16"
 
+    @property
+    def multiply(self) -> tuple[Multiply, ...]:
+        """How it may be multiplied: a limit is the fastest of these."""
+        if self.dtype != "bf16":
+            return (Multiply.FLOATS,)
+        if self.kv_dtype == "bf16":
+            return (Multiply.FLOATS, Multiply.PAIRS, Multiply.MATRIX_PAIRS)
+        return (Multiply.FLOATS, Multiply.MATRIX_PAIRS)
+
 
 S, M, WIDE = (14, 2, 64), (32, 8, 64), (16, 8, 128)
 """Heads, KV heads and numbers per head of Qwen2.5-0.5B, of Llama-3.2-1B and of a larger model."""
@@ -76,6 +86,8 @@ class Timing:
     gflop_s: float
     limit_read_gb_s: float
     limit_gflop_s: float
+    limit_of: str
+    """What multiplies at that rate."""
 
     @property
     def read_share(self) -> float:
@@ -84,7 +96,7 @@ class Timing:
 
     @property
     def multiply_share(self) -> float:
-        """Of what the machine multiplies in fp32."""
+        """Of what the machine multiplies."""
         return self.gflop_s / self.limit_gflop_s
 
 
@@ -162,15 +174,18 @@ def measure(library: ProgramLibrary, limits: Limits, case: Case, repeats: int) -
     """Time a case and the machine's limits in turn."""
     layers = Layers(library, case)
     layers.run()
-    spent, reading, multiplying = [], [], []
+    spent, reading = [], []
+    multiplying: dict[Multiply, list[float]] = {kind: [] for kind in case.multiply}
     for _ in range(repeats):
         reading.append(limits.read_gb_s())
-        multiplying.append(limits.multiply_gop_s(Multiply.FLOATS))
+        for kind, rates in multiplying.items():
+            rates.append(limits.multiply_gop_s(kind))
         begun = time.perf_counter()
         layers.run()
         spent.append(time.perf_counter() - begun)
     layer = statistics.median(spent) / layers.count
     layers.close()
+    limit, fastest = max((statistics.median(rates), kind) for kind, rates in multiplying.items())
     pairs = case.rows * sum(case.cached + i + 1 for i in range(case.new))
     return Timing(
         case=case,
@@ -178,7 +193,8 @@ def measure(library: ProgramLibrary, limits: Limits, case: Case, repeats: int) -
         read_gb_s=round(layers.cache_bytes / layer / 1e9, 1),
         gflop_s=round(4 * pairs * case.heads * case.head_dim / layer / 1e9, 1),
         limit_read_gb_s=round(statistics.median(reading), 1),
-        limit_gflop_s=round(statistics.median(multiplying), 1),
+        limit_gflop_s=round(limit, 1),
+        limit_of=fastest.words,
     )
 
 
@@ -202,7 +218,7 @@ def main() -> None:
     limits = Limits(library)
     isa = instruction_set(library)
     print(f"{platform.processor() or platform.machine()}, {isa}, {arguments.threads} threads")
-    print("rows cached  new  heads     numbers      us/layer   GB/s (share)  GFLOP/s (share)")
+    print("rows cached  new  heads     numbers      us/layer   GB/s (share)  GFLOP/s (share of)")
     timings = []
     for case in CASES:
         timing = measure(ProgramLibrary(library), limits, case, arguments.repeats)
@@ -212,7 +228,7 @@ def main() -> None:
         print(
             f"{case.rows:>4} {case.cached:>6} {case.new:>4}  {heads:<10} {numbers:<13}"
             f"{timing.layer_us:>9.1f} {timing.read_gb_s:>6.1f} ({timing.read_share:4.0%})"
-            f"  {timing.gflop_s:>6.1f} ({timing.multiply_share:4.0%})",
+            f"  {timing.gflop_s:>6.1f} ({timing.multiply_share:4.0%} of {timing.limit_of})",
             flush=True,
         )
     if arguments.save:

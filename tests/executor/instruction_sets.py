@@ -7,6 +7,9 @@ from quintet.executor.ops.host_library import instruction_set, instruction_sets,
 REPEATING = "QUINTET_TEST_REPEATING"
 """Names the instruction set that tests are being repeated with."""
 
+MATRIX_UNITS = ("amx", "amx_emulated")
+"""Those that multiply matrices: the processor's unit, and its arithmetic in plain C++."""
+
 
 def isa() -> str:
     """The instruction set that this process computes with."""

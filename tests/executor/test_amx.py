@@ -7,8 +7,10 @@ layers whole.
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -173,3 +175,24 @@ def test_registers_are_cleared(unit: ctypes.CDLL) -> None:
     numbers, out = np.full(1024, 7, dtype=np.uint8), np.full(2048, 9, dtype=np.uint8)
     unit.clear(ctypes.c_void_p(numbers.ctypes.data), ctypes.c_void_p(out.ctypes.data))
     assert not out.any()
+
+
+@pytest.mark.skipif(not HAS["amx"], reason="this processor has no matrix unit")
+def test_attention_has_the_same_bits_with_either() -> None:
+    """Heads whose last step is half empty and those that fill it, one row and many, both kinds of cache."""
+    answers = [
+        subprocess.run(
+            [sys.executable, "-m", "tests.executor.amx.attention"],
+            env={**os.environ, "QUINTET_ISA": name},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.splitlines()
+        for name in UNITS
+    ]
+    assert [answer[0] for answer in answers] == list(UNITS), (
+        "not computed with the instruction sets asked for"
+    )
+    assert len(answers[0]) > 1
+    assert answers[0][1:] == answers[1][1:]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from tests.executor.instruction_sets import REPEATING, isa
+from tests.executor.instruction_sets import MATRIX_UNITS, REPEATING, isa
 from tests.executor.paged_requests import PLAIN, Features, Requests, Row, Shape, noise, reference
 
 from quintet.executor.ops.host_attention import PagedKv, attend, kv_block_bytes, write_kv
@@ -35,9 +35,6 @@ BF16, FP16, FP32, INT8 = torch.bfloat16, torch.float16, torch.float32, torch.int
 DTYPES = [BF16, FP16, FP32]
 UNIT = {BF16: 2.0**-8, FP16: 2.0**-11, FP32: 2.0**-17}
 """Of the values' average magnitude; see above."""
-
-MATRIX_UNITS = ("amx", "amx_emulated")
-"""Instruction sets that multiply bf16 as matrices, never in pairs."""
 
 EDGES = [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 511, 512, 513, 1000]
 """Lengths around the ends of tiles, chunks and partitions."""
@@ -95,9 +92,8 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 def check(form: Format, out: torch.Tensor, expected: torch.Tensor, size: torch.Tensor) -> None:
     """``size``: the average magnitude of what was averaged."""
-    bound = (
-        size * UNIT[out.dtype] * (3 if form.rounds_weights else 1.05)
-    )  # 1.05: fp32 noise before the rounding
+    # 1.05: fp32 noise before the rounding
+    bound = size * UNIT[out.dtype] * (3 if form.rounds_weights else 1.05)
     error = (out.double() - expected).abs()
     assert (error <= bound).all(), f"{(error / bound).max()} times what is allowed"
 
@@ -160,6 +156,23 @@ def test_a_prompt_has_the_same_bits_however_it_is_cut(form: Format, features: Fe
         outs.append(torch.cat(chunks))
     for out in outs[1:]:
         assert_same_bits(out, outs[0])
+
+
+def test_sums_below_the_smallest_normal_number_are_cut_like_others(form: Format) -> None:
+    """Instructions that multiply bf16 make zeros of such sums, those on vectors do not; walking unseen keys must do neither."""
+    outs = []
+    for counts in ([300], [1] * 20 + [100, 9, 171]):
+        requests = Requests(form.shape(6, 2, 48), [300])
+        tiny = requests.qkv[0].float()
+        tiny[:, 8 * 48 :] *= 2.0 ** (-129 if form.dtype is FP32 else -124)  # the values
+        requests.qkv[0] = tiny.to(form.dtype)
+        starts = np.cumsum(counts) - counts
+        chunks = [
+            requests.run([(0, int(start), count)], 0.2)[0]
+            for start, count in zip(starts, counts, strict=True)
+        ]
+        outs.append(torch.cat(chunks))
+    assert_same_bits(*outs)
 
 
 @pytest.mark.parametrize("features", [PLAIN, Features(window=100, softcap=2.0)], ids=["plain", "window"])

@@ -1,6 +1,7 @@
 """The kernels' tests again, with each other instruction set that this processor can compute with.
 
 In the fast suite a drawn tenth of them. One process for each: the instruction set is chosen once, when the library is loaded.
+With a matrix unit the bits of whole models too, as any test is drawn: its order of summing is another one.
 """
 
 from __future__ import annotations
@@ -11,20 +12,22 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.executor.instruction_sets import REPEATING, others
+from tests.executor.instruction_sets import MATRIX_UNITS, REPEATING, others
 from tests.suite.draw import SEED
 
 KERNELS = sorted(Path(__file__).parent.glob("test_*_kernels.py"))
 
 
-@pytest.mark.parametrize("name", others())
-def test_the_kernels_with_another_instruction_set(name: str, pytestconfig: pytest.Config) -> None:
-    option = pytestconfig.option
-    extent = ["--whole"] if option.whole else ["--share", "0.1"]
+SAME_BITS = Path(__file__).parents[1] / "models/test_same_bits.py"
+
+
+def repeat(name: str, config: pytest.Config, share: str, *files: Path) -> None:
+    option = config.option
+    extent = ["--whole"] if option.whole else ["--share", share]
     result = subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "-p", "no:cacheprovider"),
-            *(SEED, str(option.seed), *extent, *map(str, KERNELS)),
+            *(SEED, str(option.seed), *extent, *map(str, files)),
         ],
         env={**os.environ, "QUINTET_ISA": name, REPEATING: name},
         capture_output=True,
@@ -32,3 +35,13 @@ def test_the_kernels_with_another_instruction_set(name: str, pytestconfig: pytes
         check=False,
     )
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+
+
+@pytest.mark.parametrize("name", others())
+def test_the_kernels_with_another_instruction_set(name: str, pytestconfig: pytest.Config) -> None:
+    repeat(name, pytestconfig, "0.1", *KERNELS)
+
+
+@pytest.mark.parametrize("name", [name for name in others() if name in MATRIX_UNITS])
+def test_the_bits_of_models_with_a_matrix_unit(name: str, pytestconfig: pytest.Config) -> None:
+    repeat(name, pytestconfig, "1", SAME_BITS)
