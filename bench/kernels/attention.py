@@ -136,9 +136,9 @@ class Layers:
         dtype: torch.dtype,
     ) -> None:
         length = case.cached + case.new
-        width = (1 + 2 * case.kv_heads) * case.head_dim
+        width = 3 * case.kv_heads * case.head_dim
         step, columns = step_of(table, 0, length)
-        write_kv(step, torch.randn(case.rows * length, width).to(dtype), 1, kv, 0)
+        write_kv(step, torch.randn(case.rows * length, width).to(dtype), case.kv_heads, kv, 0)
         assert columns is not None
 
     def run(self) -> None:
