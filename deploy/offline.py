@@ -29,7 +29,7 @@ import msgspec
 from tqdm import tqdm
 
 from quintet.deploy.python_api.async_llm import AsyncLLM
-from quintet.deploy.python_api.engine import Engine, EngineError, options_of_call
+from quintet.deploy.python_api.engine import EngineError, LocalServer, options_of_call
 from quintet.deploy.python_api.gather import LOOK_S, CheckedPrompt, Gather, refused
 from quintet.deploy.python_api.inputs import (
     ChatOptions,
@@ -88,7 +88,7 @@ class LLM:
     def __init__(self, model: str | None = None, **flags: object) -> None:
         # Nobody reads along: what matters is when the last output is there, not how evenly tokens come.
         batch = {"step_target_ms": 0, "scheduling_policy": "longest"}
-        self._engine = Engine(options_of_call(model, batch | flags, "LLM(...)"))
+        self._engine = LocalServer(options_of_call(model, batch | flags, "LLM(...)"))
         self._request_ids = itertools.count()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=_run_loop, args=(self._loop,), name="quintet-llm", daemon=True)
@@ -325,7 +325,7 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
     loop.run_forever()
 
 
-def _shut_down(engine: Engine, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+def _shut_down(engine: LocalServer, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
     """End an `LLM`: fail what is in flight, stop the loop's thread, then the processes."""
 
     if not engine.is_ours:

@@ -165,9 +165,9 @@ class Detokenizer:
     def _apply(self, message: Tokens) -> None:
         began_ns = time.monotonic_ns()
         self._hop.observe((began_ns - message.sent_ns) / 1e9)
-        for outbox, text in self._steps.apply(message):
+        for builder, text in self._steps.apply(message):
             text.sender = self._sender
-            self._deliver(outbox.index, outbox.epoch_tag, text)
+            self._deliver(builder.index, builder.epoch_tag, text)
         num_tokens = len(message.token_ids) // 4
         self._num_tokens.inc(num_tokens)
         self._process.progress += num_tokens

@@ -30,7 +30,7 @@ MAX_ENDED = 1 << 16
 """Requests ended here (by a stop string) that are remembered until the core has heard of it."""
 
 
-class Outbox:
+class TextBuilder:
     """The columns of the `Text` that one frontend gets for this step."""
 
     __slots__ = (
@@ -95,10 +95,10 @@ class Outbox:
 
 
 class OpenRequest(TextState):
-    """A request's text and the outbox of the frontend that owns it."""
+    """A request's text and the builder of the frontend that owns it."""
 
-    __slots__ = ("outbox", "prompt_offsets")
-    outbox: Outbox
+    __slots__ = ("builder", "prompt_offsets")
+    builder: TextBuilder
     prompt_offsets: Sequence[int] | None
     """Where each prompt token's text begins, once known; of an echoed prompt with log-probabilities, until it is told."""
 
@@ -112,7 +112,7 @@ class Steps:
         self._showing = showing
         self._stops = StopCache()
         self._open: dict[int, OpenRequest] = {}
-        self._outboxes: dict[tuple[int, int], Outbox] = {}
+        self._builders: dict[tuple[int, int], TextBuilder] = {}
         self._ended: dict[int, int] = {}
         """Requests that ended here, and at which attempt, while the core may not know yet."""
         self._suspects: set[int] = set()
@@ -148,9 +148,9 @@ class Steps:
 
     def forget_frontend(self, index: int, epoch_tag: int) -> None:
         """Drop the requests of frontends that sat at ``index`` before the one with this epoch."""
-        for key in [key for key in self._outboxes if key[0] == index and key[1] != epoch_tag]:
-            outbox = self._outboxes.pop(key)
-            for request_id in [i for i, request in self._open.items() if request.outbox is outbox]:
+        for key in [key for key in self._builders if key[0] == index and key[1] != epoch_tag]:
+            builder = self._builders.pop(key)
+            for request_id in [i for i, request in self._open.items() if request.builder is builder]:
                 del self._open[request_id]
 
     def abandon(self, request_ids: Iterable[int]) -> None:
@@ -169,7 +169,7 @@ class Steps:
             self.stop_hits.clear()
         return epoch == self._core_epoch
 
-    def apply(self, message: Tokens) -> list[tuple[Outbox, Text]]:
+    def apply(self, message: Tokens) -> list[tuple[TextBuilder, Text]]:
         """Take one step's tokens; return what each frontend must be told."""
         if not self.meet_core(message.core_epoch):
             self.num_stale += 1
@@ -184,9 +184,9 @@ class Steps:
             self._note_prompt(request_ids[entry.row], entry)
         self._apply_rows(message, request_ids)
         return [
-            (outbox, text)
-            for outbox in self._outboxes.values()
-            if (text := outbox.take(message.step, message.sent_ns)) is not None
+            (builder, text)
+            for builder in self._builders.values()
+            if (text := builder.take(message.step, message.sent_ns)) is not None
         ]
 
     def _apply_rows(self, message: Tokens, request_ids: Sequence[int]) -> None:
@@ -196,7 +196,7 @@ class Steps:
         find = self._open.get
         token_ids = unpack_i32(message.token_ids)
         stop_ids = unpack_i32(message.stop_ids)
-        outbox: Outbox | None = None
+        builder: TextBuilder | None = None
         end = 0
         firsts, counts = unpack_i32(message.first_indexes), message.num_tokens
         for row, (request_id, first, count, finish) in enumerate(
@@ -212,11 +212,11 @@ class Steps:
                 and request.num_tokens == first
                 and (piece := request.pieces[token_ids[start]]) is not None
             ):
-                if request.outbox is not outbox:
-                    outbox = request.outbox
-                    add_id, add_delta = outbox.request_ids.append, outbox.deltas.append
-                    add_offset, add_first = outbox.offsets.append, outbox.first_indexes.append
-                    add_count, add_token = outbox.num_tokens.append, outbox.token_ids.append
+                if request.builder is not builder:
+                    builder = request.builder
+                    add_id, add_delta = builder.request_ids.append, builder.deltas.append
+                    add_offset, add_first = builder.offsets.append, builder.first_indexes.append
+                    add_count, add_token = builder.num_tokens.append, builder.token_ids.append
                 offset = request.length
                 request.length = offset + len(piece)
                 request.num_tokens = first + 1
@@ -246,7 +246,7 @@ class Steps:
         self._ended.pop(request_id, None)
         table = self._skipping if opened.skip_special_tokens else self._showing
         request = OpenRequest(opened, table, self._stops.automaton(opened.stop))
-        request.outbox = self._outbox_of(request_id)
+        request.builder = self._builder_of(request_id)
         request.prompt_offsets = None
         self._open[request_id] = request
         outputs = unpack_i32(opened.output_ids)
@@ -256,12 +256,12 @@ class Steps:
         elif len(outputs) > opened.num_seen:
             self._apply_row(request, opened.num_seen, outputs[opened.num_seen :], FinishReason.NONE, -1, None)
 
-    def _outbox_of(self, request_id: int) -> Outbox:
+    def _builder_of(self, request_id: int) -> TextBuilder:
         key = frontend_of(request_id)
-        outbox = self._outboxes.get(key)
-        if outbox is None:
-            outbox = self._outboxes[key] = Outbox(*key)
-        return outbox
+        builder = self._builders.get(key)
+        if builder is None:
+            builder = self._builders[key] = TextBuilder(*key)
+        return builder
 
     def _apply_row(
         self,
@@ -273,7 +273,7 @@ class Steps:
         entries: list[TokenLogprobs] | None,
     ) -> None:
         """Apply a row the long way: the first of a request, the last, several tokens, state, or a replay."""
-        opened, outbox = request.opened, request.outbox
+        opened, builder = request.opened, request.builder
         self._tell_start(request)
         replayed = request.num_tokens - first
         assert replayed >= 0, f"request {opened.request_id}: token {first} arrived after {request.num_tokens}"
@@ -293,14 +293,14 @@ class Steps:
         if token_ids or delta:
             if entries is not None and offsets is not None:
                 positions = self._positions(request, entries[replayed:], offsets)
-                outbox.logprobs.append(RowLogprobs(len(outbox.request_ids), positions))
-            outbox.add(opened.request_id, delta, offset, applied, token_ids)
+                builder.logprobs.append(RowLogprobs(len(builder.request_ids), positions))
+            builder.add(opened.request_id, delta, offset, applied, token_ids)
         if request.hit is not None or finish:
             self._end(request, finish, stop_id)
 
     def _tell_start(self, request: OpenRequest) -> None:
         if not request.started:
-            request.outbox.started.append(_started(request))
+            request.builder.started.append(_started(request))
             request.prompt_offsets = None
             request.start()
 
@@ -313,7 +313,7 @@ class Steps:
         elif not finish:
             self._tell_core(request)
         reason = finish if request.hit is None else FinishReason.STOP
-        request.outbox.finishes.append(Finish(request_id, reason, stop_reason, request.num_tokens))
+        request.builder.finishes.append(Finish(request_id, reason, stop_reason, request.num_tokens))
 
     def _tell_core(self, request: OpenRequest) -> None:
         """Have the core end a request that has ended here, and pass over what it still sends of it."""

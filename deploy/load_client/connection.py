@@ -71,7 +71,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HttpAnswer:
     """The end of an exchange."""
 
     status: int
@@ -96,14 +96,14 @@ class Connection(asyncio.Protocol):
         self._has_head = False
         self._is_whole = False
         self._keep = True
-        self._done: asyncio.Future[Answer] | None = None
+        self._done: asyncio.Future[HttpAnswer] | None = None
         self.num_exchanges = 0
         self.heard = False
         """Whether any byte of the current answer has arrived."""
         self.lost: asyncio.Future[None] = loop.create_future()
         """Done when the transport is gone."""
 
-    def send(self, request: bytes, sink: Sink | None = None) -> asyncio.Future[Answer]:
+    def send(self, request: bytes, sink: Sink | None = None) -> asyncio.Future[HttpAnswer]:
         """Send a request and return the future of its answer; the body of a 200 event stream goes to ``sink``.
 
         The future raises `ConnectionError` when the connection breaks first.
@@ -218,7 +218,7 @@ class Connection(asyncio.Protocol):
         done, self._done = self._done, None
         self._rest()
         if done is not None and not done.done():
-            done.set_result(Answer(self._status, b"".join(self._body)))
+            done.set_result(HttpAnswer(self._status, b"".join(self._body)))
 
     def _break(self, error: ConnectionError) -> None:
         done, self._done, self._keep = self._done, None, False
@@ -241,7 +241,7 @@ class Pool:
         self._open: set[Connection] = set()
         self._tls = ssl.create_default_context() if target.tls else None
 
-    async def exchange(self, request: bytes, sink: Sink | None = None) -> Answer:
+    async def exchange(self, request: bytes, sink: Sink | None = None) -> HttpAnswer:
         """Send one request over an idle or new connection and return the answer.
 
         A request that dies unanswered on a connection the server had kept alive was never served: it is sent once more

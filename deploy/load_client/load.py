@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 import uvloop
 
-from quintet.deploy.load_client.connection import Answer, Pool, Target
+from quintet.deploy.load_client.connection import HttpAnswer, Pool, Target
 from quintet.deploy.load_client.tally import Chunk, StreamTally
 
 
@@ -66,10 +66,10 @@ def run_load(load: Load, on_outcome: Callable[[Outcome], None] | None = None) ->
             gc.enable()
 
 
-def ask(target: Target, method: str, path: str, body: bytes = b"", timeout_s: float = 30.0) -> Answer:
+def ask(target: Target, method: str, path: str, body: bytes = b"", timeout_s: float = 30.0) -> HttpAnswer:
     """Make one plain request. Raises `ConnectionError`, `OSError` or `TimeoutError`."""
 
-    async def go() -> Answer:
+    async def go() -> HttpAnswer:
         pool = Pool(target, connect_timeout_s=timeout_s)
         try:
             async with asyncio.timeout(timeout_s):

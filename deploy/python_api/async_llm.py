@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
 from typing import Self
 
-from quintet.deploy.python_api.engine import Engine, EngineError, options_of_call
+from quintet.deploy.python_api.engine import EngineError, LocalServer, options_of_call
 from quintet.deploy.python_api.inputs import (
     ChatOptions,
     Conversation,
@@ -37,7 +37,7 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str | None = None, **flags: object) -> None:
-        self._engine = Engine(options_of_call(model, flags, "AsyncLLM(...)"))
+        self._engine = LocalServer(options_of_call(model, flags, "AsyncLLM(...)"))
         self._streams: dict[str, Stream] = {}
         self._request_ids = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None

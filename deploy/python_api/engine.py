@@ -106,7 +106,7 @@ class SupervisorProcess:
             self.process.wait()
 
 
-class Engine:
+class LocalServer:
     """Sessions and queries of this process's seat. Belongs to one event loop at a time, once `attach`ed."""
 
     def __init__(self, options: Options) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
-from quintet.deploy.python_api.engine import Engine, EngineError
+from quintet.deploy.python_api.engine import EngineError, LocalServer
 from quintet.deploy.python_api.inputs import ReadPrompt
 from quintet.deploy.python_api.outputs import Assembler, RequestMetrics, RequestOutput
 from quintet.frontend.sessions import Mailbox, Stream
@@ -53,7 +53,7 @@ class Gather:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: LocalServer,
         loop: asyncio.AbstractEventLoop,
         jobs: Iterator[CheckedPrompt | RequestOutput],
         window: int,
@@ -109,16 +109,16 @@ class Gather:
     def _fill(self) -> None:
         """Submit prompts until the window is full, or the next output is there to be given."""
         while not self._is_exhausted and self._num_submitted - self._next < self._window:
-            job = next(self._jobs, None)
-            if job is None:
+            prompt = next(self._jobs, None)
+            if prompt is None:
                 self._is_exhausted = True
                 return
             index = self._num_submitted
             self._num_submitted += 1
-            if isinstance(job, CheckedPrompt):
-                self._loop.call_soon_threadsafe(self._submit, index, job)
+            if isinstance(prompt, CheckedPrompt):
+                self._loop.call_soon_threadsafe(self._submit, index, prompt)
             else:
-                self._ready[index] = job
+                self._ready[index] = prompt
             self._take_done()
             if self._next in self._ready:
                 return
@@ -133,33 +133,35 @@ class Gather:
 
     # --- on the engine's loop ---
 
-    def _submit(self, index: int, job: CheckedPrompt) -> None:
+    def _submit(self, index: int, prompt: CheckedPrompt) -> None:
         """Submit, or tell the caller's thread why not: an exception lost here would leave it waiting for ever."""
         if self._is_closed:
             return
         try:
-            self._submit_checked(index, job)
+            self._submit_checked(index, prompt)
         except EngineError as error:
-            self._done.put((index, refused(job.request_id, RequestError(ErrorCode.UNAVAILABLE, str(error)))))
+            self._done.put(
+                (index, refused(prompt.request_id, RequestError(ErrorCode.UNAVAILABLE, str(error))))
+            )
         except RequestError as error:
-            self._done.put((index, refused(job.request_id, error)))
+            self._done.put((index, refused(prompt.request_id, error)))
         except Exception as error:  # noqa: BLE001 - raised again in the caller's thread
             self._done.put((index, error))
 
-    def _submit_checked(self, index: int, job: CheckedPrompt) -> None:
+    def _submit_checked(self, index: int, prompt: CheckedPrompt) -> None:
         self._engine.check()
-        read = job.prompt
+        read = prompt.prompt
         stream = self._engine.sessions.submit(
             read.prompt,
-            job.params,
-            priority=job.priority,
+            prompt.params,
+            priority=prompt.priority,
             cache_salt=read.cache_salt,
             return_prompt_ids=True,
             mailbox=self._mailbox,
             final_only=True,
-            limit_gives_way=job.limit_gives_way,
+            limit_gives_way=prompt.limit_gives_way,
         )
-        self._open[stream] = (index, Assembler(job.request_id, read.text, stream))
+        self._open[stream] = (index, Assembler(prompt.request_id, read.text, stream))
         if self._collector is None:
             self._collector = self._loop.create_task(self._collect())
 

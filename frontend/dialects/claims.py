@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from quintet.frontend.dialects.openai_answer import Options
+from quintet.frontend.dialects.openai_answer import AnswerOptions
 from quintet.frontend.dialects.position import MAX_CHOICES
 from quintet.wire.config import EngineConfig
 from quintet.wire.messages import Claim
@@ -19,7 +19,7 @@ class Answer(msgspec.Struct, array_like=True):
     """Inside `Claim.answer`: how the events of a stream are written."""
 
     kind: Literal["completion", "chat"]
-    options: Options
+    options: AnswerOptions
     num_prompts: int
     """Prompts of the HTTP request. Their ids follow each other, each ``n`` after the one before."""
     interval: int

@@ -35,7 +35,7 @@ FINISH_NAMES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class AnswerOptions:
     """What an answer carries besides text."""
 
     response_id: str
@@ -58,11 +58,11 @@ class Options:
 
 def options_of(
     id_prefix: str, body: GenerationBody, params: SamplingParams, exchange: Exchange, model: ModelConfig
-) -> Options:
+) -> AnswerOptions:
     """Return what the client asked for besides text; its id begins with ``id_prefix``."""
     wanted = body.stream_options
     include_usage = wanted is not None and bool(wanted.include_usage)
-    return Options(
+    return AnswerOptions(
         response_id=f"{id_prefix}-{parse.request_id(body, exchange)}",
         created=int(time.time()),
         model=model.served_names[0],
@@ -78,7 +78,7 @@ def options_of(
     )
 
 
-class Job:
+class Submissions:
     """The submissions behind one HTTP request (one per prompt) and the mailbox their news arrive in."""
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class Job:
             stream.close(keep=keep)
 
     def add(self, stream: Stream) -> None:
-        """Answer with one more prompt's stream, whose mailbox is this job's."""
+        """Answer with one more prompt's stream, whose mailbox is this one's."""
         self.streams.append(stream)
         self.num_unread += not stream.ended
 
@@ -138,7 +138,7 @@ class Shape:
     """After the text."""
     plain_end: bytes
     """The rest of a choice that has neither log-probabilities nor a finish."""
-    logprobs: Callable[[Sequence[PositionLogprobs], Options], object]
+    logprobs: Callable[[Sequence[PositionLogprobs], AnswerOptions], object]
     on_start: Callable[[ChunkWriter, int, Started], list[bytes]]
     """The events that come before the text of a choice, given its index."""
 
@@ -149,7 +149,7 @@ class ChunkWriter:
     def __init__(
         self,
         shape: Shape,
-        options: Options,
+        options: AnswerOptions,
         num_prompts: int,
         stream_id: StreamId | None = None,
         position: Position | None = None,
@@ -298,40 +298,42 @@ class ChunkWriter:
         return self._identified(self._head + b'],"usage":' + usage + b"}\n\n") + sse.DONE
 
 
-async def stream_answer(service: Service, exchange: Exchange, job: Job, writer: ChunkWriter) -> None:
+async def stream_answer(
+    service: Service, exchange: Exchange, submissions: Submissions, writer: ChunkWriter
+) -> None:
     """Write the answer as events, one write per wake-up, until every stream has ended or the client left.
 
     The status line waits for the first news, so that an error found before any output still gets its own status. A client
     that leaves after it may come back for the rest.
     """
     patience, write_seconds, span = service.patience, service.http.write_seconds, service.span
-    positions = {stream.request_id: position for position, stream in enumerate(job.streams)}
-    watcher = exchange.watch_disconnect(job.leave)
-    pulse = sse.Pulse(service.config.frontend.keep_alive_s, job.mailbox.nudge)
-    reader = Reader(exchange.abort, job.unread_bytes)
+    positions = {stream.request_id: position for position, stream in enumerate(submissions.streams)}
+    watcher = exchange.watch_disconnect(submissions.leave)
+    pulse = sse.Pulse(service.config.frontend.keep_alive_s, submissions.mailbox.nudge)
+    reader = Reader(exchange.abort, submissions.unread_bytes)
     patience.watch(reader)
-    if job.num_unread == 0:
-        job.mailbox.nudge()  # nothing is left to tell but the end
+    if submissions.num_unread == 0:
+        submissions.mailbox.nudge()  # nothing is left to tell but the end
     try:
         while True:
-            ready = await job.mailbox.wait()
+            ready = await submissions.mailbox.wait()
             woken_ns = time.monotonic_ns()
-            if job.client_gone:
+            if submissions.client_gone:
                 raise ClientGone
             frames: list[bytes] = []
             error: RequestError | None = None
             for stream in ready:
-                batch = job.take(stream)
+                batch = submissions.take(stream)
                 writer.write(frames, positions[stream.request_id], stream, batch)
                 error = error or batch.error
             if error is not None and not exchange.started and not frames:
                 raise error
-            last = error is not None or job.num_unread == 0
+            last = error is not None or submissions.num_unread == 0
             if error is not None:
                 frames.append(sse.frame(errors.body_of(error)))
                 frames.append(sse.DONE)
             elif last:
-                frames.append(writer.tail(job.streams))
+                frames.append(writer.tail(submissions.streams))
             elif not ready:
                 frames.append(sse.KEEP_ALIVE)
             if frames:
@@ -349,7 +351,7 @@ async def stream_answer(service: Service, exchange: Exchange, job: Job, writer: 
         pulse.stop()
         patience.forget(reader)
         watcher.cancel()
-        job.close(keep=exchange.started)
+        submissions.close(keep=exchange.started)
 
 
 @dataclass(slots=True)
@@ -364,21 +366,21 @@ class Output:
     stream: Stream
 
 
-async def whole_answer(exchange: Exchange, job: Job, options: Options) -> list[Output]:
+async def whole_answer(exchange: Exchange, submissions: Submissions, options: AnswerOptions) -> list[Output]:
     """Wait until every stream has ended and return the choices in order.
 
     Raises the first stream's error, or `ClientGone`; either way what still runs is cancelled.
     """
-    positions = {stream.request_id: position for position, stream in enumerate(job.streams)}
+    positions = {stream.request_id: position for position, stream in enumerate(submissions.streams)}
     outputs: dict[int, Output] = {}
-    watcher = exchange.watch_disconnect(job.leave)
+    watcher = exchange.watch_disconnect(submissions.leave)
     try:
-        while job.num_unread:
-            ready = await job.mailbox.wait()
-            if job.client_gone:
+        while submissions.num_unread:
+            ready = await submissions.mailbox.wait()
+            if submissions.client_gone:
                 raise ClientGone
             for stream in ready:
-                batch = job.take(stream)
+                batch = submissions.take(stream)
                 if batch.error is not None:
                     raise batch.error
                 for delta in batch.deltas:
@@ -389,7 +391,7 @@ async def whole_answer(exchange: Exchange, job: Job, options: Options) -> list[O
                     )
     finally:
         watcher.cancel()
-        job.close()
+        submissions.close()
     if options.echo_only:
         for output in outputs.values():
             output.text, output.token_ids, output.logprobs = "", (), []

@@ -11,11 +11,11 @@ from quintet.frontend.dialects import openai_parse as parse
 from quintet.frontend.dialects.claims import Answer, claim_for
 from quintet.frontend.dialects.openai_answer import (
     FINISH_NAMES,
+    AnswerOptions,
     ChunkWriter,
-    Job,
-    Options,
     Output,
     Shape,
+    Submissions,
     encode_json,
     options_of,
     stream_answer,
@@ -73,8 +73,8 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
     claim = claim_for(answer, config) if body.stream else None
     deadline_ns = parse.deadline_ns(body, exchange)
     service.admission.enter([conversation.prompt], params)
-    job = Job()
-    job.add(
+    submissions = Submissions()
+    submissions.add(
         service.sessions.submit(
             conversation.prompt,
             params,
@@ -82,7 +82,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
             cache_salt=body.cache_salt or "",
             return_prompt_ids=options.return_token_ids,
             arrival_ns=exchange.arrival_ns,
-            mailbox=job.mailbox,
+            mailbox=submissions.mailbox,
             final_only=not body.stream,
             interval=interval,
             are_checked=True,
@@ -92,12 +92,12 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
         )
     )
     if body.stream:
-        stream_id = None if claim is None else StreamId(job.streams[0].request_id, claim.key)
+        stream_id = None if claim is None else StreamId(submissions.streams[0].request_id, claim.key)
         writer = ChunkWriter(chat_shape(conversation.role, prefix), options, 1, stream_id)
-        await stream_answer(service, exchange, job, writer)
+        await stream_answer(service, exchange, submissions, writer)
     else:
-        outputs = await whole_answer(exchange, job, options)
-        await exchange.respond_json(_whole(outputs, job, options, conversation.role, prefix))
+        outputs = await whole_answer(exchange, submissions, options)
+        await exchange.respond_json(_whole(outputs, submissions, options, conversation.role, prefix))
 
 
 def parse_conversation(body: ChatBody | TokenizeBody, config: EngineConfig) -> Conversation:
@@ -265,15 +265,17 @@ def chat_shape(role: str, prefix: str) -> Shape:
     )
 
 
-def _whole(outputs: list[Output], job: Job, options: Options, role: str, prefix: str) -> dict[str, object]:
-    started = job.streams[0].started
+def _whole(
+    outputs: list[Output], submissions: Submissions, options: AnswerOptions, role: str, prefix: str
+) -> dict[str, object]:
+    started = submissions.streams[0].started
     answer: dict[str, object] = {
         "id": options.response_id,
         "object": "chat.completion",
         "created": options.created,
         "model": options.model,
         "choices": [_choice(output, options, role, prefix) for output in outputs],
-        "usage": usage_of(job.streams),
+        "usage": usage_of(submissions.streams),
         "prompt_logprobs": prompt_logprobs(started, options) if started is not None else None,
     }
     if options.return_token_ids and started is not None:
@@ -281,7 +283,7 @@ def _whole(outputs: list[Output], job: Job, options: Options, role: str, prefix:
     return answer
 
 
-def _choice(output: Output, options: Options, role: str, prefix: str) -> dict[str, object]:
+def _choice(output: Output, options: AnswerOptions, role: str, prefix: str) -> dict[str, object]:
     choice: dict[str, object] = {
         "index": output.index,
         "message": {"role": role, "content": prefix + output.text, "refusal": None},

@@ -10,11 +10,11 @@ from quintet.frontend.dialects import openai_parse as parse
 from quintet.frontend.dialects.claims import Answer, claim_for
 from quintet.frontend.dialects.openai_answer import (
     FINISH_NAMES,
+    AnswerOptions,
     ChunkWriter,
-    Job,
-    Options,
     Output,
     Shape,
+    Submissions,
     encode_json,
     options_of,
     stream_answer,
@@ -54,10 +54,10 @@ async def completions(service: Service, exchange: Exchange) -> None:
     claim = claim_for(Answer("completion", options, len(prompts), interval), config) if body.stream else None
     deadline_ns = parse.deadline_ns(body, exchange)
     service.admission.enter(prompts, params)
-    job = Job()
+    submissions = Submissions()
     try:
         for prompt in prompts:
-            job.add(
+            submissions.add(
                 service.sessions.submit(
                     prompt,
                     params,
@@ -66,7 +66,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
                     echo=options.echo,
                     return_prompt_ids=options.return_token_ids,
                     arrival_ns=exchange.arrival_ns,
-                    mailbox=job.mailbox,
+                    mailbox=submissions.mailbox,
                     final_only=not body.stream,
                     interval=interval,
                     are_checked=True,
@@ -76,14 +76,16 @@ async def completions(service: Service, exchange: Exchange) -> None:
                 )
             )
     except BaseException:
-        job.close()
+        submissions.close()
         raise
     if body.stream:
-        stream_id = None if claim is None else StreamId(job.streams[0].request_id, claim.key)
-        await stream_answer(service, exchange, job, ChunkWriter(SHAPE, options, len(prompts), stream_id))
+        stream_id = None if claim is None else StreamId(submissions.streams[0].request_id, claim.key)
+        await stream_answer(
+            service, exchange, submissions, ChunkWriter(SHAPE, options, len(prompts), stream_id)
+        )
     else:
-        outputs = await whole_answer(exchange, job, options)
-        await exchange.respond_json(_whole(outputs, job, options))
+        outputs = await whole_answer(exchange, submissions, options)
+        await exchange.respond_json(_whole(outputs, submissions, options))
 
 
 def _refuse_unsupported(body: CompletionBody, config: EngineConfig) -> None:
@@ -180,18 +182,18 @@ SHAPE = Shape(
 )
 
 
-def _whole(outputs: list[Output], job: Job, options: Options) -> dict[str, object]:
+def _whole(outputs: list[Output], submissions: Submissions, options: AnswerOptions) -> dict[str, object]:
     return {
         "id": options.response_id,
         "object": "text_completion",
         "created": options.created,
         "model": options.model,
         "choices": [_choice(output, options) for output in outputs],
-        "usage": usage_of(job.streams, options.echo_only),
+        "usage": usage_of(submissions.streams, options.echo_only),
     }
 
 
-def _choice(output: Output, options: Options) -> dict[str, object]:
+def _choice(output: Output, options: AnswerOptions) -> dict[str, object]:
     started = output.stream.started
     text = output.text
     logprobs = completion_logprobs(output.logprobs, options) if options.logprobs is not None else None

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from quintet.frontend.dialects.openai_answer import Options
+from quintet.frontend.dialects.openai_answer import AnswerOptions
 from quintet.wire.messages import Alternative, PositionLogprobs, Started
 
 FLOOR = -9999.0
 """JSON has no minus infinity."""
 
 
-def spell(alternative: Alternative, options: Options) -> str:
+def spell(alternative: Alternative, options: AnswerOptions) -> str:
     """Return a token's text, or its id when the client asked for ids."""
     return f"token_id:{alternative.token_id}" if options.tokens_as_ids else alternative.token
 
@@ -24,7 +24,9 @@ def _distinct(position: PositionLogprobs, limit: int) -> Iterator[Alternative]:
         yield alternative
 
 
-def completion_logprobs(positions: Sequence[PositionLogprobs], options: Options) -> dict[str, list[object]]:
+def completion_logprobs(
+    positions: Sequence[PositionLogprobs], options: AnswerOptions
+) -> dict[str, list[object]]:
     """Return the parallel lists of the completions shape."""
     shape: dict[str, list[object]] = {
         "text_offset": [],
@@ -42,7 +44,7 @@ def completion_logprobs(positions: Sequence[PositionLogprobs], options: Options)
     return shape
 
 
-def echoed_logprobs(started: Started, options: Options) -> dict[str, list[object]]:
+def echoed_logprobs(started: Started, options: AnswerOptions) -> dict[str, list[object]]:
     """Return the completions shape for the prompt's own tokens; what begins the prompt has no probability."""
     positions = started.prompt_logprobs or []
     known = [position for position in positions if position is not None]
@@ -63,7 +65,7 @@ def joined(first: dict[str, list[object]], second: dict[str, list[object]]) -> d
     return {name: first[name] + second[name] for name in first}
 
 
-def chat_logprobs(positions: Sequence[PositionLogprobs], options: Options) -> dict[str, object]:
+def chat_logprobs(positions: Sequence[PositionLogprobs], options: AnswerOptions) -> dict[str, object]:
     """Return the chat shape."""
     limit = options.max_alternatives
     return {
@@ -77,7 +79,7 @@ def chat_logprobs(positions: Sequence[PositionLogprobs], options: Options) -> di
     }
 
 
-def _chat_token(alternative: Alternative, options: Options) -> dict[str, object]:
+def _chat_token(alternative: Alternative, options: AnswerOptions) -> dict[str, object]:
     return {
         "token": spell(alternative, options),
         "logprob": max(alternative.logprob, FLOOR),
@@ -85,7 +87,7 @@ def _chat_token(alternative: Alternative, options: Options) -> dict[str, object]
     }
 
 
-def prompt_logprobs(started: Started, options: Options) -> list[dict[str, object] | None] | None:
+def prompt_logprobs(started: Started, options: AnswerOptions) -> list[dict[str, object] | None] | None:
     """Return the ``prompt_logprobs`` list: one map from token id to probability per prompt token, or None."""
     if started.prompt_logprobs is None:
         return None

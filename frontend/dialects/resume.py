@@ -10,7 +10,7 @@ from __future__ import annotations
 from urllib.parse import parse_qs
 
 from quintet.frontend.dialects.claims import answer_of
-from quintet.frontend.dialects.openai_answer import ChunkWriter, Job, stream_answer
+from quintet.frontend.dialects.openai_answer import ChunkWriter, Submissions, stream_answer
 from quintet.frontend.dialects.openai_chat import chat_shape
 from quintet.frontend.dialects.openai_completions import SHAPE as COMPLETION_SHAPE
 from quintet.frontend.dialects.position import Position, StreamId
@@ -58,20 +58,22 @@ async def resume(service: Service, exchange: Exchange, stream_id: StreamId, give
         await service.queries.reclaim(stream_id.request_id + offset, stream_id.key, first_id + offset)
         for offset in range(0, total, n)
     ]
-    job = Job()
+    submissions = Submissions()
     try:
         for offset, each in zip(range(0, total, n), reclaimed, strict=True):
             seen = list(zip(position.counts, position.ended, strict=True))[offset : offset + n]
             _check(each, seen)
-            stream = service.sessions.adopt(each, first_id + offset, seen, job.mailbox, answer.interval)
-            job.add(stream)
+            stream = service.sessions.adopt(
+                each, first_id + offset, seen, submissions.mailbox, answer.interval
+            )
+            submissions.add(stream)
         shape = COMPLETION_SHAPE if answer.kind == "completion" else chat_shape(answer.role, answer.prefix)
         goes_on = StreamId(first_id, stream_id.key)
         writer = ChunkWriter(shape, answer.options, answer.num_prompts, goes_on, position)
     except BaseException:
-        job.close()
+        submissions.close()
         raise
-    await stream_answer(service, exchange, job, writer)
+    await stream_answer(service, exchange, submissions, writer)
 
 
 def _known(reclaimed: Reclaimed) -> Admit:
