@@ -16,6 +16,7 @@ from quintet.wire.config import EngineConfig, ModelConfig
 from quintet.wire.dropped import Dropped
 from quintet.wire.errors import ErrorCode
 from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of
+from quintet.wire.limits import FrameTooLarge
 from quintet.wire.messages import Detokenized, DetokenizeQuery, Failed, Live, StopHit, Text, Tokens, Unknown
 from quintet.wire.supervision import Drain, Drained, Topology
 
@@ -249,8 +250,15 @@ class Detokenizer:
         if text is None:
             self._jobs.append(job)
         else:
-            query = job.query
+            self._answer(job.query, text)
+
+    def _answer(self, query: DetokenizeQuery, text: str) -> None:
+        try:
             self._process.peers.send(Role.FRONTEND, query.frontend, Detokenized(query.query_id, text))
+        except FrameTooLarge as error:
+            words = f"the text has {error.num_bytes} bytes, and at most {error.most} can be told at a time; send fewer ids."
+            failed = Failed(query.query_id, ErrorCode.TOO_LARGE, words, "tokens")
+            self._process.peers.send(Role.FRONTEND, query.frontend, Detokenized(query.query_id, "", failed))
 
 
 def prepare(config: EngineConfig) -> Tables:

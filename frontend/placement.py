@@ -14,13 +14,24 @@ import msgspec
 
 from quintet.frontend.router import Seats
 from quintet.frontend.streams import Stream
+from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId
+from quintet.wire.limits import FrameTooLarge
 from quintet.wire.messages import Cancel
 from quintet.wire.metrics import Metrics
 from quintet.wire.supervision import SeatState, Topology
 
 Send = Callable[[Role, int, msgspec.Struct], bool]
 """`quintet.process.sockets.Peers.send`: queues a message for a peer; False when there is no such peer."""
+
+
+def too_large(error: FrameTooLarge) -> RequestError:
+    """Make the error for what no process behind the frontend takes."""
+    return RequestError(
+        ErrorCode.TOO_LARGE,
+        f"The request has {error.num_bytes} bytes inside the server, which takes at most {error.most} at a time. Send "
+        "less, or start the server with a larger --max-body-bytes.",
+    )
 
 
 class Placement:

@@ -8,11 +8,12 @@ from typing import TypeVar
 
 import msgspec
 
+from quintet.frontend.placement import Send, too_large
 from quintet.frontend.router import Seats
-from quintet.frontend.sessions import Send
 from quintet.wire.codec import pack_i32
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId
+from quintet.wire.limits import FrameTooLarge
 from quintet.wire.messages import (
     ChatPrompt,
     Detokenized,
@@ -115,7 +116,10 @@ class Queries:
         if role is Role.SUPERVISOR:
             self._send(role, 0, query)
         elif role in self._seats.ever_ready:
-            self._hand_over(question)
+            try:
+                self._hand_over(question)
+            except FrameTooLarge as error:
+                raise too_large(error) from None
         else:
             raise RequestError(ErrorCode.UNAVAILABLE, f"No {role} process is running yet; try again shortly.")
         self._waiting[query_id] = question

@@ -18,13 +18,14 @@ from quintet.frontend.accounts import Account, accounts_of
 from quintet.frontend.adoption import Seen, go_on, submission
 from quintet.frontend.backlog import Backlog
 from quintet.frontend.deadlines import DeadlineTimer, expired, was_too_late
-from quintet.frontend.placement import Placement, Send
+from quintet.frontend.placement import Placement, Send, too_large
 from quintet.frontend.session_metrics import SessionMetrics
 from quintet.frontend.streams import Batch, Choice, Delta, Mailbox, Stream
 from quintet.wire.codec import unpack_i32
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import RequestIds, Role, WorkerId
+from quintet.wire.limits import FrameTooLarge
 from quintet.wire.messages import (
     Claim,
     Failed,
@@ -279,7 +280,7 @@ class Sessions:
                 choice.num_chars = offset
             seen_tokens, seen_chars = len(output_ids) - first_index, choice.num_chars - offset
             if seen_tokens < 0 or seen_chars < 0:
-                self._fail(stream, _lost_output(choice, first_index, offset))
+                self.give_up([request_id], _lost_output(choice, first_index, offset))
                 continue
             if num_tokens > seen_tokens:
                 begin += seen_tokens
@@ -402,6 +403,8 @@ class Sessions:
 
 
 def _cannot_travel(error: Exception) -> RequestError:
+    if isinstance(error, FrameTooLarge):
+        return too_large(error)
     return RequestError(
         ErrorCode.INVALID,
         "The request holds a number of more than 64 bits, or text with a lone surrogate (half of a character), which "

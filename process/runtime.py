@@ -36,7 +36,7 @@ from quintet.wire.config import EngineConfig
 from quintet.wire.dropped import Dropped
 from quintet.wire.errors import EXIT_CONFIG, ConfigError
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.limits import largest_frame
+from quintet.wire.limits import largest_frame, largest_frames
 from quintet.wire.metrics import Metrics
 from quintet.wire.sense import Sense
 from quintet.wire.supervision import Drain, Heartbeat, MetricsReport, Ready, Stop, Topology
@@ -129,7 +129,7 @@ class Process(Generic[MessageT]):
             me, config, accepts | Topology | Drain | Stop | MetricsReport, self._recorder
         )
         self.inbox = self._wires.inbox
-        self.peers = Peers(self._wires.bus)
+        self.peers = Peers(self._wires.bus, largest_frames(config))
         self.now_ns = 0  # until the first batch: a replay knows no time before it
         self._rejected = {
             why: self.metrics.counter("rejected_frames", "Frames that an inbox dropped.", why=why.value)
@@ -195,7 +195,7 @@ class Process(Generic[MessageT]):
 
     def _keep_beating(self) -> None:
         let_others_finish()
-        peers = Peers(self._wires.bus)  # a socket belongs to one thread
+        peers = Peers(self._wires.bus, largest_frames(self.config))  # a socket belongs to one thread
         peers.connect(SUPERVISOR, address_of(self.config.run_dir, SUPERVISOR))
         while not self._closing.wait(self._beat_s):
             self._beat(peers, with_metrics=True)

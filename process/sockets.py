@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import enum
 import os
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, get_args
 
@@ -22,7 +23,7 @@ from quintet.wire import codec
 from quintet.wire.codec import UNREADABLE
 from quintet.wire.dropped import Dropped, carried_by, carried_by_bytes
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.limits import LEAST_BYTES
+from quintet.wire.limits import LEAST_BYTES, FrameTooLarge
 from quintet.wire.supervision import Seat, SeatState
 
 MessageT = TypeVar("MessageT", bound=msgspec.Struct)
@@ -236,8 +237,10 @@ class Inbox(Generic[MessageT]):
 class Peers:
     """Outboxes to the other processes, by role and index, following the topology."""
 
-    def __init__(self, bus: OpensOutboxes) -> None:
+    def __init__(self, bus: OpensOutboxes, most_bytes: Mapping[Role, int] | None = None) -> None:
+        """``most_bytes``: how large a payload each role takes (`quintet.wire.limits`); None for no limits."""
         self._bus = bus
+        self._most_bytes = most_bytes if most_bytes is not None else dict.fromkeys(Role, sys.maxsize)
         self._outboxes: dict[tuple[Role, int], tuple[WorkerId, Outbox | None]] = {}
         """The newest worker of each seat, and the way to it: none once its seat is retired."""
 
@@ -275,7 +278,10 @@ class Peers:
             self._outboxes[key] = (worker, None)
 
     def send(self, role: Role, index: int, message: msgspec.Struct) -> bool:
-        """Queue a message for a peer. Return False when the topology has no such peer, or has retired it."""
+        """Queue a message for a peer. Return False when the topology has no such peer, or has retired it.
+
+        Raises `FrameTooLarge` for one that the peer does not take: sent, it would be lost, with what is behind it.
+        """
         return self.send_payload(role, index, codec.encode(message))
 
     def send_payload(self, role: Role, index: int, payload: bytes) -> bool:
@@ -283,6 +289,8 @@ class Peers:
         outbox = self._outboxes.get((role, index))
         if outbox is None or outbox[1] is None:
             return False
+        if len(payload) > self._most_bytes[role]:
+            raise FrameTooLarge(len(payload), role, self._most_bytes[role])
         outbox[1].send(payload)
         return True
 

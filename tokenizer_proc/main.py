@@ -23,6 +23,7 @@ from quintet.wire.config import EngineConfig
 from quintet.wire.dropped import Dropped
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of
+from quintet.wire.limits import FrameTooLarge
 from quintet.wire.messages import Admit, Cancel, Failed, Handed, Submit, Tokenized, TokenizeQuery, Unknown
 from quintet.wire.metrics import COUNT_BUCKETS
 from quintet.wire.supervision import Drain, Drained, Topology
@@ -339,7 +340,14 @@ class Tokenizer:
         return Tokenized(query.query_id, pack_i32(ids), strs)
 
     def _send_answer(self, query: TokenizeQuery, answer: Tokenized) -> None:
-        self._process.peers.send(Role.FRONTEND, query.frontend, answer)
+        try:
+            self._process.peers.send(Role.FRONTEND, query.frontend, answer)
+        except FrameTooLarge as error:
+            words = f"the answer has {error.num_bytes} bytes, and at most {error.most} can be told at a time; ask for less."
+            failed = Failed(query.query_id, ErrorCode.TOO_LARGE, words)
+            self._process.peers.send(
+                Role.FRONTEND, query.frontend, Tokenized(query.query_id, b"", None, failed)
+            )
 
 
 def _sender(message: object) -> tuple[int, int | None] | None:

@@ -1,7 +1,7 @@
 """How large a frame each kind of process may be sent: what its largest message can hold, from the configuration.
 
-An inbox refuses more before it is in memory, and ends the sender's connection: so these are bounds that no process of
-ours reaches, not measures of what is usual.
+An inbox refuses more before it is in memory, and ends the sender's connection with all that is on it. So these are bounds,
+not measures of what is usual, and nobody sends more: `process/sockets.py` raises `FrameTooLarge` instead.
 """
 
 from __future__ import annotations
@@ -30,8 +30,25 @@ ROW_BYTES = 1 << 10
 MOST_FRONTENDS = 8
 """Frontends whose requests may be told of in one message; more, where more are configured."""
 
+TOKENIZED_GROWTH = 16
+"""What a text grows by at most when it becomes ids and their spelling: of a byte, 4 bytes of an id, and ``<0xFF>`` in a list."""
+
 JSON_GROWTH = 4
 """What a request's body grows by at most: ``1,`` of its JSON becomes four bytes of a column."""
+
+
+class FrameTooLarge(OverflowError):
+    """A message is larger than its receiver takes. Nothing was sent."""
+
+    def __init__(self, num_bytes: int, role: Role, most: int) -> None:
+        super().__init__(f"{num_bytes} bytes for the {role}, which takes at most {most}")
+        self.num_bytes = num_bytes
+        self.most = most
+
+
+def largest_frames(config: EngineConfig) -> Mapping[Role, int]:
+    """Return `largest_frame` of every role."""
+    return {role: largest_frame(role, config) for role in Role}
 
 
 def largest_frame(role: Role, config: EngineConfig) -> int:
@@ -66,7 +83,9 @@ def _everybody(config: EngineConfig) -> int:
 
 _BOUNDS: Mapping[Role, Callable[[EngineConfig], int]] = {
     Role.SUPERVISOR: lambda config: LEAST_BYTES,
-    Role.FRONTEND: lambda config: _everybody(config) + _logprobs(config),
+    Role.FRONTEND: lambda config: (
+        _everybody(config) + _logprobs(config) + TOKENIZED_GROWTH * config.frontend.max_body_bytes
+    ),
     Role.TOKENIZER: lambda config: JSON_GROWTH * config.frontend.max_body_bytes + _request(config),
     Role.CORE: lambda config: _request(config) + _logprobs(config),
     Role.EXECUTOR: lambda config: config.scheduler.max_num_seqs * (_request(config) - config.frontend.max_body_bytes),

@@ -32,7 +32,7 @@ from quintet.process.sockets import Bus, Inbox, Peers, address_of, make_run_dir
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import EXIT_CONFIG, ConfigError, ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.limits import largest_frame
+from quintet.wire.limits import largest_frame, largest_frames
 from quintet.wire.sense import Sense
 from quintet.wire.supervision import Drain, MetricsReport, Stop, Topology
 
@@ -125,7 +125,7 @@ class LocalServer:
                 largest_frame(Role.FRONTEND, self.config),
                 Sense(self.config).accepts,
             )
-            self._peers = Peers(self._bus)
+            self._peers = Peers(self._bus, largest_frames(self.config))
         except BaseException:
             shutil.rmtree(run_dir, ignore_errors=True)
             raise

@@ -13,6 +13,7 @@ from quintet.frontend.dispatch import Dispatch
 from quintet.wire.dropped import Dropped
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId
+from quintet.wire.limits import FrameTooLarge
 from quintet.wire.messages import Cancel, FinishReason, Submit, TextPrompt, TokenizeQuery
 from quintet.wire.params import SamplingParams
 from quintet.wire.supervision import Seat, SeatState, Topology
@@ -58,6 +59,29 @@ def test_requests_and_questions_to_a_lost_worker_are_sent_again() -> None:
         world.publish(2, 2)
         assert len(world.of(Submit)) == len(world.of(TokenizeQuery)) == 2
         asked.cancel()
+
+    run(story())
+
+
+def test_what_is_too_large_to_be_sent_is_refused_at_once() -> None:
+    """ZeroMQ would drop it, and the answer never come."""
+
+    async def story() -> None:
+        world = World()
+
+        def send(role: Role, index: int, message: msgspec.Struct) -> bool:
+            raise FrameTooLarge(900, role, 100)
+
+        for part in (world.dispatch.sessions._placement, world.dispatch.queries):
+            part._send = send  # type: ignore[attr-defined]
+        for ask in (
+            lambda: world.dispatch.sessions.submit(PROMPT, SamplingParams()).next_batch(),
+            lambda: world.dispatch.queries.tokenize(PROMPT),
+        ):
+            with pytest.raises(RequestError, match=r"has 900 bytes .* at most 100") as caught:
+                await ask()
+            assert caught.value.code is ErrorCode.TOO_LARGE
+        assert world.dispatch.sessions.num_live == 0 and not world.dispatch.queries._waiting
 
     run(story())
 

@@ -251,3 +251,13 @@ def test_what_waited_for_a_topology_goes_out_before_what_came_with_it(
     with pytest.raises(Stopping):
         main.Detokenizer(process, main.tables_of(config)).run()
     assert [text.first_indexes for text in told] == [[0], [1], [2]]
+
+
+def test_an_answer_too_large_to_be_told_is_an_error(
+    world: Any, small_frontend: Callable[[int], None]
+) -> None:
+    small_frontend(2000)
+    world.send(m.DetokenizeQuery(9, 0, pack_i32([9] * 4000)))
+    answer = world.wait(world.frontend, m.Detokenized)
+    assert answer.query_id == 9 and answer.error.code is ErrorCode.TOO_LARGE
+    assert "at most 2000 can be told at a time" in answer.error.message

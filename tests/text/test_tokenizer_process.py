@@ -280,3 +280,13 @@ def test_the_module_runs_as_a_child(
     finally:
         child.kill()
         child.wait()
+
+
+def test_an_answer_too_large_to_be_told_is_an_error(
+    world: Any, small_frontend: Callable[[int], None]
+) -> None:
+    small_frontend(2000)
+    world.send(m.TokenizeQuery(9, 0, m.TextPrompt("x" * 4000), return_token_strs=True))
+    answer = world.wait(world.frontend, m.Tokenized)
+    assert answer.query_id == 9 and answer.error.code is ErrorCode.TOO_LARGE
+    assert "at most 2000 can be told at a time" in answer.error.message

@@ -34,6 +34,13 @@ def test_a_prompt_as_long_as_a_body_reaches_the_tokenizer(config: EngineConfig) 
     assert LEAST_BYTES < len(encode(submit)) <= largest_frame(Role.TOKENIZER, config)
 
 
+def test_a_body_whose_bytes_are_tokens_each_comes_back_to_the_frontend(config: EngineConfig) -> None:
+    num_bytes = 1 << 20
+    answer = m.Tokenized(1 << 62, bytes(4 * num_bytes), ["<0xFF>"] * num_bytes)
+    growth = len(encode(answer)) / num_bytes
+    assert growth * config.frontend.max_body_bytes <= largest_frame(Role.FRONTEND, config)
+
+
 def test_a_plan_that_admits_everybody_at_full_length_reaches_the_executor(config: EngineConfig) -> None:
     params = SamplingParams(logit_bias=dict.fromkeys(range(VOCAB), 1.5), allowed_token_ids=list(range(VOCAB)))
     row = s.NewRow(0, 1, 1 << 62, bytes(4 * LENGTH), 1, params, 1 << 63)

@@ -14,6 +14,7 @@ from quintet.process.seal import KEY_BYTES, KEY_FILE, SEAL_BYTES, Seal, run_key
 from quintet.process.sockets import Bus, Inbox, Peers, Rejection, address_of, make_run_dir
 from quintet.wire import codec
 from quintet.wire.ids import Role, WorkerId
+from quintet.wire.limits import FrameTooLarge
 from quintet.wire.messages import Cancel, StopHit
 from quintet.wire.supervision import Drain, Seat, SeatState
 
@@ -104,6 +105,20 @@ def test_a_frame_that_is_too_long_never_arrives(bus: Bus, tmp_path: Path) -> Non
     assert inbox.wait(0.05) == []
     first.close(linger=0)
     second.close(linger=0)
+    inbox.close()
+
+
+def test_what_the_receiver_would_not_take_is_not_sent(bus: Bus, tmp_path: Path) -> None:
+    """It would be lost, and what is queued behind it as well."""
+    inbox: Inbox[Cancel] = Inbox(bus, address_of(tmp_path, CORE), Cancel, max_bytes=100)
+    peers = Peers(bus, {Role.CORE: 100})
+    peers.connect(CORE, inbox.address)
+    with pytest.raises(FrameTooLarge, match="for the core, which takes at most 100") as caught:
+        peers.send(Role.CORE, 0, Cancel([1 << 40] * 20, 0))
+    assert caught.value.num_bytes > caught.value.most == 100
+    assert peers.send(Role.CORE, 0, Cancel([1], 0))
+    assert receive(inbox, 1) == [Cancel([1], 0)]
+    peers.close()
     inbox.close()
 
 
