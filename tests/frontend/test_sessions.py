@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from quintet.frontend.sessions import MAX_LOST, Batch, Sessions, Stream
+from quintet.frontend.sessions import Batch, Sessions, Stream
 from quintet.wire import codec
-from quintet.wire.codec import pack_i32, unpack_i32, unpack_i64
+from quintet.wire.codec import pack_i32
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.messages import (
@@ -21,8 +21,6 @@ from quintet.wire.messages import (
     Failed,
     Finish,
     FinishReason,
-    Handed,
-    Live,
     PositionLogprobs,
     RowLogprobs,
     Started,
@@ -276,70 +274,6 @@ def test_a_cancelled_request_ends_as_aborted_whatever_the_answer(answer: str) ->
         assert [d.finish.reason for d in batch.deltas if d.finish is not None] == [FinishReason.ABORT] * 2
         assert world.sessions.num_live == 0
         assert len(world.of(Submit)) == len(world.of(Cancel)) == 1
-
-    run(story())
-
-
-def test_a_request_that_nobody_knows_is_sent_again() -> None:
-    async def story() -> None:
-        world = World().follow()
-        stream = world.sessions.submit(PROMPT, params(n=2))
-        world.sessions.send_again([stream.request_id, stream.request_id + 1, 77])
-        first, second = world.of(Submit)
-        assert (second.request_id, second.attempt, second.params.n) == (first.request_id, 1, 2)
-
-    run(story())
-
-
-def test_a_request_that_is_lost_again_and_again_ends_with_an_error() -> None:
-    async def story() -> None:
-        world = World().follow()
-        stream = world.sessions.submit(PROMPT, params())
-        for _ in range(MAX_LOST):
-            world.sessions.send_again([stream.request_id])
-        assert len(world.of(Submit)) == 1 + MAX_LOST
-        world.sessions.send_again([stream.request_id])
-        with pytest.raises(RequestError, match="went missing inside the server 4 times") as caught:
-            await stream.next_batch()
-        assert caught.value.code is ErrorCode.INTERNAL
-        assert len(world.of(Submit)) == 1 + MAX_LOST and len(world.of(Cancel)) == 1
-        assert world.sessions.num_live == 0
-
-    run(story())
-
-
-def test_accounts_name_what_is_waited_for_and_which_way_it_went() -> None:
-    async def story() -> None:
-        world = World()
-        world.seats[Role.TOKENIZER, 1] = (1, SeatState.READY)
-        world.follow()
-        first, second = (world.sessions.submit(PROMPT, params(n=2)) for _ in range(2))
-        started = first.request_id
-        world.text([(started, "a", 0, 0, [1])], started=[started])
-        world.text([], finished=[(started + 1, FinishReason.STOP)])
-        world.sessions.send_again([second.request_id])
-        world.deaf = True
-        world.sessions.submit(PROMPT, params())  # nobody has it yet
-        accounts = {(role, index): account for role, index, account in world.sessions.accounts(0)}
-        live = accounts.pop((Role.CORE, 0))
-        assert isinstance(live, Live)
-        parked = second.request_id + 2
-        assert list(unpack_i64(live.request_ids)) == [
-            started,
-            second.request_id,
-            second.request_id + 1,
-            parked,
-        ]
-        named = {}
-        for (role, index), account in accounts.items():
-            assert isinstance(account, Handed) and role is Role.TOKENIZER and account.tokenizer == index
-            ids, attempts = unpack_i64(account.request_ids), unpack_i32(account.attempts)
-            named |= {request_id: (index, n) for request_id, n in zip(ids, attempts, strict=True)}
-        assert named == {
-            started: (first.tokenizer, 0),
-            second.request_id: (second.tokenizer, 1),
-            second.request_id + 1: (second.tokenizer, 1),
-        }
 
     run(story())
 
