@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from quintet.frontend.dialects import openai_types as types
-from quintet.frontend.exchange import Exchange
+from quintet.frontend.exchange import MAX_REQUEST_ID, Exchange
 from quintet.frontend.guard import OPEN_PATHS
 from quintet.frontend.service import Service
 from quintet.wire.params import (
@@ -37,10 +37,11 @@ RANGES: dict[str, Schema] = {
     "min_tokens": {"minimum": 0, "maximum": MAX_COUNT},
     "truncate_prompt_tokens": {"minimum": -1, "maximum": MAX_COUNT, "not": {"const": 0}},
     "truncation_side": {"enum": ["left", "right", None]},
+    "request_id": {"pattern": "^[!-~]*$", "maxLength": MAX_REQUEST_ID},
     "stream_interval": {"minimum": 1},
     "detokenize": {"const": True},
 }
-"""What `SamplingParams.checked` enforces, for readers."""
+"""What is enforced by `SamplingParams.checked` and `quintet.frontend.dialects.openai_parse`, for readers."""
 
 _SCHEMA_OF_PARTS = {
     ("ChatBody", "messages"): types.ChatMessage,

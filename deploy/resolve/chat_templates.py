@@ -36,11 +36,9 @@ def _given(flag: str) -> str:
 
 
 def _in_files(folder: Path) -> dict[str, str]:
-    others = sorted((folder / "additional_chat_templates").glob("*.jinja"))
-    templates = {path.stem: _text(path) for path in others}
-    if (folder / "chat_template.jinja").is_file():
-        templates[DEFAULT] = _text(folder / "chat_template.jinja")
-    return templates
+    paths = {DEFAULT: folder / "chat_template.jinja"}
+    paths |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    return {name: _text(path) for name, path in paths.items() if path.is_file()}
 
 
 def _in_json(value: object, path: Path) -> dict[str, str]:
