@@ -22,20 +22,34 @@ NAMES = runpy.run_path("executor/ops/host_sources.py")
 NAMED = "library.cpp"
 """Carries what names the sources: compiled each time."""
 
+AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c")
 AVX512_BF16 = (*AVX512, "-mavx512vnni", "-mavx512bf16")
+ALL = ("*",)
+INTEGERS = ("linear_integer", "limits")
+PAIRS = ("linear_float", "limits")
 MATRICES = ("linear_float", "linear_integer", "attention", "limits")
 # The flags of an instruction set, and which kernel sources it has of its own: where it has none, its parent's are used
 # (csrc/cpu/dispatch.hpp).
-INSTRUCTION_SETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {"baseline": ((), ("*",))}
-if platform.machine() in {"x86_64", "AMD64"}:
-    INSTRUCTION_SETS |= {
-        "avx2": (("-mavx2", "-mfma", "-mf16c"), ("*",)),
-        "avx512": (AVX512, ("*",)),
-        "avx512_bf16": (AVX512_BF16, ("*",)),
+BASELINE = {"baseline": ((), ALL)}
+INSTRUCTION_SETS: dict[str, dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
+    "x86_64": {
+        "avx2": (AVX2, ALL),
+        "avx2_vnni": ((*AVX2, "-mavxvnni"), INTEGERS),
+        "avx512": (AVX512, ALL),
+        "avx512_vnni": ((*AVX512, "-mavx512vnni"), INTEGERS),
+        "avx512_bf16": (AVX512_BF16, ALL),
         "amx_emulated": ((*AVX512_BF16, "-DQT_AMX_EMULATED"), MATRICES),
         "amx": ((*AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"), MATRICES),
-    }
+    },
+    "aarch64": {
+        "neon_dot": (("-march=armv8.2-a+dotprod",), INTEGERS),
+        "neon_i8mm": (("-march=armv8.2-a+dotprod+i8mm",), INTEGERS),
+        # fp16: GCC 12 writes a constant of bf16 numbers with an instruction of it.
+        "neon_bf16": (("-march=armv8.2-a+fp16+dotprod+i8mm+bf16",), PAIRS),
+    },
+}
+MACHINES = {"AMD64": "x86_64"}  # other systems' names
 
 FLAGS = (
     "-std=c++20",
@@ -69,7 +83,8 @@ class BuildKernels(build_ext):
             (path, Path(self.build_temp) / "once", named if path.name == NAMED else FLAGS)
             for path in sorted(SOURCES.glob("*.cpp"))
         ]
-        for name, (flags, sources) in INSTRUCTION_SETS.items():
+        machine = MACHINES.get(platform.machine(), platform.machine())
+        for name, (flags, sources) in (BASELINE | INSTRUCTION_SETS.get(machine, {})).items():
             jobs += [
                 (path, Path(self.build_temp) / name, (*FLAGS, *flags, f"-DQT_ISA={name}"))
                 for pattern in sources

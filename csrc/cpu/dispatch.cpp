@@ -10,6 +10,9 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
 #if defined(__x86_64__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -32,6 +35,12 @@ bool has_tiles() {
   return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kTiles) == kTiles;
 }
 
+// AVX-VNNI: dot products of bytes in AVX2's registers (CPUID, leaf 7, subleaf 1: eax bit 4).
+bool has_avx_vnni() {
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 4) != 0;
+}
+
 // The kernel grants the registers' state to a process that asks, once, before its other threads begin (Linux 5.16,
 // Documentation/arch/x86/xstate.rst).
 bool tiles_granted() {
@@ -45,6 +54,12 @@ bool tiles_granted() {
 #endif
   return false;
 }
+#elif defined(__aarch64__) && defined(__linux__)
+// What the kernel says that the processor has (Linux, Documentation/arch/arm64/elf_hwcaps.rst).
+bool has_dot_products() { return (getauxval(AT_HWCAP) & 1ul << 20) != 0; }  // HWCAP_ASIMDDP
+bool has_i8mm() { return (getauxval(AT_HWCAP2) & 1ul << 13) != 0; }         // HWCAP2_I8MM
+bool has_fp16() { return (getauxval(AT_HWCAP) & 1ul << 10) != 0; }          // HWCAP_ASIMDHP
+bool has_bf16() { return (getauxval(AT_HWCAP2) & 1ul << 14) != 0; }         // HWCAP2_BF16
 #endif
 
 bool has(Isa one) {
@@ -53,13 +68,21 @@ bool has(Isa one) {
   switch (one) {
     case Isa::baseline: return true;
     case Isa::avx2: return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    case Isa::avx2_vnni: return has(Isa::avx2) && has_avx_vnni();
     case Isa::avx512:
       return has(Isa::avx2) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    case Isa::avx512_bf16:
-      return has(Isa::avx512) && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+    case Isa::avx512_vnni: return has(Isa::avx512) && __builtin_cpu_supports("avx512vnni");
+    case Isa::avx512_bf16: return has(Isa::avx512_vnni) && __builtin_cpu_supports("avx512bf16");
     case Isa::amx_emulated: return has(Isa::avx512_bf16);
     case Isa::amx: return has(Isa::avx512_bf16) && has_tiles() && tiles_granted();
+  }
+#elif defined(__aarch64__) && defined(__linux__)
+  switch (one) {
+    case Isa::baseline: return true;
+    case Isa::neon_dot: return has_dot_products();
+    case Isa::neon_i8mm: return has(Isa::neon_dot) && has_i8mm();
+    case Isa::neon_bf16: return has(Isa::neon_i8mm) && has_fp16() && has_bf16();
   }
 #endif
   return one == Isa::baseline;
@@ -94,6 +117,7 @@ Isa isa() {
 Isa parent_of(Isa one) {
 #if defined(__x86_64__)
   if (one == Isa::amx) return Isa::avx512_bf16;
+  if (one == Isa::avx512) return Isa::avx2;
 #endif
   return one == Isa::baseline ? one : Isa(int(one) - 1);
 }

@@ -1,14 +1,27 @@
 // Which instruction set this process computes with: the best one that the library was built for and the processor has.
 //
 // An instruction set has kernels of its own where setup.py compiles their source for it, and its parent's otherwise: `amx` is
-// avx512_bf16 but for what multiplies matrices.
+// avx512_bf16 but for what multiplies matrices, and those with dot products of bytes differ from their parents in what
+// multiplies integers alone.
+//
+//   avx2_vnni    AVX-VNNI: Alder Lake and later without AVX-512
+//   avx512_vnni  Cascade Lake, Ice Lake
+//   neon_dot     FEAT_DotProd: Neoverse N1, Cortex-A76, Apple M1
+//   neon_i8mm    FEAT_I8MM besides: bytes of both signs
+//   neon_bf16    FEAT_BF16 besides: Neoverse N2 and V1, Apple M2
 #pragma once
 
 #include <initializer_list>
 
 // X(instruction set, a, b) for each, lesser ones first.
 #if defined(__x86_64__)
-#define QT_ISAS(X, a, b) X(baseline, a, b) X(avx2, a, b) X(avx512, a, b) X(avx512_bf16, a, b) X(amx_emulated, a, b) X(amx, a, b)
+#define QT_ISAS(X, a, b)                                                                                           \
+  X(baseline, a, b)                                                                                                \
+  X(avx2, a, b) X(avx2_vnni, a, b)                                                                                 \
+  X(avx512, a, b) X(avx512_vnni, a, b) X(avx512_bf16, a, b)                                                        \
+  X(amx_emulated, a, b) X(amx, a, b)
+#elif defined(__aarch64__) && defined(__linux__)
+#define QT_ISAS(X, a, b) X(baseline, a, b) X(neon_dot, a, b) X(neon_i8mm, a, b) X(neon_bf16, a, b)
 #else
 #define QT_ISAS(X, a, b) X(baseline, a, b)
 #endif

@@ -28,6 +28,34 @@ using index_t = std::int64_t;
 namespace qt::QT_ISA {
 namespace {
 
+// --- what an instruction set has: layouts and the shapes of units follow these, not its name ---
+
+#if defined(__AVX512F__) || defined(__aarch64__)
+inline constexpr int kRegisters = 32;  // of vectors
+#else
+inline constexpr int kRegisters = 16;
+#endif
+
+// Whether dot_pairs is one instruction.
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+inline constexpr bool kDotsPairs = true;
+#else
+inline constexpr bool kDotsPairs = false;
+#endif
+
+// Whether dot_bytes is one instruction, and what it takes off each of its unsigned bytes: ARM's dot product without
+// FEAT_I8MM knows bytes of one sign only.
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_MATMUL_INT8)
+inline constexpr bool kDotsBytes = true;
+inline constexpr std::int32_t kDotBias = 0;
+#elif defined(__ARM_FEATURE_DOTPROD)
+inline constexpr bool kDotsBytes = true;
+inline constexpr std::int32_t kDotBias = 128;
+#else
+inline constexpr bool kDotsBytes = false;
+inline constexpr std::int32_t kDotBias = 0;
+#endif
+
 // Elements of memory. Each is a type of its own, so that overloads and templates tell them apart.
 struct bf16 { std::uint16_t bits; };  // the upper half of an fp32
 struct fp16 { std::uint16_t bits; };  // IEEE binary16
@@ -336,11 +364,13 @@ QT_INLINE f32v rounded_to(f32v value) {
 
 // --- multiplication of packed numbers ---
 
-// acc + a.low * b.low + a.high * b.high, each lane of a and b a pair of bf16 with the lower index in the low half. With
-// AVX512_BF16 one instruction (whose roundings are its own); otherwise two fma, low first.
+// acc + a.low * b.low + a.high * b.high, each lane of a and b a pair of bf16 with the lower index in the low half. Where
+// kDotsPairs one instruction (whose roundings are its own); otherwise two fma, low first.
 QT_INLINE f32v dot_pairs(f32v acc, i32v a, i32v b) {
 #if defined(__AVX512BF16__)
   return _mm512_dpbf16_ps(acc, (__m512bh)(__m512i)a, (__m512bh)(__m512i)b);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  return vbfdotq_f32(acc, (bfloat16x8_t)a, (bfloat16x8_t)b);
 #else
   const i32v high = all(std::int32_t(0xFFFF0000));
   acc = fma(as_float(a << 16), as_float(b << 16), acc);
@@ -348,10 +378,16 @@ QT_INLINE f32v dot_pairs(f32v acc, i32v a, i32v b) {
 #endif
 }
 
-// acc + the sum over four bytes of a (unsigned) times b (signed), exact: no product or sum saturates.
+// acc + the sum over four bytes of a (unsigned), less kDotBias, times b (signed), exact: no product or sum saturates.
 QT_INLINE i32v dot_bytes(i32v acc, i32v a, i32v b) {
 #if defined(__AVX512VNNI__)
   return (i32v)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
+#elif defined(__AVXVNNI__)
+  return (i32v)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)a, (__m256i)b);
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+  return (i32v)vusdotq_s32((int32x4_t)acc, (uint8x16_t)a, (int8x16_t)b);
+#elif defined(__ARM_FEATURE_DOTPROD)
+  return (i32v)vdotq_s32((int32x4_t)acc, (int8x16_t)(a ^ all(std::int32_t(0x80808080))), (int8x16_t)b);
 #else
   for (int shift = 0; shift < 32; shift += 8) acc += (i32v)((u32v)a >> shift & 0xFF) * (b << (24 - shift) >> 24);
   return acc;

@@ -35,6 +35,8 @@ _CPU_FLAGS = (
     "amx_bf16",
     "amx_int8",
     "asimd",
+    "asimddp",
+    "i8mm",
     "bf16",
 )
 _ENVIRONMENT = ("HF_HOME", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "TMPDIR")

@@ -4,6 +4,9 @@
 rows' bits between batches and numbers of threads; it needs neither Python nor torch where it runs. Here it is also run on this
 processor with the library as it is installed, for every instruction set: that what it asks for is right, is shown there.
 
+Every instruction set is run on both, by QUINTET_ISA; and the emulator as processors that have some of them, for what is
+chosen without. Results of integer weights are the same bits everywhere, as their digest shows.
+
 What an emulator on x86 cannot show: memory accesses that only ARM reorders, and any time.
 """
 
@@ -14,11 +17,13 @@ import getpass
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.executor.instruction_sets import isa, others
@@ -28,7 +33,9 @@ from quintet.executor.ops.host_library import open_library
 ROOT = Path(__file__).parents[2]
 KERNELS, CHECKS = ROOT / "csrc/cpu", ROOT / "tests/executor/arm"
 PARTS = ("linear", "attention", "rows", "sampling")
-CHECK_FLAGS = ("-std=c++20", "-O2", "-Wall", "-Wextra", f"-I{KERNELS}")
+ARM = ("baseline", "neon_dot", "neon_i8mm", "neon_bf16")
+# Contraction is off, or the numbers that the checks begin with would differ between processors.
+CHECK_FLAGS = ("-std=c++20", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", f"-I{KERNELS}")
 CROSS, EMULATOR, NATIVE = "aarch64-linux-gnu-g++", "qemu-aarch64", os.environ.get("CXX", "g++")
 
 
@@ -39,12 +46,21 @@ def run(*command: str, env: dict[str, str] | None = None) -> str:
     return done.stdout
 
 
-def kernel_flags() -> tuple[str, ...]:
-    """What setup.py compiles kernels with, but for a processor of which nothing is known."""
-    for node in ast.parse((ROOT / "setup.py").read_text()).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FLAGS":
-            return (*ast.literal_eval(node.value), "-DQT_ISA=baseline", f"-I{KERNELS}")
-    raise AssertionError("setup.py has no FLAGS")
+def kernel_sources(machine: str) -> list[tuple[Path, tuple[str, ...]]]:
+    """What setup.py compiles for a machine, and with which options."""
+    tree = ast.parse((ROOT / "setup.py").read_text())
+    assigned = [node for node in tree.body if isinstance(node, (ast.Assign, ast.AnnAssign))]
+    tables = [node for node in assigned if not any(isinstance(part, ast.Call) for part in ast.walk(node))]
+    said: dict[str, Any] = {}
+    exec(compile(ast.Module(tables, []), "setup.py", "exec"), said)
+    flags = (*said["FLAGS"], f"-I{KERNELS}")
+    named = KERNELS / said["NAMED"]  # says to Python what the library was built from: setup.py alone knows
+    sources = [(path, flags) for path in sorted({*KERNELS.glob("*.cpp")} - {named})]
+    for name, (its_flags, patterns) in (said["BASELINE"] | said["INSTRUCTION_SETS"][machine]).items():
+        for pattern in patterns:
+            for path in sorted((KERNELS / "kernels").glob(f"{pattern}.cpp")):
+                sources.append((path, (*flags, *its_flags, f"-DQT_ISA={name}")))
+    return sources
 
 
 def compiled(
@@ -65,14 +81,14 @@ def compiled(
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
 
-        def compile_one(job: tuple[Path, tuple[str, ...]]) -> str:
-            source, flags = job
-            built = str(Path(temporary) / f"{source.parent.name}-{source.stem}.o")
+        def compile_one(job: tuple[int, tuple[Path, tuple[str, ...]]]) -> str:
+            index, (source, flags) = job
+            built = str(Path(temporary) / f"{index}-{source.stem}.o")
             run(compiler, *flags, "-c", str(source), "-o", built)
             return built
 
         with ThreadPoolExecutor(os.cpu_count()) as threads:
-            objects = list(threads.map(compile_one, sources))
+            objects = list(threads.map(compile_one, enumerate(sources)))
         program = Path(temporary) / name
         run(compiler, *objects, *map(str, link), "-pthread", "-o", str(program))
         program.replace(target)  # whole or not at all, whoever else compiles the same
@@ -83,30 +99,66 @@ def checks() -> list[tuple[Path, tuple[str, ...]]]:
     return [(path, CHECK_FLAGS) for path in sorted(CHECKS.glob("*.cpp"))]
 
 
-@pytest.mark.skipif(shutil.which(NATIVE) is None, reason=f"needs the compiler {NATIVE}")
-@pytest.mark.skipif(open_library() is None, reason="the host kernels are not built")
-def test_on_this_processor() -> None:
+def digest_of(said: str, name: str) -> str:
+    """What the check of linear layers, run with the instruction set ``name``, says of integer weights' results."""
+    found = re.search(rf"^{name}: linear: .* digest ([0-9a-f]{{16}})$", said, re.MULTILINE)
+    assert found, said
+    return found[1]
+
+
+@pytest.fixture(scope="module")
+def program_here() -> Path:
+    """The checks, with this processor's kernels as they are installed."""
     library = open_library()
-    assert library is not None
-    program = compiled(NATIVE, "here", checks(), Path(library._name))
+    if library is None:
+        pytest.skip("the host kernels are not built")
+    if shutil.which(NATIVE) is None:
+        pytest.skip(f"needs the compiler {NATIVE}")
+    return compiled(NATIVE, "here", checks(), Path(library._name))
+
+
+@pytest.fixture(scope="module")
+def digest_here(program_here: Path) -> str:
+    """Of the results of integer weights: the same wherever a product and a sum are rounded once."""
+    said = run(str(program_here), "linear", env={**os.environ, "QUINTET_ISA": isa()})
+    return digest_of(said, isa())
+
+
+def test_on_this_processor(program_here: Path, digest_here: str) -> None:
     for name in (*others(), isa()):
-        said = run(str(program), env={**os.environ, "QUINTET_ISA": name})
+        said = run(str(program_here), env={**os.environ, "QUINTET_ISA": name})
         assert [line.partition(":")[0] for line in said.splitlines()] == [name] * len(PARTS)
+        if (platform.machine(), name) != ("x86_64", "baseline"):  # whose products are rounded as well
+            assert digest_of(said, name) == digest_here, name
 
 
-@pytest.mark.skipif(
-    platform.machine() in {"aarch64", "arm64"}, reason="this is ARM: the other test is enough"
-)
-@pytest.mark.skipif(
-    shutil.which(CROSS) is None, reason=f"needs the compiler {CROSS} (Debian: g++-aarch64-linux-gnu)"
-)
-@pytest.mark.skipif(
-    shutil.which(EMULATOR) is None, reason=f"needs the emulator {EMULATOR} (Debian: qemu-user)"
-)
-def test_on_arm() -> None:
-    named = KERNELS / "library.cpp"  # says to Python what the library was built from: setup.py alone knows
-    kernels = sorted({*KERNELS.glob("*.cpp"), *KERNELS.glob("kernels/*.cpp")} - {named})
-    sources = [(path, kernel_flags()) for path in kernels] + checks()
-    program = compiled(CROSS, "arm", sources, "-static")
+@pytest.fixture(scope="module")
+def arm_program() -> Path:
+    """The checks and the kernels for 64-bit ARM."""
+    if platform.machine() in {"aarch64", "arm64"}:
+        pytest.skip("this is ARM: the other test is enough")
+    if shutil.which(CROSS) is None:
+        pytest.skip(f"needs the compiler {CROSS} (Debian: g++-aarch64-linux-gnu)")
+    if shutil.which(EMULATOR) is None:
+        pytest.skip(f"needs the emulator {EMULATOR} (Debian: qemu-user)")
+    return compiled(CROSS, "arm", kernel_sources("aarch64") + checks(), "-static")
+
+
+def test_on_arm(arm_program: Path, digest_here: str) -> None:
+    def check(job: tuple[str, str]) -> str:
+        name, part = job
+        return run(EMULATOR, "-cpu", "max", str(arm_program), part, env={**os.environ, "QUINTET_ISA": name})
+
+    jobs = [("baseline", part) for part in PARTS] + [(name, "linear") for name in ARM if name != "baseline"]
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        list(threads.map(lambda part: run(EMULATOR, str(program), part), PARTS))
+        said = "".join(threads.map(check, jobs))
+    assert {digest_of(said, name) for name in ARM} == {digest_here}
+
+
+@pytest.mark.parametrize(
+    ("processor", "chosen"),
+    [("cortex-a72", "baseline"), ("neoverse-n1", "neon_dot"), ("max", "neon_bf16")],
+)
+def test_which_is_chosen_on_arm(arm_program: Path, processor: str, chosen: str) -> None:
+    """By what the kernel says of the processor. qemu 7.2 has no processor with FEAT_I8MM and without FEAT_BF16."""
+    assert run(EMULATOR, "-cpu", processor, str(arm_program), "isa").strip() == chosen

@@ -9,11 +9,7 @@
 namespace qt::QT_ISA {
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int kSums = 24;
-#else
-constexpr int kSums = 12;  // 16 registers
-#endif
+constexpr int kSums = kRegisters == 32 ? 24 : 12;
 
 template <class Vector>
 QT_INLINE void use(Vector& value) {

@@ -9,14 +9,14 @@
 // x and weights are widened to fp32. Weights: in registers, or where more than kDirectRows rows share them once per block
 // and piece into a buffer. x: of up to kOwnRows rows piece by piece; of more, once for all tiles before (the op's
 // scratch), in the order in which the units read it: [panel][piece][unit][k][row of the unit], one stream.
-// bf16 where the processor's dot product of pairs is fast (Weight::dot): a step is two k, VDPBF16PS, nothing is widened,
-// x is read where it lies.
+// bf16 where the processor's dot product of pairs is fast (Weight::dot): a step is two k, VDPBF16PS or BFDOT, nothing is
+// widened, x is read where it lies.
 //
 // Bytes moved per panel: the weight once (each unit prefetches its share of the next piece: memory streams while the
 // units compute), x once per tile and block out of the cache, y once. Limiter: the weight's bandwidth up to some 12 rows,
 // then the multiply rate.
 //
-// Reduction order: one fp32 sum per output and slice of k (linear.hpp), k ascending (VDPBF16PS: in pairs); the slices'
+// Reduction order: one fp32 sum per output and slice of k (linear.hpp), k ascending (dot products: in pairs); the slices'
 // sums, ascending; then the bias, one rounding. It depends on neither M nor the place of a row or column in units, blocks,
 // panels and pieces, nor on whether slices are one item's or several's: a row has the same bits in every batch.
 #include "linear_unit.hpp"
@@ -48,20 +48,13 @@ struct Way {
 template <class Step>
 constexpr Way kWay = {multiply_for<Step>, Step::k, Step::template bytes<kTileColumns / kLanes>};
 
-bool is_native(const Weight& weight) {
-#if defined(__AVX512BF16__)
-  return weight.format == Dtype::bf16 && weight.dot;
-#else
-  (void)weight;
-  return false;
-#endif
-}
+bool is_native(const Weight& weight) { return kDotsPairs && weight.format == Dtype::bf16 && weight.dot; }
 
 // Straight from the tile.
 Way way_of(const Weight& weight) {
-#if defined(__AVX512BF16__)
-  if (is_native(weight)) return kWay<NativePairs>;
-#endif
+  if constexpr (kDotsPairs) {
+    if (is_native(weight)) return kWay<NativePairs>;
+  }
   return weight.format == Dtype::bf16   ? kWay<WidePairs>
          : weight.format == Dtype::fp16 ? kWay<Single<fp16, false>>
                                         : kWay<Single<float, false>>;

@@ -137,6 +137,7 @@ void multiply_slices(const LinearCall& call, const LinearItem& item, const Linea
   unit.column_scales = weight.memory + item.tile * weight.tile_bytes;
   unit.x_stride = call.prepared_stride;
   unit.zero = zero_of(weight);
+  unit.biased = 1 - kDotBias / unit.zero;  // an offset is -zero times x's sum: so much is (kDotBias - zero) times it
   unit.whole = plan.whole;
   unit.line = plan.expanded ? plan.width * 4 : kLineBytes;
   unit.weight_stride = plan.expanded ? plan.in_group * plan.width : group_bytes;

@@ -1,12 +1,14 @@
 // Some rows of x by some columns of a tile of integer weights: what is multiplied while its sums stay in registers.
 //
-// With VNNI a register of weights (16 columns x 4 k) is multiplied with four bytes of x by one VPDPBUSD; 16-bit x goes
-// as two signed bytes, high * 256 + low, and has a sum for each. Without VNNI, weights are widened to 16 bits in
-// registers and multiplied in pairs (PMADDWD). 4-bit weights become bytes in registers.
+// Where the instruction set has dot products of bytes (kDotsBytes: VPDPBUSD, USDOT, SDOT) a register of weights (with
+// AVX-512, 16 columns x 4 k) is multiplied with four bytes of x by one; 16-bit x goes as two signed bytes, high * 256 +
+// low, and has a sum for each. Without them, weights are widened to 16 bits in registers and multiplied in pairs
+// (PMADDWD). 4-bit weights become bytes in registers.
 //
-// Shape, with 24 registers of sums: up to 6 rows (3 for 16-bit x) by all 64 columns, so that a few rows pass over the
-// weights once; more, up to 12 (6), by 32 columns, for 14 loads and 6 unpackings of 4-bit weights per 24
-// multiplications. Limiter: VPDPBUSD, two a cycle.
+// Shape, with 32 registers, 24 of them sums: up to 6 rows (3 for 16-bit x) by four vectors of columns (with AVX-512 all
+// 64), so that a few rows pass over the weights once; more, up to 12 (6), by two, for 14 loads and 6 unpackings of 4-bit
+// weights per 24 multiplications. With 16 registers, 12 of them sums: one sum a column by eight vectors, two by four,
+// more, up to 6 rows (3), by two. Limiter: VPDPBUSD, two a cycle.
 #pragma once
 
 #include "linear_quantize.hpp"
@@ -20,42 +22,34 @@ inline constexpr index_t kLineBytes = kTileColumns * 4;  // 4 k (8 bits) or 8 k 
 template <int R>
 using Rows = const char* [(R + 2) / 3];
 
-#if defined(__AVX512VNNI__)
-QT_INLINE i32v dot(i32v sum, i32v weights, const char* x) {
-  return (i32v)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)spread_word(x));
-}
-
-// 16-bit x: sums of high and of low bytes.
-struct Dot16 {
-  static constexpr int kSums = 2, kUnitRows = 6;
+// kDotsBytes. 16-bit x: sums of high and of low bytes.
+struct BytesDot16 {
+  static constexpr int kSums = 2, kUnitRows = kRegisters == 32 ? 6 : 3;
   static constexpr index_t x_bytes = 8;  // for 4 k
   template <int V>
   QT_INLINE void step(i32v (&sums)[V][kSums], const i32v (&w)[V], const char* x) {
 #pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) sums[v][0] = dot(sums[v][0], w[v], x);
+    for (int v = 0; v < V; ++v) sums[v][0] = dot_bytes(sums[v][0], w[v], spread_word(x));
 #pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) sums[v][1] = dot(sums[v][1], w[v], x + 4);
+    for (int v = 0; v < V; ++v) sums[v][1] = dot_bytes(sums[v][1], w[v], spread_word(x + 4));
   }
   QT_INLINE i32v total(const i32v (&sums)[kSums]) { return (sums[0] << 8) + sums[1]; }
 };
 
-// 8-bit x.
-struct Dot8 {
-  static constexpr int kSums = 1, kUnitRows = 12;
+// kDotsBytes. 8-bit x.
+struct BytesDot8 {
+  static constexpr int kSums = 1, kUnitRows = kRegisters == 32 ? 12 : 6;
   static constexpr index_t x_bytes = 4;
   template <int V>
   QT_INLINE void step(i32v (&sums)[V][kSums], const i32v (&w)[V], const char* x) {
 #pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) sums[v][0] = dot(sums[v][0], w[v], x);
+    for (int v = 0; v < V; ++v) sums[v][0] = dot_bytes(sums[v][0], w[v], spread_word(x));
   }
   QT_INLINE i32v total(const i32v (&sums)[kSums]) { return sums[0]; }
 };
 
-template <class Dot>
-constexpr int vectors_of(int rows) { return rows * Dot::kSums <= 6 ? 4 : 2; }
-#else
 // x as 16-bit numbers in the order k, k + 2, k + 1, k + 3, whichever its precision.
-struct Dot16 {
+struct WideDot {
   static constexpr int kSums = 1, kUnitRows = 4;
   static constexpr index_t x_bytes = 8;
   template <int V>
@@ -69,11 +63,16 @@ struct Dot16 {
   }
   QT_INLINE i32v total(const i32v (&sums)[kSums]) { return sums[0]; }
 };
-using Dot8 = Dot16;
+
+using Dot16 = std::conditional_t<kDotsBytes, BytesDot16, WideDot>;
+using Dot8 = std::conditional_t<kDotsBytes, BytesDot8, WideDot>;
 
 template <class Dot>
-constexpr int vectors_of(int rows) { return kLanes == 16 ? 4 : rows == 1 ? 8 : rows == 2 ? 4 : 2; }  // 16 registers
-#endif
+constexpr int vectors_of(int rows) {
+  const int sums = rows * Dot::kSums;
+  if (kRegisters == 32) return !kDotsBytes || sums <= 6 ? 4 : 2;
+  return sums == 1 ? 8 : sums == 2 ? 4 : 2;
+}
 
 // How weights are scaled: by column at the very end, or also by group; with zero points or without.
 enum class Scales { column, group, group_and_zero };
@@ -100,6 +99,7 @@ struct Unit {
   index_t column;             // of the tile: the unit's first
   index_t groups, steps, last_steps;  // steps in a group and in the last one
   std::int32_t zero;                  // the stored integer that means zero
+  std::int32_t biased;                // times its offset: what a group's sums of dot_bytes begin with
   Scales scales;
   float* sums;                // [rows][64], from the first column on; int32 while the only group is not complete
   float* total;               // what the finished sums of a slice are added to, and left in; or null: they stay in `sums`
@@ -219,7 +219,8 @@ QT_INLINE void begin_group(i32v (&sums)[R][V][Dot::kSums], const Unit& unit, ind
   }
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r) {
-    const i32v offset = all(row_of(unit.x_offsets, r, unit.x_stride)[g]);
+    const std::int32_t stored = row_of(unit.x_offsets, r, unit.x_stride)[g];
+    const i32v offset = all(kDotBias ? stored * unit.biased : stored);
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) {
       sums[r][v][0] = i32v{};

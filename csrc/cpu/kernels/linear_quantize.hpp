@@ -23,11 +23,7 @@ inline constexpr index_t kMost8 = 127, kMost16 = 32639;
 inline constexpr float kLeast = 1e-30f;
 static_assert(255 * kMost16 * kXGroup <= 0x7FFFFFFF && kXGroup % kXBlock == 0);
 
-#if defined(__AVX512VNNI__)
-constexpr index_t integer_bytes(bool eight) { return eight ? 1 : 2; }
-#else
-constexpr index_t integer_bytes(bool) { return 2; }
-#endif
+constexpr index_t integer_bytes(bool eight) { return kDotsBytes && eight ? 1 : 2; }
 
 // The stored weight that means zero.
 QT_INLINE std::int32_t zero_of(const Weight& weight) { return weight.format == Dtype::int4 ? 8 : 128; }
@@ -140,15 +136,42 @@ QT_INLINE void quantize_block(const Element* x, f32v inverse, bool eight, char* 
   _mm512_storeu_si512(out, _mm512_shuffle_epi8(halves, order));
 }
 #else
+typedef std::int32_t i32x4 __attribute__((vector_size(16)));
+typedef std::int8_t i8x16 __attribute__((vector_size(16)));
+
+// Four integers for dot_bytes: themselves, or four high bytes, then four low ones.
+QT_INLINE void store_bytes(i32x4 q, bool eight, char* out) {
+  // The low bytes are q's own; the high bytes make up for their sign.
+  const i8x16 halves = (i8x16)((q & 0xFF) | ((q + 128) & 0xFF00));
+#if defined(__clang__)
+  const i8x16 ordered = __builtin_shufflevector(halves, halves, 0, 4, 8, 12, 1, 5, 9, 13, 0, 4, 8, 12, 1, 5, 9, 13);
+#else
+  const i8x16 ordered = __builtin_shuffle(halves, i8x16{0, 4, 8, 12, 1, 5, 9, 13, 0, 4, 8, 12, 1, 5, 9, 13});
+#endif
+  if (eight)
+    std::memcpy(out, &ordered, 4);
+  else
+    std::memcpy(out, (const char*)&ordered + 4, 8);
+}
+
+// Four integers for multiply_pairs: k, k + 2, k + 1, k + 3.
+QT_INLINE void store_pairs(i32x4 q, char* out) {
+  const std::int16_t integers[] = {std::int16_t(q[0]), std::int16_t(q[2]), std::int16_t(q[1]), std::int16_t(q[3])};
+  std::memcpy(out, integers, sizeof integers);
+}
+
 template <class Element>
-QT_INLINE void quantize_block(const Element* x, f32v inverse, bool, char* out, i32v& sums) {
-  std::int16_t* integers = (std::int16_t*)out;
+QT_INLINE void quantize_block(const Element* x, f32v inverse, bool eight, char* out, i32v& sums) {
   for (index_t k = 0; k < kXBlock; k += kLanes) {
     const i32v q = to_int(round(load(x + k) * inverse));
     sums += q;
-    for (int i = 0; i < kLanes; i += 4) {  // k, k + 2, k + 1, k + 3
-      integers[k + i] = std::int16_t(q[i]), integers[k + i + 1] = std::int16_t(q[i + 2]);
-      integers[k + i + 2] = std::int16_t(q[i + 1]), integers[k + i + 3] = std::int16_t(q[i + 3]);
+    for (int i = 0; i < kLanes; i += 4) {
+      i32x4 four;
+      std::memcpy(&four, (const char*)&q + i * 4, sizeof four);
+      if constexpr (kDotsBytes)
+        store_bytes(four, eight, out + (k + i) * integer_bytes(eight));
+      else
+        store_pairs(four, out + (k + i) * 2);
     }
   }
 }

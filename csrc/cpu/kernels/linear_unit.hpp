@@ -44,8 +44,7 @@ QT_INLINE f32v spread(const float* x, index_t x_stride, int r, int i) {
   return all(kInterleaved<R> ? x[i * R + r] : x[r * x_stride + i]);
 }
 
-#if defined(__AVX512BF16__)
-// Two neighbouring k of bf16 per step, x as it is.
+// kDotsPairs. Two neighbouring k of bf16 per step, x as it is.
 struct NativePairs {
   using X = bf16;
   static constexpr index_t k = 2;
@@ -58,7 +57,7 @@ struct NativePairs {
   QT_INLINE void step(f32v (&sums)[R][V], const X* x, index_t x_stride, const char* weight) {
     i32v w[V];
 #pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) w[v] = load_bits(weight + v * 64);
+    for (int v = 0; v < V; ++v) w[v] = load_bits(weight + v * kLanes * 4);
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
       const i32v a = spread_word(x + r * x_stride);
@@ -73,10 +72,9 @@ struct NativePairs {
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
       for (int v = 0; v < V; ++v)
-        sums[r][v] = dot_pairs(sums[r][v], all(std::int32_t(x[r * x_stride].bits)), load_bits(weight + v * 64));
+        sums[r][v] = dot_pairs(sums[r][v], all(std::int32_t(x[r * x_stride].bits)), load_bits(weight + v * kLanes * 4));
   }
 };
-#endif
 
 template <int R, int V>
 QT_INLINE void multiply_one(f32v (&sums)[R][V], const float* x, index_t x_stride, int i, const f32v (&w)[V]) {

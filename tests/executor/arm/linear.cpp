@@ -4,6 +4,8 @@
 // bits must be the same. Every kEvery-th is compared with its sums, which meets all places in a unit of rows. Columns straddle
 // tiles; depths straddle pieces and groups and are odd.
 //
+// Integers are multiplied exactly, and what follows is in one order: results of integer formats go into the findings' digest.
+//
 // Bounds. A sum of K products in fp32 is off by at most K 2^-24 of the sum of the products' magnitudes, rounding adds half a
 // unit of the result's format at each place where the layer rounds. Integer weights are compared with the numbers they stand
 // for (qt_weight_read); their x is off by half a step of its quantization, 1 / 32639 (16 bits) or 1 / 127 (8 bits) of the
@@ -185,6 +187,7 @@ void check_multiplying(Findings& findings, const std::string& name, Format forma
     Matrix whole(dtype, rows, width);
     qt_set_threads(1, 0);
     run(0, rows, whole);
+    if (format.code >= 3) findings.everywhere(whole);
     for (index_t r = 0; r < rows; r += kEvery)
       for (index_t c = 0; c < width; ++c) {
         const auto sum = [&](index_t column) {

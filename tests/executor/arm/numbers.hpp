@@ -142,6 +142,11 @@ class Findings {
     ++compared_;
     if (!right && ++wrong_ < kMostSaid) std::printf("%s [%ld]: wrong\n", what_.c_str(), long(row));
   }
+  // Results that are to be the same wherever a product and a sum are rounded once (`fma` of csrc/cpu/simd.hpp): their FNV-1a.
+  void everywhere(const Matrix& results) {
+    for (char byte : results.bytes) digest_ = (digest_ ^ (unsigned char)byte) * 0x100000001B3u;
+  }
+  std::uint64_t digest() const { return digest_; }
   index_t compared() const { return compared_; }
   index_t wrong() const { return wrong_; }
 
@@ -149,6 +154,7 @@ class Findings {
   static constexpr index_t kMostSaid = 40;
   std::string what_;
   index_t compared_ = 0, wrong_ = 0;
+  std::uint64_t digest_ = 0xCBF29CE484222325u;
 };
 
 // What main.cpp runs; each file says what it checks and why its bounds are what they are.
