@@ -1,6 +1,6 @@
 """Try scheduling policies on a pretend machine: the real core, a virtual clock, and a formula for how long a step takes.
 
-    python -m bench.schedule_sim [--machine 2-core] [--policies fcfs longest] [--targets 0 150 250] [--budgets 2048]
+    python -m bench.schedule_sim [--machine 2-core] [--loads "32 clients"] [--policies fcfs latest] [--targets 0 150 250]
 
 A step streams the weights once and multiplies each token with them; both at once where the memory and the multiplier
 do not wait for each other. So it takes ``hypot(weights, tokens * per_token + draws * per_draw)``, and each key that a
@@ -59,6 +59,7 @@ class Machine:
 
 # A model of 0.36 G parameters in the layers and 0.14 G in the output layer, bf16.
 MACHINES = {
+    "2-core-fp32": Machine(weights_us=33_000, token_us=2700, draw_us=950, key_us=0.4),  # 30 GB/s, 270 GFLOP/s
     "2-core": Machine(weights_us=31_000, token_us=1400, draw_us=530, key_us=0.2),  # 32 GB/s, 510 GFLOP/s
     "2-core-fast": Machine(weights_us=25_000, token_us=870, draw_us=330, key_us=0.15),  # 40 GB/s, 820 GFLOP/s
     "64-core-amx": Machine(weights_us=3_300, token_us=18, draw_us=7, key_us=0.01),  # 300 GB/s, 40 TFLOP/s
@@ -149,9 +150,9 @@ class Simulation:
                     self._at(now + CLIENT_NS, self._send)
 
 
-def closed_loop(num_clients: int) -> list[Shape]:
-    """Return eight requests for each client, of 256 tokens in and 64 out."""
-    return [(256, 64)] * (8 * num_clients)
+def closed_loop(num_clients: int, waves: int = 8) -> list[Shape]:
+    """Return so many requests for each client, of 256 tokens in and 64 out."""
+    return [(256, 64)] * (waves * num_clients)
 
 
 def batch(num_requests: int, *, outputs: tuple[int, int] = (32, 128)) -> list[Shape]:
@@ -163,6 +164,7 @@ def batch(num_requests: int, *, outputs: tuple[int, int] = (32, 128)) -> list[Sh
 LOADS: dict[str, tuple[list[Shape], int, int]] = {
     "8 clients": (closed_loop(8), 8, 0),
     "32 clients": (closed_loop(32), 32, 0),
+    "32 clients, twice": (closed_loop(32, waves=2), 32, 0),  # what bench.peers asks for
     "batch of 16": (batch(16), 16, 0),
     "batch of 64": (batch(64), 64, 0),
     "batch, 80 out": (batch(64, outputs=(80, 80)), 64, 0),
@@ -172,7 +174,10 @@ LOADS: dict[str, tuple[list[Shape], int, int]] = {
 
 
 def figures(simulation: Simulation) -> list[float]:
-    """Return output tokens per second, and milliseconds to the first and between tokens, of a simulation that has run."""
+    """Return output tokens per second, and milliseconds to the first and between tokens, of a simulation that has run.
+
+    To the first: the median, the 99th percentile, the mean; between: the 99th percentile, the longest.
+    """
     served = list(simulation.served.values())
     end_ns = max(one.token_ns[-1] for one in served)
     first_ns = sorted(one.token_ns[0] - one.sent_ns for one in served)
@@ -181,6 +186,7 @@ def figures(simulation: Simulation) -> list[float]:
     times_ns = [
         _percentile(first_ns, 50),
         _percentile(first_ns, 99),
+        sum(first_ns) // len(first_ns),
         _percentile(between_ns, 99),
         between_ns[-1],
     ]
@@ -195,17 +201,18 @@ def main() -> None:
     """Simulate every load under every policy and print a table."""
     parser = argparse.ArgumentParser(description="Compare scheduling policies on a pretend machine.")
     parser.add_argument("--machine", choices=list(MACHINES), default="2-core")
+    parser.add_argument("--loads", choices=list(LOADS), nargs="+", default=list(LOADS), metavar="LOAD")
     parser.add_argument(
         "--targets", type=int, nargs="+", default=[0, 100, 150, 200, 250, 300, 400], metavar="MS"
     )
     parser.add_argument("--budgets", type=int, nargs="+", default=[2048], metavar="TOKENS")
     parser.add_argument("--depths", type=int, nargs="+", default=[2])
-    parser.add_argument("--policies", nargs="+", default=["fcfs", "longest"], metavar="POLICY")
+    parser.add_argument("--policies", nargs="+", default=["fcfs", "longest", "latest"], metavar="POLICY")
     arguments = parser.parse_args()
-    heads = ["load", "policy", "target", "budget", "depth", "tok/s", "TTFT p50", "p99", "ITL p99", "max"]
-    print(f"{heads[0]:>20}", *(f"{head:>8}" for head in heads[1:]))
+    heads = ["policy", "target", "budget", "depth", "tok/s", "TTFT p50", "p99", "mean", "ITL p99", "max"]
+    print(f"{'load':>20}", *(f"{head:>8}" for head in heads))
     settings = (arguments.policies, arguments.targets, arguments.budgets, arguments.depths)
-    for load, policy, target_ms, budget, depth in itertools.product(LOADS, *settings):
+    for load, policy, target_ms, budget, depth in itertools.product(arguments.loads, *settings):
         shapes, num_clients, num_shared = LOADS[load]
         scheduler = SchedulerConfig(
             max_num_seqs=min(256, budget),

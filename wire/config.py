@@ -63,7 +63,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     max_num_seqs: int
     max_num_batched_tokens: int
-    policy: Literal["fcfs", "priority", "longest"] = "fcfs"
+    policy: Literal["fcfs", "priority", "longest", "latest"] = "fcfs"
     """First come first served; lowest priority number first; most outputs to go first."""
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0

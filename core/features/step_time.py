@@ -4,19 +4,25 @@ Every stream gets its next token when the step ends, so a step full of prompts h
 a step's time, prompts get what the target leaves beside the rows that decode; how many tokens that is, the executor's
 results tell (`Pace`). The pieces go to the first prompt first: one that is complete serves its client, two halves serve
 nobody. Off unless a target is set.
+
+The target is what a step takes when many prompts wait: only a longer step lets them begin sooner then, since the wait for
+the first token and the time between tokens are together what the rate leaves each of so many clients (Little, 1961).
+While few wait, a step takes two thirds of it: their first tokens come as soon, and the streams flow better.
 """
 
 from __future__ import annotations
 
 from quintet.core.hooks import Feature, Setup
-from quintet.core.request import Request
+from quintet.core.request import Request, Status
 from quintet.core.state import State
 
 LEAST_TOKENS = 32
 """Prompts get at least so many tokens of every step: reading the weights takes as long as multiplying with them."""
 FIRST_TOKENS = 128
 """Tokens of a step before any was measured."""
-ALONE = 4
+WAITING_STEPS = 8
+"""Prompts that wait get longer steps rather than more than so many, up to the target."""
+ALONE = 3
 """How many times the target a request may take that is alone: nobody waits for it, but somebody may come."""
 
 
@@ -28,13 +34,27 @@ def build(setup: Setup) -> Feature | None:
 
     def clamp(state: State, request: Request, wanted: int, budget: int) -> int:
         num_taken = state.limits.max_batched - budget
-        return max(0, min(wanted, most_tokens(state, target_ms) - num_taken))
+        num_behind = num_taken + (wanted if request.status is Status.RUNNING else 0)
+        return max(0, min(wanted, _tokens_now(state, num_behind, target_ms) - num_taken))
 
     return Feature("step_time", clamp=clamp)
 
 
+def _tokens_now(state: State, num_behind: int, target_ms: int) -> int:
+    """Return how many tokens this step may have: those in it, ``num_behind`` with the one who asks, and the queue's count."""
+    most = most_tokens(state, target_ms)
+    if len(state.live) == 1:
+        return most
+    for request in state.waiting:
+        if num_behind >= most * WAITING_STEPS:
+            return most
+        num_behind += request.length
+    least = max(most * 2 // 3, len(state.running) + LEAST_TOKENS)
+    return min(most, max(least, num_behind // WAITING_STEPS))
+
+
 def most_tokens(state: State, target_ms: int) -> int:
-    """Return how many tokens a step may have now, all rows together; with a target of 0, what the budget allows."""
+    """Return how many tokens a step may have when many wait, all rows together; with a target of 0, what the budget allows."""
     if target_ms <= 0:
         return state.limits.max_batched
     num_tokens = state.pace.tokens_in(target_ms * 1_000_000)

@@ -180,17 +180,18 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         int | None,
         Flag(
             SCHEDULING,
-            "how long a step with prompts in it may hold up those who decode, about; 0 for as long as it takes",
+            "how long a step with prompts in it may hold up those who decode, about, when many prompts wait, two thirds of it "
+            "when few do; 0 for as long as it takes",
             "MS",
-            "250 on a CPU, 0 elsewhere and for LLM(...)",
+            "350 on a CPU, 0 elsewhere and for LLM(...)",
         ),
     ] = None
     scheduling_policy: Annotated[
-        Literal["fcfs", "priority", "longest"],
+        Literal["fcfs", "priority", "longest", "latest"],
         Flag(
             SCHEDULING,
-            "who goes first: first come first served, the lowest `priority` of the request, or, to end a batch soonest, "
-            "the largest `max_tokens`",
+            "who goes first: first come first served, the lowest `priority` of the request, to end a batch soonest the "
+            "largest `max_tokens`, or of each 32 that came who came last",
             default_text="fcfs; longest for LLM(...)",
         ),
     ] = "fcfs"

@@ -18,7 +18,7 @@ MAX_SOCKET_PATH = 107
 _LONGEST_SOCKET_NAME = len("/detokenizer-1023.9999999")
 _DEFAULT_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 """Enough to keep the device multiplying; more would only hold up those who decode."""
-_CPU_STEP_TARGET_MS = 250
+_CPU_STEP_TARGET_MS = 350
 _DEFAULT_SWAP_BYTES = 4 << 30
 _WEIGHT_BITS: Mapping[Quantization, float] = {"int8": 8.1, "w8a8": 8.1, "int4": 4.5}
 """With their scales."""

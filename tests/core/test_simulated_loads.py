@@ -10,7 +10,7 @@ from bench.schedule_sim import MACHINES, Shape, Simulation, batch, figures
 
 from quintet.wire.config import SchedulerConfig
 
-RATE, FIRST_P50, FIRST_P99, BETWEEN_P99, BETWEEN_MAX = range(5)
+RATE, FIRST_P50, FIRST_P99, FIRST_MEAN, BETWEEN_P99, BETWEEN_MAX = range(6)
 
 
 def simulated(shapes: list[Shape], num_clients: int, machine: str, **options: object) -> list[float]:
@@ -48,3 +48,25 @@ def test_a_batch_of_equal_lengths_is_planned_alike() -> None:
     shapes = batch(32, outputs=(40, 40))
     rates = [simulated(shapes, 32, "2-core-fast", policy=policy)[RATE] for policy in ("fcfs", "longest")]
     assert rates[1] == rates[0]
+
+
+def test_the_latest_first_moves_the_wait_but_does_not_shorten_it() -> None:
+    """By Little's law: of so many clients at one rate, the mean of an answer's whole time is the same in every order."""
+    shapes = [(256, 64)] * (4 * 32)
+    first, latest = (
+        simulated(shapes, 32, "2-core-fp32", policy=policy, step_target_ms=250)
+        for policy in ("fcfs", "latest")
+    )
+    assert latest[FIRST_P50] < 0.5 * first[FIRST_P50]
+    assert latest[FIRST_P99] < 2 * first[FIRST_P99]
+    assert latest[RATE] > 0.99 * first[RATE]
+    assert latest[FIRST_MEAN] == pytest.approx(first[FIRST_MEAN], rel=0.02)
+    assert latest[BETWEEN_MAX] < 300
+
+
+def test_a_longer_step_brings_the_first_token_sooner_where_requests_wait() -> None:
+    shapes = [(256, 64)] * (2 * 32)
+    short, long = (simulated(shapes, 32, "2-core-fp32", step_target_ms=target) for target in (250, 350))
+    assert long[FIRST_P50] < 0.7 * short[FIRST_P50]
+    assert long[RATE] > 0.99 * short[RATE]
+    assert long[BETWEEN_P99] < 400

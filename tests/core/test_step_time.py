@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quintet.core.features.step_time import ALONE, FIRST_TOKENS, LEAST_TOKENS
+from quintet.core.features.step_time import ALONE, FIRST_TOKENS, LEAST_TOKENS, WAITING_STEPS
 from quintet.core.pace import Pace
 from quintet.wire import codec
 from quintet.wire.step import StepPlan
@@ -46,18 +46,30 @@ def admit(world: World, *request_ids: int, num_prompt: int = 1000, max_tokens: i
 
 def test_pieces_follow_the_measured_pace() -> None:
     world = paced(MS // 2)
-    admit(world, 1, 2)
+    admit(world, 1, 2, 3)
     assert counts(world) == [FIRST_TOKENS]  # nothing is measured yet
     assert [counts(world) for _ in range(4)] == [[200]] * 4  # 100 ms at half a millisecond each
     assert counts(world) == [72, 128]  # the first prompt is finished before the next begins
     assert counts(world) == [1, 199]
 
 
+def test_steps_are_shorter_while_little_waits() -> None:
+    world = paced(MS // 2)
+    admit(world, 1, num_prompt=FIRST_TOKENS, max_tokens=200)
+    assert counts(world) == [FIRST_TOKENS]
+    admit(world, 2, num_prompt=1000)
+    assert counts(world) == [1, 132]  # two thirds of 200, although an eighth of what waits is less
+    admit(world, 3, num_prompt=600)
+    assert counts(world) == [1, (1 + 868 + 600) // WAITING_STEPS - 1]
+    admit(world, 4, num_prompt=1000)
+    assert counts(world) == [1, 199]
+
+
 def test_alone_a_request_takes_longer_steps() -> None:
     world = paced(MS // 2)
-    admit(world, 1)
+    admit(world, 1, num_prompt=900)
     assert counts(world) == [ALONE * FIRST_TOKENS]
-    assert counts(world) == [1000 - ALONE * FIRST_TOKENS]
+    assert counts(world) == [900 - ALONE * FIRST_TOKENS]
 
 
 def test_prompts_go_on_however_slow_the_steps_are() -> None:
