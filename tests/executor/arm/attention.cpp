@@ -163,6 +163,9 @@ void check_writing(Findings& findings, const World& w, const std::vector<Range>&
     }
 }
 
+// The matrix unit multiplies weights that were rounded to bf16; other instruction sets are asked not to.
+bool rounds_weights(Dtype dtype) { return dtype == Dtype::bf16 && std::strncmp(qt_isa(), "amx", 3) == 0; }
+
 double slope_of(index_t head) { return std::ldexp(1, -int(head) - 1); }
 
 void attend(const World& w, const StepOf& step, const Matrix& q, Cache& cache, Matrix& out) {
@@ -193,7 +196,8 @@ void check_head(Findings& findings, const World& w, const StepOf& step, const Ca
     most = std::max(most, scores.back());
   }
   for (double& score : scores) normalizer += score = std::exp(score - most);
-  const double off = 2 * (2 * error + 0x1p-18) + double(scores.size()) * 0x1p-24;
+  const double of_weights = rounds_weights(w.dtype) ? 2 * half_unit(Dtype::bf16) : 0;  // each, and their sum
+  const double off = 2 * (2 * error + 0x1p-18) + double(scores.size()) * 0x1p-24 + of_weights;
   for (index_t d = 0; d < dim; ++d) {
     double sum = 0, magnitude = 0;
     for (index_t i = 0; i < index_t(scores.size()); ++i) {
