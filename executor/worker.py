@@ -15,12 +15,13 @@ import torch
 
 from quintet.executor.audit import TablesDiffer, check_tables
 from quintet.executor.batch import Rows
+from quintet.executor.cards.card import read_card
 from quintet.executor.eager import EagerRunner
 from quintet.executor.features.kv_offload import HostBlocks
 from quintet.executor.interface import Finished, StepWorker
 from quintet.executor.memory import to_device
 from quintet.executor.models.model import CausalModel, Setting
-from quintet.executor.models.registry import build_model, read_card
+from quintet.executor.models.registry import build_model
 from quintet.executor.ops.host_dtypes import DTYPE_CODES
 from quintet.executor.ops.huge_pages import HugePages
 from quintet.executor.platforms.platform import Platform, open_platform
@@ -252,7 +253,8 @@ def make_runner(
         if memory is not None:
             return ProgramRunner(library, model, config, dtype, memory, span)
         log.warning(
-            "computing with torch: the compiled attention takes no heads of %d numbers in blocks of %d tokens",
+            "computing with torch: the compiled attention takes heads of 16 to 256 numbers in steps of 16, in blocks of a"
+            " multiple of 16 tokens; these are heads of %d in blocks of %d",
             kv.head_dim,
             kv.block_size,
         )

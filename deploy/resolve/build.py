@@ -8,7 +8,7 @@ from typing import Literal
 
 from quintet.deploy import embedded
 from quintet.deploy.resolve import rules
-from quintet.deploy.resolve.card import Dtype, ModelCard, read_card
+from quintet.deploy.resolve.card import Dtype, ModelFacts, read_facts
 from quintet.deploy.resolve.chat_templates import read_chat_templates
 from quintet.deploy.resolve.device import default_device
 from quintet.deploy.resolve.flags import Options
@@ -58,18 +58,17 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     rules.check_quantization(options, device)
     rules.check_gpu_only_flags(options, device)
     folder = locate_model(options.model, with_weights=reads_weights)
-    card = read_card(folder, options.generation_config)
+    facts = read_facts(folder, options.generation_config)
     weights = read_weight_facts(folder) if reads_weights else None
-    dtype = card.dtype if options.dtype == "auto" else options.dtype
-    kv = rules.kv_spec(options, device, card, _DTYPE_BYTES[dtype])
+    dtype = facts.dtype if options.dtype == "auto" else options.dtype
+    kv = rules.kv_spec(options, device, facts, _DTYPE_BYTES[dtype])
     max_model_len = rules.derive_max_model_len(
-        options.max_model_len, card.max_model_len, folder / "config.json"
+        options.max_model_len, facts.max_model_len, folder / "config.json"
     )
-    weight_bytes = (
-        rules.weight_bytes(weights.num_parameters, _DTYPE_BYTES[dtype], options.quantization)
-        if weights
-        else 0
-    )
+    num_parameters = weights.num_parameters if weights else facts.num_parameters or 0
+    weight_bytes = rules.weight_bytes(num_parameters, _DTYPE_BYTES[dtype], options.quantization)
+    if kind == "torch" and device == "cpu":
+        rules.check_weights_fit(weight_bytes, available_ram_bytes())
     memory_bytes = _kv_memory(options, device, kind, weight_bytes, kv, max_model_len)
     fitted = max_model_len
     if memory_bytes:
@@ -84,20 +83,20 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
         notes.append(
             f"max_model_len is {fitted}, not the model's {max_model_len}: KV memory is {format_size(memory_bytes)}"
         )
-    can_share_prefixes = rules.rotates_alike(card.fixed_rope_len, fitted)
+    can_share_prefixes = rules.rotates_alike(facts.fixed_rope_len, fitted)
     if options.enable_prefix_caching and not can_share_prefixes:
         notes.append(
             f"prefix caching is off: this model rotates positions otherwise in sequences of more than "
-            f"{card.fixed_rope_len} tokens, so their keys cannot be shared; --max-model-len {card.fixed_rope_len} allows it"
+            f"{facts.fixed_rope_len} tokens, so their keys cannot be shared; --max-model-len {facts.fixed_rope_len} allows it"
         )
-    card, card_notes = rules.fit_card(card, fitted)
-    notes.extend(card_notes)
+    facts, more_notes = rules.fit_facts(facts, fitted)
+    notes.extend(more_notes)
     warning = rules.advise_open_server(options.host, bool(options.api_key)) if http else None
     if warning is not None:
         notes.append(warning)
     config = EngineConfig(
         run_dir=str(run_dir),
-        model=_model_config(options, card, dtype, kv, fitted),
+        model=_model_config(options, facts, dtype, kv, fitted),
         cache=CacheConfig(
             memory_bytes=rules.cap_kv_memory(kv, memory_bytes, options.max_num_seqs, fitted),
             enable_prefix_caching=options.enable_prefix_caching and can_share_prefixes,
@@ -152,22 +151,22 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
 
 
 def _model_config(
-    options: Options, card: ModelCard, dtype: Dtype, kv: KvSpec, max_model_len: int
+    options: Options, facts: ModelFacts, dtype: Dtype, kv: KvSpec, max_model_len: int
 ) -> ModelConfig:
-    tokenizer = card.path
+    tokenizer = facts.path
     if options.tokenizer is not None:
         tokenizer = locate_model(options.tokenizer, with_weights=False, flag="--tokenizer")
     return ModelConfig(
-        path=str(card.path),
+        path=str(facts.path),
         tokenizer_path=str(tokenizer_folder(tokenizer)),
         served_names=options.served_model_name or [options.model or embedded.NAME],
-        architecture=card.architecture,
+        architecture=facts.architecture,
         dtype=dtype,
-        vocab_size=card.vocab_size,
+        vocab_size=facts.vocab_size,
         max_model_len=max_model_len,
-        eos_token_ids=card.eos_token_ids,
+        eos_token_ids=facts.eos_token_ids,
         kv=kv,
-        generation_defaults=card.generation_defaults,
+        generation_defaults=facts.generation_defaults,
         chat_templates=read_chat_templates(tokenizer, options.chat_template),
     )
 

@@ -1,23 +1,32 @@
 """The few numbers of a model folder's JSON files that serving needs.
 
-Knows the spellings of ``config.json``; not the weights (see `weights`) nor where the folder comes from (see `source`).
+Reads ``config.json`` with the functions that the executor builds the model with, so that both know one model. Knows not the
+weights (see `weights`) nor where the folder comes from (see `source`).
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from quintet.executor.cards.card import ModelCard
+from quintet.executor.cards.families import (
+    FAMILIES,
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_VOCAB,
+    MAX_WIDTH,
+)
+from quintet.executor.cards.rope import MAX_POSITIONS, RopeSpec, rope_spec
+from quintet.executor.cards.spec import DecoderSpec
 from quintet.wire.errors import ConfigError
+from quintet.wire.json_files import Json, read_json
 
 Dtype = Literal["bfloat16", "float16", "float32"]
-Json = dict[str, object]
 
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "max_seq_len")
-_ALREADY_EXTENDED_ROPE = ("default", "llama3", "longrope", "su")
-_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope", "su")
 _SAMPLING_DEFAULTS = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -28,9 +37,9 @@ _SAMPLING_DEFAULTS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ModelCard:
-    """What a model says about itself."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What a model's folder says about it."""
 
     path: Path
     architecture: str
@@ -39,32 +48,18 @@ class ModelCard:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
+    num_parameters: int | None
+    """Numbers of all its matrices; None where only the executor knows."""
     max_model_len: int
+    """The longest context the position encoding reaches, RoPE scaling included."""
     fixed_rope_len: int | None
-    """Sequences up to this length share one rotation of positions, longer ones have another; None: all have the same."""
+    """See `quintet.executor.cards.rope.RopeSpec.fixed_len`."""
     eos_token_ids: list[int]
     generation_defaults: dict[str, float | int]
 
 
-def read_json(path: Path) -> Json:
-    """Read a JSON object. Raises `ConfigError` that names the file."""
-    try:
-        loaded: object = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{path} does not exist; a model folder has config.json, weights and tokenizer.json"
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}") from None
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(loaded, dict):
-        raise ConfigError(f"{path} holds a {type(loaded).__name__}, not a JSON object")
-    return loaded
-
-
-def read_card(folder: Path, generation_config: str = "auto") -> ModelCard:
-    """Read the model card of a local folder.
+def read_facts(folder: Path, generation_config: str = "auto") -> ModelFacts:
+    """Read what serving needs of a local folder's JSON files.
 
     ``generation_config`` is the flag: ``auto`` for the folder's own file, ``none`` for no sampling defaults, or
     another folder. Raises `ConfigError` naming the file and the missing or senseless key.
@@ -75,21 +70,54 @@ def read_card(folder: Path, generation_config: str = "auto") -> ModelCard:
     defaults = (
         generation if generation_config == "auto" else _read_generation_config(folder, generation_config)
     )
-    num_heads = _positive(config, "num_attention_heads", path)
-    return ModelCard(
+    card = ModelCard(config, str(path))
+    architecture = _architecture(config, path)
+    family = FAMILIES.get(architecture)
+    shape = _shape_of_stranger(card) if family is None else _shape_of(family(card))
+    return ModelFacts(
         path=folder,
-        architecture=_architecture(config, path),
+        architecture=architecture,
         dtype=_dtype(config, path),
-        num_layers=_positive(config, "num_hidden_layers", path),
-        num_kv_heads=_positive(config, "num_key_value_heads", path, default=num_heads),
-        head_dim=_positive(
-            config, "head_dim", path, default=_positive(config, "hidden_size", path) // num_heads
-        ),
-        vocab_size=_positive(config, "vocab_size", path),
-        max_model_len=_max_model_len(config, path),
-        fixed_rope_len=_fixed_rope_len(config, path),
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocab_size,
+        num_parameters=shape.num_parameters,
+        max_model_len=shape.rope.reach,
+        fixed_rope_len=shape.rope.fixed_len,
         eos_token_ids=_eos_token_ids(folder, generation, config),
         generation_defaults=_sampling_defaults(defaults),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rope: RopeSpec
+    num_parameters: int | None
+
+
+def _shape_of(spec: DecoderSpec) -> _Shape:
+    return _Shape(
+        spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.vocab_size, spec.rope, spec.num_parameters
+    )
+
+
+def _shape_of_stranger(card: ModelCard) -> _Shape:
+    """Return the shape of a model that another package brings, in the usual spellings."""
+    heads = card.whole("num_attention_heads", 1, MAX_HEADS)
+    head_dim = card.whole("head_dim", 1, MAX_HEAD_DIM, card.whole("hidden_size", 1, MAX_WIDTH) // heads)
+    key = next((key for key in _LENGTH_KEYS if card.has(key)), _LENGTH_KEYS[0])
+    return _Shape(
+        num_layers=card.whole("num_hidden_layers", 1, MAX_LAYERS),
+        num_kv_heads=card.whole("num_key_value_heads", 1, MAX_HEADS, heads),
+        head_dim=head_dim,
+        vocab_size=card.whole("vocab_size", 1, MAX_VOCAB),
+        rope=rope_spec(card, head_dim, card.whole(key, 1, MAX_POSITIONS)),
+        num_parameters=None,
     )
 
 
@@ -109,48 +137,6 @@ def _dtype(config: Json, path: Path) -> Dtype:
     if name == "float32":
         return "float32"
     raise ConfigError(f"{path}: dtype is {name!r}; choose --dtype bfloat16, float16 or float32")
-
-
-def _positive(config: Json, key: str, path: Path, default: int | None = None) -> int:
-    value = config.get(key)
-    if value is None and default is not None:
-        return default
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
-    what = "is missing" if value is None else f"is {value!r}"
-    raise ConfigError(f"{path}: `{key}` {what}; it must be a positive whole number")
-
-
-def _max_model_len(config: Json, path: Path) -> int:
-    """Return the longest context the position encoding reaches, RoPE scaling included.
-
-    llama3 and longrope already count their stretch into ``max_position_embeddings``; the other kinds multiply it.
-    """
-    key = next((key for key in _LENGTH_KEYS if config.get(key) is not None), _LENGTH_KEYS[0])
-    length = _positive(config, key, path)
-    rope = config.get("rope_scaling") or config.get("rope_parameters")
-    if not isinstance(rope, dict):
-        return length
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    factor = rope.get("factor")
-    if kind in _ALREADY_EXTENDED_ROPE or not isinstance(factor, int | float):
-        return length
-    original = rope.get("original_max_position_embeddings")
-    trained = original if kind == "yarn" and isinstance(original, int) else length
-    return max(length, int(trained * factor)) if kind == "yarn" else int(trained * factor)
-
-
-def _fixed_rope_len(config: Json, path: Path) -> int | None:
-    """Return the length beyond which RoPE scaling rotates the whole sequence anew, if the model's kind does so."""
-    rope = config.get("rope_scaling") or config.get("rope_parameters")
-    if (
-        not isinstance(rope, dict)
-        or (rope.get("rope_type") or rope.get("type")) not in _LENGTH_DEPENDENT_ROPE
-    ):
-        return None
-    key = "original_max_position_embeddings"
-    original = config.get(key) or rope.get(key)
-    return original if isinstance(original, int) else _positive(config, "max_position_embeddings", path)
 
 
 def _eos_token_ids(folder: Path, generation: Json, config: Json) -> list[int]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quintet.deploy.resolve.card import read_json
 from quintet.wire.errors import ConfigError
+from quintet.wire.json_files import read_json
 
 DEFAULT = "default"
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
-from quintet.deploy.resolve.card import ModelCard
+from quintet.deploy.resolve.card import ModelFacts
 from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.memory import format_size
 from quintet.wire.config import Quantization
@@ -109,12 +109,12 @@ def check_quantization(options: Options, device: str) -> None:
         raise ConfigError("--packed-cache is for weights packed for the CPU: add --device cpu or drop it")
 
 
-def kv_spec(options: Options, device: str, card: ModelCard, dtype_bytes: int) -> KvSpec:
+def kv_spec(options: Options, device: str, facts: ModelFacts, dtype_bytes: int) -> KvSpec:
     """Return what KV takes; reject a number format that the device does not compute with."""
     layers, heads, head_dim, block_size = (
-        card.num_layers,
-        card.num_kv_heads,
-        card.head_dim,
+        facts.num_layers,
+        facts.num_kv_heads,
+        facts.head_dim,
         options.block_size,
     )
     if options.kv_cache_dtype == "auto":
@@ -138,6 +138,15 @@ def weight_bytes(num_parameters: int, dtype_bytes: int, quantization: Quantizati
     """Return the memory that the weights of a checkpoint will take, as if all were linear layers."""
     bits = _WEIGHT_BITS.get(quantization, 8 * dtype_bytes)
     return int(num_parameters * bits / 8)
+
+
+def check_weights_fit(weight_bytes: int, available_bytes: int) -> None:
+    """Reject a model whose weights are larger than the memory there is."""
+    if weight_bytes > available_bytes:
+        raise ConfigError(
+            f"the weights take {format_size(weight_bytes)} and there are {format_size(available_bytes)} of memory: take a"
+            " smaller model, or --quantization int8 or int4"
+        )
 
 
 def derive_max_num_seqs(settings: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
@@ -249,26 +258,26 @@ def derive_swap_bytes(asked_gib: float | None, device: str, kind: str, available
     return swap_bytes
 
 
-def fit_card(card: ModelCard, max_model_len: int) -> tuple[ModelCard, list[str]]:
-    """Return the card with ends of sequence that can be drawn and a default length that the context has room for.
+def fit_facts(facts: ModelFacts, max_model_len: int) -> tuple[ModelFacts, list[str]]:
+    """Return the facts with ends of sequence that can be drawn and a default length that the context has room for.
 
     And notes on what was left out: each would make every request fail.
     """
     notes: list[str] = []
-    known = [token_id for token_id in card.eos_token_ids if 0 <= token_id < card.vocab_size]
-    if len(known) < len(card.eos_token_ids):
-        unknown = ", ".join(str(token_id) for token_id in card.eos_token_ids if token_id not in known)
+    known = [token_id for token_id in facts.eos_token_ids if 0 <= token_id < facts.vocab_size]
+    if len(known) < len(facts.eos_token_ids):
+        unknown = ", ".join(str(token_id) for token_id in facts.eos_token_ids if token_id not in known)
         left = f"{known} end an answer" if known else "only max_tokens and stop strings end an answer"
         notes.append(
-            f"eos_token_id {unknown} of {card.path} is ignored: the vocabulary has {card.vocab_size} tokens; {left}"
+            f"eos_token_id {unknown} of {facts.path} is ignored: the vocabulary has {facts.vocab_size} tokens; {left}"
         )
-    defaults = dict(card.generation_defaults)
+    defaults = dict(facts.generation_defaults)
     most = defaults.pop("max_tokens", None)
     if most is not None and most >= 1:
         defaults["max_tokens"] = int(min(most, max_model_len - 1))
     elif most is not None:
         notes.append(f"max_new_tokens {most:g} of the generation config is ignored: it must be at least 1")
-    return dataclasses.replace(card, eos_token_ids=known, generation_defaults=defaults), notes
+    return dataclasses.replace(facts, eos_token_ids=known, generation_defaults=defaults), notes
 
 
 def check_run_dir_length(run_dir: Path) -> None:

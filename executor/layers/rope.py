@@ -17,65 +17,10 @@ the batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from quintet.wire.errors import ConfigError
-
-KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
-
-
-@dataclass(frozen=True, slots=True)
-class RopeSpec:
-    """Settings of one model, defaults filled in."""
-
-    kind: str
-    theta: float
-    rotary_dim: int
-    max_positions: int
-    """The card's ``max_position_embeddings``."""
-    original_positions: int
-    """Context length of pretraining, for the kinds that extend it."""
-    parameters: Mapping[str, Any]
-    """The card's own dictionary, for the settings of one kind."""
-
-    @property
-    def depends_on_length(self) -> bool:
-        """Whether a token's rotation depends on more than its position."""
-        return self.kind in {"dynamic", "longrope"}
-
-
-def rope_spec(card: Mapping[str, Any], head_dim: int, max_positions: int, where: str) -> RopeSpec:
-    """Read ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (older cards).
-
-    ``where`` names the file for error messages.
-    """
-    parameters = dict(card.get("rope_parameters") or card.get("rope_scaling") or {})
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    if kind not in KINDS:
-        raise ConfigError(f"{where}: rope type {kind!r} is unknown; known are {', '.join(KINDS)}")
-    for key in _REQUIRED.get(kind, ()):
-        if parameters.get(key) is None:
-            raise ConfigError(f"{where}: rope type {kind!r} needs {key!r} in its parameters")
-    theta = parameters.get("rope_theta") or card.get("rope_theta") or 10000.0
-    share = parameters.get("partial_rotary_factor") or card.get("partial_rotary_factor") or 1.0
-    original = (
-        card.get("original_max_position_embeddings")
-        or parameters.get("original_max_position_embeddings")
-        or max_positions
-    )
-    return RopeSpec(kind, float(theta), int(head_dim * share), max_positions, int(original), parameters)
-
-
-_REQUIRED: Mapping[str, tuple[str, ...]] = {
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "longrope": ("short_factor", "long_factor"),
-}
+from quintet.executor.cards.rope import RopeSpec
 
 
 class Rope:
@@ -87,7 +32,7 @@ class Rope:
         self._frequencies = frequencies.to(device)
         self._long_frequencies: torch.Tensor | None = None
         if spec.kind == "longrope":
-            self._long_frequencies = _scaled_by(spec, "long_factor").to(device)
+            self._long_frequencies = _scaled_by(spec, spec.long_factor).to(device)
 
     def cos_sin(
         self, positions: torch.Tensor, lengths: torch.Tensor | None, dtype: torch.dtype
@@ -109,7 +54,7 @@ class Rope:
         if self._long_frequencies is not None:
             is_long = (lengths > spec.original_positions).unsqueeze(1)
             return torch.where(is_long, self._long_frequencies, self._frequencies)
-        factor, dim = float(spec.parameters["factor"]), spec.rotary_dim
+        factor, dim = _factor(spec), spec.rotary_dim
         stretch = lengths.clamp(min=spec.max_positions).double() * (factor / spec.max_positions) - (
             factor - 1
         )
@@ -125,20 +70,20 @@ def _frequencies(spec: RopeSpec) -> tuple[torch.Tensor, float]:
     """Return ``(frequencies [rotary_dim / 2], scale of cosines and sines)`` for lengths within the original context."""
     plain = 1.0 / spec.theta ** _exponents(spec.rotary_dim)
     if spec.kind == "linear":
-        return plain / float(spec.parameters["factor"]), 1.0
+        return plain / _factor(spec), 1.0
     if spec.kind == "llama3":
         return _llama3(plain, spec), 1.0
     if spec.kind == "yarn":
         return _yarn(spec)
     if spec.kind == "longrope":
-        return _scaled_by(spec, "short_factor"), _longrope_scale(spec)
+        return _scaled_by(spec, spec.short_factor), _longrope_scale(spec)
     return plain, 1.0
 
 
 def _llama3(plain: torch.Tensor, spec: RopeSpec) -> torch.Tensor:
     """Keep short waves, stretch long ones by ``factor``, and blend in between."""
-    factor = float(spec.parameters["factor"])
-    low, high = float(spec.parameters["low_freq_factor"]), float(spec.parameters["high_freq_factor"])
+    factor, low, high = _factor(spec), spec.low_freq_factor, spec.high_freq_factor
+    assert low is not None and high is not None, spec
     wavelengths = 2 * math.pi / plain
     stretched = plain / factor
     blend = (spec.original_positions / wavelengths - low) / (high - low)
@@ -151,15 +96,13 @@ def _llama3(plain: torch.Tensor, spec: RopeSpec) -> torch.Tensor:
 def _yarn(spec: RopeSpec) -> tuple[torch.Tensor, float]:
     """Interpolate dimensions that turn less than ``beta_slow`` times in the original context, keep those that turn more
     than ``beta_fast`` times, and ramp in between (section 3.2); scale attention by temperature (section 3.3)."""
-    parameters, dim = spec.parameters, spec.rotary_dim
-    factor = float(parameters.get("factor") or spec.max_positions / spec.original_positions)
+    dim, factor = spec.rotary_dim, _factor(spec)
 
     def dimension_turning(times: float) -> float:
         return dim * math.log(spec.original_positions / (times * 2 * math.pi)) / (2 * math.log(spec.theta))
 
-    low = dimension_turning(parameters.get("beta_fast") or 32)
-    high = dimension_turning(parameters.get("beta_slow") or 1)
-    if parameters.get("truncate", True):
+    low, high = dimension_turning(spec.beta_fast), dimension_turning(spec.beta_slow)
+    if spec.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
@@ -171,29 +114,25 @@ def _yarn(spec: RopeSpec) -> tuple[torch.Tensor, float]:
     def temperature(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    scale = parameters.get("attention_factor")
-    if scale is None:
-        mscale, mscale_all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
-        if mscale and mscale_all_dim:
-            scale = temperature(mscale) / temperature(mscale_all_dim)
-        else:
-            scale = temperature(1.0)
-    return frequencies, float(scale)
+    if spec.attention_factor is not None:
+        return frequencies, spec.attention_factor
+    if spec.mscale and spec.mscale_all_dim:
+        return frequencies, temperature(spec.mscale) / temperature(spec.mscale_all_dim)
+    return frequencies, temperature(1.0)
 
 
-def _scaled_by(spec: RopeSpec, key: str) -> torch.Tensor:
+def _factor(spec: RopeSpec) -> float:
+    """Return the card's stretch, or what its two lengths say."""
+    return spec.max_positions / spec.original_positions if spec.factor is None else spec.factor
+
+
+def _scaled_by(spec: RopeSpec, factors: tuple[float, ...]) -> torch.Tensor:
     """Return the frequencies divided by LongRoPE's factor of each dimension."""
-    factors = torch.tensor(spec.parameters[key], dtype=torch.float32)
-    if len(factors) != spec.rotary_dim // 2:
-        raise ConfigError(
-            f"rope: {key} has {len(factors)} numbers; it needs one per pair of rotary dimensions, {spec.rotary_dim // 2}"
-        )
-    return 1.0 / (factors * spec.theta ** _exponents(spec.rotary_dim))
+    return 1.0 / (torch.tensor(factors) * spec.theta ** _exponents(spec.rotary_dim))
 
 
 def _longrope_scale(spec: RopeSpec) -> float:
-    given = spec.parameters.get("attention_factor")
-    if given is not None:
-        return float(given)
-    factor = float(spec.parameters.get("factor") or spec.max_positions / spec.original_positions)
+    if spec.attention_factor is not None:
+        return spec.attention_factor
+    factor = _factor(spec)
     return 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(spec.original_positions))

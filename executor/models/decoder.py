@@ -16,34 +16,12 @@ from dataclasses import dataclass
 
 import torch
 
+from quintet.executor.cards.spec import DecoderSpec
 from quintet.executor.layers.linear import Activation, Embedding, Linear, Part
-from quintet.executor.layers.rope import Rope, RopeSpec
+from quintet.executor.layers.rope import Rope
 from quintet.executor.models.forward import AttentionLayer, ForwardPass, ValueT
 from quintet.executor.models.model import Setting
 from quintet.executor.weights.plan import WeightPlan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderSpec:
-    """Everything that tells one such model from another."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_eps: float
-    rope: RopeSpec
-    windows: tuple[int | None, ...]
-    """Sliding window of each layer; None where it sees everything."""
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    """Whether queries and keys are normalised per head before rotation (Qwen3)."""
-    tied: bool = False
-    """Whether the output layer is the embedding."""
 
 
 @dataclass(frozen=True, slots=True)

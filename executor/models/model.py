@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -12,15 +12,6 @@ from quintet.executor.layers.rope import Rope
 from quintet.executor.models.forward import ForwardPass, ValueT
 from quintet.executor.quant.method import Quantization
 from quintet.executor.weights.plan import WeightPlan
-
-
-@dataclass(frozen=True, slots=True)
-class ModelCard:
-    """A model folder's ``config.json``."""
-
-    values: Mapping[str, Any]
-    path: str
-    """The file, for error messages."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,9 @@ from quintet.wire.errors import ConfigError
 SHOW_PROGRESS_FROM_BYTES = 1 << 30
 MAX_UINT64 = (1 << 64) - 1
 
+READ_FORMATS = ("BF16", "F16", "F32", "F64")
+"""Number formats of checkpoints, as safetensors names them: whoever quantized one says elsewhere what its numbers mean."""
+
 HARMLESS_ENDINGS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 """Buffers that old versions of transformers saved beside the weights; they are computed, not read."""
 
@@ -152,13 +155,20 @@ def _check_names(plan: WeightPlan, folder: Path, files: list[MappedFile], ignore
             if expected is None:
                 if name in ignored or name.endswith(HARMLESS_ENDINGS):
                     continue
+                what = f"{name!r:.80} {list(entry.shape)!s:.80}"
                 raise ConfigError(
-                    f"{file.path}: holds a tensor {name!r} {list(entry.shape)} that config.json's architecture has no place for;"
+                    f"{file.path}: holds a tensor {what} that config.json's architecture has no place for;"
                     " the weights belong to another model"
                 )
             if entry.shape != expected.shape:
                 raise ConfigError(
-                    f"{file.path}: tensor {name!r} has shape {list(entry.shape)}; config.json asks for {list(expected.shape)}"
+                    f"{file.path}: tensor {name!r} has shape {list(entry.shape)!s:.80}; config.json asks for"
+                    f" {list(expected.shape)}"
+                )
+            if entry.dtype not in READ_FORMATS:
+                raise ConfigError(
+                    f"{file.path}: tensor {name!r} has the number format {entry.dtype}; it must be one of"
+                    f" {', '.join(READ_FORMATS)}: quantized checkpoints are not supported, use the original one"
                 )
             missing.discard(name)
     if missing:

@@ -54,10 +54,15 @@ def test_a_folder_imports_only_itself_and_what_is_below(folder: str) -> None:
 INNER = {
     "core/kv": {"core.kv"},
     "deploy/load_client": {"deploy.load_client"},
-    "deploy/resolve": {"deploy.resolve", "deploy.embedded", "process", "wire"},
+    "deploy/resolve": {"deploy.resolve", "deploy.embedded", "process", "wire"}
+    | {"executor.cards", "executor.weights.files", "executor.weights.header"},
     "deploy/supervisor": {"deploy.supervisor", "deploy.embedded", "deploy.machine", "process", "wire"},
-    "executor/layers": {f"executor.{room}" for room in ("layers", "ops", "quant", "weights")} | {"wire"},
-    "executor/models": {f"executor.{room}" for room in ("models", "layers", "platforms", "quant", "weights")}
+    "executor/cards": {"executor.cards", "wire"},
+    "executor/layers": {f"executor.{room}" for room in ("cards", "layers", "ops", "quant", "weights")}
+    | {"wire"},
+    "executor/models": {
+        f"executor.{room}" for room in ("cards", "models", "layers", "platforms", "quant", "weights")
+    }
     | {"wire"},
     "executor/weights": {"executor.weights", "executor.ops", "wire"},
 }
@@ -103,6 +108,13 @@ def test_torch_is_imported_under_executor_alone() -> None:
         if name.split(".")[0] in {"torch", "transformers", "cupy"}
     ]
     assert strangers == []
+
+
+def test_a_configuration_is_resolved_without_torch() -> None:
+    """Although with functions of the executor's: it would take a second."""
+    code = "import sys, quintet.deploy.resolve.build; print('torch' in sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert loaded.stdout.strip() == "False"
 
 
 def test_zmq_in_the_core_is_mains_business() -> None:

@@ -17,11 +17,12 @@ from tests.models.test_engine import GREEDY, House, changed, small_kv, without_p
 from tests.models.test_families import FAMILIES, prompts_of
 from tests.models.test_swapping import with_host_memory
 
+from quintet.executor.cards.card import read_card
 from quintet.executor.cuda.boot import make_device_worker
 from quintet.executor.cuda.device import Device
 from quintet.executor.cuda.worker import DeviceWorker
 from quintet.executor.models.model import CausalModel, Setting
-from quintet.executor.models.registry import build_model, read_card
+from quintet.executor.models.registry import build_model
 from quintet.executor.quant.method import LinearMethod, LinearShape
 from quintet.executor.quant.none import RowMajorLinear
 from quintet.executor.weights.load import fill_randomly, load_checkpoint

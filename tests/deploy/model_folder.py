@@ -13,6 +13,7 @@ CONFIG: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "hidden_size": 64,
+    "intermediate_size": 128,
     "vocab_size": 100,
     "max_position_embeddings": 512,
     "dtype": "bfloat16",

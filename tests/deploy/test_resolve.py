@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from quintet.deploy.resolve import rules
 from quintet.deploy.resolve.build import Resolution, resolve
-from quintet.deploy.resolve.card import read_card
+from quintet.deploy.resolve.card import read_facts
 from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.memory import available_ram_bytes, format_size, parse_size
 from quintet.deploy.resolve.source import locate_model
@@ -138,7 +139,7 @@ def test_a_default_length_that_no_request_may_have_is_cut_or_ignored(
         ({"kv_cache_memory": "100KiB", "max_model_len": 512}, ["needs 128.0 KiB", "--max-model-len to 400"]),
         ({"kv_cache_memory": 100}, ["needs 128.0 KiB", "--kv-cache-memory 128.0KiB"]),
         ({"executor": "torch", "step_ms": 1.0}, ["--step-ms 1.0", "--executor mock"]),
-        ({"executor": "torch"}, ["holds no *.safetensors", "--load-format dummy"]),
+        ({"executor": "torch"}, ["has no weights (model.safetensors", "--load-format dummy"]),
         ({"chat_template": "absent.jinja"}, ["--chat-template 'absent.jinja'"]),
     ],
 )
@@ -319,6 +320,8 @@ def test_a_containers_limit_counts(tmp_path: Path) -> None:
 
 # --- the card ---
 
+BY_DIMENSION = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+
 
 @pytest.mark.parametrize(
     ("rope", "length"),
@@ -329,18 +332,27 @@ def test_a_containers_limit_counts(tmp_path: Path) -> None:
         ({"rope_type": "dynamic", "factor": 4.0}, 2048),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512),
-        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}, 512),
-        ({"rope_type": "longrope", "factor": 8.0}, 512),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "original_max_position_embeddings": 64,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            },
+            512,
+        ),
+        ({"rope_type": "longrope", "factor": 8.0, **BY_DIMENSION}, 512),
     ],
 )
 def test_rope_scaling_stretches_the_context(tmp_path: Path, rope: dict[str, Any] | None, length: int) -> None:
-    assert read_card(write_model(tmp_path / "a", rope_scaling=rope)).max_model_len == length
-    assert read_card(write_model(tmp_path / "b", rope_parameters=rope)).max_model_len == length
+    assert read_facts(write_model(tmp_path / "a", rope_scaling=rope)).max_model_len == length
+    assert read_facts(write_model(tmp_path / "b", rope_parameters=rope)).max_model_len == length
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_keys_rotated_by_length_are_not_shared(tmp_path: Path, kind: str) -> None:
-    rope = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 128}
+    rope = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 128, **BY_DIMENSION}
     folder = write_model(tmp_path / "stretched", rope_scaling=rope)
     long = resolved(folder)
     assert not long.config.cache.enable_prefix_caching
@@ -351,23 +363,100 @@ def test_keys_rotated_by_length_are_not_shared(tmp_path: Path, kind: str) -> Non
 
 
 def test_absent_numbers_follow_from_the_others(tmp_path: Path) -> None:
-    card = read_card(write_model(tmp_path, num_key_value_heads=None, dtype=None, torch_dtype="float16"))
+    card = read_facts(write_model(tmp_path, num_key_value_heads=None, dtype=None, torch_dtype="float16"))
     assert (card.num_kv_heads, card.head_dim, card.dtype) == (4, 16, "float16")
 
 
 def test_the_end_of_sequence_is_looked_up_in_the_tokenizer_when_no_config_names_it(tmp_path: Path) -> None:
     folder = write_model(tmp_path, eos_token_id=None)
-    assert read_card(folder).eos_token_ids == []
+    assert read_facts(folder).eos_token_ids == []
     (folder / "tokenizer_config.json").write_text('{"eos_token": {"content": "<end>"}}')
-    assert read_card(folder).eos_token_ids == [9]
+    assert read_facts(folder).eos_token_ids == [9]
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"num_hidden_layers": None}, "`num_hidden_layers` is missing"),
-        ({"vocab_size": "many"}, "`vocab_size` is 'many'"),
+        ({"num_hidden_layers": None}, "num_hidden_layers is missing"),
+        ({"vocab_size": "many"}, "vocab_size is 'many'"),
         ({"architectures": []}, "names no `architectures`"),
+        ({"partial_rotary_factor": 8}, "partial_rotary_factor is 8; it must be a number from 0 to 1"),
+        ({"partial_rotary_factor": -1}, "partial_rotary_factor is -1; it must be a number from 0 to 1"),
+        (
+            {"partial_rotary_factor": 0},
+            "rotates an even number of a head's 16 numbers, at least 2; 0 rotates 0",
+        ),
+        ({"partial_rotary_factor": 0.2}, "0.2 rotates 3"),
+        ({"partial_rotary_factor": True}, "partial_rotary_factor is True"),
+        ({"head_dim": 7}, "at least 2; 1 rotates 7"),
+        ({"head_dim": 1 << 40}, "head_dim is 1099511627776; it must be a whole number from 1 to 1024"),
+        (
+            {"num_attention_heads": 3, "head_dim": 16},
+            "num_key_value_heads is 2; it must be a divisor of num_attention_heads, 3",
+        ),
+        ({"num_attention_heads": 4.0}, "num_attention_heads is 4.0; it must be a whole number"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True; it must be a whole number from 1 to 1024"),
+        ({"hidden_size": -64}, "hidden_size is -64"),
+        ({"hidden_size": 2}, "head_dim is missing; it must be a whole number"),
+        ({"intermediate_size": "128"}, "intermediate_size is '128'"),
+        ({"vocab_size": 1 << 31}, "vocab_size is 2147483648; it must be a whole number from 1 to 16777216"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps is nan; it must be a number from 1e-12 to 1"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps is 0; it must be a number from 1e-12 to 1"),
+        ({"max_position_embeddings": 10**30}, "max_position_embeddings is 1000000000000000000000000000000"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'; it must be true or false"),
+        ({"attention_bias": 1}, "attention_bias is 1; it must be true or false"),
+        ({"rope_theta": 0}, "rope_theta is 0"),
+        ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'; it must be an object"),
+        (
+            {"rope_scaling": {"type": "linear"}},
+            "rope_scaling.factor is missing; it must be a number from 1 to",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": math.inf}}, "rope_scaling.factor is inf"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 1e5}},
+            "the context, now 51200000, is at most 16777216",
+        ),
+        (
+            {"rope_parameters": {"rope_type": 7}},
+            "rope_parameters.rope_type is 7; it must be one of default, linear",
+        ),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "one setting for all layers"),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "short_factor": [1.0] * 8,
+                    "long_factor": [0.0] * 8,
+                }
+            },
+            "rope_parameters.long_factor is [0.0, 0.0",
+        ),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "factor": 2,
+                    "low_freq_factor": 4,
+                    "high_freq_factor": 4,
+                }
+            },
+            "high_freq_factor is 4; it must be above low_freq_factor, 4",
+        ),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; it must be one of silu"),
+        ({"quantization_config": "gptq"}, "quantization_config is 'gptq'; it must be an object"),
+        (
+            {"architectures": ["MistralForCausalLM"], "sliding_window": 0},
+            "sliding_window is 0; it must be a whole number from 1",
+        ),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "use_sliding_window": True,
+                "layer_types": ["full_attention"],
+            },
+            "layer_types is ['full_attention']; it must be a list of 2 words",
+        ),
+        ({"architectures": ["OurForCausalLM"], "num_attention_heads": 0}, "num_attention_heads is 0"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
     ],
 )
@@ -377,9 +466,36 @@ def test_a_senseless_card_names_the_key(tmp_path: Path, changes: dict[str, Any],
     assert "config.json" in said
 
 
-def test_broken_json_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "changes", "kv_heads", "head_dim"),
+    [
+        ("LlamaForCausalLM", {}, 4, 16),
+        ("MistralForCausalLM", {"num_attention_heads": 16}, 8, 4),
+        ("Qwen3ForCausalLM", {}, 4, 128),
+        ("OurForCausalLM", {}, 4, 16),
+    ],
+)
+def test_what_a_card_leaves_out_is_what_the_family_says(
+    tmp_path: Path, architecture: str, changes: dict[str, Any], kv_heads: int, head_dim: int
+) -> None:
+    """The executor builds the model with the same numbers: it would refuse a configuration with others."""
+    folder = write_model(tmp_path, architectures=[architecture], num_key_value_heads=None, **changes)
+    facts = read_facts(folder)
+    assert (facts.num_kv_heads, facts.head_dim) == (kv_heads, head_dim)
+
+
+def test_weights_larger_than_memory_are_refused_before_anything_is_started(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, hidden_size=1 << 20, intermediate_size=1 << 20, head_dim=16)
+    said = complaint(folder, executor="torch", device="cpu", load_format="dummy")
+    assert "the weights take 12.0 TiB and there are" in said
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[" * 100_000, '{"a": ' * 100_000, "\x00", '{"a": 1' + "0" * 5000 + "}"]
+)
+def test_broken_json_is_named(tmp_path: Path, text: str) -> None:
     folder = write_model(tmp_path)
-    (folder / "config.json").write_text("{")
+    (folder / "config.json").write_text(text)
     assert "config.json is not valid JSON" in complaint(folder)
 
 
@@ -397,10 +513,10 @@ def test_weights_are_measured_by_their_headers(tmp_path: Path) -> None:
 
 def test_a_missing_shard_or_a_broken_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(b"version https://git-lfs")
-    with pytest.raises(ConfigError, match=r"a\.safetensors is not a readable safetensors file"):
+    with pytest.raises(ConfigError, match=r"a\.safetensors: not a readable safetensors file"):
         read_weight_facts(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"x": "b.safetensors"}}')
-    with pytest.raises(ConfigError, match=r"b\.safetensors is listed in .* but missing"):
+    with pytest.raises(ConfigError, match=r"b\.safetensors: is missing, though .* lists it"):
         read_weight_facts(tmp_path)
 
 
@@ -409,9 +525,7 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     write_weights(path, {"x": [100]})
     whole = path.read_bytes()
     path.write_bytes(whole[:-50])
-    with pytest.raises(
-        ConfigError, match=rf"it has {len(whole) - 50} bytes of {len(whole)}\. Fetch it again"
-    ):
+    with pytest.raises(ConfigError, match=r"'x' lies at \[0, 200\] of 150 bytes; the file may be cut off"):
         read_weight_facts(tmp_path)
 
 

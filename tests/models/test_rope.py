@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,9 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from quintet.executor.layers.rope import Rope, rope_spec
+from quintet.executor.cards.card import ModelCard
+from quintet.executor.cards.rope import rope_spec
+from quintet.executor.layers.rope import Rope
 from quintet.wire.errors import ConfigError
 
 HEAD_DIM = 16
@@ -74,9 +75,7 @@ def config_of(kind: str) -> transformers.LlamaConfig:
 @pytest.mark.parametrize("kind", KINDS)
 def test_frequencies_equal_transformers(kind: str) -> None:
     config = config_of(kind)
-    spec = rope_spec(
-        json.loads(config.to_json_string()), HEAD_DIM, config.max_position_embeddings, "config.json"
-    )
+    spec = rope_spec(ModelCard(json.loads(config.to_json_string()), "config.json"), HEAD_DIM, 2048)
     for length in (ORIGINAL, 3 * ORIGINAL):
         positions = torch.arange(length)
         cos, sin = Rope(spec, torch.device("cpu")).cos_sin(
@@ -112,7 +111,7 @@ def test_greedy_tokens_equal_transformers_across_the_original_context(
 def test_older_cards_are_read_alike() -> None:
     old = {"rope_theta": 500000.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
     new = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500000.0}}
-    ours = [rope_spec(card, HEAD_DIM, 64, "config.json") for card in (old, new)]
+    ours = [rope_spec(ModelCard(card, "config.json"), HEAD_DIM, 64) for card in (old, new)]
     frequencies = [
         Rope(spec, torch.device("cpu")).cos_sin(torch.arange(9), None, torch.float32) for spec in ours
     ]
@@ -120,7 +119,7 @@ def test_older_cards_are_read_alike() -> None:
 
 
 def test_partial_rotation_covers_the_first_dimensions() -> None:
-    spec = rope_spec({"partial_rotary_factor": 0.5}, HEAD_DIM, 64, "config.json")
+    spec = rope_spec(ModelCard({"partial_rotary_factor": 0.5}, "config.json"), HEAD_DIM, 64)
     cos, _ = Rope(spec, torch.device("cpu")).cos_sin(torch.arange(3), None, torch.float32)
     assert cos.shape == (3, 1, HEAD_DIM // 2)
 
@@ -129,8 +128,6 @@ def test_partial_rotation_covers_the_first_dimensions() -> None:
     ("parameters", "words"),
     [({"rope_type": "spiral"}, "spiral"), ({"rope_type": "llama3", "factor": 2.0}, "low_freq_factor")],
 )
-def test_unknown_or_incomplete_settings_are_named(
-    parameters: dict[str, Any], words: str, tmp_path: Path
-) -> None:
+def test_unknown_or_incomplete_settings_are_named(parameters: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        rope_spec({"rope_parameters": parameters}, HEAD_DIM, 64, str(tmp_path / "config.json"))
+        rope_spec(ModelCard({"rope_parameters": parameters}, "config.json"), HEAD_DIM, 64)

@@ -15,6 +15,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from quintet.executor.cards.card import ModelCard
+from quintet.executor.cards.families import llama
+from quintet.executor.models.decoder import Decoder
+from quintet.executor.models.model import CausalModel, Setting
 from quintet.executor.weights.load import random_tensor, random_tensor_on
 from quintet.executor.weights.plan import Expected
 from quintet.executor.worker import make_torch_worker
@@ -183,7 +187,7 @@ def test_dummy_weights_drawn_on_a_device_are_of_the_same_kind(dtype: torch.dtype
         ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
         ({"num_hidden_layers": 3}, "3 layers"),
         ({"vocab_size": 99}, "99 tokens in the vocabulary"),
-        ({"hidden_size": None}, "hidden_size is None"),
+        ({"hidden_size": None}, "hidden_size is missing; it must be a whole number from 1"),
     ],
 )
 def test_a_card_that_does_not_fit_is_refused(
@@ -196,11 +200,16 @@ def test_a_card_that_does_not_fit_is_refused(
         make_torch_worker(served.config)
 
 
+def ours(card: ModelCard, setting: Setting) -> CausalModel:
+    """What another package would bring."""
+    return Decoder(llama(card), setting)
+
+
 def test_installed_packages_can_add_architectures(
     serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = serve(tiny())
-    entry = EntryPoint("OurForCausalLM", "quintet.executor.models.families:llama", "quintet.models")
+    entry = EntryPoint("OurForCausalLM", f"{__name__}:ours", "quintet.models")
 
     def installed(group: str, name: str) -> EntryPoints:
         return EntryPoints([entry]).select(group=group, name=name)

@@ -1,0 +1,175 @@
+"""Rotary position embedding: what a model card says of it. The rotation itself is in `quintet.executor.layers.rope`.
+
+Imports no torch: how long a context is follows from it, which `deploy` must know.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from quintet.executor.cards.card import ModelCard
+
+KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+_ALIASES = {"su": "longrope"}
+"""What the first cards of a kind called it."""
+
+MAX_POSITIONS = 1 << 24
+"""The longest context: tables of every slot have an entry for each position."""
+_MAX_FACTOR = 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeSpec:
+    """Settings of one model, defaults filled in; those of another kind are None."""
+
+    kind: str
+    theta: float
+    rotary_dim: int
+    """How many numbers of a head are rotated, from the first: even."""
+    max_positions: int
+    """The card's ``max_position_embeddings``."""
+    original_positions: int
+    """Context length of pretraining, for the kinds that extend it."""
+    factor: float | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    short_factor: tuple[float, ...] = ()
+    """[rotary_dim / 2]; ``long_factor`` likewise."""
+    long_factor: tuple[float, ...] = ()
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether a token's rotation depends on more than its position."""
+        return self.kind in {"dynamic", "longrope"}
+
+    @property
+    def fixed_len(self) -> int | None:
+        """Sequences up to this length share one rotation of positions, longer ones have another; None: all have the same."""
+        if not self.depends_on_length:
+            return None
+        return (
+            min(self.original_positions, self.max_positions)
+            if self.kind == "dynamic"
+            else self.original_positions
+        )
+
+    @property
+    def reach(self) -> int:
+        """The longest context that positions are told apart in, the scaling included.
+
+        llama3 and longrope already count their stretch into ``max_position_embeddings``; the other kinds multiply it.
+        """
+        if self.kind in {"linear", "dynamic"}:
+            assert self.factor is not None
+            return int(self.max_positions * self.factor)
+        if self.kind == "yarn" and self.factor is not None:
+            return max(self.max_positions, int(self.original_positions * self.factor))
+        return self.max_positions
+
+
+def rope_spec(card: ModelCard, head_dim: int, max_positions: int) -> RopeSpec:
+    """Read ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (older cards).
+
+    ``max_positions``: of cards that do not say. Raises `ConfigError` naming the value, what was found and what is allowed.
+    """
+    max_positions = card.whole("max_position_embeddings", 1, MAX_POSITIONS, max_positions)
+    new = card.section("rope_parameters")
+    parameters = new if new.values else card.section("rope_scaling")
+    for key, value in parameters.values.items():
+        if isinstance(value, dict):
+            raise parameters.wrong(
+                key, "one setting for all layers: a rotation for each kind of layer is not supported"
+            )
+    kind = _kind(parameters)
+
+    def either(key: str) -> ModelCard:
+        return parameters if parameters.has(key) else card
+
+    theta = either("rope_theta").real("rope_theta", 1.0 + 1e-6, 1e15, 10000.0)
+    original = card if card.has("original_max_position_embeddings") else parameters
+    least_original = 2 if kind == "longrope" else 1
+    spec = RopeSpec(
+        kind=kind,
+        theta=theta,
+        rotary_dim=_rotary_dim(either("partial_rotary_factor"), head_dim),
+        max_positions=max_positions,
+        original_positions=original.whole(
+            "original_max_position_embeddings", least_original, MAX_POSITIONS, max_positions
+        ),
+    )
+    spec = _with_scaling(spec, parameters)
+    if spec.reach > MAX_POSITIONS:
+        raise parameters.wrong(
+            "factor", f"such that the context, now {spec.reach}, is at most {MAX_POSITIONS}"
+        )
+    return spec
+
+
+def _with_scaling(spec: RopeSpec, parameters: ModelCard) -> RopeSpec:
+    """Return ``spec`` with the settings of its kind."""
+
+    def optional(key: str, least: float) -> float | None:
+        return parameters.real(key, least, _MAX_FACTOR) if parameters.has(key) else None
+
+    if spec.kind in {"linear", "dynamic"}:
+        if spec.kind == "dynamic" and spec.rotary_dim < 4:
+            raise parameters.wrong(
+                "rope_type",
+                f"another: dynamic needs 4 rotated numbers or more, and there are {spec.rotary_dim}",
+            )
+        return replace(spec, factor=parameters.real("factor", 1.0, _MAX_FACTOR))
+    if spec.kind == "llama3":
+        low = parameters.real("low_freq_factor", 1e-6, _MAX_FACTOR)
+        high = parameters.real("high_freq_factor", 1e-6, _MAX_FACTOR)
+        if high <= low:
+            raise parameters.wrong("high_freq_factor", f"above low_freq_factor, {low:g}")
+        factor = parameters.real("factor", 1.0, _MAX_FACTOR)
+        return replace(spec, factor=factor, low_freq_factor=low, high_freq_factor=high)
+    if spec.kind == "yarn":
+        fast = parameters.real("beta_fast", 1e-6, _MAX_FACTOR, 32.0)
+        slow = parameters.real("beta_slow", 1e-6, _MAX_FACTOR, 1.0)
+        if fast < slow:
+            raise parameters.wrong("beta_fast", f"at least beta_slow, {slow:g}")
+        return replace(
+            spec,
+            factor=optional("factor", 1.0),
+            beta_fast=fast,
+            beta_slow=slow,
+            truncate=parameters.flag("truncate", True),
+            attention_factor=optional("attention_factor", 1e-6),
+            mscale=parameters.real("mscale", 0.0, _MAX_FACTOR, 0.0),
+            mscale_all_dim=parameters.real("mscale_all_dim", 0.0, _MAX_FACTOR, 0.0),
+        )
+    if spec.kind == "longrope":
+        pairs = spec.rotary_dim // 2
+        return replace(
+            spec,
+            factor=optional("factor", 1.0),
+            attention_factor=optional("attention_factor", 1e-6),
+            short_factor=parameters.reals("short_factor", pairs, 1e-6, _MAX_FACTOR),
+            long_factor=parameters.reals("long_factor", pairs, 1e-6, _MAX_FACTOR),
+        )
+    return spec
+
+
+def _kind(parameters: ModelCard) -> str:
+    key = "rope_type" if parameters.has("rope_type") else "type"
+    kind = parameters.word(key, (*KINDS, *_ALIASES), "default")
+    return _ALIASES.get(kind, kind)
+
+
+def _rotary_dim(card: ModelCard, head_dim: int) -> int:
+    share = card.real("partial_rotary_factor", 0.0, 1.0, 1.0)
+    rotary_dim = int(head_dim * share)
+    if rotary_dim < 2 or rotary_dim % 2:
+        raise card.wrong(
+            "partial_rotary_factor",
+            f"a share that rotates an even number of a head's {head_dim} numbers, at least 2; {share:g} rotates {rotary_dim}",
+        )
+    return rotary_dim

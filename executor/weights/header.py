@@ -1,0 +1,115 @@
+"""The header of a safetensors file: which tensors there are, of which kind and shape, and where they lie.
+
+Read here rather than by the safetensors package, which copies each tensor. Nothing in it is believed: every offset, shape and
+number format is checked against the file's size. Format: the README of huggingface/safetensors, section "Format". Imports no
+torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from quintet.wire.errors import ConfigError
+
+MAX_HEADER_BYTES = 100 << 20
+
+SIZES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+}
+"""Bytes of a number in each format."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where a tensor lies."""
+
+    dtype: str
+    """A name of `SIZES`."""
+    shape: tuple[int, ...]
+    begin: int
+    """Byte of the file."""
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a file says of itself."""
+
+    raw: bytes
+    entries: dict[str, Entry]
+    """By name."""
+
+
+def read_header(path: Path, file: BinaryIO, size: int) -> Header:
+    """Return the header of a file of so many bytes, opened at its beginning. Raises `ConfigError` of one line."""
+    try:
+        raw = _raw(file, size)
+        parsed = json.loads(raw)
+        if not isinstance(parsed, dict):
+            raise ValueError("its header is not a JSON object")
+        begin = 8 + len(raw)
+        return Header(
+            raw,
+            {
+                name: _entry(name, value, begin, size)
+                for name, value in parsed.items()
+                if name != "__metadata__"
+            },
+        )
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{path}: not a readable safetensors file ({error}); download it again, or try the rest without weights: "
+            "--load-format dummy or --executor mock"
+        ) from error
+
+
+def _raw(file: BinaryIO, size: int) -> bytes:
+    prefix = file.read(8)
+    if len(prefix) < 8:
+        raise ValueError(f"it has {size} bytes, not even a header")
+    (num_bytes,) = struct.unpack("<Q", prefix)
+    if not 2 <= num_bytes <= min(MAX_HEADER_BYTES, size - 8):
+        raise ValueError(f"its header claims {num_bytes} bytes of {size}")
+    return file.read(num_bytes)
+
+
+def _entry(name: str, value: object, data_begin: int, size: int) -> Entry:
+    if not isinstance(value, dict):
+        raise ValueError(f"tensor {name!r:.80} is described by {value!r:.80}")
+    dtype = value.get("dtype")
+    if not isinstance(dtype, str) or dtype not in SIZES:
+        raise ValueError(f"tensor {name!r:.80} has the number format {dtype!r:.80}")
+    shape = _whole_numbers(name, "shape", value.get("shape"))
+    offsets = _whole_numbers(name, "data_offsets", value.get("data_offsets"))
+    if len(offsets) != 2 or not offsets[0] <= offsets[1] <= size - data_begin:
+        raise ValueError(
+            f"tensor {name!r:.80} lies at {list(offsets)!s:.80} of {size - data_begin} bytes; the file may be cut off"
+        )
+    num_bytes = offsets[1] - offsets[0]
+    if num_bytes != math.prod(shape) * SIZES[dtype]:
+        raise ValueError(f"tensor {name!r:.80} of shape {list(shape)!s:.80} takes {num_bytes} bytes")
+    return Entry(dtype, shape, data_begin + offsets[0], num_bytes)
+
+
+def _whole_numbers(name: str, key: str, value: object) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(
+        type(number) is int and 0 <= number < 1 << 63 for number in value
+    ):
+        raise ValueError(f"tensor {name!r:.80} has {key} {value!s:.80}")
+    return tuple(value)
