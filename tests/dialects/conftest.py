@@ -95,6 +95,8 @@ class FakeEngine:
     is_supervisor_silent: bool = False
     fail_after: int | None = None
     """Fail requests after this many tokens."""
+    silent_after: int | None = None
+    """Say nothing more after this many tokens."""
     live: dict[int, Submit] = field(default_factory=dict)
     arrived: threading.Condition = field(default_factory=threading.Condition)
 
@@ -162,7 +164,7 @@ class FakeEngine:
 
     def step(self, submit: Submit, index: int, offset: int) -> None:
         """Send token ``index`` of every choice, after ``offset`` characters."""
-        if submit.request_id not in self.live:
+        if submit.request_id not in self.live or self.silent_after == index:
             return
         if self.fail_after == index:
             del self.live[submit.request_id]

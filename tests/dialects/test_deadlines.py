@@ -62,7 +62,8 @@ def test_an_answer_that_has_not_begun_in_time_is_a_504(serve: Callable[..., Any]
 
 def test_a_stream_that_has_begun_ends_with_an_error(serve: Callable[..., Any]) -> None:
     server = serve()
-    answer = server.ask("POST", C, {"prompt": "x", "timeout": 1.0, "stream": True, "max_tokens": 100_000_000})
+    server.engine.silent_after = 3
+    answer = server.ask("POST", C, {"prompt": "x", "timeout": 0.5, "stream": True, "max_tokens": 100})
     assert answer.status == 200
     assert answer.events[0]["choices"][0]["text"] == " t0"
     error = answer.events[-1]["error"]

@@ -24,3 +24,8 @@ def others() -> tuple[str, ...]:
     if library is None:
         return ()
     return tuple(name for name in instruction_sets(library) if name != isa())
+
+
+def all_of_them() -> tuple[str, ...]:
+    """What the kernels can compute with here, the best last; nothing where there are none."""
+    return () if open_library() is None else (*others(), isa())

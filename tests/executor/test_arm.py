@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.executor.instruction_sets import isa, others
+from tests.executor.instruction_sets import all_of_them, isa
 
 from quintet.executor.ops.host_library import open_library
 
@@ -124,12 +124,13 @@ def digest_here(program_here: Path) -> str:
     return digest_of(said, isa())
 
 
-def test_on_this_processor(program_here: Path, digest_here: str) -> None:
-    for name in (*others(), isa()):
-        said = run(str(program_here), env={**os.environ, "QUINTET_ISA": name})
-        assert [line.partition(":")[0] for line in said.splitlines()] == [name] * len(PARTS)
-        if (platform.machine(), name) != ("x86_64", "baseline"):  # whose products are rounded as well
-            assert digest_of(said, name) == digest_here, name
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("name", all_of_them())
+def test_on_this_processor(program_here: Path, digest_here: str, name: str) -> None:
+    said = run(str(program_here), env={**os.environ, "QUINTET_ISA": name})
+    assert [line.partition(":")[0] for line in said.splitlines()] == [name] * len(PARTS)
+    if (platform.machine(), name) != ("x86_64", "baseline"):  # whose products are rounded as well
+        assert digest_of(said, name) == digest_here, name
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +145,7 @@ def arm_program() -> Path:
     return compiled(CROSS, "arm", kernel_sources("aarch64") + checks(), "-static")
 
 
+@pytest.mark.whole  # compiles all kernels again
 def test_on_arm(arm_program: Path, digest_here: str) -> None:
     def check(job: tuple[str, str]) -> str:
         name, part = job
