@@ -75,6 +75,8 @@ def _handle(process: Process[Any], mine: dict[str, Any], message: object) -> Non
         case MetricsReport(query_id=query_id, processes=processes):
             from quintet.frontend.metrics import collect  # slow to import, and few of the children need it
 
+            if not all(figures.metrics for figures in processes):  # some have not told theirs yet
+                process.peers.send(Role.SUPERVISOR, 0, MetricsQuery(7, me, process.metrics.encoded()))
             figures = collect(message)
             steps = {
                 f"{source.role}-{source.index}": series.value
