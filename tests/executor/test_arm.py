@@ -157,6 +157,7 @@ def test_on_arm(arm_program: Path, digest_here: str) -> None:
     assert {digest_of(said, name) for name in ARM} == {digest_here}
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("processor", "chosen"),
     [("cortex-a72", "baseline"), ("neoverse-n1", "neon_dot"), ("max", "neon_bf16")],
