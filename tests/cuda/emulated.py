@@ -8,6 +8,7 @@ about speed: a launch is done when `launch` returns. What runs the threads is cs
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import getpass
 import hashlib
 import os
@@ -295,12 +296,15 @@ def _compiled(sources: Path, module: str) -> Path:
     if target.exists():
         return target
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+    with (folder / f"{module}.lock").open("w") as lock, tempfile.TemporaryDirectory(dir=folder) as temporary:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if target.exists():  # another process of this run was faster
+            return target
         compiled, linked = Path(temporary) / "kernels.o", Path(temporary) / "kernels.so"
         include = [f"-I{sources}", f"-I{SOURCES}"]
         _run([*COMPILE, *include, "-x", "c++", "-c", str(source), "-o", str(compiled)])
         _run([COMPILE[0], "-shared", str(compiled), "-o", str(linked)])
-        linked.replace(target)  # whole or not at all, whoever else compiles the same
+        linked.replace(target)  # whole or not at all
     return target
 
 
