@@ -24,7 +24,7 @@
 //
 // Per key and KV head in bf16: 4 * head_dim bytes, 4 * head_dim FLOPs and an exponential for each row. Limiter: memory
 // bandwidth for single tokens, the multiplications for prompts; with a matrix unit softmax as much as they.
-#include "attention_softmax.hpp"
+#include "attention_matrix.hpp"
 
 namespace qt::QT_ISA {
 namespace {
@@ -44,28 +44,18 @@ struct Format {
   using Direct = DirectForm;
   using Word = typename Direct::Word;
   struct Unit {};
-  static constexpr bool kWidens = kWidenable, kScaled = kWithScales, kInMatrices = false;
+  static constexpr bool kWidens = kWidenable, kScaled = kWithScales, kOfMatrix = false;
 };
 
 #if defined(QT_AMX)
 // bf16 or bytes on the matrix unit.
 template <class StoredNumber>
-struct Matrices {
+struct OfMatrix {
   using Stored = StoredNumber;
   using Word = MatrixWord;
   using Unit = MatrixUnit;
-  static constexpr bool kWidens = false, kScaled = std::is_same_v<Stored, std::int8_t>, kInMatrices = true;
+  static constexpr bool kWidens = false, kScaled = std::is_same_v<Stored, std::int8_t>, kOfMatrix = true;
 };
-
-// Queries as [rows][query_words], zeros after the last.
-void take_queries_of_matrix(const bf16* q, index_t q_stride, index_t head_dim, Group<MatrixWord>& group) {
-  const index_t row_words = query_words(head_dim);
-  for (index_t r = 0; r < group.rows; ++r) {
-    MatrixWord* to = group.queries + r * row_words;
-    std::memcpy(to, q + r / group.heads * q_stride + r % group.heads * head_dim, head_dim * 2);
-    std::memset(to + head_dim / 2, 0, (row_words - head_dim / 2) * 4);
-  }
-}
 #endif
 
 // Queries in register blocks of rows, one after another, each [words][rows].
@@ -156,11 +146,18 @@ void clear(Group<Word>& group, index_t head_dim) {
   for (index_t i = 0; i < group.rows * head_dim; i += kLanes) store(group.sums + i, all(0.0f));
 }
 
+// Of a chunk's tiles, those that a group sees; not more than 0: none.
+template <class Word>
+index_t tiles_seen(const Walk& walk, const Group<Word>& group) {
+  const index_t end = (group.position + group.tokens - 1) / kTileKeys + 1;
+  return (end < walk.next ? end : walk.next) - walk.tile;
+}
+
 // One chunk for all groups of a piece. before(g): called before group g's turn.
 template <class Format, class Before>
 void walk_chunk(const AttentionCall& call, const Walk& walk, Group<typename Format::Word>* groups, index_t num_groups,
                 bool wide, typename Format::Unit& unit, Scratch<typename Format::Word>& scratch, Before before) {
-  const index_t head_dim = call.kv.head_dim;
+  const index_t head_dim = call.kv.head_dim, first = walk.tile / kChunkTiles * kChunkKeys;
   Prefetch prefetch;
   const Chunk chunk = chunk_of(call, walk, prefetch);
   if constexpr (Format::kScaled)
@@ -170,51 +167,43 @@ void walk_chunk(const AttentionCall& call, const Walk& walk, Group<typename Form
       std::memcpy(scratch.value_scales + chunk.begin + i * kTileKeys, scales + 64, 64);
     }
   index_t lines = 0;
-  if (Format::kInMatrices || (Format::kWidens && wide)) {
+  if (Format::kOfMatrix || (Format::kWidens && wide)) {
     prefetch = Prefetch();
     for (index_t i = 0; i < walk.after - walk.next; ++i) prefetch.add(walk.keys[1 - walk.turn][i], call.kv.tile_bytes);
     lines = (walk.after - walk.next) * call.kv.tile_bytes / 64;
   }
-  [[maybe_unused]] const char* columns[kChunkTiles];
-  if constexpr (Format::kInMatrices) {
-    lines = lines_per_step(lines, groups[0].rows, chunk.count, head_dim);
-    arrange_keys<typename Format::Stored>(chunk, head_dim, scratch.keys, columns);
-    arrange_values<typename Format::Stored>(chunk, head_dim, scratch.values);
-  }
-  if constexpr (Format::kWidens)
-    if (wide) {
-      index_t rows = 0;
-      for (index_t g = 0; g < num_groups; ++g) rows += groups[g].rows;
-      lines = lines * kWideRows / (2 * rows) + 1;
-      widen_chunk<typename Format::Direct>(chunk, head_dim, scratch.keys, scratch.values);
-    }
-  for (index_t g = 0; g < num_groups; ++g) {
-    Group<typename Format::Word>& group = groups[g];
-    before(g);
-    const index_t group_end = (group.position + group.tokens - 1) / kTileKeys + 1;  // tiles
-    Chunk seen = chunk;
-    if (group_end < walk.next) seen.count = group_end - walk.tile;
-    if (seen.count <= 0) continue;
-    const index_t count = seen.count * kTileKeys;
-    const Keys keys{walk.tile / kChunkTiles * kChunkKeys, chunk.begin, chunk.begin + count};
+  if constexpr (Format::kOfMatrix) {
+    walk_chunk_of_matrix<typename Format::Stored>(
+        call, walk.first_head, first, chunk, groups, num_groups, [&](const auto& group) { return tiles_seen(walk, group); },
+        before, unit, scratch, prefetch, lines);
+  } else {
+    using Direct = typename Format::Direct;
     if constexpr (Format::kWidens)
       if (wide) {
-        score_wide(group.queries, group.rows, head_dim, scratch.keys, count, prefetch, lines, scratch.scores + chunk.begin);
-        soften<Format::kScaled, false>(call, walk.first_head, keys, group, scratch, prefetch);
-        weigh_wide(scratch.weights() + chunk.begin, group.shrink, group.rows, scratch.values, count, head_dim, prefetch,
-                   lines, group.sums);
-        continue;
+        index_t rows = 0;
+        for (index_t g = 0; g < num_groups; ++g) rows += groups[g].rows;
+        lines = lines * kWideRows / (2 * rows) + 1;
+        widen_chunk<Direct>(chunk, head_dim, scratch.keys, scratch.values);
       }
-    if constexpr (Format::kInMatrices) {
-      score_matrix(unit, group.queries, group.rows, head_dim, columns, seen.count, prefetch, lines,
-                   scratch.scores + chunk.begin);
-      soften<Format::kScaled, true>(call, walk.first_head, keys, group, scratch, prefetch);
-      weigh_matrix(unit, scratch.weights(), group.shrink, group.rows, scratch.values, keys.begin, keys.end, head_dim, prefetch,
-                   lines, scratch.scores, group.sums);
-    } else {
-      using Direct = typename Format::Direct;
+    for (index_t g = 0; g < num_groups; ++g) {
+      Group<typename Format::Word>& group = groups[g];
+      before(g);
+      Chunk seen = chunk;
+      seen.count = tiles_seen(walk, group);
+      if (seen.count <= 0) continue;
+      const index_t count = seen.count * kTileKeys;
+      const Keys keys{first, chunk.begin, chunk.begin + count};
+      if constexpr (Format::kWidens)
+        if (wide) {
+          score_wide(group.queries, group.rows, head_dim, scratch.keys, count, prefetch, lines, scratch.scores + chunk.begin);
+          soften<Format::kScaled>(call, walk.first_head, keys, group, scratch.scores, scratch.weights(), scratch, [](Pass) {});
+          weigh_wide(scratch.weights() + chunk.begin, group.shrink, group.rows, scratch.values, count, head_dim, prefetch,
+                     lines, group.sums);
+          continue;
+        }
       score_chunk<Direct>(group.queries, group.rows, head_dim, seen, scratch.scores);
-      soften<Format::kScaled, true>(call, walk.first_head, keys, group, scratch, prefetch);
+      soften<Format::kScaled>(call, walk.first_head, keys, group, scratch.scores, scratch.weights(), scratch,
+                              [&](Pass) __attribute__((always_inline)) { prefetch.take(kChunkKeys / kLanes); });
       weigh_chunk<Direct>(scratch.weights(), group.shrink, group.rows, seen, head_dim, group.sums);
     }
   }
@@ -315,7 +304,7 @@ void attend_unit(const AttentionCall& call, const AttentionPiece& piece, index_t
     const Element* q = (const Element*)call.q + group.token * call.q_stride + first_number;
     if constexpr (Format::kWidens)
       if (wide) take_queries_wide(q, call.q_stride, head_dim, group);
-    if constexpr (Format::kInMatrices)
+    if constexpr (Format::kOfMatrix)
       take_queries_of_matrix(q, call.q_stride, head_dim, group);
     else if (!wide)
       take_queries<typename Format::Direct>(q, call.q_stride, head_dim, group);
@@ -341,7 +330,7 @@ void attend_unit(const AttentionCall& call, const AttentionPiece& piece, index_t
       if (g + 1 < num_groups)
         fetch_rows<false>((const Element*)call.q + first_number, call.q_stride, row_numbers, groups[g + 1]);
     }
-    if ((wide || Format::kInMatrices) && walk.next == walk.end)
+    if ((wide || Format::kOfMatrix) && walk.next == walk.end)
       fetch_rows<true>((const Element*)call.out + first_number, call.out_stride, row_numbers, groups[g]);
   };
   while (walk.tile < walk.end) {
@@ -402,7 +391,7 @@ template <class Format, class Element>
 constexpr AttentionKernel kSharing = {attend<Format, Element>, kGroupRows, kMaxGroups};
 #if defined(QT_AMX)
 template <class Stored>
-constexpr AttentionKernel kOfBf16 = {attend<Matrices<Stored>, bf16>, 2 * kBlock, kMaxGroups};
+constexpr AttentionKernel kOfBf16 = {attend<OfMatrix<Stored>, bf16>, 2 * kBlock, kMaxGroups};
 #endif
 
 }  // namespace

@@ -21,9 +21,11 @@
 #pragma once
 
 #include "amx.hpp"
-#include "attention_tiles.hpp"
+#include "attention_softmax.hpp"
 
 #if defined(QT_AMX)
+
+#define QT_MEMBER __attribute__((always_inline))
 
 namespace qt::QT_ISA {
 namespace {
@@ -43,7 +45,7 @@ QT_INLINE index_t query_words(index_t head_dim) { return (head_dim + kAmxPairs -
 // first as well), rows in 4 and 5, columns in 6 and 7.
 class MatrixUnit {
  public:
-  // Shapes for `rows` rows, at most two blocks.
+  // Shapes for `rows` rows, at most two blocks. No sums may be under way.
   void fit(index_t rows) {
     const index_t first = rows < kBlock ? rows : kBlock, second = rows > kBlock ? rows - kBlock : first;
     if (first == first_ && second == second_) return;
@@ -55,24 +57,25 @@ class MatrixUnit {
     amx_.configure(shapes);
   }
 
-  // to [blocks of rows][V columns of 16] = sum over i ascending: rows, 32 numbers from word i * kStepWords on, times
-  // columns[v] + i * column_step. One block of rows, or two. Lines of the cache are brought closer meanwhile.
+  // What follows is of one block of rows and V times 16 columns, or of two blocks.
   template <int Blocks, int V>
-  __attribute__((noinline)) void multiply(const MatrixWord* rows, index_t row_words, const char* const* columns,
-                                          index_t column_step, index_t steps, Prefetch& prefetch, index_t lines, float* to,
-                                          index_t to_stride) {
-    static_assert(Blocks * V <= 4);
+  QT_MEMBER void zero() {
     each<Blocks, V>([&]<int C>(Number<C>) __attribute__((always_inline)) { amx_.zero<C>(); });
-    for (index_t i = 0; i < steps; ++i) {
-      const MatrixWord* from = rows + i * kStepWords;
-      amx_.load<4>(from, row_words * 4);
-      if constexpr (Blocks > 1) amx_.load<5>(from + kBlock * row_words, row_words * 4);
-      step<Blocks, V, 0>(columns, i * column_step);
-      bring_closer(prefetch, lines);
-    }
+  }
+
+  // Adds 32 numbers of each row times columns[v] + offset.
+  template <int Blocks, int V>
+  QT_MEMBER void multiply(const MatrixWord* rows, index_t row_words, const char* const* columns, index_t offset) {
+    amx_.load<4>(rows, row_words * 4);
+    if constexpr (Blocks > 1) amx_.load<5>(rows + kBlock * row_words, row_words * 4);
+    multiply_column<Blocks, V, 0>(columns, offset);
+  }
+
+  template <int Blocks, int V>
+  QT_MEMBER void store(float* to, index_t stride) {
     each<Blocks, V>([&]<int C>(Number<C>) __attribute__((always_inline)) {
       constexpr int block = Blocks > 1 ? C / 2 : 0, v = C - 2 * block;
-      amx_.store<C>(to + block * kBlock * to_stride + v * kAmxColumns, to_stride * 4);
+      amx_.store<C>(to + block * kBlock * stride + v * kAmxColumns, stride * 4);
     });
   }
 
@@ -80,12 +83,10 @@ class MatrixUnit {
   template <int>
   struct Number {};
 
-  // Apart from the loops above, which need the registers.
-  __attribute__((noinline)) static void bring_closer(Prefetch& prefetch, index_t lines) { prefetch.take(lines); }
-
   // with(the number of each register of sums).
   template <int Blocks, int V, class With>
-  __attribute__((always_inline)) void each(With with) {
+  QT_MEMBER void each(With with) {
+    static_assert(Blocks * V <= 4);
     with(Number<0>());
     if constexpr (V > 1) with(Number<1>());
     if constexpr (V > 2 || Blocks > 1) with(Number<2>());
@@ -93,16 +94,72 @@ class MatrixUnit {
   }
 
   template <int Blocks, int V, int v>
-  __attribute__((always_inline)) void step(const char* const* columns, index_t offset) {
+  QT_MEMBER void multiply_column(const char* const* columns, index_t offset) {
     constexpr int column = 6 + v % 2;
     amx_.load<column>(columns[v] + offset, kAmxRowBytes);
     amx_.multiply_bf16<v, 4, column>();
     if constexpr (Blocks > 1) amx_.multiply_bf16<2 + v, 5, column>();
-    if constexpr (v + 1 < V) step<Blocks, V, v + 1>(columns, offset);
+    if constexpr (v + 1 < V) multiply_column<Blocks, V, v + 1>(columns, offset);
   }
 
   Amx amx_;
   index_t first_ = 0, second_ = 0;
+};
+
+// to [rows][16 * count] = rows times columns, computed a step at a time, so that the unit works while vectors do something
+// else. Of one unit's products only one may be under way.
+class Product {
+ public:
+  // Row r is words from + r * row_words ...; column c of 16 is columns[c] + i * column_step for each step i.
+  struct Operands {
+    const MatrixWord* from;
+    index_t rows, row_words;
+    const char* const* columns;
+    index_t count, column_step, steps;
+  };
+
+  Product() = default;  // of nothing
+  Product(const Operands& of, float* to, index_t to_stride) : of_(of), to_(to), to_stride_(to_stride) {}
+
+  // How often `advance` takes a step, from the beginning.
+  static index_t steps(const Operands& of) {
+    const index_t last = of.rows % (2 * kBlock);
+    return (of.rows / (2 * kBlock) + (last > kBlock)) * ((of.count + 1) / 2) * of.steps +
+           (last > 0 && last <= kBlock ? of.count / 4 + (of.count % 4 + 1) / 2 : 0) * of.steps;
+  }
+
+  // The next step: up to four multiplications. False: there was none left.
+  __attribute__((noinline)) bool advance(MatrixUnit& unit) {
+    const index_t rows = of_.rows - row_, left = of_.count - column_;
+    if (rows <= 0) return false;
+    if (rows > kBlock)
+      left > 1 ? take<2, 2>(unit) : take<2, 1>(unit);
+    else
+      left > 3 ? take<1, 4>(unit) : left > 1 ? take<1, 2>(unit) : take<1, 1>(unit);
+    return true;
+  }
+
+ private:
+  template <int Blocks, int V>
+  QT_MEMBER void take(MatrixUnit& unit) {
+    if (step_ == 0) {
+      const index_t rows = of_.rows - row_;
+      unit.fit(rows < 2 * kBlock ? rows : 2 * kBlock);
+      unit.zero<Blocks, V>();
+    }
+    unit.multiply<Blocks, V>(of_.from + row_ * of_.row_words + step_ * kStepWords, of_.row_words, of_.columns + column_,
+                             step_ * of_.column_step);
+    if (++step_ < of_.steps) return;
+    unit.store<Blocks, V>(to_ + row_ * to_stride_ + column_ * kAmxColumns, to_stride_);
+    step_ = 0;
+    column_ += V;
+    if (column_ == of_.count) column_ = 0, row_ += 2 * kBlock;
+  }
+
+  Operands of_ = {};
+  float* to_ = nullptr;
+  index_t to_stride_ = 0;
+  index_t row_ = 0, column_ = 0, step_ = 0;
 };
 
 // Of a plane [number][columns]: words of the numbers 2 p and 2 p + 1 of kLanes columns from c on, as bf16.
@@ -159,70 +216,104 @@ QT_INLINE void arrange_values(const Chunk& chunk, index_t head_dim, MatrixWord* 
                         to + t / 2 * (head_dim / kLanes) * kOperandWords);
 }
 
-// Lines to bring closer with each step of `multiply`, so that all come in one chunk's time.
-QT_INLINE index_t lines_per_step(index_t lines, index_t rows, index_t tiles, index_t head_dim) {
-  const index_t columns = rows > kBlock ? 2 : 4, turns = (rows + 2 * kBlock - 1) / (2 * kBlock);
-  const index_t scores = (tiles + columns - 1) / columns * (head_dim / kAmxPairs);
-  const index_t values = (head_dim / kAmxColumns + columns - 1) / columns * (tiles / 2);
-  return lines / (turns * (scores + values) + 1) + 1;
-}
-
-// Up to two blocks of rows times all columns [0, count), whose addresses at(c) tells: as MatrixUnit::multiply.
-template <class At>
-QT_INLINE void multiply_rows(MatrixUnit& unit, index_t rows, const MatrixWord* from, index_t row_words, index_t count, At at,
-                             index_t column_step, index_t steps, Prefetch& prefetch, index_t lines, float* to,
-                             index_t to_stride) {
-  unit.fit(rows);
-  index_t c = 0;
-  const auto multiply = [&]<int Blocks, int V>() __attribute__((always_inline)) {
-    for (; c + V <= count; c += V) {
-      const char* columns[V];
-      for (int v = 0; v < V; ++v) columns[v] = at(c + v);
-      unit.multiply<Blocks, V>(from, row_words, columns, column_step, steps, prefetch, lines, to + c * kAmxColumns,
-                               to_stride);
-    }
-  };
-  if (rows > kBlock) {
-    multiply.template operator()<2, 2>();
-    multiply.template operator()<2, 1>();
-  } else {
-    multiply.template operator()<1, 4>();
-    multiply.template operator()<1, 2>();
-    multiply.template operator()<1, 1>();
+// sums = shrink * sums + added [rows][head_dim].
+QT_INLINE void add_chunk(const Group<MatrixWord>& group, const float* added, index_t head_dim) {
+  for (index_t r = 0; r < group.rows; ++r) {
+    const f32v shrink = all(group.shrink[r]);
+    float* sums = group.sums + r * head_dim;
+    const float* more = added + r * head_dim;
+    for (index_t d = 0; d < head_dim; d += kLanes) store(sums + d, fma(load(sums + d), shrink, load(more + d)));
   }
 }
 
-// scores [rows][kChunkKeys] of `count` tiles. queries: [rows][query_words].
-QT_INLINE void score_matrix(MatrixUnit& unit, const MatrixWord* queries, index_t rows, index_t head_dim,
-                            const char* const* keys, index_t count, Prefetch& prefetch, index_t lines, float* scores) {
-  const index_t row_words = query_words(head_dim), steps = row_words / kStepWords;
-  for (index_t row = 0; row < rows; row += 2 * kBlock)
-    multiply_rows(
-        unit, rows - row < 2 * kBlock ? rows - row : 2 * kBlock, queries + row * row_words, row_words, count,
-        [&](index_t c) { return keys[c]; }, kOperandBytes, steps, prefetch, lines, scores + row * kChunkKeys, kChunkKeys);
+// Queries [tokens][heads * head_dim], tokens q_stride apart, as [rows][query_words], zeros after the last.
+QT_INLINE void take_queries_of_matrix(const bf16* q, index_t q_stride, index_t head_dim, Group<MatrixWord>& group) {
+  const index_t row_words = query_words(head_dim);
+  for (index_t r = 0; r < group.rows; ++r) {
+    MatrixWord* to = group.queries + r * row_words;
+    std::memcpy(to, q + r / group.heads * q_stride + r % group.heads * head_dim, head_dim * 2);
+    std::memset(to + head_dim / 2, 0, (row_words - head_dim / 2) * 4);
+  }
 }
 
-// sums = shrink * sums + weights times values, of the pairs of tiles that [begin, end) touch, keys counted from the chunk's
-// first. weights: [rows][kChunkKeys / 2]; sums: [rows][head_dim]; added: of two blocks of rows.
-QT_INLINE void weigh_matrix(MatrixUnit& unit, const MatrixWord* weights, const float* shrink, index_t rows,
-                            const MatrixWord* values, index_t begin, index_t end, index_t head_dim, Prefetch& prefetch,
-                            index_t lines, float* added, float* sums) {
-  const index_t first = begin / kAmxPairs, steps = (end - 1) / kAmxPairs + 1 - first;
-  weights += first * kStepWords;
-  values += first * (head_dim / kAmxColumns) * kOperandWords;
-  const index_t columns = head_dim / kAmxColumns;
-  for (index_t row = 0; row < rows; row += 2 * kBlock) {
-    const index_t count = rows - row < 2 * kBlock ? rows - row : 2 * kBlock;
-    multiply_rows(
-        unit, count, weights + row * kChunkKeys / 2, kChunkKeys / 2, columns,
-        [&](index_t c) { return (const char*)(values + c * kOperandWords); }, columns * kOperandBytes, steps, prefetch, lines,
-        added, head_dim);
-    for (index_t r = 0; r < count; ++r) {
-      const f32v shrunk = all(shrink[row + r]);
-      float* sum = sums + (row + r) * head_dim;
-      const float* more = added + r * head_dim;
-      for (index_t d = 0; d < head_dim; d += kLanes) store(sum + d, fma(load(sum + d), shrunk, load(more + d)));
+// One chunk, whose first key is at `first`, for all groups of a piece. tiles_of(group): how many of the chunk's tiles it sees,
+// no fewer than the group before; before(g): called before group g's turn. While vectors make weights of a group's scores, the
+// unit multiplies the weights of the group before, then the queries of the one that follows:
+//
+//   unit       scores 0 |          scores 1 | values 0, scores 2 | values 1 ...
+//   vectors             | weights 0         | weights 1          | weights 2 ...
+//
+// `lines` of the cache are brought closer meanwhile: with the unit's steps, and with the rows of a group that is the only one.
+template <class Stored, class TilesOf, class Before>
+void walk_chunk_of_matrix(const AttentionCall& call, index_t first_head, index_t first, const Chunk& chunk,
+                          Group<MatrixWord>* groups, index_t num_groups, TilesOf tiles_of, Before before, MatrixUnit& unit,
+                          Scratch<MatrixWord>& scratch, Prefetch& prefetch, index_t lines) {
+  const index_t head_dim = call.kv.head_dim, row_words = query_words(head_dim), columns = head_dim / kAmxColumns;
+  const index_t first_pair = chunk.begin / kAmxPairs;
+  const char *keys[kChunkTiles], *values[kMaxHeadDim / kAmxColumns];
+  arrange_keys<Stored>(chunk, head_dim, scratch.keys, keys);
+  arrange_values<Stored>(chunk, head_dim, scratch.values);
+  for (index_t c = 0; c < columns; ++c)
+    values[c] = (const char*)(scratch.values + (first_pair * columns + c) * kOperandWords);
+
+  const auto queries_times_keys = [&](index_t g) -> Product::Operands {
+    return {groups[g].queries, groups[g].rows, row_words, keys, tiles_of(groups[g]), kOperandBytes, row_words / kStepWords};
+  };
+  const auto weights_times_values = [&](index_t g) -> Product::Operands {
+    const index_t end = chunk.begin + tiles_of(groups[g]) * kTileKeys, pairs = (end - 1) / kAmxPairs + 1 - first_pair;
+    return {scratch.weights(g % 2) + first_pair * kStepWords, groups[g].rows, kChunkKeys / 2, values, columns,
+            columns * kOperandBytes, pairs};
+  };
+
+  index_t g = 0;
+  for (; g < num_groups && tiles_of(groups[g]) <= 0; ++g) before(g);
+  if (g == num_groups) return;
+  constexpr index_t kLinesOfRow = kChunkKeys / kLanes;
+  const index_t with_rows = num_groups == 1 ? 2 * groups[g].rows * kLinesOfRow : 0;
+  const index_t rest = lines > with_rows ? lines - with_rows : 0;
+  const index_t lines_of_step = rest / (Product::steps(queries_times_keys(g)) + Product::steps(weights_times_values(g))) + 1;
+  Product scoring, weighing;
+  const Group<MatrixWord>* weighed = nullptr;  // whose product `weighing` is
+  const auto bring_closer = [&](index_t some) __attribute__((noinline)) { prefetch.take(some); };
+  const auto advance = [&]() __attribute__((noinline)) {
+    bring_closer(lines_of_step);
+    if (weighed) {
+      if (weighing.advance(unit)) return true;
+      add_chunk(*weighed, scratch.added, head_dim);
+      weighed = nullptr;
     }
+    return scoring.advance(unit);
+  };
+  const auto score = [&](index_t of) {
+    before(of);
+    const Product::Operands operands = queries_times_keys(of);
+    scoring = Product(operands, scratch.scores_of(of % 2) + chunk.begin, kChunkKeys);
+    return Product::steps(operands);
+  };
+
+  score(g);
+  while (advance()) {
+  }
+  for (index_t steps = 0; g < num_groups; ++g) {
+    Group<MatrixWord>& group = groups[g];
+    if (g + 1 < num_groups) steps += score(g + 1);
+    index_t due = 0;
+    const auto beside = [&](Pass pass) __attribute__((always_inline)) {
+      if (num_groups == 1) bring_closer(kLinesOfRow);
+      if (pass == Pass::weights)
+        for (due += steps; due >= group.rows; due -= group.rows) advance();
+    };
+    soften<std::is_same_v<Stored, std::int8_t>>(call, first_head,
+                                                {first, chunk.begin, chunk.begin + tiles_of(group) * kTileKeys}, group,
+                                                scratch.scores_of(g % 2), scratch.weights(g % 2), scratch, beside);
+    while (advance()) {
+    }
+    const Product::Operands operands = weights_times_values(g);
+    weighing = Product(operands, scratch.added, head_dim);
+    weighed = &group;
+    steps = Product::steps(operands);
+  }
+  while (advance()) {
   }
 }
 

@@ -6,7 +6,6 @@
 // there is a window, a soft cap or ALiBi.
 #pragma once
 
-#include "attention_matrix.hpp"
 #include "attention_wide.hpp"
 
 namespace qt::QT_ISA {
@@ -82,24 +81,27 @@ struct Group {
 template <class Word>
 struct Scratch {
   static constexpr bool kInPlace = std::is_same_v<Word, float>;  // a weight takes its score's place
+  static constexpr bool kOfMatrix = std::is_same_v<Word, MatrixWord>;  // two groups are under way, one after another
   static constexpr index_t kPlane = kChunkKeys * kMaxHeadDim / (kInPlace ? 1 : 2);  // words
-  static constexpr bool kArranged = kInPlace || std::is_same_v<Word, MatrixWord>;
-  alignas(64) float scores[kMaxRows * kChunkKeys];
-  alignas(64) Word pairs[kInPlace ? 1 : kMaxRows * kChunkKeys / 2];
+  alignas(64) float scores[(kOfMatrix ? 2 : 1) * kMaxRows * kChunkKeys];
+  alignas(64) Word pairs[kInPlace ? 1 : (kOfMatrix ? 2 : 1) * kMaxRows * kChunkKeys / 2];
+  alignas(64) float added[kOfMatrix ? kMaxRows * kMaxHeadDim : 1];  // of a chunk, to a group's sums
   alignas(64) float largest[kMaxRows * kLanes];  // score of a chunk, of the keys of a lane
   alignas(64) float key_scales[kChunkKeys];      // int8 cache
   alignas(64) float value_scales[kChunkKeys];
-  alignas(64) Word keys[kArranged ? kPlane : 1];  // of a chunk: widened, or as the matrix unit reads them
-  alignas(64) Word values[kArranged ? kPlane : 1];
+  alignas(64) Word keys[kInPlace || kOfMatrix ? kPlane : 1];  // of a chunk: widened, or as the matrix unit reads them
+  alignas(64) Word values[kInPlace || kOfMatrix ? kPlane : 1];
   alignas(64) float sums[kMaxNumbers];         // of all groups, as the two that follow
   alignas(64) Word queries[kMaxNumbers];
   alignas(64) float totals[kMaxNumbers + 2 * kMaxGroups * kMaxRows];
 
-  Word* weights() {
+  // Of the one group under way, or of one of the two.
+  float* scores_of(index_t one = 0) { return scores + one * kMaxRows * kChunkKeys; }
+  Word* weights(index_t one = 0) {
     if constexpr (kInPlace)
       return scores;
     else
-      return pairs;
+      return pairs + one * kMaxRows * kChunkKeys / 2;
   }
 };
 
@@ -182,17 +184,19 @@ QT_INLINE f32v weigh_pairs_of_tiles(const float* scores, const float* scales, Ke
   return normalizer;
 }
 
-// Scores of a chunk to weights, and the rows' new state. kScaled: an int8 cache's scales belong to the scores and the weights.
-// kBeside: lines of the cache are brought closer meanwhile.
-template <bool kScaled, bool kBeside, class Word>
-void soften(const AttentionCall& call, index_t first_head, Keys keys, Group<Word>& group, Scratch<Word>& scratch,
-            Prefetch& prefetch) {
+enum class Pass { scores, weights };
+
+// Scores [rows][kChunkKeys] of a chunk to weights, and the rows' new state. kScaled: an int8 cache's scales belong to the
+// scores and the weights. beside(pass): called with every row of both passes, for what shall be done meanwhile.
+template <bool kScaled, class Word, class Beside>
+void soften(const AttentionCall& call, index_t first_head, Keys keys, Group<Word>& group, float* all_scores,
+            Word* all_weights, Scratch<Word>& scratch, Beside beside) {
   const bool biased = call.softcap > 0 || call.alibi_slopes != nullptr;
   const float factor = biased ? 1.0f : call.scale * kLog2E;
   index_t position = group.position, head = 0;
   for (index_t r = 0; r < group.rows; ++r, ++head) {
     if (head == group.heads) head = 0, ++position;
-    float* scores = scratch.scores + r * kChunkKeys;
+    float* scores = all_scores + r * kChunkKeys;
     const Seen seen = seen_of(call, biased, keys, position);
     f32v most = all(kNothing);
     const auto take = [&](index_t k) __attribute__((always_inline)) {
@@ -209,7 +213,7 @@ void soften(const AttentionCall& call, index_t first_head, Keys keys, Group<Word
     } else {
       for (index_t k = keys.begin; k < seen.whole; k += kLanes) take(k);
     }
-    if constexpr (kBeside) prefetch.take(kChunkKeys / kLanes);
+    beside(Pass::scores);
     const float slope = call.alibi_slopes ? call.alibi_slopes[first_head + head] : 0.0f;
     for (index_t k = seen.whole; k < seen.last; k += kLanes) {
       f32v score = load(scores + k);
@@ -235,14 +239,14 @@ void soften(const AttentionCall& call, index_t first_head, Keys keys, Group<Word
   position = group.position, head = 0;
   for (index_t r = 0; r < group.rows; ++r, ++head) {
     if (head == group.heads) head = 0, ++position;
-    const float* scores = scratch.scores + r * kChunkKeys;
+    const float* scores = all_scores + r * kChunkKeys;
     const index_t last = seen_of(call, biased, keys, position).last;
-    if constexpr (kBeside) prefetch.take(kChunkKeys / kLanes);
+    beside(Pass::weights);
     f32v normalizer = load(group.normalizer + r * kLanes) * all(group.shrink[r]);
     const f32v less = all(group.less[r]);
     if constexpr (std::is_same_v<Word, Pairs::Word>) {
       static_assert(!kScaled);
-      bf16* weights = (bf16*)(scratch.weights() + r * words<Pairs>(kChunkKeys));
+      bf16* weights = (bf16*)(all_weights + r * words<Pairs>(kChunkKeys));
       const index_t step = 2 * kLanes, from = keys.begin / step * step, to = (keys.end + step - 1) / step * step;
       if (from < keys.begin) store(weights + from, all(0.0f));
       for (index_t k = keys.begin; k < last; k += kLanes) {
@@ -253,9 +257,9 @@ void soften(const AttentionCall& call, index_t first_head, Keys keys, Group<Word
       for (index_t k = from; k < to; k += step) normalizer = dot_pairs(normalizer, load_bits(weights + k), ones);
     } else if constexpr (std::is_same_v<Word, MatrixWord>) {
       normalizer = weigh_pairs_of_tiles<kScaled>(scores, scratch.value_scales, keys, last, factor,
-                                                 less, normalizer, scratch.weights() + r * kChunkKeys / 2);
+                                                 less, normalizer, all_weights + r * kChunkKeys / 2);
     } else {
-      float* weights = scratch.weights() + r * kChunkKeys;
+      float* weights = all_weights + r * kChunkKeys;
       for (index_t k = keys.begin; k < last; k += kLanes) {
         f32v weight = power_of_two(fma(load(scores + k), all(factor), -less));
         normalizer = normalizer + weight;
