@@ -30,10 +30,10 @@
 namespace qt::QT_ISA {
 namespace {
 
-inline constexpr index_t kBlock = kAmxRows;                     // rows of a register
+inline constexpr index_t kBlock = kAmxRows;                        // rows of a register
 inline constexpr index_t kOperandBytes = kAmxRows * kAmxRowBytes;  // of columns
 inline constexpr index_t kOperandWords = kOperandBytes / 4;
-inline constexpr index_t kStepWords = kAmxPairs / 2;            // of a row, that one step multiplies
+inline constexpr index_t kStepWords = kAmxPairs / 2;               // of a row, that one step multiplies
 static_assert(kAmxColumns == kTileKeys && kAmxPairs == 2 * kTileKeys && kLanes == kAmxColumns);
 
 QT_INLINE void store(MatrixWord* to, i32v words) { std::memcpy(to, &words, sizeof words); }
