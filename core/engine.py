@@ -28,12 +28,9 @@ from quintet.process.deadlines import DeadlineHeap
 from quintet.wire.config import CacheConfig, ModelConfig, SchedulerConfig
 from quintet.wire.dropped import Dropped
 from quintet.wire.errors import RequestError
-from quintet.wire.ids import Role, epoch_tag, frontend_of
+from quintet.wire.ids import Role, epoch_tag, frontend_of, is_newer
 from quintet.wire.messages import Admit, Cancel, Failed, FinishReason, Reclaim, Reclaimed
 from quintet.wire.step import Capacity, StepPlan, StepResult
-
-MAX_EPOCH_AGE = 1 << 12
-"""Epochs in request ids are modulo twice this: a distance below it means "older"."""
 
 
 class Engine:
@@ -371,8 +368,7 @@ class Engine:
         if index not in self._frontends:
             return False
         newest, down = self._frontends[index]
-        age = epoch_tag(newest - epoch)
-        return down if age == 0 else age < MAX_EPOCH_AGE
+        return down if epoch_tag(newest) == epoch else is_newer(newest, epoch)
 
     def plan(self, now_ns: int) -> StepPlan | None:
         """Plan a step if the executor may have another one and there is something to compute."""

@@ -9,6 +9,7 @@ from quintet.core.audit import Auditors, by_seat
 from quintet.core.engine import Engine
 from quintet.core.metrics import CoreMetrics, S
 from quintet.core.outbox import Effects
+from quintet.process.early import Early
 from quintet.process.runtime import Process, child_main
 from quintet.wire.codec import pack_i64, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig
@@ -43,9 +44,8 @@ class Core:
         self._accounted_ns = 0
         self._reclaims: list[Reclaim] = []
         """Questions for requests whose last tokens are being drawn."""
-        self._early: dict[int, list[Admit | Cancel | Reclaim]] = {}
-        """Of each frontend seat: requests sent by a newer topology than ours, and all after them, in order."""
-        self._num_early = 0
+        self._early: Early[int, Admit | Cancel | Reclaim] = Early(MAX_EARLY)
+        """By frontend seat."""
 
     def run(self) -> None:
         """Serve until told to stop."""
@@ -82,10 +82,7 @@ class Core:
         sender = _sender(message)
         if sender not in self._early and not self._is_early(message):
             self._handle(message)
-        elif self._num_early < MAX_EARLY:
-            self._num_early += 1
-            self._early.setdefault(sender, []).append(message)
-        else:
+        elif not self._early.keep(sender, message):
             self._refuse(message)
 
     def _refuse(self, message: Admit | Cancel | Reclaim) -> None:
@@ -257,10 +254,8 @@ class Core:
             worker = seat.worker
             if worker.role is Role.FRONTEND:
                 self.engine.abandon(worker.index, worker.epoch, now, down=seat.state is SeatState.DOWN)
-        early, self._early, self._num_early = self._early, {}, 0
-        for messages in early.values():
-            for message in messages:
-                self._take(message)
+        for message in self._early.take():
+            self._take(message)
 
     def _account(self) -> None:
         """Bring the heartbeat's account and the gauges up to date."""

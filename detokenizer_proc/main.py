@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from quintet.detokenizer_proc.incremental import Decoder, PieceTable
 from quintet.detokenizer_proc.rows import Steps
 from quintet.detokenizer_proc.vocabulary import load_vocabulary
+from quintet.process.early import Early
 from quintet.process.runtime import Process, child_main
 from quintet.wire.codec import pack_i32, pack_i64, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig, ModelConfig
 from quintet.wire.dropped import Dropped
 from quintet.wire.errors import ErrorCode
-from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of
+from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of, is_newer
 from quintet.wire.limits import FrameTooLarge
 from quintet.wire.messages import Detokenized, DetokenizeQuery, Failed, Live, StopHit, Text, Tokens, Unknown
 from quintet.wire.supervision import Drain, Drained, Topology
@@ -28,9 +29,6 @@ MAX_EARLY = 4096
 
 MAX_LOST = 1 << 16
 """Requests ended so that are remembered, to tell their frontends once they are named."""
-
-NEWER = epoch_tag(-1) // 2
-"""Epochs are told apart by a tag that wraps: less than this far ahead is newer."""
 
 CORE = 0
 
@@ -75,7 +73,7 @@ class Detokenizer:
         self._showing, self._skipping = tables.showing, tables.skipping
         self._steps = Steps(self._skipping, self._showing)
         self._jobs: deque[QueryJob] = deque()
-        self._early: list[tuple[int, int, Text]] = []
+        self._early: Early[tuple[int, int], tuple[int, int, Text]] = Early(MAX_EARLY)
         self._is_retiring = False
         """Whether the supervisor wants to hear when nothing is left."""
         self._lost: dict[int, Failed] = {}
@@ -180,11 +178,10 @@ class Detokenizer:
         epoch = self._process.peers.epoch(Role.FRONTEND, index)
         if epoch is not None and epoch_tag(epoch) == tag:
             self._process.peers.send(Role.FRONTEND, index, text)
-        elif epoch is None or epoch_tag(tag - epoch) < NEWER:
-            if len(self._early) < MAX_EARLY:
-                self._early.append((index, tag, text))
-            else:
-                self._lose_text(text)
+        elif (epoch is None or is_newer(tag, epoch)) and not self._early.keep(
+            (index, tag), (index, tag, text)
+        ):
+            self._lose_text(text)
 
     def _lose_text(self, text: Text) -> None:
         """Drop a message that nobody can be sent, and end its requests."""
@@ -212,7 +209,7 @@ class Detokenizer:
         for request_id, failed in lost.items():
             index, tag = frontend_of(request_id)
             epoch = self._process.peers.epoch(Role.FRONTEND, index)
-            if epoch is None or 0 < epoch_tag(tag - epoch) < NEWER:
+            if epoch is None or is_newer(tag, epoch):
                 self._lost[request_id] = failed
             elif epoch_tag(epoch) == tag:
                 self._process.peers.send(Role.FRONTEND, index, failed)
@@ -227,8 +224,7 @@ class Detokenizer:
         for seat in self._process.topology.seats:
             if seat.retired and seat.worker.role is Role.FRONTEND:
                 self._steps.forget_frontend(seat.worker.index, epoch_tag(seat.worker.epoch + 1))
-        early, self._early = self._early, []
-        for index, tag, text in early:
+        for index, tag, text in self._early.take():
             self._deliver(index, tag, text)
         self._apologise()
 

@@ -16,13 +16,14 @@ from typing import Any, TypeVar
 import msgspec
 import uvloop
 
+from quintet.process.early import Early
 from quintet.process.runtime import Process, child_main
 from quintet.tokenizer_proc.encode import Encoder, load_encoder, size_of
 from quintet.wire.codec import encode, pack_i32, pack_i64, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig
 from quintet.wire.dropped import Dropped
 from quintet.wire.errors import ErrorCode, RequestError
-from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of
+from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of, is_newer
 from quintet.wire.limits import FrameTooLarge
 from quintet.wire.messages import Admit, Cancel, Failed, Handed, Submit, Tokenized, TokenizeQuery, Unknown
 from quintet.wire.metrics import COUNT_BUCKETS
@@ -46,9 +47,6 @@ EARLY_OVERHEAD = 1 << 10
 
 MAX_REFUSALS = 1 << 16
 """Such refusals that are kept until their frontends are named."""
-
-NEWER = epoch_tag(-1) // 2
-"""Epochs are told apart by a tag that wraps: less than this far ahead is newer."""
 
 Result = TypeVar("Result")
 
@@ -74,9 +72,10 @@ class Tokenizer:
         """When each prompt that a lane encodes just now should be done (`time.monotonic`)."""
         process.account = self._account
         self._is_retiring = False
-        self._early: dict[tuple[int, int | None], list[msgspec.Struct]] = {}
-        """What waits for a topology, per frontend, in order."""
-        self._early_bytes = 0
+        self._early: Early[tuple[int, int | None], msgspec.Struct] = Early(
+            MAX_EARLY_BYTES, lambda message: len(encode(message)) + EARLY_OVERHEAD
+        )
+        """By frontend seat and its epoch's tag."""
         self._refusals: list[tuple[int, int | None, Failed | Tokenized | Unknown]] = []
         """Answers to what was too much to wait, or was dropped, with the frontend's index and epoch's tag."""
         metrics = process.metrics
@@ -93,10 +92,8 @@ class Tokenizer:
     def handle(self, message: msgspec.Struct) -> None:
         """Take one message. What comes from a frontend that knows a newer topology waits for that."""
         if isinstance(message, Topology):
-            early, self._early, self._early_bytes = self._early, {}, 0
-            for waiting in early.values():
-                for each in waiting:
-                    self.handle(each)
+            for each in self._early.take():
+                self.handle(each)
             self._send_refusals()
             self._check_drained()
             return
@@ -144,15 +141,12 @@ class Tokenizer:
 
     def _keep(self, index: int, tag: int | None, message: msgspec.Struct) -> None:
         """Keep a message for the next topology, or only its refusal where too much is kept already."""
-        size = len(encode(message)) + EARLY_OVERHEAD
-        if self._early_bytes + size <= MAX_EARLY_BYTES:
-            self._early_bytes += size
-            self._early.setdefault((index, tag), []).append(message)
+        if self._early.keep((index, tag), message):
             return
         if not self._refusals:
             self._process.log.warning(
                 "%d bytes wait for frontends that no topology has named; more requests are refused",
-                self._early_bytes,
+                self._early.size,
             )
         refusal = _refusal(message)
         if refusal is not None and len(self._refusals) < MAX_REFUSALS:
@@ -173,7 +167,7 @@ class Tokenizer:
     def _is_unnamed(self, index: int, tag: int | None) -> bool:
         """Whether an answer could not be sent yet: the frontend heard of this process before this one of it."""
         epoch = self._process.peers.epoch(Role.FRONTEND, index)
-        return epoch is None or (tag is not None and 0 < epoch_tag(tag - epoch) < NEWER)
+        return epoch is None or (tag is not None and is_newer(tag, epoch))
 
     def _handle(self, message: object) -> None:
         match message:

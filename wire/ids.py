@@ -69,3 +69,8 @@ def frontend_of(request_id: int) -> tuple[int, int]:
 def epoch_tag(epoch: int) -> int:
     """Return the part of an epoch that request ids carry."""
     return epoch % (1 << _EPOCH_BITS)
+
+
+def is_newer(tag: int, epoch: int) -> bool:
+    """Return whether this is the tag of an epoch after ``epoch``. Tags wrap: less than half the way round is after."""
+    return 0 < epoch_tag(tag - epoch) < 1 << (_EPOCH_BITS - 1)

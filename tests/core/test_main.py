@@ -414,11 +414,14 @@ def test_what_no_frontend_waits_for_is_given_up(driven: Driven) -> None:
     assert list(driven.core.engine.live_ids()) == [kept]
 
 
-@pytest.mark.parametrize("kind", [Admit, Cancel])
-def test_what_is_too_much_to_wait_is_refused_not_dropped(
-    driven: Driven, kind: type, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(main, "MAX_EARLY", 1)
+
+
+@pytest.mark.usefixtures("little_room")
+@pytest.mark.parametrize("kind", [Admit, Cancel])
+def test_what_is_too_much_to_wait_is_refused_not_dropped(driven: Driven, kind: type) -> None:
     neighbours, ids = driven.neighbours, RequestIds(0, 1)
     neighbours.bind(FRONTEND, Unknown | Failed)
     neighbours.publish(EXECUTOR, DETOKENIZER, FRONTEND)

@@ -208,10 +208,13 @@ def test_a_request_of_a_frontend_not_named_yet_waits_for_the_topology(world: Any
         inbox.close()
 
 
-def test_what_is_too_much_to_wait_is_refused(
-    world: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.fixture
+def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(main, "MAX_EARLY_BYTES", 2048)
+
+
+@pytest.mark.usefixtures("little_room")
+def test_what_is_too_much_to_wait_is_refused(world: Any, caplog: pytest.LogCaptureFixture) -> None:
     newcomer = WorkerId(Role.FRONTEND, 4, 1)
     ids = RequestIds(4, 1)
     kept, refused = ids.take(), ids.take()
