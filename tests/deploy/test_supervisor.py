@@ -78,6 +78,7 @@ def test_a_failed_boot_ends_with_the_childs_own_words(
     wait_gone(list(server.pids().values()))
 
 
+@pytest.mark.alone  # the others boot within the 1.5 s
 def test_a_slow_boot_is_given_up(server: World) -> None:
     server.start({"core-0": {"never_ready": True}}, make_config(server.run_dir, boot_timeout_s=1.5))
     status, _, words = server.end()
@@ -156,6 +157,7 @@ def test_a_stopped_process_is_named_then_dumped_and_replaced(server: World) -> N
     assert "Fatal Python error: Aborted" in words, "a stopped process must be continued to dump its stack"
 
 
+@pytest.mark.alone  # nobody else is silent for 0.8 s
 def test_a_hung_executor_is_named_alone_and_replaced(server: World) -> None:
     hung = {"executor-0.1": {"pending": 1}, "core-0": {"pending": 4}}
     process = server.start(hung, make_config(server.run_dir, stall_s=0.8))
