@@ -33,8 +33,8 @@ from quintet.wire.metrics import (
 )
 from quintet.wire.supervision import MetricsReport, ProcessFigures, SeatState
 
-SUPERVISOR_ANSWERS_S = 5.0
-"""Half of what Prometheus waits by default. One that was not answered is a gap; an answer without the others, a reset."""
+MAX_WAIT_S = 5.0
+"""For the supervisor: half of what Prometheus waits by default. No answer is a gap in a graph, one without the others a reset."""
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
@@ -80,7 +80,7 @@ async def metrics(service: Service, exchange: Exchange) -> None:
     and a counter would go back.
     """
     try:
-        report = await service.queries.metrics(SUPERVISOR_ANSWERS_S, service.metrics.encoded())
+        report = await service.queries.metrics(MAX_WAIT_S, service.metrics.encoded())
     except RequestError as error:
         raise RequestError(ErrorCode.UNAVAILABLE, error.message) from None
     text = generate_latest(Page(collect(report), service.config.model.served_names[0]))

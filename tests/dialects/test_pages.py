@@ -56,7 +56,7 @@ def test_metrics(serve: Callable[..., Any]) -> None:
 
 
 def test_no_figures_are_better_than_some(serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quintet.frontend.metrics.SUPERVISOR_ANSWERS_S", 0.05)
+    monkeypatch.setattr("quintet.frontend.metrics.MAX_WAIT_S", 0.05)
     server = serve()
     server.engine.is_supervisor_silent = True
     reply = server.ask("GET", "/metrics")
