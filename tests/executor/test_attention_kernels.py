@@ -105,7 +105,7 @@ def assert_same_bits(a: torch.Tensor, b: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim"),
-    [(4, 2, 64), (7, 1, 80), (3, 3, 16), (5, 1, 112), (96, 1, 32), (4, 2, 256)],
+    [(4, 2, 64), (7, 1, 80), (3, 3, 16), (5, 1, 112), (96, 1, 32), (40, 1, 48), (4, 2, 256)],
 )
 @pytest.mark.parametrize("block_size", [16, 48])
 def test_equals_the_reference(
@@ -143,17 +143,20 @@ CHUNKINGS = {
 }
 
 
+def cut(requests: Requests, counts: list[int], features: Features = PLAIN) -> torch.Tensor:
+    """Compute the only request in chunks of so many tokens."""
+    starts = np.cumsum(counts) - counts
+    chunks = [
+        requests.run([(0, int(start), count)], 0.2, features)[0]
+        for start, count in zip(starts, counts, strict=True)
+    ]
+    return torch.cat(chunks)
+
+
 @pytest.mark.parametrize("features", [PLAIN, Features(window=100)], ids=["plain", "window"])
 def test_a_prompt_has_the_same_bits_however_it_is_cut(form: Format, features: Features) -> None:
-    outs = []
-    for counts in CHUNKINGS.values():
-        requests = Requests(form.shape(6, 2, 48), [530])
-        starts = np.cumsum(counts) - counts
-        chunks = [
-            requests.run([(0, int(start), count)], 0.2, features)[0]
-            for start, count in zip(starts, counts, strict=True)
-        ]
-        outs.append(torch.cat(chunks))
+    shape = form.shape(6, 2, 48)
+    outs = [cut(Requests(shape, [530]), counts, features) for counts in CHUNKINGS.values()]
     for out in outs[1:]:
         assert_same_bits(out, outs[0])
 
@@ -166,12 +169,7 @@ def test_sums_below_the_smallest_normal_number_are_cut_like_others(form: Format)
         tiny = requests.qkv[0].float()
         tiny[:, 8 * 48 :] *= 2.0 ** (-129 if form.dtype is FP32 else -124)  # the values
         requests.qkv[0] = tiny.to(form.dtype)
-        starts = np.cumsum(counts) - counts
-        chunks = [
-            requests.run([(0, int(start), count)], 0.2)[0]
-            for start, count in zip(starts, counts, strict=True)
-        ]
-        outs.append(torch.cat(chunks))
+        outs.append(cut(requests, counts))
     assert_same_bits(*outs)
 
 
