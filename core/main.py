@@ -191,7 +191,7 @@ class Core:
             self._tell_unknown(unknown)
 
     def _compare_tenants(self, result: StepResult, num_tenants: int) -> None:
-        if result.num_tenants not in (-1, num_tenants):
+        if result.num_tenants is not None and result.num_tenants != num_tenants:
             self.metrics.audit_differences.inc(abs(result.num_tenants - num_tenants))
             self.process.log.warning(
                 "step %d: the executor has %d tenants, not %d", result.step, result.num_tenants, num_tenants

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
+from urllib.parse import quote
 
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
@@ -104,7 +105,11 @@ class App:
             service.http.answered(exchange.route, exchange.method, exchange.status or 499)
             if self._log_requests:
                 self._log.info(
-                    "%s %s %s %d", exchange.request_id, exchange.method, exchange.path, exchange.status or 499
+                    "%s %s %s %d",
+                    exchange.request_id,
+                    exchange.method,
+                    quote(exchange.path),
+                    exchange.status or 499,
                 )
             service.check_drained()
 
@@ -126,7 +131,7 @@ class App:
                         f"The server made a mistake; its log names request {exchange.request_id}.",
                     )
                 )
-            self._log.exception("request %s %s failed", exchange.request_id, exchange.path)
+            self._log.exception("request %s %s failed", exchange.request_id, quote(exchange.path))
 
 
 async def _not_found(scope: Scope, _receive: Receive, _send: Send) -> None:

@@ -28,7 +28,9 @@ class Seats:
         if topology.version <= self.topology.version:
             return []
         self.topology = topology
-        self.ever_ready |= {seat.worker.role for seat in topology.seats if seat.state is SeatState.READY}
+        self.ever_ready |= {
+            seat.worker.role for seat in topology.seats if seat.was_ready or seat.state is SeatState.READY
+        }
         alive = {
             (seat.worker.role, seat.worker.index): seat.worker
             for seat in topology.seats

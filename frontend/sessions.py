@@ -276,9 +276,8 @@ class Sessions:
                 self.metrics.late_rows.inc()
                 continue
             stream, output_ids = choice.stream, choice.output_ids
-            if choice.num_chars < 0:
-                choice.num_chars = offset
-            seen_tokens, seen_chars = len(output_ids) - first_index, choice.num_chars - offset
+            num_chars = offset if choice.num_chars is None else choice.num_chars
+            seen_tokens, seen_chars = len(output_ids) - first_index, num_chars - offset
             if seen_tokens < 0 or seen_chars < 0:
                 self.give_up([request_id], _lost_output(choice, first_index, offset))
                 continue
@@ -302,7 +301,8 @@ class Sessions:
                 continue
             if len(delta) > seen_chars:
                 choice.texts.append(delta[seen_chars:] if seen_chars else delta)
-                choice.num_chars = offset + len(delta)
+                num_chars = offset + len(delta)
+            choice.num_chars = num_chars
             if not choice.is_dirty:
                 stream.touch(choice)
             touched.append(stream)

@@ -54,8 +54,8 @@ class Choice:
     index: int
     request_id: int
     output_ids: array[int] = field(default_factory=lambda: array("i"))
-    num_chars: int = 0
-    """Characters received; -1 before the first text of a choice that goes on where its client left off."""
+    num_chars: int | None = 0
+    """Characters received; None before the first text of a choice that goes on where its client left off."""
     num_taken: int = 0
     texts: list[str] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Choice:
         self.adopts = True
         self.output_ids = array("i", outputs[: max(0, num_seen)])
         self.num_taken = len(self.output_ids)
-        self.num_chars = -1 if self.output_ids else 0
+        self.num_chars = None if self.output_ids else 0
         if has_ended:
             self.finish = Finish(self.request_id, FinishReason.NONE, None, len(self.output_ids))
 

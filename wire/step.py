@@ -107,8 +107,8 @@ class StepResult(msgspec.Struct, array_like=True, tag="result", gc=False):
     """Time between the end of the previous step and the start of this one."""
     compute_ns: int = 0
     """Time in the model and sampler."""
-    num_tenants: int = -1
-    """Slots that have one after the plan, for the core to compare with its own; -1 says nothing."""
+    num_tenants: int | None = None
+    """Slots that have one after the plan, for the core to compare with its own; None says nothing."""
 
 
 class StepsEnded(msgspec.Struct, array_like=True, tag="ended", gc=False):

@@ -33,6 +33,8 @@ class Seat(msgspec.Struct, array_like=True, frozen=True, gc=False):
     note: str = ""
     retired: bool = False
     """`SeatState.DOWN` on purpose: nobody waits for a successor."""
+    was_ready: bool = False
+    """Whether this process, or one before it, was ready once: who is missing here now is being replaced."""
 
 
 class Topology(msgspec.Struct, array_like=True, tag="topology"):

@@ -53,6 +53,8 @@ class SeatRecord:
     """When the process was told to exit."""
     restart_at: float | None = None
     """When to fill the seat again."""
+    was_ready: bool = False
+    """Whether any of its processes ever said that it can work."""
     is_retiring: bool = False
     """Its process leaves, and has no successor."""
     is_on_trial: bool = False
@@ -84,6 +86,7 @@ class SeatRecord:
     def became_ready(self, facts: dict[str, str], now: float) -> None:
         """The process says that it can work."""
         self.state, self.facts, self.ready_at, self.is_on_trial = SeatState.READY, facts, now, False
+        self.was_ready = True
         self.last_beat = self.progress_at = self.busy_at = now
 
     def beat(self, heartbeat: Heartbeat, now: float) -> None:
@@ -193,7 +196,7 @@ class SeatTable:
         is_leaving = seat.is_retiring and seat.state is not SeatState.DOWN
         state = SeatState.RETIRING if is_leaving else seat.state
         address = address_of(self._run_dir, seat.worker)
-        return Seat(seat.worker, address, seat.pid, state, seat.note, seat.is_retired)
+        return Seat(seat.worker, address, seat.pid, state, seat.note, seat.is_retired, seat.was_ready)
 
     def past(self) -> list[SeatPast]:
         """Return what processes that are gone had counted."""

@@ -1,5 +1,8 @@
 """/metrics, /openapi.json, /docs and the small pages."""
 
+import logging
+import logging.handlers
+import queue
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -110,3 +113,18 @@ def test_the_small_pages(shared: Any) -> None:
     assert shared.ask("GET", "/load").json == {"server_load": 0}
     head = shared.ask("HEAD", "/health")
     assert (head.status, head.body) == (200, b"")
+
+
+def test_a_request_is_one_line_of_the_log(serve: Callable[..., Any]) -> None:
+    lines: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
+    log, handler = logging.getLogger("quintet"), logging.handlers.QueueHandler(lines)
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        serve(log_requests=True).ask("GET", "/made-up%0A2026-01-01%20INFO%20forged")
+        line = lines.get(timeout=10).getMessage()
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+    assert "\n" not in line and line.endswith("GET /made-up%0A2026-01-01%20INFO%20forged 404")

@@ -115,6 +115,16 @@ def test_a_worker_that_is_being_replaced_is_no_reason_to_refuse() -> None:
     enter(door(load, 3))
 
 
+def test_a_new_frontend_knows_that_the_model_was_loaded_before() -> None:
+    load = Occupancy()
+    seats = [
+        Seat(WorkerId(role, 0, 2), "", 1, SeatState.STARTING, was_ready=True)
+        for role in (Role.CORE, Role.EXECUTOR)
+    ]
+    load.seats.follow(Topology(7, seats))
+    enter(door(load, 3))
+
+
 def test_nobody_enters_while_draining() -> None:
     admission = door(ready_load(), 3)
     enter(admission)
