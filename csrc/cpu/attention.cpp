@@ -12,6 +12,9 @@ namespace qt {
 namespace {
 
 constexpr index_t kPiecesPerThread = 4;  // at least, for the threads to finish together
+// Of the program's scratch for partitions that are reduced apart: a million tokens of context of 32 heads. A row for which no
+// room is left is not cut.
+constexpr index_t kPartialsBytes = 32 << 20;
 
 index_t bytes_of(Dtype dtype) { return dtype == Dtype::fp32 ? 4 : dtype == Dtype::int8 ? 1 : 2; }
 
@@ -55,21 +58,22 @@ const std::int32_t* blocks_of(const Step& step, index_t row) {
 
 class AttentionOp final : public Op {
  public:
-  AttentionOp(const AttentionCall& call, Dtype dtype, index_t max_tokens) : call_(call) {
+  // `program`: whose scratch it uses, which has room for kPartialsBytes.
+  AttentionOp(const AttentionCall& call, Dtype dtype, index_t max_tokens, const Program* program)
+      : call_(call), program_(program) {
     const AttentionKernels& kernels = QT_CHOOSE(attention);
     AttentionKernel kernel = (call.kv.dtype == Dtype::int8 ? kernels.attend_bytes : kernels.attend)[int(dtype)];
     if (call.kv.dtype == Dtype::bf16 && kernels.attend_in_pairs.run && pairs_wanted()) kernel = kernels.attend_in_pairs;
     run_ = kernel.run;
     call_.unit_heads = std::min(call.group, kMaxRows);
     call_.kv_head_units = (call.group + call_.unit_heads - 1) / call_.unit_heads;
-    call_.partial_floats = kMaxRows * (call.kv.head_dim + 2);
     call_.group_tokens = std::max(index_t(1), kernel.group_rows / call_.unit_heads);
     const index_t numbers = call_.group_tokens * call_.unit_heads * call.kv.head_dim;
     most_groups_ = std::min(kernel.most_groups, kMaxNumbers / numbers);
     pieces_.reserve(max_tokens);
   }
 
-  Work prepare(const Step& step) override {
+  Work prepare(const Step& step, index_t threads) override {
     pieces_.clear();
     index_t keys = 0;  // that are multiplied with one unit's queries
     for (index_t row = 0; row < step.num_rows; ++row)
@@ -78,7 +82,6 @@ class AttentionOp final : public Op {
         keys += cost_of(piece_of(step, row, begin, end));
       }
     // What one piece may cost, for the threads to finish together.
-    const index_t threads = pool().threads();
     const index_t most =
         threads == 1 ? std::numeric_limits<index_t>::max()
                      : std::max(kPartitionKeys, keys * units() / (threads * kPiecesPerThread));
@@ -95,10 +98,37 @@ class AttentionOp final : public Op {
     split(most);
     call_.pieces = pieces_.data();
     call_.num_pieces = index_t(pieces_.size());
-    return {call_.num_pieces * units(), 1, run_, &call_};
+    Work work{call_.num_pieces * units(), 1, run_, &call_, nullptr, cost_of_item};
+    count_bytes(step, work);
+    return work;
   }
 
  private:
+  // Multiplications of a piece of work, were all of its group's keys multiplied.
+  static index_t cost_of_item(const void* description, index_t item) {
+    constexpr index_t kReadRows = 12;  // so many rows are multiplied in the time in which a key is read
+    const AttentionCall& call = *static_cast<const AttentionCall*>(description);
+    const index_t units = call.kv.kv_heads * call.kv_head_units;
+    const AttentionPiece& piece = call.pieces[call.unit_after_unit ? item % call.num_pieces : item / units];
+    const index_t seen = call.window && piece.position >= call.window ? piece.position + 1 - call.window : 0;
+    const index_t begin = std::max(seen, piece.first * kPartitionKeys);
+    const index_t end = std::min(piece.position + piece.count, piece.last * kPartitionKeys);
+    return std::max(kReadRows, piece.count * call.unit_heads) * (end - begin) * 2 * call.kv.head_dim;
+  }
+
+  // A piece's own keys and values are read once by each unit, and by each further piece of the same row that sees them.
+  void count_bytes(const Step& step, Work& work) const {
+    const index_t key_bytes = call_.kv.tile_bytes / kTileKeys * units();
+    for (const AttentionPiece& piece : pieces_) {
+      const index_t begin = std::max(seen_from(piece.position), piece.first * kPartitionKeys);
+      work.bytes += key_bytes * (std::min(piece.position + piece.count, piece.last * kPartitionKeys) - begin);
+    }
+    work.bytes_again = work.bytes;
+    for (index_t row = 0; row < step.num_rows; ++row)
+      work.bytes_again -= call_.kv.tile_bytes / kTileKeys * call_.kv.kv_heads *
+                          (step.row_starts[row] + step.row_counts[row] - seen_from(step.row_starts[row]));
+  }
+
   index_t units() const { return call_.kv.kv_heads * call_.kv_head_units; }
 
   // Where the last `groups` groups of a row's tokens [0, end) begin.
@@ -135,24 +165,20 @@ class AttentionOp final : public Op {
       return piece.count > call_.group_tokens ? 1 : (piece.last - piece.first + wanted - 1) / wanted;
     };
     const index_t whole = index_t(pieces_.size());
+    if (index_t(pending_.size()) < whole * units()) pending_.resize(whole * units());
+    float* const partials = reinterpret_cast<float*>(program_->scratch());
     index_t floats = 0, counters = 0;
-    for (const AttentionPiece& piece : pieces_)
-      if (cuts_of(piece) > 1) {
-        floats += units() * (piece.last - piece.first) * call_.partial_floats;
-        counters += units();
-      }
-    if (index_t(partials_.size()) < floats) partials_.resize(floats);
-    if (index_t(pending_.size()) < counters) pending_.resize(counters);
-    floats = counters = 0;
     for (index_t i = 0; i < whole; ++i) {
-      const AttentionPiece piece = pieces_[i];
+      AttentionPiece piece = pieces_[i];
       const index_t partitions = piece.last - piece.first, cuts = cuts_of(piece);
-      if (cuts == 1) continue;
+      piece.partial_floats = piece.count * call_.unit_heads * (call_.kv.head_dim + 2);
+      const index_t wanted = units() * partitions * piece.partial_floats;
+      if (cuts == 1 || (floats + wanted) * index_t(sizeof(float)) > kPartialsBytes) continue;
       for (index_t cut = 0; cut < cuts; ++cut) {
         AttentionPiece part = piece;
         part.first = piece.first + partitions * cut / cuts;
         part.last = piece.first + partitions * (cut + 1) / cuts;
-        part.partials = partials_.data() + floats;
+        part.partials = partials + floats;
         part.pending = pending_.data() + counters;
         if (cut == 0)
           pieces_[i] = part;
@@ -160,16 +186,16 @@ class AttentionOp final : public Op {
           pieces_.push_back(part);
       }
       for (index_t unit = 0; unit < units(); ++unit) pending_[counters + unit] = std::uint32_t(cuts);
-      floats += units() * partitions * call_.partial_floats;
+      floats += wanted;
       counters += units();
     }
   }
 
   AttentionCall call_;
+  const Program* program_;
   void (*run_)(const void*, index_t, index_t);
   index_t most_groups_;
   std::vector<AttentionPiece> pieces_;
-  std::vector<float> partials_;
   std::vector<std::uint32_t> pending_;
 };
 
@@ -179,7 +205,7 @@ class KvWriteOp final : public Op {
     run_ = (call.kv.dtype == Dtype::int8 ? QT_CHOOSE(kv_write).write_bytes : QT_CHOOSE(kv_write).write)[int(dtype)];
   }
 
-  Work prepare(const Step& step) override {
+  Work prepare(const Step& step, index_t) override {
     pieces_.clear();
     for (index_t row = 0; row < step.num_rows; ++row) {
       const index_t begin = step.row_starts[row], end = begin + step.row_counts[row];
@@ -193,7 +219,11 @@ class KvWriteOp final : public Op {
     call_.sines = step.sines;
     call_.rope_by_token = step.rope_by_token != 0;
     call_.pieces = pieces_.data();
-    return {index_t(pieces_.size()), 1, run_, &call_};
+    constexpr index_t kCost = 8;  // of a number of qkv, in multiplications
+    Work work{index_t(pieces_.size()), 1, run_, &call_};
+    if (work.count > 0)
+      work.each_cost = kCost * (call_.heads + 2 * call_.kv.kv_heads) * call_.kv.head_dim * step.num_tokens / work.count;
+    return work;
   }
 
  private:
@@ -213,11 +243,11 @@ void check_heads(index_t heads, index_t kv_heads, index_t head_dim, index_t bloc
 }
 
 void run_alone(Op& op, const Step& step) {
-  const Work work = op.prepare(step);
+  const Work work = op.prepare(step, pool().threads());
   pool().run(&work, 1);
 }
 
-AttentionOp attention_of(const void* q, index_t q_stride, const void* kv, index_t heads, index_t kv_heads, index_t head_dim,
+AttentionOp attention_of(Program& program, const void* q, index_t q_stride, const void* kv, index_t heads, index_t kv_heads, index_t head_dim,
                          index_t block_size, index_t window, float softcap, const float* alibi_slopes, float scale,
                          void* out, index_t out_stride, index_t max_tokens, int dtype, int kv_dtype) {
   check_heads(heads, kv_heads, head_dim, block_size, kv_dtype, dtype);
@@ -235,7 +265,8 @@ AttentionOp attention_of(const void* q, index_t q_stride, const void* kv, index_
   call.softcap = softcap;
   call.alibi_slopes = alibi_slopes;
   call.scratch = thread_memory;
-  return AttentionOp(call, Dtype(dtype), max_tokens);
+  program.reserve(kPartialsBytes);
+  return AttentionOp(call, Dtype(dtype), max_tokens, &program);
 }
 
 KvWriteOp kv_write_of(const void* qkv, index_t qkv_stride, index_t heads, index_t kv_heads, index_t head_dim, index_t rotary,
@@ -270,6 +301,9 @@ QT_EXPORT index_t qt_kv_block_bytes(int kv_dtype, index_t kv_heads, index_t head
   return qt::paged(nullptr, qt::Dtype(kv_dtype), kv_heads, head_dim, block_size).block_bytes;
 }
 
+// Bytes of a program's scratch that its attention may use, for all layers together.
+QT_EXPORT index_t qt_attention_scratch_bytes() { return qt::kPartialsBytes; }
+
 // For tests: whether attention recorded from now on multiplies bf16 with VDPBF16PS where there is such a thing. 0, 1; -1: if
 // it is faster.
 QT_EXPORT void qt_attend_in_pairs(int wanted) { qt::wants_pairs = wanted; }
@@ -303,15 +337,16 @@ QT_EXPORT void qt_program_attention(qt::Program* program, const void* q, index_t
                                     const float* alibi_slopes, float scale, void* out, index_t out_stride, index_t max_tokens,
                                     int dtype, int kv_dtype) {
   program->append(std::make_unique<qt::AttentionOp>(
-      qt::attention_of(q, q_stride, kv, heads, kv_heads, head_dim, block_size, window, softcap, alibi_slopes, scale, out,
-                       out_stride, max_tokens, dtype, kv_dtype)));
+      qt::attention_of(*program, q, q_stride, kv, heads, kv_heads, head_dim, block_size, window, softcap, alibi_slopes,
+                       scale, out, out_stride, max_tokens, dtype, kv_dtype)));
 }
 
 // The same at once.
 QT_EXPORT void qt_attend(const qt::Step* step, const void* q, index_t q_stride, const void* kv, index_t heads,
                          index_t kv_heads, index_t head_dim, index_t block_size, index_t window, float softcap,
                          const float* alibi_slopes, float scale, void* out, index_t out_stride, int dtype, int kv_dtype) {
-  qt::AttentionOp op = qt::attention_of(q, q_stride, kv, heads, kv_heads, head_dim, block_size, window, softcap, alibi_slopes,
-                                        scale, out, out_stride, 0, dtype, kv_dtype);
+  qt::Program program;  // for its scratch alone
+  qt::AttentionOp op = qt::attention_of(program, q, q_stride, kv, heads, kv_heads, head_dim, block_size, window, softcap,
+                                        alibi_slopes, scale, out, out_stride, 0, dtype, kv_dtype);
   qt::run_alone(op, *step);
 }

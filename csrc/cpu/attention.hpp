@@ -45,7 +45,10 @@ struct AttentionPiece {
   index_t position;            // first one's
   index_t first, last;
   index_t all_first, all_last; // the partitions of all pieces of these tokens
-  float* partials;             // [units][all_last - all_first][partial_floats]; null: this piece has them all. One group
+  // [units][all_last - all_first][partial_floats]; null: this piece has them all. One group, whose rows alone have room:
+  // sums [rows][head_dim], largest scores [rows], normalizers [rows]
+  float* partials;
+  index_t partial_floats;
   std::uint32_t* pending;      // [units]: pieces of these tokens that are not done yet
 };
 
@@ -61,7 +64,6 @@ struct AttentionCall {
   index_t group_tokens;          // tokens of a group
   bool unit_after_unit;          // all pieces of a unit first: its keys and values stay in a core's cache
   index_t window;                // 0: unlimited
-  index_t partial_floats;        // of a partition: sums [rows][head_dim], largest scores [rows], normalizers [rows]
   float scale, softcap;          // softcap 0: none
   const float* alibi_slopes;     // [heads]; null: none
   const AttentionPiece* pieces;

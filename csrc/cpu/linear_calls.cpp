@@ -20,6 +20,7 @@ constexpr index_t kPrepareGrain = 8;
 constexpr index_t kNarrowest = 16;         // columns of an item; of paired weights, of gates and of ups
 constexpr index_t kSlicedRows = 64;        // up to these, slices may be items of their own
 constexpr index_t kPanelStep = 12;         // rows of whole units, of every kernel; no panel is lower than twice that
+constexpr index_t kPrepareCost = 4;        // of a number of x, in multiplications
 constexpr index_t kReadRows = 12;          // so many rows are multiplied in the time in which a weight is read
 
 const LinearKernels& kernels_of(const Weight& weight) {
@@ -57,7 +58,7 @@ double cost_of(const Weight& weight, index_t rows, index_t threads, const Cut& c
   const bool stream = rows <= kStreamRows;
   const double narrow = cut.width == kTileColumns ? 1.0 : cut.width * 2 == kTileColumns ? 1.01 : stream ? 1.02 : 1.06;
   const double panel = rows <= kPanelRows && panels == 1 ? 1.0 : 1.0 + 3.0 / cut.panel_rows;
-  return busiest / mean * narrow * panel * (cut.sliced ? 1.08 : 1.0);
+  return busiest / mean * narrow * panel * (cut.sliced ? 1.04 : 1.0);
 }
 
 // The cheapest way for so many threads; of those that cost alike, with the largest items.
@@ -124,13 +125,13 @@ struct Linear {
   }
 
   // Both works of the call for `rows`, but for where they leave what is between them.
-  void describe(index_t rows) {
+  void describe(index_t rows, index_t threads) {
     call.rows = rows;
     call.is_prepared = rows >= preparation.from_rows;
     call.prepared_stride =
         call.is_prepared ? preparation.row_bytes : call.x_stride * (call.dtype == Dtype::fp32 ? 4 : 2);
     call.x_group = preparation.x_group;
-    split(pool().threads());
+    split(threads);
   }
   // `scratch`: prepared_bytes, `partials`: sliced_bytes, of at least the rows described.
   void place(char* scratch, char* partials) {
@@ -139,11 +140,15 @@ struct Linear {
   }
   Work prepare() const {
     const LinearKernels& kernels = kernels_of(*call.weight);
-    return {call.is_prepared ? kernels.prepare_items(call) : 0, kPrepareGrain, kernels.prepare, &call};
+    Work work{call.is_prepared ? kernels.prepare_items(call) : 0, kPrepareGrain, kernels.prepare, &call};
+    if (work.count > 0) work.each_cost = kPrepareCost * call.rows * call.weight->depth / work.count;
+    return work;
   }
   Work multiply() const {
     Work work{call.items, grain(call, call.threads), kernels_of(*call.weight).multiply, &call};
     work.cost = cost_of_item;
+    const index_t weight_bytes = call.weight->tiles * call.weight->tile_bytes;
+    work.bytes = call.panels * weight_bytes, work.bytes_again = work.bytes - weight_bytes * (call.panels > 0);
     if (call.panels == 1) work.region = region_of_item;
     return work;
   }
@@ -192,8 +197,8 @@ class LinearOp final : public Op {
   LinearOp(std::shared_ptr<Linear> linear, const Program* program, index_t max_rows, bool outputs_only,
            Work (Linear::*work)() const)
       : linear_(std::move(linear)), program_(program), max_rows_(max_rows), outputs_only_(outputs_only), work_(work) {}
-  Work prepare(const Step& step) override {
-    linear_->describe(outputs_only_ ? step.num_outputs : step.num_tokens);
+  Work prepare(const Step& step, index_t threads) override {
+    linear_->describe(outputs_only_ ? step.num_outputs : step.num_tokens, threads);
     linear_->place(program_->scratch(), program_->scratch() + linear_->prepared_bytes(max_rows_));
     return (linear_.get()->*work_)();
   }
@@ -209,7 +214,7 @@ class LinearOp final : public Op {
 class PackedEmbeddingOp final : public Op {
  public:
   explicit PackedEmbeddingOp(const PackedEmbeddingCall& call) : call_(call) {}
-  Work prepare(const Step& step) override {
+  Work prepare(const Step& step, index_t) override {
     call_.token_ids = step.token_ids;
     return {step.num_tokens, 1, QT_CHOOSE(pack).embed, &call_};
   }
@@ -250,7 +255,7 @@ QT_EXPORT void qt_weight_linear(const qt::Weight* weight, const void* x, index_t
                                 int int8_activations) {
   qt::Linear linear =
       qt::linear_of(weight, x, x_stride, dtype, bias, residual, y, y_stride, activation, int8_activations);
-  linear.describe(rows);
+  linear.describe(rows, qt::pool().threads());
   const index_t prepared = linear.prepared_bytes(rows), partials = linear.call.sliced ? linear.sliced_bytes(rows) : 0;
   char* scratch = prepared + partials == 0 ? nullptr : static_cast<char*>(std::aligned_alloc(64, prepared + partials));
   linear.place(scratch, scratch + prepared);

@@ -19,7 +19,8 @@ constexpr index_t kElementsAtOnce = 8192;  // that a thread takes at a time: som
 
 Work work_of(const PointwiseCall& call, Run run, index_t rows) {
   const index_t grain = kElementsAtOnce / (call.width < 1 ? 1 : call.width);
-  return {.count = rows, .grain = grain < 1 ? 1 : grain, .run = run, .call = &call};
+  constexpr index_t kCost = 4;  // of an element, in multiplications
+  return {.count = rows, .grain = grain < 1 ? 1 : grain, .run = run, .call = &call, .each_cost = kCost * call.width};
 }
 
 void run_once(const PointwiseCall& call, Run run, index_t rows) {
@@ -31,7 +32,7 @@ class PointwiseOp final : public Op {
  public:
   PointwiseOp(const PointwiseCall& call, Run run, int extent) : call_(call), run_(run), extent_(extent) {}
 
-  Work prepare(const Step& step) override {
+  Work prepare(const Step& step, index_t) override {
     call_.ids = step.token_ids;
     call_.positions = step.positions;
     return work_of(call_, run_, extent_ ? step.num_outputs : step.num_tokens);
@@ -70,7 +71,7 @@ class TakeOutputs final : public Op {
  public:
   explicit TakeOutputs(const TakeCall& call) : call_(call) {}
 
-  Work prepare(const Step& step) override {
+  Work prepare(const Step& step, index_t) override {
     call_.rows = step.output_tokens;
     return call_.work(step.num_outputs);
   }

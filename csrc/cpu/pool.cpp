@@ -1,17 +1,16 @@
 #include "pool.hpp"
 
+#include <algorithm>
 #include <memory>
+#include <queue>
 
-#if defined(__linux__)
-#include <pthread.h>
-#include <sched.h>
-#endif
+#include "cores.hpp"
 
 namespace qt {
 namespace {
 
-constexpr int kSpins = 400;  // pauses of some 10 to 50 ns: about the longest wait between two works of a step
-constexpr int kFirsts = 64;   // threads that have a first piece of their own
+constexpr int kMostSpins = 4000;  // pauses of some 10 to 50 ns: to sleep and to be woken takes 64 threads about as long
+constexpr int kFewestSpins = 50;  // so that who sleeps learns of it when waits become short again
 constexpr index_t kShare = 2;  // a piece is at most one in so many parts of a thread's share of what is left
 constexpr index_t kAheadBytes = 128 << 10;  // that a waiting thread fetches at most: half of a small second-level cache
 constexpr index_t kLine = 64, kLinesAtOnce = 4;
@@ -24,62 +23,36 @@ void pause() {
 #endif
 }
 
-template <class Value>
-void wait_while(const std::atomic<Value>& word, Value value) {
-  for (int spin = 0; spin < kSpins; ++spin) {
-    if (word.load(std::memory_order_acquire) != value) return;
-    pause();
-  }
-  word.wait(value, std::memory_order_acquire);
-}
-
 // Pieces of work done since the process began. Each thread counts on a cache line of its own; who reads them does so at any
 // time, even while the pool is made anew.
 struct alignas(64) Count {
   std::atomic<std::uint64_t> value{0};
 };
 
-constexpr int kCounts = 64;
+constexpr int kCounts = 256;  // threads beyond share lines
 Count counts[kCounts];
 
 void count_piece(int thread) { counts[thread % kCounts].value.fetch_add(1, std::memory_order_relaxed); }
 
 index_t least(index_t a, index_t b) { return a < b ? a : b; }
 
-#if defined(__linux__)
-// The cores that this process may use, in order.
-std::vector<int> usable_cores() {
-  cpu_set_t set;
-  std::vector<int> cores;
-  if (sched_getaffinity(0, sizeof set, &set) == 0)
-    for (int core = 0; core < CPU_SETSIZE; ++core)
-      if (CPU_ISSET(core, &set)) cores.push_back(core);
-  return cores;
+// How many pieces are taken at once when `left` are.
+index_t size_of_piece(const Work& work, index_t left, index_t threads) {
+  const index_t size = least(left / (threads * kShare), work.grain);
+  return size < 1 ? 1 : size;
 }
-
-void stay_on(pthread_t thread, int core) {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  CPU_SET(core, &set);
-  pthread_setaffinity_np(thread, sizeof set, &set);
-}
-#endif
 
 }  // namespace
 
 Pool::Pool(int threads, bool pin) {
-  for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { work(i); });
-#if defined(__linux__)
-  if (pin) {
-    const std::vector<int> cores = usable_cores();
-    if (int(cores.size()) >= threads) {
-      stay_on(pthread_self(), cores[0]);
-      for (int i = 1; i < threads; ++i) stay_on(workers_[i - 1].native_handle(), cores[i]);
-    }
+  const std::vector<int>& usable = usable_processors();
+  if (int(usable.size()) >= threads) {
+    most_spins_ = kMostSpins;
+    if (pin) processors_ = in_order_of_cores(usable, "/sys");
   }
-#else
-  (void)pin;
-#endif
+  callers_patience_ = patience();
+  if (!processors_.empty()) stay_on(processors_[0]);
+  for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { work(i); });
 }
 
 Pool::~Pool() {
@@ -87,6 +60,20 @@ Pool::~Pool() {
   run_.fetch_add(1);
   run_.notify_all();
   for (std::thread& worker : workers_) worker.join();
+}
+
+template <class Value>
+void Pool::wait_while(const std::atomic<Value>& word, Value value, Patience& patience) {
+  const int most = std::clamp(2 * patience.usual, std::min(kFewestSpins, patience.most), patience.most);
+  for (int spin = 0; spin < most; ++spin) {
+    if (word.load(std::memory_order_acquire) != value) {
+      patience.usual += (spin - patience.usual) / 8;
+      return;
+    }
+    pause();
+  }
+  patience.usual -= patience.usual / 4;
+  word.wait(value, std::memory_order_acquire);
 }
 
 void Pool::run(const Work* list, index_t count) {
@@ -107,30 +94,33 @@ void Pool::run(const Work* list, index_t count) {
   if (index_t(progress_.size()) < count) progress_ = std::vector<Progress>(count);
   const std::uint32_t run = run_.load(std::memory_order_relaxed) + 1;
   for (index_t i = 0; i < count; ++i) {
-    const index_t firsts = least(least(threads(), kFirsts) * size_of_piece(list[i], list[i].count), list[i].count);
+    const index_t first = size_of_piece(list[i], list[i].count, threads());
+    const index_t firsts = least(least(threads(), kMostFirsts) * first, list[i].count);
     progress_[i].taken.store(std::uint64_t(run) << 32 | std::uint64_t(firsts), std::memory_order_relaxed);
-    progress_[i].firsts.store(0, std::memory_order_relaxed);
+    for (auto& bits : progress_[i].firsts) bits.store(0, std::memory_order_relaxed);
     progress_[i].left.store(std::uint32_t(list[i].count), std::memory_order_relaxed);
   }
   open_.store(true);
   run_.store(run);
   run_.notify_all();
-  go_through(run, 0);
+  go_through(run, 0, callers_patience_);
 }
 
 void Pool::work(int thread) {
+  if (!processors_.empty()) stay_on(processors_[thread]);
+  Patience between_runs = patience(), in_run = patience();
   std::uint32_t seen = 0;
   while (true) {
-    wait_while(run_, seen);
+    wait_while(run_, seen, between_runs);
     seen = run_.load();
     if (stopping_) return;
     inside_.fetch_add(1);
-    if (open_.load() && run_.load() == seen) go_through(seen, thread);
+    if (open_.load() && run_.load() == seen) go_through(seen, thread, in_run);
     inside_.fetch_sub(1);
   }
 }
 
-void Pool::go_through(std::uint32_t run, int thread) {
+void Pool::go_through(std::uint32_t run, int thread, Patience& patience) {
   Ahead ahead;
   for (index_t i = 0; i < length_; ++i) {
     Progress& progress = progress_[i];
@@ -143,35 +133,30 @@ void Pool::go_through(std::uint32_t run, int thread) {
     }
     if (progress.left.load(std::memory_order_acquire) == 0) continue;
     look_ahead(ahead, i, thread);
-    wait_for(progress, ahead);
+    wait_for(progress, ahead, patience);
   }
-}
-
-// How many pieces are taken at once when `left` are.
-index_t Pool::size_of_piece(const Work& work, index_t left) const {
-  const index_t size = least(left / (threads() * kShare), work.grain);
-  return size < 1 ? 1 : size;
 }
 
 bool Pool::take(Progress& progress, std::uint32_t run, const Work& work, int thread, index_t& begin, index_t& end) const {
-  const index_t first = size_of_piece(work, work.count);
+  const index_t first = size_of_piece(work, work.count, threads());
   const auto take_first_of = [&](int owner) {
     begin = owner * first, end = least(begin + first, work.count);
-    const std::uint64_t bit = std::uint64_t(1) << owner;
-    if (begin >= work.count || progress.firsts.load(std::memory_order_relaxed) & bit) return false;
-    return !(progress.firsts.fetch_or(bit, std::memory_order_relaxed) & bit);
+    const std::uint64_t bit = std::uint64_t(1) << owner % 64;
+    std::atomic<std::uint64_t>& bits = progress.firsts[owner / 64];
+    if (begin >= work.count || bits.load(std::memory_order_relaxed) & bit) return false;
+    return !(bits.fetch_or(bit, std::memory_order_relaxed) & bit);
   };
   std::uint64_t taken = progress.taken.load(std::memory_order_relaxed);
   if (std::uint32_t(taken >> 32) != run) return false;
-  if (thread < kFirsts && take_first_of(thread)) return true;
+  if (thread < kMostFirsts && take_first_of(thread)) return true;
   while (true) {
     begin = index_t(taken & 0xFFFFFFFFu);
     if (begin >= work.count) break;
-    end = begin + size_of_piece(work, work.count - begin);
+    end = begin + size_of_piece(work, work.count - begin, threads());
     const std::uint64_t next = (std::uint64_t(run) << 32) | std::uint64_t(end);
     if (progress.taken.compare_exchange_weak(taken, next, std::memory_order_relaxed)) return true;
   }
-  for (int owner = 0; owner < least(threads(), kFirsts); ++owner)  // of who has not come yet
+  for (int owner = 0; owner < least(threads(), kMostFirsts); ++owner)  // of who has not come yet
     if (take_first_of(owner)) return true;
   return false;
 }
@@ -182,14 +167,14 @@ void Pool::look_ahead(Ahead& ahead, index_t after, int thread) const {
   while (next < length_ && (list_[next].region == nullptr || list_[next].count == 0)) ++next;
   if (next == ahead.work) return;
   ahead = {.work = next};
-  if (next >= length_ || thread >= kFirsts) return;
+  if (next >= length_ || thread >= kMostFirsts) return;
   const Work& work = list_[next];
-  const index_t first = size_of_piece(work, work.count);
+  const index_t first = size_of_piece(work, work.count, threads());
   ahead.piece = thread * first, ahead.pieces_end = least(ahead.piece + first, work.count);
   ahead.bytes = kAheadBytes;
 }
 
-void Pool::wait_for(Progress& progress, Ahead& ahead) const {
+void Pool::wait_for(Progress& progress, Ahead& ahead, Patience& patience) const {
   while (ahead.bytes > 0) {
     if (progress.left.load(std::memory_order_acquire) == 0) return;
     if (ahead.left.lines == 0) {
@@ -202,7 +187,29 @@ void Pool::wait_for(Progress& progress, Ahead& ahead) const {
       if (ahead.at >= ahead.left.bytes) ahead.left.memory += ahead.left.stride, --ahead.left.lines, ahead.at = 0;
     }
   }
-  for (std::uint32_t left; (left = progress.left.load(std::memory_order_acquire)) != 0;) wait_while(progress.left, left);
+  for (std::uint32_t left; (left = progress.left.load(std::memory_order_acquire)) != 0;)
+    wait_while(progress.left, left, patience);
+}
+
+Balance balance_of(const Work& work, index_t threads) {
+  Balance balance;
+  using Thread = std::pair<index_t, index_t>;  // when it has done what it took; its number
+  std::priority_queue<Thread, std::vector<Thread>, std::greater<>> free;
+  for (index_t thread = 0; thread < threads; ++thread) free.push({0, thread});
+  for (index_t begin = 0, end; begin < work.count; begin = end, ++balance.takes) {
+    // Each thread takes first what is its own, which all together is what would be taken one after another at that size.
+    const index_t left = balance.takes < threads ? work.count : work.count - begin;
+    end = threads == 1 ? least(begin + work.grain, work.count)
+                       : least(begin + size_of_piece(work, left, threads), work.count);
+    index_t cost = 0;
+    for (index_t piece = begin; piece < end; ++piece) cost += work.cost ? work.cost(work.call, piece) : work.each_cost;
+    const auto [since, thread] = free.top();
+    free.pop();
+    free.push({since + cost, thread});
+    balance.cost += cost;
+    balance.busiest = std::max(balance.busiest, since + cost);
+  }
+  return balance;
 }
 
 namespace {

@@ -6,8 +6,9 @@
 // same (unless it comes so late that another has done it); the further ones are whatever is left, smaller towards the end,
 // so that all are done at nearly the same time.
 //
-// Waiting is a short spin (the rest of a piece of work is microseconds away), then a futex: no thread spins while other
-// processes could use the core. While it waits a thread fetches what its first piece of a coming work reads: memory is
+// Waiting is a short spin, then a futex. How short each thread learns: about twice as long as its waits have taken lately, so
+// that the end of a work is met awake on 64 threads as on two, while a thread whose waits are long sleeps soon. Nobody spins
+// where there are more threads than processors: who spins would hold up who works. While it waits a thread fetches what its first piece of a coming work reads: memory is
 // what limits a step of few rows, and it should not stand still while rows are normed.
 #pragma once
 
@@ -22,7 +23,8 @@ namespace qt {
 
 class Pool {
  public:
-  // threads: how many compute, the caller of run() included. pin: each stays on one of the cores that the process may use.
+  // threads: how many compute, the caller of run() included. pin: each stays on one of the processors that the process may
+  // use, each on a core of its own as long as there are cores.
   Pool(int threads, bool pin);
   ~Pool();
   Pool(const Pool&) = delete;
@@ -34,12 +36,20 @@ class Pool {
   void run(const Work* list, index_t count);
 
  private:
+  static constexpr index_t kMostFirsts = 256;  // threads that have a first piece of their own
+
   // Progress through one work of the list. `taken` carries the run's number in its upper half, so that a thread that is
   // a run late takes nothing.
-  struct alignas(64) Progress {
-    std::atomic<std::uint64_t> taken{0};   // pieces before this are taken, but for threads' first ones
-    std::atomic<std::uint64_t> firsts{0};  // a bit for each thread whose first pieces somebody has taken
-    std::atomic<std::uint32_t> left{0};
+  struct Progress {
+    alignas(64) std::atomic<std::uint64_t> taken{0};    // pieces before this are taken, but for threads' first ones
+    std::atomic<std::uint64_t> firsts[kMostFirsts / 64]{};  // a bit for each thread whose first pieces somebody has taken
+    alignas(64) std::atomic<std::uint32_t> left{0};     // on a line of its own: who waits reads it all the time
+  };
+
+  // How long a thread spins before it sleeps, learned from how long it has waited.
+  struct Patience {
+    int usual = 0;  // spins that waits have taken lately
+    int most = 0;   // 0: never spins
   };
 
   // How far a thread has fetched what it will take first of a coming work.
@@ -50,13 +60,18 @@ class Pool {
   };
 
   void work(int thread);
-  void go_through(std::uint32_t run, int thread);
+  void go_through(std::uint32_t run, int thread, Patience& patience);
   bool take(Progress& progress, std::uint32_t run, const Work& work, int thread, index_t& begin, index_t& end) const;
-  index_t size_of_piece(const Work& work, index_t left) const;
   void look_ahead(Ahead& ahead, index_t after, int thread) const;
-  void wait_for(Progress& progress, Ahead& ahead) const;
+  void wait_for(Progress& progress, Ahead& ahead, Patience& patience) const;
+  template <class Value>
+  static void wait_while(const std::atomic<Value>& word, Value value, Patience& patience);
+  Patience patience() const { return {.usual = most_spins_ / 8, .most = most_spins_}; }
 
   std::vector<std::thread> workers_;
+  std::vector<int> processors_;  // where threads stay; empty: anywhere
+  int most_spins_ = 0;
+  Patience callers_patience_;  // of who calls run()
   std::mutex callers_;
   std::vector<Work> list_;  // this and the next two change only while no worker is inside
   std::vector<Progress> progress_;
@@ -66,6 +81,13 @@ class Pool {
   std::atomic<bool> open_{false};       // whether workers may still enter the current run
   std::atomic<bool> stopping_{false};
 };
+
+// What the threads of a pool of that size would have of a work, were all equally fast.
+struct Balance {
+  index_t cost = 0, busiest = 0;  // of all pieces; of the thread that has most
+  index_t takes = 0;              // how often somebody takes pieces
+};
+Balance balance_of(const Work& work, index_t threads);
 
 // The process's pool; made by the first call of qt_set_threads, or with one thread.
 Pool& pool();

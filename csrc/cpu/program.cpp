@@ -17,9 +17,17 @@ void Program::run(const Step& step, index_t begin, index_t end) {
   for (index_t i = begin; i < end; ++i) {
     for (index_t mark = 0; step.marks && mark < index_t(marks_.size()); ++mark)
       if (marks_[mark] == i) list_.push_back({.count = 1, .run = note_time, .call = step.marks + mark});
-    list_.push_back(ops_[i]->prepare(step));
+    list_.push_back(ops_[i]->prepare(step, pool().threads()));
   }
   pool().run(list_.data(), index_t(list_.size()));
+}
+
+void Program::balance(const Step& step, index_t threads, index_t begin, index_t end, OpBalance* out) {
+  for (index_t i = begin; i < end; ++i, ++out) {
+    const Work work = ops_[i]->prepare(step, threads);
+    const Balance found = balance_of(work, threads);
+    *out = {work.count, found.takes, found.cost, found.busiest, work.bytes, work.bytes_again};
+  }
 }
 
 void Program::reserve(index_t bytes) {
@@ -40,6 +48,12 @@ QT_EXPORT index_t qt_program_size(const qt::Program* program) { return program->
 
 QT_EXPORT void qt_program_run(qt::Program* program, const qt::Step* step, index_t begin, index_t end) {
   program->run(*step, begin, end);
+}
+
+// out: [end - begin]. See Program::balance.
+QT_EXPORT void qt_program_balance(qt::Program* program, const qt::Step* step, index_t threads, index_t begin, index_t end,
+                                  qt::OpBalance* out) {
+  program->balance(*step, threads, begin, end, out);
 }
 
 // Operations appended from here on begin a part whose time is told apart: see Step::marks.

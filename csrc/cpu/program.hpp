@@ -54,9 +54,16 @@ struct Step {
 class Op {
  public:
   virtual ~Op() = default;
-  // Describes this operation's work in a step. Called once per step before anything runs; the description lives in the
-  // operation. No work (count 0) is fine.
-  virtual Work prepare(const Step& step) = 0;
+  // Describes this operation's work in a step, cut for so many threads. Called once per step before anything runs; the
+  // description lives in the operation. No work (count 0) is fine.
+  virtual Work prepare(const Step& step, index_t threads) = 0;
+};
+
+// One operation's share of a step on so many threads, in the order of `quintet.executor.program.runner.OpBalance`.
+struct OpBalance {
+  index_t pieces, takes;       // pieces of work; how often a thread takes some
+  index_t cost, busiest;       // of all pieces; of the busiest thread's
+  index_t bytes, bytes_again;  // of weights and KV; of them, read before by another piece
 };
 
 class Program {
@@ -66,6 +73,9 @@ class Program {
   void mark() { marks_.push_back(size()); }
   // Runs operations [begin, end).
   void run(const Step& step, index_t begin, index_t end);
+  // How operations [begin, end) would keep so many threads busy. Nothing is run, and none of the step's arrays but the rows' is
+  // read.
+  void balance(const Step& step, index_t threads, index_t begin, index_t end, OpBalance* out);
   index_t size() const { return index_t(ops_.size()); }
   // Memory that any operation may use while it runs, and no longer: one area for all, as large as the largest wish. Its
   // address is known once everything is recorded.

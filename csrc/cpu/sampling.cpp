@@ -1,6 +1,7 @@
 // The C ABI of drawing and of log-probabilities. Logits: [rows][vocab_size] of a format, rows `stride` elements apart.
 #include "sampling.hpp"
 
+#include <algorithm>
 #include <cstdlib>
 #include <memory>
 #include <vector>
@@ -30,9 +31,9 @@ struct ProgramDraw {
   Dtype dtype;
   std::vector<float> maxima;
 
-  void describe(const Step& step) {
+  void describe(const Step& step, index_t threads) {
     constexpr index_t kPartsPerThread = 4, kLeastBlocks = 32;  // a part is at least so many: a microsecond
-    const index_t rows = step.num_outputs, threads = pool().threads(), blocks = blocks_of(call.of.vocab_size);
+    const index_t rows = step.num_outputs, blocks = blocks_of(call.of.vocab_size);
     call.settings = step.settings;
     call.slots = step.output_slots;
     call.positions = step.output_positions;
@@ -41,7 +42,7 @@ struct ProgramDraw {
     call.slot_tokens_stride = step.slot_tokens_stride;
     call.parts = 1;
     if (rows > 0 && rows < 2 * threads) call.parts = (kPartsPerThread * threads + rows - 1) / rows;
-    if (call.parts > blocks / kLeastBlocks) call.parts = blocks / kLeastBlocks;
+    call.parts = std::max(index_t(1), std::min(call.parts, blocks / kLeastBlocks));
     call.maxima = nullptr;
     if (call.parts <= 1) return;
     if (index_t(maxima.size()) < rows * blocks) maxima.resize(rows * blocks);
@@ -52,10 +53,13 @@ struct ProgramDraw {
 class FindMaxima final : public Op {
  public:
   explicit FindMaxima(std::shared_ptr<ProgramDraw> of) : of_(std::move(of)) {}
-  Work prepare(const Step& step) override {
-    of_->describe(step);
+  Work prepare(const Step& step, index_t threads) override {
+    of_->describe(step, threads);
     const index_t count = of_->call.maxima ? step.num_outputs * of_->call.parts : 0;
-    return {.count = count, .run = QT_CHOOSE(sampling).find_maxima[int(of_->dtype)], .call = &of_->call};
+    return {.count = count,
+            .run = QT_CHOOSE(sampling).find_maxima[int(of_->dtype)],
+            .call = &of_->call,
+            .each_cost = of_->call.of.vocab_size / of_->call.parts};
   }
 
  private:
@@ -65,9 +69,14 @@ class FindMaxima final : public Op {
 class DrawTokens final : public Op {
  public:
   explicit DrawTokens(std::shared_ptr<ProgramDraw> of) : of_(std::move(of)) {}
-  Work prepare(const Step& step) override {
-    of_->describe(step);
-    return {.count = step.num_outputs, .run = QT_CHOOSE(sampling).draw[int(of_->dtype)], .call = &of_->call};
+  Work prepare(const Step& step, index_t threads) override {
+    of_->describe(step, threads);
+    // With the largest of each block at hand, few blocks are read.
+    const index_t cost = of_->call.maxima ? blocks_of(of_->call.of.vocab_size) : of_->call.of.vocab_size;
+    return {.count = step.num_outputs,
+            .run = QT_CHOOSE(sampling).draw[int(of_->dtype)],
+            .call = &of_->call,
+            .each_cost = cost};
   }
 
  private:

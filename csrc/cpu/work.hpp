@@ -32,9 +32,12 @@ struct Work {
   const void* call = nullptr;  // the kernel's own description, alive until the work is done
   // What a piece reads, if it is much: a thread that waits for an earlier work fetches the beginning of what it will take.
   Region (*region)(const void* call, index_t piece) = nullptr;
-  // What a piece costs beside others of the step, in about the time of a multiplication and addition; null: all alike, next
-  // to nothing. Whoever asks how works are balanced reads it; running does not.
+  // For whoever asks how works are balanced; running reads none of it. What a piece costs beside others of the step, in about
+  // the time of a multiplication and addition, or null: `each_cost`, all alike; bytes of weights and KV that are read, and
+  // how many of them once more after another piece had read them.
   index_t (*cost)(const void* call, index_t piece) = nullptr;
+  index_t each_cost = 1;
+  index_t bytes = 0, bytes_again = 0;
 };
 
 }  // namespace qt

@@ -11,7 +11,7 @@ import msgspec
 
 from quintet.deploy.commands.serve import add_option_arguments, options_of
 from quintet.deploy.resolve.build import Resolution, resolve
-from quintet.deploy.resolve.memory import available_ram_bytes, format_size
+from quintet.deploy.resolve.memory import ATTENTION_SCRATCH_BYTES, available_ram_bytes, format_size
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -48,6 +48,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     processes: dict[str, int]
     address: str
     available_memory_bytes: int
+    attention_scratch_bytes: int
+    """What attention takes beside KV, at most; on a CPU."""
     notes: list[str]
 
 
@@ -108,6 +110,9 @@ def make_plan(resolution: Resolution) -> Plan:
         },
         address=f"{config.frontend.host}:{config.frontend.port}",
         available_memory_bytes=available_ram_bytes(),
+        attention_scratch_bytes=ATTENTION_SCRATCH_BYTES
+        if (config.executor.kind, config.executor.device) == ("torch", "cpu")
+        else 0,
         notes=resolution.notes,
     )
 
@@ -132,6 +137,11 @@ def plan_lines(plan: Plan) -> list[str]:
             f"{plan.num_blocks * plan.block_size:,} tokens in all"
             if plan.kv_memory_bytes
             else "what the GPU has left when the model is loaded",
+        ),
+        *(
+            [("attention scratch", f"{format_size(plan.attention_scratch_bytes)} at most, for all layers")]
+            if plan.attention_scratch_bytes
+            else []
         ),
         (
             "requests",

@@ -12,7 +12,12 @@ from quintet.deploy.resolve.card import Dtype, ModelFacts, read_facts
 from quintet.deploy.resolve.chat_templates import read_chat_templates
 from quintet.deploy.resolve.device import default_device
 from quintet.deploy.resolve.flags import Options
-from quintet.deploy.resolve.memory import available_ram_bytes, format_size, parse_size
+from quintet.deploy.resolve.memory import (
+    ATTENTION_SCRATCH_BYTES,
+    available_ram_bytes,
+    format_size,
+    parse_size,
+)
 from quintet.deploy.resolve.source import locate_model
 from quintet.deploy.resolve.tokenizer_files import tokenizer_folder
 from quintet.deploy.resolve.weights import WeightFacts, read_weight_facts
@@ -193,7 +198,7 @@ def _frontend_config(options: Options) -> FrontendConfig:
 def _kv_memory(
     options: Options, device: str, kind: str, weight_bytes: int, kv: KvSpec, max_model_len: int
 ) -> int:
-    """Return the bytes KV may take: as asked, or a share of what the weights leave. The mock holds no KV at all.
+    """Return the bytes KV may take: as asked, or a share of what weights and scratch leave. The mock holds no KV at all.
 
     0 on a GPU, whose executor finds out: what else is in the device's memory is known there only.
     """
@@ -203,8 +208,8 @@ def _kv_memory(
         return rules.cap_kv_memory(kv, 1 << 62, options.max_num_seqs, max_model_len)
     if device == "cuda":
         return 0
-    free_bytes = int((available_ram_bytes() - weight_bytes) * options.kv_cache_memory_share)
-    return max(1, free_bytes)
+    free_bytes = available_ram_bytes() - weight_bytes - ATTENTION_SCRATCH_BYTES
+    return max(1, int(free_bytes * options.kv_cache_memory_share))
 
 
 def _recording_folder(path: str | None) -> str | None:

@@ -7,6 +7,9 @@ from pathlib import Path
 
 from quintet.wire.errors import ConfigError
 
+ATTENTION_SCRATCH_BYTES = 32 << 20
+"""What attention keeps on a CPU beside KV, at most: sums of parts of long contexts that several threads share (csrc/cpu)."""
+
 _UNITS = {
     "": 1, "b": 1,
     "k": 1 << 10, "kib": 1 << 10, "kb": 1000,

@@ -7,6 +7,8 @@ Every step reads all of a model's weights. With pages of 4 KiB the processor loo
 and its prefetchers stop at each page's end. But on a machine whose free memory is scattered, the system takes milliseconds to
 make room for one page of 2 MiB, and whoever starts a server waits for the first token.
 
+On a machine with several memory nodes the pages lie on those that compute, in turn (`executor.platforms.memory_nodes`).
+
 Owns its mapping, which the tensor keeps alive. Nothing here changes what the memory holds.
 """
 
@@ -18,6 +20,8 @@ import time
 from pathlib import Path
 
 import torch
+
+from quintet.executor.platforms.memory_nodes import interleave, usable_nodes
 
 PAGE_BYTES = 2 << 20
 PIECE_BYTES = 8 * PAGE_BYTES
@@ -45,6 +49,9 @@ class HugePages:
         )  # of the first huge page; what is before is never touched
         self.memory = whole[self._begin : self._begin + size_bytes]
         """uint8 ``[size_bytes]``, zeros, on a huge page's boundary."""
+        nodes = usable_nodes()
+        if len(nodes) > 1:
+            interleave(whole.data_ptr() + self._begin, self._length, nodes)
         self._gathered = self._populate() if _are_allowed(switch) else self._length
 
     @property

@@ -29,6 +29,7 @@ class ProgramLibrary:
         self.mark = declare(library, "qt_program_mark", a)
         self.fill_step = declare(library, "qt_fill_step", a, a, a, a, a, n, result=n)
         self.run = declare(library, "qt_program_run", a, a, n, n)
+        self.balance = declare(library, "qt_program_balance", a, a, n, n, n, a)
         self.embedding = declare(library, "qt_program_embedding", a, a, n, a, n, i, i)
         self.embedding_packed = declare(library, "qt_program_embedding_packed", a, a, a, n, i)
         self.rms_norm = declare(library, "qt_program_rms_norm", a, a, n, n, a, f, f, a, n, i, i)

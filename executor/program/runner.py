@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -28,6 +29,24 @@ MIN_OUTPUTS = 256
 
 FIRST_ROTATIONS = 4096
 """Positions whose cosines and sines are computed at boot."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpBalance:
+    """One operation's work in a step, cut for some number of threads."""
+
+    name: str
+    pieces: int
+    takes: int
+    """How often a thread takes pieces."""
+    cost: int
+    """Of all pieces, in about the time of a multiplication and addition."""
+    busiest: int
+    """Of the busiest thread's, were all threads equally fast."""
+    bytes: int
+    """Of weights and KV that pieces read."""
+    bytes_again: int
+    """Of these, read before by another piece."""
 
 
 class ProgramRunner:
@@ -129,6 +148,18 @@ class ProgramRunner:
         self.forward(rows, tables)
         self.logits(tokens)
         return [(span.name, self._run(span.begin, span.end)) for span in self.spans]
+
+    def balance(self, starts: Sequence[int], counts: Sequence[int], threads: int) -> list[OpBalance]:
+        """Return how a step of such rows would keep so many threads busy, an operation each. Nothing is run.
+
+        starts, counts: as in a plan. Not to be called between `forward` and `logits`: it describes another step.
+        """
+        self._step.outline(starts, counts)
+        figures = np.zeros((self._size, 6), np.int64)
+        self._library.balance(self._program, self._step.address, threads, 0, self._size, figures.ctypes.data)
+        names = [span.name for span in self.spans for _ in range(span.begin, span.end)]
+        names += ["draw"] * (self._size - len(names))
+        return [OpBalance(name, *row) for name, row in zip(names, figures.tolist(), strict=True)]
 
     def _run(self, begin: int, end: int) -> float:
         begun = time.perf_counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,6 +99,20 @@ class Step:
                 f" step has at most {self.c.max_rows} rows and {self.c.max_tokens} tokens"
             )
         return length
+
+    def outline(self, starts: Sequence[int], counts: Sequence[int]) -> None:
+        """Describe rows that all draw, in the first slots, without any of their tokens: for `ProgramRunner.balance` alone."""
+        num_rows, c = len(counts), self.c
+        c.num_tokens, c.num_rows, c.num_outputs = sum(counts), num_rows, num_rows
+        assert num_rows <= c.max_rows and c.num_tokens <= c.max_tokens, (num_rows, c.num_tokens)
+        ends = np.cumsum(counts)
+        for name, column in (
+            ("row_slots", np.arange(num_rows)),
+            ("row_starts", starts),
+            ("row_counts", counts),
+            ("row_offsets", ends - counts),
+        ):
+            self.columns[name][:num_rows] = column
 
     def _bind(self, tables: SlotTables, settings: Settings | None) -> None:
         """Point at the tables: the same ones in every step of a worker."""

@@ -15,7 +15,12 @@ from quintet.deploy.resolve import rules
 from quintet.deploy.resolve.build import Resolution, resolve
 from quintet.deploy.resolve.card import read_facts
 from quintet.deploy.resolve.flags import Options
-from quintet.deploy.resolve.memory import available_ram_bytes, format_size, parse_size
+from quintet.deploy.resolve.memory import (
+    ATTENTION_SCRATCH_BYTES,
+    available_ram_bytes,
+    format_size,
+    parse_size,
+)
 from quintet.deploy.resolve.source import locate_model
 from quintet.deploy.resolve.tokenizer_files import tokenizer_folder
 from quintet.deploy.resolve.weights import WeightFacts, read_weight_facts
@@ -189,7 +194,7 @@ def test_kv_memory_is_a_share_of_what_the_weights_leave(
 ) -> None:
     folder = write_model(tmp_path)
     write_weights(folder / "model.safetensors", {"w": [1000, 500]})
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory(3_000_000))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory(3_000_000 + ATTENTION_SCRATCH_BYTES))
     options: dict[str, Any] = {"executor": "torch", "device": "cpu", "kv_cache_memory_share": 0.5}
     assert resolved(folder, **options).config.cache.memory_bytes == 1_000_000
 

@@ -11,6 +11,7 @@ The cache is full of NaN at first: whatever of it reaches a result is seen.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,8 +22,9 @@ import torch
 from tests.executor.instruction_sets import MATRIX_UNITS, REPEATING, isa
 from tests.executor.paged_requests import PLAIN, Features, Requests, Row, Shape, noise, reference
 
+from quintet.deploy.resolve.memory import ATTENTION_SCRATCH_BYTES
 from quintet.executor.ops.host_attention import PagedKv, attend, kv_block_bytes, write_kv
-from quintet.executor.ops.host_library import open_library
+from quintet.executor.ops.host_library import declare, open_library
 from quintet.executor.ops.rms_norm import rms_norm
 from quintet.executor.ops.rope_kv_write import rope
 from quintet.executor.program.step import CStep
@@ -208,6 +210,33 @@ def test_threads_change_no_bits(form: Format) -> None:
     for other in outs[1:]:
         for a, b in zip(outs[0], other, strict=True):
             assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("threads", [2], indirect=True)
+def test_more_long_rows_than_their_scratch_has_room_for(threads: int) -> None:
+    """96 heads over 12 partitions take 1.2 MB a row, which all rows of a step may share 32 MB of: then some are not cut."""
+    library = open_library()
+    assert library is not None
+    rows, heads, head_dim, length = 40, 96, 256, 12 * 512
+    assert rows * heads * 12 * (head_dim + 2) * 4 > ATTENTION_SCRATCH_BYTES
+    kv = PagedKv.of_blocks(4, FP32, 1, head_dim, 512)  # that the rows share, each in an order of its own
+    for number, block in enumerate(kv.memory.view(FP32).view(4, -1)):
+        block.copy_(noise(block.numel(), seed=number))
+    table = np.random.default_rng(0).integers(0, 4, (rows, 12), np.int32)
+    step, arrays = step_of([length - 1] * rows, table)
+    q = noise(rows, heads * head_dim, seed=9)
+    outs = []
+    for count in (1, 32):  # so many that half a row is a thread's share
+        library.qt_set_threads(count, 0)
+        outs.append(attend(step, q, kv, 0.01))
+    assert arrays is not None
+    assert_same_bits(*outs)
+
+
+def test_the_scratch_is_as_large_as_a_plan_says() -> None:
+    library = open_library()
+    assert library is not None
+    assert declare(library, "qt_attention_scratch_bytes", result=ctypes.c_int64)() == ATTENTION_SCRATCH_BYTES
 
 
 def step_of(

@@ -1,12 +1,17 @@
-"""How many cores the executor takes: affinity, hyperthreads, container quotas."""
+"""How many cores the executor takes: affinity, hyperthreads, container quotas. Where its threads stay, and its weights lie."""
 
 from __future__ import annotations
 
+import ctypes
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from quintet.executor.ops.host_library import declare, open_library
 from quintet.executor.platforms.cores import default_threads, usable_cores
+from quintet.executor.platforms.memory_nodes import usable_nodes
 
 
 def machine(root: Path, siblings: dict[int, str], **files: str) -> Path:
@@ -51,3 +56,62 @@ def test_an_older_control_group_counts_too(tmp_path: Path) -> None:
 
 def test_small_machines_compute_on_every_core() -> None:
     assert [default_threads(cores) for cores in (1, 2, 4, 8, 16, 64)] == [1, 2, 4, 7, 14, 56]
+
+
+def pinned(root: Path, processors: list[int]) -> list[int]:
+    """Return in which order the compute threads are kept on processors."""
+    library = open_library()
+    if library is None:
+        pytest.skip("the host kernels are not built")
+    order = (ctypes.c_int * len(processors))(*processors)
+    address, size = ctypes.c_void_p, ctypes.c_int64
+    declare(library, "qt_in_order_of_cores", address, size, ctypes.c_char_p)(
+        order, len(processors), str(root).encode()
+    )
+    return list(order)
+
+
+def test_threads_stay_on_cores_of_their_own_before_two_share_one(tmp_path: Path) -> None:
+    adjacent = machine(tmp_path / "adjacent", {0: "0-1", 1: "0-1", 2: "2-3", 3: "2-3", 4: "4-5", 5: "4-5"})
+    assert pinned(adjacent, [0, 1, 2, 3, 4, 5]) == [0, 2, 4, 1, 3, 5]
+    apart = machine(tmp_path / "apart", {0: "0,2", 1: "1,3", 2: "0,2", 3: "1,3"})
+    assert pinned(apart, [0, 1, 2, 3]) == [0, 1, 2, 3]
+    # A mask may leave out the first processor of a core, and the system may not tell.
+    assert pinned(adjacent, [1, 2, 3, 4]) == [1, 2, 4, 3]
+    assert pinned(tmp_path / "silent", [3, 7, 9]) == [3, 7, 9]
+
+
+PINNING = """
+import os, sys, threading
+from quintet.executor.ops.host_library import open_library, set_threads
+before = os.sched_getaffinity(0)
+set_threads(open_library(), len(before), True)
+tasks = [int(task) for task in os.listdir("/proc/self/task")]
+import time
+deadline = time.monotonic() + 20
+while time.monotonic() < deadline:
+    masks = [os.sched_getaffinity(task) for task in tasks]
+    alone = [mask for mask in masks if len(mask) == 1]
+    if set().union(*alone) == before if alone else False:
+        sys.exit(0)
+    time.sleep(0.01)
+sys.exit(f"{masks} of {before}")
+"""
+
+
+def test_pinned_threads_take_every_processor_of_the_mask() -> None:
+    if open_library() is None:
+        pytest.skip("the host kernels are not built")
+    done = subprocess.run([sys.executable, "-c", PINNING], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_nodes_are_those_with_a_processor_of_the_mask(tmp_path: Path) -> None:
+    for node, processors in {0: "0-3,16", 1: "4-7", 2: "8", 3: ""}.items():
+        folder = tmp_path / f"devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(processors + "\n")
+    assert usable_nodes({2, 3}, tmp_path) == [0]
+    assert usable_nodes({16, 5, 6, 8}, tmp_path) == [0, 1, 2]
+    assert usable_nodes({99}, tmp_path) == []
+    assert usable_nodes({0}, tmp_path / "absent") == []

@@ -9,6 +9,7 @@ import torch
 
 from quintet.executor.ops import huge_pages
 from quintet.executor.ops.huge_pages import PAGE_BYTES, PIECE_BYTES, HugePages
+from quintet.executor.platforms.memory_nodes import usable_nodes
 
 SIZE = 3 * PIECE_BYTES - 12345
 
@@ -70,3 +71,18 @@ def test_nothing_is_asked_of_a_system_that_gives_none(
     monkeypatch.setattr(huge_pages, "SLACK_S", -1.0)
     path = tmp_path / "nowhere" if words is None else switch(tmp_path, words)
     assert not HugePages(SIZE, path).is_scattered
+
+
+def test_pages_lie_on_all_nodes_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as a machine of one node can tell: the system keeps the wish, and what is written stays."""
+    policies = Path("/proc/self/numa_maps")
+    if not policies.exists() or not usable_nodes():
+        pytest.skip("a kernel without memory nodes")
+    node = usable_nodes()[0]
+    monkeypatch.setattr(huge_pages, "usable_nodes", lambda: [node, node])
+    pages = HugePages(SIZE, switch(tmp_path, "always [madvise] never\n"))
+    address = f"{pages.memory.data_ptr():x} interleave:{node}"
+    assert any(line.startswith(address) for line in policies.read_text().splitlines()), address
+    assert not pages.memory.any()
+    pages.memory[::4096] = 7
+    assert bool((pages.memory[::4096] == 7).all())

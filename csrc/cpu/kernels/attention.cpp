@@ -312,7 +312,7 @@ void attend_unit(const AttentionCall& call, const AttentionPiece& piece, index_t
 
   float normalizer[kMaxRows];
   float* partials = piece.partials;  // of this unit
-  if (partials) partials += unit * (piece.all_last - piece.all_first) * call.partial_floats;
+  if (partials) partials += unit * (piece.all_last - piece.all_first) * piece.partial_floats;
   const index_t seen = call.window && piece.position >= call.window ? piece.position + 1 - call.window : 0;
   const index_t first_tile = piece.first * kPartitionTiles, last_tile = piece.last * kPartitionTiles;
   const index_t seen_end = (piece.position + piece.count - 1) / kTileKeys + 1;
@@ -347,7 +347,7 @@ void attend_unit(const AttentionCall& call, const AttentionPiece& piece, index_t
       const Partial part = partial_of(group, normalizer), total = partial_at(group.total, group.rows, head_dim);
       if (partials)
         copy(group.rows, head_dim, part,
-             partial_at(partials + (partition - piece.all_first) * call.partial_floats, kMaxRows, head_dim));
+             partial_at(partials + (partition - piece.all_first) * piece.partial_floats, group.rows, head_dim));
       else if (partition == piece.first)
         copy(group.rows, head_dim, part, total);
       else
@@ -359,7 +359,7 @@ void attend_unit(const AttentionCall& call, const AttentionPiece& piece, index_t
     if (__atomic_sub_fetch(piece.pending + unit, 1, __ATOMIC_ACQ_REL) != 0) return;
     const Partial total = partial_at(groups[0].total, groups[0].rows, head_dim);
     for (index_t i = 0; i < piece.all_last - piece.all_first; ++i) {
-      const Partial part = partial_at(partials + i * call.partial_floats, kMaxRows, head_dim);
+      const Partial part = partial_at(partials + i * piece.partial_floats, groups[0].rows, head_dim);
       if (i == 0)
         copy(groups[0].rows, head_dim, part, total);
       else

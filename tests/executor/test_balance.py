@@ -1,0 +1,64 @@
+"""How steps would be cut for many threads, as `bench.balance` tells: of layers of a well-known size, without running them."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+from bench.balance import STEPS, share
+from bench.step import SHAPES, config_of
+
+from quintet.executor.ops.host_library import open_library
+from quintet.executor.program.runner import ProgramRunner
+from quintet.executor.worker import Worker, make_torch_worker
+
+pytestmark = pytest.mark.skipif(open_library() is None, reason="the host kernels are not built")
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Worker:
+    """One layer, few words: how layers are cut does not depend on how many there are."""
+    card = SHAPES[request.param] | {"num_hidden_layers": 1, "vocab_size": 1024}
+    room = argparse.Namespace(
+        dtype="bfloat16",
+        quantization="none",
+        threads=1,
+        pin=False,
+        repetitions=0,
+        rows=[32],
+        context=2048,
+        new=1,
+    )
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    return make_torch_worker(config_of(folder, card, room))
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_linear_layers_keep_64_threads_busy(worker: Worker, step: str) -> None:
+    rows, before, new = STEPS[step]
+    runner = worker.runner
+    assert isinstance(runner, ProgramRunner)
+    costs = []
+    for threads in (1, 2, 64, 300):
+        operations = runner.balance([before] * rows, [new] * rows, threads)
+        layers = [each for each in operations if each.name.startswith("linear") and each.bytes]
+        layers.pop()  # logits of fewer words than any model has
+        assert len(layers) == 4
+        costs.append(sum(each.cost for each in layers))
+        assert all(each.takes <= each.pieces and each.busiest * threads >= each.cost for each in layers)
+        if threads <= 64:
+            assert share(layers, threads) >= 0.92
+    # Threads change how work is cut, not how much there is; but a panel of few rows costs as much as reading the weight.
+    assert max(costs) <= 1.01 * min(costs)
+
+
+def test_a_row_of_a_prompt_is_read_again_by_each_panel(worker: Worker) -> None:
+    runner = worker.runner
+    assert isinstance(runner, ProgramRunner)
+    decode, prompt = (runner.balance([0], [new], 2) for new in (1, 2048))
+    for one, many in zip(decode, prompt, strict=True):
+        if one.name.startswith("linear"):
+            assert one.bytes_again == 0
+            assert many.bytes - many.bytes_again == one.bytes
+            assert not one.bytes or "1024" in one.name or many.bytes_again > 0
