@@ -15,10 +15,11 @@ from quintet.process.runtime import Process, child_main
 from quintet.wire.codec import pack_i32, pack_i64, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig, ModelConfig
 from quintet.wire.dropped import Dropped
-from quintet.wire.errors import ErrorCode
+from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of, is_newer
 from quintet.wire.limits import FrameTooLarge
 from quintet.wire.messages import Detokenized, DetokenizeQuery, Failed, Live, StopHit, Text, Tokens, Unknown
+from quintet.wire.params import check_token_ids
 from quintet.wire.supervision import Drain, Drained, Topology
 
 QUERY_SLICE = 4096
@@ -230,11 +231,10 @@ class Detokenizer:
 
     def _accept_query(self, query: DetokenizeQuery) -> None:
         token_ids = unpack_i32(query.token_ids)
-        limit = self.vocab_size
-        wrong = next((token_id for token_id in token_ids if not 0 <= token_id < limit), None)
-        if wrong is not None:
-            message = f"token id {wrong} is not in the vocabulary; ids must be between 0 and {limit - 1}."
-            failed = Failed(query.query_id, ErrorCode.INVALID, message, "tokens")
+        try:
+            check_token_ids(token_ids, self.vocab_size, "tokens")
+        except RequestError as error:
+            failed = Failed(query.query_id, error.code, error.message, error.param)
             self._process.peers.send(Role.FRONTEND, query.frontend, Detokenized(query.query_id, "", failed))
             return
         table = self._skipping if query.skip_special_tokens else self._showing

@@ -17,7 +17,7 @@ from quintet.wire.codec import unpack_i32
 from quintet.wire.config import ModelConfig
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
 from quintet.wire.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
-from quintet.wire.params import SamplingParams
+from quintet.wire.params import SamplingParams, first_unknown
 
 LENGTH_KEEPING = frozenset({"NFD", "NFKD", "Prepend", "Lowercase", "ByteLevel"})
 """Normalizers that never make a text shorter."""
@@ -147,9 +147,9 @@ class Encoder:
     def _check_known(self, ids: Sequence[int], field: str) -> None:
         """Refuse ids that the model has no embedding for: tokenizers may have added tokens beyond its vocabulary."""
         size = self._vocab_size
-        if 0 <= min(ids) <= max(ids) < size:
+        wrong = first_unknown(ids, size)
+        if wrong is None:
             return
-        wrong = next(token_id for token_id in ids if not 0 <= token_id < size)
         token = self._tokenizer.id_to_token(wrong) if wrong >= 0 else None
         spelling = "no token of the tokenizer" if token is None else repr(token)
         raise RequestError(

@@ -6,6 +6,7 @@ Names, defaults and ranges are those of vLLM's ``SamplingParams``, so that exist
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -102,6 +103,24 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
         if self.logit_bias:
             changes["logit_bias"] = {t: min(100.0, max(-100.0, b)) for t, b in self.logit_bias.items()}
         return msgspec.structs.replace(self, **changes) if changes else self
+
+
+def first_unknown(ids: Sequence[int], vocab_size: int) -> int | None:
+    """Return the first of these ids that is no token of a model with so many; None where all are."""
+    if not ids or 0 <= min(ids) <= max(ids) < vocab_size:
+        return None
+    return next(token for token in ids if not 0 <= token < vocab_size)
+
+
+def check_token_ids(ids: Sequence[int], vocab_size: int, field: str) -> None:
+    """Raise `RequestError` where one of these ids is no token of the model."""
+    wrong = first_unknown(ids, vocab_size)
+    if wrong is not None:
+        raise RequestError(
+            ErrorCode.INVALID,
+            f"{field} holds the token id {shown(wrong)}; ids must be between 0 and {vocab_size - 1}.",
+            field,
+        )
 
 
 def shown(value: object) -> str:

@@ -11,7 +11,7 @@ import msgspec
 from quintet.wire.codec import pack_i32
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
-from quintet.wire.params import SamplingParams
+from quintet.wire.params import SamplingParams, check_token_ids, shown
 
 
 class PromptDict(TypedDict, total=False):
@@ -118,15 +118,15 @@ def _pack_ids(ids: Sequence[object], vocab_size: int) -> bytes:
 
 def read_token_ids(given: Sequence[object], vocab_size: int, name: str = "token_ids") -> list[int]:
     """Return token ids of the vocabulary. Raises `RequestError` for the first that is none."""
-    ids = []
-    for token_id in given:
-        if not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
-            raise RequestError(
-                ErrorCode.INVALID,
-                f"{name} holds {token_id!r}; token ids are whole numbers from 0 to {vocab_size - 1}.",
-                name,
-            )
-        ids.append(token_id)
+    ids = [token_id for token_id in given if isinstance(token_id, int)]
+    if len(ids) < len(given):
+        stranger = next(token_id for token_id in given if not isinstance(token_id, int))
+        raise RequestError(
+            ErrorCode.INVALID,
+            f"{name} holds {shown(stranger)}; token ids are whole numbers from 0 to {vocab_size - 1}.",
+            name,
+        )
+    check_token_ids(ids, vocab_size, name)
     return ids
 
 

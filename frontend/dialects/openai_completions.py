@@ -35,7 +35,7 @@ from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.config import EngineConfig, ModelConfig
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.messages import Started, TextPrompt, TokenPrompt
-from quintet.wire.params import SamplingParams, shown
+from quintet.wire.params import SamplingParams, check_token_ids, shown
 
 DEFAULT_MAX_TOKENS = 16
 _decoder = msgspec.json.Decoder(CompletionBody)
@@ -126,7 +126,6 @@ def parse_prompts(body: CompletionBody, model: ModelConfig) -> list[TextPrompt |
 
 
 def _token_prompt(ids: Sequence[int], body: CompletionBody, model: ModelConfig) -> TokenPrompt:
-    vocab_size = model.vocab_size
     if len(ids) > model.max_model_len and body.truncate_prompt_tokens is None:
         raise RequestError(
             ErrorCode.TOO_LONG,
@@ -136,12 +135,7 @@ def _token_prompt(ids: Sequence[int], body: CompletionBody, model: ModelConfig) 
         )
     if not ids:
         raise parse.invalid("prompt holds an empty list of token ids; send at least one.", "prompt")
-    for bad in (min(ids), max(ids)):
-        if not 0 <= bad < vocab_size:
-            raise parse.invalid(
-                f"prompt holds the token id {shown(bad)}; ids must be between 0 and {vocab_size - 1}.",
-                "prompt",
-            )
+    check_token_ids(ids, model.vocab_size, "prompt")
     return TokenPrompt(pack_i32(ids))
 
 

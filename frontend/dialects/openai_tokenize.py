@@ -11,7 +11,7 @@ from quintet.frontend.exchange import Exchange
 from quintet.frontend.service import Service
 from quintet.wire.codec import unpack_i32
 from quintet.wire.messages import ChatPrompt, TextPrompt
-from quintet.wire.params import shown
+from quintet.wire.params import check_token_ids
 
 _tokenize_decoder = msgspec.json.Decoder(TokenizeBody)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
@@ -46,10 +46,5 @@ async def detokenize(service: Service, exchange: Exchange) -> None:
     config = service.config
     body = parse.decode(await exchange.read_json_body(service.bodies), _detokenize_decoder)
     parse.check_model(body.model, config.model)
-    limit = config.model.vocab_size
-    for token in body.tokens:
-        if not 0 <= token < limit:
-            raise parse.invalid(
-                f"tokens holds {shown(token)}; token ids must be between 0 and {limit - 1}.", "tokens"
-            )
+    check_token_ids(body.tokens, config.model.vocab_size, "tokens")
     await exchange.respond_json({"prompt": await service.queries.detokenize(body.tokens)})

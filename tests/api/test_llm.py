@@ -135,7 +135,7 @@ def test_chat_takes_one_conversation_or_several(llm: LLM) -> None:
     ("prompt", "words"),
     [
         ([], "empty list"),
-        ([1, -4], "-4; token ids are whole numbers"),
+        ([1, -4], "token id -4; ids must be between 0"),
         ([10**6], "1000000"),
         ({"promt": "x"}, "'promt'"),
         ({"prompt": "x", "prompt_token_ids": [1]}, "either"),
@@ -180,7 +180,9 @@ def test_texts_and_numbers_that_no_message_holds_are_refused(llm: LLM) -> None:
     with pytest.raises(RequestError, match="text holds"):
         llm.encode("\ud83d")
     for token_id in (-1, 10**30, "x"):
-        with pytest.raises(RequestError, match=f"token_ids holds {token_id!r}; token ids are whole numbers"):
+        with pytest.raises(
+            RequestError, match=f"token_ids holds .*{token_id!r}; .*(between 0 and|from 0 to) "
+        ):
             llm.decode([token_id])  # type: ignore[list-item]
     with pytest.raises(RequestError, match="priority"):
         llm.generate("x", GREEDY, priority=10**30, use_tqdm=False)
