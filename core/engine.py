@@ -314,14 +314,17 @@ class Engine:
         """End the requests of a message that was dropped on its way here, with an error; those of a cancel as aborted."""
         if dropped.kind == Cancel.__struct_config__.tag:
             return self.cancel(dropped.request_ids, now_ns)
-        state, error = self.state, dropped.error(Role.CORE)
-        lost = list(dropped.request_ids)
+        state, lost = self.state, list(dropped.request_ids)
         if state is not None and state.in_flight and state.in_flight[0].step == dropped.step:
             flight = state.in_flight.popleft()
             state.pool.settle(flight.step)
             rows = zip(flight.rows, flight.generations, strict=True)
             lost += [request.request_id for request, generation in rows if request.generation == generation]
-        outbox = TokensBuilders()
+        return self.fail(lost, dropped.error(Role.CORE), now_ns)
+
+    def fail(self, request_ids: Iterable[int], error: RequestError, now_ns: int) -> Effects:
+        """End these requests, known or not and every choice of them, with an error."""
+        state, outbox, lost = self.state, TokensBuilders(), list(request_ids)
         live = {} if state is None else state.live
         firsts = {live[request_id].first_id for request_id in lost if request_id in live}
         lost += [request_id for request_id, request in live.items() if request.first_id in firsts]

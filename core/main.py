@@ -14,9 +14,10 @@ from quintet.process.runtime import Process, child_main
 from quintet.wire.codec import pack_i64, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig
 from quintet.wire.dropped import Dropped
-from quintet.wire.errors import ErrorCode
+from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of
-from quintet.wire.messages import Admit, Cancel, Failed, Handed, Live, Reclaim, StopHit, Unknown
+from quintet.wire.limits import FrameTooLarge
+from quintet.wire.messages import Admit, Cancel, Failed, Handed, Live, Reclaim, StopHit, Tokens, Unknown
 from quintet.wire.step import Capacity, StepResult
 from quintet.wire.supervision import SeatState, Topology
 
@@ -68,6 +69,10 @@ class Core:
             if isinstance(message, Admit | Cancel | Reclaim):
                 self._take(message)
             elif isinstance(message, Dropped):
+                if message.kind == Capacity.__struct_config__.tag:
+                    raise RuntimeError(
+                        "the executor told a capacity that cannot be: nothing could ever be computed"
+                    )
                 self._send(self.engine.end_dropped(message, self.process.now_ns))
             elif not isinstance(message, Topology):
                 self._handle(message)
@@ -242,10 +247,20 @@ class Core:
         for detokenizer, tokens in effects.tokens:
             tokens.core_epoch = self.process.me.epoch
             tokens.sent_ns = time.monotonic_ns()
-            peers.send(Role.DETOKENIZER, detokenizer, tokens)
+            try:
+                peers.send(Role.DETOKENIZER, detokenizer, tokens)
+            except FrameTooLarge as error:
+                self._end_untold(tokens, error)
         for failed in effects.failed:
             peers.send(Role.FRONTEND, frontend_of(failed.request_id)[0], failed)
         self._tell_unknown(effects.unknown)
+
+    def _end_untold(self, tokens: Tokens, error: FrameTooLarge) -> None:
+        """End the requests of tokens that are too many to be told at once, with what comes with them."""
+        ids = [*unpack_i64(tokens.request_ids), *(opened.request_id for opened in tokens.opens)]
+        words = f"What one step made of the request is too large to be told: {error}. Ask for fewer log-probabilities."
+        lost = RequestError(ErrorCode.TOO_LARGE, words)
+        self._send(self.engine.fail(ids, lost, self.process.now_ns))
 
     def _follow(self, topology: Topology) -> None:
         """End the requests of frontends that are gone."""

@@ -178,7 +178,12 @@ class Detokenizer:
         """Send to the frontend of this epoch; drop for one that is gone; keep for one no topology has named yet."""
         epoch = self._process.peers.epoch(Role.FRONTEND, index)
         if epoch is not None and epoch_tag(epoch) == tag:
-            self._process.peers.send(Role.FRONTEND, index, text)
+            try:
+                self._process.peers.send(Role.FRONTEND, index, text)
+            except FrameTooLarge as error:
+                words = f"what one step made of the request is too large to be told: {error}. Ask for fewer log-probabilities."
+                self._lose(_requests_in(text), ErrorCode.TOO_LARGE, words)
+                self._apologise()
         elif (epoch is None or is_newer(tag, epoch)) and not self._early.keep(
             (index, tag), (index, tag, text)
         ):
@@ -191,10 +196,8 @@ class Detokenizer:
                 "%d messages wait for frontends that no topology has named; requests of more are ended",
                 MAX_EARLY,
             )
-        ids = {*text.request_ids, *(started.request_id for started in text.started)}
-        ids.update(finish.request_id for finish in text.finishes)
         message = "output was lost inside the server before this frontend was known; send it again."
-        self._lose(sorted(ids), ErrorCode.UNAVAILABLE, message)
+        self._lose(_requests_in(text), ErrorCode.UNAVAILABLE, message)
 
     def _lose(self, request_ids: Sequence[int], code: ErrorCode, message: str) -> None:
         """End requests of which something was lost: later text would have a gap before it."""
@@ -255,6 +258,12 @@ class Detokenizer:
             words = f"the text has {error.num_bytes} bytes, and at most {error.most} can be told at a time; send fewer ids."
             failed = Failed(query.query_id, ErrorCode.TOO_LARGE, words, "tokens")
             self._process.peers.send(Role.FRONTEND, query.frontend, Detokenized(query.query_id, "", failed))
+
+
+def _requests_in(text: Text) -> list[int]:
+    ids = {*text.request_ids, *(started.request_id for started in text.started)}
+    ids.update(finish.request_id for finish in text.finishes)
+    return sorted(ids)
 
 
 def prepare(config: EngineConfig) -> Tables:

@@ -23,6 +23,7 @@ from quintet.process.trace import Span
 from quintet.wire.config import EngineConfig
 from quintet.wire.dropped import Dropped
 from quintet.wire.ids import Role, WorkerId
+from quintet.wire.limits import FrameTooLarge
 from quintet.wire.step import Capacity, StepPlan, StepsEnded
 from quintet.wire.supervision import Topology
 
@@ -218,7 +219,11 @@ class Executor:
         if device_ms is not None:
             self._span("device", plan.step, ended_ns - result.compute_ns, ended_ns)
         result.sent_ns = ended_ns
-        process.peers.send(Role.CORE, CORE, result)
+        try:
+            process.peers.send(Role.CORE, CORE, result)
+        except FrameTooLarge as error:
+            self._failed(plan.step, len(plan.slots) // 4, error)
+            return
         self._span("send", plan.step, ended_ns)
         process.progress += 1
         process.pending -= 1

@@ -297,7 +297,13 @@ class Tokenizer:
         else:
             self._sizes.observe(len(result.prompt_ids) // 4)
             result.sent_ns = time.monotonic_ns()
-            self._process.peers.send(Role.CORE, submit.core, result)
+            try:
+                self._process.peers.send(Role.CORE, submit.core, result)
+            except FrameTooLarge as error:
+                self._fail(
+                    Failed(submit.request_id, ErrorCode.TOO_LARGE, f"the request is too large: {error}.")
+                )
+                return
             if cancelled:
                 self._process.peers.send(Role.CORE, submit.core, Cancel(sorted(cancelled), submit.core))
 

@@ -35,6 +35,7 @@ CARRIERS: Mapping[type[msgspec.Struct], tuple[str, ...]] = {
     m.Reclaimed: (),
     s.StepPlan: (),
     s.StepResult: (),
+    s.Capacity: (),
 }
 """Messages for whose loss somebody would wait, and the fields that name their requests. Accounts are given again, and a
 `m.StopHit` that is lost leaves a request for which nobody waits, which they find; a `m.Reclaim` is asked again by its client."""
@@ -97,7 +98,7 @@ def _dropped(kind: type[msgspec.Struct], field: Callable[[str], Any]) -> Dropped
         number("query_id"),
         number("step") if issubclass(kind, s.StepPlan | s.StepResult) else None,
     )
-    if not ids and query_id is None and step is None:
+    if not ids and query_id is None and step is None and kind is not s.Capacity:
         return None
     return Dropped(
         str(kind.__struct_config__.tag),

@@ -42,6 +42,7 @@ from quintet.wire.params import SamplingParams
 from quintet.wire.step import Capacity, StepPlan
 from quintet.wire.supervision import Heartbeat, Ready, Seat, SeatState, Stop, Topology
 
+from ..small_frames import take_at_most
 from .fake import VOCAB, FakeExecutor, expected, make_model
 
 ME = WorkerId(Role.CORE, 0, 1)
@@ -356,6 +357,42 @@ def test_a_result_that_is_dropped_ends_the_requests_of_its_step(driven: Driven) 
             device.execute(plan)
     heard = [message for message in neighbours.receive_all(DETOKENIZER) if isinstance(message, Tokens)]
     assert outputs(heard)[-4:] == expected(PROMPT[:3], 3, 4, stops=())
+
+
+def test_tokens_too_large_to_be_told_end_their_requests(
+    driven: Driven, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_at_most(monkeypatch, Role.DETOKENIZER, 200)
+    neighbours, ids = driven.neighbours, RequestIds(0, 1)
+    for worker, accepts in ((EXECUTOR, StepPlan), (DETOKENIZER, Tokens), (FRONTEND, Failed)):
+        neighbours.bind(worker, accepts)
+    neighbours.publish(EXECUTOR, DETOKENIZER, FRONTEND)
+    capacity = Capacity(1, 32, 4, 8, 128)
+    neighbours.send(capacity)
+    request = msgspec.structs.replace(admit(ids.take(), [5] * 90, 6), return_prompt_ids=True)
+    neighbours.send(request)
+    driven.deliver(3)
+    device = FakeExecutor(capacity)
+    num_results = 0
+    while driven.core.engine.num_live:
+        for plan in neighbours.receive_all(EXECUTOR):
+            assert isinstance(plan, StepPlan)
+            device.execute(plan)
+        while device.results:
+            neighbours.send(device.results.popleft())
+            driven.deliver(1)
+            num_results += 1
+    failed = neighbours.receive(FRONTEND)
+    assert isinstance(failed, Failed)
+    assert (failed.request_id, failed.code) == (request.request_id, ErrorCode.TOO_LARGE)
+    assert num_results <= 4
+
+
+def test_a_capacity_that_cannot_be_ends_the_core(driven: Driven) -> None:
+    """It would wait for ever, and everybody for it."""
+    driven.neighbours.send(Capacity(1, 0, 4, 8, 128))
+    with pytest.raises(RuntimeError, match="capacity that cannot be"):
+        driven.deliver(1)
 
 
 def test_the_cancel_of_an_unknown_request_is_answered(driven: Driven) -> None:

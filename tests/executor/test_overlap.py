@@ -24,6 +24,7 @@ from quintet.process.trace import Span, no_span
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role, WorkerId
+from quintet.wire.limits import FrameTooLarge
 from quintet.wire.metrics import decode_snapshot
 from quintet.wire.params import SamplingParams
 from quintet.wire.step import Capacity, StepPlan, StepResult
@@ -267,6 +268,29 @@ def test_a_plan_that_cannot_be_begun_does_not_void_those_before_it(house: House)
     house.turn_until_begun(2)
     house.device.begun[1].end()
     assert house.expect(StepResult).step == 3
+
+
+def test_a_result_too_large_to_be_told_is_a_step_that_failed(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house.device.at_once = True
+    house.send_plan(1)
+    assert house.expect(StepResult).step == 1
+    send = house.process.peers.send
+
+    def refuse(role: Role, index: int, message: msgspec.Struct) -> bool:
+        if isinstance(message, StepResult):
+            raise FrameTooLarge(900, role, 100)
+        return send(role, index, message)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(house.process.peers, "send", refuse)
+        house.send_plan(2)
+        capacity = house.expect(Capacity)
+    assert capacity.tables == 1 and capacity.failure.startswith("FrameTooLarge: ")
+    house.send_plan(3, tables=1)
+    assert house.expect(StepResult).step == 3
+    assert house.executor.account()[1] == 0
 
 
 def test_the_first_failure_is_the_one_that_counts(house: House) -> None:

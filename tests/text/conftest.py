@@ -35,7 +35,6 @@ from quintet.wire.config import (
 )
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.kv_spec import KvSpec
-from quintet.wire.limits import FrameTooLarge
 
 DEADLINE_S = 30.0
 CORPUS = [
@@ -268,19 +267,3 @@ def make_world() -> Iterator[Callable[[ModelConfig, Role], World]]:
     yield make
     for world in worlds:
         world.close()
-
-
-@pytest.fixture
-def small_frontend(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Have frontends take at most so many bytes at a time."""
-    send = Peers.send_payload
-
-    def limit(most: int) -> None:
-        def send_payload(peers: Peers, role: Role, index: int, payload: bytes) -> bool:
-            if role is Role.FRONTEND and len(payload) > most:
-                raise FrameTooLarge(len(payload), role, most)
-            return send(peers, role, index, payload)
-
-        monkeypatch.setattr(Peers, "send_payload", send_payload)
-
-    return limit

@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from tests.small_frames import take_at_most
 from tokenizers import Tokenizer
 
 from quintet.detokenizer_proc import main
@@ -253,11 +254,21 @@ def test_what_waited_for_a_topology_goes_out_before_what_came_with_it(
     assert [text.first_indexes for text in told] == [[0], [1], [2]]
 
 
-def test_an_answer_too_large_to_be_told_is_an_error(
-    world: Any, small_frontend: Callable[[int], None]
-) -> None:
-    small_frontend(2000)
+def test_an_answer_too_large_to_be_told_is_an_error(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    take_at_most(monkeypatch, Role.FRONTEND, 2000)
     world.send(m.DetokenizeQuery(9, 0, pack_i32([9] * 4000)))
     answer = world.wait(world.frontend, m.Detokenized)
     assert answer.query_id == 9 and answer.error.code is ErrorCode.TOO_LARGE
     assert "at most 2000 can be told at a time" in answer.error.message
+
+
+def test_text_too_large_to_be_told_ends_its_requests(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    take_at_most(monkeypatch, Role.FRONTEND, 700)
+    ids = RequestIds(0, 1)
+    large, small = ids.take(), ids.take()
+    world.send(row(large, 0, [9] * 200))
+    failed = world.wait(world.frontend, m.Failed)
+    assert (failed.request_id, failed.code) == (large, ErrorCode.TOO_LARGE)
+    assert list(unpack_i64(world.wait(world.core, m.StopHit).request_ids)) == [large]
+    world.send(row(small, 0, [9]))
+    assert world.wait(world.frontend, m.Text).request_ids == [small]

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.small_frames import take_at_most
 from tokenizers import Tokenizer
 
 from quintet.process.runtime import CONFIG_FILE
@@ -285,11 +286,22 @@ def test_the_module_runs_as_a_child(
         child.wait()
 
 
-def test_an_answer_too_large_to_be_told_is_an_error(
-    world: Any, small_frontend: Callable[[int], None]
-) -> None:
-    small_frontend(2000)
+def test_an_answer_too_large_to_be_told_is_an_error(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    take_at_most(monkeypatch, Role.FRONTEND, 2000)
     world.send(m.TokenizeQuery(9, 0, m.TextPrompt("x" * 4000), return_token_strs=True))
     answer = world.wait(world.frontend, m.Tokenized)
     assert answer.query_id == 9 and answer.error.code is ErrorCode.TOO_LARGE
     assert "at most 2000 can be told at a time" in answer.error.message
+
+
+def test_a_request_too_large_for_the_core_ends_with_an_error(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_at_most(monkeypatch, Role.CORE, 2000)
+    ids = RequestIds(0, 1)
+    large = msgspec.structs.replace(submit(ids.take(), m.TextPrompt("x")), cache_salt="y" * 4000)
+    world.send(large)
+    failed = world.wait(world.frontend, m.Failed)
+    assert (failed.request_id, failed.code) == (large.request_id, ErrorCode.TOO_LARGE)
+    world.send(submit(ids.take(), m.TextPrompt("x")))
+    assert world.wait(world.core, m.Admit).request_id == large.request_id + 1

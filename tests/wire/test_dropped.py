@@ -44,6 +44,7 @@ CARRIED: list[tuple[msgspec.Struct, Dropped]] = [
     (m.Reclaimed(8, None), Dropped("reclaimed", query_id=8)),
     (plan(step=4, tables=2), Dropped("plan", step=4, tables=2)),
     (result(step=4), Dropped("result", step=4)),
+    (s.Capacity(1, 0, 4, 8, 128, tables=3), Dropped("capacity", tables=3)),
 ]
 
 
