@@ -13,7 +13,9 @@ constexpr int kInt4WithZeros = 5;  // a format code of the C functions: int4 who
 // four or five each, and who has one more than others is not much behind.
 constexpr index_t kFewestItems = 288;
 constexpr index_t kSliceStep = 256;  // of k; whole groups of scales, of weights as of x
-constexpr index_t kFewestSliceBytes = 8 << 10;  // that such an item reads: less is not worth a piece of work
+// That such an item reads: less is not worth a piece of work. Twice as many of integers, which pay for a slice's end with a
+// pass over sums that are in memory anyway, floats with registers.
+constexpr index_t kFewestSliceBytes = 8 << 10, kFewestIntegerBytes = 16 << 10;
 constexpr index_t kNarrowest = 16;   // columns of an item; of gates and of ups
 
 index_t rounded_up(index_t value, index_t multiple) { return (value + multiple - 1) / multiple * multiple; }
@@ -22,7 +24,7 @@ void cut_depth(Weight& weight) {
   const index_t items = weight.tiles * (weight.paired ? kPairedColumns : kTileColumns) / kNarrowest;
   const index_t wanted = (kFewestItems + items - 1) / items, depth = weight.depth / wanted / kSliceStep * kSliceStep;
   const index_t bits = weight.format == Dtype::int4 ? 4 : weight.format == Dtype::int8 ? 8 : 16;  // of a number
-  const index_t fewest = kFewestSliceBytes * 8 / bits / kNarrowest;
+  const index_t fewest = (bits == 16 ? kFewestSliceBytes : kFewestIntegerBytes) * 8 / bits / kNarrowest;
   weight.slice_depth = wanted == 1 || weight.depth <= fewest ? weight.depth : depth < fewest ? fewest : depth;
   weight.slices = (weight.depth + weight.slice_depth - 1) / weight.slice_depth;
 }

@@ -278,7 +278,7 @@ def test_the_same_bits_however_depth_is_cut(
     weight_format: WeightFormat, group: int, dtype: torch.dtype, eight: bool, paired: bool
 ) -> None:
     """Narrow and deep, so that k has slices: one item's, or items of their own where threads want them; tiles whole and cut."""
-    columns, depth = 140, 1100
+    columns, depth = 140, 2300
     activation = Activation.SILU_AND_MUL if paired else Activation.NONE
     packed = pack(noise(columns, depth, dtype=dtype), weight_format, group, paired)
     x, bias = noise(200, depth, dtype=dtype, seed=1), noise(columns, dtype=dtype, seed=2)

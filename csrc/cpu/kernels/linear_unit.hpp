@@ -32,7 +32,7 @@ struct Unit {
   bool first;    // sums begin at zero
   float* total;  // [rows][64]: what the finished sums of a slice are added to, and left in; or null: they stay in `sums`
   const char* ahead;  // what to prefetch, a group of lines a step: `ahead_groups` of `ahead_lines` (1, 2 or 4) side by side,
-  index_t ahead_groups, ahead_lines, ahead_stride;  // so many bytes from one to the next
+  index_t ahead_groups, ahead_lines, ahead_stride;  // one group after another or, of 1 or 2 lines, so many bytes apart
 };
 
 // x of row r, i elements on in k: [k][row] for R rows, or rows far apart.
@@ -146,21 +146,35 @@ using Widened = Single<float, true>;
 // fill the core's line fill buffers and stop the loads that the multiplications wait for.
 template <class Step, int R, int V, int kLines>
 QT_INLINE void multiply_steps(f32v (&sums)[R][V], const typename Step::X*& x, index_t x_stride, const char*& weight,
-                              const char*& fetch, index_t fetch_stride, index_t steps) {
+                              const char*& fetch, index_t steps) {
   for (index_t s = 0; s < steps; ++s) {
 #pragma GCC unroll 4
     for (int line = 0; line < kLines; ++line) __builtin_prefetch(fetch + line * kLine, 0, 2);
     Step::template step<R, V>(sums, x, x_stride, weight);
     x += Step::template x_step<R>;
     weight += Step::template bytes<V>;
-    fetch += fetch_stride;
+    fetch += kLines * kLine;
+  }
+}
+
+// The same with the line at `fetch` and the one `second` on, which may be the same, `stride` bytes from step to step.
+template <class Step, int R, int V>
+QT_INLINE void multiply_steps_apart(f32v (&sums)[R][V], const typename Step::X*& x, index_t x_stride, const char*& weight,
+                                    const char* fetch, index_t second, index_t stride, index_t steps) {
+  for (index_t s = 0; s < steps; ++s) {
+    __builtin_prefetch(fetch, 0, 2);
+    __builtin_prefetch(fetch + second, 0, 2);
+    Step::template step<R, V>(sums, x, x_stride, weight);
+    x += Step::template x_step<R>;
+    weight += Step::template bytes<V>;
+    fetch += stride;
   }
 }
 
 template <class Step, int R, int V>
 void multiply(const Unit& unit) {
   const typename Step::X* x = (const typename Step::X*)unit.x;
-  const index_t x_stride = unit.x_stride, stride = unit.ahead_stride;
+  const index_t x_stride = unit.x_stride, stride = unit.ahead_stride, lines = unit.ahead_lines;
   const index_t steps = unit.steps, fetching = unit.ahead_groups < steps ? unit.ahead_groups : steps;
   const char *weight = unit.weight, *fetch = unit.ahead;
   f32v sums[R][V] = {};
@@ -170,13 +184,15 @@ void multiply(const Unit& unit) {
 #pragma GCC unroll 8
       for (int v = 0; v < V; ++v) sums[r][v] = load(unit.sums + r * kTileColumns + v * kLanes);
   }
-  if (unit.ahead_lines == 1)
-    multiply_steps<Step, R, V, 1>(sums, x, x_stride, weight, fetch, stride, fetching);
-  else if (unit.ahead_lines == 2)
-    multiply_steps<Step, R, V, 2>(sums, x, x_stride, weight, fetch, stride, fetching);
+  if (stride != lines * kLine)
+    multiply_steps_apart<Step, R, V>(sums, x, x_stride, weight, fetch, (lines - 1) * kLine, stride, fetching);
+  else if (lines == 1)
+    multiply_steps<Step, R, V, 1>(sums, x, x_stride, weight, fetch, fetching);
+  else if (lines == 2)
+    multiply_steps<Step, R, V, 2>(sums, x, x_stride, weight, fetch, fetching);
   else
-    multiply_steps<Step, R, V, 4>(sums, x, x_stride, weight, fetch, stride, fetching);
-  multiply_steps<Step, R, V, 0>(sums, x, x_stride, weight, fetch, 0, steps - fetching);
+    multiply_steps<Step, R, V, 4>(sums, x, x_stride, weight, fetch, fetching);
+  multiply_steps<Step, R, V, 0>(sums, x, x_stride, weight, fetch, steps - fetching);
   if (unit.odd) Step::template odd_step<R, V>(sums, x, x_stride, weight);
   if (unit.total) {
 #pragma GCC unroll 12
