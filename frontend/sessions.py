@@ -364,7 +364,7 @@ class Sessions:
             if stream.is_cancelled:
                 self._abort_here(stream)
             elif stream.num_lost > MAX_LOST:
-                self.give_up([stream.request_id], _lost_request())
+                self._give_up(stream, _lost_request())
             else:
                 self._placement.start_over(stream, Role.CORE)
         self._place_parked()
@@ -373,13 +373,16 @@ class Sessions:
         """End requests of which something was lost that nobody will tell again, here and in the engine."""
         for request_id in request_ids:
             choice = self._live.get(request_id)
-            if choice is None:
-                continue
-            if choice.stream.is_cancelled:
-                self._abort_here(choice.stream)
-            else:
-                self._placement.send_cancel(choice.stream)
-                self._fail(choice.stream, error)
+            if choice is not None:
+                self._give_up(choice.stream, error)
+
+    def _give_up(self, stream: Stream, error: RequestError) -> None:
+        """End what is open of a request; whoever asked for its end gets that."""
+        if stream.is_cancelled:
+            self._abort_here(stream)
+        else:
+            self._placement.send_cancel(stream)
+            self._fail(stream, error)
 
     # --- supervision ------------------------------------------------------------------------------------------
 

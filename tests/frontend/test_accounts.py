@@ -42,6 +42,21 @@ def test_a_request_that_is_lost_again_and_again_ends_with_an_error() -> None:
     run(story())
 
 
+def test_a_choice_that_is_lost_again_and_again_ends_whoever_has_ended_before() -> None:
+    async def story() -> None:
+        world = World().follow()
+        stream = world.sessions.submit(PROMPT, params(n=2))
+        first, second = stream.request_id, stream.request_id + 1
+        world.text([], started=[first], finished=[(first, FinishReason.STOP)])
+        for _ in range(MAX_LOST + 1):
+            world.sessions.send_again([second])
+        assert stream.ended and world.sessions.num_live == 0
+        with pytest.raises(RequestError, match="went missing inside the server"):
+            [batch async for batch in stream]
+
+    run(story())
+
+
 def test_accounts_name_what_is_waited_for_and_which_way_it_went() -> None:
     async def story() -> None:
         world = World()
