@@ -68,7 +68,7 @@ class Queries:
     def follow(self) -> None:
         """Ask again what nobody was there for, or what was asked of a process that is gone. Call after `Seats.follow`."""
         for question in list(self._waiting.values()):
-            if question.role is Role.SUPERVISOR:
+            if question.role is Role.SUPERVISOR or question.answer.done():
                 continue
             index = question.index
             if index is None or self._seats.epoch(question.role, index) != question.epoch:
@@ -116,10 +116,7 @@ class Queries:
         if role is Role.SUPERVISOR:
             self._send(role, 0, query)
         elif role in self._seats.ever_ready:
-            try:
-                self._hand_over(question)
-            except FrameTooLarge as error:
-                raise too_large(error) from None
+            self._hand_over(question)
         else:
             raise RequestError(ErrorCode.UNAVAILABLE, f"No {role} process is running yet; try again shortly.")
         self._waiting[query_id] = question
@@ -137,9 +134,14 @@ class Queries:
         return answer
 
     def _hand_over(self, question: _Question) -> None:
-        """Send a question to a worker, if there is one."""
+        """Send a question to a worker, if there is one. One that is too large for it is answered with that error."""
         index = self._seats.pick(question.role)
-        if index is not None and self._send(question.role, index, question.message):
+        try:
+            was_sent = index is not None and self._send(question.role, index, question.message)
+        except FrameTooLarge as error:
+            question.answer.set_exception(too_large(error))
+            return
+        if index is not None and was_sent:
             question.index, question.epoch = index, self._seats.epoch(question.role, index)
             self._seats.add_load(question.role, index, 1)
 

@@ -86,6 +86,23 @@ def test_what_is_too_large_to_be_sent_is_refused_at_once() -> None:
     run(story())
 
 
+def test_a_question_that_waited_for_somebody_and_is_too_large_is_refused() -> None:
+    async def story() -> None:
+        world = World()
+        asked = asyncio.ensure_future(world.dispatch.queries.tokenize(PROMPT))
+        await asyncio.sleep(0)
+
+        def send(role: Role, index: int, message: msgspec.Struct) -> bool:
+            raise FrameTooLarge(900, role, 100)
+
+        world.dispatch.queries._send = send
+        world.publish(2, 2)
+        with pytest.raises(RequestError, match=r"has 900 bytes .* at most 100"):
+            await asked
+
+    run(story())
+
+
 def test_a_message_that_was_dropped_ends_its_requests_and_questions() -> None:
     """Text of theirs is missing from now on, and nobody will tell it again."""
 
