@@ -10,8 +10,9 @@ from quintet.deploy.resolve.card import ModelFacts
 from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.memory import format_size
 from quintet.wire.config import Quantization
-from quintet.wire.errors import ConfigError
+from quintet.wire.errors import ConfigError, ErrorCode, RequestError
 from quintet.wire.kv_spec import KvSpec
+from quintet.wire.params import SamplingParams
 
 MAX_SOCKET_PATH = 107
 """Longest path of a Unix socket on Linux (``sun_path`` less its NUL)."""
@@ -19,6 +20,8 @@ _LONGEST_SOCKET_NAME = len("/detokenizer-1023.9999999")
 _DEFAULT_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 """Enough to keep the device multiplying; more would only hold up those who decode."""
 _CPU_STEP_TARGET_MS = 350
+_WHOLE_DEFAULTS = ("top_k", "max_tokens")
+"""Sampling defaults that are whole numbers; cards write them as 50.0 too."""
 _DEFAULT_SWAP_BYTES = 4 << 30
 _WEIGHT_BITS: Mapping[Quantization, float] = {"int8": 8.1, "w8a8": 8.1, "int4": 4.5}
 """With their scales."""
@@ -259,7 +262,7 @@ def derive_swap_bytes(asked_gib: float | None, device: str, kind: str, available
 
 
 def fit_facts(facts: ModelFacts, max_model_len: int) -> tuple[ModelFacts, list[str]]:
-    """Return the facts with ends of sequence that can be drawn and a default length that the context has room for.
+    """Return the facts with ends of sequence that can be drawn and sampling defaults that requests may have.
 
     And notes on what was left out: each would make every request fail.
     """
@@ -271,13 +274,25 @@ def fit_facts(facts: ModelFacts, max_model_len: int) -> tuple[ModelFacts, list[s
         notes.append(
             f"eos_token_id {unknown} of {facts.path} is ignored: the vocabulary has {facts.vocab_size} tokens; {left}"
         )
-    defaults = dict(facts.generation_defaults)
-    most = defaults.pop("max_tokens", None)
-    if most is not None and most >= 1:
-        defaults["max_tokens"] = int(min(most, max_model_len - 1))
-    elif most is not None:
-        notes.append(f"max_new_tokens {most:g} of the generation config is ignored: it must be at least 1")
+    defaults: dict[str, float | int] = {}
+    for name, value in facts.generation_defaults.items():
+        try:
+            defaults[name] = _usable_default(name, value, max_model_len)
+        except RequestError as error:
+            notes.append(f"a default of the generation config is ignored: {error.message}")
     return dataclasses.replace(facts, eos_token_ids=known, generation_defaults=defaults), notes
+
+
+def _usable_default(name: str, value: float, max_model_len: int) -> float | int:
+    """Return a sampling default as requests may state it. Raises `RequestError` for one that none may."""
+    if name in _WHOLE_DEFAULTS:
+        if value != int(value):
+            raise RequestError(ErrorCode.INVALID, f"{name} is {value:g}; it must be a whole number.", name)
+        value = int(value)
+    if name == "max_tokens":
+        value = min(value, max_model_len - 1)
+    SamplingParams(**{name: value}).checked()  # type: ignore[arg-type]
+    return value
 
 
 def check_run_dir_length(run_dir: Path) -> None:

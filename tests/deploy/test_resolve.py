@@ -109,7 +109,7 @@ def test_an_end_of_sequence_that_the_model_cannot_draw_is_ignored_with_a_note(
 
 @pytest.mark.parametrize(
     ("given", "kept", "words"),
-    [(9, 9, ""), (1e9, 511, ""), (512, 511, ""), (0, None, "max_new_tokens 0 of"), (-5, None, "-5 of")],
+    [(9, 9, ""), (1e9, 511, ""), (512, 511, ""), (0, None, "max_tokens is 0;"), (-5, None, "max_tokens is -5;")],
 )
 def test_a_default_length_that_no_request_may_have_is_cut_or_ignored(
     tmp_path: Path, given: float, kept: int | None, words: str
@@ -119,6 +119,32 @@ def test_a_default_length_that_no_request_may_have_is_cut_or_ignored(
     resolution = resolved(folder)
     assert resolution.config.model.generation_defaults.get("max_tokens") == kept
     assert (words in " ".join(resolution.notes)) if words else not resolution.notes
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "kept"),
+    [
+        ("top_k", 50.0, 50),
+        ("top_k", 2.5, None),
+        ("top_k", -7, None),
+        ("top_p", 0, None),
+        ("top_p", 1, 1),
+        ("temperature", 2.5, None),
+        ("repetition_penalty", 0.0, None),
+        ("min_p", -0.1, None),
+    ],
+)
+def test_a_sampling_default_that_no_request_may_have_is_ignored_with_a_note(
+    tmp_path: Path, name: str, given: float, kept: float | None
+) -> None:
+    """Every request that leaves it out would be refused, or lost on its way."""
+    folder = write_model(tmp_path)
+    (folder / "generation_config.json").write_text(json.dumps({name: given}))
+    resolution = resolved(folder)
+    defaults = resolution.config.model.generation_defaults
+    assert defaults == ({} if kept is None else {name: kept})
+    assert all(isinstance(value, int) == isinstance(kept, int) for value in defaults.values())
+    assert [name in note for note in resolution.notes] == [True] * (kept is None)
 
 
 # --- rules ---
