@@ -147,6 +147,7 @@ class Executor:
                 for begun in self._in_flight.ended(message.count):
                     self._end(begun)
         if is_new_core:
+            self._last_step = None
             return
         self._process.pending += len(plans)
         for plan in plans:
@@ -261,7 +262,7 @@ class Executor:
             return False
         if self._core_epoch is not None:
             self._empty_tables()
-        self._core_epoch, self._last_step = epoch, None
+        self._core_epoch = epoch
         self._introduce()
         return True
 

@@ -23,6 +23,7 @@ from quintet.process.sockets import Bus, Inbox, Peers, address_of, make_run_dir
 from quintet.process.trace import Span, no_span
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.config import EngineConfig
+from quintet.wire.dropped import Dropped
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.limits import FrameTooLarge
 from quintet.wire.metrics import decode_snapshot
@@ -328,6 +329,21 @@ def test_a_new_core_hears_nothing_of_what_was_in_flight(house: House) -> None:
     house.device.begun[2].end()
     result = house.expect(StepResult)
     assert (result.step, result.num_tenants) == (1, 1)
+
+
+def test_the_first_plan_of_a_new_core_may_be_dropped_whatever_the_last_one_planned(house: House) -> None:
+    worker = WorkerId(Role.CORE, 0, 2)
+    address = address_of(house.config.run_dir, worker)
+    house.cores.append(Inbox(house.bus, address, Capacity | StepResult))
+    house.send_plan(7)  # of the first core, and heard of in the turn in which the second is
+    house.send(Topology(2, [Seat(worker, address, 1, SeatState.READY)]))
+    turn: list[Any] = []
+    while len(turn) < 2:
+        turn += house.process.receive(DEADLINE_S)
+    house.executor.handle(turn)
+    assert house.expect(Capacity).failure == ""
+    house.executor.handle([Dropped("plan", step=1, tables=1)])
+    assert "could not be told" in house.expect(Capacity).failure
 
 
 def test_a_step_that_never_ends_is_work_pending_without_progress(house: House) -> None:
