@@ -86,6 +86,19 @@ QT_INLINE void multiply_one(f32v (&sums)[R][V], const float* x, index_t x_stride
   }
 }
 
+constexpr std::int32_t kUpper = std::int32_t(0xFFFF0000);
+alignas(32) constexpr std::int32_t kUpperHalves[8] = {kUpper, kUpper, kUpper, kUpper, kUpper, kUpper, kUpper, kUpper};
+
+// The mask of a step's upper k. A whole unit's sums leave none of 16 registers for it: read anew it costs a load, kept it
+// would cost a sum its register.
+template <int R>
+QT_INLINE i32v upper_halves() {
+  if constexpr (kRegisters > 16 || R < kUnitRows) return all(kUpper);
+  const std::int32_t* from = kUpperHalves;
+  asm volatile("" : "+r"(from));  // or the compiler would keep it
+  return load_bits(from);
+}
+
 // Two neighbouring k of bf16 per step, x in fp32; the lower k first.
 struct WidePairs {
   using X = float;
@@ -100,8 +113,9 @@ struct WidePairs {
     f32v w[V];
     lower(weight, w);
     multiply_one(sums, x, x_stride, 0, w);
+    const i32v upper = upper_halves<R>();
 #pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) w[v] = as_float(load_bits(weight + v * kLanes * 4) & all(std::int32_t(0xFFFF0000)));
+    for (int v = 0; v < V; ++v) w[v] = as_float(load_bits(weight + v * kLanes * 4) & upper);
     multiply_one(sums, x, x_stride, 1, w);
   }
 
