@@ -1,6 +1,7 @@
 """Linear layers on packed weights: each format and shape at several numbers of rows, beside the machine's limits.
 
     python -m bench.kernels.linear [--threads 2] [--formats bf16 int8 ...] [--rows 1 4 ...] [--save FILE]
+    python -m bench.kernels.linear --threads 1 --processor-time     # where others use the machine
 
 A case cannot take less time than reading its packed weight once at the machine's read bandwidth, nor less than its
 multiplications at the machine's rate. Its share is the larger of these two times over its own. Both limits are measured
@@ -131,10 +132,10 @@ def measure(
             read = max(read, limits.read_gb_s())
             for kind in chosen.multiply:
                 rates[kind] = max(rates[kind], limits.multiply_gop_s(kind))
-            begun = time.perf_counter()
+            begun = limits.clock()
             for weight in weights[:count]:
                 weight.linear(x, out=y, int8_activations=chosen.int8_activations)
-            mine = (time.perf_counter() - begun) / count
+            mine = (limits.clock() - begun) / count
             seconds = min(seconds, mine)
             if rows > 32:  # limited by multiplying: the weights need not be new
                 count = max(1, min(count, int(SECONDS_PER_CALL / mine)))
@@ -169,6 +170,11 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="default: all")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="default: all")
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS), help="default: 1 to 2048")
+    parser.add_argument(
+        "--processor-time",
+        action="store_true",
+        help="count what the processor worked, not what passed: on a machine that others use; needs --threads 1",
+    )
     parser.add_argument("--repeats", type=int, default=5, help="of each case, the best counts (default: 5)")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the figures as JSON too")
     arguments = parser.parse_args()
@@ -178,7 +184,11 @@ def main() -> None:
             "the host kernels are not built; install with a C++ compiler, or run `python setup.py build_ext`"
         )
     set_threads(opened, arguments.threads, False)
-    limits = Limits(opened)
+    if arguments.processor_time and arguments.threads != 1:
+        parser.error(
+            f"--processor-time counts one thread's; --threads is {arguments.threads}: give --threads 1"
+        )
+    limits = Limits(opened, time.thread_time if arguments.processor_time else time.perf_counter)
     print(f"Instruction set {instruction_set(opened)}, {arguments.threads} threads.\n")
     print(
         "| format | shape | rows | µs | GB/s of read | GOP/s of multiply | share of what limits | which is |"
@@ -201,6 +211,7 @@ def main() -> None:
             "machine": platform.processor() or platform.machine(),
             "instruction_set": instruction_set(opened),
             "threads": arguments.threads,
+            "processor_time": arguments.processor_time,
             "timings": [asdict(timing) for timing in timings],
         }
         arguments.save.write_text(json.dumps(record, indent=1) + "\n")
