@@ -116,9 +116,23 @@ def _shape_of_stranger(card: ModelCard) -> _Shape:
         num_kv_heads=card.whole("num_key_value_heads", 1, MAX_HEADS, heads),
         head_dim=head_dim,
         vocab_size=card.whole("vocab_size", 1, MAX_VOCAB),
-        rope=rope_spec(card, head_dim, card.whole(key, 1, MAX_POSITIONS)),
+        rope=_rope_of_stranger(card, head_dim, card.whole(key, 1, MAX_POSITIONS)),
         num_parameters=None,
     )
+
+
+def _rope_of_stranger(card: ModelCard, head_dim: int, max_positions: int) -> RopeSpec:
+    """Return the card's rotation; one that stretches nothing where only the model's own package may know it."""
+    try:
+        return rope_spec(card, head_dim, max_positions)
+    except ConfigError:
+        return RopeSpec(
+            kind="default",
+            theta=1e4,
+            rotary_dim=head_dim,
+            max_positions=max_positions,
+            original_positions=max_positions,
+        )
 
 
 def _architecture(config: Json, path: Path) -> str:

@@ -15,6 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from quintet.deploy.resolve.card import read_facts
 from quintet.executor.cards.card import ModelCard
 from quintet.executor.cards.families import llama
 from quintet.executor.models.decoder import Decoder
@@ -220,6 +221,22 @@ def test_installed_packages_can_add_architectures(
     request = served.core.add([1, 2, 3], max_tokens=8)
     served.core.run()
     assert request.outputs == served.greedy([1, 2, 3], 8)
+
+
+@pytest.mark.parametrize(
+    "rope", [{"rope_type": "proportional", "factor": 2.0}, {"full_attention": {"rope_type": "default"}}]
+)
+def test_a_rotation_that_only_another_package_knows_is_left_to_it(
+    serve: Callable[..., Any], tmp_path: Path, rope: dict[str, Any]
+) -> None:
+    serve(tiny())
+    card = json.loads((tmp_path / "config.json").read_bytes())
+    card |= {"architectures": ["OurForCausalLM"], "rope_parameters": rope}
+    (tmp_path / "config.json").write_text(json.dumps(card))
+    assert read_facts(tmp_path).max_model_len == card["max_position_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(card | {"architectures": ["LlamaForCausalLM"]}))
+    with pytest.raises(ConfigError, match="rope_parameters"):
+        read_facts(tmp_path)
 
 
 def test_memory_for_no_block_is_refused(serve: Callable[..., Any]) -> None:
