@@ -191,6 +191,9 @@ class Recorder:
 
     def keep(self, value: Value) -> None:
         """Never give the memory of ``value`` to another: it is read after the pass."""
+        assert all(operation.over is not value for operation in self._operations), (
+            "a value that a recorded operation is written over cannot be kept any more"
+        )
         self._kept.add(id(value))
 
     def finish(self) -> list[Span]:

@@ -74,6 +74,13 @@ def test_a_residual_of_another_width_is_named(recorder: Recorder) -> None:
         recorder.finish()
 
 
+def test_a_residual_that_is_kept_too_late_is_refused(recorder: Recorder) -> None:
+    residual = first(recorder)
+    recorder.linear(linear(32, 32), recorder.linear(linear(32, 32), residual), residual)
+    with pytest.raises(AssertionError, match="cannot be kept any more"):
+        recorder.keep(residual)
+
+
 def test_a_kept_residual_stays_what_it_is(recorder: Recorder) -> None:
     residual = first(recorder)
     recorder.keep(residual)
