@@ -34,7 +34,8 @@ from quintet.wire.metrics import (
 from quintet.wire.supervision import MetricsReport, ProcessFigures, SeatState
 
 MAX_WAIT_S = 5.0
-"""For the supervisor: half of what Prometheus waits by default. No answer is a gap in a graph, one without the others a reset."""
+"""For the supervisor: half of what Prometheus waits by default. Without an answer a graph has a gap; an answer without the other
+processes would look like a reset."""
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
