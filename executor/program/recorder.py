@@ -28,6 +28,11 @@ class Extent(IntEnum):
     """Those whose logits are wanted."""
 
 
+_PAGE_BYTES, _LINE_BYTES = 4096, 64
+"""Rows whose lines would share the sets of a cache, all the first ones one set and so on, are kept a line apart: a kernel reads
+many rows side by side."""
+
+
 @dataclass(eq=False, slots=True)
 class Value:
     """A value of the pass being recorded."""
@@ -42,6 +47,12 @@ class Value:
         """Where it begins."""
         assert self.tensor is not None, "no memory yet"
         return self.tensor.data_ptr()
+
+    @property
+    def stride(self) -> int:
+        """Numbers from a row to the next."""
+        assert self.tensor is not None, "no memory yet"
+        return self.tensor.stride(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +112,11 @@ class Recorder:
 
         def emit() -> None:
             if packed is not None:
-                library.embedding_packed(self.handle, packed.handle, y.address, y.width, code)
+                library.embedding_packed(self.handle, packed.handle, y.address, y.stride, code)
             else:
                 assert table is not None, "an embedding has a table or a packed output layer"
                 library.embedding(
-                    *(self.handle, table.data_ptr(), layer.width, y.address, y.width),
+                    *(self.handle, table.data_ptr(), layer.width, y.address, y.stride),
                     *(code, FLOAT_CODES[table.dtype]),
                 )
 
@@ -120,8 +131,8 @@ class Recorder:
 
         def emit() -> None:
             self._library.rms_norm(
-                *(self.handle, x.address, x.width, x.width, weight.data_ptr(), eps, 0.0),
-                *(y.address, y.width, self._code, x.extent),
+                *(self.handle, x.address, x.stride, x.width, weight.data_ptr(), eps, 0.0),
+                *(y.address, y.stride, self._code, x.extent),
             )
 
         return self._append("rms_norm", emit, (x,), y)
@@ -136,9 +147,9 @@ class Recorder:
 
         def emit() -> None:
             self._library.linear(
-                *(self.handle, packed.handle, x.address, x.width, self._max_rows[x.extent], self._code),
+                *(self.handle, packed.handle, x.address, x.stride, self._max_rows[x.extent], self._code),
                 *(None if bias is None else bias.data_ptr(), None if residual is None else residual.address),
-                *(y.address, y.width, layer.activation, method.int8_activations, x.extent),
+                *(y.address, y.stride, layer.activation, method.int8_activations, x.extent),
             )
 
         reads = (x,) if residual is None else (x, residual)
@@ -155,14 +166,14 @@ class Recorder:
 
         def emit_write() -> None:
             library.rope_kv_write(
-                *(self.handle, qkv.address, qkv.width, *heads, layer.rotary_dim, *norms, layer.norm_eps),
-                *(memory.data_ptr(), kv.block_size, queries.address, queries.width, self._code, kv.dtype),
+                *(self.handle, qkv.address, qkv.stride, *heads, layer.rotary_dim, *norms, layer.norm_eps),
+                *(memory.data_ptr(), kv.block_size, queries.address, queries.stride, self._code, kv.dtype),
             )
 
         def emit_attend() -> None:
             library.attention(
-                *(self.handle, queries.address, queries.width, memory.data_ptr(), *heads, kv.block_size),
-                *(layer.window or 0, 0.0, None, layer.scale, y.address, y.width),
+                *(self.handle, queries.address, queries.stride, memory.data_ptr(), *heads, kv.block_size),
+                *(layer.window or 0, 0.0, None, layer.scale, y.address, y.stride),
                 *(self._max_rows[Extent.TOKENS], self._code, kv.dtype),
             )
 
@@ -175,7 +186,7 @@ class Recorder:
 
         def emit() -> None:
             self._library.take_outputs(
-                self.handle, x.address, x.width, x.width, y.address, y.width, self._code
+                self.handle, x.address, x.stride, x.width, y.address, y.stride, self._code
             )
 
         return self._append("take outputs", emit, (x,), y)
@@ -241,10 +252,13 @@ class Recorder:
     def _place(self, value: Value, free: dict[Extent, list[torch.Tensor]]) -> torch.Tensor:
         candidates = free[value.extent]
         for i, tensor in enumerate(candidates):
-            if tensor.shape[1] == value.width:
+            if tensor.shape[1] == value.width and (tensor.is_contiguous() or id(value) not in self._kept):
                 return candidates.pop(i)
-        shape = (self._max_rows[value.extent], value.width)
-        self.memory.append(lazy_zeros(shape, self._dtype, torch.device("cpu")))
+        between = 0
+        if value.width * self._dtype.itemsize % _PAGE_BYTES == 0 and id(value) not in self._kept:
+            between = _LINE_BYTES // self._dtype.itemsize
+        shape = (self._max_rows[value.extent], value.width + between)
+        self.memory.append(lazy_zeros(shape, self._dtype, torch.device("cpu"))[:, : value.width])
         return self.memory[-1]
 
     def _append(

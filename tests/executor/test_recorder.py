@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from quintet.executor.layers.linear import Activation, Linear, Part
 from quintet.executor.models.model import Setting
 from quintet.executor.program.library import program_library
 from quintet.executor.program.recorder import Extent, KvMemory, Recorder, Value
+from quintet.executor.program.step import CStep
 from quintet.executor.quant.registry import open_quantization
 from quintet.executor.weights.plan import WeightPlan
 from quintet.executor.weights.store import reserve
@@ -88,3 +91,21 @@ def test_a_kept_residual_stays_what_it_is(recorder: Recorder) -> None:
     recorder.rms_norm(residual, torch.ones(32, dtype=DTYPE), 1e-6)
     recorder.finish()
     assert y.address != residual.address
+
+
+@pytest.mark.parametrize(("width", "apart"), [(2048, 2080), (4096, 4128), (1984, 1984)])
+def test_rows_of_whole_pages_are_a_line_apart(recorder: Recorder, width: int, apart: int) -> None:
+    """Or their lines would share a cache's sets. What is read after the pass has no gaps, though memory with gaps was free."""
+    x = Value(width, Extent.TOKENS, torch.randn(8, width).to(DTYPE))
+    weight = torch.ones(width, dtype=DTYPE)
+    normed = recorder.rms_norm(x, weight, 1e-6)
+    again = recorder.rms_norm(normed, weight, 1e-6)
+    last = recorder.rms_norm(again, weight, 1e-6)
+    recorder.keep(x)
+    recorder.keep(last)
+    recorder.finish()
+    assert [value.stride for value in (normed, again, last)] == [apart, apart, width]
+    recorder._library.run(recorder.handle, ctypes.byref(CStep(8, 1, 0)), 0, 3)
+    assert last.tensor is not None and x.tensor is not None
+    expected = torch.nn.functional.rms_norm(x.tensor.float(), (width,))
+    torch.testing.assert_close(last.tensor.float(), expected, rtol=2.0**-6, atol=2.0**-6)
