@@ -89,6 +89,8 @@ struct Preparation {
   index_t from_rows;  // fewer rows need none
   index_t row_bytes, x_group;
   index_t panel_rows = 0;  // rows whose prepared x stays in a cache while weights pass; 0: it does not matter
+  index_t panel_step = 12;  // rows of whole units; a panel has whole ones, and at least two
+  index_t together = 1;     // items of many rows that a thread had better take at a time: they share a slice of x
 };
 
 inline constexpr index_t kNever = 1 << 30;  // rows

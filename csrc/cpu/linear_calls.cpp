@@ -19,7 +19,6 @@ constexpr index_t kChunksPerThread = 8;    // so that a thread that was held up 
 constexpr index_t kPrepareGrain = 8;
 constexpr index_t kNarrowest = 16;         // columns of an item; of paired weights, of gates and of ups
 constexpr index_t kSlicedRows = 64;        // up to these, slices may be items of their own
-constexpr index_t kPanelStep = 12;         // rows of whole units, of every kernel; no panel is lower than twice that
 constexpr index_t kPrepareCost = 4;        // of a number of x, in multiplications
 constexpr index_t kReadRows = 12;          // so many rows are multiplied in the time in which a weight is read
 
@@ -62,14 +61,15 @@ double cost_of(const Weight& weight, index_t rows, index_t threads, const Cut& c
 }
 
 // The cheapest way for so many threads; of those that cost alike, with the largest items.
-Cut best_cut(const Weight& weight, index_t highest_panel, index_t rows, index_t threads) {
+Cut best_cut(const Weight& weight, const Preparation& preparation, index_t rows, index_t threads) {
+  const index_t highest_panel = preparation.panel_rows != 0 ? preparation.panel_rows : kPanelRows, step = preparation.panel_step;
   const index_t narrowest = weight.paired ? 2 * kNarrowest : kNarrowest;
   Cut best{highest_panel, kTileColumns, false};
   double cost = cost_of(weight, rows, threads, best) * 0.98;  // whole tiles, unless there is something to win
   index_t before = 0;
-  for (index_t panels = quotient_up(rows, highest_panel); before != 2 * kPanelStep; ++panels) {
-    const index_t even = quotient_up(quotient_up(rows, panels), kPanelStep) * kPanelStep;
-    const index_t panel_rows = even > highest_panel ? highest_panel : most(even, 2 * kPanelStep);
+  for (index_t panels = quotient_up(rows, highest_panel); before != 2 * step; ++panels) {
+    const index_t even = quotient_up(quotient_up(rows, panels), step) * step;
+    const index_t panel_rows = even > highest_panel ? highest_panel : most(even, 2 * step);
     if (panel_rows == before) continue;
     before = panel_rows;
     for (index_t width = kTileColumns; width >= narrowest; width /= 2)
@@ -84,8 +84,8 @@ Cut best_cut(const Weight& weight, index_t highest_panel, index_t rows, index_t 
   return best;
 }
 
-index_t grain(const LinearCall& call, index_t threads) {
-  if (call.rows > kStreamRows) return 1;
+index_t grain(const LinearCall& call, index_t together, index_t threads) {
+  if (call.rows > kStreamRows) return together;
   const index_t k = call.sliced ? call.weight->slice_depth : call.weight->depth;
   const index_t item_bytes = call.weight->tile_bytes * call.width / kTileColumns * k / call.weight->depth;
   return most(1, least(kStreamChunk / most(1, item_bytes), call.items / (threads * kChunksPerThread)));
@@ -145,7 +145,7 @@ struct Linear {
     return work;
   }
   Work multiply() const {
-    Work work{call.items, grain(call, call.threads), kernels_of(*call.weight).multiply, &call};
+    Work work{call.items, grain(call, preparation.together, call.threads), kernels_of(*call.weight).multiply, &call};
     work.cost = cost_of_item;
     const index_t weight_bytes = call.weight->tiles * call.weight->tile_bytes;
     work.bytes = call.panels * weight_bytes, work.bytes_again = work.bytes - weight_bytes * (call.panels > 0);
@@ -158,8 +158,7 @@ struct Linear {
     if (call.rows == cut_rows && threads == cut_threads) return;
     cut_rows = call.rows, cut_threads = threads;
     const Weight& weight = *call.weight;
-    const index_t highest = preparation.panel_rows != 0 ? preparation.panel_rows : kPanelRows;
-    const Cut cut = best_cut(weight, highest, most(1, call.rows), threads);
+    const Cut cut = best_cut(weight, preparation, most(1, call.rows), threads);
     call.threads = threads;
     call.panel_rows = cut.panel_rows, call.width = cut.width, call.sliced = cut.sliced;
     call.panels = quotient_up(call.rows, cut.panel_rows);

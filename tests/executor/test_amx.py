@@ -11,12 +11,20 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable
+import sysconfig
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
+
+from quintet.executor.ops import host_library
+from quintet.executor.ops.host_library import instruction_set, set_threads
+from quintet.executor.ops.host_linear import LinearLibrary, WeightFormat
+from quintet.executor.ops.linear import Activation
+from quintet.executor.ops.packed_weight import PackedWeight
 
 ROOT = Path(__file__).parents[2]
 SOURCE = Path(__file__).parent / "amx/operations.cpp"
@@ -196,3 +204,148 @@ def test_attention_has_the_same_bits_with_either() -> None:
     )
     assert len(answers[0]) > 1
     assert answers[0][1:] == answers[1][1:]
+
+
+# --- linear layers ---
+
+INTEGERS = [
+    (WeightFormat.INT8, 0, False),
+    (WeightFormat.INT8, 0, True),
+    (WeightFormat.INT8, 32, False),
+    (WeightFormat.INT8, 64, True),
+    (WeightFormat.INT4, 32, True),
+    (WeightFormat.INT4, 64, False),
+    (WeightFormat.INT4, 128, False),
+    (WeightFormat.INT4_ZEROS, 128, False),
+]
+"""Format, group, 8-bit activations."""
+DEPTHS = (1100, 64, 70, 33, 4)
+"""Four slices and what is left of a group; whole steps; the rest of a step; hardly more, and less, than one."""
+FORMATS = [(WeightFormat.BF16, 0, False), *INTEGERS]
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, ctypes.CDLL]]:
+    """The kernels of each instruction set of interest, in this process: a library chooses once, so each is a copy of it."""
+    path = Path(host_library.__file__).with_name(f"_host{sysconfig.get_config_var('EXT_SUFFIX')}")
+    if not path.exists() or not HAS["amx_emulated"]:
+        pytest.skip("the host kernels are not built, or this processor cannot run them")
+    loaded = {}
+    asked = os.environ.get("QUINTET_ISA")
+    for name in ("avx512_bf16", *(unit for unit in UNITS if HAS[unit])):
+        os.environ["QUINTET_ISA"] = name
+        copy = tmp_path_factory.mktemp(name) / path.name
+        copy.write_bytes(path.read_bytes())
+        loaded[name] = ctypes.CDLL(str(copy))
+        assert instruction_set(loaded[name]) == name
+    if asked is None:
+        del os.environ["QUINTET_ISA"]
+    else:
+        os.environ["QUINTET_ISA"] = asked
+    yield loaded
+    for library in loaded.values():
+        set_threads(library, 1, False)  # no thread of a copy waits for work when nobody has any
+
+
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+
+
+def pack(
+    library: ctypes.CDLL, weight: torch.Tensor, form: WeightFormat, group: int = 0, paired: bool = False
+) -> PackedWeight:
+    packed = PackedWeight(LinearLibrary(library), form, *weight.shape, group=group, paired=paired)
+    packed.fill(weight)
+    return packed
+
+
+def outputs(library: ctypes.CDLL, form: WeightFormat, group: int, eight: bool) -> list[torch.Tensor]:
+    """Products of all depths at numbers of rows about those of units; columns fill a tile, or end within a register."""
+    results = []
+    for depth in DEPTHS:
+        for columns, rows, paired in (
+            (70, 40, False),
+            (130, 9, False),
+            (66, 17, True),
+            (64, 33, False),
+            (20, 7, False),
+        ):
+            packed = pack(library, noise(columns, depth), form, group, paired)
+            activation = Activation.SILU_AND_MUL if paired else Activation.NONE
+            bias = noise(columns, seed=2)
+            x = noise(rows, depth, seed=1)
+            results.append(
+                packed.linear(x, bias, activation=activation, int8_activations=eight).view(torch.int16)
+            )
+    return results
+
+
+@pytest.mark.parametrize(("form", "group", "eight"), INTEGERS)
+def test_integers_have_the_same_bits_without_the_unit(
+    libraries: dict[str, ctypes.CDLL], form: WeightFormat, group: int, eight: bool
+) -> None:
+    expected = outputs(libraries["avx512_bf16"], form, group, eight)
+    for name in libraries.keys() & UNITS.keys():
+        results = outputs(libraries[name], form, group, eight)
+        assert all(torch.equal(*pair) for pair in zip(expected, results, strict=True)), name
+
+
+@pytest.mark.skipif(not HAS["amx"], reason="this processor has no matrix unit")
+@pytest.mark.parametrize(("form", "group", "eight"), FORMATS)
+def test_linear_layers_have_the_same_bits_with_either(
+    libraries: dict[str, ctypes.CDLL], form: WeightFormat, group: int, eight: bool
+) -> None:
+    units = [outputs(libraries[name], form, group, eight) for name in UNITS]
+    assert all(torch.equal(*pair) for pair in zip(*units, strict=True))
+
+
+@pytest.mark.parametrize(("depth", "slices"), [(1100, 256), (70, 70), (1, 1)])
+def test_bf16_is_multiplied_step_by_step(libraries: dict[str, ctypes.CDLL], depth: int, slices: int) -> None:
+    """Steps of 32 k ascending, each as the unit has it; slices of k from zero, and then their sums, ascending."""
+    columns, rows = 70, 36
+    weight, x = noise(columns, depth), noise(rows, depth, seed=1)
+    total: Array | None = None
+    for begin in range(0, depth, slices):
+        sums: Array = np.zeros((rows, columns), dtype=np.float32)
+        for k in range(begin, min(begin + slices, depth), 32):
+            part = slice(k, min(k + 32, begin + slices, depth))
+            padded_x, padded_weight = np.zeros((rows, 32), np.uint16), np.zeros((columns, 32), np.uint16)
+            padded_x[:, : part.stop - k] = x[:, part].view(torch.uint16).numpy()
+            padded_weight[:, : part.stop - k] = weight[:, part].view(torch.uint16).numpy()
+            pairs = padded_weight.reshape(columns, 16, 2).transpose(1, 0, 2).reshape(16, -1)
+            sums = expected_bf16(padded_x, pairs, sums)
+        total = sums if total is None else total + sums
+    assert total is not None
+    expected = torch.from_numpy(total).to(torch.bfloat16)
+    for name in libraries.keys() & UNITS.keys():
+        got = pack(libraries[name], weight, WeightFormat.BF16).linear(x)
+        assert torch.equal(got.view(torch.int16), expected.view(torch.int16)), name
+
+
+@pytest.mark.parametrize(("form", "group", "eight"), [FORMATS[0], FORMATS[2], FORMATS[6]])
+def test_a_row_has_the_same_bits_at_every_number_of_rows(
+    libraries: dict[str, ctypes.CDLL], form: WeightFormat, group: int, eight: bool
+) -> None:
+    """From 1 to 200, among others, in whole tiles and parts of them, on one to three threads and on more than there are tiles."""
+    for name in libraries.keys() & UNITS.keys():
+        library = libraries[name]
+        packed = pack(library, noise(70, 288), form, group)
+        x = noise(200, 288, seed=1)
+        whole = packed.linear(x, int8_activations=eight).view(torch.int16)
+        for rows in range(1, 200):
+            if rows in (1, 50, 60, 70):
+                set_threads(library, {1: 1, 50: 2, 60: 3, 70: 12}[rows], False)
+            begin = rows * 7 % (201 - rows)
+            part = packed.linear(x[begin : begin + rows], int8_activations=eight).view(torch.int16)
+            assert torch.equal(part, whole[begin : begin + rows]), (name, rows)
+
+
+def test_rows_of_x_may_lie_anywhere(libraries: dict[str, ctypes.CDLL]) -> None:
+    """Apart, and at odd addresses; what lies between and behind them is not read."""
+    for name in libraries.keys() & UNITS.keys():
+        packed = pack(libraries[name], noise(40, 70), WeightFormat.BF16)
+        around = torch.full((40, 101), float("nan"), dtype=torch.bfloat16)
+        around[:, 3:73] = noise(40, 70, seed=1)
+        out = packed.linear(around[:, 3:73])
+        assert torch.equal(out, packed.linear(around[:, 3:73].contiguous()))
+        assert not out.isnan().any()

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from tests.executor.instruction_sets import isa
+from tests.executor.instruction_sets import MATRIX_UNITS, isa
 
 from quintet.executor.ops.host_library import declare, instruction_sets, open_library
 from quintet.executor.ops.host_linear import LinearLibrary, WeightFormat, linear_library
@@ -299,6 +299,8 @@ def test_the_same_bits_however_depth_is_cut(
 @floats
 def test_a_sum_is_its_slices_one_after_another(dtype: torch.dtype, threads: int) -> None:
     """((first + second) + third) ...: each of 256 k and begun at zero, as a weight of that depth alone has it, in fp32."""
+    if dtype is torch.bfloat16 and isa() in MATRIX_UNITS:
+        pytest.skip("the unit's order within a slice is its own: see test_amx.py")
     library = open_library()
     assert library is not None
     columns, depth = 100, 1100

@@ -200,12 +200,7 @@ void multiply_item(const LinearCall& call, const LinearItem& item, const char* n
   multiply_slices(call, item, next_memory, sums, buffers);
   if (call.sliced) {
     if (!brings_last_slice(call, item)) return;
-    const float* first = partials_of(call, item, 0);
-    for (index_t r = 0; r < item.rows; ++r)
-      for (index_t place = 0; place < (item.to - item.from) * item.spans; place += kLanes) {
-        const index_t at = r * kTileColumns + column_of(item, place);
-        store(buffers.total + at, total_of_slices<f32v>(call, first + at));
-      }
+    add_slices(call, item, buffers.total);
   }
   const Finish target{call, item.tile, item.from, item.to};
   const FinishRows finish_rows = finish_for(call.dtype);

@@ -13,8 +13,7 @@
 // Reduction order: the sum over a group of k is an integer and exact: the same on every processor, in any order. Then,
 // groups of a slice of k (linear.hpp) ascending, fma(float(sum), scale of w * scale of x, result); the slices' results,
 // ascending; and once at the end the column's scale. Where all of k is one group, slices' sums are integers and exact, too.
-#include "linear_integer_unit.hpp"
-#include "linear_tile.hpp"
+#include "linear_integer_piece.hpp"
 #include "thread_memory.hpp"
 
 namespace qt::QT_ISA {
@@ -29,18 +28,6 @@ constexpr index_t kExpandFrom = 16;       // rows in a panel from which 4-bit we
 constexpr index_t kPanelBytes = 1 << 20;  // of x, half of a second-level cache
 constexpr index_t kFewestPanelRows = 48;  // or weights would be read too often
 
-// `steps` lines of 4-bit weights, `columns` of them, as twice as many lines of bytes.
-void expand(const char* weight, index_t steps, index_t columns, char* out) {
-  const i32v nibbles = all(std::int32_t(0x0F0F0F0F));
-  const index_t line = columns * 4;
-  for (index_t s = 0; s < steps; ++s, weight += kLineBytes, out += 2 * line)
-    for (index_t byte = 0; byte < line; byte += kLanes * 4) {
-      const i32v w = load_bits(weight + byte), low = w & nibbles, high = (i32v)((u32v)w >> 4) & nibbles;
-      std::memcpy(out + byte, &low, sizeof low);
-      std::memcpy(out + line + byte, &high, sizeof high);
-    }
-}
-
 // The largest part of a slice, of at most so many k, that has equal ones beside it: what is fetched for the next piece is as
 // long as this one.
 index_t even_piece(const Weight& weight, index_t largest) {
@@ -51,11 +38,11 @@ index_t even_piece(const Weight& weight, index_t largest) {
 }
 
 // How an item is cut.
-struct Plan {
-  bool grouped, whole, expanded;
-  index_t in_group;        // of k that have a scale in common; a piece where all have
-  index_t in_step, piece;  // of k: where the units read; at a time
-  index_t units, width;    // width: columns of a unit
+struct Plan : Cutting {
+  bool expanded;
+  index_t in_group;      // of k that have a scale in common; a piece where all have
+  index_t in_step;       // of k, where the units read
+  index_t units, width;  // width: columns of a unit
 };
 
 template <class Dot>
@@ -75,24 +62,6 @@ Plan plan_of(const LinearCall& call, const LinearItem& item) {
   return plan;
 }
 
-// Some k of a tile, from the first group's scales on, or its integers where there are no groups.
-struct Piece {
-  index_t depth;
-  const char* memory;
-  index_t bytes;
-};
-
-// Of the item's k from `begin` on, and of one slice, which the only group has no need for.
-Piece piece_at(const Weight& weight, const Plan& plan, const LinearItem& item, index_t begin) {
-  const index_t in_slice = weight.slice_depth - begin % weight.slice_depth, in_item = item.k_end - begin;
-  const index_t left = plan.whole || in_item < in_slice ? in_item : in_slice;
-  const index_t depth = left < plan.piece ? left : plan.piece;
-  const char* memory = weight.memory + item.tile * weight.tile_bytes + kTileColumns * 4;
-  if (!plan.grouped) return {depth, memory + begin * kTileColumns, depth * kTileColumns};
-  const index_t groups = (depth + weight.group - 1) / weight.group;
-  return {depth, memory + begin / weight.group * weight.group_bytes, groups * weight.group_bytes};
-}
-
 // What pass `pass` of `passes` over a piece, of `steps` each, fetches of what comes next.
 Fetch fetch_of(const Piece& next, const LinearItem& item, const Plan& plan, index_t pass, index_t passes, index_t steps) {
   if ((item.to - item.from) * item.spans < kTileColumns) {  // other threads fetch the rest of its lines
@@ -110,12 +79,6 @@ struct alignas(64) Buffers {
   float total[kMaxPanelRows * kTileColumns];  // of the slices so far
   char bytes[kExpandedPiece * kTileColumns];
 };
-
-void clear(float* sums, const LinearItem& item) {
-  for (index_t r = 0; r < item.rows; ++r)
-    for (index_t place = 0; place < (item.to - item.from) * item.spans; place += kLanes)
-      store(sums + r * kTileColumns + column_of(item, place), f32v{});
-}
 
 // The sums of an item's slices: the first one's, or what the only one's are, begin in `first_sums`, where the total is left;
 // finished if the item has all.
@@ -170,7 +133,7 @@ void multiply_slices(const LinearCall& call, const LinearItem& item, const Linea
         if (plan.expanded) {
           for (index_t g = 0; g < unit.groups; ++g)
             expand(unit.weight + g * group_bytes, (g + 1 < unit.groups ? plan.in_group : in_last + 7) / 8, plan.width,
-                   buffers.bytes + g * unit.weight_stride);
+                   buffers.bytes + g * unit.weight_stride, unit.line);
           unit.weight = buffers.bytes;
         }
       }
@@ -190,26 +153,12 @@ void multiply_slices(const LinearCall& call, const LinearItem& item, const Linea
   }
 }
 
-// The totals of outputs whose slices are all there, scaled by column; of the only group, by row as well.
-void add_slices(const LinearCall& call, const LinearItem& item, bool whole, float* total) {
-  const float* const first = partials_of(call, item, 0);
-  const float* const scales = (const float*)(call.weight->memory + item.tile * call.weight->tile_bytes);
-  const char* x_scales = (const char*)call.prepared + item.row * call.prepared_stride + quantized_x(call).scales_at;
-  for (index_t r = 0; r < item.rows; ++r, x_scales += call.prepared_stride)
-    for (index_t place = 0; place < (item.to - item.from) * item.spans; place += kLanes) {
-      const index_t column = column_of(item, place), at = r * kTileColumns + column;
-      const f32v value = whole ? to_float(total_of_slices<i32v>(call, first + at)) * all(*(const float*)x_scales)
-                               : total_of_slices<f32v>(call, first + at);
-      store(total + at, value * load(scales + column));
-    }
-}
-
 template <class Dot>
 void multiply_item(const LinearCall& call, const LinearItem& item, const LinearItem& next_item, Buffers& buffers) {
   float* const sums = call.sliced ? partials_of(call, item, item.slice) : buffers.total;
   multiply_slices<Dot>(call, item, next_item, sums, buffers);
   if (!call.sliced || !brings_last_slice(call, item)) return;
-  add_slices(call, item, call.int8_activations && call.weight->group == kWholeDepth, buffers.total);
+  add_integer_slices(call, item, buffers.total);
   finish_for(call.dtype)({call, item.tile, item.from, item.to}, buffers.total, item.row, item.rows);
 }
 

@@ -12,11 +12,10 @@
 #pragma once
 
 #include "linear_quantize.hpp"
+#include "linear_tile.hpp"
 
 namespace qt::QT_ISA {
 namespace {
-
-inline constexpr index_t kLineBytes = kTileColumns * 4;  // 4 k (8 bits) or 8 k (4 bits) of a tile
 
 // Pointers to every third row of x; an address holds one or two strides more.
 template <int R>
@@ -251,6 +250,21 @@ QT_INLINE void end_part(const i32v (&sums)[R][V][Dot::kSums], const Unit& unit) 
   }
 }
 
+// Adds the results of a slice to the total, if it is not the first, and scales them by column if it is the last.
+template <int R, int V>
+void end_slice(const Unit& unit) {
+  if (!unit.last && !unit.total) return;
+  for (int v = 0; v < V; ++v) {
+    const f32v scale = unit.last ? load((const float*)unit.column_scales + unit.column + v * kLanes) : all(1.0f);
+    for (int r = 0; r < R; ++r) {
+      const index_t at = r * kTileColumns + v * kLanes;
+      f32v value = load(unit.sums + at);
+      if (unit.total) value = load(unit.total + at) + value;
+      store((unit.total ? unit.total : unit.sums) + at, value * scale);
+    }
+  }
+}
+
 template <class Dot, int kBits, int R, int V>
 void multiply(const Unit& unit) {
   const char* x = unit.x;
@@ -267,16 +281,7 @@ void multiply(const Unit& unit) {
       add_group<Dot, R, V>(sums, unit, g);
     x += steps * (Dot::x_bytes * (8 / kBits));
   }
-  if (unit.whole || !unit.ends || (!unit.last && !unit.total)) return;
-  for (int v = 0; v < V; ++v) {
-    const f32v scale = unit.last ? load((const float*)unit.column_scales + unit.column + v * kLanes) : all(1.0f);
-    for (int r = 0; r < R; ++r) {
-      const index_t at = r * kTileColumns + v * kLanes;
-      f32v value = load(unit.sums + at);
-      if (unit.total) value = load(unit.total + at) + value;
-      store((unit.total ? unit.total : unit.sums) + at, value * scale);
-    }
-  }
+  if (!unit.whole && unit.ends) end_slice<R, V>(unit);
 }
 
 // `columns` of a unit, which may be less than its registers have room for.

@@ -10,6 +10,7 @@
 // A thread owns a row. Bytes: the row twice (the second time out of the first-level cache), its integers once.
 #pragma once
 
+#include "amx.hpp"
 #include "linear.hpp"
 #include "simd.hpp"
 
@@ -23,13 +24,22 @@ inline constexpr index_t kMost8 = 127, kMost16 = 32639;
 inline constexpr float kLeast = 1e-30f;
 static_assert(255 * kMost16 * kXGroup <= 0x7FFFFFFF && kXGroup % kXBlock == 0);
 
+// Bytes from one k to the next, and in how many planes they are: with the matrix unit all high bytes of a row are followed by all
+// low ones.
+#if defined(QT_AMX)
+constexpr index_t integer_bytes(bool) { return 1; }
+constexpr index_t planes_of(bool eight) { return eight ? 1 : 2; }
+#else
 constexpr index_t integer_bytes(bool eight) { return kDotsBytes && eight ? 1 : 2; }
+constexpr index_t planes_of(bool) { return 1; }
+#endif
 
 // The stored weight that means zero.
 QT_INLINE std::int32_t zero_of(const Weight& weight) { return weight.format == Dtype::int4 ? 8 : 128; }
 
 // Where things lie in a row, in bytes.
 struct QuantizedX {
+  index_t plane;  // whole lines, zeros at the end
   index_t groups, scales_at, offsets_at, row_bytes;
 };
 
@@ -38,7 +48,8 @@ QT_INLINE index_t in_lines(index_t bytes) { return (bytes + 63) / 64 * 64; }
 QT_INLINE QuantizedX quantized_x(index_t depth, index_t group, bool eight) {
   QuantizedX x;
   x.groups = (depth + group - 1) / group;
-  x.scales_at = in_lines((depth + kXBlock - 1) / kXBlock * kXBlock * integer_bytes(eight));
+  x.plane = in_lines((depth + kXBlock - 1) / kXBlock * kXBlock * integer_bytes(eight));
+  x.scales_at = x.plane * planes_of(eight);
   x.offsets_at = x.scales_at + x.groups * 4;
   x.row_bytes = in_lines(x.offsets_at + x.groups * 4) + 64;  // rows of a power of two would share cache sets
   return x;
@@ -120,7 +131,7 @@ QT_INLINE HalfBlocks half_blocks(const Element* x) {
 }
 
 template <class Element>
-QT_INLINE void quantize_block(const Element* x, f32v inverse, bool eight, char* out, i32v& sums) {
+QT_INLINE void quantize_block(const Element* x, f32v inverse, bool eight, char* out, [[maybe_unused]] index_t plane, i32v& sums) {
   const HalfBlocks block = half_blocks(x);
   const __m512i low = _mm512_cvtps_epi32(block.low * inverse), high = _mm512_cvtps_epi32(block.high * inverse);
   const __m512i q = _mm512_packs_epi32(low, high);
@@ -129,11 +140,17 @@ QT_INLINE void quantize_block(const Element* x, f32v inverse, bool eight, char* 
     _mm256_storeu_si256((__m256i*)out, _mm512_cvtepi16_epi8(q));
     return;
   }
-  // The low bytes are q's own; the high bytes make up for their sign. Four of each follow one another.
+  // The low bytes are q's own; the high bytes make up for their sign.
   const __m512i rounded = _mm512_add_epi16(q, _mm512_set1_epi16(128));
+#if defined(QT_AMX)
+  _mm256_storeu_si256((__m256i*)out, _mm512_cvtepi16_epi8(_mm512_srai_epi16(rounded, 8)));
+  _mm256_storeu_si256((__m256i*)(out + plane), _mm512_cvtepi16_epi8(q));
+#else
+  // Four of each follow one another.
   const __m512i halves = _mm512_ternarylogic_epi32(_mm512_set1_epi16(short(0xFF00)), rounded, q, 0xCA);
   const __m512i order = _mm512_broadcast_i32x4(_mm_setr_epi8(1, 3, 5, 7, 0, 2, 4, 6, 9, 11, 13, 15, 8, 10, 12, 14));
   _mm512_storeu_si512(out, _mm512_shuffle_epi8(halves, order));
+#endif
 }
 #else
 typedef std::int32_t i32x4 __attribute__((vector_size(16)));
@@ -161,7 +178,7 @@ QT_INLINE void store_pairs(i32x4 q, char* out) {
 }
 
 template <class Element>
-QT_INLINE void quantize_block(const Element* x, f32v inverse, bool eight, char* out, i32v& sums) {
+QT_INLINE void quantize_block(const Element* x, f32v inverse, bool eight, char* out, index_t, i32v& sums) {
   for (index_t k = 0; k < kXBlock; k += kLanes) {
     const i32v q = to_int(round(load(x + k) * inverse));
     sums += q;
@@ -180,13 +197,14 @@ QT_INLINE void quantize_block(const Element* x, f32v inverse, bool eight, char* 
 // Numbers whose largest magnitude is `largest`, quantized to at most `most`. Returns the sum of the integers.
 template <class Element>
 QT_INLINE std::int32_t quantize_group(const Element* x, index_t count, std::int32_t largest, bool eight, char* out,
-                                      float* scale) {
+                                      index_t plane, float* scale) {
   const float most = float(eight ? kMost8 : kMost16);
   float magnitude;
   std::memcpy(&magnitude, &largest, sizeof magnitude);
   if (largest >= 0x7F800000 || magnitude < kLeast) {
     *scale = largest >= 0x7F800000 ? magnitude - magnitude : 0.0f;  // NaN
-    std::memset(out, 0, (count + kXBlock - 1) / kXBlock * kXBlock * integer_bytes(eight));
+    for (index_t p = 0; p < planes_of(eight); ++p)
+      std::memset(out + p * plane, 0, (count + kXBlock - 1) / kXBlock * kXBlock * integer_bytes(eight));
     return 0;
   }
   *scale = magnitude / most;
@@ -194,7 +212,7 @@ QT_INLINE std::int32_t quantize_group(const Element* x, index_t count, std::int3
   i32v sums = i32v{};
   Element copy[kXBlock];
   for (index_t k = 0; k < count; k += kXBlock)
-    quantize_block(block_at(x + k, count - k, copy), inverse, eight, out + k * integer_bytes(eight), sums);
+    quantize_block(block_at(x + k, count - k, copy), inverse, eight, out + k * integer_bytes(eight), plane, sums);
 #if defined(__AVX512F__)
   return _mm512_reduce_add_epi32((__m512i)sums);
 #else
@@ -215,8 +233,13 @@ void quantize_row(const LinearCall& call, const QuantizedX& layout, const Elemen
     const index_t at = g * group, count = depth - at < group ? depth - at : group;
     if (!eight) largest = largest_bits(x + at, count);
     char* integers = row + at * integer_bytes(eight);
-    offsets[g] = -zero_of(*call.weight) * quantize_group(x + at, count, largest, eight, integers, scales + g);
+    offsets[g] = -zero_of(*call.weight) * quantize_group(x + at, count, largest, eight, integers, layout.plane, scales + g);
   }
+#if defined(QT_AMX)  // which multiplies whole lines
+  const index_t written = (depth + kXBlock - 1) / kXBlock * kXBlock;
+  for (index_t p = 0; p < planes_of(eight); ++p)
+    std::memset(row + p * layout.plane + written, 0, std::size_t(layout.plane - written));
+#endif
 }
 
 void quantize_rows(const void* described, index_t begin, index_t end) {

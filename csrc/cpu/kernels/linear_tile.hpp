@@ -8,6 +8,7 @@ namespace qt::QT_ISA {
 namespace {
 
 inline constexpr index_t kMaxPanelRows = 192;
+inline constexpr index_t kLineBytes = kTileColumns * 4;  // of a tile: a pair of bf16, 4 k in 8 bits or 8 in 4
 
 // Rows [row, row + rows) of y by columns [from, to) of a tile; of paired weights, its gates among them and their ups.
 struct Finish {
@@ -123,6 +124,16 @@ QT_INLINE Vector total_of_slices(const LinearCall& call, const float* first) {
     total += sums;
   }
   return total;
+}
+
+// The totals of an item's outputs, whose slices are all there: [rows][64].
+QT_INLINE void add_slices(const LinearCall& call, const LinearItem& item, float* total) {
+  const float* const first = partials_of(call, item, 0);
+  for (index_t r = 0; r < item.rows; ++r)
+    for (index_t place = 0; place < (item.to - item.from) * item.spans; place += kLanes) {
+      const index_t at = r * kTileColumns + column_of(item, place);
+      store(total + at, total_of_slices<f32v>(call, first + at));
+    }
 }
 
 }  // namespace

@@ -1,0 +1,68 @@
+// Some k of a tile of integer weights: where they lie, 4 bits as bytes; sums of slices. For the vectors' kernels
+// (linear_integer.cpp) and the matrix unit's (linear_matrix_integer.cpp).
+#pragma once
+
+#include "linear_integer_unit.hpp"
+
+namespace qt::QT_ISA {
+namespace {
+
+// `steps` lines of 4-bit weights, `columns` of them, as twice as many lines of bytes, `line` bytes from one to the next.
+void expand(const char* weight, index_t steps, index_t columns, char* out, index_t line) {
+  const i32v nibbles = all(std::int32_t(0x0F0F0F0F));
+  for (index_t s = 0; s < steps; ++s, weight += kLineBytes, out += 2 * line)
+    for (index_t byte = 0; byte < columns * 4; byte += kLanes * 4) {
+      const i32v w = load_bits(weight + byte), low = w & nibbles, high = (i32v)((u32v)w >> 4) & nibbles;
+      std::memcpy(out + byte, &low, sizeof low);
+      std::memcpy(out + line + byte, &high, sizeof high);
+    }
+}
+
+// How k is cut.
+struct Cutting {
+  bool grouped;  // weights have groups
+  bool whole;    // all of k is one group, and so an integer to the end
+  index_t piece;  // of k at a time
+};
+
+// Some k of a tile, from the first group's scales on, or its integers where there are no groups.
+struct Piece {
+  index_t depth;
+  const char* memory;
+  index_t bytes;
+};
+
+// Of the item's k from `begin` on, and of one slice, which the only group has no need for.
+Piece piece_at(const Weight& weight, const Cutting& cutting, const LinearItem& item, index_t begin) {
+  const index_t in_slice = weight.slice_depth - begin % weight.slice_depth, in_item = item.k_end - begin;
+  const index_t left = cutting.whole || in_item < in_slice ? in_item : in_slice;
+  const index_t depth = left < cutting.piece ? left : cutting.piece;
+  const char* memory = weight.memory + item.tile * weight.tile_bytes + kTileColumns * 4;
+  if (!cutting.grouped) return {depth, memory + begin * kTileColumns, depth * kTileColumns};
+  const index_t groups = (depth + weight.group - 1) / weight.group;
+  return {depth, memory + begin / weight.group * weight.group_bytes, groups * weight.group_bytes};
+}
+
+void clear(float* sums, const LinearItem& item) {
+  for (index_t r = 0; r < item.rows; ++r)
+    for (index_t place = 0; place < (item.to - item.from) * item.spans; place += kLanes)
+      store(sums + r * kTileColumns + column_of(item, place), f32v{});
+}
+
+// The totals of outputs whose slices are all there, scaled by column; of the only group, by row as well.
+void add_integer_slices(const LinearCall& call, const LinearItem& item, float* total) {
+  const bool whole = call.int8_activations && call.weight->group == kWholeDepth;
+  const float* const first = partials_of(call, item, 0);
+  const float* const scales = (const float*)(call.weight->memory + item.tile * call.weight->tile_bytes);
+  const char* x_scales = (const char*)call.prepared + item.row * call.prepared_stride + quantized_x(call).scales_at;
+  for (index_t r = 0; r < item.rows; ++r, x_scales += call.prepared_stride)
+    for (index_t place = 0; place < (item.to - item.from) * item.spans; place += kLanes) {
+      const index_t column = column_of(item, place), at = r * kTileColumns + column;
+      const f32v value = whole ? to_float(total_of_slices<i32v>(call, first + at)) * all(*(const float*)x_scales)
+                               : total_of_slices<f32v>(call, first + at);
+      store(total + at, value * load(scales + column));
+    }
+}
+
+}  // namespace
+}  // namespace qt::QT_ISA

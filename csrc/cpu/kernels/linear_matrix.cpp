@@ -1,0 +1,206 @@
+// y[M, N] = x[M, K] · W[N, K]ᵀ in bf16, in the matrix unit; other formats as the parent instruction set has them.
+//
+// A thread owns 64 columns (a tile; 32 or 16 where tiles are few) for a panel of up to 384 rows, and all slices of k or one.
+// Rows go in units of 32, the rest as one unit with registers of fewer rows. k goes in pieces of 256: a piece's weights of
+// 32 columns stay in the first-level cache while the units pass over them, each with its sums in registers
+// (linear_matrix.hpp). x is read where it lies. A thread that takes several tiles of a panel takes them slice by slice: a
+// slice of the panel's x stays in the second-level cache while they pass, which all of its k would not do where k is deep.
+//
+// Bytes moved: the weight once per panel, each line fetched a piece ahead; x once per panel from memory, then once per 64
+// columns from the second-level cache; y once. Limiter: the weight's bandwidth up to some 200 rows (two bytes for 2 M
+// operations, at 17 GB/s and 4 TFLOP/s); then the products, 64 cycles for 32 rows by 32 columns by 32 k: 2.0 TFLOP/s at 1.95
+// GHz. Of a panel of 384 rows the weight streams at 384 operations a byte, 5 GB/s a thread at that rate.
+//
+// Reduction order: of a slice of k (linear.hpp), steps of 32 k ascending, in a step the two chains of the unit (amx.hpp);
+// the slices' sums, ascending; then the bias, one rounding. A depth that is no multiple of 32 has zeros behind it. A row's
+// sums depend on nothing but the row.
+#include "amx.hpp"
+
+#if defined(QT_AMX)
+#include "linear_matrix.hpp"
+#include "thread_memory.hpp"
+
+namespace qt::QT_ISA {
+namespace {
+
+constexpr const LinearKernels& kParent = avx512_bf16::float_linear;
+
+constexpr index_t kPiece = 256;                  // k at a time
+constexpr index_t kHighestPanel = 384, kLowestPanel = 192;
+constexpr index_t kTogetherRows = 768;           // of items that are multiplied together
+constexpr index_t kPanelBytes = 5 << 18;         // of x, a slice of k: most of a second-level cache of two megabytes
+static_assert(kPiece % kAmxPairs == 0 && kHighestPanel % kUnitRows == 0 && kTogetherRows % kLowestPanel == 0);
+
+// The thread's.
+struct alignas(64) Buffers {
+  float total[kTogetherRows * kTileColumns];  // of the slices so far
+  float sums[kHighestPanel * kTileColumns];   // of one slice
+  char x[kUnitRows * kAmxRowBytes];           // the last k of a unit's rows, with zeros behind them
+  char weight[kAmxRows * kLineBytes];         // likewise of a tile
+};
+
+const char* memory_at(const Weight& weight, index_t tile, index_t k) {
+  return weight.memory + tile * weight.tile_bytes + k / 2 * kLineBytes;
+}
+
+const char* x_at(const LinearCall& call, index_t row, index_t k) {
+  return (const char*)call.x + (row * call.x_stride + k) * 2;
+}
+
+// A slice of an item: its rows [row, row + units * unit_rows), all units alike.
+struct Part {
+  index_t row, unit_rows, units;
+  index_t k, k_end;
+  float* sums;        // of the item: [rows][64]
+  float* total;       // what they are added to; or null
+  const char* fetch;  // the weights that come after the slice; or null. Without, the slice's own are not fetched either
+};
+
+// The last k of a depth that is no whole number of steps.
+void multiply_rest(Registers& registers, MultiplyShare multiply, Share share, index_t k, Buffers& buffers) {
+  std::memset(buffers.x, 0, sizeof buffers.x);
+  for (int i = 0; i < 2; ++i)
+    for (index_t r = 0; r < share.x_rows[i]; ++r)
+      std::memcpy(buffers.x + (i * kAmxRows + r) * kAmxRowBytes, share.x[i] + share.steps * kAmxRowBytes + r * share.x_stride,
+                  std::size_t(k * 2));
+  const char* const weight = share.weight + share.steps * share.weight_step;
+  const index_t lines = (k + 1) / 2;
+  std::memcpy(buffers.weight, weight, std::size_t(lines * kLineBytes));
+  std::memset(buffers.weight + lines * kLineBytes, 0, std::size_t((kAmxRows - lines) * kLineBytes));
+  share.first = share.first && share.steps == 0;
+  for (int i = 0; i < 2; ++i) share.x[i] = share.next_x[i] = buffers.x + i * kAmxRows * kAmxRowBytes;
+  share.x_stride = kAmxRowBytes;
+  share.weight = buffers.weight;
+  share.steps = 1, share.fetch = {};
+  multiply(registers.unit, share);
+}
+
+void add(const Share& share, index_t blocks, const float* sums, float* total, index_t rows) {
+  for (index_t r = 0; r < rows; ++r)
+    for (index_t block = 0; block < blocks; ++block)
+      for (index_t lane = 0; lane < kAmxColumns; lane += kLanes) {
+        const index_t at = r * kTileColumns + share.columns[block] + lane;
+        store(total + at, load(total + at) + load(sums + at));
+      }
+}
+
+void multiply_part(Registers& registers, const LinearCall& call, const LinearItem& item, const Part& part, Buffers& buffers) {
+  const Columns columns(item);
+  const index_t x_registers = part.unit_rows > kAmxRows ? 2 : 1;
+  const index_t at_once = x_registers == 1 || columns.count < 2 ? columns.count : 2;
+  const MultiplyShare multiply = multiply_for<Numbers::bf16>(x_registers, at_once);
+  Share share{};
+  share.x_rows[0] = x_registers == 2 ? kAmxRows : part.unit_rows;
+  share.x_rows[1] = part.unit_rows - share.x_rows[0];
+  share.x_stride = call.x_stride * 2, share.x_step = kAmxRowBytes;
+  share.weight_step = kAmxRows * kLineBytes;
+  registers.shape(share.x_rows[0], share.x_rows[1]);
+  for (index_t k = part.k; k < part.k_end; k += kPiece) {
+    const index_t depth = part.k_end - k < kPiece ? part.k_end - k : kPiece, rest = depth % kAmxPairs;
+    const bool ends = k + depth == part.k_end;
+    share.weight = memory_at(*call.weight, item.tile, k);
+    share.steps = depth / kAmxPairs;
+    share.first = k == part.k;
+    const index_t left = part.k_end - k - depth, next_depth = !ends && left < kPiece ? left : kPiece;
+    const char* const next = ends ? part.fetch : memory_at(*call.weight, item.tile, k + depth);
+    share.fetch = NextLines::of(part.fetch == nullptr ? nullptr : next, next_depth / 2, columns,
+                            part.units * columns.count * share.steps);
+    for (index_t block = 0; block < columns.count; block += at_once) {
+      for (index_t i = 0; i < at_once; ++i) share.columns[i] = columns.begin[block + i];
+      for (index_t u = 0; u < part.units; ++u) {
+        const index_t row = part.row + u * part.unit_rows, next_row = u + 1 < part.units ? row + part.unit_rows : part.row;
+        const bool passes = u + 1 == part.units && block + at_once == columns.count && !ends;  // to the next piece
+        for (int i = 0; i < 2; ++i) {
+          share.x[i] = x_at(call, item.row + row + i * kAmxRows, k);
+          share.next_x[i] = x_at(call, item.row + next_row + i * kAmxRows, passes ? k + depth : k);
+          share.sums[i] = (char*)(part.sums + (row + i * kAmxRows) * kTileColumns);
+        }
+        if (share.steps != 0) multiply(registers.unit, share);
+        if (rest != 0) multiply_rest(registers, multiply, share, rest, buffers);
+        if (ends && part.total != nullptr)
+          add(share, at_once, part.sums + row * kTileColumns, part.total + row * kTileColumns, part.unit_rows);
+      }
+    }
+  }
+}
+
+// One slice of an item, whose weights are fetched while those before it are multiplied. next: the weights after it.
+void multiply_slice(Registers& registers, const LinearCall& call, const LinearItem& item, index_t k, float* sums, float* total,
+                    const char* next, Buffers& buffers) {
+  const index_t slice_end = k + call.weight->slice_depth, end = slice_end < item.k_end ? slice_end : item.k_end;
+  const index_t units = item.rows / kUnitRows, rest = item.rows % kUnitRows;
+  if (units != 0) multiply_part(registers, call, item, {0, kUnitRows, units, k, end, sums, total, next}, buffers);
+  if (rest != 0)
+    multiply_part(registers, call, item, {units * kUnitRows, rest, 1, k, end, sums, total, units != 0 ? nullptr : next},
+                  buffers);
+}
+
+// Items [begin, end), which are of one panel, or of one slice of it; `next`: what this thread probably multiplies then.
+void multiply_together(Registers& registers, const LinearCall& call, index_t begin, index_t end, index_t next, Buffers& buffers) {
+  const Weight& weight = *call.weight;
+  const LinearItem first = item_of(call, begin), after = item_of(call, next < call.items ? next : begin);
+  for (index_t k = first.k; k < first.k_end; k += weight.slice_depth) {
+    for (index_t i = begin; i < end; ++i) {
+      const LinearItem item = item_of(call, i);
+      const bool in_first = k == first.k;
+      float* const mine = buffers.total + (i - begin) * item.rows * kTileColumns;
+      float* const total = call.sliced ? partials_of(call, item, item.slice) : mine;
+      const bool last = k + weight.slice_depth >= first.k_end;
+      const char* fetch = i + 1 < end ? memory_at(weight, item_of(call, i + 1).tile, k)
+                          : !last     ? memory_at(weight, first.tile, k + weight.slice_depth)
+                                      : memory_at(weight, after.tile, after.k);
+      multiply_slice(registers, call, item, k, in_first ? total : buffers.sums, in_first ? nullptr : total, fetch, buffers);
+    }
+  }
+  for (index_t i = begin; i < end; ++i) {
+    const LinearItem item = item_of(call, i);
+    float* const total = buffers.total + (i - begin) * item.rows * kTileColumns;
+    if (call.sliced) {
+      if (!brings_last_slice(call, item)) continue;
+      add_slices(call, item, total);
+    }
+    finish_for(call.dtype)({call, item.tile, item.from, item.to}, total, item.row, item.rows);
+  }
+}
+
+void multiply_items(const void* described, index_t begin, index_t end) {
+  const LinearCall& call = *(const LinearCall*)described;
+  const Weight& weight = *call.weight;
+  if (weight.format != Dtype::bf16) return kParent.multiply(described, begin, end);
+  const auto next_of = [&](index_t done) { return done < end ? done : end + (end - begin) * (call.threads - 1); };
+  const LinearItem first = item_of(call, begin);
+  prefetch_begin(memory_at(weight, first.tile, first.k), weight.memory + weight.tiles * weight.tile_bytes);
+  Registers registers;
+  Buffers& buffers = *(Buffers*)thread_memory(sizeof(Buffers));
+  for (index_t i = begin; i < end;) {
+    const index_t panel_end = i + call.parts - i % call.parts;
+    const index_t most = i + (item_of(call, i).rows > kUnitRows ? kTogetherRows / call.panel_rows : 1);
+    index_t group_end = end < panel_end ? end : panel_end;
+    if (group_end > most) group_end = most;
+    multiply_together(registers, call, i, group_end, next_of(group_end), buffers);
+    i = group_end;
+  }
+}
+
+Preparation preparation(const Weight& weight, Dtype dtype, bool int8_activations) {
+  if (weight.format != Dtype::bf16) return kParent.preparation(weight, dtype, int8_activations);
+  const index_t rows = kPanelBytes / (weight.slice_depth * 2) / kUnitRows * kUnitRows;
+  Preparation prepared{kNever, 0, 0};
+  // Of several slices lower panels, and more tiles at a time.
+  const index_t highest = weight.slices > 1 ? kLowestPanel : kHighestPanel;
+  prepared.panel_rows = rows < kLowestPanel ? kLowestPanel : rows < highest ? rows : highest;
+  prepared.panel_step = kUnitRows;
+  prepared.together = weight.slices > 1 ? kTogetherRows / prepared.panel_rows : 1;
+  return prepared;
+}
+
+index_t prepare_items(const LinearCall& call) { return kParent.prepare_items(call); }
+
+void prepare(const void* call, index_t begin, index_t end) { kParent.prepare(call, begin, end); }
+
+}  // namespace
+
+const LinearKernels float_linear = {preparation, prepare_items, prepare, multiply_items};
+
+}  // namespace qt::QT_ISA
+#endif

@@ -1,0 +1,326 @@
+// y[M, N] = x[M, K] · W[N, K]ᵀ with 8- and 4-bit weights, in the matrix unit: bits and formats of linear_integer.cpp, whose
+// kernels (of the parent instruction set) take fewer rows.
+//
+// x is quantized first (linear_quantize.hpp): a row is a line of bytes, or of 16-bit numbers two, its planes: high * 256 +
+// low. A thread owns 64 columns (a tile; 32 or 16 where tiles are few) for a panel of rows. k goes in pieces of whole
+// groups, whose weights stay in the first-level cache while units of rows pass over them; 4-bit weights become bytes there,
+// once per piece. A unit is 32 rows by 32 columns, or with 16-bit x both planes of 16 rows (linear_matrix.hpp).
+//
+// A group's integers go through memory to the vector units, which scale and add them: with groups of 128 and 16-bit x the
+// products of 16 rows by 16 columns are 64 cycles, the vectors' 16 times seven operations on two ports about as many, beside
+// them; with groups of 32 the products are 32, the vectors' work as before. Bytes moved as in linear_integer.cpp. Limiter:
+// the weight's bandwidth up to a hundred rows; then the products (no groups, 8-bit x: 64 k in a step, 3.9 TOP/s a thread),
+// or the vectors.
+//
+// Where few rows are multiplied, VPDPBUSD does 64 products of 16-bit x a cycle, more than memory brings weights for up to
+// some ten rows; it has no group to carry through memory, so fewer than kFewestRows rows are left to it.
+//
+// Reduction order: as in linear_integer.cpp; sums over a group are exact, so that the results are the same bits as without
+// the unit.
+#include "amx.hpp"
+
+#if defined(QT_AMX)
+#include "linear_integer_piece.hpp"
+#include "linear_matrix.hpp"
+#include "thread_memory.hpp"
+
+namespace qt::QT_ISA {
+namespace {
+
+constexpr const LinearKernels& kParent = avx512_bf16::integer_linear;
+
+constexpr index_t kFewestRows = 8;
+constexpr index_t kPiece = 256;             // k at a time, whole groups
+constexpr index_t kWholePiece = 512;        // where all of k is one group
+constexpr index_t kPanelBytes = 5 << 18;    // of x: most of a second-level cache of two megabytes
+constexpr index_t kLowestPanel = 64;
+constexpr int kRowsAtOnce = 8;              // whose integers are scaled together
+static_assert(kPiece % kXGroup == 0 && kMaxPanelRows % kUnitRows == 0);
+
+// The thread's.
+struct alignas(64) Buffers {
+  float sums[kMaxPanelRows * kTileColumns];         // of a slice
+  float total[kMaxPanelRows * kTileColumns];        // of the slices so far
+  std::int32_t integers[kUnitRows * kTileColumns];  // a unit's sums of a group: rows, or first of high and then of low bytes
+  char bytes[kPiece * kTileColumns];                // of 4-bit weights
+  char last[kAmxRows * kLineBytes];                 // the last k, with zeros behind them
+};
+
+// How a call is multiplied.
+struct Plan : Cutting {
+  bool planes;                // x in 16 bits
+  index_t in_group, in_step;  // k; of `whole` a group is a piece
+  index_t unit_rows;
+
+  explicit Plan(const LinearCall& call) {
+    grouped = call.weight->group != kWholeDepth, whole = call.int8_activations && !grouped, planes = !call.int8_activations;
+    piece = whole ? kWholePiece : kPiece;
+    in_group = whole ? piece : call.x_group;
+    in_step = in_group < kAmxFours ? in_group : kAmxFours;
+    unit_rows = planes ? kAmxRows : kUnitRows;
+  }
+};
+
+// Some groups of a piece, as bytes.
+struct Groups {
+  const char* lines;  // of the first
+  index_t apart;      // bytes from a group to the next
+  index_t count, steps, last_steps;
+  bool rest;  // after the last group's steps one more, from Buffers::last
+};
+
+// Makes the piece's weights bytes, if they are not, and whole steps.
+Groups groups_of(const Weight& weight, const Plan& plan, const Piece& piece, const Columns& columns, Buffers& buffers) {
+  Groups groups{};
+  groups.count = (piece.depth + plan.in_group - 1) / plan.in_group;
+  groups.steps = plan.in_group / plan.in_step;
+  const index_t in_last = piece.depth - (groups.count - 1) * plan.in_group;
+  const index_t stored_apart = plan.grouped ? weight.group_bytes : plan.in_group * kTileColumns;
+  const char* const stored = piece.memory + weight.head_bytes;
+  if (weight.format == Dtype::int4) {
+    groups.lines = buffers.bytes, groups.apart = plan.in_group * kTileColumns;
+    groups.last_steps = (in_last + plan.in_step - 1) / plan.in_step;
+    const index_t lines = (in_last + 7) / 8 * 2, whole_lines = groups.last_steps * plan.in_step / 4;
+    for (index_t g = 0; g < groups.count; ++g) {
+      char* const bytes = buffers.bytes + g * groups.apart;
+      for (index_t block = 0; block < columns.count; ++block)
+        expand(stored + g * stored_apart + columns.begin[block] * 4, (g + 1 < groups.count ? plan.in_group : in_last + 7) / 8,
+               kAmxColumns, bytes + columns.begin[block] * 4, kLineBytes);
+      if (g + 1 == groups.count) std::memset(bytes + lines * kLineBytes, 0, std::size_t((whole_lines - lines) * kLineBytes));
+    }
+    return groups;
+  }
+  groups.lines = stored, groups.apart = stored_apart;
+  groups.last_steps = in_last / plan.in_step;
+  const index_t lines = (in_last % plan.in_step + 3) / 4;
+  groups.rest = lines != 0;
+  if (groups.rest) {
+    std::memcpy(buffers.last, stored + (groups.count - 1) * stored_apart + groups.last_steps * plan.in_step / 4 * kLineBytes,
+                std::size_t(lines * kLineBytes));
+    std::memset(buffers.last + lines * kLineBytes, 0, sizeof buffers.last - std::size_t(lines * kLineBytes));
+  }
+  return groups;
+}
+
+// Scales a group's integers of R rows and 16 columns and adds them to the results.
+template <class Dot, int R>
+QT_INLINE void add_rows(const std::int32_t* integers, const Unit& unit, index_t g) {
+  i32v sums[R][1][Dot::kSums];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    sums[r][0][0] = load_bits(integers + r * kTileColumns);
+    if constexpr (Dot::kSums == 2) sums[r][0][1] = load_bits(integers + (kAmxRows + r) * kTileColumns);
+    sums[r][0][Dot::kSums - 1] += all(row_of(unit.x_offsets, r, unit.x_stride)[g]);
+  }
+  add_group<Dot, R, 1>(sums, unit, g);
+}
+
+// Makes results of the integers of R rows and 16 columns whose only group is complete; of a slice of it: leaves them, with the
+// offset if it is the first.
+template <int R>
+QT_INLINE void end_rows(const std::int32_t*, const Unit& unit, index_t) {
+  i32v sums[R][1][1];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    sums[r][0][0] = load_bits(unit.sums + r * kTileColumns);
+    if (unit.first) sums[r][0][0] += all(*row_of(unit.x_offsets, r, unit.x_stride));
+  }
+  end_part<Dot8, R, 1>(sums, unit);
+}
+
+// Adds the sums of R rows and 16 columns of a slice to the total, if it is not the first, and scales them if it is the last.
+template <int R>
+QT_INLINE void end_slice_rows(const std::int32_t*, const Unit& unit, index_t) {
+  end_slice<R, 1>(unit);
+}
+
+using EachRows = void (*)(const std::int32_t*, const Unit&, index_t);
+
+// Calls one for some rows at once and another for single ones. integers, unit: of the first.
+template <EachRows kSome, EachRows kOne>
+QT_INLINE void each_rows(index_t rows, const std::int32_t* integers, Unit unit, index_t g) {
+  for (index_t r = 0; r < rows;) {
+    const bool some = rows - r >= kRowsAtOnce;
+    some ? kSome(integers, unit, g) : kOne(integers, unit, g);
+    const index_t next = some ? kRowsAtOnce : 1;
+    integers += next * kTileColumns, unit.sums += next * kTileColumns;
+    if (unit.total) unit.total += next * kTileColumns;
+    unit.x_scales = row_of(unit.x_scales, next, unit.x_stride), unit.x_offsets = row_of(unit.x_offsets, next, unit.x_stride);
+    r += next;
+  }
+}
+
+// Adds a group's integers to the results of so many rows of a unit, block by block of columns.
+void add_integers(const Plan& plan, const Share& share, index_t blocks, index_t rows, const std::int32_t* integers, Unit unit,
+                  index_t g) {
+  float *const sums = unit.sums;
+  for (index_t block = 0; block < blocks; ++block) {
+    unit.column = share.columns[block], unit.sums = sums + unit.column;
+    if (plan.planes)
+      each_rows<add_rows<Dot16, kRowsAtOnce>, add_rows<Dot16, 1>>(rows, integers + unit.column, unit, g);
+    else
+      each_rows<add_rows<Dot8, kRowsAtOnce>, add_rows<Dot8, 1>>(rows, integers + unit.column, unit, g);
+  }
+}
+
+// What a piece ends: the only group, or a slice.
+void end_unit(const Plan& plan, const Share& share, index_t blocks, index_t rows, Unit unit) {
+  float *const sums = unit.sums, *const total = unit.total;
+  for (index_t block = 0; block < blocks; ++block) {
+    unit.column = share.columns[block], unit.sums = sums + unit.column, unit.total = total ? total + unit.column : nullptr;
+    if (plan.whole)
+      each_rows<end_rows<kRowsAtOnce>, end_rows<1>>(rows, nullptr, unit, 0);
+    else
+      each_rows<end_slice_rows<kRowsAtOnce>, end_slice_rows<1>>(rows, nullptr, unit, 0);
+  }
+}
+
+// One piece of k of an item.
+struct Work {
+  Piece piece;
+  index_t k;
+  Groups groups;
+  bool begins, ends;  // its slice, or the only group
+  float* sums;        // of the item: [rows][64]
+  Unit unit;          // of its first row and column
+  Piece next;         // what is multiplied then
+};
+
+void multiply_group(Registers& registers, MultiplyShare multiply, Share& share, const Groups& groups, index_t g, index_t in_step,
+                    const Buffers& buffers) {
+  share.weight = groups.lines + g * groups.apart;
+  share.steps = g + 1 < groups.count ? groups.steps : groups.last_steps;
+  if (share.steps != 0) multiply(registers.unit, share);
+  if (g + 1 < groups.count || !groups.rest) return;
+  Share rest = share;
+  rest.first = share.first && share.steps == 0;
+  for (int i = 0; i < 2; ++i) rest.x[i] = rest.next_x[i] = share.x[i] + share.steps * in_step;
+  rest.weight = buffers.last, rest.steps = 1, rest.fetch = {};
+  multiply(registers.unit, rest);
+}
+
+// Rows [row, row + units * unit_rows) of an item, all units alike.
+void multiply_part(Registers& registers, const LinearCall& call, const LinearItem& item, const Plan& plan, const Columns& columns,
+                   const Work& work, index_t first_row, index_t unit_rows, index_t units, bool fetches, Buffers& buffers) {
+  const index_t x_registers = plan.planes || unit_rows > kAmxRows ? 2 : 1;
+  const index_t at_once = x_registers == 1 || columns.count < 2 ? columns.count : 2;
+  const MultiplyShare multiply = multiply_for<Numbers::bytes>(x_registers, at_once);
+  const index_t x_plane = plan.planes ? quantized_x(call).plane : kAmxRows * call.prepared_stride;
+  Share share{};
+  share.x_rows[0] = unit_rows < kAmxRows ? unit_rows : kAmxRows;
+  share.x_rows[1] = plan.planes ? share.x_rows[0] : unit_rows - share.x_rows[0];
+  share.x_stride = call.prepared_stride, share.x_step = plan.in_step;
+  share.weight_step = plan.in_step / 4 * kLineBytes;
+  registers.shape(share.x_rows[0], share.x_rows[1], plan.in_step);
+  const index_t steps = (work.groups.count - 1) * work.groups.steps + work.groups.last_steps;
+  share.fetch = NextLines::of(fetches ? work.next.memory : nullptr, work.next.bytes / kLineBytes, columns,
+                          units * columns.count * steps);
+  for (index_t block = 0; block < columns.count; block += at_once) {
+    for (index_t i = 0; i < at_once; ++i) share.columns[i] = columns.begin[block + i];
+    for (index_t u = 0; u < units; ++u) {
+      const index_t row = first_row + u * unit_rows;
+      const char* const x = (const char*)call.prepared + (item.row + row) * call.prepared_stride + work.k;
+      Unit unit = work.unit;
+      unit.x_scales = row_of(unit.x_scales, row, unit.x_stride), unit.x_offsets = row_of(unit.x_offsets, row, unit.x_stride);
+      unit.sums += row * kTileColumns;
+      if (unit.total) unit.total += row * kTileColumns;
+      for (index_t g = 0; g < work.groups.count; ++g) {
+        const bool leaves = g + 1 == work.groups.count;
+        const index_t next = !leaves ? (g + 1) * plan.in_group : u + 1 < units ? unit_rows * call.prepared_stride : 0;
+        for (int i = 0; i < 2; ++i) {
+          share.x[i] = x + g * plan.in_group + i * x_plane;
+          share.next_x[i] = x + next + i * x_plane;
+          share.sums[i] = plan.whole ? (char*)(work.sums + (row + i * kAmxRows) * kTileColumns)
+                                     : (char*)(buffers.integers + i * kAmxRows * kTileColumns);
+        }
+        share.first = !plan.whole || work.begins;
+        multiply_group(registers, multiply, share, work.groups, g, plan.in_step, buffers);
+        if (!plan.whole) add_integers(plan, share, at_once, unit_rows, buffers.integers, unit, g);
+      }
+      if (work.ends) end_unit(plan, share, at_once, unit_rows, unit);
+    }
+  }
+}
+
+void multiply_slices(Registers& registers, const LinearCall& call, const LinearItem& item, const LinearItem& next_item,
+                     float* first_sums, Buffers& buffers) {
+  const Weight& weight = *call.weight;
+  const Plan plan(call);
+  const QuantizedX x = quantized_x(call);
+  const Columns columns(item);
+  const char* const x_row = (const char*)call.prepared + item.row * call.prepared_stride;
+  Work work{};
+  work.unit.scales = !plan.grouped ? Scales::column : weight.zeros ? Scales::group_and_zero : Scales::group;
+  work.unit.column_scales = weight.memory + item.tile * weight.tile_bytes;
+  work.unit.x_stride = call.prepared_stride;
+  work.unit.zero = zero_of(weight);
+  work.unit.whole = plan.whole;
+  work.unit.head_stride = weight.group_bytes;
+  for (index_t end = item.k; end < item.k_end;) {
+    work.k = end;
+    work.piece = piece_at(weight, plan, item, work.k);
+    end = work.k + work.piece.depth;
+    const bool in_first = plan.whole || work.k < item.k + weight.slice_depth, all = end == item.k_end;
+    work.begins = plan.whole ? work.k == item.k : work.k % weight.slice_depth == 0;
+    work.ends = all || (!plan.whole && end % weight.slice_depth == 0);
+    work.sums = in_first ? first_sums : buffers.sums;
+    work.groups = groups_of(weight, plan, work.piece, columns, buffers);
+    const index_t first_group = plan.whole ? 0 : work.k / plan.in_group;
+    work.unit.heads = work.piece.memory;
+    work.unit.x_scales = (const float*)(x_row + x.scales_at) + first_group;
+    work.unit.x_offsets = (const std::int32_t*)(x_row + x.offsets_at) + first_group;
+    work.unit.sums = work.sums;
+    work.unit.total = in_first ? nullptr : first_sums;
+    work.unit.first = item.k == 0, work.unit.last = all && !call.sliced;
+    const LinearItem& after = all ? next_item : item;
+    work.next = piece_at(weight, plan, after, all ? after.k : end);
+    if (!plan.whole && work.begins) clear(work.sums, item);
+    const index_t units = item.rows / plan.unit_rows, rest = item.rows % plan.unit_rows;
+    if (units != 0) multiply_part(registers, call, item, plan, columns, work, 0, plan.unit_rows, units, true, buffers);
+    if (rest != 0)
+      multiply_part(registers, call, item, plan, columns, work, units * plan.unit_rows, rest, 1, units == 0, buffers);
+  }
+}
+
+void multiply_items(const void* described, index_t begin, index_t end) {
+  const LinearCall& call = *(const LinearCall*)described;
+  if (call.rows < kFewestRows) return kParent.multiply(described, begin, end);
+  const index_t turn = (end - begin) * call.threads;
+  Registers registers;
+  Buffers& buffers = *(Buffers*)thread_memory(sizeof(Buffers));
+  for (index_t i = begin; i < end; ++i) {
+    const LinearItem item = item_of(call, i);
+    const index_t next = i + 1 < end ? i + 1 : begin + turn;  // what this thread probably takes
+    float* const sums = call.sliced ? partials_of(call, item, item.slice) : buffers.total;
+    multiply_slices(registers, call, item, item_of(call, next < call.items ? next : i), sums, buffers);
+    if (call.sliced) {
+      if (!brings_last_slice(call, item)) continue;
+      add_integer_slices(call, item, buffers.total);
+    }
+    finish_for(call.dtype)({call, item.tile, item.from, item.to}, buffers.total, item.row, item.rows);
+  }
+}
+
+Preparation preparation(const Weight& weight, Dtype dtype, bool int8_activations) {
+  Preparation prepared = kParent.preparation(weight, dtype, int8_activations);
+  const index_t row_bytes = quantized_x(weight.depth, prepared.x_group, int8_activations).row_bytes;
+  if (row_bytes > prepared.row_bytes) prepared.row_bytes = row_bytes;
+  const index_t rows = kPanelBytes / prepared.row_bytes / kUnitRows * kUnitRows;
+  prepared.panel_rows = rows < kLowestPanel ? kLowestPanel : rows < kMaxPanelRows ? rows : kMaxPanelRows;
+  prepared.panel_step = kUnitRows;
+  return prepared;
+}
+
+index_t prepare_items(const LinearCall& call) { return kParent.prepare_items(call); }
+
+void prepare(const void* call, index_t begin, index_t end) {
+  const bool few = ((const LinearCall*)call)->rows < kFewestRows;
+  few ? kParent.prepare(call, begin, end) : quantize_rows(call, begin, end);
+}
+
+}  // namespace
+
+const LinearKernels integer_linear = {preparation, prepare_items, prepare, multiply_items};
+
+}  // namespace qt::QT_ISA
+#endif
