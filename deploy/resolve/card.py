@@ -137,7 +137,7 @@ def _rope_of_stranger(card: ModelCard, head_dim: int, max_positions: int) -> Rop
 
 def _architecture(config: Json, path: Path) -> str:
     names = config.get("architectures")
-    if isinstance(names, list) and names and isinstance(names[0], str):
+    if isinstance(names, list) and names and isinstance(names[0], str) and names[0].isprintable():
         return names[0]
     raise ConfigError(f"{path} names no `architectures`; this is needed to know how to run the model")
 
@@ -156,9 +156,9 @@ def _dtype(config: Json, path: Path) -> Dtype:
 def _eos_token_ids(folder: Path, generation: Json, config: Json) -> list[int]:
     for source in (generation, config):
         ids = source.get("eos_token_id")
-        if isinstance(ids, int) and not isinstance(ids, bool):
+        if type(ids) is int:
             return [ids]
-        if isinstance(ids, list) and ids and all(isinstance(token_id, int) for token_id in ids):
+        if isinstance(ids, list) and ids and all(type(token_id) is int for token_id in ids):
             return list(ids)
     return _eos_of_tokenizer(folder)
 
@@ -172,9 +172,8 @@ def _eos_of_tokenizer(folder: Path) -> list[int]:
     added = read_json(folder / "tokenizer.json").get("added_tokens")
     if not isinstance(added, list):
         return []
-    return [
-        int(token["id"]) for token in added if isinstance(token, dict) and token.get("content") == content
-    ][:1]
+    ids = [token.get("id") for token in added if isinstance(token, dict) and token.get("content") == content]
+    return [token_id for token_id in ids if type(token_id) is int][:1]
 
 
 def _read_generation_config(folder: Path, where: str) -> Json:

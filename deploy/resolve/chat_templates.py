@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import TypeGuard
 
 from quintet.wire.errors import ConfigError
 from quintet.wire.json_files import read_json
 
 DEFAULT = "default"
+_HALF = re.compile("[\ud800-\udfff]")
 
 
 def read_chat_templates(folder: Path, flag: str | None) -> dict[str, str]:
@@ -45,7 +48,7 @@ def _in_json(value: object, path: Path) -> dict[str, str]:
     match value:
         case None:
             return {}
-        case str():
+        case str() if _is_text(value):
             return {DEFAULT: value}
         case list():
             named = [(entry.get("name"), entry.get("template")) for entry in value if isinstance(entry, dict)]
@@ -54,15 +57,18 @@ def _in_json(value: object, path: Path) -> dict[str, str]:
             named, is_whole = list(value.items()), True
         case _:
             named, is_whole = [], False
-    templates = {
-        name: template for name, template in named if isinstance(name, str) and isinstance(template, str)
-    }
+    templates = {name: template for name, template in named if _is_text(name) and _is_text(template)}
     if not is_whole or len(templates) != len(named):
         raise ConfigError(
             f"{path}: chat_template is neither a template, nor a list of named ones "
             '([{"name": …, "template": …}, …]), nor a map from names to templates; correct it, or give one as --chat-template'
         )
     return templates
+
+
+def _is_text(value: object) -> TypeGuard[str]:
+    """Whether it is a string of whole characters: escapes in JSON may make half of one."""
+    return isinstance(value, str) and _HALF.search(value) is None
 
 
 def _text(path: Path) -> str:
