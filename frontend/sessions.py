@@ -228,12 +228,10 @@ class Sessions:
         if choice is None:
             self.metrics.duplicate_endings.inc()
             return
-        if choice.stream.is_cancelled:
-            self._abort_here(
-                choice.stream
-            )  # whoever asked for an end gets that, whatever else would have come
-            return
-        self._fail(choice.stream, RequestError(failed.code, failed.message, failed.param, failed.retry_s))
+        if choice.stream.is_cancelled:  # whoever asked for its end gets that, whatever else would have come
+            self._abort_here(choice.stream)
+        else:
+            self._fail(choice.stream, RequestError(failed.code, failed.message, failed.param, failed.retry_s))
 
     def _apply_text(self, text: Text) -> None:
         if self._placement.is_stale(text.sender):

@@ -14,6 +14,7 @@ import msgspec
 from quintet.wire import messages as m
 from quintet.wire import step as s
 from quintet.wire import supervision
+from quintet.wire.codec import UNREADABLE
 from quintet.wire.columns import ID_BYTES, REQUEST_BYTES, all_below, are_spans
 from quintet.wire.config import EngineConfig
 from quintet.wire.metrics import decode_snapshot
@@ -325,6 +326,6 @@ def _ids_with_attempts(msg: m.StopHit | m.Handed) -> bool:
 def _is_snapshot(metrics: bytes) -> bool:
     try:
         snapshot = decode_snapshot(metrics)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError):
+    except UNREADABLE:
         return False
     return all(len(series.counts) == len(series.bounds) + 1 for series in snapshot.histograms)
