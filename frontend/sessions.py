@@ -202,9 +202,7 @@ class Sessions:
 
     def _expire(self, stream: Stream) -> None:
         """End a request whose deadline has passed, without waiting for the engine's word."""
-        if not stream.is_cancelled:
-            self._placement.send_cancel(stream)
-        self._fail(stream, expired(stream))
+        self._give_up(stream, expired(stream))
 
     def _abort_here(self, stream: Stream) -> None:
         """End a request of which the engine never heard, or will tell nothing more."""

@@ -107,6 +107,17 @@ def test_an_expired_request_is_cancelled_and_fails_once() -> None:
     run(story())
 
 
+def test_a_cancelled_request_ends_as_aborted_also_when_its_time_is_over() -> None:
+    async def story() -> None:
+        world, stream = expired_world(1)
+        stream.cancel()
+        (batch,) = await rest(stream)
+        assert [delta.finish and delta.finish.reason for delta in batch.deltas] == [FinishReason.ABORT]
+        assert world.sessions.num_live == 0 and len(world.of(Cancel)) == 1
+
+    run(story())
+
+
 def test_a_request_that_found_no_worker_expires_too() -> None:
     async def story() -> None:
         sessions = Sessions(WorkerId(Role.FRONTEND, 0, 1), lambda *_: False, make_config())
