@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import select
 import shutil
@@ -35,6 +36,8 @@ from quintet.wire.ids import Role, WorkerId
 from quintet.wire.limits import largest_frame, largest_frames
 from quintet.wire.sense import Sense
 from quintet.wire.supervision import Drain, MetricsReport, Stop, Topology
+
+log = logging.getLogger(__name__)
 
 _REPORT_SLACK_S = 30.0
 _STOP_S = 10.0
@@ -114,7 +117,10 @@ class LocalServer:
         run_dirs.sweep_stale()
         run_dir = make_run_dir()
         try:
-            self.config = resolve(options, run_dir, http=False, external_frontends=1).config
+            resolution = resolve(options, run_dir, http=False, external_frontends=1)
+            for note in resolution.notes:
+                log.warning("%s", note)
+            self.config = resolution.config
             me = WorkerId(Role.FRONTEND, self.config.processes.frontends, 1)
             self._bus = Bus(run_dir)
             accepts: Any = ForRequests | MetricsReport | Topology | Drain | Stop

@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from quintet import AsyncLLM, SamplingParams
 from quintet.deploy.offline import EngineError, RequestOutput
+from quintet.deploy.python_api import engine
 from quintet.wire.errors import RequestError
 from quintet.wire.params import OutputKind
 
@@ -255,3 +257,15 @@ def test_a_failure_of_ours_is_raised_and_shutdown_still_ends_the_processes(
         assert not run_dir.exists()
 
     asyncio.run(main())
+
+
+def test_notes_on_the_configuration_are_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def resolved(*_: object, **__: object) -> SimpleNamespace:
+        return SimpleNamespace(config=None, notes=["a default of the generation config is ignored"])
+
+    monkeypatch.setattr(engine, "resolve", resolved)
+    with pytest.raises(AttributeError):  # there is no configuration to go on with
+        AsyncLLM()
+    assert [record.getMessage() for record in caplog.records] == resolved().notes
