@@ -6,6 +6,7 @@ page by page over the nodes whose processors compute: each node's memory gives i
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -22,8 +23,11 @@ MASK_BITS = 1024
 
 
 def usable_nodes(affinity: set[int] | None = None, system: Path = SYSTEM) -> list[int]:
-    """Return the nodes that have a processor of ``affinity`` (default: this process's); empty where the system is silent."""
-    allowed = os.sched_getaffinity(0) if affinity is None else affinity
+    """Return the nodes that have a processor of ``affinity``; empty where the system is silent.
+
+    Default: the processors of all of this process's threads, since each of them may be kept on one.
+    """
+    allowed = _processors_of_threads() if affinity is None else affinity
     nodes = []
     for folder in (system / "devices/system/node").glob("node[0-9]*"):
         try:
@@ -55,6 +59,14 @@ def interleave(address: int, size_bytes: int, nodes: list[int]) -> bool:
         return True
     log.info("weights lie on one node's memory: %s", os.strerror(ctypes.get_errno()))
     return False
+
+
+def _processors_of_threads() -> set[int]:
+    processors = set(os.sched_getaffinity(0))
+    for thread in Path("/proc/self/task").glob("[0-9]*"):
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            processors |= os.sched_getaffinity(int(thread.name))
+    return processors
 
 
 def _listed(text: str) -> set[int]:

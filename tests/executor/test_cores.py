@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -115,3 +117,19 @@ def test_nodes_are_those_with_a_processor_of_the_mask(tmp_path: Path) -> None:
     assert usable_nodes({16, 5, 6, 8}, tmp_path) == [0, 1, 2]
     assert usable_nodes({99}, tmp_path) == []
     assert usable_nodes({0}, tmp_path / "absent") == []
+
+
+def test_a_thread_that_is_kept_on_a_processor_asks_for_the_nodes_of_all(tmp_path: Path) -> None:
+    """Who loads the weights is one of the pinned threads."""
+    processors = sorted(os.sched_getaffinity(0))
+    for node, first in enumerate(processors):
+        folder = tmp_path / f"devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(f"{first}\n")
+
+    def ask() -> list[int]:
+        os.sched_setaffinity(0, processors[:1])
+        return usable_nodes(system=tmp_path)
+
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(ask).result() == list(range(len(processors)))
