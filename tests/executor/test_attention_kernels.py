@@ -175,6 +175,20 @@ def test_sums_below_the_smallest_normal_number_are_cut_like_others(form: Format)
     assert_same_bits(*outs)
 
 
+@pytest.mark.parametrize("threads", [1], indirect=True)  # who computes a request computes the one before
+@pytest.mark.parametrize("features", [PLAIN, Features(window=17)], ids=["plain", "window"])
+def test_infinities_of_a_request_reach_no_other(form: Format, features: Features) -> None:
+    """What a thread kept of it lies where tiles are that the next request does not have, or does not see any more."""
+    requests = Requests(form.shape(), [128, 16, 48])
+    rows: list[Row] = [(1, 0, 16), (2, 0, 48), (2, 47, 1)]
+    expected = [requests.run([row], features=features)[0] for row in rows]
+    assert not any(out.isnan().any() for out in expected)
+    requests.qkv[0][:, -2 * 64 :] = torch.inf  # the values
+    for row, out in zip(rows, expected, strict=True):
+        requests.run([(0, 0, 128)], features=features)
+        assert_same_bits(requests.run([row], features=features)[0], out)
+
+
 @pytest.mark.parametrize("features", [PLAIN, Features(window=100, softcap=2.0)], ids=["plain", "window"])
 def test_a_token_has_the_same_bits_alone_and_in_a_batch(form: Format, features: Features) -> None:
     lengths = [1 + 37 * i % 700 for i in range(63)] + [1400]

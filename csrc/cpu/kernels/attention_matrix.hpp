@@ -216,6 +216,14 @@ QT_INLINE void arrange_values(const Chunk& chunk, index_t head_dim, MatrixWord* 
                         to + t / 2 * (head_dim / kLanes) * kOperandWords);
 }
 
+// Of an int8 cache: the scales of tiles that nobody walks, beside those in a pair that somebody does, are zero. Their weights are
+// zero, but what a chunk before left there may be an infinity.
+QT_INLINE void clear_scales_beside(const Chunk& chunk, float* scales) {
+  const index_t end = chunk.begin + chunk.count * kTileKeys;
+  if (chunk.begin % kAmxPairs != 0) store(scales + chunk.begin - kTileKeys, all(0.0f));
+  if (end % kAmxPairs != 0) store(scales + end, all(0.0f));
+}
+
 // sums = shrink * sums + added [rows][head_dim].
 QT_INLINE void add_chunk(const Group<MatrixWord>& group, const float* added, index_t head_dim) {
   for (index_t r = 0; r < group.rows; ++r) {
@@ -253,6 +261,7 @@ void walk_chunk_of_matrix(const AttentionCall& call, index_t first_head, index_t
   const char *keys[kChunkTiles], *values[kMaxHeadDim / kAmxColumns];
   arrange_keys<Stored>(chunk, head_dim, scratch.keys, keys);
   arrange_values<Stored>(chunk, head_dim, scratch.values);
+  if constexpr (std::is_same_v<Stored, std::int8_t>) clear_scales_beside(chunk, scratch.value_scales);
   for (index_t c = 0; c < columns; ++c)
     values[c] = (const char*)(scratch.values + (first_pair * columns + c) * kOperandWords);
 
