@@ -42,6 +42,22 @@ index_t size_of_piece(const Work& work, index_t left, index_t threads) {
   return size < 1 ? 1 : size;
 }
 
+// Returns when the word's value is such that `done`; whoever makes it so notifies. Spins as long as `patience` says, then sleeps:
+// one wait, however often the value changes meanwhile.
+template <class Value, class Done, class Patience>
+void wait_until(const std::atomic<Value>& word, Done done, Patience& patience) {
+  const int most = std::clamp(2 * patience.usual, std::min(kFewestSpins, patience.most), patience.most);
+  for (int spin = 0; spin < most; ++spin) {
+    if (done(word.load(std::memory_order_acquire))) {
+      patience.usual += (spin - patience.usual) / 8;
+      return;
+    }
+    pause();
+  }
+  patience.usual -= patience.usual / 4;
+  for (Value now; !done(now = word.load(std::memory_order_acquire));) word.wait(now, std::memory_order_acquire);
+}
+
 }  // namespace
 
 Pool::Pool(int threads, bool pin) {
@@ -64,16 +80,7 @@ Pool::~Pool() {
 
 template <class Value>
 void Pool::wait_while(const std::atomic<Value>& word, Value value, Patience& patience) {
-  const int most = std::clamp(2 * patience.usual, std::min(kFewestSpins, patience.most), patience.most);
-  for (int spin = 0; spin < most; ++spin) {
-    if (word.load(std::memory_order_acquire) != value) {
-      patience.usual += (spin - patience.usual) / 8;
-      return;
-    }
-    pause();
-  }
-  patience.usual -= patience.usual / 4;
-  word.wait(value, std::memory_order_acquire);
+  wait_until(word, [value](Value now) { return now != value; }, patience);
 }
 
 void Pool::run(const Work* list, index_t count) {
@@ -187,8 +194,7 @@ void Pool::wait_for(Progress& progress, Ahead& ahead, Patience& patience) const 
       if (ahead.at >= ahead.left.bytes) ahead.left.memory += ahead.left.stride, --ahead.left.lines, ahead.at = 0;
     }
   }
-  for (std::uint32_t left; (left = progress.left.load(std::memory_order_acquire)) != 0;)
-    wait_while(progress.left, left, patience);
+  wait_until(progress.left, [](std::uint32_t left) { return left == 0; }, patience);
 }
 
 Balance balance_of(const Work& work, index_t threads) {
