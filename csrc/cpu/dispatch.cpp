@@ -41,8 +41,9 @@ bool has_avx_vnni() {
   return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 4) != 0;
 }
 
-// The kernel grants the registers' state to a process that asks, once, before its other threads begin (Linux 5.16,
-// Documentation/arch/x86/xstate.rst).
+// The kernel grants the registers' state to a process that asks: to all its threads, to those it has already as well, and to the
+// processes it forks (Linux 5.16, Documentation/arch/x86/xstate.rst). Refused (ENOSPC) where the stack that a thread set aside for
+// signals is too small for the state.
 bool tiles_granted() {
 #if defined(__linux__)
   constexpr long kRequestPermission = 0x1023, kTileData = 18;
