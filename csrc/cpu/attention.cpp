@@ -247,9 +247,9 @@ void run_alone(Op& op, const Step& step) {
   pool().run(&work, 1);
 }
 
-AttentionOp attention_of(Program& program, const void* q, index_t q_stride, const void* kv, index_t heads, index_t kv_heads, index_t head_dim,
-                         index_t block_size, index_t window, float softcap, const float* alibi_slopes, float scale,
-                         void* out, index_t out_stride, index_t max_tokens, int dtype, int kv_dtype) {
+AttentionOp attention_of(Program& program, const void* q, index_t q_stride, const void* kv, index_t heads, index_t kv_heads,
+                         index_t head_dim, index_t block_size, index_t window, float softcap, const float* alibi_slopes,
+                         float scale, void* out, index_t out_stride, index_t max_tokens, int dtype, int kv_dtype) {
   check_heads(heads, kv_heads, head_dim, block_size, kv_dtype, dtype);
   QT_REQUIRE(window >= 0 && q_stride >= heads * head_dim && out_stride >= heads * head_dim, "window %lld, strides %lld, %lld",
              (long long)window, (long long)q_stride, (long long)out_stride);

@@ -10,8 +10,8 @@ namespace qt {
 namespace {
 
 constexpr int kMostSpins = 4000;  // pauses of some 10 to 50 ns: to sleep and to be woken takes 64 threads about as long
-// About the longest wait between two works of a step on few threads. Who sleeps does not learn what spinning would have taken: after a
-// prompt, whose waits are long, this is what finds short waits again.
+// About the longest wait between two works of a step on few threads. Who sleeps does not learn what spinning would have taken:
+// after a prompt, whose waits are long, this is what finds short waits again.
 constexpr int kFewestSpins = 400;
 constexpr index_t kShare = 2;  // a piece is at most one in so many parts of a thread's share of what is left
 constexpr index_t kAheadBytes = 128 << 10;  // that a waiting thread fetches at most: half of a small second-level cache

@@ -8,8 +8,8 @@
 //
 // Waiting is a short spin, then a futex. How short each thread learns: about twice as long as its waits have taken lately, so
 // that the end of a work is met awake on 64 threads as on two, while a thread whose waits are long sleeps soon. Nobody spins
-// where there are more threads than processors: who spins would hold up who works. While it waits a thread fetches what its first piece of a coming work reads: memory is
-// what limits a step of few rows, and it should not stand still while rows are normed.
+// where there are more threads than processors: who spins would hold up who works. While it waits a thread fetches what its first
+// piece of a coming work reads: memory is what limits a step of few rows, and it should not stand still while rows are normed.
 #pragma once
 
 #include <atomic>

@@ -1,9 +1,9 @@
 // y[M, N] = x[M, K] · W[N, K]ᵀ in bf16, fp16 or fp32, accumulated in fp32.
 //
-// A thread owns 64 columns (a tile; 32 or 16 where tiles are few) for a panel of up to 192 rows, and all slices of k or one. K goes in pieces, a
-// piece in blocks of columns, a block in units of rows: one unit's sums of one block stay in registers over the piece
-// (AVX-512: 12 rows x 32 columns, 24 registers) and wait in between as fp32. For each step of k a unit loads the weights
-// of its columns once and multiplies them with a broadcast of x per row; a block's weights of a piece stay in the first
+// A thread owns 64 columns (a tile; 32 or 16 where tiles are few) for a panel of up to 192 rows, and all slices of k or one. K
+// goes in pieces, a piece in blocks of columns, a block in units of rows: one unit's sums of one block stay in registers over
+// the piece (AVX-512: 12 rows x 32 columns, 24 registers) and wait in between as fp32. For each step of k a unit loads the
+// weights of its columns once and multiplies them with a broadcast of x per row; a block's weights of a piece stay in the first
 // cache while the units pass over them.
 //
 // x and weights are widened to fp32. Weights: in registers, or where more than kDirectRows rows share them once per block

@@ -3,12 +3,12 @@
 // x is quantized first (kernels/linear_quantize.hpp), per row and group of k to 16 bits, or per row to 8, and multiplied
 // in units of some rows by some columns (kernels/linear_integer_unit.hpp).
 //
-// A thread owns a tile of 64 columns (32 or 16 where tiles are few) for a panel of rows, and all slices of k or one. K goes in pieces; while a
-// piece's units are multiplied, the next piece, or the first one of the tile that this thread probably takes next, is
-// fetched into the second-level cache, evenly over the units. Where many rows share 4-bit weights, they become bytes
-// once per piece, in a buffer. Bytes per panel: the weight once (1 or 1/2 byte a number, scales beside it), x once per
-// tile (per half of one for many rows) out of the cache. Limiter: the weight's bandwidth up to some 20 rows, then the
-// multiply rate, half of it for 16-bit x.
+// A thread owns a tile of 64 columns (32 or 16 where tiles are few) for a panel of rows, and all slices of k or one. K goes in
+// pieces; while a piece's units are multiplied, the next piece, or the first one of the tile that this thread probably takes
+// next, is fetched into the second-level cache, evenly over the units. Where many rows share 4-bit weights, they become bytes
+// once per piece, in a buffer. Bytes per panel: the weight once (1 or 1/2 byte a number, scales beside it), x once per tile
+// (per half of one for many rows) out of the cache. Limiter: the weight's bandwidth up to some 20 rows, then the multiply rate,
+// half of it for 16-bit x.
 //
 // Reduction order: the sum over a group of k is an integer and exact: the same on every processor, in any order. Then,
 // groups of a slice of k (linear.hpp) ascending, fma(float(sum), scale of w * scale of x, result); the slices' results,
