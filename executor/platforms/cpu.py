@@ -18,6 +18,9 @@ from quintet.wire.config import ExecutorConfig
 
 log = logging.getLogger(__name__)
 
+TORCH_GRAIN = 1 << 15
+"""Numbers that torch gives a thread at least, of an operation on each number (``at::internal::GRAIN_SIZE``)."""
+
 
 def open_platform(config: ExecutorConfig) -> Platform:
     """Start the compute threads and return the CPU."""
@@ -26,6 +29,8 @@ def open_platform(config: ExecutorConfig) -> Platform:
     library = open_library()
     if library is None:
         return Platform("cpu", torch.device("cpu"), f"cpu, threads: {threads}, torch's kernels")
+    if config.pin_threads:
+        _start_torch_threads(threads)
     set_threads(library, threads, config.pin_threads)
     pinned = " (pinned)" if config.pin_threads else ""
     kernels = instruction_set(library)
@@ -33,3 +38,8 @@ def open_platform(config: ExecutorConfig) -> Platform:
     if refusal is not None:
         log.warning("instruction set %s; computing with %s", refusal, kernels)
     return Platform("cpu", torch.device("cpu"), f"cpu, threads: {threads}{pinned}, kernels: {kernels}")
+
+
+def _start_torch_threads(threads: int) -> None:
+    """Have torch start its threads: they may run where this thread may, which is about to be one processor."""
+    torch.ones(threads * TORCH_GRAIN).neg_()

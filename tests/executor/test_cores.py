@@ -101,6 +101,31 @@ sys.exit(f"{masks} of {before}")
 """
 
 
+TORCH_BESIDE_PINNED = """
+import os, sys
+import torch
+from quintet.executor.platforms.cpu import open_platform
+from quintet.wire.config import ExecutorConfig
+before = os.sched_getaffinity(0)
+open_platform(ExecutorConfig(threads=2, pin_threads=True))
+assert len(os.sched_getaffinity(0)) == 1
+others = set(os.listdir("/proc/self/task"))
+torch.ones(1 << 20).exp_()
+masks = [os.sched_getaffinity(int(task)) for task in set(os.listdir("/proc/self/task")) - others]
+assert all(mask == before for mask in masks), f"{masks} of {before}"
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor: nothing to stay on")
+def test_threads_of_torch_are_not_kept_where_one_of_ours_is() -> None:
+    """It computes with as many, which would share one processor."""
+    if open_library() is None:
+        pytest.skip("the host kernels are not built")
+    words = [sys.executable, "-c", TORCH_BESIDE_PINNED]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_pinned_threads_take_every_processor_of_the_mask() -> None:
     if open_library() is None:
         pytest.skip("the host kernels are not built")
