@@ -183,7 +183,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "how long a step with prompts in it may hold up those who decode, about, when many prompts wait, two thirds of it "
             "when few do; 0 for as long as it takes",
             "MS",
-            "350 on a CPU, 0 elsewhere and for LLM(...)",
+            "300 on a CPU, 0 elsewhere and for LLM(...)",
         ),
     ] = None
     scheduling_policy: Annotated[

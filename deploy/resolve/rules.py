@@ -19,7 +19,7 @@ MAX_SOCKET_PATH = 107
 _LONGEST_SOCKET_NAME = len("/detokenizer-1023.9999999")
 _DEFAULT_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 """Enough to keep the device multiplying; more would only hold up those who decode."""
-_CPU_STEP_TARGET_MS = 350
+_CPU_STEP_TARGET_MS = 300
 _WHOLE_DEFAULTS = ("top_k", "max_tokens")
 """Sampling defaults that are whole numbers; cards write them as 50.0 too."""
 _DEFAULT_SWAP_BYTES = 4 << 30

@@ -22,9 +22,9 @@ from quintet.executor.cuda.ops.rope_kv import rope_kv
 from quintet.executor.cuda.rows import StepRows
 from quintet.executor.layers.linear import Embedding, Linear
 from quintet.executor.models.forward import AttentionLayer
-from quintet.executor.ops.linear import Activation
+from quintet.executor.ops.linear import GatedActivation
 
-GATES = {Activation.SILU_AND_MUL: Gate.SILU, Activation.GELU_TANH_AND_MUL: Gate.GELU_TANH}
+GATES = {GatedActivation.SILU_AND_MUL: Gate.SILU, GatedActivation.GELU_TANH_AND_MUL: Gate.GELU_TANH}
 
 
 @dataclass(slots=True)
@@ -92,7 +92,7 @@ class DevicePass:
         """See `ForwardPass`."""
         self.linears[layer] = None
         y = self._multiply.apply(layer, x.settled)
-        if layer.activation is not Activation.NONE:
+        if layer.activation is not GatedActivation.NONE:
             y = gated(self._device, y, GATES[layer.activation])
         return Value(y) if residual is None else Value(residual.settled, y)
 

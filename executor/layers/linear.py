@@ -10,12 +10,12 @@ from typing import Protocol
 
 import torch
 
-from quintet.executor.ops.linear import Activation
+from quintet.executor.ops.linear import GatedActivation
 from quintet.executor.ops.packed_weight import PackedWeight
 from quintet.executor.quant.method import LinearMethod, LinearShape, Part, Quantization
 from quintet.executor.weights.plan import WeightPlan
 
-__all__ = ["Activation", "Embedding", "Linear", "Part"]
+__all__ = ["Embedding", "GatedActivation", "Linear", "Part"]
 
 
 class LinearSetting(Protocol):
@@ -39,7 +39,7 @@ class Linear:
         depth: int,
         *,
         biased: bool = False,
-        activation: Activation = Activation.NONE,
+        activation: GatedActivation = GatedActivation.NONE,
         is_output_layer: bool = False,
     ) -> None:
         self.shape = LinearShape(tuple(parts), depth, biased, activation, is_output_layer)
@@ -61,7 +61,7 @@ class Linear:
         return self.shape.depth
 
     @property
-    def activation(self) -> Activation:
+    def activation(self) -> GatedActivation:
         """What the result goes through."""
         return self.shape.activation
 

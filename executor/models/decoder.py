@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from quintet.executor.cards.spec import DecoderSpec
-from quintet.executor.layers.linear import Activation, Embedding, Linear, Part
+from quintet.executor.layers.linear import Embedding, GatedActivation, Linear, Part
 from quintet.executor.layers.rope import Rope
 from quintet.executor.models.forward import AttentionLayer, ForwardPass, ValueT
 from quintet.executor.models.model import Setting
@@ -124,7 +124,7 @@ def _block(setting: Setting, weights: WeightPlan, spec: DecoderSpec, index: int)
             (Part(f"{mlp}.gate_proj", wide), Part(f"{mlp}.up_proj", wide)),
             hidden,
             biased=spec.mlp_bias,
-            activation=Activation.SILU_AND_MUL,
+            activation=GatedActivation.SILU_AND_MUL,
         ),
         down=Linear(setting, weights, (Part(f"{mlp}.down_proj", hidden),), wide, biased=spec.mlp_bias),
     )

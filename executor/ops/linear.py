@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 
-class Activation(IntEnum):
+class GatedActivation(IntEnum):
     """What happens to a layer's result before it leaves; the codes are those of ``csrc/cpu``."""
 
     NONE = 0
@@ -21,7 +21,7 @@ def linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    activation: Activation = Activation.NONE,
+    activation: GatedActivation = GatedActivation.NONE,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return ``residual + activation(x @ weight.T + bias)``: the reference.
@@ -29,8 +29,8 @@ def linear(
     x: ``[num_tokens, in]``; weight: ``[out, in]``, of the same dtype; bias: ``[out]``; residual: as wide as the result.
     """
     y = F.linear(x, weight, bias)
-    if activation is not Activation.NONE:
+    if activation is not GatedActivation.NONE:
         gate, up = y.chunk(2, dim=-1)
-        silu = activation is Activation.SILU_AND_MUL
+        silu = activation is GatedActivation.SILU_AND_MUL
         y = (F.silu(gate) if silu else F.gelu(gate, approximate="tanh")).mul_(up)
     return y if residual is None else residual + y

@@ -11,7 +11,7 @@ import torch
 from quintet.executor.ops.host_dtypes import FLOAT_CODES
 from quintet.executor.ops.host_linear import LinearLibrary, WeightFormat
 from quintet.executor.ops.huge_pages import HugePages
-from quintet.executor.ops.linear import Activation
+from quintet.executor.ops.linear import GatedActivation
 
 ALIGNMENT = 64
 
@@ -23,8 +23,8 @@ class PackedWeightError(ValueError):
 class PackedWeight:
     """A weight ``[columns, depth]`` (columns are outputs) in a format of the host kernels.
 
-    ``paired``: columns ``[0, n / 2)`` are gates and the others the ups that belong to them, for `Activation`s. ``group``: how
-    many k share a scale (32, 64 or 128; 0: one scale per column, int8 only). ``memory``: bytes packed before, which
+    ``paired``: columns ``[0, n / 2)`` are gates and the others the ups that belong to them, for a `GatedActivation`. ``group``:
+    how many k share a scale (32, 64 or 128; 0: one scale per column, int8 only). ``memory``: bytes packed before, which
     may be read-only; otherwise zeros, to be filled.
     """
 
@@ -116,7 +116,7 @@ class PackedWeight:
         bias: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
-        activation: Activation = Activation.NONE,
+        activation: GatedActivation = GatedActivation.NONE,
         int8_activations: bool = False,
     ) -> torch.Tensor:
         """Return ``out [rows, output_columns]``, see `quintet.executor.ops.linear.linear`; x: ``[rows, depth]``.
@@ -154,7 +154,7 @@ class PackedWeight:
         return out
 
     def check(
-        self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation, int8_activations: bool
+        self, x: torch.Tensor, bias: torch.Tensor | None, activation: GatedActivation, int8_activations: bool
     ) -> None:
         """Raise `PackedWeightError` unless this weight can be multiplied so."""
         own = {0: torch.bfloat16, 1: torch.float16, 2: torch.float32}.get(int(self.format))
@@ -167,7 +167,7 @@ class PackedWeight:
             raise PackedWeightError(
                 f"bias is {bias.dtype}{list(bias.shape)}; expected {x.dtype}[{self.columns}]"
             )
-        if self.paired is (activation is Activation.NONE):
+        if self.paired is (activation is GatedActivation.NONE):
             raise PackedWeightError(
                 f"{activation.name} on a weight that is {'' if self.paired else 'not '}paired: paired weights need an "
                 "activation, others take none"

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from quintet.executor.ops.linear import Activation
+from quintet.executor.ops.linear import GatedActivation
 from quintet.executor.ops.packed_weight import PackedWeight
 from quintet.executor.weights.plan import WeightPlan
 
@@ -31,7 +31,7 @@ class LinearShape:
     depth: int
     """Width of the input."""
     biased: bool = False
-    activation: Activation = Activation.NONE
+    activation: GatedActivation = GatedActivation.NONE
     is_output_layer: bool = False
     """Whether the result is the logits."""
 

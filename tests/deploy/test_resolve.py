@@ -189,7 +189,7 @@ def test_only_a_model_on_a_cpu_has_a_target_for_its_steps(tmp_path: Path) -> Non
 
     assert target() == 0
     assert target(executor="torch", device="cuda") == 0
-    assert target(executor="torch", device="cpu") == 350
+    assert target(executor="torch", device="cpu") == 300
     assert target(executor="torch", device="cpu", step_target_ms=0) == 0
     assert target(executor="torch", device="cuda", step_target_ms=40) == 40
     assert "--step-target-ms is -1" in complaint(folder, step_target_ms=-1)

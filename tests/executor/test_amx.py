@@ -23,7 +23,7 @@ import torch
 from quintet.executor.ops import host_library
 from quintet.executor.ops.host_library import instruction_set, set_threads
 from quintet.executor.ops.host_linear import LinearLibrary, WeightFormat
-from quintet.executor.ops.linear import Activation
+from quintet.executor.ops.linear import GatedActivation
 from quintet.executor.ops.packed_weight import PackedWeight
 
 ROOT = Path(__file__).parents[2]
@@ -271,7 +271,7 @@ def outputs(library: ctypes.CDLL, form: WeightFormat, group: int, eight: bool) -
             (20, 7, False),
         ):
             packed = pack(library, noise(columns, depth), form, group, paired)
-            activation = Activation.SILU_AND_MUL if paired else Activation.NONE
+            activation = GatedActivation.SILU_AND_MUL if paired else GatedActivation.NONE
             bias = noise(columns, seed=2)
             x = noise(rows, depth, seed=1)
             results.append(

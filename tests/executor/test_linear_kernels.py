@@ -18,7 +18,7 @@ from tests.executor.instruction_sets import MATRIX_UNITS, isa
 
 from quintet.executor.ops.host_library import declare, instruction_sets, open_library
 from quintet.executor.ops.host_linear import LinearLibrary, WeightFormat, linear_library
-from quintet.executor.ops.linear import Activation, linear
+from quintet.executor.ops.linear import GatedActivation, linear
 from quintet.executor.ops.packed_weight import PackedWeight, PackedWeightError
 from quintet.executor.program.library import ProgramLibrary, program_library
 from quintet.executor.program.step import CStep
@@ -131,10 +131,10 @@ def test_dot_products_of_pairs() -> None:
             assert torch.equal(bits(packed.linear(x[begin:end])), bits(whole[begin:end]))
 
 
-@pytest.mark.parametrize("activation", [Activation.SILU_AND_MUL, Activation.GELU_TANH_AND_MUL])
+@pytest.mark.parametrize("activation", [GatedActivation.SILU_AND_MUL, GatedActivation.GELU_TANH_AND_MUL])
 @floats
 @pytest.mark.parametrize(("columns", "depth"), [(2, 3), (64, 128), (66, 127), (200, 65)])
-def test_paired(dtype: torch.dtype, activation: Activation, columns: int, depth: int) -> None:
+def test_paired(dtype: torch.dtype, activation: GatedActivation, columns: int, depth: int) -> None:
     """Against the reference applied to the product of the same kernel, unpaired: the activation's exponential may differ in
     its last bits, which may round each of its two halves the other way; and where a gate is far below zero torch computes
     1 + tanh, which is off by 2^-24, times a gate and an up of up to 6 each."""
@@ -279,7 +279,7 @@ def test_the_same_bits_however_depth_is_cut(
 ) -> None:
     """Narrow and deep, so that k has slices: one item's, or items of their own where threads want them; tiles whole and cut."""
     columns, depth = 140, 2300
-    activation = Activation.SILU_AND_MUL if paired else Activation.NONE
+    activation = GatedActivation.SILU_AND_MUL if paired else GatedActivation.NONE
     packed = pack(noise(columns, depth, dtype=dtype), weight_format, group, paired)
     x, bias = noise(200, depth, dtype=dtype, seed=1), noise(columns, dtype=dtype, seed=2)
     residual = None if paired else noise(200, columns, dtype=dtype, seed=3)
@@ -385,7 +385,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(PackedWeightError, match=r"expected torch\.bfloat16"):
         packed.linear(noise(9, 24))
     with pytest.raises(PackedWeightError, match="paired"):
-        packed.linear(noise(9, 24, dtype=torch.bfloat16), activation=Activation.SILU_AND_MUL)
+        packed.linear(noise(9, 24, dtype=torch.bfloat16), activation=GatedActivation.SILU_AND_MUL)
     with pytest.raises(PackedWeightError, match="8-bit activations"):
         packed.linear(noise(9, 24, dtype=torch.bfloat16), int8_activations=True)
     with pytest.raises(PackedWeightError, match="columns 30 to 41 of a weight that has 40"):

@@ -10,7 +10,7 @@ import torch
 
 from quintet.executor.batch import BatchBuilder, KvShape, Rows
 from quintet.executor.memory import lazy_zeros
-from quintet.executor.ops.linear import Activation, linear
+from quintet.executor.ops.linear import GatedActivation, linear
 from quintet.executor.ops.paged_attention import MAX_FOLDED_TOKENS, paged_attention
 from quintet.executor.ops.rms_norm import rms_norm
 from quintet.executor.ops.rope_kv_write import rope, rope_kv_write
@@ -36,7 +36,7 @@ def test_linear_with_everything_fused() -> None:
     y = x @ weight.T + bias
     gates, ups = y[:, :6], y[:, 6:]
     expected = residual + gates / (1 + torch.exp(-gates)) * ups
-    torch.testing.assert_close(linear(x, weight, bias, Activation.SILU_AND_MUL, residual), expected)
+    torch.testing.assert_close(linear(x, weight, bias, GatedActivation.SILU_AND_MUL, residual), expected)
     torch.testing.assert_close(linear(x, weight, None), x @ weight.T)
 
 

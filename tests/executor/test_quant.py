@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from quintet.executor.layers.linear import Activation, Embedding, Linear, Part
+from quintet.executor.layers.linear import Embedding, GatedActivation, Linear, Part
 from quintet.executor.ops.host_linear import WeightFormat, linear_library
 from quintet.executor.ops.linear import linear
 from quintet.executor.quant.method import Quantization
@@ -47,7 +47,7 @@ def deliver(plan: WeightPlan, dtype: torch.dtype = torch.bfloat16) -> dict[str, 
 
 
 def layer_of(
-    name: str, parts: tuple[Part, ...], activation: Activation = Activation.NONE, **options: bool
+    name: str, parts: tuple[Part, ...], activation: GatedActivation = GatedActivation.NONE, **options: bool
 ) -> tuple[Linear, dict[str, torch.Tensor]]:
     plan = WeightPlan(torch.bfloat16, torch.device("cpu"))
     layer = Linear(
@@ -60,7 +60,7 @@ def layer_of(
 @pytest.mark.parametrize("name", QUANTIZATIONS)
 @pytest.mark.parametrize("parts", [QKV, GATE_UP])
 def test_parts_arrive_in_their_rows(name: str, parts: tuple[Part, ...]) -> None:
-    activation = Activation.SILU_AND_MUL if parts is GATE_UP else Activation.NONE
+    activation = GatedActivation.SILU_AND_MUL if parts is GATE_UP else GatedActivation.NONE
     layer, given = layer_of(name, parts, activation)
     whole = torch.cat([given[f"{part.name}.weight"] for part in parts]).float()
     assert layer.method.packed is not None and layer.method.bias is not None
@@ -103,11 +103,11 @@ def test_a_checkpoint_of_another_dtype_is_rounded_as_torch_does(
 
 @needs_kernels
 def test_gates_and_ups_meet() -> None:
-    layer, _ = layer_of("int8", GATE_UP, Activation.SILU_AND_MUL)
+    layer, _ = layer_of("int8", GATE_UP, GatedActivation.SILU_AND_MUL)
     method, x = layer.method, noise(7, DEPTH).bfloat16() / 16
     assert method.packed is not None and method.bias is not None and layer.width == 72
     expected = linear(
-        x.double(), method.packed.read().double(), method.bias.double(), Activation.SILU_AND_MUL
+        x.double(), method.packed.read().double(), method.bias.double(), GatedActivation.SILU_AND_MUL
     )
     # Three roundings to bf16: of the sums, of the gate, of the product.
     torch.testing.assert_close(layer(x), expected.bfloat16(), rtol=2**-6, atol=2**-6)

@@ -7,7 +7,7 @@ import ctypes
 import pytest
 import torch
 
-from quintet.executor.layers.linear import Activation, Linear, Part
+from quintet.executor.layers.linear import GatedActivation, Linear, Part
 from quintet.executor.models.model import Setting
 from quintet.executor.program.library import program_library
 from quintet.executor.program.recorder import Extent, KvMemory, Recorder, Value
@@ -28,7 +28,7 @@ def recorder() -> Recorder:
     return Recorder(library, DTYPE, KvMemory((), 16, 0), max_tokens=8, max_outputs=4)
 
 
-def linear(columns: int, depth: int, activation: Activation = Activation.NONE) -> Linear:
+def linear(columns: int, depth: int, activation: GatedActivation = GatedActivation.NONE) -> Linear:
     plan = WeightPlan(DTYPE, torch.device("cpu"))
     setting = Setting(torch.device("cpu"), DTYPE, open_quantization("none"))
     layer = Linear(setting, plan, (Part("layer", columns),), depth, activation=activation)

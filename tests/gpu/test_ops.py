@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quintet.executor.ops.argmax import argmax
-from quintet.executor.ops.linear import Activation, linear
+from quintet.executor.ops.linear import GatedActivation, linear
 from quintet.executor.ops.rms_norm import rms_norm
 from quintet.executor.sampling.ops import sampling_ops_of
 
@@ -21,8 +21,10 @@ def test_ops_norm_and_activation(shape: tuple[int, int], device_name: str) -> No
         ops.rms_norm(x.to(device_name), weight.to(device_name), 1e-6).cpu(), rms_norm(x, weight, 1e-6)
     )
     gate_up = torch.randn(20, shape[1]) * shape[1] ** -0.5
-    gated = linear(x.to(device_name), gate_up.to(device_name), None, Activation.SILU_AND_MUL).cpu()
-    torch.testing.assert_close(gated, linear(x, gate_up, None, Activation.SILU_AND_MUL), rtol=1e-4, atol=1e-4)
+    gated = linear(x.to(device_name), gate_up.to(device_name), None, GatedActivation.SILU_AND_MUL).cpu()
+    torch.testing.assert_close(
+        gated, linear(x, gate_up, None, GatedActivation.SILU_AND_MUL), rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
