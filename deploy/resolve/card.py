@@ -23,6 +23,7 @@ from quintet.executor.cards.rope import MAX_POSITIONS, RopeSpec, rope_spec
 from quintet.executor.cards.spec import DecoderSpec
 from quintet.wire.errors import ConfigError
 from quintet.wire.json_files import Json, read_json
+from quintet.wire.params import shown
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 
@@ -150,7 +151,7 @@ def _dtype(config: Json, path: Path) -> Dtype:
         return "float16"
     if name == "float32":
         return "float32"
-    raise ConfigError(f"{path}: dtype is {name!r}; choose --dtype bfloat16, float16 or float32")
+    raise ConfigError(f"{path}: dtype is {shown(name)}; choose --dtype bfloat16, float16 or float32")
 
 
 def _eos_token_ids(folder: Path, generation: Json, config: Json) -> list[int]:

@@ -10,6 +10,7 @@ import json
 import random
 import shutil
 import struct
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,7 @@ def default_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def fuzz_cards(folder: Path, seeds: range) -> tuple[int, int]:
+def fuzz_cards(folder: Path, seeds: Iterable[int]) -> tuple[int, int]:
     """Try a card of each seed; return how many were refused and how many computed."""
     refused = computed = 0
     for seed in seeds:
@@ -168,6 +169,11 @@ def fuzz_cards(folder: Path, seeds: range) -> tuple[int, int]:
 def test_a_senseless_card_is_refused_or_computes(folder: Path) -> None:
     refused, computed = fuzz_cards(folder, range(120))
     assert refused > 30 and computed > 30
+
+
+def test_a_long_value_is_not_repeated_whole(folder: Path) -> None:
+    long_dtype = 1170
+    assert fuzz_cards(folder, [long_dtype]) == (1, 0)
 
 
 def checkpoint(folder: Path, dtype: torch.dtype) -> bytes:
