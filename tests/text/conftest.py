@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections import deque
@@ -252,6 +253,7 @@ class World:
             inbox.close()
         self.peers.close()
         self.bus.context.destroy(linger=0)
+        shutil.rmtree(self.config.run_dir)
         assert not self.crash, self.crash
 
 
