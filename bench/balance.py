@@ -80,6 +80,8 @@ def main() -> None:
         "--operations", action="store_true", help="each operation, at the last number of threads"
     )
     chosen = parser.parse_args()
+    if min(chosen.threads) < 1:
+        parser.error(f"--threads has {min(chosen.threads)}; each must be at least 1")
     room = argparse.Namespace(
         dtype=chosen.dtype, quantization=chosen.quantization, threads=1, pin=False, repetitions=0
     )

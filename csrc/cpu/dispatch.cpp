@@ -104,7 +104,9 @@ Isa choose() {
       if (!refusal[0]) std::snprintf(refusal, sizeof refusal, "QUINTET_ISA=%s: this processor does not have it", asked);
       return best();
     }
-  std::snprintf(refusal, sizeof refusal, "QUINTET_ISA=%.60s: no such instruction set", asked);
+  int length = std::snprintf(refusal, sizeof refusal, "QUINTET_ISA=%.60s: no such instruction set; there are", asked);
+  for (const char* name : kNames)
+    if (length < int(sizeof refusal)) length += std::snprintf(refusal + length, sizeof refusal - length, " %s", name);
   return best();
 }
 
