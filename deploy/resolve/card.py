@@ -11,23 +11,15 @@ from pathlib import Path
 from typing import Literal
 
 from quintet.executor.cards.card import ModelCard
-from quintet.executor.cards.families import (
-    FAMILIES,
-    MAX_HEAD_DIM,
-    MAX_HEADS,
-    MAX_LAYERS,
-    MAX_VOCAB,
-    MAX_WIDTH,
-)
-from quintet.executor.cards.rope import MAX_POSITIONS, RopeSpec, rope_spec
-from quintet.executor.cards.spec import DecoderSpec
+from quintet.executor.cards.families.unknown import unknown
+from quintet.executor.cards.registry import FAMILIES
+from quintet.executor.cards.spec import ModelSpec
 from quintet.wire.errors import ConfigError
 from quintet.wire.json_files import Json, read_json
 from quintet.wire.params import shown
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 
-_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "max_seq_len")
 _SAMPLING_DEFAULTS = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -74,66 +66,22 @@ def read_facts(folder: Path, generation_config: str = "auto") -> ModelFacts:
     card = ModelCard(config, str(path))
     architecture = _architecture(config, path)
     family = FAMILIES.get(architecture)
-    shape = _shape_of_stranger(card) if family is None else _shape_of(family(card))
+    spec: ModelSpec = unknown(card) if family is None else family.read(card)
+    need = spec.kv_needs[0]
     return ModelFacts(
         path=folder,
         architecture=architecture,
         dtype=_dtype(config, path),
-        num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        vocab_size=shape.vocab_size,
-        num_parameters=shape.num_parameters,
-        max_model_len=shape.rope.reach,
-        fixed_rope_len=shape.rope.fixed_len,
+        num_layers=len(spec.kv_needs),
+        num_kv_heads=need.num_kv_heads,
+        head_dim=need.key_dim,
+        vocab_size=spec.vocab_size,
+        num_parameters=spec.num_parameters,
+        max_model_len=spec.reach,
+        fixed_rope_len=spec.fixed_rope_len,
         eos_token_ids=_eos_token_ids(folder, generation, config),
         generation_defaults=_sampling_defaults(defaults),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    rope: RopeSpec
-    num_parameters: int | None
-
-
-def _shape_of(spec: DecoderSpec) -> _Shape:
-    return _Shape(
-        spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.vocab_size, spec.rope, spec.num_parameters
-    )
-
-
-def _shape_of_stranger(card: ModelCard) -> _Shape:
-    """Return the shape of a model that another package brings, in the usual spellings."""
-    heads = card.whole("num_attention_heads", 1, MAX_HEADS)
-    head_dim = card.whole("head_dim", 1, MAX_HEAD_DIM, card.whole("hidden_size", 1, MAX_WIDTH) // heads)
-    key = next((key for key in _LENGTH_KEYS if card.has(key)), _LENGTH_KEYS[0])
-    return _Shape(
-        num_layers=card.whole("num_hidden_layers", 1, MAX_LAYERS),
-        num_kv_heads=card.whole("num_key_value_heads", 1, MAX_HEADS, heads),
-        head_dim=head_dim,
-        vocab_size=card.whole("vocab_size", 1, MAX_VOCAB),
-        rope=_rope_of_stranger(card, head_dim, card.whole(key, 1, MAX_POSITIONS)),
-        num_parameters=None,
-    )
-
-
-def _rope_of_stranger(card: ModelCard, head_dim: int, max_positions: int) -> RopeSpec:
-    """Return the card's rotation; one that stretches nothing where only the model's own package may know it."""
-    try:
-        return rope_spec(card, head_dim, max_positions)
-    except ConfigError:
-        return RopeSpec(
-            kind="default",
-            theta=1e4,
-            rotary_dim=head_dim,
-            max_positions=max_positions,
-            original_positions=max_positions,
-        )
 
 
 def _architecture(config: Json, path: Path) -> str:

@@ -15,6 +15,10 @@ from typing import Any, TypeGuard
 from quintet.wire.errors import ConfigError
 from quintet.wire.json_files import read_json
 
+Key = str | tuple[str, ...]
+"""How a card spells a value: its key, or the keys that one family or another gives it, of which the first that has a value
+counts."""
+
 _SHOWN = 60
 """Characters of a wrong value that an error repeats."""
 
@@ -29,28 +33,36 @@ class ModelCard:
     inside: str = ""
     """Where in the file, likewise: ``rope_parameters.``."""
 
-    def has(self, key: str) -> bool:
+    def has(self, key: Key) -> bool:
         """Whether there is a value."""
-        return self.values.get(key) is not None
+        return self.values.get(self.spelling(key)) is not None
 
-    def whole(self, key: str, least: int, most: int, default: int | None = None) -> int:
+    def spelling(self, key: Key) -> str:
+        """Return the key under which the card has the value, or null in its place; the first one where it has neither."""
+        if isinstance(key, str):
+            return key
+        there = [each for each in key if each in self.values]
+        return next((each for each in there if self.values[each] is not None), (there or list(key))[0])
+
+    def whole(self, key: Key, least: int, most: int, default: int | None = None) -> int:
         """Return a whole number. Raises `ConfigError`, as all of these do."""
-        value = self.values.get(key)
+        value = self.values.get(self.spelling(key))
         value = default if value is None else value
         if type(value) is not int or not least <= value <= most:
             raise self.wrong(key, f"a whole number from {least} to {most}")
         return value
 
-    def real(self, key: str, least: float, most: float, default: float | None = None) -> float:
+    def real(self, key: Key, least: float, most: float, default: float | None = None) -> float:
         """Return a finite number."""
-        value = self.values.get(key)
+        value = self.values.get(self.spelling(key))
         value = default if value is None else value
         if not _is_number(value) or not least <= value <= most:
             raise self.wrong(key, f"a number from {least:g} to {most:g}")
         return float(value)
 
-    def reals(self, key: str, count: int, least: float, most: float) -> tuple[float, ...]:
+    def reals(self, key: Key, count: int, least: float, most: float) -> tuple[float, ...]:
         """Return a list of so many finite numbers."""
+        key = self.spelling(key)
         value = self.values.get(key)
         if not isinstance(value, list) or not all(
             _is_number(each) and least <= each <= most for each in value
@@ -63,17 +75,17 @@ class ModelCard:
             )
         return tuple(map(float, value))
 
-    def flag(self, key: str, default: bool) -> bool:
+    def flag(self, key: Key, default: bool) -> bool:
         """Return a truth value."""
-        value = self.values.get(key)
+        value = self.values.get(self.spelling(key))
         value = default if value is None else value
         if not isinstance(value, bool):
             raise self.wrong(key, "true or false")
         return value
 
-    def word(self, key: str, known: Sequence[str], default: str) -> str:
+    def word(self, key: Key, known: Sequence[str], default: str) -> str:
         """Return one of the known words."""
-        value = self.values.get(key)
+        value = self.values.get(self.spelling(key))
         value = default if value is None else value
         if not isinstance(value, str) or value not in known:
             raise self.wrong(key, f"one of {', '.join(known)}")
@@ -86,8 +98,9 @@ class ModelCard:
             raise self.wrong(key, "an object")
         return ModelCard(value or {}, self.path, f"{self.inside}{key}.")
 
-    def wrong(self, key: str, allowed: str) -> ConfigError:
+    def wrong(self, key: Key, allowed: str) -> ConfigError:
         """Return the error for a value that is not what is allowed, for the caller to raise."""
+        key = self.spelling(key)
         value = self.values.get(key)
         shown = repr(value)
         found = (

@@ -13,6 +13,8 @@ KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 _ALIASES = {"su": "longrope"}
 """What the first cards of a kind called it."""
 
+POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "max_seq_len")
+"""How cards spell the longest context."""
 MAX_POSITIONS = 1 << 24
 """The longest context: tables of every slot have an entry for each position."""
 _MAX_FACTOR = 1e6
@@ -78,7 +80,7 @@ def rope_spec(card: ModelCard, head_dim: int, max_positions: int) -> RopeSpec:
 
     ``max_positions``: of cards that do not say. Raises `ConfigError` naming the value, what was found and what is allowed.
     """
-    max_positions = card.whole("max_position_embeddings", 1, MAX_POSITIONS, max_positions)
+    max_positions = card.whole(POSITIONS, 1, MAX_POSITIONS, max_positions)
     new = card.section("rope_parameters")
     parameters = new if new.values else card.section("rope_scaling")
     for key, value in parameters.values.items():

@@ -1,42 +1,260 @@
-"""What tells one decoder from another. Imports no torch: see `quintet.executor.models.decoder` for what is made of it."""
+"""What tells one model from another, as values: read from a card, followed by whoever builds the model.
+
+A `DecoderSpec` is a tuple of layers; a layer is a mixer (attention, …) and a feed-forward, with norms around them. Imports no
+torch: see `quintet.executor.models.decoder` for what is made of it, `quintet.executor.cards.registry` for who reads it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
 
+from quintet.executor.cards.names import Names
 from quintet.executor.cards.rope import RopeSpec
+
+
+@dataclass(frozen=True, slots=True)
+class KvNeed:
+    """What one layer keeps of every token."""
+
+    num_kv_heads: int
+    key_dim: int
+    """Numbers of a key of one head."""
+    value_dim: int
+    window: int | None = None
+    """Of how many tokens, the newest; None for all."""
+
+
+class ModelSpec(Protocol):
+    """As much of a model as has to be known before it is built."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+
+    @property
+    def kv_needs(self) -> tuple[KvNeed, ...]:
+        """Of each layer."""
+
+    @property
+    def reach(self) -> int:
+        """The longest context that the position encoding tells positions apart in."""
+
+    @property
+    def fixed_rope_len(self) -> int | None:
+        """See `quintet.executor.cards.rope.RopeSpec.fixed_len`: the least of all layers."""
+
+    @property
+    def num_parameters(self) -> int | None:
+        """Numbers of all matrices: what the memory for weights is made of. None where only the executor knows."""
+
+
+class NormKind(StrEnum):
+    """What a norm takes away."""
+
+    RMS = "rms"
+    """The root mean square."""
+    LAYER = "layer"
+    """The mean and the standard deviation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormSpec:
+    """One norm; what a checkpoint calls it is said by `Names`, by the place where it stands."""
+
+    kind: NormKind
+    eps: float
+    offset: float = 0.0
+    """Added to the weight."""
+    weighted: bool = True
+    biased: bool = False
+
+
+class Activation(StrEnum):
+    """The nonlinearity of a feed-forward."""
+
+    SILU = "silu"
+    GELU = "gelu"
+    """By the error function."""
+    GELU_TANH = "gelu_tanh"
+    """By its approximation with a hyperbolic tangent."""
+    RELU = "relu"
+    RELU2 = "relu2"
+    """Squared."""
+    QUICK_GELU = "quick_gelu"
+    """``x * sigmoid(1.702 x)``."""
+
+
+class QkvLayout(StrEnum):
+    """How a checkpoint holds the weights of queries, keys and values."""
+
+    SEPARATE = "separate"
+    """A tensor each: `Names.q`, `Names.k`, `Names.v`."""
+    STACKED = "stacked"
+    """`Names.qkv`: all queries, then all keys, then all values."""
+    GROUPED = "grouped"
+    """`Names.qkv`: of each KV head its queries, its key, its value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """Attention of one layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    """Numbers of a query, and of a key."""
+    value_dim: int
+    scale: float
+    """Factor of every score."""
+    rope: RopeSpec | None
+    """How positions rotate queries and keys; None: they do not."""
+    interleaved: bool = False
+    """Whether neighbours (2i, 2i + 1) are rotated together, rather than i and i + half."""
+    alibi: tuple[float, ...] = ()
+    """Each head's slope: added to a score is slope times (key's position minus query's). Empty: nothing is added."""
+    window: int | None = None
+    """How many of the newest tokens a token sees, itself included; None for all."""
+    chunk: int | None = None
+    """Tokens see no earlier ones than their own chunk of so many positions; None for all."""
+    causal: bool = True
+    softcap: float | None = None
+    """Scores become ``softcap * tanh(score / softcap)``."""
+    sinks: bool = False
+    """Whether each head has a logit of its own, `Names.sinks`, that takes a share of the softmax."""
+    qk_norm: NormSpec | None = None
+    """Of queries and keys before rotation, `Names.q_norm` and `Names.k_norm`."""
+    qk_norm_whole: bool = False
+    """Whether all heads of a token are normed as one, rather than each by itself."""
+    qkv_bias: bool = False
+    output_bias: bool = False
+    clip_qkv: float | None = None
+    """Queries, keys and values are clipped to this magnitude."""
+    layout: QkvLayout = QkvLayout.SEPARATE
+
+    @property
+    def kv_need(self) -> KvNeed:
+        """What KV memory it takes."""
+        return KvNeed(self.num_kv_heads, self.head_dim, self.value_dim, self.window)
+
+    def num_parameters(self, hidden_size: int) -> int:
+        """Numbers of its matrices."""
+        keys = self.head_dim * (self.num_heads + self.num_kv_heads)
+        return hidden_size * (keys + self.value_dim * (self.num_heads + self.num_kv_heads))
+
+
+class MlpLayout(StrEnum):
+    """How a checkpoint holds the gates and ups of a feed-forward."""
+
+    SEPARATE = "separate"
+    """A tensor each: `Names.gate`, `Names.up`."""
+    STACKED = "stacked"
+    """`Names.gate_up`: all gates, then all ups."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpSpec:
+    """A feed-forward: ``down(activation(gate x) * up x)``, or ``down(activation(up x))`` where it has no gate."""
+
+    width: int
+    activation: Activation
+    gated: bool = True
+    biased: bool = False
+    layout: MlpLayout = MlpLayout.SEPARATE
+    """Of gates and ups."""
+
+    def num_parameters(self, hidden_size: int) -> int:
+        """Numbers of its matrices."""
+        return hidden_size * self.width * (3 if self.gated else 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Norms:
+    """Where norms stand around a mixer or a feed-forward: ``of_sum(x + behind(mixer(before(x))))``. None: none there."""
+
+    before: NormSpec | None = None
+    """`Names.mixer_norm`, `Names.mlp_norm`."""
+    behind: NormSpec | None = None
+    """`Names.mixer_out_norm`, `Names.mlp_out_norm`."""
+    of_sum: NormSpec | None = None
+    """`Names.mixer_norm`, `Names.mlp_norm`, there instead of before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """One layer."""
+
+    mixer: AttentionSpec
+    mlp: MlpSpec
+    mixer_norms: Norms
+    mlp_norms: Norms
+    parallel: bool = False
+    """Whether the feed-forward reads what the mixer reads, ``x + mixer(norm x) + mlp(norm x)``: through the mixer's norm, or
+    through one of its own where ``mlp_norms`` has one before it."""
+    residual_multiplier: float = 1.0
+    """Factor of what the mixer and the feed-forward add."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PositionTable:
+    """Positions that are learned: a row of `Names.positions` is added to each token's embedding."""
+
+    count: int
+    """How many positions there are."""
+    offset: int = 0
+    """The row of position 0. The table has ``count + offset`` rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec:
-    """Everything that tells one such model from another."""
+    """A decoder. A `ModelSpec`."""
 
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_eps: float
-    rope: RopeSpec
-    windows: tuple[int | None, ...]
-    """Sliding window of each layer; None where it sees everything."""
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    """Whether queries and keys are normalised per head before rotation (Qwen3)."""
+    layers: tuple[LayerSpec, ...]
+    reach: int
+    """See `ModelSpec`."""
+    final_norm: NormSpec | None
+    names: Names = field(default_factory=Names)
+    transposed: bool = False
+    """Whether the checkpoint's matrices within layers are ``[in, out]``."""
     tied: bool = False
     """Whether the output layer is the embedding."""
+    positions: PositionTable | None = None
+    embedding_width: int | None = None
+    """Of the embedding's rows where it is not the hidden size: `Names.project_in` and `Names.project_out` lie between."""
+    embedding_scale: float = 1.0
+    """Factor of every embedding."""
+    embedding_norm: NormSpec | None = None
+    head_bias: bool = False
+    logit_scale: float = 1.0
+    """Factor of every logit."""
+    logit_softcap: float | None = None
+    """Logits become ``softcap * tanh(logit / softcap)``, after the factor."""
 
     @property
-    def num_layers(self) -> int:
-        """How many layers there are."""
-        return len(self.windows)
+    def kv_needs(self) -> tuple[KvNeed, ...]:
+        """See `ModelSpec`."""
+        return tuple(layer.mixer.kv_need for layer in self.layers)
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """The rotations that layers have, each once."""
+        return tuple(dict.fromkeys(layer.mixer.rope for layer in self.layers if layer.mixer.rope is not None))
+
+    @property
+    def fixed_rope_len(self) -> int | None:
+        """See `ModelSpec`."""
+        return min((rope.fixed_len for rope in self.ropes if rope.fixed_len is not None), default=None)
 
     @property
     def num_parameters(self) -> int:
-        """Numbers of all matrices: what the memory for weights is made of."""
-        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-        layer = attention + 3 * self.hidden_size * self.intermediate_size
-        return self.num_layers * layer + self.vocab_size * self.hidden_size * (1 if self.tied else 2)
+        """See `ModelSpec`."""
+        hidden, width = self.hidden_size, self.embedding_width or self.hidden_size
+        layers = sum(
+            layer.mixer.num_parameters(hidden) + layer.mlp.num_parameters(hidden) for layer in self.layers
+        )
+        projections = 2 * hidden * width if self.embedding_width else 0
+        positions = (self.positions.count + self.positions.offset) * hidden if self.positions else 0
+        return layers + projections + positions + self.vocab_size * width * (1 if self.tied else 2)

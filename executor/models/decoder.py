@@ -41,28 +41,29 @@ class Decoder:
     """A `quintet.executor.models.model.CausalModel`. Its layers are empty until a loader fills ``weights``."""
 
     def __init__(self, spec: DecoderSpec, setting: Setting) -> None:
+        assert spec.final_norm is not None
+        mixer = spec.layers[0].mixer
         self.vocab_size = spec.vocab_size
-        self.num_heads = spec.num_heads
-        self.num_kv_heads = spec.num_kv_heads
-        self.head_dim = spec.head_dim
-        self.windows: Sequence[int | None] = spec.windows
-        self.rope = Rope(spec.rope, setting.device)
+        self.num_heads = mixer.num_heads
+        self.num_kv_heads = mixer.num_kv_heads
+        self.head_dim = mixer.head_dim
+        self.windows: Sequence[int | None] = [layer.mixer.window for layer in spec.layers]
+        self.rope = Rope(spec.ropes[0], setting.device)
         self.weights = WeightPlan(setting.dtype, setting.device)
-        self._eps = spec.rms_eps
-        hidden = spec.hidden_size
-        embedding = "model.embed_tokens"
+        self._eps = spec.final_norm.eps
+        hidden, names = spec.hidden_size, spec.names
         self._head = Linear(
             setting,
             self.weights,
-            (Part(embedding if spec.tied else "lm_head", spec.vocab_size),),
+            (Part(names.embedding if spec.tied else names.head, spec.vocab_size),),
             hidden,
             is_output_layer=True,
         )
         self._embedding = Embedding(
-            self.weights, embedding, spec.vocab_size, hidden, self._head if spec.tied else None
+            self.weights, names.embedding, spec.vocab_size, hidden, self._head if spec.tied else None
         )
-        self._blocks = [_block(setting, self.weights, spec, i) for i in range(len(spec.windows))]
-        self._norm = self.weights.ones("model.norm.weight", hidden)
+        self._blocks = [_block(setting, self.weights, spec, index) for index in range(len(spec.layers))]
+        self._norm = self.weights.ones(f"{names.final_norm}.weight", hidden)
 
     def forward(self, ops: ForwardPass[ValueT]) -> ValueT:
         """See `CausalModel.forward`."""
@@ -80,51 +81,48 @@ class Decoder:
 
 
 def _block(setting: Setting, weights: WeightPlan, spec: DecoderSpec, index: int) -> _Block:
-    """Declare the tensors of one layer under the names transformers gives them."""
-    prefix = f"model.layers.{index}"
-    attention, mlp, hidden = f"{prefix}.self_attn", f"{prefix}.mlp", spec.hidden_size
-    q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    wide = spec.intermediate_size
+    """Declare the tensors of one layer."""
+    layer, names, hidden = spec.layers[index], spec.names, spec.hidden_size
+    mixer, mlp = layer.mixer, layer.mlp
+    q_width, kv_width = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
+    assert mixer.rope is not None and layer.mixer_norms.before is not None
 
-    def head_norm(name: str) -> torch.Tensor | None:
-        return weights.ones(f"{attention}.{name}.weight", spec.head_dim) if spec.qk_norm else None
+    def part(name: str, rows: int) -> Part:
+        return Part(names.in_layer(index, name), rows)
+
+    def norm(name: str, width: int) -> torch.Tensor:
+        return weights.ones(f"{names.in_layer(index, name)}.weight", width)
 
     return _Block(
-        input_norm=weights.ones(f"{prefix}.input_layernorm.weight", hidden),
+        input_norm=norm(names.mixer_norm, hidden),
         qkv=Linear(
             setting,
             weights,
-            (
-                Part(f"{attention}.q_proj", q_width),
-                Part(f"{attention}.k_proj", kv_width),
-                Part(f"{attention}.v_proj", kv_width),
-            ),
+            (part(names.q, q_width), part(names.k, kv_width), part(names.v, kv_width)),
             hidden,
-            biased=spec.qkv_bias,
+            biased=mixer.qkv_bias,
         ),
         attention=AttentionLayer(
             index=index,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            rotary_dim=spec.rope.rotary_dim,
-            scale=spec.head_dim**-0.5,
-            window=spec.windows[index],
-            q_norm=head_norm("q_norm"),
-            k_norm=head_norm("k_norm"),
-            norm_eps=spec.rms_eps,
+            num_heads=mixer.num_heads,
+            num_kv_heads=mixer.num_kv_heads,
+            head_dim=mixer.head_dim,
+            rotary_dim=mixer.rope.rotary_dim,
+            scale=mixer.scale,
+            window=mixer.window,
+            q_norm=norm(names.q_norm, mixer.head_dim) if mixer.qk_norm else None,
+            k_norm=norm(names.k_norm, mixer.head_dim) if mixer.qk_norm else None,
+            norm_eps=layer.mixer_norms.before.eps,
         ),
-        output=Linear(
-            setting, weights, (Part(f"{attention}.o_proj", hidden),), q_width, biased=spec.output_bias
-        ),
-        mlp_norm=weights.ones(f"{prefix}.post_attention_layernorm.weight", hidden),
+        output=Linear(setting, weights, (part(names.output, hidden),), q_width, biased=mixer.output_bias),
+        mlp_norm=norm(names.mlp_norm, hidden),
         gate_up=Linear(
             setting,
             weights,
-            (Part(f"{mlp}.gate_proj", wide), Part(f"{mlp}.up_proj", wide)),
+            (part(names.gate, mlp.width), part(names.up, mlp.width)),
             hidden,
-            biased=spec.mlp_bias,
+            biased=mlp.biased,
             activation=GatedActivation.SILU_AND_MUL,
         ),
-        down=Linear(setting, weights, (Part(f"{mlp}.down_proj", hidden),), wide, biased=spec.mlp_bias),
+        down=Linear(setting, weights, (part(names.down, hidden),), mlp.width, biased=mlp.biased),
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from quintet.executor.cards.card import ModelCard
-from quintet.executor.cards.families import FAMILIES
-from quintet.executor.models.decoder import Decoder
+from quintet.executor.cards.registry import FAMILIES
+from quintet.executor.cards.spec import ModelSpec
 from quintet.executor.models.model import CausalModel, Setting
 from quintet.executor.platforms.platform import entry_point_path, import_string
 from quintet.wire.errors import ConfigError
@@ -19,7 +19,8 @@ def build_model(architecture: str, card: ModelCard, setting: Setting) -> CausalM
     """
     family = FAMILIES.get(architecture)
     if family is not None:
-        return Decoder(family(card), setting)
+        builder: Callable[[ModelSpec, Setting], CausalModel] = import_string(family.builder)
+        return builder(family.read(card), setting)
     path = entry_point_path("quintet.models", architecture)
     if path is None:
         raise ConfigError(

@@ -31,15 +31,8 @@ class RowMajorLinear:
 
     def __init__(self, shape: LinearShape, plan: WeightPlan) -> None:
         self._activation = shape.activation
-        heights = tuple(part.rows for part in shape.parts)
-        self.table = plan.stacked(
-            tuple(f"{part.name}.weight" for part in shape.parts), heights, (shape.depth,)
-        )
-        self.bias = (
-            plan.stacked(tuple(f"{part.name}.bias" for part in shape.parts), heights, ())
-            if shape.biased
-            else None
-        )
+        self.table = plan.stacked(shape.weights, shape.depth)
+        self.bias = plan.stacked(shape.biases) if shape.biased else None
 
     def apply(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """See `LinearMethod.apply`."""

@@ -13,8 +13,8 @@ import torch
 from quintet.executor.ops.host_dtypes import FLOAT_CODES
 from quintet.executor.ops.host_linear import LinearLibrary, WeightFormat, linear_library
 from quintet.executor.ops.packed_weight import PackedWeight
-from quintet.executor.quant.method import LinearMethod, LinearShape
-from quintet.executor.weights.plan import WeightPlan
+from quintet.executor.quant.method import LinearMethod, LinearShape, Part
+from quintet.executor.weights.plan import Piece, WeightPlan
 from quintet.executor.weights.store import Description
 from quintet.wire.errors import ConfigError
 
@@ -99,14 +99,10 @@ class PackedLinear:
         )
         plan.store(self)
         first = 0
-        for part in shape.parts:
-            plan.pack(f"{part.name}.weight", (part.rows, shape.depth), partial(self._fill, first))
-            first += part.rows
-        names, heights = (
-            tuple(f"{part.name}.bias" for part in shape.parts),
-            tuple(part.rows for part in shape.parts),
-        )
-        self.bias = plan.stacked(names, heights, ()) if shape.biased else None
+        for piece in shape.weights:
+            plan.pack(piece.name, piece.shape, partial(self._fill, piece, first))
+            first += piece.rows
+        self.bias = plan.stacked(shape.biases) if shape.biased else None
 
     @property
     def packed(self) -> PackedWeight:
@@ -118,7 +114,7 @@ class PackedLinear:
     def description(self) -> Description:
         """See `PackedStore`."""
         return {
-            "layer": "+".join(part.name for part in self._shape.parts),
+            "layer": "+".join(_described(part) for part in self._shape.parts),
             "layout": LAYOUT,
             "format": self._numbers.weight_format.name,
             "group": self._numbers.group,
@@ -150,5 +146,14 @@ class PackedLinear:
             int8_activations=self.int8_activations,
         )
 
-    def _fill(self, first_column: int, rows: torch.Tensor) -> None:
+    def _fill(self, piece: Piece, first_column: int, tensor: torch.Tensor) -> None:
+        rows = piece.take(tensor)
         self.packed.fill(rows if rows.dtype in FLOAT_CODES else rows.float(), first_column)
+
+
+def _described(part: Part) -> str:
+    """Say which rows of which tensor a part is: its name alone where they are all."""
+    own = part == Part(part.name, part.rows)
+    return (
+        part.name if own else f"{part.name}[{part.begin}/{part.groups}/{part.height}{'T' * part.transposed}]"
+    )

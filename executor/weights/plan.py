@@ -6,8 +6,9 @@ mapped file) and lets go: so there are never two copies of a model in memory. Kn
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -17,6 +18,18 @@ from quintet.executor.weights.store import PackedStore
 Sink = Callable[[torch.Tensor], object]
 """Takes a tensor of the declared shape, in the checkpoint's number format, on the host. It may be a view of a mapped file:
 never written to, and kept only where the memory it occupies is meant to be kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows that are taken from a tensor of the checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+    """The tensor's."""
+    rows: int
+    take: Callable[[torch.Tensor], torch.Tensor]
+    """From the tensor to the rows."""
 
 
 @dataclass(slots=True)
@@ -49,7 +62,7 @@ class WeightPlan:
     ) -> None:
         """Expect ``name`` and have it delivered to ``sink``, which will hold ``num_bytes``.
 
-        A name may be expected several times, with one shape: a tied embedding.
+        A name may be expected several times, with one shape: a tied embedding, or what several layers' parts are taken from.
         """
         self._expected(name, shape, scale).sinks.append(sink)
         self.num_bytes += num_bytes
@@ -65,28 +78,25 @@ class WeightPlan:
 
     def tensor(self, name: str, *shape: int, scale: float = 0.02) -> torch.Tensor:
         """Expect ``name`` of this shape; return the tensor it will fill."""
-        return self.stacked((name,), (shape[0],), shape[1:], scale)
+        whole = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self.expect(name, shape, whole.copy_, scale=scale, num_bytes=whole.numel() * whole.element_size())
+        return whole
 
     def ones(self, name: str, width: int) -> torch.Tensor:
         """Expect the weight of a norm."""
-        return self.stacked((name,), (width,), (), 0.0)
+        return self.tensor(name, width, scale=0.0)
 
-    def stacked(
-        self, names: tuple[str, ...], heights: tuple[int, ...], rest: tuple[int, ...], scale: float = 0.02
-    ) -> torch.Tensor:
-        """Expect each name with its number of rows; return the one tensor that stacks them."""
+    def stacked(self, pieces: Sequence[Piece], *rest: int) -> torch.Tensor:
+        """Return one tensor ``[all rows, *rest]`` that pieces of the checkpoint's tensors will fill, one below the other."""
+        heights = [piece.rows for piece in pieces]
         whole = torch.empty((sum(heights), *rest), dtype=self.dtype, device=self.device)
-        begin = 0
-        for name, height in zip(names, heights, strict=True):
-            part = whole[begin : begin + height]
+        for piece, place in zip(pieces, whole.split(heights), strict=True):
             self.expect(
-                name,
-                (height, *rest),
-                part.copy_,
-                scale=scale,
-                num_bytes=part.numel() * part.element_size(),
+                piece.name,
+                piece.shape,
+                partial(_fill, place, piece.take),
+                num_bytes=place.numel() * place.element_size(),
             )
-            begin += height
         return whole
 
     def _expected(self, name: str, shape: tuple[int, ...], scale: float) -> Expected:
@@ -98,3 +108,7 @@ class WeightPlan:
         """Let go of the sinks; only the size and the reservation stay known."""
         self.expected = {}
         self.stores = []
+
+
+def _fill(place: torch.Tensor, take: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> None:
+    place.copy_(take(tensor))

@@ -58,6 +58,40 @@ def layer_of(
 
 @needs_kernels
 @pytest.mark.parametrize("name", QUANTIZATIONS)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_parts_of_one_tensor_are_what_they_would_be_in_tensors_of_their_own(
+    name: str, transposed: bool, groups: int
+) -> None:
+    """Three query heads for each KV head: ``qqqkv qqqkv`` in two groups, all queries first in one."""
+    heads = {"q": (48, 0), "k": (16, 48 // groups), "v": (16, 64 // groups)}
+    parts = [Part("qkv", rows, 80, begin, groups, transposed) for rows, begin in heads.values()]
+    layer, given = layer_of(name, tuple(parts))
+    apart = WeightPlan(torch.bfloat16, torch.device("cpu"))
+    alone = Linear(
+        Setting(open_quantization(name)),
+        apart,
+        [Part(head, rows) for head, (rows, _) in heads.items()],
+        DEPTH,
+        biased=True,
+    )
+    reserve(apart.stores)
+    weight, bias = given["qkv.weight"], given["qkv.bias"]
+    assert weight.shape == ((DEPTH, 80) if transposed else (80, DEPTH))
+    for tensor, ending in ((weight.t() if transposed else weight, "weight"), (bias, "bias")):
+        pieces = tensor.reshape(groups, 80 // groups, *tensor.shape[1:])
+        for head, (rows, begin) in heads.items():
+            its_own = torch.cat([piece[begin : begin + rows // groups] for piece in pieces])
+            expected = apart.expected[f"{head}.{ending}"]
+            for sink in (*expected.sinks, *expected.packers):
+                sink(its_own)
+    assert layer.method.packed is not None and alone.method.packed is not None
+    assert torch.equal(layer.method.packed.read(), alone.method.packed.read())
+    assert torch.equal(layer(noise(3, DEPTH).bfloat16()), alone(noise(3, DEPTH).bfloat16()))
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", QUANTIZATIONS)
 @pytest.mark.parametrize("parts", [QKV, GATE_UP])
 def test_parts_arrive_in_their_rows(name: str, parts: tuple[Part, ...]) -> None:
     activation = GatedActivation.SILU_AND_MUL if parts is GATE_UP else GatedActivation.NONE

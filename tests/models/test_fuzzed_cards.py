@@ -22,7 +22,8 @@ from tests.models.conftest import SmallCore
 from quintet.deploy.resolve.build import resolve
 from quintet.deploy.resolve.flags import Options
 from quintet.executor.cards.card import read_card
-from quintet.executor.cards.families import FAMILIES
+from quintet.executor.cards.registry import FAMILIES
+from quintet.executor.cards.spec import DecoderSpec
 from quintet.executor.layers.rope import Rope
 from quintet.executor.weights.header import SIZES
 from quintet.executor.worker import make_torch_worker
@@ -116,10 +117,12 @@ def try_out(folder: Path, block_size: int, **options: Any) -> str | None:
         config = resolved(folder, block_size, **options)
         family = FAMILIES.get(config.model.architecture)
         if family is not None:
-            spec = family(read_card(folder))
-            positions = torch.tensor([0, 1, spec.rope.reach - 1])
-            rotations = Rope(spec.rope, torch.device("cpu")).cos_sin(positions, positions + 1, torch.float32)
-            assert all(torch.isfinite(part).all() for part in rotations), spec.rope
+            spec = family.read(read_card(folder))
+            assert isinstance(spec, DecoderSpec)
+            for rope in spec.ropes:
+                positions = torch.tensor([0, 1, rope.reach - 1])
+                rotations = Rope(rope, torch.device("cpu")).cos_sin(positions, positions + 1, torch.float32)
+                assert all(torch.isfinite(part).all() for part in rotations), rope
             if spec.num_parameters > RUNS_UP_TO:
                 return None
         worker = make_torch_worker(config)

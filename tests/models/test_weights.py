@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from quintet.deploy.resolve.card import read_facts
 from quintet.executor.cards.card import ModelCard
-from quintet.executor.cards.families import llama
+from quintet.executor.cards.families.llama import llama
 from quintet.executor.models.decoder import Decoder
 from quintet.executor.models.model import CausalModel, Setting
 from quintet.executor.weights.load import random_tensor, random_tensor_on

@@ -1,0 +1,57 @@
+"""Llama, and what differs from it by a switch: Mistral, Qwen 2 and 3."""
+
+from __future__ import annotations
+
+from quintet.executor.cards.card import ModelCard
+from quintet.executor.cards.families.shape import (
+    attention,
+    decoder,
+    gated,
+    layered_windows,
+    num_layers,
+    pre_norm,
+    rms,
+    window,
+    windowed,
+)
+from quintet.executor.cards.family import Family
+from quintet.executor.cards.spec import DecoderSpec
+
+
+def llama(card: ModelCard) -> DecoderSpec:
+    """Llama 1, 2 and 3: biases on all of attention, and on the feed-forward, where the card says so."""
+    biased = card.flag("attention_bias", False)
+    mixer = attention(card, positions=2048, qkv_bias=biased, output_bias=biased)
+    layer = pre_norm(rms(card), mixer, gated(card, biased=card.flag("mlp_bias", False)))
+    return decoder(card, (layer,) * num_layers(card), rms(card))
+
+
+def mistral(card: ModelCard) -> DecoderSpec:
+    """Mistral: every layer has the card's sliding window, if any."""
+    mixer = attention(card, positions=131072, kv_heads=8, window=window(card))
+    return decoder(card, (pre_norm(rms(card), mixer, gated(card)),) * num_layers(card), rms(card))
+
+
+def qwen2(card: ModelCard) -> DecoderSpec:
+    """Qwen2 and Qwen2.5: biases on queries, keys and values."""
+    layer = pre_norm(rms(card), attention(card, positions=32768, qkv_bias=True), gated(card))
+    return decoder(card, windowed(layer, layered_windows(card)), rms(card))
+
+
+def qwen3(card: ModelCard) -> DecoderSpec:
+    """Qwen3: normalised queries and keys, explicit head width."""
+    biased = card.flag("attention_bias", False)
+    mixer = attention(
+        card, positions=32768, head_dim=128, qk_norm=rms(card), qkv_bias=biased, output_bias=biased
+    )
+    layer = pre_norm(rms(card), mixer, gated(card))
+    return decoder(card, windowed(layer, layered_windows(card)), rms(card))
+
+
+FAMILIES = {
+    "LlamaForCausalLM": Family(llama, "Llama 1, 2 and 3, CodeLlama, Vicuna"),
+    "LLaMAForCausalLM": Family(llama, "the first conversions of Llama 1"),
+    "MistralForCausalLM": Family(mistral, "Mistral 7B"),
+    "Qwen2ForCausalLM": Family(qwen2, "Qwen 2 and 2.5"),
+    "Qwen3ForCausalLM": Family(qwen3, "Qwen 3"),
+}

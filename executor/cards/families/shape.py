@@ -1,0 +1,182 @@
+"""What readers share: how cards spell the sizes of a decoder, and its usual pieces.
+
+Every function takes the defaults of its family: those of the family's configuration class in transformers, for cards that
+leave a value out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from quintet.executor.cards.card import Key, ModelCard
+from quintet.executor.cards.rope import MAX_POSITIONS, POSITIONS, rope_spec
+from quintet.executor.cards.spec import (
+    Activation,
+    AttentionSpec,
+    DecoderSpec,
+    LayerSpec,
+    MlpSpec,
+    NormKind,
+    Norms,
+    NormSpec,
+)
+from quintet.wire.errors import ConfigError
+
+MAX_LAYERS = 1024
+MAX_HEADS = 4096
+MAX_HEAD_DIM = 1024
+MAX_WIDTH = 1 << 20
+"""Numbers in a row of activations: hidden, intermediate, all heads."""
+MAX_VOCAB = 1 << 24
+"""Several times the largest of each that there is: beyond, a number is a mistake, and what is counted with it overflows."""
+
+HIDDEN = ("hidden_size", "n_embd", "d_model", "n_embed")
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+HEADS = ("num_attention_heads", "n_head", "n_heads")
+KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads")
+WIDTH = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+RMS_EPS = ("rms_norm_eps", "norm_eps")
+LAYER_EPS = ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
+ACTIVATION = ("hidden_act", "activation_function", "hidden_activation", "activation")
+
+
+def hidden_size(card: ModelCard) -> int:
+    """Return the width of what goes from layer to layer."""
+    return card.whole(HIDDEN, 1, MAX_WIDTH)
+
+
+def num_layers(card: ModelCard) -> int:
+    """Return how many layers there are."""
+    return card.whole(LAYERS, 1, MAX_LAYERS)
+
+
+def num_heads(card: ModelCard) -> int:
+    """Return how many query heads there are."""
+    return card.whole(HEADS, 1, MAX_HEADS)
+
+
+def num_kv_heads(card: ModelCard, default: int | None = None) -> int:
+    """Return how many KV heads there are: as many as queries have where the card says null, or nothing and no ``default``."""
+    heads = num_heads(card)
+    stated = card.spelling(KV_HEADS) in card.values  # null, there, means as many as queries have
+    count = card.whole(KV_HEADS, 1, MAX_HEADS, heads if stated else default or heads)
+    if heads % count:
+        raise card.wrong(KV_HEADS, f"a divisor of {card.spelling(HEADS)}, {heads}")
+    return count
+
+
+def head_width(card: ModelCard, default: int | None = None) -> int:
+    """Return the numbers of a head: those of the card, else ``default``, else the hidden size's share."""
+    heads = num_heads(card)
+    dim = card.whole("head_dim", 1, MAX_HEAD_DIM, default or hidden_size(card) // heads)
+    if heads * dim > MAX_WIDTH:
+        raise card.wrong("head_dim", f"such that {heads} heads have at most {MAX_WIDTH} numbers")
+    return dim
+
+
+def max_positions(card: ModelCard, default: int | None = None) -> int:
+    """Return the card's longest context, before any stretching of it."""
+    return card.whole(POSITIONS, 1, MAX_POSITIONS, default)
+
+
+def attention(
+    card: ModelCard,
+    *,
+    positions: int | None = None,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    rotated: bool = True,
+    **switches: Any,
+) -> AttentionSpec:
+    """Return attention over all tokens with the card's rotation, if ``rotated``; ``switches`` are fields of `AttentionSpec`.
+
+    ``positions``, ``kv_heads``, ``head_dim``: the family's, for cards that do not say.
+    """
+    heads, dim = num_heads(card), head_width(card, head_dim)
+    usual: dict[str, Any] = {
+        "num_heads": heads,
+        "num_kv_heads": num_kv_heads(card, kv_heads),
+        "head_dim": dim,
+        "value_dim": dim,
+        "scale": dim**-0.5,
+        "rope": rope_spec(card, dim, positions or 0) if rotated and "rope" not in switches else None,
+    }
+    return AttentionSpec(**(usual | switches))
+
+
+def gated(card: ModelCard, key: Key = ACTIVATION, default: str = "silu", **switches: Any) -> MlpSpec:
+    """Return a gated feed-forward; ``key`` and ``default`` are of its activation, ``switches`` fields of `MlpSpec`."""
+    card.word(key, ("silu",), default)
+    usual: dict[str, Any] = {"width": card.whole(WIDTH, 1, MAX_WIDTH), "activation": Activation.SILU}
+    return MlpSpec(**(usual | switches))
+
+
+def rms(card: ModelCard, default: float = 1e-6, **switches: Any) -> NormSpec:
+    """Return an RMS norm with the card's epsilon; ``switches`` are fields of `NormSpec`."""
+    return NormSpec(kind=NormKind.RMS, eps=card.real(RMS_EPS, 1e-12, 1.0, default), **switches)
+
+
+def pre_norm(norm: NormSpec, mixer: AttentionSpec, mlp: MlpSpec, **switches: Any) -> LayerSpec:
+    """Return a layer with a norm before its mixer and one before its feed-forward; ``switches`` are of `LayerSpec`."""
+    return LayerSpec(
+        mixer=mixer, mlp=mlp, mixer_norms=Norms(before=norm), mlp_norms=Norms(before=norm), **switches
+    )
+
+
+def window(card: ModelCard, default: int = 4096) -> int | None:
+    """Return the card's sliding window: None where it says null, ``default`` where it does not say."""
+    if "sliding_window" in card.values and not card.has("sliding_window"):
+        return None
+    return card.whole("sliding_window", 1, MAX_POSITIONS, default)
+
+
+def layer_types(card: ModelCard, known: Sequence[str]) -> list[str]:
+    """Return each layer's kind, one of those known, as the card lists it."""
+    kinds, count = card.values.get("layer_types"), num_layers(card)
+    if not isinstance(kinds, list) or len(kinds) != count or not all(kind in known for kind in kinds):
+        raise card.wrong("layer_types", f"a list of {count} words, each {' or '.join(known)}")
+    return kinds
+
+
+def layered_windows(card: ModelCard) -> tuple[int | None, ...]:
+    """Return each layer's window by Qwen's rule: layers from ``max_window_layers`` on slide, if ``use_sliding_window``;
+    ``layer_types`` may say otherwise."""
+    width = window(card) if card.flag("use_sliding_window", False) else None
+    if width is None:
+        return (None,) * num_layers(card)
+    if card.has("layer_types"):
+        kinds = layer_types(card, ("full_attention", "sliding_attention"))
+        return tuple(width if kind == "sliding_attention" else None for kind in kinds)
+    first = card.whole("max_window_layers", 0, MAX_LAYERS, 28)
+    return tuple(width if layer >= first else None for layer in range(num_layers(card)))
+
+
+def windowed(layer: LayerSpec, windows: Iterable[int | None]) -> tuple[LayerSpec, ...]:
+    """Return the layer once for each window."""
+    return tuple(replace(layer, mixer=replace(layer.mixer, window=each)) for each in windows)
+
+
+def decoder(
+    card: ModelCard, layers: tuple[LayerSpec, ...], final_norm: NormSpec | None, **switches: Any
+) -> DecoderSpec:
+    """Return the whole; ``switches`` are fields of `DecoderSpec`.
+
+    It reaches as far as the rotation of any layer does, unless ``reach`` says otherwise.
+    """
+    if card.has("quantization_config"):
+        method = card.section("quantization_config").values.get("quant_method", "unknown")
+        raise ConfigError(
+            f"{card.path}: the weights are quantized ({method!r:.40}), which is not supported; use the original checkpoint"
+        )
+    usual: dict[str, Any] = {
+        "vocab_size": card.whole("vocab_size", 1, MAX_VOCAB),
+        "hidden_size": hidden_size(card),
+        "layers": layers,
+        "final_norm": final_norm,
+        "tied": card.flag("tie_word_embeddings", False),
+    }
+    if "reach" not in switches:
+        usual["reach"] = max(layer.mixer.rope.reach for layer in layers if layer.mixer.rope is not None)
+    return DecoderSpec(**(usual | switches))

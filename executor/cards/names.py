@@ -1,0 +1,51 @@
+"""What a checkpoint calls the tensors of a decoder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Names:
+    """Names without ``.weight`` or ``.bias``: Llama's, where a family does not say otherwise.
+
+    Those below ``layer`` follow its name and a dot. A name is read only where the spec has what it names.
+    """
+
+    prefix: str = "model."
+    """What names begin with, or not: checkpoints of a model without its output layer leave it out."""
+    embedding: str = "model.embed_tokens"
+    positions: str = "model.embed_positions"
+    embedding_norm: str = "model.embed_norm"
+    project_in: str = "model.project_in"
+    project_out: str = "model.project_out"
+    layer: str = "model.layers.{layer}"
+    final_norm: str = "model.norm"
+    head: str = "lm_head"
+
+    mixer_norm: str = "input_layernorm"
+    mixer_out_norm: str = "post_attention_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+    mlp_out_norm: str = "post_feedforward_layernorm"
+
+    q: str = "self_attn.q_proj"
+    k: str = "self_attn.k_proj"
+    v: str = "self_attn.v_proj"
+    qkv: str = "self_attn.qkv_proj"
+    output: str = "self_attn.o_proj"
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    sinks: str = "self_attn.sinks"
+    """A tensor's whole name: it has no weight and no bias."""
+
+    gate: str = "mlp.gate_proj"
+    up: str = "mlp.up_proj"
+    gate_up: str = "mlp.gate_up_proj"
+    down: str = "mlp.down_proj"
+
+    ignored: tuple[str, ...] = ()
+    """Patterns (``*`` for anything) of tensors that a checkpoint may hold although nothing reads them."""
+
+    def in_layer(self, index: int, name: str) -> str:
+        """Return the whole of a name below ``layer``."""
+        return f"{self.layer.format(layer=index)}.{name}"
