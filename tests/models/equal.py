@@ -1,0 +1,195 @@
+"""The ways in which a family must be equal: to its reference in fp32, to itself in the bits of every other number format.
+
+`Loaded` is a checkpoint in our worker; `run` puts prompts through the real core over it. The ways: each prompt alone and
+whole; all together; in chunks; twice, so that the second time hits the prefix cache; with so little KV memory that requests
+are preempted and resumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from unittest import mock
+
+import msgspec
+import numpy as np
+import torch
+from tests.models.random_checkpoints import NUM_TOKENS, Expectation
+from tests.models.test_engine import House, changed, without_prefix_cache
+from tests.models.test_same_bits import Witness
+
+from quintet.deploy.resolve.build import resolve
+from quintet.deploy.resolve.flags import Options
+from quintet.executor import worker as worker_module
+from quintet.executor.program.runner import ProgramRunner
+from quintet.executor.worker import Worker, make_torch_worker
+from quintet.wire.config import EngineConfig, Quantization
+from quintet.wire.params import SamplingParams
+
+BLOCK_SIZE = 16
+MAX_MODEL_LEN = 96
+NUM_BLOCKS = 512
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, seed=0, ignore_eos=True)
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+Bits = dict[tuple[int, int], bytes]
+"""By request and position: the logits that the token there was drawn from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A worker with the configuration that `serve` would have resolved."""
+
+    config: EngineConfig
+    worker: Worker
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run gave."""
+
+    outputs: list[list[int]]
+    """Of each prompt; of the last round, where there were several."""
+    preemptions: int
+    num_cached: int
+    """Tokens that came from the prefix cache, all requests together."""
+    bits: Bits
+    """Empty where nobody asked."""
+
+
+def load(
+    folder: Path,
+    dtype: Dtype = "float32",
+    quantization: Quantization = "none",
+    compiled: bool = True,
+    **options: Any,
+) -> Loaded:
+    """Resolve a folder as `quintet serve` does, and load it. compiled: by the recorded program, else by torch."""
+    asked = Options(
+        model=str(folder),
+        dtype=dtype,
+        quantization=quantization,
+        device="cpu",
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=16,
+        block_size=BLOCK_SIZE,
+        threads=1,
+        kv_cache_memory="64MiB",
+        **options,
+    )
+    config = with_blocks(resolve(asked, folder / "run", http=False).config, NUM_BLOCKS)
+    if compiled:
+        worker = make_torch_worker(config)
+        assert isinstance(worker.runner, ProgramRunner), "the compiled kernels do not take this model"
+    else:
+        with mock.patch.object(worker_module, "program_library", lambda: None):
+            worker = make_torch_worker(config)
+        assert not isinstance(worker.runner, ProgramRunner)
+    return Loaded(config, worker)
+
+
+def with_blocks(config: EngineConfig, num_blocks: int) -> EngineConfig:
+    """Return the configuration with KV memory for so many blocks."""
+    cache = msgspec.structs.replace(config.cache, memory_bytes=num_blocks * config.model.kv.bytes_per_block)
+    return msgspec.structs.replace(config, cache=cache)
+
+
+def few_blocks(config: EngineConfig) -> int:
+    """Return how many blocks hold one request of the longest kind, and little more."""
+    return -(-config.model.max_model_len // config.model.kv.block_size) + 2
+
+
+def run(
+    loaded: Loaded,
+    config: EngineConfig,
+    prompts: Sequence[list[int]],
+    rounds: int = 1,
+    watched: bool = False,
+    params: SamplingParams = GREEDY,
+) -> Outcome:
+    """Compute all prompts together, ``rounds`` times over. watched: keep the logits behind every token."""
+    witness = Witness(loaded.worker) if watched else None
+    house = House(config, loaded.worker if witness is None else witness)  # type: ignore[arg-type]
+    for round_ in range(rounds):
+        for i, prompt in enumerate(prompts):
+            house.admit(1000 * round_ + i, prompt, params)
+        house.run()
+    first = 1000 * (rounds - 1)
+    assert house.engine.state is not None
+    return Outcome(
+        [house.outputs[first + i] for i in range(len(prompts))],
+        house.engine.state.counters.preemptions,
+        sum(house.cached.values()),
+        {} if witness is None else {(k % 1000, at): bits for (k, at), bits in witness.release().items()},
+    )
+
+
+def alone(loaded: Loaded, prompts: Sequence[list[int]], params: SamplingParams = GREEDY) -> Outcome:
+    """Compute each prompt by itself, in one piece, with nothing cached; keep the logits."""
+    outputs, bits = [], {}
+    config = without_prefix_cache(changed(loaded.config))
+    for i, prompt in enumerate(prompts):
+        outcome = run(loaded, config, [prompt], watched=True, params=params)
+        outputs += outcome.outputs
+        bits |= {(i, at): value for (_, at), value in outcome.bits.items()}
+    return Outcome(outputs, 0, 0, bits)
+
+
+WAYS: dict[str, dict[str, int]] = {
+    "together": {},
+    "chunks, prefix hits": {"max_num_batched_tokens": 23, "long_prefill_token_threshold": 7},
+    "preemption": {"max_num_batched_tokens": 37},
+}
+MORE_WAYS: dict[str, dict[str, int]] = WAYS | {
+    "synchronous": {"depth": 1},
+    "two at a time": {"max_num_seqs": 2},
+    "one token at a time, prefix hits": {"long_prefill_token_threshold": 1},
+    "preemption in chunks": {"max_num_batched_tokens": 13, "long_prefill_token_threshold": 5},
+}
+"""By name, what the core is told. Who hits the prefix cache comes twice; who is preempted has few blocks."""
+
+
+def in_every_way(
+    loaded: Loaded,
+    prompts: Sequence[list[int]],
+    watched: bool,
+    ways: dict[str, dict[str, int]] = WAYS,
+) -> Iterator[tuple[str, Outcome]]:
+    """Run the prompts in each way, and see that it was that way."""
+    for name, settings in ways.items():
+        config = changed(loaded.config, **settings)
+        if "preemption" in name:
+            config = with_blocks(config, few_blocks(config))
+        hits = "prefix hits" in name
+        outcome = run(loaded, config, prompts, 2 if hits else 1, watched)
+        assert ("preemption" in name) == (outcome.preemptions > 0), (name, outcome.preemptions)
+        assert not hits or outcome.num_cached > 0, name
+        yield name, outcome
+
+
+def logits_of(outcome: Outcome, request: int, num_prompt: int) -> torch.Tensor:
+    """Return ``[NUM_TOKENS, vocabulary]``, fp32 bits that a run kept."""
+    rows = [outcome.bits[request, num_prompt + i] for i in range(NUM_TOKENS)]
+    return torch.stack([torch.from_numpy(np.frombuffer(row, np.float32).copy()) for row in rows])
+
+
+def furthest(outcome: Outcome, expected: Sequence[Expectation]) -> float:
+    """Return the largest difference of any logit from the reference's, in deviations of its row."""
+    most = 0.0
+    for i, each in enumerate(expected):
+        apart = (logits_of(outcome, i, len(each.prompt)) - each.logits).abs().amax(-1)
+        most = max(most, float((apart / each.logits.std(-1)).max()))
+    return most
+
+
+@contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """Leave the other core to whoever runs beside the tests."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
