@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from quintet.executor.cards.card import ModelCard
+from quintet.executor.cards.card import Key, ModelCard
 
 KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 _ALIASES = {"su": "longrope"}
@@ -15,6 +15,8 @@ _ALIASES = {"su": "longrope"}
 
 POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "max_seq_len")
 """How cards spell the longest context."""
+THETA = ("rope_theta", "rotary_emb_base")
+SHARE = ("partial_rotary_factor", "rotary_pct", "rope_pct")
 MAX_POSITIONS = 1 << 24
 """The longest context: tables of every slot have an entry for each position."""
 _MAX_FACTOR = 1e6
@@ -75,31 +77,35 @@ class RopeSpec:
         return self.max_positions
 
 
-def rope_spec(card: ModelCard, head_dim: int, max_positions: int) -> RopeSpec:
+def rope_spec(
+    card: ModelCard,
+    head_dim: int,
+    max_positions: int,
+    *,
+    theta: float = 10000.0,
+    share: float = 1.0,
+    rotary_dim: int | None = None,
+    layer_type: str | None = None,
+) -> RopeSpec:
     """Read ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (older cards).
 
-    ``max_positions``: of cards that do not say. Raises `ConfigError` naming the value, what was found and what is allowed.
+    ``max_positions``, ``theta``, ``share`` of a head's numbers that is rotated: of cards that do not say. ``rotary_dim``: of
+    families that count the rotated numbers instead. ``layer_type``: which of several rotations, where a card has one for each
+    kind of layer. Raises `ConfigError` naming the value, what was found and what is allowed.
     """
     max_positions = card.whole(POSITIONS, 1, MAX_POSITIONS, max_positions)
-    new = card.section("rope_parameters")
-    parameters = new if new.values else card.section("rope_scaling")
-    for key, value in parameters.values.items():
-        if isinstance(value, dict):
-            raise parameters.wrong(
-                key, "one setting for all layers: a rotation for each kind of layer is not supported"
-            )
+    parameters = _parameters(card, layer_type)
     kind = _kind(parameters)
 
-    def either(key: str) -> ModelCard:
+    def either(key: Key) -> ModelCard:
         return parameters if parameters.has(key) else card
 
-    theta = either("rope_theta").real("rope_theta", 1.0 + 1e-6, 1e15, 10000.0)
     original = card if card.has("original_max_position_embeddings") else parameters
     least_original = 2 if kind == "longrope" else 1
     spec = RopeSpec(
         kind=kind,
-        theta=theta,
-        rotary_dim=_rotary_dim(either("partial_rotary_factor"), head_dim),
+        theta=either(THETA).real(THETA, 1.0 + 1e-6, 1e15, theta),
+        rotary_dim=rotary_dim or _rotary_dim(either(SHARE), head_dim, share),
         max_positions=max_positions,
         original_positions=original.whole(
             "original_max_position_embeddings", least_original, MAX_POSITIONS, max_positions
@@ -111,6 +117,20 @@ def rope_spec(card: ModelCard, head_dim: int, max_positions: int) -> RopeSpec:
             "factor", f"such that the context, now {spec.reach}, is at most {MAX_POSITIONS}"
         )
     return spec
+
+
+def _parameters(card: ModelCard, layer_type: str | None) -> ModelCard:
+    """Return the settings of the rotation, or of that of one kind of layer where each has its own."""
+    new = card.section("rope_parameters")
+    parameters = new if new.values else card.section("rope_scaling")
+    if layer_type is not None and isinstance(parameters.values.get(layer_type), dict):
+        return parameters.section(layer_type)
+    for key, value in parameters.values.items():
+        if isinstance(value, dict):
+            raise parameters.wrong(
+                key, "one setting for all layers: a rotation for each kind of layer is not supported"
+            )
+    return parameters
 
 
 def _with_scaling(spec: RopeSpec, parameters: ModelCard) -> RopeSpec:
@@ -166,12 +186,12 @@ def _kind(parameters: ModelCard) -> str:
     return _ALIASES.get(kind, kind)
 
 
-def _rotary_dim(card: ModelCard, head_dim: int) -> int:
-    share = card.real("partial_rotary_factor", 0.0, 1.0, 1.0)
+def _rotary_dim(card: ModelCard, head_dim: int, share: float) -> int:
+    share = card.real(SHARE, 0.0, 1.0, share)
     rotary_dim = int(head_dim * share)
     if rotary_dim < 2 or rotary_dim % 2:
         raise card.wrong(
-            "partial_rotary_factor",
+            SHARE,
             f"a share that rotates an even number of a head's {head_dim} numbers, at least 2; {share:g} rotates {rotary_dim}",
         )
     return rotary_dim

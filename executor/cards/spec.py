@@ -97,6 +97,18 @@ class QkvLayout(StrEnum):
     """`Names.qkv`: of each KV head its queries, its key, its value."""
 
 
+class QkNormOver(StrEnum):
+    """What of a token's queries, or keys, is normed together."""
+
+    HEAD = "head"
+    """Each head by itself, all with one weight."""
+    OWN = "own"
+    """Each head by itself and with a weight of its own: a tensor ``[heads, head_dim]``, or one a head where the name has
+    ``{head}``."""
+    WHOLE = "whole"
+    """All heads as one."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
     """Attention of one layer."""
@@ -125,8 +137,7 @@ class AttentionSpec:
     """Whether each head has a logit of its own, `Names.sinks`, that takes a share of the softmax."""
     qk_norm: NormSpec | None = None
     """Of queries and keys before rotation, `Names.q_norm` and `Names.k_norm`."""
-    qk_norm_whole: bool = False
-    """Whether all heads of a token are normed as one, rather than each by itself."""
+    qk_norm_over: QkNormOver = QkNormOver.HEAD
     qkv_bias: bool = False
     output_bias: bool = False
     clip_qkv: float | None = None

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from quintet.executor.cards.card import Key, ModelCard
-from quintet.executor.cards.rope import MAX_POSITIONS, POSITIONS, rope_spec
+from quintet.executor.cards.rope import MAX_POSITIONS, POSITIONS, RopeSpec, rope_spec
 from quintet.executor.cards.spec import (
     Activation,
     AttentionSpec,
@@ -40,6 +40,19 @@ WIDTH = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 RMS_EPS = ("rms_norm_eps", "norm_eps")
 LAYER_EPS = ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
 ACTIVATION = ("hidden_act", "activation_function", "hidden_activation", "activation")
+
+_ACTIVATIONS = {
+    "silu": Activation.SILU,
+    "swish": Activation.SILU,
+    "gelu": Activation.GELU,
+    "gelu_new": Activation.GELU_TANH,
+    "gelu_fast": Activation.GELU_TANH,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "relu": Activation.RELU,
+    "relu2": Activation.RELU2,
+    "quick_gelu": Activation.QUICK_GELU,
+}
+"""What cards call them."""
 
 
 def hidden_size(card: ModelCard) -> int:
@@ -81,6 +94,11 @@ def max_positions(card: ModelCard, default: int | None = None) -> int:
     return card.whole(POSITIONS, 1, MAX_POSITIONS, default)
 
 
+def rotation(card: ModelCard, positions: int | None = None, **options: Any) -> RopeSpec:
+    """Return the card's rotation; ``positions`` of cards that do not say, ``options`` as of `rope_spec`."""
+    return rope_spec(card, head_width(card), positions or 0, **options)
+
+
 def attention(
     card: ModelCard,
     *,
@@ -106,16 +124,57 @@ def attention(
     return AttentionSpec(**(usual | switches))
 
 
-def gated(card: ModelCard, key: Key = ACTIVATION, default: str = "silu", **switches: Any) -> MlpSpec:
-    """Return a gated feed-forward; ``key`` and ``default`` are of its activation, ``switches`` fields of `MlpSpec`."""
-    card.word(key, ("silu",), default)
-    usual: dict[str, Any] = {"width": card.whole(WIDTH, 1, MAX_WIDTH), "activation": Activation.SILU}
+def activation(card: ModelCard, default: str, key: Key = ACTIVATION) -> Activation:
+    """Return the feed-forward's nonlinearity."""
+    return _ACTIVATIONS[card.word(key, tuple(_ACTIVATIONS), default)]
+
+
+def gated(card: ModelCard, default: str = "silu", key: Key = ACTIVATION, **switches: Any) -> MlpSpec:
+    """Return a gated feed-forward; ``default`` and ``key`` are of its activation, ``switches`` fields of `MlpSpec`."""
+    card.word(key, ("silu",), default)  # all that a decoder is built with so far
+    usual: dict[str, Any] = {
+        "width": card.whole(WIDTH, 1, MAX_WIDTH),
+        "activation": activation(card, default, key),
+    }
+    return MlpSpec(**(usual | switches))
+
+
+def plain(card: ModelCard, default: str, key: Key = ACTIVATION, **switches: Any) -> MlpSpec:
+    """Return a feed-forward without a gate, four times as wide as the model where the card does not say."""
+    usual: dict[str, Any] = {
+        "width": card.whole(WIDTH, 1, MAX_WIDTH, 4 * hidden_size(card)),
+        "activation": activation(card, default, key),
+        "gated": False,
+    }
     return MlpSpec(**(usual | switches))
 
 
 def rms(card: ModelCard, default: float = 1e-6, **switches: Any) -> NormSpec:
     """Return an RMS norm with the card's epsilon; ``switches`` are fields of `NormSpec`."""
     return NormSpec(kind=NormKind.RMS, eps=card.real(RMS_EPS, 1e-12, 1.0, default), **switches)
+
+
+def layer_norm(card: ModelCard, default: float = 1e-5, **switches: Any) -> NormSpec:
+    """Return a layer norm with the card's epsilon and, if nothing is said of it, a bias."""
+    eps = card.real(LAYER_EPS, 1e-12, 1.0, default)
+    usual: dict[str, Any] = {"kind": NormKind.LAYER, "eps": eps, "biased": True}
+    return NormSpec(**(usual | switches))
+
+
+def alibi_slopes(count: int, factor: float = 1.0) -> tuple[float, ...]:
+    """Return the slopes of so many heads, times ``factor``.
+
+    Press, Smith and Lewis, "Train short, test long: attention with linear biases enables input length extrapolation", 2022:
+    of a power of two heads they are a geometric series that ends at 2^-8; of another number, those of the power of two below
+    and then every other one of the power above.
+    """
+    below = 1 << (count.bit_length() - 1)
+
+    def series(of: int) -> list[float]:
+        return [2.0 ** (-8.0 * (index + 1) / of) for index in range(of)]
+
+    slopes = series(below) + series(2 * below)[0::2]
+    return tuple(factor * slope for slope in slopes[:count])
 
 
 def pre_norm(norm: NormSpec, mixer: AttentionSpec, mlp: MlpSpec, **switches: Any) -> LayerSpec:
@@ -159,11 +218,11 @@ def windowed(layer: LayerSpec, windows: Iterable[int | None]) -> tuple[LayerSpec
 
 
 def decoder(
-    card: ModelCard, layers: tuple[LayerSpec, ...], final_norm: NormSpec | None, **switches: Any
+    card: ModelCard, layers: Sequence[LayerSpec], final_norm: NormSpec | None, **switches: Any
 ) -> DecoderSpec:
-    """Return the whole; ``switches`` are fields of `DecoderSpec`.
+    """Return the whole; ``switches`` are fields of `DecoderSpec`. The card's ``tie_word_embeddings`` is false if absent.
 
-    It reaches as far as the rotation of any layer does, unless ``reach`` says otherwise.
+    It reaches as far as learned positions or the rotation of any layer do, unless ``reach`` says otherwise.
     """
     if card.has("quantization_config"):
         method = card.section("quantization_config").values.get("quant_method", "unknown")
@@ -173,10 +232,12 @@ def decoder(
     usual: dict[str, Any] = {
         "vocab_size": card.whole("vocab_size", 1, MAX_VOCAB),
         "hidden_size": hidden_size(card),
-        "layers": layers,
+        "layers": tuple(layers),
         "final_norm": final_norm,
         "tied": card.flag("tie_word_embeddings", False),
     }
-    if "reach" not in switches:
+    if "positions" in switches:
+        usual["reach"] = switches["positions"].count
+    elif "reach" not in switches:
         usual["reach"] = max(layer.mixer.rope.reach for layer in layers if layer.mixer.rope is not None)
     return DecoderSpec(**(usual | switches))
