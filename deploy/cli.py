@@ -15,6 +15,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "chat": ("quintet.deploy.commands.chat", "talk to a running server in the terminal"),
     "complete": ("quintet.deploy.commands.complete", "let a running server continue a text"),
     "plan": ("quintet.deploy.commands.plan", "show what `serve` would use, without starting anything"),
+    "convert": ("quintet.deploy.commands.convert", "write a model's pytorch_model.bin as safetensors"),
     "bench": ("quintet.deploy.commands.bench", "measure a server, or the engine alone"),
     "trace": ("quintet.deploy.commands.trace", "show where the time of a step went, in every process"),
     "admin": ("quintet.deploy.commands.admin", "see and change the processes of a running server"),

@@ -45,9 +45,6 @@ log = logging.getLogger(__name__)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 EAGER_KV_BYTES = 4 << 30
 """KV memory on a GPU without our kernels, where nobody said how much: it is for trying, not for serving."""
-TIED_OUTPUT = frozenset({"lm_head.weight"})
-"""Checkpoints of tied models may repeat the embedding under this name."""
-
 
 CHORE_S = 0.003
 """How long a chore takes, about: a twentieth of a step."""
@@ -285,7 +282,7 @@ def load_model(config: EngineConfig, platform: Platform) -> CausalModel:
         if config.executor.load_format == "dummy":
             fill_randomly(model.weights, config.executor.seed)
         else:
-            load_checkpoint(model.weights, folder, TIED_OUTPUT, _packed_cache(config))
+            load_checkpoint(model.weights, folder, _packed_cache(config))
         model.weights.release()
     return model
 

@@ -35,6 +35,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     executor: str
     num_parameters: int | None
+    """As the weights have them, else as the card says; None where only the executor knows."""
     weight_bytes: int | None
     max_model_len: int
     kv_bytes_per_token: int
@@ -91,7 +92,7 @@ def make_plan(resolution: Resolution) -> Plan:
         quantization=config.executor.quantization,
         device=config.executor.device,
         executor=config.executor.kind,
-        num_parameters=weights.num_parameters if weights else None,
+        num_parameters=resolution.num_parameters,
         weight_bytes=weights.size_bytes if weights else None,
         max_model_len=config.model.max_model_len,
         kv_bytes_per_token=kv.bytes_per_token,
@@ -119,10 +120,9 @@ def make_plan(resolution: Resolution) -> Plan:
 
 def plan_lines(plan: Plan) -> list[str]:
     """Return the plan for human eyes."""
-    weights = (
-        f"{plan.num_parameters:,} parameters, {format_size(plan.weight_bytes)} on disk"
-        if plan.num_parameters is not None and plan.weight_bytes is not None
-        else "not read"
+    weights = ", ".join(
+        [f"{plan.num_parameters:,} parameters"] * (plan.num_parameters is not None)
+        + [f"{format_size(plan.weight_bytes)} on disk" if plan.weight_bytes is not None else "not read"]
     )
     rows = [
         ("model", f"{plan.model} ({plan.path})"),

@@ -123,8 +123,9 @@ def opening_lines(resolution: Resolution) -> list[str]:
     """Return what is known before anything is started: model, sizes, memory, notes."""
     config, weights = resolution.config, resolution.weights
     model, scheduler = config.model, config.scheduler
+    counted = f"{(resolution.num_parameters or 0) / 1e6:,.1f} M parameters, "
     size = (
-        f"{weights.num_parameters / 1e6:,.1f} M parameters, {format_size(weights.size_bytes)}"
+        (counted if resolution.num_parameters else "") + format_size(weights.size_bytes)
         if weights is not None
         else f"{config.executor.kind} executor, no weights read"
     )

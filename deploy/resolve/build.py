@@ -44,6 +44,8 @@ class Resolution:
     config: EngineConfig
     weights: WeightFacts | None
     """None when the executor reads none: mock or dummy."""
+    num_parameters: int | None
+    """As the weights have them, else as the card says; None where only the executor knows."""
     notes: list[str] = field(default_factory=list)
     """What was derived against expectation: one line each, for the boot story."""
 
@@ -70,8 +72,9 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     max_model_len = rules.derive_max_model_len(
         options.max_model_len, facts.max_model_len, folder / "config.json"
     )
-    num_parameters = weights.num_parameters if weights else facts.num_parameters or 0
-    weight_bytes = rules.weight_bytes(num_parameters, _DTYPE_BYTES[dtype], options.quantization)
+    counted = weights.num_parameters if weights else None
+    num_parameters = facts.num_parameters if counted is None else counted
+    weight_bytes = rules.weight_bytes(num_parameters or 0, _DTYPE_BYTES[dtype], options.quantization)
     if kind == "torch" and device == "cpu":
         rules.check_weights_fit(weight_bytes, available_ram_bytes())
     memory_bytes = _kv_memory(options, device, kind, weight_bytes, kv, max_model_len)
@@ -152,7 +155,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
         record=_recording_folder(options.record),
         record_bytes=options.record_mb << 20,
     )
-    return Resolution(config, weights, notes)
+    return Resolution(config, weights, num_parameters, notes)
 
 
 def _model_config(

@@ -9,6 +9,8 @@ from quintet.wire.errors import ConfigError
 
 _CARD_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken"]
 _WEIGHT_FILES = ["*.safetensors"]
+_PICKLED_FILES = ["pytorch_model*.bin"]
+"""Fetched where there are no others."""
 _UNWANTED_FILES = ["*/*", "consolidated*"]
 """Subfolders, and a second copy of the weights that some repositories hold under other names."""
 _NAMED_TEMPLATES = "additional_chat_templates/*.jinja"
@@ -42,7 +44,10 @@ def _fetch(name: str, patterns: list[str], flag: str) -> Path:
 
     try:
         snapshot_download(name, allow_patterns=_NAMED_TEMPLATES)
-        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=_UNWANTED_FILES))
+        folder = Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=_UNWANTED_FILES))
+        if "*.safetensors" in patterns and not any(folder.glob("*.safetensors")):
+            snapshot_download(name, allow_patterns=_PICKLED_FILES, ignore_patterns=_UNWANTED_FILES)
+        return folder
     except LocalEntryNotFoundError:
         reason = (
             "HF_HUB_OFFLINE is set and it was not fetched before"

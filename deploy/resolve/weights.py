@@ -1,4 +1,4 @@
-"""What the safetensors files of a folder hold, read from their headers alone."""
+"""What the weight files of a folder hold, read from their headers alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from quintet.executor.weights.files import checkpoint_files
+from quintet.executor.weights.files import PICKLED, checkpoint_files
 from quintet.executor.weights.header import read_header
 from quintet.wire.errors import ConfigError
 
@@ -15,7 +15,8 @@ from quintet.wire.errors import ConfigError
 class WeightFacts:
     """Sizes of a checkpoint as stored."""
 
-    num_parameters: int
+    num_parameters: int | None
+    """None of pickled files, which have no header."""
     size_bytes: int
     num_files: int
 
@@ -26,6 +27,8 @@ def read_weight_facts(folder: Path) -> WeightFacts:
     Raises `ConfigError` naming a shard that is listed but missing, or a file whose header makes no sense.
     """
     paths = checkpoint_files(folder)
+    if paths[0].suffix == PICKLED:
+        return WeightFacts(None, sum(path.stat().st_size for path in paths), len(paths))
     num_parameters = size_bytes = 0
     for path in paths:
         try:

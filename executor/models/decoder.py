@@ -49,9 +49,17 @@ class Decoder:
         self.head_dim = mixer.head_dim
         self.windows: Sequence[int | None] = [layer.mixer.window for layer in spec.layers]
         self.rope = Rope(spec.ropes[0], setting.device)
-        self.weights = WeightPlan(setting.dtype, setting.device)
+        names = spec.names
+        self.weights = WeightPlan(
+            setting.dtype,
+            setting.device,
+            prefix=names.prefix,
+            ignored=(*names.ignored, f"{names.head}.weight"),
+        )
+        if spec.tied:  # a checkpoint may have the one, the other, or both
+            self.weights.aliases[f"{names.embedding}.weight"] = f"{names.head}.weight"
         self._eps = spec.final_norm.eps
-        hidden, names = spec.hidden_size, spec.names
+        hidden = spec.hidden_size
         self._head = Linear(
             setting,
             self.weights,

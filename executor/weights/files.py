@@ -10,6 +10,10 @@ from quintet.wire.json_files import read_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+PICKLED = ".bin"
+"""The ending of files that torch pickled: older families exist in no other form."""
+PICKLED_FILE = "pytorch_model.bin"
+PICKLED_INDEX_FILE = "pytorch_model.bin.index.json"
 MAX_NAME_BYTES = 255
 """What Linux allows."""
 
@@ -21,25 +25,21 @@ def packed_file(folder: Path, model: Path, quantization: str, dtype: str) -> Pat
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """Return the safetensors of a folder: those its index lists, or all. Raises `ConfigError` where there are none."""
-    index, single = folder / INDEX_FILE, folder / SINGLE_FILE
-    if index.exists():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ConfigError(f"{index}: not a safetensors index (it has no `weight_map`); download it again")
-        for name in weight_map.values():
-            if not isinstance(name, str) or not _is_file_name(name):
-                raise ConfigError(f"{index}: names {name!r:.80}, which is not a plain file name beside it")
-        files = [folder / name for name in sorted(set(weight_map.values()))]
-        for path in files:
-            if not path.exists():
-                raise ConfigError(f"{path}: is missing, though {INDEX_FILE} lists it; download it again")
-        return files
-    if single.exists():
-        return [single]
-    others = sorted(folder.glob("*.safetensors"))
-    if others:
-        return others
+    """Return the weights of a folder: the safetensors that its index lists, or all, else the pickled files likewise.
+
+    Raises `ConfigError` where there are none.
+    """
+    for index, single, pattern in (
+        (INDEX_FILE, SINGLE_FILE, "*.safetensors"),
+        (PICKLED_INDEX_FILE, PICKLED_FILE, f"pytorch_model*{PICKLED}"),
+    ):
+        if (folder / index).exists():
+            return _listed(folder, folder / index)
+        if (folder / single).exists():
+            return [folder / single]
+        others = sorted(folder.glob(pattern))
+        if others:
+            return others
     unread = sorted(
         path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in folder.glob(pattern)
     )
@@ -53,6 +53,26 @@ def checkpoint_files(folder: Path) -> list[Path]:
         f"{folder} has no weights ({SINGLE_FILE} or {INDEX_FILE}){found}. To try the rest without: --load-format dummy or"
         " --executor mock"
     )
+
+
+def _listed(folder: Path, index: Path) -> list[Path]:
+    """Return the files that an index lists."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ConfigError(f"{index}: not an index of weights (it has no `weight_map`); download it again")
+    for name in weight_map.values():
+        if not isinstance(name, str) or not _is_file_name(name):
+            raise ConfigError(f"{index}: names {name!r:.80}, which is not a plain file name beside it")
+    files = [folder / name for name in sorted(set(weight_map.values()))]
+    kinds = {path.suffix for path in files}
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"{index}: names files of several kinds ({', '.join(sorted(kinds))}); download it again"
+        )
+    for path in files:
+        if not path.exists():
+            raise ConfigError(f"{path}: is missing, though {index.name} lists it; download it again")
+    return files
 
 
 def _is_file_name(name: str) -> bool:

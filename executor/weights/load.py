@@ -1,13 +1,12 @@
-"""Streams a checkpoint into a model: tensors go from the mapped file straight to what packs or keeps them.
-
-Only safetensors are read: a pickled ``.bin`` file can run code.
-"""
+"""Streams a checkpoint into a model: tensors go from the mapped file straight to what packs or keeps them."""
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 import zlib
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,42 +14,38 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from quintet.executor.weights.files import checkpoint_files
+from quintet.executor.weights.file import WeightFile
+from quintet.executor.weights.files import PICKLED, checkpoint_files
 from quintet.executor.weights.mapped import MappedFile
+from quintet.executor.weights.names import expected_names
 from quintet.executor.weights.packed_cache import PackedCache
+from quintet.executor.weights.pickled import PickledFile
 from quintet.executor.weights.plan import Expected, WeightPlan
 from quintet.executor.weights.store import reserve
-from quintet.wire.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 SHOW_PROGRESS_FROM_BYTES = 1 << 30
 MAX_UINT64 = (1 << 64) - 1
-
-READ_FORMATS = ("BF16", "F16", "F32", "F64")
-"""Number formats of checkpoints, as safetensors names them: whoever quantized one says elsewhere what its numbers mean."""
-
-HARMLESS_ENDINGS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-"""Buffers that old versions of transformers saved beside the weights; they are computed, not read."""
 
 
 def load_checkpoint(
     plan: WeightPlan,
     folder: Path,
-    ignored: frozenset[str] = frozenset(),
     cache: PackedCache | None = None,
 ) -> None:
-    """Deliver every tensor that ``plan`` expects from the safetensors of ``folder``.
+    """Deliver every tensor that ``plan`` expects from the checkpoint of ``folder``.
 
-    ``ignored`` names tensors that a checkpoint may hold although the model does not read them (a tied output layer).
     With a ``cache``, what is packed there is mapped, and otherwise written there. Raises `ConfigError`, one line, for a
     tensor that is missing, superfluous or of another shape; nothing is read before the headers of all files were checked.
     """
-    files = [MappedFile(path) for path in checkpoint_files(folder)]
-    _check_names(plan, folder, files, ignored)
+    files = open_files(folder)
+    names = expected_names(plan, folder, files)
     if cache is not None and plan.stores and cache.open(files, plan.stores):
-        _deliver(plan, files, packed=True)
+        _deliver(plan, files, names, packed=True)
         return
     plan.reservation = reserve(plan.stores)
-    _deliver(plan, files, packed=False)
+    _deliver(plan, files, names, packed=False)
     if cache is None or plan.reservation is None:
         return
     if cache.write(files, plan.stores, plan.reservation.memory) and cache.open(files, plan.stores):
@@ -85,7 +80,19 @@ def fill_randomly(plan: WeightPlan, seed: int) -> None:
                 sink(tensor)
 
 
-def _deliver(plan: WeightPlan, files: list[MappedFile], packed: bool) -> None:
+def open_files(folder: Path) -> list[WeightFile]:
+    """Open the files of a checkpoint."""
+    paths = checkpoint_files(folder)
+    if paths[0].suffix != PICKLED:
+        return [MappedFile(path) for path in paths]
+    log.info(
+        "%s: the weights are pickled, and read by torch's weights-only reader; `quintet convert %s` writes safetensors",
+        *(paths[0], folder),
+    )
+    return [PickledFile(path) for path in paths]
+
+
+def _deliver(plan: WeightPlan, files: Sequence[WeightFile], names: Mapping[str, str], packed: bool) -> None:
     with tqdm(
         total=len(plan.expected),
         desc="weights",
@@ -95,12 +102,13 @@ def _deliver(plan: WeightPlan, files: list[MappedFile], packed: bool) -> None:
     ) as progress:
         for file in files:
             for name in file:
-                expected = plan.expected.get(name)
-                sinks = [] if expected is None else expected.sinks
-                packers = [] if expected is None or packed else expected.packers
-                if sinks or packers:
+                if name not in names:
+                    continue
+                expected = plan.expected[names[name]]
+                packers = [] if packed else expected.packers
+                if expected.sinks or packers:
                     tensor = file.tensor(name)
-                    for sink in (*sinks, *packers):
+                    for sink in (*expected.sinks, *packers):
                         sink(tensor)
                     file.drop(name)
                     progress.update()
@@ -145,36 +153,3 @@ def _numbers_of(bits: torch.Tensor, expected: Expected, dtype: torch.dtype) -> t
     power = 2.0 ** round(math.log2(expected.scale / math.sqrt(7 / 3)))
     bits.bitwise_and_(~bits_of(math.inf)).bitwise_or_(bits_of(power))
     return bits.view(dtype).view(expected.shape)
-
-
-def _check_names(plan: WeightPlan, folder: Path, files: list[MappedFile], ignored: frozenset[str]) -> None:
-    missing = set(plan.expected)
-    for file in files:
-        for name, entry in file.entries.items():
-            expected = plan.expected.get(name)
-            if expected is None:
-                if name in ignored or name.endswith(HARMLESS_ENDINGS):
-                    continue
-                what = f"{name!r:.80} {list(entry.shape)!s:.80}"
-                raise ConfigError(
-                    f"{file.path}: holds a tensor {what} that config.json's architecture has no place for;"
-                    " the weights belong to another model"
-                )
-            if entry.shape != expected.shape:
-                raise ConfigError(
-                    f"{file.path}: tensor {name!r} has shape {list(entry.shape)!s:.80}; config.json asks for"
-                    f" {list(expected.shape)}"
-                )
-            if entry.dtype not in READ_FORMATS:
-                raise ConfigError(
-                    f"{file.path}: tensor {name!r} has the number format {entry.dtype}; it must be one of"
-                    f" {', '.join(READ_FORMATS)}: quantized checkpoints are not supported, use the original one"
-                )
-            missing.discard(name)
-    if missing:
-        name = min(missing)
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ConfigError(
-            f"{files[0].path if len(files) == 1 else folder}: tensor {name!r} {list(plan.expected[name].shape)} is missing{more};"
-            " the download may be incomplete"
-        )

@@ -23,8 +23,9 @@ from pathlib import Path
 
 import torch
 
+from quintet.executor.weights.file import WeightFile
 from quintet.executor.weights.files import packed_file
-from quintet.executor.weights.mapped import MappedFile, read_only_tensor
+from quintet.executor.weights.mapped import read_only_tensor
 from quintet.executor.weights.store import PackedStore, offsets
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ class PackedCache:
         self._dtype = dtype
         self.path = packed_file(folder, model, quantization, dtype)
 
-    def open(self, files: Sequence[MappedFile], stores: Sequence[PackedStore]) -> bool:
+    def open(self, files: Sequence[WeightFile], stores: Sequence[PackedStore]) -> bool:
         """Open every store on the file's pages. Return False, with the reason in the log, where there is no such file."""
         head = self._head(files, stores)
         begins, end = offsets(stores, len(head))
@@ -66,7 +67,7 @@ class PackedCache:
             store.open(memory[begin : begin + store.num_bytes])
         return True
 
-    def write(self, files: Sequence[MappedFile], stores: Sequence[PackedStore], memory: torch.Tensor) -> bool:
+    def write(self, files: Sequence[WeightFile], stores: Sequence[PackedStore], memory: torch.Tensor) -> bool:
         """Write the file from ``memory``, the reservation that the stores are open in.
 
         A folder that cannot be written to, or a full disk, costs a line in the log; return whether it worked.
@@ -94,7 +95,7 @@ class PackedCache:
         log.info("packed weights kept in %s: %.0f MB in %.1f s", self.path, memory.numel() / 1e6, took_s)
         return True
 
-    def _head(self, files: Sequence[MappedFile], stores: Sequence[PackedStore]) -> bytes:
+    def _head(self, files: Sequence[WeightFile], stores: Sequence[PackedStore]) -> bytes:
         """Return the beginning of a file that may be used: all that must agree, in one spelling."""
         content = {
             "checkpoint": [

@@ -51,6 +51,12 @@ class WeightPlan:
     dtype: torch.dtype
     device: torch.device
     expected: dict[str, Expected] = field(default_factory=dict)
+    prefix: str = ""
+    """What names of a checkpoint begin with or not, whatever the expected ones do."""
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Expected names to others under which a checkpoint may have the tensor instead."""
+    ignored: tuple[str, ...] = ()
+    """Patterns (``*`` for anything) of names that a checkpoint may have although nobody expects them."""
     stores: list[PackedStore] = field(default_factory=list)
     num_bytes: int = 0
     """Size of all weights in memory, as far as it was declared."""

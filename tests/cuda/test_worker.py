@@ -27,7 +27,7 @@ from quintet.executor.quant.method import LinearMethod, LinearShape
 from quintet.executor.quant.none import RowMajorLinear
 from quintet.executor.weights.load import fill_randomly, load_checkpoint
 from quintet.executor.weights.plan import WeightPlan
-from quintet.executor.worker import DTYPES, TIED_OUTPUT
+from quintet.executor.worker import DTYPES
 from quintet.wire.config import EngineConfig
 from quintet.wire.params import SamplingParams
 
@@ -52,7 +52,7 @@ def model_on(device: Device, config: EngineConfig) -> CausalModel:
         if config.executor.load_format == "dummy":
             fill_randomly(model.weights, config.executor.seed)
         else:
-            load_checkpoint(model.weights, folder, TIED_OUTPUT)
+            load_checkpoint(model.weights, folder)
     return model
 
 

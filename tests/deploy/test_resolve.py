@@ -552,8 +552,8 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
 
 
 def test_weights_of_another_kind_are_recognised(tmp_path: Path) -> None:
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"pytorch_model\.bin is of a kind Quintet does not read"):
+    (tmp_path / "model.gguf").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"model\.gguf is of a kind Quintet does not read"):
         read_weight_facts(tmp_path)
 
 

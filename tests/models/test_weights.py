@@ -15,7 +15,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from quintet.deploy.cli import main
 from quintet.deploy.resolve.card import read_facts
+from quintet.deploy.resolve.weights import read_weight_facts
 from quintet.executor.cards.card import ModelCard
 from quintet.executor.cards.families.llama import llama
 from quintet.executor.models.decoder import Decoder
@@ -71,11 +73,15 @@ def test_a_missing_shard_is_named(serve: Callable[..., Any], tmp_path: Path) -> 
             r"'model\.layers\.7\.mlp\.up_proj\.weight' \[2, 3\] that config\.json",
         ),
         (
+            lambda tensors: tensors.update({"model.nrom.weight": tensors.pop("model.norm.weight")}),
+            r"holds a tensor 'model\.nrom\.weight' \[32\], and config\.json's architecture expects 'model\.norm\.weight'",
+        ),
+        (
             lambda tensors: tensors.update({"model.norm.weight": torch.ones(31)}),
             r"'model\.norm\.weight' has shape \[31\]; config\.json asks for \[32\]",
         ),
     ],
-    ids=["missing", "extra", "mis-shaped"],
+    ids=["missing", "extra", "misspelt", "mis-shaped"],
 )
 def test_a_wrong_tensor_is_one_line_naming_it(
     change: Callable[[dict[str, torch.Tensor]], object],
@@ -100,22 +106,132 @@ def test_buffers_of_old_checkpoints_are_ignored(serve: Callable[..., Any], tmp_p
     make_torch_worker(served.config)
 
 
-def test_a_tied_checkpoint_may_repeat_the_embedding(serve: Callable[..., Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_embedding", [True, False])
+def test_a_tied_checkpoint_may_have_the_embedding_under_either_name_or_both(
+    has_embedding: bool, serve: Callable[..., Any], tmp_path: Path
+) -> None:
     config = tiny()
     config.tie_word_embeddings = True
     served = serve(config)
-    rewrite(
-        tmp_path,
-        lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}),
-    )
-    make_torch_worker(served.config)
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        if not has_embedding:
+            del tensors["model.embed_tokens.weight"]
+
+    rewrite(tmp_path, change)
+    served.core.worker = make_torch_worker(served.config)
+    request = served.core.add([1, 2, 3], max_tokens=8)
+    served.core.run()
+    assert request.outputs == served.greedy([1, 2, 3], 8)
 
 
-def test_pickled_weights_are_refused_with_advice(serve: Callable[..., Any], tmp_path: Path) -> None:
+def pickled(folder: Path, num_files: int = 1, **options: Any) -> None:
+    """Replace the folder's safetensors by what torch pickles of them."""
+    tensors = list(load_file(folder / "model.safetensors").items())
+    (folder / "model.safetensors").unlink()
+    if num_files == 1:
+        torch.save(dict(tensors), folder / "pytorch_model.bin", **options)
+        return
+    names = [f"pytorch_model-{i + 1:05}-of-{num_files:05}.bin" for i in range(num_files)]
+    for i, name in enumerate(names):
+        torch.save(dict(tensors[i::num_files]), folder / name, **options)
+    weight_map = {key: names[i % num_files] for i, (key, _) in enumerate(tensors)}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize(
+    ("num_files", "options"),
+    [(1, {}), (3, {}), (1, {"_use_new_zipfile_serialization": False})],
+    ids=["one-file", "shards", "before-torch-1.6"],
+)
+def test_pickled_weights_are_read_and_converted(
+    num_files: int,
+    options: dict[str, bool],
+    serve: Callable[..., Any],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     served = serve(tiny())
-    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    pickled(tmp_path, num_files, **options)
+    facts = read_weight_facts(tmp_path)
+    assert facts.num_parameters is None and facts.num_files == num_files and facts.size_bytes > 0
+    expected = served.greedy([1, 2, 3], 8)
+    for converted in (False, True):
+        if converted:
+            assert main(["convert", str(tmp_path)]) == 0
+            assert read_weight_facts(tmp_path).num_files == num_files
+        with caplog.at_level("INFO"):
+            caplog.clear()
+            served.core.worker = make_torch_worker(served.config)
+        request = served.core.add([1, 2, 3], max_tokens=8)
+        served.core.run()
+        assert request.outputs == expected
+        assert [f"quintet convert {tmp_path}" in line for line in caplog.messages].count(True) == (
+            not converted
+        )
+    assert main(["convert", str(tmp_path)]) == 78  # nothing to convert
+
+
+class Program:
+    """What a pickle may do to whoever unpickles it."""
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
+        return print, ("it ran",)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"model.norm.weight": Program()}, "torch's weights-only reader does not take it"),
+        ([torch.ones(2)], "holds no tensors by name"),
+        ({"epoch": 3}, "holds 'epoch', of the kind int"),
+        (b"not a pickle", "does not take it"),
+    ],
+    ids=["program", "list", "number", "noise"],
+)
+def test_other_pickles_are_refused(
+    content: object,
+    words: str,
+    serve: Callable[..., Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    served = serve(tiny())
+    (tmp_path / "model.safetensors").unlink()
+    if isinstance(content, bytes):
+        (tmp_path / "pytorch_model.bin").write_bytes(content)
+    else:
+        torch.save(content, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=words) as caught:
+        make_torch_worker(served.config)
+    assert "\n" not in str(caught.value) and "pytorch_model.bin" in str(caught.value)
+    assert "it ran" not in capsys.readouterr().out
+
+
+def test_other_formats_are_refused_with_advice(serve: Callable[..., Any], tmp_path: Path) -> None:
+    served = serve(tiny())
+    (tmp_path / "model.safetensors").rename(tmp_path / "model.gguf")
     with pytest.raises(ConfigError, match="save_pretrained"):
         make_torch_worker(served.config)
+
+
+@pytest.mark.parametrize("change", [lambda name: name.removeprefix("model."), lambda name: f"model.{name}"])
+def test_a_prefix_may_be_left_out_or_be_there(
+    change: Callable[[str], str], serve: Callable[..., Any], tmp_path: Path
+) -> None:
+    served = serve(tiny())
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            if not name.startswith("model.") or not change(name).startswith("model.model."):
+                tensors[change(name)] = tensors.pop(name)
+
+    rewrite(tmp_path, rename)
+    served.core.worker = make_torch_worker(served.config)
+    request = served.core.add([1, 2, 3], max_tokens=8)
+    served.core.run()
+    assert request.outputs == served.greedy([1, 2, 3], 8)
 
 
 def test_no_weights_at_all(serve: Callable[..., Any], tmp_path: Path) -> None:
