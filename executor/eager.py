@@ -11,11 +11,11 @@ import torch
 
 from quintet.executor.batch import Batch, BatchBuilder, Int, KvShape, Rows
 from quintet.executor.layers.linear import Embedding, Linear
+from quintet.executor.layers.norm import Norm
 from quintet.executor.memory import lazy_zeros, to_device
 from quintet.executor.models.forward import AttentionLayer
 from quintet.executor.models.model import CausalModel
 from quintet.executor.ops.paged_attention import paged_attention
-from quintet.executor.ops.rms_norm import rms_norm
 from quintet.executor.ops.rope_kv_write import rope_kv_write
 from quintet.executor.sampling.settings import Settings
 from quintet.executor.slots import SlotTables
@@ -44,27 +44,35 @@ class EagerPass:
         self.num_done += 1
         return layer(self._batch.token_ids)
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """See `ForwardPass`."""
         self.num_done += 1
-        return rms_norm(x, weight, eps)
+        return norm(x)
 
-    def linear(self, layer: Linear, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         """See `ForwardPass`."""
         self.num_done += 1
-        return layer(x, residual)
+        return layer(x)
 
-    def attention(self, layer: AttentionLayer, qkv: torch.Tensor) -> torch.Tensor:
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """See `ForwardPass`."""
+        self.num_done += 1
+        return x + y
+
+    def columns(self, x: torch.Tensor, begin: int, width: int) -> torch.Tensor:
+        """See `ForwardPass`."""
+        return x.narrow(1, begin, width)
+
+    def attention(
+        self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
         """See `ForwardPass`."""
         self.num_done += 1
         batch, cache = self._batch, self._kv[layer.index]
-        heads, kv_heads = layer.num_heads, layer.num_kv_heads
-        qkv = qkv.view(batch.num_tokens, -1, layer.head_dim)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            keys = slice(heads, heads + kv_heads)
-            qkv[:, :heads] = rms_norm(qkv[:, :heads], layer.q_norm, layer.norm_eps)
-            qkv[:, keys] = rms_norm(qkv[:, keys], layer.k_norm, layer.norm_eps)
-        q = rope_kv_write(qkv, heads, kv_heads, self._cos, self._sin, cache, batch.kv_write)
+        q = q if layer.q_norm is None else layer.q_norm(q)
+        k = k if layer.k_norm is None else layer.k_norm(k)
+        q, k, v = (x.unflatten(1, (-1, layer.head_dim)) for x in (q, k, v))
+        q = rope_kv_write(q, k, v, self._cos, self._sin, cache, batch.kv_write)
         attended = paged_attention(q, cache, batch.attention[layer.window], layer.scale)
         return attended.reshape(batch.num_tokens, -1)
 

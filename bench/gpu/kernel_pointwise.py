@@ -53,15 +53,19 @@ def add_norm(device: Device, tokens: int, width: int, toy: bool) -> Case:
     moved = 8.0 * tokens * width
     where = device.torch_device
     weight = torch.ones(width, dtype=BF16, device=where)
-    trios = [
+    fours = [
         (
             x := torch.randn(tokens, width, device=where).to(BF16),
             torch.zeros_like(x),
             torch.empty_like(x),
+            torch.empty_like(x),
         )
         for _ in range(num_calls(moved, toy))
     ]
-    calls = [partial(add_rms_norm, device, x, residual, weight, 1e-5, out) for x, residual, out in trios]
+    calls = [
+        partial(add_rms_norm, device, x, residual, weight, 1e-5, out, total)
+        for x, residual, out, total in fours
+    ]
     return Case(f"add_rms_norm, {tokens} tokens", calls, moved)
 
 
@@ -92,10 +96,11 @@ def rotation(device: Device, tokens: int, toy: bool) -> Case:
     count = num_calls(moved, toy)
     caches = [torch.zeros(shape, dtype=BF16, device=where) for _ in range(min(count, 2))]
     inputs = [torch.randn(tokens, heads, HEAD_DIM, device=where).to(BF16) for _ in range(count)]
-    calls = [
-        partial(rope_kv, device, qkv, HEADS, cos, sin, caches[i % len(caches)], rows)
-        for i, qkv in enumerate(inputs)
-    ]
+    calls = []
+    for i, qkv in enumerate(inputs):
+        q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], 1)
+        cache, out = caches[i % len(caches)], torch.empty_like(q)
+        calls.append(partial(rope_kv, device, q, k, v, cos, sin, cache, rows, out=out))
     return Case(f"rope and KV write, {tokens} tokens", calls, moved)
 
 

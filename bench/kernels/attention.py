@@ -136,9 +136,10 @@ class Layers:
         dtype: torch.dtype,
     ) -> None:
         length = case.cached + case.new
-        width = 3 * case.kv_heads * case.head_dim
+        shape = (case.rows * length, case.kv_heads * case.head_dim)
         step, columns = step_of(table, 0, length)
-        write_kv(step, torch.randn(case.rows * length, width).to(dtype), case.kv_heads, kv, 0)
+        q, k, v = (torch.randn(shape).to(dtype) for _ in range(3))
+        write_kv(step, q, k, v, kv, 0)
         assert columns is not None
 
     def run(self) -> None:

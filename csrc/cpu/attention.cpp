@@ -219,7 +219,7 @@ class KvWriteOp final : public Op {
     call_.sines = step.sines;
     call_.rope_by_token = step.rope_by_token != 0;
     call_.pieces = pieces_.data();
-    constexpr index_t kCost = 8;  // of a number of qkv, in multiplications
+    constexpr index_t kCost = 8;  // of a number of q, k and v, in multiplications
     Work work{index_t(pieces_.size()), 1, run_, &call_};
     if (work.count > 0)
       work.each_cost = kCost * (call_.heads + 2 * call_.kv.kv_heads) * call_.kv.head_dim * step.num_tokens / work.count;
@@ -269,20 +269,27 @@ AttentionOp attention_of(Program& program, const void* q, index_t q_stride, cons
   return AttentionOp(call, Dtype(dtype), max_tokens, &program);
 }
 
-KvWriteOp kv_write_of(const void* qkv, index_t qkv_stride, index_t heads, index_t kv_heads, index_t head_dim, index_t rotary,
-                      const void* q_norm, const void* k_norm, float eps, void* kv, index_t block_size, void* q_out,
-                      index_t q_stride, int dtype, int kv_dtype) {
+KvWriteOp kv_write_of(const void* q, index_t q_stride, const void* k, index_t k_stride, const void* v, index_t v_stride,
+                      index_t heads, index_t kv_heads, index_t head_dim, index_t rotary, const void* q_norm,
+                      const void* k_norm, float eps, void* kv, index_t block_size, void* q_out, index_t out_stride,
+                      int dtype, int kv_dtype) {
   check_heads(heads, kv_heads, head_dim, block_size, kv_dtype, dtype);
   QT_REQUIRE(rotary >= 0 && rotary <= head_dim && rotary % 2 == 0, "%lld rotary dimensions of %lld", (long long)rotary,
              (long long)head_dim);
-  QT_REQUIRE(q_stride >= heads * head_dim && qkv_stride >= (heads + 2 * kv_heads) * head_dim, "strides %lld, %lld",
-             (long long)q_stride, (long long)qkv_stride);
+  QT_REQUIRE(q_stride >= heads * head_dim && out_stride >= heads * head_dim && k_stride >= kv_heads * head_dim &&
+                 v_stride >= kv_heads * head_dim,
+             "strides %lld, %lld, %lld, %lld", (long long)q_stride, (long long)k_stride, (long long)v_stride,
+             (long long)out_stride);
   KvWriteCall call{};
   call.kv = paged(kv, Dtype(kv_dtype), kv_heads, head_dim, block_size);
-  call.qkv = qkv;
+  call.q = q;
+  call.k = k;
+  call.v = v;
   call.q_out = q_out;
-  call.qkv_stride = qkv_stride;
   call.q_stride = q_stride;
+  call.k_stride = k_stride;
+  call.v_stride = v_stride;
+  call.out_stride = out_stride;
   call.heads = heads;
   call.rotary = rotary;
   call.q_norm = q_norm;
@@ -309,23 +316,26 @@ QT_EXPORT index_t qt_attention_scratch_bytes() { return qt::kPartialsBytes; }
 QT_EXPORT void qt_attend_in_pairs(int wanted) { qt::wants_pairs = wanted; }
 
 // Norms of query and key heads (null: none), rotary positions of the first `rotary` numbers of a head (0: none), keys and
-// values into the cache, queries to q_out. qkv: [T][heads + 2 * kv_heads][head_dim], rows qkv_stride numbers apart;
-// q_out: [T][heads][head_dim], rows q_stride apart, may be qkv itself; norms: [head_dim].
-QT_EXPORT void qt_program_rope_kv_write(qt::Program* program, const void* qkv, index_t qkv_stride, index_t heads,
-                                        index_t kv_heads, index_t head_dim, index_t rotary, const void* q_norm,
-                                        const void* k_norm, float eps, void* kv, index_t block_size, void* q_out,
-                                        index_t q_stride, int dtype, int kv_dtype) {
-  program->append(std::make_unique<qt::KvWriteOp>(qt::kv_write_of(qkv, qkv_stride, heads, kv_heads, head_dim, rotary, q_norm,
-                                                                  k_norm, eps, kv, block_size, q_out, q_stride, dtype,
-                                                                  kv_dtype)));
+// values into the cache, queries to q_out. q: [T][heads][head_dim], k, v: [T][kv_heads][head_dim], rows as many numbers apart
+// as their strides say: places of one row, or rows of their own. q_out: [T][heads][head_dim], rows out_stride apart, may be q
+// itself; norms: [head_dim].
+QT_EXPORT void qt_program_rope_kv_write(qt::Program* program, const void* q, index_t q_stride, const void* k,
+                                        index_t k_stride, const void* v, index_t v_stride, index_t heads, index_t kv_heads,
+                                        index_t head_dim, index_t rotary, const void* q_norm, const void* k_norm, float eps,
+                                        void* kv, index_t block_size, void* q_out, index_t out_stride, int dtype,
+                                        int kv_dtype) {
+  program->append(std::make_unique<qt::KvWriteOp>(qt::kv_write_of(q, q_stride, k, k_stride, v, v_stride, heads, kv_heads,
+                                                                  head_dim, rotary, q_norm, k_norm, eps, kv, block_size,
+                                                                  q_out, out_stride, dtype, kv_dtype)));
 }
 
 // The same at once.
-QT_EXPORT void qt_write_kv(const qt::Step* step, const void* qkv, index_t qkv_stride, index_t heads, index_t kv_heads,
-                           index_t head_dim, index_t rotary, const void* q_norm, const void* k_norm, float eps, void* kv,
-                           index_t block_size, void* q_out, index_t q_stride, int dtype, int kv_dtype) {
-  qt::KvWriteOp op = qt::kv_write_of(qkv, qkv_stride, heads, kv_heads, head_dim, rotary, q_norm, k_norm, eps, kv, block_size,
-                                     q_out, q_stride, dtype, kv_dtype);
+QT_EXPORT void qt_write_kv(const qt::Step* step, const void* q, index_t q_stride, const void* k, index_t k_stride,
+                           const void* v, index_t v_stride, index_t heads, index_t kv_heads, index_t head_dim,
+                           index_t rotary, const void* q_norm, const void* k_norm, float eps, void* kv, index_t block_size,
+                           void* q_out, index_t out_stride, int dtype, int kv_dtype) {
+  qt::KvWriteOp op = qt::kv_write_of(q, q_stride, k, k_stride, v, v_stride, heads, kv_heads, head_dim, rotary, q_norm, k_norm,
+                                     eps, kv, block_size, q_out, out_stride, dtype, kv_dtype);
   qt::run_alone(op, *step);
 }
 

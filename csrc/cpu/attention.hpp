@@ -79,9 +79,9 @@ struct KvWritePiece {
 
 struct KvWriteCall {
   PagedKv kv;
-  const void* qkv;
+  const void *q, *k, *v;         // each token's heads side by side
   void* q_out;
-  index_t qkv_stride, q_stride;  // in numbers
+  index_t q_stride, k_stride, v_stride, out_stride;  // from token to token, in numbers
   index_t heads, rotary;
   const void *q_norm, *k_norm;   // [head_dim]; null: none
   float eps;

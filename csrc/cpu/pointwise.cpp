@@ -1,8 +1,7 @@
 // The C ABI of the pointwise operations: one call each, or as operations of a program. See pointwise.hpp for rows,
 // formats and strides (in elements), kernels/pointwise.cpp for what is rounded where.
 //
-// In a program `extent` says how many rows an operation has: 0 the step's tokens, 1 its outputs. The agreed signature
-// of qt_program_rms_norm has one more parameter here: `offset`, after eps.
+// In a program `extent` says how many rows an operation has: 0 the step's tokens, 1 its outputs.
 #include "pointwise.hpp"
 
 #include <cstring>
@@ -18,9 +17,9 @@ using Run = PointwiseKernels::Run;
 constexpr index_t kElementsAtOnce = 8192;  // that a thread takes at a time: some microseconds of work
 
 Work work_of(const PointwiseCall& call, Run run, index_t rows) {
-  const index_t grain = kElementsAtOnce / (call.width < 1 ? 1 : call.width);
+  const index_t width = call.width * call.groups, grain = kElementsAtOnce / (width < 1 ? 1 : width);
   constexpr index_t kCost = 4;  // of an element, in multiplications
-  return {.count = rows, .grain = grain < 1 ? 1 : grain, .run = run, .call = &call, .each_cost = kCost * call.width};
+  return {.count = rows, .grain = grain < 1 ? 1 : grain, .run = run, .call = &call, .each_cost = kCost * width};
 }
 
 void run_once(const PointwiseCall& call, Run run, index_t rows) {
@@ -45,7 +44,7 @@ class PointwiseOp final : public Op {
 };
 
 void append(Program* program, const PointwiseCall& call, Run run, int extent) {
-  QT_REQUIRE(run && call.width > 0 && call.y_stride >= call.width && (extent == 0 || extent == 1),
+  QT_REQUIRE(run && call.width > 0 && call.groups > 0 && call.y_stride >= call.width * call.groups && (extent == 0 || extent == 1),
              "rows of %lld, %lld apart, extent %d", (long long)call.width, (long long)call.y_stride, extent);
   program->append(std::make_unique<PointwiseOp>(call, run, extent));
 }
@@ -97,9 +96,11 @@ PointwiseCall call_of(const void* x, index_t x_stride, index_t width, void* y, i
   return call;
 }
 
-PointwiseCall norm_call(const void* x, index_t x_stride, index_t width, const void* weight, const void* bias, float eps,
-                        float offset, void* y, index_t y_stride) {
+PointwiseCall norm_call(const void* x, index_t x_stride, index_t groups, index_t width, const void* weight,
+                        const void* bias, int per_group, float eps, float offset, void* y, index_t y_stride) {
   PointwiseCall call = call_of(x, x_stride, width, y, y_stride);
+  call.groups = groups;
+  call.weight_step = per_group ? width : 0;
   call.weight = weight;
   call.bias = bias;
   call.eps = eps;
@@ -158,30 +159,35 @@ QT_EXPORT void qt_program_add_positions(Program* program, const void* x, index_t
   qt::append(program, call, kernels().add_positions[dtype], 0);
 }
 
-// weight may be null. offset 0: round(round(x / rms) * weight); else round(x / rms * (offset + weight)).
-QT_EXPORT void qt_op_rms_norm(const void* x, index_t x_stride, index_t rows, index_t width, const void* weight,
-                              float eps, float offset, void* y, index_t y_stride, int dtype) {
-  qt::run_once(qt::norm_call(x, x_stride, width, weight, nullptr, eps, offset, y, y_stride), kernels().rms_norm[dtype],
-               rows);
+// Rows of `groups` times `width` numbers, each group normed by itself. weight may be null; per_group: it holds as many numbers
+// as a row, else `width`, for all groups. offset 0: round(round(x / rms) * weight); else round(x / rms * (offset + weight)).
+QT_EXPORT void qt_op_rms_norm(const void* x, index_t x_stride, index_t rows, index_t groups, index_t width,
+                              const void* weight, int per_group, float eps, float offset, void* y, index_t y_stride,
+                              int dtype) {
+  qt::run_once(qt::norm_call(x, x_stride, groups, width, weight, nullptr, per_group, eps, offset, y, y_stride),
+               kernels().rms_norm[dtype], rows);
 }
 
-QT_EXPORT void qt_program_rms_norm(Program* program, const void* x, index_t x_stride, index_t width, const void* weight,
-                                   float eps, float offset, void* y, index_t y_stride, int dtype, int extent) {
-  qt::append(program, qt::norm_call(x, x_stride, width, weight, nullptr, eps, offset, y, y_stride),
+QT_EXPORT void qt_program_rms_norm(Program* program, const void* x, index_t x_stride, index_t groups, index_t width,
+                                   const void* weight, int per_group, float eps, float offset, void* y,
+                                   index_t y_stride, int dtype, int extent) {
+  qt::append(program, qt::norm_call(x, x_stride, groups, width, weight, nullptr, per_group, eps, offset, y, y_stride),
              kernels().rms_norm[dtype], extent);
 }
 
-// weight and bias may be null.
-QT_EXPORT void qt_op_layer_norm(const void* x, index_t x_stride, index_t rows, index_t width, const void* weight,
-                                const void* bias, float eps, void* y, index_t y_stride, int dtype) {
-  qt::run_once(qt::norm_call(x, x_stride, width, weight, bias, eps, 0, y, y_stride), kernels().layer_norm[dtype], rows);
+// Likewise; weight and bias may be null.
+QT_EXPORT void qt_op_layer_norm(const void* x, index_t x_stride, index_t rows, index_t groups, index_t width,
+                                const void* weight, const void* bias, int per_group, float eps, void* y,
+                                index_t y_stride, int dtype) {
+  qt::run_once(qt::norm_call(x, x_stride, groups, width, weight, bias, per_group, eps, 0, y, y_stride),
+               kernels().layer_norm[dtype], rows);
 }
 
-QT_EXPORT void qt_program_layer_norm(Program* program, const void* x, index_t x_stride, index_t width,
-                                     const void* weight, const void* bias, float eps, void* y, index_t y_stride,
-                                     int dtype, int extent) {
-  qt::append(program, qt::norm_call(x, x_stride, width, weight, bias, eps, 0, y, y_stride), kernels().layer_norm[dtype],
-             extent);
+QT_EXPORT void qt_program_layer_norm(Program* program, const void* x, index_t x_stride, index_t groups, index_t width,
+                                     const void* weight, const void* bias, int per_group, float eps, void* y,
+                                     index_t y_stride, int dtype, int extent) {
+  qt::append(program, qt::norm_call(x, x_stride, groups, width, weight, bias, per_group, eps, 0, y, y_stride),
+             kernels().layer_norm[dtype], extent);
 }
 
 // y[i] = x[rows[i]]; in a program the rows are the step's output tokens.

@@ -2,14 +2,14 @@
 //
 // A block owns a row, a thread its packs number t, t + THREADS, ... of 16 bytes (of one number, where rows are no
 // multiple of a pack). The first two of them stay in registers; those of longer rows are read again, out of L1 or L2. So
-// a row is read once (twice with the residual, which is also written) and written once: 4 bytes an element in 16 bits, 8
+// a row is read once (with the residual two are, and their sum is written) and written once: 4 bytes an element in 16 bits, 8
 // with the residual, for 4 to 8 FLOPs. Limiter: memory bandwidth when there are many rows, latency when there are few;
 // hence all loads, the weight's too, are under way before the first is waited for.
 //
 // Order of the sums: a thread adds its elements ascending, then the block adds its threads as `block_sum` says. It
 // depends on the width alone, never on how many rows there are. A sum with the residual is rounded to the rows' format
 // before it is normed, as torch does when it is a tensor of its own; RMS norm rounds once more before the weight, as the
-// Llama family computes it, unless `one_plus`, which is Gemma's norm: weight + 1, one rounding at the end.
+// Llama family computes it, unless there is an offset, as in Gemma's norm: offset + weight, one rounding at the end.
 #include "device.cuh"
 #include "pointwise.cuh"
 
@@ -35,8 +35,8 @@ struct Share {
     }
   }
 
-  // Add a row to `residual`, which becomes the row: rounded, and written back.
-  __device__ __forceinline__ void load_sum(const T* from, T* residual, int width) {
+  // The row is that of `from` added to that of `residual`: rounded, and written to `total`, which may be either.
+  __device__ __forceinline__ void load_sum(const T* from, const T* residual, T* total, int width) {
     load(from, width);
     Numbers<T, V> others[KEPT];
 #pragma unroll
@@ -49,7 +49,7 @@ struct Share {
       const int at = threadIdx.x + k * THREADS;
       if (at < num_packs) {
         add(kept[k], others[k]);
-        kept[k].store(residual + at * V);
+        kept[k].store(total + at * V);
       }
     }
     for (int at = threadIdx.x + KEPT * THREADS; at < num_packs; at += THREADS) {
@@ -57,9 +57,9 @@ struct Share {
       sum.load(from + at * V);
       other.load(residual + at * V);
       add(sum, other);
-      sum.store(residual + at * V);
+      sum.store(total + at * V);
     }
-    row = residual;  // this thread reads again only what it wrote itself
+    row = total;  // this thread reads again only what it wrote itself
   }
 
   // Call visit(first element, numbers) for every pack of the share, ascending.
@@ -87,24 +87,25 @@ struct Share {
 };
 
 template <class T, int V, int THREADS>
-__device__ __forceinline__ void load_row(Share<T, V, THREADS>& share, const T* x, long long x_stride, T* residual,
-                                         long long residual_stride, int width) {
+__device__ __forceinline__ void load_row(Share<T, V, THREADS>& share, const T* x, long long x_stride, const T* residual,
+                                         long long residual_stride, T* sum, int width) {
   const long long row = blockIdx.x;
   if (residual == nullptr) {
     share.load(x + row * x_stride, width);
   } else {
-    share.load_sum(x + row * x_stride, residual + row * residual_stride, width);
+    share.load_sum(x + row * x_stride, residual + row * residual_stride, sum + row * width, width);
   }
 }
 
 template <class T, int V>
-__device__ __forceinline__ void write_rms(T* out, const Numbers<T, V>& x, const Numbers<T, V>& weight, float scale,
-                                          int one_plus) {
+__device__ __forceinline__ void write_rms(T* out, const Numbers<T, V>& x, const Numbers<T, V>& weight, bool has_weight,
+                                          float scale, float offset) {
   float y[V];
 #pragma unroll
   for (int i = 0; i < V; i++) {
     const float normed = x.get(i) * scale;
-    y[i] = one_plus ? normed * (1.0f + weight.get(i)) : rounded<T>(normed) * weight.get(i);
+    const float factor = has_weight ? weight.get(i) : 1.0f;
+    y[i] = offset != 0.0f ? normed * (offset + factor) : rounded<T>(normed) * factor;
   }
   Numbers<T, V> numbers;
   numbers.round(y);
@@ -112,11 +113,12 @@ __device__ __forceinline__ void write_rms(T* out, const Numbers<T, V>& x, const 
 }
 
 template <class T, int V, int THREADS>
-__device__ __forceinline__ void rms_norm(const T* x, long long x_stride, T* residual, long long residual_stride,
-                                         const T* weight, T* out, int width, float eps, int one_plus) {
+__device__ __forceinline__ void rms_norm(const T* x, long long x_stride, const T* residual, long long residual_stride,
+                                         T* sum, const T* weight, T* out, int width, float eps, float offset) {
   Share<T, V, THREADS> weights, row;
-  weights.load(weight, width);
-  load_row(row, x, x_stride, residual, residual_stride, width);
+  const bool has_weight = weight != nullptr;
+  if (has_weight) weights.load(weight, width);
+  load_row(row, x, x_stride, residual, residual_stride, sum, width);
   float squares = 0.0f;
   row.each([&](int, const Numbers<T, V>& numbers) {
 #pragma unroll
@@ -128,21 +130,21 @@ __device__ __forceinline__ void rms_norm(const T* x, long long x_stride, T* resi
 #pragma unroll
   for (int k = 0; k < KEPT; k++) {
     const int at = threadIdx.x + k * THREADS;
-    if (at < row.num_packs) write_rms(out + at * V, row.kept[k], weights.kept[k], scale, one_plus);
+    if (at < row.num_packs) write_rms(out + at * V, row.kept[k], weights.kept[k], has_weight, scale, offset);
   }
   for (int at = threadIdx.x + KEPT * THREADS; at < row.num_packs; at += THREADS) {
     Numbers<T, V> numbers, weight_numbers;
     numbers.load(row.row + at * V);
-    weight_numbers.load(weight + at * V);
-    write_rms(out + at * V, numbers, weight_numbers, scale, one_plus);
+    if (has_weight) weight_numbers.load(weight + at * V);
+    write_rms(out + at * V, numbers, weight_numbers, has_weight, scale, offset);
   }
 }
 
 template <class T, int V, int THREADS>
-__device__ __forceinline__ void layer_norm(const T* x, long long x_stride, T* residual, long long residual_stride,
-                                           const T* weight, const T* bias, T* out, int width, float eps) {
+__device__ __forceinline__ void layer_norm(const T* x, long long x_stride, const T* residual, long long residual_stride,
+                                           T* total, const T* weight, const T* bias, T* out, int width, float eps) {
   Share<T, V, THREADS> row;
-  load_row(row, x, x_stride, residual, residual_stride, width);
+  load_row(row, x, x_stride, residual, residual_stride, total, width);
   float sum = 0.0f;
   row.each([&](int, const Numbers<T, V>& numbers) {
 #pragma unroll
@@ -163,13 +165,14 @@ __device__ __forceinline__ void layer_norm(const T* x, long long x_stride, T* re
   out += blockIdx.x * static_cast<long long>(width);
   row.each([&](int first, const Numbers<T, V>& numbers) {
     Numbers<T, V> weights, biases, result;
-    weights.load(weight + first);
+    if (weight != nullptr) weights.load(weight + first);
     if (bias != nullptr) biases.load(bias + first);
     float y[V];
 #pragma unroll
     for (int i = 0; i < V; i++) {
       const float normed = (numbers.get(i) - mean) * scale;
-      y[i] = bias != nullptr ? fmaf(normed, weights.get(i), biases.get(i)) : normed * weights.get(i);
+      const float factor = weight != nullptr ? weights.get(i) : 1.0f;
+      y[i] = bias != nullptr ? fmaf(normed, factor, biases.get(i)) : normed * factor;
     }
     result.round(y);
     result.store(out + first);
@@ -183,20 +186,21 @@ using namespace quintet;
 
 // Five blocks of 256 threads, or one of 1024, on a multiprocessor: enough bytes under way, and registers for them.
 //
-// residual: null, or what `x` is added to before the norm. out has no gaps between rows and may be `x`.
+// residual: null, or what `x` is added to before the norm, the sum being written to `sum`. sum and out have no gaps between
+// rows; sum may be `x` or `residual`, out may be `x`. weight: null for ones.
 #define QT_RMS_NORM(name, T, V, THREADS)                                                                           \
   QT_KERNEL_OCCUPANCY(THREADS, 1280 / THREADS, name,                                                              \
-            (const T* x, long long x_stride, T* residual, long long residual_stride, const T* weight, T* out,      \
-             int width, float eps, int one_plus)) {                                                                \
-    rms_norm<T, V, THREADS>(x, x_stride, residual, residual_stride, weight, out, width, eps, one_plus);            \
+            (const T* x, long long x_stride, const T* residual, long long residual_stride, T* sum, const T* weight, \
+             T* out, int width, float eps, float offset)) {                                                        \
+    rms_norm<T, V, THREADS>(x, x_stride, residual, residual_stride, sum, weight, out, width, eps, offset);         \
   }
 
 // bias: null for none.
 #define QT_LAYER_NORM(name, T, V, THREADS)                                                                         \
   QT_KERNEL_OCCUPANCY(THREADS, 1280 / THREADS, name,                                                              \
-            (const T* x, long long x_stride, T* residual, long long residual_stride, const T* weight,              \
+            (const T* x, long long x_stride, const T* residual, long long residual_stride, T* sum, const T* weight, \
              const T* bias, T* out, int width, float eps)) {                                                       \
-    layer_norm<T, V, THREADS>(x, x_stride, residual, residual_stride, weight, bias, out, width, eps);              \
+    layer_norm<T, V, THREADS>(x, x_stride, residual, residual_stride, sum, weight, bias, out, width, eps);         \
   }
 
 // `wide` for rows that 256 threads do not hold in registers, `single` for those that are no multiple of 16 bytes.

@@ -1,4 +1,4 @@
-// What lies between the multiplication by the query, key and value weights and attention, in one launch: RMS norm of each
+// What lies between the multiplications by the query, key and value weights and attention, in one launch: RMS norm of each
 // query and key head where the model has it (Qwen3), rotation by position (Su et al., "RoFormer", 2021, section 3.4.2:
 // element i is paired with i + rotary_dim / 2), and the write of keys and values into the paged cache.
 //
@@ -35,6 +35,13 @@ template <>
 __device__ __forceinline__ void store_cached<fp8, 4>(fp8* address, const float (&x)[4]) {
   *reinterpret_cast<uint32_t*>(address) = fp8_bits_pair(x[0], x[1]) | (uint32_t(fp8_bits_pair(x[2], x[3])) << 16);
 }
+
+// The heads of all tokens: a token's side by side, the next token's `stride` numbers later.
+template <class T>
+struct Heads {
+  const T* first;
+  long long stride;
+};
 
 // Which elements of a head an item is.
 struct Item {
@@ -80,16 +87,19 @@ __device__ __forceinline__ void rotate(float (&x)[V], float (&y)[V], const T* co
 }
 
 template <class T, class K, int V, int ITEMS>
-__device__ __forceinline__ void rope_kv(const T* qkv, T* out, long long out_stride, const T* cos, const T* sin,
-                                        const T* q_norm, const T* k_norm, float eps, K* kv, const int* kv_rows,
-                                        int num_tokens, int num_heads, int num_kv_heads, int head_dim, int rotary_dim,
-                                        int num_blocks, int block_size, int lanes) {
+__device__ __forceinline__ void rope_kv(Heads<T> q, Heads<T> k, Heads<T> v, T* out, long long out_stride, const T* cos,
+                                        const T* sin, const T* q_norm, const T* k_norm, float eps, K* kv,
+                                        const int* kv_rows, int num_tokens, int num_heads, int num_kv_heads,
+                                        int head_dim, int rotary_dim, int num_blocks, int block_size, int lanes) {
   const int num_all = num_heads + 2 * num_kv_heads;
   const int owned = (blockIdx.x * blockDim.x + threadIdx.x) / lanes;  // which head of which token
   const int lane = threadIdx.x % lanes;
   const int token = owned / num_all, head = owned - token * num_all;
   const int kv_row = token < num_tokens ? kv_rows[token] : -1;
   const bool is_query = head < num_heads, is_value = head >= num_heads + num_kv_heads;
+  const int kv_head = head - num_heads - (is_value ? num_kv_heads : 0);
+  const Heads<T>& heads = is_query ? q : is_value ? v : k;
+  const T* from = heads.first + token * heads.stride + (is_query ? head : kv_head) * head_dim;
   const int num_items = (rotary_dim / 2 + (head_dim - rotary_dim + 1) / 2 + V - 1) / V;
 
   // A thread without a head of a real token computes on zeros: it must meet the others of its warp in the shuffles.
@@ -102,7 +112,6 @@ __device__ __forceinline__ void rope_kv(const T* qkv, T* out, long long out_stri
 #pragma unroll
     for (int i = 0; i < V; i++) x[k][i] = y[k][i] = 0.0f;
     if (kv_row >= 0 && index < num_items) {
-      const T* from = qkv + static_cast<long long>(owned) * head_dim;
       load_floats(from + item.first, x[k]);
       if (item.has_second) load_floats(from + item.second, y[k]);
     }
@@ -120,7 +129,6 @@ __device__ __forceinline__ void rope_kv(const T* qkv, T* out, long long out_stri
   if (token >= num_tokens || (kv_row < 0 && !is_query)) return;
 
   const T* weight = is_query ? q_norm : k_norm;
-  const int kv_head = head - num_heads - (is_value ? num_kv_heads : 0);
   K* cached = nullptr;
   if (!is_query) {
     const int block = kv_row / block_size, place = kv_row - block * block_size;
@@ -158,17 +166,19 @@ __device__ __forceinline__ void rope_kv(const T* qkv, T* out, long long out_stri
 
 using namespace quintet;
 
-// qkv: [tokens, heads, head_dim] without gaps, queries first, then keys, then values. out: queries, each token out_stride
-// numbers after the one before; it may be qkv. cos, sin: [tokens, rotary_dim], the second half as the first. q_norm,
+// q: [tokens, heads, head_dim], k, v: [tokens, KV heads, head_dim]; of each and of out, the queries, a token lies as many
+// numbers after the one before as its stride says. out may be q. cos, sin: [tokens, rotary_dim], the second half as the first. q_norm,
 // k_norm: [head_dim], or null both. kv: [2, blocks, KV heads, block_size, head_dim]. kv_rows: [tokens], block *
 // block_size + place in it; -1 for padding, which writes no KV and whose queries are zeros.
 #define QT_ROPE_KV(name, T, K, V, ITEMS)                                                                          \
   QT_KERNEL_OCCUPANCY(128, 4, name,                                                                               \
-            (const T* qkv, T* out, long long out_stride, const T* cos, const T* sin, const T* q_norm,             \
-             const T* k_norm, float eps, K* kv, const int* kv_rows, int num_tokens, int num_heads,                \
-             int num_kv_heads, int head_dim, int rotary_dim, int num_blocks, int block_size, int lanes)) {        \
-    rope_kv<T, K, V, ITEMS>(qkv, out, out_stride, cos, sin, q_norm, k_norm, eps, kv, kv_rows, num_tokens,         \
-                            num_heads, num_kv_heads, head_dim, rotary_dim, num_blocks, block_size, lanes);        \
+            (const T* q, long long q_stride, const T* k, long long k_stride, const T* v, long long v_stride,      \
+             T* out, long long out_stride, const T* cos, const T* sin, const T* q_norm, const T* k_norm,          \
+             float eps, K* kv, const int* kv_rows, int num_tokens, int num_heads, int num_kv_heads,               \
+             int head_dim, int rotary_dim, int num_blocks, int block_size, int lanes)) {                          \
+    rope_kv<T, K, V, ITEMS>({q, q_stride}, {k, k_stride}, {v, v_stride}, out, out_stride, cos, sin, q_norm,       \
+                            k_norm, eps, kv, kv_rows, num_tokens, num_heads, num_kv_heads, head_dim, rotary_dim,  \
+                            num_blocks, block_size, lanes);                                                       \
   }
 
 #define QT_ROPE_KVS(format, T)                                               \

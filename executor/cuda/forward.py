@@ -1,8 +1,8 @@
 """A forward pass over a device's kernels: the same calls whether they are launched at once or captured into a graph.
 
 A `quintet.executor.models.forward.ForwardPass`. Every operation is a launch on the current stream; none waits, none reads
-a value, so a step may be captured whole. What a residual connection adds is kept apart until the norm that follows it,
-which adds and norms in one pass over memory.
+a value, so a step may be captured whole. A sum is kept apart until somebody reads it: a norm adds and norms in one pass over
+memory.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ from dataclasses import dataclass
 
 import torch
 
+from quintet.executor.cards.spec import NormKind
 from quintet.executor.cuda.attention.backend import AttentionBackend
 from quintet.executor.cuda.device import Device
 from quintet.executor.cuda.linear_choice import DeviceLinears
 from quintet.executor.cuda.ops.activation import Gate, gated
 from quintet.executor.cuda.ops.attention import AttentionPlan, paged_attention
-from quintet.executor.cuda.ops.norm import add_rms_norm, rms_norm
+from quintet.executor.cuda.ops.formats import PACK_BYTES
+from quintet.executor.cuda.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from quintet.executor.cuda.ops.rope_kv import rope_kv
 from quintet.executor.cuda.rows import StepRows
 from quintet.executor.layers.linear import Embedding, Linear
+from quintet.executor.layers.norm import Norm
 from quintet.executor.models.forward import AttentionLayer
 from quintet.executor.ops.linear import GatedActivation
 
@@ -29,7 +32,10 @@ GATES = {GatedActivation.SILU_AND_MUL: Gate.SILU, GatedActivation.GELU_TANH_AND_
 
 @dataclass(slots=True)
 class Value:
-    """``sum``, and what is still to be added to it. Both ``[rows, width]``."""
+    """``sum``, and what is still to be added to it. Both ``[rows, width]``, and never written to.
+
+    Whoever needs the number itself adds, once: the value then holds the new tensor. So it never changes.
+    """
 
     sum: torch.Tensor
     addend: torch.Tensor | None = None
@@ -41,8 +47,9 @@ class Value:
 
     @property
     def settled(self) -> torch.Tensor:
-        """The value, where nothing is left to be added."""
-        assert self.addend is None, "a residual is added by the norm that follows it"
+        """The value as one tensor; its rows may lie apart."""
+        if self.addend is not None:
+            self.sum, self.addend = self.sum + self.addend, None
         return self.sum
 
 
@@ -80,42 +87,71 @@ class DevicePass:
         """See `ForwardPass`."""
         return Value(layer(self._rows.token_ids))
 
-    def rms_norm(self, x: Value, weight: torch.Tensor, eps: float) -> Value:
-        """See `ForwardPass`. Settles ``x``."""
+    def norm(self, x: Value, norm: Norm) -> Value:
+        """See `ForwardPass`. With what is to be added to ``x``, in one pass over memory."""
+        groups = norm.groups(x.sum.shape[1])
+        if norm.is_per_group:
+            return Value(norm(x.settled))
+        if groups > 1:
+            flat = x.settled.reshape(-1, norm.width)
+            return Value(self._normed(flat, norm).view(-1, groups * norm.width))
         if x.addend is None:
-            return Value(rms_norm(self._device, x.sum, weight, eps))
-        normed = add_rms_norm(self._device, x.addend, x.sum, weight, eps)
-        x.addend = None
+            return Value(self._normed(in_packs(x.sum), norm))
+        y, residual = in_packs(x.addend), in_packs(x.sum)
+        if norm.kind is NormKind.RMS:
+            total, normed = add_rms_norm(self._device, y, residual, norm.weight, norm.eps, offset=norm.offset)
+        else:
+            total, normed = add_layer_norm(self._device, y, residual, norm.weight, norm.bias, norm.eps)
+        x.sum, x.addend = total, None
         return Value(normed)
 
-    def linear(self, layer: Linear, x: Value, residual: Value | None = None) -> Value:
+    def _normed(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        if norm.kind is NormKind.RMS:
+            return rms_norm(self._device, x, norm.weight, norm.eps, offset=norm.offset)
+        return layer_norm(self._device, x, norm.weight, norm.bias, norm.eps)
+
+    def linear(self, layer: Linear, x: Value) -> Value:
         """See `ForwardPass`."""
         self.linears[layer] = None
-        y = self._multiply.apply(layer, x.settled)
+        y = self._multiply.apply(layer, in_packs(x.settled))
         if layer.activation is not GatedActivation.NONE:
             y = gated(self._device, y, GATES[layer.activation])
-        return Value(y) if residual is None else Value(residual.settled, y)
+        return Value(y)
 
-    def attention(self, layer: AttentionLayer, qkv: Value) -> Value:
+    def add(self, x: Value, y: Value) -> Value:
+        """See `ForwardPass`. Left to the norm that follows, if one does."""
+        return Value(x.settled, y.settled)
+
+    def columns(self, x: Value, begin: int, width: int) -> Value:
         """See `ForwardPass`."""
-        rows, kv = self._rows, self._kv[layer.index]
-        heads, kv_heads = layer.num_heads, layer.num_kv_heads
-        stacked = qkv.settled.view(rows.num_tokens, heads + 2 * kv_heads, layer.head_dim)
-        q = rope_kv(
-            self._device,
-            stacked,
-            heads,
-            self._cos,
-            self._sin,
-            kv,
-            rows,
-            layer.q_norm,
-            layer.k_norm,
-            layer.norm_eps,
-        )
+        return Value(x.settled.narrow(1, begin, width))
+
+    def attention(self, layer: AttentionLayer, q: Value, k: Value, v: Value) -> Value:
+        """See `ForwardPass`."""
+        rows, kv, together = self._rows, self._kv[layer.index], layer.norms_with_rotation
+        if together is None:
+            q = q if layer.q_norm is None else self.norm(q, layer.q_norm)
+            k = k if layer.k_norm is None else self.norm(k, layer.k_norm)
+        heads = [in_packs(x.settled).unflatten(1, (-1, layer.head_dim)) for x in (q, k, v)]
+        tables = (self._cos, self._sin, kv, rows)
+        if together is None:
+            queries = rope_kv(self._device, heads[0], heads[1], heads[2], *tables)
+        else:
+            weights = (together[0].weight, together[1].weight)
+            queries = rope_kv(self._device, heads[0], heads[1], heads[2], *tables, *weights, together[0].eps)
         self.attentions.append(layer)
         if self._backend is None:
-            attended = paged_attention(self._device, self._attention, q, kv, rows, layer.scale, layer.window)
+            attended = paged_attention(
+                self._device, self._attention, queries, kv, rows, layer.scale, layer.window
+            )
         else:
-            attended = self._backend.attend(q, kv, rows, layer.window)
+            attended = self._backend.attend(queries, kv, rows, layer.window)
         return Value(attended.view(rows.num_tokens, -1))
+
+
+def in_packs(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x``, or a copy where its rows do not begin at multiples of 16 bytes: kernels read so many at once."""
+    is_apart = len(x) > 1 and x.stride(0) * x.element_size() % PACK_BYTES and not x.is_contiguous()
+    if x.data_ptr() % PACK_BYTES or is_apart:
+        return x.clone(memory_format=torch.contiguous_format)
+    return x

@@ -27,7 +27,7 @@ class LinearSetting(Protocol):
 
 
 class Linear:
-    """``residual + activation(x @ weight.T + bias)``, the weights of several parts stacked."""
+    """``activation(x @ weight.T + bias)``, the weights of several parts stacked."""
 
     __slots__ = ("method", "shape")
 
@@ -65,9 +65,9 @@ class Linear:
         """What the result goes through."""
         return self.shape.activation
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the layer's result ``[num_tokens, width]`` for x ``[num_tokens, depth]``; see `LinearMethod.apply`."""
-        return self.method.apply(x, residual)
+        return self.method.apply(x)
 
 
 class Embedding:

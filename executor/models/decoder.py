@@ -14,10 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
-from quintet.executor.cards.spec import DecoderSpec
+from quintet.executor.cards.spec import DecoderSpec, NormSpec
 from quintet.executor.layers.linear import Embedding, GatedActivation, Linear, Part
+from quintet.executor.layers.norm import Norm
 from quintet.executor.layers.rope import Rope
 from quintet.executor.models.forward import AttentionLayer, ForwardPass, ValueT
 from quintet.executor.models.model import Setting
@@ -28,11 +27,11 @@ from quintet.executor.weights.plan import WeightPlan
 class _Block:
     """Weights of one layer, with what is multiplied together stacked."""
 
-    input_norm: torch.Tensor
+    input_norm: Norm
     qkv: Linear
     attention: AttentionLayer
     output: Linear
-    mlp_norm: torch.Tensor
+    mlp_norm: Norm
     gate_up: Linear
     down: Linear
 
@@ -58,7 +57,6 @@ class Decoder:
         )
         if spec.tied:  # a checkpoint may have the one, the other, or both
             self.weights.aliases[f"{names.embedding}.weight"] = f"{names.head}.weight"
-        self._eps = spec.final_norm.eps
         hidden = spec.hidden_size
         self._head = Linear(
             setting,
@@ -71,21 +69,31 @@ class Decoder:
             self.weights, names.embedding, spec.vocab_size, hidden, self._head if spec.tied else None
         )
         self._blocks = [_block(setting, self.weights, spec, index) for index in range(len(spec.layers))]
-        self._norm = self.weights.ones(f"{names.final_norm}.weight", hidden)
+        self._norm = _norm(self.weights, spec.final_norm, names.final_norm, hidden)
 
     def forward(self, ops: ForwardPass[ValueT]) -> ValueT:
         """See `CausalModel.forward`."""
         x = ops.embedding(self._embedding)  # [T, hidden]
         for block in self._blocks:
-            qkv = ops.linear(block.qkv, ops.rms_norm(x, block.input_norm, self._eps))
-            x = ops.linear(block.output, ops.attention(block.attention, qkv), x)
-            gated = ops.linear(block.gate_up, ops.rms_norm(x, block.mlp_norm, self._eps))
-            x = ops.linear(block.down, gated, x)
+            x = ops.add(x, self._attention(ops, block, ops.norm(x, block.input_norm)))
+            gated = ops.linear(block.gate_up, ops.norm(x, block.mlp_norm))
+            x = ops.add(x, ops.linear(block.down, gated))
         return x
+
+    def _attention(self, ops: ForwardPass[ValueT], block: _Block, x: ValueT) -> ValueT:
+        qkv = ops.linear(block.qkv, x)
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        q, k = ops.columns(qkv, 0, queries), ops.columns(qkv, queries, keys)
+        v = ops.columns(qkv, queries + keys, keys)
+        return ops.linear(block.output, ops.attention(block.attention, q, k, v))
 
     def logits(self, ops: ForwardPass[ValueT], hidden: ValueT) -> ValueT:
         """See `CausalModel.logits`. The final norm is here: only rows that draw need it."""
-        return ops.linear(self._head, ops.rms_norm(hidden, self._norm, self._eps))
+        return ops.linear(self._head, ops.norm(hidden, self._norm))
+
+
+def _norm(weights: WeightPlan, spec: NormSpec, name: str, width: int) -> Norm:
+    return Norm(kind=spec.kind, width=width, eps=spec.eps, weight=weights.ones(f"{name}.weight", width))
 
 
 def _block(setting: Setting, weights: WeightPlan, spec: DecoderSpec, index: int) -> _Block:
@@ -93,16 +101,18 @@ def _block(setting: Setting, weights: WeightPlan, spec: DecoderSpec, index: int)
     layer, names, hidden = spec.layers[index], spec.names, spec.hidden_size
     mixer, mlp = layer.mixer, layer.mlp
     q_width, kv_width = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
-    assert mixer.rope is not None and layer.mixer_norms.before is not None
+    assert (
+        mixer.rope is not None and layer.mixer_norms.before is not None and layer.mlp_norms.before is not None
+    )
 
     def part(name: str, rows: int) -> Part:
         return Part(names.in_layer(index, name), rows)
 
-    def norm(name: str, width: int) -> torch.Tensor:
-        return weights.ones(f"{names.in_layer(index, name)}.weight", width)
+    def norm(spec: NormSpec, name: str, width: int) -> Norm:
+        return _norm(weights, spec, names.in_layer(index, name), width)
 
     return _Block(
-        input_norm=norm(names.mixer_norm, hidden),
+        input_norm=norm(layer.mixer_norms.before, names.mixer_norm, hidden),
         qkv=Linear(
             setting,
             weights,
@@ -118,12 +128,11 @@ def _block(setting: Setting, weights: WeightPlan, spec: DecoderSpec, index: int)
             rotary_dim=mixer.rope.rotary_dim,
             scale=mixer.scale,
             window=mixer.window,
-            q_norm=norm(names.q_norm, mixer.head_dim) if mixer.qk_norm else None,
-            k_norm=norm(names.k_norm, mixer.head_dim) if mixer.qk_norm else None,
-            norm_eps=layer.mixer_norms.before.eps,
+            q_norm=norm(mixer.qk_norm, names.q_norm, mixer.head_dim) if mixer.qk_norm else None,
+            k_norm=norm(mixer.qk_norm, names.k_norm, mixer.head_dim) if mixer.qk_norm else None,
         ),
         output=Linear(setting, weights, (part(names.output, hidden),), q_width, biased=mixer.output_bias),
-        mlp_norm=norm(names.mlp_norm, hidden),
+        mlp_norm=norm(layer.mlp_norms.before, names.mlp_norm, hidden),
         gate_up=Linear(
             setting,
             weights,

@@ -3,6 +3,9 @@
 What a value is, is the pass's affair: a tensor, where operations compute at once (`quintet.executor.eager`), or a place in
 memory, where they are recorded once and run later with one call per step (`quintet.executor.program`). So a model knows
 neither batches nor block tables nor the step it is in.
+
+Operations are pure: no value ever changes, any value may be read again, in any order. What is computed in place, in one
+kernel, or not at all, is the pass's affair as well.
 """
 
 from __future__ import annotations
@@ -10,14 +13,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-import torch
-
+from quintet.executor.cards.spec import NormKind
 from quintet.executor.layers.linear import Embedding, Linear
+from quintet.executor.layers.norm import Norm
 
 ValueT = TypeVar("ValueT")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AttentionLayer:
     """Causal attention of one layer over its own KV memory, rotation of queries and keys included."""
 
@@ -32,10 +35,20 @@ class AttentionLayer:
     """Factor of every score."""
     window: int | None = None
     """How many of the newest tokens a token sees, itself included; None for all."""
-    q_norm: torch.Tensor | None = None
-    """[head_dim]: RMS norm of each query head before rotation; ``k_norm`` likewise. Both or neither."""
-    k_norm: torch.Tensor | None = None
-    norm_eps: float = 0.0
+    q_norm: Norm | None = None
+    """Of each query head before rotation: ``head_dim`` wide. ``k_norm`` likewise of each key head."""
+    k_norm: Norm | None = None
+
+    @property
+    def norms_with_rotation(self) -> tuple[Norm, Norm] | None:
+        """Both norms, where they are of the kind that the kernels compute together with the rotation."""
+        q, k = self.q_norm, self.k_norm
+        if q is None or k is None or q.eps != k.eps:
+            return None
+        for norm in (q, k):
+            if norm.kind is not NormKind.RMS or norm.offset or norm.weight is None or norm.is_per_group:
+                return None
+        return q, k
 
 
 class ForwardPass(Protocol[ValueT]):
@@ -44,14 +57,20 @@ class ForwardPass(Protocol[ValueT]):
     def embedding(self, layer: Embedding) -> ValueT:
         """Return the embedding of each of the step's tokens."""
 
-    def rms_norm(self, x: ValueT, weight: torch.Tensor, eps: float) -> ValueT:
-        """See `quintet.executor.ops.rms_norm`."""
+    def norm(self, x: ValueT, norm: Norm) -> ValueT:
+        """Return ``x`` normed."""
 
-    def linear(self, layer: Linear, x: ValueT, residual: ValueT | None = None) -> ValueT:
-        """Return ``residual + layer(x)``. ``residual`` may be overwritten: it is not to be used again."""
+    def linear(self, layer: Linear, x: ValueT) -> ValueT:
+        """Return ``layer(x)``, its bias and its gated activation included."""
 
-    def attention(self, layer: AttentionLayer, qkv: ValueT) -> ValueT:
-        """Store the keys and values of ``qkv`` (queries, keys, values of all heads side by side), then attend.
+    def add(self, x: ValueT, y: ValueT) -> ValueT:
+        """Return ``x + y``, of one width."""
 
-        Returns ``[rows, num_heads * head_dim]``.
+    def columns(self, x: ValueT, begin: int, width: int) -> ValueT:
+        """Return numbers ``[begin, begin + width)`` of each row: a view, that costs nothing."""
+
+    def attention(self, layer: AttentionLayer, q: ValueT, k: ValueT, v: ValueT) -> ValueT:
+        """Norm and rotate queries and keys, store keys and values, then attend. Returns ``[rows, num_heads * head_dim]``.
+
+        q: ``[rows, num_heads * head_dim]``; k, v: ``[rows, num_kv_heads * head_dim]``. Columns of one value cost nothing.
         """

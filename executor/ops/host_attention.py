@@ -43,7 +43,7 @@ def attention_functions() -> AttentionFunctions | None:
     a, n, i, f = _ADDRESS, _SIZE, _INT, _FLOAT
     return AttentionFunctions(
         declare(library, "qt_kv_block_bytes", i, n, n, n, result=n),
-        declare(library, "qt_write_kv", a, a, n, n, n, n, n, a, a, f, a, n, a, n, i, i),
+        declare(library, "qt_write_kv", a, *(a, n, a, n, a, n), n, n, n, n, a, a, f, a, n, a, n, i, i),
         declare(library, "qt_attend", a, a, n, a, n, n, n, n, n, f, a, f, a, n, i, i),
     )
 
@@ -88,8 +88,9 @@ class PagedKv:
 
 def write_kv(
     step: CStep,
-    qkv: torch.Tensor,
-    num_heads: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
     kv: PagedKv,
     rotary_dim: int,
     q_norm: torch.Tensor | None = None,
@@ -98,33 +99,41 @@ def write_kv(
 ) -> torch.Tensor:
     """Return normed and rotated queries ``[num_tokens, num_heads * head_dim]``; write keys and values into ``kv``.
 
-    qkv: ``[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]``; norms: ``[head_dim]`` or None. Rounded as
-    `quintet.executor.ops.rms_norm` and `quintet.executor.ops.rope_kv_write`, but for the products with sines, which are not
-    rounded by themselves. The step's cosines and sines are in the format of ``qkv``.
+    q: ``[num_tokens, num_heads * head_dim]``; k, v: ``[num_tokens, num_kv_heads * head_dim]``, rows may lie apart; norms:
+    ``[head_dim]`` or None. Rounded as `quintet.executor.ops.rms_norm` and `quintet.executor.ops.rope_kv_write`, but for the
+    products with sines, which are not rounded by themselves. The step's cosines and sines are in the format of ``q``.
     """
-    width = num_heads * kv.head_dim
-    _check(step, "qkv", qkv, width + 2 * kv.num_kv_heads * kv.head_dim, kv)
+    num_heads, width = q.shape[1] // kv.head_dim, kv.num_kv_heads * kv.head_dim
+    for name, x, expected in (("q", q, num_heads * kv.head_dim), ("k", k, width), ("v", v, width)):
+        _check(step, name, x, expected, kv)
+    if k.dtype is not q.dtype or v.dtype is not q.dtype:
+        raise ValueError(f"k is {k.dtype} and v {v.dtype}; expected {q.dtype}, as q is")
     if rotary_dim % 2 or not 0 <= rotary_dim <= kv.head_dim:
         raise ValueError(f"rotary_dim is {rotary_dim}; expected an even number up to {kv.head_dim}")
     for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
         if norm is not None and (
-            norm.dtype is not qkv.dtype or norm.shape != (kv.head_dim,) or not norm.is_contiguous()
+            norm.dtype is not q.dtype or norm.shape != (kv.head_dim,) or not norm.is_contiguous()
         ):
             raise ValueError(
-                f"{name} is {norm.dtype}{list(norm.shape)}; expected contiguous {qkv.dtype}[{kv.head_dim}]"
+                f"{name} is {norm.dtype}{list(norm.shape)}; expected contiguous {q.dtype}[{kv.head_dim}]"
             )
-    q = torch.empty((len(qkv), width), dtype=qkv.dtype)
+    out = torch.empty((len(q), q.shape[1]), dtype=q.dtype)
     _functions().write_kv(
-        *(ctypes.byref(step), qkv.data_ptr(), qkv.stride(0), num_heads, kv.num_kv_heads, kv.head_dim),
         *(
-            rotary_dim,
-            None if q_norm is None else q_norm.data_ptr(),
-            None if k_norm is None else k_norm.data_ptr(),
+            ctypes.byref(step),
+            q.data_ptr(),
+            q.stride(0),
+            k.data_ptr(),
+            k.stride(0),
+            v.data_ptr(),
+            v.stride(0),
         ),
-        *(eps, kv.memory.data_ptr(), kv.block_size, q.data_ptr(), q.stride(0)),
-        *(DTYPE_CODES[qkv.dtype], DTYPE_CODES[kv.dtype]),
+        *(num_heads, kv.num_kv_heads, kv.head_dim, rotary_dim),
+        *(None if norm is None else norm.data_ptr() for norm in (q_norm, k_norm)),
+        *(eps, kv.memory.data_ptr(), kv.block_size, out.data_ptr(), out.stride(0)),
+        *(DTYPE_CODES[q.dtype], DTYPE_CODES[kv.dtype]),
     )
-    return q
+    return out
 
 
 def attend(

@@ -23,8 +23,8 @@ _ADDRESS, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, c
 _X, _Y = (_ADDRESS, _SIZE), (_ADDRESS, _SIZE, _INT)  # address and stride; and the format
 
 _SIGNATURES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
-    "rms_norm": (_X, (_SIZE, _ADDRESS, _FLOAT, _FLOAT, *_Y)),
-    "layer_norm": (_X, (_SIZE, _ADDRESS, _ADDRESS, _FLOAT, *_Y)),
+    "rms_norm": (_X, (_SIZE, _SIZE, _ADDRESS, _INT, _FLOAT, _FLOAT, *_Y)),
+    "layer_norm": (_X, (_SIZE, _SIZE, _ADDRESS, _ADDRESS, _INT, _FLOAT, *_Y)),
     "add": ((*_X, *_X), (_SIZE, *_Y)),
     "scale": (_X, (_SIZE, _FLOAT, *_Y)),
     "softcap": (_X, (_SIZE, _FLOAT, *_Y)),
@@ -81,24 +81,29 @@ def pointwise_functions() -> PointwiseFunctions | None:
     return PointwiseFunctions(op, program)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float = 0.0) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float = 0.0, groups: int = 1
+) -> torch.Tensor:
     """Return ``x / rms(x) * weight``, the quotient rounded first; with an offset, times ``(offset + weight)``, rounded once.
 
-    x: ``[rows, width]``; weight: ``[width]``.
+    x: ``[rows, width]``, each of its ``groups`` normed by itself; weight: ``[width]``, or ``[width / groups]`` for all.
     """
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    parameters = _parameters(x, weight=weight)
-    _op("rms_norm")(*_rows(x), len(x), x.shape[1], *parameters, eps, offset, *_out(y))
+    sizes, parameters, per_group = _grouped(x, groups, weight=weight)
+    _op("rms_norm")(*_rows(x), len(x), *sizes, *parameters, per_group, eps, offset, *_out(y))
     return y
 
 
 def layer_norm(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, groups: int = 1
 ) -> torch.Tensor:
-    """Return ``(x - mean) / deviation * weight + bias`` (Ba et al., "Layer normalization", 2016), rounded once."""
+    """Return ``(x - mean) / deviation * weight + bias`` (Ba et al., "Layer normalization", 2016), rounded once.
+
+    Shapes as of `rms_norm`; bias: like weight.
+    """
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    parameters = _parameters(x, weight=weight, bias=bias)
-    _op("layer_norm")(*_rows(x), len(x), x.shape[1], *parameters, eps, *_out(y))
+    sizes, parameters, per_group = _grouped(x, groups, weight=weight, bias=bias)
+    _op("layer_norm")(*_rows(x), len(x), *sizes, *parameters, per_group, eps, *_out(y))
     return y
 
 
@@ -209,14 +214,21 @@ def _out(y: torch.Tensor) -> tuple[int, int, int]:
     return y.data_ptr(), y.stride(0), FLOAT_CODES[y.dtype]
 
 
-def _parameters(x: torch.Tensor, **given: torch.Tensor | None) -> list[int | None]:
-    """Return the addresses of vectors as wide as the rows of ``x``."""
+def _grouped(
+    x: torch.Tensor, groups: int, **given: torch.Tensor | None
+) -> tuple[tuple[int, int], list[int | None], bool]:
+    """Return groups and their width, the addresses of vectors, and whether these are as wide as the rows of ``x``."""
+    width = x.shape[1] // groups
+    if width * groups != x.shape[1]:
+        raise ValueError(f"x is {list(x.shape)}; expected rows of {groups} groups")
+    per_group = any(vector is not None and vector.shape != (width,) for vector in given.values())
     for name, vector in given.items():
         if vector is not None:
-            _like(x, name, vector, x.shape[1:])
+            _like(x, name, vector, x.shape[1:] if per_group else (width,))
             if not vector.is_contiguous():
                 raise ValueError(f"{name} has stride {vector.stride()}; expected a contiguous vector")
-    return [None if vector is None else vector.data_ptr() for vector in given.values()]
+    addresses = [None if vector is None else vector.data_ptr() for vector in given.values()]
+    return (groups, width), addresses, per_group
 
 
 def _like(x: torch.Tensor, name: str, other: torch.Tensor, shape: tuple[int, ...]) -> None:

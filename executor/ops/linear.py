@@ -22,15 +22,14 @@ def linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     activation: GatedActivation = GatedActivation.NONE,
-    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return ``residual + activation(x @ weight.T + bias)``: the reference.
+    """Return ``activation(x @ weight.T + bias)``: the reference.
 
-    x: ``[num_tokens, in]``; weight: ``[out, in]``, of the same dtype; bias: ``[out]``; residual: as wide as the result.
+    x: ``[num_tokens, in]``; weight: ``[out, in]``, of the same dtype; bias: ``[out]``.
     """
     y = F.linear(x, weight, bias)
     if activation is not GatedActivation.NONE:
         gate, up = y.chunk(2, dim=-1)
         silu = activation is GatedActivation.SILU_AND_MUL
         y = (F.silu(gate) if silu else F.gelu(gate, approximate="tanh")).mul_(up)
-    return y if residual is None else residual + y
+    return y

@@ -119,9 +119,9 @@ class PackedWeight:
         activation: GatedActivation = GatedActivation.NONE,
         int8_activations: bool = False,
     ) -> torch.Tensor:
-        """Return ``out [rows, output_columns]``, see `quintet.executor.ops.linear.linear`; x: ``[rows, depth]``.
+        """Return ``out [rows, output_columns]``: `quintet.executor.ops.linear.linear`, added to ``residual``.
 
-        ``out`` may be ``residual``. Rows of x and of out may lie apart.
+        x: ``[rows, depth]``. ``out`` may be ``residual``. Rows of x and of out may lie apart.
         """
         self.check(x, bias, activation, int8_activations)
         rows, width = x.shape[0], self.output_columns

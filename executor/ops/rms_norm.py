@@ -5,11 +5,16 @@ from __future__ import annotations
 import torch
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return ``x / sqrt(mean(x²) + eps) * weight`` over the last dimension, the mean in fp32.
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float = 0.0) -> torch.Tensor:
+    """Return ``x / sqrt(mean(x²) + eps) * weight`` over the last dimension, the mean in fp32: the quotient is rounded first.
 
-    x: ``[..., width]``; weight: ``[width]`` or anything that broadcasts against ``x``, of the same dtype.
+    With an offset, as Gemma has it, times ``offset + weight``, all of it in fp32 and rounded once. x: ``[..., width]``;
+    weight: ``[width]`` or anything that broadcasts against ``x``, of the same dtype; None for ones.
     """
     wide = x.float()
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
-    return (wide * scale).to(x.dtype) * weight
+    quotient = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
+    if weight is None:
+        return quotient.to(x.dtype)
+    if offset:
+        return (quotient * (offset + weight.float())).to(x.dtype)
+    return quotient.to(x.dtype) * weight

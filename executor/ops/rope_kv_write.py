@@ -24,23 +24,22 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
 
 
 def rope_kv_write(
-    qkv: torch.Tensor,
-    num_heads: int,
-    num_kv_heads: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
     kv: torch.Tensor,
     write_index: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the rotated queries ``[num_tokens, num_heads, head_dim]`` and write keys and values into ``kv``.
+    """Return the rotated queries, and write rotated keys and values into ``kv``.
 
-    qkv: ``[num_tokens, num_heads + 2 * num_kv_heads, head_dim]``; kv: ``[2, num_blocks, num_kv_heads, block_size,
-    head_dim]``; write_index: ``[num_tokens * num_kv_heads]`` int64, the row of each key in ``kv[0]`` seen as
-    ``[-1, head_dim]``.
+    q: ``[num_tokens, num_heads, head_dim]``; k, v: ``[num_tokens, num_kv_heads, head_dim]``; kv: ``[2, num_blocks,
+    num_kv_heads, block_size, head_dim]``; write_index: ``[num_tokens * num_kv_heads]`` int64, the row of each key in
+    ``kv[0]`` seen as ``[-1, head_dim]``.
     """
-    head_dim = qkv.shape[-1]
-    rotated = rope(qkv[:, : num_heads + num_kv_heads], cos, sin)
+    head_dim = k.shape[-1]
     rows = kv.view(2, -1, head_dim)
-    rows[0].index_copy_(0, write_index, rotated[:, num_heads:].reshape(-1, head_dim))
-    rows[1].index_copy_(0, write_index, qkv[:, num_heads + num_kv_heads :].reshape(-1, head_dim))
-    return rotated[:, :num_heads]
+    rows[0].index_copy_(0, write_index, rope(k, cos, sin).reshape(-1, head_dim))
+    rows[1].index_copy_(0, write_index, v.reshape(-1, head_dim))
+    return rope(q, cos, sin)

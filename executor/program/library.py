@@ -32,11 +32,13 @@ class ProgramLibrary:
         self.balance = declare(library, "qt_program_balance", a, a, n, n, n, a)
         self.embedding = declare(library, "qt_program_embedding", a, a, n, a, n, i, i)
         self.embedding_packed = declare(library, "qt_program_embedding_packed", a, a, a, n, i)
-        self.rms_norm = declare(library, "qt_program_rms_norm", a, a, n, n, a, f, f, a, n, i, i)
+        self.rms_norm = declare(library, "qt_program_rms_norm", a, a, n, n, n, a, i, f, f, a, n, i, i)
+        self.layer_norm = declare(library, "qt_program_layer_norm", a, a, n, n, n, a, a, i, f, a, n, i, i)
+        self.add = declare(library, "qt_program_add", a, a, n, a, n, n, a, n, i, i)
         self.take_outputs = declare(library, "qt_program_take_outputs", a, a, n, n, a, n, i)
         self.linear = declare(library, "qt_program_linear", a, a, a, n, n, i, a, a, a, n, i, i, i)
         self.rope_kv_write = declare(
-            library, "qt_program_rope_kv_write", a, a, n, n, n, n, n, a, a, f, a, n, a, n, i, i
+            library, "qt_program_rope_kv_write", a, *(a, n, a, n, a, n), n, n, n, n, a, a, f, a, n, a, n, i, i
         )
         self.draw = declare(library, "qt_program_draw", a, a, n, i, n)
         self.kv_block_bytes = declare(library, "qt_kv_block_bytes", i, n, n, n, result=n)

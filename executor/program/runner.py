@@ -72,13 +72,12 @@ class ProgramRunner:
         recorder = Recorder(library, dtype, kv, max_tokens, self.max_outputs)
         hidden = model.forward(recorder)
         recorder.keep(hidden)
-        num_forward = recorder.num_recorded
         recorder.mark()
         logits = model.logits(recorder, recorder.take_outputs(hidden))
         recorder.keep(logits)
-        self.spans = recorder.finish()
-        self._forward_size = self.spans[num_forward].begin
-        assert logits.tensor is not None
+        recorded = recorder.finish()
+        self.spans = recorded.spans
+        [self._forward_size] = recorded.parts
         self._logits = logits.tensor  # [max_outputs, vocab]
         self._program = recorder.handle
         self._alive = (model, recorder.memory)  # what the program's addresses point into

@@ -114,10 +114,10 @@ class LinearMethod(Protocol):
     def int8_activations(self) -> bool:
         """Whether inputs are quantized too, each token by its own scale."""
 
-    def apply(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        """Return ``residual + activation(x @ weight.T + bias)``; x: ``[num_tokens, depth]``.
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``activation(x @ weight.T + bias)``; x: ``[num_tokens, depth]``.
 
-        Rounds to x's number format after the bias, after each half of the activation and after the residual.
+        Rounds to x's number format after the bias and after each half of the activation.
         """
 
 

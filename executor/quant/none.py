@@ -34,6 +34,6 @@ class RowMajorLinear:
         self.table = plan.stacked(shape.weights, shape.depth)
         self.bias = plan.stacked(shape.biases) if shape.biased else None
 
-    def apply(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
         """See `LinearMethod.apply`."""
-        return linear(x, self.table, self.bias, self._activation, residual)
+        return linear(x, self.table, self.bias, self._activation)

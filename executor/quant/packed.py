@@ -136,12 +136,11 @@ class PackedLinear:
             memory=memory,
         )
 
-    def apply(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
         """See `LinearMethod.apply`."""
         return self.packed.linear(
             x,
             self.bias,
-            residual,
             activation=self._shape.activation,
             int8_activations=self.int8_activations,
         )

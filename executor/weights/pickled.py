@@ -66,7 +66,9 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
             )  # before torch 1.6: not a zip file
     except OSError:
         raise
-    except Exception as error:  # of the many that a file of noise, or another program's, makes the reader raise
+    except (
+        Exception
+    ) as error:  # of the many that a file of noise, or another program's, makes the reader raise
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(
             f"{path}: torch's weights-only reader does not take it ({first:.200}); download it again"

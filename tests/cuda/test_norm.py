@@ -11,7 +11,6 @@ from quintet.executor.cuda.device import Device
 from quintet.executor.cuda.ops.norm import (
     add_layer_norm,
     add_rms_norm,
-    gemma_rms_norm,
     layer_norm,
     rms_norm,
 )
@@ -36,8 +35,9 @@ def test_rms_norm(device: Device, width: int, dtype: torch.dtype) -> None:
     weight = noise(width, dtype=dtype, where=device.torch_device, seed=1)
     steps = sums_may_round_otherwise(dtype)
     assert_within_steps(rms_norm(device, x, weight, EPS), reference(x, weight, EPS), steps)
-    gemma = rms_norm(device, x, weight, EPS, one_plus=True)
-    assert_within_steps(gemma, gemma_rms_norm(x, weight, EPS), steps)
+    assert_within_steps(rms_norm(device, x, None, EPS), reference(x, None, EPS), steps)
+    gemma = rms_norm(device, x, weight, EPS, offset=1.0)
+    assert_within_steps(gemma, reference(x, weight, EPS, 1.0), steps)
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -51,8 +51,11 @@ def test_rms_norm_has_the_references_bits_where_the_sum_is_exact(
     assert torch.equal(rms_norm(device, x, weight, EPS), reference(x, weight, EPS))
     residual = small_integers(3, width, dtype=dtype, where=device.torch_device, seed=2)
     expected = residual + x
-    assert torch.equal(add_rms_norm(device, x, residual, weight, EPS), reference(expected, weight, EPS))
-    assert torch.equal(residual, expected)
+    before = residual.clone()
+    total, normed = add_rms_norm(device, x, residual, weight, EPS)
+    assert torch.equal(normed, reference(expected, weight, EPS))
+    assert torch.equal(total, expected)
+    assert torch.equal(residual, before)
 
 
 def test_rms_norm_of_the_widest_rows(device: Device) -> None:
@@ -60,8 +63,8 @@ def test_rms_norm_of_the_widest_rows(device: Device) -> None:
     x = noise(2, 65536, dtype=torch.bfloat16, where=device.torch_device)
     residual, weight = x.flip(1).contiguous(), x[0].contiguous()
     expected = residual + x
-    out = add_rms_norm(device, x, residual, weight, EPS)
-    assert torch.equal(residual, expected)
+    total, out = add_rms_norm(device, x, residual, weight, EPS)
+    assert torch.equal(total, expected)
     assert_within_steps(out, reference(expected, weight, EPS), 2)
 
 
@@ -79,24 +82,26 @@ def test_layer_norm(device: Device, width: int, dtype: torch.dtype, biased: bool
     floor = 1e-5 if width > 1 else 1e-3
     out = layer_norm(device, x, weight, bias, EPS)
     assert_within_steps(out, expected.to(dtype), sums_may_round_otherwise(dtype), floor)
+    plain = F.layer_norm(x.float(), (width,), eps=EPS).to(dtype)
+    out = layer_norm(device, x, None, None, EPS)
+    assert_within_steps(out, plain, sums_may_round_otherwise(dtype), floor)
 
 
 @pytest.mark.parametrize("width", [24, 100, 4104])
-def test_adding_first_changes_the_residual_and_is_normed_rounded(device: Device, width: int) -> None:
+def test_the_sum_is_normed_rounded(device: Device, width: int) -> None:
     where, dtype = device.torch_device, torch.bfloat16
     x, residual = (noise(3, width, dtype=dtype, where=where, seed=i) for i in range(2))
     weight, bias = (noise(width, dtype=dtype, where=where, seed=2 + i) for i in range(2))
     expected = residual + x
-    for_layer = residual.clone()
-    assert torch.equal(
-        add_rms_norm(device, x, residual, weight, EPS), rms_norm(device, expected, weight, EPS)
-    )
+    total, normed = add_rms_norm(device, x, residual, weight, EPS)
+    assert torch.equal(total, expected)
+    assert torch.equal(normed, rms_norm(device, expected, weight, EPS))
+    total, normed = add_layer_norm(device, x, residual, weight, bias, EPS)
+    assert torch.equal(total, expected)
+    assert torch.equal(normed, layer_norm(device, expected, weight, bias, EPS))
+    for_one, normed = add_rms_norm(device, x, residual, weight, EPS, total=residual)
+    assert for_one is residual
     assert torch.equal(residual, expected)
-    assert torch.equal(
-        add_layer_norm(device, x, for_layer, weight, bias, EPS),
-        layer_norm(device, expected, weight, bias, EPS),
-    )
-    assert torch.equal(for_layer, expected)
 
 
 @pytest.mark.parametrize("width", [100, 512, 4104])

@@ -43,6 +43,12 @@ class World:
     rows: StepRows
 
     @property
+    def heads(self) -> tuple[torch.Tensor, ...]:
+        """Queries, keys and values."""
+        num_kv_heads = self.kv.shape[2]
+        return self.qkv.split([self.qkv.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], 1)
+
+    @property
     def kv_rows(self) -> torch.Tensor:
         assert self.rows.kv_rows is not None
         return self.rows.kv_rows
@@ -104,9 +110,9 @@ def test_rotation_and_write(device: Device, dtype: torch.dtype, head_dim: int, r
     world = make_world(device, dtype, head_dim, rotary_dim)
     kv = world.kv.clone()
     before = world.qkv.clone()
-    expected = rope_kv_reference(world.qkv, 4, world.cos, world.sin, kv, world.kv_rows)
+    expected = rope_kv_reference(*world.heads, world.cos, world.sin, kv, world.kv_rows)
     out = torch.full_like(expected, torch.nan)
-    queries = rope_kv(device, world.qkv, 4, world.cos, world.sin, world.kv, world.rows, out=out)
+    queries = rope_kv(device, *world.heads, world.cos, world.sin, world.kv, world.rows, out=out)
     assert queries is out
     assert torch.equal(world.qkv, before)
     tolerance = fp32_fuses(dtype)
@@ -123,8 +129,8 @@ def test_norm_has_the_references_bits_where_the_sum_is_exact(
     world = make_world(device, dtype, head_dim, rotary_dim, whole_numbers=True)
     q_norm, k_norm = (noise(head_dim, dtype=dtype, where=device.torch_device, seed=i) for i in (2, 3))
     kv = world.kv.clone()
-    expected = rope_kv_reference(world.qkv, 4, world.cos, world.sin, kv, world.kv_rows, q_norm, k_norm, EPS)
-    queries = rope_kv(device, world.qkv, 4, world.cos, world.sin, world.kv, world.rows, q_norm, k_norm, EPS)
+    expected = rope_kv_reference(*world.heads, world.cos, world.sin, kv, world.kv_rows, q_norm, k_norm, EPS)
+    queries = rope_kv(device, *world.heads, world.cos, world.sin, world.kv, world.rows, q_norm, k_norm, EPS)
     tolerance = fp32_fuses(dtype)
     torch.testing.assert_close(queries, expected, rtol=0, atol=tolerance)
     torch.testing.assert_close(world.kv, kv, rtol=0, atol=tolerance)
@@ -136,8 +142,8 @@ def test_norm_of_widths_that_are_no_power_of_two(device: Device, head_dim: int, 
     world = make_world(device, torch.float32, head_dim, rotary_dim)
     weight = noise(head_dim, dtype=torch.float32, where=device.torch_device, seed=2)
     kv = world.kv.clone()
-    expected = rope_kv_reference(world.qkv, 4, world.cos, world.sin, kv, world.kv_rows, weight, weight, EPS)
-    queries = rope_kv(device, world.qkv, 4, world.cos, world.sin, world.kv, world.rows, weight, weight, EPS)
+    expected = rope_kv_reference(*world.heads, world.cos, world.sin, kv, world.kv_rows, weight, weight, EPS)
+    queries = rope_kv(device, *world.heads, world.cos, world.sin, world.kv, world.rows, weight, weight, EPS)
     assert_within_steps(queries, expected, 8, floor=1e-5)
     assert_within_steps(world.kv, kv, 8, floor=1e-5)
 
@@ -151,8 +157,8 @@ def test_fp8_cache_saturates(device: Device, dtype: torch.dtype, head_dim: int, 
     world.cos.fill_(1)
     world.sin.fill_(0)
     kv = world.kv.clone()
-    rope_kv_reference(world.qkv, 4, world.cos, world.sin, kv, world.kv_rows)
-    rope_kv(device, world.qkv, 4, world.cos, world.sin, world.kv, world.rows)
+    rope_kv_reference(*world.heads, world.cos, world.sin, kv, world.kv_rows)
+    rope_kv(device, *world.heads, world.cos, world.sin, world.kv, world.rows)
     assert kv.float().max() == 448
     assert torch.equal(world.kv.view(torch.uint8), kv.view(torch.uint8))
 
@@ -161,8 +167,8 @@ def test_fp8_cache_of_rotated_numbers(device: Device) -> None:
     """What is stored is the number in the model's format, rounded again."""
     world = make_world(device, torch.bfloat16, kv_dtype=torch.float8_e4m3fn)
     kv = world.kv.clone()
-    rope_kv_reference(world.qkv, 4, world.cos, world.sin, kv, world.kv_rows)
-    rope_kv(device, world.qkv, 4, world.cos, world.sin, world.kv, world.rows)
+    rope_kv_reference(*world.heads, world.cos, world.sin, kv, world.kv_rows)
+    rope_kv(device, *world.heads, world.cos, world.sin, world.kv, world.rows)
     assert torch.equal(world.kv.view(torch.uint8), kv.view(torch.uint8))
 
 
@@ -170,46 +176,58 @@ def test_in_place(device: Device) -> None:
     """Queries take their own places; keys and values of ``qkv`` stay."""
     world = make_world(device, torch.bfloat16)
     before = world.qkv.clone()
-    out = torch.empty((len(KV_ROWS), 4, 64), dtype=torch.bfloat16, device=device.torch_device)
-    rope_kv(device, world.qkv, 4, world.cos, world.sin, world.kv, world.rows, out=out)
-    queries = rope_kv(device, world.qkv, 4, world.cos, world.sin, world.kv, world.rows)
-    assert queries.data_ptr() == world.qkv.data_ptr()
+    out = rope_kv(device, *world.heads, world.cos, world.sin, world.kv, world.rows)
+    assert torch.equal(world.qkv, before)
+    queries = world.heads[0]
+    assert rope_kv(device, *world.heads, world.cos, world.sin, world.kv, world.rows, out=queries) is queries
     assert torch.equal(world.qkv[:, :4], out)
     assert torch.equal(world.qkv[:, 4:], before[:, 4:])
+
+
+def test_of_three_tensors(device: Device) -> None:
+    """Each with rows of its own, some of them apart."""
+    world = make_world(device, torch.bfloat16)
+    expected = rope_kv(device, *world.heads, world.cos, world.sin, world.kv, world.rows)
+    kv = torch.ones_like(world.kv)
+    q, k, v = world.heads
+    wide = torch.cat((k, k), 1)[:, :2]
+    out = rope_kv(device, q.contiguous(), wide, v.contiguous(), world.cos, world.sin, kv, world.rows)
+    assert torch.equal(out, expected)
+    assert torch.equal(kv, world.kv)
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (7, 1), (5, 5)])
 def test_a_tokens_bits_do_not_depend_on_the_batch(device: Device, heads: tuple[int, int]) -> None:
     world = make_world(device, torch.float32, 96, 64, heads)
     weight = noise(96, dtype=torch.float32, where=device.torch_device, seed=2)
-    together = torch.empty((len(KV_ROWS), heads[0], 96), device=device.torch_device)
-    rope_kv(
-        device, world.qkv, heads[0], world.cos, world.sin, world.kv, world.rows, weight, weight, EPS, together
-    )
+    together = rope_kv(device, *world.heads, world.cos, world.sin, world.kv, world.rows, weight, weight, EPS)
     kv = torch.ones_like(world.kv)
     for i, kv_row in enumerate(KV_ROWS):
         one = slice(i, i + 1)
         rows = rows_of(device.torch_device, [kv_row])
-        queries = rope_kv(
-            device, world.qkv[one], heads[0], world.cos[one], world.sin[one], kv, rows, weight, weight, EPS
-        )
+        mine = (part[one] for part in (*world.heads, world.cos, world.sin))
+        queries = rope_kv(device, *mine, kv, rows, weight, weight, EPS)
         assert torch.equal(queries[0], together[i])
     assert torch.equal(kv, world.kv)
 
 
 def test_a_wrong_tensor_is_named(device: Device) -> None:
     world = make_world(device, torch.bfloat16)
-    with pytest.raises(ValueError, match=r"qkv: expected contiguous \[num_tokens, 9, 64\]"):
-        rope_kv(device, world.qkv, 5, world.cos, world.sin, world.kv, world.rows)
+    q, k, v = world.heads
+    with pytest.raises(ValueError, match=r"k: expected torch.bfloat16\[7, 2, 64\]"):
+        rope_kv(device, q, q, v, world.cos, world.sin, world.kv, world.rows)
+    with pytest.raises(
+        ValueError, match=r"v: expected torch.bfloat16\[7, 2, 64\].* tokens at multiples of 16 bytes"
+    ):
+        unaligned = torch.zeros(7, 129, dtype=torch.bfloat16)[:, 1:].unflatten(1, (2, 64))
+        rope_kv(device, q, k, unaligned, world.cos, world.sin, world.kv, world.rows)
     with pytest.raises(ValueError, match=r"sin: expected contiguous torch.bfloat16"):
-        rope_kv(device, world.qkv, 4, world.cos, world.sin.float(), world.kv, world.rows)
+        rope_kv(device, q, k, v, world.cos, world.sin.float(), world.kv, world.rows)
     with pytest.raises(ValueError, match=r"kv: expected torch.bfloat16 or torch.float8_e4m3fn"):
-        rope_kv(device, world.qkv, 4, world.cos, world.sin, world.kv.half(), world.rows)
+        rope_kv(device, q, k, v, world.cos, world.sin, world.kv.half(), world.rows)
     with pytest.raises(ValueError, match="both or neither"):
-        rope_kv(device, world.qkv, 4, world.cos, world.sin, world.kv, world.rows, world.qkv[0, 0])
+        rope_kv(device, q, k, v, world.cos, world.sin, world.kv, world.rows, world.qkv[0, 0])
     with pytest.raises(ValueError, match="rows: expected kv_rows of 6 tokens in blocks of 16, got 7"):
-        rope_kv(device, world.qkv[:6], 4, world.cos[:6], world.sin[:6], world.kv, world.rows)
+        rope_kv(device, q[:6], k[:6], v[:6], world.cos[:6], world.sin[:6], world.kv, world.rows)
     with pytest.raises(ValueError, match="out: expected"):
-        rope_kv(
-            device, world.qkv, 4, world.cos, world.sin, world.kv, world.rows, out=world.qkv[:, :4].float()
-        )
+        rope_kv(device, q, k, v, world.cos, world.sin, world.kv, world.rows, out=q.float())

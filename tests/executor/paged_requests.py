@@ -90,7 +90,7 @@ class Requests:
             block_table_stride=self.table.shape[1],
         )
         qkv = torch.cat([self.qkv[request][start : start + count] for request, start, count in rows])
-        q = write_kv(step, qkv, self.shape.heads, self.kv, 0)
+        q = write_kv(step, *of_one_row(qkv, self.kv), self.kv, 0)
         out = attend(step, q, self.kv, scale, features.window, features.softcap, features.alibi_slopes)
         return list(out.split(counts.tolist()))
 
@@ -106,6 +106,12 @@ class Requests:
         if shape.kv_dtype is torch.int8:
             return q.double(), in_255_steps(k), in_255_steps(v)
         return q.double(), k.double(), v.double()
+
+
+def of_one_row(qkv: torch.Tensor, kv: PagedKv) -> tuple[torch.Tensor, ...]:
+    """Return the queries, keys and values that lie side by side in each row."""
+    width = kv.num_kv_heads * kv.head_dim
+    return qkv.split([qkv.shape[1] - 2 * width, width, width], 1)
 
 
 def in_255_steps(x: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,16 @@ import numpy as np
 import pytest
 import torch
 from tests.executor.instruction_sets import MATRIX_UNITS, REPEATING, isa
-from tests.executor.paged_requests import PLAIN, Features, Requests, Row, Shape, noise, reference
+from tests.executor.paged_requests import (
+    PLAIN,
+    Features,
+    Requests,
+    Row,
+    Shape,
+    noise,
+    of_one_row,
+    reference,
+)
 
 from quintet.deploy.resolve.memory import ATTENTION_SCRATCH_BYTES
 from quintet.executor.ops.host_attention import PagedKv, attend, kv_block_bytes, write_kv
@@ -297,7 +306,7 @@ def test_write_norms_and_rotates(
     qkv = padded[:, :-8]
     norms = (q_norm, k_norm) if normed else (None, None)
 
-    q = write_kv(step, qkv, heads, kv, rotary_dim, *norms, eps)
+    q = write_kv(step, *of_one_row(qkv, kv), kv, rotary_dim, *norms, eps)
     assert arrays is not None
 
     given = qkv[:, : heads * head_dim].reshape(5, heads, head_dim)
@@ -338,8 +347,11 @@ def test_keys_are_normed_and_rotated_like_queries(dtype: torch.dtype) -> None:
         cosines=cos.data_ptr(),
         sines=sin.data_ptr(),
     )
-    q = write_kv(step, qkv, 1, kv, rotary_dim, norm, norm, 1e-5).double()
+    q = write_kv(step, *of_one_row(qkv, kv), kv, rotary_dim, norm, norm, 1e-5).double()
     out = attend(step, q.to(dtype), kv, 0.1)
+    q_alone = write_kv(step, *(x.contiguous() for x in of_one_row(qkv, kv)), kv, rotary_dim, norm, norm, 1e-5)
+    assert_same_bits(q_alone, q.to(dtype))  # rows of their own
+    assert_same_bits(attend(step, q_alone, kv, 0.1), out)
     share = torch.softmax(q @ q[1] * 0.1, 0)[1]
     check(Format(dtype, dtype, True), out[1:], share.expand(1, head_dim), torch.ones(1, head_dim))
 
@@ -366,4 +378,4 @@ def test_what_is_not_taken_is_named() -> None:
     with pytest.raises(ValueError, match="scale is 0"):
         attend(step, torch.zeros(1, 128, dtype=torch.bfloat16), kv, 0.0)
     with pytest.raises(ValueError, match="rotary_dim is 65"):
-        write_kv(step, torch.zeros(1, 384, dtype=torch.bfloat16), 2, kv, 65)
+        write_kv(step, *of_one_row(torch.zeros(1, 384, dtype=torch.bfloat16), kv), kv, 65)

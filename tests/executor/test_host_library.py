@@ -154,7 +154,10 @@ def test_what_the_kernels_rely_on_is_checked_when_it_is_recorded(
         if rotary is None:
             library.attention(program, at, wide, at, *heads, 16, 0, 0.0, None, 1.0, at, wide, 8, 0, 0)
         else:
-            library.rope_kv_write(program, at, wide, *heads, rotary, None, None, 0.0, at, 16, at, wide, 0, 0)
+            library.rope_kv_write(
+                *(program, at, wide, at, wide, at, wide, *heads, rotary, None, None, 0.0),
+                *(at, 16, at, wide, 0, 0),
+            )
 
     assert words in last_words(record)
 

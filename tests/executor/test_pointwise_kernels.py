@@ -88,6 +88,21 @@ def test_layer_norm(dtype: torch.dtype, width: int) -> None:
 
 
 @dtypes
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_groups_are_normed_like_rows(dtype: torch.dtype, offset: float) -> None:
+    x, weight = noise(ROWS, 3 * 17, dtype=dtype), noise(3 * 17, dtype=dtype, seed=1)
+    apart = x.view(ROWS, 3, 17)
+    for group, part in enumerate(weight.view(3, 17)):
+        rms = pointwise.rms_norm(apart[:, group], part, 1e-6, offset)
+        layer = pointwise.layer_norm(apart[:, group], part, part, 1e-6)
+        for weights, where in ((weight, group), (part, group)):
+            of_groups = pointwise.rms_norm(x, weights, 1e-6, offset, groups=3).view(ROWS, 3, 17)
+            assert torch.equal(of_groups[:, where], rms)
+            of_groups = pointwise.layer_norm(x, weights, weights, 1e-6, groups=3).view(ROWS, 3, 17)
+            assert torch.equal(of_groups[:, where], layer)
+
+
+@dtypes
 @widths
 def test_sums_and_products_are_exact(dtype: torch.dtype, width: int) -> None:
     """One correctly rounded operation: the bits are torch's."""
@@ -199,12 +214,13 @@ def test_a_program_computes_what_its_operations_do() -> None:
     record["embedding"](program, table.data_ptr(), width, *at["x"], 0, 0)
     record["add_positions"](program, *at["x"], places.data_ptr(), 2, width, *at["x"], 0)
     record["scale"](program, *at["x"], width, 3.0, *at["x"], 0, 0)
-    record["layer_norm"](program, *at["x"], width, weight.data_ptr(), bias.data_ptr(), 1e-5, *at["n"], 0, 0)
+    parameters = (weight.data_ptr(), bias.data_ptr(), False, 1e-5)
+    record["layer_norm"](program, *at["x"], 1, width, *parameters, *at["n"], 0, 0)
     record["activation_and_mul"](program, Activation.SILU, *at["n"], width // 2, *half, 0, 0)
     record["add"](program, *at["x"], *half, width // 2, *at["x"], 0, 0)
     record["activation"](program, Activation.GELU, *at["x"], width, *at["x"], 0, 0)
     record["take_outputs"](program, *at["x"], width, *at["o"], 0)
-    record["rms_norm"](program, *at["o"], width, weight.data_ptr(), 1e-6, 0.0, *at["o"], 0, 1)
+    record["rms_norm"](program, *at["o"], 1, width, weight.data_ptr(), False, 1e-6, 0.0, *at["o"], 0, 1)
     record["softcap"](program, *at["o"], width, 5.0, *at["o"], 0, 1)
 
     ids, positions = np.array([3, 29, 7, 3, 0], np.int32), np.array([4, 5, 6, 0, 17])

@@ -1,17 +1,22 @@
-"""The recorder of a forward pass: what it does not let a model do."""
+"""The recorder of a forward pass: what it makes one operation, where values lie, and that both change no value."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 import pytest
 import torch
 
+from quintet.executor.cards.spec import NormKind
 from quintet.executor.layers.linear import GatedActivation, Linear, Part
+from quintet.executor.layers.norm import Norm
 from quintet.executor.models.model import Setting
 from quintet.executor.program.library import program_library
-from quintet.executor.program.recorder import Extent, KvMemory, Recorder, Value
+from quintet.executor.program.places import Lifetimes, Places
+from quintet.executor.program.recorder import KvMemory, Recorder
 from quintet.executor.program.step import CStep
+from quintet.executor.program.values import Extent, Operation, Value
 from quintet.executor.quant.registry import open_quantization
 from quintet.executor.weights.plan import WeightPlan
 from quintet.executor.weights.store import reserve
@@ -19,93 +24,246 @@ from quintet.executor.weights.store import reserve
 pytestmark = pytest.mark.skipif(program_library() is None, reason="the host kernels are not built")
 
 DTYPE = torch.bfloat16
+ROWS = 8
 
 
 @pytest.fixture
 def recorder() -> Recorder:
     library = program_library()
     assert library is not None
-    return Recorder(library, DTYPE, KvMemory((), 16, 0), max_tokens=8, max_outputs=4)
+    return Recorder(library, DTYPE, KvMemory((), 16, 0), max_tokens=ROWS, max_outputs=4)
 
 
-def linear(columns: int, depth: int, activation: GatedActivation = GatedActivation.NONE) -> Linear:
+def linear(
+    columns: int, depth: int, activation: GatedActivation = GatedActivation.NONE, seed: int = 0
+) -> Linear:
     plan = WeightPlan(DTYPE, torch.device("cpu"))
     setting = Setting(torch.device("cpu"), DTYPE, open_quantization("none"))
     layer = Linear(setting, plan, (Part("layer", columns),), depth, activation=activation)
     plan.reservation = reserve(plan.stores)
+    assert layer.method.packed is not None
+    layer.method.packed.fill(noise(columns, depth, seed=seed) / depth**0.5)
     return layer
 
 
-def first(recorder: Recorder, width: int = 32) -> Value:
-    """A value that something made."""
-    return recorder.take_outputs(Value(width, Extent.TOKENS, torch.zeros(8, width, dtype=DTYPE)))
+def noise(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DTYPE)
+
+
+def norm(width: int = 32) -> Norm:
+    return Norm(kind=NormKind.RMS, width=width, eps=1e-6, weight=noise(width, seed=9))
+
+
+def given(width: int = 32, seed: int = 1) -> Value:
+    """A value that is there before the program."""
+    return Value(width, Extent.TOKENS, noise(ROWS, width, seed=seed))
+
+
+def run(recorder: Recorder) -> list[str]:
+    """Finish and run; return what the operations are."""
+    spans = recorder.finish().spans
+    step = CStep(num_tokens=ROWS, num_rows=1, num_outputs=0)
+    recorder._library.run(recorder.handle, ctypes.byref(step), 0, spans[-1].end)
+    return [span.name for span in spans]
+
+
+def ordinary(ops: Recorder, x: Value, layers: list[Linear]) -> Value:
+    """As Llama has it."""
+    x = ops.add(x, ops.linear(layers[0], ops.norm(x, norm())))
+    return ops.add(x, ops.linear(layers[1], ops.norm(x, norm())))
+
+
+def parallel(ops: Recorder, x: Value, layers: list[Linear]) -> Value:
+    normed = ops.norm(x, norm())
+    first = ops.linear(layers[0], normed)
+    return ops.add(ops.add(x, first), ops.linear(layers[1], normed))
+
+
+def parallel_branches_first(ops: Recorder, x: Value, layers: list[Linear]) -> Value:
+    normed = ops.norm(x, norm())
+    return ops.add(x, ops.add(ops.linear(layers[0], normed), ops.linear(layers[1], normed)))
+
+
+def sandwich(ops: Recorder, x: Value, layers: list[Linear]) -> Value:
+    x = ops.add(x, ops.norm(ops.linear(layers[0], ops.norm(x, norm())), norm()))
+    return ops.add(x, ops.norm(ops.linear(layers[1], ops.norm(x, norm())), norm()))
+
+
+def read_later(ops: Recorder, x: Value, layers: list[Linear]) -> Value:
+    """The residual, by a later layer."""
+    y = ops.add(x, ops.linear(layers[0], ops.norm(x, norm())))
+    return ops.add(ops.linear(layers[1], y), ops.norm(x, norm()))
+
+
+def term_read_twice(ops: Recorder, x: Value, layers: list[Linear]) -> Value:
+    term = ops.linear(layers[0], x)
+    return ops.add(ops.add(x, term), ops.linear(layers[1], term))
+
+
+def multiplied_too(ops: Recorder, x: Value, layers: list[Linear]) -> Value:
+    x = ops.norm(x, norm())
+    x = ops.add(x, ops.linear(layers[0], x))
+    return ops.add(ops.linear(layers[1], x), x)
+
+
+def of_itself(ops: Recorder, x: Value, layers: list[Linear]) -> Value:
+    term = ops.linear(layers[0], x)
+    return ops.linear(layers[1], ops.add(term, term))
+
+
+def normed_in_between(ops: Recorder, x: Value, layers: list[Linear]) -> Value:
+    """The layer comes before the last norm of what it is added to."""
+    x = ops.norm(x, norm())
+    term = ops.linear(layers[0], ops.norm(x, norm()))
+    other = ops.norm(x, norm())
+    return ops.linear(layers[1], ops.add(ops.add(x, term), other))
+
+
+def made_later(ops: Recorder, x: Value, layers: list[Linear]) -> Value:
+    """What the layer's result is added to is made after it."""
+    term = ops.linear(layers[0], x)
+    return ops.add(term, ops.norm(ops.linear(layers[1], ops.norm(x, norm())), norm()))
+
+
+def views(ops: Recorder, x: Value, layers: list[Linear]) -> Value:
+    """Of a value that is read for the last time by one of them, and of one of them."""
+    y = ops.linear(layers[0], x)
+    left, right = ops.columns(y, 0, 16), ops.columns(y, 16, 16)
+    z = ops.norm(ops.columns(ops.columns(y, 4, 20), 2, 16), norm(16))
+    z = ops.add(ops.add(z, right), left)
+    return ops.linear(layers[2], z)
+
+
+def view_of_a_term(ops: Recorder, x: Value, layers: list[Linear]) -> Value:
+    term = ops.linear(layers[0], x)
+    half = ops.columns(term, 16, 16)
+    return ops.add(ops.add(x, term), ops.linear(layers[2], half))
+
+
+@pytest.mark.parametrize(
+    ("model", "adds"),
+    [
+        (ordinary, 0),
+        (parallel, 0),
+        (parallel_branches_first, 1),
+        (sandwich, 2),
+        (read_later, 0),
+        (term_read_twice, 1),
+        (multiplied_too, 0),
+        (of_itself, 1),
+        (normed_in_between, 1),
+        (made_later, 0),
+        (views, 2),
+        (view_of_a_term, 1),
+    ],
+)
+@pytest.mark.parametrize("kept", [False, True])
+def test_every_value_is_what_it_would_be_alone(
+    recorder: Recorder, model: Callable[..., Value], adds: int, kept: bool
+) -> None:
+    """Whatever is a part of what, and lies where. Beside it the same operations, none of whose results makes room."""
+    layers = [linear(32, 32, seed=2), linear(32, 32, seed=3), linear(32, 16, seed=4)]
+    x = given()
+    before = x.tensor.clone()
+    out = model(recorder, x, layers)
+    recorder.keep(out)
+    if kept:
+        recorder.keep(x)
+    names = run(recorder)
+    if not kept:
+        assert names.count("add") == adds, names
+
+    library = program_library()
+    assert library is not None
+    careful = Recorder(library, DTYPE, KvMemory((), 16, 0), ROWS, 4)
+    last = model(careful, Value(32, Extent.TOKENS, before.clone()), layers)
+    for operation in careful._operations:
+        careful.keep(operation.writes)
+    assert run(careful).count("add") >= adds
+    assert torch.equal(out.tensor, last.tensor)
+    if kept:
+        assert torch.equal(x.tensor, before)
 
 
 def test_a_sum_is_written_over_its_residual(recorder: Recorder) -> None:
-    residual = first(recorder)
-    gated = recorder.linear(linear(32, 32), residual)
-    y = recorder.linear(linear(32, 32), gated, residual)
-    recorder.finish()
-    assert y.address == residual.address != gated.address
+    residual = recorder.norm(given(), norm())
+    term = recorder.linear(linear(32, 32), recorder.norm(residual, norm()))
+    y = recorder.add(residual, term)
+    assert run(recorder) == ["rms_norm", "rms_norm", "linear 32 to 32"]
+    assert y.address == residual.address
+    assert term.place is None
 
 
-def test_a_residual_that_is_read_later_is_named(recorder: Recorder) -> None:
-    residual = first(recorder)
-    x = recorder.linear(linear(32, 32), residual)
-    recorder.linear(linear(32, 32), x, residual)
-    recorder.rms_norm(residual, torch.ones(32, dtype=DTYPE), 1e-6)
+def test_gates_are_not_added_to_anything(recorder: Recorder) -> None:
+    x = given()
+    recorder.add(x, recorder.linear(linear(64, 32, GatedActivation.SILU_AND_MUL), x))
+    assert run(recorder) == ["linear 32 to 32", "add"]
+
+
+def test_a_part_reads_only_what_was_kept(recorder: Recorder) -> None:
+    """A part may be run again; so a layer of one is not added to by another either."""
+    x = given()
+    y = recorder.norm(x, norm())
+    term = recorder.linear(linear(32, 32), y)
+    recorder.mark()
+    recorder.add(y, term)
     with pytest.raises(
-        AssertionError,
-        match=r"operation 2, 'linear 32 to 32', is written over what 'take outputs' made, which operation 3, 'rms_norm', reads",
+        AssertionError, match=r"operation 2, 'add', reads what an earlier part made and did not keep"
     ):
         recorder.finish()
+    recorder.keep(y)
+    recorder.keep(recorder.columns(term, 8, 8))
+    recorded = recorder.finish()
+    assert [span.name for span in recorded.spans] == ["rms_norm", "linear 32 to 32", "add"]
+    assert recorded.parts == [recorded.spans[1].end]
 
 
-def test_a_residual_that_is_multiplied_too_is_named(recorder: Recorder) -> None:
-    residual = first(recorder)
-    recorder.linear(linear(32, 32), residual, residual)
-    with pytest.raises(AssertionError, match=r"'take outputs' made, which it multiplies as well"):
-        recorder.finish()
-
-
-def test_a_residual_of_another_width_is_named(recorder: Recorder) -> None:
-    narrow, wide = first(recorder, 32), first(recorder, 48)
-    recorder.linear(linear(32, 32), narrow, wide)
+def test_what_was_written_over_is_not_read() -> None:
+    x, y, z = (Value(32, Extent.TOKENS) for _ in range(3))
+    x.place = torch.zeros(ROWS, 32, dtype=DTYPE)
+    first = Operation("first", lambda: None, (x,), y, over=(x,))
+    places = Places(DTYPE, dict.fromkeys(Extent, ROWS), (), Lifetimes([first]))
+    places.give(0, first)
+    assert y.address == x.address
     with pytest.raises(
-        AssertionError, match=r"'take outputs' made: 48 wide, rows OUTPUTS; it makes 32, rows OUTPUTS"
+        AssertionError, match="operation 1, 'second', reads what another value was written over"
     ):
-        recorder.finish()
-
-
-def test_a_residual_that_is_kept_too_late_is_refused(recorder: Recorder) -> None:
-    residual = first(recorder)
-    recorder.linear(linear(32, 32), recorder.linear(linear(32, 32), residual), residual)
-    with pytest.raises(AssertionError, match="cannot be kept any more"):
-        recorder.keep(residual)
-
-
-def test_a_kept_residual_stays_what_it_is(recorder: Recorder) -> None:
-    residual = first(recorder)
-    recorder.keep(residual)
-    y = recorder.linear(linear(32, 32), recorder.linear(linear(32, 32), residual), residual)
-    recorder.rms_norm(residual, torch.ones(32, dtype=DTYPE), 1e-6)
-    recorder.finish()
-    assert y.address != residual.address
+        places.give(1, Operation("second", lambda: None, (x,), z))
 
 
 @pytest.mark.parametrize(("width", "apart"), [(2048, 2080), (4096, 4128), (1984, 1984)])
 def test_rows_of_whole_pages_are_a_line_apart(recorder: Recorder, width: int, apart: int) -> None:
     """Or their lines would share a cache's sets. What is read after the pass has no gaps, though memory with gaps was free."""
-    x = Value(width, Extent.TOKENS, torch.randn(8, width).to(DTYPE))
-    weight = torch.ones(width, dtype=DTYPE)
-    normed = recorder.rms_norm(x, weight, 1e-6)
-    again = recorder.rms_norm(normed, weight, 1e-6)
-    last = recorder.rms_norm(again, weight, 1e-6)
+    x = given(width)
+    weight = Norm(kind=NormKind.RMS, width=width, eps=1e-6, weight=torch.ones(width, dtype=DTYPE))
+    normed = recorder.norm(x, weight)
+    again = recorder.norm(normed, weight)
+    last = recorder.norm(again, weight)
     recorder.keep(x)
     recorder.keep(last)
-    recorder.finish()
+    run(recorder)
     assert [value.stride for value in (normed, again, last)] == [apart, apart, width]
-    recorder._library.run(recorder.handle, ctypes.byref(CStep(8, 1, 0)), 0, 3)
-    assert last.tensor is not None and x.tensor is not None
     expected = torch.nn.functional.rms_norm(x.tensor.float(), (width,))
     torch.testing.assert_close(last.tensor.float(), expected, rtol=2.0**-6, atol=2.0**-6)
+
+
+NORMS = {
+    "rms": Norm(kind=NormKind.RMS, width=32, eps=1e-5, weight=noise(32, seed=1)),
+    "rms without weight": Norm(kind=NormKind.RMS, width=32, eps=1e-5),
+    "Gemma's": Norm(kind=NormKind.RMS, width=32, eps=1e-5, weight=noise(32, seed=1), offset=1.0),
+    "of heads": Norm(kind=NormKind.RMS, width=8, eps=1e-5, weight=noise(8, seed=1)),
+    "of heads, each with its own": Norm(kind=NormKind.LAYER, width=8, eps=1e-5, weight=noise(32, seed=1)),
+    "layer": Norm(kind=NormKind.LAYER, width=32, eps=1e-5, weight=noise(32, seed=1), bias=noise(32, seed=2)),
+    "layer of heads": Norm(kind=NormKind.LAYER, width=8, eps=1e-5, weight=noise(8, seed=1), bias=noise(8, seed=2)),
+    "layer without anything": Norm(kind=NormKind.LAYER, width=32, eps=1e-5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS.keys())
+def test_norms(recorder: Recorder, norm: Norm) -> None:
+    """Against torch, of columns of a wider value."""
+    x = given(48)
+    y = recorder.norm(recorder.columns(x, 16, 32), norm)
+    run(recorder)
+    expected = norm(x.tensor[:, 16:])
+    torch.testing.assert_close(y.tensor, expected, rtol=2.0**-6, atol=2.0**-7)

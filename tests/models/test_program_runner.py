@@ -13,6 +13,17 @@ from quintet.executor.program.runner import ProgramRunner
 
 
 @pytest.mark.parametrize("serve", [16], ids=["compiled"], indirect=True)
+def test_a_layer_is_eight_operations(serve: Callable[..., Any]) -> None:
+    """Sums are made by the linear layers whose results they add, norms of heads by the rotation."""
+    runner = serve(FAMILIES["qwen3"](), max_model_len=96).core.worker.runner
+    assert isinstance(runner, ProgramRunner)
+    layer = ["rms_norm", "linear 64 to 256", "rotate and write KV", "attention", "linear 128 to 64"]
+    layer += ["rms_norm", "linear 64 to 112", "linear 112 to 64"]
+    last = ["take outputs", "rms_norm", "linear 64 to 211"]
+    assert [span.name for span in runner.spans] == ["embedding", *layer, *layer, *layer, *last]
+
+
+@pytest.mark.parametrize("serve", [16], ids=["compiled"], indirect=True)
 def test_the_steps_own_arrays_outlive_a_call_that_a_signal_ends(
     serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,7 @@
 // Between the projections and attention: norms over heads, rotary positions, and the write of keys and values to the cache.
 //
 // A piece of work is the new tokens of one row in one tile of 16 positions, with all their heads: no two pieces write the same
-// tile. A query goes from qkv to q_out, a key is scattered over its tile (a 32-bit word every 64 bytes), a value interleaved
+// tile. A query goes from q to q_out, a key is scattered over its tile (a 32-bit word every 64 bytes), a value interleaved
 // with its neighbour's. Per number: 2 to 4 bytes read and written, some 5 FLOPs. Limiter: cache misses of the tiles, which
 // attention reads next anyway. Reduction order: a norm sums squares of dimensions i mod lanes ascending, then the lanes
 // by halves; nothing depends on other tokens.
@@ -93,20 +93,20 @@ void write_piece(const KvWriteCall& call, const KvWritePiece& piece) {
   for (index_t i = 0; i < piece.count; ++i) {
     const index_t token = piece.token + i, row = (call.rope_by_token ? token : piece.position + i) * call.rotary;
     const Element *cosines = (const Element*)call.cosines + row, *sines = (const Element*)call.sines + row;
-    const Element* x = (const Element*)call.qkv + token * call.qkv_stride;
-    Element* q = (Element*)call.q_out + token * call.q_stride;
+    const Element *q = (const Element*)call.q + token * call.q_stride, *k = (const Element*)call.k + token * call.k_stride;
+    const Element* v = (const Element*)call.v + token * call.v_stride;
+    Element* out = (Element*)call.q_out + token * call.out_stride;
     for (index_t head = 0; head < call.heads; ++head)
-      turn(call, x + head * width, call.q_norm, cosines, sines, q + head * width);
-    x += call.heads * width;
+      turn(call, q + head * width, call.q_norm, cosines, sines, out + head * width);
     for (index_t head = 0; head < kv.kv_heads; ++head) {
       Element key[kMaxHeadDim];
-      turn(call, x + head * width, call.k_norm, cosines, sines, key);
+      turn(call, k + head * width, call.k_norm, cosines, sines, key);
       Stored numbers[kMaxHeadDim];
       char *key_plane = keys + head * kv.head_bytes, *value_plane = key_plane + kv.plane_bytes;
       float* scales = (float*)(value_plane + kv.plane_bytes) + inside + i;
       const float key_scale = stored(key, width, numbers);
       for (index_t d = 0; d < width; ++d) *place<Stored>(key_plane, d, inside + i, kTileKeys) = numbers[d];
-      const float value_scale = stored(x + (kv.kv_heads + head) * width, width, numbers);
+      const float value_scale = stored(v + head * width, width, numbers);
       for (index_t d = 0; d < width; ++d) *place<Stored>(value_plane, inside + i, d, width) = numbers[d];
       if constexpr (!std::is_same_v<Element, Stored>) scales[0] = key_scale, scales[kTileKeys] = value_scale;
     }

@@ -86,57 +86,75 @@ QT_INLINE Element* row_of(void* rows, index_t row, index_t stride) {
   return static_cast<Element*>(rows) + row * stride;
 }
 
+// What a norm multiplies a group by, or adds to it; null: nothing.
+template <class Element>
+QT_INLINE const Element* weights_of(const void* weights, index_t group, const PointwiseCall& c) {
+  return weights ? static_cast<const Element*>(weights) + group * c.weight_step : nullptr;
+}
+
 // Two conventions. offset 0, as Llama: the normalised row is rounded, then multiplied by the weight, and rounded again.
 // Else, as Gemma: multiplied by (offset + weight) in fp32, rounded once.
 template <class Element>
+QT_INLINE void rms_norm_of(const PointwiseCall& c, const Element* x, const Element* weight, Element* y) {
+  const float squares = sum_over(c.width, [=](index_t i, index_t count) {
+    const f32v value = load(x + i, count);
+    return value * value;
+  });
+  const f32v scale = all(1.0f / __builtin_sqrtf(squares / float(c.width) + c.eps));
+  const f32v offset = all(c.offset);
+  if (!weight)
+    for_vectors(c.width, [=](index_t i, index_t count) { store(y + i, load(x + i, count) * scale, count); });
+  else if (c.offset == 0.0f)
+    for_vectors(c.width, [=](index_t i, index_t count) {
+      store(y + i, rounded_to<Element>(load(x + i, count) * scale) * load(weight + i, count), count);
+    });
+  else
+    for_vectors(c.width, [=](index_t i, index_t count) {
+      store(y + i, load(x + i, count) * scale * (offset + load(weight + i, count)), count);
+    });
+}
+
+template <class Element>
 void rms_norm(const void* call, index_t begin, index_t end) {
   const PointwiseCall& c = *static_cast<const PointwiseCall*>(call);
-  const Element* weight = static_cast<const Element*>(c.weight);
   for (index_t row = begin; row < end; ++row) {
     const Element* x = row_of<Element>(c.x, row, c.x_stride);
     Element* y = row_of<Element>(c.y, row, c.y_stride);
-    const float squares = sum_over(c.width, [=](index_t i, index_t count) {
-      const f32v value = load(x + i, count);
-      return value * value;
-    });
-    const f32v scale = all(1.0f / __builtin_sqrtf(squares / float(c.width) + c.eps));
-    const f32v offset = all(c.offset);
-    if (!weight)
-      for_vectors(c.width, [=](index_t i, index_t count) { store(y + i, load(x + i, count) * scale, count); });
-    else if (c.offset == 0.0f)
-      for_vectors(c.width, [=](index_t i, index_t count) {
-        store(y + i, rounded_to<Element>(load(x + i, count) * scale) * load(weight + i, count), count);
-      });
-    else
-      for_vectors(c.width, [=](index_t i, index_t count) {
-        store(y + i, load(x + i, count) * scale * (offset + load(weight + i, count)), count);
-      });
+    for (index_t group = 0; group < c.groups; ++group)
+      rms_norm_of(c, x + group * c.width, weights_of<Element>(c.weight, group, c), y + group * c.width);
   }
 }
 
 // The variance from the centred row: no cancellation. Rounded once.
 template <class Element>
+QT_INLINE void layer_norm_of(const PointwiseCall& c, const Element* x, const Element* weight, const Element* bias,
+                             Element* y) {
+  const float sum = sum_over(c.width, [=](index_t i, index_t count) { return load(x + i, count); });
+  const f32v mean = all(sum / float(c.width));
+  i32v lane;
+  for (int i = 0; i < kLanes; ++i) lane[i] = i;
+  const float squares = sum_over(c.width, [=](index_t i, index_t count) {
+    const f32v value = load(x + i, count) - mean;
+    return count >= kLanes ? value * value : (lane < std::int32_t(count) ? value * value : all(0.0f));
+  });
+  const f32v scale = all(1.0f / __builtin_sqrtf(squares / float(c.width) + c.eps));
+  for_vectors(c.width, [=](index_t i, index_t count) {
+    f32v value = (load(x + i, count) - mean) * scale;
+    if (weight) value = value * load(weight + i, count);
+    if (bias) value = value + load(bias + i, count);
+    store(y + i, value, count);
+  });
+}
+
+template <class Element>
 void layer_norm(const void* call, index_t begin, index_t end) {
   const PointwiseCall& c = *static_cast<const PointwiseCall*>(call);
-  const Element *weight = static_cast<const Element*>(c.weight), *bias = static_cast<const Element*>(c.bias);
   for (index_t row = begin; row < end; ++row) {
     const Element* x = row_of<Element>(c.x, row, c.x_stride);
     Element* y = row_of<Element>(c.y, row, c.y_stride);
-    const float sum = sum_over(c.width, [=](index_t i, index_t count) { return load(x + i, count); });
-    const f32v mean = all(sum / float(c.width));
-    i32v lane;
-    for (int i = 0; i < kLanes; ++i) lane[i] = i;
-    const float squares = sum_over(c.width, [=](index_t i, index_t count) {
-      const f32v value = load(x + i, count) - mean;
-      return count >= kLanes ? value * value : (lane < std::int32_t(count) ? value * value : all(0.0f));
-    });
-    const f32v scale = all(1.0f / __builtin_sqrtf(squares / float(c.width) + c.eps));
-    for_vectors(c.width, [=](index_t i, index_t count) {
-      f32v value = (load(x + i, count) - mean) * scale;
-      if (weight) value = value * load(weight + i, count);
-      if (bias) value = value + load(bias + i, count);
-      store(y + i, value, count);
-    });
+    for (index_t group = 0; group < c.groups; ++group)
+      layer_norm_of(c, x + group * c.width, weights_of<Element>(c.weight, group, c),
+                    weights_of<Element>(c.bias, group, c), y + group * c.width);
   }
 }
 

@@ -1,6 +1,6 @@
 """Norms of rows on the device: RMS norm and layer norm, each also fused with the addition to the residual stream.
 
-The references are torch's own: `quintet.executor.ops.rms_norm`, `gemma_rms_norm` here, and ``F.layer_norm``.
+The references are `quintet.executor.ops.rms_norm` and ``F.layer_norm``.
 """
 
 from __future__ import annotations
@@ -20,55 +20,51 @@ _RMS_NORMS, _LAYER_NORMS = (
         for variant in _THREADS
         for dtype, suffix in SUFFIXES.items()
     }
-    for name, kinds in (("rms_norm", "plplppifi"), ("layer_norm", "plplpppif"))
+    for name, kinds in (("rms_norm", "plplpppiff"), ("layer_norm", "plplppppif"))
 )
-
-
-def gemma_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return ``x / sqrt(mean(x²) + eps) * (1 + weight)``, all of it in fp32, rounded once: the reference."""
-    wide = x.float()
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
-    return (wide * scale * (1.0 + weight.float())).to(x.dtype)
 
 
 def rms_norm(
     device: Device,
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     eps: float,
     out: torch.Tensor | None = None,
     *,
-    one_plus: bool = False,
+    offset: float = 0.0,
 ) -> torch.Tensor:
-    """Return `quintet.executor.ops.rms_norm` of each row; with ``one_plus``, `gemma_rms_norm`.
+    """Return `quintet.executor.ops.rms_norm` of each row.
 
     x: ``[num_rows, width]`` in bf16, fp16 or fp32, rows contiguous; weight: ``[width]``, the same dtype; out: like ``x``
     without gaps between rows, and may be ``x`` itself. A row's bits depend on the row alone.
     """
-    return _rms_norm(device, x, None, weight, eps, out, one_plus)
+    return _rms_norm(device, x, None, None, weight, eps, out, offset)
 
 
 def add_rms_norm(
     device: Device,
     x: torch.Tensor,
     residual: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     eps: float,
     out: torch.Tensor | None = None,
+    total: torch.Tensor | None = None,
     *,
-    one_plus: bool = False,
-) -> torch.Tensor:
-    """Add ``x`` to ``residual`` in place, and return `rms_norm` of the sum, which is rounded to the dtype first.
+    offset: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``residual + x``, rounded to the dtype, and `rms_norm` of it.
 
-    ``out`` may be ``x``, not ``residual``.
+    total: where the sum goes, without gaps between rows; it may be ``x`` or ``residual``. ``out`` may be ``x``, unless that is
+    ``total``.
     """
-    return _rms_norm(device, x, residual, weight, eps, out, one_plus)
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if total is None else total
+    return total, _rms_norm(device, x, residual, total, weight, eps, out, offset)
 
 
 def layer_norm(
     device: Device,
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     eps: float,
     out: torch.Tensor | None = None,
@@ -77,41 +73,43 @@ def layer_norm(
 
     Shapes as in `rms_norm`; bias: like ``weight``. A row's bits depend on the row alone.
     """
-    return _layer_norm(device, x, None, weight, bias, eps, out)
+    return _layer_norm(device, x, None, None, weight, bias, eps, out)
 
 
 def add_layer_norm(
     device: Device,
     x: torch.Tensor,
     residual: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     eps: float,
     out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Add ``x`` to ``residual`` in place, and return `layer_norm` of the sum, which is rounded to the dtype first."""
-    return _layer_norm(device, x, residual, weight, bias, eps, out)
+    total: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``residual + x``, rounded to the dtype, and `layer_norm` of it; ``total`` as in `add_rms_norm`."""
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if total is None else total
+    return total, _layer_norm(device, x, residual, total, weight, bias, eps, out)
 
 
 def _rms_norm(
     device: Device,
     x: torch.Tensor,
     residual: torch.Tensor | None,
-    weight: torch.Tensor,
+    total: torch.Tensor | None,
+    weight: torch.Tensor | None,
     eps: float,
     out: torch.Tensor | None,
-    one_plus: bool,
+    offset: float,
 ) -> torch.Tensor:
-    out = _checked_output(x, residual, out)
+    out = _checked_output(x, residual, total, out, weight=weight)
     variant = _variant(x)
-    check_vector("weight", weight, x)
     stride = 0 if residual is None else residual.stride(0)
     if len(x):
         device.launch(
             _RMS_NORMS[variant, x.dtype],
             (len(x), 1, 1),
             (_THREADS[variant], 1, 1),
-            (x, x.stride(0), residual, stride, weight, out, x.shape[1], eps, int(one_plus)),
+            (x, x.stride(0), residual, stride, total, weight, out, x.shape[1], eps, offset),
         )
     return out
 
@@ -120,38 +118,48 @@ def _layer_norm(
     device: Device,
     x: torch.Tensor,
     residual: torch.Tensor | None,
-    weight: torch.Tensor,
+    total: torch.Tensor | None,
+    weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     eps: float,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
-    out = _checked_output(x, residual, out)
+    out = _checked_output(x, residual, total, out, weight=weight, bias=bias)
     variant = _variant(x)
-    check_vector("weight", weight, x)
-    if bias is not None:
-        check_vector("bias", bias, x)
     stride = 0 if residual is None else residual.stride(0)
     if len(x):
         device.launch(
             _LAYER_NORMS[variant, x.dtype],
             (len(x), 1, 1),
             (_THREADS[variant], 1, 1),
-            (x, x.stride(0), residual, stride, weight, bias, out, x.shape[1], eps),
+            (x, x.stride(0), residual, stride, total, weight, bias, out, x.shape[1], eps),
         )
     return out
 
 
-def _checked_output(x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor | None) -> torch.Tensor:
+def _checked_output(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    total: torch.Tensor | None,
+    out: torch.Tensor | None,
+    **vectors: torch.Tensor | None,
+) -> torch.Tensor:
     check_rows("x", x, x)
+    for name, vector in vectors.items():
+        if vector is not None:
+            check_vector(name, vector, x)
     if residual is not None:
         check_rows("residual", residual, x, x.shape)
     if out is None:
-        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    check_rows("out", out, x, x.shape)
-    if not out.is_contiguous():
-        raise ValueError(
-            f"out: expected no gaps between rows, got strides {out.stride()} of {list(out.shape)}"
-        )
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    for name, rows in (("total", total), ("out", out)):
+        if rows is None:
+            continue
+        check_rows(name, rows, x, x.shape)
+        if not rows.is_contiguous():
+            raise ValueError(
+                f"{name}: expected no gaps between rows, got strides {rows.stride()} of {list(rows.shape)}"
+            )
     return out
 
 

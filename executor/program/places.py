@@ -1,0 +1,177 @@
+"""From operations on values to operations on memory: which ones are one, and where each value lies.
+
+Two values share memory when one is no longer needed before the other is made. What is added to the result of a linear layer
+is added by the layer itself, and the sum is written over it if nobody reads it later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from quintet.executor.memory import lazy_zeros
+from quintet.executor.program.values import Extent, Operation, Value
+
+_PAGE_BYTES, _LINE_BYTES = 4096, 64
+"""Rows whose lines would share the sets of a cache, all the first ones one set and so on, are kept a line apart: a kernel reads
+many rows side by side."""
+
+
+class Lifetimes:
+    """Which operation makes each value and which ones read it, by their numbers. Operations may be None: left out."""
+
+    def __init__(self, operations: Sequence[Operation | None]) -> None:
+        self._made: dict[int, int] = {}
+        self._reads: dict[int, list[int]] = {}
+        for number, operation in enumerate(operations):
+            if operation is not None:
+                self.note(number, operation)
+
+    def note(self, number: int, operation: Operation) -> None:
+        """Note an operation."""
+        self._made[id(operation.writes)] = number
+        for value in operation.reads:
+            self._reads.setdefault(id(value.owner), []).append(number)
+
+    def forget(self, number: int, operation: Operation) -> None:
+        """Forget it again."""
+        del self._made[id(operation.writes)]
+        for value in operation.reads:
+            self._reads[id(value.owner)].remove(number)
+
+    def made(self, value: Value) -> int:
+        """Return who makes it; -1: it was there before."""
+        return self._made.get(id(value.owner), -1)
+
+    def reads(self, value: Value) -> list[int]:
+        """Return who reads it or a view of it, as often as it does."""
+        return self._reads.get(id(value.owner), [])
+
+    def last(self, value: Value) -> int:
+        """Return who reads it last, or who makes it if nobody does."""
+        return max(self.reads(value), default=self.made(value))
+
+
+def fuse(
+    operations: Sequence[Operation], kept: Collection[int], borders: Collection[int]
+) -> list[Operation | None]:
+    """Return the operations with sums made by the layers whose results they add; those that are left out are None.
+
+    kept: ids of values that are read after the pass. borders: numbers of operations before which a part of the program ends that
+    is run by itself.
+    """
+    fused: list[Operation | None] = list(operations)
+    lifetimes = Lifetimes(operations)
+    for number, operation in enumerate(operations):
+        if operation.sums is None:
+            continue
+        x, y = operation.sums
+        for term, other in ((y, x), (x, y)):
+            made = lifetimes.made(term)
+            if any(made < border <= number for border in borders) or made < 0:
+                continue
+            layer = fused[made]
+            assert layer is not None, "a value that nobody makes any more is read"
+            where = _where(number, operation.writes, layer, term, other, lifetimes, kept)
+            if where is None:
+                continue
+            assert layer.emit_sum is not None
+            lifetimes.forget(number, operation)
+            lifetimes.forget(made, layer)
+            fused[number] = fused[made] = None
+            fused[where] = replace(
+                layer,
+                emit=partial(layer.emit_sum, operation.writes, other),
+                emit_sum=None,
+                reads=(*layer.reads, other),
+                writes=operation.writes,
+                over=(other,),
+            )
+            lifetimes.note(where, fused[where])  # type: ignore[arg-type]  # just made
+            break
+    return fused
+
+
+def _where(
+    number: int,
+    total: Value,
+    layer: Operation,
+    term: Value,
+    other: Value,
+    lifetimes: Lifetimes,
+    kept: Collection[int],
+) -> int | None:
+    """Return when a layer can add its result ``term`` to ``other`` itself, as operation ``number`` does, which makes ``total``.
+
+    None where it cannot: somebody else wants the result as it is, or what it is added to does not lie as the sum will.
+    """
+    if layer.emit_sum is None or lifetimes.reads(term) != [number] or id(term) in kept:
+        return None
+    if term.viewed is not None or other.viewed is not None or id(other) in kept:
+        return None
+    made = lifetimes.made(term)
+    others = [read for read in lifetimes.reads(other) if read != number]
+    last, is_multiplied = max(others, default=-1), any(value.owner is other for value in layer.reads)
+    if last < number and not is_multiplied:  # nobody reads it later: the sum is written over it
+        return made if max(lifetimes.made(other), last) < made else number
+    if id(total) in kept:
+        return None
+    return made if lifetimes.made(other) < made else number
+
+
+class Places:
+    """Gives values memory, and sees to it that nobody reads what is not there any more."""
+
+    def __init__(
+        self, dtype: torch.dtype, max_rows: dict[Extent, int], kept: Collection[int], lifetimes: Lifetimes
+    ) -> None:
+        """kept: ids of values whose memory no other value may get."""
+        self._dtype = dtype
+        self._max_rows = max_rows
+        self._kept = kept
+        self._lifetimes = lifetimes
+        self._free: dict[Extent, list[torch.Tensor]] = {extent: [] for extent in Extent}
+        self._holds: dict[int, Value] = {}
+        self.memory: list[torch.Tensor] = []
+        """All that was given."""
+
+    def give(self, number: int, operation: Operation) -> None:
+        """Give the result of operation ``number`` its memory; take back that of what is read for the last time."""
+        made = operation.writes
+        owners = {id(value.owner): value.owner for value in operation.reads}.values()
+        for owner in owners:
+            assert self._holds.get(owner.address, owner) is owner, (
+                f"operation {number}, {operation.name!r}, reads what another value was written over"
+            )
+        over = next((value for value in operation.over if self._may_go(number, operation, value)), None)
+        made.place = self._place(made) if over is None else over.place
+        self._holds[made.address] = made
+        for owner in owners:
+            if owner is not over and id(owner) not in self._kept and self._lifetimes.last(owner) == number:
+                self._free[owner.extent].append(owner.tensor)
+
+    def _may_go(self, number: int, operation: Operation, value: Value) -> bool:
+        """Whether the result may be written over ``value``: it is as large, and read for the last time and once."""
+        made = operation.writes
+        return (
+            value.viewed is None
+            and (value.width, value.extent) == (made.width, made.extent)
+            and id(value) not in self._kept
+            and self._lifetimes.last(value) == number
+            and sum(read.owner is value for read in operation.reads) == 1
+        )
+
+    def _place(self, value: Value) -> torch.Tensor:
+        candidates = self._free[value.extent]
+        for i, tensor in enumerate(candidates):
+            if tensor.shape[1] == value.width and (tensor.is_contiguous() or id(value) not in self._kept):
+                return candidates.pop(i)
+        between = 0
+        if value.width * self._dtype.itemsize % _PAGE_BYTES == 0 and id(value) not in self._kept:
+            between = _LINE_BYTES // self._dtype.itemsize
+        shape = (self._max_rows[value.extent], value.width + between)
+        self.memory.append(lazy_zeros(shape, self._dtype, torch.device("cpu"))[:, : value.width])
+        return self.memory[-1]
