@@ -1,0 +1,52 @@
+// Convolution over the last few tokens, each channel by itself.
+//
+// A thread owns a row and a range of channels, and goes from token to token with the last inputs of a vector of channels at
+// hand. Each input is read once and each output written once: 4 to 8 bytes and 2 FLOPs a tap. Limiter: cache bandwidth.
+// Order: the oldest input first, the bias before it; fused.
+#include "simd.hpp"
+#include "states.hpp"
+
+namespace qt::QT_ISA {
+namespace {
+
+QT_INLINE f32v silu(f32v x) { return x / (all(1.0f) + exponential(-x)); }
+
+// One vector of channels, `count` of them from `channel` on, through all the row's tokens. Taps 0: as many as the call says.
+template <class Element, int Taps>
+void convolve(const CausalConvCall& c, const StateRow& row, index_t channel, index_t count) {
+  const index_t taps = Taps ? Taps : c.taps, old = taps - 1;
+  f32v weight[Taps ? Taps : kMaxTaps], input[Taps ? Taps : kMaxTaps];  // input[j] meets weight[j]
+  for (index_t j = 0; j < taps; ++j) weight[j] = load(c.weight + j * c.channels + channel, count);
+  const Element* from = row.from ? (const Element*)(row.from + c.offset) + channel : nullptr;
+  for (index_t j = 0; j < old; ++j) input[j] = from ? load(from + j * c.channels, count) : all(0.0f);
+  const f32v bias = c.bias ? load(c.bias + channel, count) : all(0.0f);
+  const Element* x = (const Element*)c.x.numbers + row.token * c.x.stride + channel;
+  Element* y = (Element*)c.y.numbers + row.token * c.y.stride + channel;
+  for (index_t t = 0; t < row.count; ++t, x += c.x.stride, y += c.y.stride) {
+    input[old] = load(x, count);
+    f32v sum = bias;
+    for (index_t j = 0; j < taps; ++j) sum = fma(weight[j], input[j], sum);
+    store(y, c.silu ? silu(rounded_to<Element>(sum)) : sum, count);
+    for (index_t j = 0; j < old; ++j) input[j] = input[j + 1];
+  }
+  Element* to = (Element*)(row.to + c.offset) + channel;
+  for (index_t j = 0; j < old; ++j) store(to + j * c.channels, input[j], count);
+}
+
+template <class Element>
+void convolve_pieces(const void* call, index_t begin, index_t end) {
+  const CausalConvCall& c = *static_cast<const CausalConvCall*>(call);
+  const auto run = c.taps == 4 ? convolve<Element, 4> : c.taps == 3 ? convolve<Element, 3> : convolve<Element, 0>;
+  for (index_t piece = begin; piece < end; ++piece) {
+    const index_t first = piece % c.units * kConvColumns, left = c.channels - first;
+    const index_t columns = left < kConvColumns ? left : kConvColumns;
+    for (index_t i = 0; i < columns; i += kLanes) run(c, c.rows[piece / c.units], first + i, columns - i);
+  }
+}
+
+}  // namespace
+
+extern const CausalConvKernels causal_conv;
+const CausalConvKernels causal_conv = {{convolve_pieces<bf16>, convolve_pieces<fp16>, convolve_pieces<float>}};
+
+}  // namespace qt::QT_ISA

@@ -1,0 +1,308 @@
+// Scans: a state that every token fades and adds to, and reads its result from. See states.hpp for what is computed.
+//
+// A thread owns a row and up to 64 columns of one head's state (or 64 channels), which it takes by vectors from first to last
+// token. Sums run over the state's rows, ascending, one lane each: no lanes are added, so the order is the same for every
+// instruction set. A state is read and written once a step for rows of one token (limiter: memory, 8 bytes an element and 5
+// FLOPs); for longer ones it stays in the first-level cache, and eight tokens are computed a pass over it (limiter: the
+// multiplications of fp32; of Mamba 1 the exponentials). Sequential rather than by blocks of tokens, as the papers have
+// it: blocks would cost less from some 64 tokens on, but their sums depend on where a row's tokens begin in the step.
+#include "simd.hpp"
+#include "states.hpp"
+
+namespace qt::QT_ISA {
+namespace {
+
+constexpr index_t kTogether = 8;  // tokens of one pass over the state
+
+QT_INLINE f32v sigmoid(f32v x) { return all(1.0f) / (all(1.0f) + exponential(-x)); }
+QT_INLINE f32v silu(f32v x) { return x / (all(1.0f) + exponential(-x)); }
+
+// Of w >= 1: w = 2^e m with m in [0.7, 1.42), log m = 2 atanh((m - 1) / (m + 1)) by its series (relative remainder below 3e-9).
+QT_INLINE f32v logarithm(f32v w) {
+  i32v exponent = (as_bits(w) >> 23) - 127;
+  f32v m = as_float((as_bits(w) & 0x007FFFFF) | 0x3F800000);
+  const auto high = m > 1.41421356f;
+  m = high ? m * 0.5f : m;
+  exponent = high ? exponent + 1 : exponent;
+  const f32v s = (m - 1.0f) / (m + 1.0f), z = s * s;
+  f32v p = all(1.0f / 9);
+  p = fma(p, z, all(1.0f / 7));
+  p = fma(p, z, all(1.0f / 5));
+  p = fma(p, z, all(1.0f / 3));
+  p = fma(p, z, all(1.0f));
+  const f32v e = to_float(exponent);
+  return fma(e, all(0.693359375f), fma(s * 2.0f, p, e * -2.12194440e-4f));
+}
+
+// log(1 + e^x); x itself where that is the same. What 1 + u loses of a small u is added to first order.
+QT_INLINE f32v softplus(f32v x) {
+  const f32v u = exponential(x), w = u + 1.0f;
+  const f32v sum = logarithm(w) + (u - (w - 1.0f)) / w;
+  return x > 20.0f ? x : sum;
+}
+
+template <class Element>
+QT_INLINE const Element* row_of(const Columns& columns, index_t token) {
+  return (const Element*)columns.numbers + token * columns.stride;
+}
+
+// `count` numbers in fp32.
+template <class Element>
+QT_INLINE void widen(const Element* from, index_t count, float* to) {
+  for (index_t i = 0; i < count; i += kLanes) store(to + i, load(from + i, count - i), count - i);
+}
+
+QT_INLINE index_t least(index_t a, index_t b) { return a < b ? a : b; }
+
+// --- Mamba 1 ---
+
+// One vector of channels, `count` of them from `channel` on, through all the row's tokens.
+template <class Element>
+void scan_channels(const SelectiveScanCall& call, const StateRow& row, index_t channel, index_t count) {
+  const index_t size = call.state_size;
+  f32v state[kMaxStateSize];
+  const float* from = row.from ? (const float*)(row.from + call.offset) + channel : nullptr;
+  for (index_t n = 0; n < size; ++n) state[n] = from ? load(from + n * call.channels, count) : all(0.0f);
+  const f32v bias = load(call.dt_bias + channel, count), skip = load(call.skip + channel, count);
+  float b[kMaxStateSize], c[kMaxStateSize];
+  for (index_t token = row.token; token < row.token + row.count; ++token) {
+    widen(row_of<Element>(call.b, token), size, b);
+    widen(row_of<Element>(call.c, token), size, c);
+    const f32v x = load(row_of<Element>(call.x, token) + channel, count);
+    const f32v dt = softplus(load(row_of<Element>(call.dt, token) + channel, count) + bias), in = dt * x;
+    f32v y = all(0.0f);
+    for (index_t n = 0; n < size; ++n) {
+      const f32v kept = exponential(dt * load(call.a + n * call.channels + channel, count)) * state[n];
+      state[n] = fma(in, all(b[n]), kept);
+      y = fma(state[n], all(c[n]), y);
+    }
+    y = fma(skip, x, y) * silu(load(row_of<Element>(call.gate, token) + channel, count));
+    store((Element*)call.y.numbers + token * call.y.stride + channel, y, count);
+  }
+  float* to = (float*)(row.to + call.offset) + channel;
+  for (index_t n = 0; n < size; ++n) store(to + n * call.channels, state[n], count);
+}
+
+template <class Element>
+void selective_scan(const void* description, index_t begin, index_t end) {
+  const SelectiveScanCall& call = *static_cast<const SelectiveScanCall*>(description);
+  for (index_t piece = begin; piece < end; ++piece) {
+    const index_t first = piece % call.units * kUnitColumns, columns = least(kUnitColumns, call.channels - first);
+    for (index_t i = 0; i < columns; i += kLanes)
+      scan_channels<Element>(call, call.rows[piece / call.units], first + i, columns - i);
+  }
+}
+
+// --- Mamba 2 ---
+
+// What a head's columns share of some tokens.
+struct HeadTokens {
+  float b[kTogether][kMaxStateSize], c[kTogether][kMaxStateSize];
+  float dt[kTogether + kLanes], decay[kTogether + kLanes];
+};
+
+template <class Element>
+void read_head_tokens(const HeadScanCall& call, index_t head, index_t token, index_t count, HeadTokens& tokens) {
+  const index_t group = head / (call.heads / call.groups) * call.state_size;
+  for (index_t t = 0; t < count; ++t) {
+    widen(row_of<Element>(call.b, token + t) + group, call.state_size, tokens.b[t]);
+    widen(row_of<Element>(call.c, token + t) + group, call.state_size, tokens.c[t]);
+    widen(row_of<Element>(call.dt, token + t) + head, 1, tokens.dt + t);
+  }
+  const f32v bias = all(call.dt_bias[head]), a = all(call.a[head]);
+  for (index_t t = 0; t < count; t += kLanes) {
+    f32v dt = softplus(load(tokens.dt + t, count - t) + bias);
+    dt = min(all(call.dt_most), max(all(call.dt_least), dt));
+    store(tokens.dt + t, dt);
+    store(tokens.decay + t, exponential(dt * a));
+  }
+}
+
+// Rows [n, n + Rows) of the state of one vector of columns through `num_tokens` tokens, of which each adds `in` and gets `y`. Rows
+// are in registers: what a token has in common is read once for all of them.
+template <int Rows>
+QT_INLINE void scan_rows(const HeadScanCall& call, const HeadTokens& shared, index_t num_tokens, const float* from, float* to,
+                         index_t n, index_t count, const f32v (&in)[kTogether], f32v (&y)[kTogether]) {
+  const index_t next = call.head_dim, place = n * next;
+  f32v state[Rows];
+#pragma GCC unroll 16
+  for (int i = 0; i < Rows; ++i) state[i] = from ? load(from + place + i * next, count) : all(0.0f);
+  for (index_t t = 0; t < num_tokens; ++t) {
+    const f32v decay = all(shared.decay[t]);
+    f32v sum = y[t];
+#pragma GCC unroll 16
+    for (int i = 0; i < Rows; ++i) {
+      state[i] = fma(in[t], all(shared.b[t][n + i]), state[i] * decay);
+      sum = fma(state[i], all(shared.c[t][n + i]), sum);
+    }
+    y[t] = sum;
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < Rows; ++i) store(to + place + i * next, state[i], count);
+}
+
+// Some tokens through one vector of a head's columns, `count` of them from `column` on. from, to: the head's state,
+// [state_size][head_dim]; from may be null.
+template <class Element>
+void scan_columns(const HeadScanCall& call, const HeadTokens& shared, index_t num_tokens, const float* from, float* to,
+                  index_t head, index_t token, index_t column, index_t count) {
+  constexpr int kRows = kRegisters / 2 - 4;  // of the state at a time: 12 or 4
+  const index_t at = head * call.head_dim + column;
+  f32v x[kTogether], in[kTogether], y[kTogether];
+  for (index_t t = 0; t < num_tokens; ++t) {
+    x[t] = load(row_of<Element>(call.x, token + t) + at, count);
+    in[t] = x[t] * all(shared.dt[t]);
+    y[t] = all(0.0f);
+  }
+  if (from) from += column;
+  to += column;
+  index_t n = 0;
+  for (; n + kRows <= call.state_size; n += kRows)
+    scan_rows<kRows>(call, shared, num_tokens, from, to, n, count, in, y);
+  for (; n < call.state_size; ++n) scan_rows<1>(call, shared, num_tokens, from, to, n, count, in, y);
+  for (index_t t = 0; t < num_tokens; ++t) {
+    f32v sum = fma(all(call.skip[head]), x[t], y[t]);
+    if (call.gate.numbers) sum = sum * silu(load(row_of<Element>(call.gate, token + t) + at, count));
+    store((Element*)call.y.numbers + (token + t) * call.y.stride + at, sum, count);
+  }
+}
+
+template <class Element>
+void head_scan(const void* description, index_t begin, index_t end) {
+  const HeadScanCall& call = *static_cast<const HeadScanCall*>(description);
+  HeadTokens shared;
+  for (index_t piece = begin; piece < end; ++piece) {
+    const StateRow& row = call.rows[piece / call.units];
+    const index_t head = piece % call.units / call.head_units, first = piece % call.head_units * kUnitColumns;
+    const index_t columns = least(kUnitColumns, call.head_dim - first);
+    const index_t place = head * call.state_size * call.head_dim;
+    float* to = (float*)(row.to + call.offset) + place;
+    const float* from = row.from ? (const float*)(row.from + call.offset) + place : nullptr;
+    for (index_t t = 0; t < row.count; t += kTogether, from = to) {
+      const index_t num_tokens = least(kTogether, row.count - t);
+      read_head_tokens<Element>(call, head, row.token + t, num_tokens, shared);
+      for (index_t i = 0; i < columns; i += kLanes)
+        scan_columns<Element>(call, shared, num_tokens, from, to, head, row.token + t, first + i, columns - i);
+    }
+  }
+}
+
+// --- gated delta rule ---
+
+// x / |x| * factor.
+template <class Element>
+void unit_length(const Element* x, index_t width, float factor, float* y) {
+  f32v squares = all(0.0f);
+  for (index_t i = 0; i < width; i += kLanes) {
+    const f32v value = load(x + i, width - i);
+    squares = fma(value, value, squares);
+  }
+  const f32v scale = all(factor / __builtin_sqrtf(sum_of(squares) + 1e-6f));
+  for (index_t i = 0; i < width; i += kLanes) store(y + i, load(x + i, width - i) * scale, width - i);
+}
+
+// A token of a head, as all its columns meet it.
+struct DeltaToken {
+  float q[kMaxStateSize], k[kMaxStateSize];
+  float decay, beta;
+};
+
+template <class Element>
+void read_delta_token(const DeltaRuleCall& call, index_t head, index_t token, DeltaToken& read) {
+  const index_t key = head / (call.heads / call.key_heads) * call.key_dim;
+  unit_length(row_of<Element>(call.q, token) + key, call.key_dim, 1.0f / __builtin_sqrtf(float(call.key_dim)), read.q);
+  unit_length(row_of<Element>(call.k, token) + key, call.key_dim, 1.0f, read.k);
+  const f32v alpha = load(row_of<Element>(call.alpha, token) + head, 1) + all(call.dt_bias[head]);
+  read.decay = exponential(all(call.a[head]) * softplus(alpha))[0];
+  read.beta = sigmoid(load(row_of<Element>(call.beta, token) + head, 1))[0];
+}
+
+// Columns of a head's state: where they are read and written, `next` numbers from one row of the state to the next.
+struct DeltaColumns {
+  const float* from;  // null: zeros
+  float* to;
+  index_t next;
+};
+
+// One token through `Vectors` vectors of a head's columns, `count` of them, the first of which is column `at` of the values.
+template <class Element, int Vectors>
+void delta_token(const DeltaRuleCall& call, const DeltaToken& read, const DeltaColumns& state, index_t token, index_t at,
+                 index_t count) {
+  const f32v decay = all(read.decay);
+  const float* from = state.from;
+  f32v delta[Vectors], y[Vectors];
+  for (int v = 0; v < Vectors; ++v) delta[v] = y[v] = all(0.0f);
+  if (from)
+    for (index_t k = 0; k < call.key_dim; ++k)
+      for (int v = 0; v < Vectors; ++v) {
+        const f32v kept = load(from + k * state.next + v * kLanes, count - v * kLanes) * decay;
+        delta[v] = fma(kept, all(read.k[k]), delta[v]);
+      }
+  for (int v = 0; v < Vectors; ++v) {
+    const f32v value = load(row_of<Element>(call.x, token) + at + v * kLanes, count - v * kLanes);
+    delta[v] = (value - delta[v]) * all(read.beta);
+  }
+  for (index_t k = 0; k < call.key_dim; ++k)
+    for (int v = 0; v < Vectors; ++v) {
+      const index_t place = k * state.next + v * kLanes, left = count - v * kLanes;
+      const f32v kept = from ? load(from + place, left) * decay : all(0.0f);
+      const f32v after = fma(delta[v], all(read.k[k]), kept);
+      y[v] = fma(after, all(read.q[k]), y[v]);
+      store(state.to + place, after, left);
+    }
+  for (int v = 0; v < Vectors; ++v)
+    store((Element*)call.y.numbers + token * call.y.stride + at + v * kLanes, y[v], count - v * kLanes);
+}
+
+// All of a row's tokens through `Vectors` vectors of columns. Those of a row of many tokens are kept side by side meanwhile: rows
+// of a state are a power of two apart, and would share the sets of a cache.
+template <class Element, int Vectors>
+void delta_columns(const DeltaRuleCall& call, const StateRow& row, DeltaColumns state, index_t head, index_t column,
+                   index_t count) {
+  constexpr index_t kWidth = Vectors * kLanes;
+  const index_t columns = least(count, kWidth), at = head * call.head_dim + column;
+  float near[kMaxStateSize * kWidth];
+  DeltaToken read;
+  float* const to = state.to;
+  if (row.count > 1) {
+    for (index_t k = 0; state.from && k < call.key_dim; ++k)
+      for (index_t i = 0; i < columns; ++i) near[k * kWidth + i] = state.from[k * state.next + i];
+    state = {state.from ? near : nullptr, near, kWidth};
+  }
+  for (index_t t = 0; t < row.count; ++t, state.from = state.to) {
+    read_delta_token<Element>(call, head, row.token + t, read);
+    delta_token<Element, Vectors>(call, read, state, row.token + t, at, columns);
+  }
+  if (row.count > 1)
+    for (index_t k = 0; k < call.key_dim; ++k)
+      for (index_t i = 0; i < columns; ++i) to[k * call.head_dim + i] = near[k * kWidth + i];
+}
+
+template <class Element>
+void delta_rule(const void* description, index_t begin, index_t end) {
+  const DeltaRuleCall& call = *static_cast<const DeltaRuleCall*>(description);
+  for (index_t piece = begin; piece < end; ++piece) {
+    const StateRow& row = call.rows[piece / call.units];
+    const index_t head = piece % call.units / call.head_units, first = piece % call.head_units * kUnitColumns;
+    const index_t columns = least(kUnitColumns, call.head_dim - first);
+    const index_t place = call.offset + head * call.key_dim * call.head_dim * index_t(sizeof(float));
+    for (index_t i = 0; i < columns;) {
+      const float* from = row.from ? (const float*)(row.from + place) + first + i : nullptr;
+      const DeltaColumns state{from, (float*)(row.to + place) + first + i, call.head_dim};
+      const bool wide = columns - i > 3 * kLanes;
+      (wide ? delta_columns<Element, 4> : delta_columns<Element, 1>)(call, row, state, head, first + i, columns - i);
+      i += (wide ? 4 : 1) * kLanes;
+    }
+  }
+}
+
+}  // namespace
+
+extern const StateKernels states;
+const StateKernels states = {
+    .selective_scan = {selective_scan<bf16>, selective_scan<fp16>, selective_scan<float>},
+    .head_scan = {head_scan<bf16>, head_scan<fp16>, head_scan<float>},
+    .delta_rule = {delta_rule<bf16>, delta_rule<fp16>, delta_rule<float>},
+};
+
+}  // namespace qt::QT_ISA

@@ -1,0 +1,201 @@
+// Operations with a state as operations of a program: which block a step's row goes on from, and their C ABI.
+#include "states.hpp"
+
+#include <vector>
+
+#include "program.hpp"
+#include "require.hpp"
+
+namespace qt {
+namespace {
+
+using Run = StateKernels::Run;
+
+constexpr index_t kCostAtOnce = 32768;  // that a thread takes at a time: some microseconds of work
+
+Work work_of(const StateCall& call, Run run, index_t num_rows, const void* description) {
+  const index_t grain = kCostAtOnce / call.token_cost;
+  return {.count = num_rows * call.units, .grain = grain < 1 ? 1 : grain, .run = run, .call = description,
+          .cost = [](const void* each, index_t piece) {
+            const StateCall& c = *static_cast<const StateCall*>(each);
+            return c.token_cost * c.rows[piece / c.units].count;
+          }};
+}
+
+template <class Call>
+void run_once(Call call, Run run, const StateRow* rows, index_t num_rows) {
+  call.rows = rows;
+  const Work work = work_of(call, run, num_rows, static_cast<const StateCall*>(&call));
+  pool().run(&work, 1);
+}
+
+// A layer's states in the blocks of its group: a row's are in the first block of its slot.
+struct StateMemory {
+  char* blocks;
+  index_t block_bytes;
+};
+
+template <class Call>
+class StateOp final : public Op {
+ public:
+  StateOp(const Call& call, Run run, const StateMemory& memory) : call_(call), run_(run), memory_(memory) {}
+
+  Work prepare(const Step& step, index_t) override {
+    constexpr index_t kLong = 16;
+    rows_.clear();
+    for (const bool of_many : {true, false})  // long rows first: the threads end on small pieces
+      for (index_t row = 0; row < step.num_rows; ++row)
+        if ((step.row_counts[row] >= kLong) == of_many) rows_.push_back(row_of(step, row));
+    call_.rows = rows_.data();
+    return work_of(call_, run_, index_t(rows_.size()), static_cast<const StateCall*>(&call_));
+  }
+
+ private:
+  // Before a request's first token there is nothing, whatever the block holds.
+  StateRow row_of(const Step& step, index_t row) const {
+    char* states = memory_.blocks + step.block_table[step.row_slots[row] * step.block_table_stride] * memory_.block_bytes;
+    return {step.row_starts[row] ? states : nullptr, states, step.row_offsets[row], step.row_counts[row]};
+  }
+
+  Call call_;
+  Run run_;
+  StateMemory memory_;
+  std::vector<StateRow> rows_;
+};
+
+template <class Call>
+void append(Program* program, const Call& call, Run run, const StateMemory& memory) {
+  QT_REQUIRE(memory.blocks && call.offset >= 0 && call.offset < memory.block_bytes, "a state %lld bytes into %lld",
+             (long long)call.offset, (long long)memory.block_bytes);
+  program->append(std::make_unique<StateOp<Call>>(call, run, memory));
+}
+
+constexpr index_t kExponential = 12;  // in multiplications
+
+index_t units_of(index_t columns, index_t of_unit) { return (columns + of_unit - 1) / of_unit; }
+
+CausalConvCall conv_call(const void* x, index_t x_stride, index_t channels, index_t taps, const float* weight,
+                         const float* bias, int silu, void* y, index_t y_stride, index_t offset) {
+  QT_REQUIRE(channels > 0 && taps > 1 && taps <= kMaxTaps, "%lld taps", (long long)taps);
+  CausalConvCall call;
+  call.units = units_of(channels, kConvColumns), call.offset = offset;
+  call.token_cost = (2 * taps + (silu ? kExponential : 0)) * (channels < kConvColumns ? channels : kConvColumns);
+  call.x = {x, x_stride}, call.y = {y, y_stride};
+  call.channels = channels, call.taps = taps, call.weight = weight, call.bias = bias, call.silu = silu != 0;
+  return call;
+}
+
+SelectiveScanCall selective_call(const Columns (&columns)[5], index_t channels, index_t state_size, const float* a,
+                                 const float* dt_bias, const float* skip, const Columns& y, index_t offset) {
+  QT_REQUIRE(channels > 0 && state_size > 0 && state_size <= kMaxStateSize, "a state of %lld", (long long)state_size);
+  SelectiveScanCall call;
+  call.units = units_of(channels, kUnitColumns), call.offset = offset;
+  call.token_cost = (kExponential + 3) * state_size * (channels < kUnitColumns ? channels : kUnitColumns);
+  call.x = columns[0], call.dt = columns[1], call.b = columns[2], call.c = columns[3], call.gate = columns[4], call.y = y;
+  call.channels = channels, call.state_size = state_size, call.a = a, call.dt_bias = dt_bias, call.skip = skip;
+  return call;
+}
+
+HeadScanCall head_call(const Columns (&columns)[5], index_t heads, index_t head_dim, index_t groups, index_t state_size,
+                       const float* a, const float* dt_bias, const float* skip, float dt_least, float dt_most,
+                       const Columns& y, index_t offset) {
+  QT_REQUIRE(heads > 0 && head_dim > 0 && state_size > 0 && state_size <= kMaxStateSize, "a state of %lld",
+             (long long)state_size);
+  QT_REQUIRE(groups > 0 && heads % groups == 0, "%lld heads in %lld groups", (long long)heads, (long long)groups);
+  HeadScanCall call;
+  call.head_units = units_of(head_dim, kUnitColumns), call.units = heads * call.head_units, call.offset = offset;
+  call.token_cost = 3 * state_size * (head_dim < kUnitColumns ? head_dim : kUnitColumns);
+  call.x = columns[0], call.dt = columns[1], call.b = columns[2], call.c = columns[3], call.gate = columns[4], call.y = y;
+  call.heads = heads, call.head_dim = head_dim, call.groups = groups, call.state_size = state_size;
+  call.a = a, call.dt_bias = dt_bias, call.skip = skip, call.dt_least = dt_least, call.dt_most = dt_most;
+  return call;
+}
+
+DeltaRuleCall delta_call(const Columns (&columns)[5], index_t heads, index_t head_dim, index_t key_heads, index_t key_dim,
+                         const float* a, const float* dt_bias, const Columns& y, index_t offset) {
+  QT_REQUIRE(heads > 0 && head_dim > 0 && key_dim > 0 && key_dim <= kMaxStateSize, "keys of %lld", (long long)key_dim);
+  QT_REQUIRE(key_heads > 0 && heads % key_heads == 0, "%lld heads share %lld", (long long)heads, (long long)key_heads);
+  DeltaRuleCall call;
+  call.head_units = units_of(head_dim, kUnitColumns), call.units = heads * call.head_units, call.offset = offset;
+  call.token_cost = 5 * key_dim * (head_dim < kUnitColumns ? head_dim : kUnitColumns);
+  call.q = columns[0], call.k = columns[1], call.x = columns[2], call.alpha = columns[3], call.beta = columns[4], call.y = y;
+  call.heads = heads, call.head_dim = head_dim, call.key_heads = key_heads, call.key_dim = key_dim;
+  call.a = a, call.dt_bias = dt_bias;
+  return call;
+}
+
+}  // namespace
+}  // namespace qt
+
+using qt::Columns;
+using qt::Program;
+using qt::StateRow;
+
+// Each operation in two forms: at once over `num_rows` rows that say where their states are, and recorded. There `blocks`
+// is a layer's memory, `block_bytes` from one block to the next. `offset`: of this operation's state in a block. See
+// states.hpp for shapes and formats, `quintet.executor.ops.host_states` for who calls.
+
+QT_EXPORT void qt_op_causal_conv(const StateRow* rows, index_t num_rows, index_t offset, const void* x, index_t x_stride,
+                                 index_t channels, index_t taps, const float* weight, const float* bias, int silu, void* y,
+                                 index_t y_stride, int dtype) {
+  qt::run_once(qt::conv_call(x, x_stride, channels, taps, weight, bias, silu, y, y_stride, offset),
+               QT_CHOOSE(causal_conv).causal_conv[dtype], rows, num_rows);
+}
+
+QT_EXPORT void qt_program_causal_conv(Program* program, void* blocks, index_t block_bytes, index_t offset, const void* x,
+                                      index_t x_stride, index_t channels, index_t taps, const float* weight,
+                                      const float* bias, int silu, void* y, index_t y_stride, int dtype) {
+  qt::append(program, qt::conv_call(x, x_stride, channels, taps, weight, bias, silu, y, y_stride, offset),
+             QT_CHOOSE(causal_conv).causal_conv[dtype], {(char*)blocks, block_bytes});
+}
+
+// columns: x, dt, b, c, gate.
+QT_EXPORT void qt_op_selective_scan(const StateRow* rows, index_t num_rows, index_t offset, const Columns (&columns)[5],
+                                    index_t channels, index_t state_size, const float* a, const float* dt_bias,
+                                    const float* skip, void* y, index_t y_stride, int dtype) {
+  qt::run_once(qt::selective_call(columns, channels, state_size, a, dt_bias, skip, {y, y_stride}, offset),
+               QT_CHOOSE(states).selective_scan[dtype], rows, num_rows);
+}
+
+QT_EXPORT void qt_program_selective_scan(Program* program, void* blocks, index_t block_bytes, index_t offset,
+                                         const Columns (&columns)[5], index_t channels, index_t state_size, const float* a,
+                                         const float* dt_bias, const float* skip, void* y, index_t y_stride, int dtype) {
+  qt::append(program, qt::selective_call(columns, channels, state_size, a, dt_bias, skip, {y, y_stride}, offset),
+             QT_CHOOSE(states).selective_scan[dtype], {(char*)blocks, block_bytes});
+}
+
+// columns: x, dt, b, c, gate (null: none).
+QT_EXPORT void qt_op_head_scan(const StateRow* rows, index_t num_rows, index_t offset, const Columns (&columns)[5],
+                               index_t heads, index_t head_dim, index_t groups, index_t state_size, const float* a,
+                               const float* dt_bias, const float* skip, float dt_least, float dt_most, void* y,
+                               index_t y_stride, int dtype) {
+  qt::run_once(qt::head_call(columns, heads, head_dim, groups, state_size, a, dt_bias, skip, dt_least, dt_most, {y, y_stride},
+                             offset),
+               QT_CHOOSE(states).head_scan[dtype], rows, num_rows);
+}
+
+QT_EXPORT void qt_program_head_scan(Program* program, void* blocks, index_t block_bytes, index_t offset,
+                                    const Columns (&columns)[5], index_t heads, index_t head_dim, index_t groups,
+                                    index_t state_size, const float* a, const float* dt_bias, const float* skip,
+                                    float dt_least, float dt_most, void* y, index_t y_stride, int dtype) {
+  qt::append(program,
+             qt::head_call(columns, heads, head_dim, groups, state_size, a, dt_bias, skip, dt_least, dt_most, {y, y_stride},
+                           offset),
+             QT_CHOOSE(states).head_scan[dtype], {(char*)blocks, block_bytes});
+}
+
+// columns: q, k, v, alpha, beta.
+QT_EXPORT void qt_op_delta_rule(const StateRow* rows, index_t num_rows, index_t offset, const Columns (&columns)[5],
+                                index_t heads, index_t head_dim, index_t key_heads, index_t key_dim, const float* a,
+                                const float* dt_bias, void* y, index_t y_stride, int dtype) {
+  qt::run_once(qt::delta_call(columns, heads, head_dim, key_heads, key_dim, a, dt_bias, {y, y_stride}, offset),
+               QT_CHOOSE(states).delta_rule[dtype], rows, num_rows);
+}
+
+QT_EXPORT void qt_program_delta_rule(Program* program, void* blocks, index_t block_bytes, index_t offset,
+                                     const Columns (&columns)[5], index_t heads, index_t head_dim, index_t key_heads,
+                                     index_t key_dim, const float* a, const float* dt_bias, void* y, index_t y_stride,
+                                     int dtype) {
+  qt::append(program, qt::delta_call(columns, heads, head_dim, key_heads, key_dim, a, dt_bias, {y, y_stride}, offset),
+             QT_CHOOSE(states).delta_rule[dtype], {(char*)blocks, block_bytes});
+}
