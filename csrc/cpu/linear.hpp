@@ -58,6 +58,7 @@ struct LinearCall {
   void* y;
   index_t y_stride;
   Activation activation;  // of paired weights; else none
+  float gate_factor, gate_limit;  // of clamped_swiglu alone
   bool int8_activations;
   // x as the kernel multiplies it, written by LinearKernels::prepare, or x itself where there is nothing to prepare
   bool is_prepared;

@@ -87,12 +87,14 @@ void Pool::wait_while(const std::atomic<Value>& word, Value value, Patience& pat
 
 void Pool::run(const Work* list, index_t count) {
   if (workers_.empty()) {
-    for (index_t i = 0; i < count; ++i)
-      for (index_t begin = 0, end; begin < list[i].count; begin = end) {
-        end = least(begin + list[i].grain, list[i].count);
-        list[i].run(list[i].call, begin, end);
+    for (index_t i = 0; i < count; ++i) {
+      const Work& work = list[i].late ? *list[i].late : list[i];
+      for (index_t begin = 0, end; begin < work.count; begin = end) {
+        end = least(begin + work.grain, work.count);
+        work.run(work.call, begin, end);
         count_piece(0);
       }
+    }
     return;
   }
   const std::lock_guard<std::mutex> only(callers_);
@@ -102,17 +104,21 @@ void Pool::run(const Work* list, index_t count) {
   length_ = count;
   if (index_t(progress_.size()) < count) progress_ = std::vector<Progress>(count);
   const std::uint32_t run = run_.load(std::memory_order_relaxed) + 1;
-  for (index_t i = 0; i < count; ++i) {
-    const index_t first = size_of_piece(list[i], list[i].count, threads());
-    const index_t firsts = least(least(threads(), kMostFirsts) * first, list[i].count);
-    progress_[i].taken.store(std::uint64_t(run) << 32 | std::uint64_t(firsts), std::memory_order_relaxed);
-    for (auto& bits : progress_[i].firsts) bits.store(0, std::memory_order_relaxed);
-    progress_[i].left.store(std::uint32_t(list[i].count), std::memory_order_relaxed);
-  }
+  for (index_t i = 0; i < count; ++i)
+    if (!list[i].late) begin(progress_[i], run, list[i]);
   open_.store(true);
   run_.store(run);
   run_.notify_all();
   go_through(run, 0, callers_patience_);
+}
+
+void Pool::begin(Progress& progress, std::uint32_t run, const Work& work) const {
+  progress.work = work;
+  const index_t first = size_of_piece(work, work.count, threads());
+  const index_t firsts = least(least(threads(), kMostFirsts) * first, work.count);
+  progress.taken.store(std::uint64_t(run) << 32 | std::uint64_t(firsts), std::memory_order_relaxed);
+  for (auto& bits : progress.firsts) bits.store(0, std::memory_order_relaxed);
+  progress.left.store(std::uint32_t(work.count), std::memory_order_relaxed);
 }
 
 void Pool::work(int thread) {
@@ -133,10 +139,14 @@ void Pool::go_through(std::uint32_t run, int thread, Patience& patience) {
   Ahead ahead;
   for (index_t i = 0; i < length_; ++i) {
     Progress& progress = progress_[i];
+    const Work& work = progress.work;
     index_t begin, end;
-    while (take(progress, run, list_[i], thread, begin, end)) {
-      list_[i].run(list_[i].call, begin, end);
+    while (take(progress, run, work, thread, begin, end)) {
+      work.run(work.call, begin, end);
       count_piece(thread);
+      // Its only piece: nobody is further before this work is told to be done.
+      for (index_t j = i + 1; !list_[i].late && j < length_ && list_[j].late; ++j)
+        this->begin(progress_[j], run, *list_[j].late);
       const std::uint32_t done = std::uint32_t(end - begin);
       if (progress.left.fetch_sub(done, std::memory_order_acq_rel) == done) progress.left.notify_all();
     }
@@ -173,11 +183,19 @@ bool Pool::take(Progress& progress, std::uint32_t run, const Work& work, int thr
 // Finds the next work after `after` that reads much memory, and what this thread reads of it first.
 void Pool::look_ahead(Ahead& ahead, index_t after, int thread) const {
   index_t next = after + 1;
-  while (next < length_ && (list_[next].region == nullptr || list_[next].count == 0)) ++next;
+  bool told = list_[after].late != nullptr;  // whether late works that come next are known
+  for (; next < length_; ++next) {
+    told = told && list_[next].late != nullptr;
+    if (list_[next].late && !told) {
+      ahead = {};
+      return;
+    }
+    if (progress_[next].work.region != nullptr && progress_[next].work.count != 0) break;
+  }
   if (next == ahead.work) return;
   ahead = {.work = next};
   if (next >= length_ || thread >= kMostFirsts) return;
-  const Work& work = list_[next];
+  const Work& work = progress_[next].work;
   const index_t first = size_of_piece(work, work.count, threads());
   ahead.piece = thread * first, ahead.pieces_end = least(ahead.piece + first, work.count);
   ahead.bytes = kAheadBytes;
@@ -188,7 +206,8 @@ void Pool::wait_for(Progress& progress, Ahead& ahead, Patience& patience) const 
     if (progress.left.load(std::memory_order_acquire) == 0) return;
     if (ahead.left.lines == 0) {
       if (ahead.piece >= ahead.pieces_end) break;
-      ahead.left = list_[ahead.work].region(list_[ahead.work].call, ahead.piece++);
+      const Work& work = progress_[ahead.work].work;
+      ahead.left = work.region(work.call, ahead.piece++);
     }
     for (index_t line = 0; line < kLinesAtOnce && ahead.left.lines > 0; ++line) {
       __builtin_prefetch(ahead.left.memory + ahead.at, 0, 2);

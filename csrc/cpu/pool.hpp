@@ -6,6 +6,8 @@
 // same (unless it comes so late that another has done it); the further ones are whatever is left, smaller towards the end,
 // so that all are done at nearly the same time.
 //
+// Works that are late (work.hpp) are begun by the thread that has just found out what they are, before anybody passes it.
+//
 // Waiting is a short spin, then a futex. How short each thread learns: about twice as long as its waits have taken lately, so
 // that the end of a work is met awake on 64 threads as on two, while a thread whose waits are long sleeps soon. Nobody spins
 // where there are more threads than processors: who spins would hold up who works. While it waits a thread fetches what its first
@@ -44,6 +46,7 @@ class Pool {
     alignas(64) std::atomic<std::uint64_t> taken{0};    // pieces before this are taken, but for threads' first ones
     std::atomic<std::uint64_t> firsts[kMostFirsts / 64]{};  // a bit for each thread whose first pieces somebody has taken
     alignas(64) std::atomic<std::uint32_t> left{0};     // on a line of its own: who waits reads it all the time
+    alignas(64) Work work;                              // a late one's once it is known; kept for who is late himself
   };
 
   // How long a thread spins before it sleeps, learned from how long it has waited.
@@ -61,6 +64,8 @@ class Pool {
 
   void work(int thread);
   void go_through(std::uint32_t run, int thread, Patience& patience);
+  // Before anybody takes of it: nothing is done of a work whose pieces are known.
+  void begin(Progress& progress, std::uint32_t run, const Work& work) const;
   bool take(Progress& progress, std::uint32_t run, const Work& work, int thread, index_t& begin, index_t& end) const;
   void look_ahead(Ahead& ahead, index_t after, int thread) const;
   void wait_for(Progress& progress, Ahead& ahead, Patience& patience) const;

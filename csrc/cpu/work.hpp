@@ -13,8 +13,9 @@ namespace qt {
 enum class Dtype : int { bf16 = 0, fp16 = 1, fp32 = 2, int8 = 3, int4 = 4 };
 
 // What an activation is a function of, named alike in `quintet.executor.ops.host_pointwise`. Of a gated layer, whose result
-// is the function of a gate times the up beside it, only silu and gelu_tanh; none where there is none.
-enum class Activation : int { none = 0, silu = 1, gelu_tanh = 2, gelu = 3, relu = 4 };
+// is the function of a gate times the up beside it, only silu and gelu_tanh; none where there is none. Of gated layers alone:
+// clamped_swiglu is g / (1 + e^-ag) (u + 1) with gates g of at most l and ups u between -l and l (gpt-oss; LinearCall has a, l).
+enum class Activation : int { none = 0, silu = 1, gelu_tanh = 2, gelu = 3, relu = 4, clamped_swiglu = 32 };
 inline constexpr int kActivations = 5;
 
 // What a piece reads: `lines` runs of `bytes`, `stride` bytes from one to the next.
@@ -38,6 +39,9 @@ struct Work {
   index_t (*cost)(const void* call, index_t piece) = nullptr;
   index_t each_cost = 1;
   index_t bytes = 0, bytes_again = 0;
+  // Not this work, but what is written here by the time that all works before it in the list are done: where how much there is
+  // to do depends on what they compute. The last of them that is not late itself has one piece, which writes it.
+  const Work* late = nullptr;
 };
 
 }  // namespace qt

@@ -15,6 +15,8 @@ class GatedActivation(IntEnum):
     SILU_AND_MUL = 1
     """The first half of the columns are gates, the second ups; the result is ``silu(gate) * up``, half as wide."""
     GELU_TANH_AND_MUL = 2
+    CLAMPED_SWIGLU = 32
+    """Of experts alone: see `quintet.executor.ops.experts.gated`."""
 
 
 def linear(

@@ -10,6 +10,7 @@ import torch
 
 from quintet.executor.ops.linear import GatedActivation
 from quintet.executor.ops.packed_weight import PackedWeight
+from quintet.executor.quant.stack import StackMethod, StackShape
 from quintet.executor.weights.plan import Piece, WeightPlan
 
 
@@ -126,3 +127,6 @@ class Quantization(Protocol):
 
     def linear(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod:
         """Return the owner of a layer's tensors, which it declares in ``plan``."""
+
+    def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
+        """Return the owner of one matrix of all experts of a layer, likewise."""

@@ -7,7 +7,9 @@ import torch
 from quintet.executor.ops.host_linear import linear_library
 from quintet.executor.ops.linear import linear
 from quintet.executor.quant.method import LinearMethod, LinearShape
-from quintet.executor.quant.packed import FLOAT_FORMATS, Numbers, PackedLinear
+from quintet.executor.quant.numbers import FLOAT_FORMATS, Numbers
+from quintet.executor.quant.packed import PackedLinear
+from quintet.executor.quant.stack import PackedStack, RowMajorStack, StackMethod, StackShape
 from quintet.executor.weights.plan import WeightPlan
 
 
@@ -20,6 +22,13 @@ class Unquantized:
         if plan.device.type != "cpu" or library is None:
             return RowMajorLinear(shape, plan)
         return PackedLinear(library, shape, plan, Numbers(FLOAT_FORMATS[plan.dtype]))
+
+    def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
+        """See `Quantization.stack`."""
+        library = linear_library()
+        if plan.device.type != "cpu" or library is None:
+            return RowMajorStack(shape, plan)
+        return PackedStack(library, shape, plan, Numbers(FLOAT_FORMATS[plan.dtype]))
 
 
 class RowMajorLinear:

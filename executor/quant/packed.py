@@ -5,7 +5,6 @@ Quantization happens in the kernels of ``csrc/cpu`` as rows arrive; here is only
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -14,28 +13,11 @@ from quintet.executor.ops.host_dtypes import FLOAT_CODES
 from quintet.executor.ops.host_linear import LinearLibrary, WeightFormat, linear_library
 from quintet.executor.ops.packed_weight import PackedWeight
 from quintet.executor.quant.method import LinearMethod, LinearShape, Part
+from quintet.executor.quant.numbers import LAYOUT, Numbers
+from quintet.executor.quant.stack import PackedStack, StackMethod, StackShape
 from quintet.executor.weights.plan import Piece, WeightPlan
 from quintet.executor.weights.store import Description
 from quintet.wire.errors import ConfigError
-
-FLOAT_FORMATS = {
-    torch.bfloat16: WeightFormat.BF16,
-    torch.float16: WeightFormat.FP16,
-    torch.float32: WeightFormat.FP32,
-}
-
-LAYOUT = 1
-"""Version of what packed bytes mean (csrc/cpu/linear.hpp). Part of the packed cache's key: raise it when that changes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Numbers:
-    """How a layer's numbers are stored and multiplied."""
-
-    weight_format: WeightFormat
-    group: int = 0
-    """Neighbouring inputs that share a scale; 0: one scale for each output."""
-    int8_activations: bool = False
 
 
 class PackedQuantization:
@@ -56,6 +38,10 @@ class PackedQuantization:
         """See `Quantization.linear`."""
         numbers = self._of_output_layer if shape.is_output_layer else self._numbers
         return PackedLinear(self._library, shape, plan, numbers)
+
+    def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
+        """See `Quantization.stack`."""
+        return PackedStack(self._library, shape, plan, self._numbers)
 
 
 def int8() -> PackedQuantization:

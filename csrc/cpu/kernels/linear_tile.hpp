@@ -23,7 +23,15 @@ QT_INLINE f32v load_or_zero(const Element* from, index_t count) {
 
 // act(gate) * up, rounded to Element where the reference rounds: the activation, then the product.
 template <class Element>
-QT_INLINE f32v activated(Activation activation, f32v gate, f32v up) {
+QT_INLINE f32v activated(const LinearCall& call, f32v gate, f32v up) {
+  const Activation activation = call.activation;
+  if (activation == Activation::clamped_swiglu) {
+    const f32v limit = all(call.gate_limit);
+    gate = gate > limit ? limit : gate;  // NaN stays NaN
+    up = up > limit ? limit : up < -limit ? -limit : up;
+    const f32v glu = gate / (exponential(gate * all(-call.gate_factor)) + 1.0f);
+    return rounded_to<Element>(glu) * rounded_to<Element>(up + 1.0f);
+  }
   // x times the logistic function of t; for gelu (its tanh form) t is 2 sqrt(2 / pi) (x + 0.044715 x^3).
   const f32v t = activation == Activation::silu
                      ? gate
@@ -49,7 +57,7 @@ void finish(const Finish& f, const float* sums, index_t row, index_t rows) {
         const float* sum = sums + r * kTileColumns + c;
         const f32v gate = rounded_to<Element>(load(sum) + gate_bias);
         const f32v up = rounded_to<Element>(load(sum + kPairedColumns) + up_bias);
-        store(y + (row + r) * call.y_stride + column, activated<Element>(call.activation, gate, up), count);
+        store(y + (row + r) * call.y_stride + column, activated<Element>(call, gate, up), count);
       }
     }
     return;

@@ -1,0 +1,305 @@
+// Experts as operations of a program and as a call of their own; how their multiplications are cut. See experts.hpp.
+#include "experts.hpp"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "linear_cut.hpp"
+#include "program.hpp"
+#include "require.hpp"
+
+namespace qt {
+
+namespace {
+
+constexpr index_t kRoutedAtOnce = 16;  // up to so many tokens are routed where their rows are planned
+constexpr index_t kPrepareGrain = 8, kElementsAtOnce = 8192;
+constexpr index_t kReadRows = 12;  // so many rows are multiplied in the time in which a weight is read
+constexpr index_t kPageBytes = 4096, kLineBytes = 64;
+
+// Numbers from a row to the next of what lies between the multiplications: rows of whole pages would share a cache's sets.
+index_t stride_of(index_t width, index_t size) {
+  return width + (width * size % kPageBytes == 0 ? kLineBytes / size : 0);
+}
+
+index_t in_lines(index_t bytes) { return (bytes + kLineBytes - 1) / kLineBytes * kLineBytes; }
+
+// One multiplication of every expert that has rows, largest first. Its work's pieces are theirs, one expert's after another's.
+class Multiplications {
+ public:
+  explicit Multiplications(const LinearCall& call)
+      : like_(call), kernels_(linear_kernels_of(*call.weight)),
+        preparation_(kernels_.preparation(*call.weight, call.dtype, call.int8_activations)) {}
+
+  const Preparation& preparation() const { return preparation_; }
+  void clear() { calls_.clear(), items_.assign(1, 0), prepared_items_.assign(1, 0); }
+
+  // The call for `rows`, on about so many threads. x, y, bias and prepared: of the first of these rows.
+  void add(const Weight* weight, index_t rows, index_t threads, const char* x, index_t x_stride, const char* bias, char* y,
+           char* prepared) {
+    LinearCall call = like_;
+    call.weight = weight;
+    call.x = x, call.x_stride = x_stride, call.bias = bias, call.y = y;
+    cut_call(call, preparation_, rows, threads, cut_of(*weight, rows, threads));
+    call.prepared = call.is_prepared ? prepared : const_cast<char*>(x);
+    calls_.push_back(call);
+    items_.push_back(items_.back() + call.items);
+    prepared_items_.push_back(prepared_items_.back() + (call.is_prepared ? kernels_.prepare_items(call) : 0));
+  }
+
+  Work prepare() const { return {prepared_items_.back(), kPrepareGrain, run<&Multiplications::prepared_items_, false>, this}; }
+  Work multiply(index_t threads) const {
+    index_t grain = 1;
+    for (const LinearCall& call : calls_) grain = std::max(grain, grain_of(call, preparation_.together, threads));
+    Work work{items_.back(), grain, run<&Multiplications::items_, true>, this};
+    work.region = region;
+    return work;
+  }
+
+ private:
+  using Ends = std::vector<index_t>;
+
+  index_t call_of(const Ends& ends, index_t item) const {
+    return std::upper_bound(ends.begin(), ends.end(), item) - ends.begin() - 1;
+  }
+  template <auto ends_of, bool multiplies>
+  static void run(const void* described, index_t begin, index_t end) {
+    const Multiplications& all = *static_cast<const Multiplications*>(described);
+    const Ends& ends = all.*ends_of;
+    for (index_t i = all.call_of(ends, begin); begin < end; ++i) {
+      const index_t last = std::min(end, ends[std::size_t(i) + 1]);
+      const auto work = multiplies ? all.kernels_.multiply : all.kernels_.prepare;
+      if (begin < last) work(&all.calls_[std::size_t(i)], begin - ends[std::size_t(i)], last - ends[std::size_t(i)]);
+      begin = last;
+    }
+  }
+  static Region region(const void* described, index_t item) {
+    const Multiplications& all = *static_cast<const Multiplications*>(described);
+    const index_t i = all.call_of(all.items_, item);
+    return region_of_item(&all.calls_[std::size_t(i)], item - all.items_[std::size_t(i)]);
+  }
+
+  // Of few rows remembered: the same in every layer and step.
+  Cut cut_of(const Weight& weight, index_t rows, index_t threads) {
+    constexpr index_t kRemembered = 256;
+    if (rows >= kRemembered) return best_cut(weight, preparation_, rows, threads, false);
+    if (known_.empty()) known_.resize(kRemembered);
+    Known& known = known_[std::size_t(rows)];
+    if (known.threads != threads) known = {threads, best_cut(weight, preparation_, rows, threads, false)};
+    return known.cut;
+  }
+
+  struct Known {
+    index_t threads = 0;
+    Cut cut{};
+  };
+
+  LinearCall like_;
+  const LinearKernels& kernels_;
+  Preparation preparation_;
+  std::vector<Known> known_;
+  std::vector<LinearCall> calls_;
+  Ends items_{0}, prepared_items_{0};
+};
+
+LinearCall gate_up_call(const ExpertsLayer& layer, index_t x_stride, index_t y_stride, int dtype) {
+  LinearCall call = linear_call(layer.gate_up[0], nullptr, x_stride, dtype, nullptr, nullptr, nullptr, y_stride,
+                                int(layer.activation), int(layer.int8_activations));
+  call.gate_factor = float(layer.gate_factor), call.gate_limit = float(layer.gate_limit);
+  return call;
+}
+
+// A layer's works in one step: `route`, `plan`, then four late ones and `combine`.
+class Experts {
+ public:
+  enum Part { kRoute, kPlan, kGather, kPrepareIn, kMultiplyIn, kPrepareOut, kMultiplyOut, kCombine, kParts };
+
+  Experts(const ExpertsLayer& layer, const void* x, index_t x_stride, const void* scores, index_t scores_stride, void* y,
+          index_t y_stride, int dtype)
+      : layer_(layer), dtype_(dtype), size_(dtype == int(Dtype::fp32) ? 4 : 2), hidden_(layer.gate_up[0]->depth),
+        width_(layer.down[0]->depth), x_(static_cast<const char*>(x)), x_stride_(x_stride),
+        row_stride_(stride_of(hidden_, size_)), act_stride_(stride_of(width_, size_)),
+        gate_up_(gate_up_call(layer, row_stride_, act_stride_, dtype)),
+        down_(linear_call(layer.down[0], nullptr, act_stride_, dtype, nullptr, nullptr, nullptr, row_stride_,
+                          int(Activation::none), int(layer.int8_activations))),
+        counts_(std::size_t(layer.routing.experts)), order_(std::size_t(layer.routing.experts)) {
+    const Routing& routing = layer_.routing;
+    QT_REQUIRE(routing.experts >= 1 && routing.experts <= kMostExperts && routing.chosen >= 1 &&
+                   routing.chosen <= kMostChosen && routing.groups >= 1 && routing.experts % routing.groups == 0 &&
+                   routing.chosen_groups >= 1 && routing.chosen_groups <= routing.groups && routing.group_best >= 1 &&
+                   routing.group_best <= std::min(routing.experts / routing.groups, kMostChosen) &&
+                   routing.chosen <= routing.chosen_groups * (routing.experts / routing.groups),
+               "%lld of %lld experts in %lld of %lld groups", (long long)routing.chosen, (long long)routing.experts,
+               (long long)routing.chosen_groups, (long long)routing.groups);
+    QT_REQUIRE(layer.gate_up[0]->columns == 2 * width_ && layer.down[0]->columns == hidden_,
+               "experts of %lld and %lld columns, %lld and %lld deep", (long long)layer.gate_up[0]->columns,
+               (long long)layer.down[0]->columns, (long long)hidden_, (long long)width_);
+    gate_ups_.assign(layer.gate_up, layer.gate_up + routing.experts);
+    downs_.assign(layer.down, layer.down + routing.experts);
+    route_ = {&layer_.routing, scores, scores_stride, nullptr, nullptr};
+    gather_ = {x, x_stride, hidden_, nullptr, routing.chosen, nullptr, nullptr, row_stride_};
+    combine_ = {nullptr, row_stride_, hidden_, nullptr, routing.chosen, nullptr, y, y_stride};
+  }
+
+  // Scratch for up to so many tokens.
+  index_t bytes(index_t tokens) { return lay_out(nullptr, tokens); }
+
+  // All works of a step. `threads`: how they are cut.
+  void describe(index_t tokens, index_t max_tokens, index_t threads, char* scratch) {
+    tokens_ = tokens, threads_ = threads;
+    lay_out(scratch, max_tokens);
+  }
+  Work work(int part) {
+    const ExpertsKernels& kernels = QT_CHOOSE(experts);
+    const index_t grain = std::max(index_t(1), kElementsAtOnce / hidden_);
+    if (part == kRoute) return {tokens_ > kRoutedAtOnce ? tokens_ : 0, 16, kernels.route[dtype_], &route_};
+    if (part == kPlan) return {1, 1, plan, this};
+    if (part == kCombine) return {tokens_, grain, kernels.combine[dtype_], &combine_};
+    Work work;
+    work.late = &late_[part];
+    return work;
+  }
+
+ private:
+  index_t lay_out(char* memory, index_t tokens) {
+    const index_t pairs = tokens * layer_.routing.chosen;
+    index_t at = 0;
+    const auto take = [&](index_t bytes) {
+      char* const begin = memory + at;
+      at += in_lines(bytes);
+      return begin;
+    };
+    route_.ids = reinterpret_cast<std::int32_t*>(take(pairs * 4));
+    route_.weights = reinterpret_cast<float*>(take(pairs * 4));
+    row_of_ = reinterpret_cast<std::int32_t*>(take(pairs * 4));
+    pair_of_ = reinterpret_cast<std::int32_t*>(take(pairs * 4));
+    rows_ = take(pairs * row_stride_ * size_);  // what goes in, then what comes out
+    act_ = take(pairs * act_stride_ * size_);
+    prepared_ = take(pairs * std::max(gate_up_.preparation().row_bytes, down_.preparation().row_bytes));
+    gather_.pairs = pair_of_, gather_.y = rows_;
+    gather_.factors = layer_.scaled_inputs ? route_.weights : nullptr;
+    combine_.x = rows_, combine_.rows = row_of_;
+    combine_.weights = layer_.scaled_inputs ? nullptr : route_.weights;
+    return at;
+  }
+
+  static void plan(const void* experts, index_t, index_t) { static_cast<Experts*>(const_cast<void*>(experts))->plan(); }
+
+  void plan() {
+    if (tokens_ <= kRoutedAtOnce) QT_CHOOSE(experts).route[dtype_](&route_, 0, tokens_);
+    const index_t active = sort_pairs();
+    gate_up_.clear(), down_.clear();
+    bool gathers = false;
+    index_t cost = 0;
+    for (index_t i = 0; i < active; ++i) cost += std::max(kReadRows, counts_[std::size_t(order_[std::size_t(i)])]);
+    for (index_t i = 0, row = 0; i < active; ++i) {
+      const index_t expert = order_[std::size_t(i)], rows = counts_[std::size_t(expert)];
+      const index_t share = threads_ * std::max(kReadRows, rows) / cost + 1;
+      const bool direct = rows == 1 && !layer_.scaled_inputs;  // read where it lies
+      gathers |= !direct;
+      const char* x = direct ? x_ + pair_of_[row] / layer_.routing.chosen * x_stride_ * size_
+                             : rows_ + row * row_stride_ * size_;
+      gate_up_.add(gate_ups_[std::size_t(expert)], rows, share, x, direct ? x_stride_ : row_stride_,
+                   bias_of(layer_.gate_up_bias, expert, 2 * width_), act_ + row * act_stride_ * size_,
+                   prepared_ + row * gate_up_.preparation().row_bytes);
+      down_.add(downs_[std::size_t(expert)], rows, share, act_ + row * act_stride_ * size_, act_stride_,
+                bias_of(layer_.down_bias, expert, hidden_), rows_ + row * row_stride_ * size_,
+                prepared_ + row * down_.preparation().row_bytes);
+      row += rows;
+    }
+    const index_t grain = std::max(index_t(1), kElementsAtOnce / hidden_);
+    late_[kGather] = {gathers ? tokens_ * layer_.routing.chosen : 0, grain, QT_CHOOSE(experts).gather[dtype_], &gather_};
+    late_[kPrepareIn] = gate_up_.prepare(), late_[kMultiplyIn] = gate_up_.multiply(threads_);
+    late_[kPrepareOut] = down_.prepare(), late_[kMultiplyOut] = down_.multiply(threads_);
+  }
+
+  // Pairs by expert, those with most rows first, an expert's in the tokens' order. Returns how many experts have rows.
+  index_t sort_pairs() {
+    const index_t pairs = tokens_ * layer_.routing.chosen, experts = layer_.routing.experts;
+    std::fill(counts_.begin(), counts_.end(), 0);
+    for (index_t pair = 0; pair < pairs; ++pair) ++counts_[std::size_t(route_.ids[pair])];
+    index_t active = 0;
+    for (index_t expert = 0; expert < experts; ++expert)
+      if (counts_[std::size_t(expert)] > 0) order_[std::size_t(active++)] = expert;
+    std::sort(order_.begin(), order_.begin() + active, [this](index_t a, index_t b) {
+      const index_t rows_a = counts_[std::size_t(a)], rows_b = counts_[std::size_t(b)];
+      return rows_a != rows_b ? rows_a > rows_b : a < b;
+    });
+    next_.resize(std::size_t(experts));
+    for (index_t i = 0, row = 0; i < active; row += counts_[std::size_t(order_[std::size_t(i++)])])
+      next_[std::size_t(order_[std::size_t(i)])] = row;
+    for (index_t pair = 0; pair < pairs; ++pair) {
+      const index_t row = next_[std::size_t(route_.ids[pair])]++;
+      row_of_[pair] = std::int32_t(row), pair_of_[row] = std::int32_t(pair);
+    }
+    return active;
+  }
+
+  const char* bias_of(const void* biases, index_t expert, index_t columns) const {
+    return biases ? static_cast<const char*>(biases) + expert * columns * size_ : nullptr;
+  }
+
+  ExpertsLayer layer_;
+  int dtype_;
+  index_t size_, hidden_, width_;
+  const char* x_;
+  index_t x_stride_, row_stride_, act_stride_;
+  Multiplications gate_up_, down_;
+  std::vector<index_t> counts_, order_, next_;  // rows of each expert; experts that have some; where the next one's goes
+  std::vector<const Weight*> gate_ups_, downs_;
+  RouteCall route_;
+  GatherCall gather_;
+  CombineCall combine_;
+  Work late_[kParts];
+  index_t tokens_ = 0, threads_ = 1;
+  std::int32_t *row_of_ = nullptr, *pair_of_ = nullptr;  // of each pair; of each row
+  char *rows_ = nullptr, *act_ = nullptr, *prepared_ = nullptr;
+};
+
+class ExpertsOp final : public Op {
+ public:
+  ExpertsOp(std::shared_ptr<Experts> experts, const Program* program, index_t max_tokens, int part)
+      : experts_(std::move(experts)), program_(program), max_tokens_(max_tokens), part_(part) {}
+  Work prepare(const Step& step, index_t threads) override {
+    if (part_ == 0) experts_->describe(step.num_tokens, max_tokens_, threads, program_->scratch());
+    return experts_->work(part_);
+  }
+
+ private:
+  std::shared_ptr<Experts> experts_;
+  const Program* program_;
+  index_t max_tokens_;
+  int part_;
+};
+
+}  // namespace
+}  // namespace qt
+
+QT_EXPORT index_t qt_experts_bytes() { return sizeof(qt::ExpertsLayer); }
+
+// y[rows, hidden] = the experts' sum for x[rows, hidden], chosen by scores[rows, experts]. dtype: of x, scores, biases and y.
+QT_EXPORT void qt_op_experts(const qt::ExpertsLayer* layer, const void* x, index_t x_stride, const void* scores,
+                             index_t scores_stride, index_t rows, void* y, index_t y_stride, int dtype) {
+  qt::Experts experts(*layer, x, x_stride, scores, scores_stride, y, y_stride, dtype);
+  char* scratch = static_cast<char*>(std::aligned_alloc(64, experts.bytes(rows)));
+  experts.describe(rows, rows, qt::pool().threads(), scratch);
+  qt::Work works[qt::Experts::kParts];
+  for (int part = 0; part < qt::Experts::kParts; ++part) works[part] = experts.work(part);
+  qt::pool().run(works, qt::Experts::kParts);
+  std::free(scratch);
+}
+
+// Appends the same for the step's tokens, at most max_tokens. The weights and what the layer points to must outlive the program,
+// the layer itself need not.
+QT_EXPORT void qt_program_experts(qt::Program* program, const qt::ExpertsLayer* layer, const void* x, index_t x_stride,
+                                  const void* scores, index_t scores_stride, index_t max_tokens, void* y, index_t y_stride,
+                                  int dtype) {
+  auto experts =
+      std::make_shared<qt::Experts>(*layer, x, x_stride, scores, scores_stride, y, y_stride, dtype);
+  program->reserve(experts->bytes(max_tokens));
+  for (int part = 0; part < qt::Experts::kParts; ++part)
+    program->append(std::make_unique<qt::ExpertsOp>(experts, program, max_tokens, part));
+}

@@ -1,0 +1,151 @@
+"""Experts: each token goes through a few of many gated feed-forwards. The references, and what a device computes with torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from quintet.executor.cards.routing import Routing, Scoring
+from quintet.executor.ops.linear import GatedActivation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gate:
+    """What becomes of an expert's gates and ups."""
+
+    activation: GatedActivation
+    factor: float = 1.0
+    """Of `GatedActivation.CLAMPED_SWIGLU`, as ``limit`` is."""
+    limit: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTables:
+    """All experts' numbers, row-major in one number format."""
+
+    gate_up: torch.Tensor
+    """``[experts, 2 width, hidden]``: gates, then ups."""
+    down: torch.Tensor
+    """``[experts, hidden, width]``."""
+    gate_up_bias: torch.Tensor | None
+    """``[experts, 2 width]``; ``down_bias`` is ``[experts, hidden]``. Both or neither."""
+    down_bias: torch.Tensor | None
+
+
+def route(
+    scores: torch.Tensor, routing: Routing, correction: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the experts that each token chooses, the best first, int64 ``[tokens, chosen]``, and their weights in fp32.
+
+    scores: ``[tokens, experts]``; correction: fp32 ``[experts]``, added for choosing alone.
+    """
+    values = scores.float()
+    if routing.scoring is Scoring.SOFTMAX:
+        values = values.softmax(-1)
+    elif routing.scoring is Scoring.SIGMOID:
+        values = values.sigmoid()
+    choices = values if correction is None else values + correction
+    if routing.groups > 1:
+        grouped = choices.unflatten(-1, (routing.groups, -1))
+        worth = grouped.topk(routing.group_best).values.sum(-1)
+        kept = torch.zeros_like(worth, dtype=torch.bool)
+        kept.scatter_(1, _largest(worth, routing.chosen_groups), True)
+        choices = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)
+    ids = _largest(choices, routing.chosen)
+    weights = values.gather(1, ids)
+    if routing.scoring is Scoring.SOFTMAX_OF_CHOSEN:
+        weights = weights.softmax(-1)
+    if routing.renormalise:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return ids, weights * routing.scale
+
+
+def gated(y: torch.Tensor, gate: Gate) -> torch.Tensor:
+    """Return the gates' activation times the ups of ``y [..., 2 width]``: ``[..., width]``."""
+    gates, ups = y.chunk(2, dim=-1)
+    if gate.activation is GatedActivation.CLAMPED_SWIGLU:
+        gates, ups = gates.clamp(max=gate.limit), ups.clamp(-gate.limit, gate.limit)
+        return gates * torch.sigmoid(gates * gate.factor) * (ups + 1)
+    if gate.activation is GatedActivation.SILU_AND_MUL:
+        return F.silu(gates) * ups
+    return F.gelu(gates, approximate="tanh") * ups
+
+
+def experts(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    tables: ExpertTables,
+    gate: Gate,
+    scaled_inputs: bool,
+) -> torch.Tensor:
+    """Return each token's sum over its experts, ``[tokens, hidden]``; ids, weights: see `route`. Waits for a device."""
+    y = x.new_zeros(*ids.shape, x.shape[1])  # [tokens, chosen, hidden]
+    for expert in ids.unique().tolist():
+        token, place = torch.where(ids == expert)
+        rows = x[token]
+        if scaled_inputs:
+            rows = rows * weights[token, place, None].to(x.dtype)
+        y[token, place] = _one(rows, tables, expert, gate)
+    return _sum(y, weights, scaled_inputs)
+
+
+def experts_without_waiting(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    tables: ExpertTables,
+    gate: Gate,
+    scaled_inputs: bool,
+) -> torch.Tensor:
+    """Return what `experts` does, by operations that do not depend on what is chosen, so that they can be captured.
+
+    Where tokens choose fewer experts than there are, those weights are gathered, once for each choice; else every token goes
+    through every expert. The first reads ``tokens * chosen`` experts, the second computes ``experts / chosen`` times too much.
+    """
+    num_tokens, chosen = ids.shape
+    num_experts = len(tables.gate_up)
+    if num_tokens * chosen <= num_experts:
+        pairs = ids.flatten()
+        rows = x.repeat_interleave(chosen, 0)
+        if scaled_inputs:
+            rows = rows * weights.reshape(-1, 1).to(x.dtype)
+        between = torch.bmm(tables.gate_up[pairs], rows[:, :, None])[..., 0]
+        if tables.gate_up_bias is not None:
+            between = between + tables.gate_up_bias[pairs]
+        y = torch.bmm(tables.down[pairs], gated(between, gate)[:, :, None])[..., 0]
+        if tables.down_bias is not None:
+            y = y + tables.down_bias[pairs]
+        return _sum(y.view(num_tokens, chosen, -1), weights, scaled_inputs)
+    y = x.new_zeros(num_tokens, chosen, x.shape[1])
+    for expert in range(num_experts):
+        mine = ids == expert
+        rows = x
+        if scaled_inputs:
+            rows = x * (weights * mine).sum(1, keepdim=True).to(x.dtype)
+        y = torch.where(mine[..., None], _one(rows, tables, expert, gate)[:, None], y)
+    return _sum(y, weights, scaled_inputs)
+
+
+def _one(x: torch.Tensor, tables: ExpertTables, expert: int, gate: Gate) -> torch.Tensor:
+    biases = (None, None) if tables.gate_up_bias is None else (tables.gate_up_bias, tables.down_bias)
+    between = F.linear(x, tables.gate_up[expert], None if biases[0] is None else biases[0][expert])
+    return F.linear(
+        gated(between, gate), tables.down[expert], None if biases[1] is None else biases[1][expert]
+    )
+
+
+def _sum(y: torch.Tensor, weights: torch.Tensor, scaled_inputs: bool) -> torch.Tensor:
+    """Over what is chosen, in its order, in fp32."""
+    total = torch.zeros(y.shape[0], y.shape[2], dtype=torch.float32, device=y.device)
+    for place in range(y.shape[1]):
+        part = y[:, place].float()
+        total = total + (part if scaled_inputs else part * weights[:, place, None])
+    return total.to(y.dtype)
+
+
+def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
+    """Return where the largest of each row are, the first of equal ones first."""
+    return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]

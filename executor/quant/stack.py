@@ -1,0 +1,178 @@
+"""One matrix of every expert of a layer: what a model says of it, and who owns its numbers.
+
+A method object declares the checkpoint's tensors in a plan when it is made, and is filled by the loader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from quintet.executor.ops.host_dtypes import FLOAT_CODES
+from quintet.executor.ops.host_linear import LinearLibrary
+from quintet.executor.ops.packed_weight import PackedWeight
+from quintet.executor.quant.numbers import LAYOUT, Numbers
+from quintet.executor.weights.plan import Sink, WeightPlan
+from quintet.executor.weights.store import Description
+
+
+@dataclass(frozen=True, slots=True)
+class StackPiece:
+    """Rows of some experts' matrices, taken from one tensor of the checkpoint, or from several that are needed together."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    """Of each tensor."""
+    first: int
+    """Experts ``[first, first + count)``."""
+    count: int
+    begin: int
+    """The rows' place in the matrix: from here on."""
+    take: Callable[[Sequence[torch.Tensor], int], torch.Tensor]
+    """From the tensors and a number below ``count`` to that expert's rows: ``[rows, depth]``, of a bias ``[rows]``."""
+
+    def declare(
+        self,
+        expect: Callable[[str, tuple[int, ...], Sink], None],
+        fill: Callable[[int, int, torch.Tensor], object],
+    ) -> None:
+        """Expect the tensors; once all are there, call ``fill(expert, begin, rows)`` for each expert."""
+        arrived: dict[int, torch.Tensor] = {}
+
+        def take(place: int, tensor: torch.Tensor) -> None:
+            arrived[place] = tensor
+            if len(arrived) == len(self.names):
+                tensors = [arrived[i] for i in range(len(self.names))]
+                arrived.clear()
+                for i in range(self.count):
+                    fill(self.first + i, self.begin, self.take(tensors, i))
+
+        for place, (name, shape) in enumerate(zip(self.names, self.shapes, strict=True)):
+            expect(name, shape, partial(take, place))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackShape:
+    """What a model says about one matrix of its experts."""
+
+    label: str
+    """Says which matrices of the checkpoint these are, and how they are taken from it: part of the packed cache's key."""
+    experts: int
+    columns: int
+    depth: int
+    paired: bool
+    """Whether the first half of the columns are gates and the others the ups that belong to them."""
+    weights: Sequence[StackPiece]
+    biases: Sequence[StackPiece] = ()
+    """Of ``[columns]`` an expert; empty: there are none."""
+
+
+class StackMethod(Protocol):
+    """Owns the tensors."""
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """``[experts, columns]`` in the model's number format."""
+
+    @property
+    def packed(self) -> Sequence[PackedWeight] | None:
+        """The weights in the form of the host library; None where torch multiplies."""
+
+    @property
+    def table(self) -> torch.Tensor | None:
+        """The weights row-major in the model's number format ``[experts, columns, depth]``, where they are held so."""
+
+    @property
+    def int8_activations(self) -> bool:
+        """See `quintet.executor.quant.method.LinearMethod`."""
+
+
+class RowMajorStack:
+    """Weights in the model's number format, multiplied by torch. A `StackMethod`."""
+
+    packed = None
+    int8_activations = False
+
+    def __init__(self, shape: StackShape, plan: WeightPlan) -> None:
+        self.table = _filled(shape.weights, plan, shape.experts, shape.columns, shape.depth)
+        self.bias = _bias_of(shape, plan)
+
+
+class PackedStack:
+    """Weights packed for the host kernels, all in one section. A `StackMethod` and a `PackedStore`."""
+
+    table = None
+
+    def __init__(self, library: LinearLibrary, shape: StackShape, plan: WeightPlan, numbers: Numbers) -> None:
+        self._library, self._shape, self._numbers = library, shape, numbers
+        self._packed: list[PackedWeight] | None = None
+        self.int8_activations = numbers.int8_activations
+        one = library.weight_bytes(
+            *(int(numbers.weight_format), shape.columns, shape.depth, numbers.group, shape.paired)
+        )
+        self.num_bytes: int = one * shape.experts
+        plan.store(self)
+        for piece in shape.weights:
+            piece.declare(plan.pack, self._fill)
+        self.bias = _bias_of(shape, plan)
+
+    @property
+    def packed(self) -> Sequence[PackedWeight]:
+        """The weights, once a loader has given them memory."""
+        assert self._packed is not None, "used before they were loaded"
+        return self._packed
+
+    @property
+    def description(self) -> Description:
+        """See `PackedStore`."""
+        shape, numbers = self._shape, self._numbers
+        return {
+            "layer": shape.label,
+            "layout": LAYOUT,
+            "format": numbers.weight_format.name,
+            "group": numbers.group,
+            "experts": shape.experts,
+            "columns": shape.columns,
+            "depth": shape.depth,
+            "paired": shape.paired,
+        }
+
+    def open(self, memory: torch.Tensor) -> None:
+        """See `PackedStore`."""
+        shape, numbers = self._shape, self._numbers
+        self._packed = [
+            PackedWeight(
+                self._library,
+                numbers.weight_format,
+                shape.columns,
+                shape.depth,
+                group=numbers.group,
+                paired=shape.paired,
+                memory=part,
+            )
+            for part in memory.chunk(shape.experts)
+        ]
+
+    def _fill(self, expert: int, begin: int, rows: torch.Tensor) -> None:
+        self.packed[expert].fill(rows if rows.dtype in FLOAT_CODES else rows.float(), begin)
+
+
+def _bias_of(shape: StackShape, plan: WeightPlan) -> torch.Tensor | None:
+    return _filled(shape.biases, plan, shape.experts, shape.columns) if shape.biases else None
+
+
+def _filled(pieces: Sequence[StackPiece], plan: WeightPlan, *size: int) -> torch.Tensor:
+    """Return a tensor ``[experts, columns, …]`` that pieces will fill."""
+    whole = torch.empty(size, dtype=plan.dtype, device=plan.device)
+    plan.num_bytes += whole.numel() * whole.element_size()
+
+    def fill(expert: int, begin: int, rows: torch.Tensor) -> None:
+        whole[expert, begin : begin + len(rows)].copy_(rows)
+
+    for piece in pieces:
+        piece.declare(plan.expect, fill)
+    return whole
