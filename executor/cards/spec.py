@@ -192,12 +192,18 @@ class Norms:
     """`Names.mixer_norm`, `Names.mlp_norm`, there instead of before."""
 
 
+MixerSpec = AttentionSpec
+"""What mixes tokens; `quintet.executor.models.blocks.block` builds each kind."""
+FeedForwardSpec = MlpSpec
+"""What each token goes through by itself, likewise."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """One layer."""
 
-    mixer: AttentionSpec
-    mlp: MlpSpec
+    mixer: MixerSpec
+    mlp: FeedForwardSpec | None
     mixer_norms: Norms
     mlp_norms: Norms
     parallel: bool = False
@@ -205,6 +211,8 @@ class LayerSpec:
     through one of its own where ``mlp_norms`` has one before it."""
     residual_multiplier: float = 1.0
     """Factor of what the mixer and the feed-forward add."""
+    residual_of_norm: bool = False
+    """Whether they add to what their norms gave, rather than to what the norms were given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,6 +247,8 @@ class DecoderSpec:
     """Factor of every embedding."""
     embedding_norm: NormSpec | None = None
     head_bias: bool = False
+    normalised_head: bool = False
+    """Whether each row of the output layer is divided by its length."""
     logit_scale: float = 1.0
     """Factor of every logit."""
     logit_softcap: float | None = None
@@ -263,9 +273,8 @@ class DecoderSpec:
     def num_parameters(self) -> int:
         """See `ModelSpec`."""
         hidden, width = self.hidden_size, self.embedding_width or self.hidden_size
-        layers = sum(
-            layer.mixer.num_parameters(hidden) + layer.mlp.num_parameters(hidden) for layer in self.layers
-        )
+        blocks = [block for layer in self.layers for block in (layer.mixer, layer.mlp) if block is not None]
+        layers = sum(block.num_parameters(hidden) for block in blocks)
         projections = 2 * hidden * width if self.embedding_width else 0
         positions = (self.positions.count + self.positions.offset) * hidden if self.positions else 0
         return layers + projections + positions + self.vocab_size * width * (1 if self.tied else 2)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 
 from quintet.executor.ops.linear import GatedActivation
 from quintet.executor.ops.packed_weight import PackedWeight
@@ -33,6 +34,8 @@ class Part:
     groups: int = 1
     transposed: bool = False
     """Whether the weight is ``[depth, total]`` in the checkpoint."""
+    unit_rows: bool = False
+    """Whether each row of the weight is divided by its length."""
 
     def __post_init__(self) -> None:
         total = self.height
@@ -50,7 +53,8 @@ class Part:
 
     def weight(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return ``[rows, depth]`` of the checkpoint's weight: a view of it, or a copy where rows of groups are gathered."""
-        return self.bias(tensor.t() if self.transposed else tensor)
+        rows = self.bias(tensor.t() if self.transposed else tensor)
+        return F.normalize(rows) if self.unit_rows else rows
 
     def bias(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the rows of a tensor of ``height`` rows: ``[rows]`` of the bias."""

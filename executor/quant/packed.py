@@ -137,8 +137,8 @@ class PackedLinear:
 
 
 def _described(part: Part) -> str:
-    """Say which rows of which tensor a part is: its name alone where they are all."""
-    own = part == Part(part.name, part.rows)
-    return (
-        part.name if own else f"{part.name}[{part.begin}/{part.groups}/{part.height}{'T' * part.transposed}]"
-    )
+    """Say which rows of which tensor a part is, and what is done to them: its name alone where they are all, as they are."""
+    if part == Part(part.name, part.rows):
+        return part.name
+    marks = "T" * part.transposed + "U" * part.unit_rows
+    return f"{part.name}[{part.begin}/{part.groups}/{part.height}{marks}]"

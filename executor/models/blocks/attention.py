@@ -1,0 +1,89 @@
+"""Attention with queries, keys and values of one linear layer (Vaswani et al., "Attention is all you need", 2017)."""
+
+from __future__ import annotations
+
+import torch
+
+from quintet.executor.cards.spec import AttentionSpec, NormSpec, QkNormOver, QkvLayout
+from quintet.executor.layers.linear import Part
+from quintet.executor.layers.norm import Norm
+from quintet.executor.models.blocks.scope import Scope
+from quintet.executor.models.forward import AttentionLayer, ForwardPass, ValueT
+
+
+class Attention:
+    """A `quintet.executor.models.blocks.block.Block`."""
+
+    def __init__(self, scope: Scope, spec: AttentionSpec) -> None:
+        assert scope.layer is not None
+        self._widths = (
+            spec.num_heads * spec.head_dim,
+            spec.num_kv_heads * spec.head_dim,
+            spec.num_kv_heads * spec.value_dim,
+        )
+        self._qkv = scope.linear(_qkv_parts(scope, spec), scope.hidden_size, biased=spec.qkv_bias)
+        self._output = scope.linear(
+            [scope.part(scope.names.output, scope.hidden_size)],
+            spec.num_heads * spec.value_dim,
+            biased=spec.output_bias,
+        )
+        q_norm = _head_norm(scope, spec, scope.names.q_norm, spec.num_heads)
+        k_norm = _head_norm(scope, spec, scope.names.k_norm, spec.num_kv_heads)
+        whole = spec.qk_norm_over is QkNormOver.WHOLE
+        self._q_norm, self._k_norm = (q_norm, k_norm) if whole else (None, None)
+        self.layer = AttentionLayer(
+            index=scope.layer,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            rotary_dim=0 if spec.rope is None else spec.rope.rotary_dim,
+            scale=spec.scale,
+            window=spec.window,
+            q_norm=None if whole else q_norm,
+            k_norm=None if whole else k_norm,
+        )
+
+    def __call__(self, ops: ForwardPass[ValueT], x: ValueT) -> ValueT:
+        """See `Block`."""
+        qkv = ops.linear(self._qkv, x)
+        queries, keys, values = self._widths
+        q, k = ops.columns(qkv, 0, queries), ops.columns(qkv, queries, keys)
+        v = ops.columns(qkv, queries + keys, values)
+        if self._q_norm is not None and self._k_norm is not None:
+            q, k = ops.norm(q, self._q_norm), ops.norm(k, self._k_norm)
+        return ops.linear(self._output, ops.attention(self.layer, q, k, v))
+
+
+def _qkv_parts(scope: Scope, spec: AttentionSpec) -> list[Part]:
+    """Return queries, keys and values, in this order, wherever the checkpoint has them."""
+    names, kv_heads = scope.names, spec.num_kv_heads
+    q, k, v = spec.num_heads * spec.head_dim, kv_heads * spec.head_dim, kv_heads * spec.value_dim
+    if spec.layout is QkvLayout.SEPARATE:
+        return [scope.part(names.q, q), scope.part(names.k, k), scope.part(names.v, v)]
+    groups = kv_heads if spec.layout is QkvLayout.GROUPED else 1
+    return [
+        scope.part(names.qkv, rows, q + k + v, begin // groups, groups)
+        for rows, begin in ((q, 0), (k, q), (v, q + k))
+    ]
+
+
+def _head_norm(scope: Scope, spec: AttentionSpec, name: str, num_heads: int) -> Norm | None:
+    """Declare the norm of queries, or of keys, over whatever of them it is."""
+    norm, dim = spec.qk_norm, spec.head_dim
+    if norm is None or spec.qk_norm_over is QkNormOver.HEAD:
+        return scope.norm(norm, name, dim)
+    if spec.qk_norm_over is QkNormOver.WHOLE:
+        return scope.norm(norm, name, num_heads * dim)
+    return scope.norm_of(norm, dim, _own_weights(scope, norm, name, num_heads, dim))
+
+
+def _own_weights(scope: Scope, norm: NormSpec, name: str, num_heads: int, dim: int) -> torch.Tensor | None:
+    """Declare a weight ``[num_heads * dim]`` that the checkpoint has as one tensor, or as one a head."""
+    name = scope.name(name)
+    if "{head}" not in name:
+        weight = scope.vector(f"{name}.weight", norm, num_heads, dim)
+        return None if weight is None else weight.flatten()
+    heads = torch.empty((num_heads, dim), dtype=scope.weights.dtype, device=scope.weights.device)
+    for head, place in enumerate(heads):
+        scope.weights.expect(f"{name.format(head=head)}.weight", (dim,), place.copy_, scale=0.0)
+    return heads.flatten()

@@ -1,0 +1,32 @@
+"""The mixers and feed-forwards of layers, by their specs."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from quintet.executor.cards.spec import AttentionSpec, FeedForwardSpec, MixerSpec, MlpSpec
+from quintet.executor.models.blocks.attention import Attention
+from quintet.executor.models.blocks.feed_forward import FeedForward
+from quintet.executor.models.blocks.scope import Scope
+from quintet.executor.models.forward import ForwardPass, ValueT
+
+
+class Block(Protocol):
+    """What a layer adds to the residual."""
+
+    def __call__(self, ops: ForwardPass[ValueT], x: ValueT) -> ValueT:
+        """Return ``[rows, hidden]`` for x ``[rows, hidden]``."""
+
+
+def mixer(scope: Scope, spec: MixerSpec) -> Block:
+    """Declare what mixes tokens."""
+    match spec:
+        case AttentionSpec():
+            return Attention(scope, spec)
+
+
+def feed_forward(scope: Scope, spec: FeedForwardSpec) -> Block:
+    """Declare what each token goes through by itself."""
+    match spec:
+        case MlpSpec():
+            return FeedForward(scope, spec)

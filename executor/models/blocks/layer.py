@@ -1,0 +1,79 @@
+"""One layer of a decoder: a mixer, a feed-forward, and the norms around them.
+
+one after the other     x ── before ─ mixer ─ behind ── + ─ of sum ── before ─ feed-forward ─ behind ── + ─ of sum ── x
+                          └────────────────────────────┘            └────────────────────────────────────┘
+
+side by side            x ─┬─ before ─┬─ mixer ─ behind ────────── + ── + ── x
+                           │          └──or: before──┐             │    │
+                           │                  feed-forward ─ behind ────┘
+                           └───────────────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+from quintet.executor.cards.spec import LayerSpec, Norms
+from quintet.executor.models.blocks.block import Block, feed_forward, mixer
+from quintet.executor.models.blocks.scope import Scope
+from quintet.executor.models.forward import ForwardPass, ValueT
+
+
+class _Around:
+    """A block with the norms around it."""
+
+    def __init__(
+        self, scope: Scope, block: Block, norms: Norms, spec: LayerSpec, before: str, behind: str
+    ) -> None:
+        self._block = block
+        self._before = scope.norm(norms.before, before)
+        self._behind = scope.norm(norms.behind, behind)
+        self._of_sum = scope.norm(norms.of_sum, before)
+        self._residual_of_norm = spec.residual_of_norm
+
+    def read(self, ops: ForwardPass[ValueT], x: ValueT) -> ValueT:
+        """Return what the block reads of ``x``."""
+        return x if self._before is None else ops.norm(x, self._before)
+
+    def added(self, ops: ForwardPass[ValueT], x: ValueT, read: ValueT) -> ValueT:
+        """Return ``x`` with what the block makes of ``read``."""
+        made = self._block(ops, read)
+        if self._behind is not None:
+            made = ops.norm(made, self._behind)
+        whole = ops.add(read if self._residual_of_norm else x, made)
+        return whole if self._of_sum is None else ops.norm(whole, self._of_sum)
+
+
+class Layer:
+    """See the head of the file."""
+
+    def __init__(self, scope: Scope, spec: LayerSpec) -> None:
+        names = scope.names
+        self._mixer = _Around(
+            *(scope, mixer(scope, spec.mixer), spec.mixer_norms, spec, names.mixer_norm, names.mixer_out_norm)
+        )
+        self._mlp = (
+            None
+            if spec.mlp is None
+            else _Around(
+                *(
+                    scope,
+                    feed_forward(scope, spec.mlp),
+                    spec.mlp_norms,
+                    spec,
+                    names.mlp_norm,
+                    names.mlp_out_norm,
+                )
+            )
+        )
+        self._parallel = spec.parallel
+        self._shares_norm = spec.parallel and spec.mlp_norms.before is None
+
+    def __call__(self, ops: ForwardPass[ValueT], x: ValueT) -> ValueT:
+        """Return the next layer's input ``[rows, hidden]``."""
+        read = self._mixer.read(ops, x)
+        if self._mlp is None:
+            return self._mixer.added(ops, x, read)
+        if self._parallel:
+            besides = read if self._shares_norm else self._mlp.read(ops, x)
+            return self._mlp.added(ops, self._mixer.added(ops, x, read), besides)
+        x = self._mixer.added(ops, x, read)
+        return self._mlp.added(ops, x, self._mlp.read(ops, x))
