@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from quintet.executor.batch import Batch, BatchBuilder, Int, KvShape, Rows
+from quintet.executor.layers.experts import Experts
 from quintet.executor.layers.linear import Embedding, Linear
 from quintet.executor.layers.norm import Norm
 from quintet.executor.memory import lazy_zeros, to_device
@@ -62,6 +63,11 @@ class EagerPass:
     def columns(self, x: torch.Tensor, begin: int, width: int) -> torch.Tensor:
         """See `ForwardPass`."""
         return x.narrow(1, begin, width)
+
+    def experts(self, layer: Experts, x: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """See `ForwardPass`."""
+        self.num_done += 1
+        return layer(x, scores)
 
     def attention(
         self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor

@@ -22,9 +22,11 @@ from quintet.executor.cuda.ops.formats import PACK_BYTES
 from quintet.executor.cuda.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from quintet.executor.cuda.ops.rope_kv import rope_kv
 from quintet.executor.cuda.rows import StepRows
+from quintet.executor.layers.experts import Experts
 from quintet.executor.layers.linear import Embedding, Linear
 from quintet.executor.layers.norm import Norm
 from quintet.executor.models.forward import AttentionLayer
+from quintet.executor.ops.experts import experts_without_waiting, route
 from quintet.executor.ops.linear import GatedActivation
 
 GATES = {GatedActivation.SILU_AND_MUL: Gate.SILU, GatedActivation.GELU_TANH_AND_MUL: Gate.GELU_TANH}
@@ -125,6 +127,14 @@ class DevicePass:
     def columns(self, x: Value, begin: int, width: int) -> Value:
         """See `ForwardPass`."""
         return Value(x.settled.narrow(1, begin, width))
+
+    def experts(self, layer: Experts, x: Value, scores: Value) -> Value:
+        """See `ForwardPass`. With torch, which captures the same launches whatever is chosen."""
+        ids, weights = route(scores.settled, layer.routing, layer.correction)
+        y = experts_without_waiting(
+            x.settled, ids, weights, layer.tables, layer.gate, layer.routing.scaled_inputs
+        )
+        return Value(y)
 
     def attention(self, layer: AttentionLayer, q: Value, k: Value, v: Value) -> Value:
         """See `ForwardPass`."""

@@ -13,6 +13,8 @@ from quintet.executor.ops.host_experts import HostExperts
 from quintet.executor.quant.stack import StackMethod, StackShape
 from quintet.executor.weights.plan import WeightPlan
 
+__all__ = ["Experts", "Gate"]
+
 
 class StackQuantization(Protocol):
     """As much of a quantization as experts need."""

@@ -41,8 +41,9 @@ class Linear:
         biased: bool = False,
         activation: GatedActivation = GatedActivation.NONE,
         is_output_layer: bool = False,
+        is_exact: bool = False,
     ) -> None:
-        self.shape = LinearShape(tuple(parts), depth, biased, activation, is_output_layer)
+        self.shape = LinearShape(tuple(parts), depth, biased, activation, is_output_layer, is_exact)
         self.method: LinearMethod = setting.quantization.linear(self.shape, plan)
 
     @property

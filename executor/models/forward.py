@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from quintet.executor.cards.spec import NormKind
+from quintet.executor.layers.experts import Experts
 from quintet.executor.layers.linear import Embedding, Linear
 from quintet.executor.layers.norm import Norm
 
@@ -68,6 +69,9 @@ class ForwardPass(Protocol[ValueT]):
 
     def columns(self, x: ValueT, begin: int, width: int) -> ValueT:
         """Return numbers ``[begin, begin + width)`` of each row: a view, that costs nothing."""
+
+    def experts(self, layer: Experts, x: ValueT, scores: ValueT) -> ValueT:
+        """Return each token's sum over the experts that its scores ``[rows, experts]`` choose: as wide as ``x``."""
 
     def attention(self, layer: AttentionLayer, q: ValueT, k: ValueT, v: ValueT) -> ValueT:
         """Norm and rotate queries and keys, store keys and values, then attend. Returns ``[rows, num_heads * head_dim]``.

@@ -40,6 +40,7 @@ class ProgramLibrary:
         self.rope_kv_write = declare(
             library, "qt_program_rope_kv_write", a, *(a, n, a, n, a, n), n, n, n, n, a, a, f, a, n, a, n, i, i
         )
+        self.experts = declare(library, "qt_program_experts", a, a, a, n, a, n, n, a, n, i)
         self.draw = declare(library, "qt_program_draw", a, a, n, i, n)
         self.kv_block_bytes = declare(library, "qt_kv_block_bytes", i, n, n, n, result=n)
         self.attention = declare(

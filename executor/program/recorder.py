@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from quintet.executor.cards.spec import NormKind
+from quintet.executor.layers.experts import Experts
 from quintet.executor.layers.linear import Embedding, GatedActivation, Linear
 from quintet.executor.layers.norm import Norm
 from quintet.executor.models.forward import AttentionLayer
@@ -141,6 +142,23 @@ class Recorder:
         """See `ForwardPass`."""
         assert begin >= 0 and begin + width <= x.width, (begin, width, x.width)
         return Value(width, x.extent, viewed=x.owner, begin=x.begin + begin)
+
+    def experts(self, layer: Experts, x: Value, scores: Value) -> Value:
+        """See `ForwardPass`."""
+        y = Value(x.width, Extent.TOKENS)
+        host = layer.host
+        assert host is not None, "recorded without the host kernels"
+        assert (x.width, scores.width) == (layer.hidden, layer.routing.experts), (x.width, scores.width)
+        assert x.extent is scores.extent is Extent.TOKENS, "experts are chosen for every token of a step"
+
+        def emit() -> None:
+            self._library.experts(
+                *(self.handle, host.address, x.address, x.stride, scores.address, scores.stride),
+                *(self._max_rows[Extent.TOKENS], y.address, y.stride, self._code),
+            )
+
+        name = f"{layer.routing.chosen} of {layer.routing.experts} experts"
+        return self._append(name, emit, (x, scores), y)
 
     def attention(self, layer: AttentionLayer, q: Value, k: Value, v: Value) -> Value:
         """See `ForwardPass`. Rotation with the KV write, then attention."""

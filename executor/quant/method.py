@@ -76,6 +76,9 @@ class LinearShape:
     activation: GatedActivation = GatedActivation.NONE
     is_output_layer: bool = False
     """Whether the result is the logits."""
+    is_exact: bool = False
+    """Whether the weight keeps the model's number format, however others are quantized: small differences of what it says
+    decide, and it is small itself."""
 
     @property
     def columns(self) -> int:

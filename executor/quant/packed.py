@@ -13,7 +13,7 @@ from quintet.executor.ops.host_dtypes import FLOAT_CODES
 from quintet.executor.ops.host_linear import LinearLibrary, WeightFormat, linear_library
 from quintet.executor.ops.packed_weight import PackedWeight
 from quintet.executor.quant.method import LinearMethod, LinearShape, Part
-from quintet.executor.quant.numbers import LAYOUT, Numbers
+from quintet.executor.quant.numbers import FLOAT_FORMATS, LAYOUT, Numbers
 from quintet.executor.quant.stack import PackedStack, StackMethod, StackShape
 from quintet.executor.weights.plan import Piece, WeightPlan
 from quintet.executor.weights.store import Description
@@ -37,6 +37,8 @@ class PackedQuantization:
     def linear(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod:
         """See `Quantization.linear`."""
         numbers = self._of_output_layer if shape.is_output_layer else self._numbers
+        if shape.is_exact:
+            numbers = Numbers(FLOAT_FORMATS[plan.dtype])
         return PackedLinear(self._library, shape, plan, numbers)
 
     def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:

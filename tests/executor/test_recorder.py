@@ -8,7 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from quintet.executor.cards.routing import Routing, Scoring
 from quintet.executor.cards.spec import NormKind
+from quintet.executor.layers.experts import Experts, Gate
 from quintet.executor.layers.linear import GatedActivation, Linear, Part
 from quintet.executor.layers.norm import Norm
 from quintet.executor.models.model import Setting
@@ -18,6 +20,7 @@ from quintet.executor.program.recorder import KvMemory, Recorder
 from quintet.executor.program.step import CStep
 from quintet.executor.program.values import Extent, Operation, Value
 from quintet.executor.quant.registry import open_quantization
+from quintet.executor.quant.stack import StackPiece, StackShape
 from quintet.executor.weights.plan import WeightPlan
 from quintet.executor.weights.store import reserve
 
@@ -267,3 +270,35 @@ def test_norms(recorder: Recorder, norm: Norm) -> None:
     run(recorder)
     expected = norm(x.tensor[:, 16:])
     torch.testing.assert_close(y.tensor, expected, rtol=2.0**-6, atol=2.0**-7)
+
+
+def experts(routing: Routing, width: int = 24, hidden: int = 32) -> Experts:
+    """A layer whose matrices a checkpoint has in one tensor each."""
+
+    def stack(name: str, columns: int, depth: int, paired: bool) -> StackShape:
+        shape = (routing.experts, columns, depth)
+        piece = StackPiece((name,), (shape,), 0, routing.experts, 0, lambda tensors, i: tensors[0][i])
+        return StackShape(
+            label=name, experts=routing.experts, columns=columns, depth=depth, paired=paired, weights=[piece]
+        )
+
+    plan = WeightPlan(DTYPE, torch.device("cpu"))
+    gate = Gate(activation=GatedActivation.SILU_AND_MUL)
+    up, down = stack("up", 2 * width, hidden, True), stack("down", hidden, width, False)
+    layer = Experts(open_quantization("none"), plan, routing, gate, up, down)
+    plan.reservation = reserve(plan.stores)
+    for expected in plan.expected.values():
+        for packer in expected.packers:
+            packer(noise(*expected.shape, seed=3) / 5)
+    return layer
+
+
+def test_experts_between_other_operations(recorder: Recorder) -> None:
+    """What is to be done is known only when the operations before it have been: the same as when they are called one by one."""
+    layer = experts(Routing(experts=6, chosen=2, scoring=Scoring.SOFTMAX, renormalise=True))
+    router, x, before = linear(6, 32), given(), noise(ROWS, 32, seed=1)
+    y = recorder.add(x, recorder.experts(layer, x, recorder.linear(router, x)))
+    recorder.keep(y)
+    assert run(recorder) == ["linear 32 to 6", "2 of 6 experts", "add"]
+    assert y.tensor is not None and layer.host is not None
+    assert torch.equal(y.tensor, before + layer.host(before, router(before)))

@@ -1,0 +1,140 @@
+"""A layer of experts at several numbers of tokens, beside what the machine reads at the same time.
+
+    python -m bench.kernels.experts [--threads 2] [--formats bf16 int8 ...] [--tokens 1 4 ...] [--processor-time]
+
+A step cannot take less time than reading, once, the weights of the experts that some token of it chose. The share is that time
+over its own; the limit is measured beside every case, in turn with it, and of each the best of the repeats counts. Every call
+chooses other experts, by random scores, of so many layers that none is in a cache when its turn comes. Of many tokens the
+multiplications are what limits: see `bench.kernels.linear` for those.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass
+
+import torch
+
+from bench.kernels.limits import Limits
+from bench.kernels.linear import FORMATS, Format
+from quintet.executor.cards.routing import Routing, Scoring
+from quintet.executor.ops.experts import Gate, route
+from quintet.executor.ops.host_experts import HostExperts
+from quintet.executor.ops.host_library import instruction_set, open_library, set_threads
+from quintet.executor.ops.host_linear import LinearLibrary, linear_library
+from quintet.executor.ops.linear import GatedActivation
+from quintet.executor.ops.packed_weight import PackedWeight
+
+TOKENS = (1, 2, 4, 16, 64)
+CALLS = 8
+"""Between two measurements of the limit."""
+LAYERS = 2
+GATE = Gate(activation=GatedActivation.SILU_AND_MUL)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of a layer."""
+
+    hidden: int
+    width: int
+    routing: Routing
+
+
+def _softmax(experts: int, chosen: int) -> Routing:
+    return Routing(experts=experts, chosen=chosen, scoring=Scoring.SOFTMAX, renormalise=True)
+
+
+SHAPES = {
+    "Qwen3-30B-A3B": Shape(2048, 768, _softmax(128, 8)),
+    "OLMoE-1B-7B": Shape(2048, 1024, _softmax(64, 8)),
+    "Mixtral-8x7B": Shape(4096, 14_336, _softmax(8, 2)),
+    "gpt-oss-20b": Shape(2880, 2880, _softmax(32, 4)),
+}
+
+
+def make(library: LinearLibrary, shape: Shape, chosen: Format) -> tuple[HostExperts, int]:
+    """Return a layer of random weights, all experts the same numbers in memory of their own, and an expert's bytes."""
+
+    def pack(columns: int, depth: int, paired: bool) -> list[PackedWeight]:
+        source = torch.randn(columns, depth) * depth**-0.5
+        packed = [
+            PackedWeight(library, chosen.weight, columns, depth, group=chosen.group, paired=paired)
+            for _ in range(shape.routing.experts)
+        ]
+        packed[0].fill(source)
+        for weight in packed[1:]:
+            weight.memory.copy_(packed[0].memory)
+        return packed
+
+    gate_up, down = pack(2 * shape.width, shape.hidden, True), pack(shape.hidden, shape.width, False)
+    layer = HostExperts(shape.routing, GATE, gate_up, down, int8_activations=chosen.int8_activations)
+    return layer, gate_up[0].memory.numel() + down[0].memory.numel()
+
+
+def measure(
+    limits: Limits,
+    layers: list[HostExperts],
+    each: int,
+    shape: Shape,
+    chosen: Format,
+    tokens: int,
+    repeats: int,
+) -> str:
+    """Return a row of the table."""
+    scores = [torch.randn(tokens, shape.routing.experts).to(chosen.dtype) for _ in range(CALLS)]
+    counts = [len(route(one, shape.routing, None)[0].unique()) for one in scores]
+    x = torch.randn(tokens, shape.hidden).to(chosen.dtype)
+    read, seconds = 0.0, float("inf")
+    for _ in range(repeats):
+        read = max(read, limits.read_gb_s())
+        begun = limits.clock()
+        for i, one in enumerate(scores):
+            layers[i % len(layers)](x, one)
+        seconds = min(seconds, (limits.clock() - begun) / CALLS)
+    gigabytes = each * sum(counts) / CALLS / 1e9
+    share = gigabytes / read / seconds
+    counted = f"{tokens} | {sum(counts) / CALLS:.1f} | {seconds * 1e6:,.0f}"
+    return f"{counted} | {gigabytes / seconds:.1f} of {read:.1f} | {share:.0%} |"
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description="Time layers of experts.")
+    parser.add_argument("--threads", type=int, default=2, help="threads of the kernels (default: 2)")
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["bf16", "int8", "int4"])
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["Qwen3-30B-A3B"])
+    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
+    parser.add_argument("--repeats", type=int, default=10, help="of each case, the best counts (default: 10)")
+    parser.add_argument(
+        "--processor-time",
+        action="store_true",
+        help="count what the processor worked, not what passed: on a machine that others use; needs --threads 1",
+    )
+    arguments = parser.parse_args()
+    opened, library = open_library(), linear_library()
+    if opened is None or library is None:
+        parser.error("the host kernels are not built")
+    if arguments.processor_time and arguments.threads != 1:
+        parser.error(
+            f"--processor-time counts one thread's; --threads is {arguments.threads}: give --threads 1"
+        )
+    set_threads(opened, arguments.threads, False)
+    limits = Limits(opened, time.thread_time if arguments.processor_time else time.perf_counter)
+    print(f"Instruction set {instruction_set(opened)}, {arguments.threads} threads.\n")
+    print("| format | shape | tokens | experts read | µs | GB/s of read | share |")
+    print("|---|---|---|---|---|---|---|")
+    for name in arguments.formats:
+        for shape in arguments.shapes:
+            made = [make(library, SHAPES[shape], FORMATS[name]) for _ in range(LAYERS)]
+            layers = [layer for layer, _ in made]
+            for tokens in arguments.tokens:
+                row = measure(
+                    limits, layers, made[0][1], SHAPES[shape], FORMATS[name], tokens, arguments.repeats
+                )
+                print(f"| {name} | {shape} | {row}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
