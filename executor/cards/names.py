@@ -43,6 +43,22 @@ class Names:
     gate_up: str = "mlp.gate_up_proj"
     down: str = "mlp.down_proj"
 
+    router: str = "mlp.gate"
+    correction: str = "mlp.gate.e_score_correction_bias"
+    """A tensor's whole name, as those of stacked experts are."""
+    expert_gate: str = "mlp.experts.{expert}.gate_proj"
+    expert_up: str = "mlp.experts.{expert}.up_proj"
+    expert_down: str = "mlp.experts.{expert}.down_proj"
+    experts_gate_up: str = "mlp.experts.gate_up_proj"
+    experts_gate_up_bias: str = "mlp.experts.gate_up_proj_bias"
+    experts_down: str = "mlp.experts.down_proj"
+    experts_down_bias: str = "mlp.experts.down_proj_bias"
+    shared_router: str = "mlp.shared_expert_gate"
+    shared_gate: str = "mlp.shared_experts.gate_proj"
+    shared_up: str = "mlp.shared_experts.up_proj"
+    shared_gate_up: str = "mlp.shared_experts.gate_up_proj"
+    shared_down: str = "mlp.shared_experts.down_proj"
+
     ignored: tuple[str, ...] = ()
     """Patterns (``*`` for anything) of tensors that a checkpoint may hold although nothing reads them."""
 

@@ -6,8 +6,8 @@ same function read. Imports no torch. A file of ``families/`` has the architectu
 
 from __future__ import annotations
 
-from quintet.executor.cards.families import llama
+from quintet.executor.cards.families import llama, routed
 from quintet.executor.cards.family import Family
 
-FAMILIES: dict[str, Family] = {**llama.FAMILIES}
+FAMILIES: dict[str, Family] = {**llama.FAMILIES, **routed.FAMILIES}
 """By the card's architecture."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+from quintet.executor.cards.experts import ExpertsSpec
 from quintet.executor.cards.names import Names
 from quintet.executor.cards.rope import RopeSpec
 
@@ -194,7 +195,7 @@ class Norms:
 
 MixerSpec = AttentionSpec
 """What mixes tokens; `quintet.executor.models.blocks.block` builds each kind."""
-FeedForwardSpec = MlpSpec
+FeedForwardSpec = MlpSpec | ExpertsSpec
 """What each token goes through by itself, likewise."""
 
 

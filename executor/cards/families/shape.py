@@ -16,6 +16,7 @@ from quintet.executor.cards.spec import (
     Activation,
     AttentionSpec,
     DecoderSpec,
+    FeedForwardSpec,
     LayerSpec,
     MlpSpec,
     NormKind,
@@ -177,7 +178,7 @@ def alibi_slopes(count: int, factor: float = 1.0) -> tuple[float, ...]:
     return tuple(factor * slope for slope in slopes[:count])
 
 
-def pre_norm(norm: NormSpec, mixer: AttentionSpec, mlp: MlpSpec, **switches: Any) -> LayerSpec:
+def pre_norm(norm: NormSpec, mixer: AttentionSpec, mlp: FeedForwardSpec, **switches: Any) -> LayerSpec:
     """Return a layer with a norm before its mixer and one before its feed-forward; ``switches`` are of `LayerSpec`."""
     return LayerSpec(
         mixer=mixer, mlp=mlp, mixer_norms=Norms(before=norm), mlp_norms=Norms(before=norm), **switches

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from quintet.executor.cards.experts import ExpertsSpec
 from quintet.executor.cards.spec import AttentionSpec, FeedForwardSpec, MixerSpec, MlpSpec
 from quintet.executor.models.blocks.attention import Attention
+from quintet.executor.models.blocks.experts import ExpertsBlock
 from quintet.executor.models.blocks.feed_forward import FeedForward
 from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.forward import ForwardPass, ValueT
@@ -30,3 +32,5 @@ def feed_forward(scope: Scope, spec: FeedForwardSpec) -> Block:
     match spec:
         case MlpSpec():
             return FeedForward(scope, spec)
+        case ExpertsSpec():
+            return ExpertsBlock(scope, spec)

@@ -48,6 +48,7 @@ class Scope:
         biased: bool = False,
         activation: GatedActivation = GatedActivation.NONE,
         is_output_layer: bool = False,
+        is_exact: bool = False,
     ) -> Linear:
         """Declare a linear layer."""
         return Linear(
@@ -58,6 +59,7 @@ class Scope:
             biased=biased,
             activation=activation,
             is_output_layer=is_output_layer,
+            is_exact=is_exact,
         )
 
     def norm(self, spec: NormSpec | None, name: str, width: int | None = None) -> Norm | None:

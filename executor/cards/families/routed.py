@@ -1,0 +1,164 @@
+"""Models of experts, whose attention is as elsewhere: Mixtral, Qwen 3, OLMoE, GLM-4."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from quintet.executor.cards.card import Key, ModelCard
+from quintet.executor.cards.experts import ExpertsSpec
+from quintet.executor.cards.families.shape import (
+    MAX_LAYERS,
+    MAX_WIDTH,
+    activation,
+    attention,
+    decoder,
+    gated,
+    layered_windows,
+    num_layers,
+    pre_norm,
+    rms,
+    window,
+    windowed,
+)
+from quintet.executor.cards.family import Family
+from quintet.executor.cards.names import Names
+from quintet.executor.cards.routing import MAX_CHOSEN, MAX_EXPERTS, Routing, Scoring
+from quintet.executor.cards.spec import Activation, DecoderSpec, QkNormOver
+
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_MIXTRAL_NAMES = Names(
+    router="block_sparse_moe.gate",
+    expert_gate="block_sparse_moe.experts.{expert}.w1",
+    expert_up="block_sparse_moe.experts.{expert}.w3",
+    expert_down="block_sparse_moe.experts.{expert}.w2",
+)
+
+
+def routing(card: ModelCard, scoring: Scoring, experts: int, chosen: int, **switches: Any) -> Routing:
+    """Return how tokens choose; ``experts`` and ``chosen`` of cards that do not say, ``switches`` are fields of `Routing`."""
+    count = card.whole(EXPERTS, 1, MAX_EXPERTS, experts)
+    taken = card.whole("num_experts_per_tok", 1, min(count, MAX_CHOSEN), chosen)
+    return Routing(experts=count, chosen=taken, scoring=scoring, **switches)
+
+
+def grouped(
+    card: ModelCard, groups: int, chosen_groups: int, best: int, experts: int, chosen: int
+) -> dict[str, Any]:
+    """Return the fields of `Routing` that limit a token to groups of experts; the family's, of cards that do not say."""
+    count = card.whole(EXPERTS, 1, MAX_EXPERTS, experts)
+    groups = card.whole("n_group", 1, count, groups)
+    if count % groups or count // groups < best:
+        raise card.wrong("n_group", f"such that {count} experts are groups of one size, at least {best}")
+    kept = card.whole("topk_group", 1, groups, chosen_groups)
+    if card.whole("num_experts_per_tok", 1, MAX_CHOSEN, chosen) > kept * (count // groups):
+        raise card.wrong(
+            "num_experts_per_tok", f"at most the {kept * (count // groups)} experts of {kept} groups"
+        )
+    return {"groups": groups, "chosen_groups": kept, "group_best": best} if groups > 1 else {}
+
+
+def expert_width(card: ModelCard, key: Key = "moe_intermediate_size", default: int | None = None) -> int:
+    """Return the width of an expert, whose activation must be silu."""
+    if activation(card, "silu") is not Activation.SILU:
+        raise card.wrong("hidden_act", "silu")
+    return card.whole(key, 1, MAX_WIDTH, default)
+
+
+def mixtral(card: ModelCard) -> DecoderSpec:
+    """Mixtral: two of eight."""
+    slides = window(card) if card.has("sliding_window") else None
+    mixer = attention(card, positions=131072, kv_heads=8, window=slides)
+    chosen = routing(card, Scoring.SOFTMAX, 8, 2, renormalise=True)
+    experts = ExpertsSpec(routing=chosen, width=expert_width(card, "intermediate_size"))
+    layer = pre_norm(rms(card, 1e-5), mixer, experts)
+    return decoder(card, (layer,) * num_layers(card), rms(card, 1e-5), names=_MIXTRAL_NAMES)
+
+
+def qwen3(card: ModelCard) -> DecoderSpec:
+    """Qwen 3 MoE: normalised queries and keys, no shared expert."""
+    biased = card.flag("attention_bias", False)
+    mixer = attention(card, positions=32768, qk_norm=rms(card), qkv_bias=biased, output_bias=biased)
+    chosen = routing(card, Scoring.SOFTMAX, 128, 8, renormalise=card.flag("norm_topk_prob", False))
+    return _qwen(card, mixer, ExpertsSpec(routing=chosen, width=expert_width(card, default=768)))
+
+
+def olmoe(card: ModelCard) -> DecoderSpec:
+    """OLMoE: queries and keys normalised over all heads."""
+    biased = card.flag("attention_bias", False)
+    mixer = attention(
+        *(card,),
+        positions=4096,
+        qk_norm=rms(card, 1e-5),
+        qk_norm_over=QkNormOver.WHOLE,
+        qkv_bias=biased,
+        output_bias=biased,
+        clip_qkv=card.real("clip_qkv", 1e-6, 1e6) if card.has("clip_qkv") else None,
+    )
+    chosen = routing(card, Scoring.SOFTMAX, 64, 8, renormalise=card.flag("norm_topk_prob", False))
+    experts = ExpertsSpec(routing=chosen, width=expert_width(card, "intermediate_size"))
+    return decoder(card, (pre_norm(rms(card, 1e-5), mixer, experts),) * num_layers(card), rms(card, 1e-5))
+
+
+def glm4(card: ModelCard) -> DecoderSpec:
+    """GLM-4.5 and 4.6: the first layers without experts, chosen as DeepSeek V3's, half of each head rotated."""
+    norm = rms(card, 1e-5)
+    mixer = attention(
+        *(card,),
+        positions=131072,
+        kv_heads=8,
+        qk_norm=norm if card.flag("use_qk_norm", False) else None,
+        qkv_bias=card.flag("attention_bias", False),
+    )
+    experts = sigmoid_experts(card, experts=128, chosen=8, groups=1, chosen_groups=1, scale=1.0, width=1408)
+    return decoder(card, first_dense(card, norm, mixer, experts, 1), norm)
+
+
+def sigmoid_experts(
+    card: ModelCard, *, experts: int, chosen: int, groups: int, chosen_groups: int, scale: float, width: int
+) -> ExpertsSpec:
+    """Return experts as DeepSeek V3 has them, shared ones included; the family's numbers, for cards that do not say."""
+    width = expert_width(card, default=width)
+    choice = routing(
+        *(card, Scoring.SIGMOID, experts, chosen),
+        renormalise=card.flag("norm_topk_prob", True),
+        scale=card.real("routed_scaling_factor", 1e-9, 1e9, scale),
+        **grouped(card, groups, chosen_groups, 2, experts, chosen),
+    )
+    shared = card.whole("n_shared_experts", 0, MAX_EXPERTS, 1)
+    return ExpertsSpec(routing=choice, width=width, corrected=True, shared_width=shared * width or None)
+
+
+def first_dense(card: ModelCard, norm: Any, mixer: Any, experts: ExpertsSpec, default: int) -> list[Any]:
+    """Return the layers of a model whose first ones, as many as the card says, have a plain feed-forward."""
+    dense = card.whole("first_k_dense_replace", 0, MAX_LAYERS, default)
+    plain, routed = pre_norm(norm, mixer, gated(card)), pre_norm(norm, mixer, experts)
+    return [plain if layer < dense else routed for layer in range(num_layers(card))]
+
+
+def _qwen(card: ModelCard, mixer: Any, experts: ExpertsSpec) -> DecoderSpec:
+    """Every so many layers have experts, others and those that are named a plain feed-forward."""
+    step, plain = card.whole("decoder_sparse_step", 1, MAX_LAYERS, 1), _named_layers(card, "mlp_only_layers")
+    norm = rms(card)
+    layers = [
+        pre_norm(norm, mixer, gated(card) if index in plain or (index + 1) % step else experts)
+        for index in range(num_layers(card))
+    ]
+    slides = layered_windows(card)
+    layers = [windowed(layer, (width,))[0] for layer, width in zip(layers, slides, strict=True)]
+    return decoder(card, layers, norm)
+
+
+def _named_layers(card: ModelCard, key: str) -> Sequence[int]:
+    named = card.values.get(key) or []
+    if not isinstance(named, list) or not all(type(each) is int for each in named):
+        raise card.wrong(key, "a list of layer numbers")
+    return named
+
+
+FAMILIES = {
+    "MixtralForCausalLM": Family(mixtral, "Mixtral 8x7B and 8x22B"),
+    "Qwen3MoeForCausalLM": Family(qwen3, "Qwen 3 30B A3B and 235B A22B, Qwen 3 Coder"),
+    "OlmoeForCausalLM": Family(olmoe, "OLMoE 1B-7B"),
+    "Glm4MoeForCausalLM": Family(glm4, "GLM-4.5 and 4.6"),
+}

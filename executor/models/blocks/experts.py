@@ -1,0 +1,68 @@
+"""Experts: a router scores them, each token goes through the best, and through a shared feed-forward where there is one.
+
+Shazeer et al., "Outrageously large neural networks: the sparsely-gated mixture-of-experts layer", 2017; shared experts: Dai et
+al., "DeepSeekMoE", 2024.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quintet.executor.cards.experts import ExpertsSpec
+from quintet.executor.cards.names import Names
+from quintet.executor.cards.spec import Activation, MlpLayout, MlpSpec
+from quintet.executor.layers.experts import Experts, Gate
+from quintet.executor.layers.linear import GatedActivation
+from quintet.executor.models.blocks.expert_weights import down_of, gate_up_of
+from quintet.executor.models.blocks.feed_forward import FeedForward
+from quintet.executor.models.blocks.scope import Scope
+from quintet.executor.models.forward import ForwardPass, ValueT
+
+
+class ExpertsBlock:
+    """A `quintet.executor.models.blocks.block.Block`."""
+
+    def __init__(self, scope: Scope, spec: ExpertsSpec) -> None:
+        names, count = scope.names, spec.routing.experts
+        self._router = scope.linear(
+            [scope.part(names.router, count)], scope.hidden_size, biased=spec.router_bias, is_exact=True
+        )
+        self._experts = Experts(
+            scope.setting.quantization,
+            scope.weights,
+            spec.routing,
+            _gate_of(spec),
+            gate_up_of(scope, spec),
+            down_of(scope, spec),
+            scope.name(names.correction) if spec.corrected else None,
+        )
+        self._shared = None
+        if spec.shared_width is not None:
+            layout = MlpLayout.STACKED if spec.shared_stacked else MlpLayout.SEPARATE
+            shared = MlpSpec(width=spec.shared_width, activation=Activation.SILU, layout=layout)
+            self._shared = FeedForward(replace(scope, names=_names_of_shared(names)), shared)
+
+    def __call__(self, ops: ForwardPass[ValueT], x: ValueT) -> ValueT:
+        """See `Block`."""
+        y = ops.experts(self._experts, x, ops.linear(self._router, x))
+        if self._shared is None:
+            return y
+        return ops.add(y, self._shared(ops, x))
+
+
+def _gate_of(spec: ExpertsSpec) -> Gate:
+    if spec.clamp is None:
+        return Gate(activation=GatedActivation.SILU_AND_MUL)
+    factor, limit = spec.clamp
+    return Gate(activation=GatedActivation.CLAMPED_SWIGLU, factor=factor, limit=limit)
+
+
+def _names_of_shared(names: Names) -> Names:
+    """Return names under which a feed-forward finds the shared one's tensors."""
+    return replace(
+        names,
+        gate=names.shared_gate,
+        up=names.shared_up,
+        gate_up=names.shared_gate_up,
+        down=names.shared_down,
+    )
