@@ -6,8 +6,27 @@ same function read. Imports no torch. A file of ``families/`` has the architectu
 
 from __future__ import annotations
 
+import difflib
+
 from quintet.executor.cards.families import llama, routed
 from quintet.executor.cards.family import Family
 
 FAMILIES: dict[str, Family] = {**llama.FAMILIES, **routed.FAMILIES}
 """By the card's architecture."""
+
+_ENDINGS = ("LMHeadModel", "Model")
+
+
+def nearest(architecture: str) -> str | None:
+    """Return the known architecture whose name is most like this one, what it is for left aside; None where none is."""
+    names = {_lineage(name): name for name in reversed(FAMILIES)}
+    near = difflib.get_close_matches(_lineage(architecture), names, n=1, cutoff=0.6)
+    return names[near[0]] if near else None
+
+
+def _lineage(architecture: str) -> str:
+    """Return the part of a name that says whose it is."""
+    name, _, _ = architecture[:200].partition("For")
+    for ending in _ENDINGS:
+        name = name.removesuffix(ending)
+    return name.lower().strip("_")

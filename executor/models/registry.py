@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from quintet.executor.cards.card import ModelCard
-from quintet.executor.cards.registry import FAMILIES
+from quintet.executor.cards.registry import FAMILIES, nearest
 from quintet.executor.cards.spec import ModelSpec
 from quintet.executor.models.model import CausalModel, Setting
 from quintet.executor.platforms.platform import entry_point_path, import_string
@@ -23,9 +23,11 @@ def build_model(architecture: str, card: ModelCard, setting: Setting) -> CausalM
         return builder(family.read(card), setting)
     path = entry_point_path("quintet.models", architecture)
     if path is None:
+        near = nearest(architecture)
         raise ConfigError(
-            f"{card.path}: architecture {architecture!r} is not supported; supported are {', '.join(sorted(FAMILIES))}"
-            " and what installed packages register under 'quintet.models'"
+            f"{card.path}: architecture {architecture!r:.80} is none of Quintet's own"
+            f"{f'; the nearest of those in docs/models.md is {near}' if near else ', which docs/models.md lists'}. What installed"
+            " packages register under 'quintet.models' is taken as well"
         )
     build: Callable[[ModelCard, Setting], CausalModel] = import_string(path)
     return build(card, setting)

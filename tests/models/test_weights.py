@@ -362,9 +362,9 @@ def test_memory_for_no_block_is_refused(serve: Callable[..., Any]) -> None:
         make_torch_worker(msgspec.structs.replace(served.config, cache=cache))
 
 
-def test_an_unknown_architecture_lists_the_known_ones(serve: Callable[..., Any]) -> None:
+def test_an_unknown_architecture_names_the_nearest(serve: Callable[..., Any]) -> None:
     served = serve(tiny())
-    model = msgspec.structs.replace(served.config.model, architecture="MambaForCausalLM")
+    model = msgspec.structs.replace(served.config.model, architecture="Llama5ForCausalLM")
     with pytest.raises(ConfigError, match="LlamaForCausalLM"):
         make_torch_worker(msgspec.structs.replace(served.config, model=model))
 
