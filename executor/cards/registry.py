@@ -8,10 +8,24 @@ from __future__ import annotations
 
 import difflib
 
-from quintet.executor.cards.families import llama, routed
+from quintet.executor.cards.families import (
+    dense,
+    llama,
+    olmo,
+    orient,
+    phi,
+    routed,
+)
 from quintet.executor.cards.family import Family
 
-FAMILIES: dict[str, Family] = {**llama.FAMILIES, **routed.FAMILIES}
+FAMILIES: dict[str, Family] = {
+    **llama.FAMILIES,
+    **phi.FAMILIES,
+    **olmo.FAMILIES,
+    **dense.FAMILIES,
+    **orient.FAMILIES,
+    **routed.FAMILIES,
+}
 """By the card's architecture."""
 
 _ENDINGS = ("LMHeadModel", "Model")

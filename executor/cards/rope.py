@@ -86,25 +86,31 @@ def rope_spec(
     share: float = 1.0,
     rotary_dim: int | None = None,
     layer_type: str | None = None,
+    theta_key: Key = THETA,
+    scaled: bool = True,
 ) -> RopeSpec:
     """Read ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (older cards).
 
     ``max_positions``, ``theta``, ``share`` of a head's numbers that is rotated: of cards that do not say. ``rotary_dim``: of
     families that count the rotated numbers instead. ``layer_type``: which of several rotations, where a card has one for each
-    kind of layer. Raises `ConfigError` naming the value, what was found and what is allowed.
+    kind of layer; of older cards ``theta_key`` and, unless ``scaled``, no stretching count for it. Raises `ConfigError` naming
+    the value, what was found and what is allowed.
     """
     max_positions = card.whole(POSITIONS, 1, MAX_POSITIONS, max_positions)
-    parameters = _parameters(card, layer_type)
+    parameters = _parameters(card, layer_type, scaled)
     kind = _kind(parameters)
 
     def either(key: Key) -> ModelCard:
         return parameters if parameters.has(key) else card
 
     original = card if card.has("original_max_position_embeddings") else parameters
+    least, most = 1.0 + 1e-6, 1e15
     least_original = 2 if kind == "longrope" else 1
     spec = RopeSpec(
         kind=kind,
-        theta=either(THETA).real(THETA, 1.0 + 1e-6, 1e15, theta),
+        theta=parameters.real(THETA, least, most)
+        if parameters.has(THETA)
+        else card.real(theta_key, least, most, theta),
         rotary_dim=rotary_dim or _rotary_dim(either(SHARE), head_dim, share),
         max_positions=max_positions,
         original_positions=original.whole(
@@ -119,7 +125,7 @@ def rope_spec(
     return spec
 
 
-def _parameters(card: ModelCard, layer_type: str | None) -> ModelCard:
+def _parameters(card: ModelCard, layer_type: str | None, scaled: bool) -> ModelCard:
     """Return the settings of the rotation, or of that of one kind of layer where each has its own."""
     new = card.section("rope_parameters")
     parameters = new if new.values else card.section("rope_scaling")
@@ -128,9 +134,9 @@ def _parameters(card: ModelCard, layer_type: str | None) -> ModelCard:
     for key, value in parameters.values.items():
         if isinstance(value, dict):
             raise parameters.wrong(
-                key, "one setting for all layers: a rotation for each kind of layer is not supported"
+                key, "one setting for all layers: this family has no rotation for each kind of layer"
             )
-    return parameters
+    return parameters if scaled or new.values else ModelCard({}, card.path)
 
 
 def _with_scaling(spec: RopeSpec, parameters: ModelCard) -> RopeSpec:
@@ -183,6 +189,8 @@ def _with_scaling(spec: RopeSpec, parameters: ModelCard) -> RopeSpec:
 def _kind(parameters: ModelCard) -> str:
     key = "rope_type" if parameters.has("rope_type") else "type"
     kind = parameters.word(key, (*KINDS, *_ALIASES), "default")
+    if kind == "yarn" and parameters.has("short_factor"):
+        return "longrope"  # so said the first cards of Phi 3
     return _ALIASES.get(kind, kind)
 
 

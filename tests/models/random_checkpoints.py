@@ -89,9 +89,16 @@ class ReferenceModule(Protocol):
 
 
 def of_transformers(
-    config: str, seed: int = 1, card: Mapping[str, Any] | None = None, **settings: Any
+    config: str,
+    seed: int = 1,
+    card: Mapping[str, Any] | None = None,
+    attention: str = "eager",
+    **settings: Any,
 ) -> Row:
-    """Return the row of a configuration class of transformers (``"BloomConfig"``) with `SMALL` and ``settings``."""
+    """Return the row of a configuration class of transformers (``"BloomConfig"``) with `SMALL` and ``settings``.
+
+    ``attention``: which of transformers' computes, where its eager one is wrong.
+    """
 
     def make(folder: Path) -> Logits:
         kind = getattr(transformers, config)
@@ -99,7 +106,7 @@ def of_transformers(
         chosen = {key: value for key, value in SMALL.items() if hasattr(defaults, key)} | settings
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(
-            kind(**chosen), attn_implementation="eager", dtype=torch.float32
+            kind(**chosen), attn_implementation=attention, dtype=torch.float32
         ).eval()
         randomise(model)
         model.save_pretrained(folder)

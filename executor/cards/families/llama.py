@@ -28,7 +28,7 @@ def llama(card: ModelCard) -> DecoderSpec:
 
 def mistral(card: ModelCard) -> DecoderSpec:
     """Mistral: every layer has the card's sliding window, if any."""
-    mixer = attention(card, positions=131072, kv_heads=8, window=window(card))
+    mixer = attention(card, positions=131072, kv_heads=8, window=window(card, 4096))
     return decoder(card, (pre_norm(rms(card), mixer, gated(card)),) * num_layers(card), rms(card))
 
 

@@ -67,7 +67,7 @@ def expert_width(card: ModelCard, key: Key = "moe_intermediate_size", default: i
 
 def mixtral(card: ModelCard) -> DecoderSpec:
     """Mixtral: two of eight."""
-    slides = window(card) if card.has("sliding_window") else None
+    slides = window(card)
     mixer = attention(card, positions=131072, kv_heads=8, window=slides)
     chosen = routing(card, Scoring.SOFTMAX, 8, 2, renormalise=True)
     experts = ExpertsSpec(routing=chosen, width=expert_width(card, "intermediate_size"))

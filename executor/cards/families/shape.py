@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from quintet.executor.cards.card import Key, ModelCard
-from quintet.executor.cards.rope import MAX_POSITIONS, POSITIONS, RopeSpec, rope_spec
+from quintet.executor.cards.rope import MAX_POSITIONS, POSITIONS, rope_spec
 from quintet.executor.cards.spec import (
     Activation,
     AttentionSpec,
@@ -35,10 +35,10 @@ MAX_VOCAB = 1 << 24
 
 HIDDEN = ("hidden_size", "n_embd", "d_model", "n_embed")
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-HEADS = ("num_attention_heads", "n_head", "n_heads")
+HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads")
 WIDTH = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
-RMS_EPS = ("rms_norm_eps", "norm_eps")
+RMS_EPS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
 LAYER_EPS = ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
 ACTIVATION = ("hidden_act", "activation_function", "hidden_activation", "activation")
 
@@ -46,6 +46,7 @@ _ACTIVATIONS = {
     "silu": Activation.SILU,
     "swish": Activation.SILU,
     "gelu": Activation.GELU,
+    "gelu_python": Activation.GELU,
     "gelu_new": Activation.GELU_TANH,
     "gelu_fast": Activation.GELU_TANH,
     "gelu_pytorch_tanh": Activation.GELU_TANH,
@@ -54,6 +55,9 @@ _ACTIVATIONS = {
     "quick_gelu": Activation.QUICK_GELU,
 }
 """What cards call them."""
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""What ``layer_types`` calls layers that see everything, and those with a window."""
 
 
 def hidden_size(card: ModelCard) -> int:
@@ -95,15 +99,12 @@ def max_positions(card: ModelCard, default: int | None = None) -> int:
     return card.whole(POSITIONS, 1, MAX_POSITIONS, default)
 
 
-def rotation(card: ModelCard, positions: int | None = None, **options: Any) -> RopeSpec:
-    """Return the card's rotation; ``positions`` of cards that do not say, ``options`` as of `rope_spec`."""
-    return rope_spec(card, head_width(card), positions or 0, **options)
-
-
 def attention(
     card: ModelCard,
     *,
     positions: int | None = None,
+    theta: float = 10000.0,
+    share: float = 1.0,
     kv_heads: int | None = None,
     head_dim: int | None = None,
     rotated: bool = True,
@@ -111,7 +112,7 @@ def attention(
 ) -> AttentionSpec:
     """Return attention over all tokens with the card's rotation, if ``rotated``; ``switches`` are fields of `AttentionSpec`.
 
-    ``positions``, ``kv_heads``, ``head_dim``: the family's, for cards that do not say.
+    ``positions``, ``theta`` and ``share`` (see `rope_spec`), ``kv_heads``, ``head_dim``: the family's, for cards that do not say.
     """
     heads, dim = num_heads(card), head_width(card, head_dim)
     usual: dict[str, Any] = {
@@ -120,8 +121,10 @@ def attention(
         "head_dim": dim,
         "value_dim": dim,
         "scale": dim**-0.5,
-        "rope": rope_spec(card, dim, positions or 0) if rotated and "rope" not in switches else None,
+        "rope": None,
     }
+    if rotated and "rope" not in switches:
+        usual["rope"] = rope_spec(card, dim, positions or 0, theta=theta, share=share)
     return AttentionSpec(**(usual | switches))
 
 
@@ -132,7 +135,6 @@ def activation(card: ModelCard, default: str, key: Key = ACTIVATION) -> Activati
 
 def gated(card: ModelCard, default: str = "silu", key: Key = ACTIVATION, **switches: Any) -> MlpSpec:
     """Return a gated feed-forward; ``default`` and ``key`` are of its activation, ``switches`` fields of `MlpSpec`."""
-    card.word(key, ("silu",), default)  # all that a decoder is built with so far
     usual: dict[str, Any] = {
         "width": card.whole(WIDTH, 1, MAX_WIDTH),
         "activation": activation(card, default, key),
@@ -162,20 +164,19 @@ def layer_norm(card: ModelCard, default: float = 1e-5, **switches: Any) -> NormS
     return NormSpec(**(usual | switches))
 
 
-def alibi_slopes(count: int, factor: float = 1.0) -> tuple[float, ...]:
-    """Return the slopes of so many heads, times ``factor``.
+def alibi_slopes(count: int, octaves: float = 8.0) -> tuple[float, ...]:
+    """Return the slopes of so many heads.
 
     Press, Smith and Lewis, "Train short, test long: attention with linear biases enables input length extrapolation", 2022:
-    of a power of two heads they are a geometric series that ends at 2^-8; of another number, those of the power of two below
-    and then every other one of the power above.
+    of a power of two heads they are a geometric series that ends at 2^-octaves; of another number, those of the power of two
+    below and then every other one of the power above.
     """
     below = 1 << (count.bit_length() - 1)
 
     def series(of: int) -> list[float]:
-        return [2.0 ** (-8.0 * (index + 1) / of) for index in range(of)]
+        return [2.0 ** (-octaves * (index + 1) / of) for index in range(of)]
 
-    slopes = series(below) + series(2 * below)[0::2]
-    return tuple(factor * slope for slope in slopes[:count])
+    return tuple((series(below) + series(2 * below)[0::2])[:count])
 
 
 def pre_norm(norm: NormSpec, mixer: AttentionSpec, mlp: FeedForwardSpec, **switches: Any) -> LayerSpec:
@@ -185,11 +186,41 @@ def pre_norm(norm: NormSpec, mixer: AttentionSpec, mlp: FeedForwardSpec, **switc
     )
 
 
-def window(card: ModelCard, default: int = 4096) -> int | None:
+def side_by_side(norm: NormSpec, mixer: AttentionSpec, mlp: MlpSpec) -> LayerSpec:
+    """Return a layer whose mixer and feed-forward read the same norm."""
+    return LayerSpec(mixer=mixer, mlp=mlp, mixer_norms=Norms(before=norm), mlp_norms=Norms(), parallel=True)
+
+
+def refuse(card: ModelCard, key: str) -> None:
+    """Refuse a card with a switch on that makes another kind of model of it."""
+    if card.flag(key, False):
+        raise card.wrong(key, "false: with it, this is no decoder of text alone")
+
+
+def nullable(
+    card: ModelCard, key: str, least: float, most: float, default: float | None = None
+) -> float | None:
+    """Return a number: None where the card says null, ``default`` where it does not say."""
+    if not card.has(key) and (key in card.values or default is None):
+        return None
+    return card.real(key, least, most, default)
+
+
+def window(card: ModelCard, default: int | None = None) -> int | None:
     """Return the card's sliding window: None where it says null, ``default`` where it does not say."""
-    if "sliding_window" in card.values and not card.has("sliding_window"):
+    if not card.has("sliding_window") and ("sliding_window" in card.values or default is None):
         return None
     return card.whole("sliding_window", 1, MAX_POSITIONS, default)
+
+
+def every_full(card: ModelCard, period: int) -> list[str]:
+    """Return each layer's kind: the last of every ``period`` layers sees everything, the others slide."""
+    return [SLIDING if (i + 1) % period else FULL for i in range(num_layers(card))]
+
+
+def layer_kinds(card: ModelCard, usual: list[str]) -> list[str]:
+    """Return each layer's kind, `FULL` or `SLIDING`: ``usual`` where the card does not list them."""
+    return layer_types(card, (FULL, SLIDING)) if card.has("layer_types") else usual
 
 
 def layer_types(card: ModelCard, known: Sequence[str]) -> list[str]:
@@ -203,12 +234,12 @@ def layer_types(card: ModelCard, known: Sequence[str]) -> list[str]:
 def layered_windows(card: ModelCard) -> tuple[int | None, ...]:
     """Return each layer's window by Qwen's rule: layers from ``max_window_layers`` on slide, if ``use_sliding_window``;
     ``layer_types`` may say otherwise."""
-    width = window(card) if card.flag("use_sliding_window", False) else None
+    width = window(card, 4096) if card.flag("use_sliding_window", False) else None
     if width is None:
         return (None,) * num_layers(card)
     if card.has("layer_types"):
-        kinds = layer_types(card, ("full_attention", "sliding_attention"))
-        return tuple(width if kind == "sliding_attention" else None for kind in kinds)
+        kinds = layer_types(card, (FULL, SLIDING))
+        return tuple(width if kind == SLIDING else None for kind in kinds)
     first = card.whole("max_window_layers", 0, MAX_LAYERS, 28)
     return tuple(width if layer >= first else None for layer in range(num_layers(card)))
 
@@ -237,7 +268,7 @@ def decoder(
         "final_norm": final_norm,
         "tied": card.flag("tie_word_embeddings", False),
     }
-    if "positions" in switches:
+    if switches.get("positions") is not None:
         usual["reach"] = switches["positions"].count
     elif "reach" not in switches:
         usual["reach"] = max(layer.mixer.rope.reach for layer in layers if layer.mixer.rope is not None)

@@ -1,0 +1,96 @@
+"""OLMo 1, 2 and 3; EXAONE 4, whose layer is the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from quintet.executor.cards.card import ModelCard
+from quintet.executor.cards.families.shape import (
+    FULL,
+    SLIDING,
+    attention,
+    decoder,
+    every_full,
+    gated,
+    head_width,
+    layer_kinds,
+    nullable,
+    num_layers,
+    pre_norm,
+    rms,
+    window,
+)
+from quintet.executor.cards.family import Family
+from quintet.executor.cards.rope import rope_spec
+from quintet.executor.cards.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    LayerSpec,
+    NormKind,
+    Norms,
+    NormSpec,
+    QkNormOver,
+)
+
+
+def olmo(card: ModelCard) -> DecoderSpec:
+    """OLMo 1: norms without weights, queries, keys and values clipped."""
+    norm, biased = NormSpec(kind=NormKind.LAYER, eps=1e-5, weighted=False), card.flag("attention_bias", False)
+    clip = nullable(card, "clip_qkv", 1e-3, 1e6)
+    mixer = attention(card, positions=2048, qkv_bias=biased, output_bias=biased, clip_qkv=clip)
+    return decoder(card, (pre_norm(norm, mixer, gated(card)),) * num_layers(card), norm)
+
+
+def olmo2(card: ModelCard) -> DecoderSpec:
+    """OLMo 2: norms behind instead of before; queries and keys normed, all heads as one."""
+    return decoder(card, (_behind(card, _olmo2(card, positions=2048)),) * num_layers(card), rms(card, 1e-5))
+
+
+def olmo3(card: ModelCard) -> DecoderSpec:
+    """OLMo 3: three layers of four slide; the others may have a rotation of their own."""
+    dim, mixers = head_width(card), {}
+    for kind, width in ((FULL, None), (SLIDING, window(card, 4096))):
+        rope = rope_spec(card, dim, 2048, theta=500000.0, layer_type=kind, scaled=kind == FULL)
+        mixers[kind] = _olmo2(card, rope=rope, window=width)
+    kinds = layer_kinds(card, every_full(card, 4))
+    return decoder(card, tuple(_behind(card, mixers[kind]) for kind in kinds), rms(card, 1e-5))
+
+
+def exaone4(card: ModelCard) -> DecoderSpec:
+    """EXAONE 4: queries and keys normed head by head; where some layers slide, the others are not rotated."""
+    mixer, width = attention(card, positions=2048, qk_norm=rms(card, 1e-5)), window(card, 4096)
+    kinds = [FULL] * num_layers(card) if width is None else layer_kinds(card, _pattern(card))
+    sliding, full = replace(mixer, window=width), mixer if width is None else replace(mixer, rope=None)
+    layers = tuple(_behind(card, sliding if kind == SLIDING else full) for kind in kinds)
+    return decoder(card, layers, rms(card, 1e-5), reach=mixer.rope.reach if mixer.rope else 0)
+
+
+def _pattern(card: ModelCard) -> list[str]:
+    """``sliding_window_pattern`` is the number of a group's layers, of which the last is full, or a letter for each of them."""
+    letters = card.values.get("sliding_window_pattern")
+    if isinstance(letters, str) and letters and set(letters) <= {"L", "G"}:
+        return [FULL if letters[i % len(letters)] == "G" else SLIDING for i in range(num_layers(card))]
+    return every_full(card, card.whole("sliding_window_pattern", 1, 1024, 4))
+
+
+def _olmo2(card: ModelCard, **switches: Any) -> AttentionSpec:
+    biased = card.flag("attention_bias", False)
+    return attention(
+        card,
+        qkv_bias=biased,
+        output_bias=biased,
+        qk_norm=rms(card, 1e-5),
+        qk_norm_over=QkNormOver.WHOLE,
+        **switches,
+    )
+
+
+def _behind(card: ModelCard, mixer: AttentionSpec) -> LayerSpec:
+    norms = Norms(behind=rms(card, 1e-5))
+    return LayerSpec(mixer=mixer, mlp=gated(card), mixer_norms=norms, mlp_norms=norms)
+
+
+FAMILIES = {
+    "Olmo2ForCausalLM": Family(olmo2, "OLMo 2"),
+}
