@@ -5,7 +5,7 @@
 // touches no memory; the reader streams over a buffer far larger than any cache. Prints one line of JSON:
 //   {"threads": N, "read_gb_s": .., "bf16_gflop_s": .., "fp32_gflop_s": .., "int8_gop_s": .., "bf16_matrix_gflop_s": ..,
 //    "int8_matrix_gop_s": ..}
-// Rates an instruction set lacks are 0.
+// Rates an instruction set lacks are 0; without AVX-512, fp32 and int8 are those of AVX2.
 //
 //   g++ -O3 -std=c++20 -pthread limits.cpp -o limits && ./limits 2
 
@@ -112,7 +112,7 @@ void multiply_int8_matrices() {
     asm volatile("tilerelease");
 }
 
-__attribute__((target("avx512f"))) void read_all(const char* begin, size_t bytes) {
+__attribute__((target("avx512f"))) void read_all_avx512(const char* begin, size_t bytes) {
     __m512i a = _mm512_setzero_si512(), b = a, c = a, d = a;
     for (size_t i = 0; i < bytes; i += 256) {
         a = _mm512_xor_si512(a, _mm512_load_si512(begin + i));
@@ -121,6 +121,49 @@ __attribute__((target("avx512f"))) void read_all(const char* begin, size_t bytes
         d = _mm512_xor_si512(d, _mm512_load_si512(begin + i + 192));
     }
     sink += _mm512_reduce_add_epi32(_mm512_xor_si512(_mm512_xor_si512(a, b), _mm512_xor_si512(c, d)));
+}
+
+// The same for processors whose vectors are 32 bytes.
+__attribute__((target("avx2,fma"))) void multiply_fp32_avx2() {
+    __m256 sums[kAccumulators];
+    for (auto& sum : sums) sum = _mm256_setzero_ps();
+    const __m256 one = _mm256_set1_ps(1.0f);
+    for (long i = 0; i < kIterations; ++i) {
+#pragma GCC unroll 12
+        for (auto& sum : sums) sum = _mm256_fmadd_ps(one, one, sum);
+    }
+    float total = 0;
+    for (auto& sum : sums) total += _mm256_cvtss_f32(sum);
+    sink += static_cast<long>(total);
+}
+
+// Without a dot product of bytes: products added in pairs, the pairs in pairs, then the sum.
+__attribute__((target("avx2"))) void multiply_int8_avx2() {
+    __m256i sums[kAccumulators];
+    for (auto& sum : sums) sum = _mm256_setzero_si256();
+    __m256i bytes = _mm256_set1_epi8(1);
+    const __m256i pairs = _mm256_set1_epi16(1);
+    for (long i = 0; i < kIterations; ++i) {
+#pragma GCC unroll 12
+        for (auto& sum : sums) {
+            asm volatile("" : "+x"(bytes));  // or the products would be computed once
+            sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(bytes, bytes), pairs));
+        }
+    }
+    long total = 0;
+    for (auto& sum : sums) total += _mm256_extract_epi32(sum, 0);
+    sink += total;
+}
+
+__attribute__((target("avx2"))) void read_all_avx2(const char* begin, size_t bytes) {
+    __m256i a = _mm256_setzero_si256(), b = a, c = a, d = a;
+    for (size_t i = 0; i < bytes; i += 128) {
+        a = _mm256_xor_si256(a, _mm256_load_si256((const __m256i*)(begin + i)));
+        b = _mm256_xor_si256(b, _mm256_load_si256((const __m256i*)(begin + i + 32)));
+        c = _mm256_xor_si256(c, _mm256_load_si256((const __m256i*)(begin + i + 64)));
+        d = _mm256_xor_si256(d, _mm256_load_si256((const __m256i*)(begin + i + 96)));
+    }
+    sink += _mm256_extract_epi32(_mm256_xor_si256(_mm256_xor_si256(a, b), _mm256_xor_si256(c, d)), 0);
 }
 
 std::vector<int> allowed_cores() {
@@ -177,10 +220,15 @@ int main(int argc, char** argv) {
     const double int8_matrices = rate(matrices, multiply_int8_matrices, kMatrices * 2 * 16 * 16 * 64);
     const bool wide = __builtin_cpu_supports("avx512f");
     const double bf16 = rate(wide && __builtin_cpu_supports("avx512bf16"), multiply_bf16, kVectors * 64);
-    const double fp32 = rate(wide, multiply_fp32, kVectors * 32);
-    const double int8 = rate(wide && __builtin_cpu_supports("avx512vnni"), multiply_int8, kVectors * 128);
+    const bool half_as_wide = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const double fp32 =
+        wide ? rate(true, multiply_fp32, kVectors * 32) : rate(half_as_wide, multiply_fp32_avx2, kVectors * 16);
+    const double int8 = wide && __builtin_cpu_supports("avx512vnni")
+                            ? rate(true, multiply_int8, kVectors * 128)
+                            : rate(half_as_wide, multiply_int8_avx2, kVectors * 64);
     double read = 0;
-    if (wide) {
+    if (wide || half_as_wide) {
+        const auto read_all = wide ? read_all_avx512 : read_all_avx2;
         char* buffer = static_cast<char*>(std::aligned_alloc(1 << 21, kReadBytes));
         madvise(buffer, kReadBytes, MADV_HUGEPAGE);  // prefetchers stop at a page's end
         std::memset(buffer, 1, kReadBytes);
