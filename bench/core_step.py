@@ -20,7 +20,7 @@ from collections import deque
 from quintet.core.engine import Engine
 from quintet.wire import codec
 from quintet.wire.config import CacheConfig, ModelConfig, SchedulerConfig
-from quintet.wire.kv_spec import KvSpec
+from quintet.wire.kv_spec import full_layers
 from quintet.wire.messages import Admit, Tokens
 from quintet.wire.params import SamplingParams
 from quintet.wire.step import Capacity, StepPlan, StepResult
@@ -39,7 +39,7 @@ def make_engine(num_running: int) -> Engine:
         vocab_size=32_000,
         max_model_len=MAX_LEN,
         eos_token_ids=[2],
-        kv=KvSpec(1, 1, 1, 2, BLOCK_SIZE),
+        kv=full_layers(1, 1, 1, 2, BLOCK_SIZE),
     )
     scheduler = SchedulerConfig(max_num_seqs=num_running, max_num_batched_tokens=max(8192, num_running))
     engine = Engine(model, CacheConfig(memory_bytes=0), scheduler)

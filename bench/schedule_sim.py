@@ -24,7 +24,7 @@ from quintet.core.engine import Engine
 from quintet.core.outbox import Effects
 from quintet.wire import codec
 from quintet.wire.config import CacheConfig, ModelConfig, SchedulerConfig
-from quintet.wire.kv_spec import KvSpec
+from quintet.wire.kv_spec import full_layers
 from quintet.wire.messages import Admit
 from quintet.wire.params import SamplingParams
 from quintet.wire.step import Capacity, StepPlan, StepResult
@@ -81,7 +81,7 @@ Shape = tuple[int, int]
 
 _MODEL = ModelConfig(
     path="", tokenizer_path="", served_names=["m"], architecture="", dtype="bfloat16", vocab_size=32_000,
-    max_model_len=MAX_LEN, eos_token_ids=[2], kv=KvSpec(1, 1, 1, 2, BLOCK_SIZE),
+    max_model_len=MAX_LEN, eos_token_ids=[2], kv=full_layers(1, 1, 1, 2, BLOCK_SIZE),
 )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ from quintet.wire.config import (
     ProcessesConfig,
     SchedulerConfig,
 )
-from quintet.wire.kv_spec import KvSpec
+from quintet.wire.kv_spec import full_layers
 from quintet.wire.params import SamplingParams
 from quintet.wire.step import NewRow, StepPlan
 
@@ -76,7 +76,7 @@ def config_of(folder: Path, card: dict[str, Any], args: argparse.Namespace) -> E
     (folder / "config.json").write_text(json.dumps(card))
     heads = card["num_attention_heads"]
     head_dim = card.get("head_dim") or card["hidden_size"] // heads
-    kv = KvSpec(
+    kv = full_layers(
         card["num_hidden_layers"],
         card["num_key_value_heads"],
         head_dim,

@@ -67,7 +67,7 @@ def _decode(state: State, step: StepBuilder) -> list[Request]:
                 num_owed += request.status is Status.RUNNING
                 continue
             block = state.pool.take()
-            step.blocks += (request.slot, len(request.blocks), block)
+            step.blocks += (request.slot, 0, len(request.blocks), block)
             request.blocks.append(block)
             request.room += state.limits.block_size
         rows.append(request)
@@ -141,7 +141,7 @@ def _catch_up(state: State, step: StepBuilder, request: Request) -> None:
     state.pool.release(blocks[first:end], state.fence)
     for position in range(first, end):
         blocks[position] = found.blocks[position]
-        step.blocks += (request.slot, position, blocks[position])
+        step.blocks += (request.slot, 0, position, blocks[position])
     request.planned = found.num_tokens
     request.register_at = (end + 1) * block_size
 

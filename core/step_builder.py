@@ -14,8 +14,8 @@ from quintet.wire.step import NewRow, StepPlan
 def table_checksum(flight: Flight, block_size: int) -> int:
     """Return the CRC-32 of the tables that a step reads.
 
-    Over its rows, in order: slot and generation (int64), then the blocks (int32) that cover the row's first
-    ``start + count`` tokens.
+    Over its rows, in order: slot and generation (int64), then of each group the blocks (int32) that the row reads and writes
+    (`quintet.wire.kv_spec.KvGroup.used`).
     """
     checksum = 0
     for request, generation, end in zip(flight.rows, flight.generations, flight.ends, strict=True):
@@ -36,7 +36,7 @@ class StepBuilder:
         self.samples = bytearray()
         self.new_rows: list[NewRow] = []
         self.blocks: list[int] = []
-        """Triples ``slot, position, block``."""
+        """Quadruples ``slot, group, position, block``."""
         self.copies: list[int] = []
         """Pairs ``from, to``."""
         self.swaps_in: list[int] = []
@@ -59,7 +59,7 @@ class StepBuilder:
             )
         )
         for position, block in enumerate(request.blocks):
-            self.blocks += (slot, position, block)
+            self.blocks += (slot, 0, position, block)
 
     def add(self, request: Request, count: int) -> None:
         """Add a row that computes the next ``count`` tokens, and draws one if that is all there are."""

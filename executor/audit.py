@@ -17,15 +17,19 @@ class TablesDiffer(Exception):
 def table_checksum(plan: StepPlan, tables: SlotTables) -> int:
     """Return the CRC-32 of what a plan's rows read, after its deltas.
 
-    Over its rows, in order: slot and generation (int64), then the blocks (int32) that cover the row's first
-    ``start + count`` tokens.
+    Over its rows, in order: slot and generation (int64), then of each group the blocks (int32) that the row reads and writes
+    (`KvGroup.used`).
     """
-    slots = np.frombuffer(plan.slots, np.int32)
-    ends = np.frombuffer(plan.starts, np.int32) + np.frombuffer(plan.counts, np.int32)
+    slots, starts, counts = (
+        np.frombuffer(column, np.int32).tolist() for column in (plan.slots, plan.starts, plan.counts)
+    )
+    groups, block_size = tables.kv.groups, tables.kv.block_size
     checksum = 0
-    for slot, end in zip(slots.tolist(), ends.tolist(), strict=True):
+    for slot, start, count in zip(slots, starts, counts, strict=True):
         checksum = crc32(np.array([slot, tables.generations[slot]], np.int64).tobytes(), checksum)
-        checksum = crc32(tables.block_table[slot, : -(-end // tables.block_size)].tobytes(), checksum)
+        for group, table in zip(groups, tables.block_table[:, slot], strict=True):
+            used = group.used(start, start + count, block_size)
+            checksum = crc32(table[used.start : used.stop].tobytes(), checksum)
     return checksum
 
 

@@ -25,9 +25,13 @@ MAX_PADDING = 1.25
 """Rows of one token share a group while padding them to the longest costs at most this much more than they have."""
 
 
+View = tuple[int, int | None]
+"""What a layer sees: through the block table of which group, and how many of the newest tokens; None for all."""
+
+
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """What indexes into KV memory depend on; the same for every layer."""
+    """What gathering from KV memory depends on; the same for every layer."""
 
     num_kv_heads: int
     block_size: int
@@ -78,10 +82,12 @@ class Batch:
     """int64[T]"""
     lengths: torch.Tensor | None
     """int64[T]: the longer of the row's prompt and the token's position plus one; see `quintet.executor.layers.rope`."""
-    kv_write: torch.Tensor
-    """int64[T * kv_heads]: see `quintet.executor.ops.rope_kv_write`."""
-    attention: dict[int | None, tuple[AttentionGroup, ...]]
-    """For each distinct sliding window of the model's layers (None: unlimited)."""
+    blocks: tuple[torch.Tensor, ...]
+    """int64[T] for each group of layers: the block that holds the token's keys and values."""
+    offsets: torch.Tensor
+    """int64[T]: where in it."""
+    attention: dict[View, tuple[AttentionGroup, ...]]
+    """For each distinct view of the model's layers."""
 
 
 class BatchBuilder:
@@ -90,21 +96,20 @@ class BatchBuilder:
     def __init__(
         self,
         shape: KvShape,
-        windows: Iterable[int | None],
+        views: Iterable[View],
         num_heads: int,
         needs_lengths: bool,
         dtype: torch.dtype,
     ) -> None:
         self._shape = shape
-        self._windows = tuple(dict.fromkeys(windows))
+        self._views = tuple(dict.fromkeys(views))
         self._fold = num_heads // shape.num_kv_heads
         self._needs_lengths = needs_lengths
         self._dtype = dtype
-        self._heads = np.arange(shape.num_kv_heads, dtype=np.int64)
 
     def build(self, rows: Rows, tables: SlotTables) -> Batch:
         """Make the batch of a step whose deltas ``tables`` already hold."""
-        device = tables.device
+        device, block_size = tables.device, self._shape.block_size
         if len(rows.counts) and rows.counts.max() == 1:
             owners, positions = np.arange(len(rows.slots)), rows.starts
         else:
@@ -119,20 +124,19 @@ class BatchBuilder:
             token_ids=tables.token_ids[to_device(slots, device), positions_tensor],
             positions=positions_tensor,
             lengths=lengths,
-            kv_write=to_device(self._kv_write(tables, slots, positions), device),
-            attention={window: self._groups(rows, tables, window) for window in self._windows},
+            blocks=tuple(
+                to_device(table[slots, positions // block_size].astype(np.int64), device)
+                for table in tables.block_table
+            ),
+            offsets=to_device(positions % block_size, device),
+            attention={view: self._groups(rows, tables, view) for view in self._views},
         )
 
-    def _kv_write(self, tables: SlotTables, slots: Int, positions: Int) -> Int:
-        shape = self._shape
-        blocks = tables.block_table[slots, positions // shape.block_size].astype(np.int64)
-        first = blocks * (shape.num_kv_heads * shape.block_size) + positions % shape.block_size
-        return (first[:, None] + self._heads * shape.block_size).reshape(-1)
-
-    def _groups(self, rows: Rows, tables: SlotTables, window: int | None) -> tuple[AttentionGroup, ...]:
+    def _groups(self, rows: Rows, tables: SlotTables, view: View) -> tuple[AttentionGroup, ...]:
         """Partition the rows by new tokens, and by context length where padding would cost."""
         groups: list[AttentionGroup] = []
-        block_size = self._shape.block_size
+        (group, window), block_size = view, self._shape.block_size
+        table = tables.block_table[group]
         first_blocks = np.zeros_like(rows.starts)
         if window is not None:
             first_blocks = np.maximum(rows.starts + 1 - window, 0) // block_size
@@ -140,7 +144,9 @@ class BatchBuilder:
         for part in self._partition(rows, num_blocks):
             whole = len(part) == len(rows.slots)
             groups.append(
-                self._group(rows, tables, part, first_blocks[part], num_blocks[part], window, whole)
+                self._group(
+                    rows, table, part, first_blocks[part], num_blocks[part], window, whole, tables.device
+                )
             )
         return tuple(groups)
 
@@ -176,21 +182,21 @@ class BatchBuilder:
     def _group(
         self,
         rows: Rows,
-        tables: SlotTables,
+        table: NDArray[np.int32],
         members: Int,
         first_blocks: Int,
         num_blocks: Int,
         window: int | None,
         whole: bool,
+        device: torch.device,
     ) -> AttentionGroup:
-        shape, device = self._shape, tables.device
+        shape = self._shape
         starts, num_new = rows.starts[members], int(rows.counts[members[0]])
         width = int(num_blocks.max())
         columns = first_blocks[:, None] + np.arange(width)  # [B, width]
-        np.minimum(columns, tables.block_table.shape[1] - 1, out=columns)
+        np.minimum(columns, table.shape[1] - 1, out=columns)
         # Past a row's last block lie stale entries of former tenants: valid memory, masked below.
-        blocks = tables.block_table[rows.slots[members][:, None], columns].astype(np.int64)
-        pages = (blocks * shape.num_kv_heads)[:, None, :] + self._heads[:, None]  # [B, kv_heads, width]
+        blocks = table[rows.slots[members][:, None], columns].astype(np.int64)
         tokens = None
         if not whole:
             tokens = to_device((rows.offsets[members][:, None] + np.arange(num_new)).reshape(-1), device)
@@ -211,7 +217,7 @@ class BatchBuilder:
             num_rows=len(members),
             num_new=num_new,
             tokens=tokens,
-            pages=to_device(pages.reshape(-1), device),
+            blocks=to_device(blocks[:, None], device),
             mask=mask,
             bias=bias,
         )

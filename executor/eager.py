@@ -5,6 +5,7 @@ A `quintet.executor.runner.Runner`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -26,13 +27,28 @@ from quintet.wire.kv_spec import KvSpec
 MAX_OUTPUTS = 256
 
 
+class EagerKv:
+    """KV memory, a tensor of bytes per place of a block: see `quintet.wire.kv_spec`."""
+
+    def __init__(self, spec: KvSpec, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.spec = spec
+        self.dtype = dtype
+        shape = (num_blocks, spec.layer_bytes)
+        self.places = [lazy_zeros(shape, torch.uint8, device) for _ in range(spec.layers_per_block)]
+
+    def of_layer(self, layer: AttentionLayer) -> tuple[int, torch.Tensor]:
+        """Return the layer's group, and its keys and values ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``."""
+        group, place = self.spec.place(layer.index)
+        shape = (2, layer.num_kv_heads, self.spec.block_size, layer.head_dim)
+        size = math.prod(shape) * self.dtype.itemsize
+        return group, self.places[place][:, :size].view(self.dtype).unflatten(1, shape)
+
+
 class EagerPass:
     """A `quintet.executor.models.forward.ForwardPass` over tensors: the pass of one step."""
 
-    def __init__(
-        self, batch: Batch, kv: Sequence[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor
-    ) -> None:
-        """kv: of each layer ``[2, num_blocks, num_kv_heads, block_size, head_dim]``; cos, sin: see `Rope.cos_sin`."""
+    def __init__(self, batch: Batch, kv: EagerKv, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """cos, sin: see `Rope.cos_sin`."""
         self._batch = batch
         self._kv = kv
         self._cos = cos
@@ -74,12 +90,12 @@ class EagerPass:
     ) -> torch.Tensor:
         """See `ForwardPass`."""
         self.num_done += 1
-        batch, cache = self._batch, self._kv[layer.index]
+        batch, (group, cache) = self._batch, self._kv.of_layer(layer)
         q = q if layer.q_norm is None else layer.q_norm(q)
         k = k if layer.k_norm is None else layer.k_norm(k)
         q, k, v = (x.unflatten(1, (-1, layer.head_dim)) for x in (q, k, v))
-        q = rope_kv_write(q, k, v, self._cos, self._sin, cache, batch.kv_write)
-        attended = paged_attention(q, cache, batch.attention[layer.window], layer.scale)
+        q = rope_kv_write(q, k, v, self._cos, self._sin, cache, batch.blocks[group], batch.offsets)
+        attended = paged_attention(q, cache, batch.attention[group, layer.window], layer.scale)
         return attended.reshape(batch.num_tokens, -1)
 
 
@@ -101,12 +117,11 @@ class EagerRunner:
         self._model = model
         self._device = device
         self._dtype = dtype
-        shape = (2, num_blocks, kv.num_kv_heads, kv.block_size, kv.head_dim)
-        self._kv = [lazy_zeros(shape, dtype, device) for _ in range(kv.num_layers)]
-        element_bytes = torch.empty((), dtype=dtype).element_size()
+        self._kv = EagerKv(kv, num_blocks, dtype, device)
+        token_bytes = 2 * model.num_kv_heads * model.head_dim * dtype.itemsize
         self._builder = BatchBuilder(
-            KvShape(kv.num_kv_heads, kv.block_size, 2 * kv.num_kv_heads * kv.head_dim * element_bytes),
-            model.windows,
+            KvShape(model.num_kv_heads, kv.block_size, token_bytes),
+            ((kv.place(layer)[0], window) for layer, window in enumerate(model.windows)),
             model.num_heads,
             model.rope.spec.depends_on_length,
             dtype,
@@ -124,7 +139,7 @@ class EagerRunner:
     @property
     def blocks(self) -> Sequence[torch.Tensor]:
         """See `Runner.blocks`."""
-        return [cache.transpose(0, 1) for cache in self._kv]
+        return self._kv.places
 
     def forward(self, rows: Rows, tables: SlotTables) -> None:
         """See `Runner.forward`."""
@@ -148,5 +163,5 @@ class EagerRunner:
 
     def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """See `Runner.copy_blocks`."""
-        for cache in self._kv:
-            cache[:, targets] = cache[:, sources]
+        for place in self._kv.places:
+            place[targets] = place[sources]

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from quintet.executor.memory import lazy_zeros, to_device
+from quintet.wire.kv_spec import KvSpec
 from quintet.wire.step import StepPlan
 
 
@@ -22,19 +23,20 @@ class SlotTables:
         self,
         max_num_seqs: int,
         max_model_len: int,
-        block_size: int,
+        kv: KvSpec,
         device: torch.device,
         token_ids: torch.Tensor | None = None,
     ) -> None:
         """token_ids: int32[max_num_seqs, max_model_len + 1] on ``device``, where somebody else has them already."""
         self.device = device
-        self.block_size = block_size
+        self.kv = kv
         # One column more than a request can have: a plan made one step too far may write there.
         shape = (max_num_seqs, max_model_len + 1)
         self.token_ids = lazy_zeros(shape, torch.int32, device) if token_ids is None else token_ids
         self.block_table: NDArray[np.int32] = np.zeros(
-            (max_num_seqs, -(-(max_model_len + 1) // block_size)), np.int32
+            (len(kv.groups), max_num_seqs, max(2, -(-(max_model_len + 1) // kv.block_size))), np.int32
         )
+        """[groups, slots, positions]: see `quintet.wire.kv_spec.KvGroup`."""
         self.num_prompt_tokens: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.generations: NDArray[np.int64] = np.full(max_num_seqs, -1, np.int64)
 
@@ -53,8 +55,8 @@ class SlotTables:
             self.num_prompt_tokens[row.slot] = row.num_prompt_tokens
             self.generations[row.slot] = row.generation
         if plan.blocks:
-            entries = np.frombuffer(plan.blocks, np.int32).reshape(-1, 3)
-            self.block_table[entries[:, 0], entries[:, 1]] = entries[:, 2]
+            entries = np.frombuffer(plan.blocks, np.int32).reshape(-1, 4)
+            self.block_table[entries[:, 1], entries[:, 0], entries[:, 2]] = entries[:, 3]
 
     @property
     def num_tenants(self) -> int:

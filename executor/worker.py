@@ -74,7 +74,7 @@ class Worker:
         self._weights = weights
         self._num_begun = 0
         max_num_seqs, model = config.scheduler.max_num_seqs, config.model
-        self.tables = SlotTables(max_num_seqs, model.max_model_len, model.kv.block_size, device)
+        self.tables = SlotTables(max_num_seqs, model.max_model_len, model.kv, device)
         self._sampler = Sampler(max_num_seqs, model.vocab_size, self.tables, ops)
         self._host_blocks = HostBlocks(runner.blocks, model.kv.num_blocks(config.cache.swap_bytes))
         self.num_host_blocks = self._host_blocks.num_blocks
@@ -246,25 +246,24 @@ def make_runner(
     library = program_library() if platform.name == "cpu" else None
     if library is not None:
         code = DTYPE_CODES[torch.int8 if config.cache.dtype == "int8" else dtype]
-        memory = allocate_kv(library, kv, num_blocks, code)
-        if memory is not None:
-            return ProgramRunner(library, model, config, dtype, memory, span)
+        if library.kv_block_bytes(code, model.num_kv_heads, model.head_dim, kv.block_size):
+            return ProgramRunner(library, model, config, dtype, allocate_kv(kv, num_blocks, code), span)
         log.warning(
             "computing with torch: the compiled attention takes heads of 16 to 256 numbers in steps of 16, in blocks of a"
             " multiple of 16 tokens; these are heads of %d in blocks of %d",
-            kv.head_dim,
+            model.head_dim,
             kv.block_size,
         )
-    check_kv_dtype(config)
+    check_kv_dtype(config, model.head_dim)
     return EagerRunner(model, platform.device, dtype, kv, num_blocks, span)
 
 
-def check_kv_dtype(config: EngineConfig) -> None:
+def check_kv_dtype(config: EngineConfig, head_dim: int) -> None:
     """Reject an int8 cache, which only the compiled attention reads, where torch computes."""
     if config.cache.dtype == "int8":
         raise ConfigError(
             f"--kv-cache-dtype int8 needs the compiled CPU kernels, and they are not built or take no heads of"
-            f" {config.model.kv.head_dim} numbers in blocks of {config.model.kv.block_size} tokens; drop it"
+            f" {head_dim} numbers in blocks of {config.model.kv.block_size} tokens; drop it"
         )
 
 
@@ -300,11 +299,12 @@ def _packed_cache(config: EngineConfig) -> PackedCache | None:
 
 def check_agreement(model: CausalModel, resolved: ModelConfig, path: str) -> None:
     """Reject a resolved configuration that counts KV memory for another model than the card describes."""
-    kv = resolved.kv
     for name, ours, theirs in (
-        ("layers", len(model.windows), kv.num_layers),
-        ("KV heads", model.num_kv_heads, kv.num_kv_heads),
-        ("numbers per head", model.head_dim, kv.head_dim),
+        (
+            "layers",
+            len(model.windows),
+            len({layer for group in resolved.kv.groups for layer in group.layers}),
+        ),
         ("tokens in the vocabulary", model.vocab_size, resolved.vocab_size),
     ):
         if ours != theirs:

@@ -1,35 +1,163 @@
-"""What a model's layers need of KV memory, as plain numbers the core can count with."""
+"""What a model's layers need of KV memory, as plain numbers the core can count with.
+
+Layers that need the same share a *group*, and with it one block table of each request. All groups take their blocks from
+one pool: a block is ``layers_per_block`` *places* of ``layer_bytes`` each, and belongs to one group at a time, whose first
+layer has the first place, and so on. ::
+
+    block 7, held by group 0     | layer 5 | layer 11 |  (free)  |
+    block 8, held by group 1     | layer 0 | layer 1  | layer 2  |
+                                   place 0   place 1     place 2
+
+Memory is one tensor per place, ``[num_blocks, layer_bytes]``.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Literal
+
 import msgspec
+
+Kind = Literal["full", "sliding", "chunked", "state"]
+
+ALIGNMENT = 64
+"""Places begin at multiples of a cache line."""
+
+MOST_PADDING = 0.15
+"""Layers are grouped by as many as leave at most this share of the places unused: fewer groups are fewer tables to keep."""
+
+
+class LayerKv(msgspec.Struct, frozen=True):
+    """What one layer keeps of each request. A layer with attention and a state is two of them."""
+
+    layer: int
+    kind: Kind = "full"
+    window: int = 0
+    """See `KvGroup.window`."""
+    token_bytes: int = 0
+    """Keys and values of one token; of a state 0."""
+    state_bytes: int = 0
+    """A state's size, whatever the number of tokens; of all other kinds 0."""
+
+
+class KvGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Layers that need the same, and share one block table.
+
+    ``full``: a token sees all before it. ``sliding``: the newest ``window`` tokens, itself included. ``chunked``: those of
+    its own chunk of ``window`` tokens. ``state``: nothing but a state of fixed size, which lies in a block of its own; the
+    table names which one a step reads, at position 0, and which one it writes, at position 1.
+    """
+
+    kind: Kind
+    layers: list[int]
+    """The model's numbers of the layers, in the order of their places."""
+    window: int = 0
+
+    @property
+    def is_state(self) -> bool:
+        """Whether blocks hold states rather than tokens."""
+        return self.kind == "state"
+
+    def first_seen(self, position: int) -> int:
+        """Return the first position that a token at ``position`` sees; those behind it see no earlier one."""
+        if self.kind == "sliding":
+            return max(0, position + 1 - self.window)
+        if self.kind == "chunked":
+            return position // self.window * self.window
+        return 0
+
+    def used(self, start: int, end: int, block_size: int) -> range:
+        """Return the positions of a block table that computing a request's tokens ``[start, end)`` reads or writes."""
+        if self.is_state:
+            return range(2)
+        return range(self.first_seen(start) // block_size, -(-end // block_size))
+
+    def most_blocks(self, num_tokens: int, block_size: int, step_tokens: int) -> int:
+        """Return the most blocks that a request of this length ever holds at once, computed by so many tokens a step."""
+        if self.is_state:
+            return STATE_BLOCKS
+        blocks = -(-num_tokens // block_size)
+        if self.kind == "full":
+            return blocks
+        return min(blocks, (self.window + step_tokens - 3) // block_size + 2)
+
+
+STATE_BLOCKS = 2
+"""Blocks of a state group that a running request holds at the most: the state that it reads, and the one that it writes."""
 
 
 class KvSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """KV needs of a group of layers that share one block table.
+    """How the layers are grouped, and what a block is."""
 
-    A block holds ``block_size`` tokens of every layer of the group.
-    """
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype_bytes: int
+    groups: list[KvGroup]
+    layers_per_block: int
+    layer_bytes: int
+    """A layer's share of a block: what the layer needs that needs most."""
     block_size: int
-    scale_bytes: int = 0
-    """What each token's key, and its value, of each head takes besides its numbers: an int8 cache's scale."""
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Keys and values of one token in all layers of the group."""
-        head_bytes = self.head_dim * self.dtype_bytes + self.scale_bytes
-        return 2 * self.num_layers * self.num_kv_heads * head_bytes
+    """Tokens whose keys and values a block holds."""
 
     @property
     def bytes_per_block(self) -> int:
-        """Memory of one block in all layers of the group."""
-        return self.bytes_per_token * self.block_size
+        """Memory of one block."""
+        return self.layers_per_block * self.layer_bytes
+
+    @property
+    def bytes_per_token(self) -> int:
+        """What a token of a long request takes for as long as it runs: groups that see everything."""
+        num_full = sum(group.kind == "full" for group in self.groups)
+        return num_full * self.bytes_per_block // self.block_size
 
     def num_blocks(self, memory_bytes: int) -> int:
         """How many blocks fit into this much memory."""
         return memory_bytes // self.bytes_per_block
+
+    def most_blocks(self, num_tokens: int, step_tokens: int) -> int:
+        """Return the most blocks that a request of this length ever holds at once, in all groups."""
+        return sum(group.most_blocks(num_tokens, self.block_size, step_tokens) for group in self.groups)
+
+    def longest(self, num_blocks: int, most_tokens: int, step_tokens: int) -> int:
+        """Return the length of the longest request that so many blocks are enough for, at most ``most_tokens``."""
+        low, high = 0, most_tokens
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.most_blocks(middle, step_tokens) <= num_blocks:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def place(self, layer: int, *, state: bool = False) -> tuple[int, int]:
+        """Return the group and the place of a layer: of its keys and values, or of its state."""
+        for index, group in enumerate(self.groups):
+            if group.is_state == state and layer in group.layers:
+                return index, group.layers.index(layer)
+        raise KeyError(f"layer {layer} keeps no {'state' if state else 'keys and values'}")
+
+
+def group_layers(layers: Sequence[LayerKv], block_size: int) -> KvSpec:
+    """Group the layers of a model: alike ones together, as evenly as leaves few places unused. See `MOST_PADDING`."""
+    alike: dict[tuple[Kind, int], list[int]] = {}
+    for layer in layers:
+        alike.setdefault((layer.kind, layer.window), []).append(layer.layer)
+    counts = [len(members) for members in alike.values()]
+    layers_per_block = max(
+        width
+        for width in range(1, max(counts) + 1)
+        if sum(-(-count // width) * width for count in counts) <= (1 + MOST_PADDING) * len(layers)
+    )
+    groups: list[KvGroup] = []
+    for (kind, window), members in alike.items():
+        num_groups = -(-len(members) // layers_per_block)
+        edges = [len(members) * i // num_groups for i in range(num_groups + 1)]
+        groups += [KvGroup(kind, members[a:b], window) for a, b in pairwise(edges)]
+    needed = max(layer.token_bytes * block_size + layer.state_bytes for layer in layers)
+    return KvSpec(groups, layers_per_block, -(-needed // ALIGNMENT) * ALIGNMENT, block_size)
+
+
+def full_layers(
+    num_layers: int, num_kv_heads: int, head_dim: int, dtype_bytes: int, block_size: int
+) -> KvSpec:
+    """Return the one group of a model whose layers all see everything and have the same heads."""
+    token_bytes = 2 * num_kv_heads * head_dim * dtype_bytes
+    return group_layers([LayerKv(layer, "full", 0, token_bytes) for layer in range(num_layers)], block_size)

@@ -43,6 +43,7 @@ class Sense:
         self._max_len = model.max_model_len
         self._num_slots = scheduler.max_num_seqs
         self._block_size = model.kv.block_size
+        self._num_groups = len(model.kv.groups)
         self._num_blocks = model.kv.num_blocks(config.cache.memory_bytes) or MAX_COUNT
         """On a GPU only the executor knows."""
         self._num_host_blocks = model.kv.num_blocks(config.cache.swap_bytes)
@@ -182,15 +183,16 @@ class Sense:
         )
 
     def _block_entries(self, blocks: bytes) -> bool:
-        if len(blocks) % (3 * ID_BYTES):
+        if len(blocks) % (4 * ID_BYTES):
             return False
         if not blocks:
             return True
         entries = memoryview(blocks).cast("i")
         return (
-            all_below(entries[0::3].tobytes(), self._num_slots)
-            and all_below(entries[1::3].tobytes(), self._blocks_per_row)
-            and all_below(entries[2::3].tobytes(), self._num_blocks)
+            all_below(entries[0::4].tobytes(), self._num_slots)
+            and all_below(entries[1::4].tobytes(), self._num_groups)
+            and all_below(entries[2::4].tobytes(), self._blocks_per_row)
+            and all_below(entries[3::4].tobytes(), self._num_blocks)
         )
 
     def _swaps(self, swaps: bytes) -> bool:

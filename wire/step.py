@@ -42,7 +42,8 @@ class StepPlan(msgspec.Struct, array_like=True, tag="plan", gc=False):
     """Slots (int32) whose tenant left; applied first."""
     new_rows: list[NewRow]
     blocks: bytes
-    """int32 triples ``slot, position in its block table, block id``: entries added or replaced; applied after ``new_rows``."""
+    """int32 quadruples ``slot, group, position in its block table, block id``: entries added or replaced; applied after
+    ``new_rows``. Groups are those of the model's `KvSpec`."""
     copies: bytes
     """int32 pairs ``from block, to block``: contents copied before this step computes (copy-on-write)."""
     slots: bytes

@@ -11,6 +11,7 @@ from quintet.executor.cuda.ops.tables import StagingLayout, apply_plan, pack_sta
 from quintet.executor.cuda.rows import StepRows
 from quintet.executor.cuda.tables import DeviceTables, StepMemory
 from quintet.wire.codec import pack_i32, pack_u8
+from quintet.wire.kv_spec import full_layers
 from quintet.wire.step import StepPlan
 
 
@@ -41,7 +42,7 @@ def step_rows(device: Device, num_rows: int, start: int, count: int) -> StepRows
         counts=pack_i32([count] * num_rows),
         samples=pack_u8([1] * num_rows),
     )
-    tables = DeviceTables.reserve(num_rows, length, BLOCK_SIZE, device.torch_device)
+    tables = DeviceTables.reserve(num_rows, length, full_layers(1, 1, 8, 2, BLOCK_SIZE), device.torch_device)
     memory = StepMemory(tables, num_rows * count)
     layout = StagingLayout.of(tables, num_blocks)
     words = np.zeros(layout.num_words(plan), np.int32)

@@ -118,7 +118,7 @@ class Plans:
             params=GREEDY,
             seed=slot,
         )
-        entries = [value for at, block in enumerate(blocks) for value in (slot, at, int(block))]
+        entries = [value for at, block in enumerate(blocks) for value in (slot, 0, at, int(block))]
         return self.plan(new_rows=[row], blocks=pack_i32(entries))
 
     def prompt(self, length: int, chunk: int, slot: int = 0) -> Iterator[StepPlan]:

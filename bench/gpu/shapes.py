@@ -19,7 +19,7 @@ from quintet.wire.config import (
     ProcessesConfig,
     SchedulerConfig,
 )
-from quintet.wire.kv_spec import KvSpec
+from quintet.wire.kv_spec import full_layers
 
 BLOCK_SIZE = 16
 
@@ -113,7 +113,7 @@ def engine_config(
     KV gets what a GPU has left, and on a CPU enough for the toy.
     """
     (folder / "config.json").write_text(json.dumps(shape.card))
-    kv = KvSpec(shape.layers, shape.kv_heads, shape.head_dim, 2, BLOCK_SIZE)
+    kv = full_layers(shape.layers, shape.kv_heads, shape.head_dim, 2, BLOCK_SIZE)
     memory_bytes = 0 if device == "cuda" else 2 * max_num_seqs * max_model_len * kv.bytes_per_token
     return EngineConfig(
         run_dir=str(folder),

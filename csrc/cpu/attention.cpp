@@ -5,6 +5,7 @@
 #include <limits>
 #include <vector>
 
+#include "blocks.hpp"
 #include "require.hpp"
 #include "thread_memory.hpp"
 
@@ -23,9 +24,8 @@ bool takes(Dtype kv_dtype, index_t kv_heads, index_t head_dim, index_t block_siz
          block_size % kTileKeys == 0 && kv_dtype != Dtype::int4;
 }
 
-PagedKv paged(void* memory, Dtype dtype, index_t kv_heads, index_t head_dim, index_t block_size) {
+PagedKv paged(Dtype dtype, index_t kv_heads, index_t head_dim, index_t block_size) {
   PagedKv kv{};
-  kv.memory = (char*)memory;
   kv.dtype = dtype;
   kv.kv_heads = kv_heads;
   kv.head_dim = head_dim;
@@ -34,6 +34,16 @@ PagedKv paged(void* memory, Dtype dtype, index_t kv_heads, index_t head_dim, ind
   kv.tile_bytes = 2 * kv.plane_bytes + (dtype == Dtype::int8 ? 2 * kTileKeys * index_t(sizeof(float)) : 0);
   kv.head_bytes = kv.block_tiles * kv.tile_bytes;
   kv.block_bytes = kv_heads * kv.head_bytes;
+  return kv;
+}
+
+// The cache of a layer at a place, whose blocks may be larger than it needs.
+PagedKv paged_at(const KvPlace& place, Dtype dtype, index_t kv_heads, index_t head_dim, index_t block_size) {
+  PagedKv kv = paged(dtype, kv_heads, head_dim, block_size);
+  QT_REQUIRE(place.block_bytes >= kv.block_bytes && place.block_bytes % 64 == 0,
+             "blocks of %lld bytes for keys and values of %lld", (long long)place.block_bytes, (long long)kv.block_bytes);
+  kv.memory = place.memory;
+  kv.block_bytes = place.block_bytes;
   return kv;
 }
 
@@ -52,15 +62,11 @@ bool pairs_wanted() {
   return wants_pairs > 0;
 }
 
-const std::int32_t* blocks_of(const Step& step, index_t row) {
-  return step.block_table + step.row_slots[row] * step.block_table_stride;
-}
-
 class AttentionOp final : public Op {
  public:
   // `program`: whose scratch it uses, which has room for kPartialsBytes.
-  AttentionOp(const AttentionCall& call, Dtype dtype, index_t max_tokens, const Program* program)
-      : call_(call), program_(program) {
+  AttentionOp(const AttentionCall& call, index_t group, Dtype dtype, index_t max_tokens, const Program* program)
+      : call_(call), group_(group), program_(program) {
     const AttentionKernels& kernels = QT_CHOOSE(attention);
     AttentionKernel kernel = (call.kv.dtype == Dtype::int8 ? kernels.attend_bytes : kernels.attend)[int(dtype)];
     if (call.kv.dtype == Dtype::bf16 && kernels.attend_in_pairs.run && pairs_wanted()) kernel = kernels.attend_in_pairs;
@@ -140,7 +146,7 @@ class AttentionOp final : public Op {
   AttentionPiece piece_of(const Step& step, index_t row, index_t begin, index_t end) const {
     const index_t position = step.row_starts[row] + begin;
     AttentionPiece piece{};
-    piece.blocks = blocks_of(step, row);
+    piece.blocks = blocks_of(step, row, group_);
     piece.token = step.row_offsets[row] + begin;
     piece.count = end - begin;
     piece.position = position;
@@ -192,6 +198,7 @@ class AttentionOp final : public Op {
   }
 
   AttentionCall call_;
+  index_t group_;  // of layers
   const Program* program_;
   void (*run_)(const void*, index_t, index_t);
   index_t most_groups_;
@@ -201,7 +208,7 @@ class AttentionOp final : public Op {
 
 class KvWriteOp final : public Op {
  public:
-  KvWriteOp(const KvWriteCall& call, Dtype dtype) : call_(call) {
+  KvWriteOp(const KvWriteCall& call, index_t group, Dtype dtype) : call_(call), group_(group) {
     run_ = (call.kv.dtype == Dtype::int8 ? QT_CHOOSE(kv_write).write_bytes : QT_CHOOSE(kv_write).write)[int(dtype)];
   }
 
@@ -211,7 +218,8 @@ class KvWriteOp final : public Op {
       const index_t begin = step.row_starts[row], end = begin + step.row_counts[row];
       for (index_t position = begin; position < end;) {
         const index_t next = std::min(end, (position / kTileKeys + 1) * kTileKeys);
-        pieces_.push_back({blocks_of(step, row), step.row_offsets[row] + position - begin, next - position, position});
+        const std::int32_t* blocks = blocks_of(step, row, group_);
+        pieces_.push_back({blocks, step.row_offsets[row] + position - begin, next - position, position});
         position = next;
       }
     }
@@ -228,6 +236,7 @@ class KvWriteOp final : public Op {
 
  private:
   KvWriteCall call_;
+  index_t group_;  // of layers
   void (*run_)(const void*, index_t, index_t);
   std::vector<KvWritePiece> pieces_;
 };
@@ -247,14 +256,14 @@ void run_alone(Op& op, const Step& step) {
   pool().run(&work, 1);
 }
 
-AttentionOp attention_of(Program& program, const void* q, index_t q_stride, const void* kv, index_t heads, index_t kv_heads,
-                         index_t head_dim, index_t block_size, index_t window, float softcap, const float* alibi_slopes,
-                         float scale, void* out, index_t out_stride, index_t max_tokens, int dtype, int kv_dtype) {
+AttentionOp attention_of(Program& program, const void* q, index_t q_stride, const KvPlace* kv, index_t heads,
+                         index_t kv_heads, index_t head_dim, index_t block_size, index_t window, float softcap,
+                         const float* alibi_slopes, float scale, void* out, index_t out_stride, index_t max_tokens, int dtype, int kv_dtype) {
   check_heads(heads, kv_heads, head_dim, block_size, kv_dtype, dtype);
   QT_REQUIRE(window >= 0 && q_stride >= heads * head_dim && out_stride >= heads * head_dim, "window %lld, strides %lld, %lld",
              (long long)window, (long long)q_stride, (long long)out_stride);
   AttentionCall call{};
-  call.kv = paged((void*)kv, Dtype(kv_dtype), kv_heads, head_dim, block_size);
+  call.kv = paged_at(*kv, Dtype(kv_dtype), kv_heads, head_dim, block_size);
   call.q = q;
   call.out = out;
   call.q_stride = q_stride;
@@ -266,12 +275,12 @@ AttentionOp attention_of(Program& program, const void* q, index_t q_stride, cons
   call.alibi_slopes = alibi_slopes;
   call.scratch = thread_memory;
   program.reserve(kPartialsBytes);
-  return AttentionOp(call, Dtype(dtype), max_tokens, &program);
+  return AttentionOp(call, kv->group, Dtype(dtype), max_tokens, &program);
 }
 
 KvWriteOp kv_write_of(const void* q, index_t q_stride, const void* k, index_t k_stride, const void* v, index_t v_stride,
                       index_t heads, index_t kv_heads, index_t head_dim, index_t rotary, const void* q_norm,
-                      const void* k_norm, float eps, void* kv, index_t block_size, void* q_out, index_t out_stride,
+                      const void* k_norm, float eps, const KvPlace* kv, index_t block_size, void* q_out, index_t out_stride,
                       int dtype, int kv_dtype) {
   check_heads(heads, kv_heads, head_dim, block_size, kv_dtype, dtype);
   QT_REQUIRE(rotary >= 0 && rotary <= head_dim && rotary % 2 == 0, "%lld rotary dimensions of %lld", (long long)rotary,
@@ -281,7 +290,7 @@ KvWriteOp kv_write_of(const void* q, index_t q_stride, const void* k, index_t k_
              "strides %lld, %lld, %lld, %lld", (long long)q_stride, (long long)k_stride, (long long)v_stride,
              (long long)out_stride);
   KvWriteCall call{};
-  call.kv = paged(kv, Dtype(kv_dtype), kv_heads, head_dim, block_size);
+  call.kv = paged_at(*kv, Dtype(kv_dtype), kv_heads, head_dim, block_size);
   call.q = q;
   call.k = k;
   call.v = v;
@@ -295,7 +304,7 @@ KvWriteOp kv_write_of(const void* q, index_t q_stride, const void* k, index_t k_
   call.q_norm = q_norm;
   call.k_norm = k_norm;
   call.eps = eps;
-  return KvWriteOp(call, Dtype(dtype));
+  return KvWriteOp(call, kv->group, Dtype(dtype));
 }
 
 }  // namespace
@@ -305,7 +314,7 @@ KvWriteOp kv_write_of(const void* q, index_t q_stride, const void* k, index_t k_
 // a multiple of 16, kv_dtype that of the activations or int8.
 QT_EXPORT index_t qt_kv_block_bytes(int kv_dtype, index_t kv_heads, index_t head_dim, index_t block_size) {
   if (!qt::takes(qt::Dtype(kv_dtype), kv_heads, head_dim, block_size)) return 0;
-  return qt::paged(nullptr, qt::Dtype(kv_dtype), kv_heads, head_dim, block_size).block_bytes;
+  return qt::paged(qt::Dtype(kv_dtype), kv_heads, head_dim, block_size).block_bytes;
 }
 
 // Bytes of a program's scratch that its attention may use, for all layers together.
@@ -322,7 +331,7 @@ QT_EXPORT void qt_attend_in_pairs(int wanted) { qt::wants_pairs = wanted; }
 QT_EXPORT void qt_program_rope_kv_write(qt::Program* program, const void* q, index_t q_stride, const void* k,
                                         index_t k_stride, const void* v, index_t v_stride, index_t heads, index_t kv_heads,
                                         index_t head_dim, index_t rotary, const void* q_norm, const void* k_norm, float eps,
-                                        void* kv, index_t block_size, void* q_out, index_t out_stride, int dtype,
+                                        const qt::KvPlace* kv, index_t block_size, void* q_out, index_t out_stride, int dtype,
                                         int kv_dtype) {
   program->append(std::make_unique<qt::KvWriteOp>(qt::kv_write_of(q, q_stride, k, k_stride, v, v_stride, heads, kv_heads,
                                                                   head_dim, rotary, q_norm, k_norm, eps, kv, block_size,
@@ -332,7 +341,7 @@ QT_EXPORT void qt_program_rope_kv_write(qt::Program* program, const void* q, ind
 // The same at once.
 QT_EXPORT void qt_write_kv(const qt::Step* step, const void* q, index_t q_stride, const void* k, index_t k_stride,
                            const void* v, index_t v_stride, index_t heads, index_t kv_heads, index_t head_dim,
-                           index_t rotary, const void* q_norm, const void* k_norm, float eps, void* kv, index_t block_size,
+                           index_t rotary, const void* q_norm, const void* k_norm, float eps, const qt::KvPlace* kv, index_t block_size,
                            void* q_out, index_t out_stride, int dtype, int kv_dtype) {
   qt::KvWriteOp op = qt::kv_write_of(q, q_stride, k, k_stride, v, v_stride, heads, kv_heads, head_dim, rotary, q_norm, k_norm,
                                      eps, kv, block_size, q_out, out_stride, dtype, kv_dtype);
@@ -342,9 +351,9 @@ QT_EXPORT void qt_write_kv(const qt::Step* step, const void* q, index_t q_stride
 // Attention of the step's tokens over their rows' keys up to their own positions, which are in the cache already.
 // q, out: [T][heads][head_dim], rows q_stride and out_stride numbers apart. window: how many keys a token sees, itself
 // included; 0: all. softcap: 0 for none. alibi_slopes: fp32 [heads] or null. max_tokens: of a step.
-QT_EXPORT void qt_program_attention(qt::Program* program, const void* q, index_t q_stride, const void* kv, index_t heads,
-                                    index_t kv_heads, index_t head_dim, index_t block_size, index_t window, float softcap,
-                                    const float* alibi_slopes, float scale, void* out, index_t out_stride, index_t max_tokens,
+QT_EXPORT void qt_program_attention(qt::Program* program, const void* q, index_t q_stride, const qt::KvPlace* kv,
+                                    index_t heads, index_t kv_heads, index_t head_dim, index_t block_size, index_t window,
+                                    float softcap, const float* alibi_slopes, float scale, void* out, index_t out_stride, index_t max_tokens,
                                     int dtype, int kv_dtype) {
   program->append(std::make_unique<qt::AttentionOp>(
       qt::attention_of(*program, q, q_stride, kv, heads, kv_heads, head_dim, block_size, window, softcap, alibi_slopes,
@@ -352,7 +361,7 @@ QT_EXPORT void qt_program_attention(qt::Program* program, const void* q, index_t
 }
 
 // The same at once.
-QT_EXPORT void qt_attend(const qt::Step* step, const void* q, index_t q_stride, const void* kv, index_t heads,
+QT_EXPORT void qt_attend(const qt::Step* step, const void* q, index_t q_stride, const qt::KvPlace* kv, index_t heads,
                          index_t kv_heads, index_t head_dim, index_t block_size, index_t window, float softcap,
                          const float* alibi_slopes, float scale, void* out, index_t out_stride, int dtype, int kv_dtype) {
   qt::Program program;  // for its scratch alone

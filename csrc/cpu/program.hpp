@@ -27,12 +27,13 @@ struct Step {
   index_t num_outputs;              // tokens whose logits are wanted
   std::int32_t* token_ids;          // [T]
   std::int64_t* positions;          // [T]
-  std::int64_t* row_slots;          // [R]: the row of the block table
+  std::int64_t* row_slots;          // [R]: the row of the block tables
   std::int64_t* row_starts;         // [R]
   std::int64_t* row_counts;         // [R], at least 1
   std::int64_t* row_offsets;        // [R]
-  const std::int32_t* block_table;  // [slots][block_table_stride]
+  const std::int32_t* block_table;  // [groups][slots][block_table_stride]
   index_t block_table_stride;
+  index_t block_table_group_stride;
   std::int64_t* output_tokens;      // [num_outputs]: their indexes among the T tokens
   const void* cosines;              // see rope_by_token; [..][rotary], in the model's number format
   const void* sines;

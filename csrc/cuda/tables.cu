@@ -29,7 +29,7 @@ struct Staging {
   const int* sampled_slots;      // [num_sampled]
   const int* sampled_positions;  // [num_sampled]
   const int* sampled_tokens;     // [num_sampled]
-  const int* entries;            // [num_entries, 3]: slot, position in its block table, block
+  const int* entries;            // [num_entries, 3]: row of the block tables, position in it, block
   const int* new_slots;          // [num_new_rows]
   const int* new_prompts;        // [num_new_rows]: tokens of the prompt
   const int* new_offsets;        // [num_new_rows + 1]: where the tenant's tokens begin among all new tokens
@@ -65,7 +65,7 @@ __device__ __forceinline__ Staging read_staging(const int* words) {
 struct Tables {
   int* token_ids;  // [slots, token_columns]
   long long token_columns;
-  int* block_table;  // [slots, block_columns]
+  int* block_table;  // [groups, slots, block_columns]
   long long block_columns;
   int block_size;
   int* prompts;   // [slots]: tokens of the prompt

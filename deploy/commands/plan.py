@@ -99,7 +99,8 @@ def make_plan(resolution: Resolution) -> Plan:
         kv_memory_bytes=config.cache.memory_bytes,
         block_size=kv.block_size,
         num_blocks=num_blocks,
-        max_full_length_requests=num_blocks // -(-config.model.max_model_len // kv.block_size),
+        max_full_length_requests=num_blocks
+        // kv.most_blocks(config.model.max_model_len, config.scheduler.max_num_batched_tokens),
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         processes={

@@ -77,13 +77,15 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     weight_bytes = rules.weight_bytes(num_parameters or 0, _DTYPE_BYTES[dtype], options.quantization)
     if kind == "torch" and device == "cpu":
         rules.check_weights_fit(weight_bytes, available_ram_bytes())
-    memory_bytes = _kv_memory(options, device, kind, weight_bytes, kv, max_model_len)
+    step_tokens = rules.most_step_tokens(options, device, max_model_len)
+    memory_bytes = _kv_memory(options, device, kind, weight_bytes, kv, max_model_len, step_tokens)
     fitted = max_model_len
     if memory_bytes:
         fitted = rules.fit_max_model_len(
             kv,
             memory_bytes,
             max_model_len,
+            step_tokens,
             options.max_model_len is not None,
             options.kv_cache_memory is not None,
         )
@@ -106,7 +108,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
         run_dir=str(run_dir),
         model=_model_config(options, facts, dtype, kv, fitted),
         cache=CacheConfig(
-            memory_bytes=rules.cap_kv_memory(kv, memory_bytes, options.max_num_seqs, fitted),
+            memory_bytes=rules.cap_kv_memory(kv, memory_bytes, options.max_num_seqs, fitted, step_tokens),
             enable_prefix_caching=options.enable_prefix_caching and can_share_prefixes,
             dtype=options.kv_cache_dtype,
             gpu_memory_utilization=options.gpu_memory_utilization,
@@ -199,7 +201,13 @@ def _frontend_config(options: Options) -> FrontendConfig:
 
 
 def _kv_memory(
-    options: Options, device: str, kind: str, weight_bytes: int, kv: KvSpec, max_model_len: int
+    options: Options,
+    device: str,
+    kind: str,
+    weight_bytes: int,
+    kv: KvSpec,
+    max_model_len: int,
+    step_tokens: int,
 ) -> int:
     """Return the bytes KV may take: as asked, or a share of what weights and scratch leave. The mock holds no KV at all.
 
@@ -208,7 +216,7 @@ def _kv_memory(
     if options.kv_cache_memory is not None:
         return parse_size(options.kv_cache_memory, "--kv-cache-memory")
     if kind == "mock":
-        return rules.cap_kv_memory(kv, 1 << 62, options.max_num_seqs, max_model_len)
+        return rules.cap_kv_memory(kv, 1 << 62, options.max_num_seqs, max_model_len, step_tokens)
     if device == "cuda":
         return 0
     free_bytes = available_ram_bytes() - weight_bytes - ATTENTION_SCRATCH_BYTES

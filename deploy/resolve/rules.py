@@ -11,7 +11,7 @@ from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.memory import format_size
 from quintet.wire.config import Quantization
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
-from quintet.wire.kv_spec import KvSpec
+from quintet.wire.kv_spec import KvSpec, LayerKv, group_layers
 from quintet.wire.params import SamplingParams
 
 MAX_SOCKET_PATH = 107
@@ -23,6 +23,8 @@ _CPU_STEP_TARGET_MS = 300
 _WHOLE_DEFAULTS = ("top_k", "max_tokens")
 """Sampling defaults that are whole numbers; cards write them as 50.0 too."""
 _DEFAULT_SWAP_BYTES = 4 << 30
+_SCALE_BYTES = 4
+"""What an int8 cache adds to each key, and each value, of a head."""
 _WEIGHT_BITS: Mapping[Quantization, float] = {"int8": 8.1, "w8a8": 8.1, "int4": 4.5}
 """With their scales."""
 
@@ -114,14 +116,9 @@ def check_quantization(options: Options, device: str) -> None:
 
 def kv_spec(options: Options, device: str, facts: ModelFacts, dtype_bytes: int) -> KvSpec:
     """Return what KV takes; reject a number format that the device does not compute with."""
-    layers, heads, head_dim, block_size = (
-        facts.num_layers,
-        facts.num_kv_heads,
-        facts.head_dim,
-        options.block_size,
-    )
+    block_size = options.block_size
     if options.kv_cache_dtype == "auto":
-        return KvSpec(layers, heads, head_dim, dtype_bytes, block_size)
+        return _groups(facts, block_size, facts.head_dim * dtype_bytes)
     other = "cuda" if options.kv_cache_dtype == "fp8" else "cpu"
     if device != other:
         instead = "int8" if device == "cpu" else "fp8"
@@ -129,12 +126,20 @@ def kv_spec(options: Options, device: str, facts: ModelFacts, dtype_bytes: int) 
             f"--kv-cache-dtype {options.kv_cache_dtype} is not computed on this device: give {instead}, or --device {other}"
         )
     if options.kv_cache_dtype == "fp8":
-        return KvSpec(layers, heads, head_dim, 1, block_size)
+        return _groups(facts, block_size, facts.head_dim)
     if block_size % 16:
         raise ConfigError(
             f"--kv-cache-dtype int8 needs blocks of a multiple of 16 tokens and --block-size is {block_size}; give 16 or 32"
         )
-    return KvSpec(layers, heads, head_dim, 1, block_size, scale_bytes=4)
+    return _groups(facts, block_size, facts.head_dim + _SCALE_BYTES)
+
+
+def _groups(facts: ModelFacts, block_size: int, head_bytes: int) -> KvSpec:
+    """Group the layers; ``head_bytes``: of a key, or value, of one head."""
+    token_bytes = 2 * facts.num_kv_heads * head_bytes
+    return group_layers(
+        [LayerKv(layer, token_bytes=token_bytes) for layer in range(facts.num_layers)], block_size
+    )
 
 
 def weight_bytes(num_parameters: int, dtype_bytes: int, quantization: Quantization) -> int:
@@ -165,6 +170,14 @@ def derive_max_num_seqs(settings: Mapping[str, object]) -> tuple[dict[str, objec
     return {**settings, "max_num_seqs": budget}, [note]
 
 
+def most_step_tokens(options: Options, device: str, max_model_len: int) -> int:
+    """Return the most tokens of a request that one step will compute."""
+    if options.max_num_batched_tokens is not None:
+        return options.max_num_batched_tokens
+    whole = 0 if options.enable_chunked_prefill else max_model_len
+    return max(_DEFAULT_BATCHED_TOKENS[device], options.max_num_seqs, whole)
+
+
 def derive_max_num_batched_tokens(options: Options, device: str, max_model_len: int) -> int:
     """Return the step's token budget.
 
@@ -175,7 +188,7 @@ def derive_max_num_batched_tokens(options: Options, device: str, max_model_len: 
         options.max_num_seqs if options.enable_chunked_prefill else max(options.max_num_seqs, max_model_len)
     )
     if asked is None:
-        return max(_DEFAULT_BATCHED_TOKENS[device], needed)
+        return most_step_tokens(options, device, max_model_len)
     if asked < options.max_num_seqs:
         raise ConfigError(
             f"--max-num-batched-tokens is {asked}, less than --max-num-seqs {options.max_num_seqs}: "
@@ -209,17 +222,22 @@ def derive_max_model_len(asked: int | None, of_model: int, config_path: Path) ->
 
 
 def fit_max_model_len(
-    kv: KvSpec, memory_bytes: int, max_model_len: int, asked: bool, memory_flag_given: bool
+    kv: KvSpec,
+    memory_bytes: int,
+    max_model_len: int,
+    step_tokens: int,
+    asked: bool,
+    memory_flag_given: bool,
 ) -> int:
     """Return the longest sequence whose KV fits into memory.
 
     A length that nobody asked for shrinks to what fits; one that was asked for is rejected with the length that
-    would fit.
+    would fit. step_tokens: most tokens of a request that one step computes.
     """
-    fitting = kv.num_blocks(memory_bytes) * kv.block_size
+    fitting = kv.longest(kv.num_blocks(memory_bytes), max_model_len, step_tokens)
     if fitting >= max_model_len:
         return max_model_len
-    needed = format_size(-(-max_model_len // kv.block_size) * kv.bytes_per_block)
+    needed = format_size(kv.most_blocks(max_model_len, step_tokens) * kv.bytes_per_block)
     if fitting < 2 * kv.block_size or asked:
         more = f"--kv-cache-memory {needed.replace(' ', '')}" + (
             "" if memory_flag_given else " or a larger --kv-cache-memory-share"
@@ -237,9 +255,11 @@ def rotates_alike(fixed_rope_len: int | None, max_model_len: int) -> bool:
     return fixed_rope_len is None or max_model_len <= fixed_rope_len
 
 
-def cap_kv_memory(kv: KvSpec, memory_bytes: int, max_num_seqs: int, max_model_len: int) -> int:
+def cap_kv_memory(
+    kv: KvSpec, memory_bytes: int, max_num_seqs: int, max_model_len: int, step_tokens: int
+) -> int:
     """Return no more memory than the longest sequences of all slots could use, plus one block. 0, not known, stays 0."""
-    blocks_per_sequence = -(-max_model_len // kv.block_size)
+    blocks_per_sequence = kv.most_blocks(max_model_len, step_tokens)
     return min(memory_bytes, (max_num_seqs * blocks_per_sequence + 1) * kv.bytes_per_block)
 
 

@@ -53,7 +53,7 @@ def _make(
     kv_dtype = torch.float8_e4m3fn if config.cache.dtype == "fp8" else dtype
     is_invariant = config.executor.batch_invariant
     max_tokens = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
-    tables = DeviceTables.reserve(scheduler.max_num_seqs, config.model.max_model_len, spec.block_size, where)
+    tables = DeviceTables.reserve(scheduler.max_num_seqs, config.model.max_model_len, spec, where)
     memory = StepMemory(tables, max_tokens)
     attention = AttentionPlan(
         device,
@@ -77,7 +77,7 @@ def _make(
         attention,
         memory,
         staging,
-        allocate_kv(spec, 1, kv_dtype, where),
+        allocate_kv(model, spec, 1, kv_dtype, where),
         dtype,
     )
     begun = time.monotonic()
@@ -90,7 +90,7 @@ def _make(
         widest = max(layer.columns for layer in runner.linears if not layer.shape.is_output_layer)
         reserved = graph_bytes(scheduler.max_num_seqs, model.vocab_size, widest, dtype.itemsize)
     num_blocks = num_kv_blocks(config, device, reserved)
-    runner.use_kv(allocate_kv(spec, num_blocks, kv_dtype, where))
+    runner.use_kv(allocate_kv(model, spec, num_blocks, kv_dtype, where))
     log.info(
         "the largest step (%d tokens) took %.1f s with everything it loaded; KV gets %d blocks of %d tokens, %.1f GiB",
         max_tokens,

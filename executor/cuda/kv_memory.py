@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from quintet.executor.cuda.device import Device
+from quintet.executor.models.model import CausalModel
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError
 from quintet.wire.kv_spec import KvSpec
@@ -42,7 +43,8 @@ def num_kv_blocks(config: EngineConfig, device: Device, reserved_bytes: int) -> 
     """Return how many blocks of KV the device will hold; raise `ConfigError` when one request might not fit."""
     kv, cache, max_model_len = config.model.kv, config.cache, config.model.max_model_len
     total, free = device.total_bytes(), device.free_bytes()
-    most = config.scheduler.max_num_seqs * -(-max_model_len // kv.block_size) + 1
+    step_tokens = config.scheduler.max_num_batched_tokens
+    most = config.scheduler.max_num_seqs * kv.most_blocks(max_model_len, step_tokens) + 1
     if cache.memory_bytes:
         memory_bytes, wish = cache.memory_bytes, "--kv-cache-memory"
         if memory_bytes > free:
@@ -54,21 +56,23 @@ def num_kv_blocks(config: EngineConfig, device: Device, reserved_bytes: int) -> 
         wish = "--gpu-memory-utilization"
         memory_bytes = kv_bytes(total, free, cache.gpu_memory_utilization, reserved_bytes)
     num_blocks = min(max(0, kv.num_blocks(memory_bytes)), most)
-    if num_blocks * kv.block_size < max_model_len:
+    longest = kv.longest(num_blocks, max_model_len, step_tokens)
+    if longest < max_model_len:
+        needed = kv.most_blocks(max_model_len, step_tokens) * kv.bytes_per_block
         raise ConfigError(
-            f"one request of {max_model_len} tokens needs {_gib(max_model_len * kv.bytes_per_token)} of KV memory, and"
+            f"one request of {max_model_len} tokens needs {_gib(needed)} of KV memory, and"
             f" {_gib(max(0, memory_bytes))} are left of the GPU's {_gib(total)} beside weights and work ({_gib(total - free)}):"
-            f" lower --max-model-len to {num_blocks * kv.block_size}, raise {wish}, or free the GPU of others"
+            f" lower --max-model-len to {longest}, raise {wish}, or free the GPU of others"
         )
     return num_blocks
 
 
 def allocate_kv(
-    spec: KvSpec, num_blocks: int, dtype: torch.dtype, device: torch.device
+    model: CausalModel, spec: KvSpec, num_blocks: int, dtype: torch.dtype, device: torch.device
 ) -> list[torch.Tensor]:
-    """Return each layer's KV, zeros: ``[2, num_blocks, num_kv_heads, block_size, head_dim]``."""
-    shape = (2, num_blocks, spec.num_kv_heads, spec.block_size, spec.head_dim)
-    return [_zeros(shape, dtype, device) for _ in range(spec.num_layers)]
+    """Return the KV memory of each place of a block, zeros: ``[2, num_blocks, num_kv_heads, block_size, head_dim]``."""
+    shape = (2, num_blocks, model.num_kv_heads, spec.block_size, model.head_dim)
+    return [_zeros(shape, dtype, device) for _ in range(spec.layers_per_block)]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

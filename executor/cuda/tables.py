@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from quintet.executor.cuda.rows import SampledRows, StepRows
+from quintet.wire.kv_spec import KvSpec
 
 RECORD_BYTES = 32
 """A slot's draw settings: `quintet.executor.sampling.settings.RECORD`."""
@@ -24,7 +25,7 @@ class DeviceTables:
     """int32[max_num_seqs, max_model_len + 1]. One more than a request can have: a plan made one step too far may write
     there."""
     block_table: torch.Tensor
-    """int32[max_num_seqs, max_blocks]"""
+    """int32[groups, max_num_seqs, max_blocks]"""
     num_prompt_tokens: torch.Tensor
     """int32[max_num_seqs]"""
     settings: torch.Tensor
@@ -32,9 +33,7 @@ class DeviceTables:
     block_size: int
 
     @classmethod
-    def reserve(
-        cls, max_num_seqs: int, max_model_len: int, block_size: int, where: torch.device
-    ) -> DeviceTables:
+    def reserve(cls, max_num_seqs: int, max_model_len: int, kv: KvSpec, where: torch.device) -> DeviceTables:
         """Return empty tables. Zeros, so that an entry that no plan wrote names a block and a token that exist."""
         columns = max_model_len + 1
 
@@ -43,10 +42,10 @@ class DeviceTables:
 
         return cls(
             token_ids=zeros(max_num_seqs, columns),
-            block_table=zeros(max_num_seqs, -(-columns // block_size)),
+            block_table=zeros(len(kv.groups), max_num_seqs, max(2, -(-columns // kv.block_size))),
             num_prompt_tokens=zeros(max_num_seqs),
             settings=zeros(max_num_seqs, RECORD_BYTES, dtype=torch.uint8),
-            block_size=block_size,
+            block_size=kv.block_size,
         )
 
 
@@ -79,7 +78,7 @@ class StepMemory:
             token_ids=token_ids,
             positions=positions,
             token_rows=token_rows,
-            block_table=self.tables.block_table,
+            block_table=self.tables.block_table[0],
             block_size=self.tables.block_size,
             lengths=lengths,
             kv_rows=kv_rows,

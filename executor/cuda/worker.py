@@ -97,7 +97,7 @@ class DeviceWorker:
         self.tables = SlotTables(
             scheduler.max_num_seqs,
             model.max_model_len,
-            model.kv.block_size,
+            model.kv,
             device.torch_device,
             on_device.token_ids,
         )

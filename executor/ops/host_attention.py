@@ -19,7 +19,7 @@ import torch
 from quintet.executor.memory import lazy_zeros
 from quintet.executor.ops.host_dtypes import DTYPE_CODES
 from quintet.executor.ops.host_library import declare, open_library
-from quintet.executor.program.step import CStep
+from quintet.executor.program.step import CStep, KvPlace
 from quintet.wire.errors import ConfigError
 
 _ADDRESS, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
@@ -76,6 +76,11 @@ class PagedKv:
     memory: torch.Tensor
     """uint8 ``[num_blocks, bytes]``, inner layout private to the kernels."""
 
+    @property
+    def place(self) -> KvPlace:
+        """As the kernels are told it: of the only group."""
+        return KvPlace(self.memory.data_ptr(), self.memory.stride(0), 0)
+
     @staticmethod
     def of_blocks(
         num_blocks: int, dtype: torch.dtype, num_kv_heads: int, head_dim: int, block_size: int
@@ -130,7 +135,7 @@ def write_kv(
         ),
         *(num_heads, kv.num_kv_heads, kv.head_dim, rotary_dim),
         *(None if norm is None else norm.data_ptr() for norm in (q_norm, k_norm)),
-        *(eps, kv.memory.data_ptr(), kv.block_size, out.data_ptr(), out.stride(0)),
+        *(eps, ctypes.byref(kv.place), kv.block_size, out.data_ptr(), out.stride(0)),
         *(DTYPE_CODES[q.dtype], DTYPE_CODES[kv.dtype]),
     )
     return out
@@ -170,7 +175,7 @@ def attend(
         )
     out = torch.empty(q.shape, dtype=q.dtype)
     _functions().attend(
-        *(ctypes.byref(step), q.data_ptr(), q.stride(0), kv.memory.data_ptr(), num_heads, kv.num_kv_heads),
+        *(ctypes.byref(step), q.data_ptr(), q.stride(0), ctypes.byref(kv.place), num_heads, kv.num_kv_heads),
         *(kv.head_dim, kv.block_size, window or 0, softcap or 0.0),
         *(None if alibi_slopes is None else alibi_slopes.data_ptr(), scale, out.data_ptr(), out.stride(0)),
         *(DTYPE_CODES[q.dtype], DTYPE_CODES[kv.dtype]),

@@ -1,9 +1,9 @@
 """Causal attention of new tokens over the paged cache, prefill and decode alike.
 
-KV layout of a layer: ``[2, num_blocks, num_kv_heads, block_size, head_dim]``. A block is one contiguous piece, to be
-copied or shipped; and so is a head within it, to be read by one thread.
+KV layout of a layer: ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``, blocks at any distance. A block is one
+contiguous piece, to be copied or shipped; and so is a head within it, to be read by one thread.
 
-Rows that bring equally many tokens are computed together (`AttentionGroup`): their pages are gathered into
+Rows that bring equally many tokens are computed together (`AttentionGroup`): their blocks are gathered into
 ``[rows * kv_heads, context, head_dim]`` and multiplied, query heads of one KV head folded into the matrix, so that no
 key is repeated for grouped queries (Ainslie et al., "GQA", 2023). Rows of many tokens go through torch's fused kernel,
 which never holds the whole score matrix (Dao et al., "FlashAttention", 2022).
@@ -34,8 +34,8 @@ class AttentionGroup:
     num_new: int
     tokens: torch.Tensor | None
     """int64[B * c]: the group's tokens among the step's; None when they are all of them, in order."""
-    pages: torch.Tensor
-    """int64[B * kv_heads * pages]: rows of ``kv[0]`` seen as ``[num_blocks * kv_heads, block_size * head_dim]``."""
+    blocks: torch.Tensor
+    """int64[B, 1, blocks]: where the rows' keys and values are."""
     mask: torch.Tensor | None
     """bool[B, 1, c, L], True where a query sees a key; None when plainly causal from position 0 (then ``L`` is cut to ``c``)."""
     bias: torch.Tensor | None
@@ -47,7 +47,7 @@ def paged_attention(
 ) -> torch.Tensor:
     """Return attention outputs ``[num_tokens, num_heads, head_dim]``.
 
-    q: ``[num_tokens, num_heads, head_dim]``; kv: ``[2, num_blocks, num_kv_heads, block_size, head_dim]``, in which
+    q: ``[num_tokens, num_heads, head_dim]``; kv: ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``, in which
     the new tokens' keys and values were written already.
     """
     out = torch.empty_like(q)
@@ -60,11 +60,11 @@ def paged_attention(
 
 def _attend(q: torch.Tensor, kv: torch.Tensor, group: AttentionGroup, scale: float) -> torch.Tensor:
     """Return the outputs of a group's own tokens ``q [B * c, num_heads, head_dim]``."""
-    _, _, kv_heads, block_size, head_dim = kv.shape
-    pages = kv.view(2, -1, block_size * head_dim)
+    _, _, kv_heads, _, head_dim = kv.shape
+    heads = torch.arange(kv_heads, device=kv.device)[:, None]  # [kv_heads, 1]
     shape = (group.num_rows, kv_heads, -1, head_dim)
-    keys = pages[0].index_select(0, group.pages).view(shape)
-    values = pages[1].index_select(0, group.pages).view(shape)
+    keys = kv[group.blocks, 0, heads].view(shape)
+    values = kv[group.blocks, 1, heads].view(shape)
     if group.bias is not None:
         return _folded(q, keys, values, group.num_new, group.bias, scale)
     return _fused(q, keys, values, group.num_new, group.mask, scale)

@@ -30,16 +30,15 @@ def rope_kv_write(
     cos: torch.Tensor,
     sin: torch.Tensor,
     kv: torch.Tensor,
-    write_index: torch.Tensor,
+    blocks: torch.Tensor,
+    offsets: torch.Tensor,
 ) -> torch.Tensor:
     """Return the rotated queries, and write rotated keys and values into ``kv``.
 
-    q: ``[num_tokens, num_heads, head_dim]``; k, v: ``[num_tokens, num_kv_heads, head_dim]``; kv: ``[2, num_blocks,
-    num_kv_heads, block_size, head_dim]``; write_index: ``[num_tokens * num_kv_heads]`` int64, the row of each key in
-    ``kv[0]`` seen as ``[-1, head_dim]``.
+    q: ``[num_tokens, num_heads, head_dim]``; k, v: ``[num_tokens, num_kv_heads, head_dim]``; kv: ``[num_blocks, 2,
+    num_kv_heads, block_size, head_dim]``; blocks, offsets: ``[num_tokens]`` int64, in which block a token's key and value
+    stand, and where there.
     """
-    head_dim = k.shape[-1]
-    rows = kv.view(2, -1, head_dim)
-    rows[0].index_copy_(0, write_index, rope(k, cos, sin).reshape(-1, head_dim))
-    rows[1].index_copy_(0, write_index, v.reshape(-1, head_dim))
+    kv[blocks, 0, :, offsets] = rope(k, cos, sin)
+    kv[blocks, 1, :, offsets] = v
     return rope(q, cos, sin)

@@ -4,6 +4,7 @@ operations make the program.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,7 +18,9 @@ from quintet.executor.models.forward import AttentionLayer
 from quintet.executor.ops.host_dtypes import FLOAT_CODES
 from quintet.executor.program.library import ProgramLibrary
 from quintet.executor.program.places import Lifetimes, Places, fuse
+from quintet.executor.program.step import KvPlace
 from quintet.executor.program.values import Extent, Operation, Value
+from quintet.wire.kv_spec import KvSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +44,18 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class KvMemory:
-    """The KV memory of every layer."""
+    """The KV memory of all layers."""
 
-    layers: tuple[torch.Tensor, ...]
-    """uint8 ``[num_blocks, bytes]`` each, inner layout private to the kernels."""
-    block_size: int
+    spec: KvSpec
+    places: tuple[torch.Tensor, ...]
+    """uint8 ``[num_blocks, layer_bytes]`` each, inner layout private to the kernels."""
     dtype: int
     """Code of the numbers stored."""
+
+    def place(self, layer: int, *, state: bool = False) -> KvPlace:
+        """Return where a layer's keys and values lie, or its state."""
+        group, place = self.spec.place(layer, state=state)
+        return KvPlace(self.places[place].data_ptr(), self.spec.layer_bytes, group)
 
 
 class Recorder:
@@ -171,19 +179,19 @@ class Recorder:
         assert (q.width, k.width, v.width) == widths, (q.width, k.width, v.width, widths)
         queries, y = Value(q.width, Extent.TOKENS), Value(q.width, Extent.TOKENS)
         library, kv = self._library, self._kv
-        memory = kv.layers[layer.index]
+        place, block_size = kv.place(layer.index), kv.spec.block_size
         norms = (None, None, 0.0) if together is None else (*map(_weight_of, together), together[0].eps)
 
         def emit_write() -> None:
             library.rope_kv_write(
                 *(self.handle, q.address, q.stride, k.address, k.stride, v.address, v.stride, *heads),
-                *(layer.rotary_dim, *norms, memory.data_ptr(), kv.block_size),
+                *(layer.rotary_dim, *norms, ctypes.byref(place), block_size),
                 *(queries.address, queries.stride, self._code, kv.dtype),
             )
 
         def emit_attend() -> None:
             library.attention(
-                *(self.handle, queries.address, queries.stride, memory.data_ptr(), *heads, kv.block_size),
+                *(self.handle, queries.address, queries.stride, ctypes.byref(place), *heads, block_size),
                 *(layer.window or 0, 0.0, None, layer.scale, y.address, y.stride),
                 *(self._max_rows[Extent.TOKENS], self._code, kv.dtype),
             )

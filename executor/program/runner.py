@@ -101,7 +101,7 @@ class ProgramRunner:
     @property
     def blocks(self) -> Sequence[torch.Tensor]:
         """See `Runner.blocks`."""
-        return self._kv.layers
+        return self._kv.places
 
     def forward(self, rows: Rows, tables: SlotTables) -> None:
         """See `Runner.forward`."""
@@ -169,8 +169,8 @@ class ProgramRunner:
 
     def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """See `Runner.copy_blocks`."""
-        for layer in self._kv.layers:
-            layer[targets] = layer[sources]
+        for place in self._kv.places:
+            place[targets] = place[sources]
 
 
 class Rotations:
@@ -206,14 +206,8 @@ class Rotations:
         self._num_positions = num_positions
 
 
-def allocate_kv(library: ProgramLibrary, spec: KvSpec, num_blocks: int, code: int) -> KvMemory | None:
-    """Reserve the KV memory of every layer, or return None where the kernels do not take the shape.
-
-    Pages are mapped when first written. code: of the numbers stored.
-    """
-    block_bytes = library.kv_block_bytes(code, spec.num_kv_heads, spec.head_dim, spec.block_size)
-    if not block_bytes:
-        return None
-    cpu = torch.device("cpu")
-    layers = tuple(lazy_zeros((num_blocks, block_bytes), torch.uint8, cpu) for _ in range(spec.num_layers))
-    return KvMemory(layers, spec.block_size, code)
+def allocate_kv(spec: KvSpec, num_blocks: int, code: int) -> KvMemory:
+    """Reserve the KV memory of all layers. Pages are mapped when first written. code: of the numbers stored."""
+    shape = (num_blocks, spec.layer_bytes)
+    places = (lazy_zeros(shape, torch.uint8, torch.device("cpu")) for _ in range(spec.layers_per_block))
+    return KvMemory(spec, tuple(places), code)

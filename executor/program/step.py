@@ -37,6 +37,7 @@ class CStep(ctypes.Structure):
         ("row_offsets", _ADDRESS),
         ("block_table", _ADDRESS),
         ("block_table_stride", _SIZE),
+        ("block_table_group_stride", _SIZE),
         ("output_tokens", _ADDRESS),
         ("cosines", _ADDRESS),
         ("sines", _ADDRESS),
@@ -52,6 +53,12 @@ class CStep(ctypes.Structure):
         ("drawn", _ADDRESS),
         ("marks", _ADDRESS),
     )
+
+
+class KvPlace(ctypes.Structure):
+    """Where a layer keeps what it needs of each request; field by field ``qt::KvPlace`` of ``csrc/cpu/blocks.hpp``."""
+
+    _fields_ = (("memory", _ADDRESS), ("block_bytes", _SIZE), ("group", _SIZE))
 
 
 class Step:
@@ -119,7 +126,10 @@ class Step:
         c, token_ids, block_table = self.c, tables.token_ids, tables.block_table
         assert token_ids.is_contiguous() and block_table.flags.c_contiguous, "a table has gaps"
         c.slot_tokens, c.slot_tokens_stride = token_ids.data_ptr(), token_ids.shape[1]
-        c.block_table, c.block_table_stride = block_table.ctypes.data, block_table.shape[1]
-        c.num_slots = len(block_table)
+        _, c.num_slots, c.block_table_stride = block_table.shape
+        c.block_table, c.block_table_group_stride = (
+            block_table.ctypes.data,
+            c.num_slots * c.block_table_stride,
+        )
         c.settings = None if settings is None else settings.ctypes.data
         self._tables, self._settings = tables, settings

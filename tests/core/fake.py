@@ -22,7 +22,7 @@ from quintet.core.outbox import Effects
 from quintet.wire import codec
 from quintet.wire.config import CacheConfig, ModelConfig, SchedulerConfig
 from quintet.wire.errors import ErrorCode
-from quintet.wire.kv_spec import KvSpec
+from quintet.wire.kv_spec import full_layers
 from quintet.wire.messages import Admit, FinishReason
 from quintet.wire.params import SamplingParams
 from quintet.wire.step import Capacity, NewRow, StepPlan, StepResult
@@ -93,8 +93,9 @@ class FakeExecutor:
         for row in plan.new_rows:
             assert row.slot not in self.tenants and 0 <= row.slot < self.capacity.max_num_seqs
             self.tenants[row.slot] = Tenant(row, list(codec.unpack_i32(row.token_ids)))
-        triples = codec.unpack_i32(plan.blocks)
-        for slot, position, block in zip(triples[::3], triples[1::3], triples[2::3], strict=True):
+        entries = iter(codec.unpack_i32(plan.blocks))
+        for slot, group, position, block in zip(entries, entries, entries, entries, strict=True):
+            assert group == 0
             assert 0 <= block < self.capacity.num_blocks
             self.tenants[slot].blocks[position] = block
         self._swap(plan)
@@ -456,7 +457,7 @@ def make_model(max_model_len: int) -> ModelConfig:
         vocab_size=VOCAB,
         max_model_len=max_model_len,
         eos_token_ids=[EOS],
-        kv=KvSpec(1, 1, 1, 4, 4),
+        kv=full_layers(1, 1, 1, 4, 4),
     )
 
 

@@ -16,6 +16,7 @@ from quintet.executor.sampling.ops import SamplingOps
 from quintet.executor.sampling.penalties import Penalties
 from quintet.executor.sampling.sampler import SHAPING, Sampler
 from quintet.executor.slots import SlotTables
+from quintet.wire.kv_spec import full_layers
 from quintet.wire.params import SamplingParams
 
 SETTINGS = [
@@ -32,7 +33,7 @@ VOCAB = 20_011
 
 def world(device: Device) -> tuple[SlotTables, DrawRows, list[SamplingParams]]:
     """Ten rows of a few prompt and output tokens, many of them repeated, at scattered slots."""
-    tables = SlotTables(16, 700, 4, device.torch_device)
+    tables = SlotTables(16, 700, full_layers(1, 1, 8, 4, 4), device.torch_device)
     random = np.random.default_rng(4)
     slots = random.permutation(16)[:10].astype(np.int64)
     num_prompt = random.integers(1, 300, 10)
@@ -57,7 +58,7 @@ def test_penalties(device: Device) -> None:
         assert kernel.admit(new) == wants[i]
     expected, found = before.clone(), before.to(device.torch_device)
     which = np.flatnonzero(wants)
-    here = SlotTables(16, 700, 4, torch.device("cpu"))
+    here = SlotTables(16, 700, full_layers(1, 1, 8, 4, 4), torch.device("cpu"))
     here.token_ids.copy_(tables.token_ids)
     reference.apply(expected, DrawRows(here, rows.slots, rows.lengths, rows.num_prompt), which)
     kernel.apply(found, rows, which)
@@ -121,7 +122,7 @@ def test_the_sampler_draws_and_reports_the_same_with_kernels(device: Device) -> 
         (cpu, SamplingOps(), SHAPING),
         (device.torch_device, sampling_ops(device, SamplingOps()), shaping_on(device)),
     ):
-        tables = SlotTables(16, 64, 4, where)
+        tables = SlotTables(16, 64, full_layers(1, 1, 8, 4, 4), where)
         sampler = Sampler(16, vocab_size, tables, ops, shaping)
         tables.apply(plan)
         for row in plan.new_rows:

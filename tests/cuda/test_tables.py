@@ -24,10 +24,12 @@ from quintet.executor.cuda.tables import DeviceTables, StepMemory
 from quintet.executor.sampling.settings import settings_of, settings_table
 from quintet.executor.slots import SlotTables
 from quintet.wire.codec import pack_i32
+from quintet.wire.kv_spec import full_layers
 from quintet.wire.params import SamplingParams
 from quintet.wire.step import NewRow, StepPlan
 
 NUM_SLOTS, MAX_LEN, BLOCK_SIZE, NUM_BLOCKS = 12, 1500, 16, 2000
+KV = full_layers(1, 1, 8, 4, BLOCK_SIZE)
 
 
 def plan_of(
@@ -72,11 +74,10 @@ class World:
     builder: BatchBuilder = field(init=False)
 
     def __post_init__(self) -> None:
-        self.host = SlotTables(NUM_SLOTS, MAX_LEN, BLOCK_SIZE, torch.device("cpu"))
-        self.tables = DeviceTables.reserve(NUM_SLOTS, MAX_LEN, BLOCK_SIZE, self.device.torch_device)
+        self.host = SlotTables(NUM_SLOTS, MAX_LEN, KV, torch.device("cpu"))
+        self.tables = DeviceTables.reserve(NUM_SLOTS, MAX_LEN, KV, self.device.torch_device)
         self.memory = StepMemory(self.tables, 2 * ONE_BLOCK_TOKENS)
-        # With one KV head, the reference's index of a key is the token's place in the cache.
-        self.builder = BatchBuilder(KvShape(1, BLOCK_SIZE, 4), [], 1, True, torch.float32)
+        self.builder = BatchBuilder(KvShape(1, BLOCK_SIZE, 4), [(0, None)], 1, True, torch.float32)
 
     def run(
         self, plan: StepPlan, padded_rows: int | None = None, padded_tokens: int | None = None
@@ -126,7 +127,7 @@ class World:
         check(rows.token_ids, batch.token_ids, 0, num_tokens)
         check(rows.positions, batch.positions, -1, num_tokens)
         check(rows.lengths, batch.lengths, 0, num_tokens)
-        check(rows.kv_rows, batch.kv_write, -1, num_tokens)
+        check(rows.kv_rows, batch.blocks[0] * BLOCK_SIZE + batch.offsets, -1, num_tokens)
 
 
 def blocks_for(slot: int, num_tokens: int) -> list[int]:
@@ -134,7 +135,7 @@ def blocks_for(slot: int, num_tokens: int) -> list[int]:
     return [
         value
         for at in range(-(-num_tokens // BLOCK_SIZE))
-        for value in (slot, at, (slot * 131 + at * 17) % NUM_BLOCKS)
+        for value in (slot, 0, at, (slot * 131 + at * 17) % NUM_BLOCKS)
     ]
 
 
@@ -149,7 +150,7 @@ def test_a_request_from_prompt_to_decode_beside_others(device: Device) -> None:
     )
     world.run(plan)
     world.run(plan_of(rows=[(3, 30, 10), (7, 17, 1), (0, 1, 1)]), padded_rows=5, padded_tokens=20)
-    world.run(plan_of(rows=[(7, 18, 1), (0, 2, 1), (3, 40, 1)], blocks=[3, 2, 999]), 8, 8)
+    world.run(plan_of(rows=[(7, 18, 1), (0, 2, 1), (3, 40, 1)], blocks=[3, 0, 2, 999]), 8, 8)
 
 
 def test_draw_settings_reach_the_slots_own_record(device: Device) -> None:
@@ -176,10 +177,10 @@ def test_a_long_prompt(device: Device, num_tokens: int) -> None:
 
 def test_the_last_entry_of_a_place_counts(device: Device) -> None:
     world = World(device)
-    entries = [1, 0, 11, 2, 0, 20, 1, 0, 12, 1, 1, 13, 2, 0, 21, 1, 0, 14]
+    entries = [1, 0, 0, 11, 2, 0, 0, 20, 1, 0, 0, 12, 1, 0, 1, 13, 2, 0, 0, 21, 1, 0, 0, 14]
     world.run(plan_of([(1, 0, 1), (2, 0, 1)], blocks=entries))
-    assert world.tables.block_table[1, :2].tolist() == [14, 13]
-    assert world.tables.block_table[2, 0].item() == 21
+    assert world.tables.block_table[0, 1, :2].tolist() == [14, 13]
+    assert world.tables.block_table[0, 2, 0].item() == 21
 
 
 def test_drawn_tokens_are_there_for_the_next_plan(device: Device) -> None:
@@ -214,7 +215,7 @@ def test_swaps_and_copies_ride_along() -> None:
 def test_only_deltas(device: Device) -> None:
     """A plan without rows still brings the tables up to date; every row is padding."""
     world = World(device)
-    world.run(plan_of([], blocks=[2, 3, 4]), padded_rows=2, padded_tokens=2)
+    world.run(plan_of([], blocks=[2, 0, 3, 4]), padded_rows=2, padded_tokens=2)
 
 
 def test_random_traces(device: Device) -> None:
@@ -235,7 +236,7 @@ def test_random_traces(device: Device) -> None:
                 int(value)
                 for slot in slots
                 for at in range(15)
-                for value in (slot, at, random.integers(NUM_BLOCKS))
+                for value in (slot, 0, at, random.integers(NUM_BLOCKS))
             ],
             samples=random.integers(0, 2, len(slots)).tolist(),
         )
@@ -247,9 +248,9 @@ def test_random_traces(device: Device) -> None:
     [
         (plan_of([(NUM_SLOTS, 0, 1)]), "slot: the plan has 12 to 12; there are 12, from 0"),
         (plan_of([(0, MAX_LEN, 1)]), "last position: the plan has 1501"),
-        (plan_of([(0, 0, 1)], blocks=[-1, 0, 0]), "slot of a block: the plan has -1"),
-        (plan_of([(0, 0, 1)], blocks=[0, 94, 0]), "index in a block table"),
-        (plan_of([(0, 0, 1)], blocks=[0, 0, NUM_BLOCKS]), "block: the plan has 2000"),
+        (plan_of([(0, 0, 1)], blocks=[-1, 0, 0, 0]), "slot of a block: the plan has -1"),
+        (plan_of([(0, 0, 1)], blocks=[0, 0, 94, 0]), "index in a block table"),
+        (plan_of([(0, 0, 1)], blocks=[0, 0, 0, NUM_BLOCKS]), "block: the plan has 2000"),
         (plan_of([(0, 0, 1)], copies=[0, NUM_BLOCKS]), "block to copy"),
         (plan_of([(0, 0, 1)], swaps=([NUM_BLOCKS, 0], [])), "block to swap: the plan has 2000"),
         (plan_of([(0, 0, 1)], swaps=([], [0, 4])), "host block: the plan has 4 to 4; there are 0"),

@@ -30,7 +30,7 @@ from quintet.wire.config import (
     SchedulerConfig,
 )
 from quintet.wire.ids import Role
-from quintet.wire.kv_spec import KvSpec
+from quintet.wire.kv_spec import full_layers
 
 DEADLINE_S = 20.0
 HERE = Path(__file__).parent
@@ -45,7 +45,7 @@ def make_config(run_dir: Path, **processes: Any) -> EngineConfig:
         run_dir=str(run_dir),
         model=ModelConfig(
             path="/nowhere", tokenizer_path="/nowhere", served_names=["fake"], architecture="Fake", dtype="bfloat16",
-            vocab_size=8, max_model_len=64, eos_token_ids=[1], kv=KvSpec(1, 1, 8, 2, 16),
+            vocab_size=8, max_model_len=64, eos_token_ids=[1], kv=full_layers(1, 1, 8, 2, 16),
         ),
         cache=CacheConfig(memory_bytes=1 << 20),
         scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),

@@ -26,7 +26,7 @@ from quintet.deploy.resolve.tokenizer_files import tokenizer_folder
 from quintet.deploy.resolve.weights import WeightFacts, read_weight_facts
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError
-from quintet.wire.kv_spec import KvSpec
+from quintet.wire.kv_spec import full_layers
 
 from .model_folder import write_model, write_weights
 
@@ -54,7 +54,7 @@ def test_a_local_folder_becomes_a_configuration(tmp_path: Path) -> None:
         '{"eos_token_id": [3, 4], "temperature": 0.6, "max_new_tokens": 9}'
     )
     config = resolved(folder, api_key=["k"], port=0, seed=5).config
-    assert config.model.kv == KvSpec(2, 2, 16, 2, 16)
+    assert config.model.kv == full_layers(2, 2, 16, 2, 16)
     assert config.model.served_names == [str(folder)]
     assert config.model.eos_token_ids == [3, 4]
     assert config.model.generation_defaults == {"temperature": 0.6, "max_tokens": 9}

@@ -15,6 +15,7 @@ from quintet.executor.sampling.ops import sampling_ops_of
 from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.slots import SlotTables
 from quintet.wire.codec import pack_i32, pack_u8
+from quintet.wire.kv_spec import full_layers
 from quintet.wire.params import SamplingParams
 from quintet.wire.step import NewRow, StepPlan, TokenLogprobs
 
@@ -80,7 +81,7 @@ class SamplerBench:
     def __init__(self, vocab_size: int, max_num_seqs: int = 64, max_model_len: int = 64) -> None:
         self.vocab_size = vocab_size
         self.ops = sampling_ops_of("cpu")
-        self.tables = SlotTables(max_num_seqs, max_model_len, 4, torch.device("cpu"))
+        self.tables = SlotTables(max_num_seqs, max_model_len, full_layers(1, 1, 8, 4, 4), torch.device("cpu"))
         self.sampler = Sampler(max_num_seqs, vocab_size, self.tables, self.ops)
 
     def admit(self, drawers: list[Drawer], slots: list[int] | None = None) -> Rows:

@@ -38,7 +38,6 @@ from quintet.executor.ops.rms_norm import rms_norm
 from quintet.executor.ops.rope_kv_write import rope
 from quintet.executor.program.step import CStep
 from quintet.wire.errors import ConfigError
-from quintet.wire.kv_spec import KvSpec
 
 pytestmark = pytest.mark.skipif(open_library() is None, reason="the host kernels are not built")
 
@@ -357,8 +356,9 @@ def test_keys_are_normed_and_rotated_like_queries(dtype: torch.dtype) -> None:
 
 
 def test_an_int8_cache_takes_what_the_core_counts() -> None:
-    spec = KvSpec(num_layers=1, num_kv_heads=3, head_dim=80, dtype_bytes=1, block_size=32, scale_bytes=4)
-    assert kv_block_bytes(INT8, 3, 80, 32) == spec.bytes_per_block
+    assert kv_block_bytes(INT8, 3, 80, 32) == 2 * 3 * (80 + 4) * 32, (
+        "a number a byte, and a scale for each head"
+    )
 
 
 def test_what_is_not_taken_is_named() -> None:

@@ -16,6 +16,7 @@ from quintet.executor.ops.rms_norm import rms_norm
 from quintet.executor.ops.rope_kv_write import rope, rope_kv_write
 from quintet.executor.slots import SlotTables
 from quintet.wire.codec import pack_i32
+from quintet.wire.kv_spec import full_layers
 from quintet.wire.step import StepPlan
 
 CPU = torch.device("cpu")
@@ -72,14 +73,14 @@ def test_paged_attention(
     """Scattered blocks, every grouping, with what lies beyond a row's tokens poisoned by large values."""
     starts, counts = SHAPES[shape]
     dim, max_len = 8, 100
-    tables = SlotTables(16, max_len, BLOCK, CPU)
+    tables = SlotTables(16, max_len, full_layers(1, 1, 8, 4, BLOCK), CPU)
     slots = [15 - 2 * i for i in range(len(starts))]
     free = np.random.default_rng(0).permutation(np.arange(1, 200)).tolist()
     entries = [
         value
         for slot, start, count in zip(slots, starts, counts, strict=True)
         for at in range(-(-(start + count) // BLOCK))
-        for value in (slot, at, free.pop())
+        for value in (slot, 0, at, free.pop())
     ]
     plan = StepPlan(
         1,
@@ -95,10 +96,12 @@ def test_paged_attention(
     )
     tables.apply(plan)
     rows = Rows(plan)
-    builder = BatchBuilder(KvShape(kv_heads, BLOCK, bytes_per_token), [window], heads, False, torch.float32)
+    builder = BatchBuilder(
+        KvShape(kv_heads, BLOCK, bytes_per_token), [(0, window)], heads, False, torch.float32
+    )
     batch = builder.build(rows, tables)
 
-    kv = torch.full((2, 200, kv_heads, BLOCK, dim), 1e4)
+    kv = torch.full((200, 2, kv_heads, BLOCK, dim), 1e4)
     keys = [
         noise(start + count, kv_heads, dim, seed=i)
         for i, (start, count) in enumerate(zip(starts, counts, strict=True))
@@ -106,17 +109,17 @@ def test_paged_attention(
     values = [noise(len(key), kv_heads, dim, seed=50 + i) for i, key in enumerate(keys)]
     for slot, start, key, value in zip(slots, starts, keys, values, strict=True):
         for position in range(start):  # what earlier steps wrote
-            block = tables.block_table[slot, position // BLOCK]
-            kv[0, block, :, position % BLOCK] = key[position]
-            kv[1, block, :, position % BLOCK] = value[position]
+            block = tables.block_table[0, slot, position // BLOCK]
+            kv[block, 0, :, position % BLOCK] = key[position]
+            kv[block, 1, :, position % BLOCK] = value[position]
     q = noise(sum(counts), heads, dim, seed=99)
     new_keys = torch.cat([key[start:] for key, start in zip(keys, starts, strict=True)])
     new_values = torch.cat([value[start:] for value, start in zip(values, starts, strict=True)])
     still = torch.ones(sum(counts), 1, dim)
-    rotated = rope_kv_write(q, new_keys, new_values, still, 0 * still, kv, batch.kv_write)
+    rotated = rope_kv_write(q, new_keys, new_values, still, 0 * still, kv, batch.blocks[0], batch.offsets)
     assert torch.equal(rotated, q)
 
-    out = paged_attention(q, kv, batch.attention[window], 0.3)
+    out = paged_attention(q, kv, batch.attention[0, window], 0.3)
 
     expected = []
     for i, (start, count) in enumerate(zip(starts, counts, strict=True)):

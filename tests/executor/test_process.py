@@ -30,7 +30,7 @@ from quintet.wire.config import (
 )
 from quintet.wire.errors import EXIT_CONFIG
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.kv_spec import KvSpec
+from quintet.wire.kv_spec import full_layers
 from quintet.wire.params import SamplingParams
 from quintet.wire.step import Capacity, StepResult
 from quintet.wire.supervision import Heartbeat, Ready, Seat, SeatState, Stop, Topology
@@ -40,7 +40,7 @@ DEADLINE_S = 60.0
 
 
 def config_of(run_dir: Path, **executor: Any) -> EngineConfig:
-    kv = KvSpec(num_layers=1, num_kv_heads=1, head_dim=8, dtype_bytes=4, block_size=4)
+    kv = full_layers(num_layers=1, num_kv_heads=1, head_dim=8, dtype_bytes=4, block_size=4)
     return EngineConfig(
         run_dir=str(run_dir),
         model=ModelConfig(

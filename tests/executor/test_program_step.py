@@ -15,6 +15,7 @@ from quintet.executor.program.step import Step
 from quintet.executor.ragged import ranges
 from quintet.executor.slots import SlotTables
 from quintet.wire.codec import pack_i32, pack_u8
+from quintet.wire.kv_spec import full_layers
 from quintet.wire.step import StepPlan
 
 pytestmark = pytest.mark.skipif(open_library() is None, reason="the host kernels are not built")
@@ -32,7 +33,7 @@ def plan_of(slots: list[int], starts: list[int], counts: list[int], samples: lis
 def new_step() -> tuple[Step, SlotTables]:
     library = program_library()
     assert library is not None
-    tables = SlotTables(NUM_SLOTS, MAX_LENGTH, 4, torch.device("cpu"))
+    tables = SlotTables(NUM_SLOTS, MAX_LENGTH, full_layers(1, 1, 8, 4, 4), torch.device("cpu"))
     shape = tuple(tables.token_ids.shape)
     tables.token_ids.copy_(torch.arange(shape[0] * shape[1]).reshape(shape))
     return Step(library, MAX_TOKENS, MAX_ROWS), tables

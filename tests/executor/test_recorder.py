@@ -23,6 +23,7 @@ from quintet.executor.quant.registry import open_quantization
 from quintet.executor.quant.stack import StackPiece, StackShape
 from quintet.executor.weights.plan import WeightPlan
 from quintet.executor.weights.store import reserve
+from quintet.wire.kv_spec import full_layers
 
 pytestmark = pytest.mark.skipif(program_library() is None, reason="the host kernels are not built")
 
@@ -34,7 +35,7 @@ ROWS = 8
 def recorder() -> Recorder:
     library = program_library()
     assert library is not None
-    return Recorder(library, DTYPE, KvMemory((), 16, 0), max_tokens=ROWS, max_outputs=4)
+    return Recorder(library, DTYPE, KvMemory(full_layers(1, 1, 8, 2, 16), (), 0), max_tokens=ROWS, max_outputs=4)
 
 
 def linear(

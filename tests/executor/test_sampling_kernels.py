@@ -28,6 +28,7 @@ from quintet.executor.sampling.entries_on_host import entries_on_host
 from quintet.executor.sampling.philox import uniform
 from quintet.executor.sampling.settings import RECORD, Settings, settings_of
 from quintet.executor.slots import SlotTables
+from quintet.wire.kv_spec import full_layers
 from quintet.wire.params import SamplingParams
 from quintet.wire.step import StepPlan
 
@@ -111,7 +112,7 @@ def test_a_program_draws_the_same_whoever_looks_for_the_largest_logits(
             logits[::2, vocab_size // 3] = torch.nan
         slots = [5 * i % 16 for i in range(num_rows)]
         plan = plan_of([Drawer(each, prompt=[1] * (i + 1)) for i, each in enumerate(params)], slots)
-        tables = SlotTables(16, 64, 4, torch.device("cpu"))
+        tables = SlotTables(16, 64, full_layers(1, 1, 8, 4, 4), torch.device("cpu"))
         tables.apply(plan)
         settings = table([SamplingParams()] * 16)
         settings[slots] = table(params)

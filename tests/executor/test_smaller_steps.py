@@ -26,7 +26,7 @@ def plan_of_rows(rows: list[tuple[int, int, int]], samples: list[int]) -> StepPl
         sent_ns=0,
         freed=pack_i32([4]),
         new_rows=[new_row(3, Drawer(SamplingParams()))],
-        blocks=pack_i32([3, 0, 1]),
+        blocks=pack_i32([3, 0, 0, 1]),
         copies=pack_i32([1, 2]),
         slots=pack_i32(slots),
         starts=pack_i32(starts),

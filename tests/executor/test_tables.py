@@ -13,6 +13,7 @@ from quintet.executor.audit import TablesDiffer, check_tables
 from quintet.executor.ragged import RaggedTable, ranges
 from quintet.executor.slots import SlotTables
 from quintet.wire.codec import pack_i32, pack_i64
+from quintet.wire.kv_spec import full_layers
 from quintet.wire.params import SamplingParams
 from quintet.wire.step import StepPlan
 
@@ -39,33 +40,33 @@ def test_ragged_table_widens_and_replaces() -> None:
 
 
 def test_plans_change_the_tables_in_order() -> None:
-    tables = SlotTables(4, 16, 4, torch.device("cpu"))
+    tables = SlotTables(4, 16, full_layers(1, 1, 8, 4, 4), torch.device("cpu"))
     first = new_row(2, Drawer(SamplingParams(), prompt=[5, 6], outputs=[7]))
-    tables.apply(plan(new_rows=[first], blocks=pack_i32([2, 0, 11, 2, 1, 12])))
+    tables.apply(plan(new_rows=[first], blocks=pack_i32([2, 0, 0, 11, 2, 0, 1, 12])))
     assert tables.token_ids[2, :3].tolist() == [5, 6, 7]
     assert tables.num_prompt_tokens[2] == 2
-    assert tables.block_table[2, :2].tolist() == [11, 12]
+    assert tables.block_table[0, 2, :2].tolist() == [11, 12]
     assert tables.generations.tolist() == [-1, -1, 1, -1]
 
     second = new_row(2, Drawer(SamplingParams(), prompt=[8]))
     second.generation = 2
-    tables.apply(plan(freed=pack_i32([2]), new_rows=[second], blocks=pack_i32([2, 0, 3])))
+    tables.apply(plan(freed=pack_i32([2]), new_rows=[second], blocks=pack_i32([2, 0, 0, 3])))
     assert tables.generations[2] == 2, "freed first, then the new tenant"
     assert tables.token_ids[2, 0] == 8
-    assert tables.block_table[2, 0] == 3
+    assert tables.block_table[0, 2, 0] == 3
 
-    tables.apply(plan(blocks=pack_i32([2, 0, 4])))
-    assert tables.block_table[2, 0] == 4, "entries can be replaced"
+    tables.apply(plan(blocks=pack_i32([2, 0, 0, 4])))
+    assert tables.block_table[0, 2, 0] == 4, "entries can be replaced"
 
     tables.reset()
     assert (tables.generations == -1).all()
 
 
 def test_an_audited_plan_must_find_the_tables_it_expects() -> None:
-    tables = SlotTables(4, 16, 4, torch.device("cpu"))
+    tables = SlotTables(4, 16, full_layers(1, 1, 8, 4, 4), torch.device("cpu"))
     audited = plan(
         new_rows=[new_row(2, Drawer(SamplingParams(), prompt=[5, 6, 7, 8, 9]))],
-        blocks=pack_i32([2, 0, 11, 2, 1, 12, 2, 2, 13]),
+        blocks=pack_i32([2, 0, 0, 11, 2, 0, 1, 12, 2, 0, 2, 13]),
         slots=pack_i32([2]),
         starts=pack_i32([0]),
         counts=pack_i32([5]),
@@ -74,7 +75,7 @@ def test_an_audited_plan_must_find_the_tables_it_expects() -> None:
     )
     tables.apply(audited)
     check_tables(audited, tables)
-    tables.block_table[2, 1] = 99
+    tables.block_table[0, 2, 1] = 99
     with pytest.raises(TablesDiffer, match="step 1"):
         check_tables(audited, tables)
     audited.checksum = 0

@@ -13,7 +13,7 @@ from quintet.wire.config import (
     ProcessesConfig,
     SchedulerConfig,
 )
-from quintet.wire.kv_spec import KvSpec
+from quintet.wire.kv_spec import full_layers
 
 Policy = Literal["fcfs", "priority"]
 
@@ -37,7 +37,7 @@ def make_config(
             vocab_size=1000,
             max_model_len=256,
             eos_token_ids=[2],
-            kv=KvSpec(1, 1, 8, 4, 16),
+            kv=full_layers(1, 1, 8, 4, 16),
             chat_templates={"default": "{{ messages }}", "tool_use": "{{ tools }}"},
         ),
         cache=CacheConfig(memory_bytes=1 << 20),

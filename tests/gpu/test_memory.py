@@ -12,6 +12,7 @@ import torch
 from tests.gpu.small import dummy_config, params, prompts, ready_worker, run_all, with_scheduler
 
 from quintet.wire.config import EngineConfig
+from quintet.wire.kv_spec import KvGroup
 
 WIDE = {"hidden_size": 512, "intermediate_size": 16384, "num_hidden_layers": 2}
 """Working memory of 64 KiB a token in each half of the widest layer, so that a step of 4,096 tokens needs 256 MiB of it."""
@@ -50,5 +51,6 @@ def test_a_step_that_does_not_fit_is_computed_in_parts(tmp_path: Path, device_na
 
 def with_layers(config: EngineConfig, num_layers: int) -> EngineConfig:
     """Return the configuration for a model of so many layers."""
-    kv = msgspec.structs.replace(config.model.kv, num_layers=num_layers)
+    group = KvGroup("full", list(range(num_layers)))
+    kv = msgspec.structs.replace(config.model.kv, groups=[group], layers_per_block=num_layers)
     return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, kv=kv))

@@ -22,7 +22,7 @@ from quintet.wire.config import (
     ProcessesConfig,
     SchedulerConfig,
 )
-from quintet.wire.kv_spec import KvSpec
+from quintet.wire.kv_spec import full_layers
 from quintet.wire.params import SamplingParams
 from quintet.wire.step import NewRow, StepPlan, StepResult
 
@@ -127,7 +127,7 @@ class SmallCore:
             if request.is_new:
                 new_rows.append(self._new_row(request))
                 request.is_new = False
-            blocks += [(request.slot, at, request.blocks[at]) for at in range(known, len(request.blocks))]
+            blocks += [(request.slot, 0, at, request.blocks[at]) for at in range(known, len(request.blocks))]
             copies += request.copies
             request.copies = []
             rows.append((request, count))
@@ -138,7 +138,7 @@ class SmallCore:
             sent_ns=0,
             freed=pack_i32(self.freed),
             new_rows=new_rows,
-            blocks=pack_i32([value for triple in blocks for value in triple]),
+            blocks=pack_i32([value for entry in blocks for value in entry]),
             copies=pack_i32([value for pair in copies for value in pair]),
             slots=pack_i32([request.slot for request, _ in rows]),
             starts=pack_i32([request.computed for request, _ in rows]),
@@ -215,7 +215,7 @@ def engine_config(
 ) -> EngineConfig:
     """Resolve a configuration for a tiny model, as ``deploy`` would."""
     heads = card["num_attention_heads"]
-    kv = KvSpec(
+    kv = full_layers(
         num_layers=card["num_hidden_layers"],
         num_kv_heads=card.get("num_key_value_heads") or heads,
         head_dim=card.get("head_dim") or card["hidden_size"] // heads,

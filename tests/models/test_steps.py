@@ -119,7 +119,7 @@ def test_a_plan_may_precede_the_tokens_it_computes(served: Any) -> None:
         params=SamplingParams(temperature=0.0),
         seed=0,
     )
-    blocks = [value for at in range(4) for value in (4, at, 10 + at)]
+    blocks = [value for at in range(4) for value in (4, 0, at, 10 + at)]
     plans = [
         StepPlan(
             step=1 + i,
@@ -157,7 +157,7 @@ def test_a_row_reads_blocks_that_the_row_before_it_fills(served: Any, num_own: i
             for slot, prompt in enumerate(prompts)
         ],
         blocks=pack_i32(
-            [v for slot, table in enumerate(tables) for i, b in enumerate(table) for v in (slot, i, b)]
+            [v for slot, table in enumerate(tables) for i, b in enumerate(table) for v in (slot, 0, i, b)]
         ),
         copies=b"",
         slots=pack_i32([0, 1]),

@@ -35,7 +35,7 @@ from quintet.wire.config import (
     SchedulerConfig,
 )
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.kv_spec import KvSpec
+from quintet.wire.kv_spec import full_layers
 
 DEADLINE_S = 30.0
 CORPUS = [
@@ -155,7 +155,7 @@ def model_of(tmp_path: Path) -> Callable[..., ModelConfig]:
             "vocab_size": tokenizer.get_vocab_size(),
             "max_model_len": max_model_len,
             "eos_token_ids": [2],
-            "kv": KvSpec(1, 1, 8, 4, 16),
+            "kv": full_layers(1, 1, 8, 4, 16),
         }
         return ModelConfig(**(fields | changes))
 

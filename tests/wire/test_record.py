@@ -19,7 +19,7 @@ from quintet.wire.config import (
     SchedulerConfig,
 )
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.kv_spec import KvSpec
+from quintet.wire.kv_spec import full_layers
 
 ME = WorkerId(Role.CORE, 0, 1)
 PEER = WorkerId(Role.EXECUTOR, 0, 1)
@@ -30,7 +30,7 @@ def config_of(folder: Path, max_bytes: int = 4 << 20) -> EngineConfig:
         run_dir=str(folder),
         model=ModelConfig(
             path="/nowhere", tokenizer_path="/nowhere", served_names=["fake"], architecture="Fake", dtype="bfloat16",
-            vocab_size=8, max_model_len=64, eos_token_ids=[1], kv=KvSpec(1, 1, 8, 2, 16),
+            vocab_size=8, max_model_len=64, eos_token_ids=[1], kv=full_layers(1, 1, 8, 2, 16),
         ),
         cache=CacheConfig(memory_bytes=1 << 20),
         scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),

@@ -40,7 +40,7 @@ def test_blocks_of_a_gpu_are_not_known_beforehand(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     cache = msgspec.structs.replace(config.cache, memory_bytes=0)
     sense = Sense(msgspec.structs.replace(config, cache=cache))
-    assert sense.accepts(plan(blocks=pack_i32([0, 0, 1 << 30]), copies=pack_i32([0, 1 << 30])))
+    assert sense.accepts(plan(blocks=pack_i32([0, 0, 0, 1 << 30]), copies=pack_i32([0, 1 << 30])))
     assert not sense.accepts(plan(copies=pack_i32([0, -1])))
 
 
@@ -115,9 +115,10 @@ def test_what_our_processes_send_makes_sense(sense: Sense, make: Callable[..., m
         plan(samples=b"\2"),
         plan(counts=pack_i32([0])),
         plan(starts=pack_i32([63])),
-        plan(blocks=pack_i32([0, 0])),
-        plan(blocks=pack_i32([0, 4, 1])),
-        plan(blocks=pack_i32([0, 0, 1 << 30])),
+        plan(blocks=pack_i32([0, 0, 1])),
+        plan(blocks=pack_i32([0, 0, 4, 1])),
+        plan(blocks=pack_i32([0, 1, 0, 1])),
+        plan(blocks=pack_i32([0, 0, 0, 1 << 30])),
         plan(copies=pack_i32([0, 1 << 30])),
         plan(swaps_out=pack_i32([0])),
         plan(swaps_in=pack_i32([0, 2])),

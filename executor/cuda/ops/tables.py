@@ -61,12 +61,15 @@ class StagingLayout:
     """Blocks of a layer's KV memory."""
     num_host_blocks: int = 0
     """Blocks of host memory that they may be swapped with."""
+    num_groups: int = 1
+    """Of layers: tables that a slot has."""
 
     @classmethod
     def of(cls, tables: DeviceTables, num_blocks: int, num_host_blocks: int = 0) -> StagingLayout:
         """Return the layout for plans of these tables."""
         max_num_seqs, token_columns = tables.token_ids.shape
-        return cls(max_num_seqs, token_columns, tables.block_table.shape[1], num_blocks, num_host_blocks)
+        num_groups, _, block_columns = tables.block_table.shape
+        return cls(max_num_seqs, token_columns, block_columns, num_blocks, num_host_blocks, num_groups)
 
     def num_words(self, plan: StepPlan) -> int:
         """Return at most how many words the plan takes in a staging buffer."""
@@ -154,14 +157,19 @@ def pack_staging(plan: StepPlan, layout: StagingLayout, into: Words) -> PackedPl
 
 
 def _table_entries(blocks: bytes, layout: StagingLayout) -> Words:
-    """Return the triples ``slot, position, block``, one after the other, without those that a later one replaces."""
-    entries = np.frombuffer(blocks, np.int32).reshape(-1, 3)
-    limits = (layout.max_num_seqs, layout.block_columns, layout.num_blocks)
-    if (entries.view(np.uint32) >= np.array(limits, np.uint32)).any():
-        names = ("slot of a block", "index in a block table", "block")
-        for name, column, limit in zip(names, entries.T, limits, strict=True):
+    """Return triples ``row, position, block``, one after the other, without those that a later one replaces.
+
+    A row is a slot's of a group: the block tables of all groups lie one behind the other.
+    """
+    named = np.frombuffer(blocks, np.int32).reshape(-1, 4)
+    limits = (layout.max_num_seqs, layout.num_groups, layout.block_columns, layout.num_blocks)
+    if (named.view(np.uint32) >= np.array(limits, np.uint32)).any():
+        names = ("slot of a block", "group of a block", "index in a block table", "block")
+        for name, column, limit in zip(names, named.T, limits, strict=True):
             _check_inside(name, column, limit)
-    places = (entries[:, 0].astype(np.int64) << 32) | entries[:, 1]
+    rows = named[:, 1] * layout.max_num_seqs + named[:, 0]
+    entries = np.column_stack((rows, named[:, 2:]))
+    places = (rows.astype(np.int64) << 32) | entries[:, 1]
     if len(set(places.tolist())) < len(places):
         order = np.argsort(places, kind="stable")
         ordered = places[order]
@@ -218,7 +226,7 @@ def apply_plan(
         )
     deltas: tuple[Argument, ...] = (
         *(staging, tables.token_ids, tables.token_ids.stride(0)),
-        *(tables.block_table, tables.block_table.stride(0), tables.block_size),
+        *(tables.block_table, tables.block_table.stride(1), tables.block_size),
         *(tables.num_prompt_tokens, tables.settings),
     )
     outputs: tuple[Argument, ...] = (

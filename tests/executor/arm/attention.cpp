@@ -9,15 +9,15 @@
 // parts through the cap or the slope; twice that, and 2^-18 for the exponential of a difference, is what a weight is off by,
 // relative to itself; sums of n weighted values by n 2^-24 of the sum of their magnitudes.
 #include "numbers.hpp"
-#include "program.hpp"
+#include "blocks.hpp"
 
 extern "C" {
 void qt_attend_in_pairs(int wanted);
 index_t qt_kv_block_bytes(int kv_dtype, index_t kv_heads, index_t head_dim, index_t block_size);
 void qt_write_kv(const qt::Step* step, const void* qkv, index_t qkv_stride, index_t heads, index_t kv_heads, index_t head_dim,
-                 index_t rotary, const void* q_norm, const void* k_norm, float eps, void* kv, index_t block_size, void* q_out,
-                 index_t q_stride, int dtype, int kv_dtype);
-void qt_attend(const qt::Step* step, const void* q, index_t q_stride, const void* kv, index_t heads, index_t kv_heads,
+                 index_t rotary, const void* q_norm, const void* k_norm, float eps, const qt::KvPlace* kv, index_t block_size,
+                 void* q_out, index_t q_stride, int dtype, int kv_dtype);
+void qt_attend(const qt::Step* step, const void* q, index_t q_stride, const qt::KvPlace* kv, index_t heads, index_t kv_heads,
                index_t head_dim, index_t block_size, index_t window, float softcap, const float* alibi_slopes, float scale,
                void* out, index_t out_stride, int dtype, int kv_dtype);
 }
@@ -71,7 +71,10 @@ class Cache {
   Cache(Dtype dtype, index_t head_dim)
       : dtype_(dtype), head_dim_(head_dim), block_bytes_(qt_kv_block_bytes(int(dtype), kKvHeads, head_dim, kBlock)),
         bytes_(kBlocks * block_bytes_, char(0xFF)) {}  // NaN, as a former tenant may have left
-  void* memory() { return bytes_.data(); }
+  const qt::KvPlace* place() {
+    place_ = {bytes_.data(), block_bytes_, 0};
+    return &place_;
+  }
   const std::vector<char>& bytes() const { return bytes_; }
 
   // What is multiplied, and (int8) the step between its numbers.
@@ -103,6 +106,7 @@ class Cache {
   Dtype dtype_;
   index_t head_dim_, block_bytes_;
   std::vector<char> bytes_;
+  qt::KvPlace place_{};
 };
 
 // A head of qkv after its norm and rotation.
@@ -136,7 +140,7 @@ struct World {
 
 void write_all(const World& w, const StepOf& step, Matrix& q, Cache& cache) {
   qt_write_kv(&step.step, w.qkv.row(0), w.qkv.width, kHeads, kKvHeads, w.set.head_dim, w.set.rotary,
-              w.set.norms ? w.q_norm.row(0) : nullptr, w.set.norms ? w.k_norm.row(0) : nullptr, kEps, cache.memory(), kBlock,
+              w.set.norms ? w.q_norm.row(0) : nullptr, w.set.norms ? w.k_norm.row(0) : nullptr, kEps, cache.place(), kBlock,
               q.row(0), q.width, int(w.dtype), int(w.kv_dtype));
 }
 
@@ -171,7 +175,7 @@ double slope_of(index_t head) { return std::ldexp(1, -int(head) - 1); }
 void attend(const World& w, const StepOf& step, const Matrix& q, Cache& cache, Matrix& out) {
   float slopes[kHeads];
   for (index_t head = 0; head < kHeads; ++head) slopes[head] = float(slope_of(head));
-  qt_attend(&step.step, q.row(0), q.width, cache.memory(), kHeads, kKvHeads, w.set.head_dim, kBlock, w.set.window,
+  qt_attend(&step.step, q.row(0), q.width, cache.place(), kHeads, kKvHeads, w.set.head_dim, kBlock, w.set.window,
             w.set.softcap, w.set.alibi ? slopes : nullptr, float(1 / std::sqrt(double(w.set.head_dim))), out.row(0), out.width,
             int(w.dtype), int(w.kv_dtype));
 }
