@@ -250,7 +250,7 @@ class World:
             Engine,
             make_model(max_model_len),
             CacheConfig(
-                memory_bytes=0, enable_prefix_caching=bool(caching), swap_bytes=32 * self.num_host_blocks
+                memory_bytes=0, enable_prefix_caching=bool(caching), swap_bytes=64 * self.num_host_blocks
             ),
             msgspec.convert(settings | options, SchedulerConfig),
             features,

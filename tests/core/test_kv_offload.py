@@ -14,7 +14,7 @@ from quintet.wire.step import StepPlan
 
 from .fake import NS_PER_TOKEN, World, expected
 
-BLOCK_BYTES = 32
+BLOCK_BYTES = 64
 """Of the model of `World`."""
 WITHOUT = {name: module for name, module in FEATURES.items() if name != "kv_offload"}
 PROMPTS = {1: list(range(10, 21)), 2: list(range(30, 41)), 3: list(range(50, 61))}

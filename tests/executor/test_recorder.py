@@ -35,7 +35,9 @@ ROWS = 8
 def recorder() -> Recorder:
     library = program_library()
     assert library is not None
-    return Recorder(library, DTYPE, KvMemory(full_layers(1, 1, 8, 2, 16), (), 0), max_tokens=ROWS, max_outputs=4)
+    return Recorder(
+        library, DTYPE, KvMemory(full_layers(1, 1, 8, 2, 16), (), 0), max_tokens=ROWS, max_outputs=4
+    )
 
 
 def linear(

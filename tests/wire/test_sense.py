@@ -56,7 +56,7 @@ def admit(**change: Any) -> m.Admit:
 def plan(**change: Any) -> s.StepPlan:
     row = s.NewRow(0, 1, 1, pack_i32([1, 2]), 2, PARAMS, 1)
     made = s.StepPlan(
-        1, 0, b"", [row], pack_i32([0, 0, 1]), b"", pack_i32([0]), pack_i32([0]), pack_i32([2]), b"\1"
+        1, 0, b"", [row], pack_i32([0, 0, 0, 1]), b"", pack_i32([0]), pack_i32([0]), pack_i32([2]), b"\1"
     )
     return msgspec.structs.replace(made, **change)
 
