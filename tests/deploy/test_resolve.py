@@ -77,7 +77,7 @@ def test_served_names_dtype_and_tokenizer_can_be_chosen(tmp_path: Path) -> None:
     folder, other = write_model(tmp_path / "a"), write_model(tmp_path / "b")
     config = resolved(folder, served_model_name=["x", "y"], dtype="float32", tokenizer=str(other)).config
     assert config.model.served_names == ["x", "y"]
-    assert config.model.kv.dtype_bytes == 4
+    assert config.model.kv == full_layers(2, 2, 16, 4, 16)
     assert config.model.tokenizer_path == str(other)
 
 

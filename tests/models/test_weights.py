@@ -259,8 +259,7 @@ def test_an_index_cannot_point_outside(serve: Callable[..., Any], tmp_path: Path
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_other_dtypes_generate(dtype: str, serve: Callable[..., Any]) -> None:
     served = serve(tiny())
-    kv = msgspec.structs.replace(served.config.model.kv, dtype_bytes=2)
-    model = msgspec.structs.replace(served.config.model, dtype=dtype, kv=kv)
+    model = msgspec.structs.replace(served.config.model, dtype=dtype)
     served.core.worker = make_torch_worker(msgspec.structs.replace(served.config, model=model))
     requests = [served.core.add([5, 6, 7], max_tokens=6), served.core.add(list(range(20)), max_tokens=6)]
     served.core.run(chunk=9)
