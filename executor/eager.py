@@ -11,12 +11,14 @@ from collections.abc import Sequence
 import torch
 
 from quintet.executor.batch import Batch, BatchBuilder, Int, KvShape, Rows
+from quintet.executor.cards.spec import Activation
 from quintet.executor.layers.experts import Experts
 from quintet.executor.layers.linear import Embedding, Linear
 from quintet.executor.layers.norm import Norm
 from quintet.executor.memory import lazy_zeros, to_device
 from quintet.executor.models.forward import AttentionLayer
 from quintet.executor.models.model import CausalModel
+from quintet.executor.ops.activation import activate
 from quintet.executor.ops.paged_attention import paged_attention
 from quintet.executor.ops.rope_kv_write import rope_kv_write
 from quintet.executor.sampling.settings import Settings
@@ -61,6 +63,11 @@ class EagerPass:
         self.num_done += 1
         return layer(self._batch.token_ids)
 
+    def add_positions(self, x: torch.Tensor, table: torch.Tensor, offset: int) -> torch.Tensor:
+        """See `ForwardPass`."""
+        self.num_done += 1
+        return x + table.index_select(0, self._batch.positions + offset)
+
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """See `ForwardPass`."""
         self.num_done += 1
@@ -75,6 +82,31 @@ class EagerPass:
         """See `ForwardPass`."""
         self.num_done += 1
         return x + y
+
+    def multiply(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """See `ForwardPass`."""
+        self.num_done += 1
+        return x * y
+
+    def scale(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+        """See `ForwardPass`."""
+        self.num_done += 1
+        return x * factor
+
+    def clip(self, x: torch.Tensor, bound: float) -> torch.Tensor:
+        """See `ForwardPass`."""
+        self.num_done += 1
+        return x.clamp(-bound, bound)
+
+    def softcap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
+        """See `ForwardPass`."""
+        self.num_done += 1
+        return torch.tanh(x / cap) * cap
+
+    def activation(self, x: torch.Tensor, kind: Activation) -> torch.Tensor:
+        """See `ForwardPass`."""
+        self.num_done += 1
+        return activate(x, kind)
 
     def columns(self, x: torch.Tensor, begin: int, width: int) -> torch.Tensor:
         """See `ForwardPass`."""

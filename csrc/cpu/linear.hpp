@@ -1,4 +1,4 @@
-// Linear layers on packed weights: y = act(x · Wᵀ + bias) + residual. What the compiled-once half tells the kernels.
+// Linear layers on packed weights: y = act(x · Wᵀ + bias), or x · Wᵀ + bias + residual. What the compiled-once half tells the kernels.
 //
 // A packed weight is a row of tiles of 64 columns (outputs), each contiguous and read front to back:
 //
@@ -57,7 +57,7 @@ struct LinearCall {
   const void* residual;  // laid out like y, may be y; or null
   void* y;
   index_t y_stride;
-  Activation activation;  // of paired weights; else none
+  Activation activation;  // of the gates of paired weights, which have one; of others' results, or none; never with a residual
   float gate_factor, gate_limit;  // of clamped_swiglu alone
   bool int8_activations;
   // x as the kernel multiplies it, written by LinearKernels::prepare, or x itself where there is nothing to prepare

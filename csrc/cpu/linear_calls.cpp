@@ -98,11 +98,10 @@ class PackedEmbeddingOp final : public Op {
 
 }  // namespace qt
 
-// y[rows, columns] = x[rows, depth] · Wᵀ (+ bias), rounded to dtype; then (+ residual), rounded again; paired weights:
-// the activation of the gates times the ups, y[rows, columns / 2]. dtype: of x, bias, residual and y; a floating-point
-// weight has the same. activation: none, or of the gates silu or gelu_tanh, which paired weights need and others do
-// not take. residual: laid out like y, may be y. int8_activations: x quantized per row to 8 bits (integer weights
-// only).
+// y[rows, columns] = x[rows, depth] · Wᵀ (+ bias), rounded to dtype; then its activation, or (+ residual), rounded again; paired
+// weights: the activation of the gates times the ups, y[rows, columns / 2]. dtype: of x, bias, residual and y; a
+// floating-point weight has the same. activation: see Activation; paired weights need one, who has a residual takes none.
+// residual: laid out like y, may be y. int8_activations: x quantized per row to 8 bits (integer weights only).
 QT_EXPORT void qt_weight_linear(const qt::Weight* weight, const void* x, index_t x_stride, index_t rows, int dtype,
                                 const void* bias, const void* residual, void* y, index_t y_stride, int activation,
                                 int int8_activations) {

@@ -76,10 +76,11 @@ LinearCall linear_call(const Weight* weight, const void* x, index_t x_stride, in
   const bool floats = int(weight->format) <= int(Dtype::fp32);
   QT_REQUIRE(dtype >= 0 && dtype <= int(Dtype::fp32) && (!floats || dtype == int(weight->format)),
              "activations of format %d, a weight of %d", dtype, int(weight->format));
-  QT_REQUIRE(weight->paired ? activation == int(Activation::silu) || activation == int(Activation::gelu_tanh) ||
-                                  activation == int(Activation::clamped_swiglu)
-                            : activation == int(Activation::none),
-             "activation %d of a weight that is %spaired", activation, weight->paired ? "" : "not ");
+  const bool one_number = activation >= 0 && activation < kActivations;
+  QT_REQUIRE((weight->paired ? activation != 0 && (one_number || activation == int(Activation::clamped_swiglu)) : one_number) &&
+                 (!residual || activation == 0),
+             "activation %d of a weight that is %spaired, %s residual", activation, weight->paired ? "" : "not ",
+             residual ? "with a" : "without");
   LinearCall call{};
   call.weight = weight;
   call.dtype = Dtype(dtype);

@@ -215,6 +215,22 @@ QT_EXPORT void qt_program_add(Program* program, const void* x, index_t x_stride,
              extent);
 }
 
+// y = x * second; second_width: that of y, or 1.
+QT_EXPORT void qt_op_multiply(const void* x, index_t x_stride, const void* second, index_t second_stride,
+                              index_t second_width, index_t rows, index_t width, void* y, index_t y_stride, int dtype) {
+  PointwiseCall call = qt::second_call(x, x_stride, second, second_stride, width, y, y_stride);
+  call.second_width = second_width;
+  qt::run_once(call, kernels().multiply[dtype], rows);
+}
+
+QT_EXPORT void qt_program_multiply(Program* program, const void* x, index_t x_stride, const void* second,
+                                   index_t second_stride, index_t second_width, index_t width, void* y,
+                                   index_t y_stride, int dtype, int extent) {
+  PointwiseCall call = qt::second_call(x, x_stride, second, second_stride, width, y, y_stride);
+  call.second_width = second_width;
+  qt::append(program, call, kernels().multiply[dtype], extent);
+}
+
 // y = x * factor; the factor is used as given, not rounded to the format.
 QT_EXPORT void qt_op_scale(const void* x, index_t x_stride, index_t rows, index_t width, float factor, void* y,
                            index_t y_stride, int dtype) {
@@ -224,6 +240,17 @@ QT_EXPORT void qt_op_scale(const void* x, index_t x_stride, index_t rows, index_
 QT_EXPORT void qt_program_scale(Program* program, const void* x, index_t x_stride, index_t width, float factor, void* y,
                                 index_t y_stride, int dtype, int extent) {
   qt::append(program, qt::factor_call(x, x_stride, width, factor, y, y_stride), kernels().scale[dtype], extent);
+}
+
+// y = x, at least -bound and at most bound
+QT_EXPORT void qt_op_clip(const void* x, index_t x_stride, index_t rows, index_t width, float bound, void* y,
+                          index_t y_stride, int dtype) {
+  qt::run_once(qt::factor_call(x, x_stride, width, bound, y, y_stride), kernels().clip[dtype], rows);
+}
+
+QT_EXPORT void qt_program_clip(Program* program, const void* x, index_t x_stride, index_t width, float bound, void* y,
+                               index_t y_stride, int dtype, int extent) {
+  qt::append(program, qt::factor_call(x, x_stride, width, bound, y, y_stride), kernels().clip[dtype], extent);
 }
 
 // y = tanh(x / bound) * bound
@@ -237,7 +264,7 @@ QT_EXPORT void qt_program_softcap(Program* program, const void* x, index_t x_str
   qt::append(program, qt::factor_call(x, x_stride, width, bound, y, y_stride), kernels().softcap[dtype], extent);
 }
 
-// kind: 1 silu, 2 gelu by tanh, 3 gelu by erf, 4 relu.
+// kind: see Activation.
 QT_EXPORT void qt_op_activation(int kind, const void* x, index_t x_stride, index_t rows, index_t width, void* y,
                                 index_t y_stride, int dtype) {
   qt::run_once(qt::call_of(x, x_stride, width, y, y_stride), kernels().activation[kind][dtype], rows);

@@ -15,15 +15,16 @@ struct PointwiseCall {
   index_t width = 0;  // of y; of norms, of a group
   const void* x = nullptr;
   index_t x_stride = 0;
-  const void* second = nullptr;  // the other summand of `add`
+  const void* second = nullptr;  // the other summand of `add`, the other factor of `multiply`
   index_t second_stride = 0;
+  index_t second_width = 0;      // of `multiply`: that of y, or 1
   const void* weight = nullptr;  // [width], or null for ones; of norms one for each group, or the same for all
   const void* bias = nullptr;    // likewise, or null for zeros
   index_t groups = 1;            // of norms: neighbouring parts of a row, each normed by itself
   index_t weight_step = 0;       // from a group's weights to the next's: 0, or width
   float eps = 0;
   float offset = 0;                         // see rms_norm
-  float factor = 1;                         // of `scale`; the bound of `softcap`
+  float factor = 1;                         // of `scale`; the bound of `clip` and `softcap`
   const std::int32_t* ids = nullptr;        // rows of `x` that `embedding` takes
   const std::int64_t* positions = nullptr;  // rows of `second`, less `first_position`, that `add_positions` takes
   index_t first_position = 0;
@@ -38,7 +39,9 @@ struct PointwiseKernels {
   Run layer_norm[3];
   Run add[3];
   Run add_positions[3];
+  Run multiply[3];
   Run scale[3];
+  Run clip[3];
   Run softcap[3];
   Run embedding[3][3];                      // of y, of the table
   Run activation[kActivations][3];          // y = f(x)

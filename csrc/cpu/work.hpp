@@ -12,11 +12,13 @@ namespace qt {
 // The number formats of activations, weights and KV.
 enum class Dtype : int { bf16 = 0, fp16 = 1, fp32 = 2, int8 = 3, int4 = 4 };
 
-// What an activation is a function of, named alike in `quintet.executor.ops.host_pointwise`. Of a gated layer, whose result
-// is the function of a gate times the up beside it, only silu and gelu_tanh; none where there is none. Of gated layers alone:
-// clamped_swiglu is g / (1 + e^-ag) (u + 1) with gates g of at most l and ups u between -l and l (gpt-oss; LinearCall has a, l).
-enum class Activation : int { none = 0, silu = 1, gelu_tanh = 2, gelu = 3, relu = 4, clamped_swiglu = 32 };
-inline constexpr int kActivations = 5;
+// Named alike in `quintet.executor.ops.activation`. The result of a gated layer is the function of a gate times the up beside it.
+// relu2: the square of relu; quick_gelu: x sigmoid(1.702 x). Of gated layers alone: clamped_swiglu is g / (1 + e^-ag) (u + 1)
+// with gates g of at most l and ups u between -l and l (gpt-oss; LinearCall has a, l).
+enum class Activation : int {
+  none = 0, silu = 1, gelu_tanh = 2, gelu = 3, relu = 4, relu2 = 5, quick_gelu = 6, sigmoid = 7, clamped_swiglu = 32
+};
+inline constexpr int kActivations = 8;  // of one number
 
 // What a piece reads: `lines` runs of `bytes`, `stride` bytes from one to the next.
 struct Region {

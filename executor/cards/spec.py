@@ -73,7 +73,7 @@ class NormSpec:
 
 
 class Activation(StrEnum):
-    """The nonlinearity of a feed-forward."""
+    """A nonlinearity: of a feed-forward, of a gate."""
 
     SILU = "silu"
     GELU = "gelu"
@@ -85,6 +85,7 @@ class Activation(StrEnum):
     """Squared."""
     QUICK_GELU = "quick_gelu"
     """``x * sigmoid(1.702 x)``."""
+    SIGMOID = "sigmoid"
 
 
 class QkvLayout(StrEnum):

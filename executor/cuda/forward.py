@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quintet.executor.cards.spec import NormKind
+from quintet.executor.cards.spec import Activation, NormKind
 from quintet.executor.cuda.attention.backend import AttentionBackend
 from quintet.executor.cuda.device import Device
 from quintet.executor.cuda.linear_choice import DeviceLinears
@@ -26,10 +26,16 @@ from quintet.executor.layers.experts import Experts
 from quintet.executor.layers.linear import Embedding, Linear
 from quintet.executor.layers.norm import Norm
 from quintet.executor.models.forward import AttentionLayer
+from quintet.executor.ops.activation import activate
 from quintet.executor.ops.experts import experts_without_waiting, route
 from quintet.executor.ops.linear import GatedActivation
 
-GATES = {GatedActivation.SILU_AND_MUL: Gate.SILU, GatedActivation.GELU_TANH_AND_MUL: Gate.GELU_TANH}
+GATES = {
+    GatedActivation.SILU_AND_MUL: Gate.SILU,
+    GatedActivation.GELU_AND_MUL: Gate.GELU,
+    GatedActivation.GELU_TANH_AND_MUL: Gate.GELU_TANH,
+}
+"""What there are kernels for; torch computes the others."""
 
 
 @dataclass(slots=True)
@@ -89,13 +95,18 @@ class DevicePass:
         """See `ForwardPass`."""
         return Value(layer(self._rows.token_ids))
 
+    def add_positions(self, x: Value, table: torch.Tensor, offset: int) -> Value:
+        """See `ForwardPass`. Padding gets the first row."""
+        places = self._rows.positions.clamp(min=0) + offset
+        return Value(x.settled + table.index_select(0, places))
+
     def norm(self, x: Value, norm: Norm) -> Value:
         """See `ForwardPass`. With what is to be added to ``x``, in one pass over memory."""
         groups = norm.groups(x.sum.shape[1])
         if norm.is_per_group:
             return Value(norm(x.settled))
         if groups > 1:
-            flat = x.settled.reshape(-1, norm.width)
+            flat = in_packs(x.settled).reshape(-1, norm.width)
             return Value(self._normed(flat, norm).view(-1, groups * norm.width))
         if x.addend is None:
             return Value(self._normed(in_packs(x.sum), norm))
@@ -116,13 +127,37 @@ class DevicePass:
         """See `ForwardPass`."""
         self.linears[layer] = None
         y = self._multiply.apply(layer, in_packs(x.settled))
-        if layer.activation is not GatedActivation.NONE:
-            y = gated(self._device, y, GATES[layer.activation])
-        return Value(y)
+        if layer.activation is GatedActivation.NONE:
+            return Value(y)
+        gate = GATES.get(layer.activation)
+        if gate is not None:
+            return Value(gated(self._device, y, gate))
+        gates, ups = y.chunk(2, dim=-1)
+        return Value(activate(gates, layer.activation.kind) * ups)
 
     def add(self, x: Value, y: Value) -> Value:
         """See `ForwardPass`. Left to the norm that follows, if one does."""
         return Value(x.settled, y.settled)
+
+    def multiply(self, x: Value, y: Value) -> Value:
+        """See `ForwardPass`."""
+        return Value(x.settled * y.settled)
+
+    def scale(self, x: Value, factor: float) -> Value:
+        """See `ForwardPass`."""
+        return Value(x.settled * factor)
+
+    def clip(self, x: Value, bound: float) -> Value:
+        """See `ForwardPass`."""
+        return Value(x.settled.clamp(-bound, bound))
+
+    def softcap(self, x: Value, cap: float) -> Value:
+        """See `ForwardPass`."""
+        return Value(torch.tanh(x.settled / cap) * cap)
+
+    def activation(self, x: Value, kind: Activation) -> Value:
+        """See `ForwardPass`."""
+        return Value(activate(x.settled, kind))
 
     def columns(self, x: Value, begin: int, width: int) -> Value:
         """See `ForwardPass`."""

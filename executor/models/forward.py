@@ -13,7 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from quintet.executor.cards.spec import NormKind
+import torch
+
+from quintet.executor.cards.spec import Activation, NormKind
 from quintet.executor.layers.experts import Experts
 from quintet.executor.layers.linear import Embedding, Linear
 from quintet.executor.layers.norm import Norm
@@ -58,6 +60,9 @@ class ForwardPass(Protocol[ValueT]):
     def embedding(self, layer: Embedding) -> ValueT:
         """Return the embedding of each of the step's tokens."""
 
+    def add_positions(self, x: ValueT, table: torch.Tensor, offset: int) -> ValueT:
+        """Return ``x`` plus the row ``position + offset`` of ``table [positions, width]`` of each token: learned positions."""
+
     def norm(self, x: ValueT, norm: Norm) -> ValueT:
         """Return ``x`` normed."""
 
@@ -66,6 +71,21 @@ class ForwardPass(Protocol[ValueT]):
 
     def add(self, x: ValueT, y: ValueT) -> ValueT:
         """Return ``x + y``, of one width."""
+
+    def multiply(self, x: ValueT, y: ValueT) -> ValueT:
+        """Return ``x * y``, of one width; or ``y`` is one number a row."""
+
+    def scale(self, x: ValueT, factor: float) -> ValueT:
+        """Return ``x * factor``; the factor is not rounded to the dtype."""
+
+    def clip(self, x: ValueT, bound: float) -> ValueT:
+        """Return ``x``, at least ``-bound`` and at most ``bound``."""
+
+    def softcap(self, x: ValueT, cap: float) -> ValueT:
+        """Return ``cap * tanh(x / cap)``, rounded after each of the three."""
+
+    def activation(self, x: ValueT, kind: Activation) -> ValueT:
+        """Return the activation of every number. Behind a linear layer without gates it costs next to nothing."""
 
     def columns(self, x: ValueT, begin: int, width: int) -> ValueT:
         """Return numbers ``[begin, begin + width)`` of each row: a view, that costs nothing."""

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from quintet.executor.cards.routing import Routing, Scoring
+from quintet.executor.ops.activation import activate
 from quintet.executor.ops.linear import GatedActivation
 
 
@@ -68,9 +69,7 @@ def gated(y: torch.Tensor, gate: Gate) -> torch.Tensor:
     if gate.activation is GatedActivation.CLAMPED_SWIGLU:
         gates, ups = gates.clamp(max=gate.limit), ups.clamp(-gate.limit, gate.limit)
         return gates * torch.sigmoid(gates * gate.factor) * (ups + 1)
-    if gate.activation is GatedActivation.SILU_AND_MUL:
-        return F.silu(gates) * ups
-    return F.gelu(gates, approximate="tanh") * ups
+    return activate(gates, gate.activation.kind) * ups
 
 
 def experts(

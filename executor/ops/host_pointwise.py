@@ -10,12 +10,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import cache
 from typing import Any
 
 import torch
 
+from quintet.executor.cards.spec import Activation
+from quintet.executor.ops.activation import ACTIVATION_CODES
 from quintet.executor.ops.host_dtypes import FLOAT_CODES
 from quintet.executor.ops.host_library import declare, open_library
 
@@ -26,21 +27,14 @@ _SIGNATURES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "rms_norm": (_X, (_SIZE, _SIZE, _ADDRESS, _INT, _FLOAT, _FLOAT, *_Y)),
     "layer_norm": (_X, (_SIZE, _SIZE, _ADDRESS, _ADDRESS, _INT, _FLOAT, *_Y)),
     "add": ((*_X, *_X), (_SIZE, *_Y)),
+    "multiply": ((*_X, *_X, _SIZE), (_SIZE, *_Y)),
     "scale": (_X, (_SIZE, _FLOAT, *_Y)),
+    "clip": (_X, (_SIZE, _FLOAT, *_Y)),
     "softcap": (_X, (_SIZE, _FLOAT, *_Y)),
     "activation": ((_INT, *_X), (_SIZE, *_Y)),
     "activation_and_mul": ((_INT, *_X), (_SIZE, *_Y)),
 }
 """What comes before the number of rows, and after it. In a program it is not given; an extent comes last instead."""
-
-
-class Activation(IntEnum):
-    """Kinds of `activation` and `activation_and_mul`."""
-
-    SILU = 1
-    GELU_TANH = 2
-    GELU = 3
-    RELU = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +109,26 @@ def add(x: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     return y
 
 
+def multiply(x: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Return ``x * second``; second: ``[rows, width]`` like ``x``, or ``[rows, 1]``."""
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    width = second.shape[-1]
+    _like(x, "second", second, (len(x), 1 if width == 1 else x.shape[1]))
+    _op("multiply")(*_rows(x), *_rows(second), width, len(x), x.shape[1], *_out(y))
+    return y
+
+
 def scale(x: torch.Tensor, factor: float) -> torch.Tensor:
     """Return ``x * factor``; the factor in fp32, as given."""
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     _op("scale")(*_rows(x), len(x), x.shape[1], factor, *_out(y))
+    return y
+
+
+def clip(x: torch.Tensor, bound: float) -> torch.Tensor:
+    """Return ``x``, at least ``-bound`` and at most ``bound``."""
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _op("clip")(*_rows(x), len(x), x.shape[1], bound, *_out(y))
     return y
 
 
@@ -132,7 +142,7 @@ def softcap(x: torch.Tensor, bound: float) -> torch.Tensor:
 def activation(kind: Activation, x: torch.Tensor) -> torch.Tensor:
     """Return the activation of every element."""
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _op("activation")(kind, *_rows(x), len(x), x.shape[1], *_out(y))
+    _op("activation")(ACTIVATION_CODES[kind], *_rows(x), len(x), x.shape[1], *_out(y))
     return y
 
 
@@ -144,7 +154,7 @@ def activation_and_mul(kind: Activation, gate_up: torch.Tensor) -> torch.Tensor:
         )
     address = _rows(gate_up)
     y = torch.empty((len(gate_up), gate_up.shape[1] // 2), dtype=gate_up.dtype)
-    _op("activation_and_mul")(kind, *address, len(y), y.shape[1], *_out(y))
+    _op("activation_and_mul")(ACTIVATION_CODES[kind], *address, len(y), y.shape[1], *_out(y))
     return y
 
 

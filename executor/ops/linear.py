@@ -7,6 +7,9 @@ from enum import IntEnum
 import torch
 import torch.nn.functional as F
 
+from quintet.executor.cards.spec import Activation
+from quintet.executor.ops.activation import ACTIVATION_CODES, activate
+
 
 class GatedActivation(IntEnum):
     """What happens to a layer's result before it leaves; the codes are those of ``csrc/cpu``."""
@@ -15,8 +18,23 @@ class GatedActivation(IntEnum):
     SILU_AND_MUL = 1
     """The first half of the columns are gates, the second ups; the result is ``silu(gate) * up``, half as wide."""
     GELU_TANH_AND_MUL = 2
+    GELU_AND_MUL = 3
+    RELU_AND_MUL = 4
+    RELU2_AND_MUL = 5
+    QUICK_GELU_AND_MUL = 6
+    SIGMOID_AND_MUL = 7
     CLAMPED_SWIGLU = 32
     """Of experts alone: see `quintet.executor.ops.experts.gated`."""
+
+    @classmethod
+    def of(cls, kind: Activation) -> GatedActivation:
+        """Return the one whose gates are activated so."""
+        return cls(ACTIVATION_CODES[kind])
+
+    @property
+    def kind(self) -> Activation:
+        """What the gates go through. Not of `NONE`, nor of `CLAMPED_SWIGLU`."""
+        return next(kind for kind, code in ACTIVATION_CODES.items() if code == self)
 
 
 def linear(
@@ -32,6 +50,5 @@ def linear(
     y = F.linear(x, weight, bias)
     if activation is not GatedActivation.NONE:
         gate, up = y.chunk(2, dim=-1)
-        silu = activation is GatedActivation.SILU_AND_MUL
-        y = (F.silu(gate) if silu else F.gelu(gate, approximate="tanh")).mul_(up)
+        return activate(gate, activation.kind) * up
     return y

@@ -35,6 +35,13 @@ class ProgramLibrary:
         self.rms_norm = declare(library, "qt_program_rms_norm", a, a, n, n, n, a, i, f, f, a, n, i, i)
         self.layer_norm = declare(library, "qt_program_layer_norm", a, a, n, n, n, a, a, i, f, a, n, i, i)
         self.add = declare(library, "qt_program_add", a, a, n, a, n, n, a, n, i, i)
+        self.add_positions = declare(library, "qt_program_add_positions", a, a, n, a, n, n, a, n, i)
+        self.multiply = declare(library, "qt_program_multiply", a, a, n, a, n, n, n, a, n, i, i)
+        self.scale, self.clip, self.softcap = (
+            declare(library, f"qt_program_{name}", a, a, n, n, f, a, n, i, i)
+            for name in ("scale", "clip", "softcap")
+        )
+        self.activation = declare(library, "qt_program_activation", a, i, a, n, n, a, n, i, i)
         self.take_outputs = declare(library, "qt_program_take_outputs", a, a, n, n, a, n, i)
         self.linear = declare(library, "qt_program_linear", a, a, a, n, n, i, a, a, a, n, i, i, i)
         self.rope_kv_write = declare(

@@ -1,7 +1,7 @@
 """From operations on values to operations on memory: which ones are one, and where each value lies.
 
 Two values share memory when one is no longer needed before the other is made. What is added to the result of a linear layer
-is added by the layer itself, and the sum is written over it if nobody reads it later.
+is added by the layer itself, and the sum is written over it if nobody reads it later; so is an activation behind one.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Lifetimes:
 def fuse(
     operations: Sequence[Operation], kept: Collection[int], borders: Collection[int]
 ) -> list[Operation | None]:
-    """Return the operations with sums made by the layers whose results they add; those that are left out are None.
+    """Return the operations with sums and activations made by the layers whose results they take; what is left out is None.
 
     kept: ids of values that are read after the pass. borders: numbers of operations before which a part of the program ends that
     is run by itself.
@@ -66,33 +66,44 @@ def fuse(
     fused: list[Operation | None] = list(operations)
     lifetimes = Lifetimes(operations)
     for number, operation in enumerate(operations):
-        if operation.sums is None:
-            continue
-        x, y = operation.sums
-        for term, other in ((y, x), (x, y)):
+        for term, other, code in _terms(operation):
             made = lifetimes.made(term)
-            if any(made < border <= number for border in borders) or made < 0:
+            layer = fused[made] if made >= 0 else None
+            if layer is None or layer.emit_with is None or any(made < border <= number for border in borders):
                 continue
-            layer = fused[made]
-            assert layer is not None, "a value that nobody makes any more is read"
-            where = _where(number, operation.writes, layer, term, other, lifetimes, kept)
+            if term.viewed is not None or id(term) in kept or lifetimes.reads(term) != [number]:
+                continue  # somebody else wants the result as it is
+            total = operation.writes
+            where = made if other is None else _where(number, total, layer, term, other, lifetimes, kept)
             if where is None:
                 continue
-            assert layer.emit_sum is not None
             lifetimes.forget(number, operation)
             lifetimes.forget(made, layer)
-            fused[number] = fused[made] = None
-            fused[where] = replace(
+            others = () if other is None else (other,)
+            whole = replace(
                 layer,
-                emit=partial(layer.emit_sum, operation.writes, other),
-                emit_sum=None,
-                reads=(*layer.reads, other),
-                writes=operation.writes,
-                over=(other,),
+                emit=partial(layer.emit_with, total, other, code),
+                emit_with=None,
+                reads=(*layer.reads, *others),
+                writes=total,
+                over=others,
             )
-            lifetimes.note(where, fused[where])  # type: ignore[arg-type]  # just made
+            fused[number] = fused[made] = None
+            fused[where] = whole
+            lifetimes.note(where, whole)
             break
     return fused
+
+
+def _terms(operation: Operation) -> list[tuple[Value, Value | None, int]]:
+    """Return which results an operation could be a part of, each with what is added to it and the activation that follows."""
+    if operation.sums is not None:
+        x, y = operation.sums
+        return [(y, x, 0), (x, y, 0)]
+    if operation.activates is not None:
+        x, code = operation.activates
+        return [(x, None, code)]
+    return []
 
 
 def _where(
@@ -106,11 +117,9 @@ def _where(
 ) -> int | None:
     """Return when a layer can add its result ``term`` to ``other`` itself, as operation ``number`` does, which makes ``total``.
 
-    None where it cannot: somebody else wants the result as it is, or what it is added to does not lie as the sum will.
+    None where it cannot: what it is added to does not lie as the sum will.
     """
-    if layer.emit_sum is None or lifetimes.reads(term) != [number] or id(term) in kept:
-        return None
-    if term.viewed is not None or other.viewed is not None or id(other) in kept:
+    if other.viewed is not None or id(other) in kept:
         return None
     made = lifetimes.made(term)
     others = [read for read in lifetimes.reads(other) if read != number]

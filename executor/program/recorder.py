@@ -7,19 +7,22 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
-from quintet.executor.cards.spec import NormKind
+from quintet.executor.cards.spec import Activation, NormKind
 from quintet.executor.layers.experts import Experts
 from quintet.executor.layers.linear import Embedding, GatedActivation, Linear
 from quintet.executor.layers.norm import Norm
 from quintet.executor.models.forward import AttentionLayer
+from quintet.executor.ops.activation import ACTIVATION_CODES
 from quintet.executor.ops.host_dtypes import FLOAT_CODES
 from quintet.executor.program.library import ProgramLibrary
 from quintet.executor.program.places import Lifetimes, Places, fuse
 from quintet.executor.program.step import KvPlace
-from quintet.executor.program.values import Extent, Operation, Value
+from quintet.executor.program.values import EmitWith, Extent, Operation, Value
 from quintet.wire.kv_spec import KvSpec
 
 
@@ -121,17 +124,18 @@ class Recorder:
         assert packed is not None, "recorded without the host kernels"
         assert x.width == layer.depth, (x.width, layer.depth)
 
-        def emit(total: Value, residual: Value | None) -> None:
-            assert residual is None or residual.stride == total.stride, (residual, total)
+        def emit(result: Value, residual: Value | None, activation: int) -> None:
+            assert residual is None or residual.stride == result.stride, (residual, result)
             self._library.linear(
                 *(self.handle, packed.handle, x.address, x.stride, self._max_rows[x.extent], self._code),
                 *(None if bias is None else bias.data_ptr(), None if residual is None else residual.address),
-                *(total.address, total.stride, layer.activation, method.int8_activations, x.extent),
+                *(result.address, result.stride, activation, method.int8_activations, x.extent),
             )
 
         name = f"linear {layer.depth} to {layer.width}"
         is_plain = layer.activation is GatedActivation.NONE
-        return self._append(name, lambda: emit(y, None), (x,), y, emit_sum=emit if is_plain else None)
+        alone = partial(emit, y, None, layer.activation)
+        return self._append(name, alone, (x,), y, emit_with=emit if is_plain else None)
 
     def add(self, x: Value, y: Value) -> Value:
         """See `ForwardPass`. Part of the layer whose result it adds, where that can be."""
@@ -145,6 +149,67 @@ class Recorder:
             )
 
         return self._append("add", emit, (x, y), total, over=(x, y), sums=(x, y))
+
+    def add_positions(self, x: Value, table: torch.Tensor, offset: int) -> Value:
+        """See `ForwardPass`."""
+        y = Value(x.width, x.extent)
+        assert x.extent is Extent.TOKENS and table.dtype is self._dtype and table.is_contiguous(), (x, table)
+
+        def emit() -> None:
+            self._library.add_positions(
+                *(self.handle, x.address, x.stride, table.data_ptr(), offset, x.width),
+                *(y.address, y.stride, self._code),
+            )
+
+        return self._append("add positions", emit, (x,), y, over=(x,))
+
+    def multiply(self, x: Value, y: Value) -> Value:
+        """See `ForwardPass`."""
+        product = Value(x.width, x.extent)
+        assert y.width in (x.width, 1) and y.extent is x.extent, (x, y)
+
+        def emit() -> None:
+            self._library.multiply(
+                *(self.handle, x.address, x.stride, y.address, y.stride, y.width, x.width),
+                *(product.address, product.stride, self._code, x.extent),
+            )
+
+        return self._append("multiply", emit, (x, y), product, over=(x, y))
+
+    def scale(self, x: Value, factor: float) -> Value:
+        """See `ForwardPass`."""
+        return self._with_number("scale", self._library.scale, x, factor)
+
+    def clip(self, x: Value, bound: float) -> Value:
+        """See `ForwardPass`."""
+        return self._with_number("clip", self._library.clip, x, bound)
+
+    def softcap(self, x: Value, cap: float) -> Value:
+        """See `ForwardPass`."""
+        return self._with_number("softcap", self._library.softcap, x, cap)
+
+    def _with_number(self, name: str, append: Callable[..., Any], x: Value, number: float) -> Value:
+        y = Value(x.width, x.extent)
+
+        def emit() -> None:
+            append(
+                *(self.handle, x.address, x.stride, x.width, number),
+                *(y.address, y.stride, self._code, x.extent),
+            )
+
+        return self._append(name, emit, (x,), y, over=(x,))
+
+    def activation(self, x: Value, kind: Activation) -> Value:
+        """See `ForwardPass`. Part of the layer whose result it takes, where nobody else does."""
+        y, code = Value(x.width, x.extent), ACTIVATION_CODES[kind]
+
+        def emit() -> None:
+            self._library.activation(
+                *(self.handle, code, x.address, x.stride, x.width, y.address, y.stride),
+                *(self._code, x.extent),
+            )
+
+        return self._append(kind, emit, (x,), y, over=(x,), activates=(x, code))
 
     def columns(self, x: Value, begin: int, width: int) -> Value:
         """See `ForwardPass`."""
@@ -257,10 +322,11 @@ class Recorder:
         y: Value,
         *,
         over: tuple[Value, ...] = (),
-        emit_sum: Callable[[Value, Value], None] | None = None,
+        emit_with: EmitWith | None = None,
         sums: tuple[Value, Value] | None = None,
+        activates: tuple[Value, int] | None = None,
     ) -> Value:
-        self._operations.append(Operation(name, emit, reads, y, over, emit_sum, sums))
+        self._operations.append(Operation(name, emit, reads, y, over, emit_with, sums, activates))
         return y
 
 

@@ -54,6 +54,11 @@ class Value:
         return self.tensor.stride(0)
 
 
+EmitWith = Callable[[Value, Value | None, int], None]
+"""Appends an operation whose result is added to another value, which lies alike, or activated, as it is made. Takes the value
+that this makes, the other one or None, and the activation's code or 0."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Operation:
     """Appends itself to the program, once all its values have memory."""
@@ -64,7 +69,9 @@ class Operation:
     writes: Value
     over: tuple[Value, ...] = ()
     """Values over which the result may be written, where they are read for the last time."""
-    emit_sum: Callable[[Value, Value], None] | None = None
-    """Instead of ``emit``, with a sum and the other summand: the result is added to that as it is made. Both lie alike."""
+    emit_with: EmitWith | None = None
+    """Instead of ``emit``, where a reader's operation becomes a part of this one."""
     sums: tuple[Value, Value] | None = None
     """What an operation adds that does nothing else, and so may be a part of the one that makes a summand."""
+    activates: tuple[Value, int] | None = None
+    """What an operation activates that does nothing else, and the code of the activation; likewise."""

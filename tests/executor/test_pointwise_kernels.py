@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -16,9 +16,11 @@ import torch
 import torch.nn.functional as F
 from tests.executor.instruction_sets import REPEATING, isa
 
+from quintet.executor.cards.spec import Activation
 from quintet.executor.ops import host_pointwise as pointwise
+from quintet.executor.ops.activation import ACTIVATION_CODES, activate
 from quintet.executor.ops.host_library import open_library
-from quintet.executor.ops.host_pointwise import Activation, pointwise_functions
+from quintet.executor.ops.host_pointwise import pointwise_functions
 from quintet.executor.program.step import CStep
 
 pytestmark = pytest.mark.skipif(open_library() is None, reason="the host kernels are not built")
@@ -108,6 +110,11 @@ def test_sums_and_products_are_exact(dtype: torch.dtype, width: int) -> None:
     """One correctly rounded operation: the bits are torch's."""
     x, second = noise(ROWS, width, dtype=dtype), noise(ROWS, width, dtype=dtype, seed=1)
     assert torch.equal(pointwise.add(x, second), x + second)
+    assert torch.equal(pointwise.multiply(x, second), x * second)
+    assert torch.equal(pointwise.multiply(x, second[:, :1]), x * second[:, :1])
+    x[0, 0] = torch.nan
+    assert torch.equal(pointwise.clip(x, 0.7).nan_to_num(9), x.clamp(-0.7, 0.7).nan_to_num(9))
+    x[0, 0] = 0
     factor = 29.93  # not a number of any of the formats
     assert torch.equal(pointwise.scale(x, factor), (x.float() * factor).to(dtype))
 
@@ -120,21 +127,13 @@ def test_softcap(dtype: torch.dtype) -> None:
     check(pointwise.softcap(x, 30.0), expected, roundings=2)
 
 
-REFERENCES: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
-    Activation.SILU: F.silu,
-    Activation.GELU_TANH: lambda x: F.gelu(x, approximate="tanh"),
-    Activation.GELU: F.gelu,
-    Activation.RELU: F.relu,
-}
-
-
 @dtypes
 @pytest.mark.parametrize("kind", Activation)
 def test_activations(dtype: torch.dtype, kind: Activation) -> None:
     """The factor of x that a sum of 1 and something makes is known to 2e-7 only, near x's negative tail."""
     x = noise(ROWS, 131, dtype=dtype, scale=4)
     x[0, :6] = torch.tensor([0.0, -0.0, 80.0, -80.0, 1e-3, -1e-3])
-    expected = REFERENCES[kind](x.double())
+    expected = activate(x.double(), kind)
     atol = float(4e-7 * x.double().abs().clamp(max=20).max())
     check(pointwise.activation(kind, x), expected, atol=atol)
 
@@ -145,7 +144,7 @@ def test_activations(dtype: torch.dtype, kind: Activation) -> None:
 def test_gates(dtype: torch.dtype, width: int, kind: Activation) -> None:
     x = noise(ROWS, 2 * width, dtype=dtype, scale=4)
     gate, up = x.chunk(2, dim=-1)
-    expected = REFERENCES[kind](gate.float()).to(dtype) * up
+    expected = activate(gate.float(), kind).to(dtype) * up
     check(pointwise.activation_and_mul(kind, x), expected, roundings=2, atol=1e-4)
 
 
@@ -216,9 +215,11 @@ def test_a_program_computes_what_its_operations_do() -> None:
     record["scale"](program, *at["x"], width, 3.0, *at["x"], 0, 0)
     parameters = (weight.data_ptr(), bias.data_ptr(), False, 1e-5)
     record["layer_norm"](program, *at["x"], 1, width, *parameters, *at["n"], 0, 0)
-    record["activation_and_mul"](program, Activation.SILU, *at["n"], width // 2, *half, 0, 0)
+    record["activation_and_mul"](
+        program, ACTIVATION_CODES[Activation.SILU], *at["n"], width // 2, *half, 0, 0
+    )
     record["add"](program, *at["x"], *half, width // 2, *at["x"], 0, 0)
-    record["activation"](program, Activation.GELU, *at["x"], width, *at["x"], 0, 0)
+    record["activation"](program, ACTIVATION_CODES[Activation.GELU], *at["x"], width, *at["x"], 0, 0)
     record["take_outputs"](program, *at["x"], width, *at["o"], 0)
     record["rms_norm"](program, *at["o"], 1, width, weight.data_ptr(), False, 1e-6, 0.0, *at["o"], 0, 1)
     record["softcap"](program, *at["o"], width, 5.0, *at["o"], 0, 1)

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from quintet.executor.cards.routing import Routing, Scoring
-from quintet.executor.cards.spec import NormKind
+from quintet.executor.cards.spec import Activation, NormKind
 from quintet.executor.layers.experts import Experts, Gate
 from quintet.executor.layers.linear import GatedActivation, Linear, Part
 from quintet.executor.layers.norm import Norm
 from quintet.executor.models.model import Setting
+from quintet.executor.ops.activation import activate
 from quintet.executor.program.library import program_library
 from quintet.executor.program.places import Lifetimes, Places
 from quintet.executor.program.recorder import KvMemory, Recorder
@@ -41,10 +42,14 @@ def recorder() -> Recorder:
 
 
 def linear(
-    columns: int, depth: int, activation: GatedActivation = GatedActivation.NONE, seed: int = 0
+    columns: int,
+    depth: int,
+    activation: GatedActivation = GatedActivation.NONE,
+    seed: int = 0,
+    quantization: str = "none",
 ) -> Linear:
     plan = WeightPlan(DTYPE, torch.device("cpu"))
-    setting = Setting(torch.device("cpu"), DTYPE, open_quantization("none"))
+    setting = Setting(torch.device("cpu"), DTYPE, open_quantization(quantization))
     layer = Linear(setting, plan, (Part("layer", columns),), depth, activation=activation)
     plan.reservation = reserve(plan.stores)
     assert layer.method.packed is not None
@@ -146,6 +151,24 @@ def view_of_a_term(ops: Recorder, x: Value, layers: list[Linear]) -> Value:
     return ops.add(ops.add(x, term), ops.linear(layers[2], half))
 
 
+def activated(ops: Recorder, x: Value, layers: list[Linear]) -> Value:
+    wide = ops.activation(ops.linear(layers[0], x), Activation.GELU)
+    return ops.add(x, ops.linear(layers[1], wide))
+
+
+def activated_and_read(ops: Recorder, x: Value, layers: list[Linear]) -> Value:
+    term = ops.linear(layers[0], x)
+    return ops.linear(layers[1], ops.add(ops.activation(term, Activation.SILU), term))
+
+
+def pointwise(ops: Recorder, x: Value, layers: list[Linear]) -> Value:
+    """One in the place of another, but for values that are read later."""
+    y = ops.scale(ops.linear(layers[0], x), 0.3)
+    z = ops.clip(ops.multiply(y, ops.columns(ops.softcap(y, 2.0), 3, 1)), 1.5)
+    z = ops.multiply(ops.activation(z, Activation.SIGMOID), z)
+    return ops.linear(layers[1], ops.add(ops.multiply(z, y), ops.scale(z, 3.0)))
+
+
 @pytest.mark.parametrize(
     ("model", "adds"),
     [
@@ -155,12 +178,15 @@ def view_of_a_term(ops: Recorder, x: Value, layers: list[Linear]) -> Value:
         (sandwich, 2),
         (read_later, 0),
         (term_read_twice, 1),
-        (multiplied_too, 0),
+        (multiplied_too, 1),  # the last sum is kept, and so not laid over anything
         (of_itself, 1),
         (normed_in_between, 1),
         (made_later, 0),
         (views, 2),
         (view_of_a_term, 1),
+        (activated, 0),
+        (activated_and_read, 1),
+        (pointwise, 1),
     ],
 )
 @pytest.mark.parametrize("kept", [False, True])
@@ -198,6 +224,23 @@ def test_a_sum_is_written_over_its_residual(recorder: Recorder) -> None:
     assert run(recorder) == ["rms_norm", "rms_norm", "linear 32 to 32"]
     assert y.address == residual.address
     assert term.place is None
+
+
+@pytest.mark.parametrize("kind", Activation)
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4", "w8a8"])
+def test_an_activation_behind_a_layer_is_the_layers(
+    recorder: Recorder, kind: Activation, quantization: str
+) -> None:
+    """With the same bits as by itself, as it is where somebody else reads the layer's result."""
+    x, layer = given(128), linear(80, 128, quantization=quantization)
+    alone, seen = recorder.linear(layer, x), recorder.linear(layer, x)
+    y, apart = (recorder.activation(each, kind) for each in (alone, seen))
+    for value in (y, apart, seen):
+        recorder.keep(value)
+    assert run(recorder) == ["linear 128 to 80", "linear 128 to 80", kind]
+    assert torch.equal(y.tensor, apart.tensor)
+    expected = activate(seen.tensor.float(), kind)
+    torch.testing.assert_close(apart.tensor.float(), expected, rtol=2.0**-7, atol=1e-6)
 
 
 def test_gates_are_not_added_to_anything(recorder: Recorder) -> None:

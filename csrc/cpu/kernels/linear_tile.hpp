@@ -1,6 +1,7 @@
 // What every multiplication kernel shares: the rows and columns of an item, what happens to finished sums.
 #pragma once
 
+#include "activations.hpp"
 #include "linear.hpp"
 #include "simd.hpp"
 
@@ -24,19 +25,14 @@ QT_INLINE f32v load_or_zero(const Element* from, index_t count) {
 // act(gate) * up, rounded to Element where the reference rounds: the activation, then the product.
 template <class Element>
 QT_INLINE f32v activated(const LinearCall& call, f32v gate, f32v up) {
-  const Activation activation = call.activation;
-  if (activation == Activation::clamped_swiglu) {
+  if (call.activation == Activation::clamped_swiglu) {
     const f32v limit = all(call.gate_limit);
     gate = gate > limit ? limit : gate;  // NaN stays NaN
     up = up > limit ? limit : up < -limit ? -limit : up;
     const f32v glu = gate / (exponential(gate * all(-call.gate_factor)) + 1.0f);
     return rounded_to<Element>(glu) * rounded_to<Element>(up + 1.0f);
   }
-  // x times the logistic function of t; for gelu (its tanh form) t is 2 sqrt(2 / pi) (x + 0.044715 x^3).
-  const f32v t = activation == Activation::silu
-                     ? gate
-                     : gate * fma(gate * gate, all(0.07135481627159536f), all(1.5957691216057308f));
-  return rounded_to<Element>(gate / (exponential(-t) + 1.0f)) * up;
+  return rounded_to<Element>(activate(call.activation, gate)) * up;
 }
 
 // Rounds sums [rows][64] of a tile to y, after the bias, with what is fused behind.
@@ -70,6 +66,7 @@ void finish(const Finish& f, const float* sums, index_t row, index_t rows) {
       const index_t at = (row + r) * call.y_stride + column;
       f32v value = load(sums + r * kTileColumns + c) + added;
       if (residual) value = rounded_to<Element>(value) + load(residual + at, count);
+      if (call.activation != Activation::none) value = activate(call.activation, rounded_to<Element>(value));
       store(y + at, value, count);
     }
   }

@@ -8,35 +8,11 @@
 // there are.
 #include "pointwise.hpp"
 
+#include "activations.hpp"
 #include "simd.hpp"
 
 namespace qt::QT_ISA {
 namespace {
-
-// --- functions of one vector ---
-
-QT_INLINE f32v silu(f32v x) { return x / (all(1.0f) + exponential(-x)); }
-
-// x (1 + tanh z) / 2 is x / (1 + e^-2z), which loses nothing where tanh z is near -1.
-QT_INLINE f32v gelu_tanh(f32v x) {
-  const f32v z = all(0.7978845608f) * fma(all(0.044715f) * x * x, x, x);
-  return x / (all(1.0f) + exponential(z * all(-2.0f)));
-}
-
-// erf by Abramowitz and Stegun 7.1.26, |error| <= 1.5e-7: so is that of the factor of x.
-QT_INLINE f32v gelu_erf(f32v x) {
-  const f32v s = x * all(0.7071067812f), magnitude = max(s, -s);
-  const f32v t = all(1.0f) / fma(all(0.3275911f), magnitude, all(1.0f));
-  f32v p = all(1.061405429f);
-  p = fma(p, t, all(-1.453152027f));
-  p = fma(p, t, all(1.421413741f));
-  p = fma(p, t, all(-0.284496736f));
-  p = fma(p, t, all(0.254829592f));
-  const f32v upper = p * t * exponential(-(s * s)) * all(0.5f);  // half the complementary error function of |s|
-  return x * (x < 0.0f ? upper : all(1.0f) - upper);
-}
-
-QT_INLINE f32v relu(f32v x) { return x < 0.0f ? all(0.0f) : x; }  // NaN stays NaN
 
 // (1 - e) / (1 + e) with e = e^-2|z|; near 0, where that cancels, the Taylor series to z^7 (relative remainder below
 // 6e-8).
@@ -47,14 +23,6 @@ QT_INLINE f32v hyperbolic_tangent(f32v z) {
   near = fma(near, square, all(-1.0f / 3));
   near = fma(near * square, z, z);
   return magnitude < 0.2f ? near : (z < 0.0f ? -far : far);
-}
-
-template <int kind>
-QT_INLINE f32v activate(f32v x) {
-  if constexpr (kind == int(Activation::silu)) return silu(x);
-  if constexpr (kind == int(Activation::gelu_tanh)) return gelu_tanh(x);
-  if constexpr (kind == int(Activation::gelu)) return gelu_erf(x);
-  return relu(x);
 }
 
 // --- rows ---
@@ -170,6 +138,24 @@ void add(const void* call, index_t begin, index_t end) {
   }
 }
 
+// second: as wide as x, or one number for each row.
+template <class Element>
+void multiply(const void* call, index_t begin, index_t end) {
+  const PointwiseCall& c = *static_cast<const PointwiseCall*>(call);
+  for (index_t row = begin; row < end; ++row) {
+    const Element* x = row_of<Element>(c.x, row, c.x_stride);
+    const Element* second = row_of<Element>(c.second, row, c.second_stride);
+    Element* y = row_of<Element>(c.y, row, c.y_stride);
+    if (c.second_width == 1) {
+      const f32v factor = all(load(second, 1)[0]);
+      for_vectors(c.width, [=](index_t i, index_t count) { store(y + i, load(x + i, count) * factor, count); });
+    } else {
+      for_vectors(c.width,
+                  [=](index_t i, index_t count) { store(y + i, load(x + i, count) * load(second + i, count), count); });
+    }
+  }
+}
+
 template <class Element>
 void add_positions(const void* call, index_t begin, index_t end) {
   const PointwiseCall& c = *static_cast<const PointwiseCall*>(call);
@@ -190,6 +176,21 @@ void scale(const void* call, index_t begin, index_t end) {
     const Element* x = row_of<Element>(c.x, row, c.x_stride);
     Element* y = row_of<Element>(c.y, row, c.y_stride);
     for_vectors(c.width, [=](index_t i, index_t count) { store(y + i, load(x + i, count) * factor, count); });
+  }
+}
+
+// Not a number stays none.
+template <class Element>
+void clip(const void* call, index_t begin, index_t end) {
+  const PointwiseCall& c = *static_cast<const PointwiseCall*>(call);
+  const f32v bound = all(c.factor);
+  for (index_t row = begin; row < end; ++row) {
+    const Element* x = row_of<Element>(c.x, row, c.x_stride);
+    Element* y = row_of<Element>(c.y, row, c.y_stride);
+    for_vectors(c.width, [=](index_t i, index_t count) {
+      const f32v value = load(x + i, count), above = value > bound ? bound : value;
+      store(y + i, above < -bound ? -bound : above, count);
+    });
   }
 }
 
@@ -221,25 +222,25 @@ void embedding(const void* call, index_t begin, index_t end) {
   }
 }
 
-template <class Element, int kind>
+template <class Element, Activation kind>
 void activation(const void* call, index_t begin, index_t end) {
   const PointwiseCall& c = *static_cast<const PointwiseCall*>(call);
   for (index_t row = begin; row < end; ++row) {
     const Element* x = row_of<Element>(c.x, row, c.x_stride);
     Element* y = row_of<Element>(c.y, row, c.y_stride);
-    for_vectors(c.width, [=](index_t i, index_t count) { store(y + i, activate<kind>(load(x + i, count)), count); });
+    for_vectors(c.width, [=](index_t i, index_t count) { store(y + i, activate(kind, load(x + i, count)), count); });
   }
 }
 
 // The activation is rounded before it is multiplied, as the reference does.
-template <class Element, int kind>
+template <class Element, Activation kind>
 void activation_and_mul(const void* call, index_t begin, index_t end) {
   const PointwiseCall& c = *static_cast<const PointwiseCall*>(call);
   for (index_t row = begin; row < end; ++row) {
     const Element *gate = row_of<Element>(c.x, row, c.x_stride), *up = gate + c.width;
     Element* y = row_of<Element>(c.y, row, c.y_stride);
     for_vectors(c.width, [=](index_t i, index_t count) {
-      store(y + i, rounded_to<Element>(activate<kind>(load(gate + i, count))) * load(up + i, count), count);
+      store(y + i, rounded_to<Element>(activate(kind, load(gate + i, count))) * load(up + i, count), count);
     });
   }
 }
@@ -248,12 +249,15 @@ void activation_and_mul(const void* call, index_t begin, index_t end) {
 
 #define QT_EACH_DTYPE(kernel) {kernel<bf16>, kernel<fp16>, kernel<float>}
 #define QT_EACH_DTYPE_AND(kernel, what) {kernel<bf16, what>, kernel<fp16, what>, kernel<float, what>}
-#define QT_EACH_ACTIVATION(kernel) \
-  {{nullptr, nullptr, nullptr},    \
-   QT_EACH_DTYPE_AND(kernel, 1),   \
-   QT_EACH_DTYPE_AND(kernel, 2),   \
-   QT_EACH_DTYPE_AND(kernel, 3),   \
-   QT_EACH_DTYPE_AND(kernel, 4)}
+#define QT_EACH_ACTIVATION(kernel)                    \
+  {{nullptr, nullptr, nullptr},                       \
+   QT_EACH_DTYPE_AND(kernel, Activation::silu),       \
+   QT_EACH_DTYPE_AND(kernel, Activation::gelu_tanh),  \
+   QT_EACH_DTYPE_AND(kernel, Activation::gelu),       \
+   QT_EACH_DTYPE_AND(kernel, Activation::relu),       \
+   QT_EACH_DTYPE_AND(kernel, Activation::relu2),      \
+   QT_EACH_DTYPE_AND(kernel, Activation::quick_gelu), \
+   QT_EACH_DTYPE_AND(kernel, Activation::sigmoid)}
 
 extern const PointwiseKernels pointwise;
 const PointwiseKernels pointwise = {
@@ -261,7 +265,9 @@ const PointwiseKernels pointwise = {
     .layer_norm = QT_EACH_DTYPE(layer_norm),
     .add = QT_EACH_DTYPE(add),
     .add_positions = QT_EACH_DTYPE(add_positions),
+    .multiply = QT_EACH_DTYPE(multiply),
     .scale = QT_EACH_DTYPE(scale),
+    .clip = QT_EACH_DTYPE(clip),
     .softcap = QT_EACH_DTYPE(softcap),
     .embedding = {{embedding<bf16, bf16>, embedding<bf16, fp16>, embedding<bf16, float>},
                   {embedding<fp16, bf16>, embedding<fp16, fp16>, embedding<fp16, float>},

@@ -1,0 +1,42 @@
+"""Activations: the reference, and the codes by which kernels of ``csrc/cpu`` know them."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+import torch
+import torch.nn.functional as F
+
+from quintet.executor.cards.spec import Activation
+
+ACTIVATION_CODES = {
+    Activation.SILU: 1,
+    Activation.GELU_TANH: 2,
+    Activation.GELU: 3,
+    Activation.RELU: 4,
+    Activation.RELU2: 5,
+    Activation.QUICK_GELU: 6,
+    Activation.SIGMOID: 7,
+}
+"""As ``csrc/cpu/work.hpp`` has them."""
+
+
+def activate(x: torch.Tensor, kind: Activation) -> torch.Tensor:
+    """Return the activation of every number, rounded to the dtype of ``x``."""
+    match kind:
+        case Activation.SILU:
+            return F.silu(x)
+        case Activation.GELU:
+            return F.gelu(x)
+        case Activation.GELU_TANH:
+            return F.gelu(x, approximate="tanh")
+        case Activation.RELU:
+            return F.relu(x)
+        case Activation.RELU2:
+            return F.relu(x).square()
+        case Activation.QUICK_GELU:
+            return x * torch.sigmoid(1.702 * x)
+        case Activation.SIGMOID:
+            return torch.sigmoid(x)
+        case _:
+            assert_never(kind)

@@ -1,0 +1,41 @@
+"""What models may say in a forward pass comes to the same tokens on a device as computed by torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.models.conftest import engine_config
+from tests.models.odd_models import CARD, KINDS, OddModel
+from tests.models.test_engine import House
+from tests.models.test_odd_models import PROMPTS, by_torch
+
+from quintet.executor.cuda.boot import make_device_worker
+from quintet.executor.cuda.device import Device
+from quintet.executor.models.model import Setting
+from quintet.executor.quant.none import RowMajorLinear
+from quintet.wire.params import SamplingParams
+
+
+class RowMajor:
+    """Weights as a GPU has them, also where the device is emulated."""
+
+    linear = RowMajorLinear
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_those_of_torch(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: Device
+) -> None:
+    config = engine_config(tmp_path, CARD, 16, 128)
+    setting = Setting(device.torch_device, torch.float32, RowMajor())
+    with torch.inference_mode():
+        model = OddModel(kind, setting)
+    worker = make_device_worker(device, model, config, torch.float32, {})
+    house = House(config, worker)
+    for i, prompt in enumerate(PROMPTS):
+        house.admit(i, prompt, SamplingParams(temperature=0.0, max_tokens=8, seed=0))
+    house.run()
+    expected = [outputs[:8] for outputs in by_torch(kind, tmp_path, monkeypatch)]
+    assert [house.outputs[i] for i in range(len(PROMPTS))] == expected

@@ -1,0 +1,67 @@
+"""What models may say in a forward pass comes to the same tokens, computed by torch or by a recorded program."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.models.conftest import SmallCore, engine_config
+from tests.models.odd_models import CARD, KINDS, LAYERS, OddModel
+
+from quintet.executor import worker as workers
+from quintet.executor.eager import EagerRunner
+from quintet.executor.models.model import Setting
+from quintet.executor.program.runner import ProgramRunner
+from quintet.executor.quant.registry import open_quantization
+from quintet.executor.worker import Worker
+
+PROMPTS = [[(7 * i + n) % 97 for i in range(n)] for n in (1, 6, 23)]
+
+WRITE = "linear 64 to 128, rotate and write KV, attention, linear 64 to 64"
+OPERATIONS = {
+    "parallel": f"layer_norm, {WRITE}, linear 64 to 96, linear 96 to 64",
+    "sandwich": f"rms_norm, {WRITE.replace('rotate', 'rms_norm, rms_norm, rotate')}, rms_norm, add, rms_norm, linear 64 to 96,"
+    " linear 96 to 64, rms_norm, add",
+}
+"""Of a layer, where all is a part of another operation that can be."""
+
+
+def worker_of(kind: str, folder: Path, block_size: int, monkeypatch: pytest.MonkeyPatch) -> Worker:
+    """Return a worker on the CPU; in blocks of 4 torch computes."""
+    setting = Setting(torch.device("cpu"), torch.float32, open_quantization("none"))
+    monkeypatch.setattr(workers, "load_model", lambda config, platform: OddModel(kind, setting))
+    return workers.make_torch_worker(engine_config(folder, CARD, block_size, 128))
+
+
+def tokens_of(worker: Worker, block_size: int, chunk: int) -> list[list[int]]:
+    """Return what each prompt is continued with, all in one batch."""
+    worker.reset()
+    core = SmallCore(worker, block_size)
+    requests = [core.add(prompt, max_tokens=24) for prompt in PROMPTS]
+    core.run(chunk=chunk)
+    return [request.outputs for request in requests]
+
+
+def by_torch(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Return the tokens that torch computes."""
+    worker = worker_of(kind, folder, 4, monkeypatch)
+    assert isinstance(worker.runner, EagerRunner)
+    return tokens_of(worker, 4, 100)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_the_same_in_both_passes(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = by_torch(kind, tmp_path, monkeypatch)
+    assert all(len(set(tokens)) > 3 for tokens in expected), "too dull to tell anything"
+    worker = worker_of(kind, tmp_path, 16, monkeypatch)
+    assert isinstance(worker.runner, ProgramRunner)
+    for chunk in (100, 5):
+        assert tokens_of(worker, 16, chunk) == expected
+    if kind in OPERATIONS:
+        layers = OPERATIONS[kind].split(", ") * LAYERS
+        last = ["take outputs", "rms_norm", "linear 64 to 97", "scale", "softcap"]
+        names = [span.name for span in worker.runner.spans]
+        assert names[-len(layers) - len(last) :] == layers + last
