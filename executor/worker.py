@@ -180,7 +180,7 @@ class Worker:
 
 def make_worker(config: EngineConfig, span: Span = no_span) -> StepWorker:
     """Open the device, build and load the model, reserve KV memory."""
-    if config.executor.device != "cuda":
+    if config.executor.device != "cuda" or config.model.implementation == "transformers":
         return make_torch_worker(config, span)
     from quintet.executor.cuda.boot import make_device_worker  # dozens of modules that only a GPU needs
     from quintet.executor.platforms.cuda import open_cuda_device
@@ -191,7 +191,7 @@ def make_worker(config: EngineConfig, span: Span = no_span) -> StepWorker:
     if device is None:
         return make_torch_worker(config, span)
     model = load_model(config, platform)
-    facts = _facts(config, platform, model, begun)
+    facts = _facts(config, platform, model.weights.num_bytes, begun)
     return make_device_worker(device, model, config, DTYPES[config.model.dtype], facts, span)
 
 
@@ -200,8 +200,10 @@ def make_torch_worker(config: EngineConfig, span: Span = no_span) -> Worker:
     begun = time.monotonic()
     platform = open_platform(config.executor)
     num_blocks = _num_blocks(config)
+    if config.model.implementation == "transformers":
+        return _make_transformers_worker(config, platform, num_blocks, begun, span)
     model = load_model(config, platform)
-    facts = _facts(config, platform, model, begun)
+    facts = _facts(config, platform, model.weights.num_bytes, begun)
     return Worker(
         make_runner(model, config, platform, num_blocks, span),
         sampling_ops_of(platform.name),
@@ -214,11 +216,25 @@ def make_torch_worker(config: EngineConfig, span: Span = no_span) -> Worker:
     )
 
 
-def _facts(config: EngineConfig, platform: Platform, model: CausalModel, begun: float) -> dict[str, str]:
+def _make_transformers_worker(
+    config: EngineConfig, platform: Platform, num_blocks: int, begun: float, span: Span
+) -> Worker:
+    """Return the worker of a model whose layers are those of transformers."""
+    from quintet.executor.fallback.boot import open_transformers_model  # imports transformers: seconds
+
+    dtype = DTYPES[config.model.dtype]
+    opened = open_transformers_model(config, platform.device, dtype, num_blocks, span)
+    facts = _facts(config, platform, opened.num_bytes, begun)
+    ops = sampling_ops_of(platform.name)
+    return Worker(opened.runner, ops, platform.device, config, num_blocks, facts, span)
+
+
+def _facts(config: EngineConfig, platform: Platform, num_bytes: int, begun: float) -> dict[str, str]:
     """Return the boot story; ``begun``: when the device was opened, as `time.monotonic` has it."""
+    whose = " by transformers" if config.model.implementation == "transformers" else ""
     return {
-        "worker": f"{config.model.architecture} in {config.model.dtype} on {platform.description}",
-        "weights": f"{model.weights.num_bytes / 1e6:.1f} MB in {time.monotonic() - begun:.1f} s",
+        "worker": f"{config.model.architecture}{whose} in {config.model.dtype} on {platform.description}",
+        "weights": f"{num_bytes / 1e6:.1f} MB in {time.monotonic() - begun:.1f} s",
     }
 
 

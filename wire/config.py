@@ -16,6 +16,8 @@ from quintet.wire.kv_spec import KvSpec
 Quantization = Literal["none", "int8", "int4", "w8a8"]
 """See ``docs/quantization.md``."""
 
+ModelImpl = Literal["quintet", "transformers"]
+"""Whose layers compute a model: ours, or those of transformers over our KV memory."""
 
 KvCacheDtype = Literal["auto", "int8", "fp8"]
 """``auto`` is the model's own; int8 is of CPUs, fp8 (e4m3) of GPUs."""
@@ -32,6 +34,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Names clients may ask for; the first one is echoed in answers."""
     architecture: str
     """First of the model card's ``architectures``, e.g. ``LlamaForCausalLM``."""
+    implementation: ModelImpl = "quintet"
+    trust_remote_code: bool = False
+    """Whether transformers may execute Python files of the folder."""
     dtype: Literal["bfloat16", "float16", "float32"]
     vocab_size: int
     max_model_len: int

@@ -30,6 +30,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     path: str
     architecture: str
+    implementation: str
+    """Whose layers compute: ``quintet`` or ``transformers``."""
     dtype: str
     quantization: str
     device: str
@@ -88,6 +90,7 @@ def make_plan(resolution: Resolution) -> Plan:
         model=config.model.served_names[0],
         path=config.model.path,
         architecture=config.model.architecture,
+        implementation=config.model.implementation,
         dtype=config.model.dtype,
         quantization=config.executor.quantization,
         device=config.executor.device,
@@ -128,6 +131,12 @@ def plan_lines(plan: Plan) -> list[str]:
     rows = [
         ("model", f"{plan.model} ({plan.path})"),
         ("architecture", f"{plan.architecture}, {plan.dtype}, {plan.executor} executor on {plan.device}"),
+        (
+            "computed by",
+            "Quintet's own layers"
+            if plan.implementation == "quintet"
+            else "transformers' layers over Quintet's KV memory",
+        ),
         ("quantization", plan.quantization),
         ("weights", weights),
         ("memory available", format_size(plan.available_memory_bytes)),

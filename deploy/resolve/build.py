@@ -12,6 +12,7 @@ from quintet.deploy.resolve.card import Dtype, ModelFacts, read_facts
 from quintet.deploy.resolve.chat_templates import read_chat_templates
 from quintet.deploy.resolve.device import default_device
 from quintet.deploy.resolve.flags import Options
+from quintet.deploy.resolve.implementation import check_transformers_flags, note_of
 from quintet.deploy.resolve.memory import (
     ATTENTION_SCRATCH_BYTES,
     available_ram_bytes,
@@ -64,8 +65,11 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     reads_weights = kind == "torch" and options.load_format == "auto"
     rules.check_quantization(options, device)
     rules.check_gpu_only_flags(options, device)
-    folder = locate_model(options.model, with_weights=reads_weights)
-    facts = read_facts(folder, options.generation_config)
+    folder = locate_model(options.model, reads_weights, with_code=options.trust_remote_code)
+    facts = read_facts(folder, options.generation_config, options.model_impl)
+    if kind == "torch" and facts.implementation == "transformers":
+        check_transformers_flags(options)
+        notes.extend(filter(None, (note_of(options.model_impl, facts.architecture),)))
     weights = read_weight_facts(folder) if reads_weights else None
     dtype = facts.dtype if options.dtype == "auto" else options.dtype
     kv = rules.kv_spec(options, device, facts, _DTYPE_BYTES[dtype])
@@ -171,6 +175,8 @@ def _model_config(
         tokenizer_path=str(tokenizer_folder(tokenizer)),
         served_names=options.served_model_name or [options.model or embedded.NAME],
         architecture=facts.architecture,
+        implementation=facts.implementation,
+        trust_remote_code=options.trust_remote_code,
         dtype=dtype,
         vocab_size=facts.vocab_size,
         max_model_len=max_model_len,

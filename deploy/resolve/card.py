@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from quintet.deploy.resolve.implementation import check_transformers_card, choose_implementation
 from quintet.executor.cards.card import ModelCard
 from quintet.executor.cards.families.unknown import unknown
 from quintet.executor.cards.registry import FAMILIES
 from quintet.executor.cards.spec import ModelSpec
+from quintet.wire.config import ModelImpl
 from quintet.wire.errors import ConfigError
 from quintet.wire.json_files import Json, read_json
 from quintet.wire.params import shown
@@ -36,6 +38,7 @@ class ModelFacts:
 
     path: Path
     architecture: str
+    implementation: ModelImpl
     dtype: Dtype
     num_layers: int
     num_kv_heads: int
@@ -51,11 +54,11 @@ class ModelFacts:
     generation_defaults: dict[str, float | int]
 
 
-def read_facts(folder: Path, generation_config: str = "auto") -> ModelFacts:
+def read_facts(folder: Path, generation_config: str = "auto", model_impl: str = "auto") -> ModelFacts:
     """Read what serving needs of a local folder's JSON files.
 
     ``generation_config`` is the flag: ``auto`` for the folder's own file, ``none`` for no sampling defaults, or
-    another folder. Raises `ConfigError` naming the file and the missing or senseless key.
+    another folder; so is ``model_impl``. Raises `ConfigError` naming the file and the missing or senseless key.
     """
     path = folder / "config.json"
     config = read_json(path)
@@ -65,12 +68,16 @@ def read_facts(folder: Path, generation_config: str = "auto") -> ModelFacts:
     )
     card = ModelCard(config, str(path))
     architecture = _architecture(config, path)
-    family = FAMILIES.get(architecture)
+    implementation = choose_implementation(model_impl, architecture)
+    family = FAMILIES.get(architecture) if implementation == "quintet" else None
+    if implementation == "transformers":
+        check_transformers_card(card, architecture)
     spec: ModelSpec = unknown(card) if family is None else family.read(card)
     need = spec.kv_needs[0]
     return ModelFacts(
         path=folder,
         architecture=architecture,
+        implementation=implementation,
         dtype=_dtype(config, path),
         num_layers=len(spec.kv_needs),
         num_kv_heads=need.num_kv_heads,

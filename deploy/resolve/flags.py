@@ -71,6 +71,21 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Literal["auto", "dummy"],
         Flag(MODEL, "dummy fills the weights with seeded random numbers instead of reading them"),
     ] = "auto"
+    model_impl: Annotated[
+        Literal["auto", "quintet", "transformers"],
+        Flag(
+            MODEL,
+            "whose layers compute: quintet's own, or those of transformers over Quintet's KV memory, slower; auto takes "
+            "transformers for models that Quintet has no layers for",
+        ),
+    ] = "auto"
+    trust_remote_code: Annotated[
+        bool,
+        Flag(
+            MODEL,
+            "with transformers' layers: execute Python files that the model's folder brings, with all rights of the server",
+        ),
+    ] = False
     quantization: Annotated[
         Quantization,
         Flag(

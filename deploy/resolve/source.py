@@ -11,13 +11,14 @@ _CARD_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken"]
 _WEIGHT_FILES = ["*.safetensors"]
 _PICKLED_FILES = ["pytorch_model*.bin"]
 """Fetched where there are no others."""
+_CODE_FILES = ["*.py"]
 _UNWANTED_FILES = ["*/*", "consolidated*"]
 """Subfolders, and a second copy of the weights that some repositories hold under other names."""
 _NAMED_TEMPLATES = "additional_chat_templates/*.jinja"
 """What is wanted of subfolders after all."""
 
 
-def locate_model(name: str | None, with_weights: bool, flag: str = "MODEL") -> Path:
+def locate_model(name: str | None, with_weights: bool, flag: str = "MODEL", with_code: bool = False) -> Path:
     """Return the local folder of a model, fetching it from the hub when ``name`` is a hub name.
 
     None is the model that ships with Quintet. ``flag`` is named in errors. ``HF_HUB_OFFLINE=1`` keeps to what was
@@ -34,7 +35,8 @@ def locate_model(name: str | None, with_weights: bool, flag: str = "MODEL") -> P
         raise ConfigError(f"{flag} {name!r} is a file; give the folder that holds config.json")
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise ConfigError(f"{flag} {name!r}: there is no such folder")
-    return _fetch(name, _CARD_FILES + (_WEIGHT_FILES if with_weights else []), flag)
+    patterns = _CARD_FILES + (_WEIGHT_FILES if with_weights else []) + (_CODE_FILES if with_code else [])
+    return _fetch(name, patterns, flag)
 
 
 def _fetch(name: str, patterns: list[str], flag: str) -> Path:

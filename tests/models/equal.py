@@ -82,13 +82,14 @@ def load(
         **options,
     )
     config = with_blocks(resolve(asked, folder / "run", http=False).config, NUM_BLOCKS)
-    if compiled:
-        worker = make_torch_worker(config)
-        assert isinstance(worker.runner, ProgramRunner), "the compiled kernels do not take this model"
-    else:
+    if not compiled:
         with mock.patch.object(worker_module, "program_library", lambda: None):
             worker = make_torch_worker(config)
         assert not isinstance(worker.runner, ProgramRunner)
+        return Loaded(config, worker)
+    worker = make_torch_worker(config)
+    recorded = config.model.implementation == "quintet"
+    assert isinstance(worker.runner, ProgramRunner) == recorded, "the compiled kernels do not take this model"
     return Loaded(config, worker)
 
 

@@ -1,0 +1,67 @@
+"""Who computes a model: Quintet's own layers, or transformers over our KV memory; and what that rules out."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+
+from quintet.deploy.resolve.flags import Options
+from quintet.executor.cards.card import ModelCard
+from quintet.executor.cards.families.shape import HEADS
+from quintet.executor.cards.registry import FAMILIES, nearest
+from quintet.wire.config import ModelImpl
+from quintet.wire.errors import ConfigError
+
+
+def choose_implementation(asked: str, architecture: str) -> ModelImpl:
+    """Return who computes an architecture: as ``--model-impl`` says, or whoever knows it."""
+    if asked == "transformers":
+        return "transformers"
+    if asked == "quintet" or is_known(architecture):
+        return "quintet"
+    return "transformers"
+
+
+def is_known(architecture: str) -> bool:
+    """Whether we, or an installed package, have layers for it."""
+    return architecture in FAMILIES or bool(entry_points(group="quintet.models", name=architecture))
+
+
+def note_of(asked: str, architecture: str) -> str | None:
+    """Return the line that says that transformers computes a model although nobody asked for it."""
+    if asked != "auto" or is_known(architecture):
+        return None
+    near = nearest(architecture)
+    like = f" (the nearest that is: {near})" if near else ""
+    return (
+        f"{architecture} is none of Quintet's own models{like}: transformers computes it, over Quintet's KV memory, more"
+        " slowly; --model-impl quintet refuses that"
+    )
+
+
+def check_transformers_card(card: ModelCard, architecture: str) -> None:
+    """Reject what transformers could run, but not over paged KV memory, as far as its card tells."""
+    why = None
+    if card.values.get("is_encoder_decoder") is True:
+        why = "it is an encoder and a decoder, and only decoders are served"
+    elif not card.has(HEADS) and not card.section("text_config").has(HEADS):
+        why = (
+            f"its card has no {', '.join(HEADS)}: what it keeps of the past are not keys and values of heads"
+        )
+    if why is not None:
+        raise ConfigError(
+            f"{card.path}: {architecture} is none of Quintet's own models, and cannot run through transformers: {why}"
+        )
+
+
+def check_transformers_flags(options: Options) -> None:
+    """Reject what our own layers alone can do."""
+    for flag, given, usual in (
+        ("--quantization", options.quantization, "none"),
+        ("--packed-cache", options.packed_cache, None),
+        ("--kv-cache-dtype", options.kv_cache_dtype, "auto"),
+    ):
+        if given != usual:
+            raise ConfigError(
+                f"{flag} {given} is for Quintet's own models, and transformers computes this one: drop it, or take a model that"
+                " `quintet plan` says is computed by Quintet"
+            )

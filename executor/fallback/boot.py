@@ -1,0 +1,77 @@
+"""From a model folder to a runner of it, with transformers' layers. A `quintet.executor.runner.Runner` comes out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from quintet.executor.cards.card import read_card
+from quintet.executor.cards.families.unknown import unknown
+from quintet.executor.fallback.attention import NotServed, PagedAttention
+from quintet.executor.fallback.checkpoint import Checkpoint
+from quintet.executor.fallback.examine import check_calls, examine, refusal
+from quintet.executor.fallback.host_runner import HostRunner
+from quintet.executor.fallback.linears import pack_linears
+from quintet.executor.fallback.model import TransformersModel
+from quintet.executor.fallback.rehearsal import Rehearsal
+from quintet.executor.program.library import program_library
+from quintet.executor.runner import Runner
+from quintet.executor.slots import SlotTables
+from quintet.process.trace import Span, no_span
+from quintet.wire.config import EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A model that has been rehearsed."""
+
+    runner: Runner
+    num_bytes: int
+    """Of its weights."""
+
+
+def open_transformers_model(
+    config: EngineConfig, device: torch.device, dtype: torch.dtype, num_blocks: int, span: Span = no_span
+) -> Opened:
+    """Load the configured folder and rehearse it. Raises ConfigError for a model that cannot be served, with the reason."""
+    folder = Path(config.model.path)
+    card = read_card(folder)
+    needs = unknown(card).kv_needs
+    checkpoint = Checkpoint(folder, dtype, config.model.trust_remote_code)
+    examine(checkpoint, card.path, needs, config.model.max_model_len)
+    attention = PagedAttention(config.model.max_model_len)
+    if config.executor.load_format == "dummy":
+        loaded = checkpoint.random_model(attention.name, device, config.executor.seed)
+    else:
+        loaded = checkpoint.load(attention.name, device)
+    try:
+        model = TransformersModel(loaded, attention)
+        check_calls(model.calls, needs)
+        rehearsal = Rehearsal(model, config.model, device)
+        num_bytes = model.num_bytes
+        if device.type == "cpu":
+            pack_linears(loaded, dtype)
+        runner = _runner(model, config, device, dtype, num_blocks, span)
+        tables = SlotTables(
+            config.scheduler.max_num_seqs, config.model.max_model_len, config.model.kv, device
+        )
+        rehearsal.run(runner, tables, num_blocks)
+    except NotServed as why:
+        raise refusal(card.path, checkpoint.config, why) from None
+    return Opened(runner, num_bytes)
+
+
+def _runner(
+    model: TransformersModel,
+    config: EngineConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    num_blocks: int,
+    span: Span,
+) -> Runner:
+    library = program_library() if device.type == "cpu" else None
+    if library is None:
+        raise NotServed("that needs the compiled CPU kernels, and they are not built")
+    return HostRunner(library, model, config, dtype, num_blocks, span)

@@ -1,0 +1,109 @@
+"""Runs a model of transformers on a CPU, its attention by the compiled kernels. A `quintet.executor.runner.Runner`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from quintet.executor.batch import Int, Rows
+from quintet.executor.fallback.attention import AttentionCall, NotServed
+from quintet.executor.fallback.model import TransformersModel
+from quintet.executor.ops.host_attention import PagedKv, attend, write_kv
+from quintet.executor.program.library import ProgramLibrary
+from quintet.executor.program.step import Step
+from quintet.executor.sampling.settings import Settings
+from quintet.executor.slots import SlotTables
+from quintet.process.trace import Span, no_span
+from quintet.wire.config import EngineConfig
+
+MAX_OUTPUTS = 256
+
+
+class HostRunner:
+    """A model, its KV memory in the kernels' layout, and the hidden states of the last step."""
+
+    max_outputs = MAX_OUTPUTS
+
+    def __init__(
+        self,
+        library: ProgramLibrary,
+        model: TransformersModel,
+        config: EngineConfig,
+        dtype: torch.dtype,
+        num_blocks: int,
+        span: Span = no_span,
+    ) -> None:
+        """Raises ConfigError where the kernels do not take the layers' heads or the blocks' size."""
+        limits = config.scheduler
+        self._span = span
+        self._model = model
+        self._step = Step(
+            library, max(limits.max_num_batched_tokens, limits.max_num_seqs), limits.max_num_seqs
+        )
+        self._kv = [
+            PagedKv.of_blocks(num_blocks, dtype, call.num_kv_heads, _width(call), config.model.kv.block_size)
+            for call in model.calls
+        ]
+        self._hidden = torch.empty(0)
+        self.token_ids = torch.from_numpy(self._step.columns["token_ids"])
+        self.positions = torch.from_numpy(self._step.columns["positions"])
+        self.work_done = 0
+        """Attentions computed so far."""
+
+    @property
+    def blocks(self) -> Sequence[torch.Tensor]:
+        """See `Runner.blocks`."""
+        return [kv.memory for kv in self._kv]
+
+    @torch.inference_mode()
+    def forward(self, rows: Rows, tables: SlotTables) -> None:
+        """See `Runner.forward`."""
+        self._step.fill(rows, tables)
+        count, columns = self._step.c.num_tokens, self._step.columns
+        self.token_ids = torch.from_numpy(columns["token_ids"])[:count]
+        self.positions = torch.from_numpy(columns["positions"])[:count]
+        self._span("arrays")
+        self._hidden = self._model.forward(self)
+
+    def attend(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """See `quintet.executor.fallback.attention.AttendsTokens`."""
+        self.work_done += 1
+        call, step, kv = self._model.calls[index], self._step.c, self._kv[index]
+        q, k = _widened(q, call.key_dim, kv.head_dim), _widened(k, call.key_dim, kv.head_dim)
+        q = write_kv(step, q, k, _widened(v, call.value_dim, kv.head_dim), kv, 0)
+        out = attend(step, q, kv, call.scale, call.sight.window, call.softcap)
+        if call.value_dim == kv.head_dim:
+            return out
+        heads: torch.Tensor = out.unflatten(1, (-1, kv.head_dim))
+        return heads[..., : call.value_dim].flatten(1)
+
+    @torch.inference_mode()
+    def logits(self, tokens: Int) -> torch.Tensor:
+        """See `Runner.logits`."""
+        hidden = self._hidden
+        return self._model.logits(hidden if len(tokens) == len(hidden) else hidden[torch.from_numpy(tokens)])
+
+    def forward_and_draw(self, rows: Rows, tables: SlotTables, settings: Settings) -> None:
+        """See `Runner.forward_and_draw`: it cannot."""
+
+    def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """See `Runner.copy_blocks`."""
+        for kv in self._kv:
+            kv.memory[targets] = kv.memory[sources]
+
+
+def _width(call: AttentionCall) -> int:
+    """Return the numbers of a head in memory: keys and values alike, and as many as the kernels take."""
+    if call.sinks is not None or call.sight.chunk is not None:
+        raise NotServed(f"its attention has {'sinks' if call.sinks is not None else 'chunks'}")
+    return -(-max(call.key_dim, call.value_dim) // 16) * 16
+
+
+def _widened(x: torch.Tensor, head_dim: int, width: int) -> torch.Tensor:
+    """Return heads with zeros behind, which change no score and no value."""
+    if head_dim == width:
+        return x
+    heads: torch.Tensor = x.unflatten(1, (-1, head_dim))
+    return F.pad(heads, (0, width - head_dim)).flatten(1)

@@ -1,0 +1,124 @@
+"""A decoder of transformers as our runners see a model: hidden states of a step's tokens, then logits of some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from quintet.executor.fallback.attention import (
+    NO_INTERFACE,
+    PREFIX,
+    AttendsTokens,
+    AttentionCall,
+    NotServed,
+    PagedAttention,
+)
+
+
+@dataclass
+class _Hidden(BaseModelOutputWithPast):
+    """What a decoder would have returned: hidden states, and nothing of what some models return besides."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+class TransformersModel:
+    """Rows of a step go through as one sequence ``[1, num_tokens]``, with their positions: only attention tells them apart."""
+
+    def __init__(self, model: PreTrainedModel, attention: PagedAttention) -> None:
+        """Learn what the layers want; computes with two tokens. Raises `NotServed`."""
+        self._model = model
+        self._decoder = decoder_of(model)
+        self._attention = attention
+        attention.learn()
+        pair = torch.arange(2, device=model.device)
+        try:
+            with torch.inference_mode():
+                self._run(pair, pair)
+        except NotServed:
+            raise
+        except Exception as error:
+            raise NotServed(_said(error)) from error
+
+    @property
+    def calls(self) -> Sequence[AttentionCall]:
+        """Every attention of a pass, in order."""
+        return self._attention.calls
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the weights."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._model.parameters())
+
+    def forward(self, ops: AttendsTokens) -> torch.Tensor:
+        """Return the last hidden states ``[num_tokens, hidden]``."""
+        self._attention.serve(ops)
+        return self._run(ops.token_ids.long(), ops.positions)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return ``[num_rows, vocab_size]`` of ``hidden [num_rows, hidden]``.
+
+        The model itself computes them, its decoder standing aside: so factors, caps and whatever else is behind it are there.
+        """
+        stand_in = _Hidden(last_hidden_state=hidden.unsqueeze(0))
+        self._decoder.forward = lambda *_, **__: stand_in
+        try:
+            ids = torch.zeros((1, len(hidden)), dtype=torch.long, device=hidden.device)
+            logits: torch.Tensor = self._model(input_ids=ids, use_cache=False, return_dict=True).logits
+        finally:
+            del self._decoder.forward
+        return logits[0]
+
+    def whole_logits(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return the logits of one sequence by transformers' own attention, ``[num_tokens, vocab_size]``."""
+        try:
+            return self._whole_logits(token_ids, "eager")
+        except KeyError as error:
+            if "eager" not in str(error):
+                raise
+        return self._whole_logits(token_ids, "sdpa")  # whoever has no attention of its own but looks all up
+
+    def _whole_logits(self, token_ids: torch.Tensor, attention: str) -> torch.Tensor:
+        self._model.set_attn_implementation(attention)
+        try:
+            logits: torch.Tensor = self._model(input_ids=token_ids.unsqueeze(0), use_cache=False).logits
+        finally:
+            self._model.set_attn_implementation(self._attention.name)
+        return logits[0]
+
+    def _run(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        output = self._decoder(
+            input_ids=token_ids.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+            attention_mask=torch.ones_like(positions).unsqueeze(0),
+            use_cache=False,
+            return_dict=True,
+        )
+        hidden: torch.Tensor = output.last_hidden_state
+        return hidden[0]
+
+
+def _said(error: Exception) -> str:
+    """Return what an error of the first pass means."""
+    text = " ".join(str(error).split())
+    if PREFIX in text:
+        return NO_INTERFACE
+    if "Mask" in text:
+        return "it computes with its attention's mask itself"
+    return f"trying it failed: {type(error).__name__}: {text[:200]}"
+
+
+def decoder_of(model: PreTrainedModel) -> torch.nn.Module:
+    """Return the part of the model that ends before the output layer. Raises `NotServed`."""
+    decoder = model.get_decoder()
+    if decoder is model:
+        decoder = getattr(model, "model", model.base_model)
+    if decoder is model or not isinstance(decoder, torch.nn.Module):
+        raise NotServed("it has no decoder apart from its output layer")
+    return decoder

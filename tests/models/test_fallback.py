@@ -1,0 +1,251 @@
+"""Models of transformers over our KV memory: its tokens whatever the scheduling, and a reason where they cannot run."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tests.models.equal import MORE_WAYS, WAYS, Dtype, alone, load
+from tests.models.random_checkpoints import LENGTHS, expectations, of_transformers, write_checkpoint
+from tests.models.rows import fallback
+from tests.models.test_equal import check_tokens
+
+from quintet.executor.fallback.masks import Sight, UnknownSight, sight_of
+from quintet.wire.errors import ConfigError
+
+
+def write(folder: Path, config: str, **settings: Any) -> None:
+    write_checkpoint(of_transformers(config, **settings), folder)
+
+
+def refusal(folder: Path, **options: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(folder, model_impl="transformers", **options)
+    assert "\n" not in str(caught.value) and str(caught.value).startswith(str(folder))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("family", fallback.ROWS)
+def test_a_model_of_transformers_is_equal(family: str, tmp_path: Path) -> None:
+    row = fallback.ROWS[family]
+    expected = expectations(write_checkpoint(row, tmp_path), LENGTHS)
+    check_tokens(load(tmp_path, model_impl="transformers"), row, expected, WAYS)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("family", fallback.ROWS)
+def test_a_model_of_transformers_is_equal_in_more_ways(family: str, tmp_path: Path) -> None:
+    row = fallback.ROWS[family]
+    expected = expectations(write_checkpoint(row, tmp_path), LENGTHS, seed=7)
+    check_tokens(load(tmp_path, model_impl="transformers"), row, expected, MORE_WAYS)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_model_of_transformers_runs_in_half_precision(dtype: Dtype, tmp_path: Path) -> None:
+    expected = expectations(write_checkpoint(of_transformers("ApertusConfig"), tmp_path), LENGTHS)
+    outcome = alone(load(tmp_path, dtype, model_impl="transformers"), [each.prompt for each in expected])
+    for i, each in enumerate(expected):
+        bits = bytearray(outcome.bits[i, len(each.prompt)])
+        first = torch.frombuffer(bits, dtype=getattr(torch, dtype)).float()
+        assert torch.corrcoef(torch.stack([first, each.logits[0]]))[0, 1] > 0.99
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "words"),
+    [
+        ("BertConfig", {}, "a token sees later ones"),
+        ("FalconConfig", {"alibi": True}, "does not go through transformers' attention interface"),
+        ("DogeConfig", {}, "computes with its attention's mask itself"),
+        ("DiffLlamaConfig", {}, "attends 6 times, and its card was understood to have 3 layers"),
+        ("Lfm2Config", {"layer_types": ["conv", "full_attention", "conv"]}, "of the kind conv keep more"),
+        (
+            "RecurrentGemmaConfig",
+            {"attention_window_size": 16, "lru_width": 64},
+            "of the kind linear_attention keep more",
+        ),
+    ],
+)
+def test_what_cannot_run_says_why_before_anything_is_loaded(
+    config: str, settings: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    made = getattr(transformers, config)
+    chosen = {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 97}
+    if config != "BertConfig":
+        chosen["num_key_value_heads"] = 2
+    card = made(**chosen, intermediate_size=96, max_position_embeddings=256, **settings)
+    card.architectures = [config.removesuffix("Config") + "ForCausalLM"]
+    card.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
+    assert words in refusal(tmp_path)
+
+
+def test_a_rotation_by_the_longest_of_a_step_is_refused_beyond_its_first_length(tmp_path: Path) -> None:
+    scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    write(tmp_path, "ApertusConfig", rope_parameters=scaling, max_position_embeddings=64)
+    assert "--max-model-len 64 or less" in refusal(tmp_path)
+
+
+def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, "ApertusConfig")
+    card = json.loads((tmp_path / "config.json").read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(card | {"num_hidden_layers": 4}))
+    assert "model.layers.3." in refusal(tmp_path) and "missing" in refusal(tmp_path)
+
+
+MODULE = """
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel, GenerationMixin
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.masking_utils import create_causal_mask
+
+class OursConfig(PreTrainedConfig):
+    model_type = "ours"
+    vocab_size: int = 50
+    hidden_size: int = 32
+    num_hidden_layers: int = 1
+    num_attention_heads: int = 2
+    max_position_embeddings: int = 128
+    shifts: bool = False
+
+class Attention(torch.nn.Module):
+    is_causal = True
+
+    def __init__(self, config):
+        super().__init__()
+        self.config, self.layer_idx = config, 0
+        self.qkv = torch.nn.Linear(32, 96)
+
+    def forward(self, x, mask, shifts):
+        if shifts:
+            x = x + torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
+        q, k, v = (part.view(*x.shape[:2], 2, 16).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        return attend(self, q, k, v, mask, scaling=0.25)[0].flatten(2)
+
+class OursModel(PreTrainedModel):
+    config_class = OursConfig
+    _supports_sdpa = True
+    _supports_attention_backend = True
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed = torch.nn.Embedding(config.vocab_size, 32)
+        self.positions = torch.nn.Embedding(128, 32)
+        self.attention = Attention(config)
+        self.post_init()
+
+    def forward(self, input_ids=None, position_ids=None, attention_mask=None, **_):
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1])[None]
+        x = self.embed(input_ids) + self.positions(position_ids)
+        mask = create_causal_mask(self.config, x, attention_mask, None, position_ids=position_ids)
+        return BaseModelOutputWithPast(last_hidden_state=x + self.attention(x, mask, self.config.shifts))
+
+class OursForCausalLM(PreTrainedModel, GenerationMixin):
+    config_class = OursConfig
+    base_model_prefix = "model"
+    _supports_sdpa = True
+    _supports_attention_backend = True
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = OursModel(config)
+        self.lm_head = torch.nn.Linear(32, config.vocab_size)
+        self.post_init()
+
+    def forward(self, input_ids=None, attention_mask=None, **more):
+        hidden = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        return CausalLMOutputWithPast(logits=self.lm_head(hidden))
+"""
+
+
+def write_code(folder: Path, repository: str = "", **settings: Any) -> None:
+    """Write a checkpoint whose model is a Python file of its own."""
+    folder.mkdir(exist_ok=True)
+    (folder / "modeling_ours.py").write_text(MODULE)
+    (folder / "tokenizer.json").write_text("{}")
+    card = {
+        "architectures": ["OursForCausalLM"],
+        "model_type": "ours",
+        "auto_map": {
+            "AutoConfig": f"{repository}modeling_ours.OursConfig",
+            "AutoModelForCausalLM": f"{repository}modeling_ours.OursForCausalLM",
+        },
+        "vocab_size": 50,
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 128,
+    }
+    (folder / "config.json").write_text(json.dumps(card | settings))
+
+
+def test_code_of_a_checkpoint_is_executed_only_if_it_is_trusted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = tmp_path / "ours"
+    write_code(folder)
+    said = refusal(folder, load_format="dummy")
+    assert "modeling_ours.py" in said and "--trust-remote-code executes it" in said
+    with caplog.at_level(logging.WARNING):
+        load(folder, model_impl="transformers", load_format="dummy", trust_remote_code=True)
+    assert "--trust-remote-code: executing modeling_ours.py of" in caplog.text
+    write_code(folder, "somebody/else--")
+    assert "code of another repository" in refusal(folder, load_format="dummy", trust_remote_code=True)
+
+
+def test_a_model_that_keeps_more_than_keys_and_values_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks at the token before, past the attention: nothing that is asked tells so, only its logits do."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = tmp_path / "ours"
+    write_code(folder, shifts=True)
+    said = refusal(folder, load_format="dummy", trust_remote_code=True)
+    assert "computed in steps, its logits are off by" in said
+
+
+Index = torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("sees", "sight"),
+    [
+        (lambda q, k: k <= q, Sight()),
+        (lambda q, k: (k <= q) & (k > q - 7), Sight(window=7)),
+        (lambda q, k: (k <= q) & (k > q - 1), Sight(window=1)),
+        (lambda q, k: (k <= q) & (k // 16 == q // 16), Sight(chunk=16)),
+        (lambda q, k: (k <= q) & (k > q - 400), Sight()),
+    ],
+)
+def test_a_mask_function_tells_what_a_token_sees(sees: Any, sight: Sight) -> None:
+    def function(batch: Index, head: Index, q: Index, k: Index) -> Index:
+        seen: Index = sees(q, k)
+        return seen
+
+    assert sight_of(function, 100, torch.device("cpu")) == sight
+
+
+@pytest.mark.parametrize(
+    ("sees", "words"),
+    [
+        (lambda q, k: k >= 0, "later ones"),
+        (lambda q, k: (k <= q) & (k % 2 == 0), "neither"),
+        (lambda q, k: (k <= q) & ((k > q - 7) | (k < 4)), "neither"),
+    ],
+)
+def test_another_mask_is_not_served(sees: Any, words: str) -> None:
+    def function(batch: Index, head: Index, q: Index, k: Index) -> Index:
+        seen: Index = sees(q, k)
+        return seen
+
+    with pytest.raises(UnknownSight, match=words):
+        sight_of(function, 100, torch.device("cpu"))
