@@ -1,6 +1,6 @@
 """The decoder: an embedding, layers, a norm, an output layer. Every model whose `DecoderSpec` a reader makes is one of these.
 
-    tokens ─ embedding ─ (in) ─ (norm) ─ layer ─ … ─ layer ─ norm ─ (out) ─ head ─ logits
+    tokens ─ embedding ─ (in) ─ (+ positions) ─ (norm) ─ layer ─ … ─ layer ─ norm ─ (out) ─ head ─ logits
 
 What a layer is made of is in `quintet.executor.models.blocks`.
 """
@@ -8,6 +8,8 @@ What a layer is made of is in `quintet.executor.models.blocks`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+import torch
 
 from quintet.executor.cards.spec import DecoderSpec
 from quintet.executor.layers.linear import Embedding, Linear, Part
@@ -63,14 +65,26 @@ class Decoder:
         if spec.embedding_width is not None:
             self._project_in = scope.linear([scope.part(names.project_in, hidden)], width)
             self._project_out = scope.linear([scope.part(names.project_out, width)], hidden)
+        # Rounded, as by whoever keeps it beside the weights.
+        self._scale = float(torch.tensor(spec.embedding_scale, dtype=self.weights.dtype))
+        self._offset, self._positions = 0, None
+        if spec.positions is not None:
+            self._offset = spec.positions.offset
+            rows = spec.positions.count + spec.positions.offset
+            self._positions = self.weights.tensor(f"{names.positions}.weight", rows, hidden)
         self._embedding_norm = scope.norm(spec.embedding_norm, names.embedding_norm)
         self._norm = scope.norm(spec.final_norm, names.final_norm)
+        self._logit_scale, self._logit_softcap = spec.logit_scale, spec.logit_softcap
 
     def forward(self, ops: ForwardPass[ValueT]) -> ValueT:
         """See `CausalModel.forward`."""
         x = ops.embedding(self._embedding)  # [T, embedding width]
+        if self._scale != 1.0:
+            x = ops.scale(x, self._scale)
         if self._project_in is not None:
             x = ops.linear(self._project_in, x)
+        if self._positions is not None:
+            x = ops.add_positions(x, self._positions, self._offset)
         if self._embedding_norm is not None:
             x = ops.norm(x, self._embedding_norm)
         for layer in self._layers:
@@ -82,4 +96,7 @@ class Decoder:
         x = hidden if self._norm is None else ops.norm(hidden, self._norm)
         if self._project_out is not None:
             x = ops.linear(self._project_out, x)
-        return ops.linear(self._head, x)
+        logits = ops.linear(self._head, x)
+        if self._logit_scale != 1.0:
+            logits = ops.scale(logits, self._logit_scale)
+        return logits if self._logit_softcap is None else ops.softcap(logits, self._logit_softcap)

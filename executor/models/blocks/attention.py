@@ -27,6 +27,7 @@ class Attention:
             spec.num_heads * spec.value_dim,
             biased=spec.output_bias,
         )
+        self._clip = spec.clip_qkv
         q_norm = _head_norm(scope, spec, scope.names.q_norm, spec.num_heads)
         k_norm = _head_norm(scope, spec, scope.names.k_norm, spec.num_kv_heads)
         whole = spec.qk_norm_over is QkNormOver.WHOLE
@@ -46,6 +47,8 @@ class Attention:
     def __call__(self, ops: ForwardPass[ValueT], x: ValueT) -> ValueT:
         """See `Block`."""
         qkv = ops.linear(self._qkv, x)
+        if self._clip is not None:
+            qkv = ops.clip(qkv, self._clip)
         queries, keys, values = self._widths
         q, k = ops.columns(qkv, 0, queries), ops.columns(qkv, queries, keys)
         v = ops.columns(qkv, queries + keys, values)

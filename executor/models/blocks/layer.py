@@ -27,6 +27,7 @@ class _Around:
         self._before = scope.norm(norms.before, before)
         self._behind = scope.norm(norms.behind, behind)
         self._of_sum = scope.norm(norms.of_sum, before)
+        self._multiplier = spec.residual_multiplier
         self._residual_of_norm = spec.residual_of_norm
 
     def read(self, ops: ForwardPass[ValueT], x: ValueT) -> ValueT:
@@ -38,6 +39,8 @@ class _Around:
         made = self._block(ops, read)
         if self._behind is not None:
             made = ops.norm(made, self._behind)
+        if self._multiplier != 1.0:
+            made = ops.scale(made, self._multiplier)
         whole = ops.add(read if self._residual_of_norm else x, made)
         return whole if self._of_sum is None else ops.norm(whole, self._of_sum)
 
