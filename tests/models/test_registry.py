@@ -3,36 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
+from tests.models.documented_families import SIZES, card_of
 
-from quintet.executor.cards.card import ModelCard
 from quintet.executor.cards.registry import FAMILIES, nearest
 from quintet.executor.models.model import Setting
 from quintet.executor.models.registry import build_model
 from quintet.executor.quant.none import Unquantized
 from quintet.wire.errors import ConfigError
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 32000,
-    "hidden_size": 1024,
-    "intermediate_size": 4096,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 16,
-    "max_position_embeddings": 4096,
-}
-"""What a card cannot leave out; all else is the family's own default."""
-MORE: dict[str, dict[str, Any]] = {
-    "GPTNeoForCausalLM": {"attention_layers": ["global", "local"] * 6},
-    "Mistral3ForConditionalGeneration": {"text_config": SIZES},
-}
-"""By architecture: what its card cannot leave out either."""
-
-
-def card_of(architecture: str) -> ModelCard:
-    return ModelCard(SIZES | MORE.get(architecture, {}), "config.json")
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)

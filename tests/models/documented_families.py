@@ -1,0 +1,75 @@
+"""What the documents say of families, made from the registry: ``python -m tests.models.documented_families`` writes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from quintet.executor.cards.card import ModelCard
+from quintet.executor.cards.describe import describe
+from quintet.executor.cards.registry import FAMILIES
+from quintet.executor.cards.spec import DecoderSpec
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENT, README = ROOT / "docs" / "models.md", ROOT / "README.md"
+BEGIN, END = "<!-- families -->\n", "<!-- families end -->\n"
+README_ROW = "| Models | "
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "max_position_embeddings": 4096,
+}
+"""What a card cannot leave out; all else is the family's own default."""
+MORE: dict[str, dict[str, Any]] = {
+    "GPTNeoForCausalLM": {"attention_layers": ["global", "local"] * 6},
+    "Mistral3ForConditionalGeneration": {"text_config": SIZES},
+}
+"""By architecture: what its card cannot leave out either."""
+
+
+def card_of(architecture: str) -> ModelCard:
+    """Return the least that a card of it says."""
+    return ModelCard(SIZES | MORE.get(architecture, {}), "config.json")
+
+
+def readme_row() -> str:
+    """Return the README's row on models: the words of all rows, each once."""
+    words = dict.fromkeys(family.words for family in FAMILIES.values())
+    return (
+        f"{README_ROW}{'; '.join(words)} ([what each is](docs/models.md)); every RoPE scaling kind of"
+        " transformers |\n"
+    )
+
+
+def table() -> str:
+    """Return it in Markdown: architectures that differ in nothing share a row."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    columns: list[str] = []
+    for architecture, family in FAMILIES.items():
+        spec = family.read(card_of(architecture))
+        described = describe(spec) if isinstance(spec, DecoderSpec) else {}
+        columns = columns or list(described)
+        rows.setdefault((family.words, *described.values()), []).append(architecture)
+    head = ["models", "architecture", *columns]
+    lines = [head, ["---"] * len(head)]
+    lines += [
+        [words, ", ".join(f"`{name}`" for name in names), *cells] for (words, *cells), names in rows.items()
+    ]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def main() -> None:
+    """Write the documents."""
+    lines = README.read_text().splitlines(keepends=True)
+    README.write_text("".join(readme_row() if line.startswith(README_ROW) else line for line in lines))
+    before, _, rest = DOCUMENT.read_text().partition(BEGIN)
+    _, _, behind = rest.partition(END)
+    DOCUMENT.write_text(f"{before}{BEGIN}{table()}{END}{behind}")
+
+
+if __name__ == "__main__":
+    main()
