@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quintet.core.kv.groups import Groups
 from quintet.core.kv.prefix import salt_digest
 from quintet.core.outbox import Effects, TokensBuilders
 from quintet.core.policy import Policy
@@ -10,6 +11,7 @@ from quintet.core.state import Limits, State
 from quintet.wire.codec import unpack_i32
 from quintet.wire.config import SchedulerConfig
 from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.kv_spec import KvSpec
 from quintet.wire.messages import Admit, FinishReason
 from quintet.wire.params import seed_of_choice
 
@@ -39,6 +41,7 @@ def make_requests(
     seed = admit.request_id if params.seed is None else params.seed
     start = salt_digest(admit.cache_salt)
     limit = length_limit(len(prompt), params.max_tokens, limits)
+    taken = limits.taken_by(limit)
     requests: list[Request] = []
     for choice in range(params.n):
         requests.append(
@@ -53,7 +56,7 @@ def make_requests(
                 rank=policy(
                     admit.priority,
                     first_arrival + choice,
-                    limit - len(tokens) if (choice + 1) * limit <= num_unpromised else None,
+                    limit - len(tokens) if (choice + 1) * taken <= num_unpromised else None,
                 ),
                 detokenizer=admit.detokenizer,
                 arrival_ns=admit.arrival_ns,
@@ -98,7 +101,7 @@ def check_fits(num_prompt: int, limits: Limits) -> None:
     if num_prompt >= limits.max_request_len:
         raise RequestError(
             ErrorCode.TOO_LONG,
-            f"The prompt has {num_prompt} tokens and needs {num_prompt // limits.block_size + 1} KV blocks of "
+            f"The prompt has {num_prompt} tokens and needs {_blocks_of(num_prompt + 1, limits)} KV blocks of "
             f"{limits.block_size} tokens; the server has {limits.num_blocks}. Shorten the prompt, or start the server "
             "with a larger --kv-cache-memory.",
             "prompt",
@@ -113,21 +116,26 @@ def check_fits(num_prompt: int, limits: Limits) -> None:
         )
 
 
+def _blocks_of(num_tokens: int, limits: Limits) -> int:
+    groups = limits.groups
+    return groups.spec.most_blocks(num_tokens, groups.step_tokens)
+
+
 def meet(
     config: SchedulerConfig,
     *,
+    kv: KvSpec,
     num_blocks: int,
-    block_size: int,
     max_num_seqs: int,
     max_model_len: int,
     prefix_caching: bool,
-    block_bytes: int,
     swap_bytes_per_s: int,
 ) -> Limits:
     """Return the limits on which the configuration and the executor's capacity agree."""
+    step_tokens, block_bytes = config.max_num_batched_tokens, kv.bytes_per_block
     return Limits(
         num_blocks=num_blocks,
-        block_size=block_size,
+        block_size=kv.block_size,
         num_slots=max_num_seqs,
         max_running=min(max_num_seqs, config.max_num_seqs, config.max_num_batched_tokens),
         max_model_len=max_model_len,
@@ -138,6 +146,8 @@ def meet(
         audit=config.audit,
         block_bytes=block_bytes,
         block_copy_ns=block_bytes * 1_000_000_000 // swap_bytes_per_s if swap_bytes_per_s else 0,
+        groups=Groups(kv, step_tokens),
+        max_request_len=kv.longest(num_blocks, max_model_len, step_tokens),
     )
 
 
@@ -147,7 +157,7 @@ def refit(state: State, now_ns: int) -> Effects:
     for request in list(state.waiting):
         request.digests.clear()
         request.limit = length_limit(request.num_prompt, request.params.max_tokens, state.limits)
-        state.num_promised += request.limit
+        state.num_promised += state.limits.taken_by(request.limit)
         try:
             check_fits(request.num_prompt, state.limits)
             fits = len(request.tokens) < request.limit

@@ -27,7 +27,8 @@ def commit(state: State, result: StepResult, now_ns: int) -> Effects:
     state.counters.steps += 1
     state.pool.settle(flight.step)
     state.pace.note_computing(flight.num_tokens, result.compute_ns)
-    state.pace.note_step(len(flight.rows), flight.num_tokens, flight.planned_ns, now_ns)
+    if flight.rows:
+        state.pace.note_step(len(flight.rows), flight.num_tokens, flight.planned_ns, now_ns)
     outbox = TokensBuilders()
     ended = _apply_tokens(state, flight, result.token_ids, outbox, now_ns)
     if result.logprobs or result.prompt_logprobs:

@@ -103,7 +103,7 @@ def _steps_until_slot(state: State, request: Request, ahead: list[Request]) -> i
     num_before = len(running) + len(ahead)
     num_tokens = sum(r.length for r in running) + sum(r.length for r in ahead) + request.length
     mean_tokens = num_tokens / (num_before + 1) + stay / 2
-    fits = int(limits.num_blocks * limits.block_size / mean_tokens)
+    fits = int(limits.num_blocks * limits.block_size / limits.groups.taken_by(mean_tokens))
     num_slots = max(1, len(running), min(limits.max_running, fits))
     num_leaving = num_before + 1 - num_slots
     if num_leaving <= 0:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import hmac
 from collections.abc import Iterable
 
+import msgspec
+
 from quintet.core.admission import make_requests, meet, refit
 from quintet.core.commit import commit, ending_of
 from quintet.core.deadlines import check_hopeful, check_in_time
@@ -96,12 +98,11 @@ class Engine:
         self.executor_epoch, self._tables = message.executor_epoch, message.tables
         limits = meet(
             self._scheduler,
+            kv=msgspec.structs.replace(self._model.kv, block_size=message.block_size),
             num_blocks=message.num_blocks,
-            block_size=message.block_size,
             max_num_seqs=message.max_num_seqs,
             max_model_len=min(message.max_model_len, self._model.max_model_len),
             prefix_caching=self._cache.enable_prefix_caching,
-            block_bytes=self._model.kv.bytes_per_block,
             swap_bytes_per_s=message.swap_bytes_per_s,
         )
         before, convicted = self.state, None

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from quintet.core.kv.held import Held
 from quintet.wire.config import CacheConfig, SchedulerConfig
 
 if TYPE_CHECKING:
@@ -33,16 +34,18 @@ class Found:
     """KV that already exists for the first ``num_tokens`` tokens of a request."""
 
     num_tokens: int
-    blocks: list[int]
-    """Full blocks to share: the request will only read them."""
-    tail: int | None = None
-    """A block that the request will write into, so that it gets a copy."""
+    shared: Sequence[Held]
+    """Of each group of layers the full blocks that the request will only read; of a group of states the one with the state
+    that it begins with."""
+    tails: Sequence[int] = ()
+    """Of each group of layers that holds tokens a block that the request will write into, so that it gets a copy."""
     num_cached: int = 0
     """How many of the tokens to report to the client as cached."""
     num_queried: int = 0
     """How many tokens were looked up in a cache."""
-    restored: Sequence[int] = ()
-    """Host blocks whose contents follow those of ``blocks``: the request gets blocks of its own, and copies in them."""
+    restored: Sequence[Sequence[int]] = ()
+    """Of each group of layers, host blocks whose contents follow those that are shared: the request gets blocks of its own,
+    and copies in them."""
 
 
 Gate = Callable[["State", "Request"], bool]

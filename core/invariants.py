@@ -29,7 +29,7 @@ def _check_requests(state: State) -> None:
         assert requests == sorted(requests, key=by_rank), [r.rank for r in requests]
     listed = Counter(r.request_id for r in running + waiting)
     assert listed == Counter(state.live.keys()), (listed, state.live.keys())
-    promised = sum(request.limit for request in state.live.values())
+    promised = sum(state.limits.taken_by(request.limit) for request in state.live.values())
     assert state.num_promised == promised, (state.num_promised, promised)
 
 
@@ -46,11 +46,12 @@ def _check_blocks(state: State) -> None:
     pool = state.pool
     owners: Counter[int] = Counter()
     for request in state.running:
-        assert len(set(request.blocks)) == len(request.blocks), (request.request_id, request.blocks)
-        assert request.room == len(request.blocks) * state.limits.block_size, request.request_id
-        owners.update(request.blocks)
+        _check_held(state, request)
+        owners.update(block for held in request.held for block in held.blocks)
+        owners.update(block for _, blocks in request.unnamed for block in blocks)
+        owners.update(request.for_choices)
     for request in state.waiting:
-        assert not request.blocks, (request.request_id, request.blocks)
+        assert not request.held and not request.unnamed and not request.for_choices, request.request_id
     for block, refs in enumerate(pool.refs):
         assert refs == owners[block], (block, refs, owners[block])
     places = pool.free + list(pool.cached) + list(pool.fenced) + list(owners)
@@ -62,6 +63,23 @@ def _check_blocks(state: State) -> None:
     assert not any(index.holds(block) for block in pool.free), pool.free
     in_flight = {flight.step for flight in state.in_flight}
     assert in_flight.issuperset(pool.fenced.values()), (in_flight, pool.fenced)
+
+
+def _check_held(state: State, request: Request) -> None:
+    """Each block once; what the next token sees and what is to be written is there, and no more than a group ever needs."""
+    groups, block_size, who = state.limits.groups, state.limits.block_size, request.request_id
+    blocks = [block for held in request.held for block in held.blocks]
+    assert len(set(blocks)) == len(blocks), (who, blocks)
+    assert len(request.held) == len(groups.all), who
+    for index, (group, held) in enumerate(zip(groups.all, request.held, strict=True)):
+        if group.is_state:
+            assert 1 <= len(held.blocks) <= 2, (who, held.blocks)
+            assert state.pool.refs[held.blocks[-1]] == 1 and not state.pool.index.holds(held.blocks[-1]), who
+            continue
+        assert held.begin <= groups.first_block(index, request.planned) or not held.blocks, (who, held.begin)
+        assert held.end * block_size >= min(request.room, request.planned), (who, held.end, request.room)
+    if groups.is_plain:
+        assert request.room == request.held[0].end * block_size, who
 
 
 def _check_host_blocks(state: State) -> None:

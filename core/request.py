@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from quintet.core.kv.held import Held
 from quintet.wire.messages import Admit
 from quintet.wire.params import SamplingParams
 
@@ -73,9 +74,21 @@ class Request:
     """Its row in the executor's tables; meaningless unless running."""
     generation: int = 0
     """Number of its present stay in or out of a slot; rows of plans that name another one are void."""
-    blocks: list[int] = field(default_factory=list)
+    held: list[Held] = field(default_factory=list)
+    """Its blocks, one entry per group of layers; empty unless running."""
     room: int = 0
-    """Tokens its blocks can hold."""
+    """Tokens that it can have computed before its blocks must be looked at again: as many as they hold, or fewer where a
+    state is to be kept."""
+    begins_at: int = 0
+    """Tokens behind which it went on from a state that was found, or from nothing."""
+    keep_at: int | None = None
+    """Tokens behind which its state is kept for others next (`quintet.core.states`)."""
+    num_kept_blocks: int = 0
+    """Full blocks of its beginning that were to outlive its preemption, in every group as many as it can go on from."""
+    unnamed: list[tuple[int, list[int]]] = field(default_factory=list)
+    """States that were kept behind tokens of which not all are known: so many tokens, and a block per group of states."""
+    for_choices: list[int] = field(default_factory=list)
+    """A block per group of states, with the state that further choices begin with; of a first choice."""
     digests: list[bytes] = field(default_factory=list)
     """Hash chain of its full blocks, as far as it was needed."""
     register_at: int = 0

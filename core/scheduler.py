@@ -11,20 +11,22 @@ What the second and third group compute is findable at once (`State.publish`): o
 beginning, the first computes it, and the others begin behind it in the same step. When the first may only compute a
 piece of it, the next goes on from there, and the first takes over in a later step what the others have computed.
 
-A waiting request enters with blocks for all tokens it has, so only the first group can run out of blocks. Then whoever
-is last by rank among the running is preempted, again and again, until the blocks suffice. The first by rank is never the
-victim of another, and alone it fits (admission saw to that): somebody always makes progress, hence no livelock.
+A waiting request enters with blocks for all tokens it has, or for as many as a window ever holds, so as a rule only the
+first group can run out of blocks (`quintet.core.tables` names the exception). Then whoever is last by rank among the running
+is preempted, again and again, until the blocks suffice. The first by rank is never the victim of another, and alone it fits
+(admission saw to that): somebody always makes progress, hence no livelock.
 """
 
 from __future__ import annotations
 
+from quintet.core import states, tables
 from quintet.core.hooks import Found
 from quintet.core.request import Request, Status
 from quintet.core.state import State
 from quintet.core.step_builder import StepBuilder
 from quintet.wire.step import StepPlan
 
-NOTHING = Found(0, [])
+NOTHING = Found(0, ())
 
 
 def schedule(state: State, now_ns: int) -> StepPlan | None:
@@ -36,15 +38,21 @@ def schedule(state: State, now_ns: int) -> StepPlan | None:
     budget = state.limits.max_batched
     behind = _decode(state, step)
     budget -= len(step.rows)
+    is_short = False
     for request in behind:
         if budget <= 0:
             break
         _catch_up(state, step, request)
-        count = _allowance(state, request, request.length - request.planned, budget)
+        wanted = _allowance(state, request, request.length - request.planned, budget)
+        count = tables.move_on(state, step, request, wanted) if wanted > 0 else 0
         if count > 0:
             _compute(state, step, request, count)
             budget -= count
-    if state.waiting:
+        is_short |= count < min(wanted, 1)
+    if is_short and not (step.rows or step.blocks or state.in_flight):
+        state.preempt(state.running[-1])  # what the first ones wait for, nobody else gives back
+        return schedule(state, now_ns)
+    if state.waiting and not is_short:
         state.num_deferred = _admit_waiting(state, step, budget, now_ns)
     return step.finish(state, now_ns)
 
@@ -52,6 +60,7 @@ def schedule(state: State, now_ns: int) -> StepPlan | None:
 def _decode(state: State, step: StepBuilder) -> list[Request]:
     """Add every request that is behind by one token, and return those behind by more."""
     rows, starts = step.rows, step.starts
+    is_plain = state.limits.groups.is_plain
     behind: list[Request] = []
     num_owed = 0
     for request in state.running:  # `_make_room` removes from its end
@@ -63,13 +72,19 @@ def _decode(state: State, step: StepBuilder) -> list[Request]:
         if length >= request.limit:
             continue  # every token it may have is known or in flight
         if planned == request.room:
-            if not _make_room(state, request, num_owed):
-                num_owed += request.status is Status.RUNNING
-                continue
-            block = state.pool.take()
-            step.blocks += (request.slot, 0, len(request.blocks), block)
-            request.blocks.append(block)
-            request.room += state.limits.block_size
+            if not is_plain:
+                num_lacking = _extend(state, step, request, num_owed)
+                if num_lacking:
+                    num_owed += num_lacking if request.status is Status.RUNNING else 0
+                    continue
+            else:
+                if not _make_room(state, request, 1, num_owed):
+                    num_owed += request.status is Status.RUNNING
+                    continue
+                blocks, block = request.held[0].blocks, state.pool.take()
+                step.blocks += (request.slot, 0, len(blocks), block)
+                blocks.append(block)
+                request.room += state.limits.block_size
         rows.append(request)
         starts.append(planned)
         request.planned = length
@@ -79,21 +94,29 @@ def _decode(state: State, step: StepBuilder) -> list[Request]:
     return behind
 
 
-def _make_room(state: State, request: Request, num_owed: int) -> bool:
-    """Return whether a block is available for ``request`` now, preempting until one is, or is on its way.
+def _extend(state: State, step: StepBuilder, request: Request, num_owed: int) -> int:
+    """Give a request that decodes its next blocks, preempting others for them; return how many it lacks even so."""
+    num_lacking = tables.extend(state, step, request)
+    while num_lacking and _make_room(state, request, num_lacking, num_owed):
+        num_lacking = tables.extend(state, step, request)
+    return num_lacking
+
+
+def _make_room(state: State, request: Request, num_wanted: int, num_owed: int) -> bool:
+    """Return whether so many blocks are available for ``request`` now, preempting until they are, or are on their way.
 
     Blocks of victims lie behind fences while steps are in flight: they are owed to the requests, in order, that did
     without in this step. The last victim may be ``request`` itself.
     """
     pool = state.pool
-    if pool.num_available:
+    if pool.num_available >= num_wanted:
         return True
-    while num_owed + 1 > pool.num_available + len(pool.fenced):
+    while num_owed + num_wanted > pool.num_available + len(pool.fenced):
         victim = state.running[-1]
         state.preempt(victim)
         if victim is request:
             return False
-    return pool.num_available > 0
+    return pool.num_available >= num_wanted
 
 
 def _allowance(state: State, request: Request, wanted: int, budget: int) -> int:
@@ -116,12 +139,12 @@ def _admit_waiting(state: State, step: StepBuilder, budget: int, now_ns: int) ->
             continue
         found = _longest_source(state, request)
         count = _allowance(state, request, request.length - found.num_tokens, budget)
-        num_blocks = -(-request.length // state.limits.block_size) - len(found.blocks)
-        pool = state.pool
+        num_own, pool = tables.own_blocks(state, request, found), state.pool
         num_spare = pool.num_available - (state.limits.watermark if running else 0)
-        if count <= 0 or num_blocks + pool.cost_of_sharing(found.blocks) > num_spare:
+        num_needed = sum(num_own) + sum(pool.cost_of_sharing(held.blocks) for held in found.shared)
+        if count <= 0 or num_needed > num_spare:
             return position  # whoever is behind in the queue must not take what this one waits for
-        _enter(state, step, request, found, num_blocks)
+        count = _enter(state, step, request, found, num_own, count)
         if request.scheduled_ns is None:
             request.scheduled_ns = now_ns
             _count_first_entry(state, request, found, now_ns)
@@ -133,17 +156,8 @@ def _admit_waiting(state: State, step: StepBuilder, budget: int, now_ns: int) ->
 def _catch_up(state: State, step: StepBuilder, request: Request) -> None:
     """Let a request that is behind exchange its next blocks for full ones that others have computed since it entered."""
     found = _longest_source(state, request)
-    if found.tail is not None or found.num_tokens <= request.planned:
-        return
-    block_size, blocks = state.limits.block_size, request.blocks
-    first, end = request.planned // block_size, len(found.blocks)
-    state.pool.share(found.blocks[first:])
-    state.pool.release(blocks[first:end], state.fence)
-    for position in range(first, end):
-        blocks[position] = found.blocks[position]
-        step.blocks += (request.slot, 0, position, blocks[position])
-    request.planned = found.num_tokens
-    request.register_at = (end + 1) * block_size
+    if not found.tails and not found.restored and found.num_tokens > request.planned:
+        tables.catch_up(state, step, request, found)
 
 
 def _compute(state: State, step: StepBuilder, request: Request, count: int) -> None:
@@ -162,23 +176,23 @@ def _longest_source(state: State, request: Request) -> Found:
     return best
 
 
-def _enter(state: State, step: StepBuilder, request: Request, found: Found, num_blocks: int) -> None:
-    """Give a request its slot and blocks, and begin it behind what was found."""
-    pool, block_size = state.pool, state.limits.block_size
+def _enter(
+    state: State, step: StepBuilder, request: Request, found: Found, num_own: list[int], count: int
+) -> int:
+    """Give a request its slot and blocks, begin it behind what was found, and return how many tokens it computes first."""
     state.enter(request)
-    pool.share(found.blocks)
-    blocks = found.blocks + [pool.take() for _ in range(num_blocks)]
-    num_shared = len(found.blocks)
-    if found.tail is not None:
-        step.copies += (found.tail, blocks[num_shared])
-    for position, host_block in enumerate(found.restored, num_shared):
-        step.swaps_in += (blocks[position], host_block)
-    pool.host.forget(request.request_id)
-    request.blocks = blocks
-    request.room = len(blocks) * block_size
+    tables.fill(state, step, request, found, num_own)
+    state.pool.host.forget(request.request_id)
     request.planned = request.computed = found.num_tokens
-    request.register_at = (num_shared + 1) * block_size
-    step.enter(request)
+    block_size = state.limits.block_size
+    num_known = found.num_tokens // block_size - max(map(len, found.restored), default=0)
+    request.register_at = (num_known + 1) * block_size
+    if state.limits.groups.states:
+        states.begin(state, request)
+        count = states.cut(state, request, count)
+    tables.set_room(state, request, request.planned + count)
+    step.enter(request, state.limits.groups)
+    return count
 
 
 def _count_first_entry(state: State, request: Request, found: Found, now_ns: int) -> None:

@@ -12,8 +12,9 @@ from heapq import heappop, heappush
 from operator import attrgetter
 
 from quintet.core.hooks import Hooks
+from quintet.core.kv.groups import Groups
 from quintet.core.kv.pool import BlockPool
-from quintet.core.kv.prefix import extend_chain
+from quintet.core.kv.prefix import extend_chain, key_of
 from quintet.core.pace import Pace
 from quintet.core.request import Request, Status
 
@@ -45,11 +46,13 @@ class Limits:
     """Of a block's keys and values, in all layers."""
     block_copy_ns: int
     """How long copying a block between device and host takes."""
+    groups: Groups
+    max_request_len: int
+    """Most tokens one request can have when it is alone."""
 
-    @property
-    def max_request_len(self) -> int:
-        """Most tokens one request can have when it is alone."""
-        return min(self.max_model_len, self.num_blocks * self.block_size)
+    def taken_by(self, num_tokens: int) -> int:
+        """Return what a request of this length takes of KV memory; see `Groups.taken_by`."""
+        return int(self.groups.taken_by(num_tokens))
 
 
 @dataclass(slots=True)
@@ -115,7 +118,7 @@ class State:
     pool: BlockPool
     live: dict[int, Request] = field(default_factory=dict)
     num_promised: int = 0
-    """Tokens that the live requests have together if each reaches its limit."""
+    """What the live requests take together if each reaches its limit (`Limits.taken_by`)."""
     ended: OrderedDict[int, int] = field(default_factory=OrderedDict)
     """Requests that ended last, oldest first, and at which attempt: a late second copy of one is not a new request."""
     running: list[Request] = field(default_factory=list)
@@ -159,7 +162,7 @@ class State:
     def welcome(self, request: Request) -> None:
         """Take in a request that was just admitted."""
         self.live[request.request_id] = request
-        self.num_promised += request.limit
+        self.num_promised += self.limits.taken_by(request.limit)
         self.enqueue(request)
 
     def enqueue(self, request: Request) -> None:
@@ -203,7 +206,7 @@ class State:
             self.pool.host.forget(request.request_id)
         request.status = Status.ENDED
         del self.live[request.request_id]
-        self.num_promised -= request.limit
+        self.num_promised -= self.limits.taken_by(request.limit)
         self.note_ended(request)
         if request.origin is not None:
             self.kept.append(request)
@@ -229,8 +232,9 @@ class State:
         """
         if request.status is not Status.RUNNING or request.length == len(request.tokens):
             return True
-        self.num_promised -= request.limit - request.length
+        self.num_promised -= self.limits.taken_by(request.limit)
         request.limit = request.length
+        self.num_promised += self.limits.taken_by(request.limit)
         request.is_departing = True
         return False
 
@@ -248,11 +252,37 @@ class State:
             request.register_at = request.limit + 1
             return
         num_full = num_tokens // block_size
-        extend_chain(request.digests, request.salt_digest, request.tokens, block_size, num_full)
+        digests = request.digests
+        extend_chain(digests, request.salt_digest, request.tokens, block_size, num_full)
         register = self.pool.index.register
-        for index in range(request.register_at // block_size - 1, num_full):
-            register(request.digests[index], request.blocks[index])
+        first = request.register_at // block_size - 1
         request.register_at = (num_full + 1) * block_size
+        if self.limits.groups.is_plain:
+            blocks = request.held[0].blocks
+            for position in range(first, num_full):
+                register(digests[position], blocks[position])
+            return
+        for group in self.limits.groups.tokens:
+            held = request.held[group]
+            for position in range(max(first, held.begin), min(num_full, held.end)):
+                register(key_of(digests[position], group), held.blocks[position - held.begin])
+        if request.unnamed:
+            self._name_states(request, num_tokens)
+
+    def name_state(self, request: Request, num_tokens: int, blocks: list[int]) -> None:
+        """Make the state behind a request's first ``num_tokens``, full blocks of known tokens, findable."""
+        block_size, digests = self.limits.block_size, request.digests
+        position = num_tokens // block_size - 1
+        extend_chain(digests, request.salt_digest, request.tokens, block_size, position + 1)
+        for group, block in zip(self.limits.groups.states, blocks, strict=True):
+            self.pool.index.register(key_of(digests[position], group), block)
+
+    def _name_states(self, request: Request, num_tokens: int) -> None:
+        """Make states findable that were kept before all tokens behind them were known, and let go of them."""
+        while request.unnamed and request.unnamed[0][0] <= num_tokens:
+            length, blocks = request.unnamed.pop(0)
+            self.name_state(request, length, blocks)
+            self.pool.release(blocks, self.fence)
 
     def may_run(self, request: Request) -> bool:
         """Return whether no trial of others holds the request back."""
@@ -272,12 +302,20 @@ class State:
 
     def _leave(self, request: Request) -> None:
         self._remove(self.running, request)
-        self.pool.release(request.blocks, self.fence)
+        fence = self.fence
+        for _, blocks in request.unnamed:
+            self.pool.release(blocks, fence)
+        self.pool.release(request.for_choices, fence)
+        for group, held in zip(self.limits.groups.all, request.held, strict=True):
+            # Where a window moves on, the tail is what others can go on from: it is evicted last.
+            blocks = held.blocks if group.kind == "full" else held.blocks[::-1]
+            self.pool.release(blocks, fence)
+        request.unnamed, request.for_choices = [], []
         self.left_slots.append(request.slot)
         heappush(self.free_slots, request.slot)
         self.generation += 1
         request.generation = self.generation
-        request.blocks = []
+        request.held = []
         request.room = request.planned = request.computed = 0
         request.length = len(request.tokens)
 

@@ -5,22 +5,30 @@ from __future__ import annotations
 from array import array
 from zlib import crc32
 
+from quintet.core.kv.groups import Groups
 from quintet.core.request import Request
 from quintet.core.state import Flight, State
 from quintet.wire.codec import pack_i32, pack_i64
 from quintet.wire.step import NewRow, StepPlan
 
 
-def table_checksum(flight: Flight, block_size: int) -> int:
+def table_checksum(flight: Flight, starts: list[int], groups: Groups) -> int:
     """Return the CRC-32 of the tables that a step reads.
 
     Over its rows, in order: slot and generation (int64), then of each group the blocks (int32) that the row reads and writes
     (`quintet.wire.kv_spec.KvGroup.used`).
     """
     checksum = 0
-    for request, generation, end in zip(flight.rows, flight.generations, flight.ends, strict=True):
+    rows = zip(flight.rows, flight.generations, starts, flight.ends, strict=True)
+    for request, generation, start, end in rows:
         checksum = crc32(pack_i64((request.slot, generation)), checksum)
-        checksum = crc32(pack_i32(request.blocks[: -(-end // block_size)]), checksum)
+        for group, held in zip(groups.all, request.held, strict=True):
+            if group.is_state:
+                blocks = [held.blocks[0], held.blocks[-1]]
+            else:
+                used = group.used(start, end, groups.spec.block_size)
+                blocks = held.blocks[used.start - held.begin : used.stop - held.begin]
+            checksum = crc32(pack_i32(blocks), checksum)
     return checksum
 
 
@@ -42,8 +50,8 @@ class StepBuilder:
         self.swaps_in: list[int] = []
         """Pairs ``device block, host block``."""
 
-    def enter(self, request: Request) -> None:
-        """Tell the executor of a request that just got its slot, and of its block table."""
+    def enter(self, request: Request, groups: Groups) -> None:
+        """Tell the executor of a request that just got its slot, and of its block tables."""
         slot = request.slot
         self.new_rows.append(
             NewRow(
@@ -58,8 +66,12 @@ class StepBuilder:
                 bad_word_ids=request.bad_word_ids,
             )
         )
-        for position, block in enumerate(request.blocks):
-            self.blocks += (slot, 0, position, block)
+        for index, held in enumerate(request.held):
+            if groups.all[index].is_state:
+                self.blocks += (slot, index, 0, held.blocks[0], slot, index, 1, held.blocks[-1])
+                continue
+            for position, block in enumerate(held.blocks, held.begin):
+                self.blocks += (slot, index, position, block)
 
     def add(self, request: Request, count: int) -> None:
         """Add a row that computes the next ``count`` tokens, and draws one if that is all there are."""
@@ -75,9 +87,9 @@ class StepBuilder:
             self.samples.append(0)
 
     def finish(self, state: State, now_ns: int) -> StepPlan | None:
-        """Return the plan, noted in ``state.in_flight``; None, changing nothing, when there is nothing to compute."""
+        """Return the plan, noted in ``state.in_flight``; None, changing nothing, when there is nothing to compute or tell."""
         rows = self.rows
-        if not rows:
+        if not rows and not self.blocks:
             return None
         state.step += 1
         starts, counts = self.starts, self.counts
@@ -104,7 +116,7 @@ class StepBuilder:
             starts=array("i", starts).tobytes(),
             counts=array("i", counts).tobytes(),
             samples=samples,
-            checksum=table_checksum(flight, state.limits.block_size) if state.limits.audit else 0,
+            checksum=table_checksum(flight, starts, state.limits.groups) if state.limits.audit else 0,
             swaps_out=pack_i32(swaps_out),
             swaps_in=pack_i32(self.swaps_in),
         )

@@ -26,7 +26,7 @@ def step_rows(device: Device, num_rows: int, start: int, count: int) -> StepRows
     num_blocks, columns = blocks_for(num_rows, length), -(-length // BLOCK_SIZE)
     order = np.random.default_rng(0).permutation(num_blocks)
     entries = [
-        (row, column, int(order[row * columns + column]))
+        (row, 0, column, int(order[row * columns + column]))
         for row in range(num_rows)
         for column in range(columns)
     ]
@@ -51,4 +51,4 @@ def step_rows(device: Device, num_rows: int, start: int, count: int) -> StepRows
     staging = torch.from_numpy(words[: packed.num_words]).to(device.torch_device)
     apply_plan(device, staging, tables, rows, memory.sampled(num_rows))
     device.synchronize()
-    return rows
+    return rows.of_group(0)

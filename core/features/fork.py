@@ -2,13 +2,15 @@
 
 They wait until the first choice has computed the prompt up to its last token. Then each shares the full blocks, copies
 the one partly filled block (it is about to write into it), and computes the last prompt token itself, so that it draws
-its first token with its own seed. A choice whose elder is gone before there was room for it is a request like any
-other: the prefix cache or the prompt itself serve it.
+its first token with its own seed. A choice whose elder is gone before there was room for it, or has lost sight of what it
+needs, is a request like any other: the prefix cache or the prompt itself serve it.
 """
 
 from __future__ import annotations
 
 from quintet.core.hooks import Feature, Found, Setup
+from quintet.core.kv.held import Held
+from quintet.core.kv.prefix import key_of
 from quintet.core.request import Request, Status
 from quintet.core.state import State
 
@@ -38,5 +40,27 @@ def source(state: State, request: Request) -> Found | None:
     num_full, remainder = divmod(num_tokens, state.limits.block_size)
     if len(request.digests) < num_full:
         request.digests = parent.digests[:num_full]  # the same tokens: hash them once
-    tail = parent.blocks[num_full] if remainder else None
-    return Found(num_tokens, parent.blocks[:num_full], tail, num_cached=parent.num_cached)
+    groups = state.limits.groups
+    shared = [_shared(state, request, parent, index, num_full) for index in range(len(groups.all))]
+    tables = [parent.held[index] for index in groups.tokens]
+    if None in shared or (remainder and any(held.begin > num_full for held in tables)):
+        return None
+    tails = [held.blocks[num_full - held.begin] for held in tables] if remainder else []
+    return Found(num_tokens, [held for held in shared if held], tails, num_cached=parent.num_cached)
+
+
+def _shared(state: State, request: Request, parent: Request, index: int, num_full: int) -> Held | None:
+    """Return what a choice reads of its elder's blocks of a group; None where the elder has lost sight of it."""
+    groups, held = state.limits.groups, parent.held[index]
+    if groups.all[index].is_state:
+        kept = parent.for_choices
+        return Held(0, [kept[groups.states.index(index)]]) if kept else None
+    first = groups.first_block(index, request.num_prompt - 1)
+    keys = [key_of(digest, index) for digest in request.digests[first : min(num_full, held.begin)]]
+    before = [state.pool.index.block_of.get(key) for key in keys]
+    missing = max(0, min(num_full, held.begin) - first - len(keys))
+    if missing or None in before:
+        return None
+    begin = max(first, held.begin)
+    known = [block for block in before if block is not None]
+    return Held(first, known + held.blocks[begin - held.begin : max(0, num_full - held.begin)])

@@ -26,6 +26,7 @@ def source(state: State, request: Request) -> Found | None:
     num_tokens = len(request.tokens)
     max_blocks = (num_tokens - 1) // block_size
     extend_chain(request.digests, request.salt_digest, request.tokens, block_size, max_blocks)
-    blocks = state.pool.index.longest(request.digests, max_blocks)
-    num_found = len(blocks) * block_size
-    return Found(num_found, blocks, num_cached=min(num_found, request.num_prompt), num_queried=num_tokens)
+    groups = state.limits.groups.all
+    num_blocks, shared = state.pool.index.longest(request.digests, max_blocks, groups, block_size)
+    num_found = num_blocks * block_size
+    return Found(num_found, shared, num_cached=min(num_found, request.num_prompt), num_queried=num_tokens)

@@ -18,7 +18,7 @@ The executor's host memory is as old as its tables: a new one begins with a new 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class HostPool:
@@ -39,10 +39,15 @@ class HostPool:
         self.copies: dict[int, int] = {}
         """Host block -> device block whose content it gets from the next plan."""
 
-    def want(self, request_id: int, keys: Iterable[bytes]) -> list[bytes]:
-        """Let a request that is being preempted want these contents, as many of the first as there is room for."""
+    def want(self, request_id: int, keys: Sequence[bytes], *, whole: bool = False) -> list[bytes]:
+        """Let a request that is being preempted want these contents, as many of the first as there is room for.
+
+        ``whole``: all of them or none.
+        """
         wanted = self.wanted
         room = self.num_blocks - len(wanted) - len(self.leaving)
+        if whole and sum(key not in wanted for key in keys) > room:
+            return []
         mine: list[bytes] = []
         for key in keys:
             if key not in wanted:

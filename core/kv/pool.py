@@ -27,7 +27,7 @@ from quintet.core.kv.prefix import PrefixIndex
 class BlockPool:
     """Reference counts and free lists over ``num_blocks`` blocks."""
 
-    __slots__ = ("cached", "fenced", "free", "host", "index", "num_blocks", "refs")
+    __slots__ = ("cached", "fenced", "free", "host", "index", "left", "num_blocks", "refs")
 
     def __init__(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         self.num_blocks = num_blocks
@@ -37,6 +37,8 @@ class BlockPool:
         """Unreferenced blocks with known content, least recently used first."""
         self.fenced: dict[int, int] = {}
         """Unreferenced blocks -> the step they wait for, oldest first."""
+        self.left: dict[int, int] = {}
+        """Referenced blocks -> the newest step in flight when another holder left them."""
         self.index = PrefixIndex()
         self.host = HostPool(num_host_blocks)
 
@@ -61,6 +63,19 @@ class BlockPool:
         self.refs[block] = 1
         return block
 
+    def may_move(self, block: int) -> bool:
+        """Return whether the block's holder may give it new content itself: nobody else holds it, or can still be reading it.
+
+        The holder's own steps come in order, so it needs no fence.
+        """
+        return self.refs[block] == 1 and block not in self.left
+
+    def move(self, block: int) -> None:
+        """Forget what a block holds, which its holder gives new content: to the host with it, if wanted."""
+        assert self.may_move(block), (block, self.refs[block])
+        if self.index.holds(block):
+            self.host.save(self.index.forget(block), block)
+
     def cost_of_sharing(self, blocks: Iterable[int]) -> int:
         """Return how many of these blocks would leave the available ones if they were shared."""
         cached = self.cached
@@ -70,8 +85,12 @@ class BlockPool:
         """Add a reference to each block."""
         refs = self.refs
         for block in blocks:
-            if refs[block] == 0 and self.fenced.pop(block, None) is None:
-                del self.cached[block]
+            if refs[block] == 0:
+                fence = self.fenced.pop(block, None)
+                if fence is None:
+                    del self.cached[block]
+                else:
+                    self.left[block] = fence
             refs[block] += 1
 
     def release(self, blocks: list[int], fence: int | None) -> None:
@@ -86,17 +105,21 @@ class BlockPool:
                 if fence is None:
                     self._settle_block(block)
                 else:
+                    self.left.pop(block, None)
                     self.fenced[block] = fence
+            elif fence is not None:
+                self.left.pop(block, None)
+                self.left[block] = fence
 
     def settle(self, step: int) -> None:
         """Lift the fences up to ``step``, which has been committed."""
         fenced = self.fenced
-        while fenced:
-            block = next(iter(fenced))
-            if fenced[block] > step:
-                return
+        while fenced and fenced[block := next(iter(fenced))] <= step:
             del fenced[block]
             self._settle_block(block)
+        left = self.left
+        while left and left[block := next(iter(left))] <= step:
+            del left[block]
 
     def _settle_block(self, block: int) -> None:
         if self.index.holds(block):

@@ -1,14 +1,25 @@
 """Which block holds which tokens: a map from a chain of hashes to blocks.
 
-The key of a block is the SHA-256 of the key of the block before it and of its own tokens, and the chain begins with
-the hash of the request's cache salt. Equal keys therefore mean equal tokens from the first position on, and the same
-salt; a collision would be one of SHA-256.
+The digest of a block is the SHA-256 of the digest of the block before it and of its own tokens, and the chain begins with
+the hash of the request's cache salt. Equal digests therefore mean equal tokens from the first position on, and the same
+salt; a collision would be one of SHA-256. A block holds them for one group of layers: its key is digest and group.
+
+A request can begin behind so many blocks as every group can serve:
+
+    full       all blocks from the first on
+    sliding    those that the next token's window reaches into
+    chunked    those of the next token's chunk
+    state      the state behind exactly so many blocks
 """
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from hashlib import sha256
+
+from quintet.core.kv.held import Held
+from quintet.wire.kv_spec import KvGroup
 
 
 def salt_digest(salt: str) -> bytes:
@@ -24,6 +35,11 @@ def extend_chain(
         before = digests[-1] if digests else start
         block = tokens[index * block_size : (index + 1) * block_size]
         digests.append(sha256(before + array("i", block).tobytes()).digest())
+
+
+def key_of(digest: bytes, group: int) -> bytes:
+    """Return the key of a block of a group; of the first group the digest itself."""
+    return digest + group.to_bytes(2, "little") if group else digest
 
 
 class PrefixIndex:
@@ -51,13 +67,57 @@ class PrefixIndex:
         del self.block_of[key]
         return key
 
-    def longest(self, keys: list[bytes], max_blocks: int) -> list[int]:
-        """Return the blocks of the longest known chain, at most ``max_blocks`` of them."""
+    def longest(
+        self, digests: list[bytes], max_blocks: int, groups: Sequence[KvGroup], block_size: int
+    ) -> tuple[int, list[Held]]:
+        """Return behind how many blocks of a chain a request can begin, at most ``max_blocks``, and what each group then reads.
+
+        Of a group of states that is the one block with the state.
+        """
+        if len(groups) == 1 and groups[0].kind == "full":
+            blocks = self._run(digests, max_blocks)
+            return len(blocks), [Held(0, blocks)]
+        num_blocks, before = max_blocks, -1
+        while num_blocks and num_blocks != before:
+            before = num_blocks
+            for index, group in enumerate(groups):
+                num_blocks = self._serves(digests, num_blocks, index, group, block_size)
+        return num_blocks, [
+            self._read(digests, num_blocks, index, group, block_size) for index, group in enumerate(groups)
+        ]
+
+    def _run(self, digests: list[bytes], max_blocks: int) -> list[int]:
+        """Return the blocks of the first group, from the first one on, as long as they are known."""
         found: list[int] = []
         block_of = self.block_of
-        for key in keys[:max_blocks]:
+        for key in digests[:max_blocks]:
             block = block_of.get(key)
             if block is None:
                 break
             found.append(block)
         return found
+
+    def _serves(self, digests: list[bytes], most: int, index: int, group: KvGroup, block_size: int) -> int:
+        """Return the largest number of blocks, at most ``most``, behind which a token finds what it needs of this group."""
+        block_of = self.block_of
+        if group.kind == "full":
+            for position in range(most):
+                if key_of(digests[position], index) not in block_of:
+                    return position
+            return most
+        if group.is_state:
+            while most and key_of(digests[most - 1], index) not in block_of:
+                most -= 1
+            return most
+        position = most - 1
+        while most and position >= group.first_seen(most * block_size) // block_size:
+            if key_of(digests[position], index) not in block_of:
+                most = position
+            position -= 1
+        return most
+
+    def _read(self, digests: list[bytes], end: int, index: int, group: KvGroup, block_size: int) -> Held:
+        """Return the blocks that a token behind ``end`` blocks reads, all of which are known."""
+        begin = max(0, end - 1) if group.is_state else group.first_seen(end * block_size) // block_size
+        blocks = [self.block_of[key_of(digests[position], index)] for position in range(begin, end)]
+        return Held(0 if group.is_state else begin, blocks)

@@ -68,6 +68,8 @@ struct Tables {
   int* block_table;  // [groups, slots, block_columns]
   long long block_columns;
   int block_size;
+  int num_groups;
+  long long group_entries;  // slots * block_columns
   int* prompts;   // [slots]: tokens of the prompt
   int* settings;  // [slots, RECORD_WORDS]
 };
@@ -83,7 +85,8 @@ struct Rows {
   int* positions;
   int* token_rows;
   int* lengths;
-  int* kv_rows;
+  int* kv_rows;  // [groups, kv_columns]
+  long long kv_columns;
   int num_tokens;
   int* sampled_slots;
   int* sampled_positions;
@@ -136,7 +139,8 @@ __device__ __forceinline__ void write_rows(const Staging& s, const Tables& t, co
     out.sampled_tokens[i] = real ? s.sampled_tokens[i] : 0;
   }
   for (int i = first; i < out.num_tokens; i += stride) {
-    int row = -1, position = -1, id = 0, length = 0, kv_row = -1;
+    int row = -1, position = -1, id = 0, length = 0;
+    const int* blocks = nullptr;  // of the token, group after group
     if (i < s.num_tokens) {
       // In a decode step token i is row i's: no need to look for it.
       const bool own = i < s.num_rows && s.offsets[i] == i && s.offsets[i + 1] == i + 1;
@@ -146,14 +150,15 @@ __device__ __forceinline__ void write_rows(const Staging& s, const Tables& t, co
       id = t.token_ids[slot * t.token_columns + position];
       length = t.prompts[slot];
       if (length < position + 1) length = position + 1;
-      const int block = t.block_table[slot * t.block_columns + position / t.block_size];
-      kv_row = block * t.block_size + position % t.block_size;
+      blocks = t.block_table + slot * t.block_columns + position / t.block_size;
     }
     out.token_rows[i] = row;
     out.positions[i] = position;
     out.token_ids[i] = id;
     out.lengths[i] = length;
-    out.kv_rows[i] = kv_row;
+    for (int group = 0; group < t.num_groups; ++group)
+      out.kv_rows[group * out.kv_columns + i] =
+          blocks ? blocks[group * t.group_entries] * t.block_size + position % t.block_size : -1;
   }
 }
 
@@ -164,17 +169,18 @@ using namespace quintet;
 
 #define QT_TABLES                                                                                                \
   const int *staging, int *token_table, long long token_columns, int *block_table, long long block_columns,     \
-      int block_size, int *prompts, int *settings
+      int block_size, int num_groups, long long group_entries, int *prompts, int *settings
 #define QT_ROWS                                                                                                  \
   int *slots, int *starts, int *counts, int *offsets, int num_rows, int *token_ids, int *positions,              \
-      int *token_rows, int *lengths, int *kv_rows, int num_tokens, int *sampled_slots, int *sampled_positions,   \
-      int *sampled_tokens, int num_sampled
+      int *token_rows, int *lengths, int *kv_rows, long long kv_columns, int num_tokens, int *sampled_slots,     \
+      int *sampled_positions, int *sampled_tokens, int num_sampled
 
 QT_KERNEL(512, apply_plan, (QT_TABLES, QT_ROWS)) {
   const Staging s = read_staging(staging);
-  const Tables tables{token_table, token_columns, block_table, block_columns, block_size, prompts, settings};
-  const Rows rows{slots,      starts,  counts,  offsets,    num_rows,      token_ids,         positions,
-                  token_rows, lengths, kv_rows, num_tokens, sampled_slots, sampled_positions, sampled_tokens,
+  const Tables tables{token_table, token_columns, block_table, block_columns, block_size,
+                      num_groups,  group_entries, prompts,     settings};
+  const Rows rows{slots,   starts,     counts,     offsets,       num_rows,          token_ids,      positions,  token_rows,
+                  lengths, kv_rows,    kv_columns, num_tokens,    sampled_slots,     sampled_positions, sampled_tokens,
                   num_sampled};
   write_deltas(s, tables, threadIdx.x, blockDim.x);
   __syncthreads();  // one block: what it wrote before the barrier, all of it reads behind it
@@ -182,14 +188,16 @@ QT_KERNEL(512, apply_plan, (QT_TABLES, QT_ROWS)) {
 }
 
 QT_KERNEL(256, apply_deltas, (QT_TABLES)) {
-  const Tables tables{token_table, token_columns, block_table, block_columns, block_size, prompts, settings};
+  const Tables tables{token_table, token_columns, block_table, block_columns, block_size,
+                      num_groups,  group_entries, prompts,     settings};
   write_deltas(read_staging(staging), tables, blockIdx.x * blockDim.x + threadIdx.x, gridDim.x * blockDim.x);
 }
 
 QT_KERNEL_OCCUPANCY(256, 4, fill_rows, (QT_TABLES, QT_ROWS)) {
-  const Tables tables{token_table, token_columns, block_table, block_columns, block_size, prompts, settings};
-  const Rows rows{slots,      starts,  counts,  offsets,    num_rows,      token_ids,         positions,
-                  token_rows, lengths, kv_rows, num_tokens, sampled_slots, sampled_positions, sampled_tokens,
+  const Tables tables{token_table, token_columns, block_table, block_columns, block_size,
+                      num_groups,  group_entries, prompts,     settings};
+  const Rows rows{slots,   starts,     counts,     offsets,       num_rows,          token_ids,      positions,  token_rows,
+                  lengths, kv_rows,    kv_columns, num_tokens,    sampled_slots,     sampled_positions, sampled_tokens,
                   num_sampled};
   write_rows(read_staging(staging), tables, rows, blockIdx.x * blockDim.x + threadIdx.x, gridDim.x * blockDim.x);
 }

@@ -12,6 +12,7 @@ import msgspec
 from quintet.deploy.commands.serve import add_option_arguments, options_of
 from quintet.deploy.resolve.build import Resolution, resolve
 from quintet.deploy.resolve.memory import ATTENTION_SCRATCH_BYTES, available_ram_bytes, format_size
+from quintet.wire.kv_spec import KvGroup, KvSpec
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -22,6 +23,17 @@ examples:
   quintet plan ./my-model --kv-cache-memory 4GiB      how many long requests fit into 4 GiB?
   quintet plan Qwen/Qwen3-0.6B --json                 for scripts
 """
+
+
+class GroupPlan(msgspec.Struct, frozen=True):
+    """Groups of layers that need the same: `quintet.wire.kv_spec.KvGroup`."""
+
+    kind: str
+    window: int
+    num_groups: int
+    num_layers: int
+    blocks_per_request: int
+    """The most that a request of full length holds at once, in all these groups."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +53,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int | None
     max_model_len: int
     kv_bytes_per_token: int
+    kv_groups: list[GroupPlan]
     kv_memory_bytes: int
     block_size: int
     num_blocks: int
@@ -99,6 +112,7 @@ def make_plan(resolution: Resolution) -> Plan:
         weight_bytes=weights.size_bytes if weights else None,
         max_model_len=config.model.max_model_len,
         kv_bytes_per_token=kv.bytes_per_token,
+        kv_groups=_groups(kv, config.model.max_model_len, config.scheduler.max_num_batched_tokens),
         kv_memory_bytes=config.cache.memory_bytes,
         block_size=kv.block_size,
         num_blocks=num_blocks,
@@ -122,6 +136,36 @@ def make_plan(resolution: Resolution) -> Plan:
     )
 
 
+def _groups(kv: KvSpec, max_model_len: int, step_tokens: int) -> list[GroupPlan]:
+    """Count alike groups together."""
+    alike: dict[tuple[str, int], list[KvGroup]] = {}
+    for group in kv.groups:
+        alike.setdefault((group.kind, group.window), []).append(group)
+    return [
+        GroupPlan(
+            kind,
+            window,
+            len(groups),
+            sum(len(group.layers) for group in groups),
+            sum(group.most_blocks(max_model_len, kv.block_size, step_tokens) for group in groups),
+        )
+        for (kind, window), groups in alike.items()
+    ]
+
+
+def _in_words(group: GroupPlan) -> str:
+    sees = {
+        "full": "see everything",
+        "sliding": f"see {group.window:,} tokens",
+        "chunked": f"see their chunk of {group.window:,} tokens",
+        "state": "keep a state",
+    }[group.kind]
+    groups = "" if group.num_groups == 1 else f" in {group.num_groups} groups"
+    return (
+        f"{group.num_layers} layers{groups} {sees}: at most {group.blocks_per_request:,} blocks of a request"
+    )
+
+
 def plan_lines(plan: Plan) -> list[str]:
     """Return the plan for human eyes."""
     weights = ", ".join(
@@ -141,6 +185,7 @@ def plan_lines(plan: Plan) -> list[str]:
         ("weights", weights),
         ("memory available", format_size(plan.available_memory_bytes)),
         ("KV per token", format_size(plan.kv_bytes_per_token)),
+        *(("KV group", _in_words(group)) for group in plan.kv_groups if len(plan.kv_groups) > 1),
         (
             "KV memory",
             f"{format_size(plan.kv_memory_bytes)}: {plan.num_blocks:,} blocks of {plan.block_size} tokens, "

@@ -14,7 +14,7 @@ from quintet.deploy.resolve.implementation import check_transformers_card, choos
 from quintet.executor.cards.card import ModelCard
 from quintet.executor.cards.families.unknown import unknown
 from quintet.executor.cards.registry import FAMILIES
-from quintet.executor.cards.spec import ModelSpec
+from quintet.executor.cards.spec import KvNeed, ModelSpec
 from quintet.wire.config import ModelImpl
 from quintet.wire.errors import ConfigError
 from quintet.wire.json_files import Json, read_json
@@ -40,9 +40,8 @@ class ModelFacts:
     architecture: str
     implementation: ModelImpl
     dtype: Dtype
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    kv_needs: tuple[KvNeed | None, ...]
+    """What each layer keeps of every token."""
     vocab_size: int
     num_parameters: int | None
     """Numbers of all its matrices; None where only the executor knows."""
@@ -73,15 +72,12 @@ def read_facts(folder: Path, generation_config: str = "auto", model_impl: str = 
     if implementation == "transformers":
         check_transformers_card(card, architecture)
     spec: ModelSpec = unknown(card) if family is None else family.read(card)
-    need = spec.kv_needs[0]
     return ModelFacts(
         path=folder,
         architecture=architecture,
         implementation=implementation,
         dtype=_dtype(config, path),
-        num_layers=len(spec.kv_needs),
-        num_kv_heads=need.num_kv_heads,
-        head_dim=need.key_dim,
+        kv_needs=spec.kv_needs,
         vocab_size=spec.vocab_size,
         num_parameters=spec.num_parameters,
         max_model_len=spec.reach,

@@ -9,9 +9,10 @@ from pathlib import Path
 from quintet.deploy.resolve.card import ModelFacts
 from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.memory import format_size
+from quintet.executor.cards.spec import KvNeed
 from quintet.wire.config import Quantization
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
-from quintet.wire.kv_spec import KvSpec, LayerKv, group_layers
+from quintet.wire.kv_spec import Kind, KvSpec, LayerKv, group_layers
 from quintet.wire.params import SamplingParams
 
 MAX_SOCKET_PATH = 107
@@ -118,7 +119,7 @@ def kv_spec(options: Options, device: str, facts: ModelFacts, dtype_bytes: int) 
     """Return what KV takes; reject a number format that the device does not compute with."""
     block_size = options.block_size
     if options.kv_cache_dtype == "auto":
-        return _groups(facts, block_size, facts.head_dim * dtype_bytes)
+        return _groups(facts, block_size, dtype_bytes)
     other = "cuda" if options.kv_cache_dtype == "fp8" else "cpu"
     if device != other:
         instead = "int8" if device == "cpu" else "fp8"
@@ -126,20 +127,32 @@ def kv_spec(options: Options, device: str, facts: ModelFacts, dtype_bytes: int) 
             f"--kv-cache-dtype {options.kv_cache_dtype} is not computed on this device: give {instead}, or --device {other}"
         )
     if options.kv_cache_dtype == "fp8":
-        return _groups(facts, block_size, facts.head_dim)
+        return _groups(facts, block_size, 1)
     if block_size % 16:
         raise ConfigError(
             f"--kv-cache-dtype int8 needs blocks of a multiple of 16 tokens and --block-size is {block_size}; give 16 or 32"
         )
-    return _groups(facts, block_size, facts.head_dim + _SCALE_BYTES)
+    return _groups(facts, block_size, 1, _SCALE_BYTES)
 
 
-def _groups(facts: ModelFacts, block_size: int, head_bytes: int) -> KvSpec:
-    """Group the layers; ``head_bytes``: of a key, or value, of one head."""
-    token_bytes = 2 * facts.num_kv_heads * head_bytes
-    return group_layers(
-        [LayerKv(layer, token_bytes=token_bytes) for layer in range(facts.num_layers)], block_size
-    )
+def _groups(facts: ModelFacts, block_size: int, kv_bytes: int, scale_bytes: int = 0) -> KvSpec:
+    """Group the layers; bytes of the numbers that are cached, and of what goes with each head's."""
+    layers = []
+    for layer, need in enumerate(facts.kv_needs):
+        if need is not None:
+            head_bytes = (need.key_dim + need.value_dim) * kv_bytes + 2 * scale_bytes
+            kind, window = _sight(need, facts.max_model_len)
+            layers.append(LayerKv(layer, kind, window, need.num_kv_heads * head_bytes))
+    return group_layers(layers, block_size)
+
+
+def _sight(need: KvNeed, max_model_len: int) -> tuple[Kind, int]:
+    """Return which tokens a layer sees, and of how many. A window that no sequence is longer than is none."""
+    if need.chunk is not None and need.chunk < max_model_len:
+        return "chunked", need.chunk
+    if need.window is not None and need.window < max_model_len:
+        return "sliding", need.window
+    return "full", 0
 
 
 def weight_bytes(num_parameters: int, dtype_bytes: int, quantization: Quantization) -> int:

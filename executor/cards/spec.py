@@ -25,6 +25,8 @@ class KvNeed:
     value_dim: int
     window: int | None = None
     """Of how many tokens, the newest; None for all."""
+    chunk: int | None = None
+    """Of those of the newest chunk of so many positions; None for all."""
 
 
 class ModelSpec(Protocol):
@@ -35,8 +37,8 @@ class ModelSpec(Protocol):
         """Width of the logits."""
 
     @property
-    def kv_needs(self) -> tuple[KvNeed, ...]:
-        """Of each layer."""
+    def kv_needs(self) -> tuple[KvNeed | None, ...]:
+        """What each layer keeps of every token."""
 
     @property
     def reach(self) -> int:
@@ -149,7 +151,7 @@ class AttentionSpec:
     @property
     def kv_need(self) -> KvNeed:
         """What KV memory it takes."""
-        return KvNeed(self.num_kv_heads, self.head_dim, self.value_dim, self.window)
+        return KvNeed(self.num_kv_heads, self.head_dim, self.value_dim, self.window, self.chunk)
 
     def num_parameters(self, hidden_size: int) -> int:
         """Numbers of its matrices."""
@@ -257,7 +259,7 @@ class DecoderSpec:
     """Logits become ``softcap * tanh(logit / softcap)``, after the factor."""
 
     @property
-    def kv_needs(self) -> tuple[KvNeed, ...]:
+    def kv_needs(self) -> tuple[KvNeed | None, ...]:
         """See `ModelSpec`."""
         return tuple(layer.mixer.kv_need for layer in self.layers)
 

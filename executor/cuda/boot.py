@@ -106,6 +106,9 @@ def _attention_of_prompts(
     device: Device, plan: AttentionPlan, layers: Sequence[AttentionLayer], config: EngineConfig
 ) -> AttentionBackend | None:
     """Choose whose attention computes prompts; None for ours, also where layers differ in what a library takes once."""
+    if len(config.model.kv.groups) > 1:
+        log.info("attention of prompts: quintet (layers in %d groups)", len(config.model.kv.groups))
+        return None
     scales = {layer.scale for layer in layers}
     if len(scales) > 1:
         log.info("attention of prompts: quintet (layers differ in scale)")

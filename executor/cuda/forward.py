@@ -29,6 +29,7 @@ from quintet.executor.models.forward import AttentionLayer
 from quintet.executor.ops.activation import activate
 from quintet.executor.ops.experts import experts_without_waiting, route
 from quintet.executor.ops.linear import GatedActivation
+from quintet.wire.kv_spec import KvSpec
 
 GATES = {
     GatedActivation.SILU_AND_MUL: Gate.SILU,
@@ -70,18 +71,22 @@ class DevicePass:
         linears: DeviceLinears,
         attention: AttentionPlan,
         rows: StepRows,
+        spec: KvSpec,
         kv: Sequence[torch.Tensor],
         cos: torch.Tensor,
         sin: torch.Tensor,
         backend: AttentionBackend | None = None,
     ) -> None:
-        """kv: of each layer ``[2, num_blocks, num_kv_heads, block_size, head_dim]``; cos, sin: ``[num_tokens, rotary_dim]``;
+        """kv: of each place of a block ``[2, num_blocks, num_kv_heads, block_size, head_dim]``, which ``spec`` gives the layers;
+        cos, sin: ``[num_tokens, rotary_dim]``;
         backend: whose attention computes, None for ours.
         """
         self._device = device
         self._multiply = linears
         self._attention = attention
         self._rows = rows
+        self._rows_of = [rows.of_group(group) for group in range(len(spec.groups))]
+        self._spec = spec
         self._kv = kv
         self._cos = cos
         self._sin = sin
@@ -173,7 +178,8 @@ class DevicePass:
 
     def attention(self, layer: AttentionLayer, q: Value, k: Value, v: Value) -> Value:
         """See `ForwardPass`."""
-        rows, kv, together = self._rows, self._kv[layer.index], layer.norms_with_rotation
+        group, place = self._spec.place(layer.index)
+        rows, kv, together = self._rows_of[group], self._kv[place], layer.norms_with_rotation
         if together is None:
             q = q if layer.q_norm is None else self.norm(q, layer.q_norm)
             k = k if layer.k_norm is None else self.norm(k, layer.k_norm)

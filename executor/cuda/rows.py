@@ -17,7 +17,7 @@ a value, because a value read by the host would stop the stream and could not be
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -47,14 +47,21 @@ class StepRows:
     token_rows: torch.Tensor
     """int32[num_tokens]: which row a token belongs to. Padding: -1."""
     block_table: torch.Tensor
-    """int32[max_num_seqs, max_blocks], a row per slot: block ids of a layer's KV, in the order of the tokens they hold."""
+    """int32[groups, max_num_seqs, max_blocks], a row per slot: block ids of a layer's KV, in the order of the tokens they hold.
+    Of one group, as kernels read it: int32[max_num_seqs, max_blocks]."""
     block_size: int
     """Tokens per block."""
     lengths: torch.Tensor | None = None
     """int32[num_tokens]: the longer of the row's prompt and the token's position plus one, which some rotations depend on;
     see `quintet.executor.layers.rope`. Padding: 0."""
     kv_rows: torch.Tensor | None = None
-    """int32[num_tokens]: where the token's KV stands in every layer, ``block * block_size + row of the block``. Padding: -1."""
+    """int32[groups, num_tokens]: where the token's KV stands in the group's layers, ``block * block_size + row of the block``.
+    Padding: -1. Of one group: int32[num_tokens]."""
+
+    def of_group(self, group: int) -> StepRows:
+        """Return the rows as layers of this group see them."""
+        kv_rows = None if self.kv_rows is None else self.kv_rows[group]
+        return replace(self, block_table=self.block_table[group], kv_rows=kv_rows)
 
 
 @dataclass(slots=True)

@@ -72,7 +72,7 @@ class DeviceRunner:
         kv: Sequence[torch.Tensor],
         dtype: torch.dtype,
     ) -> None:
-        """staging: int32 on the device, where a plan's words are copied to before its step; kv: of each layer, see
+        """staging: int32 on the device, where a plan's words are copied to before its step; kv: of each place of a block, see
         `quintet.executor.cuda.kv_memory.allocate_kv`."""
         self._device = device
         self._model = model
@@ -171,10 +171,10 @@ class DeviceRunner:
         self._attention.prepare(rows)
         backend = self.of_prompts if host is not None and rows.max_count > 1 else None
         if backend is not None and host is not None:
-            backend.prepare(rows, host)
+            backend.prepare(rows.of_group(0), host)
         cos, sin = self._rotations.of(rows)
         self._pass = DevicePass(
-            self._device, self._linears, self._attention, rows, self.kv, cos, sin, backend
+            self._device, self._linears, self._attention, rows, self.tables.kv, self.kv, cos, sin, backend
         )
         self._hidden = self._model.forward(self._pass)
 

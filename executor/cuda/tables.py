@@ -30,7 +30,7 @@ class DeviceTables:
     """int32[max_num_seqs]"""
     settings: torch.Tensor
     """uint8[max_num_seqs, RECORD_BYTES]"""
-    block_size: int
+    kv: KvSpec
 
     @classmethod
     def reserve(cls, max_num_seqs: int, max_model_len: int, kv: KvSpec, where: torch.device) -> DeviceTables:
@@ -45,7 +45,7 @@ class DeviceTables:
             block_table=zeros(len(kv.groups), max_num_seqs, max(2, -(-columns // kv.block_size))),
             num_prompt_tokens=zeros(max_num_seqs),
             settings=zeros(max_num_seqs, RECORD_BYTES, dtype=torch.uint8),
-            block_size=kv.block_size,
+            kv=kv,
         )
 
 
@@ -60,13 +60,15 @@ class StepMemory:
         where = tables.token_ids.device
         self._rows = torch.zeros((6, self.max_rows + 1), dtype=torch.int32, device=where)
         self._offsets = torch.zeros(self.max_rows + 1, dtype=torch.int32, device=where)
-        self._tokens = torch.zeros((5, max_tokens), dtype=torch.int32, device=where)
+        self._tokens = torch.zeros((4, max_tokens), dtype=torch.int32, device=where)
+        num_groups = len(tables.block_table)
+        self._kv_rows = torch.zeros((num_groups, max_tokens), dtype=torch.int32, device=where)
 
     def rows(self, num_rows: int, num_tokens: int, max_count: int) -> StepRows:
         """Return the rows of a step of these padded sizes. Whatever a smaller or larger step had there is lost."""
         self._check(num_rows, num_tokens)
         slots, starts, counts = (self._rows[i, :num_rows] for i in range(3))
-        token_ids, positions, token_rows, lengths, kv_rows = (self._tokens[i, :num_tokens] for i in range(5))
+        token_ids, positions, token_rows, lengths = (self._tokens[i, :num_tokens] for i in range(4))
         return StepRows(
             num_rows=num_rows,
             num_tokens=num_tokens,
@@ -78,10 +80,10 @@ class StepMemory:
             token_ids=token_ids,
             positions=positions,
             token_rows=token_rows,
-            block_table=self.tables.block_table[0],
-            block_size=self.tables.block_size,
+            block_table=self.tables.block_table,
+            block_size=self.tables.kv.block_size,
             lengths=lengths,
-            kv_rows=kv_rows,
+            kv_rows=self._kv_rows[:, :num_tokens],
         )
 
     def sampled(self, num_rows: int) -> SampledRows:

@@ -38,7 +38,7 @@ def open_transformers_model(
     """Load the configured folder and rehearse it. Raises ConfigError for a model that cannot be served, with the reason."""
     folder = Path(config.model.path)
     card = read_card(folder)
-    needs = unknown(card).kv_needs
+    needs = [need for need in unknown(card).kv_needs if need is not None]
     checkpoint = Checkpoint(folder, dtype, config.model.trust_remote_code)
     examine(checkpoint, card.path, needs, config.model.max_model_len)
     attention = PagedAttention(config.model.max_model_len)

@@ -229,7 +229,7 @@ def test_rows_write_blocks_of_their_own_and_read_others_contexts_when_memory_is_
     plans = Plans(100, num_blocks=20, block_size=16, max_model_len=256)
     batch = Batch(plans, 4, 64, num_steps=16)  # 2 blocks each to write, 4 each to read: room for 3 contexts
     assert batch.num_contexts == 3
-    tables = [unpack_i32(plan.blocks)[2::3] for plan in batch.admissions]
+    tables = [unpack_i32(plan.blocks)[3::4] for plan in batch.admissions]
     assert tables[3][:4] == tables[0][:4]
     written = [block for table in tables for block in table[4:]]
     read = {block for table in tables for block in table[:4]}

@@ -1,8 +1,9 @@
 """A pretend executor that checks its orders, and the few lines that build an engine around it.
 
-It keeps the same mirror as a real executor and, instead of KV tensors, a *shadow*: for every block and offset, which
-token at which position was written there, behind which prefix. Each step it verifies that everything a row can see is
-exactly that row's own past. Wrong sharing, early reuse of a block, a missing copy: all of them show here.
+It keeps the same mirror as a real executor and, instead of KV tensors, a *shadow*: for every block and offset, for which
+group of layers which token at which position was written there, behind which prefix; of a state, behind how many tokens
+and which it stands. Each step it verifies that everything a row can see is exactly that row's own past. Wrong sharing,
+early reuse of a block, a missing copy, reading what was let go of: all of them show here.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from quintet.core.outbox import Effects
 from quintet.wire import codec
 from quintet.wire.config import CacheConfig, ModelConfig, SchedulerConfig
 from quintet.wire.errors import ErrorCode
-from quintet.wire.kv_spec import full_layers
+from quintet.wire.kv_spec import KvGroup, KvSpec
 from quintet.wire.messages import Admit, FinishReason
 from quintet.wire.params import SamplingParams
 from quintet.wire.step import Capacity, NewRow, StepPlan, StepResult
@@ -39,13 +40,18 @@ def draw(seed: int, tokens: list[int]) -> int:
     return int.from_bytes(digest.digest(), "little") % VOCAB
 
 
+Content = dict[int, tuple[int, int, bytes]]
+"""What a block holds, by offset: the group, the position of the token, and what identifies all tokens up to it."""
+
+
 @dataclass
 class Tenant:
     """What the mirror holds of a slot."""
 
     row: NewRow
     tokens: list[int]
-    blocks: dict[int, int] = field(default_factory=dict)
+    blocks: dict[tuple[int, int], int] = field(default_factory=dict)
+    """By group and position."""
 
 
 class ExecutorFails(Exception):
@@ -68,17 +74,18 @@ def no_fault(rows: list[tuple[NewRow, int, int]]) -> None:
 class FakeExecutor:
     """Executes plans in order, at once, but hands results out only when asked."""
 
-    def __init__(self, capacity: Capacity, fault: Fault = no_fault) -> None:
+    def __init__(self, capacity: Capacity, kv: KvSpec, fault: Fault = no_fault) -> None:
+        self.kv = kv
         self.fault = fault
         self.capacity = capacity
         self.tenants: dict[int, Tenant] = {}
-        self.shadow: dict[tuple[int, int], tuple[int, bytes]] = {}
+        self.shadow: dict[int, Content] = {}
         self.results: deque[StepResult] = deque()
         self.last_step: int | None = None
         self.users: dict[int, dict[int, int]] = {}
         """Block -> tenant (generation) -> newest step in which it used the block."""
         self.num_copies = 0
-        self.host: dict[tuple[int, int], tuple[int, bytes]] = {}
+        self.host: dict[int, Content] = {}
         """The shadow of host memory."""
         self.num_swapped_out = self.num_swapped_in = 0
 
@@ -95,16 +102,14 @@ class FakeExecutor:
             self.tenants[row.slot] = Tenant(row, list(codec.unpack_i32(row.token_ids)))
         entries = iter(codec.unpack_i32(plan.blocks))
         for slot, group, position, block in zip(entries, entries, entries, entries, strict=True):
-            assert group == 0
             assert 0 <= block < self.capacity.num_blocks
-            self.tenants[slot].blocks[position] = block
+            assert 0 <= group < len(self.kv.groups)
+            self.tenants[slot].blocks[group, position] = block
         self._swap(plan)
         pairs = codec.unpack_i32(plan.copies)
         self.num_copies += len(pairs) // 2
         for source, target in zip(pairs[::2], pairs[1::2], strict=True):
-            for offset in range(self.capacity.block_size):
-                if (source, offset) in self.shadow:
-                    self.shadow[target, offset] = self.shadow[source, offset]
+            self.shadow[target] = dict(self.shadow[source])
         self._compute(plan)
 
     def _swap(self, plan: StepPlan) -> None:
@@ -114,13 +119,11 @@ class FakeExecutor:
         assert all(0 <= block < self.capacity.num_host_blocks for block in (out + back)[1::2])
         for column in (out[1::2], back[::2]):
             assert len(set(column)) == len(column), ("written twice", column)
-        offsets = range(self.capacity.block_size)
         for device, host in zip(out[::2], out[1::2], strict=True):
-            for offset in offsets:
-                self.host[host, offset] = self.shadow[device, offset]
+            assert len(self.shadow[device]) in {1, self.capacity.block_size}, "not full, and no state"
+            self.host[host] = dict(self.shadow[device])
         for device, host in zip(back[::2], back[1::2], strict=True):
-            for offset in offsets:
-                self.shadow[device, offset] = self.host[host, offset]
+            self.shadow[device] = dict(self.host[host])
         self.num_swapped_out += len(out) // 2
         self.num_swapped_in += len(back) // 2
 
@@ -135,28 +138,25 @@ class FakeExecutor:
             )
         )
         assert plan.checksum in {0, self._checksum(rows)}
-        assert rows and len({slot for slot, *_ in rows}) == len(rows)
+        assert (rows or plan.blocks) and len({slot for slot, *_ in rows}) == len(rows)
         self.fault([(self.tenants[slot].row, start, count) for slot, start, count, _ in rows])
-        written: dict[tuple[int, int], int] = {}
+        written: set[tuple[int, int]] = set()
+        for slot, start, _, _ in rows:
+            self._check_states(self.tenants[slot], start)
         for slot, start, count, _ in rows:
             tenant = self.tenants[slot]
             assert count >= 1
-            chain = self._chain(tenant.tokens, start + count)
-            for position in range(start, start + count):
-                place = self._place(tenant, position)
-                assert place not in written, ("two rows write one place", place)
-                self._check_fence(place[0], tenant.row.generation)
-                written[place] = slot
-                self.shadow[place] = (position, chain[position])
-            self._check_past(tenant, chain)
+            self._write(tenant, start, count, written)
+            self._check_past(tenant, start, count)
         drawn = []
         for slot, start, count, samples in rows:
             tenant = self.tenants[slot]
             end = start + count
-            chain = self._chain(tenant.tokens, end)
-            self._check_past(tenant, chain)  # nor did a row behind it change what it sees
-            for block in tenant.blocks.values():
-                self.users.setdefault(block, {})[tenant.row.generation] = plan.step
+            self._check_past(tenant, start, count)  # nor did a row behind it change what it sees
+            for index, group in enumerate(self.kv.groups):
+                for position in group.used(start, end, self.capacity.block_size):
+                    block = tenant.blocks[index, position]
+                    self.users.setdefault(block, {})[tenant.row.generation] = plan.step
             assert samples == (end == len(tenant.tokens))
             if samples:
                 token = draw(tenant.row.seed, tenant.tokens)
@@ -173,11 +173,37 @@ class FakeExecutor:
             )
         )
 
-    def _check_past(self, tenant: Tenant, chain: list[bytes]) -> None:
-        """Check that every position of a row holds what the row's own past has there."""
-        for position, link in enumerate(chain):
-            seen = self.shadow.get(self._place(tenant, position))
-            assert seen == (position, link), (tenant.row.request_id, position, len(chain))
+    def _write(self, tenant: Tenant, start: int, count: int, written: set[tuple[int, int]]) -> None:
+        """Write a row's keys and values in every group, and its states."""
+        chain, size = self._chain(tenant.tokens, start + count), self.capacity.block_size
+        for index, group in enumerate(self.kv.groups):
+            positions = [start + count - 1] if group.is_state else range(start, start + count)
+            for position in positions:
+                block = tenant.blocks[index, 1 if group.is_state else position // size]
+                offset = 0 if group.is_state else position % size
+                assert (block, offset) not in written, ("two rows write one place", block, offset)
+                written.add((block, offset))
+                self._check_fence(block, tenant.row.generation)
+                content = self.shadow.setdefault(block, {})
+                if offset == 0:
+                    content.clear()
+                content[offset] = (index, position, chain[position])
+
+    def _check_states(self, tenant: Tenant, start: int) -> None:
+        """Check that a row reads the states behind its own past, before any row writes one."""
+        for index, group in enumerate(self.kv.groups):
+            if group.is_state and start:
+                link = self._chain(tenant.tokens, start)[-1]
+                seen = self.shadow.get(tenant.blocks[index, 0])
+                assert seen == {0: (index, start - 1, link)}, (tenant.row.request_id, start, seen)
+
+    def _check_past(self, tenant: Tenant, start: int, count: int) -> None:
+        """Check that every position that a row sees holds what the row's own past has there."""
+        chain, size = self._chain(tenant.tokens, start + count), self.capacity.block_size
+        for index, group in enumerate(self.kv.groups):
+            for position in range(group.first_seen(start), 0 if group.is_state else start + count):
+                seen = self.shadow[tenant.blocks[index, position // size]].get(position % size)
+                assert seen == (index, position, chain[position]), (tenant.row.request_id, index, position)
 
     def _check_fence(self, block: int, writer: int) -> None:
         """Check that nobody else used the block in a step that the core has not committed."""
@@ -191,15 +217,12 @@ class FakeExecutor:
         checksum = 0
         for slot, start, count, _ in rows:
             tenant = self.tenants[slot]
-            num_blocks = -(-(start + count) // self.capacity.block_size)
-            blocks = [tenant.blocks[position] for position in range(num_blocks)]
             checksum = crc32(codec.pack_i64((slot, tenant.row.generation)), checksum)
-            checksum = crc32(codec.pack_i32(blocks), checksum)
+            for index, group in enumerate(self.kv.groups):
+                used = group.used(start, start + count, self.capacity.block_size)
+                blocks = [tenant.blocks[index, position] for position in used]
+                checksum = crc32(codec.pack_i32(blocks), checksum)
         return checksum
-
-    def _place(self, tenant: Tenant, position: int) -> tuple[int, int]:
-        size = self.capacity.block_size
-        return tenant.blocks[position // size], position % size
 
     @staticmethod
     def _chain(tokens: list[int], num_tokens: int) -> list[bytes]:
@@ -245,10 +268,12 @@ class World:
         self.failure: ExecutorFails | None = None
         """Of a step that failed and of which the core will hear when it has heard of all before."""
         self.num_losses = 0
+        groups = options.pop("groups", [KvGroup("full", [0])])
+        self.kv = KvSpec(groups, 1, 64, block_size)  # type: ignore[arg-type]
         settings: dict[str, object] = {"max_num_seqs": slots, "max_num_batched_tokens": 64, "audit": True}
         new_engine = partial(
             Engine,
-            make_model(max_model_len),
+            make_model(max_model_len, self.kv),
             CacheConfig(
                 memory_bytes=0, enable_prefix_caching=bool(caching), swap_bytes=64 * self.num_host_blocks
             ),
@@ -293,7 +318,9 @@ class World:
 
     def _begin_executor(self, capacity: Capacity) -> None:
         self.failure = None
-        self.executor = FakeExecutor(capacity, self.fault)
+        self.executor = FakeExecutor(
+            capacity, msgspec.structs.replace(self.kv, block_size=capacity.block_size), self.fault
+        )
         self.apply(self.engine.capacity(capacity, self.tick()))
 
     def lose_executor(self) -> None:
@@ -446,7 +473,7 @@ class World:
         assert not host.wanted and len(host.free) + len(host.leaving) == host.num_blocks
 
 
-def make_model(max_model_len: int) -> ModelConfig:
+def make_model(max_model_len: int, kv: KvSpec) -> ModelConfig:
     """Return a model of which only the numbers exist."""
     return ModelConfig(
         path="",
@@ -457,7 +484,7 @@ def make_model(max_model_len: int) -> ModelConfig:
         vocab_size=VOCAB,
         max_model_len=max_model_len,
         eos_token_ids=[EOS],
-        kv=full_layers(1, 1, 1, 4, 4),
+        kv=kv,
     )
 
 

@@ -42,8 +42,8 @@ def test_prompt_is_computed_once() -> None:
     state = world.engine.state
     assert state is not None
     parent, *forks = state.running
-    assert all(fork.blocks[:2] == parent.blocks[:2] for fork in forks)
-    assert [state.pool.refs[block] for block in parent.blocks] == [4, 4, 1]
+    assert all(fork.held[0].blocks[:2] == parent.held[0].blocks[:2] for fork in forks)
+    assert [state.pool.refs[block] for block in parent.held[0].blocks] == [4, 4, 1]
 
 
 def test_nothing_is_copied_when_the_prompt_ends_a_block() -> None:

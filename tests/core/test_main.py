@@ -26,6 +26,7 @@ from quintet.wire.config import (
 )
 from quintet.wire.errors import ErrorCode
 from quintet.wire.ids import RequestIds, Role, WorkerId
+from quintet.wire.kv_spec import full_layers
 from quintet.wire.messages import (
     Admit,
     Cancel,
@@ -44,6 +45,8 @@ from quintet.wire.supervision import Heartbeat, Ready, Seat, SeatState, Stop, To
 
 from ..small_frames import take_at_most
 from .fake import VOCAB, FakeExecutor, expected, make_model
+
+KV = full_layers(1, 1, 2, 4, 4)
 
 ME = WorkerId(Role.CORE, 0, 1)
 PROMPT = list(range(20, 30))
@@ -98,7 +101,7 @@ class Neighbours:
 def config(tmp_path: Path) -> EngineConfig:
     return EngineConfig(
         run_dir=str(tmp_path),
-        model=make_model(128),
+        model=make_model(128, KV),
         cache=CacheConfig(memory_bytes=0),
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, audit=True),
         executor=ExecutorConfig(),
@@ -169,7 +172,7 @@ def test_serves_a_request_over_sockets(neighbours: Neighbours) -> None:
     neighbours.send(admit(ids.take(), [], 6))
     capacity = Capacity(1, 32, 4, 8, 128)
     neighbours.send(capacity)
-    heard = serve(neighbours, EXECUTOR, FakeExecutor(capacity), DETOKENIZER)
+    heard = serve(neighbours, EXECUTOR, FakeExecutor(capacity, KV), DETOKENIZER)
     assert outputs(heard) == expected(PROMPT, 3, 6, stops=())
     failed = neighbours.receive(FRONTEND)
     assert isinstance(failed, Failed) and "0 tokens" in failed.message
@@ -183,7 +186,7 @@ def test_replaced_executor_and_detokenizer_lose_nothing(neighbours: Neighbours) 
     neighbours.send(capacity)
     request = admit(RequestIds(0, 1).take(), PROMPT, 6)
     neighbours.send(request)
-    device = FakeExecutor(capacity)
+    device = FakeExecutor(capacity, KV)
     plan = neighbours.receive_all(EXECUTOR)[0]
     assert isinstance(plan, StepPlan)
     device.execute(plan)
@@ -196,7 +199,7 @@ def test_replaced_executor_and_detokenizer_lose_nothing(neighbours: Neighbours) 
     capacity = Capacity(2, 32, 4, 8, 128)
     neighbours.send(capacity)
     neighbours.send(msgspec.structs.replace(request, attempt=1, topology=2))  # the frontend saw nothing yet
-    heard = serve(neighbours, new_executor, FakeExecutor(capacity), new_detokenizer)
+    heard = serve(neighbours, new_executor, FakeExecutor(capacity, KV), new_detokenizer)
     wanted = expected(PROMPT, 3, 6, stops=())
     assert list(codec.unpack_i32(heard[0].opens[0].output_ids)) == wanted[:1]
     assert outputs(heard) == wanted[1:]
@@ -257,7 +260,7 @@ def test_an_attempt_sent_by_a_newer_topology_waits_for_it(driven: Driven) -> Non
     request = admit(RequestIds(0, 1).take(), PROMPT, 6)
     neighbours.send(request)
     driven.deliver(3)
-    device = FakeExecutor(capacity)
+    device = FakeExecutor(capacity, KV)
     while len(device.results) < 2:
         for plan in neighbours.receive_all(EXECUTOR):
             assert isinstance(plan, StepPlan)
@@ -332,7 +335,7 @@ def test_a_result_that_is_dropped_ends_the_requests_of_its_step(driven: Driven) 
     lost.params.n = 2
     neighbours.send(lost)
     driven.deliver(3)
-    device = FakeExecutor(capacity)
+    device = FakeExecutor(capacity, KV)
     kept = admit(ids.take(), PROMPT[:3], 4)
     neighbours.send(kept)
     for plan in neighbours.receive_all(EXECUTOR):
@@ -372,7 +375,7 @@ def test_tokens_too_large_to_be_told_end_their_requests(
     request = msgspec.structs.replace(admit(ids.take(), [5] * 90, 6), return_prompt_ids=True)
     neighbours.send(request)
     driven.deliver(3)
-    device = FakeExecutor(capacity)
+    device = FakeExecutor(capacity, KV)
     num_results = 0
     while driven.core.engine.num_live:
         for plan in neighbours.receive_all(EXECUTOR):

@@ -6,6 +6,7 @@ import pytest
 
 from quintet.core.kv.pool import BlockPool
 from quintet.core.kv.prefix import extend_chain, salt_digest
+from quintet.wire.kv_spec import KvGroup
 
 from .fake import World, expected
 
@@ -93,7 +94,7 @@ def test_least_recently_used_goes_first_and_tails_before_heads() -> None:
     for _ in range(2 + 3):  # the free ones, then three of the oldest
         pool.take()
     keys = [extended(prompt) for prompt in (PROMPT, other)]
-    assert [len(pool.index.longest(chain, 5)) for chain in keys] == [5, 2]
+    assert [pool.index.longest(chain, 5, [KvGroup("full", [0])], 4)[0] for chain in keys] == [5, 2]
 
 
 def extended(prompt: list[int]) -> list[bytes]:
@@ -124,7 +125,7 @@ def test_fenced_block_is_readable_but_not_reusable() -> None:
     pool.index.register(b"key", known)
     pool.release([known, unknown], fence=7)
     assert pool.num_available == 0
-    pool.share(pool.index.longest([b"key"], 1))
+    pool.share([pool.index.block_of[b"key"]])
     assert pool.refs[known] == 1
     pool.settle(6)
     assert pool.num_available == 0

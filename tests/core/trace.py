@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quintet.wire import codec
 from quintet.wire.errors import ErrorCode
+from quintet.wire.kv_spec import Kind, KvGroup
 from quintet.wire.messages import FinishReason
 from quintet.wire.params import seed_of_choice
 from quintet.wire.step import NewRow
 
 from .fake import EOS, ExecutorFails, Fault, World, expected, no_fault
 
+PLAIN = (KvGroup("full", [0]),)
 RAISES, DIES, RAISES_LATER, DIES_DECODING = 250, 251, 252, 253
 """Tokens in a prompt that no executor survives. Beyond the vocabulary: they are never drawn."""
 
@@ -51,10 +54,31 @@ class Sent:
     cancelled: bool = False
 
 
-def random_world(rng: random.Random, depth: int, fault: Fault = no_fault, num_host_blocks: int = 0) -> World:
+def random_groups(rng: random.Random) -> list[KvGroup]:
+    """Make a model of up to four groups of layers, at least one of them no plain one."""
+    kinds: list[Kind] = rng.choices(["full", "sliding", "chunked", "state"], k=rng.randint(1, 4))
+    if set(kinds) == {"full"}:
+        kinds[-1] = "sliding"
+    windows = [rng.choice([1, 3, 4, 8, 9, 17]) for _ in kinds]
+    return [
+        KvGroup(kind, [layer], window if kind in ("sliding", "chunked") else 0)
+        for layer, (kind, window) in enumerate(zip(kinds, windows, strict=True))
+    ]
+
+
+def random_world(
+    rng: random.Random,
+    depth: int,
+    fault: Fault = no_fault,
+    num_host_blocks: int = 0,
+    groups: Sequence[KvGroup] = PLAIN,
+) -> World:
     """Make a world whose blocks, slots or budget are too few for comfort; blocks, where there is host memory too."""
     num_blocks = rng.choice([12, 20, 40, 100])
+    if len(groups) > 1:
+        num_blocks = max(num_blocks, 12 * len(groups))
     return World(
+        groups=list(groups),
         fault=fault,
         depth=depth,
         num_host_blocks=num_host_blocks,
@@ -72,14 +96,26 @@ def random_world(rng: random.Random, depth: int, fault: Fault = no_fault, num_ho
 
 
 def random_trace(
-    seed: int, num_operations: int, depth: int, poisonous: float = 0.0, num_host_blocks: int = 0
+    seed: int,
+    num_operations: int,
+    depth: int,
+    poisonous: float = 0.0,
+    num_host_blocks: int = 0,
+    *,
+    in_groups: bool = False,
 ) -> tuple[World, dict[int, Sent]]:
     """Play a trace; return the world, idle again, and what was sent to it.
 
-    ``poisonous``: share of requests that make the executor fail.
+    ``poisonous``: share of requests that make the executor fail. ``in_groups``: of a model whose layers need different things.
     """
     rng = random.Random(seed)
-    world = random_world(rng, depth, strike if poisonous else no_fault, num_host_blocks)
+    groups = random_groups(rng) if in_groups else PLAIN
+    if poisonous and in_groups:
+        groups = [
+            *groups,
+            *PLAIN,
+        ]  # somebody needs every token: with windows alone, poison may never be computed
+    world = random_world(rng, depth, strike if poisonous else no_fault, num_host_blocks, groups)
     stems = [[rng.randrange(3, 200) for _ in range(40)] for _ in range(3)]
     sent: dict[int, Sent] = {}
     next_id = 1
@@ -98,7 +134,10 @@ def random_trace(
             sent[request_id].silenced = True
             world.engine.stop_hit([request_id, 10**9], [world.sent[request_id].attempt, 0], world.tick())
         elif dice < 0.234:
-            world.new_executor()
+            if (
+                world.engine.state is None or world.engine.state.trial is None
+            ):  # a death by chance would convict
+                world.new_executor()
         elif dice < 0.25:
             _lose_texts(world, rng, sent)
         elif dice < 0.253:

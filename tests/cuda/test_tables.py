@@ -24,12 +24,12 @@ from quintet.executor.cuda.tables import DeviceTables, StepMemory
 from quintet.executor.sampling.settings import settings_of, settings_table
 from quintet.executor.slots import SlotTables
 from quintet.wire.codec import pack_i32
-from quintet.wire.kv_spec import full_layers
+from quintet.wire.kv_spec import KvGroup, KvSpec
 from quintet.wire.params import SamplingParams
 from quintet.wire.step import NewRow, StepPlan
 
 NUM_SLOTS, MAX_LEN, BLOCK_SIZE, NUM_BLOCKS = 12, 1500, 16, 2000
-KV = full_layers(1, 1, 8, 4, BLOCK_SIZE)
+KV = KvSpec([KvGroup("full", [0]), KvGroup("sliding", [1], 64)], 1, 1024, BLOCK_SIZE)
 
 
 def plan_of(
@@ -127,7 +127,9 @@ class World:
         check(rows.token_ids, batch.token_ids, 0, num_tokens)
         check(rows.positions, batch.positions, -1, num_tokens)
         check(rows.lengths, batch.lengths, 0, num_tokens)
-        check(rows.kv_rows, batch.blocks[0] * BLOCK_SIZE + batch.offsets, -1, num_tokens)
+        assert rows.kv_rows is not None
+        for kv_rows, blocks in zip(rows.kv_rows, batch.blocks, strict=True):
+            check(kv_rows, blocks * BLOCK_SIZE + batch.offsets, -1, num_tokens)
 
 
 def blocks_for(slot: int, num_tokens: int) -> list[int]:
@@ -236,7 +238,7 @@ def test_random_traces(device: Device) -> None:
                 int(value)
                 for slot in slots
                 for at in range(15)
-                for value in (slot, 0, at, random.integers(NUM_BLOCKS))
+                for value in (slot, random.integers(2), at, random.integers(NUM_BLOCKS))
             ],
             samples=random.integers(0, 2, len(slots)).tolist(),
         )
@@ -249,6 +251,10 @@ def test_random_traces(device: Device) -> None:
         (plan_of([(NUM_SLOTS, 0, 1)]), "slot: the plan has 12 to 12; there are 12, from 0"),
         (plan_of([(0, MAX_LEN, 1)]), "last position: the plan has 1501"),
         (plan_of([(0, 0, 1)], blocks=[-1, 0, 0, 0]), "slot of a block: the plan has -1"),
+        (
+            plan_of([(0, 0, 1)], blocks=[0, 2, 0, 0]),
+            "group of a block: the plan has 2 to 2; there are 2, from 0",
+        ),
         (plan_of([(0, 0, 1)], blocks=[0, 0, 94, 0]), "index in a block table"),
         (plan_of([(0, 0, 1)], blocks=[0, 0, 0, NUM_BLOCKS]), "block: the plan has 2000"),
         (plan_of([(0, 0, 1)], copies=[0, NUM_BLOCKS]), "block to copy"),
@@ -259,7 +265,7 @@ def test_random_traces(device: Device) -> None:
     ],
 )
 def test_a_plan_outside_the_tables_is_refused(plan: StepPlan, message: str) -> None:
-    layout = StagingLayout(NUM_SLOTS, MAX_LEN + 1, 94, NUM_BLOCKS)
+    layout = StagingLayout(NUM_SLOTS, MAX_LEN + 1, 94, NUM_BLOCKS, num_groups=2)
     with pytest.raises(PlanOutsideTables, match=message):
         pack_staging(plan, layout, np.zeros(layout.num_words(plan), np.int32))
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tests.gpu.small import CARD, SMALLER, run_all
-from tests.models.conftest import engine_config, serve
+from tests.models.conftest import engine_config, in_groups, serve
 from tests.models.test_engine import GREEDY, House, changed, small_kv, without_prefix_cache
 from tests.models.test_families import FAMILIES, prompts_of
 from tests.models.test_swapping import with_host_memory
@@ -74,7 +74,7 @@ def test_tokens_are_transformers(family: str, serve: Callable[..., Any], device:
     served = serve(FAMILIES[family](), max_model_len=96)
     prompts = prompts_of((1, 3, 8, 17, 29))
     expected = [served.greedy(prompt, 12) for prompt in prompts]
-    config = changed(served.config, max_num_seqs=8, max_num_batched_tokens=23)
+    config = in_groups(changed(served.config, max_num_seqs=8, max_num_batched_tokens=23))
     house = House(config, worker_on(device, config))
     for i, prompt in enumerate(prompts):
         house.admit(i + 1, prompt, SamplingParams(temperature=0.0, max_tokens=12, seed=0))
@@ -188,7 +188,7 @@ def test_a_cache_of_fp8_says_nearly_the_same(tmp_path: Path, device: Device) -> 
     for dtype in ("auto", "fp8"):
         kv = config.model.kv
         if dtype == "fp8":
-            kv = msgspec.structs.replace(kv, dtype_bytes=1)
+            kv = msgspec.structs.replace(kv, layer_bytes=kv.layer_bytes // 2)
         chosen = msgspec.structs.replace(
             config,
             model=msgspec.structs.replace(config.model, kv=kv),

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import pytest
 import torch
 import transformers
 
+from quintet.deploy.resolve import rules
+from quintet.deploy.resolve.card import read_facts
+from quintet.deploy.resolve.flags import Options
 from quintet.executor.worker import Worker, make_torch_worker
 from quintet.wire.codec import pack_i32, pack_u8, unpack_i32
 from quintet.wire.config import (
@@ -213,7 +218,7 @@ def engine_config(
     dtype: Literal["float32", "bfloat16", "float16"] = "float32",
     **executor: Any,
 ) -> EngineConfig:
-    """Resolve a configuration for a tiny model, as ``deploy`` would."""
+    """Resolve a configuration for a tiny model, as ``deploy`` would if none of its layers had a window."""
     heads = card["num_attention_heads"]
     kv = full_layers(
         num_layers=card["num_hidden_layers"],
@@ -241,6 +246,15 @@ def engine_config(
         frontend=FrontendConfig(),
         processes=ProcessesConfig(),
     )
+
+
+def in_groups(config: EngineConfig) -> EngineConfig:
+    """Return the configuration with its layers in groups, as ``deploy`` has them."""
+    model = config.model
+    options = Options(model=model.path, block_size=model.kv.block_size)
+    facts = dataclasses.replace(read_facts(Path(model.path)), max_model_len=model.max_model_len)
+    kv = rules.kv_spec(options, "cpu", facts, 4 if model.dtype == "float32" else 2)
+    return msgspec.structs.replace(config, model=msgspec.structs.replace(model, kv=kv))
 
 
 @pytest.fixture(params=[4, 16], ids=["eager", "compiled"])

@@ -28,7 +28,7 @@ class UnknownSpec:
     """A `quintet.executor.cards.spec.ModelSpec`."""
 
     vocab_size: int
-    kv_needs: tuple[KvNeed, ...]
+    kv_needs: tuple[KvNeed | None, ...]
     reach: int
     fixed_rope_len: int | None
     num_parameters: int | None = None

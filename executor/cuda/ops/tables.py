@@ -31,7 +31,7 @@ NOTHING = np.zeros(0, np.int32)
 NOBODY_NEW: tuple[Words, ...] = (np.zeros(1, np.int32),)
 """The sections of new rows when there are none: where the tokens of the first would begin."""
 
-_TABLES, _ROWS = "pplplipp", "ppppipppppipppi"
+_TABLES, _ROWS = "pplpliilpp", "ppppippppplipppi"
 APPLY_PLAN = Kernel("tables", "apply_plan", _TABLES + _ROWS)
 APPLY_DELTAS = Kernel("tables", "apply_deltas", _TABLES)
 FILL_ROWS = Kernel("tables", "fill_rows", _TABLES + _ROWS)
@@ -220,18 +220,20 @@ def apply_plan(
         raise ValueError(
             f"staging: expected contiguous int32[words], got {staging.dtype}{list(staging.shape)}"
         )
-    if rows.lengths is None or rows.kv_rows is None:
+    if rows.lengths is None or rows.kv_rows is None or rows.kv_rows.ndim != 2:
         raise ValueError(
-            "rows: expected lengths and kv_rows, int32[num_tokens], as StepMemory gives them; got None"
+            "rows: expected lengths, int32[num_tokens], and kv_rows, int32[groups, num_tokens], as StepMemory gives them"
         )
     deltas: tuple[Argument, ...] = (
         *(staging, tables.token_ids, tables.token_ids.stride(0)),
-        *(tables.block_table, tables.block_table.stride(1), tables.block_size),
+        *(tables.block_table, tables.block_table.stride(1), tables.kv.block_size),
+        *(len(tables.block_table), tables.block_table.stride(0)),
         *(tables.num_prompt_tokens, tables.settings),
     )
     outputs: tuple[Argument, ...] = (
         *(rows.slots, rows.starts, rows.counts, rows.offsets, rows.num_rows),
-        *(rows.token_ids, rows.positions, rows.token_rows, rows.lengths, rows.kv_rows, rows.num_tokens),
+        *(rows.token_ids, rows.positions, rows.token_rows, rows.lengths),
+        *(rows.kv_rows, rows.kv_rows.stride(0), rows.num_tokens),
         *(sampled.slots, sampled.positions, sampled.tokens, sampled.num_rows),
     )
     if rows.num_tokens <= ONE_BLOCK_TOKENS:

@@ -1,0 +1,60 @@
+"""The groups of a model's layers, sorted by what the core must do about them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from quintet.wire.kv_spec import KvGroup, KvSpec
+
+
+@dataclass(slots=True, frozen=True)
+class Groups:
+    """See `quintet.wire.kv_spec`. Groups are named by their index."""
+
+    spec: KvSpec
+    step_tokens: int
+    """Most tokens of a request that one step computes."""
+    tokens: tuple[int, ...] = field(init=False)
+    """Those whose blocks hold keys and values."""
+    windowed: tuple[int, ...] = field(init=False)
+    """Of these, those that lose sight of tokens."""
+    states: tuple[int, ...] = field(init=False)
+    is_plain: bool = field(init=False)
+    """Whether there is one, and it sees everything."""
+
+    def __post_init__(self) -> None:
+        def where(*kinds: str) -> tuple[int, ...]:
+            return tuple(index for index, group in enumerate(self.spec.groups) if group.kind in kinds)
+
+        object.__setattr__(self, "tokens", where("full", "sliding", "chunked"))
+        object.__setattr__(self, "windowed", where("sliding", "chunked"))
+        object.__setattr__(self, "states", where("state"))
+        object.__setattr__(
+            self, "is_plain", len(self.spec.groups) == 1 and self.spec.groups[0].kind == "full"
+        )
+
+    @property
+    def all(self) -> list[KvGroup]:
+        """The groups themselves."""
+        return self.spec.groups
+
+    def most_blocks(self, index: int, num_tokens: int) -> int:
+        """Return the most blocks that a request of this length holds of a group at once."""
+        return self.all[index].most_blocks(num_tokens, self.spec.block_size, self.step_tokens)
+
+    def first_block(self, index: int, position: int) -> int:
+        """Return the first position of a group's block table that a token at ``position`` reads."""
+        return self.all[index].first_seen(position) // self.spec.block_size
+
+    def taken_by(self, num_tokens: float) -> float:
+        """Return what a request of this length takes at its most, in tokens of a block each; of one plain group its length."""
+        block_size = self.spec.block_size
+        if self.is_plain:
+            return num_tokens
+        whole = int(num_tokens)
+        return sum(
+            block_size * self.most_blocks(index, whole)
+            if group.is_state
+            else min(num_tokens, block_size * self.most_blocks(index, whole))
+            for index, group in enumerate(self.all)
+        )

@@ -1,0 +1,129 @@
+"""States of fixed size: which block a step reads a request's state from, which it writes, and which states are kept for others.
+
+A state is overwritten by every step, so what is to outlive that is never copied, but not written any more::
+
+    step        reads    writes
+     7            4        4          one block, while nobody else wants the state
+     8            4        9          the state behind step 7 is kept: block 4 is read once more, and then left to the cache
+     9            9        9
+
+Kept are the states that requests with the same beginning can go on from: behind the last full block of a prompt, behind every
+`KEEP_EVERY` tokens, and, for further choices of one prompt, behind all of it but the last token. A prompt's pieces end there.
+Keeping is a favour: where no block is to spare the state is written over, and who would have begun there computes more.
+"""
+
+from __future__ import annotations
+
+from quintet.core.request import Request
+from quintet.core.state import State
+from quintet.core.step_builder import StepBuilder
+
+KEEP_EVERY = 1024
+"""Tokens, rounded up to whole blocks: pieces so long are computed as fast, token for token, as longer ones, and what a state
+takes is a small part of what as many tokens' keys and values do."""
+
+
+def begin(state: State, request: Request) -> None:
+    """Note where states of a request are kept that is to go on behind ``planned`` tokens, from what was found or from nothing."""
+    request.begins_at = request.planned
+    if request.planned == _end_for_choices(state, request):
+        _keep_for_choices(
+            state, request, [request.held[index].blocks[0] for index in state.limits.groups.states]
+        )
+    request.keep_at = _next_kept(state, request)
+
+
+def cut(state: State, request: Request, count: int) -> int:
+    """Return how many of its next ``count`` tokens a request computes before its state is to be kept."""
+    keep_at = request.keep_at
+    if keep_at == request.planned:
+        keep_at = _next_kept(state, request)
+    return count if keep_at is None else min(count, keep_at - request.planned)
+
+
+def prepare(state: State, step: StepBuilder, request: Request) -> None:
+    """Say which blocks the next tokens' step reads and writes; keep the state behind those before them, if it is due."""
+    groups, pool, planned = state.limits.groups, state.pool, request.planned
+    is_new = planned == request.begins_at  # what it reads and writes was said when it was found
+    is_kept = planned == request.keep_at and not is_new and pool.num_available > _reserve(state)
+    is_for_choices = planned == _end_for_choices(state, request)
+    if planned == request.keep_at:
+        request.keep_at = _next_kept(state, request)
+    current: list[int] = []
+    for index in groups.states:
+        blocks = request.held[index].blocks
+        if len(blocks) == 2 and not is_new:
+            pool.release([blocks.pop(0)], state.fence)
+            step.blocks += (request.slot, index, 0, blocks[0])
+        current.append(blocks[0])
+        if is_kept:
+            blocks.append(pool.take())
+            step.blocks += (request.slot, index, 1, blocks[1])
+    if is_kept:
+        _name(state, request, current)
+    if is_kept and is_for_choices:
+        _keep_for_choices(state, request, current)
+    elif request.for_choices and not _has_choices(state, request):
+        pool.release(request.for_choices, state.fence)
+        request.for_choices = []
+
+
+def exchange(state: State, step: StepBuilder, request: Request, index: int, found: list[int]) -> None:
+    """Have a request go on from a state that others have kept."""
+    held = request.held[index]
+    state.pool.share(found)
+    state.pool.release(held.blocks[:-1], state.fence)
+    held.blocks = [*found, held.blocks[-1]]
+    step.blocks += (request.slot, index, 0, held.blocks[0], request.slot, index, 1, held.blocks[1])
+
+
+def room_of(state: State, request: Request, end: int, room: int) -> int:
+    """Return until when nothing is to be done about a request's states: at most ``room``, and at least ``end`` tokens."""
+    if any(len(request.held[index].blocks) == 2 for index in state.limits.groups.states):
+        return end
+    return room if request.keep_at is None else min(room, request.keep_at)
+
+
+def _next_kept(state: State, request: Request) -> int | None:
+    """Return behind how many tokens, more than are planned, a state is kept next."""
+    limits, planned = state.limits, request.planned
+    wanted = [_end_for_choices(state, request)]
+    if limits.prefix_caching:
+        block_size = limits.block_size
+        every = -(-KEEP_EVERY // block_size) * block_size
+        wanted += [(planned // every + 1) * every, (len(request.tokens) - 1) // block_size * block_size]
+    return min((end for end in wanted if end is not None and end > planned), default=None)
+
+
+def _end_for_choices(state: State, request: Request) -> int | None:
+    """Return behind how many tokens further choices of a request begin, if some have still to."""
+    if request.parent is not None or request.params.n == 1 or not _has_choices(state, request):
+        return None
+    return request.num_prompt - 1
+
+
+def _has_choices(state: State, request: Request) -> bool:
+    return any(other.parent is request for other in state.waiting)
+
+
+def _keep_for_choices(state: State, request: Request, blocks: list[int]) -> None:
+    if request.planned and not request.for_choices:
+        state.pool.share(blocks)
+        request.for_choices = blocks
+
+
+def _name(state: State, request: Request, blocks: list[int]) -> None:
+    """Make a kept state findable, now or when the tokens before it are known."""
+    planned = request.planned
+    if not state.limits.prefix_caching or planned % state.limits.block_size:
+        return
+    if planned <= len(request.tokens):
+        state.name_state(request, planned, blocks)
+    else:
+        state.pool.share(blocks)
+        request.unnamed.append((planned, blocks))
+
+
+def _reserve(state: State) -> int:
+    """Return how many blocks must be left to requests, which need them more than those that may come."""
+    return state.limits.watermark + len(state.running) + len(state.limits.groups.states)

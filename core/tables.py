@@ -1,0 +1,177 @@
+"""The block tables of running requests: how one is filled when a request enters, grows, and moves on with a window.
+
+What a group of layers has lost sight of is let go while the request runs, and what it needs at the most (`KvGroup.most_blocks`)
+it gets when it enters: so a prompt in pieces never needs more than it lets go of. When no block is available it gives its own
+new content. It waits only where others hold what it has let go of, or read it in a step in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from quintet.core import states
+from quintet.core.hooks import Found
+from quintet.core.kv.held import Held
+from quintet.core.request import Request
+from quintet.core.state import State
+from quintet.core.step_builder import StepBuilder
+
+NO_BLOCKS = Held()
+
+
+def own_blocks(state: State, request: Request, found: Found) -> list[int]:
+    """Return how many blocks of its own, in each group, a request gets that enters behind what was found."""
+    groups, length = state.limits.groups, request.length
+    end = -(-length // state.limits.block_size)
+    if groups.is_plain:
+        return [end - (found.shared[0].end if found.shared else 0)]
+    wanted = []
+    for index, group in enumerate(groups.all):
+        shared = found.shared[index] if found.shared else NO_BLOCKS
+        most = groups.most_blocks(index, length)
+        wanted.append(1 if group.is_state else min(end - shared.end, most - len(shared.blocks)))
+    return wanted
+
+
+def fill(state: State, step: StepBuilder, request: Request, found: Found, num_own: list[int]) -> None:
+    """Give a request that enters its blocks: those that were found, and its own."""
+    pool, groups = state.pool, state.limits.groups
+    for held in found.shared:
+        pool.share(held.blocks)  # before anything is taken: that may evict
+    for index, count in enumerate(num_own):
+        shared = found.shared[index] if found.shared else NO_BLOCKS
+        blocks = shared.blocks + [pool.take() for _ in range(count)]
+        request.held.append(Held(shared.begin, blocks))
+    for index, tail in zip(groups.tokens, found.tails, strict=False):
+        step.copies += (tail, request.held[index].blocks[len(found.shared[index].blocks)])
+    for index, host_blocks in enumerate(found.restored):
+        own = request.held[index].blocks[len(found.shared[index].blocks) :]
+        for block, host_block in zip(own, host_blocks, strict=False):
+            step.swaps_in += (block, host_block)
+
+
+def extend(state: State, step: StepBuilder, request: Request) -> int:
+    """Give a request that decodes the blocks for its next token; return how many it lacks, having changed nothing."""
+    groups, pool = state.limits.groups, state.pool
+    planned, block_size = request.planned, state.limits.block_size
+    short = [index for index in groups.tokens if request.held[index].end * block_size <= planned]
+    moved: dict[int, int] = {}
+    if pool.num_available < len(short):
+        candidates = {index: _movable(state, request, index) for index in short if index in groups.windowed}
+        moved = {index: blocks[0] for index, blocks in candidates.items() if blocks}
+    if pool.num_available < len(short) - len(moved):
+        return len(short) - len(moved)
+    for index in groups.windowed:
+        _let_go(state, request, index, moved.values())
+    for index in short:
+        block = moved.get(index)
+        if block is None:
+            block = pool.take()
+        else:
+            pool.move(block)
+        _append(step, request, index, block)
+    if groups.states:
+        states.prepare(state, step, request)
+    set_room(state, request, planned + 1)
+    return 0
+
+
+def move_on(state: State, step: StepBuilder, request: Request, count: int) -> int:
+    """Give a request the blocks for its next ``count`` tokens; return for how many of them there are some, perhaps none."""
+    groups, block_size = state.limits.groups, state.limits.block_size
+    if groups.is_plain:
+        return count
+    if groups.states:
+        count = states.cut(state, request, count)
+    if groups.windowed:
+        end = _reach(state, request, -(-(request.planned + count) // block_size))
+        count = min(count, end * block_size - request.planned)
+        if count <= 0:
+            return 0
+        num_wanted = sum(max(0, end - request.held[index].end) for index in groups.windowed)
+        is_scarce = num_wanted > state.pool.num_available
+        for index in groups.windowed:
+            _move_window(state, step, request, index, end, is_scarce)
+    if groups.states:
+        states.prepare(state, step, request)
+    set_room(state, request, request.planned + count)
+    return count
+
+
+def _reach(state: State, request: Request, end: int) -> int:
+    """Return up to which position, at most ``end``, block tables can be filled with what is available and what is let go of."""
+    pool, groups = state.pool, state.limits.groups
+    tables = [(request.held[index].end, len(_movable(state, request, index))) for index in groups.windowed]
+    while sum(max(0, end - filled - movable) for filled, movable in tables) > pool.num_available:
+        end -= 1
+    return end
+
+
+def _move_window(
+    state: State, step: StepBuilder, request: Request, index: int, end: int, is_scarce: bool
+) -> None:
+    """Fill a group's table up to ``end``. What is let go of goes to the pool, where others may find it, unless blocks are
+    scarce: then it is filled anew."""
+    pool, num_wanted = state.pool, max(0, end - request.held[index].end)
+    moved = _movable(state, request, index)[:num_wanted] if is_scarce else []
+    _let_go(state, request, index, moved)
+    for block in moved:
+        pool.move(block)
+    for block in moved + [pool.take() for _ in range(num_wanted - len(moved))]:
+        _append(step, request, index, block)
+
+
+def catch_up(state: State, step: StepBuilder, request: Request, found: Found) -> None:
+    """Exchange a request's next blocks for full ones that others have computed since it entered."""
+    groups, pool, block_size = state.limits.groups, state.pool, state.limits.block_size
+    end, planned = found.num_tokens // block_size, request.planned // block_size
+    for index, group in enumerate(groups.all):
+        held, shared = request.held[index], found.shared[index]
+        if group.is_state:
+            states.exchange(state, step, request, index, shared.blocks)
+            continue
+        # What it shares already behind `planned` stays as it is.
+        first = max(shared.begin, min(planned, held.end))
+        blocks = shared.blocks[first - shared.begin :]
+        pool.share(blocks)
+        before = held.blocks[max(0, shared.begin - held.begin) : max(0, first - held.begin)]
+        rest = held.blocks[max(0, end - held.begin) :]
+        gone = held.behind(shared.begin) + held.blocks[max(0, first - held.begin) : max(0, end - held.begin)]
+        pool.release(gone, state.fence)
+        request.held[index] = Held(first - len(before), before + blocks + rest)
+        for position, block in enumerate(blocks, first):
+            step.blocks += (request.slot, index, position, block)
+    request.planned = found.num_tokens
+    request.register_at = (end + 1) * block_size
+    if groups.states:
+        states.begin(state, request)
+    set_room(state, request, request.planned)
+
+
+def set_room(state: State, request: Request, end: int) -> None:
+    """Note until when the blocks need no looking at, once ``end`` tokens are planned."""
+    groups, block_size = state.limits.groups, state.limits.block_size
+    room = min((request.held[index].end for index in groups.tokens), default=request.limit) * block_size
+    request.room = states.room_of(state, request, end, room) if groups.states else room
+
+
+def _movable(state: State, request: Request, index: int) -> list[int]:
+    """Return what a group has lost sight of at the next token and may get new content."""
+    behind = request.held[index].behind(state.limits.groups.first_block(index, request.planned))
+    return [block for block in behind if state.pool.may_move(block)]
+
+
+def _let_go(state: State, request: Request, index: int, spared: Collection[int]) -> None:
+    """Release what a group has lost sight of at the next token, but for the blocks that go on elsewhere in the table."""
+    held = request.held[index]
+    first = state.limits.groups.first_block(index, request.planned)
+    gone = [block for block in held.behind(first) if block not in spared]
+    held.drop(first)
+    if gone:
+        state.pool.release(gone[::-1], state.fence)
+
+
+def _append(step: StepBuilder, request: Request, index: int, block: int) -> None:
+    held = request.held[index]
+    step.blocks += (request.slot, index, held.end, block)
+    held.blocks.append(block)
