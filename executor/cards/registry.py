@@ -10,21 +10,27 @@ import difflib
 
 from quintet.executor.cards.families import (
     dense,
+    gemma,
+    gpt,
     llama,
     olmo,
     orient,
     phi,
     routed,
+    text_of,
 )
 from quintet.executor.cards.family import Family
 
 FAMILIES: dict[str, Family] = {
     **llama.FAMILIES,
-    **phi.FAMILIES,
-    **olmo.FAMILIES,
     **dense.FAMILIES,
+    **gemma.FAMILIES,
+    **gpt.FAMILIES,
+    **olmo.FAMILIES,
     **orient.FAMILIES,
+    **phi.FAMILIES,
     **routed.FAMILIES,
+    **text_of.FAMILIES,
 }
 """By the card's architecture."""
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from quintet.executor.cards.card import Key, ModelCard
 
 KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
-_ALIASES = {"su": "longrope"}
-"""What the first cards of a kind called it."""
+_ALIASES = {"su": "longrope", "mrope": "default"}
+"""What the first cards of a kind called it; positions in pictures, which are as elsewhere where there is only text."""
 
 POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "max_seq_len")
 """How cards spell the longest context."""
 THETA = ("rope_theta", "rotary_emb_base")
-SHARE = ("partial_rotary_factor", "rotary_pct", "rope_pct")
+SHARE = ("partial_rotary_factor", "rotary_pct", "rope_pct", "rope_percent")
 MAX_POSITIONS = 1 << 24
 """The longest context: tables of every slot have an entry for each position."""
 _MAX_FACTOR = 1e6

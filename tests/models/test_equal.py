@@ -11,9 +11,9 @@ import pytest
 import torch
 from tests.models.equal import MORE_WAYS, WAYS, Loaded, alone, furthest, in_every_way, load
 from tests.models.random_checkpoints import LENGTHS, Expectation, Row, expectations, write_checkpoint
-from tests.models.rows import dense, llama, orient, routed
+from tests.models.rows import dense, gemma, gpt, llama, orient, routed
 
-ROWS: dict[str, Row] = {**llama.ROWS, **routed.ROWS, **dense.ROWS, **orient.ROWS}
+ROWS: dict[str, Row] = {**llama.ROWS, **dense.ROWS, **gemma.ROWS, **gpt.ROWS, **orient.ROWS, **routed.ROWS}
 
 
 def made(row: Row, folder: Path, seed: int = 0) -> list[Expectation]:

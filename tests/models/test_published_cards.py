@@ -47,6 +47,29 @@ def test_phi_4_mini() -> None:
     assert rope is not None and rope.kind == "longrope"
 
 
+def test_pythia_and_stablelm_say_how_much_is_rotated_in_words_of_their_own() -> None:
+    card = {
+        "hidden_act": "gelu",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "layer_norm_eps": 1e-05,
+        "max_position_embeddings": 2048,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 16,
+        "rotary_emb_base": 25000,
+        "rotary_pct": 0.5,
+        "tie_word_embeddings": False,
+        "use_parallel_residual": True,
+        "vocab_size": 50304,
+    }
+    rope = read("GPTNeoXForCausalLM", card).layers[0].mixer.rope
+    assert rope is not None and (rope.rotary_dim, rope.theta) == (64, 25000.0)
+    card = card | {"rope_pct": 0.25, "norm_eps": 1e-05, "use_qkv_bias": False, "hidden_act": "silu"}
+    del card["rotary_pct"], card["layer_norm_eps"]
+    layer = read("StableLMEpochForCausalLM", card).layers[0]
+    assert layer.mixer.rope is not None and layer.mixer.rope.rotary_dim == 32
+
+
 def test_qwen_1_stops_where_its_own_stretching_begins() -> None:
     card = {
         "hidden_size": 4096,

@@ -6,13 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 from quintet.executor.cards.card import ModelCard
+from quintet.executor.cards.families.llama import llama
 from quintet.executor.cards.families.shape import (
     FULL,
+    MAX_WIDTH,
     SLIDING,
     attention,
     decoder,
     gated,
     head_width,
+    hidden_size,
     layer_kinds,
     layer_norm,
     num_layers,
@@ -30,6 +33,7 @@ from quintet.executor.cards.spec import (
     DecoderSpec,
     LayerSpec,
     MlpSpec,
+    NormKind,
     Norms,
     NormSpec,
     QkNormOver,
@@ -97,6 +101,32 @@ def nemotron(card: ModelCard) -> DecoderSpec:
     mixer = attention(card, positions=4096, share=0.5, qkv_bias=biased, output_bias=biased)
     mlp = plain(card, "relu2", biased=card.flag("mlp_bias", False))
     return decoder(card, (pre_norm(norm, mixer, mlp),) * num_layers(card), norm)
+
+
+def minicpm(card: ModelCard) -> DecoderSpec:
+    """MiniCPM 1, 2 and 4: factors as Granite's, derived from a smaller model's width."""
+    hidden, layers, norm = hidden_size(card), num_layers(card), rms(card, 1e-5)
+    biased = card.flag("attention_bias", False)
+    layer = pre_norm(
+        norm,
+        attention(card, positions=2048, qkv_bias=biased, output_bias=biased),
+        gated(card),
+        residual_multiplier=_factor(card, "scale_depth") / layers**0.5,
+    )
+    return decoder(
+        card,
+        (layer,) * layers,
+        norm,
+        tied=card.flag("tie_word_embeddings", True),
+        embedding_scale=_factor(card, "scale_emb"),
+        logit_scale=card.whole("dim_model_base", 1, MAX_WIDTH, hidden) / hidden,
+    )
+
+
+def orion(card: ModelCard) -> DecoderSpec:
+    """Orion: layer norms."""
+    norm = NormSpec(kind=NormKind.LAYER, eps=rms(card, 1e-5).eps, biased=True)
+    return _llama(card, attention(card, positions=4096), gated(card), norm)
 
 
 def jais2(card: ModelCard) -> DecoderSpec:
@@ -227,11 +257,19 @@ def _llama(
 
 
 FAMILIES = {
+    "GraniteForCausalLM": Family(granite, "Granite 3, dense"),
+    "HyperCLOVAXForCausalLM": Family(hyperclovax, "HyperCLOVA X SEED Think"),
+    "Jais2ForCausalLM": Family(jais2, "Jais 2"),
     "CwmForCausalLM": Family(cwm, "Code World Model"),
+    "MiniCPMForCausalLM": Family(minicpm, "MiniCPM 1, 2 and 4"),
+    "OrionForCausalLM": Family(orion, "Orion"),
+    "XverseForCausalLM": Family(llama, "XVERSE"),
     "StableLmForCausalLM": Family(stablelm, "StableLM"),
     "StableLMEpochForCausalLM": Family(stablelm, "StableLM, by its own code"),
+    "NemotronForCausalLM": Family(nemotron, "Nemotron 3 and 4, Minitron"),
     "MinistralForCausalLM": Family(ministral, "Ministral 8B"),
     "Ministral3ForCausalLM": Family(ministral3, "Ministral 3"),
     "InternLM3ForCausalLM": Family(internlm3, "InternLM 3"),
     "SeedOssForCausalLM": Family(seed_oss, "Seed-OSS"),
+    "ArceeForCausalLM": Family(arcee, "AFM"),
 }

@@ -92,5 +92,6 @@ def _behind(card: ModelCard, mixer: AttentionSpec) -> LayerSpec:
 
 
 FAMILIES = {
+    "OlmoForCausalLM": Family(olmo, "OLMo 1"),
     "Olmo2ForCausalLM": Family(olmo2, "OLMo 2"),
 }

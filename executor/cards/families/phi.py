@@ -47,5 +47,6 @@ def phi3(card: ModelCard) -> DecoderSpec:
 
 
 FAMILIES = {
+    "PhiForCausalLM": Family(phi, "Phi 1, 1.5 and 2"),
     "Phi3ForCausalLM": Family(phi3, "Phi 3, 3.5 and 4"),
 }

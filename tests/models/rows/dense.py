@@ -3,6 +3,8 @@
 from tests.models.random_checkpoints import Row, of_transformers
 
 ROWS: dict[str, Row] = {
+    "phi": of_transformers("PhiConfig"),
+    "phi, normed queries": of_transformers("PhiConfig", qk_layernorm=True, num_key_value_heads=4),
     "phi3": of_transformers("Phi3Config", pad_token_id=0),
     "phi3, window": of_transformers("Phi3Config", pad_token_id=0, sliding_window=13),
     "phi4 mini": of_transformers(
@@ -19,7 +21,38 @@ ROWS: dict[str, Row] = {
             "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
         },
     ),
+    "olmo": of_transformers("OlmoConfig", clip_qkv=0.7),
     "olmo2": of_transformers("Olmo2Config"),
+    "granite": of_transformers(
+        "GraniteConfig",
+        embedding_multiplier=3.0,
+        attention_multiplier=0.3,
+        residual_multiplier=0.4,
+        logits_scaling=5.0,
+    ),
+    "hyperclovax": of_transformers("HyperCLOVAXConfig", residual_multiplier=0.4, logits_scaling=0.5),
+    "hyperclovax, no norms behind": of_transformers(
+        "HyperCLOVAXConfig", embedding_multiplier=3.0, attention_multiplier=0.3, use_post_norm=False
+    ),
+    "minicpm": of_transformers(
+        "GraniteConfig",
+        embedding_multiplier=3.0,
+        attention_multiplier=0.25,
+        residual_multiplier=0.6 / 3**0.5,
+        logits_scaling=2.0,
+        card={
+            "architectures": ["MiniCPMForCausalLM"],
+            "scale_emb": 3.0,
+            "scale_depth": 0.6,
+            "dim_model_base": 32,
+        },
+    ),
+    "orion": of_transformers(
+        "StableLmConfig",
+        partial_rotary_factor=1.0,
+        card={"architectures": ["OrionForCausalLM"], "rms_norm_eps": 1e-5},
+    ),
+    "jais 2": of_transformers("Jais2Config"),
     "cwm": of_transformers(
         "CwmConfig",
         head_dim=16,
@@ -31,6 +64,7 @@ ROWS: dict[str, Row] = {
     "stablelm, side by side": of_transformers(
         "StableLmConfig", qk_layernorm=True, use_parallel_residual=True, partial_rotary_factor=0.5
     ),
+    "nemotron": of_transformers("NemotronConfig"),
     "ministral": of_transformers(
         "MinistralConfig",
         head_dim=16,
@@ -39,4 +73,14 @@ ROWS: dict[str, Row] = {
     ),
     "ministral 3": of_transformers("Ministral3Config", head_dim=16),
     "seed-oss": of_transformers("SeedOssConfig", head_dim=32),
+    "arcee": of_transformers("ArceeConfig", mlp_bias=True),
+    "qwen2-vl, text": of_transformers(
+        "Qwen2Config",
+        card={
+            "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+            "rope_parameters": None,
+            "rope_theta": 10000.0,
+            "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+        },
+    ),
 }
