@@ -24,8 +24,9 @@ Kind = Literal["full", "sliding", "chunked", "state"]
 ALIGNMENT = 64
 """Places begin at multiples of a cache line."""
 
-MOST_PADDING = 0.15
-"""Layers are grouped by as many as leave at most this share of the places unused: fewer groups are fewer tables to keep."""
+MOST_PADDING, MOST_FULL_PADDING = 0.15, 0.05
+"""Layers are grouped by as many as leave at most these shares of the places unused: fewer groups are fewer tables to keep. Of
+those that see everything fewer, since what they need grows with a request."""
 
 
 class LayerKv(msgspec.Struct, frozen=True):
@@ -141,10 +142,12 @@ def group_layers(layers: Sequence[LayerKv], block_size: int) -> KvSpec:
     for layer in layers:
         alike.setdefault((layer.kind, layer.window), []).append(layer.layer)
     counts = [len(members) for members in alike.values()]
+    full = [len(members) for (kind, _), members in alike.items() if kind == "full"]
     layers_per_block = max(
         width
         for width in range(1, max(counts) + 1)
-        if sum(-(-count // width) * width for count in counts) <= (1 + MOST_PADDING) * len(layers)
+        if _padded(counts, width) <= (1 + MOST_PADDING) * len(layers)
+        and _padded(full, width) <= (1 + MOST_FULL_PADDING) * sum(full)
     )
     groups: list[KvGroup] = []
     for (kind, window), members in alike.items():
@@ -153,6 +156,11 @@ def group_layers(layers: Sequence[LayerKv], block_size: int) -> KvSpec:
         groups += [KvGroup(kind, members[a:b], window) for a, b in pairwise(edges)]
     needed = max(layer.token_bytes * block_size + layer.state_bytes for layer in layers)
     return KvSpec(groups, layers_per_block, -(-needed // ALIGNMENT) * ALIGNMENT, block_size)
+
+
+def _padded(counts: list[int], width: int) -> int:
+    """Return the places that so many layers of each kind take in groups of this width."""
+    return sum(-(-count // width) * width for count in counts)
 
 
 def full_layers(

@@ -1,0 +1,83 @@
+"""How layers are grouped, and what a request holds of each group."""
+
+from __future__ import annotations
+
+import pytest
+
+from quintet.wire.kv_spec import Kind, KvGroup, KvSpec, LayerKv, full_layers, group_layers
+
+
+def mix(*layers: tuple[int, Kind, int], token_bytes: int = 64, block_size: int = 16) -> KvSpec:
+    """Group so many layers of each kind and window."""
+    kinds = [(kind, window) for count, kind, window in layers for _ in range(count)]
+    return group_layers(
+        [LayerKv(index, kind, window, token_bytes) for index, (kind, window) in enumerate(kinds)], block_size
+    )
+
+
+def test_layers_that_are_all_alike_are_one_group() -> None:
+    spec = full_layers(28, 8, 128, 2, 16)
+    assert spec.groups == [KvGroup("full", list(range(28)))]
+    assert spec.bytes_per_token == 28 * 2 * 8 * 128 * 2
+    assert spec.bytes_per_block == 16 * spec.bytes_per_token
+    assert spec.most_blocks(100, 2048) == 7
+    assert spec.longest(6, 1000, 2048) == 96
+    assert [spec.place(layer) for layer in (0, 27)] == [(0, 0), (0, 27)]
+
+
+@pytest.mark.parametrize(
+    ("layers", "width", "sizes"),
+    [
+        (((22, "sliding", 512), (4, "full", 0)), 4, [3, 4, 4, 3, 4, 4, 4]),  # Gemma 3, 1B
+        (((13, "sliding", 4096), (13, "full", 0)), 13, [13, 13]),  # Gemma 2, 2B
+        (((36, "chunked", 8192), (12, "full", 0)), 12, [12, 12, 12, 12]),  # Llama 4
+        (((28, "state", 0), (4, "full", 0)), 4, [4] * 8),  # Jamba
+        (((1, "sliding", 8), (1, "full", 0)), 1, [1, 1]),
+    ],
+)
+def test_few_places_stay_empty(
+    layers: tuple[tuple[int, Kind, int], ...], width: int, sizes: list[int]
+) -> None:
+    spec = mix(*layers)
+    assert spec.layers_per_block == width
+    assert [len(group.layers) for group in spec.groups] == sizes
+    members = [layer for group in spec.groups for layer in group.layers]
+    assert sorted(members) == list(range(len(members)))
+    for index, group in enumerate(spec.groups):
+        for place, layer in enumerate(group.layers):
+            assert spec.place(layer, state=group.is_state) == (index, place)
+
+
+def test_a_layer_may_have_both() -> None:
+    """Attention and a state side by side: the block is as large as what needs more."""
+    needs = [LayerKv(0, "full", 0, 100), LayerKv(0, "state", state_bytes=5000)]
+    spec = group_layers(needs, 16)
+    assert (spec.place(0), spec.place(0, state=True)) == ((0, 0), (1, 0))
+    assert spec.layer_bytes == 5056  # 79 lines of 64 bytes
+    with pytest.raises(KeyError, match="layer 1 keeps no state"):
+        spec.place(1, state=True)
+
+
+def test_what_is_seen() -> None:
+    sliding, chunked = KvGroup("sliding", [0], 8), KvGroup("chunked", [0], 8)
+    assert [sliding.first_seen(position) for position in (0, 7, 8, 20)] == [0, 0, 1, 13]
+    assert [chunked.first_seen(position) for position in (0, 7, 8, 20)] == [0, 0, 8, 16]
+    assert sliding.used(20, 23, 4) == range(3, 6)
+    assert KvGroup("state", [0]).used(20, 23, 4) == range(2)
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3, 16])
+@pytest.mark.parametrize("window", [1, 2, 5, 16, 33])
+@pytest.mark.parametrize("kind", ["sliding", "chunked"])
+def test_a_window_never_holds_more_than_it_says(kind: Kind, window: int, block_size: int) -> None:
+    """And as many, at some place, by some step."""
+    group, step = KvGroup(kind, [0], window), 7
+    held = [
+        len(group.used(start, start + count, block_size))
+        for start in range(200)
+        for count in range(1, step + 1)
+    ]
+    most = group.most_blocks(10_000, block_size, step)
+    assert max(held) <= most
+    if kind == "sliding":
+        assert max(held) == most
