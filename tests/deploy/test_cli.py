@@ -70,6 +70,31 @@ def test_plan_of_a_local_model(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "8 of full length (512 tokens) at once" in text
 
 
+def test_plan_says_what_a_request_takes_of_each_group(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_model(
+        tmp_path,
+        architectures=["Qwen2ForCausalLM"],
+        num_hidden_layers=3,
+        use_sliding_window=True,
+        sliding_window=64,
+        max_window_layers=1,
+    )
+    write_weights(folder / "model.safetensors", {"w": [100, 50]})
+    words = ["plan", str(folder), "--device", "cpu", "--kv-cache-memory", "1MiB"]
+    words += ["--max-num-batched-tokens", "256"]
+    assert cli.main([*words, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["kv_groups"] == [
+        {"kind": "full", "window": 0, "num_groups": 1, "num_layers": 1, "blocks_per_request": 32},
+        {"kind": "sliding", "window": 64, "num_groups": 2, "num_layers": 2, "blocks_per_request": 42},
+    ]
+    assert plan["max_full_length_requests"] == plan["num_blocks"] // 74
+    assert cli.main(words) == 0
+    assert "2 layers in 2 groups see 64 tokens: at most 42 blocks of a request" in capsys.readouterr().out
+
+
 def test_requests_at_once_follow_a_small_step_budget_unless_set(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
