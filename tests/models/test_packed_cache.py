@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+import transformers
 
 from quintet.executor.ops.host_linear import linear_library
 from quintet.executor.ops.packed_weight import PackedWeight
@@ -69,6 +70,26 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> list[PackedWeight]:
 
     monkeypatch.setattr(PackedWeight, "fill", counting)
     return filled
+
+
+def test_parts_of_one_tensor_are_kept_as_well(
+    serve: Callable[..., Any], tmp_path: Path, packed: list[PackedWeight]
+) -> None:
+    config = transformers.Phi3Config(
+        **{key: getattr(tiny(), key) for key in ("vocab_size", "hidden_size", "intermediate_size")},
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        pad_token_id=0,
+    )
+    server = Server(serve(config), tmp_path / "packed")
+    assert server.start() == server.expected
+    assert packed
+    packed.clear()
+    assert server.start() == server.expected
+    assert not packed
+    described = server.file.read_bytes()
+    assert b"qkv_proj[0/1/96]" in described and b"gate_up_proj[48/1/96]" in described
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4", "w8a8"])

@@ -97,6 +97,34 @@ def test_a_wrong_tensor_is_one_line_naming_it(
     assert "model.safetensors" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda tensors, name: tensors.pop(name), "is missing"),
+        (lambda tensors, name: tensors.update({name[1:]: tensors.pop(name)}), "may be misspelt"),
+        (lambda tensors, name: tensors.update({"x." + name: torch.ones(3)}), "has no place for"),
+        (lambda tensors, name: tensors.update({name: torch.ones(3)}), "has shape"),
+    ],
+    ids=["missing", "misspelt", "extra", "mis-shaped"],
+)
+def test_a_wrong_tensor_of_a_shard_is_one_line_naming_it(
+    change: Callable[[dict[str, torch.Tensor], str], object],
+    words: str,
+    serve: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    served = serve(tiny(), max_shard_size="20KB")
+    shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
+    tensors = load_file(shard)
+    name = min(tensors)
+    change(tensors, name)
+    save_file(tensors, shard)
+    with pytest.raises(ConfigError, match=words) as caught:
+        make_torch_worker(served.config)
+    assert "\n" not in str(caught.value) and name[1:] in str(caught.value)
+    assert words == "is missing" or shard.name in str(caught.value)
+
+
 def test_buffers_of_old_checkpoints_are_ignored(serve: Callable[..., Any], tmp_path: Path) -> None:
     served = serve(tiny())
     rewrite(
