@@ -465,7 +465,7 @@ def test_the_end_of_sequence_is_looked_up_in_the_tokenizer_when_no_config_names_
             },
             "high_freq_factor is 4; it must be above low_freq_factor, 4",
         ),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; it must be one of silu"),
+        ({"hidden_act": "mish"}, "hidden_act is 'mish'; it must be one of silu"),
         ({"quantization_config": "gptq"}, "quantization_config is 'gptq'; it must be an object"),
         (
             {"architectures": ["MistralForCausalLM"], "sliding_window": 0},

@@ -327,7 +327,7 @@ def test_dummy_weights_drawn_on_a_device_are_of_the_same_kind(dtype: torch.dtype
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"hidden_act": "mish"}, "hidden_act is 'mish'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
         ({"num_hidden_layers": 3}, "3 layers"),
         ({"vocab_size": 99}, "99 tokens in the vocabulary"),
