@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from quintet.executor.memory import to_device
 from quintet.executor.ops.paged_attention import MAX_FOLDED_TOKENS, AttentionGroup
+from quintet.executor.ops.state_rows import StateRows
 from quintet.executor.ragged import ranges
 from quintet.executor.slots import SlotTables
 from quintet.wire.step import StepPlan
@@ -88,6 +89,8 @@ class Batch:
     """int64[T]: where in it."""
     attention: dict[View, tuple[AttentionGroup, ...]]
     """For each distinct view of the model's layers."""
+    states: dict[int, StateRows]
+    """For each group whose blocks hold states."""
 
 
 class BatchBuilder:
@@ -130,6 +133,11 @@ class BatchBuilder:
             ),
             offsets=to_device(positions % block_size, device),
             attention={view: self._groups(rows, tables, view) for view in self._views},
+            states={
+                index: state_rows(rows, tables, index)
+                for index, group in enumerate(tables.kv.groups)
+                if group.is_state
+            },
         )
 
     def _groups(self, rows: Rows, tables: SlotTables, view: View) -> tuple[AttentionGroup, ...]:
@@ -229,3 +237,16 @@ class BatchBuilder:
         fold = 1 if num_new == 1 else self._fold
         bias = bias.unsqueeze(2).expand(num_rows, self._shape.num_kv_heads, fold, num_new, context)
         return bias.reshape(num_rows * self._shape.num_kv_heads, fold * num_new, context)
+
+
+def state_rows(rows: Rows, tables: SlotTables, group: int) -> StateRows:
+    """Return which blocks of a group of states the rows read and write."""
+    device, named = tables.device, tables.block_table[group, rows.slots, :2].astype(np.int64)
+    return StateRows(
+        sources=to_device(named[:, 0].copy(), device),
+        targets=to_device(named[:, 1].copy(), device),
+        fresh=to_device(rows.starts == 0, device),
+        offsets=to_device(rows.offsets, device),
+        counts=to_device(rows.counts, device),
+        max_count=int(rows.counts.max()),
+    )

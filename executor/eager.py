@@ -15,12 +15,18 @@ from quintet.executor.cards.spec import Activation
 from quintet.executor.layers.experts import Experts
 from quintet.executor.layers.linear import Embedding, Linear
 from quintet.executor.layers.norm import Norm
+from quintet.executor.layers.states import CausalConv, DeltaRule, HeadScan, SelectiveScan, StatePart
 from quintet.executor.memory import lazy_zeros, to_device
 from quintet.executor.models.forward import AttentionLayer
 from quintet.executor.models.model import CausalModel
 from quintet.executor.ops.activation import activate
+from quintet.executor.ops.causal_conv import causal_conv
+from quintet.executor.ops.delta_rule import delta_rule
+from quintet.executor.ops.head_scan import head_scan
 from quintet.executor.ops.paged_attention import paged_attention
 from quintet.executor.ops.rope_kv_write import rope_kv_write
+from quintet.executor.ops.selective_scan import selective_scan
+from quintet.executor.ops.state_rows import StateRows
 from quintet.executor.sampling.settings import Settings
 from quintet.executor.slots import SlotTables
 from quintet.process.trace import Span, no_span
@@ -44,6 +50,11 @@ class EagerKv:
         shape = (2, layer.num_kv_heads, self.spec.block_size, layer.head_dim)
         size = math.prod(shape) * self.dtype.itemsize
         return group, self.places[place][:, :size].view(self.dtype).unflatten(1, shape)
+
+    def of_state(self, layer: int) -> tuple[int, torch.Tensor]:
+        """Return the group of a layer's states, and their memory: uint8 ``[num_blocks, layer_bytes]``."""
+        group, place = self.spec.place(layer, state=True)
+        return group, self.places[place]
 
 
 class EagerPass:
@@ -129,6 +140,56 @@ class EagerPass:
         q = rope_kv_write(q, k, v, self._cos, self._sin, cache, batch.blocks[group], batch.offsets)
         attended = paged_attention(q, cache, batch.attention[group, layer.window], layer.scale)
         return attended.reshape(batch.num_tokens, -1)
+
+    def causal_conv(self, layer: CausalConv, x: torch.Tensor) -> torch.Tensor:
+        """See `ForwardPass`."""
+        rows, states = self._states(layer.state, x.dtype)
+        return causal_conv(rows, states, x, layer.weight, layer.bias, layer.silu)
+
+    def selective_scan(
+        self,
+        layer: SelectiveScan,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
+        gate: torch.Tensor,
+    ) -> torch.Tensor:
+        """See `ForwardPass`."""
+        rows, states = self._states(layer.state)
+        return selective_scan(rows, states, x, dt, b, c, gate, layer.a, layer.dt_bias, layer.skip)
+
+    def head_scan(
+        self,
+        layer: HeadScan,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
+        gate: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See `ForwardPass`."""
+        rows, states = self._states(layer.state)
+        parameters = (layer.a, layer.dt_bias, layer.skip, layer.dt_limits)
+        return head_scan(rows, states, x, dt, b, c, gate, *parameters)
+
+    def delta_rule(
+        self,
+        layer: DeltaRule,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        alpha: torch.Tensor,
+        beta: torch.Tensor,
+    ) -> torch.Tensor:
+        """See `ForwardPass`."""
+        rows, states = self._states(layer.state)
+        return delta_rule(rows, states, q, k, v, alpha, beta, layer.a, layer.dt_bias)
+
+    def _states(self, part: StatePart, dtype: torch.dtype = torch.float32) -> tuple[StateRows, torch.Tensor]:
+        self.num_done += 1
+        group, blocks = self._kv.of_state(part.index)
+        return self._batch.states[group], part.of(blocks, dtype)
 
 
 class EagerRunner:

@@ -6,7 +6,8 @@
 
 That changes no result. Rows come in their order, so one that reads blocks which another fills still comes behind it (see
 `StepPlan`); tokens of one row come in their order, as in a prompt that the core computes in pieces; and computing
-once more what was begun writes the same values to the same places.
+once more what was begun writes the same values to the same places. Not so a state, which is written over what it was made
+from: a model with states computes each step once.
 
 Owns the cutting and joining. Knows nothing of how a step is computed.
 """
@@ -28,9 +29,11 @@ log = logging.getLogger(__name__)
 class SmallerSteps:
     """Computes steps, in parts if need be, and counts those."""
 
-    def __init__(self, release: Callable[[], None]) -> None:
-        """``release`` gives the system the memory back that an allocator keeps for later."""
+    def __init__(self, release: Callable[[], None], may_repeat: bool = True) -> None:
+        """``release`` gives the system the memory back that an allocator keeps for later. may_repeat: whether what was begun can
+        be computed once more; otherwise a step for which memory runs out fails."""
         self._release = release
+        self._may_repeat = may_repeat
         self.num_split = 0
 
     def compute(self, plan: StepPlan, compute: Callable[[StepPlan], StepResult]) -> StepResult:
@@ -42,7 +45,7 @@ class SmallerSteps:
         try:
             return compute(plan)
         except torch.OutOfMemoryError as error:
-            if not is_divisible(plan):
+            if not self._may_repeat or not is_divisible(plan):
                 raise
             if not self.num_split:
                 log.warning(

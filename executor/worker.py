@@ -81,7 +81,9 @@ class Worker:
         self.swap_bytes_per_s = self._host_blocks.measure()
         if self.num_host_blocks:
             self.facts["swap"] = f"{self.num_host_blocks} blocks at {self.swap_bytes_per_s / 1e9:.1f} GB/s"
-        self._smaller_steps = SmallerSteps(torch.cuda.empty_cache if device.type == "cuda" else lambda: None)
+        self._smaller_steps = SmallerSteps(
+            torch.cuda.empty_cache if device.type == "cuda" else lambda: None, not model.kv.has_states
+        )
 
     @property
     def work_done(self) -> int:

@@ -99,6 +99,11 @@ class KvSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Tokens whose keys and values a block holds."""
 
     @property
+    def has_states(self) -> bool:
+        """Whether some layers keep a state of each request."""
+        return any(group.is_state for group in self.groups)
+
+    @property
     def bytes_per_block(self) -> int:
         """Memory of one block."""
         return self.layers_per_block * self.layer_bytes

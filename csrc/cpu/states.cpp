@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "program.hpp"
+#include "blocks.hpp"
 #include "require.hpp"
 
 namespace qt {
@@ -29,16 +29,10 @@ void run_once(Call call, Run run, const StateRow* rows, index_t num_rows) {
   pool().run(&work, 1);
 }
 
-// A layer's states in the blocks of its group: a row's are in the first block of its slot.
-struct StateMemory {
-  char* blocks;
-  index_t block_bytes;
-};
-
 template <class Call>
 class StateOp final : public Op {
  public:
-  StateOp(const Call& call, Run run, const StateMemory& memory) : call_(call), run_(run), memory_(memory) {}
+  StateOp(const Call& call, Run run, const KvPlace& place) : call_(call), run_(run), place_(place) {}
 
   Work prepare(const Step& step, index_t) override {
     constexpr index_t kLong = 16;
@@ -51,23 +45,21 @@ class StateOp final : public Op {
   }
 
  private:
-  // Before a request's first token there is nothing, whatever the block holds.
   StateRow row_of(const Step& step, index_t row) const {
-    char* states = memory_.blocks + step.block_table[step.row_slots[row] * step.block_table_stride] * memory_.block_bytes;
-    return {step.row_starts[row] ? states : nullptr, states, step.row_offsets[row], step.row_counts[row]};
+    return {state_read(step, row, place_), state_written(step, row, place_), step.row_offsets[row], step.row_counts[row]};
   }
 
   Call call_;
   Run run_;
-  StateMemory memory_;
+  KvPlace place_;
   std::vector<StateRow> rows_;
 };
 
 template <class Call>
-void append(Program* program, const Call& call, Run run, const StateMemory& memory) {
-  QT_REQUIRE(memory.blocks && call.offset >= 0 && call.offset < memory.block_bytes, "a state %lld bytes into %lld",
-             (long long)call.offset, (long long)memory.block_bytes);
-  program->append(std::make_unique<StateOp<Call>>(call, run, memory));
+void append(Program* program, const Call& call, Run run, const KvPlace& place) {
+  QT_REQUIRE(place.memory && call.offset >= 0 && call.offset < place.block_bytes, "a state %lld bytes into %lld",
+             (long long)call.offset, (long long)place.block_bytes);
+  program->append(std::make_unique<StateOp<Call>>(call, run, place));
 }
 
 constexpr index_t kExponential = 12;  // in multiplications
@@ -128,12 +120,13 @@ DeltaRuleCall delta_call(const Columns (&columns)[5], index_t heads, index_t hea
 }  // namespace qt
 
 using qt::Columns;
+using qt::KvPlace;
 using qt::Program;
 using qt::StateRow;
 
-// Each operation in two forms: at once over `num_rows` rows that say where their states are, and recorded. There `blocks`
-// is a layer's memory, `block_bytes` from one block to the next. `offset`: of this operation's state in a block. See
-// states.hpp for shapes and formats, `quintet.executor.ops.host_states` for who calls.
+// Each operation in two forms: at once over `num_rows` rows that say where their states are, and recorded, for a layer whose
+// states are at `place`. `offset`: of this operation's state in a layer's. See states.hpp for shapes and formats,
+// `quintet.executor.ops.host_states` for who calls.
 
 QT_EXPORT void qt_op_causal_conv(const StateRow* rows, index_t num_rows, index_t offset, const void* x, index_t x_stride,
                                  index_t channels, index_t taps, const float* weight, const float* bias, int silu, void* y,
@@ -142,11 +135,11 @@ QT_EXPORT void qt_op_causal_conv(const StateRow* rows, index_t num_rows, index_t
                QT_CHOOSE(causal_conv).causal_conv[dtype], rows, num_rows);
 }
 
-QT_EXPORT void qt_program_causal_conv(Program* program, void* blocks, index_t block_bytes, index_t offset, const void* x,
+QT_EXPORT void qt_program_causal_conv(Program* program, const KvPlace* place, index_t offset, const void* x,
                                       index_t x_stride, index_t channels, index_t taps, const float* weight,
                                       const float* bias, int silu, void* y, index_t y_stride, int dtype) {
   qt::append(program, qt::conv_call(x, x_stride, channels, taps, weight, bias, silu, y, y_stride, offset),
-             QT_CHOOSE(causal_conv).causal_conv[dtype], {(char*)blocks, block_bytes});
+             QT_CHOOSE(causal_conv).causal_conv[dtype], *place);
 }
 
 // columns: x, dt, b, c, gate.
@@ -157,11 +150,11 @@ QT_EXPORT void qt_op_selective_scan(const StateRow* rows, index_t num_rows, inde
                QT_CHOOSE(states).selective_scan[dtype], rows, num_rows);
 }
 
-QT_EXPORT void qt_program_selective_scan(Program* program, void* blocks, index_t block_bytes, index_t offset,
+QT_EXPORT void qt_program_selective_scan(Program* program, const KvPlace* place, index_t offset,
                                          const Columns (&columns)[5], index_t channels, index_t state_size, const float* a,
                                          const float* dt_bias, const float* skip, void* y, index_t y_stride, int dtype) {
   qt::append(program, qt::selective_call(columns, channels, state_size, a, dt_bias, skip, {y, y_stride}, offset),
-             QT_CHOOSE(states).selective_scan[dtype], {(char*)blocks, block_bytes});
+             QT_CHOOSE(states).selective_scan[dtype], *place);
 }
 
 // columns: x, dt, b, c, gate (null: none).
@@ -174,14 +167,14 @@ QT_EXPORT void qt_op_head_scan(const StateRow* rows, index_t num_rows, index_t o
                QT_CHOOSE(states).head_scan[dtype], rows, num_rows);
 }
 
-QT_EXPORT void qt_program_head_scan(Program* program, void* blocks, index_t block_bytes, index_t offset,
+QT_EXPORT void qt_program_head_scan(Program* program, const KvPlace* place, index_t offset,
                                     const Columns (&columns)[5], index_t heads, index_t head_dim, index_t groups,
                                     index_t state_size, const float* a, const float* dt_bias, const float* skip,
                                     float dt_least, float dt_most, void* y, index_t y_stride, int dtype) {
   qt::append(program,
              qt::head_call(columns, heads, head_dim, groups, state_size, a, dt_bias, skip, dt_least, dt_most, {y, y_stride},
                            offset),
-             QT_CHOOSE(states).head_scan[dtype], {(char*)blocks, block_bytes});
+             QT_CHOOSE(states).head_scan[dtype], *place);
 }
 
 // columns: q, k, v, alpha, beta.
@@ -192,10 +185,10 @@ QT_EXPORT void qt_op_delta_rule(const StateRow* rows, index_t num_rows, index_t 
                QT_CHOOSE(states).delta_rule[dtype], rows, num_rows);
 }
 
-QT_EXPORT void qt_program_delta_rule(Program* program, void* blocks, index_t block_bytes, index_t offset,
+QT_EXPORT void qt_program_delta_rule(Program* program, const KvPlace* place, index_t offset,
                                      const Columns (&columns)[5], index_t heads, index_t head_dim, index_t key_heads,
                                      index_t key_dim, const float* a, const float* dt_bias, void* y, index_t y_stride,
                                      int dtype) {
   qt::append(program, qt::delta_call(columns, heads, head_dim, key_heads, key_dim, a, dt_bias, {y, y_stride}, offset),
-             QT_CHOOSE(states).delta_rule[dtype], {(char*)blocks, block_bytes});
+             QT_CHOOSE(states).delta_rule[dtype], *place);
 }

@@ -73,6 +73,10 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     weights = read_weight_facts(folder) if reads_weights else None
     dtype = facts.dtype if options.dtype == "auto" else options.dtype
     kv = rules.kv_spec(options, device, facts, _DTYPE_BYTES[dtype])
+    if options.block_size is None and kv.block_size > rules.DEFAULT_BLOCK_SIZE:
+        notes.append(
+            f"blocks hold {kv.block_size} tokens, whose keys and values take what a layer's state does"
+        )
     max_model_len = rules.derive_max_model_len(
         options.max_model_len, facts.max_model_len, folder / "config.json"
     )

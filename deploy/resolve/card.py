@@ -15,6 +15,7 @@ from quintet.executor.cards.card import ModelCard
 from quintet.executor.cards.families.unknown import unknown
 from quintet.executor.cards.registry import FAMILIES
 from quintet.executor.cards.spec import KvNeed, ModelSpec
+from quintet.executor.cards.state_specs import StateNeed
 from quintet.wire.config import ModelImpl
 from quintet.wire.errors import ConfigError
 from quintet.wire.json_files import Json, read_json
@@ -42,6 +43,8 @@ class ModelFacts:
     dtype: Dtype
     kv_needs: tuple[KvNeed | None, ...]
     """What each layer keeps of every token."""
+    state_needs: tuple[StateNeed | None, ...]
+    """What each layer keeps of every request besides; empty where no layer does."""
     vocab_size: int
     num_parameters: int | None
     """Numbers of all its matrices; None where only the executor knows."""
@@ -78,6 +81,7 @@ def read_facts(folder: Path, generation_config: str = "auto", model_impl: str = 
         implementation=implementation,
         dtype=_dtype(config, path),
         kv_needs=spec.kv_needs,
+        state_needs=spec.state_needs,
         vocab_size=spec.vocab_size,
         num_parameters=spec.num_parameters,
         max_model_len=spec.reach,

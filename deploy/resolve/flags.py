@@ -248,7 +248,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "4 on a GPU, but at most a quarter of what is free; 0 on the CPU",
         ),
     ] = None
-    block_size: Annotated[int, Flag(MEMORY, "tokens in a block of KV memory")] = 16
+    block_size: Annotated[
+        int | None,
+        Flag(
+            MEMORY,
+            "tokens in a block of KV memory; 16, or as many as take what a state does, if nothing is said",
+        ),
+    ] = None
     enable_prefix_caching: Annotated[bool, Flag(MEMORY, "keep the KV of shared prompt beginnings")] = True
 
     # --- device ---

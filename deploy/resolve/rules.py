@@ -20,6 +20,8 @@ MAX_SOCKET_PATH = 107
 _LONGEST_SOCKET_NAME = len("/detokenizer-1023.9999999")
 _DEFAULT_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 """Enough to keep the device multiplying; more would only hold up those who decode."""
+DEFAULT_BLOCK_SIZE = 16
+"""Tokens."""
 _CPU_STEP_TARGET_MS = 300
 _WHOLE_DEFAULTS = ("top_k", "max_tokens")
 """Sampling defaults that are whole numbers; cards write them as 50.0 too."""
@@ -34,7 +36,6 @@ def check_ranges(options: Options) -> None:
     """Reject a number outside its range, naming the flag, the value and the range."""
     at_least: dict[str, tuple[float, float]] = {
         "max_num_seqs": (options.max_num_seqs, 1),
-        "block_size": (options.block_size, 1),
         "long_prefill_token_threshold": (options.long_prefill_token_threshold, 0),
         "tokenizers": (options.tokenizers, 1),
         "detokenizers": (options.detokenizers, 1),
@@ -51,6 +52,8 @@ def check_ranges(options: Options) -> None:
         "record_mb": (options.record_mb, 4),
         "port": (options.port, 0),
     }
+    if options.block_size is not None:
+        at_least["block_size"] = (options.block_size, 1)
     if options.step_target_ms is not None:
         at_least["step_target_ms"] = (options.step_target_ms, 0)
     if options.max_restarts is not None:
@@ -119,7 +122,7 @@ def kv_spec(options: Options, device: str, facts: ModelFacts, dtype_bytes: int) 
     """Return what KV takes; reject a number format that the device does not compute with."""
     block_size = options.block_size
     if options.kv_cache_dtype == "auto":
-        return _groups(facts, block_size, dtype_bytes)
+        return _groups(facts, block_size, dtype_bytes, dtype_bytes)
     other = "cuda" if options.kv_cache_dtype == "fp8" else "cpu"
     if device != other:
         instead = "int8" if device == "cpu" else "fp8"
@@ -127,23 +130,34 @@ def kv_spec(options: Options, device: str, facts: ModelFacts, dtype_bytes: int) 
             f"--kv-cache-dtype {options.kv_cache_dtype} is not computed on this device: give {instead}, or --device {other}"
         )
     if options.kv_cache_dtype == "fp8":
-        return _groups(facts, block_size, 1)
-    if block_size % 16:
+        return _groups(facts, block_size, dtype_bytes, 1)
+    if block_size is not None and block_size % 16:
         raise ConfigError(
             f"--kv-cache-dtype int8 needs blocks of a multiple of 16 tokens and --block-size is {block_size}; give 16 or 32"
         )
-    return _groups(facts, block_size, 1, _SCALE_BYTES)
+    return _groups(facts, block_size, dtype_bytes, 1, _SCALE_BYTES)
 
 
-def _groups(facts: ModelFacts, block_size: int, kv_bytes: int, scale_bytes: int = 0) -> KvSpec:
-    """Group the layers; bytes of the numbers that are cached, and of what goes with each head's."""
+def _groups(
+    facts: ModelFacts, asked: int | None, dtype_bytes: int, kv_bytes: int, scale_bytes: int = 0
+) -> KvSpec:
+    """Group the layers; bytes of the model's numbers, of those that are cached, and of what goes with each head's.
+
+    A block is as large as what the layer needs that needs most: where nobody asks for a number of tokens, there are so many in
+    it that a layer's keys and values fill what a state of another layer takes.
+    """
     layers = []
     for layer, need in enumerate(facts.kv_needs):
         if need is not None:
             head_bytes = (need.key_dim + need.value_dim) * kv_bytes + 2 * scale_bytes
             kind, window = _sight(need, facts.max_model_len)
             layers.append(LayerKv(layer, kind, window, need.num_kv_heads * head_bytes))
-    return group_layers(layers, block_size)
+    for layer, state in enumerate(facts.state_needs):
+        if state is not None:
+            layers.append(LayerKv(layer, "state", state_bytes=state.num_bytes(dtype_bytes)))
+    token_bytes = max(layer.token_bytes for layer in layers)
+    filling = max(layer.state_bytes for layer in layers) // token_bytes if token_bytes else 0
+    return group_layers(layers, asked or max(DEFAULT_BLOCK_SIZE, filling // 16 * 16))
 
 
 def _sight(need: KvNeed, max_model_len: int) -> tuple[Kind, int]:

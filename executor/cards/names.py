@@ -38,6 +38,9 @@ class Names:
     sinks: str = "self_attn.sinks"
     """A tensor's whole name: it has no weight and no bias."""
 
+    state_mixer: str = "mixer"
+    """What the tensors of a mixer with a state are below; what they are called there is the same in all families."""
+
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     gate_up: str = "mlp.gate_up_proj"

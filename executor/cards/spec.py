@@ -12,7 +12,11 @@ from typing import Protocol
 
 from quintet.executor.cards.experts import ExpertsSpec
 from quintet.executor.cards.names import Names
+from quintet.executor.cards.norm_spec import NormKind, NormSpec
 from quintet.executor.cards.rope import RopeSpec
+from quintet.executor.cards.state_specs import DeltaSpec, Mamba2Spec, MambaSpec, ShortConvSpec, StateNeed
+
+__all__ = ["NormKind", "NormSpec"]  # of what is imported, for others to import from here
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,10 @@ class ModelSpec(Protocol):
         """What each layer keeps of every token."""
 
     @property
+    def state_needs(self) -> tuple[StateNeed | None, ...]:
+        """What each layer keeps of every request besides; empty where no layer does."""
+
+    @property
     def reach(self) -> int:
         """The longest context that the position encoding tells positions apart in."""
 
@@ -51,27 +59,6 @@ class ModelSpec(Protocol):
     @property
     def num_parameters(self) -> int | None:
         """Numbers of all matrices: what the memory for weights is made of. None where only the executor knows."""
-
-
-class NormKind(StrEnum):
-    """What a norm takes away."""
-
-    RMS = "rms"
-    """The root mean square."""
-    LAYER = "layer"
-    """The mean and the standard deviation."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NormSpec:
-    """One norm; what a checkpoint calls it is said by `Names`, by the place where it stands."""
-
-    kind: NormKind
-    eps: float
-    offset: float = 0.0
-    """Added to the weight."""
-    weighted: bool = True
-    biased: bool = False
 
 
 class Activation(StrEnum):
@@ -196,7 +183,23 @@ class Norms:
     """`Names.mixer_norm`, `Names.mlp_norm`, there instead of before."""
 
 
-MixerSpec = AttentionSpec
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BesideSpec:
+    """Two mixers side by side: the sum of what each makes of the layer's input, with factors before and behind."""
+
+    state: Mamba2Spec
+    attention: AttentionSpec
+    state_factors: tuple[float, float] = (1.0, 1.0)
+    attention_factors: tuple[float, float] = (1.0, 1.0)
+
+    def num_parameters(self, hidden_size: int) -> int:
+        """Numbers of its matrices."""
+        return self.state.num_parameters(hidden_size) + self.attention.num_parameters(hidden_size)
+
+
+StateSpec = MambaSpec | Mamba2Spec | ShortConvSpec | DeltaSpec
+"""Mixers that keep a state of fixed size, and no keys and values."""
+MixerSpec = AttentionSpec | StateSpec | BesideSpec
 """What mixes tokens; `quintet.executor.models.blocks.block` builds each kind."""
 FeedForwardSpec = MlpSpec | ExpertsSpec
 """What each token goes through by itself, likewise."""
@@ -217,6 +220,28 @@ class LayerSpec:
     """Factor of what the mixer and the feed-forward add."""
     residual_of_norm: bool = False
     """Whether they add to what their norms gave, rather than to what the norms were given."""
+
+    @property
+    def attention(self) -> AttentionSpec | None:
+        """The mixer, or the part of it that attends."""
+        match self.mixer:
+            case AttentionSpec():
+                return self.mixer
+            case BesideSpec():
+                return self.mixer.attention
+            case _:
+                return None
+
+    @property
+    def state_need(self) -> StateNeed | None:
+        """What the mixer, or a part of it, keeps of every request."""
+        match self.mixer:
+            case AttentionSpec():
+                return None
+            case BesideSpec():
+                return self.mixer.state.state_need
+            case _:
+                return self.mixer.state_need
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,14 +284,25 @@ class DecoderSpec:
     """Logits become ``softcap * tanh(logit / softcap)``, after the factor."""
 
     @property
+    def attentions(self) -> tuple[AttentionSpec | None, ...]:
+        """The attention of each layer."""
+        return tuple(layer.attention for layer in self.layers)
+
+    @property
     def kv_needs(self) -> tuple[KvNeed | None, ...]:
         """See `ModelSpec`."""
-        return tuple(layer.mixer.kv_need for layer in self.layers)
+        return tuple(None if each is None else each.kv_need for each in self.attentions)
+
+    @property
+    def state_needs(self) -> tuple[StateNeed | None, ...]:
+        """See `ModelSpec`."""
+        return tuple(layer.state_need for layer in self.layers)
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
         """The rotations that layers have, each once."""
-        return tuple(dict.fromkeys(layer.mixer.rope for layer in self.layers if layer.mixer.rope is not None))
+        ropes = (each.rope for each in self.attentions if each is not None)
+        return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
 
     @property
     def fixed_rope_len(self) -> int | None:

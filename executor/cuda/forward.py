@@ -22,13 +22,19 @@ from quintet.executor.cuda.ops.formats import PACK_BYTES
 from quintet.executor.cuda.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from quintet.executor.cuda.ops.rope_kv import rope_kv
 from quintet.executor.cuda.rows import StepRows
+from quintet.executor.cuda.states import DeviceStates
 from quintet.executor.layers.experts import Experts
 from quintet.executor.layers.linear import Embedding, Linear
 from quintet.executor.layers.norm import Norm
+from quintet.executor.layers.states import CausalConv, DeltaRule, HeadScan, SelectiveScan
 from quintet.executor.models.forward import AttentionLayer
 from quintet.executor.ops.activation import activate
+from quintet.executor.ops.causal_conv import causal_conv
+from quintet.executor.ops.delta_rule import delta_rule
 from quintet.executor.ops.experts import experts_without_waiting, route
+from quintet.executor.ops.head_scan import head_scan
 from quintet.executor.ops.linear import GatedActivation
+from quintet.executor.ops.selective_scan import selective_scan
 from quintet.wire.kv_spec import KvSpec
 
 GATES = {
@@ -76,10 +82,11 @@ class DevicePass:
         cos: torch.Tensor,
         sin: torch.Tensor,
         backend: AttentionBackend | None = None,
+        states: DeviceStates | None = None,
     ) -> None:
         """kv: of each place of a block ``[2, num_blocks, num_kv_heads, block_size, head_dim]``, which ``spec`` gives the layers;
         cos, sin: ``[num_tokens, rotary_dim]``;
-        backend: whose attention computes, None for ours.
+        backend: whose attention computes, None for ours; states: None for a model without.
         """
         self._device = device
         self._multiply = linears
@@ -91,6 +98,7 @@ class DevicePass:
         self._cos = cos
         self._sin = sin
         self._backend = backend
+        self._given_states = states
         self.linears: dict[Linear, None] = {}
         """The linear layers that were met, in order."""
         self.attentions: list[AttentionLayer] = []
@@ -198,6 +206,40 @@ class DevicePass:
         else:
             attended = self._backend.attend(queries, kv, rows, layer.window)
         return Value(attended.view(rows.num_tokens, -1))
+
+    def causal_conv(self, layer: CausalConv, x: Value) -> Value:
+        """See `ForwardPass`. This operation and the following ones are computed by torch."""
+        values = x.settled
+        rows, states = self._states.of(layer.state, values.dtype)
+        return Value(causal_conv(rows, states, values, layer.weight, layer.bias, layer.silu))
+
+    def selective_scan(
+        self, layer: SelectiveScan, x: Value, dt: Value, b: Value, c: Value, gate: Value
+    ) -> Value:
+        """See `ForwardPass`."""
+        rows, states = self._states.of(layer.state)
+        values = (x.settled, dt.settled, b.settled, c.settled, gate.settled)
+        return Value(selective_scan(rows, states, *values, layer.a, layer.dt_bias, layer.skip))
+
+    def head_scan(
+        self, layer: HeadScan, x: Value, dt: Value, b: Value, c: Value, gate: Value | None
+    ) -> Value:
+        """See `ForwardPass`."""
+        rows, states = self._states.of(layer.state)
+        values = (x.settled, dt.settled, b.settled, c.settled, None if gate is None else gate.settled)
+        parameters = (layer.a, layer.dt_bias, layer.skip, layer.dt_limits)
+        return Value(head_scan(rows, states, *values, *parameters))
+
+    def delta_rule(self, layer: DeltaRule, q: Value, k: Value, v: Value, alpha: Value, beta: Value) -> Value:
+        """See `ForwardPass`."""
+        rows, states = self._states.of(layer.state)
+        values = (q.settled, k.settled, v.settled, alpha.settled, beta.settled)
+        return Value(delta_rule(rows, states, *values, layer.a, layer.dt_bias))
+
+    @property
+    def _states(self) -> DeviceStates:
+        assert self._given_states is not None, "a model with states is computed without their memory"
+        return self._given_states
 
 
 def in_packs(x: torch.Tensor) -> torch.Tensor:

@@ -126,7 +126,9 @@ class DeviceWorker:
         if self._host_pool is not None:
             self.swap_bytes_per_s = self._host_pool.measure()
             self.facts["swap"] = f"{num_host_blocks} blocks at {self.swap_bytes_per_s / 1e9:.1f} GB/s"
-        self._smaller_steps = SmallerSteps(torch.cuda.empty_cache if is_gpu else _nothing)
+        self._smaller_steps = SmallerSteps(
+            torch.cuda.empty_cache if is_gpu else _nothing, not model.kv.has_states
+        )
 
     @property
     def work_done(self) -> int:

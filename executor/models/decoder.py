@@ -44,11 +44,13 @@ class Decoder:
             )
             for index, layer in enumerate(spec.layers)
         ]
-        mixer = spec.layers[0].mixer
+        mixer = next(each for each in spec.attentions if each is not None)
         self.num_heads = mixer.num_heads
         self.num_kv_heads = mixer.num_kv_heads
         self.head_dim = mixer.head_dim
-        self.windows: Sequence[int | None] = [layer.mixer.window for layer in spec.layers]
+        self.windows: Sequence[int | None] = [
+            None if each is None else each.window for each in spec.attentions
+        ]
         self.rope = Rope(spec.ropes[0], setting.device)
 
     def _declare_ends(self, scope: Scope, spec: DecoderSpec) -> None:

@@ -19,6 +19,7 @@ from quintet.executor.cards.spec import Activation, NormKind
 from quintet.executor.layers.experts import Experts
 from quintet.executor.layers.linear import Embedding, Linear
 from quintet.executor.layers.norm import Norm
+from quintet.executor.layers.states import CausalConv, DeltaRule, HeadScan, SelectiveScan
 
 ValueT = TypeVar("ValueT")
 
@@ -98,3 +99,24 @@ class ForwardPass(Protocol[ValueT]):
 
         q: ``[rows, num_heads * head_dim]``; k, v: ``[rows, num_kv_heads * head_dim]``. Columns of one value cost nothing.
         """
+
+    def causal_conv(self, layer: CausalConv, x: ValueT) -> ValueT:
+        """Return each channel of ``x`` convolved over its last tokens; see `quintet.executor.ops.causal_conv`.
+
+        This operation and the following ones go on from the state of each row's layer, and leave another.
+        """
+
+    def selective_scan(
+        self, layer: SelectiveScan, x: ValueT, dt: ValueT, b: ValueT, c: ValueT, gate: ValueT
+    ) -> ValueT:
+        """Return ``x`` scanned and gated; see `quintet.executor.ops.selective_scan`."""
+
+    def head_scan(
+        self, layer: HeadScan, x: ValueT, dt: ValueT, b: ValueT, c: ValueT, gate: ValueT | None
+    ) -> ValueT:
+        """Return ``x`` scanned and, if there is a gate, gated; see `quintet.executor.ops.head_scan`."""
+
+    def delta_rule(
+        self, layer: DeltaRule, q: ValueT, k: ValueT, v: ValueT, alpha: ValueT, beta: ValueT
+    ) -> ValueT:
+        """Return what the state says of ``q``, corrected by ``k`` and ``v``; see `quintet.executor.ops.delta_rule`."""

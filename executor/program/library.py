@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from functools import partial
 
+from quintet.executor.ops import host_states
 from quintet.executor.ops.host_library import check_layout, declare, open_library
 from quintet.executor.sampling.settings import RECORD
 
@@ -52,6 +53,11 @@ class ProgramLibrary:
         self.kv_block_bytes = declare(library, "qt_kv_block_bytes", i, n, n, n, result=n)
         self.attention = declare(
             library, "qt_program_attention", a, a, n, a, n, n, n, n, n, f, a, f, a, n, n, i, i
+        )
+
+        self.causal_conv, self.selective_scan, self.head_scan, self.delta_rule = (
+            declare(library, f"qt_program_{name}", a, a, n, *host_states.ARGUMENTS[name])
+            for name in ("causal_conv", "selective_scan", "head_scan", "delta_rule")
         )
 
 

@@ -16,11 +16,13 @@ from quintet.executor.cards.spec import Activation, NormKind
 from quintet.executor.layers.experts import Experts
 from quintet.executor.layers.linear import Embedding, GatedActivation, Linear
 from quintet.executor.layers.norm import Norm
+from quintet.executor.layers.states import CausalConv, DeltaRule, HeadScan, SelectiveScan
 from quintet.executor.models.forward import AttentionLayer
 from quintet.executor.ops.activation import ACTIVATION_CODES
 from quintet.executor.ops.host_dtypes import FLOAT_CODES
 from quintet.executor.program.library import ProgramLibrary
 from quintet.executor.program.places import Lifetimes, Places, fuse
+from quintet.executor.program.states import StateOperations
 from quintet.executor.program.step import KvPlace
 from quintet.executor.program.values import EmitWith, Extent, Operation, Value
 from quintet.wire.kv_spec import KvSpec
@@ -79,6 +81,7 @@ class Recorder:
         self.memory: list[torch.Tensor] = []
         """What values lie in: must live as long as the program is run."""
         self.handle = library.new()
+        self._states = StateOperations(library, self.handle, partial(kv.place, state=True), self._code)
 
     def embedding(self, layer: Embedding) -> Value:
         """See `ForwardPass`."""
@@ -263,6 +266,32 @@ class Recorder:
 
         self._append("rotate and write KV", emit_write, (q, k, v), queries)
         return self._append("attention", emit_attend, (queries,), y)
+
+    def causal_conv(self, layer: CausalConv, x: Value) -> Value:
+        """See `ForwardPass`."""
+        assert x.width == layer.weight.shape[1], (x.width, layer.weight.shape)
+        y = Value(x.width, Extent.TOKENS)
+        return self._append("causal_conv", lambda: self._states.causal_conv(layer, x, y), (x,), y)
+
+    def selective_scan(
+        self, layer: SelectiveScan, x: Value, dt: Value, b: Value, c: Value, gate: Value
+    ) -> Value:
+        """See `ForwardPass`."""
+        y, reads = Value(x.width, Extent.TOKENS), (x, dt, b, c, gate)
+        return self._append("selective_scan", lambda: self._states.selective_scan(layer, reads, y), reads, y)
+
+    def head_scan(
+        self, layer: HeadScan, x: Value, dt: Value, b: Value, c: Value, gate: Value | None
+    ) -> Value:
+        """See `ForwardPass`."""
+        y, values = Value(x.width, Extent.TOKENS), (x, dt, b, c, gate)
+        reads = tuple(value for value in values if value is not None)
+        return self._append("head_scan", lambda: self._states.head_scan(layer, values, y), reads, y)
+
+    def delta_rule(self, layer: DeltaRule, q: Value, k: Value, v: Value, alpha: Value, beta: Value) -> Value:
+        """See `ForwardPass`."""
+        y, reads = Value(v.width, Extent.TOKENS), (q, k, v, alpha, beta)
+        return self._append("delta_rule", lambda: self._states.delta_rule(layer, reads, y), reads, y)
 
     def take_outputs(self, x: Value) -> Value:
         """Return the rows of ``x`` whose logits are wanted."""

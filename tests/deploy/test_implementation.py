@@ -80,5 +80,5 @@ def test_kv_memory_is_counted_by_the_usual_spellings(tmp_path: Path) -> None:
     text = inner | {"vocab_size": 77, "max_position_embeddings": 99}
     nested = write_model(tmp_path / "nested", **STRANGER, **dict.fromkeys(text), text_config=text)
     facts = read_facts(nested)
-    assert (facts.num_layers, facts.num_kv_heads, facts.head_dim) == (2, 1, 16)
+    assert [need and (need.num_kv_heads, need.key_dim) for need in facts.kv_needs] == [(1, 16)] * 2
     assert (facts.vocab_size, facts.max_model_len) == (77, 99)

@@ -111,3 +111,12 @@ def test_when_not_even_a_token_fits_the_error_goes_on() -> None:
         smaller.compute(plan_of_rows(ROWS, SAMPLES), device.compute)
     with pytest.raises(torch.OutOfMemoryError):
         smaller.compute(plan_of_rows([(0, 3, 1)], [1]), device.compute)
+
+
+def test_what_cannot_be_repeated_is_not() -> None:
+    """A state is written over what it was made from."""
+    device = SmallDevice(4)
+    smaller = SmallerSteps(device.release, may_repeat=False)
+    with pytest.raises(torch.OutOfMemoryError):
+        smaller.compute(plan_of_rows(ROWS, SAMPLES), device.compute)
+    assert (smaller.num_split, device.num_releases) == (0, 0)

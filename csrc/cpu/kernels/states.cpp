@@ -52,35 +52,48 @@ QT_INLINE void widen(const Element* from, index_t count, float* to) {
   for (index_t i = 0; i < count; i += kLanes) store(to + i, load(from + i, count - i), count - i);
 }
 
+// A vector of which all lanes are there, as is known beforehand, or the first `count`.
+template <bool IsWhole, class Element>
+QT_INLINE f32v read(const Element* from, index_t count) {
+  if constexpr (IsWhole) return load(from);
+  return load(from, count);
+}
+
+template <bool IsWhole, class Element>
+QT_INLINE void write(Element* to, f32v value, index_t count) {
+  if constexpr (IsWhole) return store(to, value);
+  store(to, value, count);
+}
+
 QT_INLINE index_t least(index_t a, index_t b) { return a < b ? a : b; }
 
 // --- Mamba 1 ---
 
 // One vector of channels, `count` of them from `channel` on, through all the row's tokens.
-template <class Element>
+template <class Element, bool IsWhole>
 void scan_channels(const SelectiveScanCall& call, const StateRow& row, index_t channel, index_t count) {
   const index_t size = call.state_size;
   f32v state[kMaxStateSize];
   const float* from = row.from ? (const float*)(row.from + call.offset) + channel : nullptr;
-  for (index_t n = 0; n < size; ++n) state[n] = from ? load(from + n * call.channels, count) : all(0.0f);
-  const f32v bias = load(call.dt_bias + channel, count), skip = load(call.skip + channel, count);
+  for (index_t n = 0; n < size; ++n) state[n] = from ? read<IsWhole>(from + n * call.channels, count) : all(0.0f);
+  const f32v bias = read<IsWhole>(call.dt_bias + channel, count), skip = read<IsWhole>(call.skip + channel, count);
   float b[kMaxStateSize], c[kMaxStateSize];
   for (index_t token = row.token; token < row.token + row.count; ++token) {
     widen(row_of<Element>(call.b, token), size, b);
     widen(row_of<Element>(call.c, token), size, c);
-    const f32v x = load(row_of<Element>(call.x, token) + channel, count);
-    const f32v dt = softplus(load(row_of<Element>(call.dt, token) + channel, count) + bias), in = dt * x;
+    const f32v x = read<IsWhole>(row_of<Element>(call.x, token) + channel, count);
+    const f32v dt = softplus(read<IsWhole>(row_of<Element>(call.dt, token) + channel, count) + bias), in = dt * x;
     f32v y = all(0.0f);
     for (index_t n = 0; n < size; ++n) {
-      const f32v kept = exponential(dt * load(call.a + n * call.channels + channel, count)) * state[n];
+      const f32v kept = exponential(dt * read<IsWhole>(call.a + n * call.channels + channel, count)) * state[n];
       state[n] = fma(in, all(b[n]), kept);
       y = fma(state[n], all(c[n]), y);
     }
-    y = fma(skip, x, y) * silu(load(row_of<Element>(call.gate, token) + channel, count));
-    store((Element*)call.y.numbers + token * call.y.stride + channel, y, count);
+    y = fma(skip, x, y) * silu(read<IsWhole>(row_of<Element>(call.gate, token) + channel, count));
+    write<IsWhole>((Element*)call.y.numbers + token * call.y.stride + channel, y, count);
   }
   float* to = (float*)(row.to + call.offset) + channel;
-  for (index_t n = 0; n < size; ++n) store(to + n * call.channels, state[n], count);
+  for (index_t n = 0; n < size; ++n) write<IsWhole>(to + n * call.channels, state[n], count);
 }
 
 template <class Element>
@@ -89,7 +102,8 @@ void selective_scan(const void* description, index_t begin, index_t end) {
   for (index_t piece = begin; piece < end; ++piece) {
     const index_t first = piece % call.units * kUnitColumns, columns = least(kUnitColumns, call.channels - first);
     for (index_t i = 0; i < columns; i += kLanes)
-      scan_channels<Element>(call, call.rows[piece / call.units], first + i, columns - i);
+      (columns - i < kLanes ? scan_channels<Element, false> : scan_channels<Element, true>)(
+          call, call.rows[piece / call.units], first + i, columns - i);
   }
 }
 
@@ -118,15 +132,15 @@ void read_head_tokens(const HeadScanCall& call, index_t head, index_t token, ind
   }
 }
 
-// Rows [n, n + Rows) of the state of one vector of columns through `num_tokens` tokens, of which each adds `in` and gets `y`. Rows
+// Rows [n, n + Rows) of the state of one vector of columns through some tokens, of which each adds `in` and gets `y`. Rows
 // are in registers: what a token has in common is read once for all of them.
-template <int Rows>
+template <int Rows, bool IsWhole>
 QT_INLINE void scan_rows(const HeadScanCall& call, const HeadTokens& shared, index_t num_tokens, const float* from, float* to,
                          index_t n, index_t count, const f32v (&in)[kTogether], f32v (&y)[kTogether]) {
   const index_t next = call.head_dim, place = n * next;
   f32v state[Rows];
 #pragma GCC unroll 16
-  for (int i = 0; i < Rows; ++i) state[i] = from ? load(from + place + i * next, count) : all(0.0f);
+  for (int i = 0; i < Rows; ++i) state[i] = from ? read<IsWhole>(from + place + i * next, count) : all(0.0f);
   for (index_t t = 0; t < num_tokens; ++t) {
     const f32v decay = all(shared.decay[t]);
     f32v sum = y[t];
@@ -138,19 +152,19 @@ QT_INLINE void scan_rows(const HeadScanCall& call, const HeadTokens& shared, ind
     y[t] = sum;
   }
 #pragma GCC unroll 16
-  for (int i = 0; i < Rows; ++i) store(to + place + i * next, state[i], count);
+  for (int i = 0; i < Rows; ++i) write<IsWhole>(to + place + i * next, state[i], count);
 }
 
 // Some tokens through one vector of a head's columns, `count` of them from `column` on. from, to: the head's state,
 // [state_size][head_dim]; from may be null.
-template <class Element>
+template <class Element, bool IsWhole>
 void scan_columns(const HeadScanCall& call, const HeadTokens& shared, index_t num_tokens, const float* from, float* to,
                   index_t head, index_t token, index_t column, index_t count) {
   constexpr int kRows = kRegisters / 2 - 4;  // of the state at a time: 12 or 4
   const index_t at = head * call.head_dim + column;
   f32v x[kTogether], in[kTogether], y[kTogether];
   for (index_t t = 0; t < num_tokens; ++t) {
-    x[t] = load(row_of<Element>(call.x, token + t) + at, count);
+    x[t] = read<IsWhole>(row_of<Element>(call.x, token + t) + at, count);
     in[t] = x[t] * all(shared.dt[t]);
     y[t] = all(0.0f);
   }
@@ -158,12 +172,12 @@ void scan_columns(const HeadScanCall& call, const HeadTokens& shared, index_t nu
   to += column;
   index_t n = 0;
   for (; n + kRows <= call.state_size; n += kRows)
-    scan_rows<kRows>(call, shared, num_tokens, from, to, n, count, in, y);
-  for (; n < call.state_size; ++n) scan_rows<1>(call, shared, num_tokens, from, to, n, count, in, y);
+    scan_rows<kRows, IsWhole>(call, shared, num_tokens, from, to, n, count, in, y);
+  for (; n < call.state_size; ++n) scan_rows<1, IsWhole>(call, shared, num_tokens, from, to, n, count, in, y);
   for (index_t t = 0; t < num_tokens; ++t) {
     f32v sum = fma(all(call.skip[head]), x[t], y[t]);
-    if (call.gate.numbers) sum = sum * silu(load(row_of<Element>(call.gate, token + t) + at, count));
-    store((Element*)call.y.numbers + (token + t) * call.y.stride + at, sum, count);
+    if (call.gate.numbers) sum = sum * silu(read<IsWhole>(row_of<Element>(call.gate, token + t) + at, count));
+    write<IsWhole>((Element*)call.y.numbers + (token + t) * call.y.stride + at, sum, count);
   }
 }
 
@@ -182,7 +196,8 @@ void head_scan(const void* description, index_t begin, index_t end) {
       const index_t num_tokens = least(kTogether, row.count - t);
       read_head_tokens<Element>(call, head, row.token + t, num_tokens, shared);
       for (index_t i = 0; i < columns; i += kLanes)
-        scan_columns<Element>(call, shared, num_tokens, from, to, head, row.token + t, first + i, columns - i);
+        (columns - i < kLanes ? scan_columns<Element, false> : scan_columns<Element, true>)(
+            call, shared, num_tokens, from, to, head, row.token + t, first + i, columns - i);
     }
   }
 }
@@ -224,54 +239,69 @@ struct DeltaColumns {
   index_t next;
 };
 
+// What the state says of a key: the sum over its rows, ascending.
+template <int Vectors>
+void ask(const DeltaRuleCall& call, const DeltaToken& token, const DeltaColumns& state, index_t count, f32v (&said)[Vectors]) {
+  constexpr bool IsWhole = Vectors > 1;
+  for (int v = 0; v < Vectors; ++v) said[v] = all(0.0f);
+  for (index_t k = 0; state.from && k < call.key_dim; ++k)
+    for (int v = 0; v < Vectors; ++v)
+      said[v] = fma(read<IsWhole>(state.from + k * state.next + v * kLanes, count - v * kLanes), all(token.k[k]), said[v]);
+}
+
 // One token through `Vectors` vectors of a head's columns, `count` of them, the first of which is column `at` of the values.
-template <class Element, int Vectors>
-void delta_token(const DeltaRuleCall& call, const DeltaToken& read, const DeltaColumns& state, index_t token, index_t at,
-                 index_t count) {
-  const f32v decay = all(read.decay);
-  const float* from = state.from;
+// said: what the state before says of its key; then, if there is a token behind it, what the state behind says of that one's: so
+// that rows of many tokens go over the state once a token, by the same operations as those of one.
+template <class Element, int Vectors, bool IsFollowed>
+void delta_token(const DeltaRuleCall& call, const DeltaToken& token, const DeltaToken& following, const DeltaColumns& state,
+                 index_t index, index_t at, index_t count, f32v (&said)[Vectors]) {
+  constexpr bool IsWhole = Vectors > 1;
+  const f32v decay = all(token.decay);
   f32v delta[Vectors], y[Vectors];
-  for (int v = 0; v < Vectors; ++v) delta[v] = y[v] = all(0.0f);
-  if (from)
-    for (index_t k = 0; k < call.key_dim; ++k)
-      for (int v = 0; v < Vectors; ++v) {
-        const f32v kept = load(from + k * state.next + v * kLanes, count - v * kLanes) * decay;
-        delta[v] = fma(kept, all(read.k[k]), delta[v]);
-      }
   for (int v = 0; v < Vectors; ++v) {
-    const f32v value = load(row_of<Element>(call.x, token) + at + v * kLanes, count - v * kLanes);
-    delta[v] = (value - delta[v]) * all(read.beta);
+    const f32v value = read<IsWhole>(row_of<Element>(call.x, index) + at + v * kLanes, count - v * kLanes);
+    delta[v] = (value - said[v] * decay) * all(token.beta);
+    said[v] = y[v] = all(0.0f);
   }
+  const float* from = state.from;
   for (index_t k = 0; k < call.key_dim; ++k)
     for (int v = 0; v < Vectors; ++v) {
       const index_t place = k * state.next + v * kLanes, left = count - v * kLanes;
-      const f32v kept = from ? load(from + place, left) * decay : all(0.0f);
-      const f32v after = fma(delta[v], all(read.k[k]), kept);
-      y[v] = fma(after, all(read.q[k]), y[v]);
-      store(state.to + place, after, left);
+      const f32v kept = from ? read<IsWhole>(from + place, left) * decay : all(0.0f);
+      const f32v after = fma(delta[v], all(token.k[k]), kept);
+      y[v] = fma(after, all(token.q[k]), y[v]);
+      if constexpr (IsFollowed) said[v] = fma(after, all(following.k[k]), said[v]);
+      write<IsWhole>(state.to + place, after, left);
     }
   for (int v = 0; v < Vectors; ++v)
-    store((Element*)call.y.numbers + token * call.y.stride + at + v * kLanes, y[v], count - v * kLanes);
+    write<IsWhole>((Element*)call.y.numbers + index * call.y.stride + at + v * kLanes, y[v], count - v * kLanes);
 }
 
-// All of a row's tokens through `Vectors` vectors of columns. Those of a row of many tokens are kept side by side meanwhile: rows
-// of a state are a power of two apart, and would share the sets of a cache.
+// All of a row's tokens through `Vectors` vectors of columns, all lanes of which are there if they are several. The columns of
+// a row of many tokens are kept side by side meanwhile: rows of a state are a power of two apart, and would share the sets of a
+// cache.
 template <class Element, int Vectors>
 void delta_columns(const DeltaRuleCall& call, const StateRow& row, DeltaColumns state, index_t head, index_t column,
                    index_t count) {
   constexpr index_t kWidth = Vectors * kLanes;
   const index_t columns = least(count, kWidth), at = head * call.head_dim + column;
   float near[kMaxStateSize * kWidth];
-  DeltaToken read;
+  DeltaToken tokens[2];
+  f32v said[Vectors];
   float* const to = state.to;
   if (row.count > 1) {
     for (index_t k = 0; state.from && k < call.key_dim; ++k)
       for (index_t i = 0; i < columns; ++i) near[k * kWidth + i] = state.from[k * state.next + i];
     state = {state.from ? near : nullptr, near, kWidth};
   }
+  read_delta_token<Element>(call, head, row.token, tokens[0]);
+  ask<Vectors>(call, tokens[0], state, columns, said);
   for (index_t t = 0; t < row.count; ++t, state.from = state.to) {
-    read_delta_token<Element>(call, head, row.token + t, read);
-    delta_token<Element, Vectors>(call, read, state, row.token + t, at, columns);
+    const DeltaToken &read = tokens[t % 2], &following = tokens[(t + 1) % 2];
+    const bool is_followed = t + 1 < row.count;
+    if (is_followed) read_delta_token<Element>(call, head, row.token + t + 1, tokens[(t + 1) % 2]);
+    (is_followed ? delta_token<Element, Vectors, true> : delta_token<Element, Vectors, false>)(
+        call, read, following, state, row.token + t, at, columns, said);
   }
   if (row.count > 1)
     for (index_t k = 0; k < call.key_dim; ++k)
@@ -289,7 +319,7 @@ void delta_rule(const void* description, index_t begin, index_t end) {
     for (index_t i = 0; i < columns;) {
       const float* from = row.from ? (const float*)(row.from + place) + first + i : nullptr;
       const DeltaColumns state{from, (float*)(row.to + place) + first + i, call.head_dim};
-      const bool wide = columns - i > 3 * kLanes;
+      const bool wide = columns - i >= 4 * kLanes;
       (wide ? delta_columns<Element, 4> : delta_columns<Element, 1>)(call, row, state, head, first + i, columns - i);
       i += (wide ? 4 : 1) * kLanes;
     }

@@ -45,11 +45,10 @@ _GPT2_NAMES = Names(
 def gpt2(card: ModelCard) -> DecoderSpec:
     """GPT-2: learned positions; matrices are the other way round."""
     layer = _gpt2_layer(card, "gelu_new", layout=QkvLayout.STACKED)
-    layers = [layer] * num_layers(card)
-    if card.flag("scale_attn_by_inverse_layer_idx", False):
+    layers, mixer = [layer] * num_layers(card), layer.attention
+    if mixer is not None and card.flag("scale_attn_by_inverse_layer_idx", False):
         layers = [
-            replace(layer, mixer=replace(layer.mixer, scale=layer.mixer.scale / (i + 1)))
-            for i in range(len(layers))
+            replace(layer, mixer=replace(mixer, scale=mixer.scale / (i + 1))) for i in range(len(layers))
         ]
     return _learned(card, tuple(layers), transposed=True)
 

@@ -18,6 +18,7 @@ from quintet.executor.cards.spec import (
     DecoderSpec,
     FeedForwardSpec,
     LayerSpec,
+    MixerSpec,
     MlpSpec,
     NormKind,
     Norms,
@@ -179,7 +180,7 @@ def alibi_slopes(count: int, octaves: float = 8.0) -> tuple[float, ...]:
     return tuple((series(below) + series(2 * below)[0::2])[:count])
 
 
-def pre_norm(norm: NormSpec, mixer: AttentionSpec, mlp: FeedForwardSpec, **switches: Any) -> LayerSpec:
+def pre_norm(norm: NormSpec, mixer: MixerSpec, mlp: FeedForwardSpec, **switches: Any) -> LayerSpec:
     """Return a layer with a norm before its mixer and one before its feed-forward; ``switches`` are of `LayerSpec`."""
     return LayerSpec(
         mixer=mixer, mlp=mlp, mixer_norms=Norms(before=norm), mlp_norms=Norms(before=norm), **switches
@@ -246,7 +247,9 @@ def layered_windows(card: ModelCard) -> tuple[int | None, ...]:
 
 def windowed(layer: LayerSpec, windows: Iterable[int | None]) -> tuple[LayerSpec, ...]:
     """Return the layer once for each window."""
-    return tuple(replace(layer, mixer=replace(layer.mixer, window=each)) for each in windows)
+    mixer = layer.mixer
+    assert isinstance(mixer, AttentionSpec), mixer
+    return tuple(replace(layer, mixer=replace(mixer, window=each)) for each in windows)
 
 
 def decoder(
@@ -271,5 +274,6 @@ def decoder(
     if switches.get("positions") is not None:
         usual["reach"] = switches["positions"].count
     elif "reach" not in switches:
-        usual["reach"] = max(layer.mixer.rope.reach for layer in layers if layer.mixer.rope is not None)
+        attentions = [layer.attention for layer in layers if layer.attention is not None]
+        usual["reach"] = max(each.rope.reach for each in attentions if each.rope is not None)
     return DecoderSpec(**(usual | switches))

@@ -20,6 +20,7 @@ from quintet.executor.cards.families.shape import (
 )
 from quintet.executor.cards.rope import rope_spec
 from quintet.executor.cards.spec import KvNeed
+from quintet.executor.cards.state_specs import StateNeed
 from quintet.wire.errors import ConfigError
 
 
@@ -32,6 +33,7 @@ class UnknownSpec:
     reach: int
     fixed_rope_len: int | None
     num_parameters: int | None = None
+    state_needs: tuple[StateNeed | None, ...] = ()
 
 
 def unknown(card: ModelCard) -> UnknownSpec:

@@ -5,11 +5,17 @@ from __future__ import annotations
 from typing import Protocol
 
 from quintet.executor.cards.experts import ExpertsSpec
-from quintet.executor.cards.spec import AttentionSpec, FeedForwardSpec, MixerSpec, MlpSpec
+from quintet.executor.cards.spec import AttentionSpec, BesideSpec, FeedForwardSpec, MixerSpec, MlpSpec
+from quintet.executor.cards.state_specs import DeltaSpec, Mamba2Spec, MambaSpec, ShortConvSpec
 from quintet.executor.models.blocks.attention import Attention
+from quintet.executor.models.blocks.beside import Beside
+from quintet.executor.models.blocks.delta import Delta
 from quintet.executor.models.blocks.experts import ExpertsBlock
 from quintet.executor.models.blocks.feed_forward import FeedForward
+from quintet.executor.models.blocks.mamba import Mamba
+from quintet.executor.models.blocks.mamba2 import Mamba2
 from quintet.executor.models.blocks.scope import Scope
+from quintet.executor.models.blocks.short_conv import ShortConv
 from quintet.executor.models.forward import ForwardPass, ValueT
 
 
@@ -25,6 +31,16 @@ def mixer(scope: Scope, spec: MixerSpec) -> Block:
     match spec:
         case AttentionSpec():
             return Attention(scope, spec)
+        case MambaSpec():
+            return Mamba(scope, spec)
+        case Mamba2Spec():
+            return Mamba2(scope, spec)
+        case ShortConvSpec():
+            return ShortConv(scope, spec)
+        case DeltaSpec():
+            return Delta(scope, spec)
+        case BesideSpec():
+            return Beside(scope, spec)
 
 
 def feed_forward(scope: Scope, spec: FeedForwardSpec) -> Block:

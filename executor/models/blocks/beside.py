@@ -1,0 +1,28 @@
+"""Attention and a scan side by side, as Falcon-H1 mixes tokens: the sum of what each makes of the layer's input."""
+
+from __future__ import annotations
+
+from quintet.executor.cards.spec import BesideSpec
+from quintet.executor.models.blocks.attention import Attention
+from quintet.executor.models.blocks.mamba2 import Mamba2, scaled
+from quintet.executor.models.blocks.scope import Scope
+from quintet.executor.models.forward import ForwardPass, ValueT
+
+
+class Beside:
+    """A `quintet.executor.models.blocks.block.Block`."""
+
+    def __init__(self, scope: Scope, spec: BesideSpec) -> None:
+        self._spec = spec
+        self._state = Mamba2(scope, spec.state)
+        self._attention = Attention(scope, spec.attention)
+
+    def __call__(self, ops: ForwardPass[ValueT], x: ValueT) -> ValueT:
+        """See `Block`."""
+        (state_in, state_out), (attention_in, attention_out) = (
+            self._spec.state_factors,
+            self._spec.attention_factors,
+        )
+        scanned = scaled(ops, self._state(ops, scaled(ops, x, state_in)), state_out)
+        attended = scaled(ops, self._attention(ops, scaled(ops, x, attention_in)), attention_out)
+        return ops.add(scanned, attended)

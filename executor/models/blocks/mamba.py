@@ -1,0 +1,63 @@
+"""Mamba: a gated short convolution, then a scan whose step widths, inputs and outputs are projected from what was convolved.
+
+Gu and Dao, "Mamba: linear-time sequence modeling with selective state spaces" (2023), figure 3::
+
+    x ─ in ─┬─ conv ─┬──────────────── scan ─ · ─ out
+            │        └─ dt, b, c ────────┘    │
+            └─ gate ─ silu ───────────────────┘
+"""
+
+from __future__ import annotations
+
+from quintet.executor.cards.state_specs import MambaSpec
+from quintet.executor.layers.norm import Norm
+from quintet.executor.layers.states import SelectiveScan
+from quintet.executor.models.blocks.scope import Scope
+from quintet.executor.models.blocks.states import below, convolution, fading, numbers, scan_part
+from quintet.executor.models.forward import ForwardPass, ValueT
+
+
+class Mamba:
+    """A `quintet.executor.models.blocks.block.Block`."""
+
+    def __init__(self, scope: Scope, spec: MambaSpec) -> None:
+        self._spec = spec
+        channels, size, need = spec.channels, spec.state_size, spec.state_need
+        self._in = scope.linear(
+            [scope.part(below(scope, "in_proj"), 2 * channels)],
+            scope.hidden_size,
+            biased=spec.projection_bias,
+        )
+        self._conv = convolution(scope, need, "conv1d", biased=spec.conv_bias, silu=True)
+        self._choose = scope.linear([scope.part(below(scope, "x_proj"), spec.dt_rank + 2 * size)], channels)
+        # Its bias is the scan's, which adds it in float32.
+        self._widths = scope.linear([scope.part(below(scope, "dt_proj"), channels)], spec.dt_rank)
+        self._norms: list[Norm | None] = [
+            scope.norm(spec.inner_norm, below(scope, f"{name}_layernorm"), width)
+            for name, width in (("dt", spec.dt_rank), ("b", size), ("c", size))
+        ]
+        self._scan = SelectiveScan(
+            state=scan_part(scope, need),
+            a=fading(scope, channels, size),
+            dt_bias=numbers(scope, "dt_proj.bias", (channels,)),
+            skip=numbers(scope, "D", (channels,)),
+        )
+        self._out = scope.linear(
+            [scope.part(below(scope, "out_proj"), scope.hidden_size)], channels, biased=spec.projection_bias
+        )
+
+    def __call__(self, ops: ForwardPass[ValueT], x: ValueT) -> ValueT:
+        """See `Block`."""
+        spec = self._spec
+        projected = ops.linear(self._in, x)
+        gate = ops.columns(projected, spec.channels, spec.channels)
+        x = ops.causal_conv(self._conv, ops.columns(projected, 0, spec.channels))
+        chosen, begin, parts = ops.linear(self._choose, x), 0, []
+        for norm, width in zip(self._norms, (spec.dt_rank, spec.state_size, spec.state_size), strict=True):
+            part = ops.columns(chosen, begin, width)
+            parts.append(part if norm is None else ops.norm(part, norm))
+            begin += width
+        dt, b, c = parts
+        return ops.linear(
+            self._out, ops.selective_scan(self._scan, x, ops.linear(self._widths, dt), b, c, gate)
+        )

@@ -1,0 +1,89 @@
+"""Mamba 2: gate, channels, inputs, outputs and step widths are projected at once, the middle three convolved, then scanned.
+
+Dao and Gu, "Transformers are SSMs" (2024), figure 6::
+
+    x ─ in ─┬─ channels, b, c ─ conv ─┬─ scan ─ · ─ norm ─ out
+            ├─ dt ────────────────────┘         │
+            └─ gate ─ silu ─────────────────────┘
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quintet.executor.cards.spec import Activation
+from quintet.executor.cards.state_specs import Mamba2Spec
+from quintet.executor.layers.states import HeadScan
+from quintet.executor.models.blocks.scope import Scope
+from quintet.executor.models.blocks.states import below, convolution, fading, numbers, scan_part
+from quintet.executor.models.forward import ForwardPass, ValueT
+
+
+class Mamba2:
+    """A `quintet.executor.models.blocks.block.Block`."""
+
+    def __init__(self, scope: Scope, spec: Mamba2Spec) -> None:
+        self._spec = spec
+        channels, need, heads = spec.channels, spec.state_need, spec.num_heads
+        rows = channels + spec.conv_channels + heads
+        self._in = scope.linear(
+            [scope.part(below(scope, "in_proj"), rows)], scope.hidden_size, biased=spec.projection_bias
+        )
+        self._conv = convolution(
+            scope, need, "conv1d", biased=spec.conv_bias, silu=True, factors=_conv_factors(spec)
+        )
+        self._scan = HeadScan(
+            state=scan_part(scope, need),
+            groups=spec.groups,
+            a=fading(scope, heads),
+            dt_bias=numbers(scope, "dt_bias", (heads,)),
+            skip=numbers(scope, "D", (heads,)),
+            dt_limits=spec.dt_limits,
+        )
+        self._norm = None
+        if spec.norm is not None:
+            weight = scope.vector(scope.name(below(scope, "norm.weight")), spec.norm, channels)
+            self._norm = scope.norm_of(spec.norm, channels // spec.groups, weight)
+        self._out = scope.linear(
+            [scope.part(below(scope, "out_proj"), scope.hidden_size)], channels, biased=spec.output_bias
+        )
+
+    def __call__(self, ops: ForwardPass[ValueT], x: ValueT) -> ValueT:
+        """See `Block`."""
+        spec, channels, group = self._spec, self._spec.channels, self._spec.groups * self._spec.state_size
+        projected = ops.linear(self._in, x)
+        gate = scaled(ops, ops.columns(projected, 0, channels), spec.multipliers[0])
+        dt = ops.columns(projected, channels + spec.conv_channels, spec.num_heads)
+        convolved = ops.causal_conv(self._conv, ops.columns(projected, channels, spec.conv_channels))
+        y = ops.head_scan(
+            self._scan,
+            ops.columns(convolved, 0, channels),
+            scaled(ops, dt, spec.multipliers[4]),
+            ops.columns(convolved, channels, group),
+            ops.columns(convolved, channels + group, group),
+            None if spec.norm_before_gate else gate,
+        )
+        if self._norm is not None:
+            y = ops.norm(y, self._norm)
+        if spec.norm_before_gate:
+            y = ops.multiply(y, ops.activation(gate, Activation.SILU))
+        return ops.linear(self._out, y)
+
+
+def scaled(ops: ForwardPass[ValueT], x: ValueT, factor: float) -> ValueT:
+    """Return ``x * factor``; ``x`` itself where that is the same."""
+    return x if factor == 1.0 else ops.scale(x, factor)
+
+
+def _conv_factors(spec: Mamba2Spec) -> torch.Tensor | None:
+    """Return the multipliers of what is convolved: part of the convolution's weights, which are multiplied in float32 anyway."""
+    _, channels, inputs, outputs, _ = spec.multipliers
+    if channels == inputs == outputs == 1.0:
+        return None
+    group = spec.groups * spec.state_size
+    return torch.cat(
+        [
+            torch.full((width,), factor)
+            for width, factor in ((spec.channels, channels), (group, inputs), (group, outputs))
+        ]
+    )
