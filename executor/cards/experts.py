@@ -43,10 +43,14 @@ class ExpertsSpec:
     """Of a feed-forward of the same kind that every token goes through besides: `Names.shared_gate` and so on."""
     shared_stacked: bool = False
     """Whether its gates and ups are one tensor, `Names.shared_gate_up`."""
+    shared_gated: bool = False
+    """Whether what it gives is multiplied with the logistic function of `Names.shared_router`."""
 
     def num_parameters(self, hidden_size: int) -> int:
-        """Numbers of its matrices."""
-        return hidden_size * (self.routing.experts * (3 * self.width + 1) + 3 * (self.shared_width or 0))
+        """Numbers of its matrices, stacked biases among them."""
+        experts, shared = self.routing.experts, self.shared_width or 0
+        biases = experts * (2 * self.width + hidden_size) if self.biased else 0
+        return hidden_size * (experts * (3 * self.width + 1) + 3 * shared + self.shared_gated) + biases
 
     def num_active_parameters(self, hidden_size: int) -> int:
         """Numbers of those matrices that a token meets."""

@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 import torch
 from tests.gpu.small import CARD, SMALLER, run_all
+from tests.models import equal
 from tests.models.conftest import engine_config, in_groups, serve
+from tests.models.random_checkpoints import expectations, write_checkpoint
+from tests.models.rows import routed
 from tests.models.test_engine import GREEDY, House, changed, small_kv, without_prefix_cache
 from tests.models.test_families import FAMILIES, prompts_of
 from tests.models.test_swapping import with_host_memory
@@ -25,6 +28,7 @@ from quintet.executor.models.model import CausalModel, Setting
 from quintet.executor.models.registry import build_model
 from quintet.executor.quant.method import LinearMethod, LinearShape
 from quintet.executor.quant.none import RowMajorLinear
+from quintet.executor.quant.stack import RowMajorStack, StackMethod, StackShape
 from quintet.executor.weights.load import fill_randomly, load_checkpoint
 from quintet.executor.weights.plan import WeightPlan
 from quintet.executor.worker import DTYPES
@@ -33,6 +37,8 @@ from quintet.wire.params import SamplingParams
 
 __all__ = ["serve"]
 
+KINDS = {"experts": routed.ROWS["mixtral"]}
+"""One model of each kind of layer that the families do not have."""
 BLOCKS_OF_16 = pytest.mark.parametrize("serve", [16], indirect=True)
 
 
@@ -41,6 +47,9 @@ class RowMajor:
 
     def linear(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod:
         return RowMajorLinear(shape, plan)
+
+    def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
+        return RowMajorStack(shape, plan)
 
 
 def model_on(device: Device, config: EngineConfig) -> CausalModel:
@@ -80,6 +89,19 @@ def test_tokens_are_transformers(family: str, serve: Callable[..., Any], device:
         house.admit(i + 1, prompt, SamplingParams(temperature=0.0, max_tokens=12, seed=0))
     house.run()
     assert [house.outputs[i + 1] for i in range(len(prompts))] == expected
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_tokens_of_other_kinds_of_layers(family: str, tmp_path: Path, device: Device) -> None:
+    """What has no kernel of ours computes with torch inside the captured step. Tokens that choose fewer experts than there are,
+    and tokens that choose more."""
+    expected = expectations(write_checkpoint(KINDS[family], tmp_path), (1, 9, 17, 29))
+    config = changed(equal.load(tmp_path).config, max_num_seqs=8, max_num_batched_tokens=23)
+    house = House(config, worker_on(device, config))
+    for i, each in enumerate(expected):
+        house.admit(i + 1, each.prompt, equal.GREEDY)
+    house.run()
+    assert [house.outputs[i + 1] for i in range(len(expected))] == [each.outputs for each in expected]
 
 
 @BLOCKS_OF_16

@@ -1,4 +1,4 @@
-"""Models of experts, whose attention is as elsewhere: Mixtral, Qwen 3, OLMoE, GLM-4."""
+"""Models of experts, whose attention is as elsewhere: Mixtral, Qwen, OLMoE, Granite, GLM-4."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quintet.executor.cards.card import Key, ModelCard
-from quintet.executor.cards.experts import ExpertsSpec
+from quintet.executor.cards.experts import ExpertsLayout, ExpertsSpec
 from quintet.executor.cards.families.shape import (
     MAX_LAYERS,
     MAX_WIDTH,
@@ -32,6 +32,18 @@ _MIXTRAL_NAMES = Names(
     expert_gate="block_sparse_moe.experts.{expert}.w1",
     expert_up="block_sparse_moe.experts.{expert}.w3",
     expert_down="block_sparse_moe.experts.{expert}.w2",
+)
+_QWEN_NAMES = Names(
+    shared_gate="mlp.shared_expert.gate_proj",
+    shared_up="mlp.shared_expert.up_proj",
+    shared_down="mlp.shared_expert.down_proj",
+)
+_GRANITE_NAMES = Names(
+    router="block_sparse_moe.router.layer",
+    experts_gate_up="block_sparse_moe.input_linear.weight",
+    experts_down="block_sparse_moe.output_linear.weight",
+    shared_gate_up="shared_mlp.input_linear",
+    shared_down="shared_mlp.output_linear",
 )
 
 
@@ -67,12 +79,25 @@ def expert_width(card: ModelCard, key: Key = "moe_intermediate_size", default: i
 
 def mixtral(card: ModelCard) -> DecoderSpec:
     """Mixtral: two of eight."""
-    slides = window(card)
+    slides = window(card) if card.has("sliding_window") else None
     mixer = attention(card, positions=131072, kv_heads=8, window=slides)
     chosen = routing(card, Scoring.SOFTMAX, 8, 2, renormalise=True)
     experts = ExpertsSpec(routing=chosen, width=expert_width(card, "intermediate_size"))
     layer = pre_norm(rms(card, 1e-5), mixer, experts)
     return decoder(card, (layer,) * num_layers(card), rms(card, 1e-5), names=_MIXTRAL_NAMES)
+
+
+def qwen2(card: ModelCard) -> DecoderSpec:
+    """Qwen 1.5 and 2 MoE: many small experts, and a shared one whose output is gated."""
+    mixer = attention(card, positions=32768, qkv_bias=card.flag("qkv_bias", True))
+    chosen = routing(card, Scoring.SOFTMAX, 60, 4, renormalise=card.flag("norm_topk_prob", False))
+    experts = ExpertsSpec(
+        routing=chosen,
+        width=expert_width(card, default=1408),
+        shared_width=card.whole("shared_expert_intermediate_size", 1, MAX_WIDTH, 5632),
+        shared_gated=True,
+    )
+    return _qwen(card, mixer, experts)
 
 
 def qwen3(card: ModelCard) -> DecoderSpec:
@@ -98,6 +123,34 @@ def olmoe(card: ModelCard) -> DecoderSpec:
     chosen = routing(card, Scoring.SOFTMAX, 64, 8, renormalise=card.flag("norm_topk_prob", False))
     experts = ExpertsSpec(routing=chosen, width=expert_width(card, "intermediate_size"))
     return decoder(card, (pre_norm(rms(card, 1e-5), mixer, experts),) * num_layers(card), rms(card, 1e-5))
+
+
+def granite(card: ModelCard) -> DecoderSpec:
+    """Granite 3 MoE, with and without a shared expert: multipliers all along."""
+    biased = card.flag("attention_bias", False)
+    mixer = attention(
+        *(card,),
+        positions=2048,
+        qkv_bias=biased,
+        output_bias=biased,
+        scale=card.real("attention_multiplier", 1e-9, 1e9, 1.0),
+    )
+    shared = card.whole("shared_intermediate_size", 0, MAX_WIDTH, 0) or None
+    experts = ExpertsSpec(
+        routing=routing(card, Scoring.SOFTMAX_OF_CHOSEN, 8, 2),
+        width=expert_width(card, "intermediate_size"),
+        layout=ExpertsLayout.STACKED,
+        shared_width=shared,
+        shared_stacked=True,
+    )
+    factor = card.real("residual_multiplier", 1e-9, 1e9, 1.0)
+    layer = pre_norm(rms(card), mixer, experts, residual_multiplier=factor)
+    return decoder(
+        *(card, (layer,) * num_layers(card), rms(card)),
+        names=_GRANITE_NAMES,
+        embedding_scale=card.real("embedding_multiplier", 1e-9, 1e9, 1.0),
+        logit_scale=1.0 / card.real("logits_scaling", 1e-9, 1e9, 1.0),
+    )
 
 
 def glm4(card: ModelCard) -> DecoderSpec:
@@ -138,7 +191,7 @@ def first_dense(card: ModelCard, norm: Any, mixer: Any, experts: ExpertsSpec, de
 
 def _qwen(card: ModelCard, mixer: Any, experts: ExpertsSpec) -> DecoderSpec:
     """Every so many layers have experts, others and those that are named a plain feed-forward."""
-    step, plain = card.whole("decoder_sparse_step", 1, MAX_LAYERS, 1), _named_layers(card, "mlp_only_layers")
+    step, plain = card.whole("decoder_sparse_step", 1, MAX_LAYERS, 1), named_layers(card, "mlp_only_layers")
     norm = rms(card)
     layers = [
         pre_norm(norm, mixer, gated(card) if index in plain or (index + 1) % step else experts)
@@ -146,10 +199,11 @@ def _qwen(card: ModelCard, mixer: Any, experts: ExpertsSpec) -> DecoderSpec:
     ]
     slides = layered_windows(card)
     layers = [windowed(layer, (width,))[0] for layer, width in zip(layers, slides, strict=True)]
-    return decoder(card, layers, norm)
+    return decoder(card, layers, norm, names=_QWEN_NAMES)
 
 
-def _named_layers(card: ModelCard, key: str) -> Sequence[int]:
+def named_layers(card: ModelCard, key: str) -> Sequence[int]:
+    """Return a list of whole numbers; none where the card has none."""
     named = card.values.get(key) or []
     if not isinstance(named, list) or not all(type(each) is int for each in named):
         raise card.wrong(key, "a list of layer numbers")
@@ -158,7 +212,10 @@ def _named_layers(card: ModelCard, key: str) -> Sequence[int]:
 
 FAMILIES = {
     "MixtralForCausalLM": Family(mixtral, "Mixtral 8x7B and 8x22B"),
+    "Qwen2MoeForCausalLM": Family(qwen2, "Qwen 1.5 MoE A2.7B, Qwen 2 57B A14B"),
     "Qwen3MoeForCausalLM": Family(qwen3, "Qwen 3 30B A3B and 235B A22B, Qwen 3 Coder"),
     "OlmoeForCausalLM": Family(olmoe, "OLMoE 1B-7B"),
+    "GraniteMoeForCausalLM": Family(granite, "Granite 3 1B A400M and 3B A800M"),
+    "GraniteMoeSharedForCausalLM": Family(granite, "Granite MoE with a shared expert"),
     "Glm4MoeForCausalLM": Family(glm4, "GLM-4.5 and 4.6"),
 }

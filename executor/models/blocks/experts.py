@@ -12,7 +12,7 @@ from quintet.executor.cards.experts import ExpertsSpec
 from quintet.executor.cards.names import Names
 from quintet.executor.cards.spec import Activation, MlpLayout, MlpSpec
 from quintet.executor.layers.experts import Experts, Gate
-from quintet.executor.layers.linear import GatedActivation
+from quintet.executor.layers.linear import GatedActivation, Linear
 from quintet.executor.models.blocks.expert_weights import down_of, gate_up_of
 from quintet.executor.models.blocks.feed_forward import FeedForward
 from quintet.executor.models.blocks.scope import Scope
@@ -41,13 +41,22 @@ class ExpertsBlock:
             layout = MlpLayout.STACKED if spec.shared_stacked else MlpLayout.SEPARATE
             shared = MlpSpec(width=spec.shared_width, activation=Activation.SILU, layout=layout)
             self._shared = FeedForward(replace(scope, names=_names_of_shared(names)), shared)
+        self._shared_router: Linear | None = None
+        if spec.shared_gated:
+            self._shared_router = scope.linear(
+                [scope.part(names.shared_router, 1)], scope.hidden_size, is_exact=True
+            )
 
     def __call__(self, ops: ForwardPass[ValueT], x: ValueT) -> ValueT:
         """See `Block`."""
         y = ops.experts(self._experts, x, ops.linear(self._router, x))
         if self._shared is None:
             return y
-        return ops.add(y, self._shared(ops, x))
+        shared = self._shared(ops, x)
+        if self._shared_router is not None:
+            gate = ops.activation(ops.linear(self._shared_router, x), Activation.SIGMOID)
+            shared = ops.multiply(shared, gate)
+        return ops.add(y, shared)
 
 
 def _gate_of(spec: ExpertsSpec) -> Gate:
