@@ -214,7 +214,12 @@ class EagerRunner:
         token_bytes = 2 * model.num_kv_heads * model.head_dim * dtype.itemsize
         self._builder = BatchBuilder(
             KvShape(model.num_kv_heads, kv.block_size, token_bytes),
-            ((kv.place(layer)[0], window) for layer, window in enumerate(model.windows)),
+            (
+                (index, model.windows[layer])
+                for index, group in enumerate(kv.groups)
+                for layer in group.layers
+                if not group.is_state
+            ),
             model.num_heads,
             model.rope.spec.depends_on_length,
             dtype,
