@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from quintet.executor.layers.attention import Sight
 from quintet.executor.memory import to_device
 from quintet.executor.ops.paged_attention import MAX_FOLDED_TOKENS, AttentionGroup
 from quintet.executor.ops.state_rows import StateRows
@@ -26,8 +27,8 @@ MAX_PADDING = 1.25
 """Rows of one token share a group while padding them to the longest costs at most this much more than they have."""
 
 
-View = tuple[int, int | None]
-"""What a layer sees: through the block table of which group, and how many of the newest tokens; None for all."""
+View = tuple[int, Sight]
+"""What a layer sees: through the block table of which group, and which tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,13 @@ class Batch:
     """For each group whose blocks hold states."""
 
 
+def _first_seen(sight: Sight, positions: Int) -> Int:
+    """Return the first position that each of ``positions`` sees."""
+    if sight.chunk is not None:
+        return positions // sight.chunk * sight.chunk
+    return np.zeros_like(positions) if sight.window is None else np.maximum(positions + 1 - sight.window, 0)
+
+
 class BatchBuilder:
     """Makes the batches of one model."""
 
@@ -143,17 +151,15 @@ class BatchBuilder:
     def _groups(self, rows: Rows, tables: SlotTables, view: View) -> tuple[AttentionGroup, ...]:
         """Partition the rows by new tokens, and by context length where padding would cost."""
         groups: list[AttentionGroup] = []
-        (group, window), block_size = view, self._shape.block_size
+        (group, sight), block_size = view, self._shape.block_size
         table = tables.block_table[group]
-        first_blocks = np.zeros_like(rows.starts)
-        if window is not None:
-            first_blocks = np.maximum(rows.starts + 1 - window, 0) // block_size
+        first_blocks = _first_seen(sight, rows.starts) // block_size
         num_blocks = -(-(rows.starts + rows.counts) // block_size) - first_blocks
         for part in self._partition(rows, num_blocks):
             whole = len(part) == len(rows.slots)
             groups.append(
                 self._group(
-                    rows, table, part, first_blocks[part], num_blocks[part], window, whole, tables.device
+                    rows, table, part, first_blocks[part], num_blocks[part], sight, whole, tables.device
                 )
             )
         return tuple(groups)
@@ -194,7 +200,7 @@ class BatchBuilder:
         members: Int,
         first_blocks: Int,
         num_blocks: Int,
-        window: int | None,
+        sight: Sight,
         whole: bool,
         device: torch.device,
     ) -> AttentionGroup:
@@ -209,15 +215,13 @@ class BatchBuilder:
         if not whole:
             tokens = to_device((rows.offsets[members][:, None] + np.arange(num_new)).reshape(-1), device)
         mask = bias = None
-        causal_from_zero = (
-            num_new > MAX_FOLDED_TOKENS and not starts.any() and (window is None or num_new <= window)
-        )
+        is_from_zero = not starts.any() and not _first_seen(sight, np.array([num_new - 1])).any()
+        causal_from_zero = num_new > MAX_FOLDED_TOKENS and is_from_zero
         if not causal_from_zero:
             keys = (first_blocks * shape.block_size)[:, None] + np.arange(width * shape.block_size)
             queries = starts[:, None] + np.arange(num_new)
             visible = keys[:, None, :] <= queries[:, :, None]  # [B, c, L]
-            if window is not None:
-                visible &= keys[:, None, :] > queries[:, :, None] - window
+            visible &= keys[:, None, :] >= _first_seen(sight, queries)[:, :, None]
             mask = to_device(visible[:, None], device)
             if num_new <= MAX_FOLDED_TOKENS:
                 bias = self._bias(mask)
@@ -226,6 +230,7 @@ class BatchBuilder:
             num_new=num_new,
             tokens=tokens,
             blocks=to_device(blocks[:, None], device),
+            distance=to_device(first_blocks * shape.block_size - starts, device),
             mask=mask,
             bias=bias,
         )

@@ -12,12 +12,12 @@ import torch
 
 from quintet.executor.batch import Batch, BatchBuilder, Int, KvShape, Rows
 from quintet.executor.cards.spec import Activation
+from quintet.executor.layers.attention import AttentionLayer
 from quintet.executor.layers.experts import Experts
 from quintet.executor.layers.linear import Embedding, Linear
 from quintet.executor.layers.norm import Norm
 from quintet.executor.layers.states import CausalConv, DeltaRule, HeadScan, SelectiveScan, StatePart
 from quintet.executor.memory import lazy_zeros, to_device
-from quintet.executor.models.forward import AttentionLayer
 from quintet.executor.models.model import CausalModel
 from quintet.executor.ops.activation import activate
 from quintet.executor.ops.causal_conv import causal_conv
@@ -44,12 +44,15 @@ class EagerKv:
         shape = (num_blocks, spec.layer_bytes)
         self.places = [lazy_zeros(shape, torch.uint8, device) for _ in range(spec.layers_per_block)]
 
-    def of_layer(self, layer: AttentionLayer) -> tuple[int, torch.Tensor]:
-        """Return the layer's group, and its keys and values ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``."""
+    def of_layer(self, layer: AttentionLayer) -> tuple[int, torch.Tensor, torch.Tensor]:
+        """Return the layer's group, and its keys and values; see `quintet.executor.ops.paged_attention`."""
         group, place = self.spec.place(layer.index)
-        shape = (2, layer.num_kv_heads, self.spec.block_size, layer.head_dim)
-        size = math.prod(shape) * self.dtype.itemsize
-        return group, self.places[place][:, :size].view(self.dtype).unflatten(1, shape)
+        numbers = self.places[place].view(self.dtype)
+        shape = (layer.num_kv_heads, self.spec.block_size)
+        end = math.prod(shape) * layer.head_dim
+        keys = numbers[:, :end].unflatten(1, (*shape, layer.head_dim))
+        values = numbers[:, end : end + math.prod(shape) * layer.value_width]
+        return group, keys, values.unflatten(1, (*shape, layer.value_width))
 
     def of_state(self, layer: int) -> tuple[int, torch.Tensor]:
         """Return the group of a layer's states, and their memory: uint8 ``[num_blocks, layer_bytes]``."""
@@ -60,12 +63,13 @@ class EagerKv:
 class EagerPass:
     """A `quintet.executor.models.forward.ForwardPass` over tensors: the pass of one step."""
 
-    def __init__(self, batch: Batch, kv: EagerKv, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """cos, sin: see `Rope.cos_sin`."""
+    def __init__(
+        self, batch: Batch, kv: EagerKv, rotations: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        """rotations: of each of the model's ropes, see `Rope.cos_sin`."""
         self._batch = batch
         self._kv = kv
-        self._cos = cos
-        self._sin = sin
+        self._rotations = rotations
         self.num_done = 0
         """Operations that were begun: the one before them is done, or handed to a device."""
 
@@ -133,12 +137,15 @@ class EagerPass:
     ) -> torch.Tensor:
         """See `ForwardPass`."""
         self.num_done += 1
-        batch, (group, cache) = self._batch, self._kv.of_layer(layer)
+        batch, (group, keys, values) = self._batch, self._kv.of_layer(layer)
         q = q if layer.q_norm is None else layer.q_norm(q)
         k = k if layer.k_norm is None else layer.k_norm(k)
-        q, k, v = (x.unflatten(1, (-1, layer.head_dim)) for x in (q, k, v))
-        q = rope_kv_write(q, k, v, self._cos, self._sin, cache, batch.blocks[group], batch.offsets)
-        attended = paged_attention(q, cache, batch.attention[group, layer.window], layer.scale)
+        q, k = (x.unflatten(1, (-1, layer.head_dim)) for x in (q, k))
+        v = v.unflatten(1, (-1, layer.value_width))
+        rotation = None if layer.rope is None else self._rotations[layer.rope]
+        cache = (keys, values, batch.blocks[group], batch.offsets)
+        q = rope_kv_write(layer, q, k, v, rotation, batch.positions, *cache)
+        attended = paged_attention(layer, q, keys, values, batch.attention[group, layer.sight])
         return attended.reshape(batch.num_tokens, -1)
 
     def causal_conv(self, layer: CausalConv, x: torch.Tensor) -> torch.Tensor:
@@ -211,17 +218,13 @@ class EagerRunner:
         self._device = device
         self._dtype = dtype
         self._kv = EagerKv(kv, num_blocks, dtype, device)
-        token_bytes = 2 * model.num_kv_heads * model.head_dim * dtype.itemsize
+        first = model.attentions[0]
+        token_bytes = first.num_kv_heads * (first.head_dim + first.value_width) * dtype.itemsize
         self._builder = BatchBuilder(
-            KvShape(model.num_kv_heads, kv.block_size, token_bytes),
-            (
-                (index, model.windows[layer])
-                for index, group in enumerate(kv.groups)
-                for layer in group.layers
-                if not group.is_state
-            ),
-            model.num_heads,
-            model.rope.spec.depends_on_length,
+            KvShape(first.num_kv_heads, kv.block_size, token_bytes),
+            ((kv.place(layer.index)[0], layer.sight) for layer in model.attentions),
+            first.num_heads,
+            any(rope.spec.depends_on_length for rope in model.ropes),
             dtype,
         )
         self._pass: EagerPass | None = None
@@ -242,10 +245,10 @@ class EagerRunner:
     def forward(self, rows: Rows, tables: SlotTables) -> None:
         """See `Runner.forward`."""
         batch = self._builder.build(rows, tables)
-        cos, sin = self._model.rope.cos_sin(batch.positions, batch.lengths, self._dtype)
+        rotations = [rope.cos_sin(batch.positions, batch.lengths, self._dtype) for rope in self._model.ropes]
         self._span("arrays")
         self._done_before = self.work_done
-        self._pass = EagerPass(batch, self._kv, cos, sin)
+        self._pass = EagerPass(batch, self._kv, rotations)
         self._hidden = self._model.forward(self._pass)
 
     def logits(self, tokens: Int) -> torch.Tensor:

@@ -26,7 +26,7 @@ from quintet.executor.ops.host_dtypes import DTYPE_CODES
 from quintet.executor.ops.huge_pages import HugePages
 from quintet.executor.platforms.platform import Platform, open_platform
 from quintet.executor.program.library import program_library
-from quintet.executor.program.runner import ProgramRunner, allocate_kv
+from quintet.executor.program.runner import ProgramRunner, allocate_kv, takes_layer
 from quintet.executor.quant.registry import open_quantization
 from quintet.executor.runner import Runner
 from quintet.executor.sampling.ops import SamplingOps, sampling_ops_of
@@ -261,18 +261,19 @@ def make_runner(
 ) -> Runner:
     """Return the model's recorded program where the compiled kernels take its shape, else the model itself."""
     kv, dtype = config.model.kv, DTYPES[config.model.dtype]
+    widest = max((max(layer.head_dim, layer.value_width) for layer in model.attentions), default=0)
     library = program_library() if platform.name == "cpu" else None
     if library is not None:
         code = DTYPE_CODES[torch.int8 if config.cache.dtype == "int8" else dtype]
-        if library.kv_block_bytes(code, model.num_kv_heads, model.head_dim, kv.block_size):
+        if all(takes_layer(library, layer, code, kv.block_size) for layer in model.attentions):
             return ProgramRunner(library, model, config, dtype, allocate_kv(kv, num_blocks, code), span)
         log.warning(
-            "computing with torch: the compiled attention takes heads of 16 to 256 numbers in steps of 16, in blocks of a"
-            " multiple of 16 tokens; these are heads of %d in blocks of %d",
-            model.head_dim,
+            "computing with torch: the compiled attention takes heads of up to 576 numbers in keys and 512 in values, in blocks"
+            " of a multiple of 16 tokens; these are heads of up to %d in blocks of %d",
+            widest,
             kv.block_size,
         )
-    check_kv_dtype(config, model.head_dim)
+    check_kv_dtype(config, widest)
     return EagerRunner(model, platform.device, dtype, kv, num_blocks, span)
 
 
@@ -319,9 +320,9 @@ def check_agreement(model: CausalModel, resolved: ModelConfig, path: str) -> Non
     """Reject a resolved configuration that counts KV memory for another model than the card describes."""
     for name, ours, theirs in (
         (
-            "layers",
-            len(model.windows),
-            len({layer for group in resolved.kv.groups for layer in group.layers}),
+            "layers with attention",
+            len(model.attentions),
+            len({layer for group in resolved.kv.groups if not group.is_state for layer in group.layers}),
         ),
         ("tokens in the vocabulary", model.vocab_size, resolved.vocab_size),
     ):

@@ -84,6 +84,11 @@ class KvGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return min(blocks, (self.window + step_tokens - 3) // block_size + 2)
 
 
+def padded_head(width: int) -> int:
+    """Return how many numbers a head of ``width`` takes in a key or a value: the kernels read 16 at a time."""
+    return -(-width // 16) * 16
+
+
 STATE_BLOCKS = 2
 """Blocks of a state group that a running request holds at the most: the state that it reads, and the one that it writes."""
 
@@ -172,5 +177,5 @@ def full_layers(
     num_layers: int, num_kv_heads: int, head_dim: int, dtype_bytes: int, block_size: int
 ) -> KvSpec:
     """Return the one group of a model whose layers all see everything and have the same heads."""
-    token_bytes = 2 * num_kv_heads * head_dim * dtype_bytes
+    token_bytes = 2 * num_kv_heads * padded_head(head_dim) * dtype_bytes
     return group_layers([LayerKv(layer, "full", 0, token_bytes) for layer in range(num_layers)], block_size)

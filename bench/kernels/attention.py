@@ -24,7 +24,8 @@ import numpy as np
 import torch
 
 from bench.kernels.limits import Limits, Multiply
-from quintet.executor.ops.host_attention import PagedKv, write_kv
+from quintet.executor.layers.attention import AttentionLayer
+from quintet.executor.ops.host_attention import PagedKv, c_attention, write_kv
 from quintet.executor.ops.host_dtypes import DTYPE_CODES
 from quintet.executor.ops.host_library import instruction_set, open_library, set_threads
 from quintet.executor.program.library import ProgramLibrary
@@ -47,6 +48,17 @@ class Case:
     head_dim: int
     dtype: str = "bf16"
     kv_dtype: str = "bf16"
+
+    @property
+    def layer(self) -> AttentionLayer:
+        """The same, as a model declares it."""
+        return AttentionLayer(
+            index=0,
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            scale=self.head_dim**-0.5,
+        )
 
     @property
     def multiply(self) -> tuple[Multiply, ...]:
@@ -120,12 +132,11 @@ class Layers:
         out = torch.empty_like(q)
         self._kept = (memory, table, q, out)
         self._program = library.new()
+        described = c_attention(case.layer, dtype, DTYPE_CODES[kv_dtype], BLOCK_SIZE)
         for layer in memory:
             library.attention(
-                *(self._program, q.data_ptr(), q.stride(0), layer.data_ptr()),
-                *(case.heads, case.kv_heads, case.head_dim, BLOCK_SIZE),
-                *(0, 0.0, None, case.head_dim**-0.5, out.data_ptr(), out.stride(0), len(q)),
-                *(DTYPE_CODES[dtype], DTYPE_CODES[kv_dtype]),
+                *(self._program, ctypes.byref(described), q.data_ptr(), q.stride(0), layer.data_ptr()),
+                *(out.data_ptr(), out.stride(0), len(q)),
             )
 
     def _fill(
@@ -136,10 +147,12 @@ class Layers:
         dtype: torch.dtype,
     ) -> None:
         length = case.cached + case.new
-        shape = (case.rows * length, case.kv_heads * case.head_dim)
         step, columns = step_of(table, 0, length)
-        q, k, v = (torch.randn(shape).to(dtype) for _ in range(3))
-        write_kv(step, q, k, v, kv, 0)
+        q, k, v = (
+            torch.randn(case.rows * length, heads * case.head_dim).to(dtype)
+            for heads in (case.heads, case.kv_heads, case.kv_heads)
+        )
+        write_kv(step, case.layer, q, k, v, kv)
         assert columns is not None
 
     def run(self) -> None:

@@ -19,31 +19,26 @@ constexpr index_t kPartialsBytes = 32 << 20;
 
 index_t bytes_of(Dtype dtype) { return dtype == Dtype::fp32 ? 4 : dtype == Dtype::int8 ? 1 : 2; }
 
-bool takes(Dtype kv_dtype, index_t kv_heads, index_t head_dim, index_t block_size) {
-  return kv_heads > 0 && head_dim > 0 && head_dim % kTileKeys == 0 && head_dim <= kMaxHeadDim && block_size > 0 &&
-         block_size % kTileKeys == 0 && kv_dtype != Dtype::int4;
+bool takes(Dtype kv_dtype, index_t kv_heads, index_t key_width, index_t value_width, index_t block_size) {
+  return kv_heads > 0 && key_width > 0 && key_width <= kMaxKeyDim && value_width > 0 && value_width <= kMaxValueDim &&
+         block_size > 0 && block_size % kTileKeys == 0 && kv_dtype != Dtype::int4;
 }
 
-PagedKv paged(Dtype dtype, index_t kv_heads, index_t head_dim, index_t block_size) {
+// A head's numbers with the zeros behind them.
+index_t padded(index_t width) { return (width + kTileKeys - 1) / kTileKeys * kTileKeys; }
+
+PagedKv paged(Dtype dtype, index_t kv_heads, index_t key_width, index_t value_width, index_t block_size) {
   PagedKv kv{};
   kv.dtype = dtype;
   kv.kv_heads = kv_heads;
-  kv.head_dim = head_dim;
+  kv.key_dim = padded(key_width);
+  kv.value_dim = padded(value_width);
   kv.block_tiles = block_size / kTileKeys;
-  kv.plane_bytes = kTileKeys * head_dim * bytes_of(dtype);
-  kv.tile_bytes = 2 * kv.plane_bytes + (dtype == Dtype::int8 ? 2 * kTileKeys * index_t(sizeof(float)) : 0);
+  kv.key_bytes = kTileKeys * kv.key_dim * bytes_of(dtype);
+  kv.value_bytes = kTileKeys * kv.value_dim * bytes_of(dtype);
+  kv.tile_bytes = kv.key_bytes + kv.value_bytes + (dtype == Dtype::int8 ? 2 * kTileKeys * index_t(sizeof(float)) : 0);
   kv.head_bytes = kv.block_tiles * kv.tile_bytes;
   kv.block_bytes = kv_heads * kv.head_bytes;
-  return kv;
-}
-
-// The cache of a layer at a place, whose blocks may be larger than it needs.
-PagedKv paged_at(const KvPlace& place, Dtype dtype, index_t kv_heads, index_t head_dim, index_t block_size) {
-  PagedKv kv = paged(dtype, kv_heads, head_dim, block_size);
-  QT_REQUIRE(place.block_bytes >= kv.block_bytes && place.block_bytes % 64 == 0,
-             "blocks of %lld bytes for keys and values of %lld", (long long)place.block_bytes, (long long)kv.block_bytes);
-  kv.memory = place.memory;
-  kv.block_bytes = place.block_bytes;
   return kv;
 }
 
@@ -65,16 +60,16 @@ bool pairs_wanted() {
 class AttentionOp final : public Op {
  public:
   // `program`: whose scratch it uses, which has room for kPartialsBytes.
-  AttentionOp(const AttentionCall& call, index_t group, Dtype dtype, index_t max_tokens, const Program* program)
+  AttentionOp(const AttentionCall& call, index_t group, index_t max_tokens, const Program* program)
       : call_(call), group_(group), program_(program) {
     const AttentionKernels& kernels = QT_CHOOSE(attention);
-    AttentionKernel kernel = (call.kv.dtype == Dtype::int8 ? kernels.attend_bytes : kernels.attend)[int(dtype)];
+    AttentionKernel kernel = (call.kv.dtype == Dtype::int8 ? kernels.attend_bytes : kernels.attend)[call.layer.dtype];
     if (call.kv.dtype == Dtype::bf16 && kernels.attend_in_pairs.run && pairs_wanted()) kernel = kernels.attend_in_pairs;
     run_ = kernel.run;
-    call_.unit_heads = std::min(call.group, kMaxRows);
-    call_.kv_head_units = (call.group + call_.unit_heads - 1) / call_.unit_heads;
+    call_.kv_head_units = (call.group + kMaxRows - 1) / kMaxRows;
+    call_.unit_heads = (call.group + call_.kv_head_units - 1) / call_.kv_head_units;
     call_.group_tokens = std::max(index_t(1), kernel.group_rows / call_.unit_heads);
-    const index_t numbers = call_.group_tokens * call_.unit_heads * call.kv.head_dim;
+    const index_t numbers = call_.group_tokens * call_.unit_heads * std::max(call.kv.key_dim, call.kv.value_dim);
     most_groups_ = std::min(kernel.most_groups, kMaxNumbers / numbers);
     pieces_.reserve(max_tokens);
   }
@@ -116,10 +111,10 @@ class AttentionOp final : public Op {
     const AttentionCall& call = *static_cast<const AttentionCall*>(description);
     const index_t units = call.kv.kv_heads * call.kv_head_units;
     const AttentionPiece& piece = call.pieces[call.unit_after_unit ? item % call.num_pieces : item / units];
-    const index_t seen = call.window && piece.position >= call.window ? piece.position + 1 - call.window : 0;
+    const index_t seen = qt::seen_from(call.layer.window, call.layer.chunk, piece.position);
     const index_t begin = std::max(seen, piece.first * kPartitionKeys);
     const index_t end = std::min(piece.position + piece.count, piece.last * kPartitionKeys);
-    return std::max(kReadRows, piece.count * call.unit_heads) * (end - begin) * 2 * call.kv.head_dim;
+    return std::max(kReadRows, piece.count * call.unit_heads) * (end - begin) * (call.kv.key_dim + call.kv.value_dim);
   }
 
   // A piece's own keys and values are read once by each unit, and by each further piece of the same row that sees them.
@@ -155,9 +150,7 @@ class AttentionOp final : public Op {
     return piece;
   }
 
-  index_t seen_from(index_t position) const {
-    return call_.window && position >= call_.window ? position + 1 - call_.window : 0;
-  }
+  index_t seen_from(index_t position) const { return qt::seen_from(call_.layer.window, call_.layer.chunk, position); }
 
   // Tokens times keys.
   index_t cost_of(const AttentionPiece& piece) const {
@@ -177,7 +170,7 @@ class AttentionOp final : public Op {
     for (index_t i = 0; i < whole; ++i) {
       AttentionPiece piece = pieces_[i];
       const index_t partitions = piece.last - piece.first, cuts = cuts_of(piece);
-      piece.partial_floats = piece.count * call_.unit_heads * (call_.kv.head_dim + 2);
+      piece.partial_floats = piece.count * call_.unit_heads * (call_.kv.value_dim + 2);
       const index_t wanted = units() * partitions * piece.partial_floats;
       if (cuts == 1 || (floats + wanted) * index_t(sizeof(float)) > kPartialsBytes) continue;
       for (index_t cut = 0; cut < cuts; ++cut) {
@@ -208,8 +201,9 @@ class AttentionOp final : public Op {
 
 class KvWriteOp final : public Op {
  public:
-  KvWriteOp(const KvWriteCall& call, index_t group, Dtype dtype) : call_(call), group_(group) {
-    run_ = (call.kv.dtype == Dtype::int8 ? QT_CHOOSE(kv_write).write_bytes : QT_CHOOSE(kv_write).write)[int(dtype)];
+  KvWriteOp(const KvWriteCall& call, index_t group) : call_(call), group_(group) {
+    const KvWriteKernels& kernels = QT_CHOOSE(kv_write);
+    run_ = (call.kv.dtype == Dtype::int8 ? kernels.write_bytes : kernels.write)[call.layer.dtype];
   }
 
   Work prepare(const Step& step, index_t) override {
@@ -223,14 +217,14 @@ class KvWriteOp final : public Op {
         position = next;
       }
     }
-    call_.cosines = step.cosines;
-    call_.sines = step.sines;
-    call_.rope_by_token = step.rope_by_token != 0;
+    if (call_.layer.rotary > 0) call_.rotation = step.rotations[call_.layer.rope];
     call_.pieces = pieces_.data();
     constexpr index_t kCost = 8;  // of a number of q, k and v, in multiplications
     Work work{index_t(pieces_.size()), 1, run_, &call_};
     if (work.count > 0)
-      work.each_cost = kCost * (call_.heads + 2 * call_.kv.kv_heads) * call_.kv.head_dim * step.num_tokens / work.count;
+      work.each_cost = kCost * step.num_tokens *
+                       ((call_.layer.heads + call_.kv.kv_heads) * call_.kv.key_dim + call_.kv.kv_heads * call_.kv.value_dim) /
+                       work.count;
     return work;
   }
 
@@ -242,13 +236,33 @@ class KvWriteOp final : public Op {
 };
 
 // What the kernels rely on without looking.
-void check_heads(index_t heads, index_t kv_heads, index_t head_dim, index_t block_size, int kv_dtype, int dtype) {
-  QT_REQUIRE(takes(Dtype(kv_dtype), kv_heads, head_dim, block_size), "%lld heads of %lld numbers in blocks of %lld",
-             (long long)kv_heads, (long long)head_dim, (long long)block_size);
-  QT_REQUIRE(heads > 0 && heads % kv_heads == 0, "%lld query heads share %lld KV heads", (long long)heads,
-             (long long)kv_heads);
-  QT_REQUIRE(dtype >= 0 && dtype <= int(Dtype::fp32) && (kv_dtype == dtype || kv_dtype == int(Dtype::int8)),
-             "activations of format %d, a cache of %d", dtype, kv_dtype);
+void check(const AttentionLayer& layer) {
+  QT_REQUIRE(takes(Dtype(layer.kv_dtype), layer.kv_heads, layer.key_width, layer.value_width, layer.block_size),
+             "%lld heads of %lld and %lld numbers in blocks of %lld", (long long)layer.kv_heads, (long long)layer.key_width,
+             (long long)layer.value_width, (long long)layer.block_size);
+  QT_REQUIRE(layer.heads > 0 && layer.heads % layer.kv_heads == 0, "%lld query heads share %lld KV heads",
+             (long long)layer.heads, (long long)layer.kv_heads);
+  QT_REQUIRE(layer.dtype >= 0 && layer.dtype <= int(Dtype::fp32) &&
+                 (layer.kv_dtype == layer.dtype || layer.kv_dtype == int(Dtype::int8)),
+             "activations of format %d, a cache of %d", layer.dtype, layer.kv_dtype);
+  QT_REQUIRE(layer.window >= 0 && layer.chunk >= 0 && (layer.window == 0 || layer.chunk == 0), "window %lld, chunk %lld",
+             (long long)layer.window, (long long)layer.chunk);
+  QT_REQUIRE(layer.rotary >= 0 && layer.rotary % 2 == 0 && layer.rotary_first >= 0 && layer.rope >= 0 &&
+                 layer.rotary_first + layer.rotary <= layer.key_width,
+             "%lld rotary dimensions from %lld on of %lld, by rotation %lld", (long long)layer.rotary,
+             (long long)layer.rotary_first, (long long)layer.key_width, (long long)layer.rope);
+  QT_REQUIRE(layer.growth == 0.0f || (layer.period > 0 && layer.shift >= 0), "growth %g by %lld positions after %lld",
+             double(layer.growth), (long long)layer.period, (long long)layer.shift);
+}
+
+// The cache of a layer at a place, whose blocks may be larger than it needs.
+PagedKv paged_at(const KvPlace& place, const AttentionLayer& layer) {
+  PagedKv kv = paged(Dtype(layer.kv_dtype), layer.kv_heads, layer.key_width, layer.value_width, layer.block_size);
+  QT_REQUIRE(place.block_bytes >= kv.block_bytes && place.block_bytes % 64 == 0,
+             "blocks of %lld bytes for keys and values of %lld", (long long)place.block_bytes, (long long)kv.block_bytes);
+  kv.memory = place.memory;
+  kv.block_bytes = place.block_bytes;
+  return kv;
 }
 
 void run_alone(Op& op, const Step& step) {
@@ -256,41 +270,30 @@ void run_alone(Op& op, const Step& step) {
   pool().run(&work, 1);
 }
 
-AttentionOp attention_of(Program& program, const void* q, index_t q_stride, const KvPlace* kv, index_t heads,
-                         index_t kv_heads, index_t head_dim, index_t block_size, index_t window, float softcap,
-                         const float* alibi_slopes, float scale, void* out, index_t out_stride, index_t max_tokens, int dtype, int kv_dtype) {
-  check_heads(heads, kv_heads, head_dim, block_size, kv_dtype, dtype);
-  QT_REQUIRE(window >= 0 && q_stride >= heads * head_dim && out_stride >= heads * head_dim, "window %lld, strides %lld, %lld",
-             (long long)window, (long long)q_stride, (long long)out_stride);
+AttentionOp attention_of(Program& program, const AttentionLayer& layer, const void* q, index_t q_stride, const KvPlace* kv,
+                         void* out, index_t out_stride, index_t max_tokens) {
+  check(layer);
   AttentionCall call{};
-  call.kv = paged_at(*kv, Dtype(kv_dtype), kv_heads, head_dim, block_size);
+  call.kv = paged_at(*kv, layer);
+  call.layer = layer;
   call.q = q;
   call.out = out;
   call.q_stride = q_stride;
   call.out_stride = out_stride;
-  call.group = heads / kv_heads;
-  call.window = window;
-  call.scale = scale;
-  call.softcap = softcap;
-  call.alibi_slopes = alibi_slopes;
+  call.group = layer.heads / layer.kv_heads;
   call.scratch = thread_memory;
+  QT_REQUIRE(q_stride >= layer.heads * call.kv.key_dim && out_stride >= layer.heads * layer.value_width, "strides %lld, %lld",
+             (long long)q_stride, (long long)out_stride);
   program.reserve(kPartialsBytes);
-  return AttentionOp(call, kv->group, Dtype(dtype), max_tokens, &program);
+  return AttentionOp(call, kv->group, max_tokens, &program);
 }
 
-KvWriteOp kv_write_of(const void* q, index_t q_stride, const void* k, index_t k_stride, const void* v, index_t v_stride,
-                      index_t heads, index_t kv_heads, index_t head_dim, index_t rotary, const void* q_norm,
-                      const void* k_norm, float eps, const KvPlace* kv, index_t block_size, void* q_out, index_t out_stride,
-                      int dtype, int kv_dtype) {
-  check_heads(heads, kv_heads, head_dim, block_size, kv_dtype, dtype);
-  QT_REQUIRE(rotary >= 0 && rotary <= head_dim && rotary % 2 == 0, "%lld rotary dimensions of %lld", (long long)rotary,
-             (long long)head_dim);
-  QT_REQUIRE(q_stride >= heads * head_dim && out_stride >= heads * head_dim && k_stride >= kv_heads * head_dim &&
-                 v_stride >= kv_heads * head_dim,
-             "strides %lld, %lld, %lld, %lld", (long long)q_stride, (long long)k_stride, (long long)v_stride,
-             (long long)out_stride);
+KvWriteOp kv_write_of(const AttentionLayer& layer, const void* q, index_t q_stride, const void* k, index_t k_stride,
+                      const void* v, index_t v_stride, const KvPlace* kv, void* q_out, index_t out_stride) {
+  check(layer);
   KvWriteCall call{};
-  call.kv = paged_at(*kv, Dtype(kv_dtype), kv_heads, head_dim, block_size);
+  call.kv = paged_at(*kv, layer);
+  call.layer = layer;
   call.q = q;
   call.k = k;
   call.v = v;
@@ -299,23 +302,28 @@ KvWriteOp kv_write_of(const void* q, index_t q_stride, const void* k, index_t k_
   call.k_stride = k_stride;
   call.v_stride = v_stride;
   call.out_stride = out_stride;
-  call.heads = heads;
-  call.rotary = rotary;
-  call.q_norm = q_norm;
-  call.k_norm = k_norm;
-  call.eps = eps;
-  return KvWriteOp(call, kv->group, Dtype(dtype));
+  QT_REQUIRE(q_stride >= layer.heads * layer.key_width && out_stride >= layer.heads * call.kv.key_dim &&
+                 k_stride >= layer.kv_heads * layer.key_width && v_stride >= layer.kv_heads * layer.value_width,
+             "strides %lld, %lld, %lld, %lld", (long long)q_stride, (long long)k_stride, (long long)v_stride,
+             (long long)out_stride);
+  return KvWriteOp(call, kv->group);
 }
 
 }  // namespace
 }  // namespace qt
 
-// Bytes of a block of one layer; 0 where the kernels do not take such heads: head_dim is a multiple of 16 up to 256, block_size
-// a multiple of 16, kv_dtype that of the activations or int8.
-QT_EXPORT index_t qt_kv_block_bytes(int kv_dtype, index_t kv_heads, index_t head_dim, index_t block_size) {
-  if (!qt::takes(qt::Dtype(kv_dtype), kv_heads, head_dim, block_size)) return 0;
-  return qt::paged(qt::Dtype(kv_dtype), kv_heads, head_dim, block_size).block_bytes;
+// Bytes of a block of one layer; 0 where the kernels do not take such heads: key_width up to 576, value_width up to 512,
+// block_size a multiple of 16, kv_dtype that of the activations or int8.
+QT_EXPORT index_t qt_kv_block_bytes(int kv_dtype, index_t kv_heads, index_t key_width, index_t value_width,
+                                    index_t block_size) {
+  if (!qt::takes(qt::Dtype(kv_dtype), kv_heads, key_width, value_width, block_size)) return 0;
+  return qt::paged(qt::Dtype(kv_dtype), kv_heads, key_width, value_width, block_size).block_bytes;
 }
+
+// Numbers of a query head in qt_program_rope_kv_write's q_out.
+QT_EXPORT index_t qt_query_width(index_t key_width) { return qt::padded(key_width); }
+
+QT_EXPORT index_t qt_attention_layer_bytes() { return sizeof(qt::AttentionLayer); }
 
 // Bytes of a program's scratch that its attention may use, for all layers together.
 QT_EXPORT index_t qt_attention_scratch_bytes() { return qt::kPartialsBytes; }
@@ -324,48 +332,38 @@ QT_EXPORT index_t qt_attention_scratch_bytes() { return qt::kPartialsBytes; }
 // it is faster.
 QT_EXPORT void qt_attend_in_pairs(int wanted) { qt::wants_pairs = wanted; }
 
-// Norms of query and key heads (null: none), rotary positions of the first `rotary` numbers of a head (0: none), keys and
-// values into the cache, queries to q_out. q: [T][heads][head_dim], k, v: [T][kv_heads][head_dim], rows as many numbers apart
-// as their strides say: places of one row, or rows of their own. q_out: [T][heads][head_dim], rows out_stride apart, may be q
-// itself; norms: [head_dim].
-QT_EXPORT void qt_program_rope_kv_write(qt::Program* program, const void* q, index_t q_stride, const void* k,
-                                        index_t k_stride, const void* v, index_t v_stride, index_t heads, index_t kv_heads,
-                                        index_t head_dim, index_t rotary, const void* q_norm, const void* k_norm, float eps,
-                                        const qt::KvPlace* kv, index_t block_size, void* q_out, index_t out_stride, int dtype,
-                                        int kv_dtype) {
-  program->append(std::make_unique<qt::KvWriteOp>(qt::kv_write_of(q, q_stride, k, k_stride, v, v_stride, heads, kv_heads,
-                                                                  head_dim, rotary, q_norm, k_norm, eps, kv, block_size,
-                                                                  q_out, out_stride, dtype, kv_dtype)));
+// Norms of query and key heads, their rotation, keys and values into the cache, queries to q_out. q: [T][heads][key_width],
+// k: [T][kv_heads][key_width], v: [T][kv_heads][value_width], rows as many numbers apart as their strides say: places of one
+// row, or rows of their own. q_out: [T][heads][qt_query_width(key_width)], rows out_stride apart, with zeros behind a head's
+// numbers; it overlaps none of the others.
+QT_EXPORT void qt_program_rope_kv_write(qt::Program* program, const qt::AttentionLayer* layer, const void* q, index_t q_stride,
+                                        const void* k, index_t k_stride, const void* v, index_t v_stride,
+                                        const qt::KvPlace* kv, void* q_out, index_t out_stride) {
+  program->append(std::make_unique<qt::KvWriteOp>(
+      qt::kv_write_of(*layer, q, q_stride, k, k_stride, v, v_stride, kv, q_out, out_stride)));
 }
 
 // The same at once.
-QT_EXPORT void qt_write_kv(const qt::Step* step, const void* q, index_t q_stride, const void* k, index_t k_stride,
-                           const void* v, index_t v_stride, index_t heads, index_t kv_heads, index_t head_dim,
-                           index_t rotary, const void* q_norm, const void* k_norm, float eps, const qt::KvPlace* kv, index_t block_size,
-                           void* q_out, index_t out_stride, int dtype, int kv_dtype) {
-  qt::KvWriteOp op = qt::kv_write_of(q, q_stride, k, k_stride, v, v_stride, heads, kv_heads, head_dim, rotary, q_norm, k_norm,
-                                     eps, kv, block_size, q_out, out_stride, dtype, kv_dtype);
+QT_EXPORT void qt_write_kv(const qt::Step* step, const qt::AttentionLayer* layer, const void* q, index_t q_stride, const void* k,
+                           index_t k_stride, const void* v, index_t v_stride, const qt::KvPlace* kv, void* q_out,
+                           index_t out_stride) {
+  qt::KvWriteOp op = qt::kv_write_of(*layer, q, q_stride, k, k_stride, v, v_stride, kv, q_out, out_stride);
   qt::run_alone(op, *step);
 }
 
 // Attention of the step's tokens over their rows' keys up to their own positions, which are in the cache already.
-// q, out: [T][heads][head_dim], rows q_stride and out_stride numbers apart. window: how many keys a token sees, itself
-// included; 0: all. softcap: 0 for none. alibi_slopes: fp32 [heads] or null. max_tokens: of a step.
-QT_EXPORT void qt_program_attention(qt::Program* program, const void* q, index_t q_stride, const qt::KvPlace* kv,
-                                    index_t heads, index_t kv_heads, index_t head_dim, index_t block_size, index_t window,
-                                    float softcap, const float* alibi_slopes, float scale, void* out, index_t out_stride, index_t max_tokens,
-                                    int dtype, int kv_dtype) {
+// q: what qt_program_rope_kv_write made; out: [T][heads][value_width]; rows q_stride and out_stride numbers apart.
+// max_tokens: of a step.
+QT_EXPORT void qt_program_attention(qt::Program* program, const qt::AttentionLayer* layer, const void* q, index_t q_stride,
+                                    const qt::KvPlace* kv, void* out, index_t out_stride, index_t max_tokens) {
   program->append(std::make_unique<qt::AttentionOp>(
-      qt::attention_of(*program, q, q_stride, kv, heads, kv_heads, head_dim, block_size, window, softcap, alibi_slopes,
-                       scale, out, out_stride, max_tokens, dtype, kv_dtype)));
+      qt::attention_of(*program, *layer, q, q_stride, kv, out, out_stride, max_tokens)));
 }
 
 // The same at once.
-QT_EXPORT void qt_attend(const qt::Step* step, const void* q, index_t q_stride, const qt::KvPlace* kv, index_t heads,
-                         index_t kv_heads, index_t head_dim, index_t block_size, index_t window, float softcap,
-                         const float* alibi_slopes, float scale, void* out, index_t out_stride, int dtype, int kv_dtype) {
+QT_EXPORT void qt_attend(const qt::Step* step, const qt::AttentionLayer* layer, const void* q, index_t q_stride,
+                         const qt::KvPlace* kv, void* out, index_t out_stride) {
   qt::Program program;  // for its scratch alone
-  qt::AttentionOp op = qt::attention_of(program, q, q_stride, kv, heads, kv_heads, head_dim, block_size, window, softcap,
-                                        alibi_slopes, scale, out, out_stride, 0, dtype, kv_dtype);
+  qt::AttentionOp op = qt::attention_of(program, *layer, q, q_stride, kv, out, out_stride, 0);
   qt::run_alone(op, *step);
 }

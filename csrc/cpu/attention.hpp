@@ -2,14 +2,15 @@
 //
 // The cache of one layer is [blocks][kv_heads][block_size / 16] tiles. A tile holds 16 consecutive positions of one KV head:
 //
-//   bf16         keys   [head_dim / 2][16][2]    a vector of 32-bit words is a pair of dimensions of 16 keys
-//                values [8][head_dim][2]         ... or a pair of keys of 16 dimensions
-//   fp16, fp32   keys   [head_dim][16]
-//                values [16][head_dim]
+//   bf16         keys   [key_dim / 2][16][2]     a vector of 32-bit words is a pair of dimensions of 16 keys
+//                values [8][value_dim][2]        ... or a pair of keys of 16 dimensions
+//   fp16, fp32   keys   [key_dim][16]
+//                values [16][value_dim]
 //   int8         keys and values as in fp16, a byte a number; then fp32 scales: of the 16 keys, of the 16 values
 //
-// so that the multiplication loads its operands as they lie, and what is read of a head is contiguous. The layout does not
-// depend on the instruction set.
+// so that the multiplication loads its operands as they lie, and what is read of a head is contiguous. Heads of other widths
+// than multiples of 16 have zeros behind their numbers: key_dim and value_dim are what a head takes with them. The layout does
+// not depend on the instruction set.
 #pragma once
 
 #include "dispatch.hpp"
@@ -23,17 +24,38 @@ inline constexpr index_t kChunkKeys = 128;      // keys of one turn of the onlin
 inline constexpr index_t kPartitionKeys = 512;  // keys that are reduced apart from others, then merged in order
 inline constexpr index_t kPartitionTiles = kPartitionKeys / kTileKeys;
 inline constexpr index_t kMaxRows = 64;         // (token, query head) pairs of a group
-inline constexpr index_t kMaxHeadDim = 256;
+inline constexpr index_t kMaxKeyDim = 576, kMaxValueDim = 512;
 inline constexpr index_t kMaxGroups = 16;       // groups that one piece of work computes, and the numbers of their queries
-inline constexpr index_t kMaxNumbers = 3 * kMaxRows * kMaxHeadDim;
+inline constexpr index_t kMaxNumbers = 3 * kMaxRows * 256;
+static_assert(kMaxNumbers >= kMaxRows * kMaxKeyDim && kMaxKeyDim >= kMaxValueDim);
+
+// Attention of one layer, laid out like `quintet.executor.ops.host_attention.CAttention`.
+struct AttentionLayer {
+  index_t heads, kv_heads;
+  index_t key_width, value_width;    // numbers of a head
+  index_t block_size;
+  index_t window;                    // keys a token sees, its own included; 0: all
+  index_t chunk;                     // a token sees its own chunk of so many positions only; 0: all
+  index_t rope;                      // which of the step's rotations
+  index_t rotary, rotary_first;      // how many numbers of a head are rotated, from which on; 0: none
+  index_t interleaved;               // 1: numbers 2 i and 2 i + 1 are a pair; 0: i and i + rotary / 2
+  const float* alibi_slopes;         // [heads]; null: none
+  const float* sinks;                // [heads]; null: none
+  const void *q_norm, *k_norm;       // [key_width]; null: none
+  float scale, softcap;              // softcap 0: none
+  float eps, norm_offset;            // of the norms: what is added to their weights
+  float growth;                      // queries are multiplied by 1 + growth * log(1 + (position + shift) / period); 0: not
+  int dtype, kv_dtype;
+  index_t period, shift;
+};
 
 // The cache of one layer. Plain numbers, computed once: kernel sources share no inline functions.
 struct PagedKv {
   char* memory;
   Dtype dtype;
-  index_t kv_heads, head_dim;
-  index_t block_tiles;  // tiles of one head in a block
-  index_t plane_bytes;  // keys, or values, of a tile
+  index_t kv_heads, key_dim, value_dim;
+  index_t block_tiles;             // tiles of one head in a block
+  index_t key_bytes, value_bytes;  // of a tile
   index_t tile_bytes, head_bytes, block_bytes;
 };
 
@@ -46,7 +68,7 @@ struct AttentionPiece {
   index_t first, last;
   index_t all_first, all_last; // the partitions of all pieces of these tokens
   // [units][all_last - all_first][partial_floats]; null: this piece has them all. One group, whose rows alone have room:
-  // sums [rows][head_dim], largest scores [rows], normalizers [rows]
+  // sums [rows][value_dim], largest scores [rows], normalizers [rows]
   float* partials;
   index_t partial_floats;
   std::uint32_t* pending;      // [units]: pieces of these tokens that are not done yet
@@ -55,17 +77,15 @@ struct AttentionPiece {
 // A piece of work is an AttentionPiece and a unit: a KV head and up to unit_heads of its query heads.
 struct AttentionCall {
   PagedKv kv;
-  const void* q;
-  void* out;
+  AttentionLayer layer;
+  const void* q;                 // heads of key_dim numbers
+  void* out;                     // heads of value_width numbers
   index_t q_stride, out_stride;  // in numbers
   index_t group;                 // query heads of a KV head
   index_t unit_heads;            // at most these of them in one unit
   index_t kv_head_units;         // units of a KV head
   index_t group_tokens;          // tokens of a group
   bool unit_after_unit;          // all pieces of a unit first: its keys and values stay in a core's cache
-  index_t window;                // 0: unlimited
-  float scale, softcap;          // softcap 0: none
-  const float* alibi_slopes;     // [heads]; null: none
   const AttentionPiece* pieces;
   index_t num_pieces;
   void* (*scratch)(index_t bytes);  // memory of the calling thread, valid until its next call
@@ -79,14 +99,11 @@ struct KvWritePiece {
 
 struct KvWriteCall {
   PagedKv kv;
+  AttentionLayer layer;
   const void *q, *k, *v;         // each token's heads side by side
-  void* q_out;
+  void* q_out;                   // heads of key_dim numbers
   index_t q_stride, k_stride, v_stride, out_stride;  // from token to token, in numbers
-  index_t heads, rotary;
-  const void *q_norm, *k_norm;   // [head_dim]; null: none
-  float eps;
-  const void *cosines, *sines;   // see Step
-  bool rope_by_token;
+  Rotation rotation;
   const KvWritePiece* pieces;
 };
 
@@ -107,6 +124,12 @@ struct KvWriteKernels {
   void (*write[3])(const void* call, index_t begin, index_t end);
   void (*write_bytes[3])(const void* call, index_t begin, index_t end);
 };
+
+// The first position that a token sees. Inlined everywhere: kernels of several instruction sets include it.
+static inline __attribute__((always_inline)) index_t seen_from(index_t window, index_t chunk, index_t position) {
+  if (chunk) return position - position % chunk;
+  return window && position >= window ? position + 1 - window : 0;
+}
 
 QT_DECLARE_KERNELS(AttentionKernels, attention)
 QT_DECLARE_KERNELS(KvWriteKernels, kv_write)

@@ -16,6 +16,12 @@ namespace qt {
 
 struct DrawSettings;
 
+// How a step's tokens are rotated, laid out like `quintet.executor.program.step.CRotation`.
+struct Rotation {
+  const void *cosines, *sines;      // [..][rotary], in the model's number format; of each, the second half is like the first
+  index_t by_token;                 // 1: row i belongs to token i; 0: row p belongs to position p
+};
+
 // One step's input, laid out like `quintet.executor.program.step.CStep`. T tokens, R rows of consecutive ones. Whoever
 // runs a program owns all the memory; `qt_fill_step` fills the arrays from a plan.
 //
@@ -35,9 +41,7 @@ struct Step {
   index_t block_table_stride;
   index_t block_table_group_stride;
   std::int64_t* output_tokens;      // [num_outputs]: their indexes among the T tokens
-  const void* cosines;              // see rope_by_token; [..][rotary], in the model's number format
-  const void* sines;
-  index_t rope_by_token;            // 1: row i belongs to token i; 0: row p belongs to position p
+  const Rotation* rotations;        // of the model, as many as it has
 
   // For qt_fill_step and qt_program_draw alone.
   index_t max_tokens;               // what the arrays have room for

@@ -30,7 +30,7 @@ namespace quintet {
 constexpr int TILE = 64;
 constexpr int DECODE_PATCH = 16;
 
-// The plan of one step for one window and one kernel, as attention_plan.cu leaves it: a table of ints.
+// The plan of one step for one sight and one kernel, as attention_plan.cu leaves it: a table of ints.
 struct Plan {
   int* table;
   int max_rows;
@@ -56,9 +56,8 @@ __device__ __forceinline__ bool is_decode(int count, int group) { return count *
 struct Range {
   int begin, end;
 };
-__device__ __forceinline__ Range seen_by(int start, int first, int last, int window) {
-  int begin = window > 0 ? start + first - window + 1 : 0;
-  return {begin > 0 ? begin : 0, start + last + 1};
+__device__ __forceinline__ Range seen_by(int start, int first, int last, const Sight& sight) {
+  return {sight.first(start + first), start + last + 1};
 }
 
 // Who computes what: the arguments that the kernels with matrix instructions have in common.
@@ -69,9 +68,12 @@ struct Attention {
   const int *slots, *starts, *counts, *offsets, *block_table;
   float *part_sums, *part_stats, *totals;
   int* tickets;  // a patch's parts that are stored, at its first part's slot: 0 between launches
-  const float* alibi;
-  int num_rows, num_tokens, num_heads, num_kv_heads, head_dim, block_size, max_blocks, q_stride, window, split_tiles, stages;
-  long long plane;  // numbers from a key to its value
+  const float *alibi, *sinks;
+  int num_rows, num_tokens, num_heads, num_kv_heads, head_dim, block_size, max_blocks, q_stride;
+  Sight sight;
+  int split_tiles, stages;
+  long long plane;         // numbers from a key to its value
+  long long block_stride;  // numbers from a block's first key to the next block's
   Plan plan;
   Scores scores;
   int group;
@@ -80,15 +82,16 @@ struct Attention {
 #define QT_ATTENTION_PARAMETERS                                                                                       \
   void *out, const void *q, const void *kv, const int *slots, const int *starts, const int *counts,                   \
       const int *offsets, const int *block_table, int *plan, float *part_sums, float *part_stats, float *totals,      \
-      int *tickets, const float *alibi, int num_rows, int num_tokens, int max_rows,                                   \
+      int *tickets, const float *alibi, const float *sinks, int num_rows, int num_tokens, int max_rows,               \
       int num_heads, int num_kv_heads, int head_dim, int block_size, int max_blocks, int q_stride, int window,        \
-      int split_tiles, int stages, long long plane, float scale, float soft_cap
+      int chunk, int split_tiles, int stages, long long plane, long long block_stride, float scale, float soft_cap
 
 #define QT_ATTENTION_ARGUMENTS                                                                                        \
   quintet::Attention {                                                                                                \
     (unsigned char*)out, (const unsigned char*)q, (const unsigned char*)kv, slots, starts, counts, offsets,           \
-        block_table, part_sums, part_stats, totals, tickets, alibi, num_rows, num_tokens, num_heads,                  \
-        num_kv_heads, head_dim, block_size, max_blocks, q_stride, window, split_tiles, stages, plane,                 \
+        block_table, part_sums, part_stats, totals, tickets, alibi, sinks, num_rows, num_tokens, num_heads,           \
+        num_kv_heads, head_dim, block_size, max_blocks, q_stride, quintet::Sight{window, chunk}, split_tiles, stages, \
+        plane, block_stride,                                                                                          \
         quintet::Plan{plan, max_rows},                                                                                \
         quintet::Scores{scale, soft_cap, soft_cap == 0.0f && alibi == nullptr}, num_heads / num_kv_heads              \
   }
@@ -145,11 +148,11 @@ __device__ __forceinline__ Piece find_piece(const Attention& a, int index) {
   piece.first_line = patch * PATCH;
   piece.num_lines = lines - piece.first_line < PATCH ? lines - piece.first_line : PATCH;
   piece.blocks = a.block_table + (long long)a.slots[row] * a.max_blocks;
-  Range range = seen_by(start, piece.first_line / a.group, (piece.first_line + piece.num_lines - 1) / a.group, a.window);
+  Range range = seen_by(start, piece.first_line / a.group, (piece.first_line + piece.num_lines - 1) / a.group, a.sight);
   piece.slot = -1;
   piece.num_parts = 1;
   if (parts > 1) {
-    int first = seen_by(start, 0, 0, a.window).begin / size;
+    int first = seen_by(start, 0, 0, a.sight).begin / size;
     int first_seen = range.begin / size, last_seen = (range.end - 1) / size;
     if (first_seen != last_seen) {
       int base = a.plan.base()[row] + patch * parts * a.num_kv_heads + head;
@@ -186,26 +189,31 @@ __device__ __forceinline__ void copy_queries(const Attention& a, const Piece& pi
 
 // What one line sees: nothing if it lies past the patch's end.
 struct Line {
-  int last;     // its own position
+  int first, last;  // its own position is the last
   float slope;  // ALiBi (Press et al., "Train Short, Test Long", 2022)
   __device__ __forceinline__ Line() {}
   __device__ __forceinline__ Line(const Attention& a, const Piece& piece, int index) {
     bool exists = index < piece.num_lines;
     int line = piece.first_line + index;
     last = exists ? piece.start + line / a.group : -1;
+    first = exists ? a.sight.first(last) : 0;
     slope = a.alibi != nullptr && exists ? a.alibi[piece.head * a.group + line % a.group] : 0.0f;
   }
 };
 
-__device__ __forceinline__ bool sees(const Attention& a, const Line& line, int position) {
-  return position <= line.last && (a.window <= 0 || position > line.last - a.window);
+__device__ __forceinline__ bool sees(const Line& line, int position) {
+  return position <= line.last && position >= line.first;
 }
 
 // Whether a tile has positions that some token of the patch, first to last, does not see.
 __device__ __forceinline__ bool sees_partly(const Attention& a, const Piece& piece, int tile) {
   int first = piece.start + piece.first_line / a.group;
   int last = piece.start + (piece.first_line + piece.num_lines - 1) / a.group;
-  return (tile + 1) * TILE - 1 > first || (a.window > 0 && tile * TILE < last - a.window + 1);
+  return (tile + 1) * TILE - 1 > first || tile * TILE < a.sight.first(last);
+}
+
+__device__ __forceinline__ const float* sink_of(const Attention& a, int head) {
+  return a.sinks != nullptr ? a.sinks + head : nullptr;
 }
 
 // A line's result, of which this thread has two columns of every 8 from `column` on: to the output, or unscaled to the
@@ -219,12 +227,12 @@ __device__ __forceinline__ void store_line(
     const long long token = piece.token + line / a.group;
     const int head = piece.head * a.group + line % a.group;
     T* to = reinterpret_cast<T*>(a.out) + (token * a.num_heads + head) * a.head_dim + column;
-    const float inverse = reciprocal(normalizer);
+    const float share = share_of(normalizer, most, a.scores.unit(), sink_of(a, head));
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
       if (column + 8 * n < a.head_dim) {
         *reinterpret_cast<uint32_t*>(to + 8 * n) =
-            pack_pair<T>(sums[n][2 * half] * inverse, sums[n][2 * half + 1] * inverse);
+            pack_pair<T>(sums[n][2 * half] * share, sums[n][2 * half + 1] * share);
       }
     }
   } else {
@@ -284,13 +292,13 @@ __device__ __forceinline__ void merge_parts(const Attention& a, const Piece& pie
     }
     const int line = piece.first_line + index;
     const long long token = piece.token + line / a.group;
-    T* to = reinterpret_cast<T*>(a.out) +
-            (token * a.num_heads + piece.head * a.group + line % a.group) * a.head_dim;
-    const float inverse = reciprocal(normalizer);
+    const int head = piece.head * a.group + line % a.group;
+    T* to = reinterpret_cast<T*>(a.out) + (token * a.num_heads + head) * a.head_dim;
+    const float share = share_of(normalizer, most, unit, sink_of(a, head));
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) {
       const int column = i * WARP_SIZE + lane;
-      if (column < a.head_dim) to[column] = from_float<T>(total[i] * inverse);
+      if (column < a.head_dim) to[column] = from_float<T>(total[i] * share);
     }
   }
 }

@@ -147,7 +147,7 @@ __device__ __forceinline__ void attention_chunk(const Attention& a) {
 #pragma unroll
               for (int i = 0; i < TILE / 2; ++i) {
                 const int at = position + i / 4 * 8 + i % 2;
-                if (!sees(a, lines[i % 4 / 2], at)) score[m][i / 4][i % 4] = UNSEEN;
+                if (!sees(lines[i % 4 / 2], at)) score[m][i / 4][i % 4] = UNSEEN;
               }
             }
 #pragma unroll

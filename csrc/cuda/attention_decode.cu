@@ -124,7 +124,7 @@ __device__ __forceinline__ void attention_decode(const Attention& a) {
             const Line& line = lines[i / 2];
             const int at = position + 8 * n + i % 2;
             if (!a.scores.plain) score[n][i] = a.scores.logit(score[n][i], line.slope, at - line.last);
-            if (masked && !sees(a, line, at)) score[n][i] = UNSEEN;
+            if (masked && !sees(line, at)) score[n][i] = UNSEEN;
             tile_most[i / 2] = fmaxf(tile_most[i / 2], score[n][i]);
           }
         }

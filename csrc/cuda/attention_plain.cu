@@ -1,10 +1,10 @@
-// Attention over the paged cache without matrix instructions: models in fp32, and heads the other kernels do not take.
-// Correctness first.
+// Attention over the paged cache without matrix instructions: models in fp32, and heads the other kernels do not take, values
+// of another width than keys among them. Correctness first.
 //
 // A block of 128 threads per (token, head), over all positions the token sees, 128 at a time: thread t takes the score
 // of position t, the block its largest and its sum, then thread t adds up columns t, t + 128 ... of the values. Query and
 // weights are in shared memory, sums in registers.
-// Bytes: the whole range of the cache once per query head, 2 * head_dim numbers per position; FLOPs: twice as many.
+// Bytes: the whole range of the cache once per query head, head_dim + value_dim numbers per position; FLOPs: twice as many.
 // Limiter: L2 and instruction issue.
 // Order of reduction: positions ascending within a tile of 128 fixed positions, tiles ascending; a tile that the token
 // does not see is not visited. It depends on nothing but the token's positions.
@@ -15,26 +15,27 @@
 namespace quintet {
 
 constexpr int PLAIN_THREADS = 128;
-constexpr int PLAIN_MAX_DIM = 512;
+constexpr int PLAIN_MAX_DIM = 576, PLAIN_MAX_VALUE_DIM = 512;
 
 template <class T, class KV>
 __device__ __forceinline__ void attention_plain(
-    T* out, const T* q, const KV* kv, const int* slots, const int* positions, const int* token_rows,
-    const int* block_table, const float* alibi, int num_heads, int num_kv_heads, int head_dim, int block_size,
-    int max_blocks, int q_stride, int window, long long plane, const Scores& scores) {
-  constexpr int PER_THREAD = PLAIN_MAX_DIM / PLAIN_THREADS;
+    T* out, const T* q, const KV* keys, const KV* values, const int* slots, const int* positions, const int* token_rows,
+    const int* block_table, const float* alibi, const float* sinks, int num_heads, int num_kv_heads, int head_dim,
+    int value_dim, int block_size, int max_blocks, int q_stride, const Sight& sight, long long block_stride,
+    const Scores& scores) {
+  constexpr int PER_THREAD = PLAIN_MAX_VALUE_DIM / PLAIN_THREADS;
   __shared__ float query[PLAIN_MAX_DIM];
   __shared__ float weights[PLAIN_THREADS];
   __shared__ long long places[PLAIN_THREADS];
   const int token = blockIdx.x, head = blockIdx.y, thread = threadIdx.x;
   const int row = token_rows[token];
-  T* to = out + ((long long)token * num_heads + head) * head_dim;
+  T* to = out + ((long long)token * num_heads + head) * value_dim;
   if (row < 0) {
-    for (int i = thread; i < head_dim; i += PLAIN_THREADS) to[i] = from_float<T>(0.0f);
+    for (int i = thread; i < value_dim; i += PLAIN_THREADS) to[i] = from_float<T>(0.0f);
     return;
   }
   const int last = positions[token];
-  const int first = window > 0 && last - window + 1 > 0 ? last - window + 1 : 0;
+  const int first = sight.first(last);
   const int kv_head = head / (num_heads / num_kv_heads);
   const int* blocks = block_table + (long long)slots[row] * max_blocks;
   const float unit = scores.unit(), slope = alibi != nullptr ? alibi[head] : 0.0f;
@@ -49,11 +50,11 @@ __device__ __forceinline__ void attention_plain(
     float score = UNSEEN;
     if (seen) {
       const int block = position / block_size;
-      const long long place =
-          (((long long)blocks[block] * num_kv_heads + kv_head) * block_size + position % block_size) * head_dim;
-      places[thread] = place;
+      const int place = kv_head * block_size + position % block_size;
+      places[thread] = blocks[block] * block_stride + (long long)place * value_dim;
+      const KV* key = keys + blocks[block] * block_stride + (long long)place * head_dim;
       float product = 0.0f;
-      for (int i = 0; i < head_dim; ++i) product = fmaf(query[i], to_float(kv[place + i]), product);
+      for (int i = 0; i < head_dim; ++i) product = fmaf(query[i], to_float(key[i]), product);
       score = scores.plain ? product : scores.logit(product, slope, position - last);
     }
     const Rise rise(most, block_max<PLAIN_THREADS>(score), unit);
@@ -67,32 +68,35 @@ __device__ __forceinline__ void attention_plain(
 #pragma unroll
     for (int i = 0; i < PER_THREAD; ++i) {
       const int column = i * PLAIN_THREADS + thread;
-      if (column >= head_dim) continue;
+      if (column >= value_dim) continue;
       float sum = sums[i] * rise.shrink;
-      for (int j = begin; j < end; ++j) sum = fmaf(weights[j], to_float(kv[places[j] + plane + column]), sum);
+      for (int j = begin; j < end; ++j) sum = fmaf(weights[j], to_float(values[places[j] + column]), sum);
       sums[i] = sum;
     }
   }
-  const float inverse = reciprocal(normalizer);
+  const float share = share_of(normalizer, most, unit, sinks != nullptr ? sinks + head : nullptr);
 #pragma unroll
   for (int i = 0; i < PER_THREAD; ++i) {
     const int column = i * PLAIN_THREADS + thread;
-    if (column < head_dim) to[column] = from_float<T>(sums[i] * inverse);
+    if (column < value_dim) to[column] = from_float<T>(sums[i] * share);
   }
 }
 
 }  // namespace quintet
 
+// keys, values: [blocks, KV heads, block_size, head_dim or value_dim], a block as many numbers after the one before as
+// block_stride says.
 #define QT_ATTENTION_PLAIN(suffix, T, KV)                                                                              \
   QT_KERNEL(quintet::PLAIN_THREADS, attention_plain##suffix,                                                           \
-            (void* out, const void* q, const void* kv, const int* slots, const int* positions, const int* token_rows,  \
-             const int* block_table, const float* alibi, int num_heads, int num_kv_heads, int head_dim,                \
-             int block_size, int max_blocks, int q_stride, int window, long long plane, float scale,                   \
-             float soft_cap)) {                                                                                        \
+            (void* out, const void* q, const void* keys, const void* values, const int* slots, const int* positions,   \
+             const int* token_rows, const int* block_table, const float* alibi, const float* sinks, int num_heads,     \
+             int num_kv_heads, int head_dim, int value_dim, int block_size, int max_blocks, int q_stride, int window,  \
+             int chunk, long long block_stride, float scale, float soft_cap)) {                                        \
     const quintet::Scores scores{scale, soft_cap, soft_cap == 0.0f && alibi == nullptr};                               \
-    quintet::attention_plain<T, KV>((T*)out, (const T*)q, (const KV*)kv, slots, positions, token_rows, block_table,    \
-                                    alibi, num_heads, num_kv_heads, head_dim, block_size, max_blocks, q_stride,        \
-                                    window, plane, scores);                                                            \
+    quintet::attention_plain<T, KV>((T*)out, (const T*)q, (const KV*)keys, (const KV*)values, slots, positions,        \
+                                    token_rows, block_table, alibi, sinks, num_heads, num_kv_heads, head_dim,          \
+                                    value_dim, block_size, max_blocks, q_stride, quintet::Sight{window, chunk},        \
+                                    block_stride, scores);                                                             \
   }
 
 QT_ATTENTION_PLAIN(_fp32, float, float)

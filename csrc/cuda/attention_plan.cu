@@ -1,8 +1,8 @@
 // Cuts a step's rows into pieces of attention work, once per step: how far rows are split, and where each row's pieces
-// begin. Layers of one window share a plan; lengths are read from the step's tables, so that one captured graph serves
+// begin. Layers of one sight share a plan; lengths are read from the step's tables, so that one captured graph serves
 // all lengths.
 //
-// Grid: (windows, 2): x a window, y the kernel planned for (0 decode, 1 chunk). A block of 32 warps: warp w estimates how
+// Grid: (sights, 2): x a sight, y the kernel planned for (0 decode, 1 chunk). A block of 32 warps: warp w estimates how
 // long the step takes with candidate w, lanes sharing the rows; the best candidate is taken, and the block writes prefix
 // sums over the rows. A candidate is a split size where sizes are free, 128, 192, 256, 384 ... positions; where the size
 // is fixed, since results depend on it, it is how many splits a row must have for them to be computed side by side, which
@@ -13,7 +13,7 @@
 //   rounds * longest piece          tight where all pieces are alike
 //   all work / workers + longest    tight where they differ (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969)
 //
-// Bytes: 8 per row and warp, from L1; one block per window, some microseconds. Limiter: latency. All sums are of ints, or
+// Bytes: 8 per row and warp, from L1; one block per sight, some microseconds. Limiter: latency. All sums are of ints, or
 // in a fixed order; a row's plan depends on the others by design (which split sizes may: see AttentionPlan).
 #include "device.cuh"
 
@@ -28,7 +28,8 @@ constexpr int NEVER = 1 << 30;
 
 // What all rows have in common.
 struct Cut {
-  int window, group, kv_heads, patch, fixed_size;
+  Sight sight;
+  int group, kv_heads, patch, fixed_size;
   bool decode;
 
   __device__ __forceinline__ int patches(int count) const {
@@ -42,7 +43,7 @@ struct Cut {
   }
   // Splits of a row that are pieces of their own.
   __device__ __forceinline__ int parts(int start, int count, int candidate) const {
-    Range range = seen_by(start, 0, count - 1, window);
+    Range range = seen_by(start, 0, count - 1, sight);
     int splits = (range.end - 1) / size(candidate) - range.begin / size(candidate) + 1;
     if (fixed_size <= 0) return splits;
     int least = candidate + 1 == CANDIDATES ? NEVER : candidate % 2 == 0 ? 2 << (candidate / 2) : 3 << (candidate / 2);
@@ -66,8 +67,8 @@ __device__ __forceinline__ float estimate(
     if (patches == 0) continue;
     int parts = cut.parts(starts[row], counts[row], candidate);
     int of_row = patches * parts * cut.kv_heads;
-    Range first = seen_by(starts[row], 0, 0, cut.window);
-    Range last = seen_by(starts[row], counts[row] - 1, counts[row] - 1, cut.window);
+    Range first = seen_by(starts[row], 0, 0, cut.sight);
+    Range last = seen_by(starts[row], counts[row] - 1, counts[row] - 1, cut.sight);
     // A patch in the middle of the row sees about as much as the average one.
     float average = (0.5f * float(first.end - first.begin) + 0.5f * float(last.end - last.begin)) / TILE + 1.0f;
     float most = float(last.end - last.begin) / TILE + 1.0f;
@@ -111,17 +112,17 @@ __device__ __forceinline__ int sum_before(int value, int* of_warps, int& all) {
 
 using namespace quintet;
 
-// tables: [windows, 2, stride]. windows: positions, 0 for none. workers, capacities (patches of the workspace) and the
+// tables: [sights, 2, stride]. sights: [sights, 2], window and chunk. workers, capacities (patches of the workspace) and the
 // chunk kernel's patch as the host chose them.
 QT_KERNEL_OCCUPANCY(PLAN_THREADS, 1, attention_plan,
-          (const int* starts, const int* counts, const int* windows, int* tables, int num_rows, int max_rows, int stride,
+          (const int* starts, const int* counts, const int* sights, int* tables, int num_rows, int max_rows, int stride,
            int group, int kv_heads, int chunk_patch, int fixed_size, int decode_workers, int chunk_workers,
            int decode_capacity, int chunk_capacity)) {
   __shared__ float times[CANDIDATES];
   __shared__ int of_warps[PLAN_THREADS / WARP_SIZE];
   const bool decode = blockIdx.y == 0;
   const Plan plan{tables + ((long long)blockIdx.x * 2 + blockIdx.y) * stride, max_rows};
-  const Cut cut{windows[blockIdx.x], group, kv_heads, decode ? DECODE_PATCH : chunk_patch, fixed_size, decode};
+  const Cut cut{{sights[2 * blockIdx.x], sights[2 * blockIdx.x + 1]}, group, kv_heads, decode ? DECODE_PATCH : chunk_patch, fixed_size, decode};
   const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
 
   float time = estimate(cut, starts, counts, num_rows, warp, decode ? decode_workers : chunk_workers,

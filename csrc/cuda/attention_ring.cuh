@@ -52,7 +52,7 @@ struct Ring {
       constexpr int COPIES = TILE * CHUNKS / THREADS;
       const int* blocks = piece.blocks;
       const int row_bytes = a.head_dim * int(sizeof(KV)), head_bytes = a.block_size * row_bytes;
-      const int block_bytes = a.num_kv_heads * head_bytes;
+      const long long block_bytes = a.block_stride * int(sizeof(KV));
       const unsigned char* plane = a.kv + (long long)piece.head * head_bytes;
       if (next % 2 != 0) plane += a.plane * int(sizeof(KV));
       unsigned char* unit = memory + WIDE + into * UNIT;
@@ -69,7 +69,7 @@ struct Ring {
         const int position = first + row_of(i), column = column_of(i);
         const bool valid = position >= begin && position < end && column * 16 < row_bytes;
         const unsigned char* source = plane + column * 16 + (long long)place[i] * row_bytes;
-        copy_async_16(unit + row_of(i) * SOURCE_ROW + column * 16, source + (long long)number[i] * block_bytes, valid);
+        copy_async_16(unit + row_of(i) * SOURCE_ROW + column * 16, source + number[i] * block_bytes, valid);
       }
     }
     copy_async_commit();

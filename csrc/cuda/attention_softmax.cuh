@@ -12,6 +12,16 @@ constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float UNSEEN = -3.0e38f;
 __device__ __forceinline__ bool has_seen(float most) { return most > -1.0e38f; }
 
+// Which positions up to its own a query sees: those of its window, or of its chunk (0: none). What is first seen never falls
+// from a position to the next.
+struct Sight {
+  int window, chunk;
+  __device__ __forceinline__ int first(int position) const {
+    const int first = chunk > 0 ? position - position % chunk : window > 0 ? position - window + 1 : 0;
+    return first > 0 ? first : 0;
+  }
+};
+
 // How scores become logits: s * scale, or cap * tanh(s * scale / cap) + slope * distance. In the first case scores stay
 // as the multiplication left them, and the scale goes into the exponent: weights are 2^((score - largest) * unit).
 struct Scores {
@@ -54,8 +64,12 @@ struct Fold {
   __device__ __forceinline__ float operator()(float total, float part) const { return fmaf(part, added, total * kept); }
 };
 
-// What multiplies a line's sums at the end. A line that sees nothing (there is none but in padding) gives zeros.
-__device__ __forceinline__ float reciprocal(float normalizer) { return normalizer > 0.0f ? 1.0f / normalizer : 0.0f; }
+// What multiplies a line's sums at the end: one over its normalizer, which its head's sink has joined (null: none), a logit
+// without a value. A line that sees nothing (there is none but in padding) gives zeros.
+__device__ __forceinline__ float share_of(float normalizer, float most, float unit, const float* sink) {
+  if (sink != nullptr) normalizer += exp2_fast(fmaf(-most, unit, *sink * LOG2_E));
+  return normalizer > 0.0f ? 1.0f / normalizer : 0.0f;
+}
 
 // Fold the part of line `half` of a matrix accumulator (numbers 2 half and 2 half + 1 of each column tile) into its
 // total, and leave the part empty. `total(i)` is where the thread keeps the i-th of its totals: COLUMNS pairs of sums, the

@@ -90,7 +90,8 @@ template <class T, class K, int V, int ITEMS>
 __device__ __forceinline__ void rope_kv(Heads<T> q, Heads<T> k, Heads<T> v, T* out, long long out_stride, const T* cos,
                                         const T* sin, const T* q_norm, const T* k_norm, float eps, K* kv,
                                         const int* kv_rows, int num_tokens, int num_heads, int num_kv_heads,
-                                        int head_dim, int rotary_dim, int num_blocks, int block_size, int lanes) {
+                                        int head_dim, int rotary_dim, long long plane, long long block_stride,
+                                        int block_size, int lanes) {
   const int num_all = num_heads + 2 * num_kv_heads;
   const int owned = (blockIdx.x * blockDim.x + threadIdx.x) / lanes;  // which head of which token
   const int lane = threadIdx.x % lanes;
@@ -132,8 +133,7 @@ __device__ __forceinline__ void rope_kv(Heads<T> q, Heads<T> k, Heads<T> v, T* o
   K* cached = nullptr;
   if (!is_query) {
     const int block = kv_row / block_size, place = kv_row - block * block_size;
-    const long long plane = is_value ? num_blocks : 0;
-    cached = kv + (((plane + block) * num_kv_heads + kv_head) * block_size + place) * head_dim;
+    cached = kv + block * block_stride + (is_value ? plane : 0) + (long long)(kv_head * block_size + place) * head_dim;
   }
   T* queries = out + token * out_stride + head * head_dim;
 #pragma unroll
@@ -168,17 +168,18 @@ using namespace quintet;
 
 // q: [tokens, heads, head_dim], k, v: [tokens, KV heads, head_dim]; of each and of out, the queries, a token lies as many
 // numbers after the one before as its stride says. out may be q. cos, sin: [tokens, rotary_dim], the second half as the first. q_norm,
-// k_norm: [head_dim], or null both. kv: [2, blocks, KV heads, block_size, head_dim]. kv_rows: [tokens], block *
+// k_norm: [head_dim], or null both. kv: keys [blocks, KV heads, block_size, head_dim], blocks block_stride
+// numbers apart, and values `plane` numbers behind them. kv_rows: [tokens], block *
 // block_size + place in it; -1 for padding, which writes no KV and whose queries are zeros.
 #define QT_ROPE_KV(name, T, K, V, ITEMS)                                                                          \
   QT_KERNEL_OCCUPANCY(128, 4, name,                                                                               \
             (const T* q, long long q_stride, const T* k, long long k_stride, const T* v, long long v_stride,      \
              T* out, long long out_stride, const T* cos, const T* sin, const T* q_norm, const T* k_norm,          \
              float eps, K* kv, const int* kv_rows, int num_tokens, int num_heads, int num_kv_heads,               \
-             int head_dim, int rotary_dim, int num_blocks, int block_size, int lanes)) {                          \
+             int head_dim, int rotary_dim, long long plane, long long block_stride, int block_size, int lanes)) { \
     rope_kv<T, K, V, ITEMS>({q, q_stride}, {k, k_stride}, {v, v_stride}, out, out_stride, cos, sin, q_norm,       \
                             k_norm, eps, kv, kv_rows, num_tokens, num_heads, num_kv_heads, head_dim, rotary_dim,  \
-                            num_blocks, block_size, lanes);                                                       \
+                            plane, block_stride, block_size, lanes);                                              \
   }
 
 #define QT_ROPE_KVS(format, T)                                               \

@@ -12,7 +12,7 @@ from quintet.deploy.resolve.memory import format_size
 from quintet.executor.cards.spec import KvNeed
 from quintet.wire.config import Quantization
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
-from quintet.wire.kv_spec import Kind, KvSpec, LayerKv, group_layers
+from quintet.wire.kv_spec import Kind, KvSpec, LayerKv, group_layers, padded_head
 from quintet.wire.params import SamplingParams
 
 MAX_SOCKET_PATH = 107
@@ -149,7 +149,8 @@ def _groups(
     layers = []
     for layer, need in enumerate(facts.kv_needs):
         if need is not None:
-            head_bytes = (need.key_dim + need.value_dim) * kv_bytes + 2 * scale_bytes
+            numbers = padded_head(need.key_dim) + padded_head(need.value_dim)
+            head_bytes = numbers * kv_bytes + 2 * scale_bytes
             kind, window = _sight(need, facts.max_model_len)
             layers.append(LayerKv(layer, kind, window, need.num_kv_heads * head_bytes))
     for layer, state in enumerate(facts.state_needs):

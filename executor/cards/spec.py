@@ -100,6 +100,15 @@ class QkNormOver(StrEnum):
     """All heads as one."""
 
 
+@dataclass(frozen=True, slots=True)
+class Temperature:
+    """Queries of far positions are scaled up: times ``1 + growth * log(1 + (position + shift) // period)`` (Llama 4)."""
+
+    growth: float
+    period: int
+    shift: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
     """Attention of one layer."""
@@ -129,6 +138,8 @@ class AttentionSpec:
     qk_norm: NormSpec | None = None
     """Of queries and keys before rotation, `Names.q_norm` and `Names.k_norm`."""
     qk_norm_over: QkNormOver = QkNormOver.HEAD
+    temperature: Temperature | None = None
+    """Of queries, after their rotation."""
     qkv_bias: bool = False
     output_bias: bool = False
     clip_qkv: float | None = None

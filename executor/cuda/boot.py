@@ -17,10 +17,11 @@ from quintet.executor.cuda.ops.attention import AttentionPlan
 from quintet.executor.cuda.runner import DeviceRunner
 from quintet.executor.cuda.tables import DeviceTables, StepMemory
 from quintet.executor.cuda.worker import DeviceWorker
-from quintet.executor.models.forward import AttentionLayer
+from quintet.executor.layers.attention import AttentionLayer
 from quintet.executor.models.model import CausalModel
 from quintet.process.trace import Span, no_span
 from quintet.wire.config import EngineConfig
+from quintet.wire.errors import ConfigError
 
 log = logging.getLogger("quintet")
 
@@ -55,18 +56,19 @@ def _make(
     max_tokens = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
     tables = DeviceTables.reserve(scheduler.max_num_seqs, config.model.max_model_len, spec, where)
     memory = StepMemory(tables, max_tokens)
+    first = _alike(model, config)
     attention = AttentionPlan(
         device,
         scheduler.max_num_seqs,
         max_tokens,
-        model.num_heads,
-        model.num_kv_heads,
-        model.head_dim,
+        first.num_heads,
+        first.num_kv_heads,
+        first.head_dim,
         config.model.max_model_len,
         dtype,
         kv_dtype,
         fixed_splits=is_invariant,
-        windows=tuple(dict.fromkeys(model.windows)),
+        sights=tuple(dict.fromkeys(layer.sight for layer in model.attentions)),
     )
     staging = torch.zeros(STAGING_WORDS, dtype=torch.int32, device=where)
     linears = DeviceLinears(device, batch_invariant=is_invariant)
@@ -102,6 +104,21 @@ def _make(
     return DeviceWorker(device, runner, staging, config, num_blocks, facts, span)
 
 
+def _alike(model: CausalModel, config: EngineConfig) -> AttentionLayer:
+    """Return a layer whose heads are like those of all."""
+    first, *others = model.attentions
+    heads = (first.num_heads, first.num_kv_heads, first.head_dim, first.head_dim)
+    for layer in (first, *others):
+        of_layer = (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.value_width)
+        if of_layer != heads:
+            raise ConfigError(
+                f"{config.model.path}: on a GPU all layers have the same heads, as wide in values as in keys; layer"
+                f" {layer.index} has {of_layer[0]} over {of_layer[1]} of {of_layer[2]} and {of_layer[3]} numbers, layer"
+                f" {first.index} {heads[0]} over {heads[1]} of {heads[2]}: serve it with --device cpu"
+            )
+    return first
+
+
 def _attention_of_prompts(
     device: Device, plan: AttentionPlan, layers: Sequence[AttentionLayer], config: EngineConfig
 ) -> AttentionBackend | None:
@@ -113,6 +130,9 @@ def _attention_of_prompts(
     if len(scales) > 1:
         log.info("attention of prompts: quintet (layers differ in scale)")
         return None
+    if not all(layer.is_product for layer in layers) or any(sight.chunk for sight in plan.sights):
+        log.info("attention of prompts: quintet (capped, sloped, with sinks or in chunks)")
+        return None
     needs = AttentionNeeds(
         dtype=plan.dtype,
         kv_dtype=plan.kv_dtype,
@@ -122,7 +142,7 @@ def _attention_of_prompts(
         block_size=config.model.kv.block_size,
         scale=scales.pop(),
         max_model_len=config.model.max_model_len,
-        windows=plan.windows,
+        windows=tuple(sight.window for sight in plan.sights),
         batch_invariant=config.executor.batch_invariant,
     )
     wanted = config.executor.attention_backend

@@ -20,14 +20,14 @@ from quintet.executor.cuda.ops.activation import Gate, gated
 from quintet.executor.cuda.ops.attention import AttentionPlan, paged_attention
 from quintet.executor.cuda.ops.formats import PACK_BYTES
 from quintet.executor.cuda.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from quintet.executor.cuda.ops.rope_kv import rope_kv
+from quintet.executor.cuda.ops.rope_kv import Turn, rope_kv
 from quintet.executor.cuda.rows import StepRows
 from quintet.executor.cuda.states import DeviceStates
+from quintet.executor.layers.attention import AttentionLayer
 from quintet.executor.layers.experts import Experts
 from quintet.executor.layers.linear import Embedding, Linear
 from quintet.executor.layers.norm import Norm
 from quintet.executor.layers.states import CausalConv, DeltaRule, HeadScan, SelectiveScan
-from quintet.executor.models.forward import AttentionLayer
 from quintet.executor.ops.activation import activate
 from quintet.executor.ops.causal_conv import causal_conv
 from quintet.executor.ops.delta_rule import delta_rule
@@ -79,14 +79,13 @@ class DevicePass:
         rows: StepRows,
         spec: KvSpec,
         kv: Sequence[torch.Tensor],
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        rotations: Sequence[tuple[torch.Tensor, torch.Tensor]],
         backend: AttentionBackend | None = None,
         states: DeviceStates | None = None,
     ) -> None:
         """kv: of each place of a block ``[2, num_blocks, num_kv_heads, block_size, head_dim]``, which ``spec`` gives the layers;
-        cos, sin: ``[num_tokens, rotary_dim]``;
-        backend: whose attention computes, None for ours; states: None for a model without.
+        rotations: of each of the model's ropes cosines and sines ``[num_tokens, rotary_dim]``; backend: whose attention
+        computes, None for ours; states: None for a model without.
         """
         self._device = device
         self._multiply = linears
@@ -95,8 +94,7 @@ class DevicePass:
         self._rows_of = [rows.of_group(group) for group in range(len(spec.groups))]
         self._spec = spec
         self._kv = kv
-        self._cos = cos
-        self._sin = sin
+        self._rotations = rotations
         self._backend = backend
         self._given_states = states
         self.linears: dict[Linear, None] = {}
@@ -191,20 +189,36 @@ class DevicePass:
         if together is None:
             q = q if layer.q_norm is None else self.norm(q, layer.q_norm)
             k = k if layer.k_norm is None else self.norm(k, layer.k_norm)
-        heads = [in_packs(x.settled).unflatten(1, (-1, layer.head_dim)) for x in (q, k, v)]
-        tables = (self._cos, self._sin, kv, rows)
-        if together is None:
-            queries = rope_kv(self._device, heads[0], heads[1], heads[2], *tables)
-        else:
-            weights = (together[0].weight, together[1].weight)
-            queries = rope_kv(self._device, heads[0], heads[1], heads[2], *tables, *weights, together[0].eps)
+        of_norms = (None, None) if together is None else (together[0].weight, together[1].weight)
+        turn = Turn(
+            *of_norms,
+            0.0 if together is None else together[0].eps,
+            0.0 if together is None else together[0].offset,
+            layer.rotary_first,
+            layer.interleaved,
+            layer.temperature,
+        )
+        queries, keys = (in_packs(x.settled).unflatten(1, (-1, layer.head_dim)) for x in (q, k))
+        values = in_packs(v.settled).unflatten(1, (-1, layer.value_width))
+        cos, sin = (None, None) if layer.rope is None else self._rotations[layer.rope]
+        queries = rope_kv(self._device, queries, keys, values, cos, sin, kv, rows, turn)
         self.attentions.append(layer)
-        if self._backend is None:
-            attended = paged_attention(
-                self._device, self._attention, queries, kv, rows, layer.scale, layer.window
-            )
-        else:
+        if self._backend is not None:
             attended = self._backend.attend(queries, kv, rows, layer.window)
+        else:
+            attended = paged_attention(
+                self._device,
+                self._attention,
+                queries,
+                kv,
+                rows,
+                layer.scale,
+                layer.window,
+                layer.softcap or 0.0,
+                layer.alibi_slopes,
+                chunk=layer.chunk,
+                sinks=layer.sinks,
+            )
         return Value(attended.view(rows.num_tokens, -1))
 
     def causal_conv(self, layer: CausalConv, x: Value) -> Value:

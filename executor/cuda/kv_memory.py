@@ -71,7 +71,8 @@ def allocate_kv(
     model: CausalModel, spec: KvSpec, num_blocks: int, dtype: torch.dtype, device: torch.device
 ) -> list[torch.Tensor]:
     """Return the KV memory of each place of a block, zeros: ``[2, num_blocks, num_kv_heads, block_size, head_dim]``."""
-    shape = (2, num_blocks, model.num_kv_heads, spec.block_size, model.head_dim)
+    first = model.attentions[0]
+    shape = (2, num_blocks, first.num_kv_heads, spec.block_size, first.head_dim)
     return [_zeros(shape, dtype, device) for _ in range(spec.layers_per_block)]
 
 

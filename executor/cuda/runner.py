@@ -23,9 +23,10 @@ from quintet.executor.cuda.ops.draw import draw
 from quintet.executor.cuda.ops.tables import apply_plan, scatter_tokens
 from quintet.executor.cuda.rows import SampledRows, StepRows
 from quintet.executor.cuda.tables import DeviceTables, StepMemory
+from quintet.executor.layers.attention import AttentionLayer
 from quintet.executor.layers.linear import Linear
+from quintet.executor.layers.rope import Rope
 from quintet.executor.memory import to_device
-from quintet.executor.models.forward import AttentionLayer
 from quintet.executor.models.model import CausalModel
 
 MAX_OUTPUTS = 256
@@ -172,9 +173,9 @@ class DeviceRunner:
         backend = self.of_prompts if host is not None and rows.max_count > 1 else None
         if backend is not None and host is not None:
             backend.prepare(rows.of_group(0), host)
-        cos, sin = self._rotations.of(rows)
+        rotations = self._rotations.of(rows)
         self._pass = DevicePass(
-            self._device, self._linears, self._attention, rows, self.tables.kv, self.kv, cos, sin, backend
+            self._device, self._linears, self._attention, rows, self.tables.kv, self.kv, rotations, backend
         )
         self._hidden = self._model.forward(self._pass)
 
@@ -199,22 +200,31 @@ class DeviceRunner:
 
 
 class _Rotations:
-    """Cosines and sines of a step's tokens, from a table by position, or computed where they depend on the length."""
+    """Cosines and sines of a step's tokens, from tables by position, or computed where they depend on the length."""
 
     def __init__(self, model: CausalModel, tables: DeviceTables, dtype: torch.dtype) -> None:
-        self._rope = model.rope
+        self._ropes = model.ropes
         self._dtype = dtype
-        self._cos = self._sin = torch.empty(0)
-        if not model.rope.spec.depends_on_length:
-            positions = torch.arange(tables.token_ids.shape[1], device=tables.token_ids.device)
-            cos, sin = model.rope.cos_sin(positions, None, dtype)
-            self._cos, self._sin = cos.squeeze(1), sin.squeeze(1)  # [max_model_len + 1, rotary_dim]
+        positions = torch.arange(tables.token_ids.shape[1], device=tables.token_ids.device)
+        self._tables = [
+            None if rope.spec.depends_on_length else self._cos_sin(rope, positions, None)
+            for rope in model.ropes
+        ]
+        """Of each rope ``[max_model_len + 1, rotary_dim]``."""
 
-    def of(self, rows: StepRows) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``[num_tokens, rotary_dim]`` each. What padding tokens get is not used."""
-        positions = rows.positions.clamp(min=0)
-        if not self._rope.spec.depends_on_length:
-            return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
-        assert rows.lengths is not None
-        cos, sin = self._rope.cos_sin(positions, rows.lengths, self._dtype)
+    def of(self, rows: StepRows) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return ``[num_tokens, rotary_dim]`` of each rope. What padding tokens get is not used."""
+        positions, found = rows.positions.clamp(min=0), []
+        for rope, table in zip(self._ropes, self._tables, strict=True):
+            if table is None:
+                assert rows.lengths is not None
+                found.append(self._cos_sin(rope, positions, rows.lengths))
+            else:
+                found.append((table[0].index_select(0, positions), table[1].index_select(0, positions)))
+        return found
+
+    def _cos_sin(
+        self, rope: Rope, positions: torch.Tensor, lengths: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = rope.cos_sin(positions, lengths, self._dtype)
         return cos.squeeze(1), sin.squeeze(1)

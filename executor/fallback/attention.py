@@ -15,7 +15,8 @@ import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from quintet.executor.fallback.masks import MaskFunction, Sight, UnknownSight, sight_of
+from quintet.executor.fallback.masks import MaskFunction, UnknownSight, sight_of
+from quintet.executor.layers.attention import Sight
 
 HARMLESS = {"position_ids", "use_cache", "output_attentions", "cache_position", "is_causal", "sliding_window"}
 """Arguments of an attention that change nothing here, or that its mask tells as well."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 
 from quintet.executor.batch import Int, Rows
-from quintet.executor.fallback.attention import AttentionCall, NotServed
+from quintet.executor.fallback.attention import AttentionCall
 from quintet.executor.fallback.model import TransformersModel
+from quintet.executor.layers.attention import AttentionLayer
 from quintet.executor.ops.host_attention import PagedKv, attend, write_kv
 from quintet.executor.program.library import ProgramLibrary
 from quintet.executor.program.step import Step
@@ -42,9 +42,13 @@ class HostRunner:
         self._step = Step(
             library, max(limits.max_num_batched_tokens, limits.max_num_seqs), limits.max_num_seqs
         )
+        self._layers = [_layer_of(index, call) for index, call in enumerate(model.calls)]
+        block_size = config.model.kv.block_size
         self._kv = [
-            PagedKv.of_blocks(num_blocks, dtype, call.num_kv_heads, _width(call), config.model.kv.block_size)
-            for call in model.calls
+            PagedKv.of_blocks(
+                *(num_blocks, dtype, layer.num_kv_heads, layer.head_dim, block_size, layer.value_width)
+            )
+            for layer in self._layers
         ]
         self._hidden = torch.empty(0)
         self.token_ids = torch.from_numpy(self._step.columns["token_ids"])
@@ -70,14 +74,8 @@ class HostRunner:
     def attend(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """See `quintet.executor.fallback.attention.AttendsTokens`."""
         self.work_done += 1
-        call, step, kv = self._model.calls[index], self._step.c, self._kv[index]
-        q, k = _widened(q, call.key_dim, kv.head_dim), _widened(k, call.key_dim, kv.head_dim)
-        q = write_kv(step, q, k, _widened(v, call.value_dim, kv.head_dim), kv, 0)
-        out = attend(step, q, kv, call.scale, call.sight.window, call.softcap)
-        if call.value_dim == kv.head_dim:
-            return out
-        heads: torch.Tensor = out.unflatten(1, (-1, kv.head_dim))
-        return heads[..., : call.value_dim].flatten(1)
+        layer, step, kv = self._layers[index], self._step.c, self._kv[index]
+        return attend(step, layer, write_kv(step, layer, q, k, v, kv), kv)
 
     @torch.inference_mode()
     def logits(self, tokens: Int) -> torch.Tensor:
@@ -94,16 +92,17 @@ class HostRunner:
             kv.memory[targets] = kv.memory[sources]
 
 
-def _width(call: AttentionCall) -> int:
-    """Return the numbers of a head in memory: keys and values alike, and as many as the kernels take."""
-    if call.sinks is not None or call.sight.chunk is not None:
-        raise NotServed(f"its attention has {'sinks' if call.sinks is not None else 'chunks'}")
-    return -(-max(call.key_dim, call.value_dim) // 16) * 16
-
-
-def _widened(x: torch.Tensor, head_dim: int, width: int) -> torch.Tensor:
-    """Return heads with zeros behind, which change no score and no value."""
-    if head_dim == width:
-        return x
-    heads: torch.Tensor = x.unflatten(1, (-1, head_dim))
-    return F.pad(heads, (0, width - head_dim)).flatten(1)
+def _layer_of(index: int, call: AttentionCall) -> AttentionLayer:
+    """Return the attention of a call, whose queries and keys are rotated already."""
+    return AttentionLayer(
+        index=index,
+        num_heads=call.num_heads,
+        num_kv_heads=call.num_kv_heads,
+        head_dim=call.key_dim,
+        value_dim=call.value_dim,
+        scale=call.scale,
+        window=call.sight.window,
+        chunk=call.sight.chunk,
+        softcap=call.softcap,
+        sinks=None if call.sinks is None else call.sinks.detach().float().contiguous(),
+    )

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
+from quintet.executor.layers.attention import Sight
+
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """``f(batch, head, query's position, key's position)``: whether the query sees the key, for index tensors of one shape."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sight:
-    """What a token sees: itself and what is before it, as far as a window or a chunk goes."""
-
-    window: int | None = None
-    """How many of the newest tokens, itself included; None for all."""
-    chunk: int | None = None
-    """It sees no token of an earlier chunk of so many positions; None for all."""
 
 
 class UnknownSight(Exception):

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from quintet.executor.cards.spec import DecoderSpec
+from quintet.executor.layers.attention import AttentionLayer
 from quintet.executor.layers.linear import Embedding, Linear, Part
 from quintet.executor.layers.rope import Rope
 from quintet.executor.models.blocks.layer import Layer
@@ -37,21 +38,19 @@ class Decoder:
         self.vocab_size = spec.vocab_size
         scope = Scope(setting, self.weights, names, spec.hidden_size)
         self._declare_ends(scope, spec)
+        attentions: list[AttentionLayer] = []
         self._layers = [
             Layer(
-                Scope(setting, self.weights, names, spec.hidden_size, index, spec.transposed, spec.ropes),
+                Scope(
+                    *(setting, self.weights, names, spec.hidden_size, index, spec.transposed, spec.ropes),
+                    attentions=attentions,
+                ),
                 layer,
             )
             for index, layer in enumerate(spec.layers)
         ]
-        mixer = next(each for each in spec.attentions if each is not None)
-        self.num_heads = mixer.num_heads
-        self.num_kv_heads = mixer.num_kv_heads
-        self.head_dim = mixer.head_dim
-        self.windows: Sequence[int | None] = [
-            None if each is None else each.window for each in spec.attentions
-        ]
-        self.rope = Rope(spec.ropes[0], setting.device)
+        self.attentions: Sequence[AttentionLayer] = attentions
+        self.ropes = [Rope(rope, setting.device) for rope in spec.ropes]
 
     def _declare_ends(self, scope: Scope, spec: DecoderSpec) -> None:
         """Declare what is before and behind the layers."""

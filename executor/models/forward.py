@@ -10,49 +10,18 @@ kernel, or not at all, is the pass's affair as well.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
 
-from quintet.executor.cards.spec import Activation, NormKind
+from quintet.executor.cards.spec import Activation
+from quintet.executor.layers.attention import AttentionLayer
 from quintet.executor.layers.experts import Experts
 from quintet.executor.layers.linear import Embedding, Linear
 from quintet.executor.layers.norm import Norm
 from quintet.executor.layers.states import CausalConv, DeltaRule, HeadScan, SelectiveScan
 
 ValueT = TypeVar("ValueT")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class AttentionLayer:
-    """Causal attention of one layer over its own KV memory, rotation of queries and keys included."""
-
-    index: int
-    """Which layer's KV memory."""
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rotary_dim: int
-    """How many numbers of a head are rotated, from the first."""
-    scale: float
-    """Factor of every score."""
-    window: int | None = None
-    """How many of the newest tokens a token sees, itself included; None for all."""
-    q_norm: Norm | None = None
-    """Of each query head before rotation: ``head_dim`` wide. ``k_norm`` likewise of each key head."""
-    k_norm: Norm | None = None
-
-    @property
-    def norms_with_rotation(self) -> tuple[Norm, Norm] | None:
-        """Both norms, where they are of the kind that the kernels compute together with the rotation."""
-        q, k = self.q_norm, self.k_norm
-        if q is None or k is None or q.eps != k.eps:
-            return None
-        for norm in (q, k):
-            if norm.kind is not NormKind.RMS or norm.offset or norm.weight is None or norm.is_per_group:
-                return None
-        return q, k
 
 
 class ForwardPass(Protocol[ValueT]):
@@ -95,9 +64,10 @@ class ForwardPass(Protocol[ValueT]):
         """Return each token's sum over the experts that its scores ``[rows, experts]`` choose: as wide as ``x``."""
 
     def attention(self, layer: AttentionLayer, q: ValueT, k: ValueT, v: ValueT) -> ValueT:
-        """Norm and rotate queries and keys, store keys and values, then attend. Returns ``[rows, num_heads * head_dim]``.
+        """Norm and rotate queries and keys, store keys and values, then attend. Returns ``[rows, num_heads * value_width]``.
 
-        q: ``[rows, num_heads * head_dim]``; k, v: ``[rows, num_kv_heads * head_dim]``. Columns of one value cost nothing.
+        q: ``[rows, num_heads * head_dim]``; k: ``[rows, num_kv_heads * head_dim]``; v: ``[rows, num_kv_heads * value_width]``.
+        Columns of one value cost nothing.
         """
 
     def causal_conv(self, layer: CausalConv, x: ValueT) -> ValueT:

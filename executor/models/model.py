@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from quintet.executor.layers.attention import AttentionLayer
 from quintet.executor.layers.rope import Rope
 from quintet.executor.models.forward import ForwardPass, ValueT
 from quintet.executor.quant.method import Quantization
@@ -32,24 +33,12 @@ class CausalModel(Protocol):
         """Width of the logits."""
 
     @property
-    def num_heads(self) -> int:
-        """Query heads."""
+    def attentions(self) -> Sequence[AttentionLayer]:
+        """The layers that keep keys and values, in the order of their indexes."""
 
     @property
-    def num_kv_heads(self) -> int:
-        """Key and value heads."""
-
-    @property
-    def head_dim(self) -> int:
-        """Width of a head."""
-
-    @property
-    def windows(self) -> Sequence[int | None]:
-        """Each layer's sliding window, None where a layer sees everything; the length is the number of layers."""
-
-    @property
-    def rope(self) -> Rope:
-        """How positions rotate queries and keys, in every layer."""
+    def ropes(self) -> Sequence[Rope]:
+        """How positions rotate queries and keys: those that `AttentionLayer.rope` counts."""
 
     @property
     def weights(self) -> WeightPlan:

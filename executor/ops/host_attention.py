@@ -16,13 +16,27 @@ from typing import Any
 
 import torch
 
+from quintet.executor.layers.attention import AttentionLayer
 from quintet.executor.memory import lazy_zeros
 from quintet.executor.ops.host_dtypes import DTYPE_CODES
-from quintet.executor.ops.host_library import declare, open_library
+from quintet.executor.ops.host_library import check_layout, declare, open_library
 from quintet.executor.program.step import CStep, KvPlace
 from quintet.wire.errors import ConfigError
 
 _ADDRESS, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+
+
+class CAttention(ctypes.Structure):
+    """Field by field ``qt::AttentionLayer``; its comments say what each is."""
+
+    _fields_ = (
+        *((name, _SIZE) for name in ("heads", "kv_heads", "key_width", "value_width", "block_size")),
+        *((name, _SIZE) for name in ("window", "chunk", "rope", "rotary", "rotary_first", "interleaved")),
+        *((name, _ADDRESS) for name in ("alibi_slopes", "sinks", "q_norm", "k_norm")),
+        *((name, _FLOAT) for name in ("scale", "softcap", "eps", "norm_offset", "growth")),
+        *((name, _INT) for name in ("dtype", "kv_dtype")),
+        *((name, _SIZE) for name in ("period", "shift")),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +44,7 @@ class AttentionFunctions:
     """The C functions; each says in ``csrc/cpu/attention.cpp`` what its arguments are."""
 
     block_bytes: Callable[..., Any]
+    query_width: Callable[..., Any]
     write_kv: Callable[..., Any]
     attend: Callable[..., Any]
 
@@ -40,20 +55,24 @@ def attention_functions() -> AttentionFunctions | None:
     library = open_library()
     if library is None:
         return None
-    a, n, i, f = _ADDRESS, _SIZE, _INT, _FLOAT
+    check_layout(library, "qt_attention_layer_bytes", ctypes.sizeof(CAttention))
+    a, n, i = _ADDRESS, _SIZE, _INT
     return AttentionFunctions(
-        declare(library, "qt_kv_block_bytes", i, n, n, n, result=n),
-        declare(library, "qt_write_kv", a, *(a, n, a, n, a, n), n, n, n, n, a, a, f, a, n, a, n, i, i),
-        declare(library, "qt_attend", a, a, n, a, n, n, n, n, n, f, a, f, a, n, i, i),
+        declare(library, "qt_kv_block_bytes", i, n, n, n, n, result=n),
+        declare(library, "qt_query_width", n, result=n),
+        declare(library, "qt_write_kv", a, a, a, n, a, n, a, n, a, a, n),
+        declare(library, "qt_attend", a, a, a, n, a, a, n),
     )
 
 
-def kv_block_bytes(dtype: torch.dtype, num_kv_heads: int, head_dim: int, block_size: int) -> int:
+def kv_block_bytes(
+    dtype: torch.dtype, num_kv_heads: int, head_dim: int, value_dim: int, block_size: int
+) -> int:
     """Return the bytes of a block of one layer whose keys and values are stored as ``dtype``.
 
     Raises ConfigError where the kernels do not take such blocks.
     """
-    size = int(_functions().block_bytes(DTYPE_CODES[dtype], num_kv_heads, head_dim, block_size))
+    size = int(_functions().block_bytes(DTYPE_CODES[dtype], num_kv_heads, head_dim, value_dim, block_size))
     if size:
         return size
     if block_size % 16:
@@ -61,7 +80,7 @@ def kv_block_bytes(dtype: torch.dtype, num_kv_heads: int, head_dim: int, block_s
             f"blocks of {block_size} tokens: on a CPU they are multiples of 16; give --block-size 16 or 32"
         )
     raise ConfigError(
-        f"heads of {head_dim} numbers: the CPU's attention takes multiples of 16 up to 256; this model needs a GPU"
+        f"heads of {head_dim} numbers in keys and {value_dim} in values: the CPU's attention takes up to 576 and 512"
     )
 
 
@@ -72,6 +91,7 @@ class PagedKv:
     dtype: torch.dtype
     num_kv_heads: int
     head_dim: int
+    value_dim: int
     block_size: int
     memory: torch.Tensor
     """uint8 ``[num_blocks, bytes]``, inner layout private to the kernels."""
@@ -83,104 +103,122 @@ class PagedKv:
 
     @staticmethod
     def of_blocks(
-        num_blocks: int, dtype: torch.dtype, num_kv_heads: int, head_dim: int, block_size: int
+        num_blocks: int,
+        dtype: torch.dtype,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        value_dim: int | None = None,
     ) -> PagedKv:
         """Reserve ``num_blocks``. Raises ConfigError, see `kv_block_bytes`."""
-        size = kv_block_bytes(dtype, num_kv_heads, head_dim, block_size)
+        value_dim = head_dim if value_dim is None else value_dim
+        size = kv_block_bytes(dtype, num_kv_heads, head_dim, value_dim, block_size)
         memory = lazy_zeros((num_blocks, size), torch.uint8, torch.device("cpu"))
-        return PagedKv(dtype, num_kv_heads, head_dim, block_size, memory)
+        return PagedKv(dtype, num_kv_heads, head_dim, value_dim, block_size, memory)
+
+
+def c_attention(layer: AttentionLayer, dtype: torch.dtype, kv_code: int, block_size: int) -> CAttention:
+    """Describe a layer whose activations are ``dtype`` to the kernels. It points into the layer's tensors.
+
+    kv_code: of the numbers stored. Norms are the kernels' business only where `AttentionLayer.norms_with_rotation`.
+    """
+    norms, temperature = layer.norms_with_rotation, layer.temperature
+    for name, vector in (("alibi_slopes", layer.alibi_slopes), ("sinks", layer.sinks)):
+        if vector is not None and (
+            vector.dtype is not torch.float32
+            or vector.shape != (layer.num_heads,)
+            or not vector.is_contiguous()
+        ):
+            raise ValueError(
+                f"{name} are {vector.dtype}{list(vector.shape)}; expected contiguous float32[{layer.num_heads}]"
+            )
+    for norm in norms or ():
+        weight = norm.weight
+        if weight is None or weight.dtype is not dtype or weight.shape != (layer.head_dim,):
+            found = "none" if weight is None else f"{weight.dtype}{list(weight.shape)}"
+            raise ValueError(f"a norm's weight is {found}; expected contiguous {dtype}[{layer.head_dim}]")
+    if layer.scale <= 0 or (layer.softcap is not None and layer.softcap <= 0):
+        raise ValueError(
+            f"scale is {layer.scale}, softcap {layer.softcap}; expected positive numbers or, of a cap, None"
+        )
+    return CAttention(
+        heads=layer.num_heads,
+        kv_heads=layer.num_kv_heads,
+        key_width=layer.head_dim,
+        value_width=layer.value_width,
+        block_size=block_size,
+        window=layer.window or 0,
+        chunk=layer.chunk or 0,
+        rope=layer.rope or 0,
+        rotary=layer.rotary_dim,
+        rotary_first=layer.rotary_first,
+        interleaved=layer.interleaved,
+        alibi_slopes=_address(layer.alibi_slopes),
+        sinks=_address(layer.sinks),
+        q_norm=None if norms is None else _address(norms[0].weight),
+        k_norm=None if norms is None else _address(norms[1].weight),
+        scale=layer.scale,
+        softcap=layer.softcap or 0.0,
+        eps=0.0 if norms is None else norms[0].eps,
+        norm_offset=0.0 if norms is None else norms[0].offset,
+        growth=0.0 if temperature is None else temperature.growth,
+        dtype=DTYPE_CODES[dtype],
+        kv_dtype=kv_code,
+        period=1 if temperature is None else temperature.period,
+        shift=0 if temperature is None else temperature.shift,
+    )
+
+
+def query_width(head_dim: int) -> int:
+    """Return how many numbers a query head has after `write_kv`: the next multiple of 16."""
+    return int(_functions().query_width(head_dim))
 
 
 def write_kv(
     step: CStep,
+    layer: AttentionLayer,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     kv: PagedKv,
-    rotary_dim: int,
-    q_norm: torch.Tensor | None = None,
-    k_norm: torch.Tensor | None = None,
-    eps: float = 0.0,
 ) -> torch.Tensor:
-    """Return normed and rotated queries ``[num_tokens, num_heads * head_dim]``; write keys and values into ``kv``.
+    """Return queries ``[num_tokens, num_heads * query_width]`` for `attend`; write keys and values into ``kv``.
 
-    q: ``[num_tokens, num_heads * head_dim]``; k, v: ``[num_tokens, num_kv_heads * head_dim]``, rows may lie apart; norms:
-    ``[head_dim]`` or None. Rounded as `quintet.executor.ops.rms_norm` and `quintet.executor.ops.rope_kv_write`, but for the
-    products with sines, which are not rounded by themselves. The step's cosines and sines are in the format of ``q``.
+    q: ``[num_tokens, num_heads * head_dim]``; k: ``[num_tokens, num_kv_heads * head_dim]``; v: ``[num_tokens, num_kv_heads *
+    value_width]``, places of one row or rows of their own. Rounded as `quintet.executor.ops.rms_norm` and
+    `quintet.executor.ops.rope_kv_write`, but for the products with sines, which are not rounded by themselves. The
+    step's cosines and sines are in the format of ``q``.
     """
-    num_heads, width = q.shape[1] // kv.head_dim, kv.num_kv_heads * kv.head_dim
-    for name, x, expected in (("q", q, num_heads * kv.head_dim), ("k", k, width), ("v", v, width)):
-        _check(step, name, x, expected, kv)
-    if k.dtype is not q.dtype or v.dtype is not q.dtype:
-        raise ValueError(f"k is {k.dtype} and v {v.dtype}; expected {q.dtype}, as q is")
-    if rotary_dim % 2 or not 0 <= rotary_dim <= kv.head_dim:
-        raise ValueError(f"rotary_dim is {rotary_dim}; expected an even number up to {kv.head_dim}")
-    for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
-        if norm is not None and (
-            norm.dtype is not q.dtype or norm.shape != (kv.head_dim,) or not norm.is_contiguous()
-        ):
-            raise ValueError(
-                f"{name} is {norm.dtype}{list(norm.shape)}; expected contiguous {q.dtype}[{kv.head_dim}]"
-            )
-    out = torch.empty((len(q), q.shape[1]), dtype=q.dtype)
+    width = query_width(layer.head_dim)
+    _check(step, layer, "q", q, layer.num_heads * layer.head_dim, kv)
+    _check(step, layer, "k", k, layer.num_kv_heads * layer.head_dim, kv)
+    _check(step, layer, "v", v, layer.num_kv_heads * layer.value_width, kv)
+    out = torch.empty((len(q), layer.num_heads * width), dtype=q.dtype)
     _functions().write_kv(
-        *(
-            ctypes.byref(step),
-            q.data_ptr(),
-            q.stride(0),
-            k.data_ptr(),
-            k.stride(0),
-            v.data_ptr(),
-            v.stride(0),
-        ),
-        *(num_heads, kv.num_kv_heads, kv.head_dim, rotary_dim),
-        *(None if norm is None else norm.data_ptr() for norm in (q_norm, k_norm)),
-        *(eps, ctypes.byref(kv.place), kv.block_size, out.data_ptr(), out.stride(0)),
-        *(DTYPE_CODES[q.dtype], DTYPE_CODES[kv.dtype]),
+        *(ctypes.byref(step), ctypes.byref(_described(layer, q, kv))),
+        *(q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0)),
+        *(ctypes.byref(kv.place), out.data_ptr(), out.stride(0)),
     )
     return out
 
 
-def attend(
-    step: CStep,
-    q: torch.Tensor,
-    kv: PagedKv,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return attention outputs like ``q [num_tokens, num_heads * head_dim]``.
-
-    window: how many keys a token sees, itself included. softcap: scores become ``softcap * tanh(score / softcap)``.
-    alibi_slopes: fp32 ``[num_heads]`` (Press et al., "Train short, test long", 2022).
-    """
-    num_heads = q.shape[1] // kv.head_dim
-    _check(step, "q", q, num_heads * kv.head_dim, kv)
-    if num_heads % kv.num_kv_heads or not num_heads:
-        raise ValueError(
-            f"q has {num_heads} heads of {kv.head_dim}; expected a multiple of {kv.num_kv_heads} KV heads"
-        )
-    if scale <= 0 or (window is not None and window < 1) or (softcap is not None and softcap <= 0):
-        raise ValueError(
-            f"scale is {scale}, window {window}, softcap {softcap}; expected positive numbers or None"
-        )
-    if alibi_slopes is not None and (
-        alibi_slopes.dtype is not torch.float32
-        or alibi_slopes.shape != (num_heads,)
-        or not alibi_slopes.is_contiguous()
-    ):
-        raise ValueError(
-            f"alibi_slopes are {alibi_slopes.dtype}{list(alibi_slopes.shape)}; expected contiguous float32[{num_heads}]"
-        )
-    out = torch.empty(q.shape, dtype=q.dtype)
+def attend(step: CStep, layer: AttentionLayer, q: torch.Tensor, kv: PagedKv) -> torch.Tensor:
+    """Return attention outputs ``[num_tokens, num_heads * value_width]``. q: what `write_kv` returned."""
+    _check(step, layer, "q", q, layer.num_heads * query_width(layer.head_dim), kv)
+    out = torch.empty((len(q), layer.num_heads * layer.value_width), dtype=q.dtype)
     _functions().attend(
-        *(ctypes.byref(step), q.data_ptr(), q.stride(0), ctypes.byref(kv.place), num_heads, kv.num_kv_heads),
-        *(kv.head_dim, kv.block_size, window or 0, softcap or 0.0),
-        *(None if alibi_slopes is None else alibi_slopes.data_ptr(), scale, out.data_ptr(), out.stride(0)),
-        *(DTYPE_CODES[q.dtype], DTYPE_CODES[kv.dtype]),
+        *(ctypes.byref(step), ctypes.byref(_described(layer, q, kv)), q.data_ptr(), q.stride(0)),
+        *(ctypes.byref(kv.place), out.data_ptr(), out.stride(0)),
     )
     return out
+
+
+def _described(layer: AttentionLayer, q: torch.Tensor, kv: PagedKv) -> CAttention:
+    return c_attention(layer, q.dtype, DTYPE_CODES[kv.dtype], kv.block_size)
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _functions() -> AttentionFunctions:
@@ -192,7 +230,7 @@ def _functions() -> AttentionFunctions:
     return functions
 
 
-def _check(step: CStep, name: str, x: torch.Tensor, width: int, kv: PagedKv) -> None:
+def _check(step: CStep, layer: AttentionLayer, name: str, x: torch.Tensor, width: int, kv: PagedKv) -> None:
     formats = (torch.bfloat16, torch.float16, torch.float32)
     if x.dim() != 2 or x.shape != (step.num_tokens, width) or x.dtype not in formats or x.stride(1) != 1:
         raise ValueError(
@@ -202,4 +240,10 @@ def _check(step: CStep, name: str, x: torch.Tensor, width: int, kv: PagedKv) -> 
     if kv.dtype not in (x.dtype, torch.int8):
         raise ValueError(
             f"the cache holds {kv.dtype} and {name} is {x.dtype}; expected the same, or an int8 cache"
+        )
+    heads = (layer.num_kv_heads, layer.head_dim, layer.value_width)
+    if heads != (kv.num_kv_heads, kv.head_dim, kv.value_dim):
+        raise ValueError(
+            f"the layer has {heads[0]} KV heads of {heads[1]} and {heads[2]} numbers, the cache"
+            f" {kv.num_kv_heads} of {kv.head_dim} and {kv.value_dim}"
         )

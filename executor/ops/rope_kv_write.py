@@ -1,44 +1,68 @@
 """Rotate queries and keys by their positions, and store keys and values in the paged cache.
 
-Rotary position embedding: Su et al., "RoFormer", 2021, section 3.4.2, in the layout of the Llama checkpoints: dimension
-``i`` is paired with ``i + rotary_dim / 2``.
+Rotary position embedding: Su et al., "RoFormer", 2021, section 3.4.2, in two layouts of the checkpoints: number ``i`` of
+what is rotated is paired with ``i + rotary_dim / 2`` (Llama), or ``2 i`` with ``2 i + 1`` (GPT-J, and the paper).
 """
 
 from __future__ import annotations
 
 import torch
 
+from quintet.executor.cards.spec import Temperature
+from quintet.executor.layers.attention import AttentionLayer
 
-def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` rotated. x: ``[num_tokens, heads, head_dim]``; cos, sin: ``[num_tokens, 1, rotary_dim]``, same dtype.
 
-    Dimensions past ``rotary_dim`` pass through.
+def rope(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, first: int = 0, interleaved: bool = False
+) -> torch.Tensor:
+    """Return ``x`` rotated. x: ``[num_tokens, heads, head_dim]``; cos, sin: ``[num_tokens, 1, rotary_dim]``, same dtype, whose
+    second half is like the first.
+
+    Numbers ``[first, first + rotary_dim)`` of a head are rotated, the others pass through. interleaved: neighbours are pairs.
     """
     rotary_dim = cos.shape[-1]
-    rotating = x[..., :rotary_dim]
-    first, second = rotating.chunk(2, dim=-1)
-    rotated = torch.cat((second.neg(), first), dim=-1).mul_(sin).addcmul_(rotating, cos)
+    before, rotating, behind = x.tensor_split((first, first + rotary_dim), -1)
+    if interleaved:
+        cos, sin = (part[..., : rotary_dim // 2].repeat_interleave(2, -1) for part in (cos, sin))
+        pairs = rotating.unflatten(-1, (-1, 2))
+        turned = torch.stack((pairs[..., 1].neg(), pairs[..., 0]), -1).flatten(-2)
+    else:
+        turned = torch.cat((rotating[..., rotary_dim // 2 :].neg(), rotating[..., : rotary_dim // 2]), -1)
+    rotated = turned.mul_(sin).addcmul_(rotating, cos)
     if rotary_dim == x.shape[-1]:
         return rotated
-    return torch.cat((rotated, x[..., rotary_dim:]), dim=-1)
+    return torch.cat((before, rotated, behind), -1)
+
+
+def temperatures(temperature: Temperature, positions: torch.Tensor) -> torch.Tensor:
+    """Return the fp32 factor of a query at each of ``positions``."""
+    periods = (positions + temperature.shift) // temperature.period
+    return 1.0 + temperature.growth * torch.log1p(periods.float())
 
 
 def rope_kv_write(
+    layer: AttentionLayer,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    kv: torch.Tensor,
+    rotation: tuple[torch.Tensor, torch.Tensor] | None,
+    positions: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
     blocks: torch.Tensor,
     offsets: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the rotated queries, and write rotated keys and values into ``kv``.
+    """Return rotated queries, at their temperature; write rotated keys, and values, into the cache.
 
-    q: ``[num_tokens, num_heads, head_dim]``; k, v: ``[num_tokens, num_kv_heads, head_dim]``; kv: ``[num_blocks, 2,
-    num_kv_heads, block_size, head_dim]``; blocks, offsets: ``[num_tokens]`` int64, in which block a token's key and value
+    q: ``[num_tokens, num_heads, head_dim]``; k, v: ``[num_tokens, num_kv_heads, head_dim or value_width]``; rotation: cosines
+    and sines of the layer's, see `rope`; positions: int64``[num_tokens]``; keys, values: ``[num_blocks, num_kv_heads,
+    block_size, head_dim or value_width]``; blocks, offsets: int64``[num_tokens]``, in which block a token's key and value
     stand, and where there.
     """
-    kv[blocks, 0, :, offsets] = rope(k, cos, sin)
-    kv[blocks, 1, :, offsets] = v
-    return rope(q, cos, sin)
+    if rotation is not None:
+        q, k = (rope(x, *rotation, layer.rotary_first, layer.interleaved) for x in (q, k))
+    keys[blocks, :, offsets] = k
+    values[blocks, :, offsets] = v
+    if layer.temperature is None:
+        return q
+    return (q * temperatures(layer.temperature, positions)[:, None, None]).to(q.dtype)

@@ -45,15 +45,11 @@ class ProgramLibrary:
         self.activation = declare(library, "qt_program_activation", a, i, a, n, n, a, n, i, i)
         self.take_outputs = declare(library, "qt_program_take_outputs", a, a, n, n, a, n, i)
         self.linear = declare(library, "qt_program_linear", a, a, a, n, n, i, a, a, a, n, i, i, i)
-        self.rope_kv_write = declare(
-            library, "qt_program_rope_kv_write", a, *(a, n, a, n, a, n), n, n, n, n, a, a, f, a, n, a, n, i, i
-        )
+        self.rope_kv_write = declare(library, "qt_program_rope_kv_write", a, a, a, n, a, n, a, n, a, a, n)
         self.experts = declare(library, "qt_program_experts", a, a, a, n, a, n, n, a, n, i)
         self.draw = declare(library, "qt_program_draw", a, a, n, i, n)
-        self.kv_block_bytes = declare(library, "qt_kv_block_bytes", i, n, n, n, result=n)
-        self.attention = declare(
-            library, "qt_program_attention", a, a, n, a, n, n, n, n, n, f, a, f, a, n, n, i, i
-        )
+        self.kv_block_bytes = declare(library, "qt_kv_block_bytes", i, n, n, n, n, result=n)
+        self.attention = declare(library, "qt_program_attention", a, a, a, n, a, a, n, n)
 
         self.causal_conv, self.selective_scan, self.head_scan, self.delta_rule = (
             declare(library, f"qt_program_{name}", a, a, n, *host_states.ARGUMENTS[name])

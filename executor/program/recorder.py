@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from quintet.executor.cards.spec import Activation, NormKind
+from quintet.executor.layers.attention import AttentionLayer
 from quintet.executor.layers.experts import Experts
 from quintet.executor.layers.linear import Embedding, GatedActivation, Linear
 from quintet.executor.layers.norm import Norm
 from quintet.executor.layers.states import CausalConv, DeltaRule, HeadScan, SelectiveScan
-from quintet.executor.models.forward import AttentionLayer
 from quintet.executor.ops.activation import ACTIVATION_CODES
+from quintet.executor.ops.host_attention import c_attention, query_width
 from quintet.executor.ops.host_dtypes import FLOAT_CODES
 from quintet.executor.program.library import ProgramLibrary
 from quintet.executor.program.places import Lifetimes, Places, fuse
@@ -242,26 +243,29 @@ class Recorder:
         if together is None:
             q = q if layer.q_norm is None else self.norm(q, layer.q_norm)
             k = k if layer.k_norm is None else self.norm(k, layer.k_norm)
-        heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
-        widths = (heads[0] * heads[2], heads[1] * heads[2], heads[1] * heads[2])
+        widths = (
+            layer.num_heads * layer.head_dim,
+            layer.num_kv_heads * layer.head_dim,
+            layer.num_kv_heads * layer.value_width,
+        )
         assert (q.width, k.width, v.width) == widths, (q.width, k.width, v.width, widths)
-        queries, y = Value(q.width, Extent.TOKENS), Value(q.width, Extent.TOKENS)
+        queries = Value(layer.num_heads * query_width(layer.head_dim), Extent.TOKENS)
+        y = Value(layer.num_heads * layer.value_width, Extent.TOKENS)
         library, kv = self._library, self._kv
-        place, block_size = kv.place(layer.index), kv.spec.block_size
-        norms = (None, None, 0.0) if together is None else (*map(_weight_of, together), together[0].eps)
+        place = kv.place(layer.index)
+        described = c_attention(layer, self._dtype, kv.dtype, kv.spec.block_size)
 
         def emit_write() -> None:
             library.rope_kv_write(
-                *(self.handle, q.address, q.stride, k.address, k.stride, v.address, v.stride, *heads),
-                *(layer.rotary_dim, *norms, ctypes.byref(place), block_size),
-                *(queries.address, queries.stride, self._code, kv.dtype),
+                *(self.handle, ctypes.byref(described)),
+                *(q.address, q.stride, k.address, k.stride, v.address, v.stride),
+                *(ctypes.byref(place), queries.address, queries.stride),
             )
 
         def emit_attend() -> None:
             library.attention(
-                *(self.handle, queries.address, queries.stride, ctypes.byref(place), *heads, block_size),
-                *(layer.window or 0, 0.0, None, layer.scale, y.address, y.stride),
-                *(self._max_rows[Extent.TOKENS], self._code, kv.dtype),
+                *(self.handle, ctypes.byref(described), queries.address, queries.stride, ctypes.byref(place)),
+                *(y.address, y.stride, self._max_rows[Extent.TOKENS]),
             )
 
         self._append("rotate and write KV", emit_write, (q, k, v), queries)
@@ -357,8 +361,3 @@ class Recorder:
     ) -> Value:
         self._operations.append(Operation(name, emit, reads, y, over, emit_with, sums, activates))
         return y
-
-
-def _weight_of(norm: Norm) -> int:
-    assert norm.weight is not None, "a norm without a weight is not computed with the rotation"
-    return norm.weight.data_ptr()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,13 +11,14 @@ import numpy as np
 import torch
 
 from quintet.executor.batch import Int, Rows
+from quintet.executor.layers.attention import AttentionLayer
 from quintet.executor.layers.rope import Rope
 from quintet.executor.memory import lazy_zeros
 from quintet.executor.models.model import CausalModel
 from quintet.executor.ops.host_dtypes import FLOAT_CODES
 from quintet.executor.program.library import ProgramLibrary
 from quintet.executor.program.recorder import KvMemory, Recorder
-from quintet.executor.program.step import CStep, Step
+from quintet.executor.program.step import CRotation, CStep, Step
 from quintet.executor.ragged import ranges
 from quintet.executor.sampling.settings import Settings
 from quintet.executor.slots import SlotTables
@@ -67,7 +69,7 @@ class ProgramRunner:
         self._library = library
         self._kv = kv
         self._dtype = dtype
-        self._rotations = Rotations(model.rope, dtype, config.model.max_model_len + 1)
+        self._rotations = Rotations(model.ropes, dtype, config.model.max_model_len + 1)
         max_tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs)
         recorder = Recorder(library, dtype, kv, max_tokens, self.max_outputs)
         hidden = model.forward(recorder)
@@ -174,36 +176,58 @@ class ProgramRunner:
 
 
 class Rotations:
+    """The rotations of a model, as a step points to them."""
+
+    def __init__(self, ropes: Sequence[Rope], dtype: torch.dtype, max_positions: int) -> None:
+        self._described = (CRotation * max(1, len(ropes)))()
+        self._rotations = [
+            _Rotation(rope, dtype, max_positions, described)
+            for rope, described in zip(ropes, self._described, strict=False)
+        ]
+
+    def fill(self, step: CStep, length: int, rows: Rows, tables: SlotTables) -> None:
+        """Put the rotations of every token of ``rows`` into ``step``. length: their largest position plus 1."""
+        step.rotations = ctypes.addressof(self._described)
+        for rotation in self._rotations:
+            rotation.fill(length, rows, tables)
+
+
+class _Rotation:
     """Cosines and sines by position, as many as were needed so far; by token where they depend on more than that."""
 
-    def __init__(self, rope: Rope, dtype: torch.dtype, max_positions: int) -> None:
+    def __init__(self, rope: Rope, dtype: torch.dtype, max_positions: int, described: CRotation) -> None:
         self._rope = rope
         self._dtype = dtype
         self._max_positions = max_positions
+        self._described = described
         self._by_token = rope.spec.depends_on_length
-        self._cosines = self._sines = torch.empty(0)
         self._num_positions = 0
+        described.by_token = self._by_token
         if not self._by_token:
             self._grow(min(FIRST_ROTATIONS, max_positions))
 
-    def fill(self, step: CStep, length: int, rows: Rows, tables: SlotTables) -> None:
-        """Put the rotation of every token of ``rows`` into ``step``. length: their largest position plus 1."""
+    def fill(self, length: int, rows: Rows, tables: SlotTables) -> None:
+        """See `Rotations.fill`."""
         if self._by_token:
             owners, positions = ranges(rows.starts, rows.counts)
             lengths = np.maximum(tables.num_prompt_tokens[rows.slots[owners]], positions + 1)
-            self._cosines, self._sines = self._rope.cos_sin(
-                torch.from_numpy(positions), torch.from_numpy(lengths), self._dtype
-            )
+            self._use(torch.from_numpy(positions), torch.from_numpy(lengths))
         elif length > self._num_positions:
             self._grow(min(max(length, 2 * self._num_positions), self._max_positions))
-        elif step.cosines:
-            return
-        step.cosines, step.sines = self._cosines.data_ptr(), self._sines.data_ptr()
-        step.rope_by_token = self._by_token
 
     def _grow(self, num_positions: int) -> None:
-        self._cosines, self._sines = self._rope.cos_sin(torch.arange(num_positions), None, self._dtype)
+        self._use(torch.arange(num_positions), None)
         self._num_positions = num_positions
+
+    def _use(self, positions: torch.Tensor, lengths: torch.Tensor | None) -> None:
+        self._cosines, self._sines = self._rope.cos_sin(positions, lengths, self._dtype)
+        self._described.cosines, self._described.sines = self._cosines.data_ptr(), self._sines.data_ptr()
+
+
+def takes_layer(library: ProgramLibrary, layer: AttentionLayer, code: int, block_size: int) -> bool:
+    """Whether the kernels compute such a layer over a cache of such numbers."""
+    heads = (layer.num_kv_heads, layer.head_dim, layer.value_width)
+    return bool(library.kv_block_bytes(code, *heads, block_size))
 
 
 def allocate_kv(spec: KvSpec, num_blocks: int, code: int) -> KvMemory:

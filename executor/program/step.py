@@ -22,6 +22,12 @@ COLUMNS_OF_ROWS = (
 )
 
 
+class CRotation(ctypes.Structure):
+    """Field by field ``qt::Rotation``; its comments say what each is."""
+
+    _fields_ = (("cosines", _ADDRESS), ("sines", _ADDRESS), ("by_token", _SIZE))
+
+
 class CStep(ctypes.Structure):
     """Field by field ``qt::Step``; its comments say what each is."""
 
@@ -39,9 +45,7 @@ class CStep(ctypes.Structure):
         ("block_table_stride", _SIZE),
         ("block_table_group_stride", _SIZE),
         ("output_tokens", _ADDRESS),
-        ("cosines", _ADDRESS),
-        ("sines", _ADDRESS),
-        ("rope_by_token", _SIZE),
+        ("rotations", _ADDRESS),
         ("max_tokens", _SIZE),
         ("max_rows", _SIZE),
         ("num_slots", _SIZE),

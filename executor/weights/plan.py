@@ -88,6 +88,12 @@ class WeightPlan:
         self.expect(name, shape, whole.copy_, scale=scale, num_bytes=whole.numel() * whole.element_size())
         return whole
 
+    def floats(self, name: str, width: int) -> torch.Tensor:
+        """Expect ``name`` ``[width]``; return it in fp32, whatever the model computes in."""
+        vector = torch.empty(width, dtype=torch.float32, device=self.device)
+        self.expect(name, (width,), vector.copy_, num_bytes=vector.nbytes)
+        return vector
+
     def ones(self, name: str, width: int) -> torch.Tensor:
         """Expect the weight of a norm."""
         return self.tensor(name, width, scale=0.0)

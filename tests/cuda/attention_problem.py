@@ -10,7 +10,9 @@ import torch
 from quintet.executor.cuda.device import Device
 from quintet.executor.cuda.ops.attention import AttentionPlan, paged_attention
 from quintet.executor.cuda.ops.attention_reference import paged_attention_reference
+from quintet.executor.cuda.ops.formats import Planes
 from quintet.executor.cuda.rows import StepRows
+from quintet.executor.layers.attention import Sight
 
 FP8 = torch.float8_e4m3fn
 Row = tuple[int, int]
@@ -29,11 +31,18 @@ class Shape:
     kv_dtype: torch.dtype | None = None
     max_model_len: int = 1024
     windows: tuple[int | None, ...] = (None,)
+    chunks: tuple[int, ...] = ()
+    value_dim: int | None = None
+
+    @property
+    def value_width(self) -> int:
+        return self.head_dim if self.value_dim is None else self.value_dim
 
     def plan(self, device: Device, *, fixed_splits: bool = False) -> AttentionPlan:
         return AttentionPlan(
             device, 32, 2048, self.num_heads, self.num_kv_heads, self.head_dim, self.max_model_len,
-            self.dtype, self.kv_dtype or self.dtype, fixed_splits=fixed_splits, windows=self.windows,
+            self.dtype, self.kv_dtype or self.dtype, fixed_splits=fixed_splits, value_dim=self.value_dim,
+            sights=(*(Sight(window) for window in self.windows), *(Sight(None, chunk) for chunk in self.chunks)),
         )  # fmt: skip
 
 
@@ -114,6 +123,8 @@ class Problem:
         window: int | None = None,
         soft_cap: float = 0.0,
         alibi: torch.Tensor | None = None,
+        chunk: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> Step:
         """Compute a step, its rows being of ``requests`` in order; tokens after a row's last are not in the cache yet."""
         shape, place = self.shape, self.device.torch_device
@@ -141,13 +152,31 @@ class Problem:
             .to(place)
         )
         q = qkv[:, : shape.num_heads]
-        cache = kv.to(shape.dtype).to(shape.kv_dtype or shape.dtype).to(place)
+        cache: Planes = kv.to(shape.dtype).to(shape.kv_dtype or shape.dtype).to(place)
+        if shape.value_dim is not None:
+            cache = in_blocks(cache, shape.value_dim)
         plan = shape.plan(self.device) if plan is None else plan
         plan.prepare(step)
         scale = shape.head_dim**-0.5
         options = (scale, window, soft_cap, alibi)
-        out = paged_attention(self.device, plan, q, cache, step, *options)
-        return Step(out, q, cache, step, options)
+        more = {"chunk": chunk, "sinks": sinks}
+        out = paged_attention(self.device, plan, q, cache, step, *options, **more)  # type: ignore[arg-type]
+        return Step(out, q, cache, step, options, more)
+
+
+def in_blocks(kv: torch.Tensor, value_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys, and values of which only so many numbers are left, of each block side by side, with a gap behind."""
+    _, num_blocks, num_kv_heads, size, head_dim = kv.shape
+    numbers = num_kv_heads * size * head_dim
+    memory = torch.empty(
+        (num_blocks, numbers + num_kv_heads * size * value_dim + 16), dtype=kv.dtype, device=kv.device
+    )
+    keys = memory[:, :numbers].unflatten(1, (num_kv_heads, size, head_dim))
+    values = memory[:, numbers:-16].unflatten(1, (num_kv_heads, size, value_dim))
+    bits = torch.uint8 if kv.dtype == FP8 else kv.dtype  # torch does not copy fp8 everywhere
+    keys.view(bits).copy_(kv[0].view(bits))
+    values.view(bits).copy_(kv[1, ..., :value_dim].view(bits))
+    return keys, values
 
 
 @dataclass(frozen=True)
@@ -156,9 +185,11 @@ class Step:
 
     out: torch.Tensor
     q: torch.Tensor
-    kv: torch.Tensor
+    kv: Planes
     rows: StepRows
     options: tuple[float, int | None, float, torch.Tensor | None]
+    more: dict[str, int | torch.Tensor | None]
+    """``chunk`` and ``sinks``."""
 
     def check(self) -> None:
         """Compare with the reference.
@@ -169,12 +200,11 @@ class Step:
         1e-5 are far beyond what its roundings add over some hundred positions.
         """
         unit = torch.finfo(self.out.dtype).eps / 2 if self.out.dtype != torch.float32 else 0.0
-        kv = torch.nan_to_num(
-            self.kv.float()
-        )  # what no row may read is zero here: a weight of 0 times it is 0
-        expected = paged_attention_reference(self.q, kv, self.rows, *self.options)
-        magnitudes = paged_attention_reference(
-            self.q, torch.stack((kv[0], kv[1].abs())), self.rows, *self.options
+        # What no row may read is zero here: a weight of 0 times it is 0.
+        keys, values = (torch.nan_to_num(plane.float()) for plane in self.kv)
+        expected, magnitudes = (
+            paged_attention_reference(self.q, (keys, plane), self.rows, *self.options, **self.more)  # type: ignore[arg-type]
+            for plane in (values, values.abs())
         )
         error = (self.out.float() - expected).abs()
         bound = 1.1 * unit * (2 * magnitudes + expected.abs()) + 1e-5

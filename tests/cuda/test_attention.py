@@ -9,6 +9,7 @@ from tests.cuda.attention_problem import FP8, Problem, Row, Shape
 from quintet.executor.cuda.device import Device
 from quintet.executor.cuda.ops.attention import AttentionPlan, paged_attention
 from quintet.executor.cuda.rows import StepRows
+from quintet.executor.layers.attention import Sight
 
 LENGTHS = [1, 15, 16, 17, 63, 64, 65, 300]
 ALONE: list[Row] = [(length - 1, 1) for length in LENGTHS]
@@ -72,6 +73,39 @@ def test_alibi_with_a_window_and_a_cap(device: Device, rows: list[Row]) -> None:
     problem.run(rows, window=100, soft_cap=2.0, alibi=slopes).check()
 
 
+@pytest.mark.parametrize("chunk", [1, 16, 65, 128])
+def test_chunks(device: Device, chunk: int) -> None:
+    problem = Problem(device, Shape(chunks=(chunk,)), MIXED_LENGTHS)
+    problem.run(MIXED, chunk=chunk).check()
+
+
+@pytest.mark.parametrize("rows", [ALONE, MIXED, [(699, 1), (400, 100)]], ids=["alone", "mixed", "split"])
+@pytest.mark.parametrize("fixed_splits", [False, True])
+def test_sinks(device: Device, rows: list[Row], fixed_splits: bool) -> None:
+    sinks = torch.tensor([3.0, -2.0, 40.0, -200.0], device=device.torch_device)
+    shape = Shape(windows=(None, 100), chunks=(128,))
+    problem = Problem(device, shape, [start + count for start, count in rows])
+    plan = shape.plan(device, fixed_splits=fixed_splits)
+    problem.run(rows, plan=plan, sinks=sinks).check()
+    problem.run(rows, plan=plan, sinks=sinks, window=100, soft_cap=2.0).check()
+    problem.run(rows, plan=plan, sinks=sinks, chunk=128).check()
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 32), (40, 24), (576, 512), (192, 128)])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"), [(torch.bfloat16, None), (torch.float32, None), (torch.float16, FP8)]
+)
+def test_values_of_another_width(
+    device: Device, head_dim: int, value_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype | None
+) -> None:
+    shape = Shape(4, 2, head_dim, dtype=dtype, kv_dtype=kv_dtype, chunks=(50,), value_dim=value_dim)
+    rows: list[Row] = [(39, 1), (0, 3), (52, 12), (0, 0)]
+    sinks = torch.tensor([3.0, -2.0, 0.0, 1.0], device=device.torch_device)
+    problem = Problem(device, shape, [40, 3, 64, 0])
+    problem.run(rows, padding=1).check()
+    problem.run(rows, chunk=50, sinks=sinks).check()
+
+
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype", "head_dim"),
     [
@@ -128,7 +162,7 @@ def test_many_rows_are_planned(device: Device) -> None:
     empty = torch.empty(0, dtype=torch.int32)
     columns = (x.to(device.torch_device) for x in (starts, counts))
     plan.prepare(StepRows(num_rows, num_rows, 1, empty, *columns, empty, empty, empty, empty, empty, 16))
-    table = plan.table(None, False).cpu()
+    table = plan.table(Sight(), False).cpu()
     parts = table[4 + num_rows + 1 :][:num_rows]
     assert bool((parts[counts == 1] <= starts[counts == 1] // 256 + 1).all())
     pieces = torch.where(counts == 1, 2 * parts, 0)
@@ -154,9 +188,9 @@ def test_errors_name_the_tensor(device: Device) -> None:
     call()
     with pytest.raises(ValueError, match=r"^q: expected torch.bfloat16\[1, 4, 64\].*float16"):
         call(q=step.q.half())
-    with pytest.raises(ValueError, match=r"^kv: expected contiguous torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"^keys: expected torch.bfloat16.*contiguous blocks"):
         call(kv=step.kv.transpose(2, 3))
-    with pytest.raises(ValueError, match="window 7 was not among"):
+    with pytest.raises(ValueError, match=r"window=7.* was not among"):
         call(window=7)
     with pytest.raises(ValueError, match=r"scale is 0\.0; expected a positive"):
         call(scale=0.0)
@@ -170,6 +204,6 @@ def _parts(plan: AttentionPlan, window: int | None, num_rows: int) -> tuple[list
     """How many pieces per patch and KV head each row has, by kernel."""
     first = 4 + plan.max_rows + 1
     decode, chunk = (
-        plan.table(window, of_chunks)[first : first + num_rows].tolist() for of_chunks in (False, True)
+        plan.table(Sight(window), of_chunks)[first : first + num_rows].tolist() for of_chunks in (False, True)
     )
     return decode, chunk

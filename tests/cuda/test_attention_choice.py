@@ -18,6 +18,7 @@ from quintet.executor.cuda.attention.probe import probe_rows, random_step
 from quintet.executor.cuda.attention.torch_varlen import TorchAttention
 from quintet.executor.cuda.device import Device
 from quintet.executor.cuda.ops.attention import AttentionPlan, paged_attention
+from quintet.executor.layers.attention import Sight
 from quintet.executor.platforms.platform import import_string
 from quintet.wire.errors import ConfigError
 
@@ -28,7 +29,7 @@ NEEDS = AttentionNeeds(torch.bfloat16, torch.bfloat16, 4, 2, 64, 16, 0.125, 300)
 def make_plan(device: Device, needs: AttentionNeeds) -> AttentionPlan:
     return AttentionPlan(
         device, 8, 160, needs.num_heads, needs.num_kv_heads, needs.head_dim, needs.max_model_len,
-        needs.dtype, needs.kv_dtype, fixed_splits=needs.batch_invariant, windows=needs.windows,
+        needs.dtype, needs.kv_dtype, fixed_splits=needs.batch_invariant, sights=tuple(map(Sight, needs.windows)),
     )  # fmt: skip
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from tests.cuda.formats import FORMATS, assert_within_steps, noise, small_integers
 
+from quintet.executor.cards.spec import Temperature
 from quintet.executor.cuda.device import Device
-from quintet.executor.cuda.ops.rope_kv import rope_kv, rope_kv_reference
+from quintet.executor.cuda.ops.rope_kv import Turn, rope_kv, rope_kv_reference
 from quintet.executor.cuda.rows import StepRows
 
 EPS = 1e-6
@@ -55,8 +56,9 @@ class World:
 
 
 def rows_of(where: torch.device, kv_rows: list[int]) -> StepRows:
-    """Rows of which only ``kv_rows`` counts here."""
+    """Rows of which only ``kv_rows`` and positions count here."""
     nothing = torch.empty(0, dtype=torch.int32, device=where)
+    positions = torch.arange(100, 100 + len(kv_rows), dtype=torch.int32, device=where)
     return StepRows(
         num_rows=0,
         num_tokens=len(kv_rows),
@@ -66,7 +68,7 @@ def rows_of(where: torch.device, kv_rows: list[int]) -> StepRows:
         counts=nothing,
         offsets=nothing,
         token_ids=nothing,
-        positions=nothing,
+        positions=positions,
         token_rows=nothing,
         block_table=nothing,
         block_size=BLOCK_SIZE,
@@ -110,7 +112,7 @@ def test_rotation_and_write(device: Device, dtype: torch.dtype, head_dim: int, r
     world = make_world(device, dtype, head_dim, rotary_dim)
     kv = world.kv.clone()
     before = world.qkv.clone()
-    expected = rope_kv_reference(*world.heads, world.cos, world.sin, kv, world.kv_rows)
+    expected = rope_kv_reference(*world.heads, world.cos, world.sin, kv, world.rows)
     out = torch.full_like(expected, torch.nan)
     queries = rope_kv(device, *world.heads, world.cos, world.sin, world.kv, world.rows, out=out)
     assert queries is out
@@ -127,10 +129,10 @@ def test_norm_has_the_references_bits_where_the_sum_is_exact(
     device: Device, dtype: torch.dtype, head_dim: int, rotary_dim: int
 ) -> None:
     world = make_world(device, dtype, head_dim, rotary_dim, whole_numbers=True)
-    q_norm, k_norm = (noise(head_dim, dtype=dtype, where=device.torch_device, seed=i) for i in (2, 3))
+    turn = Turn(*(noise(head_dim, dtype=dtype, where=device.torch_device, seed=i) for i in (2, 3)), EPS)
     kv = world.kv.clone()
-    expected = rope_kv_reference(*world.heads, world.cos, world.sin, kv, world.kv_rows, q_norm, k_norm, EPS)
-    queries = rope_kv(device, *world.heads, world.cos, world.sin, world.kv, world.rows, q_norm, k_norm, EPS)
+    expected = rope_kv_reference(*world.heads, world.cos, world.sin, kv, world.rows, turn)
+    queries = rope_kv(device, *world.heads, world.cos, world.sin, world.kv, world.rows, turn)
     tolerance = fp32_fuses(dtype)
     torch.testing.assert_close(queries, expected, rtol=0, atol=tolerance)
     torch.testing.assert_close(world.kv, kv, rtol=0, atol=tolerance)
@@ -141,9 +143,10 @@ def test_norm_of_widths_that_are_no_power_of_two(device: Device, head_dim: int, 
     """Some lanes have nothing to add. fp32, as a mean in another order is only some roundings off."""
     world = make_world(device, torch.float32, head_dim, rotary_dim)
     weight = noise(head_dim, dtype=torch.float32, where=device.torch_device, seed=2)
+    turn = Turn(weight, weight, EPS)
     kv = world.kv.clone()
-    expected = rope_kv_reference(*world.heads, world.cos, world.sin, kv, world.kv_rows, weight, weight, EPS)
-    queries = rope_kv(device, *world.heads, world.cos, world.sin, world.kv, world.rows, weight, weight, EPS)
+    expected = rope_kv_reference(*world.heads, world.cos, world.sin, kv, world.rows, turn)
+    queries = rope_kv(device, *world.heads, world.cos, world.sin, world.kv, world.rows, turn)
     assert_within_steps(queries, expected, 8, floor=1e-5)
     assert_within_steps(world.kv, kv, 8, floor=1e-5)
 
@@ -157,7 +160,7 @@ def test_fp8_cache_saturates(device: Device, dtype: torch.dtype, head_dim: int, 
     world.cos.fill_(1)
     world.sin.fill_(0)
     kv = world.kv.clone()
-    rope_kv_reference(*world.heads, world.cos, world.sin, kv, world.kv_rows)
+    rope_kv_reference(*world.heads, world.cos, world.sin, kv, world.rows)
     rope_kv(device, *world.heads, world.cos, world.sin, world.kv, world.rows)
     assert kv.float().max() == 448
     assert torch.equal(world.kv.view(torch.uint8), kv.view(torch.uint8))
@@ -167,7 +170,7 @@ def test_fp8_cache_of_rotated_numbers(device: Device) -> None:
     """What is stored is the number in the model's format, rounded again."""
     world = make_world(device, torch.bfloat16, kv_dtype=torch.float8_e4m3fn)
     kv = world.kv.clone()
-    rope_kv_reference(*world.heads, world.cos, world.sin, kv, world.kv_rows)
+    rope_kv_reference(*world.heads, world.cos, world.sin, kv, world.rows)
     rope_kv(device, *world.heads, world.cos, world.sin, world.kv, world.rows)
     assert torch.equal(world.kv.view(torch.uint8), kv.view(torch.uint8))
 
@@ -200,15 +203,62 @@ def test_of_three_tensors(device: Device) -> None:
 def test_a_tokens_bits_do_not_depend_on_the_batch(device: Device, heads: tuple[int, int]) -> None:
     world = make_world(device, torch.float32, 96, 64, heads)
     weight = noise(96, dtype=torch.float32, where=device.torch_device, seed=2)
-    together = rope_kv(device, *world.heads, world.cos, world.sin, world.kv, world.rows, weight, weight, EPS)
+    turn = Turn(weight, weight, EPS)
+    together = rope_kv(device, *world.heads, world.cos, world.sin, world.kv, world.rows, turn)
     kv = torch.ones_like(world.kv)
     for i, kv_row in enumerate(KV_ROWS):
         one = slice(i, i + 1)
         rows = rows_of(device.torch_device, [kv_row])
         mine = (part[one] for part in (*world.heads, world.cos, world.sin))
-        queries = rope_kv(device, *mine, kv, rows, weight, weight, EPS)
+        queries = rope_kv(device, *mine, kv, rows, turn)
         assert torch.equal(queries[0], together[i])
     assert torch.equal(kv, world.kv)
+
+
+UNUSUAL = {
+    "neighbours": (64, 64, 64, Turn(interleaved=True)),
+    "neighbours of a part": (100, 36, 100, Turn(interleaved=True)),
+    "the tail": (72, 10, 40, Turn(rotary_first=62)),
+    "the tail, neighbours": (576, 64, 512, Turn(rotary_first=512, interleaved=True)),
+    "growing": (64, 32, 64, Turn(temperature=Temperature(0.5, 50, 1))),
+    "growing without rotation": (64, 0, 64, Turn(temperature=Temperature(0.5, 50, 1))),
+    "values of another width": (48, 48, 80, Turn()),
+    "no rotation": (80, 0, 80, Turn()),
+}
+"""Width of keys, of what is rotated, of values, and the rest."""
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("case", UNUSUAL.values(), ids=UNUSUAL.keys())
+@pytest.mark.parametrize("norm_offset", [None, 0.0, 1.0])
+def test_every_turn(
+    device: Device, dtype: torch.dtype, case: tuple[int, int, int, Turn], norm_offset: float | None
+) -> None:
+    head_dim, rotary_dim, value_dim, turn = case
+    where = device.torch_device
+    world = make_world(device, dtype, head_dim, max(2, rotary_dim), whole_numbers=True)
+    if norm_offset is not None:
+        norms = (noise(head_dim, dtype=dtype, where=where, seed=i) for i in (2, 3))
+        q_norm, k_norm = norms
+        turn = replace(turn, q_norm=q_norm, k_norm=k_norm, eps=EPS, norm_offset=norm_offset)
+    q, k, _ = world.heads
+    v = noise(len(q), 2, value_dim, dtype=dtype, where=where, seed=7)
+    angles = (world.cos, world.sin) if rotary_dim else (None, None)
+    caches = [in_blocks(world.kv, value_dim) for _ in range(2)]
+    expected = rope_kv_reference(q, k, v, *angles, caches[0], world.rows, turn)
+    queries = rope_kv(device, q, k, v, *angles, caches[1], world.rows, turn)
+    steps = 2 if dtype != torch.float32 else 16  # a mean in another order, and log1p of the last bit
+    for ours, theirs in ((queries, expected), *zip(caches[1], caches[0], strict=True)):
+        assert_within_steps(ours, theirs, steps, floor=1e-5)
+
+
+def in_blocks(like: torch.Tensor, value_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ones, in keys as ``like`` and values of so many numbers; blocks apart."""
+    _, num_blocks, num_kv_heads, size, head_dim = like.shape
+    numbers = num_kv_heads * size * head_dim
+    memory = like.new_ones((num_blocks, numbers + num_kv_heads * size * value_dim + 16))
+    keys = memory[:, :numbers].unflatten(1, (num_kv_heads, size, head_dim))
+    return keys, memory[:, numbers:-16].unflatten(1, (num_kv_heads, size, value_dim))
 
 
 def test_a_wrong_tensor_is_named(device: Device) -> None:
@@ -226,7 +276,7 @@ def test_a_wrong_tensor_is_named(device: Device) -> None:
     with pytest.raises(ValueError, match=r"kv: expected torch.bfloat16 or torch.float8_e4m3fn"):
         rope_kv(device, q, k, v, world.cos, world.sin, world.kv.half(), world.rows)
     with pytest.raises(ValueError, match="both or neither"):
-        rope_kv(device, q, k, v, world.cos, world.sin, world.kv, world.rows, world.qkv[0, 0])
+        rope_kv(device, q, k, v, world.cos, world.sin, world.kv, world.rows, Turn(world.qkv[0, 0]))
     with pytest.raises(ValueError, match="rows: expected kv_rows of 6 tokens in blocks of 16, got 7"):
         rope_kv(device, q[:6], k[:6], v[:6], world.cos[:6], world.sin[:6], world.kv, world.rows)
     with pytest.raises(ValueError, match="out: expected"):

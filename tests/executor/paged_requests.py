@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from quintet.executor.layers.attention import AttentionLayer
 from quintet.executor.ops.host_attention import PagedKv, attend, write_kv
 from quintet.executor.program.step import CStep
 
@@ -26,15 +27,39 @@ class Shape:
     block_size: int = 16
     kv_dtype: torch.dtype | None = None
     """None: the same."""
+    value_dim: int | None = None
+    """None: the same."""
+
+    @property
+    def value_width(self) -> int:
+        return self.head_dim if self.value_dim is None else self.value_dim
 
 
 @dataclass(frozen=True)
 class Features:
-    """What `attend` takes besides."""
+    """What a layer has besides."""
 
     window: int | None = None
     softcap: float | None = None
     alibi_slopes: torch.Tensor | None = None
+    chunk: int | None = None
+    sinks: torch.Tensor | None = None
+
+    def layer(self, shape: Shape, scale: float) -> AttentionLayer:
+        """A layer without rotation."""
+        return AttentionLayer(
+            index=0,
+            num_heads=shape.heads,
+            num_kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            value_dim=shape.value_dim,
+            scale=scale,
+            window=self.window,
+            softcap=self.softcap,
+            alibi_slopes=self.alibi_slopes,
+            chunk=self.chunk,
+            sinks=self.sinks,
+        )
 
 
 PLAIN = Features()
@@ -58,7 +83,7 @@ class Requests:
 
     def __post_init__(self) -> None:
         shape = self.shape
-        width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+        width = (shape.heads + shape.kv_heads) * shape.head_dim + shape.kv_heads * shape.value_width
         self.qkv = [
             noise(length, width, seed=1000 * self.seed + i).to(shape.dtype)
             for i, length in enumerate(self.lengths)
@@ -70,13 +95,14 @@ class Requests:
         for i, length in enumerate(self.lengths):
             count = -(-length // shape.block_size)
             self.table[i, :count], free = free[:count], free[count:]
+        dtype = shape.kv_dtype or shape.dtype
         self.kv = PagedKv.of_blocks(
-            num_blocks, shape.kv_dtype or shape.dtype, shape.kv_heads, shape.head_dim, shape.block_size
+            num_blocks, dtype, shape.kv_heads, shape.head_dim, shape.block_size, shape.value_dim
         )
         self.kv.memory.fill_(0xFF)  # NaN in every format
 
     def run(self, rows: list[Row], scale: float = 0.125, features: Features = PLAIN) -> list[torch.Tensor]:
-        """Write the rows' keys and values, and return their outputs ``[count, heads * head_dim]``."""
+        """Write the rows' keys and values, and return their outputs ``[count, heads * value_dim]``."""
         slots, starts, counts = (np.array(column, np.int64) for column in zip(*rows, strict=True))
         offsets = np.cumsum(counts) - counts
         step = CStep(
@@ -90,9 +116,15 @@ class Requests:
             block_table_stride=self.table.shape[1],
         )
         qkv = torch.cat([self.qkv[request][start : start + count] for request, start, count in rows])
-        q = write_kv(step, *of_one_row(qkv, self.kv), self.kv, 0)
-        out = attend(step, q, self.kv, scale, features.window, features.softcap, features.alibi_slopes)
+        layer = features.layer(self.shape, scale)
+        out = attend(step, layer, write_kv(step, layer, *qkv.split(self._widths, 1), self.kv), self.kv)
         return list(out.split(counts.tolist()))
+
+    @property
+    def _widths(self) -> list[int]:
+        shape = self.shape
+        kv_heads = shape.kv_heads
+        return [shape.heads * shape.head_dim, kv_heads * shape.head_dim, kv_heads * shape.value_width]
 
     def fill(self) -> list[torch.Tensor]:
         """Compute every request in one step."""
@@ -101,17 +133,12 @@ class Requests:
     def parts(self, request: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, and keys and values as the cache holds them, ``[tokens, heads, head_dim]`` of a request in fp64."""
         shape = self.shape
-        heads = self.qkv[request].view(self.lengths[request], -1, shape.head_dim)
-        q, k, v = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], 1)
+        q, k, v = self.qkv[request].split(self._widths, 1)
+        q, k = (x.unflatten(1, (-1, shape.head_dim)) for x in (q, k))
+        v = v.unflatten(1, (-1, shape.value_width))
         if shape.kv_dtype is torch.int8:
             return q.double(), in_255_steps(k), in_255_steps(v)
         return q.double(), k.double(), v.double()
-
-
-def of_one_row(qkv: torch.Tensor, kv: PagedKv) -> tuple[torch.Tensor, ...]:
-    """Return the queries, keys and values that lie side by side in each row."""
-    width = kv.num_kv_heads * kv.head_dim
-    return qkv.split([qkv.shape[1] - 2 * width, width, width], 1)
 
 
 def in_255_steps(x: torch.Tensor) -> torch.Tensor:
@@ -125,7 +152,7 @@ def in_255_steps(x: torch.Tensor) -> torch.Tensor:
 def reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, features: Features
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``[tokens, heads * head_dim]`` in fp64: attention, and the average of the values' magnitudes with its weights."""
+    """Return ``[tokens, heads * value_dim]`` in fp64: attention, and the average of the values' magnitudes with its weights."""
     group = q.shape[1] // k.shape[1]
     keys, values = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = torch.einsum("qhd,khd->hqk", q, keys) * scale
@@ -137,7 +164,13 @@ def reference(
     hidden = to > at
     if features.window is not None:
         hidden = hidden | (to <= at - features.window)
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    if features.chunk is not None:
+        hidden = hidden | (to // features.chunk < at // features.chunk)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if features.sinks is not None:
+        sinks = features.sinks.double()[:, None, None].expand(-1, len(q), 1)
+        scores = torch.cat((scores, sinks), -1)
+    weights = scores.softmax(-1)[..., : len(k)]
     out = torch.einsum("hqk,khd->qhd", weights, values).flatten(1)
     size = torch.einsum("hqk,khd->qhd", weights, values.abs()).flatten(1)
     return out, size

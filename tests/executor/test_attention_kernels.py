@@ -20,23 +20,16 @@ import numpy as np
 import pytest
 import torch
 from tests.executor.instruction_sets import MATRIX_UNITS, REPEATING, isa
-from tests.executor.paged_requests import (
-    PLAIN,
-    Features,
-    Requests,
-    Row,
-    Shape,
-    noise,
-    of_one_row,
-    reference,
-)
+from tests.executor.paged_requests import PLAIN, Features, Requests, Row, Shape, noise, reference
 
 from quintet.deploy.resolve.memory import ATTENTION_SCRATCH_BYTES
+from quintet.executor.cards.spec import NormKind, Temperature
+from quintet.executor.layers.attention import AttentionLayer
+from quintet.executor.layers.norm import Norm
 from quintet.executor.ops.host_attention import PagedKv, attend, kv_block_bytes, write_kv
 from quintet.executor.ops.host_library import declare, open_library
-from quintet.executor.ops.rms_norm import rms_norm
-from quintet.executor.ops.rope_kv_write import rope
-from quintet.executor.program.step import CStep
+from quintet.executor.ops.rope_kv_write import rope, temperatures
+from quintet.executor.program.step import CRotation, CStep
 from quintet.wire.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(open_library() is None, reason="the host kernels are not built")
@@ -66,8 +59,15 @@ class Format:
         """Whether weights are rounded to bf16."""
         return self.in_pairs or (self.dtype is BF16 and isa() in MATRIX_UNITS)
 
-    def shape(self, heads: int = 4, kv_heads: int = 2, head_dim: int = 64, block_size: int = 16) -> Shape:
-        return Shape(self.dtype, heads, kv_heads, head_dim, block_size, self.kv_dtype)
+    def shape(
+        self,
+        heads: int = 4,
+        kv_heads: int = 2,
+        head_dim: int = 64,
+        block_size: int = 16,
+        value_dim: int | None = None,
+    ) -> Shape:
+        return Shape(self.dtype, heads, kv_heads, head_dim, block_size, self.kv_dtype, value_dim)
 
 
 FORMATS = {
@@ -102,8 +102,9 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 def check(form: Format, out: torch.Tensor, expected: torch.Tensor, size: torch.Tensor) -> None:
     """``size``: the average magnitude of what was averaged."""
-    # 1.05: fp32 noise before the rounding
-    bound = size * UNIT[out.dtype] * (3 if form.rounds_weights else 1.05)
+    # 1.05: fp32 noise before the rounding. Numbers below the smallest normal one are rounded as that is.
+    of_formats = (size + torch.finfo(out.dtype).smallest_normal) * UNIT[out.dtype]
+    bound = of_formats * (3 if form.rounds_weights else 1.05)
     error = (out.double() - expected).abs()
     assert (error <= bound).all(), f"{(error / bound).max()} times what is allowed"
 
@@ -114,16 +115,23 @@ def assert_same_bits(a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim"),
-    [(4, 2, 64), (7, 1, 80), (3, 3, 16), (5, 1, 112), (96, 1, 32), (40, 1, 48), (4, 2, 256)],
+    ("heads", "kv_heads", "head_dim", "value_dim"),
+    [
+        *((4, 2, 64, 64), (7, 1, 80, 80), (3, 3, 16, 16), (5, 1, 112, 112), (96, 1, 32, 32), (40, 1, 48, 48)),
+        *((4, 2, 256, 256), (4, 2, 72, 72), (71, 1, 64, 64), (3, 1, 100, 100), (2, 2, 13, 5)),
+        *((6, 2, 48, 96), (4, 4, 192, 128), (16, 1, 576, 512), (128, 1, 40, 24), (2, 1, 264, 300)),
+    ],
 )
 @pytest.mark.parametrize("block_size", [16, 48])
 def test_equals_the_reference(
-    form: Format, heads: int, kv_heads: int, head_dim: int, block_size: int
+    form: Format, heads: int, kv_heads: int, head_dim: int, value_dim: int, block_size: int
 ) -> None:
-    requests = Requests(form.shape(heads, kv_heads, head_dim, block_size), EDGES[:-4] if heads > 7 else EDGES)
-    for i, out in enumerate(requests.fill()):
-        check(form, out, *reference(*requests.parts(i), 0.125, PLAIN))
+    shape = form.shape(heads, kv_heads, head_dim, block_size, value_dim)
+    lengths, scale = EDGES[:-4] if heads > 7 else EDGES, head_dim**-0.5
+    requests = Requests(shape, lengths)
+    rows: list[Row] = [(i, 0, length) for i, length in enumerate(lengths)]
+    for i, out in enumerate(requests.run(rows, scale)):
+        check(form, out, *reference(*requests.parts(i), scale, PLAIN))
 
 
 FEATURES = {
@@ -132,6 +140,12 @@ FEATURES = {
     "window of a partition": Features(window=512),
     "softcap": Features(softcap=3.0),
     "alibi": Features(alibi_slopes=torch.tensor([0.5, 0.25, 0.03, 0.004])),
+    "chunk": Features(chunk=100),
+    "chunk of a partition": Features(chunk=512),
+    "chunk of one": Features(chunk=1),
+    "sinks": Features(sinks=torch.tensor([3.0, -2.0, 40.0, -200.0])),
+    "sinks in a window": Features(window=5, sinks=torch.tensor([1.0, 0.0, 4.0, -9.0])),
+    "chunk, cap and sinks": Features(chunk=130, softcap=2.0, sinks=torch.tensor([1.0, 0.0, 4.0, -9.0])),
     "all": Features(window=200, softcap=2.0, alibi_slopes=torch.tensor([0.5, 0.25, 0.03, 0.004])),
 }
 
@@ -142,6 +156,35 @@ def test_features(form: Format, features: Features) -> None:
     rows = [(i, 0, length) for i, length in enumerate(EDGES)]
     for i, out in enumerate(requests.run(rows, 0.3, features)):
         check(form, out, *reference(*requests.parts(i), 0.3, features))
+
+
+@pytest.mark.drawn(6)
+@pytest.mark.parametrize("softcap", [None, 4.0])
+@pytest.mark.parametrize("sees", [{}, {"window": 33}, {"chunk": 48}], ids=["all", "window", "chunk"])
+@pytest.mark.parametrize("sloped", [False, True])
+@pytest.mark.parametrize("sunken", [False, True])
+@pytest.mark.parametrize("widths", [(64, 64), (24, 40), (100, 64)])
+def test_features_together(
+    form: Format,
+    softcap: float | None,
+    sees: dict[str, int],
+    sloped: bool,
+    sunken: bool,
+    widths: tuple[int, int],
+) -> None:
+    slopes, sinks = noise(6, seed=1).abs() * 0.1, noise(6, seed=2) * 3
+    features = Features(
+        **sees,
+        softcap=softcap,
+        alibi_slopes=slopes if sloped else None,
+        sinks=sinks if sunken else None,
+    )
+    requests = Requests(form.shape(6, 2, widths[0], 16, widths[1]), [1, 40, 200])
+    rows: list[Row] = [(0, 0, 1), (1, 0, 40), (2, 0, 200)]
+    together = requests.run(rows, 0.3, features)
+    for i, out in enumerate(together):
+        check(form, out, *reference(*requests.parts(i), 0.3, features))
+    assert_same_bits(requests.run([(2, 170, 30)], 0.3, features)[0], together[2][170:])
 
 
 CHUNKINGS = {
@@ -163,9 +206,16 @@ def cut(requests: Requests, counts: list[int], features: Features = PLAIN) -> to
     return torch.cat(chunks)
 
 
-@pytest.mark.parametrize("features", [PLAIN, Features(window=100)], ids=["plain", "window"])
-def test_a_prompt_has_the_same_bits_however_it_is_cut(form: Format, features: Features) -> None:
-    shape = form.shape(6, 2, 48)
+@pytest.mark.parametrize(
+    "features",
+    [PLAIN, Features(window=100), Features(chunk=100, sinks=torch.arange(6.0))],
+    ids=["plain", "window", "chunk with sinks"],
+)
+@pytest.mark.parametrize("widths", [(48, 48), (72, 36)])
+def test_a_prompt_has_the_same_bits_however_it_is_cut(
+    form: Format, features: Features, widths: tuple[int, int]
+) -> None:
+    shape = form.shape(6, 2, widths[0], 16, widths[1])
     outs = [cut(Requests(shape, [530]), counts, features) for counts in CHUNKINGS.values()]
     for out in outs[1:]:
         assert_same_bits(out, outs[0])
@@ -197,7 +247,11 @@ def test_infinities_of_a_request_reach_no_other(form: Format, features: Features
         assert_same_bits(requests.run([row], features=features)[0], out)
 
 
-@pytest.mark.parametrize("features", [PLAIN, Features(window=100, softcap=2.0)], ids=["plain", "window"])
+@pytest.mark.parametrize(
+    "features",
+    [PLAIN, Features(window=100, softcap=2.0), Features(chunk=64, sinks=torch.arange(7.0))],
+    ids=["plain", "window", "chunk with sinks"],
+)
 def test_a_token_has_the_same_bits_alone_and_in_a_batch(form: Format, features: Features) -> None:
     lengths = [1 + 37 * i % 700 for i in range(63)] + [1400]
     shape = form.shape(7, 1, 64, 32)
@@ -242,6 +296,7 @@ def test_more_long_rows_than_their_scratch_has_room_for(threads: int) -> None:
     rows, heads, head_dim, length = 40, 96, 256, 12 * 512
     assert rows * heads * 12 * (head_dim + 2) * 4 > ATTENTION_SCRATCH_BYTES
     kv = PagedKv.of_blocks(4, FP32, 1, head_dim, 512)  # that the rows share, each in an order of its own
+    layer = PLAIN.layer(Shape(FP32, heads, 1, head_dim, 512), 0.01)
     for number, block in enumerate(kv.memory.view(FP32).view(4, -1)):
         block.copy_(noise(block.numel(), seed=number))
     table = np.random.default_rng(0).integers(0, 4, (rows, 12), np.int32)
@@ -250,7 +305,7 @@ def test_more_long_rows_than_their_scratch_has_room_for(threads: int) -> None:
     outs = []
     for count in (1, 32):  # so many that half a row is a thread's share
         library.qt_set_threads(count, 0)
-        outs.append(attend(step, q, kv, 0.01))
+        outs.append(attend(step, layer, q, kv))
     assert arrays is not None
     assert_same_bits(*outs)
 
@@ -281,59 +336,111 @@ def step_of(
     return step, (slots, starts, ones)
 
 
+def rms(weight: torch.Tensor, offset: float) -> Norm:
+    return Norm(kind=NormKind.RMS, width=len(weight), eps=1e-5, weight=weight, offset=offset)
+
+
+def angles_of(dtype: torch.dtype, rows: int, rotary_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines ``[rows, rotary_dim]``."""
+    angles = noise(rows, rotary_dim // 2, seed=2)
+    cos, sin = (torch.cat((part, part), -1).to(dtype) for part in (angles.cos(), angles.sin()))
+    return cos, sin
+
+
+ROTATED = {
+    "whole": (64, 64, 0, False),
+    "a part": (80, 24, 0, False),
+    "none": (32, 0, 0, False),
+    "neighbours": (64, 64, 0, True),
+    "a part, neighbours": (100, 36, 0, True),
+    "the tail": (72, 10, 62, False),
+    "the tail, neighbours": (576, 64, 512, True),
+}
+"""Width of a head, of what is rotated, where that begins, and whether neighbours are pairs."""
+
+
 @dtypes
 @pytest.mark.parametrize("by_token", [False, True])
-@pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (80, 24), (32, 0)])
+@pytest.mark.parametrize("norm_offset", [None, 0.0, 1.0])
+@pytest.mark.parametrize("rotated", ROTATED.values(), ids=ROTATED.keys())
 def test_write_norms_and_rotates(
-    dtype: torch.dtype, by_token: bool, normed: bool, head_dim: int, rotary_dim: int
+    dtype: torch.dtype, by_token: bool, norm_offset: float | None, rotated: tuple[int, int, int, bool]
 ) -> None:
-    """A token that sees only itself gives back its value; two with equal keys, their average. Queries are seen directly.
-
-    The reference rounds once more than the kernel; so each is held to fp64, from the normed numbers on that both round.
-    """
-    heads, kv_heads, eps = 4, 2, 1e-5
+    """The reference rounds once more than the kernel; so each is held to fp64, from the normed numbers on that both round."""
+    head_dim, rotary_dim, first, interleaved = rotated
+    heads, kv_heads = 4, 2
     positions = [0, 16, 32, 48, 64]
-    angles = noise(len(positions) if by_token else 100, rotary_dim // 2, seed=2)
-    cos, sin = (torch.cat((part, part), -1).to(dtype) for part in (angles.cos(), angles.sin()))
-    q_norm, k_norm = (noise(head_dim, seed=seed).to(dtype) for seed in (3, 4))
-    table = np.arange(25, dtype=np.int32).reshape(5, 5)
-    kv = PagedKv.of_blocks(25, dtype, kv_heads, head_dim, 16)
-    step, arrays = step_of(positions, table)
-    step.cosines, step.sines, step.rope_by_token = cos.data_ptr(), sin.data_ptr(), int(by_token)
-    padded = noise(5, (heads + 2 * kv_heads) * head_dim + 8, seed=5).to(dtype)
-    qkv = padded[:, :-8]
-    norms = (q_norm, k_norm) if normed else (None, None)
+    cos, sin = angles_of(dtype, len(positions) if by_token else 100, rotary_dim)
+    q_norm, k_norm = (
+        None if norm_offset is None else rms(noise(head_dim, seed=seed).to(dtype), norm_offset)
+        for seed in (3, 4)
+    )
+    layer = AttentionLayer(
+        index=0,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=8,
+        scale=0.1,
+        rope=1 if rotary_dim else None,
+        rotary_dim=rotary_dim,
+        rotary_first=first,
+        interleaved=interleaved,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        temperature=Temperature(0.5, 16, 1),
+    )
+    kv = PagedKv.of_blocks(25, dtype, kv_heads, head_dim, 16, 8)
+    step, arrays = step_of(positions, np.arange(25, dtype=np.int32).reshape(5, 5))
+    rotations = (CRotation * 2)(CRotation(), CRotation(cos.data_ptr(), sin.data_ptr(), by_token))
+    step.rotations = ctypes.addressof(rotations)
+    padded = noise(5, heads * head_dim + 8, seed=5).to(dtype)
+    q = padded[:, :-8]
+    k, v = (noise(5, kv_heads * width, seed=6).to(dtype) for width in (head_dim, 8))
 
-    q = write_kv(step, *of_one_row(qkv, kv), kv, rotary_dim, *norms, eps)
+    written = write_kv(step, layer, q, k, v, kv).view(5, heads, -1)
     assert arrays is not None
 
-    given = qkv[:, : heads * head_dim].reshape(5, heads, head_dim)
-    if normed:
-        given = rms_norm(given, q_norm, eps)
+    given = q.reshape(5, heads, head_dim)
+    given = given if q_norm is None else q_norm(given)
     rows = torch.arange(5) if by_token else torch.tensor(positions)
     wide = (part[rows].unsqueeze(1).double() for part in (cos, sin))
-    expected = rope(given.double(), *wide)
-    # One rounding, or two where the norms' fp32 noise may round a factor the other way.
+    turned = rope(given.double(), *wide, first, interleaved)
+    assert layer.temperature is not None
+    factors = temperatures(layer.temperature, torch.tensor(positions))[:, None, None]
+    # One rounding, or two where the norms' fp32 noise may round a factor the other way; and the temperature's.
     unit = {BF16: 2.0**-8, FP16: 2.0**-11, FP32: 2.0**-22}[dtype]
-    size = given.double().abs() + (given.double().roll(rotary_dim // 2, -1).abs() if rotary_dim else 0)
-    size = size.amax(-1, keepdim=True)
-    error = (q.view_as(expected).double() - expected).abs() / size
-    assert error.max() <= (4 if normed else 1) * unit
+    size = given.double().abs().amax(-1, keepdim=True) * 2 * factors
+    error = (written[..., :head_dim].double() - turned * factors).abs() / size
+    assert error.max() <= (4 if q_norm else 2) * unit
+    assert not written[..., head_dim:].any()
 
 
 @dtypes
-def test_keys_are_normed_and_rotated_like_queries(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_keys_are_normed_and_rotated_like_queries(dtype: torch.dtype, interleaved: bool) -> None:
     """With keys that equal the queries, the scores of a softmax over two positions tell the keys' rotation."""
-    head_dim, rotary_dim = 32, 16
-    angles = noise(2, rotary_dim // 2, seed=1)
-    cos, sin = (torch.cat((part, part), -1).to(dtype) for part in (angles.cos(), angles.sin()))
-    norm = noise(head_dim, seed=2).to(dtype)
+    head_dim, rotary_dim = 40, 16
+    cos, sin = angles_of(dtype, 2, rotary_dim)
+    norm = rms(noise(head_dim, seed=2).to(dtype), 0.0)
+    layer = AttentionLayer(
+        index=0,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=head_dim,
+        scale=0.1,
+        rope=0,
+        rotary_dim=rotary_dim,
+        rotary_first=4,
+        interleaved=interleaved,
+        q_norm=norm,
+        k_norm=norm,
+    )
     heads = noise(2, head_dim, seed=3).to(dtype)
     values = torch.stack((torch.zeros(head_dim), torch.ones(head_dim))).to(dtype)
-    qkv = torch.cat((heads, heads, values), 1)
     kv = PagedKv.of_blocks(1, dtype, 1, head_dim, 16)
     table, column = np.zeros((1, 1), np.int32), [np.array([value], np.int64) for value in (0, 2)]
+    rotation = CRotation(cos.data_ptr(), sin.data_ptr(), 0)
     step = CStep(
         num_tokens=2,
         num_rows=1,
@@ -343,39 +450,36 @@ def test_keys_are_normed_and_rotated_like_queries(dtype: torch.dtype) -> None:
         row_offsets=column[0].ctypes.data,
         block_table=table.ctypes.data,
         block_table_stride=1,
-        cosines=cos.data_ptr(),
-        sines=sin.data_ptr(),
+        rotations=ctypes.addressof(rotation),
     )
-    q = write_kv(step, *of_one_row(qkv, kv), kv, rotary_dim, norm, norm, 1e-5).double()
-    out = attend(step, q.to(dtype), kv, 0.1)
-    q_alone = write_kv(step, *(x.contiguous() for x in of_one_row(qkv, kv)), kv, rotary_dim, norm, norm, 1e-5)
-    assert_same_bits(q_alone, q.to(dtype))  # rows of their own
-    assert_same_bits(attend(step, q_alone, kv, 0.1), out)
-    share = torch.softmax(q @ q[1] * 0.1, 0)[1]
+    q = write_kv(step, layer, heads, heads, values, kv)
+    out = attend(step, layer, q, kv)
+    share = torch.softmax(q.double() @ q[1].double() * 0.1, 0)[1]
     check(Format(dtype, dtype, True), out[1:], share.expand(1, head_dim), torch.ones(1, head_dim))
 
 
 def test_an_int8_cache_takes_what_the_core_counts() -> None:
-    assert kv_block_bytes(INT8, 3, 80, 32) == 2 * 3 * (80 + 4) * 32, (
-        "a number a byte, and a scale for each head"
+    assert kv_block_bytes(INT8, 3, 80, 72, 32) == 3 * (80 + 80 + 8) * 32, (
+        "a number a byte, zeros up to multiples of 16, and a scale for each head"
     )
 
 
 def test_what_is_not_taken_is_named() -> None:
     with pytest.raises(ConfigError, match=r"blocks of 24 tokens.*--block-size"):
-        kv_block_bytes(torch.bfloat16, 2, 64, 24)
-    with pytest.raises(ConfigError, match="heads of 72 numbers"):
-        kv_block_bytes(torch.bfloat16, 2, 72, 16)
-    kv = PagedKv.of_blocks(1, torch.bfloat16, 2, 64, 16)
+        kv_block_bytes(BF16, 2, 64, 64, 24)
+    with pytest.raises(ConfigError, match=r"heads of 640 numbers in keys and 64 in values.*576 and 512"):
+        kv_block_bytes(BF16, 2, 640, 64, 16)
+    shape = Shape(BF16, 2, 2, 64)
+    layer, kv = PLAIN.layer(shape, 0.1), PagedKv.of_blocks(1, BF16, 2, 64, 16)
     step, arrays = step_of([0], np.zeros((1, 1), np.int32))
     assert arrays is not None
     with pytest.raises(ValueError, match=r"\[2, 128\].*expected \[1, 128\]"):
-        attend(step, torch.zeros(2, 128, dtype=torch.bfloat16), kv, 0.1)
-    with pytest.raises(ValueError, match="3 heads of 64; expected a multiple of 2"):
-        attend(step, torch.zeros(1, 192, dtype=torch.bfloat16), kv, 0.1)
+        attend(step, layer, torch.zeros(2, 128, dtype=BF16), kv)
+    with pytest.raises(ValueError, match="2 KV heads of 64 and 64 numbers, the cache 2 of 64 and 32"):
+        attend(step, layer, torch.zeros(1, 128, dtype=BF16), PagedKv.of_blocks(1, BF16, 2, 64, 16, 32))
     with pytest.raises(ValueError, match=r"cache holds torch.bfloat16 and q is torch.float32"):
-        attend(step, torch.zeros(1, 128), kv, 0.1)
+        attend(step, layer, torch.zeros(1, 128), kv)
     with pytest.raises(ValueError, match="scale is 0"):
-        attend(step, torch.zeros(1, 128, dtype=torch.bfloat16), kv, 0.0)
-    with pytest.raises(ValueError, match="rotary_dim is 65"):
-        write_kv(step, *of_one_row(torch.zeros(1, 384, dtype=torch.bfloat16), kv), kv, 65)
+        attend(step, PLAIN.layer(shape, 0.0), torch.zeros(1, 128, dtype=BF16), kv)
+    with pytest.raises(ValueError, match=r"sinks are torch.float32\[3\]; expected contiguous float32\[2\]"):
+        attend(step, Features(sinks=torch.zeros(3)).layer(shape, 0.1), torch.zeros(1, 128, dtype=BF16), kv)

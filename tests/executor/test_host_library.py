@@ -17,9 +17,10 @@ from pathlib import Path
 import pytest
 
 from quintet.executor.ops import host_library
+from quintet.executor.ops.host_attention import CAttention
 from quintet.executor.ops.host_library import SOURCES, check_layout, check_library, open_library
 from quintet.executor.program.library import program_library
-from quintet.executor.program.step import CStep
+from quintet.executor.program.step import CRotation, CStep
 from quintet.executor.sampling.settings import RECORD
 from quintet.wire.errors import ConfigError
 
@@ -28,6 +29,7 @@ pytestmark = pytest.mark.skipif(open_library() is None, reason="the host kernels
 SMALL_STACK = """
 import threading
 import torch
+from quintet.executor.ops.host_attention import CAttention
 from quintet.executor.ops.host_library import open_library
 from tests.executor.paged_requests import Requests, Shape
 
@@ -115,7 +117,11 @@ def test_the_library_is_checked_when_it_is_opened(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(
     ("function", "size"),
-    [("qt_step_bytes", ctypes.sizeof(CStep)), ("qt_draw_settings_bytes", RECORD.itemsize)],
+    [
+        ("qt_step_bytes", ctypes.sizeof(CStep)),
+        ("qt_draw_settings_bytes", RECORD.itemsize),
+        ("qt_attention_layer_bytes", ctypes.sizeof(CAttention)),
+    ],
 )
 def test_a_struct_of_another_size_is_refused(function: str, size: int) -> None:
     check_layout(loaded(), function, size)
@@ -127,37 +133,43 @@ def test_a_struct_of_another_size_is_refused(function: str, size: int) -> None:
 
 def test_a_steps_fields_are_laid_out_in_the_same_order() -> None:
     assert fields_of("program.hpp", "Step") == [name for name, _ in CStep._fields_]
+    assert fields_of("program.hpp", "Rotation") == [name for name, _ in CRotation._fields_]
+    assert fields_of("attention.hpp", "AttentionLayer") == [name for name, _ in CAttention._fields_]
     assert fields_of("sampling.hpp", "DrawSettings") == list(RECORD.names or ())
 
 
 @pytest.mark.parametrize(
-    ("heads", "rotary", "words"),
+    ("changed", "words"),
     [
-        ((4, 2, 64), 512, "512 rotary dimensions of 64"),
-        ((4, 2, 64), -2, "-2 rotary dimensions of 64"),
-        ((4, 2, 64), 33, "33 rotary dimensions of 64"),
-        ((5, 2, 64), 64, "5 query heads share 2 KV heads"),
-        ((4, 2, 264), 64, "2 heads of 264 numbers in blocks of 16"),
-        ((4, 2, 512), 64, "2 heads of 512 numbers in blocks of 16"),
-        ((4, 3, 64), None, "4 query heads share 3 KV heads"),
-        ((4, 2, 8), None, "2 heads of 8 numbers in blocks of 16"),
+        ({"rotary": 512}, "512 rotary dimensions from 0 on of 64"),
+        ({"rotary": -2}, "-2 rotary dimensions from 0 on of 64"),
+        ({"rotary": 33}, "33 rotary dimensions from 0 on of 64"),
+        ({"rotary": 32, "rotary_first": 34}, "32 rotary dimensions from 34 on of 64"),
+        ({"heads": 5}, "5 query heads share 2 KV heads"),
+        ({"key_width": 577}, "2 heads of 577 and 64 numbers in blocks of 16"),
+        ({"value_width": 513}, "2 heads of 64 and 513 numbers in blocks of 16"),
+        ({"key_width": 0}, "2 heads of 0 and 64 numbers in blocks of 16"),
+        ({"block_size": 24}, "in blocks of 24"),
+        ({"window": 5, "chunk": 5}, "window 5, chunk 5"),
+        ({"growth": 1.0, "period": 0}, "growth 1 by 0 positions"),
+        ({"kv_dtype": 2}, "activations of format 0, a cache of 2"),
     ],
 )
+@pytest.mark.parametrize("attends", [False, True])
 def test_what_the_kernels_rely_on_is_checked_when_it_is_recorded(
-    heads: tuple[int, int, int], rotary: int | None, words: str
+    changed: dict[str, int | float], words: str, attends: bool
 ) -> None:
     library, at, wide = program_library(), 64, 1 << 20
     assert library is not None
     program = library.new()
+    usual = {"heads": 4, "kv_heads": 2, "key_width": 64, "value_width": 64, "block_size": 16, "period": 1}
+    layer = ctypes.byref(CAttention(**(usual | changed)))
 
     def record() -> None:
-        if rotary is None:
-            library.attention(program, at, wide, at, *heads, 16, 0, 0.0, None, 1.0, at, wide, 8, 0, 0)
+        if attends:
+            library.attention(program, layer, at, wide, at, at, wide, 8)
         else:
-            library.rope_kv_write(
-                *(program, at, wide, at, wide, at, wide, *heads, rotary, None, None, 0.0),
-                *(at, 16, at, wide, 0, 0),
-            )
+            library.rope_kv_write(program, layer, *(at, wide, at, wide, at, wide), at, at, wide)
 
     assert words in last_words(record)
 
@@ -190,4 +202,5 @@ def fields_of(header: str, struct: str) -> list[str]:
         rf"^struct {struct} {{\n(.*?)^}};", (SOURCES / header).read_text(), re.MULTILINE | re.DOTALL
     )
     assert found is not None
-    return re.findall(r"^ +(?:const )?[\w:]+[ *]+(\w+);", found[1], re.MULTILINE)
+    declared = re.findall(r"^ +(?:const )?[\w:]+ ?(\**[\w][\w, *]*|[\w, *]+);", found[1], re.MULTILINE)
+    return [name.strip(" *") for names in declared for name in names.split(",")]

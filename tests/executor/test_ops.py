@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.executor.paged_requests import Features, reference
 
 from quintet.executor.batch import BatchBuilder, KvShape, Rows
+from quintet.executor.cards.spec import Temperature
+from quintet.executor.layers.attention import AttentionLayer, Sight
 from quintet.executor.memory import lazy_zeros
 from quintet.executor.ops.linear import GatedActivation, linear
 from quintet.executor.ops.paged_attention import MAX_FOLDED_TOKENS, paged_attention
 from quintet.executor.ops.rms_norm import rms_norm
-from quintet.executor.ops.rope_kv_write import rope, rope_kv_write
+from quintet.executor.ops.rope_kv_write import rope, rope_kv_write, temperatures
 from quintet.executor.slots import SlotTables
 from quintet.wire.codec import pack_i32
 from quintet.wire.kv_spec import full_layers
@@ -52,6 +55,23 @@ def test_rope_rotates_pairs_and_passes_the_rest(rotary_dim: int) -> None:
     assert torch.equal(out[..., rotary_dim:], x[..., rotary_dim:])
 
 
+def test_temperature_rises_once_a_period() -> None:
+    factors = temperatures(Temperature(0.5, 10, 1), torch.tensor([0, 8, 9, 18, 19, 999]))
+    torch.testing.assert_close(factors, 1 + 0.5 * torch.log(torch.tensor([1.0, 1, 2, 2, 3, 101])))
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_rope_rotates_neighbours_where_they_are_pairs(first: int) -> None:
+    x, angles = noise(3, 2, 10), noise(3, 1, 3, seed=1)
+    cos, sin = (torch.cat((part, part), -1) for part in (angles.cos(), angles.sin()))
+    out = rope(x, cos, sin, first, interleaved=True)
+    rotating = x[..., first : first + 6].contiguous().unflatten(-1, (3, 2))
+    pairs = torch.view_as_complex(rotating) * torch.polar(torch.ones(()), angles)
+    torch.testing.assert_close(out[..., first : first + 6], torch.view_as_real(pairs).flatten(-2))
+    assert torch.equal(out[..., :first], x[..., :first])
+    assert torch.equal(out[..., first + 6 :], x[..., first + 6 :])
+
+
 BLOCK = 4
 SHAPES = {
     "decode": ([0, 3, 4, 7, 8, 31, 17], [1] * 7),
@@ -63,14 +83,52 @@ SHAPES = {
 }
 
 
+SIGHTS = {
+    "all": Sight(),
+    "window of one": Sight(1),
+    "window": Sight(6),
+    "chunk of one": Sight(None, 1),
+    "chunk": Sight(None, 7),
+}
+MORE: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "values wider": {"value_dim": 12},
+    "softcap": {"softcap": 1.5},
+    "alibi": {"alibi_slopes": noise(12, seed=7).abs()},
+    "sinks": {"sinks": noise(12, seed=8)},
+    "all": {
+        "softcap": 2.0,
+        "alibi_slopes": noise(12, seed=7).abs(),
+        "sinks": noise(12, seed=8),
+        "value_dim": 4,
+    },
+}
+
+
+def layer_of(heads: int, kv_heads: int, sight: Sight, more: dict[str, Any]) -> AttentionLayer:
+    of_heads = {name: x[:heads] for name, x in more.items() if isinstance(x, torch.Tensor)}
+    return AttentionLayer(
+        index=0,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=8,
+        scale=0.3,
+        window=sight.window,
+        chunk=sight.chunk,
+        **(more | of_heads),
+    )
+
+
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("window", [None, 1, 6])
+@pytest.mark.parametrize("sight", SIGHTS.values(), ids=SIGHTS.keys())
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("bytes_per_token", [64, 1 << 20], ids=["groups-whole", "groups-cut"])
+@pytest.mark.parametrize("more", MORE.values(), ids=MORE.keys())
 def test_paged_attention(
-    shape: str, window: int | None, heads: int, kv_heads: int, bytes_per_token: int
+    shape: str, sight: Sight, heads: int, kv_heads: int, bytes_per_token: int, more: dict[str, Any]
 ) -> None:
     """Scattered blocks, every grouping, with what lies beyond a row's tokens poisoned by large values."""
+    layer = layer_of(heads, kv_heads, sight, more)
     starts, counts = SHAPES[shape]
     dim, max_len = 8, 100
     tables = SlotTables(16, max_len, full_layers(1, 1, 8, 4, BLOCK), CPU)
@@ -97,42 +155,38 @@ def test_paged_attention(
     tables.apply(plan)
     rows = Rows(plan)
     builder = BatchBuilder(
-        KvShape(kv_heads, BLOCK, bytes_per_token), [(0, window)], heads, False, torch.float32
+        KvShape(kv_heads, BLOCK, bytes_per_token), [(0, sight)], heads, False, torch.float32
     )
     batch = builder.build(rows, tables)
 
-    kv = torch.full((200, 2, kv_heads, BLOCK, dim), 1e4)
+    cache = [torch.full((200, kv_heads, BLOCK, width), 1e4) for width in (dim, layer.value_width)]
     keys = [
         noise(start + count, kv_heads, dim, seed=i)
         for i, (start, count) in enumerate(zip(starts, counts, strict=True))
     ]
-    values = [noise(len(key), kv_heads, dim, seed=50 + i) for i, key in enumerate(keys)]
-    for slot, start, key, value in zip(slots, starts, keys, values, strict=True):
+    values = [noise(len(key), kv_heads, layer.value_width, seed=50 + i) for i, key in enumerate(keys)]
+    for slot, start, *new in zip(slots, starts, keys, values, strict=True):
         for position in range(start):  # what earlier steps wrote
             block = tables.block_table[0, slot, position // BLOCK]
-            kv[block, 0, :, position % BLOCK] = key[position]
-            kv[block, 1, :, position % BLOCK] = value[position]
+            for plane, numbers in zip(cache, new, strict=True):
+                plane[block, :, position % BLOCK] = numbers[position]
     q = noise(sum(counts), heads, dim, seed=99)
     new_keys = torch.cat([key[start:] for key, start in zip(keys, starts, strict=True)])
     new_values = torch.cat([value[start:] for value, start in zip(values, starts, strict=True)])
-    still = torch.ones(sum(counts), 1, dim)
-    rotated = rope_kv_write(q, new_keys, new_values, still, 0 * still, kv, batch.blocks[0], batch.offsets)
+    rotated = rope_kv_write(
+        layer, q, new_keys, new_values, None, batch.positions, *cache, batch.blocks[0], batch.offsets
+    )
     assert torch.equal(rotated, q)
 
-    out = paged_attention(q, kv, batch.attention[0, window], 0.3)
+    out = paged_attention(layer, q, *cache, batch.attention[0, sight])
 
     expected = []
+    features = Features(sight.window, layer.softcap, layer.alibi_slopes, sight.chunk, layer.sinks)
     for i, (start, count) in enumerate(zip(starts, counts, strict=True)):
-        mine = q[rows.offsets[i] : rows.offsets[i] + count]
-        key = keys[i].repeat_interleave(heads // kv_heads, 1)
-        value = values[i].repeat_interleave(heads // kv_heads, 1)
-        scores = torch.einsum("qhd,khd->hqk", mine, key) * 0.3
-        positions, at = torch.arange(len(key)), torch.arange(start, start + count)[:, None]
-        hidden = positions > at
-        if window is not None:
-            hidden = hidden | (positions <= at - window)
-        scores = scores.masked_fill(hidden, -math.inf)
-        expected.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), value))
+        mine = noise(start + count, heads, dim, seed=99)  # of tokens before, anything
+        mine[start:] = q[rows.offsets[i] : rows.offsets[i] + count]
+        whole, _ = reference(mine.double(), keys[i].double(), values[i].double(), 0.3, features)
+        expected.append(whole[start:].view(count, heads, -1).float())
     torch.testing.assert_close(out, torch.cat(expected), rtol=1e-4, atol=1e-5)
 
 

@@ -15,7 +15,8 @@ from tests.models.random_checkpoints import LENGTHS, expectations, of_transforme
 from tests.models.rows import fallback
 from tests.models.test_equal import check_tokens
 
-from quintet.executor.fallback.masks import Sight, UnknownSight, sight_of
+from quintet.executor.fallback.masks import UnknownSight, sight_of
+from quintet.executor.layers.attention import Sight
 from quintet.wire.errors import ConfigError
 
 

@@ -22,20 +22,23 @@
 // bf16 for the multiplication with the values, and it is the rounded ones that the normalizer sums: a true average of the
 // values. (On the matrix unit but for an int8 cache, where weights are rounded with the values' scales.)
 //
-// Per key and KV head in bf16: 4 * head_dim bytes, 4 * head_dim FLOPs and an exponential for each row. Limiter: memory
+// Heads of any width lie in the cache with zeros behind their numbers, which add zeros to scores; what their values add up to
+// is not stored.
+//
+// Per key and KV head in bf16: 2 * (key_dim + value_dim) bytes, as many FLOPs and an exponential for each row. Limiter: memory
 // bandwidth for single tokens, the multiplications for prompts; with a matrix unit softmax as much as they.
 #include "attention_matrix.hpp"
 
 namespace qt::QT_ISA {
 namespace {
 
-// What partitions are merged into: sums [rows][head_dim], largest scores and normalizers of the rows.
+// What partitions are merged into: sums [rows][value_dim], largest scores and normalizers of the rows.
 struct Partial {
   float *sums, *most, *normalizer;
 };
 
-QT_INLINE Partial partial_at(float* memory, index_t rows, index_t head_dim) {
-  return {memory, memory + rows * head_dim, memory + rows * (head_dim + 1)};
+QT_INLINE Partial partial_at(float* memory, index_t rows, index_t value_dim) {
+  return {memory, memory + rows * value_dim, memory + rows * (value_dim + 1)};
 }
 
 // A cache's format: how it is multiplied where it lies, and whether many rows have it widened to fp32 first.
@@ -60,18 +63,18 @@ struct OfMatrix {
 
 // Queries in register blocks of rows, one after another, each [words][rows].
 template <class Form, class Element>
-void take_queries(const Element* q, index_t q_stride, index_t head_dim, Group<typename Form::Word>& group) {
-  const index_t num_words = words<Form>(head_dim);
+void take_queries(const Element* q, index_t q_stride, index_t key_dim, Group<typename Form::Word>& group) {
+  const index_t num_words = words<Form>(key_dim);
   for (index_t row = 0; row < group.rows;) {
     const index_t block = block_rows(group.rows - row, kBlockRows);
     typename Form::Word* to = group.queries + row * num_words;
     for (index_t r = 0; r < block; ++r) {
-      const Element* from = q + (row + r) / group.heads * q_stride + (row + r) % group.heads * head_dim;
+      const Element* from = q + (row + r) / group.heads * q_stride + (row + r) % group.heads * key_dim;
       if constexpr (std::is_same_v<Form, Pairs>) {
         for (index_t i = 0; i < num_words; ++i) std::memcpy(to + i * block + r, from + 2 * i, 4);
       } else {
-        float wide[kMaxHeadDim];
-        for (index_t d = 0; d < head_dim; d += kLanes) store(wide + d, load(from + d));
+        float wide[kMaxKeyDim];
+        for (index_t d = 0; d < key_dim; d += kLanes) store(wide + d, load(from + d));
         for (index_t i = 0; i < num_words; ++i) to[i * block + r] = wide[i];
       }
     }
@@ -79,12 +82,12 @@ void take_queries(const Element* q, index_t q_stride, index_t head_dim, Group<ty
   }
 }
 
-// Queries as [rows][head_dim].
+// Queries as [rows][key_dim].
 template <class Element>
-void take_queries_wide(const Element* q, index_t q_stride, index_t head_dim, Group<float>& group) {
+void take_queries_wide(const Element* q, index_t q_stride, index_t key_dim, Group<float>& group) {
   float* to = group.queries;
   for (index_t token = 0; token < group.tokens; ++token)
-    for (index_t i = 0; i < group.heads * head_dim; i += kLanes, to += kLanes) store(to, load(q + token * q_stride + i));
+    for (index_t i = 0; i < group.heads * key_dim; i += kLanes, to += kLanes) store(to, load(q + token * q_stride + i));
 }
 
 // Brings a group's queries, or the place of its results, into the second-level cache: `numbers` of each of its tokens.
@@ -103,7 +106,7 @@ void locate(const PagedKv& kv, const std::int32_t* blocks, index_t kv_head, inde
   for (index_t tile = begin; tile < end; ++tile) {
     const char* at = kv.memory + blocks[column] * kv.block_bytes + kv_head * kv.head_bytes + inside * kv.tile_bytes;
     keys[tile - begin] = at;
-    values[tile - begin] = at + kv.plane_bytes;
+    values[tile - begin] = at + kv.key_bytes;
     if (++inside == kv.block_tiles) inside = 0, ++column;
   }
 }
@@ -130,20 +133,20 @@ Chunk chunk_of(const AttentionCall& call, const Walk& walk, Prefetch& prefetch) 
     chunk.values[i] = walk.values[walk.turn][i];
     const bool during_softmax = i >= chunk.count - kSoftmaxTiles;
     chunk.beside_keys[i] = during_softmax ? chunk.keys[i] : chunk.values[i];
-    if (during_softmax) prefetch.add(chunk.values[i], call.kv.plane_bytes);
+    if (during_softmax) prefetch.add(chunk.values[i], call.kv.value_bytes);
     chunk.beside_values[i] = i < kSoftmaxTiles || i >= following ? chunk.values[i] : walk.keys[1 - walk.turn][i];
   }
   for (index_t i = 0; i < kSoftmaxTiles && i < following; ++i)
-    prefetch.add(walk.keys[1 - walk.turn][i], call.kv.plane_bytes);
+    prefetch.add(walk.keys[1 - walk.turn][i], call.kv.key_bytes);
   return chunk;
 }
 
 // A group begins another partition.
 template <class Word>
-void clear(Group<Word>& group, index_t head_dim) {
+void clear(Group<Word>& group, index_t value_dim) {
   for (index_t r = 0; r < kMaxRows; ++r) group.most[r] = kNothing;
   for (index_t r = 0; r < group.rows || r % kLanes; ++r) store(group.normalizer + r * kLanes, all(0.0f));
-  for (index_t i = 0; i < group.rows * head_dim; i += kLanes) store(group.sums + i, all(0.0f));
+  for (index_t i = 0; i < group.rows * value_dim; i += kLanes) store(group.sums + i, all(0.0f));
 }
 
 // Of a chunk's tiles, those that a group sees; not more than 0: none.
@@ -157,12 +160,12 @@ index_t tiles_seen(const Walk& walk, const Group<Word>& group) {
 template <class Format, class Before>
 void walk_chunk(const AttentionCall& call, const Walk& walk, Group<typename Format::Word>* groups, index_t num_groups,
                 bool wide, typename Format::Unit& unit, Scratch<typename Format::Word>& scratch, Before before) {
-  const index_t head_dim = call.kv.head_dim, first = walk.tile / kChunkTiles * kChunkKeys;
+  const index_t key_dim = call.kv.key_dim, value_dim = call.kv.value_dim, first = walk.tile / kChunkTiles * kChunkKeys;
   Prefetch prefetch;
   const Chunk chunk = chunk_of(call, walk, prefetch);
   if constexpr (Format::kScaled)
     for (index_t i = 0; i < chunk.count; ++i) {
-      const char* scales = chunk.values[i] + call.kv.plane_bytes;
+      const char* scales = chunk.values[i] + call.kv.value_bytes;
       std::memcpy(scratch.key_scales + chunk.begin + i * kTileKeys, scales, 64);
       std::memcpy(scratch.value_scales + chunk.begin + i * kTileKeys, scales + 64, 64);
     }
@@ -183,7 +186,7 @@ void walk_chunk(const AttentionCall& call, const Walk& walk, Group<typename Form
         index_t rows = 0;
         for (index_t g = 0; g < num_groups; ++g) rows += groups[g].rows;
         lines = lines * kWideRows / (2 * rows) + 1;
-        widen_chunk<Direct>(chunk, head_dim, scratch.keys, scratch.values);
+        widen_chunk<Direct>(chunk, key_dim, value_dim, scratch.keys, scratch.values);
       }
     for (index_t g = 0; g < num_groups; ++g) {
       Group<typename Format::Word>& group = groups[g];
@@ -195,16 +198,16 @@ void walk_chunk(const AttentionCall& call, const Walk& walk, Group<typename Form
       const Keys keys{first, chunk.begin, chunk.begin + count};
       if constexpr (Format::kWidens)
         if (wide) {
-          score_wide(group.queries, group.rows, head_dim, scratch.keys, count, prefetch, lines, scratch.scores + chunk.begin);
+          score_wide(group.queries, group.rows, key_dim, scratch.keys, count, prefetch, lines, scratch.scores + chunk.begin);
           soften<Format::kScaled>(call, walk.first_head, keys, group, scratch.scores, scratch.weights(), scratch, [](Pass) {});
-          weigh_wide(scratch.weights() + chunk.begin, group.shrink, group.rows, scratch.values, count, head_dim, prefetch,
+          weigh_wide(scratch.weights() + chunk.begin, group.shrink, group.rows, scratch.values, count, value_dim, prefetch,
                      lines, group.sums);
           continue;
         }
-      score_chunk<Direct>(group.queries, group.rows, head_dim, seen, scratch.scores);
+      score_chunk<Direct>(group.queries, group.rows, key_dim, seen, scratch.scores);
       soften<Format::kScaled>(call, walk.first_head, keys, group, scratch.scores, scratch.weights(), scratch,
                               [&](Pass) __attribute__((always_inline)) { prefetch.take(kChunkKeys / kLanes); });
-      weigh_chunk<Direct>(scratch.weights(), group.shrink, group.rows, seen, head_dim, group.sums);
+      weigh_chunk<Direct>(scratch.weights(), group.shrink, group.rows, seen, value_dim, group.sums);
     }
   }
 }
@@ -221,13 +224,13 @@ Partial partial_of(Group<Word>& group, float* normalizer) {
   return {group.sums, group.most, normalizer};
 }
 
-void copy(index_t rows, index_t head_dim, Partial from, Partial to) {
+void copy(index_t rows, index_t value_dim, Partial from, Partial to) {
   for (index_t r = 0; r < rows; ++r) to.most[r] = from.most[r], to.normalizer[r] = from.normalizer[r];
-  for (index_t i = 0; i < rows * head_dim; i += kLanes) store(to.sums + i, load(from.sums + i));
+  for (index_t i = 0; i < rows * value_dim; i += kLanes) store(to.sums + i, load(from.sums + i));
 }
 
 // total = total and then `part`, the partition after it. Where a row saw nothing of one, the other's bits stay.
-void merge(index_t rows, index_t head_dim, Partial part, Partial total) {
+void merge(index_t rows, index_t value_dim, Partial part, Partial total) {
   for (index_t r = 0; r < rows; r += kLanes) {
     const index_t count = rows - r < kLanes ? rows - r : kLanes;
     const f32v mine = load(total.most + r, count), theirs = load(part.most + r, count);
@@ -241,25 +244,48 @@ void merge(index_t rows, index_t head_dim, Partial part, Partial total) {
     store(factors[1], keep_theirs);
     for (index_t i = 0; i < count; ++i) {
       const f32v first = all(factors[0][i]), second = all(factors[1][i]);
-      float* sums = total.sums + (r + i) * head_dim;
-      const float* more = part.sums + (r + i) * head_dim;
-      for (index_t d = 0; d < head_dim; d += kLanes) store(sums + d, fma(load(more + d), second, load(sums + d) * first));
+      float* sums = total.sums + (r + i) * value_dim;
+      const float* more = part.sums + (r + i) * value_dim;
+      for (index_t d = 0; d < value_dim; d += kLanes) store(sums + d, fma(load(more + d), second, load(sums + d) * first));
     }
+  }
+}
+
+// What the rows' sums are multiplied with, [kMaxRows]: the reciprocal of their normalizers, which their heads' sinks have joined
+// (a score without a value: Xiao et al., "Efficient streaming language models with attention sinks", 2024, section 3.2).
+template <class Word>
+void shares_of(const AttentionCall& call, const Group<Word>& group, index_t first_head, Partial total, float* shares) {
+  index_t head = 0;
+  for (index_t r = 0; r < group.rows; r += kLanes) {
+    const index_t count = group.rows - r < kLanes ? group.rows - r : kLanes;
+    const f32v normalizer = load(total.normalizer + r, count);
+    if (!call.layer.sinks) {
+      store(shares + r, all(1.0f) / normalizer);
+      continue;
+    }
+    float sinks[kLanes] = {};
+    for (index_t i = 0; i < count; ++i, head = head + 1 < group.heads ? head + 1 : 0)
+      sinks[i] = call.layer.sinks[first_head + head] * kLog2E;
+    const f32v most = load(total.most + r, count), sink = load(sinks), larger = max(most, sink);
+    const f32v kept = power_of_two(most - larger);
+    store(shares + r, kept / fma(normalizer, kept, power_of_two(sink - larger)));
   }
 }
 
 template <class Element, class Word>
 void finish(const AttentionCall& call, const Group<Word>& group, index_t first_head, Partial total) {
-  const index_t head_dim = call.kv.head_dim;
-  const float* sums = total.sums;
-  const float* normalizer = total.normalizer;
+  const index_t width = call.layer.value_width, whole = width / kLanes * kLanes;
+  alignas(64) float shares[kMaxRows];
+  shares_of(call, group, first_head, total, shares);
+  const float *sums = total.sums, *row_share = shares;
   for (index_t token = 0; token < group.tokens; ++token) {
-    Element* out = (Element*)call.out + (group.token + token) * call.out_stride + first_head * head_dim;
+    Element* out = (Element*)call.out + (group.token + token) * call.out_stride + first_head * width;
     for (index_t head = 0; head < group.heads; ++head) {
-      const f32v share = all(1.0f / *normalizer++);
-      for (index_t d = 0; d < head_dim; d += kLanes) store(out + d, fma(load(sums + d), share, all(0.0f)));
-      sums += head_dim;
-      out += head_dim;
+      const f32v share = all(*row_share++);
+      for (index_t d = 0; d < whole; d += kLanes) store(out + d, fma(load(sums + d), share, all(0.0f)));
+      if (whole < width) store(out + whole, fma(load(sums + whole), share, all(0.0f)), width - whole);
+      sums += call.kv.value_dim;
+      out += width;
     }
   }
 }
@@ -267,7 +293,7 @@ void finish(const AttentionCall& call, const Group<Word>& group, index_t first_h
 template <class Format, class Element>
 void attend_unit(const AttentionCall& call, const AttentionPiece& piece, index_t unit) {
   using Word = typename Format::Word;
-  const index_t head_dim = call.kv.head_dim, skipped = unit % call.kv_head_units * call.unit_heads;
+  const index_t key_dim = call.kv.key_dim, value_dim = call.kv.value_dim, skipped = unit % call.kv_head_units * call.unit_heads;
   const index_t left = call.group - skipped;
   Walk walk;
   walk.kv_head = unit / call.kv_head_units;
@@ -287,33 +313,33 @@ void attend_unit(const AttentionCall& call, const AttentionPiece& piece, index_t
   const bool wide = Format::kWidens && piece.count * heads >= kWidenFrom;
   for (index_t g = 0; g < num_groups; ++g) {
     Group<Word>& group = groups[g];
-    const index_t skip = g * call.group_tokens, numbers = skip * heads * head_dim;  // of the groups before
-    group.sums = scratch.sums + numbers;
-    group.queries = scratch.queries + numbers;
-    group.total = scratch.totals + numbers + 2 * g * kMaxRows;
+    const index_t skip = g * call.group_tokens;
+    group.sums = scratch.sums + skip * heads * value_dim;
+    group.queries = scratch.queries + skip * heads * key_dim;
+    group.total = scratch.totals + skip * heads * value_dim + 2 * g * kMaxRows;
     group.token = piece.token + skip;
     group.position = piece.position + skip;
     group.tokens = piece.count - skip < call.group_tokens ? piece.count - skip : call.group_tokens;
     group.heads = heads;
     group.rows = group.tokens * heads;
     for (index_t r = 0; r < kMaxRows; ++r) group.shrink[r] = 0;
-    clear(group, head_dim);
+    clear(group, value_dim);
   }
-  const index_t first_number = walk.first_head * head_dim, row_numbers = heads * head_dim;
+  const index_t first_number = walk.first_head * key_dim, row_numbers = heads * key_dim;
   const auto take = [&](Group<Word>& group) {
     const Element* q = (const Element*)call.q + group.token * call.q_stride + first_number;
     if constexpr (Format::kWidens)
-      if (wide) take_queries_wide(q, call.q_stride, head_dim, group);
+      if (wide) take_queries_wide(q, call.q_stride, key_dim, group);
     if constexpr (Format::kOfMatrix)
-      take_queries_of_matrix(q, call.q_stride, head_dim, group);
+      take_queries_of_matrix(q, call.q_stride, key_dim, group);
     else if (!wide)
-      take_queries<typename Format::Direct>(q, call.q_stride, head_dim, group);
+      take_queries<typename Format::Direct>(q, call.q_stride, key_dim, group);
   };
 
   float normalizer[kMaxRows];
   float* partials = piece.partials;  // of this unit
   if (partials) partials += unit * (piece.all_last - piece.all_first) * piece.partial_floats;
-  const index_t seen = call.window && piece.position >= call.window ? piece.position + 1 - call.window : 0;
+  const index_t seen = seen_from(call.layer.window, call.layer.chunk, piece.position);
   const index_t first_tile = piece.first * kPartitionTiles, last_tile = piece.last * kPartitionTiles;
   const index_t seen_end = (piece.position + piece.count - 1) / kTileKeys + 1;
   walk.tile = seen / kTileKeys > first_tile ? seen / kTileKeys : first_tile;
@@ -331,7 +357,8 @@ void attend_unit(const AttentionCall& call, const AttentionPiece& piece, index_t
         fetch_rows<false>((const Element*)call.q + first_number, call.q_stride, row_numbers, groups[g + 1]);
     }
     if ((wide || Format::kOfMatrix) && walk.next == walk.end)
-      fetch_rows<true>((const Element*)call.out + first_number, call.out_stride, row_numbers, groups[g]);
+      fetch_rows<true>((const Element*)call.out + walk.first_head * call.layer.value_width, call.out_stride,
+                       heads * call.layer.value_width, groups[g]);
   };
   while (walk.tile < walk.end) {
     walk.after = walk.next + kChunkTiles < walk.end ? walk.next + kChunkTiles : walk.end;
@@ -344,30 +371,30 @@ void attend_unit(const AttentionCall& call, const AttentionPiece& piece, index_t
     if (walk.tile < walk.end && walk.tile % kPartitionTiles != 0) continue;
     for (index_t g = 0; g < num_groups; ++g) {
       Group<Word>& group = groups[g];
-      const Partial part = partial_of(group, normalizer), total = partial_at(group.total, group.rows, head_dim);
+      const Partial part = partial_of(group, normalizer), total = partial_at(group.total, group.rows, value_dim);
       if (partials)
-        copy(group.rows, head_dim, part,
-             partial_at(partials + (partition - piece.all_first) * piece.partial_floats, group.rows, head_dim));
+        copy(group.rows, value_dim, part,
+             partial_at(partials + (partition - piece.all_first) * piece.partial_floats, group.rows, value_dim));
       else if (partition == piece.first)
-        copy(group.rows, head_dim, part, total);
+        copy(group.rows, value_dim, part, total);
       else
-        merge(group.rows, head_dim, part, total);
-      clear(group, head_dim);
+        merge(group.rows, value_dim, part, total);
+      clear(group, value_dim);
     }
   }
   if (partials) {  // one group
     if (__atomic_sub_fetch(piece.pending + unit, 1, __ATOMIC_ACQ_REL) != 0) return;
-    const Partial total = partial_at(groups[0].total, groups[0].rows, head_dim);
+    const Partial total = partial_at(groups[0].total, groups[0].rows, value_dim);
     for (index_t i = 0; i < piece.all_last - piece.all_first; ++i) {
-      const Partial part = partial_at(partials + i * piece.partial_floats, groups[0].rows, head_dim);
+      const Partial part = partial_at(partials + i * piece.partial_floats, groups[0].rows, value_dim);
       if (i == 0)
-        copy(groups[0].rows, head_dim, part, total);
+        copy(groups[0].rows, value_dim, part, total);
       else
-        merge(groups[0].rows, head_dim, part, total);
+        merge(groups[0].rows, value_dim, part, total);
     }
   }
   for (index_t g = 0; g < num_groups; ++g)
-    finish<Element>(call, groups[g], walk.first_head, partial_at(groups[g].total, groups[g].rows, head_dim));
+    finish<Element>(call, groups[g], walk.first_head, partial_at(groups[g].total, groups[g].rows, value_dim));
 }
 
 template <class Format, class Element>

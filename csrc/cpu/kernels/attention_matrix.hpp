@@ -6,9 +6,9 @@
 //   values     weights of tiles 2 i, 2 i + 1     values of these tiles: a pair is key j of the one and key j of the other
 //
 // Keys lie in a bf16 cache as the unit reads them; they are copied only where their dimensions do not fill the last step
-// (head_dim 16, 48, 80 ...: zeros follow) and where they are bytes. Values are copied always, once for all groups of a
-// piece: a tile has only 16 keys, half of what the unit multiplies in the same time. The copy is 4 * head_dim lines of a
-// chunk, beside 8 * head_dim cycles of multiplications for each 16 rows.
+// (key_dim 16, 48, 80 ...: zeros follow) and where they are bytes. Values are copied always, once for all groups of a
+// piece: a tile has only 16 keys, half of what the unit multiplies in the same time. The copy is 4 * value_dim lines of a
+// chunk, beside 8 * value_dim cycles of multiplications for each 16 rows.
 //
 // Order of summing, of every row alike: a score adds 32 dimensions a step, ascending, even ones apart from odd ones within
 // the step. A chunk's values are added from zero, two tiles a step, ascending, each tile's keys ascending and apart from the
@@ -39,7 +39,7 @@ static_assert(kAmxColumns == kTileKeys && kAmxPairs == 2 * kTileKeys && kLanes =
 QT_INLINE void store(MatrixWord* to, i32v words) { std::memcpy(to, &words, sizeof words); }
 
 // Words of a row of queries: whole steps.
-QT_INLINE index_t query_words(index_t head_dim) { return (head_dim + kAmxPairs - 1) / kAmxPairs * kStepWords; }
+QT_INLINE index_t query_words(index_t key_dim) { return (key_dim + kAmxPairs - 1) / kAmxPairs * kStepWords; }
 
 // The unit with registers for up to two blocks of rows: sums 0 and 1 of the first block, 2 and 3 of the second (or of the
 // first as well), rows in 4 and 5, columns in 6 and 7.
@@ -173,14 +173,12 @@ QT_INLINE i32v pairs_of(const char* plane, index_t columns, index_t p, index_t c
   }
 }
 
-inline constexpr index_t kKeyWords = kChunkKeys * kMaxHeadDim / 2;
-
-// The keys of a chunk's tiles as columns: where each tile's are. copies: [kKeyWords].
+// The keys of a chunk's tiles as columns: where each tile's are. copies: [kChunkKeys * kMaxKeyDim / 2].
 template <class Stored>
-QT_INLINE void arrange_keys(const Chunk& chunk, index_t head_dim, MatrixWord* copies, const char** columns) {
-  const index_t pairs = head_dim / 2, words_of_tile = query_words(head_dim) * kTileKeys;
+QT_INLINE void arrange_keys(const Chunk& chunk, index_t key_dim, MatrixWord* copies, const char** columns) {
+  const index_t pairs = key_dim / 2, words_of_tile = query_words(key_dim) * kTileKeys;
   for (index_t t = 0; t < chunk.count; ++t) {
-    if (std::is_same_v<Stored, bf16> && head_dim % kAmxPairs == 0) {
+    if (std::is_same_v<Stored, bf16> && key_dim % kAmxPairs == 0) {
       columns[t] = chunk.keys[t];
       continue;
     }
@@ -191,15 +189,15 @@ QT_INLINE void arrange_keys(const Chunk& chunk, index_t head_dim, MatrixWord* co
   }
 }
 
-alignas(64) constexpr char kNoValues[kTileKeys * kMaxHeadDim * 2] = {};
+alignas(64) constexpr char kNoValues[kTileKeys * kMaxValueDim * 2] = {};
 
-// The values of two tiles as columns, [head_dim / 16][16 keys][16 dimensions][tile].
+// The values of two tiles as columns, [value_dim / 16][16 keys][16 dimensions][tile].
 template <class Stored>
-QT_INLINE void arrange_two(const char* first, const char* second, index_t head_dim, MatrixWord* to) {
+QT_INLINE void arrange_two(const char* first, const char* second, index_t value_dim, MatrixWord* to) {
   const i32v high = all(std::int32_t(0xFFFF0000));
   for (index_t p = 0; p < kTileKeys / 2; ++p)
-    for (index_t d = 0; d < head_dim; d += kLanes) {
-      const i32v a = pairs_of<Stored>(first, head_dim, p, d), b = pairs_of<Stored>(second, head_dim, p, d);
+    for (index_t d = 0; d < value_dim; d += kLanes) {
+      const i32v a = pairs_of<Stored>(first, value_dim, p, d), b = pairs_of<Stored>(second, value_dim, p, d);
       MatrixWord* place = to + d / kLanes * kOperandWords + 2 * p * kLanes;
       store(place, (a & ~high) | b << 16);
       store(place + kLanes, (i32v)((u32v)a >> 16) | (b & high));
@@ -208,12 +206,12 @@ QT_INLINE void arrange_two(const char* first, const char* second, index_t head_d
 
 // Those of a chunk's tiles, its whole pairs of tiles from the first that somebody sees on. Tiles that nobody walks are zero.
 template <class Stored>
-QT_INLINE void arrange_values(const Chunk& chunk, index_t head_dim, MatrixWord* to) {
+QT_INLINE void arrange_values(const Chunk& chunk, index_t value_dim, MatrixWord* to) {
   const index_t begin = chunk.begin / kTileKeys, end = begin + chunk.count;
   for (index_t t = begin / 2 * 2; t < end; t += 2)
     arrange_two<Stored>(t < begin ? kNoValues : chunk.values[t - begin],
-                        t + 1 < end ? chunk.values[t + 1 - begin] : kNoValues, head_dim,
-                        to + t / 2 * (head_dim / kLanes) * kOperandWords);
+                        t + 1 < end ? chunk.values[t + 1 - begin] : kNoValues, value_dim,
+                        to + t / 2 * (value_dim / kLanes) * kOperandWords);
 }
 
 // Of an int8 cache: the scales of tiles that nobody walks, beside those in a pair that somebody does, are zero. Their weights are
@@ -224,23 +222,23 @@ QT_INLINE void clear_scales_beside(const Chunk& chunk, float* scales) {
   if (end % kAmxPairs != 0) store(scales + end, all(0.0f));
 }
 
-// sums = shrink * sums + added [rows][head_dim].
-QT_INLINE void add_chunk(const Group<MatrixWord>& group, const float* added, index_t head_dim) {
+// sums = shrink * sums + added [rows][value_dim].
+QT_INLINE void add_chunk(const Group<MatrixWord>& group, const float* added, index_t value_dim) {
   for (index_t r = 0; r < group.rows; ++r) {
     const f32v shrink = all(group.shrink[r]);
-    float* sums = group.sums + r * head_dim;
-    const float* more = added + r * head_dim;
-    for (index_t d = 0; d < head_dim; d += kLanes) store(sums + d, fma(load(sums + d), shrink, load(more + d)));
+    float* sums = group.sums + r * value_dim;
+    const float* more = added + r * value_dim;
+    for (index_t d = 0; d < value_dim; d += kLanes) store(sums + d, fma(load(sums + d), shrink, load(more + d)));
   }
 }
 
-// Queries [tokens][heads * head_dim], tokens q_stride apart, as [rows][query_words], zeros after the last.
-QT_INLINE void take_queries_of_matrix(const bf16* q, index_t q_stride, index_t head_dim, Group<MatrixWord>& group) {
-  const index_t row_words = query_words(head_dim);
+// Queries [tokens][heads * key_dim], tokens q_stride apart, as [rows][query_words], zeros after the last.
+QT_INLINE void take_queries_of_matrix(const bf16* q, index_t q_stride, index_t key_dim, Group<MatrixWord>& group) {
+  const index_t row_words = query_words(key_dim);
   for (index_t r = 0; r < group.rows; ++r) {
     MatrixWord* to = group.queries + r * row_words;
-    std::memcpy(to, q + r / group.heads * q_stride + r % group.heads * head_dim, head_dim * 2);
-    std::memset(to + head_dim / 2, 0, (row_words - head_dim / 2) * 4);
+    std::memcpy(to, q + r / group.heads * q_stride + r % group.heads * key_dim, key_dim * 2);
+    std::memset(to + key_dim / 2, 0, (row_words - key_dim / 2) * 4);
   }
 }
 
@@ -256,11 +254,12 @@ template <class Stored, class TilesOf, class Before>
 void walk_chunk_of_matrix(const AttentionCall& call, index_t first_head, index_t first, const Chunk& chunk,
                           Group<MatrixWord>* groups, index_t num_groups, TilesOf tiles_of, Before before, MatrixUnit& unit,
                           Scratch<MatrixWord>& scratch, Prefetch& prefetch, index_t lines) {
-  const index_t head_dim = call.kv.head_dim, row_words = query_words(head_dim), columns = head_dim / kAmxColumns;
+  const index_t key_dim = call.kv.key_dim, value_dim = call.kv.value_dim;
+  const index_t row_words = query_words(key_dim), columns = value_dim / kAmxColumns;
   const index_t first_pair = chunk.begin / kAmxPairs;
-  const char *keys[kChunkTiles], *values[kMaxHeadDim / kAmxColumns];
-  arrange_keys<Stored>(chunk, head_dim, scratch.keys, keys);
-  arrange_values<Stored>(chunk, head_dim, scratch.values);
+  const char *keys[kChunkTiles], *values[kMaxValueDim / kAmxColumns];
+  arrange_keys<Stored>(chunk, key_dim, scratch.keys, keys);
+  arrange_values<Stored>(chunk, value_dim, scratch.values);
   if constexpr (std::is_same_v<Stored, std::int8_t>) clear_scales_beside(chunk, scratch.value_scales);
   for (index_t c = 0; c < columns; ++c)
     values[c] = (const char*)(scratch.values + (first_pair * columns + c) * kOperandWords);
@@ -288,7 +287,7 @@ void walk_chunk_of_matrix(const AttentionCall& call, index_t first_head, index_t
     bring_closer(lines_of_step);
     if (weighed) {
       if (weighing.advance(unit)) return true;
-      add_chunk(*weighed, scratch.added, head_dim);
+      add_chunk(*weighed, scratch.added, value_dim);
       weighed = nullptr;
     }
     return scoring.advance(unit);
@@ -318,7 +317,7 @@ void walk_chunk_of_matrix(const AttentionCall& call, index_t first_head, index_t
     while (advance()) {
     }
     const Product::Operands operands = weights_times_values(g);
-    weighing = Product(operands, scratch.added, head_dim);
+    weighing = Product(operands, scratch.added, value_dim);
     weighed = &group;
     steps = Product::steps(operands);
   }

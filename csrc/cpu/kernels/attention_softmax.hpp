@@ -3,7 +3,7 @@
 // Per score 8 operations on the ports that multiply: one fused multiply-add, 7 of them to raise 2 (5 where weights are bf16
 // for the matrix unit, and 4 to round, add up and pair them); a maximum before and a sum after. Beside them 2 * head_dim
 // multiplications. Keys that a row does not see cost nothing, except in the vector where the row's last key is, and where
-// there is a window, a soft cap or ALiBi.
+// there is a window or a chunk, a soft cap or ALiBi.
 #pragma once
 
 #include "attention_wide.hpp"
@@ -72,9 +72,9 @@ struct Group {
   alignas(64) float shrink[kMaxRows];        // what the sums are multiplied with before a chunk is added
   alignas(64) float less[kMaxRows];          // `most`, or 0 while nothing was seen
   alignas(64) float normalizer[kMaxRows * kLanes];
-  float* sums;                               // [rows][head_dim]
+  float* sums;                               // [rows][value_dim]
   Word* queries;                             // in the order of attention_tiles.hpp, _wide.hpp or _matrix.hpp
-  float* total;                              // of the partitions before: [rows][head_dim + 2]
+  float* total;                              // of the partitions before: [rows][value_dim + 2]
 };
 
 // What a piece is computed with, one group after another.
@@ -82,15 +82,16 @@ template <class Word>
 struct Scratch {
   static constexpr bool kInPlace = std::is_same_v<Word, float>;  // a weight takes its score's place
   static constexpr bool kOfMatrix = std::is_same_v<Word, MatrixWord>;  // two groups are under way, one after another
-  static constexpr index_t kPlane = kChunkKeys * kMaxHeadDim / (kInPlace ? 1 : 2);  // words
+  // Words of a chunk's keys and of its values: widened, or as the matrix unit reads them.
+  static constexpr index_t kOfChunk = kInPlace ? kChunkKeys : kOfMatrix ? kChunkKeys / 2 : 0;
   alignas(64) float scores[(kOfMatrix ? 2 : 1) * kMaxRows * kChunkKeys];
   alignas(64) Word pairs[kInPlace ? 1 : (kOfMatrix ? 2 : 1) * kMaxRows * kChunkKeys / 2];
-  alignas(64) float added[kOfMatrix ? kMaxRows * kMaxHeadDim : 1];  // of a chunk, to a group's sums
+  alignas(64) float added[kOfMatrix ? kMaxRows * kMaxValueDim : 1];  // of a chunk, to a group's sums
   alignas(64) float largest[kMaxRows * kLanes];  // score of a chunk, of the keys of a lane
   alignas(64) float key_scales[kChunkKeys];      // int8 cache
   alignas(64) float value_scales[kChunkKeys];
-  alignas(64) Word keys[kInPlace || kOfMatrix ? kPlane : 1];  // of a chunk: widened, or as the matrix unit reads them
-  alignas(64) Word values[kInPlace || kOfMatrix ? kPlane : 1];
+  alignas(64) Word keys[kOfChunk * kMaxKeyDim + 1];
+  alignas(64) Word values[kOfChunk * kMaxValueDim + 1];
   alignas(64) float sums[kMaxNumbers];         // of all groups, as the two that follow
   alignas(64) Word queries[kMaxNumbers];
   alignas(64) float totals[kMaxNumbers + 2 * kMaxGroups * kMaxRows];
@@ -121,13 +122,13 @@ QT_INLINE f32v capped(f32v score, float cap) {
 // (soft-capped, ALiBi; then also scaled), and minus infinity for keys that the token does not see.
 QT_INLINE f32v adjusted(const AttentionCall& call, bool biased, f32v score, float slope, index_t position, index_t key) {
   if (biased) {
-    score = score * all(call.scale);
-    if (call.softcap > 0) score = capped(score, call.softcap);
+    score = score * all(call.layer.scale);
+    if (call.layer.softcap > 0) score = capped(score, call.layer.softcap);
     const f32v distance = counting() + all(float(key - position));
     score = fma(distance, all(slope), score) * all(kLog2E);
   }
   // Counted from the vector's first key; exact, as both are small wherever they matter.
-  const index_t after = position + 1 - key, before = call.window ? after - call.window : 0;
+  const index_t after = position + 1 - key, before = seen_from(call.layer.window, call.layer.chunk, position) - key;
   const f32v number = counting();
   score = number < all(float(after)) ? score : all(kNothing);
   return number >= all(float(before)) ? score : all(kNothing);
@@ -146,10 +147,11 @@ struct Seen {
 
 QT_INLINE Seen seen_of(const AttentionCall& call, bool biased, Keys keys, index_t position) {
   const index_t after = position + 1 - keys.first;
-  if (after >= keys.end && !biased && (!call.window || after - call.window <= keys.begin)) return {keys.end, keys.end};
+  const index_t before = seen_from(call.layer.window, call.layer.chunk, position) - keys.first;
+  if (after >= keys.end && !biased && before <= keys.begin) return {keys.end, keys.end};
   if (after <= keys.begin) return {keys.begin, keys.begin};
   const index_t end = after < keys.end ? after : keys.end;
-  const bool adjust_all = biased || (call.window && after - call.window > keys.begin);
+  const bool adjust_all = biased || before > keys.begin;
   return {adjust_all ? keys.begin : end / kLanes * kLanes, (end + kLanes - 1) / kLanes * kLanes};
 }
 
@@ -191,8 +193,8 @@ enum class Pass { scores, weights };
 template <bool kScaled, class Word, class Beside>
 void soften(const AttentionCall& call, index_t first_head, Keys keys, Group<Word>& group, float* all_scores,
             Word* all_weights, Scratch<Word>& scratch, Beside beside) {
-  const bool biased = call.softcap > 0 || call.alibi_slopes != nullptr;
-  const float factor = biased ? 1.0f : call.scale * kLog2E;
+  const bool biased = call.layer.softcap > 0 || call.layer.alibi_slopes != nullptr;
+  const float factor = biased ? 1.0f : call.layer.scale * kLog2E;
   index_t position = group.position, head = 0;
   for (index_t r = 0; r < group.rows; ++r, ++head) {
     if (head == group.heads) head = 0, ++position;
@@ -214,7 +216,7 @@ void soften(const AttentionCall& call, index_t first_head, Keys keys, Group<Word
       for (index_t k = keys.begin; k < seen.whole; k += kLanes) take(k);
     }
     beside(Pass::scores);
-    const float slope = call.alibi_slopes ? call.alibi_slopes[first_head + head] : 0.0f;
+    const float slope = call.layer.alibi_slopes ? call.layer.alibi_slopes[first_head + head] : 0.0f;
     for (index_t k = seen.whole; k < seen.last; k += kLanes) {
       f32v score = load(scores + k);
       if constexpr (kScaled) score = score * load(scratch.key_scales + k);

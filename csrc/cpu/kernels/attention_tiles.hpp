@@ -147,7 +147,7 @@ class Prefetch {
 // queries: [words][R].
 template <class Form, int R, int V>
 void score(const typename Form::Word* queries, const char* const* keys, const char* const* ahead, index_t inside,
-           index_t head_dim, float* scores) {
+           index_t key_dim, float* scores) {
   f32v sums[R][V];
   const char *from[V], *next[V];
 #pragma GCC unroll 8
@@ -159,7 +159,7 @@ void score(const typename Form::Word* queries, const char* const* keys, const ch
     from[v] = keys[v / kTileVectors] + inside + v % kTileVectors * kLanes * Form::kElementBytes;
     next[v] = ahead[v / kTileVectors] + inside + v % kTileVectors * kLanes * Form::kElementBytes;
   }
-  accumulate<Form, R, V, 1, R>(sums, queries, from, next, kTileKeys * Form::kElementBytes, head_dim / Form::kNumbers);
+  accumulate<Form, R, V, 1, R>(sums, queries, from, next, kTileKeys * Form::kElementBytes, key_dim / Form::kNumbers);
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
@@ -168,13 +168,13 @@ void score(const typename Form::Word* queries, const char* const* keys, const ch
 
 // sums[r][V vectors] = shrink[r] * sums + weights times the chunk's values, from `offset` bytes on in each row of values.
 template <class Form, int R, int V>
-void weigh(const typename Form::Word* weights, const float* shrink, const Chunk& chunk, index_t offset, index_t head_dim,
+void weigh(const typename Form::Word* weights, const float* shrink, const Chunk& chunk, index_t offset, index_t value_dim,
            float* sums) {
   f32v acc[R][V];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) acc[r][v] = load(sums + r * head_dim + v * kLanes) * all(shrink[r]);
+    for (int v = 0; v < V; ++v) acc[r][v] = load(sums + r * value_dim + v * kLanes) * all(shrink[r]);
   for (index_t tile = 0; tile < chunk.count; ++tile) {
     const char *from[V], *next[V];
 #pragma GCC unroll 8
@@ -183,38 +183,38 @@ void weigh(const typename Form::Word* weights, const float* shrink, const Chunk&
       next[v] = chunk.beside_values[tile] + offset + v * kLanes * Form::kElementBytes;
     }
     accumulate<Form, R, V, words<Form>(kChunkKeys), 1>(acc, weights + tile * words<Form>(kTileKeys), from, next,
-                                                        head_dim * Form::kElementBytes, kTileKeys / Form::kNumbers);
+                                                        value_dim * Form::kElementBytes, kTileKeys / Form::kNumbers);
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) store(sums + r * head_dim + v * kLanes, acc[r][v]);
+    for (int v = 0; v < V; ++v) store(sums + r * value_dim + v * kLanes, acc[r][v]);
 }
 
 // All tiles of a chunk for R rows.
 template <class Form, int R>
-void score_rows(const typename Form::Word* queries, index_t head_dim, const Chunk& chunk, float* scores) {
+void score_rows(const typename Form::Word* queries, index_t key_dim, const Chunk& chunk, float* scores) {
   constexpr int V = kBlockVectors<R>;
   index_t tile = 0;
   if constexpr (V > kTileVectors)
     for (; tile + V / kTileVectors <= chunk.count; tile += V / kTileVectors)
-      score<Form, R, V>(queries, chunk.keys + tile, chunk.beside_keys + tile, 0, head_dim, scores + tile * kTileKeys);
+      score<Form, R, V>(queries, chunk.keys + tile, chunk.beside_keys + tile, 0, key_dim, scores + tile * kTileKeys);
   constexpr int kRest = V < kTileVectors ? V : kTileVectors;
   for (; tile < chunk.count; ++tile)
     for (int v = 0; v < kTileVectors; v += kRest)
-      score<Form, R, kRest>(queries, chunk.keys + tile, chunk.beside_keys + tile, v * kLanes * Form::kElementBytes, head_dim,
+      score<Form, R, kRest>(queries, chunk.keys + tile, chunk.beside_keys + tile, v * kLanes * Form::kElementBytes, key_dim,
                             scores + tile * kTileKeys + v * kLanes);
 }
 
 template <class Form, int R>
-void weigh_rows(const typename Form::Word* weights, const float* shrink, const Chunk& chunk, index_t head_dim,
+void weigh_rows(const typename Form::Word* weights, const float* shrink, const Chunk& chunk, index_t value_dim,
                 float* sums) {
   constexpr int V = kBlockVectors<R>;
   index_t d = 0;
-  for (; d + V * kLanes <= head_dim; d += V * kLanes)
-    weigh<Form, R, V>(weights, shrink, chunk, d * Form::kElementBytes, head_dim, sums + d);
-  for (; d < head_dim; d += kLanes)
-    weigh<Form, R, 1>(weights, shrink, chunk, d * Form::kElementBytes, head_dim, sums + d);
+  for (; d + V * kLanes <= value_dim; d += V * kLanes)
+    weigh<Form, R, V>(weights, shrink, chunk, d * Form::kElementBytes, value_dim, sums + d);
+  for (; d < value_dim; d += kLanes)
+    weigh<Form, R, 1>(weights, shrink, chunk, d * Form::kElementBytes, value_dim, sums + d);
 }
 
 // By rows - 1.
@@ -243,23 +243,23 @@ QT_INLINE index_t block_rows(index_t left, index_t most) {
 
 // queries: register blocks of rows one after another, each [words][rows]. scores: [rows][kChunkKeys].
 template <class Form>
-void score_chunk(const typename Form::Word* queries, index_t rows, index_t head_dim, const Chunk& chunk, float* scores) {
+void score_chunk(const typename Form::Word* queries, index_t rows, index_t key_dim, const Chunk& chunk, float* scores) {
   for (index_t row = 0; row < rows;) {
     const index_t block = block_rows(rows - row, kBlockRows);
-    kScoreRows<Form>[block - 1](queries + row * words<Form>(head_dim), head_dim, chunk,
+    kScoreRows<Form>[block - 1](queries + row * words<Form>(key_dim), key_dim, chunk,
                                 scores + row * kChunkKeys + chunk.begin);
     row += block;
   }
 }
 
-// weights: [rows][words of a chunk]; sums: [rows][head_dim].
+// weights: [rows][words of a chunk]; sums: [rows][value_dim].
 template <class Form>
 void weigh_chunk(const typename Form::Word* weights, const float* shrink, index_t rows, const Chunk& chunk,
-                 index_t head_dim, float* sums) {
+                 index_t value_dim, float* sums) {
   for (index_t row = 0; row < rows;) {
     const index_t block = block_rows(rows - row, kBlockRows);
-    kWeighRows<Form>[block - 1](weights + words<Form>(row * kChunkKeys + chunk.begin), shrink + row, chunk, head_dim,
-                                sums + row * head_dim);
+    kWeighRows<Form>[block - 1](weights + words<Form>(row * kChunkKeys + chunk.begin), shrink + row, chunk, value_dim,
+                                sums + row * value_dim);
     row += block;
   }
 }

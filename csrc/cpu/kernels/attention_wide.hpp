@@ -1,8 +1,8 @@
 // The multiplications of attention where many rows share them: a chunk of the cache is widened to fp32 once, in the order in
 // which the loops below read it, and all groups of a piece of work use it.
 //
-//   keys    [keys of the chunk / kPanel][head_dim][kPanel]
-//   values  [head_dim / kPanel][keys of the chunk][kPanel]
+//   keys    [keys of the chunk / kPanel][key_dim][kPanel]
+//   values  [value_dim / kPanel][keys of the chunk][kPanel]
 //
 // A register block owns up to kWideRows rows of kWideVectors vectors of a panel. A step of it reads these vectors and one
 // factor of each row: with AVX-512 10 loads, of two a cycle, beside 24 multiplications, of two a cycle. So the
@@ -23,7 +23,7 @@ inline constexpr int kPanel = 16, kWideVectors = 2;
 inline constexpr int kWideRows = 6;  // 24 accumulators of 32 registers, or 12 of 16
 inline constexpr int kPanelVectors = kPanel / kLanes;
 static_assert(kPanelVectors % kWideVectors == 0 && kPanel % kTileKeys == 0);
-static_assert(kChunkKeys % kPanel == 0 && kMaxHeadDim % kPanel == 0);
+static_assert(kChunkKeys % kPanel == 0 && kMaxValueDim % kPanel == 0);
 
 // Rows from which on widening a chunk once costs less than widening it for each register block.
 inline constexpr index_t kWidenFrom = 17;
@@ -41,11 +41,11 @@ QT_INLINE void widen(const char* from, index_t rows, index_t columns, index_t pa
 }
 
 template <class Form>
-void widen_chunk(const Chunk& chunk, index_t head_dim, float* keys, float* values) {
+void widen_chunk(const Chunk& chunk, index_t key_dim, index_t value_dim, float* keys, float* values) {
   for (index_t i = 0; i < chunk.count; ++i) {
     const index_t key = i * kTileKeys;
-    widen<Form>(chunk.keys[i], head_dim, kTileKeys, 0, keys + key / kPanel * head_dim * kPanel + key % kPanel);
-    widen<Form>(chunk.values[i], kTileKeys, head_dim, kChunkKeys * kPanel, values + key * kPanel);
+    widen<Form>(chunk.keys[i], key_dim, kTileKeys, 0, keys + key / kPanel * key_dim * kPanel + key % kPanel);
+    widen<Form>(chunk.values[i], kTileKeys, value_dim, kChunkKeys * kPanel, values + key * kPanel);
   }
 }
 
@@ -70,13 +70,13 @@ QT_INLINE void accumulate_panel(f32v (&sums)[R][V], const float* factors, index_
 }
 
 template <int R, int V>
-QT_INLINE void score_panel(const float* queries, index_t head_dim, const float* panel, float* scores) {
+QT_INLINE void score_panel(const float* queries, index_t key_dim, const float* panel, float* scores) {
   f32v sums[R][V];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) sums[r][v] = all(0.0f);
-  accumulate_panel<R, V>(sums, queries, head_dim, panel, head_dim);
+  accumulate_panel<R, V>(sums, queries, key_dim, panel, key_dim);
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
@@ -84,18 +84,18 @@ QT_INLINE void score_panel(const float* queries, index_t head_dim, const float* 
 }
 
 template <int R, int V>
-QT_INLINE void weigh_panel(const float* weights, const float* shrink, const float* panel, index_t keys, index_t head_dim,
+QT_INLINE void weigh_panel(const float* weights, const float* shrink, const float* panel, index_t keys, index_t value_dim,
                            float* sums) {
   f32v acc[R][V];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) acc[r][v] = load(sums + r * head_dim + v * kLanes) * all(shrink[r]);
+    for (int v = 0; v < V; ++v) acc[r][v] = load(sums + r * value_dim + v * kLanes) * all(shrink[r]);
   accumulate_panel<R, V>(acc, weights, kChunkKeys, panel, keys);
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) store(sums + r * head_dim + v * kLanes, acc[r][v]);
+    for (int v = 0; v < V; ++v) store(sums + r * value_dim + v * kLanes, acc[r][v]);
 }
 
 template <int Number>
@@ -115,19 +115,19 @@ QT_INLINE void in_vectors(index_t count, With with) {
 
 // R rows and `count` keys.
 template <int R>
-void score_rows_wide(const float* queries, index_t head_dim, const float* keys, index_t count, float* scores) {
+void score_rows_wide(const float* queries, index_t key_dim, const float* keys, index_t count, float* scores) {
   in_vectors(count / kLanes, [=](auto vectors, index_t v) __attribute__((always_inline)) {
-    const float* panel = keys + v / kPanelVectors * head_dim * kPanel + v % kPanelVectors * kLanes;
-    score_panel<R, decltype(vectors)::value>(queries, head_dim, panel, scores + v * kLanes);
+    const float* panel = keys + v / kPanelVectors * key_dim * kPanel + v % kPanelVectors * kLanes;
+    score_panel<R, decltype(vectors)::value>(queries, key_dim, panel, scores + v * kLanes);
   });
 }
 
 template <int R>
-void weigh_rows_wide(const float* weights, const float* shrink, const float* values, index_t count, index_t head_dim,
+void weigh_rows_wide(const float* weights, const float* shrink, const float* values, index_t count, index_t value_dim,
                      float* sums) {
-  in_vectors(head_dim / kLanes, [=](auto vectors, index_t v) __attribute__((always_inline)) {
+  in_vectors(value_dim / kLanes, [=](auto vectors, index_t v) __attribute__((always_inline)) {
     const float* panel = values + v / kPanelVectors * kChunkKeys * kPanel + v % kPanelVectors * kLanes;
-    weigh_panel<R, decltype(vectors)::value>(weights, shrink, panel, count, head_dim, sums + v * kLanes);
+    weigh_panel<R, decltype(vectors)::value>(weights, shrink, panel, count, value_dim, sums + v * kLanes);
   });
 }
 
@@ -140,25 +140,25 @@ constexpr void (*kWeighRowsWide[])(const float*, const float*, const float*, ind
 };
 static_assert(sizeof kScoreRowsWide / sizeof kScoreRowsWide[0] == kWideRows);
 
-// queries: [rows][head_dim]; keys: panels, `count` keys; scores: [rows][kChunkKeys], from the first of these keys on. Lines of
+// queries: [rows][key_dim]; keys: panels, `count` keys; scores: [rows][kChunkKeys], from the first of these keys on. Lines of
 // the cache are brought closer meanwhile, a few with each register block.
-QT_INLINE void score_wide(const float* queries, index_t rows, index_t head_dim, const float* keys, index_t count,
+QT_INLINE void score_wide(const float* queries, index_t rows, index_t key_dim, const float* keys, index_t count,
                           Prefetch& prefetch, index_t lines, float* scores) {
   for (index_t row = 0; row < rows;) {
     const index_t block = block_rows(rows - row, kWideRows);
-    kScoreRowsWide[block - 1](queries + row * head_dim, head_dim, keys, count, scores + row * kChunkKeys);
+    kScoreRowsWide[block - 1](queries + row * key_dim, key_dim, keys, count, scores + row * kChunkKeys);
     prefetch.take(lines);
     row += block;
   }
 }
 
 // sums = shrink * sums + weights times the first `count` keys' values. weights: [rows][kChunkKeys], from that of the first of
-// these keys on; values: panels; sums: [rows][head_dim].
+// these keys on; values: panels; sums: [rows][value_dim].
 QT_INLINE void weigh_wide(const float* weights, const float* shrink, index_t rows, const float* values, index_t count,
-                          index_t head_dim, Prefetch& prefetch, index_t lines, float* sums) {
+                          index_t value_dim, Prefetch& prefetch, index_t lines, float* sums) {
   for (index_t row = 0; row < rows;) {
     const index_t block = block_rows(rows - row, kWideRows);
-    kWeighRowsWide[block - 1](weights + row * kChunkKeys, shrink + row, values, count, head_dim, sums + row * head_dim);
+    kWeighRowsWide[block - 1](weights + row * kChunkKeys, shrink + row, values, count, value_dim, sums + row * value_dim);
     prefetch.take(lines);
     row += block;
   }

@@ -14,21 +14,24 @@
 namespace qt::QT_ISA {
 namespace {
 
-// y = norm of one head, rounded where the reference rounds.
+// y = norm of one head, rounded where `rms_norm` of pointwise.cpp rounds.
 template <class Element>
-void norm(const Element* x, const Element* weight, index_t width, float eps, Element* y) {
+void norm(const Element* x, const Element* weight, index_t width, float eps, float offset, Element* y) {
   f32v squares = all(0.0f);
   for (index_t i = 0; i < width; i += kLanes) {
-    const f32v value = load(x + i);
+    const f32v value = load(x + i, width - i);
     squares = fma(value, value, squares);
   }
   const f32v scale = all(1.0f / __builtin_sqrtf(sum_of(squares) / float(width) + eps));
-  for (index_t i = 0; i < width; i += kLanes) store(y + i, rounded_to<Element>(load(x + i) * scale) * load(weight + i));
+  for (index_t i = 0; i < width; i += kLanes) {
+    const f32v normed = load(x + i, width - i) * scale, factor = load(weight + i, width - i);
+    store(y + i, offset == 0.0f ? rounded_to<Element>(normed) * factor : normed * (all(offset) + factor), width - i);
+  }
 }
 
-// Pairs (i, i + rotary / 2) turned by their angle, what lies past the rotary dimensions copied. The products are rounded once.
+// Pairs (i, i + rotary / 2) turned by their angle. The products are rounded once.
 template <class Element>
-void rotate(const Element* x, const Element* cosines, const Element* sines, index_t rotary, index_t width, Element* y) {
+void rotate_halves(const Element* x, const Element* cosines, const Element* sines, index_t rotary, Element* y) {
   const index_t half = rotary / 2;
   for (index_t i = 0; i < half; i += kLanes) {
     const index_t count = half - i;
@@ -38,20 +41,59 @@ void rotate(const Element* x, const Element* cosines, const Element* sines, inde
     store(y + i, fma(first, load(cosines + i, count), -turned), count);
     store(y + half + i, fma(second, load(cosines + half + i, count), other), count);
   }
-  if (x != y) std::memcpy(y + rotary, x + rotary, (width - rotary) * sizeof(Element));
 }
 
+// Lane i of the result is lane `from[i]`.
+QT_INLINE f32v lanes_of(f32v value, i32v from) {
+#if defined(__clang__)
+  f32v result;
+  for (int i = 0; i < kLanes; ++i) result[i] = value[from[i]];
+  return result;
+#else
+  return __builtin_shuffle(value, from);
+#endif
+}
+
+// Pairs (2 i, 2 i + 1), with the roundings of halves.
 template <class Element>
-void turn(const KvWriteCall& call, const Element* x, const void* weight, const Element* cosines, const Element* sines,
-          Element* y) {
-  const index_t width = call.kv.head_dim;
-  if (weight) {
-    Element normed[kMaxHeadDim];
-    norm(x, (const Element*)weight, width, call.eps, normed);
-    rotate(normed, cosines, sines, call.rotary, width, y);
-  } else {
-    rotate(x, cosines, sines, call.rotary, width, y);
+void rotate_neighbours(const Element* x, const Element* cosines, const Element* sines, index_t rotary, Element* y) {
+  i32v other, pair;
+  f32v sign;
+  for (int i = 0; i < kLanes; ++i) other[i] = i ^ 1, pair[i] = i / 2, sign[i] = i % 2 ? 1.0f : -1.0f;
+  for (index_t i = 0; i < rotary; i += kLanes) {
+    const index_t count = rotary - i, pairs = count < kLanes ? count / 2 : kLanes / 2;
+    const f32v value = load(x + i, count);
+    const f32v sine = lanes_of(load(sines + i / 2, pairs), pair) * sign;
+    store(y + i, fma(value, lanes_of(load(cosines + i / 2, pairs), pair), lanes_of(value, other) * sine), count);
   }
+}
+
+// A head of queries or keys, normed and rotated, with zeros up to the `padded` width.
+template <class Element>
+void turn(const AttentionLayer& layer, const Element* x, const void* weight, const Element* cosines, const Element* sines,
+          index_t padded, Element* y) {
+  const index_t width = layer.key_width, begin = layer.rotary_first, rotary = layer.rotary;
+  Element normed[kMaxKeyDim];
+  if (weight) {
+    norm(x, (const Element*)weight, width, layer.eps, layer.norm_offset, normed);
+    x = normed;
+  }
+  std::memcpy(y, x, begin * sizeof(Element));
+  if (layer.interleaved)
+    rotate_neighbours(x + begin, cosines, sines, rotary, y + begin);
+  else
+    rotate_halves(x + begin, cosines, sines, rotary, y + begin);
+  const index_t end = begin + rotary;
+  std::memcpy(y + end, x + end, (width - end) * sizeof(Element));
+  std::memset(y + width, 0, (padded - width) * sizeof(Element));
+}
+
+// Queries of the token at `position` by what grows with it (Llama 4's temperature), rounded once more.
+template <class Element>
+void grow(const AttentionLayer& layer, index_t position, index_t count, Element* q) {
+  const index_t periods = (position + layer.shift) / layer.period;
+  const f32v factor = all(1.0f + layer.growth * __builtin_log1pf(float(periods)));
+  for (index_t i = 0; i < count; i += kLanes) store(q + i, load(q + i) * factor);
 }
 
 // The place of row `major` (a key's dimension, or a value's key) in a column of the `width` of a plane.
@@ -63,22 +105,23 @@ QT_INLINE Stored* place(char* plane, index_t major, index_t column, index_t widt
     return (Stored*)plane + major * width + column;
 }
 
-// One head's numbers as they are stored; returns their scale. int8: nearest of 255 steps between the largest magnitude and
-// its negative (ties to even).
+// One head's numbers as they are stored, with zeros up to the `padded` width, a multiple of 16; returns their scale. int8:
+// nearest of 255 steps between the largest magnitude and its negative (ties to even).
 template <class Element, class Stored>
-QT_INLINE float stored(const Element* numbers, index_t head_dim, Stored* to) {
+QT_INLINE float stored(const Element* numbers, index_t width, index_t padded, Stored* to) {
   if constexpr (std::is_same_v<Element, Stored>) {
-    std::memcpy(to, numbers, head_dim * sizeof(Element));
+    std::memcpy(to, numbers, width * sizeof(Element));
+    std::memset(to + width, 0, (padded - width) * sizeof(Element));
     return 1.0f;
   } else {
     f32v most = all(0.0f);
-    for (index_t d = 0; d < head_dim; d += kLanes) {
-      const f32v value = load(numbers + d);
+    for (index_t d = 0; d < width; d += kLanes) {
+      const f32v value = load(numbers + d, width - d);
       most = max(most, max(value, -value));
     }
     const float largest = max_of(most), steps = largest > 0.0f ? 127.0f / largest : 0.0f;
-    for (index_t d = 0; d < head_dim; d += kLanes) {
-      const i32v step = to_int(round(load(numbers + d) * all(steps)));
+    for (index_t d = 0; d < padded; d += kLanes) {
+      const i32v step = to_int(round((d < width ? load(numbers + d, width - d) : all(0.0f)) * all(steps)));
       for (int i = 0; i < kLanes; ++i) to[d + i] = Stored(step[i]);
     }
     return largest / 127.0f;
@@ -88,36 +131,39 @@ QT_INLINE float stored(const Element* numbers, index_t head_dim, Stored* to) {
 template <class Element, class Stored>
 void write_piece(const KvWriteCall& call, const KvWritePiece& piece) {
   const PagedKv& kv = call.kv;
-  const index_t width = kv.head_dim, tile = piece.position / kTileKeys, inside = piece.position % kTileKeys;
+  const AttentionLayer& layer = call.layer;
+  const index_t tile = piece.position / kTileKeys, inside = piece.position % kTileKeys;
   char* keys = kv.memory + piece.blocks[tile / kv.block_tiles] * kv.block_bytes + tile % kv.block_tiles * kv.tile_bytes;
   for (index_t i = 0; i < piece.count; ++i) {
-    const index_t token = piece.token + i, row = (call.rope_by_token ? token : piece.position + i) * call.rotary;
-    const Element *cosines = (const Element*)call.cosines + row, *sines = (const Element*)call.sines + row;
+    const index_t token = piece.token + i, position = piece.position + i;
+    const index_t row = (call.rotation.by_token ? token : position) * layer.rotary;
+    const Element *cosines = (const Element*)call.rotation.cosines + row, *sines = (const Element*)call.rotation.sines + row;
     const Element *q = (const Element*)call.q + token * call.q_stride, *k = (const Element*)call.k + token * call.k_stride;
     const Element* v = (const Element*)call.v + token * call.v_stride;
     Element* out = (Element*)call.q_out + token * call.out_stride;
-    for (index_t head = 0; head < call.heads; ++head)
-      turn(call, q + head * width, call.q_norm, cosines, sines, out + head * width);
-    for (index_t head = 0; head < kv.kv_heads; ++head) {
-      Element key[kMaxHeadDim];
-      turn(call, k + head * width, call.k_norm, cosines, sines, key);
-      Stored numbers[kMaxHeadDim];
-      char *key_plane = keys + head * kv.head_bytes, *value_plane = key_plane + kv.plane_bytes;
-      float* scales = (float*)(value_plane + kv.plane_bytes) + inside + i;
-      const float key_scale = stored(key, width, numbers);
-      for (index_t d = 0; d < width; ++d) *place<Stored>(key_plane, d, inside + i, kTileKeys) = numbers[d];
-      const float value_scale = stored(v + head * width, width, numbers);
-      for (index_t d = 0; d < width; ++d) *place<Stored>(value_plane, inside + i, d, width) = numbers[d];
+    for (index_t head = 0; head < layer.heads; ++head)
+      turn(layer, q + head * layer.key_width, layer.q_norm, cosines, sines, kv.key_dim, out + head * kv.key_dim);
+    if (layer.growth != 0.0f) grow(layer, position, layer.heads * kv.key_dim, out);
+    for (index_t head = 0; head < layer.kv_heads; ++head) {
+      Element key[kMaxKeyDim];
+      turn(layer, k + head * layer.key_width, layer.k_norm, cosines, sines, kv.key_dim, key);
+      Stored numbers[kMaxKeyDim];
+      char *key_plane = keys + head * kv.head_bytes, *value_plane = key_plane + kv.key_bytes;
+      float* scales = (float*)(value_plane + kv.value_bytes) + inside + i;
+      const float key_scale = stored(key, kv.key_dim, kv.key_dim, numbers);
+      for (index_t d = 0; d < kv.key_dim; ++d) *place<Stored>(key_plane, d, inside + i, kTileKeys) = numbers[d];
+      const float value_scale = stored(v + head * layer.value_width, layer.value_width, kv.value_dim, numbers);
+      for (index_t d = 0; d < kv.value_dim; ++d) *place<Stored>(value_plane, inside + i, d, kv.value_dim) = numbers[d];
       if constexpr (!std::is_same_v<Element, Stored>) scales[0] = key_scale, scales[kTileKeys] = value_scale;
     }
   }
   if (inside == 0 && piece.count < kTileKeys) {
-    for (index_t head = 0; head < kv.kv_heads; ++head) {
-      char* value_plane = keys + head * kv.head_bytes + kv.plane_bytes;
+    for (index_t head = 0; head < layer.kv_heads; ++head) {
+      char* value_plane = keys + head * kv.head_bytes + kv.key_bytes;
       for (index_t i = piece.count; i < kTileKeys; ++i) {
-        for (index_t d = 0; d < width; ++d) *place<Stored>(value_plane, i, d, width) = Stored{};
+        for (index_t d = 0; d < kv.value_dim; ++d) *place<Stored>(value_plane, i, d, kv.value_dim) = Stored{};
         if constexpr (!std::is_same_v<Element, Stored>) {
-          float* scales = (float*)(value_plane + kv.plane_bytes) + i;
+          float* scales = (float*)(value_plane + kv.value_bytes) + i;
           scales[0] = scales[kTileKeys] = 0.0f;
         }
       }

@@ -5,12 +5,15 @@ The reference is `quintet.executor.cuda.ops.attention_reference`; what a plan ow
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from quintet.executor.cuda.device import Device
 from quintet.executor.cuda.ops.attention_plan import DECODE_PATCH, THREADS, AttentionPlan, MatrixKernels
-from quintet.executor.cuda.ops.formats import PACK_BYTES, describe
+from quintet.executor.cuda.ops.formats import PACK_BYTES, Planes, check_plane, describe
 from quintet.executor.cuda.rows import StepRows
+from quintet.executor.layers.attention import Sight
 
 __all__ = ["AttentionPlan", "paged_attention"]
 
@@ -22,102 +25,103 @@ def paged_attention(
     device: Device,
     plan: AttentionPlan,
     q: torch.Tensor,
-    kv: torch.Tensor,
+    kv: Planes,
     rows: StepRows,
     scale: float,
     window: int | None = None,
     soft_cap: float = 0.0,
     alibi: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    chunk: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return ``softmax(q k^T * scale) v`` of each token over the positions up to its own.
 
-    q: ``[num_tokens, num_heads, head_dim]``, tokens at any distance (a slice of ``qkv``); kv: ``[2, num_blocks,
-    num_kv_heads, block_size, head_dim]``, in which the new tokens' keys and values were written already; out: like ``q``
-    without gaps. `AttentionPlan.prepare` has been launched for ``rows``. ``scale`` is positive. window: positions that a
-    token sees, its own included. soft_cap: logits become ``cap * tanh(logit / cap)``; 0 for none. alibi: fp32 slopes
-    ``[num_heads]``, times the distance (negative) to the position. Padding tokens get zeros.
+    q: ``[num_tokens, num_heads, head_dim]``, tokens at any distance (a slice of ``qkv``); kv: keys and values, each
+    ``[num_blocks, num_kv_heads, block_size, head_dim or value_dim]``, blocks at any distance, the same of both, in which those
+    of the new tokens were written already; out: ``[num_tokens, num_heads, value_dim]`` without gaps. `AttentionPlan.prepare`
+    has been launched for ``rows``. ``scale`` is positive. window: positions that a token sees, its own included; chunk:
+    positions of which it sees those of its own; see `Sight`. soft_cap: logits become ``cap * tanh(logit / cap)``; 0 for none.
+    alibi: fp32 slopes ``[num_heads]``, times the distance (negative) to the position. sinks: fp32 ``[num_heads]``, a logit
+    without a value. Padding tokens get zeros.
 
     Positions beyond a row's length and those that left the window are never read. A row's bits do not depend on the
     other rows where the plan has fixed splits.
     """
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    _check(plan, q, kv, rows, scale, alibi, out)
+    out = q.new_empty((*q.shape[:2], plan.value_dim)) if out is None else out
+    _check(plan, q, kv, rows, scale, {"alibi": alibi, "sinks": sinks}, out)
     if rows.num_tokens == 0:
         return out
+    call = _Call(q, kv, rows, scale, Sight(window, chunk), soft_cap, alibi, sinks, out)
     if plan.matrix is None:
-        _launch_plain(device, plan, q, kv, rows, scale, window, soft_cap, alibi, out)
+        _launch_plain(device, plan, call)
     else:
-        _launch_matrix(device, plan, plan.matrix, q, kv, rows, scale, window, soft_cap, alibi, out)
+        _launch_matrix(device, plan, plan.matrix, call)
     return out
 
 
-def _launch_matrix(
-    device: Device,
-    plan: AttentionPlan,
-    kernels: MatrixKernels,
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    rows: StepRows,
-    scale: float,
-    window: int | None,
-    soft_cap: float,
-    alibi: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
-    positions = 0 if window is None else window
-    front = (out, q, kv, rows.slots, rows.starts, rows.counts, rows.offsets, rows.block_table)
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What `paged_attention` is given."""
+
+    q: torch.Tensor
+    kv: Planes
+    rows: StepRows
+    scale: float
+    sight: Sight
+    soft_cap: float
+    alibi: torch.Tensor | None
+    sinks: torch.Tensor | None
+    out: torch.Tensor
+
+
+def _launch_matrix(device: Device, plan: AttentionPlan, kernels: MatrixKernels, call: _Call) -> None:
+    rows, (keys, values), sight = call.rows, call.kv, call.sight
+    front = (call.out, call.q, keys, rows.slots, rows.starts, rows.counts, rows.offsets, rows.block_table)
     shape = (plan.max_rows, plan.num_heads, plan.num_kv_heads, plan.head_dim)
-    cache = (rows.block_size, rows.block_table.shape[1], q.stride(0), positions, plan.split_tiles)
-    tail = (kv.stride(0), scale, soft_cap)
+    seen = (sight.window or 0, sight.chunk or 0)
+    cache = (rows.block_size, rows.block_table.shape[1], call.q.stride(0), *seen, plan.split_tiles)
+    plane = (values.data_ptr() - keys.data_ptr()) // keys.element_size()
+    tail = (plane, keys.stride(0), call.scale, call.soft_cap)
     # Rows of at most 16 lines are the decode kernel's, all others the chunk kernel's (`is_decode` in attention.cuh).
     has_decode, has_chunks = plan.group <= DECODE_PATCH, rows.max_count * plan.group > DECODE_PATCH
     work: tuple[torch.Tensor | None, ...]
     if has_decode:
         fit = kernels.decode_fit
-        work = (plan.table(window, False), plan.decode_sums, plan.decode_stats, None, plan.decode_tickets)
+        work = (plan.table(sight, False), plan.decode_sums, plan.decode_stats, None, plan.decode_tickets)
         sizes = (rows.num_rows, rows.num_tokens, *shape, *cache, fit.stages)
         device.launch(
             kernels.decode,
             (plan.decode_blocks, 1, 1),
             (THREADS, 1, 1),
-            (*front, *work, alibi, *sizes, *tail),
+            (*front, *work, call.alibi, call.sinks, *sizes, *tail),
             fit.shared_bytes,
         )
     if has_chunks:
         fit = kernels.chunk_fit
-        work = (plan.table(window, True), plan.chunk_sums, plan.chunk_stats, plan.totals, plan.chunk_tickets)
+        work = (plan.table(sight, True), plan.chunk_sums, plan.chunk_stats, plan.totals, plan.chunk_tickets)
         # Padding tokens are one kernel's work.
         sizes = (rows.num_rows, 0 if has_decode else rows.num_tokens, *shape, *cache, fit.stages)
         device.launch(
             kernels.chunk,
             (plan.chunk_blocks, 1, 1),
             (THREADS, 1, 1),
-            (*front, *work, alibi, *sizes, *tail),
+            (*front, *work, call.alibi, call.sinks, *sizes, *tail),
             fit.shared_bytes,
         )
 
 
-def _launch_plain(
-    device: Device,
-    plan: AttentionPlan,
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    rows: StepRows,
-    scale: float,
-    window: int | None,
-    soft_cap: float,
-    alibi: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
+def _launch_plain(device: Device, plan: AttentionPlan, call: _Call) -> None:
+    rows, (keys, values), sight = call.rows, call.kv, call.sight
     device.launch(
         plan.plain,
         (rows.num_tokens, plan.num_heads, 1),
         (THREADS, 1, 1),
         (
-            *(out, q, kv, rows.slots, rows.positions, rows.token_rows, rows.block_table, alibi),
-            *(plan.num_heads, plan.num_kv_heads, plan.head_dim, rows.block_size, rows.block_table.shape[1]),
-            *(q.stride(0), 0 if window is None else window, kv.stride(0), scale, soft_cap),
+            *(call.out, call.q, keys, values, rows.slots, rows.positions, rows.token_rows, rows.block_table),
+            *(call.alibi, call.sinks, plan.num_heads, plan.num_kv_heads, plan.head_dim, plan.value_dim),
+            *(rows.block_size, rows.block_table.shape[1], call.q.stride(0)),
+            *(sight.window or 0, sight.chunk or 0, keys.stride(0), call.scale, call.soft_cap),
         ),
     )
 
@@ -125,10 +129,10 @@ def _launch_plain(
 def _check(
     plan: AttentionPlan,
     q: torch.Tensor,
-    kv: torch.Tensor,
+    kv: Planes,
     rows: StepRows,
     scale: float,
-    alibi: torch.Tensor | None,
+    of_heads: dict[str, torch.Tensor | None],
     out: torch.Tensor,
 ) -> None:
     """Raise `ValueError` that names the tensor: a kernel would read or write other memory."""
@@ -141,19 +145,11 @@ def _check(
             f"q: expected {plan.dtype}{list(shape)}, each token without gaps and beginning at a multiple of {PACK_BYTES}"
             f" bytes, got {describe(q)}"
         )
-    if tuple(out.shape) != shape or out.dtype != plan.dtype or not out.is_contiguous() or out.data_ptr() % 4:
-        raise ValueError(f"out: expected contiguous {plan.dtype}{list(shape)}, got {describe(out)}")
-    cache = (2, kv.shape[1] if kv.ndim > 1 else 0, plan.num_kv_heads, rows.block_size, plan.head_dim)
-    if (
-        tuple(kv.shape) != cache
-        or kv.dtype != plan.kv_dtype
-        or not kv.is_contiguous()
-        or kv.data_ptr() % PACK_BYTES
-    ):
-        raise ValueError(
-            f"kv: expected contiguous {plan.kv_dtype} [2, num_blocks, {plan.num_kv_heads}, {rows.block_size},"
-            f" {plan.head_dim}] at a multiple of {PACK_BYTES} bytes, got {describe(kv)}"
-        )
+    result = (*shape[:2], plan.value_dim)
+    if tuple(out.shape) != result or out.dtype != plan.dtype or not out.is_contiguous() or out.data_ptr() % 4:
+        raise ValueError(f"out: expected contiguous {plan.dtype}{list(result)}, got {describe(out)}")
+    for name, plane, width in zip(("keys", "values"), kv, (plan.head_dim, plan.value_dim), strict=True):
+        check_plane(name, plane, plan.kv_dtype, (plan.num_kv_heads, rows.block_size, width), kv[0].stride(0))
     if not 2 <= rows.block_size <= MAX_BLOCK_SIZE:
         raise ValueError(
             f"block_size is {rows.block_size}; blocks of 2 to {MAX_BLOCK_SIZE} positions are read"
@@ -162,11 +158,14 @@ def _check(
         raise ValueError(
             f"block_table: expected contiguous [max_num_seqs, max_blocks], got {describe(rows.block_table)}"
         )
-    if alibi is not None and (
-        alibi.shape != (plan.num_heads,) or alibi.dtype != torch.float32 or not alibi.is_contiguous()
-    ):
-        raise ValueError(f"alibi: expected contiguous torch.float32[{plan.num_heads}], got {describe(alibi)}")
-    for name, x in (("kv", kv), ("out", out), ("block_table", rows.block_table), ("alibi", alibi)):
+    for name, x in of_heads.items():
+        if x is not None and (
+            x.shape != (plan.num_heads,) or x.dtype != torch.float32 or not x.is_contiguous()
+        ):
+            raise ValueError(
+                f"{name}: expected contiguous torch.float32[{plan.num_heads}], got {describe(x)}"
+            )
+    for name, x in {"keys": kv[0], "out": out, "block_table": rows.block_table, **of_heads}.items():
         if x is not None and x.device != q.device:
             raise ValueError(f"{name}: expected on {q.device} as q is, got {describe(x)}")
     if not scale > 0.0:

@@ -18,6 +18,7 @@ import torch
 from quintet.executor.cuda.device import Device, Kernel
 from quintet.executor.cuda.ops.formats import SUFFIXES
 from quintet.executor.cuda.rows import StepRows
+from quintet.executor.layers.attention import Sight
 
 TILE = 64
 """Positions that are computed together; all split sizes are multiples."""
@@ -25,7 +26,7 @@ DECODE_PATCH = 16
 """Lines, that is (new token, head) pairs of a KV head, of a block of the decode kernel: one matrix tile."""
 MATRIX_DIMS = (64, 128, 256)
 """Head widths that the matrix kernels are compiled for; others are padded to the next."""
-PLAIN_MAX_DIM = 512
+PLAIN_MAX_DIM, PLAIN_MAX_VALUE_DIM = 576, 512
 MAX_POSITIONS = 1 << 22
 THREADS = 128
 _PLAN_THREADS = 1024
@@ -36,7 +37,7 @@ _DECODE_PATCHES_PER_BLOCK = 8
 _CHUNK_PATCHES_PER_BLOCK = 2
 _UNSPLIT_TILES = 1 << 30
 _PLAN = Kernel("attention_plan", "attention_plan", "ppppiiiiiiiiiii")
-_MATRIX_KINDS = "p" * 14 + "i" * 12 + "lff"
+_MATRIX_KINDS = "p" * 15 + "i" * 13 + "llff"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,7 @@ def fixed_split_size(max_model_len: int) -> int:
 
 
 class AttentionPlan:
-    """Owns the workspace, and how the rows of the current step are cut into pieces of work, a table per window.
+    """Owns the workspace, and how the rows of the current step are cut into pieces of work, a table per sight.
 
     One plan serves all layers of a model; layers are computed one after the other on one stream.
     """
@@ -134,25 +135,28 @@ class AttentionPlan:
         kv_dtype: torch.dtype,
         *,
         fixed_splits: bool,
-        windows: Sequence[int | None] = (None,),
+        value_dim: int | None = None,
+        sights: Sequence[Sight] = (Sight(),),
     ) -> None:
-        """Allocate. windows: of all layers, once each.
+        """Allocate. value_dim: None for ``head_dim``; sights: of all layers, once each.
 
         With ``fixed_splits`` the bits of a token do not depend on the batch or on how its prompt was cut into chunks.
         """
-        _check(num_heads, num_kv_heads, head_dim, max_model_len, dtype, kv_dtype, windows)
+        value_dim = head_dim if value_dim is None else value_dim
+        _check(num_heads, num_kv_heads, head_dim, value_dim, max_model_len, dtype, kv_dtype, sights)
         self.max_rows, self.max_tokens = max_rows, max_tokens
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.head_dim, self.value_dim = head_dim, value_dim
         self.max_model_len = max_model_len
         self.dtype, self.kv_dtype = dtype, kv_dtype
         self.group = num_heads // num_kv_heads
-        self.windows = tuple(windows)
+        self.sights = tuple(sights)
         self.plain = Kernel(
-            "attention_plain", f"attention_plain_{_suffix(dtype, kv_dtype)}", "p" * 8 + "i" * 7 + "lff"
+            "attention_plain", f"attention_plain_{_suffix(dtype, kv_dtype)}", "p" * 10 + "i" * 9 + "lff"
         )
         self.matrix: MatrixKernels | None = None
         self._device = device
-        if takes_matrix_kernels(dtype, kv_dtype, head_dim):
+        if value_dim == head_dim and takes_matrix_kernels(dtype, kv_dtype, head_dim):
             self.matrix = MatrixKernels.of(dtype, kv_dtype, head_dim, device.max_shared_bytes)
             self._allocate(self.matrix, fixed_splits)
 
@@ -178,17 +182,17 @@ class AttentionPlan:
         self.chunk_tickets = torch.zeros(self._chunk_patches, dtype=torch.int32, device=device)
         self.totals = numbers(self.chunk_blocks, kernels.totals_per_block) if fixed_splits else None
         self._stride = 4 + 3 * self.max_rows + 1
-        self.tables = torch.zeros((len(self.windows), 2, self._stride), dtype=torch.int32, device=device)
-        widths = [window or 0 for window in self.windows]
-        self._widths = torch.tensor(widths, dtype=torch.int32, device=device)
+        self.tables = torch.zeros((len(self.sights), 2, self._stride), dtype=torch.int32, device=device)
+        numbers_of = [(sight.window or 0, sight.chunk or 0) for sight in self.sights]
+        self._sights = torch.tensor(numbers_of, dtype=torch.int32, device=device)
 
-    def table(self, window: int | None, of_chunks: bool) -> torch.Tensor:
-        """Return the table of a window for one of the kernels; `ValueError` for a window the plan was not made for."""
-        if window not in self.windows:
+    def table(self, sight: Sight, of_chunks: bool) -> torch.Tensor:
+        """Return the table of a sight for one of the kernels; `ValueError` for a sight the plan was not made for."""
+        if sight not in self.sights:
             raise ValueError(
-                f"window {window} was not among those the plan was made for, {self.windows}: name all layers' windows"
+                f"{sight} was not among those the plan was made for, {self.sights}: name all layers' sights"
             )
-        return self.tables[self.windows.index(window), int(of_chunks)]
+        return self.tables[self.sights.index(sight), int(of_chunks)]
 
     def prepare(self, rows: StepRows) -> None:
         """Cut the rows of a step into pieces of work, for all its layers. Launches; may be captured."""
@@ -201,12 +205,12 @@ class AttentionPlan:
             return
         self._device.launch(
             _PLAN,
-            (len(self.windows), 2, 1),
+            (len(self.sights), 2, 1),
             (_PLAN_THREADS, 1, 1),
             (
                 rows.starts,
                 rows.counts,
-                self._widths,
+                self._sights,
                 self.tables,
                 rows.num_rows,
                 self.max_rows,
@@ -231,10 +235,11 @@ def _check(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
+    value_dim: int,
     max_model_len: int,
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
-    windows: Sequence[int | None],
+    sights: Sequence[Sight],
 ) -> None:
     if dtype not in SUFFIXES or kv_dtype not in (dtype, torch.float8_e4m3fn):
         raise ValueError(
@@ -243,13 +248,12 @@ def _check(
         )
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} heads are not shared equally by {num_kv_heads} KV heads")
-    if not 1 <= head_dim <= PLAIN_MAX_DIM:
-        raise ValueError(f"head_dim is {head_dim}; 1 to {PLAIN_MAX_DIM} are computed")
+    if not (1 <= head_dim <= PLAIN_MAX_DIM and 1 <= value_dim <= PLAIN_MAX_VALUE_DIM):
+        raise ValueError(
+            f"heads of {head_dim} numbers in keys and {value_dim} in values; up to {PLAIN_MAX_DIM} and"
+            f" {PLAIN_MAX_VALUE_DIM} are computed"
+        )
     if max_model_len > MAX_POSITIONS:
         raise ValueError(f"max_model_len is {max_model_len}; at most {MAX_POSITIONS} positions are counted")
-    if (
-        not windows
-        or len(set(windows)) < len(windows)
-        or any(window is not None and window < 1 for window in windows)
-    ):
-        raise ValueError(f"windows are {windows}; each is None or a number of positions, named once")
+    if not sights or len(set(sights)) < len(sights):
+        raise ValueError(f"sights are {sights}; each is named once")

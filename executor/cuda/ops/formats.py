@@ -60,3 +60,21 @@ def describe(x: torch.Tensor) -> str:
         f"{x.dtype}{list(x.shape)} on {x.device}, strides {x.stride()}, {x.data_ptr() % PACK_BYTES} bytes past a"
         f" multiple of {PACK_BYTES}"
     )
+
+
+Planes = tuple[torch.Tensor, torch.Tensor] | torch.Tensor
+"""A layer's keys and values, each ``[num_blocks, num_kv_heads, block_size, numbers of a head]``; or both in one tensor ``[2,
+...]``."""
+
+
+def check_plane(
+    name: str, plane: torch.Tensor, dtype: torch.dtype, block: tuple[int, int, int], block_stride: int
+) -> None:
+    """Raise `ValueError` unless these are keys or values in such blocks, each contiguous, and so far apart."""
+    fits = tuple(plane.shape[1:]) == block and plane.dtype == dtype
+    inner = (block[1] * block[2], block[2], 1)
+    if not fits or plane.stride() != (block_stride, *inner) or plane.data_ptr() % PACK_BYTES:
+        raise ValueError(
+            f"{name}: expected {dtype}[num_blocks, {block[0]}, {block[1]}, {block[2]}], contiguous blocks {block_stride} numbers"
+            f" apart, at a multiple of {PACK_BYTES} bytes, got {describe(plane)}"
+        )

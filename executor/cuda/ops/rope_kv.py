@@ -2,57 +2,109 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
+from quintet.executor.cards.spec import Temperature
 from quintet.executor.cuda.device import Device, Kernel
-from quintet.executor.cuda.ops.formats import PACK_BYTES, SUFFIXES, check_vector, describe, number_format
+from quintet.executor.cuda.ops.formats import (
+    PACK_BYTES,
+    SUFFIXES,
+    Planes,
+    check_plane,
+    check_vector,
+    describe,
+    number_format,
+)
 from quintet.executor.cuda.rows import StepRows
 from quintet.executor.ops.rms_norm import rms_norm
-from quintet.executor.ops.rope_kv_write import rope
+from quintet.executor.ops.rope_kv_write import rope, temperatures
 
 THREADS = 128
 MAX_SINGLE_LANES, MAX_SINGLE_ITEMS = 32, 8
+MAX_HEAD_DIM = 576
 FP8_MAX = 448.0
 
 _KERNELS = {
     (in_packs, dtype, is_fp8): Kernel(
         "rope_kv",
         f"rope_kv{'' if in_packs else '_single'}_{suffix}{'_fp8kv' if is_fp8 else ''}",
-        "plplplplppppfppiiiiiiii",
+        "plplplplppppfppiiiiillii",
     )
     for in_packs in (True, False)
     for dtype, suffix in SUFFIXES.items()
     for is_fp8 in (False, True)
 }
+_PLAIN_KERNELS = {
+    (dtype, is_fp8): Kernel(
+        "rope_kv_plain",
+        f"rope_kv_plain_{suffix}{'_fp8kv' if is_fp8 else ''}",
+        "plplplpppppffppppiiiiiiilifii",
+    )
+    for dtype, suffix in SUFFIXES.items()
+    for is_fp8 in (False, True)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What becomes of a query's or key's head besides the rotation of its first numbers."""
+
+    q_norm: torch.Tensor | None = None
+    """``[head_dim]``; both norms or neither."""
+    k_norm: torch.Tensor | None = None
+    eps: float = 0.0
+    norm_offset: float = 0.0
+    """Added to the norms' weights."""
+    rotary_first: int = 0
+    """From which number on it is rotated."""
+    interleaved: bool = False
+    """Whether neighbours are pairs."""
+    temperature: Temperature | None = None
+    """Of queries."""
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether the kernels that hold a head in registers do it."""
+        unusual = self.norm_offset or self.rotary_first or self.interleaved or self.temperature
+        return not unusual
+
+
+USUAL = Turn()
 
 
 def rope_kv_reference(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    kv: torch.Tensor,
-    kv_rows: torch.Tensor,
-    q_norm: torch.Tensor | None = None,
-    k_norm: torch.Tensor | None = None,
-    eps: float = 0.0,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    kv: Planes,
+    rows: StepRows,
+    turn: Turn = USUAL,
 ) -> torch.Tensor:
     """Return the queries and write ``kv`` as `rope_kv` does, with torch."""
-    block_size = kv.shape[3]
-    if q_norm is not None and k_norm is not None:
-        q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
-    by_head = (len(q), 1, cos.shape[-1])
-    q, k = (rope(heads, cos.view(by_head), sin.view(by_head)) for heads in (q, k))
-    real = (kv_rows >= 0).nonzero().squeeze(1)
-    blocks, places = kv_rows[real].long() // block_size, kv_rows[real].long() % block_size
-    is_fp8 = kv.dtype == torch.float8_e4m3fn
-    bits = torch.uint8 if is_fp8 else kv.dtype  # torch does not index fp8
+    assert rows.kv_rows is not None
+    if turn.q_norm is not None and turn.k_norm is not None:
+        q = rms_norm(q, turn.q_norm, turn.eps, turn.norm_offset)
+        k = rms_norm(k, turn.k_norm, turn.eps, turn.norm_offset)
+    if cos is not None and sin is not None:
+        angles = (part.view(len(q), 1, cos.shape[-1]) for part in (cos, sin))
+        cos, sin = angles
+        q, k = (rope(heads, cos, sin, turn.rotary_first, turn.interleaved) for heads in (q, k))
+    if turn.temperature is not None:
+        q = (q * temperatures(turn.temperature, rows.positions.clamp(min=0))[:, None, None]).to(q.dtype)
+    block_size = kv[0].shape[2]
+    real = (rows.kv_rows >= 0).nonzero().squeeze(1)
+    at = rows.kv_rows[real].long()
     for plane, heads in zip(kv, (k, v), strict=True):
+        is_fp8 = plane.dtype == torch.float8_e4m3fn
+        bits = torch.uint8 if is_fp8 else plane.dtype  # torch does not index fp8
         # torch makes NaN of what is larger than the format holds
         written = heads[real].float().clamp(-FP8_MAX, FP8_MAX) if is_fp8 else heads[real]
-        plane.view(bits)[blocks, :, places] = written.to(kv.dtype).view(bits)
-    return torch.where((kv_rows >= 0)[:, None, None], q, torch.zeros_like(q))
+        plane.view(bits)[at // block_size, :, at % block_size] = written.to(plane.dtype).view(bits)
+    return torch.where((rows.kv_rows >= 0)[:, None, None], q, torch.zeros_like(q))
 
 
 def rope_kv(
@@ -60,76 +112,111 @@ def rope_kv(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    kv: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    kv: Planes,
     rows: StepRows,
-    q_norm: torch.Tensor | None = None,
-    k_norm: torch.Tensor | None = None,
-    eps: float = 0.0,
+    turn: Turn = USUAL,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the rotated queries ``[num_tokens, num_heads, head_dim]`` and write keys and values into ``kv``.
 
-    q: ``[num_tokens, num_heads, head_dim]``; k, v: ``[num_tokens, num_kv_heads, head_dim]``; a token's heads side by side, tokens
-    may lie apart: they may be views of one tensor.
+    q: ``[num_tokens, num_heads, head_dim]``; k, v: ``[num_tokens, num_kv_heads, head_dim or value_dim]``; a token's heads side
+    by side, tokens may lie apart: they may be views of one tensor.
     cos, sin: ``[num_tokens, rotary_dim]`` or ``[num_tokens, 1, rotary_dim]``, the same dtype, as
-    `quintet.executor.layers.rope` makes them; only the first half is read, as the second is the same.
-    kv: ``[2, num_blocks, num_kv_heads, block_size, head_dim]`` of the same dtype, or float8_e4m3fn: that saturates at 448.
-    q_norm, k_norm: ``[head_dim]``, both or neither.
-    out: like ``q``, and may be ``q``.
+    `quintet.executor.layers.rope` makes them; only the first half is read, as the second is the same. None: no rotation.
+    kv: keys and values, of the same dtype, or float8_e4m3fn: that saturates at 448.
+    out: like ``q``, and may be ``q`` where the turn is usual.
 
     Padding tokens write no KV; their queries are zeros. Bits equal the reference's in bf16 and fp16 (products of two such
     numbers are exact in fp32), except that the mean of a norm is summed in another order and may round otherwise; in
     fp32 the last product and sum are fused here. A token's bits depend on the token alone.
     """
-    num_tokens, num_heads, head_dim = _check_heads(q, k, v, kv)
-    num_kv_heads, rotary_dim = kv.shape[2], cos.shape[-1]
-    _check_tables(q, cos, sin, rotary_dim)
-    if rows.kv_rows is None or rows.num_tokens != num_tokens or rows.block_size != kv.shape[3]:
-        raise ValueError(
-            f"rows: expected kv_rows of {num_tokens} tokens in blocks of {kv.shape[3]}, got {rows.num_tokens} in"
-            f" blocks of {rows.block_size}, {'without' if rows.kv_rows is None else 'with'} kv_rows"
-        )
-    if (q_norm is None) != (k_norm is None):
-        raise ValueError("q_norm and k_norm: expected both or neither, got one")
-    for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
-        if weight is not None:
-            check_vector(name, weight, q)
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    _check_side_by_side("out", out, q.dtype, q.shape)
-    in_packs, lanes = _variant(PACK_BYTES // q.element_size(), head_dim, rotary_dim)
-    if num_tokens:
+    rotary_dim = 0 if cos is None else cos.shape[-1]
+    _check(q, k, v, (cos, sin), kv, rows, turn, out)
+    if not len(q):
+        return out
+    keys, values = kv
+    heads = (q, q.stride(0), k, k.stride(0), v, v.stride(0), out)
+    norms = (turn.q_norm, turn.k_norm, turn.eps)
+    num_heads, (num_kv_heads, head_dim), value_dim = q.shape[1], k.shape[1:], v.shape[2]
+    num_all, is_fp8 = num_heads + 2 * num_kv_heads, keys.dtype == torch.float8_e4m3fn
+    variant = _variant(PACK_BYTES // q.element_size(), head_dim, rotary_dim)
+    if variant is not None and turn.is_usual and head_dim == value_dim:
+        in_packs, lanes = variant
+        plane = (values.data_ptr() - keys.data_ptr()) // keys.element_size()
         device.launch(
-            _KERNELS[in_packs, q.dtype, kv.dtype == torch.float8_e4m3fn],
-            (-(-num_tokens * (num_heads + 2 * num_kv_heads) * lanes // THREADS), 1, 1),
+            _KERNELS[in_packs, q.dtype, is_fp8],
+            (-(-len(q) * num_all * lanes // THREADS), 1, 1),
             (THREADS, 1, 1),
             (
-                *(q, q.stride(0), k, k.stride(0), v, v.stride(0), out, out.stride(0)),
-                *(cos, sin, q_norm, k_norm, eps, kv, rows.kv_rows),
-                *(num_tokens, num_heads, num_kv_heads, head_dim, rotary_dim),
-                *(kv.shape[1], rows.block_size, lanes),
+                *(*heads, out.stride(0), cos, sin, *norms, keys, rows.kv_rows),
+                *(len(q), num_heads, num_kv_heads, head_dim, rotary_dim),
+                *(plane, keys.stride(0), rows.block_size, lanes),
             ),
         )
+        return out
+    grown = turn.temperature or Temperature(0.0, 1)
+    device.launch(
+        _PLAIN_KERNELS[q.dtype, is_fp8],
+        (len(q), num_all, 1),
+        (THREADS, 1, 1),
+        (
+            *(*heads, cos, sin, *norms, turn.norm_offset, keys, values, rows.kv_rows, rows.positions),
+            *(num_heads, num_kv_heads, head_dim, value_dim),
+            *(rotary_dim, turn.rotary_first, int(turn.interleaved), keys.stride(0), rows.block_size),
+            *(grown.growth, grown.period, grown.shift),
+        ),
+    )
     return out
 
 
-def _check_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor) -> tuple[int, int, int]:
-    """Return the shape of ``q``."""
+def _check(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    angles: tuple[torch.Tensor | None, torch.Tensor | None],
+    kv: Planes,
+    rows: StepRows,
+    turn: Turn,
+    out: torch.Tensor,
+) -> None:
+    """Raise `ValueError` that names the tensor: a kernel would read or write other memory."""
     number_format(q)
-    if kv.ndim != 5 or kv.shape[0] != 2 or not kv.is_contiguous():
+    keys, values = kv
+    if any(plane.ndim != 4 or plane.dtype not in (q.dtype, torch.float8_e4m3fn) for plane in (keys, values)):
         raise ValueError(
-            "kv: expected contiguous [2, num_blocks, num_kv_heads, block_size, head_dim], got"
-            f" {list(kv.shape)} with strides {kv.stride()}"
+            f"kv: expected {q.dtype} or torch.float8_e4m3fn, [num_blocks, num_kv_heads, block_size, numbers of a head] each,"
+            f" got {describe(keys)} and {describe(values)}"
         )
-    if kv.dtype not in (q.dtype, torch.float8_e4m3fn) or kv.data_ptr() % PACK_BYTES:
-        raise ValueError(f"kv: expected {q.dtype} or torch.float8_e4m3fn, got {describe(kv)}")
-    num_kv_heads, head_dim = kv.shape[2], kv.shape[4]
-    num_heads = q.shape[1] if q.ndim == 3 else 0
-    for name, heads, count in (("q", q, num_heads), ("k", k, num_kv_heads), ("v", v, num_kv_heads)):
-        _check_side_by_side(name, heads, q.dtype, (len(q), count, head_dim))
-    return len(q), num_heads, head_dim
+    _, num_kv_heads, block_size, head_dim = keys.shape
+    value_dim, num_heads = values.shape[3], q.shape[1] if q.ndim == 3 else 0
+    check_plane("keys", keys, keys.dtype, (num_kv_heads, block_size, head_dim), keys.stride(0))
+    check_plane("values", values, keys.dtype, (num_kv_heads, block_size, value_dim), keys.stride(0))
+    for name, heads, shape in (
+        ("q", q, (num_heads, head_dim)),
+        ("k", k, (num_kv_heads, head_dim)),
+        ("v", v, (num_kv_heads, value_dim)),
+    ):
+        _check_side_by_side(name, heads, q.dtype, (len(q), *shape))
+    _check_tables(q, *angles, turn.rotary_first)
+    if rows.kv_rows is None or rows.num_tokens != len(q) or rows.block_size != block_size:
+        raise ValueError(
+            f"rows: expected kv_rows of {len(q)} tokens in blocks of {block_size}, got {rows.num_tokens} in"
+            f" blocks of {rows.block_size}, {'without' if rows.kv_rows is None else 'with'} kv_rows"
+        )
+    if (turn.q_norm is None) != (turn.k_norm is None):
+        raise ValueError("q_norm and k_norm: expected both or neither, got one")
+    for name, weight in (("q_norm", turn.q_norm), ("k_norm", turn.k_norm)):
+        if weight is not None:
+            check_vector(name, weight, q)
+    _check_side_by_side("out", out, q.dtype, q.shape)
+    if max(head_dim, value_dim) > MAX_HEAD_DIM:
+        raise ValueError(f"heads: expected at most {MAX_HEAD_DIM} numbers, got {head_dim} and {value_dim}")
+    if not turn.is_usual and not out.is_contiguous():
+        raise ValueError(f"out: expected contiguous where the turn is unusual, got {describe(out)}")
 
 
 def _check_side_by_side(
@@ -146,27 +233,33 @@ def _check_side_by_side(
         )
 
 
-def _check_tables(q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary_dim: int) -> None:
+def _check_tables(q: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None, first: int) -> None:
+    if cos is None or sin is None:
+        if cos is not sin:
+            raise ValueError("cos and sin: expected both or neither, got one")
+        return
+    rotary_dim = cos.shape[-1]
     for name, table in (("cos", cos), ("sin", sin)):
         fits = table.numel() == len(q) * rotary_dim and table.is_contiguous()
         if not fits or table.dtype != q.dtype or table.data_ptr() % PACK_BYTES:
             raise ValueError(
                 f"{name}: expected contiguous {q.dtype}[{len(q)}, rotary_dim], got {describe(table)}"
             )
-    if rotary_dim % 2 or not 0 < rotary_dim <= q.shape[2]:
-        raise ValueError(f"rotary_dim: expected an even number up to {q.shape[2]}, got {rotary_dim}")
+    if rotary_dim % 2 or not 0 < rotary_dim <= q.shape[2] - first:
+        raise ValueError(
+            f"rotary_dim: expected an even number up to {q.shape[2]} less {first}, got {rotary_dim}"
+        )
 
 
-def _variant(pack: int, head_dim: int, rotary_dim: int) -> tuple[bool, int]:
-    """Return whether a head is taken in packs of so many numbers, and how many lanes own it: by its shape alone."""
+def _variant(pack: int, head_dim: int, rotary_dim: int) -> tuple[bool, int] | None:
+    """Return whether a head is taken in packs of so many numbers, and how many lanes own it: by its shape alone.
+
+    None where it is too wide for the registers of a warp.
+    """
     half, rest = rotary_dim // 2, head_dim - rotary_dim
     if half % pack == 0 and rest % pack == 0:
         items = half // pack + -(-rest // (2 * pack))
         if items <= MAX_SINGLE_LANES:
             return True, 1 << (items - 1).bit_length()
     items = half + -(-rest // 2)
-    if items > MAX_SINGLE_LANES * MAX_SINGLE_ITEMS:
-        raise ValueError(
-            f"head_dim: expected at most {2 * MAX_SINGLE_LANES * MAX_SINGLE_ITEMS}, got {head_dim}"
-        )
-    return False, MAX_SINGLE_LANES
+    return None if items > MAX_SINGLE_LANES * MAX_SINGLE_ITEMS else (False, MAX_SINGLE_LANES)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from quintet.executor.cards.spec import AttentionSpec, NormSpec, QkNormOver, QkvLayout
+from quintet.executor.layers.attention import AttentionLayer
 from quintet.executor.layers.linear import Part
 from quintet.executor.layers.norm import Norm
 from quintet.executor.models.blocks.scope import Scope
-from quintet.executor.models.forward import AttentionLayer, ForwardPass, ValueT
+from quintet.executor.models.forward import ForwardPass, ValueT
 
 
 class Attention:
@@ -37,12 +38,21 @@ class Attention:
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
-            rotary_dim=0 if spec.rope is None else spec.rope.rotary_dim,
+            value_dim=spec.value_dim,
             scale=spec.scale,
+            rope=None if spec.rope is None else scope.ropes.index(spec.rope),
+            rotary_dim=0 if spec.rope is None else spec.rope.rotary_dim,
+            interleaved=spec.interleaved,
             window=spec.window,
+            chunk=spec.chunk,
+            softcap=spec.softcap,
+            alibi_slopes=_slopes(scope, spec),
+            sinks=_sinks(scope, spec),
             q_norm=None if whole else q_norm,
             k_norm=None if whole else k_norm,
+            temperature=spec.temperature,
         )
+        scope.attentions.append(self.layer)
 
     def __call__(self, ops: ForwardPass[ValueT], x: ValueT) -> ValueT:
         """See `Block`."""
@@ -68,6 +78,18 @@ def _qkv_parts(scope: Scope, spec: AttentionSpec) -> list[Part]:
         scope.part(names.qkv, rows, q + k + v, begin // groups, groups)
         for rows, begin in ((q, 0), (k, q), (v, q + k))
     ]
+
+
+def _slopes(scope: Scope, spec: AttentionSpec) -> torch.Tensor | None:
+    if not spec.alibi:
+        return None
+    return torch.tensor(spec.alibi, dtype=torch.float32, device=scope.setting.device)
+
+
+def _sinks(scope: Scope, spec: AttentionSpec) -> torch.Tensor | None:
+    if not spec.sinks:
+        return None
+    return scope.weights.floats(scope.name(scope.names.sinks), spec.num_heads)
 
 
 def _head_norm(scope: Scope, spec: AttentionSpec, name: str, num_heads: int) -> Norm | None:

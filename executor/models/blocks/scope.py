@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from quintet.executor.cards.names import Names
 from quintet.executor.cards.rope import RopeSpec
 from quintet.executor.cards.spec import NormKind, NormSpec
+from quintet.executor.layers.attention import AttentionLayer
 from quintet.executor.layers.linear import GatedActivation, Linear, Part
 from quintet.executor.layers.norm import Norm
 from quintet.executor.models.model import Setting
@@ -31,6 +32,8 @@ class Scope:
     """See `quintet.executor.cards.spec.DecoderSpec`."""
     ropes: tuple[RopeSpec, ...] = ()
     """The model's rotations, in its order."""
+    attentions: list[AttentionLayer] = field(default_factory=list)
+    """Where blocks tell which attention they declared, for the model to know all of its."""
 
     def name(self, name: str) -> str:
         """Return the whole of a tensor's name."""

@@ -1,0 +1,115 @@
+// What rope_kv.cu does, for layers that it does not take: pairs of neighbours, a rotation that begins inside a head, values of
+// another width than keys, queries that grow with their position, norms whose weights have an offset. Correctness first.
+//
+// A block of 128 threads per (token, head of queries, keys or values), which lies in shared memory as fp32: thread t owns its
+// numbers t, t + 128 ...; of pairs that are rotated, pairs t, t + 128 ...
+// Bytes: a number read once and written once; limiter: latency, as most threads of a block have nothing to do.
+// Order of the norm's sum: a thread adds its squares ascending, then the block (`block_sum`); it depends on the head's width
+// alone. Rounds where the reference does (executor/ops/rope_kv_write.py): the normed number, its product with the weight (with
+// an offset once, after both), the product with the sine, the rotated number, its product with the temperature.
+#include "device.cuh"
+#include "pointwise.cuh"
+
+namespace quintet {
+
+constexpr int ROPE_THREADS = 128, ROPE_MAX_DIM = 576;
+
+// Heads of all tokens side by side, the next token's `stride` numbers later.
+template <class T>
+struct TokenHeads {
+  const T* first;
+  long long stride;
+};
+
+struct Rotary {
+  int dim, first, interleaved;
+};
+
+// What grows with a query's position.
+struct Growth {
+  float growth;
+  int period, shift;
+  __device__ __forceinline__ float factor(int position) const {
+    return fmaf(growth, log1pf(float((position + shift) / period)), 1.0f);
+  }
+};
+
+template <class T, class K>
+__device__ __forceinline__ void rope_kv_plain(
+    TokenHeads<T> q, TokenHeads<T> k, TokenHeads<T> v, T* out, const T* cos, const T* sin, const T* q_norm, const T* k_norm,
+    float eps, float offset, K* keys, K* values, const int* kv_rows, const int* positions, int num_heads, int num_kv_heads,
+    int head_dim, int value_dim, const Rotary& rotary, long long block_stride, int block_size, const Growth& growth) {
+  __shared__ float x[ROPE_MAX_DIM];
+  const int token = blockIdx.x, all = blockIdx.y, thread = threadIdx.x;
+  const bool is_query = all < num_heads, is_value = all >= num_heads + num_kv_heads;
+  const int head = is_query ? all : all - num_heads - (is_value ? num_kv_heads : 0);
+  const int kv_row = kv_rows[token], width = is_value ? value_dim : head_dim;
+  T* query = out + ((long long)token * num_heads + head) * head_dim;
+  if (kv_row < 0) {
+    for (int i = thread; is_query && i < width; i += ROPE_THREADS) query[i] = from_float<T>(0.0f);
+    return;
+  }
+  const TokenHeads<T>& heads = is_query ? q : is_value ? v : k;
+  const T* from = heads.first + token * heads.stride + (long long)head * width;
+  float squares = 0.0f;
+  for (int i = thread; i < width; i += ROPE_THREADS) {
+    const float one = to_float(from[i]);
+    squares = fmaf(one, one, squares);
+    x[i] = one;
+  }
+  const T* weight = is_value ? nullptr : is_query ? q_norm : k_norm;
+  if (weight != nullptr) {
+    const float scale = rsqrtf(block_sum<ROPE_THREADS>(squares) / float(width) + eps);
+    for (int i = thread; i < width; i += ROPE_THREADS) {
+      const float normed = x[i] * scale, factor = to_float(weight[i]);
+      x[i] = offset == 0.0f ? rounded<T>(rounded<T>(normed) * factor) : rounded<T>(normed * (offset + factor));
+    }
+  }
+  __syncthreads();
+  const int pairs = is_value ? 0 : rotary.dim / 2;
+  for (int i = thread; i < pairs; i += ROPE_THREADS) {
+    const int at = rotary.first + (rotary.interleaved ? 2 * i : i), other = at + (rotary.interleaved ? 1 : pairs);
+    const long long angle = (long long)token * rotary.dim + i;
+    const float c = to_float(cos[angle]), s = to_float(sin[angle]), a = x[at], b = x[other];
+    x[at] = rounded<T>(fmaf(a, c, rounded<T>(-b * s)));
+    x[other] = rounded<T>(fmaf(b, c, rounded<T>(a * s)));
+  }
+  __syncthreads();
+  if (is_query) {
+    const float factor = growth.growth != 0.0f ? growth.factor(positions[token]) : 1.0f;
+    for (int i = thread; i < width; i += ROPE_THREADS) query[i] = from_float<T>(x[i] * factor);
+  } else {
+    const int block = kv_row / block_size, place = kv_row - block * block_size;
+    K* to = is_value ? values : keys;
+    to += block * block_stride + (long long)(head * block_size + place) * width;
+    for (int i = thread; i < width; i += ROPE_THREADS) to[i] = from_float<K>(x[i]);
+  }
+}
+
+}  // namespace quintet
+
+using namespace quintet;
+
+// q: [tokens, heads, head_dim], k: [tokens, KV heads, head_dim], v: [tokens, KV heads, value_dim], tokens as many numbers apart
+// as their strides say. out: [tokens, heads, head_dim]. cos, sin: [tokens, rotary_dim], the second half as the first. q_norm,
+// k_norm: [head_dim], or null both. keys, values: [blocks, KV heads, block_size, head_dim or value_dim], blocks block_stride
+// numbers apart. kv_rows: [tokens], block * block_size + place in it; -1 for padding, which writes no KV and whose queries are zeros. positions: [tokens].
+#define QT_ROPE_KV_PLAIN(name, T, K)                                                                                   \
+  QT_KERNEL(quintet::ROPE_THREADS, name,                                                                               \
+            (const T* q, long long q_stride, const T* k, long long k_stride, const T* v, long long v_stride, T* out,   \
+             const T* cos, const T* sin, const T* q_norm, const T* k_norm, float eps, float offset, K* keys,           \
+             K* values, const int* kv_rows, const int* positions, int num_heads, int num_kv_heads, int head_dim,       \
+             int value_dim, int rotary_dim, int rotary_first, int interleaved, long long block_stride, int block_size, \
+             float growth, int period, int shift)) {                                                                   \
+    rope_kv_plain<T, K>({q, q_stride}, {k, k_stride}, {v, v_stride}, out, cos, sin, q_norm, k_norm, eps, offset, keys, \
+                        values, kv_rows, positions, num_heads, num_kv_heads, head_dim, value_dim,                      \
+                        Rotary{rotary_dim, rotary_first, interleaved}, block_stride, block_size,                       \
+                        Growth{growth, period, shift});                                                                \
+  }
+
+QT_ROPE_KV_PLAIN(rope_kv_plain_bf16, bf16, bf16)
+QT_ROPE_KV_PLAIN(rope_kv_plain_fp16, fp16, fp16)
+QT_ROPE_KV_PLAIN(rope_kv_plain_fp32, float, float)
+QT_ROPE_KV_PLAIN(rope_kv_plain_bf16_fp8kv, bf16, fp8)
+QT_ROPE_KV_PLAIN(rope_kv_plain_fp16_fp8kv, fp16, fp8)
+QT_ROPE_KV_PLAIN(rope_kv_plain_fp32_fp8kv, float, fp8)
