@@ -12,6 +12,11 @@ import msgspec
 from quintet.deploy.commands.serve import add_option_arguments, options_of
 from quintet.deploy.resolve.build import Resolution, resolve
 from quintet.deploy.resolve.memory import ATTENTION_SCRATCH_BYTES, available_ram_bytes, format_size
+from quintet.executor.cards.card import read_card
+from quintet.executor.cards.describe import describe
+from quintet.executor.cards.registry import FAMILIES
+from quintet.executor.cards.spec import DecoderSpec
+from quintet.wire.config import ModelConfig
 from quintet.wire.kv_spec import KvGroup, KvSpec
 
 if TYPE_CHECKING:
@@ -44,6 +49,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     architecture: str
     implementation: str
     """Whose layers compute: ``quintet`` or ``transformers``."""
+    layers: str | None
+    """What those of Quintet's own are made of."""
     dtype: str
     quantization: str
     device: str
@@ -104,6 +111,7 @@ def make_plan(resolution: Resolution) -> Plan:
         path=config.model.path,
         architecture=config.model.architecture,
         implementation=config.model.implementation,
+        layers=_layers(config.model),
         dtype=config.model.dtype,
         quantization=config.executor.quantization,
         device=config.executor.device,
@@ -166,6 +174,17 @@ def _in_words(group: GroupPlan) -> str:
     )
 
 
+def _layers(model: ModelConfig) -> str | None:
+    """Say what a model of the registry is made of."""
+    family = FAMILIES.get(model.architecture)
+    if model.implementation != "quintet" or family is None:
+        return None
+    spec = family.read(read_card(Path(model.path)))
+    if not isinstance(spec, DecoderSpec):
+        return None
+    return f"{len(spec.layers)}: {'; '.join(words for words in describe(spec).values() if words)}"
+
+
 def plan_lines(plan: Plan) -> list[str]:
     """Return the plan for human eyes."""
     weights = ", ".join(
@@ -181,6 +200,7 @@ def plan_lines(plan: Plan) -> list[str]:
             if plan.implementation == "quintet"
             else "transformers' layers over Quintet's KV memory",
         ),
+        *([("layers", plan.layers)] if plan.layers is not None else []),
         ("quantization", plan.quantization),
         ("weights", weights),
         ("memory available", format_size(plan.available_memory_bytes)),

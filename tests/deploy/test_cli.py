@@ -67,6 +67,7 @@ def test_plan_of_a_local_model(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert cli.main(words) == 0
     text = capsys.readouterr().out
     assert "5,000 parameters, 9.8 KiB on disk" in text
+    assert "layers            2: RMS before; rotated; attention; gated silu" in text
     assert "8 of full length (512 tokens) at once" in text
 
 

@@ -26,6 +26,7 @@ SIZES: dict[str, Any] = {
 """What a card cannot leave out; all else is the family's own default."""
 MORE: dict[str, dict[str, Any]] = {
     "GPTNeoForCausalLM": {"attention_layers": ["global", "local"] * 6},
+    "Gemma3ForConditionalGeneration": {"text_config": SIZES},
     "Mistral3ForConditionalGeneration": {"text_config": SIZES},
 }
 """By architecture: what its card cannot leave out either."""
