@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
@@ -14,12 +15,11 @@ from quintet.executor.batch import Batch, BatchBuilder, Int, KvShape, Rows
 from quintet.executor.cards.spec import Activation
 from quintet.executor.layers.attention import AttentionLayer
 from quintet.executor.layers.experts import Experts
-from quintet.executor.layers.head_linear import HeadLinear
 from quintet.executor.layers.linear import Embedding, Linear
 from quintet.executor.layers.norm import Norm
+from quintet.executor.layers.rope import Rope
 from quintet.executor.layers.states import CausalConv, DeltaRule, HeadScan, SelectiveScan, StatePart
 from quintet.executor.memory import lazy_zeros, to_device
-from quintet.executor.models.model import CausalModel
 from quintet.executor.ops.activation import activate
 from quintet.executor.ops.causal_conv import causal_conv
 from quintet.executor.ops.delta_rule import delta_rule
@@ -61,6 +61,24 @@ class EagerKv:
         return group, self.places[place]
 
 
+class EagerModel(Protocol):
+    """What runs so: any model of ours (`quintet.executor.models.model.CausalModel`), or one of transformers."""
+
+    @property
+    def attentions(self) -> Sequence[AttentionLayer]:
+        """Of every layer."""
+
+    @property
+    def ropes(self) -> Sequence[Rope]:
+        """See `CausalModel.ropes`."""
+
+    def forward(self, ops: EagerPass) -> torch.Tensor:
+        """See `CausalModel.forward`."""
+
+    def logits(self, ops: EagerPass, hidden: torch.Tensor) -> torch.Tensor:
+        """See `CausalModel.logits`."""
+
+
 class EagerPass:
     """A `quintet.executor.models.forward.ForwardPass` over tensors: the pass of one step."""
 
@@ -73,6 +91,16 @@ class EagerPass:
         self._rotations = rotations
         self.num_done = 0
         """Operations that were begun: the one before them is done, or handed to a device."""
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        """int32 ``[num_tokens]``."""
+        return self._batch.token_ids
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """int64 ``[num_tokens]``."""
+        return self._batch.positions
 
     def embedding(self, layer: Embedding) -> torch.Tensor:
         """See `ForwardPass`."""
@@ -127,16 +155,6 @@ class EagerPass:
     def columns(self, x: torch.Tensor, begin: int, width: int) -> torch.Tensor:
         """See `ForwardPass`."""
         return x.narrow(1, begin, width)
-
-    def head_linear(self, layer: HeadLinear, x: torch.Tensor) -> torch.Tensor:
-        """See `ForwardPass`."""
-        self.num_done += 1
-        return layer(x)
-
-    def join(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """See `ForwardPass`."""
-        self.num_done += 1
-        return torch.cat((x, y), dim=1)
 
     def experts(self, layer: Experts, x: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """See `ForwardPass`."""
@@ -217,7 +235,7 @@ class EagerRunner:
 
     def __init__(
         self,
-        model: CausalModel,
+        model: EagerModel,
         device: torch.device,
         dtype: torch.dtype,
         kv: KvSpec,

@@ -96,6 +96,11 @@ def run(arguments: argparse.Namespace) -> int:
     options, notes = options_of(arguments)
     resolution = resolve(options, Path(tempfile.gettempdir()) / "quintet-plan")
     resolution.notes.extend(notes)
+    config = resolution.config
+    if (config.executor.kind, config.model.implementation) == ("torch", "transformers"):
+        from quintet.executor.fallback.boot import examine_transformers_model  # imports transformers: seconds
+
+        examine_transformers_model(config)
     plan = make_plan(resolution)
     print(msgspec.json.encode(plan).decode() if arguments.json else "\n".join(plan_lines(plan)))
     return 0

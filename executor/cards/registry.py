@@ -12,11 +12,8 @@ from quintet.executor.cards.families import (
     dense,
     gemma,
     gpt,
-    latent,
     llama,
-    llama4,
     olmo,
-    openai,
     orient,
     phi,
     routed,
@@ -34,9 +31,6 @@ FAMILIES: dict[str, Family] = {
     **phi.FAMILIES,
     **routed.FAMILIES,
     **text_of.FAMILIES,
-    **llama4.FAMILIES,
-    **openai.FAMILIES,
-    **latent.FAMILIES,
 }
 """By the card's architecture."""
 

@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from quintet.executor.fallback.masks import MaskFunction, UnknownSight, sight_of
-from quintet.executor.layers.attention import Sight
+from quintet.executor.layers.attention import AttentionLayer, Sight
 
 HARMLESS = {"position_ids", "use_cache", "output_attentions", "cache_position", "is_causal", "sliding_window"}
 """Arguments of an attention that change nothing here, or that its mask tells as well."""
@@ -44,6 +44,21 @@ class AttentionCall:
     softcap: float | None
     sinks: torch.Tensor | None
 
+    def layer(self, index: int) -> AttentionLayer:
+        """Return it as our passes know it; queries and keys come rotated."""
+        return AttentionLayer(
+            index=index,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.key_dim,
+            value_dim=self.value_dim,
+            scale=self.scale,
+            window=self.sight.window,
+            chunk=self.sight.chunk,
+            softcap=self.softcap,
+            sinks=None if self.sinks is None else self.sinks.detach().float().contiguous(),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Mask:
@@ -63,11 +78,10 @@ class AttendsTokens(Protocol):
     def positions(self) -> torch.Tensor:
         """int64 ``[num_tokens]``."""
 
-    def attend(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Store keys and values of a pass's call, counted from 0, and return ``[num_tokens, num_heads * value_dim]``.
-
-        q, k, v: ``[num_tokens, heads * width]``.
-        """
+    def attention(
+        self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """See `quintet.executor.models.forward.ForwardPass`."""
 
 
 class PagedAttention:
@@ -80,6 +94,7 @@ class PagedAttention:
         self.calls: list[AttentionCall] = []
         """Those of a forward pass, in order; learnt by the first one."""
         self._max_model_len = max_model_len
+        self._layers: Sequence[AttentionLayer] = ()
         self._ops: AttendsTokens | None = None
         self._next = 0
         self._sights: list[tuple[Mask, Sight]] = []
@@ -90,9 +105,9 @@ class PagedAttention:
         """Have the next pass be a first one: it computes nothing, and only says what its layers want."""
         self.calls, self._ops, self._next, self._sights = [], None, 0, []
 
-    def serve(self, ops: AttendsTokens) -> None:
-        """Have the next pass compute a step."""
-        self._ops, self._next = ops, 0
+    def serve(self, ops: AttendsTokens, layers: Sequence[AttentionLayer]) -> None:
+        """Have the next pass compute a step. layers: of each call."""
+        self._ops, self._layers, self._next = ops, layers, 0
 
     def make_mask(self, *_: Any, mask_function: MaskFunction, **__: Any) -> Mask:
         """Return the place holder of a mask."""
@@ -119,7 +134,7 @@ class PagedAttention:
             self.calls.append(self._learn(module, (query, key, value), attention_mask, scaling, more))
             return query.new_zeros(shape), None
         q, k, v = (x[0].transpose(0, 1).flatten(1) for x in (query, key, value))
-        return self._ops.attend(index, q, k, v).view(shape), None
+        return self._ops.attention(self._layers[index], q, k, v).view(shape), None
 
     def _learn(
         self,

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import torch
 
-from quintet.executor.cards.card import read_card
+from quintet.executor.cards.card import ModelCard, read_card
 from quintet.executor.cards.families.unknown import unknown
+from quintet.executor.cards.spec import KvNeed
+from quintet.executor.eager import EagerRunner
 from quintet.executor.fallback.attention import NotServed, PagedAttention
 from quintet.executor.fallback.checkpoint import Checkpoint
 from quintet.executor.fallback.examine import check_calls, examine, refusal
@@ -36,17 +38,14 @@ def open_transformers_model(
     config: EngineConfig, device: torch.device, dtype: torch.dtype, num_blocks: int, span: Span = no_span
 ) -> Opened:
     """Load the configured folder and rehearse it. Raises ConfigError for a model that cannot be served, with the reason."""
-    folder = Path(config.model.path)
-    card = read_card(folder)
-    needs = [need for need in unknown(card).kv_needs if need is not None]
-    checkpoint = Checkpoint(folder, dtype, config.model.trust_remote_code)
-    examine(checkpoint, card.path, needs, config.model.max_model_len)
+    card, checkpoint = examine_transformers_model(config, dtype)
+    needs = _needs(card)
     attention = PagedAttention(config.model.max_model_len)
-    if config.executor.load_format == "dummy":
-        loaded = checkpoint.random_model(attention.name, device, config.executor.seed)
-    else:
-        loaded = checkpoint.load(attention.name, device)
     try:
+        if config.executor.load_format == "dummy":
+            loaded = checkpoint.random_model(attention.name, device, config.executor.seed)
+        else:
+            loaded = checkpoint.load(attention.name, device)
         model = TransformersModel(loaded, attention)
         check_calls(model.calls, needs)
         rehearsal = Rehearsal(model, config.model, device)
@@ -63,6 +62,21 @@ def open_transformers_model(
     return Opened(runner, num_bytes)
 
 
+def examine_transformers_model(
+    config: EngineConfig, dtype: torch.dtype = torch.float32
+) -> tuple[ModelCard, Checkpoint]:
+    """Raise ConfigError for a model that cannot be served, as far as that is known before its weights are read."""
+    folder = Path(config.model.path)
+    card = read_card(folder)
+    checkpoint = Checkpoint(folder, dtype, config.model.trust_remote_code)
+    examine(checkpoint, card.path, _needs(card), config.model.max_model_len)
+    return card, checkpoint
+
+
+def _needs(card: ModelCard) -> list[KvNeed]:
+    return [need for need in unknown(card).kv_needs if need is not None]
+
+
 def _runner(
     model: TransformersModel,
     config: EngineConfig,
@@ -72,6 +86,11 @@ def _runner(
     span: Span,
 ) -> Runner:
     library = program_library() if device.type == "cpu" else None
-    if library is None:
-        raise NotServed("that needs the compiled CPU kernels, and they are not built")
+    block_size, first = config.model.kv.block_size, model.attentions[0]
+    if library is None or block_size % 16:
+        if any(layer.num_kv_heads != first.num_kv_heads for layer in model.attentions):
+            raise NotServed(
+                "its layers have unlike numbers of KV heads, which only the compiled CPU kernels take"
+            )
+        return EagerRunner(model, device, dtype, config.model.kv, num_blocks, span)
     return HostRunner(library, model, config, dtype, num_blocks, span)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 
 from quintet.executor.batch import Int, Rows
-from quintet.executor.fallback.attention import AttentionCall
 from quintet.executor.fallback.model import TransformersModel
 from quintet.executor.layers.attention import AttentionLayer
 from quintet.executor.ops.host_attention import PagedKv, attend, write_kv
@@ -42,13 +41,12 @@ class HostRunner:
         self._step = Step(
             library, max(limits.max_num_batched_tokens, limits.max_num_seqs), limits.max_num_seqs
         )
-        self._layers = [_layer_of(index, call) for index, call in enumerate(model.calls)]
         block_size = config.model.kv.block_size
         self._kv = [
             PagedKv.of_blocks(
                 *(num_blocks, dtype, layer.num_kv_heads, layer.head_dim, block_size, layer.value_width)
             )
-            for layer in self._layers
+            for layer in model.attentions
         ]
         self._hidden = torch.empty(0)
         self.token_ids = torch.from_numpy(self._step.columns["token_ids"])
@@ -71,17 +69,21 @@ class HostRunner:
         self._span("arrays")
         self._hidden = self._model.forward(self)
 
-    def attend(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """See `quintet.executor.fallback.attention.AttendsTokens`."""
+    def attention(
+        self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """See `quintet.executor.models.forward.ForwardPass`."""
         self.work_done += 1
-        layer, step, kv = self._layers[index], self._step.c, self._kv[index]
+        step, kv = self._step.c, self._kv[layer.index]
         return attend(step, layer, write_kv(step, layer, q, k, v, kv), kv)
 
     @torch.inference_mode()
     def logits(self, tokens: Int) -> torch.Tensor:
         """See `Runner.logits`."""
         hidden = self._hidden
-        return self._model.logits(hidden if len(tokens) == len(hidden) else hidden[torch.from_numpy(tokens)])
+        return self._model.logits(
+            self, hidden if len(tokens) == len(hidden) else hidden[torch.from_numpy(tokens)]
+        )
 
     def forward_and_draw(self, rows: Rows, tables: SlotTables, settings: Settings) -> None:
         """See `Runner.forward_and_draw`: it cannot."""
@@ -90,19 +92,3 @@ class HostRunner:
         """See `Runner.copy_blocks`."""
         for kv in self._kv:
             kv.memory[targets] = kv.memory[sources]
-
-
-def _layer_of(index: int, call: AttentionCall) -> AttentionLayer:
-    """Return the attention of a call, whose queries and keys are rotated already."""
-    return AttentionLayer(
-        index=index,
-        num_heads=call.num_heads,
-        num_kv_heads=call.num_kv_heads,
-        head_dim=call.key_dim,
-        value_dim=call.value_dim,
-        scale=call.scale,
-        window=call.sight.window,
-        chunk=call.sight.chunk,
-        softcap=call.softcap,
-        sinks=None if call.sinks is None else call.sinks.detach().float().contiguous(),
-    )

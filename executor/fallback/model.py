@@ -17,6 +17,8 @@ from quintet.executor.fallback.attention import (
     NotServed,
     PagedAttention,
 )
+from quintet.executor.layers.attention import AttentionLayer
+from quintet.executor.layers.rope import Rope
 
 
 @dataclass
@@ -30,6 +32,9 @@ class _Hidden(BaseModelOutputWithPast):
 
 class TransformersModel:
     """Rows of a step go through as one sequence ``[1, num_tokens]``, with their positions: only attention tells them apart."""
+
+    ropes: Sequence[Rope] = ()
+    """Queries and keys come rotated."""
 
     def __init__(self, model: PreTrainedModel, attention: PagedAttention) -> None:
         """Learn what the layers want; computes with two tokens. Raises `NotServed`."""
@@ -45,6 +50,10 @@ class TransformersModel:
             raise
         except Exception as error:
             raise NotServed(_said(error)) from error
+        self.attentions: Sequence[AttentionLayer] = ()
+        """Of each call, once the model has weights."""
+        if model.device.type != "meta":
+            self.attentions = [call.layer(index) for index, call in enumerate(attention.calls)]
 
     @property
     def calls(self) -> Sequence[AttentionCall]:
@@ -58,10 +67,10 @@ class TransformersModel:
 
     def forward(self, ops: AttendsTokens) -> torch.Tensor:
         """Return the last hidden states ``[num_tokens, hidden]``."""
-        self._attention.serve(ops)
+        self._attention.serve(ops, self.attentions)
         return self._run(ops.token_ids.long(), ops.positions)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, _: AttendsTokens, hidden: torch.Tensor) -> torch.Tensor:
         """Return ``[num_rows, vocab_size]`` of ``hidden [num_rows, hidden]``.
 
         The model itself computes them, its decoder standing aside: so factors, caps and whatever else is behind it are there.

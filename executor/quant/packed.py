@@ -43,8 +43,7 @@ class PackedQuantization:
 
     def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
         """See `Quantization.stack`."""
-        numbers = Numbers(FLOAT_FORMATS[plan.dtype]) if shape.is_exact else self._numbers
-        return PackedStack(self._library, shape, plan, numbers)
+        return PackedStack(self._library, shape, plan, self._numbers)
 
 
 def int8() -> PackedQuantization:

@@ -15,9 +15,10 @@ from tests.models.random_checkpoints import LENGTHS, expectations, of_transforme
 from tests.models.rows import fallback
 from tests.models.test_equal import check_tokens
 
+from quintet.deploy import cli
 from quintet.executor.fallback.masks import UnknownSight, sight_of
 from quintet.executor.layers.attention import Sight
-from quintet.wire.errors import ConfigError
+from quintet.wire.errors import EXIT_CONFIG, ConfigError
 
 
 def write(folder: Path, config: str, **settings: Any) -> None:
@@ -36,6 +37,7 @@ def test_a_model_of_transformers_is_equal(family: str, tmp_path: Path) -> None:
     row = fallback.ROWS[family]
     expected = expectations(write_checkpoint(row, tmp_path), LENGTHS)
     check_tokens(load(tmp_path, model_impl="transformers"), row, expected, WAYS)
+    check_tokens(load(tmp_path, compiled=False, model_impl="transformers"), row, expected, WAYS)
 
 
 @pytest.mark.whole
@@ -44,6 +46,7 @@ def test_a_model_of_transformers_is_equal_in_more_ways(family: str, tmp_path: Pa
     row = fallback.ROWS[family]
     expected = expectations(write_checkpoint(row, tmp_path), LENGTHS, seed=7)
     check_tokens(load(tmp_path, model_impl="transformers"), row, expected, MORE_WAYS)
+    check_tokens(load(tmp_path, compiled=False, model_impl="transformers"), row, expected, MORE_WAYS)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -84,6 +87,18 @@ def test_what_cannot_run_says_why_before_anything_is_loaded(
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
     assert words in refusal(tmp_path)
+
+
+def test_plan_says_who_computes_and_whether_it_can(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--device", "cpu", "--model-impl", "transformers"]
+    write(tmp_path / "good", "ApertusConfig")
+    assert cli.main(["plan", str(tmp_path / "good"), *flags]) == 0
+    assert "transformers' layers over Quintet's KV memory" in capsys.readouterr().out
+    write(tmp_path / "bad", "DogeConfig")
+    assert cli.main(["plan", str(tmp_path / "bad"), *flags]) == EXIT_CONFIG
+    assert "computes with its attention's mask itself" in capsys.readouterr().err
 
 
 def test_a_rotation_by_the_longest_of_a_step_is_refused_beyond_its_first_length(tmp_path: Path) -> None:

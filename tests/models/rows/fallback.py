@@ -22,5 +22,6 @@ ROWS: dict[str, Row] = {
     "cohere2 moe: experts, layers without rotation": of_transformers(
         "Cohere2MoeConfig", num_experts=4, num_experts_per_tok=2, sliding_window=11, head_dim=16
     ),
+    "granite with windows: sinks": of_transformers("GraniteSWAConfig", sliding_window=11),
     "gpt-2 as transformers has it": of_transformers("GPT2Config"),
 }
