@@ -113,7 +113,9 @@ def config_of(folder: Path, card: dict[str, Any], args: argparse.Namespace) -> E
 class Steps:
     """Plans for ``num_rows`` requests that all have ``context`` tokens and compute ``new`` more per step."""
 
-    def __init__(self, num_rows: int, context: int, new: int, vocab_size: int, max_model_len: int) -> None:
+    def __init__(
+        self, num_rows: int, context: int, new: int, vocab_size: int, max_model_len: int, num_groups: int = 1
+    ) -> None:
         self._rows, self._new, self._length = num_rows, new, context
         self._step = 0
         tokens = np.random.default_rng(0).integers(0, vocab_size, max_model_len, dtype=np.int32)
@@ -132,8 +134,9 @@ class Steps:
         ]
         entries = np.array(
             [
-                (row, column, row * blocks_each + column)
+                (row, group, column, (row * num_groups + group) * blocks_each + column)
                 for row in range(num_rows)
+                for group in range(num_groups)
                 for column in range(blocks_each)
             ],
             np.int32,

@@ -15,6 +15,7 @@ from quintet.executor.batch import Batch, BatchBuilder, Int, KvShape, Rows
 from quintet.executor.cards.spec import Activation
 from quintet.executor.layers.attention import AttentionLayer
 from quintet.executor.layers.experts import Experts
+from quintet.executor.layers.head_linear import HeadLinear
 from quintet.executor.layers.linear import Embedding, Linear
 from quintet.executor.layers.norm import Norm
 from quintet.executor.layers.rope import Rope
@@ -155,6 +156,16 @@ class EagerPass:
     def columns(self, x: torch.Tensor, begin: int, width: int) -> torch.Tensor:
         """See `ForwardPass`."""
         return x.narrow(1, begin, width)
+
+    def head_linear(self, layer: HeadLinear, x: torch.Tensor) -> torch.Tensor:
+        """See `ForwardPass`."""
+        self.num_done += 1
+        return layer(x)
+
+    def join(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """See `ForwardPass`."""
+        self.num_done += 1
+        return torch.cat((x, y), dim=1)
 
     def experts(self, layer: Experts, x: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """See `ForwardPass`."""

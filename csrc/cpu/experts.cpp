@@ -7,7 +7,7 @@
 #include <memory>
 #include <vector>
 
-#include "linear_cut.hpp"
+#include "linear_group.hpp"
 #include "program.hpp"
 #include "require.hpp"
 
@@ -16,7 +16,7 @@ namespace qt {
 namespace {
 
 constexpr index_t kRoutedAtOnce = 16;  // up to so many tokens are routed where their rows are planned
-constexpr index_t kPrepareGrain = 8, kElementsAtOnce = 8192;
+constexpr index_t kElementsAtOnce = 8192;
 constexpr index_t kReadRows = 12;  // so many rows are multiplied in the time in which a weight is read
 constexpr index_t kPageBytes = 4096, kLineBytes = 64;
 
@@ -26,84 +26,6 @@ index_t stride_of(index_t width, index_t size) {
 }
 
 index_t in_lines(index_t bytes) { return (bytes + kLineBytes - 1) / kLineBytes * kLineBytes; }
-
-// One multiplication of every expert that has rows, largest first. Its work's pieces are theirs, one expert's after another's.
-class Multiplications {
- public:
-  explicit Multiplications(const LinearCall& call)
-      : like_(call), kernels_(linear_kernels_of(*call.weight)),
-        preparation_(kernels_.preparation(*call.weight, call.dtype, call.int8_activations)) {}
-
-  const Preparation& preparation() const { return preparation_; }
-  void clear() { calls_.clear(), items_.assign(1, 0), prepared_items_.assign(1, 0); }
-
-  // The call for `rows`, on about so many threads. x, y, bias and prepared: of the first of these rows.
-  void add(const Weight* weight, index_t rows, index_t threads, const char* x, index_t x_stride, const char* bias, char* y,
-           char* prepared) {
-    LinearCall call = like_;
-    call.weight = weight;
-    call.x = x, call.x_stride = x_stride, call.bias = bias, call.y = y;
-    cut_call(call, preparation_, rows, threads, cut_of(*weight, rows, threads));
-    call.prepared = call.is_prepared ? prepared : const_cast<char*>(x);
-    calls_.push_back(call);
-    items_.push_back(items_.back() + call.items);
-    prepared_items_.push_back(prepared_items_.back() + (call.is_prepared ? kernels_.prepare_items(call) : 0));
-  }
-
-  Work prepare() const { return {prepared_items_.back(), kPrepareGrain, run<&Multiplications::prepared_items_, false>, this}; }
-  Work multiply(index_t threads) const {
-    index_t grain = 1;
-    for (const LinearCall& call : calls_) grain = std::max(grain, grain_of(call, preparation_.together, threads));
-    Work work{items_.back(), grain, run<&Multiplications::items_, true>, this};
-    work.region = region;
-    return work;
-  }
-
- private:
-  using Ends = std::vector<index_t>;
-
-  index_t call_of(const Ends& ends, index_t item) const {
-    return std::upper_bound(ends.begin(), ends.end(), item) - ends.begin() - 1;
-  }
-  template <auto ends_of, bool multiplies>
-  static void run(const void* described, index_t begin, index_t end) {
-    const Multiplications& all = *static_cast<const Multiplications*>(described);
-    const Ends& ends = all.*ends_of;
-    for (index_t i = all.call_of(ends, begin); begin < end; ++i) {
-      const index_t last = std::min(end, ends[std::size_t(i) + 1]);
-      const auto work = multiplies ? all.kernels_.multiply : all.kernels_.prepare;
-      if (begin < last) work(&all.calls_[std::size_t(i)], begin - ends[std::size_t(i)], last - ends[std::size_t(i)]);
-      begin = last;
-    }
-  }
-  static Region region(const void* described, index_t item) {
-    const Multiplications& all = *static_cast<const Multiplications*>(described);
-    const index_t i = all.call_of(all.items_, item);
-    return region_of_item(&all.calls_[std::size_t(i)], item - all.items_[std::size_t(i)]);
-  }
-
-  // Of few rows remembered: the same in every layer and step.
-  Cut cut_of(const Weight& weight, index_t rows, index_t threads) {
-    constexpr index_t kRemembered = 256;
-    if (rows >= kRemembered) return best_cut(weight, preparation_, rows, threads, false);
-    if (known_.empty()) known_.resize(kRemembered);
-    Known& known = known_[std::size_t(rows)];
-    if (known.threads != threads) known = {threads, best_cut(weight, preparation_, rows, threads, false)};
-    return known.cut;
-  }
-
-  struct Known {
-    index_t threads = 0;
-    Cut cut{};
-  };
-
-  LinearCall like_;
-  const LinearKernels& kernels_;
-  Preparation preparation_;
-  std::vector<Known> known_;
-  std::vector<LinearCall> calls_;
-  Ends items_{0}, prepared_items_{0};
-};
 
 LinearCall gate_up_call(const ExpertsLayer& layer, index_t x_stride, index_t y_stride, int dtype) {
   LinearCall call = linear_call(layer.gate_up[0], nullptr, x_stride, dtype, nullptr, nullptr, nullptr, y_stride,
@@ -247,7 +169,7 @@ class Experts {
   index_t size_, hidden_, width_;
   const char* x_;
   index_t x_stride_, row_stride_, act_stride_;
-  Multiplications gate_up_, down_;
+  LinearGroup gate_up_, down_;
   std::vector<index_t> counts_, order_, next_;  // rows of each expert; experts that have some; where the next one's goes
   std::vector<const Weight*> gate_ups_, downs_;
   RouteCall route_;

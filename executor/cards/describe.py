@@ -8,6 +8,7 @@ from quintet.executor.cards.experts import ExpertsLayout, ExpertsSpec
 from quintet.executor.cards.spec import (
     AttentionSpec,
     DecoderSpec,
+    LatentSpec,
     LayerSpec,
     MixerSpec,
     MlpLayout,
@@ -80,11 +81,19 @@ def _positions(spec: DecoderSpec, mixers: list[AttentionSpec]) -> str:
             )
         elif spec.positions is None:
             words.append("none")
+    for layer in spec.layers:
+        if isinstance(layer.mixer, LatentSpec):
+            share = layer.mixer.rope_dim / (layer.mixer.rope_dim + layer.mixer.plain_dim)
+            words.append(
+                "rotated" + _told(f"{share:.2g} of a head", layer.mixer.interleaved and "neighbours")
+            )
     several = f"{len(spec.ropes)} rotations" if len(spec.ropes) > 1 else ""
     return _joined(_each(words), several)
 
 
 def _mixer(mixer: MixerSpec) -> str:
+    if isinstance(mixer, LatentSpec):
+        return "attention over latents" + _told(mixer.q_rank is not None and "of queries, too")
     if not isinstance(mixer, AttentionSpec):
         return type(mixer).__name__.removesuffix("Spec").lower()
     biases = {(True, True): "biases", (True, False): "qkv biases", (False, True): "output bias"}

@@ -51,8 +51,3 @@ class ExpertsSpec:
         experts, shared = self.routing.experts, self.shared_width or 0
         biases = experts * (2 * self.width + hidden_size) if self.biased else 0
         return hidden_size * (experts * (3 * self.width + 1) + 3 * shared + self.shared_gated) + biases
-
-    def num_active_parameters(self, hidden_size: int) -> int:
-        """Numbers of those matrices that a token meets."""
-        others = self.routing.experts - self.routing.chosen
-        return self.num_parameters(hidden_size) - hidden_size * others * 3 * self.width

@@ -40,6 +40,12 @@ class Names:
 
     state_mixer: str = "mixer"
     """What the tensors of a mixer with a state are below; what they are called there is the same in all families."""
+    q_a: str = "self_attn.q_a_proj"
+    q_a_norm: str = "self_attn.q_a_layernorm"
+    q_b: str = "self_attn.q_b_proj"
+    kv_a: str = "self_attn.kv_a_proj_with_mqa"
+    kv_a_norm: str = "self_attn.kv_a_layernorm"
+    kv_b: str = "self_attn.kv_b_proj"
 
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"

@@ -12,8 +12,11 @@ from quintet.executor.cards.families import (
     dense,
     gemma,
     gpt,
+    latent,
     llama,
+    llama4,
     olmo,
+    openai,
     orient,
     phi,
     routed,
@@ -31,6 +34,9 @@ FAMILIES: dict[str, Family] = {
     **phi.FAMILIES,
     **routed.FAMILIES,
     **text_of.FAMILIES,
+    **llama4.FAMILIES,
+    **openai.FAMILIES,
+    **latent.FAMILIES,
 }
 """By the card's architecture."""
 

@@ -157,6 +157,61 @@ class AttentionSpec:
         return hidden_size * (keys + self.value_dim * (self.num_heads + self.num_kv_heads))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentSpec:
+    """Attention over latents: a token's keys and values of all heads are made of one vector, which is what is kept, beside a
+    rotated key that all heads share (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1)."""
+
+    num_heads: int
+    plain_dim: int
+    """Numbers of a head's query that are not rotated."""
+    rope_dim: int
+    """Numbers that are."""
+    head_width: int
+    """Numbers of a head's result."""
+    rank: int
+    """Numbers of the latent: `Names.kv_a` makes it, `Names.kv_b` keys and values of it."""
+    q_rank: int | None
+    """Of that of queries: `Names.q_a`, `Names.q_b`; None: `Names.q` makes queries at once."""
+    scale: float
+    """Factor of every score."""
+    rope: RopeSpec
+    interleaved: bool
+    """See `AttentionSpec`."""
+    norm: NormSpec
+    """Of latents: `Names.kv_a_norm`, `Names.q_a_norm`."""
+    biased: bool = False
+    """Whether what makes latents, and `Names.output`, have biases."""
+    window: None = None
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Of what is kept: one, for all heads."""
+        return 1
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of a key that is kept, and of the queries that it meets."""
+        return self.rank + self.rope_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Numbers of a value that is kept: the latent."""
+        return self.rank
+
+    @property
+    def kv_need(self) -> KvNeed:
+        """What KV memory it takes."""
+        return KvNeed(1, self.head_dim, self.rank)
+
+    def num_parameters(self, hidden_size: int) -> int:
+        """Numbers of its matrices."""
+        queries = self.num_heads * (self.plain_dim + self.rope_dim)
+        q = hidden_size * queries if self.q_rank is None else self.q_rank * (hidden_size + queries)
+        kv = hidden_size * self.head_dim + self.rank * self.num_heads * (self.plain_dim + self.head_width)
+        return q + kv + hidden_size * self.num_heads * self.head_width
+
+
 class MlpLayout(StrEnum):
     """How a checkpoint holds the gates and ups of a feed-forward."""
 
@@ -210,7 +265,7 @@ class BesideSpec:
 
 StateSpec = MambaSpec | Mamba2Spec | ShortConvSpec | DeltaSpec
 """Mixers that keep a state of fixed size, and no keys and values."""
-MixerSpec = AttentionSpec | StateSpec | BesideSpec
+MixerSpec = AttentionSpec | LatentSpec | StateSpec | BesideSpec
 """What mixes tokens; `quintet.executor.models.blocks.block` builds each kind."""
 FeedForwardSpec = MlpSpec | ExpertsSpec
 """What each token goes through by itself, likewise."""
@@ -233,10 +288,10 @@ class LayerSpec:
     """Whether they add to what their norms gave, rather than to what the norms were given."""
 
     @property
-    def attention(self) -> AttentionSpec | None:
+    def attention(self) -> AttentionSpec | LatentSpec | None:
         """The mixer, or the part of it that attends."""
         match self.mixer:
-            case AttentionSpec():
+            case AttentionSpec() | LatentSpec():
                 return self.mixer
             case BesideSpec():
                 return self.mixer.attention
@@ -247,7 +302,7 @@ class LayerSpec:
     def state_need(self) -> StateNeed | None:
         """What the mixer, or a part of it, keeps of every request."""
         match self.mixer:
-            case AttentionSpec():
+            case AttentionSpec() | LatentSpec():
                 return None
             case BesideSpec():
                 return self.mixer.state.state_need
@@ -295,7 +350,7 @@ class DecoderSpec:
     """Logits become ``softcap * tanh(logit / softcap)``, after the factor."""
 
     @property
-    def attentions(self) -> tuple[AttentionSpec | None, ...]:
+    def attentions(self) -> tuple[AttentionSpec | LatentSpec | None, ...]:
         """The attention of each layer."""
         return tuple(layer.attention for layer in self.layers)
 

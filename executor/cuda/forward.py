@@ -25,6 +25,7 @@ from quintet.executor.cuda.rows import StepRows
 from quintet.executor.cuda.states import DeviceStates
 from quintet.executor.layers.attention import AttentionLayer
 from quintet.executor.layers.experts import Experts
+from quintet.executor.layers.head_linear import HeadLinear
 from quintet.executor.layers.linear import Embedding, Linear
 from quintet.executor.layers.norm import Norm
 from quintet.executor.layers.states import CausalConv, DeltaRule, HeadScan, SelectiveScan
@@ -173,6 +174,14 @@ class DevicePass:
     def columns(self, x: Value, begin: int, width: int) -> Value:
         """See `ForwardPass`."""
         return Value(x.settled.narrow(1, begin, width))
+
+    def head_linear(self, layer: HeadLinear, x: Value) -> Value:
+        """See `ForwardPass`. With torch."""
+        return Value(layer(x.settled))
+
+    def join(self, x: Value, y: Value) -> Value:
+        """See `ForwardPass`."""
+        return Value(torch.cat((x.settled, y.settled), dim=1))
 
     def experts(self, layer: Experts, x: Value, scores: Value) -> Value:
         """See `ForwardPass`. With torch, which captures the same launches whatever is chosen."""

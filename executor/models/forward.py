@@ -17,6 +17,7 @@ import torch
 from quintet.executor.cards.spec import Activation
 from quintet.executor.layers.attention import AttentionLayer
 from quintet.executor.layers.experts import Experts
+from quintet.executor.layers.head_linear import HeadLinear
 from quintet.executor.layers.linear import Embedding, Linear
 from quintet.executor.layers.norm import Norm
 from quintet.executor.layers.states import CausalConv, DeltaRule, HeadScan, SelectiveScan
@@ -59,6 +60,12 @@ class ForwardPass(Protocol[ValueT]):
 
     def columns(self, x: ValueT, begin: int, width: int) -> ValueT:
         """Return numbers ``[begin, begin + width)`` of each row: a view, that costs nothing."""
+
+    def head_linear(self, layer: HeadLinear, x: ValueT) -> ValueT:
+        """Return each head's columns of ``x`` through a matrix of its own."""
+
+    def join(self, x: ValueT, y: ValueT) -> ValueT:
+        """Return ``x`` and ``y`` side by side."""
 
     def experts(self, layer: Experts, x: ValueT, scores: ValueT) -> ValueT:
         """Return each token's sum over the experts that its scores ``[rows, experts]`` choose: as wide as ``x``."""

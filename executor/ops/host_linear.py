@@ -12,6 +12,9 @@ from enum import IntEnum
 from functools import cache
 from typing import Any
 
+import torch
+
+from quintet.executor.ops.host_dtypes import FLOAT_CODES
 from quintet.executor.ops.host_library import declare, open_library
 
 _ADDRESS, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
@@ -52,6 +55,24 @@ class LinearLibrary:
             "qt_weight_linear",
             *(_ADDRESS, _ADDRESS, _SIZE, _SIZE, _INT, _ADDRESS, _ADDRESS, _ADDRESS, _SIZE, _INT, _INT),
         )
+
+
+def head_linear(handles: ctypes.Array[ctypes.c_void_p], x: torch.Tensor, width: int) -> torch.Tensor:
+    """Return ``[tokens, width]``: each head's columns of ``x [tokens, heads * depth]`` times the weight of its handle.
+
+    Weights are of one shape and format, that of x. The reference is `torch.bmm`.
+    """
+    library = open_library()
+    assert library is not None and x.stride(1) == 1, "there are packed weights, and so a library"
+    multiply = declare(
+        library, "qt_op_head_linear", _ADDRESS, _SIZE, _ADDRESS, _SIZE, _SIZE, _INT, _ADDRESS, _SIZE
+    )
+    y = torch.empty((len(x), width), dtype=x.dtype)
+    multiply(
+        *(ctypes.addressof(handles), len(handles), x.data_ptr(), x.stride(0), len(x), FLOAT_CODES[x.dtype]),
+        *(y.data_ptr(), y.stride(0)),
+    )
+    return y
 
 
 @cache

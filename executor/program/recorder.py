@@ -15,6 +15,7 @@ import torch
 from quintet.executor.cards.spec import Activation, NormKind
 from quintet.executor.layers.attention import AttentionLayer
 from quintet.executor.layers.experts import Experts
+from quintet.executor.layers.head_linear import HeadLinear
 from quintet.executor.layers.linear import Embedding, GatedActivation, Linear
 from quintet.executor.layers.norm import Norm
 from quintet.executor.layers.states import CausalConv, DeltaRule, HeadScan, SelectiveScan
@@ -219,6 +220,34 @@ class Recorder:
         """See `ForwardPass`."""
         assert begin >= 0 and begin + width <= x.width, (begin, width, x.width)
         return Value(width, x.extent, viewed=x.owner, begin=x.begin + begin)
+
+    def head_linear(self, layer: HeadLinear, x: Value) -> Value:
+        """See `ForwardPass`."""
+        y, handles = Value(layer.width, Extent.TOKENS), layer.handles
+        assert (x.width, x.extent) == (layer.depth, Extent.TOKENS), (x, layer.depth)
+
+        def emit() -> None:
+            self._library.head_linear(
+                *(self.handle, ctypes.addressof(handles), len(handles), x.address, x.stride),
+                *(self._max_rows[Extent.TOKENS], self._code, y.address, y.stride),
+            )
+
+        shape = layer.shape
+        return self._append(f"{shape.experts} x linear {shape.depth} to {shape.columns}", emit, (x,), y)
+
+    def join(self, x: Value, y: Value) -> Value:
+        """See `ForwardPass`. A copy of each."""
+        both = Value(x.width + y.width, x.extent)
+        assert x.extent is y.extent, (x, y)
+
+        def emit() -> None:
+            for part, begin in ((x, 0), (y, x.width)):
+                self._library.scale(
+                    *(self.handle, part.address, part.stride, part.width, 1.0),
+                    *(both.address + begin * self._dtype.itemsize, both.stride, self._code, x.extent),
+                )
+
+        return self._append("join", emit, (x, y), both)
 
     def experts(self, layer: Experts, x: Value, scores: Value) -> Value:
         """See `ForwardPass`."""

@@ -43,7 +43,8 @@ class PackedQuantization:
 
     def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
         """See `Quantization.stack`."""
-        return PackedStack(self._library, shape, plan, self._numbers)
+        numbers = Numbers(FLOAT_FORMATS[plan.dtype]) if shape.is_exact else self._numbers
+        return PackedStack(self._library, shape, plan, numbers)
 
 
 def int8() -> PackedQuantization:

@@ -34,9 +34,12 @@ class StackPiece:
     """The rows' place in the matrix: from here on."""
     take: Callable[[Sequence[torch.Tensor], int], torch.Tensor]
     """From the tensors and a number below ``count`` to that expert's rows: ``[rows, depth]``, of a bias ``[rows]``."""
+    bytes_between: tuple[tuple[int, int], ...] = ()
+    """Of each tensor, where they are bytes: see `WeightPlan.as_bytes`. Empty: they are numbers."""
 
     def declare(
         self,
+        plan: WeightPlan,
         expect: Callable[[str, tuple[int, ...], Sink], None],
         fill: Callable[[int, int, torch.Tensor], object],
     ) -> None:
@@ -53,6 +56,8 @@ class StackPiece:
 
         for place, (name, shape) in enumerate(zip(self.names, self.shapes, strict=True)):
             expect(name, shape, partial(take, place))
+        for name, between in zip(self.names, self.bytes_between, strict=False):
+            plan.as_bytes(name, *between)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +74,8 @@ class StackShape:
     weights: Sequence[StackPiece]
     biases: Sequence[StackPiece] = ()
     """Of ``[columns]`` an expert; empty: there are none."""
+    is_exact: bool = False
+    """See `quintet.executor.quant.method.LinearShape`."""
 
 
 class StackMethod(Protocol):
@@ -117,7 +124,7 @@ class PackedStack:
         self.num_bytes: int = one * shape.experts
         plan.store(self)
         for piece in shape.weights:
-            piece.declare(plan.pack, self._fill)
+            piece.declare(plan, plan.pack, self._fill)
         self.bias = _bias_of(shape, plan)
 
     @property
@@ -174,5 +181,5 @@ def _filled(pieces: Sequence[StackPiece], plan: WeightPlan, *size: int) -> torch
         whole[expert, begin : begin + len(rows)].copy_(rows)
 
     for piece in pieces:
-        piece.declare(plan.expect, fill)
+        piece.declare(plan, plan.expect, fill)
     return whole

@@ -116,6 +116,8 @@ def _deliver(plan: WeightPlan, files: Sequence[WeightFile], names: Mapping[str, 
 
 def random_tensor(name: str, expected: Expected, dtype: torch.dtype, seed: int) -> torch.Tensor:
     """Return numbers of either sign between a power of two and its double: random bits, but for the exponent."""
+    if expected.bytes_between is not None:
+        return _random_bytes(expected.shape, expected.bytes_between, seed)
     generator = np.random.Generator(np.random.SFC64([seed & MAX_UINT64, zlib.crc32(name.encode())]))
     count = math.prod(expected.shape)
     words = generator.integers(0, MAX_UINT64, -(-count * dtype.itemsize // 8), np.uint64, endpoint=True)
@@ -127,6 +129,8 @@ def random_tensor_on(
     device: torch.device, name: str, expected: Expected, dtype: torch.dtype, seed: int
 ) -> torch.Tensor:
     """Return other numbers of the same kind, drawn where they will be: copying them there takes longer than all else."""
+    if expected.bytes_between is not None:
+        return _random_bytes(expected.shape, expected.bytes_between, seed)
     generator = torch.Generator(device).manual_seed(
         (seed << 32 ^ zlib.crc32(name.encode())) & (MAX_UINT64 >> 1)
     )
@@ -135,6 +139,11 @@ def random_tensor_on(
     count = math.prod(expected.shape)
     bits = torch.randint(low, high, (count,), dtype=integer, device=device, generator=generator)
     return _numbers_of(bits, expected, dtype)
+
+
+def _random_bytes(shape: tuple[int, ...], between: tuple[int, int], seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed & (MAX_UINT64 >> 1))
+    return torch.randint(between[0], between[1] + 1, shape, dtype=torch.uint8, generator=generator)
 
 
 def _integer_of(dtype: torch.dtype) -> torch.dtype:

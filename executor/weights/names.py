@@ -68,15 +68,16 @@ def _check_entries(plan: WeightPlan, files: Sequence[WeightFile], wanted: dict[s
         for name, entry in file.entries.items():
             if name not in wanted:
                 continue
-            shape = plan.expected[wanted[name]].shape
+            expected = plan.expected[wanted[name]]
+            shape, formats = expected.shape, READ_FORMATS if expected.bytes_between is None else ("U8",)
             if entry.shape != shape:
                 raise ConfigError(
                     f"{file.path}: tensor {name!r} has shape {list(entry.shape)!s:.80}; config.json asks for {list(shape)}"
                 )
-            if entry.dtype not in READ_FORMATS:
+            if entry.dtype not in formats:
                 raise ConfigError(
                     f"{file.path}: tensor {name!r} has the number format {entry.dtype}; it must be one of"
-                    f" {', '.join(READ_FORMATS)}: quantized checkpoints are not supported, use the original one"
+                    f" {', '.join(formats)}: other quantized checkpoints are not supported, use the original one"
                 )
 
 

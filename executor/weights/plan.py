@@ -42,6 +42,8 @@ class Expected:
     sinks: list[Sink]
     packers: list[Sink]
     """Sinks that need not be called where the stores were opened on what was packed before."""
+    bytes_between: tuple[int, int] | None = None
+    """Of a tensor that is no numbers but bytes, whose meaning its sink knows: what dummy ones lie between."""
 
 
 @dataclass(slots=True)
@@ -81,6 +83,10 @@ class WeightPlan:
     def pack(self, name: str, shape: tuple[int, ...], packer: Sink, *, scale: float = 0.02) -> None:
         """Expect ``name`` and have it delivered to ``packer``, which fills a part of a store, unless that is full already."""
         self._expected(name, shape, scale).packers.append(packer)
+
+    def as_bytes(self, name: str, least: int, most: int) -> None:
+        """Say that the tensor expected under ``name`` is bytes (uint8); dummy ones are drawn from ``least`` to ``most``."""
+        self.expected[name].bytes_between = (least, most)
 
     def tensor(self, name: str, *shape: int, scale: float = 0.02) -> torch.Tensor:
         """Expect ``name`` of this shape; return the tensor it will fill."""

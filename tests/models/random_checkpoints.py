@@ -61,6 +61,9 @@ class Row:
     """What the card says besides, or instead: checkpoints of the wild spell it so."""
     close: float = CLOSE
     """In place of `CLOSE`, where the row says why."""
+    quantized: tuple[float, float] = (0.99, 0.7)
+    """How alike, at least, the first logits of int8 and of int4 weights are to the reference's: less, where rounding may choose
+    other experts, which are as unlike as any two of a random checkpoint."""
     recorded: bool = True
     """Whether the compiled kernels take it; False only for a shape that they refuse with a line in the log."""
 

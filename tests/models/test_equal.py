@@ -11,9 +11,17 @@ import pytest
 import torch
 from tests.models.equal import MORE_WAYS, WAYS, Loaded, alone, furthest, in_every_way, load
 from tests.models.random_checkpoints import LENGTHS, Expectation, Row, expectations, write_checkpoint
-from tests.models.rows import dense, gemma, gpt, llama, orient, routed
+from tests.models.rows import dense, gemma, gpt, latent, llama, orient, routed
 
-ROWS: dict[str, Row] = {**llama.ROWS, **dense.ROWS, **gemma.ROWS, **gpt.ROWS, **orient.ROWS, **routed.ROWS}
+ROWS: dict[str, Row] = {
+    **llama.ROWS,
+    **dense.ROWS,
+    **gemma.ROWS,
+    **gpt.ROWS,
+    **orient.ROWS,
+    **routed.ROWS,
+    **latent.ROWS,
+}
 
 
 def made(row: Row, folder: Path, seed: int = 0) -> list[Expectation]:
@@ -42,10 +50,10 @@ def check_bits(loaded: Loaded, prompts: list[list[int]], ways: dict[str, dict[st
         assert len(outcome.bits) == len(by_itself.bits), way
 
 
-def check_quantized(folder: Path, expected: list[Expectation]) -> None:
+def check_quantized(folder: Path, row: Row, expected: list[Expectation]) -> None:
     """Rounded weights load and say about the same: the first logits of a prompt go with the reference's."""
     prompts = [each.prompt for each in expected]
-    for quantization, least in (("int8", 0.99), ("int4", 0.7)):
+    for quantization, least in zip(("int8", "int4"), row.quantized, strict=True):
         loaded = load(folder, quantization=quantization)
         outcome = alone(loaded, prompts)
         for i, each in enumerate(expected):
@@ -62,7 +70,7 @@ def test_a_family_is_equal(family: str, tmp_path: Path) -> None:
     if row.recorded:
         check_tokens(load(tmp_path), row, expected, WAYS)
         check_bits(load(tmp_path, "bfloat16"), [each.prompt for each in expected], WAYS)
-        check_quantized(tmp_path, expected)
+        check_quantized(tmp_path, row, expected)
 
 
 @pytest.mark.whole

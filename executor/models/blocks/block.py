@@ -5,13 +5,21 @@ from __future__ import annotations
 from typing import Protocol
 
 from quintet.executor.cards.experts import ExpertsSpec
-from quintet.executor.cards.spec import AttentionSpec, BesideSpec, FeedForwardSpec, MixerSpec, MlpSpec
+from quintet.executor.cards.spec import (
+    AttentionSpec,
+    BesideSpec,
+    FeedForwardSpec,
+    LatentSpec,
+    MixerSpec,
+    MlpSpec,
+)
 from quintet.executor.cards.state_specs import DeltaSpec, Mamba2Spec, MambaSpec, ShortConvSpec
 from quintet.executor.models.blocks.attention import Attention
 from quintet.executor.models.blocks.beside import Beside
 from quintet.executor.models.blocks.delta import Delta
 from quintet.executor.models.blocks.experts import ExpertsBlock
 from quintet.executor.models.blocks.feed_forward import FeedForward
+from quintet.executor.models.blocks.latent import Latent
 from quintet.executor.models.blocks.mamba import Mamba
 from quintet.executor.models.blocks.mamba2 import Mamba2
 from quintet.executor.models.blocks.scope import Scope
@@ -41,6 +49,8 @@ def mixer(scope: Scope, spec: MixerSpec) -> Block:
             return Delta(scope, spec)
         case BesideSpec():
             return Beside(scope, spec)
+        case LatentSpec():
+            return Latent(scope, spec)
 
 
 def feed_forward(scope: Scope, spec: FeedForwardSpec) -> Block:

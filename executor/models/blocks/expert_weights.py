@@ -140,6 +140,7 @@ def _mx(name: str, count: int, columns: int, depth: int, begin: int, rows: Rows)
         count=count,
         begin=begin,
         take=take,
+        bytes_between=((0, 255), (_MX_BIAS - 9, _MX_BIAS - 5)),
     )
 
 

@@ -1,0 +1,48 @@
+"""gpt-oss: sinks, every other layer a window, experts with biases and clamped gates, in microscaled 4 bits or as they are."""
+
+from __future__ import annotations
+
+from quintet.executor.cards.card import ModelCard
+from quintet.executor.cards.experts import ExpertsLayout, ExpertsSpec
+from quintet.executor.cards.families.routed import expert_width, routing
+from quintet.executor.cards.families.shape import (
+    attention,
+    decoder,
+    layer_types,
+    num_layers,
+    pre_norm,
+    rms,
+    window,
+    windowed,
+)
+from quintet.executor.cards.family import Family
+from quintet.executor.cards.names import Names
+from quintet.executor.cards.routing import Scoring
+from quintet.executor.cards.spec import DecoderSpec
+
+QUANTIZED = "mxfp4"
+
+
+def gpt_oss(card: ModelCard) -> DecoderSpec:
+    """gpt-oss 20b and 120b. Half of the numbers of a checkpoint's experts are read twice: as gates and as ups."""
+    norm, biased = rms(card, 1e-5), card.flag("attention_bias", True)
+    mixer = attention(
+        *(card,), positions=131072, kv_heads=8, head_dim=64, qkv_bias=biased, output_bias=biased, sinks=True
+    )
+    experts = ExpertsSpec(
+        routing=routing(card, Scoring.SOFTMAX_OF_CHOSEN, 128, 4),
+        width=expert_width(card, "intermediate_size", 2880),
+        layout=ExpertsLayout.MXFP4 if card.has("quantization_config") else ExpertsLayout.ALTERNATING,
+        router_bias=True,
+        biased=True,
+        clamp=(card.real("swiglu_alpha", 1e-3, 1e3, 1.702), card.real("swiglu_limit", 1e-3, 1e6, 7.0)),
+    )
+    width, kinds = window(card, 128), ["sliding_attention", "full_attention"] * num_layers(card)
+    if card.has("layer_types"):
+        kinds = layer_types(card, ("sliding_attention", "full_attention"))
+    slides = [width if kind == "sliding_attention" else None for kind in kinds[: num_layers(card)]]
+    layers = windowed(pre_norm(norm, mixer, experts), slides)
+    return decoder(card, layers, norm, QUANTIZED, names=Names(router="mlp.router"))
+
+
+FAMILIES = {"GptOssForCausalLM": Family(gpt_oss, "gpt-oss 20b and 120b")}
