@@ -115,8 +115,8 @@ def copies(device: Device, num_pairs: int, toy: bool) -> Case:
 def swaps(device: Device, num_pairs: int, toy: bool) -> Iterator[Case]:
     """Block copies to and from pinned memory of the host: as fast as the bus between them, far from the device's bandwidth."""
     pool, block_bytes = device_pool(device, num_pairs, toy)
-    shape = (2, num_pairs, pool.block_bytes)
-    host = BlockPool.of(device, [device.pinned(shape, torch.uint8) for _ in pool.layers])
+    shape = (num_pairs, pool.block_bytes)
+    host = BlockPool.of(device, [device.pinned(shape, torch.uint8) for _ in pool.places])
     same = torch.arange(num_pairs, dtype=torch.int32).repeat(2, 1).T.contiguous().to(device.torch_device)
     for name, source, target in (("out", pool, host), ("in", host, pool)):
         call = partial(copy_blocks, device, source, target, same)
@@ -126,7 +126,7 @@ def swaps(device: Device, num_pairs: int, toy: bool) -> Iterator[Case]:
 def device_pool(device: Device, num_blocks: int, toy: bool) -> tuple[BlockPool, int]:
     """Return the KV memory of a whole model, and the bytes of a block in all its layers."""
     layers, kv_heads, head_dim = (2, 2, 16) if toy else (LAYERS, KV_HEADS, HEAD_DIM)
-    shape = (2, num_blocks, kv_heads, BLOCK_SIZE, head_dim)
+    shape = (num_blocks, 2, kv_heads, BLOCK_SIZE, head_dim)
     memory = [torch.zeros(shape, dtype=BF16, device=device.torch_device) for _ in range(layers)]
     pool = BlockPool.of(device, memory)
-    return pool, 2 * layers * pool.block_bytes
+    return pool, layers * pool.block_bytes

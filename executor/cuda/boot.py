@@ -11,7 +11,7 @@ import torch
 from quintet.executor.cuda.attention.backend import AttentionBackend, AttentionNeeds
 from quintet.executor.cuda.attention.choice import choose_attention
 from quintet.executor.cuda.device import Device
-from quintet.executor.cuda.kv_memory import allocate_kv, graph_bytes, num_kv_blocks
+from quintet.executor.cuda.kv_memory import DeviceKv, graph_bytes, num_kv_blocks
 from quintet.executor.cuda.linear_choice import DeviceLinears, captured_stopwatch
 from quintet.executor.cuda.ops.attention import AttentionPlan
 from quintet.executor.cuda.runner import DeviceRunner
@@ -79,7 +79,7 @@ def _make(
         attention,
         memory,
         staging,
-        allocate_kv(model, spec, 1, kv_dtype, where),
+        DeviceKv(spec, 1, kv_dtype, where),
         dtype,
     )
     begun = time.monotonic()
@@ -92,7 +92,7 @@ def _make(
         widest = max(layer.columns for layer in runner.linears if not layer.shape.is_output_layer)
         reserved = graph_bytes(scheduler.max_num_seqs, model.vocab_size, widest, dtype.itemsize)
     num_blocks = num_kv_blocks(config, device, reserved)
-    runner.use_kv(allocate_kv(model, spec, num_blocks, kv_dtype, where))
+    runner.use_kv(DeviceKv(spec, num_blocks, kv_dtype, where))
     log.info(
         "the largest step (%d tokens) took %.1f s with everything it loaded; KV gets %d blocks of %d tokens, %.1f GiB",
         max_tokens,

@@ -15,6 +15,7 @@ import torch
 from quintet.executor.cards.spec import Activation, NormKind
 from quintet.executor.cuda.attention.backend import AttentionBackend
 from quintet.executor.cuda.device import Device
+from quintet.executor.cuda.kv_memory import DeviceKv
 from quintet.executor.cuda.linear_choice import DeviceLinears
 from quintet.executor.cuda.ops.activation import Gate, gated
 from quintet.executor.cuda.ops.attention import AttentionPlan, paged_attention
@@ -36,7 +37,6 @@ from quintet.executor.ops.experts import experts_without_waiting, route
 from quintet.executor.ops.head_scan import head_scan
 from quintet.executor.ops.linear import GatedActivation
 from quintet.executor.ops.selective_scan import selective_scan
-from quintet.wire.kv_spec import KvSpec
 
 GATES = {
     GatedActivation.SILU_AND_MUL: Gate.SILU,
@@ -78,8 +78,7 @@ class DevicePass:
         linears: DeviceLinears,
         attention: AttentionPlan,
         rows: StepRows,
-        spec: KvSpec,
-        kv: Sequence[torch.Tensor],
+        kv: DeviceKv,
         rotations: Sequence[tuple[torch.Tensor, torch.Tensor]],
         backend: AttentionBackend | None = None,
         states: DeviceStates | None = None,
@@ -92,8 +91,7 @@ class DevicePass:
         self._multiply = linears
         self._attention = attention
         self._rows = rows
-        self._rows_of = [rows.of_group(group) for group in range(len(spec.groups))]
-        self._spec = spec
+        self._rows_of = [rows.of_group(group) for group in range(len(kv.spec.groups))]
         self._kv = kv
         self._rotations = rotations
         self._backend = backend
@@ -193,8 +191,8 @@ class DevicePass:
 
     def attention(self, layer: AttentionLayer, q: Value, k: Value, v: Value) -> Value:
         """See `ForwardPass`."""
-        group, place = self._spec.place(layer.index)
-        rows, kv, together = self._rows_of[group], self._kv[place], layer.norms_with_rotation
+        group, kv = self._kv.of_layer(layer)
+        rows, together = self._rows_of[group], layer.norms_with_rotation
         if together is None:
             q = q if layer.q_norm is None else self.norm(q, layer.q_norm)
             k = k if layer.k_norm is None else self.norm(k, layer.k_norm)

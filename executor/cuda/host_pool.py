@@ -1,5 +1,5 @@
 """Host memory for blocks that the device has no room for, and the copies that plans ask for. What
-`quintet.executor.features.kv_offload` is for torch, with one launch for all layers and no word to the host.
+`quintet.executor.features.kv_offload` is for torch, with one launch for all places and no word to the host.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class HostPool:
 
     def __init__(self, device: Device, blocks: BlockPool, num_blocks: int) -> None:
         """blocks: the device's; num_blocks: of the host, at least one."""
-        shape = (2, num_blocks, blocks.block_bytes)
+        shape = (num_blocks, blocks.block_bytes)
         self.num_blocks = num_blocks
         self._device = device
         self._blocks = blocks
-        self._host = BlockPool.of(device, [device.pinned(shape, torch.uint8) for _ in blocks.layers])
+        self._host = BlockPool.of(device, [device.pinned(shape, torch.uint8) for _ in blocks.places])
 
     def copy_out(self, pairs: torch.Tensor) -> None:
         """Copy to the host; pairs: int32[2 * n] on the device, ``device block, host block``."""
@@ -36,7 +36,7 @@ class HostPool:
 
     def measure(self) -> int:
         """Return bytes per second of copies, the slower way. Leaves KV memory as it is."""
-        block_bytes = 2 * self._blocks.block_bytes * len(self._blocks.layers)
+        block_bytes = self._blocks.block_bytes * len(self._blocks.places)
         num = min(self.num_blocks, self._blocks.num_blocks, -(-TRIAL_BYTES // block_bytes))
         same = torch.arange(num, dtype=torch.int32, device=self._device.torch_device)
         pairs = torch.stack((same, same), 1).reshape(-1)

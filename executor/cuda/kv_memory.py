@@ -6,10 +6,13 @@ is free for good, but for the graphs, whose memory is bounded here.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from quintet.executor.cuda.device import Device
-from quintet.executor.models.model import CausalModel
+from quintet.executor.cuda.ops.formats import Planes
+from quintet.executor.layers.attention import AttentionLayer
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError
 from quintet.wire.kv_spec import KvSpec
@@ -55,7 +58,7 @@ def num_kv_blocks(config: EngineConfig, device: Device, reserved_bytes: int) -> 
     else:
         wish = "--gpu-memory-utilization"
         memory_bytes = kv_bytes(total, free, cache.gpu_memory_utilization, reserved_bytes)
-    num_blocks = min(max(0, kv.num_blocks(memory_bytes)), most)
+    num_blocks = min(max(0, kv.num_blocks(memory_bytes) - kv.has_states), most)
     longest = kv.longest(num_blocks, max_model_len, step_tokens)
     if longest < max_model_len:
         needed = kv.most_blocks(max_model_len, step_tokens) * kv.bytes_per_block
@@ -67,19 +70,33 @@ def num_kv_blocks(config: EngineConfig, device: Device, reserved_bytes: int) -> 
     return num_blocks
 
 
-def allocate_kv(
-    model: CausalModel, spec: KvSpec, num_blocks: int, dtype: torch.dtype, device: torch.device
-) -> list[torch.Tensor]:
-    """Return the KV memory of each place of a block, zeros: ``[2, num_blocks, num_kv_heads, block_size, head_dim]``."""
-    first = model.attentions[0]
-    shape = (2, num_blocks, first.num_kv_heads, spec.block_size, first.head_dim)
-    return [_zeros(shape, dtype, device) for _ in range(spec.layers_per_block)]
+class DeviceKv:
+    """KV memory: a tensor of bytes per place of a block, see `quintet.wire.kv_spec`. Zeros.
 
+    Of a model with states there is one block more than the core gives out, for what rows of padding leave behind.
+    """
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """fp8 has no fill of its own on every device: its zero is the zero byte."""
-    size = dtype.itemsize
-    return torch.zeros((*shape[:-1], shape[-1] * size), dtype=torch.uint8, device=device).view(dtype)
+    def __init__(self, spec: KvSpec, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.spec = spec
+        self.dtype = dtype
+        self.num_blocks = num_blocks
+        shape = (num_blocks + spec.has_states, spec.layer_bytes)
+        self.places = [
+            torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(spec.layers_per_block)
+        ]
+
+    def of_layer(self, layer: AttentionLayer) -> tuple[int, Planes]:
+        """Return the layer's group, and its keys and values: each ``[num_blocks, num_kv_heads, block_size, width]``."""
+        group, place = self.spec.place(layer.index)
+        keys, end = self._plane(place, 0, layer.num_kv_heads, layer.head_dim)
+        values, _ = self._plane(place, end, layer.num_kv_heads, layer.value_width)
+        return group, (keys, values)
+
+    def _plane(self, place: int, begin: int, num_heads: int, width: int) -> tuple[torch.Tensor, int]:
+        """Return keys or values that begin at this byte of a block, and where they end."""
+        shape = (num_heads, self.spec.block_size, width)
+        end = begin + math.prod(shape) * self.dtype.itemsize
+        return self.places[place][:, begin:end].view(self.dtype).unflatten(1, shape), end
 
 
 def _gib(size_bytes: int) -> str:

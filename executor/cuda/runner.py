@@ -6,7 +6,7 @@ does. What computes a step launches it and returns; only boot and captures wait 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,12 +16,14 @@ from quintet.executor.batch import Int
 from quintet.executor.cuda.attention.backend import AttentionBackend, HostRows
 from quintet.executor.cuda.device import Device
 from quintet.executor.cuda.forward import DevicePass, Value
+from quintet.executor.cuda.kv_memory import DeviceKv
 from quintet.executor.cuda.linear_choice import DeviceLinears
 from quintet.executor.cuda.ops.attention import AttentionPlan
 from quintet.executor.cuda.ops.blocks import BlockPool, copy_blocks
 from quintet.executor.cuda.ops.draw import draw
 from quintet.executor.cuda.ops.tables import apply_plan, scatter_tokens
 from quintet.executor.cuda.rows import SampledRows, StepRows
+from quintet.executor.cuda.states import DeviceStates
 from quintet.executor.cuda.tables import DeviceTables, StepMemory
 from quintet.executor.layers.attention import AttentionLayer
 from quintet.executor.layers.linear import Linear
@@ -70,11 +72,10 @@ class DeviceRunner:
         attention: AttentionPlan,
         memory: StepMemory,
         staging: torch.Tensor,
-        kv: Sequence[torch.Tensor],
+        kv: DeviceKv,
         dtype: torch.dtype,
     ) -> None:
-        """staging: int32 on the device, where a plan's words are copied to before its step; kv: of each place of a block, see
-        `quintet.executor.cuda.kv_memory.allocate_kv`."""
+        """staging: int32 on the device, where a plan's words are copied to before its step."""
         self._device = device
         self._model = model
         self._linears = linears
@@ -90,10 +91,10 @@ class DeviceRunner:
         self._hidden = Value(torch.empty(0))
         self._kept: Drawn | None = None
 
-    def use_kv(self, kv: Sequence[torch.Tensor]) -> None:
+    def use_kv(self, kv: DeviceKv) -> None:
         """Compute over other memory from now on. Not once a graph was captured."""
         self.kv = kv
-        self.pool = BlockPool.of(self._device, kv)
+        self.pool = BlockPool.of(self._device, kv.places)
 
     @property
     def tables(self) -> DeviceTables:
@@ -174,8 +175,9 @@ class DeviceRunner:
         if backend is not None and host is not None:
             backend.prepare(rows.of_group(0), host)
         rotations = self._rotations.of(rows)
+        states = DeviceStates(rows, self.kv) if self.kv.spec.has_states else None
         self._pass = DevicePass(
-            self._device, self._linears, self._attention, rows, self.tables.kv, self.kv, rotations, backend
+            self._device, self._linears, self._attention, rows, self.kv, rotations, backend, states
         )
         self._hidden = self._model.forward(self._pass)
 

@@ -8,6 +8,7 @@ from quintet.executor.cuda.attention.backend import AttentionNeeds, HostRows, re
 from quintet.executor.cuda.device import Device
 from quintet.executor.cuda.ops.attention_plan import AttentionPlan
 from quintet.executor.cuda.ops.attention_reference import paged_attention_reference
+from quintet.executor.cuda.ops.formats import Planes
 from quintet.executor.cuda.rows import StepRows
 
 
@@ -25,7 +26,7 @@ class Right:
     def attend(
         self,
         q: torch.Tensor,
-        kv: torch.Tensor,
+        kv: Planes,
         rows: StepRows,
         window: int | None,
         out: torch.Tensor | None = None,
@@ -52,7 +53,7 @@ class SeesTheFuture(Right):
     def attend(
         self,
         q: torch.Tensor,
-        kv: torch.Tensor,
+        kv: Planes,
         rows: StepRows,
         window: int | None,
         out: torch.Tensor | None = None,
@@ -67,7 +68,7 @@ class ReadsEverything(Right):
     def attend(
         self,
         q: torch.Tensor,
-        kv: torch.Tensor,
+        kv: Planes,
         rows: StepRows,
         window: int | None,
         out: torch.Tensor | None = None,

@@ -217,7 +217,7 @@ def test_a_cache_of_fp8_says_nearly_the_same(tmp_path: Path, device: Device) -> 
             cache=msgspec.structs.replace(config.cache, dtype=dtype),
         )
         worker = worker_on(device, chosen)
-        assert worker.runner.kv[0].dtype == (torch.float8_e4m3fn if dtype == "fp8" else torch.bfloat16)
+        assert worker.runner.kv.dtype == (torch.float8_e4m3fn if dtype == "fp8" else torch.bfloat16)
         told[dtype] = run_all(chosen, worker, {1: (prompts_of((50,))[0], asked)}).logprobs[1][0]
     values = {dtype: np.frombuffer(each.logprobs, np.float32) for dtype, each in told.items()}
     assert told["auto"].token_ids[:4] == told["fp8"].token_ids[:4]

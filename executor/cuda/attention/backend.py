@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from quintet.executor.cuda.device import Device
 from quintet.executor.cuda.ops.attention_plan import AttentionPlan
+from quintet.executor.cuda.ops.formats import Planes
 from quintet.executor.cuda.rows import StepRows
 
 
@@ -55,7 +56,7 @@ class AttentionBackend(Protocol):
     def attend(
         self,
         q: torch.Tensor,
-        kv: torch.Tensor,
+        kv: Planes,
         rows: StepRows,
         window: int | None,
         out: torch.Tensor | None = None,

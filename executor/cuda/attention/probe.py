@@ -77,9 +77,9 @@ def random_step(
         block_table=on_device(table),
         block_size=size,
     )
-    shape = (2, len(order), needs.num_kv_heads, size, needs.head_dim)
+    shape = (len(order), 2, needs.num_kv_heads, size, needs.head_dim)
     torch_generator = torch.Generator(device.torch_device).manual_seed(0)
-    kv = torch.randn(shape, generator=torch_generator, device=device.torch_device)
+    kv = torch.randn(shape, generator=torch_generator, device=device.torch_device).transpose(0, 1)
     for row, length in enumerate(lengths.tolist()):
         if length % size:
             kv[:, int(table[row, length // size]), :, length % size :] = torch.nan

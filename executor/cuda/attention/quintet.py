@@ -8,6 +8,7 @@ from quintet.executor.cuda.attention.backend import AttentionNeeds, HostRows
 from quintet.executor.cuda.device import Device
 from quintet.executor.cuda.ops.attention import paged_attention
 from quintet.executor.cuda.ops.attention_plan import AttentionPlan
+from quintet.executor.cuda.ops.formats import Planes
 from quintet.executor.cuda.rows import StepRows
 
 
@@ -23,7 +24,7 @@ class QuintetAttention:
     def attend(
         self,
         q: torch.Tensor,
-        kv: torch.Tensor,
+        kv: Planes,
         rows: StepRows,
         window: int | None,
         out: torch.Tensor | None = None,

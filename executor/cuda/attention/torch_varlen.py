@@ -10,6 +10,7 @@ import torch
 from quintet.executor.cuda.attention.backend import AttentionNeeds, HostRows, require
 from quintet.executor.cuda.device import Device
 from quintet.executor.cuda.ops.attention_plan import AttentionPlan
+from quintet.executor.cuda.ops.formats import Planes
 from quintet.executor.cuda.rows import StepRows
 
 
@@ -41,7 +42,7 @@ class TorchAttention:
     def attend(
         self,
         q: torch.Tensor,
-        kv: torch.Tensor,
+        kv: Planes,
         rows: StepRows,
         window: int | None,
         out: torch.Tensor | None = None,

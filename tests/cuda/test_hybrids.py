@@ -1,0 +1,41 @@
+"""A model of states, a window and full attention on a device: one memory for all, and the tokens of torch's own pass."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+from tests.cuda.test_worker import worker_on
+from tests.models.equal import alone, load
+from tests.models.test_engine import House, changed
+from tests.models.test_hybrids import CARD, PROMPTS, greedy, hybrid
+
+from quintet.core import states
+from quintet.executor.cards.registry import FAMILIES
+from quintet.executor.cuda.device import Device
+
+
+def test_a_hybrid_says_what_torch_says(tmp_path: Path, device: Device) -> None:
+    """In chunks that end where a state is kept, beside others, from what was kept, and choices from one prompt."""
+    (tmp_path / "config.json").write_text(json.dumps(CARD))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    family = replace(FAMILIES["MistralForCausalLM"], read=hybrid)
+    with (
+        mock.patch.dict(FAMILIES, {"HybridForTests": family}),
+        mock.patch.object(states, "KEEP_EVERY", 32),
+    ):
+        loaded = load(tmp_path, compiled=False, load_format="dummy", swap_space=0.05)
+        prompts = [PROMPTS[1], *PROMPTS[3:]]
+        expected = alone(loaded, prompts, greedy()).outputs
+        config = changed(loaded.config, max_num_seqs=8, max_num_batched_tokens=45)
+        house = House(config, worker_on(device, config))
+        for round_ in (0, 100):
+            for i, prompt in enumerate(prompts):
+                house.admit(round_ + 10 * i + 1, prompt, greedy(n=1 + round_ // 100))
+            house.run()
+            for i, outputs in enumerate(expected):
+                assert house.outputs[round_ + 10 * i + 1] == outputs, (round_, i)
+    assert sum(house.cached.values()) > 0
+    assert [house.outputs[100 + 10 * i + 2] for i in range(len(prompts))] == expected
