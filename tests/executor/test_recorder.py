@@ -243,6 +243,24 @@ def test_an_activation_behind_a_layer_is_the_layers(
     torch.testing.assert_close(apart.tensor.float(), expected, rtol=2.0**-7, atol=1e-6)
 
 
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4", "w8a8"])
+@pytest.mark.parametrize(("begin", "width"), [(3, 77), (32, 64), (1, 128)])
+def test_columns_are_multiplied_as_rows_of_their_own(
+    recorder: Recorder, quantization: str, begin: int, width: int
+) -> None:
+    """Whatever stands beside them."""
+    x, layer = given(160), linear(48, width, quantization=quantization)
+    x.tensor[:, :begin] = torch.nan
+    x.tensor[:, begin + width :] = torch.inf
+    alone = Value(width, Extent.TOKENS, x.tensor[:, begin : begin + width].contiguous())
+    values = [recorder.linear(layer, recorder.columns(x, begin, width)), recorder.linear(layer, alone)]
+    for value in values:
+        recorder.keep(value)
+    run(recorder)
+    assert torch.equal(values[0].tensor, values[1].tensor)
+    assert values[0].tensor.isfinite().all()
+
+
 def test_gates_are_not_added_to_anything(recorder: Recorder) -> None:
     x = given()
     recorder.add(x, recorder.linear(linear(64, 32, GatedActivation.SILU_AND_MUL), x))
