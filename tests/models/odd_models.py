@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from quintet.executor.cards.rope import RopeSpec
@@ -34,12 +32,11 @@ class OddModel:
 
     def __init__(self, kind: str, setting: Setting) -> None:
         self.vocab_size = VOCAB
-        self.num_heads, self.num_kv_heads, self.head_dim = HEADS, KV_HEADS, HEAD_DIM
-        self.windows: Sequence[int | None] = [None] * LAYERS
         rope = RopeSpec(
             kind="default", theta=1e4, rotary_dim=HEAD_DIM, max_positions=256, original_positions=256
         )
-        self.rope = Rope(rope, setting.device)
+        self.ropes = [Rope(rope, setting.device)]
+        self.attentions: list[AttentionLayer] = []
         self.weights = WeightPlan(setting.dtype, setting.device)
         self._setting = setting
         self._embedding = Embedding(self.weights, "embedding", VOCAB, HIDDEN)
@@ -81,16 +78,19 @@ class OddModel:
     def _attention(
         self, index: int, q_norm: Norm | None = None, k_norm: Norm | None = None
     ) -> AttentionLayer:
-        return AttentionLayer(
+        layer = AttentionLayer(
             index=index,
             num_heads=HEADS,
             num_kv_heads=KV_HEADS,
             head_dim=HEAD_DIM,
+            rope=0,
             rotary_dim=HEAD_DIM,
             scale=HEAD_DIM**-0.5,
             q_norm=q_norm,
             k_norm=k_norm,
         )
+        self.attentions.append(layer)
+        return layer
 
     def forward(self, ops: ForwardPass[ValueT]) -> ValueT:
         """See `CausalModel.forward`."""

@@ -21,7 +21,7 @@ PROMPTS = [[(7 * i + n) % 97 for i in range(n)] for n in (1, 6, 23)]
 WRITE = "linear 64 to 128, rotate and write KV, attention, linear 64 to 64"
 OPERATIONS = {
     "parallel": f"layer_norm, {WRITE}, linear 64 to 96, linear 96 to 64",
-    "sandwich": f"rms_norm, {WRITE.replace('rotate', 'rms_norm, rms_norm, rotate')}, rms_norm, add, rms_norm, linear 64 to 96,"
+    "sandwich": f"rms_norm, {WRITE}, rms_norm, add, rms_norm, linear 64 to 96,"
     " linear 96 to 64, rms_norm, add",
 }
 """Of a layer, where all is a part of another operation that can be."""
