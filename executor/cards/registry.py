@@ -9,14 +9,19 @@ from __future__ import annotations
 import difflib
 
 from quintet.executor.cards.families import (
+    cohere,
     dense,
+    falcon,
     gemma,
+    glm,
     gpt,
     latent,
     llama,
     llama4,
+    mpt,
     olmo,
     openai,
+    opt,
     orient,
     phi,
     routed,
@@ -26,17 +31,22 @@ from quintet.executor.cards.family import Family
 
 FAMILIES: dict[str, Family] = {
     **llama.FAMILIES,
+    **cohere.FAMILIES,
     **dense.FAMILIES,
+    **falcon.FAMILIES,
     **gemma.FAMILIES,
+    **glm.FAMILIES,
     **gpt.FAMILIES,
+    **latent.FAMILIES,
+    **llama4.FAMILIES,
+    **mpt.FAMILIES,
     **olmo.FAMILIES,
+    **openai.FAMILIES,
+    **opt.FAMILIES,
     **orient.FAMILIES,
     **phi.FAMILIES,
     **routed.FAMILIES,
     **text_of.FAMILIES,
-    **llama4.FAMILIES,
-    **openai.FAMILIES,
-    **latent.FAMILIES,
 }
 """By the card's architecture."""
 

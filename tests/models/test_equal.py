@@ -11,16 +11,18 @@ import pytest
 import torch
 from tests.models.equal import MORE_WAYS, WAYS, Loaded, alone, furthest, in_every_way, load
 from tests.models.random_checkpoints import LENGTHS, Expectation, Row, expectations, write_checkpoint
-from tests.models.rows import dense, gemma, gpt, latent, llama, orient, routed
+from tests.models.rows import dense, falcon, gemma, gpt, latent, llama, opt, orient, routed
 
 ROWS: dict[str, Row] = {
     **llama.ROWS,
     **dense.ROWS,
+    **falcon.ROWS,
     **gemma.ROWS,
     **gpt.ROWS,
+    **latent.ROWS,
+    **opt.ROWS,
     **orient.ROWS,
     **routed.ROWS,
-    **latent.ROWS,
 }
 
 

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from quintet.executor.cards.card import ModelCard
 from quintet.executor.cards.registry import FAMILIES
 from quintet.executor.cards.spec import DecoderSpec, QkvLayout
+from quintet.wire.errors import ConfigError
 
 Card = dict[str, Any]
 
@@ -18,6 +21,53 @@ def read(architecture: str, card: Card) -> DecoderSpec:
     spec = FAMILIES[architecture].read(ModelCard(card, "config.json"))
     assert isinstance(spec, DecoderSpec)
     return spec
+
+
+def test_gemma_3_with_eyes() -> None:
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    spec = read("Gemma3ForConditionalGeneration", {"model_type": "gemma3", "text_config": text})
+    first, sixth = spec.layers[0].mixer, spec.layers[5].mixer
+    assert (spec.vocab_size, spec.tied, len(spec.layers), spec.logit_softcap) == (262208, True, 34, None)
+    assert (first.num_heads, first.num_kv_heads, first.head_dim, first.scale) == (8, 4, 256, 256**-0.5)
+    assert (first.window, sixth.window) == (1024, None)
+    assert first.rope is not None and (first.rope.theta, first.rope.kind) == (10000.0, "default")
+    assert sixth.rope is not None and (sixth.rope.theta, sixth.rope.factor) == (1e6, 8.0)
+    assert spec.names.prefix == "language_model."
+    assert 3.8e9 < spec.num_parameters < 4e9
+
+
+def test_gemma_2() -> None:
+    card = {
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "head_dim": 128,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 4608,
+        "intermediate_size": 36864,
+        "max_position_embeddings": 8192,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 46,
+        "num_key_value_heads": 16,
+        "query_pre_attn_scalar": 144,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+        "sliding_window_size": 4096,
+        "vocab_size": 256000,
+    }
+    spec = read("Gemma2ForCausalLM", card)
+    assert [layer.mixer.window for layer in spec.layers[:3]] == [4096, None, 4096]
+    assert spec.layers[0].mixer.scale == 144**-0.5
+    assert (spec.embedding_scale, spec.logit_softcap, spec.tied) == (4608**0.5, 30.0, True)
+    assert 27e9 < spec.num_parameters < 27.5e9
 
 
 def test_phi_4_mini() -> None:
@@ -47,6 +97,77 @@ def test_phi_4_mini() -> None:
     assert rope is not None and rope.kind == "longrope"
 
 
+def test_falcon_before_its_class_was_in_transformers() -> None:
+    card = {
+        "alibi": False,
+        "apply_residual_connection_post_layernorm": False,
+        "bias": False,
+        "hidden_size": 4544,
+        "layer_norm_epsilon": 1e-05,
+        "model_type": "RefinedWebModel",
+        "multi_query": True,
+        "n_head": 71,
+        "n_layer": 32,
+        "parallel_attn": True,
+        "vocab_size": 65024,
+    }
+    spec = read("RWForCausalLM", card)
+    layer = spec.layers[0]
+    assert (layer.mixer.num_heads, layer.mixer.num_kv_heads, layer.mixer.head_dim) == (71, 1, 64)
+    assert (layer.parallel, layer.mlp_norms.before, layer.mixer.alibi) == (True, None, ())
+    grouped = card | {"n_head_kv": 8, "n_head": 128, "hidden_size": 8192, "new_decoder_architecture": True}
+    spec = read("FalconForCausalLM", grouped)
+    assert spec.layers[0].mixer.num_kv_heads == 8 and spec.names.mlp_norm == "ln_mlp"
+
+
+def test_bloom_has_no_longest_context_but_that_of_its_training() -> None:
+    card = {
+        "layer_norm_epsilon": 1e-05,
+        "n_embed": 1024,
+        "n_head": 16,
+        "n_inner": None,
+        "n_layer": 24,
+        "num_attention_heads": 16,
+        "offset_alibi": 100,
+        "pretraining_tp": 1,
+        "seq_length": 2048,
+        "vocab_size": 250880,
+    }
+    spec = read("BloomForCausalLM", card)
+    mixer = spec.layers[0].mixer
+    assert (spec.reach, spec.hidden_size, spec.tied) == (2048, 1024, True)
+    assert mixer.alibi[:2] == (2**-0.5, 2**-1.0) and len(mixer.alibi) == 16
+
+
+def test_slopes_of_heads_that_are_no_power_of_two() -> None:
+    card = {"hidden_size": 14336, "n_head": 112, "n_layer": 1, "vocab_size": 250880}
+    slopes = read("BloomForCausalLM", card).layers[0].mixer.alibi
+    assert len(slopes) == 112
+    assert slopes[:64] == tuple(2.0 ** (-(i + 1) / 8) for i in range(64))
+    assert slopes[64:] == tuple(2.0 ** (-(2 * i + 1) / 16) for i in range(48))
+
+
+def test_mpt_reaches_as_far_as_its_card_says_and_has_its_slopes() -> None:
+    card = {
+        "attn_config": {"alibi": True, "alibi_bias_max": 16, "attn_impl": "torch", "clip_qkv": 6},
+        "d_model": 4096,
+        "expansion_ratio": 4,
+        "learned_pos_emb": True,
+        "logit_scale": None,
+        "max_seq_len": 65536,
+        "n_heads": 32,
+        "n_layers": 32,
+        "no_bias": True,
+        "vocab_size": 50432,
+    }
+    spec = read("MPTForCausalLM", card)
+    mixer = spec.layers[0].mixer
+    assert (spec.reach, mixer.clip_qkv, mixer.alibi[0], mixer.alibi[-1]) == (65536, 6.0, 2**-0.5, 2**-16.0)
+    assert (spec.positions, mixer.qkv_bias, spec.tied) == (None, False, True)
+    learned = read("MPTForCausalLM", card | {"attn_config": {"alibi": False}})
+    assert learned.positions is not None and learned.positions.count == 65536
+
+
 def test_pythia_and_stablelm_say_how_much_is_rotated_in_words_of_their_own() -> None:
     card = {
         "hidden_act": "gelu",
@@ -68,6 +189,27 @@ def test_pythia_and_stablelm_say_how_much_is_rotated_in_words_of_their_own() -> 
     del card["rotary_pct"], card["layer_norm_eps"]
     layer = read("StableLMEpochForCausalLM", card).layers[0]
     assert layer.mixer.rope is not None and layer.mixer.rope.rotary_dim == 32
+
+
+def test_baichuan_by_its_size() -> None:
+    card = {
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "intermediate_size": 13696,
+        "model_max_length": 4096,
+        "num_attention_heads": 40,
+        "num_hidden_layers": 40,
+        "rms_norm_eps": 1e-06,
+        "tie_word_embeddings": False,
+        "vocab_size": 125696,
+        "z_loss_weight": 0,
+    }
+    spec = read("BaichuanForCausalLM", card)
+    assert len(spec.layers[0].mixer.alibi) == 40 and spec.layers[0].mixer.rope is None
+    assert (spec.reach, spec.normalised_head) == (4096, True)
+    seven = card | {"hidden_size": 4096, "num_attention_heads": 32, "max_position_embeddings": 4096}
+    spec = read("BaichuanForCausalLM", seven)
+    assert spec.layers[0].mixer.rope is not None and spec.layers[0].mixer.alibi == ()
 
 
 def test_qwen_1_stops_where_its_own_stretching_begins() -> None:
@@ -94,3 +236,29 @@ def test_qwen_1_stops_where_its_own_stretching_begins() -> None:
         False,
     )
     assert 7.6e9 < spec.num_parameters < 7.8e9
+
+
+@pytest.mark.parametrize(
+    ("architecture", "change", "said"),
+    [
+        ("GPT2LMHeadModel", {"add_cross_attention": True}, "add_cross_attention is True; it must be false"),
+        (
+            "GPT2LMHeadModel",
+            {"activation_function": "mish"},
+            "activation_function is 'mish'; it must be one of",
+        ),
+        ("GemmaForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        (
+            "SmolLM3ForCausalLM",
+            {"no_rope_layers": [1, 2]},
+            "no_rope_layers is [1, 2]; it must be a list of 2",
+        ),
+        ("Gemma2ForCausalLM", {"layer_types": ["full_attention"]}, "it must be a list of 2 words"),
+        ("GPTJForCausalLM", {"rotary_dim": 3}, "rotary_dim is 3; it must be"),
+    ],
+)
+def test_senseless_values_are_named(architecture: str, change: Card, said: str) -> None:
+    card = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 99}
+    with pytest.raises(ConfigError) as caught:
+        read(architecture, card | {"intermediate_size": 64} | change)
+    assert said in str(caught.value)

@@ -37,6 +37,7 @@ from quintet.executor.cards.spec import (
     Norms,
     NormSpec,
     QkNormOver,
+    Temperature,
 )
 
 
@@ -202,12 +203,12 @@ def ministral(card: ModelCard) -> DecoderSpec:
 
 
 def ministral3(card: ModelCard) -> DecoderSpec:
-    """Ministral 3, up to the context of its pretraining: beyond, queries grow with their position."""
+    """Ministral 3: beyond the context of its pretraining, queries grow with their position."""
     mixer = attention(card, positions=262144, kv_heads=8, head_dim=128, theta=1e6, window=window(card))
-    spec = _llama(card, mixer, gated(card), rms(card, 1e-5))
-    grows = card.section("rope_parameters").real("llama_4_scaling_beta", 0.0, 1e3, 0.0) > 0.0
-    assert mixer.rope is not None
-    return replace(spec, reach=min(spec.reach, mixer.rope.original_positions)) if grows else spec
+    growth = card.section("rope_parameters").real("llama_4_scaling_beta", 0.0, 1e3, 0.0)
+    if growth and mixer.rope is not None:
+        mixer = replace(mixer, temperature=Temperature(growth, mixer.rope.original_positions))
+    return _llama(card, mixer, gated(card), rms(card, 1e-5))
 
 
 def internlm3(card: ModelCard) -> DecoderSpec:
@@ -267,9 +268,13 @@ FAMILIES = {
     "StableLmForCausalLM": Family(stablelm, "StableLM"),
     "StableLMEpochForCausalLM": Family(stablelm, "StableLM, by its own code"),
     "NemotronForCausalLM": Family(nemotron, "Nemotron 3 and 4, Minitron"),
+    "SmolLM3ForCausalLM": Family(smollm3, "SmolLM 3"),
+    "Ernie4_5ForCausalLM": Family(ernie, "ERNIE 4.5, dense"),
+    "Ernie4_5_ForCausalLM": Family(ernie, "ERNIE 4.5, dense, its first cards"),
     "MinistralForCausalLM": Family(ministral, "Ministral 8B"),
     "Ministral3ForCausalLM": Family(ministral3, "Ministral 3"),
     "InternLM3ForCausalLM": Family(internlm3, "InternLM 3"),
     "SeedOssForCausalLM": Family(seed_oss, "Seed-OSS"),
+    "HeliumForCausalLM": Family(helium, "Helium"),
     "ArceeForCausalLM": Family(arcee, "AFM"),
 }

@@ -121,4 +121,7 @@ def _decoder(
 
 FAMILIES = {
     "GemmaForCausalLM": Family(gemma, "Gemma 1, CodeGemma"),
+    "Gemma2ForCausalLM": Family(gemma2, "Gemma 2"),
+    "VaultGemmaForCausalLM": Family(vault_gemma, "VaultGemma"),
+    "Gemma3ForCausalLM": Family(gemma3, "Gemma 3, text"),
 }

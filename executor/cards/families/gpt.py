@@ -184,7 +184,11 @@ def _learned(card: ModelCard, layers: tuple[LayerSpec, ...], **switches: Any) ->
 
 
 FAMILIES = {
+    "GPT2LMHeadModel": Family(gpt2, "GPT-2"),
+    "GPTBigCodeForCausalLM": Family(gpt_bigcode, "StarCoder, SantaCoder"),
     "Starcoder2ForCausalLM": Family(starcoder2, "StarCoder 2"),
+    "GPTNeoForCausalLM": Family(gpt_neo, "GPT-Neo"),
+    "GPTJForCausalLM": Family(gptj, "GPT-J"),
     "GPTNeoXForCausalLM": Family(gpt_neox, "GPT-NeoX, Pythia, Dolly"),
     "PersimmonForCausalLM": Family(persimmon, "Persimmon"),
 }

@@ -94,4 +94,6 @@ def _behind(card: ModelCard, mixer: AttentionSpec) -> LayerSpec:
 FAMILIES = {
     "OlmoForCausalLM": Family(olmo, "OLMo 1"),
     "Olmo2ForCausalLM": Family(olmo2, "OLMo 2"),
+    "Olmo3ForCausalLM": Family(olmo3, "OLMo 3"),
+    "Exaone4ForCausalLM": Family(exaone4, "EXAONE 4"),
 }

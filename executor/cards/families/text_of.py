@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from quintet.executor.cards.card import ModelCard
-from quintet.executor.cards.families import dense, llama
+from quintet.executor.cards.families import dense, gemma, llama
 from quintet.executor.cards.family import Family
 from quintet.executor.cards.spec import DecoderSpec
 
@@ -39,6 +39,7 @@ def mistral3(card: ModelCard) -> DecoderSpec:
 
 
 FAMILIES = {
+    "Gemma3ForConditionalGeneration": Family(text_of(gemma.gemma3), "Gemma 3, what it does with text"),
     "Qwen2VLForConditionalGeneration": Family(qwen2_vl, "Qwen2-VL, what it does with text"),
     "Qwen2_5_VLForConditionalGeneration": Family(qwen2_vl, "Qwen2.5-VL, what it does with text"),
     "Mistral3ForConditionalGeneration": Family(

@@ -17,4 +17,31 @@ _EYES = {
 ROWS: dict[str, Row] = {
     "gemma": of_transformers("GemmaConfig", head_dim=32),
     "gemma, its first cards": of_transformers("GemmaConfig", head_dim=16, card={"hidden_act": "gelu"}),
+    "gemma2": of_transformers(
+        "Gemma2Config", **_WIDE, attn_logit_softcapping=2.0, final_logit_softcapping=3.0
+    ),
+    "gemma2, no caps": of_transformers(
+        "Gemma2Config", **_WIDE, attn_logit_softcapping=None, final_logit_softcapping=None
+    ),
+    "vaultgemma": of_transformers("VaultGemmaConfig", **_WIDE, attn_logit_softcapping=2.0),
+    "gemma3": of_transformers("Gemma3TextConfig", **_WIDE, num_hidden_layers=7),
+    "gemma3, its first cards": of_transformers(
+        "Gemma3TextConfig",
+        **_WIDE,
+        num_hidden_layers=4,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 50000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 3000.0},
+        },
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        card={
+            "rope_parameters": None,
+            "rope_theta": 50000.0,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            "rope_local_base_freq": 3000.0,
+            "layer_types": None,
+            "sliding_window_pattern": 2,
+        },
+    ),
+    "gemma3, with eyes": of_transformers("Gemma3Config", text_config=_TEXT, vision_config=_EYES),
 }

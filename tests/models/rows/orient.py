@@ -21,9 +21,11 @@ _7B = _CARD | {
     "model_type": "baichuan",
     "max_position_embeddings": 256,
 }
+_13B = _CARD | {"architectures": ["BaichuanForCausalLM"], "model_type": "baichuan", "model_max_length": 256}
 
 ROWS: dict[str, Row] = {
     "baichuan 7b": of_module(_7B, Baichuan),
+    "baichuan 13b": of_module(_13B | {"hidden_size": 80, "num_attention_heads": 5}, Baichuan),
     "baichuan 2 7b": of_module(
         _7B | {"architectures": ["BaichuanForCausalLM"], "z_loss_weight": 0}, Baichuan
     ),

@@ -1,0 +1,18 @@
+"""OPT."""
+
+from tests.models.random_checkpoints import Row, of_transformers
+
+_OPT = {"ffn_dim": 112}
+
+ROWS: dict[str, Row] = {
+    "opt": of_transformers("OPTConfig", **_OPT),
+    "opt 350m": of_transformers("OPTConfig", **_OPT, do_layer_norm_before=False, word_embed_proj_dim=32),
+    "opt, galactica": of_transformers(
+        "OPTConfig",
+        **_OPT,
+        enable_bias=False,
+        activation_function="gelu",
+        layer_norm_elementwise_affine=False,
+    ),
+    "biogpt": of_transformers("BioGptConfig"),
+}
