@@ -28,6 +28,7 @@ MORE: dict[str, dict[str, Any]] = {
     "GPTNeoForCausalLM": {"attention_layers": ["global", "local"] * 6},
     "Gemma3ForConditionalGeneration": {"text_config": SIZES},
     "Mistral3ForConditionalGeneration": {"text_config": SIZES},
+    "Llama4ForConditionalGeneration": {"text_config": SIZES},
 }
 """By architecture: what its card cannot leave out either."""
 

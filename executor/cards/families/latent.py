@@ -12,6 +12,7 @@ from quintet.executor.cards.families.routed import (
     grouped,
     routing,
     sigmoid_experts,
+    without_predictors,
 )
 from quintet.executor.cards.families.shape import (
     MAX_HEAD_DIM,
@@ -25,7 +26,6 @@ from quintet.executor.cards.families.shape import (
     rms,
 )
 from quintet.executor.cards.family import Family
-from quintet.executor.cards.names import Names
 from quintet.executor.cards.rope import RopeSpec, rope_spec
 from quintet.executor.cards.routing import MAX_EXPERTS, Scoring
 from quintet.executor.cards.spec import DecoderSpec, LatentSpec, NormKind, NormSpec
@@ -104,11 +104,6 @@ def minicpm3(card: ModelCard) -> DecoderSpec:
         embedding_scale=card.real("scale_emb", 1e-9, 1e9, 12.0),
         logit_scale=card.whole("dim_model_base", 1, MAX_WIDTH, 256) / hidden,
     )
-
-
-def without_predictors(card: ModelCard) -> Names:
-    """Return names that leave out the layers behind the last one, which predict further tokens."""
-    return Names(ignored=(f"model.layers.{num_layers(card)}.*",))
 
 
 def _stretched(rope: RopeSpec) -> float:

@@ -91,4 +91,4 @@ def _rotated(card: ModelCard) -> list[int]:
     return list(flags)
 
 
-FAMILIES = {"Llama4ForCausalLM": Family(llama4, "Llama 4 Scout and Maverick, text")}
+FAMILIES = {"Llama4ForCausalLM": Family(llama4, "Llama 4, its text model by itself")}

@@ -164,7 +164,7 @@ def glm4(card: ModelCard) -> DecoderSpec:
         qkv_bias=card.flag("attention_bias", False),
     )
     experts = sigmoid_experts(card, experts=128, chosen=8, groups=1, chosen_groups=1, scale=1.0, width=1408)
-    return decoder(card, first_dense(card, norm, mixer, experts, 1), norm)
+    return decoder(card, first_dense(card, norm, mixer, experts, 1), norm, names=without_predictors(card))
 
 
 def sigmoid_experts(
@@ -187,6 +187,11 @@ def first_dense(card: ModelCard, norm: Any, mixer: Any, experts: ExpertsSpec, de
     dense = card.whole("first_k_dense_replace", 0, MAX_LAYERS, default)
     plain, routed = pre_norm(norm, mixer, gated(card)), pre_norm(norm, mixer, experts)
     return [plain if layer < dense else routed for layer in range(num_layers(card))]
+
+
+def without_predictors(card: ModelCard) -> Names:
+    """Return names that leave out the layers behind the last one, which predict further tokens."""
+    return Names(ignored=(f"model.layers.{num_layers(card)}.*",))
 
 
 def _qwen(card: ModelCard, mixer: Any, experts: ExpertsSpec) -> DecoderSpec:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from quintet.executor.cards.card import ModelCard
-from quintet.executor.cards.families import dense, gemma, llama
+from quintet.executor.cards.families import dense, gemma, llama, llama4
 from quintet.executor.cards.family import Family
 from quintet.executor.cards.spec import DecoderSpec
 
@@ -19,7 +19,7 @@ def text_of(read: Callable[[ModelCard], DecoderSpec]) -> Callable[[ModelCard], D
         tied = card if card.has("tie_word_embeddings") else text
         values = dict(text.values) | {"tie_word_embeddings": tied.values.get("tie_word_embeddings")}
         spec = read(ModelCard(values, text.path, text.inside))
-        ignored = ("*vision_tower.*", "*multi_modal_projector.*")
+        ignored = ("*vision_tower.*", "*vision_model.*", "*multi_modal_projector.*")
         return replace(spec, names=replace(spec.names, prefix="language_model.", ignored=ignored))
 
     return reader
@@ -44,5 +44,8 @@ FAMILIES = {
     "Qwen2_5_VLForConditionalGeneration": Family(qwen2_vl, "Qwen2.5-VL, what it does with text"),
     "Mistral3ForConditionalGeneration": Family(
         text_of(mistral3), "Mistral Small 3, Ministral 3: what they do with text"
+    ),
+    "Llama4ForConditionalGeneration": Family(
+        text_of(llama4.llama4), "Llama 4 Scout and Maverick, what they do with text"
     ),
 }

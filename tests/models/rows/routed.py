@@ -29,6 +29,32 @@ GPT_OSS: dict[str, Any] = {
     "pad_token_id": 0,
 }
 
+LLAMA4: dict[str, Any] = {
+    "num_local_experts": 5,
+    "head_dim": 32,
+    "num_hidden_layers": 4,
+    "interleave_moe_layer_step": 2,
+    "intermediate_size_mlp": 72,
+    "attention_chunk_size": 13,
+    "floor_scale": 7,
+    "pad_token_id": 0,
+}
+
+
+def llama4_that_sees(folder: Path) -> Logits:
+    """Write the text model's checkpoint as that of the whole: its tensors behind a prefix, its card inside another."""
+    logits = of_transformers("Llama4TextConfig", **LLAMA4).make(folder)
+    tensors = load_file(folder / "model.safetensors")
+    whole = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    whole["vision_model.class_embedding"] = torch.zeros(8)
+    save_file(whole, folder / "model.safetensors")
+    card = {
+        "architectures": ["Llama4ForConditionalGeneration"],
+        "text_config": json.loads((folder / "config.json").read_bytes()),
+    }
+    (folder / "config.json").write_text(json.dumps(card))
+    return logits
+
 
 def gpt_oss_in_4_bits(folder: Path) -> Logits:
     """Write a checkpoint whose experts are microscaled 4-bit numbers; the reference computes with what they stand for."""
@@ -85,15 +111,6 @@ ROWS: dict[str, Row] = {
     ),
     "gpt-oss": of_transformers("GptOssConfig", **GPT_OSS),
     "gpt-oss, 4 bits": Row(gpt_oss_in_4_bits),
-    "llama4": of_transformers(
-        "Llama4TextConfig",
-        num_local_experts=5,
-        head_dim=32,
-        num_hidden_layers=4,
-        interleave_moe_layer_step=2,
-        intermediate_size_mlp=72,
-        attention_chunk_size=13,
-        floor_scale=7,
-        pad_token_id=0,
-    ),
+    "llama4": of_transformers("Llama4TextConfig", **LLAMA4),
+    "llama4, as a part of what sees": Row(llama4_that_sees),
 }
