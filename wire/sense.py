@@ -17,6 +17,7 @@ from quintet.wire import supervision
 from quintet.wire.codec import UNREADABLE
 from quintet.wire.columns import ID_BYTES, REQUEST_BYTES, all_below, are_spans
 from quintet.wire.config import EngineConfig
+from quintet.wire.kv_spec import STATE_BLOCKS
 from quintet.wire.metrics import decode_snapshot
 from quintet.wire.params import (
     MAX_CHOICES,
@@ -47,7 +48,7 @@ class Sense:
         self._num_blocks = model.kv.num_blocks(config.cache.memory_bytes) or MAX_COUNT
         """On a GPU only the executor knows."""
         self._num_host_blocks = model.kv.num_blocks(config.cache.swap_bytes)
-        self._blocks_per_row = -(-model.max_model_len // model.kv.block_size)
+        self._blocks_per_row = max(STATE_BLOCKS, -(-model.max_model_len // model.kv.block_size))
         self._run_dir = config.run_dir
         self._checks: dict[type[msgspec.Struct], Check] = {
             m.Submit: self._submit,

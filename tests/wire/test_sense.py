@@ -14,6 +14,7 @@ from quintet.wire import supervision
 from quintet.wire.codec import pack_f32, pack_i32, pack_i64, pack_u8
 from quintet.wire.columns import all_below, are_spans
 from quintet.wire.ids import Role, WorkerId
+from quintet.wire.kv_spec import KvGroup, KvSpec
 from quintet.wire.params import SamplingParams
 from quintet.wire.sense import Sense
 
@@ -27,7 +28,8 @@ PARAMS = SamplingParams(seed=1)
 def sense(tmp_path: Path) -> Sense:
     """Of a server with 2048 blocks on the device and two on the host."""
     config = config_of(tmp_path)
-    cache = msgspec.structs.replace(config.cache, swap_bytes=2 * config.model.kv.bytes_per_block)
+    size = config.model.kv.bytes_per_block
+    cache = msgspec.structs.replace(config.cache, memory_bytes=2048 * size, swap_bytes=2 * size)
     return Sense(msgspec.structs.replace(config, cache=cache))
 
 
@@ -42,6 +44,15 @@ def test_blocks_of_a_gpu_are_not_known_beforehand(tmp_path: Path) -> None:
     sense = Sense(msgspec.structs.replace(config, cache=cache))
     assert sense.accepts(plan(blocks=pack_i32([0, 0, 0, 1 << 30]), copies=pack_i32([0, 1 << 30])))
     assert not sense.accepts(plan(copies=pack_i32([0, -1])))
+
+
+def test_a_state_has_two_places_however_short_the_context(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    kv = KvSpec([KvGroup("full", [0]), KvGroup("state", [1])], 1, 64, 1024)
+    model = msgspec.structs.replace(config.model, kv=kv, max_model_len=64)
+    sense = Sense(msgspec.structs.replace(config, model=model))
+    assert sense.accepts(plan(blocks=pack_i32([0, 0, 0, 1, 0, 1, 0, 2, 0, 1, 1, 2])))
+    assert not sense.accepts(plan(blocks=pack_i32([0, 1, 2, 2])))
 
 
 def submit(**change: Any) -> m.Submit:
