@@ -186,7 +186,7 @@ class EagerPass:
         cache = (keys, values, batch.blocks[group], batch.offsets)
         q = rope_kv_write(layer, q, k, v, rotation, batch.positions, *cache)
         attended = paged_attention(layer, q, keys, values, batch.attention[group, layer.sight])
-        return attended.reshape(batch.num_tokens, -1)
+        return attended.reshape(batch.num_tokens, -1).contiguous()  # a view, of heads of one number
 
     def causal_conv(self, layer: CausalConv, x: torch.Tensor) -> torch.Tensor:
         """See `ForwardPass`."""

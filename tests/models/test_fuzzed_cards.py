@@ -209,6 +209,12 @@ def test_a_senseless_card_is_refused_or_computes(folder: Path) -> None:
     assert refused > 30 and computed > 30
 
 
+def test_heads_of_one_number_compute(folder: Path) -> None:
+    card = {**SMALL, "architectures": ["BioGptForCausalLM"], "head_dim": 1}
+    (folder / "config.json").write_text(json.dumps(card))
+    assert try_out(folder, 4, load_format="dummy") is None
+
+
 def test_a_long_value_is_not_repeated_whole(folder: Path) -> None:
     long_dtype = 1170
     assert fuzz_cards(folder, [long_dtype]) == (1, 0)
