@@ -56,8 +56,15 @@ KINDS: dict[str, dict[str, Any]] = {
         "n_layer": 16,
         "n_head": 16,
         "n_positions": 2048,
+        "num_key_value_heads": None,
     },
-    "ALiBi": {"architectures": ["BloomForCausalLM"], "model_type": "bloom", "n_layer": 16, "n_head": 16},
+    "ALiBi": {
+        "architectures": ["BloomForCausalLM"],
+        "model_type": "bloom",
+        "n_layer": 16,
+        "n_head": 16,
+        "num_key_value_heads": None,
+    },
     "parallel": {"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox"},
     "soft caps": {
         "architectures": ["Gemma2ForCausalLM"],
