@@ -114,7 +114,7 @@ class BatchBuilder:
     ) -> None:
         self._shape = shape
         self._views = tuple(dict.fromkeys(views))
-        self._fold = num_heads // shape.num_kv_heads
+        self._fold = num_heads // max(1, shape.num_kv_heads)  # a model without attention has no heads
         self._needs_lengths = needs_lengths
         self._dtype = dtype
 

@@ -258,12 +258,14 @@ class EagerRunner:
         self._device = device
         self._dtype = dtype
         self._kv = EagerKv(kv, num_blocks, dtype, device)
-        first = model.attentions[0]
-        token_bytes = first.num_kv_heads * (first.head_dim + first.value_width) * dtype.itemsize
+        num_heads, shape = 0, KvShape(0, kv.block_size, 0)
+        for first in model.attentions[:1]:
+            token_bytes = first.num_kv_heads * (first.head_dim + first.value_width) * dtype.itemsize
+            num_heads, shape = first.num_heads, KvShape(first.num_kv_heads, kv.block_size, token_bytes)
         self._builder = BatchBuilder(
-            KvShape(first.num_kv_heads, kv.block_size, token_bytes),
+            shape,
             ((kv.place(layer.index)[0], layer.sight) for layer in model.attentions),
-            first.num_heads,
+            num_heads,
             any(rope.spec.depends_on_length for rope in model.ropes),
             dtype,
         )

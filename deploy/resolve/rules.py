@@ -119,8 +119,13 @@ def check_quantization(options: Options, device: str) -> None:
 
 
 def kv_spec(options: Options, device: str, facts: ModelFacts, dtype_bytes: int) -> KvSpec:
-    """Return what KV takes; reject a number format that the device does not compute with."""
+    """Return what KV takes; reject a number format that the device does not compute with, and states on a GPU."""
     block_size = options.block_size
+    if device == "cuda" and any(facts.state_needs):
+        raise ConfigError(
+            f"{facts.path}: {facts.architecture} keeps a state of each request, which is served on the CPU only: add"
+            " --device cpu"
+        )
     if options.kv_cache_dtype == "auto":
         return _groups(facts, block_size, dtype_bytes, dtype_bytes)
     other = "cuda" if options.kv_cache_dtype == "fp8" else "cpu"

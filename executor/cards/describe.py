@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from quintet.executor.cards.experts import ExpertsLayout, ExpertsSpec
 from quintet.executor.cards.spec import (
     AttentionSpec,
+    BesideSpec,
     DecoderSpec,
     LatentSpec,
     LayerSpec,
@@ -16,11 +17,18 @@ from quintet.executor.cards.spec import (
     NormKind,
     QkvLayout,
 )
+from quintet.executor.cards.state_specs import DeltaSpec, Mamba2Spec, MambaSpec, ShortConvSpec
 
 _LAYOUTS = {
     QkvLayout.SEPARATE: "",
     QkvLayout.STACKED: "q, k, v stacked in one tensor",
     QkvLayout.GROUPED: "q, k, v stacked head by head",
+}
+_MIXERS: dict[type, str] = {
+    MambaSpec: "Mamba",
+    Mamba2Spec: "Mamba 2",
+    ShortConvSpec: "short convolution",
+    DeltaSpec: "gated delta rule",
 }
 _KINDS = {NormKind.RMS: "RMS", NormKind.LAYER: "layer"}
 
@@ -28,7 +36,7 @@ _KINDS = {NormKind.RMS: "RMS", NormKind.LAYER: "layer"}
 def describe(spec: DecoderSpec) -> dict[str, str]:
     """Return what is said of a decoder's norms, positions, attention, feed-forward, and of the rest."""
     layers = spec.layers
-    mixers = [layer.mixer for layer in layers if isinstance(layer.mixer, AttentionSpec)]
+    mixers = [each for each in spec.attentions if isinstance(each, AttentionSpec)]
     return {
         "norms": _each(_norms(layer) for layer in layers),
         "positions": _positions(spec, mixers),
@@ -94,8 +102,10 @@ def _positions(spec: DecoderSpec, mixers: list[AttentionSpec]) -> str:
 def _mixer(mixer: MixerSpec) -> str:
     if isinstance(mixer, LatentSpec):
         return "attention over latents" + _told(mixer.q_rank is not None and "of queries, too")
+    if isinstance(mixer, BesideSpec):
+        return f"{_mixer(mixer.attention)} beside {_mixer(mixer.state)}"
     if not isinstance(mixer, AttentionSpec):
-        return type(mixer).__name__.removesuffix("Spec").lower()
+        return _MIXERS[type(mixer)]
     biases = {(True, True): "biases", (True, False): "qkv biases", (False, True): "output bias"}
     return "attention" + _told(
         biases.get((mixer.qkv_bias, mixer.output_bias)),

@@ -231,6 +231,10 @@ class MlpSpec:
     biased: bool = False
     layout: MlpLayout = MlpLayout.SEPARATE
     """Of gates and ups."""
+    gate_multiplier: float = 1.0
+    """Factor of gates, before their activation."""
+    down_multiplier: float = 1.0
+    """Factor of the result."""
 
     def num_parameters(self, hidden_size: int) -> int:
         """Numbers of its matrices."""

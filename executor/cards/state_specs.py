@@ -56,8 +56,8 @@ class MambaSpec:
 
     def num_parameters(self, hidden_size: int) -> int:
         """Numbers of its matrices."""
-        inner = self.channels * (2 * self.dt_rank + 2 * self.state_size)
-        return 3 * hidden_size * self.channels + inner
+        inner = 2 * self.dt_rank + 3 * self.state_size + self.taps
+        return self.channels * (3 * hidden_size + inner)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,8 @@ class Mamba2Spec:
 
     def num_parameters(self, hidden_size: int) -> int:
         """Numbers of its matrices."""
-        return hidden_size * (2 * self.channels + self.conv_channels + self.num_heads)
+        projected = 2 * self.channels + self.conv_channels + self.num_heads
+        return hidden_size * projected + self.conv_channels * self.taps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +119,7 @@ class ShortConvSpec:
 
     def num_parameters(self, hidden_size: int) -> int:
         """Numbers of its matrices."""
-        return 4 * hidden_size * self.channels
+        return self.channels * (4 * hidden_size + self.taps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,4 +154,5 @@ class DeltaSpec:
 
     def num_parameters(self, hidden_size: int) -> int:
         """Numbers of its matrices."""
-        return hidden_size * (2 * self.keys + 3 * self.values + 2 * self.num_heads)
+        projected = 2 * self.keys + 3 * self.values + 2 * self.num_heads
+        return hidden_size * projected + (2 * self.keys + self.values) * self.taps

@@ -27,6 +27,11 @@ SIZES: dict[str, Any] = {
 MORE: dict[str, dict[str, Any]] = {
     "GPTNeoForCausalLM": {"attention_layers": ["global", "local"] * 6},
     "Gemma3ForConditionalGeneration": {"text_config": SIZES},
+    "MambaForCausalLM": {"intermediate_size": 2048},
+    "FalconMambaForCausalLM": {"intermediate_size": 2048},
+    "BambaForCausalLM": {"attn_layer_indices": [4, 9]},
+    "Lfm2ForCausalLM": {"full_attn_idxs": [4, 9]},
+    "Lfm2MoeForCausalLM": {"layer_types": ["conv"] * 8 + ["full_attention"] * 4},
     "Mistral3ForConditionalGeneration": {"text_config": SIZES},
     "Llama4ForConditionalGeneration": {"text_config": SIZES},
 }

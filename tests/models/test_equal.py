@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.models.equal import MORE_WAYS, WAYS, Loaded, alone, furthest, in_every_way, load
 from tests.models.random_checkpoints import LENGTHS, Expectation, Row, expectations, write_checkpoint
-from tests.models.rows import dense, falcon, gemma, gpt, latent, llama, opt, orient, routed
+from tests.models.rows import dense, falcon, gemma, gpt, latent, llama, opt, orient, routed, states
 
 ROWS: dict[str, Row] = {
     **llama.ROWS,
@@ -23,6 +23,7 @@ ROWS: dict[str, Row] = {
     **opt.ROWS,
     **orient.ROWS,
     **routed.ROWS,
+    **states.ROWS,
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quintet.executor.cards.spec import MlpLayout, MlpSpec
+from quintet.executor.cards.spec import Activation, MlpLayout, MlpSpec
 from quintet.executor.layers.linear import GatedActivation
 from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.forward import ForwardPass, ValueT
@@ -19,14 +19,26 @@ class FeedForward:
             parts = [scope.part(names.gate_up, wide, 2 * wide, begin) for begin in (0, wide)]
         else:
             parts = [scope.part(names.gate, wide), scope.part(names.up, wide)]
-        gates = GatedActivation.of(spec.activation) if spec.gated else GatedActivation.NONE
+        self._gate_multiplier, self._down_multiplier = spec.gate_multiplier, spec.down_multiplier
+        self._gate_width = wide if spec.gated and spec.gate_multiplier != 1.0 else 0
+        together = spec.gated and not self._gate_width
+        gates = GatedActivation.of(spec.activation) if together else GatedActivation.NONE
         self._up = scope.linear(parts, scope.hidden_size, biased=spec.biased, activation=gates)
-        self._activation = None if spec.gated else spec.activation
+        self._activation = None if together else spec.activation
         self._down = scope.linear([scope.part(names.down, scope.hidden_size)], wide, biased=spec.biased)
 
     def __call__(self, ops: ForwardPass[ValueT], x: ValueT) -> ValueT:
         """See `Block`."""
         up = ops.linear(self._up, x)
         if self._activation is not None:
-            up = ops.activation(up, self._activation)
-        return ops.linear(self._down, up)
+            up = self._activated(ops, up, self._activation)
+        down = ops.linear(self._down, up)
+        return down if self._down_multiplier == 1.0 else ops.scale(down, self._down_multiplier)
+
+    def _activated(self, ops: ForwardPass[ValueT], up: ValueT, activation: Activation) -> ValueT:
+        """Return what the linear layer does not compute itself: a plain activation, or one of gates with a factor."""
+        width = self._gate_width
+        if not width:
+            return ops.activation(up, activation)
+        gates = ops.scale(ops.columns(up, 0, width), self._gate_multiplier)
+        return ops.multiply(ops.activation(gates, activation), ops.columns(up, width, width))

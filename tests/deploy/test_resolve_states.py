@@ -1,0 +1,43 @@
+"""What serving a model with states is resolved to: their blocks, and where they are not served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quintet.deploy.resolve.card import read_facts
+from quintet.deploy.resolve.flags import Options
+from quintet.deploy.resolve.rules import kv_spec
+from quintet.wire.errors import ConfigError
+
+from .model_folder import write_model
+
+SMALL_LFM = {
+    "architectures": ["Lfm2ForCausalLM"],
+    "layer_types": ["conv", "full_attention"],
+    "num_hidden_layers": 2,
+}
+
+
+def test_a_state_has_blocks_of_its_own(tmp_path: Path) -> None:
+    facts = read_facts(write_model(tmp_path, **SMALL_LFM))
+    kv = kv_spec(Options(model=str(tmp_path)), "cpu", facts, 2)
+    assert [(group.kind, group.layers) for group in kv.groups] == [("full", [1]), ("state", [0])]
+    assert kv_spec(Options(model=str(tmp_path), block_size=32), "cpu", facts, 2).block_size == 32
+
+
+def test_blocks_hold_as_many_tokens_as_take_what_a_state_does(tmp_path: Path) -> None:
+    facts = read_facts(write_model(tmp_path, **SMALL_LFM, conv_L_cache=16, hidden_size=4096, head_dim=16))
+    need, state = facts.kv_needs[1], facts.state_needs[0]
+    assert need is not None and state is not None
+    kv = kv_spec(Options(model=str(tmp_path)), "cpu", facts, 2)
+    token_bytes = 2 * need.num_kv_heads * need.key_dim * 2
+    assert kv.block_size > 16
+    assert kv.block_size * token_bytes <= state.num_bytes(2) < (kv.block_size + 16) * token_bytes
+
+
+def test_states_are_not_served_on_a_gpu(tmp_path: Path) -> None:
+    facts = read_facts(write_model(tmp_path, **SMALL_LFM))
+    with pytest.raises(ConfigError, match="--device cpu"):
+        kv_spec(Options(model=str(tmp_path)), "cuda", facts, 2)

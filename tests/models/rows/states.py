@@ -1,0 +1,110 @@
+"""Models with states: scans, short convolutions, and hybrids of them with attention."""
+
+from dataclasses import replace
+
+from tests.models.random_checkpoints import Row, of_transformers
+
+MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24}
+
+_ROWS: dict[str, Row] = {
+    "mamba": of_transformers("MambaConfig"),
+    "mamba, biases, untied": of_transformers(
+        "MambaConfig", use_bias=True, use_conv_bias=False, tie_word_embeddings=False, conv_kernel=3
+    ),
+    "falcon mamba": of_transformers("FalconMambaConfig", state_size=12),
+    "mamba2": of_transformers("Mamba2Config", num_heads=8, head_dim=16, n_groups=2, state_size=24),
+    "mamba2, one group, limits": of_transformers(
+        "Mamba2Config",
+        num_heads=4,
+        head_dim=32,
+        n_groups=1,
+        state_size=16,
+        use_bias=True,
+        tie_word_embeddings=True,
+    ),
+    "jamba": of_transformers("JambaConfig", num_experts=1, attn_layer_period=2, attn_layer_offset=1),
+    "jamba, experts": of_transformers(
+        "JambaConfig",
+        num_experts=6,
+        num_experts_per_tok=2,
+        attn_layer_period=3,
+        attn_layer_offset=1,
+        expert_layer_period=2,
+        expert_layer_offset=0,
+    ),
+    "bamba": of_transformers("BambaConfig", **MAMBA2, attn_layer_indices=[1]),
+    "falcon h1": of_transformers(
+        "FalconH1Config",
+        **MAMBA2,
+        mamba_d_ssm=128,
+        ssm_multipliers=[0.9, 1.1, 0.7, 1.3, 0.8],
+        mlp_multipliers=[0.8, 1.2],
+        key_multiplier=0.7,
+        attention_in_multiplier=1.2,
+        attention_out_multiplier=0.8,
+        ssm_in_multiplier=1.1,
+        ssm_out_multiplier=0.9,
+        embedding_multiplier=1.5,
+        lm_head_multiplier=0.6,
+    ),
+    "falcon h1, normed": of_transformers(
+        "FalconH1Config", **MAMBA2, mamba_d_ssm=128, mamba_rms_norm=True, mamba_norm_before_gate=False
+    ),
+    "falcon h1, normed first": of_transformers(
+        "FalconH1Config", **MAMBA2, mamba_d_ssm=128, mamba_rms_norm=True, mamba_norm_before_gate=True
+    ),
+    "granite hybrid": of_transformers(
+        "GraniteMoeHybridConfig",
+        **MAMBA2,
+        num_local_experts=0,
+        shared_intermediate_size=112,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        embedding_multiplier=1.5,
+        residual_multiplier=0.7,
+        attention_multiplier=0.3,
+        logits_scaling=2.0,
+    ),
+    "granite hybrid, experts": of_transformers(
+        "GraniteMoeHybridConfig",
+        **MAMBA2,
+        num_local_experts=6,
+        num_experts_per_tok=3,
+        intermediate_size=40,
+        shared_intermediate_size=48,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+    ),
+    "granite hybrid, positions": of_transformers(
+        "GraniteMoeHybridConfig",
+        **MAMBA2,
+        num_local_experts=0,
+        shared_intermediate_size=112,
+        layer_types=["full_attention", "linear_attention", "linear_attention"],
+        position_embedding_type="rope",
+    ),
+    "lfm2": of_transformers("Lfm2Config", layer_types=["conv", "full_attention", "conv"]),
+    "lfm2 moe": of_transformers(
+        "Lfm2MoeConfig",
+        layer_types=["conv", "full_attention", "conv"],
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=40,
+        num_dense_layers=1,
+        routed_scaling_factor=1.5,
+    ),
+    "lfm2, biases, width as it is": of_transformers(
+        "Lfm2Config",
+        layer_types=["full_attention", "conv", "conv"],
+        conv_bias=True,
+        block_auto_adjust_ff_dim=False,
+        conv_L_cache=4,
+    ),
+}
+
+_LOADS = (0.97, -1.0)
+"""Of int4 no more than that it loads: scores of such scale make attention fall another way."""
+ROWS = {
+    name: replace(row, quantized=_LOADS if name.startswith("granite") else (0.97, 0.3))
+    for name, row in _ROWS.items()
+}
+"""Rounded weights err in what is exponentiated, summed over all tokens before, and multiplied with two gates: the logits of 64
+numbers in 3 layers are less alike than those of attention."""
