@@ -29,7 +29,7 @@ from quintet.executor.ops.host_attention import PagedKv, c_attention, write_kv
 from quintet.executor.ops.host_dtypes import DTYPE_CODES
 from quintet.executor.ops.host_library import instruction_set, open_library, set_threads
 from quintet.executor.program.library import ProgramLibrary
-from quintet.executor.program.step import CStep
+from quintet.executor.program.step import CStep, KvPlace
 
 BLOCK_SIZE = 16
 TOTAL_BYTES = 1 << 30
@@ -134,8 +134,9 @@ class Layers:
         self._program = library.new()
         described = c_attention(case.layer, dtype, DTYPE_CODES[kv_dtype], BLOCK_SIZE)
         for layer in memory:
+            place = KvPlace(layer.data_ptr(), layer.stride(0), 0)
             library.attention(
-                *(self._program, ctypes.byref(described), q.data_ptr(), q.stride(0), layer.data_ptr()),
+                *(self._program, ctypes.byref(described), q.data_ptr(), q.stride(0), ctypes.byref(place)),
                 *(out.data_ptr(), out.stride(0), len(q)),
             )
 

@@ -56,20 +56,7 @@ def _make(
     max_tokens = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
     tables = DeviceTables.reserve(scheduler.max_num_seqs, config.model.max_model_len, spec, where)
     memory = StepMemory(tables, max_tokens)
-    first = _alike(model, config)
-    attention = AttentionPlan(
-        device,
-        scheduler.max_num_seqs,
-        max_tokens,
-        first.num_heads,
-        first.num_kv_heads,
-        first.head_dim,
-        config.model.max_model_len,
-        dtype,
-        kv_dtype,
-        fixed_splits=is_invariant,
-        sights=tuple(dict.fromkeys(layer.sight for layer in model.attentions)),
-    )
+    attention = _attention_plan(device, model, config, max_tokens, dtype, kv_dtype)
     staging = torch.zeros(STAGING_WORDS, dtype=torch.int32, device=where)
     linears = DeviceLinears(device, batch_invariant=is_invariant)
     runner = DeviceRunner(
@@ -104,17 +91,43 @@ def _make(
     return DeviceWorker(device, runner, staging, config, num_blocks, facts, span)
 
 
+def _attention_plan(
+    device: Device,
+    model: CausalModel,
+    config: EngineConfig,
+    max_tokens: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+) -> AttentionPlan:
+    """Plan the attention of all layers, whose heads are alike."""
+    first = _alike(model, config)
+    return AttentionPlan(
+        device,
+        config.scheduler.max_num_seqs,
+        max_tokens,
+        first.num_heads,
+        first.num_kv_heads,
+        first.head_dim,
+        config.model.max_model_len,
+        dtype,
+        kv_dtype,
+        fixed_splits=config.executor.batch_invariant,
+        value_dim=first.value_width,
+        sights=tuple(dict.fromkeys(layer.sight for layer in model.attentions)),
+    )
+
+
 def _alike(model: CausalModel, config: EngineConfig) -> AttentionLayer:
     """Return a layer whose heads are like those of all."""
     first, *others = model.attentions
-    heads = (first.num_heads, first.num_kv_heads, first.head_dim, first.head_dim)
+    heads = (first.num_heads, first.num_kv_heads, first.head_dim, first.value_width)
     for layer in (first, *others):
         of_layer = (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.value_width)
         if of_layer != heads:
             raise ConfigError(
-                f"{config.model.path}: on a GPU all layers have the same heads, as wide in values as in keys; layer"
-                f" {layer.index} has {of_layer[0]} over {of_layer[1]} of {of_layer[2]} and {of_layer[3]} numbers, layer"
-                f" {first.index} {heads[0]} over {heads[1]} of {heads[2]}: serve it with --device cpu"
+                f"{config.model.path}: on a GPU all layers have the same heads; layer {layer.index} has {of_layer[0]} over"
+                f" {of_layer[1]} of {of_layer[2]} and {of_layer[3]} numbers, layer {first.index} {heads[0]} over {heads[1]} of"
+                f" {heads[2]} and {heads[3]}: serve it with --device cpu"
             )
     return first
 
@@ -130,8 +143,11 @@ def _attention_of_prompts(
     if len(scales) > 1:
         log.info("attention of prompts: quintet (layers differ in scale)")
         return None
-    if not all(layer.is_product for layer in layers) or any(sight.chunk for sight in plan.sights):
-        log.info("attention of prompts: quintet (capped, sloped, with sinks or in chunks)")
+    is_usual = plan.head_dim == plan.value_dim and not any(sight.chunk for sight in plan.sights)
+    if not is_usual or not all(layer.is_product for layer in layers):
+        log.info(
+            "attention of prompts: quintet (capped, sloped, with sinks, in chunks, or over values of another width)"
+        )
         return None
     needs = AttentionNeeds(
         dtype=plan.dtype,

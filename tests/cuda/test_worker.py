@@ -15,7 +15,7 @@ from tests.gpu.small import CARD, SMALLER, run_all
 from tests.models import equal
 from tests.models.conftest import engine_config, in_groups, serve
 from tests.models.random_checkpoints import expectations, write_checkpoint
-from tests.models.rows import routed
+from tests.models.rows import falcon, gemma, gpt, latent, routed
 from tests.models.test_engine import GREEDY, House, changed, small_kv, without_prefix_cache
 from tests.models.test_families import FAMILIES, prompts_of
 from tests.models.test_swapping import with_host_memory
@@ -37,7 +37,17 @@ from quintet.wire.params import SamplingParams
 
 __all__ = ["serve"]
 
-KINDS = {"experts": routed.ROWS["mixtral"]}
+KINDS = {
+    "experts": routed.ROWS["mixtral"],
+    "sinks": routed.ROWS["gpt-oss"],
+    "chunks, neighbours, layers without rotation": routed.ROWS["llama4"],
+    "side by side, a part rotated": gpt.ROWS["gpt_neox"],
+    "ALiBi": falcon.ROWS["bloom"],
+    "neighbours, side by side": gpt.ROWS["gptj"],
+    "soft caps": gemma.ROWS["gemma2"],
+    "two rotations": gemma.ROWS["gemma3"],
+    "latent": latent.ROWS["minicpm3"],
+}
 """One model of each kind of layer that the families do not have."""
 BLOCKS_OF_16 = pytest.mark.parametrize("serve", [16], indirect=True)
 

@@ -72,8 +72,9 @@ def check_plane(
 ) -> None:
     """Raise `ValueError` unless these are keys or values in such blocks, each contiguous, and so far apart."""
     fits = tuple(plane.shape[1:]) == block and plane.dtype == dtype
+    blocks_fit = len(plane) == 1 or (fits and plane.stride(0) == block_stride)
     inner = (block[1] * block[2], block[2], 1)
-    if not fits or plane.stride() != (block_stride, *inner) or plane.data_ptr() % PACK_BYTES:
+    if not (fits and blocks_fit) or plane.stride()[1:] != inner or plane.data_ptr() % PACK_BYTES:
         raise ValueError(
             f"{name}: expected {dtype}[num_blocks, {block[0]}, {block[1]}, {block[2]}], contiguous blocks {block_stride} numbers"
             f" apart, at a multiple of {PACK_BYTES} bytes, got {describe(plane)}"
