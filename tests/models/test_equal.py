@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.models.equal import MORE_WAYS, WAYS, Loaded, alone, furthest, in_every_way, load
 from tests.models.random_checkpoints import LENGTHS, Expectation, Row, expectations, write_checkpoint
-from tests.models.rows import dense, falcon, gemma, gpt, latent, llama, opt, orient, routed, states
+from tests.models.rows import dense, departed, falcon, gemma, gpt, latent, llama, opt, routed, states
 
 ROWS: dict[str, Row] = {
     **llama.ROWS,
@@ -21,7 +21,7 @@ ROWS: dict[str, Row] = {
     **gpt.ROWS,
     **latent.ROWS,
     **opt.ROWS,
-    **orient.ROWS,
+    **departed.ROWS,
     **routed.ROWS,
     **states.ROWS,
 }
