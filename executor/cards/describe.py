@@ -116,6 +116,7 @@ def _mixer(mixer: MixerSpec) -> str:
         mixer.softcap is not None and "soft cap",
         mixer.sinks and "sinks",
         mixer.clip_qkv is not None and "q, k, v clipped",
+        mixer.output_gate and "gated",
         _LAYOUTS[mixer.layout],
     )
 

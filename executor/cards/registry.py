@@ -27,6 +27,7 @@ from quintet.executor.cards.families import (
     openai,
     opt,
     phi,
+    qwen_next,
     routed,
     text_of,
 )
@@ -51,6 +52,7 @@ FAMILIES: dict[str, Family] = {
     **opt.FAMILIES,
     **departed.FAMILIES,
     **phi.FAMILIES,
+    **qwen_next.FAMILIES,
     **routed.FAMILIES,
     **text_of.FAMILIES,
 }

@@ -144,6 +144,8 @@ class AttentionSpec:
     output_bias: bool = False
     clip_qkv: float | None = None
     """Queries, keys and values are clipped to this magnitude."""
+    output_gate: bool = False
+    """Whether `Names.q` has, behind each head's queries, as many gates: what is attended is multiplied with their sigmoid."""
     layout: QkvLayout = QkvLayout.SEPARATE
 
     @property
@@ -153,7 +155,7 @@ class AttentionSpec:
 
     def num_parameters(self, hidden_size: int) -> int:
         """Numbers of its matrices."""
-        keys = self.head_dim * (self.num_heads + self.num_kv_heads)
+        keys = self.head_dim * (self.num_heads * (2 if self.output_gate else 1) + self.num_kv_heads)
         return hidden_size * (keys + self.value_dim * (self.num_heads + self.num_kv_heads))
 
 

@@ -238,6 +238,41 @@ def test_qwen_1_stops_where_its_own_stretching_begins() -> None:
     assert 7.6e9 < spec.num_parameters < 7.8e9
 
 
+def test_qwen_3_next_before_cards_listed_its_layers() -> None:
+    card = {
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 5120,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128,
+        "max_position_embeddings": 262144,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 512,
+        "num_attention_heads": 16,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 2,
+        "partial_rotary_factor": 0.25,
+        "rope_scaling": None,
+        "rope_theta": 10000000,
+        "shared_expert_intermediate_size": 512,
+        "vocab_size": 151936,
+    }
+    spec = read("Qwen3NextForCausalLM", card)
+    assert [need is None for need in spec.kv_needs] == [True, True, True, False] * 12
+    mixer = spec.layers[3].mixer
+    assert mixer.rope is not None and (mixer.rope.rotary_dim, mixer.output_gate) == (64, True)
+    assert 79.5e9 < spec.num_parameters < 80e9
+    nothing_attends = read("Qwen3NextForCausalLM", card | {"num_hidden_layers": 3})
+    assert (nothing_attends.kv_needs, nothing_attends.reach) == ((None,) * 3, 262144)
+
+
 @pytest.mark.parametrize(
     ("architecture", "change", "said"),
     [

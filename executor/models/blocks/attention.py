@@ -1,10 +1,13 @@
-"""Attention with queries, keys and values of one linear layer (Vaswani et al., "Attention is all you need", 2017)."""
+"""Attention with queries, keys and values of one linear layer (Vaswani et al., "Attention is all you need", 2017).
+
+Behind those, where what is attended is gated, its gates (Qiu et al., "Gated attention for large language models", 2025).
+"""
 
 from __future__ import annotations
 
 import torch
 
-from quintet.executor.cards.spec import AttentionSpec, NormSpec, QkNormOver, QkvLayout
+from quintet.executor.cards.spec import Activation, AttentionSpec, NormSpec, QkNormOver, QkvLayout
 from quintet.executor.layers.attention import AttentionLayer
 from quintet.executor.layers.linear import Part
 from quintet.executor.layers.norm import Norm
@@ -28,7 +31,7 @@ class Attention:
             spec.num_heads * spec.value_dim,
             biased=spec.output_bias,
         )
-        self._clip = spec.clip_qkv
+        self._clip, self._gated = spec.clip_qkv, spec.output_gate
         q_norm = _head_norm(scope, spec, scope.names.q_norm, spec.num_heads)
         k_norm = _head_norm(scope, spec, scope.names.k_norm, spec.num_kv_heads)
         whole = spec.qk_norm_over is QkNormOver.WHOLE
@@ -64,13 +67,20 @@ class Attention:
         v = ops.columns(qkv, queries + keys, values)
         if self._q_norm is not None and self._k_norm is not None:
             q, k = ops.norm(q, self._q_norm), ops.norm(k, self._k_norm)
-        return ops.linear(self._output, ops.attention(self.layer, q, k, v))
+        attended = ops.attention(self.layer, q, k, v)
+        if self._gated:
+            gates = ops.columns(qkv, queries + keys + values, queries)
+            attended = ops.multiply(attended, ops.activation(gates, Activation.SIGMOID))
+        return ops.linear(self._output, attended)
 
 
 def _qkv_parts(scope: Scope, spec: AttentionSpec) -> list[Part]:
-    """Return queries, keys and values, in this order, wherever the checkpoint has them."""
+    """Return queries, keys and values, in this order, wherever the checkpoint has them, and gates behind them."""
     names, kv_heads = scope.names, spec.num_kv_heads
     q, k, v = spec.num_heads * spec.head_dim, kv_heads * spec.head_dim, kv_heads * spec.value_dim
+    if spec.output_gate:
+        q_part, gates = (scope.part(names.q, q, 2 * q, begin, spec.num_heads) for begin in (0, spec.head_dim))
+        return [q_part, scope.part(names.k, k), scope.part(names.v, v), gates]
     if spec.layout is QkvLayout.SEPARATE:
         return [scope.part(names.q, q), scope.part(names.k, k), scope.part(names.v, v)]
     groups = kv_heads if spec.layout is QkvLayout.GROUPED else 1
