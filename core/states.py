@@ -26,10 +26,10 @@ takes is a small part of what as many tokens' keys and values do."""
 def begin(state: State, request: Request) -> None:
     """Note where states of a request are kept that is to go on behind ``planned`` tokens, from what was found or from nothing."""
     request.begins_at = request.planned
-    if request.planned == _end_for_choices(state, request):
-        _keep_for_choices(
-            state, request, [request.held[index].blocks[0] for index in state.limits.groups.states]
-        )
+    held = [request.held[index].blocks for index in state.limits.groups.states]
+    # A state that came back from the host lies in the request's own block, which its next step writes over.
+    if request.planned == _end_for_choices(state, request) and all(len(blocks) == 2 for blocks in held):
+        _keep_for_choices(state, request, [blocks[0] for blocks in held])
     request.keep_at = _next_kept(state, request)
 
 

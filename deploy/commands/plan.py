@@ -213,8 +213,12 @@ def plan_lines(plan: Plan) -> list[str]:
         *(("KV group", _in_words(group)) for group in plan.kv_groups if len(plan.kv_groups) > 1),
         (
             "KV memory",
-            f"{format_size(plan.kv_memory_bytes)}: {plan.num_blocks:,} blocks of {plan.block_size} tokens, "
-            f"{plan.num_blocks * plan.block_size:,} tokens in all"
+            f"{format_size(plan.kv_memory_bytes)}: {plan.num_blocks:,} blocks of {plan.block_size} tokens"
+            + (
+                f", {plan.num_blocks * plan.block_size:,} tokens in all"
+                if [(group.kind, group.num_groups) for group in plan.kv_groups] == [("full", 1)]
+                else ""
+            )
             if plan.kv_memory_bytes
             else "what the GPU has left when the model is loaded",
         ),

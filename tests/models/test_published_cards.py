@@ -297,3 +297,49 @@ def test_senseless_values_are_named(architecture: str, change: Card, said: str) 
     with pytest.raises(ConfigError) as caught:
         read(architecture, card | {"intermediate_size": 64} | change)
     assert said in str(caught.value)
+
+
+_SIZES: Card = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "more"),
+    [
+        ("BambaForCausalLM", {"mamba_n_heads": 4, "mamba_d_head": 32}),
+        ("Lfm2ForCausalLM", {"layer_types": ["conv", "conv"]}),
+        ("SmolLM3ForCausalLM", {"no_rope_layers": [0, 0]}),
+        ("Cohere2ForCausalLM", {"layer_types": ["full_attention", "full_attention"]}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_model_that_rotates_nothing_reaches_as_far_as_its_card_says(architecture: str, more: Card) -> None:
+    assert read(architecture, _SIZES | more).reach == 512
+
+
+@pytest.mark.parametrize(
+    ("architecture", "theta", "share"),
+    [
+        ("MixtralForCausalLM", 1e6, 1.0),
+        ("GptOssForCausalLM", 150000.0, 1.0),
+        ("Glm4MoeForCausalLM", 10000.0, 0.5),
+    ],
+)
+def test_what_a_card_leaves_out_is_the_familys(architecture: str, theta: float, share: float) -> None:
+    (rope,) = read(architecture, _SIZES | {"head_dim": 64}).ropes
+    assert (rope.theta, rope.rotary_dim) == (theta, 64 * share)
+
+
+def test_qwens_experts_have_few_kv_heads_where_nothing_is_said() -> None:
+    card = {key: value for key, value in _SIZES.items() if key != "num_key_value_heads"}
+    for architecture, kv_heads in (("Qwen2MoeForCausalLM", 16), ("Qwen3MoeForCausalLM", 4)):
+        spec = read(architecture, card | {"num_attention_heads": 16})
+        assert spec.layers[0].attention is not None
+        assert spec.layers[0].attention.kv_need.num_kv_heads == kv_heads

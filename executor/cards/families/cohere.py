@@ -14,6 +14,7 @@ from quintet.executor.cards.families.shape import (
     layer_kinds,
     layer_norm,
     num_layers,
+    rotated_reach,
     side_by_side,
     window,
 )
@@ -51,7 +52,7 @@ def cohere2(card: ModelCard) -> DecoderSpec:
 def _decoder(card: ModelCard, mixers: tuple[AttentionSpec, ...]) -> DecoderSpec:
     """The card's ``model_max_length``, where it has one, is what the model was made for in the end."""
     norm, mlp = layer_norm(card, biased=False), gated(card)
-    reach = max(mixer.rope.reach for mixer in mixers if mixer.rope is not None)
+    reach = rotated_reach(card, [mixer.rope for mixer in mixers])
     return decoder(
         card,
         tuple(side_by_side(norm, mixer, mlp) for mixer in mixers),

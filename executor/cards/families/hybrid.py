@@ -159,7 +159,8 @@ def _factor(card: ModelCard, key: str) -> float:
 def falcon_h1(card: ModelCard) -> DecoderSpec:
     """Falcon-H1: attention and Mamba 2 side by side in every layer, with factors everywhere."""
     norm = rms(card, 1e-5)
-    channels = card.whole("mamba_d_ssm", 1, MAX_WIDTH, 1024)
+    by_factor = "mamba_d_ssm" in card.values and not card.has("mamba_d_ssm")
+    channels = expanded(card, "mamba_expand") if by_factor else card.whole("mamba_d_ssm", 1, MAX_WIDTH, 1024)
     normed = norm if card.flag("mamba_rms_norm", False) else None
     gate, channel, inputs, outputs, dt = _reals(card, "ssm_multipliers", 5)
     mamba = replace(

@@ -16,6 +16,7 @@ from quintet.executor.cards.families.shape import (
     num_layers,
     pre_norm,
     rms,
+    window,
 )
 from quintet.executor.cards.family import Family
 from quintet.executor.cards.names import Names
@@ -60,6 +61,7 @@ def _attention(card: ModelCard, rotated: bool) -> AttentionSpec:
     biased = card.flag("attention_bias", False)
     spec: dict[str, Any] = {
         "positions": 131072,
+        "theta": 500000.0,
         "kv_heads": 8,
         "head_dim": 128,
         "qkv_bias": biased,
@@ -71,7 +73,7 @@ def _attention(card: ModelCard, rotated: bool) -> AttentionSpec:
             *(card,),
             **spec,
             interleaved=True,
-            chunk=card.whole("attention_chunk_size", 1, MAX_POSITIONS, 8192),
+            chunk=window(card, 8192, "attention_chunk_size"),
             qk_norm=rms(card, 1e-5, weighted=False) if normed else None,
         )
     period = card.whole("floor_scale", 1, MAX_POSITIONS, 8192)

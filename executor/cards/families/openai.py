@@ -27,7 +27,14 @@ def gpt_oss(card: ModelCard) -> DecoderSpec:
     """gpt-oss 20b and 120b. Half of the numbers of a checkpoint's experts are read twice: as gates and as ups."""
     norm, biased = rms(card, 1e-5), card.flag("attention_bias", True)
     mixer = attention(
-        *(card,), positions=131072, kv_heads=8, head_dim=64, qkv_bias=biased, output_bias=biased, sinks=True
+        *(card,),
+        positions=131072,
+        theta=150000.0,
+        kv_heads=8,
+        head_dim=64,
+        qkv_bias=biased,
+        output_bias=biased,
+        sinks=True,
     )
     experts = ExpertsSpec(
         routing=routing(card, Scoring.SOFTMAX_OF_CHOSEN, 128, 4),

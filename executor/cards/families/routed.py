@@ -80,7 +80,7 @@ def expert_width(card: ModelCard, key: Key = "moe_intermediate_size", default: i
 def mixtral(card: ModelCard) -> DecoderSpec:
     """Mixtral: two of eight."""
     slides = window(card) if card.has("sliding_window") else None
-    mixer = attention(card, positions=131072, kv_heads=8, window=slides)
+    mixer = attention(card, positions=131072, theta=1e6, kv_heads=8, window=slides)
     chosen = routing(card, Scoring.SOFTMAX, 8, 2, renormalise=True)
     experts = ExpertsSpec(routing=chosen, width=expert_width(card, "intermediate_size"))
     layer = pre_norm(rms(card, 1e-5), mixer, experts)
@@ -89,7 +89,7 @@ def mixtral(card: ModelCard) -> DecoderSpec:
 
 def qwen2(card: ModelCard) -> DecoderSpec:
     """Qwen 1.5 and 2 MoE: many small experts, and a shared one whose output is gated."""
-    mixer = attention(card, positions=32768, qkv_bias=card.flag("qkv_bias", True))
+    mixer = attention(card, positions=32768, kv_heads=16, qkv_bias=card.flag("qkv_bias", True))
     chosen = routing(card, Scoring.SOFTMAX, 60, 4, renormalise=card.flag("norm_topk_prob", False))
     experts = ExpertsSpec(
         routing=chosen,
@@ -103,7 +103,9 @@ def qwen2(card: ModelCard) -> DecoderSpec:
 def qwen3(card: ModelCard) -> DecoderSpec:
     """Qwen 3 MoE: normalised queries and keys, no shared expert."""
     biased = card.flag("attention_bias", False)
-    mixer = attention(card, positions=32768, qk_norm=rms(card), qkv_bias=biased, output_bias=biased)
+    mixer = attention(
+        card, positions=32768, kv_heads=4, qk_norm=rms(card), qkv_bias=biased, output_bias=biased
+    )
     chosen = routing(card, Scoring.SOFTMAX, 128, 8, renormalise=card.flag("norm_topk_prob", False))
     return _qwen(card, mixer, ExpertsSpec(routing=chosen, width=expert_width(card, default=768)))
 
@@ -159,6 +161,7 @@ def glm4(card: ModelCard) -> DecoderSpec:
     mixer = attention(
         *(card,),
         positions=131072,
+        share=0.5,
         kv_heads=8,
         qk_norm=norm if card.flag("use_qk_norm", False) else None,
         qkv_bias=card.flag("attention_bias", False),

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from quintet.executor.cards.card import Key, ModelCard
-from quintet.executor.cards.rope import MAX_POSITIONS, POSITIONS, rope_spec
+from quintet.executor.cards.rope import MAX_POSITIONS, POSITIONS, RopeSpec, rope_spec
 from quintet.executor.cards.spec import (
     Activation,
     AttentionSpec,
@@ -207,11 +207,11 @@ def nullable(
     return card.real(key, least, most, default)
 
 
-def window(card: ModelCard, default: int | None = None) -> int | None:
-    """Return the card's sliding window: None where it says null, ``default`` where it does not say."""
-    if not card.has("sliding_window") and ("sliding_window" in card.values or default is None):
+def window(card: ModelCard, default: int | None = None, key: str = "sliding_window") -> int | None:
+    """Return the card's sliding window, or chunk: None where it says null, ``default`` where it does not say."""
+    if not card.has(key) and (key in card.values or default is None):
         return None
-    return card.whole("sliding_window", 1, MAX_POSITIONS, default)
+    return card.whole(key, 1, MAX_POSITIONS, default)
 
 
 def every_full(card: ModelCard, period: int) -> list[str]:
@@ -252,6 +252,12 @@ def windowed(layer: LayerSpec, windows: Iterable[int | None]) -> tuple[LayerSpec
     return tuple(replace(layer, mixer=replace(mixer, window=each)) for each in windows)
 
 
+def rotated_reach(card: ModelCard, ropes: Iterable[RopeSpec | None]) -> int:
+    """Return how far the rotation of any layer reaches; where none rotates, the card's number of positions."""
+    reaches = [rope.reach for rope in ropes if rope is not None]
+    return max(reaches) if reaches else max_positions(card)
+
+
 def decoder(
     card: ModelCard,
     layers: Sequence[LayerSpec],
@@ -281,5 +287,5 @@ def decoder(
         usual["reach"] = switches["positions"].count
     elif "reach" not in switches:
         attentions = [layer.attention for layer in layers if layer.attention is not None]
-        usual["reach"] = max(each.rope.reach for each in attentions if each.rope is not None)
+        usual["reach"] = rotated_reach(card, [each.rope for each in attentions])
     return DecoderSpec(**(usual | switches))
