@@ -249,7 +249,7 @@ class Served:
                 *(len(x), empty, empty, None, (), empty, {}),
                 {0: state_rows(rows, self._tables, 0)},
             )
-            return self._block(EagerPass(batch, kv, empty, empty), x)
+            return self._block(EagerPass(batch, kv, [(empty, empty)]), x)
         self._step.fill(rows, self._tables)
         self._x[: len(x)] = x
         self._library.run(self._recorder.handle, self._step.address, 0, self._end)
