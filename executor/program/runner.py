@@ -18,7 +18,7 @@ from quintet.executor.models.model import CausalModel
 from quintet.executor.ops.host_dtypes import FLOAT_CODES
 from quintet.executor.program.library import ProgramLibrary
 from quintet.executor.program.recorder import KvMemory, Recorder
-from quintet.executor.program.step import CRotation, CStep, Step
+from quintet.executor.program.step import CRotation, Step
 from quintet.executor.ragged import ranges
 from quintet.executor.sampling.settings import Settings
 from quintet.executor.slots import SlotTables
@@ -90,6 +90,7 @@ class ProgramRunner:
         )
         self._size = library.size(self._program)
         self._step = Step(library, max_tokens, limits.max_num_seqs)
+        self._step.c.rotations = self._rotations.address
         if span is no_span:
             self._step.c.marks = None
         self.seconds = 0.0
@@ -141,7 +142,7 @@ class ProgramRunner:
 
     def _fill(self, rows: Rows, tables: SlotTables, settings: Settings | None) -> None:
         length = self._step.fill(rows, tables, settings)
-        self._rotations.fill(self._step.c, length, rows, tables)
+        self._rotations.fill(length, rows, tables)
         self._span("arrays")
 
     def profile(self, rows: Rows, tables: SlotTables, tokens: Int) -> list[tuple[str, float]]:
@@ -185,9 +186,13 @@ class Rotations:
             for rope, described in zip(ropes, self._described, strict=False)
         ]
 
-    def fill(self, step: CStep, length: int, rows: Rows, tables: SlotTables) -> None:
-        """Put the rotations of every token of ``rows`` into ``step``. length: their largest position plus 1."""
-        step.rotations = ctypes.addressof(self._described)
+    @property
+    def address(self) -> int:
+        """Where they are described, for as long as this lives."""
+        return ctypes.addressof(self._described)
+
+    def fill(self, length: int, rows: Rows, tables: SlotTables) -> None:
+        """Describe the rotations of every token of ``rows``. length: their largest position plus 1."""
         for rotation in self._rotations:
             rotation.fill(length, rows, tables)
 

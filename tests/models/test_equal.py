@@ -1,6 +1,7 @@
 """Every family, in every way that a request may be computed: the reference's tokens in fp32, the same bits in bf16.
 
-A family is a row of ``tests/models/rows``; the rows that turn its switches, named behind a comma, are of the whole suite. See `tests.models.random_checkpoints` for what it is compared with.
+A family is a row of ``tests/models/rows``; the rows that turn its switches, named behind a comma, are of the whole suite.
+See `tests.models.random_checkpoints` for what it is compared with.
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ void qt_op_embedding(const void* table, const std::int32_t* ids, index_t rows, i
                      int dtype, int table_dtype);
 void qt_op_add_positions(const void* x, index_t x_stride, const void* table, const std::int64_t* positions, index_t first,
                          index_t rows, index_t width, void* y, index_t y_stride, int dtype);
-void qt_op_rms_norm(const void* x, index_t x_stride, index_t rows, index_t width, const void* weight, float eps, float offset,
-                    void* y, index_t y_stride, int dtype);
-void qt_op_layer_norm(const void* x, index_t x_stride, index_t rows, index_t width, const void* weight, const void* bias,
-                      float eps, void* y, index_t y_stride, int dtype);
+void qt_op_rms_norm(const void* x, index_t x_stride, index_t rows, index_t groups, index_t width, const void* weight,
+                    int per_group, float eps, float offset, void* y, index_t y_stride, int dtype);
+void qt_op_layer_norm(const void* x, index_t x_stride, index_t rows, index_t groups, index_t width, const void* weight,
+                      const void* bias, int per_group, float eps, void* y, index_t y_stride, int dtype);
 void qt_op_take_rows(const void* x, index_t x_stride, index_t width, const std::int64_t* rows, index_t count, void* y,
                      index_t y_stride, int dtype);
 void qt_op_add(const void* x, index_t x_stride, const void* second, index_t second_stride, index_t rows, index_t width, void* y,
@@ -47,8 +47,9 @@ void qt_program_delete(qt::Program* program);
 index_t qt_program_size(const qt::Program* program);
 void qt_program_run(qt::Program* program, const qt::Step* step, index_t begin, index_t end);
 void qt_program_embedding_packed(qt::Program* program, const qt::Weight* weight, void* y, index_t y_stride, int dtype);
-void qt_program_rms_norm(qt::Program* program, const void* x, index_t x_stride, index_t width, const void* weight, float eps,
-                         float offset, void* y, index_t y_stride, int dtype, int extent);
+void qt_program_rms_norm(qt::Program* program, const void* x, index_t x_stride, index_t groups, index_t width,
+                         const void* weight, int per_group, float eps, float offset, void* y, index_t y_stride, int dtype,
+                         int extent);
 void qt_program_take_outputs(qt::Program* program, const void* x, index_t x_stride, index_t width, void* y, index_t y_stride,
                              int dtype);
 void qt_program_linear(qt::Program* program, const qt::Weight* weight, const void* x, index_t x_stride, index_t max_rows,
@@ -90,6 +91,9 @@ double activation_of(int kind, double x) {
   if (kind == 1) return x / (1 + std::exp(-x));
   if (kind == 2) return x * 0.5 * (1 + std::tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)));
   if (kind == 3) return x * 0.5 * std::erfc(-x * 0.7071067811865476);
+  if (kind == 5) return x > 0 ? x * x : 0;
+  if (kind == 6) return x / (1 + std::exp(-1.702 * x));
+  if (kind == 7) return 1 / (1 + std::exp(-x));
   return x > 0 ? x : 0;
 }
 
@@ -113,7 +117,7 @@ void check_norms(Findings& findings, Dtype dtype) {
     check_operation(
         findings, offset == 0 ? "rms norm" : "rms norm with offset", dtype,
         [&](index_t first, index_t rows, void* y) {
-          qt_op_rms_norm(x.row(first), kWidth, rows, kWidth, weight.row(0), kEps, offset, y, kWidth, code);
+          qt_op_rms_norm(x.row(first), kWidth, rows, 1, kWidth, weight.row(0), 0, kEps, offset, y, kWidth, code);
         },
         [&](index_t r, index_t c) {
           return with_slack(x.at(r, c) / of[r].root * (double(offset) + weight.at(0, c)), 0x1p-20 + (offset == 0 ? unit : 0));
@@ -121,7 +125,7 @@ void check_norms(Findings& findings, Dtype dtype) {
   check_operation(
       findings, "layer norm", dtype,
       [&](index_t first, index_t rows, void* y) {
-        qt_op_layer_norm(x.row(first), kWidth, rows, kWidth, weight.row(0), bias.row(0), kEps, y, kWidth, code);
+        qt_op_layer_norm(x.row(first), kWidth, rows, 1, kWidth, weight.row(0), bias.row(0), 0, kEps, y, kWidth, code);
       },
       [&](index_t r, index_t c) {
         return with_slack((x.at(r, c) - of[r].mean) / of[r].deviation * weight.at(0, c) + bias.at(0, c), 0, 0x1p-18);
@@ -176,7 +180,7 @@ void check_pointwise(Findings& findings, Dtype dtype) {
         },
         [&](index_t r, index_t c) { return About{table.at(ids[r], c), 0}; });
   }
-  for (int kind = 1; kind <= 4; ++kind) {
+  for (int kind = 1; kind < qt::kActivations; ++kind) {
     const std::string name = "activation " + std::to_string(kind);
     const auto activated = [&](index_t r, index_t c) {
       return with_slack(activation_of(kind, x.at(r, c)), 0x1p-20, kind == 3 ? 1.6e-7 * std::fabs(x.at(r, c)) : 0);
@@ -217,7 +221,7 @@ void check_program(Findings& findings, int format, index_t group) {
   Matrix hidden(kDtype, kTokens, kDepth), outputs(kDtype, kOutputs, kDepth), logits(kDtype, kOutputs, kVocab);
   qt::Program* program = qt_program_new();
   qt_program_embedding_packed(program, weight, hidden.row(0), kDepth, kCode);
-  qt_program_rms_norm(program, hidden.row(0), kDepth, kDepth, norm.row(0), kEps, 0, hidden.row(0), kDepth, kCode, 0);
+  qt_program_rms_norm(program, hidden.row(0), kDepth, 1, kDepth, norm.row(0), 0, kEps, 0, hidden.row(0), kDepth, kCode, 0);
   qt_program_take_outputs(program, hidden.row(0), kDepth, kDepth, outputs.row(0), kDepth, kCode);
   qt_program_linear(program, weight, outputs.row(0), kDepth, kOutputs, kCode, nullptr, nullptr, logits.row(0), kVocab, 0, 0, 1);
   std::int32_t ids[kTokens];
@@ -240,7 +244,7 @@ void check_program(Findings& findings, int format, index_t group) {
         qt_weight_read(weight, ids[taken[i]], 1, numbers);
         for (index_t d = 0; d < kDepth; ++d) findings.near(one.at(0, d), rounded(numbers[d], kDtype), 0, i, d);
       }
-      qt_op_rms_norm(one.row(0), kDepth, 1, kDepth, norm.row(0), kEps, 0, one.row(0), kDepth, kCode);
+      qt_op_rms_norm(one.row(0), kDepth, 1, 1, kDepth, norm.row(0), 0, kEps, 0, one.row(0), kDepth, kCode);
       qt_weight_linear(weight, one.row(0), kDepth, 1, kCode, nullptr, nullptr, expected.row(0), kVocab, 0, 0);
       findings.same(logits.row(i), expected.row(0), expected.row_bytes(), i);
     }
