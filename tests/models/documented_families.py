@@ -25,11 +25,13 @@ SIZES: dict[str, Any] = {
 }
 """What a card cannot leave out; all else is the family's own default."""
 MORE: dict[str, dict[str, Any]] = {
+    "BaichuanForCausalLM": {"max_position_embeddings": None, "model_max_length": 4096},
     "GPTNeoForCausalLM": {"attention_layers": ["global", "local"] * 6},
     "Gemma3ForConditionalGeneration": {"text_config": SIZES},
     "MambaForCausalLM": {"intermediate_size": 2048},
     "FalconMambaForCausalLM": {"intermediate_size": 2048},
     "BambaForCausalLM": {"attn_layer_indices": [4, 9]},
+    "GraniteMoeHybridForCausalLM": {"layer_types": ["mamba"] * 8 + ["attention"] * 4},
     "Lfm2ForCausalLM": {"full_attn_idxs": [4, 9]},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv"] * 8 + ["full_attention"] * 4},
     "Mistral3ForConditionalGeneration": {"text_config": SIZES},

@@ -13,6 +13,7 @@ from quintet.executor.cards.families.shape import (
     SLIDING,
     attention,
     decoder,
+    factor,
     gated,
     head_width,
     hidden_size,
@@ -44,7 +45,7 @@ from quintet.executor.cards.spec import (
 def granite(card: ModelCard) -> DecoderSpec:
     """Granite 3: factors of embeddings, scores, residuals and logits."""
     norms = Norms(before=rms(card))
-    return _multiplied(card, _multiplied_attention(card, 1.0), norms, 1 / _factor(card, "logits_scaling"))
+    return _multiplied(card, _multiplied_attention(card, 1.0), norms, 1 / factor(card, "logits_scaling"))
 
 
 def hyperclovax(card: ModelCard) -> DecoderSpec:
@@ -55,15 +56,11 @@ def hyperclovax(card: ModelCard) -> DecoderSpec:
         Names(mixer_out_norm="post_norm1", mlp_out_norm="post_norm2"),
     )
     mixer = _multiplied_attention(card, head_width(card) ** -0.5)
-    return replace(_multiplied(card, mixer, norms, _factor(card, "logits_scaling")), names=names)
-
-
-def _factor(card: ModelCard, key: str, default: float = 1.0) -> float:
-    return card.real(key, 1e-6, 1e6, default)
+    return replace(_multiplied(card, mixer, norms, factor(card, "logits_scaling")), names=names)
 
 
 def _multiplied_attention(card: ModelCard, scale: float) -> AttentionSpec:
-    biased, scale = card.flag("attention_bias", False), _factor(card, "attention_multiplier", scale)
+    biased, scale = card.flag("attention_bias", False), factor(card, "attention_multiplier", scale)
     return attention(card, positions=2048, scale=scale, qkv_bias=biased, output_bias=biased)
 
 
@@ -73,9 +70,9 @@ def _multiplied(card: ModelCard, mixer: AttentionSpec, norms: Norms, logit_scale
         mlp=gated(card, biased=card.flag("mlp_bias", False)),
         mixer_norms=norms,
         mlp_norms=norms,
-        residual_multiplier=_factor(card, "residual_multiplier"),
+        residual_multiplier=factor(card, "residual_multiplier"),
     )
-    layers, scale = (layer,) * num_layers(card), _factor(card, "embedding_multiplier")
+    layers, scale = (layer,) * num_layers(card), factor(card, "embedding_multiplier")
     return decoder(card, layers, rms(card), embedding_scale=scale, logit_scale=logit_scale)
 
 
@@ -112,14 +109,14 @@ def minicpm(card: ModelCard) -> DecoderSpec:
         norm,
         attention(card, positions=2048, qkv_bias=biased, output_bias=biased),
         gated(card),
-        residual_multiplier=_factor(card, "scale_depth") / layers**0.5,
+        residual_multiplier=factor(card, "scale_depth") / layers**0.5,
     )
     return decoder(
         card,
         (layer,) * layers,
         norm,
         tied=card.flag("tie_word_embeddings", True),
-        embedding_scale=_factor(card, "scale_emb"),
+        embedding_scale=factor(card, "scale_emb"),
         logit_scale=card.whole("dim_model_base", 1, MAX_WIDTH, hidden) / hidden,
     )
 

@@ -22,6 +22,7 @@ from quintet.executor.cards.families.shape import (
     MAX_WIDTH,
     attention,
     decoder,
+    factor,
     gated,
     layer_types,
     max_positions,
@@ -152,10 +153,6 @@ def _reals(card: ModelCard, key: str, count: int) -> tuple[float, ...]:
     return tuple(map(float, value))
 
 
-def _factor(card: ModelCard, key: str) -> float:
-    return card.real(key, -1e6, 1e6, 1.0)
-
-
 def falcon_h1(card: ModelCard) -> DecoderSpec:
     """Falcon-H1: attention and Mamba 2 side by side in every layer, with factors everywhere."""
     norm = rms(card, 1e-5)
@@ -172,16 +169,16 @@ def falcon_h1(card: ModelCard) -> DecoderSpec:
     biased = card.flag("attention_bias", False)
     attends = attention(card, positions=8192, kv_heads=8, qkv_bias=biased, output_bias=biased)
     # A factor of keys is one of scores, as long as keys have no bias.
-    attends = replace(attends, scale=attends.scale * _factor(card, "key_multiplier"))
-    if biased and _factor(card, "key_multiplier") != 1.0:
+    attends = replace(attends, scale=attends.scale * factor(card, "key_multiplier"))
+    if biased and factor(card, "key_multiplier") != 1.0:
         raise card.wrong("attention_bias", "false where key_multiplier is not 1")
     both = BesideSpec(
         state=mamba,
         attention=attends,
-        state_factors=(_factor(card, "ssm_in_multiplier"), _factor(card, "ssm_out_multiplier")),
+        state_factors=(factor(card, "ssm_in_multiplier"), factor(card, "ssm_out_multiplier")),
         attention_factors=(
-            _factor(card, "attention_in_multiplier"),
-            _factor(card, "attention_out_multiplier"),
+            factor(card, "attention_in_multiplier"),
+            factor(card, "attention_out_multiplier"),
         ),
     )
     gate_factor, down_factor = _reals(card, "mlp_multipliers", 2)
@@ -193,8 +190,8 @@ def falcon_h1(card: ModelCard) -> DecoderSpec:
         (pre_norm(norm, both, mlp),) * num_layers(card),
         norm,
         names=replace(NAMES, final_norm="model.final_layernorm"),
-        embedding_scale=_factor(card, "embedding_multiplier"),
-        logit_scale=_factor(card, "lm_head_multiplier"),
+        embedding_scale=factor(card, "embedding_multiplier"),
+        logit_scale=factor(card, "lm_head_multiplier"),
     )
 
 
@@ -207,12 +204,12 @@ def granite_hybrid(card: ModelCard) -> DecoderSpec:
         card,
         positions=2048,
         rotated=rotated,
-        scale=_factor(card, "attention_multiplier"),
+        scale=factor(card, "attention_multiplier"),
         qkv_bias=biased,
         output_bias=biased,
     )
     layer = pre_norm(
-        norm, attends, _granite_mlp(card), residual_multiplier=_factor(card, "residual_multiplier")
+        norm, attends, _granite_mlp(card), residual_multiplier=factor(card, "residual_multiplier")
     )
     mamba = replace(layer, mixer=_mamba2(card, norm, expanded(card, "mamba_expand")))
     kinds = ["mamba"] * num_layers(card)
@@ -234,9 +231,9 @@ def granite_hybrid(card: ModelCard) -> DecoderSpec:
         [layer if kind in ("attention", "full_attention") else mamba for kind in kinds],
         norm,
         names=names,
-        reach=max_positions(card, 2048),
-        embedding_scale=_factor(card, "embedding_multiplier"),
-        logit_scale=1.0 / card.real("logits_scaling", 1e-6, 1e6, 1.0),
+        reach=max_positions(card, 2048) if attends.rope is None else attends.rope.reach,
+        embedding_scale=factor(card, "embedding_multiplier"),
+        logit_scale=1.0 / factor(card, "logits_scaling"),
     )
 
 

@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from quintet.executor.cards.card import ModelCard
 from quintet.executor.cards.experts import ExpertsSpec
 from quintet.executor.cards.families.mamba import MAX_STATE_SIZE, silu_only, taps
-from quintet.executor.cards.families.routed import expert_width, named_layers, routing
+from quintet.executor.cards.families.routed import QWEN_NAMES, expert_width, routing, sparse
 from quintet.executor.cards.families.shape import (
     MAX_HEADS,
     MAX_LAYERS,
     MAX_WIDTH,
     attention,
     decoder,
-    gated,
     layer_types,
     num_layers,
     pre_norm,
     rms,
 )
 from quintet.executor.cards.family import Family
-from quintet.executor.cards.names import Names
 from quintet.executor.cards.routing import Scoring
 from quintet.executor.cards.spec import DecoderSpec
 from quintet.executor.cards.state_specs import DeltaSpec
 
-NAMES = Names(
-    state_mixer="linear_attn",
-    shared_gate="mlp.shared_expert.gate_proj",
-    shared_up="mlp.shared_expert.up_proj",
-    shared_down="mlp.shared_expert.down_proj",
-    ignored=("mtp.*",),
-)
+NAMES = replace(QWEN_NAMES, state_mixer="linear_attn", ignored=("mtp.*",))
 
 
 def _delta(card: ModelCard) -> DeltaSpec:
@@ -73,14 +67,9 @@ def qwen3_next(card: ModelCard) -> DecoderSpec:
         shared_width=card.whole("shared_expert_intermediate_size", 1, MAX_WIDTH, 512),
         shared_gated=True,
     )
-    step, plain = card.whole("decoder_sparse_step", 1, MAX_LAYERS, 1), named_layers(card, "mlp_only_layers")
     layers = [
-        pre_norm(
-            norm,
-            attends if kind == "full_attention" else _delta(card),
-            gated(card) if layer in plain or (layer + 1) % step else experts,
-        )
-        for layer, kind in enumerate(kinds)
+        pre_norm(norm, attends if kind == "full_attention" else _delta(card), mlp)
+        for kind, mlp in zip(kinds, sparse(card, experts), strict=True)
     ]
     return decoder(card, layers, norm, names=NAMES, reach=attends.rope.reach if attends.rope else 0)
 

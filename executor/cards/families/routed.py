@@ -13,6 +13,7 @@ from quintet.executor.cards.families.shape import (
     activation,
     attention,
     decoder,
+    factor,
     gated,
     layered_windows,
     num_layers,
@@ -24,7 +25,7 @@ from quintet.executor.cards.families.shape import (
 from quintet.executor.cards.family import Family
 from quintet.executor.cards.names import Names
 from quintet.executor.cards.routing import MAX_CHOSEN, MAX_EXPERTS, Routing, Scoring
-from quintet.executor.cards.spec import Activation, DecoderSpec, QkNormOver
+from quintet.executor.cards.spec import Activation, DecoderSpec, FeedForwardSpec, QkNormOver
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _MIXTRAL_NAMES = Names(
@@ -33,7 +34,7 @@ _MIXTRAL_NAMES = Names(
     expert_up="block_sparse_moe.experts.{expert}.w3",
     expert_down="block_sparse_moe.experts.{expert}.w2",
 )
-_QWEN_NAMES = Names(
+QWEN_NAMES = Names(
     shared_gate="mlp.shared_expert.gate_proj",
     shared_up="mlp.shared_expert.up_proj",
     shared_down="mlp.shared_expert.down_proj",
@@ -135,7 +136,7 @@ def granite(card: ModelCard) -> DecoderSpec:
         positions=2048,
         qkv_bias=biased,
         output_bias=biased,
-        scale=card.real("attention_multiplier", 1e-9, 1e9, 1.0),
+        scale=factor(card, "attention_multiplier"),
     )
     shared = card.whole("shared_intermediate_size", 0, MAX_WIDTH, 0) or None
     experts = ExpertsSpec(
@@ -145,13 +146,12 @@ def granite(card: ModelCard) -> DecoderSpec:
         shared_width=shared,
         shared_stacked=True,
     )
-    factor = card.real("residual_multiplier", 1e-9, 1e9, 1.0)
-    layer = pre_norm(rms(card), mixer, experts, residual_multiplier=factor)
+    layer = pre_norm(rms(card), mixer, experts, residual_multiplier=factor(card, "residual_multiplier"))
     return decoder(
         *(card, (layer,) * num_layers(card), rms(card)),
         names=_GRANITE_NAMES,
-        embedding_scale=card.real("embedding_multiplier", 1e-9, 1e9, 1.0),
-        logit_scale=1.0 / card.real("logits_scaling", 1e-9, 1e9, 1.0),
+        embedding_scale=factor(card, "embedding_multiplier"),
+        logit_scale=1.0 / factor(card, "logits_scaling"),
     )
 
 
@@ -197,17 +197,21 @@ def without_predictors(card: ModelCard) -> Names:
     return Names(ignored=(f"model.layers.{num_layers(card)}.*",))
 
 
-def _qwen(card: ModelCard, mixer: Any, experts: ExpertsSpec) -> DecoderSpec:
-    """Every so many layers have experts, others and those that are named a plain feed-forward."""
+def sparse(card: ModelCard, experts: ExpertsSpec) -> list[FeedForwardSpec]:
+    """Return each layer's feed-forward as Qwen has them: experts every so many layers, plain ones in others and where named."""
     step, plain = card.whole("decoder_sparse_step", 1, MAX_LAYERS, 1), named_layers(card, "mlp_only_layers")
-    norm = rms(card)
-    layers = [
-        pre_norm(norm, mixer, gated(card) if index in plain or (index + 1) % step else experts)
-        for index in range(num_layers(card))
+    return [
+        gated(card) if layer in plain or (layer + 1) % step else experts for layer in range(num_layers(card))
     ]
+
+
+def _qwen(card: ModelCard, mixer: Any, experts: ExpertsSpec) -> DecoderSpec:
+    """Return a model whose layers differ in their feed-forwards and windows."""
+    norm = rms(card)
+    layers = [pre_norm(norm, mixer, mlp) for mlp in sparse(card, experts)]
     slides = layered_windows(card)
     layers = [windowed(layer, (width,))[0] for layer, width in zip(layers, slides, strict=True)]
-    return decoder(card, layers, norm, names=_QWEN_NAMES)
+    return decoder(card, layers, norm, names=QWEN_NAMES)
 
 
 def named_layers(card: ModelCard, key: str) -> Sequence[int]:

@@ -192,6 +192,11 @@ def side_by_side(norm: NormSpec, mixer: AttentionSpec, mlp: MlpSpec) -> LayerSpe
     return LayerSpec(mixer=mixer, mlp=mlp, mixer_norms=Norms(before=norm), mlp_norms=Norms(), parallel=True)
 
 
+def factor(card: ModelCard, key: str, default: float = 1.0) -> float:
+    """Return what something is multiplied by, or divided."""
+    return card.real(key, 1e-6, 1e6, default)
+
+
 def refuse(card: ModelCard, key: str) -> None:
     """Refuse a card with a switch on that makes another kind of model of it."""
     if card.flag(key, False):
