@@ -32,6 +32,7 @@ def refusal(folder: Path, **options: Any) -> str:
     return str(caught.value)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("family", fallback.ROWS)
 def test_a_model_of_transformers_is_equal(family: str, tmp_path: Path) -> None:
     row = fallback.ROWS[family]
