@@ -30,12 +30,19 @@ def note_of(asked: str, architecture: str) -> str | None:
     """Return the line that says that transformers computes a model although nobody asked for it."""
     if asked != "auto" or is_known(architecture):
         return None
+    return (
+        f"{_introduced(architecture)}: transformers computes it, over Quintet's KV memory, more slowly; --model-impl quintet"
+        " refuses that"
+    )
+
+
+def _introduced(architecture: str) -> str:
+    """Say of an architecture whether it is ours, and which is most like it if not."""
+    if is_known(architecture):
+        return f"{architecture} is one of Quintet's own models"
     near = nearest(architecture)
     like = f" (the nearest that is: {near})" if near else ""
-    return (
-        f"{architecture} is none of Quintet's own models{like}: transformers computes it, over Quintet's KV memory, more"
-        " slowly; --model-impl quintet refuses that"
-    )
+    return f"{architecture} is none of Quintet's own models{like}"
 
 
 def check_transformers_card(card: ModelCard, architecture: str) -> None:
@@ -49,7 +56,7 @@ def check_transformers_card(card: ModelCard, architecture: str) -> None:
         )
     if why is not None:
         raise ConfigError(
-            f"{card.path}: {architecture} is none of Quintet's own models, and cannot run through transformers: {why}"
+            f"{card.path}: {_introduced(architecture)}, and cannot run through transformers: {why}"
         )
 
 
