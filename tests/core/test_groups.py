@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from quintet.core import states
@@ -112,6 +114,36 @@ def test_choices_begin_behind_the_prompt(groups: list[KvGroup], prefix_caching: 
     assert state is not None
     computed = sorted(ending.num_computed for ending in state.endings)
     assert computed == [1, 1, 39]
+    world.assert_idle()
+
+
+@pytest.mark.parametrize("seed", [5, 10, 15, 42, 60])
+def test_choices_share_no_state_that_is_written_over(seed: int) -> None:
+    """The elder loses its blocks while choices wait, and its state, evicted too, comes back from the host."""
+    rng = random.Random(seed)
+    n, prompt = rng.choice([2, 3]), list(range(10, 10 + rng.choice([9, 13, 17, 21, 25])))
+    world = World(
+        groups=HYBRID,
+        num_blocks=rng.choice([12, 16, 20, 26]),
+        num_host_blocks=100,
+        depth=rng.choice([1, 2]),
+        max_num_batched_tokens=rng.choice([8, 16, 64]),
+        max_num_seqs=rng.choice([1, 2, 3]),
+    )
+    world.admit(1, prompt, n=n, max_tokens=6, ignore_eos=True)
+    world.admit(50, list(range(100, 100 + rng.choice([9, 20]))), max_tokens=20, ignore_eos=True)
+    while world.engine.num_live:
+        world.step()  # audits the core
+        state = world.engine.state
+        assert state is not None
+        if rng.random() < 0.25 and state.running:
+            state.preempt(rng.choice(state.running))
+        if rng.random() < 0.25:
+            free, state.pool.free = state.pool.free, []
+            evicted = [state.pool.take() for _ in list(state.pool.cached)]
+            state.pool.free = free
+            state.pool.release(evicted, state.fence)
+    assert world.outcomes[1].tokens == expected(prompt, 1, 6, stops=())
     world.assert_idle()
 
 
