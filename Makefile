@@ -6,8 +6,14 @@ ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/installed
 CUDA := .venv/cuda
+COMPILERS ?=
+TOOLCHAIN := $(CUDA)/installed$(addprefix -,$(COMPILERS))
+PIP_OPTIONS ?=
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_OPTIONS)
 WORKERS ?= 2
-PARALLEL := --numprocesses $(WORKERS) --dist loadfile
+# Hundreds of processes are started by the tests: each reads what the first compiled.
+unexport PYTHONDONTWRITEBYTECODE
+PARALLEL := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help install serve chat test test-all lint types check bench-overhead model cubins gpu-check clean
 
@@ -20,7 +26,7 @@ $(STAMP): pyproject.toml constraints.txt setup.py $(wildcard csrc/cpu/* csrc/cpu
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Quintet needs Python 3.11 or newer; found $$($(PYTHON) --version). Try: make PYTHON=/path/to/python3.11 install"; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(PIP) --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
 serve: install  ## serve MODEL (default: the embedded toy model) on http://127.0.0.1:8000
@@ -50,16 +56,16 @@ bench-overhead: install  ## measure what everything but the model costs, end to 
 model: install  ## train the embedded model again (about an hour)
 	$(BIN)/python -m bench.embedded.train $(ARGS)
 
-cubins: install $(CUDA)/installed  ## compile the CUDA kernels, without a GPU; packages made afterwards carry them
+cubins: install $(TOOLCHAIN)  ## compile the CUDA kernels, without a GPU; packages made afterwards carry them
 	$(BIN)/python -m quintet.executor.cuda.compile $(ARGS)
 
-$(CUDA)/installed: csrc/cuda/toolchain.txt | $(STAMP)
+$(TOOLCHAIN): csrc/cuda/toolchain.txt | $(STAMP)
 	rm -rf $(CUDA)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --target $(CUDA) --requirement $<
+	$(PIP) --no-deps --no-compile --target $(CUDA) $$(grep '^nvidia.*$(COMPILERS)' $<)
 	@touch $@
 
 gpu-check: install  ## the GPU checklist of docs/gpu.md, in one command
-	@$(BIN)/python -c 'import cupy' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	@$(BIN)/python -c 'import cupy' 2>/dev/null || $(PIP) \
 	  --editable ".[$$($(BIN)/python -c 'import torch; print("cuda" + (torch.version.cuda or "13").partition(".")[0])')]"
 	$(BIN)/python bench/gpu/check.py $(ARGS)
 

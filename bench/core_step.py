@@ -23,6 +23,7 @@ from quintet.wire.config import CacheConfig, ModelConfig, SchedulerConfig
 from quintet.wire.kv_spec import full_layers
 from quintet.wire.messages import Admit, Tokens
 from quintet.wire.params import SamplingParams
+from quintet.wire.request import RequestSpec
 from quintet.wire.step import Capacity, StepPlan, StepResult
 
 PROMPT_TOKENS, BLOCK_SIZE, MAX_LEN = 32, 16, 4096
@@ -50,7 +51,7 @@ def make_engine(num_running: int) -> Engine:
             [rng.randrange(3, 32_000) for _ in range(PROMPT_TOKENS + rng.randrange(BLOCK_SIZE))]
         )
         params = SamplingParams(max_tokens=None, seed=request_id, ignore_eos=True)
-        engine.admit(Admit(request_id, prompt, params, 0, 0, 0), 0)
+        engine.admit(Admit(request_id, prompt, RequestSpec(params, 0, 0), 0), 0)
     return engine
 
 

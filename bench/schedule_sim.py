@@ -27,6 +27,7 @@ from quintet.wire.config import CacheConfig, ModelConfig, SchedulerConfig
 from quintet.wire.kv_spec import full_layers
 from quintet.wire.messages import Admit
 from quintet.wire.params import SamplingParams
+from quintet.wire.request import RequestSpec
 from quintet.wire.step import Capacity, StepPlan, StepResult
 
 BLOCK_SIZE, MAX_LEN, NUM_BLOCKS = 16, 4096, 8192
@@ -128,7 +129,7 @@ class Simulation:
         ]
         params = SamplingParams(max_tokens=num_outputs, seed=request_id, ignore_eos=True)
         self.served[request_id] = Served(num_outputs, now)
-        self._engine.admit(Admit(request_id, codec.pack_i32(prompt), params, now, now, 0), now)
+        self._engine.admit(Admit(request_id, codec.pack_i32(prompt), RequestSpec(params, now, 0), now), now)
 
     def _plan(self, now: int) -> None:
         while (plan := self._engine.plan(now)) is not None:

@@ -111,22 +111,22 @@ def config_of(folder: Path, card: dict[str, Any], args: argparse.Namespace) -> E
 
 
 class Steps:
-    """Plans for ``num_rows`` requests that all have ``context`` tokens and compute ``new`` more per step."""
+    """Plans for ``num_rows`` requests that each have ``context`` random tokens and compute ``new`` more per step."""
 
     def __init__(
         self, num_rows: int, context: int, new: int, vocab_size: int, max_model_len: int, num_groups: int = 1
     ) -> None:
         self._rows, self._new, self._length = num_rows, new, context
         self._step = 0
-        tokens = np.random.default_rng(0).integers(0, vocab_size, max_model_len, dtype=np.int32)
+        tokens = np.random.default_rng(0).integers(0, vocab_size, (num_rows, max_model_len), dtype=np.int32)
         blocks_each = -(-max_model_len // BLOCK_SIZE)
         self._new_rows = [
             NewRow(
                 slot=row,
                 generation=1,
                 request_id=row,
-                token_ids=tokens.tobytes(),
-                num_prompt_tokens=len(tokens),
+                token_ids=tokens[row].tobytes(),
+                num_prompt_tokens=max_model_len,
                 params=SamplingParams(temperature=0.0),
                 seed=row,
             )

@@ -30,16 +30,16 @@ def make_requests(
 
     Raises `RequestError` when the request can never be served.
     """
-    params = admit.params
+    spec, params = admit.spec, admit.spec.params
     prompt = list(unpack_i32(admit.prompt_ids))
-    outputs = list(unpack_i32(admit.output_ids))
+    outputs = list(unpack_i32(spec.output_ids))
     tokens = prompt + outputs
     check_fits(len(prompt), limits)
     stops: dict[int, int] = {} if params.ignore_eos else dict.fromkeys(eos_token_ids, -1)
     for token in params.stop_token_ids:
         stops.setdefault(token, token)
     seed = admit.request_id if params.seed is None else params.seed
-    start = salt_digest(admit.cache_salt)
+    start = salt_digest(spec.cache_salt)
     limit = length_limit(len(prompt), params.max_tokens, limits)
     taken = limits.taken_by(limit)
     requests: list[Request] = []
@@ -48,28 +48,29 @@ def make_requests(
             Request(
                 request_id=admit.request_id + choice,
                 params=params,
-                seed=seed_of_choice(seed, admit.choice + choice),
+                seed=seed_of_choice(seed, spec.choice + choice),
                 tokens=tokens,
                 num_prompt=len(prompt),
                 limit=limit,
                 stops=stops,
                 rank=policy(
-                    admit.priority,
+                    spec.priority,
                     first_arrival + choice,
                     limit - len(tokens) if (choice + 1) * taken <= num_unpromised else None,
                 ),
-                detokenizer=admit.detokenizer,
-                arrival_ns=admit.arrival_ns,
+                detokenizer=spec.detokenizer,
+                arrival_ns=spec.arrival_ns,
                 salt_digest=start,
-                echo=admit.echo,
-                return_prompt_ids=admit.return_prompt_ids,
+                echo=spec.echo,
+                return_prompt_ids=spec.return_prompt_ids,
                 bad_word_ids=admit.bad_word_ids,
                 parent=requests[0] if choice else None,
-                choice=admit.choice + choice,
+                choice=spec.choice + choice,
                 num_seen=len(outputs),
-                attempt=admit.attempt,
-                deadline_ns=admit.deadline_ns,
-                origin=None if admit.claim is None else admit,
+                attempt=spec.attempt,
+                deadline_ns=spec.deadline_ns,
+                origin=None if spec.claim is None else admit,
+                reading=spec.reading,
                 length=len(prompt) + len(outputs),
             )
         )

@@ -31,10 +31,16 @@ def commit(state: State, result: StepResult, now_ns: int) -> Effects:
         state.pace.note_step(len(flight.rows), flight.num_tokens, flight.planned_ns, now_ns)
     outbox = TokensBuilders()
     ended = _apply_tokens(state, flight, result.token_ids, outbox, now_ns)
+    if result.failed:
+        _end_failed(flight, result.failed, outbox, ended)
     if result.logprobs or result.prompt_logprobs:
         _forward_logprobs(flight, result, outbox, now_ns)
     for request in ended:
         state.retire(request)
+    if state.limits.groups.states:
+        for request in flight.rows:
+            if request.is_yielding and request.length == len(request.tokens):
+                state.preempt(request)
     return outbox.effects(flight.step, now_ns)
 
 
@@ -76,6 +82,18 @@ def _apply_tokens(
                 ended.append(request)
     state.counters.generation_tokens += sum(len(builder.token_ids) for builder in outbox.builders.values())
     return ended
+
+
+def _end_failed(flight: Flight, failed: bytes, outbox: TokensBuilders, ended: list[Request]) -> None:
+    """End with an error what the executor cannot go on with. The token that it drew is known already, and tells nothing."""
+    for index in unpack_i32(failed):
+        request = flight.rows[index]
+        if request.generation != flight.generations[index]:
+            continue
+        builder = outbox.builders[request.detokenizer]
+        builder.finishes[builder.request_ids.index(request.request_id)] = (FinishReason.ERROR, -1)
+        if not any(request is other for other in ended):
+            ended.append(request)
 
 
 def _spread(tokens: Sequence[int], samples: bytes) -> Sequence[int | None]:

@@ -72,7 +72,7 @@ class Engine:
     def num_live(self) -> int:
         """Requests (choices) that have not ended."""
         if self.state is None:
-            return sum(message.params.n for message in self._early if isinstance(message, Admit))
+            return sum(message.spec.params.n for message in self._early if isinstance(message, Admit))
         return len(self.state.live)
 
     def describe(self) -> str:
@@ -144,19 +144,19 @@ class Engine:
         An attempt that is known already (sent twice), or older than one that is, is ignored, and so is a request whose
         frontend is gone. A newer attempt at a live request takes it over as it stands, where that is possible.
         """
-        state = self.state
+        state, spec = self.state, message.spec
         first = message.request_id
         if self._is_gone(first):
             return Effects()
         if state is None:
             self._early.append(message)
             return Effects()
-        ids = range(first, first + message.params.n)
-        if max(map(state.newest_attempt, ids)) >= message.attempt:
+        ids = range(first, first + spec.params.n)
+        if max(map(state.newest_attempt, ids)) >= spec.attempt:
             return Effects()
         outbox = TokensBuilders()
         before: list[Request] = []
-        if message.attempt:
+        if spec.attempt:
             before = [state.live[request_id] for request_id in ids if request_id in state.live]
             if len(before) == len(ids) and all(can_go_on(request, message) for request in before):
                 return self._go_on(before, message, now_ns)
@@ -171,9 +171,9 @@ class Engine:
             state.counters.refusals += 1
             outbox.failed.append(refusal)
             return outbox.effects(state.step, now_ns)
-        num_seen = len(message.output_ids) // 4
-        if message.adopts:
-            message.output_ids = self._adopted(message)
+        num_seen = len(spec.output_ids) // 4
+        if spec.adopts:
+            spec.output_ids = self._adopted(message)
         try:
             requests = make_requests(
                 message,
@@ -184,7 +184,7 @@ class Engine:
                 state.num_unpromised,
             )
             check_in_time(state, requests[0], now_ns)
-            if not message.attempt and not message.adopts:  # what was promised once is kept
+            if not spec.attempt and not spec.adopts:  # what was promised once is kept
                 check_hopeful(state, self._scheduler, requests[0], now_ns)
         except RequestError as error:
             outbox.failed.append(Failed(first, error.code, error.message, error.param, error.retry_s))
@@ -207,12 +207,12 @@ class Engine:
         """Tell a detokenizer, perhaps another one, of live requests that go on under a newer attempt."""
         assert self.state is not None
         outbox = TokensBuilders()
-        num_seen = len(message.output_ids) // 4
+        num_seen = len(message.spec.output_ids) // 4
         for request in requests:
-            request.attempt, request.num_seen = message.attempt, num_seen
+            request.attempt, request.num_seen = message.spec.attempt, num_seen
             was_opened = request.opened
             outbox.close(request)
-            request.detokenizer = message.detokenizer
+            request.detokenizer = message.spec.detokenizer
             if was_opened:
                 outbox.builder_for(request, now_ns)
         return outbox.effects(self.state.step, now_ns)
@@ -223,8 +223,9 @@ class Engine:
         Log-probabilities are not kept, so with them it goes on where the client is.
         """
         kept = self.shelf.take(message.request_id)
-        is_whole = message.params.logprobs is None and kept.startswith(message.output_ids)
-        return kept if is_whole else message.output_ids
+        seen = message.spec.output_ids
+        is_whole = message.spec.params.logprobs is None and kept.startswith(seen)
+        return kept if is_whole else seen
 
     def reclaim(self, message: Reclaim, now_ns: int) -> tuple[Reclaimed | None, Effects]:
         """Tell a frontend of a request that was kept for its client.
@@ -252,8 +253,8 @@ class Engine:
             for request in self.state.live.values()
             if request.first_id == first
             and request.origin is not None
-            and request.origin.claim is not None
-            and hmac.compare_digest(request.origin.claim.key, message.key)
+            and request.origin.spec.claim is not None
+            and hmac.compare_digest(request.origin.spec.claim.key, message.key)
         ]
 
     def cancel(self, request_ids: Iterable[int], now_ns: int, *, keep: bool = False) -> Effects:

@@ -37,8 +37,9 @@ class Found:
     shared: Sequence[Held]
     """Of each group of layers the full blocks that the request will only read; of a group of states the one with the state
     that it begins with."""
-    tails: Sequence[int] = ()
-    """Of each group of layers that holds tokens a block that the request will write into, so that it gets a copy."""
+    tails: Sequence[int | None] = ()
+    """Of each group of layers that holds tokens a block that the request will write into, so that it gets a copy; None where
+    that is restored."""
     num_cached: int = 0
     """How many of the tokens to report to the client as cached."""
     num_queried: int = 0
@@ -46,6 +47,11 @@ class Found:
     restored: Sequence[Sequence[int]] = ()
     """Of each group of layers, host blocks whose contents follow those that are shared: the request gets blocks of its own,
     and copies in them."""
+
+    @property
+    def known_tails(self) -> list[int]:
+        """Those of the tails that are on the device."""
+        return [tail for tail in self.tails if tail is not None]
 
 
 Gate = Callable[["State", "Request"], bool]

@@ -105,7 +105,10 @@ class Core:
 
     def _is_early(self, message: Admit | Cancel | Reclaim) -> bool:
         """Whether a request was sent by a newer topology than ours: answers to it might be lost."""
-        return not isinstance(message, Cancel) and message.topology > self.process.topology.version
+        if isinstance(message, Cancel):
+            return False
+        version = message.spec.topology if isinstance(message, Admit) else message.topology
+        return version > self.process.topology.version
 
     def _handle(self, message: Message) -> None:
         """Apply one message and send what follows from it."""

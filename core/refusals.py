@@ -55,7 +55,7 @@ class Refusals:
         """Return how a request is refused, or None when it is not."""
         if not self._refused:
             return None
-        key = fingerprint(admit.prompt_ids, admit.params)
+        key = fingerprint(admit.prompt_ids, admit.spec.params)
         refused = self._refused.get(key)
         if refused is None:
             return None

@@ -19,6 +19,7 @@ from enum import IntEnum
 from quintet.core.kv.held import Held
 from quintet.wire.messages import Admit
 from quintet.wire.params import SamplingParams
+from quintet.wire.request import Reading
 
 
 class Status(IntEnum):
@@ -60,9 +61,13 @@ class Request:
     """Outputs that the frontend had when it sent the newest attempt."""
     attempt: int = 0
     origin: Admit | None = None
-    """The request as it was admitted, if its client may come back for it (`Admit.claim`)."""
+    """The request as it was admitted, if its client may come back for it (`RequestSpec.claim`)."""
     deadline_ns: int = 0
     """When it must have ended; 0 for never."""
+    reading: Reading | None = None
+    """Which parsers read its text: only its detokenizer looks inside."""
+    is_yielding: bool = False
+    """Whether it only waits for the token that a step in flight draws, to be preempted then (`State.give_way`)."""
     is_departing: bool = False
     """Whether it only waits for the tokens that steps in flight draw: its client is gone (`State.wind_down`)."""
 
@@ -83,8 +88,8 @@ class Request:
     """Tokens behind which it went on from a state that was found, or from nothing."""
     keep_at: int | None = None
     """Tokens behind which its state is kept for others next (`quintet.core.states`)."""
-    num_kept_blocks: int = 0
-    """Full blocks of its beginning that were to outlive its preemption, in every group as many as it can go on from."""
+    num_kept: int = 0
+    """Tokens of its beginning that were to outlive its preemption, in every group as many as it can go on from."""
     unnamed: list[tuple[int, list[int]]] = field(default_factory=list)
     """States that were kept behind tokens of which not all are known: so many tokens, and a block per group of states."""
     for_choices: list[int] = field(default_factory=list)

@@ -33,12 +33,13 @@ def can_go_on(request: Request, admit: Admit) -> bool:
 
     Log-probabilities are not kept, so those that the frontend misses must be computed again.
     """
-    seen = unpack_i32(admit.output_ids)
+    seen = unpack_i32(admit.spec.output_ids)
     num_prompt = request.num_prompt
     if list(seen) != request.tokens[num_prompt : num_prompt + len(seen)]:
         return False
-    wants_missing = admit.params.logprobs is not None and request.num_outputs > len(seen)
-    return not wants_missing and admit.params.prompt_logprobs is None
+    params = admit.spec.params
+    wants_missing = params.logprobs is not None and request.num_outputs > len(seen)
+    return not wants_missing and params.prompt_logprobs is None
 
 
 @dataclass(slots=True)
@@ -60,7 +61,7 @@ class KeptRequest:
     def choices(self) -> list[tuple[int, bytes]]:
         """Return number and outputs of every choice, as `Reclaimed` tells them."""
         admit = self.admit
-        first = admit.request_id - admit.choice
+        first = admit.request_id - admit.spec.choice
         return [(request_id - first, outputs) for request_id, outputs in sorted(self.outputs.items())]
 
 
@@ -102,7 +103,7 @@ class Shelf:
     def find(self, first: int, key: bytes) -> KeptRequest | None:
         """Return the request of this first id, whatever it is now, if ``key`` is its client's."""
         kept = self._kept.get(self.newest(first))
-        claim = None if kept is None else kept.admit.claim
+        claim = None if kept is None else kept.admit.spec.claim
         return kept if claim is not None and hmac.compare_digest(claim.key, key) else None
 
     def newest(self, first: int) -> int:
@@ -118,7 +119,8 @@ class Shelf:
         for request_id in kept.outputs:
             del self._first_of[request_id]
         kept.outputs = {request_id - former + first: outputs for request_id, outputs in kept.outputs.items()}
-        kept.admit = msgspec.structs.replace(kept.admit, request_id=first, choice=0)
+        spec = msgspec.structs.replace(kept.admit.spec, choice=0)
+        kept.admit = msgspec.structs.replace(kept.admit, request_id=first, spec=spec)
         self._kept[first] = kept
         for request_id in kept.outputs:
             self._first_of[request_id] = first

@@ -64,6 +64,8 @@ def _decode(state: State, step: StepBuilder) -> list[Request]:
     behind: list[Request] = []
     num_owed = 0
     for request in state.running:  # `_make_room` removes from its end
+        if request.is_yielding:
+            continue
         planned = request.planned
         length = planned + 1
         if request.length != length:
@@ -75,11 +77,11 @@ def _decode(state: State, step: StepBuilder) -> list[Request]:
             if not is_plain:
                 num_lacking = _extend(state, step, request, num_owed)
                 if num_lacking:
-                    num_owed += num_lacking if request.status is Status.RUNNING else 0
+                    num_owed += num_lacking if _is_owed(request) else 0
                     continue
             else:
                 if not _make_room(state, request, 1, num_owed):
-                    num_owed += request.status is Status.RUNNING
+                    num_owed += _is_owed(request)
                     continue
                 blocks, block = request.held[0].blocks, state.pool.take()
                 step.blocks += (request.slot, 0, len(blocks), block)
@@ -105,18 +107,23 @@ def _extend(state: State, step: StepBuilder, request: Request, num_owed: int) ->
 def _make_room(state: State, request: Request, num_wanted: int, num_owed: int) -> bool:
     """Return whether so many blocks are available for ``request`` now, preempting until they are, or are on their way.
 
-    Blocks of victims lie behind fences while steps are in flight: they are owed to the requests, in order, that did
-    without in this step. The last victim may be ``request`` itself.
+    Blocks of victims lie behind fences while steps are in flight, or are theirs until then (`State.give_way`): they are owed
+    to the requests, in order, that did without in this step. The last victim may be ``request`` itself.
     """
     pool = state.pool
     if pool.num_available >= num_wanted:
         return True
-    while num_owed + num_wanted > pool.num_available + len(pool.fenced):
-        victim = state.running[-1]
-        state.preempt(victim)
+    while num_owed + num_wanted > pool.num_available + len(pool.fenced) + state.num_yielding_blocks:
+        victim = next(each for each in reversed(state.running) if not each.is_yielding)
+        state.give_way(victim)
         if victim is request:
             return False
     return pool.num_available >= num_wanted
+
+
+def _is_owed(request: Request) -> bool:
+    """Whether a request that did without blocks goes on when there are some: it was no victim itself."""
+    return request.status is Status.RUNNING and not request.is_yielding
 
 
 def _allowance(state: State, request: Request, wanted: int, budget: int) -> int:
@@ -142,6 +149,7 @@ def _admit_waiting(state: State, step: StepBuilder, budget: int, now_ns: int) ->
         num_own, pool = tables.own_blocks(state, request, found), state.pool
         num_spare = pool.num_available - (state.limits.watermark if running else 0)
         num_needed = sum(num_own) + sum(pool.cost_of_sharing(held.blocks) for held in found.shared)
+        num_needed += pool.cost_of_sharing(found.known_tails)
         if count <= 0 or num_needed > num_spare:
             return position  # whoever is behind in the queue must not take what this one waits for
         count = _enter(state, step, request, found, num_own, count)
@@ -182,11 +190,13 @@ def _enter(
     """Give a request its slot and blocks, begin it behind what was found, and return how many tokens it computes first."""
     state.enter(request)
     tables.fill(state, step, request, found, num_own)
+    if request.parent is not None:
+        state.let_go_for_choices(request.parent)
     state.pool.host.forget(request.request_id)
     request.planned = request.computed = found.num_tokens
     block_size = state.limits.block_size
     num_known = found.num_tokens // block_size - max(map(len, found.restored), default=0)
-    request.register_at = (num_known + 1) * block_size
+    request.register_at = (max(0, num_known) + 1) * block_size
     if state.limits.groups.states:
         states.begin(state, request)
         count = states.cut(state, request, count)

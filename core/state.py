@@ -159,6 +159,12 @@ class State:
         """Tokens that KV memory could hold beside those; negative when it cannot hold those."""
         return self.limits.num_blocks * self.limits.block_size - self.num_promised
 
+    def spares(self, request: Request, num_blocks: int) -> bool:
+        """Whether so many blocks are available beside all that a waiting request takes when it enters."""
+        groups = self.limits.groups
+        needed = groups.spec.most_blocks(len(request.tokens), groups.step_tokens) + num_blocks
+        return needed <= self.pool.num_available - self.limits.watermark
+
     def welcome(self, request: Request) -> None:
         """Take in a request that was just admitted."""
         self.live[request.request_id] = request
@@ -180,6 +186,25 @@ class State:
         request.status = Status.RUNNING
         insort(self.running, request, key=by_rank)
 
+    def give_way(self, request: Request) -> None:
+        """Preempt a running request; where it has states, not before the token that a step in flight draws for it is known.
+
+        That token is the one that its newest state goes on with, which would be lost with it. Its blocks come back no later:
+        until that step has been committed they would lie behind a fence.
+        """
+        if self.limits.groups.states and request.length > len(request.tokens) and not request.is_departing:
+            request.is_yielding = True
+        else:
+            self.preempt(request)
+
+    @property
+    def num_yielding_blocks(self) -> int:
+        """Blocks that come back when those that yield are preempted."""
+        if not self.limits.groups.states:
+            return 0
+        yielding = [held for request in self.running if request.is_yielding for held in request.held]
+        return sum(self.pool.refs[block] == 1 for held in yielding for block in held.blocks)
+
     def preempt(self, request: Request) -> None:
         """Take everything from a running request and queue it again: its ids are enough to compute it anew.
 
@@ -189,6 +214,8 @@ class State:
             self.untold.append(request)
             self.retire(request)
             return
+        if request.planned < len(request.tokens):  # otherwise it lacks the token to go on with
+            self._name_end(request)
         for keep in self.hooks.keeps:
             keep(self, request)
         self._leave(request)
@@ -200,10 +227,13 @@ class State:
     def retire(self, request: Request) -> None:
         """End a request. The one door: whatever it holds is released here."""
         if request.status is Status.RUNNING:
+            self._name_end(request)
             self._leave(request)
         else:
             self._remove(self.waiting, request)
             self.pool.host.forget(request.request_id)
+            if request.parent is not None:
+                self.let_go_for_choices(request.parent)
         request.status = Status.ENDED
         del self.live[request.request_id]
         self.num_promised -= self.limits.taken_by(request.limit)
@@ -269,13 +299,51 @@ class State:
         if request.unnamed:
             self._name_states(request, num_tokens)
 
-    def name_state(self, request: Request, num_tokens: int, blocks: list[int]) -> None:
-        """Make the state behind a request's first ``num_tokens``, full blocks of known tokens, findable."""
-        block_size, digests = self.limits.block_size, request.digests
-        position = num_tokens // block_size - 1
-        extend_chain(digests, request.salt_digest, request.tokens, block_size, position + 1)
-        for group, block in zip(self.limits.groups.states, blocks, strict=True):
-            self.pool.index.register(key_of(digests[position], group), block)
+    def name_state(
+        self, request: Request, num_tokens: int, blocks: list[int], tails: dict[int, int] | None = None
+    ) -> None:
+        """Make the state behind a request's first ``num_tokens``, which are known, findable: a block per group of states.
+
+        tails: by group, the blocks that hold what is behind the last full one; where there is something.
+        """
+        block_size, digests, index = self.limits.block_size, request.digests, self.pool.index
+        num_full, length = divmod(num_tokens, block_size)
+        extend_chain(digests, request.salt_digest, request.tokens, block_size, num_full)
+        before = digests[num_full - 1] if num_full else request.salt_digest
+        states = dict(zip(self.limits.groups.states, blocks, strict=True))
+        if length:
+            tail = request.tokens[num_tokens - length : num_tokens]
+            index.register_end(before, tail, states, tails or {})
+            return
+        for group, block in states.items():
+            index.register(key_of(before, group), block)
+
+    def let_go_for_choices(self, request: Request) -> None:
+        """Release the state that further choices of a request begin with, if none of them waits any more."""
+        if request.for_choices and not any(other.parent is request for other in self.waiting):
+            self.pool.release(request.for_choices, self.fence)
+            request.for_choices = []
+
+    def _name_end(self, request: Request) -> None:
+        """Make what a request with states leaves behind findable, for who goes on with its tokens: a chat's next turn.
+
+        It is behind all that was planned, if all of that is known: the step that was planned before a stop token was known
+        computed that token.
+        """
+        limits, planned = self.limits, request.planned
+        if not (limits.groups.states and limits.prefix_caching):
+            return
+        if planned > len(request.tokens) or planned == request.begins_at:
+            return
+        if planned >= request.register_at:
+            self.publish(request, planned)
+        position, length = divmod(planned, limits.block_size)
+        held, tails = request.held, dict[int, int]()
+        if length:
+            tails = {
+                group: held[group].blocks[position - held[group].begin] for group in limits.groups.tokens
+            }
+        self.name_state(request, planned, [held[group].blocks[-1] for group in limits.groups.states], tails)
 
     def _name_states(self, request: Request, num_tokens: int) -> None:
         """Make states findable that were kept before all tokens behind them were known, and let go of them."""
@@ -310,7 +378,7 @@ class State:
             # Where a window moves on, the tail is what others can go on from: it is evicted last.
             blocks = held.blocks if group.kind == "full" else held.blocks[::-1]
             self.pool.release(blocks, fence)
-        request.unnamed, request.for_choices = [], []
+        request.unnamed, request.for_choices, request.is_yielding = [], [], False
         self.left_slots.append(request.slot)
         heappush(self.free_slots, request.slot)
         self.generation += 1

@@ -7,8 +7,15 @@ A state is overwritten by every step, so what is to outlive that is never copied
      8            4        9          the state behind step 7 is kept: block 4 is read once more, and then left to the cache
      9            9        9
 
-Kept are the states that requests with the same beginning can go on from: behind the last full block of a prompt, behind every
+Kept are the states that requests with the same beginning can go on from: behind most of a prompt (`GRAIN`), behind every
 `KEEP_EVERY` tokens, and, for further choices of one prompt, behind all of it but the last token. A prompt's pieces end there.
+The last state of all is behind what a request has computed when it ends (`State.retire`).
+
+Where that is in the middle of a block, the block is not written any more either, in any group: the request writes on in a copy::
+
+    tokens      | 0 … 1023 | 1024 … 1500 |          the block of 1024 is left to the cache with what it holds,
+                                  1501 … |          its copy is what the request goes on with
+
 Keeping is a favour: where no block is to spare the state is written over, and who would have begun there computes more.
 """
 
@@ -21,6 +28,10 @@ from quintet.core.step_builder import StepBuilder
 KEEP_EVERY = 1024
 """Tokens, rounded up to whole blocks: pieces so long are computed as fast, token for token, as longer ones, and what a state
 takes is a small part of what as many tokens' keys and values do."""
+
+GRAIN = 16
+"""A prompt's state is kept behind so many tokens or a multiple, the last one that leaves a token to compute; where blocks hold
+fewer, behind the last full one. Not behind all but one: a chat's next turn may leave out how its last answer began."""
 
 
 def begin(state: State, request: Request) -> None:
@@ -60,12 +71,9 @@ def prepare(state: State, step: StepBuilder, request: Request) -> None:
             blocks.append(pool.take())
             step.blocks += (request.slot, index, 1, blocks[1])
     if is_kept:
-        _name(state, request, current)
+        _name(state, step, request, current)
     if is_kept and is_for_choices:
         _keep_for_choices(state, request, current)
-    elif request.for_choices and not _has_choices(state, request):
-        pool.release(request.for_choices, state.fence)
-        request.for_choices = []
 
 
 def exchange(state: State, step: StepBuilder, request: Request, index: int, found: list[int]) -> None:
@@ -91,7 +99,8 @@ def _next_kept(state: State, request: Request) -> int | None:
     if limits.prefix_caching:
         block_size = limits.block_size
         every = -(-KEEP_EVERY // block_size) * block_size
-        wanted += [(planned // every + 1) * every, (len(request.tokens) - 1) // block_size * block_size]
+        grain = min(GRAIN, block_size)
+        wanted += [(planned // every + 1) * every, (len(request.tokens) - 1) // grain * grain]
     return min((end for end in wanted if end is not None and end > planned), default=None)
 
 
@@ -112,18 +121,32 @@ def _keep_for_choices(state: State, request: Request, blocks: list[int]) -> None
         request.for_choices = blocks
 
 
-def _name(state: State, request: Request, blocks: list[int]) -> None:
+def _name(state: State, step: StepBuilder, request: Request, blocks: list[int]) -> None:
     """Make a kept state findable, now or when the tokens before it are known."""
-    planned = request.planned
-    if not state.limits.prefix_caching or planned % state.limits.block_size:
+    planned, block_size = request.planned, state.limits.block_size
+    if not state.limits.prefix_caching or planned % min(GRAIN, block_size):
         return
-    if planned <= len(request.tokens):
-        state.name_state(request, planned, blocks)
-    else:
+    if planned > len(request.tokens):
         state.pool.share(blocks)
         request.unnamed.append((planned, blocks))
+    else:
+        tails = _leave_tails(state, step, request) if planned % block_size else {}
+        state.name_state(request, planned, blocks, tails)
+
+
+def _leave_tails(state: State, step: StepBuilder, request: Request) -> dict[int, int]:
+    """Have a request write on in copies of its last blocks; return, by group, the blocks themselves, which are left to others."""
+    position, tails = request.planned // state.limits.block_size, dict[int, int]()
+    for index in state.limits.groups.tokens:
+        held = request.held[index]
+        block = state.pool.take()
+        tails[index], held.blocks[position - held.begin] = held.blocks[position - held.begin], block
+        step.copy(tails[index], block)
+        step.blocks += (request.slot, index, position, block)
+    step.borrowed += tails.values()
+    return tails
 
 
 def _reserve(state: State) -> int:
     """Return how many blocks must be left to requests, which need them more than those that may come."""
-    return state.limits.watermark + len(state.running) + len(state.limits.groups.states)
+    return state.limits.watermark + len(state.running) + len(state.limits.groups.all)

@@ -35,7 +35,18 @@ def table_checksum(flight: Flight, starts: list[int], groups: Groups) -> int:
 class StepBuilder:
     """The columns of a step in the making; the scheduler appends to them directly."""
 
-    __slots__ = ("blocks", "copies", "counts", "new_rows", "rows", "samples", "starts", "swaps_in")
+    __slots__ = (
+        "_origins",
+        "blocks",
+        "borrowed",
+        "copies",
+        "counts",
+        "new_rows",
+        "rows",
+        "samples",
+        "starts",
+        "swaps_in",
+    )
 
     def __init__(self) -> None:
         self.rows: list[Request] = []
@@ -47,8 +58,17 @@ class StepBuilder:
         """Quadruples ``slot, group, position, block``."""
         self.copies: list[int] = []
         """Pairs ``from, to``."""
+        self._origins: dict[int, int] = {}
+        """Block that gets a copy -> whose."""
+        self.borrowed: list[int] = []
+        """Blocks that nothing may take the place of before this step has copied them: a reference to each."""
         self.swaps_in: list[int] = []
         """Pairs ``device block, host block``."""
+
+    def copy(self, source: int, target: int) -> None:
+        """Have a block copied before anything is computed. All copies are made at once, so that of a copy is of its origin."""
+        self._origins[target] = source = self._origins.get(source, source)
+        self.copies += (source, target)
 
     def enter(self, request: Request, groups: Groups) -> None:
         """Tell the executor of a request that just got its slot, and of its block tables."""
@@ -124,6 +144,7 @@ class StepBuilder:
             self._count_swaps(state, len(swaps_out) // 2)
         state.left_slots.clear()
         state.in_flight.append(flight)
+        state.pool.release(self.borrowed, state.fence)
         return plan
 
     def _count_swaps(self, state: State, num_out: int) -> None:

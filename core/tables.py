@@ -38,12 +38,16 @@ def fill(state: State, step: StepBuilder, request: Request, found: Found, num_ow
     pool, groups = state.pool, state.limits.groups
     for held in found.shared:
         pool.share(held.blocks)  # before anything is taken: that may evict
+    pool.share(found.known_tails)
+    step.borrowed += found.known_tails
     for index, count in enumerate(num_own):
         shared = found.shared[index] if found.shared else NO_BLOCKS
         blocks = shared.blocks + [pool.take() for _ in range(count)]
         request.held.append(Held(shared.begin, blocks))
     for index, tail in zip(groups.tokens, found.tails, strict=False):
-        step.copies += (tail, request.held[index].blocks[len(found.shared[index].blocks)])
+        held = request.held[index]
+        if tail is not None:
+            step.copy(tail, held.blocks[found.num_tokens // state.limits.block_size - held.begin])
     for index, host_blocks in enumerate(found.restored):
         own = request.held[index].blocks[len(found.shared[index].blocks) :]
         for block, host_block in zip(own, host_blocks, strict=False):

@@ -70,11 +70,16 @@ class PieceTable:
         self.is_byte = bytearray(self.num_ids)
         self._fill()
 
-    def skipping_special_tokens(self) -> PieceTable:
-        """Return the table in which special tokens stand for nothing: a copy, since few ids differ of a hundred thousand."""
+    def skipping_special_tokens(self, but: frozenset[str] = frozenset()) -> PieceTable:
+        """Return the table in which special tokens stand for nothing, ``but`` those spelled so.
+
+        It is a copy, since few ids differ of a hundred thousand.
+        """
         table = copy.copy(self)
         table.skip_special_tokens = True
-        special = self.vocabulary.special
+        tokens, special = self.vocabulary.tokens, self.vocabulary.special
+        if but:
+            special = frozenset(token_id for token_id in special if tokens[token_id] not in but)
         table.absent = self.absent | special
         table.raw, table.pieces, table.is_byte = self.raw.copy(), self.pieces.copy(), self.is_byte.copy()
         for token_id in special:

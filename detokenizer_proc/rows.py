@@ -10,8 +10,10 @@ from collections.abc import Iterable, Sequence
 
 from quintet.detokenizer_proc import logprobs
 from quintet.detokenizer_proc.incremental import PieceTable
+from quintet.detokenizer_proc.reading import Readings
 from quintet.detokenizer_proc.stops import StopCache
 from quintet.detokenizer_proc.text_state import TextState
+from quintet.wire.channels import RowSpans
 from quintet.wire.codec import pack_i32, unpack_i32, unpack_i64
 from quintet.wire.ids import frontend_of
 from quintet.wire.messages import (
@@ -43,6 +45,7 @@ class TextBuilder:
         "num_tokens",
         "offsets",
         "request_ids",
+        "spans",
         "started",
         "token_ids",
     )
@@ -62,6 +65,7 @@ class TextBuilder:
         self.token_ids: list[int] = []
         self.finishes: list[Finish] = []
         self.logprobs: list[RowLogprobs] = []
+        self.spans: list[RowSpans] = []
 
     def add(self, request_id: int, delta: str, offset: int, first: int, token_ids: Sequence[int]) -> None:
         """Add a row."""
@@ -89,6 +93,7 @@ class TextBuilder:
             pack_i32(self.token_ids),
             self.finishes,
             self.logprobs,
+            spans=self.spans,
         )
         self._begin()
         return text
@@ -110,6 +115,7 @@ class Steps:
         """``skipping`` and ``showing`` are the tables with and without ``skip_special_tokens``."""
         self._skipping = skipping
         self._showing = showing
+        self._readings = Readings(skipping, showing)
         self._stops = StopCache()
         self._open: dict[int, OpenRequest] = {}
         self._builders: dict[tuple[int, int], TextBuilder] = {}
@@ -244,8 +250,9 @@ class Steps:
             self.stop_hits.append((request_id, opened.attempt))
             return
         self._ended.pop(request_id, None)
-        table = self._skipping if opened.skip_special_tokens else self._showing
-        request = OpenRequest(opened, table, self._stops.automaton(opened.stop))
+        stops = self._stops.automaton(opened.stop)
+        table, reader = self._readings.table_of(opened), self._readings.reader_of(opened)
+        request = OpenRequest(opened, table, stops, reader)
         request.builder = self._builder_of(request_id)
         request.prompt_offsets = None
         self._open[request_id] = request
@@ -278,7 +285,7 @@ class Steps:
         replayed = request.num_tokens - first
         assert replayed >= 0, f"request {opened.request_id}: token {first} arrived after {request.num_tokens}"
         token_ids = token_ids[replayed:]
-        applied, offset = request.num_tokens, request.length
+        applied, offset = request.num_tokens, request.num_told
         # The stop token is the last of its row; like its namesake the string, it shows only when asked for.
         num_silent = 1 if finish is FinishReason.STOP and token_ids and not opened.include_stop else 0
         offsets: list[int] | None = [] if entries is not None else None
@@ -294,6 +301,8 @@ class Steps:
             if entries is not None and offsets is not None:
                 positions = self._positions(request, entries[replayed:], offsets)
                 builder.logprobs.append(RowLogprobs(len(builder.request_ids), positions))
+            if request.reader is not None and delta:
+                builder.spans.append(RowSpans(len(builder.request_ids), request.reader.take_spans()))
             builder.add(opened.request_id, delta, offset, applied, token_ids)
         if request.hit is not None or finish:
             self._end(request, finish, stop_id)
@@ -313,7 +322,11 @@ class Steps:
         elif not finish:
             self._tell_core(request)
         reason = finish if request.hit is None else FinishReason.STOP
-        request.builder.finishes.append(Finish(request_id, reason, stop_reason, request.num_tokens))
+        ended = Finish(request_id, reason, stop_reason, request.num_tokens)
+        if request.reader is not None:
+            ended.num_reasoning_tokens = request.reader.num_reasoning_tokens
+            ended.num_calls = request.reader.num_calls
+        request.builder.finishes.append(ended)
 
     def _tell_core(self, request: OpenRequest) -> None:
         """Have the core end a request that has ended here, and pass over what it still sends of it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quintet.detokenizer_proc.incremental import Decoder, PieceTable
+from quintet.detokenizer_proc.reading import OutputReader
 from quintet.detokenizer_proc.stops import ROOT, Hit, StopAutomaton
 from quintet.wire.codec import unpack_i32
 from quintet.wire.messages import Open, PositionLogprobs
@@ -33,18 +34,26 @@ class TextState:
         "pieces",
         "prompt_logprobs",
         "prompt_text",
+        "reader",
         "started",
     )
 
-    def __init__(self, opened: Open, table: PieceTable, stops: StopAutomaton | None) -> None:
-        """Begin after the prompt and the outputs that the frontend has seen."""
+    def __init__(
+        self,
+        opened: Open,
+        table: PieceTable,
+        stops: StopAutomaton | None,
+        reader: OutputReader | None = None,
+    ) -> None:
+        """Begin after the prompt and the outputs that the frontend has seen. ``reader`` reads what is given away."""
         self.opened = opened
+        self.reader = reader
         self.started = False
         """Whether the frontend has been told that the request runs."""
         self.num_tokens = 0
         """Output tokens applied."""
         self.length = 0
-        """Characters of output text given away."""
+        """Characters of output text given away, to the reader if there is one."""
         self.hit: str | None = None
         """The stop string that ended the text."""
         self.prompt_text: str | None = None
@@ -67,6 +76,13 @@ class TextState:
         """The table the row loop may take texts from; all None while the state must be asked."""
         if opened.num_seen:
             self.add(unpack_i32(opened.output_ids)[: opened.num_seen])
+            if reader is not None:
+                reader.take_spans()
+
+    @property
+    def num_told(self) -> int:
+        """Characters of output text told, as the reader has it."""
+        return self.length if self.reader is None else self.reader.length
 
     @property
     def text_length(self) -> int:
@@ -92,7 +108,7 @@ class TextState:
 
         ``offsets`` collects, per token, the characters of output text before it.
         """
-        decoder, given = self._decoder, []
+        decoder, reader, given = self._decoder, self.reader, []
         for token_id in token_ids:
             self.num_tokens += 1
             if offsets is not None:
@@ -102,10 +118,12 @@ class TextState:
             text = decoder.push(token_id)
             if self._stops is None:
                 self.length += len(text)
-                given.append(text)
-                continue
-            given.append(self._search(self._stops, text, self.num_tokens >= self._armed_after))
+            else:
+                text = self._search(self._stops, text, self.num_tokens >= self._armed_after)
+            given.append(text if reader is None else reader.read(text))
             if self.hit is not None:
+                if reader is not None:
+                    given.append(reader.finish())
                 break
         self._offer_pieces()
         return "".join(given)
@@ -118,6 +136,10 @@ class TextState:
         """End the text; return what was pending. A stop string in it is a hit like any other."""
         if not self.opened.detokenize:
             return ""
+        text = self._end()
+        return text if self.reader is None else self.reader.finish(text)
+
+    def _end(self) -> str:
         text = self._decoder.flush()
         if self._stops is None:
             self.length += len(text)
@@ -174,5 +196,6 @@ class TextState:
         if not self.opened.detokenize:
             table = self._table.silent
         else:
-            table = self._table.pieces if self._decoder.clean and self._stops is None else self._table.pending
+            is_plain = self._decoder.clean and self._stops is None and self.reader is None
+            table = self._table.pieces if is_plain else self._table.pending
         self.pieces = table if self.started else self._table.pending

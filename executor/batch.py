@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quintet.executor.layers.attention import Sight
+from quintet.executor.layers.attention import Heads, Sight
 from quintet.executor.memory import to_device
 from quintet.executor.ops.paged_attention import MAX_FOLDED_TOKENS, AttentionGroup
 from quintet.executor.ops.state_rows import StateRows
@@ -27,18 +27,8 @@ MAX_PADDING = 1.25
 """Rows of one token share a group while padding them to the longest costs at most this much more than they have."""
 
 
-View = tuple[int, Sight]
-"""What a layer sees: through the block table of which group, and which tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class KvShape:
-    """What gathering from KV memory depends on; the same for every layer."""
-
-    num_kv_heads: int
-    block_size: int
-    bytes_per_token: int
-    """Keys and values of one token in one layer."""
+View = tuple[int, Sight, Heads]
+"""What a layer sees: through the block table of which group, which tokens, and with which heads."""
 
 
 class Rows:
@@ -106,21 +96,19 @@ class BatchBuilder:
 
     def __init__(
         self,
-        shape: KvShape,
+        block_size: int,
         views: Iterable[View],
-        num_heads: int,
         needs_lengths: bool,
         dtype: torch.dtype,
     ) -> None:
-        self._shape = shape
+        self._block_size = block_size
         self._views = tuple(dict.fromkeys(views))
-        self._fold = num_heads // max(1, shape.num_kv_heads)  # a model without attention has no heads
         self._needs_lengths = needs_lengths
         self._dtype = dtype
 
     def build(self, rows: Rows, tables: SlotTables) -> Batch:
         """Make the batch of a step whose deltas ``tables`` already hold."""
-        device, block_size = tables.device, self._shape.block_size
+        device, block_size = tables.device, self._block_size
         if len(rows.counts) and rows.counts.max() == 1:
             owners, positions = np.arange(len(rows.slots)), rows.starts
         else:
@@ -151,21 +139,22 @@ class BatchBuilder:
     def _groups(self, rows: Rows, tables: SlotTables, view: View) -> tuple[AttentionGroup, ...]:
         """Partition the rows by new tokens, and by context length where padding would cost."""
         groups: list[AttentionGroup] = []
-        (group, sight), block_size = view, self._shape.block_size
+        (group, sight, heads), block_size = view, self._block_size
         table = tables.block_table[group]
         first_blocks = _first_seen(sight, rows.starts) // block_size
         num_blocks = -(-(rows.starts + rows.counts) // block_size) - first_blocks
-        for part in self._partition(rows, num_blocks):
+        numbers = heads.num_kv_heads * (heads.head_dim + heads.value_width)
+        for part in self._partition(rows, num_blocks, numbers * self._dtype.itemsize):
             whole = len(part) == len(rows.slots)
             groups.append(
                 self._group(
-                    rows, table, part, first_blocks[part], num_blocks[part], sight, whole, tables.device
+                    rows, table, part, first_blocks[part], num_blocks[part], view, whole, tables.device
                 )
             )
         return tuple(groups)
 
-    def _partition(self, rows: Rows, num_blocks: Int) -> list[Int]:
-        """Return index arrays that cover every row once."""
+    def _partition(self, rows: Rows, num_blocks: Int, token_bytes: int) -> list[Int]:
+        """Return index arrays that cover every row once. token_bytes: of a token's keys and values."""
         parts: list[Int] = []
         for count in np.unique(rows.counts).tolist():
             same = np.flatnonzero(rows.counts == count)
@@ -177,7 +166,7 @@ class BatchBuilder:
                 parts += np.split(same, np.flatnonzero(changes) + 1)
             else:
                 parts += self._by_length(same, num_blocks[same])
-        return [piece for part in parts for piece in self._bounded(part, num_blocks[part])]
+        return [piece for part in parts for piece in self._bounded(part, num_blocks[part], token_bytes)]
 
     @staticmethod
     def _by_length(members: Int, blocks: Int) -> list[Int]:
@@ -187,9 +176,9 @@ class BatchBuilder:
         classes = np.ceil(np.log2(blocks) * 2).astype(np.int64)  # each class within a factor of 1.42
         return [members[classes == value] for value in np.unique(classes).tolist()]
 
-    def _bounded(self, members: Int, blocks: Int) -> list[Int]:
+    def _bounded(self, members: Int, blocks: Int, token_bytes: int) -> list[Int]:
         """Cut a group into pieces whose gathered keys and values fit `GATHER_BYTES`."""
-        row_bytes = int(blocks.max()) * self._shape.block_size * self._shape.bytes_per_token
+        row_bytes = int(blocks.max()) * self._block_size * token_bytes
         most = max(1, GATHER_BYTES // row_bytes)
         return [members[i : i + most] for i in range(0, len(members), most)]
 
@@ -200,11 +189,11 @@ class BatchBuilder:
         members: Int,
         first_blocks: Int,
         num_blocks: Int,
-        sight: Sight,
+        view: View,
         whole: bool,
         device: torch.device,
     ) -> AttentionGroup:
-        shape = self._shape
+        (_, sight, heads), block_size = view, self._block_size
         starts, num_new = rows.starts[members], int(rows.counts[members[0]])
         width = int(num_blocks.max())
         columns = first_blocks[:, None] + np.arange(width)  # [B, width]
@@ -218,30 +207,30 @@ class BatchBuilder:
         is_from_zero = not starts.any() and not _first_seen(sight, np.array([num_new - 1])).any()
         causal_from_zero = num_new > MAX_FOLDED_TOKENS and is_from_zero
         if not causal_from_zero:
-            keys = (first_blocks * shape.block_size)[:, None] + np.arange(width * shape.block_size)
+            keys = (first_blocks * block_size)[:, None] + np.arange(width * block_size)
             queries = starts[:, None] + np.arange(num_new)
             visible = keys[:, None, :] <= queries[:, :, None]  # [B, c, L]
             visible &= keys[:, None, :] >= _first_seen(sight, queries)[:, :, None]
             mask = to_device(visible[:, None], device)
             if num_new <= MAX_FOLDED_TOKENS:
-                bias = self._bias(mask)
+                bias = self._bias(mask, heads)
         return AttentionGroup(
             num_rows=len(members),
             num_new=num_new,
             tokens=tokens,
             blocks=to_device(blocks[:, None], device),
-            distance=to_device(first_blocks * shape.block_size - starts, device),
+            distance=to_device(first_blocks * block_size - starts, device),
             mask=mask,
             bias=bias,
         )
 
-    def _bias(self, mask: torch.Tensor) -> torch.Tensor:
+    def _bias(self, mask: torch.Tensor, heads: Heads) -> torch.Tensor:
         """Turn ``mask [B, 1, c, L]`` into the folded form's ``[B * kv_heads, 1 or groups * c, L]``."""
         num_rows, _, num_new, context = mask.shape
         bias = torch.zeros(mask.shape, dtype=self._dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
-        fold = 1 if num_new == 1 else self._fold
-        bias = bias.unsqueeze(2).expand(num_rows, self._shape.num_kv_heads, fold, num_new, context)
-        return bias.reshape(num_rows * self._shape.num_kv_heads, fold * num_new, context)
+        fold = 1 if num_new == 1 else heads.num_heads // heads.num_kv_heads
+        bias = bias.unsqueeze(2).expand(num_rows, heads.num_kv_heads, fold, num_new, context)
+        return bias.reshape(num_rows * heads.num_kv_heads, fold * num_new, context)
 
 
 def state_rows(rows: Rows, tables: SlotTables, group: int) -> StateRows:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from quintet.executor.batch import Batch, BatchBuilder, Int, KvShape, Rows
+from quintet.executor.batch import Batch, BatchBuilder, Int, Rows
 from quintet.executor.cards.spec import Activation
 from quintet.executor.layers.attention import AttentionLayer
 from quintet.executor.layers.experts import Experts
@@ -21,7 +21,7 @@ from quintet.executor.layers.norm import Norm
 from quintet.executor.layers.rope import Rope
 from quintet.executor.layers.states import CausalConv, DeltaRule, HeadScan, SelectiveScan, StatePart
 from quintet.executor.memory import lazy_zeros, to_device
-from quintet.executor.ops.activation import activate
+from quintet.executor.ops.activation import activate, xielu
 from quintet.executor.ops.causal_conv import causal_conv
 from quintet.executor.ops.delta_rule import delta_rule
 from quintet.executor.ops.head_scan import head_scan
@@ -29,6 +29,7 @@ from quintet.executor.ops.paged_attention import paged_attention
 from quintet.executor.ops.rope_kv_write import rope_kv_write
 from quintet.executor.ops.selective_scan import selective_scan
 from quintet.executor.ops.state_rows import StateRows
+from quintet.executor.sampling.grammar import StepMasks
 from quintet.executor.sampling.settings import Settings
 from quintet.executor.slots import SlotTables
 from quintet.process.trace import Span, no_span
@@ -53,6 +54,8 @@ class EagerKv:
         shape = (layer.num_kv_heads, self.spec.block_size)
         end = math.prod(shape) * layer.head_dim
         keys = numbers[:, :end].unflatten(1, (*shape, layer.head_dim))
+        if layer.values_in_keys:
+            return group, keys, keys[..., : layer.value_width]
         values = numbers[:, end : end + math.prod(shape) * layer.value_width]
         return group, keys, values.unflatten(1, (*shape, layer.value_width))
 
@@ -153,6 +156,11 @@ class EagerPass:
         self.num_done += 1
         return activate(x, kind)
 
+    def xielu(self, x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        """See `ForwardPass`."""
+        self.num_done += 1
+        return xielu(x, numbers)
+
     def columns(self, x: torch.Tensor, begin: int, width: int) -> torch.Tensor:
         """See `ForwardPass`."""
         return x.narrow(1, begin, width)
@@ -178,14 +186,15 @@ class EagerPass:
         """See `ForwardPass`."""
         self.num_done += 1
         batch, (group, keys, values) = self._batch, self._kv.of_layer(layer)
-        q = q if layer.q_norm is None else layer.q_norm(q)
-        k = k if layer.k_norm is None else layer.k_norm(k)
+        if not layer.norms_behind:
+            q = q if layer.q_norm is None else layer.q_norm(q)
+            k = k if layer.k_norm is None else layer.k_norm(k)
         q, k = (x.unflatten(1, (-1, layer.head_dim)) for x in (q, k))
         v = v.unflatten(1, (-1, layer.value_width))
         rotation = None if layer.rope is None else self._rotations[layer.rope]
         cache = (keys, values, batch.blocks[group], batch.offsets)
         q = rope_kv_write(layer, q, k, v, rotation, batch.positions, *cache)
-        attended = paged_attention(layer, q, keys, values, batch.attention[group, layer.sight])
+        attended = paged_attention(layer, q, keys, values, batch.attention[group, layer.sight, layer.heads])
         return attended.reshape(batch.num_tokens, -1).contiguous()  # a view, of heads of one number
 
     def causal_conv(self, layer: CausalConv, x: torch.Tensor) -> torch.Tensor:
@@ -258,14 +267,9 @@ class EagerRunner:
         self._device = device
         self._dtype = dtype
         self._kv = EagerKv(kv, num_blocks, dtype, device)
-        num_heads, shape = 0, KvShape(0, kv.block_size, 0)
-        for first in model.attentions[:1]:
-            token_bytes = first.num_kv_heads * (first.head_dim + first.value_width) * dtype.itemsize
-            num_heads, shape = first.num_heads, KvShape(first.num_kv_heads, kv.block_size, token_bytes)
         self._builder = BatchBuilder(
-            shape,
-            ((kv.place(layer.index)[0], layer.sight) for layer in model.attentions),
-            num_heads,
+            kv.block_size,
+            ((kv.place(layer.index)[0], layer.sight, layer.heads) for layer in model.attentions),
             any(rope.spec.depends_on_length for rope in model.ropes),
             dtype,
         )
@@ -301,7 +305,9 @@ class EagerRunner:
             hidden = hidden[to_device(tokens, self._device)]
         return self._model.logits(self._pass, hidden)
 
-    def forward_and_draw(self, rows: Rows, tables: SlotTables, settings: Settings) -> None:
+    def forward_and_draw(
+        self, rows: Rows, tables: SlotTables, settings: Settings, masks: StepMasks | None
+    ) -> None:
         """See `Runner.forward_and_draw`: one operation at a time is all it can."""
 
     def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:

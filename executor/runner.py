@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from quintet.executor.batch import Int, Rows
+from quintet.executor.sampling.grammar import StepMasks
 from quintet.executor.sampling.settings import Settings
 from quintet.executor.slots import SlotTables
 
@@ -40,11 +41,13 @@ class Runner(GivesLogits, Protocol):
     def forward(self, rows: Rows, tables: SlotTables) -> None:
         """Compute the rows of a plan whose deltas ``tables`` already hold, and store their keys and values."""
 
-    def forward_and_draw(self, rows: Rows, tables: SlotTables, settings: Settings) -> bytes | None:
+    def forward_and_draw(
+        self, rows: Rows, tables: SlotTables, settings: Settings, masks: StepMasks | None
+    ) -> bytes | None:
         """Compute a step whose rows want a token and nothing else, in one go where the runner can; else return None.
 
-        settings: of every slot (`quintet.executor.sampling.settings`). Returns the tokens, int32, which are in the token
-        table as well.
+        settings: of every slot (`quintet.executor.sampling.settings`). masks: what some rows may draw, waited for between
+        logits and draw. Returns the tokens, int32, which are in the token table as well.
         """
 
     def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:

@@ -129,6 +129,7 @@ def joined(step: int, parts: Iterable[tuple[StepPlan, StepResult]]) -> StepResul
             whole.logprobs.append(msgspec.structs.replace(drawn, row=drawn.row + num_rows))
         for entry in result.prompt_logprobs:
             _append(whole.prompt_logprobs, msgspec.structs.replace(entry, row=entry.row + num_rows))
+        whole.failed += (np.frombuffer(result.failed, np.int32) + np.int32(num_rows)).tobytes()
         num_rows += len(slots)
         last_slot = slots[-1]
     return whole

@@ -29,6 +29,7 @@ from quintet.executor.program.library import program_library
 from quintet.executor.program.runner import ProgramRunner, allocate_kv, takes_layer
 from quintet.executor.quant.registry import open_quantization
 from quintet.executor.runner import Runner
+from quintet.executor.sampling.grammar import Grammars, StepMasks
 from quintet.executor.sampling.ops import SamplingOps, sampling_ops_of
 from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.slots import SlotTables
@@ -75,7 +76,8 @@ class Worker:
         self._num_begun = 0
         max_num_seqs, model = config.scheduler.max_num_seqs, config.model
         self.tables = SlotTables(max_num_seqs, model.max_model_len, model.kv, device)
-        self._sampler = Sampler(max_num_seqs, model.vocab_size, self.tables, ops)
+        grammars = Grammars(max_num_seqs, model)
+        self._sampler = Sampler(max_num_seqs, model.vocab_size, self.tables, ops, grammars=grammars)
         self._host_blocks = HostBlocks(runner.blocks, model.kv.num_blocks(config.cache.swap_bytes))
         self.num_host_blocks = self._host_blocks.num_blocks
         self.swap_bytes_per_s = self._host_blocks.measure()
@@ -151,14 +153,21 @@ class Worker:
     def _compute(self, plan: StepPlan) -> StepResult:
         """Compute the rows of a plan, or of a part of one, whose deltas the tables hold."""
         rows = Rows(plan)
+        masks = self._sampler.begin_masks(rows)
+        result: StepResult | None = None
         if not self._sampler.wants_more(rows):
-            tokens = self.runner.forward_and_draw(rows, self.tables, self._sampler.settings)
+            tokens = self.runner.forward_and_draw(rows, self.tables, self._sampler.settings, masks)
             if tokens is not None:
-                return StepResult(plan.step, 0, tokens)
-        return self._compute_in_parts(plan, rows)
+                result = StepResult(plan.step, 0, tokens)
+        if result is None:
+            result = self._compute_in_parts(plan, rows, masks)
+        if masks is not None:
+            masks.note(np.frombuffer(result.token_ids, np.int32).tolist())
+            result.failed = masks.failed(rows.sampling)
+        return result
 
     @torch.inference_mode()
-    def _compute_in_parts(self, plan: StepPlan, rows: Rows) -> StepResult:
+    def _compute_in_parts(self, plan: StepPlan, rows: Rows, masks: StepMasks | None) -> StepResult:
         """Compute a step that wants more than tokens, or whose runner draws none."""
         result = StepResult(plan.step, 0, b"")
         self.runner.forward(rows, self.tables)
@@ -168,7 +177,7 @@ class Worker:
             last = rows.offsets[rows.sampling] + rows.counts[rows.sampling] - 1
             logits = self.runner.logits(last)
             self._span("logits")
-            drawn, result.logprobs = self._sampler.draw(rows, logits)
+            drawn, result.logprobs = self._sampler.draw(rows, logits, None if masks is None else masks.wait())
             result.token_ids = drawn.to(torch.int32).cpu().numpy().tobytes()
             self._span("sampling")
         return result

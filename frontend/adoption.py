@@ -23,17 +23,16 @@ def submission(admit: Admit, first_id: int, seen: Sequence[Seen]) -> Submit:
     return Submit(
         request_id=first_id,
         prompt=TokenPrompt(admit.prompt_ids),
-        params=msgspec.structs.replace(admit.params, **changes),
-        arrival_ns=time.monotonic_ns(),
+        spec=msgspec.structs.replace(
+            admit.spec,
+            params=msgspec.structs.replace(admit.spec.params, **changes),
+            arrival_ns=time.monotonic_ns(),
+            choice=0,
+            output_ids=b"",
+            attempt=0,
+        ),
         sent_ns=0,
         core=0,
-        detokenizer=0,
-        priority=admit.priority,
-        cache_salt=admit.cache_salt,
-        echo=admit.echo,
-        return_prompt_ids=admit.return_prompt_ids,
-        claim=admit.claim,
-        deadline_ns=admit.deadline_ns,
         limit_gives_way=True,  # whatever it is, it was accepted when the request came
     )
 
@@ -46,9 +45,8 @@ def go_on(stream: Stream, reclaimed: Reclaimed, seen: Sequence[Seen]) -> None:
     stream.num_open = sum(choice.finish is None for choice in stream.choices)
     if _was_begun(seen) and reclaimed.admit is not None:
         num_prompt_tokens = len(reclaimed.admit.prompt_ids) // 4
-        stream.started = Started(
-            submit.request_id, num_prompt_tokens, 0, submit.arrival_ns, submit.arrival_ns
-        )
+        arrival_ns = submit.spec.arrival_ns
+        stream.started = Started(submit.request_id, num_prompt_tokens, 0, arrival_ns, arrival_ns)
 
 
 def _was_begun(seen: Sequence[Seen]) -> bool:

@@ -8,16 +8,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
+from typing import NamedTuple
 from urllib.parse import quote
 
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from quintet.frontend import health
+from quintet.frontend.dialects import anthropic_errors, openai_errors
+from quintet.frontend.dialects.anthropic_messages import count_tokens, messages
 from quintet.frontend.dialects.openai_chat import chat_completions
 from quintet.frontend.dialects.openai_completions import completions
 from quintet.frontend.dialects.openai_tokenize import detokenize, tokenize
 from quintet.frontend.dialects.resume import resumable, streams
+from quintet.frontend.error_shape import ErrorShape
 from quintet.frontend.exchange import ClientGone, Exchange
 from quintet.frontend.guard import Keys
 from quintet.frontend.metrics import metrics
@@ -26,23 +30,36 @@ from quintet.frontend.service import Handler, Service
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import MAX_SHOWN
 
-ROUTES: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
-    ("/v1/completions", ("POST",), resumable(completions)),
-    ("/v1/chat/completions", ("POST",), resumable(chat_completions)),
-    ("/v1/streams/{id}", ("GET",), streams),
-    ("/v1/models", ("GET",), health.models),
-    ("/v1/models/{id:path}", ("GET",), health.model),
-    ("/tokenize", ("POST",), tokenize),
-    ("/detokenize", ("POST",), detokenize),
-    ("/health", ("GET",), health.health),
-    ("/livez", ("GET",), health.livez),
-    ("/readyz", ("GET",), health.readyz),
-    ("/ping", ("GET", "POST"), health.livez),
-    ("/version", ("GET",), health.show_version),
-    ("/load", ("GET",), health.load),
-    ("/metrics", ("GET",), metrics),
-    ("/openapi.json", ("GET",), openapi),
-    ("/docs", ("GET",), docs),
+
+class Row(NamedTuple):
+    """One row of the route table."""
+
+    path: str
+    methods: tuple[str, ...]
+    handler: Handler
+    errors: ErrorShape = openai_errors.ERRORS
+    """How its clients are told of errors."""
+
+
+ROUTES = (
+    Row("/v1/completions", ("POST",), resumable(completions)),
+    Row("/v1/chat/completions", ("POST",), resumable(chat_completions)),
+    Row("/v1/messages", ("POST",), resumable(messages), anthropic_errors.ERRORS),
+    Row("/v1/messages/count_tokens", ("POST",), count_tokens, anthropic_errors.ERRORS),
+    Row("/v1/streams/{id}", ("GET",), streams),
+    Row("/v1/models", ("GET",), health.models),
+    Row("/v1/models/{id:path}", ("GET",), health.model),
+    Row("/tokenize", ("POST",), tokenize),
+    Row("/detokenize", ("POST",), detokenize),
+    Row("/health", ("GET",), health.health),
+    Row("/livez", ("GET",), health.livez),
+    Row("/readyz", ("GET",), health.readyz),
+    Row("/ping", ("GET", "POST"), health.livez),
+    Row("/version", ("GET",), health.show_version),
+    Row("/load", ("GET",), health.load),
+    Row("/metrics", ("GET",), metrics),
+    Row("/openapi.json", ("GET",), openapi),
+    Row("/docs", ("GET",), docs),
 )
 
 
@@ -50,24 +67,23 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
 class Endpoint:
     """One row of the route table as an ASGI application."""
 
-    path: str
-    methods: tuple[str, ...]
-    handler: Handler
+    row: Row
     service: Service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope["exchange"]
-        exchange.route = self.path
+        row = self.row
+        exchange.route = row.path
         exchange.path_params = scope["path_params"]
         method = "GET" if exchange.method == "HEAD" else exchange.method
-        if method not in self.methods:
-            allowed = ", ".join(self.methods)
+        if method not in row.methods:
+            allowed = ", ".join(row.methods)
             exchange.headers_out.append((b"allow", allowed.encode()))
             raise RequestError(
                 ErrorCode.METHOD_NOT_ALLOWED,
-                f"{self.path} does not take {exchange.method[:MAX_SHOWN]}; use {allowed}.",
+                f"{row.path} does not take {exchange.method[:MAX_SHOWN]}; use {allowed}.",
             )
-        await self.handler(self.service, exchange)
+        await row.handler(self.service, exchange)
 
 
 class App:
@@ -76,12 +92,12 @@ class App:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._keys = Keys(service.config.frontend.api_keys)
+        self._errors = {row.path: row.errors for row in ROUTES}
+        """Known before a request is routed: also who has no key is refused in the dialect of the path."""
         self._log = logging.getLogger("quintet")
         self._log_requests = service.config.frontend.log_requests
         self._router = Router(
-            routes=[
-                Route(path, Endpoint(path, methods, handler, service)) for path, methods, handler in ROUTES
-            ],
+            routes=[Route(row.path, Endpoint(row, service)) for row in ROUTES],
             redirect_slashes=False,
             default=_not_found,
         )
@@ -90,7 +106,8 @@ class App:
         if scope["type"] != "http":
             raise RuntimeError(f"this server speaks HTTP, not {scope['type']}")
         service = self._service
-        exchange = Exchange(scope, receive, send)
+        exchange = Exchange(scope, receive, send, openai_errors.ERRORS)
+        exchange.errors = self._errors.get(exchange.path, exchange.errors)
         scope["exchange"] = exchange
         service.num_exchanges += 1
         try:

@@ -48,7 +48,7 @@ class Backlog:
         """Count a request that was just submitted."""
         submit = stream.submit
         prompt = num_prompt_tokens(submit.prompt) if stream.started is None else 0
-        outputs = self._num_output_tokens(submit.params)
+        outputs = self._num_output_tokens(submit.spec.params)
         self._prompts[stream.request_id] = prompt
         self._outputs[stream.request_id] = outputs, stream.num_output_tokens
         self._num_expected += prompt + outputs

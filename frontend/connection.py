@@ -12,7 +12,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from quintet.frontend.dialects import errors
+from quintet.frontend.error_shape import ErrorShape, bare_response
 from quintet.frontend.exchange import CONNECTION
 from quintet.wire.errors import ErrorCode, RequestError
 
@@ -32,8 +32,12 @@ class Protocol(HttpToolsProtocol):
     ``header_timeout_s``, however many pieces it comes in.
     """
 
-    def __init__(self, *, write_timeout_s: float, header_timeout_s: float, **given_by_uvicorn: Any) -> None:
+    def __init__(
+        self, *, write_timeout_s: float, header_timeout_s: float, errors: ErrorShape, **given_by_uvicorn: Any
+    ) -> None:
+        """``errors``: how those are spelled that no application hears of."""
         super().__init__(**given_by_uvicorn)
+        self._errors = errors
         self._write_timeout_s = write_timeout_s
         self._header_timeout_s = header_timeout_s
         self._unread_timer: asyncio.TimerHandle | None = None
@@ -94,7 +98,7 @@ class Protocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self.cycle is None or self.cycle.response_complete:
-            self.transport.write(errors.bare_response(error))
+            self.transport.write(bare_response(error, self._errors))
             self.transport.close()
         else:
             self.transport.abort()

@@ -30,7 +30,7 @@ class DeadlineTimer:
 
     def watch(self, stream: Stream) -> None:
         """Look after a request until it ends or its deadline comes. Call from the event loop."""
-        self._heap.watch(stream.submit.deadline_ns, stream)
+        self._heap.watch(stream.submit.spec.deadline_ns, stream)
         self._arm()
 
     def _arm(self) -> None:
@@ -61,12 +61,12 @@ class DeadlineTimer:
 def was_too_late(stream: Stream, finish: Finish, now_ns: int) -> bool:
     """Return whether the core ended the request because its deadline had passed: its clock was first."""
     is_unasked = finish.reason is FinishReason.ABORT and not stream.is_cancelled
-    return is_unasked and 0 < stream.submit.deadline_ns <= now_ns
+    return is_unasked and 0 < stream.submit.spec.deadline_ns <= now_ns
 
 
 def expired(stream: Stream) -> RequestError:
     """Make the error for a request whose time is over."""
-    given_s = (stream.submit.deadline_ns - stream.submit.arrival_ns) * 1e-9
+    given_s = (stream.submit.spec.deadline_ns - stream.submit.spec.arrival_ns) * 1e-9
     num_tokens = stream.num_output_tokens
     so_far = f"{num_tokens} tokens of its output had come" if num_tokens else "none of its output had come"
     within = f"within the {given_s:g} s that it was given" if given_s > 0 else "before its deadline"

@@ -17,7 +17,7 @@ import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
 from quintet.frontend.bodies import Bodies, OpenBody
-from quintet.frontend.dialects import errors
+from quintet.frontend.error_shape import ErrorShape, headers_of, status_of
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import MAX_SHOWN, shown
 
@@ -39,7 +39,7 @@ class ClientGone(Exception):
 class Exchange:
     """A request being answered. Found by endpoints in ``scope["exchange"]``."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, errors: ErrorShape) -> None:
         self.arrival_ns = time.monotonic_ns()
         self.method: str = scope["method"]
         self.path: str = scope["path"].removeprefix(scope["root_path"])
@@ -48,6 +48,8 @@ class Exchange:
         self.route = "other"
         """Path pattern of the endpoint that took the request, for the metrics."""
         self.path_params: dict[str, str] = {}
+        self.errors = errors
+        """How errors are spelled for this client."""
         self.status = 0
         self.headers_out: list[Header] = []
         self._abort: Callable[[], None] | None = scope.get("extensions", {}).get(CONNECTION, {}).get("abort")
@@ -79,7 +81,7 @@ class Exchange:
     async def read_json_body(self, bodies: Bodies) -> bytes:
         """Return the whole body; refuse a wrong content type (415) and one that is too large (413).
 
-        A missing content type passes, as it does with other servers of this dialect. A client that stops sending is
+        A missing content type passes, as it does with other servers. A client that stops sending is
         told so (408); so is the one that has been silent longest while too much of all bodies is held (503).
         """
         kind = (self.header("content-type") or "").partition(";")[0].strip().lower()
@@ -162,10 +164,9 @@ class Exchange:
         await self.respond(status, msgspec.json.encode(value))
 
     async def respond_error(self, error: RequestError, headers: Iterable[Header] = ()) -> None:
-        """Send an error in the OpenAI shape, with the headers that belong to it."""
-        await self.respond(
-            errors.status_of(error), errors.body_of(error), headers=[*errors.headers_of(error), *headers]
-        )
+        """Send an error as its client expects it, with the headers that belong to it."""
+        body = self.errors.body(error, self.request_id)
+        await self.respond(status_of(error), body, headers=[*headers_of(error), *headers])
 
     async def start_stream(self, content_type: bytes, headers: Iterable[Header] = ()) -> None:
         """Send the head of a streamed response; `write` follows."""
@@ -183,7 +184,10 @@ class Exchange:
     async def _start(self, status: int, headers: list[Header]) -> None:
         self.status = status
         headers += self.headers_out
-        headers.append((b"x-request-id", self.request_id.encode()))
+        request_id = self.request_id.encode()
+        headers.append((b"x-request-id", request_id))
+        if self.errors.id_header:
+            headers.append((self.errors.id_header, request_id))
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
 

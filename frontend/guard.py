@@ -57,5 +57,5 @@ def open_to(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
         allow_origins=origins,
         allow_methods=("GET", "POST", "OPTIONS"),
         allow_headers=("*",),
-        expose_headers=("X-Request-Id", "X-Stream-Id"),
+        expose_headers=("X-Request-Id", "Request-Id", "X-Stream-Id"),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 
 from quintet.frontend.exchange import Exchange
@@ -89,9 +90,11 @@ async def show_version(_service: Service, exchange: Exchange) -> None:
 
 
 async def models(service: Service, exchange: Exchange) -> None:
-    """Answer with every name the model is served under."""
+    """Answer with every name the model is served under, on one page for those that ask for pages."""
     names = service.config.model.served_names
-    await exchange.respond_json({"object": "list", "data": [_model(service, name) for name in names]})
+    data = [_model(service, name) for name in names]
+    pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+    await exchange.respond_json({"object": "list", "data": data, **pages})
 
 
 async def model(service: Service, exchange: Exchange) -> None:
@@ -108,11 +111,15 @@ async def model(service: Service, exchange: Exchange) -> None:
 
 
 def _model(service: Service, name: str) -> dict[str, object]:
+    """Return a model as clients of either dialect read it."""
     config = service.config.model
     return {
         "id": name,
         "object": "model",
         "created": service.started_at,
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(service.started_at, UTC).isoformat(),
         "owned_by": "quintet",
         "root": config.path,
         "parent": None,

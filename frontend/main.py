@@ -20,6 +20,7 @@ import uvloop
 
 from quintet.frontend.app import App
 from quintet.frontend.connection import IDLE_S, Protocol, bound_send_buffer
+from quintet.frontend.dialects.openai_errors import ERRORS
 from quintet.frontend.dispatch import ACCOUNT_S, ForRequests, Inbound
 from quintet.frontend.guard import open_to
 from quintet.frontend.service import Service
@@ -50,7 +51,10 @@ class HttpServer(uvicorn.Server):
 def make_server(app: App, config: FrontendConfig) -> HttpServer:
     """Return a server for the application; call ``serve(sockets=[…])``."""
     protocol = functools.partial(
-        Protocol, write_timeout_s=config.write_timeout_s, header_timeout_s=config.header_timeout_s
+        Protocol,
+        write_timeout_s=config.write_timeout_s,
+        header_timeout_s=config.header_timeout_s,
+        errors=ERRORS,
     )
     return HttpServer(
         uvicorn.Config(

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from quintet.frontend.dialects import anthropic_types
 from quintet.frontend.dialects import openai_types as types
 from quintet.frontend.exchange import MAX_REQUEST_ID, Exchange
 from quintet.frontend.guard import OPEN_PATHS
@@ -66,6 +67,20 @@ _OPERATIONS: tuple[tuple[str, str, str, type | None, Schema | None], ...] = (
         {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32},
     ),
     (
+        "post",
+        "/v1/messages",
+        "Answer a conversation, in Anthropic's dialect",
+        anthropic_types.MessagesBody,
+        {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32},
+    ),
+    (
+        "post",
+        "/v1/messages/count_tokens",
+        "How many tokens the prompt of such a conversation has",
+        anthropic_types.CountTokensBody,
+        {"messages": [{"role": "user", "content": "Hello!"}]},
+    ),
+    (
         "get",
         "/v1/streams/{id}",
         "The rest of a stream (header X-Stream-Id) after the position `from`: what its last event's id says after the colon",
@@ -98,7 +113,7 @@ def openapi_document(has_keys: bool) -> Schema:
         "info": {
             "title": "Quintet",
             "version": "1",
-            "description": "An OpenAI-compatible server for large language models.",
+            "description": "A server for large language models that speaks OpenAI's and Anthropic's dialects.",
         },
         "paths": paths,
         "components": {"schemas": _schemas()},
@@ -109,7 +124,8 @@ def openapi_document(has_keys: bool) -> Schema:
 
 
 def _operation(path: str, summary: str, body: type | None, example: Schema | None, has_keys: bool) -> Schema:
-    error = {"content": {"application/json": {"schema": {"$ref": REF.format(name="ErrorBody")}}}}
+    shape = "MessagesErrorBody" if path.startswith("/v1/messages") else "ErrorBody"
+    error = {"content": {"application/json": {"schema": {"$ref": REF.format(name=shape)}}}}
     operation: Schema = {
         "summary": summary,
         "responses": {"200": {"description": "Done"}, "4XX": {"description": "Refused", **error}},
@@ -140,17 +156,22 @@ def _schemas() -> dict[str, Schema]:
         types.ChatMessage,
         types.Tool,
         types.ErrorBody,
+        anthropic_types.MessagesBody,
+        anthropic_types.CountTokensBody,
+        anthropic_types.MessagesErrorBody,
     )
     _, schemas = msgspec.json.schema_components(structs, ref_template=REF)
     for (owner, name), part in _SCHEMA_OF_PARTS.items():
         reference = {"$ref": REF.format(name=part.__name__)}
         schemas[owner]["properties"][name] = {"type": "array", "items": reference}
     defaults = SamplingParams()
-    for owner in ("CompletionBody", "ChatBody"):
+    for owner in ("CompletionBody", "ChatBody", "MessagesBody"):
         properties = schemas[owner]["properties"]
         for name, limits in RANGES.items():
             if name in properties:
                 properties[name].update(limits)
+        if owner == "MessagesBody":
+            continue
         for name in types.SHARED_SAMPLING_FIELDS:
             value = getattr(defaults, name)
             if value is not None and not (owner == "ChatBody" and name == "max_tokens"):

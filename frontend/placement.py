@@ -55,8 +55,8 @@ class Placement:
             self._parked.append(stream)
             return
         submit = stream.submit
-        submit.core, submit.detokenizer = core, detokenizer
-        submit.topology = self.seats.topology.version
+        submit.core, submit.spec.detokenizer = core, detokenizer
+        submit.spec.topology = self.seats.topology.version
         if not self._hand_over(stream):
             self._parked.append(stream)
             return
@@ -92,7 +92,7 @@ class Placement:
             return
         self.note_start(stream)
         self.seats.add_load(Role.CORE, stream.submit.core, -stream.num_placed)
-        self.seats.add_load(Role.DETOKENIZER, stream.submit.detokenizer, -stream.num_placed)
+        self.seats.add_load(Role.DETOKENIZER, stream.submit.spec.detokenizer, -stream.num_placed)
         stream.tokenizer = None
 
     def send_cancel(self, stream: Stream) -> bool:
@@ -142,13 +142,13 @@ class Placement:
         for worker in lost:
             held = (worker.role, worker.index) in (
                 (Role.CORE, submit.core),
-                (Role.DETOKENIZER, submit.detokenizer),
+                (Role.DETOKENIZER, submit.spec.detokenizer),
             )
             if held:
                 return self.start_over(stream, worker.role)
             if worker.role is Role.TOKENIZER and worker.index == stream.tokenizer:
                 return self._lose_tokenizer(stream)
-        if submit.detokenizer in retiring and not stream.is_cancelled:
+        if submit.spec.detokenizer in retiring and not stream.is_cancelled:
             return self.start_over(stream, Role.DETOKENIZER)
         return False
 

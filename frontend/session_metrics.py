@@ -74,7 +74,7 @@ class SessionMetrics:
     ) -> None:
         """Count the ending of one choice."""
         self.success[finish.reason if finish.reason in self.success else FinishReason.ERROR].inc()
-        self.latency.observe((now_ns - submit.arrival_ns) * NS)
+        self.latency.observe((now_ns - submit.spec.arrival_ns) * NS)
         self.generation_tokens.observe(num_tokens)
         if num_tokens > 1 and first_token_ns:
             self.time_per_output_token.observe((now_ns - first_token_ns) * NS / (num_tokens - 1))

@@ -27,7 +27,6 @@ from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import RequestIds, Role, WorkerId
 from quintet.wire.limits import FrameTooLarge
 from quintet.wire.messages import (
-    Claim,
     Failed,
     Finish,
     FinishReason,
@@ -39,6 +38,7 @@ from quintet.wire.messages import (
 )
 from quintet.wire.metrics import Metrics
 from quintet.wire.params import SamplingParams, shown
+from quintet.wire.request import Claim, Reading, RequestSpec
 from quintet.wire.supervision import Topology
 
 __all__ = ["Batch", "Delta", "Mailbox", "Send", "Sessions", "Stream"]
@@ -110,6 +110,7 @@ class Sessions:
         claim: Claim | None = None,
         deadline_ns: int = 0,
         limit_gives_way: bool = False,
+        reading: Reading | None = None,
     ) -> Stream:
         """Send a request on its way and return the stream of what comes back.
 
@@ -117,39 +118,35 @@ class Sessions:
         needs is missing, the request waits for the next topology. ``mailbox`` lets one reader wait for several
         streams; with ``final_only`` the reader wakes only when the request has ended, else for the first
         token of a choice, every ``interval`` tokens after it, and its end. What has not ended at ``deadline_ns``
-        (monotonic; 0 for never) fails then. ``limit_gives_way``: see `Submit`. Call from the event loop.
+        (monotonic; 0 for never) fails then. ``limit_gives_way``: see `Submit`. ``reading``: which
+        parsers read the output. Call from the event loop.
         """
         if not are_checked:
             params = params.checked(self._max_logprobs, self._vocab_size)
-        if not -(1 << 63) <= priority < 1 << 63:
-            raise RequestError(
-                ErrorCode.INVALID, f"priority is {shown(priority)}; it must be a 64-bit integer.", "priority"
-            )
+        _check_priority(priority)
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=secrets.randbits(63))
         submit = Submit(
             request_id=self._ids.take(params.n),
             prompt=prompt,
-            params=params,
-            arrival_ns=arrival_ns if arrival_ns is not None else time.monotonic_ns(),
+            spec=RequestSpec(
+                params=params,
+                arrival_ns=arrival_ns if arrival_ns is not None else time.monotonic_ns(),
+                detokenizer=0,
+                priority=priority,
+                cache_salt=cache_salt,
+                echo=echo,
+                return_prompt_ids=return_prompt_ids,
+                deadline_ns=deadline_ns,
+                claim=claim,
+                reading=reading,
+            ),
             sent_ns=0,
             core=0,
-            detokenizer=0,
-            priority=priority,
-            cache_salt=cache_salt,
-            echo=echo,
-            return_prompt_ids=return_prompt_ids,
-            claim=claim,
-            deadline_ns=deadline_ns,
             limit_gives_way=limit_gives_way,
         )
-        stream = Stream(
-            submit,
-            mailbox if mailbox is not None else Mailbox(),
-            self.cancel,
-            final_only=final_only,
-            interval=interval,
-        )
+        reader = mailbox if mailbox is not None else Mailbox()
+        stream = Stream(submit, reader, self.cancel, final_only=final_only, interval=interval)
         self._begin(stream)
         self.metrics.submitted(params)
         return stream
@@ -189,7 +186,7 @@ class Sessions:
                 raise _cannot_travel(error) from None
             raise
         self.backlog.add(stream)
-        if stream.submit.deadline_ns:
+        if stream.submit.spec.deadline_ns:
             self._deadlines.watch(stream)
 
     def cancel(self, stream: Stream) -> None:
@@ -261,6 +258,7 @@ class Sessions:
         live, itl = self._live, self.metrics.inter_token_latency
         ids = unpack_i32(text.token_ids)
         positions = {row.row: row.positions for row in text.logprobs} if text.logprobs else None
+        spans = {row.row: row.spans for row in text.spans} if text.spans else None
         at = 0
         rows = zip(
             text.request_ids, text.deltas, text.offsets, text.first_indexes, text.num_tokens, strict=True
@@ -290,13 +288,15 @@ class Sessions:
                     itl.observe((now - choice.last_ns) * 1e-9)
                 elif not stream.first_token_ns:
                     stream.first_token_ns = now
-                    self.metrics.first_token((now - stream.submit.arrival_ns) * 1e-9)
+                    self.metrics.first_token((now - stream.submit.spec.arrival_ns) * 1e-9)
                 choice.last_ns = now
             elif num_tokens and len(delta) <= seen_chars:
                 self.metrics.late_rows.inc()
                 continue
             if len(delta) > seen_chars:
                 choice.texts.append(delta[seen_chars:] if seen_chars else delta)
+                if spans is not None and row in spans:
+                    choice.note_spans(spans[row], seen_chars)
                 num_chars = offset + len(delta)
             choice.num_chars = num_chars
             if not choice.is_dirty:
@@ -399,6 +399,13 @@ class Sessions:
         """End every live request with this error: the process is about to go."""
         for stream in list(self._streams.values()):
             self._fail(stream, error)
+
+
+def _check_priority(priority: int) -> None:
+    if not -(1 << 63) <= priority < 1 << 63:
+        raise RequestError(
+            ErrorCode.INVALID, f"priority is {shown(priority)}; it must be a 64-bit integer.", "priority"
+        )
 
 
 def _cannot_travel(error: Exception) -> RequestError:

@@ -8,17 +8,31 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from sys import getsizeof
 
 import msgspec
 
+from quintet.wire.channels import Channel, Span
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import Finish, FinishReason, PositionLogprobs, Started, Submit
 
 ALTERNATIVE_BYTES, POSITION_BYTES = 224, 112
 """Memory of one token of log-probabilities, and of the position it is one of."""
+
+SPAN_BYTES = 96
+"""Memory of one span."""
+
+
+def pieces(text: str, spans: Sequence[Span]) -> Iterator[tuple[int, int, str]]:
+    """Yield channel, number of the call and text of each span; text that has none is content."""
+    at = 0
+    for channel, call, num_chars in spans:
+        yield channel, call, text[at : at + num_chars]
+        at += num_chars
+    if at < len(text):
+        yield Channel.CONTENT, 0, text[at:]
 
 
 @dataclass(slots=True)
@@ -32,6 +46,8 @@ class Delta:
     """One per token when log-probabilities were asked for, else empty."""
     finish: Finish | None
     """Set once, on the last delta of the choice."""
+    spans: Sequence[Span] = ()
+    """What ``text`` is made of, from its first character to its last, where the request's output is read by parsers."""
 
 
 @dataclass(slots=True)
@@ -58,6 +74,8 @@ class Choice:
     """Characters received; None before the first text of a choice that goes on where its client left off."""
     num_taken: int = 0
     texts: list[str] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    """What the texts are made of, if the output is read by parsers."""
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     finish: Finish | None = None
     last_ns: int = 0
@@ -74,9 +92,22 @@ class Choice:
         if has_ended:
             self.finish = Finish(self.request_id, FinishReason.NONE, None, len(self.output_ids))
 
+    def note_spans(self, spans: Sequence[Span], num_seen: int) -> None:
+        """Add what new text is made of; ``num_seen`` characters of these spans were received before."""
+        held = self.spans
+        for channel, call, size in spans:
+            num_chars = size - num_seen
+            num_seen = max(0, -num_chars)
+            if num_chars <= 0:
+                continue
+            if held and held[-1][:2] == (channel, call) and channel != Channel.NAME:
+                held[-1] = (channel, call, held[-1][2] + num_chars)
+            else:
+                held.append((channel, call, num_chars))
+
     def unread_bytes(self) -> int:
         """Estimate the memory that is held for the reader."""
-        num_bytes = sum(map(getsizeof, self.texts)) + 8 * len(self.texts)
+        num_bytes = sum(map(getsizeof, self.texts)) + 8 * len(self.texts) + SPAN_BYTES * len(self.spans)
         if self.logprobs:
             width = 1 + len(self.logprobs[0].top)
             num_bytes += len(self.logprobs) * (POSITION_BYTES + width * ALTERNATIVE_BYTES)
@@ -99,7 +130,10 @@ class Choice:
         ids = self.output_ids[self.num_taken :]
         self.num_taken = len(self.output_ids)
         logprobs, self.logprobs = self.logprobs, []
-        return Delta(self.index, text, ids, logprobs, self.finish)
+        if not self.spans:
+            return Delta(self.index, text, ids, logprobs, self.finish)
+        spans, self.spans = self.spans, []
+        return Delta(self.index, text, ids, logprobs, self.finish, spans)
 
 
 class Mailbox:
@@ -155,8 +189,8 @@ class Stream:
         self.mailbox = mailbox
         self._final_only = final_only
         self._interval = interval
-        self.choices = [Choice(self, i, submit.request_id + i) for i in range(submit.params.n)]
-        self.num_open = submit.params.n
+        self.choices = [Choice(self, i, submit.request_id + i) for i in range(submit.spec.params.n)]
+        self.num_open = submit.spec.params.n
         self.started: Started | None = None
         self.error: RequestError | None = None
         self.tokenizer: int | None = None
@@ -201,20 +235,27 @@ class Stream:
         """Return what has to be sent for the choices that have not ended: one message, or one each."""
         submit = self.submit
         if not self.is_resumed:
-            return [msgspec.structs.replace(submit, attempt=self.attempt)]
+            return [
+                msgspec.structs.replace(
+                    submit, spec=msgspec.structs.replace(submit.spec, attempt=self.attempt)
+                )
+            ]
         changes: dict[str, object] = {"n": 1}
         if self.started is not None:
             changes["prompt_logprobs"] = None  # were received with it
-        params = msgspec.structs.replace(submit.params, **changes)
+        params = msgspec.structs.replace(submit.spec.params, **changes)
         return [
             msgspec.structs.replace(
                 submit,
                 request_id=choice.request_id,
-                params=params,
-                choice=choice.index,
-                output_ids=choice.output_ids.tobytes(),
-                attempt=self.attempt,
-                adopts=choice.adopts,
+                spec=msgspec.structs.replace(
+                    submit.spec,
+                    params=params,
+                    choice=choice.index,
+                    output_ids=choice.output_ids.tobytes(),
+                    attempt=self.attempt,
+                    adopts=choice.adopts,
+                ),
             )
             for choice in self.choices
             if choice.finish is None
@@ -275,7 +316,7 @@ class Stream:
         ``keep``: its client may come back and go on reading elsewhere.
         """
         self.is_closed = True
-        self.is_kept = keep and self.submit.claim is not None
+        self.is_kept = keep and self.submit.spec.claim is not None
         self._dirty = []
         if not self.ended:
             self.cancel()

@@ -1,3 +1,9 @@
 """How the suite runs; tests/README.md says what belongs where and what it costs."""
 
-pytest_plugins = ("tests.suite.draw", "tests.suite.alone", "tests.suite.costs", "pytester")
+pytest_plugins = (
+    "tests.suite.draw",
+    "tests.suite.order",
+    "tests.suite.alone",
+    "tests.suite.costs",
+    "pytester",
+)

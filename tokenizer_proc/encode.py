@@ -16,7 +16,7 @@ from quintet.tokenizer_proc.chat_template import ChatTemplates, load_templates
 from quintet.wire.codec import unpack_i32
 from quintet.wire.config import ModelConfig
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
-from quintet.wire.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from quintet.wire.messages import PROMPT_TAIL, ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from quintet.wire.params import SamplingParams, first_unknown
 
 LENGTH_KEEPING = frozenset({"NFD", "NFKD", "Prepend", "Lowercase", "ByteLevel"})
@@ -84,6 +84,11 @@ class Encoder:
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Return a text's ids."""
         return self._encoding(text, add_special_tokens).ids
+
+    def end_of(self, ids: Sequence[int]) -> str:
+        """Return the text of a prompt's last tokens, special ones too."""
+        text: str = self._tokenizer.decode(list(ids[-PROMPT_TAIL:]), skip_special_tokens=False)
+        return text
 
     def token_strs(self, ids: Sequence[int]) -> list[str]:
         """Return the vocabulary's own spelling of each id."""

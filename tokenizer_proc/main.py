@@ -19,6 +19,8 @@ import uvloop
 from quintet.process.early import Early
 from quintet.process.runtime import Process, child_main
 from quintet.tokenizer_proc.encode import Encoder, load_encoder, size_of
+from quintet.tokenizer_proc.senders import refusal_of, sender_of
+from quintet.tokenizer_proc.structured import Forms
 from quintet.wire.codec import encode, pack_i32, pack_i64, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig
 from quintet.wire.dropped import Dropped
@@ -62,6 +64,7 @@ class Tokenizer:
     ) -> None:
         self._process = process
         self._encoder = encoder
+        self._forms = Forms(process.config.model, is_mock=process.config.executor.kind == "mock")
         self._loop = loop
         self._lanes = [(size, ThreadPoolExecutor(threads, "lane")) for size, threads in LANES]
         self._waiting: dict[int, set[int]] = {}
@@ -104,11 +107,11 @@ class Tokenizer:
         if isinstance(message, Dropped):
             self._end_dropped(message)
             return
-        sender = _sender(message)
+        sender = sender_of(message)
         if sender is None:
             return
         index, tag = sender
-        version = message.topology if isinstance(message, Submit) else 0
+        version = message.spec.topology if isinstance(message, Submit) else 0
         if isinstance(message, Handed) and (sender in self._early or self._is_unnamed(index, tag)):
             return  # some of what it names waits here; the next account comes soon
         if sender in self._early or version > self._process.topology.version or self._is_unnamed(index, tag):
@@ -148,7 +151,7 @@ class Tokenizer:
                 "%d bytes wait for frontends that no topology has named; more requests are refused",
                 self._early.size,
             )
-        refusal = _refusal(message)
+        refusal = refusal_of(message)
         if refusal is not None and len(self._refusals) < MAX_REFUSALS:
             self._refusals.append((index, tag, refusal))
 
@@ -249,7 +252,11 @@ class Tokenizer:
         return self._process.progress, sum(due_s < now_s for due_s in list(self._due_s.values()))
 
     def _submit(self, submit: Submit) -> None:
-        size = size_of(submit.prompt, submit.params.bad_words)
+        size = size_of(submit.prompt, submit.spec.params.bad_words)
+        if not self._forms.is_known(submit.spec.params):
+            size = max(
+                size, INLINE_BYTES + 1
+            )  # building a grammar takes a moment, the library's first one a second
         if size > INLINE_BYTES:
             self._waiting[submit.request_id] = set()
             for request_id in _choices(submit):
@@ -258,33 +265,15 @@ class Tokenizer:
 
     def _admission(self, submit: Submit) -> Admit | Failed:
         """Encode; may run in a lane, so it touches no state."""
+        params = submit.spec.params
         try:
-            ids = self._encoder.prompt_ids(
-                submit.prompt, submit.params, limit_gives_way=submit.limit_gives_way
-            )
-            bad_words = self._encoder.bad_word_ids(submit.params.bad_words)
+            ids = self._encoder.prompt_ids(submit.prompt, params, limit_gives_way=submit.limit_gives_way)
+            bad_words = self._encoder.bad_word_ids(params.bad_words)
+            params = self._forms.enforceable(submit.spec, lambda: self._encoder.end_of(ids))
+            spec = msgspec.structs.replace(submit.spec, params=params)
         except RequestError as error:
             return Failed(submit.request_id, error.code, error.message, error.param)
-        return Admit(
-            submit.request_id,
-            pack_i32(ids),
-            submit.params,
-            submit.arrival_ns,
-            0,
-            submit.detokenizer,
-            submit.priority,
-            submit.cache_salt,
-            submit.echo,
-            submit.return_prompt_ids,
-            bad_words,
-            submit.choice,
-            submit.output_ids,
-            submit.attempt,
-            submit.deadline_ns,
-            submit.claim,
-            submit.adopts,
-            submit.topology,
-        )
+        return Admit(submit.request_id, pack_i32(ids), spec, 0, bad_words)
 
     def _admit(self, submit: Submit, result: Admit | Failed) -> None:
         cancelled = self._waiting.pop(submit.request_id, set())
@@ -292,7 +281,7 @@ class Tokenizer:
             self._owner.pop(request_id, None)
         if isinstance(result, Failed):
             self._fail(result)
-        elif len(cancelled) == submit.params.n:
+        elif len(cancelled) == submit.spec.params.n:
             self._tell(submit.request_id, Unknown(pack_i64(sorted(cancelled))))
         else:
             self._sizes.observe(len(result.prompt_ids) // 4)
@@ -350,38 +339,8 @@ class Tokenizer:
             )
 
 
-def _sender(message: object) -> tuple[int, int | None] | None:
-    """Return the frontend's index and, where the message shows it, its epoch's tag; None for other messages."""
-    match message:
-        case Submit():
-            return frontend_of(message.request_id)
-        case Cancel(request_ids=[first, *_]):
-            return frontend_of(first)
-        case Handed():
-            return message.sender.index, epoch_tag(message.sender.epoch)
-        case TokenizeQuery():
-            return message.frontend, None
-        case _:
-            return None
-
-
-def _refusal(message: object) -> Failed | Tokenized | Unknown | None:
-    """Return the answer to a message that cannot be kept."""
-    words = "too many requests wait inside the server for it to know this frontend; send it again."
-    match message:
-        case Submit():
-            return Failed(message.request_id, ErrorCode.OVERLOADED, words)
-        case Cancel():
-            return Unknown(pack_i64(message.request_ids))
-        case TokenizeQuery():
-            failed = Failed(message.query_id, ErrorCode.OVERLOADED, words)
-            return Tokenized(message.query_id, b"", None, failed)
-        case _:
-            return None
-
-
 def _choices(submit: Submit) -> range:
-    return range(submit.request_id, submit.request_id + submit.params.n)
+    return range(submit.request_id, submit.request_id + submit.spec.params.n)
 
 
 def prepare(config: EngineConfig) -> Encoder:

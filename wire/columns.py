@@ -12,11 +12,12 @@ import msgspec
 
 from quintet.wire import messages as m
 from quintet.wire import step as s
+from quintet.wire.request import RequestSpec
 
 COLUMNS: Mapping[type[msgspec.Struct], Mapping[str, str]] = {
     m.TokenPrompt: {"token_ids": "i"},
-    m.Submit: {"output_ids": "i"},
-    m.Admit: {"prompt_ids": "i", "output_ids": "i"},
+    RequestSpec: {"output_ids": "i"},
+    m.Admit: {"prompt_ids": "i"},
     m.Live: {"request_ids": "q"},
     m.Handed: {"request_ids": "q", "attempts": "i"},
     m.Unknown: {"request_ids": "q"},

@@ -23,6 +23,55 @@ KvCacheDtype = Literal["auto", "int8", "fp8"]
 """``auto`` is the model's own; int8 is of CPUs, fp8 (e4m3) of GPUs."""
 
 
+CallIds = Literal["random", "short", "numbered"]
+"""Of calls of tools: any, nine letters and digits (Mistral), or ``functions.<name>:<number>`` (Kimi)."""
+
+
+class ThinkMarks(msgspec.Struct, frozen=True):
+    """What stands around reasoning, for those who say what may follow it."""
+
+    opens: list[str]
+    closes: list[str]
+    begins_inside: bool = False
+    """Whether output is reasoning from its first character where the prompt does not say so."""
+    answer: str = ""
+    """What stands before content, behind reasoning or without any."""
+
+
+class ForcedCalls(msgspec.Struct, frozen=True):
+    """How calls are written that a request insists on, as its model would: a list of calls with JSON in them."""
+
+    reader: str
+    """Name of the parser that reads them."""
+    call_begin: str
+    name_end: str
+    call_end: str
+    separator: str = "\n"
+    begin: str = ""
+    """Before the first."""
+    end: str = ""
+    """After the last."""
+    is_single: bool = False
+    """Whether an answer has one call at most."""
+
+
+class ParsersConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How answers of chats are read, unless a request says otherwise."""
+
+    reasoning: str = ""
+    """Name of the reasoning parser; "" for none."""
+    tools: str = ""
+    """Name of the parser of calls; "" for none."""
+    needs_schemas: bool = False
+    """Whether it must know the tools' types."""
+    call_ids: CallIds = "random"
+    thinks: ThinkMarks | None = None
+    """Set where there is a reasoning parser."""
+    forced: ForcedCalls = ForcedCalls(
+        "hermes", '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>"
+    )
+
+
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Which model, and the few of its numbers that processes other than the executor need."""
 
@@ -46,6 +95,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling defaults of the model's ``generation_config.json``, by their names in `SamplingParams`."""
     chat_templates: dict[str, str] = {}
     """Text of each template by name: the one given by flag as ``default``, or those of the model's folder."""
+    parsers: ParsersConfig = ParsersConfig()
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role
 from quintet.wire.params import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_STOP_CHARS
+from quintet.wire.request import MAX_SCHEMAS_BYTES
+from quintet.wire.structured import MAX_COMPILED_BYTES
 
 LEAST_BYTES = 16 << 20
 """Every inbox takes frames of this size: small models have long metrics too."""
@@ -60,7 +62,7 @@ def largest_frame(role: Role, config: EngineConfig) -> int:
 def _request(config: EngineConfig) -> int:
     """One request as ids, with its outputs and parameters."""
     model = config.model
-    words = ID_BYTES * MAX_BAD_WORDS * MAX_BAD_WORD_CHARS + 4 * MAX_STOP_CHARS
+    words = ID_BYTES * MAX_BAD_WORDS * MAX_BAD_WORD_CHARS + 4 * MAX_STOP_CHARS + MAX_COMPILED_BYTES
     params = (
         6 * ID_BYTES * model.vocab_size
     )  # four lists of ids, and one map from an id to a float of 9 bytes
@@ -89,5 +91,7 @@ _BOUNDS: Mapping[Role, Callable[[EngineConfig], int]] = {
     Role.TOKENIZER: lambda config: JSON_GROWTH * config.frontend.max_body_bytes + _request(config),
     Role.CORE: lambda config: _request(config) + _logprobs(config),
     Role.EXECUTOR: lambda config: config.scheduler.max_num_seqs * (_request(config) - config.frontend.max_body_bytes),
-    Role.DETOKENIZER: lambda config: _everybody(config) + _logprobs(config),
+    Role.DETOKENIZER: lambda config: (
+        _everybody(config) + _logprobs(config) + config.scheduler.max_num_seqs * MAX_SCHEMAS_BYTES
+    ),
 }  # fmt: skip

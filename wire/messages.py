@@ -10,9 +10,10 @@ from enum import IntEnum
 
 import msgspec
 
+from quintet.wire.channels import RowSpans
 from quintet.wire.errors import ErrorCode
 from quintet.wire.ids import WorkerId
-from quintet.wire.params import SamplingParams
+from quintet.wire.request import Reading, RequestSpec
 from quintet.wire.step import PromptLogprobs, TokenLogprobs
 
 
@@ -60,20 +61,10 @@ class ChatPrompt(msgspec.Struct, array_like=True, tag="chat"):
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 
-class Claim(msgspec.Struct, array_like=True):
-    """Inside `Submit` and `Admit`: what any frontend needs to go on with a request whose frontend or client is gone."""
-
-    key: bytes
-    """Secret of the client's: who knows it may go on reading."""
-    answer: bytes
-    """How the answer is shaped: only the frontends' dialects look inside."""
-
-
 class Submit(msgspec.Struct, array_like=True, tag="submit"):
     """Frontend -> tokenizer: serve this request.
 
-    A request with ``params.n`` choices owns the ids ``request_id … request_id + n - 1``, one per choice. ``params``
-    are checked and carry a seed.
+    A request with ``spec.params.n`` choices owns the ids ``request_id … request_id + n - 1``, one per choice.
 
     A frontend that lost the core or the detokenizer of a request sends it again with a higher ``attempt``: as it was if
     nothing came back yet, else each open choice for itself (``n`` is then 1) with the outputs that were received. The
@@ -82,35 +73,12 @@ class Submit(msgspec.Struct, array_like=True, tag="submit"):
 
     request_id: int
     prompt: Prompt
-    params: SamplingParams
-    arrival_ns: int
+    spec: RequestSpec
     sent_ns: int
     core: int
     """Index of the core replica to admit to."""
-    detokenizer: int
-    """Index of the detokenizer that keeps the request for its life."""
-    priority: int = 0
-    """Lower runs first, under the priority policy."""
-    cache_salt: str = ""
-    """Prefix-cache entries are shared only between requests of the same salt."""
-    echo: bool = False
-    """Begin the text with the prompt's."""
-    return_prompt_ids: bool = False
-    choice: int = 0
-    """Which choice of the original request the first one of this is."""
-    output_ids: bytes = b""
-    """int32: outputs that the frontend has. Nothing of them is sent again."""
-    attempt: int = 0
-    deadline_ns: int = 0
-    """When the client wants it to have ended; 0 for never."""
-    claim: Claim | None = None
-    """What makes it resumable after its frontend is gone, or after its client left."""
-    adopts: bool = False
-    """Go on with what the core keeps under this id (`Reclaim.rename_to`)."""
-    topology: int = 0
-    """Version of the topology that the frontend chose by: who follows an older one waits for it, or would send on to the dead."""
     limit_gives_way: bool = False
-    """Whether ``params.max_tokens`` is a default, which a long prompt may cut short: only the client's own number is refused."""
+    """Whether ``max_tokens`` is a default, which a long prompt may cut short: only the client's own number is refused."""
 
 
 class Cancel(msgspec.Struct, array_like=True, tag="cancel"):
@@ -132,22 +100,9 @@ class Admit(msgspec.Struct, array_like=True, tag="admit"):
 
     request_id: int
     prompt_ids: bytes
-    params: SamplingParams
-    arrival_ns: int
+    spec: RequestSpec
     sent_ns: int
-    detokenizer: int
-    priority: int = 0
-    cache_salt: str = ""
-    echo: bool = False
-    return_prompt_ids: bool = False
     bad_word_ids: list[list[int]] = []
-    choice: int = 0
-    output_ids: bytes = b""
-    attempt: int = 0
-    deadline_ns: int = 0
-    claim: Claim | None = None
-    adopts: bool = False
-    topology: int = 0
 
 
 class Failed(msgspec.Struct, array_like=True, tag="failed"):
@@ -170,7 +125,7 @@ class Reclaim(msgspec.Struct, array_like=True, tag="reclaim"):
     """The first choice's."""
     key: bytes
     topology: int = 0
-    """As in `Submit`."""
+    """As in `RequestSpec`."""
     rename_to: int = 0
     """Keep the request under this first id, of the asker's, from now on; its client may still name it by older ones."""
 
@@ -250,6 +205,8 @@ class Open(msgspec.Struct, array_like=True, gc=False):
     """Of ``output_ids``, so many are with the frontend; the others are sent to it at once."""
     attempt: int = 0
     """Replaces whatever the detokenizer has of an older attempt at the request."""
+    reading: Reading | None = None
+    """Which parsers read the text; None for none."""
 
 
 PROMPT_TAIL = 16
@@ -333,6 +290,10 @@ class Finish(msgspec.Struct, array_like=True, gc=False):
     reason: FinishReason
     stop_reason: str | int | None
     num_output_tokens: int
+    num_reasoning_tokens: int = 0
+    """Of those, as the request's reading has it."""
+    num_calls: int = 0
+    """Calls of tools in the output."""
 
 
 class RowLogprobs(msgspec.Struct, array_like=True, gc=False):
@@ -355,9 +316,9 @@ class Text(msgspec.Struct, array_like=True, tag="text_out", gc=False):
     started: list[Started]
     request_ids: list[int]
     deltas: list[str]
-    """New text of each row; empty while a character or a possible stop string is incomplete."""
+    """New text of each row, of all channels; empty while a character or a possible stop string is incomplete."""
     offsets: list[int]
-    """Characters of output text before the delta: what was already seen is dropped."""
+    """Characters of output text (of all channels) before the delta: what was already seen is dropped."""
     first_indexes: list[int]
     """Output index of the row's first new token."""
     num_tokens: list[int]
@@ -367,6 +328,8 @@ class Text(msgspec.Struct, array_like=True, tag="text_out", gc=False):
     logprobs: list[RowLogprobs] = []
     sender: tuple[int, int] = (0, 0)
     """Index and epoch of the detokenizer: text of one that has a successor is dropped."""
+    spans: list[RowSpans] = []
+    """Of the rows whose request has a `Reading`; the text of other rows is content."""
 
 
 # --- small questions ------------------------------------------------------------------------------------------

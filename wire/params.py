@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.structured import StructuredOutputsParams
 
 MAX_CHOICES = 16_384
 MAX_COUNT = (1 << 31) - 1
@@ -74,6 +75,7 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
     skip_reading_prefix_cache: bool = False
     truncate_prompt_tokens: int | None = None
     truncation_side: str = "left"
+    structured_outputs: StructuredOutputsParams | None = None
 
     @property
     def greedy(self) -> bool:
@@ -102,6 +104,8 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
             changes["seed"] = None
         if self.logit_bias:
             changes["logit_bias"] = {t: min(100.0, max(-100.0, b)) for t, b in self.logit_bias.items()}
+        if self.structured_outputs is not None:
+            changes["structured_outputs"] = self.structured_outputs.checked()
         return msgspec.structs.replace(self, **changes) if changes else self
 
 

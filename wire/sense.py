@@ -14,6 +14,7 @@ import msgspec
 from quintet.wire import messages as m
 from quintet.wire import step as s
 from quintet.wire import supervision
+from quintet.wire.channels import Channel, RowSpans
 from quintet.wire.codec import UNREADABLE
 from quintet.wire.columns import ID_BYTES, REQUEST_BYTES, all_below, are_spans
 from quintet.wire.config import EngineConfig
@@ -26,6 +27,7 @@ from quintet.wire.params import (
     MIN_REPETITION_PENALTY,
     SamplingParams,
 )
+from quintet.wire.request import MAX_NAME_CHARS, MAX_SCHEMAS_BYTES, Reading, RequestSpec
 
 MAX_SEATS = 1 << 10
 """Seats of one role: an index of a frontend has ten bits in a request's id."""
@@ -120,6 +122,7 @@ class Sense:
             and (p.prompt_logprobs is None or -1 <= p.prompt_logprobs <= self._vocab_size)
             and (p.truncate_prompt_tokens is None or -1 <= p.truncate_prompt_tokens <= MAX_COUNT)
             and "" not in p.stop
+            and (p.structured_outputs is None or p.structured_outputs.is_one_form)
             and self._in_vocabulary(p.stop_token_ids)
             and self._in_vocabulary(p.allowed_token_ids)
             and self._in_vocabulary(p.logprob_token_ids)
@@ -127,30 +130,31 @@ class Sense:
             and all(-100.0 <= bias <= 100.0 for bias in (p.logit_bias or {}).values())
         )
 
-    def _request(self, msg: m.Submit | m.Admit) -> bool:
+    def _request(self, request_id: int, spec: RequestSpec) -> bool:
         return (
-            self._params(msg.params)
-            and 0 <= msg.request_id < MAX_ID - msg.params.n
-            and _is_seat(msg.detokenizer)
-            and -MAX_ID <= msg.priority < MAX_ID
-            and 0 <= msg.choice < MAX_CHOICES
-            and 0 <= msg.attempt <= MAX_COUNT
-            and 0 <= msg.deadline_ns < MAX_ID
-            and self._are_tokens(msg.output_ids)
-            and len(msg.output_ids) <= ID_BYTES * self._max_len
+            self._params(spec.params)
+            and 0 <= request_id < MAX_ID - spec.params.n
+            and _is_seat(spec.detokenizer)
+            and -MAX_ID <= spec.priority < MAX_ID
+            and 0 <= spec.choice < MAX_CHOICES
+            and 0 <= spec.attempt <= MAX_COUNT
+            and 0 <= spec.deadline_ns < MAX_ID
+            and self._are_tokens(spec.output_ids)
+            and len(spec.output_ids) <= ID_BYTES * self._max_len
+            and _can_be_read(spec.reading)
         )
 
     def _submit(self, msg: m.Submit) -> bool:
         prompt = msg.prompt
         return (
-            self._request(msg)
+            self._request(msg.request_id, msg.spec)
             and _is_seat(msg.core)
             and not (isinstance(prompt, m.TokenPrompt) and len(prompt.token_ids) % ID_BYTES)
         )
 
     def _admit(self, msg: m.Admit) -> bool:
         return (
-            self._request(msg)
+            self._request(msg.request_id, msg.spec)
             and self._are_tokens(msg.prompt_ids)
             and all(word and self._in_vocabulary(word) for word in msg.bad_word_ids)
         )
@@ -224,6 +228,8 @@ class Sense:
             and 0 <= msg.compute_ns < MAX_ID
             and self._logprobs(msg.logprobs, self._num_slots)
             and self._prompt_logprobs(msg.prompt_logprobs, self._num_slots)
+            and not len(msg.failed) % ID_BYTES
+            and all_below(msg.failed, self._num_slots)
         )
 
     def _capacity(self, msg: s.Capacity) -> bool:
@@ -283,6 +289,7 @@ class Sense:
             and 0 <= opened.num_prompt_tokens <= MAX_COUNT
             and 0 <= opened.num_cached_tokens <= MAX_COUNT
             and 0 <= opened.attempt <= MAX_COUNT
+            and _can_be_read(opened.reading)
         )
 
     def _text(self, msg: m.Text) -> bool:
@@ -293,6 +300,7 @@ class Sense:
             and len(msg.token_ids) == sum(msg.num_tokens) * ID_BYTES
             and all(0 <= row.row < num_rows for row in msg.logprobs)
             and all(not len(started.prompt_ids) % ID_BYTES for started in msg.started)
+            and all(0 <= row.row < num_rows and _are_spans_of(row, msg.deltas[row.row]) for row in msg.spans)
         )
 
     # --- supervision ---
@@ -305,6 +313,7 @@ class Sense:
 
 
 _FINISHES = bytes(range(LAST_FINISH + 1))
+NUM_CHANNELS = len(Channel)
 
 
 def _is_id(number: int) -> bool:
@@ -317,6 +326,23 @@ def _are_ids(numbers: list[int]) -> bool:
 
 def _is_seat(index: int) -> bool:
     return 0 <= index < MAX_SEATS
+
+
+def _can_be_read(reading: Reading | None) -> bool:
+    """Whether a reading is of bounded size; which parsers there are, who reads knows."""
+    return reading is None or (
+        len(reading.reasoning) <= MAX_NAME_CHARS
+        and len(reading.tools) <= MAX_NAME_CHARS
+        and len(reading.schemas) <= MAX_SCHEMAS_BYTES
+    )
+
+
+def _are_spans_of(row: RowSpans, delta: str) -> bool:
+    """Whether spans are what a delta is made of."""
+    return sum(size for _, _, size in row.spans) == len(delta) and all(
+        0 <= channel < NUM_CHANNELS and 0 <= call <= MAX_COUNT and size > 0
+        for channel, call, size in row.spans
+    )
 
 
 def _ids_with_attempts(msg: m.StopHit | m.Handed) -> bool:

@@ -110,6 +110,8 @@ class StepResult(msgspec.Struct, array_like=True, tag="result", gc=False):
     """Time in the model and sampler."""
     num_tenants: int | None = None
     """Slots that have one after the plan, for the core to compare with its own; None says nothing."""
+    failed: bytes = b""
+    """int32: rows of the plan that drew a token and cannot go on behind it. Their requests end with an error."""
 
 
 class StepsEnded(msgspec.Struct, array_like=True, tag="ended", gc=False):

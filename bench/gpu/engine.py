@@ -18,6 +18,7 @@ from quintet.wire.codec import pack_i32, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig
 from quintet.wire.messages import Admit
 from quintet.wire.params import SamplingParams
+from quintet.wire.request import RequestSpec
 from quintet.wire.step import Capacity, PromptLogprobs, StepPlan, TokenLogprobs
 
 MAX_IN_FLIGHT = 2
@@ -106,7 +107,7 @@ class EngineAlone:
 
     def admit(self, request_id: int, prompt: list[int], params: SamplingParams) -> None:
         """Queue a request."""
-        admit = Admit(request_id, pack_i32(prompt), params, 0, 0, detokenizer=0)
+        admit = Admit(request_id, pack_i32(prompt), RequestSpec(params, 0, detokenizer=0), 0)
         self._apply(self.engine.admit(admit, 0))
 
     def run(self) -> None:

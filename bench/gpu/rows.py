@@ -5,6 +5,7 @@ Knows no outcome and starts nothing.
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 
 PYTEST = (
@@ -52,8 +53,8 @@ class Row:
     def words(self) -> str:
         """The command as a person would type it."""
         if self.command[: len(PYTEST)] == PYTEST:
-            return " ".join(("pytest", *self.command[len(PYTEST) :]))
-        return " ".join(("python", *self.command))
+            return shlex.join(("pytest", *self.command[len(PYTEST) :]))
+        return shlex.join(("python", *self.command))
 
 
 ROWS = (
@@ -70,10 +71,26 @@ ROWS = (
         "kernels",
         "every kernel equals its torch reference, on shapes that straddle tiles, in every number format",
         "all pass",
-        (*PYTEST, "tests/gpu/test_kernels.py", "tests/gpu/test_ops.py"),
+        (
+            *PYTEST,
+            "tests/gpu/test_kernels.py",
+            "tests/gpu/test_ops.py",
+            "-k",
+            "not other_kinds and not hybrid",
+        ),
         TESTS,
         takes_s=80,
         limit_s=420,
+    ),
+    Row(
+        "kinds",
+        "one model of each kind of layer (ALiBi, parallel residual, caps, two rotations, experts, latents, states): tokens are"
+        " transformers', fp32; bits with --batch-invariant are the same in chunks and in company, bf16",
+        "all equal",
+        (*PYTEST, "tests/gpu/test_kernels.py", "-k", "other_kinds or hybrid"),
+        TESTS,
+        takes_s=45,
+        limit_s=300,
     ),
     Row(
         "models-fp32",

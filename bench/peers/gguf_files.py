@@ -33,7 +33,7 @@ _LAYER_NAMES = {
     "mlp.down_proj": "ffn_down",
 }
 _PRE_TOKENIZERS = {"qwen2": "qwen2", "llama": "llama-bpe"}
-_QUANTIZED = {"int8": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "int4": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0}
+QUANTIZED = {"int8": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "int4": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0}
 
 
 def write_bf16(model: Path, target: Path) -> None:
@@ -181,7 +181,7 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     name = arguments.model.name
     plain: Path = arguments.out / f"{name}-bf16.gguf"
-    for precision in ("bf16", *_QUANTIZED):
+    for precision in ("bf16", *QUANTIZED):
         target = arguments.out / f"{name}-{precision}.gguf"
         if target.exists():
             continue
@@ -189,7 +189,7 @@ def main() -> None:
         if precision == "bf16":
             write_bf16(arguments.model, partial)
         else:
-            quantize(plain, partial, _QUANTIZED[precision])
+            quantize(plain, partial, QUANTIZED[precision])
         partial.rename(target)
         print(target, flush=True)
 

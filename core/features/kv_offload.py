@@ -2,8 +2,9 @@
 
 A preempted request would be computed again from its ids; the longer it is, the dearer. So its full blocks are copied to
 the host before the device gives them new content: those that nobody could find any more at once, the others, which
-the prefix cache still knows, when they are evicted. When the request is resumed, what is left of it on the device is
-shared and what follows comes back from the host, if that is cheaper still.
+the prefix cache still knows, when they are evicted. Where layers have windows or states, so is its last block, as far as it
+is filled, and the states. When the request is resumed, what is left of it on the device is shared and what follows comes
+back from the host, if that is cheaper still.
 
 Both costs are measured ones: the executor says how fast it copies (`Capacity.swap_bytes_per_s`), and its results how
 fast it computes (`quintet.core.pace`). What takes part in a copy, and when, is `quintet.core.kv.host_pool`'s.
@@ -11,11 +12,12 @@ fast it computes (`quintet.core.pace`). What takes part in a copy, and when, is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import takewhile
 
 from quintet.core.hooks import Feature, Found, Setup
 from quintet.core.kv.held import Held
-from quintet.core.kv.prefix import extend_chain, key_of
+from quintet.core.kv.prefix import digest_behind, extend_chain, key_of
 from quintet.core.request import Request
 from quintet.core.state import State
 
@@ -38,43 +40,53 @@ def keep(state: State, request: Request) -> None:
     if not state.limits.groups.is_plain:
         _keep_groups(state, request, num_full)
         return
-    if not _is_cheaper(state, num_full, 2 * num_full):
+    if not _is_cheaper(state, num_full * block_size, 2 * num_full):
         return
     found = pool.index.block_of
-    wanted = pool.host.want(request.request_id, _keys(state, request, 0, range(num_full)))
+    wanted = pool.host.want(request.request_id, _keys(state, request, 0, num_full * block_size))
     for key, block in zip(wanted, request.held[0].blocks, strict=False):
         if key not in found:
             pool.host.save(key, block)
 
 
 def _keep_groups(state: State, request: Request, num_blocks: int) -> None:
-    """Have what every group needs of a request's beginning outlive its preemption, all of it or nothing.
-
-    Where beginnings are shared, that is what the prefix cache knows: the longest beginning that all groups can serve, a kept
-    state among it. Where they are not, what the request holds; a state is then computed again, with all before it.
-    """
-    limits, pool = state.limits, state.pool
+    """Have what every group needs of a request's beginning outlive its preemption, all of it or nothing."""
+    pool, groups = state.pool, state.limits.groups
+    num_tokens, held = _beginning(state, request, num_blocks)
+    if not num_tokens:
+        return
     contents: dict[bytes, int] = {}
-    if limits.prefix_caching:
-        digests = _digests(state, request, num_blocks)
-        num_blocks, shared = pool.index.longest(digests, num_blocks, limits.groups.all, limits.block_size)
-    elif limits.groups.states:
+    for index, group in enumerate(groups.all):
+        keys, blocks = _keys(state, request, index, num_tokens), held[index].blocks[-1:]
+        if not group.is_state:
+            skipped = groups.first_block(index, num_tokens) - held[index].begin
+            if skipped < 0:
+                return
+            blocks = held[index].blocks[skipped : skipped + len(keys)]
+        contents |= zip(keys, blocks, strict=True)
+    if not _is_cheaper(state, num_tokens, 2 * len(contents)):
         return
-    else:
-        shared = request.held
-    for index in range(len(limits.groups.all)):
-        positions, held = _positions(state, index, num_blocks), shared[index]
-        if not limits.prefix_caching and positions.start < held.begin:
-            return
-        first = 0 if limits.prefix_caching else positions.start - held.begin
-        blocks = held.blocks[first : first + len(positions)]
-        contents |= zip(_keys(state, request, index, positions), blocks, strict=True)
-    if not _is_cheaper(state, num_blocks, 2 * len(contents)):
-        return
-    request.num_kept_blocks = num_blocks
+    request.num_kept = num_tokens
     for key in pool.host.want(request.request_id, list(contents), whole=True):
         if key not in pool.index.block_of:
             pool.host.save(key, contents[key])
+
+
+def _beginning(state: State, request: Request, num_blocks: int) -> tuple[int, Sequence[Held]]:
+    """Return how many tokens of a request are to be kept, and the blocks.
+
+    All that it has computed and can go on from: of its last block what it holds, since a window has let go of the ones that
+    other tokens of that block saw. But where the token is not known that states go on with, it is, if beginnings are shared, the
+    longest one of at most so many full blocks that all groups can serve, a kept state among it.
+    """
+    limits, planned = state.limits, request.planned
+    if not limits.groups.states or request.begins_at < planned < len(request.tokens):
+        return min(planned, len(request.tokens) - 1), request.held
+    if not limits.prefix_caching:
+        return 0, ()
+    digests, index = _digests(state, request, num_blocks), state.pool.index
+    num_blocks, held = index.longest(digests, num_blocks, limits.groups.all, limits.block_size)
+    return num_blocks * limits.block_size, held
 
 
 def source(state: State, request: Request) -> Found | None:
@@ -82,36 +94,40 @@ def source(state: State, request: Request) -> Found | None:
     pool, limits = state.pool, state.limits
     if request.request_id not in pool.host.keys_of:
         return None
-    shared: list[Held] = []
-    restored: list[list[int]] = []
-    if limits.groups.is_plain:
-        keys = pool.host.keys_of[request.request_id]
-        shared.append(Held(0, _run(keys, pool.index.block_of)))
-        restored.append(pool.host.longest(keys[shared[0].end :]))
-        num_blocks = shared[0].end + len(restored[0])
-        num_computed = len(restored[0])
-    else:
-        num_computed = num_blocks = request.num_kept_blocks
-        for index, group in enumerate(limits.groups.all):
-            positions = _positions(state, index, num_blocks)
-            keys = _keys(state, request, index, positions)
-            blocks = _run(keys, pool.index.block_of)
-            shared.append(Held(0 if group.is_state else positions.start, blocks))
-            restored.append(pool.host.longest(keys[len(blocks) :]))
-            if len(blocks) + len(restored[-1]) < len(keys):
-                return None
-    num_restored = sum(map(len, restored))
-    if not num_restored or not _is_cheaper(state, num_computed, num_restored):
+    if not limits.groups.is_plain:
+        return _source_of_groups(state, request)
+    keys = pool.host.keys_of[request.request_id]
+    blocks = _run(keys, pool.index.block_of)
+    restored = pool.host.longest(keys[len(blocks) :])
+    if not restored or not _is_cheaper(state, len(restored) * limits.block_size, len(restored)):
         return None
-    return Found(num_blocks * limits.block_size, shared, restored=restored)
+    num_tokens = (len(blocks) + len(restored)) * limits.block_size
+    return Found(num_tokens, [Held(0, blocks)], restored=[restored])
 
 
-def _positions(state: State, index: int, num_blocks: int) -> range:
-    """Return which positions of a group a request needs that goes on behind so many blocks; of states that of the digest."""
-    groups = state.limits.groups
-    if groups.all[index].is_state:
-        return range(max(0, num_blocks - 1), num_blocks)
-    return range(groups.first_block(index, num_blocks * state.limits.block_size), num_blocks)
+def _source_of_groups(state: State, request: Request) -> Found | None:
+    """Find what every group needs, each block of it on the device or on the host."""
+    pool, limits, num_tokens = state.pool, state.limits, request.num_kept
+    shared: list[Held] = []
+    tails: list[int | None] = []
+    restored: list[list[int]] = []
+    for index, group in enumerate(limits.groups.all):
+        keys, block_of, rest = _keys(state, request, index, num_tokens), pool.index.block_of, list[bytes]()
+        if num_tokens % limits.block_size and not group.is_state:
+            tail = keys.pop()  # on the device it is only copied
+            tails.append(block_of.get(tail))
+            rest = [tail] if tail not in block_of else []
+        blocks = _run(keys, block_of)
+        rest = keys[len(blocks) :] + rest
+        restored.append(pool.host.longest(rest))
+        if len(restored[-1]) < len(rest):
+            return None
+        shared.append(Held(0 if group.is_state else limits.groups.first_block(index, num_tokens), blocks))
+    num_restored = sum(map(len, restored))
+    if not num_restored or not _is_cheaper(state, num_tokens, num_restored):
+        return None
+    found = Found(num_tokens, shared, tails, restored=restored)
+    return found if state.spares(request, len(found.known_tails)) else None
 
 
 def _run(keys: list[bytes], block_of: dict[bytes, int]) -> list[int]:
@@ -120,21 +136,31 @@ def _run(keys: list[bytes], block_of: dict[bytes, int]) -> list[int]:
     return [block for block in takewhile(lambda block: block is not None, blocks) if block is not None]
 
 
-def _keys(state: State, request: Request, index: int, positions: range) -> list[bytes]:
-    """Return what names the contents of some of a request's blocks of a group.
+def _keys(state: State, request: Request, index: int, num_tokens: int) -> list[bytes]:
+    """Return what names the contents of a group's blocks that a request needs which goes on behind so many tokens.
 
     Where beginnings are not shared (`Limits.prefix_caching`), perhaps because keys and values depend on more than the
     tokens before them, contents are the request's own.
     """
-    if not state.limits.prefix_caching:
-        return [b"%d/%d/%d" % (request.request_id, index, position) for position in positions]
-    digests = _digests(state, request, positions.stop)
-    return [key_of(digests[position], index) for position in positions]
+    limits, group = state.limits, state.limits.groups.all[index]
+    num_full, length = divmod(num_tokens, limits.block_size)
+    first = num_full if group.is_state else limits.groups.first_block(index, num_tokens)
+    if not limits.prefix_caching:
+        end = num_full + 1 if group.is_state or length else num_full
+        return [b"%d/%d/%d" % (request.request_id, index, position) for position in range(first, end)]
+    digests = _digests(state, request, num_full)
+    wanted = digests[first:]
+    if length:
+        before = digests[-1] if digests else request.salt_digest
+        wanted.append(digest_behind(before, request.tokens[num_tokens - length : num_tokens]))
+    elif group.is_state:
+        wanted = digests[-1:]
+    return [key_of(digest, index) for digest in wanted]
 
 
 def _digests(state: State, request: Request, num_blocks: int) -> list[bytes]:
     extend_chain(request.digests, request.salt_digest, request.tokens, state.limits.block_size, num_blocks)
-    return request.digests
+    return request.digests[:num_blocks]
 
 
 def _may_begin_behind_others(request: Request) -> bool:
@@ -142,7 +168,7 @@ def _may_begin_behind_others(request: Request) -> bool:
     return not request.params.skip_reading_prefix_cache and request.params.prompt_logprobs is None
 
 
-def _is_cheaper(state: State, num_blocks: int, num_copies: int) -> bool:
-    """Return whether so many copies take less time than computing so many blocks' tokens once. Unmeasured, they do."""
-    computing_ns = state.pace.time_of(num_blocks * state.limits.block_size)
+def _is_cheaper(state: State, num_tokens: int, num_copies: int) -> bool:
+    """Return whether so many copies take less time than computing so many tokens once. Unmeasured, they do."""
+    computing_ns = state.pace.time_of(num_tokens)
     return computing_ns is None or num_copies * state.limits.block_copy_ns < computing_ns

@@ -1,14 +1,16 @@
 """Prefix cache: begin a request behind the longest run of full blocks that already holds its first tokens.
 
 Finding is here; a block is made findable by `State.publish` once it is full, computed in some plan, and its tokens are
-known: those of a prompt when they are planned, those that were drawn when they come back.
+known: those of a prompt when they are planned, those that were drawn when they come back. Of a model with states there are
+also ends, in the middle of a block (`quintet.core.kv.prefix`): what a request had computed when it ended, and most of its prompt.
 """
 
 from __future__ import annotations
 
 from quintet.core.hooks import Feature, Found, Setup
+from quintet.core.kv.held import Held
 from quintet.core.kv.prefix import extend_chain
-from quintet.core.request import Request
+from quintet.core.request import Request, Status
 from quintet.core.state import State
 
 
@@ -28,5 +30,38 @@ def source(state: State, request: Request) -> Found | None:
     extend_chain(request.digests, request.salt_digest, request.tokens, block_size, max_blocks)
     groups = state.limits.groups.all
     num_blocks, shared = state.pool.index.longest(request.digests, max_blocks, groups, block_size)
-    num_found = num_blocks * block_size
-    return Found(num_found, shared, num_cached=min(num_found, request.num_prompt), num_queried=num_tokens)
+    num_found, tails = num_blocks * block_size, list[int | None]()
+    end = _longest_end(state, request, num_found)
+    if end is not None:
+        num_found, shared, tails = end
+    return Found(
+        num_found, shared, tails, num_cached=min(num_found, request.num_prompt), num_queried=num_tokens
+    )
+
+
+def _longest_end(
+    state: State, request: Request, least: int
+) -> tuple[int, list[Held], list[int | None]] | None:
+    """Find an end behind more than ``least`` of a request's tokens: behind how many, what each group reads, and the tails.
+
+    A running request takes none: it would have to copy what it has. Nor is there one where blocks are scarce: tails are held
+    until they are copied, beside all that the request takes itself.
+    """
+    limits, index, tokens = state.limits, state.pool.index, request.tokens
+    groups, block_size, most = limits.groups, limits.block_size, len(tokens) - 1
+    if not index.ends or request.status is Status.RUNNING:
+        return None
+    if not state.spares(request, len(groups.tokens)):
+        return None
+    for num_blocks in range(most // block_size, least // block_size - 1, -1):
+        before = request.digests[num_blocks - 1] if num_blocks else request.salt_digest
+        if before not in index.ends:
+            continue
+        begin = num_blocks * block_size
+        end = index.longest_end(before, tokens[begin : min(begin + block_size - 1, most)], groups.all)
+        if end is None or begin + end[1] <= least:
+            continue
+        read = index.read_end(request.digests, num_blocks, end, groups.all, block_size)
+        if read is not None:
+            return begin + end[1], *read
+    return None

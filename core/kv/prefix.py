@@ -10,11 +10,21 @@ A request can begin behind so many blocks as every group can serve:
     sliding    those that the next token's window reaches into
     chunked    those of the next token's chunk
     state      the state behind exactly so many blocks
+
+Where there are states, a request can also begin behind an *end*, in the middle of a block: where another one stopped, or was
+when a state was kept. Behind it there is a state, before it are full blocks as above, and of each group that holds tokens a
+last block that holds some of them::
+
+    | full block | full block | tail, of so many tokens |
+                              ▲ digest `before`         ▲ digest of the end, made like that of a full block
+
+A tail is not shared but copied, into a block that the request writes on in.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from hashlib import sha256
 
@@ -37,6 +47,11 @@ def extend_chain(
         digests.append(sha256(before + array("i", block).tobytes()).digest())
 
 
+def digest_behind(before: bytes, tokens: list[int]) -> bytes:
+    """Return the digest of the end behind some tokens that follow what ``before`` is the digest of."""
+    return sha256(before + array("i", tokens).tobytes()).digest()
+
+
 def key_of(digest: bytes, group: int) -> bytes:
     """Return the key of a block of a group; of the first group the digest itself."""
     return digest + group.to_bytes(2, "little") if group else digest
@@ -45,11 +60,15 @@ def key_of(digest: bytes, group: int) -> bytes:
 class PrefixIndex:
     """Keys of the blocks with known content. One block per key, one key per block."""
 
-    __slots__ = ("block_of", "key_of")
+    __slots__ = ("block_of", "end_of", "ends", "key_of")
 
     def __init__(self) -> None:
         self.block_of: dict[bytes, int] = {}
         self.key_of: dict[int, bytes] = {}
+        self.ends: dict[bytes, Counter[int]] = {}
+        """Digest of the full blocks before an end -> lengths of tails, and how many ends have one."""
+        self.end_of: dict[int, tuple[bytes, int]] = {}
+        """Block with an end's state, of the first group that has states -> digest before it, length of its tail."""
 
     def holds(self, block: int) -> bool:
         """Return whether the block's content is known."""
@@ -65,7 +84,66 @@ class PrefixIndex:
         """Remove a block that is about to get new content; return the key of what it holds."""
         key = self.key_of.pop(block)
         del self.block_of[key]
+        if block in self.end_of:
+            before, length = self.end_of.pop(block)
+            lengths = self.ends[before]
+            lengths[length] -= 1
+            if not lengths[length]:
+                del lengths[length]
+            if not lengths:
+                del self.ends[before]
         return key
+
+    def register_end(
+        self, before: bytes, tokens: list[int], states: dict[int, int], tails: dict[int, int]
+    ) -> None:
+        """Make an end behind ``tokens``, fewer than a block, findable. By group: blocks with its states, and with its tail."""
+        digest = digest_behind(before, tokens)
+        for group, block in (states | tails).items():
+            self.register(key_of(digest, group), block)
+        block = self.block_of[key_of(digest, min(states))]
+        if block not in self.end_of:
+            self.end_of[block] = before, len(tokens)
+            self.ends.setdefault(before, Counter())[len(tokens)] += 1
+
+    def longest_end(
+        self, before: bytes, tokens: list[int], groups: Sequence[KvGroup]
+    ) -> tuple[bytes, int] | None:
+        """Return digest and length of the longest end that some of ``tokens``, fewer than a block, begin with.
+
+        before: the digest of the blocks before them.
+        """
+        found, done, digest = None, 0, sha256(before)
+        first = next(index for index, group in enumerate(groups) if group.is_state)
+        for length in sorted(self.ends.get(before, ())):
+            if length > len(tokens):
+                break
+            digest.update(array("i", tokens[done:length]).tobytes())
+            done = length
+            if key_of(digest.digest(), first) in self.block_of:
+                found = digest.digest(), length
+        return found
+
+    def read_end(
+        self,
+        digests: list[bytes],
+        num_blocks: int,
+        end: tuple[bytes, int],
+        groups: Sequence[KvGroup],
+        block_size: int,
+    ) -> tuple[list[Held], list[int | None]] | None:
+        """Return what each group reads that goes on behind an end, and the tails; None where some of it is gone."""
+        (digest, length), block_of = end, self.block_of
+        keys = [key_of(digest, index) for index in range(len(groups))]
+        shared: list[Held] = []
+        for index, group in enumerate(groups):
+            begin = 0 if group.is_state else group.first_seen(num_blocks * block_size + length) // block_size
+            before = [key_of(each, index) for each in digests[begin:num_blocks]]
+            wanted = [keys[index]] if group.is_state else before
+            if keys[index] not in block_of or any(key not in block_of for key in wanted):
+                return None
+            shared.append(Held(begin, [block_of[key] for key in wanted]))
+        return shared, [block_of[key] for key, group in zip(keys, groups, strict=True) if not group.is_state]
 
     def longest(
         self, digests: list[bytes], max_blocks: int, groups: Sequence[KvGroup], block_size: int

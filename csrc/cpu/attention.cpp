@@ -27,7 +27,8 @@ bool takes(Dtype kv_dtype, index_t kv_heads, index_t key_width, index_t value_wi
 // A head's numbers with the zeros behind them.
 index_t padded(index_t width) { return (width + kTileKeys - 1) / kTileKeys * kTileKeys; }
 
-PagedKv paged(Dtype dtype, index_t kv_heads, index_t key_width, index_t value_width, index_t block_size) {
+PagedKv paged(Dtype dtype, index_t kv_heads, index_t key_width, index_t value_width, index_t block_size,
+              bool values_in_keys) {
   PagedKv kv{};
   kv.dtype = dtype;
   kv.kv_heads = kv_heads;
@@ -35,8 +36,9 @@ PagedKv paged(Dtype dtype, index_t kv_heads, index_t key_width, index_t value_wi
   kv.value_dim = padded(value_width);
   kv.block_tiles = block_size / kTileKeys;
   kv.key_bytes = kTileKeys * kv.key_dim * bytes_of(dtype);
-  kv.value_bytes = kTileKeys * kv.value_dim * bytes_of(dtype);
-  kv.tile_bytes = kv.key_bytes + kv.value_bytes + (dtype == Dtype::int8 ? 2 * kTileKeys * index_t(sizeof(float)) : 0);
+  kv.value_bytes = values_in_keys ? 0 : kTileKeys * kv.value_dim * bytes_of(dtype);
+  const index_t scales = dtype == Dtype::int8 ? (values_in_keys ? 1 : 2) * kTileKeys : 0;
+  kv.tile_bytes = kv.key_bytes + kv.value_bytes + scales * index_t(sizeof(float));
   kv.head_bytes = kv.block_tiles * kv.tile_bytes;
   kv.block_bytes = kv_heads * kv.head_bytes;
   return kv;
@@ -251,13 +253,18 @@ void check(const AttentionLayer& layer) {
                  layer.rotary_first + layer.rotary <= layer.key_width,
              "%lld rotary dimensions from %lld on of %lld, by rotation %lld", (long long)layer.rotary,
              (long long)layer.rotary_first, (long long)layer.key_width, (long long)layer.rope);
+  QT_REQUIRE(!layer.values_in_keys || (layer.value_width <= layer.key_width && !layer.k_norm &&
+                                       (layer.rotary == 0 || layer.rotary_first >= layer.value_width)),
+             "values of %lld numbers that keys of %lld, rotated from %lld on, begin with", (long long)layer.value_width,
+             (long long)layer.key_width, (long long)layer.rotary_first);
   QT_REQUIRE(layer.growth == 0.0f || (layer.period > 0 && layer.shift >= 0), "growth %g by %lld positions after %lld",
              double(layer.growth), (long long)layer.period, (long long)layer.shift);
 }
 
 // The cache of a layer at a place, whose blocks may be larger than it needs.
 PagedKv paged_at(const KvPlace& place, const AttentionLayer& layer) {
-  PagedKv kv = paged(Dtype(layer.kv_dtype), layer.kv_heads, layer.key_width, layer.value_width, layer.block_size);
+  PagedKv kv = paged(Dtype(layer.kv_dtype), layer.kv_heads, layer.key_width, layer.value_width, layer.block_size,
+                     layer.values_in_keys);
   QT_REQUIRE(place.block_bytes >= kv.block_bytes && place.block_bytes % 64 == 0,
              "blocks of %lld bytes for keys and values of %lld", (long long)place.block_bytes, (long long)kv.block_bytes);
   kv.memory = place.memory;
@@ -313,11 +320,11 @@ KvWriteOp kv_write_of(const AttentionLayer& layer, const void* q, index_t q_stri
 }  // namespace qt
 
 // Bytes of a block of one layer; 0 where the kernels do not take such heads: key_width up to 576, value_width up to 512,
-// block_size a multiple of 16, kv_dtype that of the activations or int8.
+// block_size a multiple of 16, kv_dtype that of the activations or int8. values_in_keys: 0, 1, see AttentionLayer.
 QT_EXPORT index_t qt_kv_block_bytes(int kv_dtype, index_t kv_heads, index_t key_width, index_t value_width,
-                                    index_t block_size) {
+                                    index_t block_size, index_t values_in_keys) {
   if (!qt::takes(qt::Dtype(kv_dtype), kv_heads, key_width, value_width, block_size)) return 0;
-  return qt::paged(qt::Dtype(kv_dtype), kv_heads, key_width, value_width, block_size).block_bytes;
+  return qt::paged(qt::Dtype(kv_dtype), kv_heads, key_width, value_width, block_size, values_in_keys).block_bytes;
 }
 
 // Numbers of a query head in qt_program_rope_kv_write's q_out.

@@ -8,6 +8,8 @@
 //                values [16][value_dim]
 //   int8         keys and values as in fp16, a byte a number; then fp32 scales: of the 16 keys, of the 16 values
 //
+// Where values are what keys begin with (AttentionLayer::values_in_keys: latent attention) there are keys and their scales alone.
+//
 // so that the multiplication loads its operands as they lie, and what is read of a head is contiguous. Heads of other widths
 // than multiples of 16 have zeros behind their numbers: key_dim and value_dim are what a head takes with them. The layout does
 // not depend on the instruction set.
@@ -42,11 +44,13 @@ struct AttentionLayer {
   const float* alibi_slopes;         // [heads]; null: none
   const float* sinks;                // [heads]; null: none
   const void *q_norm, *k_norm;       // [key_width]; null: none
+  index_t norms_behind;              // 1: they follow the rotation
   float scale, softcap;              // softcap 0: none
   float eps, norm_offset;            // of the norms: what is added to their weights
   float growth;                      // queries are multiplied by 1 + growth * log(1 + (position + shift) / period); 0: not
   int dtype, kv_dtype;
   index_t period, shift;
+  index_t values_in_keys;            // 1: a value is the first value_width numbers of its key, and not stored
 };
 
 // The cache of one layer. Plain numbers, computed once: kernel sources share no inline functions.
@@ -55,7 +59,7 @@ struct PagedKv {
   Dtype dtype;
   index_t kv_heads, key_dim, value_dim;
   index_t block_tiles;             // tiles of one head in a block
-  index_t key_bytes, value_bytes;  // of a tile
+  index_t key_bytes, value_bytes;  // of a tile; value_bytes 0: values_in_keys
   index_t tile_bytes, head_bytes, block_bytes;
 };
 

@@ -19,7 +19,9 @@ inline constexpr index_t kMostExperts = 1024;
 inline constexpr index_t kMostChosen = 64;
 
 // What a score becomes: softmax over all experts or over the chosen, or each one's logistic function.
-enum class Scoring : index_t { softmax = 0, sigmoid = 1, softmax_of_chosen = 2 };
+// sparse_mixer: of each that is chosen its share of a softmax over those not chosen before it that are less by at most 2 jitter of
+// the larger magnitude of the two.
+enum class Scoring : index_t { softmax = 0, sigmoid = 1, softmax_of_chosen = 2, sparse_mixer = 3 };
 
 // How tokens choose, laid out like `quintet.executor.ops.host_experts.CRouting`. The largest are chosen, of equal ones those
 // with the lower number: experts by their score plus correction, and before them, where there are groups, groups by the sum of
@@ -29,7 +31,8 @@ struct Routing {
   Scoring scoring;
   index_t groups, chosen_groups, group_best;  // groups: 1 for none
   const float* correction;                    // [experts] or null: added for choosing, not in the weight
-  index_t renormalise;                        // whether a token's weights are divided by their sum
+  index_t renormalise;                        // whether a token's weights are divided by their sum and `addend`
+  double addend, jitter;
   double scale;                               // of every weight, last
 };
 

@@ -52,7 +52,7 @@ struct Linear {
     return work;
   }
   Work multiply() const {
-    const index_t grain = grain_of(call, preparation.together, call.threads);
+    const index_t grain = grain_of(call, preparation.together, call.threads, call.items);
     Work work{call.items, grain, linear_kernels_of(*call.weight).multiply, &call};
     work.cost = cost_of_item;
     const index_t weight_bytes = call.weight->tiles * call.weight->tile_bytes;

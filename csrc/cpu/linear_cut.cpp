@@ -109,11 +109,11 @@ index_t prepared_bytes(const Preparation& preparation, index_t rows) {
   return rows < preparation.from_rows ? 0 : quotient_up(preparation.row_bytes * rows, 64) * 64;
 }
 
-index_t grain_of(const LinearCall& call, index_t together, index_t threads) {
+index_t grain_of(const LinearCall& call, index_t together, index_t threads, index_t items) {
   if (call.rows > kStreamRows) return together;
   const index_t k = call.sliced ? call.weight->slice_depth : call.weight->depth;
   const index_t item_bytes = call.weight->tile_bytes * call.width / kTileColumns * k / call.weight->depth;
-  return most(1, least(kStreamChunk / most(1, item_bytes), call.items / (threads * kChunksPerThread)));
+  return most(1, least(kStreamChunk / most(1, item_bytes), items / (threads * kChunksPerThread)));
 }
 
 index_t cost_of_item(const void* described, index_t item) {

@@ -29,9 +29,9 @@ void cut_call(LinearCall& call, const Preparation& preparation, index_t rows, in
 // So many bytes of prepared x.
 index_t prepared_bytes(const Preparation& preparation, index_t rows);
 
-// Of a call's items: how many a thread takes at a time, what one costs (Work::cost), and what it reads of a weight
-// (Work::region): all of its tile's slice, or the lines of it that have its columns.
-index_t grain_of(const LinearCall& call, index_t together, index_t threads);
+// Of a call's items: how many a thread takes at a time where a work has so many of its kind, what one costs (Work::cost), and
+// what it reads of a weight (Work::region): all of its tile's slice, or the lines of it that have its columns.
+index_t grain_of(const LinearCall& call, index_t together, index_t threads, index_t items);
 index_t cost_of_item(const void* linear_call, index_t item);
 Region region_of_item(const void* linear_call, index_t item);
 

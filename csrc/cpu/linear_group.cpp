@@ -34,7 +34,8 @@ Work LinearGroup::prepare() const {
 
 Work LinearGroup::multiply(index_t threads) const {
   index_t grain = 1;
-  for (const LinearCall& call : calls_) grain = std::max(grain, grain_of(call, preparation_.together, threads));
+  for (const LinearCall& call : calls_)
+    grain = std::max(grain, grain_of(call, preparation_.together, threads, items_.back()));
   Work work{items_.back(), grain, run<&LinearGroup::items_, true>, this};
   work.region = region, work.cost = cost;
   for (const LinearCall& call : calls_) {

@@ -97,7 +97,8 @@ PointwiseCall call_of(const void* x, index_t x_stride, index_t width, void* y, i
 }
 
 PointwiseCall norm_call(const void* x, index_t x_stride, index_t groups, index_t width, const void* weight,
-                        const void* bias, int per_group, float eps, float offset, void* y, index_t y_stride) {
+                        const void* bias, int per_group, float eps, float offset, int rounds_once, void* y,
+                        index_t y_stride) {
   PointwiseCall call = call_of(x, x_stride, width, y, y_stride);
   call.groups = groups;
   call.weight_step = per_group ? width : 0;
@@ -105,6 +106,7 @@ PointwiseCall norm_call(const void* x, index_t x_stride, index_t groups, index_t
   call.bias = bias;
   call.eps = eps;
   call.offset = offset;
+  call.rounds_once = rounds_once || offset != 0;
   return call;
 }
 
@@ -160,18 +162,20 @@ QT_EXPORT void qt_program_add_positions(Program* program, const void* x, index_t
 }
 
 // Rows of `groups` times `width` numbers, each group normed by itself. weight may be null; per_group: it holds as many numbers
-// as a row, else `width`, for all groups. offset 0: round(round(x / rms) * weight); else round(x / rms * (offset + weight)).
+// as a row, else `width`, for all groups. rounds_once, or an offset: round(x / rms * (offset + weight)); else round(round(x / rms)
+// * weight).
 QT_EXPORT void qt_op_rms_norm(const void* x, index_t x_stride, index_t rows, index_t groups, index_t width,
-                              const void* weight, int per_group, float eps, float offset, void* y, index_t y_stride,
-                              int dtype) {
-  qt::run_once(qt::norm_call(x, x_stride, groups, width, weight, nullptr, per_group, eps, offset, y, y_stride),
+                              const void* weight, int per_group, float eps, float offset, int rounds_once, void* y,
+                              index_t y_stride, int dtype) {
+  qt::run_once(qt::norm_call(x, x_stride, groups, width, weight, nullptr, per_group, eps, offset, rounds_once, y, y_stride),
                kernels().rms_norm[dtype], rows);
 }
 
 QT_EXPORT void qt_program_rms_norm(Program* program, const void* x, index_t x_stride, index_t groups, index_t width,
-                                   const void* weight, int per_group, float eps, float offset, void* y,
-                                   index_t y_stride, int dtype, int extent) {
-  qt::append(program, qt::norm_call(x, x_stride, groups, width, weight, nullptr, per_group, eps, offset, y, y_stride),
+                                   const void* weight, int per_group, float eps, float offset, int rounds_once,
+                                   void* y, index_t y_stride, int dtype, int extent) {
+  qt::append(program,
+             qt::norm_call(x, x_stride, groups, width, weight, nullptr, per_group, eps, offset, rounds_once, y, y_stride),
              kernels().rms_norm[dtype], extent);
 }
 
@@ -179,14 +183,14 @@ QT_EXPORT void qt_program_rms_norm(Program* program, const void* x, index_t x_st
 QT_EXPORT void qt_op_layer_norm(const void* x, index_t x_stride, index_t rows, index_t groups, index_t width,
                                 const void* weight, const void* bias, int per_group, float eps, void* y,
                                 index_t y_stride, int dtype) {
-  qt::run_once(qt::norm_call(x, x_stride, groups, width, weight, bias, per_group, eps, 0, y, y_stride),
+  qt::run_once(qt::norm_call(x, x_stride, groups, width, weight, bias, per_group, eps, 0, 1, y, y_stride),
                kernels().layer_norm[dtype], rows);
 }
 
 QT_EXPORT void qt_program_layer_norm(Program* program, const void* x, index_t x_stride, index_t groups, index_t width,
                                      const void* weight, const void* bias, int per_group, float eps, void* y,
                                      index_t y_stride, int dtype, int extent) {
-  qt::append(program, qt::norm_call(x, x_stride, groups, width, weight, bias, per_group, eps, 0, y, y_stride),
+  qt::append(program, qt::norm_call(x, x_stride, groups, width, weight, bias, per_group, eps, 0, 1, y, y_stride),
              kernels().layer_norm[dtype], extent);
 }
 
@@ -262,6 +266,17 @@ QT_EXPORT void qt_op_softcap(const void* x, index_t x_stride, index_t rows, inde
 QT_EXPORT void qt_program_softcap(Program* program, const void* x, index_t x_stride, index_t width, float bound,
                                   void* y, index_t y_stride, int dtype, int extent) {
   qt::append(program, qt::factor_call(x, x_stride, width, bound, y, y_stride), kernels().softcap[dtype], extent);
+}
+
+// y = xielu(x), by fp32 [4]: a, b, the linear share, the least magnitude; see the kernel.
+QT_EXPORT void qt_op_xielu(const void* x, index_t x_stride, index_t rows, index_t width, const float* numbers, void* y,
+                           index_t y_stride, int dtype) {
+  qt::run_once(qt::second_call(x, x_stride, numbers, 0, width, y, y_stride), kernels().xielu[dtype], rows);
+}
+
+QT_EXPORT void qt_program_xielu(Program* program, const void* x, index_t x_stride, index_t width, const float* numbers,
+                                void* y, index_t y_stride, int dtype, int extent) {
+  qt::append(program, qt::second_call(x, x_stride, numbers, 0, width, y, y_stride), kernels().xielu[dtype], extent);
 }
 
 // kind: see Activation.

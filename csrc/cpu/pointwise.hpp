@@ -15,7 +15,7 @@ struct PointwiseCall {
   index_t width = 0;  // of y; of norms, of a group
   const void* x = nullptr;
   index_t x_stride = 0;
-  const void* second = nullptr;  // the other summand of `add`, the other factor of `multiply`
+  const void* second = nullptr;  // the other summand of `add`, the other factor of `multiply`, the numbers of `xielu`
   index_t second_stride = 0;
   index_t second_width = 0;      // of `multiply`: that of y, or 1
   const void* weight = nullptr;  // [width], or null for ones; of norms one for each group, or the same for all
@@ -24,6 +24,7 @@ struct PointwiseCall {
   index_t weight_step = 0;       // from a group's weights to the next's: 0, or width
   float eps = 0;
   float offset = 0;                         // see rms_norm
+  bool rounds_once = false;                 // likewise
   float factor = 1;                         // of `scale`; the bound of `clip` and `softcap`
   const std::int32_t* ids = nullptr;        // rows of `x` that `embedding` takes
   const std::int64_t* positions = nullptr;  // rows of `second`, less `first_position`, that `add_positions` takes
@@ -43,6 +44,7 @@ struct PointwiseKernels {
   Run scale[3];
   Run clip[3];
   Run softcap[3];
+  Run xielu[3];
   Run embedding[3][3];                      // of y, of the table
   Run activation[kActivations][3];          // y = f(x)
   Run activation_and_mul[kActivations][3];  // y = f(x[0, width)) * x[width, 2 width)

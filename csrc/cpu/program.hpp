@@ -15,6 +15,7 @@
 namespace qt {
 
 struct DrawSettings;
+struct Masks;
 
 // How a step's tokens are rotated, laid out like `quintet.executor.program.step.CRotation`.
 struct Rotation {
@@ -53,6 +54,7 @@ struct Step {
   std::int64_t* output_slots;       // [num_outputs]
   std::int64_t* output_positions;   // [num_outputs]: where the drawn token will stand
   std::int32_t* drawn;              // [num_outputs]
+  const Masks* masks;               // of every slot; or null
   std::int64_t* marks;              // when the program's marks were passed, in ns of the monotonic clock; or null
 };
 
@@ -79,7 +81,7 @@ class Program {
   // Runs operations [begin, end).
   void run(const Step& step, index_t begin, index_t end);
   // How operations [begin, end) would keep so many threads busy. Nothing is run, and none of the step's arrays but the rows' is
-  // read.
+  // read. Late works are those of the last step.
   void balance(const Step& step, index_t threads, index_t begin, index_t end, OpBalance* out);
   index_t size() const { return index_t(ops_.size()); }
   // Memory that any operation may use while it runs, and no longer: one area for all, as large as the largest wish. Its

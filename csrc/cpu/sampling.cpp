@@ -40,6 +40,7 @@ struct ProgramDraw {
     call.tokens = step.drawn;
     call.slot_tokens = step.slot_tokens;
     call.slot_tokens_stride = step.slot_tokens_stride;
+    call.masks = step.masks;
     call.parts = 1;
     if (rows > 0 && rows < 2 * threads) call.parts = (kPartsPerThread * threads + rows - 1) / rows;
     call.parts = std::max(index_t(1), std::min(call.parts, blocks / kLeastBlocks));
@@ -95,13 +96,14 @@ void run(const Work& work) {
 
 // rows: which row of logits each of `count` items is, or null: item i is row i. settings: of every slot, or null: all
 // take the most likely, and slots and positions are not read. Rows with a NaN: greedy ones take the first NaN, as
-// torch.argmax does; drawing ones take token 0, as do rows without anything to draw.
+// torch.argmax does; drawing ones take token 0, as do rows without anything to draw. masks: of every slot, or null: a
+// row of a slot that uses one draws a token of its mask, whatever its logits are.
 QT_EXPORT void qt_draw(const void* logits, index_t stride, int dtype, index_t vocab_size, const std::int64_t* rows,
                        index_t count, const qt::DrawSettings* settings, const std::int64_t* slots,
-                       const std::int64_t* positions, std::int32_t* tokens) {
+                       const std::int64_t* positions, const qt::Masks* masks, std::int32_t* tokens) {
   qt::DrawCall call;
   call.of = qt::rows_of(logits, stride, vocab_size, rows);
-  call.settings = settings, call.slots = slots, call.positions = positions, call.tokens = tokens;
+  call.settings = settings, call.slots = slots, call.positions = positions, call.masks = masks, call.tokens = tokens;
   qt::run({.count = count, .grain = 1, .run = QT_CHOOSE(sampling).draw[dtype], .call = &call});
 }
 

@@ -18,6 +18,13 @@ struct DrawSettings {
   std::uint64_t seed;
 };
 
+// Which tokens the tenants of some slots may draw, laid out like `quintet.executor.sampling.masks.CMasks`.
+struct Masks {
+  const std::uint32_t* words;  // [slots][stride]: bit t of a slot's row, from the lowest of its first word: token t
+  index_t stride;
+  const std::uint8_t* used;    // [slots]: 0 where every token may be drawn, and the row means nothing
+};
+
 constexpr index_t kBlock = 128;  // consecutive logits whose largest one is known to those who look for large ones
 
 // Internal to each file: what is compiled for several instruction sets must not be merged by the linker.
@@ -39,6 +46,7 @@ struct DrawCall {
   std::int32_t* tokens = nullptr;           // [items]
   std::int32_t* slot_tokens = nullptr;      // [slots][slot_tokens_stride]: tokens are written there too; or null
   index_t slot_tokens_stride = 0;
+  const Masks* masks = nullptr;             // or null: none is used
   index_t parts = 1;                        // that an item's blocks are looked through in
   float* maxima = nullptr;                  // [items][blocks]: of each block, any of them NaN where a logit is; null: not known
 };

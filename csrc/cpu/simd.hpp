@@ -71,6 +71,7 @@ inline constexpr int kLanes = 4;
 typedef float f32v __attribute__((vector_size(4 * kLanes)));
 typedef std::int32_t i32v __attribute__((vector_size(4 * kLanes)));
 typedef std::uint32_t u32v __attribute__((vector_size(4 * kLanes)));
+typedef std::uint16_t u16v __attribute__((vector_size(4 * kLanes)));
 
 QT_INLINE f32v all(float value) { return value - f32v{}; }
 QT_INLINE i32v all(std::int32_t value) { return value - i32v{}; }
@@ -394,17 +395,28 @@ QT_INLINE i32v dot_bytes(i32v acc, i32v a, i32v b) {
 #endif
 }
 
+// Has the value computed here, in a register: sums of integers are otherwise put in an order in which no register is left.
+QT_INLINE void keep_order(i32v& value) {
+#if defined(__x86_64__)
+  asm("" : "+v"(value));
+#elif defined(__aarch64__)
+  asm("" : "+w"(value));
+#endif
+}
+
 // acc + a.low * b.low + a.high * b.high, each lane of a and b a pair of signed 16-bit numbers; exact.
 QT_INLINE i32v multiply_pairs(i32v acc, i32v a, i32v b) {
 #if defined(__AVX512BW__)
-  return acc + (i32v)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+  acc += (i32v)_mm512_madd_epi16((__m512i)a, (__m512i)b);
 #elif defined(__AVX2__)
-  return acc + (i32v)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+  acc += (i32v)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 #elif defined(__SSE2__)
-  return acc + (i32v)_mm_madd_epi16((__m128i)a, (__m128i)b);
+  acc += (i32v)_mm_madd_epi16((__m128i)a, (__m128i)b);
 #else
-  return acc + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+  acc += (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
 #endif
+  keep_order(acc);
+  return acc;
 }
 
 QT_INLINE i32v load_bits(const void* from) {

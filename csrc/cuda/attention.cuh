@@ -108,7 +108,8 @@ struct Piece {
   int first_slot;   // of the patch's parts, which lie num_kv_heads apart
   int num_parts;    // of the patch
   const int* blocks;
-  // position / block_size is the upper word of position * this, for positions below 2^22 and blocks of 2 to 1024.
+  // position / block_size is the upper word of position * this, for blocks of 2 and more and position * block_size up to 2^32:
+  // this is above 2^32 / block_size by less than 1.
   unsigned inverse_size;
 };
 

@@ -21,8 +21,8 @@ template <class T, class KV>
 __device__ __forceinline__ void attention_plain(
     T* out, const T* q, const KV* keys, const KV* values, const int* slots, const int* positions, const int* token_rows,
     const int* block_table, const float* alibi, const float* sinks, int num_heads, int num_kv_heads, int head_dim,
-    int value_dim, int block_size, int max_blocks, int q_stride, const Sight& sight, long long block_stride,
-    const Scores& scores) {
+    int value_dim, int value_stride, int block_size, int max_blocks, int q_stride, const Sight& sight,
+    long long block_stride, const Scores& scores) {
   constexpr int PER_THREAD = PLAIN_MAX_VALUE_DIM / PLAIN_THREADS;
   __shared__ float query[PLAIN_MAX_DIM];
   __shared__ float weights[PLAIN_THREADS];
@@ -51,7 +51,7 @@ __device__ __forceinline__ void attention_plain(
     if (seen) {
       const int block = position / block_size;
       const int place = kv_head * block_size + position % block_size;
-      places[thread] = blocks[block] * block_stride + (long long)place * value_dim;
+      places[thread] = blocks[block] * block_stride + (long long)place * value_stride;
       const KV* key = keys + blocks[block] * block_stride + (long long)place * head_dim;
       float product = 0.0f;
       for (int i = 0; i < head_dim; ++i) product = fmaf(query[i], to_float(key[i]), product);
@@ -85,18 +85,18 @@ __device__ __forceinline__ void attention_plain(
 }  // namespace quintet
 
 // keys, values: [blocks, KV heads, block_size, head_dim or value_dim], a block as many numbers after the one before as
-// block_stride says.
+// block_stride says; a value value_stride numbers after the one before, so that values may be what keys begin with.
 #define QT_ATTENTION_PLAIN(suffix, T, KV)                                                                              \
   QT_KERNEL(quintet::PLAIN_THREADS, attention_plain##suffix,                                                           \
             (void* out, const void* q, const void* keys, const void* values, const int* slots, const int* positions,   \
              const int* token_rows, const int* block_table, const float* alibi, const float* sinks, int num_heads,     \
-             int num_kv_heads, int head_dim, int value_dim, int block_size, int max_blocks, int q_stride, int window,  \
-             int chunk, long long block_stride, float scale, float soft_cap)) {                                        \
+             int num_kv_heads, int head_dim, int value_dim, int value_stride, int block_size, int max_blocks,          \
+             int q_stride, int window, int chunk, long long block_stride, float scale, float soft_cap)) {                                        \
     const quintet::Scores scores{scale, soft_cap, soft_cap == 0.0f && alibi == nullptr};                               \
     quintet::attention_plain<T, KV>((T*)out, (const T*)q, (const KV*)keys, (const KV*)values, slots, positions,        \
                                     token_rows, block_table, alibi, sinks, num_heads, num_kv_heads, head_dim,          \
-                                    value_dim, block_size, max_blocks, q_stride, quintet::Sight{window, chunk},        \
-                                    block_stride, scores);                                                             \
+                                    value_dim, value_stride, block_size, max_blocks, q_stride,                         \
+                                    quintet::Sight{window, chunk}, block_stride, scores);                              \
   }
 
 QT_ATTENTION_PLAIN(_fp32, float, float)

@@ -162,14 +162,33 @@ struct FloatProduct {
     LinearTile<T, __VA_ARGS__, STAGES>::run(shared, x, weight, bias, out, partials, tickets, problem);                \
   }
 
+// The same for rows in groups, each with a weight of its own: weight [groups, columns, depth], bias [groups, columns]. `tiles` says
+// where tiles of rows begin: [3, num_tiles], the group, its tile's first row and the group's end; group -1: nothing to do.
+// Grid: tiles of rows, then of columns. Dynamic shared memory as above. The bits are those of each group alone.
+#define LINEAR_GROUPS(NAME, T, STAGES, BLOCKS, ...)                                                                   \
+  QT_KERNEL_OCCUPANCY(                                                                                                \
+      (__VA_ARGS__::THREADS), BLOCKS, NAME,                                                                           \
+      (const T* x, const T* weight, const T* bias, T* out, const int* tiles, int num_tiles, int columns, int depth,   \
+       long long x_stride, long long out_stride, int chunk_units)) {                                                  \
+    QT_DYNAMIC_SHARED(shared);                                                                                        \
+    const int tile = int(blockIdx.x) % num_tiles, group = tiles[tile];                                                \
+    if (group < 0) return;                                                                                            \
+    const LinearProblem problem{tiles[2 * num_tiles + tile], columns, depth, x_stride, out_stride, chunk_units};      \
+    LinearTile<T, __VA_ARGS__, STAGES>::compute(                                                                      \
+        shared, x, weight + (long long)group * columns * depth, bias ? bias + (long long)group * columns : nullptr,   \
+        out, nullptr, nullptr, problem, tiles[num_tiles + tile],                                                      \
+        int(blockIdx.x) / num_tiles * __VA_ARGS__::TILE_N);                                                           \
+  }
+
 // As many blocks on a multiprocessor as Hopper's shared memory lets in; no fewer registers for more.
-#define LINEAR_16_BITS(SUFFIX, T)                                                 \
-  LINEAR(linear_16x64_##SUFFIX, T, 6, 3, TensorProduct<T, 16, 64, 1, 4, 8>)       \
-  LINEAR(linear_32x64_##SUFFIX, T, 5, 3, TensorProduct<T, 32, 64, 1, 4, 8>)       \
-  LINEAR(linear_64x64_##SUFFIX, T, 3, 3, TensorProduct<T, 64, 64, 2, 2, 8>)       \
-  LINEAR(linear_128x128_##SUFFIX, T, 3, 2, TensorProduct<T, 128, 128, 2, 2, 4>)
+#define LINEARS(SHAPE, ...) LINEAR(linear_##SHAPE, __VA_ARGS__) LINEAR_GROUPS(linear_groups_##SHAPE, __VA_ARGS__)
+#define LINEAR_16_BITS(SUFFIX, T)                                        \
+  LINEARS(16x64_##SUFFIX, T, 6, 3, TensorProduct<T, 16, 64, 1, 4, 8>)    \
+  LINEARS(32x64_##SUFFIX, T, 5, 3, TensorProduct<T, 32, 64, 1, 4, 8>)    \
+  LINEARS(64x64_##SUFFIX, T, 3, 3, TensorProduct<T, 64, 64, 2, 2, 8>)    \
+  LINEARS(128x128_##SUFFIX, T, 3, 2, TensorProduct<T, 128, 128, 2, 2, 4>)
 
 LINEAR_16_BITS(bf16, bf16)
 LINEAR_16_BITS(fp16, fp16)
-LINEAR(linear_16x64_fp32, float, 4, 3, FloatProduct<16, 64, 128>)
-LINEAR(linear_64x64_fp32, float, 3, 2, FloatProduct<64, 64, 256>)
+LINEARS(16x64_fp32, float, 4, 3, FloatProduct<16, 64, 128>)
+LINEARS(64x64_fp32, float, 3, 2, FloatProduct<64, 64, 256>)

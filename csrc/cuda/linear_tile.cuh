@@ -71,7 +71,13 @@ struct LinearTile {
     const int band_height = tiles_m - band * BAND < BAND ? tiles_m - band * BAND : BAND;
     const int first_row = (band * BAND + in_band % band_height) * Product::TILE_M;
     const int first_column = in_band / band_height * Product::TILE_N;
+    compute(shared, x, weight, bias, out, partials, tickets, problem, first_row, first_column);
+  }
 
+  // The tile that begins there.
+  static __device__ __forceinline__ void compute(
+      unsigned char* shared, const T* x, const T* weight, const T* bias, T* out, float* partials, int* tickets,
+      const LinearProblem& problem, int first_row, int first_column) {
     const bool is_split = gridDim.y > 1;
     const int all_steps = (problem.depth + STEP - 1) / STEP;
     const int chunk_steps = problem.chunk_units * (CHUNK_UNIT / (PACKS * 16));

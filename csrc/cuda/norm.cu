@@ -9,7 +9,7 @@
 // Order of the sums: a thread adds its elements ascending, then the block adds its threads as `block_sum` says. It
 // depends on the width alone, never on how many rows there are. A sum with the residual is rounded to the rows' format
 // before it is normed, as torch does when it is a tensor of its own; RMS norm rounds once more before the weight, as the
-// Llama family computes it, unless there is an offset, as in Gemma's norm: offset + weight, one rounding at the end.
+// Llama family computes it, unless it rounds once, as Gemma's norm, offset + weight, and OLMo 2's.
 #include "device.cuh"
 #include "pointwise.cuh"
 
@@ -99,13 +99,13 @@ __device__ __forceinline__ void load_row(Share<T, V, THREADS>& share, const T* x
 
 template <class T, int V>
 __device__ __forceinline__ void write_rms(T* out, const Numbers<T, V>& x, const Numbers<T, V>& weight, bool has_weight,
-                                          float scale, float offset) {
+                                          float scale, float offset, bool rounds_once) {
   float y[V];
 #pragma unroll
   for (int i = 0; i < V; i++) {
     const float normed = x.get(i) * scale;
     const float factor = has_weight ? weight.get(i) : 1.0f;
-    y[i] = offset != 0.0f ? normed * (offset + factor) : rounded<T>(normed) * factor;
+    y[i] = rounds_once ? normed * (offset + factor) : rounded<T>(normed) * factor;
   }
   Numbers<T, V> numbers;
   numbers.round(y);
@@ -114,7 +114,7 @@ __device__ __forceinline__ void write_rms(T* out, const Numbers<T, V>& x, const 
 
 template <class T, int V, int THREADS>
 __device__ __forceinline__ void rms_norm(const T* x, long long x_stride, const T* residual, long long residual_stride,
-                                         T* sum, const T* weight, T* out, int width, float eps, float offset) {
+                                         T* sum, const T* weight, T* out, int width, float eps, float offset, bool rounds_once) {
   Share<T, V, THREADS> weights, row;
   const bool has_weight = weight != nullptr;
   if (has_weight) weights.load(weight, width);
@@ -130,13 +130,13 @@ __device__ __forceinline__ void rms_norm(const T* x, long long x_stride, const T
 #pragma unroll
   for (int k = 0; k < KEPT; k++) {
     const int at = threadIdx.x + k * THREADS;
-    if (at < row.num_packs) write_rms(out + at * V, row.kept[k], weights.kept[k], has_weight, scale, offset);
+    if (at < row.num_packs) write_rms(out + at * V, row.kept[k], weights.kept[k], has_weight, scale, offset, rounds_once);
   }
   for (int at = threadIdx.x + KEPT * THREADS; at < row.num_packs; at += THREADS) {
     Numbers<T, V> numbers, weight_numbers;
     numbers.load(row.row + at * V);
     if (has_weight) weight_numbers.load(weight + at * V);
-    write_rms(out + at * V, numbers, weight_numbers, has_weight, scale, offset);
+    write_rms(out + at * V, numbers, weight_numbers, has_weight, scale, offset, rounds_once);
   }
 }
 
@@ -191,8 +191,9 @@ using namespace quintet;
 #define QT_RMS_NORM(name, T, V, THREADS)                                                                           \
   QT_KERNEL_OCCUPANCY(THREADS, 1280 / THREADS, name,                                                              \
             (const T* x, long long x_stride, const T* residual, long long residual_stride, T* sum, const T* weight, \
-             T* out, int width, float eps, float offset)) {                                                        \
-    rms_norm<T, V, THREADS>(x, x_stride, residual, residual_stride, sum, weight, out, width, eps, offset);         \
+             T* out, int width, float eps, float offset, int rounds_once)) {                                       \
+    rms_norm<T, V, THREADS>(x, x_stride, residual, residual_stride, sum, weight, out, width, eps, offset,          \
+                            rounds_once);                                                                           \
   }
 
 // bias: null for none.

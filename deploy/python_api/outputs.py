@@ -93,12 +93,12 @@ class Assembler:
         self._request_id = request_id
         self._prompt = prompt
         self._stream = stream
-        self._kind = stream.submit.params.output_kind
-        self._has_logprobs = stream.submit.params.logprobs is not None
+        self._kind = stream.submit.spec.params.output_kind
+        self._has_logprobs = stream.submit.spec.params.logprobs is not None
         self._prompt_ids: list[int] = []
         self._prompt_logprobs: list[Position | None] | None = None
         self._num_cached = 0
-        self._choices = [_Growing(CompletionOutput(i, "", [])) for i in range(stream.submit.params.n)]
+        self._choices = [_Growing(CompletionOutput(i, "", [])) for i in range(stream.submit.spec.params.n)]
 
     def start(self, started: Started) -> None:
         """Note what is known once the prompt has been computed."""
@@ -158,7 +158,7 @@ class Assembler:
             outputs=outputs,
             finished=finished,
             metrics=RequestMetrics(
-                arrival_s=stream.submit.arrival_ns * 1e-9,
+                arrival_s=stream.submit.spec.arrival_ns * 1e-9,
                 scheduled_s=None if started is None else started.scheduled_ns * 1e-9,
                 first_token_s=first_ns * 1e-9 if first_ns else None,
             ),

@@ -19,6 +19,7 @@ from quintet.deploy.resolve.memory import (
     format_size,
     parse_size,
 )
+from quintet.deploy.resolve.parsers import choose_parsers
 from quintet.deploy.resolve.source import locate_model
 from quintet.deploy.resolve.tokenizer_files import tokenizer_folder
 from quintet.deploy.resolve.weights import WeightFacts, read_weight_facts
@@ -112,9 +113,11 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     warning = rules.advise_open_server(options.host, bool(options.api_key)) if http else None
     if warning is not None:
         notes.append(warning)
+    model, parsers_note = _model_config(options, facts, dtype, kv, fitted)
+    notes.extend(filter(None, (parsers_note,)))
     config = EngineConfig(
         run_dir=str(run_dir),
-        model=_model_config(options, facts, dtype, kv, fitted),
+        model=model,
         cache=CacheConfig(
             memory_bytes=rules.cap_kv_memory(kv, memory_bytes, options.max_num_seqs, fitted, step_tokens),
             enable_prefix_caching=options.enable_prefix_caching and can_share_prefixes,
@@ -170,11 +173,14 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
 
 def _model_config(
     options: Options, facts: ModelFacts, dtype: Dtype, kv: KvSpec, max_model_len: int
-) -> ModelConfig:
+) -> tuple[ModelConfig, str | None]:
+    """Return the section of the model, and a line for the log."""
     tokenizer = facts.path
     if options.tokenizer is not None:
         tokenizer = locate_model(options.tokenizer, with_weights=False, flag="--tokenizer")
-    return ModelConfig(
+    templates = read_chat_templates(tokenizer, options.chat_template)
+    parsers, note = choose_parsers(options.reasoning_parser, options.tool_call_parser, templates)
+    model = ModelConfig(
         path=str(facts.path),
         tokenizer_path=str(tokenizer_folder(tokenizer)),
         served_names=options.served_model_name or [options.model or embedded.NAME],
@@ -187,8 +193,10 @@ def _model_config(
         eos_token_ids=facts.eos_token_ids,
         kv=kv,
         generation_defaults=facts.generation_defaults,
-        chat_templates=read_chat_templates(tokenizer, options.chat_template),
+        chat_templates=templates,
+        parsers=parsers,
     )
+    return model, note
 
 
 def _frontend_config(options: Options) -> FrontendConfig:

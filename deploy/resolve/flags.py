@@ -111,6 +111,25 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "the model's own",
         ),
     ] = None
+    tool_call_parser: Annotated[
+        str,
+        Flag(
+            MODEL,
+            "how calls of tools are read from answers: a name of docs/tools.md, none, or auto, what the chat template writes",
+            "NAME",
+        ),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        str,
+        Flag(
+            MODEL,
+            "how reasoning is told from answers: a name of docs/tools.md, none, or auto, what the chat template writes",
+            "NAME",
+        ),
+    ] = "auto"
+    enable_auto_tool_choice: Annotated[
+        bool, Flag(MODEL, "taken for other servers' sake: calls are read wherever there is a parser")
+    ] = False
     generation_config: Annotated[
         str,
         Flag(

@@ -119,13 +119,8 @@ def check_quantization(options: Options, device: str) -> None:
 
 
 def kv_spec(options: Options, device: str, facts: ModelFacts, dtype_bytes: int) -> KvSpec:
-    """Return what KV takes; reject a number format that the device does not compute with, and states on a GPU."""
+    """Return what KV takes; reject a number format that the device does not compute with."""
     block_size = options.block_size
-    if device == "cuda" and any(facts.state_needs):
-        raise ConfigError(
-            f"{facts.path}: {facts.architecture} keeps a state of each request, which is served on the CPU only: add"
-            " --device cpu"
-        )
     if options.kv_cache_dtype == "auto":
         return _groups(facts, block_size, dtype_bytes, dtype_bytes)
     other = "cuda" if options.kv_cache_dtype == "fp8" else "cpu"
@@ -154,8 +149,8 @@ def _groups(
     layers = []
     for layer, need in enumerate(facts.kv_needs):
         if need is not None:
-            numbers = padded_head(need.key_dim) + padded_head(need.value_dim)
-            head_bytes = numbers * kv_bytes + 2 * scale_bytes
+            widths = (need.key_dim,) if need.values_in_keys else (need.key_dim, need.value_dim)
+            head_bytes = sum(padded_head(width) * kv_bytes + scale_bytes for width in widths)
             kind, window = _sight(need, facts.max_model_len)
             layers.append(LayerKv(layer, kind, window, need.num_kv_heads * head_bytes))
     for layer, state in enumerate(facts.state_needs):

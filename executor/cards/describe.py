@@ -23,6 +23,7 @@ _LAYOUTS = {
     QkvLayout.SEPARATE: "",
     QkvLayout.STACKED: "q, k, v stacked in one tensor",
     QkvLayout.GROUPED: "q, k, v stacked head by head",
+    QkvLayout.QUARTERS: "q, v, k stacked in quarters",
 }
 _MIXERS: dict[type, str] = {
     MambaSpec: "Mamba",
@@ -78,7 +79,7 @@ def _norms(layer: LayerSpec) -> str:
 
 
 def _positions(spec: DecoderSpec, mixers: list[AttentionSpec]) -> str:
-    words = ["learned"] if spec.positions is not None else []
+    words = ["sinusoids" if spec.positions.sinusoidal else "learned"] if spec.positions is not None else []
     for mixer in mixers:
         if mixer.alibi:
             words.append("ALiBi")
@@ -99,7 +100,9 @@ def _positions(spec: DecoderSpec, mixers: list[AttentionSpec]) -> str:
     return _joined(_each(words), several)
 
 
-def _mixer(mixer: MixerSpec) -> str:
+def _mixer(mixer: MixerSpec | None) -> str:
+    if mixer is None:
+        return ""
     if isinstance(mixer, LatentSpec):
         return "attention over latents" + _told(mixer.q_rank is not None and "of queries, too")
     if isinstance(mixer, BesideSpec):
@@ -110,7 +113,8 @@ def _mixer(mixer: MixerSpec) -> str:
     return "attention" + _told(
         biases.get((mixer.qkv_bias, mixer.output_bias)),
         mixer.qk_norm is not None
-        and f"{_KINDS[mixer.qk_norm.kind]} norm of q, k ({mixer.qk_norm_over.value})",
+        and f"{_KINDS[mixer.qk_norm.kind]} norm of q, k ({mixer.qk_norm_over.value})"
+        + (" behind rotation" if mixer.qk_norm_behind else ""),
         mixer.window is not None and "window",
         mixer.chunk is not None and "chunks",
         mixer.softcap is not None and "soft cap",

@@ -35,6 +35,8 @@ class ExpertsSpec:
     router_bias: bool = False
     corrected: bool = False
     """Whether `Names.correction` is added to the scores for choosing alone."""
+    correction_in_row: bool = False
+    """Whether the checkpoint has it as a matrix of one row."""
     biased: bool = False
     """Whether each expert's layers have biases: `Names.experts_gate_up_bias`, `Names.experts_down_bias`, both stacked."""
     clamp: tuple[float, float] | None = None
@@ -47,7 +49,8 @@ class ExpertsSpec:
     """Whether what it gives is multiplied with the logistic function of `Names.shared_router`."""
 
     def num_parameters(self, hidden_size: int) -> int:
-        """Numbers of its matrices, stacked biases among them."""
+        """Numbers of its matrices, stacked biases and a correction in a row among them."""
         experts, shared = self.routing.experts, self.shared_width or 0
-        biases = experts * (2 * self.width + hidden_size) if self.biased else 0
-        return hidden_size * (experts * (3 * self.width + 1) + 3 * shared + self.shared_gated) + biases
+        vectors = experts * (2 * self.width + hidden_size) if self.biased else 0
+        vectors += experts if self.correction_in_row else 0
+        return hidden_size * (experts * (3 * self.width + 1) + 3 * shared + self.shared_gated) + vectors

@@ -51,6 +51,8 @@ class Names:
     up: str = "mlp.up_proj"
     gate_up: str = "mlp.gate_up_proj"
     down: str = "mlp.down_proj"
+    activation: str = "mlp.act_fn"
+    """What the numbers of a learned activation are below."""
 
     router: str = "mlp.gate"
     correction: str = "mlp.gate.e_score_correction_bias"

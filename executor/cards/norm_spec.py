@@ -23,5 +23,7 @@ class NormSpec:
     eps: float
     offset: float = 0.0
     """Added to the weight."""
+    rounds_once: bool = False
+    """See `quintet.executor.layers.norm.Norm`."""
     weighted: bool = True
     biased: bool = False

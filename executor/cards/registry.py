@@ -7,6 +7,7 @@ same function read. Imports no torch. A file of ``families/`` has the architectu
 from __future__ import annotations
 
 import difflib
+import re
 
 from quintet.executor.cards.families import (
     cohere,
@@ -16,6 +17,7 @@ from quintet.executor.cards.families import (
     gemma,
     glm,
     gpt,
+    hunyuan,
     hybrid,
     latent,
     lfm,
@@ -23,12 +25,14 @@ from quintet.executor.cards.families import (
     llama4,
     mamba,
     mpt,
+    nemotron,
     olmo,
     openai,
     opt,
     phi,
     qwen_next,
     routed,
+    sigmoid_routed,
     text_of,
 )
 from quintet.executor.cards.family import Family
@@ -45,6 +49,8 @@ FAMILIES: dict[str, Family] = {
     **latent.FAMILIES,
     **llama4.FAMILIES,
     **mpt.FAMILIES,
+    **nemotron.FAMILIES,
+    **hunyuan.FAMILIES,
     **hybrid.FAMILIES,
     **lfm.FAMILIES,
     **olmo.FAMILIES,
@@ -54,18 +60,26 @@ FAMILIES: dict[str, Family] = {
     **phi.FAMILIES,
     **qwen_next.FAMILIES,
     **routed.FAMILIES,
+    **sigmoid_routed.FAMILIES,
     **text_of.FAMILIES,
 }
 """By the card's architecture."""
 
+_VERSION = re.compile(r"[0-9]{1,3}(_[0-9]{1,2})?")
 _ENDINGS = ("LMHeadModel", "Model")
 
 
 def nearest(architecture: str) -> str | None:
-    """Return the known architecture whose name is most like this one, what it is for left aside; None where none is."""
-    names = {_lineage(name): name for name in reversed(FAMILIES)}
-    near = difflib.get_close_matches(_lineage(architecture), names, n=1, cutoff=0.6)
-    return names[near[0]] if near else None
+    """Return the known architecture whose name is most like this one, what it is for left aside; None where none is.
+
+    Of those that differ in their version alone it is the one with the nearest.
+    """
+    names, lineage = {_lineage(name): name for name in reversed(FAMILIES)}, _lineage(architecture)
+    near = difflib.get_close_matches(lineage, names, n=1, cutoff=0.6)
+    if not near:
+        return None
+    versions = [each for each in names if _without_version(each) == _without_version(near[0])]
+    return names[min(versions, key=lambda each: abs(_version(each) - _version(lineage)))]
 
 
 def _lineage(architecture: str) -> str:
@@ -74,3 +88,13 @@ def _lineage(architecture: str) -> str:
     for ending in _ENDINGS:
         name = name.removesuffix(ending)
     return name.lower().strip("_")
+
+
+def _version(lineage: str) -> float:
+    """Return the first number in a name, 3.5 of qwen3_5moe; the first version has none."""
+    found = _VERSION.search(lineage)
+    return float(found[0].replace("_", ".")) if found else 1.0
+
+
+def _without_version(lineage: str) -> str:
+    return _VERSION.sub("", lineage, count=1)

@@ -19,6 +19,9 @@ class Scoring(IntEnum):
     """Each one's logistic function."""
     SOFTMAX_OF_CHOSEN = 2
     """The softmax of those that are chosen; they are chosen by the scores themselves."""
+    SPARSE_MIXER = 3
+    """One after the other, the largest of those that are left: its share of a softmax over all of those that are near it, see
+    `Routing.jitter` (Liu et al., "GRIN: gradient-informed MoE", 2024)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +39,10 @@ class Routing:
     chosen_groups: int = 1
     group_best: int = 1
     renormalise: bool = False
-    """Whether a token's weights are divided by their sum."""
+    """Whether a token's weights are divided by their sum and ``addend``."""
+    addend: float = 1e-20
+    jitter: float = 0.0
+    """Of `Scoring.SPARSE_MIXER`: near are scores that are less by at most ``2 * jitter`` of the larger magnitude of the two."""
     scale: float = 1.0
     """Factor of every weight, last."""
     scaled_inputs: bool = False

@@ -11,26 +11,13 @@ from enum import StrEnum
 from typing import Protocol
 
 from quintet.executor.cards.experts import ExpertsSpec
+from quintet.executor.cards.kv_need import KvNeed
 from quintet.executor.cards.names import Names
 from quintet.executor.cards.norm_spec import NormKind, NormSpec
 from quintet.executor.cards.rope import RopeSpec
 from quintet.executor.cards.state_specs import DeltaSpec, Mamba2Spec, MambaSpec, ShortConvSpec, StateNeed
 
-__all__ = ["NormKind", "NormSpec"]  # of what is imported, for others to import from here
-
-
-@dataclass(frozen=True, slots=True)
-class KvNeed:
-    """What one layer keeps of every token."""
-
-    num_kv_heads: int
-    key_dim: int
-    """Numbers of a key of one head."""
-    value_dim: int
-    window: int | None = None
-    """Of how many tokens, the newest; None for all."""
-    chunk: int | None = None
-    """Of those of the newest chunk of so many positions; None for all."""
+__all__ = ["KvNeed", "NormKind", "NormSpec"]  # of what is imported, for others to import from here
 
 
 class ModelSpec(Protocol):
@@ -77,6 +64,13 @@ class Activation(StrEnum):
     SIGMOID = "sigmoid"
 
 
+class LearnedActivation(StrEnum):
+    """A nonlinearity whose shape a checkpoint has."""
+
+    XIELU = "xielu"
+    """See `quintet.executor.ops.activation.xielu`: `Names.activation`."""
+
+
 class QkvLayout(StrEnum):
     """How a checkpoint holds the weights of queries, keys and values."""
 
@@ -86,6 +80,8 @@ class QkvLayout(StrEnum):
     """`Names.qkv`: all queries, then all keys, then all values."""
     GROUPED = "grouped"
     """`Names.qkv`: of each KV head its queries, its key, its value."""
+    QUARTERS = "quarters"
+    """`Names.qkv`: of each quarter of the heads, of which none share keys, the queries, the values, the keys."""
 
 
 class QkNormOver(StrEnum):
@@ -138,6 +134,8 @@ class AttentionSpec:
     qk_norm: NormSpec | None = None
     """Of queries and keys before rotation, `Names.q_norm` and `Names.k_norm`."""
     qk_norm_over: QkNormOver = QkNormOver.HEAD
+    qk_norm_behind: bool = False
+    """Whether it is behind rotation instead; over heads."""
     temperature: Temperature | None = None
     """Of queries, after their rotation."""
     qkv_bias: bool = False
@@ -204,7 +202,7 @@ class LatentSpec:
     @property
     def kv_need(self) -> KvNeed:
         """What KV memory it takes."""
-        return KvNeed(1, self.head_dim, self.rank)
+        return KvNeed(1, self.head_dim, self.rank, values_in_keys=True)
 
     def num_parameters(self, hidden_size: int) -> int:
         """Numbers of its matrices."""
@@ -228,7 +226,8 @@ class MlpSpec:
     """A feed-forward: ``down(activation(gate x) * up x)``, or ``down(activation(up x))`` where it has no gate."""
 
     width: int
-    activation: Activation
+    activation: Activation | LearnedActivation
+    """A learned one has no gate."""
     gated: bool = True
     biased: bool = False
     layout: MlpLayout = MlpLayout.SEPARATE
@@ -281,7 +280,8 @@ FeedForwardSpec = MlpSpec | ExpertsSpec
 class LayerSpec:
     """One layer."""
 
-    mixer: MixerSpec
+    mixer: MixerSpec | None
+    """None: the layer has none, as it may have no ``mlp``."""
     mlp: FeedForwardSpec | None
     mixer_norms: Norms
     mlp_norms: Norms
@@ -308,7 +308,7 @@ class LayerSpec:
     def state_need(self) -> StateNeed | None:
         """What the mixer, or a part of it, keeps of every request."""
         match self.mixer:
-            case AttentionSpec() | LatentSpec():
+            case AttentionSpec() | LatentSpec() | None:
                 return None
             case BesideSpec():
                 return self.mixer.state.state_need
@@ -318,12 +318,15 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PositionTable:
-    """Positions that are learned: a row of `Names.positions` is added to each token's embedding."""
+    """Positions that are added: a row of `Names.positions` is added to each token's embedding."""
 
     count: int
     """How many positions there are."""
     offset: int = 0
     """The row of position 0. The table has ``count + offset`` rows."""
+    sinusoidal: bool = False
+    """Whether the rows are computed, ``Names.positions`` being nothing then: of row r sines, then cosines, of r times a geometric
+    series from 1 down to 1 / 10000 (Vaswani et al., "Attention is all you need", 2017, as in its authors' tensor2tensor)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -388,5 +391,8 @@ class DecoderSpec:
         blocks = [block for layer in self.layers for block in (layer.mixer, layer.mlp) if block is not None]
         layers = sum(block.num_parameters(hidden) for block in blocks)
         projections = 2 * hidden * width if self.embedding_width else 0
-        positions = (self.positions.count + self.positions.offset) * hidden if self.positions else 0
+        learned = self.positions is not None and not self.positions.sinusoidal
+        positions = (
+            (self.positions.count + self.positions.offset) * hidden if self.positions and learned else 0
+        )
         return layers + projections + positions + self.vocab_size * width * (1 if self.tied else 2)

@@ -135,6 +135,9 @@ class DeltaSpec:
     taps: int
     norm: NormSpec
     """Of each head's result."""
+    by_head: bool = True
+    """Whether the checkpoint has what belongs to a head of keys side by side, in two tensors (Qwen3-Next), rather than all
+    queries, keys and values, all gates, all alphas and all betas (Qwen 3.5)."""
 
     @property
     def keys(self) -> int:

@@ -10,10 +10,10 @@ import torch
 
 from quintet.executor.cuda.attention.backend import AttentionBackend, AttentionNeeds
 from quintet.executor.cuda.attention.choice import choose_attention
+from quintet.executor.cuda.attention.plans import AttentionPlans
 from quintet.executor.cuda.device import Device
 from quintet.executor.cuda.kv_memory import DeviceKv, graph_bytes, num_kv_blocks
 from quintet.executor.cuda.linear_choice import DeviceLinears, captured_stopwatch
-from quintet.executor.cuda.ops.attention import AttentionPlan
 from quintet.executor.cuda.runner import DeviceRunner
 from quintet.executor.cuda.tables import DeviceTables, StepMemory
 from quintet.executor.cuda.worker import DeviceWorker
@@ -21,7 +21,6 @@ from quintet.executor.layers.attention import AttentionLayer
 from quintet.executor.models.model import CausalModel
 from quintet.process.trace import Span, no_span
 from quintet.wire.config import EngineConfig
-from quintet.wire.errors import ConfigError
 
 log = logging.getLogger("quintet")
 
@@ -56,7 +55,7 @@ def _make(
     max_tokens = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
     tables = DeviceTables.reserve(scheduler.max_num_seqs, config.model.max_model_len, spec, where)
     memory = StepMemory(tables, max_tokens)
-    attention = _attention_plan(device, model, config, max_tokens, dtype, kv_dtype)
+    attention = AttentionPlans(device, model.attentions, config, max_tokens, dtype, kv_dtype)
     staging = torch.zeros(STAGING_WORDS, dtype=torch.int32, device=where)
     linears = DeviceLinears(device, batch_invariant=is_invariant)
     runner = DeviceRunner(
@@ -76,8 +75,7 @@ def _make(
         runner.of_prompts = _attention_of_prompts(device, attention, runner.attentions, config)
     reserved = 0
     if not config.executor.enforce_eager:
-        widest = max(layer.columns for layer in runner.linears if not layer.shape.is_output_layer)
-        reserved = graph_bytes(scheduler.max_num_seqs, model.vocab_size, widest, dtype.itemsize)
+        reserved = graph_bytes(scheduler.max_num_seqs, model.vocab_size, runner.widest, dtype.itemsize)
     num_blocks = num_kv_blocks(config, device, reserved)
     runner.use_kv(DeviceKv(spec, num_blocks, kv_dtype, where))
     log.info(
@@ -91,57 +89,19 @@ def _make(
     return DeviceWorker(device, runner, staging, config, num_blocks, facts, span)
 
 
-def _attention_plan(
-    device: Device,
-    model: CausalModel,
-    config: EngineConfig,
-    max_tokens: int,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-) -> AttentionPlan:
-    """Plan the attention of all layers, whose heads are alike."""
-    first = _alike(model, config)
-    return AttentionPlan(
-        device,
-        config.scheduler.max_num_seqs,
-        max_tokens,
-        first.num_heads,
-        first.num_kv_heads,
-        first.head_dim,
-        config.model.max_model_len,
-        dtype,
-        kv_dtype,
-        fixed_splits=config.executor.batch_invariant,
-        value_dim=first.value_width,
-        sights=tuple(dict.fromkeys(layer.sight for layer in model.attentions)),
-    )
-
-
-def _alike(model: CausalModel, config: EngineConfig) -> AttentionLayer:
-    """Return a layer whose heads are like those of all."""
-    first, *others = model.attentions
-    heads = (first.num_heads, first.num_kv_heads, first.head_dim, first.value_width)
-    for layer in (first, *others):
-        of_layer = (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.value_width)
-        if of_layer != heads:
-            raise ConfigError(
-                f"{config.model.path}: on a GPU all layers have the same heads; layer {layer.index} has {of_layer[0]} over"
-                f" {of_layer[1]} of {of_layer[2]} and {of_layer[3]} numbers, layer {first.index} {heads[0]} over {heads[1]} of"
-                f" {heads[2]} and {heads[3]}: serve it with --device cpu"
-            )
-    return first
-
-
 def _attention_of_prompts(
-    device: Device, plan: AttentionPlan, layers: Sequence[AttentionLayer], config: EngineConfig
+    device: Device, plans: AttentionPlans, layers: Sequence[AttentionLayer], config: EngineConfig
 ) -> AttentionBackend | None:
     """Choose whose attention computes prompts; None for ours, also where layers differ in what a library takes once."""
+    plan = plans.only
+    if not layers:
+        return None
     if len(config.model.kv.groups) > 1:
         log.info("attention of prompts: quintet (layers in %d groups)", len(config.model.kv.groups))
         return None
     scales = {layer.scale for layer in layers}
-    if len(scales) > 1:
-        log.info("attention of prompts: quintet (layers differ in scale)")
+    if plan is None or len(scales) > 1:
+        log.info("attention of prompts: quintet (layers differ in heads or scale)")
         return None
     is_usual = plan.head_dim == plan.value_dim and not any(sight.chunk for sight in plan.sights)
     if not is_usual or not all(layer.is_product for layer in layers):

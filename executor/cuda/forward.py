@@ -8,20 +8,23 @@ memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from quintet.executor.cards.spec import Activation, NormKind
 from quintet.executor.cuda.attention.backend import AttentionBackend
+from quintet.executor.cuda.attention.plans import AttentionPlans
 from quintet.executor.cuda.device import Device
+from quintet.executor.cuda.experts import GATES, experts
 from quintet.executor.cuda.kv_memory import DeviceKv
 from quintet.executor.cuda.linear_choice import DeviceLinears
-from quintet.executor.cuda.ops.activation import Gate, gated
-from quintet.executor.cuda.ops.attention import AttentionPlan, paged_attention
+from quintet.executor.cuda.ops.activation import gated
+from quintet.executor.cuda.ops.attention import paged_attention
 from quintet.executor.cuda.ops.formats import PACK_BYTES
 from quintet.executor.cuda.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from quintet.executor.cuda.ops.rope_kv import Turn, rope_kv
+from quintet.executor.cuda.ops.states import causal_conv, delta_rule, head_scan, selective_scan
 from quintet.executor.cuda.rows import StepRows
 from quintet.executor.cuda.states import DeviceStates
 from quintet.executor.layers.attention import AttentionLayer
@@ -30,20 +33,9 @@ from quintet.executor.layers.head_linear import HeadLinear
 from quintet.executor.layers.linear import Embedding, Linear
 from quintet.executor.layers.norm import Norm
 from quintet.executor.layers.states import CausalConv, DeltaRule, HeadScan, SelectiveScan
-from quintet.executor.ops.activation import activate
-from quintet.executor.ops.causal_conv import causal_conv
-from quintet.executor.ops.delta_rule import delta_rule
-from quintet.executor.ops.experts import experts_without_waiting, route
-from quintet.executor.ops.head_scan import head_scan
+from quintet.executor.ops.activation import activate, xielu
 from quintet.executor.ops.linear import GatedActivation
-from quintet.executor.ops.selective_scan import selective_scan
-
-GATES = {
-    GatedActivation.SILU_AND_MUL: Gate.SILU,
-    GatedActivation.GELU_AND_MUL: Gate.GELU,
-    GatedActivation.GELU_TANH_AND_MUL: Gate.GELU_TANH,
-}
-"""What there are kernels for; torch computes the others."""
+from quintet.executor.ops.rope_kv_write import rope
 
 
 @dataclass(slots=True)
@@ -76,16 +68,15 @@ class DevicePass:
         self,
         device: Device,
         linears: DeviceLinears,
-        attention: AttentionPlan,
+        attention: AttentionPlans,
         rows: StepRows,
         kv: DeviceKv,
         rotations: Sequence[tuple[torch.Tensor, torch.Tensor]],
         backend: AttentionBackend | None = None,
-        states: DeviceStates | None = None,
     ) -> None:
         """kv: of each place of a block ``[2, num_blocks, num_kv_heads, block_size, head_dim]``, which ``spec`` gives the layers;
         rotations: of each of the model's ropes cosines and sines ``[num_tokens, rotary_dim]``; backend: whose attention
-        computes, None for ours; states: None for a model without.
+        computes, None for ours.
         """
         self._device = device
         self._multiply = linears
@@ -95,11 +86,13 @@ class DevicePass:
         self._kv = kv
         self._rotations = rotations
         self._backend = backend
-        self._given_states = states
+        self._states = DeviceStates(self._rows_of, kv)
         self.linears: dict[Linear, None] = {}
         """The linear layers that were met, in order."""
         self.attentions: list[AttentionLayer] = []
         """The attention layers that were met."""
+        self.widest = 0
+        """Numbers a row of the widest value that was made, logits aside."""
 
     def embedding(self, layer: Embedding) -> Value:
         """See `ForwardPass`."""
@@ -114,7 +107,7 @@ class DevicePass:
         """See `ForwardPass`. With what is to be added to ``x``, in one pass over memory."""
         groups = norm.groups(x.sum.shape[1])
         if norm.is_per_group:
-            return Value(norm(x.settled))
+            return Value(self._normed_per_group(x.settled, norm))
         if groups > 1:
             flat = in_packs(x.settled).reshape(-1, norm.width)
             return Value(self._normed(flat, norm).view(-1, groups * norm.width))
@@ -122,7 +115,11 @@ class DevicePass:
             return Value(self._normed(in_packs(x.sum), norm))
         y, residual = in_packs(x.addend), in_packs(x.sum)
         if norm.kind is NormKind.RMS:
-            total, normed = add_rms_norm(self._device, y, residual, norm.weight, norm.eps, offset=norm.offset)
+            total, normed = add_rms_norm(
+                *(self._device, y, residual, norm.weight, norm.eps),
+                offset=norm.offset,
+                rounds_once=norm.rounds_once,
+            )
         else:
             total, normed = add_layer_norm(self._device, y, residual, norm.weight, norm.bias, norm.eps)
         x.sum, x.addend = total, None
@@ -130,12 +127,28 @@ class DevicePass:
 
     def _normed(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         if norm.kind is NormKind.RMS:
-            return rms_norm(self._device, x, norm.weight, norm.eps, offset=norm.offset)
+            return rms_norm(
+                self._device, x, norm.weight, norm.eps, offset=norm.offset, rounds_once=norm.rounds_once
+            )
         return layer_norm(self._device, x, norm.weight, norm.bias, norm.eps)
+
+    def _normed_per_group(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """Norm each group in fp32; torch multiplies by its own weights, and rounds where `Norm` does."""
+        alike = replace(norm, weight=None, bias=None, offset=0.0)
+        wide = self._normed(in_packs(x.float()).reshape(-1, norm.width), alike).view(x.shape)
+        weight, bias = norm.weight, norm.bias
+        rounds_first = norm.kind is NormKind.RMS and norm.offset == 0.0 and not norm.rounds_once
+        if weight is not None and rounds_first:
+            return wide.to(x.dtype) * weight
+        wide = wide if weight is None else wide * (weight.float() + norm.offset)
+        wide = wide if bias is None else wide + bias.float()
+        return wide.to(x.dtype)
 
     def linear(self, layer: Linear, x: Value) -> Value:
         """See `ForwardPass`."""
         self.linears[layer] = None
+        if not layer.shape.is_output_layer:
+            self._made(layer.columns)
         y = self._multiply.apply(layer, in_packs(x.settled))
         if layer.activation is GatedActivation.NONE:
             return Value(y)
@@ -169,31 +182,37 @@ class DevicePass:
         """See `ForwardPass`."""
         return Value(activate(x.settled, kind))
 
+    def xielu(self, x: Value, numbers: torch.Tensor) -> Value:
+        """See `ForwardPass`. With torch."""
+        return Value(xielu(x.settled, numbers))
+
     def columns(self, x: Value, begin: int, width: int) -> Value:
         """See `ForwardPass`."""
         return Value(x.settled.narrow(1, begin, width))
 
     def head_linear(self, layer: HeadLinear, x: Value) -> Value:
-        """See `ForwardPass`. With torch."""
-        return Value(layer(x.settled))
+        """See `ForwardPass`."""
+        self._made(layer.width)
+        return Value(self._multiply.by_head(layer, x.settled))
 
     def join(self, x: Value, y: Value) -> Value:
         """See `ForwardPass`."""
         return Value(torch.cat((x.settled, y.settled), dim=1))
 
     def experts(self, layer: Experts, x: Value, scores: Value) -> Value:
-        """See `ForwardPass`. With torch, which captures the same launches whatever is chosen."""
-        ids, weights = route(scores.settled, layer.routing, layer.correction)
-        y = experts_without_waiting(
-            x.settled, ids, weights, layer.tables, layer.gate, layer.routing.scaled_inputs
-        )
-        return Value(y)
+        """See `ForwardPass`. Every choice of a token is a row."""
+        self._made(layer.routing.chosen * max(layer.tables.gate_up.shape[1:]))
+        return Value(experts(self._device, layer, x.settled, scores.settled))
 
     def attention(self, layer: AttentionLayer, q: Value, k: Value, v: Value) -> Value:
         """See `ForwardPass`."""
         group, kv = self._kv.of_layer(layer)
         rows, together = self._rows_of[group], layer.norms_with_rotation
-        if together is None:
+        cos, sin = (None, None) if layer.rope is None else self._rotations[layer.rope]
+        if layer.norms_behind:
+            q, k = (self._normed_behind(layer, x, cos, sin, x is k) for x in (q, k))
+            cos = sin = together = None
+        elif together is None:
             q = q if layer.q_norm is None else self.norm(q, layer.q_norm)
             k = k if layer.k_norm is None else self.norm(k, layer.k_norm)
         of_norms = (None, None) if together is None else (together[0].weight, together[1].weight)
@@ -207,7 +226,6 @@ class DevicePass:
         )
         queries, keys = (in_packs(x.settled).unflatten(1, (-1, layer.head_dim)) for x in (q, k))
         values = in_packs(v.settled).unflatten(1, (-1, layer.value_width))
-        cos, sin = (None, None) if layer.rope is None else self._rotations[layer.rope]
         queries = rope_kv(self._device, queries, keys, values, cos, sin, kv, rows, turn)
         self.attentions.append(layer)
         if self._backend is not None:
@@ -215,7 +233,7 @@ class DevicePass:
         else:
             attended = paged_attention(
                 self._device,
-                self._attention,
+                self._attention.of(layer),
                 queries,
                 kv,
                 rows,
@@ -228,11 +246,28 @@ class DevicePass:
             )
         return Value(attended.view(rows.num_tokens, -1))
 
+    def _normed_behind(
+        self,
+        layer: AttentionLayer,
+        x: Value,
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
+        of_keys: bool,
+    ) -> Value:
+        """Return heads rotated by torch, then normed."""
+        norm = layer.k_norm if of_keys else layer.q_norm
+        heads = x.settled.unflatten(1, (-1, layer.head_dim))
+        if cos is not None and sin is not None:
+            cos, sin = cos.view(len(heads), 1, -1), sin.view(len(heads), 1, -1)
+            heads = rope(heads, cos, sin, layer.rotary_first, layer.interleaved)
+        assert norm is not None, "norms behind are two"
+        return self.norm(Value(heads.flatten(1)), norm)
+
     def causal_conv(self, layer: CausalConv, x: Value) -> Value:
-        """See `ForwardPass`. This operation and the following ones are computed by torch."""
+        """See `ForwardPass`."""
         values = x.settled
         rows, states = self._states.of(layer.state, values.dtype)
-        return Value(causal_conv(rows, states, values, layer.weight, layer.bias, layer.silu))
+        return Value(causal_conv(self._device, rows, states, values, layer.weight, layer.bias, layer.silu))
 
     def selective_scan(
         self, layer: SelectiveScan, x: Value, dt: Value, b: Value, c: Value, gate: Value
@@ -240,7 +275,7 @@ class DevicePass:
         """See `ForwardPass`."""
         rows, states = self._states.of(layer.state)
         values = (x.settled, dt.settled, b.settled, c.settled, gate.settled)
-        return Value(selective_scan(rows, states, *values, layer.a, layer.dt_bias, layer.skip))
+        return Value(selective_scan(self._device, rows, states, *values, layer.a, layer.dt_bias, layer.skip))
 
     def head_scan(
         self, layer: HeadScan, x: Value, dt: Value, b: Value, c: Value, gate: Value | None
@@ -249,18 +284,16 @@ class DevicePass:
         rows, states = self._states.of(layer.state)
         values = (x.settled, dt.settled, b.settled, c.settled, None if gate is None else gate.settled)
         parameters = (layer.a, layer.dt_bias, layer.skip, layer.dt_limits)
-        return Value(head_scan(rows, states, *values, *parameters))
+        return Value(head_scan(self._device, rows, states, *values, *parameters))
 
     def delta_rule(self, layer: DeltaRule, q: Value, k: Value, v: Value, alpha: Value, beta: Value) -> Value:
         """See `ForwardPass`."""
         rows, states = self._states.of(layer.state)
         values = (q.settled, k.settled, v.settled, alpha.settled, beta.settled)
-        return Value(delta_rule(rows, states, *values, layer.a, layer.dt_bias))
+        return Value(delta_rule(self._device, rows, states, *values, layer.a, layer.dt_bias))
 
-    @property
-    def _states(self) -> DeviceStates:
-        assert self._given_states is not None, "a model with states is computed without their memory"
-        return self._given_states
+    def _made(self, width: int) -> None:
+        self.widest = max(self.widest, width)
 
 
 def in_packs(x: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ LIVE_WIDTHS = 8
 def graph_bytes(max_num_seqs: int, vocab_size: int, widest: int, element_bytes: int) -> int:
     """Return a bound for the memory of all graphs: that of the largest, whose pool the others share, and its logits' copy.
 
-    widest: numbers per token of the widest layer but the output.
+    widest: numbers per row of the widest value but the logits.
     """
     return GRAPH_BYTES + max_num_seqs * element_bytes * (2 * vocab_size + LIVE_WIDTHS * widest)
 
@@ -58,7 +58,7 @@ def num_kv_blocks(config: EngineConfig, device: Device, reserved_bytes: int) -> 
     else:
         wish = "--gpu-memory-utilization"
         memory_bytes = kv_bytes(total, free, cache.gpu_memory_utilization, reserved_bytes)
-    num_blocks = min(max(0, kv.num_blocks(memory_bytes) - kv.has_states), most)
+    num_blocks = min(max(0, kv.num_blocks(memory_bytes)), most)
     longest = kv.longest(num_blocks, max_model_len, step_tokens)
     if longest < max_model_len:
         needed = kv.most_blocks(max_model_len, step_tokens) * kv.bytes_per_block
@@ -71,16 +71,12 @@ def num_kv_blocks(config: EngineConfig, device: Device, reserved_bytes: int) -> 
 
 
 class DeviceKv:
-    """KV memory: a tensor of bytes per place of a block, see `quintet.wire.kv_spec`. Zeros.
-
-    Of a model with states there is one block more than the core gives out, for what rows of padding leave behind.
-    """
+    """KV memory: a tensor of bytes per place of a block, see `quintet.wire.kv_spec`. Zeros."""
 
     def __init__(self, spec: KvSpec, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
         self.spec = spec
         self.dtype = dtype
-        self.num_blocks = num_blocks
-        shape = (num_blocks + spec.has_states, spec.layer_bytes)
+        shape = (num_blocks, spec.layer_bytes)
         self.places = [
             torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(spec.layers_per_block)
         ]
@@ -89,6 +85,8 @@ class DeviceKv:
         """Return the layer's group, and its keys and values: each ``[num_blocks, num_kv_heads, block_size, width]``."""
         group, place = self.spec.place(layer.index)
         keys, end = self._plane(place, 0, layer.num_kv_heads, layer.head_dim)
+        if layer.values_in_keys:
+            return group, (keys, keys[..., : layer.value_width])
         values, _ = self._plane(place, end, layer.num_kv_heads, layer.value_width)
         return group, (keys, values)
 

@@ -18,6 +18,8 @@ import torch.nn.functional as F
 
 from quintet.executor.cuda.device import Device
 from quintet.executor.cuda.ops.linear import MATVEC_ROWS, SUFFIXES, SplitMemory, matmul, matvec
+from quintet.executor.cuda.ops.linear_groups import head_matmul
+from quintet.executor.layers.head_linear import HeadLinear
 from quintet.executor.layers.linear import Linear
 
 log = logging.getLogger("quintet")
@@ -81,6 +83,13 @@ class DeviceLinears:
             f"{layer.shape.parts}: packed for the host, not for {self._device.torch_device}"
         )
         return self.multiply(x, weight, layer.method.bias, out)
+
+    def by_head(self, layer: HeadLinear, x: torch.Tensor) -> torch.Tensor:
+        """Return each head's columns of ``x`` through its own matrix."""
+        if not self._batch_invariant:
+            return layer(x)
+        assert layer.method.table is not None
+        return head_matmul(self._device, x, layer.method.table)
 
     def multiply(
         self,

@@ -14,16 +14,15 @@ import torch
 
 from quintet.executor.batch import Int
 from quintet.executor.cuda.attention.backend import AttentionBackend, HostRows
+from quintet.executor.cuda.attention.plans import AttentionPlans
 from quintet.executor.cuda.device import Device
 from quintet.executor.cuda.forward import DevicePass, Value
 from quintet.executor.cuda.kv_memory import DeviceKv
 from quintet.executor.cuda.linear_choice import DeviceLinears
-from quintet.executor.cuda.ops.attention import AttentionPlan
 from quintet.executor.cuda.ops.blocks import BlockPool, copy_blocks
 from quintet.executor.cuda.ops.draw import draw
 from quintet.executor.cuda.ops.tables import apply_plan, scatter_tokens
 from quintet.executor.cuda.rows import SampledRows, StepRows
-from quintet.executor.cuda.states import DeviceStates
 from quintet.executor.cuda.tables import DeviceTables, StepMemory
 from quintet.executor.layers.attention import AttentionLayer
 from quintet.executor.layers.linear import Linear
@@ -69,7 +68,7 @@ class DeviceRunner:
         device: Device,
         model: CausalModel,
         linears: DeviceLinears,
-        attention: AttentionPlan,
+        attention: AttentionPlans,
         memory: StepMemory,
         staging: torch.Tensor,
         kv: DeviceKv,
@@ -106,6 +105,12 @@ class DeviceRunner:
         """The model's linear layers, once a step has run."""
         assert self._pass is not None, "no step has run"
         return list(self._pass.linears)
+
+    @property
+    def widest(self) -> int:
+        """See `DevicePass.widest`, once a step has run."""
+        assert self._pass is not None, "no step has run"
+        return self._pass.widest
 
     @property
     def attentions(self) -> list[AttentionLayer]:
@@ -175,9 +180,8 @@ class DeviceRunner:
         if backend is not None and host is not None:
             backend.prepare(rows.of_group(0), host)
         rotations = self._rotations.of(rows)
-        states = DeviceStates(rows, self.kv) if self.kv.spec.has_states else None
         self._pass = DevicePass(
-            self._device, self._linears, self._attention, rows, self.kv, rotations, backend, states
+            self._device, self._linears, self._attention, rows, self.kv, rotations, backend
         )
         self._hidden = self._model.forward(self._pass)
 

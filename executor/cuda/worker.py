@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from quintet.executor.audit import TablesDiffer, check_tables
 from quintet.executor.batch import Rows
@@ -30,6 +31,7 @@ from quintet.executor.cuda.runner import DecodeGraph, DeviceRunner, Drawn
 from quintet.executor.cuda.sampling import sampling_ops, shaping_on
 from quintet.executor.cuda.staging import PinnedRing
 from quintet.executor.interface import Finished, Pending
+from quintet.executor.sampling.grammar import Grammars, StepMasks
 from quintet.executor.sampling.ops import SamplingOps
 from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.slots import SlotTables
@@ -60,6 +62,12 @@ class DeviceStep:
     def wait(self) -> None:
         """See `Pending`."""
         self._ended.wait()
+
+    def drawn(self) -> NDArray[np.int32]:
+        """Return the tokens, int32[num_sampled], once the step has ended. Later steps overwrite them."""
+        self._ended.wait()
+        tokens: NDArray[np.int32] = self._tokens.numpy()
+        return tokens
 
     def result(self) -> StepResult:
         """See `Pending`."""
@@ -107,7 +115,10 @@ class DeviceWorker:
             self.tables,
             sampling_ops(device, SamplingOps()),
             shaping_on(device),
+            Grammars(scheduler.max_num_seqs, model),
         )
+        self._untold: list[tuple[StepMasks, DeviceStep]] = []
+        """Steps with structured outputs, whose matchers have not heard what was drawn."""
         in_flight = scheduler.depth + 1
         self._words = PinnedRing(device, in_flight, len(staging))
         self._tokens = PinnedRing(device, in_flight + 1, scheduler.max_num_seqs)
@@ -162,6 +173,7 @@ class DeviceWorker:
     def reset(self) -> None:
         """Empty every table. What is still in flight comes before whatever is launched next, and nobody asks for it."""
         self.tables.reset()
+        self._untold.clear()
         self._newest_end = None
 
     def is_broken(self, error: Exception) -> bool:
@@ -215,15 +227,31 @@ class DeviceWorker:
         self._span("layers")
         result.prompt_logprobs = self._sampler.prompt_logprobs(rows, self.runner)
         tokens = drawn.tokens[: packed.num_sampled]
-        if packed.num_sampled and self._sampler.wants_more(rows):
-            tokens, result.logprobs = self._sampler.draw(rows, drawn.logits[: packed.num_sampled])
+        self._tell_matchers()
+        masks = self._sampler.begin_masks(rows)
+        if packed.num_sampled and (masks is not None or self._sampler.wants_more(rows)):
+            logits = drawn.logits[: packed.num_sampled]
+            tokens, result.logprobs = self._sampler.draw(
+                rows, logits, None if masks is None else masks.wait()
+            )
+            if masks is not None:
+                result.failed = masks.failed(rows.sampling)
         buffer = self._tokens.take()
         on_host = buffer.host[: packed.num_sampled]
         on_host.copy_(tokens, non_blocking=True)
         ended = buffer.free_after = self._device.record()
         before, self._newest_end = self._newest_end, ended
         self._span("sampling")
-        return DeviceStep(result, begun, ended, before, on_host, self._count)
+        step = DeviceStep(result, begun, ended, before, on_host, self._count)
+        if masks is not None:
+            self._untold.append((masks, step))
+        return step
+
+    def _tell_matchers(self) -> None:
+        """Wait for the steps before that drew structured outputs, while the device computes the layers of the one behind them."""
+        for masks, step in self._untold:
+            masks.note(step.drawn().tolist())
+        self._untold.clear()
 
     def _count(self) -> None:
         self._num_ended += 1

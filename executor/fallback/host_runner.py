@@ -12,6 +12,7 @@ from quintet.executor.layers.attention import AttentionLayer
 from quintet.executor.ops.host_attention import PagedKv, attend, write_kv
 from quintet.executor.program.library import ProgramLibrary
 from quintet.executor.program.step import Step
+from quintet.executor.sampling.grammar import StepMasks
 from quintet.executor.sampling.settings import Settings
 from quintet.executor.slots import SlotTables
 from quintet.process.trace import Span, no_span
@@ -59,6 +60,11 @@ class HostRunner:
         """See `Runner.blocks`."""
         return [kv.memory for kv in self._kv]
 
+    @property
+    def weight_bytes(self) -> int:
+        """Size of the weights that a step reads whole."""
+        return self._model.read_bytes
+
     @torch.inference_mode()
     def forward(self, rows: Rows, tables: SlotTables) -> None:
         """See `Runner.forward`."""
@@ -85,7 +91,9 @@ class HostRunner:
             self, hidden if len(tokens) == len(hidden) else hidden[torch.from_numpy(tokens)]
         )
 
-    def forward_and_draw(self, rows: Rows, tables: SlotTables, settings: Settings) -> None:
+    def forward_and_draw(
+        self, rows: Rows, tables: SlotTables, settings: Settings, masks: StepMasks | None
+    ) -> None:
         """See `Runner.forward_and_draw`: it cannot."""
 
     def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:

@@ -65,6 +65,18 @@ class TransformersModel:
         """Size of the weights."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._model.parameters())
 
+    @property
+    def read_bytes(self) -> int:
+        """Size of the weights that a pass reads whole: all but the words', unless logits are computed with them."""
+        words: torch.nn.Module = self._model.get_input_embeddings()
+        logits = self._model.get_output_embeddings()
+        own = [
+            tensor
+            for tensor in words.parameters()
+            if all(tensor is not other for other in logits.parameters())
+        ]
+        return self.num_bytes - sum(tensor.numel() * tensor.element_size() for tensor in own)
+
     def forward(self, ops: AttendsTokens) -> torch.Tensor:
         """Return the last hidden states ``[num_tokens, hidden]``."""
         self._attention.serve(ops, self.attentions)

@@ -24,6 +24,16 @@ class Sight:
         assert (self.window or 1) > 0 and (self.chunk or 1) > 0, self
 
 
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """What a layer's heads are."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_width: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AttentionLayer:
     """Causal attention of one layer over its own KV memory, norms and rotation of queries and keys included.
@@ -41,6 +51,8 @@ class AttentionLayer:
     """Factor of every score."""
     value_dim: int | None = None
     """Numbers of a value's head, up to 512; None: as many as a key's."""
+    values_in_keys: bool = False
+    """Whether a value is what its key begins with, and not stored by itself: latent attention."""
     rope: int | None = None
     """Which of the model's rotations turns queries and keys; None: no positions are rotated in."""
     rotary_dim: int = 0
@@ -63,6 +75,8 @@ class AttentionLayer:
     q_norm: Norm | None = None
     """Of each query head before rotation: ``head_dim`` wide. ``k_norm`` likewise of each key head."""
     k_norm: Norm | None = None
+    norms_behind: bool = False
+    """Whether both are behind the rotation instead (HunYuan)."""
     temperature: Temperature | None = None
     """Of queries, after their rotation."""
 
@@ -72,11 +86,25 @@ class AttentionLayer:
         assert self.rotary_dim % 2 == 0 and self.rotary_first + self.rotary_dim <= self.head_dim, (
             self.rotary_dim
         )
+        if self.values_in_keys:
+            assert self.value_width <= self.head_dim and self.k_norm is None, (
+                self.value_width,
+                self.head_dim,
+            )
+            assert self.rope is None or self.rotary_first >= self.value_width, self.rotary_first
+        assert not self.norms_behind or self.norms_with_rotation is not None, (
+            "of norms behind only usual ones are known"
+        )
 
     @property
     def value_width(self) -> int:
         """Numbers of a value's head."""
         return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def heads(self) -> Heads:
+        """How many there are, and how wide."""
+        return Heads(self.num_heads, self.num_kv_heads, self.head_dim, self.value_width)
 
     @property
     def sight(self) -> Sight:
@@ -95,6 +123,7 @@ class AttentionLayer:
         if q is None or k is None or (q.eps, q.offset) != (k.eps, k.offset):
             return None
         for norm in (q, k):
-            if norm.kind is not NormKind.RMS or norm.weight is None or norm.is_per_group:
+            rounds = norm.rounds_once and not norm.offset  # which the kernels tell by the offset
+            if norm.kind is not NormKind.RMS or norm.weight is None or norm.is_per_group or rounds:
                 return None
         return q, k

@@ -35,8 +35,9 @@ class Experts:
         gate_up: StackShape,
         down: StackShape,
         correction: str | None = None,
+        correction_in_row: bool = False,
     ) -> None:
-        """correction: name of the tensor that is added to scores for choosing; None for none."""
+        """correction: name of the tensor that is added to scores for choosing; None for none. In a row: of a matrix."""
         assert gate_up.columns == 2 * down.depth and gate_up.depth == down.columns, (gate_up, down)
         self.routing = routing
         self.gate = gate
@@ -47,7 +48,9 @@ class Experts:
         """fp32 ``[experts]``, whatever the model's number format is: it decides between scores that are close."""
         if correction is not None:
             self.correction = torch.empty(routing.experts, dtype=torch.float32, device=plan.device)
-            plan.expect(correction, (routing.experts,), self.correction.copy_, num_bytes=4 * routing.experts)
+            shape = (1, routing.experts) if correction_in_row else (routing.experts,)
+            filled = self.correction.view(shape)
+            plan.expect(correction, shape, filled.copy_, num_bytes=4 * routing.experts)
 
     @cached_property
     def host(self) -> HostExperts | None:

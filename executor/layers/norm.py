@@ -28,7 +28,10 @@ class Norm:
     bias: torch.Tensor | None = None
     """As long as the weight; None for zeros. A layer norm's."""
     offset: float = 0.0
-    """Added to an RMS norm's weight (Gemma: 1). Then the product is rounded once; without, the quotient is rounded first."""
+    """Added to an RMS norm's weight (Gemma: 1)."""
+    rounds_once: bool = False
+    """Of an RMS norm: whether the product with the weight alone is rounded, as it is where there is an offset; else the quotient
+    is rounded first."""
 
     def __post_init__(self) -> None:
         allowed = self.bias is None if self.kind is NormKind.RMS else self.offset == 0.0
@@ -53,7 +56,7 @@ class Norm:
         grouped = x.unflatten(-1, (self.groups(x.shape[-1]), self.width))
         weight, bias = (None if v is None else v.view(-1, self.width) for v in (self.weight, self.bias))
         if self.kind is NormKind.RMS:
-            return rms_norm(grouped, weight, self.eps, self.offset).flatten(-2)
+            return rms_norm(grouped, weight, self.eps, self.offset, self.rounds_once).flatten(-2)
         wide = F.layer_norm(grouped.float(), (self.width,), eps=self.eps)
         wide = wide if weight is None else wide * weight.float()
         wide = wide if bias is None else wide + bias.float()

@@ -7,6 +7,7 @@ What a layer is made of is in `quintet.executor.models.blocks`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -72,7 +73,11 @@ class Decoder:
         if spec.positions is not None:
             self._offset = spec.positions.offset
             rows = spec.positions.count + spec.positions.offset
-            self._positions = self.weights.tensor(f"{names.positions}.weight", rows, hidden)
+            self._positions = (
+                sinusoids(rows, hidden).to(self.weights.device, self.weights.dtype)
+                if spec.positions.sinusoidal
+                else self.weights.tensor(f"{names.positions}.weight", rows, hidden)
+            )
         self._embedding_norm = scope.norm(spec.embedding_norm, names.embedding_norm)
         self._norm = scope.norm(spec.final_norm, names.final_norm)
         self._logit_scale, self._logit_softcap = spec.logit_scale, spec.logit_softcap
@@ -101,3 +106,11 @@ class Decoder:
         if self._logit_scale != 1.0:
             logits = ops.scale(logits, self._logit_scale)
         return logits if self._logit_softcap is None else ops.softcap(logits, self._logit_softcap)
+
+
+def sinusoids(rows: int, width: int) -> torch.Tensor:
+    """Return fp32 ``[rows, width]``; see `quintet.executor.cards.spec.PositionTable.sinusoidal`."""
+    half = width // 2
+    frequencies = torch.exp(torch.arange(half).float() * (-math.log(10000) / (half - 1)))
+    angles = torch.arange(rows).float()[:, None] * frequencies
+    return torch.nn.functional.pad(torch.cat((angles.sin(), angles.cos()), dim=1), (0, width % 2))

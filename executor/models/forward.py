@@ -58,6 +58,9 @@ class ForwardPass(Protocol[ValueT]):
     def activation(self, x: ValueT, kind: Activation) -> ValueT:
         """Return the activation of every number. Behind a linear layer without gates it costs next to nothing."""
 
+    def xielu(self, x: ValueT, numbers: torch.Tensor) -> ValueT:
+        """Return the activation whose shape is learned, fp32 ``[4]``; see `quintet.executor.ops.activation.xielu`."""
+
     def columns(self, x: ValueT, begin: int, width: int) -> ValueT:
         """Return numbers ``[begin, begin + width)`` of each row: a view, that costs nothing."""
 
@@ -73,7 +76,8 @@ class ForwardPass(Protocol[ValueT]):
     def attention(self, layer: AttentionLayer, q: ValueT, k: ValueT, v: ValueT) -> ValueT:
         """Norm and rotate queries and keys, store keys and values, then attend. Returns ``[rows, num_heads * value_width]``.
 
-        q: ``[rows, num_heads * head_dim]``; k: ``[rows, num_kv_heads * head_dim]``; v: ``[rows, num_kv_heads * value_width]``.
+        q: ``[rows, num_heads * head_dim]``; k: ``[rows, num_kv_heads * head_dim]``; v: ``[rows, num_kv_heads * value_width]``,
+        where ``layer.values_in_keys`` what ``k`` begins with: a pass need not store it again.
         Columns of one value cost nothing.
         """
 

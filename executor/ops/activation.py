@@ -40,3 +40,15 @@ def activate(x: torch.Tensor, kind: Activation) -> torch.Tensor:
             return torch.sigmoid(x)
         case _:
             assert_never(kind)
+
+
+def xielu(x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Return xIELU of every number, in fp32, rounded once to the dtype of ``x``.
+
+    Huang and Schlag, "Deriving activation functions using integration", 2024: ``p x² + l x`` above 0, ``n (e^min(x, m) - 1 - x) +
+    l x`` below. numbers: fp32 ``[4]``: p, n - l, l, m.
+    """
+    p, n, line, most = numbers.unbind()
+    wide = x if x.dtype is torch.float64 else x.float()
+    below = (torch.expm1(torch.minimum(wide, most)) - wide) * (n + line)
+    return torch.where(wide > 0, p * wide * wide, below).add(line * wide).to(x.dtype)

@@ -56,11 +56,25 @@ def route(
         choices = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)
     ids = _largest(choices, routing.chosen)
     weights = values.gather(1, ids)
+    if routing.scoring is Scoring.SPARSE_MIXER:
+        weights = _shares_of_near(values, ids, routing.jitter)
     if routing.scoring is Scoring.SOFTMAX_OF_CHOSEN:
         weights = weights.softmax(-1)
     if routing.renormalise:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        weights = weights / (weights.sum(-1, keepdim=True) + routing.addend)
     return ids, weights * routing.scale
+
+
+def _shares_of_near(values: torch.Tensor, ids: torch.Tensor, jitter: float) -> torch.Tensor:
+    """Return of each choice, in its order, its part of a softmax over those that are near it and not chosen before it."""
+    left, shares = values.clone(), []
+    for place in range(ids.shape[1]):
+        chosen = ids[:, place : place + 1]
+        most = values.gather(1, chosen)
+        far = (most - values) / values.abs().maximum(most) > 2 * jitter
+        shares.append(left.masked_fill(far, -torch.inf).softmax(1).gather(1, chosen))
+        left = left.scatter(1, chosen, -torch.inf)
+    return torch.cat(shares, 1)
 
 
 def gated(y: torch.Tensor, gate: Gate) -> torch.Tensor:
@@ -88,44 +102,7 @@ def experts(
         if scaled_inputs:
             rows = rows * weights[token, place, None].to(x.dtype)
         y[token, place] = _one(rows, tables, expert, gate)
-    return _sum(y, weights, scaled_inputs)
-
-
-def experts_without_waiting(
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    tables: ExpertTables,
-    gate: Gate,
-    scaled_inputs: bool,
-) -> torch.Tensor:
-    """Return what `experts` does, by operations that do not depend on what is chosen, so that they can be captured.
-
-    Where tokens choose fewer experts than there are, those weights are gathered, once for each choice; else every token goes
-    through every expert. The first reads ``tokens * chosen`` experts, the second computes ``experts / chosen`` times too much.
-    """
-    num_tokens, chosen = ids.shape
-    num_experts = len(tables.gate_up)
-    if num_tokens * chosen <= num_experts:
-        pairs = ids.flatten()
-        rows = x.repeat_interleave(chosen, 0)
-        if scaled_inputs:
-            rows = rows * weights.reshape(-1, 1).to(x.dtype)
-        between = torch.bmm(tables.gate_up[pairs], rows[:, :, None])[..., 0]
-        if tables.gate_up_bias is not None:
-            between = between + tables.gate_up_bias[pairs]
-        y = torch.bmm(tables.down[pairs], gated(between, gate)[:, :, None])[..., 0]
-        if tables.down_bias is not None:
-            y = y + tables.down_bias[pairs]
-        return _sum(y.view(num_tokens, chosen, -1), weights, scaled_inputs)
-    y = x.new_zeros(num_tokens, chosen, x.shape[1])
-    for expert in range(num_experts):
-        mine = ids == expert
-        rows = x
-        if scaled_inputs:
-            rows = x * (weights * mine).sum(1, keepdim=True).to(x.dtype)
-        y = torch.where(mine[..., None], _one(rows, tables, expert, gate)[:, None], y)
-    return _sum(y, weights, scaled_inputs)
+    return sum_of_chosen(y, weights, scaled_inputs)
 
 
 def _one(x: torch.Tensor, tables: ExpertTables, expert: int, gate: Gate) -> torch.Tensor:
@@ -136,8 +113,8 @@ def _one(x: torch.Tensor, tables: ExpertTables, expert: int, gate: Gate) -> torc
     )
 
 
-def _sum(y: torch.Tensor, weights: torch.Tensor, scaled_inputs: bool) -> torch.Tensor:
-    """Over what is chosen, in its order, in fp32."""
+def sum_of_chosen(y: torch.Tensor, weights: torch.Tensor, scaled_inputs: bool) -> torch.Tensor:
+    """Return the sum over what is chosen of ``y [tokens, chosen, hidden]``, in its order, in fp32; see `experts`."""
     total = torch.zeros(y.shape[0], y.shape[2], dtype=torch.float32, device=y.device)
     for place in range(y.shape[1]):
         part = y[:, place].float()

@@ -33,9 +33,10 @@ class CAttention(ctypes.Structure):
         *((name, _SIZE) for name in ("heads", "kv_heads", "key_width", "value_width", "block_size")),
         *((name, _SIZE) for name in ("window", "chunk", "rope", "rotary", "rotary_first", "interleaved")),
         *((name, _ADDRESS) for name in ("alibi_slopes", "sinks", "q_norm", "k_norm")),
+        ("norms_behind", _SIZE),
         *((name, _FLOAT) for name in ("scale", "softcap", "eps", "norm_offset", "growth")),
         *((name, _INT) for name in ("dtype", "kv_dtype")),
-        *((name, _SIZE) for name in ("period", "shift")),
+        *((name, _SIZE) for name in ("period", "shift", "values_in_keys")),
     )
 
 
@@ -58,7 +59,7 @@ def attention_functions() -> AttentionFunctions | None:
     check_layout(library, "qt_attention_layer_bytes", ctypes.sizeof(CAttention))
     a, n, i = _ADDRESS, _SIZE, _INT
     return AttentionFunctions(
-        declare(library, "qt_kv_block_bytes", i, n, n, n, n, result=n),
+        declare(library, "qt_kv_block_bytes", i, n, n, n, n, n, result=n),
         declare(library, "qt_query_width", n, result=n),
         declare(library, "qt_write_kv", a, a, a, n, a, n, a, n, a, a, n),
         declare(library, "qt_attend", a, a, a, n, a, a, n),
@@ -66,13 +67,20 @@ def attention_functions() -> AttentionFunctions | None:
 
 
 def kv_block_bytes(
-    dtype: torch.dtype, num_kv_heads: int, head_dim: int, value_dim: int, block_size: int
+    dtype: torch.dtype,
+    num_kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+    block_size: int,
+    *,
+    values_in_keys: bool = False,
 ) -> int:
     """Return the bytes of a block of one layer whose keys and values are stored as ``dtype``.
 
     Raises ConfigError where the kernels do not take such blocks.
     """
-    size = int(_functions().block_bytes(DTYPE_CODES[dtype], num_kv_heads, head_dim, value_dim, block_size))
+    heads = (num_kv_heads, head_dim, value_dim)
+    size = int(_functions().block_bytes(DTYPE_CODES[dtype], *heads, block_size, values_in_keys))
     if size:
         return size
     if block_size % 16:
@@ -95,6 +103,7 @@ class PagedKv:
     block_size: int
     memory: torch.Tensor
     """uint8 ``[num_blocks, bytes]``, inner layout private to the kernels."""
+    values_in_keys: bool = False
 
     @property
     def place(self) -> KvPlace:
@@ -109,12 +118,15 @@ class PagedKv:
         head_dim: int,
         block_size: int,
         value_dim: int | None = None,
+        *,
+        values_in_keys: bool = False,
     ) -> PagedKv:
         """Reserve ``num_blocks``. Raises ConfigError, see `kv_block_bytes`."""
         value_dim = head_dim if value_dim is None else value_dim
-        size = kv_block_bytes(dtype, num_kv_heads, head_dim, value_dim, block_size)
+        heads = (num_kv_heads, head_dim, value_dim, block_size)
+        size = kv_block_bytes(dtype, *heads, values_in_keys=values_in_keys)
         memory = lazy_zeros((num_blocks, size), torch.uint8, torch.device("cpu"))
-        return PagedKv(dtype, num_kv_heads, head_dim, value_dim, block_size, memory)
+        return PagedKv(dtype, *heads, memory, values_in_keys)
 
 
 def c_attention(layer: AttentionLayer, dtype: torch.dtype, kv_code: int, block_size: int) -> CAttention:
@@ -157,6 +169,7 @@ def c_attention(layer: AttentionLayer, dtype: torch.dtype, kv_code: int, block_s
         sinks=_address(layer.sinks),
         q_norm=None if norms is None else _address(norms[0].weight),
         k_norm=None if norms is None else _address(norms[1].weight),
+        norms_behind=layer.norms_behind,
         scale=layer.scale,
         softcap=layer.softcap or 0.0,
         eps=0.0 if norms is None else norms[0].eps,
@@ -166,6 +179,7 @@ def c_attention(layer: AttentionLayer, dtype: torch.dtype, kv_code: int, block_s
         kv_dtype=kv_code,
         period=1 if temperature is None else temperature.period,
         shift=0 if temperature is None else temperature.shift,
+        values_in_keys=layer.values_in_keys,
     )
 
 
@@ -185,7 +199,9 @@ def write_kv(
     """Return queries ``[num_tokens, num_heads * query_width]`` for `attend`; write keys and values into ``kv``.
 
     q: ``[num_tokens, num_heads * head_dim]``; k: ``[num_tokens, num_kv_heads * head_dim]``; v: ``[num_tokens, num_kv_heads *
-    value_width]``, places of one row or rows of their own. Rounded as `quintet.executor.ops.rms_norm` and
+    value_width]``, places of one row or rows of their own; not read where ``layer.values_in_keys``.
+
+    Rounded as `quintet.executor.ops.rms_norm` and
     `quintet.executor.ops.rope_kv_write`, but for the products with sines, which are not rounded by themselves. The
     step's cosines and sines are in the format of ``q``.
     """
@@ -242,6 +258,10 @@ def _check(step: CStep, layer: AttentionLayer, name: str, x: torch.Tensor, width
             f"the cache holds {kv.dtype} and {name} is {x.dtype}; expected the same, or an int8 cache"
         )
     heads = (layer.num_kv_heads, layer.head_dim, layer.value_width)
+    if layer.values_in_keys != kv.values_in_keys:
+        raise ValueError(
+            f"the layer's values are in keys: {layer.values_in_keys}, the cache's: {kv.values_in_keys}"
+        )
     if heads != (kv.num_kv_heads, kv.head_dim, kv.value_dim):
         raise ValueError(
             f"the layer has {heads[0]} KV heads of {heads[1]} and {heads[2]} numbers, the cache"

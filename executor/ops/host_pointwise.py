@@ -24,13 +24,14 @@ _ADDRESS, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, c
 _X, _Y = (_ADDRESS, _SIZE), (_ADDRESS, _SIZE, _INT)  # address and stride; and the format
 
 _SIGNATURES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
-    "rms_norm": (_X, (_SIZE, _SIZE, _ADDRESS, _INT, _FLOAT, _FLOAT, *_Y)),
+    "rms_norm": (_X, (_SIZE, _SIZE, _ADDRESS, _INT, _FLOAT, _FLOAT, _INT, *_Y)),
     "layer_norm": (_X, (_SIZE, _SIZE, _ADDRESS, _ADDRESS, _INT, _FLOAT, *_Y)),
     "add": ((*_X, *_X), (_SIZE, *_Y)),
     "multiply": ((*_X, *_X, _SIZE), (_SIZE, *_Y)),
     "scale": (_X, (_SIZE, _FLOAT, *_Y)),
     "clip": (_X, (_SIZE, _FLOAT, *_Y)),
     "softcap": (_X, (_SIZE, _FLOAT, *_Y)),
+    "xielu": (_X, (_SIZE, _ADDRESS, *_Y)),
     "activation": ((_INT, *_X), (_SIZE, *_Y)),
     "activation_and_mul": ((_INT, *_X), (_SIZE, *_Y)),
 }
@@ -76,15 +77,20 @@ def pointwise_functions() -> PointwiseFunctions | None:
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float = 0.0, groups: int = 1
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    offset: float = 0.0,
+    groups: int = 1,
+    rounds_once: bool = False,
 ) -> torch.Tensor:
-    """Return ``x / rms(x) * weight``, the quotient rounded first; with an offset, times ``(offset + weight)``, rounded once.
+    """Return ``x / rms(x) * (offset + weight)``; unless there is an offset or it ``rounds_once``, the quotient is rounded first.
 
     x: ``[rows, width]``, each of its ``groups`` normed by itself; weight: ``[width]``, or ``[width / groups]`` for all.
     """
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     sizes, parameters, per_group = _grouped(x, groups, weight=weight)
-    _op("rms_norm")(*_rows(x), len(x), *sizes, *parameters, per_group, eps, offset, *_out(y))
+    _op("rms_norm")(*_rows(x), len(x), *sizes, *parameters, per_group, eps, offset, rounds_once, *_out(y))
     return y
 
 
@@ -136,6 +142,15 @@ def softcap(x: torch.Tensor, bound: float) -> torch.Tensor:
     """Return ``tanh(x / bound) * bound``, rounded after each operation."""
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     _op("softcap")(*_rows(x), len(x), x.shape[1], bound, *_out(y))
+    return y
+
+
+def xielu(x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Return `quintet.executor.ops.activation.xielu`, rounded once; numbers: fp32 ``[4]``."""
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if numbers.dtype is not torch.float32 or numbers.shape != (4,) or not numbers.is_contiguous():
+        raise ValueError(f"numbers are {numbers.dtype}{list(numbers.shape)}; expected contiguous float32[4]")
+    _op("xielu")(*_rows(x), len(x), x.shape[1], numbers.data_ptr(), *_out(y))
     return y
 
 

@@ -75,7 +75,9 @@ def _attend(
     keys, values = (cache[group.blocks, heads].flatten(2, 3) for cache in (keys, values))
     if not layer.is_product:
         return _stepwise(layer, q, keys, values, group)
-    if group.bias is not None:
+    if (
+        group.bias is not None and len(group.bias) == len(keys) * layer.num_kv_heads
+    ):  # made for the first layer's heads
         return _folded(q, keys, values, group.num_new, group.bias, layer.scale)
     return _fused(q, keys, values, group.num_new, group.mask, layer.scale)
 

@@ -5,16 +5,22 @@ from __future__ import annotations
 import torch
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float = 0.0) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    offset: float = 0.0,
+    rounds_once: bool = False,
+) -> torch.Tensor:
     """Return ``x / sqrt(mean(x²) + eps) * weight`` over the last dimension, the mean in fp32: the quotient is rounded first.
 
-    With an offset, as Gemma has it, times ``offset + weight``, all of it in fp32 and rounded once. x: ``[..., width]``;
-    weight: ``[width]`` or anything that broadcasts against ``x``, of the same dtype; None for ones.
+    With an offset, as Gemma has it, or where it ``rounds_once``, times ``offset + weight``, all of it in fp32. x:
+    ``[..., width]``; weight: ``[width]`` or anything that broadcasts against ``x``, of the same dtype; None for ones.
     """
     wide = x.float()
     quotient = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
     if weight is None:
         return quotient.to(x.dtype)
-    if offset:
+    if offset or rounds_once:
         return (quotient * (offset + weight.float())).to(x.dtype)
     return quotient.to(x.dtype) * weight

@@ -52,17 +52,20 @@ def rope_kv_write(
     blocks: torch.Tensor,
     offsets: torch.Tensor,
 ) -> torch.Tensor:
-    """Return rotated queries, at their temperature; write rotated keys, and values, into the cache.
+    """Return rotated queries, at their temperature; write rotated keys, and values, into the cache. Norms behind are included.
 
     q: ``[num_tokens, num_heads, head_dim]``; k, v: ``[num_tokens, num_kv_heads, head_dim or value_width]``; rotation: cosines
     and sines of the layer's, see `rope`; positions: int64``[num_tokens]``; keys, values: ``[num_blocks, num_kv_heads,
     block_size, head_dim or value_width]``; blocks, offsets: int64``[num_tokens]``, in which block a token's key and value
-    stand, and where there.
+    stand, and where there. Where ``layer.values_in_keys``, ``values`` is a view of ``keys``.
     """
     if rotation is not None:
         q, k = (rope(x, *rotation, layer.rotary_first, layer.interleaved) for x in (q, k))
+    if layer.norms_behind and layer.q_norm is not None and layer.k_norm is not None:
+        q, k = layer.q_norm(q), layer.k_norm(k)
     keys[blocks, :, offsets] = k
-    values[blocks, :, offsets] = v
+    if not layer.values_in_keys:
+        values[blocks, :, offsets] = v
     if layer.temperature is None:
         return q
     return (q * temperatures(layer.temperature, positions)[:, None, None]).to(q.dtype)

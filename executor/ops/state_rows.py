@@ -29,8 +29,6 @@ class StateRows:
     """int64[R]: its tokens."""
     max_count: int
     """The most tokens of a row."""
-    twins: torch.Tensor | None = None
-    """int64[R]: the row itself; or, of one without tokens and without a block, another whose state it writes once more."""
 
     def load(self, states: torch.Tensor) -> torch.Tensor:
         """Return each row's state ``[R, ...]``, a copy."""
@@ -39,7 +37,7 @@ class StateRows:
 
     def save(self, states: torch.Tensor, after: torch.Tensor) -> None:
         """Write each row's state ``after [R, ...]``."""
-        states[self.targets] = after if self.twins is None else after[self.twins]
+        states[self.targets] = after
 
     def steps(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield, for the first, second, ... token of every row: its index ``int64[R]``, and whether there is one, ``bool[R]``."""

@@ -33,7 +33,7 @@ class ProgramLibrary:
         self.balance = declare(library, "qt_program_balance", a, a, n, n, n, a)
         self.embedding = declare(library, "qt_program_embedding", a, a, n, a, n, i, i)
         self.embedding_packed = declare(library, "qt_program_embedding_packed", a, a, a, n, i)
-        self.rms_norm = declare(library, "qt_program_rms_norm", a, a, n, n, n, a, i, f, f, a, n, i, i)
+        self.rms_norm = declare(library, "qt_program_rms_norm", a, a, n, n, n, a, i, f, f, i, a, n, i, i)
         self.layer_norm = declare(library, "qt_program_layer_norm", a, a, n, n, n, a, a, i, f, a, n, i, i)
         self.add = declare(library, "qt_program_add", a, a, n, a, n, n, a, n, i, i)
         self.add_positions = declare(library, "qt_program_add_positions", a, a, n, a, n, n, a, n, i)
@@ -42,6 +42,7 @@ class ProgramLibrary:
             declare(library, f"qt_program_{name}", a, a, n, n, f, a, n, i, i)
             for name in ("scale", "clip", "softcap")
         )
+        self.xielu = declare(library, "qt_program_xielu", a, a, n, n, a, a, n, i, i)
         self.activation = declare(library, "qt_program_activation", a, i, a, n, n, a, n, i, i)
         self.take_outputs = declare(library, "qt_program_take_outputs", a, a, n, n, a, n, i)
         self.linear = declare(library, "qt_program_linear", a, a, a, n, n, i, a, a, a, n, i, i, i)
@@ -49,7 +50,7 @@ class ProgramLibrary:
         self.experts = declare(library, "qt_program_experts", a, a, a, n, a, n, n, a, n, i)
         self.head_linear = declare(library, "qt_program_head_linear", a, a, n, a, n, n, i, a, n)
         self.draw = declare(library, "qt_program_draw", a, a, n, i, n)
-        self.kv_block_bytes = declare(library, "qt_kv_block_bytes", i, n, n, n, n, result=n)
+        self.kv_block_bytes = declare(library, "qt_kv_block_bytes", i, n, n, n, n, n, result=n)
         self.attention = declare(library, "qt_program_attention", a, a, a, n, a, a, n, n)
 
         self.causal_conv, self.selective_scan, self.head_scan, self.delta_rule = (

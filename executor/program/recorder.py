@@ -115,7 +115,7 @@ class Recorder:
             append(
                 *(self.handle, x.address, x.stride, groups, norm.width),
                 *(*(None if v is None else v.data_ptr() for v in vectors), norm.is_per_group, norm.eps),
-                *((norm.offset,) if is_rms else ()),
+                *((norm.offset, norm.rounds_once) if is_rms else ()),
                 *(y.address, y.stride, self._code, x.extent),
             )
 
@@ -215,6 +215,10 @@ class Recorder:
             )
 
         return self._append(kind, emit, (x,), y, over=(x,), activates=(x, code))
+
+    def xielu(self, x: Value, numbers: torch.Tensor) -> Value:
+        """See `ForwardPass`."""
+        return self._with_number("xielu", self._library.xielu, x, numbers.data_ptr())
 
     def columns(self, x: Value, begin: int, width: int) -> Value:
         """See `ForwardPass`."""

@@ -20,6 +20,7 @@ from quintet.executor.program.library import ProgramLibrary
 from quintet.executor.program.recorder import KvMemory, Recorder
 from quintet.executor.program.step import CRotation, Step
 from quintet.executor.ragged import ranges
+from quintet.executor.sampling.grammar import StepMasks
 from quintet.executor.sampling.settings import Settings
 from quintet.executor.slots import SlotTables
 from quintet.process.trace import Span, no_span
@@ -125,10 +126,20 @@ class ProgramRunner:
             c.output_tokens = own  # whatever a signal's handler raises: the next plan is written there
         return self._logits[:count]
 
-    def forward_and_draw(self, rows: Rows, tables: SlotTables, settings: Settings) -> bytes:
+    def forward_and_draw(
+        self, rows: Rows, tables: SlotTables, settings: Settings, masks: StepMasks | None
+    ) -> bytes:
         """See `Runner.forward_and_draw`."""
         self._fill(rows, tables, settings)
-        self._run(0, self._size)
+        if masks is None:
+            self._run(0, self._size)
+        else:
+            self._run(0, self._logits_end)
+            self._step.c.masks = masks.wait().address
+            try:
+                self._run(self._logits_end, self._size)
+            finally:
+                self._step.c.masks = None
         step = self._step
         tokens = step.columns["drawn"][: step.c.num_outputs].tobytes()
         if self._span is not no_span:
@@ -154,7 +165,8 @@ class ProgramRunner:
     def balance(self, starts: Sequence[int], counts: Sequence[int], threads: int) -> list[OpBalance]:
         """Return how a step of such rows would keep so many threads busy, an operation each. Nothing is run.
 
-        starts, counts: as in a plan. Not to be called between `forward` and `logits`: it describes another step.
+        starts, counts: as in a plan. Not to be called between `forward` and `logits`: it describes another step. What is known
+        only while a step runs (experts' work) is told as the last step had it, cut for its threads: nothing before the first.
         """
         self._step.outline(starts, counts)
         figures = np.zeros((self._size, 6), np.int64)
@@ -232,7 +244,7 @@ class _Rotation:
 def takes_layer(library: ProgramLibrary, layer: AttentionLayer, code: int, block_size: int) -> bool:
     """Whether the kernels compute such a layer over a cache of such numbers."""
     heads = (layer.num_kv_heads, layer.head_dim, layer.value_width)
-    return bool(library.kv_block_bytes(code, *heads, block_size))
+    return bool(library.kv_block_bytes(code, *heads, block_size, layer.values_in_keys))
 
 
 def allocate_kv(spec: KvSpec, num_blocks: int, code: int) -> KvMemory:

@@ -55,6 +55,7 @@ class CStep(ctypes.Structure):
         ("output_slots", _ADDRESS),
         ("output_positions", _ADDRESS),
         ("drawn", _ADDRESS),
+        ("masks", _ADDRESS),
         ("marks", _ADDRESS),
     )
 

@@ -11,6 +11,7 @@ from quintet.executor.memory import to_device
 from quintet.executor.ops.argmax import argmax
 from quintet.executor.ragged import Int
 from quintet.executor.sampling.choice import choose
+from quintet.executor.sampling.masks import Masks
 from quintet.executor.sampling.min_p import cut_min_p
 from quintet.executor.sampling.philox import uniform
 from quintet.executor.sampling.settings import Settings
@@ -28,15 +29,23 @@ FILTERS: tuple[Callable[[torch.Tensor, Settings], None], ...] = (
 
 
 def draw(
-    logits: torch.Tensor, settings: Settings, slots: Int, positions: Int, rows: Int | None = None
+    logits: torch.Tensor,
+    settings: Settings,
+    slots: Int,
+    positions: Int,
+    rows: Int | None = None,
+    masks: Masks | None = None,
 ) -> torch.Tensor:
     """Return a token for each of n rows of ``logits [S, vocab]`` of any dtype, which stay as they are: int32[n].
 
     settings: of every slot; slots, positions: int64[n], whose settings a row has and where its token will stand, which the
     random number depends on; rows: int64[n], or None for the first n. Temperature 0 takes the most likely, the lowest id
-    of equals. A row that draws and has a NaN, or nothing to draw, gives token 0.
+    of equals. A row that draws and has a NaN, or nothing to draw, gives token 0. masks: of every slot, or None: a row of a
+    slot that uses one draws a token of its mask, whatever its logits are.
     """
     chosen = logits[: len(slots)] if rows is None else logits[to_device(rows, logits.device)]
+    if masks is not None:
+        chosen = masks.applied(chosen, slots)
     mine = settings[slots]
     random = np.flatnonzero(mine["temperature"])
     if not len(random):

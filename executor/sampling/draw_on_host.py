@@ -13,6 +13,7 @@ from quintet.executor.ops.host_dtypes import FLOAT_CODES
 from quintet.executor.ops.host_library import declare, open_library
 from quintet.executor.ragged import Int
 from quintet.executor.sampling.draw import draw
+from quintet.executor.sampling.masks import Masks
 from quintet.executor.sampling.settings import Settings
 
 _ADDRESS, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
@@ -25,23 +26,29 @@ def _kernel() -> Callable[..., Any] | None:
         return None
     return declare(
         *(library, "qt_draw", _ADDRESS, _SIZE, _INT, _SIZE, _ADDRESS, _SIZE),
-        *(_ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
+        *(_ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
     )
 
 
 def draw_on_host(
-    logits: torch.Tensor, settings: Settings, slots: Int, positions: Int, rows: Int | None = None
+    logits: torch.Tensor,
+    settings: Settings,
+    slots: Int,
+    positions: Int,
+    rows: Int | None = None,
+    masks: Masks | None = None,
 ) -> torch.Tensor:
     """See `draw`. Keeps the same tokens; only sums of weights are rounded in another order."""
     kernel = _kernel()
     if kernel is None:
-        return draw(logits, settings, slots, positions, rows)
+        return draw(logits, settings, slots, positions, rows, masks)
     tokens = torch.empty(len(slots), dtype=torch.int32)
     address, stride = row_addresses(logits)
     kernel(
         *(address, stride, FLOAT_CODES[logits.dtype], logits.shape[1]),
         *(None if rows is None else rows.ctypes.data, len(slots)),
-        *(settings.ctypes.data, slots.ctypes.data, positions.ctypes.data, tokens.data_ptr()),
+        *(settings.ctypes.data, slots.ctypes.data, positions.ctypes.data),
+        *(None if masks is None else masks.address, tokens.data_ptr()),
     )
     return tokens
 

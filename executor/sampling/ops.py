@@ -15,6 +15,7 @@ from quintet.executor.platforms.platform import import_string
 from quintet.executor.ragged import Int
 from quintet.executor.sampling.draw import draw
 from quintet.executor.sampling.entries import Entries, entries
+from quintet.executor.sampling.masks import Masks
 from quintet.executor.sampling.settings import Settings
 
 
@@ -28,6 +29,7 @@ class Draw(Protocol):
         slots: Int,
         positions: Int,
         rows: Int | None = None,
+        masks: Masks | None = None,
     ) -> torch.Tensor: ...
 
 

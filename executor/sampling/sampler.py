@@ -13,8 +13,10 @@ from quintet.executor.runner import GivesLogits
 from quintet.executor.sampling.allowed_ids import AllowedIds
 from quintet.executor.sampling.bad_words import BadWords
 from quintet.executor.sampling.concern import Concern, DrawRows, Int
+from quintet.executor.sampling.grammar import Grammars, StepMasks
 from quintet.executor.sampling.logit_bias import LogitBias
 from quintet.executor.sampling.logprobs import Logprobs
+from quintet.executor.sampling.masks import Masks
 from quintet.executor.sampling.min_tokens import MinTokens
 from quintet.executor.sampling.ops import SamplingOps
 from quintet.executor.sampling.penalties import Penalties
@@ -37,8 +39,10 @@ class Sampler:
         tables: SlotTables,
         ops: SamplingOps,
         shaping: Sequence[Callable[[int, int], Concern]] = SHAPING,
+        grammars: Grammars | None = None,
     ) -> None:
-        """shaping: `SHAPING`, or the same concerns in that order as a device computes them."""
+        """shaping: `SHAPING`, or the same concerns in that order as a device computes them. grammars: None where nobody asks
+        for structured outputs."""
         self._tables = tables
         self._host_token_ids = tables.token_ids.numpy() if tables.device.type == "cpu" else None
         """The token table, where numpy can write it: several times faster than torch, for few numbers."""
@@ -51,6 +55,9 @@ class Sampler:
         self._shapes = (1 << len(self._shaping)) - 1
         self._reports = 1 << len(self._shaping)
         self._reports_prompt = self._reports << 1
+        self._has_form = self._reports << 2
+        self._beyond_drawing = self._shapes | self._reports
+        self._grammars = grammars
         self._wants = np.zeros(max_num_seqs, np.int64)
         """Per slot, one bit per thing its tenant wants."""
         self._num_wanting = 0
@@ -64,24 +71,39 @@ class Sampler:
             wants |= flag * concern.admit(row)
         wants |= self._reports * self._logprobs.admit_output(row)
         wants |= self._reports_prompt * self._logprobs.admit_prompt(row)
+        if self._grammars is not None:
+            wants |= self._has_form * self._grammars.admit(row)
         self._num_wanting += bool(wants) - bool(self._wants[row.slot])
         self._wants[row.slot] = wants
         self.settings[row.slot] = settings_of(row.params, row.seed)
 
     def wants_more(self, rows: Rows) -> bool:
-        """Return whether these rows ask, in this step, for more than draws from the model's own logits."""
+        """Return whether these rows ask, in this step, for more than draws from the model's own logits, masked or not."""
         if not self._num_wanting:
             return False
         wants = self._wants[rows.slots]
-        if (wants[rows.sampling] & ~self._reports_prompt).any():
+        if (wants[rows.sampling] & self._beyond_drawing).any():
             return True
         is_in_prompt = rows.starts + 1 < self._tables.num_prompt_tokens[rows.slots]
         return bool((is_in_prompt & (wants & self._reports_prompt != 0)).any())
 
-    def draw(self, rows: Rows, logits: torch.Tensor) -> tuple[torch.Tensor, list[TokenLogprobs]]:
+    def begin_masks(self, rows: Rows) -> StepMasks | None:
+        """Begin to make masks for the rows whose answers have a form; None where there are none."""
+        if not self._num_wanting or self._grammars is None:
+            return None
+        sampling = rows.sampling
+        slots = rows.slots[sampling]
+        which = np.flatnonzero(self._wants[slots] & self._has_form)
+        if not len(which):
+            return None
+        return self._grammars.begin(slots, rows.starts[sampling] + rows.counts[sampling], which)
+
+    def draw(
+        self, rows: Rows, logits: torch.Tensor, masks: Masks | None = None
+    ) -> tuple[torch.Tensor, list[TokenLogprobs]]:
         """Draw for every sampling row of ``rows``, from ``logits [S, vocab]`` of any dtype, which stay as they are.
 
-        Returns the tokens, int32[S], and the log-probabilities that were asked for.
+        masks: what rows with a form may draw. Returns the tokens, int32[S], and the log-probabilities that were asked for.
         """
         sampling = rows.sampling
         slots = rows.slots[sampling]
@@ -89,9 +111,9 @@ class Sampler:
         wants = self._wants[slots]
         wanted = int(np.bitwise_or.reduce(wants))
         if wanted & self._shapes:
-            drawn = self._draw_shaped(slots, positions, logits, wants, wanted)
+            drawn = self._draw_shaped(slots, positions, logits, wants, wanted, masks)
         else:
-            drawn = self._ops.draw(logits, self.settings, slots, positions)
+            drawn = self._ops.draw(logits, self.settings, slots, positions, None, masks)
         if self._host_token_ids is not None:
             self._host_token_ids[slots, positions] = drawn.numpy()
         else:
@@ -110,7 +132,13 @@ class Sampler:
         return self._logprobs.of_prompt(rows, which, self._tables, runner)
 
     def _draw_shaped(
-        self, slots: Int, positions: Int, logits: torch.Tensor, wants: Int, wanted: int
+        self,
+        slots: Int,
+        positions: Int,
+        logits: torch.Tensor,
+        wants: Int,
+        wanted: int,
+        masks: Masks | None,
     ) -> torch.Tensor:
         """Copy the rows that a concern changes, as fp32, and draw from the copies; from the others as they are."""
         draw, settings = self._ops.draw, self.settings
@@ -121,7 +149,7 @@ class Sampler:
         for flag, concern in self._shaping:
             if wanted & flag:
                 concern.apply(wide, rows, np.flatnonzero(wants & flag))
-        drawn = draw(wide, settings, mine, positions[shaped])
+        drawn = draw(wide, settings, mine, positions[shaped], None, masks)
         if len(shaped) == len(slots):
             return drawn
         others = np.ones(len(slots), np.bool_)
@@ -130,7 +158,7 @@ class Sampler:
         everyone = torch.empty(len(slots), dtype=torch.int32, device=logits.device)
         everyone[to_device(shaped, logits.device)] = drawn
         everyone[to_device(plain, logits.device)] = draw(
-            logits, settings, slots[plain], positions[plain], plain
+            logits, settings, slots[plain], positions[plain], plain, masks
         )
         return everyone
 

@@ -1,4 +1,4 @@
-"""From streams of deltas to the answers of the OpenAI dialect: the part completions and chat have in common.
+"""What answers of the OpenAI dialect are made of: the part completions and chat have in common.
 
 The hot path is `ChunkWriter.write`: an event is a prefix made once per choice, the text as JSON, and a suffix.
 """
@@ -11,27 +11,35 @@ from dataclasses import dataclass
 
 import msgspec
 
-from quintet.frontend.dialects import errors, sse
 from quintet.frontend.dialects import openai_parse as parse
+from quintet.frontend.dialects import sse
+from quintet.frontend.dialects.openai_errors import error_body
 from quintet.frontend.dialects.openai_types import CompletionBody, GenerationBody
 from quintet.frontend.dialects.position import Position, StreamId
-from quintet.frontend.exchange import ClientGone, Exchange, Header
-from quintet.frontend.patience import Reader
-from quintet.frontend.service import Service
-from quintet.frontend.streams import Batch, Delta, Mailbox, Stream
+from quintet.frontend.exchange import Exchange, Header
+from quintet.frontend.streams import Batch, Delta, Stream
 from quintet.wire.config import ModelConfig
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import Finish, FinishReason, PositionLogprobs, Started
 from quintet.wire.params import SamplingParams
 
+USAGE_TOLD = "u"
+"""`Position.note` once the usage was told."""
+
 encode_json = msgspec.json.Encoder().encode
 
-FINISH_NAMES = {
+_FINISH_NAMES = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
     FinishReason.ABORT: "abort",
     FinishReason.ERROR: "error",
 }
+
+
+def finish_name(finish: Finish) -> str:
+    """Return why a choice ended, in this dialect's words."""
+    has_called = finish.num_calls > 0 and finish.reason is FinishReason.STOP
+    return "tool_calls" if has_called else _FINISH_NAMES[finish.reason]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,53 +86,22 @@ def options_of(
     )
 
 
-class Submissions:
-    """The submissions behind one HTTP request (one per prompt) and the mailbox their news arrive in."""
-
-    def __init__(self) -> None:
-        self.mailbox = Mailbox()
-        self.streams: list[Stream] = []
-        self.num_unread = 0
-        """Streams whose end has not been read."""
-        self.client_gone = False
-
-    def leave(self) -> None:
-        """The client is gone: wake whoever writes for it."""
-        self.client_gone = True
-        self.mailbox.nudge()
-
-    def close(self, *, keep: bool = False) -> None:
-        """Cancel what still runs and let go of everything. ``keep``: the client may come back."""
-        for stream in self.streams:
-            stream.close(keep=keep)
-
-    def add(self, stream: Stream) -> None:
-        """Answer with one more prompt's stream, whose mailbox is this one's."""
-        self.streams.append(stream)
-        self.num_unread += not stream.ended
-
-    def unread_bytes(self) -> int:
-        """Estimate what is held for the client."""
-        return sum(stream.unread_bytes() for stream in self.streams)
-
-    def take(self, stream: Stream) -> Batch:
-        """Return what is new of a stream that the mailbox named."""
-        if stream.ended:
-            self.num_unread -= 1
-        return stream.take()
-
-
 def usage_of(streams: Sequence[Stream], echo_only: bool = False) -> dict[str, object]:
     """Return the ``usage`` object of an answer."""
     starts = [stream.started for stream in streams if stream.started is not None]
     prompt = sum(started.num_prompt_tokens for started in starts)
     completion = 0 if echo_only else sum(stream.num_output_tokens for stream in streams)
-    return {
+    usage: dict[str, object] = {
         "prompt_tokens": prompt,
         "total_tokens": prompt + completion,
         "completion_tokens": completion,
         "prompt_tokens_details": {"cached_tokens": sum(started.num_cached_tokens for started in starts)},
     }
+    if any(stream.submit.spec.reading is not None for stream in streams):
+        finishes = [choice.finish for stream in streams for choice in stream.choices if choice.finish]
+        num_reasoning = sum(finish.num_reasoning_tokens for finish in finishes)
+        usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+    return usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +118,9 @@ class Shape:
     logprobs: Callable[[Sequence[PositionLogprobs], AnswerOptions], object]
     on_start: Callable[[ChunkWriter, int, Started], list[bytes]]
     """The events that come before the text of a choice, given its index."""
+    channels: Callable[[int, Delta], bytes] | None = None
+    """What stands in the place of ``open``, text and ``close`` where text is told by channels, given the choice's index;
+    nothing when there is nothing to tell."""
 
 
 class ChunkWriter:
@@ -176,15 +156,16 @@ class ChunkWriter:
         no_usage = b',"usage":null' if options.include_usage else b""
         self._end = b"]" + no_usage + b"}\n\n"
         self._plain_tail = shape.close + shape.plain_end + b"}" + self._end
-        self._is_plain = not (
+        self._tells_tokens = (
             options.logprobs is not None
             or options.return_token_ids
             or options.continuous_usage
             or options.echo_only
         )
+        self._is_plain = not self._tells_tokens and shape.channels is None
 
     def write(self, frames: list[bytes], position: int, stream: Stream, batch: Batch) -> None:
-        """Append the events for what is new of the prompt at ``position``."""
+        """See `AnswerWriter.write`."""
         n = self.options.num_choices
         base = position * n
         told = self._position
@@ -228,7 +209,9 @@ class ChunkWriter:
         text, token_ids, positions = delta.text, delta.token_ids, delta.logprobs
         if options.echo_only:
             text, token_ids, positions = "", (), []
-        if delta.finish is None and not text and not (token_ids and not self._is_plain):
+        body = None if self.shape.channels is None else self.shape.channels(base + delta.choice, delta)
+        is_empty = not text if body is None else not body
+        if delta.finish is None and is_empty and not (token_ids and self._tells_tokens):
             return None
         extra = b""
         if options.return_token_ids:
@@ -243,6 +226,7 @@ class ChunkWriter:
             finish=delta.finish,
             extra=extra,
             usage=usage,
+            body=None if body is None else body or self.shape.open + b'""' + self.shape.close,
         )
 
     def _running_usage(self, stream: Stream, delta: Delta) -> dict[str, object]:
@@ -258,15 +242,15 @@ class ChunkWriter:
         finish: Finish | None = None,
         extra: bytes = b"",
         usage: object = None,
+        body: bytes | None = None,
     ) -> bytes:
-        """Return one event with any combination of fields. ``extra`` is JSON added to the choice."""
+        """Return one event with any combination of fields. ``extra`` is JSON added to the choice, ``body`` replaces its text."""
         end = self._end if usage is None else b'],"usage":' + encode_json(usage) + b"}\n\n"
-        reason, stop = (None, None) if finish is None else (FINISH_NAMES[finish.reason], finish.stop_reason)
+        reason, stop = (None, None) if finish is None else (finish_name(finish), finish.stop_reason)
         return b"".join(
             (
-                self._prefixes[index],
-                encode_json(text),
-                self.shape.close,
+                b'%s{"index":%d,' % (self._head, index),
+                self.shape.open + encode_json(text) + self.shape.close if body is None else body,
                 b',"logprobs":',
                 encode_json(logprobs),
                 b',"finish_reason":',
@@ -284,115 +268,23 @@ class ChunkWriter:
         return self._head + choice + b"]" + after + self._end[1:]
 
     def headers(self) -> tuple[Header, ...]:
-        """Return the headers of the response."""
+        """See `AnswerWriter.headers`."""
         if self.stream_id is None:
             return sse.HEADERS
         return (*sse.HEADERS, (b"x-stream-id", str(self.stream_id).encode()))
 
+    def failed(self, error: RequestError) -> bytes:
+        """See `AnswerWriter.failed`."""
+        return sse.frame(error_body(error)) + sse.DONE
+
+    def silence(self) -> bytes:
+        """See `AnswerWriter.silence`."""
+        return sse.KEEP_ALIVE
+
     def tail(self, streams: Sequence[Stream]) -> bytes:
         """Return what ends the stream: usage when asked for, and ``[DONE]``."""
-        if not self.options.include_usage or self._position.usage_told:
+        if not self.options.include_usage or self._position.note == USAGE_TOLD:
             return sse.DONE
-        self._position.usage_told = True
+        self._position.note = USAGE_TOLD
         usage = encode_json(usage_of(streams, self.options.echo_only))
         return self._identified(self._head + b'],"usage":' + usage + b"}\n\n") + sse.DONE
-
-
-async def stream_answer(
-    service: Service, exchange: Exchange, submissions: Submissions, writer: ChunkWriter
-) -> None:
-    """Write the answer as events, one write per wake-up, until every stream has ended or the client left.
-
-    The status line waits for the first news, so that an error found before any output still gets its own status. A client
-    that leaves after it may come back for the rest.
-    """
-    patience, write_seconds, span = service.patience, service.http.write_seconds, service.span
-    positions = {stream.request_id: position for position, stream in enumerate(submissions.streams)}
-    watcher = exchange.watch_disconnect(submissions.leave)
-    pulse = sse.Pulse(service.config.frontend.keep_alive_s, submissions.mailbox.nudge)
-    reader = Reader(exchange.abort, submissions.unread_bytes)
-    patience.watch(reader)
-    if submissions.num_unread == 0:
-        submissions.mailbox.nudge()  # nothing is left to tell but the end
-    try:
-        while True:
-            ready = await submissions.mailbox.wait()
-            woken_ns = time.monotonic_ns()
-            if submissions.client_gone:
-                raise ClientGone
-            frames: list[bytes] = []
-            error: RequestError | None = None
-            for stream in ready:
-                batch = submissions.take(stream)
-                writer.write(frames, positions[stream.request_id], stream, batch)
-                error = error or batch.error
-            if error is not None and not exchange.started and not frames:
-                raise error
-            last = error is not None or submissions.num_unread == 0
-            if error is not None:
-                frames.append(sse.frame(errors.body_of(error)))
-                frames.append(sse.DONE)
-            elif last:
-                frames.append(writer.tail(submissions.streams))
-            elif not ready:
-                frames.append(sse.KEEP_ALIVE)
-            if frames:
-                began = reader.waiting_since_s = time.perf_counter()
-                if not exchange.started:
-                    await exchange.start_stream(sse.CONTENT_TYPE, writer.headers())
-                await exchange.write(b"".join(frames) if len(frames) > 1 else frames[0], last)
-                reader.waiting_since_s = None
-                write_seconds.observe(time.perf_counter() - began)
-                span("events", len(ready), woken_ns)
-                pulse.wrote()
-            if last:
-                return
-    finally:
-        pulse.stop()
-        patience.forget(reader)
-        watcher.cancel()
-        submissions.close(keep=exchange.started)
-
-
-@dataclass(slots=True)
-class Output:
-    """One choice of a whole answer."""
-
-    index: int
-    text: str
-    token_ids: Sequence[int]
-    logprobs: list[PositionLogprobs]
-    finish: Finish
-    stream: Stream
-
-
-async def whole_answer(exchange: Exchange, submissions: Submissions, options: AnswerOptions) -> list[Output]:
-    """Wait until every stream has ended and return the choices in order.
-
-    Raises the first stream's error, or `ClientGone`; either way what still runs is cancelled.
-    """
-    positions = {stream.request_id: position for position, stream in enumerate(submissions.streams)}
-    outputs: dict[int, Output] = {}
-    watcher = exchange.watch_disconnect(submissions.leave)
-    try:
-        while submissions.num_unread:
-            ready = await submissions.mailbox.wait()
-            if submissions.client_gone:
-                raise ClientGone
-            for stream in ready:
-                batch = submissions.take(stream)
-                if batch.error is not None:
-                    raise batch.error
-                for delta in batch.deltas:
-                    index = positions[stream.request_id] * options.num_choices + delta.choice
-                    assert delta.finish is not None, f"choice {index} delivered before its end"
-                    outputs[index] = Output(
-                        index, delta.text, delta.token_ids, delta.logprobs, delta.finish, stream
-                    )
-    finally:
-        watcher.cancel()
-        submissions.close()
-    if options.echo_only:
-        for output in outputs.values():
-            output.text, output.token_ids, output.logprobs = "", (), []
-    return [outputs[index] for index in sorted(outputs)]

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
 from dataclasses import dataclass
 
 import msgspec
 
 from quintet.frontend.dialects import openai_parse as parse
+from quintet.frontend.dialects.answer import Output, Submissions, stream_answer, whole_answer
 from quintet.frontend.dialects.claims import Answer, claim_for
 from quintet.frontend.dialects.openai_answer import (
-    FINISH_NAMES,
     AnswerOptions,
     ChunkWriter,
-    Output,
     Shape,
-    Submissions,
     encode_json,
+    finish_name,
     options_of,
-    stream_answer,
     usage_of,
-    whole_answer,
 )
+from quintet.frontend.dialects.openai_channels import Channels
 from quintet.frontend.dialects.openai_logprobs import chat_logprobs, prompt_logprobs
+from quintet.frontend.dialects.openai_tools import check_tool_choice, form_of_calls, reading_of
 from quintet.frontend.dialects.openai_types import (
     ChatBody,
     ChatMessage,
@@ -31,9 +30,10 @@ from quintet.frontend.dialects.openai_types import (
     TokenizeBody,
     Tool,
 )
-from quintet.frontend.dialects.position import StreamId
+from quintet.frontend.dialects.position import Position, StreamId
 from quintet.frontend.exchange import Exchange
 from quintet.frontend.service import Service
+from quintet.frontend.streams import Delta
 from quintet.wire.codec import unpack_i32
 from quintet.wire.config import EngineConfig
 from quintet.wire.messages import ChatPrompt, Started
@@ -48,6 +48,18 @@ _any_decoder: msgspec.json.Decoder[object] = msgspec.json.Decoder(object)
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
+class ChatAnswer(Answer, tag="chat"):
+    """How the events of a chat answer are written."""
+
+    options: AnswerOptions
+    role: str
+    """Who speaks."""
+    prefix: str
+    """What is echoed before the answer."""
+    channels: Channels | None = None
+    """Set where the output is read by parsers."""
+
+
 @dataclass(slots=True)
 class Conversation:
     """A checked prompt, and what its messages say of the answer."""
@@ -57,6 +69,8 @@ class Conversation:
     """Who speaks in the answer."""
     last_text: str
     """Text of the last message, when the answer's role wrote it."""
+    num_calls: int
+    """Calls of tools in its messages."""
 
 
 async def chat_completions(service: Service, exchange: Exchange) -> None:
@@ -64,14 +78,17 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
     config = service.config
     body = parse.decode(await exchange.read_json_body(service.bodies), _decoder)
     parse.check_model(body.model, config.model)
-    _refuse_unsupported(body, config)
+    check_chat(body, config)
     conversation = parse_conversation(body, config)
-    params = _params(body, config)
+    params = chat_params(body, config)
     options = options_of("chatcmpl", body, params, exchange, config.model)
     prefix, interval = conversation.last_text if options.echo else "", body.stream_interval or 1
-    answer = Answer("chat", options, 1, interval, conversation.role, prefix)
+    reading = reading_of(body, conversation.prompt.tools, config.model.parsers)
+    channels = None if reading is None else channels_of(body, conversation, options.response_id, config)
+    answer = ChatAnswer(1, params.n, interval, options, conversation.role, prefix, channels)
     claim = claim_for(answer, config) if body.stream else None
     deadline_ns = parse.deadline_ns(body, exchange)
+    _refuse_missing(body)
     service.admission.enter([conversation.prompt], params)
     submissions = Submissions()
     submissions.add(
@@ -89,15 +106,15 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
             claim=claim,
             deadline_ns=deadline_ns,
             limit_gives_way=parse.chat_max_tokens(body) is None,
+            reading=reading,
         )
     )
     if body.stream:
         stream_id = None if claim is None else StreamId(submissions.streams[0].request_id, claim.key)
-        writer = ChunkWriter(chat_shape(conversation.role, prefix), options, 1, stream_id)
-        await stream_answer(service, exchange, submissions, writer)
+        await stream_answer(service, exchange, submissions, writer(answer, stream_id))
     else:
-        outputs = await whole_answer(exchange, submissions, options)
-        await exchange.respond_json(_whole(outputs, submissions, options, conversation.role, prefix))
+        outputs = await whole_answer(exchange, submissions)
+        await exchange.respond_json(_whole(outputs, submissions, answer))
 
 
 def parse_conversation(body: ChatBody | TokenizeBody, config: EngineConfig) -> Conversation:
@@ -113,9 +130,9 @@ def parse_conversation(body: ChatBody | TokenizeBody, config: EngineConfig) -> C
             "add_generation_prompt and continue_final_message are both true; set one of them to false.",
             "continue_final_message",
         )
-    tools = b""
-    if parse.json_of(body.tools) and decode_part(body.tools, _tools_decoder, "tools"):
-        tools = parse.json_of(body.tools)
+    tools = parse.json_of(body.tools)
+    if tools and not decode_part(body.tools, _tools_decoder, "tools"):
+        raise parse.invalid("tools is []; it must hold at least one tool, or be left out.", "tools")
     role = "assistant" if generates else messages[-1].role
     return Conversation(
         ChatPrompt(
@@ -129,6 +146,20 @@ def parse_conversation(body: ChatBody | TokenizeBody, config: EngineConfig) -> C
         ),
         role,
         _text_of(messages[-1]) if messages[-1].role == role else "",
+        sum(len(message.tool_calls or ()) for message in messages),
+    )
+
+
+def channels_of(
+    body: ChatBody, conversation: Conversation, response_id: str, config: EngineConfig
+) -> Channels:
+    """Return how an answer tells what was read."""
+    return Channels(
+        response_id,
+        config.model.parsers.call_ids,
+        conversation.num_calls,
+        include_reasoning=body.include_reasoning is not False,
+        parallel_calls=body.parallel_tool_calls is not False,
     )
 
 
@@ -184,8 +215,24 @@ def _template_kwargs(body: ChatBody | TokenizeBody) -> bytes:
     return encode_json(kwargs) if kwargs else b""
 
 
-def _refuse_unsupported(body: ChatBody, config: EngineConfig) -> None:
-    parse.refuse_unsupported(body, config)
+def check_chat(body: ChatBody, config: EngineConfig) -> None:
+    """Refuse what makes no sense, together or with this server."""
+    parse.check_combinations(body, config)
+    if body.reasoning_effort is not None and body.reasoning_effort not in REASONING_EFFORTS:
+        allowed = ", ".join(REASONING_EFFORTS)
+        raise parse.invalid(
+            f"reasoning_effort is {shown(body.reasoning_effort)}; it must be one of {allowed}.",
+            "reasoning_effort",
+        )
+    check_tool_choice(body)
+    if body.top_logprobs and not body.logprobs:
+        raise parse.invalid(
+            f"top_logprobs is {body.top_logprobs} but logprobs is not true; set logprobs to true.",
+            "top_logprobs",
+        )
+
+
+def _refuse_missing(body: ChatBody) -> None:
     for name, raw in (("functions", body.functions), ("function_call", body.function_call)):
         if parse.json_of(raw) not in {b"", b"[]", b'"none"'}:
             raise parse.not_implemented(
@@ -200,51 +247,36 @@ def _refuse_unsupported(body: ChatBody, config: EngineConfig) -> None:
     ):
         if parse.json_of(raw) not in {b"", b"{}"}:
             raise parse.not_implemented(name, "input other than text", "Leave it out.")
-    if body.reasoning_effort is not None and body.reasoning_effort not in REASONING_EFFORTS:
-        allowed = ", ".join(REASONING_EFFORTS)
-        raise parse.invalid(
-            f"reasoning_effort is {shown(body.reasoning_effort)}; it must be one of {allowed}.",
-            "reasoning_effort",
-        )
-    _check_tool_choice(body.tool_choice, bool(parse.json_of(body.tools)))
-    if body.top_logprobs and not body.logprobs:
-        raise parse.invalid(
-            f"top_logprobs is {body.top_logprobs} but logprobs is not true; set logprobs to true.",
-            "top_logprobs",
-        )
+    parse.refuse_missing(body)
 
 
-def _check_tool_choice(choice: str | Mapping[str, msgspec.Raw] | None, has_tools: bool) -> None:
-    if choice is None or choice == "none":
-        return
-    if isinstance(choice, str) and choice not in {"auto", "required"}:
-        raise parse.invalid(
-            f"tool_choice is {shown(choice)}; it must be 'none', 'auto', 'required' or an object naming a function.",
-            "tool_choice",
-        )
-    if not has_tools:
-        raise parse.invalid("tool_choice is set but tools is not; send the tools as well.", "tool_choice")
-    if choice != "auto":
-        raise parse.not_implemented(
-            "tool_choice", "forced tool calls", "Use 'auto' or 'none'; the answer is plain text."
-        )
-
-
-def _params(body: ChatBody, config: EngineConfig) -> SamplingParams:
+def chat_params(body: ChatBody, config: EngineConfig) -> SamplingParams:
+    """Return the checked sampling parameters of a request, whose tools were checked."""
     model = config.model
     max_tokens = parse.chat_max_tokens(body)
     if max_tokens is None and "max_tokens" in model.generation_defaults:
         max_tokens = int(model.generation_defaults["max_tokens"])
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = parse.sampling_params(body, model, max_tokens=max_tokens, logprobs=logprobs)
+    form = form_of_calls(body, model.parsers.forced)
+    if form is not None and params.structured_outputs is not None:
+        raise parse.invalid(
+            "tool_choice insists on calls, and the request asks for an answer of another form; send one of them.",
+            "tool_choice",
+        )
+    params.structured_outputs = form or params.structured_outputs
     names = {"logprobs": "top_logprobs"}
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
     return parse.checked(params, config.frontend.max_logprobs, model, names)
 
 
-def chat_shape(role: str, prefix: str) -> Shape:
+def chat_shape(role: str, prefix: str, channels: Channels | None = None) -> Shape:
     """Return how chunks of this answer are spelled; its first events name the role and repeat the echoed text."""
+
+    def by_channel(told: Channels, index: int, delta: Delta) -> bytes:
+        found = told.told(index, delta.text, delta.spans).delta()
+        return b'"delta":' + encode_json(found) if found else b""
 
     def on_start(writer: ChunkWriter, index: int, started: Started) -> list[bytes]:
         first = b'{"index":%d,"delta":{"role":' + encode_json(role).replace(b"%", b"%%")
@@ -262,19 +294,25 @@ def chat_shape(role: str, prefix: str) -> Shape:
         plain_end=b',"logprobs":null,"finish_reason":null',
         logprobs=chat_logprobs,
         on_start=on_start,
+        channels=None if channels is None else functools.partial(by_channel, channels),
     )
 
 
-def _whole(
-    outputs: list[Output], submissions: Submissions, options: AnswerOptions, role: str, prefix: str
-) -> dict[str, object]:
+def writer(answer: ChatAnswer, stream_id: StreamId | None, position: Position | None = None) -> ChunkWriter:
+    """Return who writes the events of a chat answer."""
+    shape = chat_shape(answer.role, answer.prefix, answer.channels)
+    return ChunkWriter(shape, answer.options, answer.num_prompts, stream_id, position)
+
+
+def _whole(outputs: list[Output], submissions: Submissions, how: ChatAnswer) -> dict[str, object]:
+    options = how.options
     started = submissions.streams[0].started
     answer: dict[str, object] = {
         "id": options.response_id,
         "object": "chat.completion",
         "created": options.created,
         "model": options.model,
-        "choices": [_choice(output, options, role, prefix) for output in outputs],
+        "choices": [_choice(output, how) for output in outputs],
         "usage": usage_of(submissions.streams),
         "prompt_logprobs": prompt_logprobs(started, options) if started is not None else None,
     }
@@ -283,12 +321,17 @@ def _whole(
     return answer
 
 
-def _choice(output: Output, options: AnswerOptions, role: str, prefix: str) -> dict[str, object]:
+def _choice(output: Output, how: ChatAnswer) -> dict[str, object]:
+    options = how.options
+    if how.channels is None:
+        message: dict[str, object] = {"role": how.role, "content": how.prefix + output.text, "refusal": None}
+    else:
+        message = how.channels.told(output.index, output.text, output.spans).message(how.role, how.prefix)
     choice: dict[str, object] = {
         "index": output.index,
-        "message": {"role": role, "content": prefix + output.text, "refusal": None},
+        "message": message,
         "logprobs": chat_logprobs(output.logprobs, options) if options.logprobs is not None else None,
-        "finish_reason": FINISH_NAMES[output.finish.reason],
+        "finish_reason": finish_name(output.finish),
         "stop_reason": output.finish.stop_reason,
     }
     if options.return_token_ids:

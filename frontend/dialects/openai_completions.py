@@ -7,19 +7,16 @@ from collections.abc import Sequence
 import msgspec
 
 from quintet.frontend.dialects import openai_parse as parse
+from quintet.frontend.dialects.answer import Output, Submissions, stream_answer, whole_answer
 from quintet.frontend.dialects.claims import Answer, claim_for
 from quintet.frontend.dialects.openai_answer import (
-    FINISH_NAMES,
     AnswerOptions,
     ChunkWriter,
-    Output,
     Shape,
-    Submissions,
     encode_json,
+    finish_name,
     options_of,
-    stream_answer,
     usage_of,
-    whole_answer,
 )
 from quintet.frontend.dialects.openai_logprobs import (
     completion_logprobs,
@@ -28,7 +25,7 @@ from quintet.frontend.dialects.openai_logprobs import (
     prompt_logprobs,
 )
 from quintet.frontend.dialects.openai_types import CompletionBody
-from quintet.frontend.dialects.position import StreamId
+from quintet.frontend.dialects.position import Position, StreamId
 from quintet.frontend.exchange import Exchange
 from quintet.frontend.service import Service
 from quintet.wire.codec import pack_i32, unpack_i32
@@ -41,18 +38,26 @@ DEFAULT_MAX_TOKENS = 16
 _decoder = msgspec.json.Decoder(CompletionBody)
 
 
+class CompletionAnswer(Answer, tag="completion"):
+    """How the events of a completion are written."""
+
+    options: AnswerOptions
+
+
 async def completions(service: Service, exchange: Exchange) -> None:
     """Answer one request."""
     config = service.config
     body = parse.decode(await exchange.read_json_body(service.bodies), _decoder)
     parse.check_model(body.model, config.model)
-    _refuse_unsupported(body, config)
+    parse.check_combinations(body, config)
     prompts = parse_prompts(body, config.model)
     params = _params(body, config)
     options = options_of("cmpl", body, params, exchange, config.model)
     interval = body.stream_interval or 1
-    claim = claim_for(Answer("completion", options, len(prompts), interval), config) if body.stream else None
+    answer = CompletionAnswer(len(prompts), params.n, interval, options)
+    claim = claim_for(answer, config) if body.stream else None
     deadline_ns = parse.deadline_ns(body, exchange)
+    _refuse_missing(body)
     service.admission.enter(prompts, params)
     submissions = Submissions()
     try:
@@ -80,15 +85,16 @@ async def completions(service: Service, exchange: Exchange) -> None:
         raise
     if body.stream:
         stream_id = None if claim is None else StreamId(submissions.streams[0].request_id, claim.key)
-        await stream_answer(
-            service, exchange, submissions, ChunkWriter(SHAPE, options, len(prompts), stream_id)
-        )
+        await stream_answer(service, exchange, submissions, writer(answer, stream_id))
     else:
-        outputs = await whole_answer(exchange, submissions, options)
+        outputs = await whole_answer(exchange, submissions)
+        if options.echo_only:
+            for output in outputs:
+                output.text, output.token_ids, output.logprobs = "", (), []
         await exchange.respond_json(_whole(outputs, submissions, options))
 
 
-def _refuse_unsupported(body: CompletionBody, config: EngineConfig) -> None:
+def _refuse_missing(body: CompletionBody) -> None:
     if parse.json_of(body.prompt_embeds):
         raise parse.not_implemented("prompt_embeds", "prompts as embeddings", "Send text or token ids.")
     if body.suffix:
@@ -96,7 +102,7 @@ def _refuse_unsupported(body: CompletionBody, config: EngineConfig) -> None:
             f"suffix is {shown(body.suffix)}; this server does not insert text before a suffix: leave it out.",
             "suffix",
         )
-    parse.refuse_unsupported(body, config)
+    parse.refuse_missing(body)
 
 
 def parse_prompts(body: CompletionBody, model: ModelConfig) -> list[TextPrompt | TokenPrompt]:
@@ -176,6 +182,13 @@ SHAPE = Shape(
 )
 
 
+def writer(
+    answer: CompletionAnswer, stream_id: StreamId | None, position: Position | None = None
+) -> ChunkWriter:
+    """Return who writes the events of a completion."""
+    return ChunkWriter(SHAPE, answer.options, answer.num_prompts, stream_id, position)
+
+
 def _whole(outputs: list[Output], submissions: Submissions, options: AnswerOptions) -> dict[str, object]:
     return {
         "id": options.response_id,
@@ -199,7 +212,7 @@ def _choice(output: Output, options: AnswerOptions) -> dict[str, object]:
         "index": output.index,
         "text": text,
         "logprobs": logprobs,
-        "finish_reason": FINISH_NAMES[output.finish.reason],
+        "finish_reason": finish_name(output.finish),
         "stop_reason": output.finish.stop_reason,
         "prompt_logprobs": prompt_logprobs(started, options) if started is not None else None,
     }

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from quintet.frontend.dialects.openai_structured import form_of
 from quintet.frontend.dialects.openai_types import SHARED_SAMPLING_FIELDS, ChatBody, GenerationBody, RawField
 from quintet.frontend.exchange import MAX_REQUEST_ID, REQUEST_ID, REQUEST_ID_HEADER, Exchange
 from quintet.wire.config import EngineConfig, ModelConfig
@@ -32,15 +33,22 @@ _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]")
 
 
 def decode(body: bytes, decoder: msgspec.json.Decoder[BodyT]) -> BodyT:
-    """Decode a body into its struct. Raises `RequestError` for bad JSON, wrong types and missing fields."""
+    """Decode a body into its struct. Raises `RequestError` for bad JSON, wrong types and missing fields.
+
+    Where nothing else can be meant, numbers and truth values may be strings (``"5"``, ``"true"``): clients send them.
+    """
     try:
         return decoder.decode(body)
-    except msgspec.ValidationError as error:
-        raise explain(error, body) from None
+    except msgspec.ValidationError:
+        pass
     except INVALID_JSON as error:
         if not body.strip():
             raise invalid("The request body is empty; send a JSON object.") from None
         raise not_json(error, body) from None
+    try:
+        return msgspec.json.decode(body, type=decoder.type, strict=False)
+    except msgspec.ValidationError as error:
+        raise explain(error, body) from None
 
 
 def not_json(error: Exception, body: bytes, name: str | None = None) -> RequestError:
@@ -124,6 +132,7 @@ def sampling_params(
         values["logit_bias"] = _logit_bias(body.logit_bias)
     values["max_tokens"] = max_tokens
     values["logprobs"] = logprobs
+    values["structured_outputs"] = form_of(body)
     return SamplingParams(**values)
 
 
@@ -139,13 +148,8 @@ def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
     return bias
 
 
-def refuse_unsupported(body: GenerationBody, config: EngineConfig) -> None:
-    """Refuse, by name, what would change the output and is not built yet; and what makes no sense together."""
-    for name in ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"):
-        if json_of(getattr(body, name)):
-            raise not_implemented(
-                name, "constrained output", "Leave it out and state the format in the prompt."
-            )
+def refuse_missing(body: GenerationBody) -> None:
+    """Refuse, by name, what would change the output and is not built yet. What is wrong in itself is told before."""
     for name in (
         "kv_transfer_params",
         "ec_transfer_params",
@@ -170,29 +174,16 @@ def refuse_unsupported(body: GenerationBody, config: EngineConfig) -> None:
         raise not_implemented(
             "thinking_token_budget", "a budget for reasoning", "Limit `max_tokens` instead."
         )
-    if body.response_format is not None and body.response_format.type != "text":
-        kinds = ("json_object", "json_schema", "structural_tag")
-        if body.response_format.type not in kinds:
-            raise invalid(
-                f"response_format.type is {shown(body.response_format.type)}; it must be 'text' "
-                f"(or, once constrained output is built, one of {', '.join(kinds)}).",
-                "response_format",
-            )
-        raise not_implemented(
-            "response_format",
-            "constrained output",
-            "Use {'type': 'text'} and state the format in the prompt.",
-        )
-    _check_combinations(body)
+
+
+def check_combinations(body: GenerationBody, config: EngineConfig) -> None:
+    """Refuse what makes no sense together, or with this server."""
     if body.priority and config.scheduler.policy != "priority":
         raise invalid(
             f"priority is {shown(body.priority)}, but this server runs requests first come, first served; leave it "
             "out, or start the server with --scheduling-policy priority.",
             "priority",
         )
-
-
-def _check_combinations(body: GenerationBody) -> None:
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options is set but stream is not true; set stream to true.", "stream_options")
     if body.stream and body.prompt_logprobs is not None:
@@ -274,7 +265,7 @@ def invalid(message: str, param: str | None = None) -> RequestError:
 
 
 def not_implemented(param: str, what: str, advice: str) -> RequestError:
-    """Make a 501 that names what is missing."""
+    """Make a 400 that names what is missing: SDKs would send the request again after a 5xx."""
     return RequestError(
         ErrorCode.NOT_IMPLEMENTED,
         f"{param} was sent, but this server does not have {what} yet. {advice}",

@@ -34,6 +34,9 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
 
     type: str
     json_schema: RawField = msgspec.UNSET
+    structures: RawField = msgspec.UNSET
+    triggers: RawField = msgspec.UNSET
+    format: RawField = msgspec.UNSET
 
 
 class GenerationBody(msgspec.Struct, kw_only=True):
@@ -78,6 +81,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     guided_regex: RawField = msgspec.UNSET
     guided_choice: RawField = msgspec.UNSET
     guided_grammar: RawField = msgspec.UNSET
+    guided_whitespace_pattern: str | None = None
     use_beam_search: bool | None = None
     best_of: int | None = None
     detokenize: bool | None = None
@@ -123,6 +127,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     role: Annotated[str, msgspec.Meta(max_length=MAX_ROLE)]
     """Every choice of an answer may repeat the last one."""
     content: str | list[TextPart] | None = None
+    tool_calls: list[msgspec.Raw] | None = None
 
 
 class FunctionTool(msgspec.Struct, kw_only=True):
@@ -206,6 +211,8 @@ class ErrorBody(msgspec.Struct, kw_only=True):
 
 
 SHARED_SAMPLING_FIELDS = tuple(
-    name for name in SamplingParams.__struct_fields__ if name in GenerationBody.__struct_fields__
+    name
+    for name in SamplingParams.__struct_fields__
+    if name in GenerationBody.__struct_fields__ and name != "structured_outputs"
 )
-"""Fields of a body that are fields of `SamplingParams` by the same name."""
+"""Fields of a body that are fields of `SamplingParams` by the same name, and of the same type."""

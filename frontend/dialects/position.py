@@ -1,9 +1,9 @@
 """Where in a streamed answer its client is: what the ids of events say.
 
-    <first request id>-<key>:<choice>,<choice>,…[.u]
+    <first request id>-<key>:<choice>,<choice>,…[.note]
 
 A choice is ``-`` (nothing was told), the number of its tokens that were told, or that number and ``e`` (its end was told
-too). ``.u`` follows when the usage was told.
+too). A note is a dialect's own: what else was told.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _STREAM = re.compile(r"([0-9a-f]{1,16})-([0-9a-f]{32})")
 _CHOICE = re.compile(r"-|[0-9]{1,9}e?")
 MAX_CHOICES = 32
 """Streams of more have no ids: each event would name them all, and what a step writes would grow with their square."""
-MAX_CHARS = 16 * MAX_CHOICES
-USAGE = ".u"
+_NOTE = re.compile(r"[a-z0-9+]{1,32}")
+MAX_CHARS = 16 * MAX_CHOICES + 33
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +46,16 @@ class StreamId:
 
 
 class Position:
-    """How much of each choice was told. Belongs to one `ChunkWriter`."""
+    """How much of each choice was told. Belongs to one `AnswerWriter`."""
 
-    __slots__ = ("counts", "ended", "usage_told")
+    __slots__ = ("counts", "ended", "note")
 
     def __init__(self, num_choices: int) -> None:
         self.counts = [-1] * num_choices
         """Tokens told of each choice; -1 before anything was."""
         self.ended = [False] * num_choices
-        self.usage_told = False
+        self.note = ""
+        """Of the dialect: what else was told."""
 
     @classmethod
     def parse(cls, text: str, num_choices: int) -> Position:
@@ -62,15 +63,17 @@ class Position:
         position = cls(num_choices)
         if text in ("", "0"):
             return position
-        choices = text.removesuffix(USAGE).split(",") if len(text) <= MAX_CHARS else []
-        if len(choices) != num_choices or not all(map(_CHOICE.fullmatch, choices)):
+        told, dot, note = text.partition(".") if len(text) <= MAX_CHARS else ("", "", "")
+        choices = told.split(",")
+        is_note = not dot or _NOTE.fullmatch(note)
+        if len(choices) != num_choices or not all(map(_CHOICE.fullmatch, choices)) or not is_note:
             raise RequestError(
                 ErrorCode.INVALID,
                 f"The position is {shown(text)}; it must be what follows the colon in the `id:` of an event of this stream, "
                 "or 0 for its beginning.",
                 "from",
             )
-        position.usage_told = text.endswith(USAGE)
+        position.note = note
         for index, choice in enumerate(choices):
             if choice != "-":
                 position.counts[index] = int(choice.removesuffix("e"))
@@ -82,4 +85,4 @@ class Position:
             "-" if count < 0 else f"{count}e" if ended else str(count)
             for count, ended in zip(self.counts, self.ended, strict=True)
         ]
-        return ",".join(choices) + (USAGE if self.usage_told else "")
+        return ",".join(choices) + (f".{self.note}" if self.note else "")

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from urllib.parse import parse_qs
 
-from quintet.frontend.dialects.claims import answer_of
-from quintet.frontend.dialects.openai_answer import ChunkWriter, Submissions, stream_answer
-from quintet.frontend.dialects.openai_chat import chat_shape
-from quintet.frontend.dialects.openai_completions import SHAPE as COMPLETION_SHAPE
+from quintet.frontend.dialects.answer import Submissions, stream_answer
 from quintet.frontend.dialects.position import Position, StreamId
+from quintet.frontend.dialects.registry import answer_of, dialect_of
 from quintet.frontend.exchange import Exchange
 from quintet.frontend.service import Handler, Service
 from quintet.wire.errors import ErrorCode, RequestError
@@ -47,9 +45,11 @@ def resumable(handler: Handler) -> Handler:
 async def resume(service: Service, exchange: Exchange, stream_id: StreamId, given: str) -> None:
     """Write what comes after a position of a stream. Raises `RequestError` when nobody knows the stream (any more)."""
     admit = _known(await service.queries.reclaim(stream_id.request_id, stream_id.key))
-    assert admit.claim is not None
-    answer = answer_of(admit.claim)
-    n = answer.options.num_choices
+    assert admit.spec.claim is not None
+    answer = answer_of(admit.spec.claim)
+    dialect = dialect_of(answer)
+    exchange.errors = dialect.errors
+    n = answer.num_choices
     total = answer.num_prompts * n
     position = Position.parse(given, total)
     service.admission.reenter(total)
@@ -67,9 +67,7 @@ async def resume(service: Service, exchange: Exchange, stream_id: StreamId, give
                 each, first_id + offset, seen, submissions.mailbox, answer.interval
             )
             submissions.add(stream)
-        shape = COMPLETION_SHAPE if answer.kind == "completion" else chat_shape(answer.role, answer.prefix)
-        goes_on = StreamId(first_id, stream_id.key)
-        writer = ChunkWriter(shape, answer.options, answer.num_prompts, goes_on, position)
+        writer = dialect.writer(answer, StreamId(first_id, stream_id.key), position)
     except BaseException:
         submissions.close()
         raise

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 CONTENT_TYPE = b"text/event-stream; charset=utf-8"
 HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
-KEEP_ALIVE = b": keep-alive\n\n"
+KEEP_ALIVE = b": keep-alive\n"
+"""A comment without a blank line: behind an event with an id, SDKs of the field take a blank line for an empty event."""
 DONE = b"data: [DONE]\n\n"
 
 

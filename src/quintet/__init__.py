@@ -11,8 +11,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from quintet.deploy.offline import LLM, AsyncLLM, CompletionOutput, RequestOutput
     from quintet.wire.params import SamplingParams
+    from quintet.wire.structured import StructuredOutputsParams
 
-__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+]
 
 _HOMES = {
     "LLM": "quintet.deploy.offline",
@@ -20,6 +28,7 @@ _HOMES = {
     "CompletionOutput": "quintet.deploy.offline",
     "RequestOutput": "quintet.deploy.offline",
     "SamplingParams": "quintet.wire.params",
+    "StructuredOutputsParams": "quintet.wire.structured",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -18,7 +19,7 @@ import psutil
 import pytest
 
 import quintet
-from quintet import LLM, SamplingParams
+from quintet import LLM, SamplingParams, StructuredOutputsParams
 from quintet.deploy.offline import EngineError
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
 
@@ -416,10 +417,30 @@ def test_a_forked_child_leaves_its_parents_engine_alone() -> None:
     assert "forked" in refusal and count == "2"
 
 
+def _check_forms(llm: quintet.LLM) -> None:
+    """Each prompt its own form; a mistake is told as an error of the prompt that has it."""
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer", "maximum": 9, "minimum": 0}},
+        "required": ["a"],
+    }
+    closed = StructuredOutputsParams(json=schema, disable_additional_properties=True)
+    choice = StructuredOutputsParams(choice=["left", "right"])
+    refused = StructuredOutputsParams(json={"not": {}})
+    params = [SamplingParams(max_tokens=40, structured_outputs=form) for form in (closed, choice, refused)]
+    one, other, wrong = llm.generate(["x"] * 3, params, use_tqdm=False, errors="return")
+    assert set(json.loads(one.outputs[0].text)) == {"a"}
+    assert other.outputs[0].text in {"left", "right"}
+    assert wrong.error is not None and "not" in str(wrong.error)
+    with pytest.raises(RequestError, match="exactly one of"):
+        llm.generate("x", SamplingParams(structured_outputs=StructuredOutputsParams()), use_tqdm=False)
+
+
 def test_the_embedded_model_completes_the_same_text_every_time() -> None:
     with quintet.LLM(threads=1, max_num_seqs=8, max_model_len=256) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=2, prompt_logprobs=1)
         first, again = llm.generate(["import os\\nimport "] * 2, params, use_tqdm=False)
+        _check_forms(llm)
     choice = first.outputs[0]
     assert choice.token_ids == again.outputs[0].token_ids
     assert choice.logprobs is not None and len(choice.logprobs) == len(choice.token_ids)

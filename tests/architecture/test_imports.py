@@ -4,6 +4,7 @@ Function bodies are read as well: a lazy import is an import.
 """
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,9 +16,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PROCESSES = ("frontend", "tokenizer_proc", "core", "executor", "detokenizer_proc")
 THIRD_PARTY = {
     "wire": {"msgspec"},
-    "process": {"msgspec", "zmq", "setproctitle"},
+    "process": {"msgspec", "zmq", "setproctitle", "llguidance"},
     "frontend": {"msgspec", "starlette", "uvicorn", "uvloop", "prometheus_client"},
-    "tokenizer_proc": {"msgspec", "tokenizers", "jinja2", "uvloop"},
+    "tokenizer_proc": {"msgspec", "tokenizers", "jinja2", "uvloop", "llguidance"},
     "core": {"msgspec", "numpy"},
     "detokenizer_proc": {"msgspec", "tokenizers"},
 }
@@ -34,10 +35,13 @@ def imports_of(path: Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"{node.module}.{alias.name}"
 
 
-def all_imports(folder: str) -> Iterator[tuple[str, str]]:
-    for path in sorted((ROOT / folder).rglob("*.py")):
-        for line, name in imports_of(path):
-            yield f"{path.relative_to(ROOT)}:{line}", name
+@functools.cache
+def all_imports(folder: str) -> list[tuple[str, str]]:
+    return [
+        (f"{path.relative_to(ROOT)}:{line}", name)
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for line, name in imports_of(path)
+    ]
 
 
 @pytest.mark.parametrize("folder", ("wire", "process", *PROCESSES))
@@ -55,7 +59,7 @@ INNER = {
     "core/kv": {"core.kv", "wire.kv_spec"},
     "deploy/load_client": {"deploy.load_client"},
     "deploy/resolve": {"deploy.resolve", "deploy.embedded", "process", "wire"}
-    | {"executor.cards", "executor.weights.files", "executor.weights.header"},
+    | {"executor.cards", "executor.weights.files", "executor.weights.header", "detokenizer_proc.parsers"},
     "deploy/supervisor": {"deploy.supervisor", "deploy.embedded", "deploy.machine", "process", "wire"},
     "executor/cards": {"executor.cards", "wire"},
     "executor/layers": {f"executor.{room}" for room in ("cards", "layers", "ops", "quant", "weights")}

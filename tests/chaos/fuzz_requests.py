@@ -23,7 +23,7 @@ PATHS = (
     "/livez", "/readyz", "/ping", "/version", "/load", "/metrics", "/openapi.json", "/docs", "/", "/nothing/here",
     "/v1/streams/abc", "/v1/streams/abc?from=1",
 )  # fmt: skip
-ALLOWED_5XX = {501, 503}
+ALLOWED_5XX = {503}
 ANSWER_S = 0.2
 """A request that takes longer is left: its client goes away."""
 
@@ -152,6 +152,7 @@ HEADERS = (
 FIELDS = (
     "model", "prompt", "messages", "echo", "suffix", "best_of", "stream", "stream_options", "timeout", "user", "tools",
     "tool_choice", "response_format", "chat_template", "priority", "cache_salt", "logprobs", "top_logprobs", "tokens",
+    "structured_outputs", "guided_json", "guided_choice",
 )  # fmt: skip
 VALUES: tuple[Callable[[random.Random], Any], ...] = (
     lambda draw: None,

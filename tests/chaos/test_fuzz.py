@@ -25,7 +25,7 @@ def answer(server: Server) -> str:
     return text
 
 
-@pytest.mark.parametrize("duration_s", [4.0, pytest.param(10.0, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("duration_s", [3.0, pytest.param(10.0, marks=pytest.mark.whole)])
 def test_nonsense_at_every_door_ends_nothing(duration_s: float) -> None:
     with serve("--executor", "mock", "--max-model-len", "512", "--drain-timeout", "5") as server:
         before, text = {name: child.pid for name, child in server.children().items()}, answer(server)

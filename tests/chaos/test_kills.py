@@ -1,6 +1,6 @@
 """`kill -9` under load: every client gets the bytes of an undisturbed run, and nothing is left behind.
 
-Real servers, 64 live streams. What a kill costs in time is `bench.chaos`'s to say: here only bytes and endings count.
+Real servers, dozens of live streams. What a kill costs in time is `bench.chaos`'s to say: here only bytes and endings count.
 """
 
 from __future__ import annotations
@@ -16,24 +16,33 @@ from bench.chaos.streams import Asked, Cut, Heard, Run, crowd, differences, list
 
 from tests.processes.server import Server, serve, wait_until
 
-MOCK = ("--executor", "mock", "--step-ms", "4", "--kv-cache-memory", "4MiB")
-REAL = ("--kv-cache-memory", "8MiB")
+KINDS = {"mock": ("--executor", "mock", "--step-ms", "4"), "model": ()}
 COMMON = ("--max-model-len", "1024", "--frontends", "2", "--max-restarts", "1000", "--stall-timeout", "2")
-NUM_STREAMS = 64
 
 
-@pytest.fixture(scope="module", params=["mock", "model"])
-def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+@pytest.fixture(scope="module")
+def num_streams(request: pytest.FixtureRequest) -> int:
+    """At once, all of them alive when somebody dies."""
+    return 64 if request.config.option.whole else 24
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def server(request: pytest.FixtureRequest, num_streams: int) -> Iterator[Server]:
     """A server with so little KV memory that requests push each other out."""
-    with serve(*(MOCK if request.param == "mock" else REAL), *COMMON) as server:
+    with serve(*KINDS[request.param], *little_memory(request.param, num_streams), *COMMON) as server:
         yield server
         server.await_figures()
         assert_empty(server)
 
 
+def little_memory(kind: str, num_streams: int) -> tuple[str, str]:
+    """For a third of the streams' tokens, or for a request of full length."""
+    return "--kv-cache-memory", f"{max(num_streams, 32) // (16 if kind == 'mock' else 8)}MiB"
+
+
 @pytest.fixture(scope="module")
-def asked() -> list[Asked]:
-    return crowd(1, NUM_STREAMS, (40, 100))
+def asked(num_streams: int) -> list[Asked]:
+    return crowd(1, num_streams, (40, 100))
 
 
 @pytest.fixture(scope="module")
@@ -118,10 +127,10 @@ def test_two_at_once(server: Server, asked: list[Asked], calm: Run, first: str, 
 
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("num_kills", [5, pytest.param(20, marks=pytest.mark.whole)])
-def test_many_kills_in_a_row(server: Server, num_kills: int) -> None:
+def test_many_kills_in_a_row(server: Server, num_streams: int, num_kills: int) -> None:
     """In any order and at any distance. A stream without a connection is known to the core alone: the two do not die together."""
     rng = random.Random(1)
-    asked = crowd(1, NUM_STREAMS, (100, 200))
+    asked = crowd(1, num_streams, (100, 200))
     calm = asyncio.run(play(server.url, asked))
     left = num_kills
 
@@ -142,9 +151,9 @@ def test_many_kills_in_a_row(server: Server, num_kills: int) -> None:
 
 
 @pytest.mark.drawn(1)
-def test_clients_that_are_cut_off_again_and_again_miss_nothing(server: Server) -> None:
+def test_clients_that_are_cut_off_again_and_again_miss_nothing(server: Server, num_streams: int) -> None:
     """Some go on at another frontend, some while their old connection still stands; no token is drawn twice."""
-    asked = crowd(5, NUM_STREAMS, plain=True)
+    asked = crowd(5, num_streams, plain=True)
     calm = asyncio.run(play(server.url, asked))
     server.await_figures()
     assert_empty(server)
@@ -170,7 +179,7 @@ def test_clients_that_are_cut_off_again_and_again_miss_nothing(server: Server) -
 
     run = Run(asyncio.run(all_of_them()), 0.0)
     assert_same(server, calm, run, asked)
-    assert sum(heard.num_connections for heard in run.heard) >= 2 * NUM_STREAMS
+    assert sum(heard.num_connections for heard in run.heard) >= 2 * num_streams
     wanted = sum(heard.usage["completion_tokens"] for heard in run.heard)
     wait_until(
         lambda: server.gauge("quintet:generation_tokens_total") - drawn >= wanted, "the figures of the core"

@@ -6,6 +6,7 @@ Real servers with the default restarts; only the executor's worker is made to fa
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Iterator
 from math import ceil, log2
@@ -17,20 +18,24 @@ from quintet.core.suspects import DEATHS_ALONE
 from tests.processes.poison import Effect, poison
 from tests.processes.server import Server, serve, wait_until
 
-from .test_kills import assert_empty
+from .test_kills import assert_empty, little_memory, num_streams
 
-KINDS = {
-    "mock": ("--executor", "mock", "--step-ms", "2", "--kv-cache-memory", "4MiB"),
-    "model": ("--kv-cache-memory", "8MiB"),
-}
-NUM_STREAMS = 64
-MAX_CHOICES = 3 * NUM_STREAMS
+__all__ = ["num_streams"]
+
+KINDS = {"mock": ("--executor", "mock", "--step-ms", "2"), "model": ()}
+
+
+@contextlib.contextmanager
+def serve_poisoned(kind: str, num_streams: int) -> Iterator[Server]:
+    """Run a server with so little KV memory that requests push each other out."""
+    flags = (*KINDS[kind], *little_memory(kind, num_streams), "--max-model-len", "1024")
+    with serve(*flags, program="tests.processes.poison") as server:
+        yield server
 
 
 @pytest.fixture(params=list(KINDS))
-def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    """A server with so little KV memory that requests push each other out."""
-    with serve(*KINDS[request.param], "--max-model-len", "1024", program="tests.processes.poison") as server:
+def server(request: pytest.FixtureRequest, num_streams: int) -> Iterator[Server]:
+    with serve_poisoned(request.param, num_streams) as server:
         yield server
 
 
@@ -57,27 +62,27 @@ def play_with(server: Server, asked: list[Asked], poisons: dict[int, Asked]) -> 
 
 
 @pytest.mark.parametrize("effect", [Effect.RAISES, Effect.DIES])
-def test_one_among_many(server: Server, effect: Effect) -> None:
-    asked = crowd(2, NUM_STREAMS - 1, (30, 60))
+def test_one_among_many(server: Server, num_streams: int, effect: Effect) -> None:
+    asked = crowd(2, num_streams - 1, (30, 60))
     calm = asyncio.run(play(server.url, asked))
     assert all(heard.status == 200 and heard.is_done and not heard.error for heard in calm.heard)
-    run = play_with(server, asked, {31: poisoned(effect, 12)})
+    run = play_with(server, asked, {num_streams // 2: poisoned(effect, 12)})
     assert not differences(calm, run, asked)
     assert_empty(server)
     wait_until(lambda: server.gauge("quintet:requests_convicted_total") == 1, "the figures of the core")
     num_losses = server.gauge("quintet:executor_losses_total")
-    assert num_losses <= ceil(log2(MAX_CHOICES)) + (DEATHS_ALONE if effect is Effect.DIES else 1)
+    assert num_losses <= ceil(log2(3 * num_streams)) + (DEATHS_ALONE if effect is Effect.DIES else 1)
 
 
-def test_several_at_once_and_again() -> None:
-    with serve(*KINDS["mock"], "--max-model-len", "1024", program="tests.processes.poison") as server:
-        asked = crowd(3, NUM_STREAMS - 4, (30, 60))
+def test_several_at_once_and_again(num_streams: int) -> None:
+    with serve_poisoned("mock", num_streams) as server:
+        asked = crowd(3, num_streams - 4, (30, 60))
         calm = asyncio.run(play(server.url, asked))
         poisons = {
             0: poisoned(Effect.RAISES, 0, n=2),
-            20: poisoned(Effect.RAISES, 12),
-            21: poisoned(Effect.RAISES, 12),
-            63: poisoned(Effect.RAISES, 20, n=3),
+            num_streams // 3: poisoned(Effect.RAISES, 12),
+            num_streams // 3 + 1: poisoned(Effect.RAISES, 12),
+            num_streams - 1: poisoned(Effect.RAISES, 20, n=3),
         }
         assert not differences(calm, play_with(server, asked, poisons), asked)
         wait_until(lambda: server.gauge("quintet:requests_convicted_total") == 7, "the figures of the core")

@@ -6,11 +6,13 @@ import pytest
 
 from quintet.core.admission import make_requests
 from quintet.core.policy import fcfs
+from quintet.core.request import Request
 from quintet.core.state import MAX_ENDED
 from quintet.wire import codec
 from quintet.wire.ids import RequestIds
 from quintet.wire.messages import Admit, FinishReason
 from quintet.wire.params import SamplingParams
+from quintet.wire.request import RequestSpec
 
 from .fake import EOS, World, expected
 
@@ -167,7 +169,7 @@ def test_endings_remembered_are_bounded() -> None:
     world.run()
     assert world.engine.state is not None
     (request,) = make_requests(
-        Admit(10, codec.pack_i32(PROMPT), SamplingParams(), 0, 0, 0),
+        Admit(10, codec.pack_i32(PROMPT), RequestSpec(SamplingParams(), 0, 0), 0),
         0,
         fcfs,
         [],
@@ -302,3 +304,32 @@ def test_refusals_say_what_to_do(prompt: list[int], options: dict[str, object], 
     world = World(**options)  # type: ignore[arg-type]
     world.admit(1, prompt)
     assert words in world.failed[1] and world.engine.num_live == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("at", [0, 3])
+def test_what_the_executor_cannot_go_on_with_ends_alone(depth: int, at: int) -> None:
+    """It says so with the token that it drew last; whoever is beside it, and choices of the same prompt, go on."""
+    world = World(depth=depth)
+    world.admit(5, PROMPT, max_tokens=8, ignore_eos=True, n=2, seed=3)
+    world.admit(9, PROMPT[:4], max_tokens=8, ignore_eos=True)
+    while world.plan() is not None or world.executor.results:
+        for result in world.executor.results:
+            result.failed = codec.pack_i32(
+                [row for row, request in enumerate(rows_of(world, result.step)) if fails(request, at)]
+            )
+        world.commit()
+    assert world.outcomes[5].finish is FinishReason.ERROR
+    assert len(world.outcomes[5].tokens) == at + 1
+    assert [world.outcomes[other].finish for other in (6, 9)] == [FinishReason.LENGTH] * 2
+    world.assert_idle()
+
+
+def rows_of(world: World, step: int) -> list[Request]:
+    """Return the requests of a step in flight."""
+    assert world.engine.state is not None
+    return next((flight.rows for flight in world.engine.state.in_flight if flight.step == step), [])
+
+
+def fails(request: Request, at: int) -> bool:
+    return request.request_id == 5 and request.num_outputs >= at

@@ -15,6 +15,7 @@ from .trace import assert_served, random_trace
 SLIDING = [KvGroup("sliding", [0], 8)]
 MIXED = [KvGroup("sliding", [0, 1], 8), KvGroup("full", [2])]
 HYBRID = [KvGroup("full", [0]), KvGroup("state", [1, 2])]
+STATES = [KvGroup("state", [0, 1]), KvGroup("state", [2])]
 PROMPT = list(range(10, 50))  # 10 blocks of 4
 
 
@@ -22,6 +23,7 @@ PROMPT = list(range(10, 50))  # 10 blocks of 4
 @pytest.mark.parametrize("seed", range(60))
 def test_random_trace_in_groups(seed: int, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(states, "KEEP_EVERY", 1 + seed % 9)
+    monkeypatch.setattr(states, "GRAIN", 1 + seed % 5)
     assert_served(*random_trace(seed, 250, depth, in_groups=True))
 
 
@@ -31,6 +33,7 @@ def test_random_trace_in_groups_with_host_memory(
     seed: int, num_host_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(states, "KEEP_EVERY", 1 + seed % 9)
+    monkeypatch.setattr(states, "GRAIN", 1 + seed % 5)
     poisonous = 0.05 if seed % 3 == 0 else 0.0
     assert_served(*random_trace(seed, 250, 1 + seed % 3, poisonous, num_host_blocks, in_groups=True))
 
@@ -104,6 +107,83 @@ def test_what_a_state_needs_is_kept_every_so_many_tokens(monkeypatch: pytest.Mon
     assert world.outcomes[2].tokens == expected([*PROMPT[:35], 99, 98], 2, 2, stops=())
 
 
+def chat(world: World, *, keeps_answers: bool = True, stops: bool = False) -> list[int]:
+    """Play a chat of five turns, each of which sends all before it and 40 tokens more, of whose answer, 50 tokens or until a
+    stop token, the last 20 are kept at least; return how many tokens were computed of each but the first."""
+    assert world.engine.state is not None
+    history, rng = list[int](), random.Random(0)
+    for turn in range(5):
+        history += [rng.randrange(3, 200) for _ in range(40)]
+        answer = expected(history, turn, 50, stops=())
+        stop_token_ids = [answer[-1]] if stops else []
+        world.admit(
+            turn,
+            history,
+            max_tokens=50 + stops,
+            ignore_eos=True,
+            stop_token_ids=stop_token_ids,
+            min_tokens=49,
+        )
+        world.run()
+        assert world.outcomes[turn].tokens == answer
+        history = history + (answer if keeps_answers else answer[30:])
+    world.assert_idle()
+    return [ending.num_computed for ending in world.engine.state.endings[1:]]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize(
+    "groups", [HYBRID, [*HYBRID, *SLIDING], STATES], ids=["full", "sliding too", "states"]
+)
+def test_a_chat_goes_on_where_it_stopped(groups: list[KvGroup], depth: int) -> None:
+    """Of each turn what is new is computed, and the last token of the answer before, however large a block is."""
+    world = World(groups=groups, num_blocks=60, block_size=64, depth=depth, max_model_len=1000)
+    assert chat(world) == [41] * 4
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_chat_goes_on_behind_a_stop_token(depth: int) -> None:
+    """Two steps ahead, the token that ended the answer has been computed, too."""
+    world = World(groups=HYBRID, num_blocks=60, block_size=64, depth=depth, max_model_len=1000)
+    assert chat(world, stops=True) == [42 - depth] * 4
+
+
+def test_a_chat_that_drops_what_was_thought_goes_on_behind_its_prompt() -> None:
+    """What is computed again of the turn before is at most 16 tokens of its prompt, and what is left of its answer."""
+    world = World(groups=HYBRID, num_blocks=60, block_size=64, max_model_len=1000)
+    for num_computed in chat(world, keeps_answers=False):
+        assert 40 + 20 < num_computed <= 40 + 20 + states.GRAIN
+
+
+def test_an_end_is_given_up_for_who_needs_the_blocks() -> None:
+    """Where blocks are scarce a chat's next turn takes the room of what it could have gone on from."""
+    for num_blocks in range(5, 12):
+        world = World(groups=HYBRID, num_blocks=num_blocks, block_size=16, max_model_len=1000)
+        world.admit(1, PROMPT[:30], max_tokens=8, ignore_eos=True)
+        world.run()
+        world.admit(2, [*PROMPT[:30], *world.outcomes[1].tokens, 9], max_tokens=7, ignore_eos=True)
+        world.run()
+        assert (world.outcomes[2].num_cached or 0) >= (37 if num_blocks > 8 else 0)
+        world.assert_idle()
+
+
+def test_many_chats_share_a_beginning_shorter_than_a_block() -> None:
+    world = World(groups=HYBRID, num_blocks=200, block_size=64, slots=4)
+    stem = PROMPT[:20]
+    for turn in (0, 1):
+        for i in range(12):
+            prompt = [*stem, *range(60, 60 + i % 5), 100 + i]
+            if turn:
+                prompt += [*world.outcomes[i].tokens, 7, 8]
+            world.admit(100 * turn + i, prompt, max_tokens=6, ignore_eos=True)
+        world.run()
+    for i in range(12):
+        assert world.outcomes[100 + i].num_cached == 21 + i % 5 + 5
+    assert world.engine.state is not None
+    index = world.engine.state.pool.index
+    assert sum(sum(lengths.values()) for lengths in index.ends.values()) == len(index.end_of)
+
+
 @pytest.mark.parametrize("groups", [SLIDING, MIXED, HYBRID], ids=["sliding", "mixed", "hybrid"])
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_choices_begin_behind_the_prompt(groups: list[KvGroup], prefix_caching: bool) -> None:
@@ -114,6 +194,26 @@ def test_choices_begin_behind_the_prompt(groups: list[KvGroup], prefix_caching: 
     assert state is not None
     computed = sorted(ending.num_computed for ending in state.endings)
     assert computed == [1, 1, 39]
+    world.assert_idle()
+
+
+@pytest.mark.parametrize("cancelled", [[], [2], [2, 3]], ids=["all begin", "one ends", "all end"])
+def test_what_choices_begin_with_is_let_go_of_when_none_waits(cancelled: list[int]) -> None:
+    """The elder runs on for long; of a model that keeps states alone it is not looked at again."""
+    world = World(groups=STATES, num_blocks=100, slots=2, depth=1, prefix_caching=False)
+    world.admit(1, PROMPT[:9], n=3, max_tokens=50, ignore_eos=True)
+    state = world.engine.state
+    assert state is not None
+    elder = state.live[1]
+    while not elder.for_choices:
+        world.step()
+    world.cancel(*cancelled)
+    while any(other.parent is elder for other in state.waiting) and elder.request_id in state.live:
+        world.step()
+        if state.running[-1] is not elder:
+            world.cancel(state.running[-1].request_id)
+    assert elder.request_id in state.live and not elder.for_choices
+    world.run()
     world.assert_idle()
 
 

@@ -30,7 +30,6 @@ from quintet.wire.kv_spec import full_layers
 from quintet.wire.messages import (
     Admit,
     Cancel,
-    Claim,
     Failed,
     Handed,
     Live,
@@ -40,8 +39,10 @@ from quintet.wire.messages import (
     Unknown,
 )
 from quintet.wire.params import SamplingParams
+from quintet.wire.request import Claim, RequestSpec
 from quintet.wire.step import Capacity, StepPlan
 from quintet.wire.supervision import Heartbeat, Ready, Seat, SeatState, Stop, Topology
+from tests.wire.respec import changed
 
 from ..small_frames import take_at_most
 from .fake import VOCAB, FakeExecutor, expected, make_model
@@ -156,7 +157,7 @@ def serve(
 def admit(request_id: int, prompt: list[int], max_tokens: int) -> Admit:
     params = SamplingParams(seed=3, max_tokens=max_tokens, ignore_eos=True)
     now = time.monotonic_ns()
-    return Admit(request_id, codec.pack_i32(prompt), params, now, now, 0)
+    return Admit(request_id, codec.pack_i32(prompt), RequestSpec(params, now, 0), now)
 
 
 def outputs(heard: list[Tokens]) -> list[int]:
@@ -198,7 +199,7 @@ def test_replaced_executor_and_detokenizer_lose_nothing(neighbours: Neighbours) 
     neighbours.publish(new_executor, new_detokenizer, FRONTEND)
     capacity = Capacity(2, 32, 4, 8, 128)
     neighbours.send(capacity)
-    neighbours.send(msgspec.structs.replace(request, attempt=1, topology=2))  # the frontend saw nothing yet
+    neighbours.send(changed(request, attempt=1, topology=2))  # the frontend saw nothing yet
     heard = serve(neighbours, new_executor, FakeExecutor(capacity, KV), new_detokenizer)
     wanted = expected(PROMPT, 3, 6, stops=())
     assert list(codec.unpack_i32(heard[0].opens[0].output_ids)) == wanted[:1]
@@ -266,7 +267,7 @@ def test_an_attempt_sent_by_a_newer_topology_waits_for_it(driven: Driven) -> Non
             assert isinstance(plan, StepPlan)
             device.execute(plan)
     neighbours.send(device.results.popleft())
-    neighbours.send(msgspec.structs.replace(request, attempt=1, topology=2))
+    neighbours.send(changed(request, attempt=1, topology=2))
     driven.deliver(2)
     neighbours.send(device.results.popleft())
     neighbours.publish(EXECUTOR, NEW_DETOKENIZER, FRONTEND)
@@ -288,7 +289,7 @@ def test_a_question_for_tokens_that_an_executor_took_along_is_answered(driven: D
     neighbours.publish(EXECUTOR, DETOKENIZER, FRONTEND)
     neighbours.send(Capacity(1, 32, 4, 8, 128))
     request_id = RequestIds(0, 1).take()
-    neighbours.send(msgspec.structs.replace(admit(request_id, PROMPT, 6), claim=claim))
+    neighbours.send(changed(admit(request_id, PROMPT, 6), claim=claim))
     driven.deliver(3)
     neighbours.send(Reclaim(5, 0, request_id, claim.key))
     driven.deliver(1)
@@ -312,7 +313,7 @@ def test_a_request_that_is_dropped_on_its_way_in_ends_with_an_error(driven: Driv
     neighbours.send(Capacity(1, 32, 4, 8, 128))
     neighbours.send(admit(second, PROMPT, 6))
     driven.deliver(2)
-    neighbours.send(msgspec.structs.replace(admit(second, [VOCAB], 6), attempt=1))
+    neighbours.send(changed(admit(second, [VOCAB], 6), attempt=1))
     driven.deliver(1)
     failed = neighbours.receive(FRONTEND)
     assert isinstance(failed, Failed) and failed.request_id == second
@@ -332,7 +333,7 @@ def test_a_result_that_is_dropped_ends_the_requests_of_its_step(driven: Driven) 
     capacity = Capacity(1, 32, 4, 8, 128)
     neighbours.send(capacity)
     lost = admit(ids.take(2), PROMPT, 6)
-    lost.params.n = 2
+    lost.spec.params.n = 2
     neighbours.send(lost)
     driven.deliver(3)
     device = FakeExecutor(capacity, KV)
@@ -372,7 +373,7 @@ def test_tokens_too_large_to_be_told_end_their_requests(
     neighbours.publish(EXECUTOR, DETOKENIZER, FRONTEND)
     capacity = Capacity(1, 32, 4, 8, 128)
     neighbours.send(capacity)
-    request = msgspec.structs.replace(admit(ids.take(), [5] * 90, 6), return_prompt_ids=True)
+    request = changed(admit(ids.take(), [5] * 90, 6), return_prompt_ids=True)
     neighbours.send(request)
     driven.deliver(3)
     device = FakeExecutor(capacity, KV)
@@ -430,7 +431,7 @@ def test_a_request_that_never_arrived_is_found(driven: Driven) -> None:
     driven.deliver(10)
     answer = neighbours.receive(FRONTEND)
     assert answer == Unknown(codec.pack_i64([newer, lost])), "of one, the newest attempt did not come"
-    neighbours.send(msgspec.structs.replace(admit(early, PROMPT, 6), topology=9))
+    neighbours.send(changed(admit(early, PROMPT, 6), topology=9))
     for _ in range(2):
         neighbours.send(handed({early: 0}))
     neighbours.send(Cancel([ids.take()], 0))
@@ -465,7 +466,7 @@ def test_what_is_too_much_to_wait_is_refused_not_dropped(driven: Driven, kind: t
     neighbours, ids = driven.neighbours, RequestIds(0, 1)
     neighbours.bind(FRONTEND, Unknown | Failed)
     neighbours.publish(EXECUTOR, DETOKENIZER, FRONTEND)
-    neighbours.send(msgspec.structs.replace(admit(ids.take(), PROMPT, 6), topology=9))
+    neighbours.send(changed(admit(ids.take(), PROMPT, 6), topology=9))
     second = ids.take()
     neighbours.send(admit(second, PROMPT, 6) if kind is Admit else Cancel([second], 0))
     driven.deliver(3)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from quintet.wire import codec
 from quintet.wire.messages import Tokens
+from quintet.wire.request import Reading
 from quintet.wire.step import PromptLogprobs, StepResult, TokenLogprobs
+from tests.wire.respec import changed
 
 from .fake import World, expected
 
@@ -48,6 +48,15 @@ def test_one_message_per_detokenizer_and_step() -> None:
     assert len(messages) == 2 and rows == {0: [0, 2, 4], 1: [1, 3, 5]}
 
 
+def test_a_detokenizer_is_told_how_the_output_is_read() -> None:
+    world = World(depth=1)
+    reading = Reading("qwen3", "hermes", b"[]")
+    world.admit(0, PROMPT, reading=reading)
+    world.plan()
+    ((_, tokens),) = told(world, world.executor.results.popleft())
+    assert [opened.reading for opened in tokens.opens] == [reading]
+
+
 def test_a_newer_attempt_at_a_live_request_only_tells_its_story_anew() -> None:
     world = World(depth=1)
     for request_id in range(2):
@@ -55,9 +64,7 @@ def test_a_newer_attempt_at_a_live_request_only_tells_its_story_anew() -> None:
     for _ in range(3):
         world.step()
     before = list(world.outcomes[0].tokens)
-    message = msgspec.structs.replace(
-        world.sent[0], attempt=1, detokenizer=1, output_ids=codec.pack_i32(before[:1])
-    )
+    message = changed(world.sent[0], attempt=1, detokenizer=1, output_ids=codec.pack_i32(before[:1]))
     (old, closing), (new, opening) = world.engine.admit(message, world.tick()).tokens
     assert (old, list(codec.unpack_i64(closing.closed)), closing.opens) == (0, [0], [])
     (opened,) = opening.opens

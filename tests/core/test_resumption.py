@@ -7,7 +7,8 @@ import pytest
 from quintet.core.resumption import Shelf
 from quintet.wire import codec
 from quintet.wire.ids import RequestIds
-from quintet.wire.messages import Claim, FinishReason, Reclaim, Reclaimed
+from quintet.wire.messages import FinishReason, Reclaim, Reclaimed
+from quintet.wire.request import Claim
 
 from .fake import World, expected
 
@@ -51,7 +52,7 @@ def test_nothing_is_drawn_twice_for_a_client_that_comes_back(depth: int, num_ste
     assert world.engine.num_live == 0
     world.assert_idle()
     answer = reclaim(world, 1)
-    assert answer.admit is not None and answer.admit.claim == CLAIM
+    assert answer.admit is not None and answer.admit.spec.claim == CLAIM
     [(choice, outputs)] = answer.choices
     known = list(codec.unpack_i32(outputs))
     assert choice == 0 and known == expected(PROMPT, 1, 8, stops=())[: len(known)]

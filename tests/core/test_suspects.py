@@ -17,6 +17,7 @@ from quintet.wire import codec
 from quintet.wire.errors import ErrorCode
 from quintet.wire.messages import Admit, FinishReason
 from quintet.wire.params import SamplingParams, seed_of_choice
+from quintet.wire.request import RequestSpec
 from quintet.wire.step import NewRow
 
 from .fake import ExecutorFails, Fault, World, expected, no_fault
@@ -259,7 +260,7 @@ def test_refusals_are_bounded() -> None:
     for number in range(MAX_REFUSED + 5):
         refusals.add(number.to_bytes(8, "little"), "it broke", 0)
     assert len(refusals) == MAX_REFUSED
-    admit = Admit(1, codec.pack_i32([1]), SamplingParams(), 0, 0, 0)
+    admit = Admit(1, codec.pack_i32([1]), RequestSpec(SamplingParams(), 0, 0), 0)
     assert refusals.answer_to(admit, 0) is None
 
 

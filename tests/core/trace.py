@@ -132,7 +132,7 @@ def random_trace(
         elif dice < 0.23 and alive:
             request_id = rng.choice(alive)
             sent[request_id].silenced = True
-            world.engine.stop_hit([request_id, 10**9], [world.sent[request_id].attempt, 0], world.tick())
+            world.engine.stop_hit([request_id, 10**9], [world.sent[request_id].spec.attempt, 0], world.tick())
         elif dice < 0.234:
             if (
                 world.engine.state is None or world.engine.state.trial is None
@@ -182,7 +182,12 @@ def _admit(
     assert state is not None
     longest = min(state.limits.max_request_len, state.limits.max_prompt or 10**9, 30) - 1
     longest = max(longest, 1)
-    prompt = rng.choice(stems)[: rng.randint(1, longest)] + [rng.randrange(3, 200)] * rng.randint(0, 1)
+    stem = rng.choice(stems)
+    if not state.limits.groups.is_plain and sent and rng.random() < 0.3:
+        before = rng.choice(list(sent))  # a chat's next turn
+        stem = sent[before].prompt + (world.outcomes[before].tokens if before in world.outcomes else [])
+        stem = [token for token in stem if token < RAISES] + stems[0][:5]
+    prompt = stem[: rng.randint(1, longest)] + [rng.randrange(3, 200)] * rng.randint(0, 1)
     prompt = prompt[:longest]
     if poisonous and rng.random() < poisonous:
         prompt[rng.randrange(len(prompt))] = rng.choice([RAISES, DIES, RAISES_LATER, DIES_DECODING])

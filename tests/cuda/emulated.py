@@ -21,8 +21,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quintet.executor.cuda.device import Argument, Event, Kernel, LaunchError, Size, check_launch
 
@@ -43,6 +45,15 @@ _C_TYPES: dict[str, Callable[[float], ctypes._SimpleCData[int] | ctypes._SimpleC
     "l": lambda value: ctypes.c_int64(int(value)),
     "f": ctypes.c_float,
 }
+
+
+aten = torch.ops.aten
+WAITING = {
+    *(aten._local_scalar_dense, aten.equal, aten.nonzero, aten.masked_select, aten.bincount, aten.lift_fresh),
+    *(aten._unique2, aten.unique_dim, aten.unique_consecutive, aten.nonzero_static),
+}
+"""``item``, comparisons by the host, sizes that depend on numbers, and ``torch.tensor`` of what the host has."""
+BY_INDEX = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
 
 
 class KernelError(Exception):
@@ -102,6 +113,20 @@ class EmulatedEvent:
         return (self.made_at - since.made_at) * 1e3
 
 
+class NothingWaits(TorchDispatchMode):
+    """Refuses operations of torch that a GPU cannot capture: their result, or its size, would have to be known to the host."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        chooses_by_mask = func.overloadpacket in BY_INDEX and any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        )
+        if chooses_by_mask or func.overloadpacket in WAITING or func is aten.repeat_interleave.Tensor:
+            raise LaunchError(f"{func} waits for the device, or copies from the host, within a captured step")
+        return func(*args, **kwargs or {})
+
+
 class EmulatedDevice:
     """A small device of compute capability 9.0, on the CPU.
 
@@ -159,7 +184,11 @@ class EmulatedDevice:
             event.passed.set()
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        return run
+        def replay() -> None:
+            with NothingWaits():  # type: ignore[no-untyped-call]
+                run()
+
+        return replay
 
     def free_bytes(self) -> int:
         return self.num_free_bytes

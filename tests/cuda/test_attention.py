@@ -26,6 +26,22 @@ def test_one_new_token_per_row(device: Device, num_heads: int, num_kv_heads: int
     Problem(device, shape, LENGTHS).run(ALONE).check()
 
 
+def test_blocks_as_large_as_a_state(device: Device) -> None:
+    shape = Shape(block_size=1040, max_model_len=4096)
+    rows: list[Row] = [(1100, 1), (1030, 12), (1039, 1), (1040, 1)]
+    Problem(device, shape, [start + count for start, count in rows]).run(rows).check()
+    assert not Shape(block_size=1040, max_model_len=1 << 22).plan(device).reads_blocks_of(1040)
+
+
+@pytest.mark.parametrize("block_size", [2, 3, 16, 48, 1040, 2080, 4096, 65520])
+def test_a_block_is_found_without_dividing(block_size: int) -> None:
+    """As csrc/cuda/attention.cuh has it, for all the positions that a plan lets a sequence have."""
+    inverse = 0xFFFFFFFF // block_size + 1
+    borders = range(0, (1 << 32) // block_size, max(1, (1 << 32) // block_size**2 // 1000) * block_size)
+    for position in (at for border in borders for at in (max(0, border - 1), border)):
+        assert position * inverse >> 32 == position // block_size
+
+
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -38,6 +38,8 @@ def test_rms_norm(device: Device, width: int, dtype: torch.dtype) -> None:
     assert_within_steps(rms_norm(device, x, None, EPS), reference(x, None, EPS), steps)
     gemma = rms_norm(device, x, weight, EPS, offset=1.0)
     assert_within_steps(gemma, reference(x, weight, EPS, 1.0), steps)
+    once = rms_norm(device, x, weight, EPS, rounds_once=True)
+    assert_within_steps(once, reference(x, weight, EPS, rounds_once=True), steps)
 
 
 @pytest.mark.parametrize("dtype", FORMATS)

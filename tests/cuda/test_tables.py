@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from quintet.executor.batch import BatchBuilder, KvShape, Rows
+from quintet.executor.batch import BatchBuilder, Rows
 from quintet.executor.cuda.device import Device
 from quintet.executor.cuda.ops.tables import (
     ONE_BLOCK_TOKENS,
@@ -21,7 +21,7 @@ from quintet.executor.cuda.ops.tables import (
 )
 from quintet.executor.cuda.rows import SampledRows, StepRows
 from quintet.executor.cuda.tables import DeviceTables, StepMemory
-from quintet.executor.layers.attention import Sight
+from quintet.executor.layers.attention import Heads, Sight
 from quintet.executor.sampling.settings import settings_of, settings_table
 from quintet.executor.slots import SlotTables
 from quintet.wire.codec import pack_i32
@@ -78,7 +78,7 @@ class World:
         self.host = SlotTables(NUM_SLOTS, MAX_LEN, KV, torch.device("cpu"))
         self.tables = DeviceTables.reserve(NUM_SLOTS, MAX_LEN, KV, self.device.torch_device)
         self.memory = StepMemory(self.tables, 2 * ONE_BLOCK_TOKENS)
-        self.builder = BatchBuilder(KvShape(1, BLOCK_SIZE, 4), [(0, Sight())], 1, True, torch.float32)
+        self.builder = BatchBuilder(BLOCK_SIZE, [(0, Sight(), Heads(1, 1, 4, 4))], True, torch.float32)
 
     def run(
         self, plan: StepPlan, padded_rows: int | None = None, padded_tokens: int | None = None

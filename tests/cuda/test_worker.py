@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 from tests.gpu.small import CARD, SMALLER, run_all
-from tests.models import equal
+from tests.models import equal, forms
 from tests.models.conftest import engine_config, in_groups, serve
+from tests.models.families import FAMILIES, prompts_of
 from tests.models.random_checkpoints import expectations, write_checkpoint
-from tests.models.rows import falcon, gemma, gpt, latent, routed
+from tests.models.rows import falcon, gemma, gpt, latent, routed, states
 from tests.models.test_engine import GREEDY, House, changed, small_kv, without_prefix_cache
-from tests.models.test_families import FAMILIES, prompts_of
 from tests.models.test_swapping import with_host_memory
 
 from quintet.executor.cards.card import read_card
@@ -31,7 +31,7 @@ from quintet.executor.quant.none import RowMajorLinear
 from quintet.executor.quant.stack import RowMajorStack, StackMethod, StackShape
 from quintet.executor.weights.load import fill_randomly, load_checkpoint
 from quintet.executor.weights.plan import WeightPlan
-from quintet.executor.worker import DTYPES
+from quintet.executor.worker import DTYPES, make_torch_worker
 from quintet.wire.config import EngineConfig
 from quintet.wire.params import SamplingParams
 
@@ -39,16 +39,26 @@ __all__ = ["serve"]
 
 KINDS = {
     "experts": routed.ROWS["mixtral"],
-    "sinks": routed.ROWS["gpt-oss"],
-    "chunks, neighbours, layers without rotation": routed.ROWS["llama4"],
     "side by side, a part rotated": gpt.ROWS["gpt_neox"],
     "ALiBi": falcon.ROWS["bloom"],
-    "neighbours, side by side": gpt.ROWS["gptj"],
     "soft caps": gemma.ROWS["gemma2"],
     "two rotations": gemma.ROWS["gemma3"],
     "latent": latent.ROWS["minicpm3"],
+    "states, and no attention": states.ROWS["mamba"],
+    "states beside attention, experts": states.ROWS["qwen3 next"],
 }
 """One model of each kind of layer that the families do not have."""
+MORE_KINDS = {
+    "sinks": routed.ROWS["gpt-oss"],
+    "chunks, neighbours, layers without rotation": routed.ROWS["llama4"],
+    "neighbours, side by side": gpt.ROWS["gptj"],
+    "latent, experts of groups": latent.ROWS["deepseek v3"],
+    "states of heads": states.ROWS["mamba2"],
+    "states of heads and attention in one layer": states.ROWS["falcon h1"],
+    "states, attention and experts": states.ROWS["jamba, experts"],
+    "short convolutions": states.ROWS["lfm2"],
+}
+"""Their relations, of what has been shown once."""
 BLOCKS_OF_16 = pytest.mark.parametrize("serve", [16], indirect=True)
 
 
@@ -88,11 +98,12 @@ def worker_on(
 
 
 @BLOCKS_OF_16
+@pytest.mark.drawn(4)  # switches of one shape; `KINDS` has the others
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_transformers(family: str, serve: Callable[..., Any], device: Device) -> None:
     served = serve(FAMILIES[family](), max_model_len=96)
     prompts = prompts_of((1, 3, 8, 17, 29))
-    expected = [served.greedy(prompt, 12) for prompt in prompts]
+    expected = served.greedy(prompts, 12)
     config = in_groups(changed(served.config, max_num_seqs=8, max_num_batched_tokens=23))
     house = House(config, worker_on(device, config))
     for i, prompt in enumerate(prompts):
@@ -101,11 +112,14 @@ def test_tokens_are_transformers(family: str, serve: Callable[..., Any], device:
     assert [house.outputs[i + 1] for i in range(len(prompts))] == expected
 
 
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize(
+    "family", [*KINDS, *(pytest.param(name, marks=pytest.mark.whole) for name in MORE_KINDS)]
+)
 def test_tokens_of_other_kinds_of_layers(family: str, tmp_path: Path, device: Device) -> None:
     """What has no kernel of ours computes with torch inside the captured step. Tokens that choose fewer experts than there are,
     and tokens that choose more."""
-    expected = expectations(write_checkpoint(KINDS[family], tmp_path), (1, 9, 17, 29))
+    row = KINDS.get(family) or MORE_KINDS[family]
+    expected = expectations(write_checkpoint(row, tmp_path), (1, 9, 17, 29))
     config = changed(equal.load(tmp_path).config, max_num_seqs=8, max_num_batched_tokens=23)
     house = House(config, worker_on(device, config))
     for i, each in enumerate(expected):
@@ -119,7 +133,7 @@ def test_tokens_do_not_depend_on_scheduling_nor_on_graphs(serve: Callable[..., A
     served = serve(FAMILIES["llama-gqa-biases"](), max_model_len=96)
     prompts = prompts_of()
     num_tokens = 20
-    expected = [served.greedy(prompt, num_tokens) for prompt in prompts]
+    expected = served.greedy(prompts, num_tokens)
     base = with_host_memory(changed(served.config, max_num_seqs=8))
     captured, eager = worker_on(device, base), worker_on(device, base, captured=False)
     variants = {
@@ -164,6 +178,22 @@ def test_what_a_request_asks_of_its_draws(serve: Callable[..., Any], device: Dev
 
 
 @BLOCKS_OF_16
+def test_answers_with_a_form(serve: Callable[..., Any], tmp_path: Path, device: Device) -> None:
+    """Beside plain rows, two plans in flight: as the host's kernels draw them."""
+    served = serve(FAMILIES["qwen2"](), max_model_len=96)
+    config = forms.with_vocabulary(changed(served.config, max_num_seqs=8), tmp_path)
+    drawn = []
+    for worker in (make_torch_worker(config), worker_on(device, config)):
+        house = House(config, worker)
+        for number in (0, 1, 2, 4):
+            house.admit(number + 1, prompts_of()[number], forms.asked(num_tokens=24)[number])
+        house.run()
+        drawn.append(house.outputs)
+    assert drawn[0] == drawn[1]
+    forms.check({request_id - 1: tokens for request_id, tokens in drawn[1].items()})
+
+
+@BLOCKS_OF_16
 def test_the_host_waits_for_nothing_while_plain_rows_decode(
     serve: Callable[..., Any], device: Device
 ) -> None:
@@ -177,7 +207,7 @@ def test_the_host_waits_for_nothing_while_plain_rows_decode(
     assert all(plan is not None for plan in plans)
     pendings = [worker.begin(plan) for plan in plans if plan is not None]
     tokens = b"".join(pending.result().token_ids for pending in pendings)
-    expected = served.greedy(prompts_of()[4], 2)
+    expected = served.greedy(prompts_of()[4:5], 2)[0]
     assert list(torch.frombuffer(bytearray(tokens), dtype=torch.int32)) == expected
     assert all(pending.device_ms is not None for pending in pendings)
     assert pendings[1].gap_ms is not None
@@ -203,9 +233,7 @@ def test_a_step_without_memory_is_computed_in_parts(
     for i, prompt in enumerate(prompts):
         house.admit(i + 1, prompt, SamplingParams(temperature=0.0, max_tokens=6, seed=0))
     house.run()
-    assert [house.outputs[i + 1] for i in range(len(prompts))] == [
-        served.greedy(prompt, 6) for prompt in prompts
-    ]
+    assert [house.outputs[i + 1] for i in range(len(prompts))] == served.greedy(prompts, 6)
     assert worker.num_split > 0
 
 

@@ -12,8 +12,20 @@ from pathlib import Path
 import pytest
 from bench.gpu.engine import EngineAlone
 from tests.cuda.test_worker import worker_on
-from tests.gpu.small import CARD, SMALLER, params, prompts, run_all, with_blocks, with_scheduler
+from tests.gpu.small import (
+    CARD,
+    SMALLER,
+    params,
+    prompts,
+    run_all,
+    with_blocks,
+    with_executor,
+    with_scheduler,
+)
 from tests.models.conftest import engine_config
+from tests.models.equal import load
+from tests.models.random_checkpoints import write_checkpoint
+from tests.models.rows import dense, latent, states
 
 from quintet.executor.cuda.device import Device
 from quintet.executor.cuda.worker import DeviceWorker
@@ -33,7 +45,16 @@ def invariant_config(folder: Path) -> EngineConfig:
     config = engine_config(
         folder, card, 16, 128, "bfloat16", load_format="dummy", seed=3, batch_invariant=True
     )
-    return with_scheduler(with_blocks(config, 200), max_num_seqs=16)
+    return with_scheduler(with_blocks(config, 200), max_num_seqs=len(REQUESTS))
+
+
+KINDS = {
+    "latent, experts of groups": latent.ROWS["deepseek v3"],
+    "states beside attention, experts": states.ROWS["qwen3 next"],
+    "norms of heads with weights of their own": dense.ROWS["cohere, normed queries"],
+    "states of heads and attention in one layer": states.ROWS["falcon h1, normed"],
+}
+"""What computes by other kernels than a Llama."""
 
 
 def ask(config: EngineConfig, worker: DeviceWorker, numbers: tuple[int, ...] = REQUESTS) -> EngineAlone:
@@ -62,6 +83,22 @@ def test_bits_do_not_depend_on_the_batch(config: EngineConfig, device: Device) -
         assert bits_of(ask(config, worker, (number,)))[number] == together[number], f"request {number} alone"
     in_chunks = with_scheduler(config, max_num_batched_tokens=29, long_prefill_token_threshold=13)
     assert bits_of(ask(in_chunks, worker)) == together, "in chunks"
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits_of_other_kinds_of_layers(kind: str, tmp_path: Path, device: Device) -> None:
+    """The same, with chunks in which nothing is kept of a state, and all in one worker."""
+    write_checkpoint(KINDS[kind], tmp_path)
+    loaded = load(tmp_path, "bfloat16")
+    invariant = with_executor(loaded.config, batch_invariant=True)
+    config = with_scheduler(invariant, max_num_seqs=8, max_num_batched_tokens=128)
+    worker = worker_on(device, config)
+    together = bits_of(ask(config, worker, (5, 6)))
+    assert all(len(told) == NUM_TOKENS for told in together.values())
+    assert bits_of(ask(config, worker, (5,)))[5] == together[5], "alone"
+    in_chunks = with_scheduler(config, max_num_batched_tokens=29, long_prefill_token_threshold=13)
+    assert bits_of(ask(in_chunks, worker, (5, 6))) == together, "in chunks"
 
 
 def test_bits_do_not_depend_on_preemption_nor_on_graphs(config: EngineConfig, device: Device) -> None:

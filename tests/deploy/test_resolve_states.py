@@ -1,15 +1,12 @@
-"""What serving a model with states is resolved to: their blocks, and where they are not served."""
+"""What serving a model with states is resolved to: their blocks."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from quintet.deploy.resolve.card import read_facts
 from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.rules import kv_spec
-from quintet.wire.errors import ConfigError
 
 from .model_folder import write_model
 
@@ -37,7 +34,11 @@ def test_blocks_hold_as_many_tokens_as_take_what_a_state_does(tmp_path: Path) ->
     assert kv.block_size * token_bytes <= state.num_bytes(2) < (kv.block_size + 16) * token_bytes
 
 
-def test_states_are_not_served_on_a_gpu(tmp_path: Path) -> None:
-    facts = read_facts(write_model(tmp_path, **SMALL_LFM))
-    with pytest.raises(ConfigError, match="--device cpu"):
-        kv_spec(Options(model=str(tmp_path)), "cuda", facts, 2)
+def test_a_gpu_has_the_same_blocks(tmp_path: Path) -> None:
+    """With keys and values of one byte each, too: so many more tokens take what a state does."""
+    facts = read_facts(write_model(tmp_path, **SMALL_LFM, conv_L_cache=16, hidden_size=4096, head_dim=16))
+    kv = kv_spec(Options(model=str(tmp_path)), "cuda", facts, 2)
+    assert kv == kv_spec(Options(model=str(tmp_path)), "cpu", facts, 2)
+    narrow = kv_spec(Options(model=str(tmp_path), kv_cache_dtype="fp8"), "cuda", facts, 2)
+    assert narrow.layer_bytes == kv.layer_bytes
+    assert narrow.block_size // 2 == kv.block_size

@@ -25,6 +25,7 @@ from quintet.frontend.app import App
 from quintet.frontend.main import make_server
 from quintet.frontend.service import Service
 from quintet.wire import messages
+from quintet.wire.channels import Channel, RowSpans
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ErrorCode
@@ -97,6 +98,8 @@ class FakeEngine:
     """Fail requests after this many tokens."""
     silent_after: int | None = None
     """Say nothing more after this many tokens."""
+    script: list[list[tuple[int, int, str]]] = field(default_factory=list)
+    """What each token says, by channel and call, to requests that are read by parsers; it ends with a stop."""
     live: dict[int, Submit] = field(default_factory=dict)
     arrived: threading.Condition = field(default_factory=threading.Condition)
 
@@ -170,7 +173,7 @@ class FakeEngine:
             del self.live[submit.request_id]
             self.deliver(Failed(submit.request_id, ErrorCode.INTERNAL, "The engine broke."))
             return
-        params = submit.params
+        params = submit.spec.params
         ids = [submit.request_id + c for c in range(params.n)]
         prompt_text = submit.prompt.text if isinstance(submit.prompt, TextPrompt) else " t1 t2"
         prompt_ids = (
@@ -178,13 +181,19 @@ class FakeEngine:
             if isinstance(submit.prompt, TokenPrompt)
             else list(range(1, 1 + max(1, len(prompt_text.split()))))
         )
-        base = len(prompt_text) if submit.echo else 0
+        base = len(prompt_text) if submit.spec.echo else 0
         piece = f" t{index}"
         reason, stop = FinishReason.NONE, None
         if any(s in piece for s in params.stop):
             reason, stop, piece = FinishReason.STOP, params.stop[0], ""
         elif index + 1 == (params.max_tokens or 4):
             reason = FinishReason.LENGTH
+        spoken = self.script[index : index + 1] if submit.spec.reading is not None else []
+        if spoken:
+            piece = "".join(text for _, _, text in spoken[0])
+            reason = FinishReason.STOP if index + 1 == len(self.script) else FinishReason.NONE
+        spans = [(channel, call, len(text)) for channel, call, text in spoken[0]] if spoken else []
+        heard = [channel for token in self.script for channel, _, _ in token]
         started = []
         if index == 0:
             prompt_logprobs = None
@@ -197,11 +206,11 @@ class FakeEngine:
                 Started(
                     rid,
                     len(prompt_ids),
-                    1 if submit.cache_salt else 0,
-                    submit.arrival_ns,
-                    submit.arrival_ns,
-                    pack_i32(prompt_ids) if submit.return_prompt_ids else b"",
-                    prompt_text if submit.echo else None,
+                    1 if submit.spec.cache_salt else 0,
+                    submit.spec.arrival_ns,
+                    submit.spec.arrival_ns,
+                    pack_i32(prompt_ids) if submit.spec.return_prompt_ids else b"",
+                    prompt_text if submit.spec.echo else None,
                     prompt_logprobs,
                 )
                 for rid in ids
@@ -215,8 +224,8 @@ class FakeEngine:
         self.deliver(
             Text(
                 step=index,
-                sent_ns=submit.arrival_ns,
-                tokens_sent_ns=submit.arrival_ns,
+                sent_ns=submit.spec.arrival_ns,
+                tokens_sent_ns=submit.spec.arrival_ns,
                 started=started,
                 request_ids=ids,
                 deltas=[piece] * params.n,
@@ -224,8 +233,21 @@ class FakeEngine:
                 first_indexes=[index] * params.n,
                 num_tokens=[1] * params.n,
                 token_ids=pack_i32([10 + index] * params.n),
-                finishes=[Finish(rid, reason, stop, index + 1) for rid in ids] if reason else [],
+                finishes=[
+                    Finish(
+                        rid,
+                        reason,
+                        stop,
+                        index + 1,
+                        heard.count(Channel.REASONING),
+                        heard.count(Channel.NAME),
+                    )
+                    for rid in ids
+                ]
+                if reason
+                else [],
                 logprobs=logprobs,
+                spans=[RowSpans(row, spans) for row in range(params.n)] if spans else [],
             )
         )
         if reason:

@@ -1,6 +1,6 @@
 """Requests and their answers as recorded in ``bodies/``: the shapes clients depend on, field by field.
 
-Ids come from ``request_id``; ``created`` is 0 in the files.
+Ids come from ``request_id``; times are 0 in the files.
 """
 
 import json
@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
+TIMES = ("created", "created_at")
 BODIES = sorted((Path(__file__).parent / "bodies").glob("*.json"))
 
 
 def without_time(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: 0 if key == "created" else without_time(item) for key, item in value.items()}
+        return {key: 0 if key in TIMES else without_time(item) for key, item in value.items()}
     if isinstance(value, list):
         return [without_time(item) for item in value]
     return value

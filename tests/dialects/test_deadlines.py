@@ -30,9 +30,9 @@ def test_the_stricter_of_field_and_header_travels_with_the_request(shared: Any, 
         asked = {**body, "max_tokens": 1, "timeout": timeout}
         assert shared.ask("POST", path, asked, headers).status == 200
         submit = shared.engine.wait_for(Submit)[-1]
-        assert submit.deadline_ns - submit.arrival_ns == expected_s * 1e9
+        assert submit.spec.deadline_ns - submit.spec.arrival_ns == expected_s * 1e9
     assert shared.ask("POST", path, {**body, "max_tokens": 1}).status == 200
-    assert shared.engine.wait_for(Submit)[-1].deadline_ns == 0
+    assert shared.engine.wait_for(Submit)[-1].spec.deadline_ns == 0
 
 
 @pytest.mark.parametrize("value", ["", "0", "-5", "1.5", "soon", "9" * 13, "\u0662"])

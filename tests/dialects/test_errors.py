@@ -11,6 +11,9 @@ from quintet.wire.messages import Submit
 
 C, H = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "x"}]
+NESTED: dict[str, object] = {}
+for _ in range(65):
+    NESTED = {"items": NESTED}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 
 CASES: list[tuple[str, Any, int, str | None, list[str]]] = [
@@ -73,20 +76,38 @@ CASES: list[tuple[str, Any, int, str | None, list[str]]] = [
     (C, {"prompt": "x", "response_format": {"type": "xml"}}, 400, "response_format", ["'xml'"]),
     (C, {"prompt": "x" * 251}, 400, "prompt", ["251", "at most 256"]),
     (C, {"prompt": "x", "model": "gpt-9"}, 404, "model", ["The model `gpt-9` does not exist", "`toy`"]),
-    (C, {"prompt": "x", "use_beam_search": True}, 501, "use_beam_search", ["beam search"]),
-    (C, {"prompt": "x", "prompt_embeds": "AAAA"}, 501, "prompt_embeds", ["embeddings"]),
-    (C, {"prompt": "x", "structured_outputs": {"regex": "a"}}, 501, "structured_outputs", ["constrained"]),
-    (C, {"prompt": "x", "guided_json": {}}, 501, "guided_json", ["constrained"]),
-    (C, {"prompt": "x", "guided_regex": "a"}, 501, "guided_regex", ["constrained"]),
-    (C, {"prompt": "x", "guided_choice": ["a"]}, 501, "guided_choice", ["constrained"]),
-    (C, {"prompt": "x", "guided_grammar": "a"}, 501, "guided_grammar", ["constrained"]),
-    (C, {"prompt": "x", "response_format": {"type": "json_object"}}, 501, "response_format", ["constrained"]),
-    (C, {"prompt": "x", "kv_transfer_params": {"a": 1}}, 501, "kv_transfer_params", []),
-    (C, {"prompt": "x", "return_token_offsets": True}, 501, "return_token_offsets", []),
-    (C, {"prompt": "x", "thinking_token_budget": 5}, 501, "thinking_token_budget", ["reasoning"]),
+    (C, {"prompt": "x", "use_beam_search": True}, 400, "use_beam_search", ["beam search"]),
+    (C, {"prompt": "x", "prompt_embeds": "AAAA"}, 400, "prompt_embeds", ["embeddings"]),
+    (C, {"prompt": "x", "structured_outputs": {}}, 400, "structured_outputs", ["nothing", "exactly one of"]),
+    (C, {"prompt": "x", "structured_outputs": {"regex": "a", "choice": ["b"]}}, 400, "structured_outputs", ["regex and choice"]),
+    (C, {"prompt": "x", "structured_outputs": {"json": "{"}}, 400, "structured_outputs", ["not JSON"]),
+    (C, {"prompt": "x", "structured_outputs": {"json": 5}}, 400, "structured_outputs", ["$.json"]),
+    (C, {"prompt": "x", "structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, 400, "structured_outputs",
+     ["JSON only"]),
+    (C, {"prompt": "x", "guided_json": [1]}, 400, "guided_json", ["guided_json"]),
+    (C, {"prompt": "x", "guided_json": {"a": "x" * 200_000}}, 400, "guided_json", ["at most 131072"]),
+    (C, {"prompt": "x", "guided_regex": "a", "guided_choice": ["b"]}, 400, "structured_outputs", ["one of them"]),
+    (C, {"prompt": "x", "guided_choice": []}, 400, "guided_choice", ["at least one"]),
+    (C, {"prompt": "x", "guided_choice": ["a", ""]}, 400, "guided_choice", ["empty"]),
+    (C, {"prompt": "x", "guided_choice": "a"}, 400, "guided_choice", ["choice"]),
+    (H, {"messages": USER, "response_format": {"type": "json_schema"}}, 400, "response_format", ["json_schema is missing"]),
+    (H, {"messages": USER, "response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, 400, "response_format",
+     ["schema"]),
+    (H, {"messages": USER, "guided_json": NESTED}, 400, "guided_json", ["nested deeper than 64"]),
+    (C, {"prompt": "x", "kv_transfer_params": {"a": 1}}, 400, "kv_transfer_params", []),
+    (C, {"prompt": "x", "return_token_offsets": True}, 400, "return_token_offsets", []),
+    (C, {"prompt": "x", "thinking_token_budget": 5}, 400, "thinking_token_budget", ["reasoning"]),
     (C, {"prompt": "x", "stream": True, "stream_interval": 0}, 400, "stream_interval", ["at least 1"]),
-    (C, {"prompt": "x", "detokenize": False}, 501, "detokenize", ["return_token_ids"]),
-    (C, {"prompt": "x", "best_of": 3}, 501, "best_of", ["`n`"]),
+    (C, {"prompt": "x", "detokenize": False}, 400, "detokenize", ["return_token_ids"]),
+    (C, {"prompt": "x", "best_of": 3}, 400, "best_of", ["`n`"]),
+    (C, {"prompt": "x", "use_beam_search": True, "temperature": 9}, 400, "temperature", ["between 0 and 2"]),
+    (C, {"use_beam_search": True}, 400, "prompt", ["missing"]),
+    (H, {"messages": [], "mm_payload": {"a": 1}}, 400, "messages", ["at least one"]),
+    (C, {"prompt": "x", "max_tokens": "0"}, 400, "max_tokens", ["at least 1"]),
+    (C, {"prompt": "x", "max_tokens": "5", "top_k": "many"}, 400, "top_k", ['"many"', "int"]),
+    (C, {"prompt": "x", "temperature": "nan"}, 400, "temperature", ["between 0 and 2"]),
+    (C, {"prompt": "x", "max_tokens": "9" * 5000}, 400, "max_tokens", ["999"]),
+    (H, {"messages": USER, "tools": []}, 400, "tools", ["at least one"]),
     (C, {"prompt": "x", "logit_bias": {"１": 1}}, 400, "logit_bias", ["token ids"]),
     (C, {"prompt": "x", "logit_bias": {"1_0": 1}}, 400, "logit_bias", ["token ids"]),
     (C, {"prompt": "x", "logit_bias": {"9" * 5000: 1}}, 400, "logit_bias", ["..."]),
@@ -100,8 +121,8 @@ CASES: list[tuple[str, Any, int, str | None, list[str]]] = [
     (H, b'{"messages":' + b"[" * 5000 + b"]" * 5000 + b"}", 400, None, ["not valid JSON"]),
     (H, b'{"messages":[{"role":"user"}],"documents":["\xff"]}', 400, "documents", ["not valid JSON"]),
     (H, b'{"messages":[{"role":"user"}],"chat_template_kwargs":{"a":"\xff"}}', 400, "chat_template_kwargs", ["not valid"]),
-    (H, {"messages": USER, "functions": [{"name": "f"}]}, 501, "functions", ["`tools`"]),
-    (H, {"messages": USER, "function_call": "auto"}, 501, "function_call", ["`tools`"]),
+    (H, {"messages": USER, "functions": [{"name": "f"}]}, 400, "functions", ["`tools`"]),
+    (H, {"messages": USER, "function_call": "auto"}, 400, "function_call", ["`tools`"]),
     (H, {}, 400, "messages", ["missing"]),
     (H, {"messages": []}, 400, "messages", ["at least one"]),
     (H, {"messages": "hi"}, 400, "messages", ['"hi"', "array"]),
@@ -116,15 +137,20 @@ CASES: list[tuple[str, Any, int, str | None, list[str]]] = [
     (H, {"messages": USER, "tools": [{"type": "function"}]}, 400, "tools[0].function", ["missing"]),
     (H, {"messages": USER, "tool_choice": "auto"}, 400, "tool_choice", ["tools"]),
     (H, {"messages": USER, "tools": TOOLS, "tool_choice": "maybe"}, 400, "tool_choice", ["'maybe'"]),
-    (H, {"messages": USER, "tools": TOOLS, "tool_choice": "required"}, 501, "tool_choice", ["forced tool calls"]),
-    (H, {"messages": USER, "tools": TOOLS, "tool_choice": {"type": "function"}}, 501, "tool_choice", ["forced"]),
+    (H, {"messages": USER, "tools": TOOLS, "tool_choice": {"type": "function"}}, 400, "tool_choice", ['{"name": …}']),
+    (H, {"messages": USER, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "nobody"}}}, 400,
+     "tool_choice", ["'nobody'", "none of the tools"]),
+    (H, {"messages": USER, "tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, 400,
+     "tool_choice", ["another form"]),
+    (H, {"messages": USER, "tools": [{"type": "function", "function": {"name": "a b"}}], "tool_choice": "required"}, 400,
+     "tools", ["'a b'"]),
     (H, {"messages": USER, "continue_final_message": True, "add_generation_prompt": True}, 400, "continue_final_message", []),
     (H, {"messages": USER, "chat_template_kwargs": [1]}, 400, "chat_template_kwargs", ["object"]),
     (H, {"messages": USER, "chat_template": "{% for x in y %}"}, 400, "chat_template", ["--trust-request-chat-template"]),
     (H, {"messages": USER, "chat_template": "typo"}, 400, "chat_template", ["'typo'", "(default, tool_use)"]),
     ("/tokenize", {"messages": USER, "chat_template": "typo"}, 400, "chat_template", ["'typo'"]),
     (H, {"messages": USER, "reasoning_effort": "huge"}, 400, "reasoning_effort", ["'huge'", "medium"]),
-    (H, {"messages": USER, "mm_payload": {"a": 1}}, 501, "mm_payload", ["other than text"]),
+    (H, {"messages": USER, "mm_payload": {"a": 1}}, 400, "mm_payload", ["other than text"]),
     ("/tokenize", {}, 400, "prompt", ["both missing"]),
     ("/tokenize", {"prompt": 5}, 400, "prompt", ["5"]),
     ("/tokenize", {"prompt": "x", "model": "gpt-9"}, 404, "model", ["gpt-9"]),
@@ -185,6 +211,24 @@ def test_what_is_off_passes(shared: Any) -> None:
         "unheard_of": [1],
     }
     assert shared.ask("POST", C, body).status == 200
+
+
+def test_numbers_and_truth_values_may_be_strings(serve: Any) -> None:
+    server = serve()
+    sent = {
+        "max_tokens": "5",
+        "temperature": "0.5",
+        "stop_token_ids": ["7"],
+        "logit_bias": {"3": "1.5"},
+        "ignore_eos": "true",
+    }
+    for path, more in ((C, {"prompt": "5"}), (H, {"messages": USER, "logprobs": "False", "seed": "-3"})):
+        assert server.ask("POST", path, {**sent, **more}).status == 200
+        params = server.engine.wait_for(Submit)[-1].spec.params
+        assert (params.max_tokens, params.temperature, params.stop_token_ids) == (5, 0.5, [7])
+        assert (params.logit_bias, params.ignore_eos) == ({3: 1.5}, True)
+    assert params.seed == -3 and params.logprobs is None
+    assert server.engine.wait_for(Submit)[0].prompt.text == "5"
 
 
 def test_paths_and_methods(shared: Any) -> None:

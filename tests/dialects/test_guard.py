@@ -11,7 +11,7 @@ import pytest
 from quintet.frontend.app import ROUTES
 
 OPEN = {"/livez", "/readyz", "/health", "/ping"}
-GUARDED = [path.replace("{id:path}", "toy") for path, _, _ in ROUTES if path not in OPEN] + ["/", "/nowhere"]
+GUARDED = [row.path.replace("{id:path}", "toy") for row in ROUTES if row.path not in OPEN] + ["/", "/nowhere"]
 COMPLETION = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
 
 
@@ -22,7 +22,8 @@ def test_every_route_but_liveness_needs_a_key(serve: Callable[..., Any]) -> None
             for headers in ({}, {"authorization": "Bearer third"}, {"x-api-key": ""}):
                 refused = server.ask(method, path, headers=headers)
                 assert refused.status == 401, path
-                assert refused.json["error"]["type"] == "AuthenticationError"
+                kind = "authentication_error" if path.startswith("/v1/messages") else "AuthenticationError"
+                assert refused.json["error"]["type"] == kind
                 assert refused.headers["www-authenticate"] == "Bearer"
     for path in OPEN:
         assert server.ask("GET", path).status == 200

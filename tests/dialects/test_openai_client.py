@@ -1,5 +1,6 @@
 """The openai package, unchanged, against the server."""
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -55,7 +56,7 @@ def test_a_chat_with_every_sampling_field(client: OpenAI, shared: Any) -> None:
     )
     assert [choice.message.content for choice in answer.choices] == [" t0 t1", " t0 t1"]
     submit = shared.engine.wait_for(shared.kinds.Submit)[-1]
-    params = submit.params
+    params = submit.spec.params
     assert (params.n, params.max_tokens, params.seed, params.stop) == (2, 2, 7, ["zzz"])
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.7, 0.9, 5, 0.1)
     assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.1, -0.1, 1.1)
@@ -63,7 +64,7 @@ def test_a_chat_with_every_sampling_field(client: OpenAI, shared: Any) -> None:
     assert (params.bad_words, params.allowed_token_ids, params.logit_bias) == (["no"], [1, 2], {5: 10.0})
     assert (params.skip_special_tokens, params.include_stop_str_in_output) == (False, True)
     assert params.truncate_prompt_tokens == 8
-    assert (submit.priority, submit.cache_salt) == (3, "pepper")
+    assert (submit.spec.priority, submit.spec.cache_salt) == (3, "pepper")
     assert submit.prompt.template_kwargs == b'{"enable_thinking":false}'
 
 
@@ -101,7 +102,7 @@ def test_chat_logprobs(client: OpenAI) -> None:
 def test_a_request_without_a_seed_gets_one_of_its_own(client: OpenAI, shared: Any) -> None:
     for _ in range(2):
         client.completions.create(model="toy", prompt="x", max_tokens=1)
-    seeds = [submit.params.seed for submit in shared.engine.wait_for(shared.kinds.Submit)[-2:]]
+    seeds = [submit.spec.params.seed for submit in shared.engine.wait_for(shared.kinds.Submit)[-2:]]
     assert None not in seeds
     assert seeds[0] != seeds[1]
     assert all(0 <= seed < 1 << 63 for seed in seeds)
@@ -139,3 +140,18 @@ def test_keys_and_overload(serve: Callable[..., Any]) -> None:
             assert int(refused.value.response.headers["retry-after"]) >= 1
             server.call(server.engine.release)
             assert waiting.result(10).choices[0].text == " t0"
+
+
+def test_a_long_pause_within_a_stream_is_only_a_pause(serve: Callable[..., Any]) -> None:
+    """Comments fill the silence behind events that have ids: this client takes a blank line there for an event."""
+    server = serve(keep_alive_s=0.02)
+    server.engine.silent_after = 1
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        stream = client.completions.create(model="toy", prompt="x", max_tokens=3, stream=True)
+        texts = [next(stream).choices[0].text]
+        submit = server.engine.wait_for(server.kinds.Submit)[-1]
+        time.sleep(0.1)  # several comments
+        server.engine.silent_after = None
+        server.call(server.engine.step, submit, 1, len(texts[0]))
+        texts += [chunk.choices[0].text for chunk in stream]
+    assert texts == [" t0", " t1", " t2"]

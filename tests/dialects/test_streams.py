@@ -93,11 +93,11 @@ def test_silence_is_filled_with_comments(serve: Callable[..., Any]) -> None:
     raw = RawStream(server, C, {"prompt": "x", "max_tokens": 1, "stream": True})
     try:
         assert b"text/event-stream" in raw.head()
-        assert raw.chunk() == b": keep-alive\n\n"
-        assert raw.chunk() == b": keep-alive\n\n"
+        assert raw.chunk() == b": keep-alive\n"
+        assert raw.chunk() == b": keep-alive\n"
         server.call(server.engine.release)
         rest = raw.chunk()
-        while rest == b": keep-alive\n\n":
+        while rest == b": keep-alive\n":
             rest = raw.chunk()
         assert b" t0" in rest
         assert rest.endswith(b"data: [DONE]\n\n")
@@ -228,7 +228,7 @@ def test_a_lost_core_is_a_pause(serve: Callable[..., Any], topology: Any) -> Non
     server.engine.wait_for(Submit)
     server.call(server.service.handle, topology(2, core=SeatState.DOWN))
     server.call(server.service.handle, topology(3))
-    assert [submit.attempt for submit in server.engine.wait_for(Submit, 2)] == [0, 1]
+    assert [submit.spec.attempt for submit in server.engine.wait_for(Submit, 2)] == [0, 1]
     server.call(server.engine.release)
     assert b"200" in raw.head()
     raw.close()

@@ -29,6 +29,7 @@ class Shape:
     """None: the same."""
     value_dim: int | None = None
     """None: the same."""
+    values_in_keys: bool = False
 
     @property
     def value_width(self) -> int:
@@ -53,6 +54,7 @@ class Features:
             num_kv_heads=shape.kv_heads,
             head_dim=shape.head_dim,
             value_dim=shape.value_dim,
+            values_in_keys=shape.values_in_keys,
             scale=scale,
             window=self.window,
             softcap=self.softcap,
@@ -97,7 +99,8 @@ class Requests:
             self.table[i, :count], free = free[:count], free[count:]
         dtype = shape.kv_dtype or shape.dtype
         self.kv = PagedKv.of_blocks(
-            num_blocks, dtype, shape.kv_heads, shape.head_dim, shape.block_size, shape.value_dim
+            *(num_blocks, dtype, shape.kv_heads, shape.head_dim, shape.block_size, shape.value_dim),
+            values_in_keys=shape.values_in_keys,
         )
         self.kv.memory.fill_(0xFF)  # NaN in every format
 
@@ -136,9 +139,10 @@ class Requests:
         q, k, v = self.qkv[request].split(self._widths, 1)
         q, k = (x.unflatten(1, (-1, shape.head_dim)) for x in (q, k))
         v = v.unflatten(1, (-1, shape.value_width))
-        if shape.kv_dtype is torch.int8:
-            return q.double(), in_255_steps(k), in_255_steps(v)
-        return q.double(), k.double(), v.double()
+        k, v = (in_255_steps(x) if shape.kv_dtype is torch.int8 else x.double() for x in (k, v))
+        if shape.values_in_keys:
+            v = k[..., : shape.value_width]
+        return q.double(), k, v
 
 
 def in_255_steps(x: torch.Tensor) -> torch.Tensor:

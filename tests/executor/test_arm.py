@@ -124,7 +124,7 @@ def digest_here(program_here: Path) -> str:
     return digest_of(said, isa())
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.whole  # compiles the checks; of the kernels here, `test_*_kernels.py` say the same
 @pytest.mark.parametrize("name", all_of_them())
 def test_on_this_processor(program_here: Path, digest_here: str, name: str) -> None:
     said = run(str(program_here), env={**os.environ, "QUINTET_ISA": name})

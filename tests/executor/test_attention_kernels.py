@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -132,6 +132,42 @@ def test_equals_the_reference(
     rows: list[Row] = [(i, 0, length) for i, length in enumerate(lengths)]
     for i, out in enumerate(requests.run(rows, scale)):
         check(form, out, *reference(*requests.parts(i), scale, PLAIN))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "value_dim"),
+    [(16, 1, 576, 512), (4, 2, 40, 24), (70, 1, 48, 48), (3, 3, 20, 3)],
+)
+def test_values_that_keys_begin_with(
+    form: Format, heads: int, kv_heads: int, head_dim: int, value_dim: int
+) -> None:
+    """Stored once, the bits are those of values that are stored again; but of an int8 cache, where they have the keys' scale."""
+    lengths, scale = EDGES[:-4] if heads > 7 else EDGES, head_dim**-0.5
+    shape = replace(form.shape(heads, kv_heads, head_dim, 16, value_dim), values_in_keys=True)
+    once, twice = Requests(shape, lengths), Requests(replace(shape, values_in_keys=False), lengths)
+    assert once.kv.memory.shape[1] <= twice.kv.memory.shape[1] * (head_dim + 15) / (head_dim + value_dim)
+    for i, numbers in enumerate(twice.qkv):
+        keys = numbers[:, heads * head_dim : (heads + kv_heads) * head_dim].unflatten(1, (kv_heads, -1))
+        numbers[:, (heads + kv_heads) * head_dim :] = keys[..., :value_dim].flatten(1)
+        once.qkv[i][:, (heads + kv_heads) * head_dim :] = torch.nan  # nobody reads it
+    whole: list[Row] = [(i, 0, length) for i, length in enumerate(lengths)]
+    pieces: list[list[Row]] = [
+        [(i, start, min(length, start + 37) - start) for i, length in enumerate(lengths) if start < length]
+        for start in range(0, max(lengths), 37)
+    ]
+    outputs = once.run(whole, scale)
+    for i, out in enumerate(outputs):
+        check(form, out, *reference(*once.parts(i), scale, PLAIN))
+    if form.kv_dtype is not INT8:
+        for out, other in zip(outputs, twice.run(whole, scale), strict=True):
+            assert_same_bits(out, other)
+    once.kv.memory.fill_(0xFF)
+    parts: list[list[torch.Tensor]] = [[] for _ in lengths]
+    for rows in pieces:
+        for (i, _, _), out in zip(rows, once.run(rows, scale), strict=True):
+            parts[i].append(out)
+    for out, part in zip(outputs, parts, strict=True):
+        assert_same_bits(out, torch.cat(part))
 
 
 FEATURES = {
@@ -362,9 +398,14 @@ ROTATED = {
 @dtypes
 @pytest.mark.parametrize("by_token", [False, True])
 @pytest.mark.parametrize("norm_offset", [None, 0.0, 1.0])
+@pytest.mark.parametrize("behind", [False, True])
 @pytest.mark.parametrize("rotated", ROTATED.values(), ids=ROTATED.keys())
 def test_write_norms_and_rotates(
-    dtype: torch.dtype, by_token: bool, norm_offset: float | None, rotated: tuple[int, int, int, bool]
+    dtype: torch.dtype,
+    by_token: bool,
+    norm_offset: float | None,
+    behind: bool,
+    rotated: tuple[int, int, int, bool],
 ) -> None:
     """The reference rounds once more than the kernel; so each is held to fp64, from the normed numbers on that both round."""
     head_dim, rotary_dim, first, interleaved = rotated
@@ -388,6 +429,7 @@ def test_write_norms_and_rotates(
         interleaved=interleaved,
         q_norm=q_norm,
         k_norm=k_norm,
+        norms_behind=behind and norm_offset is not None,
         temperature=Temperature(0.5, 16, 1),
     )
     kv = PagedKv.of_blocks(25, dtype, kv_heads, head_dim, 16, 8)
@@ -402,10 +444,12 @@ def test_write_norms_and_rotates(
     assert arrays is not None
 
     given = q.reshape(5, heads, head_dim)
-    given = given if q_norm is None else q_norm(given)
+    given = given if q_norm is None or behind else q_norm(given)
     rows = torch.arange(5) if by_token else torch.tensor(positions)
     wide = (part[rows].unsqueeze(1).double() for part in (cos, sin))
     turned = rope(given.double(), *wide, first, interleaved)
+    if q_norm is not None and behind:
+        turned = given = q_norm(turned.to(dtype)).double()
     assert layer.temperature is not None
     factors = temperatures(layer.temperature, torch.tensor(positions))[:, None, None]
     # One rounding, or two where the norms' fp32 noise may round a factor the other way; and the temperature's.

@@ -9,7 +9,8 @@ import pytest
 import torch
 from tests.executor.paged_requests import Features, reference
 
-from quintet.executor.batch import BatchBuilder, KvShape, Rows
+from quintet.executor import batch as batches
+from quintet.executor.batch import BatchBuilder, Rows
 from quintet.executor.cards.spec import Temperature
 from quintet.executor.layers.attention import AttentionLayer, Sight
 from quintet.executor.memory import lazy_zeros
@@ -122,12 +123,21 @@ def layer_of(heads: int, kv_heads: int, sight: Sight, more: dict[str, Any]) -> A
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("sight", SIGHTS.values(), ids=SIGHTS.keys())
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
-@pytest.mark.parametrize("bytes_per_token", [64, 1 << 20], ids=["groups-whole", "groups-cut"])
+@pytest.mark.parametrize(
+    "gathered_bytes", [batches.GATHER_BYTES, 1 << 10], ids=["groups-whole", "groups-cut"]
+)
 @pytest.mark.parametrize("more", MORE.values(), ids=MORE.keys())
 def test_paged_attention(
-    shape: str, sight: Sight, heads: int, kv_heads: int, bytes_per_token: int, more: dict[str, Any]
+    shape: str,
+    sight: Sight,
+    heads: int,
+    kv_heads: int,
+    gathered_bytes: int,
+    more: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Scattered blocks, every grouping, with what lies beyond a row's tokens poisoned by large values."""
+    monkeypatch.setattr(batches, "GATHER_BYTES", gathered_bytes)
     layer = layer_of(heads, kv_heads, sight, more)
     starts, counts = SHAPES[shape]
     dim, max_len = 8, 100
@@ -154,9 +164,7 @@ def test_paged_attention(
     )
     tables.apply(plan)
     rows = Rows(plan)
-    builder = BatchBuilder(
-        KvShape(kv_heads, BLOCK, bytes_per_token), [(0, sight)], heads, False, torch.float32
-    )
+    builder = BatchBuilder(BLOCK, [(0, sight, layer.heads)], False, torch.float32)
     batch = builder.build(rows, tables)
 
     cache = [torch.full((200, kv_heads, BLOCK, width), 1e4) for width in (dim, layer.value_width)]
@@ -178,7 +186,7 @@ def test_paged_attention(
     )
     assert torch.equal(rotated, q)
 
-    out = paged_attention(layer, q, *cache, batch.attention[0, sight])
+    out = paged_attention(layer, q, *cache, batch.attention[0, sight, layer.heads])
 
     expected = []
     features = Features(sight.window, layer.softcap, layer.alibi_slopes, sight.chunk, layer.sinks)

@@ -18,7 +18,7 @@ from tests.executor.instruction_sets import REPEATING, isa
 
 from quintet.executor.cards.spec import Activation
 from quintet.executor.ops import host_pointwise as pointwise
-from quintet.executor.ops.activation import ACTIVATION_CODES, activate
+from quintet.executor.ops.activation import ACTIVATION_CODES, activate, xielu
 from quintet.executor.ops.host_library import open_library
 from quintet.executor.ops.host_pointwise import pointwise_functions
 from quintet.executor.program.step import CStep
@@ -71,6 +71,7 @@ def test_rms_norm(dtype: torch.dtype, width: int) -> None:
     quotient = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
     check(pointwise.rms_norm(x, weight, 1e-6), quotient.to(dtype) * weight, roundings=2)
     check(pointwise.rms_norm(x, weight, 1e-6, 1.0), (quotient * (1.0 + weight.float())).to(dtype))
+    check(pointwise.rms_norm(x, weight, 1e-6, rounds_once=True), (quotient * weight.float()).to(dtype))
     check(pointwise.rms_norm(x, None, 1e-6), quotient.to(dtype))
 
 
@@ -125,6 +126,17 @@ def test_softcap(dtype: torch.dtype) -> None:
     x = noise(ROWS, 131, dtype=dtype) * torch.logspace(-3, 2.5, ROWS).to(dtype)[:, None]
     expected = torch.tanh(x / 30.0) * 30.0
     check(pointwise.softcap(x, 30.0), expected, roundings=2)
+
+
+@dtypes
+def test_xielu(dtype: torch.dtype) -> None:
+    """Near 0, where an exponential less one would cancel, and far below; where the curve crosses 0 fp32 noise stays."""
+    x = noise(ROWS, 131, dtype=dtype) * torch.logspace(-5, 1.5, ROWS).to(dtype)[:, None]
+    x[0, :6] = torch.tensor([0.0, -0.0, 80.0, -80.0, -1.0, -1e-7])
+    numbers = torch.tensor([0.8, 0.3, 0.5, -1e-6])
+    expected = xielu(x.double(), numbers.double())
+    error = (pointwise.xielu(x, numbers).double() - expected).abs()
+    assert (error <= UNIT[dtype] * expected.abs() + 2.0**-21 * x.double().abs() + TINY[dtype]).all()
 
 
 @dtypes
@@ -221,7 +233,7 @@ def test_a_program_computes_what_its_operations_do() -> None:
     record["add"](program, *at["x"], *half, width // 2, *at["x"], 0, 0)
     record["activation"](program, ACTIVATION_CODES[Activation.GELU], *at["x"], width, *at["x"], 0, 0)
     record["take_outputs"](program, *at["x"], width, *at["o"], 0)
-    record["rms_norm"](program, *at["o"], 1, width, weight.data_ptr(), False, 1e-6, 0.0, *at["o"], 0, 1)
+    record["rms_norm"](program, *at["o"], 1, width, weight.data_ptr(), False, 1e-6, 0.0, 0, *at["o"], 0, 1)
     record["softcap"](program, *at["o"], width, 5.0, *at["o"], 0, 1)
 
     ids, positions = np.array([3, 29, 7, 3, 0], np.int32), np.array([4, 5, 6, 0, 17])

@@ -26,14 +26,24 @@ def loss(prompts: list[list[int]], **options: str) -> float:
     return -sum(logprobs) / len(logprobs)
 
 
-@pytest.mark.skipif(linear_library() is None, reason="the host kernels are not built")
-def test_quantization_costs_little_loss() -> None:
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
     tokenizer = Tokenizer.from_file(str(Path(default_model_path()) / "tokenizer.json"))
     library = Path(sysconfig.get_paths()["stdlib"])
     ids = tokenizer.encode((library / HELD_OUT).read_text()).ids
     windows = (ids[begin : begin + WINDOW - 1] for begin in range(0, len(ids), WINDOW - 1))
-    prompts = [[END_OF_TEXT, *window] for window in windows]
+    return [[END_OF_TEXT, *window] for window in windows]
+
+
+@pytest.fixture(scope="module")
+def exact(prompts: list[list[int]]) -> float:
     exact = loss(prompts)
     assert exact < 3.5  # of log(4096) = 8.3
-    cost = {name: loss(prompts, quantization=name) - exact for name in ALLOWED}
-    assert all(abs(cost[name]) <= most for name, most in ALLOWED.items()), cost
+    return exact
+
+
+@pytest.mark.drawn(1)  # `tests/models` rounds models in every way, and boots no processes for each
+@pytest.mark.skipif(linear_library() is None, reason="the host kernels are not built")
+@pytest.mark.parametrize("quantization", ALLOWED)
+def test_quantization_costs_little_loss(prompts: list[list[int]], exact: float, quantization: str) -> None:
+    assert abs(loss(prompts, quantization=quantization) - exact) <= ALLOWED[quantization]

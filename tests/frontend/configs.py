@@ -10,6 +10,7 @@ from quintet.wire.config import (
     ExecutorConfig,
     FrontendConfig,
     ModelConfig,
+    ParsersConfig,
     ProcessesConfig,
     SchedulerConfig,
 )
@@ -23,6 +24,7 @@ def make_config(
     heartbeat_s: float = 1.0,
     policy: Policy = "fcfs",
     resume_grace_s: float = 30.0,
+    parsers: ParsersConfig | None = None,
     **frontend: Any,
 ) -> EngineConfig:
     """Return a toy model's configuration with the given frontend settings."""
@@ -39,6 +41,7 @@ def make_config(
             eos_token_ids=[2],
             kv=full_layers(1, 1, 8, 4, 16),
             chat_templates={"default": "{{ messages }}", "tool_use": "{{ tools }}"},
+            parsers=parsers or ParsersConfig(),
         ),
         cache=CacheConfig(memory_bytes=1 << 20),
         scheduler=SchedulerConfig(

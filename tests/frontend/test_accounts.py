@@ -20,7 +20,7 @@ def test_a_request_that_nobody_knows_is_sent_again() -> None:
         stream = world.sessions.submit(PROMPT, params(n=2))
         world.sessions.send_again([stream.request_id, stream.request_id + 1, 77])
         first, second = world.of(Submit)
-        assert (second.request_id, second.attempt, second.params.n) == (first.request_id, 1, 2)
+        assert (second.request_id, second.spec.attempt, second.spec.params.n) == (first.request_id, 1, 2)
 
     run(story())
 

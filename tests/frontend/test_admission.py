@@ -15,6 +15,7 @@ from quintet.wire.ids import Role, WorkerId
 from quintet.wire.messages import Submit, TokenPrompt
 from quintet.wire.metrics import Metrics
 from quintet.wire.params import SamplingParams
+from quintet.wire.request import RequestSpec
 from quintet.wire.supervision import Seat, SeatState, Topology
 
 
@@ -69,7 +70,7 @@ def refusal(
 
 def live(load: Occupancy, num_prompt: int, max_tokens: int) -> Stream:
     """Let a request live that owes so much."""
-    submit = Submit(1, prompt(num_prompt), SamplingParams(max_tokens=max_tokens), 0, 0, 0, 0)
+    submit = Submit(1, prompt(num_prompt), RequestSpec(SamplingParams(max_tokens=max_tokens), 0, 0), 0, 0)
     stream = Stream(submit, Mailbox(), lambda _: None)
     load.backlog.add(stream)
     return stream

@@ -15,6 +15,7 @@ from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.messages import Cancel, Finish, FinishReason, Submit, Text, TextPrompt
 from quintet.wire.params import SamplingParams
+from quintet.wire.request import RequestSpec
 from tests.frontend.configs import make_config
 from tests.frontend.test_sessions import PROMPT, World, params, rest, run
 
@@ -48,7 +49,9 @@ class Clock:
 
 
 def request(deadline_ns: int) -> Stream:
-    submit = Submit(deadline_ns, TextPrompt("x"), SamplingParams(), 0, 0, 0, 0, deadline_ns=deadline_ns)
+    submit = Submit(
+        deadline_ns, TextPrompt("x"), RequestSpec(SamplingParams(), 0, 0, deadline_ns=deadline_ns), 0, 0
+    )
     return Stream(submit, Mailbox(), lambda _: None)
 
 

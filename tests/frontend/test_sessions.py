@@ -31,6 +31,7 @@ from quintet.wire.messages import (
 from quintet.wire.params import SamplingParams
 from quintet.wire.supervision import Seat, SeatState, Topology
 from tests.frontend.configs import make_config
+from tests.wire.respec import changed
 
 PROMPT = TextPrompt("hello")
 
@@ -50,7 +51,7 @@ class World:
     def send(self, role: Role, index: int, message: msgspec.Struct) -> bool:
         if self.deaf:
             return False
-        self.sent.append((role, index, msgspec.structs.replace(message)))
+        self.sent.append((role, index, changed(message) if isinstance(message, Submit) else message))
         return True
 
     def follow(self) -> World:
@@ -114,8 +115,9 @@ def test_a_request_from_submit_to_end() -> None:
         world = World().follow()
         stream = world.sessions.submit(PROMPT, params(), priority=2, cache_salt="s")
         (submit,) = world.of(Submit)
-        assert (submit.priority, submit.cache_salt, submit.core, submit.detokenizer) == (2, "s", 0, 0)
-        assert submit.params.seed is not None
+        spec = submit.spec
+        assert (spec.priority, spec.cache_salt, submit.core, spec.detokenizer) == (2, "s", 0, 0)
+        assert spec.params.seed is not None
         rid = submit.request_id
         world.text([(rid, "he", 0, 0, [1])], started=[rid])
         first = await stream.next_batch()
@@ -323,7 +325,7 @@ def test_work_goes_to_the_least_loaded() -> None:
         world.follow()
         streams = [world.sessions.submit(PROMPT, params()) for _ in range(6)]
         assert sorted(world.targets(Submit)) == [0, 0, 0, 2, 2, 2]
-        assert sorted(submit.detokenizer for submit in world.of(Submit)) == [0, 0, 1, 1, 2, 2]
+        assert sorted(submit.spec.detokenizer for submit in world.of(Submit)) == [0, 0, 1, 1, 2, 2]
         for stream in streams[:3]:
             rid = stream.request_id
             world.text([], started=[rid], finished=[(rid, FinishReason.STOP)])
@@ -350,7 +352,7 @@ def test_a_lost_tokenizer_is_asked_again(state: SeatState) -> None:
             world.follow()
         first, _, again = world.of(Submit)
         assert again.request_id == waiting.request_id
-        assert msgspec.structs.replace(again, sent_ns=first.sent_ns, topology=first.topology) == first
+        assert changed(again, sent_ns=first.sent_ns, topology=first.spec.topology) == first
         assert world.sessions.num_live == 2
         assert world.sessions.seats.load(Role.TOKENIZER, 0) == 1
         for stream in (waiting, started):
@@ -387,11 +389,11 @@ def test_what_a_lost_core_or_detokenizer_held_goes_on_elsewhere(role: Role, down
         world.seats[role, 1] = (1, SeatState.READY)
         world.follow()
         fresh, running, other = (world.sessions.submit(PROMPT, params(n=2)) for _ in range(3))
-        index = 0 if role is Role.CORE else fresh.submit.detokenizer
+        index = 0 if role is Role.CORE else fresh.submit.spec.detokenizer
         held = [
             s
             for s in (fresh, running, other)
-            if (s.submit.core, s.submit.detokenizer)[role is not Role.CORE] == index
+            if (s.submit.core, s.submit.spec.detokenizer)[role is not Role.CORE] == index
         ]
         running = held[-1]
         rid = running.request_id
@@ -403,12 +405,12 @@ def test_what_a_lost_core_or_detokenizer_held_goes_on_elsewhere(role: Role, down
         ids = {submit.request_id for submit in again}
         assert ids == {s.request_id for s in held} | {rid, rid + 1}
         for submit in again:
-            assert submit.attempt == 1
-            assert (submit.core if role is Role.CORE else submit.detokenizer) == 1 - index
+            assert submit.spec.attempt == 1
+            assert (submit.core if role is Role.CORE else submit.spec.detokenizer) == 1 - index
             whole = submit.request_id not in (rid, rid + 1)
-            assert submit.params.n == (2 if whole else 1)
-            assert submit.output_ids == (pack_i32([1, 2]) if submit.request_id == rid else b"")
-            assert submit.choice == submit.request_id - (submit.request_id if whole else rid)
+            assert submit.spec.params.n == (2 if whole else 1)
+            assert submit.spec.output_ids == (pack_i32([1, 2]) if submit.request_id == rid else b"")
+            assert submit.spec.choice == submit.request_id - (submit.request_id if whole else rid)
         world.text([(rid, "bc", 1, 1, [2, 3])])  # told again from its second token
         world.text([], finished=[(rid, FinishReason.STOP), (rid + 1, FinishReason.STOP)])
         batches = await rest(running)
@@ -444,7 +446,7 @@ def test_requests_move_away_from_a_detokenizer_that_retires() -> None:
         world.follow()
         world.follow()
         first, second = world.of(Submit)
-        assert (first.detokenizer, second.detokenizer, second.attempt) == (0, 1, 1)
+        assert (first.spec.detokenizer, second.spec.detokenizer, second.spec.attempt) == (0, 1, 1)
         assert second.request_id == stream.request_id
 
     run(story())

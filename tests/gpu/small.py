@@ -59,7 +59,7 @@ def dummy_config(
     config = engine_config(
         folder, card, BLOCK_SIZE, MAX_LEN, dtype, load_format="dummy", seed=3, device=device_name, **executor
     )
-    return with_scheduler(with_blocks(config, 1200), max_num_seqs=64)
+    return with_scheduler(with_blocks(config, 1200), max_num_seqs=64, max_num_batched_tokens=4096)
 
 
 def with_scheduler(config: EngineConfig, **changes: Any) -> EngineConfig:

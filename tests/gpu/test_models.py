@@ -24,8 +24,8 @@ from bench.gpu.engine import EngineAlone
 from bench.gpu.figures import Figure, Report
 from tests.gpu.small import BLOCK_SIZE, ready_worker, with_blocks, with_scheduler
 from tests.models.conftest import engine_config, serve
+from tests.models.families import FAMILIES, prompts_of
 from tests.models.test_engine import GREEDY, NUM_TOKENS, House, changed
-from tests.models.test_families import FAMILIES, prompts_of
 
 from quintet.executor.interface import StepWorker
 from quintet.executor.worker import make_worker
@@ -64,7 +64,7 @@ BF16_FAMILIES: dict[str, Callable[..., transformers.PretrainedConfig]] = {
 def test_fp32_tokens_equal_transformers(family: str, serve: Callable[..., Any], device_name: str) -> None:
     served = serve(FAMILIES[family](), max_model_len=96)
     prompts = prompts_of()
-    expected = [served.greedy(prompt, NUM_TOKENS) for prompt in prompts]
+    expected = served.greedy(prompts, NUM_TOKENS)
     config = changed(served.config, max_num_batched_tokens=17)
     config = msgspec.structs.replace(
         config, executor=msgspec.structs.replace(config.executor, device=device_name)

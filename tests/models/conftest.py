@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import torch
 import transformers
+from tests.models.random_checkpoints import greedy, side_by_side
 
 from quintet.deploy.resolve import rules
 from quintet.deploy.resolve.card import read_facts
@@ -33,6 +34,8 @@ from quintet.wire.step import NewRow, StepPlan, StepResult
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
 MAX_SEQS = 16
+MAX_TOKENS = 256
+"""In a step: all prompts of most tests together. A device worker computes a step of so many when it boots."""
 
 
 @pytest.fixture(autouse=True)
@@ -189,25 +192,9 @@ class Served:
     core: SmallCore
     config: EngineConfig
 
-    def greedy(self, prompt: list[int], num_tokens: int = 32) -> list[int]:
-        """Return what transformers says."""
-        return reference_greedy(self.reference, prompt, num_tokens)
-
-
-def reference_greedy(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
-    """Return the greedy continuation of one prompt by transformers."""
-    ids = torch.tensor([prompt])
-    with torch.inference_mode():
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=num_tokens,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-    continuation: list[int] = out[0, len(prompt) :].tolist()
-    return continuation
+    def greedy(self, prompts: Sequence[list[int]], num_tokens: int = 32) -> list[list[int]]:
+        """Return what transformers says to each."""
+        return greedy(side_by_side(self.reference), prompts, num_tokens)
 
 
 def engine_config(
@@ -241,7 +228,7 @@ def engine_config(
             kv=kv,
         ),
         cache=CacheConfig(memory_bytes=kv.bytes_per_block * 512),
-        scheduler=SchedulerConfig(max_num_seqs=MAX_SEQS, max_num_batched_tokens=4096),
+        scheduler=SchedulerConfig(max_num_seqs=MAX_SEQS, max_num_batched_tokens=MAX_TOKENS),
         executor=ExecutorConfig(threads=1, **executor),
         frontend=FrontendConfig(),
         processes=ProcessesConfig(),

@@ -32,9 +32,12 @@ MORE: dict[str, dict[str, Any]] = {
     "FalconMambaForCausalLM": {"intermediate_size": 2048},
     "BambaForCausalLM": {"attn_layer_indices": [4, 9]},
     "GraniteMoeHybridForCausalLM": {"layer_types": ["mamba"] * 8 + ["attention"] * 4},
+    "NemotronHForCausalLM": {"hybrid_override_pattern": "M-M*" * 3},
     "Lfm2ForCausalLM": {"full_attn_idxs": [4, 9]},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv"] * 8 + ["full_attention"] * 4},
     "Mistral3ForConditionalGeneration": {"text_config": SIZES},
+    "Qwen3_5ForConditionalGeneration": {"text_config": SIZES},
+    "Qwen3_5MoeForConditionalGeneration": {"text_config": SIZES},
     "Llama4ForConditionalGeneration": {"text_config": SIZES},
 }
 """By architecture: what its card cannot leave out either."""

@@ -64,6 +64,7 @@ class OddModel:
         weights: int | None = HIDDEN,
         biased: bool = False,
         offset: float = 0.0,
+        rounds_once: bool = False,
     ) -> Norm:
         """weights: how many, None for none."""
         return Norm(
@@ -73,21 +74,29 @@ class OddModel:
             weight=None if weights is None else self.weights.ones(f"{name}.weight", weights),
             bias=self.weights.tensor(f"{name}.bias", HIDDEN) if biased else None,
             offset=offset,
+            rounds_once=rounds_once,
         )
 
     def _attention(
-        self, index: int, q_norm: Norm | None = None, k_norm: Norm | None = None
+        self,
+        index: int,
+        q_norm: Norm | None = None,
+        k_norm: Norm | None = None,
+        wider: int = 1,
+        norms_behind: bool = False,
     ) -> AttentionLayer:
+        """wider: heads are so many times as wide, and so many times fewer."""
         layer = AttentionLayer(
             index=index,
-            num_heads=HEADS,
-            num_kv_heads=KV_HEADS,
-            head_dim=HEAD_DIM,
+            num_heads=HEADS // wider,
+            num_kv_heads=KV_HEADS // wider,
+            head_dim=HEAD_DIM * wider,
             rope=0,
             rotary_dim=HEAD_DIM,
             scale=HEAD_DIM**-0.5,
             q_norm=q_norm,
             k_norm=k_norm,
+            norms_behind=norms_behind,
         )
         self.attentions.append(layer)
         return layer
@@ -183,13 +192,15 @@ class Behind(_Layer):
 
 
 class ReadLater(_Layer):
-    """The first layer's input is added to every layer's, and a layer's result is both added and multiplied."""
+    """The first layer's input is added to every layer's, and a layer's result is both added and multiplied; norms behind a
+    rotation, a norm that rounds once, an activation whose shape is learned."""
 
     def __init__(self, model: OddModel, index: int) -> None:
-        self._norm = model._norm(f"{index}.norm", weights=None)
+        self._norm = model._norm(f"{index}.norm", rounds_once=True)
+        self._numbers = torch.tensor([0.8, 0.3, 0.5, -1e-6], device=model._setting.device)
         self._qkv = model._linear(f"{index}.qkv", Q_WIDTH + 2 * KV_WIDTH, HIDDEN)
         heads = [model._norm(f"{index}.{part}", HEAD_DIM, weights=HEAD_DIM) for part in "qk"]
-        self._attention = model._attention(index, heads[0], heads[1])
+        self._attention = model._attention(index, heads[0], heads[1], norms_behind=index == 1)
         self._output = model._linear(f"{index}.output", HIDDEN, Q_WIDTH)
         self._mix = model._linear(f"{index}.mix", HIDDEN, HIDDEN)
 
@@ -197,8 +208,23 @@ class ReadLater(_Layer):
         qkv = ops.linear(self._qkv, ops.norm(x, self._norm))
         attended = ops.linear(self._output, of_one(ops, self._attention, qkv))
         x = ops.add(ops.add(first, ops.linear(self._mix, attended)), attended)
-        half = ops.columns(x, 0, HIDDEN)
+        half = ops.xielu(ops.columns(x, 0, HIDDEN), self._numbers)
         return ops.add(ops.activation(half, Activation.SILU), ops.norm(ops.add(x, first), self._norm))
+
+
+class Unlike(_Layer):
+    """Every layer has other heads."""
+
+    def __init__(self, model: OddModel, index: int) -> None:
+        self._norm = model._norm(f"{index}.norm")
+        self._qkv = model._linear(f"{index}.qkv", Q_WIDTH + 2 * KV_WIDTH, HIDDEN)
+        self._attention = model._attention(index, wider=index + 1)
+        self._output = model._linear(f"{index}.output", HIDDEN, Q_WIDTH)
+
+    def forward(self, ops: ForwardPass[ValueT], x: ValueT, first: ValueT) -> ValueT:
+        qkv = ops.linear(self._qkv, ops.norm(x, self._norm))
+        attended = ops.scale(of_one(ops, self._attention, qkv), 9.0)
+        return ops.add(x, ops.linear(self._output, attended))
 
 
 KINDS: dict[str, type[_Layer]] = {
@@ -206,6 +232,7 @@ KINDS: dict[str, type[_Layer]] = {
     "sandwich": Sandwich,
     "behind": Behind,
     "read later": ReadLater,
+    "unlike": Unlike,
 }
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,8 +22,8 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-Logits = Callable[[list[int]], torch.Tensor]
-"""From the tokens of one sequence to fp32 ``[tokens, vocabulary]``."""
+Logits = Callable[[Sequence[list[int]]], list[torch.Tensor]]
+"""From the tokens of some sequences to fp32 ``[tokens, vocabulary]`` of each."""
 
 SMALL = {
     "vocab_size": 211,
@@ -113,14 +113,25 @@ def of_transformers(
         ).eval()
         randomise(model)
         model.save_pretrained(folder)
-
-        def logits(tokens: list[int]) -> torch.Tensor:
-            result: torch.Tensor = model(torch.tensor([tokens]), use_cache=False).logits[0]
-            return result
-
-        return logits
+        return side_by_side(model)
 
     return Row(make, card or {})
+
+
+def side_by_side(model: Any) -> Logits:
+    """Return the logits of a model of transformers, which computes sequences together.
+
+    Shorter ones are filled up behind, where no token sees it. That would not hold for a rotation by the longest sequence of a
+    batch: of those that transformers has, none is stretched before a length that no test reaches.
+    """
+
+    def logits(sequences: Sequence[list[int]]) -> list[torch.Tensor]:
+        most = max(map(len, sequences))
+        filled = torch.tensor([[*tokens, *[0] * (most - len(tokens))] for tokens in sequences])
+        rows = model(filled, use_cache=False).logits
+        return [row[: len(tokens)] for row, tokens in zip(rows, sequences, strict=True)]
+
+    return logits
 
 
 def of_module(
@@ -137,10 +148,7 @@ def of_module(
         tensors = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
         save_file(tensors, folder / "model.safetensors")
 
-        def logits(tokens: list[int]) -> torch.Tensor:
-            return model(torch.tensor(tokens))
-
-        return logits
+        return lambda sequences: [model(torch.tensor(tokens)) for tokens in sequences]
 
     return Row(make)
 
@@ -176,32 +184,49 @@ def write_checkpoint(row: Row, folder: Path) -> Logits:
 @torch.inference_mode()
 def expectations(logits: Logits, lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> list[Expectation]:
     """Return a decisive continuation for a prompt of each length; see the head of the file."""
-    draw, vocab_size = random.Random(seed), logits([1]).shape[-1]
-    found = []
-    for length in lengths:
-        for _ in range(50):
-            prompt = [draw.randrange(vocab_size) for _ in range(length)]
-            expectation = _continued(logits, prompt)
-            if expectation is not None:
-                found.append(expectation)
-                break
-        else:
-            raise AssertionError(
-                f"of 50 prompts of {length} tokens none is decided by {DECISIVE} at every step"
-            )
-    kinds = {token for each in found for token in each.outputs}
+    draw, vocab_size = random.Random(seed), logits([[1]])[0].shape[-1]
+    found: dict[int, Expectation] = {}
+    for _ in range(50):
+        left = [length for length in lengths if length not in found]
+        if not left:
+            break
+        drawn = _continued(logits, [[draw.randrange(vocab_size) for _ in range(length)] for length in left])
+        found |= {length: each for length, each in zip(left, drawn, strict=True) if each is not None}
+    assert found.keys() >= set(lengths), (
+        f"of 50 prompts none is decided by {DECISIVE} at every step: {found.keys()} of {lengths}"
+    )
+    kinds = {token for each in found.values() for token in each.outputs}
     assert len(kinds) > 3, f"the reference says only {kinds}, whatever it is asked: draw other weights"
-    return found
+    return [found[length] for length in lengths]
 
 
-def _continued(logits: Logits, prompt: list[int]) -> Expectation | None:
+def _continued(logits: Logits, prompts: list[list[int]]) -> list[Expectation | None]:
     """Decode greedily; None where a choice is close."""
-    tokens, rows = list(prompt), []
+    tokens = [list(prompt) for prompt in prompts]
+    rows: list[list[torch.Tensor]] = [[] for _ in prompts]
     for _ in range(NUM_TOKENS):
-        last = logits(tokens)[-1].float()
-        best, second = last.topk(2).values.tolist()
-        if best - second < DECISIVE * float(last.std()):
-            return None
-        rows.append(last)
-        tokens.append(int(last.argmax()))
-    return Expectation(prompt, tokens[len(prompt) :], torch.stack(rows))
+        for i, each in enumerate(logits(tokens)):
+            last = each[-1].float()
+            rows[i].append(last)
+            tokens[i].append(int(last.argmax()))
+    return [
+        Expectation(prompt, tokens[i][len(prompt) :], torch.stack(rows[i])) if _is_decided(rows[i]) else None
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def _is_decided(rows: Sequence[torch.Tensor]) -> bool:
+    """Whether each choice leads by `DECISIVE`."""
+    logits = torch.stack([*rows])
+    best, second = logits.topk(2).values.unbind(-1)
+    return bool((best - second >= DECISIVE * logits.std(-1)).all())
+
+
+@torch.inference_mode()
+def greedy(logits: Logits, prompts: Sequence[list[int]], num_tokens: int) -> list[list[int]]:
+    """Return the greedy continuation of each prompt."""
+    tokens = [list(prompt) for prompt in prompts]
+    for _ in range(num_tokens):
+        for sequence, rows in zip(tokens, logits(tokens), strict=True):
+            sequence.append(int(rows[-1].argmax()))
+    return [sequence[len(prompt) :] for sequence, prompt in zip(tokens, prompts, strict=True)]

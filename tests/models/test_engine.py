@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.models.test_families import FAMILIES, prompts_of
+from tests.models.families import FAMILIES, prompts_of
 
 from quintet.core.engine import Engine
 from quintet.core.outbox import Effects
@@ -18,6 +18,7 @@ from quintet.wire.codec import pack_i32, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig
 from quintet.wire.messages import Admit, FinishReason
 from quintet.wire.params import SamplingParams
+from quintet.wire.request import RequestSpec
 from quintet.wire.step import Capacity, StepPlan
 
 NUM_TOKENS = 32
@@ -44,7 +45,7 @@ class House:
         self._apply(self.engine.capacity(capacity, 0))
 
     def admit(self, request_id: int, prompt: list[int], params: SamplingParams, priority: int = 0) -> None:
-        admit = Admit(request_id, pack_i32(prompt), params, 0, 0, detokenizer=0, priority=priority)
+        admit = Admit(request_id, pack_i32(prompt), RequestSpec(params, 0, 0, priority=priority), 0)
         self._apply(self.engine.admit(admit, 0))
 
     def run(self) -> None:
@@ -112,11 +113,12 @@ def without_prefix_cache(config: EngineConfig) -> EngineConfig:
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, seed=0)
 
 
+@pytest.mark.drawn(3)  # `test_equal` has every family
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_do_not_depend_on_scheduling(family: str, serve: Callable[..., Any]) -> None:
     served = serve(FAMILIES[family](), max_model_len=96)
     prompts = prompts_of()
-    expected = [served.greedy(prompt, NUM_TOKENS) for prompt in prompts]
+    expected = served.greedy(prompts, NUM_TOKENS)
     config, worker = served.config, served.core.worker
     variants = {
         "together": changed(config),
@@ -147,8 +149,9 @@ def test_a_second_round_hits_the_prefix_cache_and_says_the_same(serve: Callable[
         for i, prompt in enumerate(prompts):
             house.admit(round_ + i + 1, prompt, GREEDY)
         house.run()
-    for i, prompt in enumerate(prompts):
-        assert house.outputs[i + 1] == house.outputs[100 + i + 1] == served.greedy(prompt, NUM_TOKENS)
+    expected = served.greedy(prompts, NUM_TOKENS)
+    for i, (prompt, outputs) in enumerate(zip(prompts, expected, strict=True)):
+        assert house.outputs[i + 1] == house.outputs[100 + i + 1] == outputs
         assert house.cached[100 + i + 1] == (len(prompt) - 1) // house.block_size * house.block_size
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 from tests.models.conftest import in_groups
+from tests.models.families import FAMILIES, prompts_of
 from tests.models.test_engine import House, changed, without_prefix_cache
-from tests.models.test_families import FAMILIES, prompts_of
 
 from quintet.executor.worker import make_torch_worker
 from quintet.wire.config import EngineConfig
@@ -43,6 +44,40 @@ def lose_executor(house: House) -> None:
     )
 
 
+def run_evicting(house: House, seed: int) -> None:
+    """Work until nobody is left, preempting somebody every few steps, with a device that forgets what nobody holds at once."""
+    rng, state = random.Random(seed), house.engine.state
+    assert state is not None
+    while house.engine.num_live:
+        while (plan := house.engine.plan(0)) is not None:
+            house._begin([plan])
+        house._apply(house.engine.commit(house._pending.popleft().result(), 0))
+        if rng.random() < 0.2 and state.running:
+            state.preempt(rng.choice(state.running))
+        free, state.pool.free = state.pool.free, []
+        evicted = [state.pool.take() for _ in list(state.pool.cached)]
+        state.pool.free = free
+        state.pool.release(evicted, state.fence)
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_what_went_to_the_host_comes_back(family: str, serve: Callable[..., Any]) -> None:
+    served = serve(FAMILIES[family](), max_model_len=160)
+    config = changed(in_groups(served.config), max_num_batched_tokens=29)
+    size = 200 * config.model.kv.bytes_per_block
+    config = msgspec.structs.replace(config, cache=msgspec.structs.replace(config.cache, swap_bytes=size))
+    prompts = prompts_of((1, 33, 60))
+    worker = make_torch_worker(config)
+    for variant in (config, without_prefix_cache(config)):
+        house = House(variant, worker)
+        for i, prompt in enumerate(prompts):
+            house.admit(i + 1, prompt, greedy())
+        run_evicting(house, 1)
+        assert [house.outputs[i + 1] for i in range(3)] == served.greedy(prompts, NUM_TOKENS)
+        assert house.engine.state is not None
+        assert house.engine.state.counters.swap_in_blocks > 0
+
+
 @pytest.mark.parametrize("family", WINDOWED)
 def test_what_is_out_of_sight_is_let_go_of(family: str, serve: Callable[..., Any]) -> None:
     served = serve(FAMILIES[family](), max_model_len=160)
@@ -51,7 +86,7 @@ def test_what_is_out_of_sight_is_let_go_of(family: str, serve: Callable[..., Any
     assert {group.kind for group in kv.groups} == WINDOWED[family]
     worker = make_torch_worker(config)
     prompts = prompts_of((1, 17, 33, 60, 90))
-    expected = [served.greedy(prompt, NUM_TOKENS) for prompt in prompts]
+    expected = served.greedy(prompts, NUM_TOKENS)
     needed = kv.most_blocks(130, 13)
     variants = {
         "together": changed(config),
@@ -79,7 +114,7 @@ def test_choices_and_a_lost_executor(family: str, serve: Callable[..., Any]) -> 
     config = changed(in_groups(served.config), max_num_batched_tokens=29)
     house = House(config, make_torch_worker(config))
     prompts = prompts_of((39, 70))
-    expected = [served.greedy(prompt, NUM_TOKENS) for prompt in prompts]
+    expected = served.greedy(prompts, NUM_TOKENS)
     for i, prompt in enumerate(prompts):
         house.admit(10 * i + 1, prompt, greedy(n=3))
     for _ in range(12):

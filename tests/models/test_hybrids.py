@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import msgspec
 import pytest
+from tests.models import equal
 from tests.models.equal import MORE_WAYS, Loaded, alone, in_every_way, load, run
 from tests.models.test_engine import House, changed, without_prefix_cache
-from tests.models.test_groups import lose_executor, with_blocks
+from tests.models.test_groups import lose_executor, run_evicting, with_blocks
 
 from quintet.core import states
 from quintet.executor.cards.card import ModelCard
@@ -58,16 +60,20 @@ def hybrid(card: ModelCard) -> DecoderSpec:
     return replace(spec, layers=tuple(replace(layer, mixer=mixer) for layer, mixer in layers))
 
 
+@contextmanager
+def of_tests(folder: Path) -> Iterator[None]:
+    """Write a folder of the model, which is known meanwhile."""
+    (folder / "config.json").write_text(json.dumps(CARD))
+    (folder / "tokenizer.json").write_text("{}")
+    family = replace(FAMILIES["MistralForCausalLM"], read=hybrid)
+    with mock.patch.dict(FAMILIES, {"HybridForTests": family}):
+        yield
+
+
 @pytest.fixture(params=[False, True], ids=["eager", "compiled"])
 def loaded(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Loaded]:
     """The model, with a state kept every 32 tokens."""
-    (tmp_path / "config.json").write_text(json.dumps(CARD))
-    (tmp_path / "tokenizer.json").write_text("{}")
-    family = replace(FAMILIES["MistralForCausalLM"], read=hybrid)
-    with (
-        mock.patch.dict(FAMILIES, {"HybridForTests": family}),
-        mock.patch.object(states, "KEEP_EVERY", 32),
-    ):
+    with of_tests(tmp_path), mock.patch.object(states, "KEEP_EVERY", 32):
         loaded = load(tmp_path, compiled=request.param, load_format="dummy", swap_space=0.05)
         kinds = {group.kind for group in loaded.config.model.kv.groups}
         assert kinds == {"full", "sliding", "state"}
@@ -86,16 +92,50 @@ def test_a_hybrid_is_the_same_in_every_way(loaded: Loaded) -> None:
 
 
 def test_who_is_preempted_says_the_same(loaded: Loaded) -> None:
-    """Two requests fit to their prompts' ends, and not to their own."""
+    """Two requests fit to their prompts' ends, and hardly, or not, to their own. What one has computed waits on the host."""
     asked = msgspec.structs.replace(greedy(), max_tokens=30)
     by_itself = alone(loaded, PROMPTS[3:], asked)
-    house = House(with_blocks(changed(loaded.config, max_num_batched_tokens=37), 16), loaded.worker)
-    for i, prompt in enumerate(PROMPTS[3:]):
+    num_preemptions = num_back = 0
+    for num_blocks in (14, 15, 16):
+        house = House(
+            with_blocks(changed(loaded.config, max_num_batched_tokens=37), num_blocks), loaded.worker
+        )
+        for i, prompt in enumerate(PROMPTS[3:]):
+            house.admit(i + 1, prompt, asked)
+        house.run()
+        assert [house.outputs[1], house.outputs[2]] == by_itself.outputs, num_blocks
+        assert house.engine.state is not None
+        num_preemptions += house.engine.state.counters.preemptions
+        num_back += house.engine.state.counters.swap_in_blocks
+    assert num_preemptions > 0 and num_back > 0
+
+
+def test_what_went_to_the_host_comes_back(loaded: Loaded) -> None:
+    """Keys, values and kept states are copied out, their blocks are overwritten, and they are copied back."""
+    asked = msgspec.structs.replace(greedy(), max_tokens=30)
+    by_itself = alone(loaded, PROMPTS[2:], asked)
+    house = House(with_blocks(changed(loaded.config, max_num_batched_tokens=37), 60), loaded.worker)
+    for i, prompt in enumerate(PROMPTS[2:]):
         house.admit(i + 1, prompt, asked)
-    house.run()
-    assert [house.outputs[1], house.outputs[2]] == by_itself.outputs
+    run_evicting(house, 1)
+    assert [house.outputs[i + 1] for i in range(3)] == by_itself.outputs
     assert house.engine.state is not None
-    assert house.engine.state.counters.preemptions > 0
+    counters = house.engine.state.counters
+    assert counters.preemptions > 0 and counters.swap_in_blocks > 0
+
+
+def test_a_chat_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    """Of a turn what is new is computed, though a block is larger than the chat, and says what it says when all is computed."""
+    with mock.patch.object(equal, "BLOCK_SIZE", 80), of_tests(tmp_path):
+        loaded = load(tmp_path, load_format="dummy")
+        house = House(changed(loaded.config), loaded.worker)
+        history = PROMPTS[1]
+        for turn in range(3):
+            house.admit(turn, history, greedy())
+            house.run()
+            assert [house.outputs[turn]] == alone(loaded, [history], greedy()).outputs
+            assert house.cached[turn] == (0 if turn == 0 else len(history) - len(PROMPTS[1]) - 1)
+            history = history + house.outputs[turn] + PROMPTS[1]
 
 
 def test_a_beginning_is_found_where_a_state_was_kept(loaded: Loaded) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.models.families import FAMILIES, prompts_of
 from tests.models.test_engine import GREEDY, NUM_TOKENS, House, changed
-from tests.models.test_families import FAMILIES, prompts_of
 
 from quintet.executor.batch import Rows
+from quintet.executor.sampling.grammar import StepMasks
 from quintet.executor.sampling.settings import Settings
 from quintet.executor.slots import SlotTables
 from quintet.executor.worker import Worker
@@ -25,10 +26,12 @@ def narrow(worker: Worker, max_tokens: int, monkeypatch: pytest.MonkeyPatch) -> 
             raise torch.OutOfMemoryError(f"{rows.counts.sum()} tokens")
         forward(rows, tables)
 
-    def narrow_draw(rows: Rows, tables: SlotTables, settings: Settings) -> bytes | None:
+    def narrow_draw(
+        rows: Rows, tables: SlotTables, settings: Settings, masks: StepMasks | None
+    ) -> bytes | None:
         if rows.counts.sum() > max_tokens:
             raise torch.OutOfMemoryError(f"{rows.counts.sum()} tokens")
-        return forward_and_draw(rows, tables, settings)
+        return forward_and_draw(rows, tables, settings, masks)
 
     monkeypatch.setattr(worker.runner, "forward", narrow_forward)
     monkeypatch.setattr(worker.runner, "forward_and_draw", narrow_draw)
@@ -47,5 +50,5 @@ def test_tokens_do_not_depend_on_memory(
         house.admit(i + 1, prompt, GREEDY)
     house.run()
     assert worker.num_split > 0
-    for i, prompt in enumerate(prompts):
-        assert house.outputs[i + 1] == served.greedy(prompt, NUM_TOKENS)
+    expected = served.greedy(prompts, NUM_TOKENS)
+    assert [house.outputs[i + 1] for i in range(len(prompts))] == expected

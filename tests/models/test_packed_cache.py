@@ -30,7 +30,7 @@ class Server:
     def __init__(self, served: Any, folder: Path) -> None:
         self._served = served
         self.folder = folder
-        self.expected = served.greedy(PROMPT, 8)
+        self.expected = served.greedy([PROMPT], 8)[0]
 
     @property
     def file(self) -> Path:

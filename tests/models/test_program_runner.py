@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.models.test_families import FAMILIES
+from tests.models.families import FAMILIES
 
 from quintet.executor.program.runner import ProgramRunner
 
@@ -29,7 +29,7 @@ def test_the_steps_own_arrays_outlive_a_call_that_a_signal_ends(
 ) -> None:
     served = serve(FAMILIES["llama-gqa-biases"](), max_model_len=96)
     core, prompt = served.core, [5, 6, 7]
-    expected = served.greedy(prompt, 8)
+    expected = served.greedy([prompt], 8)[0]
     before = core.add(prompt, max_tokens=8)
     core.run()
     runner = served.core.worker.runner

@@ -36,6 +36,11 @@ def test_an_unknown_architecture_is_told_the_nearest() -> None:
     assert nearest("Qwen2_ForCausalLM") == "Qwen2ForCausalLM"
     assert nearest("GPT2") == "GPT2LMHeadModel" or "GPT2LMHeadModel" not in FAMILIES
     assert nearest("%$") is None
+    assert nearest("Llama5ForCausalLM") == "Llama4ForCausalLM"
+    assert nearest("LlamaxForCausalLM") == "LlamaForCausalLM"
+    assert nearest("Qwen1_5ForCausalLM") == "QWenLMHeadModel"
+    assert nearest("Qwen9ForCausalLM") == "Qwen3_5ForCausalLM"
+    assert nearest("Qwen9MoeForCausalLM") == "Qwen3_5MoeForCausalLM"
     with pytest.raises(ConfigError, match=r"'LlamaForCausalLm' is none of .*nearest .* LlamaForCausalLM"):
         build_model(
             "LlamaForCausalLm",

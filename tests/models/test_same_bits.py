@@ -23,6 +23,7 @@ from quintet.executor.batch import Int, Rows
 from quintet.executor.interface import Finished
 from quintet.executor.ops.host_library import open_library, set_threads
 from quintet.executor.program.runner import ProgramRunner
+from quintet.executor.sampling.grammar import StepMasks
 from quintet.executor.sampling.settings import Settings
 from quintet.executor.slots import SlotTables
 from quintet.executor.worker import Worker, make_torch_worker
@@ -64,8 +65,10 @@ class Witness:
         self._rows = rows
         self._runner.forward(rows, tables)
 
-    def forward_and_draw(self, rows: Rows, tables: SlotTables, settings: Settings) -> bytes | None:
-        tokens = self._runner.forward_and_draw(rows, tables, settings)
+    def forward_and_draw(
+        self, rows: Rows, tables: SlotTables, settings: Settings, masks: StepMasks | None
+    ) -> bytes | None:
+        tokens = self._runner.forward_and_draw(rows, tables, settings, masks)
         if tokens:
             self._rows = rows
             self.logits(

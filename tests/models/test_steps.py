@@ -33,7 +33,7 @@ def served(serve: Callable[..., Any]) -> Any:
 
 
 def test_decode_rows_and_prompt_chunks_share_steps(served: Any) -> None:
-    expected = [served.greedy(prompt, 16) for prompt in PROMPTS]
+    expected = served.greedy(PROMPTS, 16)
     requests = []
     for prompt in PROMPTS:  # each arrives while the earlier ones decode
         requests.append(served.core.add(prompt, max_tokens=16))
@@ -53,7 +53,7 @@ def test_forks_continue_from_shared_and_copied_blocks(served: Any) -> None:
     assert forks[0].blocks[:whole] == parent.blocks[:whole]
     assert forks[0].blocks[whole] != parent.blocks[whole]
     assert [fork.outputs for fork in forks] == [parent.outputs] * 3
-    assert parent.outputs == served.greedy(prompt, 12)
+    assert parent.outputs == served.greedy([prompt], 12)[0]
 
 
 def test_random_forks_draw_as_if_alone(served: Any) -> None:
@@ -80,7 +80,7 @@ def test_slots_are_reused_without_a_trace(served: Any) -> None:
         core.run()
     request = core.add(PROMPTS[1], max_tokens=16)
     core.run()
-    assert request.outputs == served.greedy(PROMPTS[1], 16)
+    assert request.outputs == served.greedy(PROMPTS[1:2], 16)[0]
     assert not core.results[-1][1].logprobs
 
 
@@ -104,7 +104,7 @@ def test_reset_forgets_every_tenant(served: Any) -> None:
     core.running.clear()
     request = core.add(PROMPTS[0], max_tokens=8)
     core.run()
-    assert request.outputs == served.greedy(PROMPTS[0], 8)
+    assert request.outputs == served.greedy(PROMPTS[:1], 8)[0]
 
 
 def test_a_plan_may_precede_the_tokens_it_computes(served: Any) -> None:
@@ -136,7 +136,7 @@ def test_a_plan_may_precede_the_tokens_it_computes(served: Any) -> None:
         for i in range(6)
     ]
     tokens = [unpack_i32(served.core.worker.execute(plan).token_ids)[0] for plan in plans]
-    assert tokens == served.greedy(prompt, 6)
+    assert tokens == served.greedy([prompt], 6)[0]
 
 
 @pytest.mark.parametrize("num_own", [1, 5, 11])
@@ -167,7 +167,7 @@ def test_a_row_reads_blocks_that_the_row_before_it_fills(served: Any, num_own: i
     )
     tokens = list(unpack_i32(served.core.worker.execute(plan).token_ids))
     served.core.worker.reset()
-    assert tokens == [served.greedy(prompt, 1)[0] for prompt in prompts]
+    assert tokens == [token for (token,) in served.greedy(prompts, 1)]
 
 
 def test_a_plan_without_rows_only_changes_tables(served: Any) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.models.families import FAMILIES, prompts_of
 from tests.models.test_engine import GREEDY, NUM_TOKENS, House, changed, small_kv, without_prefix_cache
-from tests.models.test_families import FAMILIES, prompts_of
 
 from quintet.executor import worker as worker_module
 from quintet.executor.eager import EagerRunner
@@ -31,7 +31,7 @@ def test_tokens_do_not_depend_on_swapping(
 ) -> None:
     served = serve(FAMILIES["llama-gqa-biases"](), max_model_len=96)
     prompts = prompts_of()
-    expected = [served.greedy(prompt, NUM_TOKENS) for prompt in prompts]
+    expected = served.greedy(prompts, NUM_TOKENS)
     config = small_kv(changed(served.config))
     if not caching:
         config = without_prefix_cache(config)

@@ -51,7 +51,7 @@ def test_shards_are_read_through_their_index(serve: Callable[..., Any], tmp_path
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
     request = served.core.add([1, 2, 3], max_tokens=8)
     served.core.run()
-    assert request.outputs == served.greedy([1, 2, 3], 8)
+    assert request.outputs == served.greedy([[1, 2, 3]], 8)[0]
 
 
 def test_a_missing_shard_is_named(serve: Callable[..., Any], tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_tied_checkpoint_may_have_the_embedding_under_either_name_or_both(
     served.core.worker = make_torch_worker(served.config)
     request = served.core.add([1, 2, 3], max_tokens=8)
     served.core.run()
-    assert request.outputs == served.greedy([1, 2, 3], 8)
+    assert request.outputs == served.greedy([[1, 2, 3]], 8)[0]
 
 
 def pickled(folder: Path, num_files: int = 1, **options: Any) -> None:
@@ -184,7 +184,7 @@ def test_pickled_weights_are_read_and_converted(
     pickled(tmp_path, num_files, **options)
     facts = read_weight_facts(tmp_path)
     assert facts.num_parameters is None and facts.num_files == num_files and facts.size_bytes > 0
-    expected = served.greedy([1, 2, 3], 8)
+    expected = served.greedy([[1, 2, 3]], 8)[0]
     for converted in (False, True):
         if converted:
             assert main(["convert", str(tmp_path)]) == 0
@@ -259,7 +259,7 @@ def test_a_prefix_may_be_left_out_or_be_there(
     served.core.worker = make_torch_worker(served.config)
     request = served.core.add([1, 2, 3], max_tokens=8)
     served.core.run()
-    assert request.outputs == served.greedy([1, 2, 3], 8)
+    assert request.outputs == served.greedy([[1, 2, 3]], 8)[0]
 
 
 def test_no_weights_at_all(serve: Callable[..., Any], tmp_path: Path) -> None:
@@ -363,7 +363,7 @@ def test_installed_packages_can_add_architectures(
     served.core.worker = make_torch_worker(msgspec.structs.replace(served.config, model=model))
     request = served.core.add([1, 2, 3], max_tokens=8)
     served.core.run()
-    assert request.outputs == served.greedy([1, 2, 3], 8)
+    assert request.outputs == served.greedy([[1, 2, 3]], 8)[0]
 
 
 @pytest.mark.parametrize(
@@ -462,4 +462,4 @@ def test_tensors_may_lie_at_odd_bytes(serve: Callable[..., Any], tmp_path: Path)
     served.core.worker = make_torch_worker(served.config)
     request = served.core.add([1, 2, 3], max_tokens=8)
     served.core.run()
-    assert request.outputs == served.greedy([1, 2, 3], 8)
+    assert request.outputs == served.greedy([[1, 2, 3]], 8)[0]

@@ -18,6 +18,7 @@ from quintet.process.seal import Seal, run_key
 from quintet.wire import codec
 from quintet.wire.messages import Admit
 from quintet.wire.params import SamplingParams
+from quintet.wire.request import RequestSpec
 
 from ..deploy.model_folder import write_model
 from .server import Server, serve
@@ -110,7 +111,7 @@ def test_a_request_whose_message_is_dropped_ends_with_an_error(server: Server, v
     core = server.children()["quintet-core-0"]
     inbox = next(path for path in map(_bound, core.net_connections("unix")) if path.name.startswith("core-"))
     params = SamplingParams(seed=1)
-    nonsense = Admit(request_id, codec.pack_i32([vocab_size]), params, 0, 0, 0, attempt=1)
+    nonsense = Admit(request_id, codec.pack_i32([vocab_size]), RequestSpec(params, 0, 0, attempt=1), 0)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     outbox = context.socket(zmq.PUSH)
     outbox.connect(f"ipc://{inbox}")

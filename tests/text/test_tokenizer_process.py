@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from tests.small_frames import take_at_most
+from tests.wire.respec import changed
 from tokenizers import Tokenizer
 
 from quintet.process.runtime import CONFIG_FILE
@@ -24,6 +25,7 @@ from quintet.wire.errors import ErrorCode
 from quintet.wire.ids import RequestIds, Role, WorkerId
 from quintet.wire.metrics import decode_snapshot
 from quintet.wire.params import SamplingParams
+from quintet.wire.request import RequestSpec
 
 BIG = "the quick brown fox " * 60_000  # 1.2 MB
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -44,28 +46,30 @@ def world(
 
 
 def submit(request_id: int, prompt: m.Prompt, **params: Any) -> m.Submit:
-    return m.Submit(request_id, prompt, SamplingParams(**params), 1, 2, 0, 0)
+    return m.Submit(request_id, prompt, RequestSpec(SamplingParams(**params), 1, 0), 2, 0)
 
 
 def test_a_text_is_admitted_as_ids(world: Any, tokenizers_by_style: dict[str, Tokenizer]) -> None:
     request_id = RequestIds(0, 1).take()
     request = submit(request_id, m.TextPrompt("Hello world"), bad_words=["dog"])
-    request.cache_salt, request.priority, request.echo = "salt", 3, True
+    spec = request.spec
+    spec.cache_salt, spec.priority, spec.echo = "salt", 3, True
     world.send(request)
     admit = world.wait(world.core, m.Admit)
     tokenizer = tokenizers_by_style["byte_level"]
     assert list(unpack_i32(admit.prompt_ids)) == tokenizer.encode("Hello world").ids
-    assert (admit.request_id, admit.cache_salt, admit.priority, admit.echo) == (request_id, "salt", 3, True)
+    assert (admit.request_id, admit.spec) == (request_id, spec)
     assert tokenizer.encode("dog").ids in admit.bad_word_ids
     assert admit.sent_ns > 2
 
 
 def test_ids_of_a_resumed_request_pass_through(world: Any) -> None:
     request = submit(RequestIds(0, 1).take(), m.TokenPrompt(pack_i32([5, 6])))
-    request.output_ids, request.choice = pack_i32([7]), 2
+    request.spec.output_ids, request.spec.choice = pack_i32([7]), 2
     world.send(request)
     admit = world.wait(world.core, m.Admit)
-    assert (admit.prompt_ids, admit.output_ids, admit.choice) == (pack_i32([5, 6]), pack_i32([7]), 2)
+    assert admit.prompt_ids == pack_i32([5, 6])
+    assert (admit.spec.output_ids, admit.spec.choice) == (pack_i32([7]), 2)
 
 
 def test_a_refused_request_fails_at_its_frontend_and_the_next_one_is_served(world: Any) -> None:
@@ -85,7 +89,7 @@ def test_what_is_dropped_on_its_way_in_ends_with_an_error(world: Any) -> None:
     ids = RequestIds(0, 1)
     first, stranger = ids.take(), RequestIds(4, 1).take()
     for request_id in (first, stranger):
-        world.send(msgspec.structs.replace(submit(request_id, m.TextPrompt("x")), core=1 << 40))
+        world.send(changed(submit(request_id, m.TextPrompt("x")), core=1 << 40))
     failed = world.wait(world.frontend, m.Failed)
     assert (failed.request_id, failed.code) == (first, ErrorCode.INTERNAL)
     second = ids.take()
@@ -154,7 +158,7 @@ def test_an_account_goes_on_without_what_is_here_still(world: Any) -> None:
     assert world.wait(world.core, m.Admit).request_id == small
     assert world.wait(world.core, (m.Admit, m.Handed)) == left
     assert world.wait(world.core, (m.Admit, m.Handed)).request_id == big
-    world.send(msgspec.structs.replace(submit(ids.take(), m.TextPrompt("early")), topology=2))
+    world.send(changed(submit(ids.take(), m.TextPrompt("early")), topology=2))
     world.send(account)
     world.publish(2, world.frontend_id, world.core_id)
     world.send(account)
@@ -180,7 +184,7 @@ def test_a_request_sent_by_a_newer_topology_waits_for_it(world: Any) -> None:
     kept, gone = ids.take(), ids.take()
     for request_id in (kept, gone):
         request = submit(request_id, m.TextPrompt("hi"))
-        request.topology = 2
+        request.spec.topology = 2
         world.send(request)
     world.send(m.Cancel([gone], 0))
     successor = WorkerId(Role.CORE, 0, 2)
@@ -299,7 +303,7 @@ def test_a_request_too_large_for_the_core_ends_with_an_error(
 ) -> None:
     take_at_most(monkeypatch, Role.CORE, 2000)
     ids = RequestIds(0, 1)
-    large = msgspec.structs.replace(submit(ids.take(), m.TextPrompt("x")), cache_salt="y" * 4000)
+    large = changed(submit(ids.take(), m.TextPrompt("x")), cache_salt="y" * 4000)
     world.send(large)
     failed = world.wait(world.frontend, m.Failed)
     assert (failed.request_id, failed.code) == (large.request_id, ErrorCode.TOO_LARGE)

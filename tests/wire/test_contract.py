@@ -11,6 +11,7 @@ from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import RequestIds, Role, WorkerId, epoch_tag, frontend_of
 from quintet.wire.metrics import Metrics, decode_snapshot
 from quintet.wire.params import OutputKind, SamplingParams, seed_of_choice
+from quintet.wire.request import RequestSpec
 
 
 def test_tokens_cross_the_wire_unchanged() -> None:
@@ -34,7 +35,7 @@ def test_tokens_cross_the_wire_unchanged() -> None:
 def test_prompts_are_told_apart_by_their_tags() -> None:
     for prompt in (messages.TextPrompt("a"), messages.TokenPrompt(b""), messages.ChatPrompt(b"[]")):
         submit = messages.Submit(
-            1, prompt, SamplingParams(seed=1, stop=["x"], logit_bias={3: 1.5}), 0, 0, 0, 0
+            1, prompt, RequestSpec(SamplingParams(seed=1, stop=["x"], logit_bias={3: 1.5}), 0, 0), 0, 0
         )
         assert msgspec.msgpack.decode(codec.encode(submit), type=messages.Submit) == submit
 

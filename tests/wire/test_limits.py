@@ -12,6 +12,7 @@ from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role
 from quintet.wire.limits import LEAST_BYTES, MOST_BYTES, largest_frame
 from quintet.wire.params import SamplingParams
+from quintet.wire.request import RequestSpec
 
 from .test_record import config_of
 
@@ -30,7 +31,7 @@ def config(tmp_path: Path) -> EngineConfig:
 
 def test_a_prompt_as_long_as_a_body_reaches_the_tokenizer(config: EngineConfig) -> None:
     num_ids = config.frontend.max_body_bytes // 2  # `1,` each
-    submit = m.Submit(1, m.TokenPrompt(bytes(4 * num_ids)), SamplingParams(), 0, 0, 0, 0)
+    submit = m.Submit(1, m.TokenPrompt(bytes(4 * num_ids)), RequestSpec(SamplingParams(), 0, 0), 0, 0)
     assert LEAST_BYTES < len(encode(submit)) <= largest_frame(Role.TOKENIZER, config)
 
 

@@ -16,8 +16,10 @@ from quintet.wire.columns import all_below, are_spans
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.kv_spec import KvGroup, KvSpec
 from quintet.wire.params import SamplingParams
+from quintet.wire.request import MAX_NAME_CHARS, MAX_SCHEMAS_BYTES, Reading, RequestSpec
 from quintet.wire.sense import Sense
 
+from .respec import changed
 from .test_record import config_of
 
 NAN = float("nan")
@@ -56,12 +58,11 @@ def test_a_state_has_two_places_however_short_the_context(tmp_path: Path) -> Non
 
 
 def submit(**change: Any) -> m.Submit:
-    made = m.Submit(1, m.TokenPrompt(pack_i32([1])), PARAMS, 0, 0, 0, 0)
-    return msgspec.structs.replace(made, **change)
+    return changed(m.Submit(1, m.TokenPrompt(pack_i32([1])), RequestSpec(PARAMS, 0, 0), 0, 0), **change)
 
 
 def admit(**change: Any) -> m.Admit:
-    return msgspec.structs.replace(m.Admit(1, pack_i32([1, 7]), PARAMS, 0, 0, 0), **change)
+    return changed(m.Admit(1, pack_i32([1, 7]), RequestSpec(PARAMS, 0, 0), 0), **change)
 
 
 def plan(**change: Any) -> s.StepPlan:
@@ -120,6 +121,9 @@ def test_what_our_processes_send_makes_sense(sense: Sense, make: Callable[..., m
         admit(prompt_ids=pack_i32([8])),
         admit(bad_word_ids=[[]]),
         admit(bad_word_ids=[[1 << 40]]),
+        submit(reading=Reading(reasoning="x" * (MAX_NAME_CHARS + 1))),
+        submit(reading=Reading(tools="x" * (MAX_NAME_CHARS + 1))),
+        admit(reading=Reading(schemas=bytes(MAX_SCHEMAS_BYTES + 1))),
         plan(slots=pack_i32([4])),
         plan(slots=pack_i32([-1])),
         plan(slots=b""),

@@ -22,11 +22,14 @@
 // bf16 for the multiplication with the values, and it is the rounded ones that the normalizer sums: a true average of the
 // values. (On the matrix unit but for an int8 cache, where weights are rounded with the values' scales.)
 //
+// Where values are what keys begin with, a chunk's are laid out as values first: once for all groups of a piece.
+//
 // Heads of any width lie in the cache with zeros behind their numbers, which add zeros to scores; what their values add up to
 // is not stored.
 //
 // Per key and KV head in bf16: 2 * (key_dim + value_dim) bytes, as many FLOPs and an exponential for each row. Limiter: memory
 // bandwidth for single tokens, the multiplications for prompts; with a matrix unit softmax as much as they.
+#include "attention_latent.hpp"
 #include "attention_matrix.hpp"
 
 namespace qt::QT_ISA {
@@ -42,8 +45,9 @@ QT_INLINE Partial partial_at(float* memory, index_t rows, index_t value_dim) {
 }
 
 // A cache's format: how it is multiplied where it lies, and whether many rows have it widened to fp32 first.
-template <class DirectForm, bool kWidenable, bool kWithScales = false>
+template <class StoredNumber, class DirectForm, bool kWidenable, bool kWithScales = false>
 struct Format {
+  using Stored = StoredNumber;
   using Direct = DirectForm;
   using Word = typename Direct::Word;
   struct Unit {};
@@ -130,13 +134,17 @@ Chunk chunk_of(const AttentionCall& call, const Walk& walk, Prefetch& prefetch) 
   const index_t following = walk.after - walk.next;
   for (index_t i = 0; i < chunk.count; ++i) {
     chunk.keys[i] = walk.keys[walk.turn][i];
+    if (call.layer.values_in_keys) {  // see take_values_of_keys
+      chunk.beside_keys[i] = i < following ? walk.keys[1 - walk.turn][i] : chunk.keys[i];
+      continue;
+    }
     chunk.values[i] = walk.values[walk.turn][i];
     const bool during_softmax = i >= chunk.count - kSoftmaxTiles;
     chunk.beside_keys[i] = during_softmax ? chunk.keys[i] : chunk.values[i];
     if (during_softmax) prefetch.add(chunk.values[i], call.kv.value_bytes);
     chunk.beside_values[i] = i < kSoftmaxTiles || i >= following ? chunk.values[i] : walk.keys[1 - walk.turn][i];
   }
-  for (index_t i = 0; i < kSoftmaxTiles && i < following; ++i)
+  for (index_t i = 0; i < kSoftmaxTiles && i < following && !call.layer.values_in_keys; ++i)
     prefetch.add(walk.keys[1 - walk.turn][i], call.kv.key_bytes);
   return chunk;
 }
@@ -162,12 +170,13 @@ void walk_chunk(const AttentionCall& call, const Walk& walk, Group<typename Form
                 bool wide, typename Format::Unit& unit, Scratch<typename Format::Word>& scratch, Before before) {
   const index_t key_dim = call.kv.key_dim, value_dim = call.kv.value_dim, first = walk.tile / kChunkTiles * kChunkKeys;
   Prefetch prefetch;
-  const Chunk chunk = chunk_of(call, walk, prefetch);
+  Chunk chunk = chunk_of(call, walk, prefetch);
+  if (call.layer.values_in_keys) take_values_of_keys<typename Format::Stored>(chunk, value_dim, scratch.values_of_keys);
   if constexpr (Format::kScaled)
     for (index_t i = 0; i < chunk.count; ++i) {
-      const char* scales = chunk.values[i] + call.kv.value_bytes;
+      const char *scales = chunk.keys[i] + call.kv.key_bytes + call.kv.value_bytes;
       std::memcpy(scratch.key_scales + chunk.begin + i * kTileKeys, scales, 64);
-      std::memcpy(scratch.value_scales + chunk.begin + i * kTileKeys, scales + 64, 64);
+      std::memcpy(scratch.value_scales + chunk.begin + i * kTileKeys, scales + (call.layer.values_in_keys ? 0 : 64), 64);
     }
   index_t lines = 0;
   if (Format::kOfMatrix || (Format::kWidens && wide)) {
@@ -412,7 +421,7 @@ void attend(const void* description, index_t begin, index_t end) {
 // Rows that a group should have: enough that loading a key costs little beside multiplying it, few enough that their scores
 // stay in the first-level cache, and that what single tokens do not see is not computed for them.
 constexpr index_t kGroupRows = 48;
-using Bytes = Format<Singles<std::int8_t>, true, true>;
+using Bytes = Format<std::int8_t, Singles<std::int8_t>, true, true>;
 
 template <class Format, class Element>
 constexpr AttentionKernel kSharing = {attend<Format, Element>, kGroupRows, kMaxGroups};
@@ -425,15 +434,15 @@ constexpr AttentionKernel kOfBf16 = {attend<OfMatrix<Stored>, bf16>, 2 * kBlock,
 
 const AttentionKernels attention = {
 #if defined(QT_AMX)
-    .attend = {kOfBf16<bf16>, kSharing<Format<Singles<fp16>, true>, fp16>, kSharing<Format<Singles<float>, true>, float>},
+    .attend = {kOfBf16<bf16>, kSharing<Format<fp16, Singles<fp16>, true>, fp16>, kSharing<Format<float, Singles<float>, true>, float>},
     .attend_bytes = {kOfBf16<std::int8_t>, kSharing<Bytes, fp16>, kSharing<Bytes, float>},
 #else
-    .attend = {kSharing<Format<Halves, true>, bf16>, kSharing<Format<Singles<fp16>, true>, fp16>,
-               kSharing<Format<Singles<float>, true>, float>},
+    .attend = {kSharing<Format<bf16, Halves, true>, bf16>, kSharing<Format<fp16, Singles<fp16>, true>, fp16>,
+               kSharing<Format<float, Singles<float>, true>, float>},
     .attend_bytes = {kSharing<Bytes, bf16>, kSharing<Bytes, fp16>, kSharing<Bytes, float>},
 #endif
 #if defined(__AVX512BF16__) && !defined(QT_AMX)
-    .attend_in_pairs = {attend<Format<Pairs, false>, bf16>, kGroupRows, 1},  // pairs are not widened: nothing to share
+    .attend_in_pairs = {attend<Format<bf16, Pairs, false>, bf16>, kGroupRows, 1},  // pairs are not widened: nothing to share
 #else
     .attend_in_pairs = {},
 #endif

@@ -83,6 +83,18 @@ void choose_groups(const Routing& routing, Scores& scores) {
   for (index_t i = 0; i < routing.experts; ++i) scores.taken[i] = !chosen[i / size];
 }
 
+// The largest's part of a softmax over those that are near it and not taken.
+float share_of_near(const Routing& routing, const Scores& scores, index_t largest) {
+  const float most = scores.values[largest];
+  float sum = 0;
+  for (index_t i = 0; i < routing.experts; ++i) {
+    const float value = scores.values[i], magnitude = value < 0 ? -value : value;
+    const bool is_far = (most - value) / (magnitude > most ? magnitude : most) > 2 * float(routing.jitter);
+    if (!scores.taken[i] && !is_far) sum += exponential(all(value - most))[0];
+  }
+  return 1 / sum;
+}
+
 void route_token(const Routing& routing, Scores& scores, std::int32_t* ids, float* weights) {
   const index_t experts = routing.experts, chosen = routing.chosen;
   for (index_t i = 0; i < kLanes; ++i) scores.values[experts + i] = 0;
@@ -96,13 +108,14 @@ void route_token(const Routing& routing, Scores& scores, std::int32_t* ids, floa
   float of_chosen[kMostChosen + kLanes] = {};
   for (index_t k = 0; k < chosen; ++k) {
     const index_t id = largest_of(scores.choices, scores.taken, 0, experts);
+    ids[k] = std::int32_t(id);
+    of_chosen[k] = routing.scoring == Scoring::sparse_mixer ? share_of_near(routing, scores, id) : scores.values[id];
     scores.taken[id] = true;
-    ids[k] = std::int32_t(id), of_chosen[k] = scores.values[id];
   }
   if (routing.scoring == Scoring::softmax_of_chosen) softmax(of_chosen, chosen);
   float sum = 1;
   if (routing.renormalise) {
-    sum = 1e-20f;
+    sum = float(routing.addend);
     for (index_t k = 0; k < chosen; ++k) sum += of_chosen[k];
   }
   for (index_t k = 0; k < chosen; ++k) weights[k] = of_chosen[k] / sum * float(routing.scale);

@@ -7,14 +7,15 @@
 // by halves; nothing depends on other tokens.
 //
 // A block may hold numbers of a former tenant, NaN among them, and attention multiplies what a token does not see by 0. So
-// who writes the first position of a tile clears the values of those positions that this step does not write.
+// who writes the first position of a tile clears the values of those positions that this step does not write: their keys, where
+// these are the values too.
 #include "attention.hpp"
 #include "simd.hpp"
 
 namespace qt::QT_ISA {
 namespace {
 
-// y = norm of one head, rounded where `rms_norm` of pointwise.cpp rounds.
+// y = norm of one head, rounded where `rms_norm` of pointwise.cpp rounds; y may be x.
 template <class Element>
 void norm(const Element* x, const Element* weight, index_t width, float eps, float offset, Element* y) {
   f32v squares = all(0.0f);
@@ -68,13 +69,13 @@ void rotate_neighbours(const Element* x, const Element* cosines, const Element* 
   }
 }
 
-// A head of queries or keys, normed and rotated, with zeros up to the `padded` width.
+// A head of queries or keys, normed and rotated, in this order or the other, with zeros up to the `padded` width.
 template <class Element>
 void turn(const AttentionLayer& layer, const Element* x, const void* weight, const Element* cosines, const Element* sines,
           index_t padded, Element* y) {
   const index_t width = layer.key_width, begin = layer.rotary_first, rotary = layer.rotary;
   Element normed[kMaxKeyDim];
-  if (weight) {
+  if (weight && !layer.norms_behind) {
     norm(x, (const Element*)weight, width, layer.eps, layer.norm_offset, normed);
     x = normed;
   }
@@ -85,6 +86,7 @@ void turn(const AttentionLayer& layer, const Element* x, const void* weight, con
     rotate_halves(x + begin, cosines, sines, rotary, y + begin);
   const index_t end = begin + rotary;
   std::memcpy(y + end, x + end, (width - end) * sizeof(Element));
+  if (weight && layer.norms_behind) norm(y, (const Element*)weight, width, layer.eps, layer.norm_offset, y);
   std::memset(y + width, 0, (padded - width) * sizeof(Element));
 }
 
@@ -128,6 +130,23 @@ QT_INLINE float stored(const Element* numbers, index_t width, index_t padded, St
   }
 }
 
+// The value of the tile's i-th position, and what its scales are.
+template <class Element, class Stored>
+void clear(const KvWriteCall& call, char* tile, index_t i) {
+  const PagedKv& kv = call.kv;
+  char* value_plane = tile + kv.key_bytes;
+  const bool in_keys = call.layer.values_in_keys;
+  if (in_keys)
+    for (index_t d = 0; d < kv.value_dim; ++d) *place<Stored>(tile, d, i, kTileKeys) = Stored{};
+  else
+    for (index_t d = 0; d < kv.value_dim; ++d) *place<Stored>(value_plane, i, d, kv.value_dim) = Stored{};
+  if constexpr (!std::is_same_v<Element, Stored>) {
+    float* scales = (float*)(value_plane + kv.value_bytes) + i;
+    scales[0] = 0.0f;
+    if (!in_keys) scales[kTileKeys] = 0.0f;
+  }
+}
+
 template <class Element, class Stored>
 void write_piece(const KvWriteCall& call, const KvWritePiece& piece) {
   const PagedKv& kv = call.kv;
@@ -152,23 +171,16 @@ void write_piece(const KvWriteCall& call, const KvWritePiece& piece) {
       float* scales = (float*)(value_plane + kv.value_bytes) + inside + i;
       const float key_scale = stored(key, kv.key_dim, kv.key_dim, numbers);
       for (index_t d = 0; d < kv.key_dim; ++d) *place<Stored>(key_plane, d, inside + i, kTileKeys) = numbers[d];
+      if constexpr (!std::is_same_v<Element, Stored>) scales[0] = key_scale;
+      if (layer.values_in_keys) continue;
       const float value_scale = stored(v + head * layer.value_width, layer.value_width, kv.value_dim, numbers);
       for (index_t d = 0; d < kv.value_dim; ++d) *place<Stored>(value_plane, inside + i, d, kv.value_dim) = numbers[d];
-      if constexpr (!std::is_same_v<Element, Stored>) scales[0] = key_scale, scales[kTileKeys] = value_scale;
+      if constexpr (!std::is_same_v<Element, Stored>) scales[kTileKeys] = value_scale;
     }
   }
-  if (inside == 0 && piece.count < kTileKeys) {
-    for (index_t head = 0; head < layer.kv_heads; ++head) {
-      char* value_plane = keys + head * kv.head_bytes + kv.key_bytes;
-      for (index_t i = piece.count; i < kTileKeys; ++i) {
-        for (index_t d = 0; d < kv.value_dim; ++d) *place<Stored>(value_plane, i, d, kv.value_dim) = Stored{};
-        if constexpr (!std::is_same_v<Element, Stored>) {
-          float* scales = (float*)(value_plane + kv.value_bytes) + i;
-          scales[0] = scales[kTileKeys] = 0.0f;
-        }
-      }
-    }
-  }
+  if (inside == 0)
+    for (index_t head = 0; head < layer.kv_heads; ++head)
+      for (index_t i = piece.count; i < kTileKeys; ++i) clear<Element, Stored>(call, keys + head * kv.head_bytes, i);
 }
 
 template <class Element, class Stored>

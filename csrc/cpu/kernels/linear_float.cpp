@@ -13,8 +13,8 @@
 // widened, x is read where it lies.
 //
 // Bytes moved per panel: the weight once (each unit prefetches its share of the next piece: memory streams while the
-// units compute), x once per tile and block out of the cache, y once. Limiter: the weight's bandwidth up to some 12 rows,
-// then the multiply rate.
+// units compute; but see Weight::fetches), x once per tile and block out of the cache, y once. Limiter: the weight's
+// bandwidth up to some 12 rows, then the multiply rate.
 //
 // Reduction order: one fp32 sum per output and slice of k (linear.hpp), k ascending (dot products: in pairs); the slices'
 // sums, ascending; then the bias, one rounding. It depends on neither M nor the place of a row or column in units, blocks,
@@ -148,6 +148,7 @@ void multiply_slices(const LinearCall& call, const LinearItem& item, const char*
   const Way way = widens ? kWay<Widened> : stored;
   const index_t span = item.to - item.from, width = span * item.spans, most = block_vectors(units.rows_of(0)) * kLanes;
   const index_t block = span < most ? span : most, blocks = width / block;
+  const bool fetches = weight.fetches || item.rows > 1 || block < kTileColumns;  // what comes next, ahead of time
   const Multiply shorter = way.multiply(units.rows, block / kLanes);
   const Multiply longer = units.longer ? way.multiply(units.rows + 1, block / kLanes) : shorter;
   const char* piece = memory_at(weight, item.tile, item.k);
@@ -156,7 +157,7 @@ void multiply_slices(const LinearCall& call, const LinearItem& item, const char*
     const index_t depth = item.k_end - begin < kPiece ? item.k_end - begin : kPiece, end = begin + depth;
     const index_t bytes = (depth + stored.k - 1) / stored.k * stored.bytes;
     const index_t left = item.k_end - end;  // none: on to the next item
-    const char* next = left ? piece + bytes : next_memory;
+    const char* next = !fetches ? nullptr : left ? piece + bytes : next_memory;
     const index_t next_depth = left && left < kPiece ? left : weight.slice_depth < kPiece ? weight.slice_depth : kPiece;
     const index_t next_steps = next_depth / stored.k;
     const bool whole = width == kTileColumns, in_first = begin < item.k + weight.slice_depth;

@@ -23,6 +23,8 @@ namespace {
 // anything is fetched; for more rows so much that two pieces leave the cache to the rows of x.
 constexpr index_t kStreamPiece = 512, kPiece = 2048, kExpandedPiece = 1024;
 constexpr index_t kStreamSlice = 768;  // a slice that is one short piece
+// A depth that is one piece for one row: of 768, which would be 512 and 256, the second would fetch twice what it multiplies.
+constexpr index_t kRowDepth = 1024;
 constexpr index_t kStreamRows = 32;
 constexpr index_t kExpandFrom = 16;       // rows in a panel from which 4-bit weights are expanded once
 constexpr index_t kPanelBytes = 1 << 20;  // of x, half of a second-level cache
@@ -54,6 +56,7 @@ Plan plan_of(const LinearCall& call, const LinearItem& item) {
   plan.expanded = four && item.rows >= kExpandFrom;
   plan.piece = plan.expanded ? kExpandedPiece : item.rows <= kStreamRows ? kStreamPiece : kPiece;
   if (!plan.whole) plan.piece = even_piece(weight, plan.piece == kStreamPiece && weight.slices > 1 ? kStreamSlice : plan.piece);
+  if (item.rows == 1 && weight.slices == 1 && weight.depth <= kRowDepth) plan.piece = kRowDepth;
   plan.in_group = plan.whole ? plan.piece : call.x_group;
   plan.in_step = four && !plan.expanded ? 8 : 4;
   plan.units = (item.rows + Dot::kUnitRows - 1) / Dot::kUnitRows;

@@ -47,18 +47,17 @@ struct BytesDot8 {
   QT_INLINE i32v total(const i32v (&sums)[kSums]) { return sums[0]; }
 };
 
-// x as 16-bit numbers in the order k, k + 2, k + 1, k + 3, whichever its precision.
+// x as 16-bit numbers in the order k, k + 2, k + 1, k + 3, whichever its precision: what the 16-bit lanes of weights have of k
+// once all but eight or four of their bits are gone.
 struct WideDot {
   static constexpr int kSums = 1, kUnitRows = 4;
   static constexpr index_t x_bytes = 8;
-  template <int V>
-  QT_INLINE void step(i32v (&sums)[V][kSums], const i32v (&w)[V], const char* x) {
-    const i32v even_x = spread_word(x), odd_x = spread_word(x + 4), bytes = all(std::int32_t(0x00FF00FF));
-#pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) {
-      sums[v][0] = multiply_pairs(sums[v][0], w[v] & bytes, even_x);
-      sums[v][0] = multiply_pairs(sums[v][0], (i32v)((u32v)w[v] >> 8) & bytes, odd_x);
-    }
+  // The weights that a word of x meets, of the 16 / kBits words of a line.
+  template <int kBits>
+  QT_INLINE i32v weights(i32v w, int word) {
+    const int shift = kBits == 8 ? 8 * word : word / 2 * 4 + word % 2 * 8;
+    const i32v shifted = (i32v)((u16v)w >> shift);
+    return shift == 16 - kBits ? shifted : shifted & all(kBits == 8 ? 0x00FF00FF : 0x000F000F);
   }
   QT_INLINE i32v total(const i32v (&sums)[kSums]) { return sums[0]; }
 };
@@ -111,8 +110,8 @@ struct Unit {
 
 // One line of weights, V registers of 4 k (8 bits) or 8 k (4 bits), by R rows, whose x is `at` bytes on.
 template <class Dot, int kBits, int R, int V>
-QT_INLINE void step(i32v (&sums)[R][V][Dot::kSums], const Rows<R>& x, index_t x_stride, index_t at,
-                    const char* weight) {
+QT_INLINE void step_of_bytes(i32v (&sums)[R][V][Dot::kSums], const Rows<R>& x, index_t x_stride, index_t at,
+                             const char* weight) {
   i32v w[V];
 #pragma GCC unroll 8
   for (int v = 0; v < V; ++v) w[v] = load_bits(weight + v * kLanes * 4);
@@ -131,6 +130,46 @@ QT_INLINE void step(i32v (&sums)[R][V][Dot::kSums], const Rows<R>& x, index_t x_
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) Dot::template step<V>(sums[r], half, x[r / 3] + r % 3 * x_stride + at + Dot::x_bytes);
   }
+}
+
+// The same of WideDot. One row's words of x stay in registers while one register of weights after the other is taken apart;
+// of more rows the weights that a word meets stay while rows pass.
+template <int kBits, int R, int V>
+QT_INLINE void step_of_words(i32v (&sums)[R][V][1], const Rows<R>& x, index_t x_stride, index_t at, const char* weight) {
+  constexpr int kWords = 16 / kBits;
+  if constexpr (R == 1) {
+    i32v words[kWords];
+#pragma GCC unroll 4
+    for (int n = 0; n < kWords; ++n) words[n] = spread_word(x[0] + at + 4 * n);
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) {
+      const i32v w = load_bits(weight + v * kLanes * 4);
+#pragma GCC unroll 4
+      for (int n = 0; n < kWords; ++n)
+        sums[0][v][0] = multiply_pairs(sums[0][v][0], WideDot::weights<kBits>(w, n), words[n]);
+    }
+  } else {
+#pragma GCC unroll 4
+    for (int n = 0; n < kWords; ++n) {
+      i32v w[V];
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) w[v] = WideDot::weights<kBits>(load_bits(weight + v * kLanes * 4), n);
+#pragma GCC unroll 12
+      for (int r = 0; r < R; ++r) {
+        const i32v word = spread_word(x[r / 3] + r % 3 * x_stride + at + 4 * n);
+#pragma GCC unroll 8
+        for (int v = 0; v < V; ++v) sums[r][v][0] = multiply_pairs(sums[r][v][0], w[v], word);
+      }
+    }
+  }
+}
+
+template <class Dot, int kBits, int R, int V>
+QT_INLINE void step(i32v (&sums)[R][V][Dot::kSums], const Rows<R>& x, index_t x_stride, index_t at, const char* weight) {
+  if constexpr (std::is_same_v<Dot, WideDot>)
+    step_of_words<kBits, R, V>(sums, x, x_stride, at, weight);
+  else
+    step_of_bytes<Dot, kBits, R, V>(sums, x, x_stride, at, weight);
 }
 
 // All of a group, or of a part of the only one. Its integer sums are exact.

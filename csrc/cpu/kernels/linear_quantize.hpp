@@ -152,6 +152,18 @@ QT_INLINE void quantize_block(const Element* x, f32v inverse, bool eight, char* 
   _mm512_storeu_si512(out, _mm512_shuffle_epi8(halves, order));
 #endif
 }
+#elif defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
+// Four at a time for multiply_pairs: k, k + 2, k + 1, k + 3, whichever the precision.
+template <class Element>
+QT_INLINE void quantize_block(const Element* x, f32v inverse, bool, char* out, index_t, i32v& sums) {
+  const __m256i order = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
+  for (index_t k = 0; k < kXBlock; k += 2 * kLanes) {
+    const __m256i low = _mm256_cvtps_epi32(load(x + k) * inverse), high = _mm256_cvtps_epi32(load(x + k + kLanes) * inverse);
+    const __m256i q = _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xD8);  // which packs by 128-bit lanes
+    sums = multiply_pairs(sums, (i32v)q, all(0x00010001));
+    _mm256_storeu_si256((__m256i*)(out + 2 * k), _mm256_shuffle_epi8(q, order));
+  }
+}
 #else
 typedef std::int32_t i32x4 __attribute__((vector_size(16)));
 typedef std::int8_t i8x16 __attribute__((vector_size(16)));

@@ -23,12 +23,13 @@ struct Scratch {
   std::int32_t* ids;      // [vocab]: and their ids
   float* narrowed;        // [2 * vocab]: what `largest_reaching` narrows down
   std::uint32_t* counts;  // [2 * 65536]: see counts.hpp
+  float* masked;          // [vocab]: the row with what its mask leaves
 };
 
 QT_INLINE Scratch scratch_for(const LogitRows& rows) {
   const index_t blocks = (blocks_of(rows.vocab_size) + 15) / 16 * 16;
   const index_t width = (rows.vocab_size + kBlock) / 16 * 16 + 16;  // compressing stores write a vector past the end
-  float* memory = static_cast<float*>(rows.scratch((2 * blocks + 5 * width + kCounts) * index_t(sizeof(float))));
+  float* memory = static_cast<float*>(rows.scratch((2 * blocks + 6 * width + kCounts) * index_t(sizeof(float))));
   Scratch s;
   s.maxima = memory;
   s.sums = s.maxima + blocks;
@@ -37,6 +38,7 @@ QT_INLINE Scratch scratch_for(const LogitRows& rows) {
   s.ids = reinterpret_cast<std::int32_t*>(s.weights + width);
   s.narrowed = s.weights + 2 * width;
   s.counts = reinterpret_cast<std::uint32_t*>(s.narrowed + 2 * width);
+  s.masked = s.narrowed + 2 * width + kCounts;
   return s;
 }
 
@@ -45,6 +47,35 @@ QT_INLINE f32v or_lowest(f32v value, index_t count) {
   if (count >= kLanes) return value;
   for (int i = int(count); i < kLanes; ++i) value[i] = -__builtin_inff();
   return value;
+}
+
+// Copies a row, -inf in place of what its mask leaves out and of NaN. Something is left to draw in any case: where all that
+// the mask allows is -inf, as where other wishes contradict it, its first token. vocab_size: at most the mask's bits.
+template <class Element>
+QT_INLINE void copy_masked(const Element* x, index_t vocab_size, const std::uint32_t* mask, float* to) {
+  constexpr float kMost = 1e30f;  // far from where a quotient by a temperature is infinite
+  i32v lane_bits;
+  for (int lane = 0; lane < kLanes; ++lane) lane_bits[lane] = 1 << lane;
+  const f32v lowest = all(-__builtin_inff());
+  f32v most = lowest;
+  for (index_t i = 0; i < vocab_size; i += kLanes) {
+    const std::uint32_t bits = mask[i / 32] >> (i % 32);
+    const index_t count = vocab_size - i < kLanes ? vocab_size - i : kLanes;
+    f32v kept = lowest;
+    if (bits) {
+      const f32v value = load(x + i, count);
+      const i32v chosen = ((all(std::int32_t(bits)) & lane_bits) != 0) & (value >= all(-kMost));
+      kept = or_lowest(chosen ? min(value, all(kMost)) : lowest, count);
+    }
+    most = max(kept, most);
+    store(to + i, kept, count);
+  }
+  if (max_of(most) > lowest[0]) return;
+  for (index_t i = 0; i < vocab_size; ++i)
+    if (mask[i / 32] >> (i % 32) & 1) {
+      to[i] = 0;
+      return;
+    }
 }
 
 struct Largest {

@@ -60,8 +60,8 @@ QT_INLINE const Element* weights_of(const void* weights, index_t group, const Po
   return weights ? static_cast<const Element*>(weights) + group * c.weight_step : nullptr;
 }
 
-// Two conventions. offset 0, as Llama: the normalised row is rounded, then multiplied by the weight, and rounded again.
-// Else, as Gemma: multiplied by (offset + weight) in fp32, rounded once.
+// Two conventions. As Llama: the normalised row is rounded, then multiplied by the weight, and rounded again. Rounded once, as
+// Gemma and OLMo 2: multiplied by (offset + weight) in fp32.
 template <class Element>
 QT_INLINE void rms_norm_of(const PointwiseCall& c, const Element* x, const Element* weight, Element* y) {
   const float squares = sum_over(c.width, [=](index_t i, index_t count) {
@@ -72,7 +72,7 @@ QT_INLINE void rms_norm_of(const PointwiseCall& c, const Element* x, const Eleme
   const f32v offset = all(c.offset);
   if (!weight)
     for_vectors(c.width, [=](index_t i, index_t count) { store(y + i, load(x + i, count) * scale, count); });
-  else if (c.offset == 0.0f)
+  else if (!c.rounds_once)
     for_vectors(c.width, [=](index_t i, index_t count) {
       store(y + i, rounded_to<Element>(load(x + i, count) * scale) * load(weight + i, count), count);
     });
@@ -209,6 +209,36 @@ void softcap(const void* call, index_t begin, index_t end) {
   }
 }
 
+// e^z - 1 - z for z <= 0; near 0, where that cancels, the Taylor series to z^9 (relative remainder below 2e-7).
+QT_INLINE f32v exponential_beyond_line(f32v z) {
+  f32v near = fma(z, all(1.0f / 362880), all(1.0f / 40320));
+  near = fma(near, z, all(1.0f / 5040));
+  near = fma(near, z, all(1.0f / 720));
+  near = fma(near, z, all(1.0f / 120));
+  near = fma(near, z, all(1.0f / 24));
+  near = fma(near, z, all(1.0f / 6));
+  near = fma(near, z, all(1.0f / 2));
+  return z > -1.0f ? near * z * z : exponential(z) - (all(1.0f) + z);
+}
+
+// x > 0: p x^2 + l x; else n (e^min(x, m) - 1 - x) + l x, where n = softplus of the second number + l, p = of the first (Huang and
+// Schlag, "Deriving activation functions using integration", 2024). Rounded once.
+template <class Element>
+void xielu(const void* call, index_t begin, index_t end) {
+  const PointwiseCall& c = *static_cast<const PointwiseCall*>(call);
+  const float* numbers = static_cast<const float*>(c.second);
+  const f32v above = all(numbers[0]), line = all(numbers[2]), below = all(numbers[1] + numbers[2]), most = all(numbers[3]);
+  for (index_t row = begin; row < end; ++row) {
+    const Element* x = row_of<Element>(c.x, row, c.x_stride);
+    Element* y = row_of<Element>(c.y, row, c.y_stride);
+    for_vectors(c.width, [=](index_t i, index_t count) {
+      const f32v value = load(x + i, count), capped = value < most ? value : most;
+      const f32v bent = exponential_beyond_line(capped) + (capped - value);
+      store(y + i, fma(value, line, value > 0.0f ? above * value * value : below * bent), count);
+    });
+  }
+}
+
 template <class Element, class Source>
 void embedding(const void* call, index_t begin, index_t end) {
   const PointwiseCall& c = *static_cast<const PointwiseCall*>(call);
@@ -269,6 +299,7 @@ const PointwiseKernels pointwise = {
     .scale = QT_EACH_DTYPE(scale),
     .clip = QT_EACH_DTYPE(clip),
     .softcap = QT_EACH_DTYPE(softcap),
+    .xielu = QT_EACH_DTYPE(xielu),
     .embedding = {{embedding<bf16, bf16>, embedding<bf16, fp16>, embedding<bf16, float>},
                   {embedding<fp16, bf16>, embedding<fp16, fp16>, embedding<fp16, float>},
                   {embedding<float, bf16>, embedding<float, fp16>, embedding<float, float>}},

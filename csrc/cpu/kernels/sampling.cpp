@@ -226,17 +226,30 @@ class Draw {
 };
 
 template <class Element>
+std::int32_t draw_row(const Element* x, index_t vocab_size, float* maxima, const Scratch& scratch,
+                      const DrawSettings* settings, std::int64_t position) {
+  Draw<Element> draw(x, vocab_size, maxima, scratch);
+  if (!settings || settings->temperature == 0.0f) return draw.greedy();
+  return draw(*settings, uniform(settings->seed, std::uint64_t(position)));
+}
+
+template <class Element>
 void draw(const void* call, index_t begin, index_t end) {
   const DrawCall& c = *static_cast<const DrawCall*>(call);
   const Scratch scratch = scratch_for(c.of);
   for (index_t i = begin; i < end; ++i) {
     const index_t row = c.of.rows ? c.of.rows[i] : i;
     float* maxima = c.maxima ? c.maxima + i * blocks_of(c.of.vocab_size) : nullptr;
-    Draw<Element> draw(static_cast<const Element*>(c.of.logits) + row * c.of.stride, c.of.vocab_size, maxima, scratch);
+    const Element* x = static_cast<const Element*>(c.of.logits) + row * c.of.stride;
     const DrawSettings* settings = c.settings ? c.settings + c.slots[i] : nullptr;
-    const bool is_greedy = !settings || settings->temperature == 0.0f;
-    const std::int32_t token =
-        is_greedy ? draw.greedy() : draw(*settings, uniform(settings->seed, std::uint64_t(c.positions[i])));
+    const std::int64_t position = c.positions ? c.positions[i] : 0;
+    std::int32_t token;
+    if (c.masks && c.masks->used[c.slots[i]]) {
+      copy_masked(x, c.of.vocab_size, c.masks->words + c.slots[i] * c.masks->stride, scratch.masked);
+      token = draw_row<float>(scratch.masked, c.of.vocab_size, nullptr, scratch, settings, position);
+    } else {
+      token = draw_row(x, c.of.vocab_size, maxima, scratch, settings, position);
+    }
     c.tokens[i] = token;
     if (c.slot_tokens) c.slot_tokens[c.slots[i] * c.slot_tokens_stride + c.positions[i]] = token;
   }

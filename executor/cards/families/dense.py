@@ -8,9 +8,11 @@ from typing import Any
 from quintet.executor.cards.card import ModelCard
 from quintet.executor.cards.families.llama import llama
 from quintet.executor.cards.families.shape import (
+    ACTIVATION,
     FULL,
     MAX_WIDTH,
     SLIDING,
+    WIDTH,
     attention,
     decoder,
     factor,
@@ -23,6 +25,7 @@ from quintet.executor.cards.families.shape import (
     plain,
     pre_norm,
     rms,
+    rotated_layers,
     side_by_side,
     window,
     windowed,
@@ -33,6 +36,7 @@ from quintet.executor.cards.spec import (
     AttentionSpec,
     DecoderSpec,
     LayerSpec,
+    LearnedActivation,
     MlpSpec,
     NormKind,
     Norms,
@@ -148,7 +152,7 @@ def smollm3(card: ModelCard) -> DecoderSpec:
     """SmolLM 3: every fourth layer is not rotated."""
     biased, norm = card.flag("attention_bias", False), rms(card)
     mixer = attention(card, positions=32768, kv_heads=4, theta=2e6, qkv_bias=biased, output_bias=biased)
-    rotated = _rotated(card)
+    rotated = rotated_layers(card)
     width = window(card) if card.flag("use_sliding_window", False) else None
     kinds = layer_kinds(card, [FULL if turned or not width else SLIDING for turned in rotated])
     mixers = (
@@ -158,17 +162,6 @@ def smollm3(card: ModelCard) -> DecoderSpec:
     mlp = gated(card, biased=card.flag("mlp_bias", False))
     layers = tuple(pre_norm(norm, each, mlp) for each in mixers)
     return decoder(card, layers, norm, tied=card.flag("tie_word_embeddings", True))
-
-
-def _rotated(card: ModelCard) -> list[bool]:
-    """``no_rope_layers`` has a 0 for each layer that is not rotated."""
-    count, flags = num_layers(card), card.values.get("no_rope_layers")
-    if flags is None:
-        interval = card.whole("no_rope_layer_interval", 1, 1024, 4)
-        return [(i + 1) % interval != 0 for i in range(count)]
-    if not isinstance(flags, list) or len(flags) != count or not all(flag in (0, 1) for flag in flags):
-        raise card.wrong("no_rope_layers", f"a list of {count} numbers, each 0 (not rotated) or 1")
-    return [bool(flag) for flag in flags]
 
 
 def ernie(card: ModelCard) -> DecoderSpec:
@@ -237,7 +230,9 @@ def helium(card: ModelCard) -> DecoderSpec:
     """Helium: neighbours are rotated together."""
     biased = card.flag("attention_bias", False)
     mixer = attention(card, positions=4096, head_dim=128, theta=100000.0, interleaved=True, qkv_bias=biased)
-    return _llama(card, mixer, gated(card, biased=card.flag("mlp_bias", False)), rms(card, 1e-8))
+    return _llama(
+        card, mixer, gated(card, biased=card.flag("mlp_bias", False)), rms(card, 1e-8, rounds_once=True)
+    )
 
 
 def arcee(card: ModelCard) -> DecoderSpec:
@@ -246,6 +241,30 @@ def arcee(card: ModelCard) -> DecoderSpec:
     mixer = attention(card, positions=4096, qkv_bias=biased, output_bias=biased)
     mlp = plain(card, "relu2", biased=card.flag("mlp_bias", False))
     return _llama(card, mixer, mlp, rms(card, 1e-5))
+
+
+_APERTUS_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 12e6,
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+
+
+def apertus(card: ModelCard) -> DecoderSpec:
+    """Apertus: normed queries and keys, an activation whose shape is learned."""
+    card.word(ACTIVATION, ("xielu",), "xielu")
+    if not card.has("rope_parameters") and not card.has("rope_scaling"):
+        card = replace(card, values={**card.values, "rope_parameters": _APERTUS_ROPE})
+    norm, biased = rms(card, 1e-5), card.flag("attention_bias", False)
+    mixer = attention(card, positions=65536, theta=12e6, qk_norm=norm, qkv_bias=biased, output_bias=biased)
+    mlp = MlpSpec(width=card.whole(WIDTH, 1, MAX_WIDTH), activation=LearnedActivation.XIELU, gated=False)
+    layers = (pre_norm(norm, mixer, mlp),) * num_layers(card)
+    return decoder(
+        card, layers, norm, names=Names(mixer_norm="attention_layernorm", mlp_norm="feedforward_layernorm")
+    )
 
 
 def _llama(
@@ -273,5 +292,6 @@ FAMILIES = {
     "InternLM3ForCausalLM": Family(internlm3, "InternLM 3"),
     "SeedOssForCausalLM": Family(seed_oss, "Seed-OSS"),
     "HeliumForCausalLM": Family(helium, "Helium"),
+    "ApertusForCausalLM": Family(apertus, "Apertus"),
     "ArceeForCausalLM": Family(arcee, "AFM"),
 }

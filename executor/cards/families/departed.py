@@ -1,4 +1,6 @@
-"""Baichuan, InternLM 1 and 2, Aquila, Qwen 1: families whose classes transformers no longer has, by their own cards and names."""
+"""Families whose classes transformers does not have, by their own cards and names: Baichuan, InternLM 1 and 2, Aquila, Qwen 1,
+EXAONE 3, ChatGLM, Tele-FLM.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +14,20 @@ from quintet.executor.cards.families.shape import (
     alibi_slopes,
     attention,
     decoder,
+    factor,
     gated,
     max_positions,
     num_heads,
+    num_kv_heads,
     num_layers,
     pre_norm,
+    refuse,
     rms,
 )
 from quintet.executor.cards.family import Family
 from quintet.executor.cards.names import Names
-from quintet.executor.cards.rope import MAX_POSITIONS
-from quintet.executor.cards.spec import DecoderSpec, QkvLayout
+from quintet.executor.cards.rope import MAX_POSITIONS, rope_spec
+from quintet.executor.cards.spec import DecoderSpec, MlpLayout, NormKind, NormSpec, QkvLayout
 
 _QWEN1 = Names(
     prefix="transformer.",
@@ -37,6 +42,34 @@ _QWEN1 = Names(
     up="mlp.w1",
     down="mlp.c_proj",
     ignored=("*.attn.masked_bias",),
+)
+
+_EXAONE = Names(
+    prefix="transformer.",
+    embedding="transformer.wte",
+    layer="transformer.h.{layer}",
+    final_norm="transformer.ln_f",
+    mixer_norm="ln_1",
+    mlp_norm="ln_2",
+    q="attn.attention.q_proj",
+    k="attn.attention.k_proj",
+    v="attn.attention.v_proj",
+    output="attn.attention.out_proj",
+    gate="mlp.c_fc_0",
+    up="mlp.c_fc_1",
+    down="mlp.c_proj",
+)
+_CHATGLM = Names(
+    prefix="transformer.",
+    embedding="transformer.embedding.word_embeddings",
+    layer="transformer.encoder.layers.{layer}",
+    final_norm="transformer.encoder.final_layernorm",
+    head="transformer.output_layer",
+    qkv="self_attention.query_key_value",
+    output="self_attention.dense",
+    gate_up="mlp.dense_h_to_4h",
+    down="mlp.dense_4h_to_h",
+    ignored=("transformer.rotary_pos_emb.*",),
 )
 
 
@@ -93,7 +126,6 @@ def qwen1(card: ModelCard) -> DecoderSpec:
         card,
         positions=8192,
         head_dim=dim,
-        theta=card.real("rotary_emb_base", 2.0, 1e15, 10000.0),
         qkv_bias=True,
         output_bias=biased,
         layout=QkvLayout.STACKED,
@@ -105,7 +137,51 @@ def qwen1(card: ModelCard) -> DecoderSpec:
     return decoder(card, layers, norm, names=_QWEN1, reach=min(reach, max_positions(card, reach)))
 
 
+def exaone(card: ModelCard) -> DecoderSpec:
+    """EXAONE 3 and 3.5: Llama under GPT-2's names."""
+    norm = rms(card, 1e-5)
+    layer = pre_norm(norm, attention(card, positions=2048), gated(card))
+    return decoder(card, (layer,) * num_layers(card), norm, names=_EXAONE)
+
+
+def chatglm(card: ModelCard) -> DecoderSpec:
+    """ChatGLM 2 and 3, CodeGeeX 2, GLM-4-9B by its own code: neighbours rotated together, half of a head."""
+    refuse(card, "position_encoding_2d")
+    eps = card.real("layernorm_epsilon", 1e-12, 1.0, 1e-5)
+    is_rms, biased = card.flag("rmsnorm", True), card.flag("add_bias_linear", False)
+    norm = NormSpec(kind=NormKind.RMS if is_rms else NormKind.LAYER, eps=eps, biased=not is_rms)
+    dim = card.whole("kv_channels", 1, MAX_HEAD_DIM, 128)
+    mixer = attention(
+        *(card,),
+        num_kv_heads=num_kv_heads(card) if card.flag("multi_query_attention", False) else num_heads(card),
+        head_dim=dim,
+        rope=rope_spec(card, dim, 2048, theta=10000 * card.real("rope_ratio", 1e-3, 1e9, 1.0), share=0.5),
+        interleaved=True,
+        qkv_bias=biased or card.flag("add_qkv_bias", False),
+        output_bias=biased,
+        layout=QkvLayout.STACKED,
+    )
+    layer = pre_norm(norm, mixer, gated(card, biased=biased, layout=MlpLayout.STACKED))
+    return decoder(
+        *(card, (layer,) * num_layers(card), norm if card.flag("post_layer_norm", True) else None),
+        names=_CHATGLM,
+    )
+
+
+def tele_flm(card: ModelCard) -> DecoderSpec:
+    """Tele-FLM: Llama with factors of embeddings and logits, where it was trained as a wider one of a smaller."""
+    spec = llama(card)
+    if not card.flag("use_mup", False):
+        return spec
+    shrunk = factor(card, "output_mult") / factor(card, "mup_scale_factor")
+    return replace(spec, embedding_scale=factor(card, "input_mult"), logit_scale=shrunk)
+
+
 FAMILIES = {
+    "ExaoneForCausalLM": Family(exaone, "EXAONE 3 and 3.5"),
+    "ChatGLMModel": Family(chatglm, "ChatGLM 2 and 3, GLM-4-9B, by their own code"),
+    "ChatGLMForConditionalGeneration": Family(chatglm, "ChatGLM 2 and 3, GLM-4-9B, by their own code"),
+    "TeleFLMForCausalLM": Family(tele_flm, "Tele-FLM"),
     "BaichuanForCausalLM": Family(baichuan, "Baichuan 13B; Baichuan 2"),
     "BaiChuanForCausalLM": Family(baichuan, "Baichuan 7B"),
     "InternLMForCausalLM": Family(internlm, "InternLM 1"),

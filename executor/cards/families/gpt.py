@@ -1,4 +1,4 @@
-"""GPT-2 and what grew from it: StarCoder 1 and 2, GPT-J, GPT-NeoX and Pythia."""
+"""GPT-2 and what grew from it: StarCoder 1 and 2, GPT-J, CodeGen, GPT-NeoX and Pythia."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from quintet.executor.cards.card import ModelCard
 from quintet.executor.cards.families.shape import (
+    HEADS,
     attention,
     decoder,
     head_width,
@@ -17,6 +18,7 @@ from quintet.executor.cards.families.shape import (
     plain,
     pre_norm,
     refuse,
+    rotated_numbers,
     side_by_side,
     window,
     windowed,
@@ -39,6 +41,18 @@ _GPT2_NAMES = Names(
     up="mlp.c_fc",
     down="mlp.c_proj",
     ignored=("*.attn.bias", "*.attn.masked_bias"),
+)
+
+_GPTJ = replace(
+    _GPT2_NAMES,
+    q="attn.q_proj",
+    k="attn.k_proj",
+    v="attn.v_proj",
+    qkv="attn.qkv_proj",
+    output="attn.out_proj",
+    up="mlp.fc_in",
+    down="mlp.fc_out",
+    ignored=("*.attn.bias", "*.attn.masked_bias", "*.attn.causal_mask"),
 )
 
 
@@ -96,25 +110,20 @@ def gpt_neo(card: ModelCard) -> DecoderSpec:
     return _learned(card, layers, names=names)
 
 
-def gptj(card: ModelCard) -> DecoderSpec:
+def gptj(card: ModelCard, **switches: Any) -> DecoderSpec:
     """GPT-J: attention and feed-forward side by side behind one norm; neighbours are rotated together."""
     dim, norm = head_width(card), layer_norm(card)
-    rotated = card.whole("rotary_dim", 2, dim, 64)
-    if rotated % 2:
-        raise card.wrong("rotary_dim", "an even number")
-    mixer = attention(card, rope=rope_spec(card, dim, 2048, rotary_dim=rotated), interleaved=True)
-    mlp = plain(card, "gelu_new", biased=True)
-    names = replace(
-        _GPT2_NAMES,
-        q="attn.q_proj",
-        k="attn.k_proj",
-        v="attn.v_proj",
-        output="attn.out_proj",
-        up="mlp.fc_in",
-        down="mlp.fc_out",
-    )
-    layers = (side_by_side(norm, mixer, mlp),) * num_layers(card)
-    return decoder(card, layers, norm, names=names, head_bias=True)
+    rope = rope_spec(card, dim, 2048, rotary_dim=rotated_numbers(card, dim, 64))
+    mixer = attention(card, rope=rope, interleaved=True, **switches)
+    layers = (side_by_side(norm, mixer, plain(card, "gelu_new", biased=True)),) * num_layers(card)
+    return decoder(card, layers, norm, names=_GPTJ, head_bias=True)
+
+
+def codegen(card: ModelCard) -> DecoderSpec:
+    """CodeGen, CodeGen 2: GPT-J with queries, values and keys in four parts of one tensor, as if on four machines."""
+    if num_heads(card) % 4:
+        raise card.wrong(HEADS, "a multiple of 4")
+    return gptj(card, layout=QkvLayout.QUARTERS)
 
 
 def persimmon(card: ModelCard) -> DecoderSpec:
@@ -189,6 +198,7 @@ FAMILIES = {
     "Starcoder2ForCausalLM": Family(starcoder2, "StarCoder 2"),
     "GPTNeoForCausalLM": Family(gpt_neo, "GPT-Neo"),
     "GPTJForCausalLM": Family(gptj, "GPT-J"),
+    "CodeGenForCausalLM": Family(codegen, "CodeGen"),
     "GPTNeoXForCausalLM": Family(gpt_neox, "GPT-NeoX, Pythia, Dolly"),
     "PersimmonForCausalLM": Family(persimmon, "Persimmon"),
 }

@@ -1,4 +1,4 @@
-"""Models that attend over latents: DeepSeek V2 and V3, MiniCPM 3."""
+"""Models that attend over latents: DeepSeek V2 and V3, GLM-4.7-Flash, Youtu-LLM, MiniCPM 3."""
 
 from __future__ import annotations
 
@@ -92,6 +92,25 @@ def deepseek_v3(card: ModelCard) -> DecoderSpec:
     return decoder(card, first_dense(card, norm, mixer, experts, 3), norm, names=without_predictors(card))
 
 
+def glm4_lite(card: ModelCard) -> DecoderSpec:
+    """GLM-4.7-Flash: DeepSeek V3's layers, wider heads, no groups."""
+    norm = rms(card, 1e-5)
+    mixer = latent(card, 202752, 512, 768, 192, 64, 256, card.flag("rope_interleave", True))
+    experts = sigmoid_experts(card, experts=64, chosen=4, width=1536, scale=1.8)
+    return decoder(card, first_dense(card, norm, mixer, experts, 1), norm, names=without_predictors(card))
+
+
+def youtu(card: ModelCard) -> DecoderSpec:
+    """Youtu-LLM: DeepSeek V3's attention, no experts."""
+    norm = rms(card)
+    mixer = latent(card, 131072, 512, 1536, 128, 64, 128, card.flag("rope_interleave", True))
+    layers, tied = (
+        (pre_norm(norm, mixer, gated(card)),) * num_layers(card),
+        card.flag("tie_word_embeddings", True),
+    )
+    return decoder(card, layers, norm, tied=tied)
+
+
 def minicpm3(card: ModelCard) -> DecoderSpec:
     """MiniCPM 3: multipliers on the embedding, the residual and the logits."""
     norm, hidden, layers = rms(card, 1e-5), hidden_size(card), num_layers(card)
@@ -116,5 +135,7 @@ def _stretched(rope: RopeSpec) -> float:
 FAMILIES = {
     "DeepseekV2ForCausalLM": Family(deepseek_v2, "DeepSeek V2 and V2-Lite"),
     "DeepseekV3ForCausalLM": Family(deepseek_v3, "DeepSeek V3 and R1"),
+    "Glm4MoeLiteForCausalLM": Family(glm4_lite, "GLM-4.7-Flash"),
+    "YoutuForCausalLM": Family(youtu, "Youtu-LLM 2B"),
     "MiniCPM3ForCausalLM": Family(minicpm3, "MiniCPM 3"),
 }

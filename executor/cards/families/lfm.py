@@ -89,6 +89,7 @@ def lfm2_moe(card: ModelCard) -> DecoderSpec:
     choice = routing(
         *(card, Scoring.SIGMOID, 32, 4),
         renormalise=card.flag("norm_topk_prob", True),
+        addend=1e-6,
         scale=card.real("routed_scaling_factor", 1e-9, 1e9, 1.0),
     )
     experts = ExpertsSpec(

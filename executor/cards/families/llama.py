@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from quintet.executor.cards.card import ModelCard
 from quintet.executor.cards.families.shape import (
     attention,
@@ -48,10 +50,17 @@ def qwen3(card: ModelCard) -> DecoderSpec:
     return decoder(card, windowed(layer, layered_windows(card)), rms(card))
 
 
+def mimo(card: ModelCard) -> DecoderSpec:
+    """MiMo: Qwen2, with layers that predict further tokens behind, which are not read."""
+    spec = qwen2(card)
+    return replace(spec, names=replace(spec.names, ignored=("model.mtp_layers.*",)))
+
+
 FAMILIES = {
     "LlamaForCausalLM": Family(llama, "Llama 1, 2 and 3, CodeLlama, Vicuna"),
     "LLaMAForCausalLM": Family(llama, "the first conversions of Llama 1"),
     "MistralForCausalLM": Family(mistral, "Mistral 7B"),
     "Qwen2ForCausalLM": Family(qwen2, "Qwen 2 and 2.5"),
+    "MiMoForCausalLM": Family(mimo, "MiMo 7B"),
     "Qwen3ForCausalLM": Family(qwen3, "Qwen 3"),
 }

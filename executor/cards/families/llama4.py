@@ -16,6 +16,7 @@ from quintet.executor.cards.families.shape import (
     num_layers,
     pre_norm,
     rms,
+    rotated_layers,
     window,
 )
 from quintet.executor.cards.family import Family
@@ -51,8 +52,8 @@ def llama4(card: ModelCard) -> DecoderSpec:
     step = card.whole("interleave_moe_layer_step", 1, MAX_LAYERS, 1)
     routed = named_layers(card, "moe_layers") if card.has("moe_layers") else range(step - 1, count, step)
     layers = [
-        pre_norm(norm, _attention(card, bool(rotated)), experts if layer in routed else plain)
-        for layer, rotated in enumerate(_rotated(card))
+        pre_norm(norm, _attention(card, rotated), experts if layer in routed else plain)
+        for layer, rotated in enumerate(rotated_layers(card))
     ]
     return decoder(card, layers, norm, names=_NAMES)
 
@@ -82,15 +83,6 @@ def _attention(card: ModelCard, rotated: bool) -> AttentionSpec:
     return attention(
         *(card,), **spec, rotated=False, temperature=Temperature(growth, period, 1) if tuned else None
     )
-
-
-def _rotated(card: ModelCard) -> list[int]:
-    """Return 1 for each layer that rotates, 0 for each that does not."""
-    count, step = num_layers(card), card.whole("no_rope_layer_interval", 1, MAX_LAYERS, 4)
-    flags = named_layers(card, "no_rope_layers") or [int((layer + 1) % step != 0) for layer in range(count)]
-    if len(flags) != count or not set(flags) <= {0, 1}:
-        raise card.wrong("no_rope_layers", f"a list of {count} numbers, each 0 or 1")
-    return list(flags)
 
 
 FAMILIES = {"Llama4ForCausalLM": Family(llama4, "Llama 4, its text model by itself")}

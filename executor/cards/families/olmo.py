@@ -1,4 +1,4 @@
-"""OLMo 1, 2 and 3; EXAONE 4, whose layer is the same."""
+"""OLMo 1, 2 and 3, FlexOlmo; EXAONE 4, whose layer is the same."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from quintet.executor.cards.card import ModelCard
+from quintet.executor.cards.experts import ExpertsSpec
+from quintet.executor.cards.families.routed import expert_width, routing
 from quintet.executor.cards.families.shape import (
     FULL,
     SLIDING,
@@ -23,9 +25,11 @@ from quintet.executor.cards.families.shape import (
 )
 from quintet.executor.cards.family import Family
 from quintet.executor.cards.rope import rope_spec
+from quintet.executor.cards.routing import Scoring
 from quintet.executor.cards.spec import (
     AttentionSpec,
     DecoderSpec,
+    FeedForwardSpec,
     LayerSpec,
     NormKind,
     Norms,
@@ -44,7 +48,8 @@ def olmo(card: ModelCard) -> DecoderSpec:
 
 def olmo2(card: ModelCard) -> DecoderSpec:
     """OLMo 2: norms behind instead of before; queries and keys normed, all heads as one."""
-    return decoder(card, (_behind(card, _olmo2(card, positions=2048)),) * num_layers(card), rms(card, 1e-5))
+    norm = _norm(card)
+    return decoder(card, (_behind(card, _olmo2(card, positions=2048), norm),) * num_layers(card), norm)
 
 
 def olmo3(card: ModelCard) -> DecoderSpec:
@@ -54,16 +59,31 @@ def olmo3(card: ModelCard) -> DecoderSpec:
         rope = rope_spec(card, dim, 2048, theta=500000.0, layer_type=kind, scaled=kind == FULL)
         mixers[kind] = _olmo2(card, rope=rope, window=width)
     kinds = layer_kinds(card, every_full(card, 4))
-    return decoder(card, tuple(_behind(card, mixers[kind]) for kind in kinds), rms(card, 1e-5))
+    norm = _norm(card)
+    return decoder(card, tuple(_behind(card, mixers[kind], norm) for kind in kinds), norm)
+
+
+def flex_olmo(card: ModelCard) -> DecoderSpec:
+    """FlexOlmo: OLMo 2 with OLMoE's experts."""
+    mixer = _olmo2(card, positions=4096, theta=500000.0)
+    choice = routing(card, Scoring.SOFTMAX, 7, 5, renormalise=card.flag("norm_topk_prob", False))
+    experts = ExpertsSpec(routing=choice, width=expert_width(card, "intermediate_size"))
+    norm = _norm(card)
+    return decoder(card, (_behind(card, mixer, norm, experts),) * num_layers(card), norm)
 
 
 def exaone4(card: ModelCard) -> DecoderSpec:
-    """EXAONE 4: queries and keys normed head by head; where some layers slide, the others are not rotated."""
+    """EXAONE 4: queries and keys normed head by head, norms behind."""
+    norm = rms(card, 1e-5)
+    return decoder(card, tuple(_behind(card, mixer, norm) for mixer in exaone_mixers(card)), norm)
+
+
+def exaone_mixers(card: ModelCard) -> list[AttentionSpec]:
+    """Return each layer's attention: where some layers slide, the others are not rotated."""
     mixer, width = attention(card, positions=2048, qk_norm=rms(card, 1e-5)), window(card, 4096)
     kinds = [FULL] * num_layers(card) if width is None else layer_kinds(card, _pattern(card))
     sliding, full = replace(mixer, window=width), mixer if width is None else replace(mixer, rope=None)
-    layers = tuple(_behind(card, sliding if kind == SLIDING else full) for kind in kinds)
-    return decoder(card, layers, rms(card, 1e-5), reach=mixer.rope.reach if mixer.rope else 0)
+    return [sliding if kind == SLIDING else full for kind in kinds]
 
 
 def _pattern(card: ModelCard) -> list[str]:
@@ -80,20 +100,27 @@ def _olmo2(card: ModelCard, **switches: Any) -> AttentionSpec:
         card,
         qkv_bias=biased,
         output_bias=biased,
-        qk_norm=rms(card, 1e-5),
+        qk_norm=_norm(card),
         qk_norm_over=QkNormOver.WHOLE,
         **switches,
     )
 
 
-def _behind(card: ModelCard, mixer: AttentionSpec) -> LayerSpec:
-    norms = Norms(behind=rms(card, 1e-5))
-    return LayerSpec(mixer=mixer, mlp=gated(card), mixer_norms=norms, mlp_norms=norms)
+def _norm(card: ModelCard) -> NormSpec:
+    return rms(card, 1e-5, rounds_once=True)
+
+
+def _behind(
+    card: ModelCard, mixer: AttentionSpec, norm: NormSpec, mlp: FeedForwardSpec | None = None
+) -> LayerSpec:
+    norms = Norms(behind=norm)
+    return LayerSpec(mixer=mixer, mlp=mlp or gated(card), mixer_norms=norms, mlp_norms=norms)
 
 
 FAMILIES = {
     "OlmoForCausalLM": Family(olmo, "OLMo 1"),
     "Olmo2ForCausalLM": Family(olmo2, "OLMo 2"),
     "Olmo3ForCausalLM": Family(olmo3, "OLMo 3"),
+    "FlexOlmoForCausalLM": Family(flex_olmo, "FlexOlmo 7x7B"),
     "Exaone4ForCausalLM": Family(exaone4, "EXAONE 4"),
 }

@@ -25,7 +25,7 @@ QUANTIZED = "mxfp4"
 
 def gpt_oss(card: ModelCard) -> DecoderSpec:
     """gpt-oss 20b and 120b. Half of the numbers of a checkpoint's experts are read twice: as gates and as ups."""
-    norm, biased = rms(card, 1e-5), card.flag("attention_bias", True)
+    norm, biased = rms(card, 1e-5, rounds_once=True), card.flag("attention_bias", True)
     mixer = attention(
         *(card,),
         positions=131072,

@@ -1,4 +1,4 @@
-"""OPT and Galactica."""
+"""OPT and Galactica; BioGPT and XGLM, under the same names."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from quintet.executor.cards.card import ModelCard
 from quintet.executor.cards.families.shape import (
+    HIDDEN,
     MAX_WIDTH,
     attention,
     decoder,
@@ -14,6 +15,7 @@ from quintet.executor.cards.families.shape import (
     num_layers,
     plain,
     pre_norm,
+    refuse,
 )
 from quintet.executor.cards.family import Family
 from quintet.executor.cards.names import Names
@@ -42,6 +44,14 @@ _BIOGPT = replace(
     layer="biogpt.layers.{layer}",
     final_norm="biogpt.layer_norm",
     head="output_projection",
+)
+
+_XGLM = replace(
+    _NAMES,
+    embedding="model.embed_tokens",
+    layer="model.layers.{layer}",
+    final_norm="model.layer_norm",
+    ignored=("model.embed_positions.weights",),
 )
 
 
@@ -87,7 +97,30 @@ def biogpt(card: ModelCard) -> DecoderSpec:
     )
 
 
+def xglm(card: ModelCard) -> DecoderSpec:
+    """XGLM: sines and cosines of positions, scaled embeddings."""
+    refuse(card, "add_cross_attention")
+    norm, count, hidden = (
+        NormSpec(kind=NormKind.LAYER, eps=1e-5, biased=True),
+        max_positions(card, 2048),
+        hidden_size(card),
+    )
+    if hidden < 4:
+        raise card.wrong(HIDDEN, "at least 4, for sines and cosines of positions")
+    mixer = attention(card, rotated=False, qkv_bias=True, output_bias=True)
+    return decoder(
+        card,
+        (pre_norm(norm, mixer, plain(card, "gelu", biased=True)),) * num_layers(card),
+        norm,
+        names=_XGLM,
+        positions=PositionTable(count=count, offset=2, sinusoidal=True),
+        embedding_scale=hidden**0.5 if card.flag("scale_embedding", True) else 1.0,
+        tied=card.flag("tie_word_embeddings", True),
+    )
+
+
 FAMILIES = {
     "OPTForCausalLM": Family(opt, "OPT, Galactica"),
+    "XGLMForCausalLM": Family(xglm, "XGLM"),
     "BioGptForCausalLM": Family(biogpt, "BioGPT"),
 }

@@ -1,8 +1,9 @@
-"""Models of experts, whose attention is as elsewhere: Mixtral, Qwen, OLMoE, Granite, GLM-4."""
+"""Models of experts, whose attention is as elsewhere: Mixtral, Qwen, OLMoE, Granite, Ernie, DeepSeek 1, Ling."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from quintet.executor.cards.card import Key, ModelCard
@@ -25,10 +26,12 @@ from quintet.executor.cards.families.shape import (
 from quintet.executor.cards.family import Family
 from quintet.executor.cards.names import Names
 from quintet.executor.cards.routing import MAX_CHOSEN, MAX_EXPERTS, Routing, Scoring
-from quintet.executor.cards.spec import Activation, DecoderSpec, FeedForwardSpec, QkNormOver
+from quintet.executor.cards.spec import Activation, DecoderSpec, FeedForwardSpec, QkNormOver, QkvLayout
 
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-_MIXTRAL_NAMES = Names(
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k")
+SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+MIXTRAL_NAMES = Names(
     router="block_sparse_moe.gate",
     expert_gate="block_sparse_moe.experts.{expert}.w1",
     expert_up="block_sparse_moe.experts.{expert}.w3",
@@ -39,6 +42,15 @@ QWEN_NAMES = Names(
     shared_up="mlp.shared_expert.up_proj",
     shared_down="mlp.shared_expert.down_proj",
 )
+BAILING_NAMES = Names(
+    embedding="model.word_embeddings",
+    qkv="attention.query_key_value",
+    output="attention.dense",
+    q_norm="attention.query_layernorm",
+    k_norm="attention.key_layernorm",
+    correction="mlp.gate.expert_bias",
+)
+_ERNIE_NAMES = Names(correction="mlp.moe_statics.e_score_correction_bias", ignored=("model.mtp_*",))
 _GRANITE_NAMES = Names(
     router="block_sparse_moe.router.layer",
     experts_gate_up="block_sparse_moe.input_linear.weight",
@@ -51,7 +63,7 @@ _GRANITE_NAMES = Names(
 def routing(card: ModelCard, scoring: Scoring, experts: int, chosen: int, **switches: Any) -> Routing:
     """Return how tokens choose; ``experts`` and ``chosen`` of cards that do not say, ``switches`` are fields of `Routing`."""
     count = card.whole(EXPERTS, 1, MAX_EXPERTS, experts)
-    taken = card.whole("num_experts_per_tok", 1, min(count, MAX_CHOSEN), chosen)
+    taken = card.whole(CHOSEN, 1, min(count, MAX_CHOSEN), chosen)
     return Routing(experts=count, chosen=taken, scoring=scoring, **switches)
 
 
@@ -85,7 +97,7 @@ def mixtral(card: ModelCard) -> DecoderSpec:
     chosen = routing(card, Scoring.SOFTMAX, 8, 2, renormalise=True)
     experts = ExpertsSpec(routing=chosen, width=expert_width(card, "intermediate_size"))
     layer = pre_norm(rms(card, 1e-5), mixer, experts)
-    return decoder(card, (layer,) * num_layers(card), rms(card, 1e-5), names=_MIXTRAL_NAMES)
+    return decoder(card, (layer,) * num_layers(card), rms(card, 1e-5), names=MIXTRAL_NAMES)
 
 
 def qwen2(card: ModelCard) -> DecoderSpec:
@@ -155,41 +167,101 @@ def granite(card: ModelCard) -> DecoderSpec:
     )
 
 
-def glm4(card: ModelCard) -> DecoderSpec:
-    """GLM-4.5 and 4.6: the first layers without experts, chosen as DeepSeek V3's, half of each head rotated."""
-    norm = rms(card, 1e-5)
+def softmax_experts(card: ModelCard, *, experts: int, chosen: int, shared: int, width: int) -> ExpertsSpec:
+    """Return experts chosen by a softmax, shared ones included; the family's numbers, for cards that do not say."""
+    choice = routing(
+        *(card, Scoring.SOFTMAX, experts, chosen),
+        renormalise=card.flag("norm_topk_prob", False),
+        scale=card.real("routed_scaling_factor", 1e-9, 1e9, 1.0),
+    )
+    width, count = expert_width(card, default=width), card.whole(SHARED, 0, MAX_EXPERTS, shared)
+    return ExpertsSpec(routing=choice, width=width, shared_width=count * width or None)
+
+
+def deepseek(card: ModelCard) -> DecoderSpec:
+    """DeepSeekMoE 16B, the first of them: Llama's attention, a softmax over many small experts, shared ones."""
+    norm, biased = rms(card), card.flag("attention_bias", False)
+    mixer = attention(card, positions=2048, qkv_bias=biased, output_bias=biased)
+    experts = softmax_experts(card, experts=64, chosen=6, shared=2, width=1407)
+    return decoder(card, first_dense(card, norm, mixer, experts, 0), norm)
+
+
+def bailing(card: ModelCard) -> DecoderSpec:
+    """Ling and Ling-lite 1.5: the same with names of its own, queries, keys and values in one tensor."""
+    norm, biased = rms(card), card.flag("use_qkv_bias", False)
     mixer = attention(
         *(card,),
-        positions=131072,
-        share=0.5,
-        kv_heads=8,
-        qk_norm=norm if card.flag("use_qk_norm", False) else None,
-        qkv_bias=card.flag("attention_bias", False),
+        positions=16384,
+        kv_heads=4,
+        theta=600000.0,
+        qkv_bias=biased,
+        output_bias=card.flag("use_bias", False),
+        layout=QkvLayout.STACKED,
     )
-    experts = sigmoid_experts(card, experts=128, chosen=8, groups=1, chosen_groups=1, scale=1.0, width=1408)
-    return decoder(card, first_dense(card, norm, mixer, experts, 1), norm, names=without_predictors(card))
+    experts = softmax_experts(card, experts=64, chosen=6, shared=2, width=1408)
+    head = card.flag("norm_head", False)
+    return decoder(
+        card, first_dense(card, norm, mixer, experts, 0), norm, names=BAILING_NAMES, normalised_head=head
+    )
+
+
+def ernie(card: ModelCard) -> DecoderSpec:
+    """ERNIE 4.5 21B A3B and 300B A47B: experts in all but the first layer, a correction for choosing; neighbours rotated."""
+    norm, count, tied = rms(card, 1e-5), num_layers(card), card.flag("tie_word_embeddings", True)
+    if card.flag("use_bias", False):
+        raise card.wrong("use_bias", "false: biases of experts are not known")
+    mixer = attention(card, positions=131072, kv_heads=4, theta=500000.0, interleaved=True)
+    experts = softmax_experts(card, experts=64, chosen=6, shared=2, width=1536)
+    experts = replace(experts, routing=replace(experts.routing, renormalise=True))
+    experts = replace(experts, corrected=True, correction_in_row=True)
+    step = card.whole("moe_layer_interval", 1, MAX_LAYERS, 1)
+    first = card.whole("moe_layer_start_index", 0, MAX_LAYERS, 1)
+    last = card.whole("moe_layer_end_index", -1, MAX_LAYERS, -1)
+    routed = range(first, count if last == -1 else last + 1)
+    mlps = [experts if layer in routed and (layer + 1) % step == 0 else gated(card) for layer in range(count)]
+    layers = [pre_norm(norm, mixer, mlp) for mlp in mlps]
+    return decoder(card, layers, norm, names=_ERNIE_NAMES, tied=tied)
 
 
 def sigmoid_experts(
-    card: ModelCard, *, experts: int, chosen: int, groups: int, chosen_groups: int, scale: float, width: int
+    card: ModelCard,
+    *,
+    experts: int,
+    chosen: int,
+    width: int,
+    groups: int = 1,
+    chosen_groups: int = 1,
+    scale: float = 1.0,
+    renormalise: bool = True,
+    shared: int = 1,
 ) -> ExpertsSpec:
     """Return experts as DeepSeek V3 has them, shared ones included; the family's numbers, for cards that do not say."""
     width = expert_width(card, default=width)
     choice = routing(
         *(card, Scoring.SIGMOID, experts, chosen),
-        renormalise=card.flag("norm_topk_prob", True),
+        renormalise=card.flag("norm_topk_prob", renormalise),
         scale=card.real("routed_scaling_factor", 1e-9, 1e9, scale),
         **grouped(card, groups, chosen_groups, 2, experts, chosen),
     )
-    shared = card.whole("n_shared_experts", 0, MAX_EXPERTS, 1)
+    shared = card.whole(SHARED, 0, MAX_EXPERTS, shared)
     return ExpertsSpec(routing=choice, width=width, corrected=True, shared_width=shared * width or None)
 
 
 def first_dense(card: ModelCard, norm: Any, mixer: Any, experts: ExpertsSpec, default: int) -> list[Any]:
-    """Return the layers of a model whose first ones, as many as the card says, have a plain feed-forward."""
-    dense = card.whole("first_k_dense_replace", 0, MAX_LAYERS, default)
-    plain, routed = pre_norm(norm, mixer, gated(card)), pre_norm(norm, mixer, experts)
-    return [plain if layer < dense else routed for layer in range(num_layers(card))]
+    """Return the layers of a model whose first ones have a plain feed-forward."""
+    mlps = dense_then(card, experts, default)
+    return [pre_norm(norm, mixer, mlp) for mlp in mlps]
+
+
+def dense_then(card: ModelCard, experts: ExpertsSpec, default: int) -> list[FeedForwardSpec]:
+    """Return each layer's feed-forward: plain in the first ones, as many as the card says, unless it lists each layer's kind."""
+    count, kinds = num_layers(card), card.values.get("mlp_layer_types")
+    if kinds is None:
+        dense = card.whole("first_k_dense_replace", 0, MAX_LAYERS, default)
+        kinds = ["dense" if layer < dense else "sparse" for layer in range(count)]
+    if not isinstance(kinds, list) or len(kinds) != count or not all(k in ("dense", "sparse") for k in kinds):
+        raise card.wrong("mlp_layer_types", f"a list of {count} words, each dense or sparse")
+    return [experts if kind == "sparse" else gated(card) for kind in kinds]
 
 
 def without_predictors(card: ModelCard) -> Names:
@@ -227,7 +299,9 @@ FAMILIES = {
     "Qwen2MoeForCausalLM": Family(qwen2, "Qwen 1.5 MoE A2.7B, Qwen 2 57B A14B"),
     "Qwen3MoeForCausalLM": Family(qwen3, "Qwen 3 30B A3B and 235B A22B, Qwen 3 Coder"),
     "OlmoeForCausalLM": Family(olmoe, "OLMoE 1B-7B"),
+    "DeepseekForCausalLM": Family(deepseek, "DeepSeekMoE 16B"),
+    "BailingMoeForCausalLM": Family(bailing, "Ling 1 and 1.5"),
+    "Ernie4_5_MoeForCausalLM": Family(ernie, "ERNIE 4.5 21B A3B and 300B A47B"),
     "GraniteMoeForCausalLM": Family(granite, "Granite 3 1B A400M and 3B A800M"),
     "GraniteMoeSharedForCausalLM": Family(granite, "Granite MoE with a shared expert"),
-    "Glm4MoeForCausalLM": Family(glm4, "GLM-4.5 and 4.6"),
 }

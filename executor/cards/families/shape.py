@@ -35,9 +35,10 @@ MAX_VOCAB = 1 << 24
 """Several times the largest of each that there is: beyond, a number is a mistake, and what is counted with it overflows."""
 
 HIDDEN = ("hidden_size", "n_embd", "d_model", "n_embed")
+VOCAB = ("vocab_size", "padded_vocab_size")
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
-KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads")
+HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
+KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads", "multi_query_group_num")
 WIDTH = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 RMS_EPS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
 LAYER_EPS = ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
@@ -98,6 +99,16 @@ def head_width(card: ModelCard, default: int | None = None) -> int:
 def max_positions(card: ModelCard, default: int | None = None) -> int:
     """Return the card's longest context, before any stretching of it."""
     return card.whole(POSITIONS, 1, MAX_POSITIONS, default)
+
+
+def rotated_numbers(card: ModelCard, head_dim: int, default: int | None = None) -> int | None:
+    """Return how many numbers of a head are rotated, for families that count them; None where nobody says."""
+    if default is None and not card.has("rotary_dim"):
+        return None
+    count = card.whole("rotary_dim", 2, head_dim, default)
+    if count % 2:
+        raise card.wrong("rotary_dim", "an even number")
+    return count
 
 
 def attention(
@@ -237,6 +248,18 @@ def layer_types(card: ModelCard, known: Sequence[str]) -> list[str]:
     return kinds
 
 
+def rotated_layers(card: ModelCard) -> list[bool]:
+    """Return whether each layer is rotated: ``no_rope_layers`` has a 0 for each that is not; where the list is absent or empty,
+    the last of every ``no_rope_layer_interval`` is not."""
+    count, flags = num_layers(card), card.values.get("no_rope_layers")
+    if flags is None or flags == []:
+        interval = card.whole("no_rope_layer_interval", 1, MAX_LAYERS, 4)
+        return [(layer + 1) % interval != 0 for layer in range(count)]
+    if not isinstance(flags, list) or len(flags) != count or not all(flag in (0, 1) for flag in flags):
+        raise card.wrong("no_rope_layers", f"a list of {count} numbers, each 0 (not rotated) or 1")
+    return [bool(flag) for flag in flags]
+
+
 def layered_windows(card: ModelCard) -> tuple[int | None, ...]:
     """Return each layer's window by Qwen's rule: layers from ``max_window_layers`` on slide, if ``use_sliding_window``;
     ``layer_types`` may say otherwise."""
@@ -282,7 +305,7 @@ def decoder(
                 f"{card.path}: the weights are quantized ({method!r:.40}), which is not supported; use the original checkpoint"
             )
     usual: dict[str, Any] = {
-        "vocab_size": card.whole("vocab_size", 1, MAX_VOCAB),
+        "vocab_size": card.whole(VOCAB, 1, MAX_VOCAB),
         "hidden_size": hidden_size(card),
         "layers": tuple(layers),
         "final_norm": final_norm,

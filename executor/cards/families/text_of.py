@@ -6,21 +6,37 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from quintet.executor.cards.card import ModelCard
-from quintet.executor.cards.families import dense, gemma, llama, llama4
+from quintet.executor.cards.families import dense, gemma, llama, llama4, qwen_next
 from quintet.executor.cards.family import Family
 from quintet.executor.cards.spec import DecoderSpec
 
 
-def text_of(read: Callable[[ModelCard], DecoderSpec]) -> Callable[[ModelCard], DecoderSpec]:
-    """Return a reader of the ``text_config`` in the card of a larger model."""
+def text_of(read: Callable[[ModelCard], DecoderSpec], inner: str = "") -> Callable[[ModelCard], DecoderSpec]:
+    """Return a reader of the ``text_config`` in the card of a larger model.
+
+    inner: what names of the text model below ``model`` begin with there, where they are not all behind ``language_model``.
+    """
 
     def reader(card: ModelCard) -> DecoderSpec:
         text = card.section("text_config")
         tied = card if card.has("tie_word_embeddings") else text
         values = dict(text.values) | {"tie_word_embeddings": tied.values.get("tie_word_embeddings")}
         spec = read(ModelCard(values, text.path, text.inside))
-        ignored = ("*vision_tower.*", "*vision_model.*", "*multi_modal_projector.*")
-        return replace(spec, names=replace(spec.names, prefix="language_model.", ignored=ignored))
+        ignored = (
+            *spec.names.ignored,
+            "*vision_tower.*",
+            "*vision_model.*",
+            "*multi_modal_projector.*",
+            "*visual.*",
+        )
+        names = replace(spec.names, prefix="language_model.", ignored=ignored)
+        if inner:
+            below = {
+                field: getattr(names, field).replace("model.", inner, 1)
+                for field in ("embedding", "layer", "final_norm")
+            }
+            names = replace(names, prefix=inner, **below)
+        return replace(spec, names=names)
 
     return reader
 
@@ -39,6 +55,12 @@ def mistral3(card: ModelCard) -> DecoderSpec:
 
 
 FAMILIES = {
+    "Qwen3_5ForConditionalGeneration": Family(
+        text_of(qwen_next.qwen3_5, "model.language_model."), "Qwen 3.5, what it does with text"
+    ),
+    "Qwen3_5MoeForConditionalGeneration": Family(
+        text_of(qwen_next.qwen3_5_moe, "model.language_model."), "Qwen 3.5 of experts, what it does with text"
+    ),
     "Gemma3ForConditionalGeneration": Family(text_of(gemma.gemma3), "Gemma 3, what it does with text"),
     "Qwen2VLForConditionalGeneration": Family(qwen2_vl, "Qwen2-VL, what it does with text"),
     "Qwen2_5_VLForConditionalGeneration": Family(qwen2_vl, "Qwen2.5-VL, what it does with text"),

@@ -11,14 +11,11 @@ import torch
 
 from quintet.executor.cuda.device import Device
 from quintet.executor.cuda.ops.attention_plan import DECODE_PATCH, THREADS, AttentionPlan, MatrixKernels
-from quintet.executor.cuda.ops.formats import PACK_BYTES, Planes, check_plane, describe
+from quintet.executor.cuda.ops.formats import PACK_BYTES, Planes, check_planes, describe
 from quintet.executor.cuda.rows import StepRows
 from quintet.executor.layers.attention import Sight
 
 __all__ = ["AttentionPlan", "paged_attention"]
-
-MAX_BLOCK_SIZE = 1024
-"""See ``inverse_size`` in csrc/cuda/attention.cuh."""
 
 
 def paged_attention(
@@ -39,11 +36,11 @@ def paged_attention(
 
     q: ``[num_tokens, num_heads, head_dim]``, tokens at any distance (a slice of ``qkv``); kv: keys and values, each
     ``[num_blocks, num_kv_heads, block_size, head_dim or value_dim]``, blocks at any distance, the same of both, in which those
-    of the new tokens were written already; out: ``[num_tokens, num_heads, value_dim]`` without gaps. `AttentionPlan.prepare`
-    has been launched for ``rows``. ``scale`` is positive. window: positions that a token sees, its own included; chunk:
-    positions of which it sees those of its own; see `Sight`. soft_cap: logits become ``cap * tanh(logit / cap)``; 0 for none.
-    alibi: fp32 slopes ``[num_heads]``, times the distance (negative) to the position. sinks: fp32 ``[num_heads]``, a logit
-    without a value. Padding tokens get zeros.
+    of the new tokens were written already; values may be what keys begin with; out: ``[num_tokens, num_heads, value_dim]``
+    without gaps. `AttentionPlan.prepare` has been launched for ``rows``. ``scale`` is positive. window: positions that a token
+    sees, its own included; chunk: positions of which it sees those of its own; see `Sight`. soft_cap: logits become
+    ``cap * tanh(logit / cap)``; 0 for none. alibi: fp32 slopes ``[num_heads]``, times the distance (negative) to the position.
+    sinks: fp32 ``[num_heads]``, a logit without a value. Padding tokens get zeros.
 
     Positions beyond a row's length and those that left the window are never read. A row's bits do not depend on the
     other rows where the plan has fixed splits.
@@ -120,7 +117,7 @@ def _launch_plain(device: Device, plan: AttentionPlan, call: _Call) -> None:
         (
             *(call.out, call.q, keys, values, rows.slots, rows.positions, rows.token_rows, rows.block_table),
             *(call.alibi, call.sinks, plan.num_heads, plan.num_kv_heads, plan.head_dim, plan.value_dim),
-            *(rows.block_size, rows.block_table.shape[1], call.q.stride(0)),
+            *(values.stride(2), rows.block_size, rows.block_table.shape[1], call.q.stride(0)),
             *(sight.window or 0, sight.chunk or 0, keys.stride(0), call.scale, call.soft_cap),
         ),
     )
@@ -148,12 +145,9 @@ def _check(
     result = (*shape[:2], plan.value_dim)
     if tuple(out.shape) != result or out.dtype != plan.dtype or not out.is_contiguous() or out.data_ptr() % 4:
         raise ValueError(f"out: expected contiguous {plan.dtype}{list(result)}, got {describe(out)}")
-    for name, plane, width in zip(("keys", "values"), kv, (plan.head_dim, plan.value_dim), strict=True):
-        check_plane(name, plane, plan.kv_dtype, (plan.num_kv_heads, rows.block_size, width), kv[0].stride(0))
-    if not 2 <= rows.block_size <= MAX_BLOCK_SIZE:
-        raise ValueError(
-            f"block_size is {rows.block_size}; blocks of 2 to {MAX_BLOCK_SIZE} positions are read"
-        )
+    check_planes(kv, plan.kv_dtype, (plan.num_kv_heads, rows.block_size), (plan.head_dim, plan.value_dim))
+    if not plan.reads_blocks_of(rows.block_size):
+        raise ValueError(f"block_size is {rows.block_size}: not for sequences of {plan.max_model_len}")
     if rows.block_table.ndim != 2 or not rows.block_table.is_contiguous():
         raise ValueError(
             f"block_table: expected contiguous [max_num_seqs, max_blocks], got {describe(rows.block_table)}"

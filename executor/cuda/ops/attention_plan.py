@@ -119,7 +119,7 @@ def fixed_split_size(max_model_len: int) -> int:
 class AttentionPlan:
     """Owns the workspace, and how the rows of the current step are cut into pieces of work, a table per sight.
 
-    One plan serves all layers of a model; layers are computed one after the other on one stream.
+    One plan serves all layers with the same heads; layers are computed one after the other on one stream.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class AttentionPlan:
         self.group = num_heads // num_kv_heads
         self.sights = tuple(sights)
         self.plain = Kernel(
-            "attention_plain", f"attention_plain_{_suffix(dtype, kv_dtype)}", "p" * 10 + "i" * 9 + "lff"
+            "attention_plain", f"attention_plain_{_suffix(dtype, kv_dtype)}", "p" * 10 + "i" * 10 + "lff"
         )
         self.matrix: MatrixKernels | None = None
         self._device = device
@@ -185,6 +185,12 @@ class AttentionPlan:
         self.tables = torch.zeros((len(self.sights), 2, self._stride), dtype=torch.int32, device=device)
         numbers_of = [(sight.window or 0, sight.chunk or 0) for sight in self.sights]
         self._sights = torch.tensor(numbers_of, dtype=torch.int32, device=device)
+
+    def reads_blocks_of(self, block_size: int) -> bool:
+        """Whether blocks of so many positions are read: ``inverse_size`` in csrc/cuda/attention.cuh says what limits them."""
+        if self.matrix is None:
+            return block_size >= 1
+        return block_size >= 2 and (self.max_model_len + 1) * block_size <= 1 << 32
 
     def table(self, sight: Sight, of_chunks: bool) -> torch.Tensor:
         """Return the table of a sight for one of the kernels; `ValueError` for a sight the plan was not made for."""

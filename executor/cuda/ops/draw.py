@@ -12,6 +12,7 @@ from quintet.executor.cuda.device import Device, Kernel
 from quintet.executor.cuda.ops.logit_tiles import SUFFIXES, check_column, check_logits, num_tiles, scan_tiles
 from quintet.executor.memory import to_device
 from quintet.executor.ragged import Int
+from quintet.executor.sampling.masks import Masks
 from quintet.executor.sampling.settings import RECORD, Settings
 
 DRAW = {dtype: Kernel("sampling", f"draw_{suffix}", "plippppppp") for dtype, suffix in SUFFIXES.items()}
@@ -91,10 +92,19 @@ class DeviceDraw:
         self._device = device
 
     def __call__(
-        self, logits: torch.Tensor, settings: Settings, slots: Int, positions: Int, rows: Int | None = None
+        self,
+        logits: torch.Tensor,
+        settings: Settings,
+        slots: Int,
+        positions: Int,
+        rows: Int | None = None,
+        masks: Masks | None = None,
     ) -> torch.Tensor:
         """See `quintet.executor.sampling.draw`."""
         count = len(slots)
+        if masks is not None:
+            chosen = logits[:count] if rows is None else logits[to_device(rows, logits.device)]
+            logits, rows = masks.applied(chosen, slots), None
         mine = settings[slots]
         is_greedy = not mine["temperature"].any()
         words = np.empty(count * (RECORD.itemsize // 4 + 2), np.int32)

@@ -67,6 +67,23 @@ Planes = tuple[torch.Tensor, torch.Tensor] | torch.Tensor
 ...]``."""
 
 
+def are_in_keys(keys: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether values are what keys begin with, and not stored by themselves."""
+    return values.data_ptr() == keys.data_ptr()
+
+
+def check_planes(kv: Planes, dtype: torch.dtype, block: tuple[int, int], widths: tuple[int, int]) -> None:
+    """Raise `ValueError` unless these are keys and values of such widths in blocks ``[num_kv_heads, block_size, width]``."""
+    keys, values = kv
+    check_plane("keys", keys, dtype, (*block, widths[0]), keys.stride(0))
+    if not are_in_keys(keys, values):
+        check_plane("values", values, dtype, (*block, widths[1]), keys.stride(0))
+    elif values.shape != (*keys.shape[:3], widths[1]) or values.stride() != keys.stride():
+        raise ValueError(
+            f"values: expected the first {widths[1]} numbers of each key, got {describe(values)}"
+        )
+
+
 def check_plane(
     name: str, plane: torch.Tensor, dtype: torch.dtype, block: tuple[int, int, int], block_stride: int
 ) -> None:

@@ -20,7 +20,7 @@ _RMS_NORMS, _LAYER_NORMS = (
         for variant in _THREADS
         for dtype, suffix in SUFFIXES.items()
     }
-    for name, kinds in (("rms_norm", "plplpppiff"), ("layer_norm", "plplppppif"))
+    for name, kinds in (("rms_norm", "plplpppiffi"), ("layer_norm", "plplppppif"))
 )
 
 
@@ -32,13 +32,14 @@ def rms_norm(
     out: torch.Tensor | None = None,
     *,
     offset: float = 0.0,
+    rounds_once: bool = False,
 ) -> torch.Tensor:
     """Return `quintet.executor.ops.rms_norm` of each row.
 
     x: ``[num_rows, width]`` in bf16, fp16 or fp32, rows contiguous; weight: ``[width]``, the same dtype; out: like ``x``
     without gaps between rows, and may be ``x`` itself. A row's bits depend on the row alone.
     """
-    return _rms_norm(device, x, None, None, weight, eps, out, offset)
+    return _rms_norm(device, x, None, None, weight, eps, out, offset, rounds_once)
 
 
 def add_rms_norm(
@@ -51,6 +52,7 @@ def add_rms_norm(
     total: torch.Tensor | None = None,
     *,
     offset: float = 0.0,
+    rounds_once: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``residual + x``, rounded to the dtype, and `rms_norm` of it.
 
@@ -58,7 +60,7 @@ def add_rms_norm(
     ``total``.
     """
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if total is None else total
-    return total, _rms_norm(device, x, residual, total, weight, eps, out, offset)
+    return total, _rms_norm(device, x, residual, total, weight, eps, out, offset, rounds_once)
 
 
 def layer_norm(
@@ -100,6 +102,7 @@ def _rms_norm(
     eps: float,
     out: torch.Tensor | None,
     offset: float,
+    rounds_once: bool,
 ) -> torch.Tensor:
     out = _checked_output(x, residual, total, out, weight=weight)
     variant = _variant(x)
@@ -109,7 +112,19 @@ def _rms_norm(
             _RMS_NORMS[variant, x.dtype],
             (len(x), 1, 1),
             (_THREADS[variant], 1, 1),
-            (x, x.stride(0), residual, stride, total, weight, out, x.shape[1], eps, offset),
+            (
+                x,
+                x.stride(0),
+                residual,
+                stride,
+                total,
+                weight,
+                out,
+                x.shape[1],
+                eps,
+                offset,
+                int(rounds_once or offset != 0.0),
+            ),
         )
     return out
 

@@ -12,7 +12,8 @@ from quintet.executor.cuda.ops.formats import (
     PACK_BYTES,
     SUFFIXES,
     Planes,
-    check_plane,
+    are_in_keys,
+    check_planes,
     check_vector,
     describe,
     number_format,
@@ -125,7 +126,8 @@ def rope_kv(
     by side, tokens may lie apart: they may be views of one tensor.
     cos, sin: ``[num_tokens, rotary_dim]`` or ``[num_tokens, 1, rotary_dim]``, the same dtype, as
     `quintet.executor.layers.rope` makes them; only the first half is read, as the second is the same. None: no rotation.
-    kv: keys and values, of the same dtype, or float8_e4m3fn: that saturates at 448.
+    kv: keys and values, of the same dtype, or float8_e4m3fn: that saturates at 448. Values that are what keys begin with are
+    not written by themselves.
     out: like ``q``, and may be ``q`` where the turn is usual.
 
     Padding tokens write no KV; their queries are zeros. Bits equal the reference's in bf16 and fp16 (products of two such
@@ -142,9 +144,10 @@ def rope_kv(
     heads = (q, q.stride(0), k, k.stride(0), v, v.stride(0), out)
     norms = (turn.q_norm, turn.k_norm, turn.eps)
     num_heads, (num_kv_heads, head_dim), value_dim = q.shape[1], k.shape[1:], v.shape[2]
-    num_all, is_fp8 = num_heads + 2 * num_kv_heads, keys.dtype == torch.float8_e4m3fn
+    in_keys, is_fp8 = are_in_keys(keys, values), keys.dtype == torch.float8_e4m3fn
+    num_all = num_heads + (1 if in_keys else 2) * num_kv_heads
     variant = _variant(PACK_BYTES // q.element_size(), head_dim, rotary_dim)
-    if variant is not None and turn.is_usual and head_dim == value_dim:
+    if variant is not None and turn.is_usual and head_dim == value_dim and not in_keys:
         in_packs, lanes = variant
         plane = (values.data_ptr() - keys.data_ptr()) // keys.element_size()
         device.launch(
@@ -193,8 +196,7 @@ def _check(
         )
     _, num_kv_heads, block_size, head_dim = keys.shape
     value_dim, num_heads = values.shape[3], q.shape[1] if q.ndim == 3 else 0
-    check_plane("keys", keys, keys.dtype, (num_kv_heads, block_size, head_dim), keys.stride(0))
-    check_plane("values", values, keys.dtype, (num_kv_heads, block_size, value_dim), keys.stride(0))
+    check_planes(kv, keys.dtype, (num_kv_heads, block_size), (head_dim, value_dim))
     for name, heads, shape in (
         ("q", q, (num_heads, head_dim)),
         ("k", k, (num_kv_heads, head_dim)),

@@ -53,6 +53,7 @@ class Attention:
             sinks=_sinks(scope, spec),
             q_norm=None if whole else q_norm,
             k_norm=None if whole else k_norm,
+            norms_behind=spec.qk_norm is not None and spec.qk_norm_behind,
             temperature=spec.temperature,
         )
         scope.attentions.append(self.layer)
@@ -83,6 +84,8 @@ def _qkv_parts(scope: Scope, spec: AttentionSpec) -> list[Part]:
         return [q_part, scope.part(names.k, k), scope.part(names.v, v), gates]
     if spec.layout is QkvLayout.SEPARATE:
         return [scope.part(names.q, q), scope.part(names.k, k), scope.part(names.v, v)]
+    if spec.layout is QkvLayout.QUARTERS:
+        return [scope.part(names.qkv, q, 3 * q, part * q // 4, 4) for part in (0, 2, 1)]
     groups = kv_heads if spec.layout is QkvLayout.GROUPED else 1
     return [
         scope.part(names.qkv, rows, q + k + v, begin // groups, groups)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from quintet.executor.cards.spec import Activation
 from quintet.executor.cards.state_specs import DeltaSpec
+from quintet.executor.layers.linear import Part
 from quintet.executor.layers.states import DeltaRule
 from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.blocks.states import below, convolution, fading, numbers, scan_part
@@ -22,19 +23,8 @@ class Delta:
 
     def __init__(self, scope: Scope, spec: DeltaSpec) -> None:
         self._spec = spec
-        need, keys, values, heads = spec.state_need, spec.keys, spec.values, spec.num_heads
-        # The checkpoint has what belongs to a head of keys side by side.
-        whole, per_key_head = 2 * (keys + values), spec.key_heads
-        wide = ((keys, 0), (keys, keys), (values, 2 * keys), (values, 2 * keys + values))
-        parts = [
-            scope.part(below(scope, "in_proj_qkvz"), rows, whole, begin // per_key_head, per_key_head)
-            for rows, begin in wide
-        ]
-        parts += [
-            scope.part(below(scope, "in_proj_ba"), heads, 2 * heads, begin // per_key_head, per_key_head)
-            for begin in (0, heads)
-        ]
-        self._in = scope.linear(parts, scope.hidden_size)
+        need, values, heads = spec.state_need, spec.values, spec.num_heads
+        self._in = scope.linear(_parts(scope, spec), scope.hidden_size)
         self._conv = convolution(scope, need, "conv1d", biased=False, silu=True)
         self._rule = DeltaRule(
             state=scan_part(scope, need),
@@ -65,3 +55,20 @@ class Delta:
         )
         y = ops.multiply(ops.norm(y, self._norm), ops.activation(gate, Activation.SILU))
         return ops.linear(self._out, y)
+
+
+def _parts(scope: Scope, spec: DeltaSpec) -> list[Part]:
+    """Return queries, keys, values, gates, betas and alphas, in this order, wherever the checkpoint has them."""
+    keys, values, heads, groups = spec.keys, spec.values, spec.num_heads, spec.key_heads
+    if not spec.by_head:
+        named = (("qkv", 2 * keys + values), ("z", values), ("b", heads), ("a", heads))
+        return [scope.part(below(scope, f"in_proj_{name}"), rows) for name, rows in named]
+    whole = 2 * (keys + values)
+    wide = ((keys, 0), (keys, keys), (values, 2 * keys), (values, 2 * keys + values))
+    parts = [
+        scope.part(below(scope, "in_proj_qkvz"), rows, whole, begin // groups, groups) for rows, begin in wide
+    ]
+    return parts + [
+        scope.part(below(scope, "in_proj_ba"), heads, 2 * heads, begin // groups, groups)
+        for begin in (0, heads)
+    ]

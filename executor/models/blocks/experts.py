@@ -35,6 +35,7 @@ class ExpertsBlock:
             gate_up_of(scope, spec),
             down_of(scope, spec),
             scope.name(names.correction) if spec.corrected else None,
+            spec.correction_in_row,
         )
         self._shared = None
         if spec.shared_width is not None:

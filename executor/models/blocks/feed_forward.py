@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from quintet.executor.cards.spec import Activation, MlpLayout, MlpSpec
+import torch
+import torch.nn.functional as F
+
+from quintet.executor.cards.spec import Activation, LearnedActivation, MlpLayout, MlpSpec
 from quintet.executor.layers.linear import GatedActivation
 from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.forward import ForwardPass, ValueT
@@ -21,10 +24,16 @@ class FeedForward:
             parts = [scope.part(names.gate, wide), scope.part(names.up, wide)]
         self._gate_multiplier, self._down_multiplier = spec.gate_multiplier, spec.down_multiplier
         self._gate_width = wide if spec.gated and spec.gate_multiplier != 1.0 else 0
-        together = spec.gated and not self._gate_width
-        gates = GatedActivation.of(spec.activation) if together else GatedActivation.NONE
+        gates, self._learned = GatedActivation.NONE, None
+        self._activation: Activation | None = None
+        match spec.activation:
+            case LearnedActivation():
+                self._learned = _learned(scope)
+            case kind if spec.gated and not self._gate_width:
+                gates = GatedActivation.of(kind)
+            case kind:
+                self._activation = kind
         self._up = scope.linear(parts, scope.hidden_size, biased=spec.biased, activation=gates)
-        self._activation = None if together else spec.activation
         self._down = scope.linear([scope.part(names.down, scope.hidden_size)], wide, biased=spec.biased)
 
     def __call__(self, ops: ForwardPass[ValueT], x: ValueT) -> ValueT:
@@ -32,6 +41,8 @@ class FeedForward:
         up = ops.linear(self._up, x)
         if self._activation is not None:
             up = self._activated(ops, up, self._activation)
+        if self._learned is not None:
+            up = ops.xielu(up, self._learned)
         down = ops.linear(self._down, up)
         return down if self._down_multiplier == 1.0 else ops.scale(down, self._down_multiplier)
 
@@ -42,3 +53,17 @@ class FeedForward:
             return ops.activation(up, activation)
         gates = ops.scale(ops.columns(up, 0, width), self._gate_multiplier)
         return ops.multiply(ops.activation(gates, activation), ops.columns(up, width, width))
+
+
+def _learned(scope: Scope) -> torch.Tensor:
+    """Declare the numbers of xIELU; see `quintet.executor.ops.activation.xielu`."""
+    numbers = torch.empty(4, device=scope.weights.device)
+    shapes: dict[str, tuple[int, ...]] = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
+    for place, (name, shape) in zip(numbers, shapes.items(), strict=True):
+        filled = place.view(shape)
+
+        def fill(tensor: torch.Tensor, filled: torch.Tensor = filled, is_alpha: bool = bool(shape)) -> None:
+            filled.copy_(F.softplus(tensor.float()) if is_alpha else tensor)
+
+        scope.weights.expect(scope.name(f"{scope.names.activation}.{name}"), shape, fill, num_bytes=4)
+    return numbers

@@ -4,7 +4,7 @@ Keys and values are never made: a head's query is put through what would make it
 values, so that all heads attend over the one vector that is kept::
 
     x ─┬─ (q_a ─ norm ─) q_b ─ by head: [plain ─ key matrix, transposed | rotated] ─ queries ─┐
-       └─ kv_a ─ [latent ─ norm | rotated] ─ key; its latent is the value ──────────────── attention
+       └─ kv_a ─ [latent ─ norm | rotated] ─ key, which begins with the value ──────────── attention
                                         output ─ by head: value matrix ─────────────────────┘
 """
 
@@ -53,6 +53,7 @@ class Latent:
             num_kv_heads=1,
             head_dim=spec.head_dim,
             value_dim=spec.rank,
+            values_in_keys=True,
             rope=scope.ropes.index(spec.rope),
             rotary_dim=spec.rope_dim,
             rotary_first=spec.rank,
@@ -69,9 +70,9 @@ class Latent:
             q = ops.linear(self._queries, ops.norm(q, self._q_norm))
         latent = ops.norm(ops.columns(latents, self._first_width, self._spec.rank), self._kv_norm)
         rotated = ops.columns(latents, self._first_width + self._spec.rank, self._spec.rope_dim)
-        attended = ops.attention(
-            self._attention, ops.head_linear(self._to_latent, q), ops.join(latent, rotated), latent
-        )
+        key = ops.join(latent, rotated)
+        value = ops.columns(key, 0, self._spec.rank)
+        attended = ops.attention(self._attention, ops.head_linear(self._to_latent, q), key, value)
         return ops.linear(self._output, ops.head_linear(self._of_latent, attended))
 
 

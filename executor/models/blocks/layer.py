@@ -50,33 +50,22 @@ class Layer:
 
     def __init__(self, scope: Scope, spec: LayerSpec) -> None:
         names = scope.names
-        self._mixer = _Around(
-            *(scope, mixer(scope, spec.mixer), spec.mixer_norms, spec, names.mixer_norm, names.mixer_out_norm)
-        )
-        self._mlp = (
-            None
-            if spec.mlp is None
-            else _Around(
-                *(
-                    scope,
-                    feed_forward(scope, spec.mlp),
-                    spec.mlp_norms,
-                    spec,
-                    names.mlp_norm,
-                    names.mlp_out_norm,
-                )
-            )
-        )
+        self._mixer = self._mlp = None
+        if spec.mixer is not None:
+            block, places = mixer(scope, spec.mixer), (names.mixer_norm, names.mixer_out_norm)
+            self._mixer = _Around(scope, block, spec.mixer_norms, spec, *places)
+        if spec.mlp is not None:
+            block, places = feed_forward(scope, spec.mlp), (names.mlp_norm, names.mlp_out_norm)
+            self._mlp = _Around(scope, block, spec.mlp_norms, spec, *places)
         self._parallel = spec.parallel
         self._shares_norm = spec.parallel and spec.mlp_norms.before is None
 
     def __call__(self, ops: ForwardPass[ValueT], x: ValueT) -> ValueT:
         """Return the next layer's input ``[rows, hidden]``."""
-        read = self._mixer.read(ops, x)
-        if self._mlp is None:
-            return self._mixer.added(ops, x, read)
-        if self._parallel:
+        if self._parallel and self._mixer is not None and self._mlp is not None:
+            read = self._mixer.read(ops, x)
             besides = read if self._shares_norm else self._mlp.read(ops, x)
             return self._mlp.added(ops, self._mixer.added(ops, x, read), besides)
-        x = self._mixer.added(ops, x, read)
-        return self._mlp.added(ops, x, self._mlp.read(ops, x))
+        for block in (self._mixer, self._mlp):
+            x = x if block is None else block.added(ops, x, block.read(ops, x))
+        return x

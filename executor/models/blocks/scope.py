@@ -78,7 +78,15 @@ class Scope:
         """Return a norm with this weight; with a bias of ``width`` where it has one, whose tensor follows ``name``."""
         bias = self.weights.tensor(f"{name}.bias", width) if spec.biased else None
         offset = spec.offset if spec.kind is NormKind.RMS else 0.0
-        return Norm(kind=spec.kind, width=width, eps=spec.eps, weight=weight, bias=bias, offset=offset)
+        return Norm(
+            kind=spec.kind,
+            width=width,
+            eps=spec.eps,
+            weight=weight,
+            bias=bias,
+            offset=offset,
+            rounds_once=spec.rounds_once,
+        )
 
     def vector(self, name: str, spec: NormSpec, *shape: int) -> torch.Tensor | None:
         """Declare the weight of a norm; None where it has none.

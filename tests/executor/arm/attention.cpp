@@ -14,7 +14,8 @@
 
 extern "C" {
 void qt_attend_in_pairs(int wanted);
-index_t qt_kv_block_bytes(int kv_dtype, index_t kv_heads, index_t key_width, index_t value_width, index_t block_size);
+index_t qt_kv_block_bytes(int kv_dtype, index_t kv_heads, index_t key_width, index_t value_width, index_t block_size,
+                          index_t values_in_keys);
 void qt_write_kv(const qt::Step* step, const qt::AttentionLayer* layer, const void* q, index_t q_stride, const void* k,
                  index_t k_stride, const void* v, index_t v_stride, const qt::KvPlace* kv, void* q_out, index_t out_stride);
 void qt_attend(const qt::Step* step, const qt::AttentionLayer* layer, const void* q, index_t q_stride, const qt::KvPlace* kv, void* out,
@@ -73,7 +74,7 @@ class Cache {
  public:
   Cache(Dtype dtype, const Setting& set)
       : dtype_(dtype), key_dim_(padded(set.width)), value_dim_(padded(set.value_width)),
-        block_bytes_(qt_kv_block_bytes(int(dtype), kKvHeads, set.width, set.value_width, kBlock)),
+        block_bytes_(qt_kv_block_bytes(int(dtype), kKvHeads, set.width, set.value_width, kBlock, 0)),
         bytes_(kBlocks * block_bytes_, char(0xFF)) {}  // NaN, as a former tenant may have left
   const qt::KvPlace* place() {
     place_ = {bytes_.data(), block_bytes_, 0};

@@ -117,6 +117,12 @@ ROWS: dict[str, Row] = {
     ),
     "seed-oss": of_transformers("SeedOssConfig", head_dim=32),
     "helium": of_transformers("HeliumConfig", head_dim=16),
+    "hunyuan": of_transformers(
+        "HunYuanDenseV1Config",
+        head_dim=32,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 50.0},
+    ),
+    "apertus": of_transformers("ApertusConfig", pad_token_id=0),
     "arcee": of_transformers("ArceeConfig", mlp_bias=True),
     "qwen2-vl, text": of_transformers(
         "Qwen2Config",

@@ -1,10 +1,11 @@
 """Families whose classes transformers no longer has."""
 
-from tests.models.random_checkpoints import Row, of_module
+from tests.models.random_checkpoints import Row, of_module, of_transformers
 from tests.models.references.baichuan import Baichuan
 from tests.models.references.internlm2 import InternLM2
 from tests.models.references.llama_shaped import LlamaShaped
 from tests.models.references.qwen1 import Qwen1
+from tests.models.renamed import renamed
 
 _CARD = {
     "vocab_size": 211,
@@ -52,6 +53,71 @@ ROWS: dict[str, Row] = {
             "rope_scaling": {"type": "dynamic", "factor": 2.0},
         },
         InternLM2,
+    ),
+    "exaone 3": renamed(
+        of_transformers("LlamaConfig"),
+        {
+            "architectures": ["ExaoneForCausalLM"],
+            "num_layers": 3,
+            "activation_function": "silu",
+            "layer_norm_epsilon": 1e-6,
+        },
+        (
+            (r"^model\.embed_tokens", "transformer.wte"),
+            (r"^model\.norm", "transformer.ln_f"),
+            (r"^model\.layers", "transformer.h"),
+            (r"self_attn\.o_proj", "attn.attention.out_proj"),
+            ("self_attn", "attn.attention"),
+            ("input_layernorm", "ln_1"),
+            ("post_attention_layernorm", "ln_2"),
+            ("gate_proj", "c_fc_0"),
+            ("up_proj", "c_fc_1"),
+            ("down_proj", "c_proj"),
+        ),
+    ),
+    "chatglm": renamed(
+        of_transformers("GlmConfig", head_dim=32, pad_token_id=0, rms_norm_eps=1e-5),
+        {
+            "architectures": ["ChatGLMModel"],
+            "padded_vocab_size": 211,
+            "num_layers": 3,
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "multi_query_attention": True,
+            "multi_query_group_num": 2,
+            "kv_channels": 32,
+            "ffn_hidden_size": 112,
+            "seq_length": 256,
+            "layernorm_epsilon": 1e-5,
+            "add_qkv_bias": True,
+            "torch_dtype": "float32",
+        },
+        (
+            (r"^model\.embed_tokens", "transformer.embedding.word_embeddings"),
+            (r"^model\.norm", "transformer.encoder.final_layernorm"),
+            (r"^model\.layers", "transformer.encoder.layers"),
+            ("lm_head", "transformer.output_layer"),
+            (r"self_attn\.o_proj", "self_attention.dense"),
+            ("gate_up_proj", "dense_h_to_4h"),
+            ("down_proj", "dense_4h_to_h"),
+        ),
+        {
+            f"self_attention.query_key_value.{kind}": [f"self_attn.{part}_proj.{kind}" for part in "qkv"]
+            for kind in ("weight", "bias")
+        },
+        whole_card=True,
+    ),
+    "tele-flm": renamed(
+        of_transformers(
+            "GraniteConfig", embedding_multiplier=3.0, logits_scaling=5.0, attention_multiplier=0.25
+        ),
+        {
+            "architectures": ["TeleFLMForCausalLM"],
+            "use_mup": True,
+            "input_mult": 3.0,
+            "output_mult": 0.4,
+            "mup_scale_factor": 2.0,
+        },
     ),
     "aquila": of_module(
         _CARD

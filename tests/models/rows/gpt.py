@@ -22,6 +22,7 @@ ROWS: dict[str, Row] = {
         "GPTNeoConfig", num_hidden_layers=4, attention_types=[[["global", "local"], 2]], window_size=11
     ),
     "gptj": of_transformers("GPTJConfig", **_GPT2, rotary_dim=8),
+    "codegen": of_transformers("CodeGenConfig", **_GPT2, rotary_dim=8),
     "gpt_neox": of_transformers("GPTNeoXConfig", rotary_pct=0.5),
     "gpt_neox, one after the other": of_transformers(
         "GPTNeoXConfig", rotary_pct=1.0, use_parallel_residual=False, attention_bias=False

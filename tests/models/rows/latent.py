@@ -39,6 +39,10 @@ ROWS: dict[str, Row] = {
         "DeepseekV2Config", **SMALL, **ROUTED, topk_method="group_limited_greedy", rope_parameters=YARN
     ),
     "deepseek v3": of_transformers("DeepseekV3Config", **SMALL, **ROUTED, rope_parameters=YARN),
+    "deepseek v3, as glm 4.7 flash": replace(
+        of_transformers("Glm4MoeLiteConfig", **(SMALL | ROUTED)), quantized=(0.95, 0.5)
+    ),
+    "deepseek v3, as youtu": of_transformers("YoutuConfig", **SMALL),
     "minicpm3": of_transformers(
         "MiniCPM3Config", **SMALL, scale_depth=1.1, scale_emb=3, dim_model_base=32, tie_word_embeddings=False
     ),

@@ -1,8 +1,61 @@
 """Llama and what is shaped like it."""
 
-from tests.models.random_checkpoints import Row, of_transformers
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tests.models.random_checkpoints import Logits, Row, of_transformers, side_by_side
+from tests.models.renamed import renamed
+
+
+def nas(folder: Path) -> Logits:
+    """Write Llama thinned: the reference's matrices are 0 where a layer lacks a block, or a part of its width, and its key heads
+    alike where one is left."""
+    of_transformers("LlamaConfig", num_hidden_layers=4, intermediate_size=512).make(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    tensors = load_file(folder / "model.safetensors")
+    blocks: list[dict[str, Any]] = [
+        {"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 12.0}} for _ in range(4)
+    ]
+    first, second, third = (model.model.layers[i] for i in range(3))
+    with torch.no_grad():
+        blocks[0]["attention"] = {"no_op": True}
+        first.self_attn.o_proj.weight.zero_()
+        blocks[1]["ffn"] = {"no_op": True}
+        second.mlp.down_proj.weight.zero_()
+        blocks[2] = {"attention": {"n_heads_in_group": 4}, "ffn": {"ffn_mult": 6.0}}
+        third.mlp.down_proj.weight[:, 256:] = 0
+        for name in ("k_proj", "v_proj"):
+            weight = getattr(third.self_attn, name).weight
+            weight[16:] = weight[:16]
+            tensors[f"model.layers.2.self_attn.{name}.weight"] = weight[:16].clone()
+    for name in ("gate_proj", "up_proj"):
+        tensors[f"model.layers.2.mlp.{name}.weight"] = tensors[f"model.layers.2.mlp.{name}.weight"][
+            :256
+        ].clone()
+    down = tensors["model.layers.2.mlp.down_proj.weight"]
+    tensors["model.layers.2.mlp.down_proj.weight"] = down[:, :256].clone()
+    gone = (
+        "layers.0.self_attn.",
+        "layers.0.input_layernorm.",
+        "layers.1.mlp.",
+        "layers.1.post_attention_layernorm.",
+    )
+    kept = {name: tensor for name, tensor in tensors.items() if not any(each in name for each in gone)}
+    save_file(kept, folder / "model.safetensors")
+    card = json.loads((folder / "config.json").read_bytes())
+    card |= {"architectures": ["DeciLMForCausalLM"], "block_configs": blocks}
+    card |= {"num_key_value_heads": None, "intermediate_size": None}
+    (folder / "config.json").write_text(json.dumps(card))
+
+    return side_by_side(model)
+
 
 ROWS: dict[str, Row] = {
+    "nemotron nas": Row(nas),
     "llama": of_transformers("LlamaConfig"),
     "llama, as many KV heads as heads": of_transformers("LlamaConfig", num_key_value_heads=4),
     "llama, biases": of_transformers("LlamaConfig", attention_bias=True, mlp_bias=True),
@@ -15,6 +68,7 @@ ROWS: dict[str, Row] = {
     "qwen2, window": of_transformers(
         "Qwen2Config", use_sliding_window=True, sliding_window=9, max_window_layers=1
     ),
+    "qwen2, as mimo": renamed(of_transformers("Qwen2Config"), {"architectures": ["MiMoForCausalLM"]}),
     "qwen3": of_transformers("Qwen3Config", head_dim=32),
     "qwen3, biases, tied": of_transformers(
         "Qwen3Config", head_dim=16, attention_bias=True, tie_word_embeddings=True

@@ -14,5 +14,6 @@ ROWS: dict[str, Row] = {
         activation_function="gelu",
         layer_norm_elementwise_affine=False,
     ),
+    "xglm": of_transformers("XGLMConfig", d_model=64, ffn_dim=112, num_layers=3, attention_heads=4),
     "biogpt": of_transformers("BioGptConfig"),
 }

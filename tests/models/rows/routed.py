@@ -1,13 +1,16 @@
 """Models of experts."""
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tests.models.random_checkpoints import Logits, Row, of_transformers
+from tests.models.random_checkpoints import Logits, Row, of_transformers, side_by_side
+from tests.models.renamed import Stacks, renamed, that_sees
 
 SMALL: dict[str, Any] = {"num_experts_per_tok": 3, "moe_intermediate_size": 40}
 GRANITE: dict[str, Any] = {
@@ -18,6 +21,21 @@ GRANITE: dict[str, Any] = {
     "residual_multiplier": 0.7,
     "logits_scaling": 2.0,
 }
+
+LING_2: dict[str, Any] = {
+    "n_routed_experts": 12,
+    "n_group": 3,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "use_qk_norm": True,
+}
+LING = (
+    ("embed_tokens", "word_embeddings"),
+    (r"self_attn\.qkv", "attention.query_key_value"),
+    (r"self_attn\.o_proj", "attention.dense"),
+)
+QKV = {"self_attn.qkv.weight": [f"self_attn.{part}_proj.weight" for part in "qkv"]}
 
 GPT_OSS: dict[str, Any] = {
     "num_local_experts": 6,
@@ -41,21 +59,6 @@ LLAMA4: dict[str, Any] = {
 }
 
 
-def llama4_that_sees(folder: Path) -> Logits:
-    """Write the text model's checkpoint as that of the whole: its tensors behind a prefix, its card inside another."""
-    logits = of_transformers("Llama4TextConfig", **LLAMA4).make(folder)
-    tensors = load_file(folder / "model.safetensors")
-    whole = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
-    whole["vision_model.class_embedding"] = torch.zeros(8)
-    save_file(whole, folder / "model.safetensors")
-    card = {
-        "architectures": ["Llama4ForConditionalGeneration"],
-        "text_config": json.loads((folder / "config.json").read_bytes()),
-    }
-    (folder / "config.json").write_text(json.dumps(card))
-    return logits
-
-
 def gpt_oss_in_4_bits(folder: Path) -> Logits:
     """Write a checkpoint whose experts are microscaled 4-bit numbers; the reference computes with what they stand for."""
     of_transformers("GptOssConfig", **GPT_OSS).make(folder)
@@ -77,15 +80,75 @@ def gpt_oss_in_4_bits(folder: Path) -> Logits:
     card = json.loads((folder / "config.json").read_bytes())
     card["quantization_config"] = {"quant_method": "mxfp4"}
     (folder / "config.json").write_text(json.dumps(card))
-
-    def logits(tokens: list[int]) -> torch.Tensor:
-        result: torch.Tensor = model(torch.tensor([tokens]), use_cache=False).logits[0]
-        return result
-
-    return logits
+    return side_by_side(model)
 
 
-ROWS: dict[str, Row] = {
+def granite_as(card: dict[str, Any], names: Sequence[tuple[str, str]], stacked: Stacks | None = None) -> Row:
+    """Return Granite's layer without its factors: where the weights of the chosen sum up to one, a softmax over those is one
+    over all."""
+
+    def make(folder: Path) -> Logits:
+        settings = {
+            "num_local_experts": 9,
+            "num_experts_per_tok": 4,
+            "intermediate_size": 40,
+            "attention_multiplier": 0.25,
+        }
+        logits = of_transformers("GraniteMoeSharedConfig", shared_intermediate_size=80, **settings).make(
+            folder
+        )
+        tensors = load_file(folder / "model.safetensors")
+        for layer in range(3):
+            begin, moe = f"model.layers.{layer}.", f"model.layers.{layer}.block_sparse_moe."
+            gates, ups = tensors.pop(f"{moe}input_linear.weight").chunk(2, dim=1)
+            kinds = {"gate": gates, "up": ups, "down": tensors.pop(f"{moe}output_linear.weight")}
+            for kind, experts in kinds.items():
+                for expert, weight in enumerate(experts):
+                    tensors[f"{begin}mlp.experts.{expert}.{kind}_proj.weight"] = weight.clone()
+            shared = tensors.pop(f"{begin}shared_mlp.input_linear.weight").chunk(2)
+            kinds = {
+                "gate": shared[0],
+                "up": shared[1],
+                "down": tensors.pop(f"{begin}shared_mlp.output_linear.weight"),
+            }
+            for kind, weight in kinds.items():
+                tensors[f"{begin}mlp.shared_experts.{kind}_proj.weight"] = weight.clone()
+            tensors[f"{begin}mlp.gate.weight"] = tensors.pop(f"{moe}router.layer.weight")
+        save_file(tensors, folder / "model.safetensors")
+        return logits
+
+    experts = {"n_routed_experts": 9, "num_experts": 9, "moe_intermediate_size": 40, "norm_topk_prob": True}
+    return renamed(
+        Row(make), {**experts, "num_shared_experts": 2, "first_k_dense_replace": 0} | card, names, stacked
+    )
+
+
+_ROWS: dict[str, Row] = {
+    "ernie 4.5 moe": of_transformers(
+        "Ernie4_5_MoeConfig", moe_num_experts=9, moe_k=3, moe_intermediate_size=40, moe_layer_interval=2
+    ),
+    "hunyuan moe": of_transformers("HunYuanMoEV1Config", num_experts=7, moe_topk=3, head_dim=16),
+    "phi moe": of_transformers(
+        "PhimoeConfig", num_local_experts=6, router_jitter_noise=0.3, attention_bias=True
+    ),
+    "phi moe, stretched": of_transformers(
+        "PhimoeConfig",
+        num_local_experts=6,
+        lm_head_bias=True,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "original_max_position_embeddings": 128,
+            "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
+            "long_factor": [2.0] * 8,
+            "short_mscale": 1.3,
+            "long_mscale": 1.3,
+        },
+    ),
+    "flex olmo": of_transformers("FlexOlmoConfig", num_experts=7, num_experts_per_tok=3, pad_token_id=0),
+    "minimax m2": of_transformers(
+        "MiniMaxM2Config", num_local_experts=8, num_experts_per_tok=3, head_dim=32, rotary_dim=16
+    ),
     "mixtral": of_transformers("MixtralConfig", num_local_experts=5),
     "qwen2 moe": of_transformers(
         "Qwen2MoeConfig", num_experts=9, shared_expert_intermediate_size=72, norm_topk_prob=True, **SMALL
@@ -109,8 +172,58 @@ ROWS: dict[str, Row] = {
         routed_scaling_factor=1.5,
         use_qk_norm=True,
     ),
+    "glm4 moe, as dots": of_transformers(
+        "Dots1Config",
+        **SMALL,
+        n_routed_experts=12,
+        n_shared_experts=2,
+        first_k_dense_replace=1,
+        n_group=3,
+        topk_group=2,
+        norm_topk_prob=True,
+        sliding_window=11,
+        max_window_layers=2,
+    ),
+    "glm4 moe, as solar open": of_transformers(
+        "SolarOpenConfig", **SMALL, head_dim=32, n_routed_experts=12, attention_bias=True
+    ),
+    "glm4 moe, as exaone": of_transformers(
+        "ExaoneMoeConfig", **SMALL, num_experts=12, sliding_window=11, sliding_window_pattern=3
+    ),
+    "glm4 moe, as ling 2": renamed(
+        of_transformers("Glm4MoeConfig", **SMALL, **LING_2),
+        {
+            "architectures": ["BailingMoeV2ForCausalLM"],
+            "num_experts": 12,
+            "num_shared_experts": 1,
+            "head_dim": 16,
+        },
+        (
+            *LING,
+            (r"self_attn\.q_norm", "attention.query_layernorm"),
+            (r"self_attn\.k_norm", "attention.key_layernorm"),
+            ("e_score_correction_bias", "expert_bias"),
+        ),
+        QKV,
+    ),
+    "granite moe, as deepseek 1": granite_as({"architectures": ["DeepseekForCausalLM"]}, ()),
+    "granite moe, as ling": granite_as({"architectures": ["BailingMoeForCausalLM"]}, LING, QKV),
     "gpt-oss": of_transformers("GptOssConfig", **GPT_OSS),
     "gpt-oss, 4 bits": Row(gpt_oss_in_4_bits),
     "llama4": of_transformers("Llama4TextConfig", **LLAMA4),
-    "llama4, as a part of what sees": Row(llama4_that_sees),
+    "llama4, as a part of what sees": that_sees(
+        of_transformers("Llama4TextConfig", **LLAMA4),
+        "Llama4ForConditionalGeneration",
+        "language_model.model.",
+    ),
 }
+
+_LESS = {
+    "phi moe": (0.5, 0.3),  # weights are near 1, whoever is chosen
+    "glm4 moe, as": (0.95, 0.5),
+}
+ROWS = {
+    name: replace(row, quantized=next((_LESS[key] for key in _LESS if name.startswith(key)), row.quantized))
+    for name, row in _ROWS.items()
+}
+"""See `Row.quantized`: some rows lie near another choice of experts than others."""

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from tests.models.random_checkpoints import Row, of_transformers
+from tests.models.renamed import that_sees
 
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24}
 QWEN_NEXT = {
@@ -16,6 +17,16 @@ QWEN_NEXT = {
     "moe_intermediate_size": 40,
     "shared_expert_intermediate_size": 48,
 }
+
+MROPE = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.25,
+    "mrope_section": [2, 1, 1],
+}
+QWEN_TWO = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+QWEN_DENSE = {key: value for key, value in QWEN_NEXT.items() if "expert" not in key and "moe" not in key}
+
 
 _ROWS: dict[str, Row] = {
     "mamba": of_transformers("MambaConfig"),
@@ -101,6 +112,32 @@ _ROWS: dict[str, Row] = {
         norm_topk_prob=False,
         mlp_only_layers=[1],
     ),
+    "qwen 3.5": of_transformers(
+        "Qwen3_5TextConfig",
+        **QWEN_DENSE,
+        **QWEN_TWO,
+        rope_parameters=MROPE,
+    ),
+    "qwen 3.5, as a part of what sees": that_sees(
+        of_transformers("Qwen3_5TextConfig", **QWEN_DENSE, **QWEN_TWO),
+        "Qwen3_5ForConditionalGeneration",
+        "model.language_model.",
+    ),
+    "qwen-moe 3.5": of_transformers(
+        "Qwen3_5MoeTextConfig",
+        **QWEN_NEXT,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+    ),
+    "nemotron h": of_transformers(
+        "NemotronHConfig",
+        num_hidden_layers=4,
+        layer_types=["linear_attention", "mlp", "full_attention", "linear_attention"],
+        mamba_num_heads=8,
+        mamba_head_dim=16,
+        n_groups=2,
+        ssm_state_size=24,
+        head_dim=16,
+    ),
     "lfm2": of_transformers("Lfm2Config", layer_types=["conv", "full_attention", "conv"]),
     "lfm2 moe": of_transformers(
         "Lfm2MoeConfig",
@@ -126,7 +163,12 @@ _CHOOSES = (0.85, -1.0)
 """Of four layers that choose experts, with gates after each mixer: transformers' own model, its matrices rounded to int8 in the
 same way, is as unlike itself, 0.962 in the first row and 0.87 in the second, to within 0.01 prompt by prompt."""
 ROWS = {
-    name: replace(row, quantized={"granite": _LOADS, "qwen3": _CHOOSES}.get(name.split()[0], (0.97, 0.3)))
+    name: replace(
+        row,
+        quantized={"granite": _LOADS, "qwen3": _CHOOSES, "qwen-moe": _CHOOSES}.get(
+            name.split()[0], (0.97, 0.3)
+        ),
+    )
     for name, row in _ROWS.items()
 }
 """Rounded weights err in what is exponentiated, summed over all tokens before, and multiplied with two gates: the logits of 64

@@ -1,10 +1,13 @@
-"""How each error looks to a client of the OpenAI dialect: HTTP status, type, and the body's shape."""
+"""What HTTP says of an error: its status, its headers, and the body as the dialect of the route spells it.
+
+Knows no dialect: each has an `ErrorShape`, and the route table says which one an exchange has.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from http import HTTPStatus
-
-import msgspec
 
 from quintet.wire.errors import ErrorCode, RequestError
 
@@ -23,46 +26,24 @@ STATUS = {
     ErrorCode.UNAVAILABLE: 503,
     ErrorCode.TIMEOUT: 408,
     ErrorCode.DEADLINE: 504,
-    ErrorCode.NOT_IMPLEMENTED: 501,
+    ErrorCode.NOT_IMPLEMENTED: 400,
     ErrorCode.INTERNAL: 500,
 }
 
-_TYPES = {
-    400: "BadRequestError",
-    401: "AuthenticationError",
-    404: "NotFoundError",
-    405: "MethodNotAllowedError",
-    408: "TimeoutError",
-    413: "RequestEntityTooLargeError",
-    415: "UnsupportedMediaTypeError",
-    422: "UnprocessableEntityError",
-    429: "RateLimitError",
-    431: "RequestHeaderFieldsTooLargeError",
-    500: "InternalServerError",
-    501: "NotImplementedError",
-    503: "ServiceUnavailableError",
-    504: "GatewayTimeoutError",
-}
+
+@dataclass(frozen=True, slots=True)
+class ErrorShape:
+    """How a dialect tells its clients of errors, and of which request."""
+
+    body: Callable[[RequestError, str], bytes]
+    """The JSON body of an error, given the request's id."""
+    id_header: bytes = b""
+    """A header that names the request in every answer, besides X-Request-Id; empty for none."""
 
 
 def status_of(error: RequestError) -> int:
     """Return the HTTP status that says this error."""
     return STATUS[error.code]
-
-
-def body_of(error: RequestError) -> bytes:
-    """Return ``{"error": {message, type, param, code}}``; ``code`` is the status, as vLLM has it."""
-    status = status_of(error)
-    return msgspec.json.encode(
-        {
-            "error": {
-                "message": error.message,
-                "type": _TYPES[status],
-                "param": error.param,
-                "code": status,
-            }
-        }
-    )
 
 
 def headers_of(error: RequestError) -> list[tuple[bytes, bytes]]:
@@ -74,9 +55,9 @@ def headers_of(error: RequestError) -> list[tuple[bytes, bytes]]:
     return []
 
 
-def bare_response(error: RequestError) -> bytes:
+def bare_response(error: RequestError, shape: ErrorShape) -> bytes:
     """Return a whole HTTP/1.1 response that closes the connection: for a request that never reached the application."""
-    body = body_of(error)
+    body = shape.body(error, "")
     status = HTTPStatus(status_of(error))
     head = (
         f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"

@@ -1,0 +1,111 @@
+"""A small model of each kind of family, as its card; and the Llama that reads as many bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_SMALL: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "vocab_size": 32000,
+    "max_position_embeddings": 2048,
+}
+
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+    "windows": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 256},
+    "head norms": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 64},
+    "norms behind": {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"},
+    "learned positions": {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_embd": 1024,
+        "intermediate_size": 4096,
+        "n_layer": 16,
+        "n_head": 16,
+        "n_positions": 2048,
+        "num_key_value_heads": None,
+    },
+    "ALiBi": {
+        "architectures": ["BloomForCausalLM"],
+        "model_type": "bloom",
+        "intermediate_size": 4096,
+        "n_layer": 16,
+        "n_head": 16,
+        "num_key_value_heads": None,
+    },
+    "parallel": {
+        "architectures": ["GPTNeoXForCausalLM"],
+        "model_type": "gpt_neox",
+        "num_key_value_heads": None,
+    },
+    "soft caps": {
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        "head_dim": 64,
+        "query_pre_attn_scalar": 64,
+        "sliding_window": 256,
+    },
+    "experts": {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "intermediate_size": 1024,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "latent": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "q_lora_rank": 512,
+        "kv_lora_rank": 256,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 64,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 704,
+        "first_k_dense_replace": 1,
+    },
+    "state": {
+        "architectures": ["Mamba2ForCausalLM"],
+        "model_type": "mamba2",
+        "num_heads": 32,
+        "head_dim": 64,
+        "state_size": 64,
+        "n_groups": 1,
+    },
+    "by transformers": {"architectures": ["GraniteSWAForCausalLM"], "model_type": "granite_swa"},
+}
+"""What is not said is as in `_SMALL`."""
+
+
+def card_of(kind: str, dtype: str) -> dict[str, Any]:
+    """Return the kind's card."""
+    return _SMALL | {"dtype": dtype, "tie_word_embeddings": False} | KINDS[kind]
+
+
+BITS = {"none": 16.0, "int8": 8.0, "w8a8": 8.0, "int4": 4.125}
+"""Of a weight of the layers, by quantization; logits have eight where layers have four. Of fp32 twice as many as none has."""
+
+
+def llama_card(
+    dtype: str, quantization: str, like: Mapping[str, Any], step_bytes: int, num_keys: int
+) -> dict[str, Any]:
+    """Return the card of a Llama with as many key heads as ``like``, whose decode step reads ``step_bytes``, about.
+
+    num_keys: of all requests of the step. What there is more or less is in its feed-forward, whose width is a multiple of 32.
+    """
+    card = card_of("llama", dtype)
+    heads, hidden, layers = card["num_attention_heads"], card["hidden_size"], card["num_hidden_layers"]
+    kv_heads, size = like["num_key_value_heads"] or heads, 4 if dtype == "float32" else 2
+    each = BITS[quantization] / 16 * size
+    keys = 2 * num_keys * kv_heads * (hidden // heads) * size * layers
+    logits = card["vocab_size"] * hidden * (each if quantization == "none" else 1)
+    attention = layers * 2 * hidden * hidden * (1 + kv_heads / heads) * each
+    width = (step_bytes - keys - logits - attention) / (3 * layers * hidden * each)
+    return card | {"num_key_value_heads": kv_heads, "intermediate_size": max(1, round(width / 32)) * 32}

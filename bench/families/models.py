@@ -1,0 +1,93 @@
+"""A model that is measured: loaded into this process, what a step of it reads, its steps one after another."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from bench.step import BLOCK_SIZE, Steps
+from quintet.deploy.resolve.build import resolve
+from quintet.deploy.resolve.flags import Options
+from quintet.executor.fallback.host_runner import HostRunner
+from quintet.executor.program.runner import ProgramRunner
+from quintet.executor.worker import Worker, make_torch_worker
+from quintet.wire.config import EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What models are opened for."""
+
+    dtype: Literal["bfloat16", "float16", "float32"]
+    quantization: Literal["none", "int8", "int4", "w8a8"]
+    model_impl: Literal["auto", "quintet", "transformers"]
+    threads: int
+    max_rows: int
+    context: int
+    max_steps: int
+
+
+def open_model(folder: Path, card: Mapping[str, Any], room: Room) -> tuple[EngineConfig, Worker]:
+    """Write the card and load it as `quintet serve --load-format dummy` would. Raises `ConfigError`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(card))
+    (folder / "tokenizer.json").write_text("{}")
+    options = Options(
+        model=str(folder),
+        dtype=room.dtype,
+        device="cpu",
+        load_format="dummy",
+        block_size=BLOCK_SIZE,
+        max_model_len=room.context + room.max_steps + BLOCK_SIZE,
+        max_num_seqs=room.max_rows,
+        threads=room.threads,
+        model_impl=room.model_impl,
+        quantization=room.quantization,
+    )
+    config = resolve(options, folder / "run", http=False).config
+    blocks = room.max_rows * len(config.model.kv.groups) * -(-config.model.max_model_len // BLOCK_SIZE) + 1
+    config = msgspec.structs.replace(
+        config,
+        cache=msgspec.structs.replace(config.cache, memory_bytes=blocks * config.model.kv.bytes_per_block),
+        executor=msgspec.structs.replace(config.executor, seed=1),
+    )
+    worker = make_torch_worker(config)
+    while worker.has_chores:  # what a server has behind it after its first idle seconds
+        worker.do_chore()
+    return config, worker
+
+
+class Decoding:
+    """A worker whose ``num_rows`` requests of ``context`` tokens each get a token a step."""
+
+    def __init__(self, config: EngineConfig, worker: Worker, num_rows: int, context: int) -> None:
+        model = config.model
+        self._model, self._worker = model, worker
+        self._num_rows, self._context = num_rows, context
+        worker.reset()
+        self._steps = Steps(num_rows, context, 1, model.vocab_size, model.max_model_len, len(model.kv.groups))
+        worker.execute(self._steps.next(advance=False))
+        worker.execute(self._steps.next())
+
+    def seconds(self) -> float:
+        """Compute a step and return what it took."""
+        plan = self._steps.next()
+        begun = time.perf_counter()
+        self._worker.execute(plan)
+        return time.perf_counter() - begun
+
+    def step_bytes(self) -> int:
+        """Return the bytes that the last step had to read: weights, of experts those that were chosen, keys, values, states."""
+        runner, kv = self._worker.runner, self._model.kv
+        if isinstance(runner, HostRunner):
+            return runner.weight_bytes + kv.bytes_per_token * self._context * self._num_rows
+        assert isinstance(runner, ProgramRunner), runner
+        parts = runner.balance([self._context] * self._num_rows, [1] * self._num_rows, 1)
+        states = sum(len(group.layers) for group in kv.groups if group.is_state) * kv.layer_bytes
+        return sum(part.bytes - part.bytes_again for part in parts) + states * self._num_rows

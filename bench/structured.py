@@ -1,0 +1,163 @@
+"""What structured outputs cost: the library by itself, then a batch with a form beside the same batch without.
+
+    python -m bench.structured [--rows 64] [--pairs 5] [--library-only]
+
+The library: how long the vocabulary of the null model (33 k tokens, `bench.null_model`) takes to open, a schema to build, a
+mask to make and a token to take, along documents that the schemas allow. Masks are timed by the processor's time of the
+thread. The batch: ``--rows`` requests of 128 tokens each through `LLM`, alternately plain and each with a schema that
+cannot be finished in so many; medians of the pairs, and of their ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher
+from tokenizers import Tokenizer
+
+from bench.null_model import make_null_model
+from quintet import LLM, SamplingParams, StructuredOutputsParams
+from quintet.deploy.resolve.card import read_facts
+from quintet.process.grammars import open_matcher, open_vocabulary
+from quintet.wire.config import ModelConfig
+from quintet.wire.kv_spec import full_layers
+
+TEXT = {"type": "string"}
+FIELDS = {
+    f"field_{i}": [TEXT, {"type": "integer"}, {"type": "number"}, {"type": "boolean"}][i % 4]
+    for i in range(10)
+}
+NODE = {
+    "type": "object",
+    "properties": {"v": {"type": "integer"}, "c": {"type": "array", "items": {"$ref": "#/$defs/n"}}},
+}
+PERSON = {
+    "name": {"type": "string", "maxLength": 50},
+    "age": {"type": "integer", "minimum": 0, "maximum": 130},
+    "email": {"type": "string", "format": "email"},
+    "tags": {"type": "array", "items": TEXT, "maxItems": 10},
+    "zip": {"type": "string", "pattern": "^[0-9]{5}$"},
+}
+CASES: dict[str, tuple[dict[str, Any], object]] = {
+    "10 fields": (
+        {"type": "object", "properties": FIELDS, "required": list(FIELDS), "additionalProperties": False},
+        {name: ["some text, with é and \"quotes\"", 12345, 3.25, True][i % 4] for i, name in enumerate(FIELDS)},
+    ),
+    "a person": (
+        {"type": "object", "properties": PERSON, "required": ["name", "age"], "additionalProperties": False},
+        {"name": "Ada Lovelace", "age": 36, "email": "ada@example.com", "tags": ["engines"], "zip": "12345"},
+    ),
+    "a tree": ({"$defs": {"n": NODE}, "$ref": "#/$defs/n"}, {"v": 1, "c": [{"v": 2, "c": [{"v": 3}]}, {"v": 5, "c": []}]}),
+    "any object": ({"type": "object"}, {"a": [1, 2, {"b": None, "c": "some longer text with words"}], "d": -1.5e3}),
+    "one of 500": ({"enum": [f"value {i} of {i * 7919 % 1000}" for i in range(500)]}, "value 77 of 763"),
+    "100 optional": (
+        {"type": "object", "properties": {f"p{i}": TEXT for i in range(100)}, "additionalProperties": False},
+        {"p3": "x", "p50": "hello world", "p99": "z"},
+    ),
+}  # fmt: skip
+ENDLESS = {"type": "array", "items": CASES["a person"][0], "minItems": 1000}
+REPETITIONS = 20
+NUM_TOKENS = 128
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", type=int, default=64, help="requests at once (default: 64)")
+    parser.add_argument("--pairs", type=int, default=5, help="pairs of batches (default: 5)")
+    parser.add_argument("--library-only", action="store_true", help="run no model")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        path = make_null_model(Path(folder) / "null")
+        measured: dict[str, object] = {"library": _library(path)}
+        if not options.library_only:
+            measured["batch"] = _batch(path, options.rows, options.pairs)
+    print(json.dumps(measured, indent=1))
+
+
+def _library(path: Path) -> dict[str, object]:
+    facts = read_facts(path)
+    model = ModelConfig(
+        path=str(path),
+        tokenizer_path=str(path),
+        served_names=["null"],
+        architecture=facts.architecture,
+        dtype="bfloat16",
+        vocab_size=facts.vocab_size,
+        max_model_len=512,
+        eos_token_ids=facts.eos_token_ids,
+        kv=full_layers(1, 1, 8, 4, 16),
+    )
+    began = time.process_time()
+    vocabulary = open_vocabulary(model)
+    told: dict[str, object] = {"vocabulary_ms": _ms(time.process_time() - began)}
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    words = np.zeros(-(-vocabulary.vocab_size // 32), np.uint32)
+    everything: list[int] = []
+    for name, (schema, document) in CASES.items():
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
+        began = time.process_time()
+        first = open_matcher(vocabulary, grammar)
+        build_s = time.process_time() - began
+        masks, advances = [], []
+        for _ in range(REPETITIONS):
+            matcher = first.deep_copy()
+            for token in tokenizer.encode(json.dumps(document, ensure_ascii=False)).ids:
+                began_ns = time.thread_time_ns()
+                matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+                made_ns = time.thread_time_ns()
+                assert matcher.consume_token(token), (name, matcher.get_error())
+                masks.append(made_ns - began_ns)
+                advances.append(time.thread_time_ns() - made_ns)
+        everything += masks
+        told[name] = {"build_ms": _ms(build_s), "mask_us": _shares(masks), "advance_us": _shares(advances)}
+    told["all masks"] = _shares(everything)
+    return told
+
+
+def _batch(path: Path, rows: int, pairs: int) -> dict[str, object]:
+    plain = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, seed=1)
+    form = StructuredOutputsParams(json=ENDLESS)
+    with_form = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, seed=1, structured_outputs=form)
+    prompts = [[100 + i, *range(200, 231)] for i in range(rows)]
+    rates: dict[str, list[float]] = {"plain": [], "with a form": []}
+    with LLM(str(path), max_num_seqs=rows, max_model_len=512) as llm:
+        for _ in range(pairs + 1):
+            for name, params in (("plain", plain), ("with a form", with_form)):
+                began = time.perf_counter()
+                outputs = llm.generate(prompts, params, use_tqdm=False)
+                num_tokens = sum(len(each.outputs[0].token_ids) for each in outputs)
+                rates[name].append(num_tokens / (time.perf_counter() - began))
+    ratios = [slow / fast for fast, slow in zip(rates["plain"][1:], rates["with a form"][1:], strict=True)]
+    medians = {f"{name}, tokens/s": round(statistics.median(each[1:])) for name, each in rates.items()}
+    return {
+        **medians,
+        "ratio": round(statistics.median(ratios), 3),
+        "ratios": [round(each, 3) for each in ratios],
+    }
+
+
+def _shares(times_ns: list[int]) -> dict[str, float]:
+    ordered = sorted(times_ns)
+    return {
+        "p50": ordered[len(ordered) // 2] / 1e3,
+        "p99": ordered[int(len(ordered) * 0.99)] / 1e3,
+        "max": ordered[-1] / 1e3,
+    }
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 2)
+
+
+if __name__ == "__main__":
+    main()

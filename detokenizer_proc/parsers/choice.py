@@ -1,0 +1,66 @@
+"""Which parsers read the answers of a model, by the marks that its chat template writes.
+
+A template shows past calls and reasoning to the model as the model is to write them, so its marks name the format. Of
+several rows that fit the first counts: the marks of later ones are more common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+Signs = tuple[str, ...]
+
+_TOOLS: Sequence[tuple[str, Signs]] = (
+    ("openai", ("<|start|>", "<|channel|>")),
+    ("kimi_k2", ("<|tool_calls_section_begin|>",)),
+    ("deepseek_v3", ("<｜tool▁calls▁begin｜>", "```json")),
+    ("deepseek_v31", ("<｜tool▁calls▁begin｜>",)),
+    ("gemma", ("<start_function_call>",)),
+    ("gemma", ("<|tool_call>",)),
+    ("glm45", ("<tool_call>", "<arg_key>")),
+    ("minimax_m2", ("<minimax:tool_call>",)),
+    ("seed_oss", ("<seed:tool_call>", "<function=")),
+    ("qwen3_coder", ("<tool_call>", "<function=", "<parameter=")),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("internlm", ("<|action_start|>", "<|plugin|>")),
+    ("lfm2", ("<|tool_call_start|>",)),
+    ("phi4_mini_json", ("<|tool|>", "<|/tool|>")),
+    ("granite", ("<|tool_call|>", "<|start_of_role|>")),
+    ("granite", ("<tool_call>", "<|start_of_role|>")),
+    ("hunyuan_a13b", ("<tool_calls>", "<answer>")),
+    ("jamba", ("<tool_calls>",)),
+    ("hermes", ("<tool_call>", "arguments")),
+    ("llama4_pythonic", ("<|python_start|>",)),
+    ("pythonic", ("[func_name1(",)),
+    ("llama3_json", ("<|python_tag|>",)),
+    ("llama3_json", ('{"name": function name, "parameters":',)),
+)
+
+_REASONING: Sequence[tuple[str, Signs]] = (
+    ("openai_gptoss", ("<|start|>", "<|channel|>")),
+    ("gemma", ("<|channel>", "<channel|>")),
+    ("seed_oss", ("<seed:think>",)),
+    ("mistral", ("[THINK]",)),
+    ("kimi_k2", ("<|tool_calls_section_begin|>", "</think>")),
+    ("glm45", ("<arg_key>", "</think>")),
+    ("granite", ("Here is my thought process:",)),
+    ("granite", ("<|start_of_role|>", "</think>")),
+    ("minimax_m2", ("<minimax:tool_call>", "</think>")),
+    ("hunyuan_a13b", ("</think>", "<answer>")),
+    ("deepseek_r1", ("</think>", "<｜Assistant｜>")),
+    ("qwen3", ("</think>",)),
+)
+
+
+def tools_by(template: str) -> str:
+    """Return the name of the parser of calls that a chat template speaks of; empty for none."""
+    return _first(_TOOLS, template)
+
+
+def reasoning_by(template: str) -> str:
+    """Return the name of the reasoning parser that a chat template speaks of; empty for none."""
+    return _first(_REASONING, template)
+
+
+def _first(rows: Sequence[tuple[str, Signs]], template: str) -> str:
+    return next((name for name, signs in rows if all(sign in template for sign in signs)), "")

@@ -1,0 +1,86 @@
+"""How calls are written that a request insists on, in each format; and what stands around reasoning.
+
+Formats whose arguments are not JSON are not enforced: calls are then written as `hermes` reads them, and read by it.
+"""
+
+from __future__ import annotations
+
+from quintet.detokenizer_proc.parsers.harmony import CHANNEL, CONSTRAIN, ENDS, MESSAGE, START
+from quintet.detokenizer_proc.parsers.registry import REASONING, HarmonyFormat
+from quintet.detokenizer_proc.parsers.thinking import ThinkFormat
+from quintet.wire.config import ForcedCalls, ThinkMarks
+
+_NAME, _ARGUMENTS, _PARAMETERS = '{"name": "', '", "arguments": ', '", "parameters": '
+
+
+def _listed(reader: str, begin: str, end: str) -> ForcedCalls:
+    return ForcedCalls(reader, _NAME, _ARGUMENTS, "}", ", ", begin, end)
+
+
+_HERMES = ForcedCalls("hermes", "<tool_call>\n" + _NAME, _ARGUMENTS, "}\n</tool_call>")
+
+FORCED: dict[str, ForcedCalls] = {
+    "deepseek_v3": ForcedCalls(
+        "deepseek_v3",
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+        "\n```json\n",
+        "\n```<｜tool▁call▁end｜>",
+        "\n",
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+    ),
+    "deepseek_v31": ForcedCalls(
+        "deepseek_v31",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>",
+        "",
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+    ),
+    "granite": _listed("granite", "<|tool_call|>[", "]"),
+    "hunyuan_a13b": _listed("hunyuan_a13b", "<tool_calls>[", "]</tool_calls>"),
+    "internlm": ForcedCalls(
+        "internlm", "<|action_start|><|plugin|>\n" + _NAME, _PARAMETERS, "}<|action_end|>"
+    ),
+    "jamba": _listed("jamba", "<tool_calls>[", "]</tool_calls>"),
+    "kimi_k2": ForcedCalls(
+        "kimi_k2",
+        "<|tool_call_begin|>functions.",
+        ":0<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+        "",
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_end|>",
+    ),
+    "llama3_json": ForcedCalls("llama3_json", _NAME, _PARAMETERS, "}", "; "),
+    "llama4_json": ForcedCalls("llama4_json", _NAME, _PARAMETERS, "}", "; "),
+    "mistral": _listed("mistral", "[TOOL_CALLS][", "]"),
+    "openai": ForcedCalls(
+        "openai",
+        f"{CHANNEL}commentary to=functions.",
+        f" {CONSTRAIN}json{MESSAGE}",
+        "",
+        is_single=True,
+    ),
+    "phi4_mini_json": _listed("phi4_mini_json", "functools[", "]"),
+    "xlam": _listed("xlam", "[", "]"),
+}
+
+
+def forced_calls(reasoning: str, tools: str) -> ForcedCalls:
+    """Return how calls are written for a model of these formats (empty: none)."""
+    if isinstance(REASONING.get(reasoning), HarmonyFormat):
+        return FORCED["openai"]
+    return FORCED.get(tools, _HERMES)
+
+
+def think_marks(reasoning: str) -> ThinkMarks | None:
+    """Return what stands around reasoning of this format; None for none."""
+    form = REASONING.get(reasoning)
+    if form is None:
+        return None
+    if isinstance(form, ThinkFormat):
+        return ThinkMarks(list(form.opens), list(form.closes), form.begins_inside)
+    analysis, final = f"{CHANNEL}analysis{MESSAGE}", f"{CHANNEL}final{MESSAGE}"
+    return ThinkMarks([analysis], [f"{ENDS[0]}{START}assistant"], answer=final)

@@ -1,0 +1,151 @@
+"""OpenAI's harmony: messages with headers, which say by channel and recipient what their text is.
+
+<|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json
+<|message|>{…}<|call|>
+"""
+
+from __future__ import annotations
+
+import re
+
+from quintet.detokenizer_proc.parsers.machine import MAX_NAME, Machine, Prose
+from quintet.detokenizer_proc.parsers.marks import Marks
+from quintet.wire.channels import Channel
+
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+ENDS = ("<|end|>", "<|call|>", "<|return|>")
+
+MAX_HEADER = 4 * MAX_NAME
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_FUNCTIONS = "functions."
+_BUILT_IN = frozenset({"browser", "container", "python"})
+"""Tools that the model was trained to use in its reasoning, and that nobody here has."""
+_HEADER = re.compile(
+    r"(<\|start\|>)?\s*(assistant)?\s*(to=[^\s<]+)?\s*(<\|channel\|>\s*(analysis|commentary|final))?\s*(to=[^\s<]+)?\s*"
+    r"((<\|constrain\|>)?\s*(json|code|text))?\s*"
+)
+_HEADER_BEGINS = Marks(CHANNEL, START, MESSAGE, "to=")
+_HEADER_ENDS = Marks(MESSAGE, START, *ENDS)
+_MESSAGE_ENDS = Marks(START, *ENDS)
+_MESSAGE_BEGINS = Marks(START, CHANNEL, *ENDS)
+
+
+class Harmony(Machine):
+    """Reads messages as they come; what has no header, or a header that nothing follows, is content."""
+
+    marks = frozenset({START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS})
+
+    def __init__(self, *, with_reasoning: bool, with_calls: bool) -> None:
+        """What is not asked for is content."""
+        super().__init__(Harmony._first)
+        self._with_reasoning = with_reasoning
+        self._with_calls = with_calls
+        self._header = ""
+        self._call = -1
+        self._is_empty = True  # whether nothing of the message's text was told
+        self._told: set[Channel] = set()
+        self._prose = Prose(Channel.CONTENT, leading=False)
+
+    def _first(self) -> bool:
+        """The prompt has begun the first header, if the model knows of headers at all."""
+        text = self._text.lstrip()
+        mark = _HEADER_BEGINS.at_start(text) if text else ""
+        if mark == "" and not self._over:
+            return False
+        self._state = Harmony._in_header if mark else Harmony._outside
+        return True
+
+    def _outside(self) -> bool:
+        before, mark, self._text = _MESSAGE_BEGINS.split(self._text)
+        if self._over and not mark:
+            before, self._text = before + self._text, ""
+        self._say(before)
+        if not mark:
+            if self._over:
+                self._tell(self._prose.channel, self._prose.end())
+            return False
+        self._prose.at_mark()
+        if mark not in ENDS:
+            self._header = mark
+            self._state = Harmony._in_header
+        return True
+
+    def _in_header(self) -> bool:
+        before, mark, rest = _HEADER_ENDS.split(self._text)
+        if self._over and not mark:
+            before, rest = before + rest, ""
+        room = MAX_HEADER - len(self._header)
+        if len(before) > room:
+            self._header, self._text = self._header + before[: room + 1], self._text[room + 1 :]
+            return self._speak_header()
+        self._header += before
+        self._text = rest
+        if mark == MESSAGE:
+            self._begin_message()
+            return True
+        if mark in ENDS or (self._over and not mark):
+            return self._speak_header()
+        if mark and self._header not in {"", START}:
+            self._speak_header()
+        if mark:
+            self._header, self._state = mark, Harmony._in_header
+        return bool(mark)
+
+    def _speak_header(self) -> bool:
+        """Nothing follows the header: what it says is content."""
+        self._prose = Prose(Channel.CONTENT, leading=True)
+        self._say(self._header)
+        self._state = Harmony._outside
+        return True
+
+    def _begin_message(self) -> None:
+        if _HEADER.fullmatch(self._header) is None:
+            self._speak_header()
+        recipient = _RECIPIENT.search(self._header)
+        is_built_in = recipient is not None and recipient[1].partition(".")[0] in _BUILT_IN
+        is_analysis = CHANNEL + "analysis" in self._header
+        self._is_empty = True
+        if recipient is not None and not is_built_in and self._with_calls:
+            self._call += 1
+            self._tell(Channel.NAME, recipient[1].removeprefix(_FUNCTIONS) or recipient[1], self._call)
+            channel = Channel.ARGUMENTS
+        elif (is_analysis or is_built_in) and self._with_reasoning:
+            channel = Channel.REASONING
+        else:
+            channel = Channel.CONTENT
+        self.is_reasoning = is_analysis
+        self._prose = Prose(channel, leading=True)
+        self._state = Harmony._in_message
+
+    def _in_message(self) -> bool:
+        before, mark, rest = _MESSAGE_ENDS.split(self._text)
+        if self._over and not mark:
+            before, rest = before + rest, ""
+        self._text = rest
+        self._say(before)
+        if not mark:
+            if self._over:
+                self._tell(self._prose.channel, self._prose.end(), max(0, self._call_of_message()))
+            return False
+        if self._is_empty and self._prose.channel is Channel.ARGUMENTS:
+            self._tell(Channel.ARGUMENTS, "{}", self._call)
+        self.is_reasoning = False
+        self._prose = Prose(Channel.CONTENT, leading=True)
+        self._header = mark
+        self._state = Harmony._outside if mark in ENDS else Harmony._in_header
+        return True
+
+    def _call_of_message(self) -> int:
+        return self._call if self._prose.channel is Channel.ARGUMENTS else 0
+
+    def _say(self, text: str) -> None:
+        """Tell text of the message; messages of one channel are lines."""
+        channel = self._prose.channel
+        text = self._prose.take(text)
+        if not text:
+            return
+        if self._is_empty and channel in self._told and channel is not Channel.ARGUMENTS:
+            self._tell(channel, "\n")
+        self._is_empty = False
+        self._told.add(channel)
+        self._tell(channel, text, self._call_of_message())

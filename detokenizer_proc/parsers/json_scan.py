@@ -1,0 +1,229 @@
+"""JSON that comes in pieces: where a value ends, and what an object says that describes a call.
+
+Models write JSON that is not quite JSON. Nothing here checks values: they are passed on as written, and end where their
+brackets and quotes do, or at a ``<``, which JSON has only in strings and marks begin with.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from enum import Enum, auto
+
+from quintet.detokenizer_proc.parsers.machine import MAX_NAME
+
+_OUTSIDE = re.compile(r'["{}\[\]<]')
+_INSIDE = re.compile(r'["\\]')
+_SCALAR_END = re.compile(r"[\s,;}\]<]")
+_SURROGATES = re.compile("[\ud800-\udfff]")
+_NOT_BLANK = re.compile(r"\S")
+
+
+def unquoted(text: str) -> str:
+    """Return what a JSON string stands for; a broken one stands for what is between its quotes."""
+    try:
+        found = json.loads(text, strict=False)
+    except ValueError:
+        found = None
+    if not isinstance(found, str):
+        found = text.strip().removeprefix('"').removesuffix('"')
+    return _SURROGATES.sub("\ufffd", found)
+
+
+def quoted(text: str) -> str:
+    """Return the JSON string that stands for a text."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+class JsonValue:
+    """Where one value ends. Begins with its first character."""
+
+    __slots__ = ("_depth", "_escaped", "_in_string", "_is_nested", "is_over", "is_string")
+
+    def __init__(self, first: str) -> None:
+        self.is_string = first == '"'
+        self._is_nested = first in {"{", "["}
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+        self.is_over = False
+
+    @property
+    def is_scalar(self) -> bool:
+        """Whether it is a number or a word."""
+        return not (self.is_string or self._is_nested)
+
+    def read(self, text: str) -> int:
+        """Read on; return how many characters belong to the value. It may be over."""
+        if self.is_scalar:
+            end = _SCALAR_END.search(text)
+            self.is_over = end is not None
+            return len(text) if end is None else end.start()
+        at = 0
+        if self._escaped and text:
+            self._escaped, at = False, 1
+        while True:
+            match = (_INSIDE if self._in_string else _OUTSIDE).search(text, at)
+            if match is None:
+                return len(text)
+            at = match.end()
+            character = match[0]
+            if character == "\\":
+                self._escaped = at == len(text)
+                at += 1
+            elif character == '"':
+                self._in_string = not self._in_string
+            elif character == "<":
+                self.is_over = True
+                return match.start()
+            else:
+                self._depth += 1 if character in "{[" else -1
+            if not self._in_string and self._depth <= 0:
+                self.is_over = True
+                return at
+
+
+class _Expects(Enum):
+    OPENING = auto()
+    KEY = auto()
+    KEY_TEXT = auto()
+    COLON = auto()
+    VALUE = auto()
+    VALUE_TEXT = auto()
+    COMMA = auto()
+
+
+NAME_KEYS = frozenset({"name", "function", "tool_name"})
+ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
+KNOWN_KEYS = NAME_KEYS | ARGUMENT_KEYS | {"id", "index", "type"}
+
+
+class CallObject:
+    """An object that describes a call: its name under one key, its arguments under another, in either order.
+
+    ``{"function": {…}}`` around it, as OpenAI has it, is passed over.
+    """
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self.has_arguments = False
+        """Whether arguments have begun."""
+        self.is_over = False
+        self.is_broken = False
+        """It is over too, and this cannot describe a call."""
+        self._expects = _Expects.OPENING
+        self._depth = 0
+        self._value = JsonValue('"')
+        self._parts: list[str] = []  # of the key or value that is read
+        self._num_held = 0
+        self._key = ""
+        self._fresh: list[str] = []
+        self._aside: list[str] = []
+
+    @property
+    def aside(self) -> str:
+        """What it says that no call does."""
+        return "".join(self._aside)
+
+    def take_arguments(self) -> str:
+        """Return what is new of the arguments."""
+        fresh, self._fresh = self._fresh, []
+        return "".join(fresh)
+
+    def read(self, text: str) -> int:
+        """Read on; return how many characters belong to the object."""
+        at = 0
+        while at < len(text) and not self.is_over:
+            if self._expects in {_Expects.KEY_TEXT, _Expects.VALUE_TEXT}:
+                at = self._read_text(text, at)
+            else:
+                match = _NOT_BLANK.search(text, at)
+                if match is None:
+                    return len(text)
+                at = self._read_sign(match[0], match.start())
+        return at
+
+    def end(self) -> None:
+        """No more text comes: let go of the arguments that are held."""
+        if self._expects is _Expects.VALUE_TEXT and self._key in ARGUMENT_KEYS:
+            self._end_arguments()
+
+    def _read_sign(self, sign: str, at: int) -> int:
+        """Read a character of the object's own; return where reading goes on."""
+        match self._expects:
+            case _Expects.OPENING if sign == "{":
+                self._expects, self._depth = _Expects.KEY, self._depth + 1
+            case _Expects.KEY | _Expects.COMMA if sign == "}":
+                self._depth -= 1
+                self._expects = _Expects.COMMA
+                self.is_over = self._depth == 0
+            case _Expects.KEY if sign == '"':
+                self._begin(_Expects.KEY_TEXT, sign)
+                return at
+            case _Expects.COLON if sign == ":":
+                self._expects = _Expects.VALUE
+            case _Expects.COMMA if sign == ",":
+                self._expects = _Expects.KEY
+            case _Expects.VALUE if sign == "{" and self._key == "function":
+                self._expects, self._depth = _Expects.KEY, self._depth + 1
+            case _Expects.VALUE if sign not in ",:}]<" and (sign == '"' or self._key not in NAME_KEYS):
+                self._begin(_Expects.VALUE_TEXT, sign)
+                self.has_arguments = self.has_arguments or self._key in ARGUMENT_KEYS
+                return at
+            case _:
+                self._break()
+                return at
+        return at + 1
+
+    def _begin(self, expects: _Expects, sign: str) -> None:
+        self._expects, self._value = expects, JsonValue(sign)
+        self._parts, self._num_held = [], 0
+
+    def _break(self) -> None:
+        self.is_over = self.is_broken = True
+
+    def _read_text(self, text: str, at: int) -> int:
+        num_chars = self._value.read(text[at:] if at else text)
+        part = text[at : at + num_chars]
+        is_key = self._expects is _Expects.KEY_TEXT
+        if is_key or self._key in NAME_KEYS:
+            room = MAX_NAME - self._num_held
+            if num_chars > room:
+                self._break()
+                return at + room + 1
+            self._num_held += num_chars
+            self._parts.append(part)
+        elif self._key in ARGUMENT_KEYS:
+            held = self._value.is_string or self._value.is_scalar
+            (self._parts if held else self._fresh).append(part)
+        elif self._key not in KNOWN_KEYS:
+            self._aside.append(part)
+        if self._value.is_over:
+            self._end_text(is_key)
+        return at + num_chars
+
+    def _end_text(self, is_key: bool) -> None:
+        if is_key:
+            self._key = unquoted("".join(self._parts))
+            self._expects = _Expects.COLON
+            is_repeated = self.name is not None if self._key in NAME_KEYS else self.has_arguments
+            if self._key not in KNOWN_KEYS:
+                self._aside += [*self._parts, ": "]
+            elif is_repeated and self._key in NAME_KEYS | ARGUMENT_KEYS:
+                self._aside += self._parts
+                self._break()
+            return
+        if self._key in NAME_KEYS:
+            self.name = unquoted("".join(self._parts)).strip()
+            if not self.name:
+                self._break()
+        elif self._key in ARGUMENT_KEYS:
+            self._end_arguments()
+        self._expects = _Expects.COMMA
+
+    def _end_arguments(self) -> None:
+        """Arguments that are a string are what it says; none at all are an empty object."""
+        held, self._parts = "".join(self._parts), []
+        if self._value.is_string:
+            held = unquoted(held)
+        self._fresh.append("{}" if held == "null" else held)

@@ -1,0 +1,125 @@
+"""Calls written like code: ``name(key=value)`` of Python, ``call:name{key:value}`` of Gemma."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from quintet.detokenizer_proc.parsers.literals import PYTHON, Literals, Notation
+from quintet.detokenizer_proc.parsers.machine import MAX_NAME, CallReader
+from quintet.detokenizer_proc.parsers.marks import Marks
+
+_NAME = re.compile(r"[A-Za-z_][\w.\-]*")
+_KEY = re.compile(r"\s*(?:(?P<end>\))|[A-Za-z_]\w*\s*=(?!=))")
+_PART_OF_KEY = re.compile(r"\s*(?:[A-Za-z_]\w*\s*)?=?")
+
+
+@dataclass(frozen=True, slots=True)
+class LiteralFormat:
+    """How a model writes calls."""
+
+    begins: tuple[str, ...] = ()
+    ends: tuple[str, ...] = ()
+    is_bare: bool = False
+    """Whether a list of calls may begin a line without any mark."""
+    prefix: str = ""
+    """What stands before a name."""
+    opening: str = "("
+    notation: Notation = PYTHON
+
+    @property
+    def marks(self) -> frozenset[str]:
+        """Special tokens that must be seen."""
+        quotes = () if self.notation.has_escapes else self.notation.quotes
+        return frozenset({*self.begins, *self.ends, *quotes})
+
+
+class LiteralCalls(CallReader):
+    """Reads calls of a `LiteralFormat`."""
+
+    def __init__(self, form: LiteralFormat) -> None:
+        bare = ("\n",) if form.is_bare else ()
+        super().__init__(Marks(*form.begins, *bare))
+        self._form = form
+        self._ends = Marks(*form.ends)
+        self._values = Literals(form.notation)
+        self._is_list = False
+        self._needs_list = form.is_bare
+        if form.is_bare:
+            self._attempt("")
+            self._state = LiteralCalls._begun
+
+    def _meet(self, mark: str) -> bool:
+        self._needs_list = mark == "\n"
+        if self._needs_list:
+            self._say(mark)
+            mark = ""
+        self._attempt(mark)
+        self._is_list = False
+        self._state = LiteralCalls._begun
+        return True
+
+    def _begun(self) -> bool:
+        """Read the beginning of a list, or of a call, up to where it certainly is one."""
+        if not self._skip_blanks():
+            return self._refuse() if self._over else False
+        form = self._form
+        if self._text[0] == "[" and not self._is_list:
+            self._take(1)
+            self._is_list = True
+            return True
+        if self._needs_list and not self._is_list:
+            return self._refuse()
+        text = self._text
+        if not text.startswith(form.prefix):
+            return False if form.prefix.startswith(text) and not self._over else self._refuse()
+        match = _NAME.match(text, len(form.prefix))
+        end = len(form.prefix) if match is None else match.end()
+        if end == len(text):
+            return self._refuse() if self._over or end > MAX_NAME else False
+        if match is None or text[end] != form.opening or end > MAX_NAME:
+            return self._refuse()
+        if form.opening == "(":
+            key = _KEY.match(text, end + 1)
+            if key is None or (key["end"] is None and key.end() == len(text)):  # "=" may become "=="
+                part = _PART_OF_KEY.match(text, end + 1)
+                may_be = part is not None and part.end() == len(text) and len(text) - end <= MAX_NAME
+                return False if may_be and not self._over else self._refuse()
+            if key.end() - end > MAX_NAME:
+                return self._refuse()
+        self._take(end + 1)
+        self._announce(text[len(form.prefix) : end])
+        self._argue("{")
+        self._values = Literals(form.notation)
+        self._state = LiteralCalls._in_call
+        return True
+
+    def _in_call(self) -> bool:
+        self._take(self._values.read(self._text, is_last=self._over))
+        self._argue(self._values.take())
+        if not (self._values.is_over or self._over):
+            return False
+        self._state = LiteralCalls._after
+        return True
+
+    def _after(self) -> bool:
+        """Read what follows a call: another one, the end of a list, a mark, or content."""
+        if not self._skip_blanks():
+            return self._return() if self._over else False
+        sign = self._text[0]
+        if sign == "," and self._is_list:
+            self._attempt("")
+            self._take(1)
+            self._state = LiteralCalls._begun
+            return True
+        if sign == "]" and self._is_list:
+            self._take(1)
+            self._is_list = False
+            return True
+        end = self._ends.at_start(self._text)
+        if end == "" and not self._over:
+            return False
+        if end:
+            self._take(len(end))
+            return True
+        return self._return()

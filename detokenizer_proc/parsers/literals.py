@@ -1,0 +1,221 @@
+"""Values as Python or Gemma write them, turned into JSON while they come.
+
+Whatever is no value of the notation becomes a string, so the JSON is whole where brackets and quotes are.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from quintet.detokenizer_proc.parsers.json_scan import quoted
+from quintet.detokenizer_proc.parsers.marks import Marks
+
+_JSON_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
+_WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+_ESCAPES = {
+    "n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0",
+    "\\": "\\", "'": "'", '"': '"', "\n": "",
+}  # fmt: skip
+_NUM_DIGITS = {"x": 2, "u": 4, "U": 8}
+_HEX = frozenset("0123456789abcdefABCDEF")
+_PREFIXES = frozenset({"r", "b", "f", "u", "rb", "br", "fr", "rf"})
+_CLOSERS = {"[": "]", "(": "]", "{": "}"}
+MAX_NUMBER = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Notation:
+    """How values are written."""
+
+    quotes: tuple[str, ...]
+    has_escapes: bool
+
+
+PYTHON = Notation(("'", '"'), has_escapes=True)
+GEMMA = Notation(("<escape>", '<|"|>'), has_escapes=False)
+
+
+def json_word(word: str) -> str:
+    """Return the JSON of a bare word: a number, a constant, or the string it is."""
+    if word in _WORDS:
+        return _WORDS[word]
+    if len(word) <= MAX_NUMBER and (word[:1].isdigit() or word[:1] in {"-", "+", "."}):
+        if _JSON_NUMBER.fullmatch(word):
+            return word
+        try:
+            return str(int(word, 0))
+        except ValueError:
+            pass
+        try:
+            number = float(word)
+        except ValueError:
+            pass
+        else:
+            if math.isfinite(number):
+                return repr(number)
+    return quoted(word)
+
+
+class Literals:
+    """The inside of a call's brackets or braces, with keys, as the inside of a JSON object's braces and its closing one."""
+
+    def __init__(self, notation: Notation) -> None:
+        self.is_over = False
+        self._notation = notation
+        self._quotes = Marks(*notation.quotes)
+        self._quote: Marks | None = None  # the one that ends the string that is read
+        self._closers = ["}"]
+        self._wants_key = True
+        self._has_value = False  # whether the item that is read has one
+        self._has_key = False
+        self._comma = False  # whether one is due before the next item
+        self._word = ""
+        self._out: list[str] = []
+
+    def take(self) -> str:
+        """Return what is new of the JSON."""
+        out, self._out = self._out, []
+        return "".join(out)
+
+    def read(self, text: str, *, is_last: bool = False) -> int:
+        """Read on; return how many characters were understood: the others must come again, with more.
+
+        ``is_last``: no more text comes.
+        """
+        at = 0
+        while at < len(text) and not self.is_over:
+            step = (
+                self._in_string(text, at, is_last)
+                if self._quote is not None
+                else self._outside(text, at, is_last)
+            )
+            if step == 0:
+                break
+            at += step
+        if is_last:
+            self._end_word()
+        return at
+
+    def _outside(self, text: str, at: int, is_last: bool) -> int:
+        quote = self._quotes.at_start(text[at : at + 16])
+        if quote:
+            return self._begin_string(text, at, quote, is_last)
+        if quote == "" and not is_last:
+            return 0
+        sign = text[at]
+        if sign in _CLOSERS and not self._word:
+            self._begin_item()
+            closer = _CLOSERS[sign]
+            self._out.append("[" if closer == "]" else "{")
+            self._closers.append(closer)
+            self._wants_key, self._has_value, self._comma = closer == "}", False, False
+        elif sign in "])}":
+            self._close()
+        elif sign == ",":
+            self._end_item()
+            self._comma = True
+            self._wants_key = self._closers[-1] == "}"
+        elif self._wants_key and (sign == ":" or (sign == "=" and len(self._closers) == 1)):
+            self._end_key()
+        elif not sign.isspace() or self._word:
+            self._word += sign
+        return 1
+
+    def _begin_string(self, text: str, at: int, quote: str, is_last: bool) -> int:
+        length = len(quote)
+        if self._word:
+            if not (self._notation.has_escapes and self._word.lower() in _PREFIXES):
+                self._word += quote  # an apostrophe
+                return length
+            self._word = ""
+        if length == 1:
+            following = text[at + 1 : at + 3]
+            if len(following) < 2 and following in {"", quote} and not is_last:
+                return 0  # may begin a long string
+            if following == quote * 2:
+                quote *= 3
+        self._begin_item()
+        self._out.append('"')
+        self._quote = Marks(quote, "\\") if self._notation.has_escapes else Marks(quote)
+        return len(quote)
+
+    def _in_string(self, text: str, at: int, is_last: bool) -> int:
+        assert self._quote is not None
+        before, mark, rest = self._quote.split(text[at:])
+        if is_last and not mark:
+            before += rest
+        if before:
+            self._out.append(quoted(before)[1:-1])
+            return len(before)
+        if not mark:
+            return 0
+        if mark == "\\":
+            return self._escape(text, at, is_last)
+        self._out.append('"')
+        self._quote = None
+        return len(mark)
+
+    def _escape(self, text: str, at: int, is_last: bool) -> int:
+        kind = text[at + 1 : at + 2]
+        if not kind and not is_last:
+            return 0
+        num_digits = _NUM_DIGITS.get(kind)
+        if num_digits is None:
+            self._out.append(quoted(_ESCAPES.get(kind, "\\" + kind))[1:-1])
+            return 1 + len(kind)
+        digits = text[at + 2 : at + 2 + num_digits]
+        if not set(digits) <= _HEX or (is_last and len(digits) < num_digits):
+            self._out.append("\\\\" + kind)
+            return 2
+        if len(digits) < num_digits:
+            return 0
+        number = int(digits, 16)
+        if number > 0x10FFFF:
+            self._out.append("\\\\" + kind)
+            return 2
+        self._out.append(f"\\u{number:04x}" if 0xD800 <= number < 0xE000 else quoted(chr(number))[1:-1])
+        return 2 + num_digits
+
+    def _begin_item(self) -> None:
+        """Write what stands before a value or a key."""
+        if self._comma:
+            self._out.append(", ")
+            self._comma = False
+        if self._wants_key:
+            self._has_key = True
+        else:
+            self._has_value = True
+
+    def _end_word(self) -> None:
+        word, self._word = self._word.rstrip(), ""
+        if word:
+            self._begin_item()
+            self._out.append(quoted(word) if self._wants_key else json_word(word))
+
+    def _end_key(self) -> None:
+        self._end_word()
+        if not self._has_key:
+            self._begin_item()
+            self._out.append('""')
+        self._out.append(": ")
+        self._wants_key = self._has_key = self._has_value = False
+
+    def _end_item(self) -> None:
+        """End a value; a key without one gets null."""
+        self._end_word()
+        if self._closers[-1] == "}":
+            if self._wants_key and self._has_key:
+                self._out.append(": null")
+            elif not self._wants_key and not self._has_value:
+                self._out.append("null")
+        self._has_key = self._has_value = False
+        self._wants_key = self._closers[-1] == "}"
+
+    def _close(self) -> None:
+        self._end_item()
+        self._out.append(self._closers.pop())
+        self._comma = False
+        self.is_over = not self._closers
+        self._wants_key, self._has_key, self._has_value = False, False, True

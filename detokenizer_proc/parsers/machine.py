@@ -1,0 +1,164 @@
+"""The engine under every parser: text that is not consumed yet, a state that consumes it, pieces that came of it.
+
+Whitespace beside a mark belongs to the mark: a model puts it there because its template does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from quintet.detokenizer_proc.parsers.marks import Marks
+from quintet.detokenizer_proc.parsers.pieces import Piece
+from quintet.wire.channels import Channel
+
+MAX_NAME = 256
+"""Characters of a function's name or of a parameter's: what is longer is none, so little is ever held back."""
+
+
+class Machine:
+    """A state machine over text.
+
+    A state is a function of the machine that consumes from ``_text`` and returns whether the state it left behind should
+    go on at once; False waits for more text. With ``_over`` there will be none: it consumes all or changes the state.
+    """
+
+    def __init__(self, state: Callable[..., bool]) -> None:
+        self.is_reasoning = False
+        self._state = state
+        self._text = ""
+        self._over = False
+        self._pieces: list[Piece] = []
+
+    def push(self, text: str) -> list[Piece]:
+        """See `Parser`."""
+        self._text += text
+        return self._run()
+
+    def finish(self) -> list[Piece]:
+        """See `Parser`."""
+        self._over = True
+        return self._run()
+
+    def _run(self) -> list[Piece]:
+        while self._state(self):
+            pass
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    def _tell(self, channel: Channel, text: str, call: int = 0) -> None:
+        if text:
+            self._pieces.append(Piece(channel, call, text))
+
+
+class Prose:
+    """Text of one channel between marks: what stands at its ends and is blank is left out beside a mark."""
+
+    __slots__ = ("_blank", "_leading", "channel")
+
+    def __init__(self, channel: Channel, *, leading: bool) -> None:
+        """``leading``: a mark has just ended, so blanks that come first are left out."""
+        self.channel = channel
+        self._blank = ""
+        self._leading = leading
+
+    def take(self, text: str) -> str:
+        """Return what can be told: blanks at the end wait for what follows."""
+        if self._leading:
+            text = text.lstrip()
+            if not text:
+                return ""
+            self._leading = False
+        whole = self._blank + text
+        kept = whole.rstrip()
+        self._blank = whole[len(kept) :]
+        return kept
+
+    def at_mark(self) -> None:
+        """Forget blanks before a mark, and leave out those that follow it."""
+        self._blank, self._leading = "", True
+
+    def end(self) -> str:
+        """Return the blanks at the end of the whole text."""
+        blank, self._blank = self._blank, ""
+        return blank
+
+
+class CallReader(Machine):
+    """Content with calls in it, each begun by a mark. Subclasses read what follows the mark.
+
+    What is consumed from the mark on is kept in ``_raw`` until it certainly is a call (`_announce`) or certainly none
+    (`_refuse`): then it is content.
+    """
+
+    def __init__(self, begins: Marks, state: Callable[..., bool] | None = None) -> None:
+        super().__init__(state or CallReader._content)
+        self._begins = begins
+        self._prose = Prose(Channel.CONTENT, leading=False)
+        self._call = -1
+        self._raw: list[str] = []
+        self._is_raw = False
+
+    def _content(self) -> bool:
+        before, mark, self._text = self._begins.split(self._text)
+        if mark:
+            self._say(before)
+            return self._meet(mark)
+        if self._over:
+            before, self._text = before + self._text, ""
+        self._say(before)
+        if self._over:
+            self._tell(Channel.CONTENT, self._prose.end())
+        return False
+
+    def _meet(self, mark: str) -> bool:
+        """Go on behind a mark in the content."""
+        self._attempt(mark)
+        self._state = type(self)._begun
+        return True
+
+    def _begun(self) -> bool:
+        """Read what follows the mark that begins a call."""
+        raise NotImplementedError
+
+    def _say(self, text: str) -> None:
+        self._tell(Channel.CONTENT, self._prose.take(text))
+
+    def _attempt(self, consumed: str) -> None:
+        """Remember what is consumed from here on: it may turn out to be no call."""
+        self._raw, self._is_raw = [consumed], True
+
+    def _take(self, num_chars: int) -> str:
+        """Consume characters."""
+        taken, self._text = self._text[:num_chars], self._text[num_chars:]
+        if self._is_raw:
+            self._raw.append(taken)
+        return taken
+
+    def _skip_blanks(self) -> bool:
+        """Consume blanks; return whether there is something else."""
+        rest = self._text.lstrip()
+        if len(rest) < len(self._text):
+            self._take(len(self._text) - len(rest))
+        return bool(rest)
+
+    def _announce(self, name: str) -> None:
+        """It is a call: tell its name."""
+        self._raw, self._is_raw = [], False
+        self._prose.at_mark()
+        self._call += 1
+        self._tell(Channel.NAME, name, self._call)
+
+    def _argue(self, text: str) -> None:
+        self._tell(Channel.ARGUMENTS, text, self._call)
+
+    def _refuse(self) -> bool:
+        """It is no call: what was consumed of it is content, and so is what follows."""
+        raw, self._raw, self._is_raw = "".join(self._raw), [], False
+        self._say(raw)
+        return self._return()
+
+    def _return(self) -> bool:
+        """Go on with content."""
+        self._raw, self._is_raw = [], False
+        self._state = type(self)._content
+        return True

@@ -1,0 +1,46 @@
+"""What a parser makes of text, and what every parser promises."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+from quintet.wire.channels import Channel
+
+
+class Piece(NamedTuple):
+    """Some text of one channel. Texts are never empty; a name comes whole, before its call's arguments."""
+
+    channel: Channel
+    call: int
+    """Number of the call, from 0; 0 for other channels."""
+    text: str
+
+
+class Parser(Protocol):
+    """Reads one output as it comes.
+
+    What has been told after some text depends on that text alone, not on how it was cut. Nothing raises, and no text is
+    lost: what looks like a call and is none is content.
+    """
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the text read last belongs to the reasoning."""
+
+    def push(self, text: str) -> list[Piece]:
+        """Read on; return what has become certain."""
+
+    def finish(self) -> list[Piece]:
+        """End the text; return what was held back."""
+
+
+def joined(pieces: Iterable[Piece]) -> list[Piece]:
+    """Return the pieces with neighbours of one channel and call made one."""
+    found: list[Piece] = []
+    for piece in pieces:
+        if found and found[-1][:2] == piece[:2] and piece.channel is not Channel.NAME:
+            found[-1] = Piece(piece.channel, piece.call, found[-1].text + piece.text)
+        else:
+            found.append(piece)
+    return found

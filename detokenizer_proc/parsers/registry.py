@@ -1,0 +1,224 @@
+"""The parsers by name: which formats there are, and what is built for a request.
+
+A format whose shape is known is a row here; another shape is a file beside this one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quintet.detokenizer_proc.parsers.chain import Chain
+from quintet.detokenizer_proc.parsers.harmony import Harmony
+from quintet.detokenizer_proc.parsers.json_calls import JsonCalls, JsonFormat
+from quintet.detokenizer_proc.parsers.literal_calls import LiteralCalls, LiteralFormat
+from quintet.detokenizer_proc.parsers.literals import GEMMA
+from quintet.detokenizer_proc.parsers.pieces import Parser
+from quintet.detokenizer_proc.parsers.schemas import Schemas
+from quintet.detokenizer_proc.parsers.tagged_calls import TagFormat, TaggedCalls
+from quintet.detokenizer_proc.parsers.thinking import ThinkFormat, Thinking
+from quintet.wire.config import CallIds
+
+
+@dataclass(frozen=True, slots=True)
+class HarmonyFormat:
+    """OpenAI's messages, which are one format for reasoning and calls."""
+
+    marks: frozenset[str] = Harmony.marks
+
+
+ToolFormat = JsonFormat | LiteralFormat | TagFormat | HarmonyFormat
+ReasoningFormat = ThinkFormat | HarmonyFormat
+
+_SEPARATOR = "<｜tool▁sep｜>"
+
+
+def _after_kind(head: str) -> str:
+    """DeepSeek's ``function<sep>name``, before a fence."""
+    kind, _, name = head.partition(_SEPARATOR)
+    return name.strip().rstrip("`").rstrip() if kind.strip() == "function" else ""
+
+
+def _without_number(head: str) -> str:
+    """Kimi's ``functions.name:0``."""
+    name, _, number = head.strip().rpartition(":")
+    return (name if name and number.isdecimal() else head.strip()).removeprefix("functions.")
+
+
+def _before_id(head: str) -> str:
+    """Mistral's ``name[CALL_ID]abc123456``."""
+    return head.partition("[CALL_ID]")[0].strip()
+
+
+_THINK = ThinkFormat(("<think>",), ("</think>",))
+_THINK_FIRST = ThinkFormat(("<think>",), ("</think>",), begins_inside=True)
+_KIMI_SECTIONS = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+_FUNCTION_TAGS = TagFormat(
+    begins=("<tool_call>",),
+    function="<function=",
+    name_end=">",
+    parameter="<parameter=",
+    key_end=">",
+    value_end="</parameter>",
+    ends=("</function>", "</tool_call>"),
+    has_lines=True,
+    can_omit_begin=True,
+)
+_JSON_LIST = JsonFormat(("<tool_calls>",), ("</tool_calls>",))
+_JSON_LINE = JsonFormat(("<|python_tag|>",), is_bare=True)
+_JSON_TAGS = JsonFormat(("<tool_call>",), ("</tool_call>",))
+
+REASONING: dict[str, ReasoningFormat] = {
+    "deepseek_r1": _THINK_FIRST,
+    "deepseek_v3": _THINK,
+    "gemma": ThinkFormat(("<|channel>thought",), ("<channel|>",)),
+    "glm45": _THINK,
+    "granite": ThinkFormat(
+        ("Here is my thought process:", "Here's my thought process:", "<think>"),
+        ("Here is my response:", "Here's my response:", "</think>"),
+        around=("<response>", "</response>"),
+    ),
+    "hunyuan_a13b": ThinkFormat(("<think>",), ("</think>",), around=("<answer>", "</answer>")),
+    "kimi_k2": ThinkFormat(("<think>",), ("</think>",), breaks=_KIMI_SECTIONS[:1]),
+    "minimax_m2": _THINK_FIRST,
+    "mistral": ThinkFormat(("[THINK]",), ("[/THINK]",)),
+    "nemotron_v3": _THINK_FIRST,
+    "olmo3": _THINK_FIRST,
+    "openai_gptoss": HarmonyFormat(),
+    "qwen3": _THINK,
+    "seed_oss": ThinkFormat(("<seed:think>",), ("</seed:think>",)),
+    "step3": _THINK_FIRST,
+}
+
+TOOLS: dict[str, ToolFormat] = {
+    "deepseek_v3": JsonFormat(
+        ("<｜tool▁call▁begin｜>",),
+        ("```", "<｜tool▁call▁end｜>"),
+        ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+        heads=("```json",),
+        name_of=_after_kind,
+    ),
+    "deepseek_v31": JsonFormat(
+        ("<｜tool▁call▁begin｜>",),
+        ("<｜tool▁call▁end｜>",),
+        ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+        heads=(_SEPARATOR,),
+    ),
+    "gemma": LiteralFormat(
+        ("<start_function_call>", "<|tool_call>"),
+        ("<end_function_call>", "<tool_call|>"),
+        prefix="call:",
+        opening="{",
+        notation=GEMMA,
+    ),
+    "glm45": TagFormat(
+        begins=("<tool_call>",),
+        function="",
+        name_end="",
+        parameter="<arg_key>",
+        key_end="</arg_key>",
+        value_begin="<arg_value>",
+        value_end="</arg_value>",
+        ends=("</tool_call>",),
+    ),
+    "granite": JsonFormat(("<|tool_call|>", "<tool_call>"), ("</tool_call>",)),
+    "hermes": _JSON_TAGS,
+    "hunyuan_a13b": _JSON_LIST,
+    "internlm": JsonFormat(("<|plugin|>",), ("<|action_end|>",), ("<|action_start|>",)),
+    "jamba": _JSON_LIST,
+    "kimi_k2": JsonFormat(
+        ("<|tool_call_begin|>",),
+        ("<|tool_call_end|>",),
+        _KIMI_SECTIONS,
+        heads=("<|tool_call_argument_begin|>",),
+        name_of=_without_number,
+    ),
+    "lfm2": LiteralFormat(("<|tool_call_start|>",), ("<|tool_call_end|>",)),
+    "llama3_json": _JSON_LINE,
+    "llama4_json": _JSON_LINE,
+    "llama4_pythonic": LiteralFormat(("<|python_start|>",), ("<|python_end|>",), is_bare=True),
+    "minimax_m2": TagFormat(
+        begins=("<minimax:tool_call>",),
+        function='<invoke name="',
+        name_end='">',
+        parameter='<parameter name="',
+        key_end='">',
+        value_end="</parameter>",
+        ends=("</invoke>", "</minimax:tool_call>"),
+    ),
+    "mistral": JsonFormat(("[TOOL_CALLS]",), heads=("[ARGS]",), name_of=_before_id),
+    "openai": HarmonyFormat(),
+    "phi4_mini_json": JsonFormat(("functools", "<|tool_call|>"), ("<|/tool_call|>",), is_bare=True),
+    "pythonic": LiteralFormat(is_bare=True),
+    "qwen3_coder": _FUNCTION_TAGS,
+    "qwen3_xml": _FUNCTION_TAGS,
+    "seed_oss": TagFormat(
+        begins=("<seed:tool_call>",),
+        function="<function=",
+        name_end=">",
+        parameter="<parameter=",
+        key_end=">",
+        value_end="</parameter>",
+        ends=("</function>", "</seed:tool_call>"),
+        has_lines=True,
+        can_omit_begin=True,
+    ),
+    "xlam": JsonFormat(("```json", "[TOOL_CALLS]", "<tool_call>"), ("```", "</tool_call>"), is_bare=True),
+}
+
+
+def needs_schemas(tools: str) -> bool:
+    """Whether arguments of this format have no types of their own, so that the tools' must be known."""
+    return isinstance(TOOLS.get(tools), TagFormat)
+
+
+def call_ids(tools: str) -> CallIds:
+    """Return what ids of calls the templates of models with this format want."""
+    match tools:
+        case "mistral":
+            return "short"
+        case "kimi_k2":
+            return "numbered"
+        case _:
+            return "random"
+
+
+def fit(reasoning: str, tools: str) -> bool:
+    """Whether two parsers (empty: none) can read one output."""
+    is_harmony = [isinstance(form, HarmonyFormat) for form in (REASONING.get(reasoning), TOOLS.get(tools))]
+    return not (reasoning and tools) or is_harmony[0] == is_harmony[1]
+
+
+def marks_of(reasoning: str, tools: str) -> frozenset[str]:
+    """Return the special tokens whose text these parsers (empty: none) must see."""
+    formats = (*([REASONING[reasoning]] if reasoning else ()), *([TOOLS[tools]] if tools else ()))
+    return frozenset().union(*(form.marks for form in formats))
+
+
+def build(reasoning: str, tools: str, schemas: bytes, prompt: str) -> Parser:
+    """Return a parser for one output, of one format or both.
+
+    ``schemas`` is the JSON of the request's tools, ``prompt`` the end of what the output follows, with special tokens.
+    """
+    assert reasoning or tools
+    thought = REASONING[reasoning] if reasoning else None
+    if isinstance(thought, HarmonyFormat) or (tools and isinstance(TOOLS[tools], HarmonyFormat)):
+        return Harmony(with_reasoning=bool(reasoning), with_calls=bool(tools))
+    thinking = Thinking(thought, prompt) if thought is not None else None
+    calls = _calls(TOOLS[tools], schemas) if tools else None
+    if thinking is not None and calls is not None:
+        return Chain(thinking, calls)
+    only = thinking or calls
+    assert only is not None
+    return only
+
+
+def _calls(form: ToolFormat, schemas: bytes) -> Parser:
+    match form:
+        case JsonFormat():
+            return JsonCalls(form)
+        case LiteralFormat():
+            return LiteralCalls(form)
+        case TagFormat():
+            return TaggedCalls(form, Schemas(schemas))
+        case HarmonyFormat():
+            return Harmony(with_reasoning=False, with_calls=True)

@@ -1,0 +1,109 @@
+"""One output read by parsers: its text in channels, and what is counted of it."""
+
+from __future__ import annotations
+
+from quintet.detokenizer_proc.incremental import PieceTable
+from quintet.detokenizer_proc.parsers import registry
+from quintet.detokenizer_proc.parsers.pieces import Parser, Piece, joined
+from quintet.wire.channels import Channel, Span
+from quintet.wire.codec import unpack_i32
+from quintet.wire.messages import PROMPT_TAIL, Open
+
+MAX_TABLES = 8
+"""Kept for parsers: a server has one pair of them."""
+
+
+class OutputReader:
+    """The parsers of one output; what they tell is text and the spans it is made of."""
+
+    __slots__ = ("_parser", "_spans", "length", "num_calls", "num_reasoning_tokens")
+
+    def __init__(self, parser: Parser) -> None:
+        self.length = 0
+        """Characters told, of all channels."""
+        self.num_reasoning_tokens = 0
+        self.num_calls = 0
+        self._parser = parser
+        self._spans: list[Span] = []
+
+    def read(self, text: str) -> str:
+        """Read the text of one token (it may be empty); return what can be told."""
+        parser = self._parser
+        was_reasoning = parser.is_reasoning
+        pieces = parser.push(text)
+        if was_reasoning and parser.is_reasoning:
+            self.num_reasoning_tokens += 1
+        return self._tell(pieces)
+
+    def finish(self, text: str = "") -> str:
+        """Read the last text, of no token; return what was held back."""
+        return self._tell(self._parser.push(text) + self._parser.finish())
+
+    def take_spans(self) -> list[Span]:
+        """Return what the text told since the last call is made of."""
+        spans, self._spans = self._spans, []
+        return spans
+
+    def _tell(self, pieces: list[Piece]) -> str:
+        if not pieces:
+            return ""
+        told = ""
+        spans = self._spans
+        for channel, call, text in pieces if len(pieces) == 1 else joined(pieces):
+            told += text
+            if channel is Channel.NAME:
+                self.num_calls += 1
+            if spans and spans[-1][:2] == (channel, call) and channel is not Channel.NAME:
+                spans[-1] = (channel, call, spans[-1][2] + len(text))
+            else:
+                spans.append((int(channel), call, len(text)))
+        self.length += len(told)
+        return told
+
+
+class Readings:
+    """What requests are read by: a table of texts, and parsers where the request names some that there are."""
+
+    def __init__(self, skipping: PieceTable, showing: PieceTable) -> None:
+        self._skipping = skipping
+        self._showing = showing
+        self._tables: dict[tuple[str, str], PieceTable] = {}
+        """In which only the marks of parsers show, of all special tokens; by the parsers' names."""
+
+    def table_of(self, opened: Open) -> PieceTable:
+        """Return the table of a request: parsers see their marks, whatever it says of special tokens."""
+        if not opened.skip_special_tokens:
+            return self._showing
+        if not _is_read(opened):
+            return self._skipping
+        assert opened.reading is not None
+        key = opened.reading.reasoning, opened.reading.tools
+        table = self._tables.get(key)
+        if table is None:
+            if len(self._tables) >= MAX_TABLES:
+                self._tables.clear()
+            table = self._tables[key] = self._showing.skipping_special_tokens(registry.marks_of(*key))
+        return table
+
+    def reader_of(self, opened: Open) -> OutputReader | None:
+        """Return who reads a request's output, from its beginning; None when it is plain text."""
+        if not _is_read(opened):
+            return None
+        reading = opened.reading
+        assert reading is not None
+        decoder = self._showing.decoder()
+        prompt_ids = unpack_i32(opened.prompt_ids)[-PROMPT_TAIL:]
+        prompt = "".join([decoder.push(token_id) for token_id in prompt_ids]) + decoder.flush()
+        return OutputReader(registry.build(reading.reasoning, reading.tools, reading.schemas, prompt))
+
+
+def _is_read(opened: Open) -> bool:
+    """Whether there is text, and a parser for it that this build has."""
+    reading = opened.reading
+    return (
+        reading is not None
+        and opened.detokenize
+        and bool(reading.reasoning or reading.tools)
+        and (not reading.reasoning or reading.reasoning in registry.REASONING)
+        and (not reading.tools or reading.tools in registry.TOOLS)
+    )

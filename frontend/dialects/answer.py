@@ -1,0 +1,177 @@
+"""From streams of deltas to answers, in any dialect: what is waited for, what one write holds, how an answer ends.
+
+A dialect brings an `AnswerWriter` for its streamed answers, and makes a whole one of the `Output`s.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from quintet.frontend.dialects import sse
+from quintet.frontend.exchange import ClientGone, Exchange, Header
+from quintet.frontend.patience import Reader
+from quintet.frontend.service import Service
+from quintet.frontend.streams import Batch, Mailbox, Stream
+from quintet.wire.channels import Span
+from quintet.wire.errors import RequestError
+from quintet.wire.messages import Finish, PositionLogprobs
+
+
+class AnswerWriter(Protocol):
+    """One streamed answer in a dialect: its events, as bytes."""
+
+    def write(self, frames: list[bytes], position: int, stream: Stream, batch: Batch) -> None:
+        """Append the events for what is new of the prompt at ``position``. The hot path."""
+
+    def tail(self, streams: Sequence[Stream]) -> bytes:
+        """Return what ends it."""
+
+    def failed(self, error: RequestError) -> bytes:
+        """Return what ends it with an error, after its beginning was written."""
+
+    def silence(self) -> bytes:
+        """Return what is written when there has been nothing to tell for a while."""
+
+    def headers(self) -> tuple[Header, ...]:
+        """Return the headers of the response, besides its content type."""
+
+
+class Submissions:
+    """The submissions behind one HTTP request (one per prompt) and the mailbox their news arrive in."""
+
+    def __init__(self) -> None:
+        self.mailbox = Mailbox()
+        self.streams: list[Stream] = []
+        self.num_unread = 0
+        """Streams whose end has not been read."""
+        self.client_gone = False
+
+    def leave(self) -> None:
+        """The client is gone: wake whoever writes for it."""
+        self.client_gone = True
+        self.mailbox.nudge()
+
+    def close(self, *, keep: bool = False) -> None:
+        """Cancel what still runs and let go of everything. ``keep``: the client may come back."""
+        for stream in self.streams:
+            stream.close(keep=keep)
+
+    def add(self, stream: Stream) -> None:
+        """Answer with one more prompt's stream, whose mailbox is this one's."""
+        self.streams.append(stream)
+        self.num_unread += not stream.ended
+
+    def unread_bytes(self) -> int:
+        """Estimate what is held for the client."""
+        return sum(stream.unread_bytes() for stream in self.streams)
+
+    def take(self, stream: Stream) -> Batch:
+        """Return what is new of a stream that the mailbox named."""
+        if stream.ended:
+            self.num_unread -= 1
+        return stream.take()
+
+
+async def stream_answer(
+    service: Service, exchange: Exchange, submissions: Submissions, writer: AnswerWriter
+) -> None:
+    """Write the answer as events, one write per wake-up, until every stream has ended or the client left.
+
+    The status line waits for the first news, so that an error found before any output still gets its own status. A client
+    that leaves after it may come back for the rest.
+    """
+    patience, write_seconds, span = service.patience, service.http.write_seconds, service.span
+    positions = {stream.request_id: position for position, stream in enumerate(submissions.streams)}
+    watcher = exchange.watch_disconnect(submissions.leave)
+    pulse = sse.Pulse(service.config.frontend.keep_alive_s, submissions.mailbox.nudge)
+    reader = Reader(exchange.abort, submissions.unread_bytes)
+    patience.watch(reader)
+    if submissions.num_unread == 0:
+        submissions.mailbox.nudge()  # nothing is left to tell but the end
+    try:
+        while True:
+            ready = await submissions.mailbox.wait()
+            woken_ns = time.monotonic_ns()
+            if submissions.client_gone:
+                raise ClientGone
+            frames: list[bytes] = []
+            error: RequestError | None = None
+            for stream in ready:
+                batch = submissions.take(stream)
+                writer.write(frames, positions[stream.request_id], stream, batch)
+                error = error or batch.error
+            if error is not None and not exchange.started and not frames:
+                raise error
+            last = error is not None or submissions.num_unread == 0
+            if error is not None:
+                frames.append(writer.failed(error))
+            elif last:
+                frames.append(writer.tail(submissions.streams))
+            elif not ready:
+                frames.append(writer.silence())
+            if frames:
+                began = reader.waiting_since_s = time.perf_counter()
+                if not exchange.started:
+                    await exchange.start_stream(sse.CONTENT_TYPE, writer.headers())
+                await exchange.write(b"".join(frames) if len(frames) > 1 else frames[0], last)
+                reader.waiting_since_s = None
+                write_seconds.observe(time.perf_counter() - began)
+                span("events", len(ready), woken_ns)
+                pulse.wrote()
+            if last:
+                return
+    finally:
+        pulse.stop()
+        patience.forget(reader)
+        watcher.cancel()
+        submissions.close(keep=exchange.started)
+
+
+@dataclass(slots=True)
+class Output:
+    """One choice of a whole answer."""
+
+    index: int
+    text: str
+    token_ids: Sequence[int]
+    logprobs: list[PositionLogprobs]
+    finish: Finish
+    stream: Stream
+    spans: Sequence[Span]
+    """What the text is made of: see `quintet.frontend.streams.pieces`."""
+
+
+async def whole_answer(exchange: Exchange, submissions: Submissions) -> list[Output]:
+    """Wait until every stream has ended and return the choices in order, those of the first prompt first.
+
+    Raises the first stream's error, or `ClientGone`; either way what still runs is cancelled.
+    """
+    bases: dict[int, int] = {}
+    num_choices = 0
+    for stream in submissions.streams:
+        bases[stream.request_id] = num_choices
+        num_choices += len(stream.choices)
+    outputs: dict[int, Output] = {}
+    watcher = exchange.watch_disconnect(submissions.leave)
+    try:
+        while submissions.num_unread:
+            ready = await submissions.mailbox.wait()
+            if submissions.client_gone:
+                raise ClientGone
+            for stream in ready:
+                batch = submissions.take(stream)
+                if batch.error is not None:
+                    raise batch.error
+                for delta in batch.deltas:
+                    index = bases[stream.request_id] + delta.choice
+                    assert delta.finish is not None, f"choice {index} delivered before its end"
+                    outputs[index] = Output(
+                        index, delta.text, delta.token_ids, delta.logprobs, delta.finish, stream, delta.spans
+                    )
+    finally:
+        watcher.cancel()
+        submissions.close()
+    return [outputs[index] for index in sorted(outputs)]

@@ -1,0 +1,51 @@
+"""The dialects whose streamed answers can be gone on with: what a claim says of each, and who writes its events."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from quintet.frontend.dialects import anthropic_errors, openai_chat, openai_completions, openai_errors
+from quintet.frontend.dialects.answer import AnswerWriter
+from quintet.frontend.dialects.anthropic_events import MessagesAnswer, MessagesWriter
+from quintet.frontend.dialects.claims import Answer
+from quintet.frontend.dialects.openai_chat import ChatAnswer
+from quintet.frontend.dialects.openai_completions import CompletionAnswer
+from quintet.frontend.dialects.position import Position, StreamId
+from quintet.frontend.error_shape import ErrorShape
+from quintet.wire.request import Claim
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """One of them."""
+
+    errors: ErrorShape
+    writer: Callable[[Any, StreamId | None, Position | None], AnswerWriter]
+    """Makes the writer of an answer that has ids (or None), and goes on behind a position (None: from its beginning)."""
+
+
+DIALECTS: dict[type[Answer], Dialect] = {
+    CompletionAnswer: Dialect(openai_errors.ERRORS, openai_completions.writer),
+    ChatAnswer: Dialect(openai_errors.ERRORS, openai_chat.writer),
+    MessagesAnswer: Dialect(anthropic_errors.ERRORS, MessagesWriter),
+}
+"""By what its claims hold."""
+
+_KINDS: Any = functools.reduce(operator.or_, DIALECTS)
+_decode: Callable[[bytes], Answer] = msgspec.msgpack.Decoder(_KINDS).decode
+
+
+def answer_of(claim: Claim) -> Answer:
+    """Return what `claims.claim_for` was given."""
+    return _decode(claim.answer)
+
+
+def dialect_of(answer: Answer) -> Dialect:
+    """Return the dialect of an answer."""
+    return DIALECTS[type(answer)]

@@ -1,0 +1,42 @@
+"""What `bench.families` counts: bytes of a step, of experts those that were chosen, and the Llama that reads as many."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from bench.families.kinds import KINDS, card_of, llama_card
+from bench.families.models import Decoding, Room, open_model
+
+from quintet.executor.ops.host_library import open_library
+
+pytestmark = pytest.mark.skipif(open_library() is None, reason="the host kernels are not built")
+
+SMALL = {"num_hidden_layers": 2, "vocab_size": 512, "n_layer": 2}
+
+
+def decoding(folder: Path, card: dict[str, object], rows: int) -> Decoding:
+    room = Room("bfloat16", "none", "quintet", threads=1, max_rows=rows, context=32, max_steps=8)
+    return Decoding(*open_model(folder, card | SMALL, room), rows, room.context)
+
+
+def test_experts_count_as_many_as_rows_chose(tmp_path: Path) -> None:
+    card = card_of("experts", "bfloat16")
+    one, four = (decoding(tmp_path / str(rows), card, rows).step_bytes() for rows in (1, 4))
+    expert = 3 * card["hidden_size"] * card["intermediate_size"] * 2
+    layers, chosen, experts = 2, card["num_experts_per_tok"], card["num_local_experts"]
+    assert layers * chosen * expert < one < layers * (chosen + 1) * expert
+    more, keys = four - one, 3 * 33 * layers * 2 * 4 * 64 * 2
+    assert more >= layers * expert  # rows have words of their own, and so experts
+    assert more % expert == keys and more <= layers * (experts - chosen) * expert + keys
+
+
+@pytest.mark.parametrize("kind", ["llama", "learned positions", "experts"])
+def test_a_kinds_llama_reads_as_many_bytes(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(KINDS, "llama", KINDS["llama"] | SMALL)
+    card = card_of(kind, "bfloat16")
+    wanted = decoding(tmp_path / "kind", card, 2).step_bytes()
+    twin = llama_card("bfloat16", "none", card, wanted, 2 * 32)
+    assert decoding(tmp_path / "llama", twin, 2).step_bytes() == pytest.approx(wanted, rel=0.02)

@@ -1,0 +1,65 @@
+"""Parsers by flag, or by what the chat template writes."""
+
+from __future__ import annotations
+
+import pytest
+
+from quintet.deploy.resolve.parsers import choose_parsers
+from quintet.detokenizer_proc.parsers.registry import REASONING, TOOLS
+from quintet.wire.config import ParsersConfig
+from quintet.wire.errors import ConfigError
+
+TEMPLATES = {
+    "Qwen 2.5": ('<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <args>}', "", "hermes"),
+    "Qwen 3": ("<tool_call>{'name': n, 'arguments': a}</tool_call> <think>\\n\\n</think>", "qwen3", "hermes"),
+    "Qwen 3 Coder": ("<tool_call>\\n<function=x>\\n<parameter=p>", "", "qwen3_coder"),
+    "Llama 3.1": ("<|python_tag|> Respond in the format {...}", "", "llama3_json"),
+    "DeepSeek R1": ("</think> <｜Assistant｜><｜tool▁calls▁begin｜> ```json", "deepseek_r1", "deepseek_v3"),
+    "DeepSeek 3.1": ("</think> <｜Assistant｜><｜tool▁calls▁begin｜>", "deepseek_r1", "deepseek_v31"),
+    "GLM 4.5": ("[gMASK] <think></think> <tool_call>x<arg_key>k</arg_key>", "glm45", "glm45"),
+    "Kimi K2": ("<|tool_calls_section_begin|>", "", "kimi_k2"),
+    "Magistral": ("[THINK][/THINK][TOOL_CALLS]", "mistral", "mistral"),
+    "gpt-oss": ("<|start|>assistant<|channel|>analysis<|message|>", "openai_gptoss", "openai"),
+    "Seed OSS": ("<seed:think> <seed:tool_call><function=x>", "seed_oss", "seed_oss"),
+    "Granite 3.2": ("<|start_of_role|> <|tool_call|> Here is my thought process:", "granite", "granite"),
+    "a plain one": ("{{ messages }}", "", ""),
+}
+
+
+@pytest.mark.parametrize("model", TEMPLATES)
+def test_the_template_speaks_of_its_formats(model: str) -> None:
+    template, reasoning, tools = TEMPLATES[model]
+    config, note = choose_parsers("auto", "auto", {"default": template})
+    assert (config.reasoning, config.tools) == (reasoning, tools)
+    assert (note is None) == (not reasoning and not tools)
+    assert note is None or all(name in note for name in (reasoning, tools))
+    assert reasoning in {"", *REASONING} and tools in {"", *TOOLS}
+
+
+def test_what_is_named_counts() -> None:
+    templates = {"default": TEMPLATES["Qwen 3"][0]}
+    assert choose_parsers("none", "none", templates) == (ParsersConfig(), None)
+    config, note = choose_parsers("none", "mistral", templates)
+    assert (config.reasoning, config.tools, config.call_ids, note) == ("", "mistral", "short", None)
+    config, note = choose_parsers("auto", "qwen3_xml", templates)
+    assert (config.reasoning, config.tools, config.needs_schemas) == ("qwen3", "qwen3_xml", True)
+    assert note is not None and "qwen3_xml" not in note
+
+
+def test_calls_are_told_by_the_template_for_tools() -> None:
+    config, _ = choose_parsers("auto", "auto", {"default": "<think></think>", "tool_use": "[TOOL_CALLS]"})
+    assert (config.reasoning, config.tools) == ("qwen3", "mistral")
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "tools", "words"),
+    [
+        ("auto", "hermez", ["--tool-call-parser 'hermez'", "hermes", "qwen3_coder"]),
+        ("qwen", "auto", ["--reasoning-parser 'qwen'", "deepseek_r1"]),
+        ("qwen3", "openai", ["openai_gptoss"]),
+    ],
+)
+def test_what_is_not_there_is_refused(reasoning: str, tools: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        choose_parsers(reasoning, tools, {})
+    assert all(word in str(refused.value) for word in words)

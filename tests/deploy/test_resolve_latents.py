@@ -1,0 +1,30 @@
+"""What serving a model that attends over latents is resolved to: a latent is stored once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quintet.deploy.resolve.card import read_facts
+from quintet.deploy.resolve.flags import Options
+from quintet.deploy.resolve.rules import kv_spec
+
+from .model_folder import write_model
+
+LATENTS = {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+
+
+@pytest.mark.parametrize(
+    ("device", "cached_as", "token_bytes"),
+    [
+        ("cpu", "auto", 2 * 576),
+        ("cpu", "int8", 576 + 4),
+        ("cuda", "auto", 2 * 576),
+        ("cuda", "fp8", 576),
+    ],
+)
+def test_a_latent_is_stored_once(tmp_path: Path, device: str, cached_as: str, token_bytes: int) -> None:
+    facts = read_facts(write_model(tmp_path, **LATENTS))
+    kv = kv_spec(Options(model=str(tmp_path), kv_cache_dtype=cached_as), device, facts, 2)
+    assert kv.bytes_per_token == 2 * token_bytes  # two layers

@@ -1,0 +1,215 @@
+"""Chat answers in channels: reasoning and calls of tools, whole and streamed, as the openai package reads them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from quintet.frontend.dialects.openai_channels import Channels
+from quintet.frontend.streams import Choice, Stream, pieces
+from quintet.wire.channels import Channel
+from quintet.wire.config import ParsersConfig
+from quintet.wire.messages import Submit
+from quintet.wire.request import MAX_SCHEMAS_BYTES, Reading
+
+H = "/v1/chat/completions"
+CONTENT, REASONING, NAME, ARGUMENTS = map(int, Channel)
+SCRIPT = [
+    [(REASONING, 0, "Rain")],
+    [(REASONING, 0, "?")],
+    [(CONTENT, 0, "I look."), (NAME, 0, "rain"), (ARGUMENTS, 0, '{"in"')],
+    [(ARGUMENTS, 0, ': "Oslo"}'), (NAME, 1, "now")],
+    [],
+    [(ARGUMENTS, 1, "{}")],
+]
+FUNCTION: dict[str, Any] = {
+    "name": "rain",
+    "description": "d",
+    "parameters": {"properties": {"in": {"type": "string"}}},
+}
+TOOLS = [{"type": "function", "function": FUNCTION}]
+BODY: dict[str, Any] = {"model": "toy", "messages": [{"role": "user", "content": "rain?"}], "tools": TOOLS}
+PARSERS = ParsersConfig(reasoning="qwen3", tools="hermes")
+
+
+@pytest.fixture
+def server(serve: Callable[..., Any]) -> Any:
+    server = serve(parsers=PARSERS)
+    server.engine.script = SCRIPT
+    return server
+
+
+def submitted(server: Any) -> Submit:
+    found: list[Submit] = server.engine.wait_for(Submit)
+    return found[-1]
+
+
+def calls_of(message: dict[str, Any]) -> list[tuple[str, str, str]]:
+    return [
+        (call["type"], call["function"]["name"], call["function"]["arguments"])
+        for call in message["tool_calls"]
+    ]
+
+
+CALLS = [("function", "rain", '{"in": "Oslo"}'), ("function", "now", "{}")]
+
+
+def test_a_whole_answer(server: Any) -> None:
+    answer = server.ask("POST", H, BODY).json
+    (choice,) = answer["choices"]
+    message = choice["message"]
+    assert (message["content"], message["reasoning"], message["reasoning_content"]) == (
+        "I look.",
+        "Rain?",
+        "Rain?",
+    )
+    assert calls_of(message) == CALLS
+    assert len({call["id"] for call in message["tool_calls"]}) == 2
+    assert choice["finish_reason"] == "tool_calls"
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
+    assert submitted(server).spec.reading == Reading("qwen3", "hermes")
+
+
+def test_a_streamed_answer_says_the_same(server: Any) -> None:
+    options = {"stream_options": {"include_usage": True}}
+    events = server.ask("POST", H, {**BODY, **options, "stream": True}).events
+    deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert deltas[1:3] == [{"reasoning": t, "reasoning_content": t} for t in ("Rain", "?")]
+    assert deltas[3]["content"] == "I look."
+    (begun,) = deltas[3]["tool_calls"]
+    assert begun == {
+        "index": 0,
+        "id": begun["id"],
+        "type": "function",
+        "function": {"name": "rain", "arguments": '{"in"'},
+    }
+    assert deltas[4]["tool_calls"][0] == {"index": 0, "function": {"arguments": ': "Oslo"}'}}
+    assert deltas[4]["tool_calls"][1]["function"] == {"name": "now", "arguments": ""}
+    assert len(deltas) == 6  # the token that said nothing has no event
+    assert [event["choices"][0]["finish_reason"] for event in events if event["choices"]][-1] == "tool_calls"
+    assert events[-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
+
+
+def test_the_openai_package_gathers_it(server: Any) -> None:
+    client = OpenAI(base_url=server.url + "/v1", api_key="x")
+    with client.chat.completions.stream(**BODY, n=2) as stream:
+        final = stream.get_final_completion()
+    ids = set()
+    for choice in final.choices:
+        calls = choice.message.tool_calls or []
+        assert [(call.function.name, call.function.arguments) for call in calls] == [
+            ("rain", '{"in": "Oslo"}'),
+            ("now", "{}"),
+        ]
+        ids |= {call.id for call in calls}
+    assert len(ids) == 4
+
+
+def test_what_a_request_says_of_channels(server: Any) -> None:
+    def message(**changes: Any) -> dict[str, Any]:
+        (choice,) = server.ask("POST", H, {**BODY, **changes}).json["choices"]
+        found: dict[str, Any] = choice["message"]
+        return found
+
+    assert message(include_reasoning=False)["reasoning"] is None
+    assert calls_of(message(parallel_tool_calls=False)) == CALLS[:1]
+    server.ask("POST", H, {**BODY, "tool_choice": "none"})
+    assert submitted(server).spec.reading == Reading("qwen3")
+    server.ask("POST", H, {key: value for key, value in BODY.items() if key != "tools"})
+    assert submitted(server).spec.reading == Reading("qwen3")
+
+
+def test_content_is_null_beside_calls_alone(server: Any) -> None:
+    server.engine.script = [[(NAME, 0, "now")], [(ARGUMENTS, 0, "{}")]]
+    (choice,) = server.ask("POST", H, BODY).json["choices"]
+    assert (choice["message"]["content"], choice["message"]["reasoning"]) == (None, None)
+
+
+def test_token_ids_are_told_with_tokens_that_say_nothing(server: Any) -> None:
+    events = server.ask("POST", H, {**BODY, "stream": True, "return_token_ids": True}).events
+    ids = [token for event in events[1:] for token in event["choices"][0]["token_ids"]]
+    assert ids == [10, 11, 12, 13, 14, 15]
+
+
+def test_schemas_travel_where_the_format_has_no_types(serve: Callable[..., Any]) -> None:
+    server = serve(parsers=ParsersConfig(tools="qwen3_coder", needs_schemas=True))
+    server.ask("POST", H, BODY)
+    reading = submitted(server).spec.reading
+    assert reading is not None
+    assert (reading.tools, json.loads(reading.schemas)) == ("qwen3_coder", TOOLS)
+    long = [{"type": "function", "function": {**FUNCTION, "description": "d" * MAX_SCHEMAS_BYTES}}]
+    refused = server.ask("POST", H, {**BODY, "tools": long})
+    assert (refused.status, refused.json["error"]["param"]) == (400, "tools")
+
+
+@pytest.mark.parametrize(
+    ("choice", "names", "is_one"),
+    [
+        ("required", ["rain", "snow"], False),
+        ({"type": "function", "function": {"name": "snow"}}, ["snow"], True),
+    ],
+)
+def test_calls_that_are_insisted_on_are_a_form(
+    server: Any, choice: Any, names: list[str], is_one: bool
+) -> None:
+    tools = [*TOOLS, {"type": "function", "function": {"name": "snow"}}]
+    server.ask("POST", H, {**BODY, "tools": tools, "tool_choice": choice})
+    spec = submitted(server).spec
+    assert spec.reading == Reading("qwen3", "hermes", insists=True)
+    form = spec.params.structured_outputs
+    assert form is not None and form.structural_tag is not None
+    (calls,) = json.loads(form.structural_tag)["format"]["elements"]
+    schema = {"type": "object", **FUNCTION["parameters"], "additionalProperties": False}
+    schemas = {"rain": schema, "snow": {"type": "object"}}
+    assert [(tag["begin"], tag["content"]["json_schema"]) for tag in calls["tags"]] == [
+        (f'<tool_call>\n{{"name": "{name}", "arguments": ', schemas[name]) for name in names
+    ]
+    assert calls["stop_after_first"] == is_one
+
+
+def test_a_model_without_parsers_answers_plainly(serve: Callable[..., Any]) -> None:
+    server = serve()
+    answer = server.ask("POST", H, BODY).json
+    assert submitted(server).spec.reading is None
+    assert answer["choices"][0]["message"] == {
+        "role": "assistant",
+        "content": " t0 t1 t2 t3",
+        "refusal": None,
+    }
+    assert "completion_tokens_details" not in answer["usage"]
+
+
+def test_ids_of_calls_are_what_the_models_template_wants() -> None:
+    assert (
+        Channels("r").call_id(0, 0, "f")
+        == Channels("r").call_id(0, 0, "f")
+        != Channels("r").call_id(0, 1, "f")
+    )
+    assert Channels("r", "numbered", 3).call_id(0, 1, "f") == "functions.f:4"
+    short = Channels("r", "short").call_id(0, 0, "f")
+    assert len(short) == 9 and short.isalnum()
+
+
+def test_spans_of_what_was_received_before_are_dropped(server: Any) -> None:
+    server.ask("POST", H, BODY)
+    stream = Stream(submitted(server), None, lambda _: None)  # type: ignore[arg-type]
+    told = [(REASONING, 0, 4), (CONTENT, 0, 2), (NAME, 0, 3), (ARGUMENTS, 0, 2)]
+    text = "thinokrun{}"
+    for seen in range(len(text) + 1):
+        choice = Choice(stream, 0, 7)
+        choice.note_spans(told, seen)
+        assert [part for _, _, part in pieces(text[seen:], choice.spans)] == [
+            part
+            for part in (
+                "thin"[seen:],
+                "ok"[max(0, seen - 4) :],
+                "run"[max(0, seen - 6) :],
+                "{}"[max(0, seen - 9) :],
+            )
+            if part
+        ]

@@ -1,0 +1,307 @@
+"""Anthropic's dialect: what a conversation becomes, the events in order, errors in its shape, and streams that go on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import anthropic
+import msgspec
+import pytest
+
+from quintet.frontend.dialects.anthropic_parse import messages_of
+from quintet.frontend.dialects.anthropic_types import Block, Turn
+from quintet.wire.errors import RequestError
+from quintet.wire.messages import ChatPrompt, Submit
+
+M, COUNT = "/v1/messages", "/v1/messages/count_tokens"
+HELLO = [{"role": "user", "content": "hello"}]
+WEATHER = {"name": "weather", "description": "Of a city.", "input_schema": {"type": "object"}}
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"model": "toy", "max_tokens": 4, "messages": HELLO, **fields}
+
+
+def events_of(answer: bytes) -> list[tuple[str, str, Any]]:
+    """Return id, name and data of each event."""
+    found = []
+    for frame in answer.decode().split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in frame.splitlines() if not line.startswith(":"))
+        if fields:
+            found.append((fields.get("id", ""), fields["event"], json.loads(fields["data"])))
+    return found
+
+
+@pytest.fixture
+def client(shared: Any) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=shared.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def last_prompt(shared: Any) -> ChatPrompt:
+    prompt = shared.engine.wait_for(Submit)[-1].prompt
+    assert isinstance(prompt, ChatPrompt)
+    return prompt
+
+
+def test_a_whole_answer(shared: Any) -> None:
+    reply = shared.ask("POST", M, body(cache_salt="s"), {"x-request-id": "mine"})
+    assert reply.status == 200 and reply.headers["request-id"] == "mine"
+    assert reply.json == {
+        "id": "msg_mine",
+        "type": "message",
+        "role": "assistant",
+        "model": "toy",
+        "content": [{"type": "text", "text": " t0 t1 t2 t3"}],
+        "stop_reason": "max_tokens",
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": 1,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 1,
+            "output_tokens": 4,
+        },
+    }
+
+
+def test_a_streamed_answer_is_every_event_in_order(shared: Any) -> None:
+    reply = shared.ask("POST", M, body(stream=True, max_tokens=2))
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    assert [name for _, name, _ in events_of(reply.body)] == [
+        "message_start",
+        "ping",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
+    datas = [data for _, name, data in events_of(reply.body) if name != "ping"]
+    assert all(data["type"] == name for _, name, data in events_of(reply.body))
+    start, block, first, second, stop, delta, _ = datas
+    assert start["message"]["content"] == [] and start["message"]["usage"]["input_tokens"] == 2
+    assert block["content_block"] == {"type": "text", "text": ""} and block["index"] == stop["index"] == 0
+    assert [each["delta"]["text"] for each in (first, second)] == [" t0", " t1"]
+    assert delta["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
+    assert delta["usage"] == {"output_tokens": 2}
+
+
+def test_its_own_package_reads_both(client: anthropic.Anthropic, shared: Any) -> None:
+    ask: Any = {
+        "model": "toy",
+        "max_tokens": 9,
+        "messages": HELLO,
+        "stop_sequences": ["3"],
+        "extra_body": {"temperature": 0.5},
+    }
+    whole = client.messages.create(**ask)
+    with client.messages.stream(**ask) as stream:
+        texts = list(stream.text_stream)
+        streamed = stream.get_final_message()
+    assert "".join(texts) == whole.content[0].text == " t0 t1 t2"  # type: ignore[union-attr]
+    for message in (whole, streamed):
+        assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "3")
+        assert message.usage.output_tokens == 4
+    params = shared.engine.wait_for(Submit)[-1].spec.params
+    assert (params.stop, params.temperature, params.max_tokens) == (["3"], 0.5, 9)
+    assert client.messages.count_tokens(model="toy", messages=HELLO).input_tokens == 3  # type: ignore[arg-type]
+
+
+def test_a_conversation_with_tools_becomes_the_chat_templates(shared: Any) -> None:
+    turns = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "Is it", "cache_control": {"type": "ephemeral"}}],
+        },
+        {"role": "user", "content": "cold?"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Ask.", "signature": "x"},
+                {"type": "redacted_thinking", "data": "?"},
+                {"type": "text", "text": "Wait."},
+                {"type": "tool_use", "id": "a", "name": "weather", "input": {"city": "Rome"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "12 °C"}]},
+                {"type": "text", "text": "And?"},
+            ],
+        },
+    ]
+    system = [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}]
+    sent = body(messages=turns, system=system, tools=[WEATHER], tool_choice={"type": "auto"})
+    sent |= {"thinking": {"type": "disabled"}, "metadata": {"user_id": "u"}, "service_tier": "auto"}
+    assert shared.ask("POST", M, sent).status == 200
+    prompt = last_prompt(shared)
+    call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
+    assert json.loads(prompt.messages) == [
+        {"role": "system", "content": "Be\nbrief."},
+        {"role": "user", "content": "Is it\ncold?"},
+        {"role": "assistant", "content": "Wait.", "reasoning_content": "Ask.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "12 °C", "name": "weather"},
+        {"role": "user", "content": "And?"},
+    ]
+    function = {"name": "weather", "description": "Of a city.", "parameters": {"type": "object"}}
+    assert json.loads(prompt.tools) == [{"type": "function", "function": function}]
+    assert json.loads(prompt.template_kwargs) == {"enable_thinking": False, "thinking": False}
+    assert prompt.add_generation_prompt and not prompt.continue_final_message
+
+
+def test_an_assistants_last_words_are_continued(shared: Any) -> None:
+    turns = [*HELLO, {"role": "assistant", "content": "Well,"}]
+    assert shared.ask("POST", M, body(messages=turns)).status == 200
+    prompt = last_prompt(shared)
+    assert prompt.continue_final_message and not prompt.add_generation_prompt
+
+
+def test_a_document_of_text_is_text() -> None:
+    source = msgspec.Raw(json.dumps({"type": "text", "media_type": "text/plain", "data": "words"}).encode())
+    document = Block(type="document", title="A title", source=source)
+    (message,) = messages_of(None, [Turn(role="user", content=[document])])
+    assert message == {"role": "user", "content": "A title\nwords"}
+
+
+def block(**fields: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [fields]}]
+
+
+def said(*blocks: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*HELLO, {"role": "assistant", "content": list(blocks)}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"max_tokens": None}, "max_tokens is null"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"messages": []}, "messages is []"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role is 'robot'"),
+        ({"messages": block(type="image", source={})}, "messages[0].content[0]: a block of type image"),
+        ({"messages": block(type="text")}, "messages[0].content[0].text is missing"),
+        ({"messages": block(type="search_result")}, "a block of type 'search_result'"),
+        ({"messages": block(type="document", source={"type": "base64"})}, "source is 'base64'"),
+        (
+            {"messages": block(type="tool_result", content="x")},
+            "messages[0].content[0].tool_use_id is missing",
+        ),
+        (
+            {"messages": said({"type": "tool_use", "id": "a", "name": "f"})},
+            "messages[1].content[0].input is missing",
+        ),
+        (
+            {"messages": said({"type": "tool_use", "id": "a", "name": "f", "input": 5})},
+            "messages[1].content[0].input is '5'",
+        ),
+        ({"messages": said({"type": "tool_use", "id": "a", "name": "f", "input": {}})}, "messages ends with"),
+        ({"stop_sequences": [""]}, "stop_sequences is ['']"),
+        ({"temperature": 3}, "temperature is 3"),
+        ({"top_p": "x"}, 'top_p is "x"'),
+        ({"thinking": {"type": "enabled", "budget_tokens": 5}}, "thinking.budget_tokens is 5"),
+        ({"thinking": {"type": "loud"}}, "thinking.type is 'loud'"),
+        ({"tools": [{"name": "f"}]}, "tools[0].input_schema is missing"),
+        ({"tools": [{"name": "web", "type": "web_search_20250305"}]}, "of type 'web_search_20250305'"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "maybe"}}, "tool_choice.type is 'maybe'"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name is missing"),
+        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers was sent"),
+        ({"thread": {"type": "create"}}, "thread was sent"),
+        ({"output_format": {"type": "xml"}}, "output_format.type is 'xml'"),
+        ({"output_config": {"effort": "huge"}}, "output_config.effort is 'huge'"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type is 'xml'"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema is missing"),
+    ],
+)
+def test_what_is_wrong_is_named(shared: Any, fields: dict[str, Any], words: str) -> None:
+    sent = {
+        name: value for name, value in body(**fields).items() if name != "max_tokens" or value is not None
+    }
+    if fields.get("max_tokens", 0) is None:
+        words = "max_tokens is missing"
+    reply = shared.ask("POST", M, sent)
+    assert reply.status == 400, reply.json
+    assert reply.json["type"] == "error" and reply.json["error"]["type"] == "invalid_request_error"
+    assert words in reply.json["error"]["message"]
+    assert reply.json["request_id"] == reply.headers["request-id"] == reply.headers["x-request-id"]
+
+
+def test_errors_have_its_types_before_the_endpoint_too(serve: Callable[..., Any]) -> None:
+    server = serve(api_keys=["secret"], max_body_bytes=1000)
+    key = {"x-api-key": "secret"}
+    cases = [
+        (server.ask("POST", M, body()), 401, "authentication_error"),
+        (server.ask("POST", M, body(model="other"), key), 404, "not_found_error"),
+        (server.ask("GET", M, headers=key), 405, "invalid_request_error"),
+        (server.ask("POST", M, b"x" * 2000, key), 413, "request_too_large"),
+        (server.ask("POST", COUNT, b"{", key), 400, "invalid_request_error"),
+    ]
+    for reply, status, kind in cases:
+        assert (reply.status, reply.json["error"]["type"]) == (status, kind)
+        assert reply.json["request_id"] == reply.headers["request-id"]
+    assert "request-id" not in server.ask("GET", "/v1/models", headers=key).headers
+    assert server.ask("POST", M, body(), key).status == 200
+    with (
+        anthropic.Anthropic(base_url=server.url, api_key="wrong", max_retries=0) as client,
+        pytest.raises(anthropic.AuthenticationError, match="not one this server accepts"),
+    ):
+        client.messages.create(**body())
+
+
+def test_an_error_halfway_is_an_event(serve: Callable[..., Any]) -> None:
+    server = serve()
+    server.engine.fail_after = 2
+    *_, (_, name, data) = events_of(server.ask("POST", M, body(stream=True)).body)
+    assert name == "error" and data["error"] == {"type": "api_error", "message": "The engine broke."}
+    server.engine.fail_after = 0
+    reply = server.ask("POST", M, body(stream=True))
+    assert reply.status == 500 and reply.json["error"]["type"] == "api_error"
+
+
+def test_silence_is_filled_with_pings(serve: Callable[..., Any]) -> None:
+    server = serve(keep_alive_s=0.05)
+    server.engine.silent_after = 1
+    with (
+        anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client,
+        client.messages.with_streaming_response.create(**body(stream=True)) as response,
+    ):
+        lines = response.iter_lines()
+        pings = [line for line, _ in zip(lines, range(30), strict=False) if line == "event: ping"]
+    assert len(pings) > 2
+
+
+def test_every_event_says_where_its_reader_is(shared: Any) -> None:
+    reply = shared.ask("POST", M, body(stream=True, max_tokens=2))
+    stream = reply.headers["x-stream-id"]
+    named = [(name, event_id) for event_id, name, _ in events_of(reply.body) if event_id]
+    assert named == [
+        ("message_start", f"{stream}:0.0n"),
+        ("content_block_start", f"{stream}:0.1t"),
+        ("content_block_delta", f"{stream}:1.1t"),
+        ("content_block_delta", f"{stream}:2.1t"),
+        ("content_block_stop", f"{stream}:2.1n"),
+        ("message_delta", f"{stream}:2e.1n"),
+        ("message_stop", f"{stream}:2e.1n"),
+    ]
+
+
+def test_turns_that_hold_nothing_are_messages_of_nothing() -> None:
+    assert messages_of("", [Turn(role="user", content=[])]) == [{"role": "user", "content": ""}]
+    with pytest.raises(RequestError, match="messages ends with"):
+        messages_of("", [Turn(role="assistant", content=[])])
+
+
+def test_a_schema_of_the_output_is_enforced(shared: Any) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form = {"type": "json_schema", "schema": schema}
+    for asked in (
+        {"output_format": form, "output_config": {"effort": "low"}},
+        {"output_config": {"format": form, "effort": "low"}},
+    ):
+        assert shared.ask("POST", M, body(**asked)).status == 200
+        submit = shared.engine.wait_for(Submit)[-1]
+        assert json.loads(submit.spec.params.structured_outputs.json) == schema
+    assert json.loads(submit.prompt.template_kwargs) == {"reasoning_effort": "low"}

@@ -1,0 +1,206 @@
+"""Matchers: what they allow, where they are after any beginning, and how an answer ends."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import Tokenizer
+
+from quintet.deploy.embedded import default_model_path
+from quintet.executor.sampling.grammar import Grammars
+from quintet.executor.sampling.masks import Masks
+from quintet.process.grammars import open_vocabulary
+from quintet.wire.codec import pack_i32
+from quintet.wire.config import ModelConfig
+from quintet.wire.kv_spec import full_layers
+from quintet.wire.params import SamplingParams
+from quintet.wire.step import NewRow
+from quintet.wire.structured import StructuredOutputsParams
+
+PROMPT = [9, 8, 7]
+EOS, OTHER_END = 0, 3
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "size": {"type": "integer", "minimum": -5, "maximum": 99},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2},
+    },
+    "required": ["name", "size"],
+    "additionalProperties": False,
+}
+JSON = LLMatcher.grammar_from_json_schema(json.dumps(SCHEMA), overrides={"whitespace_flexible": False})
+YES = LLMatcher.grammar_from_lark("start: /yes|yesterday|no/")
+
+
+@cache
+def model() -> ModelConfig:
+    path = str(default_model_path())
+    return ModelConfig(
+        path=path,
+        tokenizer_path=path,
+        served_names=["m"],
+        architecture="LlamaForCausalLM",
+        dtype="float32",
+        vocab_size=4096,
+        max_model_len=512,
+        eos_token_ids=[EOS],
+        kv=full_layers(1, 1, 8, 4, 16),
+    )
+
+
+@cache
+def vocabulary() -> LLTokenizer:
+    return open_vocabulary(model())
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(f"{default_model_path()}/tokenizer.json")
+
+
+@pytest.fixture
+def grammars() -> Grammars:
+    return Grammars(8, model(), lambda _: vocabulary())
+
+
+def enter(grammars: Grammars, slot: int, grammar: str, outputs: list[int] | None = None, **more: Any) -> None:
+    """Let a request in that has these outputs already."""
+    row = NewRow(
+        slot=slot,
+        generation=1,
+        request_id=slot,
+        token_ids=pack_i32(PROMPT + (outputs or [])),
+        num_prompt_tokens=len(PROMPT),
+        params=SamplingParams(structured_outputs=StructuredOutputsParams(compiled=grammar), **more),
+        seed=slot,
+        stop_ids=[] if more.get("ignore_eos") else [EOS, *more.get("stop_token_ids", [])],
+    )
+    assert grammars.admit(row)
+
+
+def allowed(masks: Masks, slot: int) -> list[int]:
+    bits = np.unpackbits(masks.words[slot].view(np.uint8), bitorder="little")
+    return [int(token) for token in np.flatnonzero(bits)]
+
+
+class Walk:
+    """Requests that draw any token they may, together."""
+
+    def __init__(self, grammars: Grammars, outputs: dict[int, list[int]], seed: int = 0) -> None:
+        self.grammars, self.outputs = grammars, outputs
+        self.random = random.Random(seed)
+
+    def step(self, slots: list[int]) -> list[list[int]]:
+        """One step of these slots; returns what each may draw."""
+        positions = np.array([len(PROMPT) + len(self.outputs[slot]) for slot in slots])
+        step = self.grammars.begin(np.array(slots), positions, np.arange(len(slots)))
+        may = [allowed(step.wait(), slot) for slot in slots]
+        tokens = [self.random.choice(choices) for choices in may]
+        step.note(tokens)
+        for slot, token in zip(slots, tokens, strict=True):
+            self.outputs[slot].append(token)
+        return may
+
+    def until_the_end(self, slot: int) -> Iterator[list[int]]:
+        while self.outputs[slot][-1:] != [EOS]:
+            yield self.step([slot])[0]
+
+
+def text_of(outputs: list[int]) -> str:
+    return tokenizer().decode(outputs, skip_special_tokens=True)
+
+
+def test_whatever_is_drawn_the_answer_is_what_the_schema_allows(grammars: Grammars) -> None:
+    for seed in range(10):
+        enter(grammars, 2, JSON)
+        walk = Walk(grammars, {2: []}, seed)
+        for may in walk.until_the_end(2):
+            assert may
+        answer = json.loads(text_of(walk.outputs[2]))
+        assert set(answer) <= set(SCHEMA["properties"])  # type: ignore[arg-type]
+        assert len(answer["name"]) <= 8 and -5 <= answer["size"] <= 99
+        assert all(tag in "ab" for tag in answer.get("tags", []))
+
+
+def test_a_request_that_enters_again_is_where_it_was(grammars: Grammars) -> None:
+    enter(grammars, 1, JSON)
+    walk = Walk(grammars, {1: []}, seed=5)
+    for may in walk.until_the_end(1):
+        before = walk.outputs[1][:-1]
+        enter(grammars, 6, JSON, before)
+        assert Walk(grammars, {6: list(before)}).step([6]) == [may]
+
+
+def test_a_step_that_is_computed_twice_advances_once(grammars: Grammars) -> None:
+    """As when memory runs out in the middle of it."""
+    enter(grammars, 0, JSON)
+    walk = Walk(grammars, {0: []})
+    walk.step([0])
+    here = len(PROMPT) + len(walk.outputs[0])
+    first, again = (grammars.begin(np.array([0]), np.array([here]), np.array([0])) for _ in range(2))
+    may = allowed(first.wait(), 0)
+    first.note([may[0]])
+    again.note([may[0]])
+    walk.outputs[0].append(may[0])
+    walk.step([0])
+
+
+def test_an_answer_may_end_where_it_is_whole_and_only_there(grammars: Grammars) -> None:
+    """By the end of sequence, or by what the client named; an answer that cannot go on ends."""
+    ids = tokenizer().encode("yes", add_special_tokens=False).ids
+    for outputs, ends in ((ids[:-1], False), (ids, True)):
+        enter(grammars, 0, YES, outputs, stop_token_ids=[OTHER_END])
+        may = Walk(grammars, {0: list(outputs)}).step([0])[0]
+        assert ({EOS, OTHER_END} <= set(may)) == ends
+        assert ends or not {EOS, OTHER_END} & set(may)
+    ended = tokenizer().encode("no", add_special_tokens=False).ids
+    enter(grammars, 0, YES, ended)
+    assert Walk(grammars, {0: list(ended)}).step([0]) == [[EOS]]
+
+
+def test_after_the_end_there_are_only_ends(grammars: Grammars) -> None:
+    """A step that was planned before the end was known; and a request that goes on in spite of it."""
+    ids = tokenizer().encode("yes", add_special_tokens=False).ids
+    enter(grammars, 0, YES, ids, ignore_eos=True)
+    assert EOS not in Walk(grammars, {0: list(ids)}).step([0])[0]
+    ids = tokenizer().encode("yesterday", add_special_tokens=False).ids
+    enter(grammars, 0, YES, ids, ignore_eos=True)
+    walk = Walk(grammars, {0: list(ids)})
+    assert [walk.step([0]) for _ in range(3)] == [[[EOS]]] * 3
+
+
+def test_slots_do_not_mix(grammars: Grammars) -> None:
+    enter(grammars, 0, JSON)
+    enter(grammars, 3, YES)
+    walk = Walk(grammars, {0: [], 3: []})
+    together = walk.step([3, 0])
+    enter(grammars, 0, JSON)
+    enter(grammars, 3, YES)
+    walk = Walk(grammars, {0: [], 3: []})
+    assert [walk.step([3])[0], walk.step([0])[0]] == together
+
+
+def test_a_plain_request_takes_a_slot_back(grammars: Grammars) -> None:
+    enter(grammars, 0, JSON)
+    plain = NewRow(0, 2, 9, pack_i32(PROMPT), len(PROMPT), SamplingParams(), 0)
+    assert not grammars.admit(plain)
+
+
+def test_a_form_that_cannot_go_on_fails_alone(grammars: Grammars) -> None:
+    """As where a grammar grows beyond its bounds; here, with outputs that somebody made up. All it can draw is an end."""
+    wrong = tokenizer().encode("maybe", add_special_tokens=False).ids
+    enter(grammars, 0, YES, wrong)
+    enter(grammars, 5, YES)
+    positions = np.array([len(PROMPT), len(PROMPT) + len(wrong)])
+    step = grammars.begin(np.array([5, 0]), positions, np.array([0, 1]))
+    assert allowed(step.wait(), 0) == [EOS]
+    assert step.failed(np.array([3, 7])) == pack_i32([7])
+    assert EOS not in allowed(step.wait(), 5)

@@ -1,0 +1,74 @@
+"""Checkpoints of one family under the names and the card of another that computes the same.
+
+For families that transformers has no class for, where it has one of the same arithmetic: that is the reference, and what is
+tested is that our reader finds everything under the other names.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tests.models.random_checkpoints import Logits, Row
+
+Stacks = Mapping[str, Sequence[str]]
+"""From what comes behind a layer's name to the tensors there that are stacked in it, in this order."""
+
+
+def renamed(
+    row: Row,
+    card: Mapping[str, Any],
+    names: Sequence[tuple[str, str]] = (),
+    stacked: Stacks | None = None,
+    whole_card: bool = False,
+) -> Row:
+    """Return the row with its card's values replaced, tensors stacked, and then renamed by regular expressions, one by one.
+
+    whole_card: ``card`` is all there is.
+    """
+
+    def make(folder: Path) -> Logits:
+        logits = row.make(folder)
+        path = folder / "model.safetensors"
+        tensors = load_file(path)
+        for target, parts in (stacked or {}).items():
+            for first in [name for name in tensors if name.endswith(parts[0])]:
+                stem = first.removesuffix(parts[0])
+                rows = [tensors.pop(stem + part) for part in parts]
+                tensors[stem + target] = torch.cat(rows)
+        for pattern, replacement in names:
+            tensors = {re.sub(pattern, replacement, name): tensor for name, tensor in tensors.items()}
+        save_file(tensors, path)
+        before = {} if whole_card else json.loads((folder / "config.json").read_bytes())
+        (folder / "config.json").write_text(json.dumps(before | dict(card)))
+        return logits
+
+    return Row(make, close=row.close, quantized=row.quantized)
+
+
+def that_sees(row: Row, architecture: str, inner: str) -> Row:
+    """Return the row as the text model of a larger one: its card inside another, ``inner`` in its tensors' names for ``model.``,
+    beside those of a part that sees."""
+
+    def make(folder: Path) -> Logits:
+        logits = row.make(folder)
+        path = folder / "model.safetensors"
+        head = "language_model." if inner.startswith("language_model.") else ""
+        tensors = {
+            inner + name.removeprefix("model.") if name.startswith("model.") else head + name: tensor
+            for name, tensor in load_file(path).items()
+        }
+        tensors["vision_model.class_embedding"] = torch.zeros(8)
+        save_file(tensors, path)
+        text = json.loads((folder / "config.json").read_bytes())
+        (folder / "config.json").write_text(
+            json.dumps({"architectures": [architecture], "text_config": text})
+        )
+        return logits
+
+    return Row(make, close=row.close, quantized=row.quantized)

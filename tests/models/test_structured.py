@@ -1,0 +1,65 @@
+"""Answers of a form by a model: the same alone, together, in chunks, preempted, begun in another executor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.models import forms
+from tests.models.families import FAMILIES, prompts_of
+from tests.models.test_engine import House, changed, small_kv, without_prefix_cache
+
+from quintet.executor.worker import make_torch_worker
+from quintet.wire.config import EngineConfig
+from quintet.wire.step import Capacity
+
+
+def run(config: EngineConfig, worker: Any, which: list[int]) -> dict[int, list[int]]:
+    """Ask some of the requests, all at once."""
+    house = House(config, worker)
+    for number in which:
+        house.admit(number + 1, prompts_of()[number % len(prompts_of())], forms.asked()[number])
+    house.run()
+    return {number: house.outputs[number + 1] for number in which}
+
+
+@pytest.mark.parametrize("serve", [16], indirect=True)
+def test_forms_hold_and_depend_on_no_schedule(serve: Callable[..., Any], tmp_path: Path) -> None:
+    served = serve(FAMILIES["llama-gqa-biases"](), max_model_len=96)
+    config = forms.with_vocabulary(changed(served.config, max_num_seqs=8), tmp_path)
+    worker = make_torch_worker(config)
+    everyone = list(range(len(forms.asked())))
+    together = run(config, worker, everyone)
+    forms.check(together)
+    for number in everyone:
+        assert run(config, worker, [number])[number] == together[number], f"{number} alone"
+    variants = {
+        "in chunks": changed(config, max_num_batched_tokens=17, long_prefill_token_threshold=5),
+        "synchronous": without_prefix_cache(changed(config, depth=1)),
+        "preempted": small_kv(config),
+    }
+    for name, variant in variants.items():
+        assert run(variant, worker, everyone) == together, name
+
+
+@pytest.mark.parametrize("serve", [16], indirect=True)
+def test_another_executor_goes_on_where_the_first_one_was(serve: Callable[..., Any], tmp_path: Path) -> None:
+    """The outputs come back with the request."""
+    served = serve(FAMILIES["llama-gqa-biases"](), max_model_len=96)
+    config = forms.with_vocabulary(changed(served.config, max_num_seqs=8), tmp_path)
+    whole = run(config, make_torch_worker(config), [0, 1])
+    house = House(config)
+    for number in (0, 1):
+        house.admit(number + 1, prompts_of()[number], forms.asked()[number])
+    for _ in range(4):
+        plan = house.engine.plan(0)
+        assert plan is not None
+        house._apply(house.engine.commit(house.worker.begin(plan).result(), 0))
+    house.worker = make_torch_worker(config)  # and the first one is gone
+    limits = (config.scheduler.max_num_seqs, config.model.max_model_len)
+    num_blocks = config.cache.memory_bytes // config.model.kv.bytes_per_block
+    house._apply(house.engine.capacity(Capacity(2, num_blocks, house.block_size, *limits), 0))
+    house.run()
+    assert {number: house.outputs[number + 1] for number in (0, 1)} == whole

@@ -1,0 +1,176 @@
+"""How models write calls: for each parser a function that writes them as its models do, for tests to read again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Call = tuple[str, dict[str, Any]]
+
+
+def dumps(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def described(call: Call, key: str = "arguments") -> str:
+    return dumps({"name": call[0], key: call[1]})
+
+
+def listed(calls: Sequence[Call], key: str = "arguments") -> str:
+    return "[" + ", ".join(described(call, key) for call in calls) + "]"
+
+
+def hermes(calls: Sequence[Call]) -> str:
+    return "\n".join(f"<tool_call>\n{described(call)}\n</tool_call>" for call in calls)
+
+
+def python(calls: Sequence[Call]) -> str:
+    written = (
+        f"{name}({', '.join(f'{k}={v!r}' for k, v in arguments.items())})" for name, arguments in calls
+    )
+    return f"[{', '.join(written)}]"
+
+
+def gemma_value(value: Any, quote: str) -> str:
+    match value:
+        case str():
+            return quote + value + quote
+        case list():
+            return "[" + ",".join(gemma_value(part, quote) for part in value) + "]"
+        case dict():
+            return "{" + ",".join(f"{k}:{gemma_value(v, quote)}" for k, v in value.items()) + "}"
+        case _:
+            return json.dumps(value)
+
+
+def gemma(calls: Sequence[Call]) -> str:
+    quote = "<escape>"
+    return "".join(
+        f"<start_function_call>call:{name}{gemma_value(arguments, quote)}<end_function_call>"
+        for name, arguments in calls
+    )
+
+
+def gemma4(calls: Sequence[Call]) -> str:
+    quote = '<|"|>'
+    return "".join(
+        f"<|tool_call>call:{name}{gemma_value(arguments, quote)}<tool_call|>" for name, arguments in calls
+    )
+
+
+def plain(value: object) -> str:
+    return value if isinstance(value, str) else dumps(value)
+
+
+def function_tags(outer: str) -> Callable[[Sequence[Call]], str]:
+    def write(calls: Sequence[Call]) -> str:
+        written = []
+        for name, arguments in calls:
+            parameters = "".join(
+                f"<parameter={key}>\n{plain(value)}\n</parameter>\n" for key, value in arguments.items()
+            )
+            written.append(f"<{outer}>\n<function={name}>\n{parameters}</function>\n</{outer}>")
+        return "\n".join(written)
+
+    return write
+
+
+def glm(calls: Sequence[Call]) -> str:
+    return "\n".join(
+        f"<tool_call>{name}\n"
+        + "".join(
+            f"<arg_key>{k}</arg_key>\n<arg_value>{plain(v)}</arg_value>\n" for k, v in arguments.items()
+        )
+        + "</tool_call>"
+        for name, arguments in calls
+    )
+
+
+def minimax(calls: Sequence[Call]) -> str:
+    invoked = "\n".join(
+        f'<invoke name="{name}">\n'
+        + "".join(f'<parameter name="{k}">{plain(v)}</parameter>\n' for k, v in arguments.items())
+        + "</invoke>"
+        for name, arguments in calls
+    )
+    return f"<minimax:tool_call>\n{invoked}\n</minimax:tool_call>"
+
+
+def deepseek_v3(calls: Sequence[Call]) -> str:
+    inner = "\n".join(
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{dumps(arguments)}\n```<｜tool▁call▁end｜>"
+        for name, arguments in calls
+    )
+    return f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>"
+
+
+def deepseek_v31(calls: Sequence[Call]) -> str:
+    inner = "".join(
+        f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{dumps(arguments)}<｜tool▁call▁end｜>"
+        for name, arguments in calls
+    )
+    return f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>"
+
+
+def kimi(calls: Sequence[Call]) -> str:
+    inner = "".join(
+        f"<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>{dumps(arguments)}<|tool_call_end|>"
+        for number, (name, arguments) in enumerate(calls)
+    )
+    return f"<|tool_calls_section_begin|>{inner}<|tool_calls_section_end|>"
+
+
+def harmony(calls: Sequence[Call]) -> str:
+    return "".join(
+        f"<|start|>assistant<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{dumps(arguments)}<|call|>"
+        for name, arguments in calls
+    )
+
+
+def mistral_named(calls: Sequence[Call]) -> str:
+    return "".join(f"[TOOL_CALLS]{name}[ARGS]{dumps(arguments)}" for name, arguments in calls)
+
+
+WRITERS: dict[str, list[Callable[[Sequence[Call]], str]]] = {
+    "deepseek_v3": [deepseek_v3],
+    "deepseek_v31": [deepseek_v31],
+    "gemma": [gemma, gemma4],
+    "glm45": [glm],
+    "granite": [lambda calls: "<|tool_call|>" + listed(calls), hermes],
+    "hermes": [hermes],
+    "hunyuan_a13b": [lambda calls: f"<tool_calls>\n{listed(calls)}\n</tool_calls>"],
+    "internlm": [
+        lambda calls: "".join(
+            f"<|action_start|><|plugin|>\n{described(call, 'parameters')}<|action_end|>\n" for call in calls
+        )
+    ],
+    "jamba": [lambda calls: f"<tool_calls>{listed(calls)}</tool_calls>"],
+    "kimi_k2": [kimi],
+    "lfm2": [lambda calls: f"<|tool_call_start|>{python(calls)}<|tool_call_end|>"],
+    "llama3_json": [
+        lambda calls: "\n" + "; ".join(described(call, "parameters") for call in calls),
+        lambda calls: "<|python_tag|>" + ";".join(described(call, "parameters") for call in calls),
+    ],
+    "llama4_json": [lambda calls: "\n" + ";".join(described(call, "parameters") for call in calls)],
+    "llama4_pythonic": [
+        lambda calls: "\n" + python(calls),
+        lambda calls: f"<|python_start|>{python(calls)}<|python_end|>",
+    ],
+    "minimax_m2": [minimax],
+    "mistral": [lambda calls: "[TOOL_CALLS]" + listed(calls), mistral_named],
+    "openai": [harmony],
+    "phi4_mini_json": [
+        lambda calls: "functools" + listed(calls),
+        lambda calls: f"<|tool_call|>{listed(calls)}<|/tool_call|>",
+    ],
+    "pythonic": [lambda calls: "\n" + python(calls)],
+    "qwen3_coder": [function_tags("tool_call")],
+    "qwen3_xml": [function_tags("tool_call")],
+    "seed_oss": [function_tags("seed:tool_call")],
+    "xlam": [
+        lambda calls: "\n" + listed(calls),
+        lambda calls: f"\n```json\n{listed(calls)}\n```",
+        hermes,
+    ],
+}

@@ -1,0 +1,153 @@
+"""Forms of calls that a request insists on, in every format, and forms behind reasoning: what they take, and who reads it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from llguidance import LLTokenizer
+from tests.text.test_structured import takes
+from tokenizers import Tokenizer
+
+from quintet.detokenizer_proc.parsers.forced import FORCED, forced_calls, think_marks
+from quintet.detokenizer_proc.parsers.registry import REASONING
+from quintet.frontend.dialects.openai_tools import form_of_calls
+from quintet.frontend.dialects.openai_types import ChatBody
+from quintet.process.grammars import open_vocabulary
+from quintet.tokenizer_proc.structured import Forms
+from quintet.wire.config import ForcedCalls, ModelConfig, ParsersConfig
+from quintet.wire.params import SamplingParams
+from quintet.wire.request import Reading, RequestSpec
+from quintet.wire.structured import StructuredOutputsParams
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "rain",
+            "parameters": {"properties": {"days": {"type": "integer"}}, "required": ["days"]},
+        },
+    },
+    {"type": "function", "function": {"name": "now"}},
+]
+WHOLE = [("rain", '{"days": 3}'), ("now", '{"at": "x"}')]
+WRONG = [("rain", '{"days": "3"}'), ("rain", '{"days": 3, "b": 1}'), ("snow", "{}"), ("now", "[]")]
+
+
+@pytest.fixture(scope="module")
+def vocabulary_of() -> Callable[[ModelConfig], LLTokenizer]:
+    """Opens each model's vocabulary once: it takes a moment."""
+    known: dict[str, LLTokenizer] = {}
+
+    def open_once(model: ModelConfig) -> LLTokenizer:
+        return known.setdefault(model.tokenizer_path, open_vocabulary(model))
+
+    return open_once
+
+
+@pytest.fixture
+def model(model_of: Callable[..., ModelConfig], tokenizers_by_style: dict[str, Tokenizer]) -> ModelConfig:
+    return model_of(tokenizers_by_style["byte_level"], eos_token_ids=[1])
+
+
+def compiled(
+    model: ModelConfig, form: StructuredOutputsParams, reading: Reading | None = None, prompt: str = ""
+) -> str:
+    spec = RequestSpec(SamplingParams(structured_outputs=form.checked()), 0, 0, reading=reading)
+    found = Forms(model, is_mock=False).enforceable(spec, lambda: prompt).structured_outputs
+    assert found is not None
+    return found.compiled
+
+
+def written(how: ForcedCalls, *calls: tuple[str, str]) -> str:
+    each = (how.call_begin + name + how.name_end + arguments + how.call_end for name, arguments in calls)
+    return how.begin + how.separator.join(each) + how.end
+
+
+def body(choice: Any, **more: Any) -> ChatBody:
+    sent = {"messages": [], "tools": TOOLS, "tool_choice": choice, **more}
+    return msgspec.json.decode(json.dumps(sent), type=ChatBody)
+
+
+@pytest.mark.parametrize("name", ["hermes", *FORCED])
+def test_every_format_takes_its_calls_alone(
+    name: str, model: ModelConfig, vocabulary_of: Callable[[ModelConfig], LLTokenizer]
+) -> None:
+    how = forced_calls("", name)
+    form = form_of_calls(body("required"), how)
+    assert form is not None
+    grammar, vocabulary = compiled(model, form), vocabulary_of(model)
+    assert all(takes(vocabulary, grammar, written(how, call)) for call in WHOLE)
+    assert takes(vocabulary, grammar, written(how, *WHOLE)) == (not how.is_single)
+    assert not any(
+        takes(vocabulary, grammar, text)
+        for text in ["", "It rains.", *(written(how, call) for call in WRONG)]
+    )
+
+
+def test_a_named_function_is_called_once(
+    model: ModelConfig, vocabulary_of: Callable[[ModelConfig], LLTokenizer]
+) -> None:
+    how, vocabulary = forced_calls("", "hermes"), vocabulary_of(model)
+    named = form_of_calls(body({"type": "function", "function": {"name": "now"}}), how)
+    single = form_of_calls(body("required", parallel_tool_calls=False), how)
+    assert named is not None and single is not None
+    rain, now = (written(how, call) for call in WHOLE)
+    assert takes(vocabulary, compiled(model, named), now)
+    assert not takes(vocabulary, compiled(model, named), rain)
+    assert takes(vocabulary, compiled(model, single), rain)
+    assert not takes(vocabulary, compiled(model, single), written(how, *WHOLE))
+
+
+FORMS = {
+    "json": (StructuredOutputsParams(json={"type": "integer"}), "12"),
+    "lark": (StructuredOutputsParams(grammar='start: a\na: "1" "2"'), "12"),
+    "choice": (StructuredOutputsParams(choice=["12", "no"]), "12"),
+    "tags": (
+        StructuredOutputsParams(structural_tag={"format": {"type": "const_string", "value": "12"}}),
+        "12",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_a_form_is_of_what_follows_reasoning(
+    kind: str, model: ModelConfig, vocabulary_of: Callable[[ModelConfig], LLTokenizer]
+) -> None:
+    form, text = FORMS[kind]
+    vocabulary = vocabulary_of(model)
+    thinks = msgspec.structs.replace(
+        model, parsers=ParsersConfig(reasoning="qwen3", thinks=think_marks("qwen3"))
+    )
+
+    def is_taken(answer: str, prompt: str) -> bool:
+        return takes(vocabulary, compiled(thinks, form, Reading("qwen3"), prompt), answer)
+
+    assert is_taken(text, "user:") and is_taken(f"<think>so 13</think>\n\n{text}", "user:")
+    assert not is_taken(f"so 13</think>\n\n{text}", "user:") and not is_taken("<think>so</think>x", "user:")
+    assert is_taken(f"so 13</think>\n{text}", "user:<think>\n") and not is_taken(text, "user:<think>\n")
+    assert is_taken(text, "user:<think></think>\n")
+    assert not is_taken(f"<think>so</think>{text}", "user:<think></think>\n")
+    assert not takes(vocabulary, compiled(thinks, form, None, "user:"), f"<think>so</think>{text}")
+
+
+@pytest.mark.parametrize("reasoning", REASONING)
+def test_every_format_of_reasoning_stands_before_calls(
+    reasoning: str, model: ModelConfig, vocabulary_of: Callable[[ModelConfig], LLTokenizer]
+) -> None:
+    marks = think_marks(reasoning)
+    assert marks is not None
+    how = forced_calls(reasoning, "")
+    form = form_of_calls(body("required"), how)
+    assert form is not None
+    thinks = msgspec.structs.replace(
+        model, parsers=ParsersConfig(reasoning=reasoning, thinks=marks, forced=how)
+    )
+    opening, closing = marks.opens[-1], marks.closes[-1]
+    grammar = compiled(thinks, form, Reading(reasoning, how.reader, insists=True), "user:" + opening)
+    call = written(how, WHOLE[0])
+    assert takes(vocabulary_of(model), grammar, f"so{closing}{call}")
+    assert not takes(vocabulary_of(model), grammar, f"so{closing}It rains.")

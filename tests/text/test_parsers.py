@@ -1,0 +1,183 @@
+"""Parsers of calls and of reasoning: what models write is read, whatever they write, however it is cut."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+import pytest
+from tests.text.outputs import WRITERS, Call
+
+from quintet.detokenizer_proc.parsers.forced import forced_calls
+from quintet.detokenizer_proc.parsers.pieces import Parser, Piece, joined
+from quintet.detokenizer_proc.parsers.registry import TOOLS, build
+from quintet.wire.channels import Channel
+
+FEW, MANY = range(25), range(25, 425)
+"""Seeds of the outputs that are tried."""
+
+TEXTS = [
+    "", "x", "Paris", "it's \"quoted\"", "a\nb\n", "C:\\new\\table", "</tool", "}]", "日本 😀", "\x00\x7f", '{"a": 1}', " blank ",
+    "<b>5 < 6</b>", "true", "12", "[TOOL", "a=b, c:d",
+]  # fmt: skip
+NAMES = ["f", "get_weather", "a_long_name_of_a_function", "g2"]
+SCALARS = [None, True, False, 0, -7, 12345678901234567890, 1.5, -2e-9, 1e22]
+
+
+def value_of(random: Random, depth: int = 0) -> Any:
+    match random.randrange(5 if depth < 2 else 3):
+        case 0:
+            return random.choice(SCALARS)
+        case 1 | 2:
+            return random.choice(TEXTS)
+        case 3:
+            return [value_of(random, depth + 1) for _ in range(random.randrange(3))]
+        case _:
+            return arguments_of(random, depth + 1)
+
+
+def arguments_of(random: Random, depth: int = 0) -> dict[str, Any]:
+    return {
+        key: value_of(random, depth)
+        for key in random.sample(["a", "city", "is_on", "b_2"], random.randrange(4))
+    }
+
+
+def schemas_of(calls: Sequence[Call]) -> bytes:
+    """Return the request's tools, for calls of distinct names."""
+    types = {
+        str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object", type(None): "null"
+    }  # fmt: skip
+    tools = []
+    for name, arguments in calls:
+        properties = {key: {"type": types[type(value)]} for key, value in arguments.items()}
+        function = {"name": name, "parameters": {"type": "object", "properties": properties}}
+        tools.append({"type": "function", "function": function})
+    return json.dumps(tools).encode()
+
+
+def read(parser: Parser, parts: Sequence[str]) -> list[Piece]:
+    return joined([piece for part in parts for piece in parser.push(part)] + parser.finish())
+
+
+def text_of(pieces: Sequence[Piece], channel: Channel = Channel.CONTENT) -> str:
+    return "".join(piece.text for piece in pieces if piece.channel is channel)
+
+
+def calls_in(pieces: Sequence[Piece]) -> list[tuple[str, Any]]:
+    names = {piece.call: piece.text for piece in pieces if piece.channel is Channel.NAME}
+    arguments = dict.fromkeys(names, "")
+    for piece in pieces:
+        if piece.channel is Channel.ARGUMENTS:
+            arguments[piece.call] += piece.text
+    return [(names[call], json.loads(arguments[call])) for call in sorted(names)]
+
+
+def check_written(name: str, seed: int) -> None:
+    random = Random(seed)
+    write = random.choice(WRITERS[name])
+    calls = [(function, arguments_of(random)) for function in random.sample(NAMES, random.randint(1, 3))]
+    before = random.choice(["", "Some words first."])
+    text = before + write(calls) + "\n"
+    pieces = read(build("", name, schemas_of(calls), ""), [text])
+    assert calls_in(pieces) == calls, text
+    assert text_of(pieces).strip() == before, text
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_reads_the_calls_that_were_written(name: str) -> None:
+    for seed in FEW:
+        check_written(name, seed)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", TOOLS)
+def test_reads_many_calls_that_were_written(name: str) -> None:
+    for seed in MANY:
+        check_written(name, seed)
+
+
+@pytest.mark.parametrize("name", ["", *TOOLS])
+def test_calls_that_are_insisted_on_are_written_as_they_are_read(name: str) -> None:
+    how = forced_calls("", name)
+    assert name in {"", how.reader} or how.reader == "hermes"
+    calls = [("get_weather", {"city": "Oslo"}), ("f", {"a": [1, "}"], "b": {}})][: 1 if how.is_single else 2]
+    written = [
+        how.call_begin + function + how.name_end + json.dumps(a) + how.call_end for function, a in calls
+    ]
+    text = how.begin + how.separator.join(written) + how.end
+    pieces = read(build("", how.reader, b"", ""), list(text))
+    assert (calls_in(pieces), text_of(pieces)) == (calls, "")
+
+
+WORD = re.compile(r"w[0-9]+w")
+"""Words that no format has: each that is in an output must be in what is read of it."""
+FRAGMENTS = [
+    "", "", "", "{", "}", "[", "]", '"', "'", "\\", ",", ":", "=", "(", ")", "<", "\n", " ", "\\u00e9", "\\ud83d", "null",
+    "<tool_call>", "</tool_call>", "```", "<think>", "</think>", "name", '"name": ', "&lt;", "日本", "😀",
+]  # fmt: skip
+
+
+def broken_output(name: str, random: Random) -> str:
+    """Return words, calls, words, with characters cut out and others put in."""
+    numbers = itertools.count(10)
+
+    def words() -> str:
+        return " ".join(f"w{next(numbers)}w" for _ in range(random.randint(1, 2)))
+
+    def call() -> Call:
+        values = [words(), [words()], {"inner": words()}]
+        return words().split()[0], {
+            key: random.choice(values) for key in random.sample(["a", "city"], random.randrange(3))
+        }
+
+    text = ""
+    for _ in range(random.randint(1, 2)):
+        calls = [call() for _ in range(random.randrange(3))]
+        text += words() + random.choice(["\n", " "]) + (random.choice(WRITERS[name])(calls) if calls else "")
+    for _ in range(random.randrange(4)):
+        begin = random.randint(0, len(text))
+        text = text[:begin] + random.choice(FRAGMENTS) + text[begin + random.randrange(20) :]
+    return text[: random.randint(0, len(text))] if random.randrange(2) else text
+
+
+def check_broken(reasoning: str, tools: str, random: Random) -> None:
+    text = broken_output(tools, random)
+    schemas = b'[{"function": {"name": "w1w", "parameters": {"properties": {"a": {"type": "string"}}}}}]'
+
+    def parser() -> Parser:
+        return build(reasoning, tools, schemas, "")
+
+    at = sorted(random.randint(0, len(text)) for _ in range(random.choice([1, 8, 2 * len(text)])))
+    parts = [text[begin:end] for begin, end in itertools.pairwise([0, *at, len(text)])]
+    whole = read(parser(), [text])
+    assert read(parser(), parts) == whole, parts
+    # What has been told after any beginning depends on that beginning alone: another process may go on from there.
+    half = parts[: len(parts) // 2]
+    cut = parser()
+    assert joined(piece for part in half for piece in cut.push(part)) == joined(
+        parser().push("".join(half))
+    ), parts
+    assert all(piece.text for piece in whole), text
+    found = "\n".join(piece.text for piece in whole)
+    found.encode()
+    everything = "".join(piece.text for piece in whole)
+    lost = [word for word in WORD.findall(text) if word not in found and word not in everything]
+    assert not lost, text
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_broken_calls_lose_nothing_and_do_not_depend_on_cuts(name: str) -> None:
+    for seed in FEW:
+        check_broken("", name, Random(seed))
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", TOOLS)
+def test_many_broken_calls_lose_nothing_and_do_not_depend_on_cuts(name: str) -> None:
+    for seed in MANY:
+        check_broken("", name, Random(seed))

@@ -1,0 +1,172 @@
+"""Parsers of reasoning, alone and before parsers of calls; and outputs whose reading is worth spelling out."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tests.text.test_parsers import FEW, Random, calls_in, check_broken, read, text_of
+
+from quintet.detokenizer_proc.parsers.pieces import Piece
+from quintet.detokenizer_proc.parsers.registry import REASONING, TOOLS, build, marks_of
+from quintet.detokenizer_proc.parsers.thinking import ThinkFormat
+from quintet.wire.channels import Channel
+
+CONTENT, REASON, NAME, ARGUMENTS = Channel
+THINKING = {name: form for name, form in REASONING.items() if isinstance(form, ThinkFormat)}
+
+
+@pytest.mark.parametrize("name", THINKING)
+def test_reads_what_stands_between_the_marks(name: str) -> None:
+    form = THINKING[name]
+    for opening, closing in zip(form.opens, form.closes, strict=True):
+        text = f"{opening}\nHmm, {opening[:-1]}?\n\n{closing}\n\nYes: {closing}.\n"
+        pieces = read(build(name, "", b"", ""), [text])
+        assert pieces == [Piece(REASON, 0, f"Hmm, {opening[:-1]}?"), Piece(CONTENT, 0, f"Yes: {closing}.\n")]
+
+
+@pytest.mark.parametrize("name", THINKING)
+def test_the_prompts_last_word_says_where_the_output_begins(name: str) -> None:
+    form = THINKING[name]
+    opening, closing = form.opens[-1], form.closes[-1]
+    inside = build(name, "", b"", f"user: hi\n{opening}\n")
+    assert inside.is_reasoning
+    assert read(inside, ["a", f"b{closing}", "c"]) == [Piece(REASON, 0, "ab"), Piece(CONTENT, 0, "c")]
+    repeated = build(name, "", b"", f"user: hi\n{opening}\n")
+    assert read(repeated, [f"{opening}\na{closing}c"]) == [Piece(REASON, 0, "a"), Piece(CONTENT, 0, "c")]
+    outside = build(name, "", b"", f"user: hi\n{opening}\n\n{closing}\n\n")
+    assert not outside.is_reasoning
+    assert read(outside, ["It is c."]) == [Piece(CONTENT, 0, "It is c.")]
+    spoken = build(name, "", b"", f"user: what does {opening} mean?\nassistant:")
+    assert spoken.is_reasoning == form.begins_inside
+
+
+def test_reasoning_without_an_end_is_reasoning_to_the_end() -> None:
+    assert read(build("qwen3", "hermes", b"", ""), ["<think>\na <tool_call> b\n"]) == [
+        Piece(REASON, 0, "a <tool_call> b\n")
+    ]
+
+
+def test_kimis_calls_end_its_reasoning() -> None:
+    call = "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    text = f"<think>So<|tool_calls_section_begin|>{call}<|tool_calls_section_end|>"
+    assert read(build("kimi_k2", "kimi_k2", b"", ""), [text]) == [
+        Piece(REASON, 0, "So"),
+        Piece(NAME, 0, "f"),
+        Piece(ARGUMENTS, 0, "{}"),
+    ]
+
+
+HARMONY = (
+    "<|channel|>analysis<|message|>The user wants rain.<|end|><|start|>assistant<|channel|>commentary<|message|>I look."
+    '<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>'
+)
+
+
+def test_harmony() -> None:
+    both = build("openai_gptoss", "openai", b"", "<|start|>assistant")
+    assert read(both, list(HARMONY)) == [
+        Piece(REASON, 0, "The user wants rain."),
+        Piece(CONTENT, 0, "I look."),
+        Piece(NAME, 0, "f"),
+        Piece(ARGUMENTS, 0, '{"a": 1}'),
+    ]
+    without = read(build("openai_gptoss", "", b"", ""), [HARMONY])
+    assert without == [Piece(REASON, 0, "The user wants rain."), Piece(CONTENT, 0, 'I look.\n{"a": 1}')]
+    final = "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b"
+    assert read(build("openai_gptoss", "", b"", ""), [final]) == [
+        Piece(REASON, 0, "a"),
+        Piece(CONTENT, 0, "b"),
+    ]
+    assert read(build("openai_gptoss", "", b"", ""), ["No header."]) == [Piece(CONTENT, 0, "No header.")]
+
+
+PAIRS = [
+    ("deepseek_r1", "deepseek_v3"), ("gemma", "gemma"), ("glm45", "glm45"), ("granite", "granite"), ("kimi_k2", "kimi_k2"),
+    ("minimax_m2", "minimax_m2"), ("mistral", "mistral"), ("openai_gptoss", "openai"), ("qwen3", "hermes"),
+    ("qwen3", "qwen3_coder"), ("seed_oss", "seed_oss"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("reasoning", "tools"), PAIRS)
+def test_pairs_lose_nothing_and_do_not_depend_on_cuts(reasoning: str, tools: str) -> None:
+    for seed in FEW:
+        check_broken(reasoning, tools, Random(seed))
+
+
+@pytest.mark.parametrize("names", [*((name, "") for name in REASONING), *(("", name) for name in TOOLS)])
+def test_text_without_marks_is_content_as_it_stands(names: tuple[str, str]) -> None:
+    text = ' It is "fine":\n\n  {x} [y] (z) 1 < 2 <b>bold</b>\n```python\nf(a=1)\n```\n  end \n'
+    parser = build(*names, b"", "assistant:</think>")
+    if not parser.is_reasoning:
+        assert read(parser, list(text)) == [Piece(CONTENT, 0, text)]
+
+
+def test_marks_are_those_of_both() -> None:
+    assert marks_of("qwen3", "hermes") == {"<think>", "</think>", "<tool_call>", "</tool_call>"}
+    assert marks_of("", "") == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "calls", "content"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"\\u00e9\\"}"}</tool_call>', [("f", {"a": "é"})], ""),
+        ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', [("f", {})], ""),
+        ("hermes", '<tool_call>{"type": "function", "function": {"name": "f", "arguments": {}}}</tool_call>', [("f", {})], ""),
+        ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', [("f", {"a": 1})], ""),
+        ("hermes", '<tool_call>{"arguments": {"a": 1}}</tool_call>', [], '<tool_call>{"arguments": {"a": 1}}</tool_call>'),
+        ("hermes", "Say <tool_call> to me", [], "Say <tool_call> to me"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}', [("f", {"a": "</tool_call>"})], ""),
+        ("llama3_json", '{"name": "Bob", "age": 3}', [], '{"name": "Bob", "age": 3}'),
+        ("llama3_json", '{"name": "f", "parameters": {"a": 1}}\n\nDone.', [("f", {"a": 1})], "Done."),
+        ("llama3_json", "Look:\n{\n}", [], "Look:\n{\n}"),
+        ("mistral", 'ok[TOOL_CALLS]f[CALL_ID]abc123456[ARGS]{"a": [1]}', [("f", {"a": [1]})], "ok"),
+        ("mistral", '[TOOL_CALLS]f{"a": 1}[TOOL_CALLS]g{}', [("f", {"a": 1}), ("g", {})], ""),
+        ("pythonic", "[f(c=[None, True], d={'k': -1.5}), g()]", [("f", {"c": [None, True], "d": {"k": -1.5}}), ("g", {})], ""),
+        ("pythonic", "[link](http://x) and [f(1)]", [], "[link](http://x) and [f(1)]"),
+        ("pythonic", "[f(a='''long\n'x' ''', b=(1, 2,), c=r'\\d')]", [("f", {"a": "long\n'x' ", "b": [1, 2], "c": "\\d"})], ""),
+        ("pythonic", "[f(a=\"\\ud83d\\ude00\\x41\")]", [("f", {"a": "😀A"})], ""),
+        ("qwen3_coder", "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>", [("f", {"a": 1})], ""),
+        ("qwen3_coder", "<tool_call><function=f>\n<parameter=a>\nx\n<parameter=b>1</function>", [("f", {"a": "x", "b": 1})], ""),
+        ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>x y</arg_value></tool_call>", [("f", {"a": "x y"})], ""),
+        ("kimi_k2", "<|tool_call_begin|>f<|tool_call_argument_begin|><|tool_call_end|>", [("f", {})], ""),
+        ("phi4_mini_json", "import functools\nfunctools.wraps", [], "import functools\nfunctools.wraps"),
+    ],
+)  # fmt: skip
+def test_outputs_worth_spelling_out(
+    name: str, text: str, calls: list[tuple[str, object]], content: str
+) -> None:
+    whole = read(build("", name, b"", ""), [text])
+    assert (calls_in(whole), text_of(whole)) == (calls, content)
+    assert read(build("", name, b"", ""), list(text)) == whole
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "12", "12"),
+        ({"type": "integer"}, "12", 12),
+        ({"type": "boolean"}, "True", True),
+        ({"type": ["integer", "null"]}, "null", None),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]}, '{"x": 1}', {"x": 1}),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"type": "array"}, "['a', None]", ["a", None]),
+        ({"type": "object"}, "{broken", "{broken"),
+        ({"type": "number"}, "NaN", "NaN"),
+        ({}, "7", 7),
+    ],
+)
+def test_tags_take_their_types_from_the_tools(schema: dict[str, object], text: str, value: object) -> None:
+    parameters = {"properties": {"a": schema}, "$defs": {"Place": {"type": "object"}}}
+    tools = json.dumps([{"type": "function", "function": {"name": "f", "parameters": parameters}}]).encode()
+    output = f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>"
+    assert calls_in(read(build("", "qwen3_coder", tools, ""), [output])) == [("f", {"a": value})]
+
+
+@pytest.mark.parametrize(
+    "tools", [b"", b"[", b"[1]", b'{"a": 1}', b'[{"function": {"parameters": {"properties": 3}}}]']
+)
+def test_tools_that_say_nothing_leave_types_open(tools: bytes) -> None:
+    output = "<function=f><parameter=a>1</parameter></function>"
+    assert calls_in(read(build("", "qwen3_xml", tools, ""), [output])) == [("f", {"a": 1})]

@@ -1,0 +1,206 @@
+"""What the tokenizer process makes of a form: a grammar that can be enforced, or a refusal that says why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import Tokenizer
+
+from quintet.process.grammars import open_matcher, open_vocabulary
+from quintet.tokenizer_proc import main
+from quintet.tokenizer_proc.structured import Forms
+from quintet.wire import messages as m
+from quintet.wire.config import ModelConfig
+from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.ids import RequestIds, Role
+from quintet.wire.params import SamplingParams
+from quintet.wire.request import RequestSpec
+from quintet.wire.structured import StructuredOutputsParams
+
+STYLES = ("byte_level", "sentencepiece")
+
+
+@pytest.fixture
+def forms_of(
+    model_of: Callable[..., ModelConfig],
+    tokenizers_by_style: dict[str, Tokenizer],
+) -> Callable[..., Forms]:
+    def make(style: str = "byte_level", **more: Any) -> Forms:
+        return Forms(model_of(tokenizers_by_style[style], eos_token_ids=[1], **more), is_mock=False)
+
+    return make
+
+
+def grammar_of(forms: Forms, **form: Any) -> str:
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(**form)).checked()
+    compiled = forms.compiled(params).structured_outputs
+    assert compiled is not None and compiled.is_one_form
+    return compiled.compiled
+
+
+def takes(vocabulary: LLTokenizer, grammar: str, text: str) -> bool:
+    """Whether a text is a whole answer."""
+    matcher: LLMatcher = open_matcher(vocabulary, grammar)
+    tokens = vocabulary.greedy_tokenize(text)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+TAG = {
+    "structures": [{"begin": "<f=a>", "schema": {"type": "integer"}, "end": "</f>"}],
+    "triggers": ["<f="],
+}
+CALLS = {
+    "type": "structural_tag",
+    "format": {
+        "type": "tags_with_separator",
+        "separator": "\n",
+        "at_least_one": True,
+        "tags": [
+            {
+                "type": "tag",
+                "begin": "<call>",
+                "content": {"type": "json_schema", "json_schema": {"const": 1}},
+                "end": "</call>",
+            },
+            {"type": "tag", "begin": "<say>", "content": {"type": "any_text"}, "end": "</say>"},
+        ],
+    },
+}
+FORMS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
+    "json": (
+        {"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}},
+        ['{"a": 1}', '{"a":-12,"b":null}', '{\n "a" : 0\n}'],
+        ["{}", '{"a": "1"}', "1", '{"a": 1} '],
+    ),
+    "json as text": ({"json": '{"enum": ["x", 2]}'}, ['"x"', "2"], ["x"]),
+    "json, anything": ({"json": True}, ["1", "[{}]"], ["x"]),
+    "json, compact": ({"json": {"type": "array"}, "disable_any_whitespace": True}, ["[1,2]"], ["[1, 2]"]),
+    "json, closed": (
+        {"json": {"type": "object", "properties": {"a": {"type": "object", "properties": {}}}},
+         "disable_additional_properties": True},
+        ['{"a": {}}'],
+        ['{"b": 1}', '{"a": {"b": 1}}'],
+    ),
+    "json, spaces": ({"json": {"type": "array"}, "whitespace_pattern": "[ ]{0,2}"}, ["[1,  2]"], ["[1,   2]"]),
+    "json_object": ({"json_object": True}, ["{}", '{"a": [1, {"b": "c"}]}'], ["[]", "1"]),
+    "regex": ({"regex": r"^\d{3}-[a-c]+/\w$"}, ["123-abc/x"], ["12-a/x", "123-abc/", "١٢٣-a/x"]),
+    "choice": ({"choice": ["yes", "n.o", 'a"b\n/é']}, ["yes", "n.o", 'a"b\n/é'], ["no", "yesn.o", "y"]),
+    "lark": ({"grammar": 'start: "a" b*\nb: "b" | "c"'}, ["a", "abcb"], ["b"]),
+    "gbnf": ({"grammar": 'root ::= "a" [0-9]+ ("x" | "y")?'}, ["a1", "a12y"], ["a", "axy"]),
+    "tags": (
+        {"structural_tag": TAG},
+        ["hello", "so <f=a>12</f> then", "<f=a>1</f><f=a>2</f>"],
+        ["<f=a>x</f>", "<f=b>1</f>", "<f="],
+    ),
+    "tags, spaces": (
+        {"structural_tag": {"format": {"type": "json_schema", "json_schema": {"type": "array"}}}},
+        ["[1, 2]", "[1,\n  2]"],
+        ["[1,   2]", "[1,\n\n\n2]"],
+    ),
+    "calls": (
+        {"structural_tag": CALLS},
+        ["<call>1</call>", "<say>x</say>\n<call>1</call>"],
+        ["", "x", "<call>2</call>", "<say>x"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("style", STYLES)
+def test_a_form_takes_what_it_describes_and_nothing_else(
+    style: str, name: str, forms_of: Callable[..., Forms], model_of: Callable[..., ModelConfig],
+    tokenizers_by_style: dict[str, Tokenizer],
+) -> None:  # fmt: skip
+    form, whole, wrong = FORMS[name]
+    grammar = grammar_of(forms_of(style), **form)
+    vocabulary = open_vocabulary(model_of(tokenizers_by_style[style], eos_token_ids=[1]))
+    assert [text for text in whole if not takes(vocabulary, grammar, text)] == []
+    assert [text for text in wrong if takes(vocabulary, grammar, text)] == []
+
+
+def test_special_tokens_between_tags_are_tokens(
+    forms_of: Callable[..., Forms],
+    model_of: Callable[..., ModelConfig],
+    tokenizers_by_style: dict[str, Tokenizer],
+) -> None:
+    tokenizer = tokenizers_by_style["byte_level"]
+    special = tokenizer.token_to_id("<|im_end|>")
+    tag = {"type": "const_string", "value": "a<|im_end|>b"}
+    grammar = grammar_of(forms_of(), structural_tag={"format": tag})
+    matcher = open_matcher(open_vocabulary(model_of(tokenizer, eos_token_ids=[0])), grammar)
+    letters = [tokenizer.token_to_id(letter) for letter in "ab"]
+    assert matcher.try_consume_tokens([letters[0], special, letters[1]]) == 3
+    assert matcher.is_accepting()
+
+
+REFUSED: list[tuple[dict[str, Any], list[str]]] = [
+    ({"json": {"properties": {"a": {"type": "array", "uniqueItems": True}}}}, ["uniqueItems", "/properties/a/uniqueItems"]),
+    ({"json": {"type": "object", "not": {"type": "string"}}}, ["not"]),
+    ({"json": {"items": {"type": "string", "format": "phone"}}}, ["phone", "/items/format"]),
+    ({"json": {"$ref": "#/$defs/nowhere"}}, ["nowhere"]),
+    ({"json": {"$ref": "https://example.com/schema"}}, ["example.com"]),
+    ({"json": {"type": "objct"}}, ["objct"]),
+    ({"json": "false"}, ["is false"]),
+    ({"json": {"x-guidance": {"lenient": True}, "not": {}}}, ["not"]),
+    ({"regex": "(a"}, ["unclosed group"]),
+    ({"regex": r"(a)\1"}, ["backreferences"]),
+    ({"grammar": "start: missing"}, ["missing"]),
+    ({"grammar": 'root ::= "a" b'}, ["'b'"]),
+    ({"structural_tag": {"format": {"type": "poem"}}}, ["poem", "tags_with_separator"]),
+    ({"structural_tag": {"structures": [{"begin": "<a>", "end": ""}], "triggers": ["<b"]}}, ["'<a>'", "triggers"]),
+    ({"json": {"type": "object", "properties": {f"p{i}": {} for i in range(1000)}}}, ["items"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "words"), REFUSED)
+def test_what_cannot_be_enforced_is_refused_by_name(
+    form: dict[str, Any], words: list[str], forms_of: Callable[..., Forms]
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        grammar_of(forms_of(), **form)
+    assert caught.value.code is ErrorCode.INVALID and caught.value.param
+    assert [word for word in words if word not in caught.value.message] == [], caught.value.message
+
+
+def test_models_that_nothing_could_be_enforced_for_say_so(
+    forms_of: Callable[..., Forms], model_of: Callable[..., ModelConfig], tokenizers_by_style: dict[str, Tokenizer]
+) -> None:  # fmt: skip
+    endless = Forms(model_of(tokenizers_by_style["byte_level"], eos_token_ids=[]), is_mock=False)
+    with pytest.raises(RequestError, match="no end of sequence"):
+        grammar_of(endless, regex="a")
+    for style in set(tokenizers_by_style) - set(STYLES):
+        with pytest.raises(RequestError, match="cannot be read"):
+            grammar_of(forms_of(style), regex="a")
+    with pytest.raises(RequestError, match="mock"):
+        grammar_of(Forms(model_of(tokenizers_by_style["byte_level"]), is_mock=True), regex="a")
+
+
+def test_a_form_delays_nobody_and_is_checked_once(
+    make_world: Callable[..., Any],
+    model_of: Callable[..., ModelConfig],
+    tokenizers_by_style: dict[str, Tokenizer],
+) -> None:
+    world = make_world(model_of(tokenizers_by_style["byte_level"], eos_token_ids=[1]), Role.TOKENIZER)
+    world.start(main.run, main.prepare)
+    ids = RequestIds(0, 1)
+
+    def submit(**form: Any) -> int:
+        wanted = StructuredOutputsParams(**form) if form else None
+        params = SamplingParams(structured_outputs=wanted).checked()
+        request_id = ids.take()
+        world.send(m.Submit(request_id, m.TextPrompt("Hello"), RequestSpec(params, 1, 0), 2, 0))
+        return request_id
+
+    form = {"json": {"type": "object", "properties": {f"p{i}": {} for i in range(400)}}}
+    slow, plain, refused = submit(**form), submit(), submit(regex="(")
+    assert world.wait(world.core, m.Admit).request_id == plain
+    admit = world.wait(world.core, m.Admit)
+    assert admit.request_id == slow
+    assert "p399" in admit.spec.params.structured_outputs.compiled
+    failed = world.wait(world.frontend, m.Failed)
+    assert (failed.request_id, failed.code) == (refused, ErrorCode.INVALID)
+    again, plain = submit(**form), submit()
+    assert [world.wait(world.core, m.Admit).request_id for _ in range(2)] == [again, plain]

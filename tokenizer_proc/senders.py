@@ -1,0 +1,38 @@
+"""Whose a message to the tokenizer process is, and what is told of one that cannot be kept. No state."""
+
+from __future__ import annotations
+
+from quintet.wire.codec import pack_i64
+from quintet.wire.errors import ErrorCode
+from quintet.wire.ids import epoch_tag, frontend_of
+from quintet.wire.messages import Cancel, Failed, Handed, Submit, Tokenized, TokenizeQuery, Unknown
+
+
+def sender_of(message: object) -> tuple[int, int | None] | None:
+    """Return the frontend's index and, where the message shows it, its epoch's tag; None for other messages."""
+    match message:
+        case Submit():
+            return frontend_of(message.request_id)
+        case Cancel(request_ids=[first, *_]):
+            return frontend_of(first)
+        case Handed():
+            return message.sender.index, epoch_tag(message.sender.epoch)
+        case TokenizeQuery():
+            return message.frontend, None
+        case _:
+            return None
+
+
+def refusal_of(message: object) -> Failed | Tokenized | Unknown | None:
+    """Return the answer to a message that cannot be kept."""
+    words = "too many requests wait inside the server for it to know this frontend; send it again."
+    match message:
+        case Submit():
+            return Failed(message.request_id, ErrorCode.OVERLOADED, words)
+        case Cancel():
+            return Unknown(pack_i64(message.request_ids))
+        case TokenizeQuery():
+            failed = Failed(message.query_id, ErrorCode.OVERLOADED, words)
+            return Tokenized(message.query_id, b"", None, failed)
+        case _:
+            return None

@@ -1,0 +1,277 @@
+"""Whether a structured output can be enforced, and its grammar in words of the library that does.
+
+What is not understood is refused by name: nothing that a client asks for is dropped in silence. How much work a grammar
+may make is bounded by `quintet.process.grammars`. Every function may run in a lane's thread.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from quintet.process.grammars import bounds, open_matcher, open_vocabulary, special_tokens
+from quintet.tokenizer_proc.behind_reasoning import behind_reasoning
+from quintet.tokenizer_proc.structural_tags import lark_of_tags, lark_of_text
+from quintet.wire.config import ModelConfig
+from quintet.wire.errors import ConfigError, ErrorCode, RequestError
+from quintet.wire.params import SamplingParams
+from quintet.wire.request import RequestSpec
+from quintet.wire.structured import FIELD, MAX_COMPILED_BYTES, StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+    from llguidance._lib import JsonCompileOptions
+
+MAX_KNOWN = 256
+"""Forms whose grammars are kept: most clients ask for few, again and again."""
+MAX_KNOWN_CHARS = 4 << 20
+MAX_BUILD_S = 0.5
+"""Of the processor's time. An object of 1000 optional properties takes 0.15 s."""
+NUM_TRIED = 64
+"""Tokens of an answer that are tried out."""
+MAX_REASON_CHARS = 300
+WHITESPACE = r"[ \t]|\r?\n[ \t]{0,80}"
+"""Between the parts of JSON: a blank, or a new line and what it is indented by. Where any amount is allowed, models that
+are not sure how to go on write line breaks until their tokens are spent."""
+_SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
+_QUOTED = re.compile(r'"([^"\\]+)"')
+_FORMAT = re.compile(r"[Ff]ormat:? '?([^'\s]+)")
+
+
+class Forms:
+    """The forms that were asked for lately. Opens the library, and the vocabulary, when the first one is."""
+
+    def __init__(self, model: ModelConfig, *, is_mock: bool) -> None:
+        """is_mock: whether nobody is there who could enforce anything."""
+        self._model = model
+        self._is_mock = is_mock
+        self._lock = threading.Lock()
+        self._vocabulary: LLTokenizer | None = None
+        self._specials: dict[str, int] = {}
+        self._known: OrderedDict[StructuredKey, StructuredOutputsParams] = OrderedDict()
+        self._num_chars = 0
+
+    def is_known(self, params: SamplingParams) -> bool:
+        """Whether `compiled` has nothing to do but to look up."""
+        wanted = params.structured_outputs
+        return wanted is None or bool(wanted.compiled) or _key(wanted) in self._known
+
+    def compiled(self, params: SamplingParams) -> SamplingParams:
+        """Return parameters whose form, if any, is a grammar that the executor can enforce. Raises `RequestError`."""
+        wanted = params.structured_outputs
+        if wanted is None or wanted.compiled:
+            return params
+        key = _key(wanted)
+        with self._lock:
+            found = self._known.get(key)
+            if found is not None:
+                self._known.move_to_end(key)
+        if found is None:
+            found = StructuredOutputsParams(compiled=self._compile(wanted))
+            self._keep(key, found)
+        return msgspec.structs.replace(params, structured_outputs=found)
+
+    def enforceable(self, spec: RequestSpec, prompt_end: Callable[[], str]) -> SamplingParams:
+        """Return a request's parameters with a form, if any, that can be enforced, behind the reasoning before it.
+
+        ``prompt_end`` returns the end of the prompt's text. Raises `RequestError`.
+        """
+        params = self.compiled(spec.params)
+        marks, reading, form = self._model.parsers.thinks, spec.reading, params.structured_outputs
+        if params is spec.params or marks is None or reading is None or not reading.reasoning or form is None:
+            return params
+        grammar = behind_reasoning(
+            form.compiled,
+            marks,
+            lambda text: lark_of_text(text, self._specials),
+            prompt_end(),
+            is_content=not reading.insists,
+        )
+        if len(grammar.encode()) > MAX_COMPILED_BYTES:
+            raise refused("the form", "it is too long to stand behind reasoning: make it smaller")
+        return msgspec.structs.replace(params, structured_outputs=StructuredOutputsParams(compiled=grammar))
+
+    def _keep(self, key: StructuredKey, found: StructuredOutputsParams) -> None:
+        with self._lock:
+            if key not in self._known:
+                self._known[key] = found
+                self._num_chars += len(key) + len(found.compiled)
+            while len(self._known) > MAX_KNOWN or self._num_chars > MAX_KNOWN_CHARS:
+                old, forgotten = self._known.popitem(last=False)
+                self._num_chars -= len(old) + len(forgotten.compiled)
+
+    def _compile(self, wanted: StructuredOutputsParams) -> str:
+        from llguidance import LLMatcher  # see `open_vocabulary`
+
+        vocabulary = self._open()
+        kind = wanted.kind
+        grammar = _grammar(wanted, kind, self._specials)
+        failed, words = LLMatcher.validate_grammar_with_warnings(grammar, vocabulary, limits=bounds())
+        if failed:
+            schema = wanted.json if kind == "json" else None
+            raise refused(kind, words[0], schema if isinstance(schema, str) else None)
+        if (size := len(grammar.encode())) > MAX_COMPILED_BYTES:
+            raise refused(
+                kind, f"it becomes {size} bytes, and may become {MAX_COMPILED_BYTES}: make it smaller"
+            )
+        _try(vocabulary, grammar, kind)
+        return grammar
+
+    def _open(self) -> LLTokenizer:
+        if self._is_mock:
+            raise RequestError(
+                ErrorCode.INVALID,
+                f"{FIELD} was sent, but this server has no model: its mock executor draws tokens that mean nothing.",
+                FIELD,
+            )
+        with self._lock:
+            if self._vocabulary is None:
+                try:
+                    self._vocabulary = open_vocabulary(self._model)
+                except ConfigError as error:
+                    raise RequestError(
+                        ErrorCode.INVALID, f"{FIELD} cannot be enforced: {error}.", FIELD
+                    ) from None
+                self._specials = special_tokens(self._model)
+            return self._vocabulary
+
+
+def _try(vocabulary: LLTokenizer, grammar: str, kind: str) -> None:
+    """Refuse what would keep the executor, which builds it in the middle of everybody's steps."""
+    began_s = time.thread_time()
+    matcher = open_matcher(vocabulary, grammar)
+    draw = random.Random(0)
+    for _ in range(NUM_TRIED):
+        words = matcher.compute_bitmask()
+        if matcher.is_error():
+            raise refused(kind, matcher.get_error().split("<")[0])
+        if matcher.is_stopped():
+            break
+        matcher.consume_token(_any_of(words, draw))
+    if (spent_s := time.thread_time() - began_s) > MAX_BUILD_S:
+        raise refused(
+            kind, f"it takes {spent_s:.1f} s to build, and may take {MAX_BUILD_S:g} s: make it smaller"
+        )
+
+
+def _any_of(words: bytes, draw: random.Random) -> int:
+    """Return one of the tokens of a mask."""
+    allowed = int.from_bytes(words, "little")
+    at = draw.randrange(8 * len(words))
+    rest = allowed >> at
+    if not rest:
+        at, rest = 0, allowed
+    return at + (rest & -rest).bit_length() - 1
+
+
+StructuredKey = bytes
+
+
+def _key(wanted: StructuredOutputsParams) -> StructuredKey:
+    return msgspec.msgpack.encode(wanted)
+
+
+def _grammar(wanted: StructuredOutputsParams, kind: str, specials: Mapping[str, int]) -> str:
+    from llguidance import LLMatcher, grammar_from
+
+    given = getattr(wanted, kind)
+    if kind in {"json", "json_object"}:
+        return LLMatcher.grammar_from_json_schema(_schema(given, wanted), overrides=_json_options(wanted))
+    if kind == "regex":
+        return LLMatcher.grammar_from_lark(f"start: {_expression(given)}")
+    if kind == "choice":
+        return LLMatcher.grammar_from_lark("start: /" + "|".join(map(_escaped, given)) + "/")
+    if kind == "structural_tag":
+        tag = msgspec.json.decode(given)
+        return LLMatcher.grammar_from_lark(lark_of_tags(tag, specials, _expression, _json_options(wanted)))
+    try:
+        return grammar_from("grammar", given)
+    except ValueError as error:
+        raise refused(kind, str(error)) from None
+
+
+def _schema(given: str | bool, wanted: StructuredOutputsParams) -> str:
+    if not isinstance(given, str):
+        return '{"type":"object"}'
+    if given == "true":
+        return "{}"
+    if given == "false":
+        raise refused("json", "the schema is false, which nothing is")
+    if not wanted.disable_additional_properties:
+        return given
+    schema = msgspec.json.decode(given)
+    for _, each in _objects(schema):
+        if "properties" in each:
+            each.setdefault("additionalProperties", False)
+    return msgspec.json.encode(schema).decode()
+
+
+def _json_options(wanted: StructuredOutputsParams) -> JsonCompileOptions:
+    """Return how JSON is written. A schema's own ``x-guidance`` cannot loosen what is enforced."""
+    options: JsonCompileOptions = {"lenient": False, "coerce_one_of": False}
+    if wanted.disable_any_whitespace:
+        options["whitespace_flexible"] = False
+    else:
+        options["whitespace_pattern"] = wanted.whitespace_pattern or WHITESPACE
+    return options
+
+
+def _expression(pattern: str) -> str:
+    r"""Return a regular expression as Lark spells it. It matches as a whole anyway; ``\d`` and ``\w`` are ASCII."""
+    from llguidance import regex_to_lark
+
+    if pattern.startswith("^"):
+        pattern = pattern[1:]
+    if re.search(r"(?<!\\)(?:\\\\)*\$$", pattern):
+        pattern = pattern[:-1]
+    return f"/{regex_to_lark(pattern, 'dw')}/"
+
+
+def _escaped(text: str) -> str:
+    """Return the expression of a text. All choices are one expression: thousands of rules would take seconds to build."""
+    return _SPECIAL.sub(r"\\\g<0>", text)
+
+
+def refused(kind: str, reason: str, schema: str | None = None) -> RequestError:
+    """Make the error for what the library does not take: its reason, and where in a schema that is."""
+    reason = " ".join(reason.split())
+    if len(reason) > MAX_REASON_CHARS:
+        reason = reason[: MAX_REASON_CHARS - 1] + "…"
+    where = "" if schema is None else _place(msgspec.json.decode(schema), reason)
+    at = f", at {where}" if where else ""
+    return RequestError(
+        ErrorCode.INVALID,
+        f"{kind} cannot be enforced: {reason}{at}. See docs/structured.md for what can.",
+        FIELD,
+    )
+
+
+def _place(schema: Any, reason: str) -> str:
+    """Return where in a schema stands what a reason names, as a JSON pointer; nothing where that is not clear."""
+    named = set(_QUOTED.findall(reason))
+    formats = set(_FORMAT.findall(reason))
+    for path, each in _objects(schema):
+        if key := next((key for key in each if key in named), None):
+            return f"{path}/{key}"
+        if str(each.get("format")) in formats:
+            return f"{path}/format"
+    return ""
+
+
+def _objects(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield every object within a schema, with its JSON pointer."""
+    waiting: list[tuple[str, Any]] = [("", schema)]
+    while waiting:
+        path, each = waiting.pop(0)
+        if isinstance(each, dict):
+            yield path or "", each
+            waiting += [(f"{path}/{key}", value) for key, value in each.items()]
+        elif isinstance(each, list):
+            waiting += [(f"{path}/{i}", value) for i, value in enumerate(each)]
