@@ -7,7 +7,7 @@ same bounds, so that what the one lets through the other can build. Knows nothin
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -33,23 +33,46 @@ def open_vocabulary(model: ModelConfig) -> LLTokenizer:
     path = Path(model.tokenizer_path) / "tokenizer.json"
     try:
         text = path.read_text()
-        most = max(model.vocab_size, _num_tokens(text))
-        return LLTokenizer(text, n_vocab=most, eos_token=model.eos_token_ids)
+        described = msgspec.json.decode(text, type=_Tokenizer)
+        most = max(model.vocab_size, _num_tokens(described))
+        return LLTokenizer(_with_special_tokens_alone(text, described), n_vocab=most, eos_token=model.eos_token_ids)
     except (ValueError, OSError) as error:
         raise ConfigError(f"the model's tokenizer cannot be read for it: {error}") from None
 
 
-def special_tokens(model: ModelConfig) -> dict[str, int]:
-    """Return the ids of the special tokens, which no text contains, by their names."""
+def named_tokens(model: ModelConfig) -> dict[str, int]:
+    """Return the ids of the tokens that stand beside the vocabulary of a model's text, by their names.
+
+    These are special tokens, and those like Qwen's ``<tool_call>`` that are told as text: models write their names with them
+    alone, so a grammar has to name them by their ids.
+    """
     described = msgspec.json.decode(
         (Path(model.tokenizer_path) / "tokenizer.json").read_text(), type=_Tokenizer
     )
-    return {token.content: token.id for token in described.added_tokens if token.special}
+    return {token.content: token.id for token in described.added_tokens if _is_named(token, described)}
 
 
-def _num_tokens(tokenizer_json: str) -> int:
+def _is_named(token: _Token, described: _Tokenizer) -> bool:
+    vocab = described.model.vocab
+    return token.special or not isinstance(vocab, dict) or token.content not in vocab
+
+
+def _with_special_tokens_alone(text: str, described: _Tokenizer) -> str:
+    """Return a tokenizer whose added tokens are the special ones.
+
+    The library takes any added token for a special one: it lets the others through where their names are the only text that is
+    allowed, and then finds that they are not that text.
+    """
+    if all(token.special for token in described.added_tokens):
+        return text
+    whole = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+    added = msgspec.json.decode(whole["added_tokens"], type=list[dict[str, Any]])
+    whole["added_tokens"] = msgspec.Raw(msgspec.json.encode([each for each in added if each.get("special")]))
+    return msgspec.json.encode(whole).decode()
+
+
+def _num_tokens(described: _Tokenizer) -> int:
     """Return one more than the largest id that a tokenizer has: the model may have logits for fewer or for more."""
-    described = msgspec.json.decode(tokenizer_json, type=_Tokenizer)
     ids = [token.id for token in described.added_tokens]
     vocab = described.model.vocab
     ids.append(max(vocab.values(), default=0) if isinstance(vocab, dict) else len(vocab) - 1)

@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
+from quintet.tokenizer_proc.structural_tags import lark_until
 from quintet.wire.channels import is_inside
 from quintet.wire.config import ThinkMarks
 
 _BLANKS = r"/[ \t\r\n]{0,4}/"
-_ANY_TEXT = r"/(.|\n)*/"
 _FORM = "form"
 
 
@@ -24,12 +24,13 @@ def behind_reasoning(
 ) -> str:
     """Return the grammar of an answer that may reason before it takes a form.
 
-    grammar: of the form, in Lark or as the library's JSON. literal: Lark for a text, in which special tokens are tokens.
+    grammar: of the form, in Lark or as the library's JSON. literal: Lark for a text, in which the names of tokens are tokens.
     prompt: its end, which may begin the reasoning, or end it. is_content: whether the form is of content, which some
     formats begin with a header.
     """
     form, *others = _named(grammar)
-    rules = [f"until_{i}[lazy]: {_ANY_TEXT} {literal(mark)}" for i, mark in enumerate(marks.closes)]
+    ends = [lark_until(literal(mark)) for mark in marks.closes]
+    rules = [f"until_{i}{attribute}: {body}" for i, (body, attribute) in enumerate(ends)]
     closed = " | ".join(f"until_{i}" for i in range(len(marks.closes)))
     opened = " | ".join(literal(mark) for mark in marks.opens)
     prompt = prompt.rstrip()

@@ -1,7 +1,7 @@
 """Structural tags to Lark: text with parts between tags that have schemas of their own.
 
 Two spellings: ``structures`` and ``triggers`` (any text; what begins with a trigger must be one of the structures), and
-``format``, a tree of the nodes in `_Writer.NODES`. Special tokens inside of begins and ends are recognised as such.
+``format``, a tree of the nodes in `_Writer.NODES`. Names of tokens inside of begins and ends are recognised as such.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ PARAM = "structural_tag"
 
 
 def lark_of_tags(
-    tag: Node, specials: Mapping[str, int], regex: Callable[[str], str], json_options: Mapping[str, Any]
+    tag: Node, named: Mapping[str, int], regex: Callable[[str], str], json_options: Mapping[str, Any]
 ) -> str:
-    """Return the grammar. specials: ids of special tokens by their text; regex: what makes an expression one of Lark's.
+    """Return the grammar. named: ids of tokens that are written by their names; regex: what makes an expression one of Lark's.
 
     json_options: how JSON is written, as the library has it; each schema has them, or may have as much white space as it likes.
     Raises `RequestError` naming the node that is not as it must be.
     """
-    writer = _Writer(specials, regex, json_options)
+    writer = _Writer(named, regex, json_options)
     if "format" in tag:
         return writer.grammar(tag["format"], "format")
     structures, triggers = _list(tag, "structures", PARAM), _list(tag, "triggers", PARAM)
@@ -41,12 +41,12 @@ def lark_of_tags(
     return writer.grammar({"type": "triggered_tags", "triggers": triggers, "tags": tags}, "structures")
 
 
-def lark_of_text(text: str, specials: Mapping[str, int]) -> str:
-    """Return what allows this text, in which special tokens are tokens: of those that begin at one place the longest."""
+def lark_of_text(text: str, named: Mapping[str, int]) -> str:
+    """Return what allows this text, in which the names of tokens are tokens: of those that begin at one place the longest."""
     parts: list[str] = []
     while text:
         found = [
-            (text.find(name), -len(name), name, token) for name, token in specials.items() if name in text
+            (text.find(name), -len(name), name, token) for name, token in named.items() if name in text
         ]
         at, _, name, token = min(found, default=(len(text), 0, "", 0))
         if at:
@@ -57,13 +57,19 @@ def lark_of_text(text: str, specials: Mapping[str, int]) -> str:
     return " ".join(parts) or '""'
 
 
+def lark_until(literal: str) -> tuple[str, str]:
+    """Return what allows any text up to what `lark_of_text` returned, inclusive: a rule's body, and its attribute."""
+    ends_by_itself = literal.startswith("<[")  # a token: free text has none
+    return f"{ANY_TEXT} {literal}", "" if ends_by_itself else "[lazy]"
+
+
 class _Writer:
     """The rules of one grammar. Each method returns an expression of Lark, and adds the rules that it needs."""
 
     def __init__(
-        self, specials: Mapping[str, int], regex: Callable[[str], str], json_options: Mapping[str, Any]
+        self, named: Mapping[str, int], regex: Callable[[str], str], json_options: Mapping[str, Any]
     ) -> None:
-        self._specials = specials
+        self._named = named
         self._regex = regex
         self._json_options = json_options
         self._rules: list[str] = []
@@ -81,8 +87,8 @@ class _Writer:
         return self.NODES[kind](self, node, where)
 
     def literal(self, text: str) -> str:
-        """Return what allows this text, in which special tokens are tokens."""
-        return lark_of_text(text, self._specials)
+        """Return what allows this text, in which the names of tokens are tokens."""
+        return lark_of_text(text, self._named)
 
     def _rule(self, body: str, attribute: str = "") -> str:
         name = f"rule_{len(self._rules)}"
@@ -126,9 +132,7 @@ class _Writer:
 
     def _until(self, literal: str) -> str:
         """Return what allows any text up to this one, inclusive."""
-        if literal.startswith("<["):  # a token ends free text by itself: it is not of any text
-            return f"{self._rule(ANY_TEXT)} {literal}"
-        return self._rule(f"/(.|\\n)*/ {literal}", "[lazy]")
+        return self._rule(*lark_until(literal))
 
     def _triggered(self, node: Node, where: str) -> str:
         """Any text; what begins with a trigger goes on as one of the tags."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from quintet.process.grammars import bounds, open_matcher, open_vocabulary, special_tokens
+from quintet.process.grammars import bounds, named_tokens, open_matcher, open_vocabulary
 from quintet.tokenizer_proc.behind_reasoning import behind_reasoning
 from quintet.tokenizer_proc.structural_tags import lark_of_tags, lark_of_text
 from quintet.wire.config import ModelConfig
@@ -54,7 +54,7 @@ class Forms:
         self._is_mock = is_mock
         self._lock = threading.Lock()
         self._vocabulary: LLTokenizer | None = None
-        self._specials: dict[str, int] = {}
+        self._named: dict[str, int] = {}
         self._known: OrderedDict[StructuredKey, StructuredOutputsParams] = OrderedDict()
         self._num_chars = 0
 
@@ -90,7 +90,7 @@ class Forms:
         grammar = behind_reasoning(
             form.compiled,
             marks,
-            lambda text: lark_of_text(text, self._specials),
+            lambda text: lark_of_text(text, self._named),
             prompt_end(),
             is_content=not reading.insists,
         )
@@ -112,7 +112,7 @@ class Forms:
 
         vocabulary = self._open()
         kind = wanted.kind
-        grammar = _grammar(wanted, kind, self._specials)
+        grammar = _grammar(wanted, kind, self._named)
         failed, words = LLMatcher.validate_grammar_with_warnings(grammar, vocabulary, limits=bounds())
         if failed:
             schema = wanted.json if kind == "json" else None
@@ -139,7 +139,7 @@ class Forms:
                     raise RequestError(
                         ErrorCode.INVALID, f"{FIELD} cannot be enforced: {error}.", FIELD
                     ) from None
-                self._specials = special_tokens(self._model)
+                self._named = named_tokens(self._model)
             return self._vocabulary
 
 
@@ -178,7 +178,7 @@ def _key(wanted: StructuredOutputsParams) -> StructuredKey:
     return msgspec.msgpack.encode(wanted)
 
 
-def _grammar(wanted: StructuredOutputsParams, kind: str, specials: Mapping[str, int]) -> str:
+def _grammar(wanted: StructuredOutputsParams, kind: str, named: Mapping[str, int]) -> str:
     from llguidance import LLMatcher, grammar_from
 
     given = getattr(wanted, kind)
@@ -190,7 +190,7 @@ def _grammar(wanted: StructuredOutputsParams, kind: str, specials: Mapping[str, 
         return LLMatcher.grammar_from_lark("start: /" + "|".join(map(_escaped, given)) + "/")
     if kind == "structural_tag":
         tag = msgspec.json.decode(given)
-        return LLMatcher.grammar_from_lark(lark_of_tags(tag, specials, _expression, _json_options(wanted)))
+        return LLMatcher.grammar_from_lark(lark_of_tags(tag, named, _expression, _json_options(wanted)))
     try:
         return grammar_from("grammar", given)
     except ValueError as error:

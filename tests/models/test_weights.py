@@ -392,7 +392,7 @@ def test_memory_for_no_block_is_refused(serve: Callable[..., Any]) -> None:
 def test_an_unknown_architecture_names_the_nearest(serve: Callable[..., Any]) -> None:
     served = serve(tiny())
     model = msgspec.structs.replace(served.config.model, architecture="Llama5ForCausalLM")
-    with pytest.raises(ConfigError, match="LlamaForCausalLM"):
+    with pytest.raises(ConfigError, match="Llama4ForCausalLM"):
         make_torch_worker(msgspec.structs.replace(served.config, model=model))
 
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
 from llguidance import LLTokenizer
 from tests.text.test_structured import takes
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from quintet.detokenizer_proc.parsers.forced import FORCED, forced_calls, think_marks
 from quintet.detokenizer_proc.parsers.registry import REASONING
 from quintet.frontend.dialects.openai_tools import form_of_calls
 from quintet.frontend.dialects.openai_types import ChatBody
-from quintet.process.grammars import open_vocabulary
+from quintet.process.grammars import named_tokens, open_vocabulary
 from quintet.tokenizer_proc.structured import Forms
 from quintet.wire.config import ForcedCalls, ModelConfig, ParsersConfig
 from quintet.wire.params import SamplingParams
@@ -37,13 +38,28 @@ WHOLE = [("rain", '{"days": 3}'), ("now", '{"at": "x"}')]
 WRONG = [("rain", '{"days": "3"}'), ("rain", '{"days": 3, "b": 1}'), ("snow", "{}"), ("now", "[]")]
 
 
-@pytest.fixture(scope="module")
-def vocabulary_of() -> Callable[[ModelConfig], LLTokenizer]:
-    """Opens each model's vocabulary once: it takes a moment."""
-    known: dict[str, LLTokenizer] = {}
+class Vocabulary(NamedTuple):
+    """A model's vocabulary as the library reads it, and the tokens that are written by their names."""
 
-    def open_once(model: ModelConfig) -> LLTokenizer:
-        return known.setdefault(model.tokenizer_path, open_vocabulary(model))
+    tokens: LLTokenizer
+    named: dict[str, int]
+
+    def takes(self, grammar: str, text: str) -> bool:
+        return takes(self.tokens, grammar, text, self.named)
+
+
+Vocabularies = Callable[[ModelConfig], Vocabulary]
+
+
+@pytest.fixture(scope="module")
+def vocabulary_of() -> Vocabularies:
+    """Opens each model's vocabulary once: it takes a moment."""
+    known: dict[str, Vocabulary] = {}
+
+    def open_once(model: ModelConfig) -> Vocabulary:
+        if (path := model.tokenizer_path) not in known:
+            known[path] = Vocabulary(open_vocabulary(model), named_tokens(model))
+        return known[path]
 
     return open_once
 
@@ -74,32 +90,29 @@ def body(choice: Any, **more: Any) -> ChatBody:
 
 @pytest.mark.parametrize("name", ["hermes", *FORCED])
 def test_every_format_takes_its_calls_alone(
-    name: str, model: ModelConfig, vocabulary_of: Callable[[ModelConfig], LLTokenizer]
+    name: str, model: ModelConfig, vocabulary_of: Vocabularies
 ) -> None:
     how = forced_calls("", name)
     form = form_of_calls(body("required"), how)
     assert form is not None
     grammar, vocabulary = compiled(model, form), vocabulary_of(model)
-    assert all(takes(vocabulary, grammar, written(how, call)) for call in WHOLE)
-    assert takes(vocabulary, grammar, written(how, *WHOLE)) == (not how.is_single)
+    assert all(vocabulary.takes(grammar, written(how, call)) for call in WHOLE)
+    assert vocabulary.takes(grammar, written(how, *WHOLE)) == (not how.is_single)
     assert not any(
-        takes(vocabulary, grammar, text)
-        for text in ["", "It rains.", *(written(how, call) for call in WRONG)]
+        vocabulary.takes(grammar, text) for text in ["", "It rains.", *(written(how, call) for call in WRONG)]
     )
 
 
-def test_a_named_function_is_called_once(
-    model: ModelConfig, vocabulary_of: Callable[[ModelConfig], LLTokenizer]
-) -> None:
+def test_a_named_function_is_called_once(model: ModelConfig, vocabulary_of: Vocabularies) -> None:
     how, vocabulary = forced_calls("", "hermes"), vocabulary_of(model)
     named = form_of_calls(body({"type": "function", "function": {"name": "now"}}), how)
     single = form_of_calls(body("required", parallel_tool_calls=False), how)
     assert named is not None and single is not None
     rain, now = (written(how, call) for call in WHOLE)
-    assert takes(vocabulary, compiled(model, named), now)
-    assert not takes(vocabulary, compiled(model, named), rain)
-    assert takes(vocabulary, compiled(model, single), rain)
-    assert not takes(vocabulary, compiled(model, single), written(how, *WHOLE))
+    assert vocabulary.takes(compiled(model, named), now)
+    assert not vocabulary.takes(compiled(model, named), rain)
+    assert vocabulary.takes(compiled(model, single), rain)
+    assert not vocabulary.takes(compiled(model, single), written(how, *WHOLE))
 
 
 FORMS = {
@@ -115,7 +128,7 @@ FORMS = {
 
 @pytest.mark.parametrize("kind", FORMS)
 def test_a_form_is_of_what_follows_reasoning(
-    kind: str, model: ModelConfig, vocabulary_of: Callable[[ModelConfig], LLTokenizer]
+    kind: str, model: ModelConfig, vocabulary_of: Vocabularies
 ) -> None:
     form, text = FORMS[kind]
     vocabulary = vocabulary_of(model)
@@ -124,23 +137,35 @@ def test_a_form_is_of_what_follows_reasoning(
     )
 
     def is_taken(answer: str, prompt: str) -> bool:
-        return takes(vocabulary, compiled(thinks, form, Reading("qwen3"), prompt), answer)
+        return vocabulary.takes(compiled(thinks, form, Reading("qwen3"), prompt), answer)
 
     assert is_taken(text, "user:") and is_taken(f"<think>so 13</think>\n\n{text}", "user:")
     assert not is_taken(f"so 13</think>\n\n{text}", "user:") and not is_taken("<think>so</think>x", "user:")
     assert is_taken(f"so 13</think>\n{text}", "user:<think>\n") and not is_taken(text, "user:<think>\n")
     assert is_taken(text, "user:<think></think>\n")
     assert not is_taken(f"<think>so</think>{text}", "user:<think></think>\n")
-    assert not takes(vocabulary, compiled(thinks, form, None, "user:"), f"<think>so</think>{text}")
+    assert not vocabulary.takes(compiled(thinks, form, None, "user:"), f"<think>so</think>{text}")
 
 
+@pytest.mark.parametrize("special", [None, False, True])
 @pytest.mark.parametrize("reasoning", REASONING)
 def test_every_format_of_reasoning_stands_before_calls(
-    reasoning: str, model: ModelConfig, vocabulary_of: Callable[[ModelConfig], LLTokenizer]
+    reasoning: str,
+    special: bool | None,
+    model_of: Callable[..., ModelConfig],
+    tokenizers_by_style: dict[str, Tokenizer],
+    vocabulary_of: Vocabularies,
 ) -> None:
-    marks = think_marks(reasoning)
+    """Whether its marks are text, or tokens of the one kind or of the other."""
+    marks, how = think_marks(reasoning), forced_calls(reasoning, "")
     assert marks is not None
-    how = forced_calls(reasoning, "")
+    tokenizer = Tokenizer.from_str(tokenizers_by_style["byte_level"].to_str())
+    if special is not None:
+        names = re.findall(
+            r"<\S+?>|\[\S+?\]", " ".join([*marks.opens, *marks.closes, marks.answer, how.call_begin])
+        )
+        tokenizer.add_tokens([AddedToken(name, special=special) for name in names])
+    model = model_of(tokenizer, eos_token_ids=[1])
     form = form_of_calls(body("required"), how)
     assert form is not None
     thinks = msgspec.structs.replace(
@@ -149,5 +174,5 @@ def test_every_format_of_reasoning_stands_before_calls(
     opening, closing = marks.opens[-1], marks.closes[-1]
     grammar = compiled(thinks, form, Reading(reasoning, how.reader, insists=True), "user:" + opening)
     call = written(how, WHOLE[0])
-    assert takes(vocabulary_of(model), grammar, f"so{closing}{call}")
-    assert not takes(vocabulary_of(model), grammar, f"so{closing}It rains.")
+    assert vocabulary_of(model).takes(grammar, f"so{closing}{call}")
+    assert not vocabulary_of(model).takes(grammar, f"so{closing}It rains.")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -41,10 +42,15 @@ def grammar_of(forms: Forms, **form: Any) -> str:
     return compiled.compiled
 
 
-def takes(vocabulary: LLTokenizer, grammar: str, text: str) -> bool:
-    """Whether a text is a whole answer."""
+def tokens_of(vocabulary: LLTokenizer, part: str, named: Mapping[str, int]) -> list[int]:
+    return [named[part]] if part in named else vocabulary.greedy_tokenize(part)
+
+
+def takes(vocabulary: LLTokenizer, grammar: str, text: str, named: Mapping[str, int] | None = None) -> bool:
+    """Whether a text, in which the names of some tokens are these tokens, is a whole answer."""
     matcher: LLMatcher = open_matcher(vocabulary, grammar)
-    tokens = vocabulary.greedy_tokenize(text)
+    parts = re.split(f"({'|'.join(map(re.escape, named))})", text) if named else [text]
+    tokens = [token for part in parts for token in tokens_of(vocabulary, part, named or {})]
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
