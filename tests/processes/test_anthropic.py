@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -184,16 +185,21 @@ class Reader:
             self.stop_reason = event["delta"]["stop_reason"]
 
 
+@pytest.fixture
+def reader(server: Server) -> Iterator[Reader]:
+    with closing(Reader(server)) as reader:
+        yield reader
+
+
 @pytest.mark.parametrize("role", ["frontend", "core"])
 def test_a_kill_in_the_middle_changes_nothing(
-    server: Server, ask: dict[str, Any], whole: anthropic.types.Message, role: str
+    server: Server, ask: dict[str, Any], whole: anthropic.types.Message, role: str, reader: Reader
 ) -> None:
     """A lost core is nothing that a client sees; after a lost frontend it reads on where it was, at whichever is there."""
     body = {name: value for name, value in ask.items() if name != "extra_body"} | {
         "stream": True,
         "temperature": 0,
     }
-    reader = Reader(server)
     reader.open("POST", "/v1/messages", body)
     assert not reader.read(5)
     index, _ = frontend_of(int(reader.stream.partition("-")[0], 16)) if role == "frontend" else (0, 0)
@@ -202,9 +208,9 @@ def test_a_kill_in_the_middle_changes_nothing(
     if not reader.read():
         assert role == "frontend"
         reader.open("GET", f"/v1/streams/{reader.last_id.partition(':')[0]}")
-        assert reader.read(len(reader.texts) + 3) is False
-        reader.open("POST", "/v1/messages", body)  # hangs up, and asks again as a browser would
-        assert reader.read()
+        if not reader.read(len(reader.texts) + 1):  # the rest may come in one piece
+            reader.open("POST", "/v1/messages", body)  # hangs up, and asks again as a browser would
+            assert reader.read()
     expected = whole.content[0]
     assert expected.type == "text" and "".join(reader.texts) == expected.text
     assert reader.stop_reason == whole.stop_reason
@@ -212,5 +218,4 @@ def test_a_kill_in_the_middle_changes_nothing(
         ["message_start", "content_block_start"],
         ["content_block_stop", "message_delta", "message_stop"],
     )
-    reader.close()
     assert reader.names == [*before, *["content_block_delta"] * len(reader.texts), *after]
