@@ -44,7 +44,7 @@ def test_the_faster_one_multiplies_up_to_its_number_of_rows(
     weight = one.method.table
     assert weight is not None
     assert set(rows_to_ways(linears, weight).values()) == {CUBLAS}
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "quintet"):
         # For each of 1, 2 and 4 rows cuBLAS, matmul, matvec; for 8, 16, 32 and 64 cuBLAS, matmul.
         linears.measure([one], clock([5, 6, 4, 5, 4, 6, 5, 4.95, 6, 5, 4, 5, 6, 5, 6, 5, 4]))
     assert rows_to_ways(linears, weight) == {
