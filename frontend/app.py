@@ -20,6 +20,7 @@ from quintet.frontend.dialects.anthropic_messages import count_tokens, messages
 from quintet.frontend.dialects.openai_chat import chat_completions
 from quintet.frontend.dialects.openai_completions import completions
 from quintet.frontend.dialects.openai_tokenize import detokenize, tokenize
+from quintet.frontend.dialects.responses import responses
 from quintet.frontend.dialects.resume import resumable, streams
 from quintet.frontend.error_shape import ErrorShape
 from quintet.frontend.exchange import ClientGone, Exchange
@@ -46,6 +47,7 @@ ROUTES = (
     Row("/v1/chat/completions", ("POST",), resumable(chat_completions)),
     Row("/v1/messages", ("POST",), resumable(messages), anthropic_errors.ERRORS),
     Row("/v1/messages/count_tokens", ("POST",), count_tokens, anthropic_errors.ERRORS),
+    Row("/v1/responses", ("POST",), resumable(responses)),
     Row("/v1/streams/{id}", ("GET",), streams),
     Row("/v1/models", ("GET",), health.models),
     Row("/v1/models/{id:path}", ("GET",), health.model),

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from quintet.frontend.dialects import anthropic_types
+from quintet.frontend.dialects import anthropic_types, responses_types
 from quintet.frontend.dialects import openai_types as types
 from quintet.frontend.exchange import MAX_REQUEST_ID, Exchange
 from quintet.frontend.guard import OPEN_PATHS
@@ -35,6 +35,7 @@ RANGES: dict[str, Schema] = {
     "n": {"minimum": 1, "maximum": MAX_CHOICES},
     "max_tokens": {"minimum": 1, "maximum": MAX_COUNT},
     "max_completion_tokens": {"minimum": 1, "maximum": MAX_COUNT},
+    "max_output_tokens": {"minimum": 1, "maximum": MAX_COUNT},
     "min_tokens": {"minimum": 0, "maximum": MAX_COUNT},
     "truncate_prompt_tokens": {"minimum": -1, "maximum": MAX_COUNT, "not": {"const": 0}},
     "truncation_side": {"enum": ["left", "right", None]},
@@ -47,6 +48,7 @@ RANGES: dict[str, Schema] = {
 _SCHEMA_OF_PARTS = {
     ("ChatBody", "messages"): types.ChatMessage,
     ("ChatBody", "tools"): types.Tool,
+    ("ResponsesBody", "tools"): responses_types.ResponseTool,
     ("TokenizeBody", "messages"): types.ChatMessage,
     ("TokenizeBody", "tools"): types.Tool,
 }
@@ -79,6 +81,13 @@ _OPERATIONS: tuple[tuple[str, str, str, type | None, Schema | None], ...] = (
         "How many tokens the prompt of such a conversation has",
         anthropic_types.CountTokensBody,
         {"messages": [{"role": "user", "content": "Hello!"}]},
+    ),
+    (
+        "post",
+        "/v1/responses",
+        "Answer items of a conversation with items",
+        responses_types.ResponsesBody,
+        {"input": "Hello!", "max_output_tokens": 32},
     ),
     (
         "get",
@@ -156,6 +165,9 @@ def _schemas() -> dict[str, Schema]:
         types.ChatMessage,
         types.Tool,
         types.ErrorBody,
+        responses_types.ResponsesBody,
+        responses_types.ResponseTool,
+        responses_types.InputItem,
         anthropic_types.MessagesBody,
         anthropic_types.CountTokensBody,
         anthropic_types.MessagesErrorBody,
@@ -164,13 +176,15 @@ def _schemas() -> dict[str, Schema]:
     for (owner, name), part in _SCHEMA_OF_PARTS.items():
         reference = {"$ref": REF.format(name=part.__name__)}
         schemas[owner]["properties"][name] = {"type": "array", "items": reference}
+    items = {"type": "array", "items": {"$ref": REF.format(name="InputItem")}}
+    schemas["ResponsesBody"]["properties"]["input"] = {"anyOf": [{"type": "string"}, items]}
     defaults = SamplingParams()
-    for owner in ("CompletionBody", "ChatBody", "MessagesBody"):
+    for owner in ("CompletionBody", "ChatBody", "MessagesBody", "ResponsesBody"):
         properties = schemas[owner]["properties"]
         for name, limits in RANGES.items():
             if name in properties:
                 properties[name].update(limits)
-        if owner == "MessagesBody":
+        if owner in ("MessagesBody", "ResponsesBody"):
             continue
         for name in types.SHARED_SAMPLING_FIELDS:
             value = getattr(defaults, name)

@@ -7,7 +7,7 @@ import msgspec
 from quintet.frontend.dialects import openai_parse as parse
 from quintet.frontend.dialects.answer import Submissions, stream_answer, whole_answer
 from quintet.frontend.dialects.anthropic_events import MessagesAnswer, MessagesWriter, message_of
-from quintet.frontend.dialects.anthropic_parse import chat_body, renamed
+from quintet.frontend.dialects.anthropic_parse import THEIR_NAMES, chat_body
 from quintet.frontend.dialects.anthropic_types import CountTokensBody, MessagesBody
 from quintet.frontend.dialects.claims import claim_for
 from quintet.frontend.dialects.openai_chat import (
@@ -39,7 +39,7 @@ async def messages(service: Service, exchange: Exchange) -> None:
         params = chat_params(chat, config)
         reading = reading_of(chat, conversation.prompt.tools, config.model.parsers)
     except RequestError as error:
-        raise renamed(error) from None
+        raise parse.renamed(error, THEIR_NAMES) from None
     request_id = parse.request_id(chat, exchange)
     channels = channels_of(chat, conversation, request_id, config)
     answer = MessagesAnswer(1, 1, 1, request_id, config.model.served_names[0], body.max_tokens, channels)

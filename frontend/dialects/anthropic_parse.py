@@ -24,7 +24,6 @@ from quintet.frontend.dialects.anthropic_types import (
 from quintet.frontend.dialects.openai_answer import encode_json
 from quintet.frontend.dialects.openai_chat import decode_part
 from quintet.frontend.dialects.openai_types import ChatBody, RawField, ResponseFormat
-from quintet.wire.errors import RequestError
 from quintet.wire.params import shown
 
 ROLES = ("user", "assistant", "system")
@@ -312,12 +311,3 @@ def _refuse_unsupported(body: ConversationBody) -> None:
     for name, raw in (("mcp_servers", body.mcp_servers), ("container", body.container)):
         if parse.json_of(raw) not in {b"", b"[]"}:
             raise parse.not_implemented(name, "servers of tools", "Run the tools, and send their results.")
-
-
-def renamed(error: RequestError) -> RequestError:
-    """Return an error that names a field as this dialect does."""
-    ours = error.param or ""
-    if ours not in THEIR_NAMES or not error.message.startswith(ours):
-        return error
-    theirs = THEIR_NAMES[ours]
-    return RequestError(error.code, theirs + error.message.removeprefix(ours), theirs)

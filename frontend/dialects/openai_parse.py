@@ -264,6 +264,14 @@ def invalid(message: str, param: str | None = None) -> RequestError:
     return RequestError(ErrorCode.INVALID, message, param)
 
 
+def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
+    """Return an error that names a field as another dialect does (``names``: ours to theirs)."""
+    ours = error.param or ""
+    if ours not in names or not error.message.startswith(ours):
+        return error
+    return RequestError(error.code, names[ours] + error.message.removeprefix(ours), names[ours])
+
+
 def not_implemented(param: str, what: str, advice: str) -> RequestError:
     """Make a 400 that names what is missing: SDKs would send the request again after a 5xx."""
     return RequestError(

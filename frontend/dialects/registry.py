@@ -17,6 +17,8 @@ from quintet.frontend.dialects.claims import Answer
 from quintet.frontend.dialects.openai_chat import ChatAnswer
 from quintet.frontend.dialects.openai_completions import CompletionAnswer
 from quintet.frontend.dialects.position import Position, StreamId
+from quintet.frontend.dialects.responses_events import ResponsesWriter
+from quintet.frontend.dialects.responses_output import ResponsesAnswer
 from quintet.frontend.error_shape import ErrorShape
 from quintet.wire.request import Claim
 
@@ -28,12 +30,15 @@ class Dialect:
     errors: ErrorShape
     writer: Callable[[Any, StreamId | None, Position | None], AnswerWriter]
     """Makes the writer of an answer that has ids (or None), and goes on behind a position (None: from its beginning)."""
+    is_retold: bool = False
+    """Whether the writer must be told an answer from its beginning, wherever its reader is."""
 
 
 DIALECTS: dict[type[Answer], Dialect] = {
     CompletionAnswer: Dialect(openai_errors.ERRORS, openai_completions.writer),
     ChatAnswer: Dialect(openai_errors.ERRORS, openai_chat.writer),
     MessagesAnswer: Dialect(anthropic_errors.ERRORS, MessagesWriter),
+    ResponsesAnswer: Dialect(openai_errors.ERRORS, ResponsesWriter, is_retold=True),
 }
 """By what its claims hold."""
 

@@ -18,6 +18,8 @@ from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.messages import Admit, Reclaimed
 
 LAST_EVENT = "last-event-id"
+NOTHING = (-1, False)
+"""What a client has seen of a choice that is told from its beginning."""
 
 
 async def streams(service: Service, exchange: Exchange) -> None:
@@ -63,6 +65,8 @@ async def resume(service: Service, exchange: Exchange, stream_id: StreamId, give
         for offset, each in zip(range(0, total, n), reclaimed, strict=True):
             seen = list(zip(position.counts, position.ended, strict=True))[offset : offset + n]
             _check(each, seen)
+            if dialect.is_retold:
+                seen = [NOTHING] * n
             stream = service.sessions.adopt(
                 each, first_id + offset, seen, submissions.mailbox, answer.interval
             )

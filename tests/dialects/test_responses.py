@@ -1,0 +1,459 @@
+"""The Responses dialect: what items become, every event in order, errors, and streams that go on behind any event."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+
+from quintet.frontend.dialects.openai_answer import AnswerOptions
+from quintet.frontend.dialects.openai_channels import Channels
+from quintet.frontend.dialects.position import Position, StreamId
+from quintet.frontend.dialects.responses_events import ResponsesWriter
+from quintet.frontend.dialects.responses_items import messages_of
+from quintet.frontend.dialects.responses_output import ResponsesAnswer
+from quintet.frontend.dialects.responses_parse import items_of
+from quintet.frontend.dialects.responses_types import ResponsesBody
+from quintet.frontend.streams import Batch, Delta
+from quintet.wire.channels import Channel
+from quintet.wire.config import ParsersConfig
+from quintet.wire.errors import RequestError
+from quintet.wire.messages import Cancel, ChatPrompt, Finish, FinishReason, Started, Submit
+from quintet.wire.request import Reading
+
+R = "/v1/responses"
+CONTENT, REASONING, NAME, ARGUMENTS = map(int, Channel)
+Token = list[tuple[int, int, str]]
+SCRIPT: list[Token] = [
+    [(REASONING, 0, "Ra")],
+    [(REASONING, 0, "in?")],
+    [(CONTENT, 0, "I look."), (NAME, 0, "rain"), (ARGUMENTS, 0, '{"in"')],
+    [],
+    [(ARGUMENTS, 0, ': "Oslo"}'), (NAME, 1, "now")],
+    [(ARGUMENTS, 1, "{}"), (CONTENT, 0, "So"), (CONTENT, 0, ".")],
+    [(CONTENT, 0, " Bye")],
+    [(CONTENT, 0, "!")],
+]
+RAIN: Any = {
+    "type": "function",
+    "name": "rain",
+    "description": "Whether it rains.",
+    "parameters": {"type": "object", "properties": {"in": {"type": "string"}}},
+    "strict": True,
+}
+NOW: Any = {"type": "function", "name": "now", "parameters": None, "strict": None}
+
+
+def ask(**fields: Any) -> dict[str, Any]:
+    return {"model": "toy", "input": "hello", "max_output_tokens": 4, **fields}
+
+
+@pytest.fixture
+def parsing(serve: Callable[..., Any]) -> Any:
+    server = serve(parsers=ParsersConfig(reasoning="qwen3", tools="hermes"))
+    server.engine.script = SCRIPT
+    return server
+
+
+def sent(server: Any) -> Any:
+    return server.engine.wait_for(Submit)[-1]
+
+
+def messages(server: Any) -> Any:
+    prompt = sent(server).prompt
+    assert isinstance(prompt, ChatPrompt)
+    return json.loads(prompt.messages)
+
+
+def test_a_whole_answer(shared: Any) -> None:
+    reply = shared.ask("POST", R, ask(metadata={"a": "b"}, temperature=0.5, user="me"))
+    assert reply.status == 200
+    whole = reply.json
+    assert whole.pop("id").startswith("resp_") and whole.pop("created_at") > 0
+    (message,) = whole.pop("output")
+    assert message.pop("id").startswith("msg_")
+    text = {"type": "output_text", "annotations": [], "logprobs": [], "text": " t0 t1 t2 t3"}
+    assert message == {
+        "type": "message",
+        "status": "incomplete",
+        "role": "assistant",
+        "content": [text],
+    }
+    assert whole == {
+        "object": "response",
+        "model": "toy",
+        "background": False,
+        "store": False,
+        "instructions": None,
+        "max_output_tokens": 4,
+        "max_tool_calls": None,
+        "metadata": {"a": "b"},
+        "parallel_tool_calls": True,
+        "previous_response_id": None,
+        "prompt_cache_key": None,
+        "reasoning": {"effort": None, "summary": None},
+        "safety_identifier": None,
+        "service_tier": "default",
+        "temperature": 0.5,
+        "text": {"format": {"type": "text"}, "verbosity": "medium"},
+        "tool_choice": "auto",
+        "tools": [],
+        "top_logprobs": 0,
+        "top_p": 1.0,
+        "truncation": "disabled",
+        "user": "me",
+        "status": "incomplete",
+        "usage": {
+            "input_tokens": 2,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": 4,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": 6,
+        },
+        "completed_at": None,
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"},
+    }
+
+
+def test_a_streamed_answer_is_every_event_in_order(shared: Any) -> None:
+    reply = shared.ask("POST", R, ask(stream=True, max_output_tokens=2, stop=["9"]))
+    events = reply.events
+    assert [event["type"] for event in events] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.delta",
+        "response.output_text.delta",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.incomplete",
+    ]
+    assert [event["sequence_number"] for event in events] == list(range(10))
+    names = [line.removeprefix(b"event: ") for line in reply.body.split(b"\n") if line.startswith(b"event: ")]
+    assert [name.decode() for name in names] == [event["type"] for event in events]
+    assert b"[DONE]" not in reply.body
+    created, _, added, part, first, second, done, _, item, last = events
+    assert created["response"]["status"] == "in_progress" and created["response"]["output"] == []
+    assert added["item"]["content"] == [] and part["part"]["text"] == ""
+    assert [first["delta"], second["delta"], done["text"]] == [" t0", " t1", " t0 t1"]
+    assert {event["item_id"] for event in (part, first, second, done)} == {item["item"]["id"]}
+    assert last["response"]["output"] == [item["item"]]
+    assert last["response"]["usage"]["output_tokens"] == 2
+
+
+def test_its_package_reads_both(client: OpenAI, shared: Any) -> None:
+    whole = client.responses.create(model="toy", input="hello", extra_body={"stop": ["3"]})
+    assert whole.status == "completed" and whole.output_text == " t0 t1 t2" and whole.completed_at
+    with client.responses.stream(model="toy", input="hello", extra_body={"stop": ["3"]}) as stream:
+        deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        streamed = stream.get_final_response()
+    assert deltas == [" t0", " t1", " t2"]
+    assert streamed.output_text == whole.output_text and streamed.usage == whole.usage
+
+
+def test_reasoning_text_and_calls_are_items_whole_and_streamed(parsing: Any) -> None:
+    with OpenAI(base_url=f"{parsing.url}/v1", api_key="none", max_retries=0) as client:
+        fields: dict[str, Any] = {"model": "toy", "input": "rain?", "tools": [RAIN, NOW]}
+        whole = client.responses.create(**fields)
+        with client.responses.stream(**fields) as stream:
+            events = list(stream)
+            streamed = stream.get_final_response()
+    response: Any
+    for response in (whole, streamed):
+        assert [said(item) for item in response.output] == [
+            ("reasoning", "Rain?"),
+            ("message", "I look."),
+            ("function_call", "rain", '{"in": "Oslo"}'),
+            ("function_call", "now", "{}"),
+            ("message", "So. Bye!"),
+        ]
+        assert response.status == "completed"
+        assert response.usage is not None and response.usage.output_tokens_details.reasoning_tokens == 2
+        ids = [item.id for item in response.output]
+        assert len(set(ids)) == 5
+        assert response.tools[0].to_dict() == RAIN
+    assert sent(parsing).spec.reading == Reading("qwen3", "hermes")
+    numbers = [event.sequence_number for event in events]
+    assert numbers == list(range(len(numbers)))
+    assert [e.arguments for e in events if e.type == "response.function_call_arguments.done"] == [
+        '{"in": "Oslo"}',
+        "{}",
+    ]
+    assert [e.text for e in events if e.type == "response.reasoning_text.done"] == ["Rain?"]
+
+
+def said(item: Any) -> tuple[str, ...]:
+    assert item.status == "completed"
+    if item.type == "function_call":
+        assert item.call_id.startswith("call_")
+        return item.type, item.name, item.arguments
+    (part,) = item.content
+    return item.type, part.text
+
+
+def test_a_client_may_want_one_call_alone_and_no_reasoning(parsing: Any) -> None:
+    for stream in (False, True):
+        body = ask(
+            tools=[RAIN, NOW],
+            parallel_tool_calls=False,
+            include_reasoning=False,
+            stream=stream,
+            max_output_tokens=50,
+        )
+        reply = parsing.ask("POST", R, body)
+        response = reply.events[-1]["response"] if stream else reply.json
+        kinds = [item["type"] for item in response["output"]]
+        assert kinds == ["message", "function_call", "message"]
+        assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == 2
+
+
+def test_an_agents_loop_sends_everything_back(parsing: Any) -> None:
+    """Items of an answer are input as they are, with results of calls behind them."""
+    with OpenAI(base_url=f"{parsing.url}/v1", api_key="none", max_retries=0) as client:
+        conversation: list[Any] = [{"role": "user", "content": "rain?"}]
+        first = client.responses.create(model="toy", input=conversation, tools=[RAIN, NOW])
+        conversation += first.output
+        for item in first.output:
+            if item.type == "function_call":
+                conversation.append(
+                    {"type": "function_call_output", "call_id": item.call_id, "output": f"of {item.name}"}
+                )
+        parsing.engine.script = [[(CONTENT, 0, "Yes.")]]
+        last = client.responses.create(
+            model="toy", input=conversation, tools=[RAIN, NOW], instructions="Be kind."
+        )
+    assert last.output_text == "Yes." and last.status == "completed"
+    system, user, assistant, rain, now = messages(parsing)
+    assert system == {"role": "system", "content": "Be kind."}
+    assert user == {"role": "user", "content": "rain?"}
+    assert assistant["content"] == "I look.\nSo. Bye!" and assistant["reasoning_content"] == "Rain?"
+    assert [call["function"] for call in assistant["tool_calls"]] == [
+        {"name": "rain", "arguments": '{"in": "Oslo"}'},
+        {"name": "now", "arguments": "{}"},
+    ]
+    assert [call["id"] for call in assistant["tool_calls"]] == [rain["tool_call_id"], now["tool_call_id"]]
+    assert (rain["name"], rain["content"], now["content"]) == ("rain", "of rain", "of now")
+
+
+def test_a_form_is_parsed_by_the_package(client: OpenAI, shared: Any) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form: Any = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
+    response = client.responses.create(model="toy", input="x", text={"format": form, "verbosity": "low"})
+    asked = sent(shared).spec.params.structured_outputs
+    assert asked is not None and json.loads(asked.json) == schema
+    assert response.text is not None and response.text.format is not None
+    assert response.text.format.to_dict() == form
+    client.responses.create(model="toy", input="x", text={"format": {"type": "json_object"}})
+    asked = sent(shared).spec.params.structured_outputs
+    assert asked is not None and asked.json_object
+
+
+def test_log_probabilities_are_those_of_the_text(client: OpenAI) -> None:
+    fields: dict[str, Any] = {
+        "model": "toy",
+        "input": "x",
+        "top_logprobs": 2,
+        "include": ["message.output_text.logprobs"],
+    }
+    whole = client.responses.create(**fields)
+    with client.responses.stream(**fields, max_output_tokens=4) as stream:
+        told = [
+            part for event in stream if event.type == "response.output_text.delta" for part in event.logprobs
+        ]
+    message = whole.output[0]
+    assert message.type == "message" and message.content[0].type == "output_text"
+    logprobs = message.content[0].logprobs or []
+    assert [each.token for each in logprobs] == [" t0", " t1", " t2", " t3"] == [each.token for each in told]
+    assert [top.token for top in logprobs[0].top_logprobs] == [" t0", " t1"]
+    assert logprobs[0].bytes == list(b" t0")
+
+
+def test_tool_choice_is_as_the_chat_dialect_has_it(parsing: Any) -> None:
+    named = {"type": "function", "name": "now"}
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [named]}
+    for choice in (named, allowed):
+        reply = parsing.ask("POST", R, ask(tools=[RAIN, NOW], tool_choice=choice))
+        assert reply.status == 200 and reply.json["tool_choice"] == choice
+        submit = sent(parsing)
+        assert submit.spec.params.structured_outputs is not None and submit.spec.reading.insists
+        tag = submit.spec.params.structured_outputs.structural_tag
+        assert "now" in tag and "rain" not in tag
+    assert [tool["function"]["name"] for tool in json.loads(sent(parsing).prompt.tools)] == ["now"]
+    parsing.ask("POST", R, ask(tools=[RAIN], tool_choice="none"))
+    assert sent(parsing).spec.reading == Reading("qwen3")
+    parsing.ask("POST", R, ask(tool_choice="auto", tools=[]))
+    assert sent(parsing).prompt.tools == b""
+
+
+def test_settings_reach_the_engine(shared: Any) -> None:
+    body = ask(
+        seed=3,
+        top_k=5,
+        temperature=0,
+        truncation="auto",
+        reasoning={"effort": "low"},
+        cache_salt="s",
+        priority=2,
+    )
+    assert shared.ask("POST", R, body).json["reasoning"] == {"effort": "low", "summary": None}
+    spec = sent(shared).spec
+    assert (spec.params.seed, spec.params.truncate_prompt_tokens, spec.priority) == (3, -1, 2)
+    assert spec.params.greedy and spec.cache_salt == "s" and sent(shared).limit_gives_way
+    assert json.loads(sent(shared).prompt.template_kwargs) == {"reasoning_effort": "low"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"input": []}, "input", "at least one item"),
+        ({"input": None}, "input", "is missing"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input", "robot"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, None, "models that see"),
+        ({"input": [{"type": "web_search_call"}]}, None, "web_search_call"),
+        ({"input": [{"type": "function_call", "name": "x"}]}, "input", "call_id"),
+        ({"tools": [{"type": "web_search"}]}, None, "web_search"),
+        ({"tools": [{"type": "function"}]}, "tools", "name is missing"),
+        ({"tool_choice": "required"}, "tool_choice", "tools is not"),
+        ({"tool_choice": {"type": "mcp"}}, None, "mcp"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens is 0"),
+        ({"temperature": 3}, "temperature", "temperature is 3"),
+        ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "reasoning.effort is 'huge'"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format", "xml"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "missing"),
+        ({"text": {"verbosity": "loud"}}, "text.verbosity", "loud"),
+        ({"top_logprobs": 99}, "top_logprobs", "99"),
+        ({"truncation": "left"}, "truncation", "left"),
+        ({"include": ["all"]}, "include", "all"),
+        ({"metadata": {"a" * 65: "b"}}, "metadata", "64"),
+        ({"prompt": {"id": "x"}}, "prompt", "prompts kept by name"),
+        ({"previous_response_id": "resp_1"}, None, "responses that are kept"),
+        ({"background": True}, "background", "responses that are kept"),
+        ({"conversation": "conv_1"}, "conversation", "conversations"),
+        ({"vllm_xargs": {"a": 1}}, "vllm_xargs", "vllm_xargs"),
+        ({"model": "nobody"}, "model", "nobody"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    shared: Any, fields: dict[str, Any], param: str | None, words: str
+) -> None:
+    reply = shared.ask("POST", R, ask(**fields))
+    assert reply.status == (404 if param == "model" else 400), reply.body
+    error = reply.json["error"]
+    assert words in error["message"]
+    assert param is None or error["param"] == param
+
+
+def test_its_package_raises_errors_and_tells_of_failures(serve: Callable[..., Any]) -> None:
+    server = serve()
+    server.engine.fail_after = 2
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        with pytest.raises(openai.InternalServerError, match="The engine broke"):
+            client.responses.create(model="toy", input="x")
+        last = list(client.responses.create(model="toy", input="x", stream=True))[-1]
+        assert last.type == "response.failed"
+        assert last.response.status == "failed" and last.response.error is not None
+        assert last.response.error.code == "server_error" and "broke" in last.response.error.message
+        with pytest.raises(openai.BadRequestError, match="tools of its own"):
+            client.responses.create(model="toy", input="x", tools=[{"type": "web_search"}])
+
+
+def test_a_client_that_hangs_up_is_forgotten(serve: Callable[..., Any]) -> None:
+    server = serve()
+    server.engine.silent_after = 2
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        for event in client.responses.create(model="toy", input="x", stream=True):
+            if event.type == "response.output_text.delta":
+                break
+    assert len(server.engine.wait_for(Cancel)) == 1
+
+
+def test_items_without_a_type_are_messages_and_neighbours_join() -> None:
+    body = ResponsesBody(
+        input=json.dumps(  # type: ignore[arg-type]
+            [
+                {"role": "developer", "content": "Be brief."},
+                {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+                {"role": "user", "content": "b"},
+                {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]},
+                {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+            ]
+        ).encode()
+    )
+    assert messages_of("First.", items_of(body)) == [
+        {"role": "system", "content": "First.\nBe brief."},
+        {"role": "user", "content": "a\nb"},
+        {"role": "assistant", "content": "No.", "reasoning_content": "hm"},
+    ]
+
+
+# --- streams that go on -------------------------------------------------------------------------------------------
+
+STREAM = StreamId(7, b"k" * 16)
+
+
+def events(
+    tokens: list[Token], position: Position | None, draw: random.Random, parallel: bool
+) -> list[tuple[str, Any]]:
+    """Return id and data of the events behind a position. Tokens come several at a time, as it happens."""
+    channels = Channels("resp_1", parallel_calls=parallel)
+    options = AnswerOptions("resp_1", 0, "toy", 1)
+    writer = ResponsesWriter(
+        ResponsesAnswer(1, 1, 1, options, channels, b'{"id":"resp_1"}'), STREAM, position
+    )
+    choice = SimpleNamespace(num_taken=0)
+    stream: Any = SimpleNamespace(choices=[choice], num_output_tokens=len(tokens))
+    frames: list[bytes] = []
+    writer.write(frames, 0, stream, Batch(Started(7, 2, 0, 0, 0), []))
+    while choice.num_taken < len(tokens):
+        at, choice.num_taken = choice.num_taken, min(len(tokens), choice.num_taken + draw.randint(1, 3))
+        new = [piece for token in tokens[at : choice.num_taken] for piece in token]
+        finish = Finish(7, FinishReason.STOP, None, 0, 2, 2) if choice.num_taken == len(tokens) else None
+        spans = [(channel, call, len(text)) for channel, call, text in new]
+        delta = Delta(0, "".join(text for _, _, text in new), [0], [], finish, spans)
+        writer.write(frames, 0, stream, Batch(None, [delta]))
+    lines = [frame.decode().splitlines() for frame in [*frames, writer.tail([])] if frame]
+    return [(each[0].removeprefix("id: "), json.loads(each[2].removeprefix("data: "))) for each in lines]
+
+
+def told(found: list[tuple[str, Any]]) -> list[Any]:
+    """Return events without where deltas were cut."""
+    joined: list[Any] = []
+    for number, (_, event) in enumerate(found):
+        assert event.pop("sequence_number") >= number
+        for response in (event.get("response"),):
+            if response:
+                response.pop("completed_at")
+        if "delta" in event and joined and joined[-1]["type"] == event["type"]:
+            joined[-1]["delta"] += event["delta"]
+        else:
+            joined.append(event)
+    return joined
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_a_stream_goes_on_behind_any_event(parallel: bool) -> None:
+    draw = random.Random(5)
+    expected = told(events(SCRIPT, None, random.Random(1), parallel))
+    for _ in range(40):
+        first = events(SCRIPT, None, draw, parallel)
+        for cut in range(1, len(first) + 1):
+            stream, _, position = first[cut - 1][0].partition(":")
+            assert StreamId.parse(stream) == STREAM
+            rest = events(SCRIPT, Position.parse(position, 1), draw, parallel)
+            assert [event["sequence_number"] for _, event in rest] == list(range(cut, cut + len(rest)))
+            both = json.loads(json.dumps(first[:cut] + rest))
+            assert told(both) == expected
+
+
+def test_a_position_of_another_dialect_is_refused() -> None:
+    with pytest.raises(RequestError, match="the id of the last event"):
+        events(SCRIPT, Position.parse("3.2t", 1), random.Random(1), True)

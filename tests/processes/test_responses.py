@@ -1,0 +1,167 @@
+"""The Responses dialect from real processes, read by its own package; and `kill -9` in the middle of a stream."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from openai import OpenAI
+from openai.types.responses import Response
+from pydantic import BaseModel
+
+from quintet.wire.ids import frontend_of
+from tests.processes.server import Server, serve, wait_until
+
+ASK: dict[str, Any] = {
+    "instructions": "You know Python.",
+    "input": [{"role": "user", "content": "Write a parser of numbers."}],
+    "max_output_tokens": 60,
+    "temperature": 0,
+    "extra_body": {"ignore_eos": True},
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    flags = "--kv-cache-memory 32MiB --max-model-len 512 --frontends 2 --max-restarts 100"
+    with serve(*flags.split(), "--tool-call-parser", "hermes") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def ask(client: OpenAI) -> dict[str, Any]:
+    return {**ASK, "model": client.models.list().data[0].id}
+
+
+@pytest.fixture(scope="module")
+def whole(client: OpenAI, ask: dict[str, Any]) -> Response:
+    response: Response = client.responses.create(**ask)
+    return response
+
+
+def test_its_package_reads_the_same_whole_and_streamed(
+    client: OpenAI, ask: dict[str, Any], whole: Response
+) -> None:
+    assert whole.output_text.strip() and whole.status in ("completed", "incomplete")
+    events = list(client.responses.create(**ask, stream=True))
+    last = events[-1]
+    assert last.type in ("response.completed", "response.incomplete")
+    assert last.response.output_text == whole.output_text and last.response.usage is not None
+    assert whole.usage is not None and last.response.usage.output_tokens == whole.usage.output_tokens
+    assert last.response.usage.input_tokens_details.cached_tokens > 0
+
+
+def test_a_form_and_a_tool_are_as_their_schemas_say(client: OpenAI, ask: dict[str, Any]) -> None:
+    class Point(BaseModel):
+        x: bool
+        y: bool
+
+    fields = {**ask, "max_output_tokens": 200, "extra_body": {}}
+    parsed = client.responses.parse(**fields, text_format=Point)
+    assert isinstance(parsed.output_parsed, Point)
+    schema = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]}
+    tool: Any = {"type": "function", "name": "light", "parameters": schema, "strict": True}
+    conversation: list[Any] = list(ask["input"])
+    for _ in range(2):
+        fields |= {
+            "input": conversation,
+            "tools": [tool],
+            "tool_choice": "required",
+            "parallel_tool_calls": False,
+        }
+        response = client.responses.create(**fields)
+        (call,) = response.output
+        assert call.type == "function_call" and isinstance(json.loads(call.arguments)["on"], bool)
+        conversation += [call, {"type": "function_call_output", "call_id": call.call_id, "output": "done"}]
+
+
+class Reader:
+    """Reads a stream event by event."""
+
+    def __init__(self, server: Server) -> None:
+        url = urlsplit(server.url)
+        self._connection = http.client.HTTPConnection(str(url.hostname), url.port, timeout=60)
+        self._response: http.client.HTTPResponse | None = None
+        self.last_id = self.stream = ""
+        self.events: list[Any] = []
+
+    @property
+    def num_deltas(self) -> int:
+        """Pieces of text so far."""
+        return sum(event["type"] == "response.output_text.delta" for event in self.events)
+
+    def close(self) -> None:
+        """Hang up."""
+        if self._response is not None:
+            self._response.close()
+        self._connection.close()
+
+    def open(self, method: str, path: str, body: object = None) -> None:
+        """Begin to read, or to read on."""
+        headers = {"content-type": "application/json"}
+        if self.last_id:
+            headers["last-event-id"] = self.last_id
+        self.close()
+        self._connection.request(method, path, None if body is None else json.dumps(body), headers)
+        self._response = self._connection.getresponse()
+        assert self._response.status == 200, self._response.read()
+        self.stream = str(self._response.getheader("x-stream-id"))
+
+    def read(self, num_deltas: int = 1 << 30) -> bool:
+        """Read until there were so many pieces of text; return whether the answer has ended."""
+        assert self._response is not None
+        while self.num_deltas < num_deltas:
+            try:
+                line = self._response.readline().decode()
+            except (OSError, http.client.HTTPException):
+                return False
+            if line.startswith("id: "):
+                self.last_id = line.strip().removeprefix("id: ")
+            elif line.startswith("data: "):
+                self.events.append(json.loads(line.removeprefix("data: ")))
+            if (
+                self.events
+                and "usage" in self.events[-1].get("response", {})
+                and self.events[-1]["response"]["usage"]
+            ):
+                return True
+            if not line:
+                return False
+        return False
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("role", ["frontend", "core"])
+def test_a_kill_in_the_middle_changes_nothing(
+    server: Server, ask: dict[str, Any], whole: Response, role: str
+) -> None:
+    """A lost core is nothing that a client sees; after a lost frontend it reads on where it was, at whichever is there."""
+    body = {**ask, **ask["extra_body"], "stream": True}
+    reader = Reader(server)
+    reader.open("POST", "/v1/responses", body)
+    assert not reader.read(5)
+    index, _ = frontend_of(int(reader.stream.partition("-")[0], 16)) if role == "frontend" else (0, 0)
+    wait_until(lambda: f"quintet-{role}-{index}" in server.children(), role)
+    server.children()[f"quintet-{role}-{index}"].kill()
+    if not reader.read():
+        assert role == "frontend"
+        reader.open("GET", f"/v1/streams/{reader.last_id.partition(':')[0]}")
+        assert reader.read(reader.num_deltas + 3) is False
+        reader.open("POST", "/v1/responses", body)  # hangs up, and asks again as a browser would
+        assert reader.read()
+    reader.close()
+    assert [event["sequence_number"] for event in reader.events] == list(range(len(reader.events)))
+    deltas = [event["delta"] for event in reader.events if event["type"] == "response.output_text.delta"]
+    assert "".join(deltas) == whole.output_text
+    (message,) = reader.events[-1]["response"]["output"]
+    assert message["content"][0]["text"] == whole.output_text
