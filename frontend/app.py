@@ -19,6 +19,7 @@ from quintet.frontend.dialects import anthropic_errors, openai_errors
 from quintet.frontend.dialects.anthropic_messages import count_tokens, messages
 from quintet.frontend.dialects.openai_chat import chat_completions
 from quintet.frontend.dialects.openai_completions import completions
+from quintet.frontend.dialects.openai_invocations import invocations
 from quintet.frontend.dialects.openai_tokenize import detokenize, tokenize
 from quintet.frontend.dialects.responses import responses
 from quintet.frontend.dialects.resume import resumable, streams
@@ -57,6 +58,7 @@ ROUTES = (
     Row("/livez", ("GET",), health.livez),
     Row("/readyz", ("GET",), health.readyz),
     Row("/ping", ("GET", "POST"), health.livez),
+    Row("/invocations", ("POST",), resumable(invocations)),
     Row("/version", ("GET",), health.show_version),
     Row("/load", ("GET",), health.load),
     Row("/metrics", ("GET",), metrics),
@@ -96,6 +98,7 @@ class App:
         self._keys = Keys(service.config.frontend.api_keys)
         self._errors = {row.path: row.errors for row in ROUTES}
         """Known before a request is routed: also who has no key is refused in the dialect of the path."""
+        self._root_path = service.config.frontend.root_path.rstrip("/")
         self._log = logging.getLogger("quintet")
         self._log_requests = service.config.frontend.log_requests
         self._router = Router(
@@ -108,6 +111,8 @@ class App:
         if scope["type"] != "http":
             raise RuntimeError(f"this server speaks HTTP, not {scope['type']}")
         service = self._service
+        if self._root_path:
+            scope["path"] = self._without_root(scope["path"])
         exchange = Exchange(scope, receive, send, openai_errors.ERRORS)
         exchange.errors = self._errors.get(exchange.path, exchange.errors)
         scope["exchange"] = exchange
@@ -131,6 +136,11 @@ class App:
                     exchange.status or 499,
                 )
             service.check_drained()
+
+    def _without_root(self, path: str) -> str:
+        """Take off the prefix of a proxy that leaves that to us; a path of ours may begin with it too."""
+        is_ours = path in self._errors or not path.startswith(self._root_path + "/")
+        return path if is_ours else path.removeprefix(self._root_path)
 
     async def _answer(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         if self._service.draining or self._service.is_retiring:

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 PROGRESS_S = 60.0
+BYTES_PER_S = 4096
 MAX_OPEN_BYTES = 256 << 20
 
 
@@ -13,6 +14,8 @@ MAX_OPEN_BYTES = 256 << 20
 class OpenBody:
     """A body of which more is to come."""
 
+    began_s: float
+    """By the loop's clock."""
     waiting: asyncio.Timeout | None = None
     """The wait for its next piece."""
     num_bytes: int = 0
@@ -32,7 +35,9 @@ class Bodies:
     max_bytes: int
     """Largest body taken."""
     progress_s: float = PROGRESS_S
-    """Longest wait for the next piece of a body."""
+    """Longest wait for the next piece of a body; and how long after its beginning its rate is not looked at."""
+    bytes_per_s: float = BYTES_PER_S
+    """Least rate at which a body must come, on average."""
     max_open_bytes: int = MAX_OPEN_BYTES
     """Most bytes of unfinished bodies together."""
     num_open_bytes: int = 0
@@ -41,7 +46,7 @@ class Bodies:
 
     def open(self) -> OpenBody:
         """Begin to receive a body; `close` it."""
-        body = OpenBody()
+        body = OpenBody(asyncio.get_running_loop().time())
         self._open[body] = None
         return body
 
@@ -51,6 +56,12 @@ class Bodies:
         self.num_open_bytes += num_bytes
         del self._open[body]
         self._open[body] = None
+
+    def patience_s(self, body: OpenBody) -> tuple[float, bool]:
+        """Return how long to wait for its next piece, and whether its rate says so: then it came too slowly."""
+        due_s = body.began_s + self.progress_s + body.num_bytes / self.bytes_per_s
+        left_s = due_s - asyncio.get_running_loop().time()
+        return (left_s, True) if left_s < self.progress_s and body.num_bytes else (self.progress_s, False)
 
     def make_room(self) -> None:
         """Give up on the bodies that have waited longest, until the others are within the limit.

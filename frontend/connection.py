@@ -14,6 +14,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from quintet.frontend.error_shape import ErrorShape, bare_response
 from quintet.frontend.exchange import CONNECTION
+from quintet.frontend.half_open import HalfOpen
 from quintet.wire.errors import ErrorCode, RequestError
 
 IDLE_S = 75
@@ -43,6 +44,7 @@ class Protocol(HttpToolsProtocol):
         self._unread_timer: asyncio.TimerHandle | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         self._num_head_bytes = 0
+        self._half_open: HalfOpen | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for the first request as long as for any other."""
@@ -55,6 +57,36 @@ class Protocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._stop_watching()
         self._end_head()
+        if self._half_open is not None:
+            self._half_open.stop()
+
+    # --- a client that says no more ---------------------------------------------------------------------------
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """Stay open for the answer to a complete request, if its client can be asked whether it is still there.
+
+        With TLS there are no half-closed connections, and before HTTP/1.1 no interim responses.
+        """
+        cycle = self.cycle
+        if (
+            self.scheme == "https"
+            or cycle is None
+            or cycle.response_complete
+            or cycle.more_body
+            or self.pipeline
+            or self._head_timer is not None
+            or cycle.scope["http_version"] != "1.1"
+        ):
+            return None
+        cycle.keep_alive = False
+        self._half_open = HalfOpen(self.transport, self._probe)
+        return True
+
+    def _probe(self) -> None:
+        if not self.cycle.response_started:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        elif (break_silence := self.scope["extensions"][CONNECTION].get("break_silence")) is not None:
+            break_silence()
 
     # --- a client that writes slowly --------------------------------------------------------------------------
 

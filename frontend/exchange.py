@@ -25,7 +25,7 @@ Header = tuple[bytes, bytes]
 
 JSON = b"application/json"
 CONNECTION = "quintet.connection"
-"""ASGI extension through which the server lends the connection's ``abort``."""
+"""ASGI extension through which the server lends the connection's ``abort``, and a stream its ``break_silence``."""
 REQUEST_ID_HEADER = "x-request-id"
 MAX_REQUEST_ID = 256
 REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID}}}")
@@ -42,7 +42,7 @@ class Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send, errors: ErrorShape) -> None:
         self.arrival_ns = time.monotonic_ns()
         self.method: str = scope["method"]
-        self.path: str = scope["path"].removeprefix(scope["root_path"])
+        self.path: str = scope["path"]
         self.query: str = scope.get("query_string", b"").decode("latin-1")
         """What follows the question mark, as it was sent."""
         self.route = "other"
@@ -52,10 +52,11 @@ class Exchange:
         """How errors are spelled for this client."""
         self.status = 0
         self.headers_out: list[Header] = []
-        self._abort: Callable[[], None] | None = scope.get("extensions", {}).get(CONNECTION, {}).get("abort")
+        self._connection: dict[str, Callable[[], None]] = scope.get("extensions", {}).get(CONNECTION, {})
         self._query: bytes = scope["query_string"]
         self._receive = receive
         self._send = send
+        self._body: bytes | None = None
         self._headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))
         given = self.header(REQUEST_ID_HEADER)
         self.request_id = given if given and REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
@@ -83,7 +84,13 @@ class Exchange:
 
         A missing content type passes, as it does with other servers. A client that stops sending is
         told so (408); so is the one that has been silent longest while too much of all bodies is held (503).
+        Who asks again gets what was read.
         """
+        if self._body is None:
+            self._body = await self._receive_json(bodies)
+        return self._body
+
+    async def _receive_json(self, bodies: Bodies) -> bytes:
         kind = (self.header("content-type") or "").partition(";")[0].strip().lower()
         if kind and kind != "application/json" and not kind.endswith("+json"):
             raise RequestError(
@@ -112,8 +119,9 @@ class Exchange:
             bodies.close(body)
 
     async def _next_piece(self, bodies: Bodies, body: OpenBody) -> Message:
+        patience_s, is_slow = bodies.patience_s(body)
         try:
-            async with asyncio.timeout(0 if body.is_given_up else bodies.progress_s) as body.waiting:
+            async with asyncio.timeout(0 if body.is_given_up else patience_s) as body.waiting:
                 return await self._receive()
         except TimeoutError:
             if body.is_given_up:
@@ -121,6 +129,12 @@ class Exchange:
                     ErrorCode.UNAVAILABLE,
                     f"The server holds more than {bodies.max_open_bytes} bytes of bodies that are still being sent, and "
                     "no piece of this one came for longer than of any other; try again later.",
+                ) from None
+            if is_slow:
+                raise self._unread(
+                    ErrorCode.TIMEOUT,
+                    f"The request body came too slowly: {body.num_bytes} bytes, where {bodies.bytes_per_s:g} a second are "
+                    f"expected once {bodies.progress_s:g} s have passed. Send it again, faster.",
                 ) from None
             raise self._unread(
                 ErrorCode.TIMEOUT,
@@ -178,8 +192,12 @@ class Exchange:
 
     def abort(self) -> None:
         """Close the connection without waiting for the client to read what was written: it sees a reset."""
-        if self._abort is not None:
-            self._abort()
+        if (abort := self._connection.get("abort")) is not None:
+            abort()
+
+    def lend_break_silence(self, break_silence: Callable[[], None]) -> None:
+        """Let the connection have something written to the stream that says nothing: to find out whether anybody reads."""
+        self._connection["break_silence"] = break_silence
 
     async def _start(self, status: int, headers: list[Header]) -> None:
         self.status = status

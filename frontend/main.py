@@ -68,7 +68,6 @@ def make_server(app: App, config: FrontendConfig) -> HttpServer:
             log_level="warning",
             access_log=False,
             server_header=False,
-            root_path=config.root_path,
             timeout_keep_alive=IDLE_S,
             timeout_graceful_shutdown=1,
         )

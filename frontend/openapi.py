@@ -104,6 +104,14 @@ _OPERATIONS: tuple[tuple[str, str, str, type | None, Schema | None], ...] = (
     ("get", "/livez", "200 while this process answers", None, None),
     ("get", "/readyz", "200 while requests can be served", None, None),
     ("get", "/ping", "As /livez", None, None),
+    ("post", "/ping", "As /livez", None, None),
+    (
+        "post",
+        "/invocations",
+        "A conversation (`messages`) or a text (`prompt`), as at their own paths",
+        types.CompletionBody,
+        {"prompt": "def fibonacci(n):", "max_tokens": 32, "temperature": 0},
+    ),
     ("get", "/version", "The version of the server", None, None),
     ("get", "/load", "Requests this frontend holds", None, None),
     ("get", "/metrics", "Figures of every process, as Prometheus text", None, None),
@@ -112,7 +120,7 @@ _OPERATIONS: tuple[tuple[str, str, str, type | None, Schema | None], ...] = (
 )
 
 
-def openapi_document(has_keys: bool) -> Schema:
+def openapi_document(has_keys: bool, root_path: str = "") -> Schema:
     """Return the OpenAPI 3.1 description of every route."""
     paths: dict[str, Schema] = {}
     for method, path, summary, body, example in _OPERATIONS:
@@ -124,6 +132,7 @@ def openapi_document(has_keys: bool) -> Schema:
             "version": "1",
             "description": "A server for large language models that speaks OpenAI's and Anthropic's dialects.",
         },
+        "servers": [{"url": root_path or "/"}],
         "paths": paths,
         "components": {"schemas": _schemas()},
     }
@@ -195,7 +204,8 @@ def _schemas() -> dict[str, Schema]:
 
 async def openapi(service: Service, exchange: Exchange) -> None:
     """Answer with the document."""
-    await exchange.respond_json(openapi_document(bool(service.config.frontend.api_keys)))
+    config = service.config.frontend
+    await exchange.respond_json(openapi_document(bool(config.api_keys), config.root_path))
 
 
 async def docs(_service: Service, exchange: Exchange) -> None:

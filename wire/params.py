@@ -102,6 +102,9 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
             changes["logprobs"] = 0
         if self.seed == -1:
             changes["seed"] = None
+        for field in ("logprobs", "prompt_logprobs"):
+            if getattr(self, field) == -1 and vocab_size is not None:
+                changes[field] = vocab_size
         if self.logit_bias:
             changes["logit_bias"] = {t: min(100.0, max(-100.0, b)) for t, b in self.logit_bias.items()}
         if self.structured_outputs is not None:
@@ -186,13 +189,13 @@ def _check_lists(p: SamplingParams, max_logprobs: int, vocab_size: int | None) -
         value = getattr(p, field)
         if value is None:
             continue
-        if value == -1 and max_logprobs == -1:
-            continue
         most, whose = max_logprobs if max_logprobs >= 0 else MAX_COUNT, "the server's --max-logprobs"
-        if vocab_size is not None and vocab_size < most:
-            most, whose = vocab_size, "the tokens that the model has"
-        if not 0 <= value <= most:
-            raise _bad(field, value, f"between 0 and {most} ({whose})")
+        may_be_all = max_logprobs < 0
+        if vocab_size is not None and vocab_size <= most:
+            most, whose, may_be_all = vocab_size, "the tokens that the model has", True
+        if not 0 <= value <= most and not (value == -1 and may_be_all):
+            all_of_them = " or -1 for all of them" if may_be_all else ""
+            raise _bad(field, value, f"between 0 and {most} ({whose}){all_of_them}")
     if len(p.stop) > MAX_STOP_STRINGS:
         raise _bad("stop", f"{len(p.stop)} strings", f"at most {MAX_STOP_STRINGS} strings")
     if (num_chars := sum(map(len, p.stop))) > MAX_STOP_CHARS:

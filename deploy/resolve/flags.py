@@ -154,8 +154,16 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         list[str],
         Flag(NETWORK, "web origin allowed to call from a browser; repeat for more", "ORIGIN", "none"),
     ] = []
-    root_path: Annotated[str, Flag(NETWORK, "path prefix that a proxy in front strips", "PATH", "none")] = ""
-    max_logprobs: Annotated[int, Flag(NETWORK, "most log-probabilities a request may ask for per token")] = 20
+    root_path: Annotated[
+        str, Flag(NETWORK, "path prefix of a proxy in front, whether it takes it off or not", "PATH", "none")
+    ] = ""
+    max_logprobs: Annotated[
+        int,
+        Flag(
+            NETWORK,
+            "most log-probabilities a request may ask for per token; -1 for as many as there are tokens",
+        ),
+    ] = 20
     max_body_bytes: Annotated[
         int | str, Flag(NETWORK, "largest request body, e.g. 32MiB", "SIZE", "32MiB")
     ] = "32MiB"

@@ -42,7 +42,7 @@ def check_ranges(options: Options) -> None:
         "frontends": (options.frontends, 1),
         "threads": (options.threads, 0),
         "step_ms": (options.step_ms, 0),
-        "max_logprobs": (options.max_logprobs, 0),
+        "max_logprobs": (options.max_logprobs, -1),
         "max_queued_requests": (options.max_queued_requests, 1),
         "max_queued_tokens": (options.max_queued_tokens, 1),
         "drain_timeout": (options.drain_timeout, 0),

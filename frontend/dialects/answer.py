@@ -89,6 +89,7 @@ async def stream_answer(
     pulse = sse.Pulse(service.config.frontend.keep_alive_s, submissions.mailbox.nudge)
     reader = Reader(exchange.abort, submissions.unread_bytes)
     patience.watch(reader)
+    exchange.lend_break_silence(submissions.mailbox.nudge)
     if submissions.num_unread == 0:
         submissions.mailbox.nudge()  # nothing is left to tell but the end
     try:

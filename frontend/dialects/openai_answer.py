@@ -86,6 +86,12 @@ def options_of(
     )
 
 
+def running_usage(started: Started, num_outputs: int) -> dict[str, object]:
+    """Return the ``usage`` object of an event in the middle of a stream."""
+    prompt = started.num_prompt_tokens
+    return {"prompt_tokens": prompt, "total_tokens": prompt + num_outputs, "completion_tokens": num_outputs}
+
+
 def usage_of(streams: Sequence[Stream], echo_only: bool = False) -> dict[str, object]:
     """Return the ``usage`` object of an answer."""
     starts = [stream.started for stream in streams if stream.started is not None]
@@ -116,6 +122,8 @@ class Shape:
     plain_end: bytes
     """The rest of a choice that has neither log-probabilities nor a finish."""
     logprobs: Callable[[Sequence[PositionLogprobs], AnswerOptions], object]
+    prompt_ids: Callable[[bytes], bytes]
+    """What an event's choice says of its prompt's ids (int32; empty: nothing to tell), as JSON that goes on."""
     on_start: Callable[[ChunkWriter, int, Started], list[bytes]]
     """The events that come before the text of a choice, given its index."""
     channels: Callable[[int, Delta], bytes] | None = None
@@ -213,26 +221,25 @@ class ChunkWriter:
         is_empty = not text if body is None else not body
         if delta.finish is None and is_empty and not (token_ids and self._tells_tokens):
             return None
-        extra = b""
-        if options.return_token_ids:
-            extra = b',"token_ids":' + encode_json(list(token_ids))
-        usage = None
-        if options.continuous_usage and stream.started is not None:
-            usage = self._running_usage(stream, delta)
+        usage, started = None, stream.started
+        num_taken = stream.choices[delta.choice].num_taken
+        if options.continuous_usage and started is not None:
+            usage = running_usage(started, 0 if options.echo_only else num_taken)
+        is_first = num_taken == len(delta.token_ids) and not options.echo
         return self.chunk(
             base + delta.choice,
             text,
             logprobs=self.shape.logprobs(positions, options) if positions else None,
             finish=delta.finish,
-            extra=extra,
+            token_ids=token_ids if options.return_token_ids else None,
+            prompt_ids=started.prompt_ids if is_first and started is not None else b"",
             usage=usage,
             body=None if body is None else body or self.shape.open + b'""' + self.shape.close,
         )
 
-    def _running_usage(self, stream: Stream, delta: Delta) -> dict[str, object]:
-        prompt = stream.started.num_prompt_tokens if stream.started is not None else 0
-        completion = 0 if self.options.echo_only else stream.choices[delta.choice].num_taken
-        return {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
+    def usage_at_start(self, started: Started) -> object:
+        """Return the usage that the events before any text tell, or None where they tell none."""
+        return running_usage(started, 0) if self.options.continuous_usage else None
 
     def chunk(
         self,
@@ -240,12 +247,12 @@ class ChunkWriter:
         text: str,
         logprobs: object = None,
         finish: Finish | None = None,
-        extra: bytes = b"",
+        token_ids: Sequence[int] | None = None,
+        prompt_ids: bytes = b"",
         usage: object = None,
         body: bytes | None = None,
     ) -> bytes:
-        """Return one event with any combination of fields. ``extra`` is JSON added to the choice, ``body`` replaces its text."""
-        end = self._end if usage is None else b'],"usage":' + encode_json(usage) + b"}\n\n"
+        """Return one event with any combination of fields. ``prompt_ids`` are int32; ``body`` replaces the text."""
         reason, stop = (None, None) if finish is None else (finish_name(finish), finish.stop_reason)
         return b"".join(
             (
@@ -257,15 +264,20 @@ class ChunkWriter:
                 encode_json(reason),
                 b',"stop_reason":',
                 encode_json(stop),
-                extra,
+                b',"token_ids":',
+                b"null" if token_ids is None else encode_json(list(token_ids)),
+                self.shape.prompt_ids(prompt_ids),
                 b"}",
-                end,
+                self._end_with(usage),
             )
         )
 
-    def raw_choice(self, choice: bytes, after: bytes = b"") -> bytes:
+    def raw_choice(self, choice: bytes, after: bytes = b"", usage: object = None) -> bytes:
         """Return an event with one choice spelled by the dialect; ``after`` is JSON added to the chunk."""
-        return self._head + choice + b"]" + after + self._end[1:]
+        return self._head + choice + b"]" + after + self._end_with(usage)[1:]
+
+    def _end_with(self, usage: object) -> bytes:
+        return self._end if usage is None else b'],"usage":' + encode_json(usage) + b"}\n\n"
 
     def headers(self) -> tuple[Header, ...]:
         """See `AnswerWriter.headers`."""

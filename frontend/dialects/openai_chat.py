@@ -280,19 +280,20 @@ def chat_shape(role: str, prefix: str, channels: Channels | None = None) -> Shap
 
     def on_start(writer: ChunkWriter, index: int, started: Started) -> list[bytes]:
         first = b'{"index":%d,"delta":{"role":' + encode_json(role).replace(b"%", b"%%")
-        first += b',"content":""},"logprobs":null,"finish_reason":null}'
-        after = b""
-        if writer.options.return_token_ids:
-            after = b',"prompt_token_ids":' + encode_json(list(unpack_i32(started.prompt_ids)))
-        frames = [writer.raw_choice(first % index, after)]
-        return [*frames, writer.chunk(index, prefix)] if prefix else frames
+        first += b',"content":""},"logprobs":null,"finish_reason":null,"token_ids":null}'
+        asked = writer.options.return_token_ids
+        ids = encode_json(list(unpack_i32(started.prompt_ids)) if asked else None)
+        usage = writer.usage_at_start(started)
+        frames = [writer.raw_choice(first % index, b',"prompt_token_ids":' + ids, usage)]
+        return [*frames, writer.chunk(index, prefix, usage=usage)] if prefix else frames
 
     return Shape(
         object_name="chat.completion.chunk",
         open=b'"delta":{"content":',
         close=b"}",
-        plain_end=b',"logprobs":null,"finish_reason":null',
+        plain_end=b',"logprobs":null,"finish_reason":null,"token_ids":null',
         logprobs=chat_logprobs,
+        prompt_ids=lambda _: b"",  # the first event has them, beside its choice
         on_start=on_start,
         channels=None if channels is None else functools.partial(by_channel, channels),
     )
@@ -316,8 +317,10 @@ def _whole(outputs: list[Output], submissions: Submissions, how: ChatAnswer) -> 
         "usage": usage_of(submissions.streams),
         "prompt_logprobs": prompt_logprobs(started, options) if started is not None else None,
     }
-    if options.return_token_ids and started is not None:
-        answer["prompt_token_ids"] = list(unpack_i32(started.prompt_ids))
+    asked = options.return_token_ids and started is not None
+    answer["prompt_token_ids"] = (
+        list(unpack_i32(started.prompt_ids)) if started is not None and asked else None
+    )
     return answer
 
 
@@ -334,6 +337,5 @@ def _choice(output: Output, how: ChatAnswer) -> dict[str, object]:
         "finish_reason": finish_name(output.finish),
         "stop_reason": output.finish.stop_reason,
     }
-    if options.return_token_ids:
-        choice["token_ids"] = list(output.token_ids)
+    choice["token_ids"] = list(output.token_ids) if options.return_token_ids else None
     return choice

@@ -158,26 +158,34 @@ def _params(body: CompletionBody, config: EngineConfig) -> SamplingParams:
 
 
 def _on_start(writer: ChunkWriter, index: int, started: Started) -> list[bytes]:
-    """Return the events of an echoed prompt, or of its token ids."""
+    """Return the events of an echoed prompt."""
     options = writer.options
-    if not options.echo and not options.return_token_ids:
+    if not options.echo:
         return []
-    extra = b""
-    if options.return_token_ids:
-        extra = b',"prompt_token_ids":' + encode_json(list(unpack_i32(started.prompt_ids)))
-    text, logprobs = "", None
-    if options.echo:
-        text = started.prompt_text or ""
-        logprobs = echoed_logprobs(started, options) if options.logprobs is not None else None
-    return [writer.chunk(index, text, logprobs, extra=extra)]
+    logprobs = echoed_logprobs(started, options) if options.logprobs is not None else None
+    return [
+        writer.chunk(
+            index,
+            started.prompt_text or "",
+            logprobs,
+            token_ids=() if options.return_token_ids else None,
+            prompt_ids=started.prompt_ids,
+            usage=writer.usage_at_start(started),
+        )
+    ]
+
+
+def _prompt_ids(prompt_ids: bytes) -> bytes:
+    return b',"prompt_token_ids":' + encode_json(list(unpack_i32(prompt_ids)) if prompt_ids else None)
 
 
 SHAPE = Shape(
     object_name="text_completion",
     open=b'"text":',
     close=b"",
-    plain_end=b',"logprobs":null,"finish_reason":null,"stop_reason":null',
+    plain_end=b',"logprobs":null,"finish_reason":null,"stop_reason":null,"token_ids":null,"prompt_token_ids":null',
     logprobs=completion_logprobs,
+    prompt_ids=_prompt_ids,
     on_start=_on_start,
 )
 
@@ -216,7 +224,9 @@ def _choice(output: Output, options: AnswerOptions) -> dict[str, object]:
         "stop_reason": output.finish.stop_reason,
         "prompt_logprobs": prompt_logprobs(started, options) if started is not None else None,
     }
-    if options.return_token_ids:
-        choice["token_ids"] = list(output.token_ids)
-        choice["prompt_token_ids"] = list(unpack_i32(started.prompt_ids)) if started is not None else []
+    asked = options.return_token_ids
+    choice["token_ids"] = list(output.token_ids) if asked else None
+    choice["prompt_token_ids"] = (
+        list(unpack_i32(started.prompt_ids)) if started is not None and asked else None
+    )
     return choice

@@ -13,7 +13,7 @@ from quintet.frontend.dialects.openai_types import SHARED_SAMPLING_FIELDS, ChatB
 from quintet.frontend.exchange import MAX_REQUEST_ID, REQUEST_ID, REQUEST_ID_HEADER, Exchange
 from quintet.wire.config import EngineConfig, ModelConfig
 from quintet.wire.errors import ErrorCode, RequestError
-from quintet.wire.params import MAX_COUNT, MAX_SHOWN, SamplingParams, shown
+from quintet.wire.params import MAX_SHOWN, SamplingParams, shown
 
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 PartT = TypeVar("PartT")
@@ -215,8 +215,7 @@ def checked(
 
 def max_alternatives(params: SamplingParams) -> int:
     """Return how many tokens each position's log-probabilities show besides the chosen one."""
-    asked = params.logprobs or 0
-    return MAX_COUNT if asked < 0 else max(asked, len(params.logprob_token_ids or ()))
+    return max(params.logprobs or 0, len(params.logprob_token_ids or ()))
 
 
 def deadline_ns(body: GenerationBody, exchange: Exchange) -> int:

@@ -340,3 +340,16 @@ def test_only_a_number_of_the_clients_own_is_held_against_it(
     for asked in ({}, {"max_tokens": None}, {"max_tokens": 5}):
         assert shared.ask("POST", path, {**body, **asked}).status == 200
         assert shared.engine.wait_for(Submit)[-1].limit_gives_way is (asked.get("max_tokens") is None)
+
+
+def test_one_door_for_both_kinds_of_requests(shared: Any) -> None:
+    chat = shared.ask(
+        "POST", "/invocations", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    )
+    assert chat.json["object"] == "chat.completion"
+    text = shared.ask("POST", "/invocations", {"prompt": "x", "max_tokens": 1})
+    assert text.json["object"] == "text_completion"
+    neither = shared.ask("POST", "/invocations", {"inputs": "x"})
+    assert (
+        neither.status == 400 and "messages and prompt are both missing" in neither.json["error"]["message"]
+    )

@@ -139,3 +139,15 @@ def test_behind_a_proxy_that_takes_off_a_prefix(serve: Callable[..., Any]) -> No
     assert server.ask("GET", "/v1/models").status == 401
     assert server.ask("GET", "/v1/models", headers={"x-api-key": "k"}).status == 200
     assert server.ask("POST", "/v1/completions", COMPLETION, {"x-api-key": "k"}).status == 200
+
+
+def test_behind_a_proxy_that_leaves_its_prefix(serve: Callable[..., Any]) -> None:
+    server = serve(root_path="/llm", api_keys=["k"])
+    key = {"x-api-key": "k"}
+    assert server.ask("GET", "/llm/livez").status == 200
+    assert server.ask("GET", "/llm/v1/models").status == 401
+    assert server.ask("GET", "/llm/v1/models/toy", headers=key).status == 200
+    assert server.ask("POST", "/llm/v1/completions", COMPLETION, key).status == 200
+    assert server.ask("GET", "/llm/llm/livez", headers=key).status == 404
+    assert server.ask("GET", "/llmx/livez", headers=key).status == 404
+    assert server.ask("GET", "/llm/openapi.json", headers=key).json["servers"] == [{"url": "/llm"}]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import resource
 import socket
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from quintet.frontend import connection as frontend_connection
+from quintet.wire import messages
 
 C = "/v1/completions"
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
@@ -101,3 +103,54 @@ def test_a_thousand_idle_connections_hold_up_nobody(serve: Callable[..., Any]) -
         assert server.ask("POST", C, {"prompt": "x", "max_tokens": 5}).status == 200
         assert len(server._server.server_state.connections) >= 1000
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def asking(stream: bool) -> bytes:
+    body = json.dumps({"prompt": "x", "max_tokens": 3, "stream": stream}).encode()
+    head = f"POST {C} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_says_no_more_still_gets_an_answer(serve: Callable[..., Any], stream: bool) -> None:
+    server = serve()
+    server.engine.held = True
+    with connected(server) as client:
+        client.sendall(asking(stream))
+        server.engine.wait_for(messages.Submit)
+        client.shutdown(socket.SHUT_WR)
+        assert client.recv(25, socket.MSG_WAITALL) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        server.call(server.engine.release)
+        answer = everything(client)
+    assert b"HTTP/1.1 200 OK\r\n" in answer and b"connection: close" in answer
+    assert b" t2" in answer and answer.endswith(b"\r\n0\r\n\r\n" if stream else b"}")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_leaves_after_saying_no_more_is_noticed(serve: Callable[..., Any], stream: bool) -> None:
+    server = serve()
+    server.engine.silent_after = 1
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+    client.sendall(asking(stream))
+    if stream:
+        assert client.recv(4096).startswith(b"HTTP/1.1 200")
+    server.engine.wait_for(messages.Submit)
+    client.shutdown(socket.SHUT_WR)
+    client.close()
+    server.engine.wait_for(messages.Cancel)
+
+
+def test_a_body_that_trickles_is_cut_off(serve: Callable[..., Any]) -> None:
+    server = serve()
+    server.service.bodies.progress_s, server.service.bodies.bytes_per_s = 0.1, 1000
+    with connected(server) as client:
+        client.sendall(HEAD + b"content-length: 1000\r\n\r\n")
+        client.settimeout(0.02)
+        answer = b""
+        for _ in range(500):  # more than ten seconds of pieces, none of which is late
+            client.sendall(b" ")
+            with contextlib.suppress(TimeoutError):
+                answer = client.recv(4096)
+                break
+    assert answer.startswith(b"HTTP/1.1 408 ") and b"too slowly" in answer
+    assert server.ask("POST", C, b" " * 900 + b'{"prompt": "x", "max_tokens": 1}').status == 200

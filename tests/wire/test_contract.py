@@ -116,6 +116,10 @@ def test_no_more_log_probabilities_than_the_model_has_tokens(field: str) -> None
     with pytest.raises(RequestError, match=f"{field} is 9; it must be between 0 and 8 .the tokens that"):
         SamplingParams(**{field: 9}).checked(max_logprobs=-1, vocab_size=8)
     SamplingParams(**{field: 8}).checked(max_logprobs=20, vocab_size=8)
+    for most in (8, 20, -1):
+        assert getattr(SamplingParams(**{field: -1}).checked(max_logprobs=most, vocab_size=8), field) == 8
+    with pytest.raises(RequestError, match="between 0 and 7"):
+        SamplingParams(**{field: -1}).checked(max_logprobs=7, vocab_size=8)
 
 
 @pytest.mark.parametrize(
