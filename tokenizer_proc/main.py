@@ -21,6 +21,7 @@ from quintet.process.runtime import Process, child_main
 from quintet.tokenizer_proc.encode import Encoder, load_encoder, size_of
 from quintet.tokenizer_proc.senders import refusal_of, sender_of
 from quintet.tokenizer_proc.structured import Forms
+from quintet.tokenizer_proc.thinking import Budgets
 from quintet.wire.codec import encode, pack_i32, pack_i64, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig
 from quintet.wire.dropped import Dropped
@@ -65,6 +66,9 @@ class Tokenizer:
         self._process = process
         self._encoder = encoder
         self._forms = Forms(process.config.model, is_mock=process.config.executor.kind == "mock")
+        self._budgets = Budgets(
+            process.config.model.parsers.thinks, lambda text: encoder.encode(text, add_special_tokens=False)
+        )
         self._loop = loop
         self._lanes = [(size, ThreadPoolExecutor(threads, "lane")) for size, threads in LANES]
         self._waiting: dict[int, set[int]] = {}
@@ -270,6 +274,7 @@ class Tokenizer:
             ids = self._encoder.prompt_ids(submit.prompt, params, limit_gives_way=submit.limit_gives_way)
             bad_words = self._encoder.bad_word_ids(params.bad_words)
             params = self._forms.enforceable(submit.spec, lambda: self._encoder.end_of(ids))
+            params = self._budgets.bounded(params, lambda: self._encoder.end_of(ids))
             spec = msgspec.structs.replace(submit.spec, params=params)
         except RequestError as error:
             return Failed(submit.request_id, error.code, error.message, error.param)

@@ -36,6 +36,8 @@ class ThinkMarks(msgspec.Struct, frozen=True):
     """Whether output is reasoning from its first character where the prompt does not say so."""
     answer: str = ""
     """What stands before content, behind reasoning or without any."""
+    breaks: list[str] = []
+    """What ends reasoning as well, and belongs to what follows."""
 
 
 class ForcedCalls(msgspec.Struct, frozen=True):

@@ -14,6 +14,7 @@ import msgspec
 
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.structured import StructuredOutputsParams
+from quintet.wire.thinking import ThinkingBound
 
 MAX_CHOICES = 16_384
 MAX_COUNT = (1 << 31) - 1
@@ -76,6 +77,10 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
     truncate_prompt_tokens: int | None = None
     truncation_side: str = "left"
     structured_outputs: StructuredOutputsParams | None = None
+    thinking_token_budget: int | None = None
+    """Most tokens of reasoning; None or -1 for no limit."""
+    thinking_bound: ThinkingBound | None = None
+    """The same for the executor. Written by the tokenizer process."""
 
     @property
     def greedy(self) -> bool:
@@ -105,6 +110,8 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
         for field in ("logprobs", "prompt_logprobs"):
             if getattr(self, field) == -1 and vocab_size is not None:
                 changes[field] = vocab_size
+        if self.thinking_token_budget == -1:
+            changes["thinking_token_budget"] = None
         if self.logit_bias:
             changes["logit_bias"] = {t: min(100.0, max(-100.0, b)) for t, b in self.logit_bias.items()}
         if self.structured_outputs is not None:
@@ -180,6 +187,11 @@ def _check_ranges(p: SamplingParams) -> None:
     if p.truncate_prompt_tokens != -1:
         what = "-1 for the model's limit, or at least 1"
         _unless_between("truncate_prompt_tokens", p.truncate_prompt_tokens, 1, what)
+    if p.thinking_token_budget != -1:
+        what = "-1 for no limit, or at least 0"
+        _unless_between("thinking_token_budget", p.thinking_token_budget, 0, what)
+    if p.thinking_bound is not None:
+        raise _bad("thinking_bound", "given", "left out: the server writes it")
     if p.truncation_side not in {"left", "right"}:
         raise _bad("truncation_side", p.truncation_side, "'left' or 'right'")
 

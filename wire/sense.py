@@ -28,6 +28,7 @@ from quintet.wire.params import (
     SamplingParams,
 )
 from quintet.wire.request import MAX_NAME_CHARS, MAX_SCHEMAS_BYTES, Reading, RequestSpec
+from quintet.wire.thinking import ThinkingBound
 
 MAX_SEATS = 1 << 10
 """Seats of one role: an index of a frontend has ten bits in a request's id."""
@@ -104,6 +105,9 @@ class Sense:
     def _in_vocabulary(self, ids: Iterable[int] | None) -> bool:
         return not ids or all(0 <= token < self._vocab_size for token in ids)
 
+    def _bound(self, bound: ThinkingBound) -> bool:
+        return bound.makes_sense and self._in_vocabulary([*bound.ids()])
+
     def _params(self, p: SamplingParams) -> bool:
         """Whether sampling can be done so; what a client is told of its mistakes is `SamplingParams.checked`'s."""
         return (
@@ -123,6 +127,7 @@ class Sense:
             and (p.truncate_prompt_tokens is None or -1 <= p.truncate_prompt_tokens <= MAX_COUNT)
             and "" not in p.stop
             and (p.structured_outputs is None or p.structured_outputs.is_one_form)
+            and (p.thinking_bound is None or self._bound(p.thinking_bound))
             and self._in_vocabulary(p.stop_token_ids)
             and self._in_vocabulary(p.allowed_token_ids)
             and self._in_vocabulary(p.logprob_token_ids)

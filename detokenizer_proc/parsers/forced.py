@@ -81,6 +81,6 @@ def think_marks(reasoning: str) -> ThinkMarks | None:
     if form is None:
         return None
     if isinstance(form, ThinkFormat):
-        return ThinkMarks(list(form.opens), list(form.closes), form.begins_inside)
+        return ThinkMarks(list(form.opens), list(form.closes), form.begins_inside, breaks=list(form.breaks))
     analysis, final = f"{CHANNEL}analysis{MESSAGE}", f"{CHANNEL}final{MESSAGE}"
-    return ThinkMarks([analysis], [f"{ENDS[0]}{START}assistant"], answer=final)
+    return ThinkMarks([analysis], [f"{ENDS[0]}{START}assistant"], answer=final, breaks=[*ENDS, START])

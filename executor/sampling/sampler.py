@@ -21,6 +21,7 @@ from quintet.executor.sampling.min_tokens import MinTokens
 from quintet.executor.sampling.ops import SamplingOps
 from quintet.executor.sampling.penalties import Penalties
 from quintet.executor.sampling.settings import settings_of, settings_table
+from quintet.executor.sampling.thinking import ThinkingBudgets
 from quintet.executor.slots import SlotTables
 from quintet.wire.step import NewRow, PromptLogprobs, TokenLogprobs
 
@@ -56,6 +57,11 @@ class Sampler:
         self._reports = 1 << len(self._shaping)
         self._reports_prompt = self._reports << 1
         self._has_form = self._reports << 2
+        self._may_think = self._reports << 3
+        self._must_end = self._reports << 4
+        """Set for a step in which reasoning may have to end."""
+        self._thinking = ThinkingBudgets(max_num_seqs)
+        self._shapes |= self._must_end
         self._beyond_drawing = self._shapes | self._reports
         self._grammars = grammars
         self._wants = np.zeros(max_num_seqs, np.int64)
@@ -73,6 +79,7 @@ class Sampler:
         wants |= self._reports_prompt * self._logprobs.admit_prompt(row)
         if self._grammars is not None:
             wants |= self._has_form * self._grammars.admit(row)
+        wants |= self._may_think * self._thinking.admit(row)
         self._num_wanting += bool(wants) - bool(self._wants[row.slot])
         self._wants[row.slot] = wants
         self.settings[row.slot] = settings_of(row.params, row.seed)
@@ -82,10 +89,22 @@ class Sampler:
         if not self._num_wanting:
             return False
         wants = self._wants[rows.slots]
-        if (wants[rows.sampling] & self._beyond_drawing).any():
+        if (self._wants_now(rows) & self._beyond_drawing).any():
             return True
         is_in_prompt = rows.starts + 1 < self._tables.num_prompt_tokens[rows.slots]
         return bool((is_in_prompt & (wants & self._reports_prompt != 0)).any())
+
+    def _wants_now(self, rows: Rows) -> Int:
+        """Return what the rows that draw want in this step."""
+        sampling = rows.sampling
+        slots = rows.slots[sampling]
+        wants = self._wants[slots]
+        thinking = np.flatnonzero(wants & self._may_think)
+        if len(thinking):
+            slots, lengths = slots[thinking], (rows.starts[sampling] + rows.counts[sampling])[thinking]
+            due = self._thinking.due(slots, lengths - self._tables.num_prompt_tokens[slots])
+            wants[thinking[due]] |= self._must_end
+        return wants
 
     def begin_masks(self, rows: Rows) -> StepMasks | None:
         """Begin to make masks for the rows whose answers have a form; None where there are none."""
@@ -108,7 +127,7 @@ class Sampler:
         sampling = rows.sampling
         slots = rows.slots[sampling]
         positions = rows.starts[sampling] + rows.counts[sampling]
-        wants = self._wants[slots]
+        wants = self._wants_now(rows)
         wanted = int(np.bitwise_or.reduce(wants))
         if wanted & self._shapes:
             drawn = self._draw_shaped(slots, positions, logits, wants, wanted, masks)
@@ -149,6 +168,8 @@ class Sampler:
         for flag, concern in self._shaping:
             if wanted & flag:
                 concern.apply(wide, rows, np.flatnonzero(wants & flag))
+        if wanted & self._must_end:
+            self._thinking.apply(wide, rows, np.flatnonzero(wants & self._must_end))
         drawn = draw(wide, settings, mine, positions[shaped], None, masks)
         if len(shaped) == len(slots):
             return drawn

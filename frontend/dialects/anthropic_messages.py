@@ -33,6 +33,8 @@ async def messages(service: Service, exchange: Exchange) -> None:
     body = parse.decode(await exchange.read_json_body(service.bodies), _decoder)
     parse.check_model(body.model, config.model)
     chat = chat_body(body)
+    if body.thinking is not None and config.model.parsers.thinks is not None:
+        chat.thinking_token_budget = body.thinking.budget_tokens
     try:
         check_chat(chat, config)
         conversation = parse_conversation(chat, config)

@@ -170,10 +170,6 @@ def refuse_missing(body: GenerationBody) -> None:
         raise not_implemented("best_of", "a choice among hidden answers", "Use `n` and choose among them.")
     if body.use_beam_search:
         raise not_implemented("use_beam_search", "beam search", "Sample with `n` instead.")
-    if body.thinking_token_budget not in {None, -1}:
-        raise not_implemented(
-            "thinking_token_budget", "a budget for reasoning", "Limit `max_tokens` instead."
-        )
 
 
 def check_combinations(body: GenerationBody, config: EngineConfig) -> None:

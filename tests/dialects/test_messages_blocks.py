@@ -16,7 +16,7 @@ from quintet.frontend.dialects.openai_channels import Channels
 from quintet.frontend.dialects.position import Position, StreamId
 from quintet.frontend.streams import Batch, Delta
 from quintet.wire.channels import Channel
-from quintet.wire.config import ParsersConfig
+from quintet.wire.config import ParsersConfig, ThinkMarks
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import Finish, FinishReason, Started, Submit
 from quintet.wire.request import Reading
@@ -44,7 +44,8 @@ ASK: dict[str, Any] = {
 
 @pytest.fixture
 def server(serve: Callable[..., Any]) -> Any:
-    server = serve(parsers=ParsersConfig(reasoning="qwen3", tools="hermes"))
+    parsers = ParsersConfig(reasoning="qwen3", tools="hermes", thinks=ThinkMarks(["<think>"], ["</think>"]))
+    server = serve(parsers=parsers)
     server.engine.script = SCRIPT
     return server
 
@@ -94,6 +95,13 @@ def test_a_client_may_want_one_call_alone_or_none(client: anthropic.Anthropic, s
     assert [block.name for block in whole.content if block.type == "tool_use"] == ["rain"]
     client.messages.create(**{**ASK, "tool_choice": {"type": "none"}})
     assert server.engine.wait_for(Submit)[-1].spec.reading == Reading("qwen3")
+
+
+def test_a_budget_for_thinking_is_passed_on(client: anthropic.Anthropic, server: Any) -> None:
+    client.messages.create(
+        **{**ASK, "max_tokens": 2000, "thinking": {"type": "enabled", "budget_tokens": 1024}}
+    )
+    assert server.engine.wait_for(Submit)[-1].spec.params.thinking_token_budget == 1024
 
 
 def test_arguments_that_were_cut_off_are_shown_as_they_are(client: anthropic.Anthropic, server: Any) -> None:

@@ -1,0 +1,146 @@
+"""``thinking_token_budget``: after so many tokens of reasoning, what ends it is drawn.
+
+    output    <think> r0 r1 ...                    </think> answer
+                      ^ begin          begin + budget ^  ^ the forced tokens, one a step
+
+Which token is forced is a function of the tokens in the table alone: nothing is kept that preemption or another executor would
+have to bring back. Only where a mark within the first ``begin + budget`` outputs says that reasoning has ended is nothing forced.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import torch
+
+from quintet.executor.memory import to_device
+from quintet.executor.sampling.concern import DrawRows, Int
+from quintet.wire.step import NewRow
+from quintet.wire.thinking import ThinkingBound
+
+NEVER = 1 << 62
+
+
+class ThinkingBudgets:
+    """A concern that is asked, for each step, which of its rows it may concern: most steps of a request it has nothing to say."""
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self._budgets = np.zeros(max_num_seqs, np.int64)
+        self._earliest = np.zeros(max_num_seqs, np.int64)
+        self._ends = np.zeros(max_num_seqs, np.int64)
+        """From so many outputs on a token may be forced, and from so many on none is, as far as the host knows."""
+        self._bounds: dict[int, ThinkingBound] = {}
+
+    def admit(self, row: NewRow) -> bool:
+        """Remember a new tenant's bound; return whether it has one."""
+        bound, slot = row.params.thinking_bound, row.slot
+        self._bounds.pop(slot, None)
+        if bound is None:
+            return False
+        self._bounds[slot] = bound
+        self._budgets[slot] = bound.max_tokens
+        opens = [len(way.opens) for way in bound.ways]
+        self._earliest[slot] = bound.max_tokens + (min(opens) if bound.begun is None else 0)
+        self._ends[slot] = (
+            NEVER if bound.begun is None else max(opens) + bound.max_tokens + _most_forced(bound)
+        )
+        return True
+
+    def due(self, slots: Int, num_outputs: Int) -> Int:
+        """Return the indexes of rows for which a token may be forced in this step. num_outputs: before it."""
+        return np.flatnonzero((num_outputs >= self._earliest[slots]) & (num_outputs < self._ends[slots]))
+
+    def apply(self, logits: torch.Tensor, rows: DrawRows, which: Int) -> None:
+        """Leave nothing but the forced token in the rows ``which`` of ``logits [S, vocab]`` that have one."""
+        device = logits.device
+        forced = to_device(np.full(len(which), -1), device)
+        alike: dict[bytes, list[int]] = {}
+        for index, slot in enumerate(rows.slots[which].tolist()):
+            bound = self._bounds[slot]
+            key = msgspec.msgpack.encode((bound.ways, bound.closes))
+            alike.setdefault(key, []).append(index)
+        for members in alike.values():
+            chosen = np.array(members)
+            forced[to_device(chosen, device)] = self._forced(rows.take(which[chosen]))
+        at = to_device(which, device)
+        own = logits[at]  # [n, vocab]
+        is_forced = (forced >= 0).unsqueeze(1)
+        token = forced.clamp(min=0).unsqueeze(1)
+        only = torch.full_like(own, -torch.inf).scatter_(1, token, 0.0)
+        logits[at] = torch.where(is_forced, only, own)
+
+    def _forced(self, rows: DrawRows) -> torch.Tensor:
+        """Return the token that each row must draw, or -1. int64[n]. Their ways and closing marks are the same."""
+        device, slots = rows.tables.device, rows.slots
+        bound = self._bounds[int(slots[0])]
+        num_outputs = to_device(rows.lengths - rows.num_prompt, device)  # [n]
+        tokens = _outputs(rows)  # [n, most outputs]
+        budget = to_device(self._budgets[slots], device)
+        begin, way = self._beginnings(bound, rows, tokens)
+        end = begin + budget
+        is_over = begin < 0
+        for close in bound.closes:
+            found = _found(tokens, close)  # [n, places]
+            places = torch.arange(found.shape[1], device=device)
+            is_within = (places >= begin.unsqueeze(1)) & (places + len(close) <= end.unsqueeze(1))
+            is_over |= (found & is_within).any(dim=1)
+        if device.type == "cpu":  # elsewhere the host would have to wait
+            self._ends[slots] = np.where(begin >= 0, end + _most_forced(bound), NEVER)
+        number = num_outputs - end
+        forced = to_device(_padded([way.forced for way in bound.ways]), device)  # [ways, longest]
+        chosen = forced[way].gather(1, number.clamp(0, forced.shape[1] - 1).unsqueeze(1)).squeeze(1)
+        is_due = ~is_over & (number >= 0) & (number < forced.shape[1])
+        return torch.where(is_due, chosen, -1)
+
+    def _beginnings(
+        self, bound: ThinkingBound, rows: DrawRows, tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return how many outputs come before the reasoning, -1 where there is none yet, and which way it is. int64[n] each."""
+        none = tokens.shape[1] + 1
+        first = torch.full((len(tokens),), none, dtype=torch.int64, device=tokens.device)
+        begin, way = torch.full_like(first, -1), torch.zeros_like(first)
+        for index, each in enumerate(bound.ways):
+            found = _found(tokens, each.opens)
+            if not found.shape[1]:
+                continue
+            place = torch.where(found.any(dim=1), found.to(torch.uint8).argmax(dim=1), none)
+            is_first = place < first
+            first = torch.where(is_first, place, first)
+            begin = torch.where(is_first, place + len(each.opens), begin)
+            way = torch.where(is_first, index, way)
+        begun = [self._bounds[slot].begun for slot in rows.slots.tolist()]
+        inside = to_device(np.array([-1 if each is None else each for each in begun]), tokens.device)
+        is_inside = inside >= 0
+        begin = torch.where(is_inside & (first > 0), 0, begin)  # or it repeats the prompt's mark
+        return begin, torch.where(is_inside, inside, way)
+
+
+def _most_forced(bound: ThinkingBound) -> int:
+    return max(len(way.forced) for way in bound.ways)
+
+
+def _outputs(rows: DrawRows) -> torch.Tensor:
+    """Return the rows' outputs, int64[n, most], -1 behind their ends."""
+    device, most = rows.tables.device, int((rows.lengths - rows.num_prompt).max())
+    at = rows.num_prompt[:, None] + np.arange(most)
+    is_there = at < rows.lengths[:, None]
+    at = np.where(is_there, at, 0)
+    tokens = rows.tables.token_ids[to_device(rows.slots[:, None], device), to_device(at, device)].long()
+    return torch.where(to_device(is_there, device), tokens, -1)
+
+
+def _found(tokens: torch.Tensor, mark: list[int]) -> torch.Tensor:
+    """Return where in ``tokens [n, L]`` a mark stands: bool[n, L - len(mark) + 1]."""
+    num_places = max(0, tokens.shape[1] - len(mark) + 1)
+    found = torch.ones((len(tokens), num_places), dtype=torch.bool, device=tokens.device)
+    for offset, token in enumerate(mark):
+        found &= tokens[:, offset : offset + num_places] == token
+    return found
+
+
+def _padded(lists: list[list[int]]) -> Int:
+    """Return the lists as rows, -1 behind their ends."""
+    table = np.full((len(lists), max(map(len, lists))), -1, np.int64)
+    for row, values in zip(table, lists, strict=True):
+        row[: len(values)] = values
+    return table

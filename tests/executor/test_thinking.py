@@ -1,0 +1,127 @@
+"""Budgets for reasoning: which token is forced, against a plain reading of the outputs; and that nobody else pays."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+from tests.executor.conftest import Drawer, SamplerBench
+
+from quintet.executor.batch import Rows
+from quintet.wire.params import SamplingParams
+from quintet.wire.step import StepPlan
+from quintet.wire.thinking import Thinking, ThinkingBound
+
+VOCAB = 40
+ONE = [Thinking([5], [6])]
+TWO = [Thinking([5, 7], [6, 8, 9]), Thinking([4], [6])]
+
+
+def asks(budget: int, ways: list[Thinking] = ONE, begun: int | None = None) -> SamplingParams:
+    closes = [[6], [8, 8]] if ways is ONE else [[6, 8], [3]]
+    return SamplingParams(temperature=0.0, thinking_bound=ThinkingBound(budget, ways, closes, begun))
+
+
+def place(outputs: list[int], mark: list[int], begin: int = 0) -> int | None:
+    """Return where a mark stands first."""
+    places = range(begin, len(outputs) - len(mark) + 1)
+    return next((i for i in places if outputs[i : i + len(mark)] == mark), None)
+
+
+def forced(drawer: Drawer) -> int | None:
+    """What must be drawn next, read off the outputs from the left."""
+    bound = drawer.params.thinking_bound
+    assert bound is not None
+    outputs = drawer.outputs
+    found = [(at, i) for i, way in enumerate(bound.ways) if (at := place(outputs, way.opens)) is not None]
+    at, way = min(found, default=(None, 0))
+    if bound.begun is not None:
+        way, begin = bound.begun, len(bound.ways[min(found)[1]].opens) if at == 0 else 0
+    elif at is None:
+        return None
+    else:
+        begin = at + len(bound.ways[way].opens)
+    thought = outputs[: begin + bound.max_tokens]
+    if any(place(thought, close, begin) is not None for close in bound.closes):
+        return None
+    number = len(outputs) - begin - bound.max_tokens
+    return bound.ways[way].forced[number] if 0 <= number < len(bound.ways[way].forced) else None
+
+
+def test_the_end_is_forced_where_the_outputs_say_so() -> None:
+    draw = random.Random(7)
+    bench = SamplerBench(VOCAB)
+    num_forced = 0
+    for _ in range(6):
+        drawers = []
+        for _ in range(64):
+            ways = draw.choice((ONE, TWO))
+            outputs = draw.choices([1, 2, 3, 4, 5, 6, 7, 8], [9, 9, 1, 2, 6, 1, 2, 2], k=draw.randrange(10))
+            begun = draw.choice((None, 0, len(ways) - 1))
+            drawers.append(Drawer(asks(draw.randrange(5), ways, begun), outputs=outputs))
+        logits = torch.randn((len(drawers), VOCAB), generator=torch.Generator().manual_seed(1))
+        plain = logits.argmax(dim=1).tolist()
+        wanted = [forced(drawer) for drawer in drawers]
+        num_forced += sum(token is not None for token in wanted)
+        drawn, _ = bench.draw(drawers, logits)
+        assert drawn == [own if token is None else token for own, token in zip(plain, wanted, strict=True)]
+        again, _ = bench.draw(drawers[::-1], logits.flip(0))
+        assert again == drawn[::-1]
+    assert num_forced > 40
+
+
+def test_a_whole_answer_step_by_step() -> None:
+    """As it grows in a slot, which learns on the way where its reasoning begins."""
+    for begun, budget, written in ((None, 3, [1, 5]), (0, 2, []), (0, 0, []), (None, 0, [5])):
+        bench = SamplerBench(VOCAB)
+        drawer = Drawer(asks(budget, ONE, begun))
+        rows = bench.admit([drawer], [4])
+        logits = torch.zeros((1, VOCAB))
+        expected = [*written, *[2] * budget, 6, *[2] * 5]
+        for position, token in enumerate(expected):
+            own = written[position] if position < len(written) else 2
+            logits.zero_()
+            logits[0, own] = 9.0
+            assert bench.sampler.draw(rows, logits)[0].tolist() == [token], (begun, position)
+            rows = moved(rows)
+
+
+def test_a_step_pays_only_where_a_token_may_be_forced() -> None:
+    bench = SamplerBench(VOCAB)
+    neighbour = Drawer(SamplingParams(temperature=0.0))
+    rows = bench.admit([Drawer(asks(3, ONE, 0)), neighbour], [4, 9])
+    pays = []
+    for _ in range(12):
+        pays.append(bench.sampler.wants_more(rows))
+        bench.sampler.draw(rows, torch.eye(VOCAB)[:2])
+        rows = moved(rows)
+    assert pays == [*[False] * 3, *[True] * 1, *[False] * 8]
+
+
+def test_other_concerns_do_not_win() -> None:
+    bench = SamplerBench(VOCAB)
+    params = asks(1, ONE, 0)
+    params.allowed_token_ids, params.logit_bias = [1, 2], {6: -100.0}
+    drawn, _ = bench.draw([Drawer(params, outputs=[1])], torch.eye(VOCAB)[:1])
+    assert drawn == [6]
+
+
+def moved(rows: Rows) -> Rows:
+    """The same rows one token later."""
+    plan = rows.plan
+    starts = np.frombuffer(plan.starts, np.int32) + 1
+    return Rows(
+        StepPlan(
+            step=plan.step + 1,
+            sent_ns=0,
+            freed=b"",
+            new_rows=[],
+            blocks=b"",
+            copies=b"",
+            slots=plan.slots,
+            starts=starts.astype(np.int32).tobytes(),
+            counts=plan.counts,
+            samples=plan.samples,
+        )
+    )

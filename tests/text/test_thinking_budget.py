@@ -1,0 +1,68 @@
+"""What becomes of ``thinking_token_budget`` in the tokenizer process: ids of the marks, and where the prompt leaves off."""
+
+from __future__ import annotations
+
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+from quintet.detokenizer_proc.parsers.forced import think_marks
+from quintet.detokenizer_proc.parsers.registry import REASONING
+from quintet.tokenizer_proc.thinking import Budgets
+from quintet.wire.errors import RequestError
+from quintet.wire.params import SamplingParams
+from quintet.wire.thinking import ThinkingBound
+
+
+def budgets_of(name: str, tokenizer: Tokenizer) -> Budgets:
+    return Budgets(think_marks(name), lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def bound_of(budgets: Budgets, prompt: str, budget: int | None = 9) -> ThinkingBound | None:
+    params = SamplingParams(thinking_token_budget=budget).checked()
+    return budgets.bounded(params, lambda: prompt).thinking_bound
+
+
+@pytest.fixture
+def tokenizer(tokenizers_by_style: dict[str, Tokenizer]) -> Tokenizer:
+    """One that knows marks as tokens, as models have it that were trained to reason."""
+    tokenizer = Tokenizer.from_str(tokenizers_by_style["byte_level"].to_str())
+    marks = [
+        "<think>",
+        "</think>",
+        "<|channel|>",
+        "<|message|>",
+        "<|end|>",
+        "<|start|>",
+        "<|call|>",
+        "<|return|>",
+    ]
+    tokenizer.add_tokens([AddedToken(mark, special=False) for mark in marks])
+    return tokenizer
+
+
+@pytest.mark.parametrize("name", REASONING)
+def test_every_format_is_bounded(name: str, tokenizer: Tokenizer) -> None:
+    marks = think_marks(name)
+    assert marks is not None
+    bound = bound_of(budgets_of(name, tokenizer), "a question")
+    assert bound is not None and bound.makes_sense and bound.max_tokens == 9
+    assert [tokenizer.decode(way.opens, skip_special_tokens=False) for way in bound.ways] == marks.opens
+    forced = [tokenizer.decode(way.forced, skip_special_tokens=False) for way in bound.ways]
+    assert all(text.startswith(tuple(marks.closes)) and text.endswith(marks.answer) for text in forced)
+    assert bound.begun == (0 if marks.begins_inside else None)
+    begun = [bound_of(budgets_of(name, tokenizer), "a question " + mark) for mark in marks.opens]
+    assert [each and each.begun for each in begun] == [*range(len(marks.opens))]
+    assert all(bound_of(budgets_of(name, tokenizer), f"{mark}\n\n") is None for mark in marks.closes)
+
+
+def test_who_asks_for_none_has_none(tokenizer: Tokenizer) -> None:
+    assert bound_of(budgets_of("qwen3", tokenizer), "?", -1) is None
+    assert bound_of(Budgets(None, lambda text: []), "?", None) is None
+
+
+def test_what_cannot_be_enforced_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(RequestError, match="start it with --reasoning-parser"):
+        bound_of(Budgets(None, lambda text: []), "?")
+    merges = Budgets(think_marks("qwen3"), lambda text: [len(text)])
+    with pytest.raises(RequestError, match="writes its mark '<think>' in different ways"):
+        bound_of(merges, "?")
