@@ -58,6 +58,15 @@ class SlotTables:
             entries = np.frombuffer(plan.blocks, np.int32).reshape(-1, 4)
             self.block_table[entries[:, 1], entries[:, 0], entries[:, 2]] = entries[:, 3]
 
+    def go_on(self, slot: int) -> bytes:
+        """Let a slot's next tokens go on from where its last ones leave its states; return the entries, as plans have them."""
+        entries = []
+        for index, group in enumerate(self.kv.groups):
+            if group.is_state:
+                self.block_table[index, slot, 0] = self.block_table[index, slot, 1]
+                entries.append((slot, index, 0, self.block_table[index, slot, 1]))
+        return np.array(entries, np.int32).tobytes()
+
     @property
     def num_tenants(self) -> int:
         """Slots that have a tenant."""

@@ -7,7 +7,11 @@
 That changes no result. Rows come in their order, so one that reads blocks which another fills still comes behind it (see
 `StepPlan`); tokens of one row come in their order, as in a prompt that the core computes in pieces; and computing
 once more what was begun writes the same values to the same places. Not so a state, which is written over what it was made
-from: a model with states computes each step once.
+from. In a model with states only a step whose rows all begin their requests, with states of zeros, is computed once more. Any
+other one fails, its requests are computed again from their tokens, and from then on steps of so many tokens are cut
+before they begin; until one that can be repeated finds room again.
+
+The later tokens of a row that is cut go on from where the earlier ones left its states.
 
 Owns the cutting and joining. Knows nothing of how a step is computed.
 """
@@ -29,50 +33,97 @@ log = logging.getLogger(__name__)
 class SmallerSteps:
     """Computes steps, in parts if need be, and counts those."""
 
-    def __init__(self, release: Callable[[], None], may_repeat: bool = True) -> None:
-        """``release`` gives the system the memory back that an allocator keeps for later. may_repeat: whether what was begun can
-        be computed once more; otherwise a step for which memory runs out fails."""
+    def __init__(self, release: Callable[[], None], go_on: Callable[[int], bytes] | None = None) -> None:
+        """``release`` gives the system the memory back that an allocator keeps for later.
+
+        go_on: of a model with states, lets a slot's tokens go on from where its last ones left its states, and returns the
+        block entries that say so to a device (`quintet.executor.slots.SlotTables.go_on`).
+        """
         self._release = release
-        self._may_repeat = may_repeat
+        self._go_on = go_on
+        self._most_tokens: int | None = None
+        """Of a step that cannot be repeated, since one of more ran out of memory."""
         self.num_split = 0
 
     def compute(self, plan: StepPlan, compute: Callable[[StepPlan], StepResult]) -> StepResult:
         """Return what ``compute(plan)`` returns, or the joined results of the parts it had to be called with.
 
         A part has the plan's deltas if it is the first one, and no others: ``compute`` may meet them again after it ran
-        out of memory. Raises `torch.OutOfMemoryError` when not even one token fits.
+        out of memory. Raises `torch.OutOfMemoryError` when not even one token fits, or what was begun cannot be repeated.
         """
-        try:
-            return compute(plan)
-        except torch.OutOfMemoryError as error:
-            if not self._may_repeat or not is_divisible(plan):
-                raise
-            if not self.num_split:
-                log.warning(
-                    "memory ran out in step %d; it is computed in parts, and so are others from now on, without a word: %s",
-                    plan.step,
-                    " ".join(str(error).split()),
-                )
-            self.num_split += 1
-        self._release()  # outside of the handler: the traceback keeps the tensors of the attempt alive
+        if not self.is_to_be_cut(plan):
+            try:
+                return self._tried(plan, compute)
+            except torch.OutOfMemoryError as error:
+                self.note_shortage(plan, error)
+        return self.compute_in_parts(plan, compute)
+
+    def is_to_be_cut(self, plan: StepPlan) -> bool:
+        """Whether a step must not be tried whole: it could not be repeated, and one as large ran out of memory."""
+        return (
+            self._most_tokens is not None
+            and num_tokens(plan) > self._most_tokens
+            and not self._can_repeat(plan)
+        )
+
+    def note_shortage(self, plan: StepPlan, error: torch.OutOfMemoryError) -> None:
+        """Take in that memory ran out in a step. Raises ``error`` unless the step can be computed in parts now."""
+        if not self._shrinks(plan):
+            raise error
+        if not self.num_split:
+            log.warning(
+                "memory ran out in step %d; it is computed in parts, and so are others from now on, without a word: %s",
+                plan.step,
+                " ".join(str(error).split()),
+            )
+
+    def compute_in_parts(self, plan: StepPlan, compute: Callable[[StepPlan], StepResult]) -> StepResult:
+        """Compute a step of several tokens that is too large. No traceback may still hold an attempt's tensors."""
+        self.num_split += 1
+        self._release()
         return self._in_halves(plan, compute)
 
     def _in_halves(self, plan: StepPlan, compute: Callable[[StepPlan], StepResult]) -> StepResult:
-        return joined(plan.step, [self._part(half, compute) for half in halves(plan)])
+        first, second = halves(plan)
+        parts = [self._part(first, compute)]
+        slot = second.slots[:4]
+        if self._go_on is not None and slot == first.slots[-4:]:
+            second = msgspec.structs.replace(
+                second, blocks=self._go_on(int(np.frombuffer(slot, np.int32)[0]))
+            )
+        return joined(plan.step, [*parts, self._part(second, compute)])
 
     def _part(self, part: StepPlan, compute: Callable[[StepPlan], StepResult]) -> tuple[StepPlan, StepResult]:
-        try:
-            return part, compute(part)
-        except torch.OutOfMemoryError:
-            if not is_divisible(part):
-                raise
-        self._release()
+        if not self.is_to_be_cut(part):
+            try:
+                return part, self._tried(part, compute)
+            except torch.OutOfMemoryError:
+                if not self._shrinks(part):
+                    raise
+            self._release()
         return part, self._in_halves(part, compute)
 
+    def _tried(self, plan: StepPlan, compute: Callable[[StepPlan], StepResult]) -> StepResult:
+        result = compute(plan)
+        if self._most_tokens is not None:
+            self._most_tokens = max(self._most_tokens, num_tokens(plan))
+        return result
 
-def is_divisible(plan: StepPlan) -> bool:
-    """Return whether a plan computes more than one token."""
-    return int(np.frombuffer(plan.counts, np.int32).sum()) > 1
+    def _shrinks(self, plan: StepPlan) -> bool:
+        """Take note that this was too much; return whether it can be computed in parts."""
+        count = num_tokens(plan)
+        if self._go_on is not None:
+            self._most_tokens = max(1, count // 2)
+        return count > 1 and self._can_repeat(plan)
+
+    def _can_repeat(self, plan: StepPlan) -> bool:
+        """Whether computing the plan once more, after it was begun, gives the same."""
+        return self._go_on is None or not np.frombuffer(plan.starts, np.int32).any()
+
+
+def num_tokens(plan: StepPlan) -> int:
+    """Return how many tokens a plan computes."""
+    return int(np.frombuffer(plan.counts, np.int32).sum())
 
 
 def halves(plan: StepPlan) -> tuple[StepPlan, StepPlan]:

@@ -84,7 +84,8 @@ class Worker:
         if self.num_host_blocks:
             self.facts["swap"] = f"{self.num_host_blocks} blocks at {self.swap_bytes_per_s / 1e9:.1f} GB/s"
         self._smaller_steps = SmallerSteps(
-            torch.cuda.empty_cache if device.type == "cuda" else lambda: None, not model.kv.has_states
+            torch.cuda.empty_cache if device.type == "cuda" else lambda: None,
+            self.tables.go_on if model.kv.has_states else None,
         )
 
     @property

@@ -138,7 +138,8 @@ class DeviceWorker:
             self.swap_bytes_per_s = self._host_pool.measure()
             self.facts["swap"] = f"{num_host_blocks} blocks at {self.swap_bytes_per_s / 1e9:.1f} GB/s"
         self._smaller_steps = SmallerSteps(
-            torch.cuda.empty_cache if is_gpu else _nothing, not model.kv.has_states
+            torch.cuda.empty_cache if is_gpu else _nothing,
+            self.tables.go_on if model.kv.has_states else None,
         )
 
     @property
@@ -198,13 +199,15 @@ class DeviceWorker:
         packed, staging = self._upload(plan)
         begun = self._device.record()  # behind the packing: that is time in which the device may rest
         self._move_blocks(packed, staging)
-        try:
-            return self._launch(plan, packed, staging, begun)
-        except torch.OutOfMemoryError:
-            pass  # and let go of the traceback, which keeps the attempt's tensors
+        if not self._smaller_steps.is_to_be_cut(plan):
+            try:
+                return self._launch(plan, packed, staging, begun)
+            except torch.OutOfMemoryError as error:
+                self._smaller_steps.note_shortage(plan, error)
+        # Outside of the handler: the traceback keeps the attempt's tensors alive.
         # Blocks move once: by now one that was copied out may hold what was copied in.
         rest = msgspec.structs.replace(plan, swaps_out=b"", swaps_in=b"", copies=b"")
-        return Finished(self._smaller_steps.compute(rest, self._compute_now))
+        return Finished(self._smaller_steps.compute_in_parts(rest, self._compute_now))
 
     def _compute_now(self, plan: StepPlan) -> StepResult:
         packed, staging = self._upload(plan)

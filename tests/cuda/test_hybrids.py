@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import pytest
+import torch
 from tests.cuda.test_worker import worker_on
 from tests.models.equal import alone, load
 from tests.models.test_engine import House, changed
@@ -39,3 +42,31 @@ def test_a_hybrid_says_what_torch_says(tmp_path: Path, device: Device) -> None:
                 assert house.outputs[round_ + 10 * i + 1] == outputs, (round_, i)
     assert sum(house.cached.values()) > 0
     assert [house.outputs[100 + 10 * i + 2] for i in range(len(prompts))] == expected
+
+
+def test_a_hybrids_steps_are_cut_where_memory_is_short(
+    tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CARD))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    family = replace(FAMILIES["MistralForCausalLM"], read=hybrid)
+    with mock.patch.dict(FAMILIES, {"HybridForTests": family}):
+        loaded = load(tmp_path, compiled=False, load_format="dummy")
+        expected = alone(loaded, PROMPTS[3:], greedy()).outputs
+        config = changed(loaded.config, max_num_seqs=4, max_num_batched_tokens=45)
+        worker = worker_on(device, config, captured=False)
+        compute = worker.runner.compute
+
+        def scarce(staging: torch.Tensor, num_rows: int, num_tokens: int, *sizes: Any) -> Any:
+            drawn = compute(staging, num_rows, num_tokens, *sizes)
+            if num_tokens > 20:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return drawn
+
+        monkeypatch.setattr(worker.runner, "compute", scarce)
+        house = House(config, worker)
+        for i, prompt in enumerate(PROMPTS[3:]):
+            house.admit(i, prompt, greedy())
+        house.run()
+    assert [house.outputs[i] for i in range(2)] == expected
+    assert worker.num_split > 1

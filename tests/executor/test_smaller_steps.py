@@ -113,10 +113,70 @@ def test_when_not_even_a_token_fits_the_error_goes_on() -> None:
         smaller.compute(plan_of_rows([(0, 3, 1)], [1]), device.compute)
 
 
-def test_what_cannot_be_repeated_is_not() -> None:
-    """A state is written over what it was made from."""
-    device = SmallDevice(4)
-    smaller = SmallerSteps(device.release, may_repeat=False)
-    with pytest.raises(torch.OutOfMemoryError):
-        smaller.compute(plan_of_rows(ROWS, SAMPLES), device.compute)
-    assert (smaller.num_split, device.num_releases) == (0, 0)
+@dataclass
+class WithStates(SmallDevice):
+    """Its states are written over as it computes: what was begun with states of its own may not begin once more."""
+
+    begun: set[int] = field(default_factory=set)
+    """Slots that a step ran out of memory with."""
+    went_on: list[int] = field(default_factory=list)
+
+    def compute(self, plan: StepPlan) -> StepResult:
+        slots, starts = (np.frombuffer(column, np.int32).tolist() for column in (plan.slots, plan.starts))
+        lost = {slot for slot, start in zip(slots, starts, strict=True) if start}
+        assert not lost & self.begun, "a state was written over, and is gone on from"
+        try:
+            return super().compute(plan)
+        except torch.OutOfMemoryError:
+            self.begun |= lost
+            raise
+
+    def go_on(self, slot: int) -> bytes:
+        self.went_on.append(slot)
+        return pack_i32([slot, 0, 0, 5])
+
+
+def test_a_step_that_states_were_written_in_fails_and_later_ones_are_cut_before() -> None:
+    plan, device, whole = plan_of_rows(ROWS, SAMPLES), WithStates(4), SmallDevice(1000)
+    smaller = SmallerSteps(device.release, device.go_on)
+    failures = 0
+    while True:
+        device.begun.clear()  # after a failure all is computed again
+        device.computed.clear()
+        try:
+            result = smaller.compute(plan, device.compute)
+            break
+        except torch.OutOfMemoryError:
+            failures += 1
+    assert result == whole.compute(plan)
+    assert device.computed == whole.computed
+    assert failures == 2, "18 tokens were too many, and then 9"
+    assert smaller.num_split == 2
+    assert set(device.went_on) == {2}, "the only row of more than 4 tokens"
+
+
+def test_a_step_that_begins_its_requests_is_computed_once_more() -> None:
+    plan = plan_of_rows([(3, 0, 7), (7, 0, 1), (2, 0, 9)], [1, 1, 1])
+    device, whole = WithStates(5), SmallDevice(1000)
+    smaller = SmallerSteps(device.release, device.go_on)
+    assert smaller.compute(plan, device.compute) == whole.compute(plan)
+    device.max_tokens = 17
+    device.computed.clear()
+    assert smaller.compute(plan, device.compute) == whole.compute(plan), "whole, as soon as there is room"
+    later = plan_of_rows([(3, 7, 16)], [1])
+    device.num_releases = 0
+    smaller.compute(later, device.compute)
+    assert device.num_releases == 0, "and so is every other one"
+
+
+def test_the_rest_of_a_row_is_told_where_its_states_are() -> None:
+    told: list[bytes] = []
+    device = WithStates(4)
+
+    def compute(plan: StepPlan) -> StepResult:
+        result = device.compute(plan)
+        told.append(plan.blocks)
+        return result
+
+    SmallerSteps(device.release, device.go_on).compute(plan_of_rows([(3, 0, 8)], [1]), compute)
+    assert told == [pack_i32([3, 0, 0, 1]), pack_i32([3, 0, 0, 5])]

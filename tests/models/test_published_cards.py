@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from quintet.executor.cards.card import ModelCard
+from quintet.executor.cards.experts import ExpertsSpec
 from quintet.executor.cards.registry import FAMILIES
-from quintet.executor.cards.spec import DecoderSpec, QkvLayout
+from quintet.executor.cards.spec import DecoderSpec, MlpSpec, QkvLayout
 from quintet.wire.errors import ConfigError
 
 Card = dict[str, Any]
@@ -343,3 +344,32 @@ def test_qwens_experts_have_few_kv_heads_where_nothing_is_said() -> None:
         spec = read(architecture, card | {"num_attention_heads": 16})
         assert spec.layers[0].attention is not None
         assert spec.layers[0].attention.kv_need.num_kv_heads == kv_heads
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key"),
+    [
+        ("GPT2LMHeadModel", "n_inner"),
+        ("GPTBigCodeForCausalLM", "n_inner"),
+        ("GPTJForCausalLM", "n_inner"),
+        ("BloomForCausalLM", None),
+        ("FalconForCausalLM", "ffn_hidden_size"),
+        ("OPTForCausalLM", "ffn_dim"),
+        ("XGLMForCausalLM", "ffn_dim"),
+    ],
+)
+def test_a_feed_forwards_width_has_one_name_in_a_family(architecture: str, key: str | None) -> None:
+    """transformers ignores the others, which some cards have besides."""
+    cases = [({}, 256)] if key is None else [({}, 256), ({key: 160}, 160), ({key: None}, 256)]
+    for more, width in cases:
+        mlp = read(architecture, _SIZES | {"rotary_dim": 8} | more).layers[0].mlp
+        assert isinstance(mlp, MlpSpec) and mlp.width == width
+
+
+def test_llama_4s_widths_are_the_familys_where_nothing_is_said() -> None:
+    card = {key: value for key, value in _SIZES.items() if key != "intermediate_size"}
+    first, second = (
+        layer.mlp for layer in read("Llama4ForCausalLM", card | {"interleave_moe_layer_step": 2}).layers
+    )
+    assert isinstance(first, MlpSpec) and first.width == 16384
+    assert isinstance(second, ExpertsSpec) and (second.width, second.shared_width) == (8192, 8192)

@@ -161,7 +161,8 @@ def chatglm(card: ModelCard) -> DecoderSpec:
         output_bias=biased,
         layout=QkvLayout.STACKED,
     )
-    layer = pre_norm(norm, mixer, gated(card, biased=biased, layout=MlpLayout.STACKED))
+    width = card.whole("ffn_hidden_size", 1, MAX_WIDTH, 13696)
+    layer = pre_norm(norm, mixer, gated(card, width=width, biased=biased, layout=MlpLayout.STACKED))
     return decoder(
         *(card, (layer,) * num_layers(card), norm if card.flag("post_layer_norm", True) else None),
         names=_CHATGLM,

@@ -11,12 +11,14 @@ from quintet.executor.cards.families.shape import (
     attention,
     decoder,
     head_width,
+    hidden_size,
     layer_norm,
     max_positions,
     num_heads,
     num_kv_heads,
     num_layers,
     plain,
+    plain_width,
     pre_norm,
     side_by_side,
 )
@@ -48,7 +50,7 @@ def bloom(card: ModelCard) -> DecoderSpec:
         output_bias=True,
         layout=QkvLayout.GROUPED,
     )
-    mlp = plain(card, "gelu_new", biased=True)
+    mlp = plain(card, "gelu_new", width=4 * hidden_size(card), biased=True)
     of_norm = card.flag("apply_residual_connection_post_layernorm", False)
     layer = pre_norm(norm, mixer, mlp, residual_of_norm=of_norm)
     return decoder(
@@ -79,7 +81,7 @@ def falcon(card: ModelCard) -> DecoderSpec:
 
 def _falcon_mlp(card: ModelCard) -> MlpSpec:
     biased = card.flag("bias", False)
-    return plain(card, "gelu", biased=biased)
+    return plain(card, "gelu", width=plain_width(card, "ffn_hidden_size"), biased=biased)
 
 
 def _falcon_attention(card: ModelCard, grouped: bool) -> AttentionSpec:

@@ -16,6 +16,7 @@ from quintet.executor.cards.families.shape import (
     num_heads,
     num_layers,
     plain,
+    plain_width,
     pre_norm,
     refuse,
     rotated_numbers,
@@ -115,7 +116,8 @@ def gptj(card: ModelCard, **switches: Any) -> DecoderSpec:
     dim, norm = head_width(card), layer_norm(card)
     rope = rope_spec(card, dim, 2048, rotary_dim=rotated_numbers(card, dim, 64))
     mixer = attention(card, rope=rope, interleaved=True, **switches)
-    layers = (side_by_side(norm, mixer, plain(card, "gelu_new", biased=True)),) * num_layers(card)
+    mlp = plain(card, "gelu_new", width=plain_width(card, "n_inner"), biased=True)
+    layers = (side_by_side(norm, mixer, mlp),) * num_layers(card)
     return decoder(card, layers, norm, names=_GPTJ, head_bias=True)
 
 
@@ -181,7 +183,7 @@ def _gpt2_layer(card: ModelCard, activation: str, **switches: Any) -> LayerSpec:
     refuse(card, "add_cross_attention")
     scale = head_width(card) ** -0.5 if card.flag("scale_attn_weights", True) else 1.0
     mixer = attention(card, rotated=False, scale=scale, qkv_bias=True, output_bias=True, **switches)
-    mlp = plain(card, activation, biased=True)
+    mlp = plain(card, activation, width=plain_width(card, "n_inner"), biased=True)
     return pre_norm(layer_norm(card), mixer, mlp)
 
 

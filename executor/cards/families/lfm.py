@@ -47,7 +47,7 @@ NAMES = Names(
 
 def _width(card: ModelCard) -> int:
     """Return the feed-forward's width: two thirds of the card's, times a factor, rounded up, unless the card says as it is."""
-    width = card.whole(("block_ff_dim", *WIDTH), 1, MAX_WIDTH, 12288)
+    width = card.whole(("block_ff_dim", WIDTH), 1, MAX_WIDTH, 12288)
     if not card.flag("block_auto_adjust_ff_dim", True):
         return width
     width = int(2 * width / 3)

@@ -14,6 +14,7 @@ from quintet.executor.cards.families.shape import (
     max_positions,
     num_layers,
     plain,
+    plain_width,
     pre_norm,
     refuse,
 )
@@ -60,7 +61,7 @@ def opt(card: ModelCard) -> DecoderSpec:
     biased, affine = card.flag("enable_bias", True), card.flag("layer_norm_elementwise_affine", True)
     norm = NormSpec(kind=NormKind.LAYER, eps=1e-5, weighted=affine, biased=affine)
     mixer = attention(card, rotated=False, qkv_bias=biased, output_bias=biased)
-    mlp = plain(card, "relu", biased=biased)
+    mlp = plain(card, "relu", width=plain_width(card, "ffn_dim"), biased=biased)
     before, behind = card.flag("do_layer_norm_before", True), Norms(of_sum=norm)
     layer = (
         pre_norm(norm, mixer, mlp)
@@ -108,9 +109,10 @@ def xglm(card: ModelCard) -> DecoderSpec:
     if hidden < 4:
         raise card.wrong(HIDDEN, "at least 4, for sines and cosines of positions")
     mixer = attention(card, rotated=False, qkv_bias=True, output_bias=True)
+    mlp = plain(card, "gelu", width=plain_width(card, "ffn_dim"), biased=True)
     return decoder(
         card,
-        (pre_norm(norm, mixer, plain(card, "gelu", biased=True)),) * num_layers(card),
+        (pre_norm(norm, mixer, mlp),) * num_layers(card),
         norm,
         names=_XGLM,
         positions=PositionTable(count=count, offset=2, sinusoidal=True),

@@ -39,7 +39,7 @@ VOCAB = ("vocab_size", "padded_vocab_size")
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads", "multi_query_group_num")
-WIDTH = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+WIDTH = "intermediate_size"
 RMS_EPS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
 LAYER_EPS = ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
 ACTIVATION = ("hidden_act", "activation_function", "hidden_activation", "activation")
@@ -145,23 +145,28 @@ def activation(card: ModelCard, default: str, key: Key = ACTIVATION) -> Activati
     return _ACTIVATIONS[card.word(key, tuple(_ACTIVATIONS), default)]
 
 
-def gated(card: ModelCard, default: str = "silu", key: Key = ACTIVATION, **switches: Any) -> MlpSpec:
+def gated(
+    card: ModelCard, default: str = "silu", key: Key = ACTIVATION, width: int | None = None, **switches: Any
+) -> MlpSpec:
     """Return a gated feed-forward; ``default`` and ``key`` are of its activation, ``switches`` fields of `MlpSpec`."""
-    usual: dict[str, Any] = {
-        "width": card.whole(WIDTH, 1, MAX_WIDTH),
-        "activation": activation(card, default, key),
-    }
-    return MlpSpec(**(usual | switches))
+    wide = card.whole(WIDTH, 1, MAX_WIDTH) if width is None else width
+    return MlpSpec(width=wide, **({"activation": activation(card, default, key)} | switches))
 
 
-def plain(card: ModelCard, default: str, key: Key = ACTIVATION, **switches: Any) -> MlpSpec:
-    """Return a feed-forward without a gate, four times as wide as the model where the card does not say."""
-    usual: dict[str, Any] = {
-        "width": card.whole(WIDTH, 1, MAX_WIDTH, 4 * hidden_size(card)),
-        "activation": activation(card, default, key),
-        "gated": False,
-    }
-    return MlpSpec(**(usual | switches))
+def plain(
+    card: ModelCard, default: str, key: Key = ACTIVATION, width: int | None = None, **switches: Any
+) -> MlpSpec:
+    """Return a feed-forward without a gate: ``width``, else the `plain_width` that is told as most families tell it."""
+    wide = plain_width(card, WIDTH) if width is None else width
+    return MlpSpec(width=wide, activation=activation(card, default, key), gated=False, **switches)
+
+
+def plain_width(card: ModelCard, key: Key) -> int:
+    """Return the width of a feed-forward without a gate: four times the model's where the card does not say.
+
+    ``key``: the family's own spelling. Cards have been seen with another family's beside it, or instead: nobody reads that.
+    """
+    return card.whole(key, 1, MAX_WIDTH, 4 * hidden_size(card))
 
 
 def rms(card: ModelCard, default: float = 1e-6, **switches: Any) -> NormSpec:
