@@ -22,6 +22,8 @@ from quintet.frontend.dialects.openai_completions import completions
 from quintet.frontend.dialects.openai_invocations import invocations
 from quintet.frontend.dialects.openai_tokenize import detokenize, tokenize
 from quintet.frontend.dialects.responses import responses
+from quintet.frontend.dialects.responses_background import look_for_lost
+from quintet.frontend.dialects.responses_stored import cancel_response, input_items, response
 from quintet.frontend.dialects.resume import resumable, streams
 from quintet.frontend.error_shape import ErrorShape
 from quintet.frontend.exchange import ClientGone, Exchange
@@ -49,6 +51,9 @@ ROUTES = (
     Row("/v1/messages", ("POST",), resumable(messages), anthropic_errors.ERRORS),
     Row("/v1/messages/count_tokens", ("POST",), count_tokens, anthropic_errors.ERRORS),
     Row("/v1/responses", ("POST",), resumable(responses)),
+    Row("/v1/responses/{id}", ("GET", "DELETE"), response),
+    Row("/v1/responses/{id}/cancel", ("POST",), cancel_response),
+    Row("/v1/responses/{id}/input_items", ("GET",), input_items),
     Row("/v1/streams/{id}", ("GET",), streams),
     Row("/v1/models", ("GET",), health.models),
     Row("/v1/models/{id:path}", ("GET",), health.model),
@@ -100,6 +105,7 @@ class App:
         """Known before a request is routed: also who has no key is refused in the dialect of the path."""
         self._root_path = service.config.frontend.root_path.rstrip("/")
         self._log = logging.getLogger("quintet")
+        service.when_topology(lambda: look_for_lost(service))
         self._log_requests = service.config.frontend.log_requests
         self._router = Router(
             routes=[Route(row.path, Endpoint(row, service)) for row in ROUTES],

@@ -55,7 +55,7 @@ def open_to(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     return CORSMiddleware(
         app,
         allow_origins=origins,
-        allow_methods=("GET", "POST", "OPTIONS"),
+        allow_methods=("GET", "POST", "DELETE", "OPTIONS"),
         allow_headers=("*",),
         expose_headers=("X-Request-Id", "Request-Id", "X-Stream-Id"),
     )

@@ -91,6 +91,16 @@ _OPERATIONS: tuple[tuple[str, str, str, type | None, Schema | None], ...] = (
     ),
     (
         "get",
+        "/v1/responses/{id}",
+        "A response that is kept; with `stream=true` its events behind number `starting_after`",
+        None,
+        None,
+    ),
+    ("delete", "/v1/responses/{id}", "Keep it no longer", None, None),
+    ("post", "/v1/responses/{id}/cancel", "End a response that is answered in the background", None, None),
+    ("get", "/v1/responses/{id}/input_items", "What it was asked with, by pages", None, None),
+    (
+        "get",
         "/v1/streams/{id}",
         "The rest of a stream (header X-Stream-Id) after the position `from`: what its last event's id says after the colon",
         None,

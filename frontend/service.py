@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -12,12 +13,13 @@ from quintet.frontend.dispatch import Dispatch, Inbound
 from quintet.frontend.exchange import Exchange
 from quintet.frontend.patience import Patience
 from quintet.frontend.placement import Send
+from quintet.frontend.response_store import ResponseStore
 from quintet.process.trace import Span, no_span
 from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.messages import Text
 from quintet.wire.metrics import CounterSeries, HistogramSeries, Metrics
-from quintet.wire.supervision import Drain, Drained
+from quintet.wire.supervision import Drain, Drained, Topology
 
 
 @dataclass(slots=True)
@@ -66,7 +68,11 @@ class Service:
         self.http = HttpMetrics.declare(metrics)
         self.started_at = int(time.time())
         self.num_exchanges = 0
-        """HTTP requests being answered."""
+        """HTTP requests being answered, and answers made for nobody who waits."""
+        self.responses = ResponseStore(config)
+        self.background: dict[str, asyncio.Task[None]] = {}
+        """What is done for nobody who waits: responses that are answered, by id, and the search for such."""
+        self._on_topology: Callable[[], None] | None = None
         self.is_retiring = False
         """Whether this frontend is to leave while others go on: what comes on open connections is still served."""
         self.is_cut_off = False
@@ -78,6 +84,10 @@ class Service:
     def draining(self) -> bool:
         """Whether nothing new is taken."""
         return self.admission.draining
+
+    def when_topology(self, callback: Callable[[], None]) -> None:
+        """Have ``callback`` called whenever it was told who is there."""
+        self._on_topology = callback
 
     def handle(self, message: Inbound | Drain) -> None:
         """Apply one message from another process."""
@@ -92,6 +102,8 @@ class Service:
                 self.is_retiring = True
             case _:
                 self.dispatch.handle(message)
+                if isinstance(message, Topology) and self._on_topology is not None:
+                    self._on_topology()
         self.check_drained()
 
     def check_drained(self) -> None:

@@ -187,6 +187,14 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds a client may leave an answer unread before its connection is closed."""
     header_timeout_s: float = 20.0
     """Seconds a client may take to send the headers of a request."""
+    response_store: str = ""
+    """File that keeps responses; "" for one in the run folder, which ends with the server."""
+    response_store_entries: int = 10_000
+    """Responses that are kept at most; 0 keeps none."""
+    response_store_bytes: int = 256 << 20
+    """What they may hold together."""
+    response_store_hours: float = 24.0
+    """How long they are kept after they were last gone on with."""
 
 
 class ProcessesConfig(msgspec.Struct, frozen=True, kw_only=True):

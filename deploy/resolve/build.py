@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -215,7 +216,23 @@ def _frontend_config(options: Options) -> FrontendConfig:
         root_path=options.root_path,
         log_requests=options.log_requests,
         trust_request_chat_template=options.trust_request_chat_template,
+        response_store=_response_store(options.response_store),
+        response_store_entries=options.response_store_entries,
+        response_store_bytes=parse_size(options.response_store_size, "--response-store-size"),
+        response_store_hours=options.response_store_hours,
     )
+
+
+def _response_store(path: str | None) -> str:
+    if path is None:
+        return ""
+    file = Path(path).expanduser().absolute()
+    held = file if file.exists() else file.parent
+    if file.is_dir() or not held.exists() or not os.access(held, os.W_OK):
+        raise ConfigError(
+            f"--response-store {path}: must be a file, or a new one in a folder, that the server may write"
+        )
+    return str(file)
 
 
 def _kv_memory(

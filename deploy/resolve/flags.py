@@ -181,6 +181,22 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "SECONDS",
         ),
     ] = 30.0
+    response_store: Annotated[
+        str | None,
+        Flag(
+            NETWORK,
+            "file that keeps /v1/responses beyond the end of the server; of one server alone",
+            "PATH",
+            "one in the run folder",
+        ),
+    ] = None
+    response_store_entries: Annotated[int, Flag(NETWORK, "responses kept at most; 0 keeps none")] = 10_000
+    response_store_size: Annotated[
+        int | str, Flag(NETWORK, "what they may hold together, e.g. 1GiB", "SIZE", "256MiB")
+    ] = "256MiB"
+    response_store_hours: Annotated[
+        float, Flag(NETWORK, "how long a response is kept after it was last gone on with", "HOURS")
+    ] = 24.0
     keep_alive_interval: Annotated[
         float,
         Flag(NETWORK, "seconds of silence after which a stream gets an SSE comment; 0 for never", "SECONDS"),

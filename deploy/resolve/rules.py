@@ -48,6 +48,7 @@ def check_ranges(options: Options) -> None:
         "drain_timeout": (options.drain_timeout, 0),
         "keep_alive_interval": (options.keep_alive_interval, 0),
         "stream_grace": (options.stream_grace, 0),
+        "response_store_entries": (options.response_store_entries, 0),
         "depth": (options.depth, 1),
         "record_mb": (options.record_mb, 4),
         "port": (options.port, 0),
@@ -73,6 +74,8 @@ def check_ranges(options: Options) -> None:
     ):
         if not number > 0:
             raise ConfigError(f"--{key.replace('_', '-')} is {number}; it must be more than 0 seconds")
+    if not options.response_store_hours > 0:
+        raise ConfigError(f"--response-store-hours is {options.response_store_hours}; it must be more than 0")
     if options.port > 65535:
         raise ConfigError(f"--port is {options.port}; ports end at 65535")
     for key, count in (

@@ -6,7 +6,7 @@ A dialect brings an `AnswerWriter` for its streamed answers, and makes a whole o
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,6 +37,10 @@ class AnswerWriter(Protocol):
 
     def headers(self) -> tuple[Header, ...]:
         """Return the headers of the response, besides its content type."""
+
+
+BeforeEnd = Callable[[Service, AnswerWriter], Awaitable[None]]
+"""What is done with an answer before its end is told. Raises nothing."""
 
 
 class Submissions:
@@ -76,12 +80,16 @@ class Submissions:
 
 
 async def stream_answer(
-    service: Service, exchange: Exchange, submissions: Submissions, writer: AnswerWriter
+    service: Service,
+    exchange: Exchange,
+    submissions: Submissions,
+    writer: AnswerWriter,
+    before_end: BeforeEnd | None = None,
 ) -> None:
     """Write the answer as events, one write per wake-up, until every stream has ended or the client left.
 
     The status line waits for the first news, so that an error found before any output still gets its own status. A client
-    that leaves after it may come back for the rest.
+    that leaves after it may come back for the rest. ``before_end`` is awaited before the last write.
     """
     patience, write_seconds, span = service.patience, service.http.write_seconds, service.span
     positions = {stream.request_id: position for position, stream in enumerate(submissions.streams)}
@@ -113,6 +121,8 @@ async def stream_answer(
                 frames.append(writer.tail(submissions.streams))
             elif not ready:
                 frames.append(writer.silence())
+            if last and before_end is not None:
+                await before_end(service, writer)
             if frames:
                 began = reader.waiting_since_s = time.perf_counter()
                 if not exchange.started:

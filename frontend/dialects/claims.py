@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 
 import msgspec
 
@@ -24,11 +25,11 @@ class Answer(msgspec.Struct, array_like=True):
     """Tokens between events."""
 
 
-_encode = msgspec.msgpack.Encoder().encode
+encode_answer: Callable[[Answer], bytes] = msgspec.msgpack.Encoder().encode
 
 
 def claim_for(answer: Answer, config: EngineConfig) -> Claim | None:
     """Return what makes a streamed request resumable; None where that is switched off, or there are too many choices."""
     if config.scheduler.resume_grace_s <= 0 or answer.num_prompts * answer.num_choices > MAX_CHOICES:
         return None
-    return Claim(secrets.token_bytes(KEY_BYTES), _encode(answer))
+    return Claim(secrets.token_bytes(KEY_BYTES), encode_answer(answer))

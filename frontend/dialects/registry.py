@@ -11,13 +11,14 @@ from typing import Any
 import msgspec
 
 from quintet.frontend.dialects import anthropic_errors, openai_chat, openai_completions, openai_errors
-from quintet.frontend.dialects.answer import AnswerWriter
+from quintet.frontend.dialects.answer import AnswerWriter, BeforeEnd
 from quintet.frontend.dialects.anthropic_events import MessagesAnswer, MessagesWriter
 from quintet.frontend.dialects.claims import Answer
 from quintet.frontend.dialects.openai_chat import ChatAnswer
 from quintet.frontend.dialects.openai_completions import CompletionAnswer
 from quintet.frontend.dialects.position import Position, StreamId
 from quintet.frontend.dialects.responses_events import ResponsesWriter
+from quintet.frontend.dialects.responses_kept import keep_end
 from quintet.frontend.dialects.responses_output import ResponsesAnswer
 from quintet.frontend.error_shape import ErrorShape
 from quintet.wire.request import Claim
@@ -32,13 +33,14 @@ class Dialect:
     """Makes the writer of an answer that has ids (or None), and goes on behind a position (None: from its beginning)."""
     is_retold: bool = False
     """Whether the writer must be told an answer from its beginning, wherever its reader is."""
+    before_end: BeforeEnd | None = None
 
 
 DIALECTS: dict[type[Answer], Dialect] = {
     CompletionAnswer: Dialect(openai_errors.ERRORS, openai_completions.writer),
     ChatAnswer: Dialect(openai_errors.ERRORS, openai_chat.writer),
     MessagesAnswer: Dialect(anthropic_errors.ERRORS, MessagesWriter),
-    ResponsesAnswer: Dialect(openai_errors.ERRORS, ResponsesWriter, is_retold=True),
+    ResponsesAnswer: Dialect(openai_errors.ERRORS, ResponsesWriter, is_retold=True, before_end=keep_end),
 }
 """By what its claims hold."""
 

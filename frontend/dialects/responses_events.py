@@ -21,10 +21,12 @@ from quintet.frontend.dialects.openai_answer import encode_json
 from quintet.frontend.dialects.openai_logprobs import chat_logprobs
 from quintet.frontend.dialects.position import Position, StreamId
 from quintet.frontend.dialects.responses_output import (
+    CALL,
+    CANCELLED,
     COMPLETED,
     FAILED,
-    IN_PROGRESS,
     MESSAGE,
+    REASONING,
     TEXTS,
     Item,
     Items,
@@ -34,6 +36,7 @@ from quintet.frontend.dialects.responses_output import (
     usage_of,
 )
 from quintet.frontend.exchange import Header
+from quintet.frontend.response_store import IN_PROGRESS
 from quintet.frontend.streams import Batch, Delta, Stream, pieces
 from quintet.wire.channels import Channel
 from quintet.wire.errors import ErrorCode, RequestError
@@ -43,8 +46,27 @@ from quintet.wire.params import shown
 _NOTE = re.compile(r"(\d{1,9})\+(\d{1,9})\+(\d{1,3})")
 
 
-def response_of(answer: ResponsesAnswer, output: Output) -> bytes:
-    """Return a whole answer. Raises `RequestError` for one that was cut off."""
+class _EndedPart(msgspec.Struct):
+    text: str
+
+
+class _EndedItem(msgspec.Struct):
+    type: str
+    status: str
+    content: list[_EndedPart] = []
+    name: str = ""
+    arguments: str = ""
+
+
+class _Ended(msgspec.Struct):
+    """What is read of a response that has ended."""
+
+    status: str
+    output: list[_EndedItem]
+
+
+def response_of_output(answer: ResponsesAnswer, output: Output) -> tuple[str, bytes]:
+    """Return status and JSON of a whole answer. Raises `RequestError` for one that was cut off."""
     status, num_tokens = status_of(output.finish), len(output.token_ids)
     items = Items(answer, lambda _name, _fields: None)
     logprobs = _logprobs(answer, output.logprobs)
@@ -57,7 +79,8 @@ def response_of(answer: ResponsesAnswer, output: Output) -> bytes:
                 item.logprobs, logprobs = item.logprobs + logprobs, []
     items.finish(status)
     usage = usage_of(output.stream.started, output.finish, num_tokens)
-    return response_json(answer.head, status, items.done, usage=usage, completed_at=_completed_at(status))
+    completed_at = _completed_at(status)
+    return status, response_json(answer.head, status, items.done, usage=usage, completed_at=completed_at)
 
 
 def _completed_at(status: str) -> int | None:
@@ -95,8 +118,25 @@ class ResponsesWriter:
         self._logprobs: list[object] = []
         """Of tokens whose text has not been told."""
         self._started: Started | None = None
+        self.status = IN_PROGRESS
         self.response = b""
         """The whole response as JSON, once the answer has ended."""
+
+    @property
+    def answer(self) -> ResponsesAnswer:
+        """How its events are written."""
+        return self._answer
+
+    @property
+    def last_number(self) -> int:
+        """The number of the last event."""
+        return self._number - 1
+
+    @property
+    def position(self) -> str:
+        """Where a reader of all events is."""
+        self._position.note = f"{self._number}+{self._num_chars}+{self._num_behind}"
+        return str(self._position)
 
     # --- what an answer is made of ----------------------------------------------------------------------------
 
@@ -106,9 +146,7 @@ class ResponsesWriter:
         if batch.started is not None and self._started is None:
             self._started = batch.started
             self._position.counts[0] = max(0, self._position.counts[0])
-            begun = msgspec.Raw(response_json(self._answer.head, IN_PROGRESS, []))
-            self._tell("response.created", {"response": begun})
-            self._tell("response.in_progress", {"response": begun})
+            self._begin()
         for delta in batch.deltas:
             self._position.counts[0] = stream.choices[0].num_taken
             if self._more and _is_more(delta):
@@ -118,6 +156,35 @@ class ResponsesWriter:
                 self._write_delta(delta)
             if delta.finish is not None:
                 self._finish(delta.finish, stream.num_output_tokens)
+
+    def _begin(self) -> None:
+        begun = msgspec.Raw(response_json(self._answer.head, IN_PROGRESS, []))
+        self._tell("response.created", {"response": begun})
+        self._tell("response.in_progress", {"response": begun})
+
+    def retell(self, response: bytes) -> Iterator[bytes]:
+        """Yield the events of a response that has ended, each text of it at once."""
+        frames = self._frames
+        self._begin()
+        ended = msgspec.json.decode(response, type=_Ended)
+        num_calls = 0
+        for item in ended.output:
+            text = item.arguments or "".join(part.text for part in item.content)
+            if item.type == CALL:
+                spans = [
+                    (int(Channel.NAME), num_calls, len(item.name)),
+                    (int(Channel.ARGUMENTS), num_calls, len(text)),
+                ]
+                num_calls += 1
+            else:
+                spans = [
+                    (int(Channel.REASONING if item.type == REASONING else Channel.CONTENT), 0, len(text))
+                ]
+            self._write_delta(Delta(0, item.name + text, (), [], None, spans))
+        self._items.close(ended.output[-1].status if ended.output else ended.status)
+        if ended.status != CANCELLED:
+            self._tell(f"response.{ended.status}", {"response": msgspec.Raw(response)})
+        yield from frames
 
     def _write_more(self, text: str) -> None:
         """Write more of the message that is open: the hot path."""
@@ -179,6 +246,7 @@ class ResponsesWriter:
         if self._items.open is not None:
             self._items.open.logprobs += self._logprobs
         self._items.finish(status)
+        self.status = status
         self._position.ended[0] = True
         self._more = b""
         self.response = response_json(
@@ -199,8 +267,10 @@ class ResponsesWriter:
     def failed(self, error: RequestError) -> bytes:
         """See `AnswerWriter.failed`. The event has no id: behind it there is nothing to go on with."""
         self._more = b""
+        self.status = FAILED
         self.response = response_json(self._answer.head, FAILED, self._items.done, error=error)
-        fields = {"sequence_number": self._number, "response": msgspec.Raw(self.response)}
+        number, self._number = self._number, self._number + 1
+        fields = {"sequence_number": number, "response": msgspec.Raw(self.response)}
         return _frame("response.failed", fields)
 
     def silence(self) -> bytes:

@@ -10,7 +10,6 @@ from typing import Any
 
 from quintet.frontend.dialects import openai_parse as parse
 from quintet.frontend.dialects.responses_types import ContentPart, InputItem
-from quintet.wire.errors import RequestError
 from quintet.wire.params import shown
 
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
@@ -105,11 +104,3 @@ def _given(value: parse.PartT | None, name: str) -> parse.PartT:
     if value is None:
         raise parse.invalid(f"{name} is missing; it is required.", "input")
     return value
-
-
-def unresolved(item: InputItem, where: str) -> RequestError:
-    """Make the error for a reference to an item that is not kept."""
-    return parse.invalid(
-        f"{where} refers to {shown(item.id)}, which this server does not keep (any more); send the item itself.",
-        "input",
-    )

@@ -16,6 +16,7 @@ from typing import Any
 from quintet.frontend.dialects.claims import Answer
 from quintet.frontend.dialects.openai_answer import AnswerOptions, encode_json
 from quintet.frontend.dialects.openai_channels import Channels
+from quintet.frontend.response_store import IN_PROGRESS
 from quintet.wire.channels import Channel
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.messages import Finish, FinishReason, Started
@@ -35,7 +36,7 @@ TEXTS = {
     CALL: "response.function_call_arguments",
 }
 """What the events of an item's text are called."""
-COMPLETED, INCOMPLETE, IN_PROGRESS, FAILED = "completed", "incomplete", "in_progress", "failed"
+COMPLETED, INCOMPLETE, FAILED, CANCELLED = "completed", "incomplete", "failed", "cancelled"
 
 Tell = Callable[[str, dict[str, Any]], None]
 """Takes an event: its type, and its fields."""
@@ -48,6 +49,8 @@ class ResponsesAnswer(Answer, tag="responses"):
     channels: Channels
     head: bytes
     """JSON object: the fields of the response that are known when its request is."""
+    is_kept: bool = False
+    """Whether the store shall know how it ends."""
 
 
 @dataclass(slots=True)

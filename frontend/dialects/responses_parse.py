@@ -230,11 +230,6 @@ def _check_values(body: ResponsesBody) -> None:
 
 
 def _refuse_unsupported(body: ResponsesBody) -> None:
-    if body.previous_response_id or body.background:
-        name = "background" if body.background else "previous_response_id"
-        raise parse.not_implemented(
-            name, "responses that are kept", "Send all items of the conversation as input."
-        )
     for name, what, advice in (
         ("prompt", "prompts kept by name", "Send instructions and input."),
         ("conversation", "conversations kept by name", "Send the items themselves."),

@@ -75,7 +75,7 @@ async def resume(service: Service, exchange: Exchange, stream_id: StreamId, give
     except BaseException:
         submissions.close()
         raise
-    await stream_answer(service, exchange, submissions, writer)
+    await stream_answer(service, exchange, submissions, writer, dialect.before_end)
 
 
 def _known(reclaimed: Reclaimed) -> Admit:

@@ -14,6 +14,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -370,12 +371,12 @@ class Server:
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[..., Server]]:
+def serve(tmp_path: Path) -> Iterator[Callable[..., Server]]:
     """Start servers with the given frontend settings; ``states`` are those of seats that are not ready."""
     servers: list[Server] = []
 
     def start(states: dict[str, SeatState] | None = None, **frontend: Any) -> Server:
-        servers.append(Server(make_config(**frontend), states or {}))
+        servers.append(Server(make_config(**{"run_dir": str(tmp_path), **frontend}), states or {}))
         return servers[-1]
 
     yield start
@@ -384,10 +385,10 @@ def serve() -> Iterator[Callable[..., Server]]:
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[Server]:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One server for tests that change nothing."""
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-    server = Server(make_config(policy="priority"), {})
+    server = Server(make_config(str(tmp_path_factory.mktemp("run")), policy="priority"), {})
     yield server
     server.stop()
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
+import sqlite3
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from openai import OpenAI
+from openai import OpenAI, OpenAIError
 from openai.types.responses import Response
 from pydantic import BaseModel
 
@@ -25,10 +28,19 @@ ASK: dict[str, Any] = {
 }
 
 
+FLAGS = (
+    "--kv-cache-memory 32MiB --max-model-len 512 --frontends 2 --max-restarts 100 --tool-call-parser hermes"
+)
+
+
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    flags = "--kv-cache-memory 32MiB --max-model-len 512 --frontends 2 --max-restarts 100"
-    with serve(*flags.split(), "--tool-call-parser", "hermes") as server:
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("store") / "kept.sqlite"
+
+
+@pytest.fixture(scope="module")
+def server(store: Path) -> Iterator[Server]:
+    with serve(*FLAGS.split(), "--response-store", str(store)) as server:
         yield server
 
 
@@ -165,3 +177,68 @@ def test_a_kill_in_the_middle_changes_nothing(
     assert "".join(deltas) == whole.output_text
     (message,) = reader.events[-1]["response"]["output"]
     assert message["content"][0]["text"] == whole.output_text
+
+
+def ended(client: OpenAI, response_id: str) -> Response:
+    """Return a response once it has ended."""
+    found: list[Response] = []
+
+    def has_ended() -> bool:
+        found[:] = [client.responses.retrieve(response_id)]
+        return found[0].status not in ("queued", "in_progress")
+
+    wait_until(has_ended, response_id)
+    return found[0]
+
+
+def noted(store: Path, response_id: str) -> tuple[str, str]:
+    """Return who answers a response, and its status."""
+    with contextlib.closing(sqlite3.connect(store)) as file:
+        rows = file.execute("SELECT owner, status FROM responses WHERE id = ?", (response_id,)).fetchall()
+    return rows[0][0], rows[0][1]
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("role", ["frontend", "core"])
+def test_a_kill_is_nothing_to_the_background(
+    server: Server, client: OpenAI, ask: dict[str, Any], store: Path, role: str
+) -> None:
+    """What was asked for goes on at another frontend, and its events behind those that somebody read."""
+    ask = {**ask, "max_output_tokens": 400}
+    plain = client.responses.create(**ask, background=True)
+    first: list[Any] = []
+    try:
+        with client.responses.create(**ask, background=True, stream=True) as stream:
+            for event in stream:
+                first.append(event)
+                if len(first) == 10:
+                    response_id = first[0].response.id
+                    seat = noted(store, response_id)[0].rpartition("/")[2] if role == "frontend" else "0"
+                    server.children()[f"quintet-{role}-{seat.partition('.')[0]}"].kill()
+                    break
+    except OpenAIError:
+        assert role == "frontend"
+    assert noted(store, response_id)[1] == "in_progress"
+    last = ended(client, response_id)
+    assert last.usage is not None and last.usage.output_tokens == 400
+    assert (
+        last.output_text == ended(client, plain.id).output_text == client.responses.create(**ask).output_text
+    )
+    after = first[-1].sequence_number
+    events = [*first, *client.responses.retrieve(response_id, stream=True, starting_after=after)]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == last.output_text
+    assert events[-1].response == last
+
+
+@pytest.mark.whole
+def test_a_file_of_ones_own_outlives_the_server(ask: dict[str, Any], tmp_path: Path) -> None:
+    flags = [*FLAGS.split(), "--response-store", str(tmp_path / "kept.sqlite")]
+    with serve(*flags) as server, OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        first = client.responses.create(**ask)
+    with serve(*flags) as server, OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        assert client.responses.retrieve(first.id) == first
+        second = client.responses.create(**{**ask, "input": "And then?"}, previous_response_id=first.id)
+        kinds = [item.type for item in client.responses.input_items.list(second.id)]
+        assert kinds == ["message"] * 3

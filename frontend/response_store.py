@@ -1,0 +1,298 @@
+"""Responses that are kept: what was asked, what was answered, and the events of those that are read later.
+
+One SQLite file, in the run folder unless an operator names another. All frontends open it, so whatever one of them kept the
+others find, and `kill -9` of a frontend loses nothing that was written: no process holds it but the kernel. Each frontend
+touches it on a thread of its own, for the first time when a response is kept or asked for. Knows nothing of what responses hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from quintet.wire.config import EngineConfig, FrontendConfig
+from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.ids import Role, WorkerId
+from quintet.wire.supervision import SeatState, Topology
+
+FILE = "responses.sqlite"
+WAIT_S = 10.0
+"""Longest wait for another frontend's write."""
+OPEN_TRIES, OPEN_PAUSE_S = 20, 0.05
+MAX_TURNS = 1000
+"""Responses that one conversation goes back."""
+EVENT_ROWS = 64
+"""Rows of events that are read at once."""
+QUEUED, IN_PROGRESS = "queued", "in_progress"
+_OPEN = f"status IN ('{QUEUED}', '{IN_PROGRESS}')"
+_TABLES = """
+CREATE TABLE IF NOT EXISTS responses (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, status TEXT NOT NULL, background INTEGER NOT NULL, streams INTEGER NOT NULL,
+    previous TEXT, items BLOB NOT NULL, answer BLOB NOT NULL, stream TEXT NOT NULL, response BLOB NOT NULL,
+    used_at REAL NOT NULL, num_bytes INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS by_use ON responses (used_at, num_bytes, status);
+CREATE TABLE IF NOT EXISTS events (
+    id TEXT NOT NULL REFERENCES responses (id) ON DELETE CASCADE, number INTEGER NOT NULL, position TEXT NOT NULL,
+    frames BLOB NOT NULL, PRIMARY KEY (id, number)
+) WITHOUT ROWID;
+"""
+_ResultT = TypeVar("_ResultT")
+
+
+@dataclass(slots=True)
+class Record:
+    """A response that is kept."""
+
+    id: str
+    owner: str
+    """Who answers it: see `ResponseStore.owner`."""
+    status: str
+    background: bool
+    streams: bool
+    """Whether its events are kept."""
+    previous: str | None
+    """The response that it follows."""
+    items: bytes
+    """JSON array: the items that it was asked with, without those of former responses."""
+    answer: bytes
+    """How its events are written: only the dialect looks inside."""
+    stream: str = ""
+    """The request behind it, as `StreamId` spells it; empty before there is one."""
+    response: bytes = b""
+    """JSON object: the whole response, once it has ended."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has not ended."""
+        return self.status in (QUEUED, IN_PROGRESS)
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """Events that were written together."""
+
+    number: int
+    """Of the last of them."""
+    position: str
+    """Where their writer was after them."""
+    frames: bytes
+
+
+_COLUMNS = "id, owner, status, background, streams, previous, items, answer, stream, response"
+
+
+class ResponseFile:
+    """The file. All of it happens on one thread."""
+
+    def __init__(self, path: Path, limits: FrontendConfig) -> None:
+        self._limits = limits
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+        self._db = sqlite3.connect(path, timeout=WAIT_S, isolation_level="IMMEDIATE")
+        for is_last in (*[False] * OPEN_TRIES, True):
+            try:
+                self._db.executescript(
+                    f"PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL; PRAGMA foreign_keys = ON; {_TABLES}"
+                )
+                return
+            except (
+                sqlite3.OperationalError
+            ):  # another frontend makes it at this moment, and nobody may wait for that
+                if is_last:
+                    raise
+                time.sleep(OPEN_PAUSE_S)
+
+    def begin(self, record: Record) -> None:
+        """Keep a new response, and no longer those that are too many, too large together, or too old."""
+        num_bytes = len(record.items) + len(record.answer)
+        values = [getattr(record, name) for name in _COLUMNS.split(", ")]
+        with self._db:
+            marks = ", ".join("?" * (len(values) + 2))
+            self._db.execute(
+                f"INSERT INTO responses ({_COLUMNS}, used_at, num_bytes) VALUES ({marks})",
+                (*values, time.time(), num_bytes),
+            )
+            self._drop_excess()
+
+    def _drop_excess(self) -> None:
+        oldest = time.time() - 3600 * self._limits.response_store_hours
+        self._db.execute(f"DELETE FROM responses WHERE used_at < ? AND NOT {_OPEN}", (oldest,))
+        count, num_bytes = self._db.execute("SELECT COUNT(*), TOTAL(num_bytes) FROM responses").fetchone()
+        too_many = count - self._limits.response_store_entries
+        too_large = num_bytes - self._limits.response_store_bytes
+        if too_many <= 0 and too_large <= 0:
+            return
+        ended = self._db.execute(
+            f"SELECT id, num_bytes FROM responses WHERE NOT {_OPEN} ORDER BY used_at"
+        ).fetchall()
+        for response_id, size in ended:
+            if too_many <= 0 and too_large <= 0:
+                return
+            self.delete(response_id)
+            too_many, too_large = too_many - 1, too_large - size
+
+    def note_stream(self, response_id: str, stream: str) -> None:
+        """Note which request answers a response now."""
+        with self._db:
+            self._db.execute("UPDATE responses SET stream = ? WHERE id = ?", (stream, response_id))
+
+    def tell(
+        self, response_id: str, owner: str, status: str, events: Events | None = None, response: bytes = b""
+    ) -> bool:
+        """Note what became of a response that ``owner`` answers: events, and in the end the whole of it.
+
+        Return whether anybody still wants to know: it was neither cancelled nor deleted, nor has it another owner.
+        """
+        size = len(response) + (0 if events is None else len(events.frames))
+        with self._db:
+            told = self._db.execute(
+                "UPDATE responses SET status = ?, response = ?, num_bytes = num_bytes + ? "
+                f"WHERE id = ? AND owner = ? AND {_OPEN}",
+                (status, response, size, response_id, owner),
+            )
+            if told.rowcount and events is not None:
+                self._db.execute(
+                    "INSERT INTO events VALUES (?, ?, ?, ?)",
+                    (response_id, events.number, events.position, events.frames),
+                )
+        return told.rowcount > 0
+
+    def finish(self, response_id: str, status: str, response: bytes, is_open: bool) -> bool:
+        """Note how a response ended, if it is (``is_open``) not noted yet; return whether it was noted now."""
+        unless = f" AND {_OPEN}" if is_open else ""
+        with self._db:
+            noted = self._db.execute(
+                "UPDATE responses SET status = ?, response = ?, num_bytes = num_bytes + ? WHERE id = ?"
+                + unless,
+                (status, response, len(response), response_id),
+            )
+        return noted.rowcount > 0
+
+    def find(self, response_id: str) -> Record | None:
+        """Return a response."""
+        rows = self._db.execute(f"SELECT {_COLUMNS} FROM responses WHERE id = ?", (response_id,)).fetchall()
+        return Record(*rows[0]) if rows else None
+
+    def conversation(self, response_id: str) -> list[Record]:
+        """Return a response and all before it that it follows, the first one first; they count as used.
+
+        Raises `RequestError` where they are more than the body of a request may hold.
+        """
+        rows = self._db.execute(
+            "WITH RECURSIVE turn(depth, id, previous, size) AS ("
+            "SELECT 0, id, previous, LENGTH(items) + LENGTH(response) FROM responses WHERE id = ? "
+            "UNION ALL SELECT depth + 1, r.id, r.previous, LENGTH(r.items) + LENGTH(r.response) "
+            f"FROM responses r JOIN turn ON r.id = turn.previous WHERE depth < {MAX_TURNS}) "
+            "SELECT id, size FROM turn ORDER BY depth DESC",
+            (response_id,),
+        ).fetchall()
+        size, most = sum(row[1] for row in rows), self._limits.max_body_bytes
+        if size > most:
+            raise RequestError(
+                ErrorCode.TOO_LARGE,
+                f"The conversation that ends with {response_id} has {size} bytes; this server takes at most {most}. Begin a "
+                "new one, or raise --max-body-bytes.",
+                "previous_response_id",
+            )
+        now = time.time()
+        with self._db:
+            self._db.executemany(
+                "UPDATE responses SET used_at = ? WHERE id = ?", [(now, row[0]) for row in rows]
+            )
+        found = [self.find(row[0]) for row in rows]
+        return [record for record in found if record is not None]
+
+    def delete(self, response_id: str) -> bool:
+        """Forget a response; return whether there was one."""
+        with self._db:
+            return self._db.execute("DELETE FROM responses WHERE id = ?", (response_id,)).rowcount > 0
+
+    def news(self, response_id: str, after: int) -> tuple[str, list[Events]]:
+        """Return what became of a response ("" for one that is gone), and the next events behind the one of this number.
+
+        The first of them are maybe before it: events that were written together are read together.
+        """
+        rows = self._db.execute("SELECT status FROM responses WHERE id = ?", (response_id,)).fetchall()
+        events = self._db.execute(
+            f"SELECT number, position, frames FROM events WHERE id = ? AND number > ? ORDER BY number LIMIT {EVENT_ROWS}",
+            (response_id, after),
+        )
+        return rows[0][0] if rows else "", [Events(*row) for row in events]
+
+    def last_position(self, response_id: str) -> str:
+        """Return where the writer of a response's events was after the last of them."""
+        row = self._db.execute(
+            "SELECT position FROM events WHERE id = ? ORDER BY number DESC LIMIT 1", (response_id,)
+        ).fetchone()
+        return str(row[0]) if row else ""
+
+    def owners(self) -> list[str]:
+        """Return who answers the responses that have not ended."""
+        return [
+            str(row[0]) for row in self._db.execute(f"SELECT DISTINCT owner FROM responses WHERE {_OPEN}")
+        ]
+
+    def take_over(self, owner: str, former: Sequence[str]) -> list[Record]:
+        """Make ``owner`` answer what these were to answer, and return it."""
+        with self._db:
+            marks = ", ".join("?" * len(former))
+            rows = self._db.execute(
+                f"UPDATE responses SET owner = ? WHERE {_OPEN} AND owner IN ({marks}) RETURNING {_COLUMNS}",
+                (owner, *former),
+            ).fetchall()
+        return [Record(*row) for row in rows]
+
+
+class ResponseStore:
+    """The file, from a frontend's loop. Every method raises `RequestError` when the file cannot be read or written."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._limits = config.frontend
+        self.path = Path(config.frontend.response_store or Path(config.run_dir) / FILE)
+        self._server = Path(config.run_dir).name
+        self._thread: ThreadPoolExecutor | None = None
+        self._file: ResponseFile | None = None
+
+    @property
+    def keeps(self) -> bool:
+        """Whether responses are kept at all."""
+        return self._limits.response_store_entries > 0
+
+    def owner(self, worker: WorkerId) -> str:
+        """Return the name of a frontend as the one who answers: no other has it, in this server or one before it."""
+        return f"{self._server}/{worker.index}.{worker.epoch}"
+
+    def is_gone(self, owner: str, topology: Topology) -> bool:
+        """Whether a frontend is gone for sure: another server's, or one whose seat has another, or nobody, by now."""
+        server, _, seat = owner.rpartition("/")
+        index, epoch = map(int, seat.split("."))
+        return server != self._server or any(
+            (each.worker.role, each.worker.index) == (Role.FRONTEND, index)
+            and (each.worker.epoch > epoch or (each.worker.epoch == epoch and each.state is SeatState.DOWN))
+            for each in topology.seats
+        )
+
+    async def do(self, work: Callable[[ResponseFile], _ResultT]) -> _ResultT:
+        """Return what ``work`` returns of the file, on its thread."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "responses")
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self._apply, work)
+        except (sqlite3.Error, OSError) as error:
+            raise RequestError(
+                ErrorCode.UNAVAILABLE,
+                f"Kept responses cannot be read or written ({error}). Send store: false, or try again later.",
+                "store",
+            ) from error
+
+    def _apply(self, work: Callable[[ResponseFile], _ResultT]) -> _ResultT:
+        if self._file is None:
+            self._file = ResponseFile(self.path, self._limits)
+        return work(self._file)

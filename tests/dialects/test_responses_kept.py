@@ -1,0 +1,230 @@
+"""Responses that are kept: conversations that go on, what is read later and elsewhere, the background, and what is forgotten."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+
+from quintet.frontend.response_store import FILE
+from quintet.wire.channels import Channel
+from quintet.wire.config import ParsersConfig
+from quintet.wire.messages import Cancel, Reclaim, Submit
+
+R = "/v1/responses"
+RAIN: Any = {"type": "function", "name": "rain", "parameters": {"type": "object"}, "strict": True}
+CALLS = [
+    [(Channel.REASONING, 0, "Rain?")],
+    [(Channel.CONTENT, 0, "I look."), (Channel.NAME, 0, "rain"), (Channel.ARGUMENTS, 0, "{}")],
+]
+
+
+@pytest.fixture
+def server(serve: Callable[..., Any]) -> Any:
+    return serve()
+
+
+@pytest.fixture
+def client(server: Any) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def prompted(server: Any) -> Any:
+    return json.loads(server.engine.wait_for(Submit)[-1].prompt.messages)
+
+
+def ended(client: OpenAI, response_id: str) -> Any:
+    """Return a response once it has ended."""
+    until = time.monotonic() + 10
+    while True:
+        response = client.responses.retrieve(response_id)
+        if response.status not in ("queued", "in_progress"):
+            return response
+        assert time.monotonic() < until, response
+        time.sleep(0.01)
+
+
+def test_a_conversation_goes_on_at_any_frontend(serve: Callable[..., Any], client: OpenAI) -> None:
+    first = client.responses.create(model="toy", input="one", instructions="Be kind.")
+    second = client.responses.create(model="toy", input="two", previous_response_id=first.id)
+    other = serve()  # in the same run folder
+    with OpenAI(base_url=f"{other.url}/v1", api_key="none", max_retries=0) as elsewhere:
+        assert elsewhere.responses.retrieve(first.id) == client.responses.retrieve(first.id)
+        with elsewhere.responses.stream(model="toy", input="three", previous_response_id=second.id) as stream:
+            last = stream.until_done() and stream._state
+        assert last is not None
+        answer = first.output_text
+        assert prompted(other) == [
+            {"role": "user", "content": "one"},
+            {"role": "assistant", "content": answer},
+            {"role": "user", "content": "two"},
+            {"role": "assistant", "content": answer},
+            {"role": "user", "content": "three"},
+        ]
+        elsewhere.responses.delete(first.id)
+    assert client.responses.retrieve(second.id).previous_response_id == first.id
+    with pytest.raises(openai.BadRequestError, match="is not kept any"):
+        client.responses.create(model="toy", input="four", previous_response_id=second.id)
+    with pytest.raises(openai.NotFoundError, match="not kept here"):
+        client.responses.retrieve(first.id)
+
+
+def test_a_loop_of_tools_needs_the_results_alone(serve: Callable[..., Any]) -> None:
+    server = serve(parsers=ParsersConfig(reasoning="qwen3", tools="hermes"))
+    server.engine.script = CALLS
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        first = client.responses.create(model="toy", input="rain?", tools=[RAIN])
+        reasoning, message, call = first.output
+        assert reasoning.type == "reasoning" and message.type == "message" and call.type == "function_call"
+        result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "no"}
+        second = client.responses.create(
+            model="toy", input=[result], tools=[RAIN], previous_response_id=first.id
+        )
+        user, assistant, tool = prompted(server)
+        assert user["content"] == "rain?" and assistant["reasoning_content"] == "Rain?"
+        assert assistant["content"] == "I look." and assistant["tool_calls"][0]["id"] == call.call_id
+        assert tool == {"role": "tool", "name": "rain", "tool_call_id": call.call_id, "content": "no"}
+        reference: Any = {"type": "item_reference", "id": message.id}
+        client.responses.create(model="toy", input=[reference, {"role": "user", "content": "and?"}])
+        assert [each["content"] for each in prompted(server)] == ["I look.", "and?"]
+        items = client.responses.input_items.list(second.id, order="asc", limit=2)
+        listed = [item.to_dict() for item in items]
+    assert [item["type"] for item in listed] == [
+        "message", "reasoning", "message", "function_call", "function_call_output",
+    ]  # fmt: skip
+    assert listed[0]["content"] == [{"type": "input_text", "text": "rain?"}]
+    assert listed[2]["id"] == message.id and listed[4]["output"] == "no"
+    assert len({item["id"] for item in listed}) == 5
+
+
+def test_streams_are_kept_when_their_end_is_told(client: OpenAI, server: Any) -> None:
+    events = list(client.responses.create(model="toy", input="x", stream=True, max_output_tokens=3))
+    first, last = events[0], events[-1]
+    assert first.type == "response.created" and last.type == "response.incomplete"
+    kept = client.responses.retrieve(first.response.id)
+    assert kept == last.response
+    retold = list(client.responses.retrieve(kept.id, stream=True))
+    assert [event.sequence_number for event in retold] == list(range(len(retold)))
+    assert [event.type for event in retold if ".delta" not in event.type] == [
+        event.type for event in events if ".delta" not in event.type
+    ]
+    assert (
+        "".join(event.delta for event in retold if event.type == "response.output_text.delta") == " t0 t1 t2"
+    )
+    assert retold[-1].type == last.type and retold[-1].response == kept
+    assert server.ask("POST", f"{R}/{kept.id}/cancel", b"").status == 400
+
+
+def test_what_is_not_to_be_kept_is_not(client: OpenAI, serve: Callable[..., Any], tmp_path: Any) -> None:
+    response = client.responses.create(model="toy", input="x", store=False)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(response.id)
+    assert client.responses.create(model="toy", input="x").id
+    none = serve(response_store_entries=0)
+    reply = none.ask("POST", R, {"input": "x"})
+    assert reply.json["store"] is False
+    assert none.ask("GET", f"{R}/{reply.json['id']}").status == 404
+    assert "keeps none" in none.ask("POST", R, {"input": "x", "background": True}).json["error"]["message"]
+    assert none.ask("POST", R, {"input": "x", "previous_response_id": "resp_1"}).status == 400
+
+
+def test_a_failure_leaves_nothing_and_one_who_hangs_up_a_trace(
+    serve: Callable[..., Any], tmp_path: Any
+) -> None:
+    server = serve()
+    server.engine.fail_after = 0
+    assert server.ask("POST", R, {"input": "x"}).status == 500
+    server.engine.fail_after, server.engine.silent_after = None, 2
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        with client.responses.create(model="toy", input="x", stream=True) as stream:
+            first = next(stream)
+        server.engine.wait_for(Cancel)
+        assert first.type == "response.created"
+        while (left := client.responses.retrieve(first.response.id)).status == "in_progress":
+            time.sleep(0.01)
+        assert left.status == "cancelled"
+    with sqlite3.connect(tmp_path / FILE) as file:
+        assert file.execute("SELECT COUNT(*) FROM responses").fetchall() == [(1,)]
+    file.close()
+
+
+def test_the_background_is_read_later_or_as_it_comes(client: OpenAI) -> None:
+    response = client.responses.create(model="toy", input="x", background=True, max_output_tokens=5)
+    assert response.status == "queued" and response.background and response.output == []
+    last = ended(client, response.id)
+    assert last.status == "incomplete" and last.output_text == " t0 t1 t2 t3 t4"
+    assert client.responses.cancel(response.id) == last
+    stream = client.responses.create(
+        model="toy", input="x", background=True, stream=True, max_output_tokens=5
+    )
+    events = list(stream)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[0].type == "response.created" and events[-1].type == "response.incomplete"
+    kept = events[0].response.id
+    for after in (0, 4, len(events) - 2):
+        rest = list(client.responses.retrieve(kept, stream=True, starting_after=after))
+        assert rest == events[after + 1 :]
+    assert list(client.responses.retrieve(kept, stream=True)) == events
+
+
+def test_the_background_is_cancelled_or_deleted(serve: Callable[..., Any]) -> None:
+    server = serve()
+    server.engine.silent_after = 2
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        response = client.responses.create(model="toy", input="x", background=True)
+        cancelled = client.responses.cancel(response.id)
+        assert cancelled.status == "cancelled" and ended(client, response.id) == cancelled
+        assert server.engine.wait_for(Cancel)
+        response = client.responses.create(model="toy", input="x", background=True)
+        client.responses.delete(response.id)
+        assert server.engine.wait_for(Cancel, 2)
+        with pytest.raises(openai.NotFoundError):
+            client.responses.cancel(response.id)
+        server.engine.silent_after, server.engine.fail_after = None, 2
+        failed = ended(client, client.responses.create(model="toy", input="x", background=True).id)
+        assert failed.status == "failed" and failed.error is not None and "broke" in failed.error.message
+
+
+def test_another_server_answers_no_more(
+    serve: Callable[..., Any], topology: Callable[..., Any], tmp_path: Any
+) -> None:
+    """What a server that is gone was answering from this file has failed, and a client that hung up on it finds that out."""
+    path = str(tmp_path / "kept.sqlite")
+    before = serve(run_dir=str(tmp_path / "before"), response_store=path)
+    before.engine.silent_after = 2
+    with OpenAI(base_url=f"{before.url}/v1", api_key="none", max_retries=0) as client:
+        response = client.responses.create(model="toy", input="x", background=True)
+    after = serve(run_dir=str(tmp_path / "after"), response_store=path)
+    after.call(after.service.handle, topology(2))
+    with OpenAI(base_url=f"{after.url}/v1", api_key="none", max_retries=0) as client:
+        lost = ended(client, response.id)
+    assert lost.status == "failed" and lost.error is not None and "lost" in lost.error.message
+    assert after.engine.wait_for(Reclaim)
+
+
+def test_pages_of_items(client: OpenAI, server: Any) -> None:
+    items: Any = [{"role": "user", "content": str(number)} for number in range(5)]
+    response = client.responses.create(model="toy", input=items)
+    path = f"{R}/{response.id}/input_items"
+    page = server.ask("GET", f"{path}?limit=2").json
+    assert [item["content"][0]["text"] for item in page["data"]] == ["4", "3"] and page["has_more"]
+    assert (page["first_id"], page["last_id"]) == (page["data"][0]["id"], page["data"][1]["id"])
+    rest = server.ask("GET", f"{path}?after={page['last_id']}").json
+    assert [item["content"][0]["text"] for item in rest["data"]] == ["2", "1", "0"] and not rest["has_more"]
+    for query in ("limit=0", "limit=x", "order=up", "after=nobody"):
+        assert server.ask("GET", f"{path}?{query}").status == 400
+    assert server.ask("GET", f"{R}/{response.id}?stream=true&starting_after=-1").status == 400
+
+
+def test_a_file_that_cannot_be_written_is_told(serve: Callable[..., Any], tmp_path: Any) -> None:
+    server = serve(response_store=str(tmp_path / "nowhere" / "kept.sqlite"))
+    reply = server.ask("POST", R, {"input": "x"})
+    assert reply.status == 503 and "store: false" in reply.json["error"]["message"]
+    assert server.ask("POST", R, {"input": "x", "store": False}).status == 200

@@ -1,0 +1,138 @@
+"""The file that keeps responses: what makes room for what, whose word counts, and that frontends share it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quintet.frontend.response_store import Events, Record, ResponseFile, ResponseStore
+from quintet.wire.errors import RequestError
+from quintet.wire.ids import Role, WorkerId
+from quintet.wire.supervision import Seat, SeatState, Topology
+from tests.frontend.configs import make_config
+
+
+def opened(path: Path, **limits: Any) -> ResponseFile:
+    return ResponseFile(path / "kept.sqlite", make_config(**limits).frontend)
+
+
+def record(name: str, previous: str | None = None, owner: str = "run/0.1", **fields: Any) -> Record:
+    values = {"status": "in_progress", "background": True, "streams": True, "items": b"[]", "answer": b"a"}
+    return Record(name, owner, previous=previous, **{**values, **fields})
+
+
+def end(file: ResponseFile, name: str) -> None:
+    assert file.tell(name, "run/0.1", "completed", response=b"{}")
+
+
+def test_the_oldest_makes_room_but_not_before_its_end(tmp_path: Path) -> None:
+    file = opened(tmp_path, response_store_entries=2)
+    for name in ("a", "b", "c"):
+        file.begin(record(name))
+    assert all(file.find(name) for name in "abc")  # nobody may lose what is being answered
+    for name in ("a", "c"):
+        end(file, name)
+    file.begin(record("d"))
+    assert [file.find(name) is None for name in "abcd"] == [True, False, True, False]
+
+
+def test_bytes_are_bounded_with_events_and_answers(tmp_path: Path) -> None:
+    file = opened(tmp_path, response_store_bytes=1000)
+    file.begin(record("a", items=b"[" + b" " * 300 + b"]"))
+    file.tell("a", "run/0.1", "in_progress", Events(0, "", b"x" * 300))
+    file.tell("a", "run/0.1", "completed", response=b"{" + b" " * 300 + b"}")
+    file.begin(record("b"))
+    assert file.find("a") is not None
+    file.begin(record("c", items=b"[" + b" " * 100 + b"]"))
+    assert file.find("a") is None and file.news("a", -1) == ("", [])
+    assert file.find("b") is not None
+
+
+def test_age_counts_from_when_it_was_last_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "time", lambda: now)
+    file = opened(tmp_path, response_store_hours=1)
+    for name in ("a", "b"):
+        file.begin(record(name))
+        end(file, name)
+    now += 3000
+    assert [each.id for each in file.conversation("a")] == ["a"]
+    now += 3000
+    file.begin(record("c"))
+    assert file.find("a") is not None and file.find("b") is None
+
+
+def test_a_conversation_is_in_order_and_ends_where_it_is_broken(tmp_path: Path) -> None:
+    file = opened(tmp_path)
+    for name, previous in (("a", None), ("b", "a"), ("c", "b")):
+        file.begin(record(name, previous, items=b"[ ]" if name == "b" else b"[]"))
+    assert [each.id for each in file.conversation("c")] == ["a", "b", "c"]
+    assert file.delete("a") and not file.delete("a")
+    assert [(each.id, each.previous) for each in file.conversation("c")] == [("b", "a"), ("c", "b")]
+    assert file.conversation("nobody") == []
+    with pytest.raises(RequestError, match="5 bytes; this server takes at most 4"):
+        opened(tmp_path, max_body_bytes=4).conversation("c")
+
+
+def test_only_who_answers_is_heard(tmp_path: Path) -> None:
+    file = opened(tmp_path)
+    file.begin(record("a"))
+    assert file.tell("a", "run/0.1", "in_progress", Events(3, "p", b"one"))
+    assert file.take_over("run/1.1", ["run/0.1"])[0].owner == "run/1.1"
+    assert file.take_over("run/2.1", ["run/0.1"]) == []
+    assert not file.tell("a", "run/0.1", "completed", Events(4, "q", b"two"), b"{}")
+    assert file.last_position("a") == "p" and file.news("a", 2) == ("in_progress", [Events(3, "p", b"one")])
+    assert file.finish("a", "cancelled", b"{1}", is_open=True)
+    assert not file.tell("a", "run/1.1", "completed", None, b"{}")
+    assert not file.finish("a", "cancelled", b"{2}", is_open=True)
+    assert file.finish("a", "completed", b"{3}", is_open=False)
+    assert file.find("a").response == b"{3}"  # type: ignore[union-attr]
+
+
+def seat(index: int, epoch: int, state: SeatState = SeatState.READY) -> Seat:
+    return Seat(WorkerId(Role.FRONTEND, index, epoch), "ipc://x", 1, state)
+
+
+@pytest.mark.parametrize(
+    ("worker", "seats", "is_gone"),
+    [
+        ((0, 1), [seat(0, 1)], False),
+        ((0, 1), [seat(0, 1, SeatState.STALLED)], False),
+        ((0, 1), [seat(0, 1, SeatState.DOWN)], True),
+        ((0, 1), [seat(0, 2, SeatState.STARTING)], True),
+        ((0, 2), [seat(0, 1, SeatState.DOWN)], False),  # a topology that is older than the frontend
+        ((0, 1), [seat(1, 7)], False),
+    ],
+)
+def test_who_is_gone_is_gone_for_sure(worker: tuple[int, int], seats: list[Seat], is_gone: bool) -> None:
+    store = ResponseStore(make_config("/tmp/run-a"))
+    owner = store.owner(WorkerId(Role.FRONTEND, *worker))
+    assert store.is_gone(owner, Topology(1, seats)) is is_gone
+    assert ResponseStore(make_config("/tmp/run-b")).is_gone(owner, Topology(1, seats))
+
+
+def test_frontends_that_open_it_at_once_share_it(tmp_path: Path) -> None:
+    failures: list[BaseException] = []
+
+    def use(index: int) -> None:
+        try:
+            file = opened(tmp_path)
+            for number in range(20):
+                file.begin(record(f"{index}-{number}", owner=f"run/{index}.1"))
+        except BaseException as error:  # noqa: BLE001
+            failures.append(error)
+
+    threads = [threading.Thread(target=use, args=(index,)) for index in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert len(opened(tmp_path).owners()) == 6
+    assert (tmp_path / "kept.sqlite").stat().st_mode & 0o777 == 0o600
