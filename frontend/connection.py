@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -45,6 +46,8 @@ class Protocol(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._num_head_bytes = 0
         self._half_open: HalfOpen | None = None
+        self._lent: dict[str, Callable[[], None]] = {}
+        """What the connection and the application can have each other do, in this request."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for the first request as long as for any other."""
@@ -85,8 +88,8 @@ class Protocol(HttpToolsProtocol):
     def _probe(self) -> None:
         if not self.cycle.response_started:
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        elif (break_silence := self.scope["extensions"][CONNECTION].get("break_silence")) is not None:
-            break_silence()
+        elif "break_silence" in self._lent:
+            self._lent["break_silence"]()
 
     # --- a client that writes slowly --------------------------------------------------------------------------
 
@@ -106,7 +109,8 @@ class Protocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Begin to wait for the end of the head; add the connection to the scope of the request that begins."""
         super().on_message_begin()
-        self.scope["extensions"] = {CONNECTION: {"abort": self.transport.abort}}
+        self._lent = {"abort": self.transport.abort}
+        self.scope["extensions"] = {CONNECTION: cast(dict[object, object], self._lent)}
         self._num_head_bytes = 0
         self._head_timer = self.loop.call_later(self._header_timeout_s, self._give_up_on_head)
 
