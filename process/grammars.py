@@ -35,7 +35,9 @@ def open_vocabulary(model: ModelConfig) -> LLTokenizer:
         text = path.read_text()
         described = msgspec.json.decode(text, type=_Tokenizer)
         most = max(model.vocab_size, _num_tokens(described))
-        return LLTokenizer(_with_special_tokens_alone(text, described), n_vocab=most, eos_token=model.eos_token_ids)
+        return LLTokenizer(
+            _with_special_tokens_alone(text, described), n_vocab=most, eos_token=model.eos_token_ids
+        )
     except (ValueError, OSError) as error:
         raise ConfigError(f"the model's tokenizer cannot be read for it: {error}") from None
 

@@ -45,9 +45,7 @@ def lark_of_text(text: str, named: Mapping[str, int]) -> str:
     """Return what allows this text, in which the names of tokens are tokens: of those that begin at one place the longest."""
     parts: list[str] = []
     while text:
-        found = [
-            (text.find(name), -len(name), name, token) for name, token in named.items() if name in text
-        ]
+        found = [(text.find(name), -len(name), name, token) for name, token in named.items() if name in text]
         at, _, name, token = min(found, default=(len(text), 0, "", 0))
         if at:
             parts.append(msgspec.json.encode(text[:at]).decode())

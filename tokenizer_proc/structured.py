@@ -40,6 +40,8 @@ MAX_REASON_CHARS = 300
 WHITESPACE = r"[ \t]|\r?\n[ \t]{0,80}"
 """Between the parts of JSON: a blank, or a new line and what it is indented by. Where any amount is allowed, models that
 are not sure how to go on write line breaks until their tokens are spent."""
+COMBINED = {"anyOf", "oneOf", "$ref"}
+"""Keys whose schemas have a say in the same object."""
 _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
 _QUOTED = re.compile(r'"([^"\\]+)"')
 _FORMAT = re.compile(r"[Ff]ormat:? '?([^'\s]+)")
@@ -207,7 +209,10 @@ def _schema(given: str | bool, wanted: StructuredOutputsParams) -> str:
     if not wanted.disable_additional_properties:
         return given
     schema = msgspec.json.decode(given)
-    for _, each in _objects(schema):
+    objects = [each for _, each in _objects(schema)]
+    if any("allOf" in each or ("properties" in each and each.keys() & COMBINED) for each in objects):
+        return given  # the properties of one are additional ones of the other
+    for each in objects:
         if "properties" in each:
             each.setdefault("additionalProperties", False)
     return msgspec.json.encode(schema).decode()

@@ -36,7 +36,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
 
 
 class JsonSchemaFormat(msgspec.Struct, kw_only=True):
-    """``response_format.json_schema``. A schema is enforced whether ``strict`` or not."""
+    """``response_format.json_schema``. Enforced, ``strict`` or not; an object that names properties has no others."""
 
     schema: dict[str, Any] | bool
     name: str | None = None
@@ -78,7 +78,8 @@ def _of_format(given: ResponseFormat) -> StructuredOutputsParams | None:
             name = "response_format.json_schema"
             if not _was_sent(given.json_schema):
                 raise _bad(f"{name} is missing; it is required.", "response_format")
-            return StructuredOutputsParams(json=_decoded(given.json_schema, JsonSchemaFormat, name).schema)
+            schema = _decoded(given.json_schema, JsonSchemaFormat, name).schema
+            return StructuredOutputsParams(json=schema, disable_additional_properties=True)
         case "structural_tag":
             parts = {name: getattr(given, name) for name in ("structures", "triggers", "format")}
             sent = {name: _decoded(raw, Any, name) for name, raw in parts.items() if _was_sent(raw)}

@@ -90,6 +90,12 @@ FORMS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ['{"a": {}}'],
         ['{"b": 1}', '{"a": {"b": 1}}'],
     ),
+    "json, combined": (
+        {"json": {"properties": {"a": {"const": 1}}, "anyOf": [{"properties": {"b": {"const": 2}}}]},
+         "disable_additional_properties": True},
+        ['{"a":1,"b":2}'],
+        ['{"b":3}'],
+    ),
     "json, spaces": ({"json": {"type": "array"}, "whitespace_pattern": "[ ]{0,2}"}, ["[1,  2]"], ["[1,   2]"]),
     "json_object": ({"json_object": True}, ["{}", '{"a": [1, {"b": "c"}]}'], ["[]", "1"]),
     "regex": ({"regex": r"^\d{3}-[a-c]+/\w$"}, ["123-abc/x"], ["12-a/x", "123-abc/", "١٢٣-a/x"]),
