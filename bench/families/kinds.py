@@ -79,6 +79,33 @@ KINDS: dict[str, dict[str, Any]] = {
         "state_size": 64,
         "n_groups": 1,
     },
+    "hybrid": {
+        "architectures": ["BambaForCausalLM"],
+        "model_type": "bamba",
+        "attn_layer_indices": [3, 7, 11, 15],
+        "mamba_n_heads": 32,
+        "mamba_d_head": 64,
+        "mamba_d_state": 64,
+        "mamba_n_groups": 1,
+    },
+    "delta rule": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "head_dim": 64,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+    },
+    "sinks, experts": {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "head_dim": 64,
+        "intermediate_size": 1024,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 256,
+    },
     "by transformers": {"architectures": ["GraniteSWAForCausalLM"], "model_type": "granite_swa"},
 }
 """What is not said is as in `_SMALL`."""

@@ -74,6 +74,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
         notes.extend(filter(None, (note_of(options.model_impl, facts.architecture),)))
     weights = read_weight_facts(folder) if reads_weights else None
     dtype = facts.dtype if options.dtype == "auto" else options.dtype
+    rules.check_expert_widths(facts, device, _DTYPE_BYTES[dtype])
     kv = rules.kv_spec(options, device, facts, _DTYPE_BYTES[dtype])
     if options.block_size is None and kv.block_size > rules.DEFAULT_BLOCK_SIZE:
         notes.append(

@@ -12,9 +12,10 @@ from typing import Literal
 
 from quintet.deploy.resolve.implementation import check_transformers_card, choose_implementation
 from quintet.executor.cards.card import ModelCard
+from quintet.executor.cards.experts import ExpertsSpec
 from quintet.executor.cards.families.unknown import unknown
 from quintet.executor.cards.registry import FAMILIES
-from quintet.executor.cards.spec import KvNeed, ModelSpec
+from quintet.executor.cards.spec import DecoderSpec, KvNeed, ModelSpec
 from quintet.executor.cards.state_specs import StateNeed
 from quintet.wire.config import ModelImpl
 from quintet.wire.errors import ConfigError
@@ -48,6 +49,8 @@ class ModelFacts:
     vocab_size: int
     num_parameters: int | None
     """Numbers of all its matrices; None where only the executor knows."""
+    expert_depths: frozenset[int]
+    """How many numbers a row has that one of its experts' matrices is multiplied with."""
     max_model_len: int
     """The longest context the position encoding reaches, RoPE scaling included."""
     fixed_rope_len: int | None
@@ -84,11 +87,19 @@ def read_facts(folder: Path, generation_config: str = "auto", model_impl: str = 
         state_needs=spec.state_needs,
         vocab_size=spec.vocab_size,
         num_parameters=spec.num_parameters,
+        expert_depths=_expert_depths(spec),
         max_model_len=spec.reach,
         fixed_rope_len=spec.fixed_rope_len,
         eos_token_ids=_eos_token_ids(folder, generation, config),
         generation_defaults=_sampling_defaults(defaults),
     )
+
+
+def _expert_depths(spec: ModelSpec) -> frozenset[int]:
+    if not isinstance(spec, DecoderSpec):
+        return frozenset()
+    widths = {layer.mlp.width for layer in spec.layers if isinstance(layer.mlp, ExpertsSpec)}
+    return frozenset(widths | {spec.hidden_size} if widths else ())
 
 
 def _architecture(config: Json, path: Path) -> str:

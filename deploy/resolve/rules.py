@@ -121,6 +121,16 @@ def check_quantization(options: Options, device: str) -> None:
         raise ConfigError("--packed-cache is for weights packed for the CPU: add --device cpu or drop it")
 
 
+def check_expert_widths(facts: ModelFacts, device: str, dtype_bytes: int) -> None:
+    """Reject experts whose rows a GPU's kernels cannot read, 16 bytes at a time."""
+    odd = sorted(depth for depth in facts.expert_depths if depth * dtype_bytes % 16)
+    if device == "cuda" and odd:
+        raise ConfigError(
+            f"{facts.path / 'config.json'}: experts have rows of {odd[0]} numbers, and a GPU's kernels read {16 // dtype_bytes}"
+            " at a time, none over: add --device cpu, or --model-impl transformers"
+        )
+
+
 def kv_spec(options: Options, device: str, facts: ModelFacts, dtype_bytes: int) -> KvSpec:
     """Return what KV takes; reject a number format that the device does not compute with."""
     block_size = options.block_size

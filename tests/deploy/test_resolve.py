@@ -257,39 +257,6 @@ def test_what_only_the_host_kernels_do_is_refused_elsewhere(tmp_path: Path, opti
     assert flag in words and "--device cpu" in words
 
 
-def test_a_gpu_finds_out_its_kv_memory_itself(tmp_path: Path) -> None:
-    """What else is on the device is not known here, nor what a step takes: nothing is said, and nothing shrinks."""
-    folder = write_model(tmp_path)
-    options: dict[str, Any] = {"executor": "torch", "device": "cuda", "load_format": "dummy"}
-    config = resolved(folder, **options, gpu_memory_utilization=0.5).config
-    assert (config.cache.memory_bytes, config.cache.gpu_memory_utilization) == (0, 0.5)
-    assert config.model.max_model_len == 512
-    assert config.scheduler.max_num_batched_tokens == 8192
-    assert resolved(folder, **options, kv_cache_memory="64KiB").config.cache.memory_bytes == 64 << 10
-    assert "--gpu-memory-utilization is 1.5" in complaint(folder, **options, gpu_memory_utilization=1.5)
-
-
-def test_an_fp8_cache_is_of_gpus(tmp_path: Path) -> None:
-    folder = write_model(tmp_path)
-    options: dict[str, Any] = {"executor": "torch", "load_format": "dummy", "kv_cache_dtype": "fp8"}
-    config = resolved(folder, **options, device="cuda").config
-    assert config.cache.dtype == "fp8"
-    assert config.model.kv.bytes_per_token == 2 * 2 * 2 * 16
-    words = complaint(folder, **options, device="cpu")
-    assert "--kv-cache-dtype fp8" in words and "give int8" in words and "--device cuda" in words
-
-
-def test_whose_attention_is_asked_of_gpus_only(tmp_path: Path) -> None:
-    folder = write_model(tmp_path)
-    options: dict[str, Any] = {"executor": "torch", "load_format": "dummy"}
-    config = resolved(
-        folder, **options, device="cuda", attention_backend="torch", batch_invariant=True
-    ).config
-    assert (config.executor.attention_backend, config.executor.batch_invariant) == ("torch", True)
-    words = complaint(folder, **options, device="cpu", attention_backend="torch")
-    assert "--attention-backend torch" in words and "--device cuda" in words
-
-
 def test_a_server_open_to_the_network_without_a_key_is_noted(tmp_path: Path) -> None:
     folder = write_model(tmp_path)
     assert any("--api-key" in note for note in resolved(folder, host="0.0.0.0").notes)
