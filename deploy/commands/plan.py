@@ -167,16 +167,15 @@ def _groups(kv: KvSpec, max_model_len: int, step_tokens: int) -> list[GroupPlan]
 
 
 def _in_words(group: GroupPlan) -> str:
-    sees = {
-        "full": "see everything",
-        "sliding": f"see {group.window:,} tokens",
-        "chunked": f"see their chunk of {group.window:,} tokens",
-        "state": "keep a state",
+    what = {
+        "full": "everything is seen",
+        "sliding": f"the last {group.window:,} tokens are seen",
+        "chunked": f"a chunk of {group.window:,} tokens is seen",
+        "state": "a state is kept",
     }[group.kind]
+    layers = f"{group.num_layers} layer{'' if group.num_layers == 1 else 's'}"
     groups = "" if group.num_groups == 1 else f" in {group.num_groups} groups"
-    return (
-        f"{group.num_layers} layers{groups} {sees}: at most {group.blocks_per_request:,} blocks of a request"
-    )
+    return f"{what} by {layers}{groups}: at most {group.blocks_per_request:,} blocks of a request"
 
 
 def _layers(model: ModelConfig) -> str | None:

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+import transformers
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_log
 
 from quintet.executor.cards.card import read_card
+from quintet.executor.cards.registry import nearest
 from quintet.executor.fallback.attention import NO_INTERFACE, PREFIX, NotServed
 from quintet.wire.errors import ConfigError
 
@@ -47,6 +49,8 @@ class Checkpoint:
                 )
             self.config = known
             return
+        if not files:
+            _check_kind(folder)
         if files:
             log.warning("--trust-remote-code: executing %s of %s", ", ".join(files), folder)
         self.config = self._told("cannot read the card", lambda: self._card(trusts_code))
@@ -139,6 +143,20 @@ class Checkpoint:
                 raise NotServed(NO_INTERFACE) from error
             said = " ".join(str(error).split()) or type(error).__name__
             raise ConfigError(f"{self._folder}: transformers {what}: {said[:_SHOWN]}") from error
+
+
+def _check_kind(folder: Path) -> None:
+    """Reject a card of a kind that transformers has no class for."""
+    card = read_card(folder)
+    kind, names = card.values.get("model_type"), card.values.get("architectures")
+    if not isinstance(kind, str) or kind in CONFIG_MAPPING:
+        return
+    near = nearest(str(names[0])) if isinstance(names, list) and names else None
+    ours = f"; the nearest of Quintet's own is {near}" if near else ""
+    raise ConfigError(
+        f"{card.path}: neither Quintet nor transformers {transformers.__version__} knows model_type {kind!r:.80}{ours}. A later"
+        " transformers may know it; code that the checkpoint brings is named by auto_map"
+    )
 
 
 def _code_files(folder: Path) -> list[str]:

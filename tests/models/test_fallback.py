@@ -108,6 +108,15 @@ def test_a_rotation_by_the_longest_of_a_step_is_refused_beyond_its_first_length(
     assert "--max-model-len 64 or less" in refusal(tmp_path)
 
 
+def test_a_kind_that_nobody_knows_is_told_the_nearest(tmp_path: Path) -> None:
+    write(tmp_path, "Qwen3Config")
+    card = json.loads((tmp_path / "config.json").read_bytes())
+    changes = {"architectures": ["Qwen5ForCausalLM"], "model_type": "qwen5"}
+    (tmp_path / "config.json").write_text(json.dumps(card | changes))
+    words = refusal(tmp_path)
+    assert "knows model_type 'qwen5'" in words and "nearest of Quintet's own is Qwen3_5ForCausalLM" in words
+
+
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     write(tmp_path, "ApertusConfig")
     card = json.loads((tmp_path / "config.json").read_bytes())
