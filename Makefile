@@ -15,7 +15,9 @@ WORKERS ?= 2
 unexport PYTHONDONTWRITEBYTECODE
 PARALLEL := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install serve chat test test-all lint types check bench-overhead model cubins gpu-check clean
+CLIENTS := $(patsubst tests/clients/requirements/%.txt,.venv/clients/%/installed,$(wildcard tests/clients/requirements/*.txt))
+
+.PHONY: help install serve chat test test-all lint types check bench-overhead model cubins clients gpu-check clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/' | expand -t 18
@@ -38,7 +40,7 @@ chat: install  ## chat in the terminal with a running server
 test: install  ## run the fast suite of tests (tests/README.md)
 	$(BIN)/pytest $(PARALLEL) $(ARGS)
 
-test-all: install cubins  ## run the whole suite, and compile the CUDA kernels for all GPUs
+test-all: install cubins clients  ## run the whole suite, and compile the CUDA kernels for all GPUs
 	$(BIN)/pytest $(PARALLEL) --whole $(ARGS)
 
 lint: install  ## check style and formatting
@@ -58,6 +60,24 @@ model: install  ## train the embedded model again (about an hour)
 
 cubins: install $(TOOLCHAIN)  ## compile the CUDA kernels, without a GPU; packages made afterwards carry them
 	$(BIN)/python -m quintet.executor.cuda.compile $(ARGS)
+
+clients: $(CLIENTS)  ## make the environments of other people's clients, which the whole suite runs
+
+$(BIN)/uv: | $(STAMP)
+	$(PIP) uv==0.13.9
+
+.venv/clients/%/installed: tests/clients/requirements/%.txt | $(BIN)/uv
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(@D)
+	$(BIN)/uv pip install --quiet --python $(@D) --requirement $<
+	@touch $@
+
+# It compares with transformers, of this project's packages.
+.venv/clients/lm_eval/installed: tests/clients/requirements/lm_eval.txt | $(BIN)/uv
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(@D)
+	$(BIN)/uv pip install --quiet --python $(@D) --no-deps accelerate==1.15.0
+	$(BIN)/uv pip install --quiet --python $(@D) --requirement $<
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(@D)/lib/*/site-packages)/quintet.pth
+	@touch $@
 
 $(TOOLCHAIN): csrc/cuda/toolchain.txt | $(STAMP)
 	rm -rf $(CUDA)

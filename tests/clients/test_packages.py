@@ -1,0 +1,38 @@
+"""Other people's clients, as their packages are published, against a real server: each in an environment of its own.
+
+``make clients`` makes the environments; what a client does is its file in ``programs``.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.processes.server import Server, serve
+
+from quintet.deploy.embedded import default_model_path
+
+HERE = Path(__file__).parent
+ENVIRONMENTS = HERE.parents[1] / ".venv" / "clients"
+PROGRAMS = sorted(path.stem for path in (HERE / "programs").glob("*.py"))
+WANT_CHECKPOINT = {"aiperf", "lm_eval"}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serve("--dtype", "float32") as server:
+        yield server
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_client_finds_what_it_knows(name: str, server: Server, tmp_path: Path) -> None:
+    python = ENVIRONMENTS / name / "bin" / "python"
+    assert python.exists(), f"{python} is missing; `make clients` makes it"
+    more = [str(default_model_path())] if name in WANT_CHECKPOINT else []
+    command = [python, HERE / "programs" / f"{name}.py", server.url, "quintet-toy", *more]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, check=False)
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-6000:]
+    assert not [line for line in server.lines if "ERROR" in line or "Traceback" in line]
