@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.processes.server import Server, serve
 
 from quintet.deploy.embedded import default_model_path
+from tests.processes.server import Server, serve
 
 HERE = Path(__file__).parent
 ENVIRONMENTS = HERE.parents[1] / ".venv" / "clients"

@@ -12,7 +12,11 @@ from typing import Any
 url, model, checkpoint = sys.argv[1:]
 QUESTIONS: list[dict[str, Any]] = [
     {"q": "def add(a, b):\n    return a", "choices": [" + b", " - c", "()"], "gold": 0},
-    {"q": "import json\n\nwith open(path) as", "choices": [" handle:", " file:", " nothing at all"], "gold": 1},
+    {
+        "q": "import json\n\nwith open(path) as",
+        "choices": [" handle:", " file:", " nothing at all"],
+        "gold": 1,
+    },
     {"q": "for i in range(10", "choices": ["):", "]", "}"], "gold": 0},
     {"q": "class Parser:\n    def __init__(", "choices": ["self", "other", "None"], "gold": 0},
 ]
