@@ -96,10 +96,13 @@ class ResponseFile:
         self._limits = limits
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
         self._db = sqlite3.connect(path, timeout=WAIT_S, isolation_level="IMMEDIATE")
+        pace = (
+            "NORMAL" if limits.response_store else "OFF"
+        )  # what ends with the server need not outlive the machine
         for is_last in (*[False] * OPEN_TRIES, True):
             try:
                 self._db.executescript(
-                    f"PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL; PRAGMA foreign_keys = ON; {_TABLES}"
+                    f"PRAGMA journal_mode = WAL; PRAGMA synchronous = {pace}; PRAGMA foreign_keys = ON; {_TABLES}"
                 )
                 return
             except (

@@ -23,6 +23,8 @@ UNSEEN_PARTS = {
 TYPES = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
 
 Message = dict[str, Any]
+NO_THOUGHT: Message = {"role": "assistant", "content": ""}
+"""What an item of reasoning is whose text nobody told."""
 
 
 def messages_of(instructions: str | None, items: Sequence[InputItem]) -> list[Message]:
@@ -33,6 +35,8 @@ def messages_of(instructions: str | None, items: Sequence[InputItem]) -> list[Me
     names: dict[str, str] = {}
     for index, item in enumerate(items):
         message = _message_of(item, f"input[{index}]", names)
+        if message == NO_THOUGHT:
+            continue
         if found and found[-1]["role"] == message["role"] != "tool":
             _join(found[-1], message)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import time
 from urllib.parse import parse_qs
@@ -24,8 +25,10 @@ from quintet.frontend.exchange import ClientGone, Exchange
 from quintet.frontend.patience import Reader
 from quintet.frontend.response_store import IN_PROGRESS, QUEUED, Events, Record
 from quintet.frontend.service import Service
+from quintet.wire.errors import RequestError
 from quintet.wire.params import MAX_COUNT, shown
 
+_log = logging.getLogger("quintet")
 POLL_S, MAX_POLL_S = 0.025, 0.4
 """Between two looks at what whoever answers has told the store: the longer it has told nothing, the longer."""
 MAX_ITEMS, DEFAULT_ITEMS = 100, 20
@@ -129,6 +132,10 @@ async def tell_events(service: Service, exchange: Exchange, record: Record, afte
                     await asyncio.wait_for(gone.wait(), pause_s)
                 pause_s = min(2 * pause_s, MAX_POLL_S)
         raise ClientGone
+    except RequestError as error:  # too late for an answer of its own
+        _log.warning("response %s can be read no further: %s", record.id, error)
+        exchange.abort()
+        raise ClientGone from error
     finally:
         service.patience.forget(reader)
         watcher.cancel()

@@ -386,6 +386,8 @@ def test_items_without_a_type_are_messages_and_neighbours_join() -> None:
                 {"role": "user", "content": "b"},
                 {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]},
                 {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+                {"role": "user", "content": "c"},
+                {"type": "reasoning", "summary": [], "encrypted_content": "x"},
             ]
         ).encode()
     )
@@ -393,6 +395,7 @@ def test_items_without_a_type_are_messages_and_neighbours_join() -> None:
         {"role": "system", "content": "First.\nBe brief."},
         {"role": "user", "content": "a\nb"},
         {"role": "assistant", "content": "No.", "reasoning_content": "hm"},
+        {"role": "user", "content": "c"},
     ]
 
 

@@ -152,10 +152,10 @@ class Reader:
         return False
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.whole
 @pytest.mark.parametrize("role", ["frontend", "core"])
 def test_a_kill_in_the_middle_changes_nothing(
-    server: Server, ask: dict[str, Any], whole: Response, role: str
+    server: Server, client: OpenAI, ask: dict[str, Any], whole: Response, role: str
 ) -> None:
     """A lost core is nothing that a client sees; after a lost frontend it reads on where it was, at whichever is there."""
     body = {**ask, **ask["extra_body"], "stream": True}
@@ -177,6 +177,8 @@ def test_a_kill_in_the_middle_changes_nothing(
     assert "".join(deltas) == whole.output_text
     (message,) = reader.events[-1]["response"]["output"]
     assert message["content"][0]["text"] == whole.output_text
+    kept = client.responses.retrieve(reader.events[0]["response"]["id"])
+    assert kept.status == whole.status and kept.output_text == whole.output_text
 
 
 def ended(client: OpenAI, response_id: str) -> Response:
