@@ -28,21 +28,37 @@ WAIT_S = 10.0
 OPEN_TRIES, OPEN_PAUSE_S = 20, 0.05
 MAX_TURNS = 1000
 """Responses that one conversation goes back."""
-EVENT_ROWS = 64
-"""Rows of events that are read at once."""
+ROWS = 64
+"""That are looked at once."""
 QUEUED, IN_PROGRESS = "queued", "in_progress"
 _OPEN = f"status IN ('{QUEUED}', '{IN_PROGRESS}')"
-_TABLES = """
+VERSION = 1
+"""Of the tables: a file of another is refused."""
+_TABLES = f"""
 CREATE TABLE IF NOT EXISTS responses (
-    id TEXT PRIMARY KEY, owner TEXT NOT NULL, status TEXT NOT NULL, background INTEGER NOT NULL, streams INTEGER NOT NULL,
-    previous TEXT, items BLOB NOT NULL, answer BLOB NOT NULL, stream TEXT NOT NULL, response BLOB NOT NULL,
-    used_at REAL NOT NULL, num_bytes INTEGER NOT NULL
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, num_owners INTEGER NOT NULL, status TEXT NOT NULL, background INTEGER NOT NULL,
+    streams INTEGER NOT NULL, previous TEXT, items BLOB NOT NULL, answer BLOB NOT NULL, request BLOB NOT NULL,
+    stream TEXT NOT NULL, response BLOB NOT NULL, used_at REAL NOT NULL, num_bytes INTEGER NOT NULL
 ) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS by_use ON responses (used_at, num_bytes, status);
+CREATE INDEX IF NOT EXISTS by_use ON responses (used_at);
 CREATE TABLE IF NOT EXISTS events (
     id TEXT NOT NULL REFERENCES responses (id) ON DELETE CASCADE, number INTEGER NOT NULL, position TEXT NOT NULL,
     frames BLOB NOT NULL, PRIMARY KEY (id, number)
 ) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS held (
+    one INTEGER PRIMARY KEY CHECK (one = 1), entries INTEGER NOT NULL, num_bytes INTEGER NOT NULL
+);
+INSERT OR IGNORE INTO held VALUES (1, 0, 0);
+CREATE TRIGGER IF NOT EXISTS came AFTER INSERT ON responses BEGIN
+    UPDATE held SET entries = entries + 1, num_bytes = num_bytes + NEW.num_bytes;
+END;
+CREATE TRIGGER IF NOT EXISTS grew AFTER UPDATE OF num_bytes ON responses BEGIN
+    UPDATE held SET num_bytes = num_bytes + NEW.num_bytes - OLD.num_bytes;
+END;
+CREATE TRIGGER IF NOT EXISTS went AFTER DELETE ON responses BEGIN
+    UPDATE held SET entries = entries - 1, num_bytes = num_bytes - OLD.num_bytes;
+END;
+PRAGMA user_version = {VERSION};
 """
 _ResultT = TypeVar("_ResultT")
 
@@ -64,10 +80,14 @@ class Record:
     """JSON array: the items that it was asked with, without those of former responses."""
     answer: bytes
     """How its events are written: only the dialect looks inside."""
+    request: bytes = b""
+    """What was sent to be computed for it: only the dialect looks inside."""
     stream: str = ""
     """The request behind it, as `StreamId` spells it; empty before there is one."""
     response: bytes = b""
     """JSON object: the whole response, once it has ended."""
+    num_owners: int = 1
+    """How many frontends have answered it in turn."""
 
     @property
     def is_open(self) -> bool:
@@ -86,7 +106,9 @@ class Events:
     frames: bytes
 
 
-_COLUMNS = "id, owner, status, background, streams, previous, items, answer, stream, response"
+_COLUMNS = (
+    "id, owner, status, background, streams, previous, items, answer, request, stream, response, num_owners"
+)
 
 
 class ResponseFile:
@@ -99,6 +121,9 @@ class ResponseFile:
         pace = (
             "NORMAL" if limits.response_store else "OFF"
         )  # what ends with the server need not outlive the machine
+        (version,) = self._db.execute("PRAGMA user_version").fetchone()
+        if version not in (0, VERSION):
+            raise sqlite3.DatabaseError(f"{path} was made by another version; name another --response-store")
         for is_last in (*[False] * OPEN_TRIES, True):
             try:
                 self._db.executescript(
@@ -127,24 +152,29 @@ class ResponseFile:
     def _drop_excess(self) -> None:
         oldest = time.time() - 3600 * self._limits.response_store_hours
         self._db.execute(f"DELETE FROM responses WHERE used_at < ? AND NOT {_OPEN}", (oldest,))
-        count, num_bytes = self._db.execute("SELECT COUNT(*), TOTAL(num_bytes) FROM responses").fetchone()
-        too_many = count - self._limits.response_store_entries
-        too_large = num_bytes - self._limits.response_store_bytes
-        if too_many <= 0 and too_large <= 0:
-            return
-        ended = self._db.execute(
-            f"SELECT id, num_bytes FROM responses WHERE NOT {_OPEN} ORDER BY used_at"
-        ).fetchall()
-        for response_id, size in ended:
+        while True:
+            count, num_bytes = self._db.execute("SELECT entries, num_bytes FROM held").fetchone()
+            too_many = count - self._limits.response_store_entries
+            too_large = num_bytes - self._limits.response_store_bytes
             if too_many <= 0 and too_large <= 0:
                 return
-            self.delete(response_id)
-            too_many, too_large = too_many - 1, too_large - size
+            ended = self._db.execute(
+                f"SELECT id, num_bytes FROM responses WHERE NOT {_OPEN} ORDER BY used_at LIMIT {ROWS}"
+            ).fetchall()
+            if not ended:
+                return
+            for response_id, size in ended:
+                if too_many > 0 or too_large > 0:
+                    self._db.execute("DELETE FROM responses WHERE id = ?", (response_id,))
+                too_many, too_large = too_many - 1, too_large - size
 
-    def note_stream(self, response_id: str, stream: str) -> None:
-        """Note which request answers a response now."""
+    def note_request(self, response_id: str, stream: str, request: bytes) -> None:
+        """Note what is computed for a response now, and under which name."""
         with self._db:
-            self._db.execute("UPDATE responses SET stream = ? WHERE id = ?", (stream, response_id))
+            self._db.execute(
+                "UPDATE responses SET stream = ?, request = ?, num_bytes = num_bytes + ? - LENGTH(request) WHERE id = ?",
+                (stream, request, len(request), response_id),
+            )
 
     def tell(
         self, response_id: str, owner: str, status: str, events: Events | None = None, response: bytes = b""
@@ -224,7 +254,7 @@ class ResponseFile:
         """
         rows = self._db.execute("SELECT status FROM responses WHERE id = ?", (response_id,)).fetchall()
         events = self._db.execute(
-            f"SELECT number, position, frames FROM events WHERE id = ? AND number > ? ORDER BY number LIMIT {EVENT_ROWS}",
+            f"SELECT number, position, frames FROM events WHERE id = ? AND number > ? ORDER BY number LIMIT {ROWS}",
             (response_id, after),
         )
         return rows[0][0] if rows else "", [Events(*row) for row in events]
@@ -247,7 +277,8 @@ class ResponseFile:
         with self._db:
             marks = ", ".join("?" * len(former))
             rows = self._db.execute(
-                f"UPDATE responses SET owner = ? WHERE {_OPEN} AND owner IN ({marks}) RETURNING {_COLUMNS}",
+                f"UPDATE responses SET owner = ?, num_owners = num_owners + 1 WHERE {_OPEN} AND owner IN ({marks}) "
+                f"RETURNING {_COLUMNS}",
                 (owner, *former),
             ).fetchall()
         return [Record(*row) for row in rows]

@@ -15,7 +15,7 @@ from quintet.frontend.dialects.openai_answer import AnswerOptions, encode_json
 from quintet.frontend.dialects.openai_chat import channels_of, chat_params, check_chat, parse_conversation
 from quintet.frontend.dialects.openai_tools import reading_of
 from quintet.frontend.dialects.position import StreamId
-from quintet.frontend.dialects.responses_background import run, start
+from quintet.frontend.dialects.responses_background import note_request, run, start
 from quintet.frontend.dialects.responses_events import ResponsesWriter, response_of_output
 from quintet.frontend.dialects.responses_kept import conversation, keep_end, record_of, resolved, response_of
 from quintet.frontend.dialects.responses_output import CANCELLED, ResponsesAnswer, response_json
@@ -178,9 +178,7 @@ async def _answer_later(service: Service, asked: Asked, record: Record) -> bool:
     claim = claim_for(asked.answer, service.config)
     submissions = _submit(service, asked, time.monotonic_ns(), claim)
     try:
-        if claim is not None:
-            record.stream = str(StreamId(submissions.streams[0].request_id, claim.key))
-            await service.responses.do(lambda file: file.note_stream(record.id, record.stream))
+        await note_request(service, record, submissions)
     except BaseException:
         submissions.close()
         raise

@@ -12,18 +12,24 @@ import functools
 import logging
 from collections.abc import Coroutine
 
+import msgspec
+
 from quintet.frontend.dialects.answer import Submissions
+from quintet.frontend.dialects.claims import claim_for
 from quintet.frontend.dialects.position import Position, StreamId
 from quintet.frontend.dialects.responses_events import ResponsesWriter
 from quintet.frontend.dialects.responses_kept import answer_of
-from quintet.frontend.dialects.responses_output import CANCELLED, FAILED, response_json
+from quintet.frontend.dialects.responses_output import CANCELLED, FAILED, ResponsesAnswer, response_json
 from quintet.frontend.response_store import Events, Record, ResponseFile
 from quintet.frontend.service import Service
 from quintet.wire.errors import ErrorCode, RequestError
-from quintet.wire.messages import Reclaimed
+from quintet.wire.messages import Submit
 
 NOTHING_SEEN = [(-1, False)]
-CORE_TRIES, CORE_PAUSE_S = 60, 0.5
+PAUSE_S = 0.5
+MAX_OWNERS = 6
+"""So many frontends may answer one response in turn: one that ends them all must not go on for ever."""
+_decode_request = msgspec.msgpack.Decoder(Submit).decode
 SEARCH = "search"
 _log = logging.getLogger("quintet")
 
@@ -54,6 +60,8 @@ async def run(service: Service, record: Record, submissions: Submissions, writer
             for stream in await submissions.mailbox.wait():
                 batch = submissions.take(stream)
                 writer.write(frames, 0, stream, batch)
+                if batch.error is not None and service.draining:
+                    return  # the next server goes on with it, if its file outlives this one
                 if batch.error is not None:
                     frames.append(writer.failed(batch.error))
             events = None
@@ -103,41 +111,90 @@ async def _go_on(service: Service, record: Record) -> None:
     if not record.background:  # who reads it may still come back, and then it ends otherwise
         await _end(service, record, CANCELLED, None)
         return
-    first_id = service.sessions.take_ids(1)
-    reclaimed = await _reclaim(service, record, first_id)
-    if reclaimed is None or reclaimed.admit is None:
-        error = RequestError(ErrorCode.INTERNAL, "The server lost the processes that answered it; ask again.")
-        await _end(service, record, FAILED, error)
+    why = ""
+    if record.num_owners > MAX_OWNERS:
+        why = f"{MAX_OWNERS} processes that answered it were lost"
+    elif not record.request:
+        why = "the process that was to answer it was lost before it began"
+    elif answer.options.model not in service.config.model.served_names:
+        why = f"the server that answered it ended, and {answer.options.model} is served no more"
+    if why:
+        await _end(service, record, FAILED, RequestError(ErrorCode.INTERNAL, f"{why}; ask again."))
         return
-    submissions = Submissions()
+    await _until_open(service)
+    submissions = await _adopted(service, record) or _sent_again(service, record, answer)
     try:
-        submissions.add(service.sessions.adopt(reclaimed, first_id, NOTHING_SEEN, submissions.mailbox, 1))
-        assert reclaimed.admit.spec.claim is not None
-        stream = str(StreamId(first_id, reclaimed.admit.spec.claim.key))
-        await service.responses.do(lambda file: file.note_stream(record.id, stream))
+        await note_request(service, record, submissions)
         told = await service.responses.do(lambda file: file.last_position(record.id))
+        writer = ResponsesWriter(answer, None, Position.parse(told, 1))
     except BaseException:
         submissions.close()
         raise
-    await run(service, record, submissions, ResponsesWriter(answer, None, Position.parse(told, 1)))
+    await run(service, record, submissions, writer)
+
+
+async def _until_open(service: Service) -> None:
+    """Wait until a request may enter: at the end of the boot, or when others have left."""
+    while True:
+        try:
+            service.admission.reenter(1)
+            return
+        except RequestError:
+            if service.draining:
+                raise
+            await asyncio.sleep(PAUSE_S)
+
+
+async def _adopted(service: Service, record: Record) -> Submissions | None:
+    """Go on with the request that the core keeps, if it does."""
+    if not record.stream:
+        return None
+    stream, first_id = StreamId.parse(record.stream), service.sessions.take_ids(1)
+    try:
+        reclaimed = await service.queries.reclaim(stream.request_id, stream.key, first_id)
+    except RequestError:
+        return None
+    if reclaimed.admit is None:
+        return None
+    submissions = Submissions()
+    submissions.add(service.sessions.adopt(reclaimed, first_id, NOTHING_SEEN, submissions.mailbox, 1))
+    return submissions
+
+
+def _sent_again(service: Service, record: Record, answer: ResponsesAnswer) -> Submissions:
+    """Have it all computed again: with its seed, the same comes of it."""
+    submit = _decode_request(record.request)
+    spec, submissions = submit.spec, Submissions()
+    submissions.add(
+        service.sessions.submit(
+            submit.prompt,
+            spec.params,
+            priority=spec.priority,
+            cache_salt=spec.cache_salt,
+            mailbox=submissions.mailbox,
+            are_checked=True,
+            claim=claim_for(answer, service.config),
+            deadline_ns=spec.deadline_ns,
+            limit_gives_way=submit.limit_gives_way,
+            reading=spec.reading,
+        )
+    )
+    return submissions
+
+
+async def note_request(service: Service, record: Record, submissions: Submissions) -> None:
+    """Note what is computed for a response, so that whoever takes it over can go on with it, or begin again."""
+    submit = submissions.streams[0].submit
+    claim = submit.spec.claim
+    stream = "" if claim is None else str(StreamId(submit.request_id, claim.key))
+    request = record.request or msgspec.msgpack.encode(submit)
+    record.stream, record.request = stream, request
+    await service.responses.do(lambda file: file.note_request(record.id, stream, request))
 
 
 async def _end(service: Service, record: Record, status: str, error: RequestError | None) -> None:
     response = response_json(answer_of(record).head, status, [], error=error)
     await service.responses.do(lambda file: file.finish(record.id, status, response, is_open=True))
-
-
-async def _reclaim(service: Service, record: Record, rename_to: int) -> Reclaimed | None:
-    """Ask the core for the request behind a response, as soon as there is a core."""
-    if not record.stream:
-        return None
-    stream = StreamId.parse(record.stream)
-    for _ in range(CORE_TRIES):
-        try:
-            return await service.queries.reclaim(stream.request_id, stream.key, rename_to)
-        except RequestError:
-            await asyncio.sleep(CORE_PAUSE_S)
-    return None
 
 
 async def cancel(service: Service, record: Record) -> None:

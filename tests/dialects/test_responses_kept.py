@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sqlite3
 import time
@@ -38,6 +39,11 @@ def client(server: Any) -> Iterator[OpenAI]:
 
 def prompted(server: Any) -> Any:
     return json.loads(server.engine.wait_for(Submit)[-1].prompt.messages)
+
+
+def told(events: list[Any]) -> str:
+    """Return the text that events tell piece by piece."""
+    return "".join(event.delta for event in events if event.type == "response.output_text.delta")
 
 
 def ended(client: OpenAI, response_id: str) -> Any:
@@ -192,21 +198,57 @@ def test_the_background_is_cancelled_or_deleted(serve: Callable[..., Any]) -> No
         assert failed.status == "failed" and failed.error is not None and "broke" in failed.error.message
 
 
-def test_another_server_answers_no_more(
+def test_another_server_goes_on(
     serve: Callable[..., Any], topology: Callable[..., Any], tmp_path: Any
 ) -> None:
-    """What a server that is gone was answering from this file has failed, and a client that hung up on it finds that out."""
+    """What a server that is gone was answering in the background is computed again, with its seed, behind what was told."""
+    path = str(tmp_path / "kept.sqlite")
+    before = serve(run_dir=str(tmp_path / "before"), response_store=path)
+    before.engine.silent_after = 2
+    ask: Any = {"model": "toy", "input": "x", "background": True, "max_output_tokens": 4}
+    with OpenAI(base_url=f"{before.url}/v1", api_key="none", max_retries=0) as client:
+        with client.responses.create(**ask, stream=True) as stream:
+            first: list[Any] = []
+            while told(first) != " t0 t1":
+                first.append(next(stream))
+        silent = client.responses.create(**ask)
+    after = serve(run_dir=str(tmp_path / "after"), response_store=path)
+    after.call(after.service.handle, topology(2))
+    with OpenAI(base_url=f"{after.url}/v1", api_key="none", max_retries=0) as client:
+        last = ended(client, first[0].response.id)
+        after_seen = first[-1].sequence_number
+        rest: list[Any] = list(client.responses.retrieve(last.id, stream=True, starting_after=after_seen))
+        assert ended(client, silent.id).output_text == last.output_text == " t0 t1 t2 t3"
+    events = [*first, *rest]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert told(events) == last.output_text
+    assert rest[-1].response == last
+    assert len(after.engine.wait_for(Reclaim, 2)) == 2
+    seeds = [
+        {submit.spec.params.seed for submit in server.engine.wait_for(Submit, 2)}
+        for server in (before, after)
+    ]
+    assert seeds[0] == seeds[1] and len(seeds[0]) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "words"), [("num_owners = 6", "6 processes"), ("request = x''", "before it began")]
+)
+def test_one_that_nobody_can_answer_has_failed(
+    serve: Callable[..., Any], topology: Callable[..., Any], tmp_path: Any, change: str, words: str
+) -> None:
     path = str(tmp_path / "kept.sqlite")
     before = serve(run_dir=str(tmp_path / "before"), response_store=path)
     before.engine.silent_after = 2
     with OpenAI(base_url=f"{before.url}/v1", api_key="none", max_retries=0) as client:
         response = client.responses.create(model="toy", input="x", background=True)
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as file:
+        file.execute(f"UPDATE responses SET {change}")
     after = serve(run_dir=str(tmp_path / "after"), response_store=path)
     after.call(after.service.handle, topology(2))
     with OpenAI(base_url=f"{after.url}/v1", api_key="none", max_retries=0) as client:
         lost = ended(client, response.id)
-    assert lost.status == "failed" and lost.error is not None and "lost" in lost.error.message
-    assert after.engine.wait_for(Reclaim)
+    assert lost.status == "failed" and lost.error is not None and words in lost.error.message
 
 
 def test_pages_of_items(client: OpenAI, server: Any) -> None:
@@ -228,3 +270,8 @@ def test_a_file_that_cannot_be_written_is_told(serve: Callable[..., Any], tmp_pa
     reply = server.ask("POST", R, {"input": "x"})
     assert reply.status == 503 and "store: false" in reply.json["error"]["message"]
     assert server.ask("POST", R, {"input": "x", "store": False}).status == 200
+    newer = tmp_path / "newer.sqlite"
+    with contextlib.closing(sqlite3.connect(newer)) as file:
+        file.execute("PRAGMA user_version = 99")
+    reply = serve(response_store=str(newer)).ask("POST", R, {"input": "x"})
+    assert reply.status == 503 and "another version" in reply.json["error"]["message"]

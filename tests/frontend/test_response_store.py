@@ -42,7 +42,9 @@ def test_the_oldest_makes_room_but_not_before_its_end(tmp_path: Path) -> None:
 
 def test_bytes_are_bounded_with_events_and_answers(tmp_path: Path) -> None:
     file = opened(tmp_path, response_store_bytes=1000)
-    file.begin(record("a", items=b"[" + b" " * 300 + b"]"))
+    file.begin(record("a", items=b"[" + b" " * 150 + b"]"))
+    file.note_request("a", "s", b"x" * 20)
+    file.note_request("a", "s", b"x" * 150)
     file.tell("a", "run/0.1", "in_progress", Events(0, "", b"x" * 300))
     file.tell("a", "run/0.1", "completed", response=b"{" + b" " * 300 + b"}")
     file.begin(record("b"))
@@ -84,7 +86,8 @@ def test_only_who_answers_is_heard(tmp_path: Path) -> None:
     file = opened(tmp_path)
     file.begin(record("a"))
     assert file.tell("a", "run/0.1", "in_progress", Events(3, "p", b"one"))
-    assert file.take_over("run/1.1", ["run/0.1"])[0].owner == "run/1.1"
+    taken = file.take_over("run/1.1", ["run/0.1"])[0]
+    assert (taken.owner, taken.num_owners) == ("run/1.1", 2)
     assert file.take_over("run/2.1", ["run/0.1"]) == []
     assert not file.tell("a", "run/0.1", "completed", Events(4, "q", b"two"), b"{}")
     assert file.last_position("a") == "p" and file.news("a", 2) == ("in_progress", [Events(3, "p", b"one")])
