@@ -12,7 +12,7 @@ import pytest
 from quintet.executor.cards.card import ModelCard
 from quintet.executor.cards.experts import ExpertsSpec
 from quintet.executor.cards.registry import FAMILIES
-from quintet.executor.cards.spec import DecoderSpec, MlpSpec, QkvLayout
+from quintet.executor.cards.spec import AttentionSpec, DecoderSpec, MlpSpec, QkvLayout
 from quintet.wire.errors import ConfigError
 
 Card = dict[str, Any]
@@ -373,3 +373,10 @@ def test_llama_4s_widths_are_the_familys_where_nothing_is_said() -> None:
     )
     assert isinstance(first, MlpSpec) and first.width == 16384
     assert isinstance(second, ExpertsSpec) and (second.width, second.shared_width) == (8192, 8192)
+
+
+@pytest.mark.parametrize("width", [{}, {"head_dim": 16}, {"kv_channels": 16}])
+def test_chatglm_rotates_half_of_the_heads_it_has(width: Card) -> None:
+    mixer = read("ChatGLMModel", _SIZES | {"ffn_hidden_size": 96, "seq_length": 512} | width).layers[0].mixer
+    assert isinstance(mixer, AttentionSpec) and mixer.head_dim == (16 if width else 128)
+    assert mixer.rope is not None and 2 * mixer.rope.rotary_dim == mixer.head_dim

@@ -16,6 +16,7 @@ from quintet.executor.cards.families.shape import (
     decoder,
     factor,
     gated,
+    head_width,
     max_positions,
     num_heads,
     num_kv_heads,
@@ -150,7 +151,7 @@ def chatglm(card: ModelCard) -> DecoderSpec:
     eps = card.real("layernorm_epsilon", 1e-12, 1.0, 1e-5)
     is_rms, biased = card.flag("rmsnorm", True), card.flag("add_bias_linear", False)
     norm = NormSpec(kind=NormKind.RMS if is_rms else NormKind.LAYER, eps=eps, biased=not is_rms)
-    dim = card.whole("kv_channels", 1, MAX_HEAD_DIM, 128)
+    dim = head_width(card, card.whole("kv_channels", 1, MAX_HEAD_DIM, 128))
     mixer = attention(
         *(card,),
         num_kv_heads=num_kv_heads(card) if card.flag("multi_query_attention", False) else num_heads(card),
