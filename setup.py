@@ -28,7 +28,7 @@ AVX512_BF16 = (*AVX512, "-mavx512vnni", "-mavx512bf16")
 ALL = ("*",)
 INTEGERS = ("linear_integer", "limits")
 PAIRS = ("linear_float", "limits")
-MATRICES = ("linear_matrix*", "attention", "limits")
+MATRICES = ("linear_matrix*", "attention", "limits", "matrix_check")
 # The flags of an instruction set, and which kernel sources it has of its own: where it has none, its parent's are used
 # (csrc/cpu/dispatch.hpp).
 BASELINE = {"baseline": ((), ALL)}

@@ -72,8 +72,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def config_of(folder: Path, card: dict[str, Any], args: argparse.Namespace) -> EngineConfig:
-    """Write the model card into ``folder`` and return a configuration for it, with room for what ``args`` ask for."""
-    (folder / "config.json").write_text(json.dumps(card))
+    """Return a configuration for a model card, with room for what ``args`` ask for; ``folder`` is its run folder."""
     heads = card["num_attention_heads"]
     head_dim = card.get("head_dim") or card["hidden_size"] // heads
     kv = full_layers(
@@ -92,6 +91,7 @@ def config_of(folder: Path, card: dict[str, Any], args: argparse.Namespace) -> E
             tokenizer_path=str(folder),
             served_names=["bench"],
             architecture=card["architectures"][0],
+            card=json.dumps(card),
             dtype=args.dtype,
             vocab_size=card["vocab_size"],
             max_model_len=length,

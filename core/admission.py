@@ -35,9 +35,9 @@ def make_requests(
     outputs = list(unpack_i32(spec.output_ids))
     tokens = prompt + outputs
     check_fits(len(prompt), limits)
-    stops: dict[int, int] = {} if params.ignore_eos else dict.fromkeys(eos_token_ids, -1)
+    stops = {} if params.ignore_eos else dict.fromkeys(eos_token_ids, False)
     for token in params.stop_token_ids:
-        stops.setdefault(token, token)
+        stops.setdefault(token, True)
     seed = admit.request_id if params.seed is None else params.seed
     start = salt_digest(spec.cache_salt)
     limit = length_limit(len(prompt), params.max_tokens, limits)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quintet.core.outbox import Effects, TokensBuilders
+from quintet.core.outbox import Effects, Ending, TokensBuilders
 from quintet.core.request import Request
 from quintet.core.state import Flight, State
 from quintet.wire.codec import unpack_i32
@@ -91,7 +91,7 @@ def _end_failed(flight: Flight, failed: bytes, outbox: TokensBuilders, ended: li
         if request.generation != flight.generations[index]:
             continue
         builder = outbox.builders[request.detokenizer]
-        builder.finishes[builder.request_ids.index(request.request_id)] = (FinishReason.ERROR, -1)
+        builder.finishes[builder.request_ids.index(request.request_id)] = (FinishReason.ERROR, False)
         if not any(request is other for other in ended):
             ended.append(request)
 
@@ -108,13 +108,13 @@ def _spread(tokens: Sequence[int], samples: bytes) -> Sequence[int | None]:
     return [next(drawn) if sampled else None for sampled in samples]
 
 
-def ending_of(request: Request) -> tuple[FinishReason, int] | None:
-    """Return why the newest output ends the request, and the stop token to report; None when it goes on."""
+def ending_of(request: Request) -> Ending | None:
+    """Return how the newest output ends the request; None when it goes on."""
     if request.num_outputs > request.params.min_tokens:
-        stop_id = request.stops.get(request.tokens[-1])
-        if stop_id is not None:
-            return FinishReason.STOP, stop_id
-    return (FinishReason.LENGTH, -1) if len(request.tokens) >= request.limit else None
+        is_named = request.stops.get(request.tokens[-1])
+        if is_named is not None:
+            return FinishReason.STOP, is_named
+    return (FinishReason.LENGTH, False) if len(request.tokens) >= request.limit else None
 
 
 def _forward_logprobs(flight: Flight, result: StepResult, outbox: TokensBuilders, now_ns: int) -> None:

@@ -152,7 +152,7 @@ class Engine:
             self._early.append(message)
             return Effects()
         ids = range(first, first + spec.params.n)
-        if max(map(state.newest_attempt, ids)) >= spec.attempt:
+        if any(state.knows(request_id, spec.attempt) for request_id in ids):
             return Effects()
         outbox = TokensBuilders()
         before: list[Request] = []

@@ -28,6 +28,10 @@ class Effects:
         self.unknown += later.unknown
 
 
+Ending = tuple[FinishReason, bool]
+"""How a row ends, and whether by a stop token that the request named."""
+
+
 class TokensBuilder:
     """The columns of one `Tokens` message. Rows are appended in order; most have one token and no finish."""
 
@@ -51,8 +55,7 @@ class TokensBuilder:
         self.token_ids: list[int] = []
         self.num_tokens: dict[int, int] = {}
         """Rows that do not have exactly one token."""
-        self.finishes: dict[int, tuple[FinishReason, int]] = {}
-        """Row -> reason, stop id."""
+        self.finishes: dict[int, Ending] = {}
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[PromptLogprobs] = []
 
@@ -71,10 +74,11 @@ class TokensBuilder:
         for row, count in self.num_tokens.items():
             num_tokens[row] = count
         finishes = bytearray(num_rows)
-        stop_ids = array("i", [-1]) * num_rows
-        for row, (reason, stop_id) in self.finishes.items():
+        named_stops = array("i")
+        for row, (reason, is_named) in self.finishes.items():
             finishes[row] = reason
-            stop_ids[row] = stop_id
+            if is_named:
+                named_stops.append(row)
         return Tokens(
             step=step,
             sent_ns=now_ns,
@@ -84,7 +88,7 @@ class TokensBuilder:
             num_tokens=bytes(num_tokens),
             token_ids=array("i", self.token_ids).tobytes(),
             finishes=bytes(finishes),
-            stop_ids=stop_ids.tobytes(),
+            named_stops=named_stops.tobytes(),
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
             closed=array("q", self.closed).tobytes(),
@@ -124,9 +128,9 @@ class TokensBuilders:
     def end(self, request: Request, reason: FinishReason, now_ns: int) -> None:
         """Report an ending without a token."""
         builder = self.builder_for(request, now_ns)
-        builder.finishes[builder.add_empty(request)] = (reason, -1)
+        builder.finishes[builder.add_empty(request)] = (reason, False)
 
-    def end_with_last(self, request: Request, ending: tuple[FinishReason, int], now_ns: int) -> None:
+    def end_with_last(self, request: Request, ending: Ending, now_ns: int) -> None:
         """Report a request that came with all its outputs: as if the last were new, for with it the text ends."""
         last = request.tokens.pop()
         request.num_seen = min(request.num_seen, request.num_outputs)

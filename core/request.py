@@ -42,8 +42,8 @@ class Request:
     num_prompt: int
     limit: int
     """Most tokens, prompt included, that it may ever have."""
-    stops: dict[int, int]
-    """Token that ends the request -> what `Tokens.stop_ids` reports for it."""
+    stops: dict[int, bool]
+    """Token that ends the request -> whether the request named it, so that its client is told which it was."""
     rank: tuple[int, int]
     """Order among all requests, smaller first; unique."""
     detokenizer: int

@@ -356,10 +356,11 @@ class State:
         """Return whether no trial of others holds the request back."""
         return self.trial is None or request.request_id in self.trial
 
-    def newest_attempt(self, request_id: int) -> int:
-        """Return the newest attempt at a request that lives or has ended; -1 for one that is not known."""
+    def knows(self, request_id: int, attempt: int) -> bool:
+        """Whether this attempt at a request, or a newer one, lives or has ended."""
         request = self.live.get(request_id)
-        return request.attempt if request is not None else self.ended.get(request_id, -1)
+        newest = self.ended.get(request_id) if request is None else request.attempt
+        return newest is not None and newest >= attempt
 
     def note_ended(self, request: Request) -> None:
         """Remember that a request has ended; forget the oldest of too many."""

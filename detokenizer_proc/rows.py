@@ -201,7 +201,7 @@ class Steps:
             entries.setdefault(entry.row, []).append(entry)
         find = self._open.get
         token_ids = unpack_i32(message.token_ids)
-        stop_ids = unpack_i32(message.stop_ids)
+        named_stops = set(unpack_i32(message.named_stops))
         builder: TextBuilder | None = None
         end = 0
         firsts, counts = unpack_i32(message.first_indexes), message.num_tokens
@@ -240,13 +240,14 @@ class Steps:
                     first,
                     token_ids[start:end],
                     FinishReason(finish),
-                    stop_ids[row],
+                    row in named_stops,
                     entries.get(row),
                 )
 
     def _begin(self, opened: Open) -> None:
         request_id = opened.request_id
-        if self._ended.get(request_id, -1) >= opened.attempt:  # the hit crossed this
+        ended = self._ended.get(request_id)
+        if ended is not None and ended >= opened.attempt:  # the hit crossed this
             self.stop_hits.append((request_id, opened.attempt))
             return
         self._ended.pop(request_id, None)
@@ -259,9 +260,11 @@ class Steps:
         outputs = unpack_i32(opened.output_ids)
         if request.hit is not None:  # in what the frontend has seen; the ending itself did not reach it
             self._tell_start(request)
-            self._end(request, FinishReason.NONE, -1)
+            self._end(request, FinishReason.NONE, None)
         elif len(outputs) > opened.num_seen:
-            self._apply_row(request, opened.num_seen, outputs[opened.num_seen :], FinishReason.NONE, -1, None)
+            self._apply_row(
+                request, opened.num_seen, outputs[opened.num_seen :], FinishReason.NONE, False, None
+            )
 
     def _builder_of(self, request_id: int) -> TextBuilder:
         key = frontend_of(request_id)
@@ -276,12 +279,13 @@ class Steps:
         first: int,
         token_ids: Sequence[int],
         finish: FinishReason,
-        stop_id: int,
+        is_named_stop: bool,
         entries: list[TokenLogprobs] | None,
     ) -> None:
         """Apply a row the long way: the first of a request, the last, several tokens, state, or a replay."""
         opened, builder = request.opened, request.builder
         self._tell_start(request)
+        stop_id = token_ids[-1] if is_named_stop else None
         replayed = request.num_tokens - first
         assert replayed >= 0, f"request {opened.request_id}: token {first} arrived after {request.num_tokens}"
         token_ids = token_ids[replayed:]
@@ -313,12 +317,12 @@ class Steps:
             request.prompt_offsets = None
             request.start()
 
-    def _end(self, request: OpenRequest, finish: FinishReason, stop_id: int) -> None:
+    def _end(self, request: OpenRequest, finish: FinishReason, stop_id: int | None) -> None:
         request_id = request.opened.request_id
         del self._open[request_id]
         stop_reason: str | int | None = request.hit
         if request.hit is None:
-            stop_reason = stop_id if stop_id >= 0 else None
+            stop_reason = stop_id
         elif not finish:
             self._tell_core(request)
         reason = finish if request.hit is None else FinishReason.STOP

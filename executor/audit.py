@@ -17,8 +17,8 @@ class TablesDiffer(Exception):
 def table_checksum(plan: StepPlan, tables: SlotTables) -> int:
     """Return the CRC-32 of what a plan's rows read, after its deltas.
 
-    Over its rows, in order: slot and generation (int64), then of each group the blocks (int32) that the row reads and writes
-    (`KvGroup.used`).
+    Over its rows, in order: slot and generation (int64, the slot alone where nobody has it), then of each group the blocks
+    (int32) that the row reads and writes (`KvGroup.used`).
     """
     slots, starts, counts = (
         np.frombuffer(column, np.int32).tolist() for column in (plan.slots, plan.starts, plan.counts)
@@ -26,7 +26,9 @@ def table_checksum(plan: StepPlan, tables: SlotTables) -> int:
     groups, block_size = tables.kv.groups, tables.kv.block_size
     checksum = 0
     for slot, start, count in zip(slots, starts, counts, strict=True):
-        checksum = crc32(np.array([slot, tables.generations[slot]], np.int64).tobytes(), checksum)
+        generation = tables.generation(slot)
+        row = [slot] if generation is None else [slot, generation]
+        checksum = crc32(np.array(row, np.int64).tobytes(), checksum)
         for group, table in zip(groups, tables.block_table[:, slot], strict=True):
             used = group.used(start, start + count, block_size)
             checksum = crc32(table[used.start : used.stop].tobytes(), checksum)
@@ -39,5 +41,5 @@ def check_tables(plan: StepPlan, tables: SlotTables) -> None:
         slots = np.frombuffer(plan.slots, np.int32)
         raise TablesDiffer(
             f"step {plan.step}: the tables' checksum is {found}, the core expects {plan.checksum};"
-            f" slots {slots.tolist()} of generations {tables.generations[slots].tolist()}"
+            f" slots {slots.tolist()} of generations {[tables.generation(slot) for slot in slots]}"
         )

@@ -38,7 +38,9 @@ class SlotTables:
         )
         """[groups, slots, positions]: see `quintet.wire.kv_spec.KvGroup`."""
         self.num_prompt_tokens: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
-        self.generations: NDArray[np.int64] = np.full(max_num_seqs, -1, np.int64)
+        self.has_tenant: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
+        self.generations: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
+        """Of the tenant, or of the last one."""
 
     def apply(self, plan: StepPlan) -> None:
         """Bring the tables up to the plan."""
@@ -50,10 +52,10 @@ class SlotTables:
     def note(self, plan: StepPlan) -> None:
         """Bring what the host keeps up to the plan; new rows' tokens reach the device another way."""
         if plan.freed:
-            self.generations[np.frombuffer(plan.freed, np.int32)] = -1
+            self.has_tenant[np.frombuffer(plan.freed, np.int32)] = False
         for row in plan.new_rows:
             self.num_prompt_tokens[row.slot] = row.num_prompt_tokens
-            self.generations[row.slot] = row.generation
+            self.has_tenant[row.slot], self.generations[row.slot] = True, row.generation
         if plan.blocks:
             entries = np.frombuffer(plan.blocks, np.int32).reshape(-1, 4)
             self.block_table[entries[:, 1], entries[:, 0], entries[:, 2]] = entries[:, 3]
@@ -67,11 +69,15 @@ class SlotTables:
                 entries.append((slot, index, 0, self.block_table[index, slot, 1]))
         return np.array(entries, np.int32).tobytes()
 
+    def generation(self, slot: int) -> int | None:
+        """Return which tenant the slot has; None for no one."""
+        return int(self.generations[slot]) if self.has_tenant[slot] else None
+
     @property
     def num_tenants(self) -> int:
         """Slots that have a tenant."""
-        return int(np.count_nonzero(self.generations >= 0))
+        return int(np.count_nonzero(self.has_tenant))
 
     def reset(self) -> None:
         """Forget every tenant. What tokens and blocks they had is overwritten by the next ones."""
-        self.generations[:] = -1
+        self.has_tenant[:] = False

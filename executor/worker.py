@@ -15,7 +15,7 @@ import torch
 
 from quintet.executor.audit import TablesDiffer, check_tables
 from quintet.executor.batch import Rows
-from quintet.executor.cards.card import read_card
+from quintet.executor.cards.card import card_of
 from quintet.executor.eager import EagerRunner
 from quintet.executor.features.kv_offload import HostBlocks
 from quintet.executor.interface import Finished, StepWorker
@@ -299,7 +299,7 @@ def check_kv_dtype(config: EngineConfig, head_dim: int) -> None:
 def load_model(config: EngineConfig, platform: Platform) -> CausalModel:
     """Return the configured model with its weights."""
     folder = Path(config.model.path)
-    card = read_card(folder)
+    card = card_of(config.model)
     model = build_model(
         config.model.architecture,
         card,

@@ -11,8 +11,8 @@ from quintet.frontend.streams import Stream
 from quintet.wire.codec import unpack_i32
 from quintet.wire.messages import Admit, Reclaimed, Started, Submit, TokenPrompt
 
-Seen = tuple[int, bool]
-"""Of a choice: how many of its tokens the client has (-1: not even its beginning), and whether it has its end."""
+Seen = tuple[int | None, bool]
+"""Of a choice: how many of its tokens the client has (None: not even its beginning), and whether it has its end."""
 
 
 def submission(admit: Admit, first_id: int, seen: Sequence[Seen]) -> Submit:
@@ -50,4 +50,4 @@ def go_on(stream: Stream, reclaimed: Reclaimed, seen: Sequence[Seen]) -> None:
 
 
 def _was_begun(seen: Sequence[Seen]) -> bool:
-    return any(count >= 0 for count, _ in seen)
+    return any(count is not None for count, _ in seen)

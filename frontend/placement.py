@@ -105,7 +105,8 @@ class Placement:
     def is_stale(self, sender: tuple[int, int]) -> bool:
         """Whether text comes from a detokenizer whose requests were placed anew since."""
         index, epoch = sender
-        return epoch <= self._lost_epochs.get(index, -1)
+        lost = self._lost_epochs.get(index)
+        return lost is not None and epoch <= lost
 
     def follow(self, topology: Topology, streams: Iterable[Stream]) -> list[Stream]:
         """Place anew what lost workers held. Returns the cancelled requests whose ending nobody will tell."""

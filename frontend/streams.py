@@ -83,10 +83,10 @@ class Choice:
     adopts: bool = False
     """Whether it goes on for a client who came back, with what the core has kept."""
 
-    def go_on(self, outputs: Sequence[int], num_seen: int, has_ended: bool) -> None:
-        """Begin where a client left off, which has ``num_seen`` of these outputs (-1: nothing at all)."""
+    def go_on(self, outputs: Sequence[int], num_seen: int | None, has_ended: bool) -> None:
+        """Begin where a client left off, which has ``num_seen`` of these outputs (None: not even the beginning)."""
         self.adopts = True
-        self.output_ids = array("i", outputs[: max(0, num_seen)])
+        self.output_ids = array("i", outputs[: num_seen or 0])
         self.num_taken = len(self.output_ids)
         self.num_chars = None if self.output_ids else 0
         if has_ended:

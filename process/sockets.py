@@ -135,7 +135,7 @@ class Inbox(Generic[MessageT]):
         self._kinds = frozenset(get_args(accepts) or (accepts,))
         self._makes_sense = makes_sense
         self._tap = tap
-        self._timeout_ms = -1
+        self._timeout_ms: int | None = None
         self._bell: Bell | None = None
         self._poller = zmq.Poller()
         self._path = address.removeprefix("ipc://") if address.startswith("ipc://") else None

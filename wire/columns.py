@@ -28,7 +28,7 @@ COLUMNS: Mapping[type[msgspec.Struct], Mapping[str, str]] = {
         "num_tokens": "B",
         "token_ids": "i",
         "finishes": "B",
-        "stop_ids": "i",
+        "named_stops": "i",
         "closed": "q",
     },
     m.StopHit: {"request_ids": "q", "attempts": "i"},

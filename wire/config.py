@@ -85,6 +85,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Names clients may ask for; the first one is echoed in answers."""
     architecture: str
     """First of the model card's ``architectures``, e.g. ``LlamaForCausalLM``."""
+    card: str = "{}"
+    """Text of the folder's ``config.json``: the executor builds the model from what the others know it by, at each of its
+    starts, whatever the folder holds by then."""
     implementation: ModelImpl = "quintet"
     trust_remote_code: bool = False
     """Whether transformers may execute Python files of the folder."""

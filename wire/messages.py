@@ -229,8 +229,8 @@ class Tokens(msgspec.Struct, array_like=True, tag="tokens", gc=False):
     """int32[sum of num_tokens]"""
     finishes: bytes
     """uint8[K]: `FinishReason`"""
-    stop_ids: bytes
-    """int32[K]: the stop token that ended the row, or -1 (end of sequence and every other reason)."""
+    named_stops: bytes
+    """int32[…]: rows whose last token ended them and was a stop token that the request named."""
     logprobs: list[TokenLogprobs] = []
     """``row`` is the row of this message."""
     prompt_logprobs: list[PromptLogprobs] = []

@@ -15,7 +15,7 @@ from quintet.wire import messages as m
 from quintet.wire import step as s
 from quintet.wire import supervision
 from quintet.wire.channels import Channel, RowSpans
-from quintet.wire.codec import UNREADABLE
+from quintet.wire.codec import UNREADABLE, unpack_i32
 from quintet.wire.columns import ID_BYTES, REQUEST_BYTES, all_below, are_spans
 from quintet.wire.config import EngineConfig
 from quintet.wire.kv_spec import STATE_BLOCKS
@@ -122,8 +122,8 @@ class Sense:
             and (p.seed is None or -MAX_ID <= p.seed < MAX_ID)
             and 0 <= p.min_tokens <= MAX_COUNT
             and (p.max_tokens is None or 1 <= p.max_tokens <= MAX_COUNT)
-            and (p.logprobs is None or -1 <= p.logprobs <= self._vocab_size)
-            and (p.prompt_logprobs is None or -1 <= p.prompt_logprobs <= self._vocab_size)
+            and (p.logprobs is None or 0 <= p.logprobs <= self._vocab_size)
+            and (p.prompt_logprobs is None or 0 <= p.prompt_logprobs <= self._vocab_size)
             and (p.truncate_prompt_tokens is None or -1 <= p.truncate_prompt_tokens <= MAX_COUNT)
             and "" not in p.stop
             and (p.structured_outputs is None or p.structured_outputs.is_one_form)
@@ -273,15 +273,27 @@ class Sense:
         size = num_rows * ID_BYTES
         return (
             len(msg.request_ids) == num_rows * REQUEST_BYTES
-            and len(msg.first_indexes) == len(msg.stop_ids) == size
+            and len(msg.first_indexes) == size
             and len(msg.finishes) == num_rows
             and not len(msg.closed) % REQUEST_BYTES
             and len(msg.token_ids) == sum(msg.num_tokens) * ID_BYTES
             and all_below(msg.token_ids, self._vocab_size)
             and not msg.finishes.translate(None, _FINISHES)
+            and self._named_stops(msg, num_rows)
             and all(self._open(opened) for opened in msg.opens)
             and self._logprobs(msg.logprobs, num_rows)
             and self._prompt_logprobs(msg.prompt_logprobs, num_rows)
+        )
+
+    def _named_stops(self, msg: m.Tokens, num_rows: int) -> bool:
+        """Whether each is a row that stopped, with a token."""
+        return (
+            not len(msg.named_stops) % ID_BYTES
+            and all_below(msg.named_stops, num_rows)
+            and all(
+                msg.num_tokens[row] and msg.finishes[row] == m.FinishReason.STOP
+                for row in unpack_i32(msg.named_stops)
+            )
         )
 
     def _open(self, opened: m.Open) -> bool:

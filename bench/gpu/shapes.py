@@ -108,11 +108,10 @@ def engine_config(
     max_num_batched_tokens: int,
     **executor: Any,
 ) -> EngineConfig:
-    """Write the card into ``folder`` and return a configuration for random weights.
+    """Return a configuration for random weights; ``folder`` becomes its run folder.
 
     KV gets what a GPU has left, and on a CPU enough for the toy.
     """
-    (folder / "config.json").write_text(json.dumps(shape.card))
     kv = full_layers(shape.layers, shape.kv_heads, shape.head_dim, 2, BLOCK_SIZE)
     memory_bytes = 0 if device == "cuda" else 2 * max_num_seqs * max_model_len * kv.bytes_per_token
     return EngineConfig(
@@ -122,6 +121,7 @@ def engine_config(
             tokenizer_path=str(folder),
             served_names=["bench"],
             architecture=shape.card["architectures"][0],
+            card=json.dumps(shape.card),
             dtype="bfloat16",
             vocab_size=shape.vocab_size,
             max_model_len=max_model_len,

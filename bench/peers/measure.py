@@ -22,7 +22,7 @@ from bench.peers.fleet import Fleet
 from bench.peers.limits import Limits, build_probe, measure_limits
 from bench.peers.records import MACHINE, Record, append_record, measured, read_records, this_commit
 from bench.peers.turns import Turns
-from bench.peers.workload import WARM_UP, Row, job_of
+from bench.peers.workload import Row, job_of, warm_up_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def _figures(
             loaded = fleet.start(engine, setup)
             print(f"    {engine.name:<10} started in {time.perf_counter() - began_s:.1f} s", flush=True)
         if fleet.needs_warm_up(engine, row):
-            loaded.run(job_of(row, WARM_UP))
+            loaded.run(warm_up_of(row))
         running = loaded
 
         def take(attempt: int) -> dict[str, float]:

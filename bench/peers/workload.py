@@ -20,8 +20,6 @@ Pattern = Literal["stream", "prompt", "clients", "offline", "prefix", "boot"]
 
 FIRST_ID = 256
 """Ids below are single bytes, which may give no text at all for a while."""
-WARM_UP = -1
-"""The repetition that is not kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,23 +132,40 @@ ROWS: tuple[Row, ...] = (
 )  # fmt: skip
 
 
+def warm_up_of(row: Row) -> Job:
+    """Return fewer and shorter requests of the row's kind."""
+    input_lens, output_lens = _lengths(row)
+    num_warm = min(row.num_prompts, 8)
+    shorter = [min(n, 8) for n in output_lens[:num_warm]]
+    return _job(row, input_lens[:num_warm], shorter, f"ids of {row.id}, warming up")
+
+
 def job_of(row: Row, repetition: int, attempt: int = 0) -> Job:
-    """Return the row's requests of one try at a repetition; of `WARM_UP`, fewer and shorter ones of the same kind."""
-    num_prompts, clients = row.num_prompts, row.clients
-    lengths = random.Random(f"lengths of {num_prompts} prompts of {row.input_len} in, {row.output_len} out")
-    input_lens = [lengths.randint(*row.input_len) for _ in range(num_prompts)]
-    output_lens = [lengths.randint(*row.output_len) for _ in range(num_prompts)]
-    context_len = (
-        MAX_LEN if row.clients == 1 else max(a + b for a, b in zip(input_lens, output_lens, strict=True))
+    """Return the row's requests of one try at a repetition."""
+    return _job(row, *_lengths(row), f"ids of {row.id}, repetition {repetition}, try {attempt}")
+
+
+def _lengths(row: Row) -> tuple[list[int], list[int]]:
+    """Return how many tokens each request has, in and out."""
+    lengths = random.Random(
+        f"lengths of {row.num_prompts} prompts of {row.input_len} in, {row.output_len} out"
     )
-    if repetition == WARM_UP:
-        num_warm = min(num_prompts, 8)
-        input_lens, output_lens = input_lens[:num_warm], [min(n, 8) for n in output_lens[:num_warm]]
-    ids = random.Random(f"ids of {row.id}, repetition {repetition}, try {attempt}")
+    input_lens = [lengths.randint(*row.input_len) for _ in range(row.num_prompts)]
+    return input_lens, [lengths.randint(*row.output_len) for _ in range(row.num_prompts)]
+
+
+def _context_len(row: Row) -> int:
+    """Return the longest context that an engine must have room for, warming up as well."""
+    return MAX_LEN if row.clients == 1 else max(a + b for a, b in zip(*_lengths(row), strict=True))
+
+
+def _job(row: Row, input_lens: list[int], output_lens: list[int], seed: str) -> Job:
+    ids = random.Random(seed)
     last_id = SHAPES[row.model].vocab_size - 4
 
     def draw(num: int) -> list[int]:
         return [ids.randint(FIRST_ID, last_id) for _ in range(num)]
 
     shared = draw(row.shared_len)
-    return Job([shared + draw(n - row.shared_len) for n in input_lens], output_lens, clients, context_len)
+    prompts = [shared + draw(n - row.shared_len) for n in input_lens]
+    return Job(prompts, output_lens, row.clients, _context_len(row))

@@ -155,11 +155,12 @@ class PrefixIndex:
         if len(groups) == 1 and groups[0].kind == "full":
             blocks = self._run(digests, max_blocks)
             return len(blocks), [Held(0, blocks)]
-        num_blocks, before = max_blocks, -1
-        while num_blocks and num_blocks != before:
+        num_blocks, is_agreed = max_blocks, False
+        while num_blocks and not is_agreed:
             before = num_blocks
             for index, group in enumerate(groups):
                 num_blocks = self._serves(digests, num_blocks, index, group, block_size)
+            is_agreed = num_blocks == before
         return num_blocks, [
             self._read(digests, num_blocks, index, group, block_size) for index, group in enumerate(groups)
         ]

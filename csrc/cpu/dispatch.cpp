@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "matrix_check.hpp"
 #include "work.hpp"
 
 #if defined(__x86_64__)
@@ -55,6 +56,17 @@ bool tiles_granted() {
 #endif
   return false;
 }
+
+// Whether the unit's products have the bits that its manual says. Null: no kernels of ours use it.
+bool multiplies(const char* name, const MatrixCheck* unit) {
+  const std::uint64_t digest = unit == nullptr ? kRightProducts : unit->digest();
+  if (digest == kRightProducts) return true;
+  std::snprintf(refusal, sizeof refusal,
+                "%s: products of known numbers have not the bits that the processor's manual says (%016llx instead of %016llx): a "
+                "hypervisor that emulates the unit otherwise, or a defect",
+                name, static_cast<unsigned long long>(digest), static_cast<unsigned long long>(kRightProducts));
+  return false;
+}
 #elif defined(__aarch64__) && defined(__linux__)
 // What the kernel says that the processor has (Linux, Documentation/arch/arm64/elf_hwcaps.rst).
 bool has_dot_products() { return (getauxval(AT_HWCAP) & 1ul << 20) != 0; }  // HWCAP_ASIMDDP
@@ -75,8 +87,9 @@ bool has(Isa one) {
              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     case Isa::avx512_vnni: return has(Isa::avx512) && __builtin_cpu_supports("avx512vnni");
     case Isa::avx512_bf16: return has(Isa::avx512_vnni) && __builtin_cpu_supports("avx512bf16");
-    case Isa::amx_emulated: return has(Isa::avx512_bf16);
-    case Isa::amx: return has(Isa::avx512_bf16) && has_tiles() && tiles_granted();
+    case Isa::amx_emulated: return has(Isa::avx512_bf16) && multiplies("amx_emulated", &amx_emulated::matrix_check);
+    case Isa::amx:
+      return has(Isa::avx512_bf16) && has_tiles() && tiles_granted() && multiplies("amx", &amx::matrix_check);
   }
 #elif defined(__aarch64__) && defined(__linux__)
   switch (one) {

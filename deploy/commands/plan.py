@@ -12,7 +12,7 @@ import msgspec
 from quintet.deploy.commands.serve import add_option_arguments, options_of
 from quintet.deploy.resolve.build import Resolution, resolve
 from quintet.deploy.resolve.memory import ATTENTION_SCRATCH_BYTES, available_ram_bytes, format_size
-from quintet.executor.cards.card import read_card
+from quintet.executor.cards.card import card_of
 from quintet.executor.cards.describe import describe
 from quintet.executor.cards.registry import FAMILIES
 from quintet.executor.cards.spec import DecoderSpec
@@ -183,7 +183,7 @@ def _layers(model: ModelConfig) -> str | None:
     family = FAMILIES.get(model.architecture)
     if model.implementation != "quintet" or family is None:
         return None
-    spec = family.read(read_card(Path(model.path)))
+    spec = family.read(card_of(model))
     if not isinstance(spec, DecoderSpec):
         return None
     return f"{len(spec.layers)}: {'; '.join(words for words in describe(spec).values() if words)}"

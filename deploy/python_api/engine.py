@@ -61,7 +61,8 @@ class SupervisorProcess:
         """Start it; `wait_until_ready` follows."""
         config.write(Path(config.run_dir) / CONFIG_FILE)
         self._boot_timeout_s = config.processes.boot_timeout_s + _REPORT_SLACK_S
-        parent_read, self._parent_write = os.pipe()
+        parent_read, parent_write = os.pipe()
+        self._parent_write: int | None = parent_write
         self._report_read, report_write = os.pipe()
         try:
             self.process = subprocess.Popen(
@@ -78,6 +79,8 @@ class SupervisorProcess:
         finally:
             os.close(parent_read)
             os.close(report_write)
+        self.exit_fd = os.pidfd_open(self.process.pid)
+        """Becomes readable when it ends."""
 
     def wait_until_ready(self) -> None:
         """Wait for the supervisor's report. Raises `ConfigError` or `EngineError` with the words of the child that failed."""
@@ -98,15 +101,16 @@ class SupervisorProcess:
 
     def stop(self) -> None:
         """End everything and wait for it."""
-        if self._parent_write < 0:
+        if self._parent_write is None:
             return
         os.close(self._parent_write)
-        self._parent_write = -1
+        self._parent_write = None
         try:
             self.process.wait(_STOP_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        os.close(self.exit_fd)
 
 
 class LocalServer:
@@ -144,11 +148,9 @@ class LocalServer:
         self._failure: str | None = None
         self._is_stopped = False
         self._owner = os.getpid()
-        self._exit_fd = -1
         try:
             self._supervisor = SupervisorProcess(self.config)
             try:
-                self._exit_fd = os.pidfd_open(self._supervisor.process.pid)
                 self._supervisor.wait_until_ready()
             except BaseException:
                 self._supervisor.stop()
@@ -186,7 +188,7 @@ class LocalServer:
         self.detach()
         self._loop = loop
         loop.add_reader(self._inbox.fileno(), self._receive)
-        loop.add_reader(self._exit_fd, self._supervisor_ended)
+        loop.add_reader(self._supervisor.exit_fd, self._supervisor_ended)
         self._poll()
 
     def detach(self) -> None:
@@ -196,7 +198,7 @@ class LocalServer:
             self._timer.cancel()
         if loop is not None and not loop.is_closed():
             loop.remove_reader(self._inbox.fileno())
-            loop.remove_reader(self._exit_fd)
+            loop.remove_reader(self._supervisor.exit_fd)
 
     def stop(self) -> None:
         """End the processes. Requests that are still live get nothing more. Call after `detach`.
@@ -236,7 +238,7 @@ class LocalServer:
 
     def _supervisor_ended(self) -> None:
         assert self._loop is not None
-        self._loop.remove_reader(self._exit_fd)
+        self._loop.remove_reader(self._supervisor.exit_fd)
         self._failure = f"its supervisor ended with exit status {self._supervisor.process.wait()}"
         self.abandon(f"The engine's processes are gone: {self._failure}.")
 
@@ -244,6 +246,4 @@ class LocalServer:
         self._inbox.close()
         self._peers.close()
         self._bus.close()
-        if self._exit_fd >= 0:
-            os.close(self._exit_fd)
         shutil.rmtree(self.config.run_dir, ignore_errors=True)

@@ -187,6 +187,7 @@ def _model_config(
         tokenizer_path=str(tokenizer_folder(tokenizer)),
         served_names=options.served_model_name or [options.model or embedded.NAME],
         architecture=facts.architecture,
+        card=facts.card,
         implementation=facts.implementation,
         trust_remote_code=options.trust_remote_code,
         dtype=dtype,

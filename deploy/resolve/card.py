@@ -19,7 +19,7 @@ from quintet.executor.cards.spec import DecoderSpec, KvNeed, ModelSpec
 from quintet.executor.cards.state_specs import StateNeed
 from quintet.wire.config import ModelImpl
 from quintet.wire.errors import ConfigError
-from quintet.wire.json_files import Json, read_json
+from quintet.wire.json_files import Json, parse_json, read_json, read_text
 from quintet.wire.params import shown
 
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -39,6 +39,8 @@ class ModelFacts:
     """What a model's folder says about it."""
 
     path: Path
+    card: str
+    """Text of its ``config.json``."""
     architecture: str
     implementation: ModelImpl
     dtype: Dtype
@@ -66,7 +68,8 @@ def read_facts(folder: Path, generation_config: str = "auto", model_impl: str = 
     another folder; so is ``model_impl``. Raises `ConfigError` naming the file and the missing or senseless key.
     """
     path = folder / "config.json"
-    config = read_json(path)
+    text = read_text(path)
+    config = parse_json(text, path)
     generation = _read_generation_config(folder, "auto")
     defaults = (
         generation if generation_config == "auto" else _read_generation_config(folder, generation_config)
@@ -80,6 +83,7 @@ def read_facts(folder: Path, generation_config: str = "auto", model_impl: str = 
     spec: ModelSpec = unknown(card) if family is None else family.read(card)
     return ModelFacts(
         path=folder,
+        card=text,
         architecture=architecture,
         implementation=implementation,
         dtype=_dtype(config, path),

@@ -41,7 +41,7 @@ class Harmony(Machine):
         self._with_reasoning = with_reasoning
         self._with_calls = with_calls
         self._header = ""
-        self._call = -1
+        self._num_calls = 0
         self._is_empty = True  # whether nothing of the message's text was told
         self._told: set[Channel] = set()
         self._prose = Prose(Channel.CONTENT, leading=False)
@@ -106,8 +106,9 @@ class Harmony(Machine):
         is_analysis = CHANNEL + "analysis" in self._header
         self._is_empty = True
         if recipient is not None and not is_built_in and self._with_calls:
-            self._call += 1
-            self._tell(Channel.NAME, recipient[1].removeprefix(_FUNCTIONS) or recipient[1], self._call)
+            name = recipient[1].removeprefix(_FUNCTIONS) or recipient[1]
+            self._tell(Channel.NAME, name, self._num_calls)
+            self._num_calls += 1
             channel = Channel.ARGUMENTS
         elif (is_analysis or is_built_in) and self._with_reasoning:
             channel = Channel.REASONING
@@ -125,10 +126,10 @@ class Harmony(Machine):
         self._say(before)
         if not mark:
             if self._over:
-                self._tell(self._prose.channel, self._prose.end(), max(0, self._call_of_message()))
+                self._tell(self._prose.channel, self._prose.end(), self._call_of_message())
             return False
         if self._is_empty and self._prose.channel is Channel.ARGUMENTS:
-            self._tell(Channel.ARGUMENTS, "{}", self._call)
+            self._tell(Channel.ARGUMENTS, "{}", self._call_of_message())
         self.is_reasoning = False
         self._prose = Prose(Channel.CONTENT, leading=True)
         self._header = mark
@@ -136,7 +137,7 @@ class Harmony(Machine):
         return True
 
     def _call_of_message(self) -> int:
-        return self._call if self._prose.channel is Channel.ARGUMENTS else 0
+        return self._num_calls - 1 if self._prose.channel is Channel.ARGUMENTS else 0
 
     def _say(self, text: str) -> None:
         """Tell text of the message; messages of one channel are lines."""

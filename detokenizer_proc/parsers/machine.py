@@ -94,7 +94,7 @@ class CallReader(Machine):
         super().__init__(state or CallReader._content)
         self._begins = begins
         self._prose = Prose(Channel.CONTENT, leading=False)
-        self._call = -1
+        self._num_calls = 0
         self._raw: list[str] = []
         self._is_raw = False
 
@@ -145,11 +145,11 @@ class CallReader(Machine):
         """It is a call: tell its name."""
         self._raw, self._is_raw = [], False
         self._prose.at_mark()
-        self._call += 1
-        self._tell(Channel.NAME, name, self._call)
+        self._tell(Channel.NAME, name, self._num_calls)
+        self._num_calls += 1
 
     def _argue(self, text: str) -> None:
-        self._tell(Channel.ARGUMENTS, text, self._call)
+        self._tell(Channel.ARGUMENTS, text, self._num_calls - 1)
 
     def _refuse(self) -> bool:
         """It is no call: what was consumed of it is content, and so is what follows."""

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from quintet.wire.config import ModelConfig
 from quintet.wire.errors import ConfigError
-from quintet.wire.json_files import read_json
+from quintet.wire.json_files import parse_json
 
 Key = str | tuple[str, ...]
 """How a card spells a value: its key, or the keys that one family or another gives it, of which the first that has a value
@@ -109,10 +110,10 @@ class ModelCard:
         return ConfigError(f"{self.path}: {self.inside}{key} {found}; it must be {allowed}")
 
 
-def read_card(folder: Path) -> ModelCard:
-    """Read a model folder's ``config.json``."""
-    path = folder / "config.json"
-    return ModelCard(read_json(path), str(path))
+def card_of(config: ModelConfig) -> ModelCard:
+    """Return the card of a resolved model: what its ``config.json`` said when `deploy` read it."""
+    path = Path(config.path) / "config.json"
+    return ModelCard(parse_json(config.card, path), str(path))
 
 
 def _is_number(value: object) -> TypeGuard[float]:

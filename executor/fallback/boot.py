@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from quintet.executor.cards.card import ModelCard, read_card
+from quintet.executor.cards.card import ModelCard, card_of
 from quintet.executor.cards.families.unknown import unknown
 from quintet.executor.cards.spec import KvNeed
 from quintet.executor.eager import EagerRunner
@@ -66,9 +66,8 @@ def examine_transformers_model(
     config: EngineConfig, dtype: torch.dtype = torch.float32
 ) -> tuple[ModelCard, Checkpoint]:
     """Raise ConfigError for a model that cannot be served, as far as that is known before its weights are read."""
-    folder = Path(config.model.path)
-    card = read_card(folder)
-    checkpoint = Checkpoint(folder, dtype, config.model.trust_remote_code)
+    card = card_of(config.model)
+    checkpoint = Checkpoint(card, Path(config.model.path), dtype, config.model.trust_remote_code)
     examine(checkpoint, card.path, _needs(card), config.model.max_model_len)
     return card, checkpoint
 

@@ -16,7 +16,7 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_log
 
-from quintet.executor.cards.card import read_card
+from quintet.executor.cards.card import ModelCard
 from quintet.executor.cards.registry import nearest
 from quintet.executor.fallback.attention import NO_INTERFACE, PREFIX, NotServed
 from quintet.wire.errors import ConfigError
@@ -32,14 +32,14 @@ _SHOWN = 300
 class Checkpoint:
     """A folder with a card that transformers knows, or that brings code which may be executed."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, trusts_code: bool) -> None:
-        """Read the card. Raises ConfigError, also for code that nobody trusts."""
+    def __init__(self, card: ModelCard, folder: Path, dtype: torch.dtype, trusts_code: bool) -> None:
+        """Have transformers read the card as well. Raises ConfigError, also for code that nobody trusts."""
         self._folder = folder
         self._dtype = dtype
         self._trusts_code = trusts_code
         transformers_log.set_verbosity_error()
         transformers_log.disable_progress_bar()
-        files = _code_files(folder)
+        files = _code_files(card)
         if files and not trusts_code:
             known = self._try_card()
             if known is None:
@@ -50,7 +50,7 @@ class Checkpoint:
             self.config = known
             return
         if not files:
-            _check_kind(folder)
+            _check_kind(card)
         if files:
             log.warning("--trust-remote-code: executing %s of %s", ", ".join(files), folder)
         self.config = self._told("cannot read the card", lambda: self._card(trusts_code))
@@ -145,9 +145,8 @@ class Checkpoint:
             raise ConfigError(f"{self._folder}: transformers {what}: {said[:_SHOWN]}") from error
 
 
-def _check_kind(folder: Path) -> None:
+def _check_kind(card: ModelCard) -> None:
     """Reject a card of a kind that transformers has no class for."""
-    card = read_card(folder)
     kind, names = card.values.get("model_type"), card.values.get("architectures")
     if not isinstance(kind, str) or kind in CONFIG_MAPPING:
         return
@@ -159,9 +158,8 @@ def _check_kind(folder: Path) -> None:
     )
 
 
-def _code_files(folder: Path) -> list[str]:
+def _code_files(card: ModelCard) -> list[str]:
     """Return the Python files that the card names as the model's. Raises ConfigError for those of other repositories."""
-    card = read_card(folder)
     named = card.section("auto_map").values.values()
     paths = [path for value in named for path in (value if isinstance(value, list) else [value])]
     modules = sorted({path.rpartition(".")[0] for path in paths if isinstance(path, str)})

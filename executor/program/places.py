@@ -42,15 +42,15 @@ class Lifetimes:
         for value in operation.reads:
             self._reads[id(value.owner)].remove(number)
 
-    def made(self, value: Value) -> int:
-        """Return who makes it; -1: it was there before."""
-        return self._made.get(id(value.owner), -1)
+    def made(self, value: Value) -> int | None:
+        """Return who makes it; None: it was there before."""
+        return self._made.get(id(value.owner))
 
     def reads(self, value: Value) -> list[int]:
         """Return who reads it or a view of it, as often as it does."""
         return self._reads.get(id(value.owner), [])
 
-    def last(self, value: Value) -> int:
+    def last(self, value: Value) -> int | None:
         """Return who reads it last, or who makes it if nobody does."""
         return max(self.reads(value), default=self.made(value))
 
@@ -68,13 +68,18 @@ def fuse(
     for number, operation in enumerate(operations):
         for term, other, code in _terms(operation):
             made = lifetimes.made(term)
-            layer = fused[made] if made >= 0 else None
-            if layer is None or layer.emit_with is None or any(made < border <= number for border in borders):
+            layer = None if made is None else fused[made]
+            if (
+                made is None
+                or layer is None
+                or layer.emit_with is None
+                or any(made < border <= number for border in borders)
+            ):
                 continue
             if term.viewed is not None or id(term) in kept or lifetimes.reads(term) != [number]:
                 continue  # somebody else wants the result as it is
             total = operation.writes
-            where = made if other is None else _where(number, total, layer, term, other, lifetimes, kept)
+            where = made if other is None else _where(number, total, layer, made, other, lifetimes, kept)
             if where is None:
                 continue
             lifetimes.forget(number, operation)
@@ -110,25 +115,28 @@ def _where(
     number: int,
     total: Value,
     layer: Operation,
-    term: Value,
+    made: int,
     other: Value,
     lifetimes: Lifetimes,
     kept: Collection[int],
 ) -> int | None:
-    """Return when a layer can add its result ``term`` to ``other`` itself, as operation ``number`` does, which makes ``total``.
+    """Return when a layer, operation ``made``, can add its result to ``other`` itself, as ``number`` does, which makes ``total``.
 
     None where it cannot: what it is added to does not lie as the sum will.
     """
     if other.viewed is not None or id(other) in kept:
         return None
-    made = lifetimes.made(term)
+    maker = lifetimes.made(other)
+    is_there = maker is None or maker < made
     others = [read for read in lifetimes.reads(other) if read != number]
-    last, is_multiplied = max(others, default=-1), any(value.owner is other for value in layer.reads)
-    if last < number and not is_multiplied:  # nobody reads it later: the sum is written over it
-        return made if max(lifetimes.made(other), last) < made else number
+    is_multiplied = any(value.owner is other for value in layer.reads)
+    if (
+        all(read < number for read in others) and not is_multiplied
+    ):  # nobody reads it later: the sum is written over it
+        return made if is_there and all(read < made for read in others) else number
     if id(total) in kept:
         return None
-    return made if lifetimes.made(other) < made else number
+    return made if is_there else number
 
 
 class Places:

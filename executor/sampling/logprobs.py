@@ -117,7 +117,5 @@ class Logprobs:
         return reports
 
     def _number(self, asked: int | None) -> int:
-        """Return how many of the most likely tokens: -1 asks for all of them."""
-        if asked is None:
-            return 0
-        return self._vocab_size if asked < 0 else min(asked, self._vocab_size)
+        """Return how many of the most likely tokens."""
+        return min(asked or 0, self._vocab_size)

@@ -171,7 +171,7 @@ class MessagesWriter:
     def write(self, frames: list[bytes], position: int, stream: Stream, batch: Batch) -> None:
         """See `AnswerWriter.write`. There is one prompt, with one choice."""
         told = self._position
-        if batch.started is not None and told.counts[0] < 0:
+        if batch.started is not None and told.counts[0] is None:
             told.counts[0] = 0
             usage = usage_of(batch.started, 0)
             ending = {"stop_reason": None, "stop_sequence": None}
@@ -304,7 +304,7 @@ class MessagesWriter:
 
     def silence(self) -> bytes:
         """See `AnswerWriter.silence`. Nothing is sent before an answer's first event but a comment."""
-        return PING if self._position.counts[0] >= 0 else sse.KEEP_ALIVE
+        return PING if self._position.counts[0] is not None else sse.KEEP_ALIVE
 
     def headers(self) -> tuple[Header, ...]:
         """See `AnswerWriter.headers`."""

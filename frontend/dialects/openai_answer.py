@@ -179,7 +179,7 @@ class ChunkWriter:
         told = self._position
         if batch.started is not None:
             for index in range(base, base + n):
-                if told.counts[index] < 0:
+                if told.counts[index] is None:
                     frames += self._start(index, batch.started)
         is_plain, prefixes, tail = self._is_plain, self._prefixes, self._plain_tail
         for delta in batch.deltas:
@@ -207,7 +207,7 @@ class ChunkWriter:
         if not self._event_id:
             return frame
         told = self._position
-        if len(told.counts) == 1 and not told.ended[0] and told.counts[0] >= 0:
+        if len(told.counts) == 1 and not told.ended[0] and told.counts[0] is not None:
             return b"%b%d\n%b" % (self._event_id, told.counts[0], frame)
         return b"%b%b\n%b" % (self._event_id, str(told).encode(), frame)
 

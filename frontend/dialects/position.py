@@ -51,8 +51,8 @@ class Position:
     __slots__ = ("counts", "ended", "note")
 
     def __init__(self, num_choices: int) -> None:
-        self.counts = [-1] * num_choices
-        """Tokens told of each choice; -1 before anything was."""
+        self.counts: list[int | None] = [None] * num_choices
+        """Tokens told of each choice; None before anything was."""
         self.ended = [False] * num_choices
         self.note = ""
         """Of the dialect: what else was told."""
@@ -82,7 +82,7 @@ class Position:
 
     def __str__(self) -> str:
         choices = [
-            "-" if count < 0 else f"{count}e" if ended else str(count)
+            "-" if count is None else f"{count}e" if ended else str(count)
             for count, ended in zip(self.counts, self.ended, strict=True)
         ]
         return ",".join(choices) + (f".{self.note}" if self.note else "")

@@ -145,13 +145,13 @@ class ResponsesWriter:
         self._frames = frames
         if batch.started is not None and self._started is None:
             self._started = batch.started
-            self._position.counts[0] = max(0, self._position.counts[0])
+            self._position.counts[0] = self._position.counts[0] or 0
             self._begin()
         for delta in batch.deltas:
-            self._position.counts[0] = stream.choices[0].num_taken
+            self._position.counts[0] = num_taken = stream.choices[0].num_taken
             if self._more and _is_more(delta):
                 if delta.text:
-                    self._write_more(delta.text)
+                    self._write_more(delta.text, num_taken)
             else:
                 self._write_delta(delta)
             if delta.finish is not None:
@@ -186,7 +186,7 @@ class ResponsesWriter:
             self._tell(f"response.{ended.status}", {"response": msgspec.Raw(response)})
         yield from frames
 
-    def _write_more(self, text: str) -> None:
+    def _write_more(self, text: str, num_taken: int) -> None:
         """Write more of the message that is open: the hot path."""
         item = self._items.open
         assert item is not None, "more of nothing"
@@ -196,7 +196,7 @@ class ResponsesWriter:
         number, self._number = self._number, self._number + 1
         head = self._event_id and b"%b%d.%d+%d+0\n" % (
             self._event_id,
-            self._position.counts[0],
+            num_taken,
             number + 1,
             self._num_chars,
         )

@@ -7,8 +7,10 @@ request again. The core gives the frontend everything it needs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from urllib.parse import parse_qs
 
+from quintet.frontend.adoption import Seen
 from quintet.frontend.dialects.answer import Submissions, stream_answer
 from quintet.frontend.dialects.position import Position, StreamId
 from quintet.frontend.dialects.registry import answer_of, dialect_of
@@ -89,12 +91,12 @@ def _known(reclaimed: Reclaimed) -> Admit:
     return reclaimed.admit
 
 
-def _check(reclaimed: Reclaimed, seen: list[tuple[int, bool]]) -> None:
+def _check(reclaimed: Reclaimed, seen: Sequence[Seen]) -> None:
     _known(reclaimed)
     outputs = dict(reclaimed.choices)
     for index, (count, _) in enumerate(seen):
         known = len(outputs.get(index, b"")) // 4
-        if count > known:
+        if count is not None and count > known:
             raise RequestError(
                 ErrorCode.INVALID,
                 f"The position says {count} tokens of choice {index}; the server made {known}. Send the id of the last "

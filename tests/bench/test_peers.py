@@ -14,7 +14,7 @@ from bench.peers.limits import Limits
 from bench.peers.models import SHAPES
 from bench.peers.records import MACHINE, Machine, Record, Report, append_record, measured, read_records
 from bench.peers.table import markdown
-from bench.peers.workload import ROWS, WARM_UP, Row, job_of
+from bench.peers.workload import ROWS, Row, job_of, warm_up_of
 
 LIMITS = Limits(2, 40.0, 908.0, 500.0, 1880.0)
 
@@ -77,7 +77,7 @@ def test_a_matrix_unit_is_the_limit_where_there_is_one() -> None:
 
 def test_repetitions_share_lengths_but_no_prompt() -> None:
     row = _row("offline-S-bf16")
-    first, second, warm = job_of(row, 0), job_of(row, 1), job_of(row, WARM_UP)
+    first, second, warm = job_of(row, 0), job_of(row, 1), warm_up_of(row)
     assert first.output_lens == second.output_lens
     assert all(a != b for a, b in zip(first.prompts, second.prompts, strict=True))
     assert all(prompt not in first.prompts for prompt in warm.prompts)

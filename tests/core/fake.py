@@ -246,7 +246,7 @@ class Outcome:
 
     tokens: list[int] = field(default_factory=list)
     finish: FinishReason = FinishReason.NONE
-    stop_id: int = -1
+    stop_id: int | None = None
     num_cached: int | None = None
     num_endings: int = 0
 
@@ -452,15 +452,16 @@ class World:
                 codec.unpack_i32(tokens.first_indexes),
                 tokens.num_tokens,
                 tokens.finishes,
-                codec.unpack_i32(tokens.stop_ids),
                 strict=True,
             )
-            for request_id, first, count, finish, stop_id in columns:
+            named_stops = set(codec.unpack_i32(tokens.named_stops))
+            for row, (request_id, first, count, finish) in enumerate(columns):
                 outcome = self.outcomes[request_id]
                 assert outcome.num_endings == 0 and first == len(outcome.tokens)
                 outcome.tokens += [next(values) for _ in range(count)]
                 if finish:
-                    outcome.finish, outcome.stop_id = FinishReason(finish), stop_id
+                    outcome.finish = FinishReason(finish)
+                    outcome.stop_id = outcome.tokens[-1] if row in named_stops else None
                     outcome.num_endings += 1
             assert next(values, None) is None
 

@@ -35,7 +35,7 @@ def test_max_tokens(depth: int) -> None:
     world.run()
     outcome = world.outcomes[5]
     assert outcome.tokens == expected(PROMPT, 5, 6, stops=())
-    assert (outcome.finish, outcome.stop_id) == (FinishReason.LENGTH, -1)
+    assert (outcome.finish, outcome.stop_id) == (FinishReason.LENGTH, None)
     world.assert_idle()
 
 
@@ -70,7 +70,7 @@ def test_end_of_sequence() -> None:
     world.run()
     outcome = world.outcomes[1]
     assert len(outcome.tokens) == 4 and outcome.tokens[-1] == EOS
-    assert (outcome.finish, outcome.stop_id) == (FinishReason.STOP, -1)
+    assert (outcome.finish, outcome.stop_id) == (FinishReason.STOP, None)
 
 
 def test_stop_token_names_itself() -> None:

@@ -247,4 +247,4 @@ def assert_served(world: World, sent: dict[int, Sent]) -> None:
         last = wanted[-1]
         stopped = last in request.stops and len(wanted) > request.min_tokens
         assert outcome.finish is (FinishReason.STOP if stopped else FinishReason.LENGTH)
-        assert outcome.stop_id == (last if stopped and last != EOS else -1)
+        assert outcome.stop_id == (last if stopped and last != EOS else None)

@@ -20,7 +20,7 @@ from tests.models.rows import falcon, gemma, gpt, latent, routed, states
 from tests.models.test_engine import GREEDY, House, changed, small_kv, without_prefix_cache
 from tests.models.test_swapping import with_host_memory
 
-from quintet.executor.cards.card import read_card
+from quintet.executor.cards.card import card_of
 from quintet.executor.cuda.boot import make_device_worker
 from quintet.executor.cuda.device import Device
 from quintet.executor.cuda.worker import DeviceWorker
@@ -76,7 +76,7 @@ def model_on(device: Device, config: EngineConfig) -> CausalModel:
     """Return the configured model with its weights on the device."""
     setting = Setting(device.torch_device, DTYPES[config.model.dtype], RowMajor())
     folder = Path(config.model.path)
-    model = build_model(config.model.architecture, read_card(folder), setting)
+    model = build_model(config.model.architecture, card_of(config.model), setting)
     with torch.inference_mode():
         if config.executor.load_format == "dummy":
             fill_randomly(model.weights, config.executor.seed)

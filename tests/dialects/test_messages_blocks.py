@@ -142,7 +142,7 @@ def events(
     writer = MessagesWriter(answer, STREAM, position)
     stream: Any = SimpleNamespace(choices=[SimpleNamespace(num_taken=before)])
     frames: list[bytes] = []
-    if position is None or position.counts[0] < 0:
+    if position is None or position.counts[0] is None:
         writer.write(frames, 0, stream, Batch(Started(7, 2, 0, 0, 0), []))
     has_ended = position is not None and position.ended[0]
     at = before
@@ -194,7 +194,7 @@ def test_a_stream_goes_on_behind_any_event(parallel: bool) -> None:
         heard: list[bytes] = []
         position = None
         while not heard or b"message_stop" not in heard[-1]:
-            before = 0 if position is None else max(0, position.counts[0])
+            before = 0 if position is None else position.counts[0] or 0
             rest = events(SCRIPT, before, position, draw, parallel)
             heard += rest[: draw.randint(1, len(rest))]
             if heard[-1].startswith(b"event: ping"):

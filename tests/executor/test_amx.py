@@ -50,18 +50,22 @@ HAS = {
 }
 
 
+def compiled(built: Path, name: str, *sources: Path) -> Path:
+    """Compile sources for a unit into a library."""
+    flags = ("-std=c++20", "-O1", "-ffp-contract=off", "-shared", "-fPIC", *AVX512, *UNITS[name])
+    warnings = ("-Wno-psabi", "-Wno-uninitialized", "-Wno-maybe-uninitialized")
+    command = ["g++", *flags, *warnings, f"-DQT_ISA={name}", f"-I{ROOT / 'csrc/cpu'}"]
+    subprocess.run([*command, *map(str, sources), "-o", str(built)], check=True)
+    return built
+
+
 @pytest.fixture(scope="module", params=list(UNITS))
 def unit(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The operations of a unit, compiled; skipped where the processor cannot run them."""
     name: str = request.param
     if not HAS[name]:
         pytest.skip(f"this processor cannot run {name}")
-    built = tmp_path_factory.mktemp(name) / "operations.so"
-    flags = ("-std=c++20", "-O1", "-ffp-contract=off", "-shared", "-fPIC", *AVX512, *UNITS[name])
-    warnings = ("-Wno-psabi", "-Wno-uninitialized", "-Wno-maybe-uninitialized")
-    command = ["g++", *flags, *warnings, f"-DQT_ISA={name}", f"-I{ROOT / 'csrc/cpu'}"]
-    subprocess.run([*command, str(SOURCE), "-o", str(built)], check=True)
-    library = ctypes.CDLL(str(built))
+    library = ctypes.CDLL(str(compiled(tmp_path_factory.mktemp(name) / "operations.so", name, SOURCE)))
     if name == "amx":
         assert library.permitted(), "the operating system does not grant the matrix unit"
     return library
@@ -183,6 +187,90 @@ def test_registers_are_cleared(unit: ctypes.CDLL) -> None:
     numbers, out = np.full(1024, 7, dtype=np.uint8), np.full(2048, 9, dtype=np.uint8)
     unit.clear(ctypes.c_void_p(numbers.ctypes.data), ctypes.c_void_p(out.ctypes.data))
     assert not out.any()
+
+
+# --- asked once, when an instruction set is chosen ---
+
+
+def known_products() -> int:
+    """The digest of csrc/cpu/kernels/matrix_products.hpp, by the sums of this file."""
+    state, digest, mask = 1, 0xCBF29CE484222325, 2**64 - 1
+
+    def draw() -> int:
+        nonlocal state
+        state = (state * 6364136223846793005 + 1442695040888963407) & mask
+        return state >> 32
+
+    def number(least: int, count: int) -> int:
+        bits = draw()
+        return (bits & 0x80000000) >> 16 | (least + (bits >> 8 & 0xFFFF) % count) << 7 | bits & 0x7F
+
+    def factors(least: int, count: int) -> Array:
+        return np.array([number(least, count) for _ in range(512)], np.uint16).reshape(16, 32)
+
+    def words() -> Array:
+        return np.array([draw() for _ in range(256)], np.uint32).reshape(16, 16)
+
+    def note(c: Array) -> None:
+        nonlocal digest
+        for word in c.view(np.uint32).ravel().tolist():
+            digest = (digest ^ word) * 0x100000001B3 & mask
+
+    for rows, columns, depth in (16, 16, 16), (5, 7, 3), (16, 9, 12):
+        for factor, sums in ((120, 13), (120, 13)), ((58, 11), (0, 10)), ((0, 3), (0, 3)):
+            a, b = factors(*factor), factors(*factor)
+            start = [number(*sums) << 16 | draw() >> 16 for _ in range(256)]
+            c = np.array(start, np.uint32).reshape(16, 16).view(np.float32)
+            part = c[:rows, :columns]
+            for _ in range(2):
+                part[:] = expected_bf16(a[:rows, : 2 * depth], b[:depth, : 2 * columns], part.copy())
+            note(c)
+        left, right, c = words().view(np.int8), words().view(np.uint8), words()
+        by_column = right[:depth, : 4 * columns].reshape(depth, columns, 4).transpose(1, 0, 2)
+        products = left[:rows, : 4 * depth].astype(np.int64) @ by_column.reshape(columns, -1).T.astype(
+            np.int64
+        )
+        c[:rows, :columns] = (c[:rows, :columns] + 2 * products) % 2**32
+        note(c)
+    return digest
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The choice of an instruction set, with a unit in the emulated one's place that is not what it should be."""
+    if not HAS["amx_emulated"]:
+        pytest.skip("this processor cannot run amx_emulated")
+    built = tmp_path_factory.mktemp("faulty") / "faulty.so"
+    return compiled(built, "amx_emulated", SOURCE.with_name("faulty.cpp"), ROOT / "csrc/cpu/dispatch.cpp")
+
+
+def test_wrong_products_are_told_from_right_ones(faulty: Path) -> None:
+    library = ctypes.CDLL(str(faulty))
+    for function in library.digest, library.right:
+        function.restype = ctypes.c_uint64
+    digests = [library.digest(fault) for fault in range(library.num_faults())]
+    assert digests[0] == library.right() == known_products()
+    assert len(set(digests)) == len(digests)
+
+
+def test_a_unit_with_wrong_products_is_not_used(faulty: Path) -> None:
+    tell = (
+        "import ctypes, sys; library = ctypes.CDLL(sys.argv[1])\n"
+        "for function in library.qt_isa, library.qt_isa_refusal:\n"
+        "    function.restype = ctypes.c_char_p; print(function().decode())"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", tell, str(faulty)],
+        env={**os.environ, "QUINTET_ISA": "amx_emulated"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    name, why = run.stdout.splitlines()
+    assert name in {"avx512_bf16", "amx"}
+    assert why.startswith(
+        "amx_emulated: products of known numbers have not the bits that the processor's manual says"
+    )
 
 
 @pytest.mark.skipif(not HAS["amx"], reason="this processor has no matrix unit")

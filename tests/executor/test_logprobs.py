@@ -49,9 +49,9 @@ def test_chosen_ids_replace_the_most_likely() -> None:
     np.testing.assert_allclose(unpack_f32(reports[0].logprobs), expected[list(ids)], rtol=1e-6)
 
 
-def test_minus_one_reports_the_whole_vocabulary() -> None:
+def test_the_whole_vocabulary_is_reported() -> None:
     _, reports = SamplerBench(VOCAB).draw(
-        [Drawer(SamplingParams(temperature=0.0, logprobs=-1))], logits_of(1)
+        [Drawer(SamplingParams(temperature=0.0, logprobs=VOCAB))], logits_of(1)
     )
     assert sorted(unpack_i32(reports[0].token_ids)[1:]) == list(range(VOCAB))
 

@@ -221,6 +221,7 @@ def engine_config(
             tokenizer_path=str(folder),
             served_names=["tiny"],
             architecture=card["architectures"][0],
+            card=(folder / "config.json").read_text(),
             dtype=dtype,
             vocab_size=card["vocab_size"],
             max_model_len=max_model_len,

@@ -21,7 +21,7 @@ from tests.models.conftest import SmallCore
 
 from quintet.deploy.resolve.build import resolve
 from quintet.deploy.resolve.flags import Options
-from quintet.executor.cards.card import read_card
+from quintet.executor.cards.card import card_of
 from quintet.executor.cards.registry import FAMILIES
 from quintet.executor.cards.spec import DecoderSpec
 from quintet.executor.layers.rope import Rope
@@ -152,7 +152,7 @@ def try_out(folder: Path, block_size: int, **options: Any) -> str | None:
         config = resolved(folder, block_size, **options)
         family = FAMILIES.get(config.model.architecture)
         if family is not None:
-            spec = family.read(read_card(folder))
+            spec = family.read(card_of(config.model))
             assert isinstance(spec, DecoderSpec)
             for rope in spec.ropes:
                 positions = torch.tensor([0, 1, rope.reach - 1])

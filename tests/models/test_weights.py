@@ -335,13 +335,21 @@ def test_dummy_weights_drawn_on_a_device_are_of_the_same_kind(dtype: torch.dtype
     ],
 )
 def test_a_card_that_does_not_fit_is_refused(
-    change: dict[str, Any], words: str, serve: Callable[..., Any], tmp_path: Path
+    change: dict[str, Any], words: str, serve: Callable[..., Any]
 ) -> None:
-    served = serve(tiny())
-    card = json.loads((tmp_path / "config.json").read_bytes()) | change
-    (tmp_path / "config.json").write_text(json.dumps(card))
+    config = serve(tiny()).config
+    card = json.dumps(json.loads(config.model.card) | change)
     with pytest.raises(ConfigError, match=words):
-        make_torch_worker(served.config)
+        make_torch_worker(
+            msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, card=card))
+        )
+
+
+def test_an_executor_builds_what_the_server_began_with(serve: Callable[..., Any], tmp_path: Path) -> None:
+    """Started again, it finds a folder whose card somebody has replaced meanwhile."""
+    served = serve(tiny())
+    (tmp_path / "config.json").write_text("{}")
+    assert make_torch_worker(served.config)
 
 
 def ours(card: ModelCard, setting: Setting) -> CausalModel:

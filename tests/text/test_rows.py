@@ -55,7 +55,7 @@ def opening(request_id: int = ONE, prompt: Sequence[int] = (), **changes: Any) -
 Row = tuple[int, int, list[int], FinishReason]
 
 
-def tokens(*rows: Row, opens: Sequence[Open] = (), stop_id: int = -1, **changes: Any) -> Tokens:
+def tokens(*rows: Row, opens: Sequence[Open] = (), named_stops: Sequence[int] = (), **changes: Any) -> Tokens:
     return Tokens(
         5,
         6,
@@ -65,7 +65,7 @@ def tokens(*rows: Row, opens: Sequence[Open] = (), stop_id: int = -1, **changes:
         pack_u8(len(row[2]) for row in rows),
         pack_i32(token for row in rows for token in row[2]),
         pack_u8(row[3] for row in rows),
-        pack_i32([stop_id] * len(rows)),
+        pack_i32(named_stops),
         **changes,
     )
 
@@ -105,7 +105,7 @@ def test_an_incomplete_character_is_flushed_at_the_end(steps: Steps, tokenizer: 
 @pytest.mark.parametrize("include", [False, True])
 def test_a_stop_token_shows_only_when_asked_for(steps: Steps, tokenizer: Tokenizer, include: bool) -> None:
     ids = tokenizer.encode("user hello").ids
-    message = tokens((ONE, 0, ids, STOP), opens=[opening(include_stop=include)], stop_id=ids[-1])
+    message = tokens((ONE, 0, ids, STOP), opens=[opening(include_stop=include)], named_stops=[0])
     text = only(steps, message)
     assert text.deltas == [tokenizer.decode(ids if include else ids[:-1])]
     assert unpack_i32(text.token_ids).tolist() == ids  # type: ignore[attr-defined]

@@ -24,12 +24,12 @@ def test_tokens_cross_the_wire_unchanged() -> None:
         num_tokens=codec.pack_u8([1, 2]),
         token_ids=codec.pack_i32([3, 4, 5]),
         finishes=codec.pack_u8([0, 1]),
-        stop_ids=codec.pack_i32([-1, 2]),
+        named_stops=codec.pack_i32([1]),
     )
     received = msgspec.msgpack.decode(codec.encode(tokens), type=messages.Tokens | step.StepResult)
     assert received == tokens
     assert list(codec.unpack_i64(received.request_ids)) == [1 << 62, 5]
-    assert list(codec.unpack_i32(received.stop_ids)) == [-1, 2]
+    assert list(codec.unpack_i32(received.named_stops)) == [1]
 
 
 def test_prompts_are_told_apart_by_their_tags() -> None:
@@ -142,6 +142,8 @@ def test_the_normal_form_spells_greedy_one_way() -> None:
     assert SamplingParams(temperature=0.001).checked().temperature == 0.01
     assert SamplingParams(logit_bias={1: 500.0}).checked().logit_bias == {1: 100.0}
     assert SamplingParams(logprob_token_ids=[3]).checked().logprobs == 0
+    everything = SamplingParams(logprobs=-1, prompt_logprobs=-1).checked(max_logprobs=-1, vocab_size=8)
+    assert (everything.logprobs, everything.prompt_logprobs) == (8, 8)
     assert SamplingParams().output_kind is OutputKind.CUMULATIVE
 
 

@@ -74,9 +74,7 @@ def plan(**change: Any) -> s.StepPlan:
 
 
 def tokens(**change: Any) -> m.Tokens:
-    made = m.Tokens(
-        1, 0, [], pack_i64([9]), pack_i32([0]), pack_u8([2]), pack_i32([1, 2]), pack_u8([0]), pack_i32([-1])
-    )
+    made = m.Tokens(1, 0, [], pack_i64([9]), pack_i32([0]), pack_u8([2]), pack_i32([1, 2]), pack_u8([0]), b"")
     return msgspec.structs.replace(made, **change)
 
 
@@ -146,7 +144,13 @@ def test_what_our_processes_send_makes_sense(sense: Sense, make: Callable[..., m
         tokens(num_tokens=b"\1"),
         tokens(token_ids=pack_i32([1, 8])),
         tokens(finishes=b"\5"),
-        tokens(stop_ids=b"abc"),
+        tokens(named_stops=b"abc"),
+        tokens(named_stops=pack_i32([-1])),
+        tokens(named_stops=pack_i32([1])),
+        tokens(named_stops=pack_i32([0]), finishes=bytes([m.FinishReason.LENGTH])),
+        tokens(
+            named_stops=pack_i32([0]), finishes=bytes([m.FinishReason.STOP]), num_tokens=b"\0", token_ids=b""
+        ),
         tokens(logprobs=[s.TokenLogprobs(1, 1, pack_i32([1]), pack_f32([0]))]),
         tokens(logprobs=[s.TokenLogprobs(0, 1, pack_i32([1, 2]), pack_f32([0]))]),
         tokens(prompt_logprobs=[s.PromptLogprobs(0, 1, 0, b"", b"", b"")]),
