@@ -36,7 +36,7 @@ struct Weight {
   index_t group;  // of k that share a scale, or kWholeDepth
   bool paired, zeros;
   bool dot;  // bf16: multiplied with the processor's dot product of pairs, if this instruction set has it
-  bool fetches;  // floats: one row's product asks ahead of time for what it reads front to back, or the processor does by itself
+  bool fetches;  // one pass over a tile asks far ahead for what it reads front to back, or the processor does by itself
   char* memory;
   index_t tiles, tile_bytes;
   // integers only:

@@ -5,10 +5,10 @@
 //
 // A thread owns a tile of 64 columns (32 or 16 where tiles are few) for a panel of rows, and all slices of k or one. K goes in
 // pieces; while a piece's units are multiplied, the next piece, or the first one of the tile that this thread probably takes
-// next, is fetched into the second-level cache, evenly over the units. Where many rows share 4-bit weights, they become bytes
-// once per piece, in a buffer. Bytes per panel: the weight once (1 or 1/2 byte a number, scales beside it), x once per tile
-// (per half of one for many rows) out of the cache. Limiter: the weight's bandwidth up to some 20 rows, then the multiply rate,
-// half of it for 16-bit x.
+// next, is fetched into the second-level cache, evenly over the units (but see Weight::fetches). Where many rows share 4-bit
+// weights, they become bytes once per piece, in a buffer. Bytes per panel: the weight once (1 or 1/2 byte a number, scales beside
+// it), x once per tile (per half of one for many rows) out of the cache. Limiter: the weight's bandwidth up to some 20 rows, then
+// the multiply rate, half of it for 16-bit x.
 //
 // Reduction order: the sum over a group of k is an integer and exact: the same on every processor, in any order. Then,
 // groups of a slice of k (linear.hpp) ascending, fma(float(sum), scale of w * scale of x, result); the slices' results,
@@ -45,6 +45,7 @@ struct Plan : Cutting {
   index_t in_group;      // of k that have a scale in common; a piece where all have
   index_t in_step;       // of k, where the units read
   index_t units, width;  // width: columns of a unit
+  bool near;             // nothing is fetched but what a unit reads soon: see Fetch
 };
 
 template <class Dot>
@@ -62,18 +63,24 @@ Plan plan_of(const LinearCall& call, const LinearItem& item) {
   plan.units = (item.rows + Dot::kUnitRows - 1) / Dot::kUnitRows;
   const index_t most = (item.rows + plan.units - 1) / plan.units, width = vectors_of<Dot>(int(most)) * kLanes;
   plan.width = width < item.to - item.from ? width : item.to - item.from;
+  plan.near = !weight.fetches && plan.units == 1 && plan.width == kTileColumns;
   return plan;
 }
 
 // What pass `pass` of `passes` over a piece, of `steps` each, fetches of what comes next.
-Fetch fetch_of(const Piece& next, const LinearItem& item, const Plan& plan, index_t pass, index_t passes, index_t steps) {
+Fetch fetch_of(const Piece& piece, const Piece& next, const LinearItem& item, const Plan& plan, index_t pass, index_t passes,
+               index_t steps) {
+  if (plan.near) {
+    const char* end = piece.memory + piece.bytes;
+    return {nullptr, 0, end, next.memory - end};
+  }
   if ((item.to - item.from) * item.spans < kTileColumns) {  // other threads fetch the rest of its lines
     const bool once = pass % plan.units == 0;
-    return {next.memory + column_of(item, pass / plan.units * plan.width) * 4, once ? kLineBytes : 0};
+    return {next.memory + column_of(item, pass / plan.units * plan.width) * 4, once ? kLineBytes : 0, nullptr, 0};
   }
   const index_t vectors = plan.width / kLanes, places = passes * steps * vectors;
   const index_t apart = (next.bytes + places - 1) / places;
-  return {next.memory + pass * steps * vectors * apart, apart};
+  return {next.memory + pass * steps * vectors * apart, apart, nullptr, 0};
 }
 
 // An item's buffers, the thread's.
@@ -148,7 +155,7 @@ void multiply_slices(const LinearCall& call, const LinearItem& item, const Linea
       unit.x_offsets = (const std::int32_t*)(x_row + x.offsets_at) + first_group;
       unit.sums = sums + row * kTileColumns + unit.column;
       unit.total = in_first ? nullptr : first_sums + row * kTileColumns + unit.column;
-      unit.fetch = fetch_of(next, item, plan, pass, passes, steps);
+      unit.fetch = fetch_of(piece, next, item, plan, pass, passes, steps);
       multiply(unit, rows, plan.width);
       if (finishes) finish_rows(target, first_sums + row * kTileColumns, item.row + row, rows);
       row += rows;

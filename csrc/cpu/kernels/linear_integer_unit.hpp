@@ -78,10 +78,17 @@ enum class Scales { column, group, group_and_zero };
 // Lines to fetch while a unit is multiplied: one for each vector of a step, `apart` bytes from one another. Less than a
 // line apart, a line is asked for more than once, which costs next to nothing; a burst of lines would fill the buffers
 // that the loads need.
+//
+// `at` null: the processor finds out by itself what is read front to back, and has it in the second-level cache in time
+// (Weight::fetches); what the unit reads kNearBytes later is brought on to the first. Beyond `end` it reads on `jump` bytes
+// further.
 struct Fetch {
   const char* at;
   index_t apart;
+  const char* end;
+  index_t jump;
 };
+inline constexpr index_t kNearBytes = 8 << 10;
 
 // A unit's share of one piece of k: some groups, or a part of the only one.
 struct Unit {
@@ -173,7 +180,7 @@ QT_INLINE void step(i32v (&sums)[R][V][Dot::kSums], const Rows<R>& x, index_t x_
 }
 
 // All of a group, or of a part of the only one. Its integer sums are exact.
-template <class Dot, int kBits, int R, int V>
+template <class Dot, int kBits, bool kNear, int R, int V>
 QT_INLINE void sum_group(i32v (&sums)[R][V][Dot::kSums], const char* first_row, index_t x_stride, const char* weight,
                          index_t line, index_t steps, Fetch& fetch) {
   constexpr index_t x_step = Dot::x_bytes * (8 / kBits);
@@ -183,16 +190,27 @@ QT_INLINE void sum_group(i32v (&sums)[R][V][Dot::kSums], const char* first_row, 
   for (int i = 0; i < kPointers; ++i) x[i] = first_row + 3 * i * x_stride;
   const index_t apart = fetch.apart;
   const char* ahead = fetch.at;
-  for (index_t s = 0; s + 2 <= steps; s += 2) {
+  // From there on, what is near lies beyond the end.
+  const index_t turn = kNear ? (fetch.end - kNearBytes - weight) / kLineBytes & ~index_t(1) : steps;
+  index_t near = kNearBytes;
+  for (index_t s = 0, until = turn < steps ? turn : steps;; until = steps, near += fetch.jump) {
+    for (; s + 2 <= until; s += 2) {
 #pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half) {
+      for (int half = 0; half < 2; ++half) {
+        if constexpr (kNear) {
 #pragma GCC unroll 8
-      for (int v = 0; v < V; ++v, ahead += apart) __builtin_prefetch(ahead, 0, 2);
-      step<Dot, kBits, R, V>(sums, x, x_stride, half * x_step, weight);
-      weight += line;
-    }
+          for (int v = 0; v < V; ++v) __builtin_prefetch(weight + near + v * kLanes * 4, 0, 3);
+        } else {
+#pragma GCC unroll 8
+          for (int v = 0; v < V; ++v, ahead += apart) __builtin_prefetch(ahead, 0, 2);
+        }
+        step<Dot, kBits, R, V>(sums, x, x_stride, half * x_step, weight);
+        weight += line;
+      }
 #pragma GCC unroll 4
-    for (int i = 0; i < kPointers; ++i) x[i] += 2 * x_step;
+      for (int i = 0; i < kPointers; ++i) x[i] += 2 * x_step;
+    }
+    if (!kNear || until == steps) break;
   }
   if (steps % 2) step<Dot, kBits, R, V>(sums, x, x_stride, 0, weight);
   fetch.at = ahead;
@@ -313,7 +331,10 @@ void multiply(const Unit& unit) {
     const char* weight = unit.weight + g * unit.weight_stride;
     i32v sums[R][V][Dot::kSums];
     begin_group<Dot, R, V>(sums, unit, g);
-    sum_group<Dot, kBits, R, V>(sums, x, unit.x_stride, weight, unit.line, steps, fetch);
+    if (V * kLanes == kTileColumns && fetch.at == nullptr)
+      sum_group<Dot, kBits, true, R, V>(sums, x, unit.x_stride, weight, unit.line, steps, fetch);
+    else
+      sum_group<Dot, kBits, false, R, V>(sums, x, unit.x_stride, weight, unit.line, steps, fetch);
     if (Dot::kSums == 1 && unit.whole)
       end_part<Dot, R, V>(sums, unit);
     else
