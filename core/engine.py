@@ -171,7 +171,7 @@ class Engine:
             state.counters.refusals += 1
             outbox.failed.append(refusal)
             return outbox.effects(state.step, now_ns)
-        num_seen = len(spec.output_ids) // 4
+        num_seen = 0 if spec.tells else len(spec.output_ids) // 4
         if spec.adopts:
             spec.output_ids = self._adopted(message)
         try:

@@ -29,6 +29,12 @@ import msgspec
 from tqdm import tqdm
 
 from quintet.deploy.python_api.async_llm import AsyncLLM
+from quintet.deploy.python_api.beams import (
+    BeamSearchOutput,
+    BeamSearchParams,
+    BeamSearchSequence,
+    beam_search,
+)
 from quintet.deploy.python_api.engine import EngineError, LocalServer, options_of_call
 from quintet.deploy.python_api.gather import LOOK_S, CheckedPrompt, Gather, refused
 from quintet.deploy.python_api.inputs import (
@@ -57,6 +63,9 @@ from quintet.wire.params import OutputKind, SamplingParams
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "EngineError",
     "Logprob",
@@ -202,6 +211,14 @@ class LLM:
         is_one = isinstance(messages, Sequence) and (not messages or isinstance(messages[0], Mapping))
         conversations = cast(Iterable[Conversation], [messages] if is_one else messages)
         return self._run(conversations, options.read, sampling_params, priority, use_tqdm, errors)
+
+    def beam_search(
+        self, prompts: PromptInput | Sequence[PromptInput], params: BeamSearchParams
+    ) -> list[BeamSearchOutput]:
+        """Search for the likeliest answers to prompts as ``generate(num_beams=…)`` of transformers does; see `generate`."""
+        inputs = cast(Sequence[PromptInput], [prompts] if _is_one_prompt(prompts) else prompts)
+        read = [read_prompt(each, self.vocab_size) for each in inputs]
+        return self._wait(beam_search(self._engine, read, params))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text."""

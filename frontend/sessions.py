@@ -111,15 +111,16 @@ class Sessions:
         deadline_ns: int = 0,
         limit_gives_way: bool = False,
         reading: Reading | None = None,
+        told: bytes = b"",
     ) -> Stream:
         """Send a request on its way and return the stream of what comes back.
 
         ``params`` are checked here (`RequestError`; not again if ``are_checked``) and given a seed. While a worker it
         needs is missing, the request waits for the next topology. ``mailbox`` lets one reader wait for several
-        streams; with ``final_only`` the reader wakes only when the request has ended, else for the first
-        token of a choice, every ``interval`` tokens after it, and its end. What has not ended at ``deadline_ns``
-        (monotonic; 0 for never) fails then. ``limit_gives_way``: see `Submit`. ``reading``: which
-        parsers read the output. Call from the event loop.
+        streams; with ``final_only`` the reader wakes only when the request has ended, else for the first token of a
+        choice, every ``interval`` tokens after it, and its end. What has not ended at ``deadline_ns`` (monotonic; 0 for
+        never) fails then. ``limit_gives_way``: see `Submit`. ``reading``: which parsers read the output. ``told``:
+        outputs (int32) that are there already, and only have to be told. Call from the event loop.
         """
         if not are_checked:
             params = params.checked(self._max_logprobs, self._vocab_size)
@@ -140,6 +141,8 @@ class Sessions:
                 deadline_ns=deadline_ns,
                 claim=claim,
                 reading=reading,
+                output_ids=told,
+                tells=bool(told),
             ),
             sent_ns=0,
             core=0,

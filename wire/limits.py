@@ -26,6 +26,9 @@ ID_BYTES = 5
 ENTRY_BYTES = 128
 """One log-probability with its token's text."""
 
+MAX_BEAM_CANDIDATES = 256
+"""Log-probabilities that beam search asks for at a position, whatever clients may ask for."""
+
 ROW_BYTES = 1 << 10
 """The fields of a request that have a fixed size, and its parts in other columns."""
 
@@ -73,7 +76,9 @@ def _logprobs(config: EngineConfig) -> int:
     """Log-probabilities of everything that one step computes."""
     asked = config.frontend.max_logprobs
     width = 2 + (asked if asked >= 0 else config.model.vocab_size)
-    return (config.scheduler.max_num_batched_tokens + config.scheduler.max_num_seqs) * width * ENTRY_BYTES
+    max_tokens, max_num_seqs = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
+    num_entries = max((max_tokens + max_num_seqs) * width, max_num_seqs * (2 + MAX_BEAM_CANDIDATES))
+    return num_entries * ENTRY_BYTES
 
 
 def _everybody(config: EngineConfig) -> int:

@@ -68,3 +68,5 @@ class RequestSpec(msgspec.Struct, array_like=True):
     """Version of the topology that the frontend chose by: who follows an older one waits for it, or would send on to the dead."""
     reading: Reading | None = None
     """How the output is read; None where it is all plain text."""
+    tells: bool = False
+    """Nobody has ``output_ids`` as text yet: they are told as if they had just been drawn."""

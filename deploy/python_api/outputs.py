@@ -105,7 +105,7 @@ class Assembler:
         self._prompt_ids = list(unpack_i32(started.prompt_ids))
         self._num_cached = started.num_cached_tokens
         if started.prompt_logprobs is not None:
-            self._prompt_logprobs = [None if p is None else _position(p) for p in started.prompt_logprobs]
+            self._prompt_logprobs = [None if p is None else read_position(p) for p in started.prompt_logprobs]
 
     def add(self, deltas: Sequence[Delta]) -> RequestOutput | None:
         """Take what is new and return the next output of the kind asked for, or None when there is nothing to say."""
@@ -131,7 +131,7 @@ class Assembler:
         return output
 
     def _grow(self, choice: _Growing, delta: Delta, cumulative: bool) -> None:
-        positions = [_position(p) for p in delta.logprobs]
+        positions = [read_position(p) for p in delta.logprobs]
         if self._has_logprobs:
             choice.cumulative_logprob += sum(p.chosen.logprob for p in delta.logprobs)
         output = choice.output
@@ -184,6 +184,7 @@ def _copy(output: CompletionOutput) -> CompletionOutput:
     )
 
 
-def _position(position: PositionLogprobs) -> Position:
+def read_position(position: PositionLogprobs) -> Position:
+    """Return one position as users have it."""
     entries = {position.chosen.token_id: position.chosen} | {a.token_id: a for a in position.top}
     return {token_id: Logprob(a.logprob, a.rank, a.token) for token_id, a in entries.items()}

@@ -46,9 +46,11 @@ BeforeEnd = Callable[[Service, AnswerWriter], Awaitable[None]]
 class Submissions:
     """The submissions behind one HTTP request (one per prompt) and the mailbox their news arrive in."""
 
-    def __init__(self) -> None:
+    def __init__(self, streams_per_prompt: int = 1) -> None:
+        """streams_per_prompt: more than one where each choice has a stream of its own."""
         self.mailbox = Mailbox()
         self.streams: list[Stream] = []
+        self.streams_per_prompt = streams_per_prompt
         self.num_unread = 0
         """Streams whose end has not been read."""
         self.client_gone = False

@@ -92,9 +92,11 @@ def running_usage(started: Started, num_outputs: int) -> dict[str, object]:
     return {"prompt_tokens": prompt, "total_tokens": prompt + num_outputs, "completion_tokens": num_outputs}
 
 
-def usage_of(streams: Sequence[Stream], echo_only: bool = False) -> dict[str, object]:
-    """Return the ``usage`` object of an answer."""
-    starts = [stream.started for stream in streams if stream.started is not None]
+def usage_of(
+    streams: Sequence[Stream], echo_only: bool = False, streams_per_prompt: int = 1
+) -> dict[str, object]:
+    """Return the ``usage`` object of an answer. streams_per_prompt: as in `quintet.frontend.dialects.answer.Submissions`."""
+    starts = [stream.started for stream in streams[::streams_per_prompt] if stream.started is not None]
     prompt = sum(started.num_prompt_tokens for started in starts)
     completion = 0 if echo_only else sum(stream.num_output_tokens for stream in streams)
     usage: dict[str, object] = {

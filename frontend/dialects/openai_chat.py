@@ -19,6 +19,7 @@ from quintet.frontend.dialects.openai_answer import (
     options_of,
     usage_of,
 )
+from quintet.frontend.dialects.openai_best import BeamRequest, beam_answer, best, ranked
 from quintet.frontend.dialects.openai_channels import Channels
 from quintet.frontend.dialects.openai_logprobs import chat_logprobs, prompt_logprobs
 from quintet.frontend.dialects.openai_tools import check_tool_choice, form_of_calls, reading_of
@@ -89,6 +90,13 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
     claim = claim_for(answer, config) if body.stream else None
     deadline_ns = parse.deadline_ns(body, exchange)
     _refuse_missing(body)
+    if body.use_beam_search:
+        prompts, gives_way = [conversation.prompt], parse.chat_max_tokens(body) is None
+        request = BeamRequest(prompts, body, params, "messages", gives_way, options, deadline_ns, reading)
+        outputs, submissions = await beam_answer(service, exchange, request)
+        await exchange.respond_json(_whole(outputs, submissions, answer))
+        return
+    params = ranked(params, body)
     service.admission.enter([conversation.prompt], params)
     submissions = Submissions()
     submissions.add(
@@ -113,7 +121,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
         stream_id = None if claim is None else StreamId(submissions.streams[0].request_id, claim.key)
         await stream_answer(service, exchange, submissions, writer(answer, stream_id))
     else:
-        outputs = await whole_answer(exchange, submissions)
+        outputs = best(await whole_answer(exchange, submissions), body)
         await exchange.respond_json(_whole(outputs, submissions, answer))
 
 
@@ -265,7 +273,7 @@ def chat_params(body: ChatBody, config: EngineConfig) -> SamplingParams:
             "tool_choice",
         )
     params.structured_outputs = form or params.structured_outputs
-    names = {"logprobs": "top_logprobs"}
+    names = {"logprobs": "top_logprobs", **parse.names_of(body)}
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
     return parse.checked(params, config.frontend.max_logprobs, model, names)
@@ -314,7 +322,7 @@ def _whole(outputs: list[Output], submissions: Submissions, how: ChatAnswer) -> 
         "created": options.created,
         "model": options.model,
         "choices": [_choice(output, how) for output in outputs],
-        "usage": usage_of(submissions.streams),
+        "usage": usage_of(submissions.streams, streams_per_prompt=submissions.streams_per_prompt),
         "prompt_logprobs": prompt_logprobs(started, options) if started is not None else None,
     }
     asked = options.return_token_ids and started is not None

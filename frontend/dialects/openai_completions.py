@@ -18,6 +18,7 @@ from quintet.frontend.dialects.openai_answer import (
     options_of,
     usage_of,
 )
+from quintet.frontend.dialects.openai_best import BeamRequest, beam_answer, best, ranked
 from quintet.frontend.dialects.openai_logprobs import (
     completion_logprobs,
     echoed_logprobs,
@@ -58,6 +59,13 @@ async def completions(service: Service, exchange: Exchange) -> None:
     claim = claim_for(answer, config) if body.stream else None
     deadline_ns = parse.deadline_ns(body, exchange)
     _refuse_missing(body)
+    if body.use_beam_search:
+        gives_way = body.max_tokens is None
+        request = BeamRequest(prompts, body, params, "prompt", gives_way, options, deadline_ns)
+        outputs, submissions = await beam_answer(service, exchange, request)
+        await exchange.respond_json(_whole(outputs, submissions, options))
+        return
+    params = ranked(params, body)
     service.admission.enter(prompts, params)
     submissions = Submissions()
     try:
@@ -87,7 +95,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
         stream_id = None if claim is None else StreamId(submissions.streams[0].request_id, claim.key)
         await stream_answer(service, exchange, submissions, writer(answer, stream_id))
     else:
-        outputs = await whole_answer(exchange, submissions)
+        outputs = best(await whole_answer(exchange, submissions), body)
         if options.echo_only:
             for output in outputs:
                 output.text, output.token_ids, output.logprobs = "", (), []
@@ -154,7 +162,7 @@ def _params(body: CompletionBody, config: EngineConfig) -> SamplingParams:
     params = parse.sampling_params(body, model, max_tokens=max_tokens, logprobs=body.logprobs)
     if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
         params.prompt_logprobs = body.logprobs
-    return parse.checked(params, config.frontend.max_logprobs, model, {})
+    return parse.checked(params, config.frontend.max_logprobs, model, parse.names_of(body))
 
 
 def _on_start(writer: ChunkWriter, index: int, started: Started) -> list[bytes]:
@@ -204,7 +212,7 @@ def _whole(outputs: list[Output], submissions: Submissions, options: AnswerOptio
         "created": options.created,
         "model": options.model,
         "choices": [_choice(output, options) for output in outputs],
-        "usage": usage_of(submissions.streams, options.echo_only),
+        "usage": usage_of(submissions.streams, options.echo_only, submissions.streams_per_prompt),
     }
 
 

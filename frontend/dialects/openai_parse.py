@@ -130,6 +130,10 @@ def sampling_params(
         values["stop"] = [body.stop]
     if body.logit_bias is not None:
         values["logit_bias"] = _logit_bias(body.logit_bias)
+    if body.use_beam_search:
+        values["n"] = 1  # beams are requests of their own
+    elif body.best_of is not None:
+        values["n"] = body.best_of
     values["max_tokens"] = max_tokens
     values["logprobs"] = logprobs
     values["structured_outputs"] = form_of(body)
@@ -166,10 +170,6 @@ def refuse_missing(body: GenerationBody) -> None:
         raise not_implemented(
             "detokenize", "answers without text", "Use `return_token_ids` to get ids as well."
         )
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise not_implemented("best_of", "a choice among hidden answers", "Use `n` and choose among them.")
-    if body.use_beam_search:
-        raise not_implemented("use_beam_search", "beam search", "Sample with `n` instead.")
 
 
 def check_combinations(body: GenerationBody, config: EngineConfig) -> None:
@@ -207,6 +207,11 @@ def checked(
         if ours not in names:
             raise
         raise invalid(names[ours] + error.message.removeprefix(ours), names[ours]) from None
+
+
+def names_of(body: GenerationBody) -> dict[str, str]:
+    """Return the fields of sampling parameters that this body has under other names."""
+    return {} if body.best_of is None else {"n": "best_of"}
 
 
 def max_alternatives(params: SamplingParams) -> int:

@@ -86,6 +86,8 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     best_of: int | None = None
     detokenize: bool | None = None
     length_penalty: float | None = None
+    early_stopping: RawField = msgspec.UNSET
+    """True, false or ``never``."""
     return_token_offsets: bool | None = None
     return_prompt_text: bool | None = None
     return_weight_versions: bool | None = None

@@ -9,13 +9,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from quintet.deploy.offline import LLM, AsyncLLM, CompletionOutput, RequestOutput
+    from quintet.deploy.offline import (
+        LLM,
+        AsyncLLM,
+        BeamSearchOutput,
+        BeamSearchParams,
+        CompletionOutput,
+        RequestOutput,
+    )
     from quintet.wire.params import SamplingParams
     from quintet.wire.structured import StructuredOutputsParams
 
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
     "CompletionOutput",
     "RequestOutput",
     "SamplingParams",
@@ -25,6 +34,8 @@ __all__ = [
 _HOMES = {
     "LLM": "quintet.deploy.offline",
     "AsyncLLM": "quintet.deploy.offline",
+    "BeamSearchOutput": "quintet.deploy.offline",
+    "BeamSearchParams": "quintet.deploy.offline",
     "CompletionOutput": "quintet.deploy.offline",
     "RequestOutput": "quintet.deploy.offline",
     "SamplingParams": "quintet.wire.params",

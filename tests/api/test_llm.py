@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -19,7 +20,7 @@ import psutil
 import pytest
 
 import quintet
-from quintet import LLM, SamplingParams, StructuredOutputsParams
+from quintet import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from quintet.deploy.offline import EngineError
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
 
@@ -450,3 +451,24 @@ def test_the_embedded_model_completes_the_same_text_every_time() -> None:
     )
     assert first.prompt_logprobs is not None and len(first.prompt_logprobs) == len(first.prompt_token_ids)
     assert first.prompt_logprobs[0] is None
+
+
+def test_beams_are_searched_behind_each_prompt(llm: LLM) -> None:
+    params = BeamSearchParams(beam_width=3, max_tokens=5)
+    outputs = llm.beam_search(["def f():", {"prompt_token_ids": [7, 8]}], params)
+    for output, prompt in zip(outputs, (llm.encode("def f():"), [7, 8]), strict=True):
+        assert len(output.sequences) == 3
+        for found in output.sequences:
+            assert found.tokens[: len(prompt)] == prompt and found.text == llm.decode(found.tokens)
+            assert [next(iter(each)) for each in found.logprobs] == found.tokens[len(prompt) :]
+            assert found.score == pytest.approx(found.cum_logprob / len(found.logprobs))
+        scores = [found.score for found in output.sequences]
+        assert scores == sorted(scores, reverse=True)
+    assert llm.beam_search("def f():", params) == outputs[:1]
+    for wrong, words in (
+        ({"beam_width": 33}, "beam_width is 33"),
+        ({"temperature": 0.5}, "temperature is 0.5"),
+        ({"max_tokens": 600}, "maximum context length is 512"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            llm.beam_search("def f():", replace(params, **wrong))

@@ -1,0 +1,152 @@
+"""``LLM.beam_search``: what is asked for and what comes back, with vLLM's names; the search is the frontend's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from quintet.deploy.python_api.engine import LocalServer
+from quintet.deploy.python_api.inputs import ReadPrompt
+from quintet.deploy.python_api.outputs import Position, read_position
+from quintet.frontend.beam_rounds import fitting, search
+from quintet.frontend.beam_search import Beam, BeamOptions, EarlyStopping
+from quintet.frontend.streams import Mailbox, Stream
+from quintet.wire.codec import unpack_i32
+from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.messages import ChatPrompt, PositionLogprobs, TextPrompt, TokenPrompt
+from quintet.wire.params import SamplingParams
+
+
+@dataclass(slots=True, kw_only=True)
+class BeamSearchParams:
+    """How to search."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    """Must be 0: beams are not drawn."""
+    length_penalty: float = 1.0
+    """Scores are log-probabilities over lengths to the power of this."""
+    early_stopping: EarlyStopping = False
+    """As in `quintet.frontend.beam_search.BeamOptions`, and in transformers."""
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One answer that was found."""
+
+    tokens: list[int]
+    """The prompt's, then the answer's."""
+    logprobs: list[Position]
+    """One per token of the answer: its own, and the likeliest others, twice as many as there are beams."""
+    cum_logprob: float
+    score: float
+    """What answers are ranked by."""
+    text: str
+    """Of all ``tokens``."""
+    finish_reason: str
+    stop_reason: str | int | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """What was found behind one prompt: as many sequences as beams, the best first."""
+
+    sequences: list[BeamSearchSequence] = field(default_factory=list)
+
+
+async def beam_search(
+    server: LocalServer, prompts: Sequence[ReadPrompt], params: BeamSearchParams
+) -> list[BeamSearchOutput]:
+    """Search behind each prompt, all together. Raises `RequestError`. Call from the engine's loop."""
+    model = server.config.model
+    if params.temperature != 0:
+        raise RequestError(
+            ErrorCode.INVALID,
+            f"temperature is {params.temperature}; it must be 0: beams are not drawn.",
+            "temperature",
+        )
+    ends = frozenset(() if params.ignore_eos else model.eos_token_ids)
+    width = params.beam_width
+    options = BeamOptions(
+        width, params.max_tokens, params.length_penalty, params.early_stopping, ends, 2 * width, "beam_width"
+    )
+    ids = [await _ids_of(server, each.prompt) for each in prompts]
+    for each in ids:
+        fitting(len(each), params.max_tokens, model.max_model_len, "prompt")
+    room = asyncio.Semaphore(max(1, server.config.scheduler.max_num_seqs // width))
+
+    async def answer(own: list[int], salt: str) -> BeamSearchOutput:
+        async with room:
+            (beams,) = await search([own], [options], _Asker(server, salt).ask)
+            return BeamSearchOutput([await _sequence(server, own, beam, ends) for beam in beams])
+
+    tasks = [
+        asyncio.create_task(answer(own, each.cache_salt)) for own, each in zip(ids, prompts, strict=True)
+    ]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+class _Asker:
+    """Has the engine draw a token behind each of some prompts."""
+
+    def __init__(self, server: LocalServer, cache_salt: str) -> None:
+        self._server = server
+        self._cache_salt = cache_salt
+
+    async def ask(self, behind: Sequence[TokenPrompt], params: SamplingParams) -> list[PositionLogprobs]:
+        mailbox = Mailbox()
+        streams: list[Stream] = []
+        found: dict[int, PositionLogprobs] = {}
+        try:
+            for prompt in behind:
+                streams.append(
+                    self._server.sessions.submit(
+                        prompt,
+                        params,
+                        cache_salt=self._cache_salt,
+                        mailbox=mailbox,
+                        final_only=True,
+                        are_checked=True,
+                    )
+                )
+            while len(found) < len(streams):
+                for stream in await mailbox.wait():
+                    batch = stream.take()
+                    if batch.error is not None:
+                        raise batch.error
+                    for delta in batch.deltas:
+                        found[stream.request_id] = delta.logprobs[0]
+        finally:
+            for stream in streams:
+                stream.close()
+        return [found[stream.request_id] for stream in streams]
+
+
+async def _ids_of(server: LocalServer, prompt: TextPrompt | TokenPrompt | ChatPrompt) -> list[int]:
+    if isinstance(prompt, TokenPrompt):
+        return list(unpack_i32(prompt.token_ids))
+    ids = list(unpack_i32((await server.queries.tokenize(prompt)).token_ids))
+    if not ids:
+        raise RequestError(ErrorCode.INVALID, "prompt is empty: it has no tokens; pass some text.", "prompt")
+    return ids
+
+
+async def _sequence(
+    server: LocalServer, prompt: list[int], beam: Beam, ends: frozenset[int]
+) -> BeamSearchSequence:
+    tokens = [*prompt, *beam.token_ids]
+    return BeamSearchSequence(
+        tokens=tokens,
+        logprobs=[read_position(position) for position in beam.positions],
+        cum_logprob=beam.logprob,
+        score=beam.score,
+        text=await server.queries.detokenize(tokens),
+        finish_reason="stop" if tokens[-1] in ends else "length",
+    )

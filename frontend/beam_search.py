@@ -1,0 +1,140 @@
+"""Beam search over one prompt, without anybody who computes: beams in, the next beams out.
+
+Decides as ``generate(num_beams=…)`` of transformers 5 does: of the ``width * max(2, 1 + ends)`` best continuations those
+that are no end go on, and an end among the ``width`` best is a finished answer. Its score is its log-probability over its
+length to the power of ``length_penalty``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.limits import MAX_BEAM_CANDIDATES
+from quintet.wire.messages import Alternative, PositionLogprobs
+from quintet.wire.params import shown
+
+MAX_WIDTH = 32
+MAX_LENGTH_PENALTY = 10.0
+
+EarlyStopping = bool | Literal["never"]
+
+
+@dataclass(frozen=True, slots=True)
+class BeamOptions:
+    """How to search. Raises `RequestError` for what cannot be, naming the field as clients do."""
+
+    width: int
+    max_tokens: int
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
+    """True: end with as many finished answers as beams. False: when no running beam is likely to become better. ``never``: when
+    none can, however long it gets."""
+    ends: frozenset[int] = frozenset()
+    """Tokens that end an answer."""
+    num_shown: int = 0
+    """Alternatives to keep of each position."""
+    width_field: str = "n"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.width <= MAX_WIDTH:
+            raise _bad(self.width_field, self.width, f"between 1 and {MAX_WIDTH} with beam search")
+        if not abs(self.length_penalty) <= MAX_LENGTH_PENALTY:  # nan is neither
+            what = f"between -{MAX_LENGTH_PENALTY:g} and {MAX_LENGTH_PENALTY:g}"
+            raise _bad("length_penalty", self.length_penalty, what)
+        if self.early_stopping not in (True, False, "never"):
+            raise _bad("early_stopping", self.early_stopping, "true, false or 'never'")
+        if self.num_candidates > MAX_BEAM_CANDIDATES:
+            raise RequestError(
+                ErrorCode.INVALID,
+                f"stop_token_ids names so many ends that beam search must look at {self.num_candidates} continuations; it "
+                f"looks at {MAX_BEAM_CANDIDATES} at most. Name fewer, or lower {self.width_field}.",
+                "stop_token_ids",
+            )
+
+    @property
+    def num_candidates(self) -> int:
+        """How many continuations are looked at in a step: enough that ``width`` of them are no ends."""
+        return max(2, 1 + len(self.ends)) * self.width
+
+
+@dataclass(slots=True)
+class Beam:
+    """The beginning of an answer, or a whole one."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprob: float = 0.0
+    """Of all its tokens together."""
+    positions: list[PositionLogprobs] = field(default_factory=list)
+    """Of each token, with the most likely others."""
+    score: float = -math.inf
+    """Of a finished one: its log-probability in relation to its length."""
+
+
+@dataclass(slots=True)
+class _Candidate:
+    beam: Beam
+    position: PositionLogprobs
+    chosen: Alternative
+    logprob: float
+
+    def as_beam(self, num_shown: int) -> Beam:
+        before = self.beam.positions
+        begin = before[-1].text_offset + len(before[-1].chosen.token) if before else 0
+        position = PositionLogprobs(self.chosen, self.position.top[:num_shown], begin)
+        return Beam([*self.beam.token_ids, self.chosen.token_id], self.logprob, [*before, position])
+
+
+class BeamSearch:
+    """One prompt's beams. Ask for what follows each of ``running``, and `advance` with it, until it `is_over`."""
+
+    def __init__(self, options: BeamOptions) -> None:
+        self.options = options
+        self.running = [Beam()]
+        """Best first."""
+        self.finished: list[Beam] = []
+        """Likewise; at most ``width``."""
+        self.is_over = False
+
+    def advance(self, positions: Sequence[PositionLogprobs]) -> None:
+        """Go on by one token. positions: of each running beam what may follow, the likeliest `num_candidates` first."""
+        options = self.options
+        found = [
+            _Candidate(beam, position, each, beam.logprob + each.logprob)
+            for beam, position in zip(self.running, positions, strict=True)
+            for each in position.top
+        ]
+        found.sort(key=lambda each: -each.logprob)
+        del found[options.num_candidates :]
+        length = len(self.running[0].token_ids) + 1
+        is_last = length == options.max_tokens
+        ending = [is_last or each.chosen.token_id in options.ends for each in found]
+        for candidate, has_ended in zip(found[: options.width], ending, strict=False):
+            if has_ended:
+                beam = candidate.as_beam(options.num_shown)
+                beam.score = beam.logprob / length**options.length_penalty
+                self.finished.append(beam)
+        self.finished.sort(key=lambda beam: -beam.score)
+        del self.finished[options.width :]
+        going_on = [each for each, has_ended in zip(found, ending, strict=True) if not has_ended]
+        self.running = [each.as_beam(options.num_shown) for each in going_on[: options.width]]
+        self.is_over = not self.running or self._is_decided(length)
+
+    def _is_decided(self, length: int) -> bool:
+        """Whether there are as many answers as beams, and no running beam is expected to become better than the worst."""
+        options = self.options
+        if len(self.finished) < options.width:
+            return False
+        if options.early_stopping is True or options.width == 1:  # one beam is greedy search
+            return True
+        if options.early_stopping == "never" and options.length_penalty > 0:
+            length = options.max_tokens
+        hoped = self.running[0].logprob / float(length) ** options.length_penalty
+        return bool(hoped <= self.finished[-1].score)
+
+
+def _bad(field: str, value: object, allowed: str) -> RequestError:
+    return RequestError(ErrorCode.INVALID, f"{field} is {shown(value)}; it must be {allowed}.", field)
