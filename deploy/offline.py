@@ -1,4 +1,4 @@
-"""``LLM`` and ``AsyncLLM``: the engine inside a Python program, without HTTP.
+"""``LLM``, ``AsyncLLM`` and ``LLMEngine``: the engine inside a Python program, without HTTP.
 
 They start the same processes as ``quintet serve`` and send them the same messages; this program takes the frontend's
 place. When it ends, in whatever way, the processes end.
@@ -49,6 +49,7 @@ from quintet.deploy.python_api.inputs import (
     read_text,
     read_token_ids,
 )
+from quintet.deploy.python_api.llm_engine import LLMEngine
 from quintet.deploy.python_api.outputs import (
     CompletionOutput,
     Logprob,
@@ -68,6 +69,7 @@ __all__ = [
     "BeamSearchSequence",
     "CompletionOutput",
     "EngineError",
+    "LLMEngine",
     "Logprob",
     "RequestError",
     "RequestMetrics",

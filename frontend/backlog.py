@@ -73,7 +73,7 @@ def num_prompt_tokens(prompt: Prompt) -> int:
         case TokenPrompt():
             return len(prompt.token_ids) // 4
         case TextPrompt():
-            text = prompt.text
+            text = prompt.text + prompt.suffix
             num_bytes = len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
         case ChatPrompt():
             num_bytes = len(prompt.messages) + len(prompt.tools) + len(prompt.template_kwargs)

@@ -13,6 +13,7 @@ from tokenizers import Encoding, Tokenizer
 from tokenizers.models import BPE
 
 from quintet.tokenizer_proc.chat_template import ChatTemplates, load_templates
+from quintet.tokenizer_proc.infill import no_infill, open_infill
 from quintet.wire.codec import unpack_i32
 from quintet.wire.config import ModelConfig
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
@@ -38,6 +39,7 @@ class Encoder:
         self._templates = templates
         self._max_model_len = model.max_model_len
         self._vocab_size = model.vocab_size
+        self._infill = open_infill(tokenizer, model.vocab_size, model.eos_token_ids)
         self._max_characters = _most_characters(tokenizer, model.max_model_len)
 
     @property
@@ -64,7 +66,10 @@ class Encoder:
                 ids = ids[max(0, len(ids) - keep) :] if params.truncation_side == "left" else ids[:keep]
         else:
             text = self.text_of(prompt)
-            if keep is None:
+            if isinstance(prompt, TextPrompt) and prompt.suffix:
+                self._refuse_hopeless(text + prompt.suffix, field)
+                ids = self._filled(text, prompt)
+            elif keep is None:
                 self._refuse_hopeless(text, field)
                 ids = self.encode(text, prompt.add_special_tokens)
             else:
@@ -84,6 +89,19 @@ class Encoder:
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Return a text's ids."""
         return self._encoding(text, add_special_tokens).ids
+
+    def ends_of(self, prompt: Prompt) -> list[int]:
+        """Return the tokens that end the output behind a prompt, besides those that end any."""
+        is_filled = isinstance(prompt, TextPrompt) and prompt.suffix and self._infill is not None
+        return self._infill.end_ids if is_filled and self._infill is not None else []
+
+    def _filled(self, text: str, prompt: TextPrompt) -> list[int]:
+        if self._infill is None:
+            raise no_infill()
+        try:
+            return self._infill.ids(text, prompt.suffix, add_special_tokens=prompt.add_special_tokens)
+        except (UnicodeEncodeError, TypeError) as error:
+            raise _not_unicode(error) from error
 
     def end_of(self, ids: Sequence[int]) -> str:
         """Return the text of a prompt's last tokens, special ones too."""
@@ -121,9 +139,7 @@ class Encoder:
         try:
             return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         except (UnicodeEncodeError, TypeError) as error:
-            raise RequestError(
-                ErrorCode.INVALID, f"the prompt is not valid Unicode text: {error}."
-            ) from error
+            raise _not_unicode(error) from error
 
     def _encode_truncated(self, text: str, add_special_tokens: bool, keep: int, side: str) -> list[int]:
         """Encode and shorten the text proper, so that the special tokens around it stay."""
@@ -194,6 +210,10 @@ class Encoder:
             )
 
 
+def _not_unicode(error: Exception) -> RequestError:
+    return RequestError(ErrorCode.INVALID, f"the prompt is not valid Unicode text: {error}.")
+
+
 def _ids_of(prompt: TokenPrompt) -> Sequence[int]:
     if len(prompt.token_ids) % 4:
         raise RequestError(ErrorCode.INVALID, "the prompt's ids are not whole 32-bit integers.", "prompt")
@@ -256,7 +276,7 @@ def size_of(prompt: Prompt, bad_words: Sequence[str] = ()) -> int:
 def _size_of_prompt(prompt: Prompt) -> int:
     match prompt:
         case TextPrompt():
-            return len(prompt.text)
+            return len(prompt.text) + len(prompt.suffix)
         case ChatPrompt():
             return len(prompt.messages) + len(prompt.tools) + len(prompt.template_kwargs)
         case TokenPrompt():

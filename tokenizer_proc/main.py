@@ -275,6 +275,10 @@ class Tokenizer:
             bad_words = self._encoder.bad_word_ids(params.bad_words)
             params = self._forms.enforceable(submit.spec, lambda: self._encoder.end_of(ids))
             params = self._budgets.bounded(params, lambda: self._encoder.end_of(ids))
+            ends = self._encoder.ends_of(submit.prompt)
+            if ends and not params.ignore_eos:
+                stops = [*params.stop_token_ids, *ends]
+                params = msgspec.structs.replace(params, stop_token_ids=list(dict.fromkeys(stops)))
             spec = msgspec.structs.replace(submit.spec, params=params)
         except RequestError as error:
             return Failed(submit.request_id, error.code, error.message, error.param)

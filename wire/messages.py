@@ -35,6 +35,8 @@ class TextPrompt(msgspec.Struct, array_like=True, tag="text"):
 
     text: str
     add_special_tokens: bool = True
+    suffix: str = ""
+    """What the output stands before: it is to be filled in between."""
 
 
 class TokenPrompt(msgspec.Struct, array_like=True, tag="ids"):

@@ -33,7 +33,7 @@ from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.config import EngineConfig, ModelConfig
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.messages import Started, TextPrompt, TokenPrompt
-from quintet.wire.params import SamplingParams, check_token_ids, shown
+from quintet.wire.params import SamplingParams, check_token_ids
 
 DEFAULT_MAX_TOKENS = 16
 _decoder = msgspec.json.Decoder(CompletionBody)
@@ -52,6 +52,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
     parse.check_model(body.model, config.model)
     parse.check_combinations(body, config)
     prompts = parse_prompts(body, config.model)
+    _check_suffix(body, prompts)
     params = _params(body, config)
     options = options_of("cmpl", body, params, exchange, config.model)
     interval = body.stream_interval or 1
@@ -105,12 +106,23 @@ async def completions(service: Service, exchange: Exchange) -> None:
 def _refuse_missing(body: CompletionBody) -> None:
     if parse.json_of(body.prompt_embeds):
         raise parse.not_implemented("prompt_embeds", "prompts as embeddings", "Send text or token ids.")
-    if body.suffix:
+    parse.refuse_missing(body)
+
+
+def _check_suffix(body: CompletionBody, prompts: Sequence[TextPrompt | TokenPrompt]) -> None:
+    if not body.suffix:
+        return
+    if not all(isinstance(prompt, TextPrompt) for prompt in prompts):
         raise parse.invalid(
-            f"suffix is {shown(body.suffix)}; this server does not insert text before a suffix: leave it out.",
+            "suffix was sent with a prompt of token ids; send the prompt as text, so that it can be put between the model's "
+            "marks, or put the ids of the marks between the ids yourself and leave suffix out.",
             "suffix",
         )
-    parse.refuse_missing(body)
+    for name in ("echo", "truncate_prompt_tokens", "use_beam_search"):
+        if getattr(body, name) not in (None, False):
+            raise parse.invalid(
+                f"suffix was sent with {name}, which it does not go with: leave one of them out.", name
+            )
 
 
 def parse_prompts(body: CompletionBody, model: ModelConfig) -> list[TextPrompt | TokenPrompt]:
@@ -118,9 +130,9 @@ def parse_prompts(body: CompletionBody, model: ModelConfig) -> list[TextPrompt |
     given = body.prompt
     if given is None:
         raise parse.invalid("prompt is missing; send text, token ids, or a list of either.", "prompt")
-    special = body.add_special_tokens is not False
+    special, suffix = body.add_special_tokens is not False, body.suffix or ""
     if isinstance(given, str):
-        return [TextPrompt(given, special)]
+        return [TextPrompt(given, special, suffix)]
     if not given:
         raise parse.invalid("prompt is []; it must hold at least one token id or prompt.", "prompt")
     ids = [item for item in given if isinstance(item, int)]
@@ -133,7 +145,7 @@ def parse_prompts(body: CompletionBody, model: ModelConfig) -> list[TextPrompt |
             "prompt",
         )
     return [
-        TextPrompt(item, special) if isinstance(item, str) else _token_prompt(item, body, model)
+        TextPrompt(item, special, suffix) if isinstance(item, str) else _token_prompt(item, body, model)
         for item in given
         if not isinstance(item, int)
     ]

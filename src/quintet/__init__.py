@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         BeamSearchOutput,
         BeamSearchParams,
         CompletionOutput,
+        LLMEngine,
         RequestOutput,
     )
     from quintet.wire.params import SamplingParams
@@ -26,6 +27,7 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "CompletionOutput",
+    "LLMEngine",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",
@@ -37,6 +39,7 @@ _HOMES = {
     "BeamSearchOutput": "quintet.deploy.offline",
     "BeamSearchParams": "quintet.deploy.offline",
     "CompletionOutput": "quintet.deploy.offline",
+    "LLMEngine": "quintet.deploy.offline",
     "RequestOutput": "quintet.deploy.offline",
     "SamplingParams": "quintet.wire.params",
     "StructuredOutputsParams": "quintet.wire.structured",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quintet.wire.messages import Submit
+from quintet.wire.messages import Submit, TextPrompt
 
 C, H = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "x"}]
@@ -72,7 +72,8 @@ CASES: list[tuple[str, Any, int, str | None, list[str]]] = [
     (C, {"prompt": "x", "timeout": 1e7}, 400, "timeout", ["at most 1000000 seconds"]),
     (C, {"prompt": "x", "timeout": "soon"}, 400, "timeout", ['"soon"', "float"]),
     (C, {"prompt": "x", "stream": True, "stream_options": {"include_usage": 3}}, 400, "stream_options.include_usage", []),
-    (C, {"prompt": "x", "suffix": "y"}, 400, "suffix", ["'y'"]),
+    (C, {"prompt": [1, 2], "suffix": "y"}, 400, "suffix", ["send the prompt as text"]),
+    (C, {"prompt": "x", "suffix": "y", "echo": True}, 400, "echo", ["does not go with"]),
     (C, {"prompt": "x", "response_format": {"type": "xml"}}, 400, "response_format", ["'xml'"]),
     (C, {"prompt": "x" * 251}, 400, "prompt", ["251", "at most 256"]),
     (C, {"prompt": "x", "model": "gpt-9"}, 404, "model", ["The model `gpt-9` does not exist", "`toy`"]),
@@ -124,7 +125,7 @@ CASES: list[tuple[str, Any, int, str | None, list[str]]] = [
     (C, {"prompt": "x", "logit_bias": {"9" * 5000: 1}}, 400, "logit_bias", ["..."]),
     (C, {"prompt": "x", "truncate_prompt_tokens": 0}, 400, "truncate_prompt_tokens", ["at least 1"]),
     (C, {"prompt": [1] * 257}, 400, "prompt", ["257 token ids", "at most 256"]),
-    (C, {"prompt": ["x", "y" * 200], "suffix": "y" * 1000}, 400, "suffix", ["'yyy", "..."]),
+    (C, {"prompt": "x", "suffix": "y", "use_beam_search": True}, 400, "use_beam_search", ["does not go with"]),
     (C, {"prompt": "x", "model": "g" * 1000}, 404, "model", ["does not exist"]),
     (C, b'{"prompt":"\\ud800"}', 400, None, ["not valid JSON", "pairs"]),
     (H, b'{"messages":[{"role":"user","content":"\xff"}]}', 400, "messages", ["messages", "not valid JSON"]),
@@ -222,6 +223,12 @@ def test_what_is_off_passes(shared: Any) -> None:
         "unheard_of": [1],
     }
     assert shared.ask("POST", C, body).status == 200
+
+
+def test_a_suffix_travels_with_its_prompt(shared: Any) -> None:
+    assert shared.ask("POST", C, {"prompt": ["a", "b"], "suffix": "z", "max_tokens": 1}).status == 200
+    prompts = [submit.prompt for submit in shared.engine.wait_for(Submit)[-2:]]
+    assert prompts == [TextPrompt("a", suffix="z"), TextPrompt("b", suffix="z")]
 
 
 def test_numbers_and_truth_values_may_be_strings(serve: Any) -> None:

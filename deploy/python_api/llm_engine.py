@@ -1,0 +1,155 @@
+"""``LLMEngine``: requests in, outputs by the step, for programs that drive an engine from a loop of their own.
+
+The engine computes in its processes whether anybody asks or not; what `LLMEngine.step` gives is what has arrived since it was
+last called. No thread, and no event loop of the program's: messages are received while `step` waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Self
+
+from quintet.deploy.python_api.engine import LocalServer, options_of_call
+from quintet.deploy.python_api.inputs import (
+    PromptInput,
+    default_params,
+    read_params,
+    read_priority,
+    read_prompt,
+)
+from quintet.deploy.python_api.outputs import Assembler, RequestOutput
+from quintet.frontend.streams import Mailbox, Stream
+from quintet.wire.params import OutputKind, SamplingParams
+
+
+class LLMEngine:
+    """A model whose requests the caller keeps account of. The constructor blocks while the processes start.
+
+    Takes the arguments of `LLM`. Not for several threads, nor from within a running event loop: there, see `AsyncLLM`.
+    Close it with `shutdown`, as a context manager, or leave it to the program's end.
+    """
+
+    def __init__(self, model: str | None = None, **flags: object) -> None:
+        self._server = LocalServer(options_of_call(model, flags, "LLMEngine(...)"))
+        self._loop = asyncio.new_event_loop()
+        self._mailbox = Mailbox()
+        self._open: dict[str, tuple[Stream, Assembler]] = {}
+        self._names: dict[int, str] = {}
+        """By the id of the stream."""
+        self._shutdown = weakref.finalize(self, _shut_down, self._server, self._loop)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: PromptInput,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+    ) -> None:
+        """Begin a request; its outputs come from `step`, in the form that ``output_kind`` asks for.
+
+        Raises `RequestError` for a prompt or parameters that cannot be read, and `ValueError` for an id that is in use. What
+        is found wrong later comes as an output with ``error`` set.
+        """
+        self._server.check()
+        if request_id in self._open:
+            raise ValueError(f"request id {request_id!r} is in use by a request that has not ended")
+        model = self._server.config.model
+        read = read_prompt(prompt, model.vocab_size)
+        chosen = params if params is not None else default_params(model.generation_defaults)
+
+        async def submit() -> Stream:
+            self._server.attach(self._loop)
+            return self._server.sessions.submit(
+                read.prompt,
+                read_params(chosen),
+                priority=read_priority(priority),
+                cache_salt=read.cache_salt,
+                return_prompt_ids=True,
+                mailbox=self._mailbox,
+                final_only=chosen.output_kind is OutputKind.FINAL_ONLY,
+                limit_gives_way=params is None,
+            )
+
+        stream = self._loop.run_until_complete(submit())
+        self._open[request_id] = stream, Assembler(request_id, read.text, stream)
+        self._names[stream.request_id] = request_id
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> None:
+        """End requests, of which nothing more will be told. Unknown ids are ignored."""
+        for name in [request_ids] if isinstance(request_ids, str) else list(request_ids):
+            if name in self._open:
+                stream = self._forget(name)
+                self._loop.run_until_complete(_close(stream))
+
+    def get_num_unfinished_requests(self) -> int:
+        """Return how many requests have not ended, as far as `step` has told."""
+        return len(self._open)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has more to tell."""
+        return bool(self._open)
+
+    def step(self) -> list[RequestOutput]:
+        """Wait for the next step that brings news, and return the outputs of the requests that have some.
+
+        Returns at once, with nothing, when no request is unfinished. Raises `EngineError` when the processes are gone.
+        """
+        while self._open:
+            self._server.check()
+            outputs = self._loop.run_until_complete(self._news())
+            if outputs:
+                return outputs
+        return []
+
+    def shutdown(self) -> None:
+        """End the processes; the second call does nothing."""
+        self._open.clear()
+        self._shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    async def _news(self) -> list[RequestOutput]:
+        outputs: list[RequestOutput] = []
+        for stream in await self._mailbox.wait():
+            name = self._names.get(stream.request_id)
+            if name is None:
+                continue  # aborted since
+            _, assembler = self._open[name]
+            has_ended = stream.ended
+            batch = stream.take()
+            if batch.started is not None:
+                assembler.start(batch.started)
+            output = assembler.add(batch.deltas)
+            if batch.error is not None:
+                output = assembler.failed(batch.error)
+            if has_ended:
+                self._forget(name)
+            if output is not None:
+                outputs.append(output)
+        return outputs
+
+    def _forget(self, name: str) -> Stream:
+        stream, _ = self._open.pop(name)
+        del self._names[stream.request_id]
+        return stream
+
+
+async def _close(stream: Stream) -> None:
+    stream.close()
+
+
+def _shut_down(server: LocalServer, loop: asyncio.AbstractEventLoop) -> None:
+    if server.is_ours and not loop.is_closed():
+        server.detach()
+        loop.close()
+    server.stop()
