@@ -11,6 +11,8 @@ from typing import Any
 import openai
 import pytest
 from openai import OpenAI
+from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
+from pydantic import TypeAdapter
 
 from quintet.frontend.dialects.openai_answer import AnswerOptions
 from quintet.frontend.dialects.openai_channels import Channels
@@ -28,6 +30,7 @@ from quintet.wire.messages import Cancel, ChatPrompt, Finish, FinishReason, Star
 from quintet.wire.request import Reading
 
 R = "/v1/responses"
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 CONTENT, REASONING, NAME, ARGUMENTS = map(int, Channel)
 Token = list[tuple[int, int, str]]
 SCRIPT: list[Token] = [
@@ -189,6 +192,33 @@ def test_reasoning_text_and_calls_are_items_whole_and_streamed(parsing: Any) -> 
         "{}",
     ]
     assert [e.text for e in events if e.type == "response.reasoning_text.done"] == ["Rain?"]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"tools": [RAIN, NOW]}, {"top_logprobs": 2}, {"text": {"verbosity": "low"}}]
+)
+@pytest.mark.parametrize("fail_after", [None, 1])
+def test_everything_is_of_the_types_of_the_package(parsing: Any, fields: Any, fail_after: int | None) -> None:
+    """It builds its objects without a look at what is in them; here it looks."""
+    parsing.engine.fail_after = fail_after
+    if "tools" not in fields:
+        parsing.engine.script = []
+    events = parsing.ask("POST", R, ask(stream=True, **fields)).events
+    for event in events:
+        EVENT.validate_python(event)
+    last = (
+        "response.failed"
+        if fail_after
+        else "response.completed"
+        if "tools" in fields
+        else "response.incomplete"
+    )
+    assert events[-1]["type"] == last
+    response_id = events[0]["response"]["id"]
+    kept = Response.model_validate(parsing.ask("GET", f"{R}/{response_id}").json)
+    assert kept == Response.model_validate(events[-1]["response"])
+    listed = parsing.ask("GET", f"{R}/{response_id}/input_items").json
+    assert len(ResponseItemList.model_validate(listed).data) == 1
 
 
 def said(item: Any) -> tuple[str, ...]:
