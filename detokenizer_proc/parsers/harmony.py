@@ -49,6 +49,8 @@ class Harmony(Machine):
     def _first(self) -> bool:
         """The prompt has begun the first header, if the model knows of headers at all."""
         text = self._text.lstrip()
+        self._say(self._text[: len(self._text) - len(text)])
+        self._text = text
         mark = _HEADER_BEGINS.at_start(text) if text else ""
         if mark == "" and not self._over:
             return False
@@ -99,7 +101,9 @@ class Harmony(Machine):
         return True
 
     def _begin_message(self) -> None:
-        if _HEADER.fullmatch(self._header) is None:
+        if (
+            _HEADER.fullmatch(" ".join(self._header.split())) is None
+        ):  # runs of blanks would be tried in every split
             self._speak_header()
         recipient = _RECIPIENT.search(self._header)
         is_built_in = recipient is not None and recipient[1].partition(".")[0] in _BUILT_IN

@@ -27,7 +27,12 @@ def unquoted(text: str) -> str:
         found = None
     if not isinstance(found, str):
         found = text.strip().removeprefix('"').removesuffix('"')
-    return _SURROGATES.sub("\ufffd", found)
+    return encodable(found)
+
+
+def encodable(text: str) -> str:
+    """Return a text that has an encoding: halves of characters, which escapes can write, are replaced."""
+    return _SURROGATES.sub("\ufffd", text)
 
 
 def quoted(text: str) -> str:

@@ -42,7 +42,7 @@ def json_word(word: str) -> str:
     if word in _WORDS:
         return _WORDS[word]
     if len(word) <= MAX_NUMBER and (word[:1].isdigit() or word[:1] in {"-", "+", "."}):
-        if _JSON_NUMBER.fullmatch(word):
+        if _JSON_NUMBER.fullmatch(word) and math.isfinite(float(word)):
             return word
         try:
             return str(int(word, 0))

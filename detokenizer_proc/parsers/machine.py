@@ -58,7 +58,7 @@ class Prose:
     def __init__(self, channel: Channel, *, leading: bool) -> None:
         """``leading``: a mark has just ended, so blanks that come first are left out."""
         self.channel = channel
-        self._blank = ""
+        self._blank: list[str] = []
         self._leading = leading
 
     def take(self, text: str) -> str:
@@ -68,18 +68,21 @@ class Prose:
             if not text:
                 return ""
             self._leading = False
-        whole = self._blank + text
-        kept = whole.rstrip()
-        self._blank = whole[len(kept) :]
+        kept = text.rstrip()
+        blank = text[len(kept) :]
+        if kept:
+            kept, self._blank = "".join(self._blank) + kept, []
+        if blank:
+            self._blank.append(blank)
         return kept
 
     def at_mark(self) -> None:
         """Forget blanks before a mark, and leave out those that follow it."""
-        self._blank, self._leading = "", True
+        self._blank, self._leading = [], True
 
     def end(self) -> str:
         """Return the blanks at the end of the whole text."""
-        blank, self._blank = self._blank, ""
+        blank, self._blank = "".join(self._blank), []
         return blank
 
 

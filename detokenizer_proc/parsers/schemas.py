@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from quintet.detokenizer_proc.parsers.json_scan import quoted
+from quintet.detokenizer_proc.parsers.json_scan import encodable, quoted
 from quintet.detokenizer_proc.parsers.literals import PYTHON, Literals
 
 MAX_DEPTH = 8
@@ -32,9 +33,9 @@ class Schemas:
             function = _mapping(_mapping(tool).get("function", tool))
             parameters = _mapping(function.get("parameters"))
             properties = _mapping(parameters.get("properties"))
-            named = {**_mapping(parameters.get("$defs")), **_mapping(parameters.get("definitions"))}
+            found = _Types({**_mapping(parameters.get("$defs")), **_mapping(parameters.get("definitions"))})
             self._types[str(function.get("name"))] = {
-                key: _types_of(schema, named, 0) for key, schema in properties.items()
+                key: found.of(schema) for key, schema in properties.items()
             }
 
     def types(self, function: str, parameter: str) -> Types:
@@ -52,12 +53,11 @@ def json_of(text: str, types: Types) -> str:
     if trimmed in {"None", "null"}:
         return "null"
     try:
-        value = json.loads(trimmed)
+        json.loads(trimmed, parse_constant=_number, parse_float=_number)
     except (ValueError, RecursionError):
         pass
     else:
-        is_plain = not isinstance(value, float) or value - value == 0.0  # NaN and Infinity are no JSON
-        return trimmed if is_plain else quoted(text)
+        return trimmed
     if trimmed[:1] in {"[", "{"} and types & {"array", "object"}:
         return _from_python(trimmed) or quoted(text)
     return quoted(text)
@@ -72,29 +72,47 @@ def _from_python(text: str) -> str | None:
         value = json.loads(found)["value"]
     except (ValueError, KeyError, RecursionError):
         return None
-    return json.dumps(value, ensure_ascii=False)
+    return encodable(json.dumps(value, ensure_ascii=False))
 
 
-def _types_of(schema: object, named: Mapping[str, Any], depth: int) -> Types:
-    schema = _mapping(schema)
-    if depth > MAX_DEPTH:
-        return frozenset()
-    reference = schema.get("$ref")
-    if isinstance(reference, str):
-        return _types_of(named.get(reference.rpartition("/")[2]), named, depth + 1)
-    stated = schema.get("type")
-    if isinstance(stated, str):
-        return frozenset({stated})
-    if isinstance(stated, list):
-        return frozenset(map(str, stated))
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if isinstance(values, list):
-        return frozenset(map(_type_name, values))
-    found: set[str] = set()
-    for key in _COMBINED:
-        for part in schema.get(key) or () if isinstance(schema.get(key), list) else ():
-            found |= _types_of(part, named, depth + 1)
-    return frozenset(found)
+def _number(text: str) -> float:
+    """Return a number that JSON has: Python reads others, which parsers of clients do not."""
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} is no number of JSON")
+    return number
+
+
+class _Types:
+    """The types that schemas of one function allow. Each definition is looked into once, however often it is named."""
+
+    def __init__(self, definitions: Mapping[str, Any]) -> None:
+        self._definitions = definitions
+        self._known: dict[str, Types] = {}
+
+    def of(self, schema: object, depth: int = 0) -> Types:
+        """Return the types that a schema allows; none where it does not say."""
+        schema = _mapping(schema)
+        if depth > MAX_DEPTH:
+            return frozenset()
+        reference = schema.get("$ref")
+        if isinstance(reference, str):
+            return self._named(reference.rpartition("/")[2], depth + 1)
+        stated = schema.get("type")
+        if isinstance(stated, str):
+            return frozenset({stated})
+        if isinstance(stated, list):
+            return frozenset(map(str, stated))
+        values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        if isinstance(values, list):
+            return frozenset(map(_type_name, values))
+        parts = [part for key in _COMBINED if isinstance(schema.get(key), list) for part in schema[key]]
+        return frozenset().union(*(self.of(part, depth + 1) for part in parts))
+
+    def _named(self, name: str, depth: int) -> Types:
+        if name not in self._known:
+            self._known[name] = frozenset()  # what it says of itself adds nothing
+            self._known[name] = self.of(self._definitions.get(name), depth)
+        return self._known[name]
 
 
 def _type_name(value: object) -> str:

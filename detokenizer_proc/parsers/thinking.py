@@ -66,7 +66,7 @@ class Thinking(Machine):
 
     def _first(self) -> bool:
         """Pass over a mark that repeats the prompt's."""
-        text = self._text.lstrip()
+        self._text = text = self._text.lstrip()
         mark = self._opens.at_start(text) if text else ""
         if mark == "" and not self._over:
             return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import time
 from collections.abc import Sequence
 from random import Random
 from typing import Any
@@ -168,6 +169,32 @@ def check_broken(reasoning: str, tools: str, random: Random) -> None:
     everything = "".join(piece.text for piece in whole)
     lost = [word for word in WORD.findall(text) if word not in found and word not in everything]
     assert not lost, text
+
+
+REFERENCES = {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 60}}
+BLANKS = ["\n"] * 200_000
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "tools", "parameters", "parts"),
+    [
+        ("", "qwen3_coder", {"$defs": REFERENCES, "properties": {"x": {"$ref": "#/$defs/a"}}}, ["w1w"]),
+        ("openai_gptoss", "openai", {}, ["<|start|>" + " " * 60 + "w1w<|message|>"]),
+        ("openai_gptoss", "openai", {}, [*BLANKS, "w1w"]),
+        ("deepseek_r1", "hermes", {}, [*BLANKS, "w1w"]),
+        ("", "hermes", {}, ["w1w", *BLANKS, "w2w"]),
+    ],
+)
+def test_work_is_linear(
+    reasoning: str, tools: str, parameters: dict[str, object], parts: Sequence[str]
+) -> None:
+    schemas = json.dumps([{"type": "function", "function": {"name": "f", "parameters": parameters}}]).encode()
+    began_s = time.process_time()
+    pieces = read(build(reasoning, tools, schemas, ""), parts)
+    assert (
+        time.process_time() - began_s < 2.0
+    )  # it takes a tenth; squares and powers of these sizes took 4 s and more
+    assert WORD.findall("".join(piece.text for piece in pieces)) == WORD.findall("".join(parts))
 
 
 @pytest.mark.parametrize("name", TOOLS)

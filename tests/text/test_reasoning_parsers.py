@@ -154,6 +154,8 @@ def test_outputs_worth_spelling_out(
         ({"type": "array"}, "['a', None]", ["a", None]),
         ({"type": "object"}, "{broken", "{broken"),
         ({"type": "number"}, "NaN", "NaN"),
+        ({"type": "array"}, "[NaN, 1e999, 1]", ["NaN", "1e999", 1]),
+        ({"type": "array"}, "['\\ud83d']", ["\ufffd"]),
         ({}, "7", 7),
     ],
 )
