@@ -6,11 +6,13 @@ Two spellings: ``structures`` and ``triggers`` (any text; what begins with a tri
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import msgspec
 
+from quintet.tokenizer_proc.depth import check_schema
 from quintet.wire.errors import ErrorCode, RequestError
 
 Node = Mapping[str, Any]
@@ -43,16 +45,14 @@ def lark_of_tags(
 
 def lark_of_text(text: str, named: Mapping[str, int]) -> str:
     """Return what allows this text, in which the names of tokens are tokens: of those that begin at one place the longest."""
-    parts: list[str] = []
-    while text:
-        found = [(text.find(name), -len(name), name, token) for name, token in named.items() if name in text]
-        at, _, name, token = min(found, default=(len(text), 0, "", 0))
-        if at:
-            parts.append(msgspec.json.encode(text[:at]).decode())
-        if name:
-            parts.append(f"<[{token}]>")
-        text = text[at + len(name) :]
-    return " ".join(parts) or '""'
+    names = sorted((name for name in named if name in text), key=len, reverse=True)
+    parts = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
+    written = [
+        f"<[{named[part]}]>" if at % 2 else msgspec.json.encode(part).decode()
+        for at, part in enumerate(parts)
+        if part
+    ]
+    return " ".join(written) or '""'
 
 
 def lark_until(literal: str) -> tuple[str, str]:
@@ -100,6 +100,7 @@ class _Writer:
         schema = node.get("json_schema", {})
         if not isinstance(schema, Mapping | bool):
             raise _bad(f"{where}.json_schema", "is no schema: it must be an object")
+        check_schema(schema)
         if schema is not False:  # which nothing matches, and the library says so
             schema = {**({} if schema is True else schema), "x-guidance": self._json_options}
         return self._rule(f"%json {msgspec.json.encode(schema).decode()}")

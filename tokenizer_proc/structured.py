@@ -10,7 +10,7 @@ import random
 import re
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ import msgspec
 
 from quintet.process.grammars import bounds, named_tokens, open_matcher, open_vocabulary
 from quintet.tokenizer_proc.behind_reasoning import behind_reasoning
+from quintet.tokenizer_proc.depth import check_grammar, check_schema
 from quintet.tokenizer_proc.structural_tags import lark_of_tags, lark_of_text
 from quintet.wire.config import ModelConfig
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
@@ -42,6 +43,10 @@ WHITESPACE = r"[ \t]|\r?\n[ \t]{0,80}"
 are not sure how to go on write line breaks until their tokens are spent."""
 COMBINED = {"anyOf", "oneOf", "$ref"}
 """Keys whose schemas have a say in the same object."""
+INNER = ("items", "prefixItems", "additionalProperties", "additionalItems", "anyOf", "oneOf", "allOf")
+"""Keys whose values are schemas, or lists of some."""
+NAMED_INNER = ("properties", "patternProperties", "$defs", "definitions")
+"""Keys whose values are schemas by name."""
 _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
 _QUOTED = re.compile(r'"([^"\\]+)"')
 _FORMAT = re.compile(r"[Ff]ormat:? '?([^'\s]+)")
@@ -184,6 +189,8 @@ def _grammar(wanted: StructuredOutputsParams, kind: str, named: Mapping[str, int
     from llguidance import LLMatcher, grammar_from
 
     given = getattr(wanted, kind)
+    if isinstance(given, str) and kind == "json":
+        check_schema(msgspec.json.decode(given))
     if kind in {"json", "json_object"}:
         return LLMatcher.grammar_from_json_schema(_schema(given, wanted), overrides=_json_options(wanted))
     if kind == "regex":
@@ -194,9 +201,11 @@ def _grammar(wanted: StructuredOutputsParams, kind: str, named: Mapping[str, int
         tag = msgspec.json.decode(given)
         return LLMatcher.grammar_from_lark(lark_of_tags(tag, named, _expression, _json_options(wanted)))
     try:
-        return grammar_from("grammar", given)
+        grammar = grammar_from("grammar", given)
     except ValueError as error:
         raise refused(kind, str(error)) from None
+    check_grammar(grammar)
+    return grammar
 
 
 def _schema(given: str | bool, wanted: StructuredOutputsParams) -> str:
@@ -209,7 +218,7 @@ def _schema(given: str | bool, wanted: StructuredOutputsParams) -> str:
     if not wanted.disable_additional_properties:
         return given
     schema = msgspec.json.decode(given)
-    objects = [each for _, each in _objects(schema)]
+    objects = list(_schemas(schema))
     if any("allOf" in each or ("properties" in each and each.keys() & COMBINED) for each in objects):
         return given  # the properties of one are additional ones of the other
     for each in objects:
@@ -272,11 +281,26 @@ def _place(schema: Any, reason: str) -> str:
 
 def _objects(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield every object within a schema, with its JSON pointer."""
-    waiting: list[tuple[str, Any]] = [("", schema)]
+    waiting: deque[tuple[str, Any]] = deque([("", schema)])
     while waiting:
-        path, each = waiting.pop(0)
+        path, each = waiting.popleft()
         if isinstance(each, dict):
             yield path or "", each
             waiting += [(f"{path}/{key}", value) for key, value in each.items()]
         elif isinstance(each, list):
             waiting += [(f"{path}/{i}", value) for i, value in enumerate(each)]
+
+
+def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
+    """Yield every schema within a schema: not the values and names that it speaks of."""
+    waiting = [schema]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, list):
+            waiting += each
+        elif isinstance(each, dict):
+            yield each
+            waiting += [each[key] for key in INNER if key in each]
+            for key in NAMED_INNER:
+                named = each.get(key)
+                waiting += named.values() if isinstance(named, dict) else ()

@@ -18,6 +18,7 @@ from quintet.wire.request import MAX_SCHEMAS_BYTES, Reading
 from quintet.wire.structured import StructuredOutputsParams
 
 _NAME = re.compile(r"[A-Za-z0-9_.:/\-]{1,256}")
+_COMBINED = {"allOf", "anyOf", "oneOf", "$ref"}
 _tools_decoder = msgspec.json.Decoder(list[Tool])
 
 
@@ -116,7 +117,9 @@ def _object_schema(function: FunctionTool) -> dict[str, object]:
     if not isinstance(schema, dict):
         return {"type": "object"}
     found = {"type": "object", **schema}
-    if "properties" in found:
+    if (
+        "properties" in found and not found.keys() & _COMBINED
+    ):  # else those of one are additional ones of the other
         found.setdefault("additionalProperties", False)
     return found
 

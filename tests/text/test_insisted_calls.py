@@ -115,6 +115,20 @@ def test_a_named_function_is_called_once(model: ModelConfig, vocabulary_of: Voca
     assert not vocabulary.takes(compiled(model, single), written(how, *WHOLE))
 
 
+def test_a_tool_whose_schema_is_combined_can_be_called(
+    model: ModelConfig, vocabulary_of: Vocabularies
+) -> None:
+    other = {"type": "object", "properties": {"b": {"const": 2}}, "required": ["b"]}
+    parameters = {"properties": {"a": {"const": 1}}, "required": ["a"], "anyOf": [other]}
+    tools = [{"type": "function", "function": {"name": "now", "parameters": parameters}}]
+    how, vocabulary = forced_calls("", "hermes"), vocabulary_of(model)
+    form = form_of_calls(body("required", tools=tools), how)
+    assert form is not None
+    grammar = compiled(model, form)
+    assert vocabulary.takes(grammar, written(how, ("now", '{"a": 1, "b": 2}')))
+    assert not vocabulary.takes(grammar, written(how, ("now", '{"a": 1}')))
+
+
 FORMS = {
     "json": (StructuredOutputsParams(json={"type": "integer"}), "12"),
     "lark": (StructuredOutputsParams(grammar='start: a\na: "1" "2"'), "12"),

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
 from quintet.process.grammars import open_matcher, open_vocabulary
 from quintet.tokenizer_proc import main
+from quintet.tokenizer_proc.structural_tags import lark_of_text
 from quintet.tokenizer_proc.structured import Forms
 from quintet.wire import messages as m
 from quintet.wire.config import ModelConfig
@@ -96,6 +99,12 @@ FORMS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ['{"a":1,"b":2}'],
         ['{"b":3}'],
     ),
+    "json, closed, with names like keywords": (
+        {"json": {"properties": {"properties": {"type": "integer"}, "a": {"const": {"properties": 1}}}},
+         "disable_additional_properties": True},
+        ['{"properties": 1, "a": {"properties": 1}}'],
+        ['{"b": 1}'],
+    ),
     "json, spaces": ({"json": {"type": "array"}, "whitespace_pattern": "[ ]{0,2}"}, ["[1,  2]"], ["[1,   2]"]),
     "json_object": ({"json_object": True}, ["{}", '{"a": [1, {"b": "c"}]}'], ["[]", "1"]),
     "regex": ({"regex": r"^\d{3}-[a-c]+/\w$"}, ["123-abc/x"], ["12-a/x", "123-abc/", "١٢٣-a/x"]),
@@ -146,6 +155,56 @@ def test_special_tokens_between_tags_are_tokens(
     letters = [tokenizer.token_to_id(letter) for letter in "ab"]
     assert matcher.try_consume_tokens([letters[0], special, letters[1]]) == 3
     assert matcher.is_accepting()
+
+
+def chain(of: Callable[[int], object], length: int) -> dict[str, object]:
+    return {"$defs": {f"a{i}": of(i + 1) for i in range(length)}, "$ref": "#/$defs/a0"}
+
+
+def next_(i: int) -> dict[str, object]:
+    return {"$ref": f"#/$defs/a{i}"} if i < 2000 else {"type": "integer"}
+
+
+DEEP: dict[str, dict[str, Any]] = {
+    "references": {"json": chain(next_, 2000)},
+    "alternatives": {"json": chain(lambda i: {"anyOf": [next_(i)]}, 2000)},
+    "values": {"json": chain(lambda i: {"items": {"items": {"items": next_(i)}}}, 2000)},
+    "a circle": {"json": chain(lambda i: {"items": next_(i % 2000)}, 2000)},
+    "in a tag": {"structural_tag": {"format": {"type": "json_schema", "json_schema": chain(next_, 2000)}}},
+    "rules": {
+        "grammar": "start: r0\n" + "".join(f'r{i}: "b" r{i + 1} | "c"\n' for i in range(5000)) + 'r5000: "a"'
+    },
+    "GBNF": {
+        "grammar": "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1}\n" for i in range(3000)) + 'r3000 ::= "a"'
+    },
+    "in a grammar": {"grammar": f"start: %json {msgspec.json.encode(chain(next_, 2000)).decode()}"},
+}
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_what_the_library_has_no_stack_for_is_refused(name: str, forms_of: Callable[..., Forms]) -> None:
+    """It would end its process."""
+    with pytest.raises(RequestError, match="levels deep"):
+        grammar_of(forms_of(), **DEEP[name])
+
+
+def test_what_names_itself_is_not_too_deep(forms_of: Callable[..., Forms]) -> None:
+    tree = {"type": "object", "properties": {"children": {"type": "array", "items": {"$ref": "#"}}}}
+    lists = chain(lambda i: {"type": "array", "items": {"$ref": f"#/$defs/a{i % 60}"}}, 60)
+    rules = "start: r0\n" + "".join(f'r{i}: "b" (r{i + 1} | r0)? | "c"\n' for i in range(200)) + 'r200: "a"'
+    assert all(
+        grammar_of(forms_of(), **form) for form in ({"json": tree}, {"json": lists}, {"grammar": rules})
+    )
+
+
+def test_a_text_full_of_tokens_takes_little_time() -> None:
+    named = {f"<|reserved_{i}|>": i for i in range(1000)}
+    began_s = time.process_time()
+    found = lark_of_text("<|reserved_1|>a<|reserved_12|>" * 4000, named)
+    assert (
+        time.process_time() - began_s < 1.0
+    )  # one pass takes a hundredth of it, one for each name took minutes
+    assert found.startswith('<[1]> "a" <[12]> <[1]>') and found.count("<[") == 8000
 
 
 REFUSED: list[tuple[dict[str, Any], list[str]]] = [
