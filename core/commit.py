@@ -64,6 +64,7 @@ def _apply_tokens(
         if request.detokenizer != detokenizer or request.first_token_ns is None:
             if request.first_token_ns is None:
                 request.first_token_ns = now_ns
+                state.counters.first_tokens += 1
             builder = outbox.builder_for(request, now_ns)
             detokenizer = request.detokenizer
             add_id, add_index, add_token = (

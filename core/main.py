@@ -117,10 +117,9 @@ class Core:
             self.metrics.hop_result.observe(max(0, now - message.sent_ns) * S)
             flights = self.engine.state.in_flight if self.engine.state else ()
             if flights and flights[0].step == message.step:
-                self.metrics.step_tokens.observe(flights[0].num_tokens)
                 self._compare_tenants(message, flights[0].num_tenants)
                 self.process.progress += 1
-            effects = self.engine.commit(message, now)
+            effects = self._commit(message, now)
             self._span("commit", message.step, begun)
             self._send(effects)
             self._span("send")
@@ -158,6 +157,18 @@ class Core:
             self._send(effects)
             if self.engine.state is not None:
                 self.metrics.note_limits(self.engine.state.limits)
+                self.process.tell_figures()
+
+    def _commit(self, result: StepResult, now: int) -> Effects:
+        """Apply a step's result, and count its tokens."""
+        state = self.engine.state
+        if state is None or not state.in_flight or state.in_flight[0].step != result.step:
+            return self.engine.commit(result, now)
+        num_computed, num_before = state.in_flight[0].num_tokens, state.counters.first_tokens
+        effects = self.engine.commit(result, now)
+        # A later token is drawn where its predecessor is computed: that counts once.
+        self.metrics.step_tokens.observe(num_computed + state.counters.first_tokens - num_before)
+        return effects
 
     def _ask_again(self) -> None:
         """Answer the questions that waited for a result which is here now, or is lost."""

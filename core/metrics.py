@@ -51,7 +51,9 @@ class CoreMetrics:
                 counter("admission_rejections", "Requests refused at the door.", reason="poison"),
             ),
         )
-        self.step_tokens = histogram("iteration_tokens_total", "Tokens computed in one step.", COUNT_BUCKETS)
+        self.step_tokens = histogram(
+            "iteration_tokens_total", "Tokens of prompts computed in one step, and tokens drawn.", COUNT_BUCKETS
+        )
         self.queue = histogram("request_queue_time_seconds", "From arrival to the first step planned.")
         self.prefill = histogram(
             "request_prefill_time_seconds", "From the first step planned to the first token, per choice."

@@ -94,6 +94,8 @@ class Counters:
     prompt_tokens: int = 0
     prompt_tokens_cached: int = 0
     generation_tokens: int = 0
+    first_tokens: int = 0
+    """Of these, a choice's first: a prompt's last token was computed for it."""
     swap_out_blocks: int = 0
     """Blocks that plans copy to the host."""
     swap_in_blocks: int = 0

@@ -163,6 +163,11 @@ class Process(Generic[MessageT]):
         self._next_beat = time.monotonic() + self._beat_s
         self._beat(self.peers, with_metrics=self._heart is None)
 
+    def tell_figures(self) -> None:
+        """Have the supervisor know the figures as they are now."""
+        self._next_metrics = 0.0
+        self.beat()
+
     def _beat(self, peers: Peers, *, with_metrics: bool) -> None:
         changed, now = b"", time.monotonic()
         if with_metrics and now >= self._next_metrics:

@@ -38,6 +38,7 @@ from quintet.wire.messages import (
     Tokens,
     Unknown,
 )
+from quintet.wire.metrics import decode_snapshot
 from quintet.wire.params import SamplingParams
 from quintet.wire.request import Claim, RequestSpec
 from quintet.wire.step import Capacity, StepPlan
@@ -491,3 +492,30 @@ def test_an_executor_gets_no_plan_before_its_capacity_is_known(driven: Driven) -
     neighbours.send(Capacity(2, 32, 4, 8, 128))
     driven.deliver(1)
     assert len(engine.state.in_flight) == 2 and driven.core.process.pending == 1
+
+
+def test_its_figures(driven: Driven) -> None:
+    neighbours = driven.neighbours
+    for worker, accepts in ((EXECUTOR, StepPlan), (DETOKENIZER, Tokens)):
+        neighbours.bind(worker, accepts)
+    capacity = Capacity(1, 32, 4, 8, 128)
+    neighbours.publish(EXECUTOR, DETOKENIZER, FRONTEND)
+    neighbours.send(capacity)
+    driven.deliver(2)
+    told: set[str] = set()
+    while "cache_config_info" not in told:  # what memory there is, is told at once
+        for beat in neighbours.receive_all(SUPERVISOR):
+            if isinstance(beat, Heartbeat) and beat.metrics:
+                told = {series.name for series in decode_snapshot(beat.metrics).gauges}
+    neighbours.send(admit(RequestIds(0, 1).take(), PROMPT, 6))
+    driven.deliver(1)
+    device = FakeExecutor(capacity, KV)
+    while driven.core.engine.num_live:
+        for plan in neighbours.receive_all(EXECUTOR):
+            assert isinstance(plan, StepPlan)
+            device.execute(plan)
+            neighbours.send(device.results.popleft())
+            driven.deliver(1)
+    figures = decode_snapshot(driven.core.process.metrics.encoded())
+    (steps,) = [series for series in figures.histograms if series.name == "iteration_tokens_total"]
+    assert (sum(steps.counts), steps.total) == (6, len(PROMPT) + 6)
