@@ -52,7 +52,9 @@ class CoreMetrics:
             ),
         )
         self.step_tokens = histogram(
-            "iteration_tokens_total", "Tokens of prompts computed in one step, and tokens drawn.", COUNT_BUCKETS
+            "iteration_tokens_total",
+            "Tokens of prompts computed in one step, and tokens drawn.",
+            COUNT_BUCKETS,
         )
         self.queue = histogram("request_queue_time_seconds", "From arrival to the first step planned.")
         self.prefill = histogram(

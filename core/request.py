@@ -19,7 +19,7 @@ from enum import IntEnum
 from quintet.core.kv.held import Held
 from quintet.wire.messages import Admit
 from quintet.wire.params import SamplingParams
-from quintet.wire.request import Reading
+from quintet.wire.request import Echo, Reading
 
 
 class Status(IntEnum):
@@ -50,7 +50,7 @@ class Request:
     arrival_ns: int
     salt_digest: bytes
     """Start of its hash chain in the prefix cache."""
-    echo: bool = False
+    echo: Echo = Echo.NONE
     return_prompt_ids: bool = False
     bad_word_ids: list[list[int]] = field(default_factory=list)
     parent: Request | None = None

@@ -8,6 +8,7 @@ from quintet.detokenizer_proc.parsers.pieces import Parser, Piece, joined
 from quintet.wire.channels import Channel, Span
 from quintet.wire.codec import unpack_i32
 from quintet.wire.messages import PROMPT_TAIL, Open
+from quintet.wire.request import Echo
 
 MAX_TABLES = 8
 """Kept for parsers: a server has one pair of them."""
@@ -84,6 +85,10 @@ class Readings:
                 self._tables.clear()
             table = self._tables[key] = self._showing.skipping_special_tokens(registry.marks_of(*key))
         return table
+
+    def echo_table_of(self, opened: Open) -> PieceTable:
+        """Return the table of the prompt that a request echoes."""
+        return self._showing if opened.echo is Echo.WHOLE else self.table_of(opened)
 
     def reader_of(self, opened: Open) -> OutputReader | None:
         """Return who reads a request's output, from its beginning; None when it is plain text."""

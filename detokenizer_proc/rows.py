@@ -253,7 +253,7 @@ class Steps:
         self._ended.pop(request_id, None)
         stops = self._stops.automaton(opened.stop)
         table, reader = self._readings.table_of(opened), self._readings.reader_of(opened)
-        request = OpenRequest(opened, table, stops, reader)
+        request = OpenRequest(opened, table, stops, reader, self._readings.echo_table_of(opened))
         request.builder = self._builder_of(request_id)
         request.prompt_offsets = None
         self._open[request_id] = request
@@ -313,7 +313,7 @@ class Steps:
 
     def _tell_start(self, request: OpenRequest) -> None:
         if not request.started:
-            request.builder.started.append(_started(request))
+            request.builder.started.append(self._started(request))
             request.prompt_offsets = None
             request.start()
 
@@ -362,20 +362,24 @@ class Steps:
             return
         opened = request.opened
         if opened.echo and request.prompt_offsets is None:
-            table = self._skipping if opened.skip_special_tokens else self._showing
+            table = self._readings.echo_table_of(opened)
             request.prompt_offsets = logprobs.prompt_offsets(table, unpack_i32(opened.prompt_ids))
         logprobs.of_prompt(self._showing, entry, request.prompt_logprobs, request.prompt_offsets)
 
-
-def _started(request: OpenRequest) -> Started:
-    opened = request.opened
-    return Started(
-        opened.request_id,
-        opened.num_prompt_tokens,
-        opened.num_cached_tokens,
-        opened.arrival_ns,
-        opened.scheduled_ns,
-        opened.prompt_ids if opened.return_prompt_ids else b"",
-        request.prompt_text,
-        request.prompt_logprobs,
-    )
+    def _started(self, request: OpenRequest) -> Started:
+        opened = request.opened
+        first_token = None
+        if opened.echo and opened.prompt_ids and request.prompt_logprobs is not None:
+            (first_id,) = unpack_i32(opened.prompt_ids[:4])
+            first_token = logprobs.position(self._showing, [first_id], [0.0], 0, 0).chosen
+        return Started(
+            opened.request_id,
+            opened.num_prompt_tokens,
+            opened.num_cached_tokens,
+            opened.arrival_ns,
+            opened.scheduled_ns,
+            opened.prompt_ids if opened.return_prompt_ids else b"",
+            request.prompt_text,
+            request.prompt_logprobs,
+            first_token,
+        )

@@ -44,8 +44,12 @@ class TextState:
         table: PieceTable,
         stops: StopAutomaton | None,
         reader: OutputReader | None = None,
+        echoing: PieceTable | None = None,
     ) -> None:
-        """Begin after the prompt and the outputs that the frontend has seen. ``reader`` reads what is given away."""
+        """Begin after the prompt and the outputs that the frontend has seen.
+
+        ``reader`` reads what is given away; ``echoing`` is the table of an echoed prompt, if not ``table``.
+        """
         self.opened = opened
         self.reader = reader
         self.started = False
@@ -71,7 +75,7 @@ class TextState:
         self._node = ROOT  # of the automaton, after what is given away and held
         self._run_node = ROOT  # of the automaton, after the tentative characters too
         self._run_scanned = 0  # tentative characters it has read
-        self._decoder = self._begin()
+        self._decoder = self._begin(echoing or table)
         self.pieces = table.pending
         """The table the row loop may take texts from; all None while the state must be asked."""
         if opened.num_seen:
@@ -89,14 +93,13 @@ class TextState:
         """Characters of output text, given away or not."""
         return self.length + len(self._held) + self._decoder.tentative_length
 
-    def _begin(self) -> Decoder:
+    def _begin(self, echoing: PieceTable) -> Decoder:
         opened = self.opened
         prompt_ids = unpack_i32(opened.prompt_ids)
-        if not opened.echo:
-            return self._table.decoder(prompt_ids, whole=len(prompt_ids) == opened.num_prompt_tokens)
-        decoder = self._table.decoder()
-        self.prompt_text = "".join([decoder.push(token_id) for token_id in prompt_ids]) + decoder.seal()
-        return decoder
+        if opened.echo:
+            decoder = echoing.decoder()
+            self.prompt_text = "".join([decoder.push(token_id) for token_id in prompt_ids]) + decoder.seal()
+        return self._table.decoder(prompt_ids, whole=len(prompt_ids) == opened.num_prompt_tokens)
 
     def start(self) -> None:
         """Note that the frontend has been told; from now on the row loop may take texts from ``pieces``."""

@@ -35,10 +35,11 @@ from quintet.wire.messages import (
     Started,
     Submit,
     Text,
+    TokenPrompt,
 )
 from quintet.wire.metrics import Metrics
 from quintet.wire.params import SamplingParams, shown
-from quintet.wire.request import Claim, Reading, RequestSpec
+from quintet.wire.request import Claim, Echo, Reading, RequestSpec
 from quintet.wire.supervision import Topology
 
 __all__ = ["Batch", "Delta", "Mailbox", "Send", "Sessions", "Stream"]
@@ -136,7 +137,7 @@ class Sessions:
                 detokenizer=0,
                 priority=priority,
                 cache_salt=cache_salt,
-                echo=echo,
+                echo=_echo_of(prompt) if echo else Echo.NONE,
                 return_prompt_ids=return_prompt_ids,
                 deadline_ns=deadline_ns,
                 claim=claim,
@@ -402,6 +403,11 @@ class Sessions:
         """End every live request with this error: the process is about to go."""
         for stream in list(self._streams.values()):
             self._fail(stream, error)
+
+
+def _echo_of(prompt: Prompt) -> Echo:
+    are_all_theirs = isinstance(prompt, TokenPrompt) or not prompt.add_special_tokens
+    return Echo.WHOLE if are_all_theirs else Echo.PLAIN
 
 
 def _check_priority(priority: int) -> None:

@@ -17,7 +17,7 @@ import msgspec
 import uvloop
 
 from quintet.process.early import Early
-from quintet.process.runtime import Process, child_main
+from quintet.process.runtime import Process, child_main, give_back_memory
 from quintet.tokenizer_proc.encode import Encoder, load_encoder, size_of
 from quintet.tokenizer_proc.senders import refusal_of, sender_of
 from quintet.tokenizer_proc.structured import Forms
@@ -39,6 +39,9 @@ INLINE_BYTES = 8 << 10
 
 LANES = ((256 << 10, 2), (1 << 62, 1))
 """Sizes up to which a lane takes prompts, and its threads: a huge prompt does not keep big ones waiting either."""
+
+LEFTOVER_BYTES = 1 << 20
+"""Prompts from this size on need hundreds of megabytes for a moment, which the C library would keep."""
 
 ALLOWANCE_S, SLOWEST_BYTES_PER_S = 1.0, 200 << 10
 """How long encoding a prompt in a lane may take, on a busy machine, before it counts as a stall."""
@@ -228,6 +231,8 @@ class Tokenizer:
         def land(future: Future[tuple[Result, int, int]]) -> None:
             self._process.pending -= 1
             finish(*future.result())
+            if size >= LEFTOVER_BYTES:
+                lane.submit(give_back_memory)
             self._check_drained()
 
         def on_done(future: Future[tuple[Result, int, int]]) -> None:

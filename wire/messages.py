@@ -13,7 +13,7 @@ import msgspec
 from quintet.wire.channels import RowSpans
 from quintet.wire.errors import ErrorCode
 from quintet.wire.ids import WorkerId
-from quintet.wire.request import Reading, RequestSpec
+from quintet.wire.request import Echo, Reading, RequestSpec
 from quintet.wire.step import PromptLogprobs, TokenLogprobs
 
 
@@ -193,7 +193,7 @@ class Open(msgspec.Struct, array_like=True, gc=False):
     skip_special_tokens: bool
     spaces_between_special_tokens: bool
     detokenize: bool
-    echo: bool
+    echo: Echo
     return_prompt_ids: bool
     min_tokens: int
     arrival_ns: int
@@ -283,6 +283,8 @@ class Started(msgspec.Struct, array_like=True, gc=False):
     prompt_text: str | None = None
     """When echoed."""
     prompt_logprobs: list[PositionLogprobs | None] | None = None
+    first_token: Alternative | None = None
+    """The prompt's first, which has no probability (0 stands there): when echoed, and its log-probabilities were asked for."""
 
 
 class Finish(msgspec.Struct, array_like=True, gc=False):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
+
 import msgspec
 
 from quintet.wire.params import SamplingParams
@@ -35,6 +37,16 @@ class Reading(msgspec.Struct, array_like=True):
     """Whether the form that the answer must have (`SamplingParams`) is that of calls."""
 
 
+class Echo(IntEnum):
+    """Whether the text begins with the prompt's, and with which of its special tokens."""
+
+    NONE = 0
+    PLAIN = 1
+    """As the output: with none where it skips them, for the tokenizer may have added them."""
+    WHOLE = 2
+    """With all of them: they are the client's own."""
+
+
 class RequestSpec(msgspec.Struct, array_like=True):
     """Inside `Submit` and `Admit`: all of a request but its prompt and its way, from the frontend to the core unchanged.
 
@@ -50,8 +62,7 @@ class RequestSpec(msgspec.Struct, array_like=True):
     """Lower runs first, under the priority policy."""
     cache_salt: str = ""
     """Prefix-cache entries are shared only between requests of the same salt."""
-    echo: bool = False
-    """Begin the text with the prompt's."""
+    echo: Echo = Echo.NONE
     return_prompt_ids: bool = False
     choice: int = 0
     """Which choice of the original request the first one of this is."""

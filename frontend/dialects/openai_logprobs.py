@@ -49,13 +49,10 @@ def echoed_logprobs(started: Started, options: AnswerOptions) -> dict[str, list[
     positions = started.prompt_logprobs or []
     known = [position for position in positions if position is not None]
     shape = completion_logprobs(known, options)
-    num_unknown = len(positions) - len(known)
-    if num_unknown:
-        text = started.prompt_text or ""
-        head = text[: known[0].text_offset] if known else text
+    if started.first_token is not None:
         shape["text_offset"].insert(0, 0)
         shape["token_logprobs"].insert(0, None)
-        shape["tokens"].insert(0, head)
+        shape["tokens"].insert(0, spell(started.first_token, options))
         shape["top_logprobs"].insert(0, None)
     return shape
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quintet.wire import codec
 from quintet.wire.messages import Tokens
-from quintet.wire.request import Reading
+from quintet.wire.request import Echo, Reading
 from quintet.wire.step import PromptLogprobs, StepResult, TokenLogprobs
 from tests.wire.respec import changed
 
@@ -20,7 +20,7 @@ def told(world: World, result: StepResult) -> list[tuple[int, Tokens]]:
 def test_opening_carries_the_tail_of_the_prompt_or_all_of_it() -> None:
     world = World(depth=1)
     world.admit(1, PROMPT)
-    world.admit(2, PROMPT, echo=True)
+    world.admit(2, PROMPT, echo=Echo.PLAIN)
     world.admit(3, PROMPT, return_prompt_ids=True)
     world.plan()
     [(_, tokens)] = told(world, world.executor.results.popleft())

@@ -198,6 +198,7 @@ class FakeEngine:
         started = []
         if index == 0:
             prompt_logprobs = None
+            first_token = Alternative(prompt_ids[0], 0.0, "<first>", b"<first>", 0)
             if params.prompt_logprobs is not None:
                 width = len(prompt_text) // len(prompt_ids)
                 prompt_logprobs = [None] + [
@@ -213,6 +214,7 @@ class FakeEngine:
                     pack_i32(prompt_ids) if submit.spec.return_prompt_ids else b"",
                     prompt_text if submit.spec.echo else None,
                     prompt_logprobs,
+                    first_token if prompt_logprobs and submit.spec.echo else None,
                 )
                 for rid in ids
             ]

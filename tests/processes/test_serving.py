@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from tests.processes.server import Server, serve
+from tests.processes.server import Server, serve, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -193,3 +193,31 @@ def test_the_command_line_talks_to_it(server: Server) -> None:
         check=True,
     )
     assert answer.stdout.strip()
+
+
+@pytest.mark.whole
+def test_huge_texts_leave_no_memory_behind(server: Server) -> None:
+    tokenizer = server.children()["quintet-tokenizer-0"]
+    before = tokenizer.memory_info().rss
+    text = "".join(f"{i * 7919 % 100_003} words, " for i in range(400_000))[: 4 << 20]
+    for _ in range(2):
+        status, answer = server.post("/tokenize", {"prompt": text})
+        assert status == 200 and answer["count"] > 1 << 20
+    wait_until(lambda: tokenizer.memory_info().rss < before + (200 << 20), "giving memory back")
+
+
+def test_an_echo_of_special_tokens(client: openai.OpenAI, model: str) -> None:
+    answer = client.completions.create(
+        model=model,
+        prompt=[0, 0, 0],
+        max_tokens=1,
+        echo=True,
+        logprobs=1,
+        extra_body={"return_tokens_as_token_ids": True},
+    )
+    plain = client.completions.create(model=model, prompt=[0, 0, 0], max_tokens=1, echo=True, logprobs=1)
+    told, shown = answer.choices[0].logprobs, plain.choices[0].logprobs
+    assert told is not None and shown is not None and told.tokens is not None and shown.tokens is not None
+    assert told.tokens[:3] == ["token_id:0"] * 3 and len(told.tokens) == 4
+    assert "".join(shown.tokens[:3]) == plain.choices[0].text
+    assert shown.text_offset == [len("".join(shown.tokens[:i])) for i in range(4)]

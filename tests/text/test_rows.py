@@ -15,6 +15,7 @@ from quintet.detokenizer_proc.vocabulary import Vocabulary
 from quintet.wire.codec import pack_f32, pack_i32, pack_i64, pack_u8, unpack_i32
 from quintet.wire.ids import RequestIds
 from quintet.wire.messages import FinishReason, Open, Text, Tokens
+from quintet.wire.request import Echo
 from quintet.wire.step import PromptLogprobs, TokenLogprobs
 
 NONE, STOP, LENGTH, ABORT = FinishReason.NONE, FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT
@@ -43,7 +44,7 @@ def opening(request_id: int = ONE, prompt: Sequence[int] = (), **changes: Any) -
         "skip_special_tokens": True,
         "spaces_between_special_tokens": True,
         "detokenize": True,
-        "echo": False,
+        "echo": Echo.NONE,
         "return_prompt_ids": False,
         "min_tokens": 0,
         "arrival_ns": 11,
@@ -257,7 +258,7 @@ def test_without_detokenizing_only_ids_travel(steps: Steps) -> None:
 
 def test_echo_and_prompt_ids_come_with_the_beginning(steps: Steps, tokenizer: Tokenizer) -> None:
     prompt = tokenizer.encode("Hello <|im_end|>there").ids
-    echo = opening(prompt=prompt, echo=True, return_prompt_ids=True)
+    echo = opening(prompt=prompt, echo=Echo.PLAIN, return_prompt_ids=True)
     text = only(steps, tokens((ONE, 0, [tokenizer.token_to_id("!")], NONE), opens=[echo]))
     assert text.started[0].prompt_text == tokenizer.decode(prompt)
     assert text.started[0].prompt_ids == pack_i32(prompt)
@@ -271,7 +272,7 @@ def test_logprobs_name_their_tokens_and_where_they_begin(steps: Steps, tokenizer
         TokenLogprobs(0, i + 1, pack_i32([token, 70, 71]), pack_f32([-0.5, -0.25, -2.0]))
         for i, token in enumerate(ids)
     ]
-    message = tokens((ONE, 0, ids, STOP), opens=[opening(prompt=prompt, echo=True)], logprobs=entries)
+    message = tokens((ONE, 0, ids, STOP), opens=[opening(prompt=prompt, echo=Echo.PLAIN)], logprobs=entries)
     (row,) = only(steps, message).logprobs
     assert row.row == 0
     assert [position.chosen.token_id for position in row.positions] == ids
@@ -308,7 +309,7 @@ def test_prompt_logprobs_are_collected_until_the_first_token(steps: Steps, token
 
     message = tokens(
         (ONE, 0, [], NONE),
-        opens=[opening(prompt=prompt, echo=True, prompt_logprobs=True)],
+        opens=[opening(prompt=prompt, echo=Echo.PLAIN, prompt_logprobs=True)],
         prompt_logprobs=[entries(1, 3)],
     )
     assert steps.apply(message) == []
@@ -360,7 +361,7 @@ def test_where_prompt_tokens_begin_is_worked_out_once(
         return work_out(table, prompt_ids)
 
     monkeypatch.setattr(logprobs, "prompt_offsets", counting)
-    opens = [opening(prompt=prompt, echo=True, prompt_logprobs=True)]
+    opens = [opening(prompt=prompt, echo=Echo.PLAIN, prompt_logprobs=True)]
     for i in range(1, len(prompt)):  # one token of the prompt in each step
         chunk = PromptLogprobs(0, i, 1, pack_i32([1]), pack_i32([prompt[i]]), pack_f32([-1.0]))
         steps.apply(tokens((ONE, 0, [], NONE), opens=opens if i == 1 else [], prompt_logprobs=[chunk]))
@@ -369,3 +370,22 @@ def test_where_prompt_tokens_begin_is_worked_out_once(
     starts = [position.text_offset for position in known if position is not None]
     assert starts == [len(tokenizer.decode(prompt[:i])) for i in range(1, len(prompt))]
     assert lengths == [len(prompt)]
+
+
+@pytest.mark.parametrize("echo", [Echo.PLAIN, Echo.WHOLE])
+def test_special_tokens_of_the_clients_own_are_echoed(steps: Steps, tokenizer: Tokenizer, echo: Echo) -> None:
+    end = tokenizer.token_to_id("<|im_end|>")
+    prompt = [end, *tokenizer.encode("Hello").ids, end]
+    chunk = PromptLogprobs(
+        0, 1, 1, pack_i32([1] * (len(prompt) - 1)), pack_i32(prompt[1:]), pack_f32([-1.0] * (len(prompt) - 1))
+    )
+    opened = opening(prompt=prompt, echo=echo, prompt_logprobs=True)
+    text = only(steps, tokens((ONE, 0, [end, prompt[1]], LENGTH), opens=[opened], prompt_logprobs=[chunk]))
+    (started,) = text.started
+    mark = "<|im_end|>" if echo is Echo.WHOLE else ""
+    assert started.prompt_text == f"{mark}Hello{mark}"
+    assert started.first_token is not None and started.prompt_logprobs is not None
+    assert (started.first_token.token_id, started.first_token.token) == (end, "<|im_end|>")
+    starts = [position.text_offset for position in started.prompt_logprobs if position is not None]
+    assert (starts[0], starts[-1]) == (len(mark), len(f"{mark}Hello"))
+    assert text.deltas == [tokenizer.decode(prompt[1:2])], "what the output skips is the request's own affair"

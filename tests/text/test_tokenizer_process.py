@@ -25,7 +25,7 @@ from quintet.wire.errors import ErrorCode
 from quintet.wire.ids import RequestIds, Role, WorkerId
 from quintet.wire.metrics import decode_snapshot
 from quintet.wire.params import SamplingParams
-from quintet.wire.request import RequestSpec
+from quintet.wire.request import Echo, RequestSpec
 
 BIG = "the quick brown fox " * 60_000  # 1.2 MB
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -53,7 +53,7 @@ def test_a_text_is_admitted_as_ids(world: Any, tokenizers_by_style: dict[str, To
     request_id = RequestIds(0, 1).take()
     request = submit(request_id, m.TextPrompt("Hello world"), bad_words=["dog"])
     spec = request.spec
-    spec.cache_salt, spec.priority, spec.echo = "salt", 3, True
+    spec.cache_salt, spec.priority, spec.echo = "salt", 3, Echo.PLAIN
     world.send(request)
     admit = world.wait(world.core, m.Admit)
     tokenizer = tokenizers_by_style["byte_level"]
