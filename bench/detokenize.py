@@ -29,6 +29,7 @@ from quintet.detokenizer_proc.vocabulary import Vocabulary
 from quintet.wire.codec import encode, pack_f32, pack_i32, pack_i64, pack_u8
 from quintet.wire.ids import RequestIds
 from quintet.wire.messages import Open, Tokens
+from quintet.wire.request import Echo
 from quintet.wire.step import TokenLogprobs
 
 
@@ -43,7 +44,7 @@ def messages(stream: list[list[int]], stop: list[str], *, with_logprobs: bool = 
     rows = len(stream[0])
     first = RequestIds(0, 1).take(rows)
     ids = range(first, first + rows)
-    opens = [Open(i, 0, 0, b"", stop, False, True, True, True, False, False, 0, 0, 0) for i in ids]
+    opens = [Open(i, 0, 0, b"", stop, False, True, True, True, Echo.NONE, False, 0, 0, 0) for i in ids]
     return [
         Tokens(
             step,

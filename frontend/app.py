@@ -20,7 +20,7 @@ from quintet.frontend.dialects.anthropic_messages import count_tokens, messages
 from quintet.frontend.dialects.openai_chat import chat_completions
 from quintet.frontend.dialects.openai_completions import completions
 from quintet.frontend.dialects.openai_invocations import invocations
-from quintet.frontend.dialects.openai_tokenize import detokenize, tokenize
+from quintet.frontend.dialects.openai_tokenize import detokenize, tokenize, tokenizer_info
 from quintet.frontend.dialects.responses import responses
 from quintet.frontend.dialects.responses_background import look_for_lost
 from quintet.frontend.dialects.responses_stored import cancel_response, input_items, response
@@ -45,6 +45,9 @@ class Row(NamedTuple):
     """How its clients are told of errors."""
 
 
+ALIAS, ALIASED = "/openai", "/openai/v1/"
+"""What may stand before the paths of the first version, and how they begin then."""
+
 ROUTES = (
     Row("/v1/completions", ("POST",), resumable(completions)),
     Row("/v1/chat/completions", ("POST",), resumable(chat_completions)),
@@ -59,6 +62,7 @@ ROUTES = (
     Row("/v1/models/{id:path}", ("GET",), health.model),
     Row("/tokenize", ("POST",), tokenize),
     Row("/detokenize", ("POST",), detokenize),
+    Row("/tokenizer_info", ("GET",), tokenizer_info),
     Row("/health", ("GET",), health.health),
     Row("/livez", ("GET",), health.livez),
     Row("/readyz", ("GET",), health.readyz),
@@ -117,8 +121,9 @@ class App:
         if scope["type"] != "http":
             raise RuntimeError(f"this server speaks HTTP, not {scope['type']}")
         service = self._service
-        if self._root_path:
-            scope["path"] = self._without_root(scope["path"])
+        path: str = scope["path"]
+        if path not in self._errors:
+            scope["path"] = self._own_path(path)
         exchange = Exchange(scope, receive, send, openai_errors.ERRORS)
         exchange.errors = self._errors.get(exchange.path, exchange.errors)
         scope["exchange"] = exchange
@@ -143,10 +148,12 @@ class App:
                 )
             service.check_drained()
 
-    def _without_root(self, path: str) -> str:
-        """Take off the prefix of a proxy that leaves that to us; a path of ours may begin with it too."""
-        is_ours = path in self._errors or not path.startswith(self._root_path + "/")
-        return path if is_ours else path.removeprefix(self._root_path)
+    def _own_path(self, path: str) -> str:
+        """Take off the prefix of a proxy that leaves that to us (a path of ours may begin with it too), and Azure's."""
+        root = self._root_path
+        if root and path.startswith(root + "/"):
+            path = path.removeprefix(root)
+        return path.removeprefix(ALIAS) if path.startswith(ALIASED) else path
 
     async def _answer(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         if self._service.draining or self._service.is_retiring:

@@ -9,6 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from quintet.frontend.exchange import Exchange
+from quintet.wire.config import FrontendConfig
 from quintet.wire.errors import ErrorCode, RequestError
 
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/ping"})
@@ -45,17 +46,22 @@ def _key_of(exchange: Exchange) -> bytes | None:
     return None if key is None else key.encode("latin-1")
 
 
-def open_to(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """Return the application with cross-origin access for these origins alone (``*`` for all).
+METHODS = ("GET", "POST", "DELETE", "OPTIONS")
 
-    Pages may send any header: clients of this dialect have many of their own, and keys decide who is served.
+
+def open_to(app: ASGIApp, config: FrontendConfig) -> ASGIApp:
+    """Return the application with cross-origin access for the configured origins alone (``*`` for all).
+
+    Unless told otherwise pages may send any header: clients of this dialect have many of their own, and keys decide who
+    is served.
     """
-    if not origins:
+    if not config.allowed_origins:
         return app
     return CORSMiddleware(
         app,
-        allow_origins=origins,
-        allow_methods=("GET", "POST", "DELETE", "OPTIONS"),
-        allow_headers=("*",),
+        allow_origins=config.allowed_origins,
+        allow_methods=METHODS if config.allowed_methods in ([], ["*"]) else config.allowed_methods,
+        allow_headers=config.allowed_headers or ("*",),
+        allow_credentials=config.allow_credentials,
         expose_headers=("X-Request-Id", "Request-Id", "X-Stream-Id"),
     )

@@ -11,6 +11,7 @@ import functools
 import os
 import resource
 import socket
+import ssl
 import traceback
 from collections.abc import Iterator
 from typing import cast
@@ -58,7 +59,7 @@ def make_server(app: App, config: FrontendConfig) -> HttpServer:
     )
     return HttpServer(
         uvicorn.Config(
-            open_to(app, config.allowed_origins),
+            open_to(app, config),
             loop="none",
             http=cast(type[asyncio.Protocol], protocol),
             ws="none",
@@ -70,6 +71,10 @@ def make_server(app: App, config: FrontendConfig) -> HttpServer:
             server_header=False,
             timeout_keep_alive=IDLE_S,
             timeout_graceful_shutdown=1,
+            ssl_certfile=config.ssl_certfile or None,
+            ssl_keyfile=config.ssl_keyfile or None,
+            ssl_ca_certs=config.ssl_ca_certs or None,
+            ssl_cert_reqs=ssl.CERT_REQUIRED if config.ssl_ca_certs else ssl.CERT_NONE,
         )
     )
 
@@ -142,9 +147,10 @@ class Frontend:
         self._process.attach(loop, self._handle)
         self._measure_lag(loop, loop.time())
         loop.call_later(ACCOUNT_S, self._give_accounts, loop)
-        host, port = listener.getsockname()[:2]
+        bound = listener.getsockname()
+        listening = bound if isinstance(bound, str) else f"{bound[0]} port {bound[1]}"
         serving = loop.create_task(self._server.serve(sockets=[listener]))
-        loop.call_soon(lambda: self._process.ready(listening=f"{host} port {port}"))
+        loop.call_soon(lambda: self._process.ready(listening=listening))
         await serving
         if self._crash is not None:
             raise self._crash

@@ -110,6 +110,13 @@ _OPERATIONS: tuple[tuple[str, str, str, type | None, Schema | None], ...] = (
     ("get", "/v1/models/{id}", "One of those names", None, None),
     ("post", "/tokenize", "Text or conversation to token ids", types.TokenizeBody, {"prompt": "Hello"}),
     ("post", "/detokenize", "Token ids to text", types.DetokenizeBody, {"tokens": [1, 2, 3]}),
+    (
+        "get",
+        "/tokenizer_info",
+        "The tokenizer's configuration and chat template, if that is allowed",
+        None,
+        None,
+    ),
     ("get", "/health", "200 while every process is well, else 503 naming those that are not", None, None),
     ("get", "/livez", "200 while this process answers", None, None),
     ("get", "/readyz", "200 while requests can be served", None, None),

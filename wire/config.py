@@ -172,7 +172,19 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: list[str] = []
+    uds: str = ""
+    """Path of a Unix socket to listen on instead of host and port; "" for none."""
     allowed_origins: list[str] = []
+    allowed_methods: list[str] = []
+    """Empty for all there are."""
+    allowed_headers: list[str] = []
+    """Empty for all."""
+    allow_credentials: bool = False
+    ssl_keyfile: str = ""
+    ssl_certfile: str = ""
+    """PEM files; without a certificate the server speaks plain HTTP."""
+    ssl_ca_certs: str = ""
+    """PEM file of the authorities that must have signed a client's certificate; "" asks for none."""
     max_body_bytes: int = 32 << 20
     max_queued_requests: int = 4096
     """Requests one frontend holds at most; one more is answered 429 with Retry-After."""
@@ -184,6 +196,8 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of silence after which a stream gets an SSE comment; 0 for never."""
     root_path: str = ""
     log_requests: bool = False
+    tokenizer_info: bool = False
+    """Whether GET /tokenizer_info tells the tokenizer's configuration."""
     trust_request_chat_template: bool = False
     """Whether a request may bring its own template: a program that runs in the tokenizer, without a time limit."""
     write_timeout_s: float = 60.0

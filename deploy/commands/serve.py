@@ -20,7 +20,7 @@ from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.memory import format_size
 from quintet.deploy.resolve.rules import check_ranges
 from quintet.deploy.supervisor import run_dirs
-from quintet.deploy.supervisor.listener import PortInUse, bind_listener
+from quintet.deploy.supervisor.listener import PortInUse, bind_listener, bind_unix
 from quintet.deploy.supervisor.nursery import Nursery, roles_to_fork
 from quintet.process.log import configure_logging
 from quintet.process.sockets import make_run_dir
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     nursery = None
     try:
         check_ranges(options)
-        listener = bind_listener(options.host, options.port)
+        listener = bind_unix(options.uds) if options.uds else bind_listener(options.host, options.port)
         nursery = Nursery(run_dir, listener)
         nursery.fork(roles_to_fork(options.executor != "mock", has_frontends=True))
         # What follows is imported while the children import theirs.
@@ -99,10 +99,12 @@ def run(arguments: argparse.Namespace) -> int:
 
         resolution = resolve(options, run_dir)
         resolution.notes.extend(notes)
-        port = int(listener.getsockname()[1])
-        config = msgspec.structs.replace(
-            resolution.config, frontend=msgspec.structs.replace(resolution.config.frontend, port=port)
-        )
+        config = resolution.config
+        if not options.uds:
+            port = int(listener.getsockname()[1])
+            config = msgspec.structs.replace(
+                config, frontend=msgspec.structs.replace(config.frontend, port=port)
+            )
         story = PrintedStory(config, opening_lines(resolution))
         return Supervisor(config, story, Surroundings(listener=listener, nursery=nursery)).run()
     except PortInUse as error:
@@ -111,6 +113,8 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         if nursery is not None:
             nursery.end()
+            if options.uds:
+                Path(options.uds).unlink(missing_ok=True)
         shutil.rmtree(run_dir, ignore_errors=True)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from quintet.deploy import embedded
-from quintet.deploy.resolve import rules
+from quintet.deploy.resolve import network, rules
 from quintet.deploy.resolve.card import Dtype, ModelFacts, read_facts
 from quintet.deploy.resolve.chat_templates import read_chat_templates
 from quintet.deploy.resolve.device import default_device
@@ -112,7 +112,10 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
         )
     facts, more_notes = rules.fit_facts(facts, fitted)
     notes.extend(more_notes)
-    warning = rules.advise_open_server(options.host, bool(options.api_key)) if http else None
+    warning = None
+    if http:
+        network.check(options)
+        warning = None if options.uds else rules.advise_open_server(options.host, bool(options.api_key))
     if warning is not None:
         notes.append(warning)
     model, parsers_note = _model_config(options, facts, dtype, kv, fitted)
@@ -207,7 +210,15 @@ def _frontend_config(options: Options) -> FrontendConfig:
         host=options.host,
         port=options.port,
         api_keys=options.api_key,
-        allowed_origins=options.allowed_origins,
+        uds=options.uds,
+        allowed_origins=network.listed(options.allowed_origins, "--allowed-origins"),
+        allowed_methods=network.listed(options.allowed_methods, "--allowed-methods"),
+        allowed_headers=network.listed(options.allowed_headers, "--allowed-headers"),
+        allow_credentials=options.allow_credentials,
+        ssl_keyfile=options.ssl_keyfile,
+        ssl_certfile=options.ssl_certfile,
+        ssl_ca_certs=options.ssl_ca_certs,
+        tokenizer_info=options.enable_tokenizer_info_endpoint,
         max_body_bytes=parse_size(options.max_body_bytes, "--max-body-bytes"),
         max_queued_requests=options.max_queued_requests,
         max_queued_tokens=options.max_queued_tokens,

@@ -150,13 +150,49 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         list[str],
         Flag(NETWORK, "key that clients must present; repeat for more", "KEY", "none: open to localhost"),
     ] = []
+    uds: Annotated[
+        str, Flag(NETWORK, "Unix socket to listen on instead of host and port", "PATH", "none")
+    ] = ""
+    ssl_keyfile: Annotated[
+        str, Flag(NETWORK, "PEM file of the certificate's private key", "FILE", "none")
+    ] = ""
+    ssl_certfile: Annotated[
+        str, Flag(NETWORK, "PEM file of the server's certificate chain: serve https", "FILE", "none: http")
+    ] = ""
+    ssl_ca_certs: Annotated[
+        str,
+        Flag(
+            NETWORK,
+            "PEM file of the authorities of which clients must present a certificate",
+            "FILE",
+            "none: clients need none",
+        ),
+    ] = ""
     allowed_origins: Annotated[
         list[str],
-        Flag(NETWORK, "web origin allowed to call from a browser; repeat for more", "ORIGIN", "none"),
+        Flag(
+            NETWORK,
+            "web origin allowed to call from a browser, * for all; repeat for more, or give a JSON list",
+            "ORIGIN",
+            "none",
+        ),
     ] = []
+    allowed_methods: Annotated[
+        list[str],
+        Flag(NETWORK, "method that such origins may use; given as origins are", "METHOD", "all there are"),
+    ] = []
+    allowed_headers: Annotated[
+        list[str], Flag(NETWORK, "header that such origins may send; given as origins are", "HEADER", "all")
+    ] = []
+    allow_credentials: Annotated[
+        bool, Flag(NETWORK, "let such origins send cookies and the like: a proxy in front may ask for them")
+    ] = False
     root_path: Annotated[
         str, Flag(NETWORK, "path prefix of a proxy in front, whether it takes it off or not", "PATH", "none")
     ] = ""
+    enable_tokenizer_info_endpoint: Annotated[
+        bool, Flag(NETWORK, "tell the tokenizer's configuration and chat template at GET /tokenizer_info")
+    ] = False
     max_logprobs: Annotated[
         int,
         Flag(

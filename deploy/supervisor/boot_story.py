@@ -120,9 +120,12 @@ class ReportedStory:
 
 def base_url(config: EngineConfig) -> str:
     """Return the URL a client on this host can use."""
+    if config.frontend.uds:
+        return f"unix:{config.frontend.uds}"
     host = config.frontend.host
     host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://{f'[{host}]' if ':' in host else host}:{config.frontend.port}"
+    scheme = "https" if config.frontend.ssl_certfile else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{config.frontend.port}"
 
 
 def curl_line(config: EngineConfig) -> str:
@@ -137,9 +140,16 @@ def curl_line(config: EngineConfig) -> str:
         body |= {"prompt": "def fibonacci(n):", "temperature": 0}
     body |= {"max_tokens": 64, "stream": True}
     key = ' -H "Authorization: Bearer $YOUR_API_KEY"' if config.frontend.api_keys else ""
-    globbing = "-g " if "[" in base_url(config) else ""
+    url, how = base_url(config), ""
+    if config.frontend.uds:
+        how = f"--unix-socket {shlex.quote(config.frontend.uds)} "
+        url = "https://localhost" if config.frontend.ssl_certfile else "http://localhost"
+    elif "[" in url:
+        how = "-g "
+    if config.frontend.ssl_certfile:
+        how += f"--cacert {shlex.quote(config.frontend.ssl_certfile)} "
     return (
-        f"curl -N {globbing}{base_url(config)}{route} -H 'Content-Type: application/json'{key} "
+        f"curl -N {how}{url}{route} -H 'Content-Type: application/json'{key} "
         f"-d {shlex.quote(json.dumps(body))}"
     )
 

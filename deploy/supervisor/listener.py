@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+from pathlib import Path
 
 from quintet.wire.errors import ConfigError
 
@@ -12,6 +13,36 @@ _BACKLOG = 2048
 
 class PortInUse(Exception):
     """Somebody else listens there; the message is for the user."""
+
+
+def bind_unix(path: str) -> socket.socket:
+    """Bind a Unix socket and listen, for whoever may open the file. Unlink it when done.
+
+    The file of a server that is gone is replaced. Raises `PortInUse` while somebody answers there, or `ConfigError`.
+    """
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        if Path(path).is_socket() and _is_abandoned(path):
+            Path(path).unlink()
+        listener.bind(path)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUse(
+                f"{path} is in use by another program, or is no socket; stop it, or choose another path with --uds"
+            ) from None
+        raise ConfigError(f"cannot listen on --uds {path}: {error.strerror}") from None
+    return listener
+
+
+def _is_abandoned(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as asking:
+        try:
+            asking.connect(path)
+        except ConnectionRefusedError:
+            return True
+    return False
 
 
 def bind_listener(host: str, port: int) -> socket.socket:

@@ -1,6 +1,8 @@
-"""POST /tokenize and /detokenize."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import msgspec
 
@@ -10,6 +12,7 @@ from quintet.frontend.dialects.openai_types import DetokenizeBody, TokenizeBody
 from quintet.frontend.exchange import Exchange
 from quintet.frontend.service import Service
 from quintet.wire.codec import unpack_i32
+from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.messages import ChatPrompt, TextPrompt
 from quintet.wire.params import check_token_ids
 
@@ -39,6 +42,20 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
             "token_strs": answer.token_strs,
         }
     )
+
+
+async def tokenizer_info(service: Service, exchange: Exchange) -> None:
+    """Answer with what the model's files say of its tokenizer, and with its chat template."""
+    config = service.config
+    if not config.frontend.tokenizer_info:
+        raise RequestError(
+            ErrorCode.NOT_FOUND,
+            "This server does not tell its tokenizer's configuration; it does with --enable-tokenizer-info-endpoint.",
+        )
+    path = Path(config.model.tokenizer_path) / "tokenizer_config.json"
+    told: dict[str, object] = msgspec.json.decode(path.read_bytes(), type=dict) if path.is_file() else {}
+    template = config.model.chat_templates.get("default")
+    await exchange.respond_json(told if template is None else {**told, "chat_template": template})
 
 
 async def detokenize(service: Service, exchange: Exchange) -> None:

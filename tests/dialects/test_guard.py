@@ -3,9 +3,13 @@
 import http.client
 import json
 import socket
+import ssl
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from quintet.frontend.app import ROUTES
@@ -151,3 +155,60 @@ def test_behind_a_proxy_that_leaves_its_prefix(serve: Callable[..., Any]) -> Non
     assert server.ask("GET", "/llm/llm/livez", headers=key).status == 404
     assert server.ask("GET", "/llmx/livez", headers=key).status == 404
     assert server.ask("GET", "/llm/openapi.json", headers=key).json["servers"] == [{"url": "/llm"}]
+
+
+def test_origins_may_be_held_to_methods_and_headers(serve: Callable[..., Any]) -> None:
+    server = serve(
+        allowed_origins=["https://app.example"],
+        allowed_methods=["GET"],
+        allowed_headers=["authorization"],
+        allow_credentials=True,
+    )
+    mine = {"origin": "https://app.example", "access-control-request-headers": "authorization"}
+    get = server.ask("OPTIONS", "/v1/models", headers={**mine, "access-control-request-method": "GET"})
+    assert get.status == 200 and get.headers["access-control-allow-credentials"] == "true"
+    assert get.headers["access-control-allow-methods"] == "GET"
+    post = server.ask("OPTIONS", "/v1/models", headers={**mine, "access-control-request-method": "POST"})
+    assert post.status == 400
+    odd = {**mine, "access-control-request-headers": "x-odd", "access-control-request-method": "GET"}
+    assert server.ask("OPTIONS", "/v1/models", headers=odd).status == 400
+
+
+def test_the_first_versions_paths_may_begin_as_azures(serve: Callable[..., Any]) -> None:
+    server = serve(api_keys=["k"], root_path="/llm")
+    key = {"x-api-key": "k"}
+    assert server.ask("POST", "/openai/v1/completions", COMPLETION).status == 401
+    assert server.ask("POST", "/openai/v1/completions", COMPLETION, key).status == 200
+    assert server.ask("GET", "/llm/openai/v1/models/toy", headers=key).status == 200
+    assert server.ask("GET", "/openai/livez", headers=key).status == 404
+
+
+def test_the_tokenizers_configuration_is_told_where_that_is_allowed(
+    serve: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Odd", "chat_template": "old"}')
+    assert serve().ask("GET", "/tokenizer_info").status == 404
+    server = serve(tokenizer_info=True)
+    model = msgspec.structs.replace(server.config.model, tokenizer_path=str(tmp_path))
+    server.service.config = msgspec.structs.replace(server.config, model=model)
+    told = server.ask("GET", "/tokenizer_info").json
+    assert told == {"tokenizer_class": "Odd", "chat_template": "{{ messages }}"}
+
+
+def test_https(serve: Callable[..., Any], tmp_path: Path) -> None:
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
+    name = ["-addext", "subjectAltName=IP:127.0.0.1"]
+    command = ["openssl", *words.split(), *name, "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(command, check=True, capture_output=True)
+    server = serve(ssl_certfile=str(certificate), ssl_keyfile=str(key))
+    trust = ssl.create_default_context(cafile=str(certificate))
+    connection = http.client.HTTPSConnection("127.0.0.1", server.port, timeout=10, context=trust)
+    for stream in (False, True):
+        body = json.dumps({"prompt": "x", "max_tokens": 3, "stream": stream})
+        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+        answer = connection.getresponse()
+        assert answer.status == 200 and b" t2" in answer.read()
+    connection.close()
+    with pytest.raises(OSError):
+        server.ask("GET", "/livez")

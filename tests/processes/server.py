@@ -21,7 +21,7 @@ import psutil
 
 from quintet.process.runtime import METRICS_S
 
-READY = re.compile(r"Quintet is ready: (http://[\w.:\[\]]+)")
+READY = re.compile(r"Quintet is ready: (https?://[\w.:\[\]]+|unix:\S+)")
 
 
 @dataclass

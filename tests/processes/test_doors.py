@@ -2,7 +2,10 @@
 
 import hmac
 import os
+import socket
 import stat
+import subprocess
+import sys
 import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,3 +96,30 @@ def test_every_key_is_compared_whole(presented: str, monkeypatch: pytest.MonkeyP
         with pytest.raises(RequestError):
             keys.check(cast(Any, exchange))
     assert compared == [(presented.encode(), b"sk-a"), (presented.encode(), b"sk-b")]
+
+
+def test_a_unix_socket_instead_of_a_port(tmp_path: Path) -> None:
+    path = tmp_path / "quintet.sock"
+    path_of_the_dead = socket.socket(socket.AF_UNIX)
+    path_of_the_dead.bind(str(path))  # a server that was killed leaves its file
+    path_of_the_dead.close()
+    with serve("--executor", "mock", "--uds", str(path)) as server:
+        assert server.url == f"unix:{path}"
+        command = next(line.strip() for line in server.lines if line.strip().startswith("curl "))
+        answer = subprocess.run(
+            ["bash", "-c", command], capture_output=True, text=True, check=True, timeout=60
+        )
+        assert answer.stdout.rstrip().endswith("data: [DONE]")
+        assert not [
+            connection
+            for process in everybody(server)
+            for connection in process.net_connections("inet")
+            if connection.status == psutil.CONN_LISTEN
+        ]
+        second = subprocess.run(
+            [sys.executable, "-m", "quintet.deploy.cli", "serve", "--executor", "mock", "--uds", str(path)],
+            check=False, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert second.returncode == 1 and "is in use by another program" in second.stderr
+        assert server.stop() == 0
+    assert not path.exists()
