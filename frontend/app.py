@@ -17,19 +17,23 @@ from starlette.types import Receive, Scope, Send
 from quintet.frontend import health
 from quintet.frontend.dialects import anthropic_errors, openai_errors
 from quintet.frontend.dialects.anthropic_messages import count_tokens, messages
+from quintet.frontend.dialects.generate import generate
+from quintet.frontend.dialects.openai_batch import batch
 from quintet.frontend.dialects.openai_chat import chat_completions
 from quintet.frontend.dialects.openai_completions import completions
 from quintet.frontend.dialects.openai_invocations import invocations
+from quintet.frontend.dialects.openai_render import render_chat, render_completions
 from quintet.frontend.dialects.openai_tokenize import detokenize, tokenize, tokenizer_info
 from quintet.frontend.dialects.responses import responses
 from quintet.frontend.dialects.responses_background import look_for_lost
 from quintet.frontend.dialects.responses_stored import cancel_response, input_items, response
 from quintet.frontend.dialects.resume import resumable, streams
+from quintet.frontend.docs_page import docs, docs_part
 from quintet.frontend.error_shape import ErrorShape
 from quintet.frontend.exchange import ClientGone, Exchange
 from quintet.frontend.guard import Keys
 from quintet.frontend.metrics import metrics
-from quintet.frontend.openapi import docs, openapi
+from quintet.frontend.openapi import openapi
 from quintet.frontend.service import Handler, Service
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import MAX_SHOWN
@@ -51,12 +55,16 @@ ALIAS, ALIASED = "/openai", "/openai/v1/"
 ROUTES = (
     Row("/v1/completions", ("POST",), resumable(completions)),
     Row("/v1/chat/completions", ("POST",), resumable(chat_completions)),
+    Row("/v1/chat/completions/batch", ("POST",), batch),
+    Row("/v1/chat/completions/render", ("POST",), render_chat),
+    Row("/v1/completions/render", ("POST",), render_completions),
     Row("/v1/messages", ("POST",), resumable(messages), anthropic_errors.ERRORS),
     Row("/v1/messages/count_tokens", ("POST",), count_tokens, anthropic_errors.ERRORS),
     Row("/v1/responses", ("POST",), resumable(responses)),
     Row("/v1/responses/{id}", ("GET", "DELETE"), response),
     Row("/v1/responses/{id}/cancel", ("POST",), cancel_response),
     Row("/v1/responses/{id}/input_items", ("GET",), input_items),
+    Row("/inference/v1/generate", ("POST",), resumable(generate)),
     Row("/v1/streams/{id}", ("GET",), streams),
     Row("/v1/models", ("GET",), health.models),
     Row("/v1/models/{id:path}", ("GET",), health.model),
@@ -73,6 +81,7 @@ ROUTES = (
     Row("/metrics", ("GET",), metrics),
     Row("/openapi.json", ("GET",), openapi),
     Row("/docs", ("GET",), docs),
+    Row("/docs/{name}", ("GET",), docs_part),
 )
 
 

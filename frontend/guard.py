@@ -12,8 +12,13 @@ from quintet.frontend.exchange import Exchange
 from quintet.wire.config import FrontendConfig
 from quintet.wire.errors import ErrorCode, RequestError
 
-OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/ping"})
-"""Liveness: what an orchestrator asks without a key."""
+OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/ping", "/openapi.json", "/docs"})
+"""What is told without a key: whether the server lives, as orchestrators ask, and how it is spoken to."""
+
+
+def is_open(path: str) -> bool:
+    """Return whether a path needs no key."""
+    return path in OPEN_PATHS or path.startswith("/docs/")
 
 
 class Keys:
@@ -24,7 +29,7 @@ class Keys:
 
     def check(self, exchange: Exchange) -> None:
         """Raise `RequestError` unless the request carries a key or its path needs none."""
-        if not self._keys or exchange.path in OPEN_PATHS:
+        if not self._keys or is_open(exchange.path):
             return
         given = _key_of(exchange)
         if given is None:

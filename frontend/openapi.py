@@ -1,16 +1,16 @@
-"""GET /openapi.json and /docs: the API described from the structs that parse it."""
+"""GET /openapi.json: the API described from the structs that parse it."""
 
 from __future__ import annotations
 
-from importlib.resources import files
+import re
 from typing import Any
 
 import msgspec
 
-from quintet.frontend.dialects import anthropic_types, responses_types
+from quintet.frontend.dialects import anthropic_types, generate_types, responses_types
 from quintet.frontend.dialects import openai_types as types
 from quintet.frontend.exchange import MAX_REQUEST_ID, Exchange
-from quintet.frontend.guard import OPEN_PATHS
+from quintet.frontend.guard import is_open
 from quintet.frontend.service import Service
 from quintet.wire.params import (
     MAX_CHOICES,
@@ -70,6 +70,27 @@ _OPERATIONS: tuple[tuple[str, str, str, type | None, Schema | None], ...] = (
     ),
     (
         "post",
+        "/v1/chat/completions/batch",
+        "Answer several conversations: `messages` is a list of them",
+        types.ChatBody,
+        {"messages": [[{"role": "user", "content": "Hello!"}], [{"role": "user", "content": "Bye!"}]]},
+    ),
+    (
+        "post",
+        "/v1/chat/completions/render",
+        "What a conversation is to `/inference/v1/generate`",
+        types.ChatBody,
+        {"messages": [{"role": "user", "content": "Hello!"}]},
+    ),
+    (
+        "post",
+        "/v1/completions/render",
+        "What the prompts of a completion are to `/inference/v1/generate`",
+        types.CompletionBody,
+        {"prompt": "def fibonacci(n):"},
+    ),
+    (
+        "post",
         "/v1/messages",
         "Answer a conversation, in Anthropic's dialect",
         anthropic_types.MessagesBody,
@@ -88,6 +109,13 @@ _OPERATIONS: tuple[tuple[str, str, str, type | None, Schema | None], ...] = (
         "Answer items of a conversation with items",
         responses_types.ResponsesBody,
         {"input": "Hello!", "max_output_tokens": 32},
+    ),
+    (
+        "post",
+        "/inference/v1/generate",
+        "Go on with token ids, in token ids",
+        generate_types.GenerateBody,
+        {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 32, "temperature": 0}},
     ),
     (
         "get",
@@ -134,6 +162,7 @@ _OPERATIONS: tuple[tuple[str, str, str, type | None, Schema | None], ...] = (
     ("get", "/metrics", "Figures of every process, as Prometheus text", None, None),
     ("get", "/openapi.json", "This document", None, None),
     ("get", "/docs", "This document, readable", None, None),
+    ("get", "/docs/{name}", "What that page is made of", None, None),
 )
 
 
@@ -173,11 +202,12 @@ def _operation(path: str, summary: str, body: type | None, example: Schema | Non
             },
         }
         operation["responses"]["5XX"] = {"description": "Try again later, or report it", **error}
-    if "{id}" in path:
+    names = re.findall(r"{(\w+)}", path)
+    if names:
         operation["parameters"] = [
-            {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
         ]
-    if has_keys and path not in OPEN_PATHS:
+    if has_keys and not is_open(path):
         operation["security"] = [{"key": []}]
     return operation
 
@@ -191,6 +221,7 @@ def _schemas() -> dict[str, Schema]:
         types.ChatMessage,
         types.Tool,
         types.ErrorBody,
+        generate_types.GenerateBody,
         responses_types.ResponsesBody,
         responses_types.ResponseTool,
         responses_types.InputItem,
@@ -223,20 +254,3 @@ async def openapi(service: Service, exchange: Exchange) -> None:
     """Answer with the document."""
     config = service.config.frontend
     await exchange.respond_json(openapi_document(bool(config.api_keys), config.root_path))
-
-
-async def docs(_service: Service, exchange: Exchange) -> None:
-    """Answer with a page that shows the document and lets one try requests; it loads nothing from elsewhere."""
-    page = files("quintet.frontend").joinpath("docs.html").read_bytes()
-    await exchange.respond(
-        200,
-        page,
-        b"text/html; charset=utf-8",
-        [
-            (
-                b"content-security-policy",
-                b"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
-                b"base-uri 'none'; form-action 'none'",
-            )
-        ],
-    )

@@ -112,11 +112,27 @@ def usage_of(
     return usage
 
 
+def head_of(object_name: str) -> Callable[[AnswerOptions], dict[str, object]]:
+    """Return how events of this kind begin in OpenAI's own streams."""
+    return lambda options: {
+        "id": options.response_id,
+        "object": object_name,
+        "created": options.created,
+        "model": options.model,
+    }
+
+
+def token_ids_json(token_ids: Sequence[int] | None) -> bytes:
+    """Return a choice's ``token_ids`` as JSON that goes on."""
+    return b',"token_ids":' + (b"null" if token_ids is None else encode_json(list(token_ids)))
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """How a dialect spells one choice of a streamed chunk."""
 
-    object_name: str
+    head: Callable[[AnswerOptions], dict[str, object]]
+    """What every event begins with, before its choices."""
     open: bytes
     """Before the text."""
     close: bytes
@@ -124,8 +140,9 @@ class Shape:
     plain_end: bytes
     """The rest of a choice that has neither log-probabilities nor a finish."""
     logprobs: Callable[[Sequence[PositionLogprobs], AnswerOptions], object]
-    prompt_ids: Callable[[bytes], bytes]
-    """What an event's choice says of its prompt's ids (int32; empty: nothing to tell), as JSON that goes on."""
+    ids: Callable[[Sequence[int] | None, bytes], bytes]
+    """What an event's choice says of ids at its end, as JSON that goes on: of its tokens (None: not asked for), and its
+    prompt's (int32; empty: nothing to tell)."""
     on_start: Callable[[ChunkWriter, int, Started], list[bytes]]
     """The events that come before the text of a choice, given its index."""
     channels: Callable[[int, Delta], bytes] | None = None
@@ -150,15 +167,7 @@ class ChunkWriter:
         self._event_id = b"" if stream_id is None else b"id: " + str(stream_id).encode() + b":"
         self.shape = shape
         self.options = options
-        head = encode_json(
-            {
-                "id": options.response_id,
-                "object": shape.object_name,
-                "created": options.created,
-                "model": options.model,
-            }
-        )
-        self._head = b"data: " + head[:-1] + b',"choices":['
+        self._head = b"data: " + encode_json(shape.head(options))[:-1] + b',"choices":['
         self._prefixes = [
             b'%s{"index":%d,%s' % (self._head, index, shape.open)
             for index in range(num_prompts * options.num_choices)
@@ -266,9 +275,7 @@ class ChunkWriter:
                 encode_json(reason),
                 b',"stop_reason":',
                 encode_json(stop),
-                b',"token_ids":',
-                b"null" if token_ids is None else encode_json(list(token_ids)),
-                self.shape.prompt_ids(prompt_ids),
+                self.shape.ids(token_ids, prompt_ids),
                 b"}",
                 self._end_with(usage),
             )

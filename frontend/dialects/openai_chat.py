@@ -16,7 +16,9 @@ from quintet.frontend.dialects.openai_answer import (
     Shape,
     encode_json,
     finish_name,
+    head_of,
     options_of,
+    token_ids_json,
     usage_of,
 )
 from quintet.frontend.dialects.openai_best import BeamRequest, beam_answer, best, ranked
@@ -89,7 +91,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
     answer = ChatAnswer(1, params.n, interval, options, conversation.role, prefix, channels)
     claim = claim_for(answer, config) if body.stream else None
     deadline_ns = parse.deadline_ns(body, exchange)
-    _refuse_missing(body)
+    refuse_missing(body)
     if body.use_beam_search:
         prompts, gives_way = [conversation.prompt], parse.chat_max_tokens(body) is None
         request = BeamRequest(prompts, body, params, "messages", gives_way, options, deadline_ns, reading)
@@ -240,7 +242,8 @@ def check_chat(body: ChatBody, config: EngineConfig) -> None:
         )
 
 
-def _refuse_missing(body: ChatBody) -> None:
+def refuse_missing(body: ChatBody) -> None:
+    """Refuse what this server does not have."""
     for name, raw in (("functions", body.functions), ("function_call", body.function_call)):
         if parse.json_of(raw) not in {b"", b"[]", b'"none"'}:
             raise parse.not_implemented(
@@ -296,12 +299,14 @@ def chat_shape(role: str, prefix: str, channels: Channels | None = None) -> Shap
         return [*frames, writer.chunk(index, prefix, usage=usage)] if prefix else frames
 
     return Shape(
-        object_name="chat.completion.chunk",
+        head=head_of("chat.completion.chunk"),
         open=b'"delta":{"content":',
         close=b"}",
         plain_end=b',"logprobs":null,"finish_reason":null,"token_ids":null',
         logprobs=chat_logprobs,
-        prompt_ids=lambda _: b"",  # the first event has them, beside its choice
+        ids=lambda token_ids, _: token_ids_json(
+            token_ids
+        ),  # the first event has the prompt's, beside its choice
         on_start=on_start,
         channels=None if channels is None else functools.partial(by_channel, channels),
     )
@@ -321,7 +326,7 @@ def _whole(outputs: list[Output], submissions: Submissions, how: ChatAnswer) -> 
         "object": "chat.completion",
         "created": options.created,
         "model": options.model,
-        "choices": [_choice(output, how) for output in outputs],
+        "choices": [choice_of(output, how) for output in outputs],
         "usage": usage_of(submissions.streams, streams_per_prompt=submissions.streams_per_prompt),
         "prompt_logprobs": prompt_logprobs(started, options) if started is not None else None,
     }
@@ -332,7 +337,8 @@ def _whole(outputs: list[Output], submissions: Submissions, how: ChatAnswer) -> 
     return answer
 
 
-def _choice(output: Output, how: ChatAnswer) -> dict[str, object]:
+def choice_of(output: Output, how: ChatAnswer) -> dict[str, object]:
+    """Return one choice of a whole answer."""
     options = how.options
     if how.channels is None:
         message: dict[str, object] = {"role": how.role, "content": how.prefix + output.text, "refusal": None}

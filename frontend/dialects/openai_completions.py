@@ -15,7 +15,9 @@ from quintet.frontend.dialects.openai_answer import (
     Shape,
     encode_json,
     finish_name,
+    head_of,
     options_of,
+    token_ids_json,
     usage_of,
 )
 from quintet.frontend.dialects.openai_best import BeamRequest, beam_answer, best, ranked
@@ -53,13 +55,13 @@ async def completions(service: Service, exchange: Exchange) -> None:
     parse.check_combinations(body, config)
     prompts = parse_prompts(body, config.model)
     _check_suffix(body, prompts)
-    params = _params(body, config)
+    params = completion_params(body, config)
     options = options_of("cmpl", body, params, exchange, config.model)
     interval = body.stream_interval or 1
     answer = CompletionAnswer(len(prompts), params.n, interval, options)
     claim = claim_for(answer, config) if body.stream else None
     deadline_ns = parse.deadline_ns(body, exchange)
-    _refuse_missing(body)
+    refuse_missing(body)
     if body.use_beam_search:
         gives_way = body.max_tokens is None
         request = BeamRequest(prompts, body, params, "prompt", gives_way, options, deadline_ns)
@@ -103,7 +105,8 @@ async def completions(service: Service, exchange: Exchange) -> None:
         await exchange.respond_json(_whole(outputs, submissions, options))
 
 
-def _refuse_missing(body: CompletionBody) -> None:
+def refuse_missing(body: CompletionBody) -> None:
+    """Refuse what this server does not have."""
     if parse.json_of(body.prompt_embeds):
         raise parse.not_implemented("prompt_embeds", "prompts as embeddings", "Send text or token ids.")
     parse.refuse_missing(body)
@@ -137,7 +140,7 @@ def parse_prompts(body: CompletionBody, model: ModelConfig) -> list[TextPrompt |
         raise parse.invalid("prompt is []; it must hold at least one token id or prompt.", "prompt")
     ids = [item for item in given if isinstance(item, int)]
     if len(ids) == len(given):
-        return [_token_prompt(ids, body, model)]
+        return [token_prompt(ids, body, model)]
     if ids:
         raise parse.invalid(
             "prompt mixes token ids with prompts; send one list of ids, or a list whose elements are all texts or "
@@ -145,13 +148,14 @@ def parse_prompts(body: CompletionBody, model: ModelConfig) -> list[TextPrompt |
             "prompt",
         )
     return [
-        TextPrompt(item, special, suffix) if isinstance(item, str) else _token_prompt(item, body, model)
+        TextPrompt(item, special, suffix) if isinstance(item, str) else token_prompt(item, body, model)
         for item in given
         if not isinstance(item, int)
     ]
 
 
-def _token_prompt(ids: Sequence[int], body: CompletionBody, model: ModelConfig) -> TokenPrompt:
+def token_prompt(ids: Sequence[int], body: CompletionBody, model: ModelConfig) -> TokenPrompt:
+    """Return checked ids as a prompt. Raises `RequestError`."""
     if len(ids) > model.max_model_len and body.truncate_prompt_tokens is None:
         raise RequestError(
             ErrorCode.TOO_LONG,
@@ -165,7 +169,8 @@ def _token_prompt(ids: Sequence[int], body: CompletionBody, model: ModelConfig) 
     return TokenPrompt(pack_i32(ids))
 
 
-def _params(body: CompletionBody, config: EngineConfig) -> SamplingParams:
+def completion_params(body: CompletionBody, config: EngineConfig) -> SamplingParams:
+    """Return the checked sampling parameters of a request."""
     model = config.model
     default = int(model.generation_defaults.get("max_tokens", DEFAULT_MAX_TOKENS))
     max_tokens = default if body.max_tokens is None else body.max_tokens
@@ -195,17 +200,18 @@ def _on_start(writer: ChunkWriter, index: int, started: Started) -> list[bytes]:
     ]
 
 
-def _prompt_ids(prompt_ids: bytes) -> bytes:
-    return b',"prompt_token_ids":' + encode_json(list(unpack_i32(prompt_ids)) if prompt_ids else None)
+def _ids(token_ids: Sequence[int] | None, prompt_ids: bytes) -> bytes:
+    prompt = encode_json(list(unpack_i32(prompt_ids)) if prompt_ids else None)
+    return token_ids_json(token_ids) + b',"prompt_token_ids":' + prompt
 
 
 SHAPE = Shape(
-    object_name="text_completion",
+    head=head_of("text_completion"),
     open=b'"text":',
     close=b"",
     plain_end=b',"logprobs":null,"finish_reason":null,"stop_reason":null,"token_ids":null,"prompt_token_ids":null',
     logprobs=completion_logprobs,
-    prompt_ids=_prompt_ids,
+    ids=_ids,
     on_start=_on_start,
 )
 

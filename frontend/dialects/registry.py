@@ -10,10 +10,17 @@ from typing import Any
 
 import msgspec
 
-from quintet.frontend.dialects import anthropic_errors, openai_chat, openai_completions, openai_errors
+from quintet.frontend.dialects import (
+    anthropic_errors,
+    generate,
+    openai_chat,
+    openai_completions,
+    openai_errors,
+)
 from quintet.frontend.dialects.answer import AnswerWriter, BeforeEnd
 from quintet.frontend.dialects.anthropic_events import MessagesAnswer, MessagesWriter
 from quintet.frontend.dialects.claims import Answer
+from quintet.frontend.dialects.generate import GenerateAnswer
 from quintet.frontend.dialects.openai_chat import ChatAnswer
 from quintet.frontend.dialects.openai_completions import CompletionAnswer
 from quintet.frontend.dialects.position import Position, StreamId
@@ -40,6 +47,7 @@ DIALECTS: dict[type[Answer], Dialect] = {
     CompletionAnswer: Dialect(openai_errors.ERRORS, openai_completions.writer),
     ChatAnswer: Dialect(openai_errors.ERRORS, openai_chat.writer),
     MessagesAnswer: Dialect(anthropic_errors.ERRORS, MessagesWriter),
+    GenerateAnswer: Dialect(openai_errors.ERRORS, generate.writer),
     ResponsesAnswer: Dialect(openai_errors.ERRORS, ResponsesWriter, is_retold=True, before_end=keep_end),
 }
 """By what its claims hold."""

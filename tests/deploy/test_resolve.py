@@ -11,10 +11,9 @@ from typing import Any
 import psutil
 import pytest
 
-from quintet.deploy.resolve import network, rules
+from quintet.deploy.resolve import rules
 from quintet.deploy.resolve.build import Resolution, resolve
 from quintet.deploy.resolve.card import read_facts
-from quintet.deploy.resolve.flag_table import make_options
 from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.memory import (
     ATTENTION_SCRATCH_BYTES,
@@ -563,23 +562,3 @@ def test_a_tokenizer_that_cannot_be_converted_is_one_line_of_advice(tmp_path: Pa
     (tmp_path / "tokenizer.model").write_bytes(b"nonsense")
     with pytest.raises(ConfigError, match=r"only tokenizer\.model, and transformers could not.*--tokenizer"):
         tokenizer_folder(tmp_path, cache=tmp_path / "cache")
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ({"ssl_keyfile": "k.pem"}, "without --ssl-certfile"),
-        ({"ssl_certfile": "/nowhere/c.pem"}, "which is no file"),
-        ({"ssl_certfile": __file__}, "cannot be used"),
-        ({"uds": "/tmp/" + "x" * 108}, "a socket may have 107"),
-        ({"allow_credentials": True, "allowed_origins": ['["*"]']}, "Name the origins"),
-        ({"allowed_origins": ["[1]"]}, "a JSON list of strings"),
-    ],
-)
-def test_doors_that_cannot_be_opened_are_refused(flags: dict[str, object], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        network.check(make_options(flags, "the command line"))
-
-
-def test_lists_are_words_or_json() -> None:
-    assert network.listed(["a", '["b", "c"]'], "--allowed-origins") == ["a", "b", "c"]

@@ -371,3 +371,26 @@ def test_one_door_for_both_kinds_of_requests(shared: Any) -> None:
     assert (
         neither.status == 400 and "messages and prompt are both missing" in neither.json["error"]["message"]
     )
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/inference/v1/generate", {"token_ids": []}, "token_ids holds an empty list"),
+        ("/inference/v1/generate", {"token_ids": [1000]}, "token_ids holds the token id 1000"),
+        ("/inference/v1/generate", {"token_ids": [1] * 300}, "token_ids holds 300 token ids"),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": 5}, "sampling_params is no object"),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"top_p": 2}}, "top_p is 2"),
+        ("/inference/v1/generate", {"token_ids": [1], "features": {"image": 1}}, "input other than text"),
+        ("/v1/chat/completions/batch", {"messages": []}, "at least one conversation"),
+        ("/v1/chat/completions/batch", {"messages": [[]]}, "at least one message"),
+        ("/v1/chat/completions/batch", {"messages": [{"role": "user"}]}, "must be array"),
+        ("/v1/chat/completions/batch", {"messages": [], "stream": True}, "cannot be streamed"),
+        ("/v1/completions/render", {"prompt": "x" * 250, "max_tokens": 9}, "prompt has 250 tokens"),
+    ],
+)
+def test_mistakes_at_the_doors_beside_the_great_ones(
+    shared: Any, path: str, body: dict[str, Any], words: str
+) -> None:
+    answer = shared.ask("POST", path, body)
+    assert answer.status == 400 and words in answer.json["error"]["message"], answer.json

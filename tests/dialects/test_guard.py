@@ -14,8 +14,12 @@ import pytest
 
 from quintet.frontend.app import ROUTES
 
-OPEN = {"/livez", "/readyz", "/health", "/ping"}
-GUARDED = [row.path.replace("{id:path}", "toy") for row in ROUTES if row.path not in OPEN] + ["/", "/nowhere"]
+OPEN = {"/livez", "/readyz", "/health", "/ping", "/openapi.json", "/docs", "/docs/start.js"}
+GUARDED = [
+    row.path.replace("{id:path}", "toy")
+    for row in ROUTES
+    if row.path not in OPEN and row.path != "/docs/{name}"
+] + ["/", "/nowhere"]
 COMPLETION = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
 
 

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 
 import openai
@@ -221,3 +222,26 @@ def test_an_echo_of_special_tokens(client: openai.OpenAI, model: str) -> None:
     assert told.tokens[:3] == ["token_id:0"] * 3 and len(told.tokens) == 4
     assert "".join(shown.tokens[:3]) == plain.choices[0].text
     assert shown.text_offset == [len("".join(shown.tokens[:i])) for i in range(4)]
+
+
+def test_rendered_and_generated_is_answered(server: Server, client: openai.OpenAI, model: str) -> None:
+    ask = {"model": model, "prompt": "def fibonacci(n):", "max_tokens": 12, "temperature": 0}
+    plain = client.completions.create(**ask, extra_body={"return_token_ids": True}).choices[0]  # type: ignore[call-overload]
+    status, (rendered,) = server.post("/v1/completions/render", ask)
+    assert status == 200 and rendered["token_ids"] == plain.prompt_token_ids
+    status, whole = server.post("/inference/v1/generate", rendered)
+    assert status == 200 and whole["choices"][0]["token_ids"] == plain.token_ids
+    assert whole["choices"][0]["finish_reason"] == plain.finish_reason
+    request = urllib.request.Request(
+        server.url + "/inference/v1/generate",
+        json.dumps({**rendered, "stream": True}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        first = answer.readline().decode()  # and the connection is lost
+    stream, _, position = first.removeprefix("id: ").strip().partition(":")
+    assert position.isdigit()
+    status, rest = server.get(f"/v1/streams/{stream}?from={position}")
+    events = [json.loads(line[6:]) for line in rest.split("\n") if line.startswith("data: {")]
+    told = [token for event in events for choice in event["choices"] for token in choice["token_ids"]]
+    assert status == 200 and told == plain.token_ids[int(position) :]

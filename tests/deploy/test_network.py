@@ -1,0 +1,29 @@
+"""What is wrong with the network's flags is said before anybody listens."""
+
+from __future__ import annotations
+
+import pytest
+
+from quintet.deploy.resolve import network
+from quintet.deploy.resolve.flag_table import make_options
+from quintet.wire.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"ssl_keyfile": "k.pem"}, "without --ssl-certfile"),
+        ({"ssl_certfile": "/nowhere/c.pem"}, "which is no file"),
+        ({"ssl_certfile": __file__}, "cannot be used"),
+        ({"uds": "/tmp/" + "x" * 108}, "a socket may have 107"),
+        ({"allow_credentials": True, "allowed_origins": ['["*"]']}, "Name the origins"),
+        ({"allowed_origins": ["[1]"]}, "a JSON list of strings"),
+    ],
+)
+def test_doors_that_cannot_be_opened_are_refused(flags: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        network.check(make_options(flags, "the command line"))
+
+
+def test_lists_are_words_or_json() -> None:
+    assert network.listed(["a", '["b", "c"]'], "--allowed-origins") == ["a", "b", "c"]
