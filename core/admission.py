@@ -6,6 +6,7 @@ from quintet.core.kv.groups import Groups
 from quintet.core.kv.prefix import salt_digest
 from quintet.core.outbox import Effects, TokensBuilders
 from quintet.core.policy import Policy
+from quintet.core.repetition import Repetition
 from quintet.core.request import Request
 from quintet.core.state import Limits, State
 from quintet.wire.codec import unpack_i32
@@ -41,7 +42,7 @@ def make_requests(
     seed = admit.request_id if params.seed is None else params.seed
     start = salt_digest(spec.cache_salt)
     limit = length_limit(len(prompt), params.max_tokens, limits)
-    taken = limits.taken_by(limit)
+    taken, watched = limits.taken_by(limit), params.repetition_detection
     requests: list[Request] = []
     for choice in range(params.n):
         requests.append(
@@ -71,6 +72,7 @@ def make_requests(
                 deadline_ns=spec.deadline_ns,
                 origin=None if spec.claim is None else admit,
                 reading=spec.reading,
+                repetition=None if watched is None else Repetition(watched),
                 length=len(prompt) + len(outputs),
             )
         )

@@ -76,7 +76,7 @@ def _apply_tokens(
         add_index(end - request.num_prompt)
         add_token(token)
         request.tokens.append(token)
-        if token in request.stops or end + 1 >= request.limit:
+        if token in request.stops or end + 1 >= request.limit or request.repetition is not None:
             ending = ending_of(request)
             if ending is not None:
                 builder.finishes[len(builder.request_ids) - 1] = ending
@@ -115,6 +115,9 @@ def ending_of(request: Request) -> Ending | None:
         is_named = request.stops.get(request.tokens[-1])
         if is_named is not None:
             return FinishReason.STOP, is_named
+        watch = request.repetition
+        if watch is not None and watch.has_come(request.tokens, request.num_prompt):
+            return FinishReason.REPETITION, False
     return (FinishReason.LENGTH, False) if len(request.tokens) >= request.limit else None
 
 

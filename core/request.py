@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from quintet.core.kv.held import Held
+from quintet.core.repetition import Repetition
 from quintet.wire.messages import Admit
 from quintet.wire.params import SamplingParams
 from quintet.wire.request import Echo, Reading
@@ -66,6 +67,8 @@ class Request:
     """When it must have ended; 0 for never."""
     reading: Reading | None = None
     """Which parsers read its text: only its detokenizer looks inside."""
+    repetition: Repetition | None = None
+    """Set where it is to end when its outputs repeat themselves."""
     is_yielding: bool = False
     """Whether it only waits for the token that a step in flight draws, to be preempted then (`State.give_way`)."""
     is_departing: bool = False

@@ -322,7 +322,7 @@ class Steps:
         del self._open[request_id]
         stop_reason: str | int | None = request.hit
         if request.hit is None:
-            stop_reason = stop_id
+            stop_reason = "repetition_detected" if finish is FinishReason.REPETITION else stop_id
         elif not finish:
             self._tell_core(request)
         reason = finish if request.hit is None else FinishReason.STOP

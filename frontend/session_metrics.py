@@ -43,7 +43,8 @@ class SessionMetrics:
             reason: metrics.counter(
                 "request_success", "Choices that ended, by reason.", finished_reason=reason.name.lower()
             )
-            for reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR)
+            for reason in FinishReason
+            if reason
         }
         self.live = metrics.gauge("live_requests", "Requests this frontend holds.")
         self.adopted = metrics.counter("adopted_requests", "Streams whose clients came back for the rest.")

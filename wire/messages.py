@@ -25,6 +25,7 @@ class FinishReason(IntEnum):
     LENGTH = 2
     ABORT = 3
     ERROR = 4
+    REPETITION = 5
 
 
 # --- a request's way in: frontend -> tokenizer -> core ---------------------------------------------------------

@@ -27,6 +27,8 @@ MAX_BAD_WORD_CHARS = 1024
 MAX_SHOWN = 100
 """Characters of a client's value that an error repeats."""
 MAX_LOGPROB_IDS = 128
+MAX_PATTERN = 128
+"""Tokens of a pattern that is looked for: each size is looked at with every token."""
 GREEDY_BELOW = 1e-5
 MIN_TEMPERATURE = 0.01
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 1e3
@@ -39,6 +41,24 @@ class OutputKind(IntEnum):
     CUMULATIVE = 0
     DELTA = 1
     FINAL_ONLY = 2
+
+
+class RepetitionDetectionParams(msgspec.Struct, array_like=True, kw_only=True):
+    """When an output counts as going round in circles: a pattern of so many tokens comes so often, one after the other."""
+
+    max_pattern_size: int = 0
+    """0 looks for none."""
+    min_pattern_size: int = 0
+    """0 is 1."""
+    min_count: int = 0
+
+    @property
+    def makes_sense(self) -> bool:
+        """Whether such patterns can be looked for."""
+        sizes_fit = (
+            0 <= self.min_pattern_size <= self.max_pattern_size and 1 <= self.max_pattern_size <= MAX_PATTERN
+        )
+        return sizes_fit and 2 <= self.min_count <= MAX_COUNT
 
 
 class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_defaults=True):
@@ -77,6 +97,7 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
     truncate_prompt_tokens: int | None = None
     truncation_side: str = "left"
     structured_outputs: StructuredOutputsParams | None = None
+    repetition_detection: RepetitionDetectionParams | None = None
     thinking_token_budget: int | None = None
     """Most tokens of reasoning; None or -1 for no limit."""
     thinking_bound: ThinkingBound | None = None
@@ -114,6 +135,16 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
             changes["thinking_token_budget"] = None
         if self.logit_bias:
             changes["logit_bias"] = {t: min(100.0, max(-100.0, b)) for t, b in self.logit_bias.items()}
+        watched = self.repetition_detection
+        if watched is not None and watched.max_pattern_size == 0:
+            changes["repetition_detection"] = None
+        elif watched is not None and not watched.makes_sense:
+            raise _bad(
+                "repetition_detection",
+                msgspec.structs.asdict(watched),
+                f"max_pattern_size between 1 and {MAX_PATTERN} (or 0 to look for nothing), min_pattern_size at most that, and "
+                "min_count at least 2",
+            )
         if self.structured_outputs is not None:
             changes["structured_outputs"] = self.structured_outputs.checked()
         return msgspec.structs.replace(self, **changes) if changes else self

@@ -127,6 +127,7 @@ class Sense:
             and (p.truncate_prompt_tokens is None or -1 <= p.truncate_prompt_tokens <= MAX_COUNT)
             and "" not in p.stop
             and (p.structured_outputs is None or p.structured_outputs.is_one_form)
+            and (p.repetition_detection is None or p.repetition_detection.makes_sense)
             and (p.thinking_bound is None or self._bound(p.thinking_bound))
             and self._in_vocabulary(p.stop_token_ids)
             and self._in_vocabulary(p.allowed_token_ids)

@@ -33,6 +33,7 @@ _FINISH_NAMES = {
     FinishReason.LENGTH: "length",
     FinishReason.ABORT: "abort",
     FinishReason.ERROR: "error",
+    FinishReason.REPETITION: "repetition",
 }
 
 

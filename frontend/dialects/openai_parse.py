@@ -13,7 +13,7 @@ from quintet.frontend.dialects.openai_types import SHARED_SAMPLING_FIELDS, ChatB
 from quintet.frontend.exchange import MAX_REQUEST_ID, REQUEST_ID, REQUEST_ID_HEADER, Exchange
 from quintet.wire.config import EngineConfig, ModelConfig
 from quintet.wire.errors import ErrorCode, RequestError
-from quintet.wire.params import MAX_SHOWN, SamplingParams, shown
+from quintet.wire.params import MAX_SHOWN, RepetitionDetectionParams, SamplingParams, shown
 
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 PartT = TypeVar("PartT")
@@ -137,6 +137,9 @@ def sampling_params(
     values["max_tokens"] = max_tokens
     values["logprobs"] = logprobs
     values["structured_outputs"] = form_of(body)
+    if body.repetition_detection is not None:
+        watched = msgspec.structs.asdict(body.repetition_detection)
+        values["repetition_detection"] = RepetitionDetectionParams(**watched)
     return SamplingParams(**values)
 
 
@@ -158,7 +161,6 @@ def refuse_missing(body: GenerationBody) -> None:
         "kv_transfer_params",
         "ec_transfer_params",
         "vllm_xargs",
-        "repetition_detection",
         "watermarking",
     ):
         if json_of(getattr(body, name)) not in {b"", b"{}", b"false"}:

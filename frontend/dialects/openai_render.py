@@ -107,6 +107,8 @@ def _told(params: SamplingParams) -> dict[str, object]:
     told = {name: value for name, value in _changed(params, SamplingParams()).items() if name not in NOT_TOLD}
     told["max_tokens"] = params.max_tokens
     form = params.structured_outputs
+    if params.repetition_detection is not None:
+        told["repetition_detection"] = msgspec.structs.asdict(params.repetition_detection)
     if form is not None:
         told["structured_outputs"] = _changed(form, StructuredOutputsParams())
     return told

@@ -39,6 +39,16 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
     format: RawField = msgspec.UNSET
 
 
+class RepetitionDetection(msgspec.Struct, kw_only=True):
+    """End an answer that repeats a pattern of tokens."""
+
+    max_pattern_size: int = 0
+    """0 looks for none."""
+    min_pattern_size: int = 0
+    min_count: int = 0
+    """How often the pattern must come, at least 2."""
+
+
 class GenerationBody(msgspec.Struct, kw_only=True):
     """Fields that completions and chat completions share."""
 
@@ -94,7 +104,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     kv_transfer_params: RawField = msgspec.UNSET
     ec_transfer_params: RawField = msgspec.UNSET
     vllm_xargs: RawField = msgspec.UNSET
-    repetition_detection: RawField = msgspec.UNSET
+    repetition_detection: RepetitionDetection | None = None
     watermarking: RawField = msgspec.UNSET
     thinking_token_budget: int | None = None
     stream_interval: int | None = None
@@ -215,6 +225,6 @@ class ErrorBody(msgspec.Struct, kw_only=True):
 SHARED_SAMPLING_FIELDS = tuple(
     name
     for name in SamplingParams.__struct_fields__
-    if name in GenerationBody.__struct_fields__ and name != "structured_outputs"
+    if name in GenerationBody.__struct_fields__ and name not in {"structured_outputs", "repetition_detection"}
 )
 """Fields of a body that are fields of `SamplingParams` by the same name, and of the same type."""

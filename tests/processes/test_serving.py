@@ -245,3 +245,16 @@ def test_rendered_and_generated_is_answered(server: Server, client: openai.OpenA
     events = [json.loads(line[6:]) for line in rest.split("\n") if line.startswith("data: {")]
     told = [token for event in events for choice in event["choices"] for token in choice["token_ids"]]
     assert status == 200 and told == plain.token_ids[int(position) :]
+
+
+def test_an_answer_that_goes_round_in_circles_ends(client: openai.OpenAI, model: str) -> None:
+    answer = client.completions.create(
+        model=model,
+        prompt="def fibonacci(n):",
+        max_tokens=40,
+        logit_bias={"100": 100},
+        extra_body={"repetition_detection": {"max_pattern_size": 3, "min_count": 5}},
+    )
+    choice, usage = answer.choices[0].model_dump(), answer.usage
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("repetition", "repetition_detected")
+    assert usage is not None and usage.completion_tokens == 5

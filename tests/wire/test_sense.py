@@ -143,7 +143,7 @@ def test_what_our_processes_send_makes_sense(sense: Sense, make: Callable[..., m
         tokens(request_ids=b""),
         tokens(num_tokens=b"\1"),
         tokens(token_ids=pack_i32([1, 8])),
-        tokens(finishes=b"\5"),
+        tokens(finishes=b"\6"),
         tokens(named_stops=b"abc"),
         tokens(named_stops=pack_i32([-1])),
         tokens(named_stops=pack_i32([1])),
