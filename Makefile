@@ -17,7 +17,7 @@ PARALLEL := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 CLIENTS := $(patsubst tests/clients/requirements/%.txt,.venv/clients/%/installed,$(wildcard tests/clients/requirements/*.txt))
 
-.PHONY: help install serve chat test test-all lint types check bench-overhead model cubins clients gpu-check clean
+.PHONY: help install serve chat test test-all lint types check bench-overhead model cubins clients fuzz gpu-check clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/' | expand -t 18
@@ -83,6 +83,11 @@ $(TOOLCHAIN): csrc/cuda/toolchain.txt | $(STAMP)
 	rm -rf $(CUDA)
 	$(PIP) --no-deps --no-compile --target $(CUDA) $$(grep '^nvidia.*$(COMPILERS)' $<)
 	@touch $@
+
+fuzz: install  ## schemathesis asks a real server all that /openapi.json allows, and much that it does not
+	@[ -x .venv/fuzz/bin/schemathesis ] || \
+	  { $(PYTHON) -m venv .venv/fuzz && .venv/fuzz/bin/pip install -q 'schemathesis>=4.32,<5'; }
+	$(BIN)/python -m tests.processes.fuzz .venv/fuzz/bin/schemathesis $(ARGS)
 
 gpu-check: install  ## the GPU checklist of docs/gpu.md, in one command
 	@$(BIN)/python -c 'import cupy' 2>/dev/null || $(PIP) \

@@ -14,7 +14,14 @@ from quintet.wire.config import SchedulerConfig
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.kv_spec import KvSpec
 from quintet.wire.messages import Admit, FinishReason
-from quintet.wire.params import seed_of_choice
+from quintet.wire.params import SamplingParams, seed_of_choice
+
+
+def _stops_of(params: SamplingParams, eos_token_ids: list[int]) -> dict[int, bool]:
+    stops = {} if params.ignore_eos else dict.fromkeys(eos_token_ids, False)
+    for token in params.stop_token_ids:
+        stops.setdefault(token, True)
+    return stops
 
 
 def make_requests(
@@ -36,9 +43,7 @@ def make_requests(
     outputs = list(unpack_i32(spec.output_ids))
     tokens = prompt + outputs
     check_fits(len(prompt), limits)
-    stops = {} if params.ignore_eos else dict.fromkeys(eos_token_ids, False)
-    for token in params.stop_token_ids:
-        stops.setdefault(token, True)
+    stops = _stops_of(params, eos_token_ids)
     seed = admit.request_id if params.seed is None else params.seed
     start = salt_digest(spec.cache_salt)
     limit = length_limit(len(prompt), params.max_tokens, limits)

@@ -11,6 +11,7 @@ from quintet.frontend.dialects import anthropic_types, generate_types, responses
 from quintet.frontend.dialects import openai_types as types
 from quintet.frontend.exchange import MAX_REQUEST_ID, Exchange
 from quintet.frontend.guard import is_open
+from quintet.frontend.openapi_answers import responses
 from quintet.frontend.service import Service
 from quintet.wire.params import (
     MAX_CHOICES,
@@ -192,7 +193,7 @@ def _operation(path: str, summary: str, body: type | None, example: Schema | Non
     error = {"content": {"application/json": {"schema": {"$ref": REF.format(name=shape)}}}}
     operation: Schema = {
         "summary": summary,
-        "responses": {"200": {"description": "Done"}, "4XX": {"description": "Refused", **error}},
+        "responses": responses(path, error),
     }
     if body is not None:
         operation["requestBody"] = {
@@ -201,7 +202,6 @@ def _operation(path: str, summary: str, body: type | None, example: Schema | Non
                 "application/json": {"schema": {"$ref": REF.format(name=body.__name__)}, "example": example}
             },
         }
-        operation["responses"]["5XX"] = {"description": "Try again later, or report it", **error}
     names = re.findall(r"{(\w+)}", path)
     if names:
         operation["parameters"] = [

@@ -112,10 +112,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
         )
     facts, more_notes = rules.fit_facts(facts, fitted)
     notes.extend(more_notes)
-    warning = None
-    if http:
-        network.check(options)
-        warning = None if options.uds else rules.advise_open_server(options.host, bool(options.api_key))
+    warning = network.check(options) if http else None
     if warning is not None:
         notes.append(warning)
     model, parsers_note = _model_config(options, facts, dtype, kv, fitted)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from quintet.deploy.resolve import rules
 from quintet.deploy.resolve.flags import Options
 from quintet.wire.errors import ConfigError
 
@@ -29,8 +30,8 @@ def listed(words: Sequence[str], flag: str) -> list[str]:
     return names
 
 
-def check(options: Options) -> None:
-    """Reject what could not be served, with advice. Raises `ConfigError`."""
+def check(options: Options) -> str | None:
+    """Reject what could not be served, with advice; return a word of warning for an open door. Raises `ConfigError`."""
     _check_certificates(options)
     if len(options.uds.encode()) > MAX_SOCKET_PATH:
         raise ConfigError(
@@ -43,6 +44,7 @@ def check(options: Options) -> None:
             "--allow-credentials is given while --allowed-origins is *: any page could then act for whoever visits it. "
             "Name the origins."
         )
+    return None if options.uds else rules.advise_open_server(options.host, bool(options.api_key))
 
 
 def _check_certificates(options: Options) -> None:

@@ -1,0 +1,80 @@
+"""What the OpenAPI document says of answers: their content types, and which fields they always have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Schema = dict[str, Any]
+
+JSON, TEXT, HTML, EVENTS, ANY = "application/json", "text/plain", "text/html", "text/event-stream", "*/*"
+
+_CHOICES = ("id", "object", "created", "model", "choices", "usage")
+_RENDERED = ("request_id", "token_ids", "sampling_params", "model")
+_RESPONSE = ("id", "object", "created_at", "status", "model", "output")
+_FIELDS: dict[str, tuple[str, ...]] = {
+    "/v1/completions": _CHOICES,
+    "/v1/chat/completions": _CHOICES,
+    "/v1/chat/completions/batch": _CHOICES,
+    "/invocations": _CHOICES,
+    "/v1/chat/completions/render": _RENDERED,
+    "/inference/v1/generate": ("request_id", "choices", "usage"),
+    "/v1/messages": ("id", "type", "role", "content", "model", "stop_reason", "stop_sequence", "usage"),
+    "/v1/messages/count_tokens": ("input_tokens",),
+    "/v1/responses": _RESPONSE,
+    "/v1/responses/{id}/cancel": _RESPONSE,
+    "/v1/models": ("object", "data"),
+    "/v1/models/{id}": ("id", "object", "created", "owned_by"),
+    "/tokenize": ("count", "max_model_len", "tokens"),
+    "/detokenize": ("prompt",),
+    "/health": ("status", "processes", "missing"),
+    "/readyz": ("ready", "missing", "draining"),
+    "/version": ("version",),
+    "/load": ("server_load",),
+    "/openapi.json": ("openapi", "paths"),
+}
+_STREAMED = frozenset(
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/messages",
+        "/v1/responses",
+        "/v1/responses/{id}",
+        "/inference/v1/generate",
+        "/invocations",
+    }
+)
+_OTHER_KINDS = {
+    "/livez": TEXT,
+    "/ping": TEXT,
+    "/metrics": TEXT,
+    "/docs": HTML,
+    "/docs/{name}": ANY,
+    "/v1/streams/{id}": EVENTS,
+}
+_TELL_IN_503 = frozenset({"/health", "/readyz"})
+"""They answer with their own body while the server is not well."""
+
+
+def responses(path: str, error: Schema) -> Schema:
+    """Return the ``responses`` of an operation, whose errors look like ``error``."""
+    answer = {"content": _content(path)}
+    told = {
+        "200": {"description": "Done", **answer},
+        "4XX": {"description": "Refused", **error},
+        "5XX": {"description": "Try again later, or report it", **error},
+    }
+    if path in _TELL_IN_503:
+        told["503"] = {"description": "Not well", **answer}
+    return told
+
+
+def _content(path: str) -> Schema:
+    if path in _OTHER_KINDS:
+        return {_OTHER_KINDS[path]: {"schema": {}}}
+    schema: Schema = {"type": "object", "required": list(_FIELDS.get(path, ()))}
+    if path == "/v1/completions/render":
+        schema = {"type": "array", "items": {"type": "object", "required": list(_RENDERED)}}
+    content: Schema = {JSON: {"schema": schema}}
+    if path in _STREAMED:
+        content[EVENTS] = {"schema": {"type": "object", "required": ["data"]}}
+    return content
