@@ -7,8 +7,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quintet.detokenizer_proc.incremental import Decoder, PieceTable
+from quintet.detokenizer_proc.incremental import PieceTable
 from quintet.detokenizer_proc.rows import Steps
+from quintet.detokenizer_proc.text_state import TextState
 from quintet.detokenizer_proc.vocabulary import load_vocabulary
 from quintet.process.early import Early
 from quintet.process.runtime import Process, child_main
@@ -18,8 +19,19 @@ from quintet.wire.dropped import Dropped
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of, is_newer
 from quintet.wire.limits import FrameTooLarge
-from quintet.wire.messages import Detokenized, DetokenizeQuery, Failed, Live, StopHit, Text, Tokens, Unknown
+from quintet.wire.messages import (
+    Detokenized,
+    DetokenizeQuery,
+    Failed,
+    Live,
+    Open,
+    StopHit,
+    Text,
+    Tokens,
+    Unknown,
+)
 from quintet.wire.params import check_token_ids
+from quintet.wire.request import Echo
 from quintet.wire.supervision import Drain, Drained, Topology
 
 QUERY_SLICE = 4096
@@ -37,22 +49,33 @@ CORE = 0
 class QueryJob:
     """A `DetokenizeQuery` that is being answered, a slice at a time."""
 
-    def __init__(self, query: DetokenizeQuery, token_ids: Sequence[int], decoder: Decoder) -> None:
+    def __init__(self, query: DetokenizeQuery, token_ids: Sequence[int], state: TextState) -> None:
         self.query = query
         self._token_ids = token_ids
-        self._decoder = decoder
+        self._state = state
         self._position = 0
         self._parts: list[str] = []
 
-    def advance(self) -> str | None:
-        """Decode one slice; return the text when it was the last."""
-        push = self._decoder.push
-        end = self._position + QUERY_SLICE
-        self._parts += [push(token_id) for token_id in self._token_ids[self._position : end]]
+    def advance(self) -> Detokenized | None:
+        """Decode one slice; return the answer when it was the last."""
+        state, end = self._state, self._position + QUERY_SLICE
+        self._parts.append(state.add(self._token_ids[self._position : end]))
         self._position = end
-        if end < len(self._token_ids):
+        if end < len(self._token_ids) and state.hit is None:
             return None
-        return "".join(self._parts) + self._decoder.flush()
+        if state.hit is None:
+            self._parts.append(state.finish())
+        answer = Detokenized(self.query.query_id, "".join(self._parts))
+        reader = state.reader
+        if reader is not None:
+            answer.spans = reader.take_spans()
+            answer.num_reasoning_tokens, answer.num_calls = reader.num_reasoning_tokens, reader.num_calls
+        return answer
+
+
+def _text_alone(query_id: int) -> Open:
+    """Return how a text begins that is no request's output: with nothing before it, and nothing of it hidden."""
+    return Open(query_id, 0, 0, b"", [], False, False, True, True, Echo.NONE, False, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,20 +263,20 @@ class Detokenizer:
             failed = Failed(query.query_id, error.code, error.message, error.param)
             self._process.peers.send(Role.FRONTEND, query.frontend, Detokenized(query.query_id, "", failed))
             return
-        table = self._skipping if query.skip_special_tokens else self._showing
-        self._jobs.append(QueryJob(query, token_ids, table.decoder()))
+        state = self._steps.text_state(query.opened or _text_alone(query.query_id))
+        self._jobs.append(QueryJob(query, token_ids, state))
 
     def _advance_query(self) -> None:
         job = self._jobs.popleft()
-        text = job.advance()
-        if text is None:
+        answer = job.advance()
+        if answer is None:
             self._jobs.append(job)
         else:
-            self._answer(job.query, text)
+            self._answer(job.query, answer)
 
-    def _answer(self, query: DetokenizeQuery, text: str) -> None:
+    def _answer(self, query: DetokenizeQuery, answer: Detokenized) -> None:
         try:
-            self._process.peers.send(Role.FRONTEND, query.frontend, Detokenized(query.query_id, text))
+            self._process.peers.send(Role.FRONTEND, query.frontend, answer)
         except FrameTooLarge as error:
             words = f"the text has {error.num_bytes} bytes, and at most {error.most} can be told at a time; send fewer ids."
             failed = Failed(query.query_id, ErrorCode.TOO_LARGE, words, "tokens")

@@ -244,6 +244,11 @@ class Steps:
                     entries.get(row),
                 )
 
+    def text_state(self, opened: Open) -> TextState:
+        """Return the text of an output that belongs to no request of this process."""
+        table, reader = self._readings.table_of(opened), self._readings.reader_of(opened)
+        return TextState(opened, table, self._stops.automaton(opened.stop), reader)
+
     def _begin(self, opened: Open) -> None:
         request_id = opened.request_id
         ended = self._ended.get(request_id)

@@ -21,6 +21,7 @@ from quintet.frontend.dialects.generate import generate
 from quintet.frontend.dialects.openai_batch import batch
 from quintet.frontend.dialects.openai_chat import chat_completions
 from quintet.frontend.dialects.openai_completions import completions
+from quintet.frontend.dialects.openai_derender import derender_chat, derender_completions
 from quintet.frontend.dialects.openai_invocations import invocations
 from quintet.frontend.dialects.openai_render import render_chat, render_completions
 from quintet.frontend.dialects.openai_tokenize import detokenize, tokenize, tokenizer_info
@@ -58,6 +59,8 @@ ROUTES = (
     Row("/v1/chat/completions/batch", ("POST",), batch),
     Row("/v1/chat/completions/render", ("POST",), render_chat),
     Row("/v1/completions/render", ("POST",), render_completions),
+    Row("/v1/chat/completions/derender", ("POST",), derender_chat),
+    Row("/v1/completions/derender", ("POST",), derender_completions),
     Row("/v1/messages", ("POST",), resumable(messages), anthropic_errors.ERRORS),
     Row("/v1/messages/count_tokens", ("POST",), count_tokens, anthropic_errors.ERRORS),
     Row("/v1/responses", ("POST",), resumable(responses)),

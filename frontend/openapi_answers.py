@@ -17,6 +17,8 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "/v1/chat/completions/batch": _CHOICES,
     "/invocations": _CHOICES,
     "/v1/chat/completions/render": _RENDERED,
+    "/v1/chat/completions/derender": _CHOICES,
+    "/v1/completions/derender": _CHOICES,
     "/inference/v1/generate": ("request_id", "choices", "usage"),
     "/v1/messages": ("id", "type", "role", "content", "model", "stop_reason", "stop_sequence", "usage"),
     "/v1/messages/count_tokens": ("input_tokens",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -18,6 +19,7 @@ from quintet.wire.messages import (
     ChatPrompt,
     Detokenized,
     DetokenizeQuery,
+    Open,
     Reclaim,
     Reclaimed,
     TextPrompt,
@@ -90,6 +92,14 @@ class Queries:
         if answer.error is not None:
             raise RequestError(answer.error.code, answer.error.message, answer.error.param)
         return answer.text
+
+    async def read_output(self, token_ids: Sequence[int], opened: Open) -> Detokenized:
+        """Decode the whole output of a request that begins so, read by its parsers. Raises `RequestError`."""
+        query = DetokenizeQuery(self._take_id(), self._me.index, pack_i32(token_ids), opened)
+        answer = await self._ask(Role.DETOKENIZER, query, query.query_id, Detokenized, self._timeout_s)
+        if answer.error is not None:
+            raise RequestError(answer.error.code, answer.error.message, answer.error.param)
+        return answer
 
     async def reclaim(self, request_id: int, key: bytes, rename_to: int = 0) -> Reclaimed:
         """Ask for a request that its client wants to go on reading. Raises `RequestError` when no core answers."""

@@ -10,7 +10,7 @@ from enum import IntEnum
 
 import msgspec
 
-from quintet.wire.channels import RowSpans
+from quintet.wire.channels import RowSpans, Span
 from quintet.wire.errors import ErrorCode
 from quintet.wire.ids import WorkerId
 from quintet.wire.request import Echo, Reading, RequestSpec
@@ -364,7 +364,8 @@ class DetokenizeQuery(msgspec.Struct, array_like=True, tag="detokenize"):
     query_id: int
     frontend: int
     token_ids: bytes
-    skip_special_tokens: bool = False
+    opened: Open | None = None
+    """Decode them as the whole output of a request that begins so; None: as a text, special tokens included."""
 
 
 class Detokenized(msgspec.Struct, array_like=True, tag="detokenized"):
@@ -373,6 +374,10 @@ class Detokenized(msgspec.Struct, array_like=True, tag="detokenized"):
     query_id: int
     text: str
     error: Failed | None = None
+    spans: list[Span] = []
+    """What the text is made of, where a `Reading` was asked for."""
+    num_reasoning_tokens: int = 0
+    num_calls: int = 0
 
 
 # --- supervision ----------------------------------------------------------------------------------------------

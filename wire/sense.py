@@ -76,9 +76,14 @@ class Sense:
             m.TokenizeQuery: lambda msg: _is_id(msg.query_id) and _is_seat(msg.frontend),
             m.Tokenized: lambda msg: _is_id(msg.query_id) and not len(msg.token_ids) % ID_BYTES,
             m.DetokenizeQuery: lambda msg: (
-                _is_id(msg.query_id) and _is_seat(msg.frontend) and not len(msg.token_ids) % ID_BYTES
+                _is_id(msg.query_id)
+                and _is_seat(msg.frontend)
+                and not len(msg.token_ids) % ID_BYTES
+                and (msg.opened is None or self._open(msg.opened))
             ),
-            m.Detokenized: lambda msg: _is_id(msg.query_id),
+            m.Detokenized: lambda msg: (
+                _is_id(msg.query_id) and (not msg.spans or _are_spans_of(RowSpans(0, msg.spans), msg.text))
+            ),
             supervision.Topology: self._topology,
             supervision.Heartbeat: lambda msg: _is_seat(msg.worker.index) and _is_snapshot(msg.metrics),
             supervision.MetricsQuery: lambda msg: (

@@ -26,3 +26,44 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     ec_transfer_params: RawField = msgspec.UNSET
     features: RawField = msgspec.UNSET
     content_parts: RawField = msgspec.UNSET
+
+
+class GeneratedChoice(msgspec.Struct, kw_only=True):
+    """One choice of an answer in ids."""
+
+    index: int = 0
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    logprobs: RawField = msgspec.UNSET
+
+
+class Generated(msgspec.Struct, kw_only=True):
+    """A whole answer of `/inference/v1/generate`."""
+
+    choices: list[GeneratedChoice]
+    request_id: str | None = None
+    prompt_logprobs: RawField = msgspec.UNSET
+
+
+class DerenderChatBody(msgspec.Struct, kw_only=True):
+    """POST /v1/chat/completions/derender."""
+
+    generate_response: Generated
+    chat_request: RawField = msgspec.UNSET
+    """The request that was rendered. Without it the text is content, whatever it holds."""
+    prompt_tokens: int | None = None
+    model: str | None = None
+    stream: bool | None = None
+
+
+class DerenderCompletionBody(msgspec.Struct, kw_only=True):
+    """POST /v1/completions/derender."""
+
+    generate_responses: list[Generated]
+    """One for each prompt."""
+    completion_request: RawField = msgspec.UNSET
+    prompt_tokens: list[int] | None = None
+    """Of each prompt."""
+    model: str | None = None
+    stream: bool | None = None

@@ -37,6 +37,13 @@ _FINISH_NAMES = {
 }
 
 
+def reason_named(name: str | None) -> FinishReason | None:
+    """Return the reason that is told by this name; None where there is none."""
+    if name == "tool_calls":
+        return FinishReason.STOP
+    return next((reason for reason, known in _FINISH_NAMES.items() if known == name), None)
+
+
 def finish_name(finish: Finish) -> str:
     """Return why a choice ended, in this dialect's words."""
     has_called = finish.num_calls > 0 and finish.reason is FinishReason.STOP

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -37,6 +38,7 @@ from quintet.frontend.dialects.position import Position, StreamId
 from quintet.frontend.exchange import Exchange
 from quintet.frontend.service import Service
 from quintet.frontend.streams import Delta
+from quintet.wire.channels import Span
 from quintet.wire.codec import unpack_i32
 from quintet.wire.config import EngineConfig
 from quintet.wire.messages import ChatPrompt, Started
@@ -337,16 +339,19 @@ def _whole(outputs: list[Output], submissions: Submissions, how: ChatAnswer) -> 
     return answer
 
 
+def message_of(index: int, text: str, spans: Sequence[Span], how: ChatAnswer) -> dict[str, object]:
+    """Return the message of a whole answer's choice."""
+    if how.channels is None:
+        return {"role": how.role, "content": how.prefix + text, "refusal": None}
+    return how.channels.told(index, text, spans).message(how.role, how.prefix)
+
+
 def choice_of(output: Output, how: ChatAnswer) -> dict[str, object]:
     """Return one choice of a whole answer."""
     options = how.options
-    if how.channels is None:
-        message: dict[str, object] = {"role": how.role, "content": how.prefix + output.text, "refusal": None}
-    else:
-        message = how.channels.told(output.index, output.text, output.spans).message(how.role, how.prefix)
     choice: dict[str, object] = {
         "index": output.index,
-        "message": message,
+        "message": message_of(output.index, output.text, output.spans, how),
         "logprobs": chat_logprobs(output.logprobs, options) if options.logprobs is not None else None,
         "finish_reason": finish_name(output.finish),
         "stop_reason": output.finish.stop_reason,

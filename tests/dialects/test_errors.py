@@ -387,6 +387,26 @@ def test_one_door_for_both_kinds_of_requests(shared: Any) -> None:
         ("/v1/chat/completions/batch", {"messages": [{"role": "user"}]}, "must be array"),
         ("/v1/chat/completions/batch", {"messages": [], "stream": True}, "cannot be streamed"),
         ("/v1/completions/render", {"prompt": "x" * 250, "max_tokens": 9}, "prompt has 250 tokens"),
+        (
+            "/v1/chat/completions/derender",
+            {"generate_response": {"choices": [{"token_ids": [1000]}]}},
+            "token_ids holds the token id 1000",
+        ),
+        (
+            "/v1/chat/completions/derender",
+            {"generate_response": {"choices": [{"token_ids": [1], "finish_reason": "bored"}]}},
+            "finish_reason is 'bored'",
+        ),
+        (
+            "/v1/chat/completions/derender",
+            {"generate_response": {"choices": [{}] * 257}},
+            "send 256 at most",
+        ),
+        (
+            "/v1/completions/derender",
+            {"generate_responses": [{"choices": []}], "prompt_tokens": [1, 2]},
+            "prompt_tokens 2 numbers",
+        ),
     ],
 )
 def test_mistakes_at_the_doors_beside_the_great_ones(

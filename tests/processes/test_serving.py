@@ -258,3 +258,21 @@ def test_an_answer_that_goes_round_in_circles_ends(client: openai.OpenAI, model:
     choice, usage = answer.choices[0].model_dump(), answer.usage
     assert (choice["finish_reason"], choice["stop_reason"]) == ("repetition", "repetition_detected")
     assert usage is not None and usage.completion_tokens == 5
+
+
+def test_rendered_generated_and_derendered_is_the_same_answer(server: Server) -> None:
+    chat = {
+        "messages": [{"role": "user", "content": "Add two numbers."}], "max_tokens": 20, "temperature": 0, "stop": ["\n\n"],
+    }  # fmt: skip
+    _, plain = server.post("/v1/chat/completions", chat)
+    _, rendered = server.post("/v1/chat/completions/render", chat)
+    _, generated = server.post("/inference/v1/generate", rendered)
+    status, answer = server.post(
+        "/v1/chat/completions/derender", {"generate_response": generated, "chat_request": chat}
+    )
+    assert status == 200
+    (ours,), (theirs,) = answer["choices"], plain["choices"]
+    for name in ("message", "finish_reason", "stop_reason"):
+        assert ours[name] == theirs[name], name
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert answer["usage"][name] == plain["usage"][name]

@@ -18,11 +18,13 @@ from quintet.detokenizer_proc import main
 from quintet.process.runtime import CONFIG_FILE, Stopping, error_file
 from quintet.wire import messages as m
 from quintet.wire import supervision
+from quintet.wire.channels import Channel
 from quintet.wire.codec import pack_i32, pack_i64, pack_u8, unpack_i64
 from quintet.wire.config import ModelConfig
 from quintet.wire.errors import EXIT_CONFIG, ErrorCode
 from quintet.wire.ids import RequestIds, Role, WorkerId
 from quintet.wire.metrics import decode_snapshot
+from quintet.wire.request import Echo, Reading
 
 
 @pytest.fixture
@@ -41,7 +43,9 @@ def row(
 ) -> m.Tokens:
     opens = []
     if first == 0:
-        opens = [m.Open(request_id, 0, 0, b"", stop or [], False, True, True, True, False, False, 0, 0, 0)]
+        opens = [
+            m.Open(request_id, 0, 0, b"", stop or [], False, True, True, True, Echo.NONE, False, 0, 0, 0)
+        ]
     return m.Tokens(
         1,
         2,
@@ -272,3 +276,24 @@ def test_text_too_large_to_be_told_ends_its_requests(world: Any, monkeypatch: py
     assert list(unpack_i64(world.wait(world.core, m.StopHit).request_ids)) == [large]
     world.send(row(small, 0, [9]))
     assert world.wait(world.frontend, m.Text).request_ids == [small]
+
+
+def test_an_output_is_read_as_the_one_of_a_request(
+    world: Any, tokenizers_by_style: dict[str, Tokenizer]
+) -> None:
+    tokenizer = tokenizers_by_style["byte_level"]
+    ids = tokenizer.encode("so it is</think>the quick brown fox<|im_end|> jumps").ids
+    for skips in (True, False):
+        opened = m.Open(
+            9, 0, 0, b"", [" jum"], False, skips, True, True, Echo.NONE, False, 0, 0, 0,
+            reading=Reading("deepseek_r1"),
+        )  # fmt: skip
+        world.send(m.DetokenizeQuery(9, 0, pack_i32(ids), opened))
+        answer = world.wait(world.frontend, m.Detokenized)
+        end = "" if skips else "<|im_end|>"
+        assert answer.text == f"so it isthe quick brown fox{end}"
+        assert [(channel, size) for channel, _, size in answer.spans] == [
+            (Channel.REASONING, 8),
+            (Channel.CONTENT, 19 + len(end)),
+        ]
+        assert answer.num_reasoning_tokens > 0

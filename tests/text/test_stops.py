@@ -21,6 +21,7 @@ from quintet.detokenizer_proc.text_state import TextState
 from quintet.detokenizer_proc.vocabulary import Vocabulary
 from quintet.wire.codec import pack_i32
 from quintet.wire.messages import Open
+from quintet.wire.request import Echo
 
 
 def opened(
@@ -28,7 +29,23 @@ def opened(
 ) -> Open:
     ids = pack_i32(output)
     return Open(
-        1, 0, 0, b"", stop, include, True, True, True, False, False, min_tokens, 0, 0, ids, False, len(output)
+        1,
+        0,
+        0,
+        b"",
+        stop,
+        include,
+        True,
+        True,
+        True,
+        Echo.NONE,
+        False,
+        min_tokens,
+        0,
+        0,
+        ids,
+        False,
+        len(output),
     )
 
 

@@ -18,13 +18,14 @@ from quintet.wire import step as s
 from quintet.wire.codec import pack_i32, pack_i64
 from quintet.wire.dropped import CARRIERS, Dropped, carried_by, carried_by_bytes
 from quintet.wire.ids import Role, WorkerId
+from quintet.wire.request import Echo
 from quintet.wire.sense import Sense
 
 from .test_record import config_of
 from .test_sense import admit, plan, result, submit, text, tokens
 
 CORE = WorkerId(Role.CORE, 0, 1)
-OPEN = m.Open(7, 1, 0, b"", [], False, True, True, True, False, False, 0, 0, 0)
+OPEN = m.Open(7, 1, 0, b"", [], False, True, True, True, Echo.NONE, False, 0, 0, 0)
 
 CARRIED: list[tuple[msgspec.Struct, Dropped]] = [
     (submit(request_id=5), Dropped("submit", [5])),

@@ -12,7 +12,7 @@ from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role
 from quintet.wire.limits import LEAST_BYTES, MOST_BYTES, largest_frame
 from quintet.wire.params import SamplingParams
-from quintet.wire.request import RequestSpec
+from quintet.wire.request import Echo, RequestSpec
 
 from .test_record import config_of
 
@@ -62,7 +62,7 @@ def test_log_probabilities_of_a_full_step_reach_core_and_detokenizer(config: Eng
 
 def test_what_every_frontend_may_have_reaches_a_detokenizer_that_begins(config: EngineConfig) -> None:
     opened = m.Open(
-        1 << 62, 9, 0, bytes(64), [], False, True, True, True, False, False, 0, 0, 0, bytes(4 * 500)
+        1 << 62, 9, 0, bytes(64), [], False, True, True, True, Echo.NONE, False, 0, 0, 0, bytes(4 * 500)
     )
     tokens = m.Tokens(1, 0, [opened] * config.frontend.max_queued_requests, b"", b"", b"", b"", b"", b"")
     assert len(encode(tokens)) <= largest_frame(Role.DETOKENIZER, config)
