@@ -39,7 +39,15 @@ from quintet.wire.ids import Role, WorkerId
 from quintet.wire.limits import largest_frame, largest_frames
 from quintet.wire.metrics import Metrics
 from quintet.wire.sense import Sense
-from quintet.wire.supervision import Drain, Heartbeat, MetricsReport, Ready, Stop, Topology
+from quintet.wire.supervision import (
+    Drain,
+    Heartbeat,
+    MetricsReport,
+    Ready,
+    Stop,
+    TellFigures,
+    Topology,
+)
 
 if TYPE_CHECKING:
     import asyncio  # the blocking loops start without it
@@ -126,7 +134,7 @@ class Process(Generic[MessageT]):
         """Returns progress and pending for a heartbeat; see `Heartbeat`."""
         self._recorder = Recorder(me, config) if config.record is not None and wires is None else None
         self._wires = wires or open_wires(
-            me, config, accepts | Topology | Drain | Stop | MetricsReport, self._recorder
+            me, config, accepts | Topology | Drain | Stop | MetricsReport | TellFigures, self._recorder
         )
         self.inbox = self._wires.inbox
         self.peers = Peers(self._wires.bus, largest_frames(config))
@@ -166,7 +174,7 @@ class Process(Generic[MessageT]):
     def tell_figures(self) -> None:
         """Have the supervisor know the figures as they are now."""
         self._next_metrics = 0.0
-        self.beat()
+        self._beat(self.peers, with_metrics=True)
 
     def _beat(self, peers: Peers, *, with_metrics: bool) -> None:
         changed, now = b"", time.monotonic()
@@ -234,7 +242,8 @@ class Process(Generic[MessageT]):
                 self._begin_turn()
             for message in messages:
                 self._housekeep(message)
-                handle(message)
+                if not isinstance(message, TellFigures):
+                    handle(message)
 
         def on_beat() -> None:
             self.beat()
@@ -273,6 +282,8 @@ class Process(Generic[MessageT]):
                     self._recorder.topology = encode(message)
                 self.replaced = self.peers.follow(message.seats)
                 self.beat()
+        elif isinstance(message, TellFigures):
+            self.tell_figures()
         elif isinstance(message, Dropped):
             self._last_dropped = message
         elif isinstance(message, Stop):

@@ -78,6 +78,10 @@ class MetricsQuery(msgspec.Struct, array_like=True, tag="metrics_query"):
     """The asker's own until now, as in `Heartbeat`: what it shows must outlive it. Empty when no counts are shown."""
 
 
+class TellFigures(msgspec.Struct, array_like=True, tag="tell_figures"):
+    """Supervisor -> everyone: somebody looks at the figures; send a heartbeat with yours."""
+
+
 class ProcessFigures(msgspec.Struct, array_like=True):
     """Inside `MetricsReport`: one process."""
 

@@ -24,6 +24,7 @@ from quintet.deploy.supervisor.boot_story import Failure, Story, child_failure
 from quintet.deploy.supervisor.changes import Changes
 from quintet.deploy.supervisor.desk import Desk
 from quintet.deploy.supervisor.doorbell import Doorbell
+from quintet.deploy.supervisor.lookers import Lookers
 from quintet.deploy.supervisor.nursery import Nursery
 from quintet.deploy.supervisor.restarts import RestartPolicy, policy_of
 from quintet.deploy.supervisor.seats import SeatRecord, SeatTable
@@ -105,6 +106,7 @@ class Supervisor:
         self._spares = Spares(self._spawner, SPARE_ROLES if config.processes.spares else ())
         self._watch = Watch(self._seats, config.processes)
         self._changes = Changes(self._seats, self._fill, self._peers.send)
+        self._lookers = Lookers(self._seats, self._peers.send)
         self._desk = Desk(
             config, self._bus, self._seats, self._changes, has_frontends=self._listener is not None
         )
@@ -130,7 +132,8 @@ class Supervisor:
                 self._publish()
                 self._open_when_known()
                 if not self._finished:
-                    self._bell.wait(_TICK_S)
+                    patience_s = self._lookers.patience_s(time.monotonic())
+                    self._bell.wait(_TICK_S if patience_s is None else min(_TICK_S, patience_s))
             return self._exit_code
         finally:
             self._kill_everyone()
@@ -151,6 +154,9 @@ class Supervisor:
                     seat = self._seats.of(worker)
                     if seat is not None and seat.process is not None:
                         seat.beat(message, now)
+                        self._lookers.heard(worker)
+                case MetricsQuery() if message.metrics:
+                    self._lookers.ask(message, now)
                 case MetricsQuery():
                     self._tell_figures(message, now)
                 case Drained(worker=worker):
@@ -159,6 +165,8 @@ class Supervisor:
                         seat.is_drained = True
                 case Command():
                     self._desk.receive(message, self._phase.value, self._phase is Phase.SERVING, now)
+        for query in self._lookers.take(now):
+            self._tell_figures(query, now)
 
     def _tell_figures(self, query: MetricsQuery, now: float) -> None:
         """Answer a frontend, unless it has a successor by now; what it has counted is known before it is shown."""

@@ -276,3 +276,10 @@ def test_rendered_generated_and_derendered_is_the_same_answer(server: Server) ->
         assert ours[name] == theirs[name], name
     for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
         assert answer["usage"][name] == plain["usage"][name]
+
+
+def test_figures_are_those_of_now(server: Server, client: openai.OpenAI, model: str) -> None:
+    for _ in range(3):
+        before = server.gauge("quintet:generation_tokens_total")
+        client.completions.create(model=model, prompt="x", max_tokens=7, extra_body={"ignore_eos": True})
+        assert server.gauge("quintet:generation_tokens_total") == before + 7
