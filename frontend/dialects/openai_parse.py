@@ -178,7 +178,9 @@ def refuse_search(body: GenerationBody) -> None:
     """Refuse a search for the best outputs, where what was found could not be told."""
     for name in ("use_beam_search", "suffix"):
         if getattr(body, name, None):
-            raise not_implemented(name, f"`{name}` at this endpoint", "Leave it out, or send it to /v1/completions.")
+            raise not_implemented(
+                name, f"`{name}` at this endpoint", "Leave it out, or send it to /v1/completions."
+            )
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise not_implemented("best_of", "`best_of` at this endpoint", "Leave it out.")
 

@@ -55,7 +55,7 @@ def row(
         pack_u8([len(ids)]),
         pack_i32(ids),
         pack_u8([finish]),
-        pack_i32([-1]),
+        b"",
     )
 
 
