@@ -71,7 +71,7 @@ class PieceTable:
         self._fill()
 
     def skipping_special_tokens(self, but: frozenset[str] = frozenset()) -> PieceTable:
-        """Return the table in which special tokens stand for nothing, ``but`` those spelled so.
+        """Return the table in which special tokens stand for nothing, but those spelled like one of ``but``, or a part of it.
 
         It is a copy, since few ids differ of a hundred thousand.
         """
@@ -79,7 +79,7 @@ class PieceTable:
         table.skip_special_tokens = True
         tokens, special = self.vocabulary.tokens, self.vocabulary.special
         if but:
-            special = frozenset(token_id for token_id in special if tokens[token_id] not in but)
+            special = frozenset(i for i in special if not any((tokens[i] or "\0") in mark for mark in but))
         table.absent = self.absent | special
         table.raw, table.pieces, table.is_byte = self.raw.copy(), self.pieces.copy(), self.is_byte.copy()
         for token_id in special:

@@ -27,13 +27,15 @@ class JsonFormat:
     """Whether a call may begin a line without any mark; then it must have arguments."""
     heads: tuple[str, ...] = ()
     """What may end a name that stands before the arguments. ``{`` ends it too, and is the arguments' own."""
+    within: tuple[str, ...] = ()
+    """What may stand inside of such a head, for `name_of`."""
     name_of: Callable[[str], str] = str.strip
     """The name in what stands between the mark and the end of the head; empty when it is no head."""
 
     @property
     def marks(self) -> frozenset[str]:
         """Special tokens that must be seen."""
-        return frozenset({*self.begins, *self.ends, *self.around, *self.heads})
+        return frozenset({*self.begins, *self.ends, *self.around, *self.heads, *self.within})
 
 
 class JsonCalls(CallReader):

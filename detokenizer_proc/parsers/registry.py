@@ -30,6 +30,7 @@ ToolFormat = JsonFormat | LiteralFormat | TagFormat | HarmonyFormat
 ReasoningFormat = ThinkFormat | HarmonyFormat
 
 _SEPARATOR = "<｜tool▁sep｜>"
+_CALL_ID = "[CALL_ID]"
 
 
 def _after_kind(head: str) -> str:
@@ -46,7 +47,7 @@ def _without_number(head: str) -> str:
 
 def _before_id(head: str) -> str:
     """Mistral's ``name[CALL_ID]abc123456``."""
-    return head.partition("[CALL_ID]")[0].strip()
+    return head.partition(_CALL_ID)[0].strip()
 
 
 _THINK = ThinkFormat(("<think>",), ("</think>",))
@@ -95,6 +96,7 @@ TOOLS: dict[str, ToolFormat] = {
         ("```", "<｜tool▁call▁end｜>"),
         ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
         heads=("```json",),
+        within=(_SEPARATOR,),
         name_of=_after_kind,
     ),
     "deepseek_v31": JsonFormat(
@@ -145,7 +147,7 @@ TOOLS: dict[str, ToolFormat] = {
         value_end="</parameter>",
         ends=("</invoke>", "</minimax:tool_call>"),
     ),
-    "mistral": JsonFormat(("[TOOL_CALLS]",), heads=("[ARGS]",), name_of=_before_id),
+    "mistral": JsonFormat(("[TOOL_CALLS]",), heads=("[ARGS]",), within=(_CALL_ID,), name_of=_before_id),
     "openai": HarmonyFormat(),
     "phi4_mini_json": JsonFormat(("functools", "<|tool_call|>"), ("<|/tool_call|>",), is_bare=True),
     "pythonic": LiteralFormat(is_bare=True),

@@ -128,6 +128,38 @@ def test_only_marks_show_of_special_tokens(showing: PieceTable, tokenizer: Token
     assert not any(text.spans for text in plain)
 
 
+@pytest.mark.parametrize(
+    ("reading", "special", "output", "told"),
+    [
+        (
+            Reading("gemma"),
+            ["<|channel>", "<channel|>"],
+            "<|channel>thought\nthe fox<channel|>Hello",
+            [(REASONING, 0, "the fox"), (CONTENT, 0, "Hello")],
+        ),
+        (
+            Reading("", "mistral"),
+            ["[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"],
+            "[TOOL_CALLS]main[CALL_ID]abc123456[ARGS]{}",
+            [(NAME, 0, "main"), (ARGUMENTS, 0, "{}")],
+        ),
+        (
+            Reading("", "deepseek_v3"),
+            ["<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"],
+            "<｜tool▁call▁begin｜>function<｜tool▁sep｜>main\n```json\n{}\n```<｜tool▁call▁end｜>",
+            [(NAME, 0, "main"), (ARGUMENTS, 0, "{}")],
+        ),
+    ],
+)
+def test_special_tokens_within_marks_and_heads_are_seen(
+    reading: Reading, special: list[str], output: str, told: list[tuple[int, int, str]]
+) -> None:
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens(special)
+    steps = steps_of(PieceTable(Vocabulary.of(tokenizer)))
+    assert sorted_out(run(steps, tokenizer.encode(output).ids, opening(reading=reading))) == told
+
+
 def test_the_prompts_end_says_that_the_output_is_reasoning(showing: PieceTable, tokenizer: Tokenizer) -> None:
     prompt = tokenizer.encode("user hello<think>\n").ids
     ids = tokenizer.encode("so</think>yes").ids
