@@ -20,11 +20,15 @@ MAX_LEVELS = 700
 """Between 1000 and 2000 the library runs out of the 8 MiB that a thread has."""
 MAX_BRACKETS = 40
 """Within each other in one rule of a grammar: the library takes fewer."""
+MAX_SCHEMAS = 64
+"""In one grammar."""
 MAX_VISITED = 300_000
+"""Values of a schema, those that several references reach as often."""
 _DEFINITIONS = frozenset({"$defs", "definitions"})
 _TEXT = re.compile(r'//[^\n]*|#[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\])+/', re.DOTALL)
-_RULE = re.compile(r"^[ \t]*[?!]?([A-Za-z_]\w*)[ \t]*(?:\[[^\]\n]*\]|\.\d+|[ \t])*:", re.MULTILINE)
-_NAME = re.compile(r"[A-Za-z_]\w*")
+_RULE = re.compile(r"^[ \t\r]*[?!]*([A-Za-z_][\w\-]*)(?:\[[^\]\n]*\]|\.\d+|[ \t])*:", re.MULTILINE)
+_NAME = re.compile(r"[A-Za-z_][\w\-]*")
+_QUOTED_OR_BRACE = re.compile(r'"(?:\\.|[^"\\])*"|[{}]')
 _SCHEMA = re.compile(r"%json\s*(?=\{)")
 
 
@@ -38,24 +42,34 @@ class _Part:
 
 def check_schema(schema: object) -> None:
     """Refuse a JSON schema that is too deep. Raises `RequestError`."""
-    root = _part_of(schema, MAX_VISITED)
-    parts, waiting, num_visited = {"": root}, sorted(root.names), 0
+    root, num_visited = _counted(schema, MAX_VISITED)
+    parts, waiting = {"": root}, list(root.names)
+    has_inner_ids = b'"$id"' in msgspec.json.encode(_without_id(schema))  # from which references may count
     while waiting:
         name = waiting.pop()
         if name in parts:
             continue
-        found = _target(schema, name)
-        part, visited = _counted(found, MAX_VISITED - num_visited)
+        found = None if has_inner_ids else _target(schema, name)
+        is_clear = found is not None
+        part, visited = _counted(
+            found if is_clear else schema, MAX_VISITED - num_visited, with_definitions=not is_clear
+        )
         num_visited += visited
         parts[name] = part
         waiting += part.names
     _check(parts, "a schema")
 
 
+def _without_id(schema: object) -> object:
+    return (
+        {key: value for key, value in schema.items() if key != "$id"} if isinstance(schema, dict) else schema
+    )
+
+
 def check_grammar(grammar: str) -> None:
     """Refuse a grammar of Lark's that is too deep, or has such a schema in it. Raises `RequestError`."""
-    for match in _SCHEMA.finditer(grammar):
-        check_schema(_json_at(grammar, match.end()))
+    for schema in schemas_in(grammar):
+        check_schema(schema)
     text = _TEXT.sub('""', grammar)
     rules = list(_RULE.finditer(text))
     ends = [rule.start() for rule in rules[1:]] + [len(text)]
@@ -67,6 +81,18 @@ def check_grammar(grammar: str) -> None:
         part.levels += min(sum(map(body.count, "([{")), MAX_BRACKETS)
         part.names |= known.intersection(_NAME.findall(body))
     _check(parts, "a grammar")
+
+
+def schemas_in(grammar: str) -> list[object]:
+    """Return the JSON schemas that stand in a grammar of Lark's. Raises `RequestError` for too many."""
+    begins = [match.end() for match in _SCHEMA.finditer(grammar)]
+    if len(begins) > MAX_SCHEMAS:
+        raise RequestError(
+            ErrorCode.INVALID,
+            f"{FIELD} holds a grammar with {len(begins)} schemas; it may have {MAX_SCHEMAS}.",
+            FIELD,
+        )
+    return [_json_at(grammar, begin) for begin in begins]
 
 
 def _check(parts: Mapping[str, _Part], what: str) -> None:
@@ -99,12 +125,9 @@ def _deepest(parts: Mapping[str, _Part]) -> int:
     return circles + max(depths.values(), default=0)
 
 
-def _part_of(value: object, most: int) -> _Part:
-    return _counted(value, most)[0]
-
-
-def _counted(value: object, most: int) -> tuple[_Part, int]:
+def _counted(value: object, most: int, *, with_definitions: bool = False) -> tuple[_Part, int]:
     """Return a schema as a part, and how many values that took."""
+    passed_over = frozenset[str]() if with_definitions else _DEFINITIONS
     part, level, visited = _Part(0, set()), [value], 0
     while level:
         part.levels += 1
@@ -116,21 +139,21 @@ def _counted(value: object, most: int) -> tuple[_Part, int]:
         part.names.update(
             each["$ref"] for each in level if isinstance(each, dict) and isinstance(each.get("$ref"), str)
         )
-        level = [inner for each in level for inner in _inner(each)]
+        level = [inner for each in level for inner in _inner(each, passed_over)]
     return part, visited
 
 
-def _inner(value: object) -> Iterable[object]:
+def _inner(value: object, passed_over: frozenset[str]) -> Iterable[object]:
     """Return what lies in a value and has something in it."""
     if isinstance(value, dict):
-        inner: Iterable[object] = (each for key, each in value.items() if key not in _DEFINITIONS)
+        inner: Iterable[object] = (each for key, each in value.items() if key not in passed_over)
     else:
         inner = value if isinstance(value, list) else ()
     return [each for each in inner if isinstance(each, dict | list)]
 
 
 def _target(schema: object, reference: str) -> object:
-    """Return what a reference names; the whole schema where that is not clear."""
+    """Return what a reference names; None where that is not clear: an anchor, an address."""
     found: Any = schema
     for step in reference.removeprefix("#").split("/")[1:]:
         key = step.replace("~1", "/").replace("~0", "~")
@@ -139,18 +162,18 @@ def _target(schema: object, reference: str) -> object:
         elif isinstance(found, list) and key.isdecimal() and int(key[:9]) < len(found):
             found = found[int(key[:9])]
         else:
-            return schema
-    return found
+            return None
+    return found if reference in {"#", ""} or reference.startswith("#/") else None
 
 
 def _json_at(text: str, begin: int) -> object:
     """Return the JSON that begins there; an empty schema where there is none, which the library refuses."""
     depth = 0
-    for match in re.finditer(r'"(?:\\.|[^"\\])*"|[{}]', text[begin:]):
+    for match in _QUOTED_OR_BRACE.finditer(text, begin):
         depth += {"{": 1, "}": -1}.get(match[0], 0)
         if depth == 0:
             try:
-                return msgspec.json.decode(text[begin : begin + match.end()])
+                return msgspec.json.decode(text[begin : match.end()])
             except (msgspec.DecodeError, RecursionError):
                 break
     return {}

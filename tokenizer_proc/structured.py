@@ -18,7 +18,7 @@ import msgspec
 
 from quintet.process.grammars import bounds, named_tokens, open_matcher, open_vocabulary
 from quintet.tokenizer_proc.behind_reasoning import behind_reasoning
-from quintet.tokenizer_proc.depth import check_grammar, check_schema
+from quintet.tokenizer_proc.depth import check_grammar, check_schema, schemas_in
 from quintet.tokenizer_proc.structural_tags import lark_of_tags, lark_of_text
 from quintet.wire.config import ModelConfig
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
@@ -45,6 +45,8 @@ COMBINED = {"anyOf", "oneOf", "$ref"}
 """Keys whose schemas have a say in the same object."""
 INNER = ("items", "prefixItems", "additionalProperties", "additionalItems", "anyOf", "oneOf", "allOf")
 """Keys whose values are schemas, or lists of some."""
+LOOSENING = {"lenient", "coerce_one_of"}
+"""Options of the library's that leave out what it cannot enforce."""
 NAMED_INNER = ("properties", "patternProperties", "$defs", "definitions")
 """Keys whose values are schemas by name."""
 _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
@@ -205,7 +207,15 @@ def _grammar(wanted: StructuredOutputsParams, kind: str, named: Mapping[str, int
     except ValueError as error:
         raise refused(kind, str(error)) from None
     check_grammar(grammar)
+    if any(
+        isinstance(each, dict) and LOOSENING & _keys(each.get("x-guidance")) for each in schemas_in(grammar)
+    ):
+        raise refused(kind, f"x-guidance in a schema has {' or '.join(sorted(LOOSENING))}: leave it out")
     return grammar
+
+
+def _keys(value: object) -> set[str]:
+    return set(value) if isinstance(value, dict) else set()
 
 
 def _schema(given: str | bool, wanted: StructuredOutputsParams) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ from tokenizers import Tokenizer
 
 from quintet.process.grammars import open_matcher, open_vocabulary
 from quintet.tokenizer_proc import main
+from quintet.tokenizer_proc.depth import check_grammar
 from quintet.tokenizer_proc.structural_tags import lark_of_text
 from quintet.tokenizer_proc.structured import Forms
 from quintet.wire import messages as m
@@ -22,7 +24,7 @@ from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import RequestIds, Role
 from quintet.wire.params import SamplingParams
 from quintet.wire.request import RequestSpec
-from quintet.wire.structured import StructuredOutputsParams
+from quintet.wire.structured import MAX_FORM_CHARS, StructuredOutputsParams
 
 STYLES = ("byte_level", "sentencepiece")
 
@@ -167,12 +169,19 @@ def next_(i: int) -> dict[str, object]:
 
 DEEP: dict[str, dict[str, Any]] = {
     "references": {"json": chain(next_, 2000)},
+    "anchors": {"json": chain(lambda i: {"$anchor": f"a{i - 1}", "$ref": f"#a{i % 2000}"}, 2000)},
+    "anchors of its own": {
+        "json": {"$id": "https://x/", **chain(lambda i: {"$id": f"a{i - 1}", "$ref": f"a{i % 2000}"}, 2000)}
+    },
     "alternatives": {"json": chain(lambda i: {"anyOf": [next_(i)]}, 2000)},
     "values": {"json": chain(lambda i: {"items": {"items": {"items": next_(i)}}}, 2000)},
     "a circle": {"json": chain(lambda i: {"items": next_(i % 2000)}, 2000)},
     "in a tag": {"structural_tag": {"format": {"type": "json_schema", "json_schema": chain(next_, 2000)}}},
     "rules": {
         "grammar": "start: r0\n" + "".join(f'r{i}: "b" r{i + 1} | "c"\n' for i in range(5000)) + 'r5000: "a"'
+    },
+    "rules of many words": {
+        "grammar": "start: r-0\n" + "".join(f"r-{i}: r-{i + 1}\n" for i in range(5000)) + 'r-5000: "a"'
     },
     "GBNF": {
         "grammar": "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1}\n" for i in range(3000)) + 'r3000 ::= "a"'
@@ -184,8 +193,18 @@ DEEP: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", DEEP)
 def test_what_the_library_has_no_stack_for_is_refused(name: str, forms_of: Callable[..., Forms]) -> None:
     """It would end its process."""
-    with pytest.raises(RequestError, match="levels deep"):
+    with pytest.raises(RequestError, match=r"levels deep|too many references"):
         grammar_of(forms_of(), **DEEP[name])
+
+
+@pytest.mark.parametrize("part", ["\n", " ", "a ", "%json {", "/", '"', "a[", "[", "a:b\n", "\\", "{", "#"])
+def test_a_grammar_is_looked_through_in_little_time(part: str) -> None:
+    began_s = time.process_time()
+    with contextlib.suppress(RequestError):
+        check_grammar("start: a" + part * (MAX_FORM_CHARS // len(part)))
+    assert (
+        time.process_time() - began_s < 2.0
+    )  # it takes a tenth, and a minute where a regular expression goes back and forth
 
 
 def test_what_names_itself_is_not_too_deep(forms_of: Callable[..., Forms]) -> None:
@@ -216,6 +235,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"json": {"type": "objct"}}, ["objct"]),
     ({"json": "false"}, ["is false"]),
     ({"json": {"x-guidance": {"lenient": True}, "not": {}}}, ["not"]),
+    ({"grammar": 'start: %json {"x-guidance": {"lenient": true}, "not": {}}'}, ["x-guidance", "lenient"]),
     ({"regex": "(a"}, ["unclosed group"]),
     ({"regex": r"(a)\1"}, ["backreferences"]),
     ({"grammar": "start: missing"}, ["missing"]),
