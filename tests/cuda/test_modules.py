@@ -192,7 +192,7 @@ def test_the_way_taken_is_said_once_and_with_its_reason(
     (house.built / "ptx/rope.ptx").write_bytes(b"code")
     record_path(house.built / "ptx/rope.ptx").write_text(digest(source_text("rope", house.sources)))
     store = house.store(Loader())
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "quintet"):
         store.get("norm")
         store.get("rope")
     (line,) = caplog.messages

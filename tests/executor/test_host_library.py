@@ -70,7 +70,7 @@ def sources(tmp_path: Path) -> Path:
 
 
 def test_a_library_of_the_same_sources_is_taken(sources: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, "quintet"):
         check_library(loaded(), sources, "_host.so")
     assert caplog.messages == []
 
@@ -103,7 +103,7 @@ def test_older_kernels_behind_the_same_interface_are_named(
 ) -> None:
     with (sources / "kernels" / "kv_write.cpp").open("a") as file:
         file.write("// faster now\n")
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, "quintet"):
         check_library(loaded(), sources, "_host.so")
     assert "make install" in caplog.text
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -221,7 +222,7 @@ def engine_config(
             tokenizer_path=str(folder),
             served_names=["tiny"],
             architecture=card["architectures"][0],
-            card=(folder / "config.json").read_text(),
+            card=json.dumps(card),
             dtype=dtype,
             vocab_size=card["vocab_size"],
             max_model_len=max_model_len,

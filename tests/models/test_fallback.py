@@ -221,7 +221,7 @@ def test_code_of_a_checkpoint_is_executed_only_if_it_is_trusted(
     write_code(folder)
     said = refusal(folder, load_format="dummy")
     assert "modeling_ours.py" in said and "--trust-remote-code executes it" in said
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, "quintet"):
         load(folder, model_impl="transformers", load_format="dummy", trust_remote_code=True)
     assert "--trust-remote-code: executing modeling_ours.py of" in caplog.text
     write_code(folder, "somebody/else--")

@@ -140,7 +140,7 @@ def test_a_file_that_cannot_be_used_is_written_anew(
     whole = server.file.read_bytes()
     damage(server.file)
     packed.clear()
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "quintet"):
         assert server.start() == server.expected
     assert packed
     assert sum(words in line for line in caplog.messages) == 1

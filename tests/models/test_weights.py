@@ -189,7 +189,7 @@ def test_pickled_weights_are_read_and_converted(
         if converted:
             assert main(["convert", str(tmp_path)]) == 0
             assert read_weight_facts(tmp_path).num_files == num_files
-        with caplog.at_level("INFO"):
+        with caplog.at_level("INFO", "quintet"):
             caplog.clear()
             served.core.worker = make_torch_worker(served.config)
         request = served.core.add([1, 2, 3], max_tokens=8)

@@ -220,7 +220,7 @@ def test_an_echo_of_special_tokens(client: openai.OpenAI, model: str) -> None:
     told, shown = answer.choices[0].logprobs, plain.choices[0].logprobs
     assert told is not None and shown is not None and told.tokens is not None and shown.tokens is not None
     assert told.tokens[:3] == ["token_id:0"] * 3 and len(told.tokens) == 4
-    assert "".join(shown.tokens[:3]) == plain.choices[0].text
+    assert plain.choices[0].text.startswith("".join(shown.tokens[:3])) and len(set(shown.tokens[:3])) == 1
     assert shown.text_offset == [len("".join(shown.tokens[:i])) for i in range(4)]
 
 
@@ -279,6 +279,7 @@ def test_rendered_generated_and_derendered_is_the_same_answer(server: Server) ->
 
 
 def test_figures_are_those_of_now(server: Server, client: openai.OpenAI, model: str) -> None:
+    wait_until(lambda: server.gauge("quintet:num_requests_running") == 0, "what other tests gave up has ended")
     for _ in range(3):
         before = server.gauge("quintet:generation_tokens_total")
         client.completions.create(model=model, prompt="x", max_tokens=7, extra_body={"ignore_eos": True})
