@@ -25,7 +25,7 @@ from quintet.frontend.service import Service
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.messages import Submit
 
-NOTHING_SEEN = [(-1, False)]
+NOTHING_SEEN = [(None, False)]
 PAUSE_S = 0.5
 MAX_OWNERS = 6
 """So many frontends may answer one response in turn: one that ends them all must not go on for ever."""

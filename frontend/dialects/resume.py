@@ -20,7 +20,7 @@ from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.messages import Admit, Reclaimed
 
 LAST_EVENT = "last-event-id"
-NOTHING = (-1, False)
+NOTHING = (None, False)
 """What a client has seen of a choice that is told from its beginning."""
 
 

@@ -279,7 +279,9 @@ def test_rendered_generated_and_derendered_is_the_same_answer(server: Server) ->
 
 
 def test_figures_are_those_of_now(server: Server, client: openai.OpenAI, model: str) -> None:
-    wait_until(lambda: server.gauge("quintet:num_requests_running") == 0, "what other tests gave up has ended")
+    wait_until(
+        lambda: server.gauge("quintet:num_requests_running") == 0, "what other tests gave up has ended"
+    )
     for _ in range(3):
         before = server.gauge("quintet:generation_tokens_total")
         client.completions.create(model=model, prompt="x", max_tokens=7, extra_body={"ignore_eos": True})
