@@ -197,12 +197,13 @@ class MessagesWriter:
         return len(spans) == 1 and KINDS[spans[0][0]] == self._kind and spans[0][2] == len(delta.text)
 
     def _write_delta(self, frames: list[bytes], delta: Delta, num_taken: int) -> None:
-        """Write what is new. The last piece of text brings the reader to the delta's last token."""
+        """Write what is new. The last piece of text brings the reader to the delta's last token.
+
+        Not so at the end: then comes text, too, that was held back behind these tokens until it was known that no more follow.
+        """
         unseen = list(self._unseen(delta))
-        last = max(
-            (i for i, (channel, call, _) in enumerate(unseen) if _is_told(self._answer, channel, call)),
-            default=-1,
-        )
+        told = (i for i, (channel, call, _) in enumerate(unseen) if _is_told(self._answer, channel, call))
+        last = max(told, default=-1) if delta.finish is None else -1
         for index, (channel, call, text) in enumerate(unseen):
             if not _is_told(self._answer, channel, call):
                 self._num_beyond += len(text)
@@ -223,8 +224,9 @@ class MessagesWriter:
                 frames.append(
                     self._block_event("content_block_delta", self._num_blocks - 1, b'"delta":' + new)
                 )
-        self._be_at(num_taken)
-        if delta.finish is not None:
+        if delta.finish is None:
+            self._be_at(num_taken)
+        else:
             self._close_block(frames)
             frames.append(self._finish(delta.finish, num_taken))
 
@@ -234,6 +236,7 @@ class MessagesWriter:
             ending = _ending(self._answer, finish, num_taken)
         except RequestError as error:
             return self.failed(error)
+        self._be_at(num_taken)
         self._position.ended[0] = True
         usage = {"output_tokens": num_taken, **_thinking(finish)}
         return self._event(

@@ -428,7 +428,8 @@ def _check_forms(llm: quintet.LLM) -> None:
     closed = StructuredOutputsParams(json=schema, disable_additional_properties=True)
     choice = StructuredOutputsParams(choice=["left", "right"])
     refused = StructuredOutputsParams(json={"not": {}})
-    params = [SamplingParams(max_tokens=40, structured_outputs=form) for form in (closed, choice, refused)]
+    forms = (closed, choice, refused)
+    params = [SamplingParams(temperature=0.0, max_tokens=200, structured_outputs=form) for form in forms]
     one, other, wrong = llm.generate(["x"] * 3, params, use_tqdm=False, errors="return")
     assert set(json.loads(one.outputs[0].text)) == {"a"}
     assert other.outputs[0].text in {"left", "right"}

@@ -20,7 +20,7 @@ void qt_op_embedding(const void* table, const std::int32_t* ids, index_t rows, i
 void qt_op_add_positions(const void* x, index_t x_stride, const void* table, const std::int64_t* positions, index_t first,
                          index_t rows, index_t width, void* y, index_t y_stride, int dtype);
 void qt_op_rms_norm(const void* x, index_t x_stride, index_t rows, index_t groups, index_t width, const void* weight,
-                    int per_group, float eps, float offset, void* y, index_t y_stride, int dtype);
+                    int per_group, float eps, float offset, int rounds_once, void* y, index_t y_stride, int dtype);
 void qt_op_layer_norm(const void* x, index_t x_stride, index_t rows, index_t groups, index_t width, const void* weight,
                       const void* bias, int per_group, float eps, void* y, index_t y_stride, int dtype);
 void qt_op_take_rows(const void* x, index_t x_stride, index_t width, const std::int64_t* rows, index_t count, void* y,
@@ -48,8 +48,8 @@ index_t qt_program_size(const qt::Program* program);
 void qt_program_run(qt::Program* program, const qt::Step* step, index_t begin, index_t end);
 void qt_program_embedding_packed(qt::Program* program, const qt::Weight* weight, void* y, index_t y_stride, int dtype);
 void qt_program_rms_norm(qt::Program* program, const void* x, index_t x_stride, index_t groups, index_t width,
-                         const void* weight, int per_group, float eps, float offset, void* y, index_t y_stride, int dtype,
-                         int extent);
+                         const void* weight, int per_group, float eps, float offset, int rounds_once, void* y,
+                         index_t y_stride, int dtype, int extent);
 void qt_program_take_outputs(qt::Program* program, const void* x, index_t x_stride, index_t width, void* y, index_t y_stride,
                              int dtype);
 void qt_program_linear(qt::Program* program, const qt::Weight* weight, const void* x, index_t x_stride, index_t max_rows,
@@ -117,7 +117,7 @@ void check_norms(Findings& findings, Dtype dtype) {
     check_operation(
         findings, offset == 0 ? "rms norm" : "rms norm with offset", dtype,
         [&](index_t first, index_t rows, void* y) {
-          qt_op_rms_norm(x.row(first), kWidth, rows, 1, kWidth, weight.row(0), 0, kEps, offset, y, kWidth, code);
+          qt_op_rms_norm(x.row(first), kWidth, rows, 1, kWidth, weight.row(0), 0, kEps, offset, 1, y, kWidth, code);
         },
         [&](index_t r, index_t c) {
           return with_slack(x.at(r, c) / of[r].root * (double(offset) + weight.at(0, c)), 0x1p-20 + (offset == 0 ? unit : 0));
@@ -221,7 +221,7 @@ void check_program(Findings& findings, int format, index_t group) {
   Matrix hidden(kDtype, kTokens, kDepth), outputs(kDtype, kOutputs, kDepth), logits(kDtype, kOutputs, kVocab);
   qt::Program* program = qt_program_new();
   qt_program_embedding_packed(program, weight, hidden.row(0), kDepth, kCode);
-  qt_program_rms_norm(program, hidden.row(0), kDepth, 1, kDepth, norm.row(0), 0, kEps, 0, hidden.row(0), kDepth, kCode, 0);
+  qt_program_rms_norm(program, hidden.row(0), kDepth, 1, kDepth, norm.row(0), 0, kEps, 0, 1, hidden.row(0), kDepth, kCode, 0);
   qt_program_take_outputs(program, hidden.row(0), kDepth, kDepth, outputs.row(0), kDepth, kCode);
   qt_program_linear(program, weight, outputs.row(0), kDepth, kOutputs, kCode, nullptr, nullptr, logits.row(0), kVocab, 0, 0, 1);
   std::int32_t ids[kTokens];
@@ -244,7 +244,7 @@ void check_program(Findings& findings, int format, index_t group) {
         qt_weight_read(weight, ids[taken[i]], 1, numbers);
         for (index_t d = 0; d < kDepth; ++d) findings.near(one.at(0, d), rounded(numbers[d], kDtype), 0, i, d);
       }
-      qt_op_rms_norm(one.row(0), kDepth, 1, 1, kDepth, norm.row(0), 0, kEps, 0, one.row(0), kDepth, kCode);
+      qt_op_rms_norm(one.row(0), kDepth, 1, 1, kDepth, norm.row(0), 0, kEps, 0, 1, one.row(0), kDepth, kCode);
       qt_weight_linear(weight, one.row(0), kDepth, 1, kCode, nullptr, nullptr, expected.row(0), kVocab, 0, 0);
       findings.same(logits.row(i), expected.row(0), expected.row_bytes(), i);
     }
