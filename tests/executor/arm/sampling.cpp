@@ -15,7 +15,8 @@
 
 extern "C" {
 void qt_draw(const void* logits, index_t stride, int dtype, index_t vocab_size, const std::int64_t* rows, index_t count,
-             const qt::DrawSettings* settings, const std::int64_t* slots, const std::int64_t* positions, std::int32_t* tokens);
+             const qt::DrawSettings* settings, const std::int64_t* slots, const std::int64_t* positions, const qt::Masks* masks,
+             std::int32_t* tokens);
 void qt_logprobs(const void* logits, index_t stride, int dtype, index_t vocab_size, const std::int64_t* rows, index_t count,
                  const std::int32_t* own, index_t num_top, std::int32_t* ids, float* values, std::int32_t* ranks,
                  double* normalizers);
@@ -81,11 +82,12 @@ void check_draws(Findings& findings, const Matrix& logits, const std::string& na
   std::vector<std::int32_t> tokens(kDraws), again(kDraws);
   for (index_t i = 0; i < kDraws; ++i) rows[i] = i % 2, positions[i] = i;
   qt_set_threads(3, 0);
-  qt_draw(logits.row(0), kVocab, code, kVocab, rows.data(), kDraws, &settings, slots.data(), positions.data(), tokens.data());
+  qt_draw(logits.row(0), kVocab, code, kVocab, rows.data(), kDraws, &settings, slots.data(), positions.data(), nullptr,
+          tokens.data());
   qt_set_threads(1, 0);
   for (index_t i = 0; i < kDraws; i += 7) {
     qt_draw(logits.row(rows[i]), kVocab, code, kVocab, nullptr, 1, &settings, slots.data(), positions.data() + i,
-            again.data() + i);
+            nullptr, again.data() + i);
     findings.is(again[i] == tokens[i], i);
   }
   for (index_t row = 0; row < 2; ++row) {
@@ -110,7 +112,7 @@ void check_greedy(Findings& findings, const Matrix& logits) {
   std::int32_t tokens[kRows];
   for (int threads : {1, 3}) {
     qt_set_threads(threads, 0);
-    qt_draw(logits.row(0), kVocab, int(logits.dtype), kVocab, nullptr, kRows, nullptr, nullptr, nullptr, tokens);
+    qt_draw(logits.row(0), kVocab, int(logits.dtype), kVocab, nullptr, kRows, nullptr, nullptr, nullptr, nullptr, tokens);
     for (index_t row = 0; row < kRows; ++row) findings.is(tokens[row] == sorted(logits, row)[0], row);
   }
 }
@@ -125,9 +127,9 @@ void check_nan(Findings& findings, Matrix logits) {
   float values[3];
   double normalizer;
   logits.set(0, 6000, NAN), logits.set(0, 4321, NAN);
-  qt_draw(logits.row(0), kVocab, int(logits.dtype), kVocab, nullptr, 1, nullptr, nullptr, nullptr, &token);
+  qt_draw(logits.row(0), kVocab, int(logits.dtype), kVocab, nullptr, 1, nullptr, nullptr, nullptr, nullptr, &token);
   findings.is(token == 4321, 0);
-  qt_draw(logits.row(0), kVocab, int(logits.dtype), kVocab, nullptr, 1, &settings, &slot, &position, &token);
+  qt_draw(logits.row(0), kVocab, int(logits.dtype), kVocab, nullptr, 1, &settings, &slot, &position, nullptr, &token);
   findings.is(token == 0, 1);
   qt_logprobs(logits.row(0), kVocab, int(logits.dtype), kVocab, nullptr, 1, &own, 2, ids, values, &rank, &normalizer);
   findings.is(std::isnan(values[0]) && std::isnan(values[2]) && std::isnan(normalizer), 2);
@@ -199,7 +201,7 @@ void check_program(Findings& findings, const Matrix& logits) {
     qt_set_threads(threads, 0);
     qt_program_run(program, &step, 0, 2);
     qt_draw(logits.row(0), kVocab, int(logits.dtype), kVocab, nullptr, 2, settings.data(), output_slots, output_positions,
-            expected);
+            nullptr, expected);
     findings.same(drawn, expected, sizeof drawn, threads);
     findings.is(slot_tokens[3 * kLength + 9] == drawn[0] && slot_tokens[kLength + 10] == drawn[1], threads);
   }
