@@ -114,10 +114,10 @@ def seat(index: int, epoch: int, state: SeatState = SeatState.READY) -> Seat:
     ],
 )
 def test_who_is_gone_is_gone_for_sure(worker: tuple[int, int], seats: list[Seat], is_gone: bool) -> None:
-    store = ResponseStore(make_config("/tmp/run-a"))
+    store = ResponseStore(make_config("run-a"))
     owner = store.owner(WorkerId(Role.FRONTEND, *worker))
     assert store.is_gone(owner, Topology(1, seats)) is is_gone
-    assert ResponseStore(make_config("/tmp/run-b")).is_gone(owner, Topology(1, seats))
+    assert ResponseStore(make_config("run-b")).is_gone(owner, Topology(1, seats))
 
 
 def test_frontends_that_open_it_at_once_share_it(tmp_path: Path) -> None:

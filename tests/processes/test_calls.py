@@ -187,7 +187,7 @@ class Listener:
                         if b"message_stop" in line:
                             return
             except (OSError, http.client.HTTPException):
-                time.sleep(0.02)
+                time.sleep(0.02)  # the frontend that was killed is being replaced
             finally:
                 connection.close()
         raise AssertionError("the stream did not end")
