@@ -285,10 +285,14 @@ def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
     return RequestError(error.code, names[ours] + error.message.removeprefix(ours), names[ours])
 
 
-def not_implemented(param: str, what: str, advice: str) -> RequestError:
-    """Make a 400 that names what is missing: SDKs would send the request again after a 5xx."""
+def not_implemented(sent: str, what: str, advice: str) -> RequestError:
+    """Make a 400 that names what is missing: SDKs would send the request again after a 5xx.
+
+    ``sent`` begins with the field's name.
+    """
+    field = re.match(r"[\w.]+", sent)
     return RequestError(
         ErrorCode.NOT_IMPLEMENTED,
-        f"{param} was sent, but this server does not have {what} yet. {advice}",
-        param,
+        f"{sent} was sent, but this server does not have {what} yet. {advice}",
+        field[0] if field is not None else sent,
     )

@@ -491,3 +491,11 @@ def test_a_stream_goes_on_behind_any_event(parallel: bool) -> None:
 def test_a_position_of_another_dialect_is_refused() -> None:
     with pytest.raises(RequestError, match="the id of the last event"):
         events(SCRIPT, Position.parse("3.2t", 1), random.Random(1), True)
+
+
+def test_the_field_of_what_is_not_there_is_named_alone(shared: Any) -> None:
+    body = {"model": "toy", "input": "x", "tools": [{"type": "web_search"}]}
+    error = shared.ask("POST", "/v1/responses", body).json["error"]
+    assert error["param"] == "tools" and error["message"].startswith(
+        "tools[0], of type 'web_search', was sent"
+    )
