@@ -15,19 +15,20 @@ from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from quintet.frontend import health
-from quintet.frontend.dialects import anthropic_errors, openai_errors
-from quintet.frontend.dialects.anthropic_messages import count_tokens, messages
-from quintet.frontend.dialects.generate import generate
-from quintet.frontend.dialects.openai_batch import batch
-from quintet.frontend.dialects.openai_chat import chat_completions
-from quintet.frontend.dialects.openai_completions import completions
-from quintet.frontend.dialects.openai_derender import derender_chat, derender_completions
-from quintet.frontend.dialects.openai_invocations import invocations
-from quintet.frontend.dialects.openai_render import render_chat, render_completions
-from quintet.frontend.dialects.openai_tokenize import detokenize, tokenize, tokenizer_info
-from quintet.frontend.dialects.responses import responses
-from quintet.frontend.dialects.responses_background import look_for_lost
-from quintet.frontend.dialects.responses_stored import cancel_response, input_items, response
+from quintet.frontend.dialects.anthropic import errors as anthropic_errors
+from quintet.frontend.dialects.anthropic.messages import count_tokens, messages
+from quintet.frontend.dialects.inference.generate import generate
+from quintet.frontend.dialects.openai import errors as openai_errors
+from quintet.frontend.dialects.openai.batch import batch
+from quintet.frontend.dialects.openai.chat import chat_completions
+from quintet.frontend.dialects.openai.completions import completions
+from quintet.frontend.dialects.openai.derender import derender_chat, derender_completions
+from quintet.frontend.dialects.openai.invocations import invocations
+from quintet.frontend.dialects.openai.render import render_chat, render_completions
+from quintet.frontend.dialects.openai.tokenize import detokenize, tokenize, tokenizer_info
+from quintet.frontend.dialects.responses.background import look_for_lost
+from quintet.frontend.dialects.responses.create import responses
+from quintet.frontend.dialects.responses.stored import cancel_response, input_items, response
 from quintet.frontend.dialects.resume import resumable, streams
 from quintet.frontend.docs_page import docs, docs_part
 from quintet.frontend.error_shape import ErrorShape

@@ -21,7 +21,7 @@ import uvloop
 
 from quintet.frontend.app import App
 from quintet.frontend.connection import IDLE_S, Protocol, bound_send_buffer
-from quintet.frontend.dialects.openai_errors import ERRORS
+from quintet.frontend.dialects.openai.errors import ERRORS
 from quintet.frontend.dispatch import ACCOUNT_S, ForRequests, Inbound
 from quintet.frontend.guard import open_to
 from quintet.frontend.service import Service

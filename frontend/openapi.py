@@ -7,8 +7,10 @@ from typing import Any
 
 import msgspec
 
-from quintet.frontend.dialects import anthropic_types, generate_types, responses_types
-from quintet.frontend.dialects import openai_types as types
+from quintet.frontend.dialects.anthropic import types as anthropic_types
+from quintet.frontend.dialects.inference import types as generate_types
+from quintet.frontend.dialects.openai import types
+from quintet.frontend.dialects.responses import types as responses_types
 from quintet.frontend.exchange import MAX_REQUEST_ID, Exchange
 from quintet.frontend.guard import is_open
 from quintet.frontend.openapi_answers import responses
@@ -44,7 +46,7 @@ RANGES: dict[str, Schema] = {
     "stream_interval": {"minimum": 1},
     "detokenize": {"const": True},
 }
-"""What is enforced by `SamplingParams.checked` and `quintet.frontend.dialects.openai_parse`, for readers."""
+"""What is enforced by `SamplingParams.checked` and `quintet.frontend.dialects.openai.parse`, for readers."""
 
 _SCHEMA_OF_PARTS = {
     ("ChatBody", "messages"): types.ChatMessage,

@@ -1,1 +1,1 @@
-"""The languages clients speak: each file parses one into submissions and writes its answers."""
+"""The languages clients speak: a room each parses it into submissions and writes its answers; beside them what all share."""

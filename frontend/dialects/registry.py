@@ -10,23 +10,21 @@ from typing import Any
 
 import msgspec
 
-from quintet.frontend.dialects import (
-    anthropic_errors,
-    generate,
-    openai_chat,
-    openai_completions,
-    openai_errors,
-)
 from quintet.frontend.dialects.answer import AnswerWriter, BeforeEnd
-from quintet.frontend.dialects.anthropic_events import MessagesAnswer, MessagesWriter
+from quintet.frontend.dialects.anthropic import errors as anthropic_errors
+from quintet.frontend.dialects.anthropic.events import MessagesAnswer, MessagesWriter
 from quintet.frontend.dialects.claims import Answer
-from quintet.frontend.dialects.generate import GenerateAnswer
-from quintet.frontend.dialects.openai_chat import ChatAnswer
-from quintet.frontend.dialects.openai_completions import CompletionAnswer
+from quintet.frontend.dialects.inference import generate
+from quintet.frontend.dialects.inference.generate import GenerateAnswer
+from quintet.frontend.dialects.openai import chat as openai_chat
+from quintet.frontend.dialects.openai import completions as openai_completions
+from quintet.frontend.dialects.openai import errors as openai_errors
+from quintet.frontend.dialects.openai.chat import ChatAnswer
+from quintet.frontend.dialects.openai.completions import CompletionAnswer
 from quintet.frontend.dialects.position import Position, StreamId
-from quintet.frontend.dialects.responses_events import ResponsesWriter
-from quintet.frontend.dialects.responses_kept import keep_end
-from quintet.frontend.dialects.responses_output import ResponsesAnswer
+from quintet.frontend.dialects.responses.events import ResponsesWriter
+from quintet.frontend.dialects.responses.kept import keep_end
+from quintet.frontend.dialects.responses.output import ResponsesAnswer
 from quintet.frontend.error_shape import ErrorShape
 from quintet.wire.request import Claim
 

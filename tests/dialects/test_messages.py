@@ -10,8 +10,8 @@ import anthropic
 import msgspec
 import pytest
 
-from quintet.frontend.dialects.anthropic_parse import messages_of
-from quintet.frontend.dialects.anthropic_types import Block, Turn
+from quintet.frontend.dialects.anthropic.parse import messages_of
+from quintet.frontend.dialects.anthropic.types import Block, Turn
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import ChatPrompt, Submit
 

@@ -11,8 +11,8 @@ from typing import Any
 import anthropic
 import pytest
 
-from quintet.frontend.dialects.anthropic_events import UNREADABLE_INPUT, MessagesAnswer, MessagesWriter
-from quintet.frontend.dialects.openai_channels import Channels
+from quintet.frontend.dialects.anthropic.events import UNREADABLE_INPUT, MessagesAnswer, MessagesWriter
+from quintet.frontend.dialects.channels import Channels
 from quintet.frontend.dialects.position import Position, StreamId
 from quintet.frontend.streams import Batch, Delta
 from quintet.wire.channels import Channel

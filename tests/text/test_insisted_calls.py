@@ -15,8 +15,8 @@ from tokenizers import AddedToken, Tokenizer
 
 from quintet.detokenizer_proc.parsers.forced import FORCED, forced_calls, think_marks
 from quintet.detokenizer_proc.parsers.registry import REASONING
-from quintet.frontend.dialects.openai_tools import form_of_calls
-from quintet.frontend.dialects.openai_types import ChatBody
+from quintet.frontend.dialects.openai.tools import form_of_calls
+from quintet.frontend.dialects.openai.types import ChatBody
 from quintet.process.grammars import named_tokens, open_vocabulary
 from quintet.tokenizer_proc.structured import Forms
 from quintet.wire.config import ForcedCalls, ModelConfig, ParsersConfig

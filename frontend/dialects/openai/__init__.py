@@ -1,0 +1,1 @@
+"""OpenAI's dialect: completions, chats, and what vLLM adds to them."""

@@ -1,0 +1,258 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from quintet.frontend.dialects.answer import Output, Submissions, stream_answer, whole_answer
+from quintet.frontend.dialects.claims import Answer, claim_for
+from quintet.frontend.dialects.openai import parse
+from quintet.frontend.dialects.openai.answer import (
+    AnswerOptions,
+    ChunkWriter,
+    Shape,
+    encode_json,
+    finish_name,
+    head_of,
+    options_of,
+    token_ids_json,
+    usage_of,
+)
+from quintet.frontend.dialects.openai.best import BeamRequest, beam_answer, best, ranked
+from quintet.frontend.dialects.openai.logprobs import (
+    completion_logprobs,
+    echoed_logprobs,
+    joined,
+    prompt_logprobs,
+)
+from quintet.frontend.dialects.openai.types import CompletionBody
+from quintet.frontend.dialects.position import Position, StreamId
+from quintet.frontend.exchange import Exchange
+from quintet.frontend.service import Service
+from quintet.wire.codec import pack_i32, unpack_i32
+from quintet.wire.config import EngineConfig, ModelConfig
+from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.messages import Started, TextPrompt, TokenPrompt
+from quintet.wire.params import SamplingParams, check_token_ids
+
+DEFAULT_MAX_TOKENS = 16
+_decoder = msgspec.json.Decoder(CompletionBody)
+
+
+class CompletionAnswer(Answer, tag="completion"):
+    """How the events of a completion are written."""
+
+    options: AnswerOptions
+
+
+async def completions(service: Service, exchange: Exchange) -> None:
+    """Answer one request."""
+    config = service.config
+    body = parse.decode(await exchange.read_json_body(service.bodies), _decoder)
+    parse.check_model(body.model, config.model)
+    parse.check_combinations(body, config)
+    prompts = parse_prompts(body, config.model)
+    _check_suffix(body, prompts)
+    params = completion_params(body, config)
+    options = options_of("cmpl", body, params, exchange, config.model)
+    interval = body.stream_interval or 1
+    answer = CompletionAnswer(len(prompts), params.n, interval, options)
+    claim = claim_for(answer, config) if body.stream else None
+    deadline_ns = parse.deadline_ns(body, exchange)
+    refuse_missing(body)
+    if body.use_beam_search:
+        gives_way = body.max_tokens is None
+        request = BeamRequest(prompts, body, params, "prompt", gives_way, options, deadline_ns)
+        outputs, submissions = await beam_answer(service, exchange, request)
+        await exchange.respond_json(_whole(outputs, submissions, options))
+        return
+    params = ranked(params, body)
+    service.admission.enter(prompts, params)
+    submissions = Submissions()
+    try:
+        for prompt in prompts:
+            submissions.add(
+                service.sessions.submit(
+                    prompt,
+                    params,
+                    priority=body.priority or 0,
+                    cache_salt=body.cache_salt or "",
+                    echo=options.echo,
+                    return_prompt_ids=options.return_token_ids,
+                    arrival_ns=exchange.arrival_ns,
+                    mailbox=submissions.mailbox,
+                    final_only=not body.stream,
+                    interval=interval,
+                    are_checked=True,
+                    claim=claim,
+                    deadline_ns=deadline_ns,
+                    limit_gives_way=body.max_tokens is None,
+                )
+            )
+    except BaseException:
+        submissions.close()
+        raise
+    if body.stream:
+        stream_id = None if claim is None else StreamId(submissions.streams[0].request_id, claim.key)
+        await stream_answer(service, exchange, submissions, writer(answer, stream_id))
+    else:
+        outputs = best(await whole_answer(exchange, submissions), body)
+        if options.echo_only:
+            for output in outputs:
+                output.text, output.token_ids, output.logprobs = "", (), []
+        await exchange.respond_json(_whole(outputs, submissions, options))
+
+
+def refuse_missing(body: CompletionBody) -> None:
+    """Refuse what this server does not have."""
+    if parse.json_of(body.prompt_embeds):
+        raise parse.not_implemented("prompt_embeds", "prompts as embeddings", "Send text or token ids.")
+    parse.refuse_missing(body)
+
+
+def _check_suffix(body: CompletionBody, prompts: Sequence[TextPrompt | TokenPrompt]) -> None:
+    if not body.suffix:
+        return
+    if not all(isinstance(prompt, TextPrompt) for prompt in prompts):
+        raise parse.invalid(
+            "suffix was sent with a prompt of token ids; send the prompt as text, so that it can be put between the model's "
+            "marks, or put the ids of the marks between the ids yourself and leave suffix out.",
+            "suffix",
+        )
+    for name in ("echo", "truncate_prompt_tokens", "use_beam_search"):
+        if getattr(body, name) not in (None, False):
+            raise parse.invalid(
+                f"suffix was sent with {name}, which it does not go with: leave one of them out.", name
+            )
+
+
+def parse_prompts(body: CompletionBody, model: ModelConfig) -> list[TextPrompt | TokenPrompt]:
+    """Return the prompts of a body: one, or one per element of a list of texts or of lists of ids."""
+    given = body.prompt
+    if given is None:
+        raise parse.invalid("prompt is missing; send text, token ids, or a list of either.", "prompt")
+    special, suffix = body.add_special_tokens is not False, body.suffix or ""
+    if isinstance(given, str):
+        return [TextPrompt(given, special, suffix)]
+    if not given:
+        raise parse.invalid("prompt is []; it must hold at least one token id or prompt.", "prompt")
+    ids = [item for item in given if isinstance(item, int)]
+    if len(ids) == len(given):
+        return [token_prompt(ids, body, model)]
+    if ids:
+        raise parse.invalid(
+            "prompt mixes token ids with prompts; send one list of ids, or a list whose elements are all texts or "
+            "lists of ids.",
+            "prompt",
+        )
+    return [
+        TextPrompt(item, special, suffix) if isinstance(item, str) else token_prompt(item, body, model)
+        for item in given
+        if not isinstance(item, int)
+    ]
+
+
+def token_prompt(ids: Sequence[int], body: CompletionBody, model: ModelConfig) -> TokenPrompt:
+    """Return checked ids as a prompt. Raises `RequestError`."""
+    if len(ids) > model.max_model_len and body.truncate_prompt_tokens is None:
+        raise RequestError(
+            ErrorCode.TOO_LONG,
+            f"prompt holds {len(ids)} token ids; the model takes at most {model.max_model_len} tokens. Send a shorter "
+            "prompt, or set truncate_prompt_tokens.",
+            "prompt",
+        )
+    if not ids:
+        raise parse.invalid("prompt holds an empty list of token ids; send at least one.", "prompt")
+    check_token_ids(ids, model.vocab_size, "prompt")
+    return TokenPrompt(pack_i32(ids))
+
+
+def completion_params(body: CompletionBody, config: EngineConfig) -> SamplingParams:
+    """Return the checked sampling parameters of a request."""
+    model = config.model
+    default = int(model.generation_defaults.get("max_tokens", DEFAULT_MAX_TOKENS))
+    max_tokens = default if body.max_tokens is None else body.max_tokens
+    if body.echo and max_tokens == 0:
+        max_tokens = 1
+    params = parse.sampling_params(body, model, max_tokens=max_tokens, logprobs=body.logprobs)
+    if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
+        params.prompt_logprobs = body.logprobs
+    return parse.checked(params, config.frontend.max_logprobs, model, parse.names_of(body))
+
+
+def _on_start(writer: ChunkWriter, index: int, started: Started) -> list[bytes]:
+    """Return the events of an echoed prompt."""
+    options = writer.options
+    if not options.echo:
+        return []
+    logprobs = echoed_logprobs(started, options) if options.logprobs is not None else None
+    return [
+        writer.chunk(
+            index,
+            started.prompt_text or "",
+            logprobs,
+            token_ids=() if options.return_token_ids else None,
+            prompt_ids=started.prompt_ids,
+            usage=writer.usage_at_start(started),
+        )
+    ]
+
+
+def _ids(token_ids: Sequence[int] | None, prompt_ids: bytes) -> bytes:
+    prompt = encode_json(list(unpack_i32(prompt_ids)) if prompt_ids else None)
+    return token_ids_json(token_ids) + b',"prompt_token_ids":' + prompt
+
+
+SHAPE = Shape(
+    head=head_of("text_completion"),
+    open=b'"text":',
+    close=b"",
+    plain_end=b',"logprobs":null,"finish_reason":null,"stop_reason":null,"token_ids":null,"prompt_token_ids":null',
+    logprobs=completion_logprobs,
+    ids=_ids,
+    on_start=_on_start,
+)
+
+
+def writer(
+    answer: CompletionAnswer, stream_id: StreamId | None, position: Position | None = None
+) -> ChunkWriter:
+    """Return who writes the events of a completion."""
+    return ChunkWriter(SHAPE, answer.options, answer.num_prompts, stream_id, position)
+
+
+def _whole(outputs: list[Output], submissions: Submissions, options: AnswerOptions) -> dict[str, object]:
+    return {
+        "id": options.response_id,
+        "object": "text_completion",
+        "created": options.created,
+        "model": options.model,
+        "choices": [_choice(output, options) for output in outputs],
+        "usage": usage_of(submissions.streams, options.echo_only, submissions.streams_per_prompt),
+    }
+
+
+def _choice(output: Output, options: AnswerOptions) -> dict[str, object]:
+    started = output.stream.started
+    text = output.text
+    logprobs = completion_logprobs(output.logprobs, options) if options.logprobs is not None else None
+    if options.echo and started is not None:
+        text = (started.prompt_text or "") + text
+        if logprobs is not None:
+            logprobs = joined(echoed_logprobs(started, options), logprobs)
+    choice: dict[str, object] = {
+        "index": output.index,
+        "text": text,
+        "logprobs": logprobs,
+        "finish_reason": finish_name(output.finish),
+        "stop_reason": output.finish.stop_reason,
+        "prompt_logprobs": prompt_logprobs(started, options) if started is not None else None,
+    }
+    asked = options.return_token_ids
+    choice["token_ids"] = list(output.token_ids) if asked else None
+    choice["prompt_token_ids"] = (
+        list(unpack_i32(started.prompt_ids)) if started is not None and asked else None
+    )
+    return choice

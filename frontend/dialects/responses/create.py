@@ -1,0 +1,196 @@
+"""POST /v1/responses."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass
+
+import msgspec
+
+from quintet.frontend.dialects.answer import Submissions, stream_answer, whole_answer
+from quintet.frontend.dialects.claims import claim_for
+from quintet.frontend.dialects.openai import parse
+from quintet.frontend.dialects.openai.answer import AnswerOptions, encode_json
+from quintet.frontend.dialects.openai.chat import channels_of, chat_params, check_chat, parse_conversation
+from quintet.frontend.dialects.openai.tools import reading_of
+from quintet.frontend.dialects.position import StreamId
+from quintet.frontend.dialects.responses.background import note_request, run, start
+from quintet.frontend.dialects.responses.events import ResponsesWriter, response_of_output
+from quintet.frontend.dialects.responses.kept import conversation, keep_end, record_of, resolved, response_of
+from quintet.frontend.dialects.responses.output import CANCELLED, ResponsesAnswer, response_json
+from quintet.frontend.dialects.responses.parse import THEIR_NAMES, chat_body, echo_of, items_of
+from quintet.frontend.dialects.responses.stored import tell_events
+from quintet.frontend.dialects.responses.types import InputItem, ResponsesBody
+from quintet.frontend.exchange import Exchange
+from quintet.frontend.response_store import IN_PROGRESS, QUEUED, Record
+from quintet.frontend.service import Service
+from quintet.wire.errors import RequestError
+from quintet.wire.messages import ChatPrompt
+from quintet.wire.params import SamplingParams
+from quintet.wire.request import Claim, Reading
+
+ID_BYTES = 24
+_decoder = msgspec.json.Decoder(ResponsesBody)
+
+
+@dataclass(slots=True)
+class Asked:
+    """A checked request."""
+
+    body: ResponsesBody
+    items: list[InputItem]
+    """Its own."""
+    prompt: ChatPrompt
+    params: SamplingParams
+    reading: Reading | None
+    answer: ResponsesAnswer
+    deadline_ns: int
+
+    @property
+    def response_id(self) -> str:
+        """The id of the response."""
+        return self.answer.options.response_id
+
+
+async def responses(service: Service, exchange: Exchange) -> None:
+    """Answer one request."""
+    body = parse.decode(await exchange.read_json_body(service.bodies), _decoder)
+    parse.check_model(body.model, service.config.model)
+    asked = await _read(service, exchange, body)
+    if not asked.answer.is_kept:
+        await _answer(service, exchange, asked)
+        return
+    service.admission.enter([asked.prompt], asked.params)  # before anything is written for it
+    record = record_of(
+        asked.answer,
+        service.responses.owner(service.me),
+        QUEUED if body.background else IN_PROGRESS,
+        asked.items,
+        body.previous_response_id,
+        background=bool(body.background),
+        streams=bool(body.background and body.stream),
+    )
+    await service.responses.do(lambda file: file.begin(record))
+    is_told = False
+    try:
+        if body.background:
+            is_told = await _answer_later(service, asked, record)
+        else:
+            is_told = await _answer(service, exchange, asked)
+    finally:
+        if not is_told:
+            await _forget(service, exchange, asked)
+    if body.background and body.stream:
+        await tell_events(service, exchange, record, -1)
+    elif body.background:
+        await exchange.respond(200, response_of(record))
+
+
+async def _read(service: Service, exchange: Exchange, body: ResponsesBody) -> Asked:
+    """Check a request, with the conversation that it goes on with."""
+    config, store = service.config, service.responses
+    is_kept = store.keeps and body.store is not False
+    if body.background and not is_kept:
+        why = "store is false" if store.keeps else "this server keeps none (--response-store-entries 0)"
+        raise parse.invalid(
+            f"background is true, but nobody could read the response: {why}. Leave one of them out.",
+            "background",
+        )
+    try:
+        former = await conversation(store, body.previous_response_id)
+        items = await resolved(store, items_of(body), former)
+        chat = chat_body(body, [*former, *items])
+        check_chat(chat, config)
+        read = parse_conversation(chat, config)
+        params = chat_params(chat, config)
+        reading = reading_of(chat, read.prompt.tools, config.model.parsers)
+        parse.refuse_missing(chat)
+    except RequestError as error:
+        raise parse.renamed(error, THEIR_NAMES) from None
+    options = AnswerOptions(
+        response_id=f"resp_{secrets.token_hex(ID_BYTES)}",
+        created=int(time.time()),
+        model=config.model.served_names[0],
+        num_choices=1,
+        logprobs=params.logprobs,
+        max_alternatives=parse.max_alternatives(params),
+    )
+    head = {
+        "id": options.response_id,
+        "object": "response",
+        "created_at": options.created,
+        "model": options.model,
+        "background": bool(body.background),
+        "store": is_kept,
+        **echo_of(body, params.temperature, params.top_p),
+    }
+    channels = channels_of(chat, read, options.response_id, config)
+    answer = ResponsesAnswer(1, 1, 1, options, channels, encode_json(head), is_kept)
+    deadline_ns = parse.deadline_ns(chat, exchange)
+    return Asked(body, items, read.prompt, params, reading, answer, deadline_ns)
+
+
+def _submit(service: Service, asked: Asked, arrival_ns: int, claim: Claim | None) -> Submissions:
+    service.admission.enter([asked.prompt], asked.params)
+    submissions = Submissions()
+    submissions.add(
+        service.sessions.submit(
+            asked.prompt,
+            asked.params,
+            priority=asked.body.priority or 0,
+            cache_salt=asked.body.cache_salt or "",
+            arrival_ns=arrival_ns,
+            mailbox=submissions.mailbox,
+            final_only=not asked.body.stream,
+            are_checked=True,
+            claim=claim,
+            deadline_ns=asked.deadline_ns,
+            limit_gives_way=True,  # what is asked for is an upper bound
+            reading=asked.reading,
+        )
+    )
+    return submissions
+
+
+async def _answer(service: Service, exchange: Exchange, asked: Asked) -> bool:
+    """Answer a client that waits; return True: its answer has ended."""
+    answer = asked.answer
+    claim = claim_for(answer, service.config) if asked.body.stream else None
+    submissions = _submit(service, asked, exchange.arrival_ns, claim)
+    if asked.body.stream:
+        stream_id = None if claim is None else StreamId(submissions.streams[0].request_id, claim.key)
+        writer = ResponsesWriter(answer, stream_id)
+        await stream_answer(service, exchange, submissions, writer, keep_end)
+        return True
+    (output,) = await whole_answer(exchange, submissions)
+    status, response = response_of_output(answer, output)
+    if answer.is_kept:
+        await service.responses.do(
+            lambda file: file.finish(asked.response_id, status, response, is_open=True)
+        )
+    await exchange.respond(200, response)
+    return True
+
+
+async def _answer_later(service: Service, asked: Asked, record: Record) -> bool:
+    """Have a response answered in the background; return True: it will be."""
+    claim = claim_for(asked.answer, service.config)
+    submissions = _submit(service, asked, time.monotonic_ns(), claim)
+    try:
+        await note_request(service, record, submissions)
+    except BaseException:
+        submissions.close()
+        raise
+    start(service, record.id, run(service, record, submissions, ResponsesWriter(asked.answer)))
+    return True
+
+
+async def _forget(service: Service, exchange: Exchange, asked: Asked) -> None:
+    """Keep nothing of a response that nobody heard of; one whose client hung up is cancelled, unless it comes back."""
+    response_id = asked.response_id
+    if not exchange.started:
+        await service.responses.do(lambda file: file.delete(response_id))
+        return
+    response = response_json(asked.answer.head, CANCELLED, [])
+    await service.responses.do(lambda file: file.finish(response_id, CANCELLED, response, is_open=True))

@@ -1,0 +1,289 @@
+"""From the bodies of the Responses dialect to what chat templates and parameters are made of: a `ChatBody`.
+
+What a server without tools of its own cannot do is refused here, by the name it has in this dialect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from quintet.frontend.dialects.openai import parse
+from quintet.frontend.dialects.openai.answer import encode_json
+from quintet.frontend.dialects.openai.chat import decode_part
+from quintet.frontend.dialects.openai.types import ChatBody, RawField, ResponseFormat
+from quintet.frontend.dialects.responses.items import messages_of
+from quintet.frontend.dialects.responses.types import (
+    InputItem,
+    NamedTool,
+    ReasoningOptions,
+    ResponsesBody,
+    ResponseTool,
+    TextFormat,
+    TextOptions,
+)
+from quintet.wire.params import shown
+
+LOGPROBS = "message.output_text.logprobs"
+INCLUDABLE = (
+    LOGPROBS,
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+)
+"""What a client may ask to be included: of what there never is here, nothing is."""
+MAX_TOP_LOGPROBS = 20
+MAX_METADATA, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
+MAX_LABEL_CHARS = 512
+"""Of each field that only says whose request it is."""
+THEIR_NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+    "logprobs": "top_logprobs",
+}
+"""Of fields, by those of the chat dialect."""
+SAME = (
+    "model",
+    "stream",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "skip_special_tokens",
+    "logit_bias",
+    "structured_outputs",
+    "parallel_tool_calls",
+    "include_reasoning",
+    "cache_salt",
+    "priority",
+    "timeout",
+    "chat_template_kwargs",
+    "user",
+    "service_tier",
+    "kv_transfer_params",
+    "ec_transfer_params",
+    "vllm_xargs",
+)
+"""Fields that the chat dialect has too, by the same name and type."""
+LABELS = ("user", "safety_identifier", "prompt_cache_key", "service_tier")
+
+_items_decoder: msgspec.json.Decoder[str | list[InputItem]] = msgspec.json.Decoder(str | list[InputItem])
+_tools_decoder = msgspec.json.Decoder(list[ResponseTool])
+_mapping = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def items_of(body: ResponsesBody) -> list[InputItem]:
+    """Return the items of the request's own input; text is one message of the user."""
+    given = decode_part(body.input, _items_decoder, "input")
+    if isinstance(given, str):
+        return [InputItem(type="message", role="user", content=given)]
+    if not given:
+        raise parse.invalid("input is []; it must be a text, or hold at least one item.", "input")
+    return given
+
+
+def chat_body(body: ResponsesBody, items: Sequence[InputItem]) -> ChatBody:
+    """Return the same request as the chat dialect spells it, with ``items`` for its conversation. Raises `RequestError`."""
+    _refuse_unsupported(body)
+    _check_values(body)
+    chat = ChatBody(messages=msgspec.Raw(encode_json(messages_of(body.instructions, items))))
+    for name in SAME:
+        setattr(chat, name, getattr(body, name))
+    chat.max_completion_tokens = body.max_output_tokens
+    if body.truncation == "auto":
+        chat.truncate_prompt_tokens = -1
+    if LOGPROBS in (body.include or ()) or body.top_logprobs:
+        chat.logprobs, chat.top_logprobs = True, body.top_logprobs or 0
+    chat.reasoning_effort = None if body.reasoning is None else body.reasoning.effort
+    chat.response_format = None if body.text is None else _format(body.text.format)
+    tools = _tools(body.tools)
+    if isinstance(body.tool_choice, NamedTool):
+        tools, chat.tool_choice = _choice(body.tool_choice, tools)
+    else:
+        chat.tool_choice = body.tool_choice
+    if tools:
+        chat.tools = msgspec.Raw(encode_json([_chat_tool(tool) for tool in tools]))
+    elif chat.tool_choice == "auto":  # what clients send along without tools says nothing
+        chat.tool_choice = None
+    return chat
+
+
+def _tools(raw: RawField) -> list[ResponseTool]:
+    if not parse.json_of(raw):
+        return []
+    tools = decode_part(raw, _tools_decoder, "tools")
+    for index, tool in enumerate(tools):
+        if tool.type != "function":
+            raise parse.not_implemented(
+                f"tools[{index}], of type {shown(tool.type)},",
+                "tools of its own",
+                "Describe it as one of yours: type function, with name, description and parameters.",
+            )
+        if tool.name is None:
+            raise parse.invalid(f"tools[{index}].name is missing; it is required.", "tools")
+    return tools
+
+
+def _chat_tool(tool: ResponseTool) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.name}
+    for name in ("description", "parameters", "strict"):
+        value = getattr(tool, name)
+        if value is not None and value is not msgspec.UNSET:
+            function[name] = value
+    return {"type": "function", "function": function}
+
+
+def _choice(
+    choice: NamedTool, tools: Sequence[ResponseTool]
+) -> tuple[list[ResponseTool], str | dict[str, msgspec.Raw]]:
+    """Return the tools that the model is shown, and the choice among them."""
+    if choice.type == "function":
+        if choice.name is None:
+            raise parse.invalid("tool_choice.name is missing; it is required.", "tool_choice")
+        named = msgspec.Raw(encode_json({"name": choice.name}))
+        return list(tools), {"type": msgspec.Raw(b'"function"'), "function": named}
+    if choice.type != "allowed_tools":
+        raise parse.not_implemented(
+            f"tool_choice.type, {shown(choice.type)},",
+            "tools of its own",
+            "Send type function or allowed_tools.",
+        )
+    if choice.mode not in ("auto", "required"):
+        raise parse.invalid(
+            f"tool_choice.mode is {shown(choice.mode)}; it must be 'auto' or 'required'.", "tool_choice"
+        )
+    wanted = [tool.name for tool in choice.tools or ()]
+    missing = set(wanted) - {tool.name for tool in tools}
+    if missing or not wanted:
+        sent = shown(sorted(map(str, missing))[0]) if missing else "none"
+        raise parse.invalid(
+            f"tool_choice.tools names {sent}; it must name at least one of the tools, and no others.",
+            "tool_choice",
+        )
+    return [tool for tool in tools if tool.name in wanted], choice.mode
+
+
+def _format(asked: TextFormat | None) -> ResponseFormat | None:
+    """Return the form of the text as the chat dialect spells it."""
+    if asked is None or asked.type == "text":
+        return None
+    if asked.type == "json_object":
+        return ResponseFormat(type=asked.type)
+    if asked.type != "json_schema":
+        raise parse.invalid(
+            f"text.format.type is {shown(asked.type)}; it must be one of text, json_object, json_schema.",
+            "text.format",
+        )
+    schema = decode_part(asked.schema, _mapping, "text.format.schema")
+    named = {"name": asked.name or "output", "schema": schema, "strict": asked.strict}
+    return ResponseFormat(type=asked.type, json_schema=msgspec.Raw(encode_json(named)))
+
+
+def _check_values(body: ResponsesBody) -> None:
+    for name, value, allowed in (
+        ("truncation", body.truncation, ("auto", "disabled")),
+        ("text.verbosity", None if body.text is None else body.text.verbosity, ("low", "medium", "high")),
+    ):
+        if value is not None and value not in allowed:
+            raise parse.invalid(f"{name} is {shown(value)}; it must be one of {', '.join(allowed)}.", name)
+    for included in body.include or ():
+        if included not in INCLUDABLE:
+            raise parse.invalid(
+                f"include has {shown(included)}; it may have {', '.join(INCLUDABLE)}.", "include"
+            )
+    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_TOP_LOGPROBS:
+        raise parse.invalid(
+            f"top_logprobs is {shown(body.top_logprobs)}; it must be 0 to {MAX_TOP_LOGPROBS}.", "top_logprobs"
+        )
+    metadata = body.metadata or {}
+    if len(metadata) > MAX_METADATA or any(
+        len(key) > MAX_KEY_CHARS or len(value) > MAX_VALUE_CHARS for key, value in metadata.items()
+    ):
+        raise parse.invalid(
+            f"metadata holds too much: at most {MAX_METADATA} pairs, with keys of up to {MAX_KEY_CHARS} and values of up "
+            f"to {MAX_VALUE_CHARS} characters.",
+            "metadata",
+        )
+    for name in LABELS:
+        label = getattr(body, name)
+        if label is not None and len(label) > MAX_LABEL_CHARS:
+            raise parse.invalid(
+                f"{name} has {len(label)} characters; it must have at most {MAX_LABEL_CHARS}.", name
+            )
+
+
+def _refuse_unsupported(body: ResponsesBody) -> None:
+    for name, what, advice in (
+        ("prompt", "prompts kept by name", "Send instructions and input."),
+        ("conversation", "conversations kept by name", "Send the items themselves."),
+        ("context_management", "a compaction of contexts", "Send fewer items."),
+        ("moderation", "moderation", "Leave it out."),
+        ("previous_input_messages", "messages in this form", "Send them as input."),
+    ):
+        if parse.json_of(getattr(body, name)) not in {b"", b"[]", b"{}"}:
+            raise parse.not_implemented(name, what, advice)
+
+
+def echo_of(body: ResponsesBody, temperature: float, top_p: float) -> dict[str, Any]:
+    """Return the fields of a response that repeat its request."""
+    text, reasoning = body.text or TextOptions(), body.reasoning or ReasoningOptions()
+    form = text.format or TextFormat(type="text")
+    tools = [msgspec.structs.asdict(tool) for tool in _tools(body.tools)]
+    return {
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary or reasoning.generate_summary},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "temperature": temperature,
+        "text": {"format": _sent(form), "verbosity": text.verbosity or "medium"},
+        "tool_choice": _chosen(body.tool_choice),
+        "tools": [
+            {
+                "parameters": None,
+                **{name: value for name, value in tool.items() if value is not msgspec.UNSET},
+            }
+            for tool in tools
+        ],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": top_p,
+        "truncation": body.truncation or "disabled",
+        "user": body.user,
+    }
+
+
+def _sent(part: msgspec.Struct) -> dict[str, Any]:
+    """Return what a part of a body holds, without what was not sent."""
+    values = msgspec.structs.asdict(part)
+    return {name: value for name, value in values.items() if value is not None and value is not msgspec.UNSET}
+
+
+def _chosen(choice: str | NamedTool | None) -> str | dict[str, Any]:
+    if not isinstance(choice, NamedTool):
+        return choice or "auto"
+    chosen = _sent(choice)
+    if choice.tools is not None:
+        chosen["tools"] = [_sent(tool) for tool in choice.tools]
+    return chosen
