@@ -6,10 +6,10 @@
 //   fp16, fp32   [depth][64]
 //   int8, int4   float column_scale[64]
 //                then for each group of k:  fp16 scale[64]         only if the weight has groups
-//                                           uint8 zero[64]         only int4 with zero points
+//                                           uint8 zero[64]         only with zero points
 //                                           [k / 4][64][4] bytes (int8) or [k / 8][64][4] bytes (int4)
 //
-// Integers are stored unsigned: int8 as value + 128; int4 as 0..15 meaning value + 8, or value + zero; k of a column
+// Integers are stored unsigned: int8 as value + 128, int4 as value + 8, or either as value + zero; k of a column
 // 0..3 in the low and 4..7 in the high halves of its four bytes. A weight is (stored - zero) * scale * column_scale.
 // The last group may be shorter; k is padded to 4 or 8 there.
 //
@@ -115,6 +115,21 @@ struct PackCall {
   float* out;  // of `read`: [count][depth]
 };
 
+// What the numbers of a checkpoint are that the packed form does not hold; see qt_weight_fill_codes.
+enum class Problem : std::uint32_t { code = 1, scale = 2 };
+
+// The same columns from integers and what they are multiplied with. `codes.source` are bytes. Work over the weight's tiles.
+struct CodesCall {
+  PackCall codes;
+  bool is_signed;
+  const void* scales;  // [count][ceil(depth / scale_group)]
+  Dtype scale_dtype;
+  index_t scale_stride, scale_group;  // elements; k
+  const unsigned char* zeros;         // laid out like scales, or null
+  index_t zero_stride;
+  std::uint32_t* problems;  // a sum of Problem's, added to by all threads
+};
+
 // Rows of y from columns of a packed weight. Work over tokens.
 struct PackedEmbeddingCall {
   const Weight* weight;
@@ -126,6 +141,7 @@ struct PackedEmbeddingCall {
 
 struct PackKernels {
   void (*fill)(const void* pack_call, index_t begin, index_t end);
+  void (*fill_codes)(const void* codes_call, index_t begin, index_t end);
   void (*read)(const void* pack_call, index_t begin, index_t end);  // work over columns
   void (*embed)(const void* embedding_call, index_t begin, index_t end);
 };

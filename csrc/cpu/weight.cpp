@@ -7,7 +7,8 @@
 namespace qt {
 namespace {
 
-constexpr int kInt4WithZeros = 5;  // a format code of the C functions: int4 whose groups have zero points
+// Format codes of the C functions beside those of Dtype: integers whose groups have zero points.
+constexpr int kInt4WithZeros = 5, kInt8WithZeros = 6;
 
 // Slices of k (linear.hpp): so many that the narrowest items are at least this many, where depth allows. 64 threads then have
 // four or five each, and who has one more than others is not much behind.
@@ -32,10 +33,10 @@ void cut_depth(Weight& weight) {
 // Everything but the memory. False where the arguments describe no weight.
 bool describe(int format, index_t columns, index_t depth, index_t group, bool paired, Weight& weight) {
   weight = {};
-  weight.zeros = format == kInt4WithZeros;
-  weight.format = weight.zeros ? Dtype::int4 : Dtype(format);
+  weight.zeros = format == kInt4WithZeros || format == kInt8WithZeros;
+  weight.format = format == kInt4WithZeros ? Dtype::int4 : weight.zeros ? Dtype::int8 : Dtype(format);
   weight.columns = columns, weight.depth = depth, weight.group = group, weight.paired = paired;
-  if (format < 0 || format > kInt4WithZeros || columns < 1 || depth < 1 || (paired && columns % 2)) return false;
+  if (format < 0 || format > kInt8WithZeros || columns < 1 || depth < 1 || (paired && columns % 2)) return false;
   weight.tiles = paired ? rounded_up(columns / 2, kPairedColumns) / kPairedColumns
                         : rounded_up(columns, kTileColumns) / kTileColumns;
   cut_depth(weight);
@@ -47,7 +48,7 @@ bool describe(int format, index_t columns, index_t depth, index_t group, bool pa
     default: break;
   }
   const bool grouped = group != kWholeDepth;
-  if (grouped ? group != 32 && group != 64 && group != 128 : weight.format == Dtype::int4) return false;
+  if (grouped ? group != 32 && group != 64 && group != 128 : weight.zeros || weight.format == Dtype::int4) return false;
   const index_t integers = weight.format == Dtype::int8 ? 4 : 8;  // of k in a column's four bytes
   const index_t in_group = grouped ? group : depth;
   weight.groups = (depth + in_group - 1) / in_group;
@@ -88,11 +89,27 @@ PackCall pack_call(const Weight& weight, index_t first, index_t count) {
   return call;
 }
 
+// Has all tiles that hold some of the call's columns filled.
+void fill_tiles(PackCall& call, void (*fill)(const void*, index_t, index_t), const void* described) {
+  const Weight& weight = *call.weight;
+  const index_t half = weight.columns / 2, end = call.first + call.count;
+  const index_t in_tile = weight.paired ? kPairedColumns : kTileColumns;
+  index_t begin_place = call.first, end_place = end;  // where columns lie along the tiles
+  if (weight.paired && end > half) {                  // ups lie in the tiles of their gates
+    begin_place = call.first < half ? 0 : call.first - half;
+    end_place = call.first < half ? half : end - half;
+  }
+  call.first_tile = begin_place / in_tile;
+  const index_t tiles = (end_place + in_tile - 1) / in_tile - call.first_tile;
+  const Work work{tiles, 1, fill, described};
+  pool().run(&work, 1);
+}
+
 }  // namespace
 }  // namespace qt
 
 // Bytes of a packed weight [columns, depth]; 0 where there is no such format. group: of k that share a scale (32, 64,
-// 128), 0 for one scale per column (int8) and for floating-point formats. format: a Dtype, or 5: int4 with zero points.
+// 128), 0 for one scale per column (int8) and for floating-point formats. format: a Dtype, or with zero points 5: int4, 6: int8.
 QT_EXPORT index_t qt_weight_bytes(int format, index_t columns, index_t depth, index_t group, int paired) {
   qt::Weight weight;
   return qt::describe(format, columns, depth, group, paired != 0, weight) ? weight.tiles * weight.tile_bytes : 0;
@@ -120,18 +137,27 @@ QT_EXPORT void qt_weight_fill(qt::Weight* weight, const void* source, int source
                               index_t count) {
   qt::PackCall call = qt::pack_call(*weight, first, count);
   call.source = source, call.source_dtype = qt::Dtype(source_dtype), call.source_stride = stride;
-  const qt::PackKernels& kernels = QT_CHOOSE(pack);
-  const index_t half = weight->columns / 2, end = first + count;
-  const index_t in_tile = weight->paired ? qt::kPairedColumns : qt::kTileColumns;
-  index_t begin_place = first, end_place = end;  // where columns lie along the tiles
-  if (weight->paired && end > half) {            // ups lie in the tiles of their gates
-    begin_place = first < half ? 0 : first - half;
-    end_place = first < half ? half : end - half;
-  }
-  call.first_tile = begin_place / in_tile;
-  const index_t tiles = (end_place + in_tile - 1) / in_tile - call.first_tile;
-  const qt::Work work{tiles, 1, kernels.fill, &call};
-  qt::pool().run(&work, 1);
+  qt::fill_tiles(call, QT_CHOOSE(pack).fill, &call);
+}
+
+// Packs integers as they are into columns [first, first + count), of an integer weight: codes [count, depth] of one byte each, rows
+// `stride` apart, signed or as they are stored (linear.hpp), times scales [count, ceil(depth / scale_group)]. scale_group: a
+// multiple of the weight's group, or at least depth: one scale for each column. zeros: bytes laid out like the scales, or null:
+// 8 (int4) or 128; of a weight with zero points. Returns the sum of the Problem's found, 0 if all numbers are packed exactly.
+QT_EXPORT int qt_weight_fill_codes(qt::Weight* weight, const void* codes, int is_signed, index_t stride, const void* scales,
+                                   int scale_dtype, index_t scale_stride, index_t scale_group, const void* zeros,
+                                   index_t zero_stride, index_t first, index_t count) {
+  std::uint32_t problems = 0;
+  qt::CodesCall call{};
+  call.codes = qt::pack_call(*weight, first, count);
+  call.codes.source = codes, call.codes.source_dtype = qt::Dtype::int8, call.codes.source_stride = stride;
+  call.is_signed = is_signed != 0;
+  call.scales = scales, call.scale_dtype = qt::Dtype(scale_dtype);
+  call.scale_stride = scale_stride, call.scale_group = scale_group;
+  call.zeros = static_cast<const unsigned char*>(zeros), call.zero_stride = zero_stride;
+  call.problems = &problems;
+  qt::fill_tiles(call.codes, QT_CHOOSE(pack).fill_codes, &call);
+  return int(problems);
 }
 
 // The numbers of columns [first, first + count) as they are multiplied: out [count, depth].

@@ -21,7 +21,7 @@ _ADDRESS, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
 class WeightFormat(IntEnum):
-    """How a packed weight stores its numbers; the codes of csrc/cpu/work.hpp."""
+    """How a packed weight stores its numbers; the codes of csrc/cpu/weight.cpp."""
 
     BF16 = 0
     FP16 = 1
@@ -30,11 +30,18 @@ class WeightFormat(IntEnum):
     INT4 = 4
     INT4_ZEROS = 5
     """4 bits with a zero point per group."""
+    INT8_ZEROS = 6
+    """8 bits, likewise."""
 
     @property
     def is_float(self) -> bool:
         """Whether the numbers are stored as the activations are."""
         return self <= WeightFormat.FP32
+
+    @property
+    def has_zeros(self) -> bool:
+        """Whether groups have zero points."""
+        return self in (WeightFormat.INT4_ZEROS, WeightFormat.INT8_ZEROS)
 
 
 class LinearLibrary:
@@ -50,6 +57,11 @@ class LinearLibrary:
         )
         self.weight_delete = function("qt_weight_delete", _ADDRESS)
         self.weight_fill = function("qt_weight_fill", _ADDRESS, _ADDRESS, _INT, _SIZE, _SIZE, _SIZE)
+        self.weight_fill_codes = function(
+            "qt_weight_fill_codes",
+            *(_ADDRESS, _ADDRESS, _INT, _SIZE, _ADDRESS, _INT, _SIZE, _SIZE, _ADDRESS, _SIZE, _SIZE, _SIZE),
+            result=_INT,
+        )
         self.weight_read = function("qt_weight_read", _ADDRESS, _SIZE, _SIZE, _ADDRESS)
         self.linear = function(
             "qt_weight_linear",

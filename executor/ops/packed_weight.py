@@ -47,7 +47,7 @@ class PackedWeight:
             raise PackedWeightError(
                 f"no packed weight [{columns}, {depth}] in {weight_format.name} with group {group}, paired {paired}: sizes are "
                 "at least 1, paired columns even, the group 0 for floating-point formats, 0, 32, 64 or 128 for int8, "
-                "32, 64 or 128 for int4"
+                "32, 64 or 128 for int4 and with zero points"
             )
         if memory is None:
             memory = HugePages(size_bytes).memory
@@ -101,6 +101,47 @@ class PackedWeight:
             first_column,
             source.shape[0],
         )
+
+    def fill_codes(
+        self,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        zeros: torch.Tensor | None = None,
+        first_column: int = 0,
+        group: int = 0,
+    ) -> None:
+        """Pack ``codes [count, depth]`` times their scales into the columns from ``first_column`` on; nothing is rounded.
+
+        `read` gives ``(code - zero) * scale`` afterwards. codes: int8, whose zero is 0, or uint8, whose zero is 8 (4 bits) or
+        128; with ``zeros``, which formats with zero points take, uint8 of any zero. scales: bfloat16, float16 or
+        float32 ``[count, ceil(depth / group)]``; zeros: uint8, likewise. ``group``: how many k share a scale, a multiple of
+        this weight's group; 0: the weight's, or all of k where there is one scale for each column.
+
+        Scales of groups are held as fp16 times a power of two of the column: all of fp16, and bf16 down to 2^-25 of the column's
+        largest. Raises `PackedWeightError` for others, and for codes of more than 4 bits where the format has 4.
+        """
+        count, group = codes.shape[0], group or self.group
+        if scales.dim() == 2 and scales.shape[1] == 1:
+            group = self.depth
+        self._check_codes(codes, scales, zeros, group)
+        self._check_columns(first_column, count)
+        codes, scales = _with_rows(codes), _with_rows(scales)
+        zeros = None if zeros is None else _with_rows(zeros)
+        problems = self._library.weight_fill_codes(
+            *(self.handle, codes.data_ptr(), int(codes.dtype is torch.int8), codes.stride(0)),
+            *(scales.data_ptr(), FLOAT_CODES[scales.dtype], scales.stride(0), group),
+            *((None, 0) if zeros is None else (zeros.data_ptr(), zeros.stride(0))),
+            *(first_column, count),
+        )
+        if problems & 1:
+            raise PackedWeightError(
+                "codes of a 4-bit weight are 0 to 15, or as int8 -8 to 7; there are others"
+            )
+        if problems & 2:
+            raise PackedWeightError(
+                f"scales are {scales.dtype}, and some are not finite, or not an fp16 number times a power of two of their "
+                "column: round them to float16 first"
+            )
 
     def read(self, first_column: int = 0, num_columns: int | None = None) -> torch.Tensor:
         """Return columns as ``float32[num_columns, depth]``: exactly the numbers that are multiplied."""
@@ -177,6 +218,38 @@ class PackedWeight:
                 f"8-bit activations on a {self.format.name} weight: it takes its own format"
             )
 
+    def _check_codes(
+        self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int
+    ) -> None:
+        if self.format.is_float:
+            raise PackedWeightError(f"codes for a {self.format.name} weight: it has none")
+        if codes.shape[1:] != (self.depth,) or codes.dtype not in (torch.int8, torch.uint8):
+            raise PackedWeightError(
+                f"codes are {codes.dtype}{list(codes.shape)}; expected int8 or uint8[count, {self.depth}]"
+            )
+        if group != self.depth and (group <= 0 or self.group == 0 or group % self.group):
+            raise PackedWeightError(f"scales of {group} k each, of a weight with groups of {self.group}")
+        shape = (codes.shape[0], -(-self.depth // group))
+        if scales.shape != shape or scales.dtype not in FLOAT_CODES:
+            raise PackedWeightError(
+                f"scales are {scales.dtype}{list(scales.shape)}; expected bfloat16, float16 or float32{list(shape)}"
+            )
+        if zeros is None:
+            return
+        if not self.format.has_zeros or codes.dtype is torch.int8:
+            raise PackedWeightError(
+                f"zero points of {codes.dtype} in {self.format.name}: expected uint8 codes and a ..._ZEROS"
+            )
+        if zeros.shape != shape or zeros.dtype is not torch.uint8:
+            raise PackedWeightError(
+                f"zeros are {zeros.dtype}{list(zeros.shape)}; expected uint8{list(shape)}"
+            )
+
     def _check_columns(self, first: int, count: int) -> None:
         if first < 0 or count < 0 or first + count > self.columns:
             raise PackedWeightError(f"columns {first} to {first + count} of a weight that has {self.columns}")
+
+
+def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return it with the elements of a row beside one another."""
+    return tensor if tensor.stride(1) == 1 else tensor.contiguous()

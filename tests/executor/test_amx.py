@@ -305,6 +305,7 @@ INTEGERS = [
     (WeightFormat.INT4, 64, False),
     (WeightFormat.INT4, 128, False),
     (WeightFormat.INT4_ZEROS, 128, False),
+    (WeightFormat.INT8_ZEROS, 64, True),
 ]
 """Format, group, 8-bit activations."""
 DEPTHS = (1100, 64, 70, 33, 4)

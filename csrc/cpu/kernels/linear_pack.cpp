@@ -4,6 +4,7 @@
 // transposes them in registers and writes the tile front to back. Bytes moved: the source once, the tile once. Limiter:
 // memory.
 #include "linear_pack.hpp"
+#include "linear_pack_codes.hpp"
 #include "linear_pack_integers.hpp"
 
 namespace qt::QT_ISA {
@@ -86,13 +87,6 @@ void copy_column(const Weight& weight, index_t column, Element* out) {
     for (index_t k = 0; k < weight.depth; ++k) out[k] = from[k * kTileColumns + lane];
 }
 
-template <class Element>
-QT_INLINE float widened(const Element* from) {
-  Element lanes[kLanes] = {};
-  lanes[0] = *from;
-  return load(lanes)[0];
-}
-
 // One column as the numbers that are multiplied.
 void read_column(const Weight& weight, index_t column, float* out) {
   index_t tile, lane;
@@ -155,6 +149,6 @@ void embed(const void* described, index_t begin, index_t end) {
 
 }  // namespace
 
-const PackKernels pack = {fill, read, embed};
+const PackKernels pack = {fill, fill_codes, read, embed};
 
 }  // namespace qt::QT_ISA

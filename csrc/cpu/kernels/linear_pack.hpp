@@ -35,7 +35,7 @@ struct Rows {
 };
 
 Rows rows_of(const PackCall& call, index_t tile) {
-  const index_t size = call.source_dtype == Dtype::fp32 ? 4 : 2;
+  const index_t size = call.source_dtype == Dtype::fp32 ? 4 : call.source_dtype == Dtype::int8 ? 1 : 2;
   Rows rows;
   for (index_t v = 0; v < kVectors; ++v) {
     rows.any[v] = false, rows.all[v] = true;
@@ -115,6 +115,13 @@ void load_block(const Rows& rows, index_t begin, index_t depth, float* block) {
 using LoadBlock = void (*)(const Rows&, index_t, index_t, float*);
 LoadBlock loader_of(Dtype source) {
   return source == Dtype::bf16 ? load_block<bf16> : source == Dtype::fp16 ? load_block<fp16> : load_block<float>;
+}
+
+template <class Element>
+QT_INLINE float widened(const Element* from) {
+  Element lanes[kLanes] = {};
+  lanes[0] = *from;
+  return load(lanes)[0];
 }
 
 inline constexpr index_t kBlock = 128;  // k at a time; a whole number of groups

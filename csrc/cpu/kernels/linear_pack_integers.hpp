@@ -83,6 +83,9 @@ QT_INLINE void choose_scale(const float* block, index_t count, bool zeros, f32v&
   }
 }
 
+// The stored integer that means zero where groups have no zero points of their own.
+QT_INLINE int middle_of(const Weight& weight) { return weight.format == Dtype::int4 ? 8 : 128; }
+
 QT_INLINE char* group_at(const Weight& weight, char* tile, index_t g) {
   return tile + kTileColumns * 4 + g * weight.group_bytes;
 }
@@ -144,7 +147,7 @@ void fill_integers(const PackCall& call, const Rows& rows, char* tile) {
       if (!rows.any[v]) continue;
       const float* mine = block + v * kLanes;
       const f32v column_most = load(magnitudes + v * kLanes) * (1.0f / 127.0f);
-      f32v scale = column_most, zero = all(four ? 8.0f : 128.0f);
+      f32v scale = column_most, zero = all(float(middle_of(weight)));
       if (four) {
         choose_scale(mine, depth, weight.zeros, scale, zero);
       } else if (grouped) {
@@ -173,7 +176,7 @@ float number_at(const Weight& weight, const char* tile, index_t lane, index_t g,
   const index_t in_word = four ? 8 : 4;
   const unsigned char byte = integers[(k / in_word * kTileColumns + lane) * 4 + k % 4];
   const int stored = !four ? byte : k % 8 < 4 ? byte & 15 : byte >> 4;
-  const int zero = weight.zeros ? ((const unsigned char*)group)[kTileColumns * 2 + lane] : four ? 8 : 128;
+  const int zero = weight.zeros ? ((const unsigned char*)group)[kTileColumns * 2 + lane] : middle_of(weight);
   const float column = ((const float*)tile)[lane];
   if (weight.group == kWholeDepth) return float(stored - zero) * column;
   fp16 scales[kLanes] = {};

@@ -1,0 +1,110 @@
+// Packing of weights that are integers already: codes move as they are, scales and zero points beside them; nothing is rounded.
+//
+// One scale for each column is the column's. Of scales of groups, which are fp16, those that a checkpoint has in fp16 are kept as
+// they are; of others the column takes a power of two, so that the largest is near 2^8 and bf16 fits down to some 2^-25 of it.
+#pragma once
+
+#include "linear_pack.hpp"
+#include "linear_pack_integers.hpp"
+
+namespace qt::QT_ISA {
+namespace {
+
+typedef std::uint8_t u8v __attribute__((vector_size(4 * kLanes)));
+
+QT_INLINE void report(const CodesCall& call, Problem problem) {
+  __atomic_or_fetch(call.problems, std::uint32_t(problem), __ATOMIC_RELAXED);
+}
+
+float scale_at(const CodesCall& call, index_t column, index_t i) {
+  const index_t at = column * call.scale_stride + i;
+  switch (call.scale_dtype) {
+    case Dtype::bf16: return widened((const bf16*)call.scales + at);
+    case Dtype::fp16: return widened((const fp16*)call.scales + at);
+    default: return ((const float*)call.scales)[at];
+  }
+}
+
+// 2^-8 of the power of two at or below the largest magnitude, within what divides and multiplies exactly.
+float power_of_column(float largest) {
+  if (largest == 0.0f) return 1.0f;
+  std::uint32_t bits;
+  std::memcpy(&bits, &largest, sizeof bits);
+  const std::uint32_t exponent = bits >> 23, least = 127 - 100 + 8, most = 127 + 100 + 8;
+  const std::uint32_t of_column = ((exponent < least ? least : exponent > most ? most : exponent) - 8) << 23;
+  float power;
+  std::memcpy(&power, &of_column, sizeof power);
+  return power;
+}
+
+// The scales and zero points of one lane, whose column is `column` of the source.
+void fill_scales(const CodesCall& call, index_t column, char* tile, index_t lane) {
+  const Weight& weight = *call.codes.weight;
+  const index_t count = (weight.depth + call.scale_group - 1) / call.scale_group;
+  float largest = 0.0f;
+  for (index_t i = 0; i < count; ++i) {
+    const float scale = scale_at(call, column, i), magnitude = scale < 0 ? -scale : scale;
+    if (!(magnitude <= 3.4e38f)) return report(call, Problem::scale);
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  const float of_column = count == 1                         ? scale_at(call, column, 0)
+                          : call.scale_dtype == Dtype::fp16 ? 1.0f
+                                                             : power_of_column(largest);
+  std::memcpy(tile + lane * 4, &of_column, 4);
+  if (weight.group == kWholeDepth) return;
+  for (index_t g = 0; g < weight.groups; ++g) {
+    const index_t from = g * weight.group / call.scale_group;
+    const float relative = count == 1 ? 1.0f : scale_at(call, column, from) / of_column;
+    const fp16 stored{half_bits(relative)};
+    if (widened(&stored) != relative) report(call, Problem::scale);
+    char* const group = group_at(weight, tile, g);
+    std::memcpy(group + lane * 2, &stored, 2);
+    if (weight.zeros)
+      group[kTileColumns * 2 + lane] = char(call.zeros ? call.zeros[column * call.zero_stride + from] : middle_of(weight));
+  }
+}
+
+// The codes of all filled lanes: words of four k go where they belong, of int4 two words become one.
+void move_codes(const CodesCall& call, const Rows& rows, char* tile) {
+  const Weight& weight = *call.codes.weight;
+  const bool four = weight.format == Dtype::int4;
+  const index_t in_group = weight.group == kWholeDepth ? weight.depth : weight.group, in_word = four ? 8 : 4;
+  const i32v flip = all(std::int32_t(call.is_signed ? 0x80808080 : 0));
+  u8v wrong{};
+  for (index_t first = 0; first < weight.depth; first += kLanes * 4)
+    for (index_t v = 0; v < kVectors; ++v) {
+      if (!rows.any[v]) continue;
+      i32v words[kLanes];
+      load_words(rows, v, first, weight.depth - first, words);
+      for (index_t i = 0, k = first; i < kLanes && k < weight.depth; i += in_word / 4, k += in_word) {
+        i32v word = words[i] ^ flip;
+        if (four) {
+          const std::uint8_t shift = call.is_signed ? 128 - 8 : 0;
+          const u8v low = (u8v)word - shift, high = (u8v)(words[i + 1] ^ flip) - shift;
+          wrong |= low | high;
+          word = ((i32v)low & 0x0F0F0F0F) | ((i32v)high & 0x0F0F0F0F) << 4;
+        }
+        char* const integers = group_at(weight, tile, k / in_group) + weight.head_bytes;
+        put(integers + k % in_group / in_word * kTileColumns * 4, rows, v, word);
+      }
+    }
+  std::uint8_t any = 0;
+  for (int i = 0; i < 4 * kLanes; ++i) any = std::uint8_t(any | wrong[i]);
+  if (any > 15) report(call, Problem::code);
+}
+
+void fill_codes(const void* described, index_t begin, index_t end) {
+  const CodesCall& call = *(const CodesCall*)described;
+  const Weight& weight = *call.codes.weight;
+  for (index_t i = begin; i < end; ++i) {
+    const index_t tile = call.codes.first_tile + i;
+    const Rows rows = rows_of(call.codes, tile);
+    char* memory = weight.memory + tile * weight.tile_bytes;
+    move_codes(call, rows, memory);
+    for (index_t lane = 0; lane < kTileColumns; ++lane)
+      if (rows.of[lane]) fill_scales(call, column_of(weight, tile, lane) - call.codes.first, memory, lane);
+  }
+}
+
+}  // namespace
+}  // namespace qt::QT_ISA

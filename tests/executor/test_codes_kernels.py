@@ -1,0 +1,147 @@
+"""Packed weights filled with a checkpoint's own integers: what is read back is ``(code - zero) * scale`` in fp32, to the bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quintet.executor.ops.host_library import open_library
+from quintet.executor.ops.host_linear import LinearLibrary, WeightFormat, linear_library
+from quintet.executor.ops.linear import GatedActivation
+from quintet.executor.ops.packed_weight import PackedWeight, PackedWeightError
+
+pytestmark = pytest.mark.skipif(open_library() is None, reason="the host kernels are not built")
+
+DRAWS = torch.Generator().manual_seed(14)
+FORMATS = [
+    (WeightFormat.INT8, 0),
+    (WeightFormat.INT8, 32),
+    (WeightFormat.INT8_ZEROS, 128),
+    (WeightFormat.INT4, 32),
+    (WeightFormat.INT4, 128),
+    (WeightFormat.INT4_ZEROS, 64),
+]
+SHAPES = [(1, 1), (63, 7), (70, 130), (130, 512)]
+
+
+def kernels() -> LinearLibrary:
+    library = linear_library()
+    assert library is not None
+    return library
+
+
+def draw(most: int, *shape: int) -> torch.Tensor:
+    return torch.randint(0, most, shape, generator=DRAWS, dtype=torch.uint8)
+
+
+def scales(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Of both signs, over as many powers of two as all of these types hold."""
+    powers = torch.randint(-12, 2, shape, generator=DRAWS)
+    signs = torch.randint(0, 2, shape, generator=DRAWS) * 2 - 1
+    return (signs * (1 + torch.rand(shape, generator=DRAWS)) * 2.0**powers).bfloat16().to(dtype)
+
+
+def numbers(codes: torch.Tensor, factors: torch.Tensor, zeros: torch.Tensor, group: int) -> torch.Tensor:
+    """Written from the definition."""
+    place = torch.arange(codes.shape[1]) // group
+    return (codes.float() - zeros.float()[:, place]) * factors.float()[:, place]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("times", [1, 2, 1000], ids=["its groups", "twice its groups", "one scale"])
+@pytest.mark.parametrize(("columns", "depth"), SHAPES)
+@pytest.mark.parametrize(("form", "group"), FORMATS)
+def test_codes(
+    form: WeightFormat, group: int, columns: int, depth: int, times: int, dtype: torch.dtype
+) -> None:
+    levels = 16 if form in (WeightFormat.INT4, WeightFormat.INT4_ZEROS) else 256
+    of_scales = min(depth, group * times or depth)
+    count = -(-depth // of_scales)
+    codes, factors = draw(levels, columns, depth), scales(dtype, columns, count)
+    zeros = torch.full((columns, count), levels // 2, dtype=torch.uint8)
+    weight = PackedWeight(kernels(), form, columns, depth, group=group)
+    weight.fill_codes(codes, factors, group=of_scales if count > 1 else 0)
+    assert torch.equal(weight.read(), numbers(codes, factors, zeros, of_scales))
+    signed = (codes.int() - levels // 2).to(torch.int8)
+    other = PackedWeight(kernels(), form, columns, depth, group=group)
+    other.fill_codes(signed, factors, group=of_scales if count > 1 else 0)
+    assert torch.equal(other.read(), weight.read())
+    if form.has_zeros:
+        zeros = draw(
+            levels + 1 if levels == 16 else levels, columns, count
+        )  # GPTQ's stored zero point plus one
+        weight.fill_codes(codes, factors, zeros, group=of_scales if count > 1 else 0)
+        assert torch.equal(weight.read(), numbers(codes, factors, zeros, of_scales))
+
+
+@pytest.mark.parametrize("form", [WeightFormat.INT4_ZEROS, WeightFormat.INT8_ZEROS])
+def test_zero_points_are_multiplied(form: WeightFormat) -> None:
+    """x in 16 bits is off by 2^-16 of its group's largest magnitude, and sums in fp32 by less than that."""
+    levels, columns, depth, group = (16 if form is WeightFormat.INT4_ZEROS else 256), 70, 1100, 32
+    codes, zeros = draw(levels, columns, depth), draw(levels, columns, -(-depth // group))
+    factors = torch.rand(zeros.shape, generator=DRAWS).half()
+    weight = PackedWeight(kernels(), form, columns, depth, group=group)
+    weight.fill_codes(codes, factors, zeros)
+    x = torch.randn(20, depth, generator=DRAWS)
+    exact = numbers(codes, factors, zeros, group).double()
+    error = (weight.linear(x).double() - x.double() @ exact.T).abs()
+    assert bool((error <= 2**-16 * 1.1 * x.abs().amax() * exact.abs().sum(1)).all())
+
+
+def test_parts_of_a_paired_weight_and_of_a_stack() -> None:
+    """Parts in any order, gates and ups; of one memory for several weights; rows that lie apart."""
+    columns, depth, group = 140, 320, 64
+    codes, zeros = draw(16, 2, columns, depth), draw(16, 2, columns, 5)
+    factors = scales(torch.float16, 2, columns, 5)
+    size = kernels().weight_bytes(int(WeightFormat.INT4_ZEROS), columns, depth, group, 1)
+    memory = torch.zeros(2 * size + 64, dtype=torch.uint8)
+    memory = memory[-memory.data_ptr() % 64 :][: 2 * size]
+    wide = torch.zeros(2, columns, depth + 3, dtype=torch.uint8)
+    wide[:, :, :depth] = codes
+    for i, part in enumerate(memory.chunk(2)):
+        weight = PackedWeight(
+            kernels(), WeightFormat.INT4_ZEROS, columns, depth, group=group, paired=True, memory=part
+        )
+        whole = numbers(codes[i], factors[i], zeros[i], group)
+        for begin, end in ((100, 140), (0, 30), (30, 100)):
+            weight.fill_codes(
+                wide[i, begin:end, :depth], factors[i, begin:end], zeros[i, begin:end], first_column=begin
+            )
+        assert torch.equal(weight.read(), whole)
+        plain = PackedWeight(kernels(), WeightFormat.INT4_ZEROS, columns, depth, group=group)
+        plain.fill_codes(codes[i], factors[i], zeros[i])
+        x = torch.randn(3, depth, generator=DRAWS)
+        gates, ups = plain.linear(x).split(columns // 2, 1)
+        out = weight.linear(x, activation=GatedActivation.SILU_AND_MUL)
+        torch.testing.assert_close(out, torch.nn.functional.silu(gates) * ups, rtol=1e-5, atol=1e-30)
+
+
+def test_what_is_not_held_exactly_is_refused() -> None:
+    weight = PackedWeight(kernels(), WeightFormat.INT4, 64, 128, group=32)
+    codes, factors = draw(16, 64, 128), torch.ones(64, 4)
+    wrong = codes.clone()
+    wrong[63, 127] = 16
+    with pytest.raises(PackedWeightError, match="4-bit"):
+        weight.fill_codes(wrong, factors)
+    with pytest.raises(PackedWeightError, match="4-bit"):
+        weight.fill_codes((codes.int() - 9).to(torch.int8), factors)
+    for scale in (1.0001, float("inf"), float("nan"), 2.0**-40):
+        spoilt = factors.clone()
+        spoilt[5, 2] = scale
+        with pytest.raises(PackedWeightError, match="scales are"):
+            weight.fill_codes(codes, spoilt)
+    for arguments, message in (
+        ((codes[:, :127], factors), "codes are"),
+        ((codes.int(), factors), "codes are"),
+        ((codes, factors[:, :3]), "scales are"),
+        ((codes, factors.double()), "scales are"),
+        ((codes, factors, draw(16, 64, 4)), "zero points"),
+    ):
+        with pytest.raises(PackedWeightError, match=message):
+            weight.fill_codes(*arguments)
+    with pytest.raises(PackedWeightError, match="groups of 32"):
+        weight.fill_codes(codes, factors, group=48)
+    with pytest.raises(PackedWeightError, match="columns 1 to 65"):
+        weight.fill_codes(codes, factors, first_column=1)
+    with pytest.raises(PackedWeightError, match="BF16"):
+        PackedWeight(kernels(), WeightFormat.BF16, 64, 128).fill_codes(codes, factors)
