@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quintet.core.kv.groups import Groups
-from quintet.core.kv.prefix import salt_digest
+from quintet.core.kv.prefix import embeds_digest, salt_digest
 from quintet.core.outbox import Effects, TokensBuilders
 from quintet.core.policy import Policy
 from quintet.core.repetition import Repetition
@@ -22,6 +22,12 @@ def _stops_of(params: SamplingParams, eos_token_ids: list[int]) -> dict[int, boo
     for token in params.stop_token_ids:
         stops.setdefault(token, True)
     return stops
+
+
+def _chain_start(admit: Admit) -> bytes:
+    """Return where the hash chain of a request's blocks begins."""
+    start, embeds = salt_digest(admit.spec.cache_salt), admit.embeds
+    return start if embeds is None else embeds_digest(start, f"{embeds.dtype}, {embeds.width}", embeds.values)
 
 
 def make_requests(
@@ -45,7 +51,7 @@ def make_requests(
     check_fits(len(prompt), limits)
     stops = _stops_of(params, eos_token_ids)
     seed = admit.request_id if params.seed is None else params.seed
-    start = salt_digest(spec.cache_salt)
+    start = _chain_start(admit)
     limit = length_limit(len(prompt), params.max_tokens, limits)
     taken, watched = limits.taken_by(limit), params.repetition_detection
     requests: list[Request] = []
@@ -70,6 +76,7 @@ def make_requests(
                 echo=spec.echo,
                 return_prompt_ids=spec.return_prompt_ids,
                 bad_word_ids=admit.bad_word_ids,
+                embeds=admit.embeds,
                 parent=requests[0] if choice else None,
                 choice=spec.choice + choice,
                 num_seen=len(outputs),
@@ -166,6 +173,7 @@ def refit(state: State, now_ns: int) -> Effects:
         request.digests.clear()
         request.limit = length_limit(request.num_prompt, request.params.max_tokens, state.limits)
         state.num_promised += state.limits.taken_by(request.limit)
+        state.num_embedded += request.embeds is not None
         try:
             check_fits(request.num_prompt, state.limits)
             fits = len(request.tokens) < request.limit

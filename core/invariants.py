@@ -31,6 +31,8 @@ def _check_requests(state: State) -> None:
     assert listed == Counter(state.live.keys()), (listed, state.live.keys())
     promised = sum(state.limits.taken_by(request.limit) for request in state.live.values())
     assert state.num_promised == promised, (state.num_promised, promised)
+    embedded = sum(request.embeds is not None for request in state.live.values())
+    assert state.num_embedded == embedded, (state.num_embedded, embedded)
 
 
 def _check_slots(state: State) -> None:

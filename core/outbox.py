@@ -151,11 +151,14 @@ def opening(request: Request, now_ns: int) -> Open:
     """Return what a detokenizer must know of a request, with the outputs that it has by now."""
     params, tokens, num_prompt = request.params, request.tokens, request.num_prompt
     whole = request.echo or request.return_prompt_ids
+    begin = 0 if whole else max(0, num_prompt - PROMPT_TAIL)
+    if request.embeds is not None:
+        begin = num_prompt  # nobody knows what text it would be
     return Open(
         request_id=request.request_id,
         num_prompt_tokens=num_prompt,
         num_cached_tokens=request.num_cached,
-        prompt_ids=pack_i32(tokens[0 if whole else max(0, num_prompt - PROMPT_TAIL) : num_prompt]),
+        prompt_ids=pack_i32(tokens[begin:num_prompt]),
         stop=params.stop,
         include_stop=params.include_stop_str_in_output,
         skip_special_tokens=params.skip_special_tokens,

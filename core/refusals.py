@@ -13,6 +13,7 @@ import msgspec
 
 from quintet.core.request import Request
 from quintet.wire.codec import encode, pack_i32
+from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.errors import ErrorCode
 from quintet.wire.messages import Admit, Failed
 from quintet.wire.params import SamplingParams
@@ -23,15 +24,17 @@ REFUSE_S = 600
 MAX_REFUSED = 1024
 
 
-def fingerprint(prompt_ids: bytes, params: SamplingParams) -> bytes:
+def fingerprint(prompt_ids: bytes, params: SamplingParams, embeds: EmbedsPrompt | None = None) -> bytes:
     """Return what two requests have in common that ask the same of the executor. ``prompt_ids``: int32."""
     settings = encode(msgspec.structs.replace(params, seed=None, n=1))
+    if embeds is not None:
+        settings += encode(embeds)
     return sha256(len(prompt_ids).to_bytes(8, "little") + prompt_ids + settings).digest()
 
 
 def fingerprint_of(request: Request) -> bytes:
     """Return the fingerprint of a request that was admitted."""
-    return fingerprint(pack_i32(request.tokens[: request.num_prompt]), request.params)
+    return fingerprint(pack_i32(request.tokens[: request.num_prompt]), request.params, request.embeds)
 
 
 class Refusals:
@@ -55,7 +58,7 @@ class Refusals:
         """Return how a request is refused, or None when it is not."""
         if not self._refused:
             return None
-        key = fingerprint(admit.prompt_ids, admit.spec.params)
+        key = fingerprint(admit.prompt_ids, admit.spec.params, admit.embeds)
         refused = self._refused.get(key)
         if refused is None:
             return None

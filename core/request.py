@@ -18,6 +18,7 @@ from enum import IntEnum
 
 from quintet.core.kv.held import Held
 from quintet.core.repetition import Repetition
+from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.messages import Admit
 from quintet.wire.params import SamplingParams
 from quintet.wire.request import Echo, Reading
@@ -54,6 +55,8 @@ class Request:
     echo: Echo = Echo.NONE
     return_prompt_ids: bool = False
     bad_word_ids: list[list[int]] = field(default_factory=list)
+    embeds: EmbedsPrompt | None = None
+    """What its prompt is where that is no tokens; those in ``tokens`` then only count."""
     parent: Request | None = None
     """The first choice, whose prompt this one shares; None for the first choice itself."""
     choice: int = 0

@@ -148,6 +148,8 @@ class State:
     """Requests that left when they lost their slots, and of whose end nobody has been told."""
     trial: frozenset[int] | None = None
     """Only these may run: it is being found out who made the executor fail. None: everybody may."""
+    num_embedded: int = 0
+    """Live requests whose prompt is vectors."""
     num_deferred: int = 0
     """Waiting requests that others passed in the last step: something but room keeps them."""
 
@@ -171,6 +173,7 @@ class State:
         """Take in a request that was just admitted."""
         self.live[request.request_id] = request
         self.num_promised += self.limits.taken_by(request.limit)
+        self.num_embedded += request.embeds is not None
         self.enqueue(request)
 
     def enqueue(self, request: Request) -> None:
@@ -239,6 +242,7 @@ class State:
         request.status = Status.ENDED
         del self.live[request.request_id]
         self.num_promised -= self.limits.taken_by(request.limit)
+        self.num_embedded -= request.embeds is not None
         self.note_ended(request)
         if request.origin is not None:
             self.kept.append(request)
@@ -264,10 +268,9 @@ class State:
         """
         if request.status is not Status.RUNNING or request.length == len(request.tokens):
             return True
-        self.num_promised -= self.limits.taken_by(request.limit)
-        request.limit = request.length
-        self.num_promised += self.limits.taken_by(request.limit)
-        request.is_departing = True
+        taken_by = self.limits.taken_by
+        self.num_promised += taken_by(request.length) - taken_by(request.limit)
+        request.limit, request.is_departing = request.length, True
         return False
 
     def publish(self, request: Request, num_tokens: int) -> None:

@@ -9,6 +9,7 @@ from quintet.core.kv.groups import Groups
 from quintet.core.request import Request
 from quintet.core.state import Flight, State
 from quintet.wire.codec import pack_i32, pack_i64
+from quintet.wire.embeds import RowEmbeds
 from quintet.wire.step import NewRow, StepPlan
 
 
@@ -84,6 +85,7 @@ class StepBuilder:
                 seed=request.seed,
                 stop_ids=request.stop_ids,
                 bad_word_ids=request.bad_word_ids,
+                num_embedded=0 if request.embeds is None else request.num_prompt,
             )
         )
         for index, held in enumerate(request.held):
@@ -139,6 +141,7 @@ class StepBuilder:
             checksum=table_checksum(flight, starts, state.limits.groups) if state.limits.audit else 0,
             swaps_out=pack_i32(swaps_out),
             swaps_in=pack_i32(self.swaps_in),
+            embeds=self._embeds() if state.num_embedded else [],
         )
         if swaps_out or self.swaps_in:
             self._count_swaps(state, len(swaps_out) // 2)
@@ -146,6 +149,17 @@ class StepBuilder:
         state.in_flight.append(flight)
         state.pool.release(self.borrowed, state.fence)
         return plan
+
+    def _embeds(self) -> list[RowEmbeds]:
+        """Return the vectors that rows compute in place of tokens."""
+        found = []
+        for request, start, count in zip(self.rows, self.starts, self.counts, strict=True):
+            embeds, end = request.embeds, min(start + count, request.num_prompt)
+            if embeds is not None and start < end:
+                size = embeds.row_bytes
+                values = embeds.values[start * size : end * size]
+                found.append(RowEmbeds(request.slot, start, embeds.dtype, embeds.width, values))
+        return found
 
     def _count_swaps(self, state: State, num_out: int) -> None:
         counters, num_in, block_bytes = state.counters, len(self.swaps_in) // 2, state.limits.block_bytes

@@ -13,6 +13,7 @@ import torch
 
 from quintet.executor.batch import Batch, BatchBuilder, Int, Rows
 from quintet.executor.cards.spec import Activation
+from quintet.executor.embeds import StepEmbeds, embeds_of
 from quintet.executor.layers.attention import AttentionLayer
 from quintet.executor.layers.experts import Experts
 from quintet.executor.layers.head_linear import HeadLinear
@@ -87,12 +88,17 @@ class EagerPass:
     """A `quintet.executor.models.forward.ForwardPass` over tensors: the pass of one step."""
 
     def __init__(
-        self, batch: Batch, kv: EagerKv, rotations: Sequence[tuple[torch.Tensor, torch.Tensor]]
+        self,
+        batch: Batch,
+        kv: EagerKv,
+        rotations: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        embeds: StepEmbeds | None = None,
     ) -> None:
-        """rotations: of each of the model's ropes, see `Rope.cos_sin`."""
+        """rotations: of each of the model's ropes, see `Rope.cos_sin`; embeds: of tokens without ids."""
         self._batch = batch
         self._kv = kv
         self._rotations = rotations
+        self._embeds = embeds
         self.num_done = 0
         """Operations that were begun: the one before them is done, or handed to a device."""
 
@@ -109,7 +115,10 @@ class EagerPass:
     def embedding(self, layer: Embedding) -> torch.Tensor:
         """See `ForwardPass`."""
         self.num_done += 1
-        return layer(self._batch.token_ids)
+        embedded = layer(self._batch.token_ids)
+        if self._embeds is not None:
+            self._embeds.put(embedded)
+        return embedded
 
     def add_positions(self, x: torch.Tensor, table: torch.Tensor, offset: int) -> torch.Tensor:
         """See `ForwardPass`."""
@@ -294,7 +303,8 @@ class EagerRunner:
         rotations = [rope.cos_sin(batch.positions, batch.lengths, self._dtype) for rope in self._model.ropes]
         self._span("arrays")
         self._done_before = self.work_done
-        self._pass = EagerPass(batch, self._kv, rotations)
+        embeds = embeds_of(rows, self._dtype, self._device)
+        self._pass = EagerPass(batch, self._kv, rotations, embeds)
         self._hidden = self._model.forward(self._pass)
 
     def logits(self, tokens: Int) -> torch.Tensor:

@@ -38,6 +38,8 @@ class SlotTables:
         )
         """[groups, slots, positions]: see `quintet.wire.kv_spec.KvGroup`."""
         self.num_prompt_tokens: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
+        self.num_embedded: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
+        """Of these, so many at the beginning are vectors: their ids mean nothing."""
         self.has_tenant: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
         self.generations: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         """Of the tenant, or of the last one."""
@@ -55,6 +57,7 @@ class SlotTables:
             self.has_tenant[np.frombuffer(plan.freed, np.int32)] = False
         for row in plan.new_rows:
             self.num_prompt_tokens[row.slot] = row.num_prompt_tokens
+            self.num_embedded[row.slot] = row.num_embedded
             self.has_tenant[row.slot], self.generations[row.slot] = True, row.generation
         if plan.blocks:
             entries = np.frombuffer(plan.blocks, np.int32).reshape(-1, 4)

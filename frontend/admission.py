@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from quintet.frontend.backlog import Backlog
+from quintet.frontend.backlog import Backlog, embeds_bytes
 from quintet.frontend.router import Seats
 from quintet.wire.config import FrontendConfig
 from quintet.wire.errors import ErrorCode, RequestError
@@ -26,6 +26,8 @@ SHORT_RETRY_S = 2
 BOOTED_ROLES = (Role.CORE, Role.EXECUTOR)
 """What must have been ready once: loading a model takes too long to hold a connection for."""
 _WINDOW_S = 5.0
+MAX_EMBEDS_BYTES = 512 << 20
+"""Vectors that the prompts of one frontend's requests may hold: here, on their way and in the core, until they end."""
 
 
 class Occupancy(Protocol):
@@ -99,6 +101,9 @@ class Admission:
         """Raise `RequestError`, with the time to try again, unless these prompts may be submitted now."""
         self.reenter(len(prompts) * params.n)
         self._check_tokens(sum(self._load.backlog.cost(prompt, params) for prompt in prompts))
+        num_bytes = sum(map(embeds_bytes, prompts))
+        if num_bytes:
+            self._check_embeds(num_bytes)
 
     def reenter(self, num_requests: int) -> None:
         """Likewise for requests that were entered before, and whose tokens were computed in part."""
@@ -153,6 +158,18 @@ class Admission:
                 f"about {num_tokens}; it takes at most {self._max_tokens} at a time. Try again later, lower max_tokens, "
                 "or raise --max-queued-tokens.",
                 retry_s=self._leaving.seconds_for(min(excess, owed)),
+            )
+
+    def _check_embeds(self, num_bytes: int) -> None:
+        held = self._load.backlog.embeds_bytes
+        if held and held + num_bytes > MAX_EMBEDS_BYTES:
+            self._refused_full.inc()
+            raise RequestError(
+                ErrorCode.OVERLOADED,
+                f"Prompts as vectors hold {held} bytes here, and this request would add {num_bytes}; at most "
+                f"{MAX_EMBEDS_BYTES} are held at a time. Try again later.",
+                "prompt_embeds",
+                retry_s=self._endings.seconds_for(1),
             )
 
     def _num_owed(self) -> int:

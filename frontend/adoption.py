@@ -22,7 +22,7 @@ def submission(admit: Admit, first_id: int, seen: Sequence[Seen]) -> Submit:
         changes["prompt_logprobs"] = None  # came with the beginning
     return Submit(
         request_id=first_id,
-        prompt=TokenPrompt(admit.prompt_ids),
+        prompt=TokenPrompt(admit.prompt_ids) if admit.embeds is None else admit.embeds,
         spec=msgspec.structs.replace(
             admit.spec,
             params=msgspec.structs.replace(admit.spec.params, **changes),

@@ -6,6 +6,7 @@ A request owes its prompt until it is begun, and the outputs that it may still g
 from __future__ import annotations
 
 from quintet.frontend.streams import Stream
+from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from quintet.wire.params import SamplingParams
 
@@ -29,6 +30,8 @@ class Backlog:
         self._num_endings = 0
         self.num_ever = 0
         """Tokens that requests have owed so far: less those owed now, what has left."""
+        self.embeds_bytes = 0
+        """What prompts of live requests hold as vectors."""
 
     def num_owed(self, num_received: int) -> int:
         """Return the tokens owed, given how many outputs the frontend has received in all."""
@@ -52,6 +55,7 @@ class Backlog:
         self._prompts[stream.request_id] = prompt
         self._outputs[stream.request_id] = outputs, stream.num_output_tokens
         self._num_expected += prompt + outputs
+        self.embeds_bytes += embeds_bytes(submit.prompt)
         self.num_ever += prompt + outputs
 
     def begin(self, stream: Stream) -> None:
@@ -61,10 +65,16 @@ class Backlog:
     def release(self, stream: Stream) -> None:
         """The request has ended, with whatever it got."""
         self.begin(stream)
+        self.embeds_bytes -= embeds_bytes(stream.submit.prompt)
         num_expected, num_before = self._outputs.pop(stream.request_id)
         self._num_expected -= num_expected
         self._num_released += stream.num_output_tokens - num_before
         self._num_endings += len(stream.choices)
+
+
+def embeds_bytes(prompt: Prompt) -> int:
+    """Return the size of a prompt's vectors; 0 for one of text or ids."""
+    return len(prompt.values) if isinstance(prompt, EmbedsPrompt) else 0
 
 
 def num_prompt_tokens(prompt: Prompt) -> int:
@@ -72,6 +82,8 @@ def num_prompt_tokens(prompt: Prompt) -> int:
     match prompt:
         case TokenPrompt():
             return len(prompt.token_ids) // 4
+        case EmbedsPrompt():
+            return prompt.num_tokens
         case TextPrompt():
             text = prompt.text + prompt.suffix
             num_bytes = len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))

@@ -23,6 +23,7 @@ from quintet.frontend.session_metrics import SessionMetrics
 from quintet.frontend.streams import Batch, Choice, Delta, Mailbox, Stream
 from quintet.wire.codec import unpack_i32
 from quintet.wire.config import EngineConfig
+from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import RequestIds, Role, WorkerId
 from quintet.wire.limits import FrameTooLarge
@@ -406,7 +407,7 @@ class Sessions:
 
 
 def _echo_of(prompt: Prompt) -> Echo:
-    are_all_theirs = isinstance(prompt, TokenPrompt) or not prompt.add_special_tokens
+    are_all_theirs = isinstance(prompt, TokenPrompt | EmbedsPrompt) or not prompt.add_special_tokens
     return Echo.WHOLE if are_all_theirs else Echo.PLAIN
 
 

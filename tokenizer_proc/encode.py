@@ -16,6 +16,7 @@ from quintet.tokenizer_proc.chat_template import ChatTemplates, load_templates
 from quintet.tokenizer_proc.infill import no_infill, open_infill
 from quintet.wire.codec import unpack_i32
 from quintet.wire.config import ModelConfig
+from quintet.wire.embeds import EmbedsPrompt, first_not_finite
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
 from quintet.wire.messages import PROMPT_TAIL, ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from quintet.wire.params import SamplingParams, first_unknown
@@ -55,6 +56,8 @@ class Encoder:
         Raises `RequestError` when it is empty, malformed, out of vocabulary or leaves no room for the output: for all of
         ``max_tokens``, or for one token if that ``limit_gives_way``.
         """
+        if isinstance(prompt, EmbedsPrompt):
+            return self._ids_in_place_of(prompt, None if limit_gives_way else params.max_tokens)
         field = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
         room = params.max_tokens or 1
         if limit_gives_way and 2 * room > self._max_model_len:
@@ -81,6 +84,19 @@ class Encoder:
         self._check_known(ids, field)
         self._check_length(len(ids), None if limit_gives_way else params.max_tokens, field)
         return ids
+
+    def _ids_in_place_of(self, prompt: EmbedsPrompt, max_tokens: int | None) -> Sequence[int]:
+        """Return as many ids as a prompt has vectors, which say nothing. Raises `RequestError`."""
+        wrong = first_not_finite(prompt)
+        if wrong is not None:
+            row, column = divmod(wrong, prompt.width)
+            raise RequestError(
+                ErrorCode.INVALID,
+                f"prompt_embeds holds a number that is infinite or none, the first one at [{row}, {column}]; all must be finite.",
+                "prompt_embeds",
+            )
+        self._check_length(prompt.num_tokens, max_tokens, "prompt_embeds")
+        return [0] * prompt.num_tokens
 
     def text_of(self, prompt: TextPrompt | ChatPrompt) -> str:
         """Return the prompt's text, a conversation rendered by its template."""
@@ -281,3 +297,5 @@ def _size_of_prompt(prompt: Prompt) -> int:
             return len(prompt.messages) + len(prompt.tools) + len(prompt.template_kwargs)
         case TokenPrompt():
             return len(prompt.token_ids) // 16  # only checked
+        case EmbedsPrompt():
+            return len(prompt.values) // 16  # likewise

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ import uvloop
 
 from quintet.process.early import Early
 from quintet.process.runtime import Process, child_main, give_back_memory
+from quintet.tokenizer_proc.embeds import check_embeds
 from quintet.tokenizer_proc.encode import Encoder, load_encoder, size_of
 from quintet.tokenizer_proc.senders import refusal_of, sender_of
 from quintet.tokenizer_proc.structured import Forms
@@ -25,6 +26,7 @@ from quintet.tokenizer_proc.thinking import Budgets
 from quintet.wire.codec import encode, pack_i32, pack_i64, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig
 from quintet.wire.dropped import Dropped
+from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of, is_newer
 from quintet.wire.limits import FrameTooLarge
@@ -274,20 +276,27 @@ class Tokenizer:
 
     def _admission(self, submit: Submit) -> Admit | Failed:
         """Encode; may run in a lane, so it touches no state."""
-        params = submit.spec.params
+        params, prompt = submit.spec.params, submit.prompt
+        embeds = prompt if isinstance(prompt, EmbedsPrompt) else None
         try:
-            ids = self._encoder.prompt_ids(submit.prompt, params, limit_gives_way=submit.limit_gives_way)
+            if embeds is not None:
+                check_embeds(submit.spec, embeds, self._process.config)
+            ids = self._encoder.prompt_ids(prompt, params, limit_gives_way=submit.limit_gives_way)
             bad_words = self._encoder.bad_word_ids(params.bad_words)
-            params = self._forms.enforceable(submit.spec, lambda: self._encoder.end_of(ids))
-            params = self._budgets.bounded(params, lambda: self._encoder.end_of(ids))
-            ends = self._encoder.ends_of(submit.prompt)
+            params = self._forms.enforceable(submit.spec, lambda: self._end_of(ids, embeds))
+            params = self._budgets.bounded(params, lambda: self._end_of(ids, embeds))
+            ends = self._encoder.ends_of(prompt)
             if ends and not params.ignore_eos:
                 stops = [*params.stop_token_ids, *ends]
                 params = msgspec.structs.replace(params, stop_token_ids=list(dict.fromkeys(stops)))
             spec = msgspec.structs.replace(submit.spec, params=params)
         except RequestError as error:
             return Failed(submit.request_id, error.code, error.message, error.param)
-        return Admit(submit.request_id, pack_i32(ids), spec, 0, bad_words)
+        return Admit(submit.request_id, pack_i32(ids), spec, 0, bad_words, embeds)
+
+    def _end_of(self, ids: Sequence[int], embeds: EmbedsPrompt | None) -> str:
+        """Return the text of a prompt's last tokens; of vectors nobody knows any."""
+        return self._encoder.end_of(ids) if embeds is None else ""
 
     def _admit(self, submit: Submit, result: Admit | Failed) -> None:
         cancelled = self._waiting.pop(submit.request_id, set())

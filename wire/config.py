@@ -93,6 +93,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether transformers may execute Python files of the folder."""
     dtype: Literal["bfloat16", "float16", "float32"]
     vocab_size: int
+    embedding_width: int = 0
+    """Numbers of a token's embedding; 0 where the layers are not ours."""
     max_model_len: int
     eos_token_ids: list[int]
     kv: KvSpec
@@ -198,6 +200,8 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_requests: bool = False
     tokenizer_info: bool = False
     """Whether GET /tokenizer_info tells the tokenizer's configuration."""
+    prompt_embeds: bool = False
+    """Whether completions may bring a prompt as embeddings."""
     trust_request_chat_template: bool = False
     """Whether a request may bring its own template: a program that runs in the tokenizer, without a time limit."""
     write_timeout_s: float = 60.0

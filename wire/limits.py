@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from quintet.wire.config import EngineConfig
+from quintet.wire.embeds import WIDEST_BYTES
 from quintet.wire.ids import Role
 from quintet.wire.params import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_STOP_CHARS
 from quintet.wire.request import MAX_SCHEMAS_BYTES
@@ -72,6 +73,13 @@ def _request(config: EngineConfig) -> int:
     return 8 * model.max_model_len + params + words + ROW_BYTES + config.frontend.max_body_bytes
 
 
+def _embeds(config: EngineConfig) -> int:
+    """Vectors in place of every token of a step."""
+    if not config.frontend.prompt_embeds:
+        return 0
+    return config.scheduler.max_num_batched_tokens * config.model.embedding_width * WIDEST_BYTES
+
+
 def _logprobs(config: EngineConfig) -> int:
     """Log-probabilities of everything that one step computes."""
     asked = config.frontend.max_logprobs
@@ -95,7 +103,9 @@ _BOUNDS: Mapping[Role, Callable[[EngineConfig], int]] = {
     ),
     Role.TOKENIZER: lambda config: JSON_GROWTH * config.frontend.max_body_bytes + _request(config),
     Role.CORE: lambda config: _request(config) + _logprobs(config),
-    Role.EXECUTOR: lambda config: config.scheduler.max_num_seqs * (_request(config) - config.frontend.max_body_bytes),
+    Role.EXECUTOR: lambda config: (
+        config.scheduler.max_num_seqs * (_request(config) - config.frontend.max_body_bytes) + _embeds(config)
+    ),
     Role.DETOKENIZER: lambda config: (
         _everybody(config) + _logprobs(config) + config.scheduler.max_num_seqs * MAX_SCHEMAS_BYTES
     ),

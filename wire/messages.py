@@ -11,6 +11,7 @@ from enum import IntEnum
 import msgspec
 
 from quintet.wire.channels import RowSpans, Span
+from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.errors import ErrorCode
 from quintet.wire.ids import WorkerId
 from quintet.wire.request import Echo, Reading, RequestSpec
@@ -61,7 +62,7 @@ class ChatPrompt(msgspec.Struct, array_like=True, tag="chat"):
     add_special_tokens: bool = False
 
 
-Prompt = TextPrompt | TokenPrompt | ChatPrompt
+Prompt = TextPrompt | TokenPrompt | ChatPrompt | EmbedsPrompt
 
 
 class Submit(msgspec.Struct, array_like=True, tag="submit"):
@@ -106,6 +107,8 @@ class Admit(msgspec.Struct, array_like=True, tag="admit"):
     spec: RequestSpec
     sent_ns: int
     bad_word_ids: list[list[int]] = []
+    embeds: EmbedsPrompt | None = None
+    """Where the prompt has no ids: ``prompt_ids`` are then as many zeros as it has vectors."""
 
 
 class Failed(msgspec.Struct, array_like=True, tag="failed"):

@@ -18,6 +18,7 @@ from quintet.wire.channels import Channel, RowSpans
 from quintet.wire.codec import UNREADABLE, unpack_i32
 from quintet.wire.columns import ID_BYTES, REQUEST_BYTES, all_below, are_spans
 from quintet.wire.config import EngineConfig
+from quintet.wire.embeds import EmbedsPrompt, RowEmbeds
 from quintet.wire.kv_spec import STATE_BLOCKS
 from quintet.wire.metrics import decode_snapshot
 from quintet.wire.params import (
@@ -44,6 +45,7 @@ class Sense:
     def __init__(self, config: EngineConfig) -> None:
         model, scheduler = config.model, config.scheduler
         self._vocab_size = model.vocab_size
+        self._embedding_width = model.embedding_width
         self._max_len = model.max_model_len
         self._num_slots = scheduler.max_num_seqs
         self._block_size = model.kv.block_size
@@ -161,6 +163,7 @@ class Sense:
             self._request(msg.request_id, msg.spec)
             and _is_seat(msg.core)
             and not (isinstance(prompt, m.TokenPrompt) and len(prompt.token_ids) % ID_BYTES)
+            and not (isinstance(prompt, EmbedsPrompt) and not prompt.is_whole)
         )
 
     def _admit(self, msg: m.Admit) -> bool:
@@ -168,6 +171,18 @@ class Sense:
             self._request(msg.request_id, msg.spec)
             and self._are_tokens(msg.prompt_ids)
             and all(word and self._in_vocabulary(word) for word in msg.bad_word_ids)
+            and (msg.embeds is None or self._embeds(msg.embeds, len(msg.prompt_ids) // ID_BYTES))
+        )
+
+    def _embeds(self, embeds: EmbedsPrompt, num_tokens: int) -> bool:
+        return embeds.is_whole and embeds.width == self._embedding_width and embeds.num_tokens == num_tokens
+
+    def _row_embeds(self, row: RowEmbeds) -> bool:
+        return (
+            row.is_whole
+            and row.width == self._embedding_width
+            and 0 <= row.slot < self._num_slots
+            and 0 <= row.start <= row.start + row.num_tokens <= self._max_len
         )
 
     def _reclaimed(self, msg: m.Reclaimed) -> bool:
@@ -196,6 +211,7 @@ class Sense:
             and self._swaps(msg.swaps_out)
             and self._swaps(msg.swaps_in)
             and all(self._new_row(row) for row in msg.new_rows)
+            and all(self._row_embeds(row) for row in msg.embeds)
         )
 
     def _block_entries(self, blocks: bytes) -> bool:
@@ -227,6 +243,7 @@ class Sense:
             0 <= row.slot < self._num_slots
             and 0 <= row.seed < 2 * MAX_ID
             and 0 < row.num_prompt_tokens <= num_tokens <= self._max_len
+            and 0 <= row.num_embedded <= row.num_prompt_tokens
             and self._are_tokens(row.token_ids)
             and self._params(row.params)
             and self._in_vocabulary(row.stop_ids)

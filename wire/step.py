@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from quintet.wire.embeds import RowEmbeds
 from quintet.wire.params import SamplingParams
 
 
@@ -28,6 +29,8 @@ class NewRow(msgspec.Struct, array_like=True, gc=False):
     stop_ids: list[int] = []
     """Tokens that end the request; masked until ``min_tokens`` outputs exist."""
     bad_word_ids: list[list[int]] = []
+    num_embedded: int = 0
+    """Of the prompt, so many tokens are vectors (`StepPlan.embeds`), and their ids mean nothing."""
 
 
 class StepPlan(msgspec.Struct, array_like=True, tag="plan", gc=False):
@@ -62,6 +65,8 @@ class StepPlan(msgspec.Struct, array_like=True, tag="plan", gc=False):
     """int32 pairs ``device block, host block``: contents copied to host memory, before all that follows."""
     swaps_in: bytes = b""
     """int32 pairs ``device block, host block``: contents copied back, after ``swaps_out`` and before ``copies``."""
+    embeds: list[RowEmbeds] = []
+    """Vectors of the tokens of rows that have some in place of ids."""
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):

@@ -1,8 +1,9 @@
 """Which block holds which tokens: a map from a chain of hashes to blocks.
 
 The digest of a block is the SHA-256 of the digest of the block before it and of its own tokens, and the chain begins with
-the hash of the request's cache salt. Equal digests therefore mean equal tokens from the first position on, and the same
-salt; a collision would be one of SHA-256. A block holds them for one group of layers: its key is digest and group.
+the hash of the request's cache salt, and of its prompt's vectors where it has no tokens. Equal digests therefore mean equal
+tokens from the first position on, and the same salt; a collision would be one of SHA-256. A block holds them for one group
+of layers: its key is digest and group.
 
 A request can begin behind so many blocks as every group can serve:
 
@@ -35,6 +36,16 @@ from quintet.wire.kv_spec import KvGroup
 def salt_digest(salt: str) -> bytes:
     """Return the start of the chain for requests of this salt."""
     return sha256(b"quintet.kv\0" + salt.encode()).digest()
+
+
+def embeds_digest(start: bytes, form: str, values: bytes) -> bytes:
+    """Return the start of the chain for requests of this start whose prompt is vectors of this form and these bytes.
+
+    So blocks of such a prompt are shared with requests of the very same vectors, and with nothing else.
+    """
+    digest = sha256(start + b"quintet.embeds\0" + form.encode() + b"\0")
+    digest.update(values)
+    return digest.digest()
 
 
 def extend_chain(

@@ -21,7 +21,7 @@ struct Penalized {
   float repetition;
   float presence;
   float frequency;
-  int padding;
+  int num_embedded;  // of the prompt, so many at the beginning are vectors and no tokens
 };
 static_assert(sizeof(Penalized) == 32, "eight words a row");
 
@@ -44,7 +44,7 @@ QT_KERNEL(PENALTY_THREADS, penalize,
   for (unsigned i = thread; i < size; i += PENALTY_THREADS) counts[i] = 0;
   __syncthreads();
   if (mine.repetition != 1.0f) {
-    for (int i = thread; i < mine.num_prompt; i += PENALTY_THREADS) {
+    for (int i = mine.num_embedded + thread; i < mine.num_prompt; i += PENALTY_THREADS) {
       const unsigned id = unsigned(tokens[i] - begin);
       if (id < size) counts[id] = OCCURS;  // threads that meet write the same
     }

@@ -13,8 +13,9 @@ from quintet.frontend.beam_rounds import fitting, search
 from quintet.frontend.beam_search import Beam, BeamOptions, EarlyStopping
 from quintet.frontend.streams import Mailbox, Stream
 from quintet.wire.codec import unpack_i32
+from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.errors import ErrorCode, RequestError
-from quintet.wire.messages import ChatPrompt, PositionLogprobs, TextPrompt, TokenPrompt
+from quintet.wire.messages import PositionLogprobs, Prompt, TokenPrompt
 from quintet.wire.params import SamplingParams
 
 
@@ -129,7 +130,13 @@ class _Asker:
         return [found[stream.request_id] for stream in streams]
 
 
-async def _ids_of(server: LocalServer, prompt: TextPrompt | TokenPrompt | ChatPrompt) -> list[int]:
+async def _ids_of(server: LocalServer, prompt: Prompt) -> list[int]:
+    if isinstance(prompt, EmbedsPrompt):
+        raise RequestError(
+            ErrorCode.INVALID,
+            "prompt is prompt_embeds; beam search goes on behind tokens: pass text or ids.",
+            "prompt",
+        )
     if isinstance(prompt, TokenPrompt):
         return list(unpack_i32(prompt.token_ids))
     ids = list(unpack_i32((await server.queries.tokenize(prompt)).token_ids))

@@ -7,18 +7,23 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 import msgspec
+import numpy as np
 
 from quintet.wire.codec import pack_i32
+from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from quintet.wire.params import SamplingParams, check_token_ids, shown
 
 
 class PromptDict(TypedDict, total=False):
-    """A prompt as a dictionary: exactly one of ``prompt`` and ``prompt_token_ids``."""
+    """A prompt as a dictionary: exactly one of ``prompt``, ``prompt_token_ids`` and ``prompt_embeds``."""
 
     prompt: str
     prompt_token_ids: Sequence[int]
+    prompt_embeds: object
+    """A tensor or array ``[tokens, width]``: rows of the model's embedding table, or what stands in their place. Needs
+    ``enable_prompt_embeds``."""
     cache_salt: str
 
 
@@ -107,7 +112,29 @@ def _read_dict(given: Mapping[str, object], vocab_size: int) -> ReadPrompt:
         return ReadPrompt(TextPrompt(read_text(text, "prompt")), text, salt)
     if text is None and isinstance(ids, Sequence) and not isinstance(ids, str | bytes):
         return ReadPrompt(TokenPrompt(_pack_ids(ids, vocab_size)), None, salt)
-    raise _bad("a dictionary that must have either `prompt` (text) or `prompt_token_ids` (a list of ids)")
+    if given.get("prompt_embeds") is not None and text is None and ids is None:
+        return ReadPrompt(_read_embeds(given["prompt_embeds"]), None, salt)
+    raise _bad(
+        "a dictionary that must have one of `prompt` (text), `prompt_token_ids` (a list of ids) and `prompt_embeds` (a tensor)"
+    )
+
+
+def _read_embeds(given: object) -> EmbedsPrompt:
+    """Return a tensor's numbers, in fp32: it holds every number of bf16 and fp16."""
+    detach = getattr(given, "detach", None)
+    try:
+        numbers = np.ascontiguousarray(
+            given if detach is None else detach().cpu().float().numpy(), np.float32
+        )
+    except (TypeError, ValueError) as error:
+        raise _bad(
+            f"a dictionary whose prompt_embeds is a {type(given).__name__} ({error}); pass a tensor"
+        ) from None
+    if numbers.ndim != 2 or not numbers.size:
+        raise _bad(
+            f"a dictionary whose prompt_embeds has the shape {list(numbers.shape)}; it must be [tokens, width]"
+        )
+    return EmbedsPrompt("F32", numbers.shape[1], numbers.tobytes())
 
 
 def _pack_ids(ids: Sequence[object], vocab_size: int) -> bytes:

@@ -74,6 +74,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
         notes.extend(filter(None, (note_of(options.model_impl, facts.architecture),)))
     weights = read_weight_facts(folder) if reads_weights else None
     dtype = facts.dtype if options.dtype == "auto" else options.dtype
+    rules.check_prompt_embeds(options, facts)
     rules.check_expert_widths(facts, device, _DTYPE_BYTES[dtype])
     kv = rules.kv_spec(options, device, facts, _DTYPE_BYTES[dtype])
     if options.block_size is None and kv.block_size > rules.DEFAULT_BLOCK_SIZE:
@@ -192,6 +193,7 @@ def _model_config(
         trust_remote_code=options.trust_remote_code,
         dtype=dtype,
         vocab_size=facts.vocab_size,
+        embedding_width=facts.embedding_width,
         max_model_len=max_model_len,
         eos_token_ids=facts.eos_token_ids,
         kv=kv,
@@ -225,6 +227,7 @@ def _frontend_config(options: Options) -> FrontendConfig:
         header_timeout_s=options.header_timeout,
         root_path=options.root_path,
         log_requests=options.log_requests,
+        prompt_embeds=options.enable_prompt_embeds,
         trust_request_chat_template=options.trust_request_chat_template,
         response_store=_response_store(options.response_store),
         response_store_entries=options.response_store_entries,

@@ -49,6 +49,8 @@ class ModelFacts:
     state_needs: tuple[StateNeed | None, ...]
     """What each layer keeps of every request besides; empty where no layer does."""
     vocab_size: int
+    embedding_width: int
+    """Numbers of a token's embedding; 0 where only the executor knows."""
     num_parameters: int | None
     """Numbers of all its matrices; None where only the executor knows."""
     expert_depths: frozenset[int]
@@ -90,6 +92,7 @@ def read_facts(folder: Path, generation_config: str = "auto", model_impl: str = 
         kv_needs=spec.kv_needs,
         state_needs=spec.state_needs,
         vocab_size=spec.vocab_size,
+        embedding_width=spec.embedding_width or spec.hidden_size if isinstance(spec, DecoderSpec) else 0,
         num_parameters=spec.num_parameters,
         expert_depths=_expert_depths(spec),
         max_model_len=spec.reach,

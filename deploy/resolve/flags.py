@@ -244,6 +244,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         float, Flag(NETWORK, "seconds a client may take to send a request's headers", "SECONDS")
     ] = 20.0
     log_requests: Annotated[bool, Flag(NETWORK, "log one line per request")] = False
+    enable_prompt_embeds: Annotated[
+        bool, Flag(NETWORK, "let completions bring prompts as embeddings: safetensors, in base64")
+    ] = False
     trust_request_chat_template: Annotated[
         bool,
         Flag(

@@ -121,6 +121,15 @@ def check_quantization(options: Options, device: str) -> None:
         raise ConfigError("--packed-cache is for weights packed for the CPU: add --device cpu or drop it")
 
 
+def check_prompt_embeds(options: Options, facts: ModelFacts) -> None:
+    """Reject prompts as embeddings where the layers that would take them are not ours."""
+    if options.enable_prompt_embeds and facts.implementation == "transformers":
+        raise ConfigError(
+            f"--enable-prompt-embeds is for models that Quintet computes itself, and {facts.architecture} is computed by "
+            "transformers: drop the flag"
+        )
+
+
 def check_expert_widths(facts: ModelFacts, device: str, dtype_bytes: int) -> None:
     """Reject experts whose rows a GPU's kernels cannot read, 16 bytes at a time."""
     odd = sorted(depth for depth in facts.expert_depths if depth * dtype_bytes % 16)

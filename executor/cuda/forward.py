@@ -27,6 +27,7 @@ from quintet.executor.cuda.ops.rope_kv import Turn, rope_kv
 from quintet.executor.cuda.ops.states import causal_conv, delta_rule, head_scan, selective_scan
 from quintet.executor.cuda.rows import StepRows
 from quintet.executor.cuda.states import DeviceStates
+from quintet.executor.embeds import StepEmbeds
 from quintet.executor.layers.attention import AttentionLayer
 from quintet.executor.layers.experts import Experts
 from quintet.executor.layers.head_linear import HeadLinear
@@ -73,10 +74,11 @@ class DevicePass:
         kv: DeviceKv,
         rotations: Sequence[tuple[torch.Tensor, torch.Tensor]],
         backend: AttentionBackend | None = None,
+        embeds: StepEmbeds | None = None,
     ) -> None:
         """kv: of each place of a block ``[2, num_blocks, num_kv_heads, block_size, head_dim]``, which ``spec`` gives the layers;
         rotations: of each of the model's ropes cosines and sines ``[num_tokens, rotary_dim]``; backend: whose attention
-        computes, None for ours.
+        computes, None for ours; embeds: of tokens without ids.
         """
         self._device = device
         self._multiply = linears
@@ -86,6 +88,7 @@ class DevicePass:
         self._kv = kv
         self._rotations = rotations
         self._backend = backend
+        self._embeds = embeds
         self._states = DeviceStates(self._rows_of, kv)
         self.linears: dict[Linear, None] = {}
         """The linear layers that were met, in order."""
@@ -96,7 +99,10 @@ class DevicePass:
 
     def embedding(self, layer: Embedding) -> Value:
         """See `ForwardPass`."""
-        return Value(layer(self._rows.token_ids))
+        embedded = layer(self._rows.token_ids)
+        if self._embeds is not None:
+            self._embeds.put(embedded)
+        return Value(embedded)
 
     def add_positions(self, x: Value, table: torch.Tensor, offset: int) -> Value:
         """See `ForwardPass`. Padding gets the first row."""

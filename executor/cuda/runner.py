@@ -24,6 +24,7 @@ from quintet.executor.cuda.ops.draw import draw
 from quintet.executor.cuda.ops.tables import apply_plan, scatter_tokens
 from quintet.executor.cuda.rows import SampledRows, StepRows
 from quintet.executor.cuda.tables import DeviceTables, StepMemory
+from quintet.executor.embeds import StepEmbeds
 from quintet.executor.layers.attention import AttentionLayer
 from quintet.executor.layers.linear import Linear
 from quintet.executor.layers.rope import Rope
@@ -96,6 +97,11 @@ class DeviceRunner:
         self.pool = BlockPool.of(self._device, kv.places)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The model's."""
+        return self._dtype
+
+    @property
     def tables(self) -> DeviceTables:
         """What the device knows of each slot."""
         return self._memory.tables
@@ -136,12 +142,13 @@ class DeviceRunner:
         max_count: int,
         num_sampled: int,
         host: HostRows | None = None,
+        embeds: StepEmbeds | None = None,
     ) -> Drawn:
         """Launch a whole step, kernel by kernel. The sizes may be padded, unless ``host`` says what the rows are."""
         rows = self._memory.rows(num_rows, num_tokens, max_count)
         sampled = self._memory.sampled(num_sampled)
         apply_plan(self._device, staging, self.tables, rows, sampled)
-        self._forward(rows, host)
+        self._forward(rows, host, embeds)
         return self._draw(rows, sampled)
 
     def capture_decode(self, num_rows: int) -> DecodeGraph:
@@ -174,14 +181,14 @@ class DeviceRunner:
         """A plan of nothing: padding rows only."""
         self._staging.zero_()
 
-    def _forward(self, rows: StepRows, host: HostRows | None) -> None:
+    def _forward(self, rows: StepRows, host: HostRows | None, embeds: StepEmbeds | None) -> None:
         self._attention.prepare(rows)
         backend = self.of_prompts if host is not None and rows.max_count > 1 else None
         if backend is not None and host is not None:
             backend.prepare(rows.of_group(0), host)
         rotations = self._rotations.of(rows)
         self._pass = DevicePass(
-            self._device, self._linears, self._attention, rows, self.kv, rotations, backend
+            self._device, self._linears, self._attention, rows, self.kv, rotations, backend, embeds
         )
         self._hidden = self._model.forward(self._pass)
 

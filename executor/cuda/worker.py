@@ -30,6 +30,7 @@ from quintet.executor.cuda.ops.tables import PackedPlan, StagingLayout, pack_sta
 from quintet.executor.cuda.runner import DecodeGraph, DeviceRunner, Drawn
 from quintet.executor.cuda.sampling import sampling_ops, shaping_on
 from quintet.executor.cuda.staging import PinnedRing
+from quintet.executor.embeds import StepEmbeds, embeds_of
 from quintet.executor.interface import Finished, Pending
 from quintet.executor.sampling.grammar import Grammars, StepMasks
 from quintet.executor.sampling.ops import SamplingOps
@@ -226,7 +227,8 @@ class DeviceWorker:
             self.runner.apply_deltas(staging)
             return Finished(result)
         rows = Rows(plan)
-        drawn = self._compute(plan, packed, staging)
+        embeds = embeds_of(rows, self.runner.dtype, self._device.torch_device)
+        drawn = self._compute(plan, packed, staging, embeds)
         self._span("layers")
         result.prompt_logprobs = self._sampler.prompt_logprobs(rows, self.runner)
         tokens = drawn.tokens[: packed.num_sampled]
@@ -273,8 +275,10 @@ class DeviceWorker:
         buffer.free_after = self._device.record()
         return packed, self._staging
 
-    def _compute(self, plan: StepPlan, packed: PackedPlan, staging: torch.Tensor) -> Drawn:
-        is_decode = packed.num_tokens == packed.num_rows == packed.num_sampled
+    def _compute(
+        self, plan: StepPlan, packed: PackedPlan, staging: torch.Tensor, embeds: StepEmbeds | None
+    ) -> Drawn:
+        is_decode = packed.num_tokens == packed.num_rows == packed.num_sampled and embeds is None
         if is_decode and self._graphs is not None and staging is self._staging:
             graph = self._graphs.find(packed.num_rows)
             if graph is not None:
@@ -282,7 +286,8 @@ class DeviceWorker:
             self._num_without_graph += 1
         host = HostRows(np.frombuffer(plan.starts, np.int32), np.frombuffer(plan.counts, np.int32))
         return self.runner.compute(
-            staging, packed.num_rows, packed.num_tokens, packed.max_count, packed.num_sampled, host
+            *(staging, packed.num_rows, packed.num_tokens, packed.max_count, packed.num_sampled),
+            *(host, embeds),
         )
 
 

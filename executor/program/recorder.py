@@ -82,6 +82,8 @@ class Recorder:
         self._marks: list[int] = []
         self.memory: list[torch.Tensor] = []
         """What values lie in: must live as long as the program is run."""
+        self.embedded: Value | None = None
+        """What the embedding makes: there until the operation behind it."""
         self.handle = library.new()
         self._states = StateOperations(library, self.handle, partial(kv.place, state=True), self._code)
 
@@ -101,6 +103,7 @@ class Recorder:
                     *(code, FLOAT_CODES[table.dtype]),
                 )
 
+        self.embedded = y
         return self._append("embedding", emit, (), y)
 
     def norm(self, x: Value, norm: Norm) -> Value:

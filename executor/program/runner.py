@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from quintet.executor.batch import Int, Rows
+from quintet.executor.embeds import embeds_of
 from quintet.executor.layers.attention import AttentionLayer
 from quintet.executor.layers.rope import Rope
 from quintet.executor.memory import lazy_zeros
@@ -80,6 +81,9 @@ class ProgramRunner:
         recorder.keep(logits)
         recorded = recorder.finish()
         self.spans = recorded.spans
+        assert recorder.embedded is not None and self.spans[0].name == "embedding", self.spans[0]
+        self._embedded = recorder.embedded.tensor  # [max_tokens, width]
+        self._embedding_end = self.spans[0].end
         [self._forward_size] = recorded.parts
         self._logits = logits.tensor  # [max_outputs, vocab]
         self._program = recorder.handle
@@ -110,7 +114,7 @@ class ProgramRunner:
     def forward(self, rows: Rows, tables: SlotTables) -> None:
         """See `Runner.forward`."""
         self._fill(rows, tables, None)
-        self._run(0, self._forward_size)
+        self._run(self._embed(rows), self._forward_size)
 
     def logits(self, tokens: Int) -> torch.Tensor:
         """See `Runner.logits`."""
@@ -131,10 +135,11 @@ class ProgramRunner:
     ) -> bytes:
         """See `Runner.forward_and_draw`."""
         self._fill(rows, tables, settings)
+        begin = self._embed(rows)
         if masks is None:
-            self._run(0, self._size)
+            self._run(begin, self._size)
         else:
-            self._run(0, self._logits_end)
+            self._run(begin, self._logits_end)
             self._step.c.masks = masks.wait().address
             try:
                 self._run(self._logits_end, self._size)
@@ -145,6 +150,15 @@ class ProgramRunner:
         if self._span is not no_span:
             self._tell(step.columns["marks"].tolist() if tokens else [])
         return tokens
+
+    def _embed(self, rows: Rows) -> int:
+        """Compute the beginning of a step that brings vectors of its own; return which operation is the next."""
+        embeds = embeds_of(rows, self._dtype, self._embedded.device)
+        if embeds is None:
+            return 0
+        self._run(0, self._embedding_end)
+        embeds.put(self._embedded)
+        return self._embedding_end
 
     def _tell(self, marks: list[int]) -> None:
         for part, mark in zip(("layers", "logits"), marks, strict=False):

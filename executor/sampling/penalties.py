@@ -43,7 +43,7 @@ class Penalties:
         """See `Concern.apply`."""
         repeats = which[self._repetition[rows.slots[which]] != 1.0]
         if len(repeats):
-            owners, at = _tokens(logits, rows, repeats, np.zeros_like(repeats))
+            owners, at = _tokens(logits, rows, repeats, rows.tables.num_embedded[rows.slots[repeats]])
             factor = to_device(self._repetition[rows.slots[repeats]][owners], logits.device)
             values = logits[at]
             # a token that occurs twice is written twice, with the same value

@@ -18,10 +18,13 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 import quintet
 from quintet import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
+from quintet.deploy.embedded import default_model_path
 from quintet.deploy.offline import EngineError
+from quintet.deploy.python_api.inputs import PromptInput
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, seed=7)
@@ -29,8 +32,25 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, seed=7)
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(executor="mock", max_model_len=512) as llm:
+    with LLM(executor="mock", max_model_len=512, enable_prompt_embeds=True) as llm:
         yield llm
+
+
+def test_prompts_as_vectors(llm: LLM) -> None:
+    """Tensors and arrays, beside text; what a tensor cannot be is refused by name."""
+    width = json.loads((Path(default_model_path()) / "config.json").read_text())["hidden_size"]
+    rows = torch.zeros((7, width), dtype=torch.bfloat16)
+    prompts: list[PromptInput] = [{"prompt_embeds": rows}, "text", {"prompt_embeds": rows.float().numpy()}]
+    first, text, second = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert first.prompt_token_ids == [] and text.prompt_token_ids == llm.encode("text")
+    assert first.outputs[0].token_ids == second.outputs[0].token_ids != []
+    for given, words in (
+        (rows[0], "shape"),
+        (rows[:, 1:], "numbers, the model's"),
+        ("text", "pass a tensor"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            llm.generate({"prompt_embeds": given}, GREEDY, use_tqdm=False)
 
 
 def test_a_list_gives_outputs_in_order(llm: LLM) -> None:
@@ -140,7 +160,7 @@ def test_chat_takes_one_conversation_or_several(llm: LLM) -> None:
         ([1, -4], "token id -4; ids must be between 0"),
         ([10**6], "1000000"),
         ({"promt": "x"}, "'promt'"),
-        ({"prompt": "x", "prompt_token_ids": [1]}, "either"),
+        ({"prompt": "x", "prompt_token_ids": [1]}, "one of"),
         (b"bytes", "bytes"),
         (list(range(5, 905)), "512"),
         ("half a pair \ud83d", "at character 12, half of a surrogate pair"),

@@ -17,6 +17,7 @@ from tests.models.conftest import engine_config, in_groups, serve
 from tests.models.families import FAMILIES, prompts_of
 from tests.models.random_checkpoints import expectations, write_checkpoint
 from tests.models.rows import falcon, gemma, gpt, latent, routed, states
+from tests.models.test_embeds import mixed
 from tests.models.test_engine import GREEDY, House, changed, small_kv, without_prefix_cache
 from tests.models.test_swapping import with_host_memory
 
@@ -175,6 +176,20 @@ def test_what_a_request_asks_of_its_draws(serve: Callable[..., Any], device: Dev
         house.run()
         drawn.append([house.outputs[i + 1] for i in range(len(asked))])
     assert drawn[0] == drawn[1]
+
+
+@BLOCKS_OF_16
+def test_prompts_as_vectors(serve: Callable[..., Any], device: Device) -> None:
+    """In pieces, beside rows that decode in graphs; the last piece of a prompt is a step of one token that has no graph."""
+    served = serve(FAMILIES["llama-mqa-tied"](), max_model_len=96)
+    prompts = prompts_of((1, 5, 17, 29))
+    expected = served.greedy(prompts, 12)
+    config = changed(served.config, max_num_seqs=8, max_num_batched_tokens=7)
+    house = House(config, worker_on(device, config))
+    for i, prompt in enumerate(mixed(served.reference.get_input_embeddings().weight, prompts)):
+        house.admit(i + 1, prompt, SamplingParams(temperature=0.0, max_tokens=12, seed=0))
+    house.run()
+    assert [house.outputs[i + 1] for i in range(len(prompts))] == expected
 
 
 @BLOCKS_OF_16

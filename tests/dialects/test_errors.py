@@ -87,7 +87,7 @@ CASES: list[tuple[str, Any, int, str | None, list[str]]] = [
     (C, {"prompt": "x", "use_beam_search": True, "length_penalty": 99}, 400, "length_penalty", ["between -10 and 10"]),
     (H, {"messages": USER, "use_beam_search": True, "response_format": {"type": "json_object"}}, 400, "response_format",
      ["does not heed it"]),
-    (C, {"prompt": "x", "prompt_embeds": "AAAA"}, 400, "prompt_embeds", ["embeddings"]),
+    (C, {"prompt": "x", "prompt_embeds": "AAAA"}, 400, "prompt_embeds", ["--enable-prompt-embeds"]),
     (C, {"prompt": "x", "structured_outputs": {}}, 400, "structured_outputs", ["nothing", "exactly one of"]),
     (C, {"prompt": "x", "structured_outputs": {"regex": "a", "choice": ["b"]}}, 400, "structured_outputs", ["regex and choice"]),
     (C, {"prompt": "x", "structured_outputs": {"json": "{"}}, 400, "structured_outputs", ["not JSON"]),

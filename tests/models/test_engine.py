@@ -16,6 +16,7 @@ from quintet.executor.interface import Pending, StepWorker
 from quintet.executor.worker import make_torch_worker
 from quintet.wire.codec import pack_i32, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig
+from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.messages import Admit, FinishReason
 from quintet.wire.params import SamplingParams
 from quintet.wire.request import RequestSpec
@@ -44,8 +45,14 @@ class House:
         capacity.num_host_blocks = self.worker.num_host_blocks
         self._apply(self.engine.capacity(capacity, 0))
 
-    def admit(self, request_id: int, prompt: list[int], params: SamplingParams, priority: int = 0) -> None:
-        admit = Admit(request_id, pack_i32(prompt), RequestSpec(params, 0, 0, priority=priority), 0)
+    def admit(
+        self, request_id: int, prompt: list[int] | EmbedsPrompt, params: SamplingParams, priority: int = 0
+    ) -> None:
+        embeds = prompt if isinstance(prompt, EmbedsPrompt) else None
+        ids = prompt if isinstance(prompt, list) else [0] * prompt.num_tokens
+        admit = Admit(
+            request_id, pack_i32(ids), RequestSpec(params, 0, 0, priority=priority), 0, embeds=embeds
+        )
         self._apply(self.engine.admit(admit, 0))
 
     def run(self) -> None:

@@ -28,7 +28,7 @@ PENALIZED = np.dtype(
         ("repetition", np.float32),  # 1: none
         ("presence", np.float32),  # 0: none
         ("frequency", np.float32),  # 0: none
-        ("padding", np.int32),
+        ("num_embedded", np.int32),  # of those, so many at the beginning are no tokens
     ]
 )
 """What the kernel knows of a row to change; as it lays it out."""
@@ -96,5 +96,6 @@ class DevicePenalties:
         penalized["slot"] = slots
         penalized["length"] = rows.lengths[which]
         penalized["num_prompt"] = rows.num_prompt[which]
+        penalized["num_embedded"] = rows.tables.num_embedded[slots]
         words = penalized.view(np.int32).reshape(len(which), -1)
         penalize(self._device, logits, rows.tables.token_ids, to_device(words, logits.device))

@@ -19,7 +19,7 @@ from quintet.frontend.dialects.openai.answer import (
     options_of,
     usage_of,
 )
-from quintet.frontend.dialects.openai.completions import refuse_missing, token_prompt
+from quintet.frontend.dialects.openai.completions import token_prompt
 from quintet.frontend.dialects.openai.logprobs import chat_logprobs, prompt_logprobs
 from quintet.frontend.dialects.openai.types import CompletionBody
 from quintet.frontend.dialects.position import Position, StreamId
@@ -114,7 +114,7 @@ def _refuse_missing(body: GenerateBody, fields: CompletionBody) -> None:
     for name, raw in (("features", body.features), ("content_parts", body.content_parts)):
         if parse.json_of(raw) not in {b"", b"{}", b"[]"}:
             raise parse.not_implemented(name, "input other than text", "Leave it out.")
-    refuse_missing(fields)
+    parse.refuse_missing(fields)
     parse.refuse_search(fields)
 
 

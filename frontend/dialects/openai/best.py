@@ -22,7 +22,8 @@ from quintet.frontend.exchange import Exchange
 from quintet.frontend.service import Service
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.config import ModelConfig
-from quintet.wire.messages import ChatPrompt, PositionLogprobs, TextPrompt, TokenPrompt
+from quintet.wire.embeds import EmbedsPrompt
+from quintet.wire.messages import PositionLogprobs, Prompt, TokenPrompt
 from quintet.wire.params import SamplingParams, shown
 from quintet.wire.request import Reading
 
@@ -49,7 +50,7 @@ _early_stopping: msgspec.json.Decoder[EarlyStopping] = msgspec.json.Decoder(bool
 class BeamRequest:
     """A request for beam search whose body and parameters were checked."""
 
-    prompts: Sequence[TextPrompt | TokenPrompt | ChatPrompt]
+    prompts: Sequence[Prompt]
     body: GenerationBody
     params: SamplingParams
     field: str
@@ -171,7 +172,8 @@ def _submit(
         raise
 
 
-async def _ids_of(service: Service, prompt: TextPrompt | TokenPrompt | ChatPrompt, field: str) -> list[int]:
+async def _ids_of(service: Service, prompt: Prompt, field: str) -> list[int]:
+    assert not isinstance(prompt, EmbedsPrompt), "refused when it was read"
     if isinstance(prompt, TokenPrompt):
         return list(unpack_i32(prompt.token_ids))
     ids = list(unpack_i32((await service.queries.tokenize(prompt)).token_ids))

@@ -21,6 +21,7 @@ from quintet.frontend.dialects.openai.answer import (
     usage_of,
 )
 from quintet.frontend.dialects.openai.best import BeamRequest, beam_answer, best, ranked
+from quintet.frontend.dialects.openai.embeds import embeds_prompts
 from quintet.frontend.dialects.openai.logprobs import (
     completion_logprobs,
     echoed_logprobs,
@@ -34,7 +35,7 @@ from quintet.frontend.service import Service
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.config import EngineConfig, ModelConfig
 from quintet.wire.errors import ErrorCode, RequestError
-from quintet.wire.messages import Started, TextPrompt, TokenPrompt
+from quintet.wire.messages import Prompt, Started, TextPrompt, TokenPrompt
 from quintet.wire.params import SamplingParams, check_token_ids
 
 DEFAULT_MAX_TOKENS = 16
@@ -53,15 +54,14 @@ async def completions(service: Service, exchange: Exchange) -> None:
     body = parse.decode(await exchange.read_json_body(service.bodies), _decoder)
     parse.check_model(body.model, config.model)
     parse.check_combinations(body, config)
-    prompts = parse_prompts(body, config.model)
-    _check_suffix(body, prompts)
+    prompts = await _prompts(body, config)
     params = completion_params(body, config)
     options = options_of("cmpl", body, params, exchange, config.model)
     interval = body.stream_interval or 1
     answer = CompletionAnswer(len(prompts), params.n, interval, options)
     claim = claim_for(answer, config) if body.stream else None
     deadline_ns = parse.deadline_ns(body, exchange)
-    refuse_missing(body)
+    parse.refuse_missing(body)
     if body.use_beam_search:
         gives_way = body.max_tokens is None
         request = BeamRequest(prompts, body, params, "prompt", gives_way, options, deadline_ns)
@@ -105,11 +105,14 @@ async def completions(service: Service, exchange: Exchange) -> None:
         await exchange.respond_json(_whole(outputs, submissions, options))
 
 
-def refuse_missing(body: CompletionBody) -> None:
-    """Refuse what this server does not have."""
-    if parse.json_of(body.prompt_embeds):
-        raise parse.not_implemented("prompt_embeds", "prompts as embeddings", "Send text or token ids.")
-    parse.refuse_missing(body)
+async def _prompts(body: CompletionBody, config: EngineConfig) -> list[Prompt]:
+    """Return those that are vectors, then the others: clients that send vectors may leave ``prompt`` empty."""
+    prompts: list[Prompt] = [*await embeds_prompts(body, config)]
+    if not prompts or body.prompt:
+        others = parse_prompts(body, config.model)
+        _check_suffix(body, others)
+        prompts += others
+    return prompts
 
 
 def _check_suffix(body: CompletionBody, prompts: Sequence[TextPrompt | TokenPrompt]) -> None:
@@ -253,6 +256,6 @@ def _choice(output: Output, options: AnswerOptions) -> dict[str, object]:
     asked = options.return_token_ids
     choice["token_ids"] = list(output.token_ids) if asked else None
     choice["prompt_token_ids"] = (
-        list(unpack_i32(started.prompt_ids)) if started is not None and asked else None
+        list(unpack_i32(started.prompt_ids)) if started is not None and started.prompt_ids and asked else None
     )
     return choice

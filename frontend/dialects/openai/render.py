@@ -10,7 +10,7 @@ import msgspec
 from quintet.frontend.dialects.openai import parse
 from quintet.frontend.dialects.openai.chat import chat_params, check_chat, parse_conversation
 from quintet.frontend.dialects.openai.chat import refuse_missing as refuse_missing_in_chat
-from quintet.frontend.dialects.openai.completions import completion_params, parse_prompts, refuse_missing
+from quintet.frontend.dialects.openai.completions import completion_params, parse_prompts
 from quintet.frontend.dialects.openai.types import ChatBody, CompletionBody, GenerationBody
 from quintet.frontend.exchange import Exchange
 from quintet.frontend.service import Service
@@ -49,9 +49,11 @@ async def render_completions(service: Service, exchange: Exchange) -> None:
     body = parse.decode(await exchange.read_json_body(service.bodies), _completion_decoder)
     parse.check_model(body.model, config.model)
     parse.check_combinations(body, config)
+    if body.prompt_embeds:
+        raise parse.invalid("prompt_embeds was sent, and vectors have no ids; leave it out.", "prompt_embeds")
     prompts = parse_prompts(body, config.model)
     params = completion_params(body, config)
-    refuse_missing(body)
+    parse.refuse_missing(body)
     parse.refuse_search(body)
     rendered = []
     for prompt in prompts:

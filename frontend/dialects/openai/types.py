@@ -120,7 +120,8 @@ class CompletionBody(GenerationBody, kw_only=True):
 
     prompt: str | list[str | int | list[int]] | None = None
     """Text, token ids, or a list of either."""
-    prompt_embeds: RawField = msgspec.UNSET
+    prompt_embeds: str | list[str] | None = None
+    """Prompts as vectors: base64 of a safetensors file each. They come before those of ``prompt``."""
     suffix: str | None = None
     logprobs: int | None = None
     add_special_tokens: bool | None = None

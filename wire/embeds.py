@@ -1,0 +1,88 @@
+"""Prompts as embeddings: the vectors themselves, in place of the rows that tokens would have taken from the model's table.
+
+Knows no tensors: numbers stay the bytes that came, in the order ``[tokens, width]``, little-endian.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+ITEM_BYTES: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""Number formats, by their names in safetensors files."""
+
+WIDEST_BYTES = max(ITEM_BYTES.values())
+
+
+class EmbedsPrompt(msgspec.Struct, array_like=True, tag="embeds"):
+    """A prompt as vectors, one for each of its tokens."""
+
+    dtype: str
+    width: int
+    values: bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one vector."""
+        return self.width * ITEM_BYTES[self.dtype]
+
+    @property
+    def num_tokens(self) -> int:
+        """How many there are."""
+        return len(self.values) // self.row_bytes
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the bytes are vectors of a known format, at least one, and nothing else."""
+        return (
+            self.dtype in ITEM_BYTES
+            and self.width > 0
+            and bool(self.values)
+            and not len(self.values) % self.row_bytes
+        )
+
+
+class RowEmbeds(msgspec.Struct, array_like=True, gc=False):
+    """Inside `StepPlan`: vectors of neighbouring positions of a slot's tenant, which the step computes."""
+
+    slot: int
+    start: int
+    """Position of the first."""
+    dtype: str
+    width: int
+    values: bytes
+
+    @property
+    def is_whole(self) -> bool:
+        """As of `EmbedsPrompt`."""
+        return EmbedsPrompt(self.dtype, self.width, self.values).is_whole
+
+    @property
+    def num_tokens(self) -> int:
+        """How many vectors there are."""
+        return len(self.values) // (self.width * ITEM_BYTES[self.dtype])
+
+
+def first_not_finite(prompt: EmbedsPrompt) -> int | None:
+    """Return the index of the first number that is no number or infinite, None where there is none.
+
+    Such a number's exponent is all ones: it shows in its two highest bytes, of which long numbers are made that are compared at
+    once. A gigabyte takes a second or two.
+    """
+    size = ITEM_BYTES[prompt.dtype]
+    high = prompt.values[size - 1 :: size].translate(_ONES_HIGH[prompt.dtype])
+    low = prompt.values[size - 2 :: size].translate(_ONES_LOW[prompt.dtype])
+    both = int.from_bytes(high, "little") & int.from_bytes(low, "little")
+    if not both:
+        return None
+    return ((both & -both).bit_length() - 1) // 8
+
+
+def _table(mask: int) -> bytes:
+    return bytes(1 if byte & mask == mask else 0 for byte in range(256))
+
+
+_ONES_HIGH = {"F64": _table(0x7F), "F32": _table(0x7F), "BF16": _table(0x7F), "F16": _table(0x7C)}
+_ONES_LOW = {"F64": _table(0xF0), "F32": _table(0x80), "BF16": _table(0x80), "F16": _table(0)}
+"""Byte -> 1 where its part of an exponent is all ones: the byte with the sign, and the one below it."""
