@@ -27,6 +27,7 @@ from quintet.executor.ops.huge_pages import HugePages
 from quintet.executor.platforms.platform import Platform, open_platform
 from quintet.executor.program.library import program_library
 from quintet.executor.program.runner import ProgramRunner, allocate_kv, takes_layer
+from quintet.executor.quant.formats.registry import recognise
 from quintet.executor.quant.registry import open_quantization
 from quintet.executor.runner import Runner
 from quintet.executor.sampling.grammar import Grammars, StepMasks
@@ -34,7 +35,7 @@ from quintet.executor.sampling.ops import SamplingOps, sampling_ops_of
 from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.slots import SlotTables
 from quintet.executor.smaller_steps import SmallerSteps
-from quintet.executor.weights.load import fill_randomly, load_checkpoint
+from quintet.executor.weights.load import fill_randomly, load_checkpoint, open_files
 from quintet.executor.weights.packed_cache import PackedCache
 from quintet.process.trace import Span, no_span
 from quintet.wire.config import EngineConfig, ModelConfig
@@ -298,19 +299,22 @@ def check_kv_dtype(config: EngineConfig, head_dim: int) -> None:
 
 def load_model(config: EngineConfig, platform: Platform) -> CausalModel:
     """Return the configured model with its weights."""
-    folder = Path(config.model.path)
     card = card_of(config.model)
+    stored = recognise(card)
+    files = None if config.executor.load_format == "dummy" else open_files(Path(config.model.path))
+    contents = (
+        None if files is None else {name: file.entries[name] for file in files for name in file.entries}
+    )
+    quantization = open_quantization(config.executor.quantization, stored, contents)
     model = build_model(
-        config.model.architecture,
-        card,
-        Setting(platform.device, DTYPES[config.model.dtype], open_quantization(config.executor.quantization)),
+        config.model.architecture, card, Setting(platform.device, DTYPES[config.model.dtype], quantization)
     )
     check_agreement(model, config.model, card.path)
     with torch.inference_mode():
-        if config.executor.load_format == "dummy":
+        if files is None:
             fill_randomly(model.weights, config.executor.seed)
         else:
-            load_checkpoint(model.weights, folder, _packed_cache(config))
+            load_checkpoint(model.weights, files, _packed_cache(config))
         model.weights.release()
     return model
 

@@ -13,8 +13,8 @@ import msgspec
 
 from quintet.wire.kv_spec import KvSpec
 
-Quantization = Literal["none", "int8", "int4", "w8a8"]
-"""See ``docs/quantization.md``."""
+Quantization = Literal["none", "int8", "int4", "w8a8", "gptq", "awq", "mxfp4"]
+"""What linear layers are rounded into, or the format in which their checkpoint has them: ``docs/quantization.md``."""
 
 ModelImpl = Literal["quintet", "transformers"]
 """Whose layers compute a model: ours, or those of transformers over our KV memory."""

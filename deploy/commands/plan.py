@@ -53,6 +53,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What those of Quintet's own are made of."""
     dtype: str
     quantization: str
+    checkpoint_format: str | None
+    """How the checkpoint is quantized, in words; null where it is not."""
     device: str
     executor: str
     num_parameters: int | None
@@ -119,6 +121,7 @@ def make_plan(resolution: Resolution) -> Plan:
         layers=_layers(config.model),
         dtype=config.model.dtype,
         quantization=config.executor.quantization,
+        checkpoint_format=None if resolution.stored is None else resolution.stored.words,
         device=config.executor.device,
         executor=config.executor.kind,
         num_parameters=resolution.num_parameters,
@@ -206,6 +209,7 @@ def plan_lines(plan: Plan) -> list[str]:
         ),
         *([("layers", plan.layers)] if plan.layers is not None else []),
         ("quantization", plan.quantization),
+        *([("checkpoint", plan.checkpoint_format)] if plan.checkpoint_format is not None else []),
         ("weights", weights),
         ("memory available", format_size(plan.available_memory_bytes)),
         ("KV per token", format_size(plan.kv_bytes_per_token)),

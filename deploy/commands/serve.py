@@ -133,8 +133,10 @@ def opening_lines(resolution: Resolution) -> list[str]:
         if weights is not None
         else f"{config.executor.kind} executor, no weights read"
     )
-    quantization = config.executor.quantization
+    quantization, stored = config.executor.quantization, resolution.stored
     quantized = "" if quantization == "none" else f" quantized to {quantization}"
+    if stored is not None:
+        quantized = f" quantized ({stored.words})" + quantized * (quantization != stored.name)
     return [
         f"Quintet serves {model.served_names[0]}: {model.architecture}, {size}, {model.dtype}{quantized} on "
         f"{config.executor.device}",

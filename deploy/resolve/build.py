@@ -21,9 +21,17 @@ from quintet.deploy.resolve.memory import (
     parse_size,
 )
 from quintet.deploy.resolve.parsers import choose_parsers
+from quintet.deploy.resolve.quantization import (
+    check_packed_cache,
+    check_weights_fit,
+    choose_quantization,
+    weight_bytes_of,
+)
 from quintet.deploy.resolve.source import locate_model
 from quintet.deploy.resolve.tokenizer_files import tokenizer_folder
 from quintet.deploy.resolve.weights import WeightFacts, read_weight_facts
+from quintet.executor.quant.formats.registry import check_contents
+from quintet.executor.quant.formats.scheme import Format
 from quintet.process.record import SUFFIX
 from quintet.wire.config import (
     CacheConfig,
@@ -49,6 +57,8 @@ class Resolution:
     """None when the executor reads none: mock or dummy."""
     num_parameters: int | None
     """As the weights have them, else as the card says; None where only the executor knows."""
+    stored: Format | None
+    """The format that the checkpoint is quantized in; None where it is not."""
     notes: list[str] = field(default_factory=list)
     """What was derived against expectation: one line each, for the boot story."""
 
@@ -65,14 +75,17 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     kind: Literal["torch", "mock"] = "mock" if options.executor == "mock" else "torch"
     device: Literal["cpu", "cuda"] = _device(options, kind)
     reads_weights = kind == "torch" and options.load_format == "auto"
-    rules.check_quantization(options, device)
     rules.check_gpu_only_flags(options, device)
+    check_packed_cache(options, device)
     folder = locate_model(options.model, reads_weights, with_code=options.trust_remote_code)
     facts = read_facts(folder, options.generation_config, options.model_impl)
+    quantization = choose_quantization(options, device, facts)
     if kind == "torch" and facts.implementation == "transformers":
         check_transformers_flags(options)
         notes.extend(filter(None, (note_of(options.model_impl, facts.architecture),)))
     weights = read_weight_facts(folder) if reads_weights else None
+    if facts.stored is not None and weights is not None:
+        check_contents(facts.stored, weights.contents, str(folder / "config.json"))
     dtype = facts.dtype if options.dtype == "auto" else options.dtype
     rules.check_prompt_embeds(options, facts)
     rules.check_expert_widths(facts, device, _DTYPE_BYTES[dtype])
@@ -84,11 +97,13 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     max_model_len = rules.derive_max_model_len(
         options.max_model_len, facts.max_model_len, folder / "config.json"
     )
-    counted = weights.num_parameters if weights else None
+    counted = weights.num_parameters if weights and facts.stored is None else None
     num_parameters = facts.num_parameters if counted is None else counted
-    weight_bytes = rules.weight_bytes(num_parameters or 0, _DTYPE_BYTES[dtype], options.quantization)
+    weight_bytes = weight_bytes_of(
+        num_parameters or 0, _DTYPE_BYTES[dtype], quantization, facts.stored, weights
+    )
     if kind == "torch" and device == "cpu":
-        rules.check_weights_fit(weight_bytes, available_ram_bytes())
+        check_weights_fit(weight_bytes, available_ram_bytes())
     step_tokens = rules.most_step_tokens(options, device, max_model_len)
     memory_bytes = _kv_memory(options, device, kind, weight_bytes, kv, max_model_len, step_tokens)
     fitted = max_model_len
@@ -144,7 +159,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
             kind=kind,
             device=device,
             load_format=options.load_format,
-            quantization=options.quantization,
+            quantization=quantization,
             packed_cache=_folder(options.packed_cache),
             threads=options.threads,
             pin_threads=options.pin_threads,
@@ -171,7 +186,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
         record=_recording_folder(options.record),
         record_bytes=options.record_mb << 20,
     )
-    return Resolution(config, weights, num_parameters, notes)
+    return Resolution(config, weights, num_parameters, facts.stored, notes)
 
 
 def _model_config(

@@ -6,6 +6,7 @@ weights (see `weights`) nor where the folder comes from (see `source`).
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -17,12 +18,17 @@ from quintet.executor.cards.families.unknown import unknown
 from quintet.executor.cards.registry import FAMILIES
 from quintet.executor.cards.spec import DecoderSpec, KvNeed, ModelSpec
 from quintet.executor.cards.state_specs import StateNeed
+from quintet.executor.quant.formats.registry import recognise
+from quintet.executor.quant.formats.scheme import Format
 from quintet.wire.config import ModelImpl
 from quintet.wire.errors import ConfigError
 from quintet.wire.json_files import Json, parse_json, read_json, read_text
 from quintet.wire.params import shown
 
 Dtype = Literal["bfloat16", "float16", "float32"]
+
+_QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Beside ``config.json``: what says how weights are quantized, and by which method where it does not say."""
 
 _SAMPLING_DEFAULTS = {
     "temperature": "temperature",
@@ -40,7 +46,9 @@ class ModelFacts:
 
     path: Path
     card: str
-    """Text of its ``config.json``."""
+    """Text of its ``config.json``, with what another file says of how the weights are quantized."""
+    stored: Format | None
+    """How they are; None where they are not."""
     architecture: str
     implementation: ModelImpl
     dtype: Dtype
@@ -70,7 +78,7 @@ def read_facts(folder: Path, generation_config: str = "auto", model_impl: str = 
     another folder; so is ``model_impl``. Raises `ConfigError` naming the file and the missing or senseless key.
     """
     path = folder / "config.json"
-    text = read_text(path)
+    text = with_quantization(folder, read_text(path))
     config = parse_json(text, path)
     generation = _read_generation_config(folder, "auto")
     defaults = (
@@ -82,10 +90,12 @@ def read_facts(folder: Path, generation_config: str = "auto", model_impl: str = 
     family = FAMILIES.get(architecture) if implementation == "quintet" else None
     if implementation == "transformers":
         check_transformers_card(card, architecture)
+    stored = recognise(card)
     spec: ModelSpec = unknown(card) if family is None else family.read(card)
     return ModelFacts(
         path=folder,
         card=text,
+        stored=stored,
         architecture=architecture,
         implementation=implementation,
         dtype=_dtype(config, path),
@@ -100,6 +110,20 @@ def read_facts(folder: Path, generation_config: str = "auto", model_impl: str = 
         eos_token_ids=_eos_token_ids(folder, generation, config),
         generation_defaults=_sampling_defaults(defaults),
     )
+
+
+def with_quantization(folder: Path, text: str) -> str:
+    """Return the text of a ``config.json`` with its ``quantization_config``, which older tools wrote into a file of its own."""
+    path = folder / "config.json"
+    for name, method in _QUANTIZATION_FILES.items():
+        if not (folder / name).is_file():
+            continue
+        config = parse_json(text, path)
+        if "quantization_config" in config:
+            return text
+        section = read_json(folder / name)
+        return json.dumps(config | {"quantization_config": {"quant_method": method} | section})
+    return text
 
 
 def _expert_depths(spec: ModelSpec) -> frozenset[int]:

@@ -90,7 +90,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Quantization,
         Flag(
             MODEL,
-            "what linear layers become when they are loaded: int8 or int4 weights, or w8a8, which computes in 8 bit too",
+            "what linear layers become when they are loaded: int8 or int4 weights, or w8a8, which computes in 8 bit too; a "
+            "checkpoint that is quantized says itself how, and the name of its format is all that may be given",
         ),
     ] = "none"
     packed_cache: Annotated[

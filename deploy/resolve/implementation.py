@@ -54,6 +54,8 @@ def check_transformers_card(card: ModelCard, architecture: str) -> None:
         why = (
             f"its card has no {', '.join(HEADS)}: what it keeps of the past are not keys and values of heads"
         )
+    elif card.has("quantization_config") or card.section("text_config").has("quantization_config"):
+        why = "its checkpoint is quantized, and what is quantized is read into Quintet's own layers alone"
     if why is not None:
         raise ConfigError(
             f"{card.path}: {_introduced(architecture)}, and cannot run through transformers: {why}"

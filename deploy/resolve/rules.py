@@ -10,7 +10,6 @@ from quintet.deploy.resolve.card import ModelFacts
 from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.memory import format_size
 from quintet.executor.cards.spec import KvNeed
-from quintet.wire.config import Quantization
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
 from quintet.wire.kv_spec import Kind, KvSpec, LayerKv, group_layers, padded_head
 from quintet.wire.params import SamplingParams
@@ -28,8 +27,6 @@ _WHOLE_DEFAULTS = ("top_k", "max_tokens")
 _DEFAULT_SWAP_BYTES = 4 << 30
 _SCALE_BYTES = 4
 """What an int8 cache adds to each key, and each value, of a head."""
-_WEIGHT_BITS: Mapping[Quantization, float] = {"int8": 8.1, "w8a8": 8.1, "int4": 4.5}
-"""With their scales."""
 
 
 def check_ranges(options: Options) -> None:
@@ -111,16 +108,6 @@ def check_gpu_only_flags(options: Options, device: str) -> None:
         )
 
 
-def check_quantization(options: Options, device: str) -> None:
-    """Reject what only the host kernels can do where they do not compute."""
-    if device != "cpu" and options.quantization != "none":
-        raise ConfigError(
-            f"--quantization {options.quantization} is computed on the CPU only: add --device cpu or drop it"
-        )
-    if device != "cpu" and options.packed_cache is not None:
-        raise ConfigError("--packed-cache is for weights packed for the CPU: add --device cpu or drop it")
-
-
 def check_prompt_embeds(options: Options, facts: ModelFacts) -> None:
     """Reject prompts as embeddings where the layers that would take them are not ours."""
     if options.enable_prompt_embeds and facts.implementation == "transformers":
@@ -190,21 +177,6 @@ def _sight(need: KvNeed, max_model_len: int) -> tuple[Kind, int]:
     if need.window is not None and need.window < max_model_len:
         return "sliding", need.window
     return "full", 0
-
-
-def weight_bytes(num_parameters: int, dtype_bytes: int, quantization: Quantization) -> int:
-    """Return the memory that the weights of a checkpoint will take, as if all were linear layers."""
-    bits = _WEIGHT_BITS.get(quantization, 8 * dtype_bytes)
-    return int(num_parameters * bits / 8)
-
-
-def check_weights_fit(weight_bytes: int, available_bytes: int) -> None:
-    """Reject a model whose weights are larger than the memory there is."""
-    if weight_bytes > available_bytes:
-        raise ConfigError(
-            f"the weights take {format_size(weight_bytes)} and there are {format_size(available_bytes)} of memory: take a"
-            " smaller model, or --quantization int8 or int4"
-        )
 
 
 def derive_max_num_seqs(settings: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:

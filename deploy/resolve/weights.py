@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from quintet.executor.weights.files import PICKLED, checkpoint_files
-from quintet.executor.weights.header import read_header
+from quintet.executor.weights.header import Entry, read_header
 from quintet.wire.errors import ConfigError
 
 
@@ -19,6 +20,8 @@ class WeightFacts:
     """None of pickled files, which have no header."""
     size_bytes: int
     num_files: int
+    contents: Mapping[str, Entry] = field(default_factory=dict, compare=False, repr=False)
+    """What there is, by name; nothing of pickled files."""
 
 
 def read_weight_facts(folder: Path) -> WeightFacts:
@@ -29,13 +32,13 @@ def read_weight_facts(folder: Path) -> WeightFacts:
     paths = checkpoint_files(folder)
     if paths[0].suffix == PICKLED:
         return WeightFacts(None, sum(path.stat().st_size for path in paths), len(paths))
-    num_parameters = size_bytes = 0
+    contents: dict[str, Entry] = {}
     for path in paths:
         try:
             with path.open("rb") as file:
-                entries = read_header(path, file, path.stat().st_size).entries
+                contents |= read_header(path, file, path.stat().st_size).entries
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror or error}") from None
-        num_parameters += sum(math.prod(entry.shape) for entry in entries.values())
-        size_bytes += sum(entry.num_bytes for entry in entries.values())
-    return WeightFacts(num_parameters, size_bytes, len(paths))
+    num_parameters = sum(math.prod(entry.shape) for entry in contents.values())
+    size_bytes = sum(entry.num_bytes for entry in contents.values())
+    return WeightFacts(num_parameters, size_bytes, len(paths), contents)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import torch
 
 from quintet.executor.ops.host_linear import linear_library
@@ -9,6 +12,7 @@ from quintet.executor.ops.linear import linear
 from quintet.executor.quant.method import LinearMethod, LinearShape
 from quintet.executor.quant.numbers import FLOAT_FORMATS, Numbers
 from quintet.executor.quant.packed import PackedLinear
+from quintet.executor.quant.source import Rows, RowSource, floats_of
 from quintet.executor.quant.stack import PackedStack, RowMajorStack, StackMethod, StackShape
 from quintet.executor.weights.plan import WeightPlan
 
@@ -38,11 +42,23 @@ class RowMajorLinear:
     is_quantized = False
     int8_activations = False
 
-    def __init__(self, shape: LinearShape, plan: WeightPlan) -> None:
+    def __init__(
+        self, shape: LinearShape, plan: WeightPlan, sources: Sequence[RowSource] | None = None
+    ) -> None:
+        """sources: see `quintet.executor.quant.packed.PackedLinear`."""
         self._activation = shape.activation
-        self.table = plan.stacked(shape.weights, shape.depth)
+        self.table = torch.empty((shape.columns, shape.depth), dtype=plan.dtype, device=plan.device)
+        plan.num_bytes += self.table.nbytes
+        first = 0
+        for source in shape.sources if sources is None else sources:
+            source.declare(plan, plan.expect, partial(self._fill, first))
+            first += source.rows
         self.bias = plan.stacked(shape.biases) if shape.biased else None
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         """See `LinearMethod.apply`."""
         return linear(x, self.table, self.bias, self._activation)
+
+    def _fill(self, first: int, place: int, rows: Rows) -> None:
+        floats = floats_of(rows)
+        self.table[first + place : first + place + len(floats)].copy_(floats)

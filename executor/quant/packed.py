@@ -5,17 +5,19 @@ Quantization happens in the kernels of ``csrc/cpu`` as rows arrive; here is only
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 
-from quintet.executor.ops.host_dtypes import FLOAT_CODES
 from quintet.executor.ops.host_linear import LinearLibrary, WeightFormat, linear_library
 from quintet.executor.ops.packed_weight import PackedWeight
-from quintet.executor.quant.method import LinearMethod, LinearShape, Part
+from quintet.executor.quant.fill import fill
+from quintet.executor.quant.method import LinearMethod, LinearShape
 from quintet.executor.quant.numbers import FLOAT_FORMATS, LAYOUT, Numbers
+from quintet.executor.quant.source import Rows, RowSource
 from quintet.executor.quant.stack import PackedStack, StackMethod, StackShape
-from quintet.executor.weights.plan import Piece, WeightPlan
+from quintet.executor.weights.plan import WeightPlan
 from quintet.executor.weights.store import Description
 from quintet.wire.errors import ConfigError
 
@@ -75,22 +77,29 @@ class PackedLinear:
     table = None
 
     def __init__(
-        self, library: LinearLibrary, shape: LinearShape, plan: WeightPlan, numbers: Numbers
+        self,
+        library: LinearLibrary,
+        shape: LinearShape,
+        plan: WeightPlan,
+        numbers: Numbers,
+        sources: Sequence[RowSource] | None = None,
     ) -> None:
+        """sources: of the weight, one for each part of the shape; None: the checkpoint has it in floating-point numbers."""
         self._library = library
         self._shape = shape
         self._numbers = numbers
+        self._sources = shape.sources if sources is None else sources
         self._packed: PackedWeight | None = None
-        self.is_quantized = not numbers.weight_format.is_float
+        self.is_quantized = sources is None and not numbers.weight_format.is_float
         self.int8_activations = numbers.int8_activations
         self.num_bytes: int = library.weight_bytes(
             *(int(numbers.weight_format), shape.columns, shape.depth, numbers.group, bool(shape.activation))
         )
         plan.store(self)
         first = 0
-        for piece in shape.weights:
-            plan.pack(piece.name, piece.shape, partial(self._fill, piece, first))
-            first += piece.rows
+        for source in self._sources:
+            source.declare(plan, plan.pack, partial(self._fill, first))
+            first += source.rows
         self.bias = plan.stacked(shape.biases) if shape.biased else None
 
     @property
@@ -103,7 +112,7 @@ class PackedLinear:
     def description(self) -> Description:
         """See `PackedStore`."""
         return {
-            "layer": "+".join(_described(part) for part in self._shape.parts),
+            "layer": "+".join(source.label for source in self._sources),
             "layout": LAYOUT,
             "format": self._numbers.weight_format.name,
             "group": self._numbers.group,
@@ -134,14 +143,5 @@ class PackedLinear:
             int8_activations=self.int8_activations,
         )
 
-    def _fill(self, piece: Piece, first_column: int, tensor: torch.Tensor) -> None:
-        rows = piece.take(tensor)
-        self.packed.fill(rows if rows.dtype in FLOAT_CODES else rows.float(), first_column)
-
-
-def _described(part: Part) -> str:
-    """Say which rows of which tensor a part is, and what is done to them: its name alone where they are all, as they are."""
-    if part == Part(part.name, part.rows):
-        return part.name
-    marks = "T" * part.transposed + "U" * part.unit_rows
-    return f"{part.name}[{part.begin}/{part.groups}/{part.height}{marks}]"
+    def _fill(self, first_column: int, place: int, rows: Rows) -> None:
+        fill(self.packed, rows, first_column + place)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from quintet.executor.platforms.platform import import_string
+from quintet.executor.quant.formats.scheme import Format
 from quintet.executor.quant.method import Quantization
+from quintet.executor.quant.stored import StoredQuantization
+from quintet.executor.weights.header import Entry
 from quintet.wire.errors import ConfigError
 
 QUANTIZATIONS = {
@@ -16,8 +19,16 @@ QUANTIZATIONS = {
 }
 
 
-def open_quantization(name: str) -> Quantization:
-    """Return the quantization of that name. Raises `ConfigError` for one that does not exist."""
+def open_quantization(
+    name: str, stored: Format | None = None, contents: Mapping[str, Entry] | None = None
+) -> Quantization:
+    """Return the quantization of that name, or that of the checkpoint, where it is ``stored`` in a format.
+
+    contents: the checkpoint's tensors, where it is read. Raises `ConfigError` for a name that does not exist.
+    """
+    if stored is not None:
+        rest = name if stored.takes_quantization and name != stored.name else "none"
+        return StoredQuantization(stored, open_quantization(rest), contents)
     if name not in QUANTIZATIONS:
         raise ConfigError(f"--quantization is {name!r}; it must be one of {', '.join(QUANTIZATIONS)}")
     make: Callable[[], Quantization] = import_string(QUANTIZATIONS[name])

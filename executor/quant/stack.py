@@ -12,17 +12,25 @@ from typing import Protocol
 
 import torch
 
-from quintet.executor.ops.host_dtypes import FLOAT_CODES
 from quintet.executor.ops.host_linear import LinearLibrary
 from quintet.executor.ops.packed_weight import PackedWeight
+from quintet.executor.quant.fill import fill
 from quintet.executor.quant.numbers import LAYOUT, Numbers
-from quintet.executor.weights.plan import Sink, WeightPlan
+from quintet.executor.quant.source import Expect, Rows, floats_of
+from quintet.executor.weights.plan import WeightPlan
 from quintet.executor.weights.store import Description
+
+
+class StackRows(Protocol):
+    """Rows of some experts' matrices."""
+
+    def declare(self, plan: WeightPlan, expect: Expect, fill: Callable[[int, int, Rows], object]) -> None:
+        """Expect tensors of the checkpoint; once all are there, call ``fill(expert, begin, rows)`` until every row was given."""
 
 
 @dataclass(frozen=True, slots=True)
 class StackPiece:
-    """Rows of some experts' matrices, taken from one tensor of the checkpoint, or from several that are needed together."""
+    """Rows that are taken from one tensor of the checkpoint, or from several that are needed together. `StackRows`."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -35,15 +43,17 @@ class StackPiece:
     take: Callable[[Sequence[torch.Tensor], int], torch.Tensor]
     """From the tensors and a number below ``count`` to that expert's rows: ``[rows, depth]``, of a bias ``[rows]``."""
     bytes_between: tuple[tuple[int, int], ...] = ()
-    """Of each tensor, where they are bytes: see `WeightPlan.as_bytes`. Empty: they are numbers."""
+    """Of each tensor, where they are bytes: what dummy ones lie between. Empty: they are numbers."""
+    is_whole: bool = False
+    """Whether the rows are all of one expert's tensor, as they are."""
 
     def declare(
         self,
         plan: WeightPlan,
-        expect: Callable[[str, tuple[int, ...], Sink], None],
-        fill: Callable[[int, int, torch.Tensor], object],
+        expect: Expect,
+        fill: Callable[[int, int, Rows], object],
     ) -> None:
-        """Expect the tensors; once all are there, call ``fill(expert, begin, rows)`` for each expert."""
+        """See `StackRows`."""
         arrived: dict[int, torch.Tensor] = {}
 
         def take(place: int, tensor: torch.Tensor) -> None:
@@ -57,7 +67,7 @@ class StackPiece:
         for place, (name, shape) in enumerate(zip(self.names, self.shapes, strict=True)):
             expect(name, shape, partial(take, place))
         for name, between in zip(self.names, self.bytes_between, strict=False):
-            plan.as_bytes(name, *between)
+            plan.as_codes(name, ("U8",), between)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +81,8 @@ class StackShape:
     depth: int
     paired: bool
     """Whether the first half of the columns are gates and the others the ups that belong to them."""
-    weights: Sequence[StackPiece]
-    biases: Sequence[StackPiece] = ()
+    weights: Sequence[StackRows]
+    biases: Sequence[StackRows] = ()
     """Of ``[columns]`` an expert; empty: there are none."""
     is_exact: bool = False
     """See `quintet.executor.quant.method.LinearShape`."""
@@ -164,22 +174,23 @@ class PackedStack:
             for part in memory.chunk(shape.experts)
         ]
 
-    def _fill(self, expert: int, begin: int, rows: torch.Tensor) -> None:
-        self.packed[expert].fill(rows if rows.dtype in FLOAT_CODES else rows.float(), begin)
+    def _fill(self, expert: int, begin: int, rows: Rows) -> None:
+        fill(self.packed[expert], rows, begin)
 
 
 def _bias_of(shape: StackShape, plan: WeightPlan) -> torch.Tensor | None:
     return _filled(shape.biases, plan, shape.experts, shape.columns) if shape.biases else None
 
 
-def _filled(pieces: Sequence[StackPiece], plan: WeightPlan, *size: int) -> torch.Tensor:
+def _filled(pieces: Sequence[StackRows], plan: WeightPlan, *size: int) -> torch.Tensor:
     """Return a tensor ``[experts, columns, …]`` that pieces will fill."""
     whole = torch.empty(size, dtype=plan.dtype, device=plan.device)
     plan.num_bytes += whole.numel() * whole.element_size()
 
-    def fill(expert: int, begin: int, rows: torch.Tensor) -> None:
-        whole[expert, begin : begin + len(rows)].copy_(rows)
+    def keep(expert: int, begin: int, rows: Rows) -> None:
+        floats = floats_of(rows)
+        whole[expert, begin : begin + len(floats)].copy_(floats)
 
     for piece in pieces:
-        piece.declare(plan, plan.expect, fill)
+        piece.declare(plan, plan.expect, keep)
     return whole

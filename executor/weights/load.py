@@ -16,11 +16,11 @@ from tqdm import tqdm
 
 from quintet.executor.weights.file import WeightFile
 from quintet.executor.weights.files import PICKLED, checkpoint_files
-from quintet.executor.weights.mapped import MappedFile
+from quintet.executor.weights.mapped import DTYPES, MappedFile
 from quintet.executor.weights.names import expected_names
 from quintet.executor.weights.packed_cache import PackedCache
 from quintet.executor.weights.pickled import PickledFile
-from quintet.executor.weights.plan import Expected, WeightPlan
+from quintet.executor.weights.plan import Codes, Expected, WeightPlan
 from quintet.executor.weights.store import reserve
 
 log = logging.getLogger(__name__)
@@ -31,16 +31,15 @@ MAX_UINT64 = (1 << 64) - 1
 
 def load_checkpoint(
     plan: WeightPlan,
-    folder: Path,
+    files: Sequence[WeightFile],
     cache: PackedCache | None = None,
 ) -> None:
-    """Deliver every tensor that ``plan`` expects from the checkpoint of ``folder``.
+    """Deliver every tensor that ``plan`` expects from the files of a checkpoint.
 
     With a ``cache``, what is packed there is mapped, and otherwise written there. Raises `ConfigError`, one line, for a
-    tensor that is missing, superfluous or of another shape; nothing is read before the headers of all files were checked.
+    tensor that is missing, superfluous or of another shape; no tensor is read before all were compared.
     """
-    files = open_files(folder)
-    names = expected_names(plan, folder, files)
+    names = expected_names(plan, files)
     if cache is not None and plan.stores and cache.open(files, plan.stores):
         _deliver(plan, files, names, packed=True)
         return
@@ -116,8 +115,8 @@ def _deliver(plan: WeightPlan, files: Sequence[WeightFile], names: Mapping[str, 
 
 def random_tensor(name: str, expected: Expected, dtype: torch.dtype, seed: int) -> torch.Tensor:
     """Return numbers of either sign between a power of two and its double: random bits, but for the exponent."""
-    if expected.bytes_between is not None:
-        return _random_bytes(expected.shape, expected.bytes_between, seed)
+    if expected.codes is not None:
+        return _random_codes(expected.shape, expected.codes, seed)
     generator = np.random.Generator(np.random.SFC64([seed & MAX_UINT64, zlib.crc32(name.encode())]))
     count = math.prod(expected.shape)
     words = generator.integers(0, MAX_UINT64, -(-count * dtype.itemsize // 8), np.uint64, endpoint=True)
@@ -129,8 +128,8 @@ def random_tensor_on(
     device: torch.device, name: str, expected: Expected, dtype: torch.dtype, seed: int
 ) -> torch.Tensor:
     """Return other numbers of the same kind, drawn where they will be: copying them there takes longer than all else."""
-    if expected.bytes_between is not None:
-        return _random_bytes(expected.shape, expected.bytes_between, seed)
+    if expected.codes is not None:
+        return _random_codes(expected.shape, expected.codes, seed)
     generator = torch.Generator(device).manual_seed(
         (seed << 32 ^ zlib.crc32(name.encode())) & (MAX_UINT64 >> 1)
     )
@@ -141,9 +140,15 @@ def random_tensor_on(
     return _numbers_of(bits, expected, dtype)
 
 
-def _random_bytes(shape: tuple[int, ...], between: tuple[int, int], seed: int) -> torch.Tensor:
+def _random_codes(shape: tuple[int, ...], codes: Codes, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed & (MAX_UINT64 >> 1))
-    return torch.randint(between[0], between[1] + 1, shape, dtype=torch.uint8, generator=generator)
+    dtype, (least, most) = DTYPES[codes.kinds[0]], codes.dummies
+    count = math.prod(shape) * dtype.itemsize
+    return (
+        torch.randint(least, most + 1, (count,), dtype=torch.uint8, generator=generator)
+        .view(dtype)
+        .view(shape)
+    )
 
 
 def _integer_of(dtype: torch.dtype) -> torch.dtype:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 from quintet.executor.weights.file import WeightFile
 from quintet.executor.weights.plan import WeightPlan
@@ -18,7 +17,7 @@ IGNORED = ("*.rotary_emb.inv_freq", "*.attn.bias", "*.attn.masked_bias")
 """Buffers that old versions of transformers saved beside the weights; they are computed, not read."""
 
 
-def expected_names(plan: WeightPlan, folder: Path, files: Sequence[WeightFile]) -> dict[str, str]:
+def expected_names(plan: WeightPlan, files: Sequence[WeightFile]) -> dict[str, str]:
     """Return the name that the plan has for each of the checkpoint's tensors that it wants.
 
     Raises `ConfigError`, one line, for a tensor that is missing, misspelt, superfluous, of another shape or of a format that is
@@ -40,8 +39,9 @@ def expected_names(plan: WeightPlan, folder: Path, files: Sequence[WeightFile]) 
     if missing:
         name = min(missing)
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        where = files[0].path if len(files) == 1 else files[0].path.parent
         raise ConfigError(
-            f"{files[0].path if len(files) == 1 else folder}: tensor {name!r} {list(plan.expected[name].shape)} is missing{more};"
+            f"{where}: tensor {name!r} {list(plan.expected[name].shape)} is missing{more};"
             " the download may be incomplete"
         )
     return wanted
@@ -69,7 +69,7 @@ def _check_entries(plan: WeightPlan, files: Sequence[WeightFile], wanted: dict[s
             if name not in wanted:
                 continue
             expected = plan.expected[wanted[name]]
-            shape, formats = expected.shape, READ_FORMATS if expected.bytes_between is None else ("U8",)
+            shape, formats = expected.shape, READ_FORMATS if expected.codes is None else expected.codes.kinds
             if entry.shape != shape:
                 raise ConfigError(
                     f"{file.path}: tensor {name!r} has shape {list(entry.shape)!s:.80}; config.json asks for {list(shape)}"
@@ -77,7 +77,7 @@ def _check_entries(plan: WeightPlan, files: Sequence[WeightFile], wanted: dict[s
             if entry.dtype not in formats:
                 raise ConfigError(
                     f"{file.path}: tensor {name!r} has the number format {entry.dtype}; it must be one of"
-                    f" {', '.join(formats)}: other quantized checkpoints are not supported, use the original one"
+                    f" {', '.join(formats)}: where it is quantized, config.json's quantization_config must say how"
                 )
 
 

@@ -32,6 +32,16 @@ class Piece:
     """From the tensor to the rows."""
 
 
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """What a tensor is that has no floating-point numbers of the model."""
+
+    kinds: tuple[str, ...]
+    """Number formats that it may have, as the headers of files name them; dummy ones have the first."""
+    dummies: tuple[int, int]
+    """Between what its bytes lie in dummy weights."""
+
+
 @dataclass(slots=True)
 class Expected:
     """One name of the checkpoint."""
@@ -42,8 +52,8 @@ class Expected:
     sinks: list[Sink]
     packers: list[Sink]
     """Sinks that need not be called where the stores were opened on what was packed before."""
-    bytes_between: tuple[int, int] | None = None
-    """Of a tensor that is no numbers but bytes, whose meaning its sink knows: what dummy ones lie between."""
+    codes: Codes | None = None
+    """Of a tensor whose numbers are not what they look like: its sink knows what they mean."""
 
 
 @dataclass(slots=True)
@@ -84,9 +94,9 @@ class WeightPlan:
         """Expect ``name`` and have it delivered to ``packer``, which fills a part of a store, unless that is full already."""
         self._expected(name, shape, scale).packers.append(packer)
 
-    def as_bytes(self, name: str, least: int, most: int) -> None:
-        """Say that the tensor expected under ``name`` is bytes (uint8); dummy ones are drawn from ``least`` to ``most``."""
-        self.expected[name].bytes_between = (least, most)
+    def as_codes(self, name: str, kinds: tuple[str, ...], dummies: tuple[int, int]) -> None:
+        """Say that the tensor expected under ``name`` is of one of these kinds; see `Codes`."""
+        self.expected[name].codes = Codes(kinds, dummies)
 
     def tensor(self, name: str, *shape: int, scale: float = 0.02) -> torch.Tensor:
         """Expect ``name`` of this shape; return the tensor it will fill."""

@@ -59,7 +59,8 @@ INNER = {
     "core/kv": {"core.kv", "wire.kv_spec"},
     "deploy/load_client": {"deploy.load_client"},
     "deploy/resolve": {"deploy.resolve", "deploy.embedded", "process", "wire"}
-    | {"executor.cards", "executor.weights.files", "executor.weights.header", "detokenizer_proc.parsers"},
+    | {"executor.cards", "executor.weights.files", "executor.weights.header", "detokenizer_proc.parsers"}
+    | {"executor.quant.formats"},
     "deploy/supervisor": {"deploy.supervisor", "deploy.embedded", "deploy.machine", "process", "wire"},
     "executor/cards": {"executor.cards", "wire"},
     "executor/layers": {f"executor.{room}" for room in ("cards", "layers", "ops", "quant", "weights")}
@@ -68,6 +69,7 @@ INNER = {
         f"executor.{room}" for room in ("cards", "models", "layers", "platforms", "quant", "weights")
     }
     | {"wire"},
+    "executor/quant/formats": {"executor.quant.formats", "executor.cards", "executor.weights.header", "wire"},
     "executor/weights": {"executor.weights", "executor.ops", "wire"},
 }
 """Rooms within rooms, and all that they may import: a model knows no kernel, a load client no server."""

@@ -30,7 +30,7 @@ from quintet.executor.models.registry import build_model
 from quintet.executor.quant.method import LinearMethod, LinearShape
 from quintet.executor.quant.none import RowMajorLinear
 from quintet.executor.quant.stack import RowMajorStack, StackMethod, StackShape
-from quintet.executor.weights.load import fill_randomly, load_checkpoint
+from quintet.executor.weights.load import fill_randomly, load_checkpoint, open_files
 from quintet.executor.weights.plan import WeightPlan
 from quintet.executor.worker import DTYPES, make_torch_worker
 from quintet.wire.config import EngineConfig
@@ -82,7 +82,7 @@ def model_on(device: Device, config: EngineConfig) -> CausalModel:
         if config.executor.load_format == "dummy":
             fill_randomly(model.weights, config.executor.seed)
         else:
-            load_checkpoint(model.weights, folder)
+            load_checkpoint(model.weights, open_files(folder))
     return model
 
 

@@ -328,7 +328,7 @@ def test_dummy_weights_drawn_on_a_device_are_of_the_same_kind(dtype: torch.dtype
     ("change", "words"),
     [
         ({"hidden_act": "mish"}, "hidden_act is 'mish'"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        ({"quantization_config": {"quant_method": "gtpq"}}, "'gtpq'.*nearest that loads is 'gptq'"),
         ({"num_hidden_layers": 3}, "3 layers"),
         ({"vocab_size": 99}, "99 tokens in the vocabulary"),
         ({"hidden_size": None}, "hidden_size is missing; it must be a whole number from 1"),

@@ -20,8 +20,6 @@ from quintet.executor.cards.names import Names
 from quintet.executor.cards.routing import Scoring
 from quintet.executor.cards.spec import DecoderSpec
 
-QUANTIZED = "mxfp4"
-
 
 def gpt_oss(card: ModelCard) -> DecoderSpec:
     """gpt-oss 20b and 120b. Half of the numbers of a checkpoint's experts are read twice: as gates and as ups."""
@@ -39,7 +37,9 @@ def gpt_oss(card: ModelCard) -> DecoderSpec:
     experts = ExpertsSpec(
         routing=routing(card, Scoring.SOFTMAX_OF_CHOSEN, 128, 4),
         width=expert_width(card, "intermediate_size", 2880),
-        layout=ExpertsLayout.MXFP4 if card.has("quantization_config") else ExpertsLayout.ALTERNATING,
+        layout=ExpertsLayout.MXFP4
+        if card.section("quantization_config").values.get("quant_method") == "mxfp4"
+        else ExpertsLayout.ALTERNATING,
         router_bias=True,
         biased=True,
         clamp=(card.real("swiglu_alpha", 1e-3, 1e3, 1.702), card.real("swiglu_limit", 1e-3, 1e6, 7.0)),
@@ -49,7 +49,7 @@ def gpt_oss(card: ModelCard) -> DecoderSpec:
         kinds = layer_types(card, ("sliding_attention", "full_attention"))
     slides = [width if kind == "sliding_attention" else None for kind in kinds[: num_layers(card)]]
     layers = windowed(pre_norm(norm, mixer, experts), slides)
-    return decoder(card, layers, norm, QUANTIZED, names=Names(router="mlp.router"))
+    return decoder(card, layers, norm, names=Names(router="mlp.router"))
 
 
 FAMILIES = {"GptOssForCausalLM": Family(gpt_oss, "gpt-oss 20b and 120b")}

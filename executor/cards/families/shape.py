@@ -24,7 +24,6 @@ from quintet.executor.cards.spec import (
     Norms,
     NormSpec,
 )
-from quintet.wire.errors import ConfigError
 
 MAX_LAYERS = 1024
 MAX_HEADS = 4096
@@ -295,20 +294,12 @@ def decoder(
     card: ModelCard,
     layers: Sequence[LayerSpec],
     final_norm: NormSpec | None,
-    quantized: str | None = None,
     **switches: Any,
 ) -> DecoderSpec:
     """Return the whole; ``switches`` are fields of `DecoderSpec`. The card's ``tie_word_embeddings`` is false if absent.
 
     It reaches as far as learned positions or the rotation of any layer do, unless ``reach`` says otherwise.
-    ``quantized``: a method by which the checkpoint's weights may be quantized, where the layers' specs say how.
     """
-    if card.has("quantization_config"):
-        method = card.section("quantization_config").values.get("quant_method", "unknown")
-        if method != quantized:
-            raise ConfigError(
-                f"{card.path}: the weights are quantized ({method!r:.40}), which is not supported; use the original checkpoint"
-            )
     usual: dict[str, Any] = {
         "vocab_size": card.whole(VOCAB, 1, MAX_VOCAB),
         "hidden_size": hidden_size(card),

@@ -109,6 +109,7 @@ def _each(scope: Scope, name: str, count: int, shape: tuple[int, int], begin: in
             count=1,
             begin=begin,
             take=lambda tensors, _: tensors[0],
+            is_whole=True,
         )
         for expert in range(count)
     ]

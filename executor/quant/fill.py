@@ -1,0 +1,78 @@
+"""How the host keeps rows of a checkpoint: which numbers a packed weight has for them, and putting them there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from quintet.executor.ops.host_dtypes import FLOAT_CODES
+from quintet.executor.ops.host_linear import WeightFormat
+from quintet.executor.ops.packed_weight import PackedWeight
+from quintet.executor.quant.decode import Coded
+from quintet.executor.quant.formats.scheme import Scheme
+from quintet.executor.quant.numbers import FLOAT_FORMATS, Numbers
+from quintet.executor.quant.source import Rows, floats_of
+
+GROUPS = (128, 64, 32)
+"""Of inputs that can share a scale in a packed weight, beside all of them."""
+
+
+def numbers_of(schemes: Sequence[Scheme | None], dtype: torch.dtype) -> Numbers:
+    """Return the numbers that hold the rows of all schemes exactly; where none do, those of ``dtype``: rows are rounded to it.
+
+    None among the schemes: rows in floating-point numbers.
+    """
+    each = [None if scheme is None else _exact(scheme) for scheme in schemes]
+    known = [numbers for numbers in each if numbers is not None]
+    if len(known) < len(each) or len({numbers.int8_activations for numbers in known}) > 1:
+        return Numbers(FLOAT_FORMATS[dtype])
+    formats = {numbers.weight_format for numbers in known}
+    eight = any(each in (WeightFormat.INT8, WeightFormat.INT8_ZEROS) for each in formats)
+    zeros = any(each.has_zeros for each in formats)
+    group = min((numbers.group for numbers in known if numbers.group), default=0)
+    if not group and (zeros or not eight):
+        group = GROUPS[0]
+    weight_format = {
+        (False, False): WeightFormat.INT4,
+        (False, True): WeightFormat.INT4_ZEROS,
+        (True, False): WeightFormat.INT8,
+        (True, True): WeightFormat.INT8_ZEROS,
+    }[eight, zeros]
+    return Numbers(weight_format, group, known[0].int8_activations)
+
+
+def _exact(scheme: Scheme) -> Numbers | None:
+    """Return the numbers that hold one scheme's rows exactly; None where none do. A group of 0 may become any."""
+    if scheme.bits is None or scheme.order is not None:
+        return None
+    zeros = scheme.zeros is not None and scheme.all_zeros is None
+    group = 0
+    if scheme.group:
+        if scheme.scale_kind == "F32":  # packed scales of groups are fp16 times a power of two
+            return None
+        group = next((each for each in GROUPS if scheme.group % each == 0), 0)
+        if not group:
+            return None
+    if scheme.bits <= 4:
+        return Numbers(WeightFormat.INT4_ZEROS if zeros else WeightFormat.INT4, group)
+    weight_format = WeightFormat.INT8_ZEROS if zeros else WeightFormat.INT8
+    return Numbers(weight_format, group, scheme.int8_activations)
+
+
+def fill(packed: PackedWeight, rows: Rows, first_column: int) -> None:
+    """Put rows into the columns from ``first_column`` on, in the packed weight's numbers."""
+    if packed.format.is_float or not isinstance(rows, Coded):
+        floats = floats_of(rows)
+        packed.fill(floats if floats.dtype in FLOAT_CODES else floats.float(), first_column)
+        return
+    codes, zeros, zero = rows.codes, rows.zeros, rows.zero
+    if not packed.format.has_zeros:
+        assert zeros is None, "these numbers have zero points"
+        if codes.dtype is torch.uint8:
+            codes = (codes - zero).view(torch.int8)
+    elif zeros is None:
+        if codes.dtype is torch.int8:
+            codes, zero = codes.view(torch.uint8) + 128, 128
+        zeros = torch.full(rows.scales.shape, zero, dtype=torch.uint8)
+    packed.fill_codes(codes, rows.scales, zeros, first_column, rows.group)

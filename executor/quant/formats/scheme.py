@@ -1,0 +1,180 @@
+"""What a format says of one linear layer: which tensors a checkpoint has of it, and what their bits mean. Imports no torch.
+
+A weight is ``[rows, depth]`` (rows are outputs) of numbers ``(code - zero) * scale``; `quintet.executor.quant.decode` makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn, Protocol
+
+from quintet.executor.cards.card import ModelCard
+from quintet.executor.weights.header import Entry
+from quintet.wire.config import Quantization
+from quintet.wire.errors import ConfigError
+
+FLOATS = ("F16", "BF16", "F32")
+"""Number formats that scales may have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor of a layer, as a checkpoint has it."""
+
+    ending: str
+    """Behind the layer's name and a dot."""
+    shape: tuple[int, ...]
+    kinds: tuple[str, ...]
+    """Number formats that it may have, as the headers of files name them."""
+    dummies: tuple[int, int] = (0, 255)
+    """Between what its bytes lie in dummy weights, where it is no floating-point numbers."""
+
+    @property
+    def is_floats(self) -> bool:
+        """Whether it holds numbers that torch computes with."""
+        return set(self.kinds) <= set(FLOATS)
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How a tensor holds codes of a few bits: words of them that are neighbours in the depth, or in the rows.
+
+    ``[rows, depth]`` unless ``transposed``; the dimension of neighbours is shorter by the number of codes in a word. Codes of
+    one tensor are one stream of bits, the first in the lowest.
+    """
+
+    bits: int
+    neighbours: str = "depth"
+    """``depth`` or ``rows``."""
+    transposed: bool = False
+    order: tuple[int, ...] = ()
+    """Which code of a word is the first, the second, …; empty: the lowest bits are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheme:
+    """One layer. `stored` begins with the codes; scales follow, and zeros where there are any."""
+
+    stored: tuple[Stored, ...]
+    codes: Packing | None
+    """None: the first tensor holds numbers of 8 bits that mean something themselves (floats or signed integers)."""
+    scale_transposed: bool = False
+    """Whether scales are ``[groups, rows]``."""
+    scale_kind: str | None = None
+    """Number format of the scales, where it is known."""
+    group: int
+    """Neighbouring inputs that share a scale; 0: all of a row."""
+    row_group: int = 1
+    """Neighbouring rows that share their scales; 0: all."""
+    zeros: Packing | None = None
+    """How zeros are held; None: the zero of every code is the middle of its range."""
+    zero_offset: int = 0
+    """What is added to a stored zero."""
+    all_zeros: int | None = None
+    """What every zero must be where the format says that it is symmetric: zeros are read and checked, not kept."""
+    order: str | None = None
+    """Ending of a tensor ``[depth]`` that says of each input which group it is of; None: groups are of neighbours."""
+    int8_activations: bool = False
+    """Whether inputs are quantized to 8 bits too, each token by its own scale."""
+    table: tuple[float, ...] = ()
+    """The number that each code means, before its scale; empty: the code less its zero."""
+    decoder: str = "quintet.executor.quant.decode:decode"
+    """Function that makes rows of the tensors: see `quintet.executor.quant.decode.Decoder`."""
+
+    @property
+    def bits(self) -> int | None:
+        """Of a code that is an integer; None where numbers are no integers times a scale."""
+        if self.codes is not None:
+            return None if self.table else self.codes.bits
+        return 8 if "I8" in self.stored[0].kinds else None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLayer:
+    """A linear layer of a model, as a format is asked about it."""
+
+    name: str
+    """Of its tensors, without the last ending, as the model has it."""
+    rows: int
+    depth: int
+    is_output_layer: bool
+    contents: Mapping[str, Entry] | None
+    """What the checkpoint holds; None where there is none (dummy weights)."""
+    prefix: str = ""
+    """See `quintet.executor.weights.plan.WeightPlan`."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What checkpoints may call it."""
+        if not self.prefix:
+            return (self.name,)
+        return (self.name, self.name.removeprefix(self.prefix), self.prefix + self.name)
+
+    def entry(self, ending: str) -> Entry | None:
+        """Return what the checkpoint has under an ending; None where it has nothing, or is none."""
+        if self.contents is None:
+            return None
+        return next(
+            (self.contents[f"{name}.{ending}"] for name in self.names if f"{name}.{ending}" in self.contents),
+            None,
+        )
+
+    def kind(self, ending: str) -> str | None:
+        """Return the number format of a tensor; None where it is not known."""
+        entry = self.entry(ending)
+        return None if entry is None else entry.dtype
+
+    def is_plain(self, mark: str) -> bool:
+        """Whether the checkpoint has a weight of it, and no ``mark``: whoever quantized it left this layer out."""
+        return self.entry("weight") is not None and self.entry(mark) is None
+
+    def shaped(self, ending: str, *shapes: tuple[int, ...]) -> tuple[int, ...]:
+        """Return that of the allowed shapes which the checkpoint has; the first where it has none of them."""
+        entry = self.entry(ending)
+        return entry.shape if entry is not None and entry.shape in shapes else shapes[0]
+
+    def refuse(self, why: str) -> NoReturn:
+        """Raise the error of a layer that does not fit its format."""
+        raise ConfigError(f"layer {self.name!r} [{self.rows}, {self.depth}]: {why}")
+
+
+class Format(Protocol):
+    """A checkpoint's, recognised."""
+
+    @property
+    def name(self) -> Quantization:
+        """As ``--quantization`` may have it."""
+
+    @property
+    def words(self) -> str:
+        """What the checkpoint's configuration says, for people: ``gptq: 4 bits in groups of 128``."""
+
+    @property
+    def mark(self) -> str:
+        """What the name of one tensor of each quantized layer ends with."""
+
+    @property
+    def ignored(self) -> Sequence[str]:
+        """Patterns of tensors' names that are not needed; see `quintet.executor.weights.plan.WeightPlan.ignored`."""
+
+    @property
+    def takes_quantization(self) -> bool:
+        """Whether what it holds may be rounded into a ``--quantization`` besides."""
+
+    def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
+        """Return about what the weights take in memory once they are loaded; ``dtype_bytes``: of one of the model's numbers."""
+
+    def scheme(self, layer: StoredLayer) -> Scheme | None:
+        """Return how the checkpoint has a layer; None where it has it as it was. Raises `ConfigError` where it cannot be."""
+
+
+def total_bytes(contents: Mapping[str, Entry], growth: Mapping[str, float]) -> int:
+    """Return what tensors take; ``growth``: by ending, how much more than on the disk."""
+    return int(
+        sum(entry.num_bytes * growth.get(name.rpartition(".")[2], 1.0) for name, entry in contents.items())
+    )
+
+
+Recognise = Callable[[ModelCard, ModelCard], Format]
+"""From a card and the section of it that describes the format. Raises `ConfigError` for a variant that does not load."""

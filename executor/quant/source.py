@@ -1,0 +1,134 @@
+"""Where rows of a matrix come from: one tensor of a checkpoint, or those that a format has in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from quintet.executor.platforms.platform import import_string
+from quintet.executor.quant.decode import ROWS_STEP, Coded, Decoder
+from quintet.executor.quant.formats.scheme import Scheme
+from quintet.executor.quant.part import Part
+from quintet.executor.weights.plan import Sink, WeightPlan
+from quintet.wire.errors import ConfigError
+
+Rows = torch.Tensor | Coded
+Expect = Callable[[str, tuple[int, ...], Sink], None]
+"""`WeightPlan.expect` or `WeightPlan.pack`."""
+
+MOST_CODES = 4 << 20
+"""Numbers that are unpacked at a time: 16 MB as fp32, and all threads have enough to do."""
+
+
+def floats_of(rows: Rows) -> torch.Tensor:
+    """Return rows in floating-point numbers."""
+    return rows.floats() if isinstance(rows, Coded) else rows
+
+
+class RowSource(Protocol):
+    """Rows of a matrix, and the tensors of a checkpoint that they are made of."""
+
+    @property
+    def rows(self) -> int:
+        """How many."""
+
+    @property
+    def label(self) -> str:
+        """Says what is made of what: part of the packed cache's key."""
+
+    def declare(self, plan: WeightPlan, expect: Expect, fill: Callable[[int, Rows], object]) -> None:
+        """Expect the tensors; when all are there call ``fill(first, rows)`` until every row was handed over."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlainRows:
+    """A part of a weight in floating-point numbers."""
+
+    part: Part
+    depth: int
+
+    @property
+    def rows(self) -> int:
+        """See `RowSource`."""
+        return self.part.rows
+
+    @property
+    def label(self) -> str:
+        """See `RowSource`: the tensor's name alone where these are all of its rows, as they are."""
+        part = self.part
+        if part == Part(part.name, part.rows):
+            return part.name
+        marks = "T" * part.transposed + "U" * part.unit_rows
+        return f"{part.name}[{part.begin}/{part.groups}/{part.height}{marks}]"
+
+    def declare(self, plan: WeightPlan, expect: Expect, fill: Callable[[int, Rows], object]) -> None:
+        """See `RowSource`."""
+        part = self.part
+        expect(
+            f"{part.name}.weight", part.weight_shape(self.depth), lambda tensor: fill(0, part.weight(tensor))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CodedRows:
+    """A part of a weight that a format holds in codes."""
+
+    part: Part
+    depth: int
+    scheme: Scheme
+
+    @property
+    def rows(self) -> int:
+        """See `RowSource`."""
+        return self.part.rows
+
+    @property
+    def label(self) -> str:
+        """See `RowSource`."""
+        return f"{PlainRows(self.part, self.depth).label} {self.scheme}"
+
+    def declare(self, plan: WeightPlan, expect: Expect, fill: Callable[[int, Rows], object]) -> None:
+        """See `RowSource`."""
+        arrived: dict[str, torch.Tensor] = {}
+        stored = self.scheme.stored
+
+        def arrive(ending: str, tensor: torch.Tensor) -> None:
+            arrived[ending] = tensor
+            if len(arrived) == len(stored):
+                for first, rows in self.decoded(arrived):
+                    fill(first, rows)
+                arrived.clear()
+
+        for each in stored:
+            name = f"{self.part.name}.{each.ending}"
+            expect(name, each.shape, lambda tensor, ending=each.ending: arrive(ending, tensor))  # type: ignore[misc]
+            if not each.is_floats:
+                plan.as_codes(name, each.kinds, each.dummies)
+
+    def decoded(self, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[int, Coded]]:
+        """Yield the part's rows, some at a time, with the place of the first of each."""
+        decoder: Decoder = import_string(self.scheme.decoder)
+        step = max(1, MOST_CODES // (self.depth * ROWS_STEP)) * ROWS_STEP
+        place = 0
+        for run in self._runs():
+            for begin in range(run.start // ROWS_STEP * ROWS_STEP, run.stop, step):
+                end = min(begin + step, self.part.height)
+                try:
+                    coded = decoder(self.scheme, tensors, self.depth, begin, end)
+                except ConfigError as error:
+                    raise ConfigError(f"layer {self.part.name!r}: {error}") from None
+                wanted = range(max(begin, run.start) - begin, min(end, run.stop) - begin)
+                yield place, coded.rows(wanted)
+                place += len(wanted)
+
+    def _runs(self) -> Sequence[range]:
+        """Return which rows of the checkpoint's matrix these are: runs of neighbours, in order."""
+        part = self.part
+        height, count = part.height // part.groups, part.rows // part.groups
+        if count == height:
+            return [range(part.height)]
+        begins = [group * height + part.begin for group in range(part.groups)]
+        return [range(begin, begin + count) for begin in begins]

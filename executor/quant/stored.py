@@ -1,0 +1,164 @@
+"""The quantization that a checkpoint has already: each layer gets the numbers that its tensors hold.
+
+`quintet.executor.quant.formats` says what those are; layers that the format left alone are made as without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from quintet.executor.ops.host_linear import linear_library
+from quintet.executor.quant.fill import numbers_of
+from quintet.executor.quant.formats.scheme import Format, Scheme, StoredLayer
+from quintet.executor.quant.method import LinearMethod, LinearShape, Quantization
+from quintet.executor.quant.none import RowMajorLinear
+from quintet.executor.quant.numbers import FLOAT_FORMATS, Numbers
+from quintet.executor.quant.packed import PackedLinear
+from quintet.executor.quant.part import Part
+from quintet.executor.quant.source import CodedRows, Expect, PlainRows, Rows, RowSource, floats_of
+from quintet.executor.quant.stack import (
+    PackedStack,
+    RowMajorStack,
+    StackMethod,
+    StackPiece,
+    StackRows,
+    StackShape,
+)
+from quintet.executor.weights.header import Entry
+from quintet.executor.weights.plan import WeightPlan
+
+
+class StoredQuantization:
+    """See `quintet.executor.quant.method.Quantization`."""
+
+    def __init__(
+        self, stored: Format, rest: Quantization, contents: Mapping[str, Entry] | None = None
+    ) -> None:
+        """rest: makes the layers that the checkpoint has in floating-point numbers; contents: its tensors, where it is read."""
+        self._format = stored
+        self._rest = rest
+        self._contents = contents
+
+    def linear(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod:
+        """See `Quantization.linear`."""
+        self._ignore(plan)
+        sources = [self._source(part, shape.depth, plan, shape.is_output_layer) for part in shape.parts]
+        if not any(isinstance(source, CodedRows) for source in sources):
+            return self._rest.linear(shape, plan)
+        if not shape.biased:
+            self._expect_no_biases(shape.parts, plan)
+        library = linear_library()
+        if plan.device.type != "cpu" or library is None:
+            return RowMajorLinear(shape, plan, sources)
+        numbers = numbers_of([_scheme_of(source) for source in sources], plan.dtype)
+        return PackedLinear(library, shape, plan, numbers, sources)
+
+    def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
+        """See `Quantization.stack`."""
+        self._ignore(plan)
+        pieces = [self._piece(piece, plan) for piece in shape.weights]
+        if pieces == list(shape.weights):
+            return self._rest.stack(shape, plan)
+        labels = "+".join(dict.fromkeys(piece.label for piece in pieces if isinstance(piece, CodedPiece)))
+        shape = replace(shape, weights=pieces, label=f"{shape.label} of {labels}")
+        library = linear_library()
+        if plan.device.type != "cpu" or library is None:
+            return RowMajorStack(shape, plan)
+        schemes = [
+            piece.source.scheme if isinstance(piece, CodedPiece) and piece.take is None else None
+            for piece in pieces
+        ]
+        numbers = Numbers(FLOAT_FORMATS[plan.dtype]) if shape.is_exact else numbers_of(schemes, plan.dtype)
+        return PackedStack(library, shape, plan, numbers)
+
+    def _ignore(self, plan: WeightPlan) -> None:
+        """Let the checkpoint have what is not needed of it."""
+        if not set(self._format.ignored) <= set(plan.ignored):
+            plan.ignored += tuple(self._format.ignored)
+
+    def _scheme(self, part: Part, depth: int, plan: WeightPlan, is_output_layer: bool) -> Scheme | None:
+        layer = StoredLayer(part.name, part.height, depth, is_output_layer, self._contents, plan.prefix)
+        scheme = self._format.scheme(layer)
+        if scheme is not None and (part.unit_rows or (part.transposed and not _is_turned(scheme))):
+            layer.refuse(
+                f"this kind of layer is not read from {self._format.words}: take the checkpoint that it was made from"
+            )
+        return scheme
+
+    def _source(self, part: Part, depth: int, plan: WeightPlan, is_output_layer: bool = False) -> RowSource:
+        scheme = self._scheme(part, depth, plan, is_output_layer)
+        return PlainRows(part, depth) if scheme is None else CodedRows(part, depth, scheme)
+
+    def _piece(self, piece: StackRows, plan: WeightPlan) -> StackRows:
+        """Return what takes a piece's rows from the format's tensors; the piece itself where it is none of its layers."""
+        if (
+            not isinstance(piece, StackPiece)
+            or len(piece.names) != 1
+            or not piece.names[0].endswith(".weight")
+        ):
+            return piece
+        ((rows, depth),) = piece.shapes
+        source = self._source(Part(piece.names[0].removesuffix(".weight"), rows), depth, plan)
+        if not isinstance(source, CodedRows):
+            return piece
+        return CodedPiece(source, piece.first, piece.begin, None if piece.is_whole else piece)
+
+    def _expect_no_biases(self, parts: Sequence[Part], plan: WeightPlan) -> None:
+        """Take biases that a checkpoint has of layers without any, as old ones do, if they are zeros."""
+        for part in parts:
+            layer = StoredLayer(part.name, part.height, 0, False, self._contents, plan.prefix)
+
+            def check(bias: torch.Tensor, layer: StoredLayer = layer) -> None:
+                if bool(bias.any()):
+                    layer.refuse("the checkpoint has a bias of it, and config.json's architecture none")
+
+            if layer.entry("bias") is not None:
+                plan.expect(f"{part.name}.bias", (part.height,), check)
+
+
+@dataclass(frozen=True, slots=True)
+class CodedPiece:
+    """Rows of experts, or of heads, from a layer that a format holds in codes. A `StackRows`."""
+
+    source: CodedRows
+    first: int
+    begin: int
+    take: StackPiece | None
+    """Who makes the matrices of the layer's numbers; None: the rows are those of one expert as they are."""
+
+    @property
+    def label(self) -> str:
+        """What it is read as."""
+        return str(self.source.scheme)
+
+    def declare(self, plan: WeightPlan, expect: Expect, fill: Callable[[int, int, Rows], object]) -> None:
+        """See `StackRows`."""
+        if self.take is None:
+            self.source.declare(plan, expect, lambda place, rows: fill(self.first, self.begin + place, rows))
+            return
+        piece, part = self.take, self.source.part
+        whole = torch.empty(0)
+
+        def collect(place: int, rows: Rows) -> None:
+            nonlocal whole
+            if place == 0:
+                whole = torch.empty(part.rows, self.source.depth, dtype=plan.dtype)
+            floats = floats_of(rows)
+            whole[place : place + len(floats)] = floats
+            if place + len(floats) == part.rows:
+                for i in range(piece.count):
+                    fill(piece.first + i, piece.begin, piece.take([whole], i))
+                whole = torch.empty(0)
+
+        self.source.declare(plan, expect, collect)
+
+
+def _is_turned(scheme: Scheme) -> bool:
+    return scheme.codes is not None and scheme.codes.transposed
+
+
+def _scheme_of(source: RowSource) -> Scheme | None:
+    return source.scheme if isinstance(source, CodedRows) else None

@@ -1,0 +1,150 @@
+"""Layers of quantized checkpoints against the numbers that their tensors stand for: equal, wherever kernels can hold them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from tests.models import quantized
+from tests.models.quantized import Array, Written
+
+from quintet.executor.cards.card import ModelCard
+from quintet.executor.layers.linear import GatedActivation, Linear, Part
+from quintet.executor.ops.host_linear import WeightFormat, linear_library
+from quintet.executor.quant import source
+from quintet.executor.quant.formats.registry import recognise
+from quintet.executor.quant.method import Quantization
+from quintet.executor.quant.none import Unquantized
+from quintet.executor.quant.stored import StoredQuantization
+from quintet.executor.weights.header import Entry
+from quintet.executor.weights.mapped import DTYPES
+from quintet.executor.weights.plan import WeightPlan
+from quintet.executor.weights.store import reserve
+
+needs_kernels = pytest.mark.skipif(linear_library() is None, reason="the host kernels are not built")
+
+DEPTH = 160  # a group of 128 and a part of one; of 64 likewise; five of 32
+CPU = torch.device("cpu")
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+KEPT: dict[str, tuple[Written, WeightFormat, int]] = {
+    "gptq, 2 bits": (quantized.gptq(2, 32, symmetric=True), WeightFormat.INT4, 32),
+    "gptq, 2 bits, zeros": (quantized.gptq(2, 32, symmetric=False), WeightFormat.INT4_ZEROS, 32),
+    "gptq, 3 bits": (quantized.gptq(3, 64, symmetric=True), WeightFormat.INT4, 64),
+    "gptq, 3 bits, zeros": (quantized.gptq(3, 32, symmetric=False), WeightFormat.INT4_ZEROS, 32),
+    "gptq, 4 bits": (quantized.gptq(4, 128, symmetric=True), WeightFormat.INT4, 128),
+    "gptq, 4 bits, one group": (quantized.gptq(4, 0, symmetric=False), WeightFormat.INT4_ZEROS, 128),
+    "gptq, 4 bits, groups of 96": (quantized.gptq(4, 96, symmetric=True), WeightFormat.INT4, 32),
+    "gptq, second version": (quantized.gptq(4, 32, symmetric=False, version=2), WeightFormat.INT4_ZEROS, 32),
+    "gptq, 8 bits": (quantized.gptq(8, 0, symmetric=True), WeightFormat.INT8, 0),
+    "gptq, 8 bits, zeros": (quantized.gptq(8, 32, symmetric=False), WeightFormat.INT8_ZEROS, 32),
+    "awq": (quantized.awq(32), WeightFormat.INT4_ZEROS, 32),
+    "awq, gemv": (quantized.awq(32, "gemv"), WeightFormat.INT4_ZEROS, 32),
+}
+"""With the numbers in which the host keeps them, and their groups."""
+
+ROUNDED = {
+    "gptq, ordered": quantized.gptq(4, 32, symmetric=False, by_activations=True),
+    "gptq, groups of 20": quantized.gptq(4, 20, symmetric=True),
+}
+"""What is rounded to the model's numbers, as no kernel multiplies it."""
+
+
+@dataclass
+class Setting:
+    quantization: Quantization
+
+
+def noise(rows: int, seed: int = 0) -> Array:
+    return np.random.default_rng(seed).standard_normal((rows, DEPTH)).astype(np.float32)
+
+
+def loaded(
+    written: Written,
+    parts: list[Part],
+    activation: GatedActivation = GatedActivation.NONE,
+    plain: dict[str, torch.Tensor] | None = None,
+) -> tuple[Linear, dict[str, torch.Tensor]]:
+    """Return a layer with its weights, and the numbers that each tensor of its parts stands for."""
+    numbers, tensors = {}, dict(plain or {})
+    for seed, part in enumerate({part.name: part for part in parts}.values()):
+        if f"{part.name}.weight" not in tensors:
+            its, values = written.tensors(part.name, noise(part.height, seed))
+            tensors |= {f"{part.name}.{ending}": tensor for ending, tensor in its.items()}
+            numbers[part.name] = torch.from_numpy(np.ascontiguousarray(values))
+    contents = {
+        name: Entry(NAMES[tensor.dtype], tuple(tensor.shape), 0, 0) for name, tensor in tensors.items()
+    }
+    found = recognise(ModelCard({"quantization_config": dict(written.section)}, "config.json"))
+    assert found is not None
+    plan = WeightPlan(torch.bfloat16, CPU)
+    setting = Setting(StoredQuantization(found, Unquantized(), contents))
+    layer = Linear(setting, plan, parts, DEPTH, activation=activation)
+    reserve(plan.stores)
+    for name, expected in plan.expected.items():
+        assert tuple(tensors[name].shape) == expected.shape, name
+        for sink in (*expected.sinks, *expected.packers):
+            sink(tensors[name])
+    return layer, numbers
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", KEPT)
+def test_packed_numbers_are_the_checkpoints(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "MOST_CODES", 1)  # a step of rows at a time
+    written, weight_format, group = KEPT[name]
+    layer, numbers = loaded(written, [Part("q", 288), Part("k", 32), Part("v", 32)])
+    packed = layer.method.packed
+    assert packed is not None and (packed.format, packed.group) == (weight_format, group)
+    assert torch.equal(packed.read(), torch.cat([numbers[each] for each in "qkv"]))
+    assert not layer.method.is_quantized
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ROUNDED)
+def test_what_no_kernel_multiplies_is_rounded_once(name: str) -> None:
+    layer, numbers = loaded(ROUNDED[name], [Part("q", 96), Part("k", 32)])
+    packed = layer.method.packed
+    assert packed is not None and packed.format is WeightFormat.BF16
+    assert torch.equal(packed.read(), torch.cat([numbers["q"], numbers["k"]]).bfloat16().float())
+
+
+@needs_kernels
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("name", ["gptq, 4 bits", "awq"])
+def test_parts_of_one_tensor_are_its_rows(name: str, groups: int) -> None:
+    heads = {"q": (192, 0), "k": (64, 192 // groups), "v": (64, 256 // groups)}
+    parts = [Part("qkv", rows, 320, begin, groups) for rows, begin in heads.values()]
+    layer, numbers = loaded(KEPT[name][0], parts)
+    pieces = numbers["qkv"].reshape(groups, -1, DEPTH)
+    expected = [
+        pieces[:, begin : begin + rows // groups].reshape(rows, DEPTH) for rows, begin in heads.values()
+    ]
+    assert layer.method.packed is not None
+    assert torch.equal(layer.method.packed.read(), torch.cat(expected))
+
+
+@needs_kernels
+def test_gates_and_ups_have_scales_of_their_own() -> None:
+    layer, numbers = loaded(KEPT["awq"][0], [Part("gate", 64), Part("up", 64)], GatedActivation.SILU_AND_MUL)
+    assert layer.method.packed is not None
+    assert torch.equal(layer.method.packed.read(), torch.cat([numbers["gate"], numbers["up"]]))
+
+
+@needs_kernels
+def test_a_part_that_was_left_out_makes_its_neighbours_plain() -> None:
+    left_out = {"k.weight": torch.from_numpy(noise(32)).bfloat16()}
+    layer, numbers = loaded(KEPT["gptq, 4 bits"][0], [Part("q", 96), Part("k", 32)], plain=left_out)
+    assert layer.method.packed is not None
+    whole = torch.cat([numbers["q"].bfloat16(), left_out["k.weight"]])
+    assert torch.equal(layer.method.packed.read(), whole.float())
+
+
+def test_without_the_kernels_torch_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("none", "stored"):
+        monkeypatch.setattr(f"quintet.executor.quant.{module}.linear_library", lambda: None)
+    layer, numbers = loaded(KEPT["gptq, 4 bits"][0], [Part("q", 96), Part("k", 32)])
+    whole = torch.cat([numbers["q"], numbers["k"]]).bfloat16()
+    assert layer.method.table is not None and torch.equal(layer.method.table, whole)
