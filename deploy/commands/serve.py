@@ -22,6 +22,7 @@ from quintet.deploy.resolve.rules import check_ranges
 from quintet.deploy.supervisor import run_dirs
 from quintet.deploy.supervisor.listener import PortInUse, bind_listener, bind_unix
 from quintet.deploy.supervisor.nursery import Nursery, roles_to_fork
+from quintet.deploy.supervisor.store_lock import alone_with
 from quintet.process.log import configure_logging
 from quintet.process.sockets import make_run_dir
 from quintet.wire.config import EngineConfig
@@ -105,8 +106,9 @@ def run(arguments: argparse.Namespace) -> int:
             config = msgspec.structs.replace(
                 config, frontend=msgspec.structs.replace(config.frontend, port=port)
             )
-        story = PrintedStory(config, opening_lines(resolution))
-        return Supervisor(config, story, Surroundings(listener=listener, nursery=nursery)).run()
+        with alone_with(config.frontend.response_store):
+            story = PrintedStory(config, opening_lines(resolution))
+            return Supervisor(config, story, Surroundings(listener=listener, nursery=nursery)).run()
     except PortInUse as error:
         print(f"quintet: {error}", file=sys.stderr)
         return 1

@@ -79,7 +79,6 @@ CASES: list[tuple[str, Any, int, str | None, list[str]]] = [
     (C, {"prompt": "x", "model": "gpt-9"}, 404, "model", ["The model `gpt-9` does not exist", "`toy`"]),
     (C, {"prompt": "x", "use_beam_search": True, "n": 33}, 400, "n", ["between 1 and 32"]),
     (C, {"prompt": "x", "use_beam_search": True, "n": 3, "best_of": 2}, 400, "best_of", ["at least n"]),
-    (C, {"prompt": "x", "use_beam_search": True, "stream": True}, 400, "stream", ["set stream to false"]),
     (C, {"prompt": "x", "use_beam_search": True, "stop": ["a"]}, 400, "stop", ["does not heed it"]),
     (C, {"prompt": "x", "use_beam_search": True, "logit_bias": {"1": 1}}, 400, "logit_bias", ["does not heed it"]),
     (C, {"prompt": "x", "use_beam_search": True, "guided_regex": "a"}, 400, "guided_regex", ["does not heed it"]),

@@ -13,6 +13,7 @@ import torch
 
 from quintet.deploy.embedded import default_model_path
 from tests.processes.server import Server, serve
+from tests.processes.test_calls import Listener
 
 C, H = "/v1/completions", "/v1/chat/completions"
 PROMPT = "A mouse and a"
@@ -91,6 +92,32 @@ def test_fewer_are_shown_than_searched_and_prompts_are_searched_together(server:
     assert [choice["token_ids"] for choice in together[2:]] == [choice["token_ids"] for choice in alone[:2]]
     assert [choice["text"] for choice in together[2:]] == [PROMPT + choice["text"] for choice in alone[:2]]
     assert together[0]["text"].startswith("Once")
+
+
+@pytest.mark.parametrize("path", [C, H])
+def test_streamed_beams_are_those_of_the_whole_answer(server: Server, path: str) -> None:
+    """All come at the end, each with its log-probabilities, and then the usage."""
+    body: dict[str, Any] = {**BEAMS, "n": 3, "max_tokens": 8, "logprobs": 1}
+    if path == H:
+        body |= {"messages": [{"role": "user", "content": "Hello"}], "logprobs": True}
+        del body["prompt"]
+    whole = answer(server, path, body)
+    events = list(
+        Listener(server, path, body | {"stream": True, "stream_options": {"include_usage": True}}).events()
+    )
+    for expected in whole["choices"]:
+        mine = [
+            event["choices"][0] for event in events[:-1] if event["choices"][0]["index"] == expected["index"]
+        ]
+        said = expected["text"] if path == C else expected["message"]["content"]
+        assert (
+            "".join(each["text"] if path == C else each["delta"].get("content") or "" for each in mine)
+            == said
+        )
+        assert mine[-1]["finish_reason"] == expected["finish_reason"]
+        assert mine[-1]["token_ids"] == expected["token_ids"]
+        assert mine[-1]["logprobs"] == expected["logprobs"]
+    assert events[-1]["usage"] == whole["usage"]
 
 
 @pytest.mark.whole  # for the same reason

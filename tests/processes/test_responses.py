@@ -6,6 +6,8 @@ import contextlib
 import http.client
 import json
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -234,6 +236,17 @@ def test_a_kill_is_nothing_to_the_background(
     deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert "".join(deltas) == last.output_text
     assert events[-1].response == last
+
+
+def test_a_file_is_one_servers_alone(server: Server, store: Path) -> None:
+    """A second server says so in a line, and the first goes on."""
+    command = [sys.executable, "-m", "quintet", "serve", "--executor", "mock", "--port", "0"]
+    second = subprocess.run(
+        [*command, "--response-store", str(store)], check=False, capture_output=True, text=True, timeout=60
+    )
+    assert second.returncode == 78
+    assert f"--response-store {store} is kept by another server that runs" in second.stderr.splitlines()[-1]
+    assert server.get("/health")[0] == 200
 
 
 @pytest.mark.whole

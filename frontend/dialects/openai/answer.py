@@ -171,6 +171,8 @@ class ChunkWriter:
     ) -> None:
         """``stream_id``: events carry ids and go on after ``position`` (default: from the beginning)."""
         self.stream_id = stream_id
+        self.streams_per_prompt = 1
+        """As in `Submissions`."""
         self._position = position or Position(num_prompts * options.num_choices)
         self._event_id = b"" if stream_id is None else b"id: " + str(stream_id).encode() + b":"
         self.shape = shape
@@ -315,5 +317,5 @@ class ChunkWriter:
         if not self.options.include_usage or self._position.note == USAGE_TOLD:
             return sse.DONE
         self._position.note = USAGE_TOLD
-        usage = encode_json(usage_of(streams, self.options.echo_only))
+        usage = encode_json(usage_of(streams, self.options.echo_only, self.streams_per_prompt))
         return self._identified(self._head + b'],"usage":' + usage + b"}\n\n") + sse.DONE

@@ -6,20 +6,22 @@ outputs that were just drawn, so that text, parsers and usage are those of any o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 
 from quintet.frontend.beam_rounds import fitting, search, telling
-from quintet.frontend.beam_search import BeamOptions, EarlyStopping
-from quintet.frontend.dialects.answer import Output, Submissions, whole_answer
+from quintet.frontend.beam_search import Beam, BeamOptions, EarlyStopping
+from quintet.frontend.dialects.answer import Output, Submissions, stream_answer, whole_answer
 from quintet.frontend.dialects.openai import parse
-from quintet.frontend.dialects.openai.answer import AnswerOptions
+from quintet.frontend.dialects.openai.answer import AnswerOptions, ChunkWriter
 from quintet.frontend.dialects.openai.types import ChatBody, CompletionBody, GenerationBody
 from quintet.frontend.exchange import Exchange
 from quintet.frontend.service import Service
+from quintet.frontend.streams import Batch, Stream
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.config import ModelConfig
 from quintet.wire.embeds import EmbedsPrompt
@@ -102,6 +104,50 @@ async def beam_answer(
     service: Service, exchange: Exchange, request: BeamRequest
 ) -> tuple[list[Output], Submissions]:
     """Search, and return the choices of each prompt, the best first, with the submissions that told them."""
+    submissions, beams = await _found(service, exchange, request)
+    outputs = await whole_answer(exchange, submissions)
+    for output, beam in zip(outputs, beams, strict=True):
+        output.logprobs = beam.positions
+    return outputs, submissions
+
+
+async def stream_beams(
+    service: Service,
+    exchange: Exchange,
+    request: BeamRequest,
+    writer: Callable[[AnswerOptions, int], ChunkWriter],
+) -> None:
+    """Search, then write what was found as events: which beam wins is known at the end.
+
+    writer: makes who writes them, given how answers look and how many there are, each as if it were a prompt's only one.
+    """
+    submissions, beams = await _found(service, exchange, request)
+    chunks = writer(dataclasses.replace(request.answer, num_choices=1), len(beams))
+    chunks.streams_per_prompt = submissions.streams_per_prompt
+    await stream_answer(service, exchange, submissions, BeamsWriter(chunks, beams))
+
+
+class BeamsWriter:
+    """Writes beams as the answers they were told as, with the log-probabilities that the search has of them."""
+
+    def __init__(self, chunks: ChunkWriter, beams: Sequence[Beam]) -> None:
+        self._chunks = chunks
+        self._beams = beams
+        self.tail, self.failed = chunks.tail, chunks.failed
+        self.silence, self.headers = chunks.silence, chunks.headers
+
+    def write(self, frames: list[bytes], position: int, stream: Stream, batch: Batch) -> None:
+        """See `AnswerWriter`. A beam comes whole."""
+        for delta in batch.deltas:
+            if self._chunks.options.logprobs is not None:
+                delta.logprobs = self._beams[position].positions
+        self._chunks.write(frames, position, stream, batch)
+
+
+async def _found(
+    service: Service, exchange: Exchange, request: BeamRequest
+) -> tuple[Submissions, list[Beam]]:
+    """Search, and return the beams of each prompt, the best first, with the submissions that are about to tell them."""
     body, params = request.body, request.params
     _check_beams(body)
     n = _num_shown(body)
@@ -122,10 +168,7 @@ async def beam_answer(
         for beam in beams
     ]
     _submit(service, submissions, request, told)
-    outputs = await whole_answer(exchange, submissions)
-    for output, beam in zip(outputs, (beam for beams in found for beam in beams), strict=True):
-        output.logprobs = beam.positions
-    return outputs, submissions
+    return submissions, [beam for beams in found for beam in beams]
 
 
 def _options(request: BeamRequest, num_prompt: int, model: ModelConfig) -> BeamOptions:
@@ -205,11 +248,6 @@ def _early_stopping_of(body: GenerationBody) -> EarlyStopping:
 
 def _check_beams(body: GenerationBody) -> None:
     """Refuse, by name, what goes with draws and not with beams."""
-    if body.stream:
-        raise parse.invalid(
-            "stream is true with use_beam_search; which beam wins is known at the end: set stream to false.",
-            "stream",
-        )
     for name, nothing in NO_BEAMS.items():
         value = getattr(body, name)
         if value is not None and value != nothing:

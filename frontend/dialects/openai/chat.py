@@ -23,7 +23,7 @@ from quintet.frontend.dialects.openai.answer import (
     token_ids_json,
     usage_of,
 )
-from quintet.frontend.dialects.openai.best import BeamRequest, beam_answer, best, ranked
+from quintet.frontend.dialects.openai.best import BeamRequest, beam_answer, best, ranked, stream_beams
 from quintet.frontend.dialects.openai.logprobs import chat_logprobs, prompt_logprobs
 from quintet.frontend.dialects.openai.tools import check_tool_choice, form_of_calls, reading_of
 from quintet.frontend.dialects.openai.types import (
@@ -97,6 +97,10 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
     if body.use_beam_search:
         prompts, gives_way = [conversation.prompt], parse.chat_max_tokens(body) is None
         request = BeamRequest(prompts, body, params, "messages", gives_way, options, deadline_ns, reading)
+        if body.stream:
+            shape = chat_shape(answer.role, prefix, channels)
+            await stream_beams(service, exchange, request, functools.partial(ChunkWriter, shape))
+            return
         outputs, submissions = await beam_answer(service, exchange, request)
         await exchange.respond_json(_whole(outputs, submissions, answer))
         return

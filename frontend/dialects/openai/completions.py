@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 
@@ -20,7 +21,7 @@ from quintet.frontend.dialects.openai.answer import (
     token_ids_json,
     usage_of,
 )
-from quintet.frontend.dialects.openai.best import BeamRequest, beam_answer, best, ranked
+from quintet.frontend.dialects.openai.best import BeamRequest, beam_answer, best, ranked, stream_beams
 from quintet.frontend.dialects.openai.embeds import embeds_prompts
 from quintet.frontend.dialects.openai.logprobs import (
     completion_logprobs,
@@ -65,6 +66,9 @@ async def completions(service: Service, exchange: Exchange) -> None:
     if body.use_beam_search:
         gives_way = body.max_tokens is None
         request = BeamRequest(prompts, body, params, "prompt", gives_way, options, deadline_ns)
+        if body.stream:
+            await stream_beams(service, exchange, request, partial(ChunkWriter, SHAPE))
+            return
         outputs, submissions = await beam_answer(service, exchange, request)
         await exchange.respond_json(_whole(outputs, submissions, options))
         return
