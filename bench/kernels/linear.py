@@ -64,6 +64,11 @@ class Format:
     passes: int = 1
     """Multiplications of the limit's kind that each weight takes."""
 
+    @property
+    def has_blocks(self) -> bool:
+        """Whether it is filled from blocks of a GGUF file."""
+        return self.weight.takes_blocks_alone
+
 
 PAIRS = (Multiply.FLOATS, Multiply.PAIRS, Multiply.MATRIX_PAIRS)
 BYTES = (Multiply.BYTES, Multiply.MATRIX_BYTES)
@@ -74,7 +79,15 @@ FORMATS = {
     "int8": Format(WeightFormat.INT8, 0, torch.bfloat16, False, BYTES, 2),
     "w8a8": Format(WeightFormat.INT8, 0, torch.bfloat16, True, BYTES),
     "int4": Format(WeightFormat.INT4, 128, torch.bfloat16, False, BYTES, 2),
+    "gptq": Format(WeightFormat.INT4_ZEROS, 128, torch.bfloat16, False, BYTES, 2),
+    "q8_0": Format(WeightFormat.INT8, 32, torch.bfloat16, False, BYTES, 2),
+    "q4_0": Format(WeightFormat.INT4, 32, torch.bfloat16, False, BYTES, 2),
+} | {
+    name: Format(WeightFormat[name.upper()], 0, torch.bfloat16, False, BYTES, 2)
+    for name in ("q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
 }
+USUAL = ("bf16", "fp16", "fp32", "int8", "w8a8", "int4")
+"""What is measured unless others are asked for. gptq: 4 bits with zero points; others are GGUF's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,21 +112,30 @@ class Timing:
     fill_gb_s: float
 
 
+def source_of(chosen: Format, columns: int, depth: int) -> torch.Tensor:
+    """Return weights to be quantized, or blocks of bytes that are small numbers of fp16 wherever they are scales."""
+    if not chosen.has_blocks:
+        return torch.randn(columns, depth, dtype=torch.float32).to(torch.bfloat16)
+    k, size = chosen.weight.block(0) or (1, 1)
+    return torch.randint(0, 0x3C, (columns, depth // k * size), dtype=torch.uint8)
+
+
 def measure(
     library: LinearLibrary, limits: Limits, name: str, shape: str, all_rows: list[int], repeats: int
 ) -> list[Timing]:
     """Time one format and shape at every number of rows."""
     chosen, (columns, depth) = FORMATS[name], SHAPES[shape]
-    source = torch.randn(columns, depth, dtype=torch.float32).to(torch.bfloat16)
+    source = source_of(chosen, columns, depth)
     weights: list[PackedWeight] = []
     fill_s: list[float] = []
     size = 0
     while size < WEIGHT_BYTES:
         weight = PackedWeight(library, chosen.weight, columns, depth, group=chosen.group)
-        weight.fill(source)  # the first time its pages are new
+        fill = weight.fill_blocks if chosen.has_blocks else weight.fill
+        fill(source)  # the first time its pages are new
         begun = time.perf_counter()
         if len(weights) < repeats:
-            weight.fill(source)
+            fill(source)
             fill_s.append(time.perf_counter() - begun)
         weights.append(weight)
         size += weight.memory.shape[0]
@@ -167,7 +189,9 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description="Time linear layers on packed weights.")
     parser.add_argument("--threads", type=int, default=2, help="threads of the kernels (default: 2)")
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="default: all")
+    parser.add_argument(
+        "--formats", nargs="+", choices=FORMATS, default=list(USUAL), help="default: " + " ".join(USUAL)
+    )
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="default: all")
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS), help="default: 1 to 2048")
     parser.add_argument(
@@ -197,6 +221,8 @@ def main() -> None:
     timings = []
     for name in arguments.formats:
         for shape in arguments.shapes:
+            if SHAPES[shape][1] % 256 and FORMATS[name].has_blocks:
+                continue  # not whole blocks
             for t in measure(library, limits, name, shape, arguments.rows, arguments.repeats):
                 timings.append(t)
                 print(

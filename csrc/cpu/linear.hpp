@@ -4,14 +4,14 @@
 //
 //   bf16         [ceil(depth / 2)][64][2]                          two neighbouring k of a column side by side
 //   fp16, fp32   [depth][64]
-//   int8, int4   float column_scale[64]
-//                then for each group of k:  fp16 scale[64]         only if the weight has groups
-//                                           uint8 zero[64]         only with zero points
-//                                           [k / 4][64][4] bytes (int8) or [k / 8][64][4] bytes (int4)
+//   integers     float column_scale[64]
+//                then for each block of k: its head, which has the scales (Scales), and its codes (Codes)
 //
-// Integers are stored unsigned: int8 as value + 128, int4 as value + 8, or either as value + zero; k of a column
-// 0..3 in the low and 4..7 in the high halves of its four bytes. A weight is (stored - zero) * scale * column_scale.
-// The last group may be shorter; k is padded to 4 or 8 there.
+// Codes of 8 and 4 bits are in lines [64][4] of bytes, one for 4 or 8 k: of a column's four bytes k 0..3 are all, or the low
+// halves, 4..7 the high ones. Others are in steps of several lines, for each bit of a code above the fourth, or second, planes of
+// their own: see linear_codes.hpp. They are stored unsigned: value + middle, half of as many as there are, or value + zero. A
+// block is one group of k that share a scale, or eight or sixteen groups in 256 k. A weight is
+// ((stored - zero) * scale + minimum) * column_scale. The last group may be shorter; k is padded to a whole step there.
 //
 // Paired weights (gates and ups of a gated layer) have gate columns [32 t, 32 t + 32) in the first half of tile t and
 // the ups that go with them in the second.
@@ -30,19 +30,72 @@ inline constexpr index_t kTileColumns = 64;
 inline constexpr index_t kPairedColumns = kTileColumns / 2;
 inline constexpr index_t kWholeDepth = 0;  // a weight's `group`: one scale for each column
 
+// How integers are stored: so many bits each. table: 4, which choose one of 16 bytes.
+enum class Codes : int { eight, four, table, six, five, three, two };
+
+// What a block's head has for each of 64 columns, and so what a group's scale and minimum are.
+enum class Scales : int {
+  column,         // nothing: the weight has no groups
+  half,           // fp16 scale
+  half_zero,      // fp16 scale, then uint8 zero
+  half_minimum,   // fp16 scale, then fp16 minimum
+  bytes,          // fp16 d; int8 s of each group: d s
+  bytes_minimum,  // fp16 d, then fp16 e; of each group uint8 s, then uint8 m: d s, and minimum -e m
+  nibbles,        // the same, s in the low half of a byte and m in the high one
+  exponent,       // a power of two: uint8, 127 for 1
+  eighth,         // fp8, e4m3
+};
+
+// k that are unpacked together, and the bytes of a tile that they are.
+struct CodeStep {
+  index_t k, bytes;
+};
+constexpr CodeStep step_of(Codes codes) {
+  constexpr index_t line = kTileColumns * 4;
+  switch (codes) {
+    case Codes::eight: return {4, line};
+    case Codes::four:
+    case Codes::table: return {8, line};
+    case Codes::six: return {16, 3 * line};
+    case Codes::five: return {32, 5 * line};
+    case Codes::three: return {16, line + line / 2};
+    default: return {16, line};
+  }
+}
+// The stored integer that means zero where groups have no zero points of their own. A power of two.
+constexpr std::int32_t middle_of(Codes codes) {
+  switch (codes) {
+    case Codes::four: return 8;
+    case Codes::six: return 32;
+    case Codes::five: return 16;
+    case Codes::three: return 4;
+    case Codes::two: return 2;
+    default: return 128;
+  }
+}
+// Whether a group's numbers are not scale times (stored - middle) alone.
+constexpr bool shifts(Scales scales) {
+  return scales == Scales::half_zero || scales == Scales::half_minimum || scales == Scales::bytes_minimum ||
+         scales == Scales::nibbles;
+}
+
 struct Weight {
-  Dtype format;
+  Dtype format;  // int8 for integers of all kinds
   index_t columns, depth;
   index_t group;  // of k that share a scale, or kWholeDepth
-  bool paired, zeros;
+  bool paired;
   bool dot;  // bf16: multiplied with the processor's dot product of pairs, if this instruction set has it
   bool fetches;  // one pass over a tile asks far ahead for what it reads front to back, or the processor does by itself
   char* memory;
   index_t tiles, tile_bytes;
   // integers only:
-  index_t groups;       // how many; 1 without
-  index_t group_bytes;  // from a group to the next
-  index_t head_bytes;   // of a group, before its integers
+  Codes codes;
+  Scales scales;
+  index_t block;        // k of a head; all of them without groups
+  index_t blocks;       // how many
+  index_t block_bytes;  // from one to the next
+  index_t head_bytes;   // of these before the codes
+  unsigned char table[16];
   // k [i * slice_depth, (i + 1) * slice_depth) are slice i; the last may be shorter. A multiple of 256, and so of whole groups
   index_t slices, slice_depth;
 };
@@ -142,6 +195,7 @@ struct PackedEmbeddingCall {
 struct PackKernels {
   void (*fill)(const void* pack_call, index_t begin, index_t end);
   void (*fill_codes)(const void* codes_call, index_t begin, index_t end);
+  void (*fill_blocks)(const void* pack_call, index_t begin, index_t end);  // source: bytes, as files of GGUF have them
   void (*read)(const void* pack_call, index_t begin, index_t end);  // work over columns
   void (*embed)(const void* embedding_call, index_t begin, index_t end);
 };

@@ -425,6 +425,37 @@ QT_INLINE i32v load_bits(const void* from) {
   return bits;
 }
 
+// Of each byte of `indices`, all below 16, the byte of a table that it chooses. table: of 16 bytes, repeated to fill it.
+QT_INLINE i32v look_up(i32v table, i32v indices) {
+#if defined(__AVX512BW__)
+  return (i32v)_mm512_shuffle_epi8((__m512i)table, (__m512i)indices);
+#elif defined(__AVX2__)
+  return (i32v)_mm256_shuffle_epi8((__m256i)table, (__m256i)indices);
+#elif defined(__aarch64__)
+  return (i32v)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)indices);
+#else
+  unsigned char from[16], bytes[4 * kLanes];
+  std::memcpy(from, &table, sizeof from);
+  std::memcpy(bytes, &indices, sizeof bytes);
+  for (int i = 0; i < 4 * kLanes; ++i) bytes[i] = from[bytes[i]];
+  std::memcpy(&indices, bytes, sizeof bytes);
+  return indices;
+#endif
+}
+
+// Bytes of memory as 32-bit integers, a lane each.
+QT_INLINE i32v load_bytes(const char* from) {
+#if defined(__AVX512F__)
+  return (i32v)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
+#elif defined(__AVX2__)
+  return (i32v)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from));
+#else
+  i32v values;
+  for (int i = 0; i < kLanes; ++i) values[i] = (unsigned char)from[i];
+  return values;
+#endif
+}
+
 // One 32-bit word of memory (a pair of bf16, four bytes) in every lane.
 QT_INLINE i32v spread_word(const void* from) {
   std::int32_t word;

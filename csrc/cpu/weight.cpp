@@ -7,8 +7,28 @@
 namespace qt {
 namespace {
 
-// Format codes of the C functions beside those of Dtype: integers whose groups have zero points.
-constexpr int kInt4WithZeros = 5, kInt8WithZeros = 6;
+// The integers among the format codes of the C functions, from 3 on. group 0: as asked for, and blocks are groups.
+struct Form {
+  Codes codes;
+  Scales scales;
+  index_t group, block;
+};
+constexpr int kFirstForm = int(Dtype::int8);
+constexpr Form kForms[] = {
+    {Codes::eight, Scales::half, 0, 0},               // int8
+    {Codes::four, Scales::half, 0, 0},                // int4
+    {Codes::four, Scales::half_zero, 0, 0},           // the same with zero points
+    {Codes::eight, Scales::half_zero, 0, 0},
+    {Codes::four, Scales::half_minimum, 32, 32},      // Q4_1
+    {Codes::five, Scales::half, 32, 32},              // Q5_0
+    {Codes::five, Scales::half_minimum, 32, 32},      // Q5_1
+    {Codes::two, Scales::nibbles, 16, 256},           // Q2_K
+    {Codes::three, Scales::bytes, 16, 256},           // Q3_K
+    {Codes::four, Scales::bytes_minimum, 32, 256},    // Q4_K
+    {Codes::five, Scales::bytes_minimum, 32, 256},    // Q5_K
+    {Codes::six, Scales::bytes, 16, 256},             // Q6_K
+};
+constexpr int kFormCount = int(sizeof kForms / sizeof kForms[0]);
 
 // Slices of k (linear.hpp): so many that the narrowest items are at least this many, where depth allows. 64 threads then have
 // four or five each, and who has one more than others is not much behind.
@@ -24,39 +44,67 @@ index_t rounded_up(index_t value, index_t multiple) { return (value + multiple -
 void cut_depth(Weight& weight) {
   const index_t items = weight.tiles * (weight.paired ? kPairedColumns : kTileColumns) / kNarrowest;
   const index_t wanted = (kFewestItems + items - 1) / items, depth = weight.depth / wanted / kSliceStep * kSliceStep;
-  const index_t bits = weight.format == Dtype::int4 ? 4 : weight.format == Dtype::int8 ? 8 : 16;  // of a number
-  const index_t fewest = (bits == 16 ? kFewestSliceBytes : kFewestIntegerBytes) * 8 / bits / kNarrowest;
+  const CodeStep step = step_of(weight.codes);
+  const index_t bits = weight.format == Dtype::int8 ? step.bytes * 8 / kTileColumns / step.k : 16;  // of a number
+  const index_t fewest = rounded_up((bits == 16 ? kFewestSliceBytes : kFewestIntegerBytes) * 8 / bits / kNarrowest, kSliceStep);
   weight.slice_depth = wanted == 1 || weight.depth <= fewest ? weight.depth : depth < fewest ? fewest : depth;
   weight.slices = (weight.depth + weight.slice_depth - 1) / weight.slice_depth;
+}
+
+// A block's head, for 64 columns.
+index_t head_bytes(Scales scales, index_t groups) {
+  switch (scales) {
+    case Scales::column: return 0;
+    case Scales::half: return kTileColumns * 2;
+    case Scales::half_zero: return kTileColumns * 3;
+    case Scales::half_minimum: return kTileColumns * 4;
+    case Scales::bytes: return kTileColumns * (2 + groups);
+    case Scales::bytes_minimum: return kTileColumns * (4 + 2 * groups);
+    case Scales::nibbles: return kTileColumns * (4 + groups);
+    default: return kTileColumns;
+  }
+}
+
+bool describe_floats(index_t group, Weight& weight) {
+  const index_t size = weight.format == Dtype::fp32 ? 4 : 2;
+  const index_t k = weight.format == Dtype::bf16 ? rounded_up(weight.depth, 2) : weight.depth;
+  weight.tile_bytes = k * kTileColumns * size;
+  return group == kWholeDepth;
+}
+
+bool describe_integers(const Form& form, index_t group, Weight& weight) {
+  weight.codes = form.codes, weight.scales = form.scales;
+  weight.group = form.group != 0 ? form.group : group;
+  if (form.group != 0 && (group != 0 || weight.depth % form.block != 0)) return false;
+  if (weight.group == kWholeDepth) {
+    if (form.codes != Codes::eight || form.scales != Scales::half) return false;
+    weight.scales = Scales::column;
+  } else if (weight.group != 16 && weight.group != 32 && weight.group != 64 && weight.group != 128) {
+    return false;
+  }
+  weight.block = form.block != 0 ? form.block : weight.group != kWholeDepth ? weight.group : weight.depth;
+  weight.blocks = (weight.depth + weight.block - 1) / weight.block;
+  weight.head_bytes = head_bytes(weight.scales, weight.group != kWholeDepth ? weight.block / weight.group : 1);
+  const CodeStep step = step_of(weight.codes);
+  const auto codes_bytes = [&](index_t k) { return rounded_up(k, step.k) / step.k * step.bytes; };
+  weight.block_bytes = weight.head_bytes + codes_bytes(weight.block);
+  const index_t in_last = weight.depth - (weight.blocks - 1) * weight.block;
+  weight.tile_bytes =
+      kTileColumns * 4 + (weight.blocks - 1) * weight.block_bytes + weight.head_bytes + codes_bytes(in_last);
+  return true;
 }
 
 // Everything but the memory. False where the arguments describe no weight.
 bool describe(int format, index_t columns, index_t depth, index_t group, bool paired, Weight& weight) {
   weight = {};
-  weight.zeros = format == kInt4WithZeros || format == kInt8WithZeros;
-  weight.format = format == kInt4WithZeros ? Dtype::int4 : weight.zeros ? Dtype::int8 : Dtype(format);
-  weight.columns = columns, weight.depth = depth, weight.group = group, weight.paired = paired;
-  if (format < 0 || format > kInt8WithZeros || columns < 1 || depth < 1 || (paired && columns % 2)) return false;
+  if (format < 0 || format >= kFirstForm + kFormCount || columns < 1 || depth < 1 || (paired && columns % 2)) return false;
+  weight.format = format < kFirstForm ? Dtype(format) : Dtype::int8;
+  weight.columns = columns, weight.depth = depth, weight.paired = paired;
   weight.tiles = paired ? rounded_up(columns / 2, kPairedColumns) / kPairedColumns
                         : rounded_up(columns, kTileColumns) / kTileColumns;
+  if (!(format < kFirstForm ? describe_floats(group, weight) : describe_integers(kForms[format - kFirstForm], group, weight)))
+    return false;
   cut_depth(weight);
-  weight.groups = 1;
-  switch (weight.format) {
-    case Dtype::bf16: weight.tile_bytes = rounded_up(depth, 2) * kTileColumns * 2; return group == kWholeDepth;
-    case Dtype::fp16: weight.tile_bytes = depth * kTileColumns * 2; return group == kWholeDepth;
-    case Dtype::fp32: weight.tile_bytes = depth * kTileColumns * 4; return group == kWholeDepth;
-    default: break;
-  }
-  const bool grouped = group != kWholeDepth;
-  if (grouped ? group != 32 && group != 64 && group != 128 : weight.zeros || weight.format == Dtype::int4) return false;
-  const index_t integers = weight.format == Dtype::int8 ? 4 : 8;  // of k in a column's four bytes
-  const index_t in_group = grouped ? group : depth;
-  weight.groups = (depth + in_group - 1) / in_group;
-  weight.head_bytes = grouped ? kTileColumns * (weight.zeros ? 3 : 2) : 0;
-  weight.group_bytes = weight.head_bytes + rounded_up(in_group, integers) / integers * kTileColumns * 4;
-  const index_t in_last = depth - (weight.groups - 1) * in_group;
-  weight.tile_bytes = kTileColumns * 4 + (weight.groups - 1) * weight.group_bytes + weight.head_bytes +
-                      rounded_up(in_last, integers) / integers * kTileColumns * 4;
   return true;
 }
 
@@ -108,8 +156,9 @@ void fill_tiles(PackCall& call, void (*fill)(const void*, index_t, index_t), con
 }  // namespace
 }  // namespace qt
 
-// Bytes of a packed weight [columns, depth]; 0 where there is no such format. group: of k that share a scale (32, 64,
-// 128), 0 for one scale per column (int8) and for floating-point formats. format: a Dtype, or with zero points 5: int4, 6: int8.
+// Bytes of a packed weight [columns, depth]; 0 where there is no such format. group: of k that share a scale (16, 32,
+// 64, 128), 0 for one scale per column (int8), for floating-point formats and those that have their own. format: a Dtype of
+// floats, or kFirstForm and on: kForms.
 QT_EXPORT index_t qt_weight_bytes(int format, index_t columns, index_t depth, index_t group, int paired) {
   qt::Weight weight;
   return qt::describe(format, columns, depth, group, paired != 0, weight) ? weight.tiles * weight.tile_bytes : 0;
@@ -158,6 +207,14 @@ QT_EXPORT int qt_weight_fill_codes(qt::Weight* weight, const void* codes, int is
   call.problems = &problems;
   qt::fill_tiles(call.codes, QT_CHOOSE(pack).fill_codes, &call);
   return int(problems);
+}
+
+// Packs rows of a GGUF file into columns [first, first + count): blocks, rows `stride` bytes apart. Their type is the weight's:
+// Q8_0 in int8 and Q4_0 in int4, both in groups of 32, others in the formats that are named like them.
+QT_EXPORT void qt_weight_fill_blocks(qt::Weight* weight, const void* blocks, index_t stride, index_t first, index_t count) {
+  qt::PackCall call = qt::pack_call(*weight, first, count);
+  call.source = blocks, call.source_dtype = qt::Dtype::int8, call.source_stride = stride;
+  qt::fill_tiles(call, QT_CHOOSE(pack).fill_blocks, &call);
 }
 
 // The numbers of columns [first, first + count) as they are multiplied: out [count, depth].

@@ -32,6 +32,15 @@ class WeightFormat(IntEnum):
     """4 bits with a zero point per group."""
     INT8_ZEROS = 6
     """8 bits, likewise."""
+    Q4_1 = 7
+    """From here on GGUF's, by the names of their types there."""
+    Q5_0 = 8
+    Q5_1 = 9
+    Q2_K = 10
+    Q3_K = 11
+    Q4_K = 12
+    Q5_K = 13
+    Q6_K = 14
 
     @property
     def is_float(self) -> bool:
@@ -42,6 +51,30 @@ class WeightFormat(IntEnum):
     def has_zeros(self) -> bool:
         """Whether groups have zero points."""
         return self in (WeightFormat.INT4_ZEROS, WeightFormat.INT8_ZEROS)
+
+    @property
+    def takes_blocks_alone(self) -> bool:
+        """Whether it is filled from a GGUF file and from nothing else; its group is its own, given as 0."""
+        return self >= WeightFormat.Q4_1
+
+    def block(self, group: int) -> tuple[int, int] | None:
+        """Return how many k a block of a GGUF file holds, and its bytes there; None where such files have no such format."""
+        return _BLOCKS.get(self) if group == (0 if self.takes_blocks_alone else 32) else None
+
+
+_BLOCKS = {
+    WeightFormat.INT8: (32, 34),
+    WeightFormat.INT4: (32, 18),
+    WeightFormat.Q4_1: (32, 20),
+    WeightFormat.Q5_0: (32, 22),
+    WeightFormat.Q5_1: (32, 24),
+    WeightFormat.Q2_K: (256, 84),
+    WeightFormat.Q3_K: (256, 110),
+    WeightFormat.Q4_K: (256, 144),
+    WeightFormat.Q5_K: (256, 176),
+    WeightFormat.Q6_K: (256, 210),
+}
+"""Q8_0 is int8 and Q4_0 int4, in groups of 32."""
 
 
 class LinearLibrary:
@@ -62,6 +95,7 @@ class LinearLibrary:
             *(_ADDRESS, _ADDRESS, _INT, _SIZE, _ADDRESS, _INT, _SIZE, _SIZE, _ADDRESS, _SIZE, _SIZE, _SIZE),
             result=_INT,
         )
+        self.weight_fill_blocks = function("qt_weight_fill_blocks", _ADDRESS, _ADDRESS, _SIZE, _SIZE, _SIZE)
         self.weight_read = function("qt_weight_read", _ADDRESS, _SIZE, _SIZE, _ADDRESS)
         self.linear = function(
             "qt_weight_linear",

@@ -24,8 +24,8 @@ class PackedWeight:
     """A weight ``[columns, depth]`` (columns are outputs) in a format of the host kernels.
 
     ``paired``: columns ``[0, n / 2)`` are gates and the others the ups that belong to them, for a `GatedActivation`. ``group``:
-    how many k share a scale (32, 64 or 128; 0: one scale per column, int8 only). ``memory``: bytes packed before, which
-    may be read-only; otherwise zeros, to be filled.
+    how many k share a scale (16, 32, 64 or 128; 0: one scale per column, int8 only, or what GGUF's formats have). ``memory``:
+    bytes packed before, which may be read-only; otherwise zeros, to be filled.
     """
 
     __slots__ = ("_handle", "_library", "columns", "depth", "format", "group", "memory", "paired")
@@ -46,8 +46,8 @@ class PackedWeight:
         if size_bytes == 0:
             raise PackedWeightError(
                 f"no packed weight [{columns}, {depth}] in {weight_format.name} with group {group}, paired {paired}: sizes are "
-                "at least 1, paired columns even, the group 0 for floating-point formats, 0, 32, 64 or 128 for int8, "
-                "32, 64 or 128 for int4 and with zero points"
+                "at least 1, paired columns even, the group 0 for floating-point formats, 0, 16, 32, 64 or 128 for int8, "
+                "16, 32, 64 or 128 for int4 and with zero points, 0 for GGUF's formats, of which the depth is whole blocks"
             )
         if memory is None:
             memory = HugePages(size_bytes).memory
@@ -91,6 +91,8 @@ class PackedWeight:
                 f"source is {source.dtype}{list(source.shape)}; expected bfloat16, float16 or float32[count, {self.depth}]"
             )
         self._check_columns(first_column, source.shape[0])
+        if self.format.takes_blocks_alone:
+            raise PackedWeightError(f"nothing is rounded into {self.format.name}: it takes a file's blocks")
         if source.stride(1) != 1:
             source = source.contiguous()
         self._library.weight_fill(
@@ -142,6 +144,30 @@ class PackedWeight:
                 f"scales are {scales.dtype}, and some are not finite, or not an fp16 number times a power of two of their "
                 "column: round them to float16 first"
             )
+
+    def fill_blocks(self, blocks: torch.Tensor, first_column: int = 0) -> None:
+        """Pack rows of a GGUF file, ``uint8[count, row bytes]``, into the columns from ``first_column`` on; nothing is rounded.
+
+        Their type is this weight's format: Q8_0 is `WeightFormat.INT8` and Q4_0 `WeightFormat.INT4`, both in groups of 32. What
+        `read` gives afterwards is what the file's format defines. Rows may lie apart.
+        """
+        block = self.format.block(self.group)
+        if block is None:
+            raise PackedWeightError(
+                f"no block of a GGUF file is {self.format.name} in groups of {self.group}"
+            )
+        if self.depth % block[0]:
+            raise PackedWeightError(f"a depth of {self.depth} is not whole blocks of {block[0]}")
+        row_bytes = self.depth // block[0] * block[1]
+        if blocks.dim() != 2 or blocks.shape[1] != row_bytes or blocks.dtype is not torch.uint8:
+            raise PackedWeightError(
+                f"blocks are {blocks.dtype}{list(blocks.shape)}; expected uint8[count, {row_bytes}]"
+            )
+        self._check_columns(first_column, blocks.shape[0])
+        blocks = _with_rows(blocks)
+        self._library.weight_fill_blocks(
+            self.handle, blocks.data_ptr(), blocks.stride(0), first_column, blocks.shape[0]
+        )
 
     def read(self, first_column: int = 0, num_columns: int | None = None) -> torch.Tensor:
         """Return columns as ``float32[num_columns, depth]``: exactly the numbers that are multiplied."""
@@ -221,8 +247,8 @@ class PackedWeight:
     def _check_codes(
         self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int
     ) -> None:
-        if self.format.is_float:
-            raise PackedWeightError(f"codes for a {self.format.name} weight: it has none")
+        if self.format.is_float or self.format.takes_blocks_alone:
+            raise PackedWeightError(f"codes for a {self.format.name} weight: it takes none")
         if codes.shape[1:] != (self.depth,) or codes.dtype not in (torch.int8, torch.uint8):
             raise PackedWeightError(
                 f"codes are {codes.dtype}{list(codes.shape)}; expected int8 or uint8[count, {self.depth}]"

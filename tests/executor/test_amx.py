@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from tests.executor.gguf_blocks import random_rows
 
 from quintet.executor.ops import host_library
 from quintet.executor.ops.host_library import instruction_set, set_threads
@@ -306,10 +307,18 @@ INTEGERS = [
     (WeightFormat.INT4, 128, False),
     (WeightFormat.INT4_ZEROS, 128, False),
     (WeightFormat.INT8_ZEROS, 64, True),
+    (WeightFormat.INT4, 16, False),
+    (WeightFormat.Q2_K, 0, False),
+    (WeightFormat.Q3_K, 0, True),
+    (WeightFormat.Q4_K, 0, False),
+    (WeightFormat.Q5_1, 0, False),
+    (WeightFormat.Q6_K, 0, False),
 ]
 """Format, group, 8-bit activations."""
 DEPTHS = (1100, 64, 70, 33, 4)
 """Four slices and what is left of a group; whole steps; the rest of a step; hardly more, and less, than one."""
+BLOCK_DEPTHS = (1280, 256)
+"""Of what has blocks of 256."""
 FORMATS = [(WeightFormat.BF16, 0, False), *INTEGERS]
 
 
@@ -344,14 +353,17 @@ def pack(
     library: ctypes.CDLL, weight: torch.Tensor, form: WeightFormat, group: int = 0, paired: bool = False
 ) -> PackedWeight:
     packed = PackedWeight(LinearLibrary(library), form, *weight.shape, group=group, paired=paired)
-    packed.fill(weight)
+    if form.takes_blocks_alone:
+        packed.fill_blocks(random_rows(form, *weight.shape)[0])
+    else:
+        packed.fill(weight)
     return packed
 
 
 def outputs(library: ctypes.CDLL, form: WeightFormat, group: int, eight: bool) -> list[torch.Tensor]:
     """Products of all depths at numbers of rows about those of units; columns fill a tile, or end within a register."""
     results = []
-    for depth in DEPTHS:
+    for depth in BLOCK_DEPTHS if form.takes_blocks_alone else DEPTHS:
         for columns, rows, paired in (
             (70, 40, False),
             (130, 9, False),

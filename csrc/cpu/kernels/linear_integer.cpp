@@ -1,17 +1,18 @@
-// y[M, N] = x[M, K] · W[N, K]ᵀ with 8- and 4-bit weights, multiplied as integers: nothing is dequantized.
+// y[M, N] = x[M, K] · W[N, K]ᵀ with weights of 8 to 2 bits, multiplied as integers: nothing is dequantized.
 //
 // x is quantized first (kernels/linear_quantize.hpp), per row and group of k to 16 bits, or per row to 8, and multiplied
 // in units of some rows by some columns (kernels/linear_integer_unit.hpp).
 //
 // A thread owns a tile of 64 columns (32 or 16 where tiles are few) for a panel of rows, and all slices of k or one. K goes in
 // pieces; while a piece's units are multiplied, the next piece, or the first one of the tile that this thread probably takes
-// next, is fetched into the second-level cache, evenly over the units (but see Weight::fetches). Where many rows share 4-bit
-// weights, they become bytes once per piece, in a buffer. Bytes per panel: the weight once (1 or 1/2 byte a number, scales beside
+// next, is fetched into the second-level cache, evenly over the units (but see Weight::fetches). Where many rows share weights
+// of fewer bits, they become bytes once per piece, in a buffer; so do those of 2 and 3 bits for one row, and others from four on. Bytes per panel: the weight once (1 or 1/2 byte a number, scales beside
 // it), x once per tile (per half of one for many rows) out of the cache. Limiter: the weight's bandwidth up to some 20 rows, then
 // the multiply rate, half of it for 16-bit x.
 //
 // Reduction order: the sum over a group of k is an integer and exact: the same on every processor, in any order. Then,
-// groups of a slice of k (linear.hpp) ascending, fma(float(sum), scale of w * scale of x, result); the slices' results,
+// groups of a slice of k (linear.hpp) ascending, fma(float(sum), scale of w * scale of x, result), and where the format has zero
+// points or minima fma(shift of w, scale of x * float(middle * sum of x), result), see linear_scales.hpp; the slices' results,
 // ascending; and once at the end the column's scale. Where all of k is one group, slices' sums are integers and exact, too.
 #include "linear_integer_piece.hpp"
 #include "thread_memory.hpp"
@@ -26,7 +27,7 @@ constexpr index_t kStreamSlice = 768;  // a slice that is one short piece
 // A depth that is one piece for one row: of 768, which would be 512 and 256, the second would fetch twice what it multiplies.
 constexpr index_t kRowDepth = 1024;
 constexpr index_t kStreamRows = 32;
-constexpr index_t kExpandFrom = 16;       // rows in a panel from which 4-bit weights are expanded once
+constexpr index_t kExpandFrom = 16;       // rows in a panel from which 4-bit weights are expanded once; others from more than kFewRows
 constexpr index_t kPanelBytes = 1 << 20;  // of x, half of a second-level cache
 constexpr index_t kFewestPanelRows = 48;  // or weights would be read too often
 
@@ -43,23 +44,33 @@ index_t even_piece(const Weight& weight, index_t largest) {
 struct Plan : Cutting {
   bool expanded;
   index_t in_group;      // of k that have a scale in common; a piece where all have
-  index_t in_step;       // of k, where the units read
+  CodeStep step;             // where the units read
   index_t units, width;  // width: columns of a unit
   bool near;             // nothing is fetched but what a unit reads soon: see Fetch
 };
 
+// Whether so many rows are multiplied with bytes, once made of the codes.
+bool is_expanded(Codes codes, index_t rows) {
+  switch (codes) {
+    case Codes::eight: return false;
+    case Codes::four: return rows >= kExpandFrom;
+    case Codes::three:
+    case Codes::two: return true;
+    default: return rows > kFewRows;
+  }
+}
+
 template <class Dot>
 Plan plan_of(const LinearCall& call, const LinearItem& item) {
   const Weight& weight = *call.weight;
-  const bool four = weight.format == Dtype::int4;
   Plan plan{};
   plan.grouped = weight.group != kWholeDepth, plan.whole = call.int8_activations && !plan.grouped;
-  plan.expanded = four && item.rows >= kExpandFrom;
+  plan.expanded = is_expanded(weight.codes, item.rows);
   plan.piece = plan.expanded ? kExpandedPiece : item.rows <= kStreamRows ? kStreamPiece : kPiece;
   if (!plan.whole) plan.piece = even_piece(weight, plan.piece == kStreamPiece && weight.slices > 1 ? kStreamSlice : plan.piece);
   if (item.rows == 1 && weight.slices == 1 && weight.depth <= kRowDepth) plan.piece = kRowDepth;
-  plan.in_group = plan.whole ? plan.piece : call.x_group;
-  plan.in_step = four && !plan.expanded ? 8 : 4;
+  plan.in_group = plan.whole ? plan.piece : plan.grouped ? weight.group : call.x_group;
+  plan.step = step_of(plan.expanded ? Codes::eight : weight.codes);
   plan.units = (item.rows + Dot::kUnitRows - 1) / Dot::kUnitRows;
   const index_t most = (item.rows + plan.units - 1) / plan.units, width = vectors_of<Dot>(int(most)) * kLanes;
   plan.width = width < item.to - item.from ? width : item.to - item.from;
@@ -78,9 +89,20 @@ Fetch fetch_of(const Piece& piece, const Piece& next, const LinearItem& item, co
     const bool once = pass % plan.units == 0;
     return {next.memory + column_of(item, pass / plan.units * plan.width) * 4, once ? kLineBytes : 0, nullptr, 0};
   }
-  const index_t vectors = plan.width / kLanes, places = passes * steps * vectors;
+  const index_t vectors = plan.width / kLanes * (plan.step.bytes / kLineBytes), places = passes * steps * vectors;
   const index_t apart = (next.bytes + places - 1) / places;
   return {next.memory + pass * steps * vectors * apart, apart, nullptr, 0};
+}
+
+template <class Dot>
+auto multiply_for(Codes codes) {
+  switch (codes) {
+    case Codes::four: return multiply_rows<Dot, Codes::four>;
+    case Codes::table: return multiply_rows<Dot, Codes::table>;
+    case Codes::six: return multiply_rows<Dot, Codes::six>;
+    case Codes::five: return multiply_rows<Dot, Codes::five>;
+    default: return multiply_rows<Dot, Codes::eight>;
+  }
 }
 
 // An item's buffers, the thread's.
@@ -100,21 +122,26 @@ void multiply_slices(const LinearCall& call, const LinearItem& item, const Linea
   const FinishRows finish_rows = finish_for(call.dtype);
   const Plan plan = plan_of<Dot>(call, item);
   const QuantizedX x = quantized_x(call);
-  const auto multiply = plan.in_step == 8 ? multiply_rows<Dot, 4, 1> : multiply_rows<Dot, 8, 1>;
+  const auto multiply = multiply_for<Dot>(plan.expanded ? Codes::eight : weight.codes);
+  const Expand expand = expander_of(weight.codes);
   const index_t parts = (item.to - item.from) * item.spans / plan.width, passes = parts * plan.units;
   const index_t unit_rows = item.rows / plan.units, larger_units = item.rows % plan.units;
-  // Groups of weights lie group_bytes apart; without groups, integers lie one after another.
-  const index_t group_bytes = plan.grouped ? weight.group_bytes : plan.in_group * kTileColumns;
+  // Without groups, integers lie one after another.
+  const index_t block_bytes = plan.grouped ? weight.block_bytes : plan.in_group * kTileColumns;
+  const index_t in_block = plan.grouped ? weight.block : plan.in_group;  // k
   Unit unit{};
-  unit.scales = !plan.grouped ? Scales::column : weight.zeros ? Scales::group_and_zero : Scales::group;
+  unit.scales = weight.scales;
   unit.column_scales = weight.memory + item.tile * weight.tile_bytes;
   unit.x_stride = call.prepared_stride;
-  unit.zero = zero_of(weight);
-  unit.biased = 1 - kDotBias / unit.zero;  // an offset is -zero times x's sum: so much is (kDotBias - zero) times it
+  const std::int32_t middle = middle_of(weight.codes);
+  unit.middle = float(middle), unit.table = table_of(weight.table);
+  unit.biased = 1 - kDotBias / middle;  // an offset is -middle times x's sum: so much is (kDotBias - middle) times it
   unit.whole = plan.whole;
-  unit.line = plan.expanded ? plan.width * 4 : kLineBytes;
-  unit.weight_stride = plan.expanded ? plan.in_group * plan.width : group_bytes;
-  unit.head_stride = group_bytes;
+  unit.line = plan.expanded ? plan.width * 4 : plan.step.bytes;
+  unit.in_block = in_block / plan.in_group;
+  unit.group_stride = plan.in_group / plan.step.k * unit.line;
+  unit.weight_stride = plan.expanded ? in_block * plan.width : block_bytes;
+  unit.head_stride = block_bytes;
   for (index_t begin = item.k, end; begin < item.k_end; begin = end) {
     const Piece piece = piece_at(weight, plan, item, begin);
     end = begin + piece.depth;
@@ -128,8 +155,8 @@ void multiply_slices(const LinearCall& call, const LinearItem& item, const Linea
     const index_t first_group = plan.whole ? 0 : begin / plan.in_group;
     unit.groups = (piece.depth + plan.in_group - 1) / plan.in_group;
     const index_t in_last = piece.depth - (unit.groups - 1) * plan.in_group;
-    unit.steps = plan.in_group / plan.in_step;
-    unit.last_steps = (in_last + plan.in_step - 1) / plan.in_step;
+    unit.steps = plan.in_group / plan.step.k;
+    unit.last_steps = (in_last + plan.step.k - 1) / plan.step.k;
     unit.heads = piece.memory;
     const index_t steps = (unit.groups - 1) * unit.steps + unit.last_steps;
     const Piece next = end == item.k_end ? piece_at(weight, plan, next_item, next_item.k)
@@ -141,9 +168,12 @@ void multiply_slices(const LinearCall& call, const LinearItem& item, const Linea
         row = 0;
         unit.weight = piece.memory + weight.head_bytes + unit.column * 4;
         if (plan.expanded) {
-          for (index_t g = 0; g < unit.groups; ++g)
-            expand(unit.weight + g * group_bytes, (g + 1 < unit.groups ? plan.in_group : in_last + 7) / 8, plan.width,
-                   buffers.bytes + g * unit.weight_stride, unit.line);
+          const index_t k = step_of(weight.codes).k;
+          char* bytes = buffers.bytes;
+          const char* codes = piece.memory + weight.head_bytes;
+          for (index_t left = piece.depth; left > 0; left -= in_block, codes += block_bytes, bytes += unit.weight_stride)
+            expand(codes, unit.column, plan.width, ((left < in_block ? left : in_block) + k - 1) / k, weight.table, bytes,
+                   unit.line);
           unit.weight = buffers.bytes;
         }
       }
@@ -153,6 +183,7 @@ void multiply_slices(const LinearCall& call, const LinearItem& item, const Linea
       unit.x = x_row + begin / 4 * Dot::x_bytes;
       unit.x_scales = (const float*)(x_row + x.scales_at) + first_group;
       unit.x_offsets = (const std::int32_t*)(x_row + x.offsets_at) + first_group;
+      unit.x_shares = (const float*)(x_row + x.shares_at) + first_group;
       unit.sums = sums + row * kTileColumns + unit.column;
       unit.total = in_first ? nullptr : first_sums + row * kTileColumns + unit.column;
       unit.fetch = fetch_of(piece, next, item, plan, pass, passes, steps);
@@ -197,8 +228,9 @@ void multiply_items(const void* described, index_t begin, index_t end) {
 }
 
 Preparation preparation(const Weight& weight, Dtype, bool int8_activations) {
-  const index_t group = weight.group != kWholeDepth ? weight.group : int8_activations ? weight.depth : kXGroup;
-  const index_t row_bytes = quantized_x(weight.depth, group, int8_activations).row_bytes;
+  const index_t least = weight.group < kXBlock ? kXBlock : weight.group;
+  const index_t group = weight.group != kWholeDepth ? least : int8_activations ? weight.depth : kXGroup;
+  const index_t row_bytes = quantized_x(weight, group, int8_activations).row_bytes;
   // Whole units, of either kind.
   const index_t rows = kPanelBytes / row_bytes / Dot8::kUnitRows * Dot8::kUnitRows;
   const index_t panel_rows = rows < kFewestPanelRows ? kFewestPanelRows : rows < kMaxPanelRows ? rows : kMaxPanelRows;

@@ -1,4 +1,4 @@
-// Some k of a tile of integer weights: where they lie, 4 bits as bytes; sums of slices. For the vectors' kernels
+// Some k of a tile of integer weights: where they lie; sums of slices. For the vectors' kernels
 // (linear_integer.cpp) and the matrix unit's (linear_matrix_integer.cpp).
 #pragma once
 
@@ -7,17 +7,6 @@
 namespace qt::QT_ISA {
 namespace {
 
-// `steps` lines of 4-bit weights, `columns` of them, as twice as many lines of bytes, `line` bytes from one to the next.
-void expand(const char* weight, index_t steps, index_t columns, char* out, index_t line) {
-  const i32v nibbles = all(std::int32_t(0x0F0F0F0F));
-  for (index_t s = 0; s < steps; ++s, weight += kLineBytes, out += 2 * line)
-    for (index_t byte = 0; byte < columns * 4; byte += kLanes * 4) {
-      const i32v w = load_bits(weight + byte), low = w & nibbles, high = (i32v)((u32v)w >> 4) & nibbles;
-      std::memcpy(out + byte, &low, sizeof low);
-      std::memcpy(out + line + byte, &high, sizeof high);
-    }
-}
-
 // How k is cut.
 struct Cutting {
   bool grouped;  // weights have groups
@@ -25,7 +14,7 @@ struct Cutting {
   index_t piece;  // of k at a time
 };
 
-// Some k of a tile, from the first group's scales on, or its integers where there are no groups.
+// Some k of a tile, from the first block's head on, or its integers where there are no groups.
 struct Piece {
   index_t depth;
   const char* memory;
@@ -39,8 +28,8 @@ Piece piece_at(const Weight& weight, const Cutting& cutting, const LinearItem& i
   const index_t depth = left < cutting.piece ? left : cutting.piece;
   const char* memory = weight.memory + item.tile * weight.tile_bytes + kTileColumns * 4;
   if (!cutting.grouped) return {depth, memory + begin * kTileColumns, depth * kTileColumns};
-  const index_t groups = (depth + weight.group - 1) / weight.group;
-  return {depth, memory + begin / weight.group * weight.group_bytes, groups * weight.group_bytes};
+  const index_t blocks = (depth + weight.block - 1) / weight.block;
+  return {depth, memory + begin / weight.block * weight.block_bytes, blocks * weight.block_bytes};
 }
 
 void clear(float* sums, const LinearItem& item) {

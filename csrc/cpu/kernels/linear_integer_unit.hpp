@@ -11,7 +11,9 @@
 // more, up to 6 rows (3), by two. Limiter: VPDPBUSD, two a cycle.
 #pragma once
 
+#include "linear_codes.hpp"
 #include "linear_quantize.hpp"
+#include "linear_scales.hpp"
 #include "linear_tile.hpp"
 
 namespace qt::QT_ISA {
@@ -59,6 +61,13 @@ struct WideDot {
     const i32v shifted = (i32v)((u16v)w >> shift);
     return shift == 16 - kBits ? shifted : shifted & all(kBits == 8 ? 0x00FF00FF : 0x000F000F);
   }
+  template <int V>
+  QT_INLINE void step(i32v (&sums)[V][kSums], const i32v (&w)[V], const char* x) {
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v)
+#pragma GCC unroll 2
+      for (int n = 0; n < 2; ++n) sums[v][0] = multiply_pairs(sums[v][0], weights<8>(w[v], n), spread_word(x + 4 * n));
+  }
   QT_INLINE i32v total(const i32v (&sums)[kSums]) { return sums[0]; }
 };
 
@@ -72,10 +81,7 @@ constexpr int vectors_of(int rows) {
   return sums == 1 ? 8 : sums == 2 ? 4 : 2;
 }
 
-// How weights are scaled: by column at the very end, or also by group; with zero points or without.
-enum class Scales { column, group, group_and_zero };
-
-// Lines to fetch while a unit is multiplied: one for each vector of a step, `apart` bytes from one another. Less than a
+// Lines to fetch while a unit is multiplied: one for each vector of a line of weights, `apart` bytes from one another. Less than a
 // line apart, a line is asked for more than once, which costs next to nothing; a burst of lines would fill the buffers
 // that the loads need.
 //
@@ -95,15 +101,21 @@ struct Unit {
   const char* x;                  // of its first row, from the piece's first k on
   const float* x_scales;          // of the piece's first group
   const std::int32_t* x_offsets;  // likewise
-  index_t x_stride;               // bytes from a row to the next, of all three
-  const char* weight;             // integers of the first group and column
-  index_t line, weight_stride;    // bytes to the next 4 (8) k; to the next group
-  const char* heads;              // scales and zero points of the first group; `head_stride` bytes to the next
+  const float* x_shares;          // likewise, where the format shifts
+  index_t x_stride;               // bytes from a row to the next, of all four
+  const char* weight;             // codes of the first group and column
+  index_t line;                   // bytes to the next step
+  index_t group_stride, weight_stride;  // to the next group in a block, to the next block
+  const char* heads;                    // the first block's; `head_stride` bytes to the next
   index_t head_stride;
   const char* column_scales;  // of the tile; fp32
   index_t column;             // of the tile: the unit's first
   index_t groups, steps, last_steps;  // steps in a group and in the last one
-  std::int32_t zero;                  // the stored integer that means zero
+  index_t in_block;                   // groups of a block
+  i32v table;                         // Codes::table
+  float middle;                       // the stored integer that means zero
+  const char* head;                   // the matrix unit's: of the block whose sums are added,
+  index_t head_group;                 // and which of its groups it is
   std::int32_t biased;                // times its offset: what a group's sums of dot_bytes begin with
   Scales scales;
   float* sums;                // [rows][64], from the first column on; int32 while the only group is not complete
@@ -171,19 +183,38 @@ QT_INLINE void step_of_words(i32v (&sums)[R][V][1], const Rows<R>& x, index_t x_
   }
 }
 
-template <class Dot, int kBits, int R, int V>
-QT_INLINE void step(i32v (&sums)[R][V][Dot::kSums], const Rows<R>& x, index_t x_stride, index_t at, const char* weight) {
-  if constexpr (std::is_same_v<Dot, WideDot>)
+// A step of whatever codes, a four of k after the other.
+template <class Dot, Codes kCodes, int R, int V>
+QT_INLINE void step_of_fours(i32v (&sums)[R][V][Dot::kSums], const Rows<R>& x, index_t x_stride, index_t at, const char* weight,
+                             i32v table) {
+#pragma GCC unroll 8
+  for (int q = 0; q < fours_of(kCodes); ++q) {
+    i32v w[V];
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) w[v] = four_of<kCodes>(weight + v * kLanes * 4, nullptr, q, table);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) Dot::template step<V>(sums[r], w, x[r / 3] + r % 3 * x_stride + at + q * Dot::x_bytes);
+  }
+}
+
+template <class Dot, Codes kCodes, int R, int V>
+QT_INLINE void step(i32v (&sums)[R][V][Dot::kSums], const Rows<R>& x, index_t x_stride, index_t at, const char* weight,
+                    i32v table) {
+  constexpr int kBits = kCodes == Codes::eight ? 8 : 4;
+  if constexpr (kCodes != Codes::eight && kCodes != Codes::four)
+    step_of_fours<Dot, kCodes, R, V>(sums, x, x_stride, at, weight, table);
+  else if constexpr (std::is_same_v<Dot, WideDot>)
     step_of_words<kBits, R, V>(sums, x, x_stride, at, weight);
   else
     step_of_bytes<Dot, kBits, R, V>(sums, x, x_stride, at, weight);
 }
 
 // All of a group, or of a part of the only one. Its integer sums are exact.
-template <class Dot, int kBits, bool kNear, int R, int V>
+template <class Dot, Codes kCodes, bool kNear, int R, int V>
 QT_INLINE void sum_group(i32v (&sums)[R][V][Dot::kSums], const char* first_row, index_t x_stride, const char* weight,
-                         index_t line, index_t steps, Fetch& fetch) {
-  constexpr index_t x_step = Dot::x_bytes * (8 / kBits);
+                         index_t line, index_t steps, i32v table, Fetch& fetch) {
+  constexpr index_t x_step = Dot::x_bytes * fours_of(kCodes);
+  constexpr int kFetches = V * int(step_of(kCodes).bytes / kLine);
   constexpr int kPointers = (R + 2) / 3;
   Rows<R> x;
 #pragma GCC unroll 4
@@ -191,20 +222,20 @@ QT_INLINE void sum_group(i32v (&sums)[R][V][Dot::kSums], const char* first_row, 
   const index_t apart = fetch.apart;
   const char* ahead = fetch.at;
   // From there on, what is near lies beyond the end.
-  const index_t turn = kNear ? (fetch.end - kNearBytes - weight) / kLineBytes & ~index_t(1) : steps;
+  const index_t turn = kNear ? (fetch.end - kNearBytes - weight) / step_of(kCodes).bytes & ~index_t(1) : steps;
   index_t near = kNearBytes;
   for (index_t s = 0, until = turn < steps ? turn : steps;; until = steps, near += fetch.jump) {
     for (; s + 2 <= until; s += 2) {
 #pragma GCC unroll 2
       for (int half = 0; half < 2; ++half) {
         if constexpr (kNear) {
-#pragma GCC unroll 8
-          for (int v = 0; v < V; ++v) __builtin_prefetch(weight + near + v * kLanes * 4, 0, 3);
+#pragma GCC unroll 20
+          for (int i = 0; i < kFetches; ++i) __builtin_prefetch(weight + near + i * kLanes * 4, 0, 3);
         } else {
-#pragma GCC unroll 8
-          for (int v = 0; v < V; ++v, ahead += apart) __builtin_prefetch(ahead, 0, 2);
+#pragma GCC unroll 20
+          for (int i = 0; i < kFetches; ++i, ahead += apart) __builtin_prefetch(ahead, 0, 2);
         }
-        step<Dot, kBits, R, V>(sums, x, x_stride, half * x_step, weight);
+        step<Dot, kCodes, R, V>(sums, x, x_stride, half * x_step, weight, table);
         weight += line;
       }
 #pragma GCC unroll 4
@@ -212,18 +243,14 @@ QT_INLINE void sum_group(i32v (&sums)[R][V][Dot::kSums], const char* first_row, 
     }
     if (!kNear || until == steps) break;
   }
-  if (steps % 2) step<Dot, kBits, R, V>(sums, x, x_stride, 0, weight);
+  if (steps % 2) {
+    if constexpr (kCodes != Codes::eight && kCodes != Codes::four) {  // whose groups have few steps
+#pragma GCC unroll 20
+      for (int i = 0; i < kFetches; ++i, ahead += apart) __builtin_prefetch(kNear ? weight + near + i * kLanes * 4 : ahead, 0, 2);
+    }
+    step<Dot, kCodes, R, V>(sums, x, x_stride, 0, weight, table);
+  }
   fetch.at = ahead;
-}
-
-QT_INLINE f32v zero_points(const char* from) {
-#if defined(__AVX512F__)
-  return to_float((i32v)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from)));
-#else
-  f32v values;
-  for (int i = 0; i < kLanes; ++i) values[i] = float((unsigned char)from[i]);
-  return values;
-#endif
 }
 
 template <class Number>
@@ -231,36 +258,31 @@ QT_INLINE const Number* row_of(const Number* from, index_t row, index_t stride_b
   return (const Number*)((const char*)from + row * stride_bytes);
 }
 
-// Adds a group's sums, scaled, to the results.
+// Adds a group's sums, scaled, to the results; then what its zero points or minima make of the sum of x. g: among the piece's
+// groups, `in_block` among those of its block, which begins with `head`.
 template <class Dot, int R, int V>
-QT_INLINE void add_group(const i32v (&sums)[R][V][Dot::kSums], const Unit& unit, index_t g) {
-  const char* head = unit.heads + g * unit.head_stride;
+QT_INLINE void add_group(const i32v (&sums)[R][V][Dot::kSums], const Unit& unit, const char* head, index_t in_block, index_t g) {
   const index_t x_stride = unit.x_stride;
   const float* x_scales = unit.x_scales + g;
-  const bool by_group = unit.scales != Scales::column;
+  const bool shifted = shifts(unit.scales);
+  f32v shift[V];
 #pragma GCC unroll 8
   for (int v = 0; v < V; ++v) {
     float* const out = unit.sums + v * kLanes;
-    const f32v scale = by_group ? load((const fp16*)head + unit.column + v * kLanes) : all(1.0f);
+    f32v scale;
+    scales_of(unit.scales, head, in_block, unit.column + v * kLanes, unit.middle, scale, shift[v]);
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
       const f32v x_scale = all(*row_of(x_scales, r, x_stride)), sum = load(out + r * kTileColumns);
       store(out + r * kTileColumns, fma(to_float(Dot::total(sums[r][v])), scale * x_scale, sum));
     }
   }
-  if (unit.scales != Scales::group_and_zero) return;
-  const float stored_zero = float(unit.zero);
-  for (int v = 0; v < V; ++v) {
-    float* const out = unit.sums + v * kLanes;
-    const index_t at = unit.column + v * kLanes;
-    const f32v shift = 1.0f - zero_points(head + kTileColumns * 2 + at) * (1.0f / stored_zero);
-    const f32v scaled = load((const fp16*)head + at) * shift;
+  if (!shifted) return;
+  for (int v = 0; v < V; ++v)
     for (int r = 0; r < R; ++r) {
-      // an offset is zero times the sum of the integers of x, negated
-      const float x_sum = *row_of(x_scales, r, x_stride) * -float(row_of(unit.x_offsets, r, x_stride)[g]);
-      store(out + r * kTileColumns, fma(scaled, all(x_sum), load(out + r * kTileColumns)));
+      float* const out = unit.sums + r * kTileColumns + v * kLanes;
+      store(out, fma(shift[v], all(*row_of(unit.x_shares + g, r, x_stride)), load(out)));
     }
-  }
 }
 
 // What the sums of group g begin with: its offsets, or what the piece before left of the only group.
@@ -322,42 +344,43 @@ void end_slice(const Unit& unit) {
   }
 }
 
-template <class Dot, int kBits, int R, int V>
+template <class Dot, Codes kCodes, int R, int V>
 void multiply(const Unit& unit) {
-  const char* x = unit.x;
+  const char *x = unit.x, *block = unit.weight, *head = unit.heads;
   Fetch fetch = unit.fetch;
-  for (index_t g = 0; g < unit.groups; ++g) {
+  for (index_t g = 0, in_block = 0; g < unit.groups; ++g) {
     const index_t steps = g + 1 == unit.groups ? unit.last_steps : unit.steps;
-    const char* weight = unit.weight + g * unit.weight_stride;
+    const char* weight = block + in_block * unit.group_stride;
     i32v sums[R][V][Dot::kSums];
     begin_group<Dot, R, V>(sums, unit, g);
     if (V * kLanes == kTileColumns && fetch.at == nullptr)
-      sum_group<Dot, kBits, true, R, V>(sums, x, unit.x_stride, weight, unit.line, steps, fetch);
+      sum_group<Dot, kCodes, true, R, V>(sums, x, unit.x_stride, weight, unit.line, steps, unit.table, fetch);
     else
-      sum_group<Dot, kBits, false, R, V>(sums, x, unit.x_stride, weight, unit.line, steps, fetch);
+      sum_group<Dot, kCodes, false, R, V>(sums, x, unit.x_stride, weight, unit.line, steps, unit.table, fetch);
     if (Dot::kSums == 1 && unit.whole)
       end_part<Dot, R, V>(sums, unit);
     else
-      add_group<Dot, R, V>(sums, unit, g);
-    x += steps * (Dot::x_bytes * (8 / kBits));
+      add_group<Dot, R, V>(sums, unit, head, in_block, g);
+    x += steps * (Dot::x_bytes * fours_of(kCodes));
+    if (++in_block == unit.in_block) in_block = 0, block += unit.weight_stride, head += unit.head_stride;
   }
   if (!unit.whole && unit.ends) end_slice<R, V>(unit);
 }
 
 // `columns` of a unit, which may be less than its registers have room for.
-template <class Dot, int kBits, int R>
+template <class Dot, Codes kCodes, int R>
 void multiply_columns(const Unit& unit, index_t columns) {
   constexpr int V = vectors_of<Dot>(R);
-  if (columns == V * kLanes) return multiply<Dot, kBits, R, V>(unit);
+  if (columns == V * kLanes) return multiply<Dot, kCodes, R, V>(unit);
   Unit part = unit;
   for (index_t done = 0; done < columns;) {
     const index_t left = columns - done, vectors = left >= V * kLanes ? V : V > 2 && left >= 2 * kLanes ? 2 : 1;
     if (vectors == V)
-      multiply<Dot, kBits, R, V>(part);
+      multiply<Dot, kCodes, R, V>(part);
     else if (vectors == 2)
-      multiply<Dot, kBits, R, 2>(part);
+      multiply<Dot, kCodes, R, 2>(part);
     else
-      multiply<Dot, kBits, R, 1>(part);
+      multiply<Dot, kCodes, R, 1>(part);
     const index_t next = vectors * kLanes;
     part.weight += next * 4, part.sums += next, part.column += next;
     if (part.total) part.total += next;
@@ -365,12 +388,19 @@ void multiply_columns(const Unit& unit, index_t columns) {
   }
 }
 
-template <class Dot, int kBits, int R = 1>
+// Rows of a unit. Codes that take longer to unpack become bytes first where there are more, and so need no larger ones.
+inline constexpr int kFewRows = 3;
+template <class Dot, Codes kCodes>
+constexpr int most_rows() {
+  return kCodes == Codes::eight || kCodes == Codes::four || Dot::kUnitRows < kFewRows ? Dot::kUnitRows : kFewRows;
+}
+
+template <class Dot, Codes kCodes, int R = 1>
 void multiply_rows(const Unit& unit, index_t rows, index_t columns) {
-  if constexpr (R < Dot::kUnitRows) {
-    if (rows > R) return multiply_rows<Dot, kBits, R + 1>(unit, rows, columns);
+  if constexpr (R < most_rows<Dot, kCodes>()) {
+    if (rows > R) return multiply_rows<Dot, kCodes, R + 1>(unit, rows, columns);
   }
-  multiply_columns<Dot, kBits, R>(unit, columns);
+  multiply_columns<Dot, kCodes, R>(unit, columns);
 }
 
 }  // namespace

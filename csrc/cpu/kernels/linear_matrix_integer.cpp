@@ -3,7 +3,7 @@
 //
 // x is quantized first (linear_quantize.hpp): a row is a line of bytes, or of 16-bit numbers two, its planes: high * 256 +
 // low. A thread owns 64 columns (a tile; 32 or 16 where tiles are few) for a panel of rows. k goes in pieces of whole
-// groups, whose weights stay in the first-level cache while units of rows pass over them; 4-bit weights become bytes there,
+// groups, whose weights stay in the first-level cache while units of rows pass over them; weights of fewer bits become bytes there,
 // once per piece. A unit is 32 rows by 32 columns, or with 16-bit x both planes of 16 rows (linear_matrix.hpp).
 //
 // A group's integers go through memory to the vector units, which scale and add them: with groups of 128 and 16-bit x the
@@ -42,7 +42,7 @@ struct alignas(64) Buffers {
   float sums[kMaxPanelRows * kTileColumns];         // of a slice
   float total[kMaxPanelRows * kTileColumns];        // of the slices so far
   std::int32_t integers[kUnitRows * kTileColumns];  // a unit's sums of a group: rows, or first of high and then of low bytes
-  char bytes[kPiece * kTileColumns];                // of 4-bit weights
+  char bytes[kPiece * kTileColumns];                // of weights of fewer bits
   char last[kAmxRows * kLineBytes];                 // the last k, with zeros behind them
 };
 
@@ -55,7 +55,7 @@ struct Plan : Cutting {
   explicit Plan(const LinearCall& call) {
     grouped = call.weight->group != kWholeDepth, whole = call.int8_activations && !grouped, planes = !call.int8_activations;
     piece = whole ? kWholePiece : kPiece;
-    in_group = whole ? piece : call.x_group;
+    in_group = whole ? piece : grouped ? call.weight->group : call.x_group;
     in_step = in_group < kAmxFours ? in_group : kAmxFours;
     unit_rows = planes ? kAmxRows : kUnitRows;
   }
@@ -75,19 +75,22 @@ Groups groups_of(const Weight& weight, const Plan& plan, const Piece& piece, con
   groups.count = (piece.depth + plan.in_group - 1) / plan.in_group;
   groups.steps = plan.in_group / plan.in_step;
   const index_t in_last = piece.depth - (groups.count - 1) * plan.in_group;
-  const index_t stored_apart = plan.grouped ? weight.group_bytes : plan.in_group * kTileColumns;
+  const index_t stored_apart = plan.grouped ? weight.block_bytes : plan.in_group * kTileColumns;
   const char* const stored = piece.memory + weight.head_bytes;
-  if (weight.format == Dtype::int4) {
+  if (weight.codes != Codes::eight) {
+    const Expand expand = expander_of(weight.codes);
+    const index_t k = step_of(weight.codes).k;
     groups.lines = buffers.bytes, groups.apart = plan.in_group * kTileColumns;
     groups.last_steps = (in_last + plan.in_step - 1) / plan.in_step;
-    const index_t lines = (in_last + 7) / 8 * 2, whole_lines = groups.last_steps * plan.in_step / 4;
-    for (index_t g = 0; g < groups.count; ++g) {
-      char* const bytes = buffers.bytes + g * groups.apart;
+    char* bytes = buffers.bytes;
+    const char* codes = stored;
+    for (index_t left = piece.depth; left > 0; left -= weight.block, codes += stored_apart, bytes += weight.block * kTileColumns)
       for (index_t block = 0; block < columns.count; ++block)
-        expand(stored + g * stored_apart + columns.begin[block] * 4, (g + 1 < groups.count ? plan.in_group : in_last + 7) / 8,
-               kAmxColumns, bytes + columns.begin[block] * 4, kLineBytes);
-      if (g + 1 == groups.count) std::memset(bytes + lines * kLineBytes, 0, std::size_t((whole_lines - lines) * kLineBytes));
-    }
+        expand(codes, columns.begin[block], kAmxColumns, ((left < weight.block ? left : weight.block) + k - 1) / k, weight.table,
+               bytes + columns.begin[block] * 4, kLineBytes);
+    char* const written = buffers.bytes + (groups.count - 1) * groups.apart + (in_last + k - 1) / k * k * kTileColumns;
+    char* const end = buffers.bytes + (groups.count - 1) * groups.apart + groups.last_steps * plan.in_step * kTileColumns;
+    if (written < end) std::memset(written, 0, std::size_t(end - written));
     return groups;
   }
   groups.lines = stored, groups.apart = stored_apart;
@@ -112,7 +115,7 @@ QT_INLINE void add_rows(const std::int32_t* integers, const Unit& unit, index_t 
     if constexpr (Dot::kSums == 2) sums[r][0][1] = load_bits(integers + (kAmxRows + r) * kTileColumns);
     sums[r][0][Dot::kSums - 1] += all(row_of(unit.x_offsets, r, unit.x_stride)[g]);
   }
-  add_group<Dot, R, 1>(sums, unit, g);
+  add_group<Dot, R, 1>(sums, unit, unit.head, unit.head_group, g);
 }
 
 // Makes results of the integers of R rows and 16 columns whose only group is complete; of a slice of it: leaves them, with the
@@ -146,6 +149,7 @@ QT_INLINE void each_rows(index_t rows, const std::int32_t* integers, Unit unit, 
     integers += next * kTileColumns, unit.sums += next * kTileColumns;
     if (unit.total) unit.total += next * kTileColumns;
     unit.x_scales = row_of(unit.x_scales, next, unit.x_stride), unit.x_offsets = row_of(unit.x_offsets, next, unit.x_stride);
+    unit.x_shares = row_of(unit.x_shares, next, unit.x_stride);
     r += next;
   }
 }
@@ -222,6 +226,7 @@ void multiply_part(Registers& registers, const LinearCall& call, const LinearIte
       const char* const x = (const char*)call.prepared + (item.row + row) * call.prepared_stride + work.k;
       Unit unit = work.unit;
       unit.x_scales = row_of(unit.x_scales, row, unit.x_stride), unit.x_offsets = row_of(unit.x_offsets, row, unit.x_stride);
+      unit.x_shares = row_of(unit.x_shares, row, unit.x_stride);
       unit.sums += row * kTileColumns;
       if (unit.total) unit.total += row * kTileColumns;
       for (index_t g = 0; g < work.groups.count; ++g) {
@@ -235,6 +240,7 @@ void multiply_part(Registers& registers, const LinearCall& call, const LinearIte
         }
         share.first = !plan.whole || work.begins;
         multiply_group(registers, multiply, share, work.groups, g, plan.in_step, buffers);
+        unit.head = work.unit.heads + g / unit.in_block * unit.head_stride, unit.head_group = g % unit.in_block;
         if (!plan.whole) add_integers(plan, share, at_once, unit_rows, buffers.integers, unit, g);
       }
       if (work.ends) end_unit(plan, share, at_once, unit_rows, unit);
@@ -250,12 +256,12 @@ void multiply_slices(Registers& registers, const LinearCall& call, const LinearI
   const Columns columns(item);
   const char* const x_row = (const char*)call.prepared + item.row * call.prepared_stride;
   Work work{};
-  work.unit.scales = !plan.grouped ? Scales::column : weight.zeros ? Scales::group_and_zero : Scales::group;
+  work.unit.scales = weight.scales;
   work.unit.column_scales = weight.memory + item.tile * weight.tile_bytes;
   work.unit.x_stride = call.prepared_stride;
-  work.unit.zero = zero_of(weight);
+  work.unit.middle = float(middle_of(weight.codes));
   work.unit.whole = plan.whole;
-  work.unit.head_stride = weight.group_bytes;
+  work.unit.head_stride = weight.block_bytes, work.unit.in_block = plan.grouped ? weight.block / weight.group : 1;
   for (index_t end = item.k; end < item.k_end;) {
     work.k = end;
     work.piece = piece_at(weight, plan, item, work.k);
@@ -269,6 +275,7 @@ void multiply_slices(Registers& registers, const LinearCall& call, const LinearI
     work.unit.heads = work.piece.memory;
     work.unit.x_scales = (const float*)(x_row + x.scales_at) + first_group;
     work.unit.x_offsets = (const std::int32_t*)(x_row + x.offsets_at) + first_group;
+    work.unit.x_shares = (const float*)(x_row + x.shares_at) + first_group;
     work.unit.sums = work.sums;
     work.unit.total = in_first ? nullptr : first_sums;
     work.unit.first = item.k == 0, work.unit.last = all && !call.sliced;
@@ -303,7 +310,7 @@ void multiply_items(const void* described, index_t begin, index_t end) {
 
 Preparation preparation(const Weight& weight, Dtype dtype, bool int8_activations) {
   Preparation prepared = kParent.preparation(weight, dtype, int8_activations);
-  const index_t row_bytes = quantized_x(weight.depth, prepared.x_group, int8_activations).row_bytes;
+  const index_t row_bytes = quantized_x(weight, prepared.x_group, int8_activations).row_bytes;
   if (row_bytes > prepared.row_bytes) prepared.row_bytes = row_bytes;
   const index_t rows = kPanelBytes / prepared.row_bytes / kUnitRows * kUnitRows;
   prepared.panel_rows = rows < kLowestPanel ? kLowestPanel : rows < kMaxPanelRows ? rows : kMaxPanelRows;

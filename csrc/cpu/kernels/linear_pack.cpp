@@ -4,6 +4,7 @@
 // transposes them in registers and writes the tile front to back. Bytes moved: the source once, the tile once. Limiter:
 // memory.
 #include "linear_pack.hpp"
+#include "linear_pack_blocks.hpp"
 #include "linear_pack_codes.hpp"
 #include "linear_pack_integers.hpp"
 
@@ -103,8 +104,12 @@ void read_column(const Weight& weight, index_t column, float* out) {
     case Dtype::fp32:
       for (index_t k = 0; k < weight.depth; ++k) out[k] = ((const float*)from)[k * kTileColumns + lane];
       return;
-    default:
-      for (index_t g = 0; g < weight.groups; ++g) read_group(weight, from, lane, g, out);
+    default: {
+      const Reader reader(weight, from, lane);
+      const index_t step = reader.in_group();
+      for (index_t k = 0; k < weight.depth; k += step)
+        reader.read(k, weight.depth - k < step ? weight.depth - k : step, out + k);
+    }
   }
 }
 
@@ -117,14 +122,13 @@ template <class Element>
 void embed_integers(const Weight& weight, index_t column, Element* y) {
   index_t tile, lane;
   tile_and_lane(weight, column, tile, lane);
-  const index_t in_group = weight.group == kWholeDepth ? weight.depth : weight.group;
-  const char* from = weight.memory + tile * weight.tile_bytes;
-  float numbers[kLanes] = {};
-  for (index_t k = 0; k < weight.depth; k += kLanes) {
-    const index_t count = weight.depth - k < kLanes ? weight.depth - k : kLanes;
-    for (index_t i = 0; i < count; ++i)
-      numbers[i] = number_at(weight, from, lane, (k + i) / in_group, (k + i) % in_group);
-    store(y + k, load(numbers), count);
+  const Reader reader(weight, weight.memory + tile * weight.tile_bytes, lane);
+  float numbers[kBlock];
+  const index_t count = weight.group != kWholeDepth ? weight.group : kBlock;
+  for (index_t k = 0; k < weight.depth; k += count) {
+    const index_t here = weight.depth - k < count ? weight.depth - k : count;
+    reader.read(k, here, numbers);
+    for (index_t i = 0; i < here; i += kLanes) store(y + k + i, load(numbers + i, here - i), here - i);
   }
 }
 
@@ -149,6 +153,6 @@ void embed(const void* described, index_t begin, index_t end) {
 
 }  // namespace
 
-const PackKernels pack = {fill, fill_codes, read, embed};
+const PackKernels pack = {fill, fill_codes, fill_blocks, read, embed};
 
 }  // namespace qt::QT_ISA

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "linear.hpp"
+#include "linear_scales.hpp"
 #include "simd.hpp"
 
 namespace qt::QT_ISA {
@@ -115,13 +116,6 @@ void load_block(const Rows& rows, index_t begin, index_t depth, float* block) {
 using LoadBlock = void (*)(const Rows&, index_t, index_t, float*);
 LoadBlock loader_of(Dtype source) {
   return source == Dtype::bf16 ? load_block<bf16> : source == Dtype::fp16 ? load_block<fp16> : load_block<float>;
-}
-
-template <class Element>
-QT_INLINE float widened(const Element* from) {
-  Element lanes[kLanes] = {};
-  lanes[0] = *from;
-  return load(lanes)[0];
 }
 
 inline constexpr index_t kBlock = 128;  // k at a time; a whole number of groups

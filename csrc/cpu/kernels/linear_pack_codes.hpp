@@ -5,12 +5,10 @@
 #pragma once
 
 #include "linear_pack.hpp"
-#include "linear_pack_integers.hpp"
+#include "linear_pack_steps.hpp"
 
 namespace qt::QT_ISA {
 namespace {
-
-typedef std::uint8_t u8v __attribute__((vector_size(4 * kLanes)));
 
 QT_INLINE void report(const CodesCall& call, Problem problem) {
   __atomic_or_fetch(call.problems, std::uint32_t(problem), __ATOMIC_RELAXED);
@@ -52,45 +50,24 @@ void fill_scales(const CodesCall& call, index_t column, char* tile, index_t lane
                                                              : power_of_column(largest);
   std::memcpy(tile + lane * 4, &of_column, 4);
   if (weight.group == kWholeDepth) return;
-  for (index_t g = 0; g < weight.groups; ++g) {
+  for (index_t g = 0; g < weight.blocks; ++g) {
     const index_t from = g * weight.group / call.scale_group;
     const float relative = count == 1 ? 1.0f : scale_at(call, column, from) / of_column;
     const fp16 stored{half_bits(relative)};
     if (widened(&stored) != relative) report(call, Problem::scale);
-    char* const group = group_at(weight, tile, g);
+    char* const group = head_at(weight, tile, g);
     std::memcpy(group + lane * 2, &stored, 2);
-    if (weight.zeros)
-      group[kTileColumns * 2 + lane] = char(call.zeros ? call.zeros[column * call.zero_stride + from] : middle_of(weight));
+    if (weight.scales == Scales::half_zero)
+      group[kHalves + lane] = char(call.zeros ? call.zeros[column * call.zero_stride + from] : middle_of(weight.codes));
   }
 }
 
-// The codes of all filled lanes: words of four k go where they belong, of int4 two words become one.
-void move_codes(const CodesCall& call, const Rows& rows, char* tile) {
+void fill_codes_of(const CodesCall& call, const Rows& rows, char* tile) {
   const Weight& weight = *call.codes.weight;
-  const bool four = weight.format == Dtype::int4;
-  const index_t in_group = weight.group == kWholeDepth ? weight.depth : weight.group, in_word = four ? 8 : 4;
-  const i32v flip = all(std::int32_t(call.is_signed ? 0x80808080 : 0));
-  u8v wrong{};
-  for (index_t first = 0; first < weight.depth; first += kLanes * 4)
-    for (index_t v = 0; v < kVectors; ++v) {
-      if (!rows.any[v]) continue;
-      i32v words[kLanes];
-      load_words(rows, v, first, weight.depth - first, words);
-      for (index_t i = 0, k = first; i < kLanes && k < weight.depth; i += in_word / 4, k += in_word) {
-        i32v word = words[i] ^ flip;
-        if (four) {
-          const std::uint8_t shift = call.is_signed ? 128 - 8 : 0;
-          const u8v low = (u8v)word - shift, high = (u8v)(words[i + 1] ^ flip) - shift;
-          wrong |= low | high;
-          word = ((i32v)low & 0x0F0F0F0F) | ((i32v)high & 0x0F0F0F0F) << 4;
-        }
-        char* const integers = group_at(weight, tile, k / in_group) + weight.head_bytes;
-        put(integers + k % in_group / in_word * kTileColumns * 4, rows, v, word);
-      }
-    }
-  std::uint8_t any = 0;
-  for (int i = 0; i < 4 * kLanes; ++i) any = std::uint8_t(any | wrong[i]);
-  if (any > 15) report(call, Problem::code);
+  // Signed bytes become unsigned ones whose middle is the weight's.
+  const std::uint8_t added = call.is_signed ? std::uint8_t(middle_of(weight.codes)) : 0;
+  const std::uint8_t all_of_them = put_codes(weight, rows, tile, 0, weight.depth, added);
+  if (weight.codes != Codes::eight && all_of_them > 15) report(call, Problem::code);
 }
 
 void fill_codes(const void* described, index_t begin, index_t end) {
@@ -100,7 +77,7 @@ void fill_codes(const void* described, index_t begin, index_t end) {
     const index_t tile = call.codes.first_tile + i;
     const Rows rows = rows_of(call.codes, tile);
     char* memory = weight.memory + tile * weight.tile_bytes;
-    move_codes(call, rows, memory);
+    fill_codes_of(call, rows, memory);
     for (index_t lane = 0; lane < kTileColumns; ++lane)
       if (rows.of[lane]) fill_scales(call, column_of(weight, tile, lane) - call.codes.first, memory, lane);
   }

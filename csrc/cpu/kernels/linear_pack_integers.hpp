@@ -10,6 +10,7 @@
 // piece.
 #pragma once
 
+#include "linear_codes.hpp"
 #include "linear_pack.hpp"
 
 namespace qt::QT_ISA {
@@ -83,17 +84,19 @@ QT_INLINE void choose_scale(const float* block, index_t count, bool zeros, f32v&
   }
 }
 
-// The stored integer that means zero where groups have no zero points of their own.
-QT_INLINE int middle_of(const Weight& weight) { return weight.format == Dtype::int4 ? 8 : 128; }
-
-QT_INLINE char* group_at(const Weight& weight, char* tile, index_t g) {
-  return tile + kTileColumns * 4 + g * weight.group_bytes;
+// The head of a block, and where the codes of a k begin: its block's, or those of its step.
+QT_INLINE char* head_at(const Weight& weight, char* tile, index_t block) {
+  return tile + kTileColumns * 4 + block * weight.block_bytes;
+}
+QT_INLINE char* codes_at(const Weight& weight, char* tile, index_t k) {
+  const CodeStep step = step_of(weight.codes);
+  return head_at(weight, tile, k / weight.block) + weight.head_bytes + k % weight.block / step.k * step.bytes;
 }
 
 // Stores one group of `count` k: q + zero as bytes or nibbles.
 QT_INLINE void store_integers(const Weight& weight, const Rows& rows, index_t v, const float* block, index_t count,
                               f32v inverse, f32v zero, char* integers) {
-  const bool four = weight.format == Dtype::int4;
+  const bool four = weight.codes == Codes::four;
   const float least = four ? 0.0f : 1.0f, most = four ? 15.0f : 255.0f;
   const index_t in_word = four ? 8 : 4;
   for (index_t k = 0; k < count; k += in_word, integers += kTileColumns * 4) {
@@ -125,12 +128,14 @@ void column_magnitudes(const PackCall& call, const Rows& rows, float* block, flo
   }
 }
 
+// Of int8 and int4, with zero points or without.
 void fill_integers(const PackCall& call, const Rows& rows, char* tile) {
   const Weight& weight = *call.weight;
   alignas(64) float block[kBlock * kTileColumns];
   alignas(64) float magnitudes[kTileColumns];
   const LoadBlock load_block = loader_of(call.source_dtype);
-  const bool grouped = weight.group != kWholeDepth, four = weight.format == Dtype::int4;
+  const bool grouped = weight.group != kWholeDepth, four = weight.codes == Codes::four;
+  const bool zeros = weight.scales == Scales::half_zero;
   column_magnitudes(call, rows, block, magnitudes);
   for (index_t v = 0; v < kVectors; ++v) {
     if (!rows.any[v]) continue;
@@ -140,16 +145,15 @@ void fill_integers(const PackCall& call, const Rows& rows, char* tile) {
   const index_t step = grouped ? weight.group : kBlock;  // of k with one scale, or a part of those
   for (index_t begin = 0; begin < weight.depth; begin += step) {
     const index_t depth = weight.depth - begin < step ? weight.depth - begin : step;
-    char* group = group_at(weight, tile, grouped ? begin / step : 0);
-    char* integers = group + weight.head_bytes + (grouped ? 0 : begin * kTileColumns);
+    char *const group = head_at(weight, tile, begin / weight.block), *const integers = codes_at(weight, tile, begin);
     load_block(rows, begin, depth, block);
     for (index_t v = 0; v < kVectors; ++v) {
       if (!rows.any[v]) continue;
       const float* mine = block + v * kLanes;
       const f32v column_most = load(magnitudes + v * kLanes) * (1.0f / 127.0f);
-      f32v scale = column_most, zero = all(float(middle_of(weight)));
+      f32v scale = column_most, zero = all(float(middle_of(weight.codes)));
       if (four) {
-        choose_scale(mine, depth, weight.zeros, scale, zero);
+        choose_scale(mine, depth, zeros, scale, zero);
       } else if (grouped) {
         const Extremes found = extremes(mine, depth);
         scale = max(found.most, -found.least) * (1.0f / 127.0f);
@@ -159,7 +163,7 @@ void fill_integers(const PackCall& call, const Rows& rows, char* tile) {
         const f32v relative = rounded_to<fp16>(scale / column);
         put(group, rows, v, relative, (fp16*)nullptr);
         scale = relative * column;
-        if (weight.zeros) put_bytes(group + kTileColumns * 2, rows, v, to_int(zero));
+        if (zeros) put_bytes(group + kTileColumns * 2, rows, v, to_int(zero));
       }
       store_integers(weight, rows, v, mine, depth, inverse_of(scale), zero, integers);
     }
@@ -168,27 +172,31 @@ void fill_integers(const PackCall& call, const Rows& rows, char* tile) {
 
 // --- back ---
 
-// Number k of group g of a lane, as it is multiplied.
-float number_at(const Weight& weight, const char* tile, index_t lane, index_t g, index_t k) {
-  const char* group = tile + kTileColumns * 4 + g * weight.group_bytes;
-  const unsigned char* integers = (const unsigned char*)group + weight.head_bytes;
-  const bool four = weight.format == Dtype::int4;
-  const index_t in_word = four ? 8 : 4;
-  const unsigned char byte = integers[(k / in_word * kTileColumns + lane) * 4 + k % 4];
-  const int stored = !four ? byte : k % 8 < 4 ? byte & 15 : byte >> 4;
-  const int zero = weight.zeros ? ((const unsigned char*)group)[kTileColumns * 2 + lane] : middle_of(weight);
-  const float column = ((const float*)tile)[lane];
-  if (weight.group == kWholeDepth) return float(stored - zero) * column;
-  fp16 scales[kLanes] = {};
-  scales[0] = ((const fp16*)group)[lane];
-  return float(stored - zero) * (load(scales)[0] * column);
-}
+// Groups of one lane one after another, as they are multiplied.
+class Reader {
+ public:
+  Reader(const Weight& weight, const char* tile, index_t lane) : weight_(weight), tile_(tile), lane_(lane) {}
 
-void read_group(const Weight& weight, const char* tile, index_t lane, index_t g, float* out) {
-  const index_t in_group = weight.group == kWholeDepth ? weight.depth : weight.group, begin = g * in_group;
-  for (index_t k = begin; k < weight.depth && k < begin + in_group; ++k)
-    out[k] = number_at(weight, tile, lane, g, k - begin);
-}
+  index_t in_group() const { return weight_.group != kWholeDepth ? weight_.group : weight_.depth; }
+  // k [begin, begin + count) of one group.
+  void read(index_t begin, index_t count, float* out) const {
+    const index_t block = begin / weight_.block, in_block = begin % weight_.block, group = in_block / in_group();
+    const char* const head = tile_ + kTileColumns * 4 + block * weight_.block_bytes;
+    const ScalesOfLane of = scales_of_lane(weight_, head, group, lane_);
+    const float column = ((const float*)tile_)[lane_], scale = of.scale * column, minimum = of.minimum * column;
+    const unsigned char* const codes = (const unsigned char*)head + weight_.head_bytes;
+    const bool has_minimum = shifts(weight_.scales) && weight_.scales != Scales::half_zero;
+    for (index_t i = 0; i < count; ++i) {
+      const float product = (float(code_at(weight_, codes, lane_, in_block + i)) - of.zero) * scale;
+      out[i] = has_minimum ? product + minimum : product;
+    }
+  }
+
+ private:
+  const Weight& weight_;
+  const char* const tile_;
+  const index_t lane_;
+};
 
 }  // namespace
 }  // namespace qt::QT_ISA

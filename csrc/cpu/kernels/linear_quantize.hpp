@@ -34,29 +34,31 @@ constexpr index_t integer_bytes(bool eight) { return kDotsBytes && eight ? 1 : 2
 constexpr index_t planes_of(bool) { return 1; }
 #endif
 
-// The stored weight that means zero.
-QT_INLINE std::int32_t zero_of(const Weight& weight) { return weight.format == Dtype::int4 ? 8 : 128; }
-
-// Where things lie in a row, in bytes.
+// Where things lie in a row, in bytes. Of each group of weights, or of x where weights have none: x's scale (half of what has one
+// has it twice where groups are of 16); the negated sum of its integers times the weights' middle; where the format shifts, the
+// same as a number, not negated.
 struct QuantizedX {
   index_t plane;  // whole lines, zeros at the end
-  index_t groups, scales_at, offsets_at, row_bytes;
+  index_t in_group, groups, scales_at, offsets_at, shares_at, row_bytes;
 };
 
 QT_INLINE index_t in_lines(index_t bytes) { return (bytes + 63) / 64 * 64; }
 
-QT_INLINE QuantizedX quantized_x(index_t depth, index_t group, bool eight) {
+QT_INLINE QuantizedX quantized_x(const Weight& weight, index_t x_group, bool eight) {
   QuantizedX x;
-  x.groups = (depth + group - 1) / group;
-  x.plane = in_lines((depth + kXBlock - 1) / kXBlock * kXBlock * integer_bytes(eight));
+  x.in_group = weight.group != kWholeDepth ? weight.group : x_group;
+  x.groups = (weight.depth + x.in_group - 1) / x.in_group;
+  x.plane = in_lines((weight.depth + kXBlock - 1) / kXBlock * kXBlock * integer_bytes(eight));
   x.scales_at = x.plane * planes_of(eight);
   x.offsets_at = x.scales_at + x.groups * 4;
-  x.row_bytes = in_lines(x.offsets_at + x.groups * 4) + 64;  // rows of a power of two would share cache sets
+  x.shares_at = x.offsets_at + x.groups * 4;
+  const index_t end = shifts(weight.scales) ? x.shares_at + x.groups * 4 : x.shares_at;
+  x.row_bytes = in_lines(end) + 64;  // rows of a power of two would share cache sets
   return x;
 }
 
 QT_INLINE QuantizedX quantized_x(const LinearCall& call) {
-  return quantized_x(call.weight->depth, call.x_group, call.int8_activations);
+  return quantized_x(*call.weight, call.x_group, call.int8_activations);
 }
 
 // Of 32 numbers, the largest magnitude of each lane; `largest_of` has the largest of all, as the bits of an fp32: above
@@ -113,8 +115,8 @@ QT_INLINE std::int32_t largest_bits(const Element* x, index_t count) {
   return largest_of(most, x);
 }
 
-// A block of x times `inverse` as integers at `out`, in the order of the multiplication; adds them to the lanes of
-// `sums`.
+// A block of x times `inverse` as integers at `out`, in the order of the multiplication; adds them to the lanes of `sums`, its
+// first half's and its second's, which sums_of tells apart.
 #if defined(__AVX512VNNI__)
 struct HalfBlocks {  // so that packing 32 to 16 bits, which goes by 128-bit lanes, gives k in order
   f32v low, high;
@@ -131,11 +133,11 @@ QT_INLINE HalfBlocks half_blocks(const Element* x) {
 }
 
 template <class Element>
-QT_INLINE void quantize_block(const Element* x, f32v inverse, bool eight, char* out, [[maybe_unused]] index_t plane, i32v& sums) {
+QT_INLINE void quantize_block(const Element* x, f32v inverse, bool eight, char* out, [[maybe_unused]] index_t plane, i32v (&sums)[2]) {
   const HalfBlocks block = half_blocks(x);
   const __m512i low = _mm512_cvtps_epi32(block.low * inverse), high = _mm512_cvtps_epi32(block.high * inverse);
   const __m512i q = _mm512_packs_epi32(low, high);
-  sums = (i32v)_mm512_dpwssd_epi32((__m512i)sums, q, _mm512_set1_epi16(1));
+  sums[0] = (i32v)_mm512_dpwssd_epi32((__m512i)sums[0], q, _mm512_set1_epi16(1));  // lanes in the order of k
   if (eight) {
     _mm256_storeu_si256((__m256i*)out, _mm512_cvtepi16_epi8(q));
     return;
@@ -155,12 +157,13 @@ QT_INLINE void quantize_block(const Element* x, f32v inverse, bool eight, char* 
 #elif defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
 // Four at a time for multiply_pairs: k, k + 2, k + 1, k + 3, whichever the precision.
 template <class Element>
-QT_INLINE void quantize_block(const Element* x, f32v inverse, bool, char* out, index_t, i32v& sums) {
+QT_INLINE void quantize_block(const Element* x, f32v inverse, bool, char* out, index_t, i32v (&sums)[2]) {
   const __m256i order = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
   for (index_t k = 0; k < kXBlock; k += 2 * kLanes) {
     const __m256i low = _mm256_cvtps_epi32(load(x + k) * inverse), high = _mm256_cvtps_epi32(load(x + k + kLanes) * inverse);
     const __m256i q = _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xD8);  // which packs by 128-bit lanes
-    sums = multiply_pairs(sums, (i32v)q, all(0x00010001));
+    i32v& of_half = sums[k * 2 / kXBlock];
+    of_half = multiply_pairs(of_half, (i32v)q, all(0x00010001));
     _mm256_storeu_si256((__m256i*)(out + 2 * k), _mm256_shuffle_epi8(q, order));
   }
 }
@@ -190,10 +193,10 @@ QT_INLINE void store_pairs(i32x4 q, char* out) {
 }
 
 template <class Element>
-QT_INLINE void quantize_block(const Element* x, f32v inverse, bool eight, char* out, index_t, i32v& sums) {
+QT_INLINE void quantize_block(const Element* x, f32v inverse, bool eight, char* out, index_t, i32v (&sums)[2]) {
   for (index_t k = 0; k < kXBlock; k += kLanes) {
     const i32v q = to_int(round(load(x + k) * inverse));
-    sums += q;
+    sums[k * 2 / kXBlock] += q;
     for (int i = 0; i < kLanes; i += 4) {
       i32x4 four;
       std::memcpy(&four, (const char*)&q + i * 4, sizeof four);
@@ -206,10 +209,30 @@ QT_INLINE void quantize_block(const Element* x, f32v inverse, bool eight, char* 
 }
 #endif
 
-// Numbers whose largest magnitude is `largest`, quantized to at most `most`. Returns the sum of the integers.
+// Sums of first and second halves of blocks; of whole ones, in the first, where nobody asks for halves.
+struct HalfSums {
+  std::int32_t of[2];
+};
+QT_INLINE HalfSums sums_of(const i32v (&sums)[2], bool halves) {
+#if defined(__AVX512F__)
+  if (!halves) return {{_mm512_reduce_add_epi32((__m512i)(sums[0] + sums[1])), 0}};
+#if defined(__AVX512VNNI__)
+  return {{_mm512_mask_reduce_add_epi32(0x00FF, (__m512i)sums[0]), _mm512_mask_reduce_add_epi32(0xFF00, (__m512i)sums[0])}};
+#else
+  return {{_mm512_reduce_add_epi32((__m512i)sums[0]), _mm512_reduce_add_epi32((__m512i)sums[1])}};
+#endif
+#else
+  HalfSums total{};
+  for (int half = 0; half < 2; ++half)
+    for (int i = 0; i < kLanes; ++i) total.of[halves ? half : 0] += sums[half][i];
+  return total;
+#endif
+}
+
+// Numbers whose largest magnitude is `largest`, quantized to at most `most`. Returns the sums of the integers.
 template <class Element>
-QT_INLINE std::int32_t quantize_group(const Element* x, index_t count, std::int32_t largest, bool eight, char* out,
-                                      index_t plane, float* scale) {
+QT_INLINE HalfSums quantize_group(const Element* x, index_t count, std::int32_t largest, bool eight, char* out, index_t plane,
+                                  float* scale, bool halves) {
   const float most = float(eight ? kMost8 : kMost16);
   float magnitude;
   std::memcpy(&magnitude, &largest, sizeof magnitude);
@@ -217,35 +240,37 @@ QT_INLINE std::int32_t quantize_group(const Element* x, index_t count, std::int3
     *scale = largest >= 0x7F800000 ? magnitude - magnitude : 0.0f;  // NaN
     for (index_t p = 0; p < planes_of(eight); ++p)
       std::memset(out + p * plane, 0, (count + kXBlock - 1) / kXBlock * kXBlock * integer_bytes(eight));
-    return 0;
+    return {};
   }
   *scale = magnitude / most;
   const f32v inverse = all(most / magnitude);
-  i32v sums = i32v{};
+  i32v sums[2] = {};
   Element copy[kXBlock];
   for (index_t k = 0; k < count; k += kXBlock)
     quantize_block(block_at(x + k, count - k, copy), inverse, eight, out + k * integer_bytes(eight), plane, sums);
-#if defined(__AVX512F__)
-  return _mm512_reduce_add_epi32((__m512i)sums);
-#else
-  std::int32_t total = 0;
-  for (int i = 0; i < kLanes; ++i) total += sums[i];
-  return total;
-#endif
+  return sums_of(sums, halves);
 }
 
 template <class Element>
 void quantize_row(const LinearCall& call, const QuantizedX& layout, const Element* x, char* row) {
   const index_t depth = call.weight->depth, group = call.x_group;
   const bool eight = call.int8_activations;
-  float* scales = (float*)(row + layout.scales_at);
-  std::int32_t* offsets = (std::int32_t*)(row + layout.offsets_at);
+  const std::int32_t middle = middle_of(call.weight->codes);
+  const bool halves = layout.in_group < group, shares = shifts(call.weight->scales);
+  float *scale = (float*)(row + layout.scales_at), *share = (float*)(row + layout.shares_at);
+  std::int32_t* offset = (std::int32_t*)(row + layout.offsets_at);
   std::int32_t largest = eight ? largest_bits(x, depth) : 0;
-  for (index_t g = 0; g < layout.groups; ++g) {
-    const index_t at = g * group, count = depth - at < group ? depth - at : group;
+  for (index_t at = 0; at < depth; at += group) {
+    const index_t count = depth - at < group ? depth - at : group;
     if (!eight) largest = largest_bits(x + at, count);
-    char* integers = row + at * integer_bytes(eight);
-    offsets[g] = -zero_of(*call.weight) * quantize_group(x + at, count, largest, eight, integers, layout.plane, scales + g);
+    char* const integers = row + at * integer_bytes(eight);
+    const HalfSums sums = quantize_group(x + at, count, largest, eight, integers, layout.plane, scale, halves);
+    const float first = *scale;
+    for (int half = 0; half < 1 + (halves && count > layout.in_group); ++half) {
+      *offset = -middle * sums.of[half];
+      if (shares) *share++ = first * -float(*offset);
+      *scale++ = first, ++offset;
+    }
   }
 #if defined(QT_AMX)  // which multiplies whole lines
   const index_t written = (depth + kXBlock - 1) / kXBlock * kXBlock;

@@ -1,0 +1,161 @@
+// How the integers of a packed weight are coded, and how they become bytes.
+//
+// A step (step_of) is so many k of all 64 columns. Below, bytes of a line are [64][4]; q counts the step's fours of k, of which a
+// column's four bytes have one number each.
+//
+//   eight   a line: fours as they are
+//   four    a line: q 0 in the low, 1 in the high halves                                     8 k
+//   table   the same, halves choose one of 16 bytes                                          8 k
+//   six     two lines as of four; a line whose bits 2 q, 2 q + 1 are the upper two          16 k
+//   five    four lines as of four; a line whose bit q is the upper one                      32 k
+//   two     a line: bits 2 q, 2 q + 1                                                       16 k
+//   three   the same; then 16 bits for each column, of which bit 4 i + q is the upper one
+//           of the four's number i                                                          16 k
+#pragma once
+
+#include "linear.hpp"
+#include "simd.hpp"
+
+namespace qt::QT_ISA {
+namespace {
+
+inline constexpr index_t kLine = kTileColumns * 4;
+
+// Fours of k in a step.
+constexpr int fours_of(Codes codes) { return int(step_of(codes).k / 4); }
+
+QT_INLINE i32v nibbles_of(i32v line, int half) {
+  const i32v nibbles = all(std::int32_t(0x0F0F0F0F));
+  return half == 0 ? line & nibbles : (i32v)((u32v)line >> 4) & nibbles;
+}
+
+// Those bits of each byte that come to lie where `mask` has ones once all are moved to the left, or to the right.
+QT_INLINE i32v moved_bits(i32v line, int left, std::int32_t mask) {
+  return (left >= 0 ? line << left : (i32v)((u32v)line >> -left)) & all(mask);
+}
+
+// 16 bits of each column, as a byte for each number of a four whose bit q is its own.
+QT_INLINE i32v spread_bits(const char* halves) {
+  const i32v bits = (i32v)((u32v)as_bits(load((const bf16*)halves)) >> 16);
+  const i32v apart = (bits & 0xFF) | (bits & 0xFF00) << 8;
+  return apart | apart << 4;
+}
+
+// The q-th four of a step, of one vector of columns. step: its first line, from the vector's first column on; halves: of three
+// bits, what is behind the lines, likewise.
+template <Codes kCodes>
+QT_INLINE i32v four_of(const char* step, [[maybe_unused]] const char* halves, int q, [[maybe_unused]] i32v table) {
+  if constexpr (kCodes == Codes::eight) return load_bits(step);
+  if constexpr (kCodes == Codes::four) return nibbles_of(load_bits(step), q);
+  if constexpr (kCodes == Codes::table) return look_up(table, nibbles_of(load_bits(step), q));
+  if constexpr (kCodes == Codes::six)
+    return nibbles_of(load_bits(step + q / 2 * kLine), q % 2) | moved_bits(load_bits(step + 2 * kLine), 4 - 2 * q, 0x30303030);
+  if constexpr (kCodes == Codes::five)
+    return nibbles_of(load_bits(step + q / 2 * kLine), q % 2) | moved_bits(load_bits(step + 4 * kLine), 4 - q, 0x10101010);
+  const i32v low = moved_bits(load_bits(step), -2 * q, 0x03030303);
+  if constexpr (kCodes == Codes::three) return low | moved_bits(spread_bits(halves), 2 - q, 0x04040404);
+  return low;
+}
+
+QT_INLINE i32v table_of(const unsigned char (&bytes)[16]) {
+  char repeated[4 * kLanes];
+  for (int i = 0; i < 4 * kLanes; i += 16) std::memcpy(repeated + i, bytes, 16);
+  return load_bits(repeated);
+}
+
+// `steps` of `columns` from `column` on, as lines of bytes, `line` bytes from one to the next.
+template <Codes kCodes>
+void expand_as(const char* step, index_t column, index_t columns, index_t steps, const unsigned char (&table)[16], char* out,
+               index_t line) {
+  constexpr CodeStep size = step_of(kCodes);
+  const i32v values = table_of(table);
+  for (index_t s = 0; s < steps; ++s, step += size.bytes, out += size.k / 4 * line)
+    for (index_t c = 0; c < columns; c += kLanes) {
+      const char *const at = step + (column + c) * 4, *const halves = step + kLine + (column + c) * 2;
+#pragma GCC unroll 8
+      for (int q = 0; q < fours_of(kCodes); ++q) {
+        const i32v four = four_of<kCodes>(at, halves, q, values);
+        std::memcpy(out + q * line + c * 4, &four, sizeof four);
+      }
+    }
+}
+
+using Expand = void (*)(const char*, index_t, index_t, index_t, const unsigned char (&)[16], char*, index_t);
+QT_INLINE Expand expander_of(Codes codes) {
+  switch (codes) {
+    case Codes::eight: return expand_as<Codes::eight>;
+    case Codes::four: return expand_as<Codes::four>;
+    case Codes::table: return expand_as<Codes::table>;
+    case Codes::six: return expand_as<Codes::six>;
+    case Codes::five: return expand_as<Codes::five>;
+    case Codes::three: return expand_as<Codes::three>;
+    default: return expand_as<Codes::two>;
+  }
+}
+
+// One step of fours of k, whose numbers are in the bytes, as it is stored. `lines`: of one vector of columns.
+inline constexpr int kMostLines = 5;
+struct StoredStep {
+  i32v lines[kMostLines];
+  i32v halves;  // of three bits: in the low half of each
+};
+
+QT_INLINE i32v both_nibbles(const i32v* fours) {
+  const i32v nibbles = all(std::int32_t(0x0F0F0F0F));
+  return (fours[0] & nibbles) | (fours[1] & nibbles) << 4;
+}
+
+// Bits [from, from + count) of each number of n fours, side by side.
+QT_INLINE i32v gathered_bits(const i32v* fours, int n, int from, int count) {
+  const i32v mask = all(std::int32_t(count == 1 ? 0x01010101 : 0x03030303));
+  i32v line{};
+  for (int q = 0; q < n; ++q) line = line | ((i32v)((u32v)fours[q] >> from) & mask) << q * count;
+  return line;
+}
+
+QT_INLINE StoredStep stored_step(Codes codes, const i32v* fours) {
+  StoredStep step{};
+  switch (codes) {
+    case Codes::eight: step.lines[0] = fours[0]; break;
+    case Codes::four:
+    case Codes::table: step.lines[0] = both_nibbles(fours); break;
+    case Codes::six:
+      for (int n = 0; n < 2; ++n) step.lines[n] = both_nibbles(fours + 2 * n);
+      step.lines[2] = gathered_bits(fours, 4, 4, 2);
+      break;
+    case Codes::five:
+      for (int n = 0; n < 4; ++n) step.lines[n] = both_nibbles(fours + 2 * n);
+      step.lines[4] = gathered_bits(fours, 8, 4, 1);
+      break;
+    case Codes::three: {
+      step.lines[0] = gathered_bits(fours, 4, 0, 2);
+      const i32v spread = gathered_bits(fours, 4, 2, 1);  // bit q of byte i
+      const i32v pairs = spread | (i32v)((u32v)spread >> 4);
+      step.halves = (pairs & 0xFF) | ((i32v)((u32v)pairs >> 8) & 0xFF00);
+      break;
+    }
+    case Codes::two: step.lines[0] = gathered_bits(fours, 4, 0, 2); break;
+  }
+  return step;
+}
+
+// Number k of a lane, from its group's first step on.
+int code_at(const Weight& weight, const unsigned char* codes, index_t lane, index_t k) {
+  const CodeStep size = step_of(weight.codes);
+  const unsigned char* const step = codes + k / size.k * size.bytes;
+  const index_t q = k % size.k / 4, i = k % 4;
+  const auto byte = [&](index_t line) { return int(step[line * kLine + lane * 4 + i]); };
+  const auto nibble = [&] { return byte(q / 2) >> (q % 2 * 4) & 15; };
+  switch (weight.codes) {
+    case Codes::eight: return byte(0);
+    case Codes::four: return nibble();
+    case Codes::table: return weight.table[nibble()];
+    case Codes::six: return nibble() | (byte(2) >> 2 * q & 3) << 4;
+    case Codes::five: return nibble() | (byte(4) >> q & 1) << 4;
+    case Codes::two: return byte(0) >> 2 * q & 3;
+    default: return (byte(0) >> 2 * q & 3) | (step[kLine + lane * 2 + i / 2] >> (i % 2 * 4 + q) & 1) << 2;
+  }
+}
+
+}  // namespace
+}  // namespace qt::QT_ISA

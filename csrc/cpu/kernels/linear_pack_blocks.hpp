@@ -1,0 +1,155 @@
+// Packing of blocks as GGUF files have them (ggml's quantized types): their numbers as they are, in the order of a tile.
+//
+// A row of the file is blocks of 32 or 256 k, each with its scales. A thread owns a tile: it takes one block of each of up to 64
+// rows apart into bytes, which go into steps (linear_pack_steps.hpp), and what it is scaled with into the head. The weight's codes
+// and scales say which type it is.
+#pragma once
+
+#include "linear_pack_steps.hpp"
+
+namespace qt::QT_ISA {
+namespace {
+
+// A block's place in the head: of one lane.
+struct HeadOfLane {
+  char* head;
+  index_t lane;
+
+  void half(index_t which, const unsigned char* from) const { std::memcpy(head + which * kHalves + lane * 2, from, 2); }
+  // Behind `halves` of those.
+  void byte(index_t halves, index_t which, int value) const {
+    head[halves * kHalves + which * kTileColumns + lane] = char(value);
+  }
+};
+
+// Low halves of bytes, then high ones.
+QT_INLINE void split(const unsigned char* from, index_t count, unsigned char* codes) {
+  for (index_t i = 0; i < count; ++i) codes[i] = from[i] & 15;
+  for (index_t i = 0; i < count; ++i) codes[count + i] = from[i] >> 4;
+}
+
+// Adds bit n of each byte, as a code's `value`.
+QT_INLINE void add_bits(const unsigned char* from, index_t count, int n, int value, unsigned char* codes) {
+  for (index_t i = 0; i < count; ++i) codes[i] = (unsigned char)(codes[i] + (from[i] >> n & 1) * value);
+}
+
+// Two bits from bit n on.
+QT_INLINE void take_pairs(const unsigned char* from, index_t count, int n, int value, unsigned char* codes) {
+  for (index_t i = 0; i < count; ++i) codes[i] = (unsigned char)(codes[i] + (from[i] >> n & 3) * value);
+}
+
+// 6-bit scales and minima of eight groups in twelve bytes: the first four have bytes of their own, whose upper two bits are the
+// upper two of the others'.
+QT_INLINE void six_bits(const unsigned char* from, const HeadOfLane& head) {
+  for (int g = 0; g < 8; ++g) {
+    const int scale = g < 4 ? from[g] & 63 : (from[g + 4] & 15) | from[g - 4] >> 6 << 4;
+    const int minimum = g < 4 ? from[g + 4] & 63 : from[g + 4] >> 4 | from[g] >> 6 << 4;
+    head.byte(2, 2 * g, scale), head.byte(2, 2 * g + 1, minimum);
+  }
+}
+
+// Of 32 k: fp16 d, with minima another; with 5 bits their upper ones; halves of bytes.
+void take_small(const Weight& weight, const unsigned char* from, unsigned char* codes, const HeadOfLane& head) {
+  head.half(0, from);
+  from += 2;
+  if (weight.scales == Scales::half_minimum) head.half(1, from), from += 2;
+  if (weight.codes == Codes::eight) {
+    for (index_t i = 0; i < 32; ++i) codes[i] = (unsigned char)(from[i] + 128);
+    return;
+  }
+  const bool five = weight.codes == Codes::five;
+  split(from + (five ? 4 : 0), 16, codes);
+  if (!five) return;
+  for (index_t i = 0; i < 32; ++i) codes[i] = (unsigned char)(codes[i] + (from[i / 8] >> (i % 8) & 1) * 16);
+}
+
+// Q4_K and Q5_K: d, minima's d, 6-bit scales; with 5 bits the upper ones, bit g of a byte for group g; halves of bytes.
+void take_groups_of_32(const Weight& weight, const unsigned char* from, unsigned char* codes, const HeadOfLane& head) {
+  const bool five = weight.codes == Codes::five;
+  head.half(0, from), head.half(1, from + 2);
+  six_bits(from + 4, head);
+  const unsigned char *const upper = from + 16, *const nibbles = upper + (five ? 32 : 0);
+  for (int pair = 0; pair < 4; ++pair) split(nibbles + 32 * pair, 32, codes + 64 * pair);
+  for (int g = 0; five && g < 8; ++g) add_bits(upper, 32, g, 16, codes + 32 * g);
+}
+
+// Q6_K: halves of bytes, upper two bits, scales, d.
+void take_six(const unsigned char* from, unsigned char* codes, const HeadOfLane& head) {
+  for (int half = 0; half < 2; ++half) {
+    split(from + 64 * half, 64, codes + 128 * half);
+    for (int n = 0; n < 4; ++n) take_pairs(from + 128 + 32 * half, 32, 2 * n, 16, codes + 128 * half + 32 * n);
+  }
+  for (int g = 0; g < 16; ++g) head.byte(1, g, from[192 + g]);
+  head.half(0, from + 208);
+}
+
+QT_INLINE void take_lower_pairs(const unsigned char* from, unsigned char* codes) {
+  std::memset(codes, 0, 256);
+  for (int n = 0; n < 8; ++n) take_pairs(from + n / 4 * 32, 32, n % 4 * 2, 1, codes + 32 * n);
+}
+
+// Q3_K: upper bits, bit n of a byte for the n-th 32 k; pairs of bits; 6-bit scales, lower four bits and upper two; d.
+void take_three(const unsigned char* from, unsigned char* codes, const HeadOfLane& head) {
+  take_lower_pairs(from + 32, codes);
+  for (int n = 0; n < 8; ++n) add_bits(from, 32, n, 4, codes + 32 * n);
+  const unsigned char *const lower = from + 96, *const upper = lower + 8;
+  for (int g = 0; g < 16; ++g) {
+    const int scale = (lower[g % 8] >> (g / 8 * 4) & 15) | (upper[g % 4] >> (g / 4 * 2) & 3) << 4;
+    head.byte(1, g, scale - 32);
+  }
+  head.half(0, from + 108);
+}
+
+// Q2_K: scales and minima in the halves of bytes; pairs of bits; d, minima's d.
+void take_two(const unsigned char* from, unsigned char* codes, const HeadOfLane& head) {
+  for (int g = 0; g < 16; ++g) head.byte(2, g, from[g]);
+  take_lower_pairs(from + 16, codes);
+  head.half(0, from + 80), head.half(1, from + 82);
+}
+
+// One block of one row. Of a table: what chooses, which is what steps have.
+void take_block(const Weight& weight, const unsigned char* from, unsigned char* codes, const HeadOfLane& head) {
+  if (weight.block == 32) return take_small(weight, from, codes, head);
+  switch (weight.codes) {
+    case Codes::six: return take_six(from, codes, head);
+    case Codes::three: return take_three(from, codes, head);
+    case Codes::two: return take_two(from, codes, head);
+    default: return take_groups_of_32(weight, from, codes, head);
+  }
+}
+
+// Of a block in the file.
+index_t stored_bytes(const Weight& weight) {
+  const index_t codes = step_of(weight.codes).bytes * weight.block / step_of(weight.codes).k / kTileColumns;
+  const index_t head = weight.head_bytes / kTileColumns;
+  return codes + (weight.scales == Scales::bytes_minimum || weight.codes == Codes::three ? head - 4 : head);
+}
+
+void fill_blocks(const void* described, index_t begin, index_t end) {
+  const PackCall& call = *(const PackCall*)described;
+  const Weight& weight = *call.weight;
+  const index_t in_file = stored_bytes(weight);
+  alignas(64) unsigned char codes[kTileColumns * 256];
+  for (index_t i = begin; i < end; ++i) {
+    const index_t tile = call.first_tile + i;
+    const Rows rows = rows_of(call, tile);
+    Rows taken = rows;
+    for (index_t lane = 0; lane < kTileColumns; ++lane)
+      if (rows.of[lane]) taken.of[lane] = (const char*)codes + lane * weight.block;
+    char* const memory = weight.memory + tile * weight.tile_bytes;
+    for (index_t lane = 0; lane < kTileColumns; ++lane) {
+      const float one = 1.0f;
+      if (rows.of[lane]) std::memcpy(memory + lane * 4, &one, 4);
+    }
+    for (index_t block = 0; block < weight.blocks; ++block) {
+      char* const head = head_at(weight, memory, block);
+      for (index_t lane = 0; lane < kTileColumns; ++lane)
+        if (rows.of[lane])
+          take_block(weight, (const unsigned char*)rows.of[lane] + block * in_file, codes + lane * weight.block, {head, lane});
+      put_codes(weight, taken, memory, block * weight.block, weight.block, 0);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace qt::QT_ISA
