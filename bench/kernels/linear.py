@@ -67,7 +67,7 @@ class Format:
     @property
     def has_blocks(self) -> bool:
         """Whether it is filled from blocks of a GGUF file."""
-        return self.weight.takes_blocks_alone
+        return self.weight.has_own_group
 
 
 PAIRS = (Multiply.FLOATS, Multiply.PAIRS, Multiply.MATRIX_PAIRS)
@@ -84,7 +84,7 @@ FORMATS = {
     "q4_0": Format(WeightFormat.INT4, 32, torch.bfloat16, False, BYTES, 2),
 } | {
     name: Format(WeightFormat[name.upper()], 0, torch.bfloat16, False, BYTES, 2)
-    for name in ("q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
+    for name in ("q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4")
 }
 USUAL = ("bf16", "fp16", "fp32", "int8", "w8a8", "int4")
 """What is measured unless others are asked for. gptq: 4 bits with zero points; others are GGUF's."""

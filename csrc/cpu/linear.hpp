@@ -178,6 +178,7 @@ struct CodesCall {
   const void* scales;  // [count][ceil(depth / scale_group)]
   Dtype scale_dtype;
   index_t scale_stride, scale_group;  // elements; k
+  const float* factors;               // [count]; of fp4 alone, or null
   const unsigned char* zeros;         // laid out like scales, or null
   index_t zero_stride;
   std::uint32_t* problems;  // a sum of Problem's, added to by all threads

@@ -12,7 +12,11 @@ struct Form {
   Codes codes;
   Scales scales;
   index_t group, block;
+  const std::int8_t* table = nullptr;
 };
+// ggml's for IQ4; fp4 (OCP Microscaling Formats, 2023, section 5.3.3), doubled.
+constexpr std::int8_t kUneven[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+constexpr std::int8_t kE2M1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 constexpr int kFirstForm = int(Dtype::int8);
 constexpr Form kForms[] = {
     {Codes::eight, Scales::half, 0, 0},               // int8
@@ -27,6 +31,10 @@ constexpr Form kForms[] = {
     {Codes::four, Scales::bytes_minimum, 32, 256},    // Q4_K
     {Codes::five, Scales::bytes_minimum, 32, 256},    // Q5_K
     {Codes::six, Scales::bytes, 16, 256},             // Q6_K
+    {Codes::table, Scales::half, 32, 32, kUneven},    // IQ4_NL
+    {Codes::table, Scales::bytes, 32, 256, kUneven},  // IQ4_XS
+    {Codes::table, Scales::exponent, 32, 32, kE2M1},  // MXFP4
+    {Codes::table, Scales::eighth, 16, 16, kE2M1},    // NVFP4
 };
 constexpr int kFormCount = int(sizeof kForms / sizeof kForms[0]);
 
@@ -74,6 +82,7 @@ bool describe_floats(index_t group, Weight& weight) {
 
 bool describe_integers(const Form& form, index_t group, Weight& weight) {
   weight.codes = form.codes, weight.scales = form.scales;
+  for (int i = 0; form.table != nullptr && i < 16; ++i) weight.table[i] = (unsigned char)(form.table[i] + middle_of(form.codes));
   weight.group = form.group != 0 ? form.group : group;
   if (form.group != 0 && (group != 0 || weight.depth % form.block != 0)) return false;
   if (weight.group == kWholeDepth) {
@@ -191,18 +200,19 @@ QT_EXPORT void qt_weight_fill(qt::Weight* weight, const void* source, int source
 
 // Packs integers as they are into columns [first, first + count), of an integer weight: codes [count, depth] of one byte each, rows
 // `stride` apart, signed or as they are stored (linear.hpp), times scales [count, ceil(depth / scale_group)]. scale_group: a
-// multiple of the weight's group, or at least depth: one scale for each column. zeros: bytes laid out like the scales, or null:
-// 8 (int4) or 128; of a weight with zero points. Returns the sum of the Problem's found, 0 if all numbers are packed exactly.
+// multiple of the weight's group, or at least depth: one scale for each column. Of MXFP4 and NVFP4 scales are bytes (int8), and
+// `factors` [count] in fp32 what each column is multiplied with besides, or null: 1; otherwise null. zeros: bytes laid out like the
+// scales, or null: 8 (int4) or 128; of a weight with zero points. Returns the sum of the Problem's found, 0 if all numbers are packed exactly.
 QT_EXPORT int qt_weight_fill_codes(qt::Weight* weight, const void* codes, int is_signed, index_t stride, const void* scales,
-                                   int scale_dtype, index_t scale_stride, index_t scale_group, const void* zeros,
-                                   index_t zero_stride, index_t first, index_t count) {
+                                   int scale_dtype, index_t scale_stride, index_t scale_group, const float* factors,
+                                   const void* zeros, index_t zero_stride, index_t first, index_t count) {
   std::uint32_t problems = 0;
   qt::CodesCall call{};
   call.codes = qt::pack_call(*weight, first, count);
   call.codes.source = codes, call.codes.source_dtype = qt::Dtype::int8, call.codes.source_stride = stride;
   call.is_signed = is_signed != 0;
   call.scales = scales, call.scale_dtype = qt::Dtype(scale_dtype);
-  call.scale_stride = scale_stride, call.scale_group = scale_group;
+  call.scale_stride = scale_stride, call.scale_group = scale_group, call.factors = factors;
   call.zeros = static_cast<const unsigned char*>(zeros), call.zero_stride = zero_stride;
   call.problems = &problems;
   qt::fill_tiles(call.codes, QT_CHOOSE(pack).fill_codes, &call);

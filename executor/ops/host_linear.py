@@ -41,6 +41,12 @@ class WeightFormat(IntEnum):
     Q4_K = 12
     Q5_K = 13
     Q6_K = 14
+    IQ4_NL = 15
+    IQ4_XS = 16
+    MXFP4 = 17
+    """Also of safetensors, from codes."""
+    NVFP4 = 18
+    """From codes alone."""
 
     @property
     def is_float(self) -> bool:
@@ -53,13 +59,26 @@ class WeightFormat(IntEnum):
         return self in (WeightFormat.INT4_ZEROS, WeightFormat.INT8_ZEROS)
 
     @property
-    def takes_blocks_alone(self) -> bool:
-        """Whether it is filled from a GGUF file and from nothing else; its group is its own, given as 0."""
+    def has_own_group(self) -> bool:
+        """Whether its group is given as 0, for it has its own; nothing is rounded into such a format."""
         return self >= WeightFormat.Q4_1
+
+    @property
+    def code_levels(self) -> int:
+        """How many codes there are that `PackedWeight.fill_codes` takes; 0: it takes none."""
+        if self in (WeightFormat.INT8, WeightFormat.INT8_ZEROS):
+            return 256
+        fours = (WeightFormat.INT4, WeightFormat.INT4_ZEROS, WeightFormat.MXFP4, WeightFormat.NVFP4)
+        return 16 if self in fours else 0
+
+    @property
+    def bytes_group(self) -> int:
+        """Of fp4: how many k share a scale that is a byte; 0 of others."""
+        return {WeightFormat.MXFP4: 32, WeightFormat.NVFP4: 16}.get(self, 0)
 
     def block(self, group: int) -> tuple[int, int] | None:
         """Return how many k a block of a GGUF file holds, and its bytes there; None where such files have no such format."""
-        return _BLOCKS.get(self) if group == (0 if self.takes_blocks_alone else 32) else None
+        return _BLOCKS.get(self) if group == (0 if self.has_own_group else 32) else None
 
 
 _BLOCKS = {
@@ -73,6 +92,9 @@ _BLOCKS = {
     WeightFormat.Q4_K: (256, 144),
     WeightFormat.Q5_K: (256, 176),
     WeightFormat.Q6_K: (256, 210),
+    WeightFormat.IQ4_NL: (32, 18),
+    WeightFormat.IQ4_XS: (256, 136),
+    WeightFormat.MXFP4: (32, 17),
 }
 """Q8_0 is int8 and Q4_0 int4, in groups of 32."""
 
@@ -92,7 +114,21 @@ class LinearLibrary:
         self.weight_fill = function("qt_weight_fill", _ADDRESS, _ADDRESS, _INT, _SIZE, _SIZE, _SIZE)
         self.weight_fill_codes = function(
             "qt_weight_fill_codes",
-            *(_ADDRESS, _ADDRESS, _INT, _SIZE, _ADDRESS, _INT, _SIZE, _SIZE, _ADDRESS, _SIZE, _SIZE, _SIZE),
+            *(
+                _ADDRESS,
+                _ADDRESS,
+                _INT,
+                _SIZE,
+                _ADDRESS,
+                _INT,
+                _SIZE,
+                _SIZE,
+                _ADDRESS,
+                _ADDRESS,
+                _SIZE,
+                _SIZE,
+                _SIZE,
+            ),
             result=_INT,
         )
         self.weight_fill_blocks = function("qt_weight_fill_blocks", _ADDRESS, _ADDRESS, _SIZE, _SIZE, _SIZE)

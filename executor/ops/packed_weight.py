@@ -47,7 +47,7 @@ class PackedWeight:
             raise PackedWeightError(
                 f"no packed weight [{columns}, {depth}] in {weight_format.name} with group {group}, paired {paired}: sizes are "
                 "at least 1, paired columns even, the group 0 for floating-point formats, 0, 16, 32, 64 or 128 for int8, "
-                "16, 32, 64 or 128 for int4 and with zero points, 0 for GGUF's formats, of which the depth is whole blocks"
+                "16, 32, 64 or 128 for int4 and with zero points, 0 for GGUF's formats and fp4, and their depth whole blocks"
             )
         if memory is None:
             memory = HugePages(size_bytes).memory
@@ -91,8 +91,10 @@ class PackedWeight:
                 f"source is {source.dtype}{list(source.shape)}; expected bfloat16, float16 or float32[count, {self.depth}]"
             )
         self._check_columns(first_column, source.shape[0])
-        if self.format.takes_blocks_alone:
-            raise PackedWeightError(f"nothing is rounded into {self.format.name}: it takes a file's blocks")
+        if self.format.has_own_group:
+            raise PackedWeightError(
+                f"nothing is rounded into {self.format.name}: it takes a checkpoint's numbers"
+            )
         if source.stride(1) != 1:
             source = source.contiguous()
         self._library.weight_fill(
@@ -131,7 +133,7 @@ class PackedWeight:
         zeros = None if zeros is None else _with_rows(zeros)
         problems = self._library.weight_fill_codes(
             *(self.handle, codes.data_ptr(), int(codes.dtype is torch.int8), codes.stride(0)),
-            *(scales.data_ptr(), FLOAT_CODES[scales.dtype], scales.stride(0), group),
+            *(scales.data_ptr(), FLOAT_CODES[scales.dtype], scales.stride(0), group, None),
             *((None, 0) if zeros is None else (zeros.data_ptr(), zeros.stride(0))),
             *(first_column, count),
         )
@@ -144,6 +146,47 @@ class PackedWeight:
                 f"scales are {scales.dtype}, and some are not finite, or not an fp16 number times a power of two of their "
                 "column: round them to float16 first"
             )
+
+    def fill_fp4(
+        self,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        factors: torch.Tensor | None = None,
+        first_column: int = 0,
+    ) -> None:
+        """Pack ``codes [count, depth]`` of fp4 numbers, a byte each, into the columns from ``first_column`` on, unrounded.
+
+        scales: the bytes ``uint8[count, groups]`` of exponents in groups of 32 (`WeightFormat.MXFP4`) or of fp8 numbers, e4m3, in
+        groups of 16 (`WeightFormat.NVFP4`). factors: what each column is multiplied with besides, ``float32[count]``. Raises
+        `PackedWeightError` for codes above 15 and scales that are not a number.
+        """
+        group, count = self.format.bytes_group, codes.shape[0]
+        if group == 0:
+            raise PackedWeightError(f"fp4 numbers for a {self.format.name} weight")
+        for name, tensor, shape in (
+            ("codes", codes, (count, self.depth)),
+            ("scales", scales, (count, self.depth // group)),
+        ):
+            if tensor.shape != shape or tensor.dtype is not torch.uint8:
+                raise PackedWeightError(
+                    f"{name} are {tensor.dtype}{list(tensor.shape)}; expected uint8{list(shape)}"
+                )
+        if factors is not None and (factors.shape != (count,) or factors.dtype is not torch.float32):
+            raise PackedWeightError(
+                f"factors are {factors.dtype}{list(factors.shape)}; expected float32[{count}]"
+            )
+        self._check_columns(first_column, count)
+        codes, scales = _with_rows(codes), _with_rows(scales)
+        factors = None if factors is None else factors.contiguous()
+        problems = self._library.weight_fill_codes(
+            *(self.handle, codes.data_ptr(), 0, codes.stride(0)),
+            *(scales.data_ptr(), int(WeightFormat.INT8), scales.stride(0), group),
+            *(None if factors is None else factors.data_ptr(), None, 0, first_column, count),
+        )
+        if problems & 1:
+            raise PackedWeightError("codes of fp4 numbers are 0 to 15; there are others")
+        if problems & 2:
+            raise PackedWeightError("a scale or a factor of fp4 numbers is not a number")
 
     def fill_blocks(self, blocks: torch.Tensor, first_column: int = 0) -> None:
         """Pack rows of a GGUF file, ``uint8[count, row bytes]``, into the columns from ``first_column`` on; nothing is rounded.
@@ -247,7 +290,7 @@ class PackedWeight:
     def _check_codes(
         self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int
     ) -> None:
-        if self.format.is_float or self.format.takes_blocks_alone:
+        if self.format.code_levels == 0 or self.format.bytes_group != 0:
             raise PackedWeightError(f"codes for a {self.format.name} weight: it takes none")
         if codes.shape[1:] != (self.depth,) or codes.dtype not in (torch.int8, torch.uint8):
             raise PackedWeightError(

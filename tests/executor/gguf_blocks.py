@@ -111,6 +111,26 @@ def q2_k(b: Bytes) -> Floats:
     return (scales[:, :, None] * codes - minima[:, :, None]).reshape(len(b), 256)
 
 
+UNEVEN = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
+FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+
+def iq4_nl(b: Bytes) -> Floats:
+    return half(b, 0) * UNEVEN[nibbles(b[:, 2:])]
+
+
+def iq4_xs(b: Bytes) -> Floats:
+    lower = np.stack([b[:, 4:8] & 15, b[:, 4:8] >> 4], axis=2).reshape(len(b), 8)
+    upper = bits(b[:, 2:4], 2, 2).transpose(0, 2, 1).reshape(len(b), 8)
+    scales = half(b, 0) * ((lower | upper << 4).astype(np.float32) - 32)
+    codes = nibbles(b[:, 8:].reshape(-1, 16)).reshape(len(b), 8, 32)
+    return (scales[:, :, None] * UNEVEN[codes]).reshape(len(b), 256)
+
+
+def mxfp4(b: Bytes) -> Floats:
+    return np.ldexp(np.float32(1), b[:, :1].astype(np.int32) - 127) * FP4[nibbles(b[:, 1:])]
+
+
 BLOCKS: dict[WeightFormat, tuple[Callable[[Bytes], Floats], tuple[int, ...]]] = {
     WeightFormat.INT8: (q8_0, (0,)),
     WeightFormat.INT4: (q4_0, (0,)),
@@ -122,13 +142,16 @@ BLOCKS: dict[WeightFormat, tuple[Callable[[Bytes], Floats], tuple[int, ...]]] = 
     WeightFormat.Q4_K: (q4_k, (0, 2)),
     WeightFormat.Q5_K: (q5_k, (0, 2)),
     WeightFormat.Q6_K: (q6_k, (208,)),
+    WeightFormat.IQ4_NL: (iq4_nl, (0,)),
+    WeightFormat.IQ4_XS: (iq4_xs, (0,)),
+    WeightFormat.MXFP4: (mxfp4, ()),
 }
 """Each format's reference, and where a block has fp16 numbers."""
 
 
 def group_of(form: WeightFormat) -> int:
     """What a weight of blocks is made with."""
-    return 0 if form.takes_blocks_alone else 32
+    return 0 if form.has_own_group else 32
 
 
 def random_rows(
@@ -144,6 +167,8 @@ def random_rows(
     for at in halves:
         scales = random.standard_normal(len(blocks)).astype(np.float16) * np.float16(0.01)
         blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
+    if form is WeightFormat.MXFP4:
+        blocks[:, 0] = blocks[:, 0] % 16 + 112
     numbers = dequantize(blocks).astype(np.float32).reshape(columns, depth)
     return torch.from_numpy(blocks.reshape(columns, -1)), torch.from_numpy(numbers)
 

@@ -313,6 +313,8 @@ INTEGERS = [
     (WeightFormat.Q4_K, 0, False),
     (WeightFormat.Q5_1, 0, False),
     (WeightFormat.Q6_K, 0, False),
+    (WeightFormat.IQ4_XS, 0, False),
+    (WeightFormat.MXFP4, 0, False),
 ]
 """Format, group, 8-bit activations."""
 DEPTHS = (1100, 64, 70, 33, 4)
@@ -353,7 +355,7 @@ def pack(
     library: ctypes.CDLL, weight: torch.Tensor, form: WeightFormat, group: int = 0, paired: bool = False
 ) -> PackedWeight:
     packed = PackedWeight(LinearLibrary(library), form, *weight.shape, group=group, paired=paired)
-    if form.takes_blocks_alone:
+    if form.has_own_group:
         packed.fill_blocks(random_rows(form, *weight.shape)[0])
     else:
         packed.fill(weight)
@@ -363,7 +365,7 @@ def pack(
 def outputs(library: ctypes.CDLL, form: WeightFormat, group: int, eight: bool) -> list[torch.Tensor]:
     """Products of all depths at numbers of rows about those of units; columns fill a tile, or end within a register."""
     results = []
-    for depth in BLOCK_DEPTHS if form.takes_blocks_alone else DEPTHS:
+    for depth in BLOCK_DEPTHS if form.has_own_group else DEPTHS:
         for columns, rows, paired in (
             (70, 40, False),
             (130, 9, False),

@@ -116,6 +116,43 @@ def test_parts_of_a_paired_weight_and_of_a_stack() -> None:
         torch.testing.assert_close(out, torch.nn.functional.silu(gates) * ups, rtol=1e-5, atol=1e-30)
 
 
+@pytest.mark.parametrize("form", [WeightFormat.MXFP4, WeightFormat.NVFP4])
+def test_fp4(form: WeightFormat) -> None:
+    """Every scale that is a number; factors of columns; products of them."""
+    columns, depth, group = 260, 160, form.bytes_group
+    codes = draw(16, columns, depth)
+    if form is WeightFormat.MXFP4:
+        scales = torch.arange(columns)[:, None].clamp(max=254).to(torch.uint8).repeat(1, depth // group)
+        values = (2.0 ** (scales.double() - 127)).float()
+    else:
+        scales = torch.arange(columns * depth // group).to(torch.uint8).reshape(columns, -1)
+        scales[scales % 128 == 127] = 1
+        values = scales.view(torch.float8_e4m3fn).float()
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    numbers = table[codes.int()].unflatten(1, (-1, group)) * values[:, :, None]
+    weight = PackedWeight(kernels(), form, columns, depth)
+    weight.fill_fp4(codes, scales)
+    assert torch.equal(weight.read(), numbers.flatten(1))
+    factors = torch.rand(columns, generator=DRAWS) + 0.5
+    weight.fill_fp4(codes, scales, factors)
+    exact = table[codes.int()].unflatten(1, (-1, group)) * (values * factors[:, None])[:, :, None]
+    some = slice(100, 140)  # of MXFP4 those whose products are no denormals, and finite
+    assert torch.equal(weight.read()[some], exact.flatten(1)[some])
+    x = torch.randn(20, depth, generator=DRAWS)
+    part = exact.flatten(1)[some].double()
+    error = (weight.linear(x)[:, some].double() - x.double() @ part.T).abs()
+    assert bool((error <= 2**-16 * 1.1 * x.abs().amax() * part.abs().sum(1)).all())
+    with pytest.raises(PackedWeightError, match="0 to 15"):
+        weight.fill_fp4(codes + 1, scales)
+    scales[7, 1] = 255
+    with pytest.raises(PackedWeightError, match="not a number"):
+        weight.fill_fp4(codes, scales)
+    with pytest.raises(PackedWeightError, match="scales are"):
+        weight.fill_fp4(codes, scales[:, 1:])
+    with pytest.raises(PackedWeightError, match="INT4"):
+        PackedWeight(kernels(), WeightFormat.INT4, columns, depth, group=32).fill_fp4(codes, scales)
+
+
 def test_what_is_not_held_exactly_is_refused() -> None:
     weight = PackedWeight(kernels(), WeightFormat.INT4, 64, 128, group=32)
     codes, factors = draw(16, 64, 128), torch.ones(64, 4)

@@ -83,13 +83,12 @@ void expand_as(const char* step, index_t column, index_t columns, index_t steps,
 using Expand = void (*)(const char*, index_t, index_t, index_t, const unsigned char (&)[16], char*, index_t);
 QT_INLINE Expand expander_of(Codes codes) {
   switch (codes) {
-    case Codes::eight: return expand_as<Codes::eight>;
     case Codes::four: return expand_as<Codes::four>;
     case Codes::table: return expand_as<Codes::table>;
     case Codes::six: return expand_as<Codes::six>;
     case Codes::five: return expand_as<Codes::five>;
     case Codes::three: return expand_as<Codes::three>;
-    default: return expand_as<Codes::two>;
+    default: return expand_as<Codes::two>;  // eight are bytes: nobody asks
   }
 }
 

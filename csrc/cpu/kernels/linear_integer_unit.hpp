@@ -1,85 +1,18 @@
 // Some rows of x by some columns of a tile of integer weights: what is multiplied while its sums stay in registers.
 //
-// Where the instruction set has dot products of bytes (kDotsBytes: VPDPBUSD, USDOT, SDOT) a register of weights (with
-// AVX-512, 16 columns x 4 k) is multiplied with four bytes of x by one; 16-bit x goes as two signed bytes, high * 256 +
-// low, and has a sum for each. Without them, weights are widened to 16 bits in registers and multiplied in pairs
-// (PMADDWD). 4-bit weights become bytes in registers.
-//
 // Shape, with 32 registers, 24 of them sums: up to 6 rows (3 for 16-bit x) by four vectors of columns (with AVX-512 all
 // 64), so that a few rows pass over the weights once; more, up to 12 (6), by two, for 14 loads and 6 unpackings of 4-bit
 // weights per 24 multiplications. With 16 registers, 12 of them sums: one sum a column by eight vectors, two by four,
 // more, up to 6 rows (3), by two. Limiter: VPDPBUSD, two a cycle.
 #pragma once
 
-#include "linear_codes.hpp"
+#include "linear_integer_dots.hpp"
 #include "linear_quantize.hpp"
 #include "linear_scales.hpp"
 #include "linear_tile.hpp"
 
 namespace qt::QT_ISA {
 namespace {
-
-// Pointers to every third row of x; an address holds one or two strides more.
-template <int R>
-using Rows = const char* [(R + 2) / 3];
-
-// kDotsBytes. 16-bit x: sums of high and of low bytes.
-struct BytesDot16 {
-  static constexpr int kSums = 2, kUnitRows = kRegisters == 32 ? 6 : 3;
-  static constexpr index_t x_bytes = 8;  // for 4 k
-  template <int V>
-  QT_INLINE void step(i32v (&sums)[V][kSums], const i32v (&w)[V], const char* x) {
-#pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) sums[v][0] = dot_bytes(sums[v][0], w[v], spread_word(x));
-#pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) sums[v][1] = dot_bytes(sums[v][1], w[v], spread_word(x + 4));
-  }
-  QT_INLINE i32v total(const i32v (&sums)[kSums]) { return (sums[0] << 8) + sums[1]; }
-};
-
-// kDotsBytes. 8-bit x.
-struct BytesDot8 {
-  static constexpr int kSums = 1, kUnitRows = kRegisters == 32 ? 12 : 6;
-  static constexpr index_t x_bytes = 4;
-  template <int V>
-  QT_INLINE void step(i32v (&sums)[V][kSums], const i32v (&w)[V], const char* x) {
-#pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) sums[v][0] = dot_bytes(sums[v][0], w[v], spread_word(x));
-  }
-  QT_INLINE i32v total(const i32v (&sums)[kSums]) { return sums[0]; }
-};
-
-// x as 16-bit numbers in the order k, k + 2, k + 1, k + 3, whichever its precision: what the 16-bit lanes of weights have of k
-// once all but eight or four of their bits are gone.
-struct WideDot {
-  static constexpr int kSums = 1, kUnitRows = 4;
-  static constexpr index_t x_bytes = 8;
-  // The weights that a word of x meets, of the 16 / kBits words of a line.
-  template <int kBits>
-  QT_INLINE i32v weights(i32v w, int word) {
-    const int shift = kBits == 8 ? 8 * word : word / 2 * 4 + word % 2 * 8;
-    const i32v shifted = (i32v)((u16v)w >> shift);
-    return shift == 16 - kBits ? shifted : shifted & all(kBits == 8 ? 0x00FF00FF : 0x000F000F);
-  }
-  template <int V>
-  QT_INLINE void step(i32v (&sums)[V][kSums], const i32v (&w)[V], const char* x) {
-#pragma GCC unroll 8
-    for (int v = 0; v < V; ++v)
-#pragma GCC unroll 2
-      for (int n = 0; n < 2; ++n) sums[v][0] = multiply_pairs(sums[v][0], weights<8>(w[v], n), spread_word(x + 4 * n));
-  }
-  QT_INLINE i32v total(const i32v (&sums)[kSums]) { return sums[0]; }
-};
-
-using Dot16 = std::conditional_t<kDotsBytes, BytesDot16, WideDot>;
-using Dot8 = std::conditional_t<kDotsBytes, BytesDot8, WideDot>;
-
-template <class Dot>
-constexpr int vectors_of(int rows) {
-  const int sums = rows * Dot::kSums;
-  if (kRegisters == 32) return !kDotsBytes || sums <= 6 ? 4 : 2;
-  return sums == 1 ? 8 : sums == 2 ? 4 : 2;
-}
 
 // Lines to fetch while a unit is multiplied: one for each vector of a line of weights, `apart` bytes from one another. Less than a
 // line apart, a line is asked for more than once, which costs next to nothing; a burst of lines would fill the buffers
@@ -126,88 +59,6 @@ struct Unit {
   bool last;                  // the piece completes the outputs' sums: they are scaled by column
   Fetch fetch;
 };
-
-// One line of weights, V registers of 4 k (8 bits) or 8 k (4 bits), by R rows, whose x is `at` bytes on.
-template <class Dot, int kBits, int R, int V>
-QT_INLINE void step_of_bytes(i32v (&sums)[R][V][Dot::kSums], const Rows<R>& x, index_t x_stride, index_t at,
-                             const char* weight) {
-  i32v w[V];
-#pragma GCC unroll 8
-  for (int v = 0; v < V; ++v) w[v] = load_bits(weight + v * kLanes * 4);
-  if constexpr (kBits == 8) {
-#pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) Dot::template step<V>(sums[r], w, x[r / 3] + r % 3 * x_stride + at);
-  } else {
-    const i32v nibbles = all(std::int32_t(0x0F0F0F0F));
-    i32v half[V];
-#pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) half[v] = w[v] & nibbles;
-#pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) Dot::template step<V>(sums[r], half, x[r / 3] + r % 3 * x_stride + at);
-#pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) half[v] = (i32v)((u32v)w[v] >> 4) & nibbles;
-#pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) Dot::template step<V>(sums[r], half, x[r / 3] + r % 3 * x_stride + at + Dot::x_bytes);
-  }
-}
-
-// The same of WideDot. One row's words of x stay in registers while one register of weights after the other is taken apart;
-// of more rows the weights that a word meets stay while rows pass.
-template <int kBits, int R, int V>
-QT_INLINE void step_of_words(i32v (&sums)[R][V][1], const Rows<R>& x, index_t x_stride, index_t at, const char* weight) {
-  constexpr int kWords = 16 / kBits;
-  if constexpr (R == 1) {
-    i32v words[kWords];
-#pragma GCC unroll 4
-    for (int n = 0; n < kWords; ++n) words[n] = spread_word(x[0] + at + 4 * n);
-#pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) {
-      const i32v w = load_bits(weight + v * kLanes * 4);
-#pragma GCC unroll 4
-      for (int n = 0; n < kWords; ++n)
-        sums[0][v][0] = multiply_pairs(sums[0][v][0], WideDot::weights<kBits>(w, n), words[n]);
-    }
-  } else {
-#pragma GCC unroll 4
-    for (int n = 0; n < kWords; ++n) {
-      i32v w[V];
-#pragma GCC unroll 8
-      for (int v = 0; v < V; ++v) w[v] = WideDot::weights<kBits>(load_bits(weight + v * kLanes * 4), n);
-#pragma GCC unroll 12
-      for (int r = 0; r < R; ++r) {
-        const i32v word = spread_word(x[r / 3] + r % 3 * x_stride + at + 4 * n);
-#pragma GCC unroll 8
-        for (int v = 0; v < V; ++v) sums[r][v][0] = multiply_pairs(sums[r][v][0], w[v], word);
-      }
-    }
-  }
-}
-
-// A step of whatever codes, a four of k after the other.
-template <class Dot, Codes kCodes, int R, int V>
-QT_INLINE void step_of_fours(i32v (&sums)[R][V][Dot::kSums], const Rows<R>& x, index_t x_stride, index_t at, const char* weight,
-                             i32v table) {
-#pragma GCC unroll 8
-  for (int q = 0; q < fours_of(kCodes); ++q) {
-    i32v w[V];
-#pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) w[v] = four_of<kCodes>(weight + v * kLanes * 4, nullptr, q, table);
-#pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) Dot::template step<V>(sums[r], w, x[r / 3] + r % 3 * x_stride + at + q * Dot::x_bytes);
-  }
-}
-
-template <class Dot, Codes kCodes, int R, int V>
-QT_INLINE void step(i32v (&sums)[R][V][Dot::kSums], const Rows<R>& x, index_t x_stride, index_t at, const char* weight,
-                    i32v table) {
-  constexpr int kBits = kCodes == Codes::eight ? 8 : 4;
-  if constexpr (kCodes != Codes::eight && kCodes != Codes::four)
-    step_of_fours<Dot, kCodes, R, V>(sums, x, x_stride, at, weight, table);
-  else if constexpr (std::is_same_v<Dot, WideDot>)
-    step_of_words<kBits, R, V>(sums, x, x_stride, at, weight);
-  else
-    step_of_bytes<Dot, kBits, R, V>(sums, x, x_stride, at, weight);
-}
 
 // All of a group, or of a part of the only one. Its integer sums are exact.
 template <class Dot, Codes kCodes, bool kNear, int R, int V>

@@ -48,8 +48,12 @@ QT_INLINE void six_bits(const unsigned char* from, const HeadOfLane& head) {
   }
 }
 
-// Of 32 k: fp16 d, with minima another; with 5 bits their upper ones; halves of bytes.
+// Of 32 k: fp16 d, or a power of two; with minima another; with 5 bits their upper ones; halves of bytes.
 void take_small(const Weight& weight, const unsigned char* from, unsigned char* codes, const HeadOfLane& head) {
+  if (weight.scales == Scales::exponent) {
+    head.byte(0, 0, from[0]);
+    return split(from + 1, 16, codes);
+  }
   head.half(0, from);
   from += 2;
   if (weight.scales == Scales::half_minimum) head.half(1, from), from += 2;
@@ -107,6 +111,16 @@ void take_two(const unsigned char* from, unsigned char* codes, const HeadOfLane&
   head.half(0, from + 80), head.half(1, from + 82);
 }
 
+// IQ4_XS: d, 6-bit scales, upper two bits and lower four; halves of bytes.
+void take_uneven(const unsigned char* from, unsigned char* codes, const HeadOfLane& head) {
+  head.half(0, from);
+  for (int g = 0; g < 8; ++g) {
+    const int scale = (from[4 + g / 2] >> (g % 2 * 4) & 15) | (from[2 + g / 4] >> (g % 4 * 2) & 3) << 4;
+    head.byte(1, g, scale - 32);
+    split(from + 8 + 16 * g, 16, codes + 32 * g);
+  }
+}
+
 // One block of one row. Of a table: what chooses, which is what steps have.
 void take_block(const Weight& weight, const unsigned char* from, unsigned char* codes, const HeadOfLane& head) {
   if (weight.block == 32) return take_small(weight, from, codes, head);
@@ -114,6 +128,7 @@ void take_block(const Weight& weight, const unsigned char* from, unsigned char* 
     case Codes::six: return take_six(from, codes, head);
     case Codes::three: return take_three(from, codes, head);
     case Codes::two: return take_two(from, codes, head);
+    case Codes::table: return take_uneven(from, codes, head);
     default: return take_groups_of_32(weight, from, codes, head);
   }
 }
@@ -122,6 +137,7 @@ void take_block(const Weight& weight, const unsigned char* from, unsigned char* 
 index_t stored_bytes(const Weight& weight) {
   const index_t codes = step_of(weight.codes).bytes * weight.block / step_of(weight.codes).k / kTileColumns;
   const index_t head = weight.head_bytes / kTileColumns;
+  if (weight.codes == Codes::table && weight.block == 256) return codes + head - 2;
   return codes + (weight.scales == Scales::bytes_minimum || weight.codes == Codes::three ? head - 4 : head);
 }
 
@@ -138,7 +154,7 @@ void fill_blocks(const void* described, index_t begin, index_t end) {
       if (rows.of[lane]) taken.of[lane] = (const char*)codes + lane * weight.block;
     char* const memory = weight.memory + tile * weight.tile_bytes;
     for (index_t lane = 0; lane < kTileColumns; ++lane) {
-      const float one = 1.0f;
+      const float one = weight.scales == Scales::exponent ? 0.5f : 1.0f;  // whose table is doubled
       if (rows.of[lane]) std::memcpy(memory + lane * 4, &one, 4);
     }
     for (index_t block = 0; block < weight.blocks; ++block) {

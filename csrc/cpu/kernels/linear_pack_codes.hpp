@@ -35,9 +35,24 @@ float power_of_column(float largest) {
   return power;
 }
 
+// fp4's: bytes, and half of the column's factor, for its table is doubled.
+void fill_byte_scales(const CodesCall& call, index_t column, char* tile, index_t lane) {
+  const Weight& weight = *call.codes.weight;
+  const float half = 0.5f * (call.factors ? call.factors[column] : 1.0f);
+  if (half - half != 0.0f) report(call, Problem::scale);
+  std::memcpy(tile + lane * 4, &half, 4);
+  const int not_a_number = weight.scales == Scales::exponent ? 255 : 127;
+  for (index_t g = 0; g < weight.blocks; ++g) {
+    const int byte = ((const unsigned char*)call.scales)[column * call.scale_stride + g];
+    if ((weight.scales == Scales::exponent ? byte : byte & 127) == not_a_number) report(call, Problem::scale);
+    head_at(weight, tile, g)[lane] = char(byte);
+  }
+}
+
 // The scales and zero points of one lane, whose column is `column` of the source.
 void fill_scales(const CodesCall& call, index_t column, char* tile, index_t lane) {
   const Weight& weight = *call.codes.weight;
+  if (weight.codes == Codes::table) return fill_byte_scales(call, column, tile, lane);
   const index_t count = (weight.depth + call.scale_group - 1) / call.scale_group;
   float largest = 0.0f;
   for (index_t i = 0; i < count; ++i) {
