@@ -12,7 +12,6 @@ from quintet.executor.cards.families.routed import (
     grouped,
     routing,
     sigmoid_experts,
-    without_predictors,
 )
 from quintet.executor.cards.families.shape import (
     MAX_HEAD_DIM,
@@ -89,7 +88,7 @@ def deepseek_v3(card: ModelCard) -> DecoderSpec:
     norm = rms(card)
     mixer = latent(card, 4096, 512, 1536, 128, 64, 128, card.flag("rope_interleave", True))
     experts = sigmoid_experts(card, experts=256, chosen=8, groups=8, chosen_groups=4, scale=2.5, width=2048)
-    return decoder(card, first_dense(card, norm, mixer, experts, 3), norm, names=without_predictors(card))
+    return decoder(card, first_dense(card, norm, mixer, experts, 3), norm, predictors=1)
 
 
 def glm4_lite(card: ModelCard) -> DecoderSpec:
@@ -97,7 +96,7 @@ def glm4_lite(card: ModelCard) -> DecoderSpec:
     norm = rms(card, 1e-5)
     mixer = latent(card, 202752, 512, 768, 192, 64, 256, card.flag("rope_interleave", True))
     experts = sigmoid_experts(card, experts=64, chosen=4, width=1536, scale=1.8)
-    return decoder(card, first_dense(card, norm, mixer, experts, 1), norm, names=without_predictors(card))
+    return decoder(card, first_dense(card, norm, mixer, experts, 1), norm, predictors=1)
 
 
 def youtu(card: ModelCard) -> DecoderSpec:

@@ -264,11 +264,6 @@ def dense_then(card: ModelCard, experts: ExpertsSpec, default: int) -> list[Feed
     return [experts if kind == "sparse" else gated(card) for kind in kinds]
 
 
-def without_predictors(card: ModelCard) -> Names:
-    """Return names that leave out the layers behind the last one, which predict further tokens."""
-    return Names(ignored=(f"model.layers.{num_layers(card)}.*",))
-
-
 def sparse(card: ModelCard, experts: ExpertsSpec) -> list[FeedForwardSpec]:
     """Return each layer's feed-forward as Qwen has them: experts every so many layers, plain ones in others and where named."""
     step, plain = card.whole("decoder_sparse_step", 1, MAX_LAYERS, 1), named_layers(card, "mlp_only_layers")

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from quintet.executor.cards.card import Key, ModelCard
+from quintet.executor.cards.names import Names
 from quintet.executor.cards.rope import MAX_POSITIONS, POSITIONS, RopeSpec, rope_spec
 from quintet.executor.cards.spec import (
     Activation,
@@ -36,6 +37,7 @@ MAX_VOCAB = 1 << 24
 HIDDEN = ("hidden_size", "n_embd", "d_model", "n_embed")
 VOCAB = ("vocab_size", "padded_vocab_size")
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+PREDICTORS = ("num_nextn_predict_layers", "num_mtp_layers")
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads", "multi_query_group_num")
 WIDTH = "intermediate_size"
@@ -294,11 +296,14 @@ def decoder(
     card: ModelCard,
     layers: Sequence[LayerSpec],
     final_norm: NormSpec | None,
+    predictors: int = 0,
     **switches: Any,
 ) -> DecoderSpec:
     """Return the whole; ``switches`` are fields of `DecoderSpec`. The card's ``tie_word_embeddings`` is false if absent.
 
     It reaches as far as learned positions or the rotation of any layer do, unless ``reach`` says otherwise.
+    ``predictors``: how many layers behind the last one, which predict further tokens and are not read, a checkpoint may have,
+    whatever the card says; it may say more.
     """
     usual: dict[str, Any] = {
         "vocab_size": card.whole(VOCAB, 1, MAX_VOCAB),
@@ -312,4 +317,6 @@ def decoder(
     elif "reach" not in switches:
         attentions = [layer.attention for layer in layers if layer.attention is not None]
         usual["reach"] = rotated_reach(card, [each.rope for each in attentions])
-    return DecoderSpec(**(usual | switches))
+    count, names = card.whole(PREDICTORS, 0, MAX_LAYERS, predictors), switches.get("names", Names())
+    unread = (names.in_layer(num_layers(card) + i, "*") for i in range(max(predictors, count)))
+    return DecoderSpec(**(usual | switches | {"names": replace(names, ignored=(*names.ignored, *unread))}))

@@ -15,7 +15,6 @@ from quintet.executor.cards.families.routed import (
     first_dense,
     routing,
     sigmoid_experts,
-    without_predictors,
 )
 from quintet.executor.cards.families.shape import (
     FULL,
@@ -51,7 +50,7 @@ def glm4(card: ModelCard) -> DecoderSpec:
         qkv_bias=card.flag("attention_bias", False),
     )
     experts = sigmoid_experts(card, experts=128, chosen=8, width=1408)
-    return decoder(card, first_dense(card, norm, mixer, experts, 1), norm, names=without_predictors(card))
+    return decoder(card, first_dense(card, norm, mixer, experts, 1), norm, predictors=1)
 
 
 def solar_open(card: ModelCard) -> DecoderSpec:
@@ -118,8 +117,8 @@ def bailing2(card: ModelCard) -> DecoderSpec:
     experts = sigmoid_experts(
         card, experts=256, chosen=8, width=512, groups=8, chosen_groups=4, scale=2.5, shared=1
     )
-    names = replace(BAILING_NAMES, ignored=without_predictors(card).ignored)
-    return decoder(card, first_dense(card, norm, mixer, experts, 1), norm, names=names)
+    layers = first_dense(card, norm, mixer, experts, 1)
+    return decoder(card, layers, norm, predictors=1, names=BAILING_NAMES)
 
 
 FAMILIES = {
