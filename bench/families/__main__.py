@@ -3,10 +3,14 @@
 Random weights of a published shape (or a smaller one of its kind). A kind's steps, those of its Llama and llama.cpp's are
 computed in turn, a few of each at a time, with the read rate measured between; medians count. The columns:
 
-* of reading: the time in which what the step reads is read (weights once; of experts those that were chosen; keys, values and
-  states) over the step's. A kind that Quintet has no layers for is computed by transformers, and its row says so.
+* MB a step: what it moves: weights once, of experts those that were chosen, keys and values, and states twice, since each is
+  read and written. (What a token's own key and value take is left out: it is 0.03 % of the step.)
+* of reading: the time in which so many bytes are read over the step's. A kind that Quintet has no layers for is computed by
+  transformers, and its row says so.
 * x Llama: the step's time for a byte over that of a Llama with as many layers, heads and words, whose feed-forward is as
-  wide as makes it read as many bytes (`bench.families.kinds.llama_card`), computed by our layers.
+  wide as makes it read as many bytes (`bench.families.kinds.llama_card`), computed by our layers. Of bytes that come with a
+  multiplication for each request it has as many as there are bytes; of a state each byte is one request's, and a scan's
+  multiplications, some 5 an element, are fewer.
 * x llama.cpp: its time for a step over ours, where it knows the family and `python -m bench.peers install` was run.
 
     python -m bench.families                                 # all kinds
@@ -144,6 +148,9 @@ def measure(kind: str, folder: Path, args: argparse.Namespace, limits: Limits) -
             step, its_step = statistics.median(turns.ours), statistics.median(turns.llama)
             mean_bytes, read = statistics.mean(turns.step_bytes), statistics.median(turns.read_gb_s)
             cpp_step = statistics.median(turns.llama_cpp) if turns.llama_cpp else None
+            if args.operations:
+                print_operations(kind, ours)
+                print_operations("its Llama", llama)
             yield Figures(
                 kind=kind,
                 implementation=config.model.implementation,
@@ -162,6 +169,12 @@ def measure(kind: str, folder: Path, args: argparse.Namespace, limits: Limits) -
     finally:
         if peer is not None:
             peer.stop()
+
+
+def print_operations(name: str, decoding: Decoding) -> None:
+    """Print what a step's operations take, each by itself: from one to the next nothing is fetched ahead."""
+    for operation, (times, seconds) in decoding.operations(IN_TURN * 2).items():
+        print(f"    {name:16s} {operation:28s} {times:4d} times {seconds * 1e3:8.3f} ms")
 
 
 def save(path: Path, args: argparse.Namespace, figures: list[Figures], instructions: str) -> None:
@@ -194,6 +207,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0, help="0: as the server chooses")
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--home", type=Path, default=DEFAULT_HOME, help="of bench.peers: where llama.cpp is")
+    parser.add_argument("--operations", action="store_true", help="before each row: what its operations take")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the figures as JSON too")
     args = parser.parse_args()
     logging.disable(logging.WARNING)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import statistics
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,7 @@ import msgspec
 from bench.step import BLOCK_SIZE, Steps
 from quintet.deploy.resolve.build import resolve
 from quintet.deploy.resolve.flags import Options
+from quintet.executor.batch import Rows
 from quintet.executor.fallback.host_runner import HostRunner
 from quintet.executor.program.runner import ProgramRunner
 from quintet.executor.worker import Worker, make_torch_worker
@@ -83,11 +86,28 @@ class Decoding:
         return time.perf_counter() - begun
 
     def step_bytes(self) -> int:
-        """Return the bytes that the last step had to read: weights, of experts those that were chosen, keys, values, states."""
+        """Return the bytes that the last step had to move: weights, of experts those that were chosen, keys and values, which are
+        read, and states, which are read and written."""
         runner, kv = self._worker.runner, self._model.kv
         if isinstance(runner, HostRunner):
             return runner.weight_bytes + kv.bytes_per_token * self._context * self._num_rows
         assert isinstance(runner, ProgramRunner), runner
         parts = runner.balance([self._context] * self._num_rows, [1] * self._num_rows, 1)
-        states = sum(len(group.layers) for group in kv.groups if group.is_state) * kv.layer_bytes
-        return sum(part.bytes - part.bytes_again for part in parts) + states * self._num_rows
+        return sum(part.bytes - part.bytes_again for part in parts)
+
+    def operations(self, repetitions: int) -> dict[str, tuple[int, float]]:
+        """Return how often a step computes each operation, and the seconds of all of them, each by itself: longest first.
+
+        Empty where no recorded program computes. The median of ``repetitions`` steps counts.
+        """
+        runner = self._worker.runner
+        if not isinstance(runner, ProgramRunner):
+            return {}
+        plan = self._steps.next(advance=False)
+        rows = Rows(plan)
+        spent: dict[str, list[list[float]]] = defaultdict(lambda: [[] for _ in range(repetitions)])
+        for step in range(repetitions):
+            for name, seconds in runner.profile(rows, self._worker.tables, rows.offsets):
+                spent[name][step].append(seconds)
+        whole = {name: (len(steps[0]), statistics.median(map(sum, steps))) for name, steps in spent.items()}
+        return dict(sorted(whole.items(), key=lambda item: -item[1][1]))

@@ -1,6 +1,7 @@
 // Operations with a state as operations of a program: which block a step's row goes on from, and their C ABI.
 #include "states.hpp"
 
+#include <algorithm>
 #include <vector>
 
 #include "blocks.hpp"
@@ -12,14 +13,28 @@ namespace {
 using Run = StateKernels::Run;
 
 constexpr index_t kCostAtOnce = 32768;  // that a thread takes at a time: some microseconds of work
+constexpr index_t kSmallState = 65536;   // bytes
+
+// What a piece reads before it does anything else; of a row that begins, what it will write.
+Region region_of_unit(const void* description, index_t piece) {
+  const StateCall& c = *static_cast<const StateCall*>(description);
+  const StateRow& row = c.rows[piece / c.units];
+  const index_t head = piece % c.units / c.head_units, first = piece % c.head_units * c.unit_columns;
+  const index_t columns = std::min(c.columns - first, c.unit_columns);
+  const char* state = (row.from ? row.from : row.to) + c.offset + head * c.head_bytes() + first * c.element;
+  return {state, columns * c.element, c.line_bytes(), c.lines};
+}
 
 Work work_of(const StateCall& call, Run run, index_t num_rows, const void* description) {
+  const bool is_small = call.state_bytes() < kSmallState;  // what comes behind it is fetched ahead instead
   const index_t grain = kCostAtOnce / call.token_cost;
   return {.count = num_rows * call.units, .grain = grain < 1 ? 1 : grain, .run = run, .call = description,
+          .region = is_small ? nullptr : region_of_unit,
           .cost = [](const void* each, index_t piece) {
             const StateCall& c = *static_cast<const StateCall*>(each);
             return c.token_cost * c.rows[piece / c.units].count;
-          }};
+          },
+          .bytes = 2 * num_rows * call.state_bytes()};
 }
 
 template <class Call>
@@ -67,10 +82,12 @@ constexpr index_t kExponential = 12;  // in multiplications
 index_t units_of(index_t columns, index_t of_unit) { return (columns + of_unit - 1) / of_unit; }
 
 CausalConvCall conv_call(const void* x, index_t x_stride, index_t channels, index_t taps, const float* weight,
-                         const float* bias, int silu, void* y, index_t y_stride, index_t offset) {
+                         const float* bias, int silu, void* y, index_t y_stride, index_t offset, int dtype) {
   QT_REQUIRE(channels > 0 && taps > 1 && taps <= kMaxTaps, "%lld taps", (long long)taps);
   CausalConvCall call;
-  call.units = units_of(channels, kConvColumns), call.offset = offset;
+  call.units = call.head_units = units_of(channels, kConvColumns), call.offset = offset;
+  call.unit_columns = kConvColumns, call.lines = taps - 1, call.columns = channels;
+  call.element = dtype == int(Dtype::fp32) ? 4 : 2;
   call.token_cost = (2 * taps + (silu ? kExponential : 0)) * (channels < kConvColumns ? channels : kConvColumns);
   call.x = {x, x_stride}, call.y = {y, y_stride};
   call.channels = channels, call.taps = taps, call.weight = weight, call.bias = bias, call.silu = silu != 0;
@@ -81,7 +98,8 @@ SelectiveScanCall selective_call(const Columns (&columns)[5], index_t channels, 
                                  const float* dt_bias, const float* skip, const Columns& y, index_t offset) {
   QT_REQUIRE(channels > 0 && state_size > 0 && state_size <= kMaxStateSize, "a state of %lld", (long long)state_size);
   SelectiveScanCall call;
-  call.units = units_of(channels, kUnitColumns), call.offset = offset;
+  call.units = call.head_units = units_of(channels, kUnitColumns), call.offset = offset;
+  call.lines = state_size, call.columns = channels, call.element = sizeof(float);
   call.token_cost = (kExponential + 3) * state_size * (channels < kUnitColumns ? channels : kUnitColumns);
   call.x = columns[0], call.dt = columns[1], call.b = columns[2], call.c = columns[3], call.gate = columns[4], call.y = y;
   call.channels = channels, call.state_size = state_size, call.a = a, call.dt_bias = dt_bias, call.skip = skip;
@@ -96,6 +114,7 @@ HeadScanCall head_call(const Columns (&columns)[5], index_t heads, index_t head_
   QT_REQUIRE(groups > 0 && heads % groups == 0, "%lld heads in %lld groups", (long long)heads, (long long)groups);
   HeadScanCall call;
   call.head_units = units_of(head_dim, kUnitColumns), call.units = heads * call.head_units, call.offset = offset;
+  call.lines = state_size, call.columns = head_dim, call.element = sizeof(float);
   call.token_cost = 3 * state_size * (head_dim < kUnitColumns ? head_dim : kUnitColumns);
   call.x = columns[0], call.dt = columns[1], call.b = columns[2], call.c = columns[3], call.gate = columns[4], call.y = y;
   call.heads = heads, call.head_dim = head_dim, call.groups = groups, call.state_size = state_size;
@@ -109,6 +128,7 @@ DeltaRuleCall delta_call(const Columns (&columns)[5], index_t heads, index_t hea
   QT_REQUIRE(key_heads > 0 && heads % key_heads == 0, "%lld heads share %lld", (long long)heads, (long long)key_heads);
   DeltaRuleCall call;
   call.head_units = units_of(head_dim, kUnitColumns), call.units = heads * call.head_units, call.offset = offset;
+  call.lines = key_dim, call.columns = head_dim, call.element = sizeof(float);
   call.token_cost = 5 * key_dim * (head_dim < kUnitColumns ? head_dim : kUnitColumns);
   call.q = columns[0], call.k = columns[1], call.x = columns[2], call.alpha = columns[3], call.beta = columns[4], call.y = y;
   call.heads = heads, call.head_dim = head_dim, call.key_heads = key_heads, call.key_dim = key_dim;
@@ -131,14 +151,14 @@ using qt::StateRow;
 QT_EXPORT void qt_op_causal_conv(const StateRow* rows, index_t num_rows, index_t offset, const void* x, index_t x_stride,
                                  index_t channels, index_t taps, const float* weight, const float* bias, int silu, void* y,
                                  index_t y_stride, int dtype) {
-  qt::run_once(qt::conv_call(x, x_stride, channels, taps, weight, bias, silu, y, y_stride, offset),
+  qt::run_once(qt::conv_call(x, x_stride, channels, taps, weight, bias, silu, y, y_stride, offset, dtype),
                QT_CHOOSE(causal_conv).causal_conv[dtype], rows, num_rows);
 }
 
 QT_EXPORT void qt_program_causal_conv(Program* program, const KvPlace* place, index_t offset, const void* x,
                                       index_t x_stride, index_t channels, index_t taps, const float* weight,
                                       const float* bias, int silu, void* y, index_t y_stride, int dtype) {
-  qt::append(program, qt::conv_call(x, x_stride, channels, taps, weight, bias, silu, y, y_stride, offset),
+  qt::append(program, qt::conv_call(x, x_stride, channels, taps, weight, bias, silu, y, y_stride, offset, dtype),
              QT_CHOOSE(causal_conv).causal_conv[dtype], *place);
 }
 

@@ -32,13 +32,20 @@ struct Columns {
 };
 
 // A piece of work is a row and one of its units: a range of channels, or of the columns of a head. States of a row lie
-// `offset` bytes behind its `from` and `to`.
+// `offset` bytes behind its `from` and `to`: of each head (or of the only one there is) `lines` runs of `columns` elements.
 struct StateCall {
   const StateRow* rows = nullptr;
   index_t units = 0;
+  index_t head_units = 0;  // units of a head
+  index_t unit_columns = kUnitColumns;
   index_t offset = 0;
+  index_t lines = 0, columns = 0, element = 0;  // bytes of an element
   index_t token_cost = 1;  // of a unit and a token, in multiplications
   Columns x, y;
+
+  index_t line_bytes() const { return columns * element; }
+  index_t head_bytes() const { return lines * line_bytes(); }
+  index_t state_bytes() const { return units / head_units * head_bytes(); }
 };
 
 // y[t] = activation(bias + sum over j of weight[j] * x[t - (taps - 1) + j]), each channel by itself; rounded before the
@@ -63,7 +70,6 @@ struct SelectiveScanCall : StateCall {
 // Mamba 2 (Dao and Gu, 2024): a and dt belong to a head, b and c to a group of heads.
 struct HeadScanCall : StateCall {
   index_t heads = 0, head_dim = 0, groups = 0, state_size = 0;
-  index_t head_units = 0;           // units of a head
   Columns dt, b, c, gate;           // [heads], [groups][state_size] twice, [heads][head_dim] or null for none
   const float* a = nullptr;         // [heads], negative
   const float* dt_bias = nullptr;   // [heads]
@@ -77,7 +83,6 @@ struct HeadScanCall : StateCall {
 struct DeltaRuleCall : StateCall {  // x: the values
   index_t heads = 0, head_dim = 0;  // of values
   index_t key_heads = 0, key_dim = 0;
-  index_t head_units = 0;
   Columns q, k, alpha, beta;        // [key_heads][key_dim] twice, [heads] twice
   const float* a = nullptr;         // [heads], negative
   const float* dt_bias = nullptr;   // [heads]

@@ -37,7 +37,7 @@ struct Work {
   Region (*region)(const void* call, index_t piece) = nullptr;
   // For whoever asks how works are balanced; running reads none of it. What a piece costs beside others of the step, in about
   // the time of a multiplication and addition, or null: `each_cost`, all alike; bytes of weights and KV that are read, and
-  // how many of them once more after another piece had read them.
+  // how many of them once more after another piece had read them; of states, which are read and written, twice as many.
   index_t (*cost)(const void* call, index_t piece) = nullptr;
   index_t each_cost = 1;
   index_t bytes = 0, bytes_again = 0;

@@ -181,8 +181,40 @@ void scan_columns(const HeadScanCall& call, const HeadTokens& shared, index_t nu
   }
 }
 
+// One token through `Vectors` whole vectors of a head's columns: the same operations as above, with the state's rows in the order
+// in which they lie in memory, so that it is read and written as one stream. from, to: as above; from is not null.
+template <class Element, int Vectors>
+void scan_token(const HeadScanCall& call, const HeadTokens& shared, const float* from, float* to, index_t head, index_t token,
+                index_t column) {
+  const index_t at = head * call.head_dim + column, next = call.head_dim;
+  const f32v dt = all(shared.dt[0]), decay = all(shared.decay[0]);
+  f32v x[Vectors], in[Vectors], y[Vectors];
+#pragma GCC unroll 8
+  for (int v = 0; v < Vectors; ++v) {
+    x[v] = load(row_of<Element>(call.x, token) + at + v * kLanes);
+    in[v] = x[v] * dt, y[v] = all(0.0f);
+  }
+  from += column, to += column;
+  for (index_t n = 0; n < call.state_size; ++n, from += next, to += next) {
+    const f32v b = all(shared.b[0][n]), c = all(shared.c[0][n]);
+#pragma GCC unroll 8
+    for (int v = 0; v < Vectors; ++v) {
+      const f32v state = fma(in[v], b, load(from + v * kLanes) * decay);
+      y[v] = fma(state, c, y[v]);
+      store(to + v * kLanes, state);
+    }
+  }
+#pragma GCC unroll 8
+  for (int v = 0; v < Vectors; ++v) {
+    f32v sum = fma(all(call.skip[head]), x[v], y[v]);
+    if (call.gate.numbers) sum = sum * silu(load(row_of<Element>(call.gate, token) + at + v * kLanes));
+    store((Element*)call.y.numbers + token * call.y.stride + at + v * kLanes, sum);
+  }
+}
+
 template <class Element>
 void head_scan(const void* description, index_t begin, index_t end) {
+  constexpr int kVectors = 4;
   const HeadScanCall& call = *static_cast<const HeadScanCall*>(description);
   HeadTokens shared;
   for (index_t piece = begin; piece < end; ++piece) {
@@ -195,7 +227,10 @@ void head_scan(const void* description, index_t begin, index_t end) {
     for (index_t t = 0; t < row.count; t += kTogether, from = to) {
       const index_t num_tokens = least(kTogether, row.count - t);
       read_head_tokens<Element>(call, head, row.token + t, num_tokens, shared);
-      for (index_t i = 0; i < columns; i += kLanes)
+      index_t i = 0;
+      for (; num_tokens == 1 && from && i + kVectors * kLanes <= columns; i += kVectors * kLanes)
+        scan_token<Element, kVectors>(call, shared, from, to, head, row.token + t, first + i);
+      for (; i < columns; i += kLanes)
         (columns - i < kLanes ? scan_columns<Element, false> : scan_columns<Element, true>)(
             call, shared, num_tokens, from, to, head, row.token + t, first + i, columns - i);
     }
@@ -237,16 +272,23 @@ struct DeltaColumns {
   const float* from;  // null: zeros
   float* to;
   index_t next;
+  const float* ahead;  // what is fetched while they are written
 };
 
 // What the state says of a key: the sum over its rows, ascending.
 template <int Vectors>
-void ask(const DeltaRuleCall& call, const DeltaToken& token, const DeltaColumns& state, index_t count, f32v (&said)[Vectors]) {
+void ask(index_t key_dim, const DeltaToken& token, const DeltaColumns& state, index_t count, f32v (&said)[Vectors]) {
   constexpr bool IsWhole = Vectors > 1;
-  for (int v = 0; v < Vectors; ++v) said[v] = all(0.0f);
-  for (index_t k = 0; state.from && k < call.key_dim; ++k)
-    for (int v = 0; v < Vectors; ++v)
-      said[v] = fma(read<IsWhole>(state.from + k * state.next + v * kLanes, count - v * kLanes), all(token.k[k]), said[v]);
+  f32v sums[Vectors];
+  for (int v = 0; v < Vectors; ++v) sums[v] = all(0.0f);
+  const float* from = state.from;
+  const index_t next = state.next;
+  for (index_t k = 0; from && k < key_dim; ++k, from += next) {
+    const f32v key = all(token.k[k]);
+#pragma GCC unroll 8
+    for (int v = 0; v < Vectors; ++v) sums[v] = fma(read<IsWhole>(from + v * kLanes, count - v * kLanes), key, sums[v]);
+  }
+  for (int v = 0; v < Vectors; ++v) said[v] = sums[v];
 }
 
 // One token through `Vectors` vectors of a head's columns, `count` of them, the first of which is column `at` of the values.
@@ -257,24 +299,34 @@ void delta_token(const DeltaRuleCall& call, const DeltaToken& token, const Delta
                  index_t index, index_t at, index_t count, f32v (&said)[Vectors]) {
   constexpr bool IsWhole = Vectors > 1;
   const f32v decay = all(token.decay);
-  f32v delta[Vectors], y[Vectors];
+  f32v delta[Vectors], y[Vectors], next_said[Vectors];
   for (int v = 0; v < Vectors; ++v) {
     const f32v value = read<IsWhole>(row_of<Element>(call.x, index) + at + v * kLanes, count - v * kLanes);
     delta[v] = (value - said[v] * decay) * all(token.beta);
-    said[v] = y[v] = all(0.0f);
+    next_said[v] = y[v] = all(0.0f);
   }
-  const float* from = state.from;
-  for (index_t k = 0; k < call.key_dim; ++k)
+  // By value: the compiler does not know that what is written is none of these.
+  const float *from = state.from, *ahead = state.ahead;
+  float* to = state.to;
+  const index_t next = state.next, step = from ? next : 0, key_dim = call.key_dim;
+  const bool is_fresh = !from;
+  for (index_t k = 0; k < key_dim; ++k, from += step, to += next, ahead += next) {
+    const f32v key = all(token.k[k]), query = all(token.q[k]), next_key = all(IsFollowed ? following.k[k] : 0.0f);
+#pragma GCC unroll 8
     for (int v = 0; v < Vectors; ++v) {
-      const index_t place = k * state.next + v * kLanes, left = count - v * kLanes;
-      const f32v kept = from ? read<IsWhole>(from + place, left) * decay : all(0.0f);
-      const f32v after = fma(delta[v], all(token.k[k]), kept);
-      y[v] = fma(after, all(token.q[k]), y[v]);
-      if constexpr (IsFollowed) said[v] = fma(after, all(following.k[k]), said[v]);
-      write<IsWhole>(state.to + place, after, left);
+      const index_t left = count - v * kLanes;
+      const f32v kept = is_fresh ? all(0.0f) : read<IsWhole>(from + v * kLanes, left) * decay;
+      const f32v after = fma(delta[v], key, kept);
+      y[v] = fma(after, query, y[v]);
+      if constexpr (IsFollowed) next_said[v] = fma(after, next_key, next_said[v]);
+      write<IsWhole>(to + v * kLanes, after, left);
+      __builtin_prefetch(ahead + v * kLanes, 0, 2);
     }
-  for (int v = 0; v < Vectors; ++v)
+  }
+  for (int v = 0; v < Vectors; ++v) {
+    said[v] = next_said[v];
     write<IsWhole>((Element*)call.y.numbers + index * call.y.stride + at + v * kLanes, y[v], count - v * kLanes);
+  }
 }
 
 // All of a row's tokens through `Vectors` vectors of columns, all lanes of which are there if they are several. The columns of
@@ -292,10 +344,10 @@ void delta_columns(const DeltaRuleCall& call, const StateRow& row, DeltaColumns 
   if (row.count > 1) {
     for (index_t k = 0; state.from && k < call.key_dim; ++k)
       for (index_t i = 0; i < columns; ++i) near[k * kWidth + i] = state.from[k * state.next + i];
-    state = {state.from ? near : nullptr, near, kWidth};
+    state = {state.from ? near : nullptr, near, kWidth, near};
   }
   read_delta_token<Element>(call, head, row.token, tokens[0]);
-  ask<Vectors>(call, tokens[0], state, columns, said);
+  ask<Vectors>(call.key_dim, tokens[0], state, columns, said);
   for (index_t t = 0; t < row.count; ++t, state.from = state.to) {
     const DeltaToken &read = tokens[t % 2], &following = tokens[(t + 1) % 2];
     const bool is_followed = t + 1 < row.count;
@@ -318,7 +370,11 @@ void delta_rule(const void* description, index_t begin, index_t end) {
     const index_t place = call.offset + head * call.key_dim * call.head_dim * index_t(sizeof(float));
     for (index_t i = 0; i < columns;) {
       const float* from = row.from ? (const float*)(row.from + place) + first + i : nullptr;
-      const DeltaColumns state{from, (float*)(row.to + place) + first + i, call.head_dim};
+      // What comes next: these columns' neighbours, or the next head's first ones.
+      const bool is_last = first + columns == call.head_dim;
+      float* to = (float*)(row.to + place) + first + i;
+      const float* ahead = (from ? from : to) + (is_last ? call.key_dim * call.head_dim - first : columns);
+      const DeltaColumns state{from, to, call.head_dim, ahead};
       const bool wide = columns - i >= 4 * kLanes;
       (wide ? delta_columns<Element, 4> : delta_columns<Element, 1>)(call, row, state, head, first + i, columns - i);
       i += (wide ? 4 : 1) * kLanes;
