@@ -27,7 +27,11 @@ from quintet.wire.params import shown
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 
-_QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+_QUANTIZATION_FILES = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+}
 """Beside ``config.json``: what says how weights are quantized, and by which method where it does not say."""
 
 _SAMPLING_DEFAULTS = {

@@ -75,9 +75,15 @@ def decode(scheme: Scheme, tensors: Mapping[str, torch.Tensor], depth: int, begi
     if scheme.codes is not None:
         codes, zero = unpacked(scheme.codes, first, rows, depth), 1 << (scheme.codes.bits - 1)
     groups = -(-depth // (scheme.group or depth))
-    scales = _scales(scheme, second, rows)[:, :groups]
+    scales = _scales(scheme, second, rows)[:, :groups] * scheme.scale_factor
+    if scheme.global_scale is not None:
+        one = tensors[scheme.global_scale].float().reshape(1, 1)
+        scales = scales / one if scheme.divides else scales * one
     zeros = None
-    if scheme.zeros is not None:
+    if codes.dtype is torch.int8 and scheme.has_int8_zeros:
+        codes = codes.view(torch.uint8) ^ 128
+        zeros = tensors[scheme.stored[2].ending][begin:end].reshape(len(rows), groups).view(torch.uint8) ^ 128
+    elif scheme.zeros is not None:
         zeros = unpacked(scheme.zeros, tensors[scheme.stored[2].ending], rows, groups)
         zeros = (zeros + scheme.zero_offset) & ((1 << scheme.zeros.bits) - 1)
         if scheme.all_zeros is not None:
@@ -118,10 +124,11 @@ def stream(octets: torch.Tensor, bits: int) -> torch.Tensor:
     """Return the codes in bytes ``[rows, bytes]``, the first in the lowest bits: uint8 ``[rows, bytes * 8 / bits]``."""
     if bits == 8:
         return octets
-    if bits == 3:
-        words = octets.unflatten(1, (-1, 3)).int()
-        word = words[..., 0] | words[..., 1] << 8 | words[..., 2] << 16
-        each = [(word >> shift & 7).to(torch.uint8) for shift in range(0, 24, 3)]
+    if 8 % bits:  # eight codes in as many bytes as they have bits
+        octets = torch.nn.functional.pad(octets, (0, -octets.shape[1] % bits))
+        parts = octets.unflatten(1, (-1, bits)).long()
+        word = sum((parts[..., i] << 8 * i for i in range(1, bits)), parts[..., 0])
+        each = [(word >> shift & ((1 << bits) - 1)).to(torch.uint8) for shift in range(0, 8 * bits, bits)]
     else:
         each = [octets >> shift & ((1 << bits) - 1) for shift in range(0, 8, bits)]
     return torch.stack(each, dim=-1).flatten(1)
@@ -129,14 +136,15 @@ def stream(octets: torch.Tensor, bits: int) -> torch.Tensor:
 
 def _scales(scheme: Scheme, tensor: torch.Tensor, rows: range) -> torch.Tensor:
     """Return fp32 ``[rows, groups]``."""
-    if tensor.numel() == 1:
-        return tensor.float().reshape(1, 1).expand(len(rows), 1)
-    if tensor.dim() == 1:
-        tensor = tensor[:, None]
-    if scheme.scale_transposed:
+    step = scheme.row_group or (rows.stop + 1)
+    if tensor.dim() < 2:
+        tensor = tensor.reshape(-1, 1)
+    elif scheme.scale_transposed:
         tensor = tensor.t()
-    step = scheme.row_group
+    blocks = tensor[rows.start // step : -(-rows.stop // step)]
+    if blocks.dtype is torch.uint8:  # the exponent of a power of two
+        blocks = torch.ldexp(torch.ones(blocks.shape), blocks.int() - 127)
+    blocks = blocks.float()
     if step == 1:
-        return tensor[rows.start : rows.stop].float()
-    blocks = tensor[rows.start // step : -(-rows.stop // step)].float()
-    return blocks.repeat_interleave(step, dim=0)[: len(rows)]
+        return blocks
+    return blocks.repeat_interleave(min(step, rows.stop), dim=0)[rows.start % step :][: len(rows)]

@@ -8,11 +8,12 @@ import torch
 
 from quintet.executor.ops.host_dtypes import FLOAT_CODES
 from quintet.executor.ops.host_linear import WeightFormat
-from quintet.executor.ops.packed_weight import PackedWeight
+from quintet.executor.ops.packed_weight import PackedWeight, PackedWeightError
 from quintet.executor.quant.decode import Coded
 from quintet.executor.quant.formats.scheme import Scheme
 from quintet.executor.quant.numbers import FLOAT_FORMATS, Numbers
 from quintet.executor.quant.source import Rows, floats_of
+from quintet.wire.errors import ConfigError
 
 GROUPS = (128, 64, 32)
 """Of inputs that can share a scale in a packed weight, beside all of them."""
@@ -46,7 +47,7 @@ def _exact(scheme: Scheme) -> Numbers | None:
     """Return the numbers that hold one scheme's rows exactly; None where none do. A group of 0 may become any."""
     if scheme.bits is None or scheme.order is not None:
         return None
-    zeros = scheme.zeros is not None and scheme.all_zeros is None
+    zeros = scheme.has_int8_zeros or (scheme.zeros is not None and scheme.all_zeros is None)
     group = 0
     if scheme.group:
         if scheme.scale_kind == "F32":  # packed scales of groups are fp16 times a power of two
@@ -75,4 +76,7 @@ def fill(packed: PackedWeight, rows: Rows, first_column: int) -> None:
         if codes.dtype is torch.int8:
             codes, zero = codes.view(torch.uint8) + 128, 128
         zeros = torch.full(rows.scales.shape, zero, dtype=torch.uint8)
-    packed.fill_codes(codes, rows.scales, zeros, first_column, rows.group)
+    try:
+        packed.fill_codes(codes, rows.scales, zeros, first_column, rows.group)
+    except PackedWeightError as error:  # the checkpoint's scales, of which nothing is known before
+        raise ConfigError(str(error)) from error

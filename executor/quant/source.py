@@ -98,17 +98,19 @@ class CodedRows:
         def arrive(ending: str, tensor: torch.Tensor) -> None:
             arrived[ending] = tensor
             if len(arrived) == len(stored):
-                for first, rows in self.decoded(arrived):
-                    fill(first, rows)
+                try:
+                    for first, rows in self._decoded(arrived):
+                        fill(first, rows)
+                except ConfigError as error:
+                    raise ConfigError(f"layer {self.part.name!r}: {error}") from None
                 arrived.clear()
 
         for each in stored:
             name = f"{self.part.name}.{each.ending}"
             expect(name, each.shape, lambda tensor, ending=each.ending: arrive(ending, tensor))  # type: ignore[misc]
-            if not each.is_floats:
-                plan.as_codes(name, each.kinds, each.dummies)
+            plan.as_codes(name, each.kinds, each.dummy_bytes)
 
-    def decoded(self, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[int, Coded]]:
+    def _decoded(self, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[int, Coded]]:
         """Yield the part's rows, some at a time, with the place of the first of each."""
         decoder: Decoder = import_string(self.scheme.decoder)
         step = max(1, MOST_CODES // (self.depth * ROWS_STEP)) * ROWS_STEP
@@ -116,10 +118,7 @@ class CodedRows:
         for run in self._runs():
             for begin in range(run.start // ROWS_STEP * ROWS_STEP, run.stop, step):
                 end = min(begin + step, self.part.height)
-                try:
-                    coded = decoder(self.scheme, tensors, self.depth, begin, end)
-                except ConfigError as error:
-                    raise ConfigError(f"layer {self.part.name!r}: {error}") from None
+                coded = decoder(self.scheme, tensors, self.depth, begin, end)
                 wanted = range(max(begin, run.start) - begin, min(end, run.stop) - begin)
                 yield place, coded.rows(wanted)
                 place += len(wanted)

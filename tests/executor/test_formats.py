@@ -29,6 +29,10 @@ DEPTH = 160  # a group of 128 and a part of one; of 64 likewise; five of 32
 CPU = torch.device("cpu")
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
+GROUPS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+BY_ROW = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+FLOATS = {"num_bits": 8, "type": "float", "symmetric": True}
+
 KEPT: dict[str, tuple[Written, WeightFormat, int]] = {
     "gptq, 2 bits": (quantized.gptq(2, 32, symmetric=True), WeightFormat.INT4, 32),
     "gptq, 2 bits, zeros": (quantized.gptq(2, 32, symmetric=False), WeightFormat.INT4_ZEROS, 32),
@@ -40,6 +44,29 @@ KEPT: dict[str, tuple[Written, WeightFormat, int]] = {
     "gptq, second version": (quantized.gptq(4, 32, symmetric=False, version=2), WeightFormat.INT4_ZEROS, 32),
     "gptq, 8 bits": (quantized.gptq(8, 0, symmetric=True), WeightFormat.INT8, 0),
     "gptq, 8 bits, zeros": (quantized.gptq(8, 32, symmetric=False), WeightFormat.INT8_ZEROS, 32),
+    "compressed-tensors": (quantized.compressed(GROUPS, "pack-quantized"), WeightFormat.INT4, 32),
+    "compressed-tensors, zeros": (
+        quantized.compressed(GROUPS | {"symmetric": False}, "pack-quantized"),
+        WeightFormat.INT4_ZEROS,
+        32,
+    ),
+    "compressed-tensors, 3 bits": (
+        quantized.compressed(GROUPS | {"num_bits": 3}, "pack-quantized"),
+        WeightFormat.INT4,
+        32,
+    ),
+    "compressed-tensors, 6 bits": (
+        quantized.compressed(GROUPS | {"num_bits": 6}, "pack-quantized"),
+        WeightFormat.INT8,
+        32,
+    ),
+    "compressed-tensors, bytes": (quantized.compressed(BY_ROW, "int-quantized"), WeightFormat.INT8, 0),
+    "compressed-tensors, bytes, zeros": (
+        quantized.compressed(BY_ROW | {"symmetric": False}, "int-quantized"),
+        WeightFormat.INT8_ZEROS,
+        128,
+    ),
+    "bitsandbytes, int8": (quantized.bitsandbytes("int8"), WeightFormat.INT8, 0),
     "awq": (quantized.awq(32), WeightFormat.INT4_ZEROS, 32),
     "awq, gemv": (quantized.awq(32, "gemv"), WeightFormat.INT4_ZEROS, 32),
 }
@@ -48,6 +75,18 @@ KEPT: dict[str, tuple[Written, WeightFormat, int]] = {
 ROUNDED = {
     "gptq, ordered": quantized.gptq(4, 32, symmetric=False, by_activations=True),
     "gptq, groups of 20": quantized.gptq(4, 20, symmetric=True),
+    "fp8": quantized.fp8(block=True),
+    "fp8, one scale": quantized.fp8(block=False),
+    "compressed-tensors, mxfp4": quantized.compressed(
+        FLOATS | {"num_bits": 4, "strategy": "group", "group_size": 32},
+        "mxfp4-pack-quantized",
+        tensors=quantized.four_bit_floats(32),
+    ),
+    "compressed-tensors, nvfp4": quantized.compressed(
+        FLOATS | {"num_bits": 4, "strategy": "tensor_group", "group_size": 16},
+        "nvfp4-pack-quantized",
+        tensors=quantized.four_bit_floats(16, global_scale="weight_global_scale"),
+    ),
 }
 """What is rounded to the model's numbers, as no kernel multiplies it."""
 
@@ -109,6 +148,21 @@ def test_what_no_kernel_multiplies_is_rounded_once(name: str) -> None:
     packed = layer.method.packed
     assert packed is not None and packed.format is WeightFormat.BF16
     assert torch.equal(packed.read(), torch.cat([numbers["q"], numbers["k"]]).bfloat16().float())
+
+
+@needs_kernels
+def test_activations_of_8_bits_are_as_the_checkpoint_says() -> None:
+    inputs = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+    written = quantized.compressed(BY_ROW, "int-quantized", inputs)
+    layer, numbers = loaded(written, [Part("q", 96), Part("k", 32)])
+    packed = layer.method.packed
+    assert packed is not None and layer.method.int8_activations
+    x = torch.from_numpy(noise(5, seed=9)).bfloat16()
+    step = x.float().abs().amax(1, keepdim=True) / 127
+    rounded = (x.float() / step).round() * step
+    whole = torch.cat([numbers["q"], numbers["k"]])
+    # Sums of integers are exact; bf16 rounds the result to 8 bits.
+    torch.testing.assert_close(layer(x).float(), rounded @ whole.t(), rtol=2**-7, atol=1e-2)
 
 
 @needs_kernels

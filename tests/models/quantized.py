@@ -31,6 +31,14 @@ SETTINGS = {
 }
 
 
+NF4 = [
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+]  # fmt: skip
+"""Of the paper's appendix E."""
+
+
 @dataclass(frozen=True)
 class Rounded:
     """A weight ``[rows, depth]`` in codes: its numbers are ``(code - zero) * scale``."""
@@ -173,6 +181,182 @@ def awq(group: int, version: str = "gemm") -> Written:
         "version": version,
         "modules_to_not_convert": None,
     }
+    return Written(section, tensors)
+
+
+def compressed(
+    weights: Mapping[str, Any],
+    kind: str,
+    activations: Mapping[str, Any] | None = None,
+    tensors: Callable[[str, Array], tuple[Tensors, Array]] | None = None,
+    **more: Any,
+) -> Written:
+    """compressed-tensors with one group of layers; tensors: who makes them, where these are no integers in words."""
+    bits, group, symmetric = (
+        weights["num_bits"],
+        weights.get("group_size") or 0,
+        weights.get("symmetric", True),
+    )
+    section = {
+        "quant_method": "compressed-tensors",
+        "format": kind,
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": dict(weights), "input_activations": activations}
+        },
+        "ignore": ["lm_head"],
+    } | more
+
+    def integers(name: str, weight: Array) -> tuple[Tensors, Array]:
+        its = rounded(weight, bits, group, symmetric)
+        middle = 1 << (bits - 1)
+        if kind == "pack-quantized":
+            stored = {
+                "weight_packed": words(its.codes.T, bits).T.contiguous(),
+                "weight_shape": torch.tensor(weight.shape),
+                "weight_scale": half(its.scales),
+            }
+            if not symmetric:
+                stored["weight_zero_point"] = words(its.zeros, bits)
+            return stored, its.numbers
+        stored = {
+            "weight": torch.from_numpy((its.codes - middle).astype(np.int8)),
+            "weight_scale": half(its.scales),
+        }
+        if not symmetric:
+            stored["weight_zero_point"] = torch.from_numpy((its.zeros - middle).astype(np.int8))
+        return stored, its.numbers
+
+    return Written(section, tensors or integers)
+
+
+def eight_bit_floats(
+    name_of_scale: str, block: tuple[int, int], dtype: torch.dtype = torch.float8_e4m3fn, as_list: bool = True
+) -> Callable[[str, Array], tuple[Tensors, Array]]:
+    """Return what makes fp8 weights with a scale for each block; 0 of rows or inputs: all of them."""
+
+    def tensors(name: str, weight: Array) -> tuple[Tensors, Array]:
+        rows, depth = weight.shape
+        height, width = block[0] or rows, block[1] or depth
+        scales = np.empty((-(-rows // height), -(-depth // width)), np.float32)
+        of_row, of_input = np.arange(rows) // height, np.arange(depth) // width
+        for i in range(scales.shape[0]):
+            for j in range(scales.shape[1]):
+                scales[i, j] = np.abs(weight[of_row == i][:, of_input == j]).max() / 448
+        each = scales[of_row][:, of_input]
+        stored = torch.from_numpy((weight / each).astype(np.float32)).to(dtype)
+        numbers = (stored.float().numpy() * each).astype(np.float32)
+        kept = torch.from_numpy(scales if as_list else scales.reshape(-1)[:1].reshape(()))
+        return {"weight": stored, name_of_scale: kept}, numbers
+
+    return tensors
+
+
+def four_bit_floats(
+    group: int, weight_name: str = "weight_packed", global_scale: str | None = None, divides: bool = True
+) -> Callable[[str, Array], tuple[Tensors, Array]]:
+    """Return what makes two fp4 numbers a byte, with exponents for scales, or fp8 with one more for all."""
+
+    def tensors(name: str, weight: Array) -> tuple[Tensors, Array]:
+        most = np.abs(weight.reshape(len(weight), -1, group)).max(2)
+        meant = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+        if global_scale is None:
+            exponents = np.ceil(np.log2(most / 6)).astype(np.int64)
+            scales = (2.0**exponents).astype(np.float32)
+            more: Tensors = {"weight_scale": torch.from_numpy((exponents + 127).astype(np.uint8))}
+        else:
+            one = np.float32(448 * 6 / np.abs(weight).max())
+            small = torch.from_numpy((most / 6 * one).astype(np.float32)).to(torch.float8_e4m3fn)
+            scales = (small.float().numpy() / one).astype(np.float32)
+            stored_one = one if divides else np.float32(1) / one
+            if not divides:
+                scales = (small.float().numpy() * stored_one).astype(np.float32)
+            more = {"weight_scale": small, global_scale: torch.tensor([stored_one])}
+        each = np.repeat(scales, group, axis=1)
+        codes = np.abs(weight[..., None] / np.maximum(each, 1e-9)[..., None] - meant).argmin(-1)
+        packed = (codes[:, 0::2] | codes[:, 1::2] << 4).astype(np.uint8)
+        return {weight_name: torch.from_numpy(packed)} | more, meant[codes] * each
+
+    return tensors
+
+
+def fp8(block: bool, method: str = "fp8") -> Written:
+    """DeepSeek's blocks, or one scale for each tensor; of fbgemm for each row."""
+    if method == "fbgemm_fp8":
+        return Written({"quant_method": method}, eight_bit_floats("weight_scale", (1, 0)))
+    if block:
+        section = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+        return Written(section, eight_bit_floats("weight_scale_inv", (128, 128)))
+    section = {"quant_method": "fp8", "activation_scheme": "static"}
+    return Written(section, eight_bit_floats("weight_scale", (0, 0), as_list=False))
+
+
+def nested_scales(absmax: Array) -> tuple[Array, Tensors, dict[str, Any]]:
+    """Quantize bitsandbytes' scales once more; return them, their tensors, and what the layer's state says of it."""
+    offset = float(absmax.mean())
+    table = np.linspace(-1, 1, 256).astype(np.float32)
+    outer = np.arange(len(absmax)) // 256
+    largest = np.array([np.abs(absmax[outer == i] - offset).max() for i in range(outer[-1] + 1)], np.float32)
+    inner = np.abs(((absmax - offset) / largest[outer])[:, None] - table).argmin(1)
+    tensors = {
+        "weight.absmax": torch.from_numpy(inner.astype(np.uint8)),
+        "weight.nested_absmax": torch.from_numpy(largest),
+        "weight.nested_quant_map": torch.from_numpy(table),
+    }
+    meant = (table[inner] * largest[outer] + np.float32(offset)).astype(np.float32)
+    return meant, tensors, {"nested_blocksize": 256, "nested_offset": offset, "nested_dtype": "float32"}
+
+
+def bitsandbytes(kind: str, nested: bool = False) -> Written:
+    """bitsandbytes: 4 bits by a table in blocks of 64, row after row, or 8 bits a row."""
+    section = {
+        "quant_method": "bitsandbytes",
+        "load_in_8bit": kind == "int8",
+        "load_in_4bit": kind != "int8",
+        "bnb_4bit_quant_type": "fp4" if kind == "int8" else kind,
+        "bnb_4bit_use_double_quant": nested,
+        "bnb_4bit_quant_storage": "uint8",
+        "llm_int8_skip_modules": None,
+    }
+    magnitudes = [0.0, 0.0052083333, 0.6666667, 1.0, 0.33333334, 0.5, 0.16666667, 0.25]
+    meant = np.array(
+        NF4 if kind == "nf4" else [*magnitudes, *(-each for each in magnitudes)], np.float32
+    )  # as published
+
+    def tensors(name: str, weight: Array) -> tuple[Tensors, Array]:
+        if kind == "int8":
+            most = np.abs(weight).max(1)
+            codes = np.round(weight * (127 / most[:, None])).astype(np.int8)
+            numbers = codes.astype(np.float32) * (most * np.float32(1 / 127))[:, None]
+            return {
+                "weight": torch.from_numpy(codes),
+                "SCB": torch.from_numpy(most),
+                "weight_format": torch.tensor(0, dtype=torch.uint8),
+            }, numbers
+        blocks = weight.reshape(-1, 64)
+        absmax = np.abs(blocks).max(1)
+        state: dict[str, Any] = {
+            "quant_type": kind,
+            "blocksize": 64,
+            "dtype": "float16",
+            "shape": list(weight.shape),
+        }
+        more: Tensors = {}
+        if nested:
+            absmax, more, said = nested_scales(absmax)
+            state |= said
+        codes = np.abs((blocks / absmax[:, None])[..., None] - meant).argmin(-1)
+        flat = codes.reshape(-1)
+        stored: Tensors = {
+            "weight": torch.from_numpy((flat[0::2] << 4 | flat[1::2]).astype(np.uint8)[:, None]),
+            "weight.absmax": torch.from_numpy(absmax.astype(np.float32)),
+            "weight.quant_map": torch.from_numpy(meant.copy()),
+            f"weight.quant_state.bitsandbytes__{kind}": torch.tensor(
+                list(json.dumps(state).encode()), dtype=torch.uint8
+            ),
+        } | more
+        return stored, (meant[codes] * absmax[:, None]).reshape(weight.shape).astype(np.float32)
+
     return Written(section, tensors)
 
 

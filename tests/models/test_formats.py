@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -14,16 +14,28 @@ from tests.models import quantized
 from tests.models.equal import WAYS, Loaded, alone, in_every_way, load, logits_of, one_torch_thread
 from tests.models.quantized import Written
 
+from quintet.executor.cards.card import ModelCard
 from quintet.executor.ops.host_linear import linear_library
+from quintet.executor.ops.packed_weight import PackedWeight
+from quintet.executor.quant.formats.registry import FORMATS as FORMATS_BY_METHOD
+from quintet.executor.quant.formats.registry import recognise
+from quintet.wire.config import Quantization
 from quintet.wire.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(linear_library() is None, reason="the host kernels are not built")
 
 PROMPTS = [[5, 17, 3, 99, 42, 7], [201, 9], list(range(3, 60, 2))]
 
+W4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64, "symmetric": True}
+BY_ROW = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+FLOATS = {"num_bits": 8, "type": "float", "symmetric": True}
+
 FORMATS: dict[str, Written] = {
     "gptq": quantized.gptq(4, 64, symmetric=True),
     "awq": quantized.awq(64),
+    "compressed-tensors": quantized.compressed(W4, "pack-quantized"),
+    "fp8": quantized.fp8(block=True),
+    "bitsandbytes": quantized.bitsandbytes("nf4", nested=True),
 }
 MORE_FORMATS: dict[str, Written] = {
     "gptq, 2 bits": quantized.gptq(2, 32, symmetric=False),
@@ -35,6 +47,50 @@ MORE_FORMATS: dict[str, Written] = {
     "gptq, second version": quantized.gptq(4, 128, symmetric=False, version=2),
     "awq, gemv": quantized.awq(64, "gemv"),
     "awq, gemv, groups of 32": quantized.awq(32, "gemv"),
+    "compressed-tensors, zeros": quantized.compressed(W4 | {"symmetric": False}, "pack-quantized"),
+    "compressed-tensors, a row": quantized.compressed(BY_ROW, "pack-quantized"),
+    "compressed-tensors, 3 bits": quantized.compressed(W4 | {"num_bits": 3}, "pack-quantized"),
+    "compressed-tensors, 5 bits": quantized.compressed(W4 | {"num_bits": 5}, "pack-quantized"),
+    "compressed-tensors, bytes": quantized.compressed(BY_ROW, "int-quantized"),
+    "compressed-tensors, bytes, zeros": quantized.compressed(BY_ROW | {"symmetric": False}, "int-quantized"),
+    "compressed-tensors, fp8": quantized.compressed(
+        FLOATS | {"strategy": "channel"},
+        "float-quantized",
+        tensors=quantized.eight_bit_floats("weight_scale", (1, 0)),
+    ),
+    "compressed-tensors, fp8 blocks": quantized.compressed(
+        FLOATS | {"strategy": "block", "block_structure": [128, 128]},
+        "float-quantized",
+        tensors=quantized.eight_bit_floats("weight_scale", (128, 128)),
+    ),
+    "compressed-tensors, nvfp4": quantized.compressed(
+        FLOATS | {"num_bits": 4, "strategy": "tensor_group", "group_size": 16},
+        "nvfp4-pack-quantized",
+        tensors=quantized.four_bit_floats(16, global_scale="weight_global_scale"),
+    ),
+    "compressed-tensors, mxfp4": quantized.compressed(
+        FLOATS | {"num_bits": 4, "strategy": "group", "group_size": 32},
+        "mxfp4-pack-quantized",
+        tensors=quantized.four_bit_floats(32),
+    ),
+    "fp8, one scale": quantized.fp8(block=False),
+    "fp8, of fbgemm": quantized.fp8(block=False, method="fbgemm_fp8"),
+    "bitsandbytes, nf4": quantized.bitsandbytes("nf4"),
+    "bitsandbytes, fp4": quantized.bitsandbytes("fp4"),
+    "bitsandbytes, int8": quantized.bitsandbytes("int8"),
+    "modelopt": Written(
+        {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
+        quantized.eight_bit_floats("weight_scale", (0, 0), as_list=False),
+    ),
+    "modelopt, nvfp4": Written(
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4",
+            "group_size": 16,
+            "exclude_modules": ["lm_head*"],
+        },
+        quantized.four_bit_floats(16, "weight", "weight_scale_2", divides=False),
+    ),
 }
 
 
@@ -84,6 +140,35 @@ EXPERTS = transformers.Qwen3MoeConfig(
 @pytest.mark.parametrize("name", ["gptq", "awq"])
 def test_experts_are_read_as_other_layers(name: str, tmp_path: Path) -> None:
     compare(tmp_path, FORMATS[name], EXPERTS)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_dummy_weights_need_no_checkpoint(name: str, tmp_path: Path) -> None:
+    ours, _ = quantized.write(tmp_path, FORMATS[name])
+    (ours / "model.safetensors").unlink()
+    with one_torch_thread():
+        outcome = alone(load(ours, load_format="dummy"), PROMPTS[:1])
+    assert torch.isfinite(logits_of(outcome, 0, len(PROMPTS[0]))).all()
+
+
+def test_the_packed_cache_keeps_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled = []
+    fill = PackedWeight.fill_codes
+
+    def counting(self: PackedWeight, *arguments: Any) -> None:
+        filled.append(self)
+        fill(self, *arguments)
+
+    monkeypatch.setattr(PackedWeight, "fill_codes", counting)
+    ours, _ = quantized.write(tmp_path, FORMATS["gptq"])
+    first = alone(load(ours, packed_cache=str(tmp_path / "cache")), PROMPTS)
+    assert filled
+    filled.clear()
+    assert alone(load(ours, packed_cache=str(tmp_path / "cache")), PROMPTS).bits == first.bits
+    assert not filled
+    change(ours, {"bits": 8, "group_size": 32}, {})
+    with pytest.raises(ConfigError, match=r"config\.json asks for"):  # the file is of other numbers
+        load(ours, packed_cache=str(tmp_path / "cache"))
 
 
 def change(folder: Path, change_card: dict[str, Any], tensors: dict[str, torch.Tensor | None]) -> None:
@@ -146,6 +231,7 @@ LAYER = "model.layers.1.mlp.down_proj"
         ({"checkpoint_format": "marlin"}, {}, "'marlin'.*take the one it was made from"),
         ({"dynamic": {"-:(a+)+$": {}}}, {}, "repeats no group"),
         ({"quant_method": "gptqq"}, {}, "the nearest that loads is 'gptq'"),
+        ({"quant_method": "HQQ"}, {}, "'hqq'.*zeros are no integers.*or give --quantization int4"),
     ],
 )
 def test_what_does_not_load_is_one_line(
@@ -156,6 +242,70 @@ def test_what_does_not_load_is_one_line(
     with pytest.raises(ConfigError, match=words) as caught:
         load(ours)
     assert "\n" not in str(caught.value)
+
+
+SPARSE = {"format": "sparse-24-bitmask", "sparsity_structure": "2:4"}
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        (
+            quantized.compressed(W4, "pack-quantized", sparsity_config=SPARSE).section,
+            "sparsely.*dense checkpoint",
+        ),
+        (
+            quantized.compressed(W4, "pack-quantized", transform_config={"config_groups": {"u": {}}}).section,
+            "transform_config.*without transforms",
+        ),
+        (
+            quantized.compressed(W4, "marlin-24").section,
+            "format is 'marlin-24'.*that load are pack-quantized",
+        ),
+        (
+            quantized.compressed(W4, "nvfp4-pack-quantized").section,
+            "num_bits is 4, of type int, in the format nvfp4",
+        ),
+        (quantized.compressed(W4 | {"num_bits": 9}, "pack-quantized").section, "num_bits is 9"),
+        ({"quant_method": "compressed-tensors"}, "config_groups is missing"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"a": {"targets": "Linear"}}},
+            "targets is 'Linear'; it must be a list",
+        ),
+        ({"quant_method": "awq", "bits": 3}, "bits is 3; it must be 4"),
+        ({"quant_method": "awq", "version": "gemv_fast"}, "'gemv_fast'.*whose `version` is 'gemm' or 'gemv'"),
+        (
+            {"quant_method": "fp8", "weight_block_size": [128]},
+            "weight_block_size is .128.; it must be two whole numbers",
+        ),
+        ({"quant_method": "bitsandbytes"}, "load_in_4bit and load_in_8bit are both false"),
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"},
+            "it must be uint8: save the model again",
+        ),
+        (
+            {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
+            "quant_algo is 'W4A8_AWQ'.*these load: FP8, NVFP4",
+        ),
+        (
+            {"quant_method": "auto-round", "packing_format": "auto_round:itrex"},
+            "packing_format is 'auto_round:itrex'",
+        ),
+        ({"quant_method": "mxfp4"}, "gpt-oss's experts alone"),
+        ({"quant_method": 4}, "quant_method is 4; it must be the name of a format"),
+    ],
+)
+def test_a_variant_that_does_not_load_is_refused_by_its_configuration(
+    section: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    card = {"architectures": ["LlamaForCausalLM"], "quantization_config": dict(section)}
+    with pytest.raises(ConfigError, match=words) as caught:
+        recognise(ModelCard(card, "config.json"))
+    assert "\n" not in str(caught.value)
+
+
+def test_every_format_may_be_named_by_the_flag() -> None:
+    assert set(FORMATS_BY_METHOD) < set(get_args(Quantization))
 
 
 def test_a_bias_of_zeros_is_none(tmp_path: Path) -> None:

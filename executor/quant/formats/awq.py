@@ -94,6 +94,11 @@ class Awq:
 
 def recognise(card: ModelCard, section: ModelCard) -> Format:
     """Return the format that a card's ``quantization_config`` describes."""
+    return of(section)
+
+
+def of(section: ModelCard) -> Awq:
+    """Return what a section of a card says."""
     bits = section.whole(("bits", "w_bit"), 1, 16, BITS)
     if bits != BITS:
         raise section.wrong(("bits", "w_bit"), "4: AWQ of other bits was never saved by AutoAWQ")

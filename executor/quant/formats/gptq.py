@@ -86,10 +86,16 @@ class Gptq:
         if depth * bits % 32 or rows * bits % 32:
             layer.refuse(f"rows and columns of {bits} bits must fill whole words of 32 in GPTQ's tensors")
         groups = -(-depth // (numbers.group or depth))
+        # Dummy zeros are bytes of which all are one value: there is none that repeats 3 bits.
+        symmetric = numbers.symmetric and (bits != 3 or layer.contents is not None)
+        middle = (1 << (bits - 1)) - self.zero_offset
+        middles = sum(middle << at for at in range(0, 8, bits)) & 255
         stored: tuple[Stored, ...] = (
             Stored("qweight", (depth * bits // 32, rows), ("I32",)),
             Stored("scales", (groups, rows), FLOATS),
-            Stored("qzeros", (groups, rows * bits // 32), ("I32",)),
+            Stored(
+                "qzeros", (groups, rows * bits // 32), ("I32",), (middles, middles) if symmetric else None
+            ),
         )
         is_ordered = numbers.by_activations
         if is_ordered:
@@ -102,7 +108,7 @@ class Gptq:
             group=numbers.group,
             zeros=Packing(bits, "rows", transposed=True),
             zero_offset=self.zero_offset,
-            all_zeros=1 << (bits - 1) if numbers.symmetric else None,
+            all_zeros=1 << (bits - 1) if symmetric else None,
             order="g_idx" if is_ordered else None,
         )
 
@@ -128,7 +134,7 @@ def recognise(card: ModelCard, section: ModelCard) -> Format:
             f"{section.path}: a GPTQ checkpoint in the layout {version!r}, which was shuffled for one GPU's kernels: take the"
             " one it was made from, whose `checkpoint_format` is 'gptq' or 'gptq_v2'"
         )
-    numbers = _numbers(section, Numbers(4, 128, True, False))
+    numbers = numbers_of(section, Numbers(4, 128, True, False))
     symmetric = section.flag(("sym", "symmetric"), True)
     return Gptq(
         "gptq",
@@ -144,7 +150,8 @@ def recognise(card: ModelCard, section: ModelCard) -> Format:
     )
 
 
-def _numbers(section: ModelCard, usual: Numbers) -> Numbers:
+def numbers_of(section: ModelCard, usual: Numbers) -> Numbers:
+    """Return what a section says; ``usual`` where it says nothing."""
     bits = section.whole("bits", 2, 8, usual.bits)
     if bits not in (2, 3, 4, 8):
         raise section.wrong("bits", "2, 3, 4 or 8")
@@ -165,6 +172,6 @@ def _others(section: ModelCard, usual: Numbers) -> tuple[tuple[re.Pattern[str], 
     dynamic = section.section("dynamic")
     for pattern in dynamic.values:
         bare = pattern.removeprefix("-:").removeprefix("+:")
-        numbers = None if pattern.startswith("-:") else _numbers(dynamic.section(pattern), usual)
+        numbers = None if pattern.startswith("-:") else numbers_of(dynamic.section(pattern), usual)
         found.append((compiled(bare, section.path, f"{section.inside}dynamic"), numbers))
     return tuple(found)

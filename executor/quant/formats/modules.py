@@ -8,9 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from quintet.executor.cards.card import ModelCard
 from quintet.executor.quant.formats.scheme import StoredLayer
 from quintet.wire.errors import ConfigError
 
+MOST_BLOCK = 1 << 20
 MAX_PATTERN = 400
 """Characters of a regular expression; more than any publisher's."""
 
@@ -29,6 +31,18 @@ def compiled(pattern: object, path: str, key: str) -> re.Pattern[str]:
         f"{path}: {key} has the pattern {pattern!r:.80}; it must be a regular expression of at most {MAX_PATTERN} characters that"
         " repeats no group"
     )
+
+
+def block_size(section: ModelCard, key: str) -> tuple[int, int]:
+    """Return how many rows and inputs share a scale. Raises `ConfigError`."""
+    value = section.values.get(key)
+    if (
+        not isinstance(value, list)
+        or len(value) != 2
+        or not all(type(each) is int and 0 < each <= MOST_BLOCK for each in value)
+    ):
+        raise section.wrong(key, f"two whole numbers from 1 to {MOST_BLOCK}")
+    return value[0], value[1]
 
 
 def word_list(values: object, path: str, key: str) -> tuple[str, ...]:

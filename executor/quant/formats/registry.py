@@ -6,7 +6,16 @@ import difflib
 from collections.abc import Mapping
 
 from quintet.executor.cards.card import ModelCard
-from quintet.executor.quant.formats import awq, gptq, mxfp4
+from quintet.executor.quant.formats import (
+    autoround,
+    awq,
+    bitsandbytes,
+    compressed_tensors,
+    fp8,
+    gptq,
+    modelopt,
+    mxfp4,
+)
 from quintet.executor.quant.formats.scheme import Format, Recognise
 from quintet.executor.weights.header import Entry
 from quintet.wire.errors import ConfigError
@@ -14,11 +23,44 @@ from quintet.wire.errors import ConfigError
 FORMATS: dict[str, Recognise] = {
     "gptq": gptq.recognise,
     "awq": awq.recognise,
+    "compressed-tensors": compressed_tensors.recognise,
+    "fp8": fp8.recognise,
+    "fbgemm_fp8": fp8.recognise_fbgemm,
     "mxfp4": mxfp4.recognise,
+    "bitsandbytes": bitsandbytes.recognise,
+    "modelopt": modelopt.recognise,
+    "auto-round": autoround.recognise,
 }
 """By ``quant_method``: what reads it off the card and its section of the card."""
 
-REFUSED: dict[str, str] = {}
+_SPELLINGS = {
+    "compressed_tensors": "compressed-tensors",
+    "sparseml": "compressed-tensors",
+    "auto_round": "auto-round",
+    "intel/auto-round": "auto-round",
+    "modelopt_fp4": "modelopt",
+    "modelopt_fp8": "modelopt",
+    "gptqmodel": "gptq",
+    "gptq_marlin": "gptq",
+    "awq_marlin": "awq",
+}
+"""Other names of the same methods."""
+
+_AGAIN = "take the checkpoint that it was made from, and quantize that with"
+REFUSED = {
+    "hqq": f"its zeros are no integers; {_AGAIN} GPTQ or AWQ, or give --quantization int4",
+    "torchao": f"it saves torch's tensor classes; {_AGAIN} compressed-tensors, or give --quantization int8",
+    "quark": f"its layers' orders are its own; {_AGAIN} ModelOpt or compressed-tensors, or give --quantization int8",
+    "squeezellm": f"its tables differ from row to row; {_AGAIN} GPTQ or AWQ, or give --quantization int4",
+    "smoothquant": "fold its factors into the weights and save them as compressed-tensors, as LLM Compressor does",
+    "aqlm": f"its codebooks are of vectors; {_AGAIN} GPTQ of 2 bits",
+    "vptq": f"its codebooks are of vectors; {_AGAIN} GPTQ of 2 bits",
+    "quip": f"its codebooks are of vectors; {_AGAIN} GPTQ of 2 bits",
+    "eetq": f"its bytes are shuffled for one GPU's kernels; {_AGAIN} compressed-tensors, or give --quantization int8",
+    "spqr": f"its outliers are stored sparsely; {_AGAIN} GPTQ",
+    "higgs": f"its codebooks are of vectors; {_AGAIN} GPTQ",
+    "bitnet": f"its weights have three values; {_AGAIN} GPTQ of 2 bits",
+}
 """By ``quant_method``: why it does not load, and what does."""
 
 
@@ -61,7 +103,7 @@ def _of(card: ModelCard, section: ModelCard) -> Format:
     method = section.values.get("quant_method", "unknown")
     if not isinstance(method, str):
         raise section.wrong("quant_method", "the name of a format")
-    method = method.lower().replace("_", "-")
+    method = _SPELLINGS.get(method.lower(), method.lower())
     if method in FORMATS:
         return FORMATS[method](card, section)
     near = difflib.get_close_matches(method, FORMATS, n=1)

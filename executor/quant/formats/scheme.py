@@ -17,6 +17,9 @@ from quintet.wire.errors import ConfigError
 FLOATS = ("F16", "BF16", "F32")
 """Number formats that scales may have."""
 
+_SMALL = {"F16": (0x10, 0x1F), "F32": (0x3C, 0x3D)}
+"""Bytes that make some thousandths in either format."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stored:
@@ -27,13 +30,13 @@ class Stored:
     shape: tuple[int, ...]
     kinds: tuple[str, ...]
     """Number formats that it may have, as the headers of files name them."""
-    dummies: tuple[int, int] = (0, 255)
-    """Between what its bytes lie in dummy weights, where it is no floating-point numbers."""
+    dummies: tuple[int, int] | None = None
+    """Between what its bytes lie in dummy weights; None: small numbers of its first kind, or any bits of an integer."""
 
     @property
-    def is_floats(self) -> bool:
-        """Whether it holds numbers that torch computes with."""
-        return set(self.kinds) <= set(FLOATS)
+    def dummy_bytes(self) -> tuple[int, int]:
+        """Between what its bytes lie in dummy weights."""
+        return self.dummies or _SMALL.get(self.kinds[0], (0, 255))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +60,15 @@ class Scheme:
     """One layer. `stored` begins with the codes; scales follow, and zeros where there are any."""
 
     stored: tuple[Stored, ...]
-    codes: Packing | None
-    """None: the first tensor holds numbers of 8 bits that mean something themselves (floats or signed integers)."""
+    codes: Packing | None = None
+    """None: the first tensor ``[rows, depth]`` holds numbers of 8 bits that mean themselves: floats, or signed integers."""
     scale_transposed: bool = False
     """Whether scales are ``[groups, rows]``."""
+    scale_factor: float = 1.0
+    """What every scale is multiplied by."""
+    global_scale: str | None = None
+    """Ending of a tensor of one number, by which every scale is multiplied; or divided, if `divides`."""
+    divides: bool = False
     scale_kind: str | None = None
     """Number format of the scales, where it is known."""
     group: int
@@ -69,6 +77,8 @@ class Scheme:
     """Neighbouring rows that share their scales; 0: all."""
     zeros: Packing | None = None
     """How zeros are held; None: the zero of every code is the middle of its range."""
+    has_int8_zeros: bool = False
+    """Whether the third tensor has a signed zero for each scale."""
     zero_offset: int = 0
     """What is added to a stored zero."""
     all_zeros: int | None = None
@@ -78,7 +88,9 @@ class Scheme:
     int8_activations: bool = False
     """Whether inputs are quantized to 8 bits too, each token by its own scale."""
     table: tuple[float, ...] = ()
-    """The number that each code means, before its scale; empty: the code less its zero."""
+    """The number that each code means, before its scale; empty: the code less its zero, or what one of the tensors says."""
+    has_table: bool = False
+    """Whether there is one."""
     decoder: str = "quintet.executor.quant.decode:decode"
     """Function that makes rows of the tensors: see `quintet.executor.quant.decode.Decoder`."""
 
@@ -87,7 +99,7 @@ class Scheme:
         """Of a code that is an integer; None where numbers are no integers times a scale."""
         if self.codes is not None:
             return None if self.table else self.codes.bits
-        return 8 if "I8" in self.stored[0].kinds else None
+        return None if self.has_table else 8 if "I8" in self.stored[0].kinds else None
 
 
 @dataclass(frozen=True, slots=True)
