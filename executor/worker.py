@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ from quintet.executor.batch import Rows
 from quintet.executor.cards.card import card_of
 from quintet.executor.eager import EagerRunner
 from quintet.executor.features.kv_offload import HostBlocks
+from quintet.executor.gguf.weights import open_gguf
 from quintet.executor.interface import Finished, StepWorker
 from quintet.executor.memory import to_device
 from quintet.executor.models.model import CausalModel, Setting
@@ -35,11 +36,13 @@ from quintet.executor.sampling.ops import SamplingOps, sampling_ops_of
 from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.slots import SlotTables
 from quintet.executor.smaller_steps import SmallerSteps
+from quintet.executor.weights.file import WeightFile
 from quintet.executor.weights.load import fill_randomly, load_checkpoint, open_files
 from quintet.executor.weights.packed_cache import PackedCache
 from quintet.process.trace import Span, no_span
 from quintet.wire.config import EngineConfig, ModelConfig
 from quintet.wire.errors import ConfigError
+from quintet.wire.model_files import is_gguf
 from quintet.wire.step import StepPlan, StepResult
 
 log = logging.getLogger(__name__)
@@ -301,7 +304,7 @@ def load_model(config: EngineConfig, platform: Platform) -> CausalModel:
     """Return the configured model with its weights."""
     card = card_of(config.model)
     stored = recognise(card)
-    files = None if config.executor.load_format == "dummy" else open_files(Path(config.model.path))
+    files = None if config.executor.load_format == "dummy" else _open_files(config.model)
     contents = (
         None if files is None else {name: file.entries[name] for file in files for name in file.entries}
     )
@@ -317,6 +320,11 @@ def load_model(config: EngineConfig, platform: Platform) -> CausalModel:
             load_checkpoint(model.weights, files, _packed_cache(config))
         model.weights.release()
     return model
+
+
+def _open_files(model: ModelConfig) -> Sequence[WeightFile]:
+    path = Path(model.path)
+    return open_gguf(path, model, DTYPES[model.dtype]) if is_gguf(path) else open_files(path)
 
 
 def _packed_cache(config: EngineConfig) -> PackedCache | None:

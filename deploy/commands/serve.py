@@ -34,6 +34,8 @@ _EXAMPLES = """\
 examples:
   quintet serve                                   the small model that ships with Quintet
   quintet serve ./my-model --port 8080            a local folder: config.json, *.safetensors, tokenizer.json
+  quintet serve model.gguf                        a file with its own configuration, tokenizer and chat template
+  quintet serve OWNER/NAME:model.gguf             the same, of a hub name
   quintet serve Qwen/Qwen3-0.6B --max-model-len 8192 --kv-cache-memory 2GiB
   quintet serve MODEL --frontends 2 --tokenizers 2 --api-key sk-secret --host 0.0.0.0
   quintet serve MODEL --executor mock --step-ms 5 everything but the model, to measure the rest
@@ -65,7 +67,7 @@ def add_option_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         metavar="MODEL",
         default=argparse.SUPPRESS,
-        help="local folder or hub name (default: the small model that ships with Quintet)",
+        help="local folder, .gguf file or hub name (default: the small model that ships with Quintet)",
     )
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="YAML file of flags; flags given here win"

@@ -44,6 +44,7 @@ from quintet.wire.config import (
 )
 from quintet.wire.errors import ConfigError
 from quintet.wire.kv_spec import KvSpec
+from quintet.wire.model_files import card_path, is_gguf
 
 _DTYPE_BYTES: dict[Dtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -94,9 +95,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
         notes.append(
             f"blocks hold {kv.block_size} tokens, whose keys and values take what a layer's state does"
         )
-    max_model_len = rules.derive_max_model_len(
-        options.max_model_len, facts.max_model_len, folder / "config.json"
-    )
+    max_model_len = rules.derive_max_model_len(options.max_model_len, facts.max_model_len, card_path(folder))
     counted = weights.num_parameters if weights and facts.stored is None else None
     num_parameters = facts.num_parameters if counted is None else counted
     weight_bytes = weight_bytes_of(
@@ -196,6 +195,8 @@ def _model_config(
     tokenizer = facts.path
     if options.tokenizer is not None:
         tokenizer = locate_model(options.tokenizer, with_weights=False, flag="--tokenizer")
+    if is_gguf(tokenizer):
+        tokenizer = tokenizer_folder(tokenizer)
     templates = read_chat_templates(tokenizer, options.chat_template)
     parsers, note = choose_parsers(options.reasoning_parser, options.tool_call_parser, templates)
     model = ModelConfig(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from quintet.deploy.resolve.gguf.endings import generation_of_gguf
 from quintet.deploy.resolve.implementation import check_transformers_card, choose_implementation
 from quintet.executor.cards.card import ModelCard
 from quintet.executor.cards.experts import ExpertsSpec
@@ -18,11 +19,14 @@ from quintet.executor.cards.families.unknown import unknown
 from quintet.executor.cards.registry import FAMILIES
 from quintet.executor.cards.spec import DecoderSpec, KvNeed, ModelSpec
 from quintet.executor.cards.state_specs import StateNeed
+from quintet.executor.gguf.card import card_of_gguf
+from quintet.executor.gguf.parts import read_parts
 from quintet.executor.quant.formats.registry import recognise
 from quintet.executor.quant.formats.scheme import Format
 from quintet.wire.config import ModelImpl
 from quintet.wire.errors import ConfigError
 from quintet.wire.json_files import Json, parse_json, read_json, read_text
+from quintet.wire.model_files import card_path, is_gguf
 from quintet.wire.params import shown
 
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -76,13 +80,13 @@ class ModelFacts:
 
 
 def read_facts(folder: Path, generation_config: str = "auto", model_impl: str = "auto") -> ModelFacts:
-    """Read what serving needs of a local folder's JSON files.
+    """Read what serving needs of a local folder's JSON files, or of a GGUF file.
 
     ``generation_config`` is the flag: ``auto`` for the folder's own file, ``none`` for no sampling defaults, or
     another folder; so is ``model_impl``. Raises `ConfigError` naming the file and the missing or senseless key.
     """
-    path = folder / "config.json"
-    text = with_quantization(folder, read_text(path))
+    path = card_path(folder)
+    text = card_of_gguf(read_parts(folder)) if is_gguf(folder) else with_quantization(folder, read_text(path))
     config = parse_json(text, path)
     generation = _read_generation_config(folder, "auto")
     defaults = (
@@ -181,6 +185,8 @@ def _eos_of_tokenizer(folder: Path) -> list[int]:
 def _read_generation_config(folder: Path, where: str) -> Json:
     if where in ("none", "vllm"):
         return {}
+    if where == "auto" and is_gguf(folder):
+        return generation_of_gguf(read_parts(folder))
     if where == "auto":
         path = folder / "generation_config.json"
         return read_json(path) if path.is_file() else {}

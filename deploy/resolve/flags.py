@@ -45,7 +45,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     # --- model ---
     model: Annotated[
         str | None,
-        Flag(MODEL, "local folder or hub name", "MODEL", "the small model that ships with Quintet"),
+        Flag(
+            MODEL, "local folder, .gguf file or hub name", "MODEL", "the small model that ships with Quintet"
+        ),
     ] = None
     tokenizer: Annotated[
         str | None, Flag(MODEL, "folder or hub name of the tokenizer", "PATH", "the model's own")

@@ -12,6 +12,7 @@ from quintet.deploy.resolve.memory import format_size
 from quintet.executor.cards.spec import KvNeed
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
 from quintet.wire.kv_spec import Kind, KvSpec, LayerKv, group_layers, padded_head
+from quintet.wire.model_files import card_path
 from quintet.wire.params import SamplingParams
 
 MAX_SOCKET_PATH = 107
@@ -122,7 +123,7 @@ def check_expert_widths(facts: ModelFacts, device: str, dtype_bytes: int) -> Non
     odd = sorted(depth for depth in facts.expert_depths if depth * dtype_bytes % 16)
     if device == "cuda" and odd:
         raise ConfigError(
-            f"{facts.path / 'config.json'}: experts have rows of {odd[0]} numbers, and a GPU's kernels read {16 // dtype_bytes}"
+            f"{card_path(facts.path)}: experts have rows of {odd[0]} numbers, and a GPU's kernels read {16 // dtype_bytes}"
             " at a time, none over: add --device cpu, or --model-impl transformers"
         )
 

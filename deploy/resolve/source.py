@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from quintet.wire.errors import ConfigError
+from quintet.wire.model_files import is_gguf, part_paths
 
 _CARD_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken"]
 _WEIGHT_FILES = ["*.safetensors"]
@@ -19,10 +20,10 @@ _NAMED_TEMPLATES = "additional_chat_templates/*.jinja"
 
 
 def locate_model(name: str | None, with_weights: bool, flag: str = "MODEL", with_code: bool = False) -> Path:
-    """Return the local folder of a model, fetching it from the hub when ``name`` is a hub name.
+    """Return the local folder of a model, or its GGUF file, fetching it from the hub when ``name`` is a hub name.
 
-    None is the model that ships with Quintet. ``flag`` is named in errors. ``HF_HUB_OFFLINE=1`` keeps to what was
-    fetched before. Raises `ConfigError` of one line.
+    ``owner/name:file.gguf`` is one file of a hub name. None is the model that ships with Quintet. ``flag`` is named
+    in errors. ``HF_HUB_OFFLINE=1`` keeps to what was fetched before. Raises `ConfigError` of one line.
     """
     if name is None:
         from quintet.deploy.embedded import default_model_path
@@ -32,7 +33,15 @@ def locate_model(name: str | None, with_weights: bool, flag: str = "MODEL", with
     if folder.is_dir():
         return folder.resolve()
     if folder.exists():
-        raise ConfigError(f"{flag} {name!r} is a file; give the folder that holds config.json")
+        if is_gguf(folder):
+            return part_paths(folder.resolve())[0]
+        raise ConfigError(
+            f"{flag} {name!r} is a file; give the folder that holds config.json, or a .gguf file"
+        )
+    if name.count("/") == 1 and is_gguf(Path(name)) and ":" in name:
+        repository, _, file = name.partition(":")
+        parts = [part.name for part in part_paths(Path(file))]
+        return _fetch(repository, parts if with_weights else parts[:1], flag) / parts[0]
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise ConfigError(f"{flag} {name!r}: there is no such folder")
     patterns = _CARD_FILES + (_WEIGHT_FILES if with_weights else []) + (_CODE_FILES if with_code else [])

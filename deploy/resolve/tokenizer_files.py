@@ -8,7 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from quintet.deploy.resolve.gguf.tokenizer import tokenizer_of_gguf
+from quintet.executor.gguf.parts import read_parts
 from quintet.wire.errors import ConfigError
+from quintet.wire.model_files import is_gguf
 
 _SLOW_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
 
@@ -26,8 +29,10 @@ def tokenizer_folder(folder: Path, cache: Path | None = None) -> Path:
     """Return a folder with ``tokenizer.json`` for the tokenizer in ``folder``.
 
     A folder that only has a slow tokenizer is converted by transformers, in a process of its own, into ``cache``
-    (default: ``$XDG_CACHE_HOME/quintet/tokenizers``), where the next start finds it.
+    (default: ``$XDG_CACHE_HOME/quintet/tokenizers``), where the next start finds it; so is the one of a GGUF file, by us.
     """
+    if is_gguf(folder):
+        return tokenizer_of_gguf(read_parts(folder), cache or _default_cache())
     if (folder / "tokenizer.json").is_file():
         return folder
     slow = next((name for name in _SLOW_FILES if (folder / name).is_file()), None)

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from quintet.executor.gguf.parts import read_parts
 from quintet.executor.weights.files import PICKLED, checkpoint_files
 from quintet.executor.weights.header import Entry, read_header
 from quintet.wire.errors import ConfigError
+from quintet.wire.model_files import is_gguf
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +27,15 @@ class WeightFacts:
 
 
 def read_weight_facts(folder: Path) -> WeightFacts:
-    """Sum up the tensors of a folder without reading them.
+    """Sum up the tensors of a folder, or of a GGUF file, without reading them.
 
     Raises `ConfigError` naming a shard that is listed but missing, or a file whose header makes no sense.
     """
+    if is_gguf(folder):
+        parts = read_parts(folder)
+        tensors = [tensor for _, tensor in parts.tensors()]
+        size = sum(tensor.num_bytes for tensor in tensors)
+        return WeightFacts(sum(math.prod(tensor.shape) for tensor in tensors), size, len(parts.headers))
     paths = checkpoint_files(folder)
     if paths[0].suffix == PICKLED:
         return WeightFacts(None, sum(path.stat().st_size for path in paths), len(paths))

@@ -15,6 +15,7 @@ from typing import Any, TypeGuard
 from quintet.wire.config import ModelConfig
 from quintet.wire.errors import ConfigError
 from quintet.wire.json_files import parse_json
+from quintet.wire.model_files import card_path
 
 Key = str | tuple[str, ...]
 """How a card spells a value: its key, or the keys that one family or another gives it, of which the first that has a value
@@ -112,7 +113,7 @@ class ModelCard:
 
 def card_of(config: ModelConfig) -> ModelCard:
     """Return the card of a resolved model: what its ``config.json`` said when `deploy` read it."""
-    path = Path(config.path) / "config.json"
+    path = card_path(Path(config.path))
     return ModelCard(parse_json(config.card, path), str(path))
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from quintet.executor.cards.card import Key, ModelCard
 
-KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "factors")
 _ALIASES = {"su": "longrope", "mrope": "default"}
 """What the first cards of a kind called it; positions in pictures, which are as elsewhere where there is only text."""
 
@@ -44,7 +44,7 @@ class RopeSpec:
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     short_factor: tuple[float, ...] = ()
-    """[rotary_dim / 2]; ``long_factor`` likewise."""
+    """[rotary_dim / 2]; ``long_factor`` likewise. Of the kind ``factors`` those of every length."""
     long_factor: tuple[float, ...] = ()
 
     @property
@@ -174,8 +174,10 @@ def _with_scaling(spec: RopeSpec, parameters: ModelCard) -> RopeSpec:
             mscale=parameters.real("mscale", 0.0, _MAX_FACTOR, 0.0),
             mscale_all_dim=parameters.real("mscale_all_dim", 0.0, _MAX_FACTOR, 0.0),
         )
+    pairs = spec.rotary_dim // 2
+    if spec.kind == "factors":
+        return replace(spec, short_factor=parameters.reals("factors", pairs, 1e-6, _MAX_FACTOR))
     if spec.kind == "longrope":
-        pairs = spec.rotary_dim // 2
         return replace(
             spec,
             factor=optional("factor", 1.0),

@@ -6,7 +6,8 @@ Every kind of scaling that transformers knows is here, written from its paper or
 - ``dynamic``: NTK-aware scaling by the length in use (bloc97 and emozilla, 2023);
 - ``yarn``: Peng et al., "YaRN: efficient context window extension of large language models", 2023;
 - ``llama3``: the piecewise rule of Meta's Llama 3.1 release, 2024;
-- ``longrope``: Ding et al., "LongRoPE: extending LLM context window beyond 2 million tokens", 2024.
+- ``longrope``: Ding et al., "LongRoPE: extending LLM context window beyond 2 million tokens", 2024;
+- ``factors``: what each frequency is divided by, as GGUF files have the rule of Llama 3.1 worked out.
 
 ``dynamic`` and ``longrope`` depend on "the length in use". transformers takes the longest of the batch at that step, so
 that a token's rotation would depend on its neighbours and on how a prompt was cut into chunks. Here the length of a
@@ -77,6 +78,8 @@ def _frequencies(spec: RopeSpec) -> tuple[torch.Tensor, float]:
         return _yarn(spec)
     if spec.kind == "longrope":
         return _scaled_by(spec, spec.short_factor), _longrope_scale(spec)
+    if spec.kind == "factors":
+        return _scaled_by(spec, spec.short_factor), 1.0
     return plain, 1.0
 
 
@@ -127,7 +130,7 @@ def _factor(spec: RopeSpec) -> float:
 
 
 def _scaled_by(spec: RopeSpec, factors: tuple[float, ...]) -> torch.Tensor:
-    """Return the frequencies divided by LongRoPE's factor of each dimension."""
+    """Return the frequencies divided by the factor of each."""
     return 1.0 / (torch.tensor(factors) * spec.theta ** _exponents(spec.rotary_dim))
 
 

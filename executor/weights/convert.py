@@ -14,6 +14,7 @@ import torch
 from quintet.executor.weights.files import INDEX_FILE, PICKLED, SINGLE_FILE, checkpoint_files
 from quintet.executor.weights.pickled import PickledFile
 from quintet.wire.errors import ConfigError
+from quintet.wire.model_files import is_gguf
 
 _ALIGNMENT = 64
 """Where the tensors begin: at least as even as any number format needs, so that they are mapped, not copied."""
@@ -24,6 +25,8 @@ def convert(folder: Path, told: Callable[[str], object]) -> list[Path]:
 
     A file gets its name when it is whole. Raises `ConfigError` where there is nothing to convert, or no space.
     """
+    if is_gguf(folder):
+        raise ConfigError(f"{folder} is served as it is: nothing to convert")
     pickled = checkpoint_files(folder)
     if pickled[0].suffix != PICKLED:
         raise ConfigError(f"{folder} has safetensors already ({pickled[0].name}): nothing to convert")

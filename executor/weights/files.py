@@ -7,6 +7,7 @@ from pathlib import Path
 
 from quintet.wire.errors import ConfigError
 from quintet.wire.json_files import read_json
+from quintet.wire.model_files import is_gguf, part_paths
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -27,8 +28,10 @@ def packed_file(folder: Path, model: Path, quantization: str, dtype: str) -> Pat
 def checkpoint_files(folder: Path) -> list[Path]:
     """Return the weights of a folder: the safetensors that its index lists, or all, else the pickled files likewise.
 
-    Raises `ConfigError` where there are none.
+    A file of GGUF, with those it is split into, stands for its own. Raises `ConfigError` where there are none.
     """
+    if is_gguf(folder):
+        return part_paths(folder)
     for index, single, pattern in (
         (INDEX_FILE, SINGLE_FILE, "*.safetensors"),
         (PICKLED_INDEX_FILE, PICKLED_FILE, f"pytorch_model*{PICKLED}"),
@@ -40,14 +43,16 @@ def checkpoint_files(folder: Path) -> list[Path]:
         others = sorted(folder.glob(pattern))
         if others:
             return others
-    unread = sorted(
-        path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in folder.glob(pattern)
-    )
+    unread = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     found = (
         f"; {unread[0]} is of a kind Quintet does not read: convert it with transformers' save_pretrained, which writes"
         " safetensors"
         if unread
         else ""
+    )
+    found = (
+        "".join(f"; {path} is a model of its own: name it" for path in sorted(folder.glob("*.gguf"))[:1])
+        or found
     )
     raise ConfigError(
         f"{folder} has no weights ({SINGLE_FILE} or {INDEX_FILE}){found}. To try the rest without: --load-format dummy or"

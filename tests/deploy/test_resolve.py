@@ -520,8 +520,11 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
 
 
 def test_weights_of_another_kind_are_recognised(tmp_path: Path) -> None:
+    (tmp_path / "model.pt").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"model\.pt is of a kind Quintet does not read"):
+        read_weight_facts(tmp_path)
     (tmp_path / "model.gguf").write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"model\.gguf is of a kind Quintet does not read"):
+    with pytest.raises(ConfigError, match=r"model\.gguf is a model of its own: name it"):
         read_weight_facts(tmp_path)
 
 

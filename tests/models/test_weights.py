@@ -239,7 +239,7 @@ def test_other_pickles_are_refused(
 
 def test_other_formats_are_refused_with_advice(serve: Callable[..., Any], tmp_path: Path) -> None:
     served = serve(tiny())
-    (tmp_path / "model.safetensors").rename(tmp_path / "model.gguf")
+    (tmp_path / "model.safetensors").rename(tmp_path / "model.pt")
     with pytest.raises(ConfigError, match="save_pretrained"):
         make_torch_worker(served.config)
 

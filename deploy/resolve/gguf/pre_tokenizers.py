@@ -1,0 +1,100 @@
+"""How texts are cut into words before byte pairs are merged: by the names that GGUF files have for it.
+
+Each is a list of expressions that cut one after the other what the former left whole, as in the ``tokenizer.json`` of the models
+that it is named after. Which name means which: ``tokenizer.ggml.pre`` in llama-vocab.cpp of ggml-org/llama.cpp.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_SHORT = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
+"""English contractions."""
+_END = r"\s+(?!\S)|\s+"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|" + _END
+_MARKED = r"[\p{L}\p{M}]"
+
+
+def _words(
+    digits: str, letter: str = r"\p{L}", contractions: str = _SHORT + "|", lines: str = r"\s*[\r\n]+"
+) -> str:
+    """Return the expression of Llama 3 and its heirs, which differ in how many digits are a word."""
+    other = r"\p{L}\p{M}" if letter == _MARKED else r"\p{L}"
+    return rf"{contractions}[^\r\n\p{{L}}\p{{N}}]?{letter}+|{digits}| ?[^\s{other}\p{{N}}]+[\r\n]*|{lines}|{_END}"
+
+
+def _cased(digits: str, ending: str) -> str:
+    """Return the expression of GPT-4o and Tekken: a word begins with its capitals."""
+    upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    before = r"[^\r\n\p{L}\p{N}]?"
+    words = rf"{before}{upper}*{lower}+{ending}|{before}{upper}+{lower}*{ending}"
+    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|{_END}"
+
+
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|"
+    + _END,
+)
+_SPACED = r" ?[^(\s|.,!?…。，、।۔،)]+"
+
+
+@dataclass(frozen=True, slots=True)
+class PreTokenizer:
+    """What a name means."""
+
+    cuts: tuple[str, ...]
+    whole_words: bool = False
+    """Whether a word that is a token stays one, whatever its merges say."""
+    begins: bool = False
+    """Whether a text begins with the token for that, unless the file says."""
+
+
+_BY_MEANING: tuple[tuple[PreTokenizer, tuple[str, ...]], ...] = (
+    (
+        PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
+        ("default",),
+    ),
+    (
+        PreTokenizer((_words(r"\p{N}{1,3}"),), whole_words=True, begins=True),
+        ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
+    ),
+    (PreTokenizer((_words(r"\p{N}{1,3}"),)), ("dbrx", "smaug-bpe", "glm4", "chatglm-bpe")),
+    (
+        PreTokenizer((_words(r"\p{N}"),)),
+        ("qwen2", "deepseek-r1-qwen", "kormo", "stablelm2", "megrez", "hunyuan", "grok-2", "solar-open"),
+    ),
+    (PreTokenizer((_words(r"\p{N}", _MARKED),)), ("qwen35",)),
+    (
+        PreTokenizer(
+            (
+                _words(
+                    r"\p{N}", contractions=r"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|", lines=r"\s*[\r\n]"
+                ),
+            )
+        ),
+        ("bailingmoe", "bailingmoe2", "llada-moe"),
+    ),
+    (PreTokenizer((_cased(r"\p{N}", ""),), whole_words=True, begins=True), ("tekken",)),
+    (PreTokenizer((_cased(r"\p{N}{1,3}", _SHORT + "?"),)), ("gpt-4o", "llama4", "kanana2", "minimax-m2")),
+    (
+        PreTokenizer((_GPT2,)),
+        ("gpt-2", "phi-2", "gigachat", "a.x-4.0", "mellum", "exaone4", "mpt", "olmo", "jais", "trillion"),
+    ),
+    (
+        PreTokenizer((r"\p{N}", _GPT2)),
+        ("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b", "mellum2"),
+    ),
+    (PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")), ("falcon",)),
+    (PreTokenizer((_SPACED,)), ("bloom", "poro-chat", "gpt3-finnish")),
+    (PreTokenizer((_SPACED, r"\p{N}")), ("viking",)),
+    (PreTokenizer(_DEEPSEEK3), ("deepseek-v3", "hunyuan-dense", "joyai-llm")),
+    (
+        PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
+        ("deepseek-coder",),
+    ),
+)
+
+PRE_TOKENIZERS = {name: each for each, names in _BY_MEANING for name in names}
+"""By name."""

@@ -1,0 +1,43 @@
+"""From a GGUF file to the card that its model would have as a folder: the values of ``config.json``. Imports no torch.
+
+A card goes through the readers of `quintet.executor.cards` like any other; these check its numbers.
+"""
+
+from __future__ import annotations
+
+import json
+
+from quintet.executor.gguf.architectures import ARCHITECTURES, Architecture
+from quintet.executor.gguf.parts import Parts
+from quintet.executor.gguf.said import Said
+from quintet.wire.errors import ConfigError
+
+_NARROW = ("gemma", "glm4", "plamo")
+"""Architectures whose activations leave the range of float16."""
+
+
+def card_of_gguf(parts: Parts) -> str:
+    """Return the text of the model's card. Raises `ConfigError` for an architecture that is not read."""
+    said = Said.of(parts)
+    values = architecture_of(said).card(said)
+    values["dtype"] = _dtype(said)
+    return json.dumps({key: value for key, value in values.items() if value is not None})
+
+
+def architecture_of(said: Said) -> Architecture:
+    """Return what is known of a file's architecture. Raises `ConfigError` naming those that are."""
+    known = ARCHITECTURES.get(said.architecture)
+    if known is None:
+        raise ConfigError(
+            f"{said.path}: the architecture {said.architecture!r:.60} is not read from GGUF; these are:"
+            f" {', '.join(sorted(ARCHITECTURES))}. The original checkpoint may be served, see docs/models.md"
+        )
+    return known
+
+
+def _dtype(said: Said) -> str:
+    """Return the number format to compute in: that of the largest tensor, bfloat16 where it is quantized."""
+    kind = max(said.tensors.values(), key=lambda tensor: tensor.num_bytes).type.name if said.tensors else ""
+    if kind == "F16" and not said.architecture.startswith(_NARROW):
+        return "float16"
+    return "float32" if kind == "F32" else "bfloat16"

@@ -1,0 +1,83 @@
+"""How a tensor that a model expects is made of those that a GGUF file has: rows of these, in some order.
+
+Rows are whole blocks, so whatever is said of rows holds of packed numbers as of those that they stand for. What is done to
+numbers themselves (a norm's offset, a transposition) is a `Finish`; a tensor with one cannot be kept packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from quintet.executor.gguf.header import Tensor
+
+Finish = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+"""From the numbers of each `Rows`, ``[rows, depth]`` or of vectors ``[rows]``, to the whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of one tensor of the file; of a vector its numbers are the rows."""
+
+    name: str
+    order: slice | NDArray[np.int64]
+    """Which, in which order; a slice has both ends."""
+
+    def between(self, begin: int, end: int) -> Rows:
+        """Return some of these that follow each other."""
+        if isinstance(self.order, slice):
+            return Rows(self.name, slice(self.order.start + begin, self.order.start + end))
+        return Rows(self.name, self.order[begin:end])
+
+    def reordered(self, order: NDArray[np.int64]) -> Rows:
+        """Return these in another order."""
+        if isinstance(self.order, slice):
+            return Rows(self.name, order + self.order.start)
+        return Rows(self.name, self.order[order])
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """One expected tensor."""
+
+    rows: tuple[Rows, ...]
+    """One below the other, unless ``finish`` puts them together."""
+    shape: tuple[int, ...]
+    finish: Finish | None = None
+
+
+def all_rows(name: str, tensor: Tensor) -> Rows:
+    """Return all rows of a tensor."""
+    return Rows(name, slice(0, height(tensor.shape)))
+
+
+def height(shape: tuple[int, ...]) -> int:
+    """Return how many rows a tensor has: the product of all dimensions but the innermost, of a vector that one."""
+    rows = 1
+    for size in shape[:-1] or shape:
+        rows *= size
+    return rows
+
+
+def unpaired(heads: int, dim: int) -> NDArray[np.int64]:
+    """Return where rows of queries or keys lie whose pairs are neighbours, for a model that rotates halves of a head."""
+    return np.arange(heads * dim).reshape(heads, dim // 2, 2).swapaxes(1, 2).reshape(-1)
+
+
+def turned(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Finish a matrix that is expected as ``[in, out]``."""
+    return torch.cat(list(parts)).t()
+
+
+def minus(offset: float) -> Finish:
+    """Finish the weight of a norm that the file has with its offset added."""
+    return lambda parts: parts[0].float() - offset
+
+
+def log_of_negative(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Finish ``A_log``, which the file has as ``-exp`` of it."""
+    return torch.log(-parts[0].float())

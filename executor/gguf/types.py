@@ -1,0 +1,73 @@
+"""The number formats of GGML: how many numbers a block has, and how many bytes. Imports no torch.
+
+Format: the structs of ggml-common.h and the enumeration of ggml.h in ggml-org/llama.cpp.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class GgmlType:
+    """A number format."""
+
+    name: str
+    block: int
+    """Numbers of a block: rows hold whole blocks."""
+    block_bytes: int
+
+    def num_bytes(self, count: int) -> int:
+        """Return the size of so many numbers, a multiple of a block's."""
+        return count // self.block * self.block_bytes
+
+
+TYPES = {
+    0: GgmlType("F32", 1, 4),
+    1: GgmlType("F16", 1, 2),
+    2: GgmlType("Q4_0", 32, 18),
+    3: GgmlType("Q4_1", 32, 20),
+    6: GgmlType("Q5_0", 32, 22),
+    7: GgmlType("Q5_1", 32, 24),
+    8: GgmlType("Q8_0", 32, 34),
+    10: GgmlType("Q2_K", 256, 84),
+    11: GgmlType("Q3_K", 256, 110),
+    12: GgmlType("Q4_K", 256, 144),
+    13: GgmlType("Q5_K", 256, 176),
+    14: GgmlType("Q6_K", 256, 210),
+    15: GgmlType("Q8_K", 256, 292),
+    20: GgmlType("IQ4_NL", 32, 18),
+    23: GgmlType("IQ4_XS", 256, 136),
+    30: GgmlType("BF16", 1, 2),
+    39: GgmlType("MXFP4", 32, 17),
+}
+"""By the number that a file has: those of weights that are read."""
+
+UNREAD = {
+    4: "Q4_2",
+    5: "Q4_3",
+    9: "Q8_1",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    21: "IQ3_S",
+    22: "IQ2_S",
+    29: "IQ1_M",
+    24: "I8",
+    25: "I16",
+    26: "I32",
+    27: "I64",
+    28: "F64",
+    31: "Q4_0_4_4",
+    32: "Q4_0_4_8",
+    33: "Q4_0_8_8",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    36: "IQ4_NL_4_4",
+    37: "IQ4_NL_4_8",
+    38: "IQ4_NL_8_8",
+    40: "NVFP4",
+    41: "Q1_0",
+}
+"""Those that have a name: withdrawn, of activations, of no model that is served, or not read yet."""

@@ -1,0 +1,152 @@
+"""The weights of a GGUF file as a checkpoint's: tensors by the names a model expects, dequantized as they are asked for."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import torch
+
+from quintet.executor.cards.card import card_of
+from quintet.executor.cards.registry import FAMILIES
+from quintet.executor.cards.spec import DecoderSpec
+from quintet.executor.gguf.card import architecture_of
+from quintet.executor.gguf.decoder_tensors import recipes_of
+from quintet.executor.gguf.dequantize import PLAIN, dequantize
+from quintet.executor.gguf.found import height_of
+from quintet.executor.gguf.header import Header, Tensor
+from quintet.executor.gguf.parts import read_parts
+from quintet.executor.gguf.recipes import Recipe, Rows, height
+from quintet.executor.gguf.said import Said
+from quintet.executor.weights.header import Entry
+from quintet.executor.weights.mapped import read_only_tensor
+from quintet.wire.config import ModelConfig
+from quintet.wire.errors import ConfigError
+
+_READ_ELSEWHERE = (
+    "rope_freqs.weight",
+    "rope_factors_*.weight",
+    "blk.*.rope_freqs.weight",
+    "blk.*.attn_rot_embd",
+)
+"""What the card has of these."""
+
+
+def open_gguf(path: Path, model: ModelConfig, dtype: torch.dtype) -> list[GgufFile]:
+    """Open the files of a model. What is quantized is handed out in ``dtype``, the rest as it is."""
+    parts = read_parts(path)
+    said, spec = Said.of(parts), FAMILIES[model.architecture].read(card_of(model))
+    assert isinstance(spec, DecoderSpec), spec
+    recipes = recipes_of(spec, said.tensors, architecture_of(said).neighbours)
+    maps = {header.path: _Mapped(header) for header in parts.headers}
+    owners = {name: maps[header.path] for header in parts.headers for name in header.tensors}
+    return [GgufFile(header, recipes, owners, len(spec.layers), dtype) for header in parts.headers]
+
+
+class _Mapped:
+    """One file's bytes. Views keep the map alive; the pages behind them are the page cache's."""
+
+    def __init__(self, header: Header) -> None:
+        self.header = header
+        try:
+            with header.path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), header.size, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{header.path}: {error}") from None
+
+    def blocks(self, tensor: Tensor) -> torch.Tensor:
+        """Return a tensor's bytes, ``[rows, bytes of a row]``."""
+        whole = read_only_tensor(self._map, torch.uint8, tensor.num_bytes, tensor.begin)
+        return whole.view(height(tensor.shape) if len(tensor.shape) > 1 else 1, -1)
+
+    def drop(self, tensor: Tensor) -> None:
+        """Let the kernel take back the pages of a tensor."""
+        begin = -(-tensor.begin // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (tensor.begin + tensor.num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > begin:
+            self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
+
+class GgufFile:
+    """A `quintet.executor.weights.file.WeightFile`: of a split model those tensors whose first rows are in this file."""
+
+    def __init__(
+        self,
+        header: Header,
+        recipes: Mapping[str, Recipe],
+        owners: Mapping[str, _Mapped],
+        num_layers: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self.path, self.size, self.modified_ns, self.header = (
+            header.path,
+            header.size,
+            header.modified_ns,
+            header.raw,
+        )
+        self._owners, self._dtype = owners, dtype
+        self._recipes = {name: each for name, each in recipes.items() if each.rows[0].name in header.tensors}
+        self.entries = {name: self._entry(recipe) for name, recipe in self._recipes.items()}
+        used = {rows.name for recipe in recipes.values() for rows in recipe.rows}
+        for name, tensor in header.tensors.items():
+            if name not in used and not _is_read_elsewhere(name, num_layers):
+                self.entries[name] = Entry(tensor.type.name, tensor.shape, tensor.begin, tensor.num_bytes)
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the names in the order in which their first rows lie in the file."""
+        return iter(sorted(self._recipes, key=lambda name: self.entries[name].begin))
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor: a view of the file where it is one of its tensors and not quantized."""
+        recipe = self._recipes[name]
+        parts = [self._numbers(rows) for rows in recipe.rows]
+        if recipe.finish is not None:
+            return recipe.finish(parts).reshape(recipe.shape)
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(recipe.shape)
+
+    def drop(self, name: str) -> None:
+        """Say that a tensor was consumed; a view that was kept reads its pages again."""
+        for rows in self._recipes[name].rows:
+            owner = self._owners[rows.name]
+            tensor = owner.header.tensors[rows.name]
+            if height_of(rows, tensor) == height(tensor.shape):
+                owner.drop(tensor)
+
+    def _entry(self, recipe: Recipe) -> Entry:
+        tensors = [self._owners[rows.name].header.tensors[rows.name] for rows in recipe.rows]
+        kinds = {tensor.type.name for tensor in tensors}
+        kind = kinds.pop() if len(kinds) == 1 and kinds <= set(PLAIN) else "F32"
+        return Entry(kind, recipe.shape, tensors[0].begin, sum(tensor.num_bytes for tensor in tensors))
+
+    def _numbers(self, rows: Rows) -> torch.Tensor:
+        """Return the numbers of some rows, ``[rows, depth]``, of a vector ``[rows]``."""
+        tensor = self._owners[rows.name].header.tensors[rows.name]
+        blocks = self._owners[rows.name].blocks(tensor)
+        if len(tensor.shape) == 1:  # a row in the file, whose numbers are what is taken
+            return _taken(_of_blocks(blocks, tensor, self._dtype).view(-1), rows)
+        return _of_blocks(_taken(blocks, rows), tensor, self._dtype).view(-1, tensor.shape[-1])
+
+
+def _taken(values: torch.Tensor, rows: Rows) -> torch.Tensor:
+    return values[rows.order] if isinstance(rows.order, slice) else values[torch.from_numpy(rows.order)]
+
+
+def _of_blocks(blocks: torch.Tensor, tensor: Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the numbers of a tensor's bytes, flat."""
+    plain = PLAIN.get(tensor.type.name)
+    if plain is not None:
+        is_even = blocks.data_ptr() % plain.itemsize == 0
+        return (blocks if is_even else blocks.clone()).reshape(-1).view(plain)
+    whole = torch.empty(blocks.numel() // tensor.type.block_bytes * tensor.type.block, dtype=dtype)
+    dequantize(blocks.reshape(-1), tensor.type, whole)
+    return whole
+
+
+def _is_read_elsewhere(name: str, num_layers: int) -> bool:
+    """Whether a tensor is the card's, or of a layer behind the last one, which predicts further tokens."""
+    if any(fnmatchcase(name, pattern) for pattern in _READ_ELSEWHERE):
+        return True
+    layer = name.removeprefix("blk.").partition(".")[0] if name.startswith("blk.") else ""
+    return layer.isdecimal() and int(layer) >= num_layers

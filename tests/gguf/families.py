@@ -1,0 +1,44 @@
+"""Tiny random models of every architecture that is read from GGUF, and files of them."""
+
+from __future__ import annotations
+
+from tests.models.random_checkpoints import Row, of_transformers
+from tests.models.rows import gemma, gpt, llama, routed
+
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_LONG = [1.0 + 0.1 * i for i in range(8)]
+
+ROWS: dict[str, Row] = {
+    "llama": of_transformers("LlamaConfig", rope_parameters=_LLAMA3, head_dim=32),
+    "llama, tied": llama.ROWS["llama, one KV head, tied"],
+    "llama of experts": routed.ROWS["mixtral"],
+    "qwen2": llama.ROWS["qwen2"],
+    "qwen3": llama.ROWS["qwen3"],
+    "qwen2moe": of_transformers(
+        "Qwen2MoeConfig", num_experts=9, shared_expert_intermediate_size=72, **routed.SMALL
+    ),
+    "qwen3moe": of_transformers("Qwen3MoeConfig", **routed.SMALL, num_experts=10, norm_topk_prob=True),
+    "gemma": gemma.ROWS["gemma"],
+    "gemma2": of_transformers(
+        "Gemma2Config",
+        head_dim=32,
+        query_pre_attn_scalar=32,
+        sliding_window=11,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+    ),
+    "gemma3": of_transformers(
+        "Gemma3TextConfig", head_dim=32, query_pre_attn_scalar=32, sliding_window=11, num_hidden_layers=7
+    ),
+    "phi3": of_transformers(
+        "Phi3Config", sliding_window=11, pad_token_id=0, original_max_position_embeddings=256
+    ),
+    "gpt2": gpt.ROWS["gpt2"],
+}
