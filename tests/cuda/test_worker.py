@@ -35,6 +35,7 @@ from quintet.executor.weights.plan import WeightPlan
 from quintet.executor.worker import DTYPES, make_torch_worker
 from quintet.wire.config import EngineConfig
 from quintet.wire.params import SamplingParams
+from quintet.wire.thinking import Thinking, ThinkingBound
 
 __all__ = ["serve"]
 
@@ -190,6 +191,35 @@ def test_prompts_as_vectors(serve: Callable[..., Any], device: Device) -> None:
         house.admit(i + 1, prompt, SamplingParams(temperature=0.0, max_tokens=12, seed=0))
     house.run()
     assert [house.outputs[i + 1] for i in range(len(prompts))] == expected
+
+
+@BLOCKS_OF_16
+def test_reasoning_ends_behind_its_budget(serve: Callable[..., Any], device: Device) -> None:
+    """Two plans in flight, beside a plain row: as on the host, where the marks are drawn when the budget is spent."""
+    served = serve(FAMILIES["qwen2"](), max_model_len=96)
+    config = changed(served.config, max_num_seqs=8)
+    ways, closes = [Thinking([3], [7, 8]), Thinking([5, 6], [9])], [[7], [9]]
+    asked = [
+        SamplingParams(temperature=0.9, seed=4, max_tokens=24, thinking_bound=ThinkingBound(*each))
+        for each in (
+            (5, ways, closes, 0),
+            (0, ways, closes, 1),
+            (11, ways, closes, 1),
+            (5, ways, closes, None),
+        )
+    ]
+    drawn = []
+    for worker in (served.core.worker, worker_on(device, config)):
+        house = House(config, worker)
+        for i, params in enumerate([*asked, GREEDY]):
+            house.admit(i + 1, prompts_of()[i], params)
+        house.run()
+        drawn.append(house.outputs)
+    assert drawn[0] == drawn[1]
+    budgets = {1: ([7, 8], 5), 2: ([9], 0), 3: ([9], 11)}
+    for request_id, (forced, begin) in budgets.items():
+        outputs = drawn[1][request_id]
+        assert outputs[begin : begin + len(forced)] == forced or {7, 9} & set(outputs[:begin])
 
 
 @BLOCKS_OF_16
