@@ -25,6 +25,7 @@ import torch
 
 from bench.kernels.limits import Limits, Multiply
 from quintet.executor.layers.attention import AttentionLayer
+from quintet.executor.memory import lazy_zeros
 from quintet.executor.ops.host_attention import PagedKv, c_attention, write_kv
 from quintet.executor.ops.host_dtypes import DTYPE_CODES
 from quintet.executor.ops.host_library import instruction_set, open_library, set_threads
@@ -126,7 +127,10 @@ class Layers:
         self.count = max(1, TOTAL_BYTES // self.cache_bytes) if case.new == 1 else 2
         table = np.random.default_rng(0).permutation(num_blocks).astype(np.int32).reshape(case.rows, columns)
         self._fill(first, table, case, dtype)
-        memory = [first.memory] + [first.memory.clone() for _ in range(1, self.count)]
+        memory = [first.memory]
+        for _ in range(1, self.count):  # as a server reserves it: on huge pages where the system has some
+            memory.append(lazy_zeros(tuple(first.memory.shape), torch.uint8, torch.device("cpu")))
+            memory[-1].copy_(first.memory)
         self.step, self._columns = step_of(table, case.cached, case.new)
         q = torch.randn(case.rows * case.new, case.heads * case.head_dim).to(dtype)
         out = torch.empty_like(q)

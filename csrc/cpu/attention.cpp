@@ -13,6 +13,8 @@ namespace qt {
 namespace {
 
 constexpr index_t kPiecesPerThread = 4;  // at least, for the threads to finish together
+constexpr index_t kReadRows = 12;        // so many rows are multiplied in the time in which a key is read
+constexpr index_t kUnitCost = 1 << 18;   // multiplications of a unit, at least, that shares a KV head with others
 // Of the program's scratch for partitions that are reduced apart: a million tokens of context of 32 heads. A row for which no
 // room is left is not cut.
 constexpr index_t kPartialsBytes = 32 << 20;
@@ -68,8 +70,7 @@ class AttentionOp final : public Op {
     AttentionKernel kernel = (call.kv.dtype == Dtype::int8 ? kernels.attend_bytes : kernels.attend)[call.layer.dtype];
     if (call.kv.dtype == Dtype::bf16 && kernels.attend_in_pairs.run && pairs_wanted()) kernel = kernels.attend_in_pairs;
     run_ = kernel.run;
-    call_.kv_head_units = (call.group + kMaxRows - 1) / kMaxRows;
-    call_.unit_heads = (call.group + call_.kv_head_units - 1) / call_.kv_head_units;
+    share_heads(1);
     call_.group_tokens = std::max(index_t(1), kernel.group_rows / call_.unit_heads);
     const index_t numbers = call_.group_tokens * call_.unit_heads * std::max(call.kv.key_dim, call.kv.value_dim);
     most_groups_ = std::min(kernel.most_groups, kMaxNumbers / numbers);
@@ -78,6 +79,7 @@ class AttentionOp final : public Op {
 
   Work prepare(const Step& step, index_t threads) override {
     pieces_.clear();
+    share_heads(1);
     index_t keys = 0;  // that are multiplied with one unit's queries
     for (index_t row = 0; row < step.num_rows; ++row)
       for (index_t end = step.row_counts[row], begin; end > 0; end = begin) {
@@ -98,6 +100,7 @@ class AttentionOp final : public Op {
         pieces_.push_back(piece_of(step, row, begin, end));
         call_.unit_after_unit |= end - begin > call_.group_tokens;
       }
+    share_heads(units_for(threads, most));
     split(most);
     call_.pieces = pieces_.data();
     call_.num_pieces = index_t(pieces_.size());
@@ -107,9 +110,8 @@ class AttentionOp final : public Op {
   }
 
  private:
-  // Multiplications of a piece of work, were all of its group's keys multiplied.
+  // Multiplications of a piece, were all of its group's keys multiplied.
   static index_t cost_of_item(const void* description, index_t item) {
-    constexpr index_t kReadRows = 12;  // so many rows are multiplied in the time in which a key is read
     const AttentionCall& call = *static_cast<const AttentionCall*>(description);
     const index_t units = call.kv.kv_heads * call.kv_head_units;
     const AttentionPiece& piece = call.pieces[call.unit_after_unit ? item % call.num_pieces : item / units];
@@ -159,19 +161,40 @@ class AttentionOp final : public Op {
     return (piece.position + piece.count - seen_from(piece.position)) * piece.count;
   }
 
+  // Cuts a KV head's query heads into at most so many units, or the fewest that there can be.
+  void share_heads(index_t units) {
+    units = std::clamp(units, (call_.group + kMaxRows - 1) / kMaxRows, call_.group);
+    call_.unit_heads = (call_.group + units - 1) / units;
+    call_.kv_head_units = (call_.group + call_.unit_heads - 1) / call_.unit_heads;
+  }
+
+  // Into how many units a KV head's query heads are cut: into several where threads would have nothing to do, and multiplying
+  // takes longer than what each unit does anew, to read the keys. Decides nothing about the result.
+  index_t units_for(index_t threads, index_t most) const {
+    index_t parts = 0, cost = 0;
+    for (const AttentionPiece& piece : pieces_) {
+      const index_t cuts = cuts_of(piece, most);
+      parts += cuts, cost = std::max(cost, cost_of(piece) / cuts);
+    }
+    const index_t multiplications = cost * call_.group * (call_.kv.key_dim + call_.kv.value_dim);
+    return std::min(threads / std::max(index_t(1), parts * call_.kv.kv_heads), multiplications / kUnitCost);
+  }
+
+  // Into how many ranges of partitions a piece is cut that may cost `most`.
+  index_t cuts_of(const AttentionPiece& piece, index_t most) const {
+    const index_t wanted = std::max(index_t(1), most / kPartitionKeys / piece.count);  // partitions
+    return piece.count > call_.group_tokens ? 1 : (piece.last - piece.first + wanted - 1) / wanted;
+  }
+
   // Cuts pieces that cost more than `most` into ranges of partitions. Decides nothing about the result.
   void split(index_t most) {
-    const auto cuts_of = [&](const AttentionPiece& piece) {
-      const index_t wanted = std::max(index_t(1), most / kPartitionKeys / piece.count);  // partitions
-      return piece.count > call_.group_tokens ? 1 : (piece.last - piece.first + wanted - 1) / wanted;
-    };
     const index_t whole = index_t(pieces_.size());
     if (index_t(pending_.size()) < whole * units()) pending_.resize(whole * units());
     float* const partials = reinterpret_cast<float*>(program_->scratch());
     index_t floats = 0, counters = 0;
     for (index_t i = 0; i < whole; ++i) {
       AttentionPiece piece = pieces_[i];
-      const index_t partitions = piece.last - piece.first, cuts = cuts_of(piece);
+      const index_t partitions = piece.last - piece.first, cuts = cuts_of(piece, most);
       piece.partial_floats = piece.count * call_.unit_heads * (call_.kv.value_dim + 2);
       const index_t wanted = units() * partitions * piece.partial_floats;
       if (cuts == 1 || (floats + wanted) * index_t(sizeof(float)) > kPartialsBytes) continue;

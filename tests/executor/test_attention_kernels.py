@@ -325,6 +325,24 @@ def test_threads_change_no_bits(form: Format) -> None:
 
 
 @pytest.mark.parametrize("threads", [2], indirect=True)
+def test_threads_that_share_a_kv_head_change_no_bits(form: Format) -> None:
+    """One row of many query heads: 2 threads take 20 each, 8 threads 10."""
+    library = open_library()
+    assert library is not None
+    shape = form.shape(40, 1, 48, 32)
+    outs = []
+    for count in (1, 2, 8):
+        library.qt_set_threads(count, 0)
+        requests = Requests(shape, [300])
+        requests.run([(0, 0, 290)])
+        outs.append(requests.run([(0, 290, 9)], features=Features(sinks=torch.arange(40.0))))
+        outs[-1] += requests.run([(0, 299, 1)], features=Features(sinks=torch.arange(40.0)))
+    for other in outs[1:]:
+        for a, b in zip(outs[0], other, strict=True):
+            assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("threads", [2], indirect=True)
 def test_more_long_rows_than_their_scratch_has_room_for(threads: int) -> None:
     """96 heads over 12 partitions take 1.2 MB a row, which all rows of a step may share 32 MB of: then some are not cut."""
     library = open_library()

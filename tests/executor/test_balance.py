@@ -10,7 +10,7 @@ from bench.balance import STEPS, share
 from bench.step import SHAPES, config_of
 
 from quintet.executor.ops.host_library import open_library
-from quintet.executor.program.runner import ProgramRunner
+from quintet.executor.program.runner import OpBalance, ProgramRunner
 from quintet.executor.worker import Worker, make_torch_worker
 
 pytestmark = pytest.mark.skipif(open_library() is None, reason="the host kernels are not built")
@@ -18,8 +18,13 @@ pytestmark = pytest.mark.skipif(open_library() is None, reason="the host kernels
 
 @pytest.fixture(scope="module", params=SHAPES)
 def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Worker:
+    """A well-known shape."""
+    return worker_of(SHAPES[request.param], tmp_path_factory.mktemp(request.param))
+
+
+def worker_of(shape: dict[str, object], folder: Path) -> Worker:
     """One layer, few words: how layers are cut does not depend on how many there are."""
-    card = SHAPES[request.param] | {"num_hidden_layers": 1, "vocab_size": 1024}
+    card = shape | {"num_hidden_layers": 1, "vocab_size": 1024}
     room = argparse.Namespace(
         dtype="bfloat16",
         quantization="none",
@@ -30,7 +35,6 @@ def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         context=2048,
         new=1,
     )
-    folder: Path = tmp_path_factory.mktemp(request.param)
     return make_torch_worker(config_of(folder, card, room))
 
 
@@ -62,3 +66,17 @@ def test_a_row_of_a_prompt_is_read_again_by_each_panel(worker: Worker) -> None:
             assert one.bytes_again == 0
             assert many.bytes - many.bytes_again == one.bytes
             assert not one.bytes or "1024" in one.name or many.bytes_again > 0
+
+
+def test_threads_share_the_query_heads_of_one_kv_head(tmp_path: Path) -> None:
+    runner = worker_of(SHAPES["M"] | {"num_key_value_heads": 1}, tmp_path).runner
+    assert isinstance(runner, ProgramRunner)
+
+    def attention(context: int, threads: int) -> OpBalance:
+        operations = runner.balance([context], [1], threads)
+        return next(each for each in operations if each.name.startswith("attention"))
+
+    alone, shared, few = attention(255, 1), attention(255, 2), attention(15, 2)
+    assert (alone.pieces, shared.pieces, few.pieces) == (1, 2, 1)
+    assert shared.cost == 2 * shared.busiest == alone.cost
+    assert shared.bytes_again == alone.bytes > alone.bytes_again == 0
