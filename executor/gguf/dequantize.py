@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import torch
 
+from quintet.executor.gguf import dequantize_iq as iq
+from quintet.executor.gguf.blocks import bits_of, half_of
 from quintet.executor.gguf.types import GgmlType
 
 NL4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -33,27 +35,27 @@ def dequantize(raw: torch.Tensor, kind: GgmlType, out: torch.Tensor) -> None:
 
 def q4_0(blocks: torch.Tensor) -> torch.Tensor:
     """4 bits, centred on 8."""
-    return _half(blocks, 0) * (_bits(blocks[:, 2:], 16, 4).float() - 8)
+    return half_of(blocks, 0) * (bits_of(blocks[:, 2:], 16, 4).float() - 8)
 
 
 def q4_1(blocks: torch.Tensor) -> torch.Tensor:
     """4 bits and a minimum."""
-    return _half(blocks, 0) * _bits(blocks[:, 4:], 16, 4).float() + _half(blocks, 2)
+    return half_of(blocks, 0) * bits_of(blocks[:, 4:], 16, 4).float() + half_of(blocks, 2)
 
 
 def q5_0(blocks: torch.Tensor) -> torch.Tensor:
     """5 bits, centred on 16: the fifth bits are 32 of their own."""
-    return _half(blocks, 0) * (_five(blocks[:, 2:6], blocks[:, 6:]).float() - 16)
+    return half_of(blocks, 0) * (_five(blocks[:, 2:6], blocks[:, 6:]).float() - 16)
 
 
 def q5_1(blocks: torch.Tensor) -> torch.Tensor:
     """5 bits and a minimum."""
-    return _half(blocks, 0) * _five(blocks[:, 4:8], blocks[:, 8:]).float() + _half(blocks, 2)
+    return half_of(blocks, 0) * _five(blocks[:, 4:8], blocks[:, 8:]).float() + half_of(blocks, 2)
 
 
 def q8_0(blocks: torch.Tensor) -> torch.Tensor:
     """8 bits."""
-    return _half(blocks, 0) * _signed(blocks[:, 2:])
+    return half_of(blocks, 0) * _signed(blocks[:, 2:])
 
 
 def q8_k(blocks: torch.Tensor) -> torch.Tensor:
@@ -64,49 +66,49 @@ def q8_k(blocks: torch.Tensor) -> torch.Tensor:
 def q2_k(blocks: torch.Tensor) -> torch.Tensor:
     """2 bits in groups of 16, each with a scale and a minimum of 4 bits."""
     scales = blocks[:, :16]
-    scale = _half(blocks, 80) * (scales & 15).float()
-    least = _half(blocks, 82) * (scales >> 4).float()
-    numbers = _bits(blocks[:, 16:80], 32, 2).view(-1, 16, 16).float()
+    scale = half_of(blocks, 80) * (scales & 15).float()
+    least = half_of(blocks, 82) * (scales >> 4).float()
+    numbers = bits_of(blocks[:, 16:80], 32, 2).view(-1, 16, 16).float()
     return (scale[..., None] * numbers - least[..., None]).flatten(1)
 
 
 def q3_k(blocks: torch.Tensor) -> torch.Tensor:
     """3 bits in groups of 16, each with a scale of 6 bits; a third bit that is clear takes 4 away."""
     thirds, lows, packed = blocks[:, :32], blocks[:, 32:96], blocks[:, 96:108]
-    scales = _bits(packed[:, :8], 8, 4) | _bits(packed[:, 8:], 4, 2) << 4
-    numbers = _bits(lows, 32, 2).float() + 4 * _bits(thirds, 32, 1).float() - 4
-    scale = _half(blocks, 108) * (scales.float() - 32)
+    scales = bits_of(packed[:, :8], 8, 4) | bits_of(packed[:, 8:], 4, 2) << 4
+    numbers = bits_of(lows, 32, 2).float() + 4 * bits_of(thirds, 32, 1).float() - 4
+    scale = half_of(blocks, 108) * (scales.float() - 32)
     return (scale[..., None] * numbers.view(-1, 16, 16)).flatten(1)
 
 
 def q4_k(blocks: torch.Tensor) -> torch.Tensor:
     """4 bits in groups of 32, each with a scale and a minimum of 6 bits."""
-    return _with_minima(blocks, _bits(blocks[:, 16:], 32, 4))
+    return _with_minima(blocks, bits_of(blocks[:, 16:], 32, 4))
 
 
 def q5_k(blocks: torch.Tensor) -> torch.Tensor:
     """5 bits, otherwise as `q4_k`."""
-    return _with_minima(blocks, _bits(blocks[:, 48:], 32, 4) | _bits(blocks[:, 16:48], 32, 1) << 4)
+    return _with_minima(blocks, bits_of(blocks[:, 48:], 32, 4) | bits_of(blocks[:, 16:48], 32, 1) << 4)
 
 
 def q6_k(blocks: torch.Tensor) -> torch.Tensor:
     """6 bits, centred on 32, in groups of 16, each with a scale of 8 bits."""
-    numbers = _bits(blocks[:, :128], 64, 4) | _bits(blocks[:, 128:192], 32, 2) << 4
-    scale = _half(blocks, 208) * _signed(blocks[:, 192:208])
+    numbers = bits_of(blocks[:, :128], 64, 4) | bits_of(blocks[:, 128:192], 32, 2) << 4
+    scale = half_of(blocks, 208) * _signed(blocks[:, 192:208])
     return (scale[..., None] * (numbers.view(-1, 16, 16).float() - 32)).flatten(1)
 
 
 def iq4_nl(blocks: torch.Tensor) -> torch.Tensor:
     """4 bits that choose from `NL4`."""
-    return _half(blocks, 0) * _chosen(NL4, _bits(blocks[:, 2:], 16, 4))
+    return half_of(blocks, 0) * _chosen(NL4, bits_of(blocks[:, 2:], 16, 4))
 
 
 def iq4_xs(blocks: torch.Tensor) -> torch.Tensor:
     """4 bits that choose from `NL4`, in groups of 32, each with a scale of 6 bits."""
     highs, lows = blocks[:, 2:4], blocks[:, 4:8]
-    scales = _bits(lows, 1, 4) | _bits(highs, 1, 2) << 4
-    scale = _half(blocks, 0) * (scales.float() - 32)
-    return (scale[..., None] * _chosen(NL4, _bits(blocks[:, 8:], 16, 4)).view(-1, 8, 32)).flatten(1)
+    scales = bits_of(lows, 1, 4) | bits_of(highs, 1, 2) << 4
+    scale = half_of(blocks, 0) * (scales.float() - 32)
+    return (scale[..., None] * _chosen(NL4, bits_of(blocks[:, 8:], 16, 4)).view(-1, 8, 32)).flatten(1)
 
 
 def mxfp4(blocks: torch.Tensor) -> torch.Tensor:
@@ -114,27 +116,16 @@ def mxfp4(blocks: torch.Tensor) -> torch.Tensor:
     exponent = blocks[:, :1].int()
     # Half of the power: E2M1 is doubled.
     bits = torch.where(exponent < 2, 0x00200000 << exponent.clamp(max=1), (exponent - 1) << 23)
-    return bits.view(torch.float32) * _chosen(E2M1, _bits(blocks[:, 1:], 16, 4))
-
-
-def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
-    """Return the fp16 number at a byte of each block ``[num_blocks, 1]``."""
-    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
+    return bits.view(torch.float32) * _chosen(E2M1, bits_of(blocks[:, 1:], 16, 4))
 
 
 def _signed(raw: torch.Tensor) -> torch.Tensor:
     return raw.contiguous().view(torch.int8).float()
 
 
-def _bits(raw: torch.Tensor, run: int, width: int) -> torch.Tensor:
-    """Return the numbers of ``width`` bits in bytes ``[num_blocks, n]``: of each ``run`` of bytes first all lowest bits."""
-    shifts = torch.arange(0, 8, width, dtype=torch.uint8)[:, None]
-    return (raw.reshape(len(raw), -1, 1, run) >> shifts & (1 << width) - 1).flatten(1)
-
-
 def _five(fifths: torch.Tensor, lows: torch.Tensor) -> torch.Tensor:
     """Return numbers of 5 bits: 32 fifth bits in order, and the lower four of 16 numbers below those of 16 others."""
-    return _bits(lows, 16, 4) | _bits(fifths, 1, 1) << 4
+    return bits_of(lows, 16, 4) | bits_of(fifths, 1, 1) << 4
 
 
 def _with_minima(blocks: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
@@ -146,7 +137,7 @@ def _with_minima(blocks: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat([first & 63, third & 15 | first >> 6 << 4], 1)
     minima = torch.cat([second & 63, third >> 4 | second >> 6 << 4], 1)
-    scale, least = _half(blocks, 0) * scales.float(), _half(blocks, 2) * minima.float()
+    scale, least = half_of(blocks, 0) * scales.float(), half_of(blocks, 2) * minima.float()
     return (scale[..., None] * numbers.view(-1, 8, 32).float() - least[..., None]).flatten(1)
 
 
@@ -168,6 +159,13 @@ READERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "Q5_K": q5_k,
     "Q6_K": q6_k,
     "Q8_K": q8_k,
+    "IQ1_S": iq.iq1_s,
+    "IQ1_M": iq.iq1_m,
+    "IQ2_XXS": iq.iq2_xxs,
+    "IQ2_XS": iq.iq2_xs,
+    "IQ2_S": iq.iq2_s,
+    "IQ3_XXS": iq.iq3_xxs,
+    "IQ3_S": iq.iq3_s,
     "IQ4_NL": iq4_nl,
     "IQ4_XS": iq4_xs,
     "MXFP4": mxfp4,

@@ -1,0 +1,58 @@
+"""The tokenizer of a GGUF file: the ids that llama.cpp gives, and the text that they were."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from quintet.deploy.resolve.gguf.tokenizer import tokenizer_of_gguf
+from quintet.executor.gguf.parts import read_parts
+from tests.gguf.vocabularies import (
+    EXPECTED,
+    KINDS,
+    LLAMA_CPP,
+    NUM_EXPECTED,
+    SPECIAL,
+    ids_of_llama_cpp,
+    is_comparable,
+    strings,
+    write_file,
+)
+
+
+def made(name: str, folder: Path) -> Tokenizer:
+    """Return the tokenizer that a file of this kind becomes."""
+    write_file(KINDS[name], folder / "vocabulary.gguf")
+    made_in = tokenizer_of_gguf(read_parts(folder / "vocabulary.gguf"), folder / "cache")
+    return Tokenizer.from_file(str(made_in / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_ids_are_llama_cpps(name: str, tmp_path: Path) -> None:
+    tokenizer, texts = made(name, tmp_path), strings(NUM_EXPECTED, seed=1)
+    expected, begun = json.loads(EXPECTED.read_text())[name]
+    for text, ids in zip(texts, expected, strict=True):
+        if is_comparable(KINDS[name], text):
+            assert tokenizer.encode(text, add_special_tokens=False).ids == ids, text
+        if not any(token in text for token in SPECIAL):  # SentencePiece puts a space behind each
+            assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert [tokenizer.encode(text).ids for text in texts[:3]] == begun
+
+
+@pytest.mark.whole
+@pytest.mark.skipif(
+    not LLAMA_CPP.exists(), reason="llama.cpp is not installed beside: the ids kept here are its own"
+)
+@pytest.mark.parametrize("name", KINDS)
+def test_ten_thousand_strings_have_llama_cpps_ids(name: str, tmp_path: Path) -> None:
+    tokenizer, texts = made(name, tmp_path), strings(10_000, seed=2)
+    expected, _ = ids_of_llama_cpp({name: tmp_path / "vocabulary.gguf"}, texts)[name]
+    differing = [
+        text
+        for text, ids in zip(texts, expected, strict=True)
+        if is_comparable(KINDS[name], text) and tokenizer.encode(text, add_special_tokens=False).ids != ids
+    ]
+    assert differing == []
