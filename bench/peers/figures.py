@@ -17,7 +17,7 @@ import numpy as np
 from bench.peers.jobs import Job, JobResult
 from bench.peers.limits import Limits
 from bench.peers.models import SHAPES, Shape
-from bench.peers.workload import Precision, Row
+from bench.peers.workload import GGUF_FILES, Precision, Row
 
 _INT4_GROUP = 32
 """Weights that share a two-byte scale in llama.cpp's 4-bit format, the reference for what four bits must read."""
@@ -77,6 +77,8 @@ def limit_of(row: Row, key: str, job: Job, limits: Limits) -> float | None:
 def bandwidth_limit(shape: Shape, precision: Precision, limits: Limits) -> float:
     """Return tokens per second of one stream if reading every weight once were all it took."""
     linear, head = _linear_weights(shape), shape.vocab_size * shape.hidden
+    if precision in GGUF_FILES:
+        return limits.read_gb_s / limits.weights_gb
     per_linear = {"bf16": 2.0, "int8": 1.0, "w8a8": 1.0, "int4": 0.5 + 2 / _INT4_GROUP}[precision]
     per_head = 2.0 if precision == "bf16" else 1.0
     return limits.read_gb_s * 1e9 / (linear * per_linear + head * per_head)

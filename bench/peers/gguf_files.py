@@ -1,4 +1,4 @@
-"""Writes a model folder as GGUF files: bf16 as it is, q8_0 and q4_0 by llama.cpp's own quantizer.
+"""Writes a model folder as GGUF files: bf16 as it is, others by llama.cpp's own quantizer.
 
 Runs in the environment of llama-cpp-python.
 
@@ -15,7 +15,12 @@ import llama_cpp
 
 from bench.gguf_writer import write_model
 
-QUANTIZED = {"int8": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "int4": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0}
+QUANTIZED = {
+    "q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0,
+    "q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0,
+    "q4_k_m": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M,
+    "q6_k": llama_cpp.LLAMA_FTYPE_MOSTLY_Q6_K,
+}
 
 
 def quantize(source: Path, target: Path, ftype: int) -> None:

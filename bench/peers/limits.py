@@ -24,6 +24,8 @@ class Limits:
     bf16_matrix_gflop_s: float = 0.0
     int8_matrix_gop_s: float = 0.0
     """The last two: of the matrix unit; records of before have none."""
+    weights_gb: float = 0.0
+    """No rate: what a token reads of the row's model, where the file that all engines are given says it alone (GGUF)."""
 
     @classmethod
     def of(cls, figures: Mapping[str, float]) -> Self:
@@ -36,6 +38,7 @@ class Limits:
             figures["int8_gop_s"],
             figures.get("bf16_matrix_gflop_s", 0.0),
             figures.get("int8_matrix_gop_s", 0.0),
+            figures.get("weights_gb", 0.0),
         )
 
 

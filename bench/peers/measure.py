@@ -10,7 +10,7 @@ import datetime
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from bench.peers.fleet import Fleet
 from bench.peers.limits import Limits, build_probe, measure_limits
 from bench.peers.records import MACHINE, Record, append_record, measured, read_records, this_commit
 from bench.peers.turns import Turns
-from bench.peers.workload import Row, job_of, warm_up_of
+from bench.peers.workload import GGUF_FILES, Row, job_of, warm_up_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def measure(plan: Plan) -> list[Record]:
             if not missing:
                 continue
             print(f"[{index + 1}/{total}] {row.words}, repetition {repetition + 1}", flush=True)
-            machine = _record(plan, row, MACHINE, repetition, partial(_limits, plan))
+            machine = _record(plan, row, MACHINE, repetition, partial(_limits, plan, row))
             limits = Limits.of(machine.figures)
             for engine in missing:
                 take = partial(_figures, plan, fleet, engine, row, repetition, limits)
@@ -97,13 +97,14 @@ def _record(plan: Plan, row: Row, name: str, repetition: int, take: Callable[[],
     return record
 
 
-def _limits(plan: Plan) -> dict[str, float]:
+def _limits(plan: Plan, row: Row) -> dict[str, float]:
     program = build_probe(plan.home.folder)
+    is_file = row.precision in GGUF_FILES
+    weights_gb = plan.home.gguf(row.model, row.precision).stat().st_size / 1e9 if is_file else 0.0
 
     def take(attempt: int) -> dict[str, float]:
-        return {
-            key: float(value) for key, value in asdict(measure_limits(program, plan.home.threads)).items()
-        }
+        limits = replace(measure_limits(program, plan.home.threads), weights_gb=weights_gb)
+        return {key: float(value) for key, value in asdict(limits).items()}
 
     return _undisturbed(plan, take)
 

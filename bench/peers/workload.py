@@ -13,7 +13,9 @@ from typing import Literal
 from bench.peers.jobs import Job
 from bench.peers.models import MAX_LEN, SHAPES
 
-Precision = Literal["bf16", "int8", "int4", "w8a8"]
+Precision = Literal["bf16", "int8", "int4", "w8a8", "q8_0", "q4_0", "q4_k_m", "q6_k"]
+GGUF_FILES: tuple[Precision, ...] = ("q8_0", "q4_0", "q4_k_m", "q6_k")
+"""Of these an engine reads the very same file, or does not run the row."""
 Mode = Literal["serve", "offline"]
 """Through the engine's HTTP server where it has one, or through its Python API."""
 Pattern = Literal["stream", "prompt", "clients", "offline", "prefix", "boot"]
@@ -55,16 +57,23 @@ class Row:
     shared_len: int = 0
 
 
+_WORDS: dict[Precision, str] = {
+    "bf16": "bf16",
+    "int8": "8-bit weights",
+    "int4": "4-bit weights",
+    "w8a8": "8-bit weights and activations",
+    **{precision: f"GGUF of {precision.upper()}" for precision in GGUF_FILES},
+}
+
+
 def _stream(model: str, precision: Precision, goal: str) -> Row:
-    name = {"bf16": "bf16", "int8": "8-bit weights", "int4": "4-bit weights"}[precision]
-    words = f"{model}, {name}, one stream, 128 in / 128 out"
+    words = f"{model}, {_WORDS[precision]}, one stream, 128 in / 128 out"
     figure = Figure("decode_tok_s", "", "tok/s", goal=goal, shows_limit=True)
     return Row(f"stream-{model}-{precision}", words, model, precision, "serve", "stream", (figure,))
 
 
 def _prompt(model: str, precision: Precision, goal: str) -> Row:
-    name = {"bf16": "bf16", "w8a8": "8-bit weights and activations"}[precision]
-    words = f"{model}, {name}, one 2 048-token prompt"
+    words = f"{model}, {_WORDS[precision]}, one 2 048-token prompt"
     figure = Figure("prompt_tok_s", "", "tok/s", goal=goal, shows_limit=True, digits=0)
     return Row(
         f"prompt-{model}-{precision}", words, model, precision, "serve", "prompt", (figure,),
@@ -72,16 +81,16 @@ def _prompt(model: str, precision: Precision, goal: str) -> Row:
     )  # fmt: skip
 
 
-def _clients(clients: int, waves: int, figures: tuple[Figure, ...]) -> Row:
+def _clients(clients: int, waves: int, figures: tuple[Figure, ...], precision: Precision = "bf16") -> Row:
+    words = f"S, {_WORDS[precision]}, {clients} clients, 256 in / 64 out"
     return Row(
-        f"clients{clients}-S-bf16", f"S, bf16, {clients} clients, 256 in / 64 out", "S", "bf16", "serve", "clients",
-        figures, clients * waves, clients, (256, 256), (64, 64),
+        f"clients{clients}-S-{precision}", words, "S", precision, "serve", "clients", figures, clients * waves,
+        clients, (256, 256), (64, 64),
     )  # fmt: skip
 
 
 def _offline(model: str, precision: Precision, num_prompts: int, goal: str) -> Row:
-    name = {"bf16": "bf16", "w8a8": "8-bit weights and activations"}[precision]
-    words = f"{model}, {name}, offline, {num_prompts} prompts of 64–512 in / 32–128 out"
+    words = f"{model}, {_WORDS[precision]}, offline, {num_prompts} prompts of 64–512 in / 32–128 out"
     figure = Figure("output_tok_s", "", "tok/s", goal=goal, shows_limit=True)
     return Row(
         f"offline-{model}-{precision}", words, model, precision, "offline", "offline", (figure,), num_prompts,
@@ -129,6 +138,10 @@ ROWS: tuple[Row, ...] = (
         ),
         input_len=(16, 16), output_len=(1, 1),
     ),
+    *(_stream(model, precision, "≥ 1.25 × llama.cpp, ≥ 88 % of the limit") for model in ("S", "M") for precision in GGUF_FILES),
+    *(_prompt(model, precision, "≥ 2 × llama.cpp") for model in ("S", "M") for precision in ("q8_0", "q4_k_m")),
+    _clients(8, 2, (replace(_OUTPUT, goal="≥ 2 × llama.cpp"),), "q4_k_m"),
+    _clients(32, 2, (replace(_OUTPUT, goal="≥ 2 × llama.cpp"),), "q4_k_m"),
 )  # fmt: skip
 
 

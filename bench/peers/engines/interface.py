@@ -36,6 +36,10 @@ class Home:
         """Return the folder of a model as safetensors."""
         return self.folder / "models" / name
 
+    def gguf(self, name: str, precision: Precision) -> Path:
+        """Return a model as a GGUF file; all its bytes are read for a token, its embedding being its output layer."""
+        return self.folder / "gguf" / f"{name}-{precision}.gguf"
+
     def log(self, engine: str) -> Path:
         """Return the file that takes what an engine prints."""
         path = self.folder / "logs" / f"run-{engine}.log"

@@ -8,11 +8,11 @@ from pathlib import Path
 from bench.peers.engines import processes
 from bench.peers.engines.driven import start_driver
 from bench.peers.engines.interface import Home, Running, Setup
-from bench.peers.workload import Row
+from bench.peers.workload import Precision, Row
 
 ENVIRONMENT = "llamacpp"
-_FORMATS = {"bf16": "bf16", "int8": "int8", "w8a8": "int8", "int4": "int4"}
-"""8-bit weights are multiplied by activations it quantizes to 8 bits itself, so w8a8 is the same file."""
+_FORMATS: dict[Precision, Precision] = {"int8": "q8_0", "w8a8": "q8_0", "int4": "q4_0"}
+"""What it has of the formats that are not its own. 8-bit weights are multiplied by activations it quantizes to 8 bits itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class LlamaCpp:
 
     def model_path(self, home: Home, setup: Setup) -> Path:
         """Return the GGUF file."""
-        return home.folder / "gguf" / f"{setup.model}-{_FORMATS[setup.precision]}.gguf"
+        return home.gguf(setup.model, _FORMATS.get(setup.precision, setup.precision))
 
     def memory_bytes(self, setup: Setup) -> int:
         """Return about how much memory a start takes."""

@@ -23,8 +23,8 @@ class OpenVino:
     name: str = "OpenVINO"
 
     def runs(self, row: Row) -> bool:
-        """Every row."""
-        return True
+        """Every row but those of GGUF files."""
+        return row.precision in FORMATS
 
     def is_installed(self, home: Home) -> bool:
         """Whether its environment is there."""

@@ -10,7 +10,7 @@ from bench.peers.engines import processes
 from bench.peers.engines.driven import start_driver
 from bench.peers.engines.interface import Home, Running, Setup
 from bench.peers.engines.served import MODEL_NAME, free_port, start_server
-from bench.peers.workload import Row
+from bench.peers.workload import GGUF_FILES, Row
 
 _PACKAGES = ("quintet", "torch", "pyzmq", "msgspec", "uvloop", "uvicorn")
 
@@ -34,7 +34,9 @@ class Quintet:
         return processes.installed_versions(Path(sys.executable), _PACKAGES)
 
     def model_path(self, home: Home, setup: Setup) -> Path:
-        """Return the folder of safetensors."""
+        """Return the folder of safetensors, or the GGUF file."""
+        if setup.precision in GGUF_FILES:
+            return home.gguf(setup.model, setup.precision)
         return home.model(setup.model)
 
     def memory_bytes(self, setup: Setup) -> int:
@@ -43,7 +45,7 @@ class Quintet:
 
     def start(self, home: Home, setup: Setup) -> Running:
         """Start a server, or a program that calls `LLM`."""
-        model, quantization = home.model(setup.model), _quantization(setup)
+        model, quantization = self.model_path(home, setup), _quantization(setup)
         log = home.log(self.name)
         if setup.mode == "offline":
             limits = [
@@ -68,4 +70,5 @@ class Quintet:
 
 
 def _quantization(setup: Setup) -> list[str]:
-    return [] if setup.precision == "bf16" else ["--quantization", setup.precision]
+    is_read_so = setup.precision in ("bf16", *GGUF_FILES)
+    return [] if is_read_so else ["--quantization", setup.precision]
