@@ -84,6 +84,59 @@ TakeCall take_call(const void* x, index_t x_stride, index_t width, void* y, inde
   return {static_cast<const char*>(x), x_stride * size, width * size, nullptr, static_cast<char*>(y), y_stride * size};
 }
 
+// Columns of x by number, in another order: what comes before weights whose inputs are sorted. Numbers are copied as they are.
+template <class Bits>
+struct ColumnsCall {
+  const Bits* x;
+  index_t x_stride, width;
+  const std::int32_t* columns;
+  Bits* y;
+  index_t y_stride;
+
+  static void run(const void* call, index_t begin, index_t end) {
+    const ColumnsCall& c = *static_cast<const ColumnsCall*>(call);
+    for (index_t row = begin; row < end; ++row) {
+      const Bits* const from = c.x + row * c.x_stride;
+      Bits* const to = c.y + row * c.y_stride;
+      for (index_t k = 0; k < c.width; ++k) to[k] = from[c.columns[k]];
+    }
+  }
+
+  Work work(index_t count) const {
+    const index_t grain = kElementsAtOnce / width;
+    return {.count = count, .grain = grain < 1 ? 1 : grain, .run = run, .call = this, .each_cost = 2 * width};
+  }
+};
+
+template <class Bits>
+class TakeColumns final : public Op {
+ public:
+  TakeColumns(const ColumnsCall<Bits>& call, int extent) : call_(call), extent_(extent) {}
+
+  Work prepare(const Step& step, index_t) override { return call_.work(extent_ ? step.num_outputs : step.num_tokens); }
+
+ private:
+  ColumnsCall<Bits> call_;
+  int extent_;
+};
+
+template <class Bits>
+ColumnsCall<Bits> columns_call(const void* x, index_t x_stride, index_t width, const std::int32_t* columns, void* y,
+                               index_t y_stride) {
+  return {static_cast<const Bits*>(x), x_stride, width, columns, static_cast<Bits*>(y), y_stride};
+}
+
+template <class Bits>
+void append_columns(Program* program, const ColumnsCall<Bits>& call, int extent) {
+  program->append(std::make_unique<TakeColumns<Bits>>(call, extent));
+}
+
+template <class Bits>
+void run_columns(const ColumnsCall<Bits>& call, index_t rows) {
+  const Work work = call.work(rows);
+  pool().run(&work, 1);
+}
+
 const PointwiseKernels& kernels() { return QT_CHOOSE(pointwise); }
 
 PointwiseCall call_of(const void* x, index_t x_stride, index_t width, void* y, index_t y_stride) {
@@ -206,6 +259,23 @@ QT_EXPORT void qt_op_take_rows(const void* x, index_t x_stride, index_t width, c
 QT_EXPORT void qt_program_take_outputs(Program* program, const void* x, index_t x_stride, index_t width, void* y,
                                        index_t y_stride, int dtype) {
   program->append(std::make_unique<qt::TakeOutputs>(qt::take_call(x, x_stride, width, y, y_stride, dtype)));
+}
+
+// y[i][k] = x[i][columns[k]] for k < width. Numbers of columns are trusted; y is not x.
+QT_EXPORT void qt_op_take_columns(const void* x, index_t x_stride, index_t rows, index_t width, const std::int32_t* columns,
+                                  void* y, index_t y_stride, int dtype) {
+  if (dtype == int(qt::Dtype::fp32))
+    qt::run_columns(qt::columns_call<std::uint32_t>(x, x_stride, width, columns, y, y_stride), rows);
+  else
+    qt::run_columns(qt::columns_call<std::uint16_t>(x, x_stride, width, columns, y, y_stride), rows);
+}
+
+QT_EXPORT void qt_program_take_columns(Program* program, const void* x, index_t x_stride, index_t width,
+                                       const std::int32_t* columns, void* y, index_t y_stride, int dtype, int extent) {
+  if (dtype == int(qt::Dtype::fp32))
+    qt::append_columns(program, qt::columns_call<std::uint32_t>(x, x_stride, width, columns, y, y_stride), extent);
+  else
+    qt::append_columns(program, qt::columns_call<std::uint16_t>(x, x_stride, width, columns, y, y_stride), extent);
 }
 
 QT_EXPORT void qt_op_add(const void* x, index_t x_stride, const void* second, index_t second_stride, index_t rows,

@@ -32,6 +32,7 @@ _SIGNATURES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "clip": (_X, (_SIZE, _FLOAT, *_Y)),
     "softcap": (_X, (_SIZE, _FLOAT, *_Y)),
     "xielu": (_X, (_SIZE, _ADDRESS, *_Y)),
+    "take_columns": (_X, (_SIZE, _ADDRESS, *_Y)),
     "activation": ((_INT, *_X), (_SIZE, *_Y)),
     "activation_and_mul": ((_INT, *_X), (_SIZE, *_Y)),
 }
@@ -213,6 +214,17 @@ def take_rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"rows are {rows.dtype}{list(rows.shape)}; expected int64[count]")
     rows = rows.contiguous()
     _op("take_rows")(*_rows(x), x.shape[1], rows.data_ptr(), len(y), *_out(y))
+    return y
+
+
+def take_columns(x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Return ``x[:, columns]``; columns: int32, not checked."""
+    if columns.dtype is not torch.int32 or columns.dim() != 1 or not columns.is_contiguous():
+        raise ValueError(
+            f"columns are {columns.dtype}{list(columns.shape)}; expected int32[count], contiguous"
+        )
+    y = torch.empty((len(x), len(columns)), dtype=x.dtype)
+    _op("take_columns")(*_rows(x), len(x), len(columns), columns.data_ptr(), *_out(y))
     return y
 
 

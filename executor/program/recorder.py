@@ -128,6 +128,8 @@ class Recorder:
         """See `ForwardPass`."""
         y = Value(layer.width, x.extent)
         method = layer.method
+        if method.order is not None:
+            x = self._take_columns(x, method.order)
         packed, bias = method.packed, method.bias
         assert packed is not None, "recorded without the host kernels"
         assert x.width == layer.depth, (x.width, layer.depth)
@@ -144,6 +146,19 @@ class Recorder:
         is_plain = layer.activation is GatedActivation.NONE
         alone = partial(emit, y, None, layer.activation)
         return self._append(name, alone, (x,), y, emit_with=emit if is_plain else None)
+
+    def _take_columns(self, x: Value, columns: torch.Tensor) -> Value:
+        """Return columns of x by their numbers, int32."""
+        y = Value(x.width, x.extent)
+        assert columns.dtype is torch.int32 and columns.shape == (x.width,), (x, columns)
+
+        def emit() -> None:
+            self._library.take_columns(
+                *(self.handle, x.address, x.stride, x.width, columns.data_ptr()),
+                *(y.address, y.stride, self._code, x.extent),
+            )
+
+        return self._append("order of inputs", emit, (x,), y)
 
     def add(self, x: Value, y: Value) -> Value:
         """See `ForwardPass`. Part of the layer whose result it adds, where that can be."""

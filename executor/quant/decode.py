@@ -111,27 +111,44 @@ def unpacked(packing: Packing, tensor: torch.Tensor, rows: range, depth: int) ->
         begin, end = begin * bits // 32, -(-end * bits // 32)
     words = tensor[:, begin:end] if packing.transposed else tensor[begin:end]
     if packing.transposed != (packing.neighbours == "rows"):
-        words = words.t()  # neighbours are in the last dimension
+        words = (
+            words.contiguous().t()
+        )  # neighbours are in the last dimension; torch turns what is contiguous much faster
     codes = stream(words.contiguous().view(torch.uint8), bits)
-    if packing.order:
-        codes = codes.unflatten(1, (-1, len(packing.order)))[:, :, list(packing.order)].flatten(1)
-    if packing.neighbours == "rows":
-        return codes.t()[: len(rows), :depth].contiguous()
-    return codes[:, :depth]
+    if packing.neighbours == "depth":
+        return codes[:, :depth]
+    if packing.evens_first:
+        halves = codes.view(len(codes), -1, 2, 4)  # of a word: rows 0 2 4 6, rows 1 3 5 7
+        return halves.permute(1, 3, 2, 0).reshape(-1, len(codes))[: len(rows), :depth]
+    return codes.t()[: len(rows), :depth].contiguous()
+
+
+_WIDE = {2: torch.int32, 4: torch.int16}
+"""What the codes of one byte, a byte each, fill; of other bits, eight codes fill an int64."""
 
 
 def stream(octets: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the codes in bytes ``[rows, bytes]``, the first in the lowest bits: uint8 ``[rows, bytes * 8 / bits]``."""
+    """Return the codes in bytes ``[rows, bytes]``, the first in the lowest bits: uint8 ``[rows, bytes * 8 / bits]``.
+
+    The codes of a word are parted in halves, then in quarters, until each has a byte.
+    """
     if bits == 8:
         return octets
-    if 8 % bits:  # eight codes in as many bytes as they have bits
-        octets = torch.nn.functional.pad(octets, (0, -octets.shape[1] % bits))
-        parts = octets.unflatten(1, (-1, bits)).long()
-        word = sum((parts[..., i] << 8 * i for i in range(1, bits)), parts[..., 0])
-        each = [(word >> shift & ((1 << bits) - 1)).to(torch.uint8) for shift in range(0, 8 * bits, bits)]
-    else:
-        each = [octets >> shift & ((1 << bits) - 1) for shift in range(0, 8, bits)]
-    return torch.stack(each, dim=-1).flatten(1)
+    if bits in _WIDE:
+        word = octets.to(_WIDE[bits])
+    else:  # eight codes in as many bytes as they have bits
+        parts = torch.nn.functional.pad(octets, (0, -octets.shape[1] % bits)).unflatten(1, (-1, bits))
+        word = parts[..., 0].long()
+        for i in range(1, bits):
+            word |= parts[..., i].long() << 8 * i
+    count = word.dtype.itemsize
+    together = count // 2
+    while together:
+        lump = (1 << together * bits) - 1
+        firsts = sum(lump << at for at in range(0, 8 * count, 16 * together))
+        word = (word & firsts) | (word & (firsts << together * bits)) << together * (8 - bits)
+        together //= 2
+    return word.view(torch.uint8)
 
 
 def _scales(scheme: Scheme, tensor: torch.Tensor, rows: range) -> torch.Tensor:

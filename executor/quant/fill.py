@@ -12,6 +12,7 @@ from quintet.executor.ops.packed_weight import PackedWeight, PackedWeightError
 from quintet.executor.quant.decode import Coded
 from quintet.executor.quant.formats.scheme import Scheme
 from quintet.executor.quant.numbers import FLOAT_FORMATS, Numbers
+from quintet.executor.quant.order import sorted_inputs
 from quintet.executor.quant.source import Rows, floats_of
 from quintet.wire.errors import ConfigError
 
@@ -45,7 +46,7 @@ def numbers_of(schemes: Sequence[Scheme | None], dtype: torch.dtype) -> Numbers:
 
 def _exact(scheme: Scheme) -> Numbers | None:
     """Return the numbers that hold one scheme's rows exactly; None where none do. A group of 0 may become any."""
-    if scheme.bits is None or scheme.order is not None:
+    if scheme.bits is None:
         return None
     zeros = scheme.has_int8_zeros or (scheme.zeros is not None and scheme.all_zeros is None)
     group = 0
@@ -68,6 +69,8 @@ def fill(packed: PackedWeight, rows: Rows, first_column: int) -> None:
         packed.fill(floats if floats.dtype in FLOAT_CODES else floats.float(), first_column)
         return
     codes, zeros, zero = rows.codes, rows.zeros, rows.zero
+    if rows.order is not None:
+        codes = codes[:, sorted_inputs(rows.order)]
     if not packed.format.has_zeros:
         assert zeros is None, "these numbers have zero points"
         if codes.dtype is torch.uint8:

@@ -68,6 +68,10 @@ class LinearMethod(Protocol):
         """Whether the weight's numbers are others than the checkpoint's."""
 
     @property
+    def order(self) -> torch.Tensor | None:
+        """The input that is first, second … for the packed weight: int32 ``[depth]``; None: as they are."""
+
+    @property
     def int8_activations(self) -> bool:
         """Whether inputs are quantized too, each token by its own scale."""
 

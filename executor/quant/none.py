@@ -39,6 +39,7 @@ class RowMajorLinear:
     """A weight as the checkpoint has it, multiplied by torch: the reference, and what runs without the host library."""
 
     packed = None
+    order = None
     is_quantized = False
     int8_activations = False
 

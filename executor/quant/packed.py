@@ -15,6 +15,7 @@ from quintet.executor.ops.packed_weight import PackedWeight
 from quintet.executor.quant.fill import fill
 from quintet.executor.quant.method import LinearMethod, LinearShape
 from quintet.executor.quant.numbers import FLOAT_FORMATS, LAYOUT, Numbers
+from quintet.executor.quant.order import declare_order
 from quintet.executor.quant.source import Rows, RowSource
 from quintet.executor.quant.stack import PackedStack, StackMethod, StackShape
 from quintet.executor.weights.plan import WeightPlan
@@ -100,6 +101,8 @@ class PackedLinear:
         for source in self._sources:
             source.declare(plan, plan.pack, partial(self._fill, first))
             first += source.rows
+        is_float = numbers.weight_format.is_float
+        self.order = None if is_float else declare_order(list(self._sources), shape.depth, plan)
         self.bias = plan.stacked(shape.biases) if shape.biased else None
 
     @property
@@ -137,7 +140,7 @@ class PackedLinear:
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         """See `LinearMethod.apply`."""
         return self.packed.linear(
-            x,
+            x if self.order is None else x[:, self.order],
             self.bias,
             activation=self._shape.activation,
             int8_activations=self.int8_activations,

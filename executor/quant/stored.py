@@ -71,7 +71,12 @@ class StoredQuantization:
             piece.source.scheme if isinstance(piece, CodedPiece) and piece.take is None else None
             for piece in pieces
         ]
-        numbers = Numbers(FLOAT_FORMATS[plan.dtype]) if shape.is_exact else numbers_of(schemes, plan.dtype)
+        is_ordered = any(
+            scheme is not None and scheme.order is not None for scheme in schemes
+        )  # each expert otherwise
+        numbers = numbers_of(schemes, plan.dtype)
+        if shape.is_exact or is_ordered:
+            numbers = Numbers(FLOAT_FORMATS[plan.dtype])
         return PackedStack(library, shape, plan, numbers)
 
     def _ignore(self, plan: WeightPlan) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tests.models import quantized
-from tests.models.quantized import Array, Written
+from tests.models.quantized import Array, Tensors, Written
 
 from quintet.executor.cards.card import ModelCard
 from quintet.executor.layers.linear import GatedActivation, Linear, Part
@@ -22,6 +22,7 @@ from quintet.executor.weights.header import Entry
 from quintet.executor.weights.mapped import DTYPES
 from quintet.executor.weights.plan import WeightPlan
 from quintet.executor.weights.store import reserve
+from quintet.wire.errors import ConfigError
 
 needs_kernels = pytest.mark.skipif(linear_library() is None, reason="the host kernels are not built")
 
@@ -42,6 +43,11 @@ KEPT: dict[str, tuple[Written, WeightFormat, int]] = {
     "gptq, 4 bits, one group": (quantized.gptq(4, 0, symmetric=False), WeightFormat.INT4_ZEROS, 128),
     "gptq, 4 bits, groups of 96": (quantized.gptq(4, 96, symmetric=True), WeightFormat.INT4, 32),
     "gptq, second version": (quantized.gptq(4, 32, symmetric=False, version=2), WeightFormat.INT4_ZEROS, 32),
+    "gptq, ordered": (
+        quantized.gptq(4, 32, symmetric=False, by_activations=True),
+        WeightFormat.INT4_ZEROS,
+        32,
+    ),
     "gptq, 8 bits": (quantized.gptq(8, 0, symmetric=True), WeightFormat.INT8, 0),
     "gptq, 8 bits, zeros": (quantized.gptq(8, 32, symmetric=False), WeightFormat.INT8_ZEROS, 32),
     "compressed-tensors": (quantized.compressed(GROUPS, "pack-quantized"), WeightFormat.INT4, 32),
@@ -73,7 +79,6 @@ KEPT: dict[str, tuple[Written, WeightFormat, int]] = {
 """With the numbers in which the host keeps them, and their groups."""
 
 ROUNDED = {
-    "gptq, ordered": quantized.gptq(4, 32, symmetric=False, by_activations=True),
     "gptq, groups of 20": quantized.gptq(4, 20, symmetric=True),
     "fp8": quantized.fp8(block=True),
     "fp8, one scale": quantized.fp8(block=False),
@@ -137,8 +142,26 @@ def test_packed_numbers_are_the_checkpoints(name: str, monkeypatch: pytest.Monke
     layer, numbers = loaded(written, [Part("q", 288), Part("k", 32), Part("v", 32)])
     packed = layer.method.packed
     assert packed is not None and (packed.format, packed.group) == (weight_format, group)
-    assert torch.equal(packed.read(), torch.cat([numbers[each] for each in "qkv"]))
+    order, whole = layer.method.order, torch.cat([numbers[each] for each in "qkv"])
+    assert (order is not None) == written.section.get("desc_act", False)
+    assert torch.equal(packed.read(), whole if order is None else whole[:, order])
     assert not layer.method.is_quantized
+    x = torch.from_numpy(noise(3, seed=4)).bfloat16()
+    # Activations of 16 bits, and a rounding of the sums, of about 10, to bf16.
+    torch.testing.assert_close(layer(x).float(), x.float() @ whole.t(), rtol=2**-7, atol=2**-5)
+
+
+@needs_kernels
+def test_layers_that_are_computed_together_have_one_order() -> None:
+    def turned(name: str, weight: Array) -> tuple[Tensors, Array]:
+        tensors, numbers = written.tensors(name, weight)
+        if name == "k":
+            tensors["g_idx"] = tensors["g_idx"].flip(0)
+        return tensors, numbers
+
+    written = KEPT["gptq, ordered"][0]
+    with pytest.raises(ConfigError, match="layer 'k': its inputs are in another order"):
+        loaded(Written(written.section, turned), [Part("q", 96), Part("k", 32)])
 
 
 @needs_kernels

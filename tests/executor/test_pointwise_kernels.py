@@ -178,6 +178,8 @@ def test_gathers(dtype: torch.dtype, table_dtype: torch.dtype, width: int) -> No
     assert torch.equal(
         pointwise.take_rows(table[:, : width // 2], ids.long()), table[ids.long(), : width // 2]
     )
+    columns = torch.randperm(width, generator=torch.Generator().manual_seed(2))
+    assert torch.equal(pointwise.take_columns(table, columns.int()), table[:, columns])
     x, positions = noise(5, width, dtype=table_dtype, seed=1), torch.arange(5) * 3
     assert torch.equal(pointwise.add_positions(x, table, positions, 2), x + table[positions + 2])
 

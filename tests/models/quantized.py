@@ -125,7 +125,7 @@ def gptq(
 
     def tensors(name: str, weight: Array) -> tuple[Tensors, Array]:
         depth = weight.shape[1]
-        order = np.random.default_rng(len(name)).permutation(depth) if by_activations else None
+        order = np.random.default_rng(depth).permutation(depth) if by_activations else None
         its = rounded(weight, bits, group, symmetric, order)
         stored_zeros = (its.zeros - (1 if version == 1 else 0)) & ((1 << bits) - 1)
         return {

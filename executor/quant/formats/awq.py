@@ -23,8 +23,6 @@ from quintet.wire.errors import ConfigError
 
 MOST_GROUP = 1 << 20
 BITS, IN_WORD = 4, 8
-GEMM_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where in a word rows 0 1 2 3 4 5 6 7 are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +60,7 @@ class Awq:
         )
 
     def _gemm(self, layer: StoredLayer, groups: int) -> Scheme:
-        packing = Packing(BITS, "rows", transposed=True, order=GEMM_PLACES)
+        packing = Packing(BITS, "rows", transposed=True, evens_first=True)
         return Scheme(
             stored=(
                 Stored("qweight", (layer.depth, layer.rows // IN_WORD), ("I32",)),

@@ -107,9 +107,7 @@ class CompressedTensors:
     def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
         """See `Format`: floats are rounded to the model's numbers, integers kept."""
         numbers = [group.numbers for group in self.groups]
-        growth = max(
-            8 * dtype_bytes / each.bits if each.is_float or each.by_activations else 1 for each in numbers
-        )
+        growth = max(8 * dtype_bytes / each.bits if each.is_float else 1 for each in numbers)
         words = {"weight_packed": growth}
         plain = sum(
             entry.num_bytes * (growth - 1)
@@ -173,7 +171,8 @@ def _packed(layer: StoredLayer, numbers: Numbers) -> Scheme:
             )
         groups = shapes[0][1]
         stored += (Stored("weight_zero_point", (-(-rows * bits // 32), groups), ("I32",)),)
-    if numbers.by_activations:
+    is_ordered = numbers.by_activations and layer.contents is not None  # dummy inputs stay as they are
+    if is_ordered:
         stored += (Stored("weight_g_idx", (depth,), ("I32",), (0, 0)),)
     return Scheme(
         stored=stored,
@@ -182,7 +181,7 @@ def _packed(layer: StoredLayer, numbers: Numbers) -> Scheme:
         group=numbers.group,
         row_group=0 if numbers.strategy == "tensor" else 1,
         zeros=None if numbers.symmetric else Packing(bits, "rows"),
-        order="weight_g_idx" if numbers.by_activations else None,
+        order="weight_g_idx" if is_ordered else None,
     )
 
 

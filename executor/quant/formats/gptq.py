@@ -74,8 +74,7 @@ class Gptq:
     def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
         """See `Format`."""
         bits = self.numbers.bits
-        kept = 8 * dtype_bytes if self.numbers.by_activations else 8 if bits == 8 else 4
-        return total_bytes(contents, {"qweight": kept / bits})
+        return total_bytes(contents, {"qweight": (8 if bits == 8 else 4) / bits})
 
     def scheme(self, layer: StoredLayer) -> Scheme | None:
         """See `Format`."""
@@ -97,7 +96,7 @@ class Gptq:
                 "qzeros", (groups, rows * bits // 32), ("I32",), (middles, middles) if symmetric else None
             ),
         )
-        is_ordered = numbers.by_activations
+        is_ordered = numbers.by_activations and layer.contents is not None  # dummy inputs stay as they are
         if is_ordered:
             stored += (Stored("g_idx", (depth,), ("I32",), (0, 0)),)
         return Scheme(

@@ -51,8 +51,8 @@ class Packing:
     neighbours: str = "depth"
     """``depth`` or ``rows``."""
     transposed: bool = False
-    order: tuple[int, ...] = ()
-    """Which code of a word is the first, the second, …; empty: the lowest bits are."""
+    evens_first: bool = False
+    """Whether a word of eight codes has the first, third, fifth and seventh before the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
