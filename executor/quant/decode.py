@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from quintet.executor.quant.formats.scheme import Packing, Scheme
+from quintet.executor.quant.formats.scheme import E2M1, Packing, Scheme
 from quintet.wire.errors import ConfigError
 
 ROWS_STEP = 128
@@ -34,6 +34,10 @@ class Coded:
     """int64 ``[depth]``: the group of each input, where they are not neighbours."""
     table: torch.Tensor | None = None
     """fp32: the number that each code means."""
+    scale_bytes: torch.Tensor | None = None
+    """uint8 ``[rows, groups]``: the scales of fp4 numbers as the checkpoint has them, before `factor`."""
+    factor: torch.Tensor | None = None
+    """fp32 ``[1]``: what all of them are multiplied with besides."""
 
     def rows(self, some: range) -> Coded:
         """Return some of the rows."""
@@ -41,7 +45,10 @@ class Coded:
             return self
         cut = slice(some.start, some.stop)
         zeros = None if self.zeros is None else self.zeros[cut]
-        return replace(self, codes=self.codes[cut], scales=self.scales[cut], zeros=zeros)
+        scale_bytes = None if self.scale_bytes is None else self.scale_bytes[cut]
+        return replace(
+            self, codes=self.codes[cut], scales=self.scales[cut], zeros=zeros, scale_bytes=scale_bytes
+        )
 
     def floats(self) -> torch.Tensor:
         """Return the numbers, fp32 ``[rows, depth]``."""
@@ -76,9 +83,11 @@ def decode(scheme: Scheme, tensors: Mapping[str, torch.Tensor], depth: int, begi
         codes, zero = unpacked(scheme.codes, first, rows, depth), 1 << (scheme.codes.bits - 1)
     groups = -(-depth // (scheme.group or depth))
     scales = _scales(scheme, second, rows)[:, :groups] * scheme.scale_factor
+    factor = None
     if scheme.global_scale is not None:
-        one = tensors[scheme.global_scale].float().reshape(1, 1)
-        scales = scales / one if scheme.divides else scales * one
+        factor = tensors[scheme.global_scale].float().reshape(1)
+        factor = 1 / factor if scheme.divides else factor
+        scales = scales * factor
     zeros = None
     if codes.dtype is torch.int8 and scheme.has_int8_zeros:
         codes = codes.view(torch.uint8) ^ 128
@@ -100,8 +109,20 @@ def decode(scheme: Scheme, tensors: Mapping[str, torch.Tensor], depth: int, begi
             raise ConfigError(
                 f"{scheme.order} names groups from {int(order.min())} to {int(order.max())} of {groups}"
             )
-    table = torch.tensor(scheme.table) if scheme.table else None
-    return Coded(codes, scales, zeros, zero, scheme.group, order, table)
+    if scheme.is_fp4:
+        its = second[begin:end].view(torch.uint8)
+        return Coded(
+            codes, scales, None, 0, scheme.group, table=torch.tensor(E2M1), scale_bytes=its, factor=factor
+        )
+    return Coded(codes, scales, zeros, zero, scheme.group, order)
+
+
+def mxfp4(blocks: torch.Tensor, exponents: torch.Tensor) -> Coded:
+    """Return rows of numbers of 4 bits. blocks: uint8 ``[rows, depth / 32, 16]``, the first of two numbers in the low bits;
+    exponents: uint8 ``[rows, depth / 32]``, of powers of two, 127 more than they are."""
+    codes = stream(blocks.flatten(1), 4)
+    scales = torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127)
+    return Coded(codes, scales, None, 0, 32, table=torch.tensor(E2M1), scale_bytes=exponents)
 
 
 def unpacked(packing: Packing, tensor: torch.Tensor, rows: range, depth: int) -> torch.Tensor:

@@ -16,8 +16,11 @@ from quintet.executor.quant.order import sorted_inputs
 from quintet.executor.quant.source import Rows, floats_of
 from quintet.wire.errors import ConfigError
 
-GROUPS = (128, 64, 32)
+GROUPS = (128, 64, 32, 16)
 """Of inputs that can share a scale in a packed weight, beside all of them."""
+
+FP4 = {32: WeightFormat.MXFP4, 16: WeightFormat.NVFP4}
+"""By inputs that share a scale."""
 
 
 def numbers_of(schemes: Sequence[Scheme | None], dtype: torch.dtype) -> Numbers:
@@ -25,11 +28,15 @@ def numbers_of(schemes: Sequence[Scheme | None], dtype: torch.dtype) -> Numbers:
 
     None among the schemes: rows in floating-point numbers.
     """
-    each = [None if scheme is None else _exact(scheme) for scheme in schemes]
+    each = {None if scheme is None else _exact(scheme) for scheme in schemes}
     known = [numbers for numbers in each if numbers is not None]
-    if len(known) < len(each) or len({numbers.int8_activations for numbers in known}) > 1:
-        return Numbers(FLOAT_FORMATS[dtype])
     formats = {numbers.weight_format for numbers in known}
+    if len(each) == 1 and formats <= set(FP4.values()):
+        return known[0] if known else Numbers(FLOAT_FORMATS[dtype])
+    orders = {scheme is not None and scheme.order is not None for scheme in schemes}
+    activations = {numbers.int8_activations for numbers in known}
+    if len(known) < len(each) or formats & set(FP4.values()) or len(orders) > 1 or len(activations) > 1:
+        return Numbers(FLOAT_FORMATS[dtype])
     eight = any(each in (WeightFormat.INT8, WeightFormat.INT8_ZEROS) for each in formats)
     zeros = any(each.has_zeros for each in formats)
     group = min((numbers.group for numbers in known if numbers.group), default=0)
@@ -46,6 +53,9 @@ def numbers_of(schemes: Sequence[Scheme | None], dtype: torch.dtype) -> Numbers:
 
 def _exact(scheme: Scheme) -> Numbers | None:
     """Return the numbers that hold one scheme's rows exactly; None where none do. A group of 0 may become any."""
+    if scheme.is_fp4:
+        has_factor = scheme.global_scale is not None
+        return Numbers(FP4[scheme.group]) if scheme.group == (16 if has_factor else 32) else None
     if scheme.bits is None:
         return None
     zeros = scheme.has_int8_zeros or (scheme.zeros is not None and scheme.all_zeros is None)
@@ -64,10 +74,29 @@ def _exact(scheme: Scheme) -> Numbers | None:
 
 def fill(packed: PackedWeight, rows: Rows, first_column: int) -> None:
     """Put rows into the columns from ``first_column`` on, in the packed weight's numbers."""
-    if packed.format.is_float or not isinstance(rows, Coded):
+    is_rounded = (
+        isinstance(rows, Coded) and rows.scale_bytes is not None and packed.format not in FP4.values()
+    )
+    if packed.format.is_float or not isinstance(rows, Coded) or is_rounded:
         floats = floats_of(rows)
         packed.fill(floats if floats.dtype in FLOAT_CODES else floats.float(), first_column)
         return
+    try:
+        if rows.scale_bytes is not None:
+            _fill_fp4(packed, rows, first_column)
+        else:
+            _fill_integers(packed, rows, first_column)
+    except PackedWeightError as error:  # the checkpoint's scales, of which nothing is known before
+        raise ConfigError(str(error)) from error
+
+
+def _fill_fp4(packed: PackedWeight, rows: Coded, first_column: int) -> None:
+    assert rows.scale_bytes is not None
+    factors = None if rows.factor is None else rows.factor.expand(len(rows.codes))
+    packed.fill_fp4(rows.codes, rows.scale_bytes, factors, first_column)
+
+
+def _fill_integers(packed: PackedWeight, rows: Coded, first_column: int) -> None:
     codes, zeros, zero = rows.codes, rows.zeros, rows.zero
     if rows.order is not None:
         codes = codes[:, sorted_inputs(rows.order)]
@@ -79,7 +108,4 @@ def fill(packed: PackedWeight, rows: Rows, first_column: int) -> None:
         if codes.dtype is torch.int8:
             codes, zero = codes.view(torch.uint8) + 128, 128
         zeros = torch.full(rows.scales.shape, zero, dtype=torch.uint8)
-    try:
-        packed.fill_codes(codes, rows.scales, zeros, first_column, rows.group)
-    except PackedWeightError as error:  # the checkpoint's scales, of which nothing is known before
-        raise ConfigError(str(error)) from error
+    packed.fill_codes(codes, rows.scales, zeros, first_column, rows.group)

@@ -28,7 +28,7 @@ def open_quantization(
     """
     if stored is not None:
         rest = name if stored.takes_quantization and name != stored.name else "none"
-        return StoredQuantization(stored, open_quantization(rest), contents)
+        return StoredQuantization(stored, open_quantization(rest), contents, rounds=rest != "none")
     if name not in QUANTIZATIONS:
         raise ConfigError(f"--quantization is {name!r}; it must be one of {', '.join(QUANTIZATIONS)}")
     make: Callable[[], Quantization] = import_string(QUANTIZATIONS[name])

@@ -15,6 +15,7 @@ import torch
 from quintet.executor.ops.host_linear import LinearLibrary
 from quintet.executor.ops.packed_weight import PackedWeight
 from quintet.executor.quant.fill import fill
+from quintet.executor.quant.formats.scheme import Scheme
 from quintet.executor.quant.numbers import LAYOUT, Numbers
 from quintet.executor.quant.source import Expect, Rows, floats_of
 from quintet.executor.weights.plan import WeightPlan
@@ -40,10 +41,12 @@ class StackPiece:
     count: int
     begin: int
     """The rows' place in the matrix: from here on."""
-    take: Callable[[Sequence[torch.Tensor], int], torch.Tensor]
+    take: Callable[[Sequence[torch.Tensor], int], Rows]
     """From the tensors and a number below ``count`` to that expert's rows: ``[rows, depth]``, of a bias ``[rows]``."""
     bytes_between: tuple[tuple[int, int], ...] = ()
     """Of each tensor, where they are bytes: what dummy ones lie between. Empty: they are numbers."""
+    scheme: Scheme | None = None
+    """How the rows that ``take`` returns are coded; None: they are floating-point numbers."""
     is_whole: bool = False
     """Whether the rows are all of one expert's tensor, as they are."""
 

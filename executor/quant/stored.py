@@ -35,12 +35,20 @@ class StoredQuantization:
     """See `quintet.executor.quant.method.Quantization`."""
 
     def __init__(
-        self, stored: Format, rest: Quantization, contents: Mapping[str, Entry] | None = None
+        self,
+        stored: Format,
+        rest: Quantization,
+        contents: Mapping[str, Entry] | None = None,
+        rounds: bool = False,
     ) -> None:
-        """rest: makes the layers that the checkpoint has in floating-point numbers; contents: its tensors, where it is read."""
+        """rest: makes the layers that the checkpoint has in floating-point numbers; contents: its tensors, where it is read.
+
+        rounds: whether the rest makes those of experts, too, that the model's own layout has in codes.
+        """
         self._format = stored
         self._rest = rest
         self._contents = contents
+        self._rounds = rounds
 
     def linear(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod:
         """See `Quantization.linear`."""
@@ -60,23 +68,17 @@ class StoredQuantization:
         """See `Quantization.stack`."""
         self._ignore(plan)
         pieces = [self._piece(piece, plan) for piece in shape.weights]
-        if pieces == list(shape.weights):
+        schemes = [None if self._rounds else _scheme_of_piece(piece) for piece in pieces]
+        if not any(schemes) and pieces == list(shape.weights):
             return self._rest.stack(shape, plan)
-        labels = "+".join(dict.fromkeys(piece.label for piece in pieces if isinstance(piece, CodedPiece)))
+        labels = "+".join(dict.fromkeys(str(scheme) for scheme in schemes))
         shape = replace(shape, weights=pieces, label=f"{shape.label} of {labels}")
         library = linear_library()
         if plan.device.type != "cpu" or library is None:
             return RowMajorStack(shape, plan)
-        schemes = [
-            piece.source.scheme if isinstance(piece, CodedPiece) and piece.take is None else None
-            for piece in pieces
-        ]
-        is_ordered = any(
-            scheme is not None and scheme.order is not None for scheme in schemes
-        )  # each expert otherwise
         numbers = numbers_of(schemes, plan.dtype)
-        if shape.is_exact or is_ordered:
-            numbers = Numbers(FLOAT_FORMATS[plan.dtype])
+        if shape.is_exact or any(scheme is not None and scheme.order is not None for scheme in schemes):
+            numbers = Numbers(FLOAT_FORMATS[plan.dtype])  # inputs of experts would be in an order each
         return PackedStack(library, shape, plan, numbers)
 
     def _ignore(self, plan: WeightPlan) -> None:
@@ -103,9 +105,10 @@ class StoredQuantization:
             not isinstance(piece, StackPiece)
             or len(piece.names) != 1
             or not piece.names[0].endswith(".weight")
+            or len(piece.shapes[0]) != 2
         ):
             return piece
-        ((rows, depth),) = piece.shapes
+        rows, depth = piece.shapes[0]
         source = self._source(Part(piece.names[0].removesuffix(".weight"), rows), depth, plan)
         if not isinstance(source, CodedRows):
             return piece
@@ -134,11 +137,6 @@ class CodedPiece:
     take: StackPiece | None
     """Who makes the matrices of the layer's numbers; None: the rows are those of one expert as they are."""
 
-    @property
-    def label(self) -> str:
-        """What it is read as."""
-        return str(self.source.scheme)
-
     def declare(self, plan: WeightPlan, expect: Expect, fill: Callable[[int, int, Rows], object]) -> None:
         """See `StackRows`."""
         if self.take is None:
@@ -159,6 +157,13 @@ class CodedPiece:
                 whole = torch.empty(0)
 
         self.source.declare(plan, expect, collect)
+
+
+def _scheme_of_piece(piece: StackRows) -> Scheme | None:
+    """Return how a piece's rows are coded; None where they are, or become, floating-point numbers."""
+    if isinstance(piece, CodedPiece):
+        return piece.source.scheme if piece.take is None else None
+    return piece.scheme if isinstance(piece, StackPiece) else None
 
 
 def _is_turned(scheme: Scheme) -> bool:

@@ -48,6 +48,7 @@ KEPT: dict[str, tuple[Written, WeightFormat, int]] = {
         WeightFormat.INT4_ZEROS,
         32,
     ),
+    "gptq, groups of 16": (quantized.gptq(4, 16, symmetric=True), WeightFormat.INT4, 16),
     "gptq, 8 bits": (quantized.gptq(8, 0, symmetric=True), WeightFormat.INT8, 0),
     "gptq, 8 bits, zeros": (quantized.gptq(8, 32, symmetric=False), WeightFormat.INT8_ZEROS, 32),
     "compressed-tensors": (quantized.compressed(GROUPS, "pack-quantized"), WeightFormat.INT4, 32),
@@ -72,6 +73,32 @@ KEPT: dict[str, tuple[Written, WeightFormat, int]] = {
         WeightFormat.INT8_ZEROS,
         128,
     ),
+    "compressed-tensors, mxfp4": (
+        quantized.compressed(
+            FLOATS | {"num_bits": 4, "strategy": "group", "group_size": 32},
+            "mxfp4-pack-quantized",
+            tensors=quantized.four_bit_floats(32),
+        ),
+        WeightFormat.MXFP4,
+        0,
+    ),
+    "compressed-tensors, nvfp4": (
+        quantized.compressed(
+            FLOATS | {"num_bits": 4, "strategy": "tensor_group", "group_size": 16},
+            "nvfp4-pack-quantized",
+            tensors=quantized.four_bit_floats(16, global_scale="weight_global_scale"),
+        ),
+        WeightFormat.NVFP4,
+        0,
+    ),
+    "modelopt, nvfp4": (
+        Written(
+            {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
+            quantized.four_bit_floats(16, "weight", "weight_scale_2", divides=False),
+        ),
+        WeightFormat.NVFP4,
+        0,
+    ),
     "bitsandbytes, int8": (quantized.bitsandbytes("int8"), WeightFormat.INT8, 0),
     "awq": (quantized.awq(32), WeightFormat.INT4_ZEROS, 32),
     "awq, gemv": (quantized.awq(32, "gemv"), WeightFormat.INT4_ZEROS, 32),
@@ -82,16 +109,6 @@ ROUNDED = {
     "gptq, groups of 20": quantized.gptq(4, 20, symmetric=True),
     "fp8": quantized.fp8(block=True),
     "fp8, one scale": quantized.fp8(block=False),
-    "compressed-tensors, mxfp4": quantized.compressed(
-        FLOATS | {"num_bits": 4, "strategy": "group", "group_size": 32},
-        "mxfp4-pack-quantized",
-        tensors=quantized.four_bit_floats(32),
-    ),
-    "compressed-tensors, nvfp4": quantized.compressed(
-        FLOATS | {"num_bits": 4, "strategy": "tensor_group", "group_size": 16},
-        "nvfp4-pack-quantized",
-        tensors=quantized.four_bit_floats(16, global_scale="weight_global_scale"),
-    ),
 }
 """What is rounded to the model's numbers, as no kernel multiplies it."""
 
@@ -208,6 +225,41 @@ def test_gates_and_ups_have_scales_of_their_own() -> None:
     layer, numbers = loaded(KEPT["awq"][0], [Part("gate", 64), Part("up", 64)], GatedActivation.SILU_AND_MUL)
     assert layer.method.packed is not None
     assert torch.equal(layer.method.packed.read(), torch.cat([numbers["gate"], numbers["up"]]))
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("other", "weight_format", "group"),
+    [
+        ({"bits": 8}, WeightFormat.INT8, 32),
+        ({"bits": 8, "sym": False}, WeightFormat.INT8_ZEROS, 32),
+        ({"sym": False}, WeightFormat.INT4_ZEROS, 32),
+        ({"group_size": 64}, WeightFormat.INT4, 32),
+        ({"group_size": -1}, WeightFormat.INT4, 32),
+        ({"desc_act": True}, WeightFormat.BF16, 0),
+    ],
+)
+def test_parts_with_unlike_numbers_get_the_wider_kind(
+    other: dict[str, int | bool], weight_format: WeightFormat, group: int
+) -> None:
+    plain = quantized.gptq(4, 32, symmetric=True)
+    numbers = {"bits": 4, "group_size": 32, "sym": True, "desc_act": False} | other
+    its = quantized.gptq(
+        int(numbers["bits"]),
+        max(0, int(numbers["group_size"])),
+        symmetric=bool(numbers["sym"]),
+        by_activations=bool(numbers["desc_act"]),
+    )
+
+    def tensors(name: str, weight: Array) -> tuple[Tensors, Array]:
+        return (its if name == "k" else plain).tensors(name, weight)
+
+    section = {**plain.section, "dynamic": {"k": other}}
+    layer, values = loaded(Written(section, tensors), [Part("q", 96), Part("k", 32)])
+    packed, whole = layer.method.packed, torch.cat([values["q"], values["k"]])
+    assert packed is not None and (packed.format, packed.group) == (weight_format, group)
+    expected = whole.bfloat16().float() if weight_format is WeightFormat.BF16 else whole
+    assert torch.equal(packed.read(), expected)
 
 
 @needs_kernels

@@ -267,10 +267,10 @@ def four_bit_floats(
         else:
             one = np.float32(448 * 6 / np.abs(weight).max())
             small = torch.from_numpy((most / 6 * one).astype(np.float32)).to(torch.float8_e4m3fn)
-            scales = (small.float().numpy() / one).astype(np.float32)
-            stored_one = one if divides else np.float32(1) / one
-            if not divides:
-                scales = (small.float().numpy() * stored_one).astype(np.float32)
+            # Who divides multiplies by the reciprocal, as kernels do: it differs in fp32's last bit.
+            inverse = np.float32(1) / one
+            scales = (small.float().numpy() * inverse).astype(np.float32)
+            stored_one = one if divides else inverse
             more = {"weight_scale": small, global_scale: torch.tensor([stored_one])}
         each = np.repeat(scales, group, axis=1)
         codes = np.abs(weight[..., None] / np.maximum(each, 1e-9)[..., None] - meant).argmin(-1)
@@ -400,4 +400,4 @@ def is_quantized(name: str, written: Written) -> bool:
     """Whether a tensor of the model is the weight of a linear layer that the format quantizes."""
     if name == "lm_head.weight":
         return written.output_layer
-    return name.endswith(("_proj.weight",)) and ".layers." in name
+    return name.endswith(("_proj.weight", "_proj_with_mqa.weight")) and ".layers." in name

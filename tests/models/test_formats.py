@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,11 +15,13 @@ from tests.models import quantized
 from tests.models.equal import WAYS, Loaded, alone, in_every_way, load, logits_of, one_torch_thread
 from tests.models.quantized import Written
 
+from quintet.deploy.cli import main
 from quintet.executor.cards.card import ModelCard
 from quintet.executor.ops.host_linear import linear_library
 from quintet.executor.ops.packed_weight import PackedWeight
 from quintet.executor.quant.formats.registry import FORMATS as FORMATS_BY_METHOD
 from quintet.executor.quant.formats.registry import recognise
+from quintet.executor.quant.formats.scheme import StoredLayer
 from quintet.wire.config import Quantization
 from quintet.wire.errors import ConfigError
 
@@ -136,10 +139,89 @@ EXPERTS = transformers.Qwen3MoeConfig(
 )
 
 
+LATENT = transformers.DeepseekV3Config(
+    **quantized.SETTINGS | {"num_key_value_heads": 4, "first_k_dense_replace": 2},  # type: ignore[arg-type]
+    q_lora_rank=64,
+    kv_lora_rank=64,
+    qk_nope_head_dim=32,
+    qk_rope_head_dim=16,
+    v_head_dim=32,
+)
+FUSED = transformers.Phi3Config(**quantized.SETTINGS)  # type: ignore[arg-type]
+BIASED = transformers.Qwen2Config(**quantized.SETTINGS, tie_word_embeddings=True)  # type: ignore[arg-type]
+KINDS = {
+    "experts": (EXPERTS, ("gptq", "awq")),
+    "latent": (LATENT, ("fp8", "compressed-tensors")),
+    "fused": (FUSED, ("gptq", "awq", "bitsandbytes", "fp8")),
+    "biased": (BIASED, ("gptq", "fp8")),
+}
+
+
 @pytest.mark.whole
-@pytest.mark.parametrize("name", ["gptq", "awq"])
-def test_experts_are_read_as_other_layers(name: str, tmp_path: Path) -> None:
-    compare(tmp_path, FORMATS[name], EXPERTS)
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in KINDS for name in KINDS[kind][1]])
+def test_layers_of_other_kinds_are_read(kind: str, name: str, tmp_path: Path) -> None:
+    compare(tmp_path, FORMATS[name], KINDS[kind][0])
+
+
+@pytest.mark.whole
+def test_an_output_layer_may_be_quantized_too(tmp_path: Path) -> None:
+    written = quantized.gptq(4, 64, symmetric=True, output_layer=True)
+    settings: dict[str, Any] = quantized.SETTINGS | {"vocab_size": 216}  # whole words of codes
+    compare(tmp_path, written, transformers.LlamaConfig(**settings))
+
+
+def test_plan_names_the_format_and_counts_its_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours, plain = quantized.write(tmp_path, FORMATS["gptq"])
+    plans = []
+    for folder in (ours, plain):
+        assert main(["plan", str(folder), "--device", "cpu", "--json"]) == 0
+        plans.append(json.loads(capsys.readouterr().out))
+    its, other = plans
+    assert its["checkpoint_format"] == "gptq: 4 bits, groups of 64" and its["quantization"] == "gptq"
+    assert other["checkpoint_format"] is None and its["num_parameters"] > 0.99 * other["num_parameters"]
+    assert its["weight_bytes"] < other["weight_bytes"]
+
+
+JUNK: tuple[Any, ...] = (
+    None,
+    "x",
+    "re:(",
+    -1,
+    0,
+    5,
+    1.5,
+    True,
+    1 << 70,
+    [],
+    [1],
+    ["a"],
+    {},
+    {"a": 1},
+    {"a": {}},
+)
+
+
+def spoilt(value: Any) -> Iterator[Any]:
+    """Yield a section with one of its values replaced, wherever it is."""
+    if isinstance(value, dict):
+        for key in value:
+            for other in (*JUNK, *spoilt(value[key])):
+                yield {**value, key: other}
+
+
+@pytest.mark.parametrize("name", [*FORMATS, *MORE_FORMATS])
+def test_whatever_a_configuration_says_is_read_or_refused(name: str) -> None:
+    written = (FORMATS | MORE_FORMATS)[name]
+    for section in spoilt({"quantization_config": dict(written.section)}):
+        try:
+            found = recognise(ModelCard(section, "config.json"))
+            if found is not None:
+                assert found.words
+                found.scheme(StoredLayer("model.layers.0.mlp.up_proj", 128, 192, False, None))
+        except ConfigError as error:
+            assert "\n" not in str(error)
 
 
 @pytest.mark.parametrize("name", FORMATS)

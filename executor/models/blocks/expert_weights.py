@@ -9,13 +9,14 @@ import torch
 
 from quintet.executor.cards.experts import ExpertsLayout, ExpertsSpec
 from quintet.executor.models.blocks.scope import Scope
+from quintet.executor.quant.decode import Coded, mxfp4
+from quintet.executor.quant.formats.scheme import Packing, Scheme
 from quintet.executor.quant.stack import StackPiece, StackShape
 
-_MX_BLOCK = 32
-"""Numbers that share an exponent."""
-_MX_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""What 4 bits mean: a sign, two bits of exponent, one of mantissa."""
-_MX_BIAS = 127
+_MX = Scheme(stored=(), codes=Packing(4), group=32, is_fp4=True)
+"""Microscaled 4 bits."""
+_SMALL_EXPONENTS = (118, 122)
+"""Of dummy weights."""
 
 Rows = Callable[[torch.Tensor], torch.Tensor]
 """From one expert's tensor as the checkpoint has it to rows of its matrix."""
@@ -129,26 +130,18 @@ def _stacked(name: str, shape: tuple[int, ...], begin: int, rows: Rows) -> Stack
 
 def _mx(name: str, count: int, columns: int, depth: int, begin: int, rows: Rows) -> StackPiece:
     """Return a piece of two tensors, 4-bit numbers and their exponents."""
-    blocks = depth // _MX_BLOCK
+    blocks = depth // _MX.group
 
-    def take(tensors: Sequence[torch.Tensor], expert: int) -> torch.Tensor:
-        return _mx_numbers(rows(tensors[0][expert]), rows(tensors[1][expert]))
+    def take(tensors: Sequence[torch.Tensor], expert: int) -> Coded:
+        return mxfp4(rows(tensors[0][expert]), rows(tensors[1][expert]))
 
     return StackPiece(
         names=(f"{name}_blocks", f"{name}_scales"),
-        shapes=((count, columns, blocks, _MX_BLOCK // 2), (count, columns, blocks)),
+        shapes=((count, columns, blocks, _MX.group // 2), (count, columns, blocks)),
         first=0,
         count=count,
         begin=begin,
         take=take,
-        bytes_between=((0, 255), (_MX_BIAS - 9, _MX_BIAS - 5)),
+        bytes_between=((0, 255), _SMALL_EXPONENTS),
+        scheme=_MX,
     )
-
-
-def _mx_numbers(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return bf16 ``[rows, depth]``, which holds each number exactly. blocks: uint8 ``[rows, depth / 32, 16]``, the first of two
-    numbers in the low bits; scales: uint8 ``[rows, depth / 32]``, powers of two from 2^-127 on."""
-    numbers = torch.tensor(_MX_NUMBERS, dtype=torch.bfloat16)
-    low, high = numbers[(blocks & 15).int()], numbers[(blocks >> 4).int()]
-    values = torch.stack((low, high), dim=-1).flatten(2)  # [rows, blocks, 32]
-    return torch.ldexp(values, scales.int()[..., None] - _MX_BIAS).to(torch.bfloat16).flatten(1)

@@ -36,6 +36,7 @@ PACKED, INTEGERS, FLOAT8 = (
 )
 NVFP4, MXFP4, MXFP8 = "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"
 KNOWN = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized", NVFP4, MXFP4, MXFP8)
+_GROUP_OF = {NVFP4: 16, MXFP4: 32, MXFP8: 32}
 STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
 MOST_GROUP = 1 << 20
 UNUSED = (
@@ -105,9 +106,11 @@ class CompressedTensors:
         return f"compressed-tensors: {'; '.join(kinds)}"
 
     def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
-        """See `Format`: floats are rounded to the model's numbers, integers kept."""
+        """See `Format`: floats of 8 bits are rounded to the model's numbers, others kept."""
         numbers = [group.numbers for group in self.groups]
-        growth = max(8 * dtype_bytes / each.bits if each.is_float else 1 for each in numbers)
+        growth = max(
+            8 * dtype_bytes / each.bits if each.is_float and each.bits == 8 else 1 for each in numbers
+        )
         words = {"weight_packed": growth}
         plain = sum(
             entry.num_bytes * (growth - 1)
@@ -281,6 +284,8 @@ def _group(section: ModelCard, usual: object) -> Group:
             f"{section.path}: {weights.inside}num_bits is {bits}, of type {'float' if is_float else 'int'}, in the format"
             f" {kind}, which is not read: integers load of 2 to 8 bits, floats of 8, and of 4 as nvfp4 and mxfp4"
         )
+    if kind in _GROUP_OF and weights.whole("group_size", 1, MOST_GROUP, _GROUP_OF[kind]) != _GROUP_OF[kind]:
+        raise weights.wrong("group_size", f"{_GROUP_OF[kind]}, as of every {kind}")
     return Group(targets, _numbers(weights, section, kind, bits, is_float))
 
 
@@ -288,7 +293,9 @@ def _numbers(weights: ModelCard, section: ModelCard, kind: str, bits: int, is_fl
     grouped = weights.values.get("group_size")
     strategy = weights.word("strategy", STRATEGIES, "group" if grouped and grouped != -1 else "tensor")
     group = 0
-    if strategy in ("group", "tensor_group"):
+    if kind in _GROUP_OF:
+        strategy, group = "group", _GROUP_OF[kind]
+    elif strategy in ("group", "tensor_group"):
         group = max(0, weights.whole("group_size", -1, MOST_GROUP))
     block = (1, 1)
     if strategy == "block":

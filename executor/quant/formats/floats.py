@@ -5,9 +5,6 @@ from __future__ import annotations
 from quintet.executor.quant.formats.scheme import FLOATS, Packing, Scheme, Stored, StoredLayer
 
 FP8 = ("F8_E4M3", "F8_E5M2")
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""What 4 bits mean: a sign, two bits of exponent, one of mantissa (OCP Microscaling Formats specification, 2023)."""
-
 EXPONENTS = ("U8", "F8_E8M0")
 _SMALL_EXPONENTS = (118, 122)
 """Of dummy weights: powers of two below 1."""
@@ -67,7 +64,7 @@ def fp4_scheme(
         stored=stored,
         codes=Packing(4, "depth"),
         group=group,
-        table=E2M1,
+        is_fp4=True,
         global_scale=global_scale,
         divides=divides,
         scale_kind=layer.kind(scale),

@@ -17,8 +17,6 @@ from quintet.executor.weights.header import Entry
 from quintet.wire.config import Quantization
 from quintet.wire.errors import ConfigError
 
-_NUMBERS_A_BYTE = 2
-
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4:
@@ -31,12 +29,8 @@ class Mxfp4:
     takes_quantization: bool = True
 
     def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
-        """See `Format`: experts are read into the model's numbers."""
-        return sum(
-            entry.num_bytes * (_NUMBERS_A_BYTE * dtype_bytes if name.endswith("_blocks") else 1)
-            for name, entry in contents.items()
-            if not name.endswith("_scales")
-        )
+        """See `Format`."""
+        return sum(entry.num_bytes for entry in contents.values())
 
     def scheme(self, layer: StoredLayer) -> Scheme | None:
         """See `Format`."""

@@ -21,6 +21,10 @@ _SMALL = {"F16": (0x10, 0x1F), "F32": (0x3C, 0x3D)}
 """Bytes that make some thousandths in either format."""
 
 
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""What 4 bits mean: a sign, two bits of exponent, one of mantissa (OCP Microscaling Formats specification, 2023)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
     """A tensor of a layer, as a checkpoint has it."""
@@ -87,10 +91,10 @@ class Scheme:
     """Ending of a tensor ``[depth]`` that says of each input which group it is of; None: groups are of neighbours."""
     int8_activations: bool = False
     """Whether inputs are quantized to 8 bits too, each token by its own scale."""
-    table: tuple[float, ...] = ()
-    """The number that each code means, before its scale; empty: the code less its zero, or what one of the tensors says."""
+    is_fp4: bool = False
+    """Whether codes are those of `E2M1`."""
     has_table: bool = False
-    """Whether there is one."""
+    """Whether one of the tensors says which number each code means."""
     decoder: str = "quintet.executor.quant.decode:decode"
     """Function that makes rows of the tensors: see `quintet.executor.quant.decode.Decoder`."""
 
@@ -98,7 +102,7 @@ class Scheme:
     def bits(self) -> int | None:
         """Of a code that is an integer; None where numbers are no integers times a scale."""
         if self.codes is not None:
-            return None if self.table else self.codes.bits
+            return None if self.is_fp4 else self.codes.bits
         return None if self.has_table else 8 if "I8" in self.stored[0].kinds else None
 
 

@@ -209,7 +209,8 @@ _ROWS: dict[str, Row] = {
     "granite moe, as deepseek 1": granite_as({"architectures": ["DeepseekForCausalLM"]}, ()),
     "granite moe, as ling": granite_as({"architectures": ["BailingMoeForCausalLM"]}, LING, QKV),
     "gpt-oss": of_transformers("GptOssConfig", **GPT_OSS),
-    "gpt-oss, 4 bits": Row(gpt_oss_in_4_bits),
+    # Numbers of 4 bits are multiplied with activations of 16, in groups of 256 inputs.
+    "gpt-oss, 4 bits": Row(gpt_oss_in_4_bits, close=6e-4),
     "llama4": of_transformers("Llama4TextConfig", **LLAMA4),
     "llama4, as a part of what sees": that_sees(
         of_transformers("Llama4TextConfig", **LLAMA4),
