@@ -81,6 +81,22 @@ MORE_FORMATS: dict[str, Written] = {
     "bitsandbytes, nf4": quantized.bitsandbytes("nf4"),
     "bitsandbytes, fp4": quantized.bitsandbytes("fp4"),
     "bitsandbytes, int8": quantized.bitsandbytes("int8"),
+    "quark": Written(
+        {
+            "quant_method": "quark",
+            "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}},
+            "exclude": ["lm_head"],
+        },
+        quantized.eight_bit_floats("weight_scale", (0, 0), as_list=False),
+    ),
+    "quark, fp4": Written(
+        {
+            "quant_method": "quark",
+            "global_quant_config": {"weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32}},
+            "exclude": ["re:.*head"],
+        },
+        quantized.four_bit_floats(32, "weight"),
+    ),
     "modelopt": Written(
         {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
         quantized.eight_bit_floats("weight_scale", (0, 0), as_list=False),
@@ -373,6 +389,11 @@ SPARSE = {"format": "sparse-24-bitmask", "sparsity_structure": "2:4"}
             {"quant_method": "auto-round", "packing_format": "auto_round:itrex"},
             "packing_format is 'auto_round:itrex'",
         ),
+        (
+            {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "int4"}}},
+            "dtype is 'int4' with scales None.*these load: fp8_e4m3",
+        ),
+        ({"quant_method": "quark", "layer_quant_config": {"*": {}}}, "layers with numbers of their own"),
         ({"quant_method": "mxfp4"}, "gpt-oss's experts alone"),
         ({"quant_method": 4}, "quant_method is 4; it must be the name of a format"),
     ],

@@ -15,6 +15,7 @@ from quintet.executor.quant.formats import (
     gptq,
     modelopt,
     mxfp4,
+    quark,
 )
 from quintet.executor.quant.formats.scheme import Format, Recognise
 from quintet.executor.weights.header import Entry
@@ -29,6 +30,7 @@ FORMATS: dict[str, Recognise] = {
     "mxfp4": mxfp4.recognise,
     "bitsandbytes": bitsandbytes.recognise,
     "modelopt": modelopt.recognise,
+    "quark": quark.recognise,
     "auto-round": autoround.recognise,
 }
 """By ``quant_method``: what reads it off the card and its section of the card."""
@@ -50,7 +52,6 @@ _AGAIN = "take the checkpoint that it was made from, and quantize that with"
 REFUSED = {
     "hqq": f"its zeros are no integers; {_AGAIN} GPTQ or AWQ, or give --quantization int4",
     "torchao": f"it saves torch's tensor classes; {_AGAIN} compressed-tensors, or give --quantization int8",
-    "quark": f"its layers' orders are its own; {_AGAIN} ModelOpt or compressed-tensors, or give --quantization int8",
     "squeezellm": f"its tables differ from row to row; {_AGAIN} GPTQ or AWQ, or give --quantization int4",
     "smoothquant": "fold its factors into the weights and save them as compressed-tensors, as LLM Compressor does",
     "aqlm": f"its codebooks are of vectors; {_AGAIN} GPTQ of 2 bits",
