@@ -141,7 +141,7 @@ void multiply_slices(const LinearCall& call, const LinearItem& item, const Linea
   unit.in_block = in_block / plan.in_group;
   unit.group_stride = plan.in_group / plan.step.k * unit.line;
   unit.weight_stride = plan.expanded ? in_block * plan.width : block_bytes;
-  unit.head_stride = block_bytes;
+  unit.head_stride = block_bytes, unit.head_bytes = weight.head_bytes;
   for (index_t begin = item.k, end; begin < item.k_end; begin = end) {
     const Piece piece = piece_at(weight, plan, item, begin);
     end = begin + piece.depth;

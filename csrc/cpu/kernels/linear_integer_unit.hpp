@@ -39,7 +39,8 @@ struct Unit {
   const char* weight;             // codes of the first group and column
   index_t line;                   // bytes to the next step
   index_t group_stride, weight_stride;  // to the next group in a block, to the next block
-  const char* heads;                    // the first block's; `head_stride` bytes to the next
+  const char* heads;                    // the first block's, so many bytes; `head_stride` bytes to the next
+  index_t head_bytes;
   index_t head_stride;
   const char* column_scales;  // of the tile; fp32
   index_t column;             // of the tile: the unit's first
@@ -195,6 +196,14 @@ void end_slice(const Unit& unit) {
   }
 }
 
+// Where what is near is fetched: what lies as far behind a block's head as sum_group's lines behind its codes. Or the lines that
+// are asked for would leave out as many as a head has, and the processor would not see that they are read front to back.
+QT_INLINE void fetch_behind_head(const Unit& unit, const char* head) {
+  const char* at = head + kNearBytes;
+  if (at >= unit.fetch.end) at += unit.fetch.jump;
+  for (const char* end = at + unit.head_bytes; at < end; at += kLine / 4) __builtin_prefetch(at, 0, 3);
+}
+
 template <class Dot, Codes kCodes, int R, int V>
 void multiply(const Unit& unit) {
   const char *x = unit.x, *block = unit.weight, *head = unit.heads;
@@ -202,6 +211,7 @@ void multiply(const Unit& unit) {
   for (index_t g = 0, in_block = 0; g < unit.groups; ++g) {
     const index_t steps = g + 1 == unit.groups ? unit.last_steps : unit.steps;
     const char* weight = block + in_block * unit.group_stride;
+    if (in_block == 0 && V * kLanes == kTileColumns && fetch.at == nullptr) fetch_behind_head(unit, head);
     i32v sums[R][V][Dot::kSums];
     begin_group<Dot, R, V>(sums, unit, g);
     if (V * kLanes == kTileColumns && fetch.at == nullptr)
