@@ -44,7 +44,11 @@ enum class Scales : int {
   nibbles,        // the same, s in the low half of a byte and m in the high one
   exponent,       // a power of two: uint8, 127 for 1
   eighth,         // fp8, e4m3
+  single,         // fp32 scale
 };
+
+// What codes stand for. All but integers are multiplied as floating-point numbers, scaled first.
+enum class Values : int { integer, fp8, nf4, fp4 };
 
 // k that are unpacked together, and the bytes of a tile that they are.
 struct CodeStep {
@@ -96,6 +100,7 @@ struct Weight {
   index_t block_bytes;  // from one to the next
   index_t head_bytes;   // of these before the codes
   unsigned char table[16];
+  Values values;
   // k [i * slice_depth, (i + 1) * slice_depth) are slice i; the last may be shorter. A multiple of 256, and so of whole groups
   index_t slices, slice_depth;
 };

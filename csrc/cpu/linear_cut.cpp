@@ -44,7 +44,7 @@ double cost_of(const Weight& weight, index_t rows, index_t threads, const Cut& c
 }  // namespace
 
 const LinearKernels& linear_kernels_of(const Weight& weight) {
-  const bool floats = int(weight.format) <= int(Dtype::fp32);
+  const bool floats = int(weight.format) <= int(Dtype::fp32) || weight.values != Values::integer;
   return floats ? QT_CHOOSE(float_linear) : QT_CHOOSE(integer_linear);
 }
 
@@ -74,6 +74,8 @@ Cut best_cut(const Weight& weight, const Preparation& preparation, index_t rows,
 LinearCall linear_call(const Weight* weight, const void* x, index_t x_stride, int dtype, const void* bias,
                        const void* residual, void* y, index_t y_stride, int activation, int int8_activations) {
   const bool floats = int(weight->format) <= int(Dtype::fp32);
+  QT_REQUIRE(!int8_activations || (!floats && weight->values == Values::integer), "8-bit activations of a weight of %s",
+             "floating-point numbers");
   QT_REQUIRE(dtype >= 0 && dtype <= int(Dtype::fp32) && (!floats || dtype == int(weight->format)),
              "activations of format %d, a weight of %d", dtype, int(weight->format));
   const bool one_number = activation >= 0 && activation < kActivations;

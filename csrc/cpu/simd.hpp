@@ -443,6 +443,19 @@ QT_INLINE i32v look_up(i32v table, i32v indices) {
 #endif
 }
 
+// The number of a table of 16 that each lane chooses.
+QT_INLINE f32v look_up(const float* table, i32v indices) {
+#if defined(__AVX512F__)
+  return _mm512_permutexvar_ps((__m512i)indices, _mm512_loadu_ps(table));
+#elif defined(__AVX2__)
+  return _mm256_i32gather_ps(table, (__m256i)indices, 4);
+#else
+  f32v values;
+  for (int i = 0; i < kLanes; ++i) values[i] = table[indices[i]];
+  return values;
+#endif
+}
+
 // Bytes of memory as 32-bit integers, a lane each.
 QT_INLINE i32v load_bytes(const char* from) {
 #if defined(__AVX512F__)

@@ -13,6 +13,7 @@ struct Form {
   Scales scales;
   index_t group, block;
   const std::int8_t* table = nullptr;
+  Values values = Values::integer;
 };
 // ggml's for IQ4; fp4 (OCP Microscaling Formats, 2023, section 5.3.3), doubled.
 constexpr std::int8_t kUneven[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
@@ -35,6 +36,9 @@ constexpr Form kForms[] = {
     {Codes::table, Scales::bytes, 32, 256, kUneven},  // IQ4_XS
     {Codes::table, Scales::exponent, 32, 32, kE2M1},  // MXFP4
     {Codes::table, Scales::eighth, 16, 16, kE2M1},    // NVFP4
+    {Codes::eight, Scales::single, 0, 0, nullptr, Values::fp8},
+    {Codes::four, Scales::single, 0, 0, nullptr, Values::nf4},
+    {Codes::four, Scales::single, 0, 0, nullptr, Values::fp4},
 };
 constexpr int kFormCount = int(sizeof kForms / sizeof kForms[0]);
 
@@ -65,6 +69,7 @@ index_t head_bytes(Scales scales, index_t groups) {
     case Scales::column: return 0;
     case Scales::half: return kTileColumns * 2;
     case Scales::half_zero: return kTileColumns * 3;
+    case Scales::single:
     case Scales::half_minimum: return kTileColumns * 4;
     case Scales::bytes: return kTileColumns * (2 + groups);
     case Scales::bytes_minimum: return kTileColumns * (4 + 2 * groups);
@@ -81,12 +86,12 @@ bool describe_floats(index_t group, Weight& weight) {
 }
 
 bool describe_integers(const Form& form, index_t group, Weight& weight) {
-  weight.codes = form.codes, weight.scales = form.scales;
+  weight.codes = form.codes, weight.scales = form.scales, weight.values = form.values;
   for (int i = 0; form.table != nullptr && i < 16; ++i) weight.table[i] = (unsigned char)(form.table[i] + middle_of(form.codes));
   weight.group = form.group != 0 ? form.group : group;
   if (form.group != 0 && (group != 0 || weight.depth % form.block != 0)) return false;
   if (weight.group == kWholeDepth) {
-    if (form.codes != Codes::eight || form.scales != Scales::half) return false;
+    if (form.codes != Codes::eight || form.scales != Scales::half) return false;  // int8 alone
     weight.scales = Scales::column;
   } else if (weight.group != 16 && weight.group != 32 && weight.group != 64 && weight.group != 128) {
     return false;

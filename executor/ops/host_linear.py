@@ -47,6 +47,11 @@ class WeightFormat(IntEnum):
     """Also of safetensors, from codes."""
     NVFP4 = 18
     """From codes alone."""
+    FP8 = 19
+    """From here on numbers that are multiplied in floating point: bytes of fp8, e4m3, with a scale for each group, in fp32."""
+    NF4 = 20
+    """bitsandbytes' tables of 16, likewise."""
+    FP4 = 21
 
     @property
     def is_float(self) -> bool:
@@ -61,15 +66,20 @@ class WeightFormat(IntEnum):
     @property
     def has_own_group(self) -> bool:
         """Whether its group is given as 0, for it has its own; nothing is rounded into such a format."""
-        return self >= WeightFormat.Q4_1
+        return WeightFormat.Q4_1 <= self <= WeightFormat.NVFP4
+
+    @property
+    def is_coded_float(self) -> bool:
+        """Whether codes stand for floating-point numbers, which are scaled and multiplied as such; x is what it is."""
+        return self >= WeightFormat.FP8
 
     @property
     def code_levels(self) -> int:
         """How many codes there are that `PackedWeight.fill_codes` takes; 0: it takes none."""
-        if self in (WeightFormat.INT8, WeightFormat.INT8_ZEROS):
+        if self in (WeightFormat.INT8, WeightFormat.INT8_ZEROS, WeightFormat.FP8):
             return 256
-        fours = (WeightFormat.INT4, WeightFormat.INT4_ZEROS, WeightFormat.MXFP4, WeightFormat.NVFP4)
-        return 16 if self in fours else 0
+        takes_none = self.is_float or (self.has_own_group and not self.bytes_group)
+        return 0 if takes_none else 16
 
     @property
     def bytes_group(self) -> int:

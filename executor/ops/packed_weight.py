@@ -47,7 +47,8 @@ class PackedWeight:
             raise PackedWeightError(
                 f"no packed weight [{columns}, {depth}] in {weight_format.name} with group {group}, paired {paired}: sizes are "
                 "at least 1, paired columns even, the group 0 for floating-point formats, 0, 16, 32, 64 or 128 for int8, "
-                "16, 32, 64 or 128 for int4 and with zero points, 0 for GGUF's formats and fp4, and their depth whole blocks"
+                "16, 32, 64 or 128 for int4, with zero points and of coded floats; 0 for GGUF's formats and fp4, and their "
+                "depth whole blocks"
             )
         if memory is None:
             memory = HugePages(size_bytes).memory
@@ -91,7 +92,7 @@ class PackedWeight:
                 f"source is {source.dtype}{list(source.shape)}; expected bfloat16, float16 or float32[count, {self.depth}]"
             )
         self._check_columns(first_column, source.shape[0])
-        if self.format.has_own_group:
+        if self.format.has_own_group or self.format.is_coded_float:
             raise PackedWeightError(
                 f"nothing is rounded into {self.format.name}: it takes a checkpoint's numbers"
             )
@@ -121,8 +122,11 @@ class PackedWeight:
         float32 ``[count, ceil(depth / group)]``; zeros: uint8, likewise. ``group``: how many k share a scale, a multiple of
         this weight's group; 0: the weight's, or all of k where there is one scale for each column.
 
-        Scales of groups are held as fp16 times a power of two of the column: all of fp16, and bf16 down to 2^-25 of the column's
-        largest. Raises `PackedWeightError` for others, and for codes of more than 4 bits where the format has 4.
+        Of `WeightFormat.FP8`, `NF4` and `FP4` codes are uint8 without ``zeros``, `read` gives ``number * scale`` rounded to fp32,
+        and scales are held in fp32.
+
+        Scales of groups of others are held as fp16 times a power of two of the column: all of fp16, and bf16 down to 2^-25 of
+        the column's largest. Raises `PackedWeightError` for others, and for codes of more than 4 bits where the format has 4.
         """
         count, group = codes.shape[0], group or self.group
         if scales.dim() == 2 and scales.shape[1] == 1:
@@ -139,7 +143,7 @@ class PackedWeight:
         )
         if problems & 1:
             raise PackedWeightError(
-                "codes of a 4-bit weight are 0 to 15, or as int8 -8 to 7; there are others"
+                "codes of a 4-bit weight are 0 to 15, or as int8 -8 to 7, and no fp8 is NaN; there are others"
             )
         if problems & 2:
             raise PackedWeightError(
@@ -282,7 +286,7 @@ class PackedWeight:
                 f"{activation.name} on a weight that is {'' if self.paired else 'not '}paired: paired weights need an "
                 "activation, others take none"
             )
-        if int8_activations and self.format.is_float:
+        if int8_activations and (self.format.is_float or self.format.is_coded_float):
             raise PackedWeightError(
                 f"8-bit activations on a {self.format.name} weight: it takes its own format"
             )
@@ -292,6 +296,8 @@ class PackedWeight:
     ) -> None:
         if self.format.code_levels == 0 or self.format.bytes_group != 0:
             raise PackedWeightError(f"codes for a {self.format.name} weight: it takes none")
+        if self.format.is_coded_float and codes.dtype is torch.int8:
+            raise PackedWeightError(f"codes are int8; {self.format.name} takes uint8")
         if codes.shape[1:] != (self.depth,) or codes.dtype not in (torch.int8, torch.uint8):
             raise PackedWeightError(
                 f"codes are {codes.dtype}{list(codes.shape)}; expected int8 or uint8[count, {self.depth}]"

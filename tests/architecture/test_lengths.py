@@ -34,7 +34,7 @@ MAX_TEST_FILE_LINES = 600
 LONG_FILES = {
     "core/engine.py": (460, "the core's doors: every message's handler in one place"),
     "csrc/cpu/kernels/attention.cpp": (480, "one algorithm for every format of rows and cache"),
-    "csrc/cpu/simd.hpp": (480, "the one file that knows instructions by name"),
+    "csrc/cpu/simd.hpp": (500, "the one file that knows instructions by name"),
     "deploy/resolve/flags.py": (460, "the one table of flags, a row for each"),
     "detokenizer_proc/incremental.py": (440, "one algorithm, with the cases of each decoder beside it"),
     "executor/program/recorder.py": (430, "every operation of a pass, one after the other"),

@@ -153,6 +153,68 @@ def test_fp4(form: WeightFormat) -> None:
         PackedWeight(kernels(), WeightFormat.INT4, columns, depth, group=32).fill_fp4(codes, scales)
 
 
+def bitsandbytes_table(form: WeightFormat) -> torch.Tensor:
+    """nf4 by its published numbers; fp4 by what its bits mean: 0.0625, 8, 12, 4, 6, 2, 3 of twelve, and a sign."""
+    if form is WeightFormat.NF4:
+        values = """
+            -1.0 -0.6961928009986877 -0.5250730514526367 -0.39491748809814453
+            -0.28444138169288635 -0.18477343022823334 -0.09105003625154495 0.0
+            0.07958029955625534 0.16093020141124725 0.24611230194568634 0.33791524171829224
+            0.44070982933044434 0.5626170039176941 0.7229568362236023 1.0
+        """
+        return torch.tensor([float(value) for value in values.split()])
+    upper = torch.tensor([0.0, 0.0625, 8, 12, 4, 6, 2, 3]) / 12
+    return torch.cat([upper, -upper])
+
+
+@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize(("columns", "depth"), [(64, 64), (70, 130), (140, 2300)])
+@pytest.mark.parametrize(
+    ("form", "group"), [(WeightFormat.FP8, 128), (WeightFormat.NF4, 64), (WeightFormat.FP4, 64)]
+)
+def test_coded_floats(form: WeightFormat, group: int, columns: int, depth: int, paired: bool) -> None:
+    """Numbers, products (fp32 sums are off by at most their count of roundings), and the same bits in every number of rows."""
+    codes = draw(form.code_levels, columns, depth)
+    if form is WeightFormat.FP8:
+        codes[codes % 128 == 127] = 3
+        values = codes.view(torch.float8_e4m3fn).float()
+    else:
+        values = bitsandbytes_table(form)[codes.int()]
+    factors = torch.rand(columns, -(-depth // group), generator=DRAWS) * 0.01
+    numbers = values * factors[:, torch.arange(depth) // group]
+    weight = PackedWeight(kernels(), form, columns, depth, group=group, paired=paired)
+    for begin, end in ((columns // 2, columns), (0, columns // 2)):
+        weight.fill_codes(codes[begin:end], factors[begin:end], first_column=begin)
+    assert torch.equal(weight.read(), numbers)
+    x = torch.randn(70, depth, generator=DRAWS)
+    if paired:
+        whole = weight.linear(x, activation=GatedActivation.SILU_AND_MUL)
+        for begin, end in ((0, 1), (5, 8), (3, 50)):
+            part = weight.linear(x[begin:end], activation=GatedActivation.SILU_AND_MUL)
+            assert torch.equal(part, whole[begin:end])
+        return
+    whole = weight.linear(x)
+    error = (whole.double() - x.double() @ numbers.double().T).abs()
+    assert bool((error <= depth * 2**-24 * (x.double().abs() @ numbers.double().abs().T) + 1e-30).all())
+    for begin, end in ((0, 1), (5, 8), (3, 50), (60, 70)):
+        assert torch.equal(weight.linear(x[begin:end]), whole[begin:end])
+    narrow = weight.linear(x[:3].bfloat16())
+    assert torch.equal(narrow, weight.linear(x[:3].bfloat16().float()).bfloat16())
+
+
+def test_coded_floats_are_not_what_others_are() -> None:
+    weight = PackedWeight(kernels(), WeightFormat.FP8, 64, 128, group=128)
+    codes = torch.zeros(64, 128, dtype=torch.uint8)
+    with pytest.raises(PackedWeightError, match="NaN"):
+        weight.fill_codes(codes | 255, torch.ones(64, 1))
+    with pytest.raises(PackedWeightError, match="takes uint8"):
+        weight.fill_codes(codes.to(torch.int8), torch.ones(64, 1))
+    with pytest.raises(PackedWeightError, match="8-bit activations"):
+        weight.linear(torch.zeros(1, 128), int8_activations=True)
+    with pytest.raises(PackedWeightError, match="FP8"):
+        weight.fill(torch.zeros(64, 128))
+
+
 def test_what_is_not_held_exactly_is_refused() -> None:
     weight = PackedWeight(kernels(), WeightFormat.INT4, 64, 128, group=32)
     codes, factors = draw(16, 64, 128), torch.ones(64, 4)

@@ -19,7 +19,7 @@
 namespace qt::QT_ISA {
 namespace {
 
-inline constexpr index_t kLine = kTileColumns * 4;
+inline constexpr index_t kCodeLine = kTileColumns * 4;
 
 // Fours of k in a step.
 constexpr int fours_of(Codes codes) { return int(step_of(codes).k / 4); }
@@ -49,9 +49,9 @@ QT_INLINE i32v four_of(const char* step, [[maybe_unused]] const char* halves, in
   if constexpr (kCodes == Codes::four) return nibbles_of(load_bits(step), q);
   if constexpr (kCodes == Codes::table) return look_up(table, nibbles_of(load_bits(step), q));
   if constexpr (kCodes == Codes::six)
-    return nibbles_of(load_bits(step + q / 2 * kLine), q % 2) | moved_bits(load_bits(step + 2 * kLine), 4 - 2 * q, 0x30303030);
+    return nibbles_of(load_bits(step + q / 2 * kCodeLine), q % 2) | moved_bits(load_bits(step + 2 * kCodeLine), 4 - 2 * q, 0x30303030);
   if constexpr (kCodes == Codes::five)
-    return nibbles_of(load_bits(step + q / 2 * kLine), q % 2) | moved_bits(load_bits(step + 4 * kLine), 4 - q, 0x10101010);
+    return nibbles_of(load_bits(step + q / 2 * kCodeLine), q % 2) | moved_bits(load_bits(step + 4 * kCodeLine), 4 - q, 0x10101010);
   const i32v low = moved_bits(load_bits(step), -2 * q, 0x03030303);
   if constexpr (kCodes == Codes::three) return low | moved_bits(spread_bits(halves), 2 - q, 0x04040404);
   return low;
@@ -71,7 +71,7 @@ void expand_as(const char* step, index_t column, index_t columns, index_t steps,
   const i32v values = table_of(table);
   for (index_t s = 0; s < steps; ++s, step += size.bytes, out += size.k / 4 * line)
     for (index_t c = 0; c < columns; c += kLanes) {
-      const char *const at = step + (column + c) * 4, *const halves = step + kLine + (column + c) * 2;
+      const char *const at = step + (column + c) * 4, *const halves = step + kCodeLine + (column + c) * 2;
 #pragma GCC unroll 8
       for (int q = 0; q < fours_of(kCodes); ++q) {
         const i32v four = four_of<kCodes>(at, halves, q, values);
@@ -143,7 +143,7 @@ int code_at(const Weight& weight, const unsigned char* codes, index_t lane, inde
   const CodeStep size = step_of(weight.codes);
   const unsigned char* const step = codes + k / size.k * size.bytes;
   const index_t q = k % size.k / 4, i = k % 4;
-  const auto byte = [&](index_t line) { return int(step[line * kLine + lane * 4 + i]); };
+  const auto byte = [&](index_t line) { return int(step[line * kCodeLine + lane * 4 + i]); };
   const auto nibble = [&] { return byte(q / 2) >> (q % 2 * 4) & 15; };
   switch (weight.codes) {
     case Codes::eight: return byte(0);
@@ -152,7 +152,7 @@ int code_at(const Weight& weight, const unsigned char* codes, index_t lane, inde
     case Codes::six: return nibble() | (byte(2) >> 2 * q & 3) << 4;
     case Codes::five: return nibble() | (byte(4) >> q & 1) << 4;
     case Codes::two: return byte(0) >> 2 * q & 3;
-    default: return (byte(0) >> 2 * q & 3) | (step[kLine + lane * 2 + i / 2] >> (i % 2 * 4 + q) & 1) << 2;
+    default: return (byte(0) >> 2 * q & 3) | (step[kCodeLine + lane * 2 + i / 2] >> (i % 2 * 4 + q) & 1) << 2;
   }
 }
 

@@ -1,4 +1,5 @@
-// y[M, N] = x[M, K] · W[N, K]ᵀ in bf16, fp16 or fp32, accumulated in fp32.
+// y[M, N] = x[M, K] · W[N, K]ᵀ in bf16, fp16 or fp32, or with weights whose codes stand for floating-point numbers, accumulated
+// in fp32.
 //
 // A thread owns 64 columns (a tile; 32 or 16 where tiles are few) for a panel of up to 192 rows, and all slices of k or one. K
 // goes in pieces, a piece in blocks of columns, a block in units of rows: one unit's sums of one block stay in registers over
@@ -7,7 +8,7 @@
 // cache while the units pass over them.
 //
 // x and weights are widened to fp32. Weights: in registers, or where more than kDirectRows rows share them once per block
-// and piece into a buffer. x: of up to kOwnRows rows piece by piece; of more, once for all tiles before (the op's
+// and piece into a buffer; codes always are, and multiplied with their scales there. x: of up to kOwnRows rows piece by piece; of more, once for all tiles before (the op's
 // scratch), in the order in which the units read it: [panel][piece][unit][k][row of the unit], one stream.
 // bf16 where the processor's dot product of pairs is fast (Weight::dot): a step is two k, VDPBF16PS or BFDOT, nothing is
 // widened, x is read where it lies.
@@ -20,6 +21,7 @@
 // sums, ascending; then the bias, one rounding. It depends on neither M nor the place of a row or column in units, blocks,
 // panels and pieces, nor on whether slices are one item's or several's: a row has the same bits in every batch.
 #include "linear_unit.hpp"
+#include "linear_values.hpp"
 #include "thread_memory.hpp"
 
 namespace qt::QT_ISA {
@@ -48,6 +50,8 @@ struct Way {
 template <class Step>
 constexpr Way kWay = {multiply_for<Step>, Step::k, Step::template bytes<kTileColumns / kLanes>};
 
+bool is_coded(const Weight& weight) { return weight.format == Dtype::int8; }
+
 bool is_native(const Weight& weight) { return kDotsPairs && weight.format == Dtype::bf16 && weight.dot; }
 
 // Straight from the tile.
@@ -58,6 +62,15 @@ Way way_of(const Weight& weight) {
   return weight.format == Dtype::bf16   ? kWay<WidePairs>
          : weight.format == Dtype::fp16 ? kWay<Single<fp16, false>>
                                         : kWay<Single<float, false>>;
+}
+
+// How weights lie: blocks of codes, or what a step takes.
+struct Stored {
+  index_t k, bytes;
+};
+Stored stored_of(const Weight& weight) {
+  const Way way = way_of(weight);
+  return is_coded(weight) ? Stored{weight.block, weight.block_bytes} : Stored{way.k, way.bytes};
 }
 
 template <class Element>
@@ -81,9 +94,10 @@ void widen_singles(const Element* weight, index_t depth, index_t block, float* o
 }
 
 // `depth` k of a tile's `block` columns as fp32 [k][block].
-void widen_block(Dtype format, const char* weight, index_t depth, index_t column, index_t block, float* out) {
-  if (format == Dtype::fp16) return widen_singles((const fp16*)weight + column, depth, block, out);
-  if (format == Dtype::fp32) return widen_singles((const float*)weight + column, depth, block, out);
+void widen_block(const Weight& of, const char* weight, index_t depth, index_t column, index_t block, float* out) {
+  if (is_coded(of)) return widen_codes(of, weight, depth, column, block, out);
+  if (of.format == Dtype::fp16) return widen_singles((const fp16*)weight + column, depth, block, out);
+  if (of.format == Dtype::fp32) return widen_singles((const float*)weight + column, depth, block, out);
   weight += column * 4;
   for (index_t k = 0; k < depth; k += 2, weight += kTileColumns * 4, out += 2 * block)
     for (index_t c = 0; c < block; c += kLanes) {
@@ -97,7 +111,7 @@ void widen_block(Dtype format, const char* weight, index_t depth, index_t column
 struct alignas(64) Buffers {
   float sums[kMaxPanelRows * kTileColumns];   // of a slice
   float total[kMaxPanelRows * kTileColumns];  // of the slices so far
-  float weights[kPiece * block_vectors(kUnitRows) * kLanes];
+  float weights[kPiece * kTileColumns];
   float x[kOwnRows * kPiece];
 };
 
@@ -131,8 +145,9 @@ Ahead ahead_of_block(const char* next, index_t steps, index_t step_bytes, index_
 }
 
 const char* memory_at(const Weight& weight, index_t tile, index_t k) {
-  const Way stored = way_of(weight);
-  return weight.memory + tile * weight.tile_bytes + k / stored.k * stored.bytes;
+  const Stored stored = stored_of(weight);
+  const char* const begin = weight.memory + tile * weight.tile_bytes + (is_coded(weight) ? kTileColumns * 4 : 0);
+  return begin + k / stored.k * stored.bytes;
 }
 
 // The sums of an item's slices: the first one's, or what the only one's are, begin in `first_sums`, where the total is left.
@@ -142,10 +157,10 @@ void multiply_slices(const LinearCall& call, const LinearItem& item, const char*
   const Weight& weight = *call.weight;
   const Finish target{call, item.tile, item.from, item.to};
   const Units units = Units::of(item.rows);
-  const Way stored = way_of(weight);
-  const bool native = is_native(weight), widens = !native && item.rows > kDirectRows;
+  const Stored stored = stored_of(weight);
+  const bool native = is_native(weight), widens = is_coded(weight) || (!native && item.rows > kDirectRows);
   const bool own = !native && item.rows <= kOwnRows;  // the last panel's few rows too, although they were prepared
-  const Way way = widens ? kWay<Widened> : stored;
+  const Way way = widens ? kWay<Widened> : way_of(weight);
   const index_t span = item.to - item.from, width = span * item.spans, most = block_vectors(units.rows_of(0)) * kLanes;
   const index_t block = span < most ? span : most, blocks = width / block;
   const bool fetches = weight.fetches || item.rows > 1 || block < kTileColumns;  // what comes next, ahead of time
@@ -173,7 +188,7 @@ void multiply_slices(const LinearCall& call, const LinearItem& item, const char*
     for (index_t place = 0; place < width; place += block) {
       const index_t column = column_of(item, place);
       if (!whole) ahead = ahead_of_block(next, next_steps, stored.bytes, column, block, units.count);
-      if (widens) widen_block(weight.format, piece, depth, column, block, buffers.weights);
+      if (widens) widen_block(weight, piece, depth, column, block, buffers.weights);
       unit.weight = widens ? (const char*)buffers.weights : piece + column * (stored.bytes / kTileColumns);
       for (index_t u = 0; u < units.count; ++u) {
         const index_t row = units.begin(u), at = row * kTileColumns + column;

@@ -66,7 +66,7 @@ template <class Dot, Codes kCodes, bool kNear, int R, int V>
 QT_INLINE void sum_group(i32v (&sums)[R][V][Dot::kSums], const char* first_row, index_t x_stride, const char* weight,
                          index_t line, index_t steps, i32v table, Fetch& fetch) {
   constexpr index_t x_step = Dot::x_bytes * fours_of(kCodes);
-  constexpr int kFetches = V * int(step_of(kCodes).bytes / kLine);
+  constexpr int kFetches = V * int(step_of(kCodes).bytes / kCodeLine);
   constexpr int kPointers = (R + 2) / 3;
   Rows<R> x;
 #pragma GCC unroll 4
@@ -201,7 +201,7 @@ void end_slice(const Unit& unit) {
 QT_INLINE void fetch_behind_head(const Unit& unit, const char* head) {
   const char* at = head + kNearBytes;
   if (at >= unit.fetch.end) at += unit.fetch.jump;
-  for (const char* end = at + unit.head_bytes; at < end; at += kLine / 4) __builtin_prefetch(at, 0, 3);
+  for (const char* end = at + unit.head_bytes; at < end; at += kCodeLine / 4) __builtin_prefetch(at, 0, 3);
 }
 
 template <class Dot, Codes kCodes, int R, int V>

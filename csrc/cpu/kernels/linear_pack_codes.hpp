@@ -60,13 +60,20 @@ void fill_scales(const CodesCall& call, index_t column, char* tile, index_t lane
     if (!(magnitude <= 3.4e38f)) return report(call, Problem::scale);
     largest = magnitude > largest ? magnitude : largest;
   }
-  const float of_column = count == 1                         ? scale_at(call, column, 0)
+  const bool single = weight.scales == Scales::single;
+  const float of_column = single                             ? 1.0f
+                          : count == 1                         ? scale_at(call, column, 0)
                           : call.scale_dtype == Dtype::fp16 ? 1.0f
                                                              : power_of_column(largest);
   std::memcpy(tile + lane * 4, &of_column, 4);
   if (weight.group == kWholeDepth) return;
   for (index_t g = 0; g < weight.blocks; ++g) {
     const index_t from = g * weight.group / call.scale_group;
+    if (single) {
+      const float scale = scale_at(call, column, from);
+      std::memcpy(head_at(weight, tile, g) + lane * 4, &scale, 4);
+      continue;
+    }
     const float relative = count == 1 ? 1.0f : scale_at(call, column, from) / of_column;
     const fp16 stored{half_bits(relative)};
     if (widened(&stored) != relative) report(call, Problem::scale);
@@ -83,6 +90,12 @@ void fill_codes_of(const CodesCall& call, const Rows& rows, char* tile) {
   const std::uint8_t added = call.is_signed ? std::uint8_t(middle_of(weight.codes)) : 0;
   const std::uint8_t all_of_them = put_codes(weight, rows, tile, 0, weight.depth, added);
   if (weight.codes != Codes::eight && all_of_them > 15) report(call, Problem::code);
+  if (weight.values != Values::fp8) return;
+  for (index_t lane = 0; lane < kTileColumns; ++lane) {
+    int wrong = 0;
+    for (index_t k = 0; rows.of[lane] && k < weight.depth; ++k) wrong |= (rows.of[lane][k] & 127) == 127;
+    if (wrong) report(call, Problem::code);
+  }
 }
 
 void fill_codes(const void* described, index_t begin, index_t end) {

@@ -12,6 +12,7 @@
 
 #include "linear_codes.hpp"
 #include "linear_pack.hpp"
+#include "linear_values.hpp"
 
 namespace qt::QT_ISA {
 namespace {
@@ -186,6 +187,11 @@ class Reader {
     const float column = ((const float*)tile_)[lane_], scale = of.scale * column, minimum = of.minimum * column;
     const unsigned char* const codes = (const unsigned char*)head + weight_.head_bytes;
     const bool has_minimum = shifts(weight_.scales) && weight_.scales != Scales::half_zero;
+    if (weight_.values != Values::integer) {
+      for (index_t i = 0; i < count; ++i)
+        out[i] = number_of(weight_.values, code_at(weight_, codes, lane_, in_block + i)) * scale;
+      return;
+    }
     for (index_t i = 0; i < count; ++i) {
       const float product = (float(code_at(weight_, codes, lane_, in_block + i)) - of.zero) * scale;
       out[i] = has_minimum ? product + minimum : product;

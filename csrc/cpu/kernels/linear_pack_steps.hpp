@@ -22,7 +22,7 @@ QT_INLINE void put_halves(char* row, const Rows& rows, index_t v, i32v values) {
 // upper bound of the codes: all their bits.
 std::uint8_t put_codes(const Weight& weight, const Rows& rows, char* tile, index_t first, index_t count, std::uint8_t added) {
   const CodeStep size = step_of(weight.codes);
-  const int lines = int(size.bytes / kLine);
+  const int lines = int(size.bytes / kCodeLine);
   u8v any{};
   for (index_t begin = 0; begin < count; begin += kCodesAtOnce)
     for (index_t v = 0; v < kVectors; ++v) {
@@ -40,8 +40,8 @@ std::uint8_t put_codes(const Weight& weight, const Rows& rows, char* tile, index
       for (index_t k = 0; k < kCodesAtOnce && begin + k < count; k += size.k) {
         const StoredStep step = stored_step(weight.codes, fours + k / 4);
         char* const to = codes_at(weight, tile, first + begin + k);
-        for (int line = 0; line < lines; ++line) put(to + line * kLine, rows, v, step.lines[line]);
-        if (weight.codes == Codes::three) put_halves(to + kLine, rows, v, step.halves);
+        for (int line = 0; line < lines; ++line) put(to + line * kCodeLine, rows, v, step.lines[line]);
+        if (weight.codes == Codes::three) put_halves(to + kCodeLine, rows, v, step.halves);
       }
     }
   std::uint8_t bits = 0;

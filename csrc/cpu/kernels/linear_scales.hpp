@@ -19,8 +19,7 @@ QT_INLINE f32v powers_of(const char* exponents) {
 }
 
 // fp8, e4m3, without NaN: its exponent's bias changed by a multiplication, which also makes denormals normal.
-QT_INLINE f32v eighths_of(const char* from) {
-  const i32v bits = load_bytes(from);
+QT_INLINE f32v eighths_of(i32v bits) {
   const f32v magnitude = as_float((bits & 0x7F) << 20) * all(1.329227995784916e36f);  // 2^120
   return as_float(as_bits(magnitude) | (bits & 0x80) << 24);
 }
@@ -56,7 +55,8 @@ QT_INLINE void scales_of(Scales scales, const char* head, index_t group, index_t
       return;
     }
     case Scales::exponent: scale = powers_of(head + column); return;
-    case Scales::eighth: scale = eighths_of(head + column); return;
+    case Scales::eighth: scale = eighths_of(load_bytes(head + column)); return;
+    case Scales::single: scale = load((const float*)head + column); return;
   }
 }
 

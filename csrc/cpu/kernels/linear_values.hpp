@@ -1,0 +1,57 @@
+// Codes that stand for floating-point numbers: fp8 (e4m3), and what 4 bits choose from a table (Values).
+#pragma once
+
+#include "linear_codes.hpp"
+#include "linear_scales.hpp"
+
+namespace qt::QT_ISA {
+namespace {
+
+// bitsandbytes' "nf4": means of 16 equally likely parts of a normal distribution (Dettmers et al., QLoRA, 2023, appendix E).
+alignas(64) constexpr float kNormal[16] = {
+    -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f, -0.18477343022823334f,
+    -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f, 0.24611230194568634f, 0.33791524171829224f,
+    0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f};
+// Its "fp4": a sign, two bits of exponent, one of fraction, of twelve.
+alignas(64) constexpr float kTwelfths[16] = {
+    0.0f,  0.0625f / 12,  8.0f / 12,  1.0f,  4.0f / 12,  0.5f,  2.0f / 12,  0.25f,
+    -0.0f, -0.0625f / 12, -8.0f / 12, -1.0f, -4.0f / 12, -0.5f, -2.0f / 12, -0.25f};
+
+QT_INLINE f32v numbers_of(Values values, i32v codes) {
+  return values == Values::fp8 ? eighths_of(codes) : look_up(values == Values::nf4 ? kNormal : kTwelfths, codes);
+}
+
+// Of one number.
+QT_INLINE float number_of(Values values, int code) { return numbers_of(values, all(std::int32_t(code)))[0]; }
+
+template <Values kValues>
+void widen_codes_as(const Weight& weight, const char* head, index_t depth, index_t column, index_t block, float* out) {
+  constexpr index_t in_line = kValues == Values::fp8 ? 4 : 8;  // k
+  for (index_t c = 0; c < block; c += kLanes) {
+    f32v scale, shift;
+    scales_of(weight.scales, head, 0, column + c, 0.0f, scale, shift);
+    const char* line = head + weight.head_bytes + (column + c) * 4;
+    for (index_t k = 0; k < depth; k += in_line, line += kCodeLine) {
+      const i32v words = load_bits(line);
+#pragma GCC unroll 8
+      for (int i = 0; i < in_line; ++i) {
+        if (k + i >= depth) break;
+        const i32v codes = (i32v)((u32v)words >> (i % 4 * 8 + i / 4 * 4)) & (kValues == Values::fp8 ? 255 : 15);
+        store(out + (k + i) * block + c, numbers_of(kValues, codes) * scale);
+      }
+    }
+  }
+}
+
+// `depth` k of a tile's `block` columns, from a block's head on, as fp32 [k][block].
+void widen_codes(const Weight& weight, const char* head, index_t depth, index_t column, index_t block, float* out) {
+  for (index_t k = 0; k < depth; k += weight.block, head += weight.block_bytes, out += weight.block * block) {
+    const index_t count = depth - k < weight.block ? depth - k : weight.block;
+    if (weight.values == Values::fp8) widen_codes_as<Values::fp8>(weight, head, count, column, block, out);
+    if (weight.values == Values::nf4) widen_codes_as<Values::nf4>(weight, head, count, column, block, out);
+    if (weight.values == Values::fp4) widen_codes_as<Values::fp4>(weight, head, count, column, block, out);
+  }
+}
+
+}  // namespace
+}  // namespace qt::QT_ISA
