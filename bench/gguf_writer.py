@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 Config = dict[str, Any]
+Blocks = Mapping[str, tuple[Array, str]]
 
 ARCHITECTURES = {
     "llama": "llama",
@@ -43,8 +44,11 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(w[123]|gate_proj|up_proj|down_proj
 _NUMBERS = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
-def write_model(folder: Path, target: Path, kind: str = "BF16") -> None:
-    """Write a folder's model with matrices in this format, and its vocabulary. Raises KeyError for a family not known here."""
+def write_model(folder: Path, target: Path, kind: str = "BF16", blocks: Blocks | None = None) -> None:
+    """Write a folder's model with matrices in this format, and its vocabulary. Raises KeyError for a family not known here.
+
+    blocks: by the folder's names, matrices to write instead: uint8 ``[rows, bytes of a row]``, and the name of their type.
+    """
     config = json.loads((folder / "config.json").read_text())
     arch = ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(str(target), arch)
@@ -54,8 +58,13 @@ def write_model(folder: Path, target: Path, kind: str = "BF16") -> None:
     _write_vocabulary(writer, folder, config)
     for name, array in _extra_tensors(config, arch):
         writer.add_tensor(name, array)
-    for name, array in _tensors(folder, config, arch):
+    names = gguf.get_tensor_name_map(arch_of(arch), _either(config, "num_hidden_layers", "n_layer"))
+    blocks = blocks or {}
+    for name, array in _tensors(folder, config, arch, names, blocks):
         _write_tensor(writer, name, array, kind)
+    for name, (raw, type_name) in blocks.items():
+        rows = np.ascontiguousarray(_transformed(name, raw, config, arch))
+        writer.add_tensor(renamed(names, name), rows, raw_dtype=gguf.GGMLQuantizationType[type_name])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -161,20 +170,20 @@ def _llama3_factors(config: Config, rope: Config) -> Array:
     return factors
 
 
-def _tensors(folder: Path, config: Config, arch: str) -> Iterator[tuple[str, Array]]:
+def _tensors(
+    folder: Path, config: Config, arch: str, names: Any, left_out: Container[str]
+) -> Iterator[tuple[str, Array]]:
     """Yield the model's tensors by the file's names, in float32."""
-    layers = _either(config, "num_hidden_layers", "n_layer")
-    names = gguf.get_tensor_name_map(_arch_of(arch), layers)
     experts: dict[str, dict[int, Array]] = {}
     for name, array in read_safetensors(folder / "model.safetensors"):
         found = _EXPERT.fullmatch(name)
         if found is not None:
             experts.setdefault(f"{found[1]}.{found[3]}.weight", {})[int(found[2])] = array
             continue
-        if not (name == "lm_head.weight" and config.get("tie_word_embeddings")):
-            yield _renamed(names, name), _transformed(name, array, config, arch)
+        if name not in left_out and not (name == "lm_head.weight" and config.get("tie_word_embeddings")):
+            yield renamed(names, name), _transformed(name, array, config, arch)
     for name, arrays in experts.items():
-        yield _renamed(names, name), np.stack([arrays[each] for each in sorted(arrays)])
+        yield renamed(names, name), np.stack([arrays[each] for each in sorted(arrays)])
 
 
 def _transformed(name: str, array: Array, config: Config, arch: str) -> Array:
@@ -191,8 +200,8 @@ def _transformed(name: str, array: Array, config: Config, arch: str) -> Array:
     return array
 
 
-def _renamed(names: Any, name: str) -> str:
-    """Return the file's name. Raises KeyError for a tensor that the architecture has no place for."""
+def renamed(names: Any, name: str) -> str:
+    """Return the file's name of a folder's tensor. Raises KeyError for a tensor that the architecture has no place for."""
     name = name if name.startswith(("model.", "lm_head.", "transformer.")) else f"transformer.{name}"
     for spelled in (
         name,
@@ -247,7 +256,8 @@ def _write_vocabulary(writer: Any, folder: Path, config: Config) -> None:
     writer.add_add_bos_token(False)
 
 
-def _arch_of(name: str) -> Any:
+def arch_of(name: str) -> Any:
+    """Return the `gguf` package's architecture of that name."""
     return next(arch for arch, each in gguf.MODEL_ARCH_NAMES.items() if each == name)
 
 

@@ -15,7 +15,7 @@ from quintet.wire.kv_spec import KvSpec
 
 Quantization = Literal[
     "none", "int8", "int4", "w8a8", "gptq", "awq", "compressed-tensors", "fp8", "fbgemm_fp8", "mxfp4", "bitsandbytes",
-    "modelopt", "auto-round", "quark",
+    "modelopt", "auto-round", "quark", "gguf",
 ]  # fmt: skip
 """What linear layers are rounded into, or the format in which their checkpoint has them: ``docs/quantization.md``."""
 

@@ -43,7 +43,7 @@ def locate_model(name: str | None, with_weights: bool, flag: str = "MODEL", with
         parts = [part.name for part in part_paths(Path(file))]
         return _fetch(repository, parts if with_weights else parts[:1], flag) / parts[0]
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
-        raise ConfigError(f"{flag} {name!r}: there is no such folder")
+        raise ConfigError(f"{flag} {name!r}: there is no such {'file' if is_gguf(folder) else 'folder'}")
     patterns = _CARD_FILES + (_WEIGHT_FILES if with_weights else []) + (_CODE_FILES if with_code else [])
     return _fetch(name, patterns, flag)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from quintet.executor.gguf.parts import read_parts
+from quintet.executor.gguf.parts import Parts, read_parts
 from quintet.executor.weights.files import PICKLED, checkpoint_files
 from quintet.executor.weights.header import Entry, read_header
 from quintet.wire.errors import ConfigError
@@ -32,10 +32,7 @@ def read_weight_facts(folder: Path) -> WeightFacts:
     Raises `ConfigError` naming a shard that is listed but missing, or a file whose header makes no sense.
     """
     if is_gguf(folder):
-        parts = read_parts(folder)
-        tensors = [tensor for _, tensor in parts.tensors()]
-        size = sum(tensor.num_bytes for tensor in tensors)
-        return WeightFacts(sum(math.prod(tensor.shape) for tensor in tensors), size, len(parts.headers))
+        return _of_parts(read_parts(folder))
     paths = checkpoint_files(folder)
     if paths[0].suffix == PICKLED:
         return WeightFacts(None, sum(path.stat().st_size for path in paths), len(paths))
@@ -49,3 +46,13 @@ def read_weight_facts(folder: Path) -> WeightFacts:
     num_parameters = sum(math.prod(entry.shape) for entry in contents.values())
     size_bytes = sum(entry.num_bytes for entry in contents.values())
     return WeightFacts(num_parameters, size_bytes, len(paths), contents)
+
+
+def _of_parts(parts: Parts) -> WeightFacts:
+    contents = {
+        name: Entry(tensor.type.name, tensor.shape, tensor.begin, tensor.num_bytes)
+        for name, tensor in parts.tensors()
+    }
+    num_parameters = sum(math.prod(entry.shape) for entry in contents.values())
+    size_bytes = sum(entry.num_bytes for entry in contents.values())
+    return WeightFacts(num_parameters, size_bytes, len(parts.headers), contents)

@@ -21,6 +21,9 @@ def card_of_gguf(parts: Parts) -> str:
     said = Said.of(parts)
     values = architecture_of(said).card(said)
     values["dtype"] = _dtype(said)
+    types = sorted({tensor.type.name for tensor in said.tensors.values() if tensor.type.block > 1})
+    if types:
+        values["quantization_config"] = {"quant_method": "gguf", "types": types}
     return json.dumps({key: value for key, value in values.items() if value is not None})
 
 

@@ -50,6 +50,8 @@ TYPES = {
 }
 """By the number that a file has: those of weights that are read."""
 
+BY_NAME = {each.name: each for each in TYPES.values()}
+
 UNREAD = {
     4: "Q4_2",
     5: "Q4_3",

@@ -25,6 +25,8 @@ from quintet.executor.weights.mapped import read_only_tensor
 from quintet.wire.config import ModelConfig
 from quintet.wire.errors import ConfigError
 
+BLOCKS = ".blocks"
+"""Behind a layer's name, in place of ``.weight``: its rows as bytes, ``[rows, bytes of a row]``."""
 _READ_ELSEWHERE = (
     "rope_freqs.weight",
     "rope_factors_*.weight",
@@ -89,6 +91,9 @@ class GgufFile:
         self._owners, self._dtype = owners, dtype
         self._recipes = {name: each for name, each in recipes.items() if each.rows[0].name in header.tensors}
         self.entries = {name: self._entry(recipe) for name, recipe in self._recipes.items()}
+        for name, recipe in self._recipes.items():
+            if name.endswith(".weight") and (entry := self._blocks_entry(recipe)) is not None:
+                self.entries[f"{name.removesuffix('.weight')}{BLOCKS}"] = entry
         used = {rows.name for recipe in recipes.values() for rows in recipe.rows}
         for name, tensor in header.tensors.items():
             if name not in used and not _is_read_elsewhere(name, num_layers):
@@ -96,10 +101,14 @@ class GgufFile:
 
     def __iter__(self) -> Iterator[str]:
         """Yield the names in the order in which their first rows lie in the file."""
-        return iter(sorted(self._recipes, key=lambda name: self.entries[name].begin))
+        return iter(sorted(self.entries, key=lambda name: self.entries[name].begin))
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a tensor: a view of the file where it is one of its tensors and not quantized."""
+        if name.endswith(BLOCKS):
+            rows = self._recipe(name).rows
+            raw = [_taken(self._owners[each.name].blocks(self._tensor(each)), each) for each in rows]
+            return raw[0] if len(raw) == 1 else torch.cat(raw)
         recipe = self._recipes[name]
         parts = [self._numbers(rows) for rows in recipe.rows]
         if recipe.finish is not None:
@@ -108,21 +117,40 @@ class GgufFile:
 
     def drop(self, name: str) -> None:
         """Say that a tensor was consumed; a view that was kept reads its pages again."""
-        for rows in self._recipes[name].rows:
-            owner = self._owners[rows.name]
-            tensor = owner.header.tensors[rows.name]
+        for rows in self._recipe(name).rows:
+            tensor = self._tensor(rows)
             if height_of(rows, tensor) == height(tensor.shape):
-                owner.drop(tensor)
+                self._owners[rows.name].drop(tensor)
+
+    def _recipe(self, name: str) -> Recipe:
+        return self._recipes[f"{name.removesuffix(BLOCKS)}.weight" if name.endswith(BLOCKS) else name]
+
+    def _tensor(self, rows: Rows) -> Tensor:
+        return self._owners[rows.name].header.tensors[rows.name]
+
+    def _blocks_entry(self, recipe: Recipe) -> Entry | None:
+        """Return what is known of a matrix's blocks; None where it is none, or of several types."""
+        tensors = [self._tensor(rows) for rows in recipe.rows]
+        kind = tensors[0].type
+        if (
+            recipe.finish is not None
+            or len(recipe.shape) != 2
+            or any(t.type != kind for t in tensors)
+            or kind.block == 1
+        ):
+            return None
+        row_bytes = kind.num_bytes(recipe.shape[1])
+        return Entry(kind.name, (recipe.shape[0], row_bytes), tensors[0].begin, recipe.shape[0] * row_bytes)
 
     def _entry(self, recipe: Recipe) -> Entry:
-        tensors = [self._owners[rows.name].header.tensors[rows.name] for rows in recipe.rows]
+        tensors = [self._tensor(rows) for rows in recipe.rows]
         kinds = {tensor.type.name for tensor in tensors}
         kind = kinds.pop() if len(kinds) == 1 and kinds <= set(PLAIN) else "F32"
         return Entry(kind, recipe.shape, tensors[0].begin, sum(tensor.num_bytes for tensor in tensors))
 
     def _numbers(self, rows: Rows) -> torch.Tensor:
         """Return the numbers of some rows, ``[rows, depth]``, of a vector ``[rows]``."""
-        tensor = self._owners[rows.name].header.tensors[rows.name]
+        tensor = self._tensor(rows)
         blocks = self._owners[rows.name].blocks(tensor)
         if len(tensor.shape) == 1:  # a row in the file, whose numbers are what is taken
             return _taken(_of_blocks(blocks, tensor, self._dtype).view(-1), rows)

@@ -9,6 +9,7 @@ import torch
 from quintet.executor.ops.host_dtypes import FLOAT_CODES
 from quintet.executor.ops.host_linear import WeightFormat
 from quintet.executor.ops.packed_weight import PackedWeight, PackedWeightError
+from quintet.executor.quant.blocks import Blocks
 from quintet.executor.quant.decode import Coded
 from quintet.executor.quant.formats.scheme import Scheme
 from quintet.executor.quant.numbers import FLOAT_FORMATS, Numbers
@@ -74,6 +75,9 @@ def _exact(scheme: Scheme) -> Numbers | None:
 
 def fill(packed: PackedWeight, rows: Rows, first_column: int) -> None:
     """Put rows into the columns from ``first_column`` on, in the packed weight's numbers."""
+    if isinstance(rows, Blocks) and not packed.format.is_float:
+        packed.fill_blocks(rows.raw, first_column)
+        return
     is_rounded = (
         isinstance(rows, Coded) and rows.scale_bytes is not None and packed.format not in FP4.values()
     )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from quintet.executor.platforms.platform import import_string
 from quintet.executor.quant.formats.scheme import Format
+from quintet.executor.quant.gguf import GgufQuantization
 from quintet.executor.quant.method import Quantization
 from quintet.executor.quant.stored import StoredQuantization
 from quintet.executor.weights.header import Entry
@@ -26,6 +27,8 @@ def open_quantization(
 
     contents: the checkpoint's tensors, where it is read. Raises `ConfigError` for a name that does not exist.
     """
+    if stored is not None and stored.name == "gguf":
+        return GgufQuantization(contents) if name == "gguf" else open_quantization(name)
     if stored is not None:
         rest = name if stored.takes_quantization and name != stored.name else "none"
         return StoredQuantization(stored, open_quantization(rest), contents, rounds=rest != "none")

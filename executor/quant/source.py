@@ -9,13 +9,14 @@ from typing import Protocol
 import torch
 
 from quintet.executor.platforms.platform import import_string
+from quintet.executor.quant.blocks import Blocks
 from quintet.executor.quant.decode import ROWS_STEP, Coded, Decoder
 from quintet.executor.quant.formats.scheme import Scheme
 from quintet.executor.quant.part import Part
 from quintet.executor.weights.plan import Sink, WeightPlan
 from quintet.wire.errors import ConfigError
 
-Rows = torch.Tensor | Coded
+Rows = torch.Tensor | Coded | Blocks
 Expect = Callable[[str, tuple[int, ...], Sink], None]
 """`WeightPlan.expect` or `WeightPlan.pack`."""
 
@@ -25,7 +26,7 @@ MOST_CODES = 4 << 20
 
 def floats_of(rows: Rows) -> torch.Tensor:
     """Return rows in floating-point numbers."""
-    return rows.floats() if isinstance(rows, Coded) else rows
+    return rows if isinstance(rows, torch.Tensor) else rows.floats()
 
 
 class RowSource(Protocol):

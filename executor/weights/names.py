@@ -56,10 +56,16 @@ def _other_spellings(plan: WeightPlan, name: str) -> Iterator[str]:
 
 
 def _is_strange(plan: WeightPlan, wanted: dict[str, str], name: str) -> bool:
-    if name in wanted:
+    if name in wanted or _other_form(name) in wanted:
         return False
     spellings = (name, plan.prefix + name)
     return not any(fnmatchcase(each, pattern) for each in spellings for pattern in (*IGNORED, *plan.ignored))
+
+
+def _other_form(name: str) -> str:
+    """Return what the same rows are called in numbers, or in a file's blocks."""
+    layer, _, leaf = name.rpartition(".")
+    return f"{layer}.{'blocks' if leaf == 'weight' else 'weight'}"
 
 
 def _check_entries(plan: WeightPlan, files: Sequence[WeightFile], wanted: dict[str, str]) -> None:

@@ -1,0 +1,48 @@
+"""GGUF: tensors of one file in types of their own, which its header says; see `quintet.executor.gguf`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from quintet.executor.cards.card import ModelCard
+from quintet.executor.quant.formats.scheme import Format, Scheme, StoredLayer
+from quintet.executor.weights.header import SIZES, Entry
+from quintet.wire.config import Quantization
+
+
+@dataclass(frozen=True, slots=True)
+class Gguf:
+    """A `Format`."""
+
+    types: tuple[str, ...]
+    name: Quantization = "gguf"
+    mark: str = ""
+    ignored: Sequence[str] = ()
+    takes_quantization: bool = True
+
+    @property
+    def words(self) -> str:
+        """See `Format`."""
+        return f"gguf: {', '.join(self.types)}"
+
+    def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
+        """See `Format`."""
+        return sum(
+            entry.num_bytes
+            if entry.dtype not in SIZES
+            else entry.num_bytes // SIZES[entry.dtype] * dtype_bytes
+            for entry in contents.values()
+        )
+
+    def scheme(self, layer: StoredLayer) -> Scheme | None:
+        """See `Format`: `quintet.executor.quant.gguf` makes the layers."""
+        return None
+
+
+def recognise(card: ModelCard, section: ModelCard) -> Format:
+    """Return the format of a card that was made of a file."""
+    types = section.values.get("types")
+    if not isinstance(types, list) or not all(isinstance(each, str) for each in types):
+        raise section.wrong("types", "the types of the file's tensors: serve the .gguf file itself")
+    return Gguf(tuple(types))

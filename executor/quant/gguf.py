@@ -1,0 +1,131 @@
+"""The numbers of a GGUF file, packed as they are: each layer in the type that its tensors have.
+
+Where the parts of a layer differ in type, as values do from queries and keys in some layers of Q4_K_M, it is kept in the model's
+number format; so is what has no packed format, and what is no matrix of rows of the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from quintet.executor.gguf.types import BY_NAME, GgmlType
+from quintet.executor.gguf.weights import BLOCKS
+from quintet.executor.ops.host_linear import linear_library
+from quintet.executor.quant.blocks import NUMBERS, Blocks
+from quintet.executor.quant.method import LinearMethod, LinearShape
+from quintet.executor.quant.none import Unquantized
+from quintet.executor.quant.packed import PackedLinear
+from quintet.executor.quant.part import Part
+from quintet.executor.quant.source import Expect, PlainRows, Rows
+from quintet.executor.quant.stack import PackedStack, StackMethod, StackPiece, StackRows, StackShape
+from quintet.executor.weights.header import Entry
+from quintet.executor.weights.plan import WeightPlan
+
+_DUMMIES = (0, 0)
+"""Bytes of dummy blocks: there are none, for a file is needed to know of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRows:
+    """A part of a weight. A `quintet.executor.quant.source.RowSource`."""
+
+    part: Part
+    depth: int
+    kind: GgmlType
+
+    @property
+    def rows(self) -> int:
+        """See `RowSource`."""
+        return self.part.rows
+
+    @property
+    def label(self) -> str:
+        """See `RowSource`."""
+        return f"{PlainRows(self.part, self.depth).label} {self.kind.name}"
+
+    def declare(self, plan: WeightPlan, expect: Expect, fill: Callable[[int, Rows], object]) -> None:
+        """See `RowSource`."""
+        part = self.part
+        _expect_blocks(
+            plan, expect, part.name, part.height, self, lambda raw: fill(0, Blocks(part.bias(raw), self.kind))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPiece:
+    """All rows of one expert's tensor. A `StackRows`."""
+
+    source: BlockRows
+    first: int
+    begin: int
+
+    def declare(self, plan: WeightPlan, expect: Expect, fill: Callable[[int, int, Rows], object]) -> None:
+        """See `StackRows`."""
+        self.source.declare(plan, expect, lambda place, rows: fill(self.first, self.begin + place, rows))
+
+
+def _expect_blocks(
+    plan: WeightPlan,
+    expect: Expect,
+    name: str,
+    rows: int,
+    source: BlockRows,
+    sink: Callable[[torch.Tensor], object],
+) -> None:
+    row_bytes = source.kind.num_bytes(source.depth)
+    expect(f"{name}{BLOCKS}", (rows, row_bytes), sink)
+    plan.as_codes(f"{name}{BLOCKS}", (source.kind.name,), _DUMMIES)
+
+
+class GgufQuantization:
+    """See `quintet.executor.quant.method.Quantization`."""
+
+    def __init__(self, contents: Mapping[str, Entry] | None) -> None:
+        """contents: the file's tensors by the model's names; None where none is read."""
+        self._contents = contents or {}
+        self._plain = Unquantized()
+
+    def linear(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod:
+        """See `Quantization.linear`."""
+        library = linear_library()
+        sources = [self._source(part, shape.depth, plan) for part in shape.parts]
+        kinds = _kinds(sources)
+        if library is None or plan.device.type != "cpu" or shape.is_exact or len(kinds) != 1:
+            return self._plain.linear(shape, plan)
+        packed = [source for source in sources if source is not None]
+        return PackedLinear(library, shape, plan, NUMBERS[kinds.pop()], packed)
+
+    def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
+        """See `Quantization.stack`."""
+        library = linear_library()
+        pieces = [self._piece(piece, plan) for piece in shape.weights]
+        kinds = _kinds([None if piece is None else piece.source for piece in pieces])
+        if library is None or plan.device.type != "cpu" or shape.is_exact or len(kinds) != 1:
+            return self._plain.stack(shape, plan)
+        (kind,) = kinds
+        packed = [piece for piece in pieces if piece is not None]
+        shape = replace(shape, weights=packed, label=f"{shape.label} of {kind}")
+        return PackedStack(library, shape, plan, NUMBERS[kind])
+
+    def _piece(self, piece: StackRows, plan: WeightPlan) -> BlockPiece | None:
+        if not isinstance(piece, StackPiece) or not piece.is_whole or not piece.names[0].endswith(".weight"):
+            return None
+        ((rows, depth),) = piece.shapes
+        source = self._source(Part(piece.names[0].removesuffix(".weight"), rows), depth, plan)
+        return None if source is None else BlockPiece(source, piece.first, piece.begin)
+
+    def _source(self, part: Part, depth: int, plan: WeightPlan) -> BlockRows | None:
+        """Return the part's rows in blocks; None where they are to be had in floating-point numbers alone."""
+        entry = self._contents.get(f"{part.name}{BLOCKS}")
+        if entry is None or entry.dtype not in NUMBERS or part.transposed or part.unit_rows:
+            return None
+        kind = BY_NAME[entry.dtype]
+        return BlockRows(part, depth, kind) if entry.shape == (part.height, kind.num_bytes(depth)) else None
+
+
+def _kinds(sources: Sequence[BlockRows | None]) -> set[str]:
+    """Return the names of the types; none where some rows are in no blocks."""
+    return set() if None in sources else {source.kind.name for source in sources if source is not None}

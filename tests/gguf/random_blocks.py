@@ -1,0 +1,86 @@
+"""Models whose matrices are random blocks of GGML's types: as a GGUF file, and as the numbers that these stand for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+import transformers
+from bench import gguf_writer
+from safetensors.torch import load_file, save_file
+
+from tests.models.random_checkpoints import Logits, Row, side_by_side
+
+Array = np.ndarray[Any, Any]
+SCALES: dict[str, tuple[int, int | None, float]] = {
+    "Q8_0": (0, None, 0.0),
+    "Q4_0": (0, None, 0.0),
+    "Q4_1": (0, 2, -7.5),
+    "Q5_0": (0, None, 0.0),
+    "Q5_1": (0, 2, -15.5),
+    "Q2_K": (80, 82, 1.5),
+    "Q3_K": (108, None, 0.0),
+    "Q4_K": (0, 2, 7.5),
+    "Q5_K": (0, 2, 15.5),
+    "Q6_K": (208, None, 0.0),
+    "IQ4_NL": (0, None, 0.0),
+    "IQ4_XS": (0, None, 0.0),
+}
+"""Where the fp16 scale of a block is, where that of its minima, and the ratio of them that makes numbers zero on average."""
+
+
+def random_rows(kind: str, rows: int, depth: int, seed: int) -> Array:
+    """Return random blocks, uint8 ``[rows, bytes of a row]``, whose numbers are as large as those of a sane matrix."""
+    draw = np.random.default_rng(seed)
+    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    raw = draw.integers(0, 256, (rows * depth // block, size), np.uint8)
+    at, at_least, ratio = SCALES[kind]
+    factor = 0.01
+    for _ in range(2):  # the first time to see how large they are
+        signs = draw.choice(
+            [-1.0, 1.0], (len(raw), 1)
+        )  # else the codes of some formats are not zero on average
+        scales = (signs * draw.uniform(0.7, 1.3, (len(raw), 1)) * factor).astype(np.float16)
+        raw[:, at : at + 2] = scales.view(np.uint8)
+        if at_least is not None:
+            raw[:, at_least : at_least + 2] = (scales * ratio).astype(np.float16).view(np.uint8)
+        factor *= depth**-0.5 / float(numbers_of(kind, raw).std())
+    return raw.reshape(rows, -1)
+
+
+def numbers_of(kind: str, raw: Array) -> Array:
+    """Return what the `gguf` package reads in blocks."""
+    numbers: Array = gguf.dequantize(raw, gguf.GGMLQuantizationType[kind])
+    return numbers
+
+
+def in_blocks(row: Row, kind_of: Callable[[str], str], target: Path) -> Row:
+    """Return the row with other matrices, those of blocks; whoever makes it has the file at ``target``.
+
+    kind_of: from the file's name of a tensor to its type.
+    """
+
+    def make(folder: Path) -> Logits:
+        row.make(folder)
+        tensors, blocks = load_file(folder / "model.safetensors"), {}
+        config = json.loads((folder / "config.json").read_text())
+        arch = gguf_writer.arch_of(gguf_writer.ARCHITECTURES[config["model_type"]])
+        names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+        for seed, (name, tensor) in enumerate(sorted(tensors.items())):
+            if tensor.dim() == 2 and ".experts." not in name and not name.endswith("gate.weight"):
+                kind = kind_of(gguf_writer.renamed(names, name))
+                raw = random_rows(kind, *tensor.shape, seed)
+                tensors[name] = torch.from_numpy(numbers_of(kind, raw))
+                blocks[name] = raw, kind
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        (folder / "tokenizer.json").write_text("{}")
+        gguf_writer.write_model(folder, target, "F32", blocks)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+        return side_by_side(model.float().eval())
+
+    return Row(make)

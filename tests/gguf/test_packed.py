@@ -1,0 +1,64 @@
+"""The numbers of a GGUF file are computed with as they are: the dequantized model's tokens, and the same bits in every batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from bench.gguf_writer import write_model
+
+from tests.gguf.random_blocks import SCALES, in_blocks
+from tests.models.equal import WAYS, alone, furthest, load
+from tests.models.random_checkpoints import of_transformers
+from tests.models.test_equal import check_bits, check_quantized, made
+
+_WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+CLOSE = 3e-3
+"""How far logits may be from those of the dequantized numbers, in deviations: activations are integers of 16 bits."""
+
+
+@pytest.mark.parametrize("kind", SCALES)
+def test_packed_blocks_are_the_numbers_they_stand_for(kind: str, tmp_path: Path) -> None:
+    row = in_blocks(of_transformers("LlamaConfig", **_WIDE), lambda name: kind, tmp_path / "model.gguf")
+    expected = made(row, tmp_path)
+    loaded = load(tmp_path / "model.gguf")
+    assert loaded.config.executor.quantization == "gguf"
+    outcome = alone(loaded, [each.prompt for each in expected])
+    assert furthest(outcome, expected) < CLOSE
+    assert outcome.outputs == [each.outputs for each in expected]
+
+
+def _as_q4_k_m(name: str) -> str:
+    """The types of a usual file: better ones of values and downs in some layers, and of the output layer."""
+    if name.startswith("blk.0.") and name.split(".")[2] in ("attn_v", "ffn_down"):
+        return "Q6_K"
+    return "Q6_K" if name.startswith(("output", "token_embd")) else "Q4_K"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_layers_of_mixed_types_have_the_same_bits_in_every_batch(tied: bool, tmp_path: Path) -> None:
+    family = of_transformers("Qwen2Config", tie_word_embeddings=tied, **_WIDE)
+    expected = made(in_blocks(family, _as_q4_k_m, tmp_path / "model.gguf"), tmp_path)
+    loaded = load(tmp_path / "model.gguf")
+    outcome = alone(loaded, [each.prompt for each in expected])
+    assert furthest(outcome, expected) < CLOSE
+    assert outcome.outputs == [each.outputs for each in expected]
+    check_bits(load(tmp_path / "model.gguf", "bfloat16"), [each.prompt for each in expected], WAYS)
+
+
+def test_experts_are_packed_too(tmp_path: Path) -> None:
+    """A file of Q8_0 says about what the numbers did before they were rounded to it."""
+    expected = made(
+        of_transformers("MixtralConfig", num_local_experts=4, num_experts_per_tok=4, **_WIDE), tmp_path
+    )
+    write_model(tmp_path, tmp_path / "model.gguf", "Q8_0")
+    outcome = alone(load(tmp_path / "model.gguf"), [each.prompt for each in expected])
+    for i, each in enumerate(expected):
+        first = torch.frombuffer(bytearray(outcome.bits[i, len(each.prompt)]), dtype=torch.float32)
+        assert torch.corrcoef(torch.stack([first, each.logits[0]]))[0, 1] > 0.99
+
+
+def test_a_flag_rounds_what_a_file_has(tmp_path: Path) -> None:
+    row = in_blocks(of_transformers("LlamaConfig", **_WIDE), _as_q4_k_m, tmp_path / "model.gguf")
+    check_quantized(tmp_path / "model.gguf", row, made(row, tmp_path))
