@@ -72,8 +72,8 @@ class Batch:
     """int32[T]"""
     positions: torch.Tensor
     """int64[T]"""
-    lengths: torch.Tensor | None
-    """int64[T]: the longer of the row's prompt and the token's position plus one; see `quintet.executor.layers.rope`."""
+    prompts: torch.Tensor | None
+    """int64[T]: how long the prompt of the token's row is; see `quintet.executor.layers.rope`."""
     blocks: tuple[torch.Tensor, ...]
     """int64[T] for each group of layers: the block that holds the token's keys and values."""
     offsets: torch.Tensor
@@ -98,12 +98,12 @@ class BatchBuilder:
         self,
         block_size: int,
         views: Iterable[View],
-        needs_lengths: bool,
+        needs_prompts: bool,
         dtype: torch.dtype,
     ) -> None:
         self._block_size = block_size
         self._views = tuple(dict.fromkeys(views))
-        self._needs_lengths = needs_lengths
+        self._needs_prompts = needs_prompts
         self._dtype = dtype
 
     def build(self, rows: Rows, tables: SlotTables) -> Batch:
@@ -114,15 +114,15 @@ class BatchBuilder:
         else:
             owners, positions = ranges(rows.starts, rows.counts)
         slots = rows.slots[owners]
-        lengths = None
-        if self._needs_lengths:
-            lengths = to_device(np.maximum(tables.num_prompt_tokens[slots], positions + 1), device)
+        prompts = None
+        if self._needs_prompts:
+            prompts = to_device(tables.num_prompt_tokens[slots], device)
         positions_tensor = to_device(positions, device)
         return Batch(
             num_tokens=len(positions),
             token_ids=tables.token_ids[to_device(slots, device), positions_tensor],
             positions=positions_tensor,
-            lengths=lengths,
+            prompts=prompts,
             blocks=tuple(
                 to_device(table[slots, positions // block_size].astype(np.int64), device)
                 for table in tables.block_table

@@ -300,7 +300,7 @@ class EagerRunner:
     def forward(self, rows: Rows, tables: SlotTables) -> None:
         """See `Runner.forward`."""
         batch = self._builder.build(rows, tables)
-        rotations = [rope.cos_sin(batch.positions, batch.lengths, self._dtype) for rope in self._model.ropes]
+        rotations = [rope.cos_sin(batch.positions, batch.prompts, self._dtype) for rope in self._model.ropes]
         self._span("arrays")
         self._done_before = self.work_done
         embeds = embeds_of(rows, self._dtype, self._device)

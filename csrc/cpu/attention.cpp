@@ -280,7 +280,7 @@ void check(const AttentionLayer& layer) {
                                        (layer.rotary == 0 || layer.rotary_first >= layer.value_width)),
              "values of %lld numbers that keys of %lld, rotated from %lld on, begin with", (long long)layer.value_width,
              (long long)layer.key_width, (long long)layer.rotary_first);
-  QT_REQUIRE(layer.growth == 0.0f || (layer.period > 0 && layer.shift >= 0), "growth %g by %lld positions after %lld",
+  QT_REQUIRE(layer.growth == 0.0f || layer.period > 0, "growth %g by %lld positions after %lld",
              double(layer.growth), (long long)layer.period, (long long)layer.shift);
 }
 

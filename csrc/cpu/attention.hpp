@@ -47,9 +47,10 @@ struct AttentionLayer {
   index_t norms_behind;              // 1: they follow the rotation
   float scale, softcap;              // softcap 0: none
   float eps, norm_offset;            // of the norms: what is added to their weights
-  float growth;                      // queries are multiplied by 1 + growth * log(1 + (position + shift) / period); 0: not
+  float growth;                      // queries are multiplied by 1 + growth * log(1 + (position + shift) / period), if more than 1; 0: not
   int dtype, kv_dtype;
   index_t period, shift;
+  index_t in_parts;                  // 1: parts of periods count; 0: whole ones only
   index_t values_in_keys;            // 1: a value is the first value_width numbers of its key, and not stored
 };
 

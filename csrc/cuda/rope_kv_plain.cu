@@ -28,9 +28,11 @@ struct Rotary {
 // What grows with a query's position.
 struct Growth {
   float growth;
-  int period, shift;
+  int period, shift, in_parts;
   __device__ __forceinline__ float factor(int position) const {
-    return fmaf(growth, log1pf(float((position + shift) / period)), 1.0f);
+    const int shifted = position + shift > 0 ? position + shift : 0;
+    const float periods = in_parts ? float(shifted) / float(period) : float(shifted / period);
+    return fmaf(growth, log1pf(periods), 1.0f);
   }
 };
 
@@ -100,11 +102,11 @@ using namespace quintet;
              const T* cos, const T* sin, const T* q_norm, const T* k_norm, float eps, float offset, K* keys,           \
              K* values, const int* kv_rows, const int* positions, int num_heads, int num_kv_heads, int head_dim,       \
              int value_dim, int rotary_dim, int rotary_first, int interleaved, long long block_stride, int block_size, \
-             float growth, int period, int shift)) {                                                                   \
+             float growth, int period, int shift, int in_parts)) {                                                     \
     rope_kv_plain<T, K>({q, q_stride}, {k, k_stride}, {v, v_stride}, out, cos, sin, q_norm, k_norm, eps, offset, keys, \
                         values, kv_rows, positions, num_heads, num_kv_heads, head_dim, value_dim,                      \
                         Rotary{rotary_dim, rotary_first, interleaved}, block_stride, block_size,                       \
-                        Growth{growth, period, shift});                                                                \
+                        Growth{growth, period, shift, in_parts});                                                      \
   }
 
 QT_ROPE_KV_PLAIN(rope_kv_plain_bf16, bf16, bf16)

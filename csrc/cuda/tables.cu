@@ -84,7 +84,7 @@ struct Rows {
   int* token_ids;
   int* positions;
   int* token_rows;
-  int* lengths;
+  int* prompts;
   int* kv_rows;  // [groups, kv_columns]
   long long kv_columns;
   int num_tokens;
@@ -139,7 +139,7 @@ __device__ __forceinline__ void write_rows(const Staging& s, const Tables& t, co
     out.sampled_tokens[i] = real ? s.sampled_tokens[i] : 0;
   }
   for (int i = first; i < out.num_tokens; i += stride) {
-    int row = -1, position = -1, id = 0, length = 0;
+    int row = -1, position = -1, id = 0, prompt = 0;
     const int* blocks = nullptr;  // of the token, group after group
     if (i < s.num_tokens) {
       // In a decode step token i is row i's: no need to look for it.
@@ -148,14 +148,13 @@ __device__ __forceinline__ void write_rows(const Staging& s, const Tables& t, co
       position = s.starts[row] + (i - s.offsets[row]);
       const int slot = s.slots[row];
       id = t.token_ids[slot * t.token_columns + position];
-      length = t.prompts[slot];
-      if (length < position + 1) length = position + 1;
+      prompt = t.prompts[slot];
       blocks = t.block_table + slot * t.block_columns + position / t.block_size;
     }
     out.token_rows[i] = row;
     out.positions[i] = position;
     out.token_ids[i] = id;
-    out.lengths[i] = length;
+    out.prompts[i] = prompt;
     for (int group = 0; group < t.num_groups; ++group)
       out.kv_rows[group * out.kv_columns + i] =
           blocks ? blocks[group * t.group_entries] * t.block_size + position % t.block_size : -1;
@@ -172,7 +171,7 @@ using namespace quintet;
       int block_size, int num_groups, long long group_entries, int *prompts, int *settings
 #define QT_ROWS                                                                                                  \
   int *slots, int *starts, int *counts, int *offsets, int num_rows, int *token_ids, int *positions,              \
-      int *token_rows, int *lengths, int *kv_rows, long long kv_columns, int num_tokens, int *sampled_slots,     \
+      int *token_rows, int *row_prompts, int *kv_rows, long long kv_columns, int num_tokens, int *sampled_slots,     \
       int *sampled_positions, int *sampled_tokens, int num_sampled
 
 QT_KERNEL(512, apply_plan, (QT_TABLES, QT_ROWS)) {
@@ -180,7 +179,7 @@ QT_KERNEL(512, apply_plan, (QT_TABLES, QT_ROWS)) {
   const Tables tables{token_table, token_columns, block_table, block_columns, block_size,
                       num_groups,  group_entries, prompts,     settings};
   const Rows rows{slots,   starts,     counts,     offsets,       num_rows,          token_ids,      positions,  token_rows,
-                  lengths, kv_rows,    kv_columns, num_tokens,    sampled_slots,     sampled_positions, sampled_tokens,
+                  row_prompts, kv_rows,    kv_columns, num_tokens,    sampled_slots,     sampled_positions, sampled_tokens,
                   num_sampled};
   write_deltas(s, tables, threadIdx.x, blockDim.x);
   __syncthreads();  // one block: what it wrote before the barrier, all of it reads behind it
@@ -197,7 +196,7 @@ QT_KERNEL_OCCUPANCY(256, 4, fill_rows, (QT_TABLES, QT_ROWS)) {
   const Tables tables{token_table, token_columns, block_table, block_columns, block_size,
                       num_groups,  group_entries, prompts,     settings};
   const Rows rows{slots,   starts,     counts,     offsets,       num_rows,          token_ids,      positions,  token_rows,
-                  lengths, kv_rows,    kv_columns, num_tokens,    sampled_slots,     sampled_positions, sampled_tokens,
+                  row_prompts, kv_rows,    kv_columns, num_tokens,    sampled_slots,     sampled_positions, sampled_tokens,
                   num_sampled};
   write_rows(read_staging(staging), tables, rows, blockIdx.x * blockDim.x + threadIdx.x, gridDim.x * blockDim.x);
 }

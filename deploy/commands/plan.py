@@ -199,7 +199,7 @@ def plan_lines(plan: Plan) -> list[str]:
         + [f"{format_size(plan.weight_bytes)} on disk" if plan.weight_bytes is not None else "not read"]
     )
     rows = [
-        ("model", f"{plan.model} ({plan.path})"),
+        ("model", plan.model if plan.model == plan.path else f"{plan.model} ({plan.path})"),
         ("architecture", f"{plan.architecture}, {plan.dtype}, {plan.executor} executor on {plan.device}"),
         (
             "computed by",

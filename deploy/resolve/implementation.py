@@ -8,6 +8,7 @@ from quintet.deploy.resolve.flags import Options
 from quintet.executor.cards.card import ModelCard
 from quintet.executor.cards.families.shape import HEADS
 from quintet.executor.cards.registry import FAMILIES, nearest
+from quintet.executor.cards.rope import POSITIONS
 from quintet.wire.config import ModelImpl
 from quintet.wire.errors import ConfigError
 
@@ -54,6 +55,8 @@ def check_transformers_card(card: ModelCard, architecture: str) -> None:
         why = (
             f"its card has no {', '.join(HEADS)}: what it keeps of the past are not keys and values of heads"
         )
+    elif not card.has(POSITIONS) and not card.section("text_config").has(POSITIONS):
+        why = f"its card has none of {', '.join(POSITIONS)}"
     elif card.has("quantization_config") or card.section("text_config").has("quantization_config"):
         why = "its checkpoint is quantized, and what is quantized is read into Quintet's own layers alone"
     if why is not None:

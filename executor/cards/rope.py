@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from quintet.executor.cards.card import Key, ModelCard
 
 KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "factors")
+"""What cards say. `RopeSpec` has one besides, ``stairs``, which is Qwen 1's own."""
 _ALIASES = {"su": "longrope", "mrope": "default"}
 """What the first cards of a kind called it; positions in pictures, which are as elsewhere where there is only text."""
 
@@ -50,7 +51,7 @@ class RopeSpec:
     @property
     def depends_on_length(self) -> bool:
         """Whether a token's rotation depends on more than its position."""
-        return self.kind in {"dynamic", "longrope"}
+        return self.kind in {"dynamic", "longrope", "stairs"}
 
     @property
     def fixed_len(self) -> int | None:

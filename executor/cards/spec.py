@@ -98,11 +98,13 @@ class QkNormOver(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Temperature:
-    """Queries of far positions are scaled up: times ``1 + growth * log(1 + (position + shift) // period)`` (Llama 4)."""
+    """Queries of far positions are scaled up, times ``1 + growth * log(1 + (position + shift) / period)`` where that is more than
+    1. Of periods only whole ones count (Llama 4), or parts too (Qwen 1)."""
 
     growth: float
     period: int
     shift: int = 0
+    whole: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,9 +51,9 @@ class StepRows:
     Of one group, as kernels read it: int32[max_num_seqs, max_blocks]."""
     block_size: int
     """Tokens per block."""
-    lengths: torch.Tensor | None = None
-    """int32[num_tokens]: the longer of the row's prompt and the token's position plus one, which some rotations depend on;
-    see `quintet.executor.layers.rope`. Padding: 0."""
+    prompts: torch.Tensor | None = None
+    """int32[num_tokens]: how long the prompt of the token's row is, which some rotations depend on; see
+    `quintet.executor.layers.rope`. Padding: 0."""
     kv_rows: torch.Tensor | None = None
     """int32[groups, num_tokens]: where the token's KV stands in the group's layers, ``block * block_size + row of the block``.
     Padding: -1. Of one group: int32[num_tokens]."""

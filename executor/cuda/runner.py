@@ -230,14 +230,14 @@ class _Rotations:
         positions, found = rows.positions.clamp(min=0), []
         for rope, table in zip(self._ropes, self._tables, strict=True):
             if table is None:
-                assert rows.lengths is not None
-                found.append(self._cos_sin(rope, positions, rows.lengths))
+                assert rows.prompts is not None
+                found.append(self._cos_sin(rope, positions, rows.prompts))
             else:
                 found.append((table[0].index_select(0, positions), table[1].index_select(0, positions)))
         return found
 
     def _cos_sin(
-        self, rope: Rope, positions: torch.Tensor, lengths: torch.Tensor | None
+        self, rope: Rope, positions: torch.Tensor, prompts: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        cos, sin = rope.cos_sin(positions, lengths, self._dtype)
+        cos, sin = rope.cos_sin(positions, prompts, self._dtype)
         return cos.squeeze(1), sin.squeeze(1)

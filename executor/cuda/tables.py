@@ -68,7 +68,7 @@ class StepMemory:
         """Return the rows of a step of these padded sizes. Whatever a smaller or larger step had there is lost."""
         self._check(num_rows, num_tokens)
         slots, starts, counts = (self._rows[i, :num_rows] for i in range(3))
-        token_ids, positions, token_rows, lengths = (self._tokens[i, :num_tokens] for i in range(4))
+        token_ids, positions, token_rows, prompts = (self._tokens[i, :num_tokens] for i in range(4))
         return StepRows(
             num_rows=num_rows,
             num_tokens=num_tokens,
@@ -82,7 +82,7 @@ class StepMemory:
             token_rows=token_rows,
             block_table=self.tables.block_table,
             block_size=self.tables.kv.block_size,
-            lengths=lengths,
+            prompts=prompts,
             kv_rows=self._kv_rows[:, :num_tokens],
         )
 

@@ -9,10 +9,13 @@ Every kind of scaling that transformers knows is here, written from its paper or
 - ``longrope``: Ding et al., "LongRoPE: extending LLM context window beyond 2 million tokens", 2024;
 - ``factors``: what each frequency is divided by, as GGUF files have the rule of Llama 3.1 worked out.
 
+And one that transformers does not know, ``stairs``: Qwen 1's (Bai et al., "Qwen technical report", 2023, section 2.3): NTK-aware
+scaling by 1, 3, 7, 15, … for prompts of up to one, two, four, eight times the trained length.
+
 ``dynamic`` and ``longrope`` depend on "the length in use". transformers takes the longest of the batch at that step, so
 that a token's rotation would depend on its neighbours and on how a prompt was cut into chunks. Here the length of a
 token is the longer of its prompt and its own position plus one: what transformers does for a request alone, whatever
-the batch.
+the batch. ``stairs`` depends on the prompt alone, as its publisher's own code keeps the scale that it began with.
 """
 
 from __future__ import annotations
@@ -36,31 +39,37 @@ class Rope:
             self._long_frequencies = _scaled_by(spec, spec.long_factor).to(device)
 
     def cos_sin(
-        self, positions: torch.Tensor, lengths: torch.Tensor | None, dtype: torch.dtype
+        self, positions: torch.Tensor, prompts: torch.Tensor | None, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines ``[num_tokens, 1, rotary_dim]``.
 
-        positions: ``[num_tokens]``; lengths: ``[num_tokens]``, the length each token was computed for, needed where
+        positions: ``[num_tokens]``; prompts: ``[num_tokens]``, the length of each token's prompt, needed where
         `RopeSpec.depends_on_length`.
         """
         frequencies = self._frequencies
-        if lengths is not None and self.spec.depends_on_length:
-            frequencies = self._by_length(lengths)  # [num_tokens, rotary_dim / 2]
+        if prompts is not None and self.spec.depends_on_length:
+            frequencies = self._by_length(positions, prompts)  # [num_tokens, rotary_dim / 2]
         angles = positions.float().unsqueeze(1) * frequencies
         angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
         return (angles.cos() * self._scale).to(dtype), (angles.sin() * self._scale).to(dtype)
 
-    def _by_length(self, lengths: torch.Tensor) -> torch.Tensor:
+    def _by_length(self, positions: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
         spec = self.spec
+        if spec.kind == "stairs":
+            doublings = torch.log2(prompts.double() / spec.original_positions).ceil().clamp(min=0)
+            return self._stretched(2.0 ** (doublings + 1) - 1)
+        lengths = torch.maximum(prompts, positions + 1)
         if self._long_frequencies is not None:
             is_long = (lengths > spec.original_positions).unsqueeze(1)
             return torch.where(is_long, self._long_frequencies, self._frequencies)
-        factor, dim = _factor(spec), spec.rotary_dim
-        stretch = lengths.clamp(min=spec.max_positions).double() * (factor / spec.max_positions) - (
-            factor - 1
-        )
-        bases = spec.theta * stretch ** (dim / (dim - 2))
-        return (1.0 / bases.unsqueeze(1) ** _exponents(dim, lengths.device).double()).float()
+        factor, most = _factor(spec), spec.max_positions
+        return self._stretched(lengths.clamp(min=most).double() * (factor / most) - (factor - 1))
+
+    def _stretched(self, stretch: torch.Tensor) -> torch.Tensor:
+        """Return the frequencies of each token's own base, NTK-aware; stretch: float64 ``[num_tokens]``."""
+        dim = self.spec.rotary_dim
+        bases = self.spec.theta * stretch ** (dim / (dim - 2))
+        return (1.0 / bases.unsqueeze(1) ** _exponents(dim, stretch.device).double()).float()
 
 
 def _exponents(dim: int, device: torch.device | None = None) -> torch.Tensor:

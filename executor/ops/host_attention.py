@@ -36,7 +36,7 @@ class CAttention(ctypes.Structure):
         ("norms_behind", _SIZE),
         *((name, _FLOAT) for name in ("scale", "softcap", "eps", "norm_offset", "growth")),
         *((name, _INT) for name in ("dtype", "kv_dtype")),
-        *((name, _SIZE) for name in ("period", "shift", "values_in_keys")),
+        *((name, _SIZE) for name in ("period", "shift", "in_parts", "values_in_keys")),
     )
 
 
@@ -179,6 +179,7 @@ def c_attention(layer: AttentionLayer, dtype: torch.dtype, kv_code: int, block_s
         kv_dtype=kv_code,
         period=1 if temperature is None else temperature.period,
         shift=0 if temperature is None else temperature.shift,
+        in_parts=temperature is not None and not temperature.whole,
         values_in_keys=layer.values_in_keys,
     )
 

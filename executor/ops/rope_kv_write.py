@@ -36,8 +36,9 @@ def rope(
 
 def temperatures(temperature: Temperature, positions: torch.Tensor) -> torch.Tensor:
     """Return the fp32 factor of a query at each of ``positions``."""
-    periods = (positions + temperature.shift) // temperature.period
-    return 1.0 + temperature.growth * torch.log1p(periods.float())
+    shifted = positions + temperature.shift
+    periods = shifted // temperature.period if temperature.whole else shifted / temperature.period
+    return 1.0 + temperature.growth * torch.log1p(periods.float().clamp(min=0))
 
 
 def rope_kv_write(

@@ -241,8 +241,8 @@ class _Rotation:
         """See `Rotations.fill`."""
         if self._by_token:
             owners, positions = ranges(rows.starts, rows.counts)
-            lengths = np.maximum(tables.num_prompt_tokens[rows.slots[owners]], positions + 1)
-            self._use(torch.from_numpy(positions), torch.from_numpy(lengths))
+            prompts = tables.num_prompt_tokens[rows.slots[owners]]
+            self._use(torch.from_numpy(positions), torch.from_numpy(prompts))
         elif length > self._num_positions:
             self._grow(min(max(length, 2 * self._num_positions), self._max_positions))
 
@@ -250,8 +250,8 @@ class _Rotation:
         self._use(torch.arange(num_positions), None)
         self._num_positions = num_positions
 
-    def _use(self, positions: torch.Tensor, lengths: torch.Tensor | None) -> None:
-        self._cosines, self._sines = self._rope.cos_sin(positions, lengths, self._dtype)
+    def _use(self, positions: torch.Tensor, prompts: torch.Tensor | None) -> None:
+        self._cosines, self._sines = self._rope.cos_sin(positions, prompts, self._dtype)
         self._described.cosines, self._described.sines = self._cosines.data_ptr(), self._sines.data_ptr()
 
 

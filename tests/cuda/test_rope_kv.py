@@ -221,6 +221,7 @@ UNUSUAL = {
     "the tail": (72, 10, 40, Turn(rotary_first=62)),
     "the tail, neighbours": (576, 64, 512, Turn(rotary_first=512, interleaved=True)),
     "growing": (64, 32, 64, Turn(temperature=Temperature(0.5, 50, 1))),
+    "growing in parts": (64, 32, 64, Turn(temperature=Temperature(0.5, 50, -30, whole=False))),
     "growing without rotation": (64, 0, 64, Turn(temperature=Temperature(0.5, 50, 1))),
     "values of another width": (48, 48, 80, Turn()),
     "no rotation": (80, 0, 80, Turn()),

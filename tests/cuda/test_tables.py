@@ -127,7 +127,7 @@ class World:
         batch = self.builder.build(expected, self.host)
         check(rows.token_ids, batch.token_ids, 0, num_tokens)
         check(rows.positions, batch.positions, -1, num_tokens)
-        check(rows.lengths, batch.lengths, 0, num_tokens)
+        check(rows.prompts, batch.prompts, 0, num_tokens)
         assert rows.kv_rows is not None
         for kv_rows, blocks in zip(rows.kv_rows, batch.blocks, strict=True):
             check(kv_rows, blocks * BLOCK_SIZE + batch.offsets, -1, num_tokens)

@@ -74,6 +74,8 @@ def test_cards_of_models_without_keys_and_values(tmp_path: Path) -> None:
     said = complaint(write_model(tmp_path / "b", **STRANGER, num_attention_heads=None))
     assert "has no num_attention_heads, n_head, n_heads" in said
     assert "LlamoForCausalLM is none of Quintet's own models (the nearest that is: Llam" in said
+    said = complaint(write_model(tmp_path / "d", **STRANGER, max_position_embeddings=None))
+    assert "(the nearest that is: Llam" in said and "its card has none of max_position_embeddings" in said
     known = write_model(tmp_path / "c", is_encoder_decoder=True)
     said = complaint(known, model_impl="transformers")
     assert "LlamaForCausalLM is one of Quintet's own models, and cannot run through transformers" in said

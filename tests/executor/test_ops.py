@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,14 @@ def test_rope_rotates_pairs_and_passes_the_rest(rotary_dim: int) -> None:
 def test_temperature_rises_once_a_period() -> None:
     factors = temperatures(Temperature(0.5, 10, 1), torch.tensor([0, 8, 9, 18, 19, 999]))
     torch.testing.assert_close(factors, 1 + 0.5 * torch.log(torch.tensor([1.0, 1, 2, 2, 3, 101])))
+
+
+def test_temperature_rises_all_the_time_where_parts_of_periods_count() -> None:
+    """The logarithm, to the base of 64, of how many tokens a query sees, from 64 on."""
+    factors = temperatures(
+        Temperature(1 / math.log(64), 64, -63, whole=False), torch.tensor([0, 63, 64, 4095])
+    )
+    torch.testing.assert_close(factors, torch.tensor([1.0, 1.0, math.log(65, 64), 2.0]))
 
 
 @pytest.mark.parametrize("first", [0, 3])

@@ -213,7 +213,7 @@ def test_baichuan_by_its_size() -> None:
     assert spec.layers[0].mixer.rope is not None and spec.layers[0].mixer.alibi == ()
 
 
-def test_qwen_1_stops_where_its_own_stretching_begins() -> None:
+def test_qwen_1_reaches_as_far_as_its_own_stretching() -> None:
     card = {
         "hidden_size": 4096,
         "intermediate_size": 22016,
@@ -231,11 +231,16 @@ def test_qwen_1_stops_where_its_own_stretching_begins() -> None:
         "vocab_size": 151936,
     }
     spec = read("QWenLMHeadModel", card)
-    assert (spec.reach, spec.layers[0].mixer.qkv_bias, spec.layers[0].mixer.output_bias) == (
+    mixer = spec.layers[0].mixer
+    assert (mixer.qkv_bias, mixer.output_bias, spec.reach, spec.fixed_rope_len) == (True, False, 32768, 8192)
+    assert mixer.rope is not None and mixer.rope.kind == "stairs"
+    assert mixer.temperature is not None and (mixer.temperature.period, mixer.temperature.shift) == (
         8192,
-        True,
-        False,
+        -8191,
     )
+    for change in ({"use_dynamic_ntk": False}, {"max_position_embeddings": 8192}):
+        within = read("QWenLMHeadModel", card | change)
+        assert (within.reach, within.fixed_rope_len, within.layers[0].mixer.temperature) == (8192, None, None)
     assert 7.6e9 < spec.num_parameters < 7.8e9
 
 

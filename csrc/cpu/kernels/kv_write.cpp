@@ -90,11 +90,13 @@ void turn(const AttentionLayer& layer, const Element* x, const void* weight, con
   std::memset(y + width, 0, (padded - width) * sizeof(Element));
 }
 
-// Queries of the token at `position` by what grows with it (Llama 4's temperature), rounded once more.
+// Queries of the token at `position` by what grows with it (Llama 4's temperature, Qwen 1's logarithm), rounded once more.
 template <class Element>
 void grow(const AttentionLayer& layer, index_t position, index_t count, Element* q) {
-  const index_t periods = (position + layer.shift) / layer.period;
-  const f32v factor = all(1.0f + layer.growth * __builtin_log1pf(float(periods)));
+  const index_t shifted = position + layer.shift;
+  if (shifted <= 0) return;
+  const float periods = layer.in_parts ? float(shifted) / float(layer.period) : float(shifted / layer.period);
+  const f32v factor = all(1.0f + layer.growth * __builtin_log1pf(periods));
   for (index_t i = 0; i < count; i += kLanes) store(q + i, load(q + i) * factor);
 }
 

@@ -4,6 +4,7 @@ EXAONE 3, ChatGLM, Tele-FLM.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from quintet.executor.cards.card import ModelCard
@@ -28,7 +29,7 @@ from quintet.executor.cards.families.shape import (
 from quintet.executor.cards.family import Family
 from quintet.executor.cards.names import Names
 from quintet.executor.cards.rope import MAX_POSITIONS, rope_spec
-from quintet.executor.cards.spec import DecoderSpec, MlpLayout, NormKind, NormSpec, QkvLayout
+from quintet.executor.cards.spec import DecoderSpec, MlpLayout, NormKind, NormSpec, QkvLayout, Temperature
 
 _QWEN1 = Names(
     prefix="transformer.",
@@ -120,7 +121,7 @@ def internlm2(card: ModelCard) -> DecoderSpec:
 
 
 def qwen1(card: ModelCard) -> DecoderSpec:
-    """Qwen 1, up to its ``seq_length``: beyond, its own stretching of the rotation and of the queries begins."""
+    """Qwen 1. Beyond ``seq_length``, where its training ended, rotations are stretched and queries grow, if the card says so."""
     biased, norm = not card.flag("no_bias", True), rms(card)
     dim = card.whole("kv_channels", 1, MAX_HEAD_DIM, 128)
     mixer = attention(
@@ -131,11 +132,19 @@ def qwen1(card: ModelCard) -> DecoderSpec:
         output_bias=biased,
         layout=QkvLayout.STACKED,
     )
+    trained = card.whole("seq_length", 2, MAX_POSITIONS, 8192)
+    reach = max_positions(card, trained)
+    if reach > trained and mixer.rope is not None and dim >= 4 and card.flag("use_dynamic_ntk", True):
+        mixer = replace(mixer, rope=replace(mixer.rope, kind="stairs", original_positions=trained))
+        if card.flag("use_logn_attn", True):
+            growing = Temperature(1 / math.log(trained), trained, 1 - trained, whole=False)
+            mixer = replace(mixer, temperature=growing)
+    else:
+        reach = min(trained, reach)
     width = card.whole("intermediate_size", 2, MAX_WIDTH) // 2
     mlp = replace(gated(card, biased=biased), width=width)
     layers = (pre_norm(norm, mixer, mlp),) * num_layers(card)
-    reach = card.whole("seq_length", 1, MAX_POSITIONS, 8192)
-    return decoder(card, layers, norm, names=_QWEN1, reach=min(reach, max_positions(card, reach)))
+    return decoder(card, layers, norm, names=_QWEN1, reach=reach)
 
 
 def exaone(card: ModelCard) -> DecoderSpec:

@@ -41,7 +41,7 @@ _PLAIN_KERNELS = {
     (dtype, is_fp8): Kernel(
         "rope_kv_plain",
         f"rope_kv_plain_{suffix}{'_fp8kv' if is_fp8 else ''}",
-        "plplplpppppffppppiiiiiiilifii",
+        "plplplpppppffppppiiiiiiilifiii",
     )
     for dtype, suffix in SUFFIXES.items()
     for is_fp8 in (False, True)
@@ -170,7 +170,7 @@ def rope_kv(
             *(*heads, cos, sin, *norms, turn.norm_offset, keys, values, rows.kv_rows, rows.positions),
             *(num_heads, num_kv_heads, head_dim, value_dim),
             *(rotary_dim, turn.rotary_first, int(turn.interleaved), keys.stride(0), rows.block_size),
-            *(grown.growth, grown.period, grown.shift),
+            *(grown.growth, grown.period, grown.shift, int(not grown.whole)),
         ),
     )
     return out

@@ -220,7 +220,7 @@ def apply_plan(
         raise ValueError(
             f"staging: expected contiguous int32[words], got {staging.dtype}{list(staging.shape)}"
         )
-    if rows.lengths is None or rows.kv_rows is None or rows.kv_rows.ndim != 2:
+    if rows.prompts is None or rows.kv_rows is None or rows.kv_rows.ndim != 2:
         raise ValueError(
             "rows: expected lengths, int32[num_tokens], and kv_rows, int32[groups, num_tokens], as StepMemory gives them"
         )
@@ -232,7 +232,7 @@ def apply_plan(
     )
     outputs: tuple[Argument, ...] = (
         *(rows.slots, rows.starts, rows.counts, rows.offsets, rows.num_rows),
-        *(rows.token_ids, rows.positions, rows.token_rows, rows.lengths),
+        *(rows.token_ids, rows.positions, rows.token_rows, rows.prompts),
         *(rows.kv_rows, rows.kv_rows.stride(0), rows.num_tokens),
         *(sampled.slots, sampled.positions, sampled.tokens, sampled.num_rows),
     )

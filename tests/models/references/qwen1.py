@@ -1,13 +1,14 @@
 """Qwen 1 ("Qwen technical report", 2023, section 2): GPT-2's tensor names around Llama's layer.
 
 ``c_attn`` holds queries, keys and values, with a bias; the feed-forward is ``w1(x) * silu(w2(x))``, half of
-``intermediate_size`` wide. Beyond ``seq_length`` two more rules begin (section 3.1), and this decoder stops there: with
-``use_dynamic_ntk`` the base of the rotation grows with the length, and with ``use_logn_attn`` queries are scaled by the logarithm
-of their position.
+``intermediate_size`` wide. Beyond ``seq_length`` two more rules begin (section 2.3): with ``use_dynamic_ntk`` the base of the
+rotation grows with the prompt, and stays what it was while tokens are drawn; with ``use_logn_attn`` queries are scaled by the
+logarithm, to the base of ``seq_length``, of how many tokens they see.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 
 
 class Qwen1(PlainDecoder):
-    """By its card, for sequences up to its ``seq_length``."""
+    """By its card."""
 
     def __init__(self, card: Mapping[str, Any]) -> None:
         super().__init__()
@@ -32,19 +33,31 @@ class Qwen1(PlainDecoder):
         )
         self.lm_head = nn.Linear(hidden, card["vocab_size"], bias=False)
 
-    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        assert len(token_ids) <= self.card["seq_length"]
+    def forward(self, token_ids: torch.Tensor, num_prompt: int | None = None) -> torch.Tensor:
+        """num_prompt: how many of them are the prompt; None: all."""
+        base = self._base(len(token_ids) if num_prompt is None else num_prompt)
         x = self.transformer["wte"](token_ids)
         for layer in self.transformer["h"]:
-            x = x + self._attended(layer["attn"], layer["ln_1"](x))
+            x = x + self._attended(layer["attn"], layer["ln_1"](x), base)
             normed, mlp = layer["ln_2"](x), layer["mlp"]
             x = x + mlp["c_proj"](mlp["w1"](normed) * nn.functional.silu(mlp["w2"](normed)))
         return self.lm_head(self.transformer["ln_f"](x))
 
-    def _attended(self, parts: nn.ModuleDict, x: torch.Tensor) -> torch.Tensor:
-        heads, base = self.card["num_attention_heads"], self.card["rotary_emb_base"]
+    def _base(self, num_prompt: int) -> float:
+        base, dim, times = self.card["rotary_emb_base"], self.card["kv_channels"], 1
+        if self.card["use_dynamic_ntk"]:
+            while num_prompt > (times + 1) // 2 * self.card["seq_length"]:
+                times = 2 * times + 1
+        return float(base * times ** (dim / (dim - 2)))
+
+    def _attended(self, parts: nn.ModuleDict, x: torch.Tensor, base: float) -> torch.Tensor:
+        heads, trained = self.card["num_attention_heads"], self.card["seq_length"]
         query, key, value = (each.reshape(len(x), heads, -1) for each in parts["c_attn"](x).chunk(3, dim=-1))
-        return parts["c_proj"](attention(rotated(query, base), rotated(key, base), value))
+        query = rotated(query, base)
+        if self.card["use_logn_attn"]:
+            grown = [max(1.0, math.log(seen, trained)) for seen in range(1, len(x) + 1)]
+            query = query * torch.tensor(grown)[:, None, None]
+        return parts["c_proj"](attention(query, rotated(key, base), value))
 
 
 def _layer(card: Mapping[str, Any]) -> nn.ModuleDict:

@@ -24,6 +24,26 @@ _7B = _CARD | {
 }
 _13B = _CARD | {"architectures": ["BaichuanForCausalLM"], "model_type": "baichuan", "model_max_length": 256}
 
+QWEN_1 = {
+    "architectures": ["QWenLMHeadModel"],
+    "model_type": "qwen",
+    "vocab_size": 211,
+    "hidden_size": 64,
+    "intermediate_size": 224,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "kv_channels": 16,
+    "layer_norm_epsilon": 1e-6,
+    "max_position_embeddings": 512,
+    "seq_length": 256,
+    "rotary_emb_base": 10000,
+    "rotary_pct": 1.0,
+    "no_bias": True,
+    "use_dynamic_ntk": True,
+    "use_logn_attn": True,
+    "tie_word_embeddings": False,
+}
+
 ROWS: dict[str, Row] = {
     "baichuan 7b": of_module(_7B, Baichuan),
     "baichuan 13b": of_module(_13B | {"hidden_size": 80, "num_attention_heads": 5}, Baichuan),
@@ -129,26 +149,5 @@ ROWS: dict[str, Row] = {
         },
         LlamaShaped,
     ),
-    "qwen 1": of_module(
-        {
-            "architectures": ["QWenLMHeadModel"],
-            "model_type": "qwen",
-            "vocab_size": 211,
-            "hidden_size": 64,
-            "intermediate_size": 224,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "kv_channels": 16,
-            "layer_norm_epsilon": 1e-6,
-            "max_position_embeddings": 512,
-            "seq_length": 256,
-            "rotary_emb_base": 10000,
-            "rotary_pct": 1.0,
-            "no_bias": True,
-            "use_dynamic_ntk": True,
-            "use_logn_attn": True,
-            "tie_word_embeddings": False,
-        },
-        Qwen1,
-    ),
+    "qwen 1": of_module(QWEN_1, Qwen1),
 }
