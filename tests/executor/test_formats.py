@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from tests.models import quantized
-from tests.models.quantized import Array, Tensors, Written
+from bench import quantized
+from bench.quantized import Array, Tensors, Written
 
 from quintet.executor.cards.card import ModelCard
 from quintet.executor.layers.linear import GatedActivation, Linear, Part

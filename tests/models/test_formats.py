@@ -10,10 +10,11 @@ from typing import Any, get_args
 import pytest
 import torch
 import transformers
+from bench import quantized
+from bench.quantized import Written
 from safetensors.torch import load_file, save_file
-from tests.models import quantized
 from tests.models.equal import WAYS, Loaded, alone, in_every_way, load, logits_of, one_torch_thread
-from tests.models.quantized import Written
+from tests.models.quantized import SETTINGS, write
 
 from quintet.deploy.cli import main
 from quintet.executor.cards.card import ModelCard
@@ -118,7 +119,7 @@ SOME_WAYS = {name: WAYS[name] for name in ("together", "chunks, prefix hits")}
 
 def compare(folder: Path, written: Written, config: transformers.PretrainedConfig | None = None) -> Loaded:
     """See that both checkpoints say the same, and that the quantized one says it in every way with the same bits."""
-    ours, plain = quantized.write(folder, written, config)
+    ours, plain = write(folder, written, config)
     loaded = load(ours)
     assert loaded.config.executor.quantization == written.section["quant_method"]
     with one_torch_thread():
@@ -147,7 +148,7 @@ def test_and_so_is_each_variant(name: str, tmp_path: Path) -> None:
 
 
 EXPERTS = transformers.Qwen3MoeConfig(
-    **quantized.SETTINGS,  # type: ignore[arg-type]
+    **SETTINGS,  # type: ignore[arg-type]
     moe_intermediate_size=64,
     num_experts=6,
     num_experts_per_tok=2,
@@ -156,15 +157,15 @@ EXPERTS = transformers.Qwen3MoeConfig(
 
 
 LATENT = transformers.DeepseekV3Config(
-    **quantized.SETTINGS | {"num_key_value_heads": 4, "first_k_dense_replace": 2},  # type: ignore[arg-type]
+    **SETTINGS | {"num_key_value_heads": 4, "first_k_dense_replace": 2},  # type: ignore[arg-type]
     q_lora_rank=64,
     kv_lora_rank=64,
     qk_nope_head_dim=32,
     qk_rope_head_dim=16,
     v_head_dim=32,
 )
-FUSED = transformers.Phi3Config(**quantized.SETTINGS)  # type: ignore[arg-type]
-BIASED = transformers.Qwen2Config(**quantized.SETTINGS, tie_word_embeddings=True)  # type: ignore[arg-type]
+FUSED = transformers.Phi3Config(**SETTINGS)  # type: ignore[arg-type]
+BIASED = transformers.Qwen2Config(**SETTINGS, tie_word_embeddings=True)  # type: ignore[arg-type]
 KINDS = {
     "experts": (EXPERTS, ("gptq", "awq")),
     "latent": (LATENT, ("fp8", "compressed-tensors")),
@@ -182,14 +183,14 @@ def test_layers_of_other_kinds_are_read(kind: str, name: str, tmp_path: Path) ->
 @pytest.mark.whole
 def test_an_output_layer_may_be_quantized_too(tmp_path: Path) -> None:
     written = quantized.gptq(4, 64, symmetric=True, output_layer=True)
-    settings: dict[str, Any] = quantized.SETTINGS | {"vocab_size": 216}  # whole words of codes
+    settings: dict[str, Any] = SETTINGS | {"vocab_size": 216}  # whole words of codes
     compare(tmp_path, written, transformers.LlamaConfig(**settings))
 
 
 def test_plan_names_the_format_and_counts_its_bytes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ours, plain = quantized.write(tmp_path, FORMATS["gptq"])
+    ours, plain = write(tmp_path, FORMATS["gptq"])
     plans = []
     for folder in (ours, plain):
         assert main(["plan", str(folder), "--device", "cpu", "--json"]) == 0
@@ -242,10 +243,22 @@ def test_whatever_a_configuration_says_is_read_or_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_dummy_weights_need_no_checkpoint(name: str, tmp_path: Path) -> None:
-    ours, _ = quantized.write(tmp_path, FORMATS[name])
-    (ours / "model.safetensors").unlink()
+    ours, _ = write(tmp_path, FORMATS[name])
+    check_dummies(ours)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("kind", ["experts", "latent", "fused"])
+def test_so_do_dummies_of_other_kinds(kind: str, tmp_path: Path) -> None:
+    ours, _ = write(tmp_path, FORMATS["gptq"], KINDS[kind][0])
+    check_dummies(ours)
+
+
+def check_dummies(folder: Path) -> None:
+    """See that the model says something without its weights."""
+    (folder / "model.safetensors").unlink(missing_ok=True)
     with one_torch_thread():
-        outcome = alone(load(ours, load_format="dummy"), PROMPTS[:1])
+        outcome = alone(load(folder, load_format="dummy"), PROMPTS[:1])
     assert torch.isfinite(logits_of(outcome, 0, len(PROMPTS[0]))).all()
 
 
@@ -258,7 +271,7 @@ def test_the_packed_cache_keeps_them(tmp_path: Path, monkeypatch: pytest.MonkeyP
         fill(self, *arguments)
 
     monkeypatch.setattr(PackedWeight, "fill_codes", counting)
-    ours, _ = quantized.write(tmp_path, FORMATS["gptq"])
+    ours, _ = write(tmp_path, FORMATS["gptq"])
     first = alone(load(ours, packed_cache=str(tmp_path / "cache")), PROMPTS)
     assert filled
     filled.clear()
@@ -280,7 +293,7 @@ def change(folder: Path, change_card: dict[str, Any], tensors: dict[str, torch.T
 
 
 def test_what_a_checkpoint_and_the_flag_say_must_agree(tmp_path: Path) -> None:
-    ours, plain = quantized.write(tmp_path, FORMATS["gptq"])
+    ours, plain = write(tmp_path, FORMATS["gptq"])
     load(ours, quantization="gptq")
     with pytest.raises(ConfigError, match=r"--quantization int8, but .*gptq: 4 bits, groups of 64"):
         load(ours, quantization="int8")
@@ -295,7 +308,7 @@ def test_what_a_checkpoint_and_the_flag_say_must_agree(tmp_path: Path) -> None:
 
 
 def test_older_tools_wrote_a_file_of_its_own(tmp_path: Path) -> None:
-    ours, _ = quantized.write(tmp_path, FORMATS["gptq"])
+    ours, _ = write(tmp_path, FORMATS["gptq"])
     card = json.loads((ours / "config.json").read_bytes())
     section = card.pop("quantization_config")
     section.pop("quant_method")
@@ -335,7 +348,7 @@ LAYER = "model.layers.1.mlp.down_proj"
 def test_what_does_not_load_is_one_line(
     card: dict[str, Any], tensors: dict[str, torch.Tensor | None], words: str, tmp_path: Path
 ) -> None:
-    ours, _ = quantized.write(tmp_path, FORMATS["gptq"])
+    ours, _ = write(tmp_path, FORMATS["gptq"])
     change(ours, card, tensors)
     with pytest.raises(ConfigError, match=words) as caught:
         load(ours)
@@ -412,6 +425,6 @@ def test_every_format_may_be_named_by_the_flag() -> None:
 
 
 def test_a_bias_of_zeros_is_none(tmp_path: Path) -> None:
-    ours, _ = quantized.write(tmp_path, FORMATS["gptq"])
+    ours, _ = write(tmp_path, FORMATS["gptq"])
     change(ours, {}, {f"{LAYER}.bias": torch.zeros(128)})
     load(ours)
