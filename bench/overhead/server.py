@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -57,8 +58,13 @@ class Server:
 
 
 @contextmanager
-def serve(model: Path | str | None, flags: Sequence[str] = ()) -> Iterator[Server]:
-    """Run a server on a free port until the block ends; None is the model that ships with Quintet."""
+def serve(
+    model: Path | str | None, flags: Sequence[str] = (), checkout: Path | None = None
+) -> Iterator[Server]:
+    """Run a server on a free port until the block ends; no model: the one that ships with Quintet.
+
+    checkout: whose server, where that is not the installed one.
+    """
     process = subprocess.Popen(
         [
             sys.executable,
@@ -75,6 +81,7 @@ def serve(model: Path | str | None, flags: Sequence[str] = ()) -> Iterator[Serve
         ],
         stdout=subprocess.PIPE,
         text=True,
+        env=None if checkout is None else os.environ | {"PYTHONPATH": str(checkout / "src")},
     )
     assert process.stdout is not None
     try:

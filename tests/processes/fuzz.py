@@ -32,6 +32,7 @@ def main(program: str, *flags: str) -> int:
         "--api-key",
         KEY,
         "--enable-tokenizer-info-endpoint",
+        "--enable-prompt-embeds",
     ) as server:
         command = [
             program, "run", server.url + "/openapi.json", "-H", f"x-api-key: {KEY}", "--checks", ",".join(CHECKS),

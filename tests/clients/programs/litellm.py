@@ -81,7 +81,7 @@ response = litellm.responses(
     api_key="unused",
     max_output_tokens=24,
 )
-assert response.usage.output_tokens == 24
+assert 0 < response.usage.output_tokens <= 24  # drawn, so it may end before
 for wrong, error in (
     ({"max_tokens": 10**9}, litellm.ContextWindowExceededError),
     ({"temperature": -1}, litellm.BadRequestError),
