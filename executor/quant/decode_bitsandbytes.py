@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from quintet.executor.quant.decode import Coded
+from quintet.executor.quant.formats.bitsandbytes import TABLES
 from quintet.executor.quant.formats.scheme import Scheme
 from quintet.wire.errors import ConfigError
 
@@ -31,13 +32,17 @@ def decode(scheme: Scheme, tensors: Mapping[str, torch.Tensor], depth: int, begi
             tensors["weight.nested_quant_map"][absmax.int()] * tensors["weight.nested_absmax"][of_block]
             + offset
         )
+    known = torch.tensor(TABLES[scheme.table])
+    table = tensors.get("weight.quant_map", known)  # dummy weights have none
+    if not torch.allclose(table.float(), known, rtol=0, atol=1e-6):
+        raise ConfigError(f"its weight.quant_map is not the table of {scheme.table}: download it again")
     return Coded(
         codes,
         absmax.float().view(end - begin, groups),
         None,
         0,
         scheme.group,
-        table=tensors["weight.quant_map"].float(),
+        table=known,
     )
 
 

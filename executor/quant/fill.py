@@ -22,6 +22,9 @@ GROUPS = (128, 64, 32, 16)
 
 FP4 = {32: WeightFormat.MXFP4, 16: WeightFormat.NVFP4}
 """By inputs that share a scale."""
+TABLES = {"nf4": WeightFormat.NF4, "fp4": WeightFormat.FP4}
+ALONE = {WeightFormat.FP8, *FP4.values(), *TABLES.values()}
+"""What nothing else is widened to."""
 
 
 def numbers_of(schemes: Sequence[Scheme | None], dtype: torch.dtype) -> Numbers:
@@ -32,11 +35,11 @@ def numbers_of(schemes: Sequence[Scheme | None], dtype: torch.dtype) -> Numbers:
     each = {None if scheme is None else _exact(scheme) for scheme in schemes}
     known = [numbers for numbers in each if numbers is not None]
     formats = {numbers.weight_format for numbers in known}
-    if len(each) == 1 and formats <= set(FP4.values()):
+    if len(each) == 1 and formats <= ALONE:
         return known[0] if known else Numbers(FLOAT_FORMATS[dtype])
     orders = {scheme is not None and scheme.order is not None for scheme in schemes}
     activations = {numbers.int8_activations for numbers in known}
-    if len(known) < len(each) or formats & set(FP4.values()) or len(orders) > 1 or len(activations) > 1:
+    if len(known) < len(each) or formats & ALONE or len(orders) > 1 or len(activations) > 1:
         return Numbers(FLOAT_FORMATS[dtype])
     eight = any(each in (WeightFormat.INT8, WeightFormat.INT8_ZEROS) for each in formats)
     zeros = any(each.has_zeros for each in formats)
@@ -57,6 +60,9 @@ def _exact(scheme: Scheme) -> Numbers | None:
     if scheme.is_fp4:
         has_factor = scheme.global_scale is not None
         return Numbers(FP4[scheme.group]) if scheme.group == (16 if has_factor else 32) else None
+    if scheme.table or scheme.weight_kind == "F8_E4M3":
+        group = next((each for each in GROUPS if scheme.group % each == 0), 0)
+        return Numbers(TABLES.get(scheme.table, WeightFormat.FP8), group) if group else None
     if scheme.bits is None:
         return None
     zeros = scheme.has_int8_zeros or (scheme.zeros is not None and scheme.all_zeros is None)
@@ -86,7 +92,9 @@ def fill(packed: PackedWeight, rows: Rows, first_column: int) -> None:
         packed.fill(floats if floats.dtype in FLOAT_CODES else floats.float(), first_column)
         return
     try:
-        if rows.scale_bytes is not None:
+        if packed.format.is_coded_float:
+            packed.fill_codes(rows.codes.view(torch.uint8), rows.scales, None, first_column, rows.group)
+        elif rows.scale_bytes is not None:
             _fill_fp4(packed, rows, first_column)
         else:
             _fill_integers(packed, rows, first_column)

@@ -14,9 +14,12 @@ from quintet.executor.cards.card import ModelCard
 from quintet.executor.layers.linear import GatedActivation, Linear, Part
 from quintet.executor.ops.host_linear import WeightFormat, linear_library
 from quintet.executor.quant import source
+from quintet.executor.quant.fill import numbers_of
 from quintet.executor.quant.formats.registry import recognise
+from quintet.executor.quant.formats.scheme import StoredLayer
 from quintet.executor.quant.method import Quantization
 from quintet.executor.quant.none import Unquantized
+from quintet.executor.quant.numbers import Numbers
 from quintet.executor.quant.stored import StoredQuantization
 from quintet.executor.weights.header import Entry
 from quintet.executor.weights.mapped import DTYPES
@@ -99,6 +102,9 @@ KEPT: dict[str, tuple[Written, WeightFormat, int]] = {
         WeightFormat.NVFP4,
         0,
     ),
+    "fp8": (quantized.fp8(block=True), WeightFormat.FP8, 128),
+    "fp8, one scale": (quantized.fp8(block=False), WeightFormat.FP8, 128),
+    "fp8, of fbgemm": (quantized.fp8(block=False, method="fbgemm_fp8"), WeightFormat.FP8, 128),
     "bitsandbytes, int8": (quantized.bitsandbytes("int8"), WeightFormat.INT8, 0),
     "awq": (quantized.awq(32), WeightFormat.INT4_ZEROS, 32),
     "awq, gemv": (quantized.awq(32, "gemv"), WeightFormat.INT4_ZEROS, 32),
@@ -107,8 +113,9 @@ KEPT: dict[str, tuple[Written, WeightFormat, int]] = {
 
 ROUNDED = {
     "gptq, groups of 20": quantized.gptq(4, 20, symmetric=True),
-    "fp8": quantized.fp8(block=True),
-    "fp8, one scale": quantized.fp8(block=False),
+    "fp8 of another kind": Written(
+        {"quant_method": "fp8"}, quantized.eight_bit_floats("weight_scale", (1, 0), torch.float8_e5m2)
+    ),
 }
 """What is rounded to the model's numbers, as no kernel multiplies it."""
 
@@ -166,6 +173,14 @@ def test_packed_numbers_are_the_checkpoints(name: str, monkeypatch: pytest.Monke
     x = torch.from_numpy(noise(3, seed=4)).bfloat16()
     # Activations of 16 bits, and a rounding of the sums, of about 10, to bf16.
     torch.testing.assert_close(layer(x).float(), x.float() @ whole.t(), rtol=2**-7, atol=2**-5)
+
+
+@pytest.mark.parametrize(("kind", "kept"), [("nf4", WeightFormat.NF4), ("fp4", WeightFormat.FP4)])
+def test_tables_are_kept(kind: str, kept: WeightFormat) -> None:
+    found = recognise(ModelCard({"quantization_config": quantized.bitsandbytes(kind).section}, "config.json"))
+    assert found is not None
+    scheme = found.scheme(StoredLayer("q", 96, 128, False, None))
+    assert numbers_of([scheme, scheme], torch.bfloat16) == Numbers(kept, 64)
 
 
 @needs_kernels

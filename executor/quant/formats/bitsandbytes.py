@@ -20,6 +20,15 @@ from quintet.executor.weights.header import Entry
 from quintet.wire.config import Quantization
 from quintet.wire.errors import ConfigError
 
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022833234,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""Of QLoRA's appendix E."""
+_TWELFTHS = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
+TABLES = {"nf4": NF4, "fp4": tuple(sign * each / 12 for sign in (1, -1) for each in _TWELFTHS)}
+"""The numbers that codes stand for; a checkpoint has them as well."""
 USUAL_BLOCK = 64
 NESTED_BLOCK = 256
 
@@ -46,9 +55,8 @@ class BitsAndBytes:
         return f"bitsandbytes: {self.kind}, {'a scale for each row' if self.kind == 'int8' else 'a scale for each block'}"
 
     def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
-        """See `Format`: numbers of a table are rounded to the model's."""
-        growth = {"U8": 2 * dtype_bytes} if self.kind != "int8" else {}
-        return sum(entry.num_bytes * growth.get(entry.dtype, 1) for entry in contents.values())
+        """See `Format`."""
+        return sum(entry.num_bytes for entry in contents.values())
 
     def scheme(self, layer: StoredLayer) -> Scheme | None:
         """See `Format`."""
@@ -76,7 +84,8 @@ class BitsAndBytes:
             ]
         else:
             stored.append(Stored("weight.absmax", (blocks,), ("F32",)))
-        stored.append(Stored("weight.quant_map", (16,), ("F32",)))
+        if layer.contents is not None:
+            stored.append(Stored("weight.quant_map", (16,), ("F32",)))
         state = f"weight.quant_state.bitsandbytes__{self.kind}"
         described = layer.entry(state)
         if described is not None:
@@ -85,7 +94,7 @@ class BitsAndBytes:
             stored=tuple(stored),
             scale_kind="F32",
             group=count // blocks,
-            has_table=True,
+            table=self.kind,
             decoder="quintet.executor.quant.decode_bitsandbytes:decode",
         )
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from quintet.executor.cards.card import ModelCard
-from quintet.executor.quant.formats.floats import FP8, fp4_scheme, fp8_scheme
+from quintet.executor.quant.formats.floats import fp4_scheme, fp8_scheme
 from quintet.executor.quant.formats.modules import block_size, is_named, word_list
 from quintet.executor.quant.formats.scheme import (
     FLOATS,
@@ -23,7 +23,6 @@ from quintet.executor.quant.formats.scheme import (
     Scheme,
     Stored,
     StoredLayer,
-    total_bytes,
 )
 from quintet.executor.weights.header import Entry
 from quintet.wire.config import Quantization
@@ -106,18 +105,8 @@ class CompressedTensors:
         return f"compressed-tensors: {'; '.join(kinds)}"
 
     def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
-        """See `Format`: floats of 8 bits are rounded to the model's numbers, others kept."""
-        numbers = [group.numbers for group in self.groups]
-        growth = max(
-            8 * dtype_bytes / each.bits if each.is_float and each.bits == 8 else 1 for each in numbers
-        )
-        words = {"weight_packed": growth}
-        plain = sum(
-            entry.num_bytes * (growth - 1)
-            for name, entry in contents.items()
-            if entry.dtype in FP8 and name.endswith(".weight")
-        )
-        return total_bytes(contents, words) + int(plain)
+        """See `Format`."""
+        return sum(entry.num_bytes for entry in contents.values())
 
     def scheme(self, layer: StoredLayer) -> Scheme | None:
         """See `Format`."""

@@ -30,6 +30,7 @@ def fp8_scheme(
     stored_scale = Stored(scale, shape, kinds, _SMALL_EXPONENTS if exponents else None)
     return Scheme(
         stored=(Stored("weight", (layer.rows, layer.depth), FP8, _SMALL_FLOATS), stored_scale),
+        weight_kind=layer.kind("weight") or FP8[0],
         scale_kind=layer.kind(scale),
         group=group,
         row_group=row_group,

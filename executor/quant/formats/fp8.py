@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from quintet.executor.cards.card import ModelCard
-from quintet.executor.quant.formats.floats import FP8, fp8_scheme
+from quintet.executor.quant.formats.floats import fp8_scheme
 from quintet.executor.quant.formats.modules import block_size, is_part_of, word_list
 from quintet.executor.quant.formats.scheme import Format, Scheme, StoredLayer
 from quintet.executor.weights.header import Entry
@@ -44,10 +44,8 @@ class Fp8:
         return f"{self.name}: 8-bit floats, a scale for {by}"
 
     def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
-        """See `Format`: rounded to the model's numbers."""
-        return sum(
-            entry.num_bytes * (dtype_bytes if entry.dtype in FP8 else 1) for entry in contents.values()
-        )
+        """See `Format`."""
+        return sum(entry.num_bytes for entry in contents.values())
 
     def scheme(self, layer: StoredLayer) -> Scheme | None:
         """See `Format`."""

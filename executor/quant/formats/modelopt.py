@@ -51,12 +51,8 @@ class ModelOpt:
         return f"modelopt: {kind}"
 
     def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
-        """See `Format`: numbers of 8 bits are rounded to the model's."""
-        growth = {"F8_E4M3": dtype_bytes}
-        return sum(
-            entry.num_bytes * (growth.get(entry.dtype, 1) if name.endswith(".weight") else 1)
-            for name, entry in contents.items()
-        )
+        """See `Format`."""
+        return sum(entry.num_bytes for entry in contents.values())
 
     def scheme(self, layer: StoredLayer) -> Scheme | None:
         """See `Format`."""

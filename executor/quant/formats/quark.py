@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from quintet.executor.cards.card import ModelCard
-from quintet.executor.quant.formats.floats import FP8, fp4_scheme, fp8_scheme
+from quintet.executor.quant.formats.floats import fp4_scheme, fp8_scheme
 from quintet.executor.quant.formats.modules import is_named, word_list
 from quintet.executor.quant.formats.scheme import Format, Scheme, StoredLayer
 from quintet.executor.weights.header import Entry
@@ -41,10 +41,8 @@ class Quark:
         return f"quark: {self.dtype}, scales {self.by.replace('_', ' ')}"
 
     def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
-        """See `Format`: numbers of 8 bits are rounded to the model's."""
-        return sum(
-            entry.num_bytes * (dtype_bytes if entry.dtype in FP8 else 1) for entry in contents.values()
-        )
+        """See `Format`."""
+        return sum(entry.num_bytes for entry in contents.values())
 
     def scheme(self, layer: StoredLayer) -> Scheme | None:
         """See `Format`."""

@@ -73,6 +73,8 @@ class Scheme:
     global_scale: str | None = None
     """Ending of a tensor of one number, by which every scale is multiplied; or divided, if `divides`."""
     divides: bool = False
+    weight_kind: str = ""
+    """Number format of weights that are floats of 8 bits."""
     scale_kind: str | None = None
     """Number format of the scales, where it is known."""
     group: int
@@ -93,8 +95,8 @@ class Scheme:
     """Whether inputs are quantized to 8 bits too, each token by its own scale."""
     is_fp4: bool = False
     """Whether codes are those of `E2M1`."""
-    has_table: bool = False
-    """Whether one of the tensors says which number each code means."""
+    table: str = ""
+    """``nf4`` or ``fp4``: which of bitsandbytes' numbers codes stand for."""
     decoder: str = "quintet.executor.quant.decode:decode"
     """Function that makes rows of the tensors: see `quintet.executor.quant.decode.Decoder`."""
 
@@ -103,7 +105,7 @@ class Scheme:
         """Of a code that is an integer; None where numbers are no integers times a scale."""
         if self.codes is not None:
             return None if self.is_fp4 else self.codes.bits
-        return None if self.has_table else 8 if "I8" in self.stored[0].kinds else None
+        return 8 if not self.table and "I8" in self.stored[0].kinds else None
 
 
 @dataclass(frozen=True, slots=True)
