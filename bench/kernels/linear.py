@@ -117,7 +117,8 @@ def source_of(chosen: Format, columns: int, depth: int) -> torch.Tensor:
     if not chosen.has_blocks:
         return torch.randn(columns, depth, dtype=torch.float32).to(torch.bfloat16)
     k, size = chosen.weight.block(0) or (1, 1)
-    return torch.randint(0, 0x3C, (columns, depth // k * size), dtype=torch.uint8)
+    least = 0x60 if chosen.weight is WeightFormat.MXFP4 else 0  # exponents: no denormals
+    return torch.randint(least, least + 0x3C, (columns, depth // k * size), dtype=torch.uint8)
 
 
 def measure(

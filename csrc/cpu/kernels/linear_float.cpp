@@ -27,6 +27,8 @@
 namespace qt::QT_ISA {
 namespace {
 
+static_assert(kPiece % 8 == 0);  // whole lines of codes
+
 constexpr index_t kDirectRows = 36;  // rows for which weights are widened in registers, by each unit
 
 // A panel's rows cut into units of nearly equal size: the first `longer` have one more than `rows`.

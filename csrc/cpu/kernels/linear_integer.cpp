@@ -6,7 +6,7 @@
 // A thread owns a tile of 64 columns (32 or 16 where tiles are few) for a panel of rows, and all slices of k or one. K goes in
 // pieces; while a piece's units are multiplied, the next piece, or the first one of the tile that this thread probably takes
 // next, is fetched into the second-level cache, evenly over the units (but see Weight::fetches). Where many rows share weights
-// of fewer bits, they become bytes once per piece, in a buffer; so do those of 2 and 3 bits for one row, and others from four on. Bytes per panel: the weight once (1 or 1/2 byte a number, scales beside
+// of fewer bits, they become bytes once per piece, in a buffer; those that take longer to unpack from four rows on. Bytes per panel: the weight once (1 or 1/2 byte a number, scales beside
 // it), x once per tile (per half of one for many rows) out of the cache. Limiter: the weight's bandwidth up to some 20 rows, then
 // the multiply rate, half of it for 16-bit x.
 //
@@ -54,8 +54,6 @@ bool is_expanded(Codes codes, index_t rows) {
   switch (codes) {
     case Codes::eight: return false;
     case Codes::four: return rows >= kExpandFrom;
-    case Codes::three:
-    case Codes::two: return true;
     default: return rows > kFewRows;
   }
 }
@@ -74,7 +72,7 @@ Plan plan_of(const LinearCall& call, const LinearItem& item) {
   plan.units = (item.rows + Dot::kUnitRows - 1) / Dot::kUnitRows;
   const index_t most = (item.rows + plan.units - 1) / plan.units, width = vectors_of<Dot>(int(most)) * kLanes;
   plan.width = width < item.to - item.from ? width : item.to - item.from;
-  plan.near = !weight.fetches && plan.units == 1 && plan.width == kTileColumns;
+  plan.near = !weight.fetches && !plan.expanded && plan.units == 1 && plan.width == kTileColumns;
   return plan;
 }
 
@@ -89,7 +87,7 @@ Fetch fetch_of(const Piece& piece, const Piece& next, const LinearItem& item, co
     const bool once = pass % plan.units == 0;
     return {next.memory + column_of(item, pass / plan.units * plan.width) * 4, once ? kLineBytes : 0, nullptr, 0};
   }
-  const index_t vectors = plan.width / kLanes * (plan.step.bytes / kLineBytes), places = passes * steps * vectors;
+  const index_t vectors = plan.width / kLanes * plan.step.bytes / kLineBytes, places = passes * steps * vectors;
   const index_t apart = (next.bytes + places - 1) / places;
   return {next.memory + pass * steps * vectors * apart, apart, nullptr, 0};
 }
@@ -101,6 +99,8 @@ auto multiply_for(Codes codes) {
     case Codes::table: return multiply_rows<Dot, Codes::table>;
     case Codes::six: return multiply_rows<Dot, Codes::six>;
     case Codes::five: return multiply_rows<Dot, Codes::five>;
+    case Codes::three: return multiply_rows<Dot, Codes::three>;
+    case Codes::two: return multiply_rows<Dot, Codes::two>;
     default: return multiply_rows<Dot, Codes::eight>;
   }
 }

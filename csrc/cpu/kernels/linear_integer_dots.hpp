@@ -129,15 +129,18 @@ QT_INLINE void step_of_words(i32v (&sums)[R][V][1], const Rows<R>& x, index_t x_
   }
 }
 
-// A step of whatever codes, a four of k after the other.
+// A step of whatever codes, a four of k after the other. column: of the tile, the first.
 template <class Dot, Codes kCodes, int R, int V>
 QT_INLINE void step_of_fours(i32v (&sums)[R][V][Dot::kSums], const Rows<R>& x, index_t x_stride, index_t at, const char* weight,
-                             i32v table) {
+                             i32v table, index_t column) {
 #pragma GCC unroll 8
   for (int q = 0; q < fours_of(kCodes); ++q) {
     i32v w[V];
 #pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) w[v] = four_of<kCodes>(weight + v * kLanes * 4, nullptr, q, table);
+    for (int v = 0; v < V; ++v) {
+      const char* const halves = weight + kCodeLine - column * 2 + v * kLanes * 2;  // whose columns are half as wide
+      w[v] = four_of<kCodes>(weight + v * kLanes * 4, halves, q, table);
+    }
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) Dot::template step<V>(sums[r], w, x[r / 3] + r % 3 * x_stride + at + q * Dot::x_bytes);
   }
@@ -145,10 +148,10 @@ QT_INLINE void step_of_fours(i32v (&sums)[R][V][Dot::kSums], const Rows<R>& x, i
 
 template <class Dot, Codes kCodes, int R, int V>
 QT_INLINE void step(i32v (&sums)[R][V][Dot::kSums], const Rows<R>& x, index_t x_stride, index_t at, const char* weight,
-                    i32v table) {
+                    i32v table, index_t column) {
   constexpr int kBits = kCodes == Codes::eight ? 8 : 4;
   if constexpr (kCodes != Codes::eight && kCodes != Codes::four)
-    step_of_fours<Dot, kCodes, R, V>(sums, x, x_stride, at, weight, table);
+    step_of_fours<Dot, kCodes, R, V>(sums, x, x_stride, at, weight, table, column);
   else if constexpr (std::is_same_v<Dot, WideDot>)
     step_of_words<kBits, R, V>(sums, x, x_stride, at, weight);
   else

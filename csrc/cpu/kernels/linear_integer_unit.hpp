@@ -64,9 +64,9 @@ struct Unit {
 // All of a group, or of a part of the only one. Its integer sums are exact.
 template <class Dot, Codes kCodes, bool kNear, int R, int V>
 QT_INLINE void sum_group(i32v (&sums)[R][V][Dot::kSums], const char* first_row, index_t x_stride, const char* weight,
-                         index_t line, index_t steps, i32v table, Fetch& fetch) {
+                         index_t line, index_t steps, i32v table, index_t column, Fetch& fetch) {
   constexpr index_t x_step = Dot::x_bytes * fours_of(kCodes);
-  constexpr int kFetches = V * int(step_of(kCodes).bytes / kCodeLine);
+  constexpr int kFetches = int(V * step_of(kCodes).bytes / kCodeLine);
   constexpr int kPointers = (R + 2) / 3;
   Rows<R> x;
 #pragma GCC unroll 4
@@ -87,7 +87,7 @@ QT_INLINE void sum_group(i32v (&sums)[R][V][Dot::kSums], const char* first_row, 
 #pragma GCC unroll 20
           for (int i = 0; i < kFetches; ++i, ahead += apart) __builtin_prefetch(ahead, 0, 2);
         }
-        step<Dot, kCodes, R, V>(sums, x, x_stride, half * x_step, weight, table);
+        step<Dot, kCodes, R, V>(sums, x, x_stride, half * x_step, weight, table, column);
         weight += line;
       }
 #pragma GCC unroll 4
@@ -98,9 +98,14 @@ QT_INLINE void sum_group(i32v (&sums)[R][V][Dot::kSums], const char* first_row, 
   if (steps % 2) {
     if constexpr (kCodes != Codes::eight && kCodes != Codes::four) {  // whose groups have few steps
 #pragma GCC unroll 20
-      for (int i = 0; i < kFetches; ++i, ahead += apart) __builtin_prefetch(kNear ? weight + near + i * kLanes * 4 : ahead, 0, 2);
+      for (int i = 0; i < kFetches; ++i, ahead += apart) {
+        if constexpr (kNear)
+          __builtin_prefetch(weight + near + i * kLanes * 4, 0, 3);
+        else
+          __builtin_prefetch(ahead, 0, 2);
+      }
     }
-    step<Dot, kCodes, R, V>(sums, x, x_stride, 0, weight, table);
+    step<Dot, kCodes, R, V>(sums, x, x_stride, 0, weight, table, column);
   }
   fetch.at = ahead;
 }
@@ -110,31 +115,33 @@ QT_INLINE const Number* row_of(const Number* from, index_t row, index_t stride_b
   return (const Number*)((const char*)from + row * stride_bytes);
 }
 
+template <class Dot, bool kShifts, int R, int V>
+QT_INLINE void add_group_as(const i32v (&sums)[R][V][Dot::kSums], const Unit& unit, const char* head, index_t in_block, index_t g) {
+  const index_t x_stride = unit.x_stride;
+  const float *const x_scales = unit.x_scales + g, *const x_shares = unit.x_shares + g;
+#pragma GCC unroll 8
+  for (int v = 0; v < V; ++v) {
+    float* const out = unit.sums + v * kLanes;
+    f32v scale, shift;
+    scales_of(unit.scales, head, in_block, unit.column + v * kLanes, unit.middle, scale, shift);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+      const f32v x_scale = all(*row_of(x_scales, r, x_stride)), sum = load(out + r * kTileColumns);
+      f32v added = fma(to_float(Dot::total(sums[r][v])), scale * x_scale, sum);
+      if constexpr (kShifts) added = fma(shift, all(*row_of(x_shares, r, x_stride)), added);
+      store(out + r * kTileColumns, added);
+    }
+  }
+}
+
 // Adds a group's sums, scaled, to the results; then what its zero points or minima make of the sum of x. g: among the piece's
 // groups, `in_block` among those of its block, which begins with `head`.
 template <class Dot, int R, int V>
 QT_INLINE void add_group(const i32v (&sums)[R][V][Dot::kSums], const Unit& unit, const char* head, index_t in_block, index_t g) {
-  const index_t x_stride = unit.x_stride;
-  const float* x_scales = unit.x_scales + g;
-  const bool shifted = shifts(unit.scales);
-  f32v shift[V];
-#pragma GCC unroll 8
-  for (int v = 0; v < V; ++v) {
-    float* const out = unit.sums + v * kLanes;
-    f32v scale;
-    scales_of(unit.scales, head, in_block, unit.column + v * kLanes, unit.middle, scale, shift[v]);
-#pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) {
-      const f32v x_scale = all(*row_of(x_scales, r, x_stride)), sum = load(out + r * kTileColumns);
-      store(out + r * kTileColumns, fma(to_float(Dot::total(sums[r][v])), scale * x_scale, sum));
-    }
-  }
-  if (!shifted) return;
-  for (int v = 0; v < V; ++v)
-    for (int r = 0; r < R; ++r) {
-      float* const out = unit.sums + r * kTileColumns + v * kLanes;
-      store(out, fma(shift[v], all(*row_of(unit.x_shares + g, r, x_stride)), load(out)));
-    }
+  if (shifts(unit.scales))
+    add_group_as<Dot, true, R, V>(sums, unit, head, in_block, g);
+  else
+    add_group_as<Dot, false, R, V>(sums, unit, head, in_block, g);
 }
 
 // What the sums of group g begin with: its offsets, or what the piece before left of the only group.
@@ -215,9 +222,9 @@ void multiply(const Unit& unit) {
     i32v sums[R][V][Dot::kSums];
     begin_group<Dot, R, V>(sums, unit, g);
     if (V * kLanes == kTileColumns && fetch.at == nullptr)
-      sum_group<Dot, kCodes, true, R, V>(sums, x, unit.x_stride, weight, unit.line, steps, unit.table, fetch);
+      sum_group<Dot, kCodes, true, R, V>(sums, x, unit.x_stride, weight, unit.line, steps, unit.table, unit.column, fetch);
     else
-      sum_group<Dot, kCodes, false, R, V>(sums, x, unit.x_stride, weight, unit.line, steps, unit.table, fetch);
+      sum_group<Dot, kCodes, false, R, V>(sums, x, unit.x_stride, weight, unit.line, steps, unit.table, unit.column, fetch);
     if (Dot::kSums == 1 && unit.whole)
       end_part<Dot, R, V>(sums, unit);
     else

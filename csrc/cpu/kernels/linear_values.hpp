@@ -24,23 +24,26 @@ QT_INLINE f32v numbers_of(Values values, i32v codes) {
 // Of one number.
 QT_INLINE float number_of(Values values, int code) { return numbers_of(values, all(std::int32_t(code)))[0]; }
 
+inline constexpr index_t kWidenAhead = 8 << 10;  // bytes
+
+// Front to back, and so that what comes next is on its way. Whole lines: `out` has room for the last one's k.
 template <Values kValues>
 void widen_codes_as(const Weight& weight, const char* head, index_t depth, index_t column, index_t block, float* out) {
-  constexpr index_t in_line = kValues == Values::fp8 ? 4 : 8;  // k
-  for (index_t c = 0; c < block; c += kLanes) {
-    f32v scale, shift;
-    scales_of(weight.scales, head, 0, column + c, 0.0f, scale, shift);
-    const char* line = head + weight.head_bytes + (column + c) * 4;
-    for (index_t k = 0; k < depth; k += in_line, line += kCodeLine) {
-      const i32v words = load_bits(line);
+  constexpr int in_line = kValues == Values::fp8 ? 4 : 8;  // k
+  f32v scales[kTileColumns / kLanes], shift;
+  for (index_t c = 0; c < block; c += kLanes)
+    scales_of(weight.scales, head, 0, column + c, 0.0f, scales[c / kLanes], shift);
+  const char* line = head + weight.head_bytes + column * 4;
+  for (index_t k = 0; k < depth; k += in_line, line += kCodeLine, out += in_line * block)
+    for (index_t c = 0; c < block; c += kLanes) {
+      __builtin_prefetch(line + kWidenAhead + c * 4, 0, 3);
+      const i32v words = load_bits(line + c * 4);
 #pragma GCC unroll 8
       for (int i = 0; i < in_line; ++i) {
-        if (k + i >= depth) break;
         const i32v codes = (i32v)((u32v)words >> (i % 4 * 8 + i / 4 * 4)) & (kValues == Values::fp8 ? 255 : 15);
-        store(out + (k + i) * block + c, numbers_of(kValues, codes) * scale);
+        store(out + i * block + c, numbers_of(kValues, codes) * scales[c / kLanes]);
       }
     }
-  }
 }
 
 // `depth` k of a tile's `block` columns, from a block's head on, as fp32 [k][block].
