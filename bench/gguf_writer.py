@@ -35,9 +35,33 @@ ARCHITECTURES = {
     "gemma3_text": "gemma3",
     "phi3": "phi3",
     "gpt2": "gpt2",
+    "arcee": "arcee",
+    "bloom": "bloom",
+    "cohere": "command-r",
+    "cohere2": "cohere2",
+    "ernie4_5": "ernie4_5",
+    "exaone4": "exaone4",
+    "falcon": "falcon",
+    "glm4": "glm4",
+    "gpt_bigcode": "starcoder",
+    "gpt_neox": "gptneox",
+    "granite": "granite",
+    "lfm2": "lfm2",
+    "mamba": "mamba",
+    "mamba2": "mamba2",
+    "nemotron": "nemotron",
+    "olmo": "olmo",
+    "olmo2": "olmo2",
+    "olmo3": "olmo2",
+    "olmoe": "olmoe",
+    "phi": "phi2",
+    "seed_oss": "seed_oss",
+    "smollm3": "smollm3",
+    "stablelm": "stablelm",
+    "starcoder2": "starcoder2",
 }
 """By the card's model_type."""
-_NEIGHBOURS = frozenset({"llama"})
+_NEIGHBOURS = frozenset({"llama", "arcee", "granite", "olmo", "smollm3"})
 """Architectures where llama.cpp rotates neighbours, and the card's family halves of a head."""
 _PRE_TOKENIZERS = {"qwen2": "qwen2", "llama": "llama-bpe"}
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(w[123]|gate_proj|up_proj|down_proj)\.weight")
@@ -95,20 +119,22 @@ def _add(writer: Any, key: str, value: Any) -> None:
 
 def _metadata(config: Config, arch: str) -> Config:
     """Return what the file says of the model's shape."""
-    heads = _either(config, "num_attention_heads", "n_head")
     hidden = _either(config, "hidden_size", "n_embd")
+    heads = _either(config, "num_attention_heads", "n_head", missing=1)
     rope, theta = _rope(config), config.get("rope_theta")
     said = {
         "block_count": _either(config, "num_hidden_layers", "n_layer"),
-        "context_length": _either(config, "max_position_embeddings", "n_positions"),
+        "context_length": _either(config, "max_position_embeddings", "n_positions", missing=2048),
         "embedding_length": hidden,
         "feed_forward_length": config.get("intermediate_size") or config.get("n_inner") or 4 * hidden,
         "attention.head_count": heads,
-        "attention.head_count_kv": config.get("num_key_value_heads") or heads,
+        "attention.head_count_kv": _kv_heads(config),
         "attention.layer_norm_rms_epsilon": config.get("rms_norm_eps"),
-        "attention.layer_norm_epsilon": config.get("layer_norm_epsilon"),
+        "attention.layer_norm_epsilon": _either(
+            config, "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps"
+        ),
         "rope.freq_base": None if arch == "gpt2" else float(rope.get("rope_theta") or theta or 10000.0),
-        "rope.dimension_count": None if arch == "gpt2" else _head_dim(config),
+        "rope.dimension_count": None if arch == "gpt2" else _rotated(config),
         "vocab_size": config["vocab_size"],
         **_more(config, arch),
     }
@@ -139,11 +165,68 @@ def _more(config: Config, arch: str) -> Config:
             return dim
         case "gemma2" | "gemma3":
             return dim | window | caps
+        case "cohere2" | "olmo2" | "exaone4":
+            slides = {"attention.sliding_window": config.get("sliding_window")}
+            return slides | {"logit_scale": config.get("logit_scale")}
+        case "command-r":
+            return {"logit_scale": config.get("logit_scale")}
+        case "gptneox" | "stablelm":
+            return {"use_parallel_residual": config["use_parallel_residual"]}
+        case "olmo":
+            return {"attention.clamp_kqv": config.get("clip_qkv"), "attention.layer_norm_epsilon": 1e-5}
+        case "olmoe":
+            return {**routed, "expert_feed_forward_length": None}
+        case "granite":
+            return {
+                "attention.scale": config["attention_multiplier"],
+                "embedding_scale": config["embedding_multiplier"],
+                "residual_scale": config["residual_multiplier"],
+                "logit_scale": config["logits_scaling"],
+            }
+        case "lfm2":
+            kinds = config["layer_types"]
+            kv_heads = [config["num_key_value_heads"] if kind == "full_attention" else 0 for kind in kinds]
+            wide = {"feed_forward_length": _lfm2_width(config), "shortconv.l_cache": config["conv_L_cache"]}
+            wide["attention.layer_norm_rms_epsilon"] = config["norm_eps"]
+            return {"attention.head_count_kv": kv_heads, **wide}
+        case "mamba" | "mamba2":
+            return _of_states(config)
+        case "ernie4_5" | "seed_oss" | "glm4":
+            return dim
         case "phi3":
             return window | {
                 "rope.scaling.original_context_length": config["original_max_position_embeddings"]
             }
     return {}
+
+
+def _lfm2_width(config: Config) -> int:
+    """Return the width of its feed-forwards, of which the card has another that is rounded."""
+    if not config.get("block_auto_adjust_ff_dim"):
+        return int(config["intermediate_size"])
+    step = config["block_multiple_of"]
+    wide = int(config["block_ffn_dim_multiplier"] * int(2 * config["intermediate_size"] / 3))
+    return int(step * -(-wide // step))
+
+
+def _of_states(config: Config) -> Config:
+    """Return what files of Mamba say."""
+    inner = config["num_heads"] * config["head_dim"] if "num_heads" in config else config["intermediate_size"]
+    return {
+        "feed_forward_length": 0,
+        "attention.head_count": 0,
+        "attention.head_count_kv": 0,
+        "attention.layer_norm_rms_epsilon": config["layer_norm_epsilon"],
+        "attention.layer_norm_epsilon": None,
+        "rope.freq_base": None,
+        "rope.dimension_count": None,
+        "context_length": 1 << 20,
+        "ssm.conv_kernel": config["conv_kernel"],
+        "ssm.inner_size": inner,
+        "ssm.state_size": config["state_size"],
+        "ssm.time_step_rank": config.get("num_heads") or config["time_step_rank"],
+        "ssm.group_count": config.get("n_groups"),
+    }
 
 
 def _extra_tensors(config: Config, arch: str) -> Iterator[tuple[str, Array]]:
@@ -175,20 +258,29 @@ def _tensors(
 ) -> Iterator[tuple[str, Array]]:
     """Yield the model's tensors by the file's names, in float32."""
     experts: dict[str, dict[int, Array]] = {}
+    heads: dict[str, dict[int, Array]] = {}
     for name, array in read_safetensors(folder / "model.safetensors"):
         found = _EXPERT.fullmatch(name)
         if found is not None:
             experts.setdefault(f"{found[1]}.{found[3]}.weight", {})[int(found[2])] = array
             continue
+        if "_layernorm.norms." in name:
+            stem, _, head = name.removesuffix(".weight").rpartition(".norms.")
+            heads.setdefault(f"{stem}.weight", {})[int(head)] = array
+            continue
         if name not in left_out and not (name == "lm_head.weight" and config.get("tie_word_embeddings")):
             yield renamed(names, name), _transformed(name, array, config, arch)
-    for name, arrays in experts.items():
+    for name, arrays in (experts | heads).items():
         yield renamed(names, name), np.stack([arrays[each] for each in sorted(arrays)])
 
 
 def _transformed(name: str, array: Array, config: Config, arch: str) -> Array:
-    if arch.startswith("gemma") and name.endswith("norm.weight"):
+    if arch.startswith(("gemma", "nemotron")) and name.endswith("norm.weight"):
         return array + np.float32(1.0)
+    if ".query_key_value." in name:
+        return _one_after_the_other(array, config)
+    if arch in ("mamba", "mamba2", "lfm2"):
+        return _of_a_state(name, array, config)
     if arch == "gpt2" and re.search(r"\.(c_attn|c_proj|c_fc)\.weight$", name):
         return array.T
     if arch in _NEIGHBOURS:
@@ -200,8 +292,37 @@ def _transformed(name: str, array: Array, config: Config, arch: str) -> Array:
     return array
 
 
+def _one_after_the_other(array: Array, config: Config) -> Array:
+    """Return all queries, then all keys, then all values, of rows that are grouped by heads of keys."""
+    heads, kv_heads = _either(config, "num_attention_heads", "n_head"), _kv_heads(config)
+    groups = array.reshape(kv_heads, heads // kv_heads + 2, _head_dim(config), *array.shape[1:])
+    parts = groups[:, :-2], groups[:, -2:-1], groups[:, -1:]
+    return np.concatenate([part.reshape(-1, *array.shape[1:]) for part in parts])
+
+
+def _of_a_state(name: str, array: Array, config: Config) -> Array:
+    """Return what llama.cpp keeps of a mixer's parameters: how fast a state fades, not its logarithm; no empty dimensions."""
+    if name.endswith("A_log"):
+        array = -np.exp(array)
+    if array.ndim == 3:
+        return array.squeeze(1)
+    if config["model_type"] == "mamba2" and name.endswith(("A_log", ".D")):
+        return array.reshape(-1, 1)
+    if config["model_type"] == "mamba2" and name.endswith("mixer.norm.weight"):
+        return array.reshape(config["n_groups"], -1)
+    return array
+
+
+def _kv_heads(config: Config) -> int:
+    heads = int(_either(config, "num_attention_heads", "n_head", missing=1))
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        return 1
+    return int(_either(config, "num_key_value_heads", "num_kv_heads", missing=heads))
+
+
 def renamed(names: Any, name: str) -> str:
     """Return the file's name of a folder's tensor. Raises KeyError for a tensor that the architecture has no place for."""
+    name = name.replace(".dt_bias", ".dt_proj.bias")
     name = name if name.startswith(("model.", "lm_head.", "transformer.")) else f"transformer.{name}"
     for spelled in (
         name,
@@ -266,8 +387,15 @@ def _rope(config: Config) -> Config:
     return dict(found.get("full_attention", found))
 
 
+def _rotated(config: Config) -> int:
+    """Return how many numbers of a head are rotated."""
+    rope = config.get("rope_parameters") or {}
+    share = _either(rope | config, "partial_rotary_factor", "rotary_pct", missing=1.0)
+    return int(_head_dim(config) * share)
+
+
 def _head_dim(config: Config) -> int:
-    heads = _either(config, "num_attention_heads", "n_head")
+    heads = _either(config, "num_attention_heads", "n_head", missing=1)
     return int(config.get("head_dim") or _either(config, "hidden_size", "n_embd") // heads)
 
 

@@ -152,6 +152,103 @@ def _gpt2(said: Said) -> Values:
     }
 
 
+def _parallel(said: Said) -> Values:
+    return {
+        "use_parallel_residual": said.get("use_parallel_residual", True),
+        "use_qkv_bias": said.has("attn_q.bias"),
+        "qk_layernorm": said.has("attn_q_norm.weight"),
+    }
+
+
+def _falcon(said: Said) -> Values:
+    heads, kv_heads = said.whole("attention.head_count"), said.whole("attention.head_count_kv", 1)
+    both = said.has("attn_norm_2.weight")
+    return {
+        "new_decoder_architecture": both or kv_heads not in (1, heads),
+        "num_ln_in_parallel_attn": 2 if both else 1,
+        "multi_query": kv_heads == 1,
+        "num_kv_heads": kv_heads,
+        "ffn_hidden_size": said.get("feed_forward_length"),
+        "bias": said.has("attn_qkv.bias"),
+    }
+
+
+def _starcoder(said: Said) -> Values:
+    return {**_gpt2(said), "multi_query": said.whole("attention.head_count_kv", 1) == 1}
+
+
+def _cohere(said: Said) -> Values:
+    return {
+        "logit_scale": said.get("logit_scale"),
+        "use_qk_norm": said.has("attn_q_norm.weight"),
+        "sliding_window": said.get("attention.sliding_window"),
+    }
+
+
+def _granite(said: Said) -> Values:
+    return {
+        "attention_multiplier": said.get("attention.scale"),
+        "embedding_multiplier": said.get("embedding_scale"),
+        "residual_multiplier": said.get("residual_scale"),
+        "logits_scaling": said.get("logit_scale"),
+    }
+
+
+def _minicpm(said: Said) -> Values:
+    """Its files have the factors that its card derives from others."""
+    return {
+        "scale_emb": said.get("embedding_scale", 12.0),
+        "scale_depth": said.real("residual_scale", 1.4 / num_layers(said) ** 0.5) * num_layers(said) ** 0.5,
+        "dim_model_base": round(said.whole("embedding_length") / said.real("logit_scale", 1.0)),
+    }
+
+
+def _olmo2_name(said: Said) -> str:
+    return "Olmo3ForCausalLM" if said.get("attention.sliding_window") else "Olmo2ForCausalLM"
+
+
+def _slides(said: Said) -> Values:
+    return {"sliding_window": said.get("attention.sliding_window")}
+
+
+def _lfm2(said: Said) -> Values:
+    """Layers without KV heads are convolutions."""
+    kv_heads = said.each("attention.head_count_kv", num_layers(said))
+    return {
+        "num_key_value_heads": max(kv_heads, default=0),
+        "layer_types": ["full_attention" if count else "conv" for count in kv_heads],
+        "norm_eps": said.get("attention.layer_norm_rms_epsilon"),
+        "conv_L_cache": said.get("shortconv.l_cache"),
+        "conv_bias": said.has("shortconv.in_proj.bias"),
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
+def _mamba(said: Said) -> Values:
+    return {
+        "state_size": said.get("ssm.state_size"),
+        "conv_kernel": said.get("ssm.conv_kernel"),
+        "intermediate_size": said.get("ssm.inner_size"),
+        "time_step_rank": said.get("ssm.time_step_rank"),
+        "use_conv_bias": said.has("ssm_conv1d.bias"),
+        "use_bias": said.has("ssm_in.bias"),
+        "layer_norm_epsilon": said.get("attention.layer_norm_rms_epsilon"),
+        "head_dim": None,
+        "num_attention_heads": None,
+    }
+
+
+def _mamba2(said: Said) -> Values:
+    heads, channels = said.whole("ssm.time_step_rank"), said.whole("ssm.inner_size")
+    return {
+        **_mamba(said),
+        "num_heads": heads,
+        "head_dim": channels // max(heads, 1),
+        "n_groups": said.get("ssm.group_count"),
+        "expand": channels / max(said.whole("embedding_length"), 1),
+    }
+
+
 ARCHITECTURES = {
     "llama": Architecture(_llama_name, _mixtral, neighbours=True),
     "qwen2": Architecture("Qwen2ForCausalLM"),
@@ -163,5 +260,34 @@ ARCHITECTURES = {
     "gemma3": Architecture("Gemma3ForCausalLM", _gemma3),
     "phi3": Architecture("Phi3ForCausalLM", _phi3),
     "gpt2": Architecture("GPT2LMHeadModel", _gpt2),
+    "arcee": Architecture("ArceeForCausalLM", neighbours=True),
+    "bloom": Architecture("BloomForCausalLM"),
+    "cohere2": Architecture("Cohere2ForCausalLM", _cohere, neighbours=True),
+    "command-r": Architecture("CohereForCausalLM", _cohere, neighbours=True),
+    "ernie4_5": Architecture(
+        "Ernie4_5ForCausalLM", lambda said: {"use_bias": said.has("attn_q.bias")}, neighbours=True
+    ),
+    "exaone4": Architecture("Exaone4ForCausalLM", _slides),
+    "falcon": Architecture("FalconForCausalLM", _falcon),
+    "glm4": Architecture("Glm4ForCausalLM", neighbours=True),
+    "gptneox": Architecture("GPTNeoXForCausalLM", _parallel),
+    "granite": Architecture("GraniteForCausalLM", _granite, neighbours=True),
+    "lfm2": Architecture("Lfm2ForCausalLM", _lfm2),
+    "mamba": Architecture("MambaForCausalLM", _mamba),
+    "mamba2": Architecture("Mamba2ForCausalLM", _mamba2),
+    "minicpm": Architecture("MiniCPMForCausalLM", _minicpm, neighbours=True),
+    "nemotron": Architecture("NemotronForCausalLM"),
+    "olmo": Architecture(
+        "OlmoForCausalLM", lambda said: {"clip_qkv": said.get("attention.clamp_kqv")}, neighbours=True
+    ),
+    "olmo2": Architecture(_olmo2_name, _slides),
+    "olmoe": Architecture("OlmoeForCausalLM", lambda said: _experts(said, False)),
+    "orion": Architecture("OrionForCausalLM"),
+    "phi2": Architecture("PhiForCausalLM"),
+    "seed_oss": Architecture("SeedOssForCausalLM"),
+    "smollm3": Architecture("SmolLM3ForCausalLM", neighbours=True),
+    "stablelm": Architecture("StableLmForCausalLM", _parallel),
+    "starcoder": Architecture("GPTBigCodeForCausalLM", _starcoder),
+    "starcoder2": Architecture("Starcoder2ForCausalLM", lambda said: {"use_bias": said.has("attn_q.bias")}),
 }
 """By ``general.architecture``."""

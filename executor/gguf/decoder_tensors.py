@@ -33,7 +33,8 @@ def recipes_of(spec: DecoderSpec, tensors: Mapping[str, Tensor], neighbours: boo
     found.module(names.embedding, "token_embd")
     found.module(names.positions, "position_embd")
     found.norm(names.embedding_norm, "token_embd_norm", spec.embedding_norm)
-    found.norm(names.final_norm, "output_norm", spec.final_norm)
+    final = "output_norm" if found.has("output_norm") else "token_embd_norm"  # so LFM2's is called
+    found.norm(names.final_norm, final, spec.final_norm)
     found.module(names.head, "output")
     for index, layer in enumerate(spec.layers):
         _add_layer(found.in_layer(index), layer, neighbours, spec.transposed)
