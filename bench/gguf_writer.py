@@ -18,8 +18,9 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.gguf_metadata import Config, either, head_dim, kv_heads_of, metadata_of, rope_of
+
 Array = NDArray[Any]
-Config = dict[str, Any]
 Blocks = Mapping[str, tuple[Array, str]]
 
 ARCHITECTURES = {
@@ -77,12 +78,12 @@ def write_model(folder: Path, target: Path, kind: str = "BF16", blocks: Blocks |
     arch = ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(str(target), arch)
     writer.add_file_type(int(gguf.LlamaFileType[f"MOSTLY_{kind}" if kind != "F32" else "ALL_F32"]))
-    for key, value in _metadata(config, arch).items():
+    for key, value in metadata_of(config, arch).items():
         _add(writer, f"{arch}.{key}", value)
     _write_vocabulary(writer, folder, config)
     for name, array in _extra_tensors(config, arch):
         writer.add_tensor(name, array)
-    names = gguf.get_tensor_name_map(arch_of(arch), _either(config, "num_hidden_layers", "n_layer"))
+    names = gguf.get_tensor_name_map(arch_of(arch), either(config, "num_hidden_layers", "n_layer"))
     blocks = blocks or {}
     for name, array in _tensors(folder, config, arch, names, blocks):
         _write_tensor(writer, name, array, kind)
@@ -117,121 +118,9 @@ def _add(writer: Any, key: str, value: Any) -> None:
             writer.add_array(key, value)
 
 
-def _metadata(config: Config, arch: str) -> Config:
-    """Return what the file says of the model's shape."""
-    hidden = _either(config, "hidden_size", "n_embd")
-    heads = _either(config, "num_attention_heads", "n_head", missing=1)
-    rope, theta = _rope(config), config.get("rope_theta")
-    said = {
-        "block_count": _either(config, "num_hidden_layers", "n_layer"),
-        "context_length": _either(config, "max_position_embeddings", "n_positions", missing=2048),
-        "embedding_length": hidden,
-        "feed_forward_length": config.get("intermediate_size") or config.get("n_inner") or 4 * hidden,
-        "attention.head_count": heads,
-        "attention.head_count_kv": _kv_heads(config),
-        "attention.layer_norm_rms_epsilon": config.get("rms_norm_eps"),
-        "attention.layer_norm_epsilon": _either(
-            config, "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps"
-        ),
-        "rope.freq_base": None if arch == "gpt2" else float(rope.get("rope_theta") or theta or 10000.0),
-        "rope.dimension_count": None if arch == "gpt2" else _rotated(config),
-        "vocab_size": config["vocab_size"],
-        **_more(config, arch),
-    }
-    return {key: value for key, value in said.items() if value is not None}
-
-
-def _more(config: Config, arch: str) -> Config:
-    """Return what only some architectures say."""
-    experts = _either(config, "num_local_experts", "num_experts", missing=0)
-    routed = {
-        "expert_count": experts,
-        "expert_used_count": config.get("num_experts_per_tok"),
-        "expert_feed_forward_length": config.get("moe_intermediate_size"),
-        "expert_shared_feed_forward_length": config.get("shared_expert_intermediate_size"),
-    }
-    dim = {"attention.key_length": _head_dim(config), "attention.value_length": _head_dim(config)}
-    window = {"attention.sliding_window": config.get("sliding_window") or 0}
-    caps = {
-        "attn_logit_softcapping": config.get("attn_logit_softcapping"),
-        "final_logit_softcapping": config.get("final_logit_softcapping"),
-    }
-    match arch:
-        case "qwen2moe" | "qwen3moe":
-            return routed | dim
-        case "llama" if experts:
-            return routed
-        case "qwen3" | "gemma" | "llama":
-            return dim
-        case "gemma2" | "gemma3":
-            return dim | window | caps
-        case "cohere2" | "olmo2" | "exaone4":
-            slides = {"attention.sliding_window": config.get("sliding_window")}
-            return slides | {"logit_scale": config.get("logit_scale")}
-        case "command-r":
-            return {"logit_scale": config.get("logit_scale")}
-        case "gptneox" | "stablelm":
-            return {"use_parallel_residual": config["use_parallel_residual"]}
-        case "olmo":
-            return {"attention.clamp_kqv": config.get("clip_qkv"), "attention.layer_norm_epsilon": 1e-5}
-        case "olmoe":
-            return {**routed, "expert_feed_forward_length": None}
-        case "granite":
-            return {
-                "attention.scale": config["attention_multiplier"],
-                "embedding_scale": config["embedding_multiplier"],
-                "residual_scale": config["residual_multiplier"],
-                "logit_scale": config["logits_scaling"],
-            }
-        case "lfm2":
-            kinds = config["layer_types"]
-            kv_heads = [config["num_key_value_heads"] if kind == "full_attention" else 0 for kind in kinds]
-            wide = {"feed_forward_length": _lfm2_width(config), "shortconv.l_cache": config["conv_L_cache"]}
-            wide["attention.layer_norm_rms_epsilon"] = config["norm_eps"]
-            return {"attention.head_count_kv": kv_heads, **wide}
-        case "mamba" | "mamba2":
-            return _of_states(config)
-        case "ernie4_5" | "seed_oss" | "glm4":
-            return dim
-        case "phi3":
-            return window | {
-                "rope.scaling.original_context_length": config["original_max_position_embeddings"]
-            }
-    return {}
-
-
-def _lfm2_width(config: Config) -> int:
-    """Return the width of its feed-forwards, of which the card has another that is rounded."""
-    if not config.get("block_auto_adjust_ff_dim"):
-        return int(config["intermediate_size"])
-    step = config["block_multiple_of"]
-    wide = int(config["block_ffn_dim_multiplier"] * int(2 * config["intermediate_size"] / 3))
-    return int(step * -(-wide // step))
-
-
-def _of_states(config: Config) -> Config:
-    """Return what files of Mamba say."""
-    inner = config["num_heads"] * config["head_dim"] if "num_heads" in config else config["intermediate_size"]
-    return {
-        "feed_forward_length": 0,
-        "attention.head_count": 0,
-        "attention.head_count_kv": 0,
-        "attention.layer_norm_rms_epsilon": config["layer_norm_epsilon"],
-        "attention.layer_norm_epsilon": None,
-        "rope.freq_base": None,
-        "rope.dimension_count": None,
-        "context_length": 1 << 20,
-        "ssm.conv_kernel": config["conv_kernel"],
-        "ssm.inner_size": inner,
-        "ssm.state_size": config["state_size"],
-        "ssm.time_step_rank": config.get("num_heads") or config["time_step_rank"],
-        "ssm.group_count": config.get("n_groups"),
-    }
-
-
 def _extra_tensors(config: Config, arch: str) -> Iterator[tuple[str, Array]]:
     """Yield what the file has of rope scaling."""
-    rope = _rope(config)
+    rope = rope_of(config)
     if rope.get("rope_type") == "llama3":
         yield "rope_freqs.weight", _llama3_factors(config, rope)
     if rope.get("rope_type") == "longrope":
@@ -241,7 +130,7 @@ def _extra_tensors(config: Config, arch: str) -> Iterator[tuple[str, Array]]:
 
 def _llama3_factors(config: Config, rope: Config) -> Array:
     """Return what each frequency is divided by: 1 for the high ones, ``factor`` for the low ones, a blend between."""
-    dim, theta = _head_dim(config), rope.get("rope_theta") or config["rope_theta"]
+    dim, theta = head_dim(config), rope.get("rope_theta") or config["rope_theta"]
     frequencies = theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
     wavelengths = 2 * math.pi / frequencies
     original, low, high, factor = (
@@ -287,15 +176,15 @@ def _transformed(name: str, array: Array, config: Config, arch: str) -> Array:
         for part, key in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
             if f".{part}." in name:
                 heads = config.get(key) or config["num_attention_heads"]
-                halves = array.reshape(heads, 2, _head_dim(config) // 2, -1)
+                halves = array.reshape(heads, 2, head_dim(config) // 2, -1)
                 return halves.swapaxes(1, 2).reshape(array.shape)
     return array
 
 
 def _one_after_the_other(array: Array, config: Config) -> Array:
     """Return all queries, then all keys, then all values, of rows that are grouped by heads of keys."""
-    heads, kv_heads = _either(config, "num_attention_heads", "n_head"), _kv_heads(config)
-    groups = array.reshape(kv_heads, heads // kv_heads + 2, _head_dim(config), *array.shape[1:])
+    heads, kv_heads = either(config, "num_attention_heads", "n_head"), kv_heads_of(config)
+    groups = array.reshape(kv_heads, heads // kv_heads + 2, head_dim(config), *array.shape[1:])
     parts = groups[:, :-2], groups[:, -2:-1], groups[:, -1:]
     return np.concatenate([part.reshape(-1, *array.shape[1:]) for part in parts])
 
@@ -311,13 +200,6 @@ def _of_a_state(name: str, array: Array, config: Config) -> Array:
     if config["model_type"] == "mamba2" and name.endswith("mixer.norm.weight"):
         return array.reshape(config["n_groups"], -1)
     return array
-
-
-def _kv_heads(config: Config) -> int:
-    heads = int(_either(config, "num_attention_heads", "n_head", missing=1))
-    if config.get("multi_query") and not config.get("new_decoder_architecture"):
-        return 1
-    return int(_either(config, "num_key_value_heads", "num_kv_heads", missing=heads))
 
 
 def renamed(names: Any, name: str) -> str:
@@ -375,29 +257,10 @@ def _write_vocabulary(writer: Any, folder: Path, config: Config) -> None:
         if isinstance(token, int) and 0 <= token < config["vocab_size"]:
             writer.add_uint32(f"tokenizer.ggml.{key}_token_id", token)
     writer.add_add_bos_token(False)
+    if (folder / "chat_template.jinja").is_file():
+        writer.add_chat_template((folder / "chat_template.jinja").read_text())
 
 
 def arch_of(name: str) -> Any:
     """Return the `gguf` package's architecture of that name."""
     return next(arch for arch, each in gguf.MODEL_ARCH_NAMES.items() if each == name)
-
-
-def _rope(config: Config) -> Config:
-    found: Config = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    return dict(found.get("full_attention", found))
-
-
-def _rotated(config: Config) -> int:
-    """Return how many numbers of a head are rotated."""
-    rope = config.get("rope_parameters") or {}
-    share = _either(rope | config, "partial_rotary_factor", "rotary_pct", missing=1.0)
-    return int(_head_dim(config) * share)
-
-
-def _head_dim(config: Config) -> int:
-    heads = _either(config, "num_attention_heads", "n_head", missing=1)
-    return int(config.get("head_dim") or _either(config, "hidden_size", "n_embd") // heads)
-
-
-def _either(config: Config, *keys: str, missing: Any = None) -> Any:
-    return next((config[key] for key in keys if config.get(key) is not None), missing)

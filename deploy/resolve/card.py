@@ -96,6 +96,8 @@ def read_facts(folder: Path, generation_config: str = "auto", model_impl: str = 
     architecture = _architecture(config, path)
     implementation = choose_implementation(model_impl, architecture)
     family = FAMILIES.get(architecture) if implementation == "quintet" else None
+    if implementation == "transformers" and is_gguf(folder):
+        raise ConfigError(f"{folder}: transformers does not compute files of GGUF here: drop --model-impl")
     if implementation == "transformers":
         check_transformers_card(card, architecture)
     stored = recognise(card)

@@ -60,7 +60,10 @@ def _common(said: Said) -> Values:
 
 def num_layers(said: Said) -> int:
     """Return how many layers there are, but for those behind them that predict further tokens."""
-    return said.whole("block_count") - said.whole("nextn_predict_layers", 0)
+    count = said.whole("block_count") - said.whole("nextn_predict_layers", 0)
+    if count < 1:
+        raise said.wrong("block_count", "more than nextn_predict_layers")
+    return count
 
 
 def _share(count: int, dim: int) -> float:
@@ -121,7 +124,7 @@ def _mixtral(said: Said) -> Values:
 
 
 def _gemma_cap(said: Said) -> Values:
-    heads, hidden = said.whole("attention.head_count"), said.whole("embedding_length")
+    heads, hidden = max(said.whole("attention.head_count"), 1), said.whole("embedding_length")
     largest = num_layers(said) == (46 if said.architecture == "gemma2" else 62)
     return {
         "query_pre_attn_scalar": hidden / heads if largest else said.get("attention.key_length"),
@@ -199,7 +202,7 @@ def _minicpm(said: Said) -> Values:
     return {
         "scale_emb": said.get("embedding_scale", 12.0),
         "scale_depth": said.real("residual_scale", 1.4 / num_layers(said) ** 0.5) * num_layers(said) ** 0.5,
-        "dim_model_base": round(said.whole("embedding_length") / said.real("logit_scale", 1.0)),
+        "dim_model_base": round(said.whole("embedding_length") / max(said.real("logit_scale", 1.0), 1e-6)),
     }
 
 

@@ -18,6 +18,7 @@ CLOSE = 3e-3
 """How far logits may be from those of the dequantized numbers, in deviations: activations are integers of 16 bits."""
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("kind", SCALES)
 def test_packed_blocks_are_the_numbers_they_stand_for(kind: str, tmp_path: Path) -> None:
     row = in_blocks(of_transformers("LlamaConfig", **_WIDE), lambda name: kind, tmp_path / "model.gguf")

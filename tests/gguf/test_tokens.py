@@ -24,7 +24,7 @@ def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         yield
 
 
-@pytest.mark.drawn(14)
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize("family", ROWS)
 def test_a_files_tokens_are_its_models(family: str, tmp_path: Path) -> None:
     row = ROWS[family]

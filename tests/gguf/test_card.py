@@ -1,0 +1,123 @@
+"""The card that is made of a file's metadata: whatever that says, there is a model or one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from bench.gguf_writer import write_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quintet.deploy.resolve.card import read_facts
+from quintet.executor.cards.card import ModelCard
+from quintet.executor.cards.registry import FAMILIES
+from quintet.executor.gguf.architectures import ARCHITECTURES
+from quintet.executor.gguf.card import card_of_gguf
+from quintet.executor.gguf.header import Header, Tensor
+from quintet.executor.gguf.parts import Parts, read_parts
+from quintet.executor.gguf.types import TYPES
+from quintet.wire.errors import ConfigError
+from tests.gguf.families import ROWS
+from tests.models.random_checkpoints import write_checkpoint
+
+KEYS = (
+    *("block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size"),
+    *(
+        "attention.head_count",
+        "attention.head_count_kv",
+        "attention.key_length",
+        "attention.layer_norm_epsilon",
+    ),
+    *("attention.layer_norm_rms_epsilon", "attention.sliding_window", "attention.scale", "logit_scale"),
+    *("rope.freq_base", "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor"),
+    *("expert_count", "expert_used_count", "expert_feed_forward_length", "residual_scale", "embedding_scale"),
+    *("ssm.state_size", "ssm.inner_size", "ssm.time_step_rank", "ssm.conv_kernel", "ssm.group_count"),
+    *(
+        "nextn_predict_layers",
+        "shortconv.l_cache",
+        "use_parallel_residual",
+        "attention.sliding_window_pattern",
+    ),
+)
+SANE = st.sampled_from([1, 2, 4, 8, 16, 64, 128, 256])
+WILD = st.one_of(
+    SANE,
+    st.integers(-(1 << 40), 1 << 63),
+    st.floats(),
+    st.booleans(),
+    st.text(max_size=5),
+    st.lists(st.integers(0, 1 << 31), max_size=5).map(np.array),
+    st.sampled_from(["linear", "yarn", "none"]),
+)
+
+
+def parts_of(metadata: dict[str, Any], tensors: tuple[str, ...] = ("token_embd.weight",)) -> Parts:
+    shapes = {name: Tensor(TYPES[0], (64, 8), 0, 2048) for name in tensors}
+    return Parts((Header(Path("model.gguf"), 1 << 20, 0, metadata, shapes, b""),))
+
+
+def _check(arch: str, values: dict[str, Any]) -> None:
+    metadata = {f"{arch}.{key}": value for key, value in values.items()} | {"general.architecture": arch}
+    try:
+        card = json.loads(card_of_gguf(parts_of(metadata)))
+        FAMILIES[card["architectures"][0]].read(ModelCard(card, "model.gguf"))
+    except ConfigError as error:
+        assert str(error).startswith("model.gguf: ") and "\n" not in str(error)
+
+
+_VALUES = st.dictionaries(st.sampled_from(KEYS), WILD) | st.fixed_dictionaries(dict.fromkeys(KEYS, SANE))
+
+
+@settings(max_examples=150, deadline=None)
+@given(arch=st.sampled_from(sorted(ARCHITECTURES)), values=_VALUES)
+def test_any_metadata_is_a_model_or_one_line(arch: str, values: dict[str, Any]) -> None:
+    _check(arch, values)
+
+
+@pytest.mark.whole
+@settings(max_examples=20_000, deadline=None)
+@given(arch=st.sampled_from(sorted(ARCHITECTURES)), values=_VALUES)
+def test_much_metadata_is_a_model_or_one_line(arch: str, values: dict[str, Any]) -> None:
+    _check(arch, values)
+
+
+def test_an_architecture_that_is_not_read_is_named_with_those_that_are() -> None:
+    with pytest.raises(ConfigError, match=r"'rwkv7' is not read from GGUF; these are: arcee, bloom"):
+        card_of_gguf(parts_of({"general.architecture": "rwkv7"}))
+    with pytest.raises(ConfigError, match=r"general\.architecture is None"):
+        card_of_gguf(parts_of({}))
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    write_checkpoint(ROWS["llama"], folder)
+    write_model(folder, folder / "model.gguf", "F16")
+    return folder / "model.gguf"
+
+
+def test_facts_are_the_files(file: Path) -> None:
+    facts = read_facts(file)
+    assert (facts.architecture, facts.dtype, facts.vocab_size) == ("LlamaForCausalLM", "float16", 211)
+    assert facts.path == file and len(facts.kv_needs) == 3
+
+
+def test_transformers_computes_no_file(file: Path) -> None:
+    with pytest.raises(ConfigError, match="drop --model-impl"):
+        read_facts(file, model_impl="transformers")
+
+
+def test_tensors_that_the_architecture_has_no_place_for_are_refused(file: Path) -> None:
+    """A bias that nobody adds would be another model."""
+    from tests.models.equal import load
+
+    raw = file.read_bytes()
+    changed = file.with_name("changed.gguf")
+    changed.write_bytes(raw.replace(b"blk.0.attn_norm.weight", b"blk.0.attn_xxxx.weight"))
+    assert "blk.0.attn_xxxx.weight" in dict(read_parts(changed).tensors())
+    with pytest.raises(ConfigError, match=r"holds a tensor 'blk\.0\.attn_xxxx\.weight'"):
+        load(changed)

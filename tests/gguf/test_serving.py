@@ -1,0 +1,70 @@
+"""A GGUF file served as a user would: one file, with its tokenizer and chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import openai
+import pytest
+from bench.gguf_writer import write_model
+
+from tests.gguf.vocabularies import VOCABULARIES
+from tests.models.random_checkpoints import of_transformers
+from tests.processes.server import Server, serve
+
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("served")
+    vocabulary = json.loads(VOCABULARIES.read_text())["bpe"]
+    tokens = vocabulary["tokens"]
+    of_transformers("LlamaConfig", vocab_size=len(tokens), max_position_embeddings=512).make(folder)
+    named = {token: index for index, token in enumerate(tokens)}
+    special = [{"id": index, "content": tokens[index]} for index in range(len(tokens) - 3, len(tokens))]
+    model = {"vocab": named, "merges": vocabulary["merges"]}
+    (folder / "tokenizer.json").write_text(json.dumps({"model": model, "added_tokens": special}))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    write_model(folder, folder / "model.gguf", "Q8_0")
+    for path in folder.iterdir():
+        if path.suffix != ".gguf":
+            path.unlink()
+    with serve(
+        str(folder / "model.gguf"), "--served-model-name", "tiny", "--kv-cache-memory", "16MiB"
+    ) as server:
+        yield server
+
+
+def test_a_chat_is_rendered_and_answered(server: Server) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused")
+    answer = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "don't"}], max_tokens=7, temperature=0
+    )
+    status, told = server.post("/tokenize", {"prompt": "<|im_start|>user\ndon't<|im_end|>\n"})
+    assert status == 200 and answer.usage is not None
+    assert answer.usage.prompt_tokens == told["count"]
+
+
+@pytest.mark.whole
+def test_a_stream_goes_on_when_the_executor_is_killed(server: Server) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused")
+
+    def text(kills: bool) -> str:
+        stream = client.completions.create(
+            model="tiny",
+            prompt="the quick brown",
+            max_tokens=300,
+            temperature=0,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        found = ""
+        for number, chunk in enumerate(stream):
+            found += chunk.choices[0].text if chunk.choices else ""
+            if kills and number == 20:
+                server.children()["quintet-executor-0"].kill()
+        return found
+
+    assert text(kills=False) == text(kills=True) != ""
