@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
+from tests.models import quantized
 from tests.models.equal import load, run
 from tests.models.random_checkpoints import Row, write_checkpoint
 from tests.models.rows import latent, llama, routed, states
@@ -82,3 +84,19 @@ def test_a_layer_more_than_a_card_says_is_refused_elsewhere(tmp_path: Path) -> N
     add(tmp_path, behind(3), {})
     with pytest.raises(ConfigError, match=r"model\.layers\.3\..* has no place for"):
         load(tmp_path)
+
+
+@pytest.mark.whole
+def test_of_deepseek_in_its_own_numbers_too(tmp_path: Path) -> None:
+    """In fp8 by blocks, experts included, as it was published; the further layer as well."""
+    settings = {**quantized.SETTINGS, **latent.SMALL, **latent.ROUTED, "num_hidden_layers": 3}
+    config = transformers.DeepseekV3Config(**settings)
+    ours, plain = quantized.write(tmp_path, quantized.fp8(block=True), config)
+    kinds = {"self_attn.o_proj", "mlp.experts.0.down_proj", "eh_proj"}
+    path = ours / "model.safetensors"
+    further = {f"model.layers.3.{name}.weight": torch.ones(3, 2).to(torch.float8_e4m3fn) for name in kinds}
+    scales = {f"{name}_scale_inv": torch.ones(1, 1) for name in further}
+    save_file(load_file(path) | further | scales, path)
+    loaded, expected = load(ours), load(plain)
+    its = run(loaded, changed(loaded.config), PROMPTS)
+    assert its.outputs == run(expected, changed(expected.config), PROMPTS).outputs
