@@ -3,7 +3,7 @@
     python -m bench.kernels.experts [--threads 2] [--formats bf16 int8 ...] [--tokens 1 4 ...] [--processor-time]
 
 A step cannot take less time than reading, once, the weights of the experts that some token of it chose. The share is that time
-over its own; the limit is measured beside every case, in turn with it, and of each the best of the repeats counts. Every call
+over its own; the limit is measured before and after every repeat, because it drifts, and all figures are medians. Every call
 chooses other experts, by random scores, of so many layers that none is in a cache when its turn comes. Of many tokens the
 multiplications are what limits: see `bench.kernels.linear` for those.
 """
@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import time
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
 
 import torch
 
@@ -86,17 +88,18 @@ def measure(
     scores = [torch.randn(tokens, shape.routing.experts).to(chosen.dtype) for _ in range(CALLS)]
     counts = [len(route(one, shape.routing, None)[0].unique()) for one in scores]
     x = torch.randn(tokens, shape.hidden).to(chosen.dtype)
-    read, seconds = 0.0, float("inf")
+    gigabytes = each * sum(counts) / CALLS / 1e9
+    reads, rates = [limits.read_gb_s()], []
     for _ in range(repeats):
-        read = max(read, limits.read_gb_s())
         begun = limits.clock()
         for i, one in enumerate(scores):
             layers[i % len(layers)](x, one)
-        seconds = min(seconds, (limits.clock() - begun) / CALLS)
-    gigabytes = each * sum(counts) / CALLS / 1e9
-    share = gigabytes / read / seconds
-    counted = f"{tokens} | {sum(counts) / CALLS:.1f} | {seconds * 1e6:,.0f}"
-    return f"{counted} | {gigabytes / seconds:.1f} of {read:.1f} | {share:.0%} |"
+        rates.append(gigabytes * CALLS / (limits.clock() - begun))
+        reads.append(limits.read_gb_s())
+    share = median(rate * 2 / sum(beside) for rate, beside in zip(rates, pairwise(reads), strict=True))
+    rate = median(rates)
+    counted = f"{tokens} | {sum(counts) / CALLS:.1f} | {gigabytes / rate * 1e6:,.0f}"
+    return f"{counted} | {rate:.1f} of {median(reads):.1f} | {share:.0%} |"
 
 
 def main() -> None:
@@ -106,7 +109,7 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["bf16", "int8", "int4"])
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["Qwen3-30B-A3B"])
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
-    parser.add_argument("--repeats", type=int, default=10, help="of each case, the best counts (default: 10)")
+    parser.add_argument("--repeats", type=int, default=10, help="of each case (default: 10)")
     parser.add_argument(
         "--processor-time",
         action="store_true",
