@@ -113,7 +113,7 @@ void widen_block(const Weight& of, const char* weight, index_t depth, index_t co
 struct alignas(64) Buffers {
   float sums[kMaxPanelRows * kTileColumns];   // of a slice
   float total[kMaxPanelRows * kTileColumns];  // of the slices so far
-  float weights[kPiece * kTileColumns];
+  float weights[kPiece * kTileColumns / 2];
   float x[kOwnRows * kPiece];
 };
 
@@ -163,7 +163,10 @@ void multiply_slices(const LinearCall& call, const LinearItem& item, const char*
   const bool native = is_native(weight), widens = is_coded(weight) || (!native && item.rows > kDirectRows);
   const bool own = !native && item.rows <= kOwnRows;  // the last panel's few rows too, although they were prepared
   const Way way = widens ? kWay<Widened> : way_of(weight);
-  const index_t span = item.to - item.from, width = span * item.spans, most = block_vectors(units.rows_of(0)) * kLanes;
+  // Codes widened for a block stay in the first-level cache.
+  const index_t in_registers = block_vectors(units.rows_of(0)) * kLanes;
+  const index_t most = is_coded(weight) && in_registers > kTileColumns / 2 ? kTileColumns / 2 : in_registers;
+  const index_t span = item.to - item.from, width = span * item.spans;
   const index_t block = span < most ? span : most, blocks = width / block;
   const bool fetches = weight.fetches || item.rows > 1 || block < kTileColumns;  // what comes next, ahead of time
   const Multiply shorter = way.multiply(units.rows, block / kLanes);

@@ -24,6 +24,7 @@ QT_INLINE f32v numbers_of(Values values, i32v codes) {
 // Of one number.
 QT_INLINE float number_of(Values values, int code) { return numbers_of(values, all(std::int32_t(code)))[0]; }
 
+inline constexpr float kEighthsUnit = 1.329227995784916e36f;  // 2^120, between the biases of fp8 and of fp32
 inline constexpr index_t kWidenAhead = 8 << 10;  // bytes
 
 // Front to back, and so that what comes next is on its way. Whole lines: `out` has room for the last one's k.
@@ -40,8 +41,12 @@ void widen_codes_as(const Weight& weight, const char* head, index_t depth, index
       const i32v words = load_bits(line + c * 4);
 #pragma GCC unroll 8
       for (int i = 0; i < in_line; ++i) {
-        const i32v codes = (i32v)((u32v)words >> (i % 4 * 8 + i / 4 * 4)) & (kValues == Values::fp8 ? 255 : 15);
-        store(out + i * block + c, numbers_of(kValues, codes) * scales[c / kLanes]);
+        f32v number;
+        if constexpr (kValues == Values::fp8)  // the byte's sign stays where it is moved to; the rest is eighths_of
+          number = as_float((words << (24 - 8 * i)) >> 4 & std::int32_t(0x87F00000)) * all(kEighthsUnit);
+        else
+          number = numbers_of(kValues, (i32v)((u32v)words >> (i % 4 * 8 + i / 4 * 4)) & 15);
+        store(out + i * block + c, number * scales[c / kLanes]);
       }
     }
 }
