@@ -15,10 +15,12 @@ from tests.gpu.small import CARD, SMALLER, run_all
 from tests.models import equal, forms
 from tests.models.conftest import engine_config, in_groups, serve
 from tests.models.families import FAMILIES, prompts_of
-from tests.models.random_checkpoints import expectations, write_checkpoint
+from tests.models.random_checkpoints import expectations, of_module, write_checkpoint
 from tests.models.rows import falcon, gemma, gpt, latent, routed, states
+from tests.models.rows.departed import QWEN_1
 from tests.models.test_embeds import mixed
 from tests.models.test_engine import GREEDY, House, changed, small_kv, without_prefix_cache
+from tests.models.test_qwen1_long import Rememberer
 from tests.models.test_swapping import with_host_memory
 
 from quintet.executor.cards.card import card_of
@@ -51,6 +53,9 @@ KINDS = {
 }
 """One model of each kind of layer that the families do not have."""
 MORE_KINDS = {
+    "queries that grow, a rotation by the prompt": of_module(
+        QWEN_1 | {"seq_length": 16, "max_position_embeddings": 128}, Rememberer
+    ),
     "sinks": routed.ROWS["gpt-oss"],
     "chunks, neighbours, layers without rotation": routed.ROWS["llama4"],
     "neighbours, side by side": gpt.ROWS["gptj"],
