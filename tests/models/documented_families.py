@@ -13,7 +13,7 @@ from quintet.executor.cards.spec import DecoderSpec
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT, README = ROOT / "docs" / "models.md", ROOT / "README.md"
 BEGIN, END = "<!-- families -->\n", "<!-- families end -->\n"
-README_ROW = "| Models | "
+IN_README = "### Models\n\n"
 
 SIZES: dict[str, Any] = {
     "vocab_size": 32000,
@@ -48,13 +48,11 @@ def card_of(architecture: str) -> ModelCard:
     return ModelCard(SIZES | MORE.get(architecture, {}), "config.json")
 
 
-def readme_row() -> str:
-    """Return the README's row on models: the words of all rows, each once."""
+def readme_list() -> str:
+    """Return what the README says below its heading on models: how many, and the words of all rows, each once."""
     words = dict.fromkeys(family.words for family in FAMILIES.values())
-    return (
-        f"{README_ROW}{'; '.join(words)} ([what each is](docs/models.md)); every RoPE scaling kind of"
-        " transformers |\n"
-    )
+    summary = f'{len(FAMILIES)} architectures (<a href="docs/models.md">what each is</a>), every RoPE scaling kind of transformers'
+    return f"<details><summary>{summary}</summary>\n\n{'; '.join(words)}.\n\n</details>\n"
 
 
 def table() -> str:
@@ -76,8 +74,8 @@ def table() -> str:
 
 def main() -> None:
     """Write the documents."""
-    lines = README.read_text().splitlines(keepends=True)
-    README.write_text("".join(readme_row() if line.startswith(README_ROW) else line for line in lines))
+    before, heading, rest = README.read_text().partition(IN_README)
+    README.write_text(before + heading + readme_list() + rest[rest.index("</details>\n") + len("</details>\n") :])
     before, _, rest = DOCUMENT.read_text().partition(BEGIN)
     _, _, behind = rest.partition(END)
     DOCUMENT.write_text(f"{before}{BEGIN}{table()}{END}{behind}")
