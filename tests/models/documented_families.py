@@ -51,7 +51,7 @@ def card_of(architecture: str) -> ModelCard:
 def readme_list() -> str:
     """Return what the README says below its heading on models: how many, and the words of all rows, each once."""
     words = dict.fromkeys(family.words for family in FAMILIES.values())
-    summary = f'{len(FAMILIES)} architectures (<a href="docs/models.md">what each is</a>), every RoPE scaling kind of transformers'
+    summary = f'{len(FAMILIES)} architectures (<a href="docs/models.md">what each is</a>), every kind of RoPE scaling'
     return f"<details><summary>{summary}</summary>\n\n{'; '.join(words)}.\n\n</details>\n"
 
 
@@ -75,7 +75,9 @@ def table() -> str:
 def main() -> None:
     """Write the documents."""
     before, heading, rest = README.read_text().partition(IN_README)
-    README.write_text(before + heading + readme_list() + rest[rest.index("</details>\n") + len("</details>\n") :])
+    README.write_text(
+        before + heading + readme_list() + rest[rest.index("</details>\n") + len("</details>\n") :]
+    )
     before, _, rest = DOCUMENT.read_text().partition(BEGIN)
     _, _, behind = rest.partition(END)
     DOCUMENT.write_text(f"{before}{BEGIN}{table()}{END}{behind}")
