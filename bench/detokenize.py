@@ -55,7 +55,7 @@ def messages(stream: list[list[int]], stop: list[str], *, with_logprobs: bool = 
             pack_u8([1] * rows),
             pack_i32(tokens),
             pack_u8([0] * rows),
-            pack_i32([-1] * rows),
+            b"",
             [TokenLogprobs(0, 1, pack_i32([tokens[0], 5, 6]), pack_f32([-0.5, -1.0, -2.0]))]
             if with_logprobs
             else [],

@@ -148,8 +148,11 @@ def _admit_waiting(state: State, step: StepBuilder, budget: int, now_ns: int) ->
         count = _allowance(state, request, request.length - found.num_tokens, budget)
         num_own, pool = tables.own_blocks(state, request, found), state.pool
         num_spare = pool.num_available - (state.limits.watermark if running else 0)
-        num_needed = sum(num_own) + sum(pool.cost_of_sharing(held.blocks) for held in found.shared)
-        num_needed += pool.cost_of_sharing(found.known_tails)
+        num_needed = sum(num_own)
+        for held in found.shared:
+            num_needed += pool.cost_of_sharing(held.blocks)
+        if found.tails:
+            num_needed += pool.cost_of_sharing(found.known_tails)
         if count <= 0 or num_needed > num_spare:
             return position  # whoever is behind in the queue must not take what this one waits for
         count = _enter(state, step, request, found, num_own, count)
@@ -195,8 +198,8 @@ def _enter(
     state.pool.host.forget(request.request_id)
     request.planned = request.computed = found.num_tokens
     block_size = state.limits.block_size
-    num_known = found.num_tokens // block_size - max(map(len, found.restored), default=0)
-    request.register_at = (max(0, num_known) + 1) * block_size
+    num_restored = max(map(len, found.restored)) if found.restored else 0
+    request.register_at = (max(0, found.num_tokens // block_size - num_restored) + 1) * block_size
     if state.limits.groups.states:
         states.begin(state, request)
         count = states.cut(state, request, count)

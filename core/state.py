@@ -377,14 +377,14 @@ class State:
     def _leave(self, request: Request) -> None:
         self._remove(self.running, request)
         fence = self.fence
-        for _, blocks in request.unnamed:
-            self.pool.release(blocks, fence)
-        self.pool.release(request.for_choices, fence)
+        if self.limits.groups.states:
+            for blocks in (*(blocks for _, blocks in request.unnamed), request.for_choices):
+                self.pool.release(blocks, fence)
+            request.unnamed, request.for_choices, request.is_yielding = [], [], False
         for group, held in zip(self.limits.groups.all, request.held, strict=True):
             # Where a window moves on, the tail is what others can go on from: it is evicted last.
             blocks = held.blocks if group.kind == "full" else held.blocks[::-1]
             self.pool.release(blocks, fence)
-        request.unnamed, request.for_choices, request.is_yielding = [], [], False
         self.left_slots.append(request.slot)
         heappush(self.free_slots, request.slot)
         self.generation += 1

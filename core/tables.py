@@ -38,8 +38,9 @@ def fill(state: State, step: StepBuilder, request: Request, found: Found, num_ow
     pool, groups = state.pool, state.limits.groups
     for held in found.shared:
         pool.share(held.blocks)  # before anything is taken: that may evict
-    pool.share(found.known_tails)
-    step.borrowed += found.known_tails
+    if found.tails:
+        pool.share(found.known_tails)
+        step.borrowed += found.known_tails
     for index, count in enumerate(num_own):
         shared = found.shared[index] if found.shared else NO_BLOCKS
         blocks = shared.blocks + [pool.take() for _ in range(count)]
@@ -155,6 +156,9 @@ def catch_up(state: State, step: StepBuilder, request: Request, found: Found) ->
 def set_room(state: State, request: Request, end: int) -> None:
     """Note until when the blocks need no looking at, once ``end`` tokens are planned."""
     groups, block_size = state.limits.groups, state.limits.block_size
+    if groups.is_plain:
+        request.room = request.held[0].end * block_size
+        return
     room = min((request.held[index].end for index in groups.tokens), default=request.limit) * block_size
     request.room = states.room_of(state, request, end, room) if groups.states else room
 

@@ -48,9 +48,9 @@ def _longest_end(
     until they are copied, beside all that the request takes itself.
     """
     limits, index, tokens = state.limits, state.pool.index, request.tokens
-    groups, block_size, most = limits.groups, limits.block_size, len(tokens) - 1
     if not index.ends or request.status is Status.RUNNING:
         return None
+    groups, block_size, most = limits.groups, limits.block_size, len(tokens) - 1
     if not state.spares(request, len(groups.tokens)):
         return None
     for num_blocks in range(most // block_size, least // block_size - 1, -1):

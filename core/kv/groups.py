@@ -48,10 +48,9 @@ class Groups:
 
     def taken_by(self, num_tokens: float) -> float:
         """Return what a request of this length takes at its most, in tokens of a block each; of one plain group its length."""
-        block_size = self.spec.block_size
         if self.is_plain:
             return num_tokens
-        whole = int(num_tokens)
+        block_size, whole = self.spec.block_size, int(num_tokens)
         return sum(
             block_size * self.most_blocks(index, whole)
             if group.is_state

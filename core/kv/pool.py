@@ -78,8 +78,7 @@ class BlockPool:
 
     def cost_of_sharing(self, blocks: Iterable[int]) -> int:
         """Return how many of these blocks would leave the available ones if they were shared."""
-        cached = self.cached
-        return sum(1 for block in blocks if block in cached)
+        return sum(map(self.cached.__contains__, blocks))
 
     def share(self, blocks: Iterable[int]) -> None:
         """Add a reference to each block."""
