@@ -32,7 +32,7 @@ from quintet.wire.kv_spec import KvSpec
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An operation's share of the program: one operation or, with quantized weights, two."""
+    """An operation's share of the program: one operation or, with quantized weights, two for each of them."""
 
     name: str
     begin: int
@@ -127,25 +127,38 @@ class Recorder:
     def linear(self, layer: Linear, x: Value) -> Value:
         """See `ForwardPass`."""
         y = Value(layer.width, x.extent)
-        method = layer.method
-        if method.order is not None:
-            x = self._take_columns(x, method.order)
-        packed, bias = method.packed, method.bias
-        assert packed is not None, "recorded without the host kernels"
+        runs = layer.method.runs
+        assert runs, "recorded without the host kernels"
         assert x.width == layer.depth, (x.width, layer.depth)
+        inputs = [x if run.order is None else self._take_columns(x, run.order) for run in runs]
 
         def emit(result: Value, residual: Value | None, activation: int) -> None:
             assert residual is None or residual.stride == result.stride, (residual, result)
-            self._library.linear(
-                *(self.handle, packed.handle, x.address, x.stride, self._max_rows[x.extent], self._code),
-                *(None if bias is None else bias.data_ptr(), None if residual is None else residual.address),
-                *(result.address, result.stride, activation, method.int8_activations, x.extent),
-            )
+            begin = 0
+            for run, its in zip(runs, inputs, strict=True):
+                packed, bias, width = run.packed, run.bias, run.packed.output_columns
+                added = None if residual is None else self.columns(residual, begin, width).address
+                y = self.columns(result, begin, width)
+                self._library.linear(
+                    *(
+                        self.handle,
+                        packed.handle,
+                        its.address,
+                        its.stride,
+                        self._max_rows[x.extent],
+                        self._code,
+                    ),
+                    *(None if bias is None else bias.data_ptr(), added, y.address, y.stride),
+                    *(activation, run.int8_activations, x.extent),
+                )
+                begin += width
 
         name = f"linear {layer.depth} to {layer.width}"
         is_plain = layer.activation is GatedActivation.NONE
         alone = partial(emit, y, None, layer.activation)
-        return self._append(name, alone, (x,), y, emit_with=emit if is_plain else None)
+        return self._append(
+            name, alone, tuple(dict.fromkeys(inputs)), y, emit_with=emit if is_plain else None
+        )
 
     def _take_columns(self, x: Value, columns: torch.Tensor) -> Value:
         """Return columns of x by their numbers, int32."""

@@ -1,7 +1,8 @@
-"""The numbers of a GGUF file, packed as they are: each layer in the type that its tensors have.
+"""The numbers of a GGUF file, packed as they are: each layer in the types that its tensors have.
 
-Where the parts of a layer differ in type, as values do from queries and keys in some layers of Q4_K_M, it is kept in the model's
-number format; so is what has no packed format, and what is no matrix of rows of the file.
+Where the parts of a layer differ in type, as values do from queries and keys in some layers of Q4_K_M, it is several packed
+weights. What has no packed format, and what is no matrix of rows of the file, is kept in the model's number format; so are gates
+and ups of different types.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from quintet.executor.ops.host_linear import linear_library
 from quintet.executor.quant.blocks import NUMBERS, Blocks
 from quintet.executor.quant.method import LinearMethod, LinearShape
 from quintet.executor.quant.none import Unquantized
+from quintet.executor.quant.numbers import FLOAT_FORMATS, Numbers
 from quintet.executor.quant.packed import PackedLinear
 from quintet.executor.quant.part import Part
+from quintet.executor.quant.runs import packed_by_part
 from quintet.executor.quant.source import Expect, PlainRows, Rows
 from quintet.executor.quant.stack import PackedStack, StackMethod, StackPiece, StackRows, StackShape
 from quintet.executor.weights.header import Entry
@@ -92,11 +95,14 @@ class GgufQuantization:
         """See `Quantization.linear`."""
         library = linear_library()
         sources = [self._source(part, shape.depth, plan) for part in shape.parts]
-        kinds = _kinds(sources)
-        if library is None or plan.device.type != "cpu" or shape.is_exact or len(kinds) != 1:
+        numbers = [_numbers(source, plan) for source in sources]
+        is_plain = not any(sources) or (bool(shape.activation) and len(set(numbers)) > 1)
+        if library is None or plan.device.type != "cpu" or shape.is_exact or is_plain:
             return self._plain.linear(shape, plan)
-        packed = [source for source in sources if source is not None]
-        return PackedLinear(library, shape, plan, NUMBERS[kinds.pop()], packed)
+        rows = [source or plain for source, plain in zip(sources, shape.sources, strict=True)]
+        if shape.activation:
+            return PackedLinear(library, shape, plan, numbers[0], rows)
+        return packed_by_part(library, shape, plan, numbers, rows)
 
     def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
         """See `Quantization.stack`."""
@@ -124,6 +130,10 @@ class GgufQuantization:
             return None
         kind = BY_NAME[entry.dtype]
         return BlockRows(part, depth, kind) if entry.shape == (part.height, kind.num_bytes(depth)) else None
+
+
+def _numbers(source: BlockRows | None, plan: WeightPlan) -> Numbers:
+    return Numbers(FLOAT_FORMATS[plan.dtype]) if source is None else NUMBERS[source.kind.name]
 
 
 def _kinds(sources: Sequence[BlockRows | None]) -> set[str]:

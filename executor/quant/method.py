@@ -48,24 +48,16 @@ class LinearShape:
         return [Piece(f"{part.name}.bias", (part.height,), part.rows, part.bias) for part in self.parts]
 
 
-class LinearMethod(Protocol):
-    """Owns the tensors of one layer. Declares them in a plan when made, is filled by the loader, and then multiplies."""
+class PackedRun(Protocol):
+    """Neighbouring columns of a layer, in one packed weight."""
+
+    @property
+    def packed(self) -> PackedWeight:
+        """The weight, once it is loaded."""
 
     @property
     def bias(self) -> torch.Tensor | None:
         """``[columns]`` in the model's number format."""
-
-    @property
-    def packed(self) -> PackedWeight | None:
-        """The weight in the form of the host library; None where torch multiplies."""
-
-    @property
-    def table(self) -> torch.Tensor | None:
-        """The weight row-major in the model's number format ``[columns, depth]``, where it is held so."""
-
-    @property
-    def is_quantized(self) -> bool:
-        """Whether the weight's numbers are others than the checkpoint's."""
 
     @property
     def order(self) -> torch.Tensor | None:
@@ -74,6 +66,30 @@ class LinearMethod(Protocol):
     @property
     def int8_activations(self) -> bool:
         """Whether inputs are quantized too, each token by its own scale."""
+
+
+class LinearMethod(Protocol):
+    """Owns the tensors of one layer. Declares them in a plan when made, is filled by the loader, and then multiplies."""
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """``[columns]`` in the model's number format; None also where runs have their own."""
+
+    @property
+    def packed(self) -> PackedWeight | None:
+        """The weight in the form of the host library; None where torch multiplies, or where it is several."""
+
+    @property
+    def runs(self) -> Sequence[PackedRun]:
+        """All columns in the form of the host library, in their order; none where torch multiplies."""
+
+    @property
+    def table(self) -> torch.Tensor | None:
+        """The weight row-major in the model's number format ``[columns, depth]``, where it is held so."""
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the weight's numbers are others than the checkpoint's."""
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``activation(x @ weight.T + bias)``; x: ``[num_tokens, depth]``.

@@ -39,9 +39,8 @@ class RowMajorLinear:
     """A weight as the checkpoint has it, multiplied by torch: the reference, and what runs without the host library."""
 
     packed = None
-    order = None
+    runs = ()
     is_quantized = False
-    int8_activations = False
 
     def __init__(
         self, shape: LinearShape, plan: WeightPlan, sources: Sequence[RowSource] | None = None

@@ -16,9 +16,7 @@ def declare_order(sources: list[RowSource], depth: int, plan: WeightPlan) -> tor
 
     It is filled where the packed weight is only mapped, too. All sources must have one order: they get one x.
     """
-    ordered = [
-        source for source in sources if isinstance(source, CodedRows) and source.scheme.order is not None
-    ]
+    ordered = [source for source in sources if isinstance(source, CodedRows) and is_ordered(source)]
     if not ordered:
         return None
     order = torch.full((depth,), -1, dtype=torch.int32)
@@ -26,6 +24,11 @@ def declare_order(sources: list[RowSource], depth: int, plan: WeightPlan) -> tor
         name, group = f"{source.part.name}.{source.scheme.order}", source.scheme.group or depth
         plan.expect(name, (depth,), partial(_fill, order, group, source.part.name), num_bytes=order.nbytes)
     return order
+
+
+def is_ordered(source: RowSource) -> bool:
+    """Whether the groups of a source's scales are of other inputs than neighbours."""
+    return isinstance(source, CodedRows) and source.scheme.order is not None
 
 
 def sorted_inputs(groups: torch.Tensor) -> torch.Tensor:

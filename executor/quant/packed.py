@@ -13,7 +13,7 @@ import torch
 from quintet.executor.ops.host_linear import LinearLibrary, WeightFormat, linear_library
 from quintet.executor.ops.packed_weight import PackedWeight
 from quintet.executor.quant.fill import fill
-from quintet.executor.quant.method import LinearMethod, LinearShape
+from quintet.executor.quant.method import LinearMethod, LinearShape, PackedRun
 from quintet.executor.quant.numbers import FLOAT_FORMATS, LAYOUT, Numbers
 from quintet.executor.quant.order import declare_order
 from quintet.executor.quant.source import Rows, RowSource
@@ -73,7 +73,7 @@ def w8a8() -> PackedQuantization:
 
 
 class PackedLinear:
-    """One layer. A `LinearMethod`, and a `PackedStore` for its weight."""
+    """One layer, or a run of its columns. A `LinearMethod`, a `PackedRun`, and a `PackedStore` for its weight."""
 
     table = None
 
@@ -112,6 +112,11 @@ class PackedLinear:
         return self._packed
 
     @property
+    def runs(self) -> Sequence[PackedRun]:
+        """See `LinearMethod`."""
+        return (self,)
+
+    @property
     def description(self) -> Description:
         """See `PackedStore`."""
         return {
@@ -137,11 +142,12 @@ class PackedLinear:
             memory=memory,
         )
 
-    def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """See `LinearMethod.apply`."""
+    def apply(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """See `LinearMethod.apply`. out: what it is written to, where it is given."""
         return self.packed.linear(
             x if self.order is None else x[:, self.order],
             self.bias,
+            out=out,
             activation=self._shape.activation,
             int8_activations=self.int8_activations,
         )

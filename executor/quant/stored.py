@@ -18,6 +18,7 @@ from quintet.executor.quant.none import RowMajorLinear
 from quintet.executor.quant.numbers import FLOAT_FORMATS, Numbers
 from quintet.executor.quant.packed import PackedLinear
 from quintet.executor.quant.part import Part
+from quintet.executor.quant.runs import packed_by_part
 from quintet.executor.quant.source import CodedRows, Expect, PlainRows, Rows, RowSource, floats_of
 from quintet.executor.quant.stack import (
     PackedStack,
@@ -63,7 +64,11 @@ class StoredQuantization:
         library = linear_library()
         if plan.device.type != "cpu" or library is None:
             return RowMajorLinear(shape, plan, sources)
-        numbers = numbers_of([_scheme_of(source) for source in sources], plan.dtype)
+        schemes = [_scheme_of(source) for source in sources]
+        numbers = numbers_of(schemes, plan.dtype)
+        if numbers.weight_format.is_float and not shape.activation:  # nothing holds all parts exactly
+            by_part = [numbers_of([scheme], plan.dtype) for scheme in schemes]
+            return packed_by_part(library, shape, plan, by_part, sources)
         return PackedLinear(library, shape, plan, numbers, sources)
 
     def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:

@@ -166,7 +166,7 @@ def test_packed_numbers_are_the_checkpoints(name: str, monkeypatch: pytest.Monke
     layer, numbers = loaded(written, [Part("q", 288), Part("k", 32), Part("v", 32)])
     packed = layer.method.packed
     assert packed is not None and (packed.format, packed.group) == (weight_format, group)
-    order, whole = layer.method.order, torch.cat([numbers[each] for each in "qkv"])
+    order, whole = layer.method.runs[0].order, torch.cat([numbers[each] for each in "qkv"])
     assert (order is not None) == written.section.get("desc_act", False)
     assert torch.equal(packed.read(), whole if order is None else whole[:, order])
     assert not layer.method.is_quantized
@@ -211,7 +211,7 @@ def test_activations_of_8_bits_are_as_the_checkpoint_says() -> None:
     written = quantized.compressed(BY_ROW, "int-quantized", inputs)
     layer, numbers = loaded(written, [Part("q", 96), Part("k", 32)])
     packed = layer.method.packed
-    assert packed is not None and layer.method.int8_activations
+    assert packed is not None and layer.method.runs[0].int8_activations
     x = torch.from_numpy(noise(5, seed=9)).bfloat16()
     step = x.float().abs().amax(1, keepdim=True) / 127
     rounded = (x.float() / step).round() * step
@@ -251,12 +251,19 @@ def test_gates_and_ups_have_scales_of_their_own() -> None:
         ({"sym": False}, WeightFormat.INT4_ZEROS, 32),
         ({"group_size": 64}, WeightFormat.INT4, 32),
         ({"group_size": -1}, WeightFormat.INT4, 32),
-        ({"desc_act": True}, WeightFormat.BF16, 0),
     ],
 )
 def test_parts_with_unlike_numbers_get_the_wider_kind(
     other: dict[str, int | bool], weight_format: WeightFormat, group: int
 ) -> None:
+    layer, values = loaded(with_another_k(other), [Part("q", 96), Part("k", 32)])
+    packed, whole = layer.method.packed, torch.cat([values["q"], values["k"]])
+    assert packed is not None and (packed.format, packed.group) == (weight_format, group)
+    assert torch.equal(packed.read(), whole)
+
+
+def with_another_k(other: dict[str, int | bool]) -> Written:
+    """Return 4 bits in groups of 32, but for the layer ``k``."""
     plain = quantized.gptq(4, 32, symmetric=True)
     numbers = {"bits": 4, "group_size": 32, "sym": True, "desc_act": False} | other
     its = quantized.gptq(
@@ -269,20 +276,35 @@ def test_parts_with_unlike_numbers_get_the_wider_kind(
     def tensors(name: str, weight: Array) -> tuple[Tensors, Array]:
         return (its if name == "k" else plain).tensors(name, weight)
 
-    section = {**plain.section, "dynamic": {"k": other}}
-    layer, values = loaded(Written(section, tensors), [Part("q", 96), Part("k", 32)])
-    packed, whole = layer.method.packed, torch.cat([values["q"], values["k"]])
-    assert packed is not None and (packed.format, packed.group) == (weight_format, group)
-    expected = whole.bfloat16().float() if weight_format is WeightFormat.BF16 else whole
-    assert torch.equal(packed.read(), expected)
+    return Written({**plain.section, "dynamic": {"k": other}}, tensors)
 
 
 @needs_kernels
-def test_a_part_that_was_left_out_makes_its_neighbours_plain() -> None:
+def test_a_part_whose_inputs_are_ordered_is_a_weight_of_its_own() -> None:
+    layer, numbers = loaded(with_another_k({"desc_act": True}), [Part("q", 96), Part("k", 32), Part("v", 32)])
+    q, k, v = layer.method.runs
+    assert q.order is None is v.order and k.order is not None
+    x = torch.from_numpy(noise(3, seed=4)).bfloat16()
+    whole = torch.cat([numbers[each] for each in "qkv"])
+    torch.testing.assert_close(layer(x).float(), x.float() @ whole.t(), rtol=2**-7, atol=2**-5)
+
+
+@needs_kernels
+def test_so_is_a_part_that_was_left_out() -> None:
     left_out = {"k.weight": torch.from_numpy(noise(32)).bfloat16()}
     layer, numbers = loaded(KEPT["gptq, 4 bits"][0], [Part("q", 96), Part("k", 32)], plain=left_out)
+    q, k = (run.packed for run in layer.method.runs)
+    assert (q.format, k.format) == (WeightFormat.INT4, WeightFormat.BF16)
+    assert torch.equal(q.read(), numbers["q"]) and torch.equal(k.read(), left_out["k.weight"].float())
+
+
+@needs_kernels
+def test_a_gate_and_its_up_are_of_one_weight() -> None:
+    left_out = {"up.weight": torch.from_numpy(noise(64)).bfloat16()}
+    gate_up = [Part("gate", 64), Part("up", 64)]
+    layer, numbers = loaded(KEPT["gptq, 4 bits"][0], gate_up, GatedActivation.SILU_AND_MUL, left_out)
     assert layer.method.packed is not None
-    whole = torch.cat([numbers["q"].bfloat16(), left_out["k.weight"]])
+    whole = torch.cat([numbers["gate"].bfloat16(), left_out["up.weight"]])
     assert torch.equal(layer.method.packed.read(), whole.float())
 
 

@@ -15,13 +15,17 @@ from quintet.executor.layers.linear import GatedActivation, Linear, Part
 from quintet.executor.layers.norm import Norm
 from quintet.executor.models.model import Setting
 from quintet.executor.ops.activation import activate
+from quintet.executor.ops.host_linear import WeightFormat, linear_library
 from quintet.executor.program.library import program_library
 from quintet.executor.program.places import Lifetimes, Places
 from quintet.executor.program.recorder import KvMemory, Recorder
 from quintet.executor.program.step import CStep
 from quintet.executor.program.values import Extent, Operation, Value
+from quintet.executor.quant.method import LinearMethod, LinearShape
+from quintet.executor.quant.numbers import Numbers
 from quintet.executor.quant.registry import open_quantization
-from quintet.executor.quant.stack import StackPiece, StackShape
+from quintet.executor.quant.runs import packed_by_part
+from quintet.executor.quant.stack import StackMethod, StackPiece, StackShape
 from quintet.executor.weights.plan import WeightPlan
 from quintet.executor.weights.store import reserve
 from quintet.wire.kv_spec import full_layers
@@ -57,6 +61,32 @@ def linear(
     return layer
 
 
+class Unlike:
+    """Of a layer of several parts, the second in 8 bits and the others in bf16."""
+
+    def linear(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod:
+        library = linear_library()
+        assert library is not None
+        numbers = [
+            Numbers(WeightFormat.INT8 if i == 1 else WeightFormat.BF16) for i in range(len(shape.parts))
+        ]
+        return packed_by_part(library, shape, plan, numbers, shape.sources)
+
+    def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
+        raise NotImplementedError
+
+
+def linear_of_runs(widths: list[int], depth: int) -> Linear:
+    plan = WeightPlan(DTYPE, torch.device("cpu"))
+    parts = [Part(f"part {i}", width) for i, width in enumerate(widths)]
+    layer = Linear(Setting(torch.device("cpu"), DTYPE, Unlike()), plan, parts, depth, biased=True)
+    plan.reservation = reserve(plan.stores)
+    for seed, expected in enumerate(plan.expected.values()):
+        for sink in (*expected.sinks, *expected.packers):
+            sink(noise(*expected.shape, seed=seed) / depth**0.5)
+    return layer
+
+
 def noise(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DTYPE)
 
@@ -76,6 +106,24 @@ def run(recorder: Recorder) -> list[str]:
     step = CStep(num_tokens=ROWS, num_rows=1, num_outputs=0)
     recorder._library.run(recorder.handle, ctypes.byref(step), 0, spans[-1].end)
     return [span.name for span in spans]
+
+
+def test_runs_of_a_layer_write_their_columns_of_one_result(recorder: Recorder) -> None:
+    layer, x, residual = linear_of_runs([9, 6, 14, 3], 32), given(), given(seed=2)
+    y = recorder.linear(layer, x)
+    total = recorder.add(residual, recorder.linear(layer, x))
+    for value in (x, y, total):
+        recorder.keep(value)
+    terms = residual.tensor.clone().split([9, 6, 17], 1)  # the sum is written over it
+    names = run(recorder)
+    assert names == ["linear 32 to 32", "linear 32 to 32"]
+    assert torch.equal(y.tensor, layer(x.tensor))
+    assert [each.packed.columns for each in layer.method.runs] == [9, 6, 17]
+    added = [
+        each.packed.linear(x.tensor, each.bias, its.contiguous(), int8_activations=each.int8_activations)
+        for each, its in zip(layer.method.runs, terms, strict=True)
+    ]
+    assert torch.equal(total.tensor, torch.cat(added, 1))
 
 
 def ordinary(ops: Recorder, x: Value, layers: list[Linear]) -> Value:

@@ -62,7 +62,7 @@ def numbers_of(kind: str, raw: Array) -> Array:
 def in_blocks(row: Row, kind_of: Callable[[str], str], target: Path) -> Row:
     """Return the row with other matrices, those of blocks; whoever makes it has the file at ``target``.
 
-    kind_of: from the file's name of a tensor to its type.
+    kind_of: from the file's name of a tensor to its type; F32: it stays what it is.
     """
 
     def make(folder: Path) -> Logits:
@@ -74,6 +74,8 @@ def in_blocks(row: Row, kind_of: Callable[[str], str], target: Path) -> Row:
         for seed, (name, tensor) in enumerate(sorted(tensors.items())):
             if tensor.dim() == 2 and ".experts." not in name and not name.endswith("gate.weight"):
                 kind = kind_of(gguf_writer.renamed(names, name))
+                if kind == "F32":
+                    continue
                 raw = random_rows(kind, *tensor.shape, seed)
                 tensors[name] = torch.from_numpy(numbers_of(kind, raw))
                 blocks[name] = raw, kind

@@ -8,6 +8,8 @@ import pytest
 import torch
 from bench.gguf_writer import write_model
 
+from quintet.executor.ops.host_linear import WeightFormat
+from quintet.executor.ops.packed_weight import PackedWeight
 from tests.gguf.random_blocks import SCALES, in_blocks
 from tests.models.equal import WAYS, alone, furthest, load
 from tests.models.random_checkpoints import of_transformers
@@ -46,6 +48,42 @@ def test_layers_of_mixed_types_have_the_same_bits_in_every_batch(tied: bool, tmp
     assert furthest(outcome, expected) < CLOSE
     assert outcome.outputs == [each.outputs for each in expected]
     check_bits(load(tmp_path / "model.gguf", "bfloat16"), [each.prompt for each in expected], WAYS)
+
+
+def _stacks(name: str) -> str:
+    """Types of queries, keys and values: all different, the first two alike, or one that is kept in floating-point numbers."""
+    layer, _, tensor = name.removeprefix("blk.").partition(".")
+    of_stack = {"0": ("Q4_K", "Q5_0", "Q6_K"), "1": ("Q8_0", "Q8_0", "F32")}.get(layer)
+    stacked = ("attn_q.weight", "attn_k.weight", "attn_v.weight")
+    return of_stack[stacked.index(tensor)] if of_stack and tensor in stacked else "Q4_K"
+
+
+def test_each_type_of_a_stacked_layer_is_packed_for_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled = []
+    fill = PackedWeight.fill_blocks
+
+    def counting(self: PackedWeight, raw: torch.Tensor, first_column: int = 0) -> None:
+        filled.append((self.format, self.columns))
+        fill(self, raw, first_column)
+
+    monkeypatch.setattr(PackedWeight, "fill_blocks", counting)
+    file, cache = tmp_path / "model.gguf", str(tmp_path / "cache")
+    expected = made(in_blocks(of_transformers("Qwen2Config", **_WIDE), _stacks, file), tmp_path)
+    prompts = [each.prompt for each in expected]
+    loaded = load(file, packed_cache=cache)
+    assert {WeightFormat.Q5_0, WeightFormat.Q6_K} <= {each for each, _ in filled}
+    outcome = alone(loaded, prompts)
+    assert furthest(outcome, expected) < CLOSE
+    assert outcome.outputs == [each.outputs for each in expected]
+    by_torch = alone(load(file, compiled=False), prompts)
+    assert furthest(by_torch, expected) < CLOSE
+    assert by_torch.outputs == outcome.outputs
+    filled.clear()
+    assert alone(load(file, packed_cache=cache), prompts).bits == outcome.bits
+    assert not filled
+    check_bits(load(file, "bfloat16"), prompts, WAYS)
 
 
 def test_experts_are_packed_too(tmp_path: Path) -> None:
