@@ -14,6 +14,8 @@
 // groups of a slice of k (linear.hpp) ascending, fma(float(sum), scale of w * scale of x, result), and where the format has zero
 // points or minima fma(shift of w, scale of x * float(middle * sum of x), result), see linear_scales.hpp; the slices' results,
 // ascending; and once at the end the column's scale. Where all of k is one group, slices' sums are integers and exact, too.
+#include <bit>
+
 #include "linear_integer_piece.hpp"
 #include "thread_memory.hpp"
 
@@ -40,13 +42,17 @@ index_t even_piece(const Weight& weight, index_t largest) {
   return piece;
 }
 
-// How an item is cut.
+// How items of so many rows are cut.
 struct Plan : Cutting {
+  index_t rows;
   bool expanded;
   index_t in_group;      // of k that have a scale in common; a piece where all have
-  CodeStep step;             // where the units read
+  CodeStep step;         // where the units read
   index_t units, width;  // width: columns of a unit
+  index_t parts;         // of an item's columns
   bool near;             // nothing is fetched but what a unit reads soon: see Fetch
+  index_t block, block_bytes;  // k; without groups, integers lie one after another
+  void (*multiply)(const Unit&, index_t rows, index_t columns);
 };
 
 // Whether so many rows are multiplied with bytes, once made of the codes.
@@ -59,9 +65,44 @@ bool is_expanded(Codes codes, index_t rows) {
 }
 
 template <class Dot>
+auto multiply_for(Codes codes) {
+  switch (codes) {
+    case Codes::four: return multiply_rows<Dot, Codes::four>;
+    case Codes::table: return multiply_rows<Dot, Codes::table>;
+    case Codes::six: return multiply_rows<Dot, Codes::six>;
+    case Codes::five: return multiply_rows<Dot, Codes::five>;
+    case Codes::three: return multiply_rows<Dot, Codes::three>;
+    case Codes::two: return multiply_rows<Dot, Codes::two>;
+    default: return multiply_rows<Dot, Codes::eight>;
+  }
+}
+
+// `k` in so many whole steps. A division would be felt in an item of few rows.
+QT_INLINE index_t steps_of(index_t k, const CodeStep& step) { return (k + step.k - 1) >> std::countr_zero(std::size_t(step.k)); }
+
+// What the units of an item have in common. The rest is left as it is: to clear it would be felt as well.
+QT_INLINE void begin_units(const LinearCall& call, const Plan& plan, const LinearItem& item, Unit& unit) {
+  const Weight& weight = *call.weight;
+  const std::int32_t middle = middle_of(weight.codes);
+  unit.scales = weight.scales;
+  unit.column_scales = weight.memory + item.tile * weight.tile_bytes;
+  unit.x_stride = call.prepared_stride;
+  unit.middle = float(middle), unit.table = &weight.table;
+  unit.biased = 1 - kDotBias / middle;  // an offset is -middle times x's sum: so much is (kDotBias - middle) times it
+  unit.whole = plan.whole;
+  unit.line = plan.expanded ? plan.width * 4 : plan.step.bytes;
+  unit.steps = steps_of(plan.in_group, plan.step);
+  unit.in_block = plan.block == plan.in_group ? 1 : plan.block / plan.in_group;
+  unit.group_stride = unit.steps * unit.line;
+  unit.weight_stride = plan.expanded ? plan.block * plan.width : plan.block_bytes;
+  unit.head_stride = plan.block_bytes, unit.head_bytes = weight.head_bytes;
+}
+
+template <class Dot>
 Plan plan_of(const LinearCall& call, const LinearItem& item) {
   const Weight& weight = *call.weight;
   Plan plan{};
+  plan.rows = item.rows;
   plan.grouped = weight.group != kWholeDepth, plan.whole = call.int8_activations && !plan.grouped;
   plan.expanded = is_expanded(weight.codes, item.rows);
   plan.piece = plan.expanded ? kExpandedPiece : item.rows <= kStreamRows ? kStreamPiece : kPiece;
@@ -73,6 +114,10 @@ Plan plan_of(const LinearCall& call, const LinearItem& item) {
   const index_t most = (item.rows + plan.units - 1) / plan.units, width = vectors_of<Dot>(int(most)) * kLanes;
   plan.width = width < item.to - item.from ? width : item.to - item.from;
   plan.near = !weight.fetches && !plan.expanded && plan.units == 1 && plan.width == kTileColumns;
+  plan.parts = (item.to - item.from) * item.spans / plan.width;
+  plan.block = plan.grouped ? weight.block : plan.in_group;
+  plan.block_bytes = plan.grouped ? weight.block_bytes : plan.in_group * kTileColumns;
+  plan.multiply = multiply_for<Dot>(plan.expanded ? Codes::eight : weight.codes);
   return plan;
 }
 
@@ -92,19 +137,6 @@ Fetch fetch_of(const Piece& piece, const Piece& next, const LinearItem& item, co
   return {next.memory + pass * steps * vectors * apart, apart, nullptr, 0};
 }
 
-template <class Dot>
-auto multiply_for(Codes codes) {
-  switch (codes) {
-    case Codes::four: return multiply_rows<Dot, Codes::four>;
-    case Codes::table: return multiply_rows<Dot, Codes::table>;
-    case Codes::six: return multiply_rows<Dot, Codes::six>;
-    case Codes::five: return multiply_rows<Dot, Codes::five>;
-    case Codes::three: return multiply_rows<Dot, Codes::three>;
-    case Codes::two: return multiply_rows<Dot, Codes::two>;
-    default: return multiply_rows<Dot, Codes::eight>;
-  }
-}
-
 // An item's buffers, the thread's.
 struct alignas(64) Buffers {
   float sums[kMaxPanelRows * kTileColumns];   // of a slice
@@ -112,36 +144,29 @@ struct alignas(64) Buffers {
   char bytes[kExpandedPiece * kTileColumns];
 };
 
+// Makes bytes of a unit's columns of a piece.
+void expand_piece(const Weight& weight, const Plan& plan, const Piece& piece, index_t column, char* bytes) {
+  const Expand expand = expander_of(weight.codes);
+  const CodeStep step = step_of(weight.codes);
+  const index_t block = plan.block;
+  const char* codes = piece.memory + weight.head_bytes;
+  for (index_t left = piece.depth; left > 0; left -= block, codes += plan.block_bytes, bytes += block * plan.width)
+    expand(codes, column, plan.width, steps_of(left < block ? left : block, step), weight.table, bytes, plan.width * 4);
+}
+
 // The sums of an item's slices: the first one's, or what the only one's are, begin in `first_sums`, where the total is left;
 // finished if the item has all.
 template <class Dot>
-void multiply_slices(const LinearCall& call, const LinearItem& item, const LinearItem& next_item, float* first_sums,
-                     Buffers& buffers) {
+void multiply_slices(const LinearCall& call, const Plan& plan, const LinearItem& item, const LinearItem& next_item,
+                     float* first_sums, Buffers& buffers) {
   const Weight& weight = *call.weight;
   const Finish target{call, item.tile, item.from, item.to};
   const FinishRows finish_rows = finish_for(call.dtype);
-  const Plan plan = plan_of<Dot>(call, item);
   const QuantizedX x = quantized_x(call);
-  const auto multiply = multiply_for<Dot>(plan.expanded ? Codes::eight : weight.codes);
-  const Expand expand = expander_of(weight.codes);
-  const index_t parts = (item.to - item.from) * item.spans / plan.width, passes = parts * plan.units;
+  const index_t passes = plan.parts * plan.units;
   const index_t unit_rows = item.rows / plan.units, larger_units = item.rows % plan.units;
-  // Without groups, integers lie one after another.
-  const index_t block_bytes = plan.grouped ? weight.block_bytes : plan.in_group * kTileColumns;
-  const index_t in_block = plan.grouped ? weight.block : plan.in_group;  // k
-  Unit unit{};
-  unit.scales = weight.scales;
-  unit.column_scales = weight.memory + item.tile * weight.tile_bytes;
-  unit.x_stride = call.prepared_stride;
-  const std::int32_t middle = middle_of(weight.codes);
-  unit.middle = float(middle), unit.table = table_of(weight.table);
-  unit.biased = 1 - kDotBias / middle;  // an offset is -middle times x's sum: so much is (kDotBias - middle) times it
-  unit.whole = plan.whole;
-  unit.line = plan.expanded ? plan.width * 4 : plan.step.bytes;
-  unit.in_block = in_block / plan.in_group;
-  unit.group_stride = plan.in_group / plan.step.k * unit.line;
-  unit.weight_stride = plan.expanded ? in_block * plan.width : block_bytes;
-  unit.head_stride = block_bytes, unit.head_bytes = weight.head_bytes;
+  Unit unit;
+  begin_units(call, plan, item, unit);
   for (index_t begin = item.k, end; begin < item.k_end; begin = end) {
     const Piece piece = piece_at(weight, plan, item, begin);
     end = begin + piece.depth;
@@ -155,8 +180,7 @@ void multiply_slices(const LinearCall& call, const LinearItem& item, const Linea
     const index_t first_group = plan.whole ? 0 : begin / plan.in_group;
     unit.groups = (piece.depth + plan.in_group - 1) / plan.in_group;
     const index_t in_last = piece.depth - (unit.groups - 1) * plan.in_group;
-    unit.steps = plan.in_group / plan.step.k;
-    unit.last_steps = (in_last + plan.step.k - 1) / plan.step.k;
+    unit.last_steps = steps_of(in_last, plan.step);
     unit.heads = piece.memory;
     const index_t steps = (unit.groups - 1) * unit.steps + unit.last_steps;
     const Piece next = end == item.k_end ? piece_at(weight, plan, next_item, next_item.k)
@@ -168,12 +192,7 @@ void multiply_slices(const LinearCall& call, const LinearItem& item, const Linea
         row = 0;
         unit.weight = piece.memory + weight.head_bytes + unit.column * 4;
         if (plan.expanded) {
-          const index_t k = step_of(weight.codes).k;
-          char* bytes = buffers.bytes;
-          const char* codes = piece.memory + weight.head_bytes;
-          for (index_t left = piece.depth; left > 0; left -= in_block, codes += block_bytes, bytes += unit.weight_stride)
-            expand(codes, unit.column, plan.width, ((left < in_block ? left : in_block) + k - 1) / k, weight.table, bytes,
-                   unit.line);
+          expand_piece(weight, plan, piece, unit.column, buffers.bytes);
           unit.weight = buffers.bytes;
         }
       }
@@ -187,7 +206,7 @@ void multiply_slices(const LinearCall& call, const LinearItem& item, const Linea
       unit.sums = sums + row * kTileColumns + unit.column;
       unit.total = in_first ? nullptr : first_sums + row * kTileColumns + unit.column;
       unit.fetch = fetch_of(piece, next, item, plan, pass, passes, steps);
-      multiply(unit, rows, plan.width);
+      plan.multiply(unit, rows, plan.width);
       if (finishes) finish_rows(target, first_sums + row * kTileColumns, item.row + row, rows);
       row += rows;
     }
@@ -195,9 +214,10 @@ void multiply_slices(const LinearCall& call, const LinearItem& item, const Linea
 }
 
 template <class Dot>
-void multiply_item(const LinearCall& call, const LinearItem& item, const LinearItem& next_item, Buffers& buffers) {
+void multiply_item(const LinearCall& call, const Plan& plan, const LinearItem& item, const LinearItem& next_item,
+                   Buffers& buffers) {
   float* const sums = call.sliced ? partials_of(call, item, item.slice) : buffers.total;
-  multiply_slices<Dot>(call, item, next_item, sums, buffers);
+  multiply_slices<Dot>(call, plan, item, next_item, sums, buffers);
   if (!call.sliced || !brings_last_slice(call, item)) return;
   add_integer_slices(call, item, buffers.total);
   finish_for(call.dtype)({call, item.tile, item.from, item.to}, buffers.total, item.row, item.rows);
@@ -207,15 +227,19 @@ template <class Dot>
 void multiply_items_as(const LinearCall& call, index_t begin, index_t end) {
   const Weight& weight = *call.weight;
   const index_t turn = (end - begin) * call.threads;
+  LinearItem item = item_of(call, begin);
+  Plan plan = plan_of<Dot>(call, item);
   if (begin < turn) {  // nothing went before that fetched it
-    const LinearItem first = item_of(call, begin);
-    const Piece piece = piece_at(weight, plan_of<Dot>(call, first), first, first.k);
+    const Piece piece = piece_at(weight, plan, item, item.k);
     prefetch_begin(piece.memory, piece.memory + piece.bytes);
   }
   Buffers& buffers = *(Buffers*)thread_memory(sizeof(Buffers));
   for (index_t i = begin; i < end; ++i) {
     const index_t next = i + 1 < end ? i + 1 : begin + turn;  // what this thread probably takes
-    multiply_item<Dot>(call, item_of(call, i), item_of(call, next < call.items ? next : i), buffers);
+    const LinearItem next_item = item_of(call, next < call.items ? next : i);
+    if (item.rows != plan.rows) plan = plan_of<Dot>(call, item);
+    multiply_item<Dot>(call, plan, item, next_item, buffers);
+    item = next_item;
   }
 }
 

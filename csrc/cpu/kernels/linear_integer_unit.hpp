@@ -46,7 +46,7 @@ struct Unit {
   index_t column;             // of the tile: the unit's first
   index_t groups, steps, last_steps;  // steps in a group and in the last one
   index_t in_block;                   // groups of a block
-  i32v table;                         // Codes::table
+  const unsigned char (*table)[16];   // Codes::table
   float middle;                       // the stored integer that means zero
   const char* head;                   // the matrix unit's: of the block whose sums are added,
   index_t head_group;                 // and which of its groups it is
@@ -116,14 +116,15 @@ QT_INLINE const Number* row_of(const Number* from, index_t row, index_t stride_b
 }
 
 template <class Dot, bool kShifts, int R, int V>
-QT_INLINE void add_group_as(const i32v (&sums)[R][V][Dot::kSums], const Unit& unit, const char* head, index_t in_block, index_t g) {
+QT_INLINE void add_group_as(Scales scales, const i32v (&sums)[R][V][Dot::kSums], const Unit& unit, const char* head,
+                            index_t in_block, index_t g) {
   const index_t x_stride = unit.x_stride;
   const float *const x_scales = unit.x_scales + g, *const x_shares = unit.x_shares + g;
 #pragma GCC unroll 8
   for (int v = 0; v < V; ++v) {
     float* const out = unit.sums + v * kLanes;
     f32v scale, shift;
-    scales_of(unit.scales, head, in_block, unit.column + v * kLanes, unit.middle, scale, shift);
+    scales_of(scales, head, in_block, unit.column + v * kLanes, unit.middle, scale, shift);
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
       const f32v x_scale = all(*row_of(x_scales, r, x_stride)), sum = load(out + r * kTileColumns);
@@ -135,13 +136,18 @@ QT_INLINE void add_group_as(const i32v (&sums)[R][V][Dot::kSums], const Unit& un
 }
 
 // Adds a group's sums, scaled, to the results; then what its zero points or minima make of the sum of x. g: among the piece's
-// groups, `in_block` among those of its block, which begins with `head`.
+// groups, `in_block` among those of its block, which begins with `head`. The usual scales are compiled each by itself: a choice for
+// every vector is felt.
 template <class Dot, int R, int V>
 QT_INLINE void add_group(const i32v (&sums)[R][V][Dot::kSums], const Unit& unit, const char* head, index_t in_block, index_t g) {
-  if (shifts(unit.scales))
-    add_group_as<Dot, true, R, V>(sums, unit, head, in_block, g);
+  if (unit.scales == Scales::column)
+    add_group_as<Dot, false, R, V>(Scales::column, sums, unit, head, in_block, g);
+  else if (unit.scales == Scales::half)
+    add_group_as<Dot, false, R, V>(Scales::half, sums, unit, head, in_block, g);
+  else if (shifts(unit.scales))
+    add_group_as<Dot, true, R, V>(unit.scales, sums, unit, head, in_block, g);
   else
-    add_group_as<Dot, false, R, V>(sums, unit, head, in_block, g);
+    add_group_as<Dot, false, R, V>(unit.scales, sums, unit, head, in_block, g);
 }
 
 // What the sums of group g begin with: its offsets, or what the piece before left of the only group.
@@ -215,6 +221,8 @@ template <class Dot, Codes kCodes, int R, int V>
 void multiply(const Unit& unit) {
   const char *x = unit.x, *block = unit.weight, *head = unit.heads;
   Fetch fetch = unit.fetch;
+  i32v table{};
+  if constexpr (kCodes == Codes::table) table = table_of(*unit.table);
   for (index_t g = 0, in_block = 0; g < unit.groups; ++g) {
     const index_t steps = g + 1 == unit.groups ? unit.last_steps : unit.steps;
     const char* weight = block + in_block * unit.group_stride;
@@ -222,9 +230,9 @@ void multiply(const Unit& unit) {
     i32v sums[R][V][Dot::kSums];
     begin_group<Dot, R, V>(sums, unit, g);
     if (V * kLanes == kTileColumns && fetch.at == nullptr)
-      sum_group<Dot, kCodes, true, R, V>(sums, x, unit.x_stride, weight, unit.line, steps, unit.table, unit.column, fetch);
+      sum_group<Dot, kCodes, true, R, V>(sums, x, unit.x_stride, weight, unit.line, steps, table, unit.column, fetch);
     else
-      sum_group<Dot, kCodes, false, R, V>(sums, x, unit.x_stride, weight, unit.line, steps, unit.table, unit.column, fetch);
+      sum_group<Dot, kCodes, false, R, V>(sums, x, unit.x_stride, weight, unit.line, steps, table, unit.column, fetch);
     if (Dot::kSums == 1 && unit.whole)
       end_part<Dot, R, V>(sums, unit);
     else
