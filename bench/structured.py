@@ -1,12 +1,12 @@
 """What structured outputs cost: the library by itself, then a batch with a form beside the same batch without.
 
-    python -m bench.structured [--rows 64] [--pairs 5] [--library-only]
+    python -m bench.structured [--rows 64] [--pairs 5] [--library-only] [--model FOLDER] [--tokens 384]
 
 The library: how long the vocabulary of the null model (33 k tokens, `bench.null_model`) takes to open, a schema to build, a
 mask to make and a token to take, along documents that the schemas allow. Masks are timed by the processor's time of the
 thread, by copies of one matcher (a schema that others sent before) and by new ones. The batch: ``--rows`` requests of 384
-tokens each through `LLM`, alternately plain and each with a schema that cannot be finished in so many; medians of the pairs,
-and of their ratios.
+tokens (``--tokens``) each through `LLM`, alternately plain and each with a schema that cannot be finished in so many; medians of
+the pairs, and of their ratios.
 """
 
 from __future__ import annotations
@@ -77,12 +77,14 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64, help="requests at once (default: 64)")
     parser.add_argument("--pairs", type=int, default=5, help="pairs of batches (default: 5)")
     parser.add_argument("--library-only", action="store_true", help="run no model")
+    parser.add_argument("--model", type=Path, help="a folder to take instead of the null model")
+    parser.add_argument("--tokens", type=int, default=NUM_TOKENS, help="of each request (default: 384)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        path = make_null_model(Path(folder) / "null")
+        path = options.model or make_null_model(Path(folder) / "null")
         measured: dict[str, object] = {"library": _library(path)}
         if not options.library_only:
-            measured["batch"] = _batch(path, options.rows, options.pairs)
+            measured["batch"] = _batch(path, options.rows, options.pairs, options.tokens)
     print(json.dumps(measured, indent=1))
 
 
@@ -141,10 +143,10 @@ def _walk(
         advances.append(time.thread_time_ns() - made_ns)
 
 
-def _batch(path: Path, rows: int, pairs: int) -> dict[str, object]:
-    plain = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, seed=1)
+def _batch(path: Path, rows: int, pairs: int, num_tokens: int) -> dict[str, object]:
+    plain = SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=1)
     form = StructuredOutputsParams(json=ENDLESS)
-    with_form = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, seed=1, structured_outputs=form)
+    with_form = SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=1, structured_outputs=form)
     prompts = [[100 + i, *range(200, 231)] for i in range(rows)]
     rates: dict[str, list[float]] = {"plain": [], "with a form": []}
     with LLM(str(path), max_num_seqs=rows, max_model_len=512) as llm:
@@ -152,8 +154,8 @@ def _batch(path: Path, rows: int, pairs: int) -> dict[str, object]:
             for name, params in (("plain", plain), ("with a form", with_form)):
                 began = time.perf_counter()
                 outputs = llm.generate(prompts, params, use_tqdm=False)
-                num_tokens = sum(len(each.outputs[0].token_ids) for each in outputs)
-                rates[name].append(num_tokens / (time.perf_counter() - began))
+                total = sum(len(each.outputs[0].token_ids) for each in outputs)
+                rates[name].append(total / (time.perf_counter() - began))
     ratios = [slow / fast for fast, slow in zip(rates["plain"][1:], rates["with a form"][1:], strict=True)]
     medians = {f"{name}, tokens/s": round(statistics.median(each[1:])) for name, each in rates.items()}
     return {
