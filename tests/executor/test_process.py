@@ -245,4 +245,4 @@ def test_what_was_raised_fits_a_line() -> None:
 def test_a_model_that_cannot_load_ends_the_boot_with_one_line(start: Callable[..., House]) -> None:
     house = start(kind="torch")
     assert house.child.wait(DEADLINE_S) == EXIT_CONFIG
-    assert "num_attention_heads is missing" in error_file(house.run_dir, ME).read_text()
+    assert "/model has no weights" in error_file(house.run_dir, ME).read_text()
