@@ -49,6 +49,8 @@ INSTRUCTION_SETS: dict[str, dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] 
         "neon_bf16": (("-march=armv8.2-a+fp16+dotprod+i8mm+bf16",), PAIRS),
     },
 }
+LONGEST = ("linear_integer", "attention", "linear_float", "linear_matrix")
+"""Compiled first, so that no core is left with one of them when all else is done."""
 MACHINES = {"AMD64": "x86_64"}  # other systems' names
 
 FLAGS = (
@@ -90,6 +92,7 @@ class BuildKernels(build_ext):
                 for pattern in sources
                 for path in sorted((SOURCES / "kernels").glob(f"{pattern}.cpp"))
             ]
+        jobs.sort(key=lambda job: LONGEST.index(job[0].stem) if job[0].stem in LONGEST else len(LONGEST))
         newest_header = max(path.stat().st_mtime for path in SOURCES.rglob("*.hpp"))
 
         def compile_one(job: tuple[Path, Path, tuple[str, ...]]) -> list[str]:
