@@ -4,10 +4,11 @@ The text is the library files that were kept from the model when it was trained 
 through the Python API: the same kernels, processes and steps as any request. Losses of two rows may be compared with each
 other, not with a larger model's: the smaller a model, the more a lost bit hurts it.
 
-    python -m bench.quantization [--formats] [--windows N] [--json FILE]
+    python -m bench.quantization [--formats | --made] [--windows N] [--json FILE]
 
 With ``--formats`` the rows are formats of quantized checkpoints instead, which are made of the embedded model by rounding each
-number to the nearest: what their publishers do better is not in it.
+number to the nearest: what their publishers do better is not in it. With ``--made`` they are what `quintet quantize` writes,
+GPTQ calibrated with library files that the model was trained on.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import argparse
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
@@ -35,13 +36,17 @@ from bench.quantized import (
     gptq,
     in_format,
 )
-from quintet import LLM, SamplingParams
+from bench.quantized_tools import hqq, squeezellm, torchao
+from quintet.deploy import cli
 from quintet.deploy.embedded import default_model_path
-from quintet.deploy.python_api.outputs import Position
+from quintet.deploy.quantize.loss import measure, table
+from quintet.deploy.quantize.settings import WINDOW
+from quintet.deploy.quantize.windows import windows_of
+from quintet.executor.gguf.writing.mixes import MIXES
+from quintet.executor.quantizing.targets import TARGETS
 
 END_OF_TEXT = 0
-WINDOW = 512
-"""Tokens of a window, which begins with the end-of-text token as documents did in training."""
+"""Documents begin with it, as in training."""
 SEED = 5
 """The seed of the training run; it only picks the wording of chats, which are not read here."""
 
@@ -52,6 +57,8 @@ VARIANTS: Mapping[str, Mapping[str, str]] = {
     "int4": {"quantization": "int4"},
     "bf16, int8 KV": {"kv_cache_dtype": "int8"},
     "int4, int8 KV": {"quantization": "int4", "kv_cache_dtype": "int8"},
+    "bf16, int4 KV": {"kv_cache_dtype": "int4"},
+    "int4, int4 KV": {"quantization": "int4", "kv_cache_dtype": "int4"},
 }
 
 
@@ -65,6 +72,10 @@ FORMATS: Mapping[str, Written] = {
     "GPTQ, 4 bits, groups of 32, zero points": gptq(4, 32, symmetric=False),
     "GPTQ, 3 bits, groups of 128, zero points": gptq(3, 128, symmetric=False),
     "AWQ, groups of 128": awq(128),
+    "HQQ, 4 bits, groups of 64": hqq(4, 64),
+    "HQQ, 3 bits, groups of 64": hqq(3, 64),
+    "torchao, 4 bits, groups of 32": torchao("Int4WeightOnlyConfig", 32, symmetric=False),
+    "SqueezeLLM, 4 bits, no outliers": squeezellm(4, outliers=False),
     "compressed-tensors W4A16": compressed(GROUPS, "pack-quantized"),
     "compressed-tensors W8A8": compressed(BY_ROW, "int-quantized", BY_TOKEN),
     "FP8, blocks of 128 by 128": fp8(block=True),
@@ -81,56 +92,12 @@ FORMATS: Mapping[str, Written] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Score:
-    """One variant over the held-out text."""
-
-    name: str
-    nats_per_token: float
-    same_choice: float
-    """Share of positions whose most likely token is that of bf16."""
-    num_tokens: int
-
-
-def windows(tokenizer: Tokenizer) -> Iterator[list[int]]:
-    """Yield the held-out text in windows."""
-    for document in build_corpus(SEED):
-        if document.held_out and document.kind is Kind.LIBRARY:
-            ids = tokenizer.encode(document.text).ids
-            for begin in range(0, len(ids), WINDOW - 1):
-                yield [END_OF_TEXT, *ids[begin : begin + WINDOW - 1]]
-
-
-def read(prompts: list[list[int]], options: Mapping[str, Any]) -> tuple[list[float], list[int]]:
-    """Return the log-probability of every token of the prompts and the most likely token at its place."""
-    asked = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
-    logprobs, choices = [], []
-    with LLM(**options) as llm:
-        for output in llm.generate(prompts, asked, use_tqdm=False):
-            for token_id, position in zip(output.prompt_token_ids, output.prompt_logprobs or [], strict=True):
-                if position is not None:
-                    logprobs.append(position[token_id].logprob)
-                    choices.append(most_likely(position))
-    return logprobs, choices
-
-
-def most_likely(position: Position) -> int:
-    """Return the first-ranked token."""
-    return next(token_id for token_id, entry in position.items() if entry.rank == 1)
-
-
-def measure(variants: Mapping[str, Mapping[str, str]], max_windows: int | None = None) -> list[Score]:
-    """Score every variant; the first one is what the others' choices are compared with."""
+def held_out(max_windows: int | None) -> list[list[int]]:
+    """Return the held-out text in windows."""
     tokenizer = Tokenizer.from_file(str(Path(default_model_path()) / "tokenizer.json"))
-    prompts = list(windows(tokenizer))[:max_windows]
-    scores: list[Score] = []
-    reference: list[int] = []
-    for name, options in variants.items():
-        logprobs, choices = read(prompts, options)
-        reference = reference or choices
-        same = sum(ours == theirs for ours, theirs in zip(choices, reference, strict=True))
-        scores.append(Score(name, -sum(logprobs) / len(logprobs), same / len(choices), len(choices)))
-    return scores
+    documents = build_corpus(SEED)
+    texts = (each.text for each in documents if each.held_out and each.kind is Kind.LIBRARY)
+    return list(islice(windows_of(tokenizer, texts, [END_OF_TEXT]), max_windows))
 
 
 def write(written: Written, folder: Path) -> dict[str, str]:
@@ -144,15 +111,18 @@ def write(written: Written, folder: Path) -> dict[str, str]:
     return {"model": str(folder)}
 
 
-def table(scores: list[Score]) -> str:
-    """Return the scores in Markdown."""
-    base = scores[0].nats_per_token
-    lines = ["| weights, KV | nats per token | more than bf16 | same greedy choice |", "|---|---|---|---|"]
-    lines += [
-        f"| {score.name} | {score.nats_per_token:.4f} | {score.nats_per_token - base:+.4f} | {score.same_choice:.2%} |"
-        for score in scores
-    ]
-    return "\n".join(lines)
+def made(folder: Path) -> Mapping[str, Mapping[str, str]]:
+    """Have the embedded model written in every format that there is; return what loads each."""
+    text = folder / "calibration.txt"
+    documents = [each.text for each in build_corpus(SEED) if not each.held_out and each.kind is Kind.LIBRARY]
+    text.write_text("\n".join(documents[:: len(documents) // 20]))
+    found = {}
+    for name in (*TARGETS, *MIXES):
+        out = folder / (f"{name}.gguf" if name in MIXES else name)
+        more = ["--calibration", str(text)] if name == "gptq" else []
+        assert cli.main(["quantize", str(default_model_path()), str(out), "--format", name, *more]) == 0
+        found[name] = {"model": str(out), "tokenizer": str(default_model_path())}
+    return found
 
 
 def main() -> None:
@@ -161,6 +131,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--formats", action="store_true", help="formats of checkpoints instead")
+    parser.add_argument("--made", action="store_true", help="what `quintet quantize` writes instead")
     parser.add_argument("--windows", type=int, help=f"read so many of {WINDOW} tokens alone")
     parser.add_argument("--json", type=Path, help="also write the scores here")
     arguments = parser.parse_args()
@@ -171,7 +142,12 @@ def main() -> None:
                 name: write(each, Path(folder) / str(i)) for i, (name, each) in enumerate(FORMATS.items())
             }
             variants = {"bf16": {}, **folders}
-        scores = measure(variants, arguments.windows)
+        if arguments.made:
+            variants = {
+                "bf16": {},
+                **{key: each for key, each in made(Path(folder)).items() if key != "bf16"},
+            }
+        scores = list(measure(variants, held_out(arguments.windows)))
     print(table(scores))
     print(f"\n{scores[0].num_tokens} tokens of held-out library files, in windows of {WINDOW}")
     if arguments.json:

@@ -193,7 +193,10 @@ def compressed(
     } | more
 
     def integers(name: str, weight: Array) -> tuple[Tensors, Array]:
-        its = rounded(weight, bits, group, symmetric)
+        depth = weight.shape[1]
+        is_ordered = weights.get("actorder") == "group"
+        order = np.random.default_rng(depth).permutation(depth) if is_ordered else None
+        its = rounded(weight, bits, group, symmetric, order)
         middle = 1 << (bits - 1)
         if kind == "pack-quantized":
             stored = {
@@ -201,6 +204,8 @@ def compressed(
                 "weight_shape": torch.tensor(weight.shape),
                 "weight_scale": half(its.scales),
             }
+            if is_ordered:
+                stored["weight_g_idx"] = torch.from_numpy(its.groups.astype(np.int32))
             if not symmetric:
                 stored["weight_zero_point"] = words(its.zeros, bits)
             return stored, its.numbers

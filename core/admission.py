@@ -27,7 +27,7 @@ def _stops_of(params: SamplingParams, eos_token_ids: list[int]) -> dict[int, boo
 def _chain_start(admit: Admit) -> bytes:
     """Return where the hash chain of a request's blocks begins."""
     start, embeds = salt_digest(admit.spec.cache_salt), admit.embeds
-    return start if embeds is None else embeds_digest(start, f"{embeds.dtype}, {embeds.width}", embeds.values)
+    return start if embeds is None else embeds_digest(start, embeds.digest)
 
 
 def make_requests(

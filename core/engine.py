@@ -299,6 +299,17 @@ class Engine:
         live = () if self.state is None else self.state.live.values()
         return [(request.detokenizer, request.request_id) for request in live if request.opened]
 
+    def let_go(self, request_ids: Iterable[int], now_ns: int) -> Effects:
+        """Forget requests that go on at another engine, and what would be kept of them for their clients."""
+        gone = set(request_ids)
+        self._early = [m for m in self._early if isinstance(m, Cancel) or m.request_id not in gone]
+        for request_id in gone:
+            request = None if self.state is None else self.state.live.get(request_id)
+            if request is not None:
+                request.origin = None
+            self.shelf.take(request_id)
+        return self.drop(gone, now_ns)
+
     def drop(self, request_ids: Iterable[int], now_ns: int) -> Effects:
         """End requests for which nobody waits, without a word to a frontend."""
         if self.state is None:

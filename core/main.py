@@ -19,7 +19,7 @@ from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of
 from quintet.wire.limits import FrameTooLarge
 from quintet.wire.messages import Admit, Cancel, Failed, Handed, Live, Reclaim, StopHit, Tokens, Unknown
 from quintet.wire.step import Capacity, StepResult
-from quintet.wire.supervision import SeatState, Topology
+from quintet.wire.supervision import Drain, Drained, SeatState, Topology
 
 Message = Admit | Cancel | StopHit | Reclaim | Live | Handed | Unknown | StepResult | Capacity
 
@@ -45,6 +45,8 @@ class Core:
         self._accounted_ns = 0
         self._reclaims: list[Reclaim] = []
         """Questions for requests whose last tokens are being drawn."""
+        self._is_retiring = False
+        """Whether the supervisor wants to hear when nothing is left."""
         self._early: Early[int, Admit | Cancel | Reclaim] = Early(MAX_EARLY)
         """By frontend seat."""
 
@@ -61,7 +63,7 @@ class Core:
         finally:
             self.process.close()
 
-    def apply(self, messages: list[Message | Topology | Dropped]) -> None:
+    def apply(self, messages: list[Message | Topology | Dropped | Drain]) -> None:
         """Apply what arrived, in order, then plan. A change of topology comes first: the outboxes follow it already."""
         if any(isinstance(message, Topology) for message in messages):
             self._follow(self.process.topology)
@@ -74,6 +76,8 @@ class Core:
                         "the executor told a capacity that cannot be: nothing could ever be computed"
                     )
                 self._send(self.engine.end_dropped(message, self.process.now_ns))
+            elif isinstance(message, Drain):
+                self._is_retiring = True
             elif not isinstance(message, Topology):
                 self._handle(message)
         self._send(self.engine.expire(self.process.now_ns))
@@ -81,6 +85,9 @@ class Core:
         self._plan()
         self._give_account()
         self._account()
+        if self._is_retiring and not self.engine.num_live and not self._early:
+            self._is_retiring = False  # said once is enough
+            self.process.peers.send(Role.SUPERVISOR, 0, Drained(self.process.me))
 
     def _take(self, message: Admit | Cancel | Reclaim) -> None:
         """Handle what comes from a frontend, or keep it for the next topology. Nobody waits behind another's requests."""
@@ -129,7 +136,10 @@ class Core:
             self._send(self.engine.admit(message, now))
             self._span("admit", len(message.prompt_ids), begun)
         elif isinstance(message, Cancel):
-            self._send(self.engine.cancel(message.request_ids, now, keep=message.keep))
+            if message.moved:
+                self._send(self.engine.let_go(message.request_ids, now))
+            else:
+                self._send(self.engine.cancel(message.request_ids, now, keep=message.keep))
         elif isinstance(message, StopHit):
             attempts = memoryview(message.attempts).cast("i")
             self.engine.stop_hit(memoryview(message.request_ids).cast("q"), attempts, now)
@@ -182,6 +192,7 @@ class Core:
         if answer is None:
             self._reclaims.append(message)
         else:
+            answer.core = self.process.me.index
             self.process.peers.send(Role.FRONTEND, message.frontend, answer)
 
     def _audit(self, account: Live, now: int) -> None:
@@ -243,7 +254,11 @@ class Core:
     def _plan(self) -> None:
         """Send plans until the depth is reached, nothing is left to compute, or the executor is not the one we know."""
         peers = self.process.peers
-        if self.engine.executor_epoch is None or peers.epoch(Role.EXECUTOR, 0) != self.engine.executor_epoch:
+        executor = self.process.me.index
+        if (
+            self.engine.executor_epoch is None
+            or peers.epoch(Role.EXECUTOR, executor) != self.engine.executor_epoch
+        ):
             return
         while True:
             start = time.monotonic_ns()
@@ -252,14 +267,14 @@ class Core:
                 return
             plan.sent_ns = time.monotonic_ns()
             self._span("plan", plan.step, start, plan.sent_ns)
-            peers.send(Role.EXECUTOR, 0, plan)
+            peers.send(Role.EXECUTOR, executor, plan)
             self._span("send")
             self.metrics.plan.observe((time.monotonic_ns() - start) * S)
 
     def _send(self, effects: Effects) -> None:
         peers = self.process.peers
         for detokenizer, tokens in effects.tokens:
-            tokens.core_epoch = self.process.me.epoch
+            tokens.core, tokens.core_epoch = self.process.me.index, self.process.me.epoch
             tokens.sent_ns = time.monotonic_ns()
             try:
                 peers.send(Role.DETOKENIZER, detokenizer, tokens)
@@ -289,7 +304,8 @@ class Core:
     def _account(self) -> None:
         """Bring the heartbeat's account and the gauges up to date."""
         state, engine = self.engine.state, self.engine
-        if state is None or self.process.peers.epoch(Role.EXECUTOR, 0) != engine.executor_epoch:
+        executor_epoch = self.process.peers.epoch(Role.EXECUTOR, self.process.me.index)
+        if state is None or executor_epoch != engine.executor_epoch:
             self.process.pending = 0  # waiting for an executor is no stall of ours
             return
         self.process.pending = engine.num_live

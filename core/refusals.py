@@ -28,7 +28,7 @@ def fingerprint(prompt_ids: bytes, params: SamplingParams, embeds: EmbedsPrompt 
     """Return what two requests have in common that ask the same of the executor. ``prompt_ids``: int32."""
     settings = encode(msgspec.structs.replace(params, seed=None, n=1))
     if embeds is not None:
-        settings += encode(embeds)
+        settings += embeds.digest
     return sha256(len(prompt_ids).to_bytes(8, "little") + prompt_ids + settings).digest()
 
 

@@ -52,7 +52,7 @@ class Limits:
 
     def taken_by(self, num_tokens: int) -> int:
         """Return what a request of this length takes of KV memory; see `Groups.taken_by`."""
-        return int(self.groups.taken_by(num_tokens))
+        return num_tokens if self.groups.is_plain else int(self.groups.taken_by(num_tokens))
 
 
 @dataclass(slots=True)

@@ -41,14 +41,15 @@ def fill(state: State, step: StepBuilder, request: Request, found: Found, num_ow
     if found.tails:
         pool.share(found.known_tails)
         step.borrowed += found.known_tails
+    take = pool.take
     for index, count in enumerate(num_own):
         shared = found.shared[index] if found.shared else NO_BLOCKS
-        blocks = shared.blocks + [pool.take() for _ in range(count)]
-        request.held.append(Held(shared.begin, blocks))
-    for index, tail in zip(groups.tokens, found.tails, strict=False):
-        held = request.held[index]
-        if tail is not None:
-            step.copy(tail, held.blocks[found.num_tokens // state.limits.block_size - held.begin])
+        request.held.append(Held(shared.begin, shared.blocks + [take() for _ in range(count)]))
+    if found.tails:
+        for index, tail in zip(groups.tokens, found.tails, strict=False):
+            held = request.held[index]
+            if tail is not None:
+                step.copy(tail, held.blocks[found.num_tokens // state.limits.block_size - held.begin])
     for index, host_blocks in enumerate(found.restored):
         own = request.held[index].blocks[len(found.shared[index].blocks) :]
         for block, host_block in zip(own, host_blocks, strict=False):

@@ -16,6 +16,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "complete": ("quintet.deploy.commands.complete", "let a running server continue a text"),
     "plan": ("quintet.deploy.commands.plan", "show what `serve` would use, without starting anything"),
     "convert": ("quintet.deploy.commands.convert", "write a model's pytorch_model.bin as safetensors"),
+    "quantize": (
+        "quintet.deploy.commands.quantize",
+        "write a model in fewer bits, as GGUF or compressed-tensors",
+    ),
     "bench": ("quintet.deploy.commands.bench", "measure a server, or the engine alone"),
     "trace": ("quintet.deploy.commands.trace", "show where the time of a step went, in every process"),
     "admin": ("quintet.deploy.commands.admin", "see and change the processes of a running server"),

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from quintet.detokenizer_proc.cores import Cores
 from quintet.detokenizer_proc.incremental import PieceTable
 from quintet.detokenizer_proc.rows import Steps
 from quintet.detokenizer_proc.text_state import TextState
@@ -42,8 +43,6 @@ MAX_EARLY = 4096
 
 MAX_LOST = 1 << 16
 """Requests ended so that are remembered, to tell their frontends once they are named."""
-
-CORE = 0
 
 
 class QueryJob:
@@ -95,7 +94,8 @@ class Detokenizer:
         self._span = process.span
         self._sender = (process.me.index, process.me.epoch)
         self._showing, self._skipping = tables.showing, tables.skipping
-        self._steps = Steps(self._skipping, self._showing)
+        self._first = Steps(self._skipping, self._showing)
+        self._cores = Cores(self._first)
         self._jobs: deque[QueryJob] = deque()
         self._early: Early[tuple[int, int], tuple[int, int, Text]] = Early(MAX_EARLY)
         self._is_retiring = False
@@ -134,15 +134,15 @@ class Detokenizer:
                 self._follow()
             for message in messages:
                 self._handle(message)
-            hits = self._steps.take_stop_hits()
-            if hits:
+            for core, hits in self._cores.take_stop_hits():
                 self._num_stop_hits.inc(len(hits))
                 ids, attempts = zip(*hits, strict=True)
-                process.peers.send(Role.CORE, CORE, StopHit(pack_i64(ids), pack_i32(attempts)))
+                process.peers.send(Role.CORE, core, StopHit(pack_i64(ids), pack_i32(attempts)))
             if self._jobs:
                 self._advance_query()
-            process.pending = self._steps.num_open + len(self._jobs)
-            self._num_open.set(self._steps.num_open)
+            num_open = self._cores.num_open
+            process.pending = num_open + len(self._jobs)
+            self._num_open.set(num_open)
             # An open request whose core is busy elsewhere is not a stall of this process: every turn counts.
             process.progress += 1
             if self._is_retiring and not process.pending:
@@ -175,7 +175,7 @@ class Detokenizer:
         self._apologise()
 
     def _audit(self, account: Live) -> None:
-        alone, missing = self._steps.compare(unpack_i64(account.request_ids))
+        alone, missing = self._cores.of(account.sender.index).compare(unpack_i64(account.request_ids))
         if alone or missing:
             self._num_differences.inc(len(alone) + len(missing))
             self._process.log.warning(
@@ -188,7 +188,7 @@ class Detokenizer:
     def _apply(self, message: Tokens) -> None:
         began_ns = time.monotonic_ns()
         self._hop.observe((began_ns - message.sent_ns) / 1e9)
-        for builder, text in self._steps.apply(message):
+        for builder, text in self._cores.apply(message):
             text.sender = self._sender
             self._deliver(builder.index, builder.epoch_tag, text)
         num_tokens = len(message.token_ids) // 4
@@ -224,7 +224,7 @@ class Detokenizer:
 
     def _lose(self, request_ids: Sequence[int], code: ErrorCode, message: str) -> None:
         """End requests of which something was lost: later text would have a gap before it."""
-        self._steps.abandon(request_ids)
+        self._cores.abandon(request_ids)
         for request_id in request_ids:
             self._lost[request_id] = Failed(request_id, code, message)
             if len(self._lost) > MAX_LOST:
@@ -245,12 +245,14 @@ class Detokenizer:
         """Forget the frontends that were replaced and send what waited for their successors."""
         for worker in self._process.replaced:
             if worker.role is Role.FRONTEND:
-                self._steps.forget_frontend(worker.index, epoch_tag(worker.epoch))
+                self._cores.forget_frontend(worker.index, epoch_tag(worker.epoch))
             elif worker.role is Role.CORE:
-                self._steps.meet_core(worker.epoch)
+                self._cores.forget_core(worker.index, worker.epoch - 1)
         for seat in self._process.topology.seats:
             if seat.retired and seat.worker.role is Role.FRONTEND:
-                self._steps.forget_frontend(seat.worker.index, epoch_tag(seat.worker.epoch + 1))
+                self._cores.forget_frontend(seat.worker.index, epoch_tag(seat.worker.epoch + 1))
+            elif seat.retired and seat.worker.role is Role.CORE:
+                self._cores.forget_core(seat.worker.index, seat.worker.epoch)
         for index, tag, text in self._early.take():
             self._deliver(index, tag, text)
         self._apologise()
@@ -263,7 +265,7 @@ class Detokenizer:
             failed = Failed(query.query_id, error.code, error.message, error.param)
             self._process.peers.send(Role.FRONTEND, query.frontend, Detokenized(query.query_id, "", failed))
             return
-        state = self._steps.text_state(query.opened or _text_alone(query.query_id))
+        state = self._first.text_state(query.opened or _text_alone(query.query_id))
         self._jobs.append(QueryJob(query, token_ids, state))
 
     def _advance_query(self) -> None:

@@ -5,16 +5,16 @@ Owns the open requests and the columns being filled. Knows no sockets: `main` se
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 
 from quintet.detokenizer_proc import logprobs
 from quintet.detokenizer_proc.incremental import PieceTable
 from quintet.detokenizer_proc.reading import Readings
 from quintet.detokenizer_proc.stops import StopCache
+from quintet.detokenizer_proc.text_builder import TextBuilder
 from quintet.detokenizer_proc.text_state import TextState
 from quintet.wire.channels import RowSpans
-from quintet.wire.codec import pack_i32, unpack_i32, unpack_i64
+from quintet.wire.codec import unpack_i32, unpack_i64
 from quintet.wire.ids import frontend_of
 from quintet.wire.messages import (
     Finish,
@@ -30,73 +30,6 @@ from quintet.wire.step import PromptLogprobs, TokenLogprobs
 
 MAX_ENDED = 1 << 16
 """Requests ended here (by a stop string) that are remembered until the core has heard of it."""
-
-
-class TextBuilder:
-    """The columns of the `Text` that one frontend gets for this step."""
-
-    __slots__ = (
-        "deltas",
-        "epoch_tag",
-        "finishes",
-        "first_indexes",
-        "index",
-        "logprobs",
-        "num_tokens",
-        "offsets",
-        "request_ids",
-        "spans",
-        "started",
-        "token_ids",
-    )
-
-    def __init__(self, index: int, epoch_tag: int) -> None:
-        self.index = index
-        self.epoch_tag = epoch_tag
-        self._begin()
-
-    def _begin(self) -> None:
-        self.started: list[Started] = []
-        self.request_ids: list[int] = []
-        self.deltas: list[str] = []
-        self.offsets: list[int] = []
-        self.first_indexes: list[int] = []
-        self.num_tokens: list[int] = []
-        self.token_ids: list[int] = []
-        self.finishes: list[Finish] = []
-        self.logprobs: list[RowLogprobs] = []
-        self.spans: list[RowSpans] = []
-
-    def add(self, request_id: int, delta: str, offset: int, first: int, token_ids: Sequence[int]) -> None:
-        """Add a row."""
-        self.request_ids.append(request_id)
-        self.deltas.append(delta)
-        self.offsets.append(offset)
-        self.first_indexes.append(first)
-        self.num_tokens.append(len(token_ids))
-        self.token_ids.extend(token_ids)
-
-    def take(self, step: int, tokens_sent_ns: int) -> Text | None:
-        """Return the message and begin an empty one; None when there is nothing to tell."""
-        if not (self.request_ids or self.finishes or self.started):
-            return None
-        text = Text(
-            step,
-            time.monotonic_ns(),
-            tokens_sent_ns,
-            self.started,
-            self.request_ids,
-            self.deltas,
-            self.offsets,
-            self.first_indexes,
-            self.num_tokens,
-            pack_i32(self.token_ids),
-            self.finishes,
-            self.logprobs,
-            spans=self.spans,
-        )
-        self._begin()
-        return text
 
 
 class OpenRequest(TextState):
@@ -129,6 +62,12 @@ class Steps:
         self.stop_hits: list[tuple[int, int]] = []
         """Requests that ended in their text since the last `take_stop_hits`, and at which attempt."""
 
+    def sibling(self) -> Steps:
+        """Return another core's, with nothing open: what is made of tokenizer and parsers is shared."""
+        steps = Steps(self._skipping, self._showing)
+        steps._readings, steps._stops = self._readings, self._stops
+        return steps
+
     @property
     def num_open(self) -> int:
         """Requests that have begun and not ended."""
@@ -158,6 +97,12 @@ class Steps:
             builder = self._builders.pop(key)
             for request_id in [i for i, request in self._open.items() if request.builder is builder]:
                 del self._open[request_id]
+
+    def release(self, request_ids: Iterable[int]) -> None:
+        """Forget requests that another core goes on with."""
+        for request_id in request_ids:
+            self._open.pop(request_id, None)
+            self._ended.pop(request_id, None)
 
     def abandon(self, request_ids: Iterable[int]) -> None:
         """Drop requests whose text cannot be delivered; the core hears of those that had not ended."""

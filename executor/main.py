@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 from quintet.executor.in_flight import Begun, InFlight
 from quintet.executor.interface import Finished, StepWorker
+from quintet.executor.platforms.shares import take_share
 from quintet.executor.weights.read_ahead import read_ahead
 from quintet.process.runtime import Process, child_main
 from quintet.process.trace import Span
@@ -41,8 +42,6 @@ ENVIRONMENT = {
 }
 """Read by libraries that a worker loads: OpenMP threads sleep between parallel regions instead of spinning on cores the
 other processes need; torch asks for huge pages for large tensors. What the user has set stays."""
-
-CORE = 0
 
 MAX_FAILURES_ALONE = 8
 """Steps of one request each that raise, without one step that succeeds between them: after the last, it is not the
@@ -221,7 +220,7 @@ class Executor:
             self._span("device", plan.step, ended_ns - result.compute_ns, ended_ns)
         result.sent_ns = ended_ns
         try:
-            process.peers.send(Role.CORE, CORE, result)
+            process.peers.send(Role.CORE, process.me.index, result)
         except FrameTooLarge as error:
             self._failed(plan.step, len(plan.slots) // 4, error)
             return
@@ -257,7 +256,7 @@ class Executor:
 
     def _follow_core(self) -> bool:
         """Introduce ourselves to a core we have not met. Return whether there is a new one."""
-        epoch = self._process.peers.epoch(Role.CORE, CORE)
+        epoch = self._process.peers.epoch(Role.CORE, self._process.me.index)
         if epoch is None or epoch == self._core_epoch:
             return False
         if self._core_epoch is not None:
@@ -280,7 +279,7 @@ class Executor:
             num_host_blocks=self._worker.num_host_blocks,
             swap_bytes_per_s=self._worker.swap_bytes_per_s,
         )
-        self._process.peers.send(Role.CORE, CORE, capacity)
+        self._process.peers.send(Role.CORE, self._process.me.index, capacity)
 
 
 def in_words(error: Exception) -> str:
@@ -294,7 +293,7 @@ def serve(process: Process[StepPlan]) -> None:
     """Boot, then execute plans until told to stop."""
     process.beat_from_a_thread()
     try:
-        worker = make_worker(process.config, process.span)
+        worker = make_worker(take_share(process.me.index, process.config), process.span)
         executor = Executor(process, worker)
         process.account = executor.account
         process.ready(**worker.facts)

@@ -23,11 +23,12 @@ from quintet.executor.interface import Finished, StepWorker
 from quintet.executor.memory import to_device
 from quintet.executor.models.model import CausalModel, Setting
 from quintet.executor.models.registry import build_model
-from quintet.executor.ops.host_dtypes import DTYPE_CODES
+from quintet.executor.ops.host_dtypes import DTYPE_CODES, NARROW_KV
 from quintet.executor.ops.huge_pages import HugePages
 from quintet.executor.platforms.platform import Platform, open_platform
 from quintet.executor.program.library import program_library
 from quintet.executor.program.runner import ProgramRunner, allocate_kv, takes_layer
+from quintet.executor.quant.blocks import read_blocks
 from quintet.executor.quant.formats.registry import recognise
 from quintet.executor.quant.registry import open_quantization
 from quintet.executor.runner import Runner
@@ -206,7 +207,7 @@ def make_worker(config: EngineConfig, span: Span = no_span) -> StepWorker:
     device = open_cuda_device(config.executor)
     if device is None:
         return make_torch_worker(config, span)
-    model = load_model(config, platform)
+    model = load_model(config, platform, on_device=True)
     facts = _facts(config, platform, model.weights.num_bytes, begun)
     return make_device_worker(device, model, config, DTYPES[config.model.dtype], facts, span)
 
@@ -278,7 +279,7 @@ def make_runner(
     widest = max((max(layer.head_dim, layer.value_width) for layer in model.attentions), default=0)
     library = program_library() if platform.name == "cpu" else None
     if library is not None:
-        code = DTYPE_CODES[torch.int8 if config.cache.dtype == "int8" else dtype]
+        code = DTYPE_CODES[NARROW_KV.get(config.cache.dtype, dtype)]
         if all(takes_layer(library, layer, code, kv.block_size) for layer in model.attentions):
             return ProgramRunner(library, model, config, dtype, allocate_kv(kv, num_blocks, code), span)
         log.warning(
@@ -292,23 +293,23 @@ def make_runner(
 
 
 def check_kv_dtype(config: EngineConfig, head_dim: int) -> None:
-    """Reject an int8 cache, which only the compiled attention reads, where torch computes."""
-    if config.cache.dtype == "int8":
+    """Reject a cache of integers, which only the compiled attention reads, where torch computes."""
+    if config.cache.dtype in NARROW_KV:
         raise ConfigError(
-            f"--kv-cache-dtype int8 needs the compiled CPU kernels, and they are not built or take no heads of"
+            f"--kv-cache-dtype {config.cache.dtype} needs the compiled CPU kernels, and they are not built or take no heads of"
             f" {head_dim} numbers in blocks of {config.model.kv.block_size} tokens; drop it"
         )
 
 
-def load_model(config: EngineConfig, platform: Platform) -> CausalModel:
-    """Return the configured model with its weights."""
+def load_model(config: EngineConfig, platform: Platform, *, on_device: bool = False) -> CausalModel:
+    """Return the configured model with its weights. on_device: whether our kernels of a device multiply by them."""
     card = card_of(config.model)
     stored = recognise(card)
     files = None if config.executor.load_format == "dummy" else _open_files(config.model)
     contents = (
         None if files is None else {name: file.entries[name] for file in files for name in file.entries}
     )
-    quantization = open_quantization(config.executor.quantization, stored, contents)
+    quantization = open_quantization(config.executor.quantization, stored, contents, on_device=on_device)
     model = build_model(
         config.model.architecture, card, Setting(platform.device, DTYPES[config.model.dtype], quantization)
     )
@@ -324,7 +325,7 @@ def load_model(config: EngineConfig, platform: Platform) -> CausalModel:
 
 def _open_files(model: ModelConfig) -> Sequence[WeightFile]:
     path = Path(model.path)
-    return open_gguf(path, model, DTYPES[model.dtype]) if is_gguf(path) else open_files(path)
+    return open_gguf(path, model, DTYPES[model.dtype], read_blocks) if is_gguf(path) else open_files(path)
 
 
 def _packed_cache(config: EngineConfig) -> PackedCache | None:

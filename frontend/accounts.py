@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -15,15 +15,23 @@ Account = tuple[Role, int, msgspec.Struct]
 """Whom to send it to, and the message."""
 
 
-def accounts_of(me: WorkerId, core: int, choices: Iterable[Choice]) -> Iterator[Account]:
-    """Return the accounts of these choices, which have not ended: to ``core`` of all, and on each path of what took it."""
-    ids: list[int] = []
+def accounts_of(me: WorkerId, cores: Sequence[int], choices: Iterable[Choice]) -> Iterator[Account]:
+    """Return the accounts of these choices, which have not ended.
+
+    Each core is told of those that it has, or that wait for it or another; and on each path, of what took it.
+    """
+    waiting: list[int] = []
+    by_core: dict[int, list[int]] = {core: [] for core in cores}
     by_path: dict[tuple[int, int], list[Choice]] = {}
     for choice in choices:
-        ids.append(choice.request_id)
-        if choice.stream.tokenizer is not None:
-            by_path.setdefault((choice.stream.tokenizer, choice.stream.submit.core), []).append(choice)
-    yield Role.CORE, core, Live(me, pack_i64(ids))
+        stream = choice.stream
+        if stream.tokenizer is None:
+            waiting.append(choice.request_id)
+            continue
+        by_core.setdefault(stream.submit.core, []).append(choice.request_id)
+        by_path.setdefault((stream.tokenizer, stream.submit.core), []).append(choice)
+    for core in cores:
+        yield Role.CORE, core, Live(me, pack_i64([*by_core[core], *waiting]))
     for (tokenizer, its_core), handed in by_path.items():
         request_ids = pack_i64(choice.request_id for choice in handed)
         attempts = pack_i32(choice.stream.attempt for choice in handed)

@@ -27,6 +27,9 @@ from quintet.frontend.dialects.openai.invocations import invocations
 from quintet.frontend.dialects.openai.render import render_chat, render_completions
 from quintet.frontend.dialects.openai.tokenize import detokenize, tokenize, tokenizer_info
 from quintet.frontend.dialects.responses.background import look_for_lost
+from quintet.frontend.dialects.responses.conversations import conversation, conversations
+from quintet.frontend.dialects.responses.conversations import item as conversation_item
+from quintet.frontend.dialects.responses.conversations import items as conversation_items
 from quintet.frontend.dialects.responses.create import responses
 from quintet.frontend.dialects.responses.stored import cancel_response, input_items, response
 from quintet.frontend.dialects.resume import resumable, streams
@@ -68,6 +71,10 @@ ROUTES = (
     Row("/v1/responses/{id}", ("GET", "DELETE"), response),
     Row("/v1/responses/{id}/cancel", ("POST",), cancel_response),
     Row("/v1/responses/{id}/input_items", ("GET",), input_items),
+    Row("/v1/conversations", ("POST",), conversations),
+    Row("/v1/conversations/{id}", ("GET", "POST", "DELETE"), conversation),
+    Row("/v1/conversations/{id}/items", ("GET", "POST"), conversation_items),
+    Row("/v1/conversations/{id}/items/{item_id}", ("GET", "DELETE"), conversation_item),
     Row("/inference/v1/generate", ("POST",), resumable(generate)),
     Row("/v1/streams/{id}", ("GET",), streams),
     Row("/v1/models", ("GET",), health.models),

@@ -80,13 +80,16 @@ def embeds_bytes(prompt: Prompt) -> int:
 def num_prompt_tokens(prompt: Prompt) -> int:
     """Return the tokens of a prompt, estimated where it is text."""
     match prompt:
+        case TextPrompt():
+            num_bytes = _num_bytes(prompt.text) + _num_bytes(prompt.suffix)
+        case ChatPrompt():
+            num_bytes = len(prompt.messages) + len(prompt.tools) + len(prompt.template_kwargs)
         case TokenPrompt():
             return len(prompt.token_ids) // 4
         case EmbedsPrompt():
             return prompt.num_tokens
-        case TextPrompt():
-            text = prompt.text + prompt.suffix
-            num_bytes = len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
-        case ChatPrompt():
-            num_bytes = len(prompt.messages) + len(prompt.tools) + len(prompt.template_kwargs)
     return -(-num_bytes // BYTES_PER_TOKEN)
+
+
+def _num_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))

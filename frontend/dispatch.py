@@ -56,7 +56,5 @@ class Dispatch:
 
     def give_account(self) -> None:
         """Tell the others what this seat waits for. To be called every `ACCOUNT_S`."""
-        core = self.sessions.seats.pick(Role.CORE)
-        if core is not None:
-            for role, index, account in self.sessions.accounts(core):
-                self._send(role, index, account)
+        for role, index, account in self.sessions.accounts():
+            self._send(role, index, account)

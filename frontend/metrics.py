@@ -1,7 +1,7 @@
 """GET /metrics: everybody's figures as Prometheus text.
 
-Each series appears as ``quintet:<name>`` with the seat that counted it (``role``, ``index``), and, where vLLM has
-a metric of that name, as ``vllm:<name>`` summed over seats, so that existing dashboards and scalers work. Counts go on
+Each series appears as ``quintet:<name>`` with the seat that counted it (``role``, ``index``), and, where vLLM has a metric of
+that name, as ``vllm:<name>`` summed over the seats of each engine, so that existing dashboards and scalers work. Counts go on
 where a seat's last process left them, and stay when the seat is given up: they never go back while the server lives.
 """
 
@@ -52,6 +52,8 @@ VLLM_NAMES = frozenset(
     """.split()  # noqa: SIM905 - thirty names read better as words than as literals
 )
 """Series that also appear under vLLM's prefix."""
+
+ENGINE_ROLES = frozenset({Role.CORE, Role.EXECUTOR})
 
 MAX_GAUGES = frozenset({"kv_cache_usage_perc", "cache_config_info"})
 """Gauges whose value over several processes is the largest, not the sum."""
@@ -128,31 +130,32 @@ class Page(Collector):
                 ("role", str(source.role)),
                 ("index", str(source.index)),
             )
+            engine = source.index if source.role in ENGINE_ROLES else 0
             for series in source.series():
                 add_samples(_family(ours, f"quintet:{series.name}", series), series, labels)
                 if series.name in VLLM_NAMES:
-                    alias.add(series)
+                    alias.add(series, engine)
         return [*ours.values(), *alias.families()]
 
 
 @dataclass(slots=True)
 class Alias:
-    """vLLM's view of the same figures: one engine, all processes together."""
+    """vLLM's view of the same figures: engines. What frontends and others count, who serve all of them, is the first's."""
 
     model_name: str
-    _merged: dict[tuple[str, Labels], Series] = field(default_factory=dict)
+    _merged: dict[tuple[str, Labels, int], Series] = field(default_factory=dict)
 
-    def add(self, series: Series) -> None:
-        """Merge one process's series into those of its name and labels."""
-        key = (series.name, series.labels)
+    def add(self, series: Series, engine: int) -> None:
+        """Merge one process's series into the engine's of its name and labels."""
+        key = (series.name, series.labels, engine)
         known = self._merged.get(key)
         self._merged[key] = series if known is None else merge(known, series)
 
     def families(self) -> Iterable[Metric]:
         """Return the merged series as families."""
         families: dict[str, Metric] = {}
-        labels = (("model_name", self.model_name), ("engine", "0"))
-        for series in self._merged.values():
+        for (_, _, engine), series in self._merged.items():
+            labels = (("model_name", self.model_name), ("engine", str(engine)))
             add_samples(_family(families, f"vllm:{series.name}", series), series, labels)
         return families.values()
 

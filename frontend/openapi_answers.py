@@ -11,6 +11,7 @@ JSON, TEXT, HTML, EVENTS, ANY = "application/json", "text/plain", "text/html", "
 _CHOICES = ("id", "object", "created", "model", "choices", "usage")
 _RENDERED = ("request_id", "token_ids", "sampling_params", "model")
 _RESPONSE = ("id", "object", "created_at", "status", "model", "output")
+_CONVERSATION = ("id", "object", "created_at", "metadata")
 _FIELDS: dict[str, tuple[str, ...]] = {
     "/v1/completions": _CHOICES,
     "/v1/chat/completions": _CHOICES,
@@ -24,6 +25,9 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "/v1/messages/count_tokens": ("input_tokens",),
     "/v1/responses": _RESPONSE,
     "/v1/responses/{id}/cancel": _RESPONSE,
+    "/v1/conversations": _CONVERSATION,
+    "/v1/conversations/{id}": ("id", "object"),
+    "/v1/conversations/{id}/items": ("object", "data", "has_more"),
     "/v1/models": ("object", "data"),
     "/v1/models/{id}": ("id", "object", "created", "owned_by"),
     "/tokenize": ("count", "max_model_len", "tokens"),

@@ -12,17 +12,23 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from quintet.frontend.engines import Engines
 from quintet.frontend.router import Seats
 from quintet.frontend.streams import Stream
+from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.limits import FrameTooLarge
-from quintet.wire.messages import Cancel
+from quintet.wire.messages import Cancel, Started
 from quintet.wire.metrics import Metrics
 from quintet.wire.supervision import SeatState, Topology
 
 Send = Callable[[Role, int, msgspec.Struct], bool]
 """`quintet.process.sockets.Peers.send`: queues a message for a peer; False when there is no such peer."""
+
+
+UNPROVEN_TOKENS = 16
+"""So many more outputs may have been on their way when an executor died. Who gets further is not what it died of."""
 
 
 def too_large(error: FrameTooLarge) -> RequestError:
@@ -37,31 +43,32 @@ def too_large(error: FrameTooLarge) -> RequestError:
 class Placement:
     """Chooses the workers of requests, and chooses again."""
 
-    def __init__(self, me: WorkerId, send: Send, metrics: Metrics) -> None:
+    def __init__(self, me: WorkerId, send: Send, config: EngineConfig, metrics: Metrics) -> None:
         self.seats = Seats(me)
+        self._engines = Engines(self.seats, config)
         self._send = send
         self._parked: list[Stream] = []
         self._lost_epochs: dict[int, int] = {}
         """Of each detokenizer seat, the newest epoch that was lost."""
         self._resumed = {
             role: metrics.counter("resumed_requests", "Requests sent again because a process was lost.", role=str(role))
-            for role in (Role.TOKENIZER, Role.CORE, Role.DETOKENIZER)
+            for role in (Role.TOKENIZER, Role.CORE, Role.EXECUTOR, Role.DETOKENIZER)
         }  # fmt: skip
 
     def place(self, stream: Stream) -> None:
         """Choose the workers of a request and send it, or park it until the topology has them all."""
-        core, detokenizer = self.seats.pick(Role.CORE), self.seats.pick(Role.DETOKENIZER)
-        if core is None or detokenizer is None:
+        choice, detokenizer = self._engines.choose(stream), self.seats.pick(Role.DETOKENIZER)
+        if choice is None or detokenizer is None:
             self._parked.append(stream)
             return
         submit = stream.submit
-        submit.core, submit.spec.detokenizer = core, detokenizer
+        submit.core, submit.spec.detokenizer = choice.index, detokenizer
         submit.spec.topology = self.seats.topology.version
         if not self._hand_over(stream):
             self._parked.append(stream)
             return
         stream.num_placed = stream.num_open
-        self.seats.add_load(Role.CORE, core, stream.num_placed)
+        self._engines.enter(stream, choice)
         self.seats.add_load(Role.DETOKENIZER, detokenizer, stream.num_placed)
 
     def _hand_over(self, stream: Stream) -> bool:
@@ -79,8 +86,12 @@ class Placement:
             self.seats.add_load(Role.TOKENIZER, tokenizer, 1)
         return True
 
-    def note_start(self, stream: Stream) -> None:
-        """The request's prompt has left its tokenizer."""
+    def note_start(self, stream: Stream, started: Started) -> None:
+        """The request's prompt has left its tokenizer, and was computed."""
+        self._engines.begin(stream, started)
+        self._leave_tokenizer(stream)
+
+    def _leave_tokenizer(self, stream: Stream) -> None:
         if stream.is_encoding and stream.tokenizer is not None:
             stream.is_encoding = False
             self.seats.add_load(Role.TOKENIZER, stream.tokenizer, -1)
@@ -90,8 +101,8 @@ class Placement:
         if stream.tokenizer is None:
             self._parked = [parked for parked in self._parked if parked is not stream]
             return
-        self.note_start(stream)
-        self.seats.add_load(Role.CORE, stream.submit.core, -stream.num_placed)
+        self._leave_tokenizer(stream)
+        self._engines.leave(stream)
         self.seats.add_load(Role.DETOKENIZER, stream.submit.spec.detokenizer, -stream.num_placed)
         stream.tokenizer = None
 
@@ -115,6 +126,10 @@ class Placement:
         for worker in lost:
             if worker.role is Role.DETOKENIZER:
                 self._lost_epochs[worker.index] = worker.epoch
+            elif worker.role in (Role.CORE, Role.EXECUTOR):
+                self._engines.lose(worker)
+                if worker.role is Role.CORE:
+                    self._unbind(worker.index)
         retiring = self._retiring(topology)
         if lost or retiring:
             for stream in list(streams):
@@ -141,20 +156,45 @@ class Placement:
         """Go on without a worker. Returns whether nobody will tell the ending of the request."""
         submit = stream.submit
         for worker in lost:
-            held = (worker.role, worker.index) in (
-                (Role.CORE, submit.core),
-                (Role.DETOKENIZER, submit.spec.detokenizer),
-            )
-            if held:
-                return self.start_over(stream, worker.role)
+            match worker.role:
+                case Role.CORE if worker.index == submit.core:
+                    stream.bound_to = None
+                    return self._park(stream, Role.CORE)
+                case Role.EXECUTOR if worker.index == submit.core and self._move(stream):
+                    return False
+                case Role.DETOKENIZER if worker.index == submit.spec.detokenizer:
+                    return self.start_over(stream, Role.DETOKENIZER)
+        for worker in lost:
             if worker.role is Role.TOKENIZER and worker.index == stream.tokenizer:
                 return self._lose_tokenizer(stream)
         if submit.spec.detokenizer in retiring and not stream.is_cancelled:
             return self.start_over(stream, Role.DETOKENIZER)
         return False
 
+    def _move(self, stream: Stream) -> bool:
+        """Take a request from an engine whose executor died, to go on at another. False where it stays."""
+        if stream.is_cancelled or not self._engines.can_leave(stream):
+            return False
+        assert stream.tokenizer is not None
+        stream.num_before_loss = stream.num_output_tokens + UNPROVEN_TOKENS
+        ids = [choice.request_id for choice in stream.choices if choice.finish is None]
+        self._send(Role.TOKENIZER, stream.tokenizer, Cancel(ids, stream.submit.core, moved=True))
+        stream.bound_to = None
+        self._park(stream, Role.EXECUTOR)
+        return True
+
+    def _unbind(self, engine: int) -> None:
+        """Let the requests that wait go to any engine: this one has nothing of theirs any more."""
+        for stream in self._parked:
+            if stream.bound_to == engine:
+                stream.bound_to = None
+
     def start_over(self, stream: Stream, role: Role) -> bool:
-        """Park a request for a new attempt; a cancelled one is given up."""
+        """Park a request for a new attempt at the engine that has it; a cancelled one is given up."""
+        stream.bound_to = stream.submit.core
+        return self._park(stream, role)
+
+    def _park(self, stream: Stream, role: Role) -> bool:
         if stream.is_cancelled:
             self.send_cancel(stream)
             return True
@@ -169,12 +209,13 @@ class Placement:
         was_passed_on = stream.attempt == 0 and stream.started is not None
         if not was_passed_on and not stream.is_cancelled:
             self._resumed[Role.TOKENIZER].inc()
+            stream.bound_to = stream.submit.core  # which may have it already
             self.release(stream)
             self._parked.append(stream)
             return False
         replacement = self.seats.pick(Role.TOKENIZER)
         if replacement is not None:
-            self.note_start(stream)
+            self._leave_tokenizer(stream)
             stream.tokenizer = replacement
         was_told = stream.is_cancelled and replacement is not None and self.send_cancel(stream)
         return stream.is_cancelled and not (was_passed_on and was_told)

@@ -41,6 +41,8 @@ class _Question:
     answer: asyncio.Future[Answer]
     index: int | None = None
     """Who was asked; None while nobody is there."""
+    seat: int | None = None
+    """The one that is asked, where others would not know; None where any of the role does."""
     epoch: int = 0
 
 
@@ -102,10 +104,34 @@ class Queries:
         return answer
 
     async def reclaim(self, request_id: int, key: bytes, rename_to: int = 0) -> Reclaimed:
-        """Ask for a request that its client wants to go on reading. Raises `RequestError` when no core answers."""
+        """Ask all cores for a request that its client wants to go on reading, and return the word of the one that knows it.
+
+        Raises `RequestError` where none does and one does not answer.
+        """
         version = self._seats.topology.version
-        query = Reclaim(self._take_id(), self._me.index, request_id, key, version, rename_to)
-        return await self._ask(Role.CORE, query, query.query_id, Reclaimed, self._timeout_s)
+
+        async def ask(core: int | None) -> Reclaimed:
+            query = Reclaim(self._take_id(), self._me.index, request_id, key, version, rename_to)
+            return await self._ask(Role.CORE, query, query.query_id, Reclaimed, self._timeout_s, core)
+
+        cores: list[int | None] = [*self._seats.cores()]
+        asked = [asyncio.ensure_future(ask(core)) for core in cores or [None]]
+        answer, failure = None, None
+        try:
+            for each in asyncio.as_completed(asked):
+                try:
+                    answer = await each
+                except RequestError as error:
+                    failure = error
+                    continue
+                if answer.admit is not None:
+                    return answer
+        finally:
+            for task in asked:
+                task.cancel()
+        if answer is None or failure is not None:
+            raise failure or RequestError(ErrorCode.UNAVAILABLE, "No core answered; try again shortly.")
+        return answer
 
     async def metrics(self, timeout_s: float, own: bytes = b"") -> MetricsReport:
         """Ask the supervisor for everybody's figures; ``own``: this process's until now, encoded.
@@ -120,9 +146,15 @@ class Queries:
         return self._last_id
 
     async def _ask(
-        self, role: Role, query: msgspec.Struct, query_id: int, kind: type[AnswerT], timeout_s: float
+        self,
+        role: Role,
+        query: msgspec.Struct,
+        query_id: int,
+        kind: type[AnswerT],
+        timeout_s: float,
+        seat: int | None = None,
     ) -> AnswerT:
-        question = _Question(role, query, asyncio.get_running_loop().create_future())
+        question = _Question(role, query, asyncio.get_running_loop().create_future(), seat=seat)
         if role is Role.SUPERVISOR:
             self._send(role, 0, query)
         elif role in self._seats.ever_ready:
@@ -145,7 +177,7 @@ class Queries:
 
     def _hand_over(self, question: _Question) -> None:
         """Send a question to a worker, if there is one. One that is too large for it is answered with that error."""
-        index = self._seats.pick(question.role)
+        index = self._seats.pick(question.role) if question.seat is None else question.seat
         try:
             was_sent = index is not None and self._send(question.role, index, question.message)
         except FrameTooLarge as error:

@@ -1,4 +1,4 @@
-"""Responses that are kept: what was asked, what was answered, and the events of those that are read later.
+"""Responses that are kept: what was asked, what was answered, and the events of those that are read later; and conversations.
 
 One SQLite file, in the run folder unless an operator names another. All frontends open it, so whatever one of them kept the
 others find, and `kill -9` of a frontend loses nothing that was written: no process holds it but the kernel. Each frontend
@@ -31,6 +31,8 @@ MAX_TURNS = 1000
 ROWS = 64
 """That are looked at once."""
 QUEUED, IN_PROGRESS = "queued", "in_progress"
+CONVERSATION = "conversation"
+"""Stands in place of a status: what is kept is no response but items that have a name."""
 _OPEN = f"status IN ('{QUEUED}', '{IN_PROGRESS}')"
 VERSION = 1
 """Of the tables: a file of another is refused."""
@@ -106,6 +108,15 @@ class Events:
     frames: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a response adds to a conversation when it ends."""
+
+    conversation_id: str
+    join: Callable[[Record, Record], None]
+    """Change the conversation's record, given that of the response."""
+
+
 _COLUMNS = (
     "id, owner, status, background, streams, previous, items, answer, request, stream, response, num_owners"
 )
@@ -177,7 +188,13 @@ class ResponseFile:
             )
 
     def tell(
-        self, response_id: str, owner: str, status: str, events: Events | None = None, response: bytes = b""
+        self,
+        response_id: str,
+        owner: str,
+        status: str,
+        events: Events | None = None,
+        response: bytes = b"",
+        turn: Turn | None = None,
     ) -> bool:
         """Note what became of a response that ``owner`` answers: events, and in the end the whole of it.
 
@@ -195,9 +212,13 @@ class ResponseFile:
                     "INSERT INTO events VALUES (?, ?, ?, ?)",
                     (response_id, events.number, events.position, events.frames),
                 )
+            if told.rowcount:
+                self._add_turn(response_id, turn)
         return told.rowcount > 0
 
-    def finish(self, response_id: str, status: str, response: bytes, is_open: bool) -> bool:
+    def finish(
+        self, response_id: str, status: str, response: bytes, is_open: bool, turn: Turn | None = None
+    ) -> bool:
         """Note how a response ended, if it is (``is_open``) not noted yet; return whether it was noted now."""
         unless = f" AND {_OPEN}" if is_open else ""
         with self._db:
@@ -206,7 +227,49 @@ class ResponseFile:
                 + unless,
                 (status, response, len(response), response_id),
             )
+            if noted.rowcount:
+                self._add_turn(response_id, turn)
         return noted.rowcount > 0
+
+    def _add_turn(self, response_id: str, turn: Turn | None) -> None:
+        if turn is None:
+            return
+        asked, record = self.find(response_id), self.find(turn.conversation_id)
+        if asked is not None and record is not None:
+            turn.join(record, asked)
+            self._write(record)
+
+    def rewrite(self, conversation_id: str, change: Callable[[Record], None]) -> Record | None:
+        """Change a conversation's record, which nobody else changes meanwhile, and return it; None where there is none."""
+        with self._db:
+            self._db.execute("BEGIN IMMEDIATE")
+            record = self.find(conversation_id)
+            if record is None or record.status != CONVERSATION:
+                return None
+            former = len(record.items)
+            change(record)
+            if len(record.items) > max(
+                former, self._limits.max_body_bytes
+            ):  # what is too large may be made smaller
+                raise self._too_large(conversation_id, len(record.items), "items")
+            self._write(record)
+            self._drop_excess()
+        return record
+
+    def _write(self, record: Record) -> None:
+        size = len(record.items) + len(record.answer)
+        self._db.execute(
+            "UPDATE responses SET items = ?, answer = ?, used_at = ?, num_bytes = ? WHERE id = ?",
+            (record.items, record.answer, time.time(), size, record.id),
+        )
+
+    def _too_large(self, response_id: str, size: int, param: str) -> RequestError:
+        return RequestError(
+            ErrorCode.TOO_LARGE,
+            f"The conversation that ends with {response_id} has {size} bytes; this server takes at most "
+            f"{self._limits.max_body_bytes}. Begin a new one, or raise --max-body-bytes.",
+            param,
+        )
 
     def find(self, response_id: str) -> Record | None:
         """Return a response."""
@@ -226,14 +289,9 @@ class ResponseFile:
             "SELECT id, size FROM turn ORDER BY depth DESC",
             (response_id,),
         ).fetchall()
-        size, most = sum(row[1] for row in rows), self._limits.max_body_bytes
-        if size > most:
-            raise RequestError(
-                ErrorCode.TOO_LARGE,
-                f"The conversation that ends with {response_id} has {size} bytes; this server takes at most {most}. Begin a "
-                "new one, or raise --max-body-bytes.",
-                "previous_response_id",
-            )
+        size = sum(row[1] for row in rows)
+        if size > self._limits.max_body_bytes:
+            raise self._too_large(response_id, size, "previous_response_id")
         now = time.time()
         with self._db:
             self._db.executemany(

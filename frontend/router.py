@@ -1,10 +1,16 @@
 """Which worker gets the next piece of work, and which workers were lost.
 
-Knows the topology and this process's own outstanding work; knows nothing of requests or HTTP.
+Knows the topology and this process's own outstanding work; knows nothing of requests or HTTP. What a frontend knows of engines
+beyond that is kept in ``engines.py``; here is only the choice among them, a function of nothing but its arguments.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from quintet.wire.config import Routing
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.supervision import Seat, SeatState, Topology
 
@@ -12,14 +18,83 @@ SERVING_ROLES = (Role.TOKENIZER, Role.CORE, Role.EXECUTOR, Role.DETOKENIZER)
 """Roles that must all be there for a request to be answered."""
 
 
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What is known of an engine that could take a request."""
+
+    index: int
+    num_queued: int = 0
+    """Prompt tokens that it has not begun to compute."""
+    num_open: int = 0
+    """Choices that it is to answer, begun or not."""
+    num_cached: int = 0
+    """Tokens of this request's prompt that it should have computed before, about."""
+    used: int = 0
+    """When these were last used, by the engine's own count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An engine, and why it."""
+
+    index: int
+    reason: str
+    num_cached: int = 0
+    used: int = 0
+
+
+RUNNING_TOKENS = 16
+"""What a choice that is being answered delays a prompt by, in tokens of prompts: each step computes both."""
+
+
+def choose(engines: Sequence[Engine], policy: Routing, turn: int, session: str = "") -> Choice:
+    """Choose the engine of one request.
+
+    ``turn`` counts the choices made: who is equal takes turns. ``session``: what the requests of one conversation have in
+    common; "" where nothing does.
+
+    round-robin  who has the turn
+    load         the least to do
+    prefix       the least to do, less what the engine need not compute of this prompt
+    session      always the same for one session (Thaler and Ravishankar, highest random weight, 1998), else by load
+    """
+    ordered = sorted(engines, key=lambda engine: engine.index)
+    start = turn % len(ordered)
+    in_turn = ordered[start:] + ordered[:start]
+    if policy == "round-robin":
+        best, reason = in_turn[0], "its turn"
+    elif policy == "session" and session:
+        best, reason = max(ordered, key=lambda engine: _weight(session, engine.index)), "its session"
+    else:
+        best = min(in_turn, key=_load if policy == "load" else _cost)
+        reason = f"{best.num_queued} queued tokens, {best.num_open} open"
+        reason += f", {best.num_cached} cached" if policy == "prefix" else ""
+    return Choice(best.index, reason, best.num_cached, best.used)
+
+
+def _load(engine: Engine) -> int:
+    return engine.num_queued + RUNNING_TOKENS * engine.num_open
+
+
+def _cost(engine: Engine) -> int:
+    """Return what stands before the request's first token, less what is saved: in tokens of prompts."""
+    return _load(engine) - engine.num_cached
+
+
+def _weight(session: str, index: int) -> bytes:
+    """Return a number that looks drawn by chance, the same in every process."""
+    return blake2b(f"{index} {session}".encode(errors="surrogatepass"), digest_size=8).digest()
+
+
 class Seats:
     """The newest topology, and how much this process has outstanding at each worker."""
 
     def __init__(self, me: WorkerId) -> None:
-        self._rotation = me.index
+        self.me = me
         self._alive: dict[tuple[Role, int], WorkerId] = {}
         self._load: dict[tuple[Role, int], int] = {}
         self.topology = Topology(0, [])
+        self._engines: list[int] = []
         self.ever_ready: set[Role] = set()
         """Roles of which a worker was ready at least once: what is missing of them now is being replaced."""
 
@@ -38,6 +113,7 @@ class Seats:
         }
         lost = [worker for key, worker in self._alive.items() if alive.get(key) != worker]
         self._alive = alive
+        self._engines = self._usable_engines()
         return lost
 
     def pick(self, role: Role) -> int | None:
@@ -54,8 +130,37 @@ class Seats:
                 return min(indexes, key=lambda index: self._weight(role, index, len(indexes)))
         return None
 
+    def whole_engines(self) -> list[int]:
+        """Return the engines whose core and executor are both well."""
+        well = {
+            (seat.worker.role, seat.worker.index)
+            for seat in self.topology.seats
+            if seat.state is SeatState.READY
+        }
+        return [index for role, index in well if role is Role.CORE and (Role.EXECUTOR, index) in well]
+
+    def engines(self) -> list[int]:
+        """Return the engines that may be given requests: whole ones, else whoever will be whole before others."""
+        return self._engines
+
+    def _usable_engines(self) -> list[int]:
+        whole = self.whole_engines()
+        if whole:
+            return whole
+        for state in (SeatState.READY, SeatState.STALLED):
+            there = [
+                s.worker.index for s in self.topology.seats if s.worker.role is Role.CORE and s.state is state
+            ]
+            if there:
+                return there
+        return []
+
+    def cores(self) -> list[int]:
+        """Return the engines whose core lives, whether it takes requests or not."""
+        return [index for role, index in self._alive if role is Role.CORE]
+
     def _weight(self, role: Role, index: int, count: int) -> tuple[int, int]:
-        return self._load.get((role, index), 0), (index - self._rotation) % count
+        return self._load.get((role, index), 0), (index - self.me.index) % count
 
     def epoch(self, role: Role, index: int) -> int:
         """Return the epoch of the worker at this seat; 0 when nobody is there."""
@@ -74,6 +179,8 @@ class Seats:
     def missing(self) -> list[Role]:
         """Return the serving roles of which no worker is ready."""
         ready = {seat.worker.role for seat in self.topology.seats if seat.state is SeatState.READY}
+        if Role.CORE in ready and not self.whole_engines():
+            ready.discard(Role.EXECUTOR)  # those that are ready belong to other cores
         return [role for role in SERVING_ROLES if role not in ready]
 
     def troubled(self) -> list[Seat]:

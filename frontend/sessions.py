@@ -68,7 +68,7 @@ class Sessions:
         """Tokens received so far: the seat's progress."""
         self.num_ended = 0
         """Requests that have ended so far."""
-        self._placement = Placement(me, send, metrics)
+        self._placement = Placement(me, send, config, metrics)
         self.seats = self._placement.seats
         self.backlog = Backlog(config.model.max_model_len)
         self._deadlines = DeadlineTimer(self._expire)
@@ -114,15 +114,15 @@ class Sessions:
         limit_gives_way: bool = False,
         reading: Reading | None = None,
         told: bytes = b"",
+        session: str = "",
     ) -> Stream:
         """Send a request on its way and return the stream of what comes back.
 
-        ``params`` are checked here (`RequestError`; not again if ``are_checked``) and given a seed. While a worker it
-        needs is missing, the request waits for the next topology. ``mailbox`` lets one reader wait for several
-        streams; with ``final_only`` the reader wakes only when the request has ended, else for the first token of a
-        choice, every ``interval`` tokens after it, and its end. What has not ended at ``deadline_ns`` (monotonic; 0 for
-        never) fails then. ``limit_gives_way``: see `Submit`. ``reading``: which parsers read the output. ``told``:
-        outputs (int32) that are there already, and only have to be told. Call from the event loop.
+        ``params`` are checked here (`RequestError`; not again if ``are_checked``) and given a seed. While a worker it needs is
+        missing, the request waits for the next topology. ``mailbox`` lets one reader wait for several streams; with
+        ``final_only`` it wakes only when the request has ended, else for the first token of a choice, every ``interval`` tokens
+        after it, and its end. What has not ended at ``deadline_ns`` (monotonic; 0 for never) fails then. ``limit_gives_way``:
+        see `Submit`. ``reading``: which parsers read the output. ``told``: outputs (int32) to be told. ``session``: `Stream`'s.
         """
         if not are_checked:
             params = params.checked(self._max_logprobs, self._vocab_size)
@@ -150,8 +150,8 @@ class Sessions:
             core=0,
             limit_gives_way=limit_gives_way,
         )
-        reader = mailbox if mailbox is not None else Mailbox()
-        stream = Stream(submit, reader, self.cancel, final_only=final_only, interval=interval)
+        stream = Stream(submit, mailbox or Mailbox(), self.cancel, final_only=final_only, interval=interval)
+        stream.session = session
         self._begin(stream)
         self.metrics.submitted(params)
         return stream
@@ -170,6 +170,7 @@ class Sessions:
         assert reclaimed.admit is not None
         submit = submission(reclaimed.admit, first_id, seen)
         stream = Stream(submit, mailbox, self.cancel, interval=interval)
+        stream.bound_to = reclaimed.core
         go_on(stream, reclaimed, seen)
         if stream.num_open:
             self._begin(stream)
@@ -310,7 +311,7 @@ class Sessions:
 
     def _start(self, stream: Stream, started: Started) -> None:
         stream.note_start(started)
-        self._placement.note_start(stream)
+        self._placement.note_start(stream, started)
         self.backlog.begin(stream)
         self.metrics.started(started)
 
@@ -353,9 +354,9 @@ class Sessions:
             stream.is_posted = True
             stream.mailbox.post(stream)
 
-    def accounts(self, core: int) -> Iterable[Account]:
+    def accounts(self) -> Iterable[Account]:
         """Return what this seat waits for, for others to compare."""
-        return accounts_of(self.me, core, self._live.values())
+        return accounts_of(self.me, self.seats.cores(), self._live.values())
 
     def send_again(self, request_ids: Sequence[int]) -> None:
         """Begin a new attempt at choices of which the engine knows nothing; those that were cancelled have ended."""

@@ -14,6 +14,7 @@ from sys import getsizeof
 
 import msgspec
 
+from quintet.frontend.router import Choice as EngineChoice
 from quintet.wire.channels import Channel, Span
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import Finish, FinishReason, PositionLogprobs, Started, Submit
@@ -201,6 +202,18 @@ class Stream:
         """How often nobody in the engine knew it."""
         self.num_placed = 0
         """Choices that count as work of its core and detokenizer."""
+        self.choice: EngineChoice | None = None
+        """Where it was sent last, and why there."""
+        self.bound_to: int | None = None
+        """The engine that has it, or keeps it: where it goes on as long as that lives."""
+        self.session = ""
+        """What it has in common with others of its conversation, for the choice of an engine; "" for nothing."""
+        self.beginnings: list[int] = []
+        """Names of its prompt's beginnings, where there was a choice of engines."""
+        self.num_queued = 0
+        """Tokens of its prompt that count as queued at its engine."""
+        self.num_before_loss: int | None = None
+        """Its outputs when it last left an engine whose executor had died, with those that prove nothing."""
         self.is_encoding = False
         """Whether it counts as work of its tokenizer."""
         self.is_cancelled = False

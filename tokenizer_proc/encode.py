@@ -14,7 +14,7 @@ from tokenizers.models import BPE
 
 from quintet.tokenizer_proc.chat_template import ChatTemplates, load_templates
 from quintet.tokenizer_proc.infill import no_infill, open_infill
-from quintet.tokenizer_proc.pieces import PIECE_CHARS, may_be_cut, pieces_of
+from quintet.tokenizer_proc.pieces import PIECE_CHARS, cutter_of
 from quintet.wire.codec import unpack_i32
 from quintet.wire.config import ModelConfig
 from quintet.wire.embeds import EmbedsPrompt, first_not_finite
@@ -43,7 +43,7 @@ class Encoder:
         self._vocab_size = model.vocab_size
         self._infill = open_infill(tokenizer, model.vocab_size, model.eos_token_ids)
         self._max_characters = _most_characters(tokenizer, model.max_model_len)
-        self._may_be_cut = may_be_cut(tokenizer)
+        self._cutter = cutter_of(tokenizer)
 
     @property
     def template_names(self) -> list[str]:
@@ -106,11 +106,11 @@ class Encoder:
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Return a text's ids. One in pieces takes the memory of a piece."""
-        if len(text) <= PIECE_CHARS or not self._may_be_cut:
+        if len(text) <= PIECE_CHARS or self._cutter is None:
             return self._encoding(text, add_special_tokens).ids
         before, behind = self._special_around() if add_special_tokens else ([], [])
         ids = list(before)
-        for piece in pieces_of(text):
+        for piece in self._cutter.pieces_of(text):
             ids += self._encoding(piece, False).ids
         return ids + behind
 

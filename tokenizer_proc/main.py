@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -20,13 +20,14 @@ from quintet.process.early import Early
 from quintet.process.runtime import Process, child_main, give_back_memory
 from quintet.tokenizer_proc.embeds import check_embeds
 from quintet.tokenizer_proc.encode import Encoder, load_encoder, size_of
+from quintet.tokenizer_proc.laned import Laned
 from quintet.tokenizer_proc.senders import refusal_of, sender_of
 from quintet.tokenizer_proc.structured import Forms
 from quintet.tokenizer_proc.thinking import Budgets
 from quintet.wire.codec import encode, pack_i32, pack_i64, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig
 from quintet.wire.dropped import Dropped
-from quintet.wire.embeds import EmbedsPrompt
+from quintet.wire.embeds import EmbedsPrompt, digest_of
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of, is_newer
 from quintet.wire.limits import FrameTooLarge
@@ -76,10 +77,7 @@ class Tokenizer:
         )
         self._loop = loop
         self._lanes = [(size, ThreadPoolExecutor(threads, "lane")) for size, threads in LANES]
-        self._waiting: dict[int, set[int]] = {}
-        """Requests in lanes, and those of their choices that were cancelled meanwhile."""
-        self._owner: dict[int, int] = {}
-        """Every choice of a request in a lane, and that request."""
+        self._laned = Laned()
         self._due_s: dict[object, float] = {}
         """When each prompt that a lane encodes just now should be done (`time.monotonic`)."""
         process.account = self._account
@@ -145,7 +143,7 @@ class Tokenizer:
         left = [
             (request_id, attempt)
             for request_id, attempt in zip(ids, attempts, strict=True)
-            if request_id not in self._owner
+            if request_id not in self._laned
         ]
         account.request_ids = pack_i64(request_id for request_id, _ in left)
         account.attempts = pack_i32(attempt for _, attempt in left)
@@ -251,14 +249,13 @@ class Tokenizer:
 
     def _account(self) -> tuple[int, int]:
         """Return progress, and how many prompts take longer to encode than their size explains."""
-        if not self._process.pending and (self._waiting or self._owner):
-            num_lost = len(self._waiting) + len(self._owner)
+        if not self._process.pending and self._laned:
+            num_lost = len(self._laned)
             self._num_differences.inc(num_lost)
             self._process.log.warning(
                 "nothing is being encoded, but %d entries wait for it: dropped", num_lost
             )
-            self._waiting.clear()
-            self._owner.clear()
+            self._laned.clear()
         now_s = time.monotonic()
         return self._process.progress, sum(due_s < now_s for due_s in list(self._due_s.values()))
 
@@ -269,10 +266,9 @@ class Tokenizer:
                 size, INLINE_BYTES + 1
             )  # building a grammar takes a moment, the library's first one a second
         if size > INLINE_BYTES:
-            self._waiting[submit.request_id] = set()
-            for request_id in _choices(submit):
-                self._owner[request_id] = submit.request_id
-        self._dispatch(size, lambda: self._admission(submit), lambda result: self._admit(submit, result))
+            self._laned.enter(submit)
+        admit = self._admit if size <= INLINE_BYTES else self._land
+        self._dispatch(size, lambda: self._admission(submit), lambda result: admit(submit, result))
 
     def _admission(self, submit: Submit) -> Admit | Failed:
         """Encode; may run in a lane, so it touches no state."""
@@ -292,16 +288,21 @@ class Tokenizer:
             spec = msgspec.structs.replace(submit.spec, params=params)
         except RequestError as error:
             return Failed(submit.request_id, error.code, error.message, error.param)
+        if embeds is not None:
+            embeds = msgspec.structs.replace(embeds, digest=digest_of(embeds))
         return Admit(submit.request_id, pack_i32(ids), spec, 0, bad_words, embeds)
 
     def _end_of(self, ids: Sequence[int], embeds: EmbedsPrompt | None) -> str:
         """Return the text of a prompt's last tokens; of vectors nobody knows any."""
         return self._encoder.end_of(ids) if embeds is None else ""
 
-    def _admit(self, submit: Submit, result: Admit | Failed) -> None:
-        cancelled = self._waiting.pop(submit.request_id, set())
-        for request_id in _choices(submit):
-            self._owner.pop(request_id, None)
+    def _land(self, submit: Submit, result: Admit | Failed) -> None:
+        """Pass on what a lane has encoded, unless its frontend goes on with it elsewhere."""
+        cancelled = self._laned.leave(submit)
+        if cancelled is not None:
+            self._admit(submit, result, cancelled)
+
+    def _admit(self, submit: Submit, result: Admit | Failed, cancelled: Collection[int] = ()) -> None:
         if isinstance(result, Failed):
             self._fail(result)
         elif len(cancelled) == submit.spec.params.n:
@@ -332,15 +333,9 @@ class Tokenizer:
 
     def _cancel(self, cancel: Cancel) -> None:
         """Forward, but for requests in lanes: the core does not know them yet, so their cancelling waits for them."""
-        forward = []
-        for request_id in cancel.request_ids:
-            owner = self._owner.get(request_id)
-            if owner is None:
-                forward.append(request_id)
-            else:
-                self._waiting[owner].add(request_id)
-        if forward:
-            self._process.peers.send(Role.CORE, cancel.core, Cancel(forward, cancel.core, cancel.keep))
+        rest = self._laned.cancel(cancel)
+        if rest is not None:
+            self._process.peers.send(Role.CORE, cancel.core, rest)
 
     def _answer(self, query: TokenizeQuery) -> Tokenized:
         try:
@@ -360,10 +355,6 @@ class Tokenizer:
             self._process.peers.send(
                 Role.FRONTEND, query.frontend, Tokenized(query.query_id, b"", None, failed)
             )
-
-
-def _choices(submit: Submit) -> range:
-    return range(submit.request_id, submit.request_id + submit.spec.params.n)
 
 
 def prepare(config: EngineConfig) -> Encoder:

@@ -4,18 +4,26 @@ The library keeps some 130 bytes for each byte of a text that it encodes, so a l
 tokenizers split a text by a regular expression before anything else, and no token crosses such a border. Of the expressions in
 use (below) all split between a letter and a space with a letter behind it, whatever is further to the left or right: a space
 belongs to the word behind it, and an expression that matches up to there matches the same where the text ends there. So a cut
-in such a place changes nothing. Texts without such places, and those of other tokenizers, are encoded whole: SentencePiece
-models may have tokens across words.
+in such a place changes nothing.
+
+SentencePiece's way to write a space is a letter of its own, U+2581. Its models see a text as one long word, or split before each
+such letter. Where they do not split, BPE still crosses no such border if no token of the vocabulary has a letter with U+2581
+behind it: what is left and right of it is merged by the same merges in the same order, whatever is beyond. The vocabulary is
+looked through once. Unigram models that do not split are not cut: they compare sums of all scores before a place, and in a piece
+those are rounded differently. Texts without such places, and those of other tokenizers, are encoded whole.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
+from string import ascii_letters
 
 import msgspec
 from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 PIECE_CHARS = 1 << 20
 
@@ -33,23 +41,52 @@ _WORDS = {
 """Expressions that split between a letter and a space with a letter behind it."""
 
 
-class _Pattern(msgspec.Struct):
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+"""How SentencePiece writes a space."""
+_ACROSS = re.compile(f"[A-Za-z]{SPACE}")
+
+
+class _Pattern(msgspec.Struct, frozen=True):
     regex: str | None = msgspec.field(default=None, name="Regex")
+    string: str | None = msgspec.field(default=None, name="String")
 
 
 class _Step(msgspec.Struct):
     type: str
     use_regex: bool = True
     add_prefix_space: bool = False
-    pattern: _Pattern | None = None
+    pattern: _Pattern = _Pattern()
     behavior: str = ""
     invert: bool = False
+    content: str = ""
+    prepend: str = ""
+    replacement: str = ""
+    split: bool = True
     pretokenizers: list[_Step] = []
     normalizers: list[_Step] = []
 
 
-def may_be_cut(tokenizer: Tokenizer) -> bool:
-    """Return whether texts may be encoded in the pieces that `pieces_of` makes."""
+@dataclass(frozen=True, slots=True)
+class Cutter:
+    """Cuts texts where that changes no token."""
+
+    drops_space: bool
+    """Whether the tokenizer writes a space before every text, so that a piece leaves its own out."""
+
+    def pieces_of(self, text: str, num_chars: int = PIECE_CHARS) -> Iterator[str]:
+        """Yield the text in pieces of about so many characters, or more where it may not be cut."""
+        cuts = [0]
+        while len(text) - cuts[-1] > num_chars:
+            border = _BORDER.search(text, cuts[-1] + num_chars)
+            if border is None:
+                break
+            cuts.append(border.start())
+        for begin, end in pairwise([*cuts, len(text)]):
+            yield text[begin + (self.drops_space and begin > 0) : end]
+
+
+def cutter_of(tokenizer: Tokenizer) -> Cutter | None:
+    """Return who cuts a tokenizer's texts; None where they must be encoded whole."""
     normalizer, splitter = tokenizer.normalizer, tokenizer.pre_tokenizer
     try:
         steps = [
@@ -57,13 +94,59 @@ def may_be_cut(tokenizer: Tokenizer) -> bool:
             for part in (normalizer, splitter)
         ]
     except (msgspec.ValidationError, TypeError):
-        return False  # nothing that is known here
+        return None  # nothing that is known here
     added = tokenizer.get_added_tokens_decoder().values()
-    return (
-        _keeps_borders(steps[0])
-        and steps[1] is not None
-        and _splits_at_borders(steps[1])
-        and not any(token.lstrip or token.rstrip or _WITHIN.search(token.content) for token in added)
+    if any(token.lstrip or token.rstrip or _WITHIN.search(token.content) for token in added):
+        return None
+    normalizer_step, splitter_step = steps
+    if _keeps_borders(normalizer_step) and splitter_step is not None and _splits_at_borders(splitter_step):
+        return Cutter(drops_space=False)
+    writing = _spaces_written_by(normalizer_step, splitter_step)
+    if writing is None or not (writing.splits or _merges_within_borders(tokenizer)):
+        return None
+    return Cutter(drops_space=writing.prepends)
+
+
+@dataclass(frozen=True, slots=True)
+class _Writing:
+    """How spaces become `SPACE`."""
+
+    prepends: bool
+    """Whether one is put before a text that begins with one too."""
+    splits: bool
+    """Whether each begins a word of the model's."""
+
+
+def _spaces_written_by(normalizer: _Step | None, splitter: _Step | None) -> _Writing | None:
+    """Return how a tokenizer in SentencePiece's way writes spaces; None where it is another's way, or does more than that."""
+    if normalizer is None:
+        is_metaspace = splitter is not None and (splitter.type, splitter.replacement) == ("Metaspace", SPACE)
+        return _Writing(prepends=False, splits=splitter.split) if is_metaspace and splitter else None
+    steps = normalizer.normalizers if normalizer.type == "Sequence" else [normalizer]
+    match steps:
+        case [_Step(type="Prepend", prepend=prefix), last] if prefix == SPACE:
+            prepends = True
+        case [last]:
+            prepends = False
+        case _:
+            return None
+    if (last.type, last.pattern.string, last.content) != ("Replace", " ", SPACE):
+        return None
+    if splitter is not None and (splitter.type, splitter.pattern.string) != ("Split", " "):
+        return None
+    return _Writing(prepends=prepends, splits=False)  # no space is left to split at
+
+
+def _merges_within_borders(tokenizer: Tokenizer) -> bool:
+    """Whether the model merges nothing across a border, and knows what is beside one."""
+    model = tokenizer.model
+    if not isinstance(model, BPE) or model.dropout or model.ignore_merges:
+        return False
+    if model.continuing_subword_prefix or model.end_of_word_suffix:
+        return False
+    vocabulary = tokenizer.get_vocab(with_added_tokens=False)
+    return all(sign in vocabulary for sign in ascii_letters + SPACE) and not _ACROSS.search(
+        "\n".join(vocabulary)
     )
 
 
@@ -91,15 +174,3 @@ def _splits_at_borders(step: _Step) -> bool:
             return words in _WORDS
         case _:
             return False
-
-
-def pieces_of(text: str, num_chars: int = PIECE_CHARS) -> Iterator[str]:
-    """Yield the text in pieces of about so many characters, or more where it may not be cut."""
-    cuts = [0]
-    while len(text) - cuts[-1] > num_chars:
-        border = _BORDER.search(text, cuts[-1] + num_chars)
-        if border is None:
-            break
-        cuts.append(border.start())
-    for begin, end in pairwise([*cuts, len(text)]):
-        yield text[begin:end]

@@ -15,16 +15,19 @@ from quintet.wire.kv_spec import KvSpec
 
 Quantization = Literal[
     "none", "int8", "int4", "w8a8", "gptq", "awq", "compressed-tensors", "fp8", "fbgemm_fp8", "mxfp4", "bitsandbytes",
-    "modelopt", "auto-round", "quark", "gguf",
+    "modelopt", "auto-round", "quark", "gguf", "hqq", "squeezellm", "torchao", "bitnet",
 ]  # fmt: skip
 """What linear layers are rounded into, or the format in which their checkpoint has them: ``docs/quantization.md``."""
 
 ModelImpl = Literal["quintet", "transformers"]
 """Whose layers compute a model: ours, or those of transformers over our KV memory."""
 
-KvCacheDtype = Literal["auto", "int8", "fp8"]
-"""``auto`` is the model's own; int8 is of CPUs, fp8 (e4m3) of GPUs."""
+KvCacheDtype = Literal["auto", "int8", "int4", "fp8"]
+"""``auto`` is the model's own; int8 and int4 are of CPUs, fp8 (e4m3) of GPUs."""
 
+
+Routing = Literal["round-robin", "load", "prefix", "session"]
+"""By what a frontend chooses the engine of a request: ``docs/replicas.md``."""
 
 CallIds = Literal["random", "short", "numbered"]
 """Of calls of tools: any, nine letters and digits (Mistral), or ``functions.<name>:<number>`` (Kimi)."""
@@ -196,6 +199,8 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_queued_tokens: int = 1 << 23
     """Tokens that the requests of one frontend may owe before the next one is answered 429 with Retry-After: prompts not
     begun, and outputs that may still come."""
+    routing: Routing = "prefix"
+    """By what the engine of a request is chosen, where there are several."""
     max_logprobs: int = 20
     keep_alive_s: float = 15.0
     """Seconds of silence after which a stream gets an SSE comment; 0 for never."""
@@ -228,6 +233,8 @@ class ProcessesConfig(msgspec.Struct, frozen=True, kw_only=True):
     external_frontends: int = 0
     """Seats after the HTTP frontends that a process of the user's fills: the Python API."""
     tokenizers: int = 1
+    engines: int = 1
+    """Cores, and as many executors: core ``i`` and executor ``i`` are engine ``i``, a whole model with KV memory of its own."""
     detokenizers: int = 1
     spares: bool = False
     """Whether a tokenizer and a detokenizer wait, booted, to take over when one dies."""

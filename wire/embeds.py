@@ -6,11 +6,14 @@ Knows no tensors: numbers stay the bytes that came, in the order ``[tokens, widt
 from __future__ import annotations
 
 from collections.abc import Mapping
+from hashlib import sha256
 
 import msgspec
 
 ITEM_BYTES: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Number formats, by their names in safetensors files."""
+
+DIGEST_BYTES = sha256().digest_size
 
 WIDEST_BYTES = max(ITEM_BYTES.values())
 
@@ -21,6 +24,8 @@ class EmbedsPrompt(msgspec.Struct, array_like=True, tag="embeds"):
     dtype: str
     width: int
     values: bytes
+    digest: bytes = b""
+    """See `digest_of`; the tokenizer fills it in, so that nobody else has to read the vectors."""
 
     @property
     def row_bytes(self) -> int:
@@ -40,6 +45,14 @@ class EmbedsPrompt(msgspec.Struct, array_like=True, tag="embeds"):
             and self.width > 0
             and bool(self.values)
             and not len(self.values) % self.row_bytes
+        )
+
+    def fits(self, width: int, num_tokens: int) -> bool:
+        """Whether it can be computed in place of so many tokens by a model of this width."""
+        return (
+            self.is_whole
+            and (self.width, self.num_tokens) == (width, num_tokens)
+            and len(self.digest) == DIGEST_BYTES
         )
 
 
@@ -62,6 +75,13 @@ class RowEmbeds(msgspec.Struct, array_like=True, gc=False):
     def num_tokens(self) -> int:
         """How many vectors there are."""
         return len(self.values) // (self.width * ITEM_BYTES[self.dtype])
+
+
+def digest_of(prompt: EmbedsPrompt) -> bytes:
+    """Return what only the very same vectors have: SHA-256 of format, width and bytes. Lets other threads run meanwhile."""
+    digest = sha256(f"{prompt.dtype}, {prompt.width}\0".encode())
+    digest.update(prompt.values)
+    return digest.digest()
 
 
 def first_not_finite(prompt: EmbedsPrompt) -> int | None:

@@ -88,15 +88,17 @@ class Submit(msgspec.Struct, array_like=True, tag="submit"):
 class Cancel(msgspec.Struct, array_like=True, tag="cancel"):
     """Frontend -> tokenizer -> core, on the same path as the request, so it never overtakes it.
 
-    Every id gets an answer. The core sends a finish of `FinishReason.ABORT` through the detokenizer for one that was alive;
-    one that has ended had its answer; of one that it never heard of, or that the tokenizer had not passed on, the frontend
-    hears as `Unknown`.
+    Every id gets an answer, unless a flag says otherwise. The core sends a finish of `FinishReason.ABORT` through the
+    detokenizer for one that was alive; one that has ended had its answer; of one that it never heard of, or that the tokenizer
+    had not passed on, the frontend hears as `Unknown`.
     """
 
     request_ids: list[int]
     core: int
     keep: bool = False
     """The client is gone but may come back: answer nothing, and keep resumable requests for the time of grace."""
+    moved: bool = False
+    """The frontend goes on with them at another engine: answer nothing, and forget them."""
 
 
 class Admit(msgspec.Struct, array_like=True, tag="admit"):
@@ -144,6 +146,8 @@ class Reclaimed(msgspec.Struct, array_like=True, tag="reclaimed"):
     """The request as it was admitted; None when it is not known (any more)."""
     choices: list[tuple[int, bytes]] = []
     """Of each choice: its number, and its outputs so far (int32)."""
+    core: int = 0
+    """Index of the sender: what it keeps goes on there."""
 
 
 class Live(msgspec.Struct, array_like=True, tag="live"):
@@ -245,6 +249,8 @@ class Tokens(msgspec.Struct, array_like=True, tag="tokens", gc=False):
     """Of the sender: tokens of a core that has a successor are dropped."""
     closed: bytes = b""
     """int64[…]: requests that another detokenizer keeps from now on; applied first."""
+    core: int = 0
+    """Index of the sender. Who opens a newer attempt at a request takes it from the core that had it."""
 
 
 class StopHit(msgspec.Struct, array_like=True, tag="stop_hit", gc=False):

@@ -72,7 +72,7 @@ class Sense:
                 all(map(_is_seat, (msg.sender.index, msg.tokenizer, msg.core))) and _ids_with_attempts(msg)
             ),
             m.Unknown: lambda msg: not len(msg.request_ids) % REQUEST_BYTES,
-            m.Tokens: self._tokens,
+            m.Tokens: lambda msg: _is_seat(msg.core) and self._tokens(msg),
             m.StopHit: _ids_with_attempts,
             m.Text: self._text,
             m.TokenizeQuery: lambda msg: _is_id(msg.query_id) and _is_seat(msg.frontend),
@@ -171,11 +171,10 @@ class Sense:
             self._request(msg.request_id, msg.spec)
             and self._are_tokens(msg.prompt_ids)
             and all(word and self._in_vocabulary(word) for word in msg.bad_word_ids)
-            and (msg.embeds is None or self._embeds(msg.embeds, len(msg.prompt_ids) // ID_BYTES))
+            and (
+                msg.embeds is None or msg.embeds.fits(self._embedding_width, len(msg.prompt_ids) // ID_BYTES)
+            )
         )
-
-    def _embeds(self, embeds: EmbedsPrompt, num_tokens: int) -> bool:
-        return embeds.is_whole and embeds.width == self._embedding_width and embeds.num_tokens == num_tokens
 
     def _row_embeds(self, row: RowEmbeds) -> bool:
         return (

@@ -1,6 +1,6 @@
 """How long the clients wait when a process is killed or stopped: the longest gap between two events of any of 64 streams.
 
-    python -m bench.chaos.stalls [--rounds 7] [--executor mock] [--save FILE]
+    python -m bench.chaos.stalls [--rounds 7] [--executor mock] [--engines 2] [--save FILE]
 
 One server; each round plays the same crowd undisturbed and then once for every kind of failure, in turn. A failure
 happens when half of the streams have begun. A line says the median and the worst over the rounds, the same for the
@@ -59,9 +59,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure what failures cost the clients.")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--executor", choices=("model", "mock"), default="model")
+    parser.add_argument("--engines", type=int, default=1, help="--data-parallel-size of the server")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the figures as JSON too")
     arguments = parser.parse_args()
     flags = ["--executor", "mock", "--step-ms", "8"] if arguments.executor == "mock" else []
+    flags += ["--data-parallel-size", str(arguments.engines)]
     with serve(*flags, "--max-model-len", "1024", "--frontends", "2", "--max-restarts", "1000") as server:
         gaps = measure(server, arguments.rounds)
     print("\n| failure | longest wait of any stream, median (worst), s |\n|---|---|")

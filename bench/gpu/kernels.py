@@ -53,6 +53,7 @@ Cases = Callable[[Device, bool], Iterator[Case]]
 SUITES = {
     "attention": "bench.gpu.kernel_attention:cases",
     "linear": "bench.gpu.kernel_linear:cases",
+    "coded": "bench.gpu.kernel_coded:cases",
     "pointwise": "bench.gpu.kernel_pointwise:cases",
     "sampling": "bench.gpu.kernel_sampling:cases",
 }

@@ -76,11 +76,21 @@ ROWS = (
             "tests/gpu/test_kernels.py",
             "tests/gpu/test_ops.py",
             "-k",
-            "not other_kinds and not hybrid",
+            "not other_kinds and not hybrid and not coded",
         ),
         TESTS,
         takes_s=80,
         limit_s=420,
+    ),
+    Row(
+        "codes",
+        "weights in the codes of quantized checkpoints: products equal their torch reference, layers have the checkpoint's"
+        " numbers; models say what the model of their numbers says, with the same bits in chunks and in company",
+        "all pass",
+        (*PYTEST, "tests/gpu/test_kernels.py", "-k", "coded"),
+        TESTS,
+        takes_s=20,
+        limit_s=300,
     ),
     Row(
         "kinds",

@@ -34,7 +34,13 @@ from quintet.executor.program.step import CStep, KvPlace
 
 BLOCK_SIZE = 16
 TOTAL_BYTES = 1 << 30
-FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "int8": torch.int8}
+FORMATS = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "int8": torch.int8,
+    "int4": torch.quint4x2,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +82,15 @@ S, M, WIDE = (14, 2, 64), (32, 8, 64), (16, 8, 128)
 
 CASES = (
     *(Case(16, 1023, 1, *shape) for shape in (S, M, WIDE)),
-    *(Case(16, 1023, 1, *shape, kv_dtype="int8") for shape in (S, M, WIDE)),
+    *(Case(16, 1023, 1, *shape, kv_dtype=narrow) for narrow in ("int8", "int4") for shape in (S, M, WIDE)),
+    *(Case(1, 16_383, 1, *WIDE, kv_dtype=kv_dtype) for kv_dtype in ("bf16", "int8", "int4")),
     Case(1, 1023, 1, *S),
     Case(1, 127, 1, *M),
     Case(32, 300, 1, *S),
     Case(16, 1023, 1, *S, "fp16", "fp16"),
     Case(16, 1023, 1, *S, "fp32", "fp32"),
     *(Case(1, 0, 2048, *shape) for shape in (S, M, WIDE)),
-    Case(1, 0, 2048, *S, kv_dtype="int8"),
+    *(Case(1, 0, 2048, *S, kv_dtype=narrow) for narrow in ("int8", "int4")),
     Case(8, 0, 256, *S),
     Case(1, 1024, 512, *M),
 )

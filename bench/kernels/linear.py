@@ -27,6 +27,7 @@ import torch
 from bench.kernels.limits import Limits, Multiply
 from quintet.executor.ops.host_library import instruction_set, open_library, set_threads
 from quintet.executor.ops.host_linear import LinearLibrary, WeightFormat, linear_library
+from quintet.executor.ops.huge_pages import HugePages
 from quintet.executor.ops.packed_weight import PackedWeight
 
 SHAPES = {
@@ -45,6 +46,8 @@ SHAPES = {
 
 ROWS = (1, 4, 16, 32, 64, 256, 2048)
 WEIGHT_BYTES = 1 << 28
+GATHER_S = 10.0
+"""How long a weight is moved to huge pages, at most, as a server does while it is idle: prefetchers stop where a page ends."""
 LARGE_HEAD = 100_000
 """Outputs from which large batches are left out: no step computes so many logits."""
 MAX_HEAD_ROWS = 64
@@ -130,17 +133,19 @@ def measure(
     weights: list[PackedWeight] = []
     fill_s: list[float] = []
     size = 0
+    each = library.weight_bytes(int(chosen.weight), columns, depth, chosen.group, 0)
     while size < WEIGHT_BYTES:
-        weight = PackedWeight(library, chosen.weight, columns, depth, group=chosen.group)
+        pages = HugePages(each)
+        weight = PackedWeight(library, chosen.weight, columns, depth, group=chosen.group, memory=pages.memory)
         fill = weight.fill_blocks if chosen.has_blocks else weight.fill
         fill(source)  # the first time its pages are new
         begun = time.perf_counter()
         if len(weights) < repeats:
             fill(source)
             fill_s.append(time.perf_counter() - begun)
+        pages.gather(GATHER_S)
         weights.append(weight)
-        size += weight.memory.shape[0]
-    each = weights[0].memory.shape[0]
+        size += each
     timings = []
     for rows in all_rows:
         if columns > LARGE_HEAD and rows > MAX_HEAD_ROWS:

@@ -1,8 +1,8 @@
-"""Writes a model folder as GGUF files: bf16 as it is, others by llama.cpp's own quantizer.
+"""Writes a GGUF file in bf16 in other formats, by llama.cpp's own quantizer.
 
 Runs in the environment of llama-cpp-python.
 
-    python -m bench.peers.gguf_files MODEL_FOLDER OUT_FOLDER
+    python -m bench.peers.gguf_files MODEL-bf16.gguf
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import ctypes
 from pathlib import Path
 
 import llama_cpp
-
-from bench.gguf_writer import write_model
 
 QUANTIZED = {
     "q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0,
@@ -33,25 +31,19 @@ def quantize(source: Path, target: Path, ftype: int) -> None:
 
 
 def main() -> None:
-    """Write every format that is not there yet."""
+    """Write every format that is not there yet, of the bf16 file that `quintet quantize` wrote."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", type=Path)
-    parser.add_argument("out", type=Path)
+    parser.add_argument("plain", type=Path)
     arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    name = arguments.model.name
-    plain: Path = arguments.out / f"{name}-bf16.gguf"
-    for precision in ("bf16", *QUANTIZED):
-        target = arguments.out / f"{name}-{precision}.gguf"
+    plain: Path = arguments.plain
+    for precision, ftype in QUANTIZED.items():
+        target = plain.with_name(plain.name.replace("bf16", precision))
         if target.exists():
             continue
         partial = target.with_suffix(".partial")
-        if precision == "bf16":
-            write_model(arguments.model, partial)
-        else:
-            quantize(plain, partial, QUANTIZED[precision])
+        quantize(plain, partial, ftype)
         partial.rename(target)
         print(target, flush=True)
 

@@ -69,15 +69,17 @@ def _install_vllm(home: Home) -> None:
 def _install_llamacpp(home: Home) -> None:
     if not _has(home, llamacpp.ENVIRONMENT, "llama_cpp"):
         python = _make_environment(home, llamacpp.ENVIRONMENT)
-        _pip(python, "install", "gguf", "safetensors")
+        _pip(python, "install", "gguf")
         build = {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"}
         _pip(python, "install", "--no-binary", "llama-cpp-python", LLAMA_CPP, extra=build)
+    (home.folder / "gguf").mkdir(exist_ok=True)
     for name in SHAPES:
+        plain = home.folder / "gguf" / f"{name}-bf16.gguf"
+        if not plain.exists():
+            quintet = [sys.executable, "-m", "quintet.deploy.cli", "quantize"]
+            _run([*quintet, str(home.model(name)), str(plain), "--format", "bf16"], {})
         _run(
-            [
-                str(home.python(llamacpp.ENVIRONMENT)),
-                *("-m", "bench.peers.gguf_files", str(home.model(name)), str(home.folder / "gguf")),
-            ],
+            [str(home.python(llamacpp.ENVIRONMENT)), "-m", "bench.peers.gguf_files", str(plain)],
             {"PYTHONPATH": str(repository_root())},
         )
 

@@ -38,14 +38,12 @@ def salt_digest(salt: str) -> bytes:
     return sha256(b"quintet.kv\0" + salt.encode()).digest()
 
 
-def embeds_digest(start: bytes, form: str, values: bytes) -> bytes:
-    """Return the start of the chain for requests of this start whose prompt is vectors of this form and these bytes.
+def embeds_digest(start: bytes, vectors: bytes) -> bytes:
+    """Return the start of the chain for requests of this start whose prompt is vectors with this digest.
 
     So blocks of such a prompt are shared with requests of the very same vectors, and with nothing else.
     """
-    digest = sha256(start + b"quintet.embeds\0" + form.encode() + b"\0")
-    digest.update(values)
-    return digest.digest()
+    return sha256(start + b"quintet.embeds\0" + vectors).digest()
 
 
 def extend_chain(

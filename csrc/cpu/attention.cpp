@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "blocks.hpp"
+#include "paged.hpp"
 #include "require.hpp"
 #include "thread_memory.hpp"
 
@@ -18,33 +19,6 @@ constexpr index_t kUnitCost = 1 << 18;   // multiplications of a unit, at least,
 // Of the program's scratch for partitions that are reduced apart: a million tokens of context of 32 heads. A row for which no
 // room is left is not cut.
 constexpr index_t kPartialsBytes = 32 << 20;
-
-index_t bytes_of(Dtype dtype) { return dtype == Dtype::fp32 ? 4 : dtype == Dtype::int8 ? 1 : 2; }
-
-bool takes(Dtype kv_dtype, index_t kv_heads, index_t key_width, index_t value_width, index_t block_size) {
-  return kv_heads > 0 && key_width > 0 && key_width <= kMaxKeyDim && value_width > 0 && value_width <= kMaxValueDim &&
-         block_size > 0 && block_size % kTileKeys == 0 && kv_dtype != Dtype::int4;
-}
-
-// A head's numbers with the zeros behind them.
-index_t padded(index_t width) { return (width + kTileKeys - 1) / kTileKeys * kTileKeys; }
-
-PagedKv paged(Dtype dtype, index_t kv_heads, index_t key_width, index_t value_width, index_t block_size,
-              bool values_in_keys) {
-  PagedKv kv{};
-  kv.dtype = dtype;
-  kv.kv_heads = kv_heads;
-  kv.key_dim = padded(key_width);
-  kv.value_dim = padded(value_width);
-  kv.block_tiles = block_size / kTileKeys;
-  kv.key_bytes = kTileKeys * kv.key_dim * bytes_of(dtype);
-  kv.value_bytes = values_in_keys ? 0 : kTileKeys * kv.value_dim * bytes_of(dtype);
-  const index_t scales = dtype == Dtype::int8 ? (values_in_keys ? 1 : 2) * kTileKeys : 0;
-  kv.tile_bytes = kv.key_bytes + kv.value_bytes + scales * index_t(sizeof(float));
-  kv.head_bytes = kv.block_tiles * kv.tile_bytes;
-  kv.block_bytes = kv_heads * kv.head_bytes;
-  return kv;
-}
 
 // Whether VDPBF16PS multiplies faster than fp32 does. On AMD's Zen 4 and 5 twice as fast; on Intel's processors half as
 // fast (measured on Emerald Rapids: one in two cycles); where they have a matrix unit, its kernels take their place. By
@@ -67,7 +41,10 @@ class AttentionOp final : public Op {
   AttentionOp(const AttentionCall& call, index_t group, index_t max_tokens, const Program* program)
       : call_(call), group_(group), program_(program) {
     const AttentionKernels& kernels = QT_CHOOSE(attention);
-    AttentionKernel kernel = (call.kv.dtype == Dtype::int8 ? kernels.attend_bytes : kernels.attend)[call.layer.dtype];
+    const auto& of_format = call.kv.dtype == Dtype::int8   ? kernels.attend_bytes
+                            : call.kv.dtype == Dtype::int4 ? kernels.attend_fours
+                                                           : kernels.attend;
+    AttentionKernel kernel = of_format[call.layer.dtype];
     if (call.kv.dtype == Dtype::bf16 && kernels.attend_in_pairs.run && pairs_wanted()) kernel = kernels.attend_in_pairs;
     run_ = kernel.run;
     share_heads(1);
@@ -228,7 +205,10 @@ class KvWriteOp final : public Op {
  public:
   KvWriteOp(const KvWriteCall& call, index_t group) : call_(call), group_(group) {
     const KvWriteKernels& kernels = QT_CHOOSE(kv_write);
-    run_ = (call.kv.dtype == Dtype::int8 ? kernels.write_bytes : kernels.write)[call.layer.dtype];
+    const auto& of_format = call.kv.dtype == Dtype::int8   ? kernels.write_bytes
+                            : call.kv.dtype == Dtype::int4 ? kernels.write_fours
+                                                           : kernels.write;
+    run_ = of_format[call.layer.dtype];
   }
 
   Work prepare(const Step& step, index_t) override {
@@ -262,13 +242,14 @@ class KvWriteOp final : public Op {
 
 // What the kernels rely on without looking.
 void check(const AttentionLayer& layer) {
-  QT_REQUIRE(takes(Dtype(layer.kv_dtype), layer.kv_heads, layer.key_width, layer.value_width, layer.block_size),
+  QT_REQUIRE(takes(Dtype(layer.kv_dtype), layer.kv_heads, layer.key_width, layer.value_width, layer.block_size,
+                   layer.values_in_keys),
              "%lld heads of %lld and %lld numbers in blocks of %lld", (long long)layer.kv_heads, (long long)layer.key_width,
              (long long)layer.value_width, (long long)layer.block_size);
   QT_REQUIRE(layer.heads > 0 && layer.heads % layer.kv_heads == 0, "%lld query heads share %lld KV heads",
              (long long)layer.heads, (long long)layer.kv_heads);
   QT_REQUIRE(layer.dtype >= 0 && layer.dtype <= int(Dtype::fp32) &&
-                 (layer.kv_dtype == layer.dtype || layer.kv_dtype == int(Dtype::int8)),
+                 (layer.kv_dtype == layer.dtype || layer.kv_dtype == int(Dtype::int8) || layer.kv_dtype == int(Dtype::int4)),
              "activations of format %d, a cache of %d", layer.dtype, layer.kv_dtype);
   QT_REQUIRE(layer.window >= 0 && layer.chunk >= 0 && (layer.window == 0 || layer.chunk == 0), "window %lld, chunk %lld",
              (long long)layer.window, (long long)layer.chunk);
@@ -343,10 +324,11 @@ KvWriteOp kv_write_of(const AttentionLayer& layer, const void* q, index_t q_stri
 }  // namespace qt
 
 // Bytes of a block of one layer; 0 where the kernels do not take such heads: key_width up to 576, value_width up to 512,
-// block_size a multiple of 16, kv_dtype that of the activations or int8. values_in_keys: 0, 1, see AttentionLayer.
+// block_size a multiple of 16, kv_dtype that of the activations, int8 or int4. values_in_keys: 0, 1, see AttentionLayer; not
+// of int4.
 QT_EXPORT index_t qt_kv_block_bytes(int kv_dtype, index_t kv_heads, index_t key_width, index_t value_width,
                                     index_t block_size, index_t values_in_keys) {
-  if (!qt::takes(qt::Dtype(kv_dtype), kv_heads, key_width, value_width, block_size)) return 0;
+  if (!qt::takes(qt::Dtype(kv_dtype), kv_heads, key_width, value_width, block_size, values_in_keys)) return 0;
   return qt::paged(qt::Dtype(kv_dtype), kv_heads, key_width, value_width, block_size, values_in_keys).block_bytes;
 }
 

@@ -7,6 +7,10 @@
 //   fp16, fp32   keys   [key_dim][16]
 //                values [16][value_dim]
 //   int8         keys and values as in fp16, a byte a number; then fp32 scales: of the 16 keys, of the 16 values
+//   int4         keys   [key_dim / 2][16]        a byte is a pair of dimensions of a key, the lower one in its low bits; then
+//                       [key_dim / 32][2][16]    fp16 factors of each 32 dimensions: scales of 16 keys, and their least numbers
+//                values [8][value_dim]           ... or a pair of keys in a dimension; then
+//                       [value_dim / 32][2][16]  fp16 factors of each 32 dimensions: scales of 16 values, and their least numbers
 //
 // Where values are what keys begin with (AttentionLayer::values_in_keys: latent attention) there are keys and their scales alone.
 //
@@ -27,6 +31,8 @@ inline constexpr index_t kPartitionKeys = 512;  // keys that are reduced apart f
 inline constexpr index_t kPartitionTiles = kPartitionKeys / kTileKeys;
 inline constexpr index_t kMaxRows = 64;         // (token, query head) pairs of a group
 inline constexpr index_t kMaxKeyDim = 576, kMaxValueDim = 512;
+inline constexpr index_t kFourGroup = 32;       // numbers of an int4 head that share a scale and a least number; the last may be 16
+inline constexpr index_t kMaxFourGroups = kMaxKeyDim / kFourGroup;
 inline constexpr index_t kMaxGroups = 16;       // groups that one piece of work computes, and the numbers of their queries
 inline constexpr index_t kMaxNumbers = 3 * kMaxRows * 256;
 static_assert(kMaxNumbers >= kMaxRows * kMaxKeyDim && kMaxKeyDim >= kMaxValueDim);
@@ -122,12 +128,14 @@ struct AttentionKernel {
 struct AttentionKernels {
   AttentionKernel attend[3];
   AttentionKernel attend_bytes[3];  // int8 cache
+  AttentionKernel attend_fours[3];  // int4 cache
   AttentionKernel attend_in_pairs;  // bf16 with VDPBF16PS
 };
 
 struct KvWriteKernels {
   void (*write[3])(const void* call, index_t begin, index_t end);
   void (*write_bytes[3])(const void* call, index_t begin, index_t end);
+  void (*write_fours[3])(const void* call, index_t begin, index_t end);
 };
 
 // The first position that a token sees. Inlined everywhere: kernels of several instruction sets include it.

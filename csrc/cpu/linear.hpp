@@ -45,6 +45,7 @@ enum class Scales : int {
   exponent,       // a power of two: uint8, 127 for 1
   eighth,         // fp8, e4m3
   single,         // fp32 scale
+  single_shift,   // no format's own: fp32 scale and shift of each group (linear_scales.hpp)
 };
 
 // What codes stand for. All but integers are multiplied as floating-point numbers, scaled first.
@@ -80,7 +81,7 @@ constexpr std::int32_t middle_of(Codes codes) {
 // Whether a group's numbers are not scale times (stored - middle) alone.
 constexpr bool shifts(Scales scales) {
   return scales == Scales::half_zero || scales == Scales::half_minimum || scales == Scales::bytes_minimum ||
-         scales == Scales::nibbles;
+         scales == Scales::nibbles || scales == Scales::single_shift;
 }
 
 struct Weight {

@@ -142,6 +142,38 @@ __device__ __forceinline__ uint4 load_stream_16(const void* global) {
 
 namespace quintet {
 
+// What `mma_16x8x32_fp8` gives, by two products of fp16 whose k are its own in another order.
+__device__ __forceinline__ void mma_16x8x32_fp8_by_fp16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t upper = a[2 * half], lower = a[2 * half + 1];
+    const uint32_t wide_a[4] = {
+        fp8_pair_to_fp16_pair(uint16_t(upper)), fp8_pair_to_fp16_pair(uint16_t(lower)),
+        fp8_pair_to_fp16_pair(uint16_t(upper >> 16)), fp8_pair_to_fp16_pair(uint16_t(lower >> 16))};
+    const uint32_t wide_b[2] = {
+        fp8_pair_to_fp16_pair(uint16_t(b[half])), fp8_pair_to_fp16_pair(uint16_t(b[half] >> 16))};
+    mma_16x8x16<fp16>(d, wide_a, wide_b);
+  }
+}
+
+#ifndef QT_EMULATED
+// d[16, 8] += a[16, 32] * b[32, 8] of e4m3 numbers. With q = 4 * (lane % 4), registers hold four numbers instead of two:
+//   a[0] = A[g, q..q+3]   a[1] = A[g + 8, q..q+3]   a[2] = A[g, q + 16..q + 19]   a[3] = A[g + 8, q + 16..q + 19]
+//   b[0] = B[q..q+3, g]   b[1] = B[q + 16..q + 19, g]
+// Before sm_89 there is no such instruction.
+__device__ __forceinline__ void mma_16x8x32_fp8(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+#ifdef QT_FP8_INSTRUCTIONS
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#else
+  mma_16x8x32_fp8_by_fp16(d, a, b);
+#endif
+}
+#endif
+
 // 2^x in one instruction, to 2 units in the last place; results below the smallest normal number become 0. Attention
 // takes one per score, and exp2f's care for those results costs three instructions more.
 __device__ __forceinline__ float exp2_fast(float x) {

@@ -15,37 +15,26 @@
 // tests/cuda/test_linear.py checks.
 #include "device.cuh"
 #include "linear_tile.cuh"
+#include "linear_tensor.cuh"
 
 using namespace quintet;
 
 namespace {
 
-// On tensor cores. A warp owns WARP_M x WARP_N results as 16x8 tiles, of which a lane has rows g and g + 8, columns c and
-// c + 1 (g = lane / 4, c = 2 * (lane % 4)): one group of four. Per k of 16 it loads WARP_M / 16 + WARP_N / 16 times 512
-// bytes from shared memory for WARP_M / 16 * WARP_N / 8 products.
+// On tensor cores. Per k of 16 a warp loads WARP_M / 16 + WARP_N / 16 times 512 bytes from shared memory for WARP_M / 16 *
+// WARP_N / 8 products.
 template <class T, int M, int N, int WARPS_M, int WARPS_N, int PACKS_OF_STEP>
-struct TensorProduct {
+struct TensorProduct : TensorTile<T, M, N, WARPS_M, WARPS_N> {
+  using Tile = TensorTile<T, M, N, WARPS_M, WARPS_N>;
+  using Tile::FRAGMENTS, Tile::TALL, Tile::THREADS, Tile::WIDE;
+  using Tile::lane, Tile::warp_column, Tile::warp_row;
   static constexpr int PACKS = PACKS_OF_STEP;
-  static constexpr int TILE_M = M, TILE_N = N;
-  static constexpr int THREADS = 32 * WARPS_M * WARPS_N;
-  static constexpr int WARP_M = M / WARPS_M, WARP_N = N / WARPS_N;
-  static constexpr int TALL = WARP_M / 16, WIDE = WARP_N / 8;
-  static constexpr int FRAGMENTS = TALL * WIDE;
-  static_assert(M % (16 * WARPS_M) == 0, "a warp's rows are whole matrix instructions");
-  static_assert(N % (16 * WARPS_N) == 0, "a load of weights serves two of them");
-
-  static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
-  static __device__ __forceinline__ int warp_row() { return threadIdx.x / 32 / WARPS_N * WARP_M; }
-  static __device__ __forceinline__ int warp_column() { return threadIdx.x / 32 % WARPS_N * WARP_N; }
-
-  // Within the tile, of the group's first pair; the second is eight below.
-  static __device__ __forceinline__ int row(int f) { return warp_row() + f / WIDE * 16 + lane() / 4; }
-  static __device__ __forceinline__ int column(int f) { return warp_column() + f % WIDE * 8 + lane() % 4 * 2; }
+  using Weight = RowMajorWeight<T, THREADS, PACKS, N>;
 
   // Calls `refill` behind the first products, which take longer than its addresses.
   template <class Refill>
   static __device__ __forceinline__ void add(
-      float (&sum)[FRAGMENTS][4], const unsigned char* x, const unsigned char* weight, Refill refill) {
+      float (&sum)[FRAGMENTS][4], const unsigned char* x, const unsigned char* weight, const Weight&, Refill refill) {
     const int x_row = warp_row() + lane() % 16, x_half = lane() / 16;
     const int w_row = warp_column() + lane() % 8 + lane() / 16 * 8, w_half = lane() / 8 % 2;
     uint32_t a[2][TALL][4], b[2][WIDE][2];  // the next ones are loaded while these are multiplied
@@ -71,47 +60,26 @@ struct TensorProduct {
       if (k == 0) refill();
     }
   }
-
-  static __device__ __forceinline__ void store(
-      int f, const float (&total)[4], const T* bias, T* out, int first_row, int first_column,
-      const LinearProblem& problem) {
-    const int y_column = first_column + column(f);
-    if (y_column >= problem.columns) return;
-    const bool has_second = y_column + 1 < problem.columns;
-    const float bias_0 = bias ? to_float(bias[y_column]) : NOTHING;
-    const float bias_1 = bias && has_second ? to_float(bias[y_column + 1]) : NOTHING;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int y_row = first_row + row(f) + half * 8;
-      if (y_row >= problem.num_rows) continue;
-      T* into = out + y_row * problem.out_stride + y_column;
-      const float first = total[half * 2] + bias_0, second = total[half * 2 + 1] + bias_1;
-      if (has_second && problem.out_stride % 2 == 0) {
-        *reinterpret_cast<uint32_t*>(into) = pack_pair<T>(first, second);
-      } else {  // an odd stride puts every other row's pairs between words
-        into[0] = from_float<T>(first);
-        if (has_second) into[1] = from_float<T>(second);
-      }
-    }
-  }
 };
 
 // On fp32 units, each product fused with its addition in ascending k. Thread (r, c) of 16 columns owns rows
 // r + i * THREADS / 16, columns c + 16 * e: one group of four for each i. Reads TALL + 4 times 16 bytes for 16 * TALL products.
 template <int M, int N, int NUM_THREADS>
 struct FloatProduct {
+  using Out = float;
   static constexpr int PACKS = 8;
   static constexpr int TILE_M = M, TILE_N = N;
   static constexpr int THREADS = NUM_THREADS;
   static constexpr int ROWS_AT_ONCE = THREADS / 16;
   static constexpr int FRAGMENTS = M / ROWS_AT_ONCE;
+  using Weight = RowMajorWeight<float, THREADS, PACKS, N>;
   static_assert(N == 64 && M % ROWS_AT_ONCE == 0, "four columns a thread, whole groups");
 
   static __device__ __forceinline__ int row(int f) { return threadIdx.x / 16 + f * ROWS_AT_ONCE; }
 
   template <class Refill>
   static __device__ __forceinline__ void add(
-      float (&sum)[FRAGMENTS][4], const unsigned char* x, const unsigned char* weight, Refill refill) {
+      float (&sum)[FRAGMENTS][4], const unsigned char* x, const unsigned char* weight, const Weight&, Refill refill) {
     refill();
 #pragma unroll
     for (int pack = 0; pack < PACKS; ++pack) {
@@ -134,7 +102,7 @@ struct FloatProduct {
   }
 
   static __device__ __forceinline__ void store(
-      int f, const float (&total)[4], const float* bias, float* out, int first_row, int first_column,
+      int f, const float (&total)[4], const Weight&, const float* bias, float* out, int first_row, int first_column,
       const LinearProblem& problem) {
     const int y_row = first_row + row(f);
     if (y_row >= problem.num_rows) return;
@@ -159,7 +127,7 @@ struct FloatProduct {
        int depth, long long x_stride, long long out_stride, int chunk_units)) {                                       \
     QT_DYNAMIC_SHARED(shared);                                                                                        \
     const LinearProblem problem{num_rows, columns, depth, x_stride, out_stride, chunk_units};                         \
-    LinearTile<T, __VA_ARGS__, STAGES>::run(shared, x, weight, bias, out, partials, tickets, problem);                \
+    LinearTile<T, __VA_ARGS__, STAGES>::run(shared, x, {weight}, bias, out, partials, tickets, problem);              \
   }
 
 // The same for rows in groups, each with a weight of its own: weight [groups, columns, depth], bias [groups, columns]. `tiles` says
@@ -175,7 +143,7 @@ struct FloatProduct {
     if (group < 0) return;                                                                                            \
     const LinearProblem problem{tiles[2 * num_tiles + tile], columns, depth, x_stride, out_stride, chunk_units};      \
     LinearTile<T, __VA_ARGS__, STAGES>::compute(                                                                      \
-        shared, x, weight + (long long)group * columns * depth, bias ? bias + (long long)group * columns : nullptr,   \
+        shared, x, {weight + (long long)group * columns * depth}, bias ? bias + (long long)group * columns : nullptr, \
         out, nullptr, nullptr, problem, tiles[num_tiles + tile],                                                      \
         int(blockIdx.x) / num_tiles * __VA_ARGS__::TILE_N);                                                           \
   }

@@ -1,5 +1,6 @@
-// What the kernels of linear.cu share: tiles staged through shared memory, the order of the sum over the depth, and how
-// blocks that hold parts of one sum meet. Does not know how products are made: a Product (in linear.cu) does.
+// What the kernels of linear.cu and linear_coded.cu share: tiles staged through shared memory, the order of the sum over the
+// depth, and how blocks that hold parts of one sum meet. Does not know how products are made, nor what a weight looks like: a
+// Product does, and its Weight.
 //
 // The order, which depends on the depth and nothing else. The depth is cut into a few chunks of a length given by the
 // host (chunk_units times 128 bytes of a row). A chunk's products are summed from zero in ascending order in one fp32
@@ -31,52 +32,75 @@ struct LinearProblem {
 // Adding to it leaves every number as it is; to +0.0 not: -0.0 would become +0.0.
 constexpr float NOTHING = -0.0f;
 
+// Start to copy `ROWS` rows of a matrix, one step deep, into a stage; zeros where the matrix has ended.
+template <class T, int THREADS, int PACKS, int ROWS>
+__device__ __forceinline__ void copy_rows(
+    unsigned char* stage, const T* matrix, long long stride, int first, int end, int k, int end_k) {
+  constexpr int PACK = 16 / int(sizeof(T));
+  constexpr int ROWS_AT_ONCE = THREADS / PACKS;
+  static_assert(ROWS % ROWS_AT_ONCE == 0, "every thread copies the same number of packs");
+  const int pack = threadIdx.x % PACKS;
+  const int row = threadIdx.x / PACKS;
+  const T* source = matrix + (long long)(first + row) * stride + k + pack * PACK;
+  const bool inside = k + pack * PACK < end_k;
+#pragma unroll
+  for (int i = 0; i < ROWS; i += ROWS_AT_ONCE) {
+    copy_async_16(stage + staged<PACKS>(row + i, pack), source, inside && first + row + i < end);
+    source += ROWS_AT_ONCE * stride;
+  }
+}
+
+// A weight as checkpoints have it: [columns, depth] numbers of T.
+template <class T, int THREADS, int PACKS, int N>
+struct RowMajorWeight {
+  static constexpr int STAGE_BYTES = N * PACKS * 16;
+  const T* numbers;
+
+  // Start to copy N columns, the step that begins at k, into a stage; zeros from end_k on.
+  __device__ __forceinline__ void copy(
+      unsigned char* stage, const LinearProblem& problem, int first_column, int k, int end_k) const {
+    copy_rows<T, THREADS, PACKS, N>(stage, numbers, problem.depth, first_column, problem.columns, k, end_k);
+  }
+};
+
 // y[TILE_M, TILE_N] by one block of Product::THREADS threads. Each thread owns Product::FRAGMENTS groups of four results.
 template <class T, class Product, int STAGES>
 struct LinearTile {
+  using Weight = typename Product::Weight;
+  using Out = typename Product::Out;
   static constexpr int THREADS = Product::THREADS;
   static constexpr int FRAGMENTS = Product::FRAGMENTS;
   static constexpr int PACKS = Product::PACKS;  // of a row, in one stage
   static constexpr int PACK = 16 / int(sizeof(T));
   static constexpr int STEP = PACKS * PACK;
   static constexpr int X_BYTES = Product::TILE_M * PACKS * 16;
-  static constexpr int STAGE_BYTES = X_BYTES + Product::TILE_N * PACKS * 16;
+  static constexpr int STAGE_BYTES = X_BYTES + Weight::STAGE_BYTES;
+  static_assert(STAGE_BYTES % 16 == 0, "whole packs");
   static_assert(FRAGMENTS * THREADS * 4 == Product::TILE_M * Product::TILE_N, "every result has one owner");
   static_assert(STAGES >= 2, "a stage is filled while another is read");
 
-  // Start to copy `ROWS` rows of a matrix, one step deep, into a stage; zeros where the matrix has ended.
-  template <int ROWS>
-  static __device__ __forceinline__ void copy(
-      unsigned char* stage, const T* matrix, long long stride, int first, int end, int k, int end_k) {
-    constexpr int ROWS_AT_ONCE = THREADS / PACKS;
-    static_assert(ROWS % ROWS_AT_ONCE == 0, "every thread copies the same number of packs");
-    const int pack = threadIdx.x % PACKS;
-    const int row = threadIdx.x / PACKS;
-    const T* source = matrix + (long long)(first + row) * stride + k + pack * PACK;
-    const bool inside = k + pack * PACK < end_k;
-#pragma unroll
-    for (int i = 0; i < ROWS; i += ROWS_AT_ONCE) {
-      copy_async_16(stage + staged<PACKS>(row + i, pack), source, inside && first + row + i < end);
-      source += ROWS_AT_ONCE * stride;
-    }
+  static __device__ __forceinline__ void run(
+      unsigned char* shared, const T* x, const Weight& weight, const Out* bias, Out* out, float* partials, int* tickets,
+      const LinearProblem& problem) {
+    int first_row, first_column;
+    place(problem, first_row, first_column);
+    compute(shared, x, weight, bias, out, partials, tickets, problem, first_row, first_column);
   }
 
-  static __device__ __forceinline__ void run(
-      unsigned char* shared, const T* x, const T* weight, const T* bias, T* out, float* partials, int* tickets,
-      const LinearProblem& problem) {
+  // Where this block's tile begins, of all tiles of the problem.
+  static __device__ __forceinline__ void place(const LinearProblem& problem, int& first_row, int& first_column) {
     const int tiles_n = (problem.columns + Product::TILE_N - 1) / Product::TILE_N;
     const int tiles_m = (problem.num_rows + Product::TILE_M - 1) / Product::TILE_M;
     const int band = int(blockIdx.x) / (BAND * tiles_n);
     const int in_band = int(blockIdx.x) % (BAND * tiles_n);
     const int band_height = tiles_m - band * BAND < BAND ? tiles_m - band * BAND : BAND;
-    const int first_row = (band * BAND + in_band % band_height) * Product::TILE_M;
-    const int first_column = in_band / band_height * Product::TILE_N;
-    compute(shared, x, weight, bias, out, partials, tickets, problem, first_row, first_column);
+    first_row = (band * BAND + in_band % band_height) * Product::TILE_M;
+    first_column = in_band / band_height * Product::TILE_N;
   }
 
   // The tile that begins there.
   static __device__ __forceinline__ void compute(
-      unsigned char* shared, const T* x, const T* weight, const T* bias, T* out, float* partials, int* tickets,
+      unsigned char* shared, const T* x, const Weight& weight, const Out* bias, Out* out, float* partials, int* tickets,
       const LinearProblem& problem, int first_row, int first_column) {
     const bool is_split = gridDim.y > 1;
     const int all_steps = (problem.depth + STEP - 1) / STEP;
@@ -88,10 +112,9 @@ struct LinearTile {
     const int end_k = end * STEP < problem.depth ? end * STEP : problem.depth;
     auto fill = [&](int step, int stage) {
       unsigned char* into = shared + stage * STAGE_BYTES;
-      copy<Product::TILE_M>(
+      copy_rows<T, THREADS, PACKS, Product::TILE_M>(
           into, x, problem.x_stride, first_row, problem.num_rows, step * STEP, end_k);
-      copy<Product::TILE_N>(
-          into + X_BYTES, weight, problem.depth, first_column, problem.columns, step * STEP, end_k);
+      weight.copy(into + X_BYTES, problem, first_column, step * STEP, end_k);
       copy_async_commit();
     };
 #pragma unroll
@@ -123,7 +146,7 @@ struct LinearTile {
       __syncthreads();                // everybody's; and everybody is done with the stage that is filled next
       const unsigned char* here = shared + stage * STAGE_BYTES;
       Product::add(
-          sum, here, here + X_BYTES, [&] { fill(step + STAGES - 1, stage == 0 ? STAGES - 1 : stage - 1); });
+          sum, here, here + X_BYTES, weight, [&] { fill(step + STAGES - 1, stage == 0 ? STAGES - 1 : stage - 1); });
       stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
     copy_async_wait<0>();  // the zeros behind the last step: they would arrive in what the next block may own
@@ -135,7 +158,7 @@ struct LinearTile {
 
     if (is_split && !meet(shared, sum, partials, tickets, first_row, problem)) return;
 #pragma unroll
-    for (int f = 0; f < FRAGMENTS; ++f) Product::store(f, sum[f], bias, out, first_row, first_column, problem);
+    for (int f = 0; f < FRAGMENTS; ++f) Product::store(f, sum[f], weight, bias, out, first_row, first_column, problem);
   }
 
   // The chunks before, if there are any, and one more.

@@ -134,6 +134,13 @@ struct Format<float> {
 };
 template <>
 struct Format<bf16> {
+#ifndef QT_EMULATED
+  static __device__ __forceinline__ uint32_t fma(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t d;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+  }
+#endif
   static __device__ __forceinline__ bf16 round(float x) { return bf16{float_to_bf16_bits(x)}; }
   static __device__ __forceinline__ uint32_t pair(float low, float high) { return bf16_bits_pair(low, high); }
   static __device__ __forceinline__ uint32_t widen(uint16_t two) {
@@ -143,6 +150,13 @@ struct Format<bf16> {
 };
 template <>
 struct Format<fp16> {
+#ifndef QT_EMULATED
+  static __device__ __forceinline__ uint32_t fma(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t d;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+  }
+#endif
   static __device__ __forceinline__ fp16 round(float x) { return fp16{float_to_fp16_bits(x)}; }
   static __device__ __forceinline__ uint32_t pair(float low, float high) { return fp16_bits_pair(low, high); }
   static __device__ __forceinline__ uint32_t widen(uint16_t two) { return fp8_pair_to_fp16_pair(two); }
@@ -162,6 +176,18 @@ __device__ __forceinline__ T from_float(float x) {
 template <class T>
 __device__ __forceinline__ uint32_t pack_pair(float low, float high) {
   return Format<T>::pair(low, high);
+}
+
+// a * b + c of two pairs of the 16-bit format T, each rounded once; subnormal numbers are numbers.
+template <class T>
+__device__ __forceinline__ uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c) {
+#ifdef QT_EMULATED
+  auto half = [](uint32_t pair, int i) { return to_float(T{uint16_t(pair >> (16 * i))}); };
+  // Twice rounded where float does not hold it; kernels ask for what it holds.
+  return pack_pair<T>(fmaf(half(a, 0), half(b, 0), half(c, 0)), fmaf(half(a, 1), half(b, 1), half(c, 1)));
+#else
+  return Format<T>::fma(a, b, c);
+#endif
 }
 
 // Two fp8 numbers (the lower byte first) as a pair of the 16-bit format T; exact, as both hold every e4m3 number.

@@ -44,6 +44,22 @@ __device__ __forceinline__ void multiply(const T* a, const T* b, float* d) {
 QT_KERNEL(32, selftest_multiply_bf16, (const bf16* a, const bf16* b, float* d)) { multiply<bf16>(a, b, d); }
 QT_KERNEL(32, selftest_multiply_fp16, (const fp16* a, const fp16* b, float* d)) { multiply<fp16>(a, b, d); }
 
+// d[16, 8] = a[16, 32] * b[8, 32]^T of e4m3 numbers, by the instruction and by two of fp16.
+QT_KERNEL(32, selftest_multiply_fp8, (const fp8* a, const fp8* b, float* d, float* by_fp16)) {
+  const int lane = threadIdx.x, g = lane / 4, q = lane % 4 * 4;
+  auto four = [](const fp8* numbers) { return *reinterpret_cast<const uint32_t*>(numbers); };
+  const uint32_t fragment_a[4] = {
+      four(a + g * 32 + q), four(a + (g + 8) * 32 + q), four(a + g * 32 + q + 16), four(a + (g + 8) * 32 + q + 16)};
+  const uint32_t fragment_b[2] = {four(b + g * 32 + q), four(b + g * 32 + q + 16)};
+  for (int pass = 0; pass < 2; ++pass) {
+    float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    if (pass == 0) mma_16x8x32_fp8(sums, fragment_a, fragment_b);
+    else mma_16x8x32_fp8_by_fp16(sums, fragment_a, fragment_b);
+    float* out = pass == 0 ? d : by_fp16;
+    for (int i = 0; i < 4; ++i) out[(g + i / 2 * 8) * 8 + lane % 4 * 2 + i % 2] = sums[i];
+  }
+}
+
 // out[8 * 8 * i ...] = matrix i, written back from fragments: four 8x8 matrices that lie one after the other.
 QT_KERNEL(32, selftest_matrices, (const uint16_t* matrices, uint16_t* plain, uint16_t* transposed)) {
   QT_DYNAMIC_SHARED(shared);

@@ -37,7 +37,8 @@ See and change the processes of a server that runs on this machine, under your u
                          Frontends, tokenizers and detokenizers: a new process first, then the old one gets nothing new,
                          finishes or hands over what it has, and leaves. Executor and core: the old process ends, the new one
                          takes its seat, and requests in flight pause until then.
-  scale ROLE=COUNT …     so many frontends, tokenizers or detokenizers from now on; up or down
+  scale ROLE=COUNT …     so many frontends, tokenizers, detokenizers or engines (a core and its executor each) from now on;
+                         up or down
 """
 
 _EXAMPLES = """\
@@ -46,6 +47,7 @@ examples:
   quintet admin restart detokenizer
   quintet admin restart frontend --drain-timeout 600     wait ten minutes for long answers before cutting them off
   quintet admin scale detokenizers=3 tokenizers=2
+  quintet admin scale engines=3
   quintet admin --port 8001 status                       one of several servers
 
 `scale` holds until the server ends; the next `quintet serve` starts as many as its flags say.

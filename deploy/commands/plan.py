@@ -41,6 +41,17 @@ class GroupPlan(msgspec.Struct, frozen=True):
     """The most that a request of full length holds at once, in all these groups."""
 
 
+class KvFormatPlan(msgspec.Struct, frozen=True):
+    """What a number format of keys and values would cost."""
+
+    name: str
+    """As ``--kv-cache-dtype`` has it."""
+    dtype: str
+    bytes_per_token: int
+    num_tokens: int
+    """Of long requests, that would fit into `Plan.kv_memory_bytes`; 0 where that is not known yet."""
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What the server would use. Sizes in bytes; lengths in tokens."""
 
@@ -63,6 +74,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     kv_bytes_per_token: int
     kv_groups: list[GroupPlan]
+    kv_formats: list[KvFormatPlan]
     kv_memory_bytes: int
     block_size: int
     num_blocks: int
@@ -129,6 +141,16 @@ def make_plan(resolution: Resolution) -> Plan:
         max_model_len=config.model.max_model_len,
         kv_bytes_per_token=kv.bytes_per_token,
         kv_groups=_groups(kv, config.model.max_model_len, config.scheduler.max_num_batched_tokens),
+        kv_formats=[
+            KvFormatPlan(
+                name,
+                config.model.dtype if name == "auto" else name,
+                each.bytes_per_token,
+                each.num_blocks(config.cache.memory_bytes) * each.bytes_per_block // each.bytes_per_token,
+            )
+            for name, each in resolution.kv_formats.items()
+            if each.bytes_per_token
+        ],
         kv_memory_bytes=config.cache.memory_bytes,
         block_size=kv.block_size,
         num_blocks=num_blocks,
@@ -139,8 +161,8 @@ def make_plan(resolution: Resolution) -> Plan:
         processes={
             "frontend": processes.frontends,
             "tokenizer": processes.tokenizers,
-            "core": 1,
-            "executor": 1,
+            "core": processes.engines,
+            "executor": processes.engines,
             "detokenizer": processes.detokenizers,
         },
         address=f"{config.frontend.host}:{config.frontend.port}",
@@ -181,6 +203,16 @@ def _in_words(group: GroupPlan) -> str:
     return f"{what} by {layers}{groups}: at most {group.blocks_per_request:,} blocks of a request"
 
 
+def _format_rows(formats: list[KvFormatPlan]) -> list[tuple[str, str]]:
+    """Return a line for each, if there is a choice."""
+
+    def words(kv: KvFormatPlan) -> str:
+        fit = f"{kv.num_tokens:>12,} tokens fit" if kv.num_tokens else ""
+        return f"{format_size(kv.bytes_per_token):>9} a token {fit}  --kv-cache-dtype {kv.name}"
+
+    return [(f"KV as {each.dtype}", words(each)) for each in formats] if len(formats) > 1 else []
+
+
 def _layers(model: ModelConfig) -> str | None:
     """Say what a model of the registry is made of."""
     family = FAMILIES.get(model.architecture)
@@ -198,6 +230,7 @@ def plan_lines(plan: Plan) -> list[str]:
         [f"{plan.num_parameters:,} parameters"] * (plan.num_parameters is not None)
         + [f"{format_size(plan.weight_bytes)} on disk" if plan.weight_bytes is not None else "not read"]
     )
+    whose = ", for each engine" if plan.processes["core"] > 1 else ""
     rows = [
         ("model", plan.model if plan.model == plan.path else f"{plan.model} ({plan.path})"),
         ("architecture", f"{plan.architecture}, {plan.dtype}, {plan.executor} executor on {plan.device}"),
@@ -213,6 +246,7 @@ def plan_lines(plan: Plan) -> list[str]:
         ("weights", weights),
         ("memory available", format_size(plan.available_memory_bytes)),
         ("KV per token", format_size(plan.kv_bytes_per_token)),
+        *_format_rows(plan.kv_formats),
         *(("KV group", _in_words(group)) for group in plan.kv_groups if len(plan.kv_groups) > 1),
         (
             "KV memory",
@@ -222,6 +256,7 @@ def plan_lines(plan: Plan) -> list[str]:
                 if [(group.kind, group.num_groups) for group in plan.kv_groups] == [("full", 1)]
                 else ""
             )
+            + whose
             if plan.kv_memory_bytes
             else "what the GPU has left when the model is loaded",
         ),

@@ -38,6 +38,7 @@ from quintet.wire.config import (
     EngineConfig,
     ExecutorConfig,
     FrontendConfig,
+    KvCacheDtype,
     ModelConfig,
     ProcessesConfig,
     SchedulerConfig,
@@ -60,6 +61,8 @@ class Resolution:
     """As the weights have them, else as the card says; None where only the executor knows."""
     stored: Format | None
     """The format that the checkpoint is quantized in; None where it is not."""
+    kv_formats: dict[KvCacheDtype, KvSpec]
+    """What KV would take in each format that it could have."""
     notes: list[str] = field(default_factory=list)
     """What was derived against expectation: one line each, for the boot story."""
 
@@ -101,10 +104,13 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     weight_bytes = weight_bytes_of(
         num_parameters or 0, _DTYPE_BYTES[dtype], quantization, facts.stored, weights
     )
+    room_bytes = available_ram_bytes() // options.data_parallel_size
     if kind == "torch" and device == "cpu":
-        check_weights_fit(weight_bytes, available_ram_bytes())
+        check_weights_fit(weight_bytes, room_bytes)
     step_tokens = rules.most_step_tokens(options, device, max_model_len)
-    memory_bytes = _kv_memory(options, device, kind, weight_bytes, kv, max_model_len, step_tokens)
+    memory_bytes = _kv_memory(
+        options, device, kind, room_bytes - weight_bytes, kv, max_model_len, step_tokens
+    )
     fitted = max_model_len
     if memory_bytes:
         fitted = rules.fit_max_model_len(
@@ -140,7 +146,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
             enable_prefix_caching=options.enable_prefix_caching and can_share_prefixes,
             dtype=options.kv_cache_dtype,
             gpu_memory_utilization=options.gpu_memory_utilization,
-            swap_bytes=rules.derive_swap_bytes(options.swap_space, device, kind, available_ram_bytes()),
+            swap_bytes=rules.derive_swap_bytes(options.swap_space, device, kind, room_bytes),
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=options.max_num_seqs,
@@ -173,6 +179,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
             frontends=options.frontends if http else 0,
             external_frontends=external_frontends,
             tokenizers=options.tokenizers,
+            engines=options.data_parallel_size,
             detokenizers=options.detokenizers,
             spares=options.spares and http,
             boot_timeout_s=options.boot_timeout,
@@ -185,7 +192,8 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
         record=_recording_folder(options.record),
         record_bytes=options.record_mb << 20,
     )
-    return Resolution(config, weights, num_parameters, facts.stored, notes)
+    kv_formats = rules.kv_formats(options, device, facts, _DTYPE_BYTES[dtype])
+    return Resolution(config, weights, num_parameters, facts.stored, kv_formats, notes)
 
 
 def _model_config(
@@ -238,6 +246,7 @@ def _frontend_config(options: Options) -> FrontendConfig:
         max_queued_requests=options.max_queued_requests,
         max_queued_tokens=options.max_queued_tokens,
         max_logprobs=options.max_logprobs,
+        routing=options.routing,
         keep_alive_s=options.keep_alive_interval,
         write_timeout_s=options.write_timeout,
         header_timeout_s=options.header_timeout,
@@ -268,12 +277,12 @@ def _kv_memory(
     options: Options,
     device: str,
     kind: str,
-    weight_bytes: int,
+    room_bytes: int,
     kv: KvSpec,
     max_model_len: int,
     step_tokens: int,
 ) -> int:
-    """Return the bytes KV may take: as asked, or a share of what weights and scratch leave. The mock holds no KV at all.
+    """Return the bytes an engine's KV may take: as asked, or a share of what its weights leave of its room. The mock holds none.
 
     0 on a GPU, whose executor finds out: what else is in the device's memory is known there only.
     """
@@ -283,8 +292,7 @@ def _kv_memory(
         return rules.cap_kv_memory(kv, 1 << 62, options.max_num_seqs, max_model_len, step_tokens)
     if device == "cuda":
         return 0
-    free_bytes = available_ram_bytes() - weight_bytes - ATTENTION_SCRATCH_BYTES
-    return max(1, int(free_bytes * options.kv_cache_memory_share))
+    return max(1, int((room_bytes - ATTENTION_SCRATCH_BYTES) * options.kv_cache_memory_share))
 
 
 def _recording_folder(path: str | None) -> str | None:

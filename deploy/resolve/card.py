@@ -132,7 +132,8 @@ def with_quantization(folder: Path, text: str) -> str:
         if "quantization_config" in config:
             return text
         section = read_json(folder / name)
-        return json.dumps(config | {"quantization_config": {"quant_method": method} | section})
+        usual = {"quant_method": "squeezellm" if "wbits" in section else method}
+        return json.dumps(config | {"quantization_config": usual | section})
     return text
 
 

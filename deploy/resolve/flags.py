@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from quintet.wire.config import KvCacheDtype, Quantization
+from quintet.wire.config import KvCacheDtype, Quantization, Routing
 
 MODEL, NETWORK, SCHEDULING, MEMORY, PROCESSES, DEVICE = (
     "model", "network", "scheduling", "memory", "processes", "device",
@@ -321,7 +321,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         KvCacheDtype,
         Flag(
             MEMORY,
-            "number format of KV: int8 (on a CPU) and fp8 (on a GPU) hold about twice the tokens of bf16, a little less exactly",
+            "number format of KV: int8 (on a CPU) and fp8 (on a GPU) hold about twice the tokens of bf16, a little less exactly;"
+            " int4 (on a CPU) three times as many, at a loss one can measure",
         ),
     ] = "auto"
     swap_space: Annotated[
@@ -385,6 +386,23 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     frontends: Annotated[int, Flag(PROCESSES, "HTTP processes; they share the port")] = 1
     tokenizers: Annotated[int, Flag(PROCESSES, "processes that turn text into tokens")] = 1
     detokenizers: Annotated[int, Flag(PROCESSES, "processes that turn tokens into text")] = 1
+    data_parallel_size: Annotated[
+        int,
+        Flag(
+            PROCESSES,
+            "engines, each a core and an executor with the whole model: memory and processors are divided among them, "
+            "GPUs are one each",
+            "ENGINES",
+        ),
+    ] = 1
+    routing: Annotated[
+        Routing,
+        Flag(
+            PROCESSES,
+            "by what the engine of a request is chosen, where there are several: prefix (what it has computed before, and "
+            "what it has to do), load, session (X-Session-Id, or the user), round-robin",
+        ),
+    ] = "prefix"
     spares: Annotated[
         bool,
         Flag(

@@ -12,6 +12,7 @@ from quintet.executor.quant.formats.registry import check_agrees
 from quintet.executor.quant.formats.scheme import Format
 from quintet.wire.config import Quantization
 from quintet.wire.errors import ConfigError
+from quintet.wire.model_files import card_path
 
 _WEIGHT_BITS: Mapping[Quantization, float] = {"int8": 8.1, "w8a8": 8.1, "int4": 4.5}
 """With their scales."""
@@ -23,7 +24,7 @@ def choose_quantization(options: Options, device: str, facts: ModelFacts) -> Qua
     Rejects what contradicts the checkpoint, and what only the host kernels can do where they do not compute.
     """
     asked = options.quantization
-    check_agrees(asked, facts.stored, str(facts.path / "config.json"))
+    check_agrees(asked, facts.stored, str(card_path(facts.path)))
     if facts.stored is not None and asked in ("none", facts.stored.name):
         return facts.stored.name
     if device != "cpu" and asked != "none":

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import get_args
+
+import msgspec
 
 from quintet.deploy.resolve.card import ModelFacts
 from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.memory import format_size
 from quintet.executor.cards.spec import KvNeed
+from quintet.wire.config import KvCacheDtype
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
 from quintet.wire.kv_spec import Kind, KvSpec, LayerKv, group_layers, padded_head
 from quintet.wire.model_files import card_path
@@ -28,6 +32,8 @@ _WHOLE_DEFAULTS = ("top_k", "max_tokens")
 _DEFAULT_SWAP_BYTES = 4 << 30
 _SCALE_BYTES = 4
 """What an int8 cache adds to each key, and each value, of a head."""
+_FOUR_GROUP, _FACTOR_BYTES = 32, 4
+"""What an int4 cache adds to so many numbers of a head, and to what is left of them."""
 
 
 def check_ranges(options: Options) -> None:
@@ -38,6 +44,7 @@ def check_ranges(options: Options) -> None:
         "tokenizers": (options.tokenizers, 1),
         "detokenizers": (options.detokenizers, 1),
         "frontends": (options.frontends, 1),
+        "data_parallel_size": (options.data_parallel_size, 1),
         "threads": (options.threads, 0),
         "step_ms": (options.step_ms, 0),
         "max_logprobs": (options.max_logprobs, -1),
@@ -76,19 +83,24 @@ def check_ranges(options: Options) -> None:
         raise ConfigError(f"--response-store-hours is {options.response_store_hours}; it must be more than 0")
     if options.port > 65535:
         raise ConfigError(f"--port is {options.port}; ports end at 65535")
-    for key, count in (
-        ("frontends", options.frontends),
-        ("tokenizers", options.tokenizers),
-        ("detokenizers", options.detokenizers),
-    ):
-        if count > 512:
-            raise ConfigError(f"--{key} is {count}; at most 512 processes of one kind can run")
+    _check_counts(options)
     for key, share, most in (
         ("kv-cache-memory-share", options.kv_cache_memory_share, 0.95),
         ("gpu-memory-utilization", options.gpu_memory_utilization, 1.0),
     ):
         if not 0 < share <= most:
             raise ConfigError(f"--{key} is {share}; it must be above 0 and at most {most:g}")
+
+
+def _check_counts(options: Options) -> None:
+    for key, count in (
+        ("frontends", options.frontends),
+        ("tokenizers", options.tokenizers),
+        ("detokenizers", options.detokenizers),
+        ("data-parallel-size", options.data_parallel_size),
+    ):
+        if count > 512:
+            raise ConfigError(f"--{key} is {count}; at most 512 processes of one kind can run")
 
 
 def check_mock_only_flags(options: Options) -> None:
@@ -132,7 +144,7 @@ def kv_spec(options: Options, device: str, facts: ModelFacts, dtype_bytes: int) 
     """Return what KV takes; reject a number format that the device does not compute with."""
     block_size = options.block_size
     if options.kv_cache_dtype == "auto":
-        return _groups(facts, block_size, dtype_bytes, dtype_bytes)
+        return _groups(facts, block_size, dtype_bytes, lambda width: width * dtype_bytes)
     other = "cuda" if options.kv_cache_dtype == "fp8" else "cpu"
     if device != other:
         instead = "int8" if device == "cpu" else "fp8"
@@ -140,18 +152,44 @@ def kv_spec(options: Options, device: str, facts: ModelFacts, dtype_bytes: int) 
             f"--kv-cache-dtype {options.kv_cache_dtype} is not computed on this device: give {instead}, or --device {other}"
         )
     if options.kv_cache_dtype == "fp8":
-        return _groups(facts, block_size, dtype_bytes, 1)
+        return _groups(facts, block_size, dtype_bytes, lambda width: width)
     if block_size is not None and block_size % 16:
         raise ConfigError(
-            f"--kv-cache-dtype int8 needs blocks of a multiple of 16 tokens and --block-size is {block_size}; give 16 or 32"
+            f"--kv-cache-dtype {options.kv_cache_dtype} needs blocks of a multiple of 16 tokens and --block-size is {block_size};"
+            " give 16 or 32"
         )
-    return _groups(facts, block_size, dtype_bytes, 1, _SCALE_BYTES)
+    if options.kv_cache_dtype == "int8":
+        return _groups(facts, block_size, dtype_bytes, lambda width: width + _SCALE_BYTES)
+    if any(need is not None and need.values_in_keys for need in facts.kv_needs):
+        raise ConfigError(
+            "--kv-cache-dtype int4 stores keys and values apart, and this model's attention keeps a latent for both: give int8"
+        )
+    return _groups(
+        facts, block_size, dtype_bytes, lambda width: width // 2 + -(-width // _FOUR_GROUP) * _FACTOR_BYTES
+    )
+
+
+def kv_formats(
+    options: Options, device: str, facts: ModelFacts, dtype_bytes: int
+) -> dict[KvCacheDtype, KvSpec]:
+    """Return what KV takes in each number format that it could have here."""
+    found: dict[KvCacheDtype, KvSpec] = {}
+    for name in get_args(KvCacheDtype):
+        if facts.implementation == "transformers" and name != "auto":
+            continue
+        try:
+            found[name] = kv_spec(
+                msgspec.structs.replace(options, kv_cache_dtype=name), device, facts, dtype_bytes
+            )
+        except ConfigError:
+            continue  # not of this device, nor of these layers
+    return found
 
 
 def _groups(
-    facts: ModelFacts, asked: int | None, dtype_bytes: int, kv_bytes: int, scale_bytes: int = 0
+    facts: ModelFacts, asked: int | None, dtype_bytes: int, head_bytes: Callable[[int], int]
 ) -> KvSpec:
-    """Group the layers; bytes of the model's numbers, of those that are cached, and of what goes with each head's.
+    """Group the layers; bytes of the model's numbers, and of a key or value of so many, padded, that is cached.
 
     A block is as large as what the layer needs that needs most: where nobody asks for a number of tokens, there are so many in
     it that a layer's keys and values fill what a state of another layer takes.
@@ -160,14 +198,13 @@ def _groups(
     for layer, need in enumerate(facts.kv_needs):
         if need is not None:
             widths = (need.key_dim,) if need.values_in_keys else (need.key_dim, need.value_dim)
-            head_bytes = sum(padded_head(width) * kv_bytes + scale_bytes for width in widths)
-            kind, window = _sight(need, facts.max_model_len)
-            layers.append(LayerKv(layer, kind, window, need.num_kv_heads * head_bytes))
+            token_bytes = need.num_kv_heads * sum(head_bytes(padded_head(width)) for width in widths)
+            layers.append(LayerKv(layer, *_sight(need, facts.max_model_len), token_bytes))
     for layer, state in enumerate(facts.state_needs):
         if state is not None:
             layers.append(LayerKv(layer, "state", state_bytes=state.num_bytes(dtype_bytes)))
-    token_bytes = max(layer.token_bytes for layer in layers)
-    filling = max(layer.state_bytes for layer in layers) // token_bytes if token_bytes else 0
+    most = max(layer.token_bytes for layer in layers)
+    filling = max(layer.state_bytes for layer in layers) // most if most else 0
     return group_layers(layers, asked or max(DEFAULT_BLOCK_SIZE, filling // 16 * 16))
 
 

@@ -34,7 +34,7 @@ def read_weight_facts(folder: Path) -> WeightFacts:
     if is_gguf(folder):
         return _of_parts(read_parts(folder))
     paths = checkpoint_files(folder)
-    if paths[0].suffix == PICKLED:
+    if paths[0].suffix in PICKLED:
         return WeightFacts(None, sum(path.stat().st_size for path in paths), len(paths))
     contents: dict[str, Entry] = {}
     for path in paths:

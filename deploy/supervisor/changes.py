@@ -5,6 +5,7 @@ A change is a generator that yields what it waits for; the supervisor's loop tak
     frontend, tokenizer, detokenizer:  a new process in a seat of its own ──ready, and known to everyone──▶ the old seat is
         published as RETIRING: nothing new goes there ──known to everyone──▶ Drain ──Drained, or too late──▶ Stop ──gone──▶ out
     core, executor:  Stop ──gone──▶ the same seat, next epoch; their requests recover as they do from a death
+    engines (a core and its executor), when their number changes: as the first; the core is asked to drain, both leave
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from quintet.wire.ids import Role
 from quintet.wire.supervision import Drain, SeatState, Stop
 
 SCALABLE = (Role.FRONTEND, Role.TOKENIZER, Role.DETOKENIZER)
-"""Roles of which there may be several."""
+"""Roles whose processes come and go alone."""
+
+TOGETHER = {Role.CORE: (Role.EXECUTOR, Role.CORE)}
+"""Roles that others come and go with, at the same index: an engine goes by the name of its core."""
 
 Condition = Callable[[], bool]
 Waiting = Generator[Condition, None, None]
@@ -98,23 +102,32 @@ class Changes:
                 yield from self._add(role, count - len(there), say)
             elif count < len(there):
                 by_age = sorted(there, key=lambda seat: seat.spawned_at)
-                yield from self._retire(by_age[count:], drain_timeout_s, say)
+                yield from self._retire(self._with_partners(by_age[count:]), drain_timeout_s, say)
             else:
                 say(f"there are {count} of {role} already")
+
+    def _with_partners(self, seats: Sequence[SeatRecord]) -> list[SeatRecord]:
+        """Return these seats and those that come and go with them."""
+        wanted = {(role, seat.index) for seat in seats for role in TOGETHER.get(seat.role, (seat.role,))}
+        return [seat for seat in self._seats.own() if (seat.role, seat.index) in wanted]
 
     def _add(self, role: Role, count: int, say: Callable[[str], None]) -> Waiting:
         newcomers = []
         for _ in range(count):
-            seat = self._seats.vacancy(role)
-            self._fill(seat)
-            seat.is_on_trial = True
-            newcomers.append(seat)
+            for seat in self._seats.vacancy(*TOGETHER.get(role, (role,))):
+                self._fill(seat)
+                seat.is_on_trial = True
+                newcomers.append(seat)
         began = time.monotonic()
         say(f"starting {_names(newcomers)}")
         yield lambda: not any(seat.is_on_trial for seat in newcomers)
         failed = [seat for seat in newcomers if seat.is_retired]
         if failed:
             why = "; ".join(f"{seat.worker}: {seat.note}" for seat in failed)
+            indexes = {seat.index for seat in failed}
+            alone = [seat for seat in newcomers if seat.index in indexes and not seat.is_retired]
+            if alone:
+                yield from self._retire(alone, 0.0, say)
             raise ChangeFailed(f"a new process could not start ({why}); those that were there still serve")
         yield self._seats.is_known
         say(f"{_names(newcomers)} ready after {time.monotonic() - began:.1f} s")
@@ -129,11 +142,15 @@ class Changes:
             return [seat for seat in leaving if seat.process is not None]
 
         yield lambda: self._seats.is_known() or not staying()
-        for seat in staying():
+
+        def busy() -> list[SeatRecord]:
+            return [seat for seat in staying() if not (seat.is_drained or seat.role is Role.EXECUTOR)]
+
+        for seat in busy():
             self._send(seat.role, seat.index, Drain())
         deadline = time.monotonic() + timeout_s
-        yield lambda: all(seat.is_drained for seat in staying()) or time.monotonic() > deadline
-        late = [seat for seat in staying() if not seat.is_drained]
+        yield lambda: not busy() or time.monotonic() > deadline
+        late = busy()
         if late:
             say(f"{_names(late)} still had work after {timeout_s:g} s and had to leave it to others")
         self._stop(staying())

@@ -17,6 +17,9 @@ RESTARTABLE = (Role.FRONTEND, Role.TOKENIZER, Role.CORE, Role.EXECUTOR, Role.DET
 MAX_PROCESSES = 64
 """Of one role: more of them than a machine has cores help nobody."""
 
+ENGINE = "engine"
+"""A core and its executor, as one."""
+
 _DRAIN_TIMEOUT = "drain-timeout"
 
 
@@ -42,6 +45,7 @@ class Scale:
     """Have so many processes of each of these roles."""
 
     wanted: Mapping[Role, int]
+    """Engines go by the name of their cores."""
     drain_timeout_s: float | None
 
 
@@ -73,19 +77,20 @@ def _take_timeout(words: Sequence[str]) -> tuple[list[str], float | None]:
     return rest, float(given[-1])
 
 
-def _role(name: str, possible: Sequence[Role]) -> Role:
+def _role(name: str, possible: Sequence[Role], *others: str) -> Role:
     singular = name.removesuffix("s")
     for role in possible:
         if role == singular:
             return role
-    raise CommandError(f"{name!r} is none of {', '.join(possible)}")
+    raise CommandError(f"{name!r} is none of {', '.join([*possible, *others])}")
 
 
 def _count(word: str) -> tuple[Role, int]:
     match = re.fullmatch(r"(\w+)=(\d{1,6})", word)
     if match is None:
         raise CommandError(f"{word!r} is not ROLE=COUNT, such as detokenizers=3")
-    role, count = _role(match[1], SCALABLE), int(match[2])
+    is_engine = match[1].removesuffix("s") == ENGINE
+    role, count = Role.CORE if is_engine else _role(match[1], SCALABLE, ENGINE), int(match[2])
     if not 1 <= count <= MAX_PROCESSES:
         raise CommandError(f"{word!r}: there can be 1 to {MAX_PROCESSES} of a role")
     return role, count

@@ -134,8 +134,8 @@ class SeatTable:
         self.is_changed = True
         """Whether the newest topology is not told yet."""
         counts = (
-            (Role.EXECUTOR, 1),
-            (Role.CORE, 1),
+            (Role.EXECUTOR, processes.engines),
+            (Role.CORE, processes.engines),
             (Role.TOKENIZER, processes.tokenizers),
             (Role.DETOKENIZER, processes.detokenizers),
             (Role.FRONTEND, processes.frontends),
@@ -164,16 +164,24 @@ class SeatTable:
         seat = self._seats.get((worker.role, worker.index))
         return seat if seat is not None and seat.worker == worker else None
 
-    def vacancy(self, role: Role) -> SeatRecord:
-        """Return a seat for one more process: the first that is retired, under its next epoch, else a new one."""
+    def vacancy(self, *roles: Role) -> list[SeatRecord]:
+        """Return seats of one index for one more process of each role: retired ones, under their next epoch, or new ones."""
         index = 0
-        while (seat := self._seats.get((role, index))) is not None:
-            if seat.is_retired:
-                seat.epoch += 1
-                return seat
+        while not all(self._is_free(role, index) for role in roles):
             index += 1
-        seat = self._seats[role, index] = SeatRecord(role, index)
-        return seat
+        seats = []
+        for role in roles:
+            seat = self._seats.get((role, index))
+            if seat is None:
+                seat = self._seats[role, index] = SeatRecord(role, index)
+            else:
+                seat.epoch += 1
+            seats.append(seat)
+        return seats
+
+    def _is_free(self, role: Role, index: int) -> bool:
+        seat = self._seats.get((role, index))
+        return seat is None or seat.is_retired
 
     def is_known(self) -> bool:
         """Whether every process that listens has acknowledged how things are now."""

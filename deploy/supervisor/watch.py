@@ -99,16 +99,16 @@ class Watch:
         if now - seat.last_beat > silent_s:
             return f"no heartbeat for {now - seat.last_beat:.1f} s"
         is_stuck = seat.pending > 0 and now - seat.progress_at > stuck_s
-        if not is_stuck or (seat.role is Role.CORE and not self._is_executor_idle(now, stuck_s)):
+        if not is_stuck or (seat.role is Role.CORE and not self._is_executor_idle(seat.index, now, stuck_s)):
             return ""
         return f"{seat.pending} pending, none completed for {now - seat.progress_at:.1f} s"
 
-    def _is_executor_idle(self, now: float, limit_s: float) -> bool:
-        """Whether every executor is well and has had nothing to do for ``limit_s``."""
+    def _is_executor_idle(self, engine: int, now: float, limit_s: float) -> bool:
+        """Whether the executor of this engine is well and has had nothing to do for ``limit_s``."""
         return all(
             seat.state is SeatState.READY and seat.pending == 0 and now - seat.busy_at > limit_s
             for seat in self._seats.own()
-            if seat.role is Role.EXECUTOR
+            if seat.role is Role.EXECUTOR and seat.index == engine
         )
 
     def _is_starved(self, seat: SeatRecord, now: float) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quintet.detokenizer_proc.parsers.json_scan import CallObject, JsonValue
-from quintet.detokenizer_proc.parsers.machine import MAX_NAME, CallReader
+from quintet.detokenizer_proc.parsers.machine import MAX_NAME, ListReader
 from quintet.detokenizer_proc.parsers.marks import Marks
 
 MAX_HEAD = 2 * MAX_NAME
@@ -38,36 +38,23 @@ class JsonFormat:
         return frozenset({*self.begins, *self.ends, *self.around, *self.heads, *self.within})
 
 
-class JsonCalls(CallReader):
+class JsonCalls(ListReader):
     """Reads calls of a `JsonFormat`."""
 
     def __init__(self, form: JsonFormat) -> None:
-        bare = ("\n",) if form.is_bare else ()
-        super().__init__(Marks(*form.begins, *form.around, *bare))
+        super().__init__((*form.begins, *form.around), form.ends, ",;{", is_bare=form.is_bare)
         self._form = form
-        self._ends = Marks(*form.ends)
         self._heads = Marks(*form.heads, "{") if form.heads else None
         self._object = CallObject()
         self._value = JsonValue("{")
         self._head = ""
         self._is_called = False  # whether the call that is read was announced
-        self._is_inside = False  # whether another call may follow without a mark
-        self._is_list = False
-        if form.is_bare:
-            self._attempt("")
-            self._state = JsonCalls._begun
 
     def _meet(self, mark: str) -> bool:
         if mark in self._form.around:
             self._prose.at_mark()
             return True
-        if mark == "\n":
-            self._say(mark)
-            mark = ""
-        self._attempt(mark)
-        self._is_list = self._is_inside = False
-        self._state = JsonCalls._begun
-        return True
+        return super()._meet(mark)
 
     def _begun(self) -> bool:
         """Read what follows a mark, or a comma: an object, the beginning of a list, or a name."""
@@ -156,27 +143,3 @@ class JsonCalls(CallReader):
             return False
         self._state = JsonCalls._after
         return True
-
-    def _after(self) -> bool:
-        """Read what follows a call: another one, the end of a list, a mark, or content."""
-        if not self._skip_blanks():
-            return self._return() if self._over else False
-        sign = self._text[0]
-        if self._is_inside and (sign == "{" or (sign in ",;")):
-            self._attempt("")
-            if sign != "{":
-                self._take(1)
-            self._state = JsonCalls._begun
-            return True
-        if sign == "]" and self._is_list:
-            self._take(1)
-            self._is_list = False
-            return True
-        end = self._ends.at_start(self._text)
-        if end == "" and not self._over:
-            return False
-        if end:
-            self._take(len(end))
-            self._is_inside = False
-            return True
-        return self._return()

@@ -6,8 +6,7 @@ import re
 from dataclasses import dataclass
 
 from quintet.detokenizer_proc.parsers.literals import PYTHON, Literals, Notation
-from quintet.detokenizer_proc.parsers.machine import MAX_NAME, CallReader
-from quintet.detokenizer_proc.parsers.marks import Marks
+from quintet.detokenizer_proc.parsers.machine import MAX_NAME, ListReader
 
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*")
 _KEY = re.compile(r"\s*(?:(?P<end>\))|[A-Za-z_]\w*\s*=(?!=))")
@@ -34,30 +33,18 @@ class LiteralFormat:
         return frozenset({*self.begins, *self.ends, *quotes})
 
 
-class LiteralCalls(CallReader):
+class LiteralCalls(ListReader):
     """Reads calls of a `LiteralFormat`."""
 
     def __init__(self, form: LiteralFormat) -> None:
-        bare = ("\n",) if form.is_bare else ()
-        super().__init__(Marks(*form.begins, *bare))
+        super().__init__(form.begins, form.ends, ",", is_bare=form.is_bare)
         self._form = form
-        self._ends = Marks(*form.ends)
         self._values = Literals(form.notation)
-        self._is_list = False
         self._needs_list = form.is_bare
-        if form.is_bare:
-            self._attempt("")
-            self._state = LiteralCalls._begun
 
     def _meet(self, mark: str) -> bool:
         self._needs_list = mark == "\n"
-        if self._needs_list:
-            self._say(mark)
-            mark = ""
-        self._attempt(mark)
-        self._is_list = False
-        self._state = LiteralCalls._begun
-        return True
+        return super()._meet(mark)
 
     def _begun(self) -> bool:
         """Read the beginning of a list, or of a call, up to where it certainly is one."""
@@ -89,6 +76,7 @@ class LiteralCalls(CallReader):
                 return self._refuse()
         self._take(end + 1)
         self._announce(text[len(form.prefix) : end])
+        self._is_inside = self._is_list
         self._argue("{")
         self._values = Literals(form.notation)
         self._state = LiteralCalls._in_call
@@ -101,25 +89,3 @@ class LiteralCalls(CallReader):
             return False
         self._state = LiteralCalls._after
         return True
-
-    def _after(self) -> bool:
-        """Read what follows a call: another one, the end of a list, a mark, or content."""
-        if not self._skip_blanks():
-            return self._return() if self._over else False
-        sign = self._text[0]
-        if sign == "," and self._is_list:
-            self._attempt("")
-            self._take(1)
-            self._state = LiteralCalls._begun
-            return True
-        if sign == "]" and self._is_list:
-            self._take(1)
-            self._is_list = False
-            return True
-        end = self._ends.at_start(self._text)
-        if end == "" and not self._over:
-            return False
-        if end:
-            self._take(len(end))
-            return True
-        return self._return()

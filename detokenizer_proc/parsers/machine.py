@@ -5,7 +5,7 @@ Whitespace beside a mark belongs to the mark: a model puts it there because its 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from quintet.detokenizer_proc.parsers.marks import Marks
 from quintet.detokenizer_proc.parsers.pieces import Piece
@@ -165,3 +165,57 @@ class CallReader(Machine):
         self._raw, self._is_raw = [], False
         self._state = type(self)._content
         return True
+
+
+class ListReader(CallReader):
+    """Calls that may stand in a list, one behind the other. Subclasses read each (`_begun`), and then go on with `_after`."""
+
+    def __init__(
+        self,
+        begins: Sequence[str],
+        ends: Sequence[str],
+        separators: str,
+        *,
+        is_bare: bool,
+    ) -> None:
+        """separators: what may stand between two calls; ``{`` belongs to the second. is_bare: lines may begin with a call."""
+        super().__init__(Marks(*begins, *(("\n",) if is_bare else ())))
+        self._ends = Marks(*ends)
+        self._separators = separators
+        self._is_list = False
+        self._is_inside = False
+        """Whether another call may follow without a mark."""
+        if is_bare:
+            self._attempt("")
+            self._state = type(self)._begun
+
+    def _meet(self, mark: str) -> bool:
+        if mark == "\n":
+            self._say(mark)
+            mark = ""
+        self._is_list = self._is_inside = False
+        return super()._meet(mark)
+
+    def _after(self) -> bool:
+        """Read what follows a call: another one, the end of a list, a mark, or content."""
+        if not self._skip_blanks():
+            return self._return() if self._over else False
+        sign = self._text[0]
+        if self._is_inside and sign in self._separators:
+            self._attempt("")
+            if sign != "{":
+                self._take(1)
+            self._state = type(self)._begun
+            return True
+        if sign == "]" and self._is_list:
+            self._take(1)
+            self._is_list = False
+            return True
+        end = self._ends.at_start(self._text)
+        if end == "" and not self._over:
+            return False
+        if end:
+            self._take(len(end))
+            self._is_inside = False
+            return True
+        return self._return()

@@ -21,6 +21,8 @@ Key = str | tuple[str, ...]
 """How a card spells a value: its key, or the keys that one family or another gives it, of which the first that has a value
 counts."""
 
+FILE_KEYS = "file_keys"
+"""Of a card that is made of another file: what that calls each value."""
 _SHOWN = 60
 """Characters of a wrong value that an error repeats."""
 
@@ -104,6 +106,8 @@ class ModelCard:
         """Return the error for a value that is not what is allowed, for the caller to raise."""
         key = self.spelling(key)
         value = self.values.get(key)
+        named = self.values.get(FILE_KEYS)
+        key = str(named.get(key, key)) if isinstance(named, dict) else key
         shown = repr(value)
         found = (
             "is missing" if value is None else f"is {shown[:_SHOWN] + '…' if len(shown) > _SHOWN else shown}"

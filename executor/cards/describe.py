@@ -115,6 +115,7 @@ def _mixer(mixer: MixerSpec | None) -> str:
         mixer.qk_norm is not None
         and f"{_KINDS[mixer.qk_norm.kind]} norm of q, k ({mixer.qk_norm_over.value})"
         + (" behind rotation" if mixer.qk_norm_behind else ""),
+        mixer.attended_norm is not None and f"{_KINDS[mixer.attended_norm.kind]} norm before its end",
         mixer.window is not None and "window",
         mixer.chunk is not None and "chunks",
         mixer.softcap is not None and "soft cap",
@@ -132,7 +133,9 @@ def _feed_forward(layer: LayerSpec) -> str:
         case MlpSpec() as mlp:
             kind = f"{'gated' if mlp.gated else 'plain'} {mlp.activation.value.replace('_', ' ')}"
             return kind + _told(
-                mlp.biased and "biases", mlp.layout is MlpLayout.STACKED and "gate, up stacked"
+                mlp.biased and "biases",
+                mlp.layout is MlpLayout.STACKED and "gate, up stacked",
+                mlp.down_norm is not None and f"{_KINDS[mlp.down_norm.kind]} norm before its end",
             )
         case ExpertsSpec() as experts:
             routing = experts.routing

@@ -35,6 +35,7 @@ class Names:
     output: str = "self_attn.o_proj"
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
+    attended_norm: str = "self_attn.attn_sub_norm"
     sinks: str = "self_attn.sinks"
     """A tensor's whole name: it has no weight and no bias."""
 
@@ -51,6 +52,7 @@ class Names:
     up: str = "mlp.up_proj"
     gate_up: str = "mlp.gate_up_proj"
     down: str = "mlp.down_proj"
+    down_norm: str = "mlp.ffn_sub_norm"
     activation: str = "mlp.act_fn"
     """What the numbers of a learned activation are below."""
 

@@ -1,4 +1,4 @@
-"""One norm of a model, as values."""
+"""One norm of a model, and where they stand around a block, as values."""
 
 from __future__ import annotations
 
@@ -27,3 +27,15 @@ class NormSpec:
     """See `quintet.executor.layers.norm.Norm`."""
     weighted: bool = True
     biased: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Norms:
+    """Where norms stand around a mixer or a feed-forward: ``of_sum(x + behind(mixer(before(x))))``. None: none there."""
+
+    before: NormSpec | None = None
+    """`Names.mixer_norm`, `Names.mlp_norm`."""
+    behind: NormSpec | None = None
+    """`Names.mixer_out_norm`, `Names.mlp_out_norm`."""
+    of_sum: NormSpec | None = None
+    """`Names.mixer_norm`, `Names.mlp_norm`, there instead of before."""

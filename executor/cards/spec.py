@@ -13,11 +13,11 @@ from typing import Protocol
 from quintet.executor.cards.experts import ExpertsSpec
 from quintet.executor.cards.kv_need import KvNeed
 from quintet.executor.cards.names import Names
-from quintet.executor.cards.norm_spec import NormKind, NormSpec
+from quintet.executor.cards.norm_spec import NormKind, Norms, NormSpec
 from quintet.executor.cards.rope import RopeSpec
 from quintet.executor.cards.state_specs import DeltaSpec, Mamba2Spec, MambaSpec, ShortConvSpec, StateNeed
 
-__all__ = ["KvNeed", "NormKind", "NormSpec"]  # of what is imported, for others to import from here
+__all__ = ["KvNeed", "NormKind", "NormSpec", "Norms"]  # of what is imported, for others to import from here
 
 
 class ModelSpec(Protocol):
@@ -147,6 +147,8 @@ class AttentionSpec:
     output_gate: bool = False
     """Whether `Names.q` has, behind each head's queries, as many gates: what is attended is multiplied with their sigmoid."""
     layout: QkvLayout = QkvLayout.SEPARATE
+    attended_norm: NormSpec | None = None
+    """Of what is attended, all heads as one, before `Names.output`: `Names.attended_norm`."""
 
     @property
     def kv_need(self) -> KvNeed:
@@ -238,22 +240,12 @@ class MlpSpec:
     """Factor of gates, before their activation."""
     down_multiplier: float = 1.0
     """Factor of the result."""
+    down_norm: NormSpec | None = None
+    """Of what is activated, before `Names.down`: `Names.down_norm`."""
 
     def num_parameters(self, hidden_size: int) -> int:
         """Numbers of its matrices."""
         return hidden_size * self.width * (3 if self.gated else 2)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Norms:
-    """Where norms stand around a mixer or a feed-forward: ``of_sum(x + behind(mixer(before(x))))``. None: none there."""
-
-    before: NormSpec | None = None
-    """`Names.mixer_norm`, `Names.mlp_norm`."""
-    behind: NormSpec | None = None
-    """`Names.mixer_out_norm`, `Names.mlp_out_norm`."""
-    of_sum: NormSpec | None = None
-    """`Names.mixer_norm`, `Names.mlp_norm`, there instead of before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,13 @@ import torch
 
 from quintet.executor.cuda.device import Device
 from quintet.executor.cuda.ops.activation import Gate, gated
+from quintet.executor.cuda.ops.linear_coded import coded_grouped_matmul, tile_for
 from quintet.executor.cuda.ops.linear_groups import grouped_matmul, tile_of, tiles_of_groups
 from quintet.executor.layers.experts import Experts
 from quintet.executor.ops import experts as by_torch
 from quintet.executor.ops.linear import GatedActivation
+from quintet.executor.quant.coded import CodedStack
+from quintet.executor.quant.stack import StackMethod
 
 GATES = {
     GatedActivation.SILU_AND_MUL: Gate.SILU,
@@ -25,19 +28,45 @@ GATES = {
 
 def experts(device: Device, layer: Experts, x: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     """Return each token's sum ``[tokens, hidden]``; see `quintet.executor.models.forward.ForwardPass.experts`."""
-    tables, routing = layer.tables, layer.routing
+    routing = layer.routing
     ids, weights = by_torch.route(scores, routing, layer.correction)
-    num_experts, num_pairs = len(tables.gate_up), ids.numel()
+    num_experts, num_pairs = routing.experts, ids.numel()
     sorted_ids, order = ids.flatten().sort(stable=True)
     ends = torch.searchsorted(sorted_ids, torch.arange(num_experts, device=x.device), right=True)
-    tile = tile_of(num_pairs, num_experts, x.dtype, device.max_shared_bytes)
-    tiles = tiles_of_groups(ends, num_pairs, tile.rows)
+    multiply = _GroupedProduct(device, ends, num_pairs, x.dtype)
     rows = x.index_select(0, order // routing.chosen)
     if routing.scaled_inputs:
         rows = rows * weights.flatten().index_select(0, order)[:, None].to(x.dtype)
-    between = grouped_matmul(device, rows, tiles, tile, tables.gate_up, tables.gate_up_bias)
+    between = multiply(rows, layer.gate_up)
     gate = GATES.get(layer.gate.activation)
     wide = by_torch.gated(between, layer.gate) if gate is None else gated(device, between, gate)
-    parts = grouped_matmul(device, wide, tiles, tile, tables.down, tables.down_bias)
+    parts = multiply(wide, layer.down)
     y = torch.empty_like(parts).index_copy_(0, order, parts)
     return by_torch.sum_of_chosen(y.view(*ids.shape, -1), weights, routing.scaled_inputs)
+
+
+class _GroupedProduct:
+    """Rows by expert times the experts' matrices, in a number format or in codes."""
+
+    def __init__(self, device: Device, ends: torch.Tensor, num_rows: int, dtype: torch.dtype) -> None:
+        """ends: int64 ``[experts]``, behind the last row of each."""
+        self._device = device
+        self._ends = ends
+        self._num_rows = num_rows
+        self._tile = tile_of(num_rows, len(ends), dtype, device.max_shared_bytes)
+        self._coded_tile = tile_for(-(-num_rows // len(ends)))
+        self._tiles: dict[int, torch.Tensor] = {}
+        """By the rows of a tile."""
+
+    def __call__(self, x: torch.Tensor, method: StackMethod) -> torch.Tensor:
+        if isinstance(method, CodedStack):
+            tiles = self._tiles_of(self._coded_tile.rows)
+            return coded_grouped_matmul(self._device, x, tiles, self._coded_tile, method.weight, method.bias)
+        assert method.table is not None, "packed for the host"
+        tiles = self._tiles_of(self._tile.rows)
+        return grouped_matmul(self._device, x, tiles, self._tile, method.table, method.bias)
+
+    def _tiles_of(self, height: int) -> torch.Tensor:
+        if height not in self._tiles:
+            self._tiles[height] = tiles_of_groups(self._ends, self._num_rows, height)
+        return self._tiles[height]

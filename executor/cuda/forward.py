@@ -207,7 +207,7 @@ class DevicePass:
 
     def experts(self, layer: Experts, x: Value, scores: Value) -> Value:
         """See `ForwardPass`. Every choice of a token is a row."""
-        self._made(layer.routing.chosen * max(layer.tables.gate_up.shape[1:]))
+        self._made(layer.routing.chosen * layer.widest)
         return Value(experts(self._device, layer, x.settled, scores.settled))
 
     def attention(self, layer: AttentionLayer, q: Value, k: Value, v: Value) -> Value:

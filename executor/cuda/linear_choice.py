@@ -1,8 +1,8 @@
 """Who multiplies by a weight on a device: cuBLAS, or one of our kernels.
 
 With ``--batch-invariant`` ours always do, in one order for any number of rows. Otherwise whoever was faster at boot, for
-few rows, where reading the weight is all there is to it; cuBLAS for many. Owns that decision and what a split sum needs;
-does not know how kernels are launched nor how time is taken, which is given.
+few rows, where reading the weight is all there is to it; cuBLAS for many. By codes one kernel multiplies any number of rows. Owns
+that decision and what a split sum needs; does not know how kernels are launched nor how time is taken, which is given.
 """
 
 from __future__ import annotations
@@ -18,9 +18,13 @@ import torch.nn.functional as F
 
 from quintet.executor.cuda.device import Device
 from quintet.executor.cuda.ops.linear import MATVEC_ROWS, SUFFIXES, SplitMemory, matmul, matvec
+from quintet.executor.cuda.ops.linear_coded import coded_matmul
+from quintet.executor.cuda.ops.linear_fp8 import fp8_matmul
 from quintet.executor.cuda.ops.linear_groups import head_matmul
 from quintet.executor.layers.head_linear import HeadLinear
 from quintet.executor.layers.linear import Linear
+from quintet.executor.quant.coded import CodedLinear, CodedRun, Fp8Run
+from quintet.executor.quant.none import RowMajorLinear
 
 log = logging.getLogger("quintet")
 
@@ -78,11 +82,28 @@ class DeviceLinears:
 
         x: ``[num_tokens, depth]``.
         """
+        if isinstance(layer.method, CodedLinear):
+            return self._by_part(layer.method, x, out)
         weight = layer.method.table
         assert weight is not None, (
             f"{layer.shape.parts}: packed for the host, not for {self._device.torch_device}"
         )
         return self.multiply(x, weight, layer.method.bias, out)
+
+    def _by_part(self, method: CodedLinear, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        """Let each part write its columns."""
+        if out is None:
+            out = x.new_empty(len(x), sum(method.widths))
+        for part, columns in zip(method.parts, out.split(method.widths, dim=1), strict=True):
+            if isinstance(part, CodedRun):
+                its = x if part.order is None else x.index_select(1, part.order)
+                coded_matmul(self._device, its, part.weight, part.bias, columns, memory=self._memory)
+            elif isinstance(part, Fp8Run):
+                operands = (x, part.weight, part.scales, part.bias, columns)
+                fp8_matmul(self._device, *operands, memory=self._memory)
+            else:
+                self.multiply(x, part.table, part.bias, columns)
+        return out
 
     def by_head(self, layer: HeadLinear, x: torch.Tensor) -> torch.Tensor:
         """Return each head's columns of ``x`` through its own matrix."""
@@ -122,8 +143,8 @@ class DeviceLinears:
             return
         by_shape: dict[WeightShape, list[torch.Tensor]] = {}
         for layer in layers:
-            if layer.method.table is not None:
-                by_shape.setdefault(WeightShape.of(layer.method.table), []).append(layer.method.table)
+            for table in _tables(layer):
+                by_shape.setdefault(WeightShape.of(table), []).append(table)
         if stopwatch is None:
             stopwatch = captured_stopwatch(self._device)
         self._ways = {shape: self._fastest(weights, stopwatch) for shape, weights in by_shape.items()}
@@ -177,6 +198,13 @@ class DeviceLinears:
         if bias is None:
             return torch.mm(x, weight.t(), out=out)
         return torch.addmm(bias, x, weight.t(), out=out)
+
+
+def _tables(layer: Linear) -> list[torch.Tensor]:
+    """Return what of a layer's weight is in a number format: of that there is a choice."""
+    if isinstance(layer.method, CodedLinear):
+        return [part.table for part in layer.method.parts if isinstance(part, RowMajorLinear)]
+    return [] if layer.method.table is None else [layer.method.table]
 
 
 def captured_stopwatch(device: Device, repeats: int = 7) -> Stopwatch:

@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import json
 
+from quintet.executor.cards.card import FILE_KEYS
+from quintet.executor.cards.families.shape import APART
 from quintet.executor.gguf.architectures import ARCHITECTURES, Architecture
+from quintet.executor.gguf.common_values import KEYS
 from quintet.executor.gguf.parts import Parts
 from quintet.executor.gguf.said import Said
 from quintet.wire.errors import ConfigError
 
+_NULLS = ("q_lora_rank",)
+"""Values whose null says something in a card; elsewhere it is the family's default."""
 _NARROW = ("gemma", "glm4", "plamo")
 """Architectures whose activations leave the range of float16."""
 
@@ -20,11 +25,14 @@ def card_of_gguf(parts: Parts) -> str:
     """Return the text of the model's card. Raises `ConfigError` for an architecture that is not read."""
     said = Said.of(parts)
     values = architecture_of(said).card(said)
-    values["dtype"] = _dtype(said)
+    values |= {"dtype": _dtype(said), APART: True}
+    values[FILE_KEYS] = {
+        key: f"{said.architecture}.{theirs}" for key, theirs in KEYS.items() if key in values
+    }
     types = sorted({tensor.type.name for tensor in said.tensors.values() if tensor.type.block > 1})
     if types:
         values["quantization_config"] = {"quant_method": "gguf", "types": types}
-    return json.dumps({key: value for key, value in values.items() if value is not None})
+    return json.dumps({key: value for key, value in values.items() if value is not None or key in _NULLS})
 
 
 def architecture_of(said: Said) -> Architecture:

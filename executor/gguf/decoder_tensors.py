@@ -14,21 +14,20 @@ from quintet.executor.cards.spec import (
     DecoderSpec,
     LatentSpec,
     LayerSpec,
-    MlpLayout,
     MlpSpec,
     QkNormOver,
-    QkvLayout,
 )
+from quintet.executor.gguf.architectures import Architecture
 from quintet.executor.gguf.expert_tensors import add_experts
 from quintet.executor.gguf.found import Found
 from quintet.executor.gguf.header import Tensor
 from quintet.executor.gguf.latent_tensors import add_latent
-from quintet.executor.gguf.recipes import Finish, Recipe, Rows, height, turned, unpaired
+from quintet.executor.gguf.recipes import Recipe, Rows, height, unpaired
 from quintet.executor.gguf.state_tensors import add_state
 
 
-def recipes_of(spec: DecoderSpec, tensors: Mapping[str, Tensor], neighbours: bool) -> dict[str, Recipe]:
-    """Return how each tensor is made that the file has; ``neighbours``: see `Architecture`."""
+def recipes_of(spec: DecoderSpec, tensors: Mapping[str, Tensor], how: Architecture) -> dict[str, Recipe]:
+    """Return how each tensor is made that a file of this architecture has."""
     found, names = Found(tensors, spec.names), spec.names
     found.module(names.embedding, "token_embd")
     found.module(names.positions, "position_embd")
@@ -37,24 +36,24 @@ def recipes_of(spec: DecoderSpec, tensors: Mapping[str, Tensor], neighbours: boo
     found.norm(names.final_norm, final, spec.final_norm)
     found.module(names.head, "output")
     for index, layer in enumerate(spec.layers):
-        _add_layer(found.in_layer(index), layer, neighbours, spec.transposed)
+        _add_layer(found.in_layer(index), layer, how)
     return found.recipes
 
 
-def _add_layer(found: Found, layer: LayerSpec, neighbours: bool, transposed: bool) -> None:
+def _add_layer(found: Found, layer: LayerSpec, how: Architecture) -> None:
     _add_norms(found, layer)
     mixer = layer.mixer
     if isinstance(mixer, BesideSpec):
-        add_state(found, mixer.state)
+        add_state(found, mixer.state, how.tiled)
         mixer = mixer.attention
     if isinstance(mixer, AttentionSpec):
-        _add_attention(found, mixer, neighbours and not mixer.interleaved, transposed)
+        _add_attention(found, mixer, how.neighbours and not mixer.interleaved)
     elif isinstance(mixer, LatentSpec):
         add_latent(found, mixer)
     elif mixer is not None:
-        add_state(found, mixer)
+        add_state(found, mixer, how.tiled)
     if isinstance(layer.mlp, MlpSpec):
-        _add_feed_forward(found, layer.mlp, turned if transposed else None)
+        _add_feed_forward(found, layer.mlp)
     elif layer.mlp is not None:
         add_experts(found, layer.mlp)
 
@@ -65,18 +64,22 @@ def _add_norms(found: Found, layer: LayerSpec) -> None:
     found.norm(names.mixer_norm, "attn_norm_2" if both else "attn_norm", mixer.before)
     found.norm(names.mixer_out_norm, "post_attention_norm", mixer.behind)
     before = "attn_norm" if both else "ffn_norm"
-    if mixer.behind is None and not found.has(before):
+    if layer.mixer is None and found.has("attn_norm"):
+        before = "attn_norm"  # of whatever the layer is
+    elif mixer.behind is None and not found.has(before):
         before = "post_attention_norm"
     found.norm(names.mlp_norm, before, mlp.before)
     found.norm(names.mlp_out_norm, "post_ffw_norm", mlp.behind)
 
 
-def _add_attention(found: Found, spec: AttentionSpec, paired: bool, transposed: bool) -> None:
+def _add_attention(found: Found, spec: AttentionSpec, paired: bool) -> None:
+    names = found.names
     for leaf in ("weight", "bias"):
         rows = _qkv(found, spec, paired, leaf)
         if rows is not None:
-            _arrange(found, spec, rows, leaf, turned if transposed and leaf == "weight" else None)
-    found.module(found.names.output, "attn_output", turned if transposed else None)
+            for name, part in zip((names.q, names.k, names.v), rows, strict=True):
+                found.stacked(f"{name}.{leaf}", (part,))
+    found.module(names.output, "attn_output")
     found.whole(found.names.sinks, "attn_sinks.weight")
     norm = spec.qk_norm
     for ours, theirs in ((found.names.q_norm, "attn_q_norm"), (found.names.k_norm, "attn_k_norm")):
@@ -104,31 +107,6 @@ def _qkv(found: Found, spec: AttentionSpec, paired: bool, leaf: str) -> tuple[Ro
     return q, k, v
 
 
-def _arrange(
-    found: Found, spec: AttentionSpec, rows: tuple[Rows, Rows, Rows], leaf: str, finish: Finish | None
-) -> None:
-    """Say how queries, keys and values are laid out."""
-    names, (q, k, v) = found.names, rows
-    if spec.layout is QkvLayout.SEPARATE:
-        for name, part in ((names.q, q), (names.k, k), (names.v, v)):
-            found.stacked(f"{name}.{leaf}", (part,), finish)
-        return
-    if spec.layout is QkvLayout.GROUPED:
-        q_rows, k_rows, v_rows = (
-            spec.num_heads // spec.num_kv_heads * spec.head_dim,
-            spec.head_dim,
-            spec.value_dim,
-        )
-        rows_of_groups = [
-            part.between(group * size, (group + 1) * size)
-            for group in range(spec.num_kv_heads)
-            for part, size in ((q, q_rows), (k, k_rows), (v, v_rows))
-        ]
-        found.stacked(f"{names.qkv}.{leaf}", tuple(rows_of_groups), finish)
-        return
-    found.stacked(f"{names.qkv}.{leaf}", rows, finish)
-
-
 def _add_norm_of_heads(found: Found, ours: str, theirs: str, dim: int) -> None:
     """Say where a norm of each head is: a tensor each, of the file a row."""
     tensor, rows = found.tensor(f"{theirs}.weight"), found.rows(f"{theirs}.weight")
@@ -138,14 +116,13 @@ def _add_norm_of_heads(found: Found, ours: str, theirs: str, dim: int) -> None:
         found.add(f"{ours.format(head=head)}.weight", (rows.between(head, head + 1),), (dim,))
 
 
-def _add_feed_forward(found: Found, spec: MlpSpec, turn: Finish | None) -> None:
-    names, gate, up = found.names, found.rows("ffn_gate.weight"), found.rows("ffn_up.weight")
-    if spec.gated and spec.layout is MlpLayout.STACKED and gate is not None and up is not None:
-        found.stacked(f"{names.gate_up}.weight", (gate, up))
-    elif spec.gated and spec.layout is MlpLayout.STACKED:
-        found.module(names.gate_up, "ffn_up")
+def _add_feed_forward(found: Found, spec: MlpSpec) -> None:
+    names, both = found.names, found.rows("ffn_up.weight")
+    if spec.gated and not found.has("ffn_gate") and both is not None:  # gates above ups: Phi 3, ChatGLM
+        found.stacked(f"{names.gate}.weight", (both.between(0, spec.width),))
+        found.stacked(f"{names.up}.weight", (both.between(spec.width, 2 * spec.width),))
     else:
-        found.module(names.up, "ffn_up", turn)
+        found.module(names.up, "ffn_up")
         if spec.gated:
-            found.module(names.gate, "ffn_gate", turn)
-    found.module(names.down, "ffn_down", turn)
+            found.module(names.gate, "ffn_gate")
+    found.module(names.down, "ffn_down")

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
-
-from quintet.executor.cards.experts import ExpertsLayout, ExpertsSpec
+from quintet.executor.cards.experts import ExpertsSpec
 from quintet.executor.gguf.found import Found
-from quintet.executor.gguf.recipes import Finish, Rows
+from quintet.executor.gguf.recipes import Rows, side_by_side
 
 
 def add_experts(found: Found, spec: ExpertsSpec) -> None:
@@ -19,7 +15,7 @@ def add_experts(found: Found, spec: ExpertsSpec) -> None:
     found.whole(names.correction, "exp_probs_b.bias", shape=row)
     _add_gates_and_ups(found, spec)
     _add_downs(found, spec)
-    _add_shared(found, spec)
+    _add_shared(found)
 
 
 def _add_gates_and_ups(found: Found, spec: ExpertsSpec) -> None:
@@ -27,23 +23,12 @@ def _add_gates_and_ups(found: Found, spec: ExpertsSpec) -> None:
     rows = _gates_and_ups(found, count, wide)
     if rows is None:
         return
-    gates, ups = rows
-    if spec.layout is ExpertsLayout.SEPARATE:
-        for expert, (gate, up) in enumerate(zip(gates, ups, strict=True)):
-            found.stacked(f"{names.expert_gate.format(expert=expert)}.weight", (gate,))
-            found.stacked(f"{names.expert_up.format(expert=expert)}.weight", (up,))
-        return
-    depth = found.tensors[gates[0].name].shape[-1]
-    both = tuple(part for pair in zip(gates, ups, strict=True) for part in pair)
-    if spec.layout is ExpertsLayout.STACKED:
-        found.add(names.experts_gate_up, both, (count, 2 * wide, depth))
-    else:
-        alternate = spec.layout is ExpertsLayout.ALTERNATING
-        found.add(names.experts_gate_up, both, (count, depth, 2 * wide), _columns(count, 2, wide, alternate))
+    for expert, (gate, up) in enumerate(zip(*rows, strict=True)):
+        found.stacked(f"{names.expert_gate.format(expert=expert)}.weight", (gate,))
+        found.stacked(f"{names.expert_up.format(expert=expert)}.weight", (up,))
     gate_bias, up_bias = found.rows("ffn_gate_exps.bias"), found.rows("ffn_up_exps.bias")
     if gate_bias is not None and up_bias is not None:
-        biases = _side_by_side(spec.layout is ExpertsLayout.ALTERNATING)
-        found.add(names.experts_gate_up_bias, (gate_bias, up_bias), (count, 2 * wide), biases)
+        found.add(names.experts_gate_up_bias, (gate_bias, up_bias), (count, 2 * wide), side_by_side)
 
 
 def _gates_and_ups(found: Found, count: int, wide: int) -> tuple[list[Rows], list[Rows]] | None:
@@ -66,52 +51,19 @@ def _by_expert(found: Found, which: str, count: int, height: int) -> list[Rows] 
 
 
 def _add_downs(found: Found, spec: ExpertsSpec) -> None:
-    names, count, wide = found.names, spec.routing.experts, spec.width
+    names, count = found.names, spec.routing.experts
     tensor = found.tensor("ffn_down_exps.weight") or found.tensor("ffn_down.0.weight")
-    if tensor is None:
-        return
-    hidden = tensor.shape[-2]
-    downs = _by_expert(found, "down", count, hidden)
-    if downs is None:
-        return
-    if spec.layout is ExpertsLayout.SEPARATE:
-        for expert, rows in enumerate(downs):
-            found.stacked(f"{names.expert_down.format(expert=expert)}.weight", (rows,))
-    elif spec.layout is ExpertsLayout.STACKED:
-        found.add(names.experts_down, tuple(downs), (count, hidden, wide))
-    else:
-        found.add(names.experts_down, tuple(downs), (count, wide, hidden), _columns(count, 1, hidden, False))
+    downs = None if tensor is None else _by_expert(found, "down", count, tensor.shape[-2])
+    for expert, rows in enumerate(downs or ()):
+        found.stacked(f"{names.expert_down.format(expert=expert)}.weight", (rows,))
     found.whole(names.experts_down_bias, "ffn_down_exps.bias")
 
 
-def _add_shared(found: Found, spec: ExpertsSpec) -> None:
-    names, gate, up = found.names, found.rows("ffn_gate_shexp.weight"), found.rows("ffn_up_shexp.weight")
-    if spec.shared_stacked and gate is not None and up is not None:
-        found.stacked(f"{names.shared_gate_up}.weight", (gate, up))
-    elif not spec.shared_stacked:
-        found.module(names.shared_gate, "ffn_gate_shexp")
-        found.module(names.shared_up, "ffn_up_shexp")
+def _add_shared(found: Found) -> None:
+    names = found.names
+    found.module(names.shared_gate, "ffn_gate_shexp")
+    found.module(names.shared_up, "ffn_up_shexp")
     found.module(names.shared_down, "ffn_down_shexp")
     router = found.tensor("ffn_gate_inp_shexp.weight")
     if router is not None:
         found.whole(f"{names.shared_router}.weight", "ffn_gate_inp_shexp.weight", shape=(1, router.shape[-1]))
-
-
-def _columns(count: int, kinds: int, height: int, alternate: bool) -> Finish:
-    """Return what makes ``[experts, depth, rows]`` of rows; ``alternate``: rows of the kinds take turns."""
-
-    def finish(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        rows = torch.cat(list(parts)).view(count, kinds, height, -1)
-        rows = rows.transpose(1, 2) if alternate else rows
-        return rows.reshape(count, kinds * height, -1).transpose(1, 2)
-
-    return finish
-
-
-def _side_by_side(alternate: bool) -> Finish:
-    """Return what makes ``[experts, 2 width]`` of the biases of gates and those of ups."""
-
-    def finish(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        return torch.stack(list(parts), 2 if alternate else 1).flatten(1)
-
-    return finish

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from quintet.executor.cards.names import Names
 from quintet.executor.cards.norm_spec import NormSpec
 from quintet.executor.gguf.header import Tensor
@@ -32,8 +35,8 @@ class Found:
         return self.tensors.get(self._theirs(theirs))
 
     def has(self, module: str) -> bool:
-        """Whether the file has the weight of a module."""
-        return self.tensor(f"{module}.weight") is not None
+        """Whether the file has the weight of a module, or of a norm that is called by its bare name (Falcon-H1's)."""
+        return self.tensor(f"{module}.weight") is not None or self.tensor(module) is not None
 
     def rows(self, theirs: str) -> Rows | None:
         """Return all rows of a tensor; None where the file lacks it."""
@@ -47,32 +50,42 @@ class Found:
         whole = ours if self.layer is None else self.names.in_layer(self.layer, ours)
         self.recipes[whole] = Recipe(rows, shape, finish)
 
-    def stacked(self, ours: str, rows: tuple[Rows, ...], finish: Finish | None = None) -> None:
+    def stacked(self, ours: str, rows: tuple[Rows, ...]) -> None:
         """Say that a tensor is rows one below the other, of one depth; of vectors one behind the other."""
         tensors = [self.tensors[each.name] for each in rows]
         num_rows = sum(height_of(each, tensor) for each, tensor in zip(rows, tensors, strict=True))
         shape = (num_rows,) if len(tensors[0].shape) == 1 else (num_rows, tensors[0].shape[-1])
-        self.add(ours, rows, shape if finish is None else shape[::-1], finish)
+        self.add(ours, rows, shape)
 
     def whole(
-        self, ours: str, theirs: str, finish: Finish | None = None, shape: tuple[int, ...] | None = None
+        self,
+        ours: str,
+        theirs: str,
+        finish: Finish | None = None,
+        shape: tuple[int, ...] | None = None,
+        order: NDArray[np.int64] | None = None,
     ) -> None:
-        """Say that a tensor is one of the file's, of another ``shape`` or turned round by ``finish`` perhaps."""
+        """Say that a tensor is one of the file's: of another ``shape``, its rows in another ``order``, or finished, perhaps."""
         rows, tensor = self.rows(theirs), self.tensor(theirs)
         if rows is not None and tensor is not None:
-            self.add(ours, (rows,), tensor.shape if shape is None else shape, finish)
+            self.add(ours, (rows.reordered(order),), tensor.shape if shape is None else shape, finish)
 
-    def module(self, ours: str, theirs: str, turned: Finish | None = None) -> None:
-        """Say that a linear layer, or a table, is one of the file's; ``turned``: its matrix is."""
+    def module(self, ours: str, theirs: str) -> None:
+        """Say that a linear layer, or a table, is one of the file's."""
         for leaf in ("weight", "bias"):
             rows = self.rows(f"{theirs}.{leaf}")
             if rows is not None:
-                self.stacked(f"{ours}.{leaf}", (rows,), turned if leaf == "weight" else None)
+                self.stacked(f"{ours}.{leaf}", (rows,))
 
     def norm(self, ours: str, theirs: str, spec: NormSpec | None) -> None:
         """Say that a norm is one of the file's, which has added the offset."""
         if spec is not None:
-            self.whole(f"{ours}.weight", f"{theirs}.weight", minus(spec.offset) if spec.offset else None)
+            bare = self.tensor(theirs) is not None
+            self.whole(
+                f"{ours}.weight",
+                theirs if bare else f"{theirs}.weight",
+                minus(spec.offset) if spec.offset else None,
+            )
             self.whole(f"{ours}.bias", f"{theirs}.bias")
 
     def _theirs(self, name: str) -> str:

@@ -33,8 +33,10 @@ class Rows:
             return Rows(self.name, slice(self.order.start + begin, self.order.start + end))
         return Rows(self.name, self.order[begin:end])
 
-    def reordered(self, order: NDArray[np.int64]) -> Rows:
-        """Return these in another order."""
+    def reordered(self, order: NDArray[np.int64] | None) -> Rows:
+        """Return these in another order; None: as they are."""
+        if order is None:
+            return self
         if isinstance(self.order, slice):
             return Rows(self.name, order + self.order.start)
         return Rows(self.name, self.order[order])
@@ -68,9 +70,9 @@ def unpaired(heads: int, dim: int) -> NDArray[np.int64]:
     return np.arange(heads * dim).reshape(heads, dim // 2, 2).swapaxes(1, 2).reshape(-1)
 
 
-def turned(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Finish a matrix that is expected as ``[in, out]``."""
-    return torch.cat(list(parts)).t()
+def side_by_side(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Finish what is expected as columns of one matrix."""
+    return torch.cat(list(parts), 1)
 
 
 def minus(offset: float) -> Finish:
@@ -81,3 +83,9 @@ def minus(offset: float) -> Finish:
 def log_of_negative(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Finish ``A_log``, which the file has as ``-exp`` of it."""
     return torch.log(-parts[0].float())
+
+
+def permuted(order: NDArray[np.int64]) -> Finish:
+    """Finish a matrix whose columns are expected in another order."""
+    columns = torch.from_numpy(order)
+    return lambda parts: parts[0][:, columns]

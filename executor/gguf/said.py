@@ -24,6 +24,8 @@ class Said:
     parts: Parts
     architecture: str
     tensors: Mapping[str, Tensor]
+    in_layers: frozenset[str]
+    """What tensors are called that some layer has."""
 
     @classmethod
     def of(cls, parts: Parts) -> Said:
@@ -33,7 +35,11 @@ class Said:
             raise ConfigError(
                 f"{parts.path}: general.architecture is {name!r:.60}; a model's file names its own"
             )
-        return cls(parts, name, dict(parts.tensors()))
+        tensors = dict(parts.tensors())
+        in_layers = frozenset(
+            each.split(".", 2)[2] for each in tensors if each.startswith("blk.") and each.count(".") > 1
+        )
+        return cls(parts, name, tensors, in_layers)
 
     @property
     def path(self) -> Path:
@@ -55,6 +61,19 @@ class Said:
         if type(value) is not int or not 0 <= value < 1 << 32:
             raise self.wrong(key, "a whole number, the same for all layers")
         return value
+
+    def once(self, key: str) -> int | None:
+        """Return a whole number that is the same for all layers; None where there is none."""
+        return None if self.get(key) is None else self.whole(key)
+
+    def largest(self, key: str, default: int) -> int:
+        """Return a whole number, of a list the largest."""
+        value = self.get(key, default)
+        values = value if isinstance(value, list) and value else [value]
+        if not all(type(each) is int and 0 <= each < 1 << 32 for each in values):
+            raise self.wrong(key, "a whole number, or a list of such")
+        largest: int = max(values)
+        return largest
 
     def real(self, key: str, default: float | None = None) -> float:
         """Return a number."""
@@ -78,8 +97,8 @@ class Said:
         return ConfigError(f"{self.path}: {self.architecture}.{key} {found}; it must be {allowed}")
 
     def has(self, *names: str) -> bool:
-        """Whether the file has one of these tensors, or one of the first layer that is called so."""
-        return any(name in self.tensors or f"blk.0.{name}" in self.tensors for name in names)
+        """Whether the file has one of these tensors, or a layer one that is called so."""
+        return any(name in self.tensors or name in self.in_layers for name in names)
 
     def rows(self, name: str) -> int:
         """Return the outermost size of a tensor, which there must be."""

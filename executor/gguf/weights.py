@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from quintet.executor.gguf.header import Header, Tensor
 from quintet.executor.gguf.parts import read_parts
 from quintet.executor.gguf.recipes import Recipe, Rows, height
 from quintet.executor.gguf.said import Said
+from quintet.executor.gguf.types import GgmlType
 from quintet.executor.weights.header import Entry
 from quintet.executor.weights.mapped import read_only_tensor
 from quintet.wire.config import ModelConfig
@@ -36,15 +37,26 @@ _READ_ELSEWHERE = (
 """What the card has of these."""
 
 
-def open_gguf(path: Path, model: ModelConfig, dtype: torch.dtype) -> list[GgufFile]:
-    """Open the files of a model. What is quantized is handed out in ``dtype``, the rest as it is."""
+def in_torch(raw: torch.Tensor, kind: GgmlType, out: torch.Tensor) -> None:
+    """See `ReadBlocks`."""
+    dequantize(raw.reshape(-1), kind, out.view(-1))
+
+
+ReadBlocks = Callable[[torch.Tensor, GgmlType, torch.Tensor], None]
+"""Writes the numbers of rows of blocks, uint8 ``[rows, bytes of a row]``, to ``[rows, depth]`` of any floating format."""
+
+
+def open_gguf(
+    path: Path, model: ModelConfig, dtype: torch.dtype, read: ReadBlocks = in_torch
+) -> list[GgufFile]:
+    """Open the files of a model. What is quantized is handed out in ``dtype``, by ``read``, the rest as it is."""
     parts = read_parts(path)
     said, spec = Said.of(parts), FAMILIES[model.architecture].read(card_of(model))
     assert isinstance(spec, DecoderSpec), spec
-    recipes = recipes_of(spec, said.tensors, architecture_of(said).neighbours)
+    recipes = recipes_of(spec, said.tensors, architecture_of(said))
     maps = {header.path: _Mapped(header) for header in parts.headers}
     owners = {name: maps[header.path] for header in parts.headers for name in header.tensors}
-    return [GgufFile(header, recipes, owners, len(spec.layers), dtype) for header in parts.headers]
+    return [GgufFile(header, recipes, owners, len(spec.layers), dtype, read) for header in parts.headers]
 
 
 class _Mapped:
@@ -63,10 +75,11 @@ class _Mapped:
         whole = read_only_tensor(self._map, torch.uint8, tensor.num_bytes, tensor.begin)
         return whole.view(height(tensor.shape) if len(tensor.shape) > 1 else 1, -1)
 
-    def drop(self, tensor: Tensor) -> None:
-        """Let the kernel take back the pages of a tensor."""
-        begin = -(-tensor.begin // mmap.PAGESIZE) * mmap.PAGESIZE
-        end = (tensor.begin + tensor.num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    def drop(self, tensor: Tensor, rows: slice) -> None:
+        """Let the kernel take back the pages that hold nothing but these rows of a tensor."""
+        row_bytes = tensor.num_bytes // height(tensor.shape)
+        begin = -(-(tensor.begin + rows.start * row_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (tensor.begin + rows.stop * row_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if end > begin:
             self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
@@ -81,6 +94,7 @@ class GgufFile:
         owners: Mapping[str, _Mapped],
         num_layers: int,
         dtype: torch.dtype,
+        read: ReadBlocks,
     ) -> None:
         self.path, self.size, self.modified_ns, self.header = (
             header.path,
@@ -88,7 +102,7 @@ class GgufFile:
             header.modified_ns,
             header.raw,
         )
-        self._owners, self._dtype = owners, dtype
+        self._owners, self._dtype, self._read = owners, dtype, read
         self._recipes = {name: each for name, each in recipes.items() if each.rows[0].name in header.tensors}
         self.entries = {name: self._entry(recipe) for name, recipe in self._recipes.items()}
         for name, recipe in self._recipes.items():
@@ -119,8 +133,10 @@ class GgufFile:
         """Say that a tensor was consumed; a view that was kept reads its pages again."""
         for rows in self._recipe(name).rows:
             tensor = self._tensor(rows)
-            if height_of(rows, tensor) == height(tensor.shape):
-                self._owners[rows.name].drop(tensor)
+            if isinstance(rows.order, slice):
+                self._owners[rows.name].drop(tensor, rows.order)
+            elif height_of(rows, tensor) == height(tensor.shape):
+                self._owners[rows.name].drop(tensor, slice(0, height(tensor.shape)))
 
     def _recipe(self, name: str) -> Recipe:
         return self._recipes[f"{name.removesuffix(BLOCKS)}.weight" if name.endswith(BLOCKS) else name]
@@ -153,23 +169,24 @@ class GgufFile:
         tensor = self._tensor(rows)
         blocks = self._owners[rows.name].blocks(tensor)
         if len(tensor.shape) == 1:  # a row in the file, whose numbers are what is taken
-            return _taken(_of_blocks(blocks, tensor, self._dtype).view(-1), rows)
-        return _of_blocks(_taken(blocks, rows), tensor, self._dtype).view(-1, tensor.shape[-1])
+            return _taken(_of_blocks(blocks, tensor, self._dtype, self._read).view(-1), rows)
+        return _of_blocks(_taken(blocks, rows), tensor, self._dtype, self._read).view(-1, tensor.shape[-1])
 
 
 def _taken(values: torch.Tensor, rows: Rows) -> torch.Tensor:
     return values[rows.order] if isinstance(rows.order, slice) else values[torch.from_numpy(rows.order)]
 
 
-def _of_blocks(blocks: torch.Tensor, tensor: Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _of_blocks(blocks: torch.Tensor, tensor: Tensor, dtype: torch.dtype, read: ReadBlocks) -> torch.Tensor:
     """Return the numbers of a tensor's bytes, flat."""
     plain = PLAIN.get(tensor.type.name)
     if plain is not None:
         is_even = blocks.data_ptr() % plain.itemsize == 0
         return (blocks if is_even else blocks.clone()).reshape(-1).view(plain)
-    whole = torch.empty(blocks.numel() // tensor.type.block_bytes * tensor.type.block, dtype=dtype)
-    dequantize(blocks.reshape(-1), tensor.type, whole)
-    return whole
+    depth = blocks.shape[1] // tensor.type.block_bytes * tensor.type.block
+    whole = torch.empty(len(blocks), depth, dtype=dtype)
+    read(blocks, tensor.type, whole)
+    return whole.view(-1)
 
 
 def _is_read_elsewhere(name: str, num_layers: int) -> bool:

@@ -42,6 +42,8 @@ class Experts:
         self.routing = routing
         self.gate = gate
         self.hidden = gate_up.depth
+        self.widest = max(gate_up.columns, gate_up.depth)
+        """Numbers of a chosen expert's row, at most."""
         self.gate_up: StackMethod = quantization.stack(gate_up, plan)
         self.down: StackMethod = quantization.stack(down, plan)
         self.correction: torch.Tensor | None = None

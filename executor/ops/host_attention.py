@@ -3,7 +3,8 @@
 Owns the cache of a layer (`PagedKv`), the declarations of the C functions that compute at once, and the checks of what they
 are given. A compiled step calls the same kernels by `quintet.executor.program.library`. What a token's attention comes to
 has the same bits in every batch, however its prompt was cut into chunks. An int8 cache holds a head's keys and values in 255
-steps between their largest magnitude and its negative, with an fp32 scale for each.
+steps between their largest magnitude and its negative, with an fp32 scale for each; an int4 cache each 32 numbers of
+them in 16 steps between their least and their largest, both fp16.
 """
 
 from __future__ import annotations
@@ -86,6 +87,10 @@ def kv_block_bytes(
     if block_size % 16:
         raise ConfigError(
             f"blocks of {block_size} tokens: on a CPU they are multiples of 16; give --block-size 16 or 32"
+        )
+    if values_in_keys and dtype is torch.quint4x2:
+        raise ConfigError(
+            "an int4 cache stores keys and values apart, and these values are what keys begin with: give int8"
         )
     raise ConfigError(
         f"heads of {head_dim} numbers in keys and {value_dim} in values: the CPU's attention takes up to 576 and 512"
@@ -254,9 +259,9 @@ def _check(step: CStep, layer: AttentionLayer, name: str, x: torch.Tensor, width
             f"{name} is {x.dtype}{list(x.shape)} with strides {x.stride()}; expected [{step.num_tokens}, {width}] of"
             " bfloat16, float16 or float32 with neighbouring elements in a row"
         )
-    if kv.dtype not in (x.dtype, torch.int8):
+    if kv.dtype not in (x.dtype, torch.int8, torch.quint4x2):
         raise ValueError(
-            f"the cache holds {kv.dtype} and {name} is {x.dtype}; expected the same, or an int8 cache"
+            f"the cache holds {kv.dtype} and {name} is {x.dtype}; expected the same, or an int8 or int4 cache"
         )
     heads = (layer.num_kv_heads, layer.head_dim, layer.value_width)
     if layer.values_in_keys != kv.values_in_keys:

@@ -12,7 +12,7 @@ SYSTEM = Path("/sys")
 def usable_cores(affinity: set[int] | None = None, system: Path = SYSTEM) -> int:
     """Return the number of physical cores, at least 1. ``affinity``: hardware threads allowed; by default this process's."""
     threads = os.sched_getaffinity(0) if affinity is None else affinity
-    cores = len({_siblings(thread, system) for thread in threads})
+    cores = len({siblings(thread, system) for thread in threads})
     quota = _quota(system)
     return max(1, cores if quota is None else min(cores, math.ceil(quota)))
 
@@ -26,7 +26,7 @@ def default_threads(num_cores: int) -> int:
     return num_cores - num_cores // 8
 
 
-def _siblings(thread: int, system: Path) -> str:
+def siblings(thread: int, system: Path) -> str:
     """Return the hardware threads of one core, as the kernel writes them; just this one where it does not say."""
     try:
         path = system / f"devices/system/cpu/cpu{thread}/topology/thread_siblings_list"

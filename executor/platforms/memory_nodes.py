@@ -11,6 +11,7 @@ import ctypes
 import logging
 import os
 import platform
+from collections.abc import Collection
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,16 @@ def usable_nodes(affinity: set[int] | None = None, system: Path = SYSTEM) -> lis
         if processors & allowed:
             nodes.append(int(folder.name.removeprefix("node")))
     return sorted(nodes)
+
+
+def nodes_of(processors: Collection[int], system: Path = SYSTEM) -> dict[int, int]:
+    """Return the node of each processor; nothing of those where the system is silent."""
+    found = {}
+    for folder in (system / "devices/system/node").glob("node[0-9]*"):
+        with contextlib.suppress(OSError):
+            for processor in _listed((folder / "cpulist").read_text()).intersection(processors):
+                found[processor] = int(folder.name.removeprefix("node"))
+    return found
 
 
 def interleave(address: int, size_bytes: int, nodes: list[int]) -> bool:

@@ -26,7 +26,7 @@ class Coded:
     scales: torch.Tensor
     """fp32 ``[rows, groups]``."""
     zeros: torch.Tensor | None
-    """uint8 ``[rows, groups]``; None where every zero is `zero`."""
+    """uint8 ``[rows, groups]``, or fp32 where they are no integers; None where every zero is `zero`."""
     zero: int
     group: int
     """Neighbouring inputs of a group; 0: all."""
@@ -54,11 +54,15 @@ class Coded:
         """Return the numbers, fp32 ``[rows, depth]``."""
         depth = self.codes.shape[1]
         if self.table is not None:
-            values = self.table[self.codes.int()]
+            values = self.table.to(self.codes.device)[self.codes.int()]
         else:
             values = self.codes.float()
             values -= self.zero if self.zeros is None else self._spread(self.zeros.float(), depth)
         return values.mul_(self._spread(self.scales, depth))
+
+    def with_inputs_multiplied(self, factors: torch.Tensor) -> Coded:
+        """Return the rows for inputs that are not yet multiplied by ``factors [depth]``: in floating-point numbers."""
+        return Coded(self.floats() * factors.float(), torch.ones(len(self.codes), 1), None, 0, 0)
 
     def _spread(self, by_group: torch.Tensor, depth: int) -> torch.Tensor:
         """Return ``[rows, depth]`` of ``[rows, groups]``; ``[rows, 1]`` where there is one group."""
@@ -81,6 +85,7 @@ def decode(scheme: Scheme, tensors: Mapping[str, torch.Tensor], depth: int, begi
     codes, zero = first[begin:end], 0
     if scheme.codes is not None:
         codes, zero = unpacked(scheme.codes, first, rows, depth), 1 << (scheme.codes.bits - 1)
+        codes = codes ^ zero if scheme.codes.is_signed else codes
     groups = -(-depth // (scheme.group or depth))
     scales = _scales(scheme, second, rows)[:, :groups] * scheme.scale_factor
     factor = None
@@ -89,11 +94,19 @@ def decode(scheme: Scheme, tensors: Mapping[str, torch.Tensor], depth: int, begi
         factor = 1 / factor if scheme.divides else factor
         scales = scales * factor
     zeros = None
-    if codes.dtype is torch.int8 and scheme.has_int8_zeros:
+    if codes.dtype is torch.int8 and scheme.has_int8_zeros and scheme.all_zeros is not None:
+        if bool((tensors[scheme.stored[2].ending] != scheme.all_zeros).any()):
+            raise ConfigError(
+                f"{scheme.stored[2].ending} has zeros other than {scheme.all_zeros}, though quantization_config says that the"
+                " weights are symmetric: download config.json again"
+            )
+    elif codes.dtype is torch.int8 and scheme.has_int8_zeros:
         codes = codes.view(torch.uint8) ^ 128
-        zeros = tensors[scheme.stored[2].ending][begin:end].reshape(len(rows), groups).view(torch.uint8) ^ 128
+        zeros = tensors[scheme.stored[2].ending][begin:end].to(torch.int8).reshape(len(rows), groups)
+        zeros = zeros.view(torch.uint8) ^ 128
     elif scheme.zeros is not None:
         zeros = unpacked(scheme.zeros, tensors[scheme.stored[2].ending], rows, groups)
+        zeros = zeros ^ (1 << scheme.zeros.bits - 1) if scheme.zeros.is_signed else zeros
         zeros = (zeros + scheme.zero_offset) & ((1 << scheme.zeros.bits) - 1)
         if scheme.all_zeros is not None:
             if bool((zeros != scheme.all_zeros).any()):
@@ -121,7 +134,7 @@ def mxfp4(blocks: torch.Tensor, exponents: torch.Tensor) -> Coded:
     """Return rows of numbers of 4 bits. blocks: uint8 ``[rows, depth / 32, 16]``, the first of two numbers in the low bits;
     exponents: uint8 ``[rows, depth / 32]``, of powers of two, 127 more than they are."""
     codes = stream(blocks.flatten(1), 4)
-    scales = torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127)
+    scales = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents.int() - 127)
     return Coded(codes, scales, None, 0, 32, table=torch.tensor(E2M1), scale_bytes=exponents)
 
 
@@ -129,7 +142,7 @@ def unpacked(packing: Packing, tensor: torch.Tensor, rows: range, depth: int) ->
     """Return codes of some rows, uint8 ``[rows, depth]``."""
     bits, begin, end = packing.bits, rows.start, rows.stop
     if packing.neighbours == "rows":
-        begin, end = begin * bits // 32, -(-end * bits // 32)
+        begin, end = begin * bits // packing.word_bits, -(-end * bits // packing.word_bits)
     words = tensor[:, begin:end] if packing.transposed else tensor[begin:end]
     if packing.transposed != (packing.neighbours == "rows"):
         words = (
@@ -181,7 +194,7 @@ def _scales(scheme: Scheme, tensor: torch.Tensor, rows: range) -> torch.Tensor:
         tensor = tensor.t()
     blocks = tensor[rows.start // step : -(-rows.stop // step)]
     if blocks.dtype is torch.uint8:  # the exponent of a power of two
-        blocks = torch.ldexp(torch.ones(blocks.shape), blocks.int() - 127)
+        blocks = torch.ldexp(torch.ones_like(blocks, dtype=torch.float32), blocks.int() - 127)
     blocks = blocks.float()
     if step == 1:
         return blocks

@@ -23,6 +23,11 @@ GROUPS = (128, 64, 32, 16)
 FP4 = {32: WeightFormat.MXFP4, 16: WeightFormat.NVFP4}
 """By inputs that share a scale."""
 TABLES = {"nf4": WeightFormat.NF4, "fp4": WeightFormat.FP4}
+_INTEGERS = (
+    (WeightFormat.INT4, WeightFormat.INT4_ZEROS),
+    (WeightFormat.INT8, WeightFormat.INT8_ZEROS),
+)
+"""Of 4 and of 8 bits: without zeros, and with them."""
 ALONE = {WeightFormat.FP8, *FP4.values(), *TABLES.values()}
 """What nothing else is widened to."""
 
@@ -41,22 +46,18 @@ def numbers_of(schemes: Sequence[Scheme | None], dtype: torch.dtype) -> Numbers:
     activations = {numbers.int8_activations for numbers in known}
     if len(known) < len(each) or formats & ALONE or len(orders) > 1 or len(activations) > 1:
         return Numbers(FLOAT_FORMATS[dtype])
-    eight = any(each in (WeightFormat.INT8, WeightFormat.INT8_ZEROS) for each in formats)
+    eight = any(each.code_levels == 256 for each in formats)
     zeros = any(each.has_zeros for each in formats)
     group = min((numbers.group for numbers in known if numbers.group), default=0)
     if not group and (zeros or not eight):
         group = GROUPS[0]
-    weight_format = {
-        (False, False): WeightFormat.INT4,
-        (False, True): WeightFormat.INT4_ZEROS,
-        (True, False): WeightFormat.INT8,
-        (True, True): WeightFormat.INT8_ZEROS,
-    }[eight, zeros]
-    return Numbers(weight_format, group, known[0].int8_activations)
+    return Numbers(_INTEGERS[eight][zeros], group, known[0].int8_activations)
 
 
 def _exact(scheme: Scheme) -> Numbers | None:
     """Return the numbers that hold one scheme's rows exactly; None where none do. A group of 0 may become any."""
+    if scheme.input_factors is not None:
+        return None
     if scheme.is_fp4:
         has_factor = scheme.global_scale is not None
         return Numbers(FP4[scheme.group]) if scheme.group == (16 if has_factor else 32) else None
@@ -65,18 +66,20 @@ def _exact(scheme: Scheme) -> Numbers | None:
         return Numbers(TABLES.get(scheme.table, WeightFormat.FP8), group) if group else None
     if scheme.bits is None:
         return None
-    zeros = scheme.has_int8_zeros or (scheme.zeros is not None and scheme.all_zeros is None)
+    zeros = (scheme.has_int8_zeros or scheme.zeros is not None) and scheme.all_zeros is None
+    # Packed scales of groups are fp16 times a power of two, and zeros are integers.
+    if scheme.real_zeros or (scheme.group and scheme.scale_kind == "F32"):
+        return None
     group = 0
     if scheme.group:
-        if scheme.scale_kind == "F32":  # packed scales of groups are fp16 times a power of two
-            return None
         group = next((each for each in GROUPS if scheme.group % each == 0), 0)
         if not group:
             return None
-    if scheme.bits <= 4:
-        return Numbers(WeightFormat.INT4_ZEROS if zeros else WeightFormat.INT4, group)
-    weight_format = WeightFormat.INT8_ZEROS if zeros else WeightFormat.INT8
-    return Numbers(weight_format, group, scheme.int8_activations)
+    return Numbers(
+        _INTEGERS[scheme.bits > 4][zeros],
+        group,
+        scheme.bits > 4 and scheme.int8_activations,
+    )
 
 
 def fill(packed: PackedWeight, rows: Rows, first_column: int) -> None:

@@ -1,8 +1,7 @@
 """The numbers of a GGUF file, packed as they are: each layer in the types that its tensors have.
 
 Where the parts of a layer differ in type, as values do from queries and keys in some layers of Q4_K_M, it is several packed
-weights. What has no packed format, and what is no matrix of rows of the file, is kept in the model's number format; so are gates
-and ups of different types.
+weights. What has no packed format, and what is no matrix of rows of the file, is kept in the model's number format.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from quintet.executor.gguf.types import BY_NAME, GgmlType
 from quintet.executor.gguf.weights import BLOCKS
 from quintet.executor.ops.host_linear import linear_library
 from quintet.executor.quant.blocks import NUMBERS, Blocks
-from quintet.executor.quant.method import LinearMethod, LinearShape
-from quintet.executor.quant.none import Unquantized
+from quintet.executor.quant.coded import KEPT_BLOCKS, Kept, coded_linear, coded_stack, multiplies
+from quintet.executor.quant.method import LinearMethod, LinearShape, Quantization
 from quintet.executor.quant.numbers import FLOAT_FORMATS, Numbers
 from quintet.executor.quant.packed import PackedLinear
 from quintet.executor.quant.part import Part
@@ -86,31 +85,51 @@ def _expect_blocks(
 class GgufQuantization:
     """See `quintet.executor.quant.method.Quantization`."""
 
-    def __init__(self, contents: Mapping[str, Entry] | None) -> None:
-        """contents: the file's tensors by the model's names; None where none is read."""
+    def __init__(
+        self, contents: Mapping[str, Entry] | None, rest: Quantization, on_device: bool = False
+    ) -> None:
+        """contents: the file's tensors by the model's names, None where none is read; rest: makes the layers that are kept in
+        floating-point numbers; on_device: whether our kernels of a device multiply.
+        """
         self._contents = contents or {}
-        self._plain = Unquantized()
+        self._on_device = on_device
+        self._rest = rest
 
     def linear(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod:
         """See `Quantization.linear`."""
         library = linear_library()
         sources = [self._source(part, shape.depth, plan) for part in shape.parts]
+        if self._on_device:
+            rows = [source or plain for source, plain in zip(sources, shape.sources, strict=True)]
+            kept = [None if shape.is_exact else _kept(source, plan) for source in sources]
+            return coded_linear(shape, plan, rows, kept) or self._rest.linear(shape, plan)
         numbers = [_numbers(source, plan) for source in sources]
-        is_plain = not any(sources) or (bool(shape.activation) and len(set(numbers)) > 1)
+        is_plain = not any(sources)
         if library is None or plan.device.type != "cpu" or shape.is_exact or is_plain:
-            return self._plain.linear(shape, plan)
+            return self._rest.linear(shape, plan)
         rows = [source or plain for source, plain in zip(sources, shape.sources, strict=True)]
         if shape.activation:
+            assert len(set(numbers)) == 1, numbers  # whoever asks has asked `pairs`
             return PackedLinear(library, shape, plan, numbers[0], rows)
         return packed_by_part(library, shape, plan, numbers, rows)
+
+    def pairs(self, shape: LinearShape, plan: WeightPlan) -> bool:
+        """See `Quantization.pairs`. Gates and ups of different types are packed each by itself."""
+        sources = [self._source(part, shape.depth, plan) for part in shape.parts]
+        packs = not self._on_device and linear_library() is not None and plan.device.type == "cpu"
+        return not packs or len({_numbers(source, plan) for source in sources}) == 1
 
     def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
         """See `Quantization.stack`."""
         library = linear_library()
         pieces = [self._piece(piece, plan) for piece in shape.weights]
         kinds = _kinds([None if piece is None else piece.source for piece in pieces])
+        if self._on_device:
+            kept = [None if piece is None else _kept(piece.source, plan) for piece in pieces]
+            its = replace(shape, weights=[piece for piece in pieces if piece is not None])
+            return coded_stack(its, plan, kept) or self._rest.stack(shape, plan)
         if library is None or plan.device.type != "cpu" or shape.is_exact or len(kinds) != 1:
-            return self._plain.stack(shape, plan)
+            return self._rest.stack(shape, plan)
         (kind,) = kinds
         packed = [piece for piece in pieces if piece is not None]
         shape = replace(shape, weights=packed, label=f"{shape.label} of {kind}")
@@ -134,6 +153,12 @@ class GgufQuantization:
 
 def _numbers(source: BlockRows | None, plan: WeightPlan) -> Numbers:
     return Numbers(FLOAT_FORMATS[plan.dtype]) if source is None else NUMBERS[source.kind.name]
+
+
+def _kept(source: BlockRows | None, plan: WeightPlan) -> Kept | None:
+    if source is None or not multiplies(source.depth, plan.dtype):
+        return None
+    return KEPT_BLOCKS[source.kind.name]
 
 
 def _kinds(sources: Sequence[BlockRows | None]) -> set[str]:

@@ -106,3 +106,6 @@ class Quantization(Protocol):
 
     def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
         """Return the owner of one matrix of all experts of a layer, likewise."""
+
+    def pairs(self, shape: LinearShape, plan: WeightPlan) -> bool:
+        """Whether one layer can hold gates beside their ups; where not, they are two."""

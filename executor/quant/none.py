@@ -27,6 +27,10 @@ class Unquantized:
             return RowMajorLinear(shape, plan)
         return PackedLinear(library, shape, plan, Numbers(FLOAT_FORMATS[plan.dtype]))
 
+    def pairs(self, shape: LinearShape, plan: WeightPlan) -> bool:
+        """See `Quantization.pairs`."""
+        return True
+
     def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
         """See `Quantization.stack`."""
         library = linear_library()

@@ -19,7 +19,7 @@ def declare_order(sources: list[RowSource], depth: int, plan: WeightPlan) -> tor
     ordered = [source for source in sources if isinstance(source, CodedRows) and is_ordered(source)]
     if not ordered:
         return None
-    order = torch.full((depth,), -1, dtype=torch.int32)
+    order = torch.full((depth,), -1, dtype=torch.int32, device=plan.device)
     for source in ordered:
         name, group = f"{source.part.name}.{source.scheme.order}", source.scheme.group or depth
         plan.expect(name, (depth,), partial(_fill, order, group, source.part.name), num_bytes=order.nbytes)
@@ -37,8 +37,9 @@ def sorted_inputs(groups: torch.Tensor) -> torch.Tensor:
 
 
 def _fill(order: torch.Tensor, group: int, layer: str, groups: torch.Tensor) -> None:
-    its = sorted_inputs(groups)
-    if not torch.equal(groups[its].long(), torch.arange(len(groups)) // group):
+    its = sorted_inputs(groups).to(order.device)
+    groups = groups.to(order.device)
+    if not torch.equal(groups[its].long(), torch.arange(len(groups), device=order.device) // group):
         raise ConfigError(f"layer {layer!r}: its g_idx does not put {group} inputs into each group")
     if int(order[0]) < 0:
         order.copy_(its)

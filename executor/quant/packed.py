@@ -44,6 +44,10 @@ class PackedQuantization:
             numbers = Numbers(FLOAT_FORMATS[plan.dtype])
         return PackedLinear(self._library, shape, plan, numbers)
 
+    def pairs(self, shape: LinearShape, plan: WeightPlan) -> bool:
+        """See `Quantization.pairs`."""
+        return True
+
     def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
         """See `Quantization.stack`."""
         numbers = Numbers(FLOAT_FORMATS[plan.dtype]) if shape.is_exact else self._numbers

@@ -21,17 +21,24 @@ QUANTIZATIONS = {
 
 
 def open_quantization(
-    name: str, stored: Format | None = None, contents: Mapping[str, Entry] | None = None
+    name: str,
+    stored: Format | None = None,
+    contents: Mapping[str, Entry] | None = None,
+    *,
+    on_device: bool = False,
 ) -> Quantization:
     """Return the quantization of that name, or that of the checkpoint, where it is ``stored`` in a format.
 
-    contents: the checkpoint's tensors, where it is read. Raises `ConfigError` for a name that does not exist.
+    contents: the checkpoint's tensors, where it is read; on_device: whether our kernels of a device multiply. Raises
+    `ConfigError` for a name that does not exist.
     """
     if stored is not None and stored.name == "gguf":
-        return GgufQuantization(contents) if name == "gguf" else open_quantization(name)
+        if name != "gguf":
+            return open_quantization(name)
+        return GgufQuantization(contents, open_quantization("none"), on_device)
     if stored is not None:
         rest = name if stored.takes_quantization and name != stored.name else "none"
-        return StoredQuantization(stored, open_quantization(rest), contents, rounds=rest != "none")
+        return StoredQuantization(stored, open_quantization(rest), contents, rest != "none", on_device)
     if name not in QUANTIZATIONS:
         raise ConfigError(f"--quantization is {name!r}; it must be one of {', '.join(QUANTIZATIONS)}")
     make: Callable[[], Quantization] = import_string(QUANTIZATIONS[name])

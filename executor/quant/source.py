@@ -120,6 +120,8 @@ class CodedRows:
             for begin in range(run.start // ROWS_STEP * ROWS_STEP, run.stop, step):
                 end = min(begin + step, self.part.height)
                 coded = decoder(self.scheme, tensors, self.depth, begin, end)
+                if self.scheme.input_factors is not None:
+                    coded = coded.with_inputs_multiplied(tensors[self.scheme.input_factors])
                 wanted = range(max(begin, run.start) - begin, min(end, run.stop) - begin)
                 yield place, coded.rows(wanted)
                 place += len(wanted)

@@ -119,7 +119,7 @@ class RowMajorStack:
 
     def __init__(self, shape: StackShape, plan: WeightPlan) -> None:
         self.table = _filled(shape.weights, plan, shape.experts, shape.columns, shape.depth)
-        self.bias = _bias_of(shape, plan)
+        self.bias = bias_of(shape, plan)
 
 
 class PackedStack:
@@ -138,7 +138,7 @@ class PackedStack:
         plan.store(self)
         for piece in shape.weights:
             piece.declare(plan, plan.pack, self._fill)
-        self.bias = _bias_of(shape, plan)
+        self.bias = bias_of(shape, plan)
 
     @property
     def packed(self) -> Sequence[PackedWeight]:
@@ -181,7 +181,8 @@ class PackedStack:
         fill(self.packed[expert], rows, begin)
 
 
-def _bias_of(shape: StackShape, plan: WeightPlan) -> torch.Tensor | None:
+def bias_of(shape: StackShape, plan: WeightPlan) -> torch.Tensor | None:
+    """Return what will hold the biases ``[experts, columns]``; None where there are none."""
     return _filled(shape.biases, plan, shape.experts, shape.columns) if shape.biases else None
 
 

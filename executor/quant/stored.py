@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from quintet.executor.ops.host_linear import linear_library
+from quintet.executor.quant.coded import coded_linear, coded_stack, kept_of
 from quintet.executor.quant.fill import numbers_of
 from quintet.executor.quant.formats.scheme import Format, Scheme, StoredLayer
 from quintet.executor.quant.method import LinearMethod, LinearShape, Quantization
@@ -41,15 +42,18 @@ class StoredQuantization:
         rest: Quantization,
         contents: Mapping[str, Entry] | None = None,
         rounds: bool = False,
+        on_device: bool = False,
     ) -> None:
         """rest: makes the layers that the checkpoint has in floating-point numbers; contents: its tensors, where it is read.
 
-        rounds: whether the rest makes those of experts, too, that the model's own layout has in codes.
+        rounds: whether the rest makes those of experts, too, that the model's own layout has in codes; on_device: whether our
+        kernels of a device multiply.
         """
         self._format = stored
         self._rest = rest
         self._contents = contents
         self._rounds = rounds
+        self._on_device = on_device
 
     def linear(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod:
         """See `Quantization.linear`."""
@@ -61,15 +65,21 @@ class StoredQuantization:
             return self._rest.linear(shape, plan)
         if not shape.biased:
             self._expect_no_biases(shape.parts, plan)
-        library = linear_library()
+        library, schemes = linear_library(), [_scheme_of(source) for source in sources]
+        if self._on_device:
+            kept = [kept_of(scheme, shape.depth, plan.dtype) for scheme in schemes]
+            return coded_linear(shape, plan, sources, kept) or RowMajorLinear(shape, plan, sources)
         if plan.device.type != "cpu" or library is None:
             return RowMajorLinear(shape, plan, sources)
-        schemes = [_scheme_of(source) for source in sources]
         numbers = numbers_of(schemes, plan.dtype)
         if numbers.weight_format.is_float and not shape.activation:  # nothing holds all parts exactly
             by_part = [numbers_of([scheme], plan.dtype) for scheme in schemes]
             return packed_by_part(library, shape, plan, by_part, sources)
         return PackedLinear(library, shape, plan, numbers, sources)
+
+    def pairs(self, shape: LinearShape, plan: WeightPlan) -> bool:
+        """See `Quantization.pairs`."""
+        return True
 
     def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
         """See `Quantization.stack`."""
@@ -80,12 +90,16 @@ class StoredQuantization:
             return self._rest.stack(shape, plan)
         labels = "+".join(dict.fromkeys(str(scheme) for scheme in schemes))
         shape = replace(shape, weights=pieces, label=f"{shape.label} of {labels}")
+        is_ordered = any(scheme is not None and scheme.order is not None for scheme in schemes)
+        if self._on_device:  # inputs of experts would be in an order each
+            kept = [None if is_ordered else kept_of(scheme, shape.depth, plan.dtype) for scheme in schemes]
+            return coded_stack(shape, plan, kept) or RowMajorStack(shape, plan)
         library = linear_library()
         if plan.device.type != "cpu" or library is None:
             return RowMajorStack(shape, plan)
         numbers = numbers_of(schemes, plan.dtype)
-        if shape.is_exact or any(scheme is not None and scheme.order is not None for scheme in schemes):
-            numbers = Numbers(FLOAT_FORMATS[plan.dtype])  # inputs of experts would be in an order each
+        if shape.is_exact or is_ordered:
+            numbers = Numbers(FLOAT_FORMATS[plan.dtype])  # as above
         return PackedStack(library, shape, plan, numbers)
 
     def _ignore(self, plan: WeightPlan) -> None:

@@ -6,12 +6,14 @@ import json
 import os
 import struct
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from quintet.executor.weights.files import INDEX_FILE, PICKLED, SINGLE_FILE, checkpoint_files
+from quintet.executor.weights.header import Entry
 from quintet.executor.weights.pickled import PickledFile
 from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import is_gguf
@@ -28,7 +30,7 @@ def convert(folder: Path, told: Callable[[str], object]) -> list[Path]:
     if is_gguf(folder):
         raise ConfigError(f"{folder} is served as it is: nothing to convert")
     pickled = checkpoint_files(folder)
-    if pickled[0].suffix != PICKLED:
+    if pickled[0].suffix not in PICKLED:
         raise ConfigError(f"{folder} has safetensors already ({pickled[0].name}): nothing to convert")
     count, weight_map, written = len(pickled), {}, []
     total_bytes = 0
@@ -49,7 +51,21 @@ def convert(folder: Path, told: Callable[[str], object]) -> list[Path]:
     return written
 
 
-def write_safetensors(path: Path, file: PickledFile) -> None:
+class Tensors(Protocol):
+    """As much of a `quintet.executor.weights.file.WeightFile` as is written."""
+
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        """Formats and shapes, in the order of the file."""
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor."""
+
+    def drop(self, name: str) -> None:
+        """Hear that it was written."""
+
+
+def write_safetensors(path: Path, file: Tensors) -> None:
     """Write all tensors of a file, in its order."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin = 0

@@ -11,9 +11,11 @@ from quintet.wire.model_files import is_gguf, part_paths
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-PICKLED = ".bin"
-"""The ending of files that torch pickled: older families exist in no other form."""
+PICKLED = (".bin", ".pt")
+"""Endings of files that torch pickled: older families exist in no other form."""
 PICKLED_FILE = "pytorch_model.bin"
+SQUEEZELLM_FILES = "sq-*.pt"
+"""As SqueezeLLM's authors name their models' weights."""
 PICKLED_INDEX_FILE = "pytorch_model.bin.index.json"
 MAX_NAME_BYTES = 255
 """What Linux allows."""
@@ -34,7 +36,8 @@ def checkpoint_files(folder: Path) -> list[Path]:
         return part_paths(folder)
     for index, single, pattern in (
         (INDEX_FILE, SINGLE_FILE, "*.safetensors"),
-        (PICKLED_INDEX_FILE, PICKLED_FILE, f"pytorch_model*{PICKLED}"),
+        (PICKLED_INDEX_FILE, PICKLED_FILE, "pytorch_model*.bin"),
+        (PICKLED_INDEX_FILE, PICKLED_FILE, SQUEEZELLM_FILES),
     ):
         if (folder / index).exists():
             return _listed(folder, folder / index)

@@ -82,7 +82,7 @@ def fill_randomly(plan: WeightPlan, seed: int) -> None:
 def open_files(folder: Path) -> list[WeightFile]:
     """Open the files of a checkpoint."""
     paths = checkpoint_files(folder)
-    if paths[0].suffix != PICKLED:
+    if paths[0].suffix not in PICKLED:
         return [MappedFile(path) for path in paths]
     log.info(
         "%s: the weights are pickled, and read by torch's weights-only reader; `quintet convert %s` writes safetensors",

@@ -9,12 +9,15 @@ from fnmatch import fnmatchcase
 from quintet.executor.weights.file import WeightFile
 from quintet.executor.weights.plan import WeightPlan
 from quintet.wire.errors import ConfigError
+from quintet.wire.model_files import is_gguf
 
 READ_FORMATS = ("BF16", "F16", "F32", "F64")
 """Number formats of checkpoints, as safetensors names them: whoever quantized one says elsewhere what its numbers mean."""
 
 IGNORED = ("*.rotary_emb.inv_freq", "*.attn.bias", "*.attn.masked_bias")
 """Buffers that old versions of transformers saved beside the weights; they are computed, not read."""
+
+_QUANTIZED = ": where it is quantized, config.json's quantization_config must say how"
 
 
 def expected_names(plan: WeightPlan, files: Sequence[WeightFile]) -> dict[str, str]:
@@ -78,12 +81,12 @@ def _check_entries(plan: WeightPlan, files: Sequence[WeightFile], wanted: dict[s
             shape, formats = expected.shape, READ_FORMATS if expected.codes is None else expected.codes.kinds
             if entry.shape != shape:
                 raise ConfigError(
-                    f"{file.path}: tensor {name!r} has shape {list(entry.shape)!s:.80}; config.json asks for {list(shape)}"
+                    f"{file.path}: tensor {name!r} has shape {list(entry.shape)!s:.80}; {_card(file)} asks for {list(shape)}"
                 )
             if entry.dtype not in formats:
                 raise ConfigError(
                     f"{file.path}: tensor {name!r} has the number format {entry.dtype}; it must be one of"
-                    f" {', '.join(formats)}: where it is quantized, config.json's quantization_config must say how"
+                    f" {', '.join(formats)}{'' if is_gguf(file.path) else _QUANTIZED}"
                 )
 
 
@@ -95,9 +98,14 @@ def _stranger(plan: WeightPlan, file: WeightFile, name: str, missing: list[str])
     near = difflib.get_close_matches(name[:200], alike, n=1, cutoff=0.8)
     if near:
         return ConfigError(
-            f"{what}, and config.json's architecture expects {near[0]!r}: it may be misspelt, or the weights belong to"
+            f"{what}, and {_card(file)}'s architecture expects {near[0]!r}: it may be misspelt, or the weights belong to"
             " another model"
         )
     return ConfigError(
-        f"{what} that config.json's architecture has no place for; the weights belong to another model"
+        f"{what} that {_card(file)}'s architecture has no place for; the weights belong to another model"
     )
+
+
+def _card(file: WeightFile) -> str:
+    """Return where it is said which model the weights are of."""
+    return "its metadata" if is_gguf(file.path) else "config.json"

@@ -18,6 +18,9 @@ from quintet.wire.errors import ConfigError
 
 _FORMATS = {dtype: name for name, dtype in DTYPES.items()}
 
+_COUNTS = "sparse_threshold."
+"""SqueezeLLM's files say of each layer how many outliers it has, which its tensors do as well."""
+
 
 class PickledFile:
     """A `quintet.executor.weights.file.WeightFile`. Its tensors are views of the mapped file, if torch can map it."""
@@ -69,12 +72,18 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
     except (
         Exception
     ) as error:  # of the many that a file of noise, or another program's, makes the reader raise
+        if "torchao." in str(error):
+            raise ConfigError(
+                f"{path}: holds torchao's tensor classes, which only its own code can make; save the model again as safetensors,"
+                " with torchao 0.15 or later"
+            ) from error
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(
             f"{path}: torch's weights-only reader does not take it ({first:.200}); download it again"
         ) from error
     if not isinstance(loaded, dict) or not all(isinstance(name, str) for name in loaded):
         raise ConfigError(f"{path}: holds no tensors by name; the weights belong to another program")
+    loaded = {name: each for name, each in loaded.items() if not name.startswith(_COUNTS)}
     for name, tensor in loaded.items():
         if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _FORMATS:
             kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__

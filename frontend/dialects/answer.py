@@ -11,13 +11,17 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from quintet.frontend.dialects import sse
+from quintet.frontend.dialects.position import StreamId
+from quintet.frontend.dialects.routing import explain
 from quintet.frontend.exchange import ClientGone, Exchange, Header
 from quintet.frontend.patience import Reader
 from quintet.frontend.service import Service
 from quintet.frontend.streams import Batch, Mailbox, Stream
 from quintet.wire.channels import Span
 from quintet.wire.errors import RequestError
-from quintet.wire.messages import Finish, PositionLogprobs
+from quintet.wire.messages import Finish, PositionLogprobs, Prompt
+from quintet.wire.params import SamplingParams
+from quintet.wire.request import Claim, Reading
 
 
 class AnswerWriter(Protocol):
@@ -37,6 +41,14 @@ class AnswerWriter(Protocol):
 
     def headers(self) -> tuple[Header, ...]:
         """Return the headers of the response, besides its content type."""
+
+
+class Body(Protocol):
+    """What every request for an answer may say."""
+
+    stream: bool | None
+    priority: int | None
+    cache_salt: str | None
 
 
 BeforeEnd = Callable[[Service, AnswerWriter], Awaitable[None]]
@@ -70,6 +82,13 @@ class Submissions:
         self.streams.append(stream)
         self.num_unread += not stream.ended
 
+    @property
+    def stream_id(self) -> StreamId | None:
+        """Under which name the client can come back for the answer; None where it cannot."""
+        submit = self.streams[0].submit
+        claim = submit.spec.claim
+        return None if claim is None else StreamId(submit.request_id, claim.key)
+
     def unread_bytes(self) -> int:
         """Estimate what is held for the client."""
         return sum(stream.unread_bytes() for stream in self.streams)
@@ -81,6 +100,56 @@ class Submissions:
         return stream.take()
 
 
+def submit_all(
+    service: Service,
+    body: Body,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    *,
+    arrival_ns: int,
+    deadline_ns: int,
+    limit_gives_way: bool,
+    claim: Claim | None = None,
+    reading: Reading | None = None,
+    interval: int = 1,
+    echo: bool = False,
+    return_prompt_ids: bool = False,
+    session: str = "",
+) -> Submissions:
+    """Let a request in and send its prompts on their way, all with these checked parameters.
+
+    Raises `RequestError`, and then none of them is on its way. What the parameters mean: see `Sessions.submit`.
+    """
+    service.admission.enter(prompts, params)
+    submissions = Submissions()
+    try:
+        for prompt in prompts:
+            submissions.add(
+                service.sessions.submit(
+                    prompt,
+                    params,
+                    priority=body.priority or 0,
+                    cache_salt=body.cache_salt or "",
+                    echo=echo,
+                    return_prompt_ids=return_prompt_ids,
+                    arrival_ns=arrival_ns,
+                    mailbox=submissions.mailbox,
+                    final_only=not body.stream,
+                    interval=interval,
+                    are_checked=True,
+                    claim=claim,
+                    deadline_ns=deadline_ns,
+                    limit_gives_way=limit_gives_way,
+                    reading=reading,
+                    session=session,
+                )
+            )
+    except BaseException:
+        submissions.close()
+        raise
+    return submissions
+
+
 async def stream_answer(
     service: Service,
     exchange: Exchange,
@@ -90,8 +159,7 @@ async def stream_answer(
 ) -> None:
     """Write the answer as events, one write per wake-up, until every stream has ended or the client left.
 
-    The status line waits for the first news, so that an error found before any output still gets its own status. A client
-    that leaves after it may come back for the rest. ``before_end`` is awaited before the last write.
+    The status line waits for the first news, so an error before it gets its own. ``before_end`` is awaited before the last write.
     """
     patience, write_seconds, span = service.patience, service.http.write_seconds, service.span
     positions = {stream.request_id: position for position, stream in enumerate(submissions.streams)}
@@ -128,6 +196,7 @@ async def stream_answer(
             if frames:
                 began = reader.waiting_since_s = time.perf_counter()
                 if not exchange.started:
+                    explain(exchange, submissions.streams)
                     await exchange.start_stream(sse.CONTENT_TYPE, writer.headers())
                 await exchange.write(b"".join(frames) if len(frames) > 1 else frames[0], last)
                 reader.waiting_since_s = None
@@ -187,4 +256,5 @@ async def whole_answer(exchange: Exchange, submissions: Submissions) -> list[Out
     finally:
         watcher.cancel()
         submissions.close()
+    explain(exchange, submissions.streams)
     return [outputs[index] for index in sorted(outputs)]

@@ -52,9 +52,9 @@ def calm(server: Server, asked: list[Asked]) -> Run:
     return run
 
 
-def kill(server: Server, role: str, number: signal.Signals = signal.SIGKILL) -> None:
+def kill(server: Server, role: str, number: signal.Signals = signal.SIGKILL, index: int = 0) -> None:
     """End a process, once it is there."""
-    title = f"quintet-{role}-0"
+    title = f"quintet-{role}-{index}"
 
     def is_sent() -> bool:
         child = server.children().get(title)

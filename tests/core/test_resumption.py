@@ -222,3 +222,20 @@ def test_a_choice_that_ended_before_stays_with_the_others() -> None:
         )
     assert world.engine.state is not None
     assert world.engine.state.counters.generation_tokens == 16
+
+
+@pytest.mark.parametrize("num_steps", [0, 3])
+def test_what_goes_on_at_another_engine_is_forgotten_without_a_word(num_steps: int) -> None:
+    world = World()
+    world.admit(1, PROMPT, seed=1, ignore_eos=True, claim=CLAIM)
+    world.admit(2, PROMPT, seed=1, ignore_eos=True)
+    for _ in range(num_steps):
+        world.step()
+    effects = world.engine.let_go([1, 2, 3], world.tick())
+    world.apply(effects)
+    assert not effects.failed and not effects.unknown
+    assert all(not any(tokens.finishes) for _, tokens in effects.tokens)
+    while world.commit():
+        pass
+    assert world.engine.num_live == 0
+    assert reclaim(world, 1).admit is None

@@ -45,10 +45,13 @@ def layer_on(device: Device, name: str, dtype: torch.dtype, gate: Gate, biased: 
     tables, correction = tables_of(ROUTINGS[name], dtype, biased), correction_of(name)
     where = device.torch_device
     moved = [getattr(tables, field.name) for field in fields(ExpertTables)]
+    tables = ExpertTables(*(None if each is None else each.to(where) for each in moved))
     return SimpleNamespace(
         routing=ROUTINGS[name],
         gate=gate,
-        tables=ExpertTables(*(None if each is None else each.to(where) for each in moved)),
+        tables=tables,
+        gate_up=SimpleNamespace(table=tables.gate_up, bias=tables.gate_up_bias),
+        down=SimpleNamespace(table=tables.down, bias=tables.down_bias),
         correction=None if correction is None else correction.to(where),
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +27,21 @@ from quintet.executor.cards.card import card_of
 from quintet.executor.cuda.boot import make_device_worker
 from quintet.executor.cuda.device import Device
 from quintet.executor.cuda.worker import DeviceWorker
+from quintet.executor.gguf.weights import open_gguf
 from quintet.executor.models.model import CausalModel, Setting
 from quintet.executor.models.registry import build_model
-from quintet.executor.quant.method import LinearMethod, LinearShape
+from quintet.executor.quant.formats.registry import recognise
+from quintet.executor.quant.gguf import GgufQuantization
+from quintet.executor.quant.method import LinearMethod, LinearShape, Quantization
 from quintet.executor.quant.none import RowMajorLinear
 from quintet.executor.quant.stack import RowMajorStack, StackMethod, StackShape
+from quintet.executor.quant.stored import StoredQuantization
+from quintet.executor.weights.file import WeightFile
 from quintet.executor.weights.load import fill_randomly, load_checkpoint, open_files
 from quintet.executor.weights.plan import WeightPlan
 from quintet.executor.worker import DTYPES, make_torch_worker
 from quintet.wire.config import EngineConfig
+from quintet.wire.model_files import is_gguf
 from quintet.wire.params import SamplingParams
 from quintet.wire.thinking import Thinking, ThinkingBound
 
@@ -75,20 +81,36 @@ class RowMajor:
     def linear(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod:
         return RowMajorLinear(shape, plan)
 
+    def pairs(self, shape: LinearShape, plan: WeightPlan) -> bool:
+        return True
+
     def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
         return RowMajorStack(shape, plan)
 
 
 def model_on(device: Device, config: EngineConfig) -> CausalModel:
-    """Return the configured model with its weights on the device."""
-    setting = Setting(device.torch_device, DTYPES[config.model.dtype], RowMajor())
-    folder = Path(config.model.path)
+    """Return the configured model with its weights on the device, in codes where the checkpoint has them so."""
+    path, stored, dtype = (
+        Path(config.model.path),
+        recognise(card_of(config.model)),
+        DTYPES[config.model.dtype],
+    )
+    files: Sequence[WeightFile] = ()
+    if config.executor.load_format != "dummy":
+        files = open_gguf(path, config.model, dtype) if is_gguf(path) else open_files(path)
+    contents = {name: file.entries[name] for file in files for name in file.entries}
+    quantization: Quantization = RowMajor()
+    if is_gguf(path):
+        quantization = GgufQuantization(contents, quantization, on_device=True)
+    elif stored is not None:
+        quantization = StoredQuantization(stored, quantization, contents, on_device=True)
+    setting = Setting(device.torch_device, dtype, quantization)
     model = build_model(config.model.architecture, card_of(config.model), setting)
     with torch.inference_mode():
         if config.executor.load_format == "dummy":
             fill_randomly(model.weights, config.executor.seed)
         else:
-            load_checkpoint(model.weights, open_files(folder))
+            load_checkpoint(model.weights, files)
     return model
 
 

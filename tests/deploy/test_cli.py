@@ -71,6 +71,26 @@ def test_plan_of_a_local_model(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "8 of full length (512 tokens) at once" in text
 
 
+def test_plan_says_what_each_format_of_kv_buys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_model(tmp_path)
+    write_weights(folder / "model.safetensors", {"a": [100, 50]})
+    words = ["plan", str(folder), "--device", "cpu", "--kv-cache-memory", "1MiB", "--kv-cache-dtype", "int8"]
+    assert cli.main([*words, "--json"]) == 0
+    formats = json.loads(capsys.readouterr().out)["kv_formats"]
+    heads, mib = 2 * 2 * 2, 1 << 20  # heads of 16 numbers
+    assert formats == [
+        {
+            "name": name,
+            "dtype": dtype,
+            "bytes_per_token": heads * size,
+            "num_tokens": mib // (heads * size * 16) * 16,
+        }
+        for name, dtype, size in (("auto", "bfloat16", 32), ("int8", "int8", 20), ("int4", "int4", 12))
+    ]
+    assert cli.main(words) == 0
+    assert "KV as int4" in capsys.readouterr().out
+
+
 def test_plan_says_what_a_request_takes_of_each_group(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -96,7 +96,7 @@ def test_no_count_goes_back_and_none_is_lost_that_was_told(seed: int) -> None:
             case 4 if sum(other.role is seat.role for other in seats) > 1:
                 server.retire(seat)
             case 5 if seat.role in (Role.TOKENIZER, Role.DETOKENIZER, Role.FRONTEND):
-                server.fill(server.table.vacancy(seat.role))
+                server.fill(*server.table.vacancy(seat.role))
         shown = server.scrape()
         for key, value in before.items():
             if key[0].endswith(NEVER_BACK):

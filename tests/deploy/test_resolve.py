@@ -214,6 +214,9 @@ def test_kv_memory_is_a_share_of_what_the_weights_leave(
     monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory(3_000_000 + ATTENTION_SCRATCH_BYTES))
     options: dict[str, Any] = {"executor": "torch", "device": "cpu", "kv_cache_memory_share": 0.5}
     assert resolved(folder, **options).config.cache.memory_bytes == 1_000_000
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory(2 * (3_000_000 + ATTENTION_SCRATCH_BYTES)))
+    two = resolved(folder, **options, data_parallel_size=2).config
+    assert (two.cache.memory_bytes, two.processes.engines) == (1_000_000, 2)
 
 
 def test_swap_space_is_for_gpus_unless_asked_for() -> None:
@@ -238,18 +241,20 @@ def test_quantized_weights_leave_more_to_kv(tmp_path: Path, monkeypatch: pytest.
     assert bytes_of["none"] < bytes_of["int8"] < bytes_of["int4"]
 
 
-def test_an_int8_cache_is_counted_with_its_scales(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("narrow", "head_bytes"), [("int8", 16 + 4), ("int4", 8 + 4)])
+def test_a_narrow_cache_is_counted_with_its_scales(tmp_path: Path, narrow: str, head_bytes: int) -> None:
     folder = write_model(tmp_path)
-    options = {"executor": "torch", "device": "cpu", "load_format": "dummy", "kv_cache_dtype": "int8"}
+    options = {"executor": "torch", "device": "cpu", "load_format": "dummy", "kv_cache_dtype": narrow}
     config = resolved(folder, **options).config
-    assert config.cache.dtype == "int8"
-    assert config.model.kv.bytes_per_token == 2 * 2 * 2 * (16 + 4)
+    assert config.cache.dtype == narrow
+    assert config.model.kv.bytes_per_token == 2 * 2 * 2 * head_bytes
     words = complaint(folder, **options, block_size=8)
     assert "--block-size is 8" in words
 
 
 @pytest.mark.parametrize(
-    "options", [{"quantization": "int8"}, {"packed_cache": "x"}, {"kv_cache_dtype": "int8"}]
+    "options",
+    [{"quantization": "int8"}, {"packed_cache": "x"}, {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "int4"}],
 )
 def test_what_only_the_host_kernels_do_is_refused_elsewhere(tmp_path: Path, options: dict[str, str]) -> None:
     flag = "--" + next(iter(options)).replace("_", "-")

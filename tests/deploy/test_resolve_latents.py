@@ -9,10 +9,17 @@ import pytest
 from quintet.deploy.resolve.card import read_facts
 from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.rules import kv_spec
+from quintet.wire.errors import ConfigError
 
 from .model_folder import write_model
 
 LATENTS = {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+
+
+def test_a_latent_has_no_four_bits(tmp_path: Path) -> None:
+    facts = read_facts(write_model(tmp_path, **LATENTS))
+    with pytest.raises(ConfigError, match=r"--kv-cache-dtype int4 stores keys and values apart.*give int8"):
+        kv_spec(Options(model=str(tmp_path), kv_cache_dtype="int4"), "cpu", facts, 2)
 
 
 @pytest.mark.parametrize(

@@ -207,10 +207,21 @@ def test_a_seat_that_is_vacant_is_filled_again_under_its_next_epoch(tmp_path: Pa
     assert table.lasting(Role.DETOKENIZER) == [second]
     told = {seat.worker: seat for seat in table.topology(draining=False).seats}
     assert told[first.worker].retired
-    assert table.vacancy(Role.DETOKENIZER) is first
+    assert table.vacancy(Role.DETOKENIZER) == [first]
     assert first.worker == WorkerId(Role.DETOKENIZER, 0, 2)
     first.is_retiring = False
-    assert table.vacancy(Role.DETOKENIZER).worker == WorkerId(Role.DETOKENIZER, 2, 1)
+    assert table.vacancy(Role.DETOKENIZER)[0].worker == WorkerId(Role.DETOKENIZER, 2, 1)
+
+
+def test_what_comes_together_sits_at_one_index(tmp_path: Path) -> None:
+    table = SeatTable(tmp_path, ProcessesConfig(engines=2))
+    executor = table.lasting(Role.EXECUTOR)[1]
+    executor.is_retiring = True
+    workers = [seat.worker for seat in table.vacancy(Role.EXECUTOR, Role.CORE)]
+    assert workers == [WorkerId(Role.EXECUTOR, 2, 1), WorkerId(Role.CORE, 2, 1)]
+    table.lasting(Role.CORE)[1].is_retiring = True
+    workers = [seat.worker for seat in table.vacancy(Role.EXECUTOR, Role.CORE)]
+    assert workers == [WorkerId(Role.EXECUTOR, 1, 2), WorkerId(Role.CORE, 1, 2)]
 
 
 def test_figures_without_news_are_kept() -> None:

@@ -7,6 +7,7 @@ The engine answers `Submit` with the messages the real processes would send: tok
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import json
 import logging
@@ -338,7 +339,9 @@ class Server:
             self.service.handle(topology(1, **self.states))
             self._server = make_server(App(self.service), self.config.frontend)
             self.loop.call_soon(self._ready.set)
-            await self._server.serve(sockets=[self.listener])
+            self._serving = asyncio.ensure_future(self._server.serve(sockets=[self.listener]))
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._serving
 
         uvloop.run(serve())
 
@@ -364,10 +367,17 @@ class Server:
             connection.close()
 
     def stop(self) -> None:
-        def exit_now() -> None:
-            self._server.should_exit = self._server.force_exit = True
+        """Close everything at once. uvicorn would first look, and then wait, every tenth of a second."""
 
-        self.call(exit_now)
+        def exit_now() -> None:
+            for server in self._server.servers:
+                server.close()
+            for connection in list(self._server.server_state.connections):
+                connection.shutdown()
+            self.loop.call_soon(self._serving.cancel)
+
+        if not self._serving.done():  # a test may have ended it in its own way
+            self.call(exit_now)
         self._thread.join(DEADLINE_S)
         assert not self._thread.is_alive()
 

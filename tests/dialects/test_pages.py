@@ -35,12 +35,13 @@ def test_metrics(serve: Callable[..., Any]) -> None:
         return found[name, frozenset({"model_name": "toy", **labels}.items())]
 
     alias = {"engine": "0"}
-    assert value("vllm:num_requests_running", **alias) == 5
-    assert value("vllm:generation_tokens_total", **alias) == 250
+    running = [value("vllm:num_requests_running", engine=engine) for engine in "01"]
+    assert running == [2, 3]
+    assert [value("vllm:generation_tokens_total", engine=engine) for engine in "01"] == [100, 150]
     assert value("quintet:generation_tokens_total", role="core", index="1") == 150
     assert value("quintet:stop_string_hits_total", role="detokenizer", index="3") == 7
     assert value("vllm:request_queue_time_seconds_bucket", le="0.1", **alias) == 1
-    assert value("vllm:request_queue_time_seconds_bucket", le="+Inf", **alias) == 2
+    assert value("vllm:request_queue_time_seconds_bucket", le="+Inf", engine="1") == 1
     assert value("vllm:request_success_total", finished_reason="length", **alias) == 1
     assert value("vllm:time_to_first_token_seconds_count", **alias) == 1
     assert value("vllm:inter_token_latency_seconds_count", **alias) == 2
@@ -56,6 +57,14 @@ def test_metrics(serve: Callable[..., Any]) -> None:
     assert value("quintet:http_requests_total", route="other", method="GET", status="404", **me) == 1
     routes = {dict(labels)["route"] for name, labels in found if name == "quintet:http_requests_total"}
     assert "/made-up-path" not in routes
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_who_asks_is_told_where_a_request_went(serve: Callable[..., Any], is_streamed: bool) -> None:
+    server, body = serve(), {"prompt": "x y", "max_tokens": 3, "stream": is_streamed}
+    reply = server.ask("POST", "/v1/completions", body, {"X-Quintet-Explain": "1"})
+    assert reply.headers["x-quintet-routing"] == "engine 0: it is the only one there"
+    assert "x-quintet-routing" not in server.ask("POST", "/v1/completions", body).headers
 
 
 def test_no_figures_are_better_than_some(serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tests.executor.instruction_sets import MATRIX_UNITS, isa
 
 from quintet.executor.layers.attention import AttentionLayer
 from quintet.executor.ops.host_attention import PagedKv, attend, write_kv
@@ -139,7 +141,10 @@ class Requests:
         q, k, v = self.qkv[request].split(self._widths, 1)
         q, k = (x.unflatten(1, (-1, shape.head_dim)) for x in (q, k))
         v = v.unflatten(1, (-1, shape.value_width))
-        k, v = (in_255_steps(x) if shape.kv_dtype is torch.int8 else x.double() for x in (k, v))
+        stored = STORED.get(shape.kv_dtype, torch.Tensor.double)
+        k, v = stored(k), stored(v)
+        if (shape.dtype, shape.kv_dtype) == (torch.bfloat16, torch.quint4x2) and isa() in MATRIX_UNITS:
+            k, v = away_to_bf16(k), away_to_bf16(v)
         if shape.values_in_keys:
             v = k[..., : shape.value_width]
         return q.double(), k, v
@@ -151,6 +156,36 @@ def in_255_steps(x: torch.Tensor) -> torch.Tensor:
     # Not `127.0 / most`: torch computes that by the reciprocal, which rounds twice.
     steps = torch.full_like(most, 127.0) / most
     return (x.float() * steps).round().double() * (most / 127.0).double()
+
+
+def in_16_steps(x: torch.Tensor) -> torch.Tensor:
+    """Return the nearest of 16 steps between the least and the largest of each 32 numbers of a head, in fp64."""
+    groups = []
+    for group in x.float().split(32, -1):
+        low, high = group.amin(-1, keepdim=True), group.amax(-1, keepdim=True)
+        step = in_half((high - low) / torch.full_like(low, 15.0))
+        least = in_half(low)
+        steps = torch.where(step > 0, torch.ones_like(step) / step, 0.0)
+        groups.append(((group - least) * steps).clamp(0.0, 15.0).round().double() * step + least)
+    return torch.cat(groups, -1)
+
+
+def away_to_bf16(x: torch.Tensor) -> torch.Tensor:
+    """Return what a matrix unit reads of a number in four bits: the nearest bf16 of its fp32, ties away from zero."""
+    bits = (x.float().view(torch.int32) + 0x8000) & -0x10000
+    return bits.view(torch.float32).double()
+
+
+def in_half(x: torch.Tensor) -> torch.Tensor:
+    """Return the nearest fp16, which is never infinite."""
+    return x.clamp(-65504.0, 65504.0).half().float()
+
+
+STORED: dict[torch.dtype | None, Callable[[torch.Tensor], torch.Tensor]] = {
+    torch.int8: in_255_steps,
+    torch.quint4x2: in_16_steps,
+}
+"""What a cache keeps of numbers, in fp64, where it does not keep them as they are."""
 
 
 def reference(

@@ -12,87 +12,25 @@ What an emulator on x86 cannot show: memory accesses that only ARM reorders, and
 
 from __future__ import annotations
 
-import ast
-import getpass
-import hashlib
 import os
 import platform
 import re
 import shutil
-import subprocess
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tests.executor.compiled_checks import KERNELS, NATIVE, ROOT, compiled, kernel_sources, run
 from tests.executor.instruction_sets import all_of_them, isa
 
 from quintet.executor.ops.host_library import open_library
 
-ROOT = Path(__file__).parents[2]
-KERNELS, CHECKS = ROOT / "csrc/cpu", ROOT / "tests/executor/arm"
+CHECKS = ROOT / "tests/executor/arm"
 PARTS = ("linear", "attention", "rows", "sampling")
 ARM = ("baseline", "neon_dot", "neon_i8mm", "neon_bf16")
 # Contraction is off, or the numbers that the checks begin with would differ between processors.
 CHECK_FLAGS = ("-std=c++20", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", f"-I{KERNELS}")
-CROSS, EMULATOR, NATIVE = "aarch64-linux-gnu-g++", "qemu-aarch64", os.environ.get("CXX", "g++")
-
-
-def run(*command: str, env: dict[str, str] | None = None) -> str:
-    """Return what a command writes, which must succeed."""
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-4000:]}{done.stderr[-4000:]}"
-    return done.stdout
-
-
-def kernel_sources(machine: str) -> list[tuple[Path, tuple[str, ...]]]:
-    """What setup.py compiles for a machine, and with which options."""
-    tree = ast.parse((ROOT / "setup.py").read_text())
-    assigned = [node for node in tree.body if isinstance(node, (ast.Assign, ast.AnnAssign))]
-    tables = [node for node in assigned if not any(isinstance(part, ast.Call) for part in ast.walk(node))]
-    said: dict[str, Any] = {}
-    exec(compile(ast.Module(tables, []), "setup.py", "exec"), said)
-    flags = (*said["FLAGS"], f"-I{KERNELS}")
-    named = KERNELS / said["NAMED"]  # says to Python what the library was built from: setup.py alone knows
-    sources = [(path, flags) for path in sorted({*KERNELS.glob("*.cpp")} - {named})]
-    for name, (its_flags, patterns) in (said["BASELINE"] | said["INSTRUCTION_SETS"][machine]).items():
-        for pattern in patterns:
-            for path in sorted((KERNELS / "kernels").glob(f"{pattern}.cpp")):
-                sources.append((path, (*flags, *its_flags, f"-DQT_ISA={name}")))
-    return sources
-
-
-def compiled(
-    compiler: str, name: str, sources: list[tuple[Path, tuple[str, ...]]], *link: str | Path
-) -> Path:
-    """Return the program of these sources, compiled unless one of the same content lies there.
-
-    link: options and libraries.
-    """
-    content = hashlib.sha256(repr((run(compiler, "--version"), sources, link)).encode())
-    libraries = [each for each in link if isinstance(each, Path)]
-    for path in sorted([*KERNELS.rglob("*.[ch]pp"), *CHECKS.glob("*.[ch]pp"), *libraries]):
-        content.update(path.name.encode() + path.read_bytes())
-    folder = Path(tempfile.gettempdir()) / f"quintet-arm-{getpass.getuser()}"
-    target = folder / f"{name}-{content.hexdigest()[:16]}"
-    if target.exists():
-        return target
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as temporary:
-
-        def compile_one(job: tuple[int, tuple[Path, tuple[str, ...]]]) -> str:
-            index, (source, flags) = job
-            built = str(Path(temporary) / f"{index}-{source.stem}.o")
-            run(compiler, *flags, "-c", str(source), "-o", built)
-            return built
-
-        with ThreadPoolExecutor(os.cpu_count()) as threads:
-            objects = list(threads.map(compile_one, enumerate(sources)))
-        program = Path(temporary) / name
-        run(compiler, *objects, *map(str, link), "-pthread", "-o", str(program))
-        program.replace(target)  # whole or not at all, whoever else compiles the same
-    return target
+CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 
 
 def checks() -> list[tuple[Path, tuple[str, ...]]]:

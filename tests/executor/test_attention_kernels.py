@@ -3,8 +3,8 @@
 Bounds. The result is rounded once: bf16 2^-8, fp16 2^-11; for fp32 there are sums of up to a thousand products in order. Where
 bf16 is multiplied in pairs, weights are rounded as well (2^-8 of each) and with them their sum: what they average to is off
 by at most twice that share of the values' average magnitude. So they are on a matrix unit, from powers of two that are off by
-9e-5, a fortieth of that; an int8 cache's with their scales, and not their sum. An int8 cache is compared with what it should
-hold.
+9e-5, a fortieth of that; an int8 cache's with their scales, and not their sum. An int8 or int4 cache is compared with what it
+should hold; of int4 on a matrix unit, that is rounded to bf16.
 
 The cache is full of NaN at first: whatever of it reaches a result is seen.
 """
@@ -34,7 +34,7 @@ from quintet.wire.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(open_library() is None, reason="the host kernels are not built")
 
-BF16, FP16, FP32, INT8 = torch.bfloat16, torch.float16, torch.float32, torch.int8
+BF16, FP16, FP32, INT8, INT4 = torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.quint4x2
 DTYPES = [BF16, FP16, FP32]
 UNIT = {BF16: 2.0**-8, FP16: 2.0**-11, FP32: 2.0**-17}
 """Of the values' average magnitude; see above."""
@@ -77,6 +77,8 @@ FORMATS = {
     "fp32": Format(FP32, FP32),
     "int8 of bf16": Format(BF16, INT8),
     "int8 of fp32": Format(FP32, INT8),
+    "int4 of bf16": Format(BF16, INT4),
+    "int4 of fp32": Format(FP32, INT4),
 }
 
 
@@ -144,6 +146,10 @@ def test_values_that_keys_begin_with(
     """Stored once, the bits are those of values that are stored again; but of an int8 cache, where they have the keys' scale."""
     lengths, scale = EDGES[:-4] if heads > 7 else EDGES, head_dim**-0.5
     shape = replace(form.shape(heads, kv_heads, head_dim, 16, value_dim), values_in_keys=True)
+    if form.kv_dtype is INT4:
+        with pytest.raises(ConfigError, match="values are what keys begin with: give int8"):
+            Requests(shape, lengths)
+        return
     once, twice = Requests(shape, lengths), Requests(replace(shape, values_in_keys=False), lengths)
     assert once.kv.memory.shape[1] <= twice.kv.memory.shape[1] * (head_dim + 15) / (head_dim + value_dim)
     for i, numbers in enumerate(twice.qkv):
@@ -518,6 +524,13 @@ def test_keys_are_normed_and_rotated_like_queries(dtype: torch.dtype, interleave
     out = attend(step, layer, q, kv)
     share = torch.softmax(q.double() @ q[1].double() * 0.1, 0)[1]
     check(Format(dtype, dtype, True), out[1:], share.expand(1, head_dim), torch.ones(1, head_dim))
+
+
+def test_an_int4_cache_takes_what_the_core_counts() -> None:
+    assert kv_block_bytes(INT4, 3, 80, 72, 32) == 3 * 2 * (40 + 3 * 4) * 32, (
+        "half a byte a number, zeros up to multiples of 16, and for each 32 and the rest two numbers in fp16"
+    )
+    assert kv_block_bytes(INT4, 1, 64, 32, 16) == (32 + 2 * 4 + 16 + 4) * 16
 
 
 def test_an_int8_cache_takes_what_the_core_counts() -> None:

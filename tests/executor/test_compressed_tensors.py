@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import warnings
 from typing import Any
@@ -36,17 +37,27 @@ def integers(bits: int, group: int, symmetric: bool) -> Tensors:
     return {"weight": weight(), "weight_scale": scale, "weight_zero_point": zeros}
 
 
-def compare(kind: str, compressor: str, arguments: dict[str, Any], tensors: Tensors) -> None:
+def package(module: str) -> Any:
+    """Import a part of it, whose own imports warn."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its imports'
-        quantization = importlib.import_module("compressed_tensors.quantization")
-        module, _, name = compressor.partition(":")
-        its = getattr(importlib.import_module(f"compressed_tensors.compressors.{module}"), name)
+        warnings.simplefilter("ignore")
+        return importlib.import_module(f"compressed_tensors.{module}")
+
+
+def compare(kind: str, compressor: str, arguments: dict[str, Any], tensors: Tensors) -> None:
+    quantization = package("quantization")
+    module, _, name = compressor.partition(":")
+    its = getattr(package(f"compressors.{module}"), name)
     weights = quantization.QuantizationArgs(**arguments)
     scheme = quantization.QuantizationScheme(targets=["Linear"], weights=weights)
     stored = its.compress(dict(tensors), scheme)
     expected = its.decompress(dict(stored), scheme)["weight"]
 
+    assert torch.equal(decoded(kind, weights, stored), expected.float())
+
+
+def decoded(kind: str, weights: Any, stored: Tensors) -> torch.Tensor:
+    """Return what we make of a layer's tensors."""
     section = {
         "quant_method": "compressed-tensors",
         "format": kind,
@@ -62,7 +73,7 @@ def compare(kind: str, compressor: str, arguments: dict[str, Any], tensors: Tens
             tuple(stored[each.ending].shape) == each.shape and NAMES[stored[each.ending].dtype] in each.kinds
         )
     assert set(stored) - {each.ending for each in ours.stored} <= {"weight_shape"}
-    assert torch.equal(decode(ours, stored, DEPTH, 0, ROWS).floats(), expected.float())
+    return decode(ours, stored, DEPTH, 0, ROWS).floats()
 
 
 @pytest.mark.whole
@@ -109,3 +120,96 @@ def test_floats_of_4_bits_with_exponents() -> None:
     tensors = {"weight": weight(), "weight_scale": 2.0 ** torch.ceil(torch.log2(largest / 6))}
     compressor = "mxfp4:MXFP4PackedCompressor"
     compare("mxfp4-pack-quantized", compressor, arguments | {"scale_dtype": torch.uint8}, tensors)
+
+
+@pytest.mark.whole
+def test_floats_of_8_bits_with_exponents() -> None:
+    arguments = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
+    largest = weight().view(ROWS, -1, 32).abs().amax(2)
+    tensors = {"weight": weight(), "weight_scale": 2.0 ** torch.ceil(torch.log2(largest / 448))}
+    compare(
+        "mxfp8-quantized",
+        "mxfp8:MXFP8QuantizationCompressor",
+        arguments | {"scale_dtype": torch.uint8},
+        tensors,
+    )
+
+
+@pytest.mark.whole
+def test_floats_of_4_bits_with_a_scale_for_all() -> None:
+    quantization, helpers = package("quantization"), package("compressors.nvfp4")
+    arguments = {
+        "num_bits": 4,
+        "type": "float",
+        "symmetric": True,
+        "strategy": "tensor_group",
+        "group_size": 16,
+    }
+    weights = quantization.QuantizationArgs(**arguments)
+    scheme = quantization.QuantizationScheme(targets=["Linear"], weights=weights)
+    one = (448 * 6 / weight().abs().max()).reshape(1)
+    scales = (weight().view(ROWS, -1, 16).abs().amax(2) / 6 * one).to(torch.float8_e4m3fn)
+    tensors = {"weight": weight(), "weight_scale": scales.float(), "weight_global_scale": one}
+    stored = helpers.NVFP4PackedCompressor.compress(tensors, scheme)
+    codes = helpers.unpack_fp4_from_uint8(stored["weight_packed"], ROWS, DEPTH, torch.float32)
+    expected = package("quantization.lifecycle.forward").dequantize(
+        x_q=codes, scale=stored["weight_scale"].float(), args=weights, global_scale=one, dtype=torch.float32
+    )
+    written = decoded("nvfp4-pack-quantized", weights, stored)
+    # It divides where we multiply by the reciprocal: two roundings of fp32 instead of one.
+    torch.testing.assert_close(written, expected, rtol=2**-22, atol=0)
+
+
+@pytest.mark.whole
+def test_groups_of_layers_are_those_of_the_package() -> None:
+    quantization = package("quantization")
+    four = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+    eight = {"num_bits": 8, "type": "int", "strategy": "channel"}
+    section = {
+        "quant_method": "compressed-tensors",
+        "format": "mixed-precision",
+        "config_groups": {
+            "group_0": {
+                "targets": ["re:.*down_proj", "model.1.q_proj"],
+                "weights": eight,
+                "format": "int-quantized",
+            },
+            "group_1": {"targets": ["Linear"], "weights": four, "format": "pack-quantized"},
+        },
+        "ignore": ["lm_head", "re:.*2.*"],
+    }
+    names = ("q_proj", "down_proj")
+    layers = torch.nn.ModuleDict({each: torch.nn.Linear(64, 64) for each in names})
+    model = torch.nn.ModuleDict(
+        {
+            "model": torch.nn.ModuleList([copy.deepcopy(layers) for _ in range(3)]),
+            "lm_head": torch.nn.Linear(64, 64),
+        }
+    )
+    config = quantization.QuantizationConfig.model_validate(section)
+    package("quantization.lifecycle.apply").apply_quantization_config(model, config)
+    found = recognise(ModelCard({"quantization_config": section}, "config.json"))
+    assert found is not None
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            its = getattr(module, "quantization_scheme", None)
+            ours = found.scheme(StoredLayer(name, 64, 64, False, None))
+            assert (its and its.weights.num_bits) == (ours and ours.bits), name
+
+
+@pytest.mark.whole
+def test_a_scale_for_each_token_is_finer_than_one_for_all() -> None:
+    """A checkpoint's own scale for inputs, from the largest of them, rounds each token by as much or more."""
+    args = package("quantization").QuantizationArgs(num_bits=8, type="int", strategy="tensor", symmetric=True)
+    x = (
+        torch.randn(6, DEPTH, generator=torch.Generator().manual_seed(2))
+        / torch.tensor([[1, 2, 3, 8, 20, 90]]).T
+    )
+    static = package("quantization.lifecycle.forward").fake_quantize(
+        x, x.abs().max().reshape(1) / 127, torch.zeros(1), args
+    )
+    step = x.abs().amax(1, keepdim=True) / 127
+    ours = (x / step).round() * step
+    errors, its = ((each - x).norm(dim=1) for each in (ours, static))
+    assert torch.equal(ours[0], static[0]) or errors[0] <= its[0] * 1.01
+    assert bool((errors[1:] < its[1:]).all())

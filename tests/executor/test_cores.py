@@ -14,6 +14,7 @@ import pytest
 from quintet.executor.ops.host_library import declare, open_library
 from quintet.executor.platforms.cores import default_threads, usable_cores
 from quintet.executor.platforms.memory_nodes import usable_nodes
+from quintet.executor.platforms.shares import device_of, share_of
 
 
 def machine(root: Path, siblings: dict[int, str], **files: str) -> Path:
@@ -158,3 +159,23 @@ def test_a_thread_that_is_kept_on_a_processor_asks_for_the_nodes_of_all(tmp_path
 
     with ThreadPoolExecutor(1) as thread:
         assert thread.submit(ask).result() == list(range(len(processors)))
+
+
+def test_engines_divide_cores_and_keep_to_memory_nodes(tmp_path: Path) -> None:
+    """Processors 0-3 and their hardware threads 8-11 are one node, the rest the other."""
+    system = machine(tmp_path, {cpu: f"{cpu % 8},{cpu % 8 + 8}" for cpu in range(16)})
+    for node, text in ((0, "0-3,8-11"), (1, "4-7,12-15")):
+        folder = system / f"devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(text + "\n")
+    everything = set(range(16))
+    assert share_of(everything, 0, 1, system) == everything
+    assert share_of(everything, 1, 2, system) == {4, 5, 6, 7, 12, 13, 14, 15}
+    shares = [share_of(everything, index, 3, system) for index in range(3)]
+    assert sorted(map(len, shares)) == [4, 6, 6] and set().union(*shares) == everything
+    assert share_of({0, 8}, 1, 2, system) == {0, 8}  # one core cannot be divided
+
+
+def test_each_engine_has_the_next_gpu_that_is_visible() -> None:
+    assert [device_of(index, None) for index in range(2)] == ["0", "1"]
+    assert [device_of(index, "3,GPU-5") for index in range(3)] == ["3", "GPU-5", ""]

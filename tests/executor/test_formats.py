@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import torch
 from bench import quantized
+from bench import quantized_tools as tools
 from bench.quantized import Array, Tensors, Written
 
 from quintet.executor.cards.card import ModelCard
 from quintet.executor.layers.linear import GatedActivation, Linear, Part
 from quintet.executor.ops.host_linear import WeightFormat, linear_library
 from quintet.executor.quant import source
+from quintet.executor.quant.coded import kept_of
 from quintet.executor.quant.fill import numbers_of
 from quintet.executor.quant.formats.registry import recognise
 from quintet.executor.quant.formats.scheme import StoredLayer
@@ -60,6 +62,11 @@ KEPT: dict[str, tuple[Written, WeightFormat, int]] = {
         WeightFormat.INT4_ZEROS,
         32,
     ),
+    "compressed-tensors, ordered": (
+        quantized.compressed(GROUPS | {"symmetric": False, "actorder": "group"}, "pack-quantized"),
+        WeightFormat.INT4_ZEROS,
+        32,
+    ),
     "compressed-tensors, 3 bits": (
         quantized.compressed(GROUPS | {"num_bits": 3}, "pack-quantized"),
         WeightFormat.INT4,
@@ -102,16 +109,83 @@ KEPT: dict[str, tuple[Written, WeightFormat, int]] = {
         WeightFormat.NVFP4,
         0,
     ),
+    "quark, int8": (tools.quark_integers("int8"), WeightFormat.INT8, 0),
+    "quark, int8, zeros": (
+        tools.quark_integers("int8", symmetric=False),
+        WeightFormat.INT8_ZEROS,
+        128,
+    ),
+    "quark, int4": (tools.quark_integers("int4", 32), WeightFormat.INT4, 32),
+    "quark, uint4": (
+        tools.quark_integers("uint4", 32, symmetric=False),
+        WeightFormat.INT4_ZEROS,
+        32,
+    ),
+    "bitnet": (tools.bitnet(), WeightFormat.INT4, 128),
+    "bitnet, multiplied": (tools.bitnet(divides=False), WeightFormat.INT4, 128),
+    "auto-round": (tools.autoround("auto_round", 4, 32), WeightFormat.INT4_ZEROS, 32),
+    "auto-round, as GPTQ": (
+        tools.autoround("auto_round:auto_gptq", 8, 32),
+        WeightFormat.INT8_ZEROS,
+        32,
+    ),
+    "auto-round, as GPTQModel": (
+        tools.autoround("auto_round:gptqmodel", 2, 32, symmetric=True),
+        WeightFormat.INT4,
+        32,
+    ),
+    "auto-round, mxfp4": (
+        tools.autoround_floats("mx_fp", 4, quantized.four_bit_floats(32)),
+        WeightFormat.MXFP4,
+        0,
+    ),
+    "auto-round, nvfp4": (
+        tools.autoround_floats("nv_fp", 4, quantized.four_bit_floats(16, global_scale="weight_global_scale")),
+        WeightFormat.NVFP4,
+        0,
+    ),
+    "modelopt, int8": (tools.modelopt_integers("W8A16"), WeightFormat.INT8, 0),
+    "modelopt, fp8 of rows": (
+        Written(
+            {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+            quantized.eight_bit_floats("weight_scale", (1, 0)),
+        ),
+        WeightFormat.FP8,
+        128,
+    ),
+    "modelopt, mxfp4": (
+        Written(
+            {"quant_method": "modelopt", "quant_algo": "W4A8_MXFP4_FP8"},
+            quantized.four_bit_floats(32, "weight"),
+        ),
+        WeightFormat.MXFP4,
+        0,
+    ),
     "fp8": (quantized.fp8(block=True), WeightFormat.FP8, 128),
     "fp8, one scale": (quantized.fp8(block=False), WeightFormat.FP8, 128),
     "fp8, of fbgemm": (quantized.fp8(block=False, method="fbgemm_fp8"), WeightFormat.FP8, 128),
     "bitsandbytes, int8": (quantized.bitsandbytes("int8"), WeightFormat.INT8, 0),
     "awq": (quantized.awq(32), WeightFormat.INT4_ZEROS, 32),
     "awq, gemv": (quantized.awq(32, "gemv"), WeightFormat.INT4_ZEROS, 32),
+    "torchao": (tools.torchao("Int8WeightOnlyConfig"), WeightFormat.INT8, 0),
+    "torchao, fp8": (tools.torchao("Float8WeightOnlyConfig"), WeightFormat.FP8, 128),
 }
 """With the numbers in which the host keeps them, and their groups."""
 
 ROUNDED = {
+    "modelopt, int4": tools.modelopt_integers("W4A16_AWQ", 32),
+    "torchao, groups": tools.torchao("Int8WeightOnlyConfig", 32),
+    "torchao, groups, zeros": tools.torchao("IntxWeightOnlyConfig", 32, symmetric=False),
+    "hqq": tools.hqq(4, 32),
+    "hqq, 3 bits": tools.hqq(3, 16),
+    "hqq, 2 bits, as floats": tools.hqq(2, 32, as_floats=True),
+    "hqq, 8 bits, one group": tools.hqq(8, 0),
+    "modelopt, factors of inputs": tools.modelopt_integers("W4A16_AWQ", 32, factors=True),
+    "modelopt, smoothed": tools.modelopt_integers("W8A8_SQ_PER_CHANNEL", factors=True),
+    "squeezellm": tools.squeezellm(4),
+    "squeezellm, 3 bits, tables alone": tools.squeezellm(3, outliers=False),
+    "hqq, along axis 0": tools.hqq(4, 64, axis=0),
+    "hqq, groups across rows": tools.hqq(4, 64),
     "gptq, groups of 20": quantized.gptq(4, 20, symmetric=True),
     "fp8 of another kind": Written(
         {"quant_method": "fp8"}, quantized.eight_bit_floats("weight_scale", (1, 0), torch.float8_e5m2)
@@ -134,8 +208,12 @@ def loaded(
     parts: list[Part],
     activation: GatedActivation = GatedActivation.NONE,
     plain: dict[str, torch.Tensor] | None = None,
+    where: torch.device | None = None,
 ) -> tuple[Linear, dict[str, torch.Tensor]]:
-    """Return a layer with its weights, and the numbers that each tensor of its parts stands for."""
+    """Return a layer with its weights, and the numbers that each tensor of its parts stands for.
+
+    where: the device whose kernels multiply; None: the host's do.
+    """
     numbers, tensors = {}, dict(plain or {})
     for seed, part in enumerate({part.name: part for part in parts}.values()):
         if f"{part.name}.weight" not in tensors:
@@ -147,8 +225,8 @@ def loaded(
     }
     found = recognise(ModelCard({"quantization_config": dict(written.section)}, "config.json"))
     assert found is not None
-    plan = WeightPlan(torch.bfloat16, CPU)
-    setting = Setting(StoredQuantization(found, Unquantized(), contents))
+    plan = WeightPlan(torch.bfloat16, where or CPU)
+    setting = Setting(StoredQuantization(found, Unquantized(), contents, on_device=where is not None))
     layer = Linear(setting, plan, parts, DEPTH, activation=activation)
     reserve(plan.stores)
     for name, expected in plan.expected.items():
@@ -167,12 +245,28 @@ def test_packed_numbers_are_the_checkpoints(name: str, monkeypatch: pytest.Monke
     packed = layer.method.packed
     assert packed is not None and (packed.format, packed.group) == (weight_format, group)
     order, whole = layer.method.runs[0].order, torch.cat([numbers[each] for each in "qkv"])
-    assert (order is not None) == written.section.get("desc_act", False)
+    assert (order is not None) == name.endswith("ordered")
     assert torch.equal(packed.read(), whole if order is None else whole[:, order])
     assert not layer.method.is_quantized
     x = torch.from_numpy(noise(3, seed=4)).bfloat16()
     # Activations of 16 bits, and a rounding of the sums, of about 10, to bf16.
     torch.testing.assert_close(layer(x).float(), x.float() @ whole.t(), rtol=2**-7, atol=2**-5)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["Int8WeightOnlyConfig", "Int4WeightOnlyConfig"])
+def test_factors_of_inputs_are_the_weights(name: str) -> None:
+    plain = tools.torchao(name, 32)
+    factors = torch.rand(DEPTH, generator=torch.Generator().manual_seed(3)) + 0.5
+
+    def tensors(name: str, weight: Array) -> tuple[Tensors, Array]:
+        its, numbers = plain.tensors(name, weight)
+        return its | {"_weight_act_pre_scale": factors}, numbers * factors.numpy()
+
+    layer, numbers = loaded(Written(plain.section, tensors), [Part("q", 96)])
+    packed = layer.method.packed
+    assert packed is not None and packed.format is WeightFormat.BF16
+    torch.testing.assert_close(packed.read(), numbers["q"].bfloat16().float(), rtol=2**-7, atol=0)
 
 
 @pytest.mark.parametrize(("kind", "kept"), [("nf4", WeightFormat.NF4), ("fp4", WeightFormat.FP4)])
@@ -206,9 +300,15 @@ def test_what_no_kernel_multiplies_is_rounded_once(name: str) -> None:
 
 
 @needs_kernels
-def test_activations_of_8_bits_are_as_the_checkpoint_says() -> None:
+@pytest.mark.parametrize("name", ["compressed-tensors", "torchao", "modelopt", "quark"])
+def test_activations_of_8_bits_are_as_the_checkpoint_says(name: str) -> None:
     inputs = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
-    written = quantized.compressed(BY_ROW, "int-quantized", inputs)
+    written = {
+        "compressed-tensors": quantized.compressed(BY_ROW, "int-quantized", inputs),
+        "torchao": tools.torchao("Int8DynamicActivationInt8WeightConfig"),
+        "modelopt": tools.modelopt_integers("W8A8_SQ_PER_CHANNEL"),
+        "quark": tools.quark_integers("int8", activations=True),
+    }[name]
     layer, numbers = loaded(written, [Part("q", 96), Part("k", 32)])
     packed = layer.method.packed
     assert packed is not None and layer.method.runs[0].int8_activations
@@ -314,3 +414,21 @@ def test_without_the_kernels_torch_multiplies(monkeypatch: pytest.MonkeyPatch) -
     layer, numbers = loaded(KEPT["gptq, 4 bits"][0], [Part("q", 96), Part("k", 32)])
     whole = torch.cat([numbers["q"], numbers["k"]]).bfloat16()
     assert layer.method.table is not None and torch.equal(layer.method.table, whole)
+
+
+@pytest.mark.parametrize(
+    ("written", "is_kept"),
+    [
+        (tools.hqq(4, 32), False),
+        (tools.squeezellm(4, outliers=False), False),
+        (tools.torchao("Int8WeightOnlyConfig", 32), True),
+        (tools.bitnet(), True),
+        (tools.quark_integers("int4", 32), True),
+    ],
+)
+def test_a_device_keeps_codes_whose_zeros_are_integers(written: Written, is_kept: bool) -> None:
+    found = recognise(ModelCard({"quantization_config": dict(written.section)}, "config.json"))
+    assert found is not None
+    kept = kept_of(found.scheme(StoredLayer("q", 96, 128, False, None)), 128, torch.bfloat16)
+    assert (kept is not None) == is_kept
+    assert kept is None or not kept.has_zeros

@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from bench.quantization import END_OF_TEXT, WINDOW, read
+from bench.quantization import END_OF_TEXT
 from tokenizers import Tokenizer
 
 from quintet.deploy.embedded import default_model_path
+from quintet.deploy.quantize.loss import read
+from quintet.deploy.quantize.settings import WINDOW
 from quintet.executor.ops.host_linear import linear_library
 
 HELD_OUT = "fnmatch.py"
@@ -22,7 +24,7 @@ ALLOWED: Mapping[str, float] = {"int8": 0.005, "w8a8": 0.005, "int4": 0.13}
 
 
 def loss(prompts: list[list[int]], **options: str) -> float:
-    logprobs, _ = read(prompts, {"threads": 1, **options})
+    logprobs, _ = read(prompts, {"threads": 1, **options}, progress=False)
     return -sum(logprobs) / len(logprobs)
 
 

@@ -72,6 +72,9 @@ class Unlike:
         ]
         return packed_by_part(library, shape, plan, numbers, shape.sources)
 
+    def pairs(self, shape: LinearShape, plan: WeightPlan) -> bool:
+        return True
+
     def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
         raise NotImplementedError
 

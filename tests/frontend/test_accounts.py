@@ -69,7 +69,7 @@ def test_accounts_name_what_is_waited_for_and_which_way_it_went() -> None:
         world.sessions.send_again([second.request_id])
         world.deaf = True
         world.sessions.submit(PROMPT, params())  # nobody has it yet
-        accounts = {(role, index): account for role, index, account in world.sessions.accounts(0)}
+        accounts = {(role, index): account for role, index, account in world.sessions.accounts()}
         live = accounts.pop((Role.CORE, 0))
         assert isinstance(live, Live)
         parked = second.request_id + 2

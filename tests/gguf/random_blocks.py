@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,12 @@ import gguf
 import numpy as np
 import torch
 import transformers
-from bench import gguf_writer
 from safetensors.torch import load_file, save_file
 
+from quintet.executor.gguf.types import BY_NAME
+from quintet.executor.gguf.writing.mixes import MIXES
+from quintet.executor.gguf.writing.model import plan_of, write_gguf
+from tests.gguf.files import names_of_ids
 from tests.models.random_checkpoints import Logits, Row, side_by_side
 
 Array = np.ndarray[Any, Any]
@@ -68,20 +71,22 @@ def in_blocks(row: Row, kind_of: Callable[[str], str], target: Path) -> Row:
     def make(folder: Path) -> Logits:
         row.make(folder)
         tensors, blocks = load_file(folder / "model.safetensors"), {}
-        config = json.loads((folder / "config.json").read_text())
-        arch = gguf_writer.arch_of(gguf_writer.ARCHITECTURES[config["model_type"]])
-        names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+        plan = plan_of(folder, MIXES["f32"])
+        places = {each.laid.sources: each for each in plan.tensors}
         for seed, (name, tensor) in enumerate(sorted(tensors.items())):
             if tensor.dim() == 2 and ".experts." not in name and not name.endswith("gate.weight"):
-                kind = kind_of(gguf_writer.renamed(names, name))
+                place = places[name,]
+                kind = kind_of(place.laid.name)
                 if kind == "F32":
                     continue
                 raw = random_rows(kind, *tensor.shape, seed)
                 tensors[name] = torch.from_numpy(numbers_of(kind, raw))
-                blocks[name] = raw, kind
+                moved = place.laid.make([torch.from_numpy(raw)])
+                blocks[name,] = replace(place, type=BY_NAME[kind], read=lambda moved=moved: moved)
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-        (folder / "tokenizer.json").write_text("{}")
-        gguf_writer.write_model(folder, target, "F32", blocks)
+        plan = plan_of(folder, MIXES["f32"])
+        plan = replace(plan, tensors=tuple(blocks.get(each.laid.sources, each) for each in plan.tensors))
+        write_gguf(plan, target, names_of_ids(folder))
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
         return side_by_side(model.float().eval())
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from bench.gguf_writer import write_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +22,7 @@ from quintet.executor.gguf.parts import Parts, read_parts
 from quintet.executor.gguf.types import TYPES
 from quintet.wire.errors import ConfigError
 from tests.gguf.families import ROWS
+from tests.gguf.files import write_model
 from tests.models.random_checkpoints import write_checkpoint
 
 KEYS = (
@@ -86,17 +87,43 @@ def test_much_metadata_is_a_model_or_one_line(arch: str, values: dict[str, Any])
 
 
 def test_an_architecture_that_is_not_read_is_named_with_those_that_are() -> None:
-    with pytest.raises(ConfigError, match=r"'rwkv7' is not read from GGUF; these are: arcee, bloom"):
+    with pytest.raises(ConfigError, match=r"'rwkv7' is not read from GGUF; these are: arcee, baichuan"):
         card_of_gguf(parts_of({"general.architecture": "rwkv7"}))
     with pytest.raises(ConfigError, match=r"general\.architecture is None"):
         card_of_gguf(parts_of({}))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"attention.head_count_kv": 3}, "llama.attention.head_count_kv is 3; it must be a divisor of"),
+        ({"rope.freq_base": "high"}, "llama.rope.freq_base is 'high'; it must be a number"),
+        (
+            {"expert_count": 4, "expert_used_count": 5},
+            "llama.expert_used_count is 5; it must be a whole number",
+        ),
+    ],
+)
+def test_errors_name_the_files_own_keys(wrong: dict[str, Any], said: str) -> None:
+    values = {
+        "block_count": 2,
+        "context_length": 64,
+        "embedding_length": 64,
+        "feed_forward_length": 96,
+        "attention.head_count": 4,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+    }
+    metadata = {f"llama.{key}": value for key, value in (values | wrong).items()}
+    card = json.loads(card_of_gguf(parts_of(metadata | {"general.architecture": "llama"})))
+    with pytest.raises(ConfigError, match=rf"^model\.gguf: {re.escape(said)}"):
+        FAMILIES[card["architectures"][0]].read(ModelCard(card, "model.gguf"))
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
     write_checkpoint(ROWS["llama"], folder)
-    write_model(folder, folder / "model.gguf", "F16")
+    write_model(folder, folder / "model.gguf", "f16")
     return folder / "model.gguf"
 
 

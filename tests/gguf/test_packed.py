@@ -6,16 +6,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench.gguf_writer import write_model
 
+from quintet.executor.gguf.parts import read_parts
 from quintet.executor.ops.host_linear import WeightFormat
 from quintet.executor.ops.packed_weight import PackedWeight
+from quintet.executor.quant import gguf as gguf_quantization
+from quintet.wire.errors import ConfigError
+from tests.gguf.files import write_model
 from tests.gguf.random_blocks import SCALES, in_blocks
 from tests.models.equal import WAYS, alone, furthest, load
 from tests.models.random_checkpoints import of_transformers
+from tests.models.rows import routed
 from tests.models.test_equal import check_bits, check_quantized, made
 
-_WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
 CLOSE = 3e-3
 """How far logits may be from those of the dequantized numbers, in deviations: activations are integers of 16 bits."""
 
@@ -23,7 +27,7 @@ CLOSE = 3e-3
 @pytest.mark.drawn(5)
 @pytest.mark.parametrize("kind", SCALES)
 def test_packed_blocks_are_the_numbers_they_stand_for(kind: str, tmp_path: Path) -> None:
-    row = in_blocks(of_transformers("LlamaConfig", **_WIDE), lambda name: kind, tmp_path / "model.gguf")
+    row = in_blocks(of_transformers("LlamaConfig", **WIDE), lambda name: kind, tmp_path / "model.gguf")
     expected = made(row, tmp_path)
     loaded = load(tmp_path / "model.gguf")
     assert loaded.config.executor.quantization == "gguf"
@@ -32,7 +36,7 @@ def test_packed_blocks_are_the_numbers_they_stand_for(kind: str, tmp_path: Path)
     assert outcome.outputs == [each.outputs for each in expected]
 
 
-def _as_q4_k_m(name: str) -> str:
+def as_q4_k_m(name: str) -> str:
     """The types of a usual file: better ones of values and downs in some layers, and of the output layer."""
     if name.startswith("blk.0.") and name.split(".")[2] in ("attn_v", "ffn_down"):
         return "Q6_K"
@@ -41,8 +45,8 @@ def _as_q4_k_m(name: str) -> str:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_layers_of_mixed_types_have_the_same_bits_in_every_batch(tied: bool, tmp_path: Path) -> None:
-    family = of_transformers("Qwen2Config", tie_word_embeddings=tied, **_WIDE)
-    expected = made(in_blocks(family, _as_q4_k_m, tmp_path / "model.gguf"), tmp_path)
+    family = of_transformers("Qwen2Config", tie_word_embeddings=tied, **WIDE)
+    expected = made(in_blocks(family, as_q4_k_m, tmp_path / "model.gguf"), tmp_path)
     loaded = load(tmp_path / "model.gguf")
     outcome = alone(loaded, [each.prompt for each in expected])
     assert furthest(outcome, expected) < CLOSE
@@ -70,7 +74,7 @@ def test_each_type_of_a_stacked_layer_is_packed_for_itself(
 
     monkeypatch.setattr(PackedWeight, "fill_blocks", counting)
     file, cache = tmp_path / "model.gguf", str(tmp_path / "cache")
-    expected = made(in_blocks(of_transformers("Qwen2Config", **_WIDE), _stacks, file), tmp_path)
+    expected = made(in_blocks(of_transformers("Qwen2Config", **WIDE), _stacks, file), tmp_path)
     prompts = [each.prompt for each in expected]
     loaded = load(file, packed_cache=cache)
     assert {WeightFormat.Q5_0, WeightFormat.Q6_K} <= {each for each, _ in filled}
@@ -82,22 +86,104 @@ def test_each_type_of_a_stacked_layer_is_packed_for_itself(
     assert by_torch.outputs == outcome.outputs
     filled.clear()
     assert alone(load(file, packed_cache=cache), prompts).bits == outcome.bits
-    assert not filled
+    assert {columns for _, columns in filled} <= {211}, (
+        "what is packed is not packed again; the table of embeddings is read anew"
+    )
     check_bits(load(file, "bfloat16"), prompts, WAYS)
+
+
+def _gates(name: str) -> str:
+    """Gates and ups of two types in one layer, of one type in the other, kept in floating-point numbers in the third."""
+    layer, _, tensor = name.removeprefix("blk.").partition(".")
+    kinds = {"ffn_gate.weight": ("Q4_K", "Q8_0", "F32"), "ffn_up.weight": ("Q6_K", "Q8_0", "Q5_K")}
+    return kinds[tensor][int(layer)] if tensor in kinds else "Q4_K"
+
+
+def test_gates_and_ups_of_different_types_are_packed_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled = []
+    fill = PackedWeight.fill_blocks
+
+    def counting(self: PackedWeight, raw: torch.Tensor, first_column: int = 0) -> None:
+        filled.append(self.format)
+        fill(self, raw, first_column)
+
+    monkeypatch.setattr(PackedWeight, "fill_blocks", counting)
+    family = of_transformers("Qwen3Config", head_dim=64, **WIDE | {"num_hidden_layers": 3})
+    expected = made(in_blocks(family, _gates, tmp_path / "model.gguf"), tmp_path)
+    prompts = [each.prompt for each in expected]
+    for compiled in (True, False):
+        filled.clear()
+        outcome = alone(load(tmp_path / "model.gguf", compiled=compiled), prompts)
+        assert {WeightFormat.Q6_K, WeightFormat.Q5_K} <= set(filled)
+        assert furthest(outcome, expected) < CLOSE
+        assert outcome.outputs == [each.outputs for each in expected]
+    check_bits(load(tmp_path / "model.gguf", "bfloat16"), prompts, WAYS)
 
 
 def test_experts_are_packed_too(tmp_path: Path) -> None:
     """A file of Q8_0 says about what the numbers did before they were rounded to it."""
     expected = made(
-        of_transformers("MixtralConfig", num_local_experts=4, num_experts_per_tok=4, **_WIDE), tmp_path
+        of_transformers("MixtralConfig", num_local_experts=4, num_experts_per_tok=4, **WIDE), tmp_path
     )
-    write_model(tmp_path, tmp_path / "model.gguf", "Q8_0")
+    write_model(tmp_path, tmp_path / "model.gguf", "q8_0")
     outcome = alone(load(tmp_path / "model.gguf"), [each.prompt for each in expected])
     for i, each in enumerate(expected):
         first = torch.frombuffer(bytearray(outcome.bits[i, len(each.prompt)]), dtype=torch.float32)
         assert torch.corrcoef(torch.stack([first, each.logits[0]]))[0, 1] > 0.99
 
 
+_STACKED = {
+    "experts with biases": of_transformers(
+        "GptOssConfig", **routed.GPT_OSS | WIDE | {"swiglu_limit": 7.0, "intermediate_size": 256}
+    ),
+    "experts of gates and ups in one": of_transformers("GraniteMoeConfig", **routed.GRANITE | WIDE),
+    "queries, keys and values in one, gates and ups in one": of_transformers(
+        "Phi3Config", pad_token_id=0, **WIDE
+    ),
+    "grouped queries, keys and values": of_transformers("GPTNeoXConfig", **WIDE),
+}
+"""What checkpoints hold in stacks of some order, and a file apart."""
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("family", _STACKED)
+def test_what_a_family_stacks_is_packed_too(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All blocks of the file but those of the embedding, and the numbers are those that they stand for."""
+    filled, fill = [], PackedWeight.fill_blocks
+
+    def counting(self: PackedWeight, raw: torch.Tensor, first_column: int = 0) -> None:
+        filled.append(raw.numel())
+        fill(self, raw, first_column)
+
+    monkeypatch.setattr(PackedWeight, "fill_blocks", counting)
+    prompts = [each.prompt for each in made(_STACKED[family], tmp_path)]
+    write_model(tmp_path, tmp_path / "model.gguf", "q8_0")
+    packed = load(tmp_path / "model.gguf")
+    tensors = dict(read_parts(tmp_path / "model.gguf").tensors())
+    blocks = {name: each.num_bytes for name, each in tensors.items() if each.type.name == "Q8_0"}
+    assert sum(filled) == sum(blocks.values()) - blocks["token_embd.weight"]
+    outcome = alone(packed, prompts)
+    monkeypatch.setattr(gguf_quantization, "NUMBERS", {})
+    plain = alone(load(tmp_path / "model.gguf"), prompts)
+    assert plain.outputs == outcome.outputs
+    for key, bits in plain.bits.items():
+        ours, its = (
+            torch.frombuffer(bytearray(each), dtype=torch.float32) for each in (outcome.bits[key], bits)
+        )
+        assert float((ours - its).abs().max() / its.std()) < CLOSE
+
+
 def test_a_flag_rounds_what_a_file_has(tmp_path: Path) -> None:
-    row = in_blocks(of_transformers("LlamaConfig", **_WIDE), _as_q4_k_m, tmp_path / "model.gguf")
+    row = in_blocks(of_transformers("LlamaConfig", **WIDE), as_q4_k_m, tmp_path / "model.gguf")
     check_quantized(tmp_path / "model.gguf", row, made(row, tmp_path))
+
+
+def test_a_file_is_of_no_other_format(tmp_path: Path) -> None:
+    in_blocks(of_transformers("LlamaConfig", **WIDE), as_q4_k_m, tmp_path / "model.gguf").make(tmp_path)
+    words = r"--quantization gptq, but the checkpoint is quantized already \(gguf: .*model\.gguf\)"
+    with pytest.raises(ConfigError, match=words):
+        load(tmp_path / "model.gguf", quantization="gptq")

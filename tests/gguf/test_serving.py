@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-from bench.gguf_writer import write_model
 
+from quintet.deploy import cli
 from tests.gguf.vocabularies import VOCABULARIES
 from tests.models.random_checkpoints import of_transformers
 from tests.processes.server import Server, serve
@@ -23,11 +23,20 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     tokens = vocabulary["tokens"]
     of_transformers("LlamaConfig", vocab_size=len(tokens), max_position_embeddings=512).make(folder)
     named = {token: index for index, token in enumerate(tokens)}
-    special = [{"id": index, "content": tokens[index]} for index in range(len(tokens) - 3, len(tokens))]
-    model = {"vocab": named, "merges": vocabulary["merges"]}
-    (folder / "tokenizer.json").write_text(json.dumps({"model": model, "added_tokens": special}))
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    special = [{"id": at, "content": tokens[at], **flags} for at in range(len(tokens) - 3, len(tokens))]
+    model = {"type": "BPE", "vocab": named, "merges": [each.split(" ") for each in vocabulary["merges"]]}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    said = {
+        "version": "1.0",
+        "model": model,
+        "added_tokens": special,
+        "pre_tokenizer": level,
+        "decoder": level,
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(said))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    write_model(folder, folder / "model.gguf", "Q8_0")
+    assert cli.main(["quantize", str(folder), str(folder / "model.gguf"), "--format", "q8_0"]) == 0
     for path in folder.iterdir():
         if path.suffix != ".gguf":
             path.unlink()

@@ -17,6 +17,7 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 import gguf
@@ -66,6 +67,13 @@ BPE_PRES = (
     "viking",
     "deepseek-v3",
     "deepseek-coder",
+    "deepseek-llm",
+    "kimi-k2",
+    "youtu",
+    "seed-coder",
+    "exaone-moe",
+    "jais-2",
+    "minicpm5",
 )
 """A name of every meaning."""
 KINDS = {f"byte pairs, {pre}": Kind("bpe", pre) for pre in BPE_PRES} | {
@@ -121,12 +129,14 @@ def strings(count: int, seed: int) -> list[str]:
 def is_comparable(kind: Kind, text: str) -> bool:
     """Whether llama.cpp cuts a text as the models do that a pre-tokenizer is named after, as we do.
 
-    Of GPT-4o's expression, and Tekken's, it knows capitals of ASCII alone, and no marks; of DeepSeek Coder's it takes ideographic
-    spaces for none of the characters that the expression names.
+    Of GPT-4o's expression, and Tekken's, it knows capitals of ASCII alone, and no marks; of Kimi K2's and Youtu's no capitals
+    either; of DeepSeek's first ones it takes ideographic spaces for none of the characters that the expressions name.
     """
+    if kind.pre in ("kimi-k2", "youtu"):
+        return all(each in ascii_lowercase or unicodedata.category(each) not in _CASED for each in text)
     if kind.pre in ("tekken", "gpt-4o"):
         return all(each.isascii() or unicodedata.category(each) not in _CASED for each in text)
-    return kind.pre != "deepseek-coder" or "\u3000" not in text
+    return kind.pre not in ("deepseek-coder", "deepseek-llm") or "\u3000" not in text
 
 
 _CASED = ("Lu", "Ll", "Lt", "Lm", "Mn", "Mc", "Me")

@@ -16,7 +16,7 @@ from quintet.executor.interface import Pending, StepWorker
 from quintet.executor.worker import make_torch_worker
 from quintet.wire.codec import pack_i32, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig
-from quintet.wire.embeds import EmbedsPrompt
+from quintet.wire.embeds import EmbedsPrompt, digest_of
 from quintet.wire.messages import Admit, FinishReason
 from quintet.wire.params import SamplingParams
 from quintet.wire.request import RequestSpec
@@ -48,7 +48,9 @@ class House:
     def admit(
         self, request_id: int, prompt: list[int] | EmbedsPrompt, params: SamplingParams, priority: int = 0
     ) -> None:
-        embeds = prompt if isinstance(prompt, EmbedsPrompt) else None
+        embeds = None
+        if isinstance(prompt, EmbedsPrompt):
+            embeds = msgspec.structs.replace(prompt, digest=digest_of(prompt))
         ids = prompt if isinstance(prompt, list) else [0] * prompt.num_tokens
         admit = Admit(
             request_id, pack_i32(ids), RequestSpec(params, 0, 0, priority=priority), 0, embeds=embeds

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from bench import quantized
+from bench import quantized_tools as tools
 from bench.quantized import Written
 from safetensors.torch import load_file, save_file
 from tests.models.equal import WAYS, Loaded, alone, in_every_way, load, logits_of, one_torch_thread
@@ -40,6 +41,7 @@ FORMATS: dict[str, Written] = {
     "compressed-tensors": quantized.compressed(W4, "pack-quantized"),
     "fp8": quantized.fp8(block=True),
     "bitsandbytes": quantized.bitsandbytes("nf4", nested=True),
+    "hqq": tools.hqq(4, 64),
 }
 MORE_FORMATS: dict[str, Written] = {
     "gptq, 2 bits": quantized.gptq(2, 32, symmetric=False),
@@ -82,6 +84,19 @@ MORE_FORMATS: dict[str, Written] = {
     "bitsandbytes, nf4": quantized.bitsandbytes("nf4"),
     "bitsandbytes, fp4": quantized.bitsandbytes("fp4"),
     "bitsandbytes, int8": quantized.bitsandbytes("int8"),
+    "hqq, 3 bits": tools.hqq(3, 32),
+    "hqq, 8 bits, one group": tools.hqq(8, 0),
+    "hqq, 2 bits along axis 0": tools.hqq(2, 64, axis=0),
+    "bitnet": tools.bitnet(),
+    "auto-round": tools.autoround("auto_round"),
+    "auto-round, fp8": tools.autoround_floats("fp", 8, quantized.eight_bit_floats("weight_scale", (1, 0))),
+    "auto-round, nvfp4": tools.autoround_floats(
+        "nv_fp", 4, quantized.four_bit_floats(16, global_scale="weight_global_scale")
+    ),
+    "squeezellm": tools.squeezellm(4),
+    "torchao": tools.torchao("Int8WeightOnlyConfig"),
+    "torchao, 4 bits": tools.torchao("Int4WeightOnlyConfig", 32, symmetric=False),
+    "torchao, fp8": tools.torchao("Float8WeightOnlyConfig"),
     "quark": Written(
         {
             "quant_method": "quark",
@@ -90,6 +105,7 @@ MORE_FORMATS: dict[str, Written] = {
         },
         quantized.eight_bit_floats("weight_scale", (0, 0), as_list=False),
     ),
+    "quark, uint4": tools.quark_integers("uint4", 64, symmetric=False),
     "quark, fp4": Written(
         {
             "quant_method": "quark",
@@ -100,6 +116,22 @@ MORE_FORMATS: dict[str, Written] = {
     ),
     "modelopt": Written(
         {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
+        quantized.eight_bit_floats("weight_scale", (0, 0), as_list=False),
+    ),
+    "modelopt, int4, factors": tools.modelopt_integers("W4A16_AWQ", 64, factors=True),
+    "modelopt, mixed": Written(
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {
+                f"model.layers.{i}.{name}": {"quant_algo": "FP8"}
+                for i in range(2)
+                for name in (
+                    *(f"self_attn.{each}_proj" for each in "qkvo"),
+                    *(f"mlp.{each}_proj" for each in ("gate", "up", "down")),
+                )
+            },
+        },
         quantized.eight_bit_floats("weight_scale", (0, 0), as_list=False),
     ),
     "modelopt, nvfp4": Written(
@@ -172,12 +204,26 @@ KINDS = {
     "fused": (FUSED, ("gptq", "awq", "bitsandbytes", "fp8")),
     "biased": (BIASED, ("gptq", "fp8")),
 }
+BITNET = transformers.BitNetConfig(**SETTINGS)  # type: ignore[arg-type]
+KINDS_OF_MORE = {
+    "experts": (EXPERTS, ("hqq", "quark, fp4", "torchao")),
+    "fused": (FUSED, ("squeezellm", "quark, uint4")),
+    "bitnet": (BITNET, ("bitnet",)),
+}
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in KINDS for name in KINDS[kind][1]])
 def test_layers_of_other_kinds_are_read(kind: str, name: str, tmp_path: Path) -> None:
     compare(tmp_path, FORMATS[name], KINDS[kind][0])
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind in KINDS_OF_MORE for name in KINDS_OF_MORE[kind][1]]
+)
+def test_and_in_each_variant(kind: str, name: str, tmp_path: Path) -> None:
+    compare(tmp_path, (FORMATS | MORE_FORMATS)[name], KINDS_OF_MORE[kind][0])
 
 
 @pytest.mark.whole
@@ -342,7 +388,6 @@ LAYER = "model.layers.1.mlp.down_proj"
         ({"checkpoint_format": "marlin"}, {}, "'marlin'.*take the one it was made from"),
         ({"dynamic": {"-:(a+)+$": {}}}, {}, "repeats no group"),
         ({"quant_method": "gptqq"}, {}, "the nearest that loads is 'gptq'"),
-        ({"quant_method": "HQQ"}, {}, "'hqq'.*zeros are no integers.*or give --quantization int4"),
     ],
 )
 def test_what_does_not_load_is_one_line(
@@ -396,17 +441,64 @@ SPARSE = {"format": "sparse-24-bitmask", "sparsity_structure": "2:4"}
         ),
         (
             {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
-            "quant_algo is 'W4A8_AWQ'.*these load: FP8, NVFP4",
+            "quant_algo is 'W4A8_AWQ'.*these load: FP8, FP8_PER_CHANNEL_PER_TOKEN",
         ),
         (
             {"quant_method": "auto-round", "packing_format": "auto_round:itrex"},
             "packing_format is 'auto_round:itrex'",
         ),
+        ({"quant_method": "bitnet", "quantization_mode": "online"}, "it must be offline: take the packed"),
+        ({"quant_method": "auto-round", "act_bits": 8}, "act_bits is 8; it must be 16"),
         (
-            {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "int4"}}},
-            "dtype is 'int4' with scales None.*these load: fp8_e4m3",
+            {"quant_method": "auto-round", "data_type": "mx_int", "bits": 4},
+            "data_type is 'mx_int' of 4 bits.*mx_fp of 4 and 8 bits",
         ),
-        ({"quant_method": "quark", "layer_quant_config": {"*": {}}}, "layers with numbers of their own"),
+        (
+            {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "int3"}}},
+            "dtype is 'int3' with scales None.*these load: fp8_e4m3",
+        ),
+        ({"quant_method": "quark", "layer_quant_config": {"*": {}}}, "global_quant_config is missing"),
+        (
+            {"quant_method": "quark", "layer_type_quant_config": {"Linear": {}}},
+            "kinds of layers with numbers",
+        ),
+        (
+            {"quant_method": "quark", "global_quant_config": {"weight": [{}, {}]}},
+            "weight is .*; it must be one kind of numbers",
+        ),
+        (
+            {"quant_method": "torchao", "quant_type": "int4_weight_only"},
+            "quant_type is 'int4_weight_only'.*save it as safetensors",
+        ),
+        (
+            {
+                "quant_method": "torchao",
+                "quant_type": {"default": {"_type": "UIntXWeightOnlyConfig", "_data": {}}},
+            },
+            "'UIntXWeightOnlyConfig'.*these load: Int8WeightOnlyConfig",
+        ),
+        (
+            {
+                "quant_method": "torchao",
+                "quant_type": {
+                    "default": {
+                        "_type": "Int4WeightOnlyConfig",
+                        "_data": {"int4_packing_format": "preshuffled"},
+                    }
+                },
+            },
+            "'preshuffled'.*packing format 'plain'",
+        ),
+        ({"quant_method": "torchao", "include_input_output_embeddings": True}, "embedding quantized"),
+        ({"quant_method": "squeezellm", "wbits": 2}, "wbits is 2; it must be 3 or 4"),
+        ({"quant_method": "hqq"}, "quant_config is missing; it must be an object with weight_quant_params"),
+        (
+            {
+                "quant_method": "hqq",
+                "quant_config": {"weight_quant_params": {}, "zero_quant_params": {"nbits": 8}},
+            },
+            "zeros quantized once more.*quant_zero false",
+        ),
         ({"quant_method": "mxfp4"}, "gpt-oss's experts alone"),
         ({"quant_method": 4}, "quant_method is 4; it must be the name of a format"),
     ],
@@ -428,3 +520,30 @@ def test_a_bias_of_zeros_is_none(tmp_path: Path) -> None:
     ours, _ = write(tmp_path, FORMATS["gptq"])
     change(ours, {}, {f"{LAYER}.bias": torch.zeros(128)})
     load(ours)
+
+
+def test_squeezellm_is_known_by_its_authors_files(tmp_path: Path) -> None:
+    ours, _ = write(tmp_path, MORE_FORMATS["squeezellm"])
+    tensors = load_file(ours / "model.safetensors")
+    (ours / "model.safetensors").unlink()
+    torch.save(tensors | {f"sparse_threshold.{LAYER}": 7}, ours / "sq-llama-w4-s5.pt")
+    card = json.loads((ours / "config.json").read_bytes())
+    del card["quantization_config"]
+    (ours / "config.json").write_text(json.dumps(card))
+    (ours / "quant_config.json").write_text(json.dumps({"wbits": 4}))
+    assert load(ours).config.executor.quantization == "squeezellm"
+
+
+@pytest.mark.parametrize(
+    ("ending", "other", "words"),
+    [
+        ("rows", torch.full((129,), 1 << 30, dtype=torch.int32), "rows do not divide the"),
+        ("cols", None, "has outliers in 'rows', and none in 'cols'"),
+    ],
+)
+def test_outliers_that_cannot_be(ending: str, other: torch.Tensor | None, words: str, tmp_path: Path) -> None:
+    ours, _ = write(tmp_path, MORE_FORMATS["squeezellm"])
+    change(ours, {}, {f"{LAYER}.{ending}": other})
+    with pytest.raises(ConfigError, match=words) as caught:
+        load(ours)
+    assert LAYER in str(caught.value) and "\n" not in str(caught.value)

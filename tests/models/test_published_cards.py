@@ -385,3 +385,13 @@ def test_chatglm_rotates_half_of_the_heads_it_has(width: Card) -> None:
     mixer = read("ChatGLMModel", _SIZES | {"ffn_hidden_size": 96, "seq_length": 512} | width).layers[0].mixer
     assert isinstance(mixer, AttentionSpec) and mixer.head_dim == (16 if width else 128)
     assert mixer.rope is not None and 2 * mixer.rope.rotary_dim == mixer.head_dim
+
+
+@pytest.mark.parametrize("architecture", ["BloomForCausalLM", "LlamaForCausalLM"])
+def test_heads_that_do_not_divide_the_width(architecture: str) -> None:
+    sizes = {"vocab_size": 256, "hidden_size": 100, "num_hidden_layers": 2, "num_attention_heads": 7}
+    card = sizes | {"intermediate_size": 128, "max_position_embeddings": 64}
+    with pytest.raises(
+        ConfigError, match="num_attention_heads is 7; it must be a divisor of hidden_size, 100"
+    ):
+        read(architecture, card)

@@ -27,7 +27,7 @@ from quintet.executor.sampling.grammar import StepMasks
 from quintet.executor.sampling.settings import Settings
 from quintet.executor.slots import SlotTables
 from quintet.executor.worker import Worker, make_torch_worker
-from quintet.wire.config import EngineConfig
+from quintet.wire.config import EngineConfig, KvCacheDtype
 from quintet.wire.params import SamplingParams
 from quintet.wire.step import StepPlan
 
@@ -154,20 +154,27 @@ def run(
     return witness.release()
 
 
+def with_kv(config: EngineConfig, dtype: KvCacheDtype) -> EngineConfig:
+    return msgspec.structs.replace(config, cache=msgspec.structs.replace(config.cache, dtype=dtype))
+
+
 def with_blocks(config: EngineConfig, num_blocks: int) -> EngineConfig:
     cache = msgspec.structs.replace(config.cache, memory_bytes=num_blocks * config.model.kv.bytes_per_block)
     return msgspec.structs.replace(config, cache=cache)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
+@pytest.mark.parametrize(
+    ("dtype", "kv"),
+    [("bfloat16", "auto"), ("float32", "auto"), ("float16", "auto"), ("bfloat16", "int4")],
+)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("params", [GREEDY, RANDOM], ids=["greedy", "random"])
 def test_logits_do_not_depend_on_company_or_schedule(
-    model: str, dtype: Dtype, params: SamplingParams, tmp_path: Path, threads: None
+    model: str, dtype: Dtype, kv: KvCacheDtype, params: SamplingParams, tmp_path: Path, threads: None
 ) -> None:
     card = card_of(MODELS[model], tmp_path)
     config = engine_config(tmp_path, card, 16, 288, dtype, load_format="dummy", seed=3)
-    config = changed(config, max_num_seqs=64)
+    config = with_kv(changed(config, max_num_seqs=64), kv)
     worker = make_torch_worker(config)
     assert isinstance(worker.runner, ProgramRunner)
     library = open_library()

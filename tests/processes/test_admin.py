@@ -108,8 +108,8 @@ def test_a_role_is_replaced_under_load_and_no_text_changes(
 
 def test_roles_grow_and_shrink_under_load(server: Server, undisturbed: dict[int, str]) -> None:
     load = Load(server)
-    up = admin(server, "scale", "detokenizers=3", "tokenizers=3", "frontends=2")
-    down = admin(server, "scale", "detokenizers=1", "tokenizers=1", "frontends=1")
+    up = admin(server, "scale", "detokenizers=3", "tokenizers=3", "frontends=2", "engines=2")
+    down = admin(server, "scale", "detokenizers=1", "tokenizers=1", "frontends=1", "engines=1")
     load.end()
     assert (up.returncode, down.returncode) == (0, 0), up.stderr + down.stderr
     for number, text in load.texts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tests.small_frames import take_at_most
 from tokenizers import Tokenizer
 
 from quintet.detokenizer_proc import main
+from quintet.detokenizer_proc.main import QueryJob
 from quintet.process.runtime import CONFIG_FILE, Stopping, error_file
 from quintet.wire import messages as m
 from quintet.wire import supervision
@@ -159,14 +161,26 @@ def test_what_is_too_much_to_wait_ends_with_an_error(
 
 
 def test_queries_are_answered_while_steps_go_on(
-    world: Any, tokenizers_by_style: dict[str, Tokenizer]
+    monkeypatch: pytest.MonkeyPatch, world: Any, tokenizers_by_style: dict[str, Tokenizer]
 ) -> None:
+    seen = threading.Event()
+    advance = QueryJob.advance
+    begun: list[QueryJob] = []
+
+    def one_slice_until_seen(job: QueryJob) -> m.Detokenized | None:
+        if begun and not seen.is_set():
+            return None
+        begun.append(job)
+        return advance(job)
+
+    monkeypatch.setattr(QueryJob, "advance", one_slice_until_seen)
     tokenizer = tokenizers_by_style["byte_level"]
     ids = tokenizer.encode("the quick brown fox <|im_end|>").ids * 5000
     world.send(m.DetokenizeQuery(7, 0, pack_i32(ids)))
     world.send(row(RequestIds(0, 1).take(), 0, [9]))
-    first = world.wait(world.frontend, (m.Text, m.Detokenized))
-    assert isinstance(first, m.Text)
+    # The query cannot go on past its first slice before the step's text is here: only a slice that is all of it could.
+    assert isinstance(world.wait(world.frontend, (m.Text, m.Detokenized)), m.Text)
+    seen.set()
     answer = world.wait(world.frontend, m.Detokenized)
     assert (answer.query_id, answer.error) == (7, None)
     assert answer.text == tokenizer.decode(ids, skip_special_tokens=False)

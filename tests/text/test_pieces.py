@@ -12,7 +12,7 @@ from quintet.deploy.embedded import default_model_path
 from quintet.tokenizer_proc import encode
 from quintet.tokenizer_proc.chat_template import ChatTemplates
 from quintet.tokenizer_proc.encode import Encoder
-from quintet.tokenizer_proc.pieces import may_be_cut, pieces_of
+from quintet.tokenizer_proc.pieces import SPACE, Cutter, cutter_of
 from quintet.wire.config import ModelConfig
 
 CL100K = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -72,11 +72,29 @@ def split_by(words: str) -> pre_tokenizers.PreTokenizer:
     )
 
 
+def of_sentencepiece(
+    normalizer: normalizers.Normalizer | None, splitter: pre_tokenizers.PreTokenizer | None
+) -> Tokenizer:
+    """Return a tokenizer whose vocabulary was learnt word by word, and that then sees texts otherwise."""
+    tokenizer = trained(pre_tokenizers.Metaspace(prepend_scheme="never"))
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = splitter
+    return tokenizer
+
+
+SPACES = normalizers.Replace(" ", SPACE)
 KINDS = {
     "ours": lambda: Tokenizer.from_file(f"{default_model_path()}/tokenizer.json"),
     "gpt2": lambda: trained(pre_tokenizers.ByteLevel(add_prefix_space=False)),
     "cl100k": lambda: trained(split_by(CL100K)),
     "qwen": lambda: trained(split_by(CL100K.replace("{1,3}", "")), normalizers.NFC()),
+    "llama2": lambda: of_sentencepiece(normalizers.Sequence([normalizers.Prepend(SPACE), SPACES]), None),
+    "gemma": lambda: of_sentencepiece(SPACES, pre_tokenizers.Split(" ", "merged_with_previous")),
+    "metaspace": lambda: of_sentencepiece(
+        None, pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    ),
+    "words": lambda: of_sentencepiece(None, pre_tokenizers.Metaspace()),
 }
 
 
@@ -85,32 +103,43 @@ def test_ids_are_those_of_the_whole(
     kind: str, model_of: Callable[..., ModelConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = KINDS[kind]()
-    assert may_be_cut(tokenizer)
+    cutter = cutter_of(tokenizer)
+    assert cutter is not None
+    pieces_of = Cutter.pieces_of
     encoder = Encoder(tokenizer, ChatTemplates({}, {}), model_of(tokenizer))
     texts = [written(seed) for seed in range(100, 130)]
     for special in (False, True):
         whole = [encoder.encode(text, special) for text in texts]
         for size in (1, 7, 50):
             monkeypatch.setattr(encode, "PIECE_CHARS", size)
-            monkeypatch.setattr(encode, "pieces_of", lambda text, size=size: pieces_of(text, size))
+            monkeypatch.setattr(
+                Cutter, "pieces_of", lambda self, text, size=size: pieces_of(self, text, size)
+            )
             assert [encoder.encode(text, special) for text in texts] == whole
             monkeypatch.undo()
 
 
 def test_what_may_not_be_cut() -> None:
-    assert not may_be_cut(trained(pre_tokenizers.ByteLevel(add_prefix_space=True)))
-    assert not may_be_cut(trained(split_by(r"\p{L}+ \p{L}+|\s+")))
-    assert not may_be_cut(trained(pre_tokenizers.Metaspace()))
-    assert not may_be_cut(trained(pre_tokenizers.ByteLevel(add_prefix_space=False), normalizers.Prepend("▁")))
+    assert not cutter_of(trained(pre_tokenizers.ByteLevel(add_prefix_space=True)))
+    assert not cutter_of(trained(split_by(r"\p{L}+ \p{L}+|\s+")))
+    assert not cutter_of(trained(pre_tokenizers.Metaspace(split=False))), "it learnt tokens across words"
+    unigram = Tokenizer(models.Unigram([("<unk>", 0.0), (SPACE, -1.0), ("a", -1.0)], 0))
+    unigram.pre_tokenizer = pre_tokenizers.Metaspace(split=False)
+    assert not cutter_of(unigram)
+    doubled = normalizers.Sequence([SPACES, normalizers.Replace("a", "b")])
+    assert not cutter_of(of_sentencepiece(doubled, None))
+    assert not cutter_of(trained(pre_tokenizers.ByteLevel(add_prefix_space=False), normalizers.Prepend("▁")))
     for added in (AddedToken("<mask>", lstrip=True), AddedToken("two words")):
         tokenizer = trained(pre_tokenizers.ByteLevel(add_prefix_space=False))
         tokenizer.add_tokens([added])
-        assert not may_be_cut(tokenizer)
+        assert not cutter_of(tokenizer)
 
 
 def test_pieces() -> None:
     text = "one two three\nfour é five, six " * 50
-    assert "".join(pieces_of(text, 20)) == text
-    assert max(map(len, pieces_of(text, 20))) < 60
-    assert list(pieces_of("x" * 100, 20)) == ["x" * 100]
-    assert list(pieces_of("", 20)) == [""]
+    cutter = Cutter(drops_space=False)
+    assert "".join(cutter.pieces_of(text, 20)) == text
+    assert max(map(len, cutter.pieces_of(text, 20))) < 60
+    assert list(cutter.pieces_of("x" * 100, 20)) == ["x" * 100]
+    assert list(cutter.pieces_of("", 20)) == [""]
+    assert " ".join(Cutter(drops_space=True).pieces_of(text, 20)) == text

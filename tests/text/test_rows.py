@@ -9,6 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from quintet.detokenizer_proc import logprobs
+from quintet.detokenizer_proc.cores import Cores
 from quintet.detokenizer_proc.incremental import PieceTable
 from quintet.detokenizer_proc.rows import Steps
 from quintet.detokenizer_proc.vocabulary import Vocabulary
@@ -389,3 +390,15 @@ def test_special_tokens_of_the_clients_own_are_echoed(steps: Steps, tokenizer: T
     starts = [position.text_offset for position in started.prompt_logprobs if position is not None]
     assert (starts[0], starts[-1]) == (len(mark), len(f"{mark}Hello"))
     assert text.deltas == [tokenizer.decode(prompt[1:2])], "what the output skips is the request's own affair"
+
+
+def test_a_request_is_one_cores_at_a_time(steps: Steps) -> None:
+    """Two cores know nothing of each other: whoever opens the newer attempt has it."""
+    cores = Cores(steps)
+    assert cores.apply(tokens((ONE, 0, [9], NONE), opens=[opening()]))
+    assert cores.apply(tokens((ONE, 0, [9, 8], NONE), opens=[opening(attempt=1)], core=1, core_epoch=3))
+    assert cores.apply(tokens((ONE, 1, [7], NONE))) == []
+    ((_, text),) = cores.apply(tokens((ONE, 2, [7], NONE), core=1, core_epoch=3))
+    assert (text.token_ids, cores.num_open) == (pack_i32([7]), 1)
+    cores.forget_core(1, 3)
+    assert cores.num_open == 0

@@ -146,6 +146,21 @@ def test_cancelling_one_choice_in_a_lane_follows_the_admission(world: Any) -> No
     assert world.wait(world.core, (m.Admit, m.Cancel)).request_ids == [first + 1]
 
 
+def test_what_goes_on_at_another_engine_leaves_a_lane_in_its_newest_attempt_alone(world: Any) -> None:
+    first = RequestIds(0, 1).take(2)
+    older = submit(first, m.TextPrompt(BIG), n=2)
+    world.send(older)
+    world.send(m.Cancel([first, first + 1], 0, moved=True))
+    newer = msgspec.structs.replace(older, spec=msgspec.structs.replace(older.spec, attempt=1))
+    world.send(newer)
+    assert world.wait(world.core, (m.Admit, m.Cancel)).spec.attempt == 1
+    last = RequestIds(0, 1).take(5)
+    world.send(submit(last, m.TextPrompt("later")))
+    world.send(m.Cancel([last], 0, moved=True))
+    assert world.wait(world.core, (m.Admit, m.Cancel)).request_id == last
+    assert world.wait(world.core, (m.Admit, m.Cancel)).moved
+
+
 def test_an_account_goes_on_without_what_is_here_still(world: Any) -> None:
     """In lanes, or waiting for a topology; so the core knows all that it names, or it is lost."""
     ids = RequestIds(0, 1)

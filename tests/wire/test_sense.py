@@ -13,6 +13,7 @@ from quintet.wire import step as s
 from quintet.wire import supervision
 from quintet.wire.codec import pack_f32, pack_i32, pack_i64, pack_u8
 from quintet.wire.columns import all_below, are_spans
+from quintet.wire.embeds import EmbedsPrompt, digest_of
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.kv_spec import KvGroup, KvSpec
 from quintet.wire.params import SamplingParams
@@ -55,6 +56,17 @@ def test_a_state_has_two_places_however_short_the_context(tmp_path: Path) -> Non
     sense = Sense(msgspec.structs.replace(config, model=model))
     assert sense.accepts(plan(blocks=pack_i32([0, 0, 0, 1, 0, 1, 0, 2, 0, 1, 1, 2])))
     assert not sense.accepts(plan(blocks=pack_i32([0, 1, 2, 2])))
+
+
+def test_vectors_come_with_a_digest(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    sense = Sense(
+        msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, embedding_width=4))
+    )
+    vectors = EmbedsPrompt("F32", 4, bytes(32))
+    whole = msgspec.structs.replace(vectors, digest=digest_of(vectors))
+    assert sense.accepts(msgspec.structs.replace(admit(), embeds=whole))
+    assert not sense.accepts(msgspec.structs.replace(admit(), embeds=vectors))
 
 
 def submit(**change: Any) -> m.Submit:

@@ -20,7 +20,8 @@
 // Weights are powers of two of (score - largest) * log2 e. Scores, weights and sums are fp32, whatever the cache holds;
 // where the processor's pairs of bf16 are faster than fp32 (attend_in_pairs), and on the matrix unit, weights are rounded to
 // bf16 for the multiplication with the values, and it is the rounded ones that the normalizer sums: a true average of the
-// values. (On the matrix unit but for an int8 cache, where weights are rounded with the values' scales.)
+// values. (On the matrix unit but for an int8 cache, where weights are rounded with the values' scales.) An int4 cache's numbers are
+// code * scale + least number, rounded once, before they are multiplied; to bf16 once more for the matrix unit.
 //
 // Where values are what keys begin with, a chunk's are laid out as values first: once for all groups of a piece.
 //
@@ -51,17 +52,18 @@ struct Format {
   using Direct = DirectForm;
   using Word = typename Direct::Word;
   struct Unit {};
-  static constexpr bool kWidens = kWidenable, kScaled = kWithScales, kOfMatrix = false;
+  static constexpr bool kWidens = kWidenable, kScaled = kWithScales, kInFours = std::is_same_v<Direct, Fours>, kOfMatrix = false;
 };
 
 #if defined(QT_AMX)
-// bf16 or bytes on the matrix unit.
+// bf16, bytes or four bits on the matrix unit.
 template <class StoredNumber>
 struct OfMatrix {
   using Stored = StoredNumber;
   using Word = MatrixWord;
   using Unit = MatrixUnit;
-  static constexpr bool kWidens = false, kScaled = std::is_same_v<Stored, std::int8_t>, kOfMatrix = true;
+  static constexpr bool kWidens = false, kScaled = std::is_same_v<Stored, std::int8_t>, kInFours = std::is_same_v<Stored, Fours>,
+                        kOfMatrix = true;
 };
 #endif
 
@@ -164,6 +166,14 @@ index_t tiles_seen(const Walk& walk, const Group<Word>& group) {
   return (end < walk.next ? end : walk.next) - walk.tile;
 }
 
+// The factors of a tile's int4 keys, or values, widened.
+const float* take_factors(const char* plane, index_t dim, float* to) {
+  const fp16* from = (const fp16*)(plane + kTileKeys / 2 * dim);
+  const index_t count = (dim + kFourGroup - 1) / kFourGroup * kFactorsOfGroup;
+  for (index_t i = 0; i < count; i += kLanes) store(to + i, load(from + i));
+  return to;
+}
+
 // One chunk for all groups of a piece. before(g): called before group g's turn.
 template <class Format, class Before>
 void walk_chunk(const AttentionCall& call, const Walk& walk, Group<typename Format::Word>* groups, index_t num_groups,
@@ -171,7 +181,14 @@ void walk_chunk(const AttentionCall& call, const Walk& walk, Group<typename Form
   const index_t key_dim = call.kv.key_dim, value_dim = call.kv.value_dim, first = walk.tile / kChunkTiles * kChunkKeys;
   Prefetch prefetch;
   Chunk chunk = chunk_of(call, walk, prefetch);
-  if (call.layer.values_in_keys) take_values_of_keys<typename Format::Stored>(chunk, value_dim, scratch.values_of_keys);
+  if constexpr (Format::kInFours) {
+    for (index_t i = 0; i < chunk.count; ++i) {
+      chunk.key_factors[i] = take_factors(chunk.keys[i], key_dim, scratch.key_factors[i]);
+      chunk.value_factors[i] = take_factors(chunk.values[i], value_dim, scratch.value_factors[i]);
+    }
+  } else if (call.layer.values_in_keys) {
+    take_values_of_keys<typename Format::Stored>(chunk, value_dim, scratch.values_of_keys);
+  }
   if constexpr (Format::kScaled)
     for (index_t i = 0; i < chunk.count; ++i) {
       const char *scales = chunk.keys[i] + call.kv.key_bytes + call.kv.value_bytes;
@@ -422,6 +439,7 @@ void attend(const void* description, index_t begin, index_t end) {
 // stay in the first-level cache, and that what single tokens do not see is not computed for them.
 constexpr index_t kGroupRows = 48;
 using Bytes = Format<std::int8_t, Singles<std::int8_t>, true, true>;
+using InFours = Format<Fours, Fours, true>;
 
 template <class Format, class Element>
 constexpr AttentionKernel kSharing = {attend<Format, Element>, kGroupRows, kMaxGroups};
@@ -436,10 +454,12 @@ const AttentionKernels attention = {
 #if defined(QT_AMX)
     .attend = {kOfBf16<bf16>, kSharing<Format<fp16, Singles<fp16>, true>, fp16>, kSharing<Format<float, Singles<float>, true>, float>},
     .attend_bytes = {kOfBf16<std::int8_t>, kSharing<Bytes, fp16>, kSharing<Bytes, float>},
+    .attend_fours = {kOfBf16<Fours>, kSharing<InFours, fp16>, kSharing<InFours, float>},
 #else
     .attend = {kSharing<Format<bf16, Halves, true>, bf16>, kSharing<Format<fp16, Singles<fp16>, true>, fp16>,
                kSharing<Format<float, Singles<float>, true>, float>},
     .attend_bytes = {kSharing<Bytes, bf16>, kSharing<Bytes, fp16>, kSharing<Bytes, float>},
+    .attend_fours = {kSharing<InFours, bf16>, kSharing<InFours, fp16>, kSharing<InFours, float>},
 #endif
 #if defined(__AVX512BF16__) && !defined(QT_AMX)
     .attend_in_pairs = {attend<Format<bf16, Pairs, false>, bf16>, kGroupRows, 1},  // pairs are not widened: nothing to share

@@ -1,12 +1,13 @@
 // The multiplications of attention on the matrix unit (amx.hpp): up to 32 (token, head) rows times tiles of keys, or their
-// weights times values. Queries are bf16; the cache's numbers are bf16 or bytes, which bf16 holds exactly.
+// weights times values. Queries are bf16; the cache's numbers are bf16, bytes, which bf16 holds exactly, or of four bits, which are
+// rounded to bf16 with their scales.
 //
 //              rows [up to 16][32 numbers]       columns [16 pairs][16][2], a kilobyte each
 //   scores     queries, dimensions 32 i ...      keys of tile t, dimensions 32 i ...
 //   values     weights of tiles 2 i, 2 i + 1     values of these tiles: a pair is key j of the one and key j of the other
 //
 // Keys lie in a bf16 cache as the unit reads them; they are copied only where their dimensions do not fill the last step
-// (key_dim 16, 48, 80 ...: zeros follow) and where they are bytes. Values are copied always, once for all groups of a
+// (key_dim 16, 48, 80 ...: zeros follow) and where they are bytes or four bits. Values are copied always, once for all groups of a
 // piece: a tile has only 16 keys, half of what the unit multiplies in the same time. The copy is 4 * value_dim lines of a
 // chunk, beside 8 * value_dim cycles of multiplications for each 16 rows.
 //
@@ -162,11 +163,17 @@ class Product {
   index_t row_ = 0, column_ = 0, step_ = 0;
 };
 
-// Of a plane [number][columns]: words of the numbers 2 p and 2 p + 1 of kLanes columns from c on, as bf16.
-template <class Stored>
-QT_INLINE i32v pairs_of(const char* plane, index_t columns, index_t p, index_t c) {
+// Of a plane [number][columns]: words of the numbers 2 p and 2 p + 1 of kLanes columns from c on, as bf16. adjust(codes of four bits,
+// number, column): the numbers, rounded to nearest, ties away from zero.
+template <class Stored, class Adjust>
+QT_INLINE i32v pairs_of(const char* plane, index_t columns, index_t p, index_t c, Adjust adjust) {
   if constexpr (std::is_same_v<Stored, bf16>) {
     return load_bits(plane + (p * columns + c) * 4);
+  } else if constexpr (std::is_same_v<Stored, Fours>) {
+    const i32v codes = load_fours(plane + p * columns + c);
+    const i32v low = as_bits(adjust(Fours::part(codes, 0), 2 * p, c)) + all(0x8000);
+    const i32v high = as_bits(adjust(Fours::part(codes, 1), 2 * p + 1, c)) + all(0x8000);
+    return (i32v)((u32v)low >> 16) | (high & all(std::int32_t(0xFFFF0000)));
   } else {
     const Stored* from = (const Stored*)plane + 2 * p * columns + c;
     return (i32v)((u32v)as_bits(load(from)) >> 16) | as_bits(load(from + columns));
@@ -184,20 +191,27 @@ QT_INLINE void arrange_keys(const Chunk& chunk, index_t key_dim, MatrixWord* cop
     }
     MatrixWord* to = copies + t * words_of_tile;
     columns[t] = (const char*)to;
-    for (index_t p = 0; p < pairs; ++p, to += kTileKeys) store(to, pairs_of<Stored>(chunk.keys[t], kTileKeys, p, 0));
+    const auto scaled = [&](i32v codes, index_t d, index_t key) { return scaled_keys(codes, chunk.key_factors[t], d, key); };
+    for (index_t p = 0; p < pairs; ++p, to += kTileKeys) store(to, pairs_of<Stored>(chunk.keys[t], kTileKeys, p, 0, scaled));
     std::memset(to, 0, (const char*)(copies + (t + 1) * words_of_tile) - (const char*)to);
   }
 }
 
 alignas(64) constexpr char kNoValues[kTileKeys * kMaxValueDim * 2] = {};
+alignas(64) constexpr float kNoFactors[kMaxFourGroups * kFactorsOfGroup] = {};
 
 // The values of two tiles as columns, [value_dim / 16][16 keys][16 dimensions][tile].
 template <class Stored>
-QT_INLINE void arrange_two(const char* first, const char* second, index_t value_dim, MatrixWord* to) {
+QT_INLINE void arrange_two(const char* first, const float* first_factors, const char* second, const float* second_factors,
+                           index_t value_dim, MatrixWord* to) {
   const i32v high = all(std::int32_t(0xFFFF0000));
+  const auto scaled_by = [](const float* factors) {
+    return [factors](i32v codes, index_t key, index_t d) { return scaled_value(codes, factors, key, d); };
+  };
   for (index_t p = 0; p < kTileKeys / 2; ++p)
     for (index_t d = 0; d < value_dim; d += kLanes) {
-      const i32v a = pairs_of<Stored>(first, value_dim, p, d), b = pairs_of<Stored>(second, value_dim, p, d);
+      const i32v a = pairs_of<Stored>(first, value_dim, p, d, scaled_by(first_factors));
+      const i32v b = pairs_of<Stored>(second, value_dim, p, d, scaled_by(second_factors));
       MatrixWord* place = to + d / kLanes * kOperandWords + 2 * p * kLanes;
       store(place, (a & ~high) | b << 16);
       store(place + kLanes, (i32v)((u32v)a >> 16) | (b & high));
@@ -209,8 +223,9 @@ template <class Stored>
 QT_INLINE void arrange_values(const Chunk& chunk, index_t value_dim, MatrixWord* to) {
   const index_t begin = chunk.begin / kTileKeys, end = begin + chunk.count;
   for (index_t t = begin / 2 * 2; t < end; t += 2)
-    arrange_two<Stored>(t < begin ? kNoValues : chunk.values[t - begin],
-                        t + 1 < end ? chunk.values[t + 1 - begin] : kNoValues, value_dim,
+    arrange_two<Stored>(t < begin ? kNoValues : chunk.values[t - begin], t < begin ? kNoFactors : chunk.value_factors[t - begin],
+                        t + 1 < end ? chunk.values[t + 1 - begin] : kNoValues,
+                        t + 1 < end ? chunk.value_factors[t + 1 - begin] : kNoFactors, value_dim,
                         to + t / 2 * (value_dim / kLanes) * kOperandWords);
 }
 

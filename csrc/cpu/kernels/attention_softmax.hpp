@@ -90,6 +90,8 @@ struct Scratch {
   alignas(64) float largest[kMaxRows * kLanes];  // score of a chunk, of the keys of a lane
   alignas(64) float key_scales[kChunkKeys];      // int8 cache
   alignas(64) float value_scales[kChunkKeys];
+  alignas(64) float key_factors[kChunkTiles][kMaxFourGroups * kFactorsOfGroup];  // int4 cache
+  alignas(64) float value_factors[kChunkTiles][kMaxFourGroups * kFactorsOfGroup];
   alignas(64) char values_of_keys[kChunkKeys * kMaxValueDim * 4];  // of a chunk, as tiles of values (attention_tiles.hpp)
   alignas(64) Word keys[kOfChunk * kMaxKeyDim + 1];
   alignas(64) Word values[kOfChunk * kMaxValueDim + 1];

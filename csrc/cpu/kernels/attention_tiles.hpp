@@ -37,13 +37,28 @@ QT_INLINE f32v load(const std::int8_t* from) {
 #endif
 }
 
-// How what is stored is multiplied: a load gives kParts vectors, each multiplied with a factor of its own.
+// kLanes bytes of an int4 cache: a number in their low bits, another in their high ones.
+QT_INLINE i32v load_fours(const char* from) {
+#if defined(__AVX512F__)
+  return (i32v)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
+#elif defined(__AVX2__)
+  return (i32v)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from));
+#else
+  i32v bytes;
+  for (int i = 0; i < kLanes; ++i) bytes[i] = (unsigned char)from[i];
+  return bytes;
+#endif
+}
+
+// How what is stored is multiplied: a load gives kParts vectors, each multiplied with a factor of its own. What kGroup numbers of a
+// head share, if anything, belongs to the vectors before that.
 
 // Pairs of bf16 with VDPBF16PS: a factor is a pair as well.
 struct Pairs {
   using Word = std::int32_t;
   using Loaded = i32v;
   static constexpr int kNumbers = 2, kParts = 1;  // numbers of a row that a step multiplies, with so many factors
+  static constexpr index_t kGroup = 0;
   static constexpr index_t kElementBytes = 4;     // of one lane
   QT_INLINE Loaded load(const char* from) { return load_bits(from); }
   QT_INLINE i32v part(Loaded loaded, int) { return loaded; }
@@ -55,7 +70,7 @@ struct Halves {
   using Word = float;
   using Loaded = i32v;
   static constexpr int kNumbers = 2, kParts = 2;
-  static constexpr index_t kElementBytes = 4;
+  static constexpr index_t kGroup = 0, kElementBytes = 4;
   QT_INLINE Loaded load(const char* from) { return load_bits(from); }
   QT_INLINE f32v part(Loaded loaded, int number) {
     return as_float(number ? loaded & all(std::int32_t(0xFFFF0000)) : loaded << 16);
@@ -69,11 +84,59 @@ struct Singles {
   using Word = float;
   using Loaded = f32v;
   static constexpr int kNumbers = 1, kParts = 1;
-  static constexpr index_t kElementBytes = sizeof(Element);
+  static constexpr index_t kGroup = 0, kElementBytes = sizeof(Element);
   QT_INLINE Loaded load(const char* from) { return QT_ISA::load((const Element*)from); }
   QT_INLINE f32v part(Loaded loaded, int) { return loaded; }
   QT_INLINE f32v multiply(f32v acc, Word factor, f32v vector) { return fma(all(factor), vector, acc); }
 };
+
+// Two of four bits: times their group's scale, and its least number added, in one rounding.
+struct Fours {
+  using Word = float;
+  using Loaded = i32v;
+  static constexpr int kNumbers = 2, kParts = 2;
+  static constexpr index_t kGroup = kFourGroup, kElementBytes = 1;
+  QT_INLINE Loaded load(const char* from) { return load_fours(from); }
+#if defined(__AVX512F__)
+  QT_INLINE i32v part(Loaded loaded, int number) { return number ? loaded >> 4 : loaded; }  // in the low four bits of a lane
+#else
+  QT_INLINE i32v part(Loaded loaded, int number) { return number ? loaded >> 4 : loaded & all(std::int32_t(15)); }
+#endif
+  QT_INLINE f32v multiply(f32v acc, Word factor, f32v vector) { return fma(all(factor), vector, acc); }
+};
+
+// Factors of a tile's int4 keys, or values, widened: [groups][2][kTileKeys], scales and least numbers.
+inline constexpr index_t kFactorsOfGroup = 2 * kTileKeys;
+
+// codes * scale + least, where lanes have scales of their own, and where they have one: then there are 16 such numbers.
+QT_INLINE f32v scaled(i32v codes, f32v scales, f32v least) {
+#if defined(__AVX512F__)
+  return fma(_mm512_permutexvar_ps((__m512i)codes, f32v{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}), scales, least);
+#else
+  return fma(to_float(codes), scales, least);
+#endif
+}
+
+QT_INLINE f32v scaled(i32v codes, float scale, float least) {
+#if defined(__AVX512F__)
+  const f32v counting = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return _mm512_permutexvar_ps((__m512i)codes, fma(counting, all(scale), all(least)));
+#else
+  return fma(to_float(codes), all(scale), all(least));
+#endif
+}
+
+// Number d of the keys from `key` on.
+QT_INLINE f32v scaled_keys(i32v codes, const float* factors, index_t d, index_t key) {
+  const float* of_group = factors + d / kFourGroup * kFactorsOfGroup + key;
+  return scaled(codes, load(of_group), load(of_group + kTileKeys));
+}
+
+// Numbers of a value from d on.
+QT_INLINE f32v scaled_value(i32v codes, const float* factors, index_t key, index_t d) {
+  const float* of_group = factors + d / kFourGroup * kFactorsOfGroup + key;
+  return scaled(codes, of_group[0], of_group[kTileKeys]);
+}
 
 // Two bf16 of a row as the matrix unit takes them (attention_matrix.hpp): queries of two neighbouring dimensions, or the
 // weights of a key and of the one a tile further.
@@ -87,11 +150,13 @@ QT_INLINE constexpr index_t words(index_t numbers) {
   return numbers / Form::kNumbers * Form::kParts;
 }
 
+constexpr auto kAsItIs = [](auto vector, index_t, int) __attribute__((always_inline)) { return vector; };
+
 // sums[r][v] += over i ascending: factors[r * kRow + i * kStep] * the v-th vector at from + i * stride. What lies at
-// ahead + i * stride is brought closer meanwhile.
-template <class Form, int R, int V, index_t kRow, index_t kStep>
+// ahead + i * stride is brought closer meanwhile. adjust(vector, number, v): what is multiplied in its place.
+template <class Form, int R, int V, index_t kRow, index_t kStep, class Adjust>
 QT_INLINE void accumulate(f32v (&sums)[R][V], const typename Form::Word* factors, const char* const (&from)[V],
-                          const char* const (&ahead)[V], index_t stride, index_t steps) {
+                          const char* const (&ahead)[V], index_t stride, index_t steps, Adjust adjust) {
   for (index_t i = 0; i < steps; ++i) {
     typename Form::Loaded loaded[V];
 #pragma GCC unroll 8
@@ -101,9 +166,9 @@ QT_INLINE void accumulate(f32v (&sums)[R][V], const typename Form::Word* factors
     }
 #pragma GCC unroll 2
     for (int part = 0; part < Form::kParts; ++part) {
-      decltype(Form::part(loaded[0], 0)) vectors[V];
+      decltype(adjust(Form::part(loaded[0], 0), 0, 0)) vectors[V];
 #pragma GCC unroll 8
-      for (int v = 0; v < V; ++v) vectors[v] = Form::part(loaded[v], part);
+      for (int v = 0; v < V; ++v) vectors[v] = adjust(Form::part(loaded[v], part), i * Form::kNumbers + part, v);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         const typename Form::Word factor = factors[r * kRow + (i * Form::kParts + part) * kStep];
@@ -123,6 +188,8 @@ struct Chunk {
   const char* values[kChunkTiles];
   const char* beside_keys[kChunkTiles];
   const char* beside_values[kChunkTiles];
+  const float* key_factors[kChunkTiles];  // of an int4 cache
+  const float* value_factors[kChunkTiles];
 };
 
 // Lines of the cache to bring into the second-level cache, a few at a time.
@@ -144,10 +211,10 @@ class Prefetch {
 };
 
 // scores[r][v * kLanes ...] of R rows for V vectors of keys, the first of them `inside` bytes into a row of its tile.
-// queries: [words][R].
+// queries: [words][R]; factors: of the tiles, if the form has groups.
 template <class Form, int R, int V>
-void score(const typename Form::Word* queries, const char* const* keys, const char* const* ahead, index_t inside,
-           index_t key_dim, float* scores) {
+void score(const typename Form::Word* queries, const char* const* keys, const char* const* ahead, const float* const* factors,
+           index_t inside, index_t key_dim, float* scores) {
   f32v sums[R][V];
   const char *from[V], *next[V];
 #pragma GCC unroll 8
@@ -159,7 +226,26 @@ void score(const typename Form::Word* queries, const char* const* keys, const ch
     from[v] = keys[v / kTileVectors] + inside + v % kTileVectors * kLanes * Form::kElementBytes;
     next[v] = ahead[v / kTileVectors] + inside + v % kTileVectors * kLanes * Form::kElementBytes;
   }
-  accumulate<Form, R, V, 1, R>(sums, queries, from, next, kTileKeys * Form::kElementBytes, key_dim / Form::kNumbers);
+  constexpr index_t kStride = kTileKeys * Form::kElementBytes;
+  if constexpr (Form::kGroup == 0) {
+    accumulate<Form, R, V, 1, R>(sums, queries, from, next, kStride, key_dim / Form::kNumbers, kAsItIs);
+  } else {
+    for (index_t d = 0; d < key_dim; d += Form::kGroup) {
+      f32v scales[V], least[V];
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) {
+        const float* of_group = factors[v / kTileVectors] + d / Form::kGroup * kFactorsOfGroup + inside + v % kTileVectors * kLanes;
+        scales[v] = load(of_group);
+        least[v] = load(of_group + kTileKeys);
+      }
+      const index_t steps = (key_dim - d < Form::kGroup ? key_dim - d : Form::kGroup) / Form::kNumbers;
+      accumulate<Form, R, V, 1, R>(sums, queries + d * R, from, next, kStride, steps,
+                                   [&](i32v codes, index_t, int v)
+                                       __attribute__((always_inline)) { return scaled(codes, scales[v], least[v]); });
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) from[v] += steps * kStride, next[v] += steps * kStride;
+    }
+  }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
@@ -182,8 +268,16 @@ void weigh(const typename Form::Word* weights, const float* shrink, const Chunk&
       from[v] = chunk.values[tile] + offset + v * kLanes * Form::kElementBytes;
       next[v] = chunk.beside_values[tile] + offset + v * kLanes * Form::kElementBytes;
     }
-    accumulate<Form, R, V, words<Form>(kChunkKeys), 1>(acc, weights + tile * words<Form>(kTileKeys), from, next,
-                                                        value_dim * Form::kElementBytes, kTileKeys / Form::kNumbers);
+    const auto add = [&](auto adjust) __attribute__((always_inline)) {
+      accumulate<Form, R, V, words<Form>(kChunkKeys), 1>(acc, weights + tile * words<Form>(kTileKeys), from, next,
+                                                          value_dim * Form::kElementBytes, kTileKeys / Form::kNumbers, adjust);
+    };
+    if constexpr (Form::kGroup == 0)
+      add(kAsItIs);
+    else
+      add([&](i32v codes, index_t key, int v) __attribute__((always_inline)) {
+        return scaled_value(codes, chunk.value_factors[tile], key, offset / Form::kElementBytes + v * kLanes);
+      });
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
@@ -198,12 +292,13 @@ void score_rows(const typename Form::Word* queries, index_t key_dim, const Chunk
   index_t tile = 0;
   if constexpr (V > kTileVectors)
     for (; tile + V / kTileVectors <= chunk.count; tile += V / kTileVectors)
-      score<Form, R, V>(queries, chunk.keys + tile, chunk.beside_keys + tile, 0, key_dim, scores + tile * kTileKeys);
+      score<Form, R, V>(queries, chunk.keys + tile, chunk.beside_keys + tile, chunk.key_factors + tile, 0, key_dim,
+                        scores + tile * kTileKeys);
   constexpr int kRest = V < kTileVectors ? V : kTileVectors;
   for (; tile < chunk.count; ++tile)
     for (int v = 0; v < kTileVectors; v += kRest)
-      score<Form, R, kRest>(queries, chunk.keys + tile, chunk.beside_keys + tile, v * kLanes * Form::kElementBytes, key_dim,
-                            scores + tile * kTileKeys + v * kLanes);
+      score<Form, R, kRest>(queries, chunk.keys + tile, chunk.beside_keys + tile, chunk.key_factors + tile,
+                            v * kLanes * Form::kElementBytes, key_dim, scores + tile * kTileKeys + v * kLanes);
 }
 
 template <class Form, int R>

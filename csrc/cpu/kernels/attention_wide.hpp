@@ -28,15 +28,16 @@ static_assert(kChunkKeys % kPanel == 0 && kMaxValueDim % kPanel == 0);
 // Rows from which on widening a chunk once costs less than widening it for each register block.
 inline constexpr index_t kWidenFrom = 17;
 
-// A plane [rows / numbers][columns][numbers] of a tile to panels, `panel_floats` from one to the next.
-template <class Form>
-QT_INLINE void widen(const char* from, index_t rows, index_t columns, index_t panel_floats, float* to) {
+// A plane [rows / numbers][columns][numbers] of a tile to panels, `panel_floats` from one to the next. adjust(vector, row, column).
+template <class Form, class Adjust>
+QT_INLINE void widen(const char* from, index_t rows, index_t columns, index_t panel_floats, float* to, Adjust adjust) {
   for (index_t i = 0; i < rows / Form::kNumbers; ++i)
     for (index_t c = 0; c < columns; c += kLanes) {
       const typename Form::Loaded loaded = Form::load(from + (i * columns + c) * Form::kElementBytes);
       float* place = to + c / kPanel * panel_floats + i * Form::kParts * kPanel + c % kPanel;
 #pragma GCC unroll 2
-      for (int part = 0; part < Form::kParts; ++part) store(place + part * kPanel, Form::part(loaded, part));
+      for (int part = 0; part < Form::kParts; ++part)
+        store(place + part * kPanel, adjust(Form::part(loaded, part), i * Form::kNumbers + part, c));
     }
 }
 
@@ -44,8 +45,16 @@ template <class Form>
 void widen_chunk(const Chunk& chunk, index_t key_dim, index_t value_dim, float* keys, float* values) {
   for (index_t i = 0; i < chunk.count; ++i) {
     const index_t key = i * kTileKeys;
-    widen<Form>(chunk.keys[i], key_dim, kTileKeys, 0, keys + key / kPanel * key_dim * kPanel + key % kPanel);
-    widen<Form>(chunk.values[i], kTileKeys, value_dim, kChunkKeys * kPanel, values + key * kPanel);
+    float *key_panel = keys + key / kPanel * key_dim * kPanel + key % kPanel, *value_panel = values + key * kPanel;
+    const auto both = [&](auto of_keys, auto of_values) __attribute__((always_inline)) {
+      widen<Form>(chunk.keys[i], key_dim, kTileKeys, 0, key_panel, of_keys);
+      widen<Form>(chunk.values[i], kTileKeys, value_dim, kChunkKeys * kPanel, value_panel, of_values);
+    };
+    if constexpr (Form::kGroup == 0)
+      both([](f32v vector, index_t, index_t) { return vector; }, [](f32v vector, index_t, index_t) { return vector; });
+    else
+      both([&](i32v codes, index_t d, index_t at) { return scaled_keys(codes, chunk.key_factors[i], d, at); },
+           [&](i32v codes, index_t at, index_t d) { return scaled_value(codes, chunk.value_factors[i], at, d); });
   }
 }
 

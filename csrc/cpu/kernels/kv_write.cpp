@@ -100,6 +100,65 @@ void grow(const AttentionLayer& layer, index_t position, index_t count, Element*
   for (index_t i = 0; i < count; i += kLanes) store(q + i, load(q + i) * factor);
 }
 
+// Four bits: the nearest of 16 steps (ties to even) from the least number of each kFourGroup of a head, padding left out, to the
+// largest. Both are rounded to fp16 first. codes: [padded]. factors: of this position, [groups][2][kTileKeys].
+struct Four {
+  std::uint8_t pair;
+};
+
+QT_INLINE float to_half(float value, fp16* to) {
+  value = value < 65504.0f ? value : 65504.0f;
+  to->bits = half_bits(value > -65504.0f ? value : -65504.0f);
+  float half[kLanes];
+  store(half, load(to, 1));
+  return half[0];
+}
+
+template <class Element>
+void in_fours(const Element* numbers, index_t width, index_t padded, std::uint8_t* codes, fp16* factors) {
+  float wide[kMaxKeyDim + kLanes];
+  for (index_t d = 0; d < width; d += kLanes) store(wide + d, load(numbers + d, width - d));
+  for (index_t d = width; d < padded; ++d) wide[d] = wide[width - 1];
+  for (index_t begin = 0; begin < padded; begin += kFourGroup, factors += 2 * kTileKeys) {
+    const index_t end = begin + kFourGroup < padded ? begin + kFourGroup : padded;
+    f32v most = load(wide + begin), least = most;
+    for (index_t d = begin + kLanes; d < end; d += kLanes) {
+      most = max(load(wide + d), most);
+      least = min(load(wide + d), least);
+    }
+    const float low = -max_of(-least), step = to_half((max_of(most) - low) / 15.0f, factors);
+    const f32v from = all(to_half(low, factors + kTileKeys)), steps = all(step > 0.0f ? 1.0f / step : 0.0f);
+    for (index_t d = begin; d < end; d += kLanes) {
+      const i32v code = to_int(round(min(max((load(wide + d) - from) * steps, all(0.0f)), all(15.0f))));
+      for (int i = 0; i < kLanes; ++i) codes[d + i] = std::uint8_t(code[i]);
+    }
+  }
+}
+
+QT_INLINE fp16* factors_of(char* plane, index_t dim, index_t position) {
+  return (fp16*)(plane + kTileKeys / 2 * dim) + position;
+}
+
+QT_INLINE void put_code(char* plane, index_t major, index_t column, index_t width, std::uint8_t code) {
+  std::uint8_t& pair = ((Four*)plane)[major / 2 * width + column].pair;
+  pair = std::uint8_t(major % 2 ? (pair & 0x0F) | code << 4 : (pair & 0xF0) | code);
+}
+
+// A head's key, or value, of the tile's i-th position.
+template <class Element>
+void put_key(const Element* key, index_t width, const PagedKv& kv, char* plane, index_t i) {
+  std::uint8_t codes[kMaxKeyDim];
+  in_fours(key, width, kv.key_dim, codes, factors_of(plane, kv.key_dim, i));
+  for (index_t d = 0; d < kv.key_dim; ++d) put_code(plane, d, i, kTileKeys, codes[d]);
+}
+
+template <class Element>
+void put_value(const Element* value, index_t width, const PagedKv& kv, char* plane, index_t i) {
+  std::uint8_t codes[kMaxKeyDim];
+  in_fours(value, width, kv.value_dim, codes, factors_of(plane, kv.value_dim, i));
+  for (index_t d = 0; d < kv.value_dim; ++d) put_code(plane, i, d, kv.value_dim, codes[d]);
+}
+
 // The place of row `major` (a key's dimension, or a value's key) in a column of the `width` of a plane.
 template <class Stored>
 QT_INLINE Stored* place(char* plane, index_t major, index_t column, index_t width) {
@@ -137,15 +196,23 @@ template <class Element, class Stored>
 void clear(const KvWriteCall& call, char* tile, index_t i) {
   const PagedKv& kv = call.kv;
   char* value_plane = tile + kv.key_bytes;
-  const bool in_keys = call.layer.values_in_keys;
-  if (in_keys)
-    for (index_t d = 0; d < kv.value_dim; ++d) *place<Stored>(tile, d, i, kTileKeys) = Stored{};
-  else
-    for (index_t d = 0; d < kv.value_dim; ++d) *place<Stored>(value_plane, i, d, kv.value_dim) = Stored{};
-  if constexpr (!std::is_same_v<Element, Stored>) {
-    float* scales = (float*)(value_plane + kv.value_bytes) + i;
-    scales[0] = 0.0f;
-    if (!in_keys) scales[kTileKeys] = 0.0f;
+  if constexpr (std::is_same_v<Stored, Four>) {  // any code times 0
+    for (index_t d = 0; d < kv.key_dim; d += kFourGroup)
+      for (index_t which : {0, 1}) factors_of(tile, kv.key_dim, i)[(d / kFourGroup * 2 + which) * kTileKeys] = fp16{};
+    for (index_t d = 0; d < kv.value_dim; d += kFourGroup)
+      for (index_t which : {0, 1}) factors_of(value_plane, kv.value_dim, i)[(d / kFourGroup * 2 + which) * kTileKeys] = fp16{};
+    return;
+  } else {
+    const bool in_keys = call.layer.values_in_keys;
+    if (in_keys)
+      for (index_t d = 0; d < kv.value_dim; ++d) *place<Stored>(tile, d, i, kTileKeys) = Stored{};
+    else
+      for (index_t d = 0; d < kv.value_dim; ++d) *place<Stored>(value_plane, i, d, kv.value_dim) = Stored{};
+    if constexpr (!std::is_same_v<Element, Stored>) {
+      float* scales = (float*)(value_plane + kv.value_bytes) + i;
+      scales[0] = 0.0f;
+      if (!in_keys) scales[kTileKeys] = 0.0f;
+    }
   }
 }
 
@@ -168,16 +235,21 @@ void write_piece(const KvWriteCall& call, const KvWritePiece& piece) {
     for (index_t head = 0; head < layer.kv_heads; ++head) {
       Element key[kMaxKeyDim];
       turn(layer, k + head * layer.key_width, layer.k_norm, cosines, sines, kv.key_dim, key);
-      Stored numbers[kMaxKeyDim];
       char *key_plane = keys + head * kv.head_bytes, *value_plane = key_plane + kv.key_bytes;
-      float* scales = (float*)(value_plane + kv.value_bytes) + inside + i;
-      const float key_scale = stored(key, kv.key_dim, kv.key_dim, numbers);
-      for (index_t d = 0; d < kv.key_dim; ++d) *place<Stored>(key_plane, d, inside + i, kTileKeys) = numbers[d];
-      if constexpr (!std::is_same_v<Element, Stored>) scales[0] = key_scale;
-      if (layer.values_in_keys) continue;
-      const float value_scale = stored(v + head * layer.value_width, layer.value_width, kv.value_dim, numbers);
-      for (index_t d = 0; d < kv.value_dim; ++d) *place<Stored>(value_plane, inside + i, d, kv.value_dim) = numbers[d];
-      if constexpr (!std::is_same_v<Element, Stored>) scales[kTileKeys] = value_scale;
+      if constexpr (std::is_same_v<Stored, Four>) {
+        put_key(key, layer.key_width, kv, key_plane, inside + i);
+        put_value(v + head * layer.value_width, layer.value_width, kv, value_plane, inside + i);
+      } else {
+        Stored numbers[kMaxKeyDim];
+        float* scales = (float*)(value_plane + kv.value_bytes) + inside + i;
+        const float key_scale = stored(key, kv.key_dim, kv.key_dim, numbers);
+        for (index_t d = 0; d < kv.key_dim; ++d) *place<Stored>(key_plane, d, inside + i, kTileKeys) = numbers[d];
+        if constexpr (!std::is_same_v<Element, Stored>) scales[0] = key_scale;
+        if (layer.values_in_keys) continue;
+        const float value_scale = stored(v + head * layer.value_width, layer.value_width, kv.value_dim, numbers);
+        for (index_t d = 0; d < kv.value_dim; ++d) *place<Stored>(value_plane, inside + i, d, kv.value_dim) = numbers[d];
+        if constexpr (!std::is_same_v<Element, Stored>) scales[kTileKeys] = value_scale;
+      }
     }
   }
   if (inside == 0)
@@ -196,6 +268,7 @@ void write(const void* description, index_t begin, index_t end) {
 const KvWriteKernels kv_write = {
     .write = {write<bf16, bf16>, write<fp16, fp16>, write<float, float>},
     .write_bytes = {write<bf16, std::int8_t>, write<fp16, std::int8_t>, write<float, std::int8_t>},
+    .write_fours = {write<bf16, Four>, write<fp16, Four>, write<float, Four>},
 };
 
 }  // namespace qt::QT_ISA

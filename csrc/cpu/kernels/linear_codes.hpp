@@ -41,19 +41,19 @@ QT_INLINE i32v spread_bits(const char* halves) {
   return apart | apart << 4;
 }
 
-// The q-th four of a step, of one vector of columns. step: its first line, from the vector's first column on; halves: of three
-// bits, what is behind the lines, likewise.
+// Whole lines of a step.
+constexpr int lines_of(Codes codes) { return int(step_of(codes).bytes / kCodeLine); }
+
+// The q-th four of a step, of one vector of columns: of its lines. halves: of three bits, the upper ones, spread.
 template <Codes kCodes>
-QT_INLINE i32v four_of(const char* step, [[maybe_unused]] const char* halves, int q, [[maybe_unused]] i32v table) {
-  if constexpr (kCodes == Codes::eight) return load_bits(step);
-  if constexpr (kCodes == Codes::four) return nibbles_of(load_bits(step), q);
-  if constexpr (kCodes == Codes::table) return look_up(table, nibbles_of(load_bits(step), q));
-  if constexpr (kCodes == Codes::six)
-    return nibbles_of(load_bits(step + q / 2 * kCodeLine), q % 2) | moved_bits(load_bits(step + 2 * kCodeLine), 4 - 2 * q, 0x30303030);
-  if constexpr (kCodes == Codes::five)
-    return nibbles_of(load_bits(step + q / 2 * kCodeLine), q % 2) | moved_bits(load_bits(step + 4 * kCodeLine), 4 - q, 0x10101010);
-  const i32v low = moved_bits(load_bits(step), -2 * q, 0x03030303);
-  if constexpr (kCodes == Codes::three) return low | moved_bits(spread_bits(halves), 2 - q, 0x04040404);
+QT_INLINE i32v four_of(const i32v (&lines)[lines_of(kCodes)], [[maybe_unused]] i32v halves, int q, [[maybe_unused]] i32v table) {
+  if constexpr (kCodes == Codes::eight) return lines[0];
+  if constexpr (kCodes == Codes::four) return nibbles_of(lines[0], q);
+  if constexpr (kCodes == Codes::table) return look_up(table, nibbles_of(lines[0], q));
+  if constexpr (kCodes == Codes::six) return nibbles_of(lines[q / 2], q % 2) | moved_bits(lines[2], 4 - 2 * q, 0x30303030);
+  if constexpr (kCodes == Codes::five) return nibbles_of(lines[q / 2], q % 2) | moved_bits(lines[4], 4 - q, 0x10101010);
+  const i32v low = moved_bits(lines[0], -2 * q, 0x03030303);
+  if constexpr (kCodes == Codes::three) return low | moved_bits(halves, 2 - q, 0x04040404);
   return low;
 }
 
@@ -68,13 +68,17 @@ template <Codes kCodes>
 void expand_as(const char* step, index_t column, index_t columns, index_t steps, const unsigned char (&table)[16], char* out,
                index_t line) {
   constexpr CodeStep size = step_of(kCodes);
+  constexpr int kLines = lines_of(kCodes), kFours = fours_of(kCodes);
   const i32v values = table_of(table);
   for (index_t s = 0; s < steps; ++s, step += size.bytes, out += size.k / 4 * line)
     for (index_t c = 0; c < columns; c += kLanes) {
-      const char *const at = step + (column + c) * 4, *const halves = step + kCodeLine + (column + c) * 2;
+      i32v lines[kLines];
+#pragma GCC unroll 5
+      for (int n = 0; n < kLines; ++n) lines[n] = load_bits(step + n * kCodeLine + (column + c) * 4);
+      const i32v halves = kCodes == Codes::three ? spread_bits(step + kCodeLine + (column + c) * 2) : i32v{};
 #pragma GCC unroll 8
-      for (int q = 0; q < fours_of(kCodes); ++q) {
-        const i32v four = four_of<kCodes>(at, halves, q, values);
+      for (int q = 0; q < kFours; ++q) {
+        const i32v four = four_of<kCodes>(lines, halves, q, values);
         std::memcpy(out + q * line + c * 4, &four, sizeof four);
       }
     }

@@ -5,10 +5,12 @@
 //
 // A thread owns a tile of 64 columns (32 or 16 where tiles are few) for a panel of rows, and all slices of k or one. K goes in
 // pieces; while a piece's units are multiplied, the next piece, or the first one of the tile that this thread probably takes
-// next, is fetched into the second-level cache, evenly over the units (but see Weight::fetches). Where many rows share weights
-// of fewer bits, they become bytes once per piece, in a buffer; those that take longer to unpack from four rows on. Bytes per panel: the weight once (1 or 1/2 byte a number, scales beside
-// it), x once per tile (per half of one for many rows) out of the cache. Limiter: the weight's bandwidth up to some 20 rows, then
-// the multiply rate, half of it for 16-bit x.
+// next, is fetched into the second-level cache, evenly over the units. Where the processor finds out by itself what is read
+// front to back (Weight::fetches), a unit that reads all of a piece asks for nothing, and reads in order. Where many rows share
+// weights of fewer bits, they become bytes once per piece, in a buffer; those that take longer to unpack from three rows on.
+// Scales that several units need become floats once per piece as well. Bytes per panel: the weight once (1 or 1/2 byte a number,
+// scales beside it), x once per tile (per half of one for many rows) out of the cache. Limiter: the weight's bandwidth up to some
+// 20 rows, then the multiply rate, half of it for 16-bit x.
 //
 // Reduction order: the sum over a group of k is an integer and exact: the same on every processor, in any order. Then,
 // groups of a slice of k (linear.hpp) ascending, fma(float(sum), scale of w * scale of x, result), and where the format has zero
@@ -28,6 +30,7 @@ constexpr index_t kStreamPiece = 512, kPiece = 2048, kExpandedPiece = 1024;
 constexpr index_t kStreamSlice = 768;  // a slice that is one short piece
 // A depth that is one piece for one row: of 768, which would be 512 and 256, the second would fetch twice what it multiplies.
 constexpr index_t kRowDepth = 1024;
+constexpr index_t kLeastGroup = 16;  // of k
 constexpr index_t kStreamRows = 32;
 constexpr index_t kExpandFrom = 16;       // rows in a panel from which 4-bit weights are expanded once; others from more than kFewRows
 constexpr index_t kPanelBytes = 1 << 20;  // of x, half of a second-level cache
@@ -50,7 +53,8 @@ struct Plan : Cutting {
   CodeStep step;         // where the units read
   index_t units, width;  // width: columns of a unit
   index_t parts;         // of an item's columns
-  bool near;             // nothing is fetched but what a unit reads soon: see Fetch
+  bool alone;            // a unit reads all of a piece, front to back, and nothing is fetched: see Fetch
+  bool singles;                // scales are made singles once, for all units
   index_t block, block_bytes;  // k; without groups, integers lie one after another
   void (*multiply)(const Unit&, index_t rows, index_t columns);
 };
@@ -96,6 +100,10 @@ QT_INLINE void begin_units(const LinearCall& call, const Plan& plan, const Linea
   unit.group_stride = unit.steps * unit.line;
   unit.weight_stride = plan.expanded ? plan.block * plan.width : plan.block_bytes;
   unit.head_stride = plan.block_bytes, unit.head_bytes = weight.head_bytes;
+  if (plan.singles) {
+    unit.scales = singles_of(weight.scales);
+    unit.head_stride = unit.in_block * single_bytes(weight.scales);
+  }
 }
 
 template <class Dot>
@@ -113,7 +121,8 @@ Plan plan_of(const LinearCall& call, const LinearItem& item) {
   plan.units = (item.rows + Dot::kUnitRows - 1) / Dot::kUnitRows;
   const index_t most = (item.rows + plan.units - 1) / plan.units, width = vectors_of<Dot>(int(most)) * kLanes;
   plan.width = width < item.to - item.from ? width : item.to - item.from;
-  plan.near = !weight.fetches && !plan.expanded && plan.units == 1 && plan.width == kTileColumns;
+  plan.alone = !weight.fetches && !plan.expanded && plan.units == 1 && plan.width == kTileColumns;
+  plan.singles = plan.units > 1 && is_composed(weight.scales);
   plan.parts = (item.to - item.from) * item.spans / plan.width;
   plan.block = plan.grouped ? weight.block : plan.in_group;
   plan.block_bytes = plan.grouped ? weight.block_bytes : plan.in_group * kTileColumns;
@@ -122,19 +131,16 @@ Plan plan_of(const LinearCall& call, const LinearItem& item) {
 }
 
 // What pass `pass` of `passes` over a piece, of `steps` each, fetches of what comes next.
-Fetch fetch_of(const Piece& piece, const Piece& next, const LinearItem& item, const Plan& plan, index_t pass, index_t passes,
+Fetch fetch_of(const Piece& next, const LinearItem& item, const Plan& plan, index_t pass, index_t passes,
                index_t steps) {
-  if (plan.near) {
-    const char* end = piece.memory + piece.bytes;
-    return {nullptr, 0, end, next.memory - end};
-  }
+  if (plan.alone) return {nullptr, 0};
   if ((item.to - item.from) * item.spans < kTileColumns) {  // other threads fetch the rest of its lines
     const bool once = pass % plan.units == 0;
-    return {next.memory + column_of(item, pass / plan.units * plan.width) * 4, once ? kLineBytes : 0, nullptr, 0};
+    return {next.memory + column_of(item, pass / plan.units * plan.width) * 4, once ? kLineBytes : 0};
   }
   const index_t vectors = plan.width / kLanes * plan.step.bytes / kLineBytes, places = passes * steps * vectors;
   const index_t apart = (next.bytes + places - 1) / places;
-  return {next.memory + pass * steps * vectors * apart, apart, nullptr, 0};
+  return {next.memory + pass * steps * vectors * apart, apart};
 }
 
 // An item's buffers, the thread's.
@@ -142,6 +148,7 @@ struct alignas(64) Buffers {
   float sums[kMaxPanelRows * kTileColumns];   // of a slice
   float total[kMaxPanelRows * kTileColumns];  // of the slices so far
   char bytes[kExpandedPiece * kTileColumns];
+  char singles[kPiece / kLeastGroup * single_bytes(Scales::single_shift)];  // of a piece's groups
 };
 
 // Makes bytes of a unit's columns of a piece.
@@ -152,6 +159,19 @@ void expand_piece(const Weight& weight, const Plan& plan, const Piece& piece, in
   const char* codes = piece.memory + weight.head_bytes;
   for (index_t left = piece.depth; left > 0; left -= block, codes += plan.block_bytes, bytes += block * plan.width)
     expand(codes, column, plan.width, steps_of(left < block ? left : block, step), weight.table, bytes, plan.width * 4);
+}
+
+// Makes singles of the scales of a piece's groups, of an item's columns.
+void make_singles(const Weight& weight, const Plan& plan, const LinearItem& item, const Piece& piece, char* singles) {
+  const MakeSingles make = singles_maker_of(weight.scales);
+  const index_t in_block = plan.block / plan.in_group;
+  const char* head = piece.memory;
+  for (index_t groups = (piece.depth + plan.in_group - 1) / plan.in_group; groups > 0; groups -= in_block) {
+    for (index_t span = 0; span < item.spans; ++span)
+      make(head, groups < in_block ? groups : in_block, item.from + span * kPairedColumns, item.to - item.from,
+           float(middle_of(weight.codes)), singles);
+    head += plan.block_bytes, singles += in_block * single_bytes(weight.scales);
+  }
 }
 
 // The sums of an item's slices: the first one's, or what the only one's are, begin in `first_sums`, where the total is left;
@@ -181,7 +201,8 @@ void multiply_slices(const LinearCall& call, const Plan& plan, const LinearItem&
     unit.groups = (piece.depth + plan.in_group - 1) / plan.in_group;
     const index_t in_last = piece.depth - (unit.groups - 1) * plan.in_group;
     unit.last_steps = steps_of(in_last, plan.step);
-    unit.heads = piece.memory;
+    unit.heads = plan.singles ? buffers.singles : piece.memory;
+    if (plan.singles) make_singles(weight, plan, item, piece, buffers.singles);
     const index_t steps = (unit.groups - 1) * unit.steps + unit.last_steps;
     const Piece next = end == item.k_end ? piece_at(weight, plan, next_item, next_item.k)
                                          : piece_at(weight, plan, item, end);
@@ -205,7 +226,7 @@ void multiply_slices(const LinearCall& call, const Plan& plan, const LinearItem&
       unit.x_shares = (const float*)(x_row + x.shares_at) + first_group;
       unit.sums = sums + row * kTileColumns + unit.column;
       unit.total = in_first ? nullptr : first_sums + row * kTileColumns + unit.column;
-      unit.fetch = fetch_of(piece, next, item, plan, pass, passes, steps);
+      unit.fetch = fetch_of(next, item, plan, pass, passes, steps);
       plan.multiply(unit, rows, plan.width);
       if (finishes) finish_rows(target, first_sums + row * kTileColumns, item.row + row, rows);
       row += rows;

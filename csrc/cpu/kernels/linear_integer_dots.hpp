@@ -133,14 +133,22 @@ QT_INLINE void step_of_words(i32v (&sums)[R][V][1], const Rows<R>& x, index_t x_
 template <class Dot, Codes kCodes, int R, int V>
 QT_INLINE void step_of_fours(i32v (&sums)[R][V][Dot::kSums], const Rows<R>& x, index_t x_stride, index_t at, const char* weight,
                              i32v table, index_t column) {
+  constexpr int kLines = lines_of(kCodes), kFours = fours_of(kCodes);
+  i32v lines[V][kLines], halves[V];
+#pragma GCC unroll 5
+  for (int n = 0; n < kLines; ++n)
 #pragma GCC unroll 8
-  for (int q = 0; q < fours_of(kCodes); ++q) {
+    for (int v = 0; v < V; ++v) lines[v][n] = load_in_order(weight + n * kCodeLine + v * kLanes * 4);
+#pragma GCC unroll 8
+  for (int v = 0; v < V; ++v) {
+    const char* const behind = weight + kCodeLine - column * 2 + v * kLanes * 2;  // whose columns are half as wide
+    halves[v] = kCodes == Codes::three ? spread_bits(behind) : i32v{};
+  }
+#pragma GCC unroll 8
+  for (int q = 0; q < kFours; ++q) {
     i32v w[V];
 #pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) {
-      const char* const halves = weight + kCodeLine - column * 2 + v * kLanes * 2;  // whose columns are half as wide
-      w[v] = four_of<kCodes>(weight + v * kLanes * 4, halves, q, table);
-    }
+    for (int v = 0; v < V; ++v) w[v] = four_of<kCodes>(lines[v], halves[v], q, table);
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) Dot::template step<V>(sums[r], w, x[r / 3] + r % 3 * x_stride + at + q * Dot::x_bytes);
   }

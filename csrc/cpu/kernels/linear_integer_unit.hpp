@@ -16,18 +16,11 @@ namespace {
 
 // Lines to fetch while a unit is multiplied: one for each vector of a line of weights, `apart` bytes from one another. Less than a
 // line apart, a line is asked for more than once, which costs next to nothing; a burst of lines would fill the buffers
-// that the loads need.
-//
-// `at` null: the processor finds out by itself what is read front to back, and has it in the second-level cache in time
-// (Weight::fetches); what the unit reads kNearBytes later is brought on to the first. Beyond `end` it reads on `jump` bytes
-// further.
+// that the loads need. `at` null: nothing, the processor finds out by itself what is read front to back (Weight::fetches).
 struct Fetch {
   const char* at;
   index_t apart;
-  const char* end;
-  index_t jump;
 };
-inline constexpr index_t kNearBytes = 8 << 10;
 
 // A unit's share of one piece of k: some groups, or a part of the only one.
 struct Unit {
@@ -62,48 +55,33 @@ struct Unit {
 };
 
 // All of a group, or of a part of the only one. Its integer sums are exact.
-template <class Dot, Codes kCodes, bool kNear, int R, int V>
+template <class Dot, Codes kCodes, bool kFetch, int R, int V>
 QT_INLINE void sum_group(i32v (&sums)[R][V][Dot::kSums], const char* first_row, index_t x_stride, const char* weight,
                          index_t line, index_t steps, i32v table, index_t column, Fetch& fetch) {
   constexpr index_t x_step = Dot::x_bytes * fours_of(kCodes);
-  constexpr int kFetches = int(V * step_of(kCodes).bytes / kCodeLine);
+  constexpr int kFetches = kFetch ? int(V * step_of(kCodes).bytes / kCodeLine) : 0;
   constexpr int kPointers = (R + 2) / 3;
   Rows<R> x;
 #pragma GCC unroll 4
   for (int i = 0; i < kPointers; ++i) x[i] = first_row + 3 * i * x_stride;
   const index_t apart = fetch.apart;
   const char* ahead = fetch.at;
-  // From there on, what is near lies beyond the end.
-  const index_t turn = kNear ? (fetch.end - kNearBytes - weight) / step_of(kCodes).bytes & ~index_t(1) : steps;
-  index_t near = kNearBytes;
-  for (index_t s = 0, until = turn < steps ? turn : steps;; until = steps, near += fetch.jump) {
-    for (; s + 2 <= until; s += 2) {
+  index_t s = 0;
+  for (; s + 2 <= steps; s += 2) {
 #pragma GCC unroll 2
-      for (int half = 0; half < 2; ++half) {
-        if constexpr (kNear) {
+    for (int half = 0; half < 2; ++half) {
 #pragma GCC unroll 20
-          for (int i = 0; i < kFetches; ++i) __builtin_prefetch(weight + near + i * kLanes * 4, 0, 3);
-        } else {
-#pragma GCC unroll 20
-          for (int i = 0; i < kFetches; ++i, ahead += apart) __builtin_prefetch(ahead, 0, 2);
-        }
-        step<Dot, kCodes, R, V>(sums, x, x_stride, half * x_step, weight, table, column);
-        weight += line;
-      }
-#pragma GCC unroll 4
-      for (int i = 0; i < kPointers; ++i) x[i] += 2 * x_step;
+      for (int i = 0; i < kFetches; ++i, ahead += apart) __builtin_prefetch(ahead, 0, 2);
+      step<Dot, kCodes, R, V>(sums, x, x_stride, half * x_step, weight, table, column);
+      weight += line;
     }
-    if (!kNear || until == steps) break;
+#pragma GCC unroll 4
+    for (int i = 0; i < kPointers; ++i) x[i] += 2 * x_step;
   }
-  if (steps % 2) {
+  if (s < steps) {
     if constexpr (kCodes != Codes::eight && kCodes != Codes::four) {  // whose groups have few steps
 #pragma GCC unroll 20
-      for (int i = 0; i < kFetches; ++i, ahead += apart) {
-        if constexpr (kNear)
-          __builtin_prefetch(weight + near + i * kLanes * 4, 0, 3);
-        else
-          __builtin_prefetch(ahead, 0, 2);
-      }
+      for (int i = 0; i < kFetches; ++i, ahead += apart) __builtin_prefetch(ahead, 0, 2);
     }
     step<Dot, kCodes, R, V>(sums, x, x_stride, 0, weight, table, column);
   }
@@ -115,8 +93,8 @@ QT_INLINE const Number* row_of(const Number* from, index_t row, index_t stride_b
   return (const Number*)((const char*)from + row * stride_bytes);
 }
 
-template <class Dot, bool kShifts, int R, int V>
-QT_INLINE void add_group_as(Scales scales, const i32v (&sums)[R][V][Dot::kSums], const Unit& unit, const char* head,
+template <class Dot, Scales kScales, int R, int V>
+QT_INLINE void add_group_as(const i32v (&sums)[R][V][Dot::kSums], const Unit& unit, const char* head, const float* widened,
                             index_t in_block, index_t g) {
   const index_t x_stride = unit.x_stride;
   const float *const x_scales = unit.x_scales + g, *const x_shares = unit.x_shares + g;
@@ -124,30 +102,40 @@ QT_INLINE void add_group_as(Scales scales, const i32v (&sums)[R][V][Dot::kSums],
   for (int v = 0; v < V; ++v) {
     float* const out = unit.sums + v * kLanes;
     f32v scale, shift;
-    scales_of(scales, head, in_block, unit.column + v * kLanes, unit.middle, scale, shift);
+    const index_t column = unit.column + v * kLanes;
+    if constexpr (V * kLanes == kTileColumns && share_halves(kScales))
+      scales_of(kScales, widened + column, head, in_block, column, unit.middle, scale, shift);
+    else
+      scales_of(kScales, head, in_block, column, unit.middle, scale, shift);
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
       const f32v x_scale = all(*row_of(x_scales, r, x_stride)), sum = load(out + r * kTileColumns);
       f32v added = fma(to_float(Dot::total(sums[r][v])), scale * x_scale, sum);
-      if constexpr (kShifts) added = fma(shift, all(*row_of(x_shares, r, x_stride)), added);
+      if constexpr (shifts(kScales)) added = fma(shift, all(*row_of(x_shares, r, x_stride)), added);
       store(out + r * kTileColumns, added);
     }
   }
 }
 
 // Adds a group's sums, scaled, to the results; then what its zero points or minima make of the sum of x. g: among the piece's
-// groups, `in_block` among those of its block, which begins with `head`. The usual scales are compiled each by itself: a choice for
-// every vector is felt.
+// groups, `in_block` among those of its block, which begins with `head`; widened: what begin_block made of it. Compiled for each kind of
+// scales: a choice for every vector is felt.
 template <class Dot, int R, int V>
-QT_INLINE void add_group(const i32v (&sums)[R][V][Dot::kSums], const Unit& unit, const char* head, index_t in_block, index_t g) {
-  if (unit.scales == Scales::column)
-    add_group_as<Dot, false, R, V>(Scales::column, sums, unit, head, in_block, g);
-  else if (unit.scales == Scales::half)
-    add_group_as<Dot, false, R, V>(Scales::half, sums, unit, head, in_block, g);
-  else if (shifts(unit.scales))
-    add_group_as<Dot, true, R, V>(unit.scales, sums, unit, head, in_block, g);
-  else
-    add_group_as<Dot, false, R, V>(unit.scales, sums, unit, head, in_block, g);
+QT_INLINE void add_group(const i32v (&sums)[R][V][Dot::kSums], const Unit& unit, const char* head, const float* widened,
+                         index_t in_block, index_t g) {
+  switch (unit.scales) {
+    case Scales::column: return add_group_as<Dot, Scales::column>(sums, unit, head, widened, in_block, g);
+    case Scales::half: return add_group_as<Dot, Scales::half>(sums, unit, head, widened, in_block, g);
+    case Scales::half_zero: return add_group_as<Dot, Scales::half_zero>(sums, unit, head, widened, in_block, g);
+    case Scales::half_minimum: return add_group_as<Dot, Scales::half_minimum>(sums, unit, head, widened, in_block, g);
+    case Scales::bytes: return add_group_as<Dot, Scales::bytes>(sums, unit, head, widened, in_block, g);
+    case Scales::bytes_minimum: return add_group_as<Dot, Scales::bytes_minimum>(sums, unit, head, widened, in_block, g);
+    case Scales::nibbles: return add_group_as<Dot, Scales::nibbles>(sums, unit, head, widened, in_block, g);
+    case Scales::exponent: return add_group_as<Dot, Scales::exponent>(sums, unit, head, widened, in_block, g);
+    case Scales::eighth: return add_group_as<Dot, Scales::eighth>(sums, unit, head, widened, in_block, g);
+    case Scales::single: return add_group_as<Dot, Scales::single>(sums, unit, head, widened, in_block, g);
+    case Scales::single_shift: return add_group_as<Dot, Scales::single_shift>(sums, unit, head, widened, in_block, g);
+  }
 }
 
 // What the sums of group g begin with: its offsets, or what the piece before left of the only group.
@@ -209,34 +197,39 @@ void end_slice(const Unit& unit) {
   }
 }
 
-// Where what is near is fetched: what lies as far behind a block's head as sum_group's lines behind its codes. Or the lines that
-// are asked for would leave out as many as a head has, and the processor would not see that they are read front to back.
-QT_INLINE void fetch_behind_head(const Unit& unit, const char* head) {
-  const char* at = head + kNearBytes;
-  if (at >= unit.fetch.end) at += unit.fetch.jump;
-  for (const char* end = at + unit.head_bytes; at < end; at += kCodeLine / 4) __builtin_prefetch(at, 0, 3);
+// Reads a block's head before its codes, all of it and in order: read when its groups are added up it would lie behind what is read
+// then, and the processor would not see that memory is read front to back. Widens the halves that all of its groups need.
+QT_INLINE void begin_block(const Unit& unit, const char* head, float (&widened)[2 * kTileColumns]) {
+  constexpr index_t kVectorBytes = kLanes * 4;
+  for (index_t at = 0; at + kVectorBytes <= unit.head_bytes; at += kVectorBytes) (void)load_in_order(head + at);
+  if (!share_halves(unit.scales)) return;
+  const index_t halves = shifts(unit.scales) ? 2 * kTileColumns : kTileColumns;
+  for (index_t i = 0; i < halves; i += kLanes) store(widened + i, load((const fp16*)head + i));
 }
 
 template <class Dot, Codes kCodes, int R, int V>
 void multiply(const Unit& unit) {
   const char *x = unit.x, *block = unit.weight, *head = unit.heads;
   Fetch fetch = unit.fetch;
+  alignas(64) float widened[2 * kTileColumns];
   i32v table{};
   if constexpr (kCodes == Codes::table) table = table_of(*unit.table);
   for (index_t g = 0, in_block = 0; g < unit.groups; ++g) {
     const index_t steps = g + 1 == unit.groups ? unit.last_steps : unit.steps;
     const char* weight = block + in_block * unit.group_stride;
-    if (in_block == 0 && V * kLanes == kTileColumns && fetch.at == nullptr) fetch_behind_head(unit, head);
+    const bool fetches = V * kLanes < kTileColumns || fetch.at != nullptr;
+    if (in_block == 0 && V * kLanes == kTileColumns) begin_block(unit, head, widened);
     i32v sums[R][V][Dot::kSums];
     begin_group<Dot, R, V>(sums, unit, g);
-    if (V * kLanes == kTileColumns && fetch.at == nullptr)
+    if (fetches)
       sum_group<Dot, kCodes, true, R, V>(sums, x, unit.x_stride, weight, unit.line, steps, table, unit.column, fetch);
     else
       sum_group<Dot, kCodes, false, R, V>(sums, x, unit.x_stride, weight, unit.line, steps, table, unit.column, fetch);
+    asm volatile("" ::: "memory");  // or scales would be read between lines of codes, not behind them
     if (Dot::kSums == 1 && unit.whole)
       end_part<Dot, R, V>(sums, unit);
     else
-      add_group<Dot, R, V>(sums, unit, head, in_block, g);
+      add_group<Dot, R, V>(sums, unit, head, widened, in_block, g);
     x += steps * (Dot::x_bytes * fours_of(kCodes));
     if (++in_block == unit.in_block) in_block = 0, block += unit.weight_stride, head += unit.head_stride;
   }
@@ -265,7 +258,7 @@ void multiply_columns(const Unit& unit, index_t columns) {
 }
 
 // Rows of a unit. Codes that take longer to unpack become bytes first where there are more, and so need no larger ones.
-inline constexpr int kFewRows = 3;
+inline constexpr int kFewRows = 2;
 template <class Dot, Codes kCodes>
 constexpr int most_rows() {
   return kCodes == Codes::eight || kCodes == Codes::four || Dot::kUnitRows < kFewRows ? Dot::kUnitRows : kFewRows;

@@ -115,7 +115,7 @@ QT_INLINE void add_rows(const std::int32_t* integers, const Unit& unit, index_t 
     if constexpr (Dot::kSums == 2) sums[r][0][1] = load_bits(integers + (kAmxRows + r) * kTileColumns);
     sums[r][0][Dot::kSums - 1] += all(row_of(unit.x_offsets, r, unit.x_stride)[g]);
   }
-  add_group<Dot, R, 1>(sums, unit, unit.head, unit.head_group, g);
+  add_group<Dot, R, 1>(sums, unit, unit.head, nullptr, unit.head_group, g);
 }
 
 // Makes results of the integers of R rows and 16 columns whose only group is complete; of a slice of it: leaves them, with the

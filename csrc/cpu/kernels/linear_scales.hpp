@@ -26,8 +26,10 @@ QT_INLINE f32v eighths_of(i32v bits) {
 
 // Of group `group` of a block and one vector of columns from `column` on: the scale; and where the format has zero points or
 // minima (shifts), what is multiplied with `middle` times the sum of x: a weight is (stored - middle) scale + middle shift.
-QT_INLINE void scales_of(Scales scales, const char* head, index_t group, index_t column, float middle, f32v& scale, f32v& shift) {
-  const fp16* const halves = (const fp16*)head + column;
+// halves: the head's first numbers, from the column on, as they are or widened.
+template <class Half>
+QT_INLINE void scales_of(Scales scales, const Half* halves, const char* head, index_t group, index_t column, float middle, f32v& scale,
+                         f32v& shift) {
   switch (scales) {
     case Scales::column: scale = all(1.0f); return;
     case Scales::half: scale = load(halves); return;
@@ -56,7 +58,49 @@ QT_INLINE void scales_of(Scales scales, const char* head, index_t group, index_t
     }
     case Scales::exponent: scale = powers_of(head + column); return;
     case Scales::eighth: scale = eighths_of(load_bytes(head + column)); return;
-    case Scales::single: scale = load((const float*)head + column); return;
+    case Scales::single: scale = load((const float*)head + group * kTileColumns + column); return;
+    case Scales::single_shift: {
+      const float* const singles = (const float*)head + group * 2 * kTileColumns + column;
+      scale = load(singles), shift = load(singles + kTileColumns);
+      return;
+    }
+  }
+}
+
+QT_INLINE void scales_of(Scales scales, const char* head, index_t group, index_t column, float middle, f32v& scale, f32v& shift) {
+  scales_of(scales, (const fp16*)head + column, head, group, column, middle, scale, shift);
+}
+
+// Whether all groups of a block have their scales from the same two halves.
+constexpr bool share_halves(Scales scales) {
+  return scales == Scales::bytes || scales == Scales::bytes_minimum || scales == Scales::nibbles;
+}
+
+// Whether a group's scale is more than one number that is read: whoever needs it often then makes singles of it first.
+constexpr bool is_composed(Scales scales) { return shifts(scales) || scales == Scales::bytes; }
+constexpr Scales singles_of(Scales scales) { return shifts(scales) ? Scales::single_shift : Scales::single; }
+constexpr index_t single_bytes(Scales scales) { return kTileColumns * (shifts(scales) ? 8 : 4); }  // of a group
+
+// Makes singles of `groups` of a block, of columns [column, column + columns).
+template <Scales kScales>
+void make_singles_of(const char* head, index_t groups, index_t column, index_t columns, float middle, char* singles) {
+  for (index_t g = 0; g < groups; ++g, singles += single_bytes(kScales))
+    for (index_t c = column; c < column + columns; c += kLanes) {
+      f32v scale, shift;
+      scales_of(kScales, head, g, c, middle, scale, shift);
+      store((float*)singles + c, scale);
+      if constexpr (shifts(kScales)) store((float*)singles + kTileColumns + c, shift);
+    }
+}
+
+using MakeSingles = void (*)(const char*, index_t, index_t, index_t, float, char*);
+QT_INLINE MakeSingles singles_maker_of(Scales composed) {
+  switch (composed) {
+    case Scales::half_zero: return make_singles_of<Scales::half_zero>;
+    case Scales::half_minimum: return make_singles_of<Scales::half_minimum>;
+    case Scales::bytes: return make_singles_of<Scales::bytes>;
+    case Scales::bytes_minimum: return make_singles_of<Scales::bytes_minimum>;
+    default: return make_singles_of<Scales::nibbles>;
   }
 }
 

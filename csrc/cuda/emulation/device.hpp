@@ -89,6 +89,15 @@ inline unsigned __umulhi(unsigned a, unsigned b) { return unsigned((unsigned lon
 inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
   return (unsigned long long)((unsigned __int128)a * b >> 64);
 }
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+  const unsigned long long bytes = (unsigned long long)high << 32 | low;
+  unsigned chosen = 0;
+  for (int i = 0; i < 4; ++i) {
+    if (selector >> (4 * i) & 8u) quintet::emulation::fail("__byte_perm: selector %#x asks for signs", selector);
+    chosen |= unsigned(bytes >> (8 * (selector >> (4 * i) & 7u)) & 0xffu) << (8 * i);
+  }
+  return chosen;
+}
 template <class T>
 T __ldg(const T* address) {
   return *address;

@@ -88,6 +88,27 @@ inline void resolve_multiply(void** brought, unsigned) {
 template <class T>
 inline constexpr Collective MULTIPLY{"mma_16x8x16", resolve_multiply<T>};
 
+inline void resolve_multiply_fp8(void** brought, unsigned) {
+  auto number = [](uint32_t four, int i) { return to_float(fp8{uint8_t(four >> (8 * i))}); };
+  float a[16][32], b[32][8], d[16][8];
+  for (int lane = 0; lane < LANES; ++lane) {
+    auto* mine = static_cast<Fragments*>(brought[lane]);
+    int g = lane / 4, q = lane % 4 * 4;
+    for (int i = 0; i < 4; ++i)
+      for (int byte = 0; byte < 4; ++byte) a[g + i % 2 * 8][q + i / 2 * 16 + byte] = number(mine->a[i], byte);
+    for (int i = 0; i < 2; ++i)
+      for (int byte = 0; byte < 4; ++byte) b[q + i * 16 + byte][g] = number(mine->b[i], byte);
+    for (int i = 0; i < 4; ++i) d[g + i / 2 * 8][lane % 4 * 2 + i % 2] = mine->d[i];
+  }
+  for (int row = 0; row < 16; ++row)
+    for (int k = 0; k < 32; ++k)
+      for (int column = 0; column < 8; ++column) d[row][column] += a[row][k] * b[k][column];
+  for (int lane = 0; lane < LANES; ++lane)
+    for (int i = 0; i < 4; ++i)
+      static_cast<Fragments*>(brought[lane])->d[i] = d[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2];
+}
+inline constexpr Collective MULTIPLY_FP8{"mma_16x8x32_fp8", resolve_multiply_fp8};
+
 }  // namespace emulation
 
 // The target is garbage from now on, and the bytes land only when this thread waits for their group: a reader that came
@@ -134,6 +155,12 @@ template <class T>
 inline void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   emulation::Fragments mine{d, a, b};
   emulation::whole_warp(emulation::MULTIPLY<T>, &mine);
+}
+
+// As the manual says: products of four numbers a register, k ascending.
+inline void mma_16x8x32_fp8(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  emulation::Fragments mine{d, a, b};
+  emulation::whole_warp(emulation::MULTIPLY_FP8, &mine);
 }
 
 inline uint4 load_stream_16(const void* global) {

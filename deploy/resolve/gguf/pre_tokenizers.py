@@ -11,6 +11,10 @@ from dataclasses import dataclass
 _SHORT = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 """English contractions."""
 _END = r"\s+(?!\S)|\s+"
+_COUNTED = (
+    "|".join(rf"\s{{{count}}}(?!\S)" for count in (512, 256, 128, 64, 32, 16, 8, 4)) + r"|\s{1,2}(?!\S)|\s{1}"
+)
+"""Spaces, by powers of two."""
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|" + _END
 _MARKED = r"[\p{L}\p{M}]"
 
@@ -23,12 +27,15 @@ def _words(
     return rf"{contractions}[^\r\n\p{{L}}\p{{N}}]?{letter}+|{digits}| ?[^\s{other}\p{{N}}]+[\r\n]*|{lines}|{_END}"
 
 
-def _cased(digits: str, ending: str) -> str:
-    """Return the expression of GPT-4o and Tekken: a word begins with its capitals."""
-    upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+def _cased(digits: str, ending: str, letters: str = "", lines: str = r"[\r\n/]*") -> str:
+    """Return the expression of GPT-4o and Tekken: a word begins with its capitals; ``letters`` limits which are of words."""
+    upper, lower = (
+        rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{letters}]",
+        rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{letters}]",
+    )
     before = r"[^\r\n\p{L}\p{N}]?"
     words = rf"{before}{upper}*{lower}+{ending}|{before}{upper}+{lower}*{ending}"
-    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|{_END}"
+    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+{lines}|\s*[\r\n]+|{_END}"
 
 
 _DEEPSEEK3 = (
@@ -36,6 +43,25 @@ _DEEPSEEK3 = (
     "[一-龥\u3040-ゟ゠-ヿ]+",
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|"
     + _END,
+)
+_WITH_CASE = (
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅ"
+    "ὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-"
+    "ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+"""Letters that have capitals, or are some, as the tokenizers of the first DeepSeek models list them."""
+_DEEPSEEK = (
+    r"[\r\n]",
+    rf"\s?[{_WITH_CASE}]+",
+    r"\s?[!-/:-~！-／：-～‘-‟\u3000-。]+",
+    r"\s+$",
+    "[一-龥ࠀ-一가-퟿]+",
+    r"\p{N}+",
+)
+_KIMI = (r"\p{Han}+|" + _cased(r"\p{N}{1,3}", _SHORT + "?", letters="&&[^\\p{Han}]", lines=r"[\r\n]*"),)
+_YOUTU = (
+    r"[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥\u3040-ゟ゠-ヿ]+",
+    _cased(r"\p{N}", _SHORT + "?"),
 )
 _SPACED = r" ?[^(\s|.,!?…。，、।۔،)]+"
 
@@ -63,7 +89,17 @@ _BY_MEANING: tuple[tuple[PreTokenizer, tuple[str, ...]], ...] = (
     (PreTokenizer((_words(r"\p{N}{1,3}"),)), ("dbrx", "smaug-bpe", "glm4", "chatglm-bpe")),
     (
         PreTokenizer((_words(r"\p{N}"),)),
-        ("qwen2", "deepseek-r1-qwen", "kormo", "stablelm2", "megrez", "hunyuan", "grok-2", "solar-open"),
+        (
+            "qwen2",
+            "deepseek-r1-qwen",
+            "kormo",
+            "stablelm2",
+            "megrez",
+            "hunyuan",
+            "grok-2",
+            "solar-open",
+            "f2llmv2",
+        ),
     ),
     (PreTokenizer((_words(r"\p{N}", _MARKED),)), ("qwen35",)),
     (
@@ -80,7 +116,19 @@ _BY_MEANING: tuple[tuple[PreTokenizer, tuple[str, ...]], ...] = (
     (PreTokenizer((_cased(r"\p{N}{1,3}", _SHORT + "?"),)), ("gpt-4o", "llama4", "kanana2", "minimax-m2")),
     (
         PreTokenizer((_GPT2,)),
-        ("gpt-2", "phi-2", "gigachat", "a.x-4.0", "mellum", "exaone4", "mpt", "olmo", "jais", "trillion"),
+        (
+            "gpt-2",
+            "phi-2",
+            "gigachat",
+            "a.x-4.0",
+            "mellum",
+            "exaone4",
+            "mpt",
+            "olmo",
+            "jais",
+            "trillion",
+            "granite-docling",
+        ),
     ),
     (
         PreTokenizer((r"\p{N}", _GPT2)),
@@ -90,6 +138,31 @@ _BY_MEANING: tuple[tuple[PreTokenizer, tuple[str, ...]], ...] = (
     (PreTokenizer((_SPACED,)), ("bloom", "poro-chat", "gpt3-finnish")),
     (PreTokenizer((_SPACED, r"\p{N}")), ("viking",)),
     (PreTokenizer(_DEEPSEEK3), ("deepseek-v3", "hunyuan-dense", "joyai-llm")),
+    (
+        PreTokenizer(_DEEPSEEK),
+        ("deepseek-llm",),
+    ),
+    (PreTokenizer(_KIMI), ("kimi-k2",)),
+    (PreTokenizer(_YOUTU, whole_words=True), ("youtu",)),
+    (
+        PreTokenizer(
+            (
+                rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|{_END}",
+            )
+        ),
+        ("seed-coder",),
+    ),
+    (
+        PreTokenizer(
+            (
+                rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+                rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]?|\s*[\r\n]|{_END}",
+            )
+        ),
+        ("exaone-moe",),
+    ),
+    (PreTokenizer((_words(r"\p{N}{1,3}").removesuffix(_END) + _COUNTED,)), ("jais-2",)),
+    (PreTokenizer((r"\p{N}{1,3}", _words(r"\p{N}+")), whole_words=True), ("minicpm5",)),
     (
         PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
         ("deepseek-coder",),

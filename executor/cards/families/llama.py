@@ -50,6 +50,21 @@ def qwen3(card: ModelCard) -> DecoderSpec:
     return decoder(card, windowed(layer, layered_windows(card)), rms(card))
 
 
+def bitnet(card: ModelCard) -> DecoderSpec:
+    """BitNet b1.58: norms before what attention and the feed-forward end with (Ma et al., "BitNet b1.58 2B4T", 2025)."""
+    norm, biased = rms(card, 1e-5), card.flag("attention_bias", False)
+    mixer = attention(
+        card,
+        positions=2048,
+        theta=500000.0,
+        qkv_bias=biased,
+        output_bias=biased,
+        attended_norm=norm,
+    )
+    layer = pre_norm(norm, mixer, gated(card, "relu2", down_norm=norm))
+    return decoder(card, (layer,) * num_layers(card), norm)
+
+
 def mimo(card: ModelCard) -> DecoderSpec:
     """MiMo: Qwen2, with layers that predict further tokens behind, which are not read."""
     spec = qwen2(card)
@@ -62,5 +77,6 @@ FAMILIES = {
     "MistralForCausalLM": Family(mistral, "Mistral 7B"),
     "Qwen2ForCausalLM": Family(qwen2, "Qwen 2 and 2.5"),
     "MiMoForCausalLM": Family(mimo, "MiMo 7B"),
+    "BitNetForCausalLM": Family(bitnet, "BitNet b1.58"),
     "Qwen3ForCausalLM": Family(qwen3, "Qwen 3"),
 }

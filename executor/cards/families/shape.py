@@ -11,20 +11,25 @@ from dataclasses import replace
 from typing import Any
 
 from quintet.executor.cards.card import Key, ModelCard
+from quintet.executor.cards.experts import ExpertsLayout
 from quintet.executor.cards.names import Names
 from quintet.executor.cards.rope import MAX_POSITIONS, POSITIONS, RopeSpec, rope_spec
 from quintet.executor.cards.spec import (
     Activation,
     AttentionSpec,
+    BesideSpec,
     DecoderSpec,
     FeedForwardSpec,
     LayerSpec,
     MixerSpec,
+    MlpLayout,
     MlpSpec,
     NormKind,
     Norms,
     NormSpec,
+    QkvLayout,
 )
+from quintet.executor.cards.state_specs import DeltaSpec
 
 MAX_LAYERS = 1024
 MAX_HEADS = 4096
@@ -42,6 +47,8 @@ HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_hea
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads", "multi_query_group_num")
 WIDTH = "intermediate_size"
 RMS_EPS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
+APART = "matrices_apart"
+"""Of cards that are made of a GGUF file."""
 LAYER_EPS = ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
 ACTIVATION = ("hidden_act", "activation_function", "hidden_activation", "activation")
 
@@ -91,7 +98,10 @@ def num_kv_heads(card: ModelCard, default: int | None = None) -> int:
 def head_width(card: ModelCard, default: int | None = None) -> int:
     """Return the numbers of a head: those of the card, else ``default``, else the hidden size's share."""
     heads = num_heads(card)
-    dim = card.whole("head_dim", 1, MAX_HEAD_DIM, default or hidden_size(card) // heads)
+    width = hidden_size(card)
+    if default is None and not card.has("head_dim") and width > heads and width % heads:
+        raise card.wrong(HEADS, f"a divisor of {card.spelling(HIDDEN)}, {width}, where there is no head_dim")
+    dim = card.whole("head_dim", 1, MAX_HEAD_DIM, default or width // heads)
     if heads * dim > MAX_WIDTH:
         raise card.wrong("head_dim", f"such that {heads} heads have at most {MAX_WIDTH} numbers")
     return dim
@@ -319,4 +329,25 @@ def decoder(
         usual["reach"] = rotated_reach(card, [each.rope for each in attentions])
     count, names = card.whole(PREDICTORS, 0, MAX_LAYERS, predictors), switches.get("names", Names())
     unread = (names.in_layer(num_layers(card) + i, "*") for i in range(max(predictors, count)))
-    return DecoderSpec(**(usual | switches | {"names": replace(names, ignored=(*names.ignored, *unread))}))
+    spec = DecoderSpec(**(usual | switches | {"names": replace(names, ignored=(*names.ignored, *unread))}))
+    return _apart(spec) if card.flag(APART, False) else spec
+
+
+def _apart(spec: DecoderSpec) -> DecoderSpec:
+    """Return the same of a checkpoint that has each matrix by itself, ``[out, in]``, whatever the family's own stack."""
+    return replace(spec, transposed=False, layers=tuple(map(_with_matrices_apart, spec.layers)))
+
+
+def _with_matrices_apart(layer: LayerSpec) -> LayerSpec:
+    mixer, mlp = layer.mixer, layer.mlp
+    if isinstance(mixer, AttentionSpec):
+        mixer = replace(mixer, layout=QkvLayout.SEPARATE)
+    elif isinstance(mixer, BesideSpec):
+        mixer = replace(mixer, attention=replace(mixer.attention, layout=QkvLayout.SEPARATE))
+    elif isinstance(mixer, DeltaSpec):
+        mixer = replace(mixer, by_head=False)
+    if isinstance(mlp, MlpSpec):
+        mlp = replace(mlp, layout=MlpLayout.SEPARATE)
+    elif mlp is not None:
+        mlp = replace(mlp, layout=ExpertsLayout.SEPARATE, shared_stacked=False)
+    return replace(layer, mixer=mixer, mlp=mlp)

@@ -248,6 +248,26 @@ def _check(
         )
     num_rows, depth = x.shape
     columns = weight.shape[0]
+    out = check_rows(device, x, columns, bias, out)
+    if not weight.is_contiguous():
+        raise OperandError(f"weight: strides {weight.stride()}; expected {(depth, 1)}")
+    if weight.dtype != x.dtype or weight.device.type != device.torch_device.type:
+        raise OperandError(
+            f"weight: {weight.dtype} on {weight.device}; expected {x.dtype}, as x, on {device.torch_device}"
+        )
+    if weight.data_ptr() % 16:
+        raise OperandError(f"weight: begins at {weight.data_ptr():#x}; expected a multiple of 16 bytes")
+    return num_rows, columns, depth, out
+
+
+def check_rows(
+    device: Device, x: torch.Tensor, columns: int, bias: torch.Tensor | None, out: torch.Tensor | None
+) -> torch.Tensor:
+    """Return where ``x [num_rows, depth]`` times a weight of so many columns goes: ``out``, or a new tensor.
+
+    Raises `OperandError` for rows, a bias or a place that kernels cannot take.
+    """
+    num_rows, depth = x.shape
     if depth == 0 or depth * x.dtype.itemsize % 16:
         raise OperandError(
             f"x: depth {depth} of {x.dtype}; kernels read 16 bytes at a time: a multiple of"
@@ -263,22 +283,18 @@ def _check(
         raise OperandError("out: begins at an odd number; pairs are written: expected a multiple of 4 bytes")
     if x.stride(1) != 1 or (num_rows > 1 and x.stride(0) * x.dtype.itemsize % 16):
         raise OperandError(f"x: strides {x.stride()}; expected contiguous rows, a multiple of 16 bytes apart")
-    if not weight.is_contiguous():
-        raise OperandError(f"weight: strides {weight.stride()}; expected {(depth, 1)}")
     if bias is not None and (bias.shape != (columns,) or not bias.is_contiguous()):
         raise OperandError(
             f"bias: {list(bias.shape)}, strides {bias.stride()}; expected {[columns]}, contiguous"
         )
-    for name, tensor in (("x", x), ("weight", weight), ("bias", bias), ("out", out)):
-        if tensor is None:
-            continue
-        if tensor.dtype != x.dtype or tensor.device.type != device.torch_device.type:
+    for name, tensor in (("x", x), ("bias", bias), ("out", out)):
+        if tensor is not None and (tensor.dtype != x.dtype or tensor.device.type != device.torch_device.type):
             raise OperandError(
                 f"{name}: {tensor.dtype} on {tensor.device}; expected {x.dtype}, as x, on {device.torch_device}"
             )
-        if name in ("x", "weight") and tensor.data_ptr() % 16:
-            raise OperandError(f"{name}: begins at {tensor.data_ptr():#x}; expected a multiple of 16 bytes")
-    return num_rows, columns, depth, out
+    if x.data_ptr() % 16:
+        raise OperandError(f"x: begins at {x.data_ptr():#x}; expected a multiple of 16 bytes")
+    return out
 
 
 def _ceil(count: int, size: int) -> int:

@@ -32,6 +32,9 @@ class Attention:
             biased=spec.output_bias,
         )
         self._clip, self._gated = spec.clip_qkv, spec.output_gate
+        self._norm = scope.norm(
+            spec.attended_norm, scope.names.attended_norm, spec.num_heads * spec.value_dim
+        )
         q_norm = _head_norm(scope, spec, scope.names.q_norm, spec.num_heads)
         k_norm = _head_norm(scope, spec, scope.names.k_norm, spec.num_kv_heads)
         whole = spec.qk_norm_over is QkNormOver.WHOLE
@@ -72,6 +75,8 @@ class Attention:
         if self._gated:
             gates = ops.columns(qkv, queries + keys + values, queries)
             attended = ops.multiply(attended, ops.activation(gates, Activation.SIGMOID))
+        if self._norm is not None:
+            attended = ops.norm(attended, self._norm)
         return ops.linear(self._output, attended)
 
 

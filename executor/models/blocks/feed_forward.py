@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 
 from quintet.executor.cards.spec import Activation, LearnedActivation, MlpLayout, MlpSpec
-from quintet.executor.layers.linear import GatedActivation
+from quintet.executor.layers.linear import GatedActivation, Linear
 from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.forward import ForwardPass, ValueT
+from quintet.executor.quant.method import LinearShape
 
 
 class FeedForward:
@@ -33,16 +34,28 @@ class FeedForward:
                 gates = GatedActivation.of(kind)
             case kind:
                 self._activation = kind
+        self._gate: Linear | None = None
+        shape = LinearShape(parts, scope.hidden_size, spec.biased, gates)
+        if gates and not scope.setting.quantization.pairs(shape, scope.weights):
+            assert isinstance(spec.activation, Activation), spec
+            self._gate_kind, gates = spec.activation, GatedActivation.NONE
+            self._gate = scope.linear(parts[:1], scope.hidden_size, biased=spec.biased)
+            parts = parts[1:]
         self._up = scope.linear(parts, scope.hidden_size, biased=spec.biased, activation=gates)
+        self._norm = scope.norm(spec.down_norm, names.down_norm, wide)
         self._down = scope.linear([scope.part(names.down, scope.hidden_size)], wide, biased=spec.biased)
 
     def __call__(self, ops: ForwardPass[ValueT], x: ValueT) -> ValueT:
         """See `Block`."""
         up = ops.linear(self._up, x)
+        if self._gate is not None:
+            up = ops.multiply(ops.activation(ops.linear(self._gate, x), self._gate_kind), up)
         if self._activation is not None:
             up = self._activated(ops, up, self._activation)
         if self._learned is not None:
             up = ops.xielu(up, self._learned)
+        if self._norm is not None:
+            up = ops.norm(up, self._norm)
         down = ops.linear(self._down, up)
         return down if self._down_multiplier == 1.0 else ops.scale(down, self._down_multiplier)
 

@@ -65,6 +65,7 @@ class Numbers:
     symmetric: bool
     by_activations: bool
     int8_activations: bool
+    fp8_activations: bool
 
     @property
     def words(self) -> str:
@@ -207,7 +208,12 @@ def _floats(layer: StoredLayer, numbers: Numbers) -> Scheme:
     shapes = _scale_shapes(layer, numbers)
     match numbers.strategy:
         case "tensor":
-            return fp8_scheme(layer, "weight_scale", shapes, row_group=0, group=0)
+            return fp8_scheme(
+                *(layer, "weight_scale", shapes),
+                row_group=0,
+                group=0,
+                fp8_activations=numbers.fp8_activations,
+            )
         case "block":
             return fp8_scheme(
                 layer, "weight_scale", shapes, row_group=numbers.block[0], group=numbers.block[1]
@@ -220,6 +226,7 @@ def _floats(layer: StoredLayer, numbers: Numbers) -> Scheme:
                 row_group=1,
                 group=numbers.group,
                 exponents=numbers.format == MXFP8,
+                fp8_activations=numbers.fp8_activations,
             )
 
 
@@ -300,4 +307,5 @@ def _numbers(weights: ModelCard, section: ModelCard, kind: str, bits: int, is_fl
         weights.flag("symmetric", True),
         weights.values.get("actorder") in ("group", "dynamic", True),
         activations.values.get("num_bits") == 8 and activations.values.get("type", "int") == "int",
+        activations.values.get("num_bits") == 8 and activations.values.get("type", "int") == "float",
     )

@@ -20,20 +20,24 @@ def fp8_scheme(
     row_group: int,
     group: int,
     exponents: bool = False,
+    fp8_activations: bool = False,
+    weight: str = "weight",
 ) -> Scheme:
-    """Return the scheme of ``weight`` in fp8.
+    """Return the scheme of numbers in fp8.
 
-    scale: ending of the scales, which have one of the shapes; exponents: whether they are those of powers of two.
+    scale: ending of the scales, which have one of the shapes; exponents: whether they are those of powers of two;
+    fp8_activations: see `Scheme`; weight: ending of the numbers.
     """
     shape = layer.shaped(scale, *shapes)
     kinds = EXPONENTS if exponents else (*FLOATS, "F8_E8M0")
     stored_scale = Stored(scale, shape, kinds, _SMALL_EXPONENTS if exponents else None)
     return Scheme(
-        stored=(Stored("weight", (layer.rows, layer.depth), FP8, _SMALL_FLOATS), stored_scale),
-        weight_kind=layer.kind("weight") or FP8[0],
+        stored=(Stored(weight, (layer.rows, layer.depth), FP8, _SMALL_FLOATS), stored_scale),
+        weight_kind=layer.kind(weight) or FP8[0],
         scale_kind=layer.kind(scale),
         group=group,
         row_group=row_group,
+        fp8_activations=fp8_activations,
     )
 
 

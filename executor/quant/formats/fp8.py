@@ -2,7 +2,7 @@
 
     weight fp8 [rows, depth]    weight_scale_inv [rows / 128, depth / 128]    or    weight_scale: one number, or one for each row
 
-What is named an inverse is multiplied. Scales of activations are not needed: these keep the model's numbers.
+What is named an inverse is multiplied. Scales of activations are not needed: who rounds them to fp8 measures each token.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Fp8:
         if self.block is None:
             by_row = ((layer.rows, 1), (layer.rows,))
             shape = layer.shaped(self.mark, *by_row, (1,), (), (1, 1))
-            return fp8_scheme(layer, self.mark, (shape,), row_group=1 if shape in by_row else 0, group=0)
+            row_group = 1 if shape in by_row else 0
+            return fp8_scheme(layer, self.mark, (shape,), row_group=row_group, group=0, fp8_activations=True)
         height, width = self.block
         shapes = ((-(-layer.rows // height), -(-layer.depth // width)),)
         return fp8_scheme(layer, self.mark, shapes, row_group=height, group=width)

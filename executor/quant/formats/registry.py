@@ -9,14 +9,18 @@ from quintet.executor.cards.card import ModelCard
 from quintet.executor.quant.formats import (
     autoround,
     awq,
+    bitnet,
     bitsandbytes,
     compressed_tensors,
     fp8,
     gguf,
     gptq,
+    hqq,
     modelopt,
     mxfp4,
     quark,
+    squeezellm,
+    torchao,
 )
 from quintet.executor.quant.formats.scheme import Format, Recognise
 from quintet.executor.weights.header import Entry
@@ -34,6 +38,10 @@ FORMATS: dict[str, Recognise] = {
     "modelopt": modelopt.recognise,
     "quark": quark.recognise,
     "auto-round": autoround.recognise,
+    "hqq": hqq.recognise,
+    "squeezellm": squeezellm.recognise,
+    "torchao": torchao.recognise,
+    "bitnet": bitnet.recognise,
 }
 """By ``quant_method``: what reads it off the card and its section of the card."""
 
@@ -52,9 +60,6 @@ _SPELLINGS = {
 
 _AGAIN = "take the checkpoint that it was made from, and quantize that with"
 REFUSED = {
-    "hqq": f"its zeros are no integers; {_AGAIN} GPTQ or AWQ, or give --quantization int4",
-    "torchao": f"it saves torch's tensor classes; {_AGAIN} compressed-tensors, or give --quantization int8",
-    "squeezellm": f"its tables differ from row to row; {_AGAIN} GPTQ or AWQ, or give --quantization int4",
     "smoothquant": "fold its factors into the weights and save them as compressed-tensors, as LLM Compressor does",
     "aqlm": f"its codebooks are of vectors; {_AGAIN} GPTQ of 2 bits",
     "vptq": f"its codebooks are of vectors; {_AGAIN} GPTQ of 2 bits",
@@ -62,7 +67,6 @@ REFUSED = {
     "eetq": f"its bytes are shuffled for one GPU's kernels; {_AGAIN} compressed-tensors, or give --quantization int8",
     "spqr": f"its outliers are stored sparsely; {_AGAIN} GPTQ",
     "higgs": f"its codebooks are of vectors; {_AGAIN} GPTQ",
-    "bitnet": f"its weights have three values; {_AGAIN} GPTQ of 2 bits",
 }
 """By ``quant_method``: why it does not load, and what does."""
 
@@ -86,7 +90,9 @@ def check_agrees(quantization: str, found: Format | None, path: str) -> None:
                 f"--quantization {quantization} is a format of checkpoints, and {path} has no quantization_config: give int8,"
                 " int4 or w8a8 to quantize this one while it is loaded, or drop the flag"
             )
-    elif quantization not in ("none", found.name) and not found.takes_quantization:
+    elif quantization not in ("none", found.name) and (
+        quantization in FORMATS or not found.takes_quantization
+    ):
         raise ConfigError(
             f"--quantization {quantization}, but the checkpoint is quantized already ({found.words}; {path}): drop the flag, or"
             " take the checkpoint that it was made from"

@@ -57,6 +57,10 @@ class Packing:
     transposed: bool = False
     evens_first: bool = False
     """Whether a word of eight codes has the first, third, fifth and seventh before the others."""
+    word_bits: int = 32
+    """Of the tensor's numbers."""
+    is_signed: bool = False
+    """Whether codes are integers of both signs: zero, not the middle of their range, is what all their bits 0 mean."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,16 +89,24 @@ class Scheme:
     """How zeros are held; None: the zero of every code is the middle of its range."""
     has_int8_zeros: bool = False
     """Whether the third tensor has a signed zero for each scale."""
+    real_zeros: bool = False
+    """Whether zeros are floating-point numbers, which the decoder knows how to read."""
     zero_offset: int = 0
     """What is added to a stored zero."""
     all_zeros: int | None = None
     """What every zero must be where the format says that it is symmetric: zeros are read and checked, not kept."""
     order: str | None = None
     """Ending of a tensor ``[depth]`` that says of each input which group it is of; None: groups are of neighbours."""
+    input_factors: str | None = None
+    """Ending of a tensor ``[depth]`` by which inputs are multiplied before; it is the last of `stored`."""
     int8_activations: bool = False
     """Whether inputs are quantized to 8 bits too, each token by its own scale."""
+    fp8_activations: bool = False
+    """Whether inputs are meant to be rounded to fp8."""
     is_fp4: bool = False
     """Whether codes are those of `E2M1`."""
+    row_tables: bool = False
+    """Whether codes stand for numbers that differ from row to row."""
     table: str = ""
     """``nf4`` or ``fp4``: which of bitsandbytes' numbers codes stand for."""
     decoder: str = "quintet.executor.quant.decode:decode"
@@ -104,7 +116,7 @@ class Scheme:
     def bits(self) -> int | None:
         """Of a code that is an integer; None where numbers are no integers times a scale."""
         if self.codes is not None:
-            return None if self.is_fp4 else self.codes.bits
+            return None if self.is_fp4 or self.row_tables else self.codes.bits
         return 8 if not self.table and "I8" in self.stored[0].kinds else None
 
 

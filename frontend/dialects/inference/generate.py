@@ -6,7 +6,7 @@ import dataclasses
 
 import msgspec
 
-from quintet.frontend.dialects.answer import Output, Submissions, stream_answer, whole_answer
+from quintet.frontend.dialects.answer import Output, Submissions, stream_answer, submit_all, whole_answer
 from quintet.frontend.dialects.claims import Answer, claim_for
 from quintet.frontend.dialects.inference.types import GenerateBody
 from quintet.frontend.dialects.openai import parse
@@ -23,6 +23,7 @@ from quintet.frontend.dialects.openai.completions import token_prompt
 from quintet.frontend.dialects.openai.logprobs import chat_logprobs, prompt_logprobs
 from quintet.frontend.dialects.openai.types import CompletionBody
 from quintet.frontend.dialects.position import Position, StreamId
+from quintet.frontend.dialects.routing import session_of
 from quintet.frontend.exchange import Exchange
 from quintet.frontend.service import Service
 from quintet.wire.config import EngineConfig
@@ -42,8 +43,7 @@ class GenerateAnswer(Answer, tag="generate"):
 async def generate(service: Service, exchange: Exchange) -> None:
     """Answer one request."""
     config = service.config
-    body = parse.decode(await exchange.read_json_body(service.bodies), _decoder)
-    parse.check_model(body.model, config.model)
+    body = await parse.read_body(service, exchange, _decoder)
     fields = sampling_fields(body)
     parse.check_combinations(fields, config)
     try:
@@ -61,27 +61,20 @@ async def generate(service: Service, exchange: Exchange) -> None:
     claim = claim_for(answer, config) if body.stream else None
     deadline_ns = parse.deadline_ns(fields, exchange)
     _refuse_missing(body, fields)
-    service.admission.enter([prompt], params)
-    submissions = Submissions()
-    submissions.add(
-        service.sessions.submit(
-            prompt,
-            params,
-            priority=body.priority or 0,
-            cache_salt=body.cache_salt or "",
-            arrival_ns=exchange.arrival_ns,
-            mailbox=submissions.mailbox,
-            final_only=not body.stream,
-            interval=interval,
-            are_checked=True,
-            claim=claim,
-            deadline_ns=deadline_ns,
-            limit_gives_way=fields.max_tokens is None,
-        )
+    submissions = submit_all(
+        service,
+        body,
+        [prompt],
+        params,
+        arrival_ns=exchange.arrival_ns,
+        deadline_ns=deadline_ns,
+        limit_gives_way=fields.max_tokens is None,
+        claim=claim,
+        interval=interval,
+        session=session_of(exchange),
     )
     if body.stream:
-        stream_id = None if claim is None else StreamId(submissions.streams[0].request_id, claim.key)
-        await stream_answer(service, exchange, submissions, writer(answer, stream_id))
+        await stream_answer(service, exchange, submissions, writer(answer, submissions.stream_id))
     else:
         outputs = await whole_answer(exchange, submissions)
         await exchange.respond_json(_whole(outputs, submissions, options))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from quintet.frontend.dialects.answer import Output, Submissions, whole_answer
+from quintet.frontend.dialects.answer import Output, submit_all, whole_answer
 from quintet.frontend.dialects.openai import parse
 from quintet.frontend.dialects.openai.answer import options_of, usage_of
 from quintet.frontend.dialects.openai.chat import (
@@ -21,6 +21,7 @@ from quintet.frontend.dialects.openai.chat import (
 from quintet.frontend.dialects.openai.logprobs import prompt_logprobs
 from quintet.frontend.dialects.openai.tools import reading_of
 from quintet.frontend.dialects.openai.types import ChatBody
+from quintet.frontend.dialects.routing import session_of
 from quintet.frontend.exchange import Exchange
 from quintet.frontend.service import Service
 from quintet.wire.codec import unpack_i32
@@ -33,8 +34,7 @@ _conversations_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 async def batch(service: Service, exchange: Exchange) -> None:
     """Answer one request. Its choices are numbered through, those of the first conversation first."""
     config = service.config
-    body = parse.decode(await exchange.read_json_body(service.bodies), _decoder)
-    parse.check_model(body.model, config.model)
+    body = await parse.read_body(service, exchange, _decoder)
     check_chat(body, config)
     conversations = _conversations(body, config)
     params = chat_params(body, config)
@@ -43,29 +43,18 @@ async def batch(service: Service, exchange: Exchange) -> None:
     deadline_ns = parse.deadline_ns(body, exchange)
     refuse_missing(body)
     parse.refuse_search(body)
-    service.admission.enter([each.prompt for each in conversations], params)
-    submissions = Submissions()
-    try:
-        for each in conversations:
-            submissions.add(
-                service.sessions.submit(
-                    each.prompt,
-                    params,
-                    priority=body.priority or 0,
-                    cache_salt=body.cache_salt or "",
-                    return_prompt_ids=options.return_token_ids,
-                    arrival_ns=exchange.arrival_ns,
-                    mailbox=submissions.mailbox,
-                    final_only=True,
-                    are_checked=True,
-                    deadline_ns=deadline_ns,
-                    limit_gives_way=parse.chat_max_tokens(body) is None,
-                    reading=reading,
-                )
-            )
-    except BaseException:
-        submissions.close()
-        raise
+    submissions = submit_all(
+        service,
+        body,
+        [each.prompt for each in conversations],
+        params,
+        arrival_ns=exchange.arrival_ns,
+        deadline_ns=deadline_ns,
+        limit_gives_way=parse.chat_max_tokens(body) is None,
+        reading=reading,
+        return_prompt_ids=options.return_token_ids,
+        session=session_of(exchange, body.user),
+    )
     outputs = await whole_answer(exchange, submissions)
     answers = [
         ChatAnswer(

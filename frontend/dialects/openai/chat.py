@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from quintet.frontend.dialects.answer import Output, Submissions, stream_answer, whole_answer
+from quintet.frontend.dialects.answer import Output, Submissions, stream_answer, submit_all, whole_answer
 from quintet.frontend.dialects.channels import Channels
 from quintet.frontend.dialects.claims import Answer, claim_for
 from quintet.frontend.dialects.openai import parse
@@ -35,6 +35,7 @@ from quintet.frontend.dialects.openai.types import (
     Tool,
 )
 from quintet.frontend.dialects.position import Position, StreamId
+from quintet.frontend.dialects.routing import session_of
 from quintet.frontend.exchange import Exchange
 from quintet.frontend.service import Service
 from quintet.frontend.streams import Delta
@@ -43,6 +44,7 @@ from quintet.wire.codec import unpack_i32
 from quintet.wire.config import EngineConfig
 from quintet.wire.messages import ChatPrompt, Started
 from quintet.wire.params import SamplingParams, shown
+from quintet.wire.request import Reading
 
 _decoder = msgspec.json.Decoder(ChatBody)
 _messages_decoder = msgspec.json.Decoder(list[ChatMessage])
@@ -81,14 +83,10 @@ class Conversation:
 async def chat_completions(service: Service, exchange: Exchange) -> None:
     """Answer one request."""
     config = service.config
-    body = parse.decode(await exchange.read_json_body(service.bodies), _decoder)
-    parse.check_model(body.model, config.model)
-    check_chat(body, config)
-    conversation = parse_conversation(body, config)
-    params = chat_params(body, config)
+    body = await parse.read_body(service, exchange, _decoder)
+    conversation, params, reading = checked_chat(body, config)
     options = options_of("chatcmpl", body, params, exchange, config.model)
     prefix, interval = conversation.last_text if options.echo else "", body.stream_interval or 1
-    reading = reading_of(body, conversation.prompt.tools, config.model.parsers)
     channels = None if reading is None else channels_of(body, conversation, options.response_id, config)
     answer = ChatAnswer(1, params.n, interval, options, conversation.role, prefix, channels)
     claim = claim_for(answer, config) if body.stream else None
@@ -105,32 +103,33 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
         await exchange.respond_json(_whole(outputs, submissions, answer))
         return
     params = ranked(params, body)
-    service.admission.enter([conversation.prompt], params)
-    submissions = Submissions()
-    submissions.add(
-        service.sessions.submit(
-            conversation.prompt,
-            params,
-            priority=body.priority or 0,
-            cache_salt=body.cache_salt or "",
-            return_prompt_ids=options.return_token_ids,
-            arrival_ns=exchange.arrival_ns,
-            mailbox=submissions.mailbox,
-            final_only=not body.stream,
-            interval=interval,
-            are_checked=True,
-            claim=claim,
-            deadline_ns=deadline_ns,
-            limit_gives_way=parse.chat_max_tokens(body) is None,
-            reading=reading,
-        )
+    submissions = submit_all(
+        service,
+        body,
+        [conversation.prompt],
+        params,
+        arrival_ns=exchange.arrival_ns,
+        deadline_ns=deadline_ns,
+        limit_gives_way=parse.chat_max_tokens(body) is None,
+        claim=claim,
+        reading=reading,
+        interval=interval,
+        return_prompt_ids=options.return_token_ids,
+        session=session_of(exchange, body.user),
     )
     if body.stream:
-        stream_id = None if claim is None else StreamId(submissions.streams[0].request_id, claim.key)
-        await stream_answer(service, exchange, submissions, writer(answer, stream_id))
+        await stream_answer(service, exchange, submissions, writer(answer, submissions.stream_id))
     else:
         outputs = best(await whole_answer(exchange, submissions), body)
         await exchange.respond_json(_whole(outputs, submissions, answer))
+
+
+def checked_chat(body: ChatBody, config: EngineConfig) -> tuple[Conversation, SamplingParams, Reading | None]:
+    """Check all of a body but what nobody has; return its prompt, its parameters and what reads the output."""
+    check_chat(body, config)
+    conversation = parse_conversation(body, config)
+    params = chat_params(body, config)
+    return conversation, params, reading_of(body, conversation.prompt.tools, config.model.parsers)
 
 
 def parse_conversation(body: ChatBody | TokenizeBody, config: EngineConfig) -> Conversation:

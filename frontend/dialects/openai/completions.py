@@ -7,7 +7,7 @@ from functools import partial
 
 import msgspec
 
-from quintet.frontend.dialects.answer import Output, Submissions, stream_answer, whole_answer
+from quintet.frontend.dialects.answer import Output, Submissions, stream_answer, submit_all, whole_answer
 from quintet.frontend.dialects.claims import Answer, claim_for
 from quintet.frontend.dialects.openai import parse
 from quintet.frontend.dialects.openai.answer import (
@@ -31,6 +31,7 @@ from quintet.frontend.dialects.openai.logprobs import (
 )
 from quintet.frontend.dialects.openai.types import CompletionBody
 from quintet.frontend.dialects.position import Position, StreamId
+from quintet.frontend.dialects.routing import session_of
 from quintet.frontend.exchange import Exchange
 from quintet.frontend.service import Service
 from quintet.wire.codec import pack_i32, unpack_i32
@@ -52,8 +53,7 @@ class CompletionAnswer(Answer, tag="completion"):
 async def completions(service: Service, exchange: Exchange) -> None:
     """Answer one request."""
     config = service.config
-    body = parse.decode(await exchange.read_json_body(service.bodies), _decoder)
-    parse.check_model(body.model, config.model)
+    body = await parse.read_body(service, exchange, _decoder)
     parse.check_combinations(body, config)
     prompts = await _prompts(body, config)
     params = completion_params(body, config)
@@ -73,34 +73,22 @@ async def completions(service: Service, exchange: Exchange) -> None:
         await exchange.respond_json(_whole(outputs, submissions, options))
         return
     params = ranked(params, body)
-    service.admission.enter(prompts, params)
-    submissions = Submissions()
-    try:
-        for prompt in prompts:
-            submissions.add(
-                service.sessions.submit(
-                    prompt,
-                    params,
-                    priority=body.priority or 0,
-                    cache_salt=body.cache_salt or "",
-                    echo=options.echo,
-                    return_prompt_ids=options.return_token_ids,
-                    arrival_ns=exchange.arrival_ns,
-                    mailbox=submissions.mailbox,
-                    final_only=not body.stream,
-                    interval=interval,
-                    are_checked=True,
-                    claim=claim,
-                    deadline_ns=deadline_ns,
-                    limit_gives_way=body.max_tokens is None,
-                )
-            )
-    except BaseException:
-        submissions.close()
-        raise
+    submissions = submit_all(
+        service,
+        body,
+        prompts,
+        params,
+        arrival_ns=exchange.arrival_ns,
+        deadline_ns=deadline_ns,
+        limit_gives_way=body.max_tokens is None,
+        claim=claim,
+        interval=interval,
+        echo=options.echo,
+        return_prompt_ids=options.return_token_ids,
+        session=session_of(exchange, body.user),
+    )
     if body.stream:
-        stream_id = None if claim is None else StreamId(submissions.streams[0].request_id, claim.key)
-        await stream_answer(service, exchange, submissions, writer(answer, stream_id))
+        await stream_answer(service, exchange, submissions, writer(answer, submissions.stream_id))
     else:
         outputs = best(await whole_answer(exchange, submissions), body)
         if options.echo_only:

@@ -18,13 +18,10 @@ from quintet.frontend.dialects.openai.answer import AnswerOptions, finish_name, 
 from quintet.frontend.dialects.openai.chat import (
     ChatAnswer,
     channels_of,
-    chat_params,
-    check_chat,
+    checked_chat,
     message_of,
-    parse_conversation,
 )
 from quintet.frontend.dialects.openai.completions import completion_params
-from quintet.frontend.dialects.openai.tools import reading_of
 from quintet.frontend.dialects.openai.types import ChatBody, CompletionBody
 from quintet.frontend.exchange import Exchange
 from quintet.frontend.service import Service
@@ -46,8 +43,7 @@ _completion_request_decoder = msgspec.json.Decoder(CompletionBody)
 async def derender_chat(service: Service, exchange: Exchange) -> None:
     """Answer with the conversation's next message."""
     config = service.config
-    body = parse.decode(await exchange.read_json_body(service.bodies), _chat_decoder)
-    parse.check_model(body.model, config.model)
+    body = await parse.read_body(service, exchange, _chat_decoder)
     generated = body.generate_response
     _check([generated], body.stream, config)
     options = _options("chatcmpl", generated, exchange, config)
@@ -60,10 +56,7 @@ async def derender_chat(service: Service, exchange: Exchange) -> None:
     given = parse.json_of(body.chat_request)
     if given:
         chat = parse.decode(given, _chat_request_decoder)
-        check_chat(chat, config)
-        conversation = parse_conversation(chat, config)
-        params = chat_params(chat, config)
-        reading = reading_of(chat, conversation.prompt.tools, config.model.parsers)
+        conversation, params, reading = checked_chat(chat, config)
         prompt_ids = (await service.queries.tokenize(conversation.prompt)).token_ids
         how.role, how.prefix = conversation.role, conversation.last_text if chat.echo else ""
         how.channels = (
@@ -86,8 +79,7 @@ async def derender_chat(service: Service, exchange: Exchange) -> None:
 async def derender_completions(service: Service, exchange: Exchange) -> None:
     """Answer with the texts behind the prompts."""
     config = service.config
-    body = parse.decode(await exchange.read_json_body(service.bodies), _completion_decoder)
-    parse.check_model(body.model, config.model)
+    body = await parse.read_body(service, exchange, _completion_decoder)
     answers = body.generate_responses
     if not answers or len(body.prompt_tokens or answers) != len(answers):
         raise parse.invalid(

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from quintet.frontend.dialects.openai.structured import form_of
 from quintet.frontend.dialects.openai.types import SHARED_SAMPLING_FIELDS, ChatBody, GenerationBody, RawField
 from quintet.frontend.exchange import MAX_REQUEST_ID, REQUEST_ID, REQUEST_ID_HEADER, Exchange
+from quintet.frontend.service import Service
 from quintet.wire.config import EngineConfig, ModelConfig
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import MAX_SHOWN, RepetitionDetectionParams, SamplingParams, shown
 
-BodyT = TypeVar("BodyT", bound=msgspec.Struct)
+BodyT = TypeVar("BodyT")
+NamingT = TypeVar("NamingT", bound="NamesModel")
 PartT = TypeVar("PartT")
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
@@ -30,6 +32,19 @@ _MISSING = re.compile(r"Object missing required field `(?P<field>[^`]+)`")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _MILLISECONDS = re.compile(r"[0-9]{1,12}")
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]")
+
+
+class NamesModel(Protocol):
+    """A body that says which model is to answer."""
+
+    model: str | None
+
+
+async def read_body(service: Service, exchange: Exchange, decoder: msgspec.json.Decoder[NamingT]) -> NamingT:
+    """Return the body of a request to the model that is served. Raises `RequestError`."""
+    body = decode(await exchange.read_json_body(service.bodies), decoder)
+    check_model(body.model, service.config.model)
+    return body
 
 
 def decode(body: bytes, decoder: msgspec.json.Decoder[BodyT]) -> BodyT:
@@ -163,7 +178,8 @@ def refuse_missing(body: GenerationBody) -> None:
         "vllm_xargs",
         "watermarking",
     ):
-        if json_of(getattr(body, name)) not in {b"", b"{}", b"false"}:
+        raw = getattr(body, name)
+        if raw is not msgspec.UNSET and json_of(raw) not in {b"", b"{}", b"false"}:
             raise not_implemented(name, f"`{name}`", "Leave it out.")
     for name in ("return_token_offsets", "return_prompt_text", "return_weight_versions"):
         if getattr(body, name):

@@ -31,8 +31,7 @@ NOT_TOLD = frozenset({"output_kind", "detokenize", "structured_outputs", "trunca
 async def render_chat(service: Service, exchange: Exchange) -> None:
     """Answer with the conversation's request in ids."""
     config = service.config
-    body = parse.decode(await exchange.read_json_body(service.bodies), _chat_decoder)
-    parse.check_model(body.model, config.model)
+    body = await parse.read_body(service, exchange, _chat_decoder)
     check_chat(body, config)
     prompt = parse_conversation(body, config).prompt
     params = chat_params(body, config)
@@ -46,8 +45,7 @@ async def render_chat(service: Service, exchange: Exchange) -> None:
 async def render_completions(service: Service, exchange: Exchange) -> None:
     """Answer with a list of requests in ids, one per prompt."""
     config = service.config
-    body = parse.decode(await exchange.read_json_body(service.bodies), _completion_decoder)
-    parse.check_model(body.model, config.model)
+    body = await parse.read_body(service, exchange, _completion_decoder)
     parse.check_combinations(body, config)
     if body.prompt_embeds:
         raise parse.invalid("prompt_embeds was sent, and vectors have no ids; leave it out.", "prompt_embeds")

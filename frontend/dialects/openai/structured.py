@@ -55,7 +55,7 @@ def form_of(body: GenerationBody) -> StructuredOutputsParams | None:
     pattern = body.guided_whitespace_pattern
     for name, kind in GUIDED.items():
         raw = getattr(body, name)
-        if _was_sent(raw):
+        if raw is not msgspec.UNSET and _was_sent(raw):  # hardly ever, and every request comes by
             value = _decoded(raw, Any, name)
             asked[name] = StructuredOutputsParams(**{kind: value}, whitespace_pattern=pattern)
     if len(asked) > 1:

@@ -23,8 +23,7 @@ _detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
 async def tokenize(service: Service, exchange: Exchange) -> None:
     """Answer with the ids of a text, or of a conversation as the chat template renders it."""
     config = service.config
-    body = parse.decode(await exchange.read_json_body(service.bodies), _tokenize_decoder)
-    parse.check_model(body.model, config.model)
+    body = await parse.read_body(service, exchange, _tokenize_decoder)
     prompt: TextPrompt | ChatPrompt
     if body.prompt is not None:
         prompt = TextPrompt(body.prompt, body.add_special_tokens is not False)
@@ -61,7 +60,6 @@ async def tokenizer_info(service: Service, exchange: Exchange) -> None:
 async def detokenize(service: Service, exchange: Exchange) -> None:
     """Answer with the text of some ids."""
     config = service.config
-    body = parse.decode(await exchange.read_json_body(service.bodies), _detokenize_decoder)
-    parse.check_model(body.model, config.model)
+    body = await parse.read_body(service, exchange, _detokenize_decoder)
     check_token_ids(body.tokens, config.model.vocab_size, "tokens")
     await exchange.respond_json({"prompt": await service.queries.detokenize(body.tokens)})

@@ -18,7 +18,7 @@ from quintet.frontend.dialects.answer import Submissions
 from quintet.frontend.dialects.claims import claim_for
 from quintet.frontend.dialects.position import Position, StreamId
 from quintet.frontend.dialects.responses.events import ResponsesWriter
-from quintet.frontend.dialects.responses.kept import answer_of
+from quintet.frontend.dialects.responses.kept import answer_of, turn_of
 from quintet.frontend.dialects.responses.output import CANCELLED, FAILED, ResponsesAnswer, response_json
 from quintet.frontend.response_store import Events, Record, ResponseFile
 from quintet.frontend.service import Service
@@ -79,7 +79,8 @@ async def run(service: Service, record: Record, submissions: Submissions, writer
 def _tell(
     response_id: str, owner: str, writer: ResponsesWriter, events: Events | None, file: ResponseFile
 ) -> bool:
-    return file.tell(response_id, owner, writer.status, events, writer.response)
+    turn = turn_of(writer.answer, writer.status, writer.response)
+    return file.tell(response_id, owner, writer.status, events, writer.response, turn)
 
 
 def look_for_lost(service: Service) -> None:
@@ -184,10 +185,9 @@ def _sent_again(service: Service, record: Record, answer: ResponsesAnswer) -> Su
 
 async def note_request(service: Service, record: Record, submissions: Submissions) -> None:
     """Note what is computed for a response, so that whoever takes it over can go on with it, or begin again."""
-    submit = submissions.streams[0].submit
-    claim = submit.spec.claim
-    stream = "" if claim is None else str(StreamId(submit.request_id, claim.key))
-    request = record.request or msgspec.msgpack.encode(submit)
+    stream_id = submissions.stream_id
+    stream = "" if stream_id is None else str(stream_id)
+    request = record.request or msgspec.msgpack.encode(submissions.streams[0].submit)
     record.stream, record.request = stream, request
     await service.responses.do(lambda file: file.note_request(record.id, stream, request))
 

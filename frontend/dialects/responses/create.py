@@ -8,20 +8,33 @@ from dataclasses import dataclass
 
 import msgspec
 
-from quintet.frontend.dialects.answer import Submissions, stream_answer, whole_answer
+from quintet.frontend.dialects.answer import Submissions, stream_answer, submit_all, whole_answer
 from quintet.frontend.dialects.claims import claim_for
 from quintet.frontend.dialects.openai import parse
 from quintet.frontend.dialects.openai.answer import AnswerOptions, encode_json
-from quintet.frontend.dialects.openai.chat import channels_of, chat_params, check_chat, parse_conversation
-from quintet.frontend.dialects.openai.tools import reading_of
-from quintet.frontend.dialects.position import StreamId
+from quintet.frontend.dialects.openai.chat import channels_of, checked_chat
 from quintet.frontend.dialects.responses.background import note_request, run, start
+from quintet.frontend.dialects.responses.conversations import items_so_far
 from quintet.frontend.dialects.responses.events import ResponsesWriter, response_of_output
-from quintet.frontend.dialects.responses.kept import conversation, keep_end, record_of, resolved, response_of
+from quintet.frontend.dialects.responses.kept import (
+    conversation,
+    keep_end,
+    record_of,
+    resolved,
+    response_of,
+    turn_of,
+)
 from quintet.frontend.dialects.responses.output import CANCELLED, ResponsesAnswer, response_json
-from quintet.frontend.dialects.responses.parse import THEIR_NAMES, chat_body, echo_of, items_of
+from quintet.frontend.dialects.responses.parse import (
+    THEIR_NAMES,
+    chat_body,
+    conversation_of,
+    echo_of,
+    items_of,
+)
 from quintet.frontend.dialects.responses.stored import tell_events
 from quintet.frontend.dialects.responses.types import InputItem, ResponsesBody
+from quintet.frontend.dialects.routing import session_of
 from quintet.frontend.exchange import Exchange
 from quintet.frontend.response_store import IN_PROGRESS, QUEUED, Record
 from quintet.frontend.service import Service
@@ -40,7 +53,7 @@ class Asked:
 
     body: ResponsesBody
     items: list[InputItem]
-    """Its own."""
+    """Its own, and those of a conversation with a name."""
     prompt: ChatPrompt
     params: SamplingParams
     reading: Reading | None
@@ -55,8 +68,7 @@ class Asked:
 
 async def responses(service: Service, exchange: Exchange) -> None:
     """Answer one request."""
-    body = parse.decode(await exchange.read_json_body(service.bodies), _decoder)
-    parse.check_model(body.model, service.config.model)
+    body = await parse.read_body(service, exchange, _decoder)
     asked = await _read(service, exchange, body)
     if not asked.answer.is_kept:
         await _answer(service, exchange, asked)
@@ -75,7 +87,7 @@ async def responses(service: Service, exchange: Exchange) -> None:
     is_told = False
     try:
         if body.background:
-            is_told = await _answer_later(service, asked, record)
+            is_told = await _answer_later(service, exchange, asked, record)
         else:
             is_told = await _answer(service, exchange, asked)
     finally:
@@ -98,13 +110,19 @@ async def _read(service: Service, exchange: Exchange, body: ResponsesBody) -> As
             "background",
         )
     try:
-        former = await conversation(store, body.previous_response_id)
+        named = conversation_of(body)
+        if named and not is_kept:
+            raise parse.invalid(
+                "conversation was sent, and nothing is kept of this response: leave out store: false, or send the items "
+                "themselves.",
+                "conversation",
+            )
+        former = await (
+            items_so_far(store, named) if named else conversation(store, body.previous_response_id)
+        )
         items = await resolved(store, items_of(body), former)
         chat = chat_body(body, [*former, *items])
-        check_chat(chat, config)
-        read = parse_conversation(chat, config)
-        params = chat_params(chat, config)
-        reading = reading_of(chat, read.prompt.tools, config.model.parsers)
+        read, params, reading = checked_chat(chat, config)
         parse.refuse_missing(chat)
     except RequestError as error:
         raise parse.renamed(error, THEIR_NAMES) from None
@@ -123,60 +141,57 @@ async def _read(service: Service, exchange: Exchange, body: ResponsesBody) -> As
         "model": options.model,
         "background": bool(body.background),
         "store": is_kept,
+        **({"conversation": {"id": named}} if named else {}),
         **echo_of(body, params.temperature, params.top_p),
     }
     channels = channels_of(chat, read, options.response_id, config)
-    answer = ResponsesAnswer(1, 1, 1, options, channels, encode_json(head), is_kept)
+    answer = ResponsesAnswer(1, 1, 1, options, channels, encode_json(head), is_kept, named, len(items))
     deadline_ns = parse.deadline_ns(chat, exchange)
+    if named:  # it is asked with the conversation as it is now
+        items = [*former, *items]
     return Asked(body, items, read.prompt, params, reading, answer, deadline_ns)
 
 
-def _submit(service: Service, asked: Asked, arrival_ns: int, claim: Claim | None) -> Submissions:
-    service.admission.enter([asked.prompt], asked.params)
-    submissions = Submissions()
-    submissions.add(
-        service.sessions.submit(
-            asked.prompt,
-            asked.params,
-            priority=asked.body.priority or 0,
-            cache_salt=asked.body.cache_salt or "",
-            arrival_ns=arrival_ns,
-            mailbox=submissions.mailbox,
-            final_only=not asked.body.stream,
-            are_checked=True,
-            claim=claim,
-            deadline_ns=asked.deadline_ns,
-            limit_gives_way=True,  # what is asked for is an upper bound
-            reading=asked.reading,
-        )
+def _submit(service: Service, asked: Asked, exchange: Exchange, claim: Claim | None) -> Submissions:
+    body = asked.body
+    return submit_all(
+        service,
+        body,
+        [asked.prompt],
+        asked.params,
+        arrival_ns=exchange.arrival_ns,
+        deadline_ns=asked.deadline_ns,
+        limit_gives_way=True,  # what is asked for is an upper bound
+        claim=claim,
+        reading=asked.reading,
+        session=session_of(exchange, body.prompt_cache_key, body.user),
     )
-    return submissions
 
 
 async def _answer(service: Service, exchange: Exchange, asked: Asked) -> bool:
     """Answer a client that waits; return True: its answer has ended."""
     answer = asked.answer
     claim = claim_for(answer, service.config) if asked.body.stream else None
-    submissions = _submit(service, asked, exchange.arrival_ns, claim)
+    submissions = _submit(service, asked, exchange, claim)
     if asked.body.stream:
-        stream_id = None if claim is None else StreamId(submissions.streams[0].request_id, claim.key)
-        writer = ResponsesWriter(answer, stream_id)
+        writer = ResponsesWriter(answer, submissions.stream_id)
         await stream_answer(service, exchange, submissions, writer, keep_end)
         return True
     (output,) = await whole_answer(exchange, submissions)
     status, response = response_of_output(answer, output)
     if answer.is_kept:
+        turn = turn_of(answer, status, response)
         await service.responses.do(
-            lambda file: file.finish(asked.response_id, status, response, is_open=True)
+            lambda file: file.finish(asked.response_id, status, response, is_open=True, turn=turn)
         )
     await exchange.respond(200, response)
     return True
 
 
-async def _answer_later(service: Service, asked: Asked, record: Record) -> bool:
+async def _answer_later(service: Service, exchange: Exchange, asked: Asked, record: Record) -> bool:
     """Have a response answered in the background; return True: it will be."""
     claim = claim_for(asked.answer, service.config)
-    submissions = _submit(service, asked, time.monotonic_ns(), claim)
+    submissions = _submit(service, asked, exchange, claim)
     try:
         await note_request(service, record, submissions)
     except BaseException:

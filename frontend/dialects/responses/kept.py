@@ -13,9 +13,9 @@ from quintet.frontend.dialects.answer import AnswerWriter
 from quintet.frontend.dialects.openai import parse
 from quintet.frontend.dialects.openai.answer import encode_json
 from quintet.frontend.dialects.responses.events import ResponsesWriter
-from quintet.frontend.dialects.responses.output import ResponsesAnswer, response_json
+from quintet.frontend.dialects.responses.output import COMPLETED, INCOMPLETE, ResponsesAnswer, response_json
 from quintet.frontend.dialects.responses.types import ContentPart, InputItem
-from quintet.frontend.response_store import Record, ResponseStore
+from quintet.frontend.response_store import CONVERSATION, Record, ResponseStore, Turn
 from quintet.frontend.service import Service
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import shown
@@ -30,6 +30,17 @@ _decode_answer = msgspec.msgpack.Decoder(ResponsesAnswer).decode
 
 class _Output(msgspec.Struct):
     output: list[InputItem]
+
+
+class _RawOutput(msgspec.Struct):
+    output: list[msgspec.Raw]
+
+
+class _Identified(msgspec.Struct):
+    id: str
+
+
+_raw_items_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 def answer_of(record: Record) -> ResponsesAnswer:
@@ -51,6 +62,30 @@ def items_of(record: Record) -> list[InputItem]:
     """Return what a response was asked with, and answered."""
     output = msgspec.json.decode(record.response, type=_Output).output if record.response else []
     return [*asked_of(record), *output]
+
+
+def turn_of(answer: ResponsesAnswer, status: str, response: bytes) -> Turn | None:
+    """Return what a response adds to the conversation that it is a turn of; None where there is none, or no answer."""
+    if not answer.conversation or status not in (COMPLETED, INCOMPLETE):
+        return None
+
+    def join(record: Record, asked: Record) -> None:
+        own = _raw_items_decoder.decode(asked.items)[-answer.num_asked :]
+        add_items(record, [*own, *msgspec.json.decode(response, type=_RawOutput).output])
+
+    return Turn(answer.conversation, join)
+
+
+def add_items(record: Record, items: Sequence[msgspec.Raw]) -> None:
+    """Append items, which have ids, to a conversation; those that are in it stay where they are."""
+    held = _raw_items_decoder.decode(record.items)
+    ids = {id_of(item) for item in held}
+    record.items = encode_json([*held, *(item for item in items if id_of(item) not in ids)])
+
+
+def id_of(item: msgspec.Raw) -> str:
+    """Return the id of a kept item."""
+    return msgspec.json.decode(item, type=_Identified).id
 
 
 def kept_items(items: Sequence[InputItem], response_id: str) -> list[dict[str, Any]]:
@@ -88,7 +123,7 @@ async def conversation(store: ResponseStore, previous: str | None) -> list[Input
     if previous is None:
         return []
     records = await store.do(lambda file: file.conversation(previous)) if store.keeps else []
-    if not records:
+    if not records or records[-1].status == CONVERSATION:
         raise parse.invalid(
             f"previous_response_id is {shown(previous)}, which this server does not keep (any more); send all items of the "
             "conversation as input.",
@@ -157,7 +192,10 @@ async def keep_end(service: Service, writer: AnswerWriter) -> None:
         return
     response_id, status, response = writer.answer.options.response_id, writer.status, writer.response
     try:
-        await service.responses.do(lambda file: file.finish(response_id, status, response, is_open=False))
+        turn = turn_of(writer.answer, status, response)
+        await service.responses.do(
+            lambda file: file.finish(response_id, status, response, is_open=False, turn=turn)
+        )
     except RequestError:
         _log.exception("response %s could not be kept", response_id)
 
@@ -166,7 +204,7 @@ async def find(service: Service, response_id: str) -> Record:
     """Return a kept response. Raises `RequestError` where there is none of this id."""
     store = service.responses
     record = await store.do(lambda file: file.find(response_id)) if store.keeps else None
-    if record is None:
+    if record is None or record.status == CONVERSATION:
         raise RequestError(
             ErrorCode.NOT_FOUND,
             f"The response {shown(response_id)} is not kept here: it was made with store: false, was deleted, or made room "

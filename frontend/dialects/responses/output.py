@@ -51,6 +51,10 @@ class ResponsesAnswer(Answer, tag="responses"):
     """JSON object: the fields of the response that are known when its request is."""
     is_kept: bool = False
     """Whether the store shall know how it ends."""
+    conversation: str = ""
+    """The conversation that it is a turn of."""
+    num_asked: int = 0
+    """Items of the turn that the request brought: the last of those it was asked with."""
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ from quintet.frontend.dialects.openai.types import ChatBody, RawField, ResponseF
 from quintet.frontend.dialects.responses.items import messages_of
 from quintet.frontend.dialects.responses.types import (
     InputItem,
+    NamedConversation,
     NamedTool,
     ReasoningOptions,
     ResponsesBody,
@@ -85,6 +86,9 @@ SAME = (
 LABELS = ("user", "safety_identifier", "prompt_cache_key", "service_tier")
 
 _items_decoder: msgspec.json.Decoder[str | list[InputItem]] = msgspec.json.Decoder(str | list[InputItem])
+_conversation_decoder: msgspec.json.Decoder[str | NamedConversation] = msgspec.json.Decoder(
+    str | NamedConversation
+)
 _tools_decoder = msgspec.json.Decoder(list[ResponseTool])
 _mapping = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -212,15 +216,7 @@ def _check_values(body: ResponsesBody) -> None:
         raise parse.invalid(
             f"top_logprobs is {shown(body.top_logprobs)}; it must be 0 to {MAX_TOP_LOGPROBS}.", "top_logprobs"
         )
-    metadata = body.metadata or {}
-    if len(metadata) > MAX_METADATA or any(
-        len(key) > MAX_KEY_CHARS or len(value) > MAX_VALUE_CHARS for key, value in metadata.items()
-    ):
-        raise parse.invalid(
-            f"metadata holds too much: at most {MAX_METADATA} pairs, with keys of up to {MAX_KEY_CHARS} and values of up "
-            f"to {MAX_VALUE_CHARS} characters.",
-            "metadata",
-        )
+    check_metadata(body.metadata or {})
     for name in LABELS:
         label = getattr(body, name)
         if label is not None and len(label) > MAX_LABEL_CHARS:
@@ -229,10 +225,33 @@ def _check_values(body: ResponsesBody) -> None:
             )
 
 
+def check_metadata(metadata: dict[str, str]) -> None:
+    """Raise `RequestError` where it holds more than OpenAI's may."""
+    if len(metadata) > MAX_METADATA or any(
+        len(key) > MAX_KEY_CHARS or len(value) > MAX_VALUE_CHARS for key, value in metadata.items()
+    ):
+        raise parse.invalid(
+            f"metadata holds too much: at most {MAX_METADATA} pairs, with keys of up to {MAX_KEY_CHARS} and values of up "
+            f"to {MAX_VALUE_CHARS} characters.",
+            "metadata",
+        )
+
+
+def conversation_of(body: ResponsesBody) -> str:
+    """Return the id of the conversation that the response shall be a turn of; empty where it is of none."""
+    if not parse.json_of(body.conversation):
+        return ""
+    if body.previous_response_id is not None:
+        raise parse.invalid(
+            "conversation and previous_response_id were both sent; send one of them.", "conversation"
+        )
+    given = decode_part(body.conversation, _conversation_decoder, "conversation")
+    return given if isinstance(given, str) else given.id
+
+
 def _refuse_unsupported(body: ResponsesBody) -> None:
     for name, what, advice in (
         ("prompt", "prompts kept by name", "Send instructions and input."),
-        ("conversation", "conversations kept by name", "Send the items themselves."),
         ("context_management", "a compaction of contexts", "Send fewer items."),
         ("moderation", "moderation", "Leave it out."),
         ("previous_input_messages", "messages in this form", "Send them as input."),

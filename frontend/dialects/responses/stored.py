@@ -7,6 +7,7 @@ import contextlib
 import logging
 import math
 import time
+from typing import Any
 from urllib.parse import parse_qs
 
 from quintet.frontend.dialects import sse
@@ -65,7 +66,11 @@ async def input_items(service: Service, exchange: Exchange) -> None:
     """GET /v1/responses/{id}/input_items: the items that it was asked with, those of former responses too."""
     record = await find(service, exchange.path_params["id"])
     former = await conversation(service.responses, record.previous)
-    items = kept_items([*former, *asked_of(record)], record.id)
+    await exchange.respond_json(page_of(exchange, kept_items([*former, *asked_of(record)], record.id)))
+
+
+def page_of(exchange: Exchange, items: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the part of a list that a request asks for: ``limit``, ``order`` and ``after``."""
     query = parse_qs(exchange.query)
     order, after = query.get("order", ["desc"])[0], query.get("after", [""])[0]
     if order not in ("asc", "desc"):
@@ -78,15 +83,13 @@ async def input_items(service: Service, exchange: Exchange) -> None:
             raise parse.invalid(f"after is {shown(after)}, which is none of the items.", "after")
         items = items[ids.index(after) + 1 :]
     page = items[: _number(exchange, "limit", DEFAULT_ITEMS, MAX_ITEMS, least=1)]
-    await exchange.respond_json(
-        {
-            "object": "list",
-            "data": page,
-            "first_id": page[0]["id"] if page else None,
-            "last_id": page[-1]["id"] if page else None,
-            "has_more": len(page) < len(items),
-        }
-    )
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(page) < len(items),
+    }
 
 
 def _number(exchange: Exchange, name: str, default: int, most: int, least: int = 0) -> int:

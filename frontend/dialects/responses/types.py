@@ -85,6 +85,32 @@ class NamedTool(msgspec.Struct, kw_only=True):
     tools: list[NamedTool] | None = None
 
 
+class NamedConversation(msgspec.Struct, kw_only=True):
+    """``conversation`` as an object."""
+
+    id: str
+
+
+class ConversationBody(msgspec.Struct, kw_only=True):
+    """POST /v1/conversations."""
+
+    items: list[InputItem] | None = None
+    metadata: dict[str, str] | None = None
+    """At most 16 pairs, of up to 64 and 512 characters."""
+
+
+class ConversationChange(msgspec.Struct, kw_only=True):
+    """POST /v1/conversations/{id}."""
+
+    metadata: dict[str, str] | None = None
+
+
+class ItemsBody(msgspec.Struct, kw_only=True):
+    """POST /v1/conversations/{id}/items."""
+
+    items: list[InputItem]
+
+
 class EventOptions(msgspec.Struct, kw_only=True):
     """What a stream carries besides events: nothing that this server adds."""
 
@@ -145,6 +171,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     chat_template_kwargs: RawField = msgspec.UNSET
     prompt: RawField = msgspec.UNSET
     conversation: RawField = msgspec.UNSET
+    """The id of a conversation, or an object with it: the response is its next turn."""
     context_management: RawField = msgspec.UNSET
     moderation: RawField = msgspec.UNSET
     previous_input_messages: RawField = msgspec.UNSET

@@ -15,7 +15,7 @@ FEATURES = {"plain": PLAIN, "window": Features(window=90), "softcap": Features(s
 def main() -> None:
     """Compute prompts, chunks and single tokens."""
     print(isa())
-    for kv_dtype in (torch.bfloat16, torch.int8):
+    for kv_dtype in (torch.bfloat16, torch.int8, torch.quint4x2):
         for heads in HEADS:
             for name, features in FEATURES.items():
                 requests = Requests(Shape(torch.bfloat16, *heads, 16, kv_dtype), [700, 33, 128])

@@ -5,7 +5,7 @@
 // (csrc/cpu/attention.hpp). Both are done again in other chunks and on another number of threads: the same bits.
 //
 // Bounds. Written numbers are rounded by the norm, its weight and the rotation, half a unit of their format each; int8 is off
-// by half a step of 127. A score is off by head_dim 2^-24 of the sum of the products' magnitudes, and by 2^-20 of its
+// by half a step of 127, int4 of 15 and by what fp16 rounds of the step and of the least number. A score is off by head_dim 2^-24 of the sum of the products' magnitudes, and by 2^-20 of its
 // parts through the cap or the slope; twice that, and 2^-18 for the exponential of a difference, is what a weight is off by,
 // relative to itself; sums of n weighted values by n 2^-24 of the sum of their magnitudes.
 #include "attention.hpp"
@@ -82,18 +82,23 @@ class Cache {
   }
   const std::vector<char>& bytes() const { return bytes_; }
 
-  // What is multiplied, and (int8) the step between its numbers.
+  // What is multiplied, and (int8, int4) the step between its numbers.
   About key(const StepOf& in, index_t slot, index_t position, index_t head, index_t d) const {
-    return number(tile(in, slot, position, head), position % kTile, d, position % kTile, kTile, key_bytes() + value_bytes());
+    const char* plane = tile(in, slot, position, head);
+    if (dtype_ == Dtype::int4) return of_four_bits(plane, d, position % kTile, kTile, key_dim_, d, position % kTile);
+    return number(plane, position % kTile, d, position % kTile, kTile, key_bytes() + value_bytes());
   }
   About value(const StepOf& in, index_t slot, index_t position, index_t head, index_t d) const {
     const char* plane = tile(in, slot, position, head) + key_bytes();
+    if (dtype_ == Dtype::int4) return of_four_bits(plane, position % kTile, d, value_dim_, value_dim_, d, position % kTile);
     return number(plane, position % kTile, position % kTile, d, value_dim_, value_bytes() + kTile * 4);
   }
 
  private:
   index_t size() const { return dtype_ == Dtype::int8 ? 1 : size_of(dtype_); }
-  index_t key_bytes() const { return kTile * key_dim_ * size(); }
+  index_t key_bytes() const {
+    return dtype_ == Dtype::int4 ? kTile * (key_dim_ / 2 + (key_dim_ + 31) / 32 * 4) : kTile * key_dim_ * size();
+  }
   index_t value_bytes() const { return kTile * value_dim_ * size(); }
   const char* tile(const StepOf& in, index_t slot, index_t position, index_t head) const {
     const index_t tiles = kBlock / kTile, tile_bytes = block_bytes_ / kKvHeads / tiles;
@@ -106,6 +111,14 @@ class Cache {
     if (dtype_ != Dtype::int8) return {read(from + (major * width + column) * size(), dtype_), 0};
     const double step = read(from + scales + key * 4, Dtype::fp32);
     return {step * double(std::int8_t(from[major * width + column])), step};
+  }
+
+  // Number d of key or value `key` of a tile: [major / 2][width] bytes, then the factors of each 32 numbers of `dim`.
+  About of_four_bits(const char* plane, index_t major, index_t column, index_t width, index_t dim, index_t d, index_t key) const {
+    const int code = (unsigned char)plane[major / 2 * width + column] >> major % 2 * 4 & 15;
+    const char* factors = plane + kTile * dim / 2 + (d / 32 * 2 * kTile + key) * 2;
+    const double step = read(factors, Dtype::fp16), least = read(factors + kTile * 2, Dtype::fp16);
+    return {step * code + least, step * 1.02 + std::fabs(least) * 0x1p-10 + 0x1p-23};
   }
 
   Dtype dtype_;
@@ -189,7 +202,7 @@ void check_writing(Findings& findings, const World& w, const std::vector<Range>&
         }
       }
       for (index_t head = 0; head < kKvHeads; ++head)
-        for (index_t d = 0; d < padded(wide); ++d) {
+        for (index_t d = 0; d < (w.kv_dtype == Dtype::int4 ? wide : padded(wide)); ++d) {
           const About got = cache.value(step, range.slot, position, head, d);
           const double given = d < wide ? w.qkv.at(row, (kHeads + kKvHeads) * dim + head * wide + d) : 0;
           findings.near(got.value, given, 0.501 * got.slack, row, d);
@@ -319,12 +332,13 @@ void check_attention(Findings& findings) {
                           .interleaved = true, .norms = true, .chunk = 250, .sinks = true};
   qt_attend_in_pairs(0);  // ARM has no such products; where they are, weights are rounded to bf16, beyond these bounds
   for (Dtype dtype : kFloats)
-    for (Dtype kv_dtype : {dtype, Dtype::int8}) check_setting(findings, plain, dtype, kv_dtype);
+    for (Dtype kv_dtype : {dtype, Dtype::int8, Dtype::int4}) check_setting(findings, plain, dtype, kv_dtype);
   check_setting(findings, windowed, Dtype::bf16, Dtype::bf16);
   check_setting(findings, capped, Dtype::fp16, Dtype::int8);
   check_setting(findings, sloped, Dtype::fp32, Dtype::fp32);
   check_setting(findings, sunken, Dtype::bf16, Dtype::bf16);
   check_setting(findings, sunken, Dtype::fp16, Dtype::int8);
+  check_setting(findings, sunken, Dtype::fp32, Dtype::int4);
 }
 
 }  // namespace check

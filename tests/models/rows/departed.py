@@ -22,7 +22,11 @@ _7B = _CARD | {
     "model_type": "baichuan",
     "max_position_embeddings": 256,
 }
-_13B = _CARD | {"architectures": ["BaichuanForCausalLM"], "model_type": "baichuan", "model_max_length": 256}
+CARD_13B = _CARD | {
+    "architectures": ["BaichuanForCausalLM"],
+    "model_type": "baichuan",
+    "model_max_length": 256,
+}
 
 QWEN_1 = {
     "architectures": ["QWenLMHeadModel"],
@@ -44,9 +48,19 @@ QWEN_1 = {
     "tie_word_embeddings": False,
 }
 
+INTERNLM2 = _CARD | {
+    "architectures": ["InternLM2ForCausalLM"],
+    "model_type": "internlm2",
+    "bias": False,
+    "max_position_embeddings": 256,
+    "num_key_value_heads": 2,
+    "rope_theta": 1000000,
+    "rope_scaling": {"type": "dynamic", "factor": 2.0},
+}
+
 ROWS: dict[str, Row] = {
     "baichuan 7b": of_module(_7B, Baichuan),
-    "baichuan 13b": of_module(_13B | {"hidden_size": 80, "num_attention_heads": 5}, Baichuan),
+    "baichuan 13b": of_module(CARD_13B | {"hidden_size": 80, "num_attention_heads": 5}, Baichuan),
     "baichuan 2 7b": of_module(
         _7B | {"architectures": ["BaichuanForCausalLM"], "z_loss_weight": 0}, Baichuan
     ),
@@ -61,19 +75,7 @@ ROWS: dict[str, Row] = {
         },
         LlamaShaped,
     ),
-    "internlm2": of_module(
-        _CARD
-        | {
-            "architectures": ["InternLM2ForCausalLM"],
-            "model_type": "internlm2",
-            "bias": False,
-            "max_position_embeddings": 256,
-            "num_key_value_heads": 2,
-            "rope_theta": 1000000,
-            "rope_scaling": {"type": "dynamic", "factor": 2.0},
-        },
-        InternLM2,
-    ),
+    "internlm2": of_module(INTERNLM2, InternLM2),
     "exaone 3": renamed(
         of_transformers("LlamaConfig"),
         {

@@ -57,6 +57,7 @@ def nas(folder: Path) -> Logits:
 ROWS: dict[str, Row] = {
     "nemotron nas": Row(nas),
     "llama": of_transformers("LlamaConfig"),
+    "bitnet": of_transformers("BitNetConfig"),
     "llama, as many KV heads as heads": of_transformers("LlamaConfig", num_key_value_heads=4),
     "llama, biases": of_transformers("LlamaConfig", attention_bias=True, mlp_bias=True),
     "llama, one KV head, tied": of_transformers(

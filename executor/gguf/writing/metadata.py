@@ -5,6 +5,30 @@ from __future__ import annotations
 from typing import Any
 
 Config = dict[str, Any]
+_SPELLINGS = {"su": "longrope"}
+
+
+_SPELLED = {
+    "num_hidden_layers": ("num_layers", "n_layers", "layers_block_type"),
+    "num_key_value_heads": ("multi_query_group_num",),
+    "head_dim": ("kv_channels",),
+    "vocab_size": ("padded_vocab_size",),
+    "intermediate_size": ("ffn_hidden_size",),
+    "rms_norm_eps": ("layernorm_epsilon",),
+    "rope_theta": ("rotary_emb_base",),
+    "max_position_embeddings": ("max_seq_len", "seq_length", "model_max_length"),
+    "hidden_size": ("d_model",),
+    "num_attention_heads": ("n_heads",),
+}
+"""How a few cards spell what the others agree on."""
+
+
+def usual(config: Config) -> Config:
+    """Return the card as most would have it."""
+    found = {key: either(config, key, *others) for key, others in _SPELLED.items()}
+    layers = found["num_hidden_layers"]
+    found["num_hidden_layers"] = len(layers) if isinstance(layers, list) else layers
+    return config | {key: value for key, value in found.items() if value is not None}
 
 
 def metadata_of(config: Config, arch: str) -> Config:
@@ -26,6 +50,7 @@ def metadata_of(config: Config, arch: str) -> Config:
         "rope.freq_base": None if arch == "gpt2" else float(rope.get("rope_theta") or theta or 10000.0),
         "rope.dimension_count": None if arch == "gpt2" else _rotated(config),
         "vocab_size": config["vocab_size"],
+        **_scaling(rope),
         **_more(config, arch),
     }
     return {key: value for key, value in said.items() if value is not None}
@@ -130,7 +155,28 @@ def kv_heads_of(config: Config) -> int:
 def rope_of(config: Config) -> Config:
     """Return what a card says of the rotation, of the layers that see everything."""
     found: Config = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    return dict(found.get("full_attention", found))
+    rope = dict(found.get("full_attention", found))
+    kind = str(rope.get("rope_type") or rope.get("type") or "default")
+    return rope | {"rope_type": _SPELLINGS.get(kind, kind)}
+
+
+def _scaling(rope: Config) -> Config:
+    """Return what files say of a rotation that was stretched, where they say it in words."""
+    kind = rope["rope_type"]
+    if kind not in ("linear", "yarn"):
+        return {}
+    return {
+        "rope.scaling.type": kind,
+        "rope.scaling.factor": float(rope["factor"]),
+        "rope.scaling.original_context_length": rope.get("original_max_position_embeddings"),
+        "rope.scaling.yarn_beta_fast": _real(rope.get("beta_fast")),
+        "rope.scaling.yarn_beta_slow": _real(rope.get("beta_slow")),
+        "rope.scaling.yarn_attn_factor": _real(rope.get("attention_factor")),
+    }
+
+
+def _real(value: Any) -> float | None:
+    return None if value is None else float(value)
 
 
 def _rotated(config: Config) -> int:

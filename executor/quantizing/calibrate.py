@@ -1,0 +1,144 @@
+"""Quantizes a model while it reads a text: each linear layer as it first sees its inputs, all of the text's at once.
+
+So the inputs of a layer are those that the quantized layers before it make, as they will be when it is served, and no more is
+kept than one layer's Hessian. The pass is the one that serves (`quintet.executor.eager`), with torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from quintet.executor.batch import Rows
+from quintet.executor.cards.card import card_of
+from quintet.executor.eager import EagerRunner
+from quintet.executor.models.model import Setting
+from quintet.executor.models.registry import build_model
+from quintet.executor.quant.method import LinearMethod, LinearShape
+from quintet.executor.quant.none import RowMajorLinear
+from quintet.executor.quant.stack import RowMajorStack, StackMethod, StackShape
+from quintet.executor.quantizing.gptq import gptq
+from quintet.executor.quantizing.rounding import Rounded
+from quintet.executor.quantizing.targets import Target
+from quintet.executor.slots import SlotTables
+from quintet.executor.weights.load import load_checkpoint, open_files
+from quintet.executor.weights.names import expected_names
+from quintet.executor.weights.plan import WeightPlan
+from quintet.wire.codec import pack_i32, pack_u8
+from quintet.wire.config import ModelConfig
+from quintet.wire.errors import ConfigError
+from quintet.wire.step import StepPlan
+
+Round = Callable[[str, torch.Tensor], torch.Tensor]
+"""From a tensor's name in the model and the inputs' products to its numbers, rounded."""
+_TOKENS = 4096
+"""Inputs that are multiplied at a time."""
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_CPU = torch.device("cpu")
+
+
+class _Calibrating:
+    """A `Quantization` whose layers quantize themselves."""
+
+    def __init__(self, round_: Round) -> None:
+        self._round = round_
+
+    def linear(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod:
+        """See `Quantization.linear`."""
+        if shape.is_output_layer or shape.is_exact:
+            return RowMajorLinear(shape, plan)
+        return _CalibratingLinear(shape, plan, self._round)
+
+    def pairs(self, shape: LinearShape, plan: WeightPlan) -> bool:
+        """See `Quantization.pairs`."""
+        return True
+
+    def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
+        """See `Quantization.stack`."""
+        return RowMajorStack(shape, plan)
+
+
+class _CalibratingLinear(RowMajorLinear):
+    """A layer that is quantized by its first inputs, and then multiplies with what it became."""
+
+    def __init__(self, shape: LinearShape, plan: WeightPlan, round_: Round) -> None:
+        super().__init__(shape, plan)
+        self._shape, self._round = shape, round_
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        """See `LinearMethod.apply`."""
+        hessian = torch.zeros(self._shape.depth, self._shape.depth)
+        for some in x.split(_TOKENS):
+            inputs = some.float()
+            hessian.addmm_(inputs.t(), inputs)
+        made: dict[str, torch.Tensor] = {}
+        first = 0
+        for part in self._shape.parts:
+            if part.name not in made:
+                made[part.name] = self._round(f"{part.name}.weight", hessian)
+            self.table[first : first + part.rows].copy_(part.weight(made[part.name]))
+            first += part.rows
+        return super().apply(x)
+
+
+@torch.inference_mode()
+def calibrated(
+    config: ModelConfig,
+    windows: Sequence[list[int]],
+    target: Target,
+    scale_dtype: torch.dtype,
+    told: Callable[[int], object],
+) -> Mapping[str, Rounded]:
+    """Return the model's linear layers, by the names of their weights in the checkpoint, rounded by GPTQ for these windows.
+
+    told: hears of each so many numbers that were rounded. Raises `ConfigError`.
+    """
+    files = open_files(Path(config.path))
+    there = {name: file for file in files for name in file}
+    found: dict[str, Rounded] = {}
+    names: dict[str, str] = {}
+
+    def round_(name: str, hessian: torch.Tensor) -> torch.Tensor:
+        stored = names[name]
+        try:
+            found[stored] = gptq(there[stored].tensor(stored), hessian, target, scale_dtype)
+        except ValueError as error:
+            raise ConfigError(f"{config.path}: tensor {stored!r:.90} {error}") from None
+        told(found[stored].codes.numel())
+        return found[stored].numbers
+
+    dtype = _DTYPES[config.dtype]
+    model = build_model(config.architecture, card_of(config), Setting(_CPU, dtype, _Calibrating(round_)))
+    names.update({ours: name for name, ours in expected_names(model.weights, files).items()})
+    load_checkpoint(model.weights, files)
+    model.weights.release()
+    longest, num_groups = max(map(len, windows)), len(config.kv.groups)
+    width = -(-longest // config.kv.block_size)
+    tables = SlotTables(len(windows), longest, config.kv, _CPU)
+    for slot, tokens in enumerate(windows):
+        tables.token_ids[slot, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+        tables.num_prompt_tokens[slot] = len(tokens)
+        blocks = np.arange(num_groups * width, dtype=np.int32).reshape(num_groups, width)
+        tables.block_table[:, slot, :width] = blocks + slot * num_groups * width
+    runner = EagerRunner(model, _CPU, dtype, config.kv, len(windows) * num_groups * width)
+    runner.forward(Rows(_plan([len(tokens) for tokens in windows])), tables)
+    return found
+
+
+def _plan(counts: Sequence[int]) -> StepPlan:
+    """Return a step of whole windows, none of which draws."""
+    return StepPlan(
+        step=0,
+        sent_ns=0,
+        freed=b"",
+        new_rows=[],
+        blocks=b"",
+        copies=b"",
+        slots=pack_i32(list(range(len(counts)))),
+        starts=pack_i32([0] * len(counts)),
+        counts=pack_i32(list(counts)),
+        samples=pack_u8([False] * len(counts)),
+    )

@@ -1,0 +1,84 @@
+"""Which tensors of a checkpoint are linear layers: those that the model declares while it is built, without a number of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from quintet.executor.cards.card import ModelCard
+from quintet.executor.models.model import Setting
+from quintet.executor.models.registry import build_model
+from quintet.executor.quant.method import LinearMethod, LinearShape
+from quintet.executor.quant.none import RowMajorLinear
+from quintet.executor.quant.stack import RowMajorStack, StackMethod, StackPiece, StackShape
+from quintet.executor.weights.file import WeightFile
+from quintet.executor.weights.names import expected_names
+from quintet.executor.weights.plan import WeightPlan
+from quintet.wire.errors import ConfigError
+
+_WEIGHT = ".weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """A checkpoint's linear layers, by the names of their weights in it."""
+
+    quantized: frozenset[str]
+    kept: frozenset[str]
+    """Those that stay as they are: the output layer, routers, and what is laid out otherwise."""
+    has_experts: bool
+
+
+class _Noting:
+    """A `Quantization` that only looks."""
+
+    def __init__(self) -> None:
+        self.linears: list[LinearShape] = []
+        self.stacks: list[StackShape] = []
+
+    def linear(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod:
+        """See `Quantization.linear`."""
+        self.linears.append(shape)
+        return RowMajorLinear(shape, plan)
+
+    def pairs(self, shape: LinearShape, plan: WeightPlan) -> bool:
+        """See `Quantization.pairs`."""
+        return True
+
+    def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
+        """See `Quantization.stack`."""
+        self.stacks.append(shape)
+        return RowMajorStack(shape, plan)
+
+
+def layers_of(architecture: str, card: ModelCard, files: Sequence[WeightFile]) -> Layers:
+    """Return which tensors are linear layers. Raises `ConfigError` for a model whose layers no such checkpoint can have."""
+    noting = _Noting()
+    model = build_model(architecture, card, Setting(torch.device("meta"), torch.bfloat16, noting))
+    theirs = {ours: name for name, ours in expected_names(model.weights, files).items()}
+    quantized: set[str] = set()
+    kept: set[str] = set()
+    for shape in noting.linears:
+        for part in shape.parts:
+            name = theirs[part.name + _WEIGHT]
+            if part.transposed and not shape.is_output_layer:
+                raise ConfigError(
+                    f"{card.path}: {name!r:.80} lies transposed, as in every {architecture} checkpoint, and compressed-tensors"
+                    " has no such layers: write a GGUF file"
+                )
+            (kept if shape.is_output_layer or shape.is_exact else quantized).add(name)
+    for stack in noting.stacks:
+        for piece in stack.weights:
+            names = piece.names if isinstance(piece, StackPiece) else ()
+            is_plain = isinstance(piece, StackPiece) and piece.is_whole and not stack.is_exact
+            for ours in names:
+                (quantized if is_plain else kept).add(theirs[ours])
+    whole = {name for name in quantized if name.endswith(_WEIGHT)}
+    if not whole:
+        raise ConfigError(
+            f"{card.path}: {architecture} has no linear layer that compressed-tensors could hold"
+        )
+    has_experts = any(not stack.is_exact for stack in noting.stacks)
+    return Layers(frozenset(whole), frozenset(kept | quantized - whole), has_experts)

@@ -1,0 +1,85 @@
+"""Which engine has computed which beginnings of prompts, as far as this frontend has sent them there.
+
+A prompt is bytes here: its text, its conversation as the client wrote it, or its ids. They are cut into pieces, and each piece is
+named by a checksum of all bytes up to its end. So what two prompts begin with alike has the same names, a tree of beginnings
+is a flat table of names, and finding how far an engine knows a prompt is a walk along its names. A name that two beginnings
+share by accident sends one request to an engine that does not know it, no more.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from zlib import crc32
+
+from quintet.frontend.backlog import BYTES_PER_TOKEN
+from quintet.wire.embeds import EmbedsPrompt
+from quintet.wire.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+
+PIECE_BYTES = 256
+PIECE_TOKENS = PIECE_BYTES // BYTES_PER_TOKEN
+"""Of ids exactly, of text about."""
+MAX_PIECES = 512
+"""Of a prompt. What is longer is told apart, and found, by these."""
+MAX_NAMES = 1 << 16
+"""That are remembered of an engine whose memory is not known."""
+
+
+def names_of(prompt: Prompt, salt: str = "") -> list[int]:
+    """Return the names of the beginnings of a prompt, shortest first; none of one shorter than a piece."""
+    content = _bytes_of(prompt)
+    names, name = [], crc32(salt.encode(errors="surrogatepass"))
+    for begin in range(0, min(len(content), MAX_PIECES * PIECE_BYTES) - PIECE_BYTES + 1, PIECE_BYTES):
+        name = crc32(content[begin : begin + PIECE_BYTES], name)
+        names.append(name)
+    return names
+
+
+def _bytes_of(prompt: Prompt) -> bytes:
+    match prompt:
+        case TokenPrompt():
+            return prompt.token_ids
+        case TextPrompt():
+            return prompt.text[: MAX_PIECES * PIECE_BYTES].encode(errors="surrogatepass")
+        case ChatPrompt():  # templates tell tools before messages
+            return prompt.tools + prompt.template_kwargs + prompt.messages
+        case EmbedsPrompt():
+            return prompt.values
+
+
+class Beginnings:
+    """What one engine has computed, and still has, as far as can be told: it forgets what was not used for longest."""
+
+    def __init__(self, max_names: int = MAX_NAMES) -> None:
+        self._max_names = max_names
+        self._used: OrderedDict[int, int] = OrderedDict()
+        """Of each name, the number of its last use."""
+        self._num_uses = 0
+
+    def find(self, names: Sequence[int]) -> tuple[int, int]:
+        """Return how many leading pieces of a prompt the engine has, and when all of them were last used."""
+        num_known, used = 0, self._num_uses
+        for name in names:
+            last = self._used.get(name)
+            if last is None:
+                break
+            num_known, used = num_known + 1, min(used, last)
+        return num_known, used
+
+    def note(self, names: Sequence[int]) -> None:
+        """The engine is about to compute a prompt. Its end is forgotten before its beginning."""
+        self._num_uses += 1
+        for name in reversed(names):
+            self._used[name] = self._num_uses
+            self._used.move_to_end(name)
+        while len(self._used) > self._max_names:
+            self._used.popitem(last=False)
+
+    def miss(self, used: int) -> None:
+        """The engine turned out not to have what was last used then: what was not used since is gone as well."""
+        while self._used and next(iter(self._used.values())) <= used:
+            self._used.popitem(last=False)
+
+    def clear(self) -> None:
+        """The engine has begun anew."""
+        self._used.clear()

@@ -1,0 +1,114 @@
+"""What this frontend has at each engine, and which engine its next request goes to.
+
+Keeps the accounts that `quintet.frontend.router.choose` decides by. Knows of an engine only what this process sent there and what
+came of it: no message is needed to choose, so none can be late.
+"""
+
+from __future__ import annotations
+
+from quintet.frontend.backlog import num_prompt_tokens
+from quintet.frontend.beginnings import MAX_NAMES, PIECE_TOKENS, Beginnings, names_of
+from quintet.frontend.router import Choice, Engine, Seats, choose
+from quintet.frontend.streams import Stream
+from quintet.wire.config import EngineConfig
+from quintet.wire.ids import Role, WorkerId
+from quintet.wire.messages import Started
+
+
+class Account:
+    """One engine's."""
+
+    def __init__(self, max_names: int) -> None:
+        self.num_queued = 0
+        """Prompt tokens that it is to compute for requests that it has not begun."""
+        self.beginnings = Beginnings(max_names)
+
+
+class Engines:
+    """The accounts of one frontend seat."""
+
+    def __init__(self, seats: Seats, config: EngineConfig) -> None:
+        self._seats = seats
+        shares = config.cache.enable_prefix_caching
+        self._policy = config.frontend.routing if shares or config.frontend.routing != "prefix" else "load"
+        self._accounts: dict[int, Account] = {}
+        self._max_names = _max_names(config)
+        self._num_chosen = 0
+
+    def choose(self, stream: Stream) -> Choice | None:
+        """Choose for a request; None while no engine is there. One that is bound to an engine goes there if it lives."""
+        bound = stream.bound_to
+        if bound is not None and self._seats.epoch(Role.CORE, bound):
+            return Choice(bound, "it has the request")
+        indexes = self._seats.engines()
+        if len(indexes) < 2:
+            return Choice(indexes[0], "it is the only one there") if indexes else None
+        self._num_chosen += 1
+        submit = stream.submit
+        names = stream.beginnings = names_of(submit.prompt, submit.spec.cache_salt)
+        engines = [self._engine(index, names) for index in indexes]
+        session = stream.session or (str(names[0]) if names else "")
+        return choose(engines, self._policy, self._seats.me.index + self._num_chosen, session)
+
+    def _engine(self, index: int, names: list[int]) -> Engine:
+        account = self._account(index)
+        num_known, used = account.beginnings.find(names)
+        num_open = self._seats.load(Role.CORE, index)
+        return Engine(index, account.num_queued, num_open, PIECE_TOKENS * num_known, used)
+
+    def enter(self, stream: Stream, choice: Choice) -> None:
+        """A request was sent to this engine."""
+        account = self._account(choice.index)
+        stream.choice = choice
+        if stream.started is None:
+            stream.num_queued = max(0, num_prompt_tokens(stream.submit.prompt) - choice.num_cached)
+        account.num_queued += stream.num_queued
+        if stream.beginnings:
+            account.beginnings.note(stream.beginnings)
+        self._seats.add_load(Role.CORE, choice.index, stream.num_placed)
+
+    def begin(self, stream: Stream, started: Started) -> None:
+        """The prompt was computed, but for what the engine had of it."""
+        choice = stream.choice
+        if choice is None:
+            return
+        self._dequeue(stream, choice)
+        if choice.num_cached and started.num_cached_tokens < choice.num_cached // 2:
+            self._account(choice.index).beginnings.miss(choice.used)
+
+    def leave(self, stream: Stream) -> None:
+        """The request ends, or goes elsewhere."""
+        choice = stream.choice
+        assert choice is not None
+        self._dequeue(stream, choice)
+        self._seats.add_load(Role.CORE, choice.index, -stream.num_placed)
+
+    def _dequeue(self, stream: Stream, choice: Choice) -> None:
+        self._account(choice.index).num_queued -= stream.num_queued
+        stream.num_queued = 0
+
+    def lose(self, worker: WorkerId) -> None:
+        """Note that a core or an executor is gone, and what the engine had computed with it."""
+        self._account(worker.index).beginnings.clear()
+
+    def _account(self, index: int) -> Account:
+        account = self._accounts.get(index)
+        if account is None:
+            account = self._accounts[index] = Account(self._max_names)
+        return account
+
+    def can_leave(self, stream: Stream) -> bool:
+        """Whether a request whose executor died can go on at another engine now.
+
+        Not one that was with an executor that died before, and has come no further since: it may be what kills them. Its core
+        waits for the next executor, and finds out.
+        """
+        is_suspect = stream.num_before_loss is not None and stream.num_output_tokens <= stream.num_before_loss
+        return not is_suspect and any(index != stream.submit.core for index in self._seats.whole_engines())
+
+
+def _max_names(config: EngineConfig) -> int:
+    """Return how many pieces fit into an engine's KV memory."""
+    kv = config.model.kv
+    num_tokens = kv.num_blocks(config.cache.memory_bytes) * kv.block_size // max(1, len(kv.groups))
+    return min(MAX_NAMES, num_tokens // PIECE_TOKENS) or MAX_NAMES

@@ -1,0 +1,170 @@
+"""Layers of quantized checkpoints on a device: the numbers of their tensors, kept in codes, and multiplied as such."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from bench import quantized
+from bench.quantized import Written
+from tests.cuda.test_linear import HALF_UNIT
+from tests.executor.test_formats import DEPTH, FLOATS, KEPT, ROUNDED, loaded, noise, with_another_k
+
+from quintet.executor.cuda.device import Device
+from quintet.executor.cuda.linear_choice import DeviceLinears
+from quintet.executor.cuda.ops.coded_weight import Code
+from quintet.executor.cuda.ops.linear_fp8 import fp8_quantize_reference
+from quintet.executor.layers.linear import GatedActivation, Linear, Part
+from quintet.executor.quant.coded import CodedLinear, CodedRun, Fp8Run
+from quintet.executor.quant.none import RowMajorLinear
+from quintet.wire.errors import ConfigError
+
+QKV = [Part("q", 96), Part("k", 32), Part("v", 32)]
+"""Layers that are computed as one."""
+WIDE_SCALES = {
+    name: ROUNDED[name] for name in ("modelopt, int4", "torchao, groups", "torchao, groups, zeros")
+}
+"""Their groups' scales are in fp32, as scales are on a device; a CPU's have 16 bits."""
+
+
+def held(layer: Linear) -> torch.Tensor:
+    """Return the numbers of a layer, each part's in the checkpoint's order of inputs, as far as they are in codes."""
+    assert isinstance(layer.method, CodedLinear)
+    found = []
+    for part in layer.method.parts:
+        if isinstance(part, Fp8Run):
+            found.append(part.weight.float().cpu() * part.scales.cpu()[:, None])
+            continue
+        assert isinstance(part, CodedRun)
+        numbers = part.weight.floats().cpu()
+        if part.order is not None:
+            inputs = part.order.cpu().long()
+            numbers = torch.empty_like(numbers).index_copy_(1, inputs, numbers)
+        found.append(numbers)
+    return torch.cat(found)
+
+
+def product(device: Device, layer: Linear) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return x and what the device makes of it."""
+    x = torch.from_numpy(noise(3, seed=4)).bfloat16()
+    return x, DeviceLinears(device, batch_invariant=True).apply(layer, x.to(device.torch_device)).cpu()
+
+
+def check(y: torch.Tensor, x: torch.Tensor, numbers: torch.Tensor) -> None:
+    """Within half a unit of bf16, and what a matrix instruction cuts off (`tests.cuda.test_linear`)."""
+    exact = x.double() @ numbers.double().t()
+    slack = (DEPTH + 8) * 2.0**-22 * (x.double().abs() @ numbers.double().abs().t())
+    bound = 1.01 * (slack + HALF_UNIT[torch.bfloat16] * (exact.abs() + slack))
+    assert bool(((y.double() - exact).abs() <= bound).all())
+
+
+@pytest.mark.drawn(6)
+@pytest.mark.parametrize("name", [*KEPT, *WIDE_SCALES])
+def test_a_layer_is_the_checkpoints_numbers(name: str, device: Device) -> None:
+    written = WIDE_SCALES[name] if name in WIDE_SCALES else KEPT[name][0]
+    layer, numbers = loaded(written, QKV, where=device.torch_device)
+    whole = torch.cat([numbers[part.name] for part in QKV])
+    assert torch.equal(held(layer), whole)
+    x, y = product(device, layer)
+    assert isinstance(layer.method, CodedLinear)
+    has_fp8_inputs = name in ("fp8, one scale", "fp8, of fbgemm")
+    assert [isinstance(part, Fp8Run) for part in layer.method.parts] == [has_fp8_inputs]
+    if not has_fp8_inputs:
+        check(y, x, whole)
+    reference = layer(x.to(device.torch_device)).cpu()
+    torch.testing.assert_close(y, reference, rtol=2 * HALF_UNIT[torch.bfloat16], atol=1e-3)
+
+
+def test_parts_that_are_kept_otherwise_write_their_own_columns(device: Device) -> None:
+    """8 bits beside 4; an order of inputs; and what is in no codes at all."""
+    for other in ({"bits": 8}, {"sym": False}, {"desc_act": True}):
+        layer, numbers = loaded(with_another_k(other), QKV, where=device.torch_device)
+        assert isinstance(layer.method, CodedLinear) and layer.method.widths == [96, 32, 32]
+        whole = torch.cat([numbers[part.name] for part in QKV])
+        assert torch.equal(held(layer), whole)
+        x, y = product(device, layer)
+        check(y, x, whole)
+    plain = torch.from_numpy(np.random.default_rng(7).standard_normal((32, DEPTH))).bfloat16()
+    written = KEPT["gptq, 4 bits"][0]
+    layer, numbers = loaded(written, QKV, plain={"k.weight": plain}, where=device.torch_device)
+    assert isinstance(layer.method, CodedLinear)
+    assert [type(part) for part in layer.method.parts] == [CodedRun, RowMajorLinear, CodedRun]
+    x, y = product(device, layer)
+    check(y, x, torch.cat([numbers["q"], plain.float(), numbers["v"]]))
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_rows_of_one_tensor_in_any_places(groups: int, device: Device) -> None:
+    parts = [Part("qkv", 72, 120, 0, groups), Part("qkv", 24, 120, 72 // groups, groups)]
+    layer, numbers = loaded(KEPT["awq"][0], parts, where=device.torch_device)
+    pieces = numbers["qkv"].reshape(groups, -1, DEPTH)
+    begins = {72: 0, 24: 72 // groups}
+    rows = [
+        pieces[:, begin : begin + count // groups].reshape(count, DEPTH) for count, begin in begins.items()
+    ]
+    assert torch.equal(held(layer), torch.cat(rows))
+
+
+def test_gates_and_ups_are_halves_of_the_result(device: Device) -> None:
+    parts = [Part("gate", 64), Part("up", 64)]
+    layer, numbers = loaded(KEPT["awq"][0], parts, GatedActivation.SILU_AND_MUL, where=device.torch_device)
+    x, y = product(device, layer)
+    check(y, x, torch.cat([numbers["gate"], numbers["up"]]))
+    gate, up = y.float().chunk(2, dim=1)
+    torch.testing.assert_close(
+        layer(x.to(device.torch_device)).cpu().float(),
+        torch.nn.functional.silu(gate) * up,
+        rtol=3 * 2.0**-8,  # the gate, its activation and the product are rounded
+        atol=1e-3,
+    )
+
+
+@pytest.mark.parametrize("name", sorted(ROUNDED.keys() - WIDE_SCALES.keys()))
+def test_what_no_kernel_multiplies_is_rounded_once(name: str, device: Device) -> None:
+    layer, numbers = loaded(ROUNDED[name], [Part("q", 96), Part("k", 32)], where=device.torch_device)
+    assert layer.method.table is not None
+    assert torch.equal(layer.method.table.cpu(), torch.cat([numbers["q"], numbers["k"]]).bfloat16())
+
+
+def test_a_weight_of_no_number_is_refused(device: Device) -> None:
+    written = quantized.compressed(
+        FLOATS | {"strategy": "channel"},
+        "float-quantized",
+        tensors=quantized.eight_bit_floats("weight_scale", (1, 0)),
+    )
+
+    def spoilt(name: str, weight: quantized.Array) -> tuple[quantized.Tensors, quantized.Array]:
+        tensors, numbers = written.tensors(name, weight)
+        tensors["weight"].view(torch.uint8)[3, 5] = 0x7F
+        return tensors, numbers
+
+    with pytest.raises(ConfigError, match="layer 'q': a weight in fp8 is no number"):
+        loaded(Written(written.section, spoilt), [Part("q", 96)], where=device.torch_device)
+
+
+def test_inputs_are_rounded_to_fp8_where_the_checkpoint_says_so(device: Device) -> None:
+    """By row or for the whole tensor; with blocks, or where it says nothing, they keep the model's format."""
+    inputs = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+    by_row = quantized.eight_bit_floats("weight_scale", (1, 0))
+    for asked in (inputs, None):
+        written = quantized.compressed(
+            FLOATS | {"strategy": "channel"}, "float-quantized", asked, tensors=by_row
+        )
+        layer, numbers = loaded(written, QKV, where=device.torch_device)
+        x, y = product(device, layer)
+        whole = torch.cat([numbers[part.name] for part in QKV])
+        if asked is None:
+            check(y, x, whole)
+            continue
+        codes, scales = fp8_quantize_reference(x)
+        exact = codes.double() * scales.double()[:, None] @ whole.double().t()
+        torch.testing.assert_close(y.double(), exact, rtol=2 * HALF_UNIT[torch.bfloat16], atol=1e-3)
+
+
+def test_codes_take_the_bytes_that_they_have(device: Device) -> None:
+    layer, _ = loaded(KEPT["gptq, 4 bits"][0], QKV, where=device.torch_device)
+    assert isinstance(layer.method, CodedLinear)
+    (part,) = layer.method.parts
+    assert isinstance(part, CodedRun) and part.weight.layout.code is Code.INT4
+    rows, inputs = 192, 192  # whole tiles and bricks
+    assert part.weight.layout.num_bytes == rows * inputs // 2 + 4 * rows * 2

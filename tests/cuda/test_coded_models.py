@@ -1,0 +1,112 @@
+"""Quantized checkpoints on a device, weights in codes: what the model of their numbers says; the same bits in any company."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from bench import quantized
+from bench.gpu.engine import EngineAlone
+from bench.quantized import Written
+from tests.cuda.test_worker import worker_on
+from tests.cuda.test_worker_bits import ask, bits_of
+from tests.gpu.small import with_blocks, with_executor, with_scheduler
+from tests.models.equal import Loaded, load
+from tests.models.quantized import SETTINGS, write
+from tests.models.random_checkpoints import write_checkpoint
+from tests.models.rows import routed
+
+from quintet.executor.cuda import experts
+from quintet.executor.cuda.device import Device
+from quintet.executor.cuda.ops.coded_weight import Code
+from quintet.executor.cuda.ops.linear_coded import coded_grouped_matmul
+from quintet.executor.cuda.worker import DeviceWorker
+from quintet.executor.quant.coded import CodedLinear
+
+EXPERTS = transformers.Qwen3MoeConfig(
+    **SETTINGS | {"num_hidden_layers": 1},  # type: ignore[arg-type]
+    moe_intermediate_size=64,
+    num_experts=6,
+    num_experts_per_tok=2,
+    tie_word_embeddings=True,
+)
+GROUPS = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True}
+MODELS: dict[str, tuple[Written, transformers.PretrainedConfig | None]] = {
+    "awq, experts": (quantized.awq(32), EXPERTS),
+}
+MORE_MODELS: dict[str, tuple[Written, transformers.PretrainedConfig | None]] = {
+    "gptq": (quantized.gptq(4, 64, symmetric=True), None),
+    "gptq, ordered": (quantized.gptq(4, 32, symmetric=False, by_activations=True), None),
+    "gptq, 8 bits, experts": (quantized.gptq(8, 32, symmetric=True), EXPERTS),
+    "fp8": (quantized.fp8(block=True), None),
+    "mxfp4, experts": (
+        quantized.compressed(GROUPS, "mxfp4-pack-quantized", tensors=quantized.four_bit_floats(32)),
+        EXPERTS,
+    ),
+    "nf4, which is rounded": (quantized.bitsandbytes("nf4"), None),
+    "biases, a tied embedding": (
+        quantized.gptq(4, 64, symmetric=True),
+        transformers.Qwen2Config(**SETTINGS, tie_word_embeddings=True),  # type: ignore[arg-type]
+    ),
+}
+NUMBERS = (4, 5)
+"""Prompts of 16 and 17 tokens."""
+
+
+def likely(engine: EngineAlone, number: int) -> dict[int, float]:
+    """Return the most likely first tokens with their log-probabilities."""
+    first = engine.logprobs[number][0]
+    tokens, logprobs = np.frombuffer(first.token_ids, np.int32), np.frombuffer(first.logprobs, np.float32)
+    return dict(zip(tokens.tolist(), logprobs.tolist(), strict=True))
+
+
+def agree(ours: Path, reference: Loaded, device: Device) -> DeviceWorker:
+    """Return the worker of a quantized checkpoint, after its tokens were compared with those of its numbers in fp32."""
+    expected = ask(reference.config, reference.worker, NUMBERS)
+    config = with_scheduler(with_blocks(load(ours, "float16").config, 100), max_num_seqs=8)
+    config = with_executor(config, batch_invariant=True)
+    worker = worker_on(device, config)
+    together = ask(config, worker, NUMBERS)
+    for number in NUMBERS:
+        said, should = likely(together, number), likely(expected, number)
+        common = said.keys() & should.keys()
+        assert len(common) >= len(should) - 1, (said, should)
+        # A dozen results in a row are rounded to fp16, by 2^-12 of each, and logits are below 8.
+        assert all(abs(said[token] - should[token]) < 0.02 for token in common), (said, should)
+    assert bits_of(ask(config, worker, NUMBERS[:1]))[NUMBERS[0]] == bits_of(together)[NUMBERS[0]], "alone"
+    in_chunks = with_scheduler(config, max_num_batched_tokens=29, long_prefill_token_threshold=13)
+    assert bits_of(ask(in_chunks, worker, NUMBERS)) == bits_of(together), "in chunks"
+    return worker
+
+
+@pytest.mark.parametrize(
+    "name", [*MODELS, *(pytest.param(each, marks=pytest.mark.whole) for each in MORE_MODELS)]
+)
+def test_coded_weights_are_the_model_of_their_numbers(name: str, tmp_path: Path, device: Device) -> None:
+    written, of = (MODELS | MORE_MODELS)[name]
+    ours, plain = write(tmp_path, written, of)
+    worker = agree(ours, load(plain), device)
+    assert any(isinstance(layer.method, CodedLinear) for layer in worker.runner.linears) != (
+        "rounded" in name
+    )
+
+
+@pytest.mark.whole
+def test_experts_that_a_model_has_in_codes_itself(
+    tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gpt-oss: MXFP4 in a layout of its own, rows of gates and ups in turn, biases."""
+    multiplied = []
+
+    def counting(*operands: Any) -> torch.Tensor:
+        multiplied.append(operands[4].layout.code)
+        return coded_grouped_matmul(*operands)
+
+    monkeypatch.setattr(experts, "coded_grouped_matmul", counting)
+    write_checkpoint(routed.ROWS["gpt-oss, 4 bits"], tmp_path)
+    agree(tmp_path, load(tmp_path), device)
+    assert set(multiplied) == {Code.FP4}

@@ -1,0 +1,141 @@
+"""``quintet quantize``: what cannot be is one line, what is written is whole, and what it costs is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quintet.deploy import cli
+from quintet.deploy.embedded import default_model_path
+from quintet.deploy.quantize import target
+from quintet.executor.gguf.parts import read_parts
+from quintet.wire.errors import EXIT_CONFIG, ConfigError
+
+
+def quantize(*words: str | Path) -> int:
+    return cli.main(["quantize", *map(str, words)])
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
+    """Return the one line that is told."""
+    assert quantize(*words) == EXIT_CONFIG
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    return line
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The embedded model's card and tokenizer, with one layer."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    source = Path(default_model_path())
+    for path in (*source.glob("*.json"), *source.glob("*.jinja")):
+        (folder / path.name).write_bytes(path.read_bytes())
+    card = json.loads((folder / "config.json").read_bytes())
+    (folder / "config.json").write_text(json.dumps(card | {"num_hidden_layers": 1}))
+    tensors = load_file(source / "model.safetensors")
+    kept = {
+        name: tensor for name, tensor in tensors.items() if ".layers." not in name or ".layers.0." in name
+    }
+    save_file(kept, folder / "model.safetensors")
+    return folder
+
+
+def test_a_file_is_written_once_and_whole(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = folder.parent / "out.gguf"
+    assert quantize(folder, out, "--format", "q4_k_m") == 0
+    assert f"{out}: " in capsys.readouterr().out
+    written = out.read_bytes()
+    kinds = {each.type.name for _, each in read_parts(out).tensors()}
+    assert kinds == {
+        "F32",
+        "Q4_K",
+        "Q6_K",
+        "Q8_0",
+    }  # the last of downs, whose 640 inputs are no blocks of 256
+    assert "is there already" in refused(capsys, folder, out, "--format", "q4_k_m")
+    assert quantize(folder, out, "--format", "q8_0", "--overwrite") == 0
+    assert out.read_bytes() != written
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["model", "out.gguf"]
+
+
+def test_what_goes_wrong_leaves_nothing_behind(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = torch.inf
+    save_file(tensors, folder / "model.safetensors")
+    line = refused(capsys, folder, folder.parent / "out.gguf", "--format", "q4_0")
+    assert line.endswith("tensor 'model.layers.0.mlp.up_proj.weight' has numbers that are not finite")
+    assert [path.name for path in folder.parent.iterdir()] == ["model"]
+
+
+def test_what_cannot_be_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "out.gguf"
+    assert "must end in .gguf" in refused(capsys, folder, tmp_path / "out", "--format", "q8_0")
+    assert "there is no folder" in refused(capsys, folder, tmp_path / "no" / "out.gguf", "--format", "q8_0")
+    assert "cannot be read" in refused(capsys, folder, out, "--format", "q8_0", "--text", tmp_path / "no.txt")
+    assert quantize(folder, out, "--format", "q8_0") == 0
+    capsys.readouterr()
+    assert "is a GGUF file" in refused(capsys, out, tmp_path / "again.gguf", "--format", "q4_0")
+    card = json.loads((folder / "config.json").read_bytes())
+    section = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
+    (folder / "config.json").write_text(json.dumps(card | {"quantization_config": section}))
+    assert "is quantized already" in refused(capsys, folder, tmp_path / "b.gguf", "--format", "q4_0")
+    (folder / "config.json").write_text(json.dumps(card | {"model_type": "opt"}))
+    assert "is not written as GGUF" in refused(capsys, folder, tmp_path / "b.gguf", "--format", "q4_0")
+
+
+def test_a_full_disk_is_told_before_anything_is_written(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full:
+        free = 1 << 20
+
+    monkeypatch.setattr(target.shutil, "disk_usage", lambda _: Full)
+    with pytest.raises(ConfigError, match=r"takes .* and there are 1\.0 MiB free"):
+        target.check_space(tmp_path / "out.gguf", 2 << 20)
+
+
+def test_a_folder_that_is_no_models_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "precious").mkdir()
+    with pytest.raises(ConfigError, match=r"without config\.json"):
+        target.check_target(tmp_path / "precious", overwrite=True)
+
+
+def test_a_model_inside_of_the_target_is_not_lost(tmp_path: Path) -> None:
+    (tmp_path / "out" / "model").mkdir(parents=True)
+    for source in ("out", "out/model"):
+        with pytest.raises(ConfigError, match="is, or is in, OUT"):
+            target.check_apart(tmp_path / "out", tmp_path / source)
+    target.check_apart(tmp_path / "out" / "other", tmp_path / "out" / "model")
+
+
+def test_a_former_folder_is_there_again_when_its_successor_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "former"  # as what is set aside is called, too
+    out.mkdir()
+    (out / "config.json").write_text("former")
+
+    def fails(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    with pytest.raises(ConfigError, match="Input/output error"), target.in_place_of(out) as made:
+        made.mkdir()
+        monkeypatch.setattr(target.os, "replace", fails)
+    assert (out / "config.json").read_text() == "former"
+    assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.whole
+def test_the_loss_of_a_text_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.py").write_text(Path(json.__file__).read_text())
+    words = ["--format", "q8_0", "--text", tmp_path / "text.py"]
+    assert quantize(default_model_path(), tmp_path / "out.gguf", *words) == 0
+    rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [row[1].strip() for row in rows] == ["weights", "before", "q8_0"]
+    assert abs(float(rows[2][3])) < 0.01  # as of `int8` in tests/executor/test_quantized_loss.py
+    assert float(rows[2][4].strip(" %")) > 95

@@ -1,0 +1,49 @@
+"""What takes a checkpoint's bytes apart, under the address and undefined-behaviour sanitizers, for a bounded time.
+
+``tests/executor/unpacking`` is a program that packs noise, extremes of floats and impossible codes into weights of every format,
+in all sizes, from arrays that end with their last byte. It is compiled with the kernels that unpack, for every instruction set.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from pathlib import Path
+
+import pytest
+from tests.executor.compiled_checks import KERNELS, NATIVE, ROOT, compiled, kernel_sources, run
+from tests.executor.instruction_sets import all_of_them
+
+SANITIZED = (
+    *("-std=c++20", "-O1", "-g1", "-fno-omit-frame-pointer", "-Wall", f"-I{KERNELS}"),
+    *(
+        "-fsanitize=address,undefined,float-cast-overflow",
+        "-fno-sanitize-recover=all",
+        "-Wno-frame-larger-than",
+    ),
+)
+NEEDED = ("weight", "pool", "cores", "dispatch", "linear_pack", "matrix_check")
+"""Sources that filling and reading a packed weight comes to."""
+SECONDS = "4"
+
+
+@pytest.fixture(scope="module")
+def fuzz() -> Path:
+    """The program, with those sources."""
+    if shutil.which(NATIVE) is None:
+        pytest.skip(f"needs the compiler {NATIVE}")
+    sources = [
+        (path, (*flags, *SANITIZED))
+        for path, flags in kernel_sources(platform.machine())
+        if path.stem in NEEDED
+    ]
+    sources.append((ROOT / "tests/executor/unpacking/fuzz.cpp", SANITIZED))
+    return compiled(NATIVE, "fuzz", sources, *SANITIZED)
+
+
+@pytest.mark.whole  # compiles some of the kernels once more
+@pytest.mark.parametrize("name", all_of_them())
+def test_nothing_in_a_file_makes_unpacking_err(fuzz: Path, name: str) -> None:
+    packed = run(str(fuzz), "1", SECONDS, env={**os.environ, "QUINTET_ISA": name})
+    assert int(packed) > 100

@@ -1,0 +1,155 @@
+// Packs what a file might contain, which is anything, into weights of every format and size, and reads them back: for the address
+// and undefined-behaviour sanitizers. Every array is an allocation of its own that ends with its last byte.
+//
+//   fuzz SEED SECONDS          prints how many weights were packed
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+
+#include "linear.hpp"
+
+extern "C" {
+index_t qt_weight_bytes(int format, index_t columns, index_t depth, index_t group, int paired);
+qt::Weight* qt_weight_new(int format, index_t columns, index_t depth, index_t group, int paired, void* memory);
+void qt_weight_delete(qt::Weight* weight);
+void qt_weight_fill(qt::Weight* weight, const void* source, int source_dtype, index_t stride, index_t first, index_t count);
+int qt_weight_fill_codes(qt::Weight* weight, const void* codes, int is_signed, index_t stride, const void* scales,
+                         int scale_dtype, index_t scale_stride, index_t scale_group, const float* factors, const void* zeros,
+                         index_t zero_stride, index_t first, index_t count);
+void qt_weight_fill_blocks(qt::Weight* weight, const void* blocks, index_t stride, index_t first, index_t count);
+void qt_weight_read(const qt::Weight* weight, index_t first, index_t count, float* out);
+}
+
+namespace {
+
+// By a format's code: what a block of a GGUF file holds, and its bytes; and what else may fill it.
+struct Format {
+  index_t numbers, bytes;
+  bool floats, codes, zeros, scale_bytes;
+};
+constexpr Format kFormats[] = {
+    {0, 0, true, false, false, false},      // bf16
+    {0, 0, true, false, false, false},      // fp16
+    {0, 0, true, false, false, false},      // fp32
+    {32, 34, true, true, false, false},     // int8, Q8_0
+    {32, 18, true, true, false, false},     // int4, Q4_0
+    {0, 0, false, true, true, false},       // int4 with zeros
+    {0, 0, false, true, true, false},       // int8 with zeros
+    {32, 20, false, false, false, false},   // Q4_1
+    {32, 22, false, false, false, false},   // Q5_0
+    {32, 24, false, false, false, false},   // Q5_1
+    {256, 84, false, false, false, false},  // Q2_K
+    {256, 110, false, false, false, false}, // Q3_K
+    {256, 144, false, false, false, false}, // Q4_K
+    {256, 176, false, false, false, false}, // Q5_K
+    {256, 210, false, false, false, false}, // Q6_K
+    {32, 18, false, false, false, false},   // IQ4_NL
+    {256, 136, false, false, false, false}, // IQ4_XS
+    {32, 17, false, true, false, true},     // MXFP4
+    {0, 0, false, true, false, true},       // NVFP4
+    {0, 0, false, true, false, false},      // fp8
+    {0, 0, false, true, false, false},      // nf4
+    {0, 0, false, true, false, false},      // fp4
+};
+constexpr index_t kInt8 = 3, kSizes[] = {2, 2, 4};  // of floats
+
+class Fuzzer {
+ public:
+  explicit Fuzzer(std::uint64_t seed) : random_(seed) {}
+
+  // False: the arguments describe no weight.
+  bool once() {
+    const int format = int(below(sizeof kFormats / sizeof kFormats[0]));
+    const Format& of = kFormats[format];
+    constexpr index_t kGroups[] = {0, 0, 0, 16, 32, 64, 128};
+    const index_t group = kGroups[below(7)], columns = 1 + below(below(3) ? 150 : 20);
+    const index_t steps[] = {1, 16, 32, 128, 256}, step = steps[below(5)];
+    const index_t depth = step * (1 + below(700 / step + 1));
+    const bool paired = columns % 2 == 0 && below(2);
+    const index_t bytes = qt_weight_bytes(format, columns, depth, group, paired);
+    if (bytes == 0) return false;
+    void* memory = nullptr;
+    if (posix_memalign(&memory, 64, bytes)) std::abort();
+    std::memset(memory, 0, bytes);
+    qt::Weight* weight = qt_weight_new(format, columns, depth, group, paired, memory);
+    if (!weight) std::abort();
+    const index_t first = below(columns), count = 1 + below(columns - first);
+    const bool has_blocks = of.numbers && depth % of.numbers == 0 && (format > kInt8 + 1 || group == of.numbers);
+    bool filled = true;
+    if (has_blocks && (!of.codes || below(2)))
+      fill_blocks(weight, depth / of.numbers * of.bytes, first, count);
+    else if (of.codes && (!of.floats || below(2)))
+      filled = fill_codes(weight, format, depth, first, count);
+    else if (of.floats)
+      fill_floats(weight, depth, first, count);
+    float* out = (float*)std::malloc(columns * depth * sizeof(float));
+    qt_weight_read(weight, 0, columns, out);
+    std::free(out);
+    qt_weight_delete(weight);
+    std::free(memory);
+    return filled;
+  }
+
+ private:
+  index_t below(index_t end) { return index_t(random_() % std::uint64_t(end)); }
+
+  // Noise, one byte again and again, or noise with the extremes of floats in it.
+  char* bytes(index_t count) {
+    char* made = (char*)std::malloc(count);
+    const index_t kind = below(4);
+    const char alike[] = {0, char(0xFF), 0x7F, char(0x80), 0x7C};
+    const char byte = alike[below(sizeof alike)];
+    for (index_t i = 0; i < count; ++i) made[i] = kind == 0 || (kind == 1 && below(4) == 0) ? byte : char(random_());
+    return made;
+  }
+
+  void fill_blocks(qt::Weight* weight, index_t row_bytes, index_t first, index_t count) {
+    const index_t stride = row_bytes + (below(2) ? 2 * below(20) : 0);
+    char* rows = bytes((count - 1) * stride + row_bytes);
+    qt_weight_fill_blocks(weight, rows, stride, first, count);
+    std::free(rows);
+  }
+
+  bool fill_codes(qt::Weight* weight, int format, index_t depth, index_t first, index_t count) {
+    const Format& of = kFormats[format];
+    const index_t group = weight->group > depth || weight->group <= 0 ? depth : weight->group;
+    if (of.scale_bytes && depth % group) return false;  // refused before
+    const index_t scale_group = of.scale_bytes || group == depth ? group : group * (1 + below(3));
+    const index_t groups = (depth + scale_group - 1) / scale_group;
+    const int dtype = of.scale_bytes ? int(kInt8) : int(below(3));
+    char* codes = bytes(count * depth);
+    if (below(2))  // most of them as they should be
+      for (index_t i = 0; i < count * depth; ++i) codes[i] &= 15;
+    char* scales = bytes(count * groups * (of.scale_bytes ? 1 : kSizes[dtype]));
+    char* zeros = of.zeros ? bytes(count * groups) : nullptr;
+    char* factors = of.scale_bytes && below(2) ? bytes(count * 4) : nullptr;
+    const bool is_signed = !of.zeros && !of.scale_bytes && format <= kInt8 + 1 && below(2);
+    qt_weight_fill_codes(weight, codes, is_signed, depth, scales, dtype, groups, scale_group, (const float*)factors, zeros,
+                         zeros ? groups : 0, first, count);
+    for (char* each : {codes, scales, zeros, factors}) std::free(each);
+    return true;
+  }
+
+  void fill_floats(qt::Weight* weight, index_t depth, index_t first, index_t count) {
+    const int dtype = int(below(3));
+    char* numbers = bytes(count * depth * kSizes[dtype]);
+    qt_weight_fill(weight, numbers, dtype, depth, first, count);
+    std::free(numbers);
+  }
+
+  std::mt19937_64 random_;
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 3) return 2;
+  Fuzzer fuzzer(std::strtoull(argv[1], nullptr, 10));
+  const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(index_t(std::atof(argv[2]) * 1000));
+  long packed = 0;
+  while (std::chrono::steady_clock::now() < end) packed += fuzzer.once();
+  std::printf("%ld\n", packed);
+}

@@ -1,0 +1,197 @@
+"""Several engines behind one frontend: which one a request goes to, and where it goes on when its engine is hurt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quintet.wire.codec import pack_i32, unpack_i64
+from quintet.wire.ids import Role, WorkerId
+from quintet.wire.messages import Admit, Cancel, FinishReason, Handed, Live, Reclaimed, Submit
+from quintet.wire.request import RequestSpec
+from quintet.wire.supervision import SeatState
+
+from .test_sessions import PROMPT, World, params, rest, run
+
+
+def engines(count: int) -> World:
+    """Return a world with so many whole engines."""
+    world = World()
+    for index in range(count):
+        world.seats[Role.CORE, index] = world.seats[Role.EXECUTOR, index] = (1, SeatState.READY)
+    return world.follow()
+
+
+def cores(submits: Sequence[Submit]) -> list[int]:
+    return [submit.core for submit in submits]
+
+
+def test_requests_are_spread_over_engines_by_what_is_to_be_done_there() -> None:
+    async def story() -> None:
+        world = engines(3)
+        streams = [world.sessions.submit(PROMPT, params()) for _ in range(6)]
+        assert sorted(cores(world.of(Submit))) == [0, 0, 1, 1, 2, 2]
+        for stream in [s for s in streams if s.submit.core == 1]:
+            world.text([], started=[stream.request_id], finished=[(stream.request_id, FinishReason.STOP)])
+        world.sent.clear()
+        for _ in range(2):
+            world.sessions.submit(PROMPT, params())
+        assert cores(world.of(Submit)) == [1, 1]
+
+    run(story())
+
+
+def test_an_engine_gets_nothing_new_while_its_core_or_executor_is_not_well() -> None:
+    async def story() -> None:
+        world = engines(2)
+        for role in (Role.EXECUTOR, Role.CORE):
+            for state in (SeatState.STARTING, SeatState.STALLED, SeatState.RETIRING, SeatState.DOWN):
+                world.seats[role, 0] = (1, state)
+                world.follow()
+                world.sent.clear()
+                for _ in range(3):
+                    world.sessions.submit(PROMPT, params())
+                assert set(cores(world.of(Submit))) == {1}
+            world.seats[role, 0] = (2, SeatState.READY)
+        for role in (Role.EXECUTOR, Role.CORE):  # neither is whole: whose core is there queues them
+            world.seats[role, 1 if role is Role.EXECUTOR else 0] = (2, SeatState.STARTING)
+        world.follow()
+        assert world.sessions.seats.missing() == [Role.EXECUTOR]
+        world.sent.clear()
+        world.sessions.submit(PROMPT, params())
+        assert cores(world.of(Submit)) == [1]
+
+    run(story())
+
+
+def test_what_a_dead_executor_was_to_compute_goes_on_at_another_engine_at_once() -> None:
+    async def story() -> None:
+        world = engines(2)
+        streams = [world.sessions.submit(PROMPT, params(n=2)) for _ in range(4)]
+        held = [stream for stream in streams if stream.submit.core == 0]
+        begun, rid = held[0], held[0].request_id
+        world.text([(rid, "ab", 0, 0, [1, 2])], started=[rid])
+        cancelled = held[1]
+        cancelled.cancel()
+        world.sent.clear()
+        world.seats[Role.EXECUTOR, 0] = (1, SeatState.DOWN)
+        world.follow()
+        (forgotten,) = world.of(Cancel)
+        assert (forgotten.request_ids, forgotten.core, forgotten.moved) == ([rid, rid + 1], 0, True)
+        again = world.of(Submit)
+        assert {(s.request_id, s.core, s.spec.attempt) for s in again} == {(rid, 1, 1), (rid + 1, 1, 1)}
+        assert again[0].spec.output_ids == pack_i32([1, 2])
+        world.text([(rid, "c", 2, 2, [3])])
+        world.text([], finished=[(rid, FinishReason.STOP), (rid + 1, FinishReason.STOP)])
+        assert "".join(d.text for b in await rest(begun) for d in b.deltas if d.choice == 0) == "abc"
+        assert not cancelled.ended  # the core that has it lives, and answers
+
+    run(story())
+
+
+def test_a_request_that_two_executors_died_of_stays_with_the_second_unless_it_came_further() -> None:
+    """Its core finds out whether it is to blame; else it would go round until nobody is left."""
+
+    async def story() -> None:
+        world = engines(2)
+        suspect, innocent = world.sessions.submit(PROMPT, params()), world.sessions.submit(PROMPT, params())
+        (at,) = {suspect.submit.core}
+        assert innocent.submit.core == 1 - at
+        world.seats[Role.EXECUTOR, at] = (2, SeatState.STARTING)
+        world.follow()
+        world.seats[Role.EXECUTOR, at] = (2, SeatState.READY)
+        world.follow()
+        assert suspect.submit.core == 1 - at
+        world.sent.clear()
+        world.seats[Role.EXECUTOR, 1 - at] = (2, SeatState.STARTING)
+        world.follow()
+        assert [submit.request_id for submit in world.of(Submit)] == [innocent.request_id]
+        world.seats[Role.EXECUTOR, 1 - at] = (2, SeatState.READY)
+        world.follow()
+        rid = suspect.request_id
+        world.text([(rid, "a" * 17, 0, 0, [1] * 17)], started=[rid])
+        world.seats[Role.EXECUTOR, 1 - at] = (3, SeatState.STARTING)
+        world.follow()
+        assert suspect.submit.core == at
+
+    run(story())
+
+
+def test_the_only_engine_keeps_its_requests_while_its_executor_is_replaced() -> None:
+    async def story() -> None:
+        world = engines(1)
+        world.sessions.submit(PROMPT, params())
+        world.sent.clear()
+        world.seats[Role.EXECUTOR, 0] = (2, SeatState.STARTING)
+        world.follow()
+        assert world.sent == []
+
+    run(story())
+
+
+def test_a_lost_detokenizer_does_not_take_a_request_from_its_engine() -> None:
+    async def story() -> None:
+        world = engines(2)
+        streams = [world.sessions.submit(PROMPT, params()) for _ in range(4)]
+        before = {stream.request_id: stream.submit.core for stream in streams}
+        world.sent.clear()
+        world.seats[Role.DETOKENIZER, 0] = (2, SeatState.READY)
+        world.follow()
+        assert {submit.request_id: submit.core for submit in world.of(Submit)} == before
+        world.sessions.send_again(list(before))
+        assert {submit.request_id: submit.core for submit in world.of(Submit)} == before
+
+    run(story())
+
+
+def test_what_a_lost_tokenizer_may_have_passed_on_goes_the_same_way_again() -> None:
+    """It is the same attempt: two engines would both take it."""
+
+    async def story() -> None:
+        world = engines(3)
+        streams = [world.sessions.submit(PROMPT, params()) for _ in range(5)]
+        before = {stream.request_id: stream.submit.core for stream in streams}
+        world.sent.clear()
+        world.seats[Role.TOKENIZER, 0] = (2, SeatState.READY)
+        world.follow()
+        again = world.of(Submit)
+        assert {submit.request_id: submit.core for submit in again} == before
+        assert all(submit.spec.attempt == 0 for submit in again)
+
+    run(story())
+
+
+def test_a_reclaimed_request_goes_on_at_the_core_that_keeps_it() -> None:
+    async def story() -> None:
+        world = engines(3)
+        spec = RequestSpec(params(seed=1), 0, 0)
+        for core in (2, 0):
+            first = world.sessions.take_ids(1)
+            reclaimed = Reclaimed(1, Admit(7, pack_i32([5]), spec, 0), [(0, b"")], core)
+            world.sessions.adopt(
+                reclaimed, first, [(None, False)], world.sessions.submit(PROMPT, params()).mailbox, 1
+            )
+            assert world.of(Submit)[-1].core == core
+        world.seats[Role.CORE, 2] = (1, SeatState.DOWN)
+        world.sent.clear()
+        world.follow()
+        assert 2 not in cores(world.of(Submit)) and world.of(Submit)
+
+    run(story())
+
+
+def test_each_core_hears_which_of_its_requests_are_waited_for() -> None:
+    async def story() -> None:
+        world = engines(2)
+        streams = [world.sessions.submit(PROMPT, params()) for _ in range(4)]
+        world.deaf = True
+        parked = world.sessions.submit(PROMPT, params())
+        accounts = list(world.sessions.accounts())
+        for core in (0, 1):
+            ours = [stream.request_id for stream in streams if stream.submit.core == core]
+            (live,) = [a for role, index, a in accounts if (role, index) == (Role.CORE, core)]
+            assert isinstance(live, Live) and live.sender == WorkerId(Role.FRONTEND, 0, 1)
+            assert list(unpack_i64(live.request_ids)) == [*ours, parked.request_id]
+            (handed,) = [a for _, _, a in accounts if isinstance(a, Handed) and a.core == core]
+            assert list(unpack_i64(handed.request_ids)) == ours
+
+    run(story())

@@ -1,0 +1,106 @@
+"""The choice of an engine: a function of what is known of them, and of nothing else."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from quintet.frontend.beginnings import MAX_PIECES, PIECE_BYTES, Beginnings, names_of
+from quintet.frontend.router import RUNNING_TOKENS, Engine, choose
+from quintet.wire.codec import pack_i32
+from quintet.wire.config import Routing
+from quintet.wire.messages import ChatPrompt, TextPrompt, TokenPrompt
+
+POLICIES: tuple[Routing, ...] = ("round-robin", "load", "prefix", "session")
+
+
+def some_engines(rng: random.Random, count: int) -> list[Engine]:
+    return [
+        Engine(index, rng.randrange(1000), rng.randrange(8), rng.choice([0, 0, 64, 640]))
+        for index in rng.sample(range(100), count)
+    ]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_choice_depends_on_nothing_else(policy: Routing) -> None:
+    """Not on the order in which engines are named, nor on what was chosen before."""
+    rng = random.Random(1)
+    for turn in range(200):
+        engines = some_engines(rng, rng.randint(1, 6))
+        choice = choose(engines, policy, turn, "s")
+        assert choice.index in {engine.index for engine in engines}
+        assert choose(rng.sample(engines, len(engines)), policy, turn, "s") == choice
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_who_is_equal_takes_turns(policy: Routing) -> None:
+    engines = [Engine(index) for index in (3, 5, 9)]
+    chosen = Counter(choose(engines, policy, turn).index for turn in range(30))
+    assert chosen == {3: 10, 5: 10, 9: 10}
+
+
+def test_less_to_do_is_better_and_a_known_prompt_is_less_to_do() -> None:
+    rng = random.Random(2)
+    for turn in range(200):
+        engines = some_engines(rng, 4)
+        best = choose(engines, "load", turn).index
+        least = min(engine.num_queued + RUNNING_TOKENS * engine.num_open for engine in engines)
+        by_index = {engine.index: engine for engine in engines}
+        assert by_index[best].num_queued + RUNNING_TOKENS * by_index[best].num_open == least
+    idle, knows = Engine(0), Engine(1, num_queued=500, num_cached=640)
+    assert choose([idle, knows], "prefix", 0).index == 1
+    assert choose([idle, Engine(1, num_queued=700, num_cached=640)], "prefix", 0).index == 0
+    assert choose([idle, knows], "load", 0).index == 0
+
+
+def test_a_session_stays_and_few_move_when_an_engine_leaves() -> None:
+    engines = [Engine(index, num_queued=100 * index) for index in range(5)]
+    sessions = [f"user-{number}" for number in range(400)]
+    before = {name: choose(engines, "session", turn, name).index for turn, name in enumerate(sessions)}
+    assert min(Counter(before.values()).values()) > 40
+    left = [engine for engine in engines if engine.index != 2]
+    after = {name: choose(left, "session", 7 * turn, name).index for turn, name in enumerate(sessions)}
+    assert all(after[name] == before[name] for name in sessions if before[name] != 2)
+
+
+def test_beginnings_have_the_same_names_as_far_as_they_are_the_same() -> None:
+    a, b = b"x" * (3 * PIECE_BYTES + 5), b"x" * (2 * PIECE_BYTES) + b"y" * PIECE_BYTES
+    names, others = (names_of(TextPrompt(text.decode())) for text in (a, b))
+    assert len(names) == len(others) == 3 and names[:2] == others[:2] and names[2] != others[2]
+    assert len(set(names)) == 3
+    assert not set(names) & set(names_of(TextPrompt(a.decode()), "salt"))
+    assert names_of(TextPrompt("short")) == []
+    assert len(names_of(TokenPrompt(pack_i32([1] * 200_000)))) == MAX_PIECES
+    turns = [
+        b'[{"role":"user","content":"' + b"q" * 600,
+        b'[{"role":"user","content":"' + b"q" * 600 + b'"},{"role"',
+    ]
+    first, second = (names_of(ChatPrompt(turn, tools=b"[]")) for turn in turns)
+    assert first and second[: len(first)] == first
+
+
+def test_what_was_not_used_for_longest_is_forgotten_first() -> None:
+    table = Beginnings(max_names=4)
+    table.note([1, 2])
+    table.note([5, 6])
+    table.note([1, 2])
+    table.note([7])
+    assert [table.find(names)[0] for names in ([1, 2], [5, 6], [7])] == [
+        2,
+        1,
+        1,
+    ]  # the end goes before the beginning
+    table.clear()
+    assert table.find([1])[0] == 0
+
+
+def test_who_misses_something_has_lost_all_that_was_not_used_since() -> None:
+    table = Beginnings()
+    for names in ([1, 2, 3], [4, 5], [6]):
+        table.note(names)
+    _, used = table.find([4, 5])
+    table.note([6, 7])
+    table.miss(used)
+    assert [table.find(names)[0] for names in ([1], [4], [6, 7])] == [0, 0, 2]

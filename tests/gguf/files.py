@@ -1,0 +1,29 @@
+"""GGUF files of folders with a made-up vocabulary, written as `quintet quantize` writes them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from quintet.executor.gguf.writing.metadata import usual
+from quintet.executor.gguf.writing.mixes import MIXES
+from quintet.executor.gguf.writing.model import plan_of, write_gguf
+
+
+def write_model(folder: Path, target: Path, mix: str = "f32") -> None:
+    """Write a folder's model whose tokens are names of their ids."""
+    write_gguf(plan_of(folder, MIXES[mix]), target, names_of_ids(folder))
+
+
+def names_of_ids(folder: Path) -> dict[str, Any]:
+    """Return a vocabulary without a word."""
+    config = usual(json.loads((folder / "config.json").read_text()))
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": [f"token{i}" for i in range(config["vocab_size"])],
+        "tokenizer.ggml.token_type": [1] * config["vocab_size"],
+        "tokenizer.ggml.merges": ["t o"],  # llama.cpp asks for one at least
+        "tokenizer.ggml.add_bos_token": False,
+    }

@@ -1,0 +1,21 @@
+"""A GGUF file on a device, its blocks in codes: what the model of its numbers says, and the same bits in any company."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cuda.emulated import EmulatedDevice
+from tests.cuda.test_coded_models import agree
+from tests.gguf.random_blocks import in_blocks
+from tests.gguf.test_packed import WIDE, as_q4_k_m
+from tests.models.equal import load
+from tests.models.random_checkpoints import of_transformers, write_checkpoint
+
+
+@pytest.mark.whole
+def test_a_file_of_mixed_types_is_the_model_of_its_numbers(tmp_path: Path) -> None:
+    row = in_blocks(of_transformers("Qwen2Config", **WIDE), as_q4_k_m, tmp_path / "model.gguf")
+    write_checkpoint(row, tmp_path / "plain")
+    agree(tmp_path / "model.gguf", load(tmp_path / "plain"), EmulatedDevice())

@@ -1,0 +1,197 @@
+"""Files that `quintet quantize` writes: types as llama.cpp gives them, numbers as they were meant, vocabularies as they were."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+
+from quintet.deploy.resolve.gguf.tokenizer import tokenizer_of_gguf
+from quintet.deploy.resolve.gguf.vocabulary import vocabulary_of
+from quintet.executor.gguf.parts import read_parts
+from quintet.executor.gguf.writing.mixes import MIXES, Model, type_of
+from quintet.executor.gguf.writing.model import add_value, plan_of, write_gguf
+from quintet.wire.errors import ConfigError
+from tests.gguf.files import names_of_ids, write_model
+from tests.gguf.test_tokenizer import made as tokenizer_made
+from tests.gguf.vocabularies import KINDS, LLAMA_CPP, strings
+from tests.models.equal import alone, furthest, load
+from tests.models.random_checkpoints import Expectation, Logits, Row, of_transformers, side_by_side
+from tests.models.test_equal import made
+
+_WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3}
+CLOSE = 3e-3
+"""See `tests.gguf.test_packed`."""
+CLEAR = 0.1
+"""By how much a choice must lead, in deviations, for llama.cpp to make it, too: it rounds activations to 8 bits."""
+
+
+def rounded(row: Row, mix: str, target: Path) -> Row:
+    """Return the row with the numbers that its file has; whoever makes it has the file at ``target``."""
+
+    def make(folder: Path) -> Logits:
+        row.make(folder)
+        write_model(folder, target, mix)
+        tensors = load_file(folder / "model.safetensors")
+        places = {each.laid.name: each.laid.sources for each in plan_of(folder, MIXES[mix]).tensors}
+        for each in gguf.GGUFReader(target).tensors:
+            (source,) = places[each.name]
+            numbers = torch.from_numpy(gguf.dequantize(each.data, each.tensor_type).copy())
+            tensors[source] = numbers.view(tensors[source].shape)
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+        return side_by_side(model.float().eval())
+
+    return Row(make)
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("mix", MIXES)
+def test_a_files_tokens_are_those_of_its_numbers(mix: str, tmp_path: Path) -> None:
+    expected = made(rounded(of_transformers("Qwen2Config", **_WIDE), mix, tmp_path / "model.gguf"), tmp_path)
+    outcome = alone(load(tmp_path / "model.gguf", "float32"), [each.prompt for each in expected])
+    assert furthest(outcome, expected) < CLOSE
+    assert outcome.outputs == [each.outputs for each in expected]
+
+
+_ASK = """
+import ctypes, json, sys
+import gguf, llama_cpp
+files, prompts, count, plain, kinds = json.load(sys.stdin)
+told = {}
+for file in files:
+    model = llama_cpp.Llama(file, n_ctx=96, n_threads=1, verbose=False)
+    told[file] = []
+    for prompt in prompts[file]:
+        tokens = []
+        for token in model.generate(prompt, top_k=1, temp=0.0):
+            tokens.append(int(token))
+            if len(tokens) == count:
+                break
+        told[file].append(tokens)
+types = {}
+for kind, number in kinds.items():
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype, target = number, plain + kind
+    assert llama_cpp.llama_model_quantize(plain.encode(), target.encode(), ctypes.byref(params)) == 0
+    types[kind] = {each.name: each.tensor_type.name for each in gguf.GGUFReader(target).tensors}
+print(json.dumps([told, types]))
+"""
+
+
+@pytest.mark.whole
+@pytest.mark.skipif(not LLAMA_CPP.exists(), reason="llama.cpp is not installed beside")
+def test_llama_cpp_says_the_same_and_gives_the_same_types(tmp_path: Path) -> None:
+    expected: dict[str, list[Expectation]] = {}
+    for mix in ("q8_0", "q5_1", "iq4_nl", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m", "q2_k"):
+        (tmp_path / mix).mkdir()
+        file = tmp_path / f"{mix}.gguf"
+        expected[str(file)] = made(
+            rounded(of_transformers("Qwen2Config", **_WIDE), mix, file), tmp_path / mix
+        )
+    kinds = {mix: int(gguf.LlamaFileType[each.file_type]) for mix, each in MIXES.items()}
+    prompts = {file: [each.prompt for each in its] for file, its in expected.items()}
+    deep = tmp_path / "deep"  # layers enough for every rule of which get more
+    of_transformers("Qwen2Config", hidden_size=256, intermediate_size=256, num_hidden_layers=17).make(deep)
+    write_model(deep, deep / "bf16", "bf16")
+    asked = [list(expected), prompts, 12, str(deep / "bf16"), kinds]
+    done = subprocess.run(
+        [LLAMA_CPP, "-c", _ASK], input=json.dumps(asked), capture_output=True, text=True, check=True
+    )
+    told, types = json.loads(done.stdout)
+    compared = 0
+    for file, its in expected.items():
+        for each, tokens in zip(its, told[file], strict=True):
+            clear = num_clear(each)
+            assert tokens[:clear] == each.outputs[:clear], file
+            compared += clear
+    assert compared > 3 * len(expected)
+    for mix in MIXES:
+        ours = {each.laid.name: each.type.name for each in plan_of(deep, MIXES[mix]).tensors}
+        assert ours == types[mix], mix
+
+
+def num_clear(expected: Expectation) -> int:
+    """Return how many of the first choices lead clearly."""
+    best = expected.logits.topk(2, dim=1).values
+    leads = (best[:, 0] - best[:, 1]) / expected.logits.std(1)
+    return next((place for place, lead in enumerate(leads.tolist()) if lead < CLEAR), len(leads))
+
+
+def test_rows_of_no_whole_blocks_have_another_type() -> None:
+    names = {
+        "blk.0.attn_q.weight": (896, 896),
+        "blk.0.ffn_up.weight": (512, 1024),
+        "blk.0.attn_k.weight": (8, 40),
+    }
+    found = {
+        name: type_of(MIXES["q4_k_m"], name, shape, Model(24, False, 7)).name for name, shape in names.items()
+    }
+    assert list(found.values()) == ["Q5_0", "Q4_K", "F16"]
+
+
+@pytest.mark.drawn(4)
+@pytest.mark.parametrize("name", KINDS)
+def test_a_vocabulary_is_written_as_it_was_read(name: str, tmp_path: Path) -> None:
+    wanted = tokenizer_made(name, tmp_path)
+    (folder,) = (tmp_path / "cache").iterdir()
+    size = wanted.get_vocab_size()
+    config = {"model_type": "llama", "vocab_size": size + 3, "architectures": ["LlamaForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    again = tmp_path / "again.gguf"
+    said = vocabulary_of(folder, folder)
+    write_vocabulary(said, again)
+    read = tokenizer_of_gguf(read_parts(again), tmp_path / "cache")
+    found = Tokenizer.from_file(str(read / "tokenizer.json"))
+    for text in strings(400, seed=3):
+        assert found.encode(text).ids == wanted.encode(text).ids, text
+    kinds = said["tokenizer.ggml.token_type"]
+    assert len(kinds) == size + 3 and kinds[-3:] == [5, 5, 5]
+
+
+def write_vocabulary(said: Mapping[str, Any], target: Path) -> None:
+    writer = gguf.GGUFWriter(str(target), "llama")
+    for key, value in said.items():
+        add_value(writer, key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_whole_numbers_of_a_card_are_real_where_the_format_says_so(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "granite")
+    for key, value in {"granite.embedding_scale": 12, "granite.block_count": 2}.items():
+        add_value(writer, key, value)
+    kinds = {key: value.type for key, value in writer.kv_data[0].items() if key.startswith("granite.")}
+    assert kinds == {
+        "granite.embedding_scale": gguf.GGUFValueType.FLOAT32,
+        "granite.block_count": gguf.GGUFValueType.UINT32,
+    }
+
+
+def test_a_setting_without_a_word_is_refused(tmp_path: Path) -> None:
+    of_transformers("Qwen2Config", use_sliding_window=True, sliding_window=9, max_window_layers=1).make(
+        tmp_path
+    )
+    with pytest.raises(
+        ConfigError, match=r"no words for its layers\[\d\]\.mixer\.window: it is 9, and a file would say None"
+    ):
+        write_gguf(plan_of(tmp_path, MIXES["q8_0"]), tmp_path / "model.gguf", names_of_ids(tmp_path))
+
+
+def test_a_tensor_without_a_place_is_refused(tmp_path: Path) -> None:
+    of_transformers("Qwen2Config").make(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors") | {"model.layers.0.odd.weight": torch.ones(4, 4)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match="GGUF's architecture 'qwen2' has no place for"):
+        plan_of(tmp_path, MIXES["q8_0"])
