@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, NoReturn
 
 from tqdm import tqdm
 
-from quintet.deploy.quantize.settings import MAX_CALIBRATION_TOKENS, WINDOW
+from quintet.deploy.quantize.settings import MAX_CALIBRATION_TOKENS
 from quintet.deploy.quantize.target import check_apart, check_space, check_target, in_place_of
-from quintet.deploy.resolve.card import read_facts
+from quintet.deploy.resolve.card import ModelFacts, read_facts
 from quintet.deploy.resolve.memory import format_size
 from quintet.deploy.resolve.source import locate_model
-from quintet.deploy.resolve.tokenizer_files import tokenizer_folder
 from quintet.executor.cards.card import ModelCard
 from quintet.executor.gguf.writing.mixes import MIXES
 from quintet.executor.quantizing.targets import TARGETS
@@ -39,7 +38,7 @@ def _help() -> str:
     return f"""\
 Write a model in fewer bits. MODEL is a folder or a hub name in bf16, fp16 or fp32; the result is served like any model.
 
-formats of GGUF, one file with tokenizer and chat template (OUT ends in .gguf), the best first:
+formats of GGUF, one file with tokenizer and chat template (OUT ends in .gguf), the largest first:
 {gguf}
 
 formats of compressed-tensors, a folder that vLLM, SGLang and transformers read too, of any family:
@@ -91,11 +90,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Quantize, with a bar on a terminal and a line at the end; then measure, if there is a text."""
     out: Path = arguments.out.expanduser()
     _check_flags(out, arguments)
-    text = None if arguments.text is None else _read_text(arguments.text, "--text")
-    known = arguments.calibration and _read_text(arguments.calibration, "--calibration")
+    text = _read_text(arguments.text, "--text")
+    known = _read_text(arguments.calibration, "--calibration")
     source = locate_model(arguments.model, with_weights=True)
-    _check_model(source, out)
-    prompts = None if text is None else _windows(source, text)
+    facts = _check_model(source, out)
+    prompts = None if text is None else _windows(facts, text)
     signal.signal(
         signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
     )  # what is half written is taken away
@@ -103,14 +102,14 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.format in MIXES:
         _write_gguf(source, out, arguments.format)
     else:
-        _write_folder(source, out, arguments.format, known)
+        _write_folder(facts, out, arguments.format, known)
     size, former = _size(out), _size(source)
     print(
         f"{out}: {format_size(size)}, of {format_size(former)} before, in {time.monotonic() - begun:.0f} s",
         flush=True,
     )
     if prompts is not None:
-        _measure({"before": source, arguments.format: out}, source, prompts)
+        _measure({"before": source, arguments.format: out}, facts, prompts)
     return 0
 
 
@@ -129,8 +128,8 @@ def _check_flags(out: Path, arguments: argparse.Namespace) -> None:
     check_target(out, arguments.overwrite)
 
 
-def _check_model(source: Path, out: Path) -> None:
-    """Reject a model that cannot be quantized before its weights are read."""
+def _check_model(source: Path, out: Path) -> ModelFacts:
+    """Return what the folder says of a model. Rejects one that cannot be quantized before its weights are read."""
     if is_gguf(source):
         raise ConfigError(f"MODEL {str(source)!r} is a GGUF file: name the folder of the original checkpoint")
     check_apart(out, source)
@@ -143,9 +142,12 @@ def _check_model(source: Path, out: Path) -> None:
         raise ConfigError(
             f"MODEL {str(source)!r}: {facts.architecture} is computed by transformers alone, so its linear layers are not known"
         )
+    return facts
 
 
-def _read_text(path: Path, flag: str) -> str:
+def _read_text(path: Path | None, flag: str) -> str | None:
+    if path is None:
+        return None
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -156,11 +158,12 @@ def _read_text(path: Path, flag: str) -> str:
 
 
 def _write_gguf(source: Path, out: Path, mix: str) -> None:
+    from quintet.deploy.quantize.windows import tokenizer_of
     from quintet.deploy.resolve.gguf.vocabulary import vocabulary_of
     from quintet.executor.gguf.writing.model import plan_of, write_gguf  # brings torch
 
     plan = plan_of(source, MIXES[mix])
-    vocabulary = vocabulary_of(source, tokenizer_folder(source))
+    vocabulary = vocabulary_of(source, tokenizer_of(source))
     check_space(out, plan.num_bytes + _SPARE_BYTES)
     with (
         in_place_of(out) as made,
@@ -169,20 +172,19 @@ def _write_gguf(source: Path, out: Path, mix: str) -> None:
         write_gguf(plan, made, vocabulary, bar.update)
 
 
-def _write_folder(source: Path, out: Path, name: str, calibration: str | None) -> None:
+def _write_folder(facts: ModelFacts, out: Path, name: str, calibration: str | None) -> None:
     from quintet.executor.quantizing.compressed import plan_of, write_compressed  # brings torch
 
-    facts, target = read_facts(source), TARGETS[name]
-    plan = plan_of(
-        source, facts.architecture, ModelCard(json.loads(facts.card), str(card_path(source))), target
-    )
+    source = facts.path
+    card = ModelCard(json.loads(facts.card), str(card_path(source)))
+    plan = plan_of(source, facts.architecture, card, TARGETS[name])
     check_space(out, plan.num_bytes + _SPARE_BYTES)
     if calibration is not None:
         from quintet.deploy.quantize.calibration import calibrate
 
     with in_place_of(out) as made, _bar(plan.num_numbers, name) as bar:
         if calibration is not None:
-            plan = replace(plan, known=calibrate(source, plan, calibration, bar.update))
+            plan = replace(plan, known=calibrate(facts, plan, calibration, bar.update))
         write_compressed(plan, made, bar.update)
 
 
@@ -198,20 +200,22 @@ def _size(path: Path) -> int:
     return sum(file.stat().st_size for kind in kinds for file in path.glob(kind))
 
 
-def _windows(source: Path, text: str) -> list[list[int]]:
+def _windows(facts: ModelFacts, text: str) -> list[list[int]]:
     """Return a text as the model's tokens. Raises `ConfigError` where it has none, or the text is too short."""
     from quintet.deploy.quantize.windows import windows_of_text
 
-    return windows_of_text(source, text)
+    return windows_of_text(facts, text)
 
 
-def _measure(variants: dict[str, Path], source: Path, prompts: list[list[int]]) -> None:
+def _measure(variants: dict[str, Path], facts: ModelFacts, prompts: list[list[int]]) -> None:
     """Print what the model loses on a text."""
     from quintet.deploy.quantize.loss import Score, measure, table
+    from quintet.deploy.quantize.windows import tokenizer_of
 
+    longest, tokenizer = max(map(len, prompts)), str(tokenizer_of(facts.path))
     options = {
-        name: {"model": str(path), "max_model_len": WINDOW + 1, "tokenizer": str(tokenizer_folder(source))}
+        name: {"model": str(path), "max_model_len": longest + 1, "tokenizer": tokenizer}
         for name, path in variants.items()
     }
     scores: Sequence[Score] = list(measure(options, prompts, progress=sys.stderr.isatty()))
-    print(f"\n{table(scores, 'weights')}\n\n{scores[0].num_tokens} tokens, in windows of {WINDOW}")
+    print(f"\n{table(scores, 'weights')}\n\n{scores[0].num_tokens} tokens, in windows of {longest} at most")

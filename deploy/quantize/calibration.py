@@ -6,27 +6,46 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from quintet.deploy.quantize.settings import MAX_CALIBRATION_TOKENS, WINDOW
+from quintet.deploy.quantize.settings import MAX_CALIBRATION_TOKENS
 from quintet.deploy.quantize.windows import windows_of_text
 from quintet.deploy.resolve.build import resolve
+from quintet.deploy.resolve.card import ModelFacts
 from quintet.deploy.resolve.flags import Options
+from quintet.deploy.resolve.memory import available_ram_bytes, format_size
 from quintet.executor.quantizing.calibrate import calibrated
 from quintet.executor.quantizing.compressed import Plan
 from quintet.executor.quantizing.rounding import Rounded
 from quintet.wire.errors import ConfigError
 
 
-def calibrate(source: Path, plan: Plan, text: str, told: Callable[[int], object]) -> Mapping[str, Rounded]:
+def calibrate(
+    facts: ModelFacts, plan: Plan, text: str, told: Callable[[int], object]
+) -> Mapping[str, Rounded]:
     """Return the layers of a plan, rounded by GPTQ for a text. Raises `ConfigError`."""
+    source = facts.path
     if plan.layers.has_experts:
         raise ConfigError(
             f"MODEL {str(source)!r} has experts, each of which sees too little of a text: take --format int4"
         )
-    options = Options(model=str(source), device="cpu", max_model_len=WINDOW + 1, max_num_seqs=1)
+    weight_bytes = sum(entry.num_bytes for file in plan.files for entry in file.entries.values())
+    if weight_bytes > available_ram_bytes():
+        raise ConfigError(
+            f"--format gptq holds all weights of the model, {format_size(weight_bytes)}, and there are"
+            f" {format_size(available_ram_bytes())} of memory: take --format int4, which holds a tensor at a time"
+        )
+    windows = windows_of_text(facts, text)
+    longest = max(map(len, windows))
+    options = Options(
+        model=str(source),
+        device="cpu",
+        max_model_len=longest,
+        max_num_seqs=1,
+        kv_cache_memory="1TiB",  # is not taken: `calibrated` has blocks of its own, as many as its windows need
+    )
     config = resolve(options, Path(tempfile.gettempdir()) / "quintet-calibrate", http=False).config
     if config.model.kv.has_states:
         raise ConfigError(
             f"MODEL {str(source)!r} keeps states, over which is not calibrated: take --format int4"
         )
-    windows = windows_of_text(source, text)[: MAX_CALIBRATION_TOKENS // WINDOW]
-    return calibrated(config.model, windows, plan.target, plan.scale_dtype, told)
+    some = windows[: max(1, MAX_CALIBRATION_TOKENS // longest)]
+    return calibrated(config.model, some, plan.target, plan.scale_dtype, told)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from quintet.deploy import embedded
 from quintet.deploy.resolve import network, rules
@@ -27,6 +25,15 @@ from quintet.deploy.resolve.quantization import (
     choose_quantization,
     weight_bytes_of,
 )
+from quintet.deploy.resolve.sections import (
+    Device,
+    Kind,
+    executor_config,
+    folder_of,
+    frontend_config,
+    processes_config,
+    scheduler_config,
+)
 from quintet.deploy.resolve.source import locate_model
 from quintet.deploy.resolve.tokenizer_files import tokenizer_folder
 from quintet.deploy.resolve.weights import WeightFacts, read_weight_facts
@@ -36,12 +43,8 @@ from quintet.process.record import SUFFIX
 from quintet.wire.config import (
     CacheConfig,
     EngineConfig,
-    ExecutorConfig,
-    FrontendConfig,
     KvCacheDtype,
     ModelConfig,
-    ProcessesConfig,
-    SchedulerConfig,
 )
 from quintet.wire.errors import ConfigError
 from quintet.wire.kv_spec import KvSpec
@@ -76,8 +79,8 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     rules.check_mock_only_flags(options)
     rules.check_run_dir_length(run_dir)
     notes: list[str] = []
-    kind: Literal["torch", "mock"] = "mock" if options.executor == "mock" else "torch"
-    device: Literal["cpu", "cuda"] = _device(options, kind)
+    kind: Kind = "mock" if options.executor == "mock" else "torch"
+    device: Device = _device(options, kind)
     reads_weights = kind == "torch" and options.load_format == "auto"
     rules.check_gpu_only_flags(options, device)
     check_packed_cache(options, device)
@@ -98,7 +101,6 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
         notes.append(
             f"blocks hold {kv.block_size} tokens, whose keys and values take what a layer's state does"
         )
-    max_model_len = rules.derive_max_model_len(options.max_model_len, facts.max_model_len, card_path(folder))
     counted = weights.num_parameters if weights and facts.stored is None else None
     num_parameters = facts.num_parameters if counted is None else counted
     weight_bytes = weight_bytes_of(
@@ -107,6 +109,48 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     room_bytes = available_ram_bytes() // options.data_parallel_size
     if kind == "torch" and device == "cpu":
         check_weights_fit(weight_bytes, room_bytes)
+    cache, fitted = _cache_config(options, kind, device, facts, kv, room_bytes, weight_bytes, notes)
+    facts, more_notes = rules.fit_facts(facts, fitted)
+    notes.extend(more_notes)
+    warning = network.check(options) if http else None
+    if warning is not None:
+        notes.append(warning)
+    model, parsers_note = _model_config(options, facts, dtype, kv, fitted)
+    notes.extend(filter(None, (parsers_note,)))
+    config = EngineConfig(
+        run_dir=str(run_dir),
+        model=model,
+        cache=cache,
+        scheduler=scheduler_config(options, kind, device, fitted),
+        executor=executor_config(options, kind, device, quantization),
+        frontend=frontend_config(options),
+        processes=processes_config(options, http, external_frontends),
+        log_level=options.log_level,
+        trace=folder_of(options.trace),
+        record=_recording_folder(options.record),
+        record_bytes=options.record_mb << 20,
+    )
+    kv_formats = rules.kv_formats(options, device, facts, _DTYPE_BYTES[dtype])
+    return Resolution(config, weights, num_parameters, facts.stored, kv_formats, notes)
+
+
+def _cache_config(
+    options: Options,
+    kind: Kind,
+    device: Device,
+    facts: ModelFacts,
+    kv: KvSpec,
+    room_bytes: int,
+    weight_bytes: int,
+    notes: list[str],
+) -> tuple[CacheConfig, int]:
+    """Return the section of keys and values, and the longest sequence that fits into their memory.
+
+    room_bytes: what an engine may take altogether. notes: hears what is otherwise than asked.
+    """
+    max_model_len = rules.derive_max_model_len(
+        options.max_model_len, facts.max_model_len, card_path(facts.path)
+    )
     step_tokens = rules.most_step_tokens(options, device, max_model_len)
     memory_bytes = _kv_memory(
         options, device, kind, room_bytes - weight_bytes, kv, max_model_len, step_tokens
@@ -131,69 +175,14 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
             f"prefix caching is off: this model rotates positions otherwise in sequences of more than "
             f"{facts.fixed_rope_len} tokens, so their keys cannot be shared; --max-model-len {facts.fixed_rope_len} allows it"
         )
-    facts, more_notes = rules.fit_facts(facts, fitted)
-    notes.extend(more_notes)
-    warning = network.check(options) if http else None
-    if warning is not None:
-        notes.append(warning)
-    model, parsers_note = _model_config(options, facts, dtype, kv, fitted)
-    notes.extend(filter(None, (parsers_note,)))
-    config = EngineConfig(
-        run_dir=str(run_dir),
-        model=model,
-        cache=CacheConfig(
-            memory_bytes=rules.cap_kv_memory(kv, memory_bytes, options.max_num_seqs, fitted, step_tokens),
-            enable_prefix_caching=options.enable_prefix_caching and can_share_prefixes,
-            dtype=options.kv_cache_dtype,
-            gpu_memory_utilization=options.gpu_memory_utilization,
-            swap_bytes=rules.derive_swap_bytes(options.swap_space, device, kind, room_bytes),
-        ),
-        scheduler=SchedulerConfig(
-            max_num_seqs=options.max_num_seqs,
-            max_num_batched_tokens=rules.derive_max_num_batched_tokens(options, device, fitted),
-            policy=options.scheduling_policy,
-            enable_chunked_prefill=options.enable_chunked_prefill,
-            long_prefill_token_threshold=options.long_prefill_token_threshold,
-            resume_grace_s=options.stream_grace,
-            step_target_ms=rules.derive_step_target_ms(options, kind, device),
-            depth=options.depth,
-            refuse_hopeless=options.refuse_hopeless,
-            audit=options.audit,
-        ),
-        executor=ExecutorConfig(
-            kind=kind,
-            device=device,
-            load_format=options.load_format,
-            quantization=quantization,
-            packed_cache=_folder(options.packed_cache),
-            threads=options.threads,
-            pin_threads=options.pin_threads,
-            seed=options.seed,
-            batch_invariant=options.batch_invariant,
-            enforce_eager=options.enforce_eager,
-            attention_backend=options.attention_backend,
-            step_ms=options.step_ms,
-        ),
-        frontend=_frontend_config(options),
-        processes=ProcessesConfig(
-            frontends=options.frontends if http else 0,
-            external_frontends=external_frontends,
-            tokenizers=options.tokenizers,
-            engines=options.data_parallel_size,
-            detokenizers=options.detokenizers,
-            spares=options.spares and http,
-            boot_timeout_s=options.boot_timeout,
-            max_restarts=options.max_restarts,
-            drain_timeout_s=options.drain_timeout,
-            stall_s=options.stall_timeout,
-        ),
-        log_level=options.log_level,
-        trace=_folder(options.trace),
-        record=_recording_folder(options.record),
-        record_bytes=options.record_mb << 20,
+    cache = CacheConfig(
+        memory_bytes=rules.cap_kv_memory(kv, memory_bytes, options.max_num_seqs, fitted, step_tokens),
+        enable_prefix_caching=options.enable_prefix_caching and can_share_prefixes,
+        dtype=options.kv_cache_dtype,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        swap_bytes=rules.derive_swap_bytes(options.swap_space, device, kind, room_bytes),
     )
-    kv_formats = rules.kv_formats(options, device, facts, _DTYPE_BYTES[dtype])
-    return Resolution(config, weights, num_parameters, facts.stored, kv_formats, notes)
+    return cache, fitted
 
 
 def _model_config(
@@ -228,51 +217,6 @@ def _model_config(
     return model, note
 
 
-def _frontend_config(options: Options) -> FrontendConfig:
-    return FrontendConfig(
-        host=options.host,
-        port=options.port,
-        api_keys=options.api_key,
-        uds=options.uds,
-        allowed_origins=network.listed(options.allowed_origins, "--allowed-origins"),
-        allowed_methods=network.listed(options.allowed_methods, "--allowed-methods"),
-        allowed_headers=network.listed(options.allowed_headers, "--allowed-headers"),
-        allow_credentials=options.allow_credentials,
-        ssl_keyfile=options.ssl_keyfile,
-        ssl_certfile=options.ssl_certfile,
-        ssl_ca_certs=options.ssl_ca_certs,
-        tokenizer_info=options.enable_tokenizer_info_endpoint,
-        max_body_bytes=parse_size(options.max_body_bytes, "--max-body-bytes"),
-        max_queued_requests=options.max_queued_requests,
-        max_queued_tokens=options.max_queued_tokens,
-        max_logprobs=options.max_logprobs,
-        routing=options.routing,
-        keep_alive_s=options.keep_alive_interval,
-        write_timeout_s=options.write_timeout,
-        header_timeout_s=options.header_timeout,
-        root_path=options.root_path,
-        log_requests=options.log_requests,
-        prompt_embeds=options.enable_prompt_embeds,
-        trust_request_chat_template=options.trust_request_chat_template,
-        response_store=_response_store(options.response_store),
-        response_store_entries=options.response_store_entries,
-        response_store_bytes=parse_size(options.response_store_size, "--response-store-size"),
-        response_store_hours=options.response_store_hours,
-    )
-
-
-def _response_store(path: str | None) -> str:
-    if path is None:
-        return ""
-    file = Path(path).expanduser().absolute()
-    held = file if file.exists() else file.parent
-    if file.is_dir() or not held.exists() or not os.access(held, os.W_OK):
-        raise ConfigError(
-            f"--response-store {path}: must be a file, or a new one in a folder, that the server may write"
-        )
-    return str(file)
-
-
 def _kv_memory(
     options: Options,
     device: str,
@@ -296,17 +240,13 @@ def _kv_memory(
 
 
 def _recording_folder(path: str | None) -> str | None:
-    folder = _folder(path)
+    folder = folder_of(path)
     if folder is not None and any(Path(folder).glob(f"*/*{SUFFIX}")):
         raise ConfigError(f"--record {path}: has a recording already; remove it or name another folder")
     return folder
 
 
-def _folder(path: str | None) -> str | None:
-    return None if path is None else str(Path(path).expanduser().absolute())
-
-
-def _device(options: Options, kind: str) -> Literal["cpu", "cuda"]:
+def _device(options: Options, kind: str) -> Device:
     if kind == "mock":
         return "cpu"
     return default_device() if options.device == "auto" else options.device

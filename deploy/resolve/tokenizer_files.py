@@ -25,8 +25,11 @@ tokenizer.save_pretrained(sys.argv[2])
 """
 
 
-def tokenizer_folder(folder: Path, cache: Path | None = None) -> Path:
-    """Return a folder with ``tokenizer.json`` for the tokenizer in ``folder``.
+NAME_ANOTHER = "name a folder that has one with --tokenizer"
+
+
+def tokenizer_folder(folder: Path, cache: Path | None = None, way_out: str = NAME_ANOTHER) -> Path:
+    """Return a folder with ``tokenizer.json`` for the tokenizer in ``folder``. Raises `ConfigError` that ends with ``way_out``.
 
     A folder that only has a slow tokenizer is converted by transformers, in a process of its own, into ``cache``
     (default: ``$XDG_CACHE_HOME/quintet/tokenizers``), where the next start finds it; so is the one of a GGUF file, by us.
@@ -37,7 +40,7 @@ def tokenizer_folder(folder: Path, cache: Path | None = None) -> Path:
         return folder
     slow = next((name for name in _SLOW_FILES if (folder / name).is_file()), None)
     if slow is None:
-        raise ConfigError(f"{folder} has no tokenizer.json; name a folder that has one with --tokenizer")
+        raise ConfigError(f"{folder} has no tokenizer.json: {way_out}")
     source = folder / slow
     stat = source.stat()
     key = hashlib.sha256(f"{source}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:16]
@@ -54,8 +57,8 @@ def tokenizer_folder(folder: Path, cache: Path | None = None) -> Path:
     if converted.returncode != 0 or not (target / "tokenizer.json").is_file():
         last = (converted.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise ConfigError(
-            f"{folder} has only {slow}, and transformers could not convert it to tokenizer.json: {last}. "
-            "Name a folder with tokenizer.json with --tokenizer (sentencepiece may need `pip install sentencepiece`)"
+            f"{folder} has only {slow}, and transformers could not convert it to tokenizer.json (sentencepiece may need"
+            f" `pip install sentencepiece`): {last}. Else {way_out}"
         )
     return target
 

@@ -16,10 +16,9 @@ from quintet.executor.batch import Rows
 from quintet.executor.fallback.attention import NotServed
 from quintet.executor.fallback.model import TransformersModel
 from quintet.executor.runner import Runner
+from quintet.executor.sequences import Piece, place, plan_of_pieces
 from quintet.executor.slots import SlotTables
-from quintet.wire.codec import pack_i32, pack_u8
 from quintet.wire.config import ModelConfig
-from quintet.wire.step import StepPlan
 
 LENGTHS = (21, 13)
 """Of the sequences. The first is computed in two steps, the second beside its first part."""
@@ -28,9 +27,6 @@ CLOSE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
 """How far the middlemost token's logits may be, as a share of their spread. Rounding through many layers is below it; a position
 or a neighbour that is wrong moves every token by about its whole spread. The middlemost, since a tie between experts may fall
 either way."""
-
-Piece = tuple[int, int, int]
-"""A row: sequence, first position, tokens."""
 
 
 class Rehearsal:
@@ -60,9 +56,7 @@ class Rehearsal:
         if not lengths:
             return
         for slot, tokens in enumerate(self._sequences[: len(lengths)]):
-            tables.token_ids[slot, : len(tokens)] = tokens.to(tables.device)
-            blocks = np.arange(num_groups * width).reshape(num_groups, width)
-            tables.block_table[:, slot, :width] = blocks + slot * num_groups * width
+            place(tables, slot, tokens, width)
         part = lengths[0] // 3
         first: list[Piece] = [(0, 0, part)] + [(i, 0, n) for i, n in enumerate(lengths) if i]
         with torch.inference_mode():
@@ -74,7 +68,7 @@ def _compare(
     runner: Runner, tables: SlotTables, pieces: Sequence[Piece], wanted: Sequence[torch.Tensor]
 ) -> None:
     """Compute one step and compare all of its tokens."""
-    runner.forward(Rows(_plan(pieces)), tables)
+    runner.forward(Rows(plan_of_pieces(pieces, draws=True)), tables)
     found = runner.logits(np.arange(sum(count for _, _, count in pieces))).float()
     right = torch.cat([wanted[i][start : start + count] for i, start, count in pieces]).float()
     apart = (found - right).norm(dim=1) / (right - right.mean(1, keepdim=True)).norm(dim=1)
@@ -84,18 +78,3 @@ def _compare(
             f"computed in steps, its logits are off by {float(apart.median()):.2g} of their spread: its layers keep more of the"
             " past than keys and values, or do not go by the positions they are given"
         )
-
-
-def _plan(pieces: Sequence[Piece]) -> StepPlan:
-    return StepPlan(
-        step=0,
-        sent_ns=0,
-        freed=b"",
-        new_rows=[],
-        blocks=b"",
-        copies=b"",
-        slots=pack_i32([slot for slot, _, _ in pieces]),
-        starts=pack_i32([start for _, start, _ in pieces]),
-        counts=pack_i32([count for _, _, count in pieces]),
-        samples=pack_u8([True] * len(pieces)),
-    )

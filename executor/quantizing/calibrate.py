@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from quintet.executor.batch import Rows
@@ -23,14 +22,13 @@ from quintet.executor.quant.stack import RowMajorStack, StackMethod, StackShape
 from quintet.executor.quantizing.gptq import gptq
 from quintet.executor.quantizing.rounding import Rounded
 from quintet.executor.quantizing.targets import Target
+from quintet.executor.sequences import place, plan_of_pieces
 from quintet.executor.slots import SlotTables
 from quintet.executor.weights.load import load_checkpoint, open_files
 from quintet.executor.weights.names import expected_names
 from quintet.executor.weights.plan import WeightPlan
-from quintet.wire.codec import pack_i32, pack_u8
 from quintet.wire.config import ModelConfig
 from quintet.wire.errors import ConfigError
-from quintet.wire.step import StepPlan
 
 Round = Callable[[str, torch.Tensor], torch.Tensor]
 """From a tensor's name in the model and the inputs' products to its numbers, rounded."""
@@ -119,26 +117,8 @@ def calibrated(
     width = -(-longest // config.kv.block_size)
     tables = SlotTables(len(windows), longest, config.kv, _CPU)
     for slot, tokens in enumerate(windows):
-        tables.token_ids[slot, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
-        tables.num_prompt_tokens[slot] = len(tokens)
-        blocks = np.arange(num_groups * width, dtype=np.int32).reshape(num_groups, width)
-        tables.block_table[:, slot, :width] = blocks + slot * num_groups * width
+        place(tables, slot, torch.tensor(tokens, dtype=torch.int32), width)
     runner = EagerRunner(model, _CPU, dtype, config.kv, len(windows) * num_groups * width)
-    runner.forward(Rows(_plan([len(tokens) for tokens in windows])), tables)
+    pieces = [(slot, 0, len(tokens)) for slot, tokens in enumerate(windows)]
+    runner.forward(Rows(plan_of_pieces(pieces, draws=False)), tables)
     return found
-
-
-def _plan(counts: Sequence[int]) -> StepPlan:
-    """Return a step of whole windows, none of which draws."""
-    return StepPlan(
-        step=0,
-        sent_ns=0,
-        freed=b"",
-        new_rows=[],
-        blocks=b"",
-        copies=b"",
-        slots=pack_i32(list(range(len(counts)))),
-        starts=pack_i32([0] * len(counts)),
-        counts=pack_i32(list(counts)),
-        samples=pack_u8([False] * len(counts)),
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,11 @@ from safetensors.torch import load_file, save_file
 from quintet.deploy import cli
 from quintet.deploy.embedded import default_model_path
 from quintet.deploy.quantize import target
+from quintet.deploy.quantize.settings import WINDOW
+from quintet.deploy.quantize.windows import window_of, windows_of_text
+from quintet.deploy.resolve.card import read_facts
 from quintet.executor.gguf.parts import read_parts
+from quintet.executor.gguf.writing.mixes import MIXES, Model, type_of
 from quintet.wire.errors import EXIT_CONFIG, ConfigError
 
 
@@ -128,6 +133,49 @@ def test_a_former_folder_is_there_again_when_its_successor_cannot_be(
         monkeypatch.setattr(target.os, "replace", fails)
     assert (out / "config.json").read_text() == "former"
     assert list(tmp_path.iterdir()) == [out]
+
+
+def test_formats_are_named_the_largest_first() -> None:
+    shapes = {
+        "attn_q": (4096, 4096),
+        "attn_v": (1024, 4096),
+        "ffn_up": (14336, 4096),
+        "ffn_down": (4096, 14336),
+    }
+    tensors = {f"blk.{i}.{part}.weight": shape for i in range(32) for part, shape in shapes.items()}
+    model = Model(num_layers=32, is_tied=False, heads_per_kv=4)
+    sizes = [
+        sum(type_of(mix, name, shape, model).num_bytes(math.prod(shape)) for name, shape in tensors.items())
+        for mix in MIXES.values()
+    ]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_a_card_that_leaves_out_what_a_file_says_is_told_the_key(
+    folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    card = json.loads((folder / "config.json").read_bytes())
+    (folder / "config.json").write_text(json.dumps(card | {"model_type": "granite"}))
+    line = refused(capsys, folder, tmp_path / "b.gguf", "--format", "q4_0")
+    assert "config.json leaves 'attention_multiplier' to its family's default" in line
+
+
+def test_a_model_without_tokenizer_is_told_where_one_is_looked_for(
+    folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (folder / "tokenizer.json").unlink()
+    line = refused(capsys, folder, tmp_path / "b.gguf", "--format", "q4_0")
+    assert line.endswith("has no tokenizer.json: put the tokenizer.json of its model there first")
+
+
+def test_windows_are_no_longer_than_the_model_reads(folder: Path) -> None:
+    text = Path(json.__file__).read_text()
+    assert window_of(1 << 20) == WINDOW
+    card = json.loads((folder / "config.json").read_bytes())
+    (folder / "config.json").write_text(json.dumps(card | {"max_position_embeddings": 100}))
+    assert {len(each) for each in windows_of_text(read_facts(folder), text)[:-1]} == {99}
+    with pytest.raises(ConfigError, match="nothing to predict"):
+        window_of(2)
 
 
 @pytest.mark.whole

@@ -300,6 +300,33 @@ def test_what_no_kernel_multiplies_is_rounded_once(name: str) -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize(
+    "written",
+    [
+        *(tools.hqq(bits, 32) for bits in (1, 2, 3, 4, 8)),
+        tools.hqq(4, 64, axis=0),
+        tools.torchao("Int4WeightOnlyConfig", 32, symmetric=False),
+        tools.torchao("Int8WeightOnlyConfig"),
+        tools.torchao("IntxWeightOnlyConfig", 32, symmetric=False),
+        tools.torchao("Float8WeightOnlyConfig"),
+    ],
+    ids=lambda each: each.section["quant_method"],
+)
+def test_what_is_estimated_before_loading_is_what_weights_take(written: Written) -> None:
+    layer, _ = loaded(written, [Part("q", 960)])
+    its, _ = written.tensors("q", noise(960))
+    contents = {
+        f"q.{ending}": Entry(NAMES[each.dtype], tuple(each.shape), 0, each.numel() * each.element_size())
+        for ending, each in its.items()
+    }
+    found = recognise(ModelCard({"quantization_config": dict(written.section)}, "config.json"))
+    assert found is not None
+    packed = sum(run.num_bytes for run in layer.method.runs)
+    # Zeros that are not kept, and whole groups of 128 of what is in groups of all of a row, 256 inputs here for 160.
+    assert 0.95 * packed < found.memory_bytes(contents, 2) < 1.1 * packed
+
+
+@needs_kernels
 @pytest.mark.parametrize("name", ["compressed-tensors", "torchao", "modelopt", "quark"])
 def test_activations_of_8_bits_are_as_the_checkpoint_says(name: str) -> None:
     inputs = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}

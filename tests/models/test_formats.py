@@ -489,6 +489,27 @@ SPARSE = {"format": "sparse-24-bitmask", "sparsity_structure": "2:4"}
             },
             "'preshuffled'.*packing format 'plain'",
         ),
+        (
+            {
+                "quant_method": "torchao",
+                "quant_type": {
+                    "default": {
+                        "_type": "IntxWeightOnlyConfig",
+                        "_data": {"mapping_type": {"_type": "MappingType", "_data": "TERNARY"}},
+                    }
+                },
+            },
+            "mapping_type is .*'TERNARY'.*; it must be one of SYMMETRIC, SYMMETRIC_NO_CLIPPING_ERR, ASYMMETRIC",
+        ),
+        (
+            {
+                "quant_method": "torchao",
+                "quant_type": {
+                    "default": {"_type": "FqnToConfig", "_data": {"fqn_to_config": {"re:(a)*": None}}}
+                },
+            },
+            r"quant_type\.default\._data\.fqn_to_config has the pattern",
+        ),
         ({"quant_method": "torchao", "include_input_output_embeddings": True}, "embedding quantized"),
         ({"quant_method": "squeezellm", "wbits": 2}, "wbits is 2; it must be 3 or 4"),
         ({"quant_method": "hqq"}, "quant_config is missing; it must be an object with weight_quant_params"),

@@ -68,6 +68,7 @@ MIXES = {
     "bf16": Mix("MOSTLY_BF16", "BF16", words="not quantized: bfloat16"),
     "q8_0": Mix("MOSTLY_Q8_0", "Q8_0", words="8 bits in groups of 32"),
     "q6_k": Mix("MOSTLY_Q6_K", "Q6_K", words="6 bits in groups of 16"),
+    "q5_1": Mix("MOSTLY_Q5_1", "Q5_1", output="Q6_K", words="5 bits and a minimum, in groups of 32"),
     "q5_k_m": Mix(
         "MOSTLY_Q5_K_M",
         "Q5_K",
@@ -75,7 +76,9 @@ MIXES = {
         "Q6_K",
         "5 bits, 6 where it matters most",
     ),
+    "q5_0": Mix("MOSTLY_Q5_0", "Q5_0", output="Q6_K", words="5 bits in groups of 32"),
     "q5_k_s": Mix("MOSTLY_Q5_K_S", "Q5_K", output="Q6_K", words="5 bits"),
+    "q4_1": Mix("MOSTLY_Q4_1", "Q4_1", output="Q6_K", words="4 bits and a minimum, in groups of 32"),
     "q4_k_m": Mix(
         "MOSTLY_Q4_K_M",
         "Q4_K",
@@ -83,6 +86,7 @@ MIXES = {
         "Q6_K",
         "4 bits, 6 where it matters most",
     ),
+    "iq4_nl": Mix("MOSTLY_IQ4_NL", "IQ4_NL", _TABLE, "Q6_K", "4 bits of a table"),
     "q4_k_s": Mix(
         "MOSTLY_Q4_K_S",
         "Q4_K",
@@ -90,12 +94,8 @@ MIXES = {
         "Q6_K",
         "4 bits, 5 in the first layers",
     ),
-    "iq4_xs": Mix("MOSTLY_IQ4_XS", "IQ4_XS", _TABLE, "Q6_K", "4 bits of a table, in less bytes"),
-    "iq4_nl": Mix("MOSTLY_IQ4_NL", "IQ4_NL", _TABLE, "Q6_K", "4 bits of a table"),
-    "q5_1": Mix("MOSTLY_Q5_1", "Q5_1", output="Q6_K", words="5 bits and a minimum, in groups of 32"),
-    "q5_0": Mix("MOSTLY_Q5_0", "Q5_0", output="Q6_K", words="5 bits in groups of 32"),
-    "q4_1": Mix("MOSTLY_Q4_1", "Q4_1", output="Q6_K", words="4 bits and a minimum, in groups of 32"),
     "q4_0": Mix("MOSTLY_Q4_0", "Q4_0", output="Q6_K", words="4 bits in groups of 32"),
+    "iq4_xs": Mix("MOSTLY_IQ4_XS", "IQ4_XS", _TABLE, "Q6_K", "4 bits of a table, in less bytes"),
     "q3_k_m": Mix(
         "MOSTLY_Q3_K_M",
         "Q3_K",
@@ -121,7 +121,7 @@ MIXES = {
         "2 bits, 3 and 4 where it matters most",
     ),
 }
-"""By name, the best first."""
+"""By name, the largest first."""
 
 
 def type_of(mix: Mix, name: str, shape: tuple[int, ...], model: Model) -> GgmlType:

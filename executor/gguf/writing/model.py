@@ -121,9 +121,14 @@ def plan_of(folder: Path, mix: Mix) -> GgufPlan:
     try:
         laid = list(laid_out(config, arch, list(files)))
         metadata = metadata_of(config, arch) | more_of(config, arch)
-    except (HasNoPlace, KeyError) as error:
+    except HasNoPlace as error:
         raise ConfigError(
-            f"{folder}: GGUF's architecture {arch!r} has no place for {error.args[0]!r:.90}"
+            f"{folder}: GGUF's architecture {arch!r} has no place for the tensor {error.args[0]!r:.90}"
+        ) from None
+    except KeyError as error:
+        raise ConfigError(
+            f"{folder / 'config.json'} leaves {error.args[0]!r:.90} to its family's default, and a file of GGUF's architecture"
+            f" {arch!r} has to say it: write the value into config.json"
         ) from None
     metadata = {f"{arch}.{key}": value for key, value in metadata.items() if value is not None}
     metadata["general.file_type"] = int(gguf.LlamaFileType[mix.file_type])
@@ -185,9 +190,12 @@ def write_gguf(plan: GgufPlan, target: Path, vocabulary: Config, told: Told = la
 def _write_tensors(writer: Any, plan: GgufPlan, target: Path, told: Told) -> None:
     file = writer.fout[0]
     os.posix_fallocate(file.fileno(), 0, file.tell() + plan.padded_bytes)
+    num_of_rope = sum(
+        not each.laid.sources for each in plan.tensors
+    )  # what the card of a file needs: the first ones
     with ThreadPoolExecutor(os.cpu_count(), initializer=partial(torch.set_num_threads, 1)) as pool:
         for number, each in enumerate(plan.tensors):
-            if number == _num_of_rope(plan):
+            if number == num_of_rope:
                 file.flush()
                 check_says_the_same(plan.folder, target)
             try:
@@ -201,11 +209,6 @@ def _write_tensors(writer: Any, plan: GgufPlan, target: Path, told: Told) -> Non
     file.flush()
     os.ftruncate(file.fileno(), file.tell())
     os.fsync(file.fileno())
-
-
-def _num_of_rope(plan: GgufPlan) -> int:
-    """Return how many tensors the card of a file needs: the first ones, which are made of none of the folder's."""
-    return sum(not each.laid.sources for each in plan.tensors)
 
 
 _BYTES = torch.empty(0, dtype=torch.uint8).numpy().dtype

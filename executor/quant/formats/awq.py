@@ -16,7 +16,15 @@ from dataclasses import dataclass
 
 from quintet.executor.cards.card import ModelCard
 from quintet.executor.quant.formats.modules import is_part_of, word_list
-from quintet.executor.quant.formats.scheme import FLOATS, Format, Packing, Scheme, Stored, StoredLayer
+from quintet.executor.quant.formats.scheme import (
+    FLOATS,
+    Format,
+    Packing,
+    Scheme,
+    Stored,
+    StoredLayer,
+    groups_in_words,
+)
 from quintet.executor.weights.header import Entry
 from quintet.wire.config import Quantization
 from quintet.wire.errors import ConfigError
@@ -41,8 +49,7 @@ class Awq:
     @property
     def words(self) -> str:
         """See `Format`."""
-        groups = f"groups of {self.group}" if self.group else "one group a row"
-        return f"awq: 4 bits in {groups}, zero points, laid out for {self.version}"
+        return f"awq: 4 bits in {groups_in_words(self.group)}, zero points, laid out for {self.version}"
 
     def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
         """See `Format`."""

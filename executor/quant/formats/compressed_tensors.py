@@ -23,6 +23,7 @@ from quintet.executor.quant.formats.scheme import (
     Scheme,
     Stored,
     StoredLayer,
+    in_words,
 )
 from quintet.executor.weights.header import Entry
 from quintet.wire.config import Quantization
@@ -102,8 +103,7 @@ class CompressedTensors:
     @property
     def words(self) -> str:
         """See `Format`."""
-        kinds = dict.fromkeys(group.numbers.words for group in self.groups)
-        return f"compressed-tensors: {'; '.join(kinds)}"
+        return in_words(self.name, (group.numbers for group in self.groups))
 
     def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
         """See `Format`."""

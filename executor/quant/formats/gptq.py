@@ -22,6 +22,7 @@ from quintet.executor.quant.formats.scheme import (
     Scheme,
     Stored,
     StoredLayer,
+    groups_in_words,
     total_bytes,
 )
 from quintet.executor.weights.header import Entry
@@ -45,9 +46,8 @@ class Numbers:
     @property
     def words(self) -> str:
         """For people."""
-        groups = f"groups of {self.group}" if self.group else "one group a row"
         marks = "" if self.symmetric else ", zero points"
-        return f"{self.bits} bits, {groups}{marks}{', in the order of activations' * self.by_activations}"
+        return f"{self.bits} bits, {groups_in_words(self.group)}{marks}{', in the order of activations' * self.by_activations}"
 
 
 @dataclass(frozen=True, slots=True)

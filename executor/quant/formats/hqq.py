@@ -20,6 +20,8 @@ from quintet.executor.quant.formats.scheme import (
     Scheme,
     Stored,
     StoredLayer,
+    groups_in_words,
+    in_words,
     total_bytes,
 )
 from quintet.executor.weights.header import Entry
@@ -65,8 +67,7 @@ class Numbers:
     @property
     def words(self) -> str:
         """For people."""
-        groups = f"groups of {self.group}" if self.group else "one group a row"
-        return f"{self.bits} bits, {groups} along axis {self.axis}"
+        return f"{self.bits} bits, {groups_in_words(self.group)} along axis {self.axis}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ class Hqq:
     @property
     def words(self) -> str:
         """See `Format`."""
-        return f"hqq: {'; '.join(dict.fromkeys(each.words for each in self._all))}"
+        return in_words(self.name, self._all)
 
     def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
         """See `Format`."""

@@ -27,6 +27,7 @@ from quintet.executor.quant.formats.scheme import (
     Scheme,
     Stored,
     StoredLayer,
+    in_words,
 )
 from quintet.executor.weights.header import Entry
 from quintet.wire.config import Quantization
@@ -85,8 +86,7 @@ class ModelOpt:
     @property
     def words(self) -> str:
         """See `Format`."""
-        each = [*([self.usual] if self.usual else []), *self.by_name.values()]
-        return f"modelopt: {'; '.join(dict.fromkeys(numbers.words for numbers in each))}"
+        return in_words(self.name, (self.usual, *self.by_name.values()))
 
     def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
         """See `Format`."""

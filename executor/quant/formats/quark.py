@@ -17,7 +17,16 @@ from fnmatch import fnmatchcase
 from quintet.executor.cards.card import ModelCard
 from quintet.executor.quant.formats.floats import fp4_scheme, fp8_scheme
 from quintet.executor.quant.formats.modules import is_named, word_list
-from quintet.executor.quant.formats.scheme import FLOATS, Format, Packing, Scheme, Stored, StoredLayer
+from quintet.executor.quant.formats.scheme import (
+    FLOATS,
+    Format,
+    Packing,
+    Scheme,
+    Stored,
+    StoredLayer,
+    groups_in_words,
+    in_words,
+)
 from quintet.executor.weights.header import Entry
 from quintet.wire.config import Quantization
 from quintet.wire.errors import ConfigError
@@ -48,7 +57,7 @@ class Numbers:
     @property
     def words(self) -> str:
         """For people."""
-        scales = f"groups of {self.group}" if self.group else f"scales {self.by.replace('_', ' ')}"
+        scales = groups_in_words(self.group, f"scales {self.by.replace('_', ' ')}")
         marks = "" if self.symmetric else ", zero points"
         return f"{self.dtype}, {scales}{marks}{', 8-bit activations' * self.int8_activations}"
 
@@ -71,8 +80,7 @@ class Quark:
     @property
     def words(self) -> str:
         """See `Format`."""
-        each = [self.usual, *(numbers for _, numbers in self.others)]
-        return f"quark: {'; '.join(dict.fromkeys(numbers.words for numbers in each if numbers))}"
+        return in_words(self.name, (self.usual, *(numbers for _, numbers in self.others)))
 
     def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
         """See `Format`."""

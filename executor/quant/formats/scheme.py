@@ -5,7 +5,7 @@ A weight is ``[rows, depth]`` (rows are outputs) of numbers ``(code - zero) * sc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
@@ -197,6 +197,24 @@ class Format(Protocol):
 
     def scheme(self, layer: StoredLayer) -> Scheme | None:
         """Return how the checkpoint has a layer; None where it has it as it was. Raises `ConfigError` where it cannot be."""
+
+
+class Numbers(Protocol):
+    """What a configuration says of the layers that are quantized alike."""
+
+    @property
+    def words(self) -> str:
+        """For people."""
+
+
+def in_words(name: str, kinds: Iterable[Numbers | None]) -> str:
+    """Return `Format.words` of a format whose layers have numbers of several kinds."""
+    return f"{name}: {'; '.join(dict.fromkeys(each.words for each in kinds if each is not None))}"
+
+
+def groups_in_words(group: int, alone: str = "one group a row") -> str:
+    """Return what is said of groups; 0: ``alone``."""
+    return f"groups of {group}" if group else alone
 
 
 def total_bytes(contents: Mapping[str, Entry], growth: Mapping[str, float]) -> int:

@@ -24,6 +24,8 @@ from quintet.executor.quant.formats.scheme import (
     Scheme,
     Stored,
     StoredLayer,
+    groups_in_words,
+    in_words,
     total_bytes,
 )
 from quintet.executor.weights.header import Entry
@@ -47,6 +49,8 @@ KNOWN = {
 WITH_INT8_ACTIVATIONS = ("Int8DynamicActivationInt8WeightConfig", "Int8StaticActivationInt8WeightConfig")
 BY_NAMES = {"FqnToConfig": "fqn_to_config", "ModuleFqnToConfig": "module_fqn_to_config"}
 """Classes that have other configurations by the names of layers."""
+MAPPINGS = ("SYMMETRIC", "SYMMETRIC_NO_CLIPPING_ERR", "ASYMMETRIC")
+"""Of codes to numbers: with zero in their middle, the same with both ends of the range in reach, with a zero point."""
 PLAIN = ("plain", "unpacked_to_int8")
 USUAL_GROUP = 128
 MOST_GROUP = 1 << 20
@@ -66,7 +70,7 @@ class Numbers:
     @property
     def words(self) -> str:
         """For people."""
-        groups = f"groups of {self.group}" if self.group else "a scale for each row or tensor"
+        groups = groups_in_words(self.group, "a scale for each row or tensor")
         return f"{self.kind}, {groups}{', 8-bit activations' * self.int8_activations}"
 
 
@@ -83,18 +87,26 @@ class TorchAo:
     ignored: Sequence[str] = ("*act_quant_scale", "*act_quant_zero_point")
 
     @property
+    def _all(self) -> list[Numbers | None]:
+        return [self.usual, *(numbers for _, numbers in self.by_name)]
+
+    @property
     def words(self) -> str:
         """See `Format`."""
-        each = [self.usual, *(numbers for _, numbers in self.by_name)]
-        return f"torchao: {'; '.join(dict.fromkeys(numbers.words for numbers in each if numbers))}"
+        return in_words(self.name, self._all)
 
     def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
         """See `Format`."""
-        each = [self.usual, *(numbers for _, numbers in self.by_name)]
-        if not any(numbers is not None and numbers.kind == INT4 for numbers in each):
-            return total_bytes(contents, {})
-        rounded = dict.fromkeys((f"{start}qdata" for start in _SPELLINGS), 2.0 * dtype_bytes)  # two of a byte
-        return total_bytes(contents, rounded)
+        kinds = {numbers.kind for numbers in self._all if numbers is not None}
+        if INT4 in kinds:  # two of a byte
+            return total_bytes(contents, {f"{start}qdata": 2.0 * dtype_bytes for start in _SPELLINGS})
+        is_rounded = kinds != {FLOAT8} and any(
+            name.endswith(tuple(f"{start}scale" for start in _SPELLINGS)) and _is_in_fp32_groups(entry)
+            for name, entry in contents.items()
+        )
+        return total_bytes(
+            contents, {f"{start}qdata": dtype_bytes if is_rounded else 1.0 for start in _SPELLINGS}
+        )
 
     def scheme(self, layer: StoredLayer) -> Scheme | None:
         """See `Format`."""
@@ -124,6 +136,11 @@ class TorchAo:
             if pattern in tried or (isinstance(pattern, re.Pattern) and any(map(pattern.fullmatch, tried))):
                 return numbers
         return self.usual
+
+
+def _is_in_fp32_groups(scales: Entry) -> bool:
+    """Whether scales are those of groups, in fp32: integers with such are rounded to the model's format."""
+    return scales.dtype == "F32" and len(scales.shape) == 2 and scales.shape[1] > 1
 
 
 def _scheme(layer: StoredLayer, numbers: Numbers, start: str) -> Scheme:
@@ -229,7 +246,11 @@ def recognise(card: ModelCard, section: ModelCard) -> Format:
         if name == "_default":
             usual = numbers
         else:
-            pattern = compiled(name[3:], section.path, others.inside) if name.startswith("re:") else name
+            pattern = (
+                compiled(name[3:], section.path, others.inside.rstrip("."))
+                if name.startswith("re:")
+                else name
+            )
             found.append((pattern, numbers))
     if usual is None and not any(numbers for _, numbers in found):
         raise default.wrong("_data", "an object that says of some layers how they are quantized")
@@ -257,11 +278,14 @@ def _numbers(section: ModelCard) -> Numbers:
         for key in ("granularity", "weight_granularity"):
             if isinstance(inner.values.get(key), dict):
                 group = inner.section(key).section("_data").whole("group_size", 0, MOST_GROUP, 0)
-    mapping = [inner.values.get(key) for key in ("mapping_type", "weight_mapping_type")]
-    names = [each.get("_data") if isinstance(each, dict) else each for each in mapping]
-    return Numbers(
-        KNOWN[kind],
-        group,
-        all(each in (None, "SYMMETRIC") for each in names),
-        kind in WITH_INT8_ACTIVATIONS,
-    )
+    mappings = [_mapping(inner, key) for key in ("mapping_type", "weight_mapping_type")]
+    return Numbers(KNOWN[kind], group, "ASYMMETRIC" not in mappings, kind in WITH_INT8_ACTIVATIONS)
+
+
+def _mapping(inner: ModelCard, key: str) -> str:
+    """Return how numbers of both signs become codes."""
+    value = inner.values.get(key) or MAPPINGS[0]
+    value = value.get("_data") if isinstance(value, dict) else value
+    if value not in MAPPINGS:
+        raise inner.wrong(key, f"one of {', '.join(MAPPINGS)}")
+    return str(value)

@@ -1,0 +1,125 @@
+"""The sections of the configuration that follow from the flags alone, or nearly so: who listens, who plans, who computes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+from quintet.deploy.resolve import network, rules
+from quintet.deploy.resolve.flags import Options
+from quintet.deploy.resolve.memory import parse_size
+from quintet.wire.config import (
+    ExecutorConfig,
+    FrontendConfig,
+    ProcessesConfig,
+    Quantization,
+    SchedulerConfig,
+)
+from quintet.wire.errors import ConfigError
+
+Kind = Literal["torch", "mock"]
+Device = Literal["cpu", "cuda"]
+
+
+def scheduler_config(options: Options, kind: Kind, device: Device, max_model_len: int) -> SchedulerConfig:
+    """Return how requests are planned."""
+    return SchedulerConfig(
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=rules.derive_max_num_batched_tokens(options, device, max_model_len),
+        policy=options.scheduling_policy,
+        enable_chunked_prefill=options.enable_chunked_prefill,
+        long_prefill_token_threshold=options.long_prefill_token_threshold,
+        resume_grace_s=options.stream_grace,
+        step_target_ms=rules.derive_step_target_ms(options, kind, device),
+        depth=options.depth,
+        refuse_hopeless=options.refuse_hopeless,
+        audit=options.audit,
+    )
+
+
+def executor_config(
+    options: Options, kind: Kind, device: Device, quantization: Quantization
+) -> ExecutorConfig:
+    """Return how steps are computed."""
+    return ExecutorConfig(
+        kind=kind,
+        device=device,
+        load_format=options.load_format,
+        quantization=quantization,
+        packed_cache=folder_of(options.packed_cache),
+        threads=options.threads,
+        pin_threads=options.pin_threads,
+        seed=options.seed,
+        batch_invariant=options.batch_invariant,
+        enforce_eager=options.enforce_eager,
+        attention_backend=options.attention_backend,
+        step_ms=options.step_ms,
+    )
+
+
+def processes_config(options: Options, http: bool, external_frontends: int) -> ProcessesConfig:
+    """Return how many processes there are, and how long they may take."""
+    return ProcessesConfig(
+        frontends=options.frontends if http else 0,
+        external_frontends=external_frontends,
+        tokenizers=options.tokenizers,
+        engines=options.data_parallel_size,
+        detokenizers=options.detokenizers,
+        spares=options.spares and http,
+        boot_timeout_s=options.boot_timeout,
+        max_restarts=options.max_restarts,
+        drain_timeout_s=options.drain_timeout,
+        stall_s=options.stall_timeout,
+    )
+
+
+def frontend_config(options: Options) -> FrontendConfig:
+    """Return the doors: where they are, and who may come in."""
+    return FrontendConfig(
+        host=options.host,
+        port=options.port,
+        api_keys=options.api_key,
+        uds=options.uds,
+        allowed_origins=network.listed(options.allowed_origins, "--allowed-origins"),
+        allowed_methods=network.listed(options.allowed_methods, "--allowed-methods"),
+        allowed_headers=network.listed(options.allowed_headers, "--allowed-headers"),
+        allow_credentials=options.allow_credentials,
+        ssl_keyfile=options.ssl_keyfile,
+        ssl_certfile=options.ssl_certfile,
+        ssl_ca_certs=options.ssl_ca_certs,
+        tokenizer_info=options.enable_tokenizer_info_endpoint,
+        max_body_bytes=parse_size(options.max_body_bytes, "--max-body-bytes"),
+        max_queued_requests=options.max_queued_requests,
+        max_queued_tokens=options.max_queued_tokens,
+        max_logprobs=options.max_logprobs,
+        routing=options.routing,
+        keep_alive_s=options.keep_alive_interval,
+        write_timeout_s=options.write_timeout,
+        header_timeout_s=options.header_timeout,
+        root_path=options.root_path,
+        log_requests=options.log_requests,
+        prompt_embeds=options.enable_prompt_embeds,
+        trust_request_chat_template=options.trust_request_chat_template,
+        response_store=_response_store(options.response_store),
+        response_store_entries=options.response_store_entries,
+        response_store_bytes=parse_size(options.response_store_size, "--response-store-size"),
+        response_store_hours=options.response_store_hours,
+    )
+
+
+def folder_of(path: str | None) -> str | None:
+    """Return the whole path of a folder that a flag names."""
+    return None if path is None else str(Path(path).expanduser().absolute())
+
+
+def _response_store(path: str | None) -> str:
+    if path is None:
+        return ""
+    file = Path(path).expanduser().absolute()
+    held = file if file.exists() else file.parent
+    if file.is_dir() or not held.exists() or not os.access(held, os.W_OK):
+        raise ConfigError(
+            f"--response-store {path}: must be a file, or a new one in a folder, that the server may write"
+        )
+    return str(file)

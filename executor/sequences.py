@@ -1,0 +1,40 @@
+"""Steps of whole sequences that no core planned: each lies in a slot and in blocks of its own, in the order of the slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from quintet.executor.slots import SlotTables
+from quintet.wire.codec import pack_i32, pack_u8
+from quintet.wire.step import StepPlan
+
+Piece = tuple[int, int, int]
+"""A row: slot, first position, tokens."""
+
+
+def place(tables: SlotTables, slot: int, tokens: torch.Tensor, width: int) -> None:
+    """Put a sequence, int32 or int64 ``[tokens]``, into a slot nobody has; ``width``: blocks of each sequence and group."""
+    num_groups = len(tables.block_table)
+    tables.token_ids[slot, : len(tokens)] = tokens.to(tables.device)
+    tables.num_prompt_tokens[slot] = len(tokens)
+    blocks = np.arange(num_groups * width, dtype=np.int32).reshape(num_groups, width)
+    tables.block_table[:, slot, :width] = blocks + slot * num_groups * width
+
+
+def plan_of_pieces(pieces: Sequence[Piece], draws: bool) -> StepPlan:
+    """Return a step of pieces; ``draws``: whether each of them draws a token."""
+    return StepPlan(
+        step=0,
+        sent_ns=0,
+        freed=b"",
+        new_rows=[],
+        blocks=b"",
+        copies=b"",
+        slots=pack_i32([slot for slot, _, _ in pieces]),
+        starts=pack_i32([start for _, start, _ in pieces]),
+        counts=pack_i32([count for _, _, count in pieces]),
+        samples=pack_u8([draws] * len(pieces)),
+    )
