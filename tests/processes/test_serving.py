@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 
+from tests.deploy.queries import labels_of, names_in, queries, variables
 from tests.processes.server import Server, serve, wait_until
 
 
@@ -173,6 +174,17 @@ def test_health_metrics_and_documents_answer(server: Server) -> None:
         "quintet:stream_write_seconds_bucket",
     ):
         assert re.search(rf"^{name}{{", text, re.MULTILINE), name
+
+
+def test_every_figure_that_dashboards_and_scalers_name_is_there(server: Server) -> None:
+    server.post("/v1/nowhere", {})
+    labels = labels_of(server.get("/metrics")[1])
+    asked = [(query.where, *named) for query in queries() for named in names_in(query.text)]
+    asked += [
+        (f"variable {label}", name, {label}) for text, label in variables() for name, _ in names_in(text)
+    ]
+    assert len(asked) > 60
+    assert [(where, name) for where, name, by in asked if not by <= labels.get(name, set())] == []
 
 
 def test_the_command_line_talks_to_it(server: Server) -> None:

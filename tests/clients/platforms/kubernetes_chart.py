@@ -1,0 +1,152 @@
+"""The chart, rendered by Helm's own code: against the schemas of Kubernetes, against the plain manifests, against bad values."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import helm_python
+import kubernetes_validate
+import yaml
+
+ROOT = Path(__file__).parents[3]
+sys.path.insert(0, str(ROOT / "deploy" / "helm"))
+
+import render  # noqa: E402 - a script beside the chart, not a module of a package
+
+RELEASES = ("1.27", "1.30", "1.34", "1.37")
+"""Of Kubernetes: the oldest that Chart.yaml names, the newest, and some between."""
+
+ALL = {
+    "model": "/cache/model",
+    "flags": {"served-model-name": ["a", "b"], "max-model-len": 8192},
+    "apiKey": {"secret": "quintet"},
+    "hubToken": {"secret": "hub", "key": "token"},
+    "imagePullSecrets": [{"name": "registry"}],
+    "gpus": 2,
+    "cache": {"create": True, "accessMode": "ReadWriteMany", "storageClass": "fast", "size": "200Gi"},
+    "service": {"type": "LoadBalancer", "annotations": {"a": "b"}},
+    "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+    "dashboard": {"enabled": True},
+    "networkPolicy": {"enabled": True, "allowHub": False},
+    "inferencePool": {"enabled": True, "pickerService": "picker"},
+    "podAnnotations": {"a": "b"},
+    "podLabels": {"team": "models"},
+    "nodeSelector": {"disk": "ssd"},
+    "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
+    "affinity": {"nodeAffinity": {}},
+    "runtimeClassName": "nvidia",
+    "priorityClassName": "high",
+}
+KEDA = {"kind": "keda", "prometheusAddress": "http://prometheus:9090"}
+VARIANTS: dict[str, dict[str, object]] = {
+    "defaults": {},
+    "everything, HPA": {**ALL, "autoscaling": {"kind": "hpa"}},
+    "everything, KEDA": {**ALL, "autoscaling": KEDA},
+    "no probes to wait for, nobody protected": {
+        "drainSeconds": 0, "unlistSeconds": 0, "startSeconds": 5, "podDisruptionBudget": {"enabled": False},
+        "strategy": {"type": "Recreate", "rollingUpdate": None},
+    },
+    "a claim that is there": {"cache": {"existingClaim": "models"}, "replicas": 4},
+}  # fmt: skip
+
+REFUSED = {
+    "additional properties 'replics' not allowed": {"replics": 2},
+    "up to 3 pods cannot share a claim that is ReadWriteOnce": {"cache": {"create": True}, "replicas": 3},
+    "give one of the two": {"cache": {"create": True, "existingClaim": "models"}},
+    "flags.drain-timeout is the chart's own affair": {"flags": {"drain_timeout": 3}},
+    "set autoscaling.prometheusAddress": {"autoscaling": {"kind": "keda"}},
+    "is more than autoscaling.maxReplicas (2)": {"autoscaling": {"minReplicas": 3, "maxReplicas": 2}},
+    "name the Service of the endpoint picker": {"inferencePool": {"enabled": True}},
+}
+
+Shape = dict[str, object]
+SHAPES: dict[str, Shape] = {
+    "PodMonitor": {
+        "selector": {"matchLabels": dict},
+        "podMetricsEndpoints": [{"port": str, "path": str, "interval": str, "authorization": {"credentials": dict}}],
+    },
+    "ScaledObject": {
+        "scaleTargetRef": {"name": str}, "minReplicaCount": int, "maxReplicaCount": int,
+        "advanced": {"horizontalPodAutoscalerConfig": {"behavior": dict}},
+        "triggers": [{"type": str, "metricType": str, "metadata": {"serverAddress": str, "query": str, "threshold": str}}],
+    },
+    "InferencePool": {
+        "selector": {"matchLabels": dict}, "targetPorts": [{"number": int}],
+        "endpointPickerRef": {"name": str, "port": {"number": int}, "failureMode": str},
+    },
+}  # fmt: skip
+"""What custom resources may say here, as their definitions had it in August 2026: these packages ship none to compare with."""
+
+
+def fits(value: object, shape: object, where: str) -> None:
+    """Fail where a value has a key that its shape lacks, or another type."""
+    if isinstance(shape, dict):
+        assert isinstance(value, dict), where
+        for key, inner in value.items():
+            assert key in shape, f"{where}.{key} is in no definition"
+            fits(inner, shape[key], f"{where}.{key}")
+    elif isinstance(shape, list):
+        assert isinstance(value, list), where
+        for inner in value:
+            fits(inner, shape[0], where)
+    else:
+        assert isinstance(shape, type)
+        assert isinstance(value, shape), f"{where} is {value!r}"
+
+
+def check(text: str) -> set[str]:
+    """Validate every object of a rendered release; return their kinds."""
+    kinds = set()
+    for thing in yaml.safe_load_all(text):
+        kind = thing["kind"]
+        kinds.add(kind)
+        assert thing["metadata"]["labels"]["app.kubernetes.io/instance"], kind
+        if kind in SHAPES:
+            fits(thing["spec"], SHAPES[kind], kind)
+            continue
+        for release in RELEASES:
+            kubernetes_validate.validate(thing, release, strict=True)
+    return kinds
+
+
+def graces(text: str) -> None:
+    """The kubelet waits longer than the pause and the drain together."""
+    [pod] = [t["spec"]["template"]["spec"] for t in yaml.safe_load_all(text) if t["kind"] == "Deployment"]
+    [container] = pod["containers"]
+    [drain] = [int(a.partition("=")[2]) for a in container["args"] if a.startswith("--drain-timeout=")]
+    pause = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert pod["terminationGracePeriodSeconds"] >= pause + drain + 10
+
+
+def main() -> None:
+    sys.argv[1:] = ["--check"]
+    assert render.main() == 0, (
+        "run deploy/helm/render.py: the manifests of deploy/kubernetes are not the chart's"
+    )
+    kinds = set()
+    for name, values in VARIANTS.items():
+        text = render.render(values)
+        kinds |= check(text)
+        graces(text)
+        print(f"ok: {name}")
+    expected = {
+        "ConfigMap", "Deployment", "Service", "PersistentVolumeClaim", "PodDisruptionBudget", "NetworkPolicy",
+        "HorizontalPodAutoscaler", *SHAPES,
+    }  # fmt: skip
+    assert kinds == expected, kinds ^ expected
+    for name in render.VARIANTS:
+        check(render.manifest(name))
+    long_name = "a-release-whose-name-is-as-long-as-helm-lets-it-be-x"
+    check(render.render({"autoscaling": KEDA, "dashboard": {"enabled": True}}, release=long_name))
+    for words, values in REFUSED.items():
+        try:
+            render.render(values)
+        except helm_python.HelmError as error:
+            assert words in str(error), f"{json.dumps(values)} was refused with: {error}"
+        else:
+            raise AssertionError(f"{json.dumps(values)} was not refused")
+
+
+main()

@@ -1,0 +1,33 @@
+"""Other people's platforms, as their packages are published, run what is shipped for them: each in an environment of its own.
+
+``make clients`` makes the environments; what is checked is a file in ``platforms``, whose name begins with its environment's.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.clients.test_packages import ENVIRONMENTS, HERE
+from tests.processes.server import Server, serve
+
+PROGRAMS = sorted(path.stem for path in (HERE / "platforms").glob("*.py"))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serve("--kv-cache-memory", "64MiB") as server:
+        yield server
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_platform_runs_what_is_shipped_for_it(name: str, server: Server, tmp_path: Path) -> None:
+    python = ENVIRONMENTS / name.partition("_")[0] / "bin" / "python"
+    assert python.exists(), f"{python} is missing; `make clients` makes it"
+    command = [python, HERE / "platforms" / f"{name}.py", server.url, "quintet-toy"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, check=False)
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-6000:]

@@ -1,0 +1,61 @@
+"""What is shipped for other systems to run Quintet with: its flags exist, its parts fit each other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from quintet.deploy.cli import CommandParser
+from quintet.deploy.commands.serve import add_option_arguments, options_of
+from quintet.deploy.resolve.flags import Options
+from tests.deploy.queries import DASHBOARD
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+MANIFESTS = sorted((DEPLOY / "kubernetes").glob("quintet*.yaml"))
+
+
+def things(path: Path) -> list[dict[str, Any]]:
+    return [thing for thing in yaml.safe_load_all(path.read_text()) if thing]
+
+
+def options_from(words: list[str]) -> Options:
+    """As `quintet serve` reads them; what it would refuse fails."""
+    assert words[0] == "serve"
+    parser = CommandParser()
+    add_option_arguments(parser)
+    return options_of(parser.parse_args(words[1:]))[0]
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
+def test_the_pods_flags_are_those_of_serve(path: Path, tmp_path: Path) -> None:
+    by_kind = {thing["kind"]: thing for thing in things(path)}
+    config = tmp_path / "server.yaml"
+    config.write_text(by_kind["ConfigMap"]["data"]["server.yaml"])
+    pod = by_kind["Deployment"]["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    arguments = [word.replace("/etc/quintet/server.yaml", str(config)) for word in container["args"]]
+    options = options_from(arguments)
+    [port] = [port["containerPort"] for port in container["ports"]]
+    assert (options.host, options.port) == ("0.0.0.0", port)
+    assert pod["terminationGracePeriodSeconds"] > options.drain_timeout
+
+
+def test_the_dashboards_panels_have_places_and_questions() -> None:
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken and max(x for x, _ in cells) < 24, panel["title"]
+        taken |= cells
+        assert panel["title"].endswith("?"), panel["title"]
+        assert panel["type"] == "row" or panel["description"]
