@@ -75,6 +75,11 @@ class Engine:
             return sum(message.spec.params.n for message in self._early if isinstance(message, Admit))
         return len(self.state.live)
 
+    @property
+    def is_needed(self) -> bool:
+        """Whether requests live here, or wait for clients that were cut off."""
+        return self.num_live > 0 or self.shelf.is_awaited
+
     def describe(self) -> str:
         """Say, for a log read after the fact, which steps and requests were alive."""
         state = self.state

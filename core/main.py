@@ -85,7 +85,7 @@ class Core:
         self._plan()
         self._give_account()
         self._account()
-        if self._is_retiring and not self.engine.num_live and not self._early:
+        if self._is_retiring and not self.engine.is_needed and not self._early:
             self._is_retiring = False  # said once is enough
             self.process.peers.send(Role.SUPERVISOR, 0, Drained(self.process.me))
 

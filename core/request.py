@@ -75,7 +75,7 @@ class Request:
     is_yielding: bool = False
     """Whether it only waits for the token that a step in flight draws, to be preempted then (`State.give_way`)."""
     is_departing: bool = False
-    """Whether it only waits for the tokens that steps in flight draw: its client is gone (`State.wind_down`)."""
+    """Whether its client is gone (`State.wind_down`): it waits for no more than the tokens that steps in flight draw."""
 
     status: Status = Status.WAITING
     length: int = 0

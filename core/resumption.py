@@ -50,6 +50,8 @@ class KeptRequest:
     admit_bytes: int
     """What the admission takes to keep, about."""
     until_ns: int = 0
+    is_cut_off: bool = False
+    """Whether it had not ended: its client was cut off in the middle."""
     outputs: dict[int, bytes] = field(default_factory=dict)
     """Id of the choice under its former frontend -> int32."""
 
@@ -81,6 +83,11 @@ class Shelf:
     def __len__(self) -> int:
         return len(self._kept)
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a client that was cut off in the middle may still come back."""
+        return any(kept.is_cut_off for kept in self._kept.values())
+
     def keep(self, request: Request, now_ns: int) -> None:
         """Keep what is known of a request that has left the state, if its client can come back for it."""
         origin = request.origin
@@ -92,6 +99,7 @@ class Shelf:
             kept = self._kept[first] = KeptRequest(origin, FIXED_BYTES + len(_encode(origin)))
             self._num_bytes += kept.num_bytes
         kept.until_ns = now_ns + self._grace_ns
+        kept.is_cut_off |= request.is_departing
         self._num_bytes -= len(kept.outputs.get(request.request_id, b""))
         outputs = kept.outputs[request.request_id] = pack_i32(request.tokens[request.num_prompt :])
         self._num_bytes += len(outputs)

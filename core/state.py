@@ -266,11 +266,12 @@ class State:
 
         Tokens that steps in flight draw are waited for, as if they were its last: none is drawn twice.
         """
+        request.is_departing = True
         if request.status is not Status.RUNNING or request.length == len(request.tokens):
             return True
         taken_by = self.limits.taken_by
         self.num_promised += taken_by(request.length) - taken_by(request.limit)
-        request.limit, request.is_departing = request.length, True
+        request.limit = request.length
         return False
 
     def publish(self, request: Request, num_tokens: int) -> None:

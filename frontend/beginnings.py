@@ -1,9 +1,9 @@
 """Which engine has computed which beginnings of prompts, as far as this frontend has sent them there.
 
-A prompt is bytes here: its text, its conversation as the client wrote it, or its ids. They are cut into pieces, and each piece is
-named by a checksum of all bytes up to its end. So what two prompts begin with alike has the same names, a tree of beginnings
-is a flat table of names, and finding how far an engine knows a prompt is a walk along its names. A name that two beginnings
-share by accident sends one request to an engine that does not know it, no more.
+A prompt is bytes here, about four for a token: its text, its conversation as the client wrote it, its ids, or the end of each of
+its vectors. They are cut into pieces, and each piece is named by a checksum of all bytes up to its end. So what two prompts begin
+with alike has the same names, a tree of beginnings is a flat table of names, and finding how far an engine knows a prompt is a
+walk along its names. A name that two beginnings share by accident sends one request to an engine that does not know it, no more.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quintet.wire.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 
 PIECE_BYTES = 256
 PIECE_TOKENS = PIECE_BYTES // BYTES_PER_TOKEN
-"""Of ids exactly, of text about."""
+"""Of ids and vectors exactly, of text about."""
 MAX_PIECES = 512
 """Of a prompt. What is longer is told apart, and found, by these."""
 MAX_NAMES = 1 << 16
@@ -44,7 +44,16 @@ def _bytes_of(prompt: Prompt) -> bytes:
         case ChatPrompt():  # templates tell tools before messages
             return prompt.tools + prompt.template_kwargs + prompt.messages
         case EmbedsPrompt():
-            return prompt.values
+            return _marks_of(prompt)
+
+
+def _marks_of(prompt: EmbedsPrompt) -> bytes:
+    """Return the last four bytes of each vector, as many as an id has; none where vectors are no multiple of that."""
+    num_values, rest = divmod(prompt.row_bytes, BYTES_PER_TOKEN)
+    if rest:
+        return b""
+    most = MAX_PIECES * PIECE_TOKENS * prompt.row_bytes
+    return memoryview(prompt.values)[:most].cast("I")[num_values - 1 :: num_values].tobytes()
 
 
 class Beginnings:

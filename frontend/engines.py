@@ -46,8 +46,9 @@ class Engines:
         self._num_chosen += 1
         submit = stream.submit
         names = stream.beginnings = names_of(submit.prompt, submit.spec.cache_salt)
-        engines = [self._engine(index, names) for index in indexes]
-        session = stream.session or (str(names[0]) if names else "")
+        readable = names if submit.spec.params.reads_prefix_cache else []
+        engines = [self._engine(index, readable) for index in indexes]
+        session = submit.session or (str(names[0]) if names else "")
         return choose(engines, self._policy, self._seats.me.index + self._num_chosen, session)
 
     def _engine(self, index: int, names: list[int]) -> Engine:
@@ -60,20 +61,21 @@ class Engines:
         """A request was sent to this engine."""
         account = self._account(choice.index)
         stream.choice = choice
-        if stream.started is None:
-            stream.num_queued = max(0, num_prompt_tokens(stream.submit.prompt) - choice.num_cached)
+        if stream.begun_attempt != stream.attempt:
+            num_tokens = num_prompt_tokens(stream.submit.prompt) + stream.num_open_tokens
+            stream.num_queued = max(0, num_tokens - choice.num_cached)
         account.num_queued += stream.num_queued
         if stream.beginnings:
             account.beginnings.note(stream.beginnings)
         self._seats.add_load(Role.CORE, choice.index, stream.num_placed)
 
     def begin(self, stream: Stream, started: Started) -> None:
-        """The prompt was computed, but for what the engine had of it."""
-        choice = stream.choice
+        """The prompt was computed, but for what the engine had of it; in a later attempt with the outputs behind it."""
+        choice, stream.begun_attempt = stream.choice, stream.attempt
         if choice is None:
             return
         self._dequeue(stream, choice)
-        if choice.num_cached and started.num_cached_tokens < choice.num_cached // 2:
+        if choice.num_cached and not stream.attempt and started.num_cached_tokens < choice.num_cached // 2:
             self._account(choice.index).beginnings.miss(choice.used)
 
     def leave(self, stream: Stream) -> None:
@@ -103,8 +105,9 @@ class Engines:
         Not one that was with an executor that died before, and has come no further since: it may be what kills them. Its core
         waits for the next executor, and finds out.
         """
-        is_suspect = stream.num_before_loss is not None and stream.num_output_tokens <= stream.num_before_loss
-        return not is_suspect and any(index != stream.submit.core for index in self._seats.whole_engines())
+        return not stream.is_suspect and any(
+            index != stream.submit.core for index in self._seats.whole_engines()
+        )
 
 
 def _max_names(config: EngineConfig) -> int:

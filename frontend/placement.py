@@ -27,10 +27,6 @@ Send = Callable[[Role, int, msgspec.Struct], bool]
 """`quintet.process.sockets.Peers.send`: queues a message for a peer; False when there is no such peer."""
 
 
-UNPROVEN_TOKENS = 16
-"""So many more outputs may have been on their way when an executor died. Who gets further is not what it died of."""
-
-
 def too_large(error: FrameTooLarge) -> RequestError:
     """Make the error for what no process behind the frontend takes."""
     return RequestError(
@@ -87,7 +83,7 @@ class Placement:
         return True
 
     def note_start(self, stream: Stream, started: Started) -> None:
-        """The request's prompt has left its tokenizer, and was computed."""
+        """The request's prompt has left its tokenizer, and was computed, for the first time or in a later attempt."""
         self._engines.begin(stream, started)
         self._leave_tokenizer(stream)
 
@@ -176,7 +172,7 @@ class Placement:
         if stream.is_cancelled or not self._engines.can_leave(stream):
             return False
         assert stream.tokenizer is not None
-        stream.num_before_loss = stream.num_output_tokens + UNPROVEN_TOKENS
+        stream.suspect()
         ids = [choice.request_id for choice in stream.choices if choice.finish is None]
         self._send(Role.TOKENIZER, stream.tokenizer, Cancel(ids, stream.submit.core, moved=True))
         stream.bound_to = None

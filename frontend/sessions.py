@@ -122,7 +122,7 @@ class Sessions:
         missing, the request waits for the next topology. ``mailbox`` lets one reader wait for several streams; with
         ``final_only`` it wakes only when the request has ended, else for the first token of a choice, every ``interval`` tokens
         after it, and its end. What has not ended at ``deadline_ns`` (monotonic; 0 for never) fails then. ``limit_gives_way``:
-        see `Submit`. ``reading``: which parsers read the output. ``told``: outputs (int32) to be told. ``session``: `Stream`'s.
+        see `Submit`. ``reading``: which parsers read the output. ``told``: outputs (int32) to be told. ``session``: `Submit`'s.
         """
         if not are_checked:
             params = params.checked(self._max_logprobs, self._vocab_size)
@@ -149,9 +149,9 @@ class Sessions:
             sent_ns=0,
             core=0,
             limit_gives_way=limit_gives_way,
+            session=session,
         )
         stream = Stream(submit, mailbox or Mailbox(), self.cancel, final_only=final_only, interval=interval)
-        stream.session = session
         self._begin(stream)
         self.metrics.submitted(params)
         return stream
@@ -243,9 +243,13 @@ class Sessions:
         touched: list[Stream] = []
         for started in text.started:
             choice = self._live.get(started.request_id)
-            if choice is not None and choice.stream.started is None:
+            if choice is None:
+                continue
+            if choice.stream.started is None:
                 self._start(choice.stream, started)
                 touched.append(choice.stream)
+            elif choice.stream.begun_attempt != choice.stream.attempt:
+                self._placement.note_start(choice.stream, started)
         self._apply_rows(text, now, touched)
         for finish in text.finishes:
             choice = self._live.get(finish.request_id)

@@ -22,6 +22,9 @@ from quintet.wire.messages import Finish, FinishReason, PositionLogprobs, Starte
 ALTERNATIVE_BYTES, POSITION_BYTES = 224, 112
 """Memory of one token of log-probabilities, and of the position it is one of."""
 
+UNPROVEN_TOKENS = 16
+"""So many more outputs of a choice may have been on their way when an executor died. Who gets further is not what it died of."""
+
 SPAN_BYTES = 96
 """Memory of one span."""
 
@@ -206,14 +209,15 @@ class Stream:
         """Where it was sent last, and why there."""
         self.bound_to: int | None = None
         """The engine that has it, or keeps it: where it goes on as long as that lives."""
-        self.session = ""
-        """What it has in common with others of its conversation, for the choice of an engine; "" for nothing."""
         self.beginnings: list[int] = []
         """Names of its prompt's beginnings, where there was a choice of engines."""
         self.num_queued = 0
         """Tokens of its prompt that count as queued at its engine."""
-        self.num_before_loss: int | None = None
-        """Its outputs when it last left an engine whose executor had died, with those that prove nothing."""
+        self.begun_attempt: int | None = None
+        """The newest attempt of which the engine said that the prompt was computed."""
+        self._num_unproven: list[int] = []
+        """How many outputs of each choice prove nothing: those it had when it last left an engine whose executor had died, and
+        what may have been on its way; empty before that."""
         self.is_encoding = False
         """Whether it counts as work of its tokenizer."""
         self.is_cancelled = False
@@ -314,6 +318,23 @@ class Stream:
         self._untold_start = self._untold_error = False
         dirty, self._dirty = self._dirty, []
         return Batch(started, [choice.take() for choice in dirty], error)
+
+    @property
+    def num_open_tokens(self) -> int:
+        """Outputs of the choices that have not ended."""
+        return sum(len(choice.output_ids) for choice in self.choices if choice.finish is None)
+
+    def suspect(self) -> None:
+        """Note that its executor died: until a choice has come further, that may be its doing."""
+        self._num_unproven = [len(choice.output_ids) + UNPROVEN_TOKENS for choice in self.choices]
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it was with an executor that died, and no choice has come further since."""
+        return bool(self._num_unproven) and not any(
+            len(choice.output_ids) > unproven
+            for choice, unproven in zip(self.choices, self._num_unproven, strict=True)
+        )
 
     def unread_bytes(self) -> int:
         """Estimate what is held for the reader: text, tokens and log-probabilities."""

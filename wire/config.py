@@ -172,6 +172,8 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
     """GPU: whose attention computes prompts; see ``executor/cuda/attention``."""
     step_ms: float = 0.0
     """Mock only: how long a step takes."""
+    weight_bytes: int = 0
+    """What the weights take in memory, about; 0 where none are read."""
 
 
 class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -83,6 +83,9 @@ class Submit(msgspec.Struct, array_like=True, tag="submit"):
     """Index of the core replica to admit to."""
     limit_gives_way: bool = False
     """Whether ``max_tokens`` is a default, which a long prompt may cut short: only the client's own number is refused."""
+    session: str = ""
+    """What the request has in common with others of its conversation, "" for nothing: its frontend chooses engines by it, and
+    finds it here where it sends a kept request again."""
 
 
 class Cancel(msgspec.Struct, array_like=True, tag="cancel"):

@@ -104,6 +104,11 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
     """The same for the executor. Written by the tokenizer process."""
 
     @property
+    def reads_prefix_cache(self) -> bool:
+        """Whether the request may begin behind what others have computed: not where every position is to be told of."""
+        return not self.skip_reading_prefix_cache and self.prompt_logprobs is None
+
+    @property
     def greedy(self) -> bool:
         """Whether the most likely token is taken at every position."""
         return self.temperature < GREEDY_BELOW

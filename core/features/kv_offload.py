@@ -165,7 +165,7 @@ def _digests(state: State, request: Request, num_blocks: int) -> list[bytes]:
 
 def _may_begin_behind_others(request: Request) -> bool:
     """Whether the request takes computed blocks at all: as for the prefix cache, whose keys name the contents."""
-    return not request.params.skip_reading_prefix_cache and request.params.prompt_logprobs is None
+    return request.params.reads_prefix_cache
 
 
 def _is_cheaper(state: State, num_tokens: int, num_copies: int) -> bool:

@@ -21,8 +21,7 @@ def build(setup: Setup) -> Feature | None:
 
 def source(state: State, request: Request) -> Found | None:
     """Find the request's tokens in the cache, leaving at least one to compute: a step must have something to draw from."""
-    params = request.params
-    if params.skip_reading_prefix_cache or params.prompt_logprobs is not None:
+    if not request.params.reads_prefix_cache:
         return None
     block_size = state.limits.block_size
     num_tokens = len(request.tokens)

@@ -37,6 +37,7 @@ from quintet.deploy.resolve.sections import (
 from quintet.deploy.resolve.source import locate_model
 from quintet.deploy.resolve.tokenizer_files import tokenizer_folder
 from quintet.deploy.resolve.weights import WeightFacts, read_weight_facts
+from quintet.executor.platforms.cores import usable_cores
 from quintet.executor.quant.formats.registry import check_contents
 from quintet.executor.quant.formats.scheme import Format
 from quintet.process.record import SUFFIX
@@ -106,6 +107,8 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     weight_bytes = weight_bytes_of(
         num_parameters or 0, _DTYPE_BYTES[dtype], quantization, facts.stored, weights
     )
+    if kind == "torch" and device == "cpu":
+        notes.extend(filter(None, (rules.crowding(options.data_parallel_size, usable_cores()),)))
     room_bytes = available_ram_bytes() // options.data_parallel_size
     if kind == "torch" and device == "cpu":
         check_weights_fit(weight_bytes, room_bytes)
@@ -122,7 +125,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
         model=model,
         cache=cache,
         scheduler=scheduler_config(options, kind, device, fitted),
-        executor=executor_config(options, kind, device, quantization),
+        executor=executor_config(options, kind, device, quantization, weight_bytes if reads_weights else 0),
         frontend=frontend_config(options),
         processes=processes_config(options, http, external_frontends),
         log_level=options.log_level,

@@ -39,7 +39,7 @@ def scheduler_config(options: Options, kind: Kind, device: Device, max_model_len
 
 
 def executor_config(
-    options: Options, kind: Kind, device: Device, quantization: Quantization
+    options: Options, kind: Kind, device: Device, quantization: Quantization, weight_bytes: int
 ) -> ExecutorConfig:
     """Return how steps are computed."""
     return ExecutorConfig(
@@ -55,6 +55,7 @@ def executor_config(
         enforce_eager=options.enforce_eager,
         attention_backend=options.attention_backend,
         step_ms=options.step_ms,
+        weight_bytes=weight_bytes,
     )
 
 

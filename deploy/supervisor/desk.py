@@ -9,8 +9,10 @@ import logging
 import re
 from pathlib import Path
 
+from quintet.deploy.resolve.memory import available_ram_bytes
 from quintet.deploy.supervisor.changes import Changes
 from quintet.deploy.supervisor.commands import CommandError, Scale, Status, parse, status_lines
+from quintet.deploy.supervisor.room import check_room
 from quintet.deploy.supervisor.seats import SeatTable
 from quintet.process.runtime import SUPERVISOR
 from quintet.process.sockets import Bus
@@ -68,6 +70,9 @@ class Desk:
                 raise CommandError(f"the server is {phase}; only a serving one can be changed")
             if self._changes.name:
                 raise CommandError(f"{self._changes.name} is in progress; try again when it is done")
+            if isinstance(wish, Scale):
+                there = len(self._seats.lasting(Role.CORE))
+                check_room(self._config, wish.wanted.get(Role.CORE, there) - there, available_ram_bytes())
             roles = set(wish.wanted) if isinstance(wish, Scale) else {wish.role}
             if Role.FRONTEND in roles and not self._has_frontends:
                 raise CommandError(

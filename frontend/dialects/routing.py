@@ -12,6 +12,8 @@ EXPLAIN_HEADER = "x-quintet-explain"
 """With any value: the response says which engine answers, and why that one."""
 ROUTING_HEADER = b"x-quintet-routing"
 MAX_SESSION = 256
+MAX_EXPLAINED = 16
+"""Prompts of one request. Clients and proxies take headers of some thousand bytes."""
 
 
 def session_of(exchange: Exchange, *names: str | None) -> str:
@@ -21,8 +23,11 @@ def session_of(exchange: Exchange, *names: str | None) -> str:
 
 
 def explain(exchange: Exchange, streams: Sequence[Stream]) -> None:
-    """Add to the response where its prompts were sent first, if the client asks."""
+    """Add to the response where its prompts were sent first, if the client asks; of a beam search, in its first round."""
     is_told = any(name == ROUTING_HEADER for name, _ in exchange.headers_out)
     if exchange.header(EXPLAIN_HEADER) is not None and not is_told:
-        words = [f"engine {s.choice.index}: {s.choice.reason}" for s in streams if s.choice is not None]
+        choices = [stream.choice for stream in streams if stream.choice is not None]
+        words = [f"engine {choice.index}: {choice.reason}" for choice in choices[:MAX_EXPLAINED]]
+        if len(choices) > MAX_EXPLAINED:
+            words.append(f"and {len(choices) - MAX_EXPLAINED} prompts more")
         exchange.headers_out.append((ROUTING_HEADER, "; ".join(words).encode()))

@@ -168,6 +168,21 @@ def test_what_nobody_claims_is_dropped_after_the_time_of_grace() -> None:
     assert len(world.engine.shelf) == 0
 
 
+def test_an_engine_is_needed_while_a_client_that_was_cut_off_may_come_back() -> None:
+    world = World(resume_grace_s=5.0)
+    world.admit(1, PROMPT, ignore_eos=True, claim=CLAIM)
+    assert world.engine.is_needed
+    world.run()
+    assert len(world.engine.shelf) == 1 and not world.engine.is_needed, "its client was told the end"
+    world.admit(2, PROMPT, ignore_eos=True, claim=CLAIM)
+    world.step()
+    world.apply(world.engine.cancel([2], world.tick(), keep=True))
+    world.run()
+    assert world.engine.num_live == 0 and world.engine.is_needed
+    world.engine.expire(world.now + 6 * S)
+    assert not world.engine.is_needed
+
+
 def test_a_request_that_its_client_cancelled_is_not_kept() -> None:
     world = World()
     world.admit(1, PROMPT, ignore_eos=True, claim=CLAIM)

@@ -6,10 +6,12 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from quintet.deploy.commands.admin import ask, find_server
 from quintet.deploy.supervisor.commands import CommandError, Restart, Scale, Status, duration, parse
+from quintet.deploy.supervisor.room import check_room
 from quintet.wire.errors import ConfigError
 from quintet.wire.ids import Role
 
@@ -160,3 +162,20 @@ def test_a_command_that_makes_no_sense_is_told_what_does(words: list[str], advic
 
 def test_times_read_as_people_say_them() -> None:
     assert [duration(s) for s in (4.24, 185, 7800, 446_400)] == ["4.2 s", "3 m 05 s", "2 h 10 m", "5 d 04 h"]
+
+
+def test_there_must_be_memory_for_one_more_engine(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    config = msgspec.structs.replace(
+        config,
+        cache=msgspec.structs.replace(config.cache, memory_bytes=3 << 30),
+        executor=msgspec.structs.replace(config.executor, kind="torch", weight_bytes=1 << 30),
+    )
+    check_room(config, -1, 0)
+    check_room(config, 2, 9 << 30)
+    with pytest.raises(
+        CommandError,
+        match=r"2 more engines would take 8\.1 GiB .*1\.0 GiB of weights and 3\.0 GiB of KV.*there are 8\.0 GiB",
+    ):
+        check_room(config, 2, 8 << 30)
+    check_room(make_config(tmp_path), 2, 0)  # the mock takes nothing

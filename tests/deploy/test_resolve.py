@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from quintet.deploy.resolve import rules
+from quintet.deploy.resolve import build, rules
 from quintet.deploy.resolve.build import Resolution, resolve
 from quintet.deploy.resolve.card import read_facts
 from quintet.deploy.resolve.flags import Options
@@ -217,6 +217,18 @@ def test_kv_memory_is_a_share_of_what_the_weights_leave(
     monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory(2 * (3_000_000 + ATTENTION_SCRATCH_BYTES)))
     two = resolved(folder, **options, data_parallel_size=2).config
     assert (two.cache.memory_bytes, two.processes.engines) == (1_000_000, 2)
+
+
+def test_more_engines_than_cores_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "usable_cores", lambda: 2)
+    folder = write_model(tmp_path)
+    write_weights(folder / "model.safetensors", {"w": [1000, 500]})
+    notes = {
+        count: resolved(folder, executor="torch", device="cpu", data_parallel_size=count).notes
+        for count in (2, 3)
+    }
+    assert not any("engines share" in note for note in notes[2])
+    assert any("--data-parallel-size 3 on 2 cores: engines share them" in note for note in notes[3])
 
 
 def test_swap_space_is_for_gpus_unless_asked_for() -> None:

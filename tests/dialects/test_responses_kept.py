@@ -206,6 +206,7 @@ def test_another_server_goes_on(
     before = serve(run_dir=str(tmp_path / "before"), response_store=path)
     before.engine.silent_after = 2
     ask: Any = {"model": "toy", "input": "x", "background": True, "max_output_tokens": 4}
+    ask["extra_headers"] = {"X-Session-Id": "s"}
     with OpenAI(base_url=f"{before.url}/v1", api_key="none", max_retries=0) as client:
         with client.responses.create(**ask, stream=True) as stream:
             first: list[Any] = []
@@ -224,11 +225,10 @@ def test_another_server_goes_on(
     assert told(events) == last.output_text
     assert rest[-1].response == last
     assert len(after.engine.wait_for(Reclaim, 2)) == 2
-    seeds = [
-        {submit.spec.params.seed for submit in server.engine.wait_for(Submit, 2)}
-        for server in (before, after)
-    ]
+    submits = [server.engine.wait_for(Submit, 2) for server in (before, after)]
+    seeds = [{submit.spec.params.seed for submit in each} for each in submits]
     assert seeds[0] == seeds[1] and len(seeds[0]) == 2
+    assert {submit.session for each in submits for submit in each} == {"s"}
 
 
 @pytest.mark.parametrize(

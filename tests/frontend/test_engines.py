@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from quintet.frontend.beginnings import names_of
 from quintet.wire.codec import pack_i32, unpack_i64
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.messages import Admit, Cancel, FinishReason, Handed, Live, Reclaimed, Submit
+from quintet.wire.messages import Admit, Cancel, FinishReason, Handed, Live, Reclaimed, Submit, TokenPrompt
 from quintet.wire.request import RequestSpec
 from quintet.wire.supervision import SeatState
 
@@ -193,5 +194,69 @@ def test_each_core_hears_which_of_its_requests_are_waited_for() -> None:
             assert list(unpack_i64(live.request_ids)) == [*ours, parked.request_id]
             (handed,) = [a for _, _, a in accounts if isinstance(a, Handed) and a.core == core]
             assert list(unpack_i64(handed.request_ids)) == ours
+
+    run(story())
+
+
+LONG = TokenPrompt(pack_i32(list(range(640))))
+
+
+def queued(world: World, index: int) -> int:
+    return world.sessions._placement._engines._account(index).num_queued
+
+
+def test_who_may_not_read_the_cache_says_nothing_about_it() -> None:
+    """Such a request is no reason to go where its beginning is known, nor to believe that it is not known there any more."""
+
+    async def story() -> None:
+        world = engines(2)
+        knows = world.sessions.submit(LONG, params())
+        rid, at = knows.request_id, knows.submit.core
+        world.text([], started=[rid], finished=[(rid, FinishReason.STOP)])
+        for blind in ({"prompt_logprobs": 0}, {"skip_reading_prefix_cache": True}):
+            streams = [world.sessions.submit(LONG, params(**blind)) for _ in range(2)]
+            assert sorted(stream.submit.core for stream in streams) == [0, 1]
+            for stream in streams:
+                assert stream.num_queued == 640
+                rid = stream.request_id
+                world.text([], started=[rid], finished=[(rid, FinishReason.STOP)])
+        engine = world.sessions._placement._engines._account(at)
+        assert engine.beginnings.find(names_of(LONG))[0] == 10
+
+    run(story())
+
+
+def test_a_request_that_moves_is_queued_with_all_its_tokens_until_they_are_computed() -> None:
+    async def story() -> None:
+        world = engines(2)
+        stream = world.sessions.submit(LONG, params(n=2))
+        rid, at = stream.request_id, stream.submit.core
+        world.text([(rid, "abc", 0, 0, [1, 2, 3])], started=[rid])
+        assert queued(world, at) == 0
+        world.seats[Role.EXECUTOR, at] = (2, SeatState.STARTING)
+        world.follow()
+        assert (queued(world, at), queued(world, 1 - at)) == (0, 643)
+        world.text([], started=[rid])
+        assert queued(world, 1 - at) == 0
+        world.seats[Role.TOKENIZER, 0] = (2, SeatState.READY)  # the same attempt again: it was begun
+        world.follow()
+        assert (stream.submit.core, queued(world, 1 - at)) == (1 - at, 0)
+        world.text([], finished=[(rid, FinishReason.STOP), (rid + 1, FinishReason.STOP)])
+        assert (queued(world, at), queued(world, 1 - at)) == (0, 0)
+
+    run(story())
+
+
+def test_many_choices_that_come_a_little_further_are_still_suspect() -> None:
+    async def story() -> None:
+        world = engines(3)
+        stream = world.sessions.submit(PROMPT, params(n=20))
+        rid, visited = stream.request_id, [stream.submit.core]
+        for count in range(3):
+            world.text([(rid + i, "a", count, count, [1]) for i in range(20)], started=[rid])
+            world.seats[Role.EXECUTOR, stream.submit.core] = (2 + count, SeatState.STARTING)
+            world.follow()
+            visited.append(stream.submit.core)
+        assert len(set(visited)) == 2
 
     run(story())

@@ -7,10 +7,11 @@ from collections import Counter
 
 import pytest
 
-from quintet.frontend.beginnings import MAX_PIECES, PIECE_BYTES, Beginnings, names_of
+from quintet.frontend.beginnings import MAX_PIECES, PIECE_BYTES, PIECE_TOKENS, Beginnings, names_of
 from quintet.frontend.router import RUNNING_TOKENS, Engine, choose
 from quintet.wire.codec import pack_i32
 from quintet.wire.config import Routing
+from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.messages import ChatPrompt, TextPrompt, TokenPrompt
 
 POLICIES: tuple[Routing, ...] = ("round-robin", "load", "prefix", "session")
@@ -63,6 +64,17 @@ def test_a_session_stays_and_few_move_when_an_engine_leaves() -> None:
     left = [engine for engine in engines if engine.index != 2]
     after = {name: choose(left, "session", 7 * turn, name).index for turn, name in enumerate(sessions)}
     assert all(after[name] == before[name] for name in sessions if before[name] != 2)
+
+
+def test_a_vector_counts_as_the_token_that_it_is() -> None:
+    """However many bytes it has."""
+    first, second = (b"".join(bytes([at % 251]) * 96 + bytes(4) for at in range(200)) for _ in range(2))
+    marked = bytearray(second)
+    marked[130 * 100 + 99] = 7
+    names, others = (names_of(EmbedsPrompt("F32", 25, bytes(values))) for values in (first, marked))
+    assert len(names) == len(others) == 200 // PIECE_TOKENS
+    assert names[:2] == others[:2] and names[2] != others[2]
+    assert names_of(EmbedsPrompt("BF16", 3, bytes(6 * 200))) == [], "no whole number of four bytes"
 
 
 def test_beginnings_have_the_same_names_as_far_as_they_are_the_same() -> None:

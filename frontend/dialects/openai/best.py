@@ -61,6 +61,7 @@ class BeamRequest:
     """Whether ``max_tokens`` is a default."""
     answer: AnswerOptions
     deadline_ns: int
+    session: str
     reading: Reading | None = None
 
     @property
@@ -208,6 +209,7 @@ def _submit(
                     deadline_ns=request.deadline_ns,
                     reading=request.reading if told else None,
                     told=told,
+                    session=request.session,
                 )
             )
     except BaseException:

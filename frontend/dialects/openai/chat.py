@@ -92,9 +92,12 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
     claim = claim_for(answer, config) if body.stream else None
     deadline_ns = parse.deadline_ns(body, exchange)
     refuse_missing(body)
+    session = session_of(exchange, body.user)
     if body.use_beam_search:
         prompts, gives_way = [conversation.prompt], parse.chat_max_tokens(body) is None
-        request = BeamRequest(prompts, body, params, "messages", gives_way, options, deadline_ns, reading)
+        request = BeamRequest(
+            prompts, body, params, "messages", gives_way, options, deadline_ns, session, reading
+        )
         if body.stream:
             shape = chat_shape(answer.role, prefix, channels)
             await stream_beams(service, exchange, request, functools.partial(ChunkWriter, shape))
@@ -115,7 +118,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
         reading=reading,
         interval=interval,
         return_prompt_ids=options.return_token_ids,
-        session=session_of(exchange, body.user),
+        session=session,
     )
     if body.stream:
         await stream_answer(service, exchange, submissions, writer(answer, submissions.stream_id))

@@ -63,9 +63,10 @@ async def completions(service: Service, exchange: Exchange) -> None:
     claim = claim_for(answer, config) if body.stream else None
     deadline_ns = parse.deadline_ns(body, exchange)
     parse.refuse_missing(body)
+    session = session_of(exchange, body.user)
     if body.use_beam_search:
         gives_way = body.max_tokens is None
-        request = BeamRequest(prompts, body, params, "prompt", gives_way, options, deadline_ns)
+        request = BeamRequest(prompts, body, params, "prompt", gives_way, options, deadline_ns, session)
         if body.stream:
             await stream_beams(service, exchange, request, partial(ChunkWriter, SHAPE))
             return
@@ -85,7 +86,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
         interval=interval,
         echo=options.echo,
         return_prompt_ids=options.return_token_ids,
-        session=session_of(exchange, body.user),
+        session=session,
     )
     if body.stream:
         await stream_answer(service, exchange, submissions, writer(answer, submissions.stream_id))

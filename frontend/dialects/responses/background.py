@@ -178,6 +178,7 @@ def _sent_again(service: Service, record: Record, answer: ResponsesAnswer) -> Su
             deadline_ns=spec.deadline_ns,
             limit_gives_way=submit.limit_gives_way,
             reading=spec.reading,
+            session=submit.session,
         )
     )
     return submissions
