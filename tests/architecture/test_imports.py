@@ -60,8 +60,9 @@ INNER = {
     "deploy/load_client": {"deploy.load_client"},
     "deploy/resolve": {"deploy.resolve", "deploy.embedded", "process", "wire"}
     | {"executor.cards", "executor.weights.files", "executor.weights.header", "detokenizer_proc.parsers"}
-    | {"executor.quant.formats", "executor.gguf.card", "executor.gguf.header", "executor.gguf.parts"},
-    "deploy/supervisor": {"deploy.supervisor", "deploy.embedded", "deploy.machine", "process", "wire"},
+    | {"executor.quant.formats", "executor.gguf.card", "executor.gguf.header", "executor.gguf.parts"}
+    | {"executor.platforms.cores"},
+    "deploy/supervisor": {"deploy.supervisor", "deploy.embedded", "deploy.resolve.memory", "process", "wire"},
     "executor/cards": {"executor.cards", "wire"},
     "executor/gguf": {"executor.gguf", "executor.cards", "executor.weights", "wire"},
     "executor/layers": {f"executor.{room}" for room in ("cards", "layers", "ops", "quant", "weights")}
