@@ -194,8 +194,7 @@ class State:
     def give_way(self, request: Request) -> None:
         """Preempt a running request; where it has states, not before the token that a step in flight draws for it is known.
 
-        That token is the one that its newest state goes on with, which would be lost with it. Its blocks come back no later:
-        until that step has been committed they would lie behind a fence.
+        Its newest state goes on with that token. Its blocks come back no later: until then they would lie behind a fence.
         """
         if self.limits.groups.states and request.length > len(request.tokens) and not request.is_departing:
             request.is_yielding = True

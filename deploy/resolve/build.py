@@ -28,6 +28,7 @@ from quintet.deploy.resolve.quantization import (
 from quintet.deploy.resolve.sections import (
     Device,
     Kind,
+    crowding,
     executor_config,
     folder_of,
     frontend_config,
@@ -108,7 +109,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
         num_parameters or 0, _DTYPE_BYTES[dtype], quantization, facts.stored, weights
     )
     if kind == "torch" and device == "cpu":
-        notes.extend(filter(None, (rules.crowding(options.data_parallel_size, usable_cores()),)))
+        notes.extend(filter(None, (crowding(options.data_parallel_size, usable_cores()),)))
     room_bytes = available_ram_bytes() // options.data_parallel_size
     if kind == "torch" and device == "cpu":
         check_weights_fit(weight_bytes, room_bytes)

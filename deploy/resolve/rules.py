@@ -238,16 +238,6 @@ def most_step_tokens(options: Options, device: str, max_model_len: int) -> int:
     return max(_DEFAULT_BATCHED_TOKENS[device], options.max_num_seqs, whole)
 
 
-def crowding(num_engines: int, num_cores: int) -> str | None:
-    """Return a line for whoever starts more engines than there are cores to compute on."""
-    if num_engines <= num_cores:
-        return None
-    return (
-        f"--data-parallel-size {num_engines} on {num_cores} core{'s' * (num_cores > 1)}: engines share them, and each is slower "
-        f"than one of {num_cores} would be"
-    )
-
-
 def derive_max_num_batched_tokens(options: Options, device: str, max_model_len: int) -> int:
     """Return the step's token budget.
 

@@ -59,6 +59,16 @@ def executor_config(
     )
 
 
+def crowding(num_engines: int, num_cores: int) -> str | None:
+    """Return a line for whoever starts more engines than there are cores to compute on."""
+    if num_engines <= num_cores:
+        return None
+    return (
+        f"--data-parallel-size {num_engines} on {num_cores} core{'s' * (num_cores > 1)}: engines share them, and each is slower "
+        f"than one of {num_cores} would be"
+    )
+
+
 def processes_config(options: Options, http: bool, external_frontends: int) -> ProcessesConfig:
     """Return how many processes there are, and how long they may take."""
     return ProcessesConfig(
