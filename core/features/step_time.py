@@ -7,7 +7,8 @@ nobody. Off unless a target is set.
 
 The target is what a step takes when many prompts wait: only a longer step lets them begin sooner then, since the wait for
 the first token and the time between tokens are together what the rate leaves each of so many clients (Little, 1961).
-While few wait, a step takes two thirds of it: their first tokens come as soon, and the streams flow better.
+While few wait, a step takes two thirds of it: their first tokens come as soon, and the streams flow better. Not so beside
+many streams: what they compute takes its share of every step first, and in short steps leaves prompts too little.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ FIRST_TOKENS = 128
 """Tokens of a step before any was measured."""
 WAITING_STEPS = 8
 """Prompts that wait get longer steps rather than more than so many, up to the target."""
+MANY = 16
+"""With more requests than so many alive, every step with prompts in it takes the target."""
 ALONE = 3
 """How many times the target a request may take that is alone: nobody waits for it, but somebody may come."""
 
@@ -43,7 +46,7 @@ def build(setup: Setup) -> Feature | None:
 def _tokens_now(state: State, num_behind: int, target_ms: int) -> int:
     """Return how many tokens this step may have: those in it, ``num_behind`` with the one who asks, and the queue's count."""
     most = most_tokens(state, target_ms)
-    if len(state.live) == 1:
+    if len(state.live) == 1 or len(state.live) > MANY:
         return most
     for request in state.waiting:
         if num_behind >= most * WAITING_STEPS:

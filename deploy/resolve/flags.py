@@ -280,8 +280,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         int | None,
         Flag(
             SCHEDULING,
-            "how long a step with prompts in it may hold up those who decode, about, when many prompts wait, two thirds of it "
-            "when few do; 0 for as long as it takes",
+            "how long a step with prompts in it may hold up those who decode, about, where requests are many, two thirds of it "
+            "where they are few; 0 for as long as it takes",
             "MS",
             "300 on a CPU, 0 elsewhere and for LLM(...)",
         ),

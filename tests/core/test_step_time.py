@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quintet.core.features.step_time import ALONE, FIRST_TOKENS, LEAST_TOKENS, WAITING_STEPS
+from quintet.core.features.step_time import ALONE, FIRST_TOKENS, LEAST_TOKENS, MANY, WAITING_STEPS
 from quintet.core.pace import Pace
 from quintet.wire import codec
 from quintet.wire.step import StepPlan
@@ -63,6 +63,15 @@ def test_steps_are_shorter_while_little_waits() -> None:
     assert counts(world) == [1, (1 + 868 + 600) // WAITING_STEPS - 1]
     admit(world, 4, num_prompt=1000)
     assert counts(world) == [1, 199]
+
+
+def test_steps_are_not_shorter_beside_many_streams() -> None:
+    world = paced(MS // 2, slots=MANY + 1)
+    admit(world, *range(1, MANY + 1), num_prompt=FIRST_TOKENS // MANY, max_tokens=200)
+    while counts(world) != [1] * MANY:
+        pass
+    admit(world, MANY + 1, num_prompt=1000)
+    assert counts(world) == [1] * MANY + [200 - MANY]  # beside fewer it would be two thirds of 200
 
 
 def test_alone_a_request_takes_longer_steps() -> None:
