@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import signal
 import sys
@@ -98,6 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
         nursery.fork(roles_to_fork(options.executor != "mock", has_frontends=True))
         # What follows is imported while the children import theirs.
         from quintet.deploy.supervisor.boot_story import PrintedStory
+        from quintet.deploy.supervisor.service_manager import ServiceManager
         from quintet.deploy.supervisor.supervisor import Supervisor, Surroundings
 
         resolution = resolve(options, run_dir)
@@ -110,7 +112,10 @@ def run(arguments: argparse.Namespace) -> int:
             )
         with alone_with(config.frontend.response_store):
             story = PrintedStory(config, opening_lines(resolution))
-            return Supervisor(config, story, Surroundings(listener=listener, nursery=nursery)).run()
+            surroundings = Surroundings(
+                listener=listener, nursery=nursery, manager=ServiceManager(os.environ)
+            )
+            return Supervisor(config, story, surroundings).run()
     except PortInUse as error:
         print(f"quintet: {error}", file=sys.stderr)
         return 1

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from quintet.deploy.supervisor import run_dirs
-from quintet.deploy.supervisor.boot_story import Failure, Story, child_failure
+from quintet.deploy.supervisor.boot_story import Failure, Story, base_url, child_failure
 from quintet.deploy.supervisor.changes import Changes
 from quintet.deploy.supervisor.desk import Desk
 from quintet.deploy.supervisor.doorbell import Doorbell
@@ -28,6 +28,7 @@ from quintet.deploy.supervisor.lookers import Lookers
 from quintet.deploy.supervisor.nursery import Nursery
 from quintet.deploy.supervisor.restarts import RestartPolicy, policy_of
 from quintet.deploy.supervisor.seats import SeatRecord, SeatTable
+from quintet.deploy.supervisor.service_manager import ServiceManager
 from quintet.deploy.supervisor.spares import SPARE_ROLES, Spares
 from quintet.deploy.supervisor.spawn import MODULES, Spawner
 from quintet.deploy.supervisor.watch import STOP_GRACE_S, Watch
@@ -77,6 +78,7 @@ class Surroundings:
     """With children that were forked off before, and wait for seats."""
     signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     restart_policy: Callable[[Role, int | None], RestartPolicy] = policy_of
+    manager: ServiceManager = field(default_factory=lambda: ServiceManager({}))
 
 
 class Supervisor:
@@ -131,6 +133,7 @@ class Supervisor:
                 self._changes.advance()
                 self._publish()
                 self._open_when_known()
+                self._surroundings.manager.alive(time.monotonic())
                 if not self._finished:
                     patience_s = self._lookers.patience_s(time.monotonic())
                     self._bell.wait(_TICK_S if patience_s is None else min(_TICK_S, patience_s))
@@ -226,6 +229,7 @@ class Supervisor:
         ):
             self._phase = Phase.SERVING
             self._story.all_ready()
+            self._surroundings.manager.ready(base_url(self._config))
 
     def _fail(self, failure: Failure) -> None:
         self._kill_everyone()
@@ -329,7 +333,9 @@ class Supervisor:
         self._phase = Phase.DRAINING
         self._changes.give_up("the server is stopping")
         self._close_listener()
-        self._deadline = time.monotonic() + self._config.processes.drain_timeout_s
+        drain_timeout_s = self._config.processes.drain_timeout_s
+        self._surroundings.manager.stopping(drain_timeout_s + 2 * STOP_GRACE_S)
+        self._deadline = time.monotonic() + drain_timeout_s
         self._seats.is_changed = True
         self._publish()
         for seat in self._seats:
@@ -375,6 +381,7 @@ class Supervisor:
 
     def _close(self) -> None:
         self._bell.close()
+        self._surroundings.manager.close()
         self._close_listener()
         self._inbox.close()
         self._peers.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from quintet.deploy.supervisor.listener import bind_listener
 from quintet.deploy.supervisor.nursery import Nursery, roles_to_fork
 from quintet.deploy.supervisor.restarts import RestartPolicy
 from quintet.deploy.supervisor.seats import SeatRecord
+from quintet.deploy.supervisor.service_manager import ServiceManager
 from quintet.deploy.supervisor.supervisor import Supervisor, Surroundings
 from quintet.process.log import configure_logging
 from quintet.process.runtime import CONFIG_FILE
@@ -52,6 +54,7 @@ def main() -> int:
         parent_fd=options.get("parent_fd"),
         modules=modules,
         nursery=nursery,
+        manager=ServiceManager(os.environ),
         restart_policy=lambda _role, _max_deaths: RestartPolicy(
             max_deaths=options.get("max_deaths", 5), first_backoff_s=0.01
         ),

@@ -59,3 +59,23 @@ def test_the_dashboards_panels_have_places_and_questions() -> None:
         taken |= cells
         assert panel["title"].endswith("?"), panel["title"]
         assert panel["type"] == "row" or panel["description"]
+
+
+def test_the_units_words_are_those_of_serve(tmp_path: Path) -> None:
+    [line] = [
+        line
+        for line in (DEPLOY / "systemd" / "quintet.service").read_text().splitlines()
+        if line.startswith("ExecStart=")
+    ]
+    (tmp_path / "server.yaml").write_text("model: some/model\nport: 8080\n")
+    words = line.replace("${CREDENTIALS_DIRECTORY}", str(tmp_path)).split()
+    assert words[0].endswith("/bin/quintet")
+    options = options_from(words[1:])
+    assert (options.model, options.port) == ("some/model", 8080)
+
+
+def test_the_image_is_built_from_every_folder_of_the_package() -> None:
+    """Each is a symlink under src, which would lead nowhere."""
+    let_in = (DEPLOY / "docker" / "Dockerfile.dockerignore").read_text().splitlines()
+    folders = [path.name for path in (DEPLOY.parent / "src" / "quintet").iterdir() if path.is_symlink()]
+    assert {f"!{name}" for name in folders} <= set(let_in)
