@@ -1,6 +1,6 @@
 """Two engines behind one door: how often prompts are found computed, and first tokens under a skewed load, by way of choosing.
 
-    python -m bench.routing [--executor mock|model] [--trace rare] [--repetitions 3] [--save FILE]
+    python -m bench.routing [--executor mock|model] [--trace rare] [--policy prefix] [--repetitions 3] [--save FILE]
 
 ``shared``: requests of many groups, each group with a long beginning of its own, in random order, from eight clients. The KV
 memory of one engine holds little more than half of the beginnings, that of two holds all. A hit rate is a share of the ideal:
@@ -160,11 +160,11 @@ def measure(executor: str, trace: str, policy: str, seed: int) -> Figures:
         return figures_of(policy, run, 0.0)
 
 
-def repeat(executor: str, trace: str, seed: int) -> Repetition:
-    """Play a trace to every policy, in an order that changes from repetition to repetition."""
-    turn = seed % len(POLICIES)
+def repeat(executor: str, trace: str, seed: int, policies: Sequence[str]) -> Repetition:
+    """Play a trace to these policies, in an order that changes from repetition to repetition."""
+    turn = seed % len(policies)
     found = []
-    for policy in POLICIES[turn:] + POLICIES[:turn]:
+    for policy in (*policies[turn:], *policies[:turn]):
         found.append(measure(executor, trace, policy, seed))
         print(f"{executor:>6} {trace:>7} {found[-1]}", flush=True)
     return Repetition(executor, trace, seed, found)
@@ -177,18 +177,20 @@ def main() -> None:
     )
     parser.add_argument("--executor", choices=list(SHAPES), default="mock")
     parser.add_argument("--trace", choices=TRACES, action="append")
+    parser.add_argument("--policy", choices=POLICIES, action="append", help="default: all")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0, help="of the first repetition")
     parser.add_argument("--save", type=Path, metavar="FILE", help="append the figures as JSON")
     arguments = parser.parse_args()
+    policies = arguments.policy or POLICIES
     done = [
-        repeat(arguments.executor, trace, seed)
+        repeat(arguments.executor, trace, seed, policies)
         for seed in range(arguments.seed, arguments.seed + arguments.repetitions)
         for trace in arguments.trace or TRACES
     ]
     for trace in arguments.trace or TRACES:
         print(f"\n| {trace} | hit rate | first token p50, ms | p99, ms |\n|---|---|---|---|")
-        for policy in POLICIES:
+        for policy in policies:
             rows = [f for each in done if each.trace == trace for f in each.figures if f.policy == policy]
             values = [
                 median(getattr(row, name) for row in rows)

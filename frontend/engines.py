@@ -14,6 +14,9 @@ from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.messages import Started
 
+USUAL_OVER = 256
+"""Requests that what is usual is a mean of, about."""
+
 
 class Account:
     """One engine's."""
@@ -34,6 +37,8 @@ class Engines:
         self._accounts: dict[int, Account] = {}
         self._max_names = _max_names(config)
         self._num_chosen = 0
+        self._usual = 0.0
+        """Tokens that prompts have left to compute, a mean that forgets."""
 
     def choose(self, stream: Stream) -> Choice | None:
         """Choose for a request; None while no engine is there. One that is bound to an engine goes there if it lives."""
@@ -49,7 +54,12 @@ class Engines:
         readable = names if submit.spec.params.reads_prefix_cache else []
         engines = [self._engine(index, readable) for index in indexes]
         session = submit.session or (str(names[0]) if names else "")
-        return choose(engines, self._policy, self._seats.me.index + self._num_chosen, session)
+        turn, num_tokens = self._seats.me.index + self._num_chosen, num_prompt_tokens(submit.prompt)
+        choice = choose(engines, self._policy, turn, session, num_tokens, max(PIECE_TOKENS, self._usual))
+        self._usual += (max(0, num_tokens - choice.num_cached) - self._usual) / min(
+            self._num_chosen, USUAL_OVER
+        )
+        return choice
 
     def _engine(self, index: int, names: list[int]) -> Engine:
         account = self._account(index)

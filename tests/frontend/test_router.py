@@ -56,6 +56,18 @@ def test_less_to_do_is_better_and_a_known_prompt_is_less_to_do() -> None:
     assert choose([idle, knows], "load", 0).index == 0
 
 
+def test_a_second_long_prompt_stands_behind_the_first_where_long_ones_are_rare() -> None:
+    """Elsewhere it would block the last engine that the many short ones find idle."""
+    idle, busy = Engine(0, num_queued=64), Engine(1, num_queued=1900)
+    for policy in ("load", "prefix"):
+        for turn in (0, 1):
+            assert choose([idle, busy], policy, turn, "", 1900, usual=78).index == 1
+            assert choose([idle, busy], policy, turn, "", 1900, usual=300).index == 0, "they are common"
+            assert choose([idle, busy], policy, turn, "", 64, usual=78).index == 0
+            assert choose([idle, busy, Engine(2)], policy, turn, "", 1900, usual=78).index in (0, 2)
+            assert choose([idle, Engine(1, num_queued=5000)], policy, turn, "", 1900, usual=78).index == 0
+
+
 def test_a_session_stays_and_few_move_when_an_engine_leaves() -> None:
     engines = [Engine(index, num_queued=100 * index) for index in range(5)]
     sessions = [f"user-{number}" for number in range(400)]
