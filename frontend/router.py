@@ -47,7 +47,7 @@ RUNNING_TOKENS = 16
 """What a choice that is being answered delays a prompt by, in tokens of prompts: each step computes both."""
 
 NEXT_WEIGHT = 0.1
-"""What the delay of those who come next counts, where they come as densely as engines that never rest would compute them. Found by
+"""What the delay of those who come next counts, where they come as densely as engines that never rest would compute them. From a
 simulation: with less, two long prompts block two engines; with more, long prompts wait for each other where they are common."""
 
 
