@@ -71,6 +71,15 @@ $(BIN)/uv: | $(STAMP)
 	$(BIN)/uv pip install --quiet --python $(@D) --requirement $<
 	@touch $@
 
+# Quintet runs inside of these: what they lack of its packages, they find where it is installed.
+HOSTS := $(patsubst %,.venv/clients/%/installed,kserve ray)
+$(HOSTS): .venv/clients/%/installed: tests/clients/requirements/%.txt | $(BIN)/uv
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(@D)
+	$(BIN)/uv pip install --quiet --python $(@D) --requirement $<
+	@{ $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; echo $(CURDIR)/src; } \
+	  > $$(echo $(@D)/lib/*/site-packages)/quintet.pth
+	@touch $@
+
 # It compares with transformers, of this project's packages.
 .venv/clients/lm_eval/installed: tests/clients/requirements/lm_eval.txt | $(BIN)/uv
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(@D)

@@ -12,7 +12,18 @@ from quintet.frontend.exchange import Exchange
 from quintet.wire.config import FrontendConfig
 from quintet.wire.errors import ErrorCode, RequestError
 
-OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/ping", "/openapi.json", "/docs"})
+OPEN_PATHS = frozenset(
+    {
+        "/livez",
+        "/readyz",
+        "/health",
+        "/ping",
+        "/v2/health/live",
+        "/v2/health/ready",
+        "/openapi.json",
+        "/docs",
+    }
+)
 """What is told without a key: whether the server lives, as orchestrators ask, and how it is spoken to."""
 
 

@@ -1,4 +1,4 @@
-"""GET /livez, /readyz, /health, /ping, /version, /load, /v1/models: what this server is and how it is."""
+"""GET /livez, /readyz, /health, /ping, /v2/…, /version, /load, /v1/models: what this server is and how it is."""
 
 from __future__ import annotations
 
@@ -27,6 +27,18 @@ async def readyz(service: Service, exchange: Exchange) -> None:
     await exchange.respond_json(
         {"ready": ready, "missing": missing, "draining": service.draining}, 200 if ready else 503
     )
+
+
+async def v2_live(_service: Service, exchange: Exchange) -> None:
+    """Answer as `livez` does, in the form of the open inference protocol, which KServe's and Triton's clients speak."""
+    await exchange.respond_json({"live": True})
+
+
+async def v2_model_ready(service: Service, exchange: Exchange) -> None:
+    """Answer for one name whether requests could be served."""
+    name = _served(service, exchange.path_params["id"])
+    ready = not service.sessions.seats.missing() and not service.draining
+    await exchange.respond_json({"name": name, "ready": ready}, 200 if ready else 503)
 
 
 async def health(service: Service, exchange: Exchange) -> None:
@@ -99,7 +111,11 @@ async def models(service: Service, exchange: Exchange) -> None:
 
 async def model(service: Service, exchange: Exchange) -> None:
     """Answer for one name."""
-    name = exchange.path_params["id"]
+    await exchange.respond_json(_model(service, _served(service, exchange.path_params["id"])))
+
+
+def _served(service: Service, name: str) -> str:
+    """Return a name that the model is served under, or raise."""
     if name not in service.config.model.served_names:
         served = ", ".join(f"`{n}`" for n in service.config.model.served_names)
         raise RequestError(
@@ -107,7 +123,7 @@ async def model(service: Service, exchange: Exchange) -> None:
             f"The model `{name[:MAX_SHOWN]}` does not exist. This server serves {served}.",
             "model",
         )
-    await exchange.respond_json(_model(service, name))
+    return name
 
 
 def _model(service: Service, name: str) -> dict[str, object]:

@@ -193,6 +193,9 @@ _OPERATIONS: tuple[tuple[str, str, str, type | None, Schema | None], ...] = (
     ("get", "/readyz", "200 while requests can be served", None, None),
     ("get", "/ping", "As /livez", None, None),
     ("post", "/ping", "As /livez", None, None),
+    ("get", "/v2/health/live", "As /livez, for clients of KServe and Triton", None, None),
+    ("get", "/v2/health/ready", "As /readyz, for the same", None, None),
+    ("get", "/v2/models/{id}/ready", "200 while requests to the model can be served", None, None),
     (
         "post",
         "/invocations",

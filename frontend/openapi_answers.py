@@ -34,6 +34,9 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "/detokenize": ("prompt",),
     "/health": ("status", "processes", "missing"),
     "/readyz": ("ready", "missing", "draining"),
+    "/v2/health/live": ("live",),
+    "/v2/health/ready": ("ready",),
+    "/v2/models/{id}/ready": ("name", "ready"),
     "/version": ("version",),
     "/load": ("server_load",),
     "/openapi.json": ("openapi", "paths"),
@@ -57,7 +60,7 @@ _OTHER_KINDS = {
     "/docs/{name}": ANY,
     "/v1/streams/{id}": EVENTS,
 }
-_TELL_IN_503 = frozenset({"/health", "/readyz"})
+_TELL_IN_503 = frozenset({"/health", "/readyz", "/v2/health/ready", "/v2/models/{id}/ready"})
 """They answer with their own body while the server is not well."""
 
 

@@ -20,8 +20,8 @@ from .fuzz_frames import EDGES, FLOATS, TEXTS, Frames
 BODIES = Path(__file__).parents[1] / "dialects" / "bodies"
 PATHS = (
     "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models", "/v1/models/x", "/health",
-    "/livez", "/readyz", "/ping", "/version", "/load", "/metrics", "/openapi.json", "/docs", "/", "/nothing/here",
-    "/v1/streams/abc", "/v1/streams/abc?from=1",
+    "/livez", "/readyz", "/ping", "/v2/health/ready", "/version", "/load", "/metrics", "/openapi.json", "/docs",
+    "/", "/nothing/here", "/v1/streams/abc", "/v1/streams/abc?from=1",
 )  # fmt: skip
 ALLOWED_5XX = {503}
 ANSWER_S = 0.2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import yaml
 from quintet.deploy.cli import CommandParser
 from quintet.deploy.commands.serve import add_option_arguments, options_of
 from quintet.deploy.resolve.flags import Options
+from quintet.frontend.app import ROUTES
+from quintet.frontend.guard import is_open
 from tests.deploy.queries import DASHBOARD
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -42,6 +45,25 @@ def test_the_pods_flags_are_those_of_serve(path: Path, tmp_path: Path) -> None:
     [port] = [port["containerPort"] for port in container["ports"]]
     assert (options.host, options.port) == ("0.0.0.0", port)
     assert pod["terminationGracePeriodSeconds"] > options.drain_timeout
+
+
+def test_the_runtime_of_kserve_has_flags_of_serve() -> None:
+    [runtime] = things(DEPLOY / "kserve" / "runtime.yaml")
+    [container] = runtime["spec"]["containers"]
+    options = options_from(container["args"])
+    assert options.served_model_name == ["{{.Name}}"]
+    assert (options.host, options.port) == ("0.0.0.0", container["ports"][0]["containerPort"])
+    [service] = things(DEPLOY / "kserve" / "service.yaml")
+    pause = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert service["spec"]["predictor"]["terminationGracePeriodSeconds"] >= options.drain_timeout + pause + 10
+
+
+@pytest.mark.parametrize("path", [*MANIFESTS, DEPLOY / "kserve" / "runtime.yaml"], ids=lambda path: path.stem)
+def test_probes_ask_what_needs_no_key(path: Path) -> None:
+    asked = re.findall(r"path: (/(?!metrics|var|etc).*)\n *port", path.read_text())
+    assert len(asked) == 3
+    routes = {row.path for row in ROUTES}
+    assert [where for where in asked if where not in routes or not is_open(where)] == []
 
 
 def test_the_dashboards_panels_have_places_and_questions() -> None:

@@ -14,7 +14,10 @@ import pytest
 
 from quintet.frontend.app import ROUTES
 
-OPEN = {"/livez", "/readyz", "/health", "/ping", "/openapi.json", "/docs", "/docs/start.js"}
+OPEN = {"/livez", "/readyz", "/health", "/ping", "/openapi.json", "/docs", "/docs/start.js"} | {
+    "/v2/health/live",
+    "/v2/health/ready",
+}
 GUARDED = [
     row.path.replace("{id:path}", "toy")
     for row in ROUTES

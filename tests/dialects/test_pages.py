@@ -124,6 +124,10 @@ def test_the_small_pages(shared: Any) -> None:
     assert shared.ask("GET", "/livez").body == b"ok"
     assert shared.ask("GET", "/ping").status == 200
     assert shared.ask("POST", "/ping").status == 200
+    assert shared.ask("GET", "/v2/health/live").json == {"live": True}
+    assert shared.ask("GET", "/v2/health/ready").json["ready"] is True
+    assert shared.ask("GET", "/v2/models/toy/ready").json == {"name": "toy", "ready": True}
+    assert shared.ask("GET", "/v2/models/other/ready").status == 404
     assert re.fullmatch(r"\d+\..*", shared.ask("GET", "/version").json["version"])
     assert shared.ask("GET", "/load").json == {"server_load": 0}
     head = shared.ask("HEAD", "/health")
