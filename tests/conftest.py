@@ -5,5 +5,6 @@ pytest_plugins = (
     "tests.suite.order",
     "tests.suite.alone",
     "tests.suite.costs",
+    "tests.suite.collecting",
     "pytester",
 )

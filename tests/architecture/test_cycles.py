@@ -3,6 +3,8 @@
 import ast
 from pathlib import Path
 
+from tests.architecture.statements import statements
+
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("wire", "process", "frontend", "tokenizer_proc", "core", "executor", "detokenizer_proc", "deploy")
 
@@ -27,7 +29,7 @@ def modules() -> dict[str, Path]:
 def imported(path: Path, known: dict[str, Path]) -> set[str]:
     """The modules of ours that a file imports anywhere in it."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+    for node in statements(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

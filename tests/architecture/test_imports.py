@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.architecture.statements import statements
 
 ROOT = Path(__file__).resolve().parents[2]
 PROCESSES = ("frontend", "tokenizer_proc", "core", "executor", "detokenizer_proc")
@@ -25,7 +26,7 @@ THIRD_PARTY = {
 
 
 def imports_of(path: Path) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+    for node in statements(path):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name

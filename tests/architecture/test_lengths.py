@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.architecture.statements import statements
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = (
@@ -70,7 +71,7 @@ def function_lengths() -> dict[str, int]:
     for path in sources(*PRODUCT, "tests"):
         if path.suffix != ".py":
             continue
-        for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        for node in statements(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 assert node.end_lineno is not None
                 name = f"{path.relative_to(ROOT)}: {node.name}"

@@ -2,40 +2,31 @@
 
 from __future__ import annotations
 
-import threading
-from typing import Any
+import asyncio
 
-from .server import Server, serve, wait_until
+from bench.chaos.streams import Asked, Run, differences, play
+
+from .server import serve
 
 PROMPTS = ("One thing to know about rivers", "A list of", "Once")
 
 
-def request(prompt: str) -> dict[str, Any]:
-    return {"prompt": prompt, "max_tokens": 120, "temperature": 0, "ignore_eos": True}
-
-
-def ask(server: Server, prompt: str) -> str:
-    status, answer = server.post("/v1/completions", request(prompt))
-    assert status == 200, answer
-    text: str = answer["choices"][0]["text"]
-    return text
+def request(prompt: str) -> Asked:
+    body = {"prompt": prompt, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    return Asked("/v1/completions", body | {"stream": True, "return_token_ids": True})
 
 
 def test_answers_outlive_the_executor() -> None:
     flags = ("--model-impl", "transformers", "--dtype", "float32", "--max-model-len", "256", "--threads", "1")
+    asked = [request(prompt) for prompt in PROMPTS]
     with serve(*flags) as server:
-        alone = {prompt: ask(server, prompt) for prompt in PROMPTS}
-        together: dict[str, str] = {}
-        threads = [
-            threading.Thread(target=lambda prompt=prompt: together.update({prompt: ask(server, prompt)}))
-            for prompt in PROMPTS
-        ]
-        for thread in threads:
-            thread.start()
-        wait_until(lambda: server.gauge("quintet:num_requests_running") > 0, "a request that runs")
-        server.children()["quintet-executor-0"].kill()
-        for thread in threads:
-            thread.join()
-        assert together == alone
+        alone = Run([asyncio.run(play(server.url, [each])).heard[0] for each in asked], 0.0)
+        assert all(heard.status == 200 and heard.is_done for heard in alone.heard)
+
+        async def disturb() -> None:
+            server.children()["quintet-executor-0"].kill()
+
+        together = asyncio.run(play(server.url, asked, disturb))
+        assert not differences(alone, together, asked)
         assert server.stop() == 0
     assert any("by transformers in float32" in line for line in server.lines), server.lines

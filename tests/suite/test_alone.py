@@ -36,7 +36,8 @@ def test_nothing_runs_beside_a_test_that_is_alone(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # all but what is named takes time
     pytester.makepyfile(test_one=FILE, test_two=FILE)
-    plugins = ("-p", "tests.suite.draw", "-p", "tests.suite.alone")
+    plugins = ("-p", "xdist", "-p", "tests.suite.draw", "-p", "tests.suite.alone")
     result = pytester.runpytest_subprocess(*plugins, "-n", "2", "--dist", "loadfile")
     result.assert_outcomes(passed=2 * 23)

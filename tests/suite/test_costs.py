@@ -33,8 +33,9 @@ def test_counts_what_tests_and_their_processes_compute(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, workers: str
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # all but what is named takes time
     pytester.mkpydir("some").joinpath("test_busy.py").write_text(BUSY)
-    plugins = ("-p", "tests.suite.draw", "-p", "tests.suite.costs")
+    plugins = ("-p", "xdist", "-p", "tests.suite.draw", "-p", "tests.suite.costs")
     result = pytester.runpytest_subprocess(*plugins, "-n", workers, "some")
     rows = {line.rsplit(maxsplit=3)[0]: line.split()[-3:] for line in result.outlines if line.strip()}
     num_tests, wall_s, processor_s = rows["some"]

@@ -79,7 +79,8 @@ def test_a_seed_draws_the_same_again(file: pytest.Pytester) -> None:
 def test_workers_draw_alike(file: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or else pytest-xdist refuses to run them; with a seed that nobody gave."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    result = file.runpytest_subprocess(*PLUGINS, "-n", "2", "--tb", "short")
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # all but what is named takes time
+    result = file.runpytest_subprocess(*PLUGINS, "-p", "xdist", "-n", "2", "--tb", "short")
     assert result.ret == 0
     assert result.parseoutcomes()["passed"] > 5
 

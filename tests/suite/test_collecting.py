@@ -1,0 +1,22 @@
+"""The search for cycles, which collecting does without."""
+
+from __future__ import annotations
+
+import pytest
+
+FILE = """
+import gc
+
+MADE = [[]]
+SEARCHED = gc.isenabled()
+
+def test_what_was_collected_is_not_searched():
+    assert not SEARCHED
+    assert gc.isenabled()
+    assert not any(each is MADE for each in gc.get_objects())
+"""
+
+
+def test_what_is_collected_is_not_searched_for_cycles(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(test_file=FILE)
+    pytester.inline_run("-p", "tests.suite.collecting").assertoutcome(passed=1)
