@@ -4,7 +4,7 @@ The text is the library files that were kept from the model when it was trained 
 through the Python API: the same kernels, processes and steps as any request. Losses of two rows may be compared with each
 other, not with a larger model's: the smaller a model, the more a lost bit hurts it.
 
-    python -m bench.quantization [--formats | --made] [--windows N] [--json FILE]
+    python -m bench.quantization [--formats | --made] [--only NAME,…] [--windows N] [--json FILE]
 
 With ``--formats`` the rows are formats of quantized checkpoints instead, which are made of the embedded model by rounding each
 number to the nearest: what their publishers do better is not in it. With ``--made`` they are what `quintet quantize` writes,
@@ -17,7 +17,7 @@ import argparse
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -57,6 +57,7 @@ VARIANTS: Mapping[str, Mapping[str, str]] = {
     "int4": {"quantization": "int4"},
     "bf16, int8 KV": {"kv_cache_dtype": "int8"},
     "int4, int8 KV": {"quantization": "int4", "kv_cache_dtype": "int8"},
+    "bf16, fp8 KV": {"kv_cache_dtype": "fp8"},
     "bf16, int4 KV": {"kv_cache_dtype": "int4"},
     "int4, int4 KV": {"quantization": "int4", "kv_cache_dtype": "int4"},
 }
@@ -111,13 +112,15 @@ def write(written: Written, folder: Path) -> dict[str, str]:
     return {"model": str(folder)}
 
 
-def made(folder: Path) -> Mapping[str, Mapping[str, str]]:
-    """Have the embedded model written in every format that there is; return what loads each."""
+def made(folder: Path, only: Collection[str]) -> Mapping[str, Mapping[str, str]]:
+    """Have the embedded model written in every format that there is, or ``only`` these; return what loads each."""
     text = folder / "calibration.txt"
     documents = [each.text for each in build_corpus(SEED) if not each.held_out and each.kind is Kind.LIBRARY]
     text.write_text("\n".join(documents[:: len(documents) // 20]))
     found = {}
     for name in (*TARGETS, *MIXES):
+        if only and name not in only:
+            continue
         out = folder / (f"{name}.gguf" if name in MIXES else name)
         more = ["--calibration", str(text)] if name == "gptq" else []
         assert cli.main(["quantize", str(default_model_path()), str(out), "--format", name, *more]) == 0
@@ -132,6 +135,9 @@ def main() -> None:
     )
     parser.add_argument("--formats", action="store_true", help="formats of checkpoints instead")
     parser.add_argument("--made", action="store_true", help="what `quintet quantize` writes instead")
+    parser.add_argument(
+        "--only", type=lambda words: words.split(","), default=[], help="these rows, besides bf16"
+    )
     parser.add_argument("--windows", type=int, help=f"read so many of {WINDOW} tokens alone")
     parser.add_argument("--json", type=Path, help="also write the scores here")
     arguments = parser.parse_args()
@@ -145,8 +151,10 @@ def main() -> None:
         if arguments.made:
             variants = {
                 "bf16": {},
-                **{key: each for key, each in made(Path(folder)).items() if key != "bf16"},
+                **{key: each for key, each in made(Path(folder), arguments.only).items() if key != "bf16"},
             }
+        if arguments.only:
+            variants = {name: each for name, each in variants.items() if name in ("bf16", *arguments.only)}
         scores = list(measure(variants, held_out(arguments.windows)))
     print(table(scores))
     print(f"\n{scores[0].num_tokens} tokens of held-out library files, in windows of {WINDOW}")

@@ -30,6 +30,7 @@ from quintet.executor.program.library import program_library
 from quintet.executor.program.runner import ProgramRunner, allocate_kv, takes_layer
 from quintet.executor.quant.blocks import read_blocks
 from quintet.executor.quant.formats.registry import recognise
+from quintet.executor.quant.kv_scales import read_kv_scales
 from quintet.executor.quant.registry import open_quantization
 from quintet.executor.runner import Runner
 from quintet.executor.sampling.grammar import Grammars, StepMasks
@@ -293,11 +294,11 @@ def make_runner(
 
 
 def check_kv_dtype(config: EngineConfig, head_dim: int) -> None:
-    """Reject a cache of integers, which only the compiled attention reads, where torch computes."""
+    """Reject a cache of fewer bits, which only the compiled attention reads, where torch computes."""
     if config.cache.dtype in NARROW_KV:
         raise ConfigError(
-            f"--kv-cache-dtype {config.cache.dtype} needs the compiled CPU kernels, and they are not built or take no heads of"
-            f" {head_dim} numbers in blocks of {config.model.kv.block_size} tokens; drop it"
+            f"keys and values in {config.cache.dtype} need the compiled CPU kernels, and they are not built or take no heads of"
+            f" {head_dim} numbers in blocks of {config.model.kv.block_size} tokens: give --kv-cache-dtype model"
         )
 
 
@@ -319,6 +320,8 @@ def load_model(config: EngineConfig, platform: Platform, *, on_device: bool = Fa
             fill_randomly(model.weights, config.executor.seed)
         else:
             load_checkpoint(model.weights, files, _packed_cache(config))
+            if config.cache.dtype == "fp8":
+                read_kv_scales(files, model.attentions)
         model.weights.release()
     return model
 

@@ -22,8 +22,11 @@ Quantization = Literal[
 ModelImpl = Literal["quintet", "transformers"]
 """Whose layers compute a model: ours, or those of transformers over our KV memory."""
 
-KvCacheDtype = Literal["auto", "int8", "int4", "fp8"]
-"""``auto`` is the model's own; int8 and int4 are of CPUs, fp8 (e4m3) of GPUs."""
+KvFormat = Literal["model", "int8", "int4", "fp8"]
+"""Of keys and values in memory: ``model`` is the model's own; int8 and int4 are of CPUs alone; fp8 is e4m3."""
+
+KvCacheDtype = Literal["auto", KvFormat]
+"""As the flag has it: ``auto`` is what the checkpoint says of keys and values, else the model's own."""
 
 
 Routing = Literal["round-robin", "load", "prefix", "session"]
@@ -120,7 +123,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     gpu_memory_utilization: float = 0.92
     """Share of a GPU's memory that weights, working memory and KV may take together."""
     enable_prefix_caching: bool = True
-    dtype: KvCacheDtype = "auto"
+    dtype: KvFormat = "model"
     """Number format of keys and values."""
     swap_bytes: int = 0
     """Host memory for KV of preempted requests; 0: they are computed again."""

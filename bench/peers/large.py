@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 
 from bench.null_model import SPECIALS, write_tokenizer
 from quintet.deploy.resolve.gguf.vocabulary import vocabulary_of
-from quintet.executor.gguf.writing.metadata import Config, metadata_of
+from quintet.executor.gguf.writing.card import Config
+from quintet.executor.gguf.writing.metadata import metadata_of
 from quintet.executor.gguf.writing.mixes import MIXES, Model, type_of
 from quintet.executor.gguf.writing.model import add_value
 

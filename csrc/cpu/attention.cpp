@@ -43,6 +43,7 @@ class AttentionOp final : public Op {
     const AttentionKernels& kernels = QT_CHOOSE(attention);
     const auto& of_format = call.kv.dtype == Dtype::int8   ? kernels.attend_bytes
                             : call.kv.dtype == Dtype::int4 ? kernels.attend_fours
+                            : call.kv.dtype == kFp8  ? kernels.attend_eighths
                                                            : kernels.attend;
     AttentionKernel kernel = of_format[call.layer.dtype];
     if (call.kv.dtype == Dtype::bf16 && kernels.attend_in_pairs.run && pairs_wanted()) kernel = kernels.attend_in_pairs;
@@ -207,6 +208,7 @@ class KvWriteOp final : public Op {
     const KvWriteKernels& kernels = QT_CHOOSE(kv_write);
     const auto& of_format = call.kv.dtype == Dtype::int8   ? kernels.write_bytes
                             : call.kv.dtype == Dtype::int4 ? kernels.write_fours
+                            : call.kv.dtype == kFp8  ? kernels.write_eighths
                                                            : kernels.write;
     run_ = of_format[call.layer.dtype];
   }
@@ -249,14 +251,21 @@ void check(const AttentionLayer& layer) {
   QT_REQUIRE(layer.heads > 0 && layer.heads % layer.kv_heads == 0, "%lld query heads share %lld KV heads",
              (long long)layer.heads, (long long)layer.kv_heads);
   QT_REQUIRE(layer.dtype >= 0 && layer.dtype <= int(Dtype::fp32) &&
-                 (layer.kv_dtype == layer.dtype || layer.kv_dtype == int(Dtype::int8) || layer.kv_dtype == int(Dtype::int4)),
+                 (layer.kv_dtype == layer.dtype || layer.kv_dtype == int(Dtype::int8) || layer.kv_dtype == int(Dtype::int4) ||
+                  layer.kv_dtype == int(kFp8)),
              "activations of format %d, a cache of %d", layer.dtype, layer.kv_dtype);
+  QT_REQUIRE(layer.key_scale > 0.0f && layer.value_scale > 0.0f &&
+                 (layer.kv_dtype == int(kFp8) || (layer.key_scale == 1.0f && layer.value_scale == 1.0f)),
+             "scales of keys and values %g and %g for a cache of format %d", double(layer.key_scale), double(layer.value_scale),
+             layer.kv_dtype);
   QT_REQUIRE(layer.window >= 0 && layer.chunk >= 0 && (layer.window == 0 || layer.chunk == 0), "window %lld, chunk %lld",
              (long long)layer.window, (long long)layer.chunk);
   QT_REQUIRE(layer.rotary >= 0 && layer.rotary % 2 == 0 && layer.rotary_first >= 0 && layer.rope >= 0 &&
                  layer.rotary_first + layer.rotary <= layer.key_width,
              "%lld rotary dimensions from %lld on of %lld, by rotation %lld", (long long)layer.rotary,
              (long long)layer.rotary_first, (long long)layer.key_width, (long long)layer.rope);
+  QT_REQUIRE(!layer.values_in_keys || layer.value_scale == layer.key_scale, "scales %g and %g of one number",
+             double(layer.key_scale), double(layer.value_scale));
   QT_REQUIRE(!layer.values_in_keys || (layer.value_width <= layer.key_width && !layer.k_norm &&
                                        (layer.rotary == 0 || layer.rotary_first >= layer.value_width)),
              "values of %lld numbers that keys of %lld, rotated from %lld on, begin with", (long long)layer.value_width,
@@ -287,6 +296,7 @@ AttentionOp attention_of(Program& program, const AttentionLayer& layer, const vo
   AttentionCall call{};
   call.kv = paged_at(*kv, layer);
   call.layer = layer;
+  call.layer.scale *= layer.key_scale;
   call.q = q;
   call.out = out;
   call.q_stride = q_stride;
@@ -324,8 +334,8 @@ KvWriteOp kv_write_of(const AttentionLayer& layer, const void* q, index_t q_stri
 }  // namespace qt
 
 // Bytes of a block of one layer; 0 where the kernels do not take such heads: key_width up to 576, value_width up to 512,
-// block_size a multiple of 16, kv_dtype that of the activations, int8 or int4. values_in_keys: 0, 1, see AttentionLayer; not
-// of int4.
+// block_size a multiple of 16, kv_dtype that of the activations, int8, int4 or fp8. values_in_keys: 0, 1, see
+// AttentionLayer; not of int4.
 QT_EXPORT index_t qt_kv_block_bytes(int kv_dtype, index_t kv_heads, index_t key_width, index_t value_width,
                                     index_t block_size, index_t values_in_keys) {
   if (!qt::takes(qt::Dtype(kv_dtype), kv_heads, key_width, value_width, block_size, values_in_keys)) return 0;

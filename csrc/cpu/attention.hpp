@@ -7,6 +7,7 @@
 //   fp16, fp32   keys   [key_dim][16]
 //                values [16][value_dim]
 //   int8         keys and values as in fp16, a byte a number; then fp32 scales: of the 16 keys, of the 16 values
+//   fp8          the same without scales: e4m3, of what the layer's two scales divide
 //   int4         keys   [key_dim / 2][16]        a byte is a pair of dimensions of a key, the lower one in its low bits; then
 //                       [key_dim / 32][2][16]    fp16 factors of each 32 dimensions: scales of 16 keys, and their least numbers
 //                values [8][value_dim]           ... or a pair of keys in a dimension; then
@@ -24,6 +25,8 @@
 #include "work.hpp"
 
 namespace qt {
+
+inline constexpr Dtype kFp8{5};  // e4m3: a cache's alone
 
 inline constexpr index_t kTileKeys = 16;
 inline constexpr index_t kChunkKeys = 128;      // keys of one turn of the online softmax
@@ -54,6 +57,7 @@ struct AttentionLayer {
   float scale, softcap;              // softcap 0: none
   float eps, norm_offset;            // of the norms: what is added to their weights
   float growth;                      // queries are multiplied by 1 + growth * log(1 + (position + shift) / period), if more than 1; 0: not
+  float key_scale, value_scale;      // what an fp8 cache's numbers are multiplied with; 1 of other caches
   int dtype, kv_dtype;
   index_t period, shift;
   index_t in_parts;                  // 1: parts of periods count; 0: whole ones only
@@ -129,6 +133,7 @@ struct AttentionKernels {
   AttentionKernel attend[3];
   AttentionKernel attend_bytes[3];  // int8 cache
   AttentionKernel attend_fours[3];  // int4 cache
+  AttentionKernel attend_eighths[3];  // fp8 cache
   AttentionKernel attend_in_pairs;  // bf16 with VDPBF16PS
 };
 
@@ -136,6 +141,7 @@ struct KvWriteKernels {
   void (*write[3])(const void* call, index_t begin, index_t end);
   void (*write_bytes[3])(const void* call, index_t begin, index_t end);
   void (*write_fours[3])(const void* call, index_t begin, index_t end);
+  void (*write_eighths[3])(const void* call, index_t begin, index_t end);
 };
 
 // The first position that a token sees. Inlined everywhere: kernels of several instruction sets include it.

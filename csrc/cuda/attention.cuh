@@ -76,6 +76,7 @@ struct Attention {
   long long block_stride;  // numbers from a block's first key to the next block's
   Plan plan;
   Scores scores;
+  float value_scale;       // of all numbers of all values
   int group;
 };
 
@@ -84,7 +85,8 @@ struct Attention {
       const int *offsets, const int *block_table, int *plan, float *part_sums, float *part_stats, float *totals,      \
       int *tickets, const float *alibi, const float *sinks, int num_rows, int num_tokens, int max_rows,               \
       int num_heads, int num_kv_heads, int head_dim, int block_size, int max_blocks, int q_stride, int window,        \
-      int chunk, int split_tiles, int stages, long long plane, long long block_stride, float scale, float soft_cap
+      int chunk, int split_tiles, int stages, long long plane, long long block_stride, float scale, float soft_cap,\
+      float value_scale
 
 #define QT_ATTENTION_ARGUMENTS                                                                                        \
   quintet::Attention {                                                                                                \
@@ -93,7 +95,7 @@ struct Attention {
         num_kv_heads, head_dim, block_size, max_blocks, q_stride, quintet::Sight{window, chunk}, split_tiles, stages, \
         plane, block_stride,                                                                                          \
         quintet::Plan{plan, max_rows},                                                                                \
-        quintet::Scores{scale, soft_cap, soft_cap == 0.0f && alibi == nullptr}, num_heads / num_kv_heads              \
+        quintet::Scores{scale, soft_cap, soft_cap == 0.0f && alibi == nullptr}, value_scale, num_heads / num_kv_heads              \
   }
 
 // One piece of work. Empty: its split lies where its patch sees nothing.
@@ -228,7 +230,7 @@ __device__ __forceinline__ void store_line(
     const long long token = piece.token + line / a.group;
     const int head = piece.head * a.group + line % a.group;
     T* to = reinterpret_cast<T*>(a.out) + (token * a.num_heads + head) * a.head_dim + column;
-    const float share = share_of(normalizer, most, a.scores.unit(), sink_of(a, head));
+    const float share = share_of(normalizer, most, a.scores.unit(), sink_of(a, head)) * a.value_scale;
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
       if (column + 8 * n < a.head_dim) {
@@ -295,7 +297,7 @@ __device__ __forceinline__ void merge_parts(const Attention& a, const Piece& pie
     const long long token = piece.token + line / a.group;
     const int head = piece.head * a.group + line % a.group;
     T* to = reinterpret_cast<T*>(a.out) + (token * a.num_heads + head) * a.head_dim;
-    const float share = share_of(normalizer, most, unit, sink_of(a, head));
+    const float share = share_of(normalizer, most, unit, sink_of(a, head)) * a.value_scale;
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) {
       const int column = i * WARP_SIZE + lane;

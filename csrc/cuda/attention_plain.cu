@@ -22,7 +22,7 @@ __device__ __forceinline__ void attention_plain(
     T* out, const T* q, const KV* keys, const KV* values, const int* slots, const int* positions, const int* token_rows,
     const int* block_table, const float* alibi, const float* sinks, int num_heads, int num_kv_heads, int head_dim,
     int value_dim, int value_stride, int block_size, int max_blocks, int q_stride, const Sight& sight,
-    long long block_stride, const Scores& scores) {
+    long long block_stride, const Scores& scores, float value_scale) {
   constexpr int PER_THREAD = PLAIN_MAX_VALUE_DIM / PLAIN_THREADS;
   __shared__ float query[PLAIN_MAX_DIM];
   __shared__ float weights[PLAIN_THREADS];
@@ -74,7 +74,7 @@ __device__ __forceinline__ void attention_plain(
       sums[i] = sum;
     }
   }
-  const float share = share_of(normalizer, most, unit, sinks != nullptr ? sinks + head : nullptr);
+  const float share = share_of(normalizer, most, unit, sinks != nullptr ? sinks + head : nullptr) * value_scale;
 #pragma unroll
   for (int i = 0; i < PER_THREAD; ++i) {
     const int column = i * PLAIN_THREADS + thread;
@@ -91,12 +91,13 @@ __device__ __forceinline__ void attention_plain(
             (void* out, const void* q, const void* keys, const void* values, const int* slots, const int* positions,   \
              const int* token_rows, const int* block_table, const float* alibi, const float* sinks, int num_heads,     \
              int num_kv_heads, int head_dim, int value_dim, int value_stride, int block_size, int max_blocks,          \
-             int q_stride, int window, int chunk, long long block_stride, float scale, float soft_cap)) {                                        \
+             int q_stride, int window, int chunk, long long block_stride, float scale, float soft_cap,             \
+             float value_scale)) {                                                                                     \
     const quintet::Scores scores{scale, soft_cap, soft_cap == 0.0f && alibi == nullptr};                               \
     quintet::attention_plain<T, KV>((T*)out, (const T*)q, (const KV*)keys, (const KV*)values, slots, positions,        \
                                     token_rows, block_table, alibi, sinks, num_heads, num_kv_heads, head_dim,          \
                                     value_dim, value_stride, block_size, max_blocks, q_stride,                         \
-                                    quintet::Sight{window, chunk}, block_stride, scores);                              \
+                                    quintet::Sight{window, chunk}, block_stride, scores, value_scale);                 \
   }
 
 QT_ATTENTION_PLAIN(_fp32, float, float)

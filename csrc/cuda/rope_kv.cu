@@ -36,6 +36,16 @@ __device__ __forceinline__ void store_cached<fp8, 4>(fp8* address, const float (
   *reinterpret_cast<uint32_t*>(address) = fp8_bits_pair(x[0], x[1]) | (uint32_t(fp8_bits_pair(x[2], x[3])) << 16);
 }
 
+// Numbers as the cache has them: fp8 of what the layer's scale divides.
+template <class K, int V>
+__device__ __forceinline__ void store_scaled(K* address, float (&x)[V], float scale) {
+  if constexpr (sizeof(K) == 1) {
+#pragma unroll
+    for (int i = 0; i < V; i++) x[i] = __fdiv_rn(x[i], scale);
+  }
+  store_cached(address, x);
+}
+
 // The heads of all tokens: a token's side by side, the next token's `stride` numbers later.
 template <class T>
 struct Heads {
@@ -91,7 +101,7 @@ __device__ __forceinline__ void rope_kv(Heads<T> q, Heads<T> k, Heads<T> v, T* o
                                         const T* sin, const T* q_norm, const T* k_norm, float eps, K* kv,
                                         const int* kv_rows, int num_tokens, int num_heads, int num_kv_heads,
                                         int head_dim, int rotary_dim, long long plane, long long block_stride,
-                                        int block_size, int lanes) {
+                                        int block_size, int lanes, float key_scale, float value_scale) {
   const int num_all = num_heads + 2 * num_kv_heads;
   const int owned = (blockIdx.x * blockDim.x + threadIdx.x) / lanes;  // which head of which token
   const int lane = threadIdx.x % lanes;
@@ -155,8 +165,8 @@ __device__ __forceinline__ void rope_kv(Heads<T> q, Heads<T> k, Heads<T> v, T* o
       store_cached(queries + item.first, x[k]);
       if (item.has_second) store_cached(queries + item.second, y[k]);
     } else {
-      store_cached(cached + item.first, x[k]);
-      if (item.has_second) store_cached(cached + item.second, y[k]);
+      store_scaled(cached + item.first, x[k], is_value ? value_scale : key_scale);
+      if (item.has_second) store_scaled(cached + item.second, y[k], is_value ? value_scale : key_scale);
     }
   }
 }
@@ -170,16 +180,18 @@ using namespace quintet;
 // numbers after the one before as its stride says. out may be q. cos, sin: [tokens, rotary_dim], the second half as the first. q_norm,
 // k_norm: [head_dim], or null both. kv: keys [blocks, KV heads, block_size, head_dim], blocks block_stride
 // numbers apart, and values `plane` numbers behind them. kv_rows: [tokens], block *
-// block_size + place in it; -1 for padding, which writes no KV and whose queries are zeros.
+// block_size + place in it; -1 for padding, which writes no KV and whose queries are zeros. key_scale, value_scale: what
+// divides numbers of an fp8 cache; others have none.
 #define QT_ROPE_KV(name, T, K, V, ITEMS)                                                                          \
   QT_KERNEL_OCCUPANCY(128, 4, name,                                                                               \
             (const T* q, long long q_stride, const T* k, long long k_stride, const T* v, long long v_stride,      \
              T* out, long long out_stride, const T* cos, const T* sin, const T* q_norm, const T* k_norm,          \
              float eps, K* kv, const int* kv_rows, int num_tokens, int num_heads, int num_kv_heads,               \
-             int head_dim, int rotary_dim, long long plane, long long block_stride, int block_size, int lanes)) { \
+             int head_dim, int rotary_dim, long long plane, long long block_stride, int block_size, int lanes,    \
+             float key_scale, float value_scale)) {                                                               \
     rope_kv<T, K, V, ITEMS>({q, q_stride}, {k, k_stride}, {v, v_stride}, out, out_stride, cos, sin, q_norm,       \
                             k_norm, eps, kv, kv_rows, num_tokens, num_heads, num_kv_heads, head_dim, rotary_dim,  \
-                            plane, block_stride, block_size, lanes);                                              \
+                            plane, block_stride, block_size, lanes, key_scale, value_scale);                      \
   }
 
 #define QT_ROPE_KVS(format, T)                                               \

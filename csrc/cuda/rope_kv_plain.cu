@@ -40,7 +40,8 @@ template <class T, class K>
 __device__ __forceinline__ void rope_kv_plain(
     TokenHeads<T> q, TokenHeads<T> k, TokenHeads<T> v, T* out, const T* cos, const T* sin, const T* q_norm, const T* k_norm,
     float eps, float offset, K* keys, K* values, const int* kv_rows, const int* positions, int num_heads, int num_kv_heads,
-    int head_dim, int value_dim, const Rotary& rotary, long long block_stride, int block_size, const Growth& growth) {
+    int head_dim, int value_dim, const Rotary& rotary, long long block_stride, int block_size, const Growth& growth,
+    float key_scale, float value_scale) {
   __shared__ float x[ROPE_MAX_DIM];
   const int token = blockIdx.x, all = blockIdx.y, thread = threadIdx.x;
   const bool is_query = all < num_heads, is_value = all >= num_heads + num_kv_heads;
@@ -84,7 +85,8 @@ __device__ __forceinline__ void rope_kv_plain(
     const int block = kv_row / block_size, place = kv_row - block * block_size;
     K* to = is_value ? values : keys;
     to += block * block_stride + (long long)(head * block_size + place) * width;
-    for (int i = thread; i < width; i += ROPE_THREADS) to[i] = from_float<K>(x[i]);
+    const float scale = is_value ? value_scale : key_scale;
+    for (int i = thread; i < width; i += ROPE_THREADS) to[i] = from_float<K>(sizeof(K) == 1 ? __fdiv_rn(x[i], scale) : x[i]);
   }
 }
 
@@ -96,17 +98,18 @@ using namespace quintet;
 // as their strides say. out: [tokens, heads, head_dim]. cos, sin: [tokens, rotary_dim], the second half as the first. q_norm,
 // k_norm: [head_dim], or null both. keys, values: [blocks, KV heads, block_size, head_dim or value_dim], blocks block_stride
 // numbers apart. kv_rows: [tokens], block * block_size + place in it; -1 for padding, which writes no KV and whose queries are zeros. positions: [tokens].
+// key_scale, value_scale: what divides numbers of an fp8 cache; others have none.
 #define QT_ROPE_KV_PLAIN(name, T, K)                                                                                   \
   QT_KERNEL(quintet::ROPE_THREADS, name,                                                                               \
             (const T* q, long long q_stride, const T* k, long long k_stride, const T* v, long long v_stride, T* out,   \
              const T* cos, const T* sin, const T* q_norm, const T* k_norm, float eps, float offset, K* keys,           \
              K* values, const int* kv_rows, const int* positions, int num_heads, int num_kv_heads, int head_dim,       \
              int value_dim, int rotary_dim, int rotary_first, int interleaved, long long block_stride, int block_size, \
-             float growth, int period, int shift, int in_parts)) {                                                     \
+             float growth, int period, int shift, int in_parts, float key_scale, float value_scale)) {                 \
     rope_kv_plain<T, K>({q, q_stride}, {k, k_stride}, {v, v_stride}, out, cos, sin, q_norm, k_norm, eps, offset, keys, \
                         values, kv_rows, positions, num_heads, num_kv_heads, head_dim, value_dim,                      \
                         Rotary{rotary_dim, rotary_first, interleaved}, block_stride, block_size,                       \
-                        Growth{growth, period, shift, in_parts});                                                      \
+                        Growth{growth, period, shift, in_parts}, key_scale, value_scale);                              \
   }
 
 QT_ROPE_KV_PLAIN(rope_kv_plain_bf16, bf16, bf16)

@@ -144,7 +144,7 @@ def make_plan(resolution: Resolution) -> Plan:
         kv_formats=[
             KvFormatPlan(
                 name,
-                config.model.dtype if name == "auto" else name,
+                config.model.dtype if name == "model" else name,
                 each.bytes_per_token,
                 each.num_blocks(config.cache.memory_bytes) * each.bytes_per_block // each.bytes_per_token,
             )

@@ -45,7 +45,7 @@ from quintet.process.record import SUFFIX
 from quintet.wire.config import (
     CacheConfig,
     EngineConfig,
-    KvCacheDtype,
+    KvFormat,
     ModelConfig,
 )
 from quintet.wire.errors import ConfigError
@@ -66,7 +66,7 @@ class Resolution:
     """As the weights have them, else as the card says; None where only the executor knows."""
     stored: Format | None
     """The format that the checkpoint is quantized in; None where it is not."""
-    kv_formats: dict[KvCacheDtype, KvSpec]
+    kv_formats: dict[KvFormat, KvSpec]
     """What KV would take in each format that it could have."""
     notes: list[str] = field(default_factory=list)
     """What was derived against expectation: one line each, for the boot story."""
@@ -102,6 +102,10 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     if options.block_size is None and kv.block_size > rules.DEFAULT_BLOCK_SIZE:
         notes.append(
             f"blocks hold {kv.block_size} tokens, whose keys and values take what a layer's state does"
+        )
+    if options.kv_cache_dtype == "auto" and facts.has_fp8_kv:
+        notes.append(
+            "keys and values are fp8, as the checkpoint says: --kv-cache-dtype model keeps them as they are"
         )
     counted = weights.num_parameters if weights and facts.stored is None else None
     num_parameters = facts.num_parameters if counted is None else counted
@@ -182,7 +186,7 @@ def _cache_config(
     cache = CacheConfig(
         memory_bytes=rules.cap_kv_memory(kv, memory_bytes, options.max_num_seqs, fitted, step_tokens),
         enable_prefix_caching=options.enable_prefix_caching and can_share_prefixes,
-        dtype=options.kv_cache_dtype,
+        dtype=rules.kv_format(options, facts),
         gpu_memory_utilization=options.gpu_memory_utilization,
         swap_bytes=rules.derive_swap_bytes(options.swap_space, device, kind, room_bytes),
     )

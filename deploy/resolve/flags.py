@@ -321,8 +321,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         KvCacheDtype,
         Flag(
             MEMORY,
-            "number format of KV: int8 (on a CPU) and fp8 (on a GPU) hold about twice the tokens of bf16, a little less exactly;"
-            " int4 (on a CPU) three times as many, at a loss one can measure",
+            "number format of KV: int8 (on a CPU) and fp8 hold about twice the tokens of bf16, a little less exactly; int4 (on a"
+            " CPU) three times as many, at a loss one can measure; model: the model's own; auto: fp8 where the checkpoint"
+            " says so, else the model's own",
         ),
     ] = "auto"
     swap_space: Annotated[

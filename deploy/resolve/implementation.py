@@ -72,7 +72,7 @@ def check_transformers_flags(options: Options) -> None:
         ("--packed-cache", options.packed_cache, None),
         ("--kv-cache-dtype", options.kv_cache_dtype, "auto"),
     ):
-        if given != usual:
+        if given not in (usual, "model"):
             raise ConfigError(
                 f"{flag} {given} is for Quintet's own models, and transformers computes this one: drop it, or take a model that"
                 " `quintet plan` says is computed by Quintet"

@@ -13,7 +13,7 @@ from quintet.deploy.resolve.card import ModelFacts
 from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.memory import format_size
 from quintet.executor.cards.spec import KvNeed
-from quintet.wire.config import KvCacheDtype
+from quintet.wire.config import KvFormat
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
 from quintet.wire.kv_spec import Kind, KvSpec, LayerKv, group_layers, padded_head
 from quintet.wire.model_files import card_path
@@ -142,23 +142,21 @@ def check_expert_widths(facts: ModelFacts, device: str, dtype_bytes: int) -> Non
 
 def kv_spec(options: Options, device: str, facts: ModelFacts, dtype_bytes: int) -> KvSpec:
     """Return what KV takes; reject a number format that the device does not compute with."""
-    block_size = options.block_size
-    if options.kv_cache_dtype == "auto":
+    block_size, kind = options.block_size, kv_format(options, facts)
+    if kind == "model":
         return _groups(facts, block_size, dtype_bytes, lambda width: width * dtype_bytes)
-    other = "cuda" if options.kv_cache_dtype == "fp8" else "cpu"
-    if device != other:
-        instead = "int8" if device == "cpu" else "fp8"
+    if device != "cpu" and kind != "fp8":
         raise ConfigError(
-            f"--kv-cache-dtype {options.kv_cache_dtype} is not computed on this device: give {instead}, or --device {other}"
+            f"--kv-cache-dtype {kind} is not computed on this device: give fp8, or --device cpu"
         )
-    if options.kv_cache_dtype == "fp8":
+    if device == "cpu" and block_size is not None and block_size % 16:
+        raise ConfigError(
+            f"keys and values in {kind} need blocks of a multiple of 16 tokens and --block-size is {block_size};"
+            " give 16 or 32, or --kv-cache-dtype model"
+        )
+    if kind == "fp8":
         return _groups(facts, block_size, dtype_bytes, lambda width: width)
-    if block_size is not None and block_size % 16:
-        raise ConfigError(
-            f"--kv-cache-dtype {options.kv_cache_dtype} needs blocks of a multiple of 16 tokens and --block-size is {block_size};"
-            " give 16 or 32"
-        )
-    if options.kv_cache_dtype == "int8":
+    if kind == "int8":
         return _groups(facts, block_size, dtype_bytes, lambda width: width + _SCALE_BYTES)
     if any(need is not None and need.values_in_keys for need in facts.kv_needs):
         raise ConfigError(
@@ -169,13 +167,18 @@ def kv_spec(options: Options, device: str, facts: ModelFacts, dtype_bytes: int) 
     )
 
 
-def kv_formats(
-    options: Options, device: str, facts: ModelFacts, dtype_bytes: int
-) -> dict[KvCacheDtype, KvSpec]:
+def kv_format(options: Options, facts: ModelFacts) -> KvFormat:
+    """Return the number format of keys and values: as asked, else as the checkpoint says, else the model's own."""
+    if options.kv_cache_dtype != "auto":
+        return options.kv_cache_dtype
+    return "fp8" if facts.has_fp8_kv else "model"
+
+
+def kv_formats(options: Options, device: str, facts: ModelFacts, dtype_bytes: int) -> dict[KvFormat, KvSpec]:
     """Return what KV takes in each number format that it could have here."""
-    found: dict[KvCacheDtype, KvSpec] = {}
-    for name in get_args(KvCacheDtype):
-        if facts.implementation == "transformers" and name != "auto":
+    found: dict[KvFormat, KvSpec] = {}
+    for name in get_args(KvFormat):
+        if facts.implementation == "transformers" and name != "model":
             continue
         try:
             found[name] = kv_spec(

@@ -17,7 +17,7 @@ from quintet.executor.cuda.linear_choice import DeviceLinears, captured_stopwatc
 from quintet.executor.cuda.runner import DeviceRunner
 from quintet.executor.cuda.tables import DeviceTables, StepMemory
 from quintet.executor.cuda.worker import DeviceWorker
-from quintet.executor.layers.attention import AttentionLayer
+from quintet.executor.layers.attention import AttentionLayer, KvScales
 from quintet.executor.models.model import CausalModel
 from quintet.process.trace import Span, no_span
 from quintet.wire.config import EngineConfig
@@ -100,7 +100,8 @@ def _attention_of_prompts(
         log.info("attention of prompts: quintet (layers in %d groups)", len(config.model.kv.groups))
         return None
     scales = {layer.scale for layer in layers}
-    if plan is None or len(scales) > 1:
+    has_kv_scales = any(layer.kv_scales != KvScales() for layer in layers)
+    if plan is None or len(scales) > 1 or has_kv_scales:
         log.info("attention of prompts: quintet (layers differ in heads or scale)")
         return None
     is_usual = plan.head_dim == plan.value_dim and not any(sight.chunk for sight in plan.sights)

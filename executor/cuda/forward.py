@@ -229,6 +229,7 @@ class DevicePass:
             layer.rotary_first,
             layer.interleaved,
             layer.temperature,
+            (layer.kv_scales.key, layer.kv_scales.value),
         )
         queries, keys = (in_packs(x.settled).unflatten(1, (-1, layer.head_dim)) for x in (q, k))
         values = in_packs(v.settled).unflatten(1, (-1, layer.value_width))
@@ -243,12 +244,13 @@ class DevicePass:
                 queries,
                 kv,
                 rows,
-                layer.scale,
+                layer.scale * layer.kv_scales.key,
                 layer.window,
                 layer.softcap or 0.0,
                 layer.alibi_slopes,
                 chunk=layer.chunk,
                 sinks=layer.sinks,
+                value_scale=layer.kv_scales.value,
             )
         return Value(attended.view(rows.num_tokens, -1))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -32,6 +32,17 @@ class Heads:
     num_kv_heads: int
     head_dim: int
     value_width: int
+
+
+@dataclass(slots=True)
+class KvScales:
+    """What a layer's keys and values are divided by before they are rounded to fp8, and multiplied with where they are read.
+
+    Set once, while a checkpoint is loaded that has them; other caches than fp8 do not look.
+    """
+
+    key: float = 1.0
+    value: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -79,6 +90,7 @@ class AttentionLayer:
     """Whether both are behind the rotation instead (HunYuan)."""
     temperature: Temperature | None = None
     """Of queries, after their rotation."""
+    kv_scales: KvScales = field(default_factory=KvScales)
 
     def __post_init__(self) -> None:
         assert self.num_heads % self.num_kv_heads == 0, (self.num_heads, self.num_kv_heads)

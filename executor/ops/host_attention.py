@@ -4,7 +4,7 @@ Owns the cache of a layer (`PagedKv`), the declarations of the C functions that 
 are given. A compiled step calls the same kernels by `quintet.executor.program.library`. What a token's attention comes to
 has the same bits in every batch, however its prompt was cut into chunks. An int8 cache holds a head's keys and values in 255
 steps between their largest magnitude and its negative, with an fp32 scale for each; an int4 cache each 32 numbers of
-them in 16 steps between their least and their largest, both fp16.
+them in 16 steps between their least and their largest, both fp16; an fp8 cache e4m3 of what a layer's scales divide.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ import torch
 
 from quintet.executor.layers.attention import AttentionLayer
 from quintet.executor.memory import lazy_zeros
-from quintet.executor.ops.host_dtypes import DTYPE_CODES
+from quintet.executor.ops.host_dtypes import DTYPE_CODES, NARROW_KV
 from quintet.executor.ops.host_library import check_layout, declare, open_library
 from quintet.executor.program.step import CStep, KvPlace
 from quintet.wire.errors import ConfigError
 
+_FP8 = DTYPE_CODES[torch.float8_e4m3fn]
 _ADDRESS, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
 
@@ -36,6 +37,7 @@ class CAttention(ctypes.Structure):
         *((name, _ADDRESS) for name in ("alibi_slopes", "sinks", "q_norm", "k_norm")),
         ("norms_behind", _SIZE),
         *((name, _FLOAT) for name in ("scale", "softcap", "eps", "norm_offset", "growth")),
+        *((name, _FLOAT) for name in ("key_scale", "value_scale")),
         *((name, _INT) for name in ("dtype", "kv_dtype")),
         *((name, _SIZE) for name in ("period", "shift", "in_parts", "values_in_keys")),
     )
@@ -180,6 +182,8 @@ def c_attention(layer: AttentionLayer, dtype: torch.dtype, kv_code: int, block_s
         eps=0.0 if norms is None else norms[0].eps,
         norm_offset=0.0 if norms is None else norms[0].offset,
         growth=0.0 if temperature is None else temperature.growth,
+        key_scale=layer.kv_scales.key if kv_code == _FP8 else 1.0,
+        value_scale=layer.kv_scales.value if kv_code == _FP8 else 1.0,
         dtype=DTYPE_CODES[dtype],
         kv_dtype=kv_code,
         period=1 if temperature is None else temperature.period,
@@ -259,9 +263,9 @@ def _check(step: CStep, layer: AttentionLayer, name: str, x: torch.Tensor, width
             f"{name} is {x.dtype}{list(x.shape)} with strides {x.stride()}; expected [{step.num_tokens}, {width}] of"
             " bfloat16, float16 or float32 with neighbouring elements in a row"
         )
-    if kv.dtype not in (x.dtype, torch.int8, torch.quint4x2):
+    if kv.dtype not in (x.dtype, *NARROW_KV.values()):
         raise ValueError(
-            f"the cache holds {kv.dtype} and {name} is {x.dtype}; expected the same, or an int8 or int4 cache"
+            f"the cache holds {kv.dtype} and {name} is {x.dtype}; expected the same, or an int8, int4 or fp8 cache"
         )
     heads = (layer.num_kv_heads, layer.head_dim, layer.value_width)
     if layer.values_in_keys != kv.values_in_keys:

@@ -125,6 +125,7 @@ class Problem:
         alibi: torch.Tensor | None = None,
         chunk: int | None = None,
         sinks: torch.Tensor | None = None,
+        value_scale: float = 1.0,
     ) -> Step:
         """Compute a step, its rows being of ``requests`` in order; tokens after a row's last are not in the cache yet."""
         shape, place = self.shape, self.device.torch_device
@@ -159,7 +160,7 @@ class Problem:
         plan.prepare(step)
         scale = shape.head_dim**-0.5
         options = (scale, window, soft_cap, alibi)
-        more = {"chunk": chunk, "sinks": sinks}
+        more = {"chunk": chunk, "sinks": sinks, "value_scale": value_scale}
         out = paged_attention(self.device, plan, q, cache, step, *options, **more)  # type: ignore[arg-type]
         return Step(out, q, cache, step, options, more)
 
@@ -188,8 +189,8 @@ class Step:
     kv: Planes
     rows: StepRows
     options: tuple[float, int | None, float, torch.Tensor | None]
-    more: dict[str, int | torch.Tensor | None]
-    """``chunk`` and ``sinks``."""
+    more: dict[str, int | float | torch.Tensor | None]
+    """``chunk``, ``sinks`` and ``value_scale``."""
 
     def check(self) -> None:
         """Compare with the reference.

@@ -166,12 +166,22 @@ def test_fp8_cache_saturates(device: Device, dtype: torch.dtype, head_dim: int, 
     assert torch.equal(world.kv.view(torch.uint8), kv.view(torch.uint8))
 
 
-def test_fp8_cache_of_rotated_numbers(device: Device) -> None:
-    """What is stored is the number in the model's format, rounded again."""
-    world = make_world(device, torch.bfloat16, kv_dtype=torch.float8_e4m3fn)
+@pytest.mark.parametrize("head_dim", [64, 20])
+@pytest.mark.parametrize(
+    "turn",
+    [
+        Turn(),
+        Turn(kv_scales=(0.013, 3.7)),
+        Turn(interleaved=True, kv_scales=(0.013, 3.7)),
+    ],
+    ids=["whole", "scaled", "scaled, plainly"],
+)
+def test_fp8_cache_of_rotated_numbers(device: Device, turn: Turn, head_dim: int) -> None:
+    """What is stored is the number in the model's format, divided by the layer's scale, rounded again."""
+    world = make_world(device, torch.bfloat16, head_dim, head_dim, kv_dtype=torch.float8_e4m3fn)
     kv = world.kv.clone()
-    rope_kv_reference(*world.heads, world.cos, world.sin, kv, world.rows)
-    rope_kv(device, *world.heads, world.cos, world.sin, world.kv, world.rows)
+    rope_kv_reference(*world.heads, world.cos, world.sin, kv, world.rows, turn)
+    rope_kv(device, *world.heads, world.cos, world.sin, world.kv, world.rows, turn)
     assert torch.equal(world.kv.view(torch.uint8), kv.view(torch.uint8))
 
 

@@ -85,7 +85,12 @@ def test_plan_says_what_each_format_of_kv_buys(tmp_path: Path, capsys: pytest.Ca
             "bytes_per_token": heads * size,
             "num_tokens": mib // (heads * size * 16) * 16,
         }
-        for name, dtype, size in (("auto", "bfloat16", 32), ("int8", "int8", 20), ("int4", "int4", 12))
+        for name, dtype, size in (
+            ("model", "bfloat16", 32),
+            ("int8", "int8", 20),
+            ("int4", "int4", 12),
+            ("fp8", "fp8", 16),
+        )
     ]
     assert cli.main(words) == 0
     assert "KV as int4" in capsys.readouterr().out

@@ -10,12 +10,16 @@ import torch
 from numpy.typing import NDArray
 from tests.executor.instruction_sets import MATRIX_UNITS, isa
 
-from quintet.executor.layers.attention import AttentionLayer
+from quintet.executor.layers.attention import AttentionLayer, KvScales
 from quintet.executor.ops.host_attention import PagedKv, attend, write_kv
 from quintet.executor.program.step import CStep
 
 Row = tuple[int, int, int]
 """Request, first position, number of tokens."""
+
+
+FP8_SCALES = 0.00785, 0.5
+"""Of keys, some of which are then beyond what e4m3 holds, and of values, many of which are below its normal numbers."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class Shape:
     head_dim: int = 64
     block_size: int = 16
     kv_dtype: torch.dtype | None = None
-    """None: the same."""
+    """None: the same. What fp8 is divided by is `FP8_SCALES`."""
     value_dim: int | None = None
     """None: the same."""
     values_in_keys: bool = False
@@ -36,6 +40,11 @@ class Shape:
     @property
     def value_width(self) -> int:
         return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def kv_scales(self) -> KvScales:
+        key, value = FP8_SCALES
+        return KvScales(key, key if self.values_in_keys else value)
 
 
 @dataclass(frozen=True)
@@ -63,6 +72,7 @@ class Features:
             alibi_slopes=self.alibi_slopes,
             chunk=self.chunk,
             sinks=self.sinks,
+            kv_scales=shape.kv_scales,
         )
 
 
@@ -141,8 +151,11 @@ class Requests:
         q, k, v = self.qkv[request].split(self._widths, 1)
         q, k = (x.unflatten(1, (-1, shape.head_dim)) for x in (q, k))
         v = v.unflatten(1, (-1, shape.value_width))
-        stored = STORED.get(shape.kv_dtype, torch.Tensor.double)
-        k, v = stored(k), stored(v)
+        if shape.kv_dtype is torch.float8_e4m3fn:
+            k, v = in_eighths(k, shape.kv_scales.key), in_eighths(v, shape.kv_scales.value)
+        else:
+            stored = STORED.get(shape.kv_dtype, torch.Tensor.double)
+            k, v = stored(k), stored(v)
         if (shape.dtype, shape.kv_dtype) == (torch.bfloat16, torch.quint4x2) and isa() in MATRIX_UNITS:
             k, v = away_to_bf16(k), away_to_bf16(v)
         if shape.values_in_keys:
@@ -168,6 +181,13 @@ def in_16_steps(x: torch.Tensor) -> torch.Tensor:
         steps = torch.where(step > 0, torch.ones_like(step) / step, 0.0)
         groups.append(((group - least) * steps).clamp(0.0, 15.0).round().double() * step + least)
     return torch.cat(groups, -1)
+
+
+def in_eighths(x: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return the nearest e4m3 of what ``scale`` divides, at most 448, times it, in fp64."""
+    of_scale = torch.tensor(scale)  # in fp32, as the kernels have it
+    codes = (x.float() / of_scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+    return codes.double() * of_scale.double()
 
 
 def away_to_bf16(x: torch.Tensor) -> torch.Tensor:

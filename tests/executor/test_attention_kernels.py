@@ -3,7 +3,7 @@
 Bounds. The result is rounded once: bf16 2^-8, fp16 2^-11; for fp32 there are sums of up to a thousand products in order. Where
 bf16 is multiplied in pairs, weights are rounded as well (2^-8 of each) and with them their sum: what they average to is off
 by at most twice that share of the values' average magnitude. So they are on a matrix unit, from powers of two that are off by
-9e-5, a fortieth of that; an int8 cache's with their scales, and not their sum. An int8 or int4 cache is compared with what it
+9e-5, a fortieth of that; an int8 cache's with their scales, and not their sum. A cache of fewer bits is compared with what it
 should hold; of int4 on a matrix unit, that is rounded to bf16.
 
 The cache is full of NaN at first: whatever of it reaches a result is seen.
@@ -35,6 +35,7 @@ from quintet.wire.errors import ConfigError
 pytestmark = pytest.mark.skipif(open_library() is None, reason="the host kernels are not built")
 
 BF16, FP16, FP32, INT8, INT4 = torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.quint4x2
+FP8 = torch.float8_e4m3fn
 DTYPES = [BF16, FP16, FP32]
 UNIT = {BF16: 2.0**-8, FP16: 2.0**-11, FP32: 2.0**-17}
 """Of the values' average magnitude; see above."""
@@ -79,6 +80,8 @@ FORMATS = {
     "int8 of fp32": Format(FP32, INT8),
     "int4 of bf16": Format(BF16, INT4),
     "int4 of fp32": Format(FP32, INT4),
+    "fp8 of bf16": Format(BF16, FP8),
+    "fp8 of fp32": Format(FP32, FP8),
 }
 
 
@@ -143,7 +146,7 @@ def test_equals_the_reference(
 def test_values_that_keys_begin_with(
     form: Format, heads: int, kv_heads: int, head_dim: int, value_dim: int
 ) -> None:
-    """Stored once, the bits are those of values that are stored again; but of an int8 cache, where they have the keys' scale."""
+    """Stored once, the bits are those of values that are stored again; but of int8 and fp8, where they have the keys' scale."""
     lengths, scale = EDGES[:-4] if heads > 7 else EDGES, head_dim**-0.5
     shape = replace(form.shape(heads, kv_heads, head_dim, 16, value_dim), values_in_keys=True)
     if form.kv_dtype is INT4:
@@ -164,7 +167,7 @@ def test_values_that_keys_begin_with(
     outputs = once.run(whole, scale)
     for i, out in enumerate(outputs):
         check(form, out, *reference(*once.parts(i), scale, PLAIN))
-    if form.kv_dtype is not INT8:
+    if form.kv_dtype not in (INT8, FP8):
         for out, other in zip(outputs, twice.run(whole, scale), strict=True):
             assert_same_bits(out, other)
     once.kv.memory.fill_(0xFF)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from quintet.executor.gguf.writing.metadata import usual
+from quintet.executor.gguf.writing.card import usual
 from quintet.executor.gguf.writing.mixes import MIXES
 from quintet.executor.gguf.writing.model import plan_of, write_gguf
 

@@ -13,7 +13,7 @@ import pytest
 
 from quintet.deploy.resolve import tokenizer_files
 from quintet.executor.gguf.parts import read_parts
-from quintet.executor.gguf.writing import more_metadata
+from quintet.executor.gguf.writing import routed_metadata
 from quintet.executor.gguf.writing.conversions import CONVERT, Named, as_it_is
 from quintet.executor.gguf.writing.mixes import MIXES
 from quintet.executor.gguf.writing.model import plan_of, write_gguf
@@ -45,7 +45,7 @@ def test_a_files_tokens_are_its_models(family: str, tmp_path: Path) -> None:
 def _with_latents_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """What heads make of latents is one tensor, and no key is of what is kept."""
     monkeypatch.delitem(CONVERT, "deepseek2")
-    known = more_metadata.MORE["deepseek2"]
+    known = routed_metadata.ROUTED["deepseek2"]
 
     def older(config: dict[str, Any]) -> dict[str, Any]:
         said = known(config)
@@ -55,7 +55,7 @@ def _with_latents_whole(monkeypatch: pytest.MonkeyPatch) -> None:
         }
         return said | heads | widths | {f"{key}_mla": None for key in widths}
 
-    monkeypatch.setitem(more_metadata.MORE, "deepseek2", older)
+    monkeypatch.setitem(routed_metadata.ROUTED, "deepseek2", older)
 
 
 def _with_projections_whole(monkeypatch: pytest.MonkeyPatch) -> None:

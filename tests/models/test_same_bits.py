@@ -27,7 +27,7 @@ from quintet.executor.sampling.grammar import StepMasks
 from quintet.executor.sampling.settings import Settings
 from quintet.executor.slots import SlotTables
 from quintet.executor.worker import Worker, make_torch_worker
-from quintet.wire.config import EngineConfig, KvCacheDtype
+from quintet.wire.config import EngineConfig, KvFormat
 from quintet.wire.params import SamplingParams
 from quintet.wire.step import StepPlan
 
@@ -154,7 +154,7 @@ def run(
     return witness.release()
 
 
-def with_kv(config: EngineConfig, dtype: KvCacheDtype) -> EngineConfig:
+def with_kv(config: EngineConfig, dtype: KvFormat) -> EngineConfig:
     return msgspec.structs.replace(config, cache=msgspec.structs.replace(config.cache, dtype=dtype))
 
 
@@ -165,12 +165,18 @@ def with_blocks(config: EngineConfig, num_blocks: int) -> EngineConfig:
 
 @pytest.mark.parametrize(
     ("dtype", "kv"),
-    [("bfloat16", "auto"), ("float32", "auto"), ("float16", "auto"), ("bfloat16", "int4")],
+    [
+        ("bfloat16", "model"),
+        ("float32", "model"),
+        ("float16", "model"),
+        ("bfloat16", "int4"),
+        ("bfloat16", "fp8"),
+    ],
 )
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("params", [GREEDY, RANDOM], ids=["greedy", "random"])
 def test_logits_do_not_depend_on_company_or_schedule(
-    model: str, dtype: Dtype, kv: KvCacheDtype, params: SamplingParams, tmp_path: Path, threads: None
+    model: str, dtype: Dtype, kv: KvFormat, params: SamplingParams, tmp_path: Path, threads: None
 ) -> None:
     card = card_of(MODELS[model], tmp_path)
     config = engine_config(tmp_path, card, 16, 288, dtype, load_format="dummy", seed=3)

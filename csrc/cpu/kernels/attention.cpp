@@ -21,7 +21,8 @@
 // where the processor's pairs of bf16 are faster than fp32 (attend_in_pairs), and on the matrix unit, weights are rounded to
 // bf16 for the multiplication with the values, and it is the rounded ones that the normalizer sums: a true average of the
 // values. (On the matrix unit but for an int8 cache, where weights are rounded with the values' scales.) An int4 cache's numbers are
-// code * scale + least number, rounded once, before they are multiplied; to bf16 once more for the matrix unit.
+// code * scale + least number, rounded once, before they are multiplied; to bf16 once more for the matrix unit. The two scales of a
+// layer with an fp8 cache multiply its scores and its results.
 //
 // Where values are what keys begin with, a chunk's are laid out as values first: once for all groups of a piece.
 //
@@ -277,7 +278,7 @@ void merge(index_t rows, index_t value_dim, Partial part, Partial total) {
   }
 }
 
-// What the rows' sums are multiplied with, [kMaxRows]: the reciprocal of their normalizers, which their heads' sinks have joined
+// What the rows' sums are multiplied with, [kMaxRows]: the layer's scale of values over their normalizers, which their heads' sinks have joined
 // (a score without a value: Xiao et al., "Efficient streaming language models with attention sinks", 2024, section 3.2).
 template <class Word>
 void shares_of(const AttentionCall& call, const Group<Word>& group, index_t first_head, Partial total, float* shares) {
@@ -286,7 +287,7 @@ void shares_of(const AttentionCall& call, const Group<Word>& group, index_t firs
     const index_t count = group.rows - r < kLanes ? group.rows - r : kLanes;
     const f32v normalizer = load(total.normalizer + r, count);
     if (!call.layer.sinks) {
-      store(shares + r, all(1.0f) / normalizer);
+      store(shares + r, all(call.layer.value_scale) / normalizer);
       continue;
     }
     float sinks[kLanes] = {};
@@ -294,7 +295,7 @@ void shares_of(const AttentionCall& call, const Group<Word>& group, index_t firs
       sinks[i] = call.layer.sinks[first_head + head] * kLog2E;
     const f32v most = load(total.most + r, count), sink = load(sinks), larger = max(most, sink);
     const f32v kept = power_of_two(most - larger);
-    store(shares + r, kept / fma(normalizer, kept, power_of_two(sink - larger)));
+    store(shares + r, kept * all(call.layer.value_scale) / fma(normalizer, kept, power_of_two(sink - larger)));
   }
 }
 
@@ -440,6 +441,7 @@ void attend(const void* description, index_t begin, index_t end) {
 constexpr index_t kGroupRows = 48;
 using Bytes = Format<std::int8_t, Singles<std::int8_t>, true, true>;
 using InFours = Format<Fours, Fours, true>;
+using InEighths = Format<Eighth, Singles<Eighth>, true>;
 
 template <class Format, class Element>
 constexpr AttentionKernel kSharing = {attend<Format, Element>, kGroupRows, kMaxGroups};
@@ -455,11 +457,13 @@ const AttentionKernels attention = {
     .attend = {kOfBf16<bf16>, kSharing<Format<fp16, Singles<fp16>, true>, fp16>, kSharing<Format<float, Singles<float>, true>, float>},
     .attend_bytes = {kOfBf16<std::int8_t>, kSharing<Bytes, fp16>, kSharing<Bytes, float>},
     .attend_fours = {kOfBf16<Fours>, kSharing<InFours, fp16>, kSharing<InFours, float>},
+    .attend_eighths = {kOfBf16<Eighth>, kSharing<InEighths, fp16>, kSharing<InEighths, float>},
 #else
     .attend = {kSharing<Format<bf16, Halves, true>, bf16>, kSharing<Format<fp16, Singles<fp16>, true>, fp16>,
                kSharing<Format<float, Singles<float>, true>, float>},
     .attend_bytes = {kSharing<Bytes, bf16>, kSharing<Bytes, fp16>, kSharing<Bytes, float>},
     .attend_fours = {kSharing<InFours, bf16>, kSharing<InFours, fp16>, kSharing<InFours, float>},
+    .attend_eighths = {kSharing<InEighths, bf16>, kSharing<InEighths, fp16>, kSharing<InEighths, float>},
 #endif
 #if defined(__AVX512BF16__) && !defined(QT_AMX)
     .attend_in_pairs = {attend<Format<bf16, Pairs, false>, bf16>, kGroupRows, 1},  // pairs are not widened: nothing to share

@@ -37,6 +37,22 @@ QT_INLINE f32v load(const std::int8_t* from) {
 #endif
 }
 
+// An fp8 cache's numbers, without their layer's scale: e4m3 without NaN. The multiplication changes the exponent's bias, and makes
+// denormals normal.
+struct Eighth { std::uint8_t bits; };
+
+QT_INLINE f32v load(const Eighth* from) {
+#if defined(__AVX512F__)
+  const i32v bytes = (i32v)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from));
+#elif defined(__AVX2__)
+  const i32v bytes = (i32v)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from));
+#else
+  i32v bytes;
+  for (int i = 0; i < kLanes; ++i) bytes[i] = std::int8_t(from[i].bits);
+#endif
+  return as_float(bytes << 20 & all(std::int32_t(0x87F00000))) * all(1.329227995784916e36f);  // 2^120
+}
+
 // kLanes bytes of an int4 cache: a number in their low bits, another in their high ones.
 QT_INLINE i32v load_fours(const char* from) {
 #if defined(__AVX512F__)

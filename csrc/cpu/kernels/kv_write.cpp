@@ -9,8 +9,7 @@
 // A block may hold numbers of a former tenant, NaN among them, and attention multiplies what a token does not see by 0. So
 // who writes the first position of a tile clears the values of those positions that this step does not write: their keys, where
 // these are the values too.
-#include "attention.hpp"
-#include "simd.hpp"
+#include "attention_tiles.hpp"
 
 namespace qt::QT_ISA {
 namespace {
@@ -159,6 +158,27 @@ void put_value(const Element* value, index_t width, const PagedKv& kv, char* pla
   for (index_t d = 0; d < kv.value_dim; ++d) put_code(plane, i, d, kv.value_dim, codes[d]);
 }
 
+// Eight bits with a point: the nearest e4m3 (ties to even) of what the layer's scale divides, at most 448, as torch rounds. From 2^-6
+// on the lowest 20 bits of a number are rounded away; those below are multiples of 2^-9.
+template <class Element>
+QT_INLINE void in_eighths(const Element* numbers, index_t width, index_t padded, float scale, Eighth* to) {
+  for (index_t d = 0; d < padded; d += kLanes) {
+    const f32v value = (d < width ? load(numbers + d, width - d) : all(0.0f)) / all(scale);
+    const f32v magnitude = min(max(value, -value), all(448.0f));
+    const i32v bits = as_bits(magnitude);
+    const i32v normal = (bits + all(0x7FFFF) + (bits >> 20 & 1)) >> 20;
+    const i32v small = as_bits(magnitude + all(16384.0f)) - as_bits(all(16384.0f));
+    const i32v is_small = magnitude < all(0x1p-6f);
+    const i32v code = (is_small & small) | (~is_small & (normal - (120 << 3)));
+    const i32v sign = (i32v)((u32v)as_bits(value) >> 24) & 0x80;
+    for (int i = 0; i < kLanes; ++i) to[d + i].bits = std::uint8_t(code[i] | sign[i]);
+  }
+}
+
+// Whether each head has a scale of its own.
+template <class Stored>
+inline constexpr bool kScaled = std::is_same_v<Stored, std::int8_t>;
+
 // The place of row `major` (a key's dimension, or a value's key) in a column of the `width` of a plane.
 template <class Stored>
 QT_INLINE Stored* place(char* plane, index_t major, index_t column, index_t width) {
@@ -168,11 +188,14 @@ QT_INLINE Stored* place(char* plane, index_t major, index_t column, index_t widt
     return (Stored*)plane + major * width + column;
 }
 
-// One head's numbers as they are stored, with zeros up to the `padded` width, a multiple of 16; returns their scale. int8:
-// nearest of 255 steps between the largest magnitude and its negative (ties to even).
+// One head's numbers as they are stored, with zeros up to the `padded` width, a multiple of 16; returns their scale. `scale`: of
+// fp8. int8: nearest of 255 steps between the largest magnitude and its negative (ties to even).
 template <class Element, class Stored>
-QT_INLINE float stored(const Element* numbers, index_t width, index_t padded, Stored* to) {
-  if constexpr (std::is_same_v<Element, Stored>) {
+QT_INLINE float stored(const Element* numbers, index_t width, index_t padded, float scale, Stored* to) {
+  if constexpr (std::is_same_v<Stored, Eighth>) {
+    in_eighths(numbers, width, padded, scale, to);
+    return scale;
+  } else if constexpr (std::is_same_v<Element, Stored>) {
     std::memcpy(to, numbers, width * sizeof(Element));
     std::memset(to + width, 0, (padded - width) * sizeof(Element));
     return 1.0f;
@@ -192,7 +215,7 @@ QT_INLINE float stored(const Element* numbers, index_t width, index_t padded, St
 }
 
 // The value of the tile's i-th position, and what its scales are.
-template <class Element, class Stored>
+template <class Stored>
 void clear(const KvWriteCall& call, char* tile, index_t i) {
   const PagedKv& kv = call.kv;
   char* value_plane = tile + kv.key_bytes;
@@ -208,7 +231,7 @@ void clear(const KvWriteCall& call, char* tile, index_t i) {
       for (index_t d = 0; d < kv.value_dim; ++d) *place<Stored>(tile, d, i, kTileKeys) = Stored{};
     else
       for (index_t d = 0; d < kv.value_dim; ++d) *place<Stored>(value_plane, i, d, kv.value_dim) = Stored{};
-    if constexpr (!std::is_same_v<Element, Stored>) {
+    if constexpr (kScaled<Stored>) {
       float* scales = (float*)(value_plane + kv.value_bytes) + i;
       scales[0] = 0.0f;
       if (!in_keys) scales[kTileKeys] = 0.0f;
@@ -242,19 +265,20 @@ void write_piece(const KvWriteCall& call, const KvWritePiece& piece) {
       } else {
         Stored numbers[kMaxKeyDim];
         float* scales = (float*)(value_plane + kv.value_bytes) + inside + i;
-        const float key_scale = stored(key, kv.key_dim, kv.key_dim, numbers);
+        const float key_scale = stored(key, kv.key_dim, kv.key_dim, layer.key_scale, numbers);
         for (index_t d = 0; d < kv.key_dim; ++d) *place<Stored>(key_plane, d, inside + i, kTileKeys) = numbers[d];
-        if constexpr (!std::is_same_v<Element, Stored>) scales[0] = key_scale;
+        if constexpr (kScaled<Stored>) scales[0] = key_scale;
         if (layer.values_in_keys) continue;
-        const float value_scale = stored(v + head * layer.value_width, layer.value_width, kv.value_dim, numbers);
+        const float value_scale =
+            stored(v + head * layer.value_width, layer.value_width, kv.value_dim, layer.value_scale, numbers);
         for (index_t d = 0; d < kv.value_dim; ++d) *place<Stored>(value_plane, inside + i, d, kv.value_dim) = numbers[d];
-        if constexpr (!std::is_same_v<Element, Stored>) scales[kTileKeys] = value_scale;
+        if constexpr (kScaled<Stored>) scales[kTileKeys] = value_scale;
       }
     }
   }
   if (inside == 0)
     for (index_t head = 0; head < layer.kv_heads; ++head)
-      for (index_t i = piece.count; i < kTileKeys; ++i) clear<Element, Stored>(call, keys + head * kv.head_bytes, i);
+      for (index_t i = piece.count; i < kTileKeys; ++i) clear<Stored>(call, keys + head * kv.head_bytes, i);
 }
 
 template <class Element, class Stored>
@@ -269,6 +293,7 @@ const KvWriteKernels kv_write = {
     .write = {write<bf16, bf16>, write<fp16, fp16>, write<float, float>},
     .write_bytes = {write<bf16, std::int8_t>, write<fp16, std::int8_t>, write<float, std::int8_t>},
     .write_fours = {write<bf16, Four>, write<fp16, Four>, write<float, Four>},
+    .write_eighths = {write<bf16, Eighth>, write<fp16, Eighth>, write<float, Eighth>},
 };
 
 }  // namespace qt::QT_ISA

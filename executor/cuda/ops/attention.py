@@ -31,8 +31,9 @@ def paged_attention(
     out: torch.Tensor | None = None,
     chunk: int | None = None,
     sinks: torch.Tensor | None = None,
+    value_scale: float = 1.0,
 ) -> torch.Tensor:
-    """Return ``softmax(q k^T * scale) v`` of each token over the positions up to its own.
+    """Return ``softmax(q k^T * scale) v * value_scale`` of each token over the positions up to its own.
 
     q: ``[num_tokens, num_heads, head_dim]``, tokens at any distance (a slice of ``qkv``); kv: keys and values, each
     ``[num_blocks, num_kv_heads, block_size, head_dim or value_dim]``, blocks at any distance, the same of both, in which those
@@ -49,7 +50,7 @@ def paged_attention(
     _check(plan, q, kv, rows, scale, {"alibi": alibi, "sinks": sinks}, out)
     if rows.num_tokens == 0:
         return out
-    call = _Call(q, kv, rows, scale, Sight(window, chunk), soft_cap, alibi, sinks, out)
+    call = _Call(q, kv, rows, scale, Sight(window, chunk), soft_cap, alibi, sinks, out, value_scale)
     if plan.matrix is None:
         _launch_plain(device, plan, call)
     else:
@@ -70,6 +71,7 @@ class _Call:
     alibi: torch.Tensor | None
     sinks: torch.Tensor | None
     out: torch.Tensor
+    value_scale: float
 
 
 def _launch_matrix(device: Device, plan: AttentionPlan, kernels: MatrixKernels, call: _Call) -> None:
@@ -79,7 +81,7 @@ def _launch_matrix(device: Device, plan: AttentionPlan, kernels: MatrixKernels, 
     seen = (sight.window or 0, sight.chunk or 0)
     cache = (rows.block_size, rows.block_table.shape[1], call.q.stride(0), *seen, plan.split_tiles)
     plane = (values.data_ptr() - keys.data_ptr()) // keys.element_size()
-    tail = (plane, keys.stride(0), call.scale, call.soft_cap)
+    tail = (plane, keys.stride(0), call.scale, call.soft_cap, call.value_scale)
     # Rows of at most 16 lines are the decode kernel's, all others the chunk kernel's (`is_decode` in attention.cuh).
     has_decode, has_chunks = plan.group <= DECODE_PATCH, rows.max_count * plan.group > DECODE_PATCH
     work: tuple[torch.Tensor | None, ...]
@@ -119,6 +121,7 @@ def _launch_plain(device: Device, plan: AttentionPlan, call: _Call) -> None:
             *(call.alibi, call.sinks, plan.num_heads, plan.num_kv_heads, plan.head_dim, plan.value_dim),
             *(values.stride(2), rows.block_size, rows.block_table.shape[1], call.q.stride(0)),
             *(sight.window or 0, sight.chunk or 0, keys.stride(0), call.scale, call.soft_cap),
+            call.value_scale,
         ),
     )
 

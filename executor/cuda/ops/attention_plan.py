@@ -37,7 +37,7 @@ _DECODE_PATCHES_PER_BLOCK = 8
 _CHUNK_PATCHES_PER_BLOCK = 2
 _UNSPLIT_TILES = 1 << 30
 _PLAN = Kernel("attention_plan", "attention_plan", "ppppiiiiiiiiiii")
-_MATRIX_KINDS = "p" * 15 + "i" * 13 + "llff"
+_MATRIX_KINDS = "p" * 15 + "i" * 13 + "llfff"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ class AttentionPlan:
         self.group = num_heads // num_kv_heads
         self.sights = tuple(sights)
         self.plain = Kernel(
-            "attention_plain", f"attention_plain_{_suffix(dtype, kv_dtype)}", "p" * 10 + "i" * 10 + "lff"
+            "attention_plain", f"attention_plain_{_suffix(dtype, kv_dtype)}", "p" * 10 + "i" * 10 + "lfff"
         )
         self.matrix: MatrixKernels | None = None
         self._device = device

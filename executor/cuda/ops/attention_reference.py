@@ -20,6 +20,7 @@ def paged_attention_reference(
     alibi: torch.Tensor | None = None,
     chunk: int | None = None,
     sinks: torch.Tensor | None = None,
+    value_scale: float = 1.0,
 ) -> torch.Tensor:
     """Return what `quintet.executor.cuda.ops.attention.paged_attention` should, in fp32; padding tokens get zeros."""
     num_heads, (_, kv_heads, _, value_dim) = q.shape[1], kv[1].shape
@@ -51,5 +52,5 @@ def paged_attention_reference(
         if sinks is not None:
             logits = torch.cat((logits, sinks[:, None, None].expand(-1, count, 1)), -1)
         weights = logits.softmax(-1)[..., :length]
-        out[first : first + count] = torch.einsum("htp,phd->thd", weights, values)
+        out[first : first + count] = torch.einsum("htp,phd->thd", weights, values) * value_scale
     return out

@@ -31,7 +31,7 @@ _KERNELS = {
     (in_packs, dtype, is_fp8): Kernel(
         "rope_kv",
         f"rope_kv{'' if in_packs else '_single'}_{suffix}{'_fp8kv' if is_fp8 else ''}",
-        "plplplplppppfppiiiiillii",
+        "plplplplppppfppiiiiilliiff",
     )
     for in_packs in (True, False)
     for dtype, suffix in SUFFIXES.items()
@@ -41,7 +41,7 @@ _PLAIN_KERNELS = {
     (dtype, is_fp8): Kernel(
         "rope_kv_plain",
         f"rope_kv_plain_{suffix}{'_fp8kv' if is_fp8 else ''}",
-        "plplplpppppffppppiiiiiiilifiii",
+        "plplplpppppffppppiiiiiiilifiiiff",
     )
     for dtype, suffix in SUFFIXES.items()
     for is_fp8 in (False, True)
@@ -64,6 +64,8 @@ class Turn:
     """Whether neighbours are pairs."""
     temperature: Temperature | None = None
     """Of queries."""
+    kv_scales: tuple[float, float] = (1.0, 1.0)
+    """What keys and values are divided by before they are rounded to fp8."""
 
     @property
     def is_usual(self) -> bool:
@@ -99,11 +101,11 @@ def rope_kv_reference(
     block_size = kv[0].shape[2]
     real = (rows.kv_rows >= 0).nonzero().squeeze(1)
     at = rows.kv_rows[real].long()
-    for plane, heads in zip(kv, (k, v), strict=True):
+    for plane, heads, scale in zip(kv, (k, v), turn.kv_scales, strict=True):
         is_fp8 = plane.dtype == torch.float8_e4m3fn
         bits = torch.uint8 if is_fp8 else plane.dtype  # torch does not index fp8
         # torch makes NaN of what is larger than the format holds
-        written = heads[real].float().clamp(-FP8_MAX, FP8_MAX) if is_fp8 else heads[real]
+        written = (heads[real].float() / scale).clamp(-FP8_MAX, FP8_MAX) if is_fp8 else heads[real]
         plane.view(bits)[at // block_size, :, at % block_size] = written.to(plane.dtype).view(bits)
     return torch.where((rows.kv_rows >= 0)[:, None, None], q, torch.zeros_like(q))
 
@@ -126,8 +128,8 @@ def rope_kv(
     by side, tokens may lie apart: they may be views of one tensor.
     cos, sin: ``[num_tokens, rotary_dim]`` or ``[num_tokens, 1, rotary_dim]``, the same dtype, as
     `quintet.executor.layers.rope` makes them; only the first half is read, as the second is the same. None: no rotation.
-    kv: keys and values, of the same dtype, or float8_e4m3fn: that saturates at 448. Values that are what keys begin with are
-    not written by themselves.
+    kv: keys and values, of the same dtype, or float8_e4m3fn: of what the turn's scales divide, saturating at 448.
+    Values that are what keys begin with are not written by themselves.
     out: like ``q``, and may be ``q`` where the turn is usual.
 
     Padding tokens write no KV; their queries are zeros. Bits equal the reference's in bf16 and fp16 (products of two such
@@ -157,7 +159,7 @@ def rope_kv(
             (
                 *(*heads, out.stride(0), cos, sin, *norms, keys, rows.kv_rows),
                 *(len(q), num_heads, num_kv_heads, head_dim, rotary_dim),
-                *(plane, keys.stride(0), rows.block_size, lanes),
+                *(plane, keys.stride(0), rows.block_size, lanes, *turn.kv_scales),
             ),
         )
         return out
@@ -170,7 +172,7 @@ def rope_kv(
             *(*heads, cos, sin, *norms, turn.norm_offset, keys, values, rows.kv_rows, rows.positions),
             *(num_heads, num_kv_heads, head_dim, value_dim),
             *(rotary_dim, turn.rotary_first, int(turn.interleaved), keys.stride(0), rows.block_size),
-            *(grown.growth, grown.period, grown.shift, int(not grown.whole)),
+            *(grown.growth, grown.period, grown.shift, int(not grown.whole), *turn.kv_scales),
         ),
     )
     return out

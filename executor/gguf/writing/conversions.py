@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from quintet.executor.gguf.writing.metadata import Config, head_dim, kv_heads_of
+from quintet.executor.gguf.writing.card import Config, head_dim, kv_heads_of
 
 Arrange = Callable[[torch.Tensor], torch.Tensor]
 Named = tuple[str, Arrange]

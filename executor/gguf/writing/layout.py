@@ -16,8 +16,8 @@ from typing import Any
 import gguf
 import torch
 
+from quintet.executor.gguf.writing.card import Config, either, head_dim, kv_heads_of, rope_of
 from quintet.executor.gguf.writing.conversions import Arrange, converted, paired
-from quintet.executor.gguf.writing.metadata import Config, either, head_dim, kv_heads_of, rope_of
 
 Make = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 

@@ -19,11 +19,11 @@ import torch
 
 from quintet.executor.gguf.encode import encode
 from quintet.executor.gguf.types import GgmlType
+from quintet.executor.gguf.writing.card import Config, either, kv_heads_of, usual
 from quintet.executor.gguf.writing.check import check_says_the_same
 from quintet.executor.gguf.writing.layout import ARCHITECTURES, HasNoPlace, Laid, architecture_of, laid_out
-from quintet.executor.gguf.writing.metadata import Config, either, kv_heads_of, metadata_of, usual
+from quintet.executor.gguf.writing.metadata import metadata_of
 from quintet.executor.gguf.writing.mixes import Mix, Model, type_of
-from quintet.executor.gguf.writing.more_metadata import more_of
 from quintet.executor.weights.file import WeightFile
 from quintet.executor.weights.load import open_files
 from quintet.executor.weights.mapped import DTYPES
@@ -120,7 +120,7 @@ def plan_of(folder: Path, mix: Mix) -> GgufPlan:
             )
     try:
         laid = list(laid_out(config, arch, list(files)))
-        metadata = metadata_of(config, arch) | more_of(config, arch)
+        metadata = metadata_of(config, arch)
     except HasNoPlace as error:
         raise ConfigError(
             f"{folder}: GGUF's architecture {arch!r} has no place for the tensor {error.args[0]!r:.90}"
@@ -130,7 +130,7 @@ def plan_of(folder: Path, mix: Mix) -> GgufPlan:
             f"{folder / 'config.json'} leaves {error.args[0]!r:.90} to its family's default, and a file of GGUF's architecture"
             f" {arch!r} has to say it: write the value into config.json"
         ) from None
-    metadata = {f"{arch}.{key}": value for key, value in metadata.items() if value is not None}
+    metadata = {f"{arch}.{key}": value for key, value in metadata.items()}
     metadata["general.file_type"] = int(gguf.LlamaFileType[mix.file_type])
     model = Model(
         num_layers=either(config, "num_hidden_layers", "n_layer"),

@@ -49,7 +49,8 @@ UNUSED = (
     "v_scale",
     "q_scale",
 )
-"""Endings of tensors that are not needed: inputs are measured as they come, caches of 8 bits have scales of their own."""
+"""Endings of tensors that are not needed: inputs are measured as they come. Those of keys and values are read by themselves:
+`quintet.executor.quant.kv_scales`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,8 @@ class CompressedTensors:
     @property
     def words(self) -> str:
         """See `Format`."""
+        if not self.groups:
+            return f"{self.name}: weights as they were, scales of keys and values"
         return in_words(self.name, (group.numbers for group in self.groups))
 
     def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
@@ -236,10 +239,11 @@ def recognise(card: ModelCard, section: ModelCard) -> Format:
     usual = section.values.get("format") or PACKED
     found = section.section("config_groups")
     groups = tuple(_group(found.section(key), usual) for key in found.values)
-    if not groups:
+    of_kv_alone = not groups and section.has("kv_cache_scheme")
+    if not groups and not of_kv_alone:
         raise section.wrong("config_groups", "an object with the groups of layers that are quantized alike")
     ignore = word_list(section.values.get("ignore"), section.path, f"{section.inside}ignore")
-    return CompressedTensors(groups, ignore, section.path)
+    return CompressedTensors(groups, ignore, section.path, mark="k_scale" if of_kv_alone else "weight_scale")
 
 
 def _refuse_what_is_more(section: ModelCard) -> None:

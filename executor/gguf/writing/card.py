@@ -1,0 +1,57 @@
+"""What the cards of all families agree on, by one spelling each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Config = dict[str, Any]
+_SPELLINGS = {"su": "longrope"}
+
+_SPELLED = {
+    "num_hidden_layers": ("num_layers", "n_layers", "layers_block_type"),
+    "num_key_value_heads": ("multi_query_group_num",),
+    "head_dim": ("kv_channels",),
+    "vocab_size": ("padded_vocab_size",),
+    "intermediate_size": ("ffn_hidden_size",),
+    "rms_norm_eps": ("layernorm_epsilon",),
+    "rope_theta": ("rotary_emb_base",),
+    "max_position_embeddings": ("max_seq_len", "seq_length", "model_max_length"),
+    "hidden_size": ("d_model",),
+    "num_attention_heads": ("n_heads",),
+}
+"""How a few cards spell what the others agree on."""
+
+
+def usual(config: Config) -> Config:
+    """Return the card as most would have it."""
+    found = {key: either(config, key, *others) for key, others in _SPELLED.items()}
+    layers = found["num_hidden_layers"]
+    found["num_hidden_layers"] = len(layers) if isinstance(layers, list) else layers
+    return config | {key: value for key, value in found.items() if value is not None}
+
+
+def kv_heads_of(config: Config) -> int:
+    """Return how many heads of keys there are."""
+    heads = int(either(config, "num_attention_heads", "n_head", missing=1))
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        return 1
+    return int(either(config, "num_key_value_heads", "num_kv_heads", missing=heads))
+
+
+def head_dim(config: Config) -> int:
+    """Return the numbers of a head."""
+    heads = either(config, "num_attention_heads", "n_head", missing=1)
+    return int(config.get("head_dim") or either(config, "hidden_size", "n_embd") // heads)
+
+
+def rope_of(config: Config) -> Config:
+    """Return what a card says of the rotation, of the layers that see everything."""
+    found: Config = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = dict(found.get("full_attention", found))
+    kind = str(rope.get("rope_type") or rope.get("type") or "default")
+    return rope | {"rope_type": _SPELLINGS.get(kind, kind)}
+
+
+def either(config: Config, *keys: str, missing: Any = None) -> Any:
+    """Return the first of the keys' values that there is."""
+    return next((config[key] for key in keys if config.get(key) is not None), missing)
