@@ -19,12 +19,13 @@ from statistics import median
 import torch
 
 from bench.kernels.limits import Limits
-from bench.kernels.linear import FORMATS, Format
+from bench.kernels.linear import FORMATS, GATHER_S, Format
 from quintet.executor.cards.routing import Routing, Scoring
 from quintet.executor.ops.experts import Gate, route
 from quintet.executor.ops.host_experts import HostExperts
 from quintet.executor.ops.host_library import instruction_set, open_library, set_threads
 from quintet.executor.ops.host_linear import LinearLibrary, linear_library
+from quintet.executor.ops.huge_pages import HugePages
 from quintet.executor.ops.linear import GatedActivation
 from quintet.executor.ops.packed_weight import PackedWeight
 
@@ -32,6 +33,7 @@ TOKENS = (1, 2, 4, 16, 64)
 CALLS = 8
 """Between two measurements of the limit."""
 LAYERS = 2
+LINE_BYTES = 64
 GATE = Gate(activation=GatedActivation.SILU_AND_MUL)
 
 
@@ -57,17 +59,28 @@ SHAPES = {
 
 
 def make(library: LinearLibrary, shape: Shape, chosen: Format) -> tuple[HostExperts, int]:
-    """Return a layer of random weights, all experts the same numbers in memory of their own, and an expert's bytes."""
+    """Return a layer of random weights, all experts the same numbers in memory of their own, and an expert's bytes.
+
+    As a server keeps them: side by side, on huge pages.
+    """
 
     def pack(columns: int, depth: int, paired: bool) -> list[PackedWeight]:
         source = torch.randn(columns, depth) * depth**-0.5
+        kind = int(chosen.weight)
+        each = library.weight_bytes(kind, columns, depth, chosen.group, 0)
+        apart = -(-each // LINE_BYTES) * LINE_BYTES
+        pages = HugePages(apart * shape.routing.experts)
         packed = [
-            PackedWeight(library, chosen.weight, columns, depth, group=chosen.group, paired=paired)
-            for _ in range(shape.routing.experts)
-        ]
+            PackedWeight(
+                library, chosen.weight, columns, depth, group=chosen.group, paired=paired,
+                memory=pages.memory[i * apart : i * apart + each],
+            )
+            for i in range(shape.routing.experts)
+        ]  # fmt: skip
         packed[0].fill(source)
         for weight in packed[1:]:
             weight.memory.copy_(packed[0].memory)
+        pages.gather(GATHER_S)
         return packed
 
     gate_up, down = pack(2 * shape.width, shape.hidden, True), pack(shape.hidden, shape.width, False)
