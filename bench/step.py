@@ -16,14 +16,21 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from quintet.executor.batch import Rows
+from quintet.executor.cards.share import Share
+from quintet.executor.parallel.followers import Followers
+from quintet.executor.parallel.leader import make_leading_worker
+from quintet.executor.platforms.shares import take_share
 from quintet.executor.program.runner import ProgramRunner
 from quintet.executor.worker import Worker, make_torch_worker
+from quintet.process.trace import no_span
 from quintet.wire.codec import pack_i32, pack_u8
 from quintet.wire.config import (
     CacheConfig,
@@ -34,6 +41,7 @@ from quintet.wire.config import (
     ProcessesConfig,
     SchedulerConfig,
 )
+from quintet.wire.ids import Role, WorkerId
 from quintet.wire.kv_spec import full_layers
 from quintet.wire.params import SamplingParams
 from quintet.wire.step import NewRow, StepPlan
@@ -77,7 +85,7 @@ def config_of(folder: Path, card: dict[str, Any], args: argparse.Namespace) -> E
     head_dim = card.get("head_dim") or card["hidden_size"] // heads
     kv = full_layers(
         card["num_hidden_layers"],
-        card["num_key_value_heads"],
+        Share(0, args.ranks).of_kv_heads(card["num_key_value_heads"]).count,
         head_dim,
         4 if args.dtype == "float32" else 2,
         BLOCK_SIZE,
@@ -103,7 +111,11 @@ def config_of(folder: Path, card: dict[str, Any], args: argparse.Namespace) -> E
             max_num_seqs=max(args.rows), max_num_batched_tokens=max(2048, args.new * max(args.rows))
         ),
         executor=ExecutorConfig(
-            load_format="dummy", threads=args.threads, quantization=args.quantization, pin_threads=args.pin
+            load_format="dummy",
+            threads=args.threads,
+            quantization=args.quantization,
+            pin_threads=args.pin,
+            tensor_parallel_size=args.ranks,
         ),
         frontend=FrontendConfig(),
         processes=ProcessesConfig(),
@@ -164,6 +176,17 @@ class Steps:
         return plan
 
 
+@contextmanager
+def loaded(config: EngineConfig) -> Iterator[tuple[Worker, EngineConfig]]:
+    """Load a worker, with the processes of other ranks where there are some."""
+    if config.executor.tensor_parallel_size == 1:
+        yield make_torch_worker(config), config
+        return
+    with closing(Followers(WorkerId(Role.EXECUTOR, 0, 1), config)) as followers:
+        config = take_share(0, config)
+        yield make_leading_worker(config, no_span, followers), config
+
+
 def measure(worker: Worker, num_rows: int, args: argparse.Namespace, vocab_size: int, length: int) -> None:
     """Print one batch."""
     worker.reset()
@@ -212,19 +235,21 @@ def main() -> None:
     parser.add_argument("--quantization", choices=("none", "int8", "int4", "w8a8"), default="none")
     parser.add_argument("--threads", type=int, default=0, help="0: as the server chooses")
     parser.add_argument("--pin", action="store_true", help="keep each thread on one core")
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="as --tensor-parallel-size; --threads are of each"
+    )
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--brief", action="store_true", help="no operation by operation")
     args = parser.parse_args()
     card = SHAPES[args.shape]
     with tempfile.TemporaryDirectory() as folder:
-        config = config_of(Path(folder), card, args)
         begun = time.perf_counter()
-        worker = make_torch_worker(config)
-        print(worker.facts["worker"], f"loaded in {time.perf_counter() - begun:.1f} s", sep=", ")
-        while worker.has_chores:  # what a server has behind it after its first idle seconds
-            worker.do_chore()
-        for num_rows in args.rows:
-            measure(worker, num_rows, args, card["vocab_size"], config.model.max_model_len)
+        with loaded(config_of(Path(folder), card, args)) as (worker, config):
+            print(worker.facts["worker"], f"loaded in {time.perf_counter() - begun:.1f} s", sep=", ")
+            while worker.has_chores:  # what a server has behind it after its first idle seconds
+                worker.do_chore()
+            for num_rows in args.rows:
+                measure(worker, num_rows, args, card["vocab_size"], config.model.max_model_len)
 
 
 if __name__ == "__main__":

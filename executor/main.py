@@ -15,8 +15,10 @@ import threading
 import time
 from collections.abc import Callable
 
+from quintet.executor.cards.share import Share
 from quintet.executor.in_flight import Begun, InFlight
 from quintet.executor.interface import Finished, StepWorker
+from quintet.executor.parallel.followers import Followers
 from quintet.executor.platforms.shares import take_share
 from quintet.executor.weights.read_ahead import read_ahead
 from quintet.process.runtime import Process, child_main
@@ -33,6 +35,9 @@ WORKERS = {
     "mock": "quintet.executor.mock:make_worker",
 }
 """``ExecutorConfig.kind`` to the function that makes the worker. Imported when chosen: the mock needs no torch."""
+
+LEADER = "quintet.executor.parallel.leader:make_leading_worker"
+"""Likewise, of an executor with several ranks; the function takes the others as well."""
 
 ENVIRONMENT = {
     "OMP_WAIT_POLICY": "passive",
@@ -72,16 +77,16 @@ def _set_environment() -> None:
         os.environ.setdefault(name, value)
 
 
-def make_worker(config: EngineConfig, span: Span) -> StepWorker:
-    """Import and build the worker that the configuration names."""
+def make_worker(config: EngineConfig, span: Span, followers: Followers | None = None) -> StepWorker:
+    """Import and build the worker that the configuration names; with ``followers``, one that has other ranks compute too."""
     _set_environment()
     if config.executor.kind == "torch" and config.executor.load_format == "auto":
-        read_ahead(config)
-    module, _, function = WORKERS[config.executor.kind].partition(":")
+        read_ahead(config, Share(0, config.executor.tensor_parallel_size).label)
+    module, _, function = (LEADER if followers else WORKERS[config.executor.kind]).partition(":")
     gc.disable()  # importing torch makes a million objects that stay: looking through them takes a seventh of its second
-    make: Callable[[EngineConfig, Span], StepWorker] = getattr(importlib.import_module(module), function)
+    make: Callable[..., StepWorker] = getattr(importlib.import_module(module), function)
     gc.enable()
-    return make(config, span)
+    return make(config, span) if followers is None else make(config, span, followers)
 
 
 class Executor:
@@ -292,8 +297,12 @@ def in_words(error: Exception) -> str:
 def serve(process: Process[StepPlan]) -> None:
     """Boot, then execute plans until told to stop."""
     process.beat_from_a_thread()
+    followers = None
     try:
-        worker = make_worker(take_share(process.me.index, process.config), process.span)
+        if process.config.executor.tensor_parallel_size > 1:
+            _set_environment()  # they inherit it
+            followers = Followers(process.me, process.config)  # first: they load while this one does
+        worker = make_worker(take_share(process.me.index, process.config), process.span, followers)
         executor = Executor(process, worker)
         process.account = executor.account
         process.ready(**worker.facts)
@@ -301,6 +310,8 @@ def serve(process: Process[StepPlan]) -> None:
             while True:
                 executor.turn()
     finally:
+        if followers is not None:
+            followers.close()
         process.close()
 
 

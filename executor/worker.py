@@ -16,6 +16,7 @@ import torch
 from quintet.executor.audit import TablesDiffer, check_tables
 from quintet.executor.batch import Rows
 from quintet.executor.cards.card import card_of
+from quintet.executor.cards.share import WHOLE, Share
 from quintet.executor.eager import EagerRunner
 from quintet.executor.features.kv_offload import HostBlocks
 from quintet.executor.gguf.weights import open_gguf
@@ -25,6 +26,7 @@ from quintet.executor.models.model import CausalModel, Setting
 from quintet.executor.models.registry import build_model
 from quintet.executor.ops.host_dtypes import DTYPE_CODES, NARROW_KV
 from quintet.executor.ops.huge_pages import HugePages
+from quintet.executor.parallel.ranks import Ranks
 from quintet.executor.platforms.platform import Platform, open_platform
 from quintet.executor.program.library import program_library
 from quintet.executor.program.runner import ProgramRunner, allocate_kv, takes_layer
@@ -72,13 +74,15 @@ class Worker:
         facts: Mapping[str, str],
         span: Span = no_span,
         weights: HugePages | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        """weights: what they lie in, where that is not all on huge pages yet."""
+        """weights: what they lie in, where that is not all on huge pages yet. ranks: who has chores as well."""
         self.num_blocks = num_blocks
-        self.facts = {**facts, "blocks": str(num_blocks)}
+        self.facts: dict[str, str] = {**facts, "blocks": str(num_blocks)}
         self.runner = runner
         self._span = span
         self._weights = weights
+        self._ranks = ranks
         self._num_begun = 0
         max_num_seqs, model = config.scheduler.max_num_seqs, config.model
         self.tables = SlotTables(max_num_seqs, model.max_model_len, model.kv, device)
@@ -125,6 +129,8 @@ class Worker:
 
     def do_chore(self) -> None:
         """Move some of them."""
+        if self._ranks is not None:
+            self._ranks.tell_chore()
         if self._weights is not None:
             self._weights.gather(CHORE_S)
 
@@ -213,17 +219,17 @@ def make_worker(config: EngineConfig, span: Span = no_span) -> StepWorker:
     return make_device_worker(device, model, config, DTYPES[config.model.dtype], facts, span)
 
 
-def make_torch_worker(config: EngineConfig, span: Span = no_span) -> Worker:
-    """Return the worker of a CPU, or of a GPU without our kernels."""
+def make_torch_worker(config: EngineConfig, span: Span = no_span, ranks: Ranks | None = None) -> Worker:
+    """Return the worker of a CPU, or of a GPU without our kernels; of rank 0 of a model that is divided."""
     begun = time.monotonic()
     platform = open_platform(config.executor)
-    num_blocks = _num_blocks(config)
+    num_blocks = num_blocks_of(config)
     if config.model.implementation == "transformers":
         return _make_transformers_worker(config, platform, num_blocks, begun, span)
-    model = load_model(config, platform)
+    model = load_model(config, platform, share=WHOLE if ranks is None else ranks.share)
     facts = _facts(config, platform, model.weights.num_bytes, begun)
     return Worker(
-        make_runner(model, config, platform, num_blocks, span),
+        make_runner(model, config, platform, num_blocks, span, ranks),
         sampling_ops_of(platform.name),
         platform.device,
         config,
@@ -231,6 +237,7 @@ def make_torch_worker(config: EngineConfig, span: Span = no_span) -> Worker:
         facts,
         span,
         model.weights.reservation,
+        ranks,
     )
 
 
@@ -256,7 +263,7 @@ def _facts(config: EngineConfig, platform: Platform, num_bytes: int, begun: floa
     }
 
 
-def _num_blocks(config: EngineConfig) -> int:
+def num_blocks_of(config: EngineConfig) -> int:
     """Return how many blocks of KV there is to be memory for, where torch or the host kernels compute."""
     memory_bytes = config.cache.memory_bytes or EAGER_KV_BYTES
     num_blocks = config.model.kv.num_blocks(memory_bytes)
@@ -274,15 +281,24 @@ def make_runner(
     platform: Platform,
     num_blocks: int,
     span: Span = no_span,
+    ranks: Ranks | None = None,
 ) -> Runner:
-    """Return the model's recorded program where the compiled kernels take its shape, else the model itself."""
+    """Return the model's recorded program where the compiled kernels take its shape, else the model itself, undivided."""
     kv, dtype = config.model.kv, DTYPES[config.model.dtype]
     widest = max((max(layer.head_dim, layer.value_width) for layer in model.attentions), default=0)
     library = program_library() if platform.name == "cpu" else None
     if library is not None:
         code = DTYPE_CODES[NARROW_KV.get(config.cache.dtype, dtype)]
         if all(takes_layer(library, layer, code, kv.block_size) for layer in model.attentions):
-            return ProgramRunner(library, model, config, dtype, allocate_kv(kv, num_blocks, code), span)
+            return ProgramRunner(
+                library, model, config, dtype, allocate_kv(kv, num_blocks, code), span, ranks
+            )
+    if ranks is not None:
+        raise ConfigError(
+            f"--tensor-parallel-size {ranks.share.size} needs the compiled attention, which takes heads of up to 576 numbers in"
+            f" blocks of a multiple of 16 tokens; these are heads of up to {widest} in blocks of {kv.block_size}: drop it"
+        )
+    if library is not None:
         log.warning(
             "computing with torch: the compiled attention takes heads of up to 576 numbers in keys and 512 in values, in blocks"
             " of a multiple of 16 tokens; these are heads of up to %d in blocks of %d",
@@ -302,8 +318,13 @@ def check_kv_dtype(config: EngineConfig, head_dim: int) -> None:
         )
 
 
-def load_model(config: EngineConfig, platform: Platform, *, on_device: bool = False) -> CausalModel:
-    """Return the configured model with its weights. on_device: whether our kernels of a device multiply by them."""
+def load_model(
+    config: EngineConfig, platform: Platform, *, on_device: bool = False, share: Share = WHOLE
+) -> CausalModel:
+    """Return the configured model, or a rank's share of it, with its weights.
+
+    on_device: whether our kernels of a device multiply by them.
+    """
     card = card_of(config.model)
     stored = recognise(card)
     files = None if config.executor.load_format == "dummy" else _open_files(config.model)
@@ -311,15 +332,14 @@ def load_model(config: EngineConfig, platform: Platform, *, on_device: bool = Fa
         None if files is None else {name: file.entries[name] for file in files for name in file.entries}
     )
     quantization = open_quantization(config.executor.quantization, stored, contents, on_device=on_device)
-    model = build_model(
-        config.model.architecture, card, Setting(platform.device, DTYPES[config.model.dtype], quantization)
-    )
+    setting = Setting(platform.device, DTYPES[config.model.dtype], quantization, share)
+    model = build_model(config.model.architecture, card, setting)
     check_agreement(model, config.model, card.path)
     with torch.inference_mode():
         if files is None:
             fill_randomly(model.weights, config.executor.seed)
         else:
-            load_checkpoint(model.weights, files, _packed_cache(config))
+            load_checkpoint(model.weights, files, _packed_cache(config, share))
             if config.cache.dtype == "fp8":
                 read_kv_scales(files, model.attentions)
         model.weights.release()
@@ -331,7 +351,7 @@ def _open_files(model: ModelConfig) -> Sequence[WeightFile]:
     return open_gguf(path, model, DTYPES[model.dtype], read_blocks) if is_gguf(path) else open_files(path)
 
 
-def _packed_cache(config: EngineConfig) -> PackedCache | None:
+def _packed_cache(config: EngineConfig, share: Share) -> PackedCache | None:
     if config.executor.packed_cache is None:
         return None
     return PackedCache(
@@ -339,6 +359,7 @@ def _packed_cache(config: EngineConfig) -> PackedCache | None:
         Path(config.model.path),
         config.executor.quantization,
         config.model.dtype,
+        share.label,
     )
 
 

@@ -118,7 +118,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """KV memory."""
 
     memory_bytes: int
-    """Upper bound for KV tensors; the executor reports what it could really take as `Capacity`. 0: what
+    """Upper bound for KV tensors, of each rank; the executor reports what it could really take as `Capacity`. 0: what
     ``gpu_memory_utilization`` leaves, known when the model has been loaded and tried."""
     gpu_memory_utilization: float = 0.92
     """Share of a GPU's memory that weights, working memory and KV may take together."""
@@ -163,7 +163,9 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
     packed_cache: str | None = None
     """Folder of files with packed weights, read instead of packing again; None for no such files."""
     threads: int = 0
-    """Compute threads; 0 lets the executor choose."""
+    """Compute threads, of each rank; 0 lets the executor choose."""
+    tensor_parallel_size: int = 1
+    """Ranks: processes of an executor that each compute a share of every layer, and hold that much of weights and KV."""
     pin_threads: bool = False
     """Whether each compute thread stays on one core."""
     seed: int = 0
@@ -176,7 +178,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
     step_ms: float = 0.0
     """Mock only: how long a step takes."""
     weight_bytes: int = 0
-    """What the weights take in memory, about; 0 where none are read."""
+    """What the weights take in memory, about, of each rank; 0 where none are read."""
 
 
 class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True):

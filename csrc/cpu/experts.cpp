@@ -34,19 +34,26 @@ LinearCall gate_up_call(const ExpertsLayer& layer, index_t x_stride, index_t y_s
   return call;
 }
 
+LinearCall down_call(const ExpertsLayer& layer, index_t x_stride, index_t y_stride, int dtype, int y_dtype) {
+  LinearCall call = linear_call(layer.down[0], nullptr, x_stride, dtype, nullptr, nullptr, nullptr, y_stride,
+                                int(Activation::none), int(layer.int8_activations));
+  call.y_dtype = Dtype(y_dtype);
+  return call;
+}
+
 // A layer's works in one step: `route`, `plan`, then four late ones and `combine`.
 class Experts {
  public:
   enum Part { kRoute, kPlan, kGather, kPrepareIn, kMultiplyIn, kPrepareOut, kMultiplyOut, kCombine, kParts };
 
   Experts(const ExpertsLayer& layer, const void* x, index_t x_stride, const void* scores, index_t scores_stride, void* y,
-          index_t y_stride, int dtype)
-      : layer_(layer), dtype_(dtype), size_(dtype == int(Dtype::fp32) ? 4 : 2), hidden_(layer.gate_up[0]->depth),
+          index_t y_stride, int dtype, bool sums = false)
+      : layer_(layer), dtype_(dtype), y_dtype_(sums ? int(Dtype::fp32) : dtype), size_(dtype == int(Dtype::fp32) ? 4 : 2),
+        out_size_(y_dtype_ == int(Dtype::fp32) ? 4 : 2), hidden_(layer.gate_up[0]->depth),
         width_(layer.down[0]->depth), x_(static_cast<const char*>(x)), x_stride_(x_stride),
         row_stride_(stride_of(hidden_, size_)), act_stride_(stride_of(width_, size_)),
         gate_up_(gate_up_call(layer, row_stride_, act_stride_, dtype)),
-        down_(linear_call(layer.down[0], nullptr, act_stride_, dtype, nullptr, nullptr, nullptr, row_stride_,
-                          int(Activation::none), int(layer.int8_activations))),
+        down_(down_call(layer, act_stride_, row_stride_, dtype, y_dtype_)),
         counts_(std::size_t(layer.routing.experts)), order_(std::size_t(layer.routing.experts)) {
     const Routing& routing = layer_.routing;
     QT_REQUIRE(routing.experts >= 1 && routing.experts <= kMostExperts && routing.chosen >= 1 &&
@@ -79,7 +86,7 @@ class Experts {
     const index_t grain = std::max(index_t(1), kElementsAtOnce / hidden_);
     if (part == kRoute) return {tokens_ > kRoutedAtOnce ? tokens_ : 0, 16, kernels.route[dtype_], &route_};
     if (part == kPlan) return {1, 1, plan, this};
-    if (part == kCombine) return {tokens_, grain, kernels.combine[dtype_], &combine_};
+    if (part == kCombine) return {tokens_, grain, kernels.combine[y_dtype_], &combine_};
     Work work;
     work.late = &late_[part];
     return work;
@@ -98,7 +105,7 @@ class Experts {
     route_.weights = reinterpret_cast<float*>(take(pairs * 4));
     row_of_ = reinterpret_cast<std::int32_t*>(take(pairs * 4));
     pair_of_ = reinterpret_cast<std::int32_t*>(take(pairs * 4));
-    rows_ = take(pairs * row_stride_ * size_);  // what goes in, then what comes out
+    rows_ = take(pairs * row_stride_ * std::max(size_, out_size_));  // what goes in, then what comes out
     act_ = take(pairs * act_stride_ * size_);
     prepared_ = take(pairs * std::max(gate_up_.preparation().row_bytes, down_.preparation().row_bytes));
     gather_.pairs = pair_of_, gather_.y = rows_;
@@ -128,7 +135,7 @@ class Experts {
                    bias_of(layer_.gate_up_bias, expert, 2 * width_), act_ + row * act_stride_ * size_,
                    prepared_ + row * gate_up_.preparation().row_bytes);
       down_.add(downs_[std::size_t(expert)], rows, share, act_ + row * act_stride_ * size_, act_stride_,
-                bias_of(layer_.down_bias, expert, hidden_), rows_ + row * row_stride_ * size_,
+                bias_of(layer_.down_bias, expert, hidden_), rows_ + row * row_stride_ * out_size_,
                 prepared_ + row * down_.preparation().row_bytes);
       row += rows;
     }
@@ -165,8 +172,8 @@ class Experts {
   }
 
   ExpertsLayer layer_;
-  int dtype_;
-  index_t size_, hidden_, width_;
+  int dtype_, y_dtype_;  // of what goes in; of experts' results and their sum
+  index_t size_, out_size_, hidden_, width_;
   const char* x_;
   index_t x_stride_, row_stride_, act_stride_;
   LinearGroup gate_up_, down_;
@@ -197,6 +204,12 @@ class ExpertsOp final : public Op {
   int part_;
 };
 
+void append_experts(Program* program, std::shared_ptr<Experts> experts, index_t max_tokens) {
+  program->reserve(experts->bytes(max_tokens));
+  for (int part = 0; part < Experts::kParts; ++part)
+    program->append(std::make_unique<ExpertsOp>(experts, program, max_tokens, part));
+}
+
 }  // namespace
 }  // namespace qt
 
@@ -219,9 +232,17 @@ QT_EXPORT void qt_op_experts(const qt::ExpertsLayer* layer, const void* x, index
 QT_EXPORT void qt_program_experts(qt::Program* program, const qt::ExpertsLayer* layer, const void* x, index_t x_stride,
                                   const void* scores, index_t scores_stride, index_t max_tokens, void* y, index_t y_stride,
                                   int dtype) {
-  auto experts =
-      std::make_shared<qt::Experts>(*layer, x, x_stride, scores, scores_stride, y, y_stride, dtype);
-  program->reserve(experts->bytes(max_tokens));
-  for (int part = 0; part < qt::Experts::kParts; ++part)
-    program->append(std::make_unique<qt::ExpertsOp>(experts, program, max_tokens, part));
+  qt::append_experts(
+      program, std::make_shared<qt::Experts>(*layer, x, x_stride, scores, scores_stride, y, y_stride, dtype), max_tokens);
+}
+
+// Appends the sums in fp32, as they are, of experts of whose widths a rank has some (ranks.hpp). They have no biases of their own
+// behind the last layer. dtype: of x and scores.
+QT_EXPORT void qt_program_experts_sums(qt::Program* program, const qt::ExpertsLayer* layer, const void* x, index_t x_stride,
+                                       const void* scores, index_t scores_stride, index_t max_tokens, float* y,
+                                       index_t y_stride, int dtype) {
+  QT_REQUIRE(layer->down_bias == nullptr, "a bias of experts of whose inputs there are %s", "some");
+  qt::append_experts(program,
+                     std::make_shared<qt::Experts>(*layer, x, x_stride, scores, scores_stride, y, y_stride, dtype, true),
+                     max_tokens);
 }

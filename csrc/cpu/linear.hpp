@@ -110,7 +110,8 @@ struct Weight {
 // [panel * panel_rows, ...) by `width` columns of one tile, then other columns, other rows, the next slice. See item_of.
 struct LinearCall {
   const Weight* weight;
-  Dtype dtype;  // of x, bias, residual, y
+  Dtype dtype;    // of x, bias, residual
+  Dtype y_dtype;  // the same; or fp32: sums as they are, without bias, residual or activation (ranks.hpp)
   const void* x;
   index_t x_stride, rows;
   const void* bias;      // [columns] or null

@@ -94,8 +94,15 @@ class PackedEmbeddingOp final : public Op {
   PackedEmbeddingCall call_;
 };
 
-}  // namespace
+void append_linear(Program* program, const LinearCall& call, index_t max_rows, int extent) {
+  auto linear = std::make_shared<Linear>(call);
+  program->reserve(prepared_bytes(linear->preparation, max_rows) + linear->sliced_bytes(max_rows));
+  for (const auto work : {&Linear::prepare, &Linear::multiply})
+    if (work == &Linear::multiply || max_rows >= linear->preparation.from_rows)
+      program->append(std::make_unique<LinearOp>(linear, program, max_rows, extent != 0, work));
+}
 
+}  // namespace
 }  // namespace qt
 
 // y[rows, columns] = x[rows, depth] · Wᵀ (+ bias), rounded to dtype; then its activation, or (+ residual), rounded again; paired
@@ -123,12 +130,20 @@ QT_EXPORT void qt_program_linear(qt::Program* program, const qt::Weight* weight,
   QT_REQUIRE(x_stride >= weight->depth && y_stride >= weight->columns / (weight->paired ? 2 : 1),
              "rows %lld and %lld apart, of a weight %lld deep with %lld columns", (long long)x_stride, (long long)y_stride,
              (long long)weight->depth, (long long)weight->columns);
-  auto linear = std::make_shared<qt::Linear>(
-      qt::linear_call(weight, x, x_stride, dtype, bias, residual, y, y_stride, activation, int8_activations));
-  program->reserve(prepared_bytes(linear->preparation, max_rows) + linear->sliced_bytes(max_rows));
-  for (const auto work : {&qt::Linear::prepare, &qt::Linear::multiply})
-    if (work == &qt::Linear::multiply || max_rows >= linear->preparation.from_rows)
-      program->append(std::make_unique<qt::LinearOp>(linear, program, max_rows, extent != 0, work));
+  qt::append_linear(
+      program, qt::linear_call(weight, x, x_stride, dtype, bias, residual, y, y_stride, activation, int8_activations),
+      max_rows, extent);
+}
+
+// Appends x · Wᵀ of the step's tokens as the fp32 sums that they are: a rank's part of them (ranks.hpp). The weight is not paired.
+QT_EXPORT void qt_program_linear_sums(qt::Program* program, const qt::Weight* weight, const void* x, index_t x_stride,
+                                      index_t max_rows, int dtype, float* y, index_t y_stride, int int8_activations) {
+  QT_REQUIRE(!weight->paired && x_stride >= weight->depth && y_stride >= weight->columns,
+             "rows %lld and %lld apart, of a weight %lld deep with %lld columns", (long long)x_stride, (long long)y_stride,
+             (long long)weight->depth, (long long)weight->columns);
+  qt::LinearCall call = qt::linear_call(weight, x, x_stride, dtype, nullptr, nullptr, y, y_stride, 0, int8_activations);
+  call.y_dtype = qt::Dtype::fp32;
+  qt::append_linear(program, call, max_rows, 0);
 }
 
 // Appends y[token] = the weight's column token_ids[token]: what a model with tied embeddings starts with. The weight is

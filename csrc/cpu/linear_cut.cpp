@@ -85,7 +85,7 @@ LinearCall linear_call(const Weight* weight, const void* x, index_t x_stride, in
              residual ? "with a" : "without");
   LinearCall call{};
   call.weight = weight;
-  call.dtype = Dtype(dtype);
+  call.dtype = call.y_dtype = Dtype(dtype);
   call.x = x, call.x_stride = x_stride;
   call.bias = bias, call.residual = residual;
   call.y = y, call.y_stride = y_stride;

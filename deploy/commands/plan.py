@@ -15,8 +15,9 @@ from quintet.deploy.resolve.memory import ATTENTION_SCRATCH_BYTES, available_ram
 from quintet.executor.cards.card import card_of
 from quintet.executor.cards.describe import describe
 from quintet.executor.cards.registry import FAMILIES
+from quintet.executor.cards.share import share_in_words
 from quintet.executor.cards.spec import DecoderSpec
-from quintet.wire.config import ModelConfig
+from quintet.wire.config import EngineConfig, ModelConfig
 from quintet.wire.kv_spec import KvGroup, KvSpec
 
 if TYPE_CHECKING:
@@ -62,6 +63,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Whose layers compute: ``quintet`` or ``transformers``."""
     layers: str | None
     """What those of Quintet's own are made of."""
+    num_ranks: int
+    """Processes that compute a model together; what is said of KV and its memory is of each."""
+    share: str | None
+    """What one of them has; null where there is one."""
     dtype: str
     quantization: str
     checkpoint_format: str | None
@@ -131,6 +136,8 @@ def make_plan(resolution: Resolution) -> Plan:
         architecture=config.model.architecture,
         implementation=config.model.implementation,
         layers=_layers(config.model),
+        num_ranks=config.executor.tensor_parallel_size,
+        share=_share(config),
         dtype=config.model.dtype,
         quantization=config.executor.quantization,
         checkpoint_format=None if resolution.stored is None else resolution.stored.words,
@@ -215,13 +222,24 @@ def _format_rows(formats: list[KvFormatPlan]) -> list[tuple[str, str]]:
 
 def _layers(model: ModelConfig) -> str | None:
     """Say what a model of the registry is made of."""
+    spec = _spec_of(model)
+    if spec is None:
+        return None
+    return f"{len(spec.layers)}: {'; '.join(words for words in describe(spec).values() if words)}"
+
+
+def _share(config: EngineConfig) -> str | None:
+    """Say what a rank has of a model that is divided."""
+    spec, size = _spec_of(config.model), config.executor.tensor_parallel_size
+    return None if spec is None or size == 1 else "; ".join(share_in_words(spec, size))
+
+
+def _spec_of(model: ModelConfig) -> DecoderSpec | None:
     family = FAMILIES.get(model.architecture)
     if model.implementation != "quintet" or family is None:
         return None
     spec = family.read(card_of(model))
-    if not isinstance(spec, DecoderSpec):
-        return None
-    return f"{len(spec.layers)}: {'; '.join(words for words in describe(spec).values() if words)}"
+    return spec if isinstance(spec, DecoderSpec) else None
 
 
 def plan_lines(plan: Plan) -> list[str]:
@@ -231,6 +249,8 @@ def plan_lines(plan: Plan) -> list[str]:
         + [f"{format_size(plan.weight_bytes)} on disk" if plan.weight_bytes is not None else "not read"]
     )
     whose = ", for each engine" if plan.processes["core"] > 1 else ""
+    if plan.num_ranks > 1:
+        whose = f", for each of {plan.num_ranks} ranks" + (" of an engine" if whose else "")
     rows = [
         ("model", plan.model if plan.model == plan.path else f"{plan.model} ({plan.path})"),
         ("architecture", f"{plan.architecture}, {plan.dtype}, {plan.executor} executor on {plan.device}"),
@@ -241,6 +261,7 @@ def plan_lines(plan: Plan) -> list[str]:
             else "transformers' layers over Quintet's KV memory",
         ),
         *([("layers", plan.layers)] if plan.layers is not None else []),
+        *([("each rank has", plan.share)] if plan.share is not None else []),
         ("quantization", plan.quantization),
         *([("checkpoint", plan.checkpoint_format)] if plan.checkpoint_format is not None else []),
         ("weights", weights),

@@ -162,4 +162,6 @@ def _kv_memory(config: EngineConfig) -> str:
     if not cache.memory_bytes:
         return f"as much as {cache.gpu_memory_utilization:.0%} of the GPU leaves beside the weights"
     blocks = kv.num_blocks(cache.memory_bytes)
-    return f"{format_size(cache.memory_bytes)}: {blocks} blocks of {kv.block_size} tokens"
+    ranks = config.executor.tensor_parallel_size
+    whose = f" in each of {ranks} ranks" if ranks > 1 else ""
+    return f"{format_size(cache.memory_bytes)}{whose}: {blocks} blocks of {kv.block_size} tokens"

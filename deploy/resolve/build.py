@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from quintet.deploy import embedded
-from quintet.deploy.resolve import network, rules
+from quintet.deploy.resolve import network, ranks, rules
 from quintet.deploy.resolve.card import Dtype, ModelFacts, read_facts
 from quintet.deploy.resolve.chat_templates import read_chat_templates
 from quintet.deploy.resolve.device import default_device
@@ -86,8 +86,9 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     reads_weights = kind == "torch" and options.load_format == "auto"
     rules.check_gpu_only_flags(options, device)
     check_packed_cache(options, device)
+    ranks.check_flags(options, device)
     folder = locate_model(options.model, reads_weights, with_code=options.trust_remote_code)
-    facts = read_facts(folder, options.generation_config, options.model_impl)
+    facts = ranks.of_one_rank(options, read_facts(folder, options.generation_config, options.model_impl))
     quantization = choose_quantization(options, device, facts)
     if kind == "torch" and facts.implementation == "transformers":
         check_transformers_flags(options)
@@ -109,12 +110,14 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
         )
     counted = weights.num_parameters if weights and facts.stored is None else None
     num_parameters = facts.num_parameters if counted is None else counted
-    weight_bytes = weight_bytes_of(
-        num_parameters or 0, _DTYPE_BYTES[dtype], quantization, facts.stored, weights
+    num_ranks = options.tensor_parallel_size
+    weight_bytes = (
+        weight_bytes_of(num_parameters or 0, _DTYPE_BYTES[dtype], quantization, facts.stored, weights)
+        // num_ranks
     )
     if kind == "torch" and device == "cpu":
         notes.extend(filter(None, (crowding(options.data_parallel_size, usable_cores()),)))
-    room_bytes = available_ram_bytes() // options.data_parallel_size
+    room_bytes = available_ram_bytes() // (options.data_parallel_size * num_ranks)
     if kind == "torch" and device == "cpu":
         check_weights_fit(weight_bytes, room_bytes)
     cache, fitted = _cache_config(options, kind, device, facts, kv, room_bytes, weight_bytes, notes)
@@ -234,12 +237,12 @@ def _kv_memory(
     max_model_len: int,
     step_tokens: int,
 ) -> int:
-    """Return the bytes an engine's KV may take: as asked, or a share of what its weights leave of its room. The mock holds none.
+    """Return the bytes a rank's KV may take: as asked, or a share of what its weights leave of its room. The mock holds none.
 
     0 on a GPU, whose executor finds out: what else is in the device's memory is known there only.
     """
     if options.kv_cache_memory is not None:
-        return parse_size(options.kv_cache_memory, "--kv-cache-memory")
+        return parse_size(options.kv_cache_memory, "--kv-cache-memory") // options.tensor_parallel_size
     if kind == "mock":
         return rules.cap_kv_memory(kv, 1 << 62, options.max_num_seqs, max_model_len, step_tokens)
     if device == "cuda":

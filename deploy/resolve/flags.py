@@ -396,6 +396,15 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "ENGINES",
         ),
     ] = 1
+    tensor_parallel_size: Annotated[
+        int,
+        Flag(
+            PROCESSES,
+            "ranks, processes that each compute a share of every layer, on processors and with weights and KV of their own: "
+            "all together one executor",
+            "RANKS",
+        ),
+    ] = 1
     routing: Annotated[
         Routing,
         Flag(

@@ -45,6 +45,7 @@ def check_ranges(options: Options) -> None:
         "detokenizers": (options.detokenizers, 1),
         "frontends": (options.frontends, 1),
         "data_parallel_size": (options.data_parallel_size, 1),
+        "tensor_parallel_size": (options.tensor_parallel_size, 1),
         "threads": (options.threads, 0),
         "step_ms": (options.step_ms, 0),
         "max_logprobs": (options.max_logprobs, -1),

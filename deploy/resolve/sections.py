@@ -49,6 +49,7 @@ def executor_config(
         quantization=quantization,
         packed_cache=folder_of(options.packed_cache),
         threads=options.threads,
+        tensor_parallel_size=options.tensor_parallel_size,
         pin_threads=options.pin_threads,
         seed=options.seed,
         batch_invariant=options.batch_invariant,

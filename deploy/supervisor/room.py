@@ -14,8 +14,9 @@ def check_room(config: EngineConfig, num_more: int, available_bytes: int) -> Non
     """
     if num_more <= 0 or config.executor.kind == "mock" or config.executor.device != "cpu":
         return
-    weights, kv = config.executor.weight_bytes, config.cache.memory_bytes
-    each = weights + kv + ATTENTION_SCRATCH_BYTES
+    num_ranks = config.executor.tensor_parallel_size
+    weights, kv = config.executor.weight_bytes * num_ranks, config.cache.memory_bytes * num_ranks
+    each = weights + kv + ATTENTION_SCRATCH_BYTES * num_ranks
     if num_more * each > available_bytes:
         needed, left = format_size(num_more * each), format_size(available_bytes)
         raise CommandError(

@@ -36,11 +36,17 @@ class Experts:
         down: StackShape,
         correction: str | None = None,
         correction_in_row: bool = False,
+        *,
+        is_partial: bool = False,
     ) -> None:
-        """correction: name of the tensor that is added to scores for choosing; None for none. In a row: of a matrix."""
+        """correction: name of the tensor that is added to scores for choosing; None for none. In a row: of a matrix.
+
+        is_partial: whether these are a rank's columns of every expert, and the result a part of each sum.
+        """
         assert gate_up.columns == 2 * down.depth and gate_up.depth == down.columns, (gate_up, down)
         self.routing = routing
         self.gate = gate
+        self.is_partial = is_partial
         self.hidden = gate_up.depth
         self.widest = max(gate_up.columns, gate_up.depth)
         """Numbers of a chosen expert's row, at most."""

@@ -59,8 +59,9 @@ class Decoder:
         head = Part(
             names.embedding if spec.tied else names.head, spec.vocab_size, unit_rows=spec.normalised_head
         )
+        head = head.keeping(scope.share.of(spec.vocab_size))
         self._head = scope.linear([head], width, biased=spec.head_bias, is_output_layer=True)
-        shared = self._head if spec.tied and not spec.normalised_head else None
+        shared = self._head if spec.tied and not spec.normalised_head and scope.share.is_all else None
         self._embedding = Embedding(self.weights, names.embedding, spec.vocab_size, width, shared)
         self._project_in: Linear | None = None
         self._project_out: Linear | None = None
@@ -98,7 +99,7 @@ class Decoder:
         return x
 
     def logits(self, ops: ForwardPass[ValueT], hidden: ValueT) -> ValueT:
-        """See `CausalModel.logits`. The final norm is here: only rows that draw need it."""
+        """See `CausalModel.logits`. The final norm is here: only rows that draw need it. A rank returns its own columns."""
         x = hidden if self._norm is None else ops.norm(hidden, self._norm)
         if self._project_out is not None:
             x = ops.linear(self._project_out, x)

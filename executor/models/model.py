@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from quintet.executor.cards.share import WHOLE, Share
 from quintet.executor.layers.attention import AttentionLayer
 from quintet.executor.layers.rope import Rope
 from quintet.executor.models.forward import ForwardPass, ValueT
@@ -23,6 +24,8 @@ class Setting:
     dtype: torch.dtype
     quantization: Quantization
     """Who makes the methods of its linear layers; the model hands it on."""
+    share: Share = WHOLE
+    """What this process computes of it, where others compute the rest."""
 
 
 class CausalModel(Protocol):

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-MIRRORED = ("experts.hpp", "program.hpp", "sampling.hpp", "work.hpp")
+MIRRORED = ("experts.hpp", "program.hpp", "ranks.hpp", "sampling.hpp", "work.hpp")
 """Headers whose structs and enumerations Python lays out by hand, or passes by number."""
 
 _EXPORTED = re.compile(rb"(?:^//.*\n)*^QT_EXPORT[^{;]*", re.MULTILINE)

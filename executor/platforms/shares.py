@@ -1,4 +1,4 @@
-"""Which part of the machine an engine computes on, where several share one: processors of its own, or a GPU of its own."""
+"""Which part of the machine an engine or a rank computes on, where several share one: processors, or a GPU, of its own."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from quintet.wire.config import EngineConfig
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-def take_share(index: int, config: EngineConfig) -> EngineConfig:
-    """Keep this process to the share of engine ``index``, and return the configuration that goes with it.
+def take_share(index: int, config: EngineConfig, rank: int = 0) -> EngineConfig:
+    """Keep this process to the share of a rank of engine ``index``, and return the configuration that goes with it.
 
     To be called before anything computes or looks for a device. An engine that was added to those the server began with
     shares processors with one of them; a GPU is never shared.
     """
-    num_engines = config.processes.engines
-    if config.executor.kind == "mock" or (num_engines == 1 and index == 0):
+    num_engines, num_ranks = config.processes.engines, config.executor.tensor_parallel_size
+    if config.executor.kind == "mock" or (num_engines == num_ranks == 1 and index == 0):
         return config
     if config.executor.device == "cuda":
         os.environ[VISIBLE] = device_of(index, os.environ.get(VISIBLE))
         return config
-    threads = config.executor.threads or max(1, default_threads(usable_cores()) // num_engines)
-    os.sched_setaffinity(0, share_of(os.sched_getaffinity(0), index % num_engines, num_engines))
+    num_shares, its = num_engines * num_ranks, index % num_engines * num_ranks + rank
+    threads = config.executor.threads or max(1, default_threads(usable_cores()) // num_shares)
+    os.sched_setaffinity(0, share_of(os.sched_getaffinity(0), its, num_shares))
     return msgspec.structs.replace(config, executor=msgspec.structs.replace(config.executor, threads=threads))
 
 
@@ -40,15 +41,15 @@ def device_of(index: int, visible: str | None) -> str:
     return names[index] if index < len(names) else ""
 
 
-def share_of(processors: Collection[int], index: int, num_engines: int, system: Path = SYSTEM) -> set[int]:
-    """Return the processors of engine ``index``: whole cores, and whole memory nodes as far as the numbers allow.
+def share_of(processors: Collection[int], index: int, num_shares: int, system: Path = SYSTEM) -> set[int]:
+    """Return the processors of share ``index``: whole cores, and whole memory nodes as far as the numbers allow.
 
-    All of them where there are fewer cores than engines.
+    All of them where there are fewer cores than shares.
     """
     nodes = nodes_of(processors, system)
     cores: dict[tuple[int, str], set[int]] = {}
     for processor in sorted(processors):
         cores.setdefault((nodes.get(processor, 0), siblings(processor, system)), set()).add(processor)
     in_order = sorted(cores.values(), key=lambda core: (nodes.get(min(core), 0), min(core)))
-    begin, end = (len(in_order) * at // num_engines for at in (index, index + 1))
+    begin, end = (len(in_order) * at // num_shares for at in (index, index + 1))
     return set().union(*in_order[begin:end]) or set(processors)

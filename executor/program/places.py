@@ -163,8 +163,10 @@ class Places:
             assert self._holds.get(owner.address, owner) is owner, (
                 f"operation {number}, {operation.name!r}, reads what another value was written over"
             )
-        over = next((value for value in operation.over if self._may_go(number, operation, value)), None)
-        made.place = self._place(made) if over is None else over.place
+        over = None
+        if made.place is None:  # else its memory is somebody else's
+            over = next((value for value in operation.over if self._may_go(number, operation, value)), None)
+            made.place = self._place(made) if over is None else over.place
         self._holds[made.address] = made
         for owner in owners:
             if owner is not over and id(owner) not in self._kept and self._lifetimes.last(owner) == number:

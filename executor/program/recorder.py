@@ -22,6 +22,8 @@ from quintet.executor.layers.states import CausalConv, DeltaRule, HeadScan, Sele
 from quintet.executor.ops.activation import ACTIVATION_CODES
 from quintet.executor.ops.host_attention import c_attention, query_width
 from quintet.executor.ops.host_dtypes import FLOAT_CODES
+from quintet.executor.parallel.operations import RankOperations
+from quintet.executor.parallel.ranks import Ranks
 from quintet.executor.program.library import ProgramLibrary
 from quintet.executor.program.places import Lifetimes, Places, fuse
 from quintet.executor.program.states import StateOperations
@@ -69,9 +71,15 @@ class Recorder:
     """A `quintet.executor.models.forward.ForwardPass` over `Value`."""
 
     def __init__(
-        self, library: ProgramLibrary, dtype: torch.dtype, kv: KvMemory, max_tokens: int, max_outputs: int
+        self,
+        library: ProgramLibrary,
+        dtype: torch.dtype,
+        kv: KvMemory,
+        max_tokens: int,
+        max_outputs: int,
+        ranks: Ranks | None = None,
     ) -> None:
-        """``max_tokens`` and ``max_outputs``: the most rows a step has of each extent."""
+        """``max_tokens`` and ``max_outputs``: the most rows a step has of each extent. ranks: of a model that is divided."""
         self._library = library
         self._dtype = dtype
         self._code = FLOAT_CODES[dtype]
@@ -85,6 +93,7 @@ class Recorder:
         self.embedded: Value | None = None
         """What the embedding makes: there until the operation behind it."""
         self.handle = library.new()
+        self._ranks = None if ranks is None else RankOperations(ranks, self.handle, dtype, max_tokens)
         self._states = StateOperations(library, self.handle, partial(kv.place, state=True), self._code)
 
     def embedding(self, layer: Embedding) -> Value:
@@ -126,6 +135,8 @@ class Recorder:
 
     def linear(self, layer: Linear, x: Value) -> Value:
         """See `ForwardPass`."""
+        if layer.shape.is_partial:
+            return self._linear_of_ranks(layer, x)
         y = Value(layer.width, x.extent)
         runs = layer.method.runs
         assert runs, "recorded without the host kernels"
@@ -159,6 +170,18 @@ class Recorder:
         return self._append(
             name, alone, tuple(dict.fromkeys(inputs)), y, emit_with=emit if is_plain else None
         )
+
+    def _linear_of_ranks(self, layer: Linear, x: Value) -> Value:
+        """Record a layer of whose inputs every rank has some."""
+        y, ranks = Value(layer.width, x.extent), self._ranks
+        assert ranks is not None and x.width == layer.depth, (ranks, x.width, layer.depth)
+
+        def emit(result: Value, residual: Value | None, activation: int) -> None:
+            assert not activation, activation
+            ranks.linear(layer, x, residual, result)
+
+        name = f"linear {layer.depth} to {layer.width}, and the other ranks'"
+        return self._append(name, partial(emit, y, None, 0), (x,), y, emit_with=emit)
 
     def _take_columns(self, x: Value, columns: torch.Tensor) -> Value:
         """Return columns of x by their numbers, int32."""
@@ -298,7 +321,14 @@ class Recorder:
                 *(self._max_rows[Extent.TOKENS], y.address, y.stride, self._code),
             )
 
+        def emit_with(result: Value, residual: Value | None, activation: int) -> None:
+            assert self._ranks is not None and not activation, activation
+            self._ranks.experts(layer, x, scores, residual, result)
+
         name = f"{layer.routing.chosen} of {layer.routing.experts} experts"
+        if layer.is_partial:
+            alone = partial(emit_with, y, None, 0)
+            return self._append(f"{name}, and the other ranks'", alone, (x, scores), y, emit_with=emit_with)
         return self._append(name, emit, (x, scores), y)
 
     def attention(self, layer: AttentionLayer, q: Value, k: Value, v: Value) -> Value:
@@ -371,6 +401,17 @@ class Recorder:
             )
 
         return self._append("take outputs", emit, (x,), y)
+
+    def gather_logits(self, logits: Value) -> Value:
+        """Return all ranks' logits: each rank's lie among the others' from the beginning, and are there once all have met."""
+        ranks = self._ranks
+        assert ranks is not None, "nobody else has logits"
+        place = ranks.logits()
+        whole = Value(place.shape[1], Extent.OUTPUTS, place)
+        logits.place = ranks.own_columns(place)
+        assert logits.place.shape[1] == logits.width and logits.viewed is None, (logits, place.shape)
+        self.keep(logits)
+        return self._append("logits of all ranks", partial(ranks.meet, Extent.OUTPUTS), (logits,), whole)
 
     def mark(self) -> None:
         """Begin a part of the program that is run by itself, and have each run note when it comes to it.

@@ -17,6 +17,8 @@ from quintet.executor.layers.rope import Rope
 from quintet.executor.memory import lazy_zeros
 from quintet.executor.models.model import CausalModel
 from quintet.executor.ops.host_dtypes import FLOAT_CODES
+from quintet.executor.parallel.library import OrderKind
+from quintet.executor.parallel.ranks import Ranks
 from quintet.executor.program.library import ProgramLibrary
 from quintet.executor.program.recorder import KvMemory, Recorder
 from quintet.executor.program.step import CRotation, Step
@@ -25,7 +27,7 @@ from quintet.executor.sampling.grammar import StepMasks
 from quintet.executor.sampling.settings import Settings
 from quintet.executor.slots import SlotTables
 from quintet.process.trace import Span, no_span
-from quintet.wire.config import EngineConfig
+from quintet.wire.config import EngineConfig, SchedulerConfig
 from quintet.wire.kv_spec import KvSpec
 
 MIN_OUTPUTS = 256
@@ -64,20 +66,25 @@ class ProgramRunner:
         dtype: torch.dtype,
         kv: KvMemory,
         span: Span = no_span,
+        ranks: Ranks | None = None,
     ) -> None:
+        """ranks: of a model that is divided. Rank 0's runner has the others' run whatever it runs; theirs `follow`."""
         self._span = span
+        self._ranks = ranks
         limits = config.scheduler
-        self.max_outputs = max(limits.max_num_seqs, MIN_OUTPUTS)
+        self.max_outputs = most_outputs(limits)
         self._library = library
         self._kv = kv
         self._dtype = dtype
         self._rotations = Rotations(model.ropes, dtype, config.model.max_model_len + 1)
         max_tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs)
-        recorder = Recorder(library, dtype, kv, max_tokens, self.max_outputs)
+        recorder = Recorder(library, dtype, kv, max_tokens, self.max_outputs, ranks)
         hidden = model.forward(recorder)
         recorder.keep(hidden)
         recorder.mark()
         logits = model.logits(recorder, recorder.take_outputs(hidden))
+        if ranks is not None:
+            logits = recorder.gather_logits(logits)
         recorder.keep(logits)
         recorded = recorder.finish()
         self.spans = recorded.spans
@@ -98,6 +105,8 @@ class ProgramRunner:
         self._step.c.rotations = self._rotations.address
         if span is no_span:
             self._step.c.marks = None
+        self._length = 0
+        """The largest position of the step plus 1."""
         self.seconds = 0.0
         """Time spent in the program so far."""
 
@@ -168,6 +177,7 @@ class ProgramRunner:
     def _fill(self, rows: Rows, tables: SlotTables, settings: Settings | None) -> None:
         length = self._step.fill(rows, tables, settings)
         self._rotations.fill(length, rows, tables)
+        self._length = length
         self._span("arrays")
 
     def profile(self, rows: Rows, tables: SlotTables, tokens: Int) -> list[tuple[str, float]]:
@@ -191,15 +201,39 @@ class ProgramRunner:
 
     def _run(self, begin: int, end: int) -> float:
         begun = time.perf_counter()
+        if self._ranks is not None and begin < self._logits_end:
+            self._ranks.tell_run(self._step.address, begin, min(end, self._logits_end), self._length)
         self._library.run(self._program, self._step.address, begin, end)
         spent = time.perf_counter() - begun
         self.seconds += spent
         return spent
 
+    def follow(self) -> OrderKind:
+        """Wait for rank 0's next order, carry it out, and return of which kind it was; chores are the caller's."""
+        ranks = self._ranks
+        assert ranks is not None, "there is nobody to follow"
+        order = ranks.hear(self._step.address)
+        kind = OrderKind(order.kind)
+        if kind is OrderKind.RUN:
+            self._rotations.reach(order.length)
+            self._library.run(self._program, self._step.address, order.begin, order.end)
+        elif kind is OrderKind.COPY_BLOCKS:
+            sources, targets = (torch.from_numpy(each.astype(np.int64)) for each in ranks.copies(order))
+            self.copy_blocks(sources, targets)
+        ranks.done()
+        return kind
+
     def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """See `Runner.copy_blocks`."""
+        if self._ranks is not None and self._ranks.share.rank == 0:
+            self._ranks.tell_copies(sources.to(torch.int32).numpy(), targets.to(torch.int32).numpy())
         for place in self._kv.places:
             place[targets] = place[sources]
+
+
+def most_outputs(limits: SchedulerConfig) -> int:
+    """Return how many rows of logits there is room for."""
+    return max(limits.max_num_seqs, MIN_OUTPUTS)
 
 
 class Rotations:
@@ -222,6 +256,11 @@ class Rotations:
         for rotation in self._rotations:
             rotation.fill(length, rows, tables)
 
+    def reach(self, length: int) -> None:
+        """Describe those of positions up to ``length``, where nothing else matters: a rank knows no more of a step."""
+        for rotation in self._rotations:
+            rotation.reach(length)
+
 
 class _Rotation:
     """Cosines and sines by position, as many as were needed so far; by token where they depend on more than that."""
@@ -243,7 +282,13 @@ class _Rotation:
             owners, positions = ranges(rows.starts, rows.counts)
             prompts = tables.num_prompt_tokens[rows.slots[owners]]
             self._use(torch.from_numpy(positions), torch.from_numpy(prompts))
-        elif length > self._num_positions:
+        else:
+            self.reach(length)
+
+    def reach(self, length: int) -> None:
+        """See `Rotations.reach`."""
+        assert not self._by_token, "ranks are not told of prompts"
+        if length > self._num_positions:
             self._grow(min(max(length, 2 * self._num_positions), self._max_positions))
 
     def _grow(self, num_positions: int) -> None:

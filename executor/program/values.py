@@ -25,7 +25,8 @@ class Value:
     width: int
     extent: Extent
     place: torch.Tensor | None = None
-    """Its memory, ``[max_rows, width]``, once places are given out. A view has none of its own."""
+    """Its memory, ``[max_rows, width]``, once places are given out, or from the beginning where others see it too. A view has
+    none of its own."""
     viewed: Value | None = None
     """Of whose columns it is a view."""
     begin: int = 0

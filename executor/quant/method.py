@@ -38,6 +38,11 @@ class LinearShape:
         return sum(part.rows for part in self.parts)
 
     @property
+    def is_partial(self) -> bool:
+        """Whether the result is a rank's part of the sums: other ranks have the other inputs. The bias is then not yet added."""
+        return any(part.kept_inputs is not None for part in self.parts)
+
+    @property
     def sources(self) -> list[RowSource]:
         """What a checkpoint in floating-point numbers has of the weight, in the order of the parts."""
         return [PlainRows(part, self.depth) for part in self.parts]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
+
+from quintet.executor.cards.share import Kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +18,8 @@ class Part:
 
         q k v                     groups 1: all queries, all keys, all values
         qqq k v | qqq k v | ...   groups of one KV head each
+
+    A rank (`quintet.executor.cards.share`) takes some of the rows that this describes, or all of them with some of their inputs.
     """
 
     name: str
@@ -29,29 +33,57 @@ class Part:
     """Whether the weight is ``[depth, total]`` in the checkpoint."""
     unit_rows: bool = False
     """Whether each row of the weight is divided by its length."""
+    kept_rows: Kept | None = None
+    """Which of the rows that the above describes these ``rows`` are; None: all."""
+    kept_inputs: Kept | None = None
+    """Which columns of the weight are taken; None: all."""
 
     def __post_init__(self) -> None:
-        total = self.height
-        assert total % self.groups == 0 == self.rows % self.groups, self
-        assert 0 <= self.begin <= (total - self.rows) // self.groups, self
+        total, described = self.height, self.described
+        assert total % self.groups == 0 == described % self.groups, self
+        assert 0 <= self.begin <= (total - described) // self.groups, self
+        assert self.kept_rows is None or self.kept_rows.count == self.rows, self
+        assert self.kept_inputs is None or not self.unit_rows, self
+
+    @property
+    def described(self) -> int:
+        """Rows that all ranks together take."""
+        return self.rows if self.kept_rows is None else self.kept_rows.whole
 
     @property
     def height(self) -> int:
         """Rows of the checkpoint's tensor."""
-        return self.rows if self.total is None else self.total
+        return self.described if self.total is None else self.total
+
+    def keeping(self, kept: Kept) -> Part:
+        """Return the part that has these rows of this one alone."""
+        assert self.kept_rows is None and kept.whole == self.rows, (self, kept)
+        return replace(self, rows=kept.count, kept_rows=None if kept.is_all else kept)
+
+    def of_inputs(self, kept: Kept) -> Part:
+        """Return the part that has these columns alone."""
+        return replace(self, kept_inputs=None if kept.is_all else kept)
 
     def weight_shape(self, depth: int) -> tuple[int, int]:
-        """Return the checkpoint's shape of the weight."""
+        """Return the checkpoint's shape of the weight, of which ``depth`` inputs are taken."""
+        depth = depth if self.kept_inputs is None else self.kept_inputs.whole
         return (depth, self.height) if self.transposed else (self.height, depth)
 
     def weight(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return ``[rows, depth]`` of the checkpoint's weight: a view of it, or a copy where rows of groups are gathered."""
-        rows = self.bias(tensor.t() if self.transposed else tensor)
+        tensor = tensor.t() if self.transposed else tensor
+        if self.kept_inputs is not None:
+            tensor = tensor[:, self.kept_inputs.begin : self.kept_inputs.end]
+        rows = self.bias(tensor)
         return F.normalize(rows) if self.unit_rows else rows
 
     def bias(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the rows of a tensor of ``height`` rows: ``[rows]`` of the bias."""
-        if self.rows == self.height:
-            return tensor
-        in_groups = tensor.view(self.groups, -1, *tensor.shape[1:])
-        return in_groups[:, self.begin : self.begin + self.rows // self.groups].flatten(0, 1)
+        kept = self.kept_rows or Kept(0, self.described, self.described)
+        if self.described == self.height:
+            return tensor if kept.is_all else tensor[kept.begin : kept.end]
+        each = self.described // self.groups  # of a group
+        first = kept.begin // each
+        in_groups = tensor.view(self.groups, -1, *tensor.shape[1:])[first : -(-kept.end // each)]
+        rows = in_groups[:, self.begin : self.begin + each].flatten(0, 1)
+        return rows if kept.is_all else rows[kept.begin - first * each : kept.end - first * each]

@@ -21,9 +21,13 @@ MAX_NAME_BYTES = 255
 """What Linux allows."""
 
 
-def packed_file(folder: Path, model: Path, quantization: str, dtype: str) -> Path:
-    """Return the file in ``folder`` for the model of that folder: one for each quantization and number format."""
-    named = hashlib.sha256(f"{model.resolve()}\0{quantization}\0{dtype}".encode()).hexdigest()[:16]
+def packed_file(folder: Path, model: Path, quantization: str, dtype: str, whose: str = "") -> Path:
+    """Return the file in ``folder`` for the model of that folder: one for each quantization and number format.
+
+    whose: of several ranks, which one's.
+    """
+    told = f"{model.resolve()}\0{quantization}\0{dtype}" + f"\0{whose}" * bool(whose)
+    named = hashlib.sha256(told.encode()).hexdigest()[:16]
     return folder / f"{model.name}-{quantization}-{named}.packed"
 
 

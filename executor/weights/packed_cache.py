@@ -39,11 +39,11 @@ PREFIX = struct.Struct("<24sQQ")
 class PackedCache:
     """The file of one model in one quantization."""
 
-    def __init__(self, folder: Path, model: Path, quantization: str, dtype: str) -> None:
+    def __init__(self, folder: Path, model: Path, quantization: str, dtype: str, whose: str = "") -> None:
         self._folder = folder
         self._quantization = quantization
         self._dtype = dtype
-        self.path = packed_file(folder, model, quantization, dtype)
+        self.path = packed_file(folder, model, quantization, dtype, whose)
 
     def open(self, files: Sequence[WeightFile], stores: Sequence[PackedStore]) -> bool:
         """Open every store on the file's pages. Return False, with the reason in the log, where there is no such file."""

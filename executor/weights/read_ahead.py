@@ -20,17 +20,18 @@ MAX_SHARE_OF_MEMORY = 0.5
 """Of more than this, the first pages would be gone before they are used."""
 
 
-def read_ahead(config: EngineConfig) -> None:
-    """Ask for the files that will be loaded, from a thread of its own."""
+def read_ahead(config: EngineConfig, whose: str = "") -> None:
+    """Ask for the files that will be loaded, from a thread of its own. whose: see `packed_file`."""
     if hasattr(os, "posix_fadvise"):  # not on every system
-        threading.Thread(target=_ask, args=(_files(config),), daemon=True).start()
+        threading.Thread(target=_ask, args=(_files(config, whose),), daemon=True).start()
 
 
-def _files(config: EngineConfig) -> Sequence[Path]:
+def _files(config: EngineConfig, whose: str) -> Sequence[Path]:
     model, executor = config.model, config.executor
     if executor.packed_cache is not None:
         packed = packed_file(
-            Path(executor.packed_cache), Path(model.path), executor.quantization, model.dtype
+            *(Path(executor.packed_cache), Path(model.path), executor.quantization, model.dtype),
+            whose,
         )
         if packed.is_file():
             return [packed]

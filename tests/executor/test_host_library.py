@@ -78,7 +78,7 @@ def test_a_library_of_the_same_sources_is_taken(sources: Path, caplog: pytest.Lo
 @pytest.mark.parametrize(
     ("file", "old", "new"),
     [
-        ("linear_calls.cpp", "index_t max_rows, int dtype,", "int dtype, index_t max_rows,"),
+        ("linear_calls.cpp", "index_t max_rows, int dtype, const", "int dtype, index_t max_rows, const"),
         ("program.hpp", "index_t num_rows;\n", "index_t num_rows, num_more;\n"),
         ("sampling.hpp", "double top_p; ", "float top_p, more; "),
         ("work.hpp", "fp16 = 1, fp32 = 2", "fp32 = 1, fp16 = 2"),

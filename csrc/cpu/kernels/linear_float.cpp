@@ -224,7 +224,7 @@ void multiply_item(const LinearCall& call, const LinearItem& item, const char* n
     add_slices(call, item, buffers.total);
   }
   const Finish target{call, item.tile, item.from, item.to};
-  const FinishRows finish_rows = finish_for(call.dtype);
+  const FinishRows finish_rows = finish_for(call.y_dtype);
   for (index_t u = 0; u < units.count; ++u)
     finish_rows(target, buffers.total + units.begin(u) * kTileColumns, item.row + units.begin(u), units.rows_of(u));
 }

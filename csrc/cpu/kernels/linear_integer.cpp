@@ -181,7 +181,7 @@ void multiply_slices(const LinearCall& call, const Plan& plan, const LinearItem&
                      float* first_sums, Buffers& buffers) {
   const Weight& weight = *call.weight;
   const Finish target{call, item.tile, item.from, item.to};
-  const FinishRows finish_rows = finish_for(call.dtype);
+  const FinishRows finish_rows = finish_for(call.y_dtype);
   const QuantizedX x = quantized_x(call);
   const index_t passes = plan.parts * plan.units;
   const index_t unit_rows = item.rows / plan.units, larger_units = item.rows % plan.units;
@@ -241,7 +241,7 @@ void multiply_item(const LinearCall& call, const Plan& plan, const LinearItem& i
   multiply_slices<Dot>(call, plan, item, next_item, sums, buffers);
   if (!call.sliced || !brings_last_slice(call, item)) return;
   add_integer_slices(call, item, buffers.total);
-  finish_for(call.dtype)({call, item.tile, item.from, item.to}, buffers.total, item.row, item.rows);
+  finish_for(call.y_dtype)({call, item.tile, item.from, item.to}, buffers.total, item.row, item.rows);
 }
 
 template <class Dot>

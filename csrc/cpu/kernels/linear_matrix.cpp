@@ -159,7 +159,7 @@ void multiply_together(Registers& registers, const LinearCall& call, index_t beg
       if (!brings_last_slice(call, item)) continue;
       add_slices(call, item, total);
     }
-    finish_for(call.dtype)({call, item.tile, item.from, item.to}, total, item.row, item.rows);
+    finish_for(call.y_dtype)({call, item.tile, item.from, item.to}, total, item.row, item.rows);
   }
 }
 

@@ -80,7 +80,7 @@ QT_INLINE FinishRows finish_for(Dtype dtype) {
 // Rows of y are far apart: without this every line of it is waited for.
 QT_INLINE void prefetch_outputs(const Finish& f, index_t row, index_t rows) {
   const LinearCall& call = f.call;
-  const index_t size = call.dtype == Dtype::fp32 ? 4 : 2;
+  const index_t size = call.y_dtype == Dtype::fp32 ? 4 : 2;
   const bool paired = call.weight->paired;
   const index_t column = f.tile * (paired ? kPairedColumns : kTileColumns) + f.from;
   const index_t bytes = ((paired && f.to > kPairedColumns ? kPairedColumns : f.to) - f.from) * size;

@@ -5,6 +5,8 @@ Behind those, where what is attended is gated, its gates (Qiu et al., "Gated att
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from quintet.executor.cards.spec import Activation, AttentionSpec, NormSpec, QkNormOver, QkvLayout
@@ -20,15 +22,18 @@ class Attention:
 
     def __init__(self, scope: Scope, spec: AttentionSpec) -> None:
         assert scope.layer is not None
+        parts, attended = _qkv_parts(scope, spec), scope.share.of(spec.num_heads).times(spec.value_dim)
+        if not scope.share.is_all:
+            parts, spec = _kept_parts(scope, spec, parts), scope.share.of_attention(spec)
         self._widths = (
             spec.num_heads * spec.head_dim,
             spec.num_kv_heads * spec.head_dim,
             spec.num_kv_heads * spec.value_dim,
         )
-        self._qkv = scope.linear(_qkv_parts(scope, spec), scope.hidden_size, biased=spec.qkv_bias)
+        self._qkv = scope.linear(parts, scope.hidden_size, biased=spec.qkv_bias)
         self._output = scope.linear(
-            [scope.part(scope.names.output, scope.hidden_size)],
-            spec.num_heads * spec.value_dim,
+            [scope.part(scope.names.output, scope.hidden_size).of_inputs(attended)],
+            attended.count,
             biased=spec.output_bias,
         )
         self._clip, self._gated = spec.clip_qkv, spec.output_gate
@@ -96,6 +101,14 @@ def _qkv_parts(scope: Scope, spec: AttentionSpec) -> list[Part]:
         scope.part(names.qkv, rows, q + k + v, begin // groups, groups)
         for rows, begin in ((q, 0), (k, q), (v, q + k))
     ]
+
+
+def _kept_parts(scope: Scope, spec: AttentionSpec, parts: Sequence[Part]) -> list[Part]:
+    """Return the rows that a rank keeps of queries, keys and values, and of gates."""
+    heads, kv_heads = scope.share.of(spec.num_heads), scope.share.of_kv_heads(spec.num_kv_heads)
+    queries, keys = heads.times(spec.head_dim), kv_heads.times(spec.head_dim)
+    kept = (queries, keys, kv_heads.times(spec.value_dim), queries)
+    return [part.keeping(its) for part, its in zip(parts, kept, strict=False)]
 
 
 def _slopes(scope: Scope, spec: AttentionSpec) -> torch.Tensor | None:

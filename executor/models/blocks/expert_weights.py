@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from quintet.executor.cards.experts import ExpertsLayout, ExpertsSpec
+from quintet.executor.cards.share import Kept
 from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.quant.decode import Coded, mxfp4
 from quintet.executor.quant.formats.scheme import Packing, Scheme
@@ -23,17 +24,18 @@ Rows = Callable[[torch.Tensor], torch.Tensor]
 
 
 def gate_up_of(scope: Scope, spec: ExpertsSpec) -> StackShape:
-    """Return where each expert's gates and ups are: a matrix ``[2 width, hidden]``, gates first."""
+    """Return where each expert's gates and ups are: a matrix ``[2 width, hidden]``, gates first. A rank has some of both."""
     names, count, hidden, wide = scope.names, spec.routing.experts, scope.hidden_size, spec.width
-    name = scope.name(names.experts_gate_up)
-    gates, ups = partial(_columns, 0, wide), partial(_columns, wide, 2 * wide)
+    name, kept = scope.name(names.experts_gate_up), scope.share.of(spec.width)
+    gates = partial(_columns, kept.begin, kept.end)
+    ups = partial(_columns, wide + kept.begin, wide + kept.end)
     if spec.layout in {ExpertsLayout.ALTERNATING, ExpertsLayout.MXFP4}:
-        gates, ups = partial(_turns, 0), partial(_turns, 1)
-    both = ((0, gates), (wide, ups))
+        gates, ups = partial(_turns, 0, kept), partial(_turns, 1, kept)
+    both = ((0, gates), (kept.count, ups))
     match spec.layout:
         case ExpertsLayout.SEPARATE:
-            weights = _each(scope, names.expert_gate, count, (wide, hidden), 0)
-            weights += _each(scope, names.expert_up, count, (wide, hidden), wide)
+            weights = _each(scope, names.expert_gate, count, (wide, hidden), 0, _rows(kept))
+            weights += _each(scope, names.expert_up, count, (wide, hidden), kept.count, _rows(kept))
         case ExpertsLayout.STACKED:
             weights = [_stacked(name, (count, 2 * wide, hidden), begin, rows) for begin, rows in both]
         case ExpertsLayout.TRANSPOSED | ExpertsLayout.ALTERNATING:
@@ -47,9 +49,9 @@ def gate_up_of(scope: Scope, spec: ExpertsSpec) -> StackShape:
         name_of_bias = scope.name(names.experts_gate_up_bias)
         biases = [_stacked(name_of_bias, (count, 2 * wide), begin, rows) for begin, rows in both]
     return StackShape(
-        label=f"{scope.name('experts')}: gates, ups, {spec.layout}",
+        label=f"{scope.name('experts')}: gates, ups, {spec.layout}{_in_words(kept)}",
         experts=count,
-        columns=2 * wide,
+        columns=2 * kept.count,
         depth=hidden,
         paired=True,
         weights=weights,
@@ -58,26 +60,27 @@ def gate_up_of(scope: Scope, spec: ExpertsSpec) -> StackShape:
 
 
 def down_of(scope: Scope, spec: ExpertsSpec) -> StackShape:
-    """Return where each expert's last layer is: a matrix ``[hidden, width]``."""
+    """Return where each expert's last layer is: a matrix ``[hidden, width]``, of which a rank has some columns."""
     names, count, hidden, wide = scope.names, spec.routing.experts, scope.hidden_size, spec.width
-    name = scope.name(names.experts_down)
+    name, kept = scope.name(names.experts_down), scope.share.of(spec.width)
+    inputs = _as_they_are if kept.is_all else partial(_inputs, kept)
     match spec.layout:
         case ExpertsLayout.SEPARATE:
-            weights = _each(scope, names.expert_down, count, (hidden, wide), 0)
+            weights = _each(scope, names.expert_down, count, (hidden, wide), 0, inputs)
         case ExpertsLayout.STACKED:
-            weights = [_stacked(name, (count, hidden, wide), 0, _as_they_are)]
+            weights = [_stacked(name, (count, hidden, wide), 0, inputs)]
         case ExpertsLayout.TRANSPOSED | ExpertsLayout.ALTERNATING:
-            weights = [_stacked(name, (count, wide, hidden), 0, _transposed(_as_they_are))]
+            weights = [_stacked(name, (count, wide, hidden), 0, _transposed(inputs))]
         case ExpertsLayout.MXFP4:
             weights = [_mx(name, count, hidden, wide, 0, _as_they_are)]
     biases = []
     if spec.biased:
         biases = [_stacked(scope.name(names.experts_down_bias), (count, hidden), 0, _as_they_are)]
     return StackShape(
-        label=f"{scope.name('experts')}: downs, {spec.layout}",
+        label=f"{scope.name('experts')}: downs, {spec.layout}{_in_words(kept)}",
         experts=count,
         columns=hidden,
-        depth=wide,
+        depth=kept.count,
         paired=False,
         weights=weights,
         biases=biases,
@@ -92,15 +95,29 @@ def _columns(begin: int, end: int, tensor: torch.Tensor) -> torch.Tensor:
     return tensor[begin:end]
 
 
-def _turns(first: int, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor[first::2]
+def _turns(first: int, kept: Kept, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[first::2][kept.begin : kept.end]
+
+
+def _inputs(kept: Kept, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[:, kept.begin : kept.end]
+
+
+def _rows(kept: Kept) -> Rows:
+    return _as_they_are if kept.is_all else partial(_columns, kept.begin, kept.end)
+
+
+def _in_words(kept: Kept) -> str:
+    return "" if kept.is_all else f" {kept.begin}-{kept.end}"
 
 
 def _transposed(rows: Rows) -> Rows:
     return lambda tensor: rows(tensor.t())
 
 
-def _each(scope: Scope, name: str, count: int, shape: tuple[int, int], begin: int) -> list[StackPiece]:
+def _each(
+    scope: Scope, name: str, count: int, shape: tuple[int, int], begin: int, rows: Rows
+) -> list[StackPiece]:
     """Return the pieces of a tensor of each expert."""
     return [
         StackPiece(
@@ -109,8 +126,8 @@ def _each(scope: Scope, name: str, count: int, shape: tuple[int, int], begin: in
             first=expert,
             count=1,
             begin=begin,
-            take=lambda tensors, _: tensors[0],
-            is_whole=True,
+            take=lambda tensors, _: rows(tensors[0]),
+            is_whole=rows is _as_they_are,
         )
         for expert in range(count)
     ]

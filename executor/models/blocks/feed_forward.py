@@ -16,13 +16,14 @@ class FeedForward:
     """A `quintet.executor.models.blocks.block.Block`."""
 
     def __init__(self, scope: Scope, spec: MlpSpec) -> None:
-        names, wide = scope.names, spec.width
+        names, wide, kept = scope.names, spec.width, scope.share.of(spec.width)
         if not spec.gated:
             parts = [scope.part(names.up, wide)]
         elif spec.layout is MlpLayout.STACKED:
             parts = [scope.part(names.gate_up, wide, 2 * wide, begin) for begin in (0, wide)]
         else:
             parts = [scope.part(names.gate, wide), scope.part(names.up, wide)]
+        parts, wide = [part.keeping(kept) for part in parts], kept.count
         self._gate_multiplier, self._down_multiplier = spec.gate_multiplier, spec.down_multiplier
         self._gate_width = wide if spec.gated and spec.gate_multiplier != 1.0 else 0
         gates, self._learned = GatedActivation.NONE, None
@@ -43,7 +44,8 @@ class FeedForward:
             parts = parts[1:]
         self._up = scope.linear(parts, scope.hidden_size, biased=spec.biased, activation=gates)
         self._norm = scope.norm(spec.down_norm, names.down_norm, wide)
-        self._down = scope.linear([scope.part(names.down, scope.hidden_size)], wide, biased=spec.biased)
+        down = scope.part(names.down, scope.hidden_size).of_inputs(kept)
+        self._down = scope.linear([down], wide, biased=spec.biased)
 
     def __call__(self, ops: ForwardPass[ValueT], x: ValueT) -> ValueT:
         """See `Block`."""

@@ -9,6 +9,7 @@ import torch
 
 from quintet.executor.cards.names import Names
 from quintet.executor.cards.rope import RopeSpec
+from quintet.executor.cards.share import Share
 from quintet.executor.cards.spec import NormKind, NormSpec
 from quintet.executor.layers.attention import AttentionLayer
 from quintet.executor.layers.linear import GatedActivation, Linear, Part
@@ -34,6 +35,11 @@ class Scope:
     """The model's rotations, in its order."""
     attentions: list[AttentionLayer] = field(default_factory=list)
     """Where blocks tell which attention they declared, for the model to know all of its."""
+
+    @property
+    def share(self) -> Share:
+        """What this process computes of each block: of one that divides what it has into shares."""
+        return self.setting.share
 
     def name(self, name: str) -> str:
         """Return the whole of a tensor's name."""

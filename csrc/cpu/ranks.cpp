@@ -1,0 +1,207 @@
+#include "ranks.hpp"
+
+#include <cstring>
+#include <thread>
+
+#include "require.hpp"
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+#endif
+
+namespace qt {
+namespace {
+
+constexpr long kNapNs = 50'000'000;  // nobody sleeps longer without a look
+
+static_assert(std::atomic<std::uint32_t>::is_always_lock_free && sizeof(std::atomic<std::uint32_t>) == 4);
+
+bool is_reached(std::uint32_t value, std::uint32_t turn) { return std::int32_t(value - turn) >= 0; }
+
+void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// std::atomic's own wait is for the threads of one process.
+void sleep_while(std::atomic<std::uint32_t>& word, std::uint32_t value) {
+#if defined(__linux__)
+  const timespec nap{0, kNapNs};
+  syscall(SYS_futex, &word, FUTEX_WAIT, value, &nap, nullptr, 0);
+#else
+  if (word.load() == value) std::this_thread::yield();
+#endif
+}
+
+void wake_all(std::atomic<std::uint32_t>& word) {
+#if defined(__linux__)
+  syscall(SYS_futex, &word, FUTEX_WAKE, 1 << 30, nullptr, nullptr, 0);
+#else
+  (void)word;
+#endif
+}
+
+// Hands out one part of the shared memory after another.
+class Parts {
+ public:
+  explicit Parts(char* memory) : memory_(memory) {}
+  template <class Type>
+  Type* take(index_t count) {
+    char* const part = memory_ + bytes_;
+    bytes_ += (count * index_t(sizeof(Type)) + 63) / 64 * 64;
+    return reinterpret_cast<Type*>(part);
+  }
+  index_t bytes() const { return bytes_; }
+
+ private:
+  char* memory_;
+  index_t bytes_ = 0;
+};
+
+template <class Type>
+void copy(Type* to, const Type* from, index_t count) {
+  if (count > 0) std::memcpy(to, from, std::size_t(count) * sizeof(Type));
+}
+
+}  // namespace
+
+void Turn::reach(std::uint32_t turn) {
+  value.store(turn);
+  if (sleepers.load() != 0) wake_all(value);
+}
+
+void Turn::wait_for(std::uint32_t turn, int spins) {
+  for (int spin = 0; spin < spins; ++spin) {
+    if (is_reached(value.load(std::memory_order_acquire), turn)) return;
+    pause();
+  }
+  sleepers.fetch_add(1);
+  for (std::uint32_t now; !is_reached(now = value.load(), turn);) sleep_while(value, now);
+  sleepers.fetch_sub(1);
+}
+
+struct Ranks::Head {
+  Turn told;
+  alignas(64) Order order;
+};
+
+// What one rank writes.
+struct Ranks::Line {
+  Turn done, met;
+};
+
+index_t Ranks::bytes(const RanksShape& shape) {
+  return index_t(reinterpret_cast<std::intptr_t>(Ranks(shape, nullptr, 0, 0).logits_)) +
+         shape.max_outputs * shape.logits_row_bytes;
+}
+
+Ranks::Ranks(const RanksShape& shape, void* memory, index_t rank, int spins) : shape_(shape), rank_(rank), spins_(spins) {
+  QT_REQUIRE(shape.ranks >= 1 && rank >= 0 && rank < shape.ranks, "rank %lld of %lld", (long long)rank, (long long)shape.ranks);
+  Parts parts(static_cast<char*>(memory));
+  head_ = parts.take<Head>(1);
+  lines_ = parts.take<Line>(shape.ranks);
+  step_.token_ids = parts.take<std::int32_t>(shape.max_tokens);
+  step_.positions = parts.take<std::int64_t>(shape.max_tokens);
+  step_.row_slots = parts.take<std::int64_t>(shape.max_rows);
+  step_.row_starts = parts.take<std::int64_t>(shape.max_rows);
+  step_.row_counts = parts.take<std::int64_t>(shape.max_rows);
+  step_.row_offsets = parts.take<std::int64_t>(shape.max_rows);
+  step_.output_tokens = parts.take<std::int64_t>(shape.max_outputs);
+  table_ = parts.take<std::int32_t>(shape.tables * shape.slots * shape.table_stride);
+  mail_ = parts.take<std::int32_t>(kMailInts);
+  sums_ = parts.take<float>(2 * shape.ranks * shape.max_tokens * shape.sums_width);
+  logits_ = parts.take<char>(shape.max_outputs * shape.logits_row_bytes);
+  step_.block_table = table_;
+  step_.block_table_stride = shape.table_stride;
+  step_.block_table_group_stride = shape.slots * shape.table_stride;
+}
+
+void Ranks::wait_for_all() {
+  for (index_t other = 1; other < shape_.ranks; ++other) lines_[other].done.wait_for(told_, spins_);
+}
+
+void Ranks::tell(const Order& order, const Step* step) {
+  wait_for_all();
+  head_->order = order;
+  if (step != nullptr) {
+    const Step& s = *step;
+    QT_REQUIRE(s.num_tokens <= shape_.max_tokens && s.num_rows <= shape_.max_rows && s.num_outputs <= shape_.max_outputs,
+               "%lld tokens, %lld rows, %lld outputs", (long long)s.num_tokens, (long long)s.num_rows, (long long)s.num_outputs);
+    head_->order.num_tokens = s.num_tokens, head_->order.num_rows = s.num_rows, head_->order.num_outputs = s.num_outputs;
+    copy(step_.token_ids, s.token_ids, s.num_tokens);
+    copy(step_.positions, s.positions, s.num_tokens);
+    copy(step_.row_slots, s.row_slots, s.num_rows);
+    copy(step_.row_starts, s.row_starts, s.num_rows);
+    copy(step_.row_counts, s.row_counts, s.num_rows);
+    copy(step_.row_offsets, s.row_offsets, s.num_rows);
+    copy(step_.output_tokens, s.output_tokens, s.num_outputs);
+    for (index_t row = 0; row < s.num_rows; ++row) {
+      const index_t end = s.row_starts[row] + s.row_counts[row], slot = s.row_slots[row];
+      const index_t entries = (end + shape_.block_size - 1) / shape_.block_size;
+      for (index_t table = 0; table < shape_.tables; ++table)
+        copy(table_ + table * step_.block_table_group_stride + slot * step_.block_table_stride,
+             s.block_table + table * s.block_table_group_stride + slot * s.block_table_stride, entries);
+    }
+  }
+  head_->told.reach(++told_);
+}
+
+Order Ranks::hear(Step& step) {
+  head_->told.wait_for(++told_, spins_);
+  const Order order = head_->order;
+  const Rotation* const rotations = step.rotations;
+  step = step_;
+  step.rotations = rotations;
+  step.num_tokens = order.num_tokens, step.num_rows = order.num_rows, step.num_outputs = order.num_outputs;
+  return order;
+}
+
+void Ranks::done() { lines_[rank_].done.reach(told_); }
+
+void Ranks::meet() {
+  const std::uint32_t turn = lines_[rank_].met.value.load(std::memory_order_relaxed) + 1;
+  lines_[rank_].met.reach(turn);
+  for (index_t other = 0; other < shape_.ranks; ++other)
+    if (other != rank_) lines_[other].met.wait_for(turn, spins_);
+}
+
+float* Ranks::sums(index_t turn, index_t rank) const {
+  return sums_ + (turn * shape_.ranks + rank) * shape_.max_tokens * shape_.sums_width;
+}
+
+}  // namespace qt
+
+// So many bytes of zeros the ranks share.
+QT_EXPORT index_t qt_ranks_bytes(const qt::RanksShape* shape) { return qt::Ranks::bytes(*shape); }
+
+// One rank's view of them; they stay its caller's.
+QT_EXPORT qt::Ranks* qt_ranks_new(const qt::RanksShape* shape, void* memory, index_t rank, int spins) {
+  return new qt::Ranks(*shape, memory, rank, spins);
+}
+
+// See qt::Ranks. A run's order has the step; `step` is null for others.
+QT_EXPORT void qt_ranks_tell(qt::Ranks* ranks, const qt::Order* order, const qt::Step* step) { ranks->tell(*order, step); }
+
+QT_EXPORT void qt_ranks_hear(qt::Ranks* ranks, qt::Order* order, qt::Step* step) { *order = ranks->hear(*step); }
+
+QT_EXPORT void qt_ranks_done(qt::Ranks* ranks) { ranks->done(); }
+
+QT_EXPORT void qt_ranks_wait_for_all(qt::Ranks* ranks) { ranks->wait_for_all(); }
+
+// Where all ranks' logits lie, and what orders bring besides the step: kMailInts of them.
+QT_EXPORT void* qt_ranks_logits(qt::Ranks* ranks) { return ranks->logits(); }
+
+QT_EXPORT std::int32_t* qt_ranks_mail(qt::Ranks* ranks) { return ranks->mail(); }
+
+QT_EXPORT index_t qt_ranks_mail_ints() { return qt::kMailInts; }
+
+// Bytes of the structs that Python lays out by hand.
+QT_EXPORT index_t qt_ranks_shape_bytes() { return sizeof(qt::RanksShape); }
+
+QT_EXPORT index_t qt_ranks_order_bytes() { return sizeof(qt::Order); }

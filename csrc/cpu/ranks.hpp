@@ -1,0 +1,95 @@
+// Ranks: processes that compute one model together, each with a share of every layer's weights, over memory that they share.
+//
+//     rank 0      tell ──▶ order, the step's arrays ──▶ hear      the others
+//     everybody   its own sums of a layer ──▶ meet ──▶ all ranks' sums added, in the order of the ranks
+//
+//     | head: order | a line for each rank | arrays of the step | block tables | mail | sums, twice | logits |
+//
+// Rank 0 has the plan, the tables and the draw; the others run the same operations of their own programs over the step that it
+// shows them, and know nothing else. A layer whose inputs are divided leaves a part of every output with each rank: fp32 sums,
+// which all ranks read and add in one order, so that they go on with the same bits. There are two places for a rank's sums, which
+// layers use in turn: whoever writes the next one's does not disturb a rank that still reads, and who is two layers on has met
+// everybody in between.
+//
+// Each waits by a short spin, then a futex. Nobody looks whether the others live: the processes end together (docs/parallel.md).
+#pragma once
+
+#include <atomic>
+
+#include "program.hpp"
+
+namespace qt {
+
+// What there is room for; laid out like `quintet.executor.parallel.library.CRanksShape`.
+struct RanksShape {
+  index_t ranks;
+  index_t max_tokens, max_rows, max_outputs;  // of a step
+  index_t tables, slots, table_stride;        // block tables [tables][slots][table_stride]
+  index_t block_size;
+  index_t sums_width;                         // most numbers of a row of sums
+  index_t logits_row_bytes;                   // of one row of logits, all ranks' columns
+};
+
+// What the others shall do; laid out like `quintet.executor.parallel.library.COrder`. Kinds but `kRun` are Python's to know.
+struct Order {
+  index_t kind;
+  index_t begin, end;  // operations of the program; or entries of the mail
+  index_t length;      // the step's largest position plus 1
+  index_t num_tokens, num_rows, num_outputs;
+};
+inline constexpr index_t kRun = 0;
+inline constexpr index_t kMailInts = 1 << 16;
+
+// A number that grows, and is waited for across processes.
+struct alignas(64) Turn {
+  std::atomic<std::uint32_t> value;
+  std::atomic<std::uint32_t> sleepers;
+
+  void reach(std::uint32_t turn);
+  void wait_for(std::uint32_t turn, int spins);
+};
+
+class Ranks {
+ public:
+  static index_t bytes(const RanksShape& shape);
+
+  // memory: `bytes`, zeros at first, shared with the other ranks. spins: pauses of a wait before it sleeps.
+  Ranks(const RanksShape& shape, void* memory, index_t rank, int spins);
+
+  // Rank 0: waits until everybody has done what was told before, then tells this. step: null where the order needs none.
+  void tell(const Order& order, const Step* step);
+  // Rank 0: waits until everybody has done what was told, or is there at all.
+  void wait_for_all();
+  // The others: waits for the next order; a run's step points to what rank 0 has shown.
+  Order hear(Step& step);
+  // The others: is there, or has done what it heard.
+  void done();
+
+  // Returns when every rank has come as far.
+  void meet();
+
+  const RanksShape& shape() const { return shape_; }
+  index_t rank() const { return rank_; }
+  // A rank's sums of the layers whose turn is `turn` (0 or 1): rows of as many numbers as the layer has.
+  float* sums(index_t turn, index_t rank) const;
+  char* logits() const { return logits_; }
+  std::int32_t* mail() const { return mail_; }
+
+ private:
+  struct Head;
+  struct Line;
+
+  RanksShape shape_;
+  index_t rank_;
+  int spins_;
+  std::uint32_t told_ = 1;  // orders; the first is to be there
+  Head* head_;
+  Line* lines_;
+  Step step_{};  // its arrays, in the shared memory
+  std::int32_t* table_;
+  std::int32_t* mail_;
+  float* sums_;
+  char* logits_;
+};
+
+}  // namespace qt

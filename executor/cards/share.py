@@ -1,0 +1,150 @@
+"""What one of several ranks keeps of a model: some heads of every attention, some columns of every feed-forward, some logits.
+
+    rank 0 of 2    queries of heads 0..3, their keys and values ─ attention ─ their columns of the output layer ─╮
+    rank 1 of 2    queries of heads 4..7, their keys and values ─ attention ─ their columns of the output layer ─┴─ sums
+
+As in Shoeybi et al., "Megatron-LM", 2019, section 3. What comes before and behind (norms, residuals, the embedding) every rank
+computes alike. Imports no torch: the numbers are needed before there is a model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from quintet.executor.cards.experts import ExpertsSpec
+from quintet.executor.cards.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, QkNormOver
+
+MOST_RANKS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Numbers ``[begin, end)`` of ``whole``."""
+
+    begin: int
+    end: int
+    whole: int
+
+    @property
+    def count(self) -> int:
+        """How many."""
+        return self.end - self.begin
+
+    @property
+    def is_all(self) -> bool:
+        """Whether nothing is left out."""
+        return self.count == self.whole
+
+    def times(self, width: int) -> Kept:
+        """Return the same of things that are ``width`` numbers each."""
+        return Kept(self.begin * width, self.end * width, self.whole * width)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """That of one rank."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def is_all(self) -> bool:
+        """Whether there are no others."""
+        return self.size == 1
+
+    @property
+    def label(self) -> str:
+        """Which of how many, in words; of all nothing."""
+        return "" if self.is_all else f"rank {self.rank} of {self.size}"
+
+    def of(self, count: int) -> Kept:
+        """Return the rank's part of so many: neighbours, each rank as many as any other but for one."""
+        return Kept(count * self.rank // self.size, count * (self.rank + 1) // self.size, count)
+
+    def of_kv_heads(self, count: int) -> Kept:
+        """Return the KV heads that the rank's queries meet: where there are fewer than ranks, several ranks keep the same one."""
+        if count >= self.size:
+            return self.of(count)
+        head = count * self.rank // self.size
+        return Kept(head, head + 1, count)
+
+    def of_attention(self, spec: AttentionSpec) -> AttentionSpec:
+        """Return what the rank computes of an attention."""
+        heads = self.of(spec.num_heads)
+        return replace(
+            spec,
+            num_heads=heads.count,
+            num_kv_heads=self.of_kv_heads(spec.num_kv_heads).count,
+            alibi=spec.alibi[heads.begin : heads.end],
+        )
+
+
+WHOLE = Share()
+"""That of a process that has no others beside it."""
+
+
+def misfit(spec: DecoderSpec, size: int) -> str | None:
+    """Return what keeps so many ranks from sharing a model, in a few words; None if nothing does."""
+    return next((words for layer in spec.layers if (words := _misfit_of(layer, size)) is not None), None)
+
+
+def why_not(spec: DecoderSpec) -> str | None:
+    """Return why a model can be shared by no number of ranks; None if by some."""
+    if any(rope.depends_on_length for rope in spec.ropes):
+        return "positions rotate by how long a sequence is"
+    return next((words for layer in spec.layers if (words := _kind_of(layer)) is not None), None)
+
+
+def sizes_that_fit(spec: DecoderSpec) -> list[int]:
+    """Return how many ranks can share a model, from 2 on."""
+    return [size for size in range(2, MOST_RANKS + 1) if misfit(spec, size) is None]
+
+
+def share_in_words(spec: DecoderSpec, size: int) -> list[str]:
+    """Say what each of so many ranks has, where they can share the model: kinds of layers in the order in which they come."""
+    share, said = Share(0, size), []
+    for layer in spec.layers:
+        if isinstance(layer.mixer, AttentionSpec):
+            heads, kv_heads = layer.mixer.num_heads, layer.mixer.num_kv_heads
+            mine = share.of_kv_heads(kv_heads).count
+            said.append(f"{heads // size} of {heads} heads with {mine} of {kv_heads} KV heads")
+        if isinstance(layer.mlp, MlpSpec):
+            said.append(f"{layer.mlp.width // size} of {layer.mlp.width} columns of feed-forwards")
+        if isinstance(layer.mlp, ExpertsSpec):
+            count, wide = layer.mlp.routing.experts, layer.mlp.width
+            said.append(f"{wide // size} of {wide} columns of each of {count} experts")
+    return [*dict.fromkeys(said), f"{-(-spec.vocab_size // size)} of {spec.vocab_size} logits"]
+
+
+def _kind_of(layer: LayerSpec) -> str | None:
+    mixer, mlp = layer.mixer, layer.mlp
+    if mixer is not None and not isinstance(mixer, AttentionSpec):
+        return f"layers of the kind {type(mixer).__name__.removesuffix('Spec')} are not divided yet"
+    if mixer is not None:
+        if mixer.qk_norm is not None and mixer.qk_norm_over is not QkNormOver.HEAD:
+            return "queries and keys are normed over heads, which are divided"
+        if mixer.attended_norm is not None:
+            return "what is attended is normed over heads, which are divided"
+        if mixer.sinks:
+            return "heads with sinks are not divided yet"
+    if isinstance(mlp, MlpSpec) and mlp.down_norm is not None:
+        return "feed-forwards are normed over their width, which is divided"
+    if isinstance(mlp, ExpertsSpec) and mlp.biased:
+        return "experts with biases are not divided yet"
+    return None
+
+
+def _misfit_of(layer: LayerSpec, size: int) -> str | None:
+    mixer, mlp = layer.mixer, layer.mlp
+    if isinstance(mixer, AttentionSpec):
+        heads, kv_heads = mixer.num_heads, mixer.num_kv_heads
+        if heads % size:
+            return f"{heads} heads"
+        if kv_heads % size and size % kv_heads:
+            return f"{kv_heads} KV heads"
+    if isinstance(mlp, ExpertsSpec):
+        wide = next((wide for wide in (mlp.width, mlp.shared_width or 0) if wide % size), None)
+        return None if wide is None else f"experts {wide} wide"
+    if mlp is not None and mlp.width % size:
+        return f"feed-forwards {mlp.width} wide"
+    return None

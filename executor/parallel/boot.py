@@ -1,0 +1,34 @@
+"""One rank's view of the memory that all share, for a configured model."""
+
+from __future__ import annotations
+
+import os
+
+from quintet.executor.cards.card import card_of
+from quintet.executor.cards.registry import FAMILIES
+from quintet.executor.cards.share import Share
+from quintet.executor.cards.spec import DecoderSpec
+from quintet.executor.parallel.ranks import SPINS, Ranks, shape_of
+from quintet.executor.platforms.cores import usable_cores
+from quintet.executor.program.runner import most_outputs
+from quintet.wire.config import EngineConfig, ModelConfig
+
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+def open_ranks(config: EngineConfig, descriptor: int, rank: int) -> Ranks:
+    """Return the view of a rank whose process has taken its processors. descriptor: of the memory."""
+    size, threads = config.executor.tensor_parallel_size, config.executor.threads
+    spec = spec_of(config.model)
+    shape = shape_of(
+        config, size, spec.hidden_size, most_outputs(config.scheduler), DTYPE_BYTES[config.model.dtype]
+    )
+    has_own = usable_cores() >= threads and len(os.sched_getaffinity(0)) * size <= (os.cpu_count() or 1)
+    return Ranks(descriptor, Share(rank, size), shape, spins=SPINS if has_own else 0)
+
+
+def spec_of(model: ModelConfig) -> DecoderSpec:
+    """Return what a model is made of that was found to be divisible."""
+    spec = FAMILIES[model.architecture].read(card_of(model))
+    assert isinstance(spec, DecoderSpec), model.architecture
+    return spec

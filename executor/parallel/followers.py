@@ -1,0 +1,89 @@
+"""The other ranks' processes, as rank 0 sees them: it starts them before anything else, and ends when one of them ends.
+
+For all others an executor is one process: rank 0 has the seat, the plans and the results. A group of ranks lives and dies as one.
+
+    another rank dies    rank 0 ends at once, in the middle of a step or not; the supervisor fills the seat again
+    rank 0 dies          the kernel kills the others (PR_SET_PDEATHSIG)
+    a rank hangs         nothing is completed any more, which rank 0's heartbeats tell; the supervisor aborts it
+
+So nobody who waits for a rank has to look whether it lives. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+
+import msgspec
+
+from quintet.process.runtime import error_file
+from quintet.wire.config import EngineConfig
+from quintet.wire.errors import EXIT_CONFIG
+from quintet.wire.ids import WorkerId
+
+MODULE = "quintet.executor.parallel.follower"
+
+log = logging.getLogger("quintet")
+
+
+class Followers:
+    """Ranks 1 and up of one executor. Made in the main thread: children die with the thread that made them."""
+
+    def __init__(self, me: WorkerId, config: EngineConfig) -> None:
+        self._config = config
+        self._me = me
+        self._is_closing = False
+        self.descriptor = os.memfd_create("quintet-ranks")
+        """Of the memory that all ranks share; see `quintet.executor.parallel.ranks`."""
+        self._processes = {rank: self._start(rank) for rank in range(1, config.executor.tensor_parallel_size)}
+        for rank, process in self._processes.items():
+            threading.Thread(
+                target=self._watch, args=(rank, process), name=f"rank {rank}", daemon=True
+            ).start()
+
+    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+        seat = ["--index", str(self._me.index), "--epoch", str(self._me.epoch), "--rank", str(rank)]
+        memory = ["--memory", str(self.descriptor), "--parent", str(os.getpid())]
+        with (
+            tempfile.TemporaryFile() as written
+        ):  # not the run folder's, which a recording that is played has no more
+            written.write(msgspec.json.encode(self._config))
+            written.seek(0)
+            return subprocess.Popen(
+                [sys.executable, "-P", "-m", MODULE, *seat, *memory],
+                stdin=written,
+                pass_fds=[self.descriptor],
+                process_group=0,
+            )
+
+    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        status = process.wait()
+        if self._is_closing:
+            return
+        words = f"rank {rank} {ending(status)}; all ranks end with it"
+        log.critical("%s", words)
+        file = error_file(self._config.run_dir, self._me)
+        with contextlib.suppress(OSError):
+            if not file.exists():  # else the rank has said why itself
+                file.write_text(words)
+        os._exit(EXIT_CONFIG if status == EXIT_CONFIG else 1)  # whatever the main thread waits for
+
+    def close(self) -> None:
+        """End them."""
+        self._is_closing = True
+        for process in self._processes.values():
+            process.kill()
+        for process in self._processes.values():
+            process.wait()
+        os.close(self.descriptor)
+
+
+def ending(status: int) -> str:
+    """Say how a process ended, by what `subprocess.Popen.wait` returned."""
+    return f"exited with status {status}" if status >= 0 else f"was killed by {signal.Signals(-status).name}"

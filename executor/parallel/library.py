@@ -1,0 +1,75 @@
+"""What ranks share, as the kernel library has it: ``csrc/cpu/ranks.hpp`` and ``rank_ops.cpp`` say what each argument is."""
+
+from __future__ import annotations
+
+import ctypes
+from enum import IntEnum
+
+from quintet.executor.ops.host_library import check_layout, declare
+
+_ADDRESS, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+
+
+class OrderKind(IntEnum):
+    """What rank 0 has the others do."""
+
+    RUN = 0
+    """Operations of the program, over the step that comes with the order."""
+    COPY_BLOCKS = 1
+    """Of KV memory: the mail has sources, then targets."""
+    CHORE = 2
+    """What a worker does while nobody waits."""
+
+
+class CRanksShape(ctypes.Structure):
+    """Field by field ``qt::RanksShape``; its comments say what each is."""
+
+    _fields_ = (
+        ("ranks", _SIZE),
+        ("max_tokens", _SIZE),
+        ("max_rows", _SIZE),
+        ("max_outputs", _SIZE),
+        ("tables", _SIZE),
+        ("slots", _SIZE),
+        ("table_stride", _SIZE),
+        ("block_size", _SIZE),
+        ("sums_width", _SIZE),
+        ("logits_row_bytes", _SIZE),
+    )
+
+
+class COrder(ctypes.Structure):
+    """Field by field ``qt::Order``; its comments say what each is."""
+
+    _fields_ = (
+        ("kind", _SIZE),
+        ("begin", _SIZE),
+        ("end", _SIZE),
+        ("length", _SIZE),
+        ("num_tokens", _SIZE),
+        ("num_rows", _SIZE),
+        ("num_outputs", _SIZE),
+    )
+
+
+class RanksLibrary:
+    """The functions, with their C types."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        check_layout(library, "qt_ranks_shape_bytes", ctypes.sizeof(CRanksShape))
+        check_layout(library, "qt_ranks_order_bytes", ctypes.sizeof(COrder))
+        a, n, i = _ADDRESS, _SIZE, _INT
+        self.num_bytes = declare(library, "qt_ranks_bytes", a, result=n)
+        self.new = declare(library, "qt_ranks_new", a, a, n, i, result=a)
+        self.tell = declare(library, "qt_ranks_tell", a, a, a)
+        self.hear = declare(library, "qt_ranks_hear", a, a, a)
+        self.done = declare(library, "qt_ranks_done", a)
+        self.wait_for_all = declare(library, "qt_ranks_wait_for_all", a)
+        self.logits = declare(library, "qt_ranks_logits", a, result=a)
+        self.mail = declare(library, "qt_ranks_mail", a, result=a)
+        self.mail_ints = int(declare(library, "qt_ranks_mail_ints", result=n)())
+        self.sums = declare(library, "qt_ranks_sums", a, n, n, result=a)
+        self.linear_sums = declare(library, "qt_program_linear_sums", a, a, a, n, n, i, a, n, i)
+        self.experts_sums = declare(library, "qt_program_experts_sums", a, a, a, n, a, n, n, a, n, i)
+        self.meet = declare(library, "qt_program_meet", a, a, i)
+        self.add_sums = declare(library, "qt_program_add_sums", a, a, n, n, a, a, a, n, i)

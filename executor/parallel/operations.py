@@ -1,0 +1,77 @@
+"""What ranks do together in the middle of a step, as operations of the compiled program."""
+
+from __future__ import annotations
+
+import torch
+
+from quintet.executor.layers.experts import Experts
+from quintet.executor.layers.linear import Linear
+from quintet.executor.ops.host_dtypes import FLOAT_CODES
+from quintet.executor.parallel.ranks import Ranks
+from quintet.executor.program.values import Extent, Value
+
+
+class RankOperations:
+    """Appends them. All ranks record the same ones, in the same order."""
+
+    def __init__(self, ranks: Ranks, program: int, dtype: torch.dtype, max_tokens: int) -> None:
+        self._library = ranks.library
+        self._ranks = ranks
+        self._program = program
+        self._code = FLOAT_CODES[dtype]
+        self._dtype = dtype
+        self._max_tokens = max_tokens
+        self._turn = 0
+
+    def linear(self, layer: Linear, x: Value, residual: Value | None, y: Value) -> None:
+        """Append a layer of whose inputs each rank has some: its own sums, then a meeting, then everybody's sums.
+
+        Bias and residual are added where the sums are whole: once, by every rank alike.
+        """
+        assert x.extent is Extent.TOKENS, (
+            "only logits are made of fewer rows, and their inputs are not divided"
+        )
+        [run], library, ranks, width = layer.method.runs, self._library, self._ranks.handle, layer.width
+        assert run.order is None, "inputs are divided before they are sorted"
+        turn = self._next_turn()
+        library.linear_sums(
+            *(self._program, run.packed.handle, x.address, x.stride, self._max_tokens, self._code),
+            *(library.sums(ranks, turn, width), width, run.int8_activations),
+        )
+        self._add_sums(turn, run.bias, residual, y)
+
+    def experts(self, layer: Experts, x: Value, scores: Value, residual: Value | None, y: Value) -> None:
+        """Append experts of whose columns each rank has some; all ranks choose alike."""
+        host, library, turn = layer.host, self._library, self._next_turn()
+        assert host is not None, "recorded without the host kernels"
+        library.experts_sums(
+            *(self._program, host.address, x.address, x.stride, scores.address, scores.stride),
+            *(self._max_tokens, library.sums(self._ranks.handle, turn, y.width), y.width, self._code),
+        )
+        self._add_sums(turn, None, residual, y)
+
+    def _next_turn(self) -> int:
+        turn, self._turn = self._turn, 1 - self._turn
+        return turn
+
+    def _add_sums(self, turn: int, bias: torch.Tensor | None, residual: Value | None, y: Value) -> None:
+        library, ranks = self._library, self._ranks.handle
+        assert residual is None or residual.stride == y.stride, (residual, y)
+        library.meet(self._program, ranks, Extent.TOKENS)
+        library.add_sums(
+            *(self._program, ranks, turn, y.width, None if bias is None else bias.data_ptr()),
+            *(None if residual is None else residual.address, y.address, y.stride, self._code),
+        )
+
+    def logits(self) -> torch.Tensor:
+        """Return the memory of all ranks' logits ``[max_outputs, vocab]``, each rank's columns side by side."""
+        return self._ranks.logits(self._dtype)
+
+    def own_columns(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return those of them that this rank makes."""
+        kept = self._ranks.share.of(logits.shape[1])
+        return logits[:, kept.begin : kept.end]
+
+    def meet(self, extent: Extent) -> None:
+        """Append a meeting."""
+        self._library.meet(self._program, self._ranks.handle, extent)

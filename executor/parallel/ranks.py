@@ -1,0 +1,118 @@
+"""The memory that ranks share, seen from one of them: how orders pass, and where all ranks' logits lie.
+
+Knows no model. What the ranks do together in the middle of a step is in `quintet.executor.parallel.operations`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from quintet.executor.cards.share import Share
+from quintet.executor.ops.host_library import open_library
+from quintet.executor.parallel.library import COrder, CRanksShape, OrderKind, RanksLibrary
+from quintet.wire.config import EngineConfig
+from quintet.wire.errors import ConfigError
+
+SPINS = 4000
+"""Pauses of some 10 to 50 ns before a wait sleeps: about as long as one rank is behind another within a step."""
+
+
+class Ranks:
+    """One rank's view. Rank 0 tells orders, the others hear them."""
+
+    def __init__(self, descriptor: int, share: Share, shape: CRanksShape, *, spins: int) -> None:
+        """descriptor: of the memory, which every rank makes as large as ``shape`` says; what it holds begins with zeros."""
+        library = open_library()
+        if library is None:
+            raise ConfigError(
+                "--tensor-parallel-size needs Quintet's host kernels, and they were not built: install a C++ compiler (g++ or"
+                " clang++) and Quintet again, or drop the flag"
+            )
+        self.library = RanksLibrary(library)
+        self.share = share
+        self.shape = shape
+        num_bytes = int(self.library.num_bytes(ctypes.byref(shape)))
+        os.ftruncate(descriptor, num_bytes)
+        self._memory = mmap.mmap(descriptor, num_bytes)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self.handle = self.library.new(ctypes.byref(shape), self._address, share.rank, spins)
+        self._order = COrder()
+
+    def logits(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the memory of all ranks' logits ``[max_outputs, vocab]``."""
+        offset = self.library.logits(self.handle) - self._address
+        rows, width = self.shape.max_outputs, self.shape.logits_row_bytes // dtype.itemsize
+        flat = torch.frombuffer(self._memory, dtype=dtype, count=rows * width, offset=offset)
+        return flat.view(rows, width)
+
+    def tell_run(self, step: object, begin: int, end: int, length: int) -> None:
+        """Have the others run operations ``[begin, end)`` over a step; length: its largest position plus 1."""
+        order = self._order
+        order.kind, order.begin, order.end, order.length = OrderKind.RUN, begin, end, length
+        self.library.tell(self.handle, ctypes.byref(order), step)
+
+    def tell_copies(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
+        """Have the others copy blocks as well."""
+        most = self.library.mail_ints // 2
+        for begin in range(0, len(sources), most):
+            self.wait_for_all()  # who still reads the mail
+            count = len(sources[begin : begin + most])
+            mail = self._mail(2 * count)
+            mail[:count], mail[count:] = sources[begin : begin + most], targets[begin : begin + most]
+            self._tell(OrderKind.COPY_BLOCKS, 2 * count)
+
+    def tell_chore(self) -> None:
+        """Have the others do a chore."""
+        self._tell(OrderKind.CHORE, 0)
+
+    def _tell(self, kind: OrderKind, end: int) -> None:
+        order = self._order
+        order.kind, order.begin, order.end, order.length = kind, 0, end, 0
+        self.library.tell(self.handle, ctypes.byref(order), None)
+
+    def wait_for_all(self) -> None:
+        """Wait until the others have done what they were told; the first time, until they are there."""
+        self.library.wait_for_all(self.handle)
+
+    def hear(self, step: object) -> COrder:
+        """Wait for the next order; a run's step is described in ``step``."""
+        self.library.hear(self.handle, ctypes.byref(self._order), step)
+        return self._order
+
+    def copies(self, order: COrder) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Return the sources and targets that came with an order to copy."""
+        sources, targets = self._mail(order.end).reshape(2, -1)
+        return sources, targets
+
+    def done(self) -> None:
+        """Say that the order was carried out, or, the first time, that this rank is there."""
+        self.library.done(self.handle)
+
+    def _mail(self, count: int) -> NDArray[np.int32]:
+        offset = self.library.mail(self.handle) - self._address
+        return np.frombuffer(self._memory, np.int32, count, offset)
+
+
+def shape_of(
+    config: EngineConfig, size: int, sums_width: int, max_outputs: int, item_bytes: int
+) -> CRanksShape:
+    """Return what the ranks of a model need room for. sums_width: most outputs of a layer whose inputs are divided."""
+    scheduler, model = config.scheduler, config.model
+    return CRanksShape(
+        ranks=size,
+        max_tokens=max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs),
+        max_rows=scheduler.max_num_seqs,
+        max_outputs=max_outputs,
+        tables=len(model.kv.groups),
+        slots=scheduler.max_num_seqs,
+        table_stride=-(-(model.max_model_len + 1) // model.kv.block_size),
+        block_size=model.kv.block_size,
+        sums_width=sums_width,
+        logits_row_bytes=model.vocab_size * item_bytes,
+    )

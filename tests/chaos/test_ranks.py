@@ -1,0 +1,84 @@
+"""`kill -9` of one rank of an executor: all of them end with it, and no client sees another byte."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+from collections.abc import Iterator
+
+import pytest
+from bench.chaos.streams import crowd, play
+
+from tests.chaos.test_kills import COMMON, assert_same, kill, little_memory
+from tests.processes.server import Server, serve, wait_until
+
+RANK = "executor-0-rank"
+"""The title of a rank but the first, without its number."""
+
+
+pytestmark = pytest.mark.whole
+"""What a rank's death does to the others is seen in `tests.executor.test_followers` as well, without a model."""
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    ranks = ("--tensor-parallel-size", str(request.param), "--threads", "1")
+    with serve(*little_memory("model", 8), *COMMON, *ranks) as server:
+        yield server
+
+
+def test_a_killed_rank_changes_no_byte(server: Server) -> None:
+    asked = crowd(1, 6, (20, 40))
+    calm = asyncio.run(play(server.url, asked))
+    assert all(heard.status == 200 and heard.is_done and not heard.error for heard in calm.heard)
+
+    async def disturb() -> None:
+        kill(server, RANK, index=1)
+
+    assert_same(server, calm, asyncio.run(play(server.url, asked, disturb)), asked)
+    assert any("rank 1 was killed by SIGKILL" in line for line in server.lines)
+
+
+def test_each_rank_in_turn(server: Server) -> None:
+    """Rank 0, which is the executor for all others, and the last; then any, while the others are being started again."""
+    asked = crowd(2, 16, (60, 120))
+    calm = asyncio.run(play(server.url, asked))
+    last = max(int(title.rpartition("-")[2]) for title in server.children() if RANK in title)
+    rng = random.Random(5)
+
+    async def first() -> None:
+        kill(server, "executor")
+
+    async def hindmost() -> None:
+        kill(server, RANK, index=last)
+
+    async def many() -> None:
+        for _ in range(4):
+            rank = rng.randint(0, last)
+            kill(server, RANK if rank else "executor", index=rank)
+            await asyncio.sleep(rng.choice([0.0, 0.5, 1.5]))
+
+    for disturb in (first, hindmost, many):
+        assert_same(server, calm, asyncio.run(play(server.url, asked, disturb)), asked)
+
+
+def test_a_rank_that_stops_is_noticed(server: Server) -> None:
+    asked = crowd(3, 8, (40, 60))
+    calm = asyncio.run(play(server.url, asked))
+
+    async def disturb() -> None:
+        kill(server, RANK, signal.SIGSTOP, index=1)
+
+    assert_same(server, calm, asyncio.run(play(server.url, asked, disturb)), asked)
+
+
+def test_no_rank_outlives_the_first(server: Server) -> None:
+    before = {title: child.pid for title, child in server.children().items() if RANK in title}
+    kill(server, "executor")
+
+    def all_new() -> bool:
+        now = {title: child.pid for title, child in server.children().items() if RANK in title}
+        return now.keys() == before.keys() and not set(now.values()) & set(before.values())
+
+    wait_until(all_new, "ranks of a new executor")

@@ -1,0 +1,91 @@
+"""What dividing a model over ranks is resolved to, and what is refused, with the way out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quintet.deploy import cli
+from quintet.deploy.resolve.build import resolve
+from quintet.deploy.resolve.flags import Options
+from quintet.wire.errors import ConfigError
+
+from .model_folder import write_model
+
+RUN_DIR = Path("/tmp/quintet-ranks")
+
+
+def config_of(folder: Path, size: int, **flags: Any) -> Any:
+    options = Options(
+        model=str(folder), tensor_parallel_size=size, load_format="dummy", device="cpu", **flags
+    )
+    return resolve(options, RUN_DIR).config
+
+
+def test_a_rank_has_its_heads_and_its_part_of_the_memory(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    one, two, four = (config_of(tmp_path, size, kv_cache_memory="1MiB") for size in (1, 2, 4))
+    assert one.model.kv.bytes_per_token == 2 * two.model.kv.bytes_per_token
+    assert two.model.kv == four.model.kv  # two KV heads: two ranks keep the same one
+    assert [each.cache.memory_bytes for each in (one, two, four)] == [1 << 20, 1 << 19, 1 << 18]
+    assert [each.executor.tensor_parallel_size for each in (one, two, four)] == [1, 2, 4]
+
+
+def test_plan_says_what_each_rank_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", str(write_model(tmp_path)), "--device", "cpu", "--load-format", "dummy"]
+    assert cli.main([*words, "--tensor-parallel-size", "4"]) == 0
+    printed = capsys.readouterr().out
+    has = "1 of 4 heads with 1 of 2 KV heads; 32 of 128 columns of feed-forwards; 25 of 100 logits"
+    assert f"each rank has     {has}\n" in printed
+    assert "for each of 4 ranks" in printed
+    assert cli.main([*words, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["num_ranks"], plan["share"]) == (1, None)
+
+
+@pytest.mark.parametrize(
+    ("size", "changes", "words"),
+    [
+        (3, {}, "has 4 heads, which 3 ranks cannot share; sizes that fit: 2, 4"),
+        (2, {"intermediate_size": 129}, "has feed-forwards 129 wide, .*; sizes that fit: none but 1"),
+        (3, {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16}, "2 KV heads, .*: 2"),
+        (2, {"architectures": ["Olmo2ForCausalLM"]}, "queries and keys are normed over heads"),
+        (2, {"architectures": ["MixtralForCausalLM"], "intermediate_size": 129}, "has experts 129 wide"),
+        (2, {"architectures": ["GptOssForCausalLM"]}, "are not divided yet"),
+        (2, {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512}, "of the kind Latent are not"),
+        (
+            2,
+            {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}},
+            "stored as gptq",
+        ),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(
+    tmp_path: Path, size: int, changes: dict[str, Any], words: str
+) -> None:
+    write_model(tmp_path, **changes)
+    with pytest.raises(ConfigError, match=rf"--tensor-parallel-size {size}: .*{words}"):
+        config_of(tmp_path, size)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"executor": "mock"}, "the mock executor computes nothing"),
+        ({"swap_space": 1.0}, "drop --swap-space"),
+        ({"enable_prompt_embeds": True}, "drop --enable-prompt-embeds"),
+        ({"device": "cuda"}, "add --device cpu"),
+    ],
+)
+def test_what_ranks_do_not_do_is_refused(tmp_path: Path, flags: dict[str, Any], words: str) -> None:
+    options = {"model": str(write_model(tmp_path)), "device": "cpu", "load_format": "dummy"} | flags
+    with pytest.raises(ConfigError, match=words):
+        resolve(Options(**options, tensor_parallel_size=2), RUN_DIR)
+
+
+def test_there_is_no_rank_less_than_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--tensor-parallel-size is 0; it must be at least 1"):
+        config_of(write_model(tmp_path), 0)

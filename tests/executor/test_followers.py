@@ -1,0 +1,45 @@
+"""A rank that dies takes the others with it: rank 0 ends at once, whatever its main thread is waiting for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from quintet.process.runtime import error_file
+from quintet.wire.ids import Role, WorkerId
+
+from .test_process import config_of
+
+RANK_0 = """
+import sys, threading
+import msgspec
+from quintet.executor.parallel.followers import Followers
+from quintet.wire.config import EngineConfig
+from quintet.wire.ids import Role, WorkerId
+
+config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
+followers = Followers(WorkerId(Role.EXECUTOR, 3, 7), config)
+print("started", flush=True)
+threading.Event().wait()
+"""
+
+
+def test_rank_0_ends_with_another(tmp_path: Path) -> None:
+    config = msgspec.json.encode(config_of(tmp_path, tensor_parallel_size=3))
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen([sys.executable, "-c", RANK_0], **pipes) as first:
+        assert first.stdin is not None and first.stdout is not None
+        first.stdin.write(config + b"\n")
+        first.stdin.flush()
+        assert first.stdout.readline() == b"started\n"
+        ranks = psutil.Process(first.pid).children()
+        assert len(ranks) == 2
+        ranks[1].kill()
+        assert first.wait(60) == 1
+    words = error_file(tmp_path, WorkerId(Role.EXECUTOR, 3, 7)).read_text()
+    assert words in [f"rank {rank} was killed by SIGKILL; all ranks end with it" for rank in (1, 2)]
+    assert not psutil.wait_procs(ranks, 60)[1], "a rank outlives the first"

@@ -1,0 +1,150 @@
+"""Ranks: which rows and columns of a tensor each keeps, and how they wait for each other and add."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+
+import pytest
+import torch
+
+from quintet.executor.cards.share import Kept, Share
+from quintet.executor.ops.host_library import open_library, set_threads
+from quintet.executor.parallel.library import CRanksShape, OrderKind
+from quintet.executor.parallel.ranks import Ranks
+from quintet.executor.program.library import ProgramLibrary
+from quintet.executor.program.step import Step
+from quintet.executor.quant.part import Part
+
+DEPTH = 6
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(
+    "part",
+    [
+        Part("all", 12),
+        Part("transposed", 12, transposed=True),
+        Part("behind others", 12, total=30, begin=10),
+        Part("of each group", 12, total=36, begin=2, groups=3),
+        Part("lengths", 12, unit_rows=True),
+    ],
+    ids=lambda part: part.name,
+)
+def test_the_rows_of_all_ranks_are_those_of_the_part(part: Part, size: int) -> None:
+    tensor = torch.arange(part.height * DEPTH).float().view(part.weight_shape(DEPTH)) + 1
+    bias = torch.arange(part.height)
+    shares = [part.keeping(Share(rank, size).of(12)) for rank in range(size)]
+    assert torch.equal(torch.cat([share.weight(tensor) for share in shares]), part.weight(tensor))
+    assert torch.equal(torch.cat([share.bias(bias) for share in shares]), part.bias(bias))
+    assert all(share.weight_shape(DEPTH) == part.weight_shape(DEPTH) for share in shares)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_columns_of_all_ranks_are_those_of_the_part(transposed: bool) -> None:
+    part = Part("down", 4, transposed=transposed)
+    tensor = torch.arange(4 * DEPTH).view(part.weight_shape(DEPTH))
+    shares = [part.of_inputs(Share(rank, 2).of(DEPTH)) for rank in range(2)]
+    assert torch.equal(torch.cat([share.weight(tensor) for share in shares], 1), part.weight(tensor))
+    assert all(share.weight_shape(DEPTH // 2) == part.weight_shape(DEPTH) for share in shares)
+
+
+def test_a_kv_head_is_kept_by_all_whose_queries_meet_it() -> None:
+    assert [Share(rank, 4).of_kv_heads(2) for rank in range(4)] == [
+        Kept(0, 1, 2), Kept(0, 1, 2), Kept(1, 2, 2), Kept(1, 2, 2),
+    ]  # fmt: skip
+    assert Share(1, 2).of_kv_heads(4) == Kept(2, 4, 4)
+
+
+def test_numbers_that_cannot_be_divided_evenly_are_divided_all_the_same() -> None:
+    kept = [Share(rank, 3).of(211) for rank in range(3)]
+    assert [each.begin for each in kept] == [0, *(each.end for each in kept[:-1])]
+    assert kept[-1].end == 211 and {each.count for each in kept} == {70, 71}
+
+
+WIDTH, ROWS = 700, 5
+"""Two pieces of a row."""
+
+
+def ranks_of(size: int) -> list[Ranks]:
+    """All ranks of one memory, in this process."""
+    shape = CRanksShape(
+        ranks=size, max_tokens=8, max_rows=8, max_outputs=8, tables=1, slots=8, table_stride=4,
+        block_size=16, sums_width=WIDTH, logits_row_bytes=64,
+    )  # fmt: skip
+    memory = os.memfd_create("ranks")
+    return [Ranks(memory, Share(rank, size), shape, spins=0) for rank in range(size)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_rank_adds_all_sums_in_the_order_of_the_ranks(dtype: torch.dtype) -> None:
+    """Twice as many additions as there are places for sums: nobody adds what the next layer has written."""
+    code = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}[dtype]
+    library = open_library()
+    assert library is not None
+    set_threads(library, 1, False)
+    programs, size, rounds = ProgramLibrary(library), 3, 4
+    ranks = ranks_of(size)
+    bias, residual = torch.randn(WIDTH).to(dtype), torch.randn(ROWS, WIDTH).to(dtype)
+    sums = torch.randn(rounds, size, ROWS, WIDTH)
+    results = torch.zeros(rounds, size, ROWS, WIDTH, dtype=dtype)
+
+    def compute(rank: int) -> None:
+        mine = ranks[rank]
+        step = Step(programs, 8, 8)
+        step.c.num_tokens = ROWS
+        for turn in range(rounds):
+            program = programs.new()
+            place = mine.library.sums(mine.handle, turn % 2, WIDTH)
+            ctypes.memmove(place, sums[turn, rank].data_ptr(), ROWS * WIDTH * 4)
+            mine.library.meet(program, mine.handle, 0)
+            y = results[turn, rank]
+            mine.library.add_sums(
+                *(program, mine.handle, turn % 2, WIDTH, bias.data_ptr(), residual.data_ptr()),
+                *(y.data_ptr(), WIDTH, code),
+            )
+            programs.run(program, step.address, 0, programs.size(program))
+            programs.delete(program)
+
+    threads = [threading.Thread(target=compute, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    total = ((sums[:, 0] + sums[:, 1]) + sums[:, 2] + bias.float()).to(dtype)
+    expected = (total.float() + residual.float()).to(dtype)
+    for rank in range(size):
+        assert torch.equal(results[:, rank], expected), rank
+
+
+def test_orders_come_one_by_one_with_the_step_they_are_for() -> None:
+    library = open_library()
+    assert library is not None
+    programs = ProgramLibrary(library)
+    first, second = ranks_of(2)
+    told, heard = Step(programs, 8, 8), Step(programs, 8, 8)
+    seen: list[tuple[int, int, int, list[int]]] = []
+
+    def hear() -> None:
+        second.done()
+        for _ in range(3):
+            order = second.hear(heard.address)
+            tokens = (ctypes.c_int32 * heard.c.num_tokens).from_address(heard.c.token_ids or 0)
+            seen.append((order.kind, order.begin, order.end, list(tokens)))
+            second.done()
+
+    thread = threading.Thread(target=hear)
+    thread.start()
+    first.wait_for_all()
+    for count in (1, 3):
+        told.c.num_tokens = count
+        told.columns["token_ids"][:count] = range(10 * count, 11 * count)
+        first.tell_run(told.address, 0, count, 0)
+    first.tell_chore()
+    thread.join()
+    assert seen == [
+        (OrderKind.RUN, 0, 1, [10]),
+        (OrderKind.RUN, 0, 3, [30, 31, 32]),
+        (OrderKind.CHORE, 0, 0, []),
+    ]

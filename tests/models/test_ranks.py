@@ -1,0 +1,81 @@
+"""A model divided over ranks gives the tokens of one that is not, and the same bits however a request is computed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.models.equal import WAYS, alone, load, run
+from tests.models.random_checkpoints import NUM_TOKENS
+from tests.models.ranks import in_ranks
+from tests.models.test_engine import changed
+from tests.models.test_equal import ROWS, check_bits, check_tokens, made
+
+from quintet.wire.config import Quantization
+from quintet.wire.errors import ConfigError
+from quintet.wire.params import SamplingParams
+
+FAST = ("llama", "gpt2", "falcon 40b", "bloom", "mixtral")
+"""Queries, keys and values apart; stacked and transposed, with biases; by KV heads; with a slope for each head; experts."""
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", FAST)
+def test_tokens_are_those_of_one_process(name: str, size: int, tmp_path: Path) -> None:
+    """With four ranks two of them keep the same KV head, where there are two."""
+    expected = made(ROWS[name], tmp_path)
+    with in_ranks(tmp_path, size) as loaded:
+        check_tokens(loaded, ROWS[name], expected, {"preemption": WAYS["preemption"]})
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", [name for name in ROWS if name not in FAST])
+def test_every_family_is_divided_or_refused(name: str, tmp_path: Path) -> None:
+    expected = made(ROWS[name], tmp_path)
+    try:
+        with in_ranks(tmp_path, 2) as loaded:
+            check_tokens(loaded, ROWS[name], expected, WAYS)
+    except ConfigError as error:
+        assert "cannot be divided: " in str(error) or "sizes that fit: " in str(error), error
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("kv", ["auto", "int8"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_bits_do_not_depend_on_company_or_schedule(dtype: str, kv: str, size: int, tmp_path: Path) -> None:
+    expected = made(ROWS["llama"], tmp_path)
+    with in_ranks(tmp_path, size, dtype, kv_cache_dtype=kv) as loaded:  # type: ignore[arg-type]
+        check_bits(loaded, [each.prompt for each in expected], WAYS)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("quantization", ["int8", "int4", "w8a8"])
+def test_rounded_weights_say_about_the_same(quantization: Quantization, tmp_path: Path) -> None:
+    row = ROWS["llama"]
+    expected = made(row, tmp_path)
+    with in_ranks(tmp_path, 2, quantization=quantization) as loaded:
+        outcome = alone(loaded, [each.prompt for each in expected])
+    for i, each in enumerate(expected):
+        first = torch.frombuffer(bytearray(outcome.bits[i, len(each.prompt)]), dtype=torch.float32)
+        alike = float(torch.corrcoef(torch.stack([first, each.logits[0]]))[0, 1])
+        assert alike > row.quantized[quantization == "int4"], (quantization, len(each.prompt), alike)
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, logprobs=3, prompt_logprobs=2),
+        SamplingParams(temperature=1.1, top_p=0.9, seed=7, max_tokens=NUM_TOKENS, repetition_penalty=1.3),
+    ],
+    ids=["log-probabilities", "penalties"],
+)
+def test_what_asks_for_logits_again_is_followed(params: SamplingParams, tmp_path: Path) -> None:
+    prompts = [each.prompt for each in made(ROWS["llama"], tmp_path)]
+    whole = load(tmp_path)
+    expected = run(whole, changed(whole.config), prompts, params=params)
+    with in_ranks(tmp_path, 2) as loaded:
+        assert run(loaded, changed(loaded.config), prompts, params=params).outputs == expected.outputs
