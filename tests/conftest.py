@@ -3,7 +3,6 @@
 pytest_plugins = (
     "tests.suite.draw",
     "tests.suite.order",
-    "tests.suite.alone",
     "tests.suite.costs",
     "tests.suite.collecting",
     "pytester",

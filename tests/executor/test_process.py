@@ -6,8 +6,9 @@ import os
 import subprocess
 import sys
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,8 @@ class House:
     supervisor: Inbox[Any]
     child: subprocess.Popen[bytes]
     peers: Peers
+    arrived: dict[str, deque[Any]] = field(default_factory=lambda: defaultdict(deque))
+    """By inbox: what came and has not been asked for."""
 
     def core(self, epoch: int) -> Inbox[Any]:
         """Be the core of this epoch, and have the topology say so."""
@@ -84,12 +87,15 @@ class House:
         return inbox
 
     def expect(self, inbox: Inbox[Any], kind: type, accept: Callable[[Any], bool] = lambda _: True) -> Any:
-        """Return the next message of a kind, within the deadline."""
+        """Return the next message of a kind, dropping others before it; fail at the deadline."""
+        arrived = self.arrived[inbox.address]
         deadline = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline:
-            for message in inbox.wait(0.5):
+            while arrived:
+                message = arrived.popleft()
                 if isinstance(message, kind) and accept(message):
                     return message
+            arrived += inbox.wait(0.5)
         raise AssertionError(f"no {kind.__name__} came")
 
 

@@ -49,18 +49,19 @@ def is_idle(server: Server) -> bool:
 
 
 def test_a_stream_past_its_deadline_ends_with_an_error_and_costs_nothing_more(server: Server) -> None:
-    status, _, answer = ask(server, body(1000, stream=True, timeout=0.5))
+    status, _, answer = ask(server, body(1000, stream=True, timeout=1.5))
     assert status == 200
     events = [line.removeprefix(b"data: ") for line in answer.split(b"\n") if line.startswith(b"data: {")]
     assert json.loads(events[-1])["error"]["code"] == 504
-    assert 2 <= len(events) <= 0.5 / STEP_S + 2  # at most an event a token, and the error
+    assert 2 <= len(events) <= 1.5 / STEP_S + 2  # at most an event a token, and the error
     wait_until(lambda: is_idle(server), "an empty house")
 
 
 def test_the_hopeless_are_refused_at_once_and_the_others_finish(server: Server) -> None:
     with ThreadPoolExecutor(8) as pool:
         longer = [pool.submit(ask, server, body(60)) for _ in range(8)]  # four rounds of 1.2 seconds
-        wait_until(lambda: server.gauge("quintet:num_requests_waiting") == 6, "a queue")
+        # Six wait for 1.2 s, four for 2.4: a core that is late to tell of six tells of four, with as long still to go.
+        wait_until(lambda: server.gauge("quintet:num_requests_waiting") >= 4, "a queue")
         status, headers, answer = ask(server, body(5, timeout=1.0))
         assert status == 429, answer  # who waits until the deadline gets 504
         assert 1 <= int(headers["retry-after"]) <= 60

@@ -36,7 +36,7 @@ def test_plain():
 """
 
 
-PLUGINS = [part for name in ("draw", "alone") for part in ("-p", f"tests.suite.{name}")]
+PLUGINS = ("-p", "tests.suite.draw")
 
 
 @pytest.fixture

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from tests.small_frames import take_at_most
+from tests.text.conftest import DEADLINE_S
 from tests.wire.respec import changed
 from tokenizers import Tokenizer
 
@@ -27,8 +30,28 @@ from quintet.wire.metrics import decode_snapshot
 from quintet.wire.params import SamplingParams
 from quintet.wire.request import Echo, RequestSpec
 
+LANED = "the quick brown fox " * 1_000
 BIG = "the quick brown fox " * 60_000  # 1.2 MB
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+@pytest.fixture
+def lanes(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """What is encoded in a lane is not done before the test says so: however long others take, it is still there."""
+    let_go = threading.Event()
+
+    class Held(ThreadPoolExecutor):
+        def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+            def held() -> Any:
+                result = fn(*args, **kwargs)
+                let_go.wait(DEADLINE_S)
+                return result
+
+            return super().submit(held)
+
+    monkeypatch.setattr(main, "ThreadPoolExecutor", Held)
+    yield let_go
+    let_go.set()
 
 
 @pytest.fixture
@@ -109,69 +132,82 @@ def test_what_is_dropped_on_its_way_in_ends_with_an_error(world: Any) -> None:
         inbox.close()
 
 
-def test_a_small_prompt_overtakes_a_megabyte(world: Any) -> None:
+def test_a_small_prompt_overtakes_a_megabyte(lanes: threading.Event, world: Any) -> None:
     ids = RequestIds(0, 1)
     big, small = ids.take(), ids.take()
     world.send(submit(big, m.TextPrompt(BIG)))
     world.send(submit(small, m.TextPrompt("small")))
     assert world.wait(world.core, m.Admit).request_id == small
+    lanes.set()
     assert world.wait(world.core, m.Admit).request_id == big
 
 
-def test_a_small_prompt_overtakes_big_bad_words(world: Any) -> None:
+def test_a_small_prompt_overtakes_big_bad_words(lanes: threading.Event, world: Any) -> None:
     ids = RequestIds(0, 1)
     big, small = ids.take(), ids.take()
-    world.send(submit(big, m.TextPrompt("big"), bad_words=["the quick brown fox " * 5_000] * 8))
+    world.send(submit(big, m.TextPrompt("big"), bad_words=[LANED] * 8))
     world.send(submit(small, m.TextPrompt("small")))
     assert world.wait(world.core, m.Admit).request_id == small
+    lanes.set()
     assert world.wait(world.core, m.Admit).request_id == big
 
 
-def test_cancelling_a_request_in_a_lane_ends_it_there(world: Any) -> None:
+def test_cancelling_a_request_in_a_lane_ends_it_there(lanes: threading.Event, world: Any) -> None:
     ids = RequestIds(0, 1)
     first = ids.take(2)
-    world.send(submit(first, m.TextPrompt(BIG), n=2))
+    world.send(submit(first, m.TextPrompt(LANED), n=2))
     world.send(m.Cancel([first, first + 1], 0))
-    assert world.wait(world.frontend, (m.Failed, m.Unknown)) == m.Unknown(pack_i64([first, first + 1]))
     last = ids.take()
     world.send(submit(last, m.TextPrompt("later")))
     assert world.wait(world.core, (m.Admit, m.Cancel)).request_id == last
+    lanes.set()
+    assert world.wait(world.frontend, (m.Failed, m.Unknown)) == m.Unknown(pack_i64([first, first + 1]))
 
 
-def test_cancelling_one_choice_in_a_lane_follows_the_admission(world: Any) -> None:
-    first = RequestIds(0, 1).take(2)
-    world.send(submit(first, m.TextPrompt(BIG), n=2))
+def test_cancelling_one_choice_in_a_lane_follows_the_admission(lanes: threading.Event, world: Any) -> None:
+    ids = RequestIds(0, 1)
+    first, later = ids.take(2), ids.take()
+    world.send(submit(first, m.TextPrompt(LANED), n=2))
     world.send(m.Cancel([first + 1], 0))
+    world.send(submit(later, m.TextPrompt("later")))
+    assert world.wait(world.core, (m.Admit, m.Cancel)).request_id == later
+    lanes.set()
     assert world.wait(world.core, (m.Admit, m.Cancel)).request_id == first
     assert world.wait(world.core, (m.Admit, m.Cancel)).request_ids == [first + 1]
 
 
-def test_what_goes_on_at_another_engine_leaves_a_lane_in_its_newest_attempt_alone(world: Any) -> None:
-    first = RequestIds(0, 1).take(2)
-    older = submit(first, m.TextPrompt(BIG), n=2)
+def test_what_goes_on_at_another_engine_leaves_a_lane_in_its_newest_attempt_alone(
+    lanes: threading.Event, world: Any
+) -> None:
+    ids = RequestIds(0, 1)
+    first, later, last = ids.take(2), ids.take(), ids.take()
+    older = submit(first, m.TextPrompt(LANED), n=2)
     world.send(older)
     world.send(m.Cancel([first, first + 1], 0, moved=True))
     newer = msgspec.structs.replace(older, spec=msgspec.structs.replace(older.spec, attempt=1))
     world.send(newer)
+    world.send(submit(later, m.TextPrompt("later")))
+    assert world.wait(world.core, (m.Admit, m.Cancel)).request_id == later
+    lanes.set()
     assert world.wait(world.core, (m.Admit, m.Cancel)).spec.attempt == 1
-    last = RequestIds(0, 1).take(5)
-    world.send(submit(last, m.TextPrompt("later")))
+    world.send(submit(last, m.TextPrompt("last")))
     world.send(m.Cancel([last], 0, moved=True))
     assert world.wait(world.core, (m.Admit, m.Cancel)).request_id == last
     assert world.wait(world.core, (m.Admit, m.Cancel)).moved
 
 
-def test_an_account_goes_on_without_what_is_here_still(world: Any) -> None:
+def test_an_account_goes_on_without_what_is_here_still(lanes: threading.Event, world: Any) -> None:
     """In lanes, or waiting for a topology; so the core knows all that it names, or it is lost."""
     ids = RequestIds(0, 1)
     big, small, lost = ids.take(2), ids.take(), ids.take()
-    world.send(submit(big, m.TextPrompt(BIG), n=2))
+    world.send(submit(big, m.TextPrompt(LANED), n=2))
     world.send(submit(small, m.TextPrompt("small")))
     account = m.Handed(world.frontend_id, 0, 0, pack_i64([big, big + 1, small, lost]), pack_i32([0, 0, 2, 1]))
     world.send(account)
     left = msgspec.structs.replace(account, request_ids=pack_i64([small, lost]), attempts=pack_i32([2, 1]))
     assert world.wait(world.core, m.Admit).request_id == small
     assert world.wait(world.core, (m.Admit, m.Handed)) == left
+    lanes.set()
     assert world.wait(world.core, (m.Admit, m.Handed)).request_id == big
     world.send(changed(submit(ids.take(), m.TextPrompt("early")), topology=2))
     world.send(account)
