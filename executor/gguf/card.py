@@ -12,6 +12,7 @@ from quintet.executor.cards.families.shape import APART
 from quintet.executor.gguf.architectures import ARCHITECTURES, Architecture
 from quintet.executor.gguf.common_values import KEYS
 from quintet.executor.gguf.parts import Parts
+from quintet.executor.gguf.refused import REFUSED
 from quintet.executor.gguf.said import Said
 from quintet.wire.errors import ConfigError
 
@@ -38,6 +39,10 @@ def card_of_gguf(parts: Parts) -> str:
 def architecture_of(said: Said) -> Architecture:
     """Return what is known of a file's architecture. Raises `ConfigError` naming those that are."""
     known = ARCHITECTURES.get(said.architecture)
+    if said.architecture in REFUSED:
+        raise ConfigError(
+            f"{said.path}: the architecture {said.architecture!r} is not read from GGUF: {REFUSED[said.architecture]}"
+        )
     if known is None:
         raise ConfigError(
             f"{said.path}: the architecture {said.architecture!r:.60} is not read from GGUF; these are:"

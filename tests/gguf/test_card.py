@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -19,6 +20,7 @@ from quintet.executor.gguf.architectures import ARCHITECTURES
 from quintet.executor.gguf.card import card_of_gguf
 from quintet.executor.gguf.header import Header, Tensor
 from quintet.executor.gguf.parts import Parts, read_parts
+from quintet.executor.gguf.refused import REFUSED
 from quintet.executor.gguf.types import TYPES
 from quintet.wire.errors import ConfigError
 from tests.gguf.families import ROWS
@@ -87,10 +89,20 @@ def test_much_metadata_is_a_model_or_one_line(arch: str, values: dict[str, Any])
 
 
 def test_an_architecture_that_is_not_read_is_named_with_those_that_are() -> None:
-    with pytest.raises(ConfigError, match=r"'rwkv7' is not read from GGUF; these are: arcee, baichuan"):
-        card_of_gguf(parts_of({"general.architecture": "rwkv7"}))
+    with pytest.raises(ConfigError, match=r"'rwkv9' is not read from GGUF; these are: arcee, baichuan"):
+        card_of_gguf(parts_of({"general.architecture": "rwkv9"}))
     with pytest.raises(ConfigError, match=r"general\.architecture is None"):
         card_of_gguf(parts_of({}))
+
+
+def test_every_architecture_that_gguf_names_is_read_or_told_why_not() -> None:
+    named = set(gguf.MODEL_ARCH_NAMES.values())
+    assert named == ARCHITECTURES.keys() | REFUSED.keys()
+    assert not ARCHITECTURES.keys() & REFUSED.keys()
+    documented = (Path(__file__).parents[2] / "docs/quantization.md").read_text()
+    assert [name for name in REFUSED if f"`{name}`" not in documented] == []
+    with pytest.raises(ConfigError, match="'rwkv7' is not read from GGUF: its layers keep a state that none"):
+        card_of_gguf(parts_of({"general.architecture": "rwkv7"}))
 
 
 @pytest.mark.parametrize(
