@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -86,6 +87,40 @@ def in_blocks(row: Row, kind_of: Callable[[str], str], target: Path) -> Row:
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
         plan = plan_of(folder, MIXES["f32"])
         plan = replace(plan, tensors=tuple(blocks.get(each.laid.sources, each) for each in plan.tensors))
+        write_gguf(plan, target, names_of_ids(folder))
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+        return side_by_side(model.float().eval())
+
+    return Row(make)
+
+
+def of_gpt_oss(row: Row, target: Path) -> Row:
+    """Return a row of gpt-oss whose experts are random blocks of MXFP4, as in all of its files; that has them at ``target``."""
+
+    def make(folder: Path) -> Logits:
+        row.make(folder)
+        tensors, blocks = load_file(folder / "model.safetensors"), {}
+        plan = plan_of(folder, MIXES["f32"])
+        for seed, each in enumerate(plan.tensors):
+            found = re.fullmatch(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight", each.laid.name)
+            if found is None:
+                continue
+            experts, rows, depth = each.shape
+            raw = np.random.default_rng(seed).integers(0, 256, (experts * rows * depth // 32, 17), np.uint8)
+            raw[:, 0] = np.random.default_rng(seed).integers(
+                120, 123, len(raw)
+            )  # exponents: 2^-7 and its neighbours
+            raw = raw.reshape(experts, rows, -1)
+            numbers = torch.from_numpy(numbers_of("MXFP4", raw)).transpose(1, 2)
+            begin = {"gate": 0, "up": 1, "down": 0}[found[2]]
+            step = 1 if found[2] == "down" else 2  # gates and ups take turns in a folder
+            (source,) = each.laid.sources
+            tensors[source][..., begin::step] = numbers
+            moved = torch.from_numpy(raw)
+            blocks[each.laid.name] = replace(each, type=BY_NAME["MXFP4"], read=lambda moved=moved: moved)
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        plan = plan_of(folder, MIXES["f32"])
+        plan = replace(plan, tensors=tuple(blocks.get(each.laid.name, each) for each in plan.tensors))
         write_gguf(plan, target, names_of_ids(folder))
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
         return side_by_side(model.float().eval())

@@ -13,7 +13,7 @@ from quintet.executor.ops.packed_weight import PackedWeight
 from quintet.executor.quant import gguf as gguf_quantization
 from quintet.wire.errors import ConfigError
 from tests.gguf.files import write_model
-from tests.gguf.random_blocks import SCALES, in_blocks
+from tests.gguf.random_blocks import SCALES, in_blocks, of_gpt_oss
 from tests.models.equal import WAYS, alone, furthest, load
 from tests.models.random_checkpoints import of_transformers
 from tests.models.rows import routed
@@ -145,6 +145,22 @@ _STACKED = {
     "grouped queries, keys and values": of_transformers("GPTNeoXConfig", **WIDE),
 }
 """What checkpoints hold in stacks of some order, and a file apart."""
+
+
+def test_experts_of_gpt_oss_stay_mxfp4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled, fill = [], PackedWeight.fill_blocks
+
+    def counting(self: PackedWeight, raw: torch.Tensor, first_column: int = 0) -> None:
+        filled.append(self.format)
+        fill(self, raw, first_column)
+
+    monkeypatch.setattr(PackedWeight, "fill_blocks", counting)
+    family = _STACKED["experts with biases"]
+    expected = made(of_gpt_oss(family, tmp_path / "model.gguf"), tmp_path)
+    outcome = alone(load(tmp_path / "model.gguf"), [each.prompt for each in expected])
+    assert set(filled) == {WeightFormat.MXFP4}
+    assert furthest(outcome, expected) < CLOSE
+    assert outcome.outputs == [each.outputs for each in expected]
 
 
 @pytest.mark.whole
