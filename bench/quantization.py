@@ -4,7 +4,7 @@ The text is the library files that were kept from the model when it was trained 
 through the Python API: the same kernels, processes and steps as any request. Losses of two rows may be compared with each
 other, not with a larger model's: the smaller a model, the more a lost bit hurts it.
 
-    python -m bench.quantization [--formats | --made] [--only NAME,…] [--windows N] [--json FILE]
+    python -m bench.quantization [--formats | --made] [--only NAME]... [--windows N] [--json FILE]
 
 With ``--formats`` the rows are formats of quantized checkpoints instead, which are made of the embedded model by rounding each
 number to the nearest: what their publishers do better is not in it. With ``--made`` they are what `quintet quantize` writes,
@@ -135,9 +135,7 @@ def main() -> None:
     )
     parser.add_argument("--formats", action="store_true", help="formats of checkpoints instead")
     parser.add_argument("--made", action="store_true", help="what `quintet quantize` writes instead")
-    parser.add_argument(
-        "--only", type=lambda words: words.split(","), default=[], help="these rows, besides bf16"
-    )
+    parser.add_argument("--only", action="append", default=[], help="this row, besides bf16; may be repeated")
     parser.add_argument("--windows", type=int, help=f"read so many of {WINDOW} tokens alone")
     parser.add_argument("--json", type=Path, help="also write the scores here")
     arguments = parser.parse_args()

@@ -15,7 +15,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "chat": ("quintet.deploy.commands.chat", "talk to a running server in the terminal"),
     "complete": ("quintet.deploy.commands.complete", "let a running server continue a text"),
     "plan": ("quintet.deploy.commands.plan", "show what `serve` would use, without starting anything"),
-    "convert": ("quintet.deploy.commands.convert", "write a model's pytorch_model.bin as safetensors"),
+    "convert": (
+        "quintet.deploy.commands.convert",
+        "write a model's pytorch_model.bin, or a GGUF file, as safetensors",
+    ),
     "quantize": (
         "quintet.deploy.commands.quantize",
         "write a model in fewer bits, as GGUF or compressed-tensors",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -104,7 +104,7 @@ class GgufFile:
         )
         self._owners, self._dtype, self._read = owners, dtype, read
         self._recipes = {name: each for name, each in recipes.items() if each.rows[0].name in header.tensors}
-        self.entries = {name: self._entry(recipe) for name, recipe in self._recipes.items()}
+        self.entries = {name: self._entry(name) for name in self._recipes}
         for name, recipe in self._recipes.items():
             if name.endswith(".weight") and (entry := self._blocks_entry(recipe)) is not None:
                 self.entries[f"{name.removesuffix('.weight')}{BLOCKS}"] = entry
@@ -112,6 +112,11 @@ class GgufFile:
         for name, tensor in header.tensors.items():
             if name not in used and not _is_read_elsewhere(name, num_layers):
                 self.entries[name] = Entry(tensor.type.name, tensor.shape, tensor.begin, tensor.num_bytes)
+
+    @property
+    def made(self) -> Collection[str]:
+        """Names of the tensors that are made of the file's: not their blocks, nor what nobody knows."""
+        return self._recipes.keys()
 
     def __iter__(self) -> Iterator[str]:
         """Yield the names in the order in which their first rows lie in the file."""
@@ -158,11 +163,16 @@ class GgufFile:
         row_bytes = kind.num_bytes(recipe.shape[1])
         return Entry(kind.name, (recipe.shape[0], row_bytes), tensors[0].begin, recipe.shape[0] * row_bytes)
 
-    def _entry(self, recipe: Recipe) -> Entry:
+    def kind(self, name: str) -> str | None:
+        """Return the number format of a tensor of `made` in the file; None where it is quantized, or its parts differ."""
+        kinds = {self._tensor(rows).type.name for rows in self._recipes[name].rows}
+        return kinds.pop() if len(kinds) == 1 and kinds <= set(PLAIN) else None
+
+    def _entry(self, name: str) -> Entry:
+        recipe = self._recipes[name]
         tensors = [self._tensor(rows) for rows in recipe.rows]
-        kinds = {tensor.type.name for tensor in tensors}
-        kind = kinds.pop() if len(kinds) == 1 and kinds <= set(PLAIN) else "F32"
-        return Entry(kind, recipe.shape, tensors[0].begin, sum(tensor.num_bytes for tensor in tensors))
+        num_bytes = sum(tensor.num_bytes for tensor in tensors)
+        return Entry(self.kind(name) or "F32", recipe.shape, tensors[0].begin, num_bytes)
 
     def _numbers(self, rows: Rows) -> torch.Tensor:
         """Return the numbers of some rows, ``[rows, depth]``, of a vector ``[rows]``."""

@@ -28,7 +28,9 @@ def convert(folder: Path, told: Callable[[str], object]) -> list[Path]:
     A file gets its name when it is whole. Raises `ConfigError` where there is nothing to convert, or no space.
     """
     if is_gguf(folder):
-        raise ConfigError(f"{folder} is served as it is: nothing to convert")
+        raise ConfigError(
+            f"{folder} is served as it is; name OUT, a folder, to have its numbers as safetensors"
+        )
     pickled = checkpoint_files(folder)
     if pickled[0].suffix not in PICKLED:
         raise ConfigError(f"{folder} has safetensors already ({pickled[0].name}): nothing to convert")

@@ -1,0 +1,106 @@
+"""Folders that `quintet convert` makes of GGUF files: their numbers, said by us and by transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from quintet.deploy import cli
+from quintet.executor.ops.host_linear import linear_library
+from quintet.wire.errors import EXIT_CONFIG
+from tests.gguf.files import write_model
+from tests.gguf.random_blocks import in_blocks, of_gpt_oss
+from tests.gguf.test_packed import WIDE, as_q4_k_m
+from tests.models.equal import alone, load, logits_of
+from tests.models.random_checkpoints import Expectation, of_transformers, side_by_side
+from tests.models.rows import routed
+from tests.models.test_equal import made
+
+CLOSE = 0.1
+"""How far logits may be when quantized numbers were rounded to bf16, in deviations: 0.03 here, and above 1 for another matrix."""
+
+
+def furthest_first(folder: Path, expected: Sequence[Expectation]) -> float:
+    """Return how far the logits behind prompts are, at the most: what follows may be another choice, and then anything."""
+    outcome = alone(load(folder), [each.prompt for each in expected])
+    found = (logits_of(outcome, i, len(each.prompt))[0] for i, each in enumerate(expected))
+    return max(
+        float((logits - each.logits[0]).abs().amax() / each.logits[0].std())
+        for logits, each in zip(found, expected, strict=True)
+    )
+
+
+def converted(file: Path) -> Path:
+    out = file.parent / "converted"
+    assert cli.main(["convert", str(file), str(out)]) == 0
+    return out
+
+
+@pytest.mark.skipif(linear_library() is None, reason="the host kernels are not built")
+def test_a_folder_says_what_its_file_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "model.gguf"
+    expected = made(in_blocks(of_transformers("Qwen2Config", **WIDE), as_q4_k_m, file), tmp_path)
+    out = converted(file)
+    assert capsys.readouterr().out.startswith(f"{out}: ")
+    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= {
+        path.name for path in out.iterdir()
+    }
+    assert furthest_first(out, expected) < CLOSE
+    tensors, stored = (
+        load_file(out / "model.safetensors"),
+        {each.name: each for each in gguf.GGUFReader(file).tensors},
+    )
+    up = stored["blk.0.ffn_up.weight"]
+    wanted = torch.from_numpy(gguf.dequantize(up.data, up.tensor_type).copy()).bfloat16()
+    assert torch.equal(tensors["model.layers.0.mlp.up_proj.weight"], wanted)
+    assert tensors["model.norm.weight"].dtype == torch.float32
+    model = transformers.Qwen2ForCausalLM.from_pretrained(
+        out, dtype=torch.float32, attn_implementation="eager"
+    )
+    logits = side_by_side(model.eval())
+    with torch.inference_mode():
+        for each in expected:
+            (rows,) = logits([each.prompt])
+            assert (rows[-1] - each.logits[0]).abs().amax() < CLOSE * each.logits[0].std()
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    "family",
+    ["LlamaConfig", "Gemma2Config", "MixtralConfig", "GptOssConfig"],
+)
+def test_other_families_load_again(family: str, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    if family == "GptOssConfig":
+        more = routed.GPT_OSS | WIDE | {"swiglu_limit": 7.0, "intermediate_size": 256}
+        expected = made(of_gpt_oss(of_transformers(family, **more), file), tmp_path)
+    else:
+        expected = made(of_transformers(family, **WIDE), tmp_path)
+        write_model(tmp_path, file, "f32")
+    assert furthest_first(converted(file), expected) < CLOSE
+
+
+def test_what_cannot_be_converted_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "model.gguf"
+    of_transformers("LlamaConfig").make(tmp_path)
+    write_model(tmp_path, file)
+    capsys.readouterr()
+
+    def refused(*words: str | Path) -> str:
+        assert cli.main(["convert", *map(str, words)]) == EXIT_CONFIG
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        return line
+
+    assert "is served as it is; name OUT" in refused(file)
+    assert "must be a folder, not end in .gguf" in refused(file, tmp_path / "out.gguf")
+    assert "is for GGUF files" in refused(tmp_path, tmp_path.parent / "out")
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there/config.json").write_text(json.dumps({}))
+    assert "is there already" in refused(file, tmp_path / "there")
