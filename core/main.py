@@ -49,6 +49,7 @@ class Core:
         """Whether the supervisor wants to hear when nothing is left."""
         self._early: Early[int, Admit | Cancel | Reclaim] = Early(MAX_EARLY)
         """By frontend seat."""
+        process.account = self._account
 
     def run(self) -> None:
         """Serve until told to stop."""
@@ -61,6 +62,7 @@ class Core:
             self.process.log.critical("%s", self.engine.describe())
             raise
         finally:
+            self._account()
             self.process.close()
 
     def apply(self, messages: list[Message | Topology | Dropped | Drain]) -> None:
@@ -84,7 +86,7 @@ class Core:
         self._ask_again()
         self._plan()
         self._give_account()
-        self._account()
+        self._note_endings()
         if self._is_retiring and not self.engine.is_needed and not self._early:
             self._is_retiring = False  # said once is enough
             self.process.peers.send(Role.SUPERVISOR, 0, Drained(self.process.me))
@@ -233,6 +235,8 @@ class Core:
 
     def _tell_unknown(self, request_ids: Sequence[int]) -> None:
         """Have frontends send requests again."""
+        if not request_ids:
+            return
         for index, ids in by_seat(
             (frontend_of(request_id)[0], request_id) for request_id in request_ids
         ).items():
@@ -255,10 +259,7 @@ class Core:
         """Send plans until the depth is reached, nothing is left to compute, or the executor is not the one we know."""
         peers = self.process.peers
         executor = self.process.me.index
-        if (
-            self.engine.executor_epoch is None
-            or peers.epoch(Role.EXECUTOR, executor) != self.engine.executor_epoch
-        ):
+        if not self._has_executor():
             return
         while True:
             start = time.monotonic_ns()
@@ -301,15 +302,23 @@ class Core:
         for message in self._early.take():
             self._take(message)
 
-    def _account(self) -> None:
-        """Bring the heartbeat's account and the gauges up to date."""
-        state, engine = self.engine.state, self.engine
-        executor_epoch = self.process.peers.epoch(Role.EXECUTOR, self.process.me.index)
-        if state is None or executor_epoch != engine.executor_epoch:
-            self.process.pending = 0  # waiting for an executor is no stall of ours
-            return
-        self.process.pending = engine.num_live
-        self.metrics.note_state(state, self.process.now_ns)
+    def _note_endings(self) -> None:
+        """Count what this turn ended, and what is left."""
+        state = self.engine.state
+        self.process.pending = self.engine.num_live if self._has_executor() else 0
+        if state is not None and (state.endings or state.queue_times_ns):
+            self.metrics.note_endings(state, self.process.now_ns)
+
+    def _account(self) -> tuple[int, int]:
+        """Bring the gauges up to date, and return the heartbeat's account."""
+        if self.engine.state is not None:
+            self.metrics.note_state(self.engine.state)
+        return self.process.progress, self.process.pending
+
+    def _has_executor(self) -> bool:
+        """Whether the executor that is there is the one we know: waiting for another is no stall of ours."""
+        known = self.engine.executor_epoch
+        return known is not None and self.process.peers.epoch(Role.EXECUTOR, self.process.me.index) == known
 
 
 def _sender(message: Admit | Cancel | Reclaim) -> int:

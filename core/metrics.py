@@ -105,8 +105,8 @@ class CoreMetrics:
             self._cache.set(1)
         self._cache.labels = tuple(labels.items())
 
-    def note_state(self, state: State, now_ns: int) -> None:
-        """Bring gauges and counters up to the state; what ended since the last time ended now."""
+    def note_state(self, state: State) -> None:
+        """Bring gauges and counters up to the state: when they are to be told."""
         num_waiting, pool = len(state.waiting), state.pool
         self.running.set(len(state.running))
         self.waiting.set(num_waiting)
@@ -116,6 +116,9 @@ class CoreMetrics:
         self.kv_usage.set(pool.num_used / pool.num_blocks if pool.num_blocks else 0.0)
         for name, series in self._counters:
             series.value = getattr(state.counters, name)
+
+    def note_endings(self, state: State, now_ns: int) -> None:
+        """Count the waits and requests that ended since the last time: they ended now."""
         for waited_ns in state.queue_times_ns:
             self.queue.observe(waited_ns * S)
         state.queue_times_ns.clear()

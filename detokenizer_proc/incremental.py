@@ -90,9 +90,9 @@ class PieceTable:
         """Return the state after ``context``, the prompt or (not ``whole``) its tail."""
         match self.spec.kind:
             case "bytes":
-                decoder: Decoder = ByteDecoder(self)
+                return ByteDecoder(self, context)
             case "pieces":
-                decoder = PieceDecoder(self, at_start=whole)
+                decoder: Decoder = PieceDecoder(self, at_start=whole)
             case "metaspace":
                 decoder = MetaspaceDecoder(self, at_start=whole)
             case _:
@@ -170,10 +170,12 @@ class ByteDecoder:
     tentative_length = 0
     revoked = False
 
-    def __init__(self, table: PieceTable) -> None:
+    def __init__(self, table: PieceTable, context: Sequence[int] = ()) -> None:
         self._table = table
-        self._pending = b""
-        self.clean = True
+        raw = table.raw
+        data = b"".join([raw[token_id] for token_id in context])  # where bytes are cut changes nothing
+        self._pending = data[codecs.utf_8_decode(data, "replace", False)[1] :]
+        self.clean = not self._pending
 
     def push(self, token_id: int) -> str:
         """Add the token's bytes; return the characters they complete."""

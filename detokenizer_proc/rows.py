@@ -158,7 +158,7 @@ class Steps:
             if (
                 count == 1
                 and not finish
-                and row not in entries
+                and (not entries or row not in entries)
                 and request is not None
                 and request.num_tokens == first
                 and (piece := request.pieces[token_ids[start]]) is not None

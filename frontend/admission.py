@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from quintet.frontend.backlog import Backlog, embeds_bytes
+from quintet.frontend.backlog import Backlog
+from quintet.frontend.prompt_size import embeds_bytes
 from quintet.frontend.router import Seats
 from quintet.wire.config import FrontendConfig
 from quintet.wire.errors import ErrorCode, RequestError

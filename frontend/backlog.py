@@ -5,13 +5,10 @@ A request owes its prompt until it is begun, and the outputs that it may still g
 
 from __future__ import annotations
 
+from quintet.frontend.prompt_size import embeds_bytes, num_prompt_tokens
 from quintet.frontend.streams import Stream
-from quintet.wire.embeds import EmbedsPrompt
-from quintet.wire.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from quintet.wire.messages import Prompt
 from quintet.wire.params import SamplingParams
-
-BYTES_PER_TOKEN = 4
-"""What a token of text has about, in languages and vocabularies alike; `Started` tells the truth too late for the door."""
 
 
 class Backlog:
@@ -50,7 +47,7 @@ class Backlog:
     def add(self, stream: Stream) -> None:
         """Count a request that was just submitted."""
         submit = stream.submit
-        prompt = num_prompt_tokens(submit.prompt) if stream.started is None else 0
+        prompt = stream.num_prompt if stream.started is None else 0
         outputs = self._num_output_tokens(submit.spec.params)
         self._prompts[stream.request_id] = prompt
         self._outputs[stream.request_id] = outputs, stream.num_output_tokens
@@ -65,31 +62,9 @@ class Backlog:
     def release(self, stream: Stream) -> None:
         """The request has ended, with whatever it got."""
         self.begin(stream)
-        self.embeds_bytes -= embeds_bytes(stream.submit.prompt)
+        if self.embeds_bytes:
+            self.embeds_bytes -= embeds_bytes(stream.submit.prompt)
         num_expected, num_before = self._outputs.pop(stream.request_id)
         self._num_expected -= num_expected
         self._num_released += stream.num_output_tokens - num_before
         self._num_endings += len(stream.choices)
-
-
-def embeds_bytes(prompt: Prompt) -> int:
-    """Return the size of a prompt's vectors; 0 for one of text or ids."""
-    return len(prompt.values) if isinstance(prompt, EmbedsPrompt) else 0
-
-
-def num_prompt_tokens(prompt: Prompt) -> int:
-    """Return the tokens of a prompt, estimated where it is text."""
-    match prompt:
-        case TextPrompt():
-            num_bytes = _num_bytes(prompt.text) + _num_bytes(prompt.suffix)
-        case ChatPrompt():
-            num_bytes = len(prompt.messages) + len(prompt.tools) + len(prompt.template_kwargs)
-        case TokenPrompt():
-            return len(prompt.token_ids) // 4
-        case EmbedsPrompt():
-            return prompt.num_tokens
-    return -(-num_bytes // BYTES_PER_TOKEN)
-
-
-def _num_bytes(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))

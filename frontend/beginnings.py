@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from zlib import crc32
 
-from quintet.frontend.backlog import BYTES_PER_TOKEN
+from quintet.frontend.prompt_size import BYTES_PER_TOKEN
 from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 

@@ -6,7 +6,6 @@ came of it: no message is needed to choose, so none can be late.
 
 from __future__ import annotations
 
-from quintet.frontend.backlog import num_prompt_tokens
 from quintet.frontend.beginnings import MAX_NAMES, PIECE_TOKENS, Beginnings, names_of
 from quintet.frontend.router import Choice, Engine, Seats, choose
 from quintet.frontend.streams import Stream
@@ -54,7 +53,7 @@ class Engines:
         readable = names if submit.spec.params.reads_prefix_cache else []
         engines = [self._engine(index, readable) for index in indexes]
         session = submit.session or (str(names[0]) if names else "")
-        turn, num_tokens = self._seats.me.index + self._num_chosen, num_prompt_tokens(submit.prompt)
+        turn, num_tokens = self._seats.me.index + self._num_chosen, stream.num_prompt
         choice = choose(engines, self._policy, turn, session, num_tokens, max(PIECE_TOKENS, self._usual))
         self._usual += (max(0, num_tokens - choice.num_cached) - self._usual) / min(
             self._num_chosen, USUAL_OVER
@@ -72,7 +71,7 @@ class Engines:
         account = self._account(choice.index)
         stream.choice = choice
         if stream.begun_attempt != stream.attempt:
-            num_tokens = num_prompt_tokens(stream.submit.prompt) + stream.num_open_tokens
+            num_tokens = stream.num_prompt + stream.num_open_tokens
             stream.num_queued = max(0, num_tokens - choice.num_cached)
         account.num_queued += stream.num_queued
         if stream.beginnings:

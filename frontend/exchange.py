@@ -58,7 +58,8 @@ class Exchange:
         self._send = send
         self._body: bytes | None = None
         self._headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))
-        given = self.header(REQUEST_ID_HEADER)
+        self.given_id = given = self.header(REQUEST_ID_HEADER)
+        """The client's X-Request-Id, as it was sent."""
         self.request_id = given if given and REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
         """The client's X-Request-Id, or one made here if there is none that can be repeated; echoed in the response."""
 

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
+import msgspec
+
 from quintet.wire.config import Routing
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.supervision import Seat, SeatState, Topology
@@ -33,8 +35,7 @@ class Engine:
     """When these were last used, by the engine's own count."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(msgspec.Struct, frozen=True):
     """An engine, and why it."""
 
     index: int
@@ -118,6 +119,8 @@ class Seats:
         self._load: dict[tuple[Role, int], int] = {}
         self.topology = Topology(0, [])
         self._engines: list[int] = []
+        self._able: dict[Role, list[int]] = {}
+        """Whom `pick` chooses among."""
         self.ever_ready: set[Role] = set()
         """Roles of which a worker was ready at least once: what is missing of them now is being replaced."""
 
@@ -137,6 +140,7 @@ class Seats:
         lost = [worker for key, worker in self._alive.items() if alive.get(key) != worker]
         self._alive = alive
         self._engines = self._usable_engines()
+        self._able = {role: self._able_of(role) for role in SERVING_ROLES}
         return lost
 
     def pick(self, role: Role) -> int | None:
@@ -145,13 +149,22 @@ class Seats:
         A stalled worker is chosen only when no other is there. Ties are broken differently by each frontend, so that
         several of them do not all start with worker 0.
         """
+        indexes = self._able.get(role)
+        if not indexes:
+            return None
+        if len(indexes) == 1:
+            return indexes[0]
+        return min(indexes, key=lambda index: self._weight(role, index, len(indexes)))
+
+    def _able_of(self, role: Role) -> list[int]:
+        """Return the workers of a role that are ready; where none is, the stalled ones."""
         for state in (SeatState.READY, SeatState.STALLED):
             indexes = [
                 s.worker.index for s in self.topology.seats if s.worker.role is role and s.state is state
             ]
             if indexes:
-                return min(indexes, key=lambda index: self._weight(role, index, len(indexes)))
-        return None
+                return indexes
+        return []
 
     def whole_engines(self) -> list[int]:
         """Return the engines whose core and executor are both well."""
@@ -167,16 +180,7 @@ class Seats:
         return self._engines
 
     def _usable_engines(self) -> list[int]:
-        whole = self.whole_engines()
-        if whole:
-            return whole
-        for state in (SeatState.READY, SeatState.STALLED):
-            there = [
-                s.worker.index for s in self.topology.seats if s.worker.role is Role.CORE and s.state is state
-            ]
-            if there:
-                return there
-        return []
+        return self.whole_engines() or self._able_of(Role.CORE)
 
     def cores(self) -> list[int]:
         """Return the engines whose core lives, whether it takes requests or not."""

@@ -14,6 +14,7 @@ from sys import getsizeof
 
 import msgspec
 
+from quintet.frontend.prompt_size import num_prompt_tokens
 from quintet.frontend.router import Choice as EngineChoice
 from quintet.wire.channels import Channel, Span
 from quintet.wire.errors import RequestError
@@ -211,6 +212,8 @@ class Stream:
         """The engine that has it, or keeps it: where it goes on as long as that lives."""
         self.beginnings: list[int] = []
         """Names of its prompt's beginnings, where there was a choice of engines."""
+        self.num_prompt = num_prompt_tokens(submit.prompt)
+        """Tokens of its prompt, estimated where it is text."""
         self.num_queued = 0
         """Tokens of its prompt that count as queued at its engine."""
         self.begun_attempt: int | None = None
@@ -252,11 +255,10 @@ class Stream:
         """Return what has to be sent for the choices that have not ended: one message, or one each."""
         submit = self.submit
         if not self.is_resumed:
-            return [
-                msgspec.structs.replace(
-                    submit, spec=msgspec.structs.replace(submit.spec, attempt=self.attempt)
-                )
-            ]
+            spec = submit.spec
+            if spec.attempt == self.attempt:
+                return [submit]
+            return [msgspec.structs.replace(submit, spec=msgspec.structs.replace(spec, attempt=self.attempt))]
         changes: dict[str, object] = {"n": 1}
         if self.started is not None:
             changes["prompt_logprobs"] = None  # were received with it

@@ -131,7 +131,7 @@ class Process(Generic[MessageT]):
         self.progress = 0
         self.pending = 0
         self.account: Callable[[], tuple[int, int]] = lambda: (self.progress, self.pending)
-        """Returns progress and pending for a heartbeat; see `Heartbeat`."""
+        """Returns progress and pending for a heartbeat; see `Heartbeat`. Asked before the figures are told."""
         self._recorder = Recorder(me, config) if config.record is not None and wires is None else None
         self._wires = wires or open_wires(
             me, config, accepts | Topology | Drain | Stop | MetricsReport | TellFigures, self._recorder
@@ -178,13 +178,13 @@ class Process(Generic[MessageT]):
 
     def _beat(self, peers: Peers, *, with_metrics: bool) -> None:
         changed, now = b"", time.monotonic()
+        progress, pending = self.account()
         if with_metrics and now >= self._next_metrics:
             self._next_metrics = now + METRICS_S
             self._account_for_rejected()
             metrics = self.metrics.encoded()
             changed = metrics if metrics != self._last_metrics else b""
             self._last_metrics = metrics
-        progress, pending = self.account()
         heartbeat = Heartbeat(
             self.me, progress, pending, time.process_time_ns(), changed, self.topology.version
         )

@@ -285,7 +285,9 @@ class Tokenizer:
             if ends and not params.ignore_eos:
                 stops = [*params.stop_token_ids, *ends]
                 params = msgspec.structs.replace(params, stop_token_ids=list(dict.fromkeys(stops)))
-            spec = msgspec.structs.replace(submit.spec, params=params)
+            spec = submit.spec
+            if params is not spec.params:
+                spec = msgspec.structs.replace(spec, params=params)
         except RequestError as error:
             return Failed(submit.request_id, error.code, error.message, error.param)
         if embeds is not None:

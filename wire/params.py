@@ -133,9 +133,10 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
             changes["logprobs"] = 0
         if self.seed == -1:
             changes["seed"] = None
-        for field in ("logprobs", "prompt_logprobs"):
-            if getattr(self, field) == -1 and vocab_size is not None:
-                changes[field] = vocab_size
+        if vocab_size is not None and self.logprobs == -1:
+            changes["logprobs"] = vocab_size
+        if vocab_size is not None and self.prompt_logprobs == -1:
+            changes["prompt_logprobs"] = vocab_size
         if self.thinking_token_budget == -1:
             changes["thinking_token_budget"] = None
         if self.logit_bias:
@@ -196,15 +197,14 @@ def _unless_between(field: str, value: int | None, low: int, what: str) -> None:
 def _check_ranges(p: SamplingParams) -> None:
     if not 1 <= p.n <= MAX_CHOICES:
         raise _bad("n", p.n, f"between 1 and {MAX_CHOICES}")
-    for field, low, high in (
-        ("temperature", 0.0, 2.0),
-        ("min_p", 0.0, 1.0),
-        ("presence_penalty", -2.0, 2.0),
-        ("frequency_penalty", -2.0, 2.0),
-    ):
-        value = getattr(p, field)
-        if not low <= value <= high:
-            raise _bad(field, value, f"between {low:g} and {high:g}")
+    if not 0.0 <= p.temperature <= 2.0:
+        raise _bad("temperature", p.temperature, "between 0 and 2")
+    if not 0.0 <= p.min_p <= 1.0:
+        raise _bad("min_p", p.min_p, "between 0 and 1")
+    if not -2.0 <= p.presence_penalty <= 2.0:
+        raise _bad("presence_penalty", p.presence_penalty, "between -2 and 2")
+    if not -2.0 <= p.frequency_penalty <= 2.0:
+        raise _bad("frequency_penalty", p.frequency_penalty, "between -2 and 2")
     if not 0.0 < p.top_p <= 1.0:
         raise _bad("top_p", p.top_p, "greater than 0 and at most 1")
     _unless_between("top_k", p.top_k, -1, "a positive integer, or 0 or -1 to consider every token,")
@@ -220,21 +220,20 @@ def _check_ranges(p: SamplingParams) -> None:
     _unless_between("min_tokens", p.min_tokens, 0, "at least 0")
     if p.max_tokens is not None and p.min_tokens > p.max_tokens:
         raise _bad("min_tokens", p.min_tokens, f"at most max_tokens, which is {p.max_tokens}")
-    if p.truncate_prompt_tokens != -1:
+    if p.truncate_prompt_tokens not in (None, -1):
         what = "-1 for the model's limit, or at least 1"
         _unless_between("truncate_prompt_tokens", p.truncate_prompt_tokens, 1, what)
-    if p.thinking_token_budget != -1:
+    if p.thinking_token_budget not in (None, -1):
         what = "-1 for no limit, or at least 0"
         _unless_between("thinking_token_budget", p.thinking_token_budget, 0, what)
     if p.thinking_bound is not None:
         raise _bad("thinking_bound", "given", "left out: the server writes it")
-    if p.truncation_side not in {"left", "right"}:
+    if p.truncation_side not in ("left", "right"):
         raise _bad("truncation_side", p.truncation_side, "'left' or 'right'")
 
 
 def _check_lists(p: SamplingParams, max_logprobs: int, vocab_size: int | None) -> None:
-    for field in ("logprobs", "prompt_logprobs"):
-        value = getattr(p, field)
+    for field, value in (("logprobs", p.logprobs), ("prompt_logprobs", p.prompt_logprobs)):
         if value is None:
             continue
         most, whose = max_logprobs if max_logprobs >= 0 else MAX_COUNT, "the server's --max-logprobs"
@@ -244,22 +243,10 @@ def _check_lists(p: SamplingParams, max_logprobs: int, vocab_size: int | None) -
         if not 0 <= value <= most and not (value == -1 and may_be_all):
             all_of_them = " or -1 for all of them" if may_be_all else ""
             raise _bad(field, value, f"between 0 and {most} ({whose}){all_of_them}")
-    if len(p.stop) > MAX_STOP_STRINGS:
-        raise _bad("stop", f"{len(p.stop)} strings", f"at most {MAX_STOP_STRINGS} strings")
-    if (num_chars := sum(map(len, p.stop))) > MAX_STOP_CHARS:
-        raise _bad("stop", f"{num_chars} characters", f"at most {MAX_STOP_CHARS} characters in all")
-    if "" in p.stop:
-        raise _bad("stop", p.stop, "a list of non-empty strings")
-    if p.stop and not p.detokenize:
-        raise _bad("stop", p.stop, "empty when detokenize is false: stop strings are searched in text")
-    if len(p.bad_words) > MAX_BAD_WORDS:
-        raise _bad("bad_words", f"{len(p.bad_words)} words", f"at most {MAX_BAD_WORDS} words")
-    if any(len(word) > MAX_BAD_WORD_CHARS for word in p.bad_words):
-        raise _bad(
-            "bad_words", p.bad_words, f"a list of words of at most {MAX_BAD_WORD_CHARS} characters each"
-        )
-    if "" in p.bad_words:
-        raise _bad("bad_words", p.bad_words, "a list of non-empty strings")
+    if p.stop:
+        _check_stop(p)
+    if p.bad_words:
+        _check_bad_words(p.bad_words)
     if p.allowed_token_ids is not None and not p.allowed_token_ids:
         raise _bad("allowed_token_ids", [], "a non-empty list, or absent")
     if p.logprob_token_ids is not None and len(p.logprob_token_ids) > MAX_LOGPROB_IDS:
@@ -273,12 +260,34 @@ def _check_lists(p: SamplingParams, max_logprobs: int, vocab_size: int | None) -
         ("logit_bias", p.logit_bias),
     )
     for field, ids in ids_by_field:
-        if vocab_size is not None and ids and len(ids) > vocab_size:
+        if not ids:
+            continue
+        if vocab_size is not None and len(ids) > vocab_size:
             raise _bad(field, f"{len(ids)} ids", f"at most {vocab_size} ids, as many as there are tokens")
-        for token in ids or ():
+        for token in ids:
             if token < 0 or (vocab_size is not None and token >= vocab_size):
                 limit = "a token id" if vocab_size is None else f"a token id between 0 and {vocab_size - 1}"
                 raise _bad(field, token, limit)
+
+
+def _check_stop(p: SamplingParams) -> None:
+    if len(p.stop) > MAX_STOP_STRINGS:
+        raise _bad("stop", f"{len(p.stop)} strings", f"at most {MAX_STOP_STRINGS} strings")
+    if (num_chars := sum(map(len, p.stop))) > MAX_STOP_CHARS:
+        raise _bad("stop", f"{num_chars} characters", f"at most {MAX_STOP_CHARS} characters in all")
+    if "" in p.stop:
+        raise _bad("stop", p.stop, "a list of non-empty strings")
+    if not p.detokenize:
+        raise _bad("stop", p.stop, "empty when detokenize is false: stop strings are searched in text")
+
+
+def _check_bad_words(words: Sequence[str]) -> None:
+    if len(words) > MAX_BAD_WORDS:
+        raise _bad("bad_words", f"{len(words)} words", f"at most {MAX_BAD_WORDS} words")
+    if any(len(word) > MAX_BAD_WORD_CHARS for word in words):
+        raise _bad("bad_words", words, f"a list of words of at most {MAX_BAD_WORD_CHARS} characters each")
+    if "" in words:
+        raise _bad("bad_words", words, "a list of non-empty strings")
 
 
 def seed_of_choice(seed: int, choice: int) -> int:

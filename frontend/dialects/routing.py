@@ -18,14 +18,18 @@ MAX_EXPLAINED = 16
 
 def session_of(exchange: Exchange, *names: str | None) -> str:
     """Return what a request has in common with others of its conversation: the header, else the first of ``names``."""
-    given = (exchange.header(SESSION_HEADER), *names)
-    return next((name[:MAX_SESSION] for name in given if name), "")
+    for name in (exchange.header(SESSION_HEADER), *names):
+        if name:
+            return name[:MAX_SESSION]
+    return ""
 
 
 def explain(exchange: Exchange, streams: Sequence[Stream]) -> None:
     """Add to the response where its prompts were sent first, if the client asks; of a beam search, in its first round."""
+    if exchange.header(EXPLAIN_HEADER) is None:
+        return
     is_told = any(name == ROUTING_HEADER for name, _ in exchange.headers_out)
-    if exchange.header(EXPLAIN_HEADER) is not None and not is_told:
+    if not is_told:
         choices = [stream.choice for stream in streams if stream.choice is not None]
         words = [f"engine {choice.index}: {choice.reason}" for choice in choices[:MAX_EXPLAINED]]
         if len(choices) > MAX_EXPLAINED:

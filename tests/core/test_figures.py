@@ -19,8 +19,9 @@ def test_load_and_counters() -> None:
     assert state is not None
     metrics = Metrics()
     core_metrics = CoreMetrics(metrics)
-    core_metrics.note_state(state, world.tick())
-    core_metrics.note_state(state, world.tick())
+    for _ in range(2):
+        core_metrics.note_state(state)
+        core_metrics.note_endings(state, world.tick())
     snapshot = decode_snapshot(metrics.encoded())
     values = {series.name: series.value for series in snapshot.counters + snapshot.gauges}
     assert values["generation_tokens"] == 2 and values["prompt_tokens"] == 42
@@ -55,14 +56,14 @@ def test_what_is_counted_of_requests_that_ended() -> None:
     assert state is not None
     metrics = Metrics()
     core_metrics = CoreMetrics(metrics)
-    core_metrics.note_state(state, world.tick())
+    core_metrics.note_state(state)
     gauges = {series.labels: series.value for series in decode_snapshot(metrics.encoded()).gauges}
     assert gauges[("reason", "capacity"),] == 0 and gauges[("reason", "deferred"),] == 1
     world.step()
     world.cancel(2)
     world.run()
     for _ in range(2):  # each ending counts once
-        core_metrics.note_state(state, world.tick())
+        core_metrics.note_endings(state, world.tick())
     series = {series.name: series for series in decode_snapshot(metrics.encoded()).histograms}
     for name in ("inference_time_seconds", "prefill_time_seconds", "decode_time_seconds", "num_preemptions"):
         assert sum(series[f"request_{name}"].counts) == 2, name
@@ -71,7 +72,7 @@ def test_what_is_counted_of_requests_that_ended() -> None:
     assert series["request_prefill_kv_computed_tokens"].total == len(PROMPT) + 1  # the second forks
     world.admit(3, PROMPT)
     world.run()
-    core_metrics.note_state(state, world.tick())
+    core_metrics.note_state(state)
     values = {series.name: series.value for series in decode_snapshot(metrics.encoded()).counters}
     assert values["prompt_tokens_cached"] == values["prefix_cache_hits"] > 0
 

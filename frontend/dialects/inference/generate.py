@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import msgspec
 
 from quintet.frontend.dialects.answer import Output, Submissions, stream_answer, submit_all, whole_answer
@@ -51,7 +49,7 @@ async def generate(service: Service, exchange: Exchange) -> None:
     except RequestError as error:
         raise parse.renamed(error, {"prompt": "token_ids"}) from None
     params = _params(fields, config)
-    options = dataclasses.replace(
+    options = msgspec.structs.replace(
         options_of("", fields, params, exchange, config.model),
         response_id=parse.request_id(fields, exchange),
         return_token_ids=True,

@@ -50,8 +50,7 @@ def finish_name(finish: Finish) -> str:
     return "tool_calls" if has_called else _FINISH_NAMES[finish.reason]
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerOptions:
+class AnswerOptions(msgspec.Struct, frozen=True, array_like=True):
     """What an answer carries besides text."""
 
     response_id: str
@@ -104,16 +103,21 @@ def usage_of(
     streams: Sequence[Stream], echo_only: bool = False, streams_per_prompt: int = 1
 ) -> dict[str, object]:
     """Return the ``usage`` object of an answer. streams_per_prompt: as in `quintet.frontend.dialects.answer.Submissions`."""
-    starts = [stream.started for stream in streams[::streams_per_prompt] if stream.started is not None]
-    prompt = sum(started.num_prompt_tokens for started in starts)
-    completion = 0 if echo_only else sum(stream.num_output_tokens for stream in streams)
+    prompt = completion = cached = 0
+    is_read = False
+    for number, stream in enumerate(streams):
+        if not number % streams_per_prompt and stream.started is not None:
+            prompt += stream.started.num_prompt_tokens
+            cached += stream.started.num_cached_tokens
+        completion += 0 if echo_only else stream.num_output_tokens
+        is_read |= stream.submit.spec.reading is not None
     usage: dict[str, object] = {
         "prompt_tokens": prompt,
         "total_tokens": prompt + completion,
         "completion_tokens": completion,
-        "prompt_tokens_details": {"cached_tokens": sum(started.num_cached_tokens for started in starts)},
+        "prompt_tokens_details": {"cached_tokens": cached},
     }
-    if any(stream.submit.spec.reading is not None for stream in streams):
+    if is_read:
         finishes = [choice.finish for stream in streams for choice in stream.choices if choice.finish]
         num_reasoning = sum(finish.num_reasoning_tokens for finish in finishes)
         usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}

@@ -6,7 +6,6 @@ outputs that were just drawn, so that text, parsers and usage are those of any o
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -123,7 +122,7 @@ async def stream_beams(
     writer: makes who writes them, given how answers look and how many there are, each as if it were a prompt's only one.
     """
     submissions, beams = await _found(service, exchange, request)
-    chunks = writer(dataclasses.replace(request.answer, num_choices=1), len(beams))
+    chunks = writer(msgspec.structs.replace(request.answer, num_choices=1), len(beams))
     chunks.streams_per_prompt = submissions.streams_per_prompt
     await stream_answer(service, exchange, submissions, BeamsWriter(chunks, beams))
 

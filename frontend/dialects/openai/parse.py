@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -32,6 +33,12 @@ _MISSING = re.compile(r"Object missing required field `(?P<field>[^`]+)`")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _MILLISECONDS = re.compile(r"[0-9]{1,12}")
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]")
+_SHARED = frozenset(SHARED_SAMPLING_FIELDS)
+_shared_of = attrgetter(*SHARED_SAMPLING_FIELDS)
+_MISSING_FIELDS = ("kv_transfer_params", "ec_transfer_params", "vllm_xargs", "watermarking")
+_MISSING_FLAGS = ("return_token_offsets", "return_prompt_text", "return_weight_versions")
+_missing_of = attrgetter(*_MISSING_FIELDS, *_MISSING_FLAGS, "detokenize")
+_NOTHING_MISSING = (*[msgspec.UNSET] * len(_MISSING_FIELDS), *[None] * len(_MISSING_FLAGS), None)
 
 
 class NamesModel(Protocol):
@@ -133,14 +140,9 @@ def sampling_params(
     body: GenerationBody, config: ModelConfig, *, max_tokens: int | None, logprobs: int | None
 ) -> SamplingParams:
     """Return the sampling parameters a body asks for, over the model's own defaults; not yet checked."""
-    values: dict[str, Any] = {}
-    defaults = config.generation_defaults
-    for name in SHARED_SAMPLING_FIELDS:
-        value = getattr(body, name)
-        if value is None:
-            value = defaults.get(name)
-        if value is not None:
-            values[name] = value
+    values: dict[str, Any] = {n: value for n, value in config.generation_defaults.items() if n in _SHARED}
+    sent = zip(SHARED_SAMPLING_FIELDS, _shared_of(body), strict=True)
+    values.update([item for item in sent if item[1] is not None])
     if isinstance(body.stop, str):
         values["stop"] = [body.stop]
     if body.logit_bias is not None:
@@ -172,16 +174,12 @@ def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
 
 def refuse_missing(body: GenerationBody) -> None:
     """Refuse, by name, what would change the output and is not built yet. What is wrong in itself is told before."""
-    for name in (
-        "kv_transfer_params",
-        "ec_transfer_params",
-        "vllm_xargs",
-        "watermarking",
-    ):
-        raw = getattr(body, name)
-        if raw is not msgspec.UNSET and json_of(raw) not in {b"", b"{}", b"false"}:
+    if _missing_of(body) == _NOTHING_MISSING:  # as a rule, and every request comes by
+        return
+    for name in _MISSING_FIELDS:
+        if json_of(getattr(body, name)) not in {b"", b"{}", b"false"}:
             raise not_implemented(name, f"`{name}`", "Leave it out.")
-    for name in ("return_token_offsets", "return_prompt_text", "return_weight_versions"):
+    for name in _MISSING_FLAGS:
         if getattr(body, name):
             raise not_implemented(name, f"`{name}`", "Leave it out.")
     if body.detokenize is False:
@@ -271,16 +269,19 @@ def deadline_ns(body: GenerationBody, exchange: Exchange) -> int:
 
 def request_id(body: GenerationBody, exchange: Exchange) -> str:
     """Return the id that the answer's own begins with: the body's, else the header's, else the one that was made."""
-    for name, param, given in (
-        ("request_id", "request_id", body.request_id),
-        (f"The header {REQUEST_ID_HEADER}", None, exchange.header(REQUEST_ID_HEADER)),
-    ):
-        if given and not REQUEST_ID.fullmatch(given):
-            raise invalid(
-                f"{name} is {shown(given)}; it must be 1 to {MAX_REQUEST_ID} printable ASCII characters without spaces.",
-                param,
-            )
+    if body.request_id:
+        _check_request_id("request_id", "request_id", body.request_id)
+    if exchange.given_id:
+        _check_request_id(f"The header {REQUEST_ID_HEADER}", None, exchange.given_id)
     return body.request_id or exchange.request_id
+
+
+def _check_request_id(name: str, param: str | None, given: str) -> None:
+    if not REQUEST_ID.fullmatch(given):
+        raise invalid(
+            f"{name} is {shown(given)}; it must be 1 to {MAX_REQUEST_ID} printable ASCII characters without spaces.",
+            param,
+        )
 
 
 def chat_max_tokens(body: ChatBody) -> int | None:

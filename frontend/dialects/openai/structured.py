@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -19,6 +20,8 @@ GUIDED = {
     "guided_grammar": "grammar",
 }
 """Names that older clients send, and what they are called now."""
+_forms_of = attrgetter("response_format", "structured_outputs", *GUIDED)
+_NO_FORM = (None, *[msgspec.UNSET] * (1 + len(GUIDED)))
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True):
@@ -46,6 +49,8 @@ class JsonSchemaFormat(msgspec.Struct, kw_only=True):
 
 def form_of(body: GenerationBody) -> StructuredOutputsParams | None:
     """Return the form in its normal form; None where any text will do. Raises `RequestError` naming the body's field."""
+    if _forms_of(body) == _NO_FORM:  # as a rule, and every request comes by
+        return None
     asked: dict[str, StructuredOutputsParams] = {}
     if body.response_format is not None and (form := _of_format(body.response_format)) is not None:
         asked["response_format"] = form
@@ -55,7 +60,7 @@ def form_of(body: GenerationBody) -> StructuredOutputsParams | None:
     pattern = body.guided_whitespace_pattern
     for name, kind in GUIDED.items():
         raw = getattr(body, name)
-        if raw is not msgspec.UNSET and _was_sent(raw):  # hardly ever, and every request comes by
+        if _was_sent(raw):
             value = _decoded(raw, Any, name)
             asked[name] = StructuredOutputsParams(**{kind: value}, whitespace_pattern=pattern)
     if len(asked) > 1:
