@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from quintet.executor.cards.experts import ExpertsSpec
-from quintet.executor.cards.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, QkNormOver
+from quintet.executor.cards.spec import AttentionSpec, DecoderSpec, LatentSpec, LayerSpec, MlpSpec, QkNormOver
 
 MOST_RANKS = 64
 
@@ -34,6 +34,11 @@ class Kept:
     def is_all(self) -> bool:
         """Whether nothing is left out."""
         return self.count == self.whole
+
+    @property
+    def label(self) -> str:
+        """Which they are, behind the name of what they are of; of all nothing."""
+        return "" if self.is_all else f" {self.begin}-{self.end}"
 
     def times(self, width: int) -> Kept:
         """Return the same of things that are ``width`` numbers each."""
@@ -108,6 +113,8 @@ def share_in_words(spec: DecoderSpec, size: int) -> list[str]:
             heads, kv_heads = layer.mixer.num_heads, layer.mixer.num_kv_heads
             mine = share.of_kv_heads(kv_heads).count
             said.append(f"{heads // size} of {heads} heads with {mine} of {kv_heads} KV heads")
+        if isinstance(layer.mixer, LatentSpec):
+            said.append(f"{layer.mixer.num_heads // size} of {layer.mixer.num_heads} heads over all latents")
         if isinstance(layer.mlp, MlpSpec):
             said.append(f"{layer.mlp.width // size} of {layer.mlp.width} columns of feed-forwards")
         if isinstance(layer.mlp, ExpertsSpec):
@@ -118,9 +125,9 @@ def share_in_words(spec: DecoderSpec, size: int) -> list[str]:
 
 def _kind_of(layer: LayerSpec) -> str | None:
     mixer, mlp = layer.mixer, layer.mlp
-    if mixer is not None and not isinstance(mixer, AttentionSpec):
+    if mixer is not None and not isinstance(mixer, AttentionSpec | LatentSpec):
         return f"layers of the kind {type(mixer).__name__.removesuffix('Spec')} are not divided yet"
-    if mixer is not None:
+    if isinstance(mixer, AttentionSpec):
         if mixer.qk_norm is not None and mixer.qk_norm_over is not QkNormOver.HEAD:
             return "queries and keys are normed over heads, which are divided"
         if mixer.attended_norm is not None:
@@ -136,7 +143,7 @@ def _kind_of(layer: LayerSpec) -> str | None:
 
 def _misfit_of(layer: LayerSpec, size: int) -> str | None:
     mixer, mlp = layer.mixer, layer.mlp
-    if isinstance(mixer, AttentionSpec):
+    if isinstance(mixer, AttentionSpec | LatentSpec):
         heads, kv_heads = mixer.num_heads, mixer.num_kv_heads
         if heads % size:
             return f"{heads} heads"

@@ -63,7 +63,7 @@ class PlainRows:
         if part == Part(part.name, part.rows):
             return part.name
         marks = "T" * part.transposed + "U" * part.unit_rows
-        kept = "".join(f" {each.begin}-{each.end}" for each in (part.kept_rows, part.kept_inputs) if each)
+        kept = "".join(each.label for each in (part.kept_rows, part.kept_inputs) if each)
         return f"{part.name}[{part.begin}/{part.groups}/{part.height}{marks}{kept}]"
 
     def declare(self, plan: WeightPlan, expect: Expect, fill: Callable[[int, Rows], object]) -> None:

@@ -55,7 +55,7 @@ def test_plan_says_what_each_rank_has(tmp_path: Path, capsys: pytest.CaptureFixt
         (2, {"architectures": ["Olmo2ForCausalLM"]}, "queries and keys are normed over heads"),
         (2, {"architectures": ["MixtralForCausalLM"], "intermediate_size": 129}, "has experts 129 wide"),
         (2, {"architectures": ["GptOssForCausalLM"]}, "are not divided yet"),
-        (2, {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512}, "of the kind Latent are not"),
+        (2, {"architectures": ["MambaForCausalLM"]}, "layers of the kind Mamba are not divided yet"),
         (
             2,
             {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}},

@@ -49,7 +49,7 @@ def gate_up_of(scope: Scope, spec: ExpertsSpec) -> StackShape:
         name_of_bias = scope.name(names.experts_gate_up_bias)
         biases = [_stacked(name_of_bias, (count, 2 * wide), begin, rows) for begin, rows in both]
     return StackShape(
-        label=f"{scope.name('experts')}: gates, ups, {spec.layout}{_in_words(kept)}",
+        label=f"{scope.name('experts')}: gates, ups, {spec.layout}{kept.label}",
         experts=count,
         columns=2 * kept.count,
         depth=hidden,
@@ -77,7 +77,7 @@ def down_of(scope: Scope, spec: ExpertsSpec) -> StackShape:
     if spec.biased:
         biases = [_stacked(scope.name(names.experts_down_bias), (count, hidden), 0, _as_they_are)]
     return StackShape(
-        label=f"{scope.name('experts')}: downs, {spec.layout}{_in_words(kept)}",
+        label=f"{scope.name('experts')}: downs, {spec.layout}{kept.label}",
         experts=count,
         columns=hidden,
         depth=kept.count,
@@ -105,10 +105,6 @@ def _inputs(kept: Kept, tensor: torch.Tensor) -> torch.Tensor:
 
 def _rows(kept: Kept) -> Rows:
     return _as_they_are if kept.is_all else partial(_columns, kept.begin, kept.end)
-
-
-def _in_words(kept: Kept) -> str:
-    return "" if kept.is_all else f" {kept.begin}-{kept.end}"
 
 
 def _transposed(rows: Rows) -> Rows:

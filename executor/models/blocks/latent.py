@@ -28,9 +28,12 @@ class Latent:
 
     def __init__(self, scope: Scope, spec: LatentSpec) -> None:
         assert scope.layer is not None
-        names, hidden, heads = scope.names, scope.hidden_size, spec.num_heads
-        queries = heads * (spec.plain_dim + spec.rope_dim)
-        first = scope.part(names.q, queries) if spec.q_rank is None else scope.part(names.q_a, spec.q_rank)
+        names, hidden, heads = scope.names, scope.hidden_size, scope.share.of(spec.num_heads)
+        queries = heads.times(spec.plain_dim + spec.rope_dim)
+        if spec.q_rank is None:
+            first = scope.part(names.q, queries.whole).keeping(queries)
+        else:
+            first = scope.part(names.q_a, spec.q_rank)
         self._first_width, self._spec = first.rows, spec
         self._latents = scope.linear(
             [first, scope.part(names.kv_a, spec.head_dim)], hidden, biased=spec.biased
@@ -39,17 +42,19 @@ class Latent:
         self._q_norm, self._queries = None, None
         if spec.q_rank is not None:
             self._q_norm = _norm(scope, spec, names.q_a_norm, spec.q_rank)
-            self._queries = scope.linear([scope.part(names.q_b, queries)], spec.q_rank)
+            q_b = scope.part(names.q_b, queries.whole).keeping(queries)
+            self._queries = scope.linear([q_b], spec.q_rank)
         self._to_latent = _head_linear(
             scope, spec, "keys", spec.head_dim, spec.plain_dim + spec.rope_dim, _keys
         )
         self._of_latent = _head_linear(scope, spec, "values", spec.head_width, spec.rank, _values)
+        attended = heads.times(spec.head_width)
         self._output = scope.linear(
-            [scope.part(names.output, hidden)], heads * spec.head_width, biased=spec.biased
+            [scope.part(names.output, hidden).of_inputs(attended)], attended.count, biased=spec.biased
         )
         self._attention = AttentionLayer(
             index=scope.layer,
-            num_heads=heads,
+            num_heads=heads.count,
             num_kv_heads=1,
             head_dim=spec.head_dim,
             value_dim=spec.rank,
@@ -105,16 +110,16 @@ def _head_linear(
     take: Callable[[LatentSpec, torch.Tensor], torch.Tensor],
 ) -> HeadLinear:
     """Declare a matrix of each head that is made of its rows of `Names.kv_b`: first those for keys, then those for values."""
-    name, heads = scope.name(scope.names.kv_b), spec.num_heads
+    name, heads = scope.name(scope.names.kv_b), scope.share.of(spec.num_heads)
 
     def matrix(tensors: Sequence[torch.Tensor], head: int) -> torch.Tensor:
-        return take(spec, tensors[0].view(heads, -1, spec.rank)[head])
+        return take(spec, tensors[0].view(heads.whole, -1, spec.rank)[heads.begin + head])
 
-    shape = (heads * (spec.plain_dim + spec.head_width), spec.rank)
-    piece = StackPiece((f"{name}.weight",), (shape,), 0, heads, 0, matrix)
+    shape = (heads.whole * (spec.plain_dim + spec.head_width), spec.rank)
+    piece = StackPiece((f"{name}.weight",), (shape,), 0, heads.count, 0, matrix)
     stack = StackShape(
-        label=f"{name}: {label} by head",
-        experts=heads,
+        label=f"{name}: {label} by head{heads.label}",
+        experts=heads.count,
         columns=columns,
         depth=depth,
         paired=False,
