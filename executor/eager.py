@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from quintet.executor.batch import Batch, BatchBuilder, Int, Rows
+from quintet.executor.cards.share import Kept
 from quintet.executor.cards.spec import Activation
 from quintet.executor.embeds import StepEmbeds, embeds_of
 from quintet.executor.layers.attention import AttentionLayer
@@ -154,6 +155,11 @@ class EagerPass:
         """See `ForwardPass`."""
         self.num_done += 1
         return x.clamp(-bound, bound)
+
+    def of_all_ranks(self, x: torch.Tensor, kept: Kept) -> torch.Tensor:
+        """See `ForwardPass`. There are no others."""
+        assert kept.is_all, kept
+        return x
 
     def softcap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
         """See `ForwardPass`."""

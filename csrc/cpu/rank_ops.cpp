@@ -51,6 +51,13 @@ QT_EXPORT float* qt_ranks_sums(qt::Ranks* ranks, index_t turn, index_t width) {
   return ranks->sums(turn, ranks->rank());
 }
 
+// Where rows of `bytes` lie that ranks put together of their columns, of those whose turn is `turn`: 0 or 1, one after the other.
+QT_EXPORT char* qt_ranks_gathered(qt::Ranks* ranks, index_t turn, index_t bytes) {
+  QT_REQUIRE((turn == 0 || turn == 1) && bytes > 0 && bytes <= ranks->shape().gathered_row_bytes, "turn %lld, rows of %lld bytes",
+             (long long)turn, (long long)bytes);
+  return ranks->gathered(turn);
+}
+
 // Appends: wait until every rank is here. extent: as of other operations; of no rows nobody waits.
 QT_EXPORT void qt_program_meet(qt::Program* program, qt::Ranks* ranks, int extent) {
   program->append(std::make_unique<qt::Meet>(ranks, extent));

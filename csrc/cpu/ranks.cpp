@@ -116,6 +116,7 @@ Ranks::Ranks(const RanksShape& shape, void* memory, index_t rank, int spins) : s
   table_ = parts.take<std::int32_t>(shape.tables * shape.slots * shape.table_stride);
   mail_ = parts.take<std::int32_t>(kMailInts);
   sums_ = parts.take<float>(2 * shape.ranks * shape.max_tokens * shape.sums_width);
+  gathered_ = parts.take<char>(2 * shape.max_tokens * shape.gathered_row_bytes);
   logits_ = parts.take<char>(shape.max_outputs * shape.logits_row_bytes);
   step_.block_table = table_;
   step_.block_table_stride = shape.table_stride;

@@ -3,7 +3,7 @@
 //     rank 0      tell ──▶ order, the step's arrays ──▶ hear      the others
 //     everybody   its own sums of a layer ──▶ meet ──▶ all ranks' sums added, in the order of the ranks
 //
-//     | head: order | a line for each rank | arrays of the step | block tables | mail | sums, twice | logits |
+//     | head: order | a line for each rank | arrays of the step | block tables | mail | sums, twice | gathered, twice | logits |
 //
 // Rank 0 has the plan, the tables and the draw; the others run the same operations of their own programs over the step that it
 // shows them, and know nothing else. A layer whose inputs are divided leaves a part of every output with each rank: fp32 sums,
@@ -28,6 +28,7 @@ struct RanksShape {
   index_t block_size;
   index_t sums_width;                         // most numbers of a row of sums
   index_t logits_row_bytes;                   // of one row of logits, all ranks' columns
+  index_t gathered_row_bytes;                 // most bytes of a row that is put together of all ranks' columns; or 0
 };
 
 // What the others shall do; laid out like `quintet.executor.parallel.library.COrder`. Kinds but `kRun` are Python's to know.
@@ -72,6 +73,8 @@ class Ranks {
   index_t rank() const { return rank_; }
   // A rank's sums of the layers whose turn is `turn` (0 or 1): rows of as many numbers as the layer has.
   float* sums(index_t turn, index_t rank) const;
+  // Rows of all ranks' columns, of what is put together in the turn `turn`: likewise.
+  char* gathered(index_t turn) const { return gathered_ + turn * shape_.max_tokens * shape_.gathered_row_bytes; }
   char* logits() const { return logits_; }
   std::int32_t* mail() const { return mail_; }
 
@@ -89,6 +92,7 @@ class Ranks {
   std::int32_t* table_;
   std::int32_t* mail_;
   float* sums_;
+  char* gathered_;
   char* logits_;
 };
 

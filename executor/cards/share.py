@@ -9,6 +9,7 @@ computes alike. Imports no torch: the numbers are needed before there is a model
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from quintet.executor.cards.experts import ExpertsSpec
@@ -105,6 +106,22 @@ def sizes_that_fit(spec: DecoderSpec) -> list[int]:
     return [size for size in range(2, MOST_RANKS + 1) if misfit(spec, size) is None]
 
 
+def gathered_width(spec: DecoderSpec) -> int:
+    """Return how many numbers a token has of what is normed over all ranks' columns, at most; 0 where nothing is."""
+    return max((width for layer in spec.layers for width in _normed_over(layer)), default=0)
+
+
+def _normed_over(layer: LayerSpec) -> Iterator[int]:
+    mixer, mlp = layer.mixer, layer.mlp
+    if isinstance(mixer, AttentionSpec):
+        if mixer.qk_norm is not None and mixer.qk_norm_over is QkNormOver.WHOLE:
+            yield mixer.num_heads * mixer.head_dim
+        if mixer.attended_norm is not None:
+            yield mixer.num_heads * mixer.value_dim
+    if isinstance(mlp, MlpSpec) and mlp.down_norm is not None:
+        yield mlp.width
+
+
 def share_in_words(spec: DecoderSpec, size: int) -> list[str]:
     """Say what each of so many ranks has, where they can share the model: kinds of layers in the order in which they come."""
     share, said = Share(0, size), []
@@ -127,15 +144,8 @@ def _kind_of(layer: LayerSpec) -> str | None:
     mixer, mlp = layer.mixer, layer.mlp
     if mixer is not None and not isinstance(mixer, AttentionSpec | LatentSpec):
         return f"layers of the kind {type(mixer).__name__.removesuffix('Spec')} are not divided yet"
-    if isinstance(mixer, AttentionSpec):
-        if mixer.qk_norm is not None and mixer.qk_norm_over is not QkNormOver.HEAD:
-            return "queries and keys are normed over heads, which are divided"
-        if mixer.attended_norm is not None:
-            return "what is attended is normed over heads, which are divided"
-        if mixer.sinks:
-            return "heads with sinks are not divided yet"
-    if isinstance(mlp, MlpSpec) and mlp.down_norm is not None:
-        return "feed-forwards are normed over their width, which is divided"
+    if isinstance(mixer, AttentionSpec) and mixer.sinks:
+        return "heads with sinks are not divided yet"
     if isinstance(mlp, ExpertsSpec) and mlp.biased:
         return "experts with biases are not divided yet"
     return None

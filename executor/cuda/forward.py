@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from quintet.executor.cards.share import Kept
 from quintet.executor.cards.spec import Activation, NormKind
 from quintet.executor.cuda.attention.backend import AttentionBackend
 from quintet.executor.cuda.attention.plans import AttentionPlans
@@ -179,6 +180,11 @@ class DevicePass:
     def clip(self, x: Value, bound: float) -> Value:
         """See `ForwardPass`."""
         return Value(x.settled.clamp(-bound, bound))
+
+    def of_all_ranks(self, x: Value, kept: Kept) -> Value:
+        """See `ForwardPass`. There are no others."""
+        assert kept.is_all, kept
+        return x
 
     def softcap(self, x: Value, cap: float) -> Value:
         """See `ForwardPass`."""

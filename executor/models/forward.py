@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from quintet.executor.cards.share import Kept
 from quintet.executor.cards.spec import Activation
 from quintet.executor.layers.attention import AttentionLayer
 from quintet.executor.layers.experts import Experts
@@ -63,6 +64,9 @@ class ForwardPass(Protocol[ValueT]):
 
     def columns(self, x: ValueT, begin: int, width: int) -> ValueT:
         """Return numbers ``[begin, begin + width)`` of each row: a view, that costs nothing."""
+
+    def of_all_ranks(self, x: ValueT, kept: Kept) -> ValueT:
+        """Return what all ranks have, side by side, where ``x`` is this one's: columns ``kept`` of it. Read once, and soon."""
 
     def head_linear(self, layer: HeadLinear, x: ValueT) -> ValueT:
         """Return each head's columns of ``x`` through a matrix of its own."""

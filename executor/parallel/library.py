@@ -35,6 +35,7 @@ class CRanksShape(ctypes.Structure):
         ("block_size", _SIZE),
         ("sums_width", _SIZE),
         ("logits_row_bytes", _SIZE),
+        ("gathered_row_bytes", _SIZE),
     )
 
 
@@ -69,6 +70,7 @@ class RanksLibrary:
         self.mail = declare(library, "qt_ranks_mail", a, result=a)
         self.mail_ints = int(declare(library, "qt_ranks_mail_ints", result=n)())
         self.sums = declare(library, "qt_ranks_sums", a, n, n, result=a)
+        self.gathered = declare(library, "qt_ranks_gathered", a, n, n, result=a)
         self.linear_sums = declare(library, "qt_program_linear_sums", a, a, a, n, n, i, a, n, i)
         self.experts_sums = declare(library, "qt_program_experts_sums", a, a, a, n, a, n, n, a, n, i)
         self.meet = declare(library, "qt_program_meet", a, a, i)

@@ -21,7 +21,7 @@ class RankOperations:
         self._code = FLOAT_CODES[dtype]
         self._dtype = dtype
         self._max_tokens = max_tokens
-        self._turn = 0
+        self._turn = self._gathered = 0
 
     def linear(self, layer: Linear, x: Value, residual: Value | None, y: Value) -> None:
         """Append a layer of whose inputs each rank has some: its own sums, then a meeting, then everybody's sums.
@@ -62,6 +62,14 @@ class RankOperations:
             *(self._program, ranks, turn, y.width, None if bias is None else bias.data_ptr()),
             *(None if residual is None else residual.address, y.address, y.stride, self._code),
         )
+
+    def next_gathered(self, width: int) -> torch.Tensor:
+        """Return where all ranks put together what comes next, ``[max_tokens, width]``; asked in the order of the program.
+
+        There are two places: by the time the first is wanted again, everybody has met behind having read it.
+        """
+        turn, self._gathered = self._gathered, 1 - self._gathered
+        return self._ranks.gathered(turn, width, self._dtype)
 
     def logits(self) -> torch.Tensor:
         """Return the memory of all ranks' logits ``[max_outputs, vocab]``, each rank's columns side by side."""

@@ -46,8 +46,16 @@ class Ranks:
 
     def logits(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the memory of all ranks' logits ``[max_outputs, vocab]``."""
-        offset = self.library.logits(self.handle) - self._address
-        rows, width = self.shape.max_outputs, self.shape.logits_row_bytes // dtype.itemsize
+        width = self.shape.logits_row_bytes // dtype.itemsize
+        return self._rows(self.library.logits(self.handle), self.shape.max_outputs, width, dtype)
+
+    def gathered(self, turn: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the memory ``[max_tokens, width]`` of what ranks put together in this turn, 0 or 1."""
+        address = self.library.gathered(self.handle, turn, width * dtype.itemsize)
+        return self._rows(address, self.shape.max_tokens, width, dtype)
+
+    def _rows(self, address: int, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        offset = address - self._address
         flat = torch.frombuffer(self._memory, dtype=dtype, count=rows * width, offset=offset)
         return flat.view(rows, width)
 
@@ -100,9 +108,12 @@ class Ranks:
 
 
 def shape_of(
-    config: EngineConfig, size: int, sums_width: int, max_outputs: int, item_bytes: int
+    config: EngineConfig, size: int, sums_width: int, gathered_width: int, max_outputs: int, item_bytes: int
 ) -> CRanksShape:
-    """Return what the ranks of a model need room for. sums_width: most outputs of a layer whose inputs are divided."""
+    """Return what the ranks of a model need room for.
+
+    sums_width: most outputs of a layer whose inputs are divided; gathered_width: most that are put together of all ranks'.
+    """
     scheduler, model = config.scheduler, config.model
     return CRanksShape(
         ranks=size,
@@ -115,4 +126,5 @@ def shape_of(
         block_size=model.kv.block_size,
         sums_width=sums_width,
         logits_row_bytes=model.vocab_size * item_bytes,
+        gathered_row_bytes=gathered_width * item_bytes,
     )

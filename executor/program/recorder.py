@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from quintet.executor.cards.share import Kept
 from quintet.executor.cards.spec import Activation, NormKind
 from quintet.executor.layers.attention import AttentionLayer
 from quintet.executor.layers.experts import Experts
@@ -412,6 +413,22 @@ class Recorder:
         assert logits.place.shape[1] == logits.width and logits.viewed is None, (logits, place.shape)
         self.keep(logits)
         return self._append("logits of all ranks", partial(ranks.meet, Extent.OUTPUTS), (logits,), whole)
+
+    def of_all_ranks(self, x: Value, kept: Kept) -> Value:
+        """See `ForwardPass`. Each rank writes its columns where all read them, until the next but one wants the place."""
+        ranks = self._ranks
+        assert ranks is not None and x.extent is Extent.TOKENS and x.width == kept.count, (x, kept)
+        whole = Value(kept.whole, x.extent, ranks.next_gathered(kept.whole))
+        self.keep(whole)
+
+        def emit() -> None:
+            self._library.scale(
+                *(self.handle, x.address, x.stride, x.width, 1.0),
+                *(whole.address + kept.begin * self._dtype.itemsize, whole.stride, self._code, x.extent),
+            )
+            ranks.meet(x.extent)
+
+        return self._append(f"{kept.whole} of all ranks", emit, (x,), whole)
 
     def mark(self) -> None:
         """Begin a part of the program that is run by itself, and have each run note when it comes to it.

@@ -52,7 +52,6 @@ def test_plan_says_what_each_rank_has(tmp_path: Path, capsys: pytest.CaptureFixt
         (3, {}, "has 4 heads, which 3 ranks cannot share; sizes that fit: 2, 4"),
         (2, {"intermediate_size": 129}, "has feed-forwards 129 wide, .*; sizes that fit: none but 1"),
         (3, {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16}, "2 KV heads, .*: 2"),
-        (2, {"architectures": ["Olmo2ForCausalLM"]}, "queries and keys are normed over heads"),
         (2, {"architectures": ["MixtralForCausalLM"], "intermediate_size": 129}, "has experts 129 wide"),
         (2, {"architectures": ["GptOssForCausalLM"]}, "are not divided yet"),
         (2, {"architectures": ["MambaForCausalLM"]}, "layers of the kind Mamba are not divided yet"),

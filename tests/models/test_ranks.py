@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.models.equal import WAYS, alone, load, run
+from tests.models.equal import WAYS, Dtype, alone, load, run
 from tests.models.random_checkpoints import NUM_TOKENS
 from tests.models.ranks import in_ranks
 from tests.models.test_engine import changed
 from tests.models.test_equal import ROWS, check_bits, check_tokens, made
 
-from quintet.wire.config import Quantization
+from quintet.wire.config import KvCacheDtype, Quantization
 from quintet.wire.errors import ConfigError
 from quintet.wire.params import SamplingParams
 
@@ -45,9 +45,12 @@ def test_every_family_is_divided_or_refused(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kv", ["auto", "int8"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_bits_do_not_depend_on_company_or_schedule(dtype: str, kv: str, size: int, tmp_path: Path) -> None:
-    expected = made(ROWS["llama"], tmp_path)
-    with in_ranks(tmp_path, size, dtype, kv_cache_dtype=kv) as loaded:  # type: ignore[arg-type]
+@pytest.mark.parametrize("name", ["llama", "olmo2", "mixtral"])
+def test_bits_do_not_depend_on_company_or_schedule(
+    name: str, dtype: Dtype, kv: KvCacheDtype, size: int, tmp_path: Path
+) -> None:
+    expected = made(ROWS[name], tmp_path)
+    with in_ranks(tmp_path, size, dtype, kv_cache_dtype=kv) as loaded:
         check_bits(loaded, [each.prompt for each in expected], WAYS)
 
 

@@ -9,10 +9,12 @@ from collections.abc import Sequence
 
 import torch
 
+from quintet.executor.cards.share import Kept
 from quintet.executor.cards.spec import Activation, AttentionSpec, NormSpec, QkNormOver, QkvLayout
 from quintet.executor.layers.attention import AttentionLayer
 from quintet.executor.layers.linear import Part
 from quintet.executor.layers.norm import Norm
+from quintet.executor.models.blocks.norms import norm_of_all
 from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.forward import ForwardPass, ValueT
 
@@ -22,7 +24,8 @@ class Attention:
 
     def __init__(self, scope: Scope, spec: AttentionSpec) -> None:
         assert scope.layer is not None
-        parts, attended = _qkv_parts(scope, spec), scope.share.of(spec.num_heads).times(spec.value_dim)
+        heads, kv_heads = scope.share.of(spec.num_heads), scope.share.of_kv_heads(spec.num_kv_heads)
+        parts, attended = _qkv_parts(scope, spec), heads.times(spec.value_dim)
         if not scope.share.is_all:
             parts, spec = _kept_parts(scope, spec, parts), scope.share.of_attention(spec)
         self._widths = (
@@ -37,11 +40,11 @@ class Attention:
             biased=spec.output_bias,
         )
         self._clip, self._gated = spec.clip_qkv, spec.output_gate
-        self._norm = scope.norm(
-            spec.attended_norm, scope.names.attended_norm, spec.num_heads * spec.value_dim
-        )
-        q_norm = _head_norm(scope, spec, scope.names.q_norm, spec.num_heads)
-        k_norm = _head_norm(scope, spec, scope.names.k_norm, spec.num_kv_heads)
+        self._attended = attended
+        self._norm = scope.norm(spec.attended_norm, scope.names.attended_norm, attended.whole)
+        self._queries, self._keys = heads.times(spec.head_dim), kv_heads.times(spec.head_dim)
+        q_norm = _head_norm(scope, spec, scope.names.q_norm, heads)
+        k_norm = _head_norm(scope, spec, scope.names.k_norm, kv_heads)
         whole = spec.qk_norm_over is QkNormOver.WHOLE
         self._q_norm, self._k_norm = (q_norm, k_norm) if whole else (None, None)
         self.layer = AttentionLayer(
@@ -75,13 +78,14 @@ class Attention:
         q, k = ops.columns(qkv, 0, queries), ops.columns(qkv, queries, keys)
         v = ops.columns(qkv, queries + keys, values)
         if self._q_norm is not None and self._k_norm is not None:
-            q, k = ops.norm(q, self._q_norm), ops.norm(k, self._k_norm)
+            q = norm_of_all(ops, q, self._q_norm, self._queries)
+            k = norm_of_all(ops, k, self._k_norm, self._keys)
         attended = ops.attention(self.layer, q, k, v)
         if self._gated:
             gates = ops.columns(qkv, queries + keys + values, queries)
             attended = ops.multiply(attended, ops.activation(gates, Activation.SIGMOID))
         if self._norm is not None:
-            attended = ops.norm(attended, self._norm)
+            attended = norm_of_all(ops, attended, self._norm, self._attended)
         return ops.linear(self._output, attended)
 
 
@@ -123,23 +127,23 @@ def _sinks(scope: Scope, spec: AttentionSpec) -> torch.Tensor | None:
     return scope.weights.floats(scope.name(scope.names.sinks), spec.num_heads)
 
 
-def _head_norm(scope: Scope, spec: AttentionSpec, name: str, num_heads: int) -> Norm | None:
-    """Declare the norm of queries, or of keys, over whatever of them it is."""
+def _head_norm(scope: Scope, spec: AttentionSpec, name: str, heads: Kept) -> Norm | None:
+    """Declare the norm of queries, or of keys, over whatever of them it is: over all as one, also where a rank has some."""
     norm, dim = spec.qk_norm, spec.head_dim
     if norm is None or spec.qk_norm_over is QkNormOver.HEAD:
         return scope.norm(norm, name, dim)
     if spec.qk_norm_over is QkNormOver.WHOLE:
-        return scope.norm(norm, name, num_heads * dim)
-    return scope.norm_of(norm, dim, _own_weights(scope, norm, name, num_heads, dim))
+        return scope.norm(norm, name, heads.whole * dim)
+    return scope.norm_of(norm, dim, _own_weights(scope, norm, name, heads, dim))
 
 
-def _own_weights(scope: Scope, norm: NormSpec, name: str, num_heads: int, dim: int) -> torch.Tensor | None:
-    """Declare a weight ``[num_heads * dim]`` that the checkpoint has as one tensor, or as one a head."""
+def _own_weights(scope: Scope, norm: NormSpec, name: str, heads: Kept, dim: int) -> torch.Tensor | None:
+    """Declare a weight ``[heads * dim]`` that the checkpoint has as one tensor, or as one a head."""
     name = scope.name(name)
     if "{head}" not in name:
-        weight = scope.vector(f"{name}.weight", norm, num_heads, dim)
-        return None if weight is None else weight.flatten()
-    heads = torch.empty((num_heads, dim), dtype=scope.weights.dtype, device=scope.weights.device)
-    for head, place in enumerate(heads):
+        weight = scope.vector(f"{name}.weight", norm, heads.whole, dim)
+        return None if weight is None else weight[heads.begin : heads.end].flatten()
+    weights = torch.empty((heads.whole, dim), dtype=scope.weights.dtype, device=scope.weights.device)
+    for head, place in enumerate(weights):
         scope.weights.expect(f"{name.format(head=head)}.weight", (dim,), place.copy_, scale=0.0)
-    return heads.flatten()
+    return weights[heads.begin : heads.end].flatten()

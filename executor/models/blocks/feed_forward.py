@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from quintet.executor.cards.spec import Activation, LearnedActivation, MlpLayout, MlpSpec
 from quintet.executor.layers.linear import GatedActivation, Linear
+from quintet.executor.models.blocks.norms import norm_of_all
 from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.forward import ForwardPass, ValueT
 from quintet.executor.quant.method import LinearShape
@@ -43,7 +44,7 @@ class FeedForward:
             self._gate = scope.linear(parts[:1], scope.hidden_size, biased=spec.biased)
             parts = parts[1:]
         self._up = scope.linear(parts, scope.hidden_size, biased=spec.biased, activation=gates)
-        self._norm = scope.norm(spec.down_norm, names.down_norm, wide)
+        self._norm, self._kept = scope.norm(spec.down_norm, names.down_norm, kept.whole), kept
         down = scope.part(names.down, scope.hidden_size).of_inputs(kept)
         self._down = scope.linear([down], wide, biased=spec.biased)
 
@@ -57,7 +58,7 @@ class FeedForward:
         if self._learned is not None:
             up = ops.xielu(up, self._learned)
         if self._norm is not None:
-            up = ops.norm(up, self._norm)
+            up = norm_of_all(ops, up, self._norm, self._kept)
         down = ops.linear(self._down, up)
         return down if self._down_multiplier == 1.0 else ops.scale(down, self._down_multiplier)
 

@@ -1,0 +1,14 @@
+"""Norms over what ranks divide."""
+
+from __future__ import annotations
+
+from quintet.executor.cards.share import Kept
+from quintet.executor.layers.norm import Norm
+from quintet.executor.models.forward import ForwardPass, ValueT
+
+
+def norm_of_all(ops: ForwardPass[ValueT], x: ValueT, norm: Norm, kept: Kept) -> ValueT:
+    """Return ``x``, which is ``kept`` of what the norm is over, normed with what the other ranks have of it."""
+    if kept.is_all:
+        return ops.norm(x, norm)
+    return ops.columns(ops.norm(ops.of_all_ranks(x, kept), norm), kept.begin, kept.count)
