@@ -84,8 +84,15 @@ def options_of(arguments: argparse.Namespace) -> tuple[Options, list[str]]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Bind, fork, resolve, serve."""
-    options, notes = options_of(arguments)
+    """Serve as the command line says."""
+    return serve(*options_of(arguments))
+
+
+def serve(options: Options, notes: list[str], parent_fd: int | None = None) -> int:
+    """Bind, fork, resolve, supervise; return the exit status.
+
+    Must be the main thread of a program that has done nothing else. The end of file at ``parent_fd`` stops the server too.
+    """
     signal.signal(signal.SIGTERM, _leave)  # until the supervisor listens to signals itself
     setproctitle.setproctitle("quintet-supervisor")
     configure_logging("supervisor", options.log_level)
@@ -113,7 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
         with alone_with(config.frontend.response_store):
             story = PrintedStory(config, opening_lines(resolution))
             surroundings = Surroundings(
-                listener=listener, nursery=nursery, manager=ServiceManager(os.environ)
+                listener=listener, parent_fd=parent_fd, nursery=nursery, manager=ServiceManager(os.environ)
             )
             return Supervisor(config, story, surroundings).run()
     except PortInUse as error:

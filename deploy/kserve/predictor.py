@@ -24,16 +24,15 @@ from kserve.protocol.infer_type import to_http_parameters
 
 from quintet.deploy.offline import AsyncLLM
 from quintet.deploy.python_api.engine import EngineError
+from quintet.deploy.python_api.inputs import params_by_name
 from quintet.deploy.resolve.config_file import read_config_file
 from quintet.wire.errors import ErrorCode, RequestError
-from quintet.wire.params import OutputKind, SamplingParams
+from quintet.wire.params import OutputKind
 
 Prompts = Sequence[tuple[str, Mapping[str, object]]]
 """Each prompt with its own sampling parameters."""
 
 _LATER = frozenset({ErrorCode.OVERLOADED, ErrorCode.UNAVAILABLE, ErrorCode.INTERNAL})
-_CHOSEN_HERE = frozenset({"n", "output_kind", "detokenize", "logprobs", "prompt_logprobs"})
-"""What would change the shape of the answer."""
 
 
 class TextGeneration(kserve.Model):
@@ -85,21 +84,12 @@ class TextGeneration(kserve.Model):
         return [task.result() for task in tasks]
 
     async def _complete_one(self, prompt: str, settings: Mapping[str, object]) -> tuple[str, str]:
+        params = params_by_name(settings, OutputKind.FINAL_ONLY)
         last = None
-        async for output in self._llm.generate(prompt, _params(settings)):
+        async for output in self._llm.generate(prompt, params):
             last = output
         assert last is not None, "an answer without an ending"
         return last.outputs[0].text, last.outputs[0].finish_reason or ""
-
-
-def _params(settings: Mapping[str, object]) -> SamplingParams:
-    known = set(SamplingParams.__struct_fields__) - _CHOSEN_HERE
-    strange = sorted(set(settings) - known)
-    if strange:
-        raise RequestError(
-            ErrorCode.INVALID, f"{strange[0]} is no parameter here; there are {', '.join(sorted(known))}."
-        )
-    return SamplingParams(**settings, output_kind=OutputKind.FINAL_ONLY)  # type: ignore[arg-type]  # generate checks them
 
 
 def _prompts_of_v1(payload: Mapping[str, object]) -> Prompts:

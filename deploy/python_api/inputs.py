@@ -13,7 +13,7 @@ from quintet.wire.codec import pack_i32
 from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
-from quintet.wire.params import SamplingParams, check_token_ids, shown
+from quintet.wire.params import OutputKind, SamplingParams, check_token_ids, shown
 
 
 class PromptDict(TypedDict, total=False):
@@ -223,6 +223,24 @@ def read_params(given: SamplingParams) -> SamplingParams:
         return msgspec.convert(list(values.values()), SamplingParams)
     except msgspec.ValidationError as error:
         raise RequestError(ErrorCode.INVALID, _reworded(str(error), values), "sampling_params") from None
+
+
+_SHAPE = frozenset({"n", "output_kind", "detokenize", "logprobs", "prompt_logprobs", "logprob_token_ids"})
+"""Parameters that change what an answer consists of."""
+
+
+def params_by_name(settings: Mapping[str, object], output_kind: OutputKind) -> SamplingParams:
+    """Read what another server's protocol, whose answers are one text, brings beside a prompt.
+
+    Raises `RequestError` for a name that is none, or asks for more than a text.
+    """
+    known = set(SamplingParams.__struct_fields__) - _SHAPE
+    if strange := sorted(set(settings) - known):
+        allowed = ", ".join(sorted(known))
+        raise RequestError(
+            ErrorCode.INVALID, f"{strange[0]} is no parameter here; there are {allowed}.", strange[0]
+        )
+    return read_params(SamplingParams(**settings, output_kind=output_kind))  # type: ignore[arg-type]
 
 
 def _check_sendable(name: str, value: object) -> None:

@@ -29,5 +29,5 @@ def test_a_platform_runs_what_is_shipped_for_it(name: str, server: Server, tmp_p
     python = ENVIRONMENTS / name.partition("_")[0] / "bin" / "python"
     assert python.exists(), f"{python} is missing; `make clients` makes it"
     command = [python, HERE / "platforms" / f"{name}.py", server.url, "quintet-toy"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, check=False)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path, check=False)
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-6000:]

@@ -1,0 +1,153 @@
+"""A real Ray cluster of two nodes on this machine: batches of Ray Data over both, and an application of Ray Serve."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
+
+import psutil
+import ray
+from ray import serve
+from ray.cluster_utils import Cluster
+
+from quintet.deploy.ray.batch import Completions
+from quintet.deploy.ray.serving import application
+from quintet.wire.errors import ConfigError
+
+SAMPLING = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+SMALL = {"kv_cache_memory": "64MiB", "max_model_len": 512}
+PROMPTS = [f"def f{i}(x):" for i in range(24)]
+
+
+def post(url: str, body: dict[str, object]) -> bytes:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return bytes(answer.read())
+
+
+def texts_of(url: str, prompts: list[str]) -> list[str]:
+    said = json.loads(post(f"{url}/v1/completions", {"prompt": prompts, **SAMPLING}))
+    return [choice["text"] for choice in said["choices"]]
+
+
+def until(happened: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 90
+    while not happened():
+        assert time.monotonic() < deadline, f"{what} did not happen within 90 s"
+        time.sleep(0.2)
+
+
+class Signed(Completions):
+    """Says on which node it was."""
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        answered = super().__call__(batch)
+        here = ray.get_runtime_context().get_node_id()
+        return {**answered, "node": [here] * len(answered["text"])}
+
+
+def check_batches(expected: list[str]) -> None:
+    ray.data.DataContext.get_current().wait_for_min_actors_s = 120
+    prompts = [*PROMPTS, "x " * 600]
+    dataset = ray.data.from_items([{"id": i, "prompt": prompt} for i, prompt in enumerate(prompts)])
+    rows = (
+        dataset.repartition(8)
+        .map_batches(
+            Signed, fn_constructor_kwargs={"sampling": SAMPLING, **SMALL},
+            batch_size=4, compute=ray.data.ActorPoolStrategy(size=2), num_cpus=2,
+        )
+        .take_all()
+    )  # fmt: skip
+    rows.sort(key=lambda row: row["id"])
+    assert [row["text"] for row in rows[:-1]] == expected
+    assert {row["num_tokens"] for row in rows[:-1]} == {12}
+    assert (rows[-1]["finish_reason"], rows[-1]["text"]) == ("error", "") and "512" in rows[-1]["error"]
+    assert len({row["node"] for row in rows}) == 2, "both actors were on one node"
+    print("ok: batches")
+
+
+def servers() -> list[psutil.Process]:
+    """Supervisors whose parent is a process of Ray's."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            parent = process.parent()
+            is_of_ray = parent is not None and "".join(parent.cmdline()[:1]).startswith("ray::")
+            if is_of_ray and "".join(process.cmdline()[:1]).strip() == "quintet-supervisor":
+                found.append(process)
+    return found
+
+
+def check_serve(expected: list[str]) -> None:
+    try:
+        application({"max_modle_len": 5})
+    except ConfigError as error:
+        assert "did you mean 'max_model_len'" in str(error)
+    else:
+        raise AssertionError("an unknown flag was taken")
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    settings = {"served_model_name": "toy", "num_cpus": "0.5", **SMALL}
+    serve.run(application(settings), route_prefix="/")
+    url = f"http://127.0.0.1:{port}"
+    assert texts_of(url, PROMPTS) == expected
+    events = post(f"{url}/v1/completions", {"prompt": PROMPTS[0], "stream": True, **SAMPLING}).decode()
+    lines = [line[6:] for line in events.splitlines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    pieces = [choice["text"] for line in lines[:-1] for choice in json.loads(line)["choices"]]
+    assert "".join(pieces) == expected[0] and len(pieces) > 2
+    try:
+        post(f"{url}/v1/completions", {"prompt": "x", "temperature": -1})
+    except urllib.error.HTTPError as error:
+        assert error.code == 400 and "temperature" in error.read().decode()
+    else:
+        raise AssertionError("not refused")
+    until(lambda: len(servers()) == 1, "one server, of one replica")
+    [server] = servers()
+    replica = server.parent()
+    assert replica is not None
+    replica.send_signal(signal.SIGKILL)
+    until(
+        lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE,
+        "the end of a server without a replica",
+    )
+
+    def is_back() -> bool:
+        try:
+            return texts_of(url, PROMPTS[:2]) == expected[:2]
+        except OSError:
+            return False
+
+    until(is_back, "another replica")
+    print("ok: serve")
+
+
+def main(server: str, _model: str) -> None:
+    expected = texts_of(server, PROMPTS)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False})
+    cluster.add_node(num_cpus=3)
+    ray.init(address=cluster.address, logging_level="WARNING")
+    try:
+        check_batches(expected)
+        check_serve(expected)
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+        cluster.shutdown()
+
+
+main(*sys.argv[1:3])
