@@ -212,8 +212,8 @@ class ResponseFile:
                     "INSERT INTO events VALUES (?, ?, ?, ?)",
                     (response_id, events.number, events.position, events.frames),
                 )
-            if told.rowcount:
-                self._add_turn(response_id, turn)
+            if told.rowcount and status not in (QUEUED, IN_PROGRESS):
+                self._end(response_id, turn)
         return told.rowcount > 0
 
     def finish(
@@ -228,16 +228,26 @@ class ResponseFile:
                 (status, response, len(response), response_id),
             )
             if noted.rowcount:
-                self._add_turn(response_id, turn)
+                self._end(response_id, turn)
         return noted.rowcount > 0
 
-    def _add_turn(self, response_id: str, turn: Turn | None) -> None:
+    def _end(self, response_id: str, turn: Turn | None) -> None:
+        """Keep no longer what was computed for a response, and add its turn, if it is one, to the conversation.
+
+        A conversation may grow too large to be asked with by one turn, which is not lost then; not by several.
+        """
+        self._db.execute(
+            "UPDATE responses SET num_bytes = num_bytes - LENGTH(request), request = x'' WHERE id = ?",
+            (response_id,),
+        )
         if turn is None:
             return
         asked, record = self.find(response_id), self.find(turn.conversation_id)
-        if asked is not None and record is not None:
-            turn.join(record, asked)
-            self._write(record)
+        if asked is None or record is None or len(record.items) > self._limits.max_body_bytes:
+            return
+        turn.join(record, asked)
+        self._write(record)
+        self._drop_excess()
 
     def rewrite(self, conversation_id: str, change: Callable[[Record], None]) -> Record | None:
         """Change a conversation's record, which nobody else changes meanwhile, and return it; None where there is none."""

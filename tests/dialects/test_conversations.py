@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import sqlite3
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -90,6 +93,37 @@ def test_a_response_is_a_turn_of_it(how: str, server: Any, client: OpenAI) -> No
     client.responses.create(**ASK, previous_response_id=response.id, input="beside it")
     assert prompted(server)[2:] == [("user", "turn 1"), answer, ("user", "beside it")]
     assert len(texts(client, conversation)) == 5
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_every_turn_takes_as_much_as_the_one_before(
+    background: bool, serve: Callable[..., Any], tmp_path: Path
+) -> None:
+    kept = tmp_path / "kept.sqlite"
+    server, sizes = serve(response_store=str(kept)), list[int]()
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        conversation = client.conversations.create().id
+        for _ in range(5):
+            response = client.responses.create(
+                **ASK, conversation=conversation, input="x" * 3000, background=background
+            )
+            while response.status not in ("completed", "incomplete"):
+                response = client.responses.retrieve(response.id)
+            with sqlite3.connect(kept) as file:
+                sizes += file.execute("SELECT num_bytes FROM held").fetchone()
+        assert len(client.responses.input_items.list(response.id).data) == 9
+    growth = [after - before for before, after in itertools.pairwise(sizes)]
+    assert max(growth) < min(growth) + 100, growth
+
+
+def test_a_turn_without_a_place_is_not_gone_on_with(client: OpenAI) -> None:
+    conversation = client.conversations.create(items=[HELLO]).id
+    response = client.responses.create(**ASK, conversation=conversation, input="and")
+    client.conversations.delete(conversation)
+    (own,) = client.responses.input_items.list(response.id).data
+    assert own.content[0].text == "and"  # type: ignore[union-attr]
+    with pytest.raises(openai.BadRequestError, match="does not hold the turn"):
+        client.responses.create(**ASK, previous_response_id=response.id, input="x")
 
 
 def test_no_answer_adds_nothing(server: Any, client: OpenAI) -> None:

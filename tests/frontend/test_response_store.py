@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quintet.frontend.response_store import Events, Record, ResponseFile, ResponseStore
+from quintet.frontend.response_store import CONVERSATION, Events, Record, ResponseFile, ResponseStore, Turn
 from quintet.wire.errors import RequestError
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.supervision import Seat, SeatState, Topology
@@ -46,12 +46,34 @@ def test_bytes_are_bounded_with_events_and_answers(tmp_path: Path) -> None:
     file.note_request("a", "s", b"x" * 20)
     file.note_request("a", "s", b"x" * 150)
     file.tell("a", "run/0.1", "in_progress", Events(0, "", b"x" * 300))
-    file.tell("a", "run/0.1", "completed", response=b"{" + b" " * 300 + b"}")
+    file.tell("a", "run/0.1", "completed", response=b"{" + b" " * 450 + b"}")
     file.begin(record("b"))
     assert file.find("a") is not None
     file.begin(record("c", items=b"[" + b" " * 100 + b"]"))
     assert file.find("a") is None and file.news("a", -1) == ("", [])
     assert file.find("b") is not None
+
+
+def test_turns_make_room_and_only_one_of_them_goes_beyond_what_can_be_asked_with(tmp_path: Path) -> None:
+    def join(held: Record, asked: Record) -> None:
+        held.items += asked.items
+
+    file = opened(tmp_path, response_store_bytes=4000, max_body_bytes=1000)
+    file.begin(record("old"))
+    end(file, "old")
+    file.begin(record("c", status=CONVERSATION, items=b"x" * 700))
+    for name in ("a", "b"):
+        file.begin(record(name, items=b"y" * 600))
+        file.tell(name, "run/0.1", "completed", response=b"{}", turn=Turn("c", join))
+    assert file.find("old") is not None
+    held = file.find("c")
+    assert held is not None and len(held.items) == 1300
+    file.begin(record("d", items=b"z" * 900))
+    file.rewrite("c", lambda held: setattr(held, "items", b""))
+    file.tell("d", "run/0.1", "completed", response=b" " * 1800, turn=Turn("c", join))
+    assert file.find("old") is None and file.find("a") is None, "the longest not used"
+    held = file.find("c")
+    assert held is not None and len(held.items) == 900
 
 
 def test_age_counts_from_when_it_was_last_gone_on_with(

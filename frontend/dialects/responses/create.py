@@ -53,7 +53,7 @@ class Asked:
 
     body: ResponsesBody
     items: list[InputItem]
-    """Its own, and those of a conversation with a name."""
+    """Its own."""
     prompt: ChatPrompt
     params: SamplingParams
     reading: Reading | None
@@ -145,10 +145,8 @@ async def _read(service: Service, exchange: Exchange, body: ResponsesBody) -> As
         **echo_of(body, params.temperature, params.top_p),
     }
     channels = channels_of(chat, read, options.response_id, config)
-    answer = ResponsesAnswer(1, 1, 1, options, channels, encode_json(head), is_kept, named, len(items))
+    answer = ResponsesAnswer(1, 1, 1, options, channels, encode_json(head), is_kept, named)
     deadline_ns = parse.deadline_ns(chat, exchange)
-    if named:  # it is asked with the conversation as it is now
-        items = [*former, *items]
     return Asked(body, items, read.prompt, params, reading, answer, deadline_ns)
 
 

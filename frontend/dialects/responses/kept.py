@@ -54,7 +54,7 @@ def response_of(record: Record) -> bytes:
 
 
 def asked_of(record: Record) -> list[InputItem]:
-    """Return what a response was asked with, without former responses."""
+    """Return the items that a request brought, or all of a conversation with a name."""
     return _items_decoder.decode(record.items)
 
 
@@ -70,7 +70,7 @@ def turn_of(answer: ResponsesAnswer, status: str, response: bytes) -> Turn | Non
         return None
 
     def join(record: Record, asked: Record) -> None:
-        own = _raw_items_decoder.decode(asked.items)[-answer.num_asked :]
+        own = _raw_items_decoder.decode(asked.items)
         add_items(record, [*own, *msgspec.json.decode(response, type=_RawOutput).output])
 
     return Turn(answer.conversation, join)
@@ -140,7 +140,47 @@ async def conversation(store: ResponseStore, previous: str | None) -> list[Input
             f"previous_response_id is {shown(previous)}, which has not ended; wait for its end.",
             "previous_response_id",
         )
-    return [item for record in records for item in items_of(record)]
+    former = [item for record in records for item in items_of(record)]
+    named = answer_of(records[0]).conversation
+    if not named:
+        return former
+    before = await _before_turn(store, named, records[0])
+    if before is None:
+        raise parse.invalid(
+            f"previous_response_id is {shown(previous)}, which goes on with the conversation {named}, and that one does not hold "
+            "the turn (any more); send conversation, or all items as input.",
+            "previous_response_id",
+        )
+    return [*before, *former]
+
+
+async def items_before(store: ResponseStore, record: Record) -> list[InputItem]:
+    """Return what comes before a response's own items: of former responses, or in the conversation that it is a turn of.
+
+    That is as it is now: of one that is gone, or has no place for the turn, nothing. Raises `RequestError` where former
+    responses are not whole.
+    """
+    named = answer_of(record).conversation
+    if not named:
+        return await conversation(store, record.previous)
+    return await _before_turn(store, named, record) or []
+
+
+async def _before_turn(store: ResponseStore, named: str, record: Record) -> list[InputItem] | None:
+    """Return what a conversation holds before one of its turns; None where it is gone, or the turn has no place in it."""
+    held = await store.do(lambda file: file.find(named))
+    if held is None or held.status != CONVERSATION:
+        return None
+    items = asked_of(held)
+    if record.is_open:
+        return items
+    asked = {item.id for item in asked_of(record)}
+    own = asked or {item.id for item in items_of(record)}
+    places = [place for place, item in enumerate(items) if item.id in own]
+    if not places:
+        return None
+    end = places[-1] if asked else places[0]
+    return [item for item in items[:end] if item.id not in own]
 
 
 async def resolved(

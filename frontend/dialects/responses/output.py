@@ -53,8 +53,6 @@ class ResponsesAnswer(Answer, tag="responses"):
     """Whether the store shall know how it ends."""
     conversation: str = ""
     """The conversation that it is a turn of."""
-    num_asked: int = 0
-    """Items of the turn that the request brought: the last of those it was asked with."""
 
 
 @dataclass(slots=True)

@@ -17,8 +17,8 @@ from quintet.frontend.dialects.responses.events import ResponsesWriter
 from quintet.frontend.dialects.responses.kept import (
     answer_of,
     asked_of,
-    conversation,
     find,
+    items_before,
     kept_items,
     response_of,
 )
@@ -63,9 +63,9 @@ async def cancel_response(service: Service, exchange: Exchange) -> None:
 
 
 async def input_items(service: Service, exchange: Exchange) -> None:
-    """GET /v1/responses/{id}/input_items: the items that it was asked with, those of former responses too."""
+    """GET /v1/responses/{id}/input_items: the items that it was asked with, those before its own too."""
     record = await find(service, exchange.path_params["id"])
-    former = await conversation(service.responses, record.previous)
+    former = await items_before(service.responses, record)
     await exchange.respond_json(page_of(exchange, kept_items([*former, *asked_of(record)], record.id)))
 
 
