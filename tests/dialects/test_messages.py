@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import msgspec
 import pytest
 
@@ -14,6 +13,9 @@ from quintet.frontend.dialects.anthropic.parse import messages_of
 from quintet.frontend.dialects.anthropic.types import Block, Turn
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import ChatPrompt, Submit
+
+if TYPE_CHECKING:
+    import anthropic  # thousands of files: read by who runs these tests, not by whoever collects them
 
 M, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -36,6 +38,8 @@ def events_of(answer: bytes) -> list[tuple[str, str, Any]]:
 
 @pytest.fixture
 def client(shared: Any) -> Iterator[anthropic.Anthropic]:
+    import anthropic
+
     with anthropic.Anthropic(base_url=shared.url, api_key="none", max_retries=0) as client:
         yield client
 
@@ -230,6 +234,8 @@ def test_what_is_wrong_is_named(shared: Any, fields: dict[str, Any], words: str)
 
 
 def test_errors_have_its_types_before_the_endpoint_too(serve: Callable[..., Any]) -> None:
+    import anthropic
+
     server = serve(api_keys=["secret"], max_body_bytes=1000)
     key = {"x-api-key": "secret"}
     cases = [
@@ -262,6 +268,8 @@ def test_an_error_halfway_is_an_event(serve: Callable[..., Any]) -> None:
 
 
 def test_silence_is_filled_with_pings(serve: Callable[..., Any]) -> None:
+    import anthropic
+
     server = serve(keep_alive_s=0.05)
     server.engine.silent_after = 1
     with (

@@ -6,9 +6,8 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
 
 from quintet.frontend.dialects.anthropic.events import UNREADABLE_INPUT, MessagesAnswer, MessagesWriter
@@ -20,6 +19,9 @@ from quintet.wire.config import ParsersConfig, ThinkMarks
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import Finish, FinishReason, Started, Submit
 from quintet.wire.request import Reading
+
+if TYPE_CHECKING:
+    import anthropic  # thousands of files: read by who runs these tests, not by whoever collects them
 
 CONTENT, REASONING, NAME, ARGUMENTS = map(int, Channel)
 Token = list[tuple[int, int, str]]
@@ -52,6 +54,8 @@ def server(serve: Callable[..., Any]) -> Any:
 
 @pytest.fixture
 def client(server: Any) -> Iterator[anthropic.Anthropic]:
+    import anthropic
+
     with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
         yield client
 

@@ -6,14 +6,16 @@ import http.client
 import json
 from collections.abc import Iterator
 from contextlib import closing
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
-import anthropic
 import pytest
 
 from quintet.wire.ids import frontend_of
 from tests.processes.server import Server, serve, wait_until
+
+if TYPE_CHECKING:
+    import anthropic  # thousands of files: read by who runs these tests, not by whoever collects them
 
 ASK: dict[str, Any] = {
     "max_tokens": 60,
@@ -35,12 +37,16 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def client(server: Server) -> Iterator[anthropic.Anthropic]:
+    import anthropic
+
     with anthropic.Anthropic(base_url=server.url, api_key="unused", max_retries=0) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def ask(server: Server) -> dict[str, Any]:
+    import anthropic
+
     with anthropic.Anthropic(base_url=server.url, api_key="unused", max_retries=0) as client:
         (model,) = client.models.list()
     assert model.type == "model" and model.display_name == model.id and model.created_at
@@ -49,6 +55,8 @@ def ask(server: Server) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def whole(server: Server, ask: dict[str, Any]) -> anthropic.types.Message:
+    import anthropic
+
     with anthropic.Anthropic(base_url=server.url, api_key="unused", max_retries=0) as client:
         message: anthropic.types.Message = client.messages.create(**ask)
     return message
@@ -74,6 +82,8 @@ def test_its_package_reads_the_same_whole_and_streamed(
 
 
 def test_its_package_raises_its_errors(client: anthropic.Anthropic, ask: dict[str, Any]) -> None:
+    import anthropic
+
     image = {"type": "image", "source": {"type": "url", "url": "http://x"}}
     with pytest.raises(anthropic.APIStatusError, match="a block of type image") as refused:
         client.messages.create(**{**ask, "messages": [{"role": "user", "content": [image]}]})
@@ -93,6 +103,8 @@ def test_an_agents_loop_has_arguments_as_its_schema_says(
     client: anthropic.Anthropic, ask: dict[str, Any]
 ) -> None:
     """Its package runs the tools, as often as the model is made to call them, and sends the results."""
+    import anthropic
+
     cities: list[str] = []
 
     @anthropic.beta_tool

@@ -16,7 +16,6 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
-from anthropic import Anthropic
 from openai import OpenAI
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -255,7 +254,9 @@ def test_a_kill_changes_no_byte(server: Server, calm: tuple[Any, ...], role: str
 @pytest.mark.parametrize("role", ["detokenizer", "core", "frontend"])
 def test_a_kill_changes_no_event_in_anthropics_dialect(server: Server, role: str) -> None:
     """Every event comes once and in its place, however the text comes together; its package reads the same."""
-    with Anthropic(base_url=server.url, api_key="x") as client:
+    import anthropic
+
+    with anthropic.Anthropic(base_url=server.url, api_key="x") as client:
         model = client.models.list().data[0].id
         whole = client.messages.create(**MESSAGES, model=model, extra_body={"seed": SEED})
     assert [block.type for block in whole.content] == ["thinking", "text", "tool_use", "tool_use"]
