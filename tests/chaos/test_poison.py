@@ -33,7 +33,7 @@ def serve_poisoned(kind: str, num_streams: int) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(params=list(KINDS))
+@pytest.fixture
 def server(request: pytest.FixtureRequest, num_streams: int) -> Iterator[Server]:
     with serve_poisoned(request.param, num_streams) as server:
         yield server
@@ -61,7 +61,16 @@ def play_with(server: Server, asked: list[Asked], poisons: dict[int, Asked]) -> 
     return Run([heard for place, heard in enumerate(run.heard) if place not in poisons], run.duration_s)
 
 
-@pytest.mark.parametrize("effect", [Effect.RAISES, Effect.DIES])
+@pytest.mark.parametrize(
+    ("server", "effect"),
+    [
+        ("mock", Effect.DIES),
+        ("model", Effect.RAISES),
+        pytest.param("mock", Effect.RAISES, marks=pytest.mark.whole),
+        pytest.param("model", Effect.DIES, marks=pytest.mark.whole),  # ten boots with torch
+    ],
+    indirect=["server"],
+)
 def test_one_among_many(server: Server, num_streams: int, effect: Effect) -> None:
     asked = crowd(2, num_streams - 1, (30, 60))
     calm = asyncio.run(play(server.url, asked))

@@ -119,7 +119,7 @@ class PoisonedWorker:
 def run_executor() -> None:
     """Be the executor, its worker poisoned."""
     make = main.make_worker
-    main.make_worker = lambda config, span: PoisonedWorker(make(config, span))  # type: ignore[assignment, return-value]
+    main.make_worker = lambda *given: PoisonedWorker(make(*given))  # type: ignore[assignment, return-value]
     child_main(Role.EXECUTOR, main.run)
 
 
