@@ -23,6 +23,7 @@ from quintet.frontend.dialects.openai.batch import batch
 from quintet.frontend.dialects.openai.chat import chat_completions
 from quintet.frontend.dialects.openai.completions import completions
 from quintet.frontend.dialects.openai.derender import derender_chat, derender_completions
+from quintet.frontend.dialects.openai.go_on import go_on
 from quintet.frontend.dialects.openai.invocations import invocations
 from quintet.frontend.dialects.openai.render import render_chat, render_completions
 from quintet.frontend.dialects.openai.tokenize import detokenize, tokenize, tokenizer_info
@@ -76,6 +77,7 @@ ROUTES = (
     Row("/v1/conversations/{id}/items", ("GET", "POST"), conversation_items),
     Row("/v1/conversations/{id}/items/{item_id}", ("GET", "DELETE"), conversation_item),
     Row("/inference/v1/generate", ("POST",), resumable(generate)),
+    Row("/v1/streams", ("POST",), go_on),
     Row("/v1/streams/{id}", ("GET",), streams),
     Row("/v1/models", ("GET",), health.models),
     Row("/v1/models/{id:path}", ("GET",), health.model),

@@ -16,6 +16,7 @@ from urllib.parse import parse_qs
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
+from quintet.frontend.begun import Begun
 from quintet.frontend.bodies import Bodies, OpenBody
 from quintet.frontend.error_shape import ErrorShape, headers_of, status_of
 from quintet.wire.errors import ErrorCode, RequestError
@@ -52,6 +53,8 @@ class Exchange:
         """How errors are spelled for this client."""
         self.status = 0
         self.headers_out: list[Header] = []
+        self.begun: Begun | None = None
+        """The beginning of the answer, where another server told it."""
         self._connection: dict[str, Callable[[], None]] = scope.get("extensions", {}).get(CONNECTION, {})
         self._query: bytes = scope["query_string"]
         self._receive = receive
@@ -90,6 +93,10 @@ class Exchange:
         if self._body is None:
             self._body = await self._receive_json(bodies)
         return self._body
+
+    def take_over(self, body: bytes, begun: Begun) -> None:
+        """Have this body answered in the place of the one that came, behind what was told of the answer."""
+        self._body, self.begun = body, begun
 
     async def _receive_json(self, bodies: Bodies) -> bytes:
         kind = (self.header("content-type") or "").partition(";")[0].strip().lower()

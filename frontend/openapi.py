@@ -10,6 +10,7 @@ import msgspec
 from quintet.frontend.dialects.anthropic import types as anthropic_types
 from quintet.frontend.dialects.inference import types as generate_types
 from quintet.frontend.dialects.openai import types
+from quintet.frontend.dialects.openai.go_on import GoOnBody
 from quintet.frontend.dialects.responses import types as responses_types
 from quintet.frontend.exchange import MAX_REQUEST_ID, Exchange
 from quintet.frontend.guard import is_open
@@ -171,6 +172,20 @@ _OPERATIONS: tuple[tuple[str, str, str, type | None, Schema | None], ...] = (
     ("get", "/v1/conversations/{id}/items/{item_id}", "One of its items", None, None),
     ("delete", "/v1/conversations/{id}/items/{item_id}", "Take an item out", None, None),
     (
+        "post",
+        "/v1/streams",
+        "Go on with a stream that began at another server: its request, and what was told of its answer",
+        GoOnBody,
+        {
+            "path": "/v1/completions",
+            "request": {"prompt": "Once", "stream": True, "max_tokens": 8},
+            "position": "2",
+            "outputs": [[11, 12]],
+            "seed": 7,
+            "created": 1700000000,
+        },
+    ),
+    (
         "get",
         "/v1/streams/{id}",
         "The rest of a stream (header X-Stream-Id) after the position `from`: what its last event's id says after the colon",
@@ -266,6 +281,7 @@ def _schemas() -> dict[str, Schema]:
         types.ChatMessage,
         types.Tool,
         types.ErrorBody,
+        GoOnBody,
         generate_types.GenerateBody,
         generate_types.DerenderChatBody,
         generate_types.DerenderCompletionBody,

@@ -58,6 +58,7 @@ _OTHER_KINDS = {
     "/metrics": TEXT,
     "/docs": HTML,
     "/docs/{name}": ANY,
+    "/v1/streams": EVENTS,
     "/v1/streams/{id}": EVENTS,
 }
 _TELL_IN_503 = frozenset({"/health", "/readyz", "/v2/health/ready", "/v2/models/{id}/ready"})

@@ -17,7 +17,9 @@ import msgspec
 from quintet.frontend.accounts import Account, accounts_of
 from quintet.frontend.adoption import Seen, go_on, submission
 from quintet.frontend.backlog import Backlog
+from quintet.frontend.begun import Told, go_on_behind
 from quintet.frontend.deadlines import DeadlineTimer, expired, was_too_late
+from quintet.frontend.lost import MAX_LOST, lost_output, lost_request
 from quintet.frontend.placement import Placement, Send, too_large
 from quintet.frontend.session_metrics import SessionMetrics
 from quintet.frontend.streams import Batch, Choice, Delta, Mailbox, Stream
@@ -44,9 +46,6 @@ from quintet.wire.request import Claim, Echo, Reading, RequestSpec
 from quintet.wire.supervision import Topology
 
 __all__ = ["Batch", "Delta", "Mailbox", "Send", "Sessions", "Stream"]
-
-MAX_LOST = 3
-"""So often a request that nobody in the engine knows is sent again."""
 
 UNENCODABLE = (OverflowError, UnicodeEncodeError)
 """What encoding a message raises when the request holds what no message can."""
@@ -115,6 +114,7 @@ class Sessions:
         reading: Reading | None = None,
         told: bytes = b"",
         session: str = "",
+        begun: Sequence[Told] = (),
     ) -> Stream:
         """Send a request on its way and return the stream of what comes back.
 
@@ -123,6 +123,7 @@ class Sessions:
         ``final_only`` it wakes only when the request has ended, else for the first token of a choice, every ``interval`` tokens
         after it, and its end. What has not ended at ``deadline_ns`` (monotonic; 0 for never) fails then. ``limit_gives_way``:
         see `Submit`. ``reading``: which parsers read the output. ``told``: outputs (int32) to be told. ``session``: `Submit`'s.
+        ``begun``: what was told of each choice elsewhere.
         """
         if not are_checked:
             params = params.checked(self._max_logprobs, self._vocab_size)
@@ -152,8 +153,11 @@ class Sessions:
             session=session,
         )
         stream = Stream(submit, mailbox or Mailbox(), self.cancel, final_only=final_only, interval=interval)
-        self._begin(stream)
-        self.metrics.submitted(params)
+        if begun:
+            go_on_behind(stream, begun)
+        if stream.num_open:
+            self._begin(stream)
+            self.metrics.submitted(params)
         return stream
 
     def take_ids(self, count: int) -> int:
@@ -283,7 +287,7 @@ class Sessions:
             num_chars = offset if choice.num_chars is None else choice.num_chars
             seen_tokens, seen_chars = len(output_ids) - first_index, num_chars - offset
             if seen_tokens < 0 or seen_chars < 0:
-                self.give_up([request_id], _lost_output(choice, first_index, offset))
+                self.give_up([request_id], lost_output(choice, first_index, offset))
                 continue
             if num_tokens > seen_tokens:
                 begin += seen_tokens
@@ -370,7 +374,7 @@ class Sessions:
             if stream.is_cancelled:
                 self._abort_here(stream)
             elif stream.num_lost > MAX_LOST:
-                self._give_up(stream, _lost_request())
+                self._give_up(stream, lost_request())
             else:
                 self._placement.start_over(stream, Role.CORE)
         self._place_parked()
@@ -430,20 +434,4 @@ def _cannot_travel(error: Exception) -> RequestError:
         ErrorCode.INVALID,
         "The request holds a number of more than 64 bits, or text with a lone surrogate (half of a character), which "
         f"cannot be sent on: {shown(str(error))}.",
-    )
-
-
-def _lost_request() -> RequestError:
-    return RequestError(
-        ErrorCode.INTERNAL,
-        f"The request went missing inside the server {MAX_LOST + 1} times and is given up. This is a fault of the server: "
-        "please report it with the server's log.",
-    )
-
-
-def _lost_output(choice: Choice, first_index: int, offset: int) -> RequestError:
-    return RequestError(
-        ErrorCode.INTERNAL,
-        f"Output of choice {choice.index} went missing inside the server: received token {first_index} at character "
-        f"{offset} after {len(choice.output_ids)} tokens and {choice.num_chars} characters.",
     )

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from quintet.frontend.begun import Told
 from quintet.frontend.dialects import sse
 from quintet.frontend.dialects.position import StreamId
 from quintet.frontend.dialects.routing import explain
@@ -115,15 +116,17 @@ def submit_all(
     echo: bool = False,
     return_prompt_ids: bool = False,
     session: str = "",
+    begun: Sequence[Sequence[Told]] = (),
 ) -> Submissions:
     """Let a request in and send its prompts on their way, all with these checked parameters.
 
-    Raises `RequestError`, and then none of them is on its way. What the parameters mean: see `Sessions.submit`.
+    Raises `RequestError`, and then none of them is on its way. What the parameters mean: see `Sessions.submit`. ``begun``: of
+    every prompt, where other servers told the beginnings of their answers.
     """
     service.admission.enter(prompts, params)
     submissions = Submissions()
     try:
-        for prompt in prompts:
+        for index, prompt in enumerate(prompts):
             submissions.add(
                 service.sessions.submit(
                     prompt,
@@ -142,6 +145,7 @@ def submit_all(
                     limit_gives_way=limit_gives_way,
                     reading=reading,
                     session=session,
+                    begun=begun[index] if begun else (),
                 )
             )
     except BaseException:

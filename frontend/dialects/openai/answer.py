@@ -79,7 +79,7 @@ def options_of(
     include_usage = wanted is not None and bool(wanted.include_usage)
     return AnswerOptions(
         response_id=f"{id_prefix}-{parse.request_id(body, exchange)}",
-        created=int(time.time()),
+        created=int(time.time()) if exchange.begun is None else exchange.begun.created,
         model=model.served_names[0],
         num_choices=params.n,
         include_usage=include_usage,
@@ -177,6 +177,8 @@ class ChunkWriter:
         self.stream_id = stream_id
         self.streams_per_prompt = 1
         """As in `Submissions`."""
+        self.tells_ids = False
+        """Whether comments before the events tell their tokens: see `relay.py`."""
         self._position = position or Position(num_prompts * options.num_choices)
         self._event_id = b"" if stream_id is None else b"id: " + str(stream_id).encode() + b":"
         self.shape = shape
@@ -210,6 +212,8 @@ class ChunkWriter:
         for delta in batch.deltas:
             index = base + delta.choice
             told.counts[index] = stream.choices[delta.choice].num_taken
+            if self.tells_ids and delta.token_ids:
+                frames.append(b": ids %d %b\n" % (index, encode_json(list(delta.token_ids))))
             if is_plain and delta.finish is None:
                 if delta.text:
                     frame = prefixes[index] + encode_json(delta.text) + tail

@@ -25,6 +25,7 @@ from quintet.frontend.dialects.openai.answer import (
 )
 from quintet.frontend.dialects.openai.best import BeamRequest, beam_answer, best, ranked, stream_beams
 from quintet.frontend.dialects.openai.logprobs import chat_logprobs, prompt_logprobs
+from quintet.frontend.dialects.openai.relay import behind, relaying
 from quintet.frontend.dialects.openai.tools import check_tool_choice, form_of_calls, reading_of
 from quintet.frontend.dialects.openai.types import (
     ChatBody,
@@ -105,7 +106,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
         outputs, submissions = await beam_answer(service, exchange, request)
         await exchange.respond_json(_whole(outputs, submissions, answer))
         return
-    params = ranked(params, body)
+    params, position, begun = behind(exchange.begun, ranked(params, body), 1)
     submissions = submit_all(
         service,
         body,
@@ -119,9 +120,11 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
         interval=interval,
         return_prompt_ids=options.return_token_ids,
         session=session,
+        begun=begun,
     )
     if body.stream:
-        await stream_answer(service, exchange, submissions, writer(answer, submissions.stream_id))
+        chunks = writer(answer, submissions.stream_id, position)
+        await stream_answer(service, exchange, submissions, relaying(exchange, chunks, submissions))
     else:
         outputs = best(await whole_answer(exchange, submissions), body)
         await exchange.respond_json(_whole(outputs, submissions, answer))

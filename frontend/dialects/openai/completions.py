@@ -29,6 +29,7 @@ from quintet.frontend.dialects.openai.logprobs import (
     joined,
     prompt_logprobs,
 )
+from quintet.frontend.dialects.openai.relay import behind, relaying
 from quintet.frontend.dialects.openai.types import CompletionBody
 from quintet.frontend.dialects.position import Position, StreamId
 from quintet.frontend.dialects.routing import session_of
@@ -73,7 +74,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
         outputs, submissions = await beam_answer(service, exchange, request)
         await exchange.respond_json(_whole(outputs, submissions, options))
         return
-    params = ranked(params, body)
+    params, position, begun = behind(exchange.begun, ranked(params, body), len(prompts))
     submissions = submit_all(
         service,
         body,
@@ -87,9 +88,11 @@ async def completions(service: Service, exchange: Exchange) -> None:
         echo=options.echo,
         return_prompt_ids=options.return_token_ids,
         session=session,
+        begun=begun,
     )
     if body.stream:
-        await stream_answer(service, exchange, submissions, writer(answer, submissions.stream_id))
+        chunks = writer(answer, submissions.stream_id, position)
+        await stream_answer(service, exchange, submissions, relaying(exchange, chunks, submissions))
     else:
         outputs = best(await whole_answer(exchange, submissions), body)
         if options.echo_only:

@@ -1,0 +1,56 @@
+"""POST /v1/streams: go on here with a stream that began at another server, which is lost.
+
+Whoever passed the stream on sends the request as it came, the seed and time that the response named, where its client is, and the
+tokens of every choice (`relay.py`). The answer goes on behind that as if nothing had happened, with the same text if the other
+server had the same model: tokens are what it is made of.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from quintet.frontend.begun import Begun
+from quintet.frontend.dialects.openai import parse
+from quintet.frontend.dialects.openai.chat import chat_completions
+from quintet.frontend.dialects.openai.completions import completions
+from quintet.frontend.exchange import Exchange
+from quintet.frontend.service import Handler, Service
+from quintet.wire.params import check_token_ids, shown
+
+HANDLERS: dict[str, Handler] = {"/v1/completions": completions, "/v1/chat/completions": chat_completions}
+"""The requests whose streams can go on elsewhere, by path."""
+
+MAX_SEED = (1 << 63) - 1
+
+
+class GoOnBody(msgspec.Struct):
+    """A request, and what was told of its answer."""
+
+    path: str
+    """Where the request was sent."""
+    request: msgspec.Raw
+    """Its body."""
+    position: str
+    """What followed the colon in the id of the last event; 0 for none."""
+    outputs: list[list[int]]
+    seed: int
+    created: int
+
+
+_decoder = msgspec.json.Decoder(GoOnBody)
+
+
+async def go_on(service: Service, exchange: Exchange) -> None:
+    """Answer one request."""
+    body = parse.decode(await exchange.read_json_body(service.bodies), _decoder)
+    handler = HANDLERS.get(body.path)
+    if handler is None:
+        raise parse.invalid(
+            f"path is {shown(body.path)}; streams of {', '.join(HANDLERS)} can go on.", "path"
+        )
+    if not 0 <= body.seed <= MAX_SEED or not 0 <= body.created <= MAX_SEED:
+        raise parse.invalid("seed and created must be as the header X-Quintet-Relay had them.", "seed")
+    for ids in body.outputs:
+        check_token_ids(ids, service.config.model.vocab_size, "outputs")
+    exchange.take_over(bytes(body.request), Begun(body.position, body.outputs, body.seed, body.created))
+    await handler(service, exchange)

@@ -1,0 +1,68 @@
+"""Streams that somebody passes on to clients, and goes on with at another server should this one be lost.
+
+The header ``X-Quintet-Relay`` of a request asks for what that takes: the tokens beside the text, in comments before the events
+that tell them (``: ids <choice> [<token>,…]``), and a header of the same name in the response. With both, `go_on.py` goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from quintet.frontend.begun import Begun, Told
+from quintet.frontend.dialects.answer import Submissions
+from quintet.frontend.dialects.openai import parse
+from quintet.frontend.dialects.openai.answer import ChunkWriter
+from quintet.frontend.dialects.position import Position
+from quintet.frontend.exchange import Exchange
+from quintet.wire.params import SamplingParams
+
+RELAY_HEADER = "x-quintet-relay"
+
+
+def relaying(exchange: Exchange, chunks: ChunkWriter, submissions: Submissions) -> ChunkWriter:
+    """Have the events tell their tokens, and the response its seed, if the client asks and can come back for the stream."""
+    if exchange.header(RELAY_HEADER) is not None and chunks.stream_id is not None:
+        chunks.tells_ids = True
+        seed = submissions.streams[0].submit.spec.params.seed
+        ticket = f"{seed}.{chunks.options.created}".encode()
+        exchange.headers_out.append((RELAY_HEADER.encode(), ticket))
+    return chunks
+
+
+def behind(
+    begun: Begun | None, params: SamplingParams, num_prompts: int
+) -> tuple[SamplingParams, Position | None, list[list[Told]]]:
+    """Return with what a request goes on: its parameters, where its reader is, and what was told of each prompt's choices.
+
+    Of a request that begins here: its own parameters, and nothing. Raises `RequestError`.
+    """
+    if begun is None:
+        return params, None, []
+    n = params.n
+    position = Position.parse(begun.position, num_prompts * n)
+    if len(begun.outputs) != num_prompts * n:
+        raise parse.invalid(
+            f"outputs has {len(begun.outputs)} lists; the request has {num_prompts * n} choices: send the tokens of each.",
+            "outputs",
+        )
+    told = [
+        _told(ids, count, ended, index)
+        for index, (ids, count, ended) in enumerate(
+            zip(begun.outputs, position.counts, position.ended, strict=True)
+        )
+    ]
+    by_prompt = [told[first : first + n] for first in range(0, len(told), n)]
+    return msgspec.structs.replace(params, seed=begun.seed), position, by_prompt
+
+
+def _told(ids: Sequence[int], count: int | None, has_ended: bool, index: int) -> Told:
+    if count is None:
+        return None
+    if count > len(ids):
+        raise parse.invalid(
+            f"outputs has {len(ids)} tokens of choice {index}, of which {count} were told by the position: send all of them.",
+            "outputs",
+        )
+    return ids[:count], has_ended

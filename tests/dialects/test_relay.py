@@ -1,0 +1,72 @@
+"""Streams that a router passes on: what it is told beside them, and going on with one that began elsewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from typing import Any
+
+import pytest
+
+from quintet.wire.codec import unpack_i32
+from quintet.wire.messages import Submit
+
+C, H, S = "/v1/completions", "/v1/chat/completions", "/v1/streams"
+RELAY = {"X-Quintet-Relay": "1"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [(C, {"prompt": "x"}), (H, {"messages": [{"role": "user", "content": "x"}]})]
+)
+def test_who_asks_is_told_the_tokens_of_every_event(shared: Any, path: str, body: dict[str, Any]) -> None:
+    asked = {**body, "max_tokens": 3, "n": 2, "stream": True, "seed": 5}
+    plain, relayed = (shared.ask("POST", path, asked, headers) for headers in ({}, RELAY))
+    assert re.fullmatch(r"5\.\d{10}", relayed.headers["x-quintet-relay"])
+    assert "x-quintet-relay" not in plain.headers and b": ids" not in plain.body
+    told = re.findall(rb"^: ids (\d) (\[.*\])$", relayed.body, re.M)
+    assert sorted(told) == [
+        (b"%d" % choice, b"[%d]" % (10 + token)) for choice in (0, 1) for token in range(3)
+    ]
+    assert len(relayed.events) == len(plain.events)
+
+
+def going_on(position: str, outputs: list[list[int]], **fields: Any) -> dict[str, Any]:
+    request = {"prompt": "x", "max_tokens": 6, "n": len(outputs), "stream": True}
+    return {
+        "path": C, "request": request, "position": position, "outputs": outputs, "seed": 7, "created": 1_700_000_000, **fields,
+    }  # fmt: skip
+
+
+def test_a_stream_goes_on_behind_what_was_told(serve: Any) -> None:
+    server = serve()
+    server.engine.held = True
+    server.engine.silent_after = 0
+    outputs = [[10, 11, 12], [10, 11], []]
+    body = json.dumps(going_on("2,2e,-", outputs)).encode()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        connection.sendall(
+            b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (S.encode(), len(body), body)
+        )
+        submits = server.engine.wait_for(Submit, 2)
+    assert [(s.spec.choice, list(unpack_i32(s.spec.output_ids))) for s in submits] == [(0, [10, 11]), (2, [])]
+    assert all(s.spec.params.seed == 7 and s.spec.params.n == 1 for s in submits)
+    reply = server.ask("POST", S, going_on("3e", [[10, 11, 12]]))
+    assert reply.status == 200 and reply.body == b"data: [DONE]\n\n", "only the end was missing"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"path": "/v1/embeddings"}, "streams of /v1/completions, /v1/chat/completions can go on"),
+        ({"position": "3"}, "2 tokens of choice 0, of which 3 were told"),
+        ({"position": "1,1"}, "The position is"),
+        ({"outputs": [[1], [2]]}, "outputs has 2 lists; the request has 1 choices"),
+        ({"outputs": [[10**9]]}, "outputs"),
+        ({"seed": -1}, "X-Quintet-Relay"),
+        ({"request": {"prompt": 5}}, "prompt"),
+    ],
+)
+def test_what_cannot_be_gone_on_with(shared: Any, change: dict[str, Any], words: str) -> None:
+    reply = shared.ask("POST", S, {**going_on("1", [[10, 11]]), **change})
+    assert reply.status == 400 and words in reply.json["error"]["message"]
