@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "bench": ("quintet.deploy.commands.bench", "measure a server, or the engine alone"),
     "trace": ("quintet.deploy.commands.trace", "show where the time of a step went, in every process"),
+    "route": ("quintet.deploy.commands.route", "one door to servers on other machines"),
     "admin": ("quintet.deploy.commands.admin", "see and change the processes of a running server"),
     "replay": ("quintet.deploy.commands.replay", "play a recording to one process alone"),
     "collect-env": (

@@ -18,6 +18,7 @@ from typing import cast
 
 import uvicorn
 import uvloop
+from starlette.types import ASGIApp
 
 from quintet.frontend.app import App
 from quintet.frontend.connection import IDLE_S, Protocol, bound_send_buffer
@@ -49,7 +50,7 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-def make_server(app: App, config: FrontendConfig) -> HttpServer:
+def make_server(app: ASGIApp, config: FrontendConfig) -> HttpServer:
     """Return a server for the application; call ``serve(sockets=[…])``."""
     protocol = functools.partial(
         Protocol,

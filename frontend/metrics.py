@@ -132,7 +132,7 @@ class Page(Collector):
             )
             engine = source.index if source.role in ENGINE_ROLES else 0
             for series in source.series():
-                add_samples(_family(ours, f"quintet:{series.name}", series), series, labels)
+                add_samples(family_of(ours, f"quintet:{series.name}", series), series, labels)
                 if series.name in VLLM_NAMES:
                     alias.add(series, engine)
         return [*ours.values(), *alias.families()]
@@ -156,7 +156,7 @@ class Alias:
         families: dict[str, Metric] = {}
         for (_, _, engine), series in self._merged.items():
             labels = (("model_name", self.model_name), ("engine", str(engine)))
-            add_samples(_family(families, f"vllm:{series.name}", series), series, labels)
+            add_samples(family_of(families, f"vllm:{series.name}", series), series, labels)
         return families.values()
 
 
@@ -171,7 +171,8 @@ def merge(a: Series, b: Series) -> Series:
     return add_counters(a, b)
 
 
-def _family(families: dict[str, Metric], name: str, series: Series) -> Metric:
+def family_of(families: dict[str, Metric], name: str, series: Series) -> Metric:
+    """Return the family of this name, a new one if it is the first of its series."""
     family = families.get(name)
     if family is None:
         kind = {CounterSeries: "counter", GaugeSeries: "gauge", HistogramSeries: "histogram"}[type(series)]

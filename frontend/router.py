@@ -48,8 +48,10 @@ RUNNING_TOKENS = 16
 """What a choice that is being answered delays a prompt by, in tokens of prompts: each step computes both."""
 
 NEXT_WEIGHT = 0.1
-"""What the delay of those who come next counts, where they come as densely as engines that never rest would compute them. From a
-simulation: with less, two long prompts block two engines; with more, long prompts wait for each other where they are common."""
+"""What the delay of those who come next counts, where they come as densely as engines that never rest would compute them."""
+LONG = 8
+"""So many times what is usual is long. Both are from a simulation: with more, two long prompts block two engines; with less, long
+prompts wait for each other where they are common."""
 
 
 def choose(
@@ -97,11 +99,11 @@ def _delay(engine: Engine, engines: Sequence[Engine], saves: bool, num_tokens: i
     twice that. That is why a second long prompt stands behind the first where long ones are rare.
     """
     saved = engine.num_cached if saves else 0
-    own = _load(engine) - saved
-    if not usual or len(engines) < 2:
+    own, num_new = _load(engine) - saved, max(0, num_tokens - saved)
+    if not usual or num_new < LONG * usual or len(engines) < 2:
         return own
     least_elsewhere = min(_load(other) for other in engines if other is not engine)
-    all_busy = min(least_elsewhere, _load(engine) + max(0, num_tokens - saved))
+    all_busy = min(least_elsewhere, _load(engine) + num_new)
     return own + NEXT_WEIGHT * all_busy * all_busy / (2 * usual)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, cast
 from urllib.parse import urlsplit
@@ -89,6 +89,9 @@ class Connection(asyncio.Protocol):
         """Of the answer that is awaited. It calls the methods ``on_…``, nested in `data_received`."""
         self._status = 0
         self._sink: Sink | None = None
+        self._on_head: Callable[[], None] | None = None
+        self.headers: list[tuple[bytes, bytes]] = []
+        """Of the newest answer, names in lower case."""
         self._body: list[bytes] = []
         """What arrived and is not at the sink."""
         self._streaming = False
@@ -103,18 +106,37 @@ class Connection(asyncio.Protocol):
         self.lost: asyncio.Future[None] = loop.create_future()
         """Done when the transport is gone."""
 
-    def send(self, request: bytes, sink: Sink | None = None) -> asyncio.Future[HttpAnswer]:
+    def send(
+        self, request: bytes, sink: Sink | None = None, on_head: Callable[[], None] | None = None
+    ) -> asyncio.Future[HttpAnswer]:
         """Send a request and return the future of its answer; the body of a 200 event stream goes to ``sink``.
 
-        The future raises `ConnectionError` when the connection breaks first.
+        ``on_head`` is called before that, when the headers have come. The future raises `ConnectionError` when the connection
+        breaks first.
         """
         assert self._transport is not None and self._done is None, "one exchange at a time"
         self._parser = httptools.HttpResponseParser(self)
         self._sink, self._body, self.heard = sink, [], False
+        self._on_head, self.headers = on_head, []
         self._done = self._loop.create_future()
         self.num_exchanges += 1
         self._transport.write(request)
         return self._done
+
+    @property
+    def status(self) -> int:
+        """Of the newest answer whose headers have come."""
+        return self._status
+
+    @property
+    def is_streaming(self) -> bool:
+        """Whether the body of the current answer goes to the sink."""
+        return self._streaming
+
+    def pause(self, is_full: bool) -> None:
+        """Read no more for the time being, or go on: whoever takes the answer is slower than whoever sends it."""
+        if self._transport is not None and self._transport.is_reading() == is_full:
+            (self._transport.pause_reading if is_full else self._transport.resume_reading)()
 
     @property
     def reusable(self) -> bool:
@@ -182,10 +204,12 @@ class Connection(asyncio.Protocol):
             self._keep = False  # one more than was asked for
             return
         self._streaming = self._has_length = self._has_head = False
+        self.headers = []
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header of it."""
         name = name.lower()
+        self.headers.append((name, value))
         if name == b"content-type":
             self._streaming = b"event-stream" in value.lower()
         elif name in (b"content-length", b"transfer-encoding"):
@@ -198,6 +222,8 @@ class Connection(asyncio.Protocol):
         assert self._parser is not None
         self._status, self._has_head = self._parser.get_status_code(), True
         self._streaming = self._streaming and self._status == 200
+        if self._on_head is not None and self._status >= 200:
+            self._on_head()
 
     def on_body(self, piece: bytes) -> None:
         """A piece of its body, without the framing."""

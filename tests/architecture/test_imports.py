@@ -63,6 +63,7 @@ INNER = {
     | {"executor.cards", "executor.weights.files", "executor.weights.header", "detokenizer_proc.parsers"}
     | {"executor.quant.formats", "executor.gguf.card", "executor.gguf.header", "executor.gguf.parts"}
     | {"executor.platforms.cores"},
+    "deploy/router": {"deploy.router", "deploy.load_client", "frontend", "wire"},
     "deploy/supervisor": {"deploy.supervisor", "deploy.embedded", "deploy.resolve.memory", "process", "wire"},
     "executor/cards": {"executor.cards", "wire"},
     "executor/gguf": {"executor.gguf", "executor.cards", "executor.weights", "wire"},

@@ -1,0 +1,222 @@
+"""``quintet route``: one door to servers on other machines."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+import setproctitle
+import uvloop
+
+from quintet.deploy.resolve.memory import parse_size
+from quintet.deploy.router.app import App, Door
+from quintet.deploy.router.figures import Figures
+from quintet.deploy.router.limits import Limits
+from quintet.deploy.router.passing import Patience
+from quintet.deploy.router.servers import Servers
+from quintet.deploy.router.watch import Pulse, Watch
+from quintet.deploy.supervisor.listener import PortInUse, bind_listener
+from quintet.frontend.bodies import MAX_OPEN_BYTES, Bodies
+from quintet.frontend.connection import bound_send_buffer
+from quintet.frontend.guard import Keys
+from quintet.frontend.main import HttpServer, allow_many_connections, make_server
+from quintet.process.log import configure_logging
+from quintet.wire.config import FrontendConfig, Routing
+from quintet.wire.errors import ConfigError
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+_DESCRIPTION = """\
+Take requests for several servers and pass each on to the one that will begin it soonest: by what it has to do, and by which
+beginnings of prompts it has computed before. Servers may be Quintet's, or any that speaks OpenAI's API and vLLM's metrics.
+
+A server that is lost costs its clients a pause: what has not begun is sent elsewhere; a stream of a Quintet server that has begun
+goes on at another Quintet server of the same model, without a character lost or told twice.
+"""
+
+_EXAMPLES = """\
+examples:
+  quintet route --engine http://10.0.0.5:8000 --engine http://10.0.0.6:8000
+  quintet route --engines servers.txt --port 80      one address a line; changes are followed while it runs
+  quintet route --engine http://a:8000 --engine http://b:8000 --routing session
+  quintet route --engines servers.txt --api-key K1 --api-key K2 --engine-api-key INNER --max-open-per-key 64
+
+paths of its own: /livez  /readyz (200 while a server takes requests)  /metrics  /servers (how each is)
+SIGTERM: takes nothing new, and ends when everything open is answered, or after --drain-timeout; a second one ends it now.
+"""
+
+LOOK_S = 0.1
+_log = logging.getLogger("quintet")
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Declare the command."""
+    parser = subparsers.add_parser(
+        "route",
+        help="one door to servers on other machines",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    servers = parser.add_argument_group("servers")
+    servers.add_argument(
+        "--engine", action="append", default=[], metavar="URL", help="a server's address; repeat for more"
+    )
+    servers.add_argument(
+        "--engines",
+        type=Path,
+        metavar="FILE",
+        help="addresses, one a line; the file is watched: who is taken out finishes",
+    )
+    servers.add_argument(
+        "--routing",
+        choices=get_args(Routing),
+        default="prefix",
+        help="who gets the next request: see docs/replicas.md (default: %(default)s)",
+    )
+    servers.add_argument(
+        "--engine-api-key",
+        default="",
+        metavar="KEY",
+        help="sent to the servers (default: the client's key is passed on)",
+    )
+    door = parser.add_argument_group("door")
+    door.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    door.add_argument("--port", type=int, default=8080, help="0 takes a free one (default: %(default)s)")
+    door.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="accept this key; repeat for more (default: no key is asked)",
+    )
+    door.add_argument(
+        "--max-open-per-key",
+        type=int,
+        default=0,
+        metavar="N",
+        help="requests of one key answered at once (default: no limit)",
+    )
+    door.add_argument(
+        "--max-per-minute-per-key",
+        type=int,
+        default=0,
+        metavar="N",
+        help="requests of one key a minute (default: no limit)",
+    )
+    door.add_argument(
+        "--max-body-bytes", default="32MiB", metavar="SIZE", help="largest request (default: %(default)s)"
+    )
+    waiting = parser.add_argument_group("waiting, in seconds")
+    for name, default, words in (
+        ("first-timeout", 10.0, "for a server that takes requests, while there is none"),
+        ("resume-timeout", 30.0, "for a server to go on with a stream whose server is lost"),
+        ("connect-timeout", 2.0, "for a connection"),
+        ("poll-interval", 1.0, "between two questions how a server is"),
+        ("silent-timeout", 5.0, "for any sign of a server, before its streams go on elsewhere"),
+        ("stall-timeout", 60.0, "for progress of a server that has work, before it gets nothing new"),
+        ("drain-timeout", 60.0, "for what is open, after SIGTERM"),
+    ):
+        waiting.add_argument(
+            f"--{name}", type=float, default=default, metavar="S", help=f"{words} (default: %(default)g)"
+        )
+    parser.add_argument("--log-level", default="INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until told to stop."""
+    _check(arguments)
+    setproctitle.setproctitle("quintet-route")
+    configure_logging("route", arguments.log_level)
+    try:
+        listener = bind_listener(arguments.host, arguments.port)
+    except PortInUse as error:
+        _log.error("%s", error)
+        return 1
+    listener.setblocking(False)
+    bound_send_buffer(listener)
+    allow_many_connections()
+    uvloop.run(_serve(arguments, listener))
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Reject what cannot be, with the way out. Raises `ConfigError`."""
+    if not arguments.engine and arguments.engines is None:
+        raise ConfigError(
+            "route needs servers: name them with --engine URL, or list them in a file with --engines FILE"
+        )
+    for name, value in vars(arguments).items():
+        if isinstance(value, float) and not 0 < value <= 86_400:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is {value:g}; it must be above 0 and at most 86400 seconds"
+            )
+    for name in ("max_open_per_key", "max_per_minute_per_key"):
+        if getattr(arguments, name) < 0:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is {getattr(arguments, name)}; it must be 0 (no limit) or more"
+            )
+
+
+async def _serve(arguments: argparse.Namespace, listener: socket.socket) -> None:
+    servers = Servers(arguments.routing)
+    pulse = Pulse(
+        arguments.poll_interval,
+        arguments.silent_timeout,
+        arguments.stall_timeout,
+        arguments.engine_api_key,
+        arguments.connect_timeout,
+    )
+    watch = Watch(servers, arguments.engine, arguments.engines, pulse)
+    max_bytes = parse_size(arguments.max_body_bytes, "--max-body-bytes")
+    door = Door(
+        Keys(arguments.api_key),
+        Limits(arguments.max_open_per_key, arguments.max_per_minute_per_key, time.monotonic),
+        Bodies(max_bytes, max_open_bytes=max(max_bytes, MAX_OPEN_BYTES)),
+        arguments.engine_api_key,
+    )
+    patience = Patience(arguments.first_timeout, arguments.resume_timeout)
+    app = App(servers, Figures(servers), patience, door)
+    server = make_server(app, FrontendConfig())
+    loop = asyncio.get_running_loop()
+    watching = loop.create_task(watch.run())
+    serving = loop.create_task(server.serve(sockets=[listener]))
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, _on_signal, stop, server)
+    _log.info("listening on %s port %d", *listener.getsockname()[:2])
+    draining = loop.create_task(_drain(stop, app, server, arguments.drain_timeout))
+    await asyncio.wait([serving, watching, draining], return_when=asyncio.FIRST_COMPLETED)
+    server.should_exit = True
+    for task in (watching, draining):
+        if task.done() and task is watching:
+            task.result()
+        task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await serving
+
+
+def _on_signal(stop: asyncio.Event, server: HttpServer) -> None:
+    if stop.is_set():
+        server.should_exit = server.force_exit = True
+    stop.set()
+
+
+async def _drain(stop: asyncio.Event, app: App, server: HttpServer, limit_s: float) -> None:
+    """Once told to stop, take nothing new and wait for what is open."""
+    await stop.wait()
+    app.is_draining = True
+    for accepting in server.servers:
+        accepting.close()
+    until_s = time.monotonic() + limit_s
+    while app.num_open and time.monotonic() < until_s and not server.should_exit:
+        await asyncio.sleep(LOOK_S)
+    server.should_exit = True

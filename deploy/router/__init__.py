@@ -1,0 +1,1 @@
+"""`quintet route`: one door to servers on other machines."""

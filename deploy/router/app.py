@@ -1,0 +1,133 @@
+"""The router as an application: its own few paths, and every other one passed on."""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+from urllib.parse import quote
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from quintet.deploy.router.asked import Asked, read
+from quintet.deploy.router.figures import Figures
+from quintet.deploy.router.limits import Limits
+from quintet.deploy.router.passing import Passing, Patience
+from quintet.deploy.router.servers import Servers
+from quintet.deploy.router.upstream import Outgoing
+from quintet.frontend.bodies import Bodies
+from quintet.frontend.dialects.anthropic import errors as anthropic_errors
+from quintet.frontend.dialects.openai import errors as openai_errors
+from quintet.frontend.dialects.routing import SESSION_HEADER
+from quintet.frontend.exchange import ClientGone, Exchange
+from quintet.frontend.guard import Keys
+from quintet.frontend.metrics import CONTENT_TYPE
+from quintet.wire.errors import ErrorCode, RequestError
+
+OPEN = frozenset({"/livez", "/readyz"})
+_log = logging.getLogger("quintet")
+
+
+class Door(NamedTuple):
+    """Who may ask, and how much."""
+
+    keys: Keys
+    limits: Limits
+    bodies: Bodies
+    servers_key: str
+    """Sent to the servers in the place of a client's; "" passes the client's on."""
+
+
+class App:
+    """One router."""
+
+    def __init__(self, servers: Servers, figures: Figures, patience: Patience, door: Door) -> None:
+        self._servers, self._figures, self._patience, self._door = servers, figures, patience, door
+        self.is_draining = False
+        self.num_open = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise RuntimeError(f"this router speaks HTTP, not {scope['type']}")
+        is_messages = scope["path"].startswith("/v1/messages")
+        errors = anthropic_errors.ERRORS if is_messages else openai_errors.ERRORS
+        exchange = Exchange(scope, receive, send, errors)
+        if self.is_draining:
+            exchange.headers_out.append((b"connection", b"close"))
+        self.num_open += 1
+        try:
+            await self._answer(exchange, scope["headers"])
+        except RequestError as error:
+            await self._end(exchange, error)
+        except ClientGone:
+            pass
+        except Exception:  # noqa: BLE001 - one request's failure must not end the others: log it, answer 500
+            _log.exception("request %s %s failed", exchange.request_id, quote(exchange.path))
+            words = f"The router made a mistake; its log names request {exchange.request_id}."
+            await self._end(exchange, RequestError(ErrorCode.INTERNAL, words))
+        finally:
+            self.num_open -= 1
+
+    async def _end(self, exchange: Exchange, error: RequestError) -> None:
+        """Tell a client of an error: as a response, or as the last event of a stream."""
+        if not exchange.started:
+            await exchange.respond_error(error)
+            self._figures.answered("", exchange.status)
+            return
+        body = exchange.errors.body(error, exchange.request_id)
+        is_messages = exchange.errors is anthropic_errors.ERRORS
+        frame = (
+            b"event: error\ndata: " + body + b"\n\n"
+            if is_messages
+            else b"data: " + body + b"\n\ndata: [DONE]\n\n"
+        )
+        await exchange.write(frame, last=True)
+
+    async def _answer(self, exchange: Exchange, headers: list[tuple[bytes, bytes]]) -> None:
+        match exchange.path:
+            case "/livez":
+                await exchange.respond(200, b"ok", b"text/plain")
+            case "/readyz":
+                is_ready = bool(self._servers.usable) and not self.is_draining
+                await exchange.respond_json(
+                    {"ready": is_ready, "servers": len(self._servers.usable), "draining": self.is_draining},
+                    200 if is_ready else 503,
+                )
+            case "/metrics":
+                await exchange.respond(200, self._figures.text(), CONTENT_TYPE)
+            case "/servers":
+                self._door.keys.check(exchange)
+                await exchange.respond(200, msgspec.json.encode([_told(server) for server in self._servers]))
+            case _:
+                await self._pass_on(exchange, headers)
+
+    async def _pass_on(self, exchange: Exchange, headers: list[tuple[bytes, bytes]]) -> None:
+        door = self._door
+        door.keys.check(exchange)
+        key = exchange.header("authorization") or exchange.header("x-api-key") or ""
+        try:
+            account = door.limits.enter(key)
+        except RequestError:
+            self._figures.limited.inc()
+            raise
+        try:
+            has_body = exchange.method in ("POST", "PUT", "PATCH")
+            body = await exchange.read_json_body(door.bodies) if has_body else b""
+            asked = read(body, exchange.header(SESSION_HEADER) or "") if body else Asked()
+            outgoing = Outgoing(
+                exchange.method,
+                quote(exchange.path),
+                exchange.query,
+                headers,
+                exchange.request_id,
+                body,
+                door.servers_key,
+            )
+            await Passing(self._servers, self._figures, self._patience, exchange).answer(outgoing, asked)
+        finally:
+            door.limits.leave(account)
+
+
+def _told(server: object) -> dict[str, object]:
+    names = ("url", "trouble", "is_leaving", "num_open", "num_queued", "num_others")
+    return {name: getattr(server, name) for name in names}

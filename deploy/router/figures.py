@@ -1,0 +1,97 @@
+"""What the router counts, as Prometheus text, and what it reads of the figures of servers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from prometheus_client import generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from quintet.deploy.router.servers import Servers
+from quintet.frontend.metrics import Series, add_samples, family_of
+from quintet.wire.metrics import CounterSeries, Metrics, decode_snapshot
+
+_LINE = re.compile(r"^vllm:(\w+)(?:\{[^}]*\})? (\S+)", re.MULTILINE)
+_WORK = frozenset({"prompt_tokens_total", "generation_tokens_total"})
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A server's figures, under the names that vLLM and Quintet share, of all its engines together."""
+
+    num_running: int
+    num_waiting: int
+    num_tokens: float
+    """Computed so far, of prompts and outputs."""
+
+
+def read_figures(text: str) -> Reading:
+    """Read `/metrics` of a server; what it does not tell is nothing."""
+    sums = {"num_requests_running": 0.0, "num_requests_waiting": 0.0, "tokens": 0.0}
+    for name, value in _LINE.findall(text):
+        key = "tokens" if name in _WORK else name
+        if key in sums:
+            sums[key] += float(value)
+    return Reading(int(sums["num_requests_running"]), int(sums["num_requests_waiting"]), sums["tokens"])
+
+
+class Figures(Collector):
+    """The router's own."""
+
+    def __init__(self, servers: Servers) -> None:
+        self._servers = servers
+        self._metrics = Metrics()
+        self._answers: dict[tuple[str, int], CounterSeries] = {}
+        self.first_byte = self._metrics.histogram(
+            "time_to_first_byte_seconds", "From a request's arrival to the first of its answer."
+        )
+        self.retries = self._metrics.counter(
+            "retries", "Requests sent to another server before anything of an answer had come."
+        )
+        self.resumptions = self._metrics.counter(
+            "resumptions", "Streams that another server, or another connection, went on with."
+        )
+        self.broken = self._metrics.counter(
+            "broken_streams", "Streams that ended because nobody could go on with them."
+        )
+        self.limited = self._metrics.counter(
+            "limited_requests", "Requests refused by the limit of their key."
+        )
+
+    def answered(self, server: str, status: int) -> None:
+        """Count an answer of a server, or of the router's own (named "")."""
+        series = self._answers.get((server, status))
+        if series is None:
+            series = self._answers[server, status] = self._metrics.counter(
+                "requests", "Answers, by server and status.", server=server, status=str(status)
+            )
+        series.inc()
+
+    def collect(self) -> Iterable[Metric]:
+        """Return all families: what was counted, and how each server is."""
+        now = Metrics()
+        for server in self._servers:
+            now.gauge("server_up", "Whether it gets requests.", server=server.url).set(not server.trouble)
+            now.gauge("server_open_requests", "Requests of ours there.", server=server.url).set(
+                server.num_open
+            )
+            now.gauge("server_queued_tokens", "Prompt tokens of ours not begun.", server=server.url).set(
+                server.num_queued
+            )
+            now.gauge("server_other_requests", "Requests of others there.", server=server.url).set(
+                server.num_others
+            )
+        families: dict[str, Metric] = {}
+        for metrics in (self._metrics, now):
+            snapshot = decode_snapshot(metrics.encoded())
+            all_series: list[Series] = [*snapshot.counters, *snapshot.gauges, *snapshot.histograms]
+            for series in all_series:
+                add_samples(family_of(families, f"quintet_route:{series.name}", series), series, ())
+        return families.values()
+
+    def text(self) -> bytes:
+        """Return them as Prometheus reads them."""
+        return generate_latest(self)

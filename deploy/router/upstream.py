@@ -1,0 +1,101 @@
+"""What is sent to a server for a client's request, and what of its answer goes back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from quintet.deploy.load_client.connection import Target
+from quintet.frontend.exchange import Header
+
+OURS = frozenset(
+    b"host connection content-length transfer-encoding keep-alive te upgrade expect accept-encoding x-request-id "
+    b"x-quintet-relay".split()
+)
+"""Headers of a request that are between a client and the router."""
+
+NOT_THEIRS = frozenset(
+    {
+        b"connection",
+        b"content-length",
+        b"transfer-encoding",
+        b"keep-alive",
+        b"x-request-id",
+        b"request-id",
+        b"x-quintet-relay",
+    }
+)
+"""Headers of an answer that are between the router and a server."""
+
+RELAY = b"x-quintet-relay"
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A request on its way to whichever server."""
+
+    method: str
+    path: str
+    query: str
+    headers: Sequence[Header]
+    """The client's."""
+    request_id: str
+    body: bytes
+    key: str = ""
+    """The servers' own, in the place of the client's."""
+    extra: Sequence[Header] = ()
+
+    def bytes_for(self, target: Target) -> bytes:
+        """Return it as HTTP."""
+        host = f"[{target.host}]" if ":" in target.host else target.host
+        where = f"{target.prefix}{self.path}" + (f"?{self.query}" if self.query else "")
+        lines = [
+            f"{self.method} {where} HTTP/1.1\r\nhost: {host}:{target.port}\r\nx-request-id: {self.request_id}".encode(
+                "latin-1"
+            )
+        ]
+        left_out = OURS | {b"authorization", b"x-api-key"} if self.key else OURS
+        lines += [b"%b: %b" % header for header in self.headers if header[0] not in left_out]
+        if self.key:
+            lines.append(f"authorization: Bearer {self.key}".encode("latin-1"))
+        lines += [b"%b: %b" % header for header in self.extra]
+        if self.body or self.method in ("POST", "PUT"):
+            lines.append(b"content-length: %d" % len(self.body))
+        return b"\r\n".join([*lines, b"", self.body])
+
+
+def passed_on(headers: Iterable[Header]) -> list[Header]:
+    """Return what of an answer's headers its client gets, besides type and length of the content."""
+    return [header for header in headers if header[0] not in NOT_THEIRS and header[0] != b"content-type"]
+
+
+def header_of(headers: Iterable[Header], name: bytes) -> bytes:
+    """Return the first header of this name; empty where there is none."""
+    return next((value for key, value in headers if key == name), b"")
+
+
+def going_on(outgoing: Outgoing, ticket: bytes, position: str, outputs: list[list[int]]) -> Outgoing | None:
+    """Return the request that has another server go on with a stream; None where the first one did not say how."""
+    seed, _, created = ticket.partition(b".")
+    if not (seed.isdigit() and created.isdigit()):
+        return None
+    body = msgspec.json.encode(
+        {
+            "path": outgoing.path,
+            "request": msgspec.Raw(outgoing.body),
+            "position": position,
+            "outputs": outputs,
+            "seed": int(seed),
+            "created": int(created),
+        }
+    )
+    return replace(outgoing, path="/v1/streams", query="", body=body)
+
+
+def the_rest(outgoing: Outgoing, name: str, position: str) -> Outgoing:
+    """Return the request that has the same server go on with a stream."""
+    headers = [header for header in outgoing.headers if header[0] != b"content-type"]
+    path, query = f"/v1/streams/{name}", f"from={position}"
+    return replace(outgoing, method="GET", path=path, query=query, headers=headers, body=b"")

@@ -1,0 +1,153 @@
+"""How the servers are, found out by asking each again and again; and which there are, where a file lists them.
+
+A server is well while it says it is ready and makes progress: with work and without a token computed for a while it is stalled,
+and gets nothing new. One that answers nothing, neither this nor a stream, is given up: its streams go on elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from quintet.deploy.load_client.connection import BadUrl, HttpAnswer, Target
+from quintet.deploy.router.figures import Reading, read_figures
+from quintet.deploy.router.servers import Server, Servers
+from quintet.deploy.router.upstream import Outgoing
+from quintet.wire.errors import ConfigError
+
+_log = logging.getLogger("quintet")
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """How often, and how long, servers are asked."""
+
+    every_s: float
+    silent_s: float
+    """Without any answer a server is given up after so long."""
+    stall_s: float
+    """With work and without progress it is stalled after so long."""
+    key: str
+    connect_s: float
+
+
+class Watch:
+    """The watch over all servers."""
+
+    def __init__(self, servers: Servers, urls: Sequence[str], file: Path | None, pulse: Pulse) -> None:
+        """Raise `ConfigError` where the list cannot be used."""
+        self._servers, self._urls, self._file, self._pulse = servers, urls, file, pulse
+        self._stamp: tuple[int, int] | None = None
+        self._tasks: dict[Server, asyncio.Task[None]] = {}
+        if file is not None:
+            self._stamp = _stamp_of(file)
+        servers.become(self._listed(), pulse.connect_s)
+
+    async def run(self) -> None:
+        """Watch for ever."""
+        while True:
+            self._follow_file()
+            for server in self._servers:
+                if server not in self._tasks:
+                    self._tasks[server] = asyncio.get_running_loop().create_task(self._look_after(server))
+            for server in self._servers.part():
+                self._tasks.pop(server).cancel()
+                server.lines.hang_up()
+                _log.info("%s left", server.url)
+            await asyncio.sleep(self._pulse.every_s)
+
+    def _listed(self) -> list[str]:
+        urls = [*self._urls, *(read_list(self._file) if self._file is not None else ())]
+        for url in urls:
+            try:
+                Target.parse(url)
+            except BadUrl as error:
+                raise ConfigError(str(error)) from None
+        return list(dict.fromkeys(url.rstrip("/") for url in urls))
+
+    def _follow_file(self) -> None:
+        """Take over a list that has changed; one that cannot be read changes nothing."""
+        if self._file is None or (stamp := _stamp_of(self._file)) == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            urls = self._listed()
+        except ConfigError as error:
+            _log.warning("%s; the servers stay as they are", error)
+            return
+        _log.info("servers: %s", ", ".join(urls) or "none")
+        self._servers.become(urls, self._pulse.connect_s)
+
+    async def _look_after(self, server: Server) -> None:
+        last_s = moved_s = time.perf_counter()
+        num_tokens = -1.0
+        while True:
+            began_s = time.perf_counter()
+            before = set(server.holds)
+            try:
+                async with asyncio.timeout(max(self._pulse.every_s, self._pulse.connect_s)):
+                    trouble, reading = await self._ask(server)
+            except (OSError, TimeoutError) as error:
+                silent_s = began_s - max(last_s, server.lines.last_heard_s)
+                if isinstance(error, TimeoutError) and silent_s < self._pulse.silent_s:
+                    await asyncio.sleep(self._pulse.every_s)
+                    continue
+                server.note(f"does not answer ({error or 'in time'})")
+                if silent_s >= self._pulse.silent_s:
+                    server.lines.hang_up()
+            else:
+                last_s = time.perf_counter()
+                is_busy = reading.num_running + reading.num_waiting > 0
+                if reading.num_tokens != num_tokens or not is_busy or server.lines.last_heard_s > moved_s:
+                    num_tokens, moved_s = reading.num_tokens, last_s
+                if last_s - moved_s > self._pulse.stall_s:
+                    trouble = trouble or f"has work, and computed nothing for {self._pulse.stall_s:g} s"
+                server.num_others = max(0, reading.num_running + reading.num_waiting - len(before))
+                if not reading.num_waiting:
+                    for held in before & server.holds:
+                        held.begin()
+                server.note(trouble)
+            await asyncio.sleep(self._pulse.every_s)
+
+    async def _ask(self, server: Server) -> tuple[str, Reading]:
+        """Return what keeps a server from taking requests, "" for nothing, and its figures. Raises `OSError`."""
+        ready = await self._get(server, "/readyz")
+        if ready.status in (404, 405):
+            ready = await self._get(server, "/health")
+        figures = await self._get(server, "/metrics")
+        trouble = "" if ready.status == 200 else f"is not ready: {ready.body[:200].decode(errors='replace')}"
+        return trouble, read_figures(figures.body.decode(errors="replace") if figures.status == 200 else "")
+
+    async def _get(self, server: Server, path: str) -> HttpAnswer:
+        outgoing = Outgoing("GET", path, "", (), "route", b"", self._pulse.key)
+        while True:
+            flow = await server.lines.send(outgoing.bytes_for(server.lines.target))
+            try:
+                return await flow.whole
+            except ConnectionError:
+                if flow.connection.num_exchanges > 1 and not flow.connection.heard:
+                    continue
+                raise
+            finally:
+                server.lines.give_back(flow)
+
+
+def read_list(file: Path) -> list[str]:
+    """Return the addresses that a file lists, one a line; what follows a # is a remark. Raises `ConfigError`."""
+    try:
+        lines = file.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--engines {file} cannot be read: {error}") from None
+    return [line for line in (line.partition("#")[0].strip() for line in lines) if line]
+
+
+def _stamp_of(file: Path) -> tuple[int, int] | None:
+    try:
+        stat = file.stat()
+    except OSError:
+        return None
+    return stat.st_mtime_ns, stat.st_size
