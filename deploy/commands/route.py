@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -141,6 +142,8 @@ def run(arguments: argparse.Namespace) -> int:
     except PortInUse as error:
         _log.error("%s", error)
         return 1
+    gc.collect()
+    gc.freeze()
     listener.setblocking(False)
     bound_send_buffer(listener)
     allow_many_connections()

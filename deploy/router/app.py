@@ -115,7 +115,7 @@ class App:
             body = await exchange.read_json_body(door.bodies) if has_body else b""
             asked = read(body, exchange.header(SESSION_HEADER) or "") if body else Asked()
             outgoing = Outgoing(
-                exchange.method,
+                "GET" if exchange.method == "HEAD" else exchange.method,
                 quote(exchange.path),
                 exchange.query,
                 headers,

@@ -66,6 +66,11 @@ class Flow:
             await self._news()
         self.whole.result()
 
+    @property
+    def is_read(self) -> bool:
+        """Whether nothing of it is left, nor will come."""
+        return not self.pieces and self.whole.done() and self.whole.exception() is None
+
     async def take(self) -> bytes:
         """Return what has come of the body since it was last asked for; nothing at its end. Raises `ConnectionError`."""
         while not self.pieces:

@@ -55,6 +55,8 @@ class Passing:
         self._held: Held | None = None
         self._flow: Flow | None = None
         self._is_gone = False
+        self._tried: set[Server] = set()
+        """Where the request was sent, and did not begin."""
 
     async def answer(self, outgoing: Outgoing, asked: Asked) -> None:
         """Answer the client. Raises `RequestError` before anything was written, or `ClientGone`."""
@@ -63,9 +65,13 @@ class Passing:
         watcher = self._exchange.watch_disconnect(self._leave)
         try:
             flow = await self._begin(outgoing, asked)
-            if flow.is_stream:
-                await self._pass_on(flow, outgoing, asked)
-                return
+            while flow.is_stream:
+                if await self._pass_on(flow, outgoing, asked):
+                    return
+                self._let_go()
+                self._figures.retries.inc()
+                self._events = Events()
+                flow = await self._begin(outgoing, asked)
             whole = await flow.whole
             await self._exchange.respond(
                 whole.status,
@@ -91,7 +97,7 @@ class Passing:
 
     async def _begin(self, outgoing: Outgoing, asked: Asked) -> Flow:
         """Return the flow of an answer of which the head has come, or all of it."""
-        tried: set[Server] = set()
+        tried = self._tried
         refused: Flow | None = None
         until_s = time.monotonic() + self._patience.first_s
         is_kept = outgoing.path.startswith(KEPT)
@@ -167,7 +173,8 @@ class Passing:
 
     # --- after it ---------------------------------------------------------------------------------------------
 
-    async def _pass_on(self, flow: Flow, outgoing: Outgoing, asked: Asked) -> None:
+    async def _pass_on(self, flow: Flow, outgoing: Outgoing, asked: Asked) -> bool:
+        """Write a stream to its end. False where it was lost before anything of it was written."""
         exchange = self._exchange
         head = flow.connection
         content_type = header_of(head.headers, b"content-type")
@@ -176,17 +183,21 @@ class Passing:
         while True:
             try:
                 piece = await flow.take()
-                is_cut_off = not piece and not self._events.is_over
+                is_cut_off = not piece and not (self._events.is_over or _says_its_end(flow))
             except ConnectionError:
                 is_cut_off, piece = not self._events.is_over, b""
             if self._is_gone:
                 raise ClientGone
+            if is_cut_off and not exchange.started:
+                return False
             if is_cut_off:
-                flow = await self._go_on(outgoing, asked, None if exchange.started else flow)
+                flow = await self._go_on(outgoing, asked)
                 continue
             if not piece:
+                if not exchange.started:
+                    await exchange.start_stream(content_type, headers)
                 await exchange.write(b"", last=True)
-                return
+                return True
             if self._held is not None:
                 self._held.begin()
             told = self._events.take(piece)
@@ -194,34 +205,35 @@ class Passing:
                 continue
             if not exchange.started:
                 await exchange.start_stream(content_type, headers)
-            await exchange.write(told)
+            is_last = self._events.is_over and flow.is_read
+            await exchange.write(told, last=is_last)
+            if is_last:
+                return True
 
-    async def _go_on(self, outgoing: Outgoing, asked: Asked, untold: Flow | None) -> Flow:
-        """Return the flow of what comes behind what the client has. ``untold``: set while it has nothing."""
+    async def _go_on(self, outgoing: Outgoing, asked: Asked) -> Flow:
+        """Return the flow of what comes behind what the client has."""
         lost = self._held.server if self._held is not None else None
         self._let_go()
-        if untold is not None:
-            self._figures.retries.inc()
-            self._events = Events()
-            return await self._begin(outgoing, asked)
         found = self._events.begin_again()
         if found is not None and lost is not None:
             name, position, outputs = found
             until_s = time.monotonic() + self._patience.resume_s
             elsewhere = going_on(outgoing, self._ticket, position, outputs)
-            asks: list[tuple[Server | None, Outgoing]] = [(lost, the_rest(outgoing, name, position))]
-            while time.monotonic() < until_s and not self._is_gone:
-                for server, request in asks:
-                    flow = await self._ask_to_go_on(server, request, asked, lost)
-                    if flow is not None:
-                        self._figures.resumptions.inc()
-                        self._ticket = header_of(flow.connection.headers, RELAY) or self._ticket
-                        return flow
-                if elsewhere is None:
-                    break
-                asks = [(None, elsewhere)]
-                await asyncio.sleep(0)
-                if not self._servers.usable:
+            held = None if lost.trouble else self._servers.hold(lost)
+            request: Outgoing | None = the_rest(outgoing, name, position)
+            avoided = {lost}
+            while request is not None and time.monotonic() < until_s and not self._is_gone:
+                flow = None if held is None else await self._ask_to_go_on(held, request)
+                if flow is not None:
+                    self._figures.resumptions.inc()
+                    self._ticket = header_of(flow.connection.headers, RELAY) or self._ticket
+                    return flow
+                request = elsewhere
+                held = self._servers.choose(asked, avoided)
+                if held is not None:
+                    avoided.add(held.server)
+                else:  # everybody was asked: whoever comes, or comes back, is asked next
+                    avoided.clear()
                     await asyncio.sleep(LOOK_S)
         if self._is_gone:
             raise ClientGone
@@ -231,16 +243,8 @@ class Passing:
             "The server that answered was lost, and nobody can go on with its answer; ask again.",
         )
 
-    async def _ask_to_go_on(
-        self, server: Server | None, request: Outgoing, asked: Asked, lost: Server
-    ) -> Flow | None:
-        """Have a server go on: this one, or whoever is best but the one that was lost. None where it does not."""
-        if server is None:
-            held = self._servers.choose(asked, {lost}) or self._servers.choose(asked, ())
-        else:
-            held = None if server.trouble else self._servers.hold(server)
-        if held is None:
-            return None
+    async def _ask_to_go_on(self, held: Held, request: Outgoing) -> Flow | None:
+        """Have a server go on. None where it does not."""
         try:
             flow = await self._send(held, request)
         except ConnectionError as error:
@@ -258,3 +262,9 @@ class Passing:
         )
         self._let_go()
         return None
+
+
+def _says_its_end(flow: Flow) -> bool:
+    """Whether a stream that was cut off cannot look as if it had ended."""
+    headers = flow.connection.headers
+    return bool(header_of(headers, b"transfer-encoding") or header_of(headers, b"content-length"))

@@ -1,0 +1,220 @@
+"""What `quintet route` adds: to the first of an answer, and how many streamed events a second it passes on with one core.
+
+    python -m bench.route [--repetitions 3] [--save FILE]
+
+Two servers that compute nothing answer, in a process of their own on the first processor, as Quintet's do with X-Quintet-Relay:
+events with ids, and tokens in comments. The router has the second processor alone; the client shares the first.
+
+``first``: short requests one after the other, in turn at a server and through the router; added is the difference of the same
+percentile. ``events``: streams side by side, each event a write of its own; a rate on one core is events by the seconds of
+processor that the router took, which another's work on the machine changes little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import datetime
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median, quantiles
+from typing import cast
+
+import httptools
+import msgspec
+import psutil
+import uvloop
+
+from bench.overhead.run import Machine, _commit, machine
+from quintet.deploy.load_client.connection import Pool, Target
+from quintet.deploy.load_client.load import Load, ask, run_load
+
+STREAMS, EVENTS, TICK_S = 256, 200, 0.005
+FIRSTS = 3000
+WARM = 300
+BODY = msgspec.json.encode({"prompt": "x" * 400, "max_tokens": 16, "stream": True})
+HEAD = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\nx-stream-id: 1-2\r\n"
+    b"x-quintet-relay: 7.1700000000\r\n\r\n"
+)
+METRICS = b"vllm:num_requests_running 0\nvllm:num_requests_waiting 0\n"
+
+
+class Answering(asyncio.Protocol):
+    """One connection of a server that computes nothing: as many events as the path says, one a tick."""
+
+    def __init__(self) -> None:
+        self._parser = httptools.HttpRequestParser(self)
+        self._path = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take the transport."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's do not inherit from asyncio's
+
+    def data_received(self, data: bytes) -> None:
+        """Take a piece of a request."""
+        self._parser.feed_data(data)
+
+    def on_url(self, url: bytes) -> None:
+        """Take its path."""
+        self._path = url
+
+    def on_message_complete(self) -> None:
+        """Answer."""
+        write = self._transport.write
+        if self._path in (b"/readyz", b"/metrics"):
+            write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(METRICS), METRICS))
+            return
+        write(HEAD)
+        self._next(0, 1 if b"chat" in self._path else EVENTS)
+
+    def _next(self, number: int, count: int) -> None:
+        write = self._transport.write
+        event = (
+            b': ids 0 [%d]\nid: 1-2:%d\ndata: {"id":"cmpl-0123456789abcdef","object":"text_completion","created":1700000000,'
+            b'"model":"toy","choices":[{"index":0,"text":" word","logprobs":null,"finish_reason":null}]}\n\n'
+        ) % (1000 + number, number + 1)
+        write(b"%x\r\n%b\r\n" % (len(event), event))
+        if number + 1 < count:
+            asyncio.get_running_loop().call_later(TICK_S, self._next, number + 1, count)
+        else:
+            write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+def be_servers(ports: multiprocessing.Queue[int]) -> None:
+    """Answer at two ports for ever."""
+
+    async def serve() -> None:
+        loop = asyncio.get_running_loop()
+        servers = [await loop.create_server(Answering, "127.0.0.1", 0) for _ in range(2)]
+        for server in servers:
+            ports.put(server.sockets[0].getsockname()[1])
+        await asyncio.Event().wait()
+
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    uvloop.run(serve())
+
+
+@contextlib.contextmanager
+def routed() -> Iterator[tuple[list[int], int, psutil.Process]]:
+    """Yield the ports of two servers, that of a router before them, and its process."""
+    context = multiprocessing.get_context("spawn")
+    ports: multiprocessing.Queue[int] = context.Queue()
+    servers = context.Process(target=be_servers, args=(ports,), daemon=True)
+    servers.start()
+    found = [ports.get(timeout=30) for _ in range(2)]
+    flags = [flag for port in found for flag in ("--engine", f"http://127.0.0.1:{port}")]
+    command = [sys.executable, "-m", "quintet.deploy.cli", "route", "--port", "0", *flags]
+    router = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    os.sched_setaffinity(router.pid, {max(os.sched_getaffinity(0))})
+    try:
+        assert router.stderr is not None
+        port = next(int(match[1]) for line in router.stderr if (match := re.search(r"port (\d+)", line)))
+        while ask(Target.parse(f"http://127.0.0.1:{port}"), "GET", "/readyz").status != 200:
+            time.sleep(0.05)
+        yield found, port, psutil.Process(router.pid)
+    finally:
+        router.kill()
+        router.wait()
+        servers.kill()
+        servers.join()
+
+
+class Figures(msgspec.Struct):
+    """One repetition."""
+
+    direct_p50_ms: float
+    direct_p99_ms: float
+    routed_p50_ms: float
+    routed_p99_ms: float
+    added_p99_ms: float
+    events: int
+    wall_s: float
+    router_cpu_s: float
+    events_per_cpu_s: float
+
+
+class Report(msgspec.Struct):
+    """The file."""
+
+    date: str
+    commit: str
+    machine: Machine
+    repetitions: list[Figures]
+
+
+def firsts(direct: int, through: int) -> tuple[list[float], list[float]]:
+    """Return the milliseconds of short requests, at a server and through the router, asked in turn."""
+
+    async def go() -> tuple[list[float], list[float]]:
+        targets = [Target.parse(f"http://127.0.0.1:{port}") for port in (direct, through)]
+        pools = [Pool(target) for target in targets]
+        took: tuple[list[float], list[float]] = ([], [])
+        for number in range(WARM + FIRSTS):
+            for pool, target, times in zip(pools, targets, took, strict=True):
+                began_s = time.perf_counter()
+                await pool.exchange(target.request("POST", "/v1/chat/completions", BODY))
+                if number >= WARM:
+                    times.append(1e3 * (time.perf_counter() - began_s))
+        for pool in pools:
+            await pool.close()
+        return took
+
+    return uvloop.run(go())
+
+
+def measure() -> Figures:
+    """Measure once."""
+    with routed() as (servers, port, router):
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        direct, through = firsts(servers[0], port)
+        target = Target.parse(f"http://127.0.0.1:{port}")
+        before, began_s = router.cpu_times(), time.perf_counter()
+        run = run_load(Load(target, "/v1/completions", [BODY] * (2 * STREAMS), STREAMS))
+        wall_s, after = time.perf_counter() - began_s, router.cpu_times()
+        assert all(outcome.failure is None for outcome in run.outcomes), run.outcomes[0].message
+        cpu_s = after.user + after.system - before.user - before.system
+    events = 2 * STREAMS * (EVENTS + 1)
+    p99 = [quantiles(times, n=100)[98] for times in (direct, through)]
+    return Figures(
+        round(median(direct), 3),
+        round(p99[0], 3),
+        round(median(through), 3),
+        round(p99[1], 3),
+        round(p99[1] - p99[0], 3),
+        events,
+        round(wall_s, 3),
+        round(cpu_s, 3),
+        round(events / cpu_s),
+    )
+
+
+def main() -> None:
+    """Measure, print and save."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write the figures as JSON")
+    arguments = parser.parse_args()
+    affinity, found = os.sched_getaffinity(0), []
+    for _ in range(arguments.repetitions):
+        os.sched_setaffinity(0, affinity)
+        found.append(measure())
+        print(found[-1], flush=True)
+    os.sched_setaffinity(0, affinity)
+    if arguments.save is not None:
+        date = datetime.datetime.now(datetime.UTC).date().isoformat()
+        report = Report(date, _commit(), machine(), found)
+        arguments.save.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+
+
+if __name__ == "__main__":
+    main()
