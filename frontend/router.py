@@ -49,7 +49,7 @@ RUNNING_TOKENS = 16
 
 NEXT_WEIGHT = 0.1
 """What the delay of those who come next counts, where they come as densely as engines that never rest would compute them."""
-LONG = 8
+LONG = 12
 """So many times what is usual is long. Both are from a simulation: with more, two long prompts block two engines; with less, long
 prompts wait for each other where they are common."""
 

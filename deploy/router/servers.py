@@ -14,11 +14,9 @@ from quintet.deploy.load_client.connection import Target
 from quintet.deploy.router.asked import Asked
 from quintet.deploy.router.lines import Lines
 from quintet.frontend.beginnings import PIECE_TOKENS, Beginnings
+from quintet.frontend.engines import USUAL_OVER
 from quintet.frontend.router import Choice, Engine, choose
 from quintet.wire.config import Routing
-
-USUAL_OVER = 256
-"""Requests that what is usual is a mean of, about."""
 
 _log = logging.getLogger("quintet")
 
@@ -119,7 +117,7 @@ class Servers:
         self._num_chosen += 1
         engines = [_engine(server, asked) for server in candidates]
         session = asked.session or (str(asked.names[0]) if asked.names else "")
-        usual = max(PIECE_TOKENS, self._usual)
+        usual = max(PIECE_TOKENS, self._usual) if self._num_chosen > USUAL_OVER // 4 else 0.0
         choice = choose(engines, self._policy, self._num_chosen, session, asked.num_tokens, usual)
         num_queued = max(0, asked.num_tokens - choice.num_cached)
         self._usual += (num_queued - self._usual) / min(self._num_chosen, USUAL_OVER)

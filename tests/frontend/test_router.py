@@ -62,7 +62,7 @@ def test_a_second_long_prompt_stands_behind_the_first_where_long_ones_are_rare()
     for policy in ("load", "prefix"):
         for turn in (0, 1):
             assert choose([idle, busy], policy, turn, "", 1900, usual=78).index == 1
-            assert choose([idle, busy], policy, turn, "", 1900, usual=300).index == 0, "they are common"
+            assert choose([idle, busy], policy, turn, "", 1900, usual=200).index == 0, "they are common"
             assert choose([idle, busy], policy, turn, "", 64, usual=78).index == 0
             assert choose([idle, busy, Engine(2)], policy, turn, "", 1900, usual=78).index in (0, 2)
             assert choose([idle, Engine(1, num_queued=5000)], policy, turn, "", 1900, usual=78).index == 0
