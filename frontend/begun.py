@@ -29,7 +29,9 @@ class Begun:
 
 
 def go_on_behind(stream: Stream, told: Sequence[Told]) -> None:
-    """Bring a stream that nobody has sent yet to where its reader is."""
+    """Bring a stream that nobody has sent yet to where its reader is; one of which nothing was told elsewhere is there."""
+    if not told:
+        return
     for choice, known in zip(stream.choices, told, strict=True):
         ids, has_ended = known or ((), False)
         choice.go_on(ids, None if known is None else len(ids), has_ended)

@@ -128,13 +128,11 @@ class Sessions:
         if not are_checked:
             params = params.checked(self._max_logprobs, self._vocab_size)
         _check_priority(priority)
-        if params.seed is None:
-            params = msgspec.structs.replace(params, seed=secrets.randbits(63))
         submit = Submit(
             request_id=self._ids.take(params.n),
             prompt=prompt,
             spec=RequestSpec(
-                params=params,
+                params=_seeded(params),
                 arrival_ns=arrival_ns if arrival_ns is not None else time.monotonic_ns(),
                 detokenizer=0,
                 priority=priority,
@@ -153,12 +151,14 @@ class Sessions:
             session=session,
         )
         stream = Stream(submit, mailbox or Mailbox(), self.cancel, final_only=final_only, interval=interval)
-        if begun:
-            go_on_behind(stream, begun)
-        if stream.num_open:
-            self._begin(stream)
-            self.metrics.submitted(params)
+        go_on_behind(stream, begun)
+        self._enter(stream)
         return stream
+
+    def _enter(self, stream: Stream) -> None:
+        if stream.num_open:  # else everything was told elsewhere
+            self._begin(stream)
+            self.metrics.submitted(stream.submit.spec.params)
 
     def take_ids(self, count: int) -> int:
         """Reserve consecutive ids for requests that will be adopted; return the first."""
@@ -418,6 +418,10 @@ class Sessions:
 def _echo_of(prompt: Prompt) -> Echo:
     are_all_theirs = isinstance(prompt, TokenPrompt | EmbedsPrompt) or not prompt.add_special_tokens
     return Echo.WHOLE if are_all_theirs else Echo.PLAIN
+
+
+def _seeded(params: SamplingParams) -> SamplingParams:
+    return params if params.seed is not None else msgspec.structs.replace(params, seed=secrets.randbits(63))
 
 
 def _check_priority(priority: int) -> None:

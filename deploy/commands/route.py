@@ -67,7 +67,13 @@ def add_parser(subparsers: Subparsers) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    servers = parser.add_argument_group("servers")
+    _add_servers(parser.add_argument_group("servers"))
+    _add_door(parser.add_argument_group("door"))
+    _add_waiting(parser.add_argument_group("waiting, in seconds"))
+    parser.add_argument("--log-level", default="INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
+
+
+def _add_servers(servers: argparse._ArgumentGroup) -> None:
     servers.add_argument(
         "--engine", action="append", default=[], metavar="URL", help="a server's address; repeat for more"
     )
@@ -89,7 +95,9 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="KEY",
         help="sent to the servers (default: the client's key is passed on)",
     )
-    door = parser.add_argument_group("door")
+
+
+def _add_door(door: argparse._ArgumentGroup) -> None:
     door.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     door.add_argument("--port", type=int, default=8080, help="0 takes a free one (default: %(default)s)")
     door.add_argument(
@@ -116,7 +124,9 @@ def add_parser(subparsers: Subparsers) -> None:
     door.add_argument(
         "--max-body-bytes", default="32MiB", metavar="SIZE", help="largest request (default: %(default)s)"
     )
-    waiting = parser.add_argument_group("waiting, in seconds")
+
+
+def _add_waiting(waiting: argparse._ArgumentGroup) -> None:
     for name, default, words in (
         ("first-timeout", 10.0, "for a server that takes requests, while there is none"),
         ("resume-timeout", 30.0, "for a server to go on with a stream whose server is lost"),
@@ -129,7 +139,6 @@ def add_parser(subparsers: Subparsers) -> None:
         waiting.add_argument(
             f"--{name}", type=float, default=default, metavar="S", help=f"{words} (default: %(default)g)"
         )
-    parser.add_argument("--log-level", default="INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
 
 
 def run(arguments: argparse.Namespace) -> int:
