@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from quintet.frontend.backlog import num_prompt_tokens
 from quintet.frontend.beginnings import names_of
+from quintet.frontend.prompt_size import num_prompt_tokens
 from quintet.wire.codec import pack_i32
 from quintet.wire.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 
