@@ -32,6 +32,7 @@ from quintet.executor.models.model import CausalModel, Setting
 from quintet.executor.models.registry import build_model
 from quintet.executor.quant.formats.registry import recognise
 from quintet.executor.quant.gguf import GgufQuantization
+from quintet.executor.quant.kv_scales import read_kv_scales
 from quintet.executor.quant.method import LinearMethod, LinearShape, Quantization
 from quintet.executor.quant.none import RowMajorLinear
 from quintet.executor.quant.stack import RowMajorStack, StackMethod, StackShape
@@ -111,6 +112,8 @@ def model_on(device: Device, config: EngineConfig) -> CausalModel:
             fill_randomly(model.weights, config.executor.seed)
         else:
             load_checkpoint(model.weights, files)
+    if config.cache.dtype == "fp8":
+        read_kv_scales(files, model.attentions)
     return model
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tests.executor.paged_requests import in_eighths
 from tests.models.equal import WAYS, alone, furthest, in_every_way, load
-from tests.models.random_checkpoints import Logits, Row, of_transformers, side_by_side
+from tests.models.kv_scales import SCALES, SCHEME, SECTION, with_scales
+from tests.models.random_checkpoints import of_transformers
 from tests.models.test_equal import made
 from transformers.models.llama import modeling_llama
 
@@ -25,29 +25,6 @@ from quintet.executor.weights.load import open_files
 from quintet.wire.errors import ConfigError
 
 needs_kernels = pytest.mark.skipif(linear_library() is None, reason="the host kernels are not built")
-
-SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
-SECTION = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": SCHEME}
-SCALES = [(0.004, 0.011), (0.013, 0.0027)]
-"""Of keys and values of each layer: some numbers are beyond 448 of them."""
-
-
-def with_scales(row: Row) -> Row:
-    """Return the row with scales in its checkpoint, and with keys and values rounded by torch in its reference."""
-
-    def make(folder: Path) -> Logits:
-        row.make(folder)
-        card = json.loads((folder / "config.json").read_text())
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-        (folder / "config.json").write_text(json.dumps(card | {"quantization_config": SECTION}))
-        tensors = load_file(folder / "model.safetensors")
-        for i, (key, value) in enumerate(SCALES):
-            tensors[f"model.layers.{i}.self_attn.k_scale"] = torch.tensor([key])
-            tensors[f"model.layers.{i}.self_attn.v_scale"] = torch.tensor(value)
-        save_file(tensors, folder / "model.safetensors")
-        return side_by_side(model.float().eval())
-
-    return Row(make)
 
 
 @needs_kernels
