@@ -116,7 +116,7 @@ def test_roles_grow_and_shrink_under_load(server: Server, undisturbed: dict[int,
         assert text == undisturbed[number]
     roles = [title.split("-")[1] for title in server.children()]
     assert sorted(roles) == ["core", "detokenizer", "executor", "frontend", "tokenizer"]
-    assert server.get("/health")[0] == 200
+    wait_until(lambda: server.get("/health")[0] == 200, "a healthy server")
 
 
 def test_status_shows_everyone(server: Server) -> None:
