@@ -20,6 +20,7 @@ from quintet.deploy.router.lines import Flow, Unreachable
 from quintet.deploy.router.servers import Held, Server, Servers
 from quintet.deploy.router.upstream import RELAY, Outgoing, going_on, header_of, passed_on, the_rest
 from quintet.frontend.exchange import ClientGone, Exchange
+from quintet.frontend.streams import UNPROVEN_TOKENS
 from quintet.wire.errors import ErrorCode, RequestError
 
 ELSEWHERE = frozenset({429, 502, 503})
@@ -29,6 +30,10 @@ ONCE = "/v1/conversations"
 KEPT = ("/v1/responses/", "/v1/conversations/", "/v1/streams/")
 """What only the server knows that has it: whoever does is found by asking."""
 LOOK_S = 0.05
+MAX_REFUSALS = 3
+"""So many servers are asked while all answer that they cannot now: where all are full, asking makes it worse."""
+MAX_LOST = 2
+"""So many servers may be lost with a request that comes no further: it may be what they are lost of."""
 _log = logging.getLogger("quintet")
 
 
@@ -57,6 +62,10 @@ class Passing:
         self._is_gone = False
         self._tried: set[Server] = set()
         """Where the request was sent, and did not begin."""
+        self._num_lost = 0
+        """Servers that were lost with it since it last came further."""
+        self._num_told = 0
+        """Tokens that had been told when the last was lost."""
 
     async def answer(self, outgoing: Outgoing, asked: Asked) -> None:
         """Answer the client. Raises `RequestError` before anything was written, or `ClientGone`."""
@@ -98,14 +107,14 @@ class Passing:
     async def _begin(self, outgoing: Outgoing, asked: Asked) -> Flow:
         """Return the flow of an answer of which the head has come, or all of it."""
         tried = self._tried
-        refused: Flow | None = None
+        refused: list[Flow] = []
         until_s = time.monotonic() + self._patience.first_s
         is_kept = outgoing.path.startswith(KEPT)
         while True:
-            held = self._servers.choose(asked, tried)
+            held = None if len(refused) == MAX_REFUSALS else self._servers.choose(asked, tried)
             if held is None:
-                if refused is not None:
-                    return refused
+                if refused:
+                    return refused[-1]
                 if tried or time.monotonic() > until_s:
                     raise self._nobody(tried)
                 await asyncio.sleep(LOOK_S)
@@ -123,7 +132,8 @@ class Passing:
                 self._let_go()
                 if self._is_gone:
                     raise ClientGone from None
-                _log.info("%s: %s; request %s goes elsewhere", held.server.url, error, outgoing.request_id)
+                _log.info("%s: %s; it had request %s", held.server.url, error, outgoing.request_id)
+                self._note_loss(0)
                 if outgoing.path.startswith(ONCE):
                     raise RequestError(
                         ErrorCode.UNAVAILABLE,
@@ -132,12 +142,14 @@ class Passing:
                 continue
             status = flow.connection.status
             self._figures.answered(held.server.url, status)
-            if status in ELSEWHERE or (is_kept and status == 404):
-                refused = flow
-                self._let_go()
-                continue
-            self._figures.first_byte.observe((time.monotonic_ns() - self._exchange.arrival_ns) * 1e-9)
-            return flow
+            if is_kept and status == 404:
+                refused[:] = [flow]
+            elif status in ELSEWHERE:
+                refused.append(flow)
+            else:
+                self._figures.first_byte.observe((time.monotonic_ns() - self._exchange.arrival_ns) * 1e-9)
+                return flow
+            self._let_go()
 
     async def _send(self, held: Held, outgoing: Outgoing) -> Flow:
         """Send to a server and wait for the head of its answer. Raises `ConnectionError`."""
@@ -163,6 +175,18 @@ class Passing:
             held.leave()
             if flow is not None:
                 held.server.lines.give_back(flow)
+
+    def _note_loss(self, num_told: int) -> None:
+        """A server was lost, after so many tokens of its answer. Raises `RequestError` where that was one too many."""
+        if num_told > self._num_told + UNPROVEN_TOKENS:
+            self._num_lost = 0
+        self._num_lost, self._num_told = self._num_lost + 1, num_told
+        if self._num_lost >= MAX_LOST and not self._is_gone:
+            self._figures.broken.inc()
+            raise RequestError(
+                ErrorCode.UNAVAILABLE,
+                f"{self._num_lost} servers were lost one after the other while they had this request; it is not sent to another.",
+            )
 
     def _nobody(self, tried: set[Server]) -> RequestError:
         states = "; ".join(f"{server.url}: {server.trouble or 'lost it'}" for server in self._servers)
@@ -220,16 +244,18 @@ class Passing:
             until_s = time.monotonic() + self._patience.resume_s
             elsewhere = going_on(outgoing, self._ticket, position, outputs)
             held = None if lost.trouble else self._servers.hold(lost)
-            request: Outgoing | None = the_rest(outgoing, name, position)
-            avoided = {lost}
-            while request is not None and time.monotonic() < until_s and not self._is_gone:
+            request, avoided = the_rest(outgoing, name, position), {lost}
+            while True:
                 flow = None if held is None else await self._ask_to_go_on(held, request)
                 if flow is not None:
                     self._figures.resumptions.inc()
                     self._ticket = header_of(flow.connection.headers, RELAY) or self._ticket
                     return flow
-                request = elsewhere
-                held = self._servers.choose(asked, avoided)
+                if request is not elsewhere:
+                    self._note_loss(sum(map(len, outputs)))
+                if elsewhere is None or self._is_gone or time.monotonic() > until_s:
+                    break
+                request, held = elsewhere, self._servers.choose(asked, avoided)
                 if held is not None:
                     avoided.add(held.server)
                 else:  # everybody was asked: whoever comes, or comes back, is asked next

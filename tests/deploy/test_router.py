@@ -111,7 +111,10 @@ class World:
     servers: Servers
     ups: list[Upstream]
 
-    async def ask(self, path: str, body: object, method: str = "POST", **headers: str) -> Told:
+    async def ask(
+        self, path: str, body: object, method: str = "POST", *, leaves: bool = False, **headers: str
+    ) -> Told:
+        """Be a client; one that ``leaves`` does so when the answer has begun."""
         sent: list[Any] = []
         content = json.dumps(body).encode()
         incoming: asyncio.Queue[Any] = asyncio.Queue()
@@ -126,6 +129,8 @@ class World:
 
         async def send(message: Any) -> None:
             sent.append(message)
+            if leaves:
+                incoming.put_nowait({"type": "http.disconnect"})
 
         await self.app(scope, incoming.get, send)
         start, *rest = sent
@@ -262,13 +267,59 @@ def test_a_stream_goes_on_at_the_same_server_if_that_lives() -> None:
 
 def test_a_stream_that_is_lost_twice_goes_on_twice() -> None:
     async def story() -> None:
-        again = by_path(go_on=says(head(200, TICKET), event(2, "c3-d4"), cut=True))
-        last = by_path(go_on=says(head(200, TICKET), event(3, "e5-f6") + DONE))
+        more = [event(number, "c3-d4") for number in range(2, 20)]
+        again = by_path(go_on=says(head(200, TICKET), b"".join(more), cut=True))
+        last = by_path(go_on=says(head(200, TICKET), event(20, "e5-f6") + DONE))
         async with world(last, again, LOST) as w:
             for server in w.servers:
                 server.num_open = {w.ups[2].url: 0, w.ups[1].url: 10, w.ups[0].url: 20}[server.url]
-            assert texts(await w.ask(C, STREAM)) == ["t0", "t1", "t2", "t3"]
-            assert json.loads(w.ups[0].asked[0]["body"])["outputs"] == [[100, 101, 102]]
+            assert texts(await w.ask(C, STREAM)) == [f"t{number}" for number in range(21)]
+            assert json.loads(w.ups[0].asked[0]["body"])["outputs"] == [[*range(100, 120)]]
+
+    run(story())
+
+
+def test_what_servers_are_lost_of_does_not_visit_them_all() -> None:
+    async def story() -> None:
+        dies = by_path(begin=says(cut=True), go_on=says(head(200, TICKET), event(2, "c3-d4"), cut=True))
+        for first in (dies, LOST):
+            async with world(dies, dies, dies, first) as w:
+                for server in w.servers:
+                    server.num_open = 0 if server.url == w.ups[3].url else 10
+                told = await w.ask(C, STREAM)
+                assert "2 servers were lost" in told.body.decode()
+                assert sum(bool(up.asked) for up in w.ups) == 2
+
+    run(story())
+
+
+def test_servers_that_are_full_are_not_all_asked() -> None:
+    async def story() -> None:
+        async with world(*[BUSY] * 5) as w:
+            assert (await w.ask(C, {"prompt": "x"})).status == 503
+            assert sum(len(up.asked) for up in w.ups) == 3
+
+    run(story())
+
+
+def test_a_client_that_leaves_takes_its_request_along() -> None:
+    async def story() -> None:
+        closed = asyncio.Event()
+
+        async def endless(_: Upstream, asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(ConnectionError):
+                writer.write(head(200, TICKET) + event(0))
+                while True:
+                    writer.write(b": keep-alive\n")
+                    await writer.drain()
+                    await asyncio.sleep(0.01)
+            closed.set()
+
+        async with world(endless) as w:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(w.ask(C, STREAM, leaves=True), 5)
+            await asyncio.wait_for(closed.wait(), 5)
+            assert next(iter(w.servers)).num_open == 0
 
     run(story())
 
