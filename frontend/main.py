@@ -70,6 +70,7 @@ def make_server(app: ASGIApp, config: FrontendConfig) -> HttpServer:
             log_level="warning",
             access_log=False,
             server_header=False,
+            proxy_headers=False,
             timeout_keep_alive=IDLE_S,
             timeout_graceful_shutdown=1,
             ssl_certfile=config.ssl_certfile or None,

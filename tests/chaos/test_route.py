@@ -42,7 +42,7 @@ def route(*flags: str) -> Iterator[Server]:
     try:
         assert is_ready.wait(60), router.lines
         yield router
-        router.stop()
+        assert router.stop() == 0
     finally:
         process.kill()
         process.wait()

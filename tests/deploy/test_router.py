@@ -112,9 +112,16 @@ class World:
     ups: list[Upstream]
 
     async def ask(
-        self, path: str, body: object, method: str = "POST", *, leaves: bool = False, **headers: str
+        self,
+        path: str,
+        body: object,
+        method: str = "POST",
+        *,
+        leaves: bool = False,
+        reads: asyncio.Event | None = None,
+        **headers: str,
     ) -> Told:
-        """Be a client; one that ``leaves`` does so when the answer has begun."""
+        """Be a client; one that ``leaves`` does so when the answer has begun, another may wait before it ``reads`` on."""
         sent: list[Any] = []
         content = json.dumps(body).encode()
         incoming: asyncio.Queue[Any] = asyncio.Queue()
@@ -129,6 +136,8 @@ class World:
 
         async def send(message: Any) -> None:
             sent.append(message)
+            if reads is not None:
+                await reads.wait()
             if leaves:
                 incoming.put_nowait({"type": "http.disconnect"})
 
@@ -320,6 +329,32 @@ def test_a_client_that_leaves_takes_its_request_along() -> None:
                 await asyncio.wait_for(w.ask(C, STREAM, leaves=True), 5)
             await asyncio.wait_for(closed.wait(), 5)
             assert next(iter(w.servers)).num_open == 0
+
+    run(story())
+
+
+def test_a_client_that_reads_slowly_holds_its_server_back() -> None:
+    async def story() -> None:
+        num_sent, total = 0, 200
+
+        async def much(_: Upstream, asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+            nonlocal num_sent
+            writer.write(head(200))
+            for num_sent in range(total):  # noqa: B007 - told to the test
+                writer.write(b"data: " + b"x" * (1 << 17) + b"\n\n")
+                await writer.drain()
+            writer.write(DONE)
+
+        async with world(much) as w:
+            reads = asyncio.Event()
+            asking = asyncio.ensure_future(w.ask(C, STREAM, reads=reads))
+            last = -1
+            while num_sent != last or num_sent == 0:  # until the server comes no further
+                last = num_sent
+                await asyncio.sleep(0.1)
+            assert num_sent < total / 2
+            reads.set()
+            assert len((await asking).body) == total * ((1 << 17) + 8) + len(DONE)
 
     run(story())
 
