@@ -8,7 +8,7 @@ other, not with a larger model's: the smaller a model, the more a lost bit hurts
 
 With ``--formats`` the rows are formats of quantized checkpoints instead, which are made of the embedded model by rounding each
 number to the nearest: what their publishers do better is not in it. With ``--made`` they are what `quintet quantize` writes,
-GPTQ calibrated with library files that the model was trained on.
+GPTQ and AWQ calibrated with library files that the model was trained on.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def made(folder: Path, only: Collection[str]) -> Mapping[str, Mapping[str, str]]
         if only and name not in only:
             continue
         out = folder / (f"{name}.gguf" if name in MIXES else name)
-        more = ["--calibration", str(text)] if name == "gptq" else []
+        more = ["--calibration", str(text)] if name in TARGETS and TARGETS[name].is_calibrated else []
         assert cli.main(["quantize", str(default_model_path()), str(out), "--format", name, *more]) == 0
         found[name] = {"model": str(out), "tokenizer": str(default_model_path())}
     return found

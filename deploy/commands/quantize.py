@@ -1,4 +1,4 @@
-"""``quintet quantize``: a model's weights in fewer bits, as a GGUF file or a folder of compressed-tensors."""
+"""``quintet quantize``: a model's weights in fewer bits, as a GGUF file or a folder of safetensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -41,7 +40,7 @@ Write a model in fewer bits. MODEL is a folder or a hub name in bf16, fp16 or fp
 formats of GGUF, one file with tokenizer and chat template (OUT ends in .gguf), the largest first:
 {gguf}
 
-formats of compressed-tensors, a folder that vLLM, SGLang and transformers read too, of any family:
+formats of folders, which vLLM, SGLang and transformers read too; of any family but for awq:
 {folders}
 
 examples:
@@ -75,7 +74,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "--calibration",
         type=Path,
         metavar="FILE",
-        help=f"a text for gptq to learn from which errors matter; its first {MAX_CALIBRATION_TOKENS} tokens are read",
+        help=f"a text for gptq and awq to learn from which errors matter; its first {MAX_CALIBRATION_TOKENS} tokens are read",
     )
     parser.add_argument(
         "--text",
@@ -119,11 +118,12 @@ def _check_flags(out: Path, arguments: argparse.Namespace) -> None:
     if (out.suffix == GGUF) != is_file:
         what = f"must end in {GGUF}" if is_file else f"must be a folder, not end in {GGUF},"
         raise ConfigError(f"OUT {str(out)!r} {what} with --format {arguments.format}")
-    if (arguments.calibration is not None) != (arguments.format == "gptq"):
+    is_calibrated = arguments.format in TARGETS and TARGETS[arguments.format].is_calibrated
+    if (arguments.calibration is not None) != is_calibrated:
         raise ConfigError(
-            "--calibration FILE is needed by --format gptq: a text like those that the model will read and write"
+            f"--calibration FILE is needed by --format {arguments.format}: a text like those that the model will read and write"
             if arguments.calibration is None
-            else f"--calibration is of no use to --format {arguments.format}: drop it, or take gptq"
+            else f"--calibration is of no use to --format {arguments.format}: drop it, or take gptq or awq"
         )
     check_target(out, arguments.overwrite)
 
@@ -184,7 +184,7 @@ def _write_folder(facts: ModelFacts, out: Path, name: str, calibration: str | No
 
     with in_place_of(out) as made, _bar(plan.num_numbers, name) as bar:
         if calibration is not None:
-            plan = replace(plan, known=calibrate(facts, plan, calibration, bar.update))
+            plan = calibrate(facts, plan, calibration, bar.update)
         write_compressed(plan, made, bar.update)
 
 

@@ -1,9 +1,10 @@
-"""GPTQ's calibration: the model reads a text once, in this process, and is quantized meanwhile."""
+"""Calibration: the model reads a text once, in this process, and is quantized meanwhile."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from quintet.deploy.quantize.settings import MAX_CALIBRATION_TOKENS
@@ -14,23 +15,26 @@ from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.memory import available_ram_bytes, format_size
 from quintet.executor.quantizing.calibrate import calibrated
 from quintet.executor.quantizing.compressed import Plan
-from quintet.executor.quantizing.rounding import Rounded
+from quintet.executor.quantizing.rounders import SMOOTHED, AwqRounder, GptqRounder
 from quintet.wire.errors import ConfigError
 
 
-def calibrate(
-    facts: ModelFacts, plan: Plan, text: str, told: Callable[[int], object]
-) -> Mapping[str, Rounded]:
-    """Return the layers of a plan, rounded by GPTQ for a text. Raises `ConfigError`."""
+def calibrate(facts: ModelFacts, plan: Plan, text: str, told: Callable[[int], object]) -> Plan:
+    """Return a plan whose layers are rounded already, by GPTQ or AWQ for a text. Raises `ConfigError`."""
     source = facts.path
     if plan.layers.has_experts:
         raise ConfigError(
             f"MODEL {str(source)!r} has experts, each of which sees too little of a text: take --format int4"
         )
+    if plan.target.is_awq and facts.architecture not in SMOOTHED:
+        raise ConfigError(
+            f"MODEL {str(source)!r} is {facts.architecture}; AWQ divides what makes a layer's inputs, which is known of"
+            f" {', '.join(SMOOTHED)}: take --format gptq"
+        )
     weight_bytes = sum(entry.num_bytes for file in plan.files for entry in file.entries.values())
     if weight_bytes > available_ram_bytes():
         raise ConfigError(
-            f"--format gptq holds all weights of the model, {format_size(weight_bytes)}, and there are"
+            f"calibration holds all weights of the model, {format_size(weight_bytes)}, and there are"
             f" {format_size(available_ram_bytes())} of memory: take --format int4, which holds a tensor at a time"
         )
     windows = windows_of_text(facts, text)
@@ -48,4 +52,10 @@ def calibrate(
             f"MODEL {str(source)!r} keeps states, over which is not calibrated: take --format int4"
         )
     some = windows[: max(1, MAX_CALIBRATION_TOKENS // longest)]
-    return calibrated(config.model, some, plan.target, plan.scale_dtype, told)
+    if plan.target.is_awq:
+        by_awq = AwqRounder()
+        calibrated(config.model, some, by_awq, told)
+        return replace(plan, known=by_awq.found, divided=by_awq.divided)
+    by_gptq = GptqRounder(plan.target, plan.scale_dtype)
+    calibrated(config.model, some, by_gptq, told)
+    return replace(plan, known=by_gptq.found)

@@ -6,7 +6,7 @@ kept than one layer's Hessian. The pass is the one that serves (`quintet.executo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -19,9 +19,7 @@ from quintet.executor.models.registry import build_model
 from quintet.executor.quant.method import LinearMethod, LinearShape
 from quintet.executor.quant.none import RowMajorLinear
 from quintet.executor.quant.stack import RowMajorStack, StackMethod, StackShape
-from quintet.executor.quantizing.gptq import gptq
-from quintet.executor.quantizing.rounding import Rounded
-from quintet.executor.quantizing.targets import Target
+from quintet.executor.quantizing.rounders import Rounder
 from quintet.executor.sequences import place, plan_of_pieces
 from quintet.executor.slots import SlotTables
 from quintet.executor.weights.load import load_checkpoint, open_files
@@ -30,8 +28,8 @@ from quintet.executor.weights.plan import WeightPlan
 from quintet.wire.config import ModelConfig
 from quintet.wire.errors import ConfigError
 
-Round = Callable[[str, torch.Tensor], torch.Tensor]
-"""From a tensor's name in the model and the inputs' products to its numbers, rounded."""
+Round = Callable[[Sequence[str], torch.Tensor], Sequence[torch.Tensor]]
+"""From tensors' names in the model and their inputs' products to their numbers, rounded."""
 _TOKENS = 4096
 """Inputs that are multiplied at a time."""
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -72,11 +70,11 @@ class _CalibratingLinear(RowMajorLinear):
         for some in x.split(_TOKENS):
             inputs = some.float()
             hessian.addmm_(inputs.t(), inputs)
-        made: dict[str, torch.Tensor] = {}
+        names = list(dict.fromkeys(part.name for part in self._shape.parts))
+        numbers = self._round([f"{name}.weight" for name in names], hessian)
+        made = dict(zip(names, numbers, strict=True))
         first = 0
         for part in self._shape.parts:
-            if part.name not in made:
-                made[part.name] = self._round(f"{part.name}.weight", hessian)
             self.table[first : first + part.rows].copy_(part.weight(made[part.name]))
             first += part.rows
         return super().apply(x)
@@ -86,27 +84,25 @@ class _CalibratingLinear(RowMajorLinear):
 def calibrated(
     config: ModelConfig,
     windows: Sequence[list[int]],
-    target: Target,
-    scale_dtype: torch.dtype,
+    rounder: Rounder,
     told: Callable[[int], object],
-) -> Mapping[str, Rounded]:
-    """Return the model's linear layers, by the names of their weights in the checkpoint, rounded by GPTQ for these windows.
+) -> None:
+    """Have the model's linear layers rounded for these windows, in the order in which they are computed.
 
     told: hears of each so many numbers that were rounded. Raises `ConfigError`.
     """
     files = open_files(Path(config.path))
     there = {name: file for file in files for name in file}
-    found: dict[str, Rounded] = {}
     names: dict[str, str] = {}
 
-    def round_(name: str, hessian: torch.Tensor) -> torch.Tensor:
-        stored = names[name]
+    def round_(ours: Sequence[str], hessian: torch.Tensor) -> Sequence[torch.Tensor]:
+        stored = [names[name] for name in ours]
         try:
-            found[stored] = gptq(there[stored].tensor(stored), hessian, target, scale_dtype)
+            numbers = rounder.round(stored, [there[name].tensor(name) for name in stored], hessian)
         except ValueError as error:
-            raise ConfigError(f"{config.path}: tensor {stored!r:.90} {error}") from None
-        told(found[stored].codes.numel())
-        return found[stored].numbers
+            raise ConfigError(f"{config.path}: tensor {'+'.join(stored)!r:.90} {error}") from None
+        told(sum(each.numel() for each in numbers))
+        return numbers
 
     dtype = _DTYPES[config.dtype]
     model = build_model(config.architecture, card_of(config), Setting(_CPU, dtype, _Calibrating(round_)))
@@ -121,4 +117,3 @@ def calibrated(
     runner = EagerRunner(model, _CPU, dtype, config.kv, len(windows) * num_groups * width)
     pieces = [(slot, 0, len(tokens)) for slot, tokens in enumerate(windows)]
     runner.forward(Rows(plan_of_pieces(pieces, draws=False)), tables)
-    return found

@@ -1,4 +1,4 @@
-"""Writes a checkpoint of compressed-tensors: the folder's files, with linear layers in integers of 4 or 8 bits.
+"""Writes a checkpoint of compressed-tensors, or of AutoAWQ: the folder's files, with linear layers in integers of 4 or 8 bits.
 
 Format: the `compressed-tensors` package; `quintet.executor.quant.formats.compressed_tensors` reads it. Weights alone are packed
 into words (``pack-quantized``); where activations have 8 bits, too, weights lie in bytes (``int-quantized``).
@@ -11,7 +11,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from os import cpu_count
 from pathlib import Path
@@ -20,7 +20,9 @@ from typing import Any
 import torch
 
 from quintet.executor.cards.card import ModelCard
+from quintet.executor.quantizing.awq import AwqRounded
 from quintet.executor.quantizing.layers import Layers, layers_of
+from quintet.executor.quantizing.rounders import tensors_of
 from quintet.executor.quantizing.rounding import Rounded, rounded
 from quintet.executor.quantizing.targets import Target
 from quintet.executor.weights.convert import write_safetensors
@@ -49,8 +51,10 @@ class Plan:
     files: Sequence[WeightFile]
     layers: Layers
     scale_dtype: torch.dtype
-    known: Mapping[str, Rounded]
+    known: Mapping[str, Rounded | AwqRounded]
     """Layers that are rounded already, by the names of their weights."""
+    divided: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Other weights, and what divides their numbers."""
 
     @property
     def num_bytes(self) -> int:
@@ -82,6 +86,10 @@ def plan_of(folder: Path, architecture: str, card: ModelCard, target: Target) ->
                 raise ConfigError(
                     f"{folder}: {name!r:.80} has the shape {list(shape)}; only matrices can be quantized"
                 )
+            if target.is_awq and shape[0] % 8:
+                raise ConfigError(
+                    f"{folder}: {name!r:.80} has {shape[0]} outputs, no whole words of 8: take --format gptq"
+                )
             if target.group and shape[1] % target.group:
                 raise ConfigError(
                     f"{folder}: {name!r:.80} has {shape[1]} inputs, no whole groups of {target.group}: take --format int8, or a"
@@ -107,6 +115,9 @@ class _Output:
     def _entries(self, name: str, entry: Entry) -> dict[str, Entry]:
         (rows, depth), target, stem = entry.shape, self._plan.target, name.removesuffix(".weight")
         groups = depth // target.group if target.group else 1
+        if target.is_awq:
+            kinds = {"qweight": ("I32", (depth, rows // 8)), "qzeros": ("I32", (groups, rows // 8))}
+            return _entries_of(stem, kinds | {"scales": ("F16", (groups, rows))})
         shapes: dict[str, tuple[str, tuple[int, ...]]] = {
             "weight_scale": (FORMATS[self._plan.scale_dtype], (rows, groups))
         }
@@ -115,16 +126,15 @@ class _Output:
         else:
             shapes["weight_packed"] = "I32", (rows, -(-depth * target.bits // 32))
             shapes["weight_shape"] = "I64", (2,)
-        return {
-            f"{stem}.{ending}": Entry(kind, shape, 0, math.prod(shape) * SIZES[kind])
-            for ending, (kind, shape) in shapes.items()
-        }
+        return _entries_of(stem, shapes)
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a tensor of the file."""
         source = self._of[name]
         if source not in self._plan.layers.quantized:
-            return self._source.tensor(source)
+            tensor = self._source.tensor(source)
+            divisor = self._plan.divided.get(source)
+            return tensor if divisor is None else (tensor.float() / divisor).to(tensor.dtype)
         if name not in self._made:
             self._make(source)
         return self._made.pop(name)
@@ -137,6 +147,9 @@ class _Output:
         """Make all tensors of a layer."""
         weight, plan, stem = self._source.tensor(name), self._plan, name.removesuffix(".weight")
         its = plan.known.get(name) or self._rounded(name, weight)
+        if isinstance(its, AwqRounded):
+            self._made |= {f"{stem}.{ending}": tensor for ending, tensor in tensors_of(its).items()}
+            return
         self._made[f"{stem}.weight_scale"] = its.scales
         if plan.target.int8_activations:
             self._made[f"{stem}.weight"] = its.codes
@@ -163,6 +176,13 @@ class _Output:
         return Rounded(torch.cat([each.codes for each in found]), torch.cat([each.scales for each in found]))
 
 
+def _entries_of(stem: str, shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, Entry]:
+    return {
+        f"{stem}.{ending}": Entry(kind, shape, 0, math.prod(shape) * SIZES[kind])
+        for ending, (kind, shape) in shapes.items()
+    }
+
+
 def in_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Return int8 codes ``[rows, depth]`` in words int32 ``[rows, words]``: none is negative there, the first is lowest."""
     each, middle = 32 // bits, 1 << (bits - 1)
@@ -177,6 +197,16 @@ def in_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
 def section_of(plan: Plan) -> dict[str, Any]:
     """Return the ``quantization_config``."""
     target = plan.target
+    left_out = sorted({"lm_head", *(name.removesuffix(".weight") for name in plan.layers.kept)})
+    if target.is_awq:
+        return {
+            "quant_method": "awq",
+            "bits": target.bits,
+            "group_size": target.group,
+            "zero_point": True,
+            "version": "gemm",
+            "modules_to_not_convert": left_out,
+        }
     weights = {
         "num_bits": target.bits,
         "type": "int",
@@ -197,7 +227,7 @@ def section_of(plan: Plan) -> dict[str, Any]:
         "format": "int-quantized" if target.int8_activations else "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": sorted({"lm_head", *(name.removesuffix(".weight") for name in plan.layers.kept)}),
+        "ignore": left_out,
     }
 
 

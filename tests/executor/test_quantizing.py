@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -192,6 +193,47 @@ def test_a_calibrated_model_is_nearer_to_what_it_was(folder: Path, tmp_path: Pat
     assert off["gptq"] < 0.9 * off["nearest"]
 
 
+def unpacked(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the weights of AutoAWQ's folder in fp32, written from its format: words of eight rows, which take turns."""
+    tensors = load_file(folder / "model.safetensors")
+    rows = np.argsort([0, 2, 4, 6, 1, 3, 5, 7])
+
+    def codes_of(words: torch.Tensor) -> Any:
+        bits = words.numpy().view(np.uint32)[..., None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15
+        return bits[..., rows].reshape(len(words), -1).astype(np.float32)
+
+    found = {}
+    for name in [each for each in tensors if each.endswith(".qweight")]:
+        stem = name.removesuffix(".qweight")
+        codes, zeros = (codes_of(tensors.pop(f"{stem}.{each}")) for each in ("qweight", "qzeros"))
+        scales = tensors.pop(f"{stem}.scales").float().numpy()
+        groups = np.arange(len(codes)) // 128
+        found[f"{stem}.weight"] = torch.from_numpy(((codes - zeros[groups]) * scales[groups]).T.copy())
+    return {name: tensor.float() for name, tensor in tensors.items()} | found
+
+
+def test_awq_is_nearer_and_says_what_its_words_stand_for(folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.py"
+    text.write_text(Path(json.__file__).read_text()[:9000])
+    words = ["quantize", str(folder)]
+    assert cli.main([*words, str(tmp_path / "nearest"), "--format", "int4"]) == 0
+    assert cli.main([*words, str(tmp_path / "awq"), "--format", "awq", "--calibration", str(text)]) == 0
+    prompts = [[0, *range(40 + 7 * i, 90 + 7 * i)] for i in range(6)]
+    plain = logits_of(load_file(folder / "model.safetensors"), folder, prompts)
+    tensors = unpacked(tmp_path / "awq")
+    meant = logits_of(tensors, folder, prompts)
+    nearest = logits_of(decompressed(tmp_path / "nearest"), folder, prompts)
+    assert (meant - plain).square().mean() < 0.9 * (nearest - plain).square().mean()
+    loaded = load(tmp_path / "awq", "float32")
+    assert loaded.config.executor.quantization == "awq"
+    outcome = alone(loaded, prompts)
+    for i, prompt in enumerate(prompts):
+        first = torch.frombuffer(bytearray(outcome.bits[i, len(prompt)]), dtype=torch.float32)
+        assert (first - meant[i, -1]).abs().max() < CLOSE * meant[i, -1].std()
+    norm = "model.layers.0.input_layernorm.weight"
+    assert not torch.equal(tensors[norm], load_file(folder / "model.safetensors")[norm].float())
+
+
 @torch.inference_mode()
 def logits_of(tensors: dict[str, torch.Tensor], folder: Path, prompts: list[list[int]]) -> torch.Tensor:
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
@@ -218,6 +260,7 @@ def test_what_no_such_folder_can_hold_is_refused(tmp_path: Path, capsys: pytest.
         (["--format", "gptq"], "--calibration FILE is needed by --format gptq"),
         (["--format", "int8", "--calibration", str(tmp_path / "text")], "--calibration is of no use to"),
         (["--format", "gptq", "--calibration", str(tmp_path / "text")], "has experts"),
+        (["--format", "awq"], "--calibration FILE is needed by --format awq"),
     ):
         assert cli.main([*words, *more]) == EXIT_CONFIG
         assert told in capsys.readouterr().err
