@@ -115,6 +115,7 @@ Ranks::Ranks(const RanksShape& shape, void* memory, index_t rank, int spins) : s
   step_.output_tokens = parts.take<std::int64_t>(shape.max_outputs);
   table_ = parts.take<std::int32_t>(shape.tables * shape.slots * shape.table_stride);
   mail_ = parts.take<std::int32_t>(kMailInts);
+  rotated_ = parts.take<char>(shape.max_tokens * shape.rotated_row_bytes);
   sums_ = parts.take<float>(2 * shape.ranks * shape.max_tokens * shape.sums_width);
   gathered_ = parts.take<char>(2 * shape.max_tokens * shape.gathered_row_bytes);
   logits_ = parts.take<char>(shape.max_outputs * shape.logits_row_bytes);
@@ -195,8 +196,10 @@ QT_EXPORT void qt_ranks_done(qt::Ranks* ranks) { ranks->done(); }
 
 QT_EXPORT void qt_ranks_wait_for_all(qt::Ranks* ranks) { ranks->wait_for_all(); }
 
-// Where all ranks' logits lie, and what orders bring besides the step: kMailInts of them.
+// Where all ranks' logits lie, rotations of the step's tokens, and what orders bring besides the step: kMailInts of them.
 QT_EXPORT void* qt_ranks_logits(qt::Ranks* ranks) { return ranks->logits(); }
+
+QT_EXPORT void* qt_ranks_rotated(qt::Ranks* ranks) { return ranks->rotated(); }
 
 QT_EXPORT std::int32_t* qt_ranks_mail(qt::Ranks* ranks) { return ranks->mail(); }
 

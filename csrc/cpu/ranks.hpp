@@ -3,7 +3,7 @@
 //     rank 0      tell ──▶ order, the step's arrays ──▶ hear      the others
 //     everybody   its own sums of a layer ──▶ meet ──▶ all ranks' sums added, in the order of the ranks
 //
-//     | head: order | a line for each rank | arrays of the step | block tables | mail | sums, twice | gathered, twice | logits |
+//     | head: order | a line for each rank | step: arrays, tables, rotations | mail | sums, twice | gathered, twice | logits |
 //
 // Rank 0 has the plan, the tables and the draw; the others run the same operations of their own programs over the step that it
 // shows them, and know nothing else. A layer whose inputs are divided leaves a part of every output with each rank: fp32 sums,
@@ -28,6 +28,7 @@ struct RanksShape {
   index_t block_size;
   index_t sums_width;                         // most numbers of a row of sums
   index_t logits_row_bytes;                   // of one row of logits, all ranks' columns
+  index_t rotated_row_bytes;                  // of cosines and sines of a token that depend on more than its position; or 0
   index_t gathered_row_bytes;                 // most bytes of a row that is put together of all ranks' columns; or 0
 };
 
@@ -77,6 +78,7 @@ class Ranks {
   char* gathered(index_t turn) const { return gathered_ + turn * shape_.max_tokens * shape_.gathered_row_bytes; }
   char* logits() const { return logits_; }
   std::int32_t* mail() const { return mail_; }
+  char* rotated() const { return rotated_; }
 
  private:
   struct Head;
@@ -91,6 +93,7 @@ class Ranks {
   Step step_{};  // its arrays, in the shared memory
   std::int32_t* table_;
   std::int32_t* mail_;
+  char* rotated_;
   float* sums_;
   char* gathered_;
   char* logits_;

@@ -96,8 +96,6 @@ def misfit(spec: DecoderSpec, size: int) -> str | None:
 
 def why_not(spec: DecoderSpec) -> str | None:
     """Return why a model can be shared by no number of ranks; None if by some."""
-    if any(rope.depends_on_length for rope in spec.ropes):
-        return "positions rotate by how long a sequence is"
     return next((words for layer in spec.layers if (words := _kind_of(layer)) is not None), None)
 
 

@@ -6,7 +6,7 @@ import os
 
 from quintet.executor.cards.card import card_of
 from quintet.executor.cards.registry import FAMILIES
-from quintet.executor.cards.share import Share, gathered_width
+from quintet.executor.cards.share import Share
 from quintet.executor.cards.spec import DecoderSpec
 from quintet.executor.parallel.ranks import SPINS, Ranks, shape_of
 from quintet.executor.platforms.cores import usable_cores
@@ -19,11 +19,8 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 def open_ranks(config: EngineConfig, descriptor: int, rank: int) -> Ranks:
     """Return the view of a rank whose process has taken its processors. descriptor: of the memory."""
     size, threads = config.executor.tensor_parallel_size, config.executor.threads
-    spec = spec_of(config.model)
-    shape = shape_of(
-        *(config, size, spec.hidden_size, gathered_width(spec)),
-        *(most_outputs(config.scheduler), DTYPE_BYTES[config.model.dtype]),
-    )
+    item_bytes = DTYPE_BYTES[config.model.dtype]
+    shape = shape_of(config, spec_of(config.model), most_outputs(config.scheduler), item_bytes)
     has_own = usable_cores() >= threads and len(os.sched_getaffinity(0)) * size <= (os.cpu_count() or 1)
     return Ranks(descriptor, Share(rank, size), shape, spins=SPINS if has_own else 0)
 

@@ -35,6 +35,7 @@ class CRanksShape(ctypes.Structure):
         ("block_size", _SIZE),
         ("sums_width", _SIZE),
         ("logits_row_bytes", _SIZE),
+        ("rotated_row_bytes", _SIZE),
         ("gathered_row_bytes", _SIZE),
     )
 
@@ -67,6 +68,7 @@ class RanksLibrary:
         self.done = declare(library, "qt_ranks_done", a)
         self.wait_for_all = declare(library, "qt_ranks_wait_for_all", a)
         self.logits = declare(library, "qt_ranks_logits", a, result=a)
+        self.rotated = declare(library, "qt_ranks_rotated", a, result=a)
         self.mail = declare(library, "qt_ranks_mail", a, result=a)
         self.mail_ints = int(declare(library, "qt_ranks_mail_ints", result=n)())
         self.sums = declare(library, "qt_ranks_sums", a, n, n, result=a)

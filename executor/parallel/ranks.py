@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quintet.executor.cards.share import Share
+from quintet.executor.cards.share import Share, gathered_width
+from quintet.executor.cards.spec import DecoderSpec
 from quintet.executor.ops.host_library import open_library
 from quintet.executor.parallel.library import COrder, CRanksShape, OrderKind, RanksLibrary
 from quintet.wire.config import EngineConfig
@@ -48,6 +49,11 @@ class Ranks:
         """Return the memory of all ranks' logits ``[max_outputs, vocab]``."""
         width = self.shape.logits_row_bytes // dtype.itemsize
         return self._rows(self.library.logits(self.handle), self.shape.max_outputs, width, dtype)
+
+    def rotated(self, first: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the memory ``[max_tokens, width]`` of rotations, behind so many numbers a token of others."""
+        begin = self.shape.max_tokens * first * dtype.itemsize
+        return self._rows(self.library.rotated(self.handle) + begin, self.shape.max_tokens, width, dtype)
 
     def gathered(self, turn: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the memory ``[max_tokens, width]`` of what ranks put together in this turn, 0 or 1."""
@@ -107,16 +113,12 @@ class Ranks:
         return np.frombuffer(self._memory, np.int32, count, offset)
 
 
-def shape_of(
-    config: EngineConfig, size: int, sums_width: int, gathered_width: int, max_outputs: int, item_bytes: int
-) -> CRanksShape:
-    """Return what the ranks of a model need room for.
-
-    sums_width: most outputs of a layer whose inputs are divided; gathered_width: most that are put together of all ranks'.
-    """
+def shape_of(config: EngineConfig, spec: DecoderSpec, max_outputs: int, item_bytes: int) -> CRanksShape:
+    """Return what the ranks of a model need room for."""
     scheduler, model = config.scheduler, config.model
+    by_token = (rope.rotary_dim for rope in spec.ropes if rope.depends_on_length)
     return CRanksShape(
-        ranks=size,
+        ranks=config.executor.tensor_parallel_size,
         max_tokens=max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs),
         max_rows=scheduler.max_num_seqs,
         max_outputs=max_outputs,
@@ -124,7 +126,8 @@ def shape_of(
         slots=scheduler.max_num_seqs,
         table_stride=-(-(model.max_model_len + 1) // model.kv.block_size),
         block_size=model.kv.block_size,
-        sums_width=sums_width,
+        sums_width=spec.hidden_size,
         logits_row_bytes=model.vocab_size * item_bytes,
-        gathered_row_bytes=gathered_width * item_bytes,
+        rotated_row_bytes=2 * sum(by_token) * item_bytes,
+        gathered_row_bytes=gathered_width(spec) * item_bytes,
     )

@@ -71,7 +71,7 @@ def ranks_of(size: int) -> list[Ranks]:
     """All ranks of one memory, in this process."""
     shape = CRanksShape(
         ranks=size, max_tokens=8, max_rows=8, max_outputs=8, tables=1, slots=8, table_stride=4,
-        block_size=16, sums_width=WIDTH, logits_row_bytes=64, gathered_row_bytes=0,
+        block_size=16, sums_width=WIDTH, logits_row_bytes=64, rotated_row_bytes=0, gathered_row_bytes=0,
     )  # fmt: skip
     memory = os.memfd_create("ranks")
     return [Ranks(memory, Share(rank, size), shape, spins=0) for rank in range(size)]
