@@ -356,7 +356,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         int,
         Flag(
             DEVICE,
-            "compute threads of the executor; 0 takes every core it may use, on 8 or more all but one in eight",
+            "compute threads of the executor, of each rank; 0 takes every core it may use, on 8 or more all but one in eight",
         ),
     ] = 0
     pin_threads: Annotated[

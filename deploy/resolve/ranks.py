@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 
 from quintet.deploy.resolve.card import ModelFacts
 from quintet.deploy.resolve.flags import Options
@@ -27,6 +28,10 @@ def check_flags(options: Options, device: str) -> None:
     if options.executor == "mock":
         raise ConfigError(
             f"{FLAG} {size}: the mock executor computes nothing that could be divided; drop one of the two"
+        )
+    if sys.platform != "linux":
+        raise ConfigError(
+            f"{FLAG} {size}: ranks share memory as Linux has it, and this is {sys.platform}; drop it"
         )
     if device != "cpu":
         raise ConfigError(
