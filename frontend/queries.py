@@ -10,6 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from quintet.frontend.placement import Send, too_large
+from quintet.frontend.prompt_size import num_prompt_tokens
 from quintet.frontend.router import Seats
 from quintet.wire.codec import pack_i32
 from quintet.wire.errors import ErrorCode, RequestError
@@ -27,6 +28,9 @@ from quintet.wire.messages import (
     TokenizeQuery,
 )
 from quintet.wire.supervision import MetricsQuery, MetricsReport
+
+SLOWEST_TOKENS_PER_S = 1 << 16
+"""Of a prompt that is encoded, behind a few as long as itself: huge ones wait for each other."""
 
 Answer = Tokenized | Detokenized | MetricsReport | Reclaimed
 AnswerT = TypeVar("AnswerT", Tokenized, Detokenized, MetricsReport, Reclaimed)
@@ -82,7 +86,8 @@ class Queries:
     async def tokenize(self, prompt: TextPrompt | ChatPrompt, token_strs: bool = False) -> Tokenized:
         """Encode a prompt. Raises `RequestError`."""
         query = TokenizeQuery(self._take_id(), self._me.index, prompt, token_strs)
-        answer = await self._ask(Role.TOKENIZER, query, query.query_id, Tokenized, self._timeout_s)
+        timeout_s = self._timeout_s + num_prompt_tokens(prompt) // SLOWEST_TOKENS_PER_S
+        answer = await self._ask(Role.TOKENIZER, query, query.query_id, Tokenized, timeout_s)
         if answer.error is not None:
             raise RequestError(answer.error.code, answer.error.message, answer.error.param)
         return answer

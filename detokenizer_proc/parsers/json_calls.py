@@ -139,7 +139,4 @@ class JsonCalls(ListReader):
 
     def _in_arguments(self) -> bool:
         self._argue(self._take(self._value.read(self._text)))
-        if not (self._value.is_over or self._over):
-            return False
-        self._state = JsonCalls._after
-        return True
+        return self._end_once(self._value.is_over)

@@ -85,7 +85,4 @@ class LiteralCalls(ListReader):
     def _in_call(self) -> bool:
         self._take(self._values.read(self._text, is_last=self._over))
         self._argue(self._values.take())
-        if not (self._values.is_over or self._over):
-            return False
-        self._state = LiteralCalls._after
-        return True
+        return self._end_once(self._values.is_over)

@@ -196,6 +196,13 @@ class ListReader(CallReader):
         self._is_list = self._is_inside = False
         return super()._meet(mark)
 
+    def _end_once(self, is_read: bool) -> bool:
+        """Go on behind a call once it ``is_read``, or where the output ends in it."""
+        if not (is_read or self._over):
+            return False
+        self._state = type(self)._after
+        return True
+
     def _after(self) -> bool:
         """Read what follows a call: another one, the end of a list, a mark, or content."""
         if not self._skip_blanks():

@@ -80,6 +80,19 @@ def test_silence_is_a_timeout_that_names_the_process() -> None:
     run(story())
 
 
+def test_a_huge_prompt_is_waited_for_longer() -> None:
+    async def story() -> None:
+        world = World(timeout_s=0.01)
+        huge = asyncio.ensure_future(world.queries.tokenize(TextPrompt("a " * (4 << 20))))
+        await asyncio.sleep(0)
+        with pytest.raises(RequestError, match="did not answer"):
+            await world.queries.tokenize(TextPrompt("a"))
+        world.queries.handle(Tokenized(world.sent[0][2].query_id, pack_i32([1])))
+        assert (await huge).token_ids == pack_i32([1])
+
+    run(story())
+
+
 def test_nobody_to_ask() -> None:
     async def story() -> None:
         world = World()
