@@ -15,10 +15,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from quintet.deploy.supervisor import run_dirs
 from quintet.process.runtime import CONFIG_FILE, SUPERVISOR
 from quintet.process.sockets import Bus, Inbox, Peers, address_of
-from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError
 from quintet.wire.supervision import Command, CommandAnswer
 
@@ -88,17 +89,32 @@ def run(arguments: argparse.Namespace) -> int:
     return ask(run_dir, words)
 
 
+class _Door(msgspec.Struct):
+    port: int
+
+
+class _Told(msgspec.Struct):
+    """As much of a configuration as tells servers apart, whichever version wrote it."""
+
+    frontend: _Door
+
+
+def _port_in(config: Path) -> int | None:
+    """Return the port of a server that runs, None of one that is just starting: the file comes right after the folder."""
+    try:
+        return msgspec.json.decode(config.read_bytes(), type=_Told).frontend.port
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
+
+
 def find_server(folder: Path, port: int | None, run_dir: Path | None) -> Path:
     """Return the run folder of the server that is meant, among those under ``folder``. Raises `ConfigError`."""
     if run_dir is not None:
         if not run_dirs.is_claimed(run_dir):
             raise ConfigError(f"--run-dir {run_dir} is not the run folder of a running server of yours")
         return run_dir
-    ports = {
-        path: EngineConfig.read(path / CONFIG_FILE).frontend.port
-        for path in run_dirs.claimed(folder)
-        if (path / CONFIG_FILE).exists()  # it is written right after the folder is claimed
-    }
+    read = {path: _port_in(path / CONFIG_FILE) for path in run_dirs.claimed(folder)}
+    ports = {path: found for path, found in read.items() if found is not None}
     found = [path for path in ports if port is None or ports[path] == port]
     if len(found) == 1:
         return found[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +12,10 @@ import msgspec
 import pytest
 
 from quintet.deploy.commands.admin import ask, find_server
+from quintet.deploy.supervisor import run_dirs
 from quintet.deploy.supervisor.commands import CommandError, Restart, Scale, Status, duration, parse
 from quintet.deploy.supervisor.room import check_room
+from quintet.process.runtime import CONFIG_FILE
 from quintet.wire.errors import ConfigError
 from quintet.wire.ids import Role
 
@@ -134,6 +138,24 @@ def test_the_server_is_found_or_the_ones_there_are_named(server: World, tmp_path
     assert find_server(parent, None, server.run_dir) == server.run_dir
     with pytest.raises(ConfigError, match=rf"listens on port 70000; there are: .*{server.run_dir}"):
         find_server(parent, 70000, None)
+
+
+def test_servers_of_other_versions_are_told_apart_too(tmp_path: Path) -> None:
+    """What else their configurations say, no other version need know; one that is being written names no port yet."""
+    folders = {name: tmp_path / f"quintet-{name}" for name in ("older", "newer", "starting")}
+    told = {
+        "older": '{"frontend":{"port":1}}',
+        "newer": '{"frontend":{"port":2},"kind":[]}',
+        "starting": '{"fr',
+    }
+    with contextlib.ExitStack() as stack:
+        for name, folder in folders.items():
+            folder.mkdir()
+            stack.callback(os.close, run_dirs.claim(folder))
+            (folder / CONFIG_FILE).write_text(told[name])
+        assert find_server(tmp_path, 2, None) == folders["newer"]
+        with pytest.raises(ConfigError, match=r"several servers run: port 2 .*, port 1 "):
+            find_server(tmp_path, None, None)
 
 
 def test_commands_are_read() -> None:
