@@ -79,13 +79,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def config_of(folder: Path, card: dict[str, Any], args: argparse.Namespace) -> EngineConfig:
+def config_of(folder: Path, card: dict[str, Any], args: argparse.Namespace, ranks: int = 1) -> EngineConfig:
     """Return a configuration for a model card, with room for what ``args`` ask for; ``folder`` is its run folder."""
     heads = card["num_attention_heads"]
     head_dim = card.get("head_dim") or card["hidden_size"] // heads
     kv = full_layers(
         card["num_hidden_layers"],
-        Share(0, args.ranks).of_kv_heads(card["num_key_value_heads"]).count,
+        Share(0, ranks).of_kv_heads(card["num_key_value_heads"]).count,
         head_dim,
         4 if args.dtype == "float32" else 2,
         BLOCK_SIZE,
@@ -115,7 +115,7 @@ def config_of(folder: Path, card: dict[str, Any], args: argparse.Namespace) -> E
             threads=args.threads,
             quantization=args.quantization,
             pin_threads=args.pin,
-            tensor_parallel_size=args.ranks,
+            tensor_parallel_size=ranks,
         ),
         frontend=FrontendConfig(),
         processes=ProcessesConfig(),
@@ -244,7 +244,7 @@ def main() -> None:
     card = SHAPES[args.shape]
     with tempfile.TemporaryDirectory() as folder:
         begun = time.perf_counter()
-        with loaded(config_of(Path(folder), card, args)) as (worker, config):
+        with loaded(config_of(Path(folder), card, args, args.ranks)) as (worker, config):
             print(worker.facts["worker"], f"loaded in {time.perf_counter() - begun:.1f} s", sep=", ")
             while worker.has_chores:  # what a server has behind it after its first idle seconds
                 worker.do_chore()
