@@ -29,6 +29,8 @@ ONCE = "/v1/conversations"
 """What is done here twice is two things: it is sent again only where it was never received."""
 KEPT = ("/v1/responses/", "/v1/conversations/", "/v1/streams/")
 """What only the server knows that has it: whoever does is found by asking."""
+LAST_EVENT = b"last-event-id"
+"""With it a client comes back for a stream by sending its request again."""
 LOOK_S = 0.05
 MAX_REFUSALS = 3
 """So many servers are asked while all answer that they cannot now: where all are full, asking makes it worse."""
@@ -109,7 +111,7 @@ class Passing:
         tried = self._tried
         refused: list[Flow] = []
         until_s = time.monotonic() + self._patience.first_s
-        is_kept = outgoing.path.startswith(KEPT)
+        is_kept = outgoing.path.startswith(KEPT) or any(name == LAST_EVENT for name, _ in outgoing.headers)
         while True:
             held = None if len(refused) == MAX_REFUSALS else self._servers.choose(asked, tried)
             if held is None:
