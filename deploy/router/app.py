@@ -14,7 +14,7 @@ from quintet.deploy.router.figures import Figures
 from quintet.deploy.router.limits import Limits
 from quintet.deploy.router.passing import Passing, Patience
 from quintet.deploy.router.servers import Servers
-from quintet.deploy.router.upstream import Outgoing
+from quintet.deploy.router.upstream import RELAY, Outgoing
 from quintet.frontend.bodies import Bodies
 from quintet.frontend.dialects.anthropic import errors as anthropic_errors
 from quintet.frontend.dialects.openai import errors as openai_errors
@@ -24,7 +24,7 @@ from quintet.frontend.guard import Keys
 from quintet.frontend.metrics import CONTENT_TYPE
 from quintet.wire.errors import ErrorCode, RequestError
 
-OPEN = frozenset({"/livez", "/readyz"})
+RELAYED = ((RELAY, b"1"),)
 _log = logging.getLogger("quintet")
 
 
@@ -122,6 +122,7 @@ class App:
                 exchange.request_id,
                 body,
                 door.servers_key,
+                RELAYED if asked.is_streamed else (),
             )
             await Passing(self._servers, self._figures, self._patience, exchange).answer(outgoing, asked)
         finally:

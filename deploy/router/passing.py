@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from quintet.deploy.router.asked import Asked
 from quintet.deploy.router.events import Events
@@ -71,8 +71,6 @@ class Passing:
 
     async def answer(self, outgoing: Outgoing, asked: Asked) -> None:
         """Answer the client. Raises `RequestError` before anything was written, or `ClientGone`."""
-        if asked.is_streamed:
-            outgoing = replace(outgoing, extra=((RELAY, b"1"),))
         watcher = self._exchange.watch_disconnect(self._leave)
         try:
             flow = await self._begin(outgoing, asked)
@@ -113,6 +111,8 @@ class Passing:
         until_s = time.monotonic() + self._patience.first_s
         is_kept = outgoing.path.startswith(KEPT) or any(name == LAST_EVENT for name, _ in outgoing.headers)
         while True:
+            if self._is_gone:
+                raise ClientGone
             held = None if len(refused) == MAX_REFUSALS else self._servers.choose(asked, tried)
             if held is None:
                 if refused:
@@ -159,6 +159,8 @@ class Passing:
         lines = held.server.lines
         while True:
             flow = self._flow = await lines.send(outgoing.bytes_for(lines.target))
+            if self._is_gone:  # while it connected
+                flow.connection.close()
             try:
                 await flow.head()
             except ConnectionError:
