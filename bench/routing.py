@@ -54,7 +54,7 @@ class Shape:
 SHAPES = {
     "mock": Shape(
         ("--executor", "mock", "--step-ms", "10", "--max-num-batched-tokens", "128"),
-        24, 16, 768, 64, 1900, {"rare": 120.0, "mixed": 56.0}, 12.0,
+        24, 16, 768, 64, 1900, {"rare": 120.0, "mixed": 56.0}, 60.0,
     ),
     "model": Shape((), 24, 16, 768, 32, 1900, {"rare": 24.0, "mixed": 4.0}, 25.0),
 }  # fmt: skip
@@ -113,8 +113,8 @@ LONG = {"rare": 1 / 128, "mixed": 1 / 8}
 TRACES = ("shared", *LONG)
 
 
-def uneven(shape: Shape, trace: str, seed: int) -> tuple[list[bytes], list[float]]:
-    """Return requests of two sizes, and their moments.
+def sizes(shape: Shape, trace: str, seed: int) -> tuple[list[int], list[float]]:
+    """Return the prompts' tokens, and their moments.
 
     As many are long as the trace says, to one: with a few more of one in 128, the 99th percentile would be one of theirs.
     """
@@ -124,7 +124,14 @@ def uneven(shape: Shape, trace: str, seed: int) -> tuple[list[bytes], list[float
         arrivals_s.append(at_s)
     count = len(arrivals_s)
     long = set(rng.sample(range(count), round(count * LONG[trace])))
-    return [body(tokens(rng, shape.long if at in long else shape.short)) for at in range(count)], arrivals_s
+    return [shape.long if at in long else shape.short for at in range(count)], arrivals_s
+
+
+def uneven(shape: Shape, trace: str, seed: int) -> tuple[list[bytes], list[float]]:
+    """Return requests of two sizes, and their moments."""
+    rng = random.Random(seed)
+    counts, arrivals_s = sizes(shape, trace, seed)
+    return [body(tokens(rng, count)) for count in counts], arrivals_s
 
 
 def counted(server: Server, name: str) -> float:

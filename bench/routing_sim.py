@@ -1,0 +1,163 @@
+"""The traces of `bench.routing` with long prompts, on engines that are only reckoned: what each way of choosing could do at best.
+
+    python -m bench.routing_sim [--step-ms 10] [--seeds 6] [--duration 60]
+
+An engine computes prompts in the order they came, so many tokens a step beside those it draws for who is answered, as the core
+does. The choice is the real one (`quintet.frontend.router.choose`), by what a frontend knows. ``exact`` knows what each engine
+has left to compute to the token and takes the least: as good as one queue before all engines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import heapq
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median, quantiles
+
+from bench.routing import NUM_ENGINES, OUTPUT_LEN, SHAPES, sizes
+from quintet.frontend.beginnings import PIECE_TOKENS
+from quintet.frontend.engines import USUAL_OVER
+from quintet.frontend.router import Engine, choose
+from quintet.wire.config import Routing
+
+BUDGET = 128
+TRACES = ("rare", "mixed")
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One of them."""
+
+    arrival_s: float
+    size: int
+    left: int
+    num_drawn: int = 0
+
+
+@dataclass(slots=True)
+class Reckoned:
+    """An engine."""
+
+    waiting: deque[Request] = field(default_factory=deque)
+    running: list[Request] = field(default_factory=list)
+    num_queued: int = 0
+    is_busy: bool = False
+
+    @property
+    def work(self) -> int:
+        """Tokens of prompts that are left to compute."""
+        return sum(request.left for request in (*self.waiting, *self.running))
+
+    def plan(self) -> list[tuple[Request, int]]:
+        """Return the tokens of each request in the next step."""
+        step = [(request, 0) for request in self.running if not request.left]
+        budget = BUDGET - len(step)
+        for request in self.running:
+            if request.left and budget > 0:
+                step.append((request, min(budget, request.left)))
+                budget -= step[-1][1]
+        while self.waiting and budget > 0:
+            request = self.waiting.popleft()
+            self.running.append(request)
+            step.append((request, min(budget, request.left)))
+            budget -= step[-1][1]
+        return step
+
+
+Choose = Callable[[list[Reckoned], int, int, float], int]
+
+
+def by_policy(policy: Routing, engines: list[Reckoned], size: int, turn: int, usual: float) -> int:
+    """Choose as a frontend does."""
+    known = [
+        Engine(index, each.num_queued, len(each.waiting) + len(each.running))
+        for index, each in enumerate(engines)
+    ]
+    return choose(known, policy, turn, "", size, usual).index
+
+
+def exactly(engines: list[Reckoned], size: int, turn: int, usual: float) -> int:
+    """Choose by what is really left."""
+    return min(range(len(engines)), key=lambda index: (engines[index].work, (index + turn) % len(engines)))
+
+
+def play(counts: list[int], arrivals_s: list[float], choice: Choose, step_s: float) -> list[float]:
+    """Return the seconds to each request's first token."""
+    engines = [Reckoned() for _ in range(NUM_ENGINES)]
+    requests = [Request(at, count, count) for at, count in zip(arrivals_s, counts, strict=True)]
+    events: list[tuple[float, int, int]] = [(each.arrival_s, 0, at) for at, each in enumerate(requests)]
+    heapq.heapify(events)
+    plans: dict[int, list[tuple[Request, int]]] = {}
+    firsts: list[float] = []
+    usual, turn = 0.0, 0
+
+    def begin(index: int, now_s: float) -> None:
+        plans[index] = engines[index].plan()
+        engines[index].is_busy = bool(plans[index])
+        if plans[index]:
+            heapq.heappush(events, (now_s + step_s, 1, index))
+
+    while events:
+        now_s, kind, at = heapq.heappop(events)
+        if kind == 0:
+            request, turn = requests[at], turn + 1
+            known = max(PIECE_TOKENS, usual) if turn > USUAL_OVER // 4 else 0.0
+            index = choice(engines, request.size, turn, known)
+            usual += (request.size - usual) / min(turn, USUAL_OVER)
+            engines[index].waiting.append(request)
+            engines[index].num_queued += request.size
+            if not engines[index].is_busy:
+                begin(index, now_s)
+            continue
+        engine = engines[at]
+        for request, count in plans[at]:
+            request.left -= count
+            if request.left:
+                continue
+            if not request.num_drawn:
+                firsts.append(now_s - request.arrival_s)
+                engine.num_queued -= request.size
+            request.num_drawn += 1
+            if request.num_drawn == OUTPUT_LEN:
+                engine.running.remove(request)
+        begin(at, now_s)
+    return firsts
+
+
+CHOICES: dict[str, Choose] = {
+    "round-robin": partial(by_policy, "round-robin"),
+    "prefix": partial(by_policy, "prefix"),
+    "exact": exactly,
+}
+
+
+def main() -> None:
+    """Reckon and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--step-ms", type=float, default=10.0)
+    parser.add_argument("--seeds", type=int, default=6)
+    parser.add_argument("--duration", type=float, default=60.0, metavar="S")
+    arguments = parser.parse_args()
+    shape = dataclasses.replace(SHAPES["mock"], duration_s=arguments.duration)
+    print("| trace | choice | p50, ms | p99, ms | p99 / round robin's |\n|---|---|---|---|---|")
+    for trace in TRACES:
+        p99: dict[str, list[float]] = {}
+        for name, choice in CHOICES.items():
+            runs = [
+                play(*sizes(shape, trace, seed), choice, arguments.step_ms / 1e3)
+                for seed in range(arguments.seeds)
+            ]
+            p99[name] = [1e3 * quantiles(run, n=100)[98] for run in runs]
+            ratios = [a / b for a, b in zip(p99[name], p99["round-robin"], strict=True)]
+            p50 = 1e3 * median(median(run) for run in runs)
+            print(f"| {trace} | {name} | {p50:.0f} | {median(p99[name]):.0f} | {median(ratios):.2f} |")
+
+
+if __name__ == "__main__":
+    main()
