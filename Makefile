@@ -10,14 +10,15 @@ COMPILERS ?=
 TOOLCHAIN := $(CUDA)/installed$(addprefix -,$(COMPILERS))
 PIP_OPTIONS ?=
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_OPTIONS)
-WORKERS ?= 2
+# One more than cores: servers that are tested wait, half of their time.
+WORKERS ?= 3
 # Hundreds of processes are started by the tests: each reads what the first compiled.
 unexport PYTHONDONTWRITEBYTECODE
 PARALLEL := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 CLIENTS := $(patsubst tests/clients/requirements/%.txt,.venv/clients/%/installed,$(wildcard tests/clients/requirements/*.txt))
 
-.PHONY: help install serve chat test test-all lint types check bench-overhead model cubins clients fuzz gpu-check clean
+.PHONY: help install serve chat test test-all collect lint types check bench-overhead model cubins clients fuzz gpu-check clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/' | expand -t 18
@@ -42,6 +43,10 @@ test: install  ## run the fast suite of tests (tests/README.md)
 
 test-all: install cubins clients  ## run the whole suite, and compile the CUDA kernels for all GPUs
 	$(BIN)/pytest $(PARALLEL) --whole $(ARGS)
+
+collect: install  ## find all tests: what they import is compiled then, once rather than by each worker of `make test`
+	@mkdir -p build
+	@$(BIN)/pytest --collect-only -qq > build/collected || { cat build/collected; exit 1; }
 
 lint: install  ## check style and formatting
 	$(BIN)/ruff check .
