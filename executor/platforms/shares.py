@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Collection
 from pathlib import Path
@@ -13,6 +14,7 @@ from quintet.executor.platforms.memory_nodes import nodes_of
 from quintet.wire.config import EngineConfig
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+TASKS = Path("/proc/self/task")
 
 
 def take_share(index: int, config: EngineConfig, rank: int = 0) -> EngineConfig:
@@ -29,8 +31,22 @@ def take_share(index: int, config: EngineConfig, rank: int = 0) -> EngineConfig:
         return config
     num_shares, its = num_engines * num_ranks, index % num_engines * num_ranks + rank
     threads = config.executor.threads or max(1, default_threads(usable_cores()) // num_shares)
-    os.sched_setaffinity(0, share_of(os.sched_getaffinity(0), its, num_shares))
+    keep_to(share_of(os.sched_getaffinity(0), its, num_shares))
     return msgspec.structs.replace(config, executor=msgspec.structs.replace(config.executor, threads=threads))
+
+
+def keep_to(processors: Collection[int]) -> None:
+    """Keep every thread of this process to some processors: those there are already, and whatever they start.
+
+    A thread that was left out would compute on others, and weights would lie on their memory nodes too
+    (`quintet.executor.platforms.memory_nodes.usable_nodes` asks all threads).
+    """
+    kept: set[str] = set()
+    while left := set(os.listdir(TASKS)) - kept:  # again: one that was not kept yet may have started another
+        for task in left:
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.sched_setaffinity(int(task), processors)
+        kept |= left
 
 
 def device_of(index: int, visible: str | None) -> str:

@@ -9,12 +9,15 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from quintet.executor.ops.host_library import declare, open_library
 from quintet.executor.platforms.cores import default_threads, usable_cores
 from quintet.executor.platforms.memory_nodes import usable_nodes
 from quintet.executor.platforms.shares import device_of, share_of
+
+from .test_process import config_of
 
 
 def machine(root: Path, siblings: dict[int, str], **files: str) -> Path:
@@ -159,6 +162,34 @@ def test_a_thread_that_is_kept_on_a_processor_asks_for_the_nodes_of_all(tmp_path
 
     with ThreadPoolExecutor(1) as thread:
         assert thread.submit(ask).result() == list(range(len(processors)))
+
+
+SHARING = """
+import os, sys, threading
+from pathlib import Path
+import msgspec
+from quintet.executor.platforms.memory_nodes import usable_nodes
+from quintet.executor.platforms.shares import take_share
+from quintet.wire.config import EngineConfig
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+take_share(0, msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig), 1)
+print(len(os.sched_getaffinity(0)), len(usable_nodes(system=Path(sys.argv[1]))))
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor: nothing to share")
+def test_threads_that_were_there_before_the_share_keep_to_it_as_well(tmp_path: Path) -> None:
+    """Such as the one that sends heartbeats: a rank's weights lie where any of its threads may be."""
+    for node, processor in enumerate(os.sched_getaffinity(0)):
+        folder = tmp_path / f"devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(f"{processor}\n")
+    config = msgspec.json.encode(config_of(tmp_path, tensor_parallel_size=2))
+    words = [sys.executable, "-c", SHARING, str(tmp_path)]
+    done = subprocess.run(words, input=config, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    num_processors, num_nodes = map(int, done.stdout.split())
+    assert num_nodes == num_processors < len(os.sched_getaffinity(0))
 
 
 def test_engines_divide_cores_and_keep_to_memory_nodes(tmp_path: Path) -> None:
