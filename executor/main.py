@@ -133,7 +133,14 @@ class Executor:
         if messages:
             self.handle(messages)
         else:
-            self._worker.do_chore()
+            self._do_chore()
+
+    def _do_chore(self) -> None:
+        """Count it among the work: heartbeats have to tell of one that does not end, since ranks wait for each other in it."""
+        self._process.pending += 1
+        self._worker.do_chore()
+        self._process.progress += 1
+        self._process.pending -= 1
 
     def handle(self, messages: list[StepPlan | StepsEnded | Topology | Dropped]) -> None:
         """Send the results of the steps that ended, then begin the plans among ``messages``, all in order.

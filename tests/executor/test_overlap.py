@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,7 @@ class Device:
     num_tenants: int = 0
     work_done: int = 0
     chores: list[str] = field(default_factory=list)
+    in_chore: Callable[[], object] = lambda: None
     num_resets: int = 0
     begun: list[Held] = field(default_factory=list)
     refused: dict[int, Exception] = field(default_factory=dict)
@@ -81,6 +82,7 @@ class Device:
 
     def do_chore(self) -> None:
         self.chores.pop()
+        self.in_chore()
 
     def begin(self, plan: StepPlan) -> Held:
         self.num_tenants += len(plan.new_rows)
@@ -207,6 +209,17 @@ def test_chores_are_done_while_nothing_is_in_flight_and_nobody_waits(house: Hous
     while len(house.device.begun) < 2:
         house.executor.turn()
     assert len(house.device.chores) == left, "a step was in flight"
+
+
+def test_a_chore_that_never_ends_is_work_pending_without_progress(house: House) -> None:
+    """Ranks do them together: one that has stopped keeps the first waiting there, and heartbeats have to tell."""
+    accounts: list[tuple[int, int]] = []
+    house.device.in_chore = lambda: accounts.append(house.executor.account())
+    house.device.chores = ["second", "first"]
+    while house.device.has_chores:
+        house.executor.turn()
+    assert accounts == [(0, 1), (1, 1)]
+    assert house.executor.account() == (2, 0)
 
 
 def test_a_result_goes_out_while_the_next_step_is_computed(house: House) -> None:
@@ -383,7 +396,7 @@ def test_a_recording_says_when_steps_ended(house: House, monkeypatch: pytest.Mon
                 held.error = ValueError("late news")
             return held
 
-    def make_worker(config: EngineConfig, span: Span = no_span) -> Device:
+    def make_worker(config: EngineConfig, span: Span = no_span, followers: None = None) -> Device:
         return Again(at_once=True)
 
     monkeypatch.setattr(main, "make_worker", make_worker)
