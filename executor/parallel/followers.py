@@ -66,13 +66,15 @@ class Followers:
         status = process.wait()
         if self._is_closing:
             return
-        words = f"rank {rank} {ending(status)}; all ranks end with it"
-        log.critical("%s", words)
-        file = error_file(self._config.run_dir, self._me)
-        with contextlib.suppress(OSError):
-            if not file.exists():  # else the rank has said why itself
-                file.write_text(words)
-        os._exit(EXIT_CONFIG if status == EXIT_CONFIG else 1)  # whatever the main thread waits for
+        try:
+            words = f"rank {rank} {ending(status)}; all ranks end with it"
+            log.critical("%s", words)
+            file = error_file(self._config.run_dir, self._me)
+            with contextlib.suppress(OSError):
+                if not file.exists():  # else the rank has said why itself
+                    file.write_text(words)
+        finally:  # whatever the main thread waits for
+            os._exit(EXIT_CONFIG if status == EXIT_CONFIG else 1)
 
     def close(self) -> None:
         """End them."""
@@ -86,4 +88,9 @@ class Followers:
 
 def ending(status: int) -> str:
     """Say how a process ended, by what `subprocess.Popen.wait` returned."""
-    return f"exited with status {status}" if status >= 0 else f"was killed by {signal.Signals(-status).name}"
+    if status >= 0:
+        return f"exited with status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:  # a real-time signal: most have no name
+        return f"was killed by signal {-status}"

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import msgspec
 import psutil
+import pytest
 
+from quintet.executor.parallel.followers import ending
 from quintet.process.runtime import error_file
 from quintet.wire.ids import Role, WorkerId
 
@@ -26,6 +28,14 @@ followers = Followers(WorkerId(Role.EXECUTOR, 3, 7), config)
 print("started", flush=True)
 threading.Event().wait()
 """
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [(0, "exited with status 0"), (-9, "was killed by SIGKILL"), (-37, "was killed by signal 37")],
+)
+def test_every_ending_has_words(status: int, words: str) -> None:
+    assert ending(status) == words
 
 
 def test_rank_0_ends_with_another(tmp_path: Path) -> None:
