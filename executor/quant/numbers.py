@@ -14,7 +14,7 @@ FLOAT_FORMATS = {
     torch.float32: WeightFormat.FP32,
 }
 
-LAYOUT = 1
+LAYOUT = 2
 """Version of what packed bytes mean (csrc/cpu/linear.hpp). Part of the packed cache's key: raise it when that changes."""
 
 

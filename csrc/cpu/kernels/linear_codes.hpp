@@ -1,13 +1,13 @@
 // How the integers of a packed weight are coded, and how they become bytes.
 //
 // A step (step_of) is so many k of all 64 columns. Below, bytes of a line are [64][4]; q counts the step's fours of k, of which a
-// column's four bytes have one number each.
+// column's four bytes have one number each. Upper bits come first: all fours need them, and registers are few.
 //
 //   eight   a line: fours as they are
 //   four    a line: q 0 in the low, 1 in the high halves                                     8 k
 //   table   the same, halves choose one of 16 bytes                                          8 k
-//   six     two lines as of four; a line whose bits 2 q, 2 q + 1 are the upper two          16 k
-//   five    four lines as of four; a line whose bit q is the upper one                      32 k
+//   six     a line whose bits 2 q, 2 q + 1 are the upper two; two lines as of four          16 k
+//   five    a line whose bit q is the upper one; four lines as of four                      32 k
 //   two     a line: bits 2 q, 2 q + 1                                                       16 k
 //   three   the same; then 16 bits for each column, of which bit 4 i + q is the upper one
 //           of the four's number i                                                          16 k
@@ -50,8 +50,8 @@ QT_INLINE i32v four_of(const i32v (&lines)[lines_of(kCodes)], [[maybe_unused]] i
   if constexpr (kCodes == Codes::eight) return lines[0];
   if constexpr (kCodes == Codes::four) return nibbles_of(lines[0], q);
   if constexpr (kCodes == Codes::table) return look_up(table, nibbles_of(lines[0], q));
-  if constexpr (kCodes == Codes::six) return nibbles_of(lines[q / 2], q % 2) | moved_bits(lines[2], 4 - 2 * q, 0x30303030);
-  if constexpr (kCodes == Codes::five) return nibbles_of(lines[q / 2], q % 2) | moved_bits(lines[4], 4 - q, 0x10101010);
+  if constexpr (kCodes == Codes::six) return nibbles_of(lines[1 + q / 2], q % 2) | moved_bits(lines[0], 4 - 2 * q, 0x30303030);
+  if constexpr (kCodes == Codes::five) return nibbles_of(lines[1 + q / 2], q % 2) | moved_bits(lines[0], 4 - q, 0x10101010);
   const i32v low = moved_bits(lines[0], -2 * q, 0x03030303);
   if constexpr (kCodes == Codes::three) return low | moved_bits(halves, 2 - q, 0x04040404);
   return low;
@@ -123,12 +123,12 @@ QT_INLINE StoredStep stored_step(Codes codes, const i32v* fours) {
     case Codes::four:
     case Codes::table: step.lines[0] = both_nibbles(fours); break;
     case Codes::six:
-      for (int n = 0; n < 2; ++n) step.lines[n] = both_nibbles(fours + 2 * n);
-      step.lines[2] = gathered_bits(fours, 4, 4, 2);
+      for (int n = 0; n < 2; ++n) step.lines[1 + n] = both_nibbles(fours + 2 * n);
+      step.lines[0] = gathered_bits(fours, 4, 4, 2);
       break;
     case Codes::five:
-      for (int n = 0; n < 4; ++n) step.lines[n] = both_nibbles(fours + 2 * n);
-      step.lines[4] = gathered_bits(fours, 8, 4, 1);
+      for (int n = 0; n < 4; ++n) step.lines[1 + n] = both_nibbles(fours + 2 * n);
+      step.lines[0] = gathered_bits(fours, 8, 4, 1);
       break;
     case Codes::three: {
       step.lines[0] = gathered_bits(fours, 4, 0, 2);
@@ -148,13 +148,13 @@ int code_at(const Weight& weight, const unsigned char* codes, index_t lane, inde
   const unsigned char* const step = codes + k / size.k * size.bytes;
   const index_t q = k % size.k / 4, i = k % 4;
   const auto byte = [&](index_t line) { return int(step[line * kCodeLine + lane * 4 + i]); };
-  const auto nibble = [&] { return byte(q / 2) >> (q % 2 * 4) & 15; };
+  const auto nibble = [&](index_t first) { return byte(first + q / 2) >> (q % 2 * 4) & 15; };
   switch (weight.codes) {
     case Codes::eight: return byte(0);
-    case Codes::four: return nibble();
-    case Codes::table: return weight.table[nibble()];
-    case Codes::six: return nibble() | (byte(2) >> 2 * q & 3) << 4;
-    case Codes::five: return nibble() | (byte(4) >> q & 1) << 4;
+    case Codes::four: return nibble(0);
+    case Codes::table: return weight.table[nibble(0)];
+    case Codes::six: return nibble(1) | (byte(0) >> 2 * q & 3) << 4;
+    case Codes::five: return nibble(1) | (byte(0) >> q & 1) << 4;
     case Codes::two: return byte(0) >> 2 * q & 3;
     default: return (byte(0) >> 2 * q & 3) | (step[kCodeLine + lane * 2 + i / 2] >> (i % 2 * 4 + q) & 1) << 2;
   }

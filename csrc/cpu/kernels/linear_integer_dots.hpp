@@ -129,16 +129,17 @@ QT_INLINE void step_of_words(i32v (&sums)[R][V][1], const Rows<R>& x, index_t x_
   }
 }
 
-// A step of whatever codes, a four of k after the other. column: of the tile, the first.
+// A step of whatever codes, a four of k after the other, lines as late as in order they can be. column: of the tile, the first.
 template <class Dot, Codes kCodes, int R, int V>
 QT_INLINE void step_of_fours(i32v (&sums)[R][V][Dot::kSums], const Rows<R>& x, index_t x_stride, index_t at, const char* weight,
                              i32v table, index_t column) {
   constexpr int kLines = lines_of(kCodes), kFours = fours_of(kCodes);
   i32v lines[V][kLines], halves[V];
-#pragma GCC unroll 5
-  for (int n = 0; n < kLines; ++n)
+  const auto load_line = [&](int n) __attribute__((always_inline)) {
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) lines[v][n] = load_in_order(weight + n * kCodeLine + v * kLanes * 4);
+  };
+  load_line(0);
 #pragma GCC unroll 8
   for (int v = 0; v < V; ++v) {
     const char* const behind = weight + kCodeLine - column * 2 + v * kLanes * 2;  // whose columns are half as wide
@@ -146,6 +147,7 @@ QT_INLINE void step_of_fours(i32v (&sums)[R][V][Dot::kSums], const Rows<R>& x, i
   }
 #pragma GCC unroll 8
   for (int q = 0; q < kFours; ++q) {
+    if (kLines > 1 && q % 2 == 0) load_line(1 + q / 2);
     i32v w[V];
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) w[v] = four_of<kCodes>(lines[v], halves[v], q, table);
