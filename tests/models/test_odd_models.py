@@ -30,7 +30,7 @@ OPERATIONS = {
 def worker_of(kind: str, folder: Path, block_size: int, monkeypatch: pytest.MonkeyPatch) -> Worker:
     """Return a worker on the CPU; in blocks of 4 torch computes."""
     setting = Setting(torch.device("cpu"), torch.float32, open_quantization("none"))
-    monkeypatch.setattr(workers, "load_model", lambda config, platform: OddModel(kind, setting))
+    monkeypatch.setattr(workers, "load_model", lambda *_, **__: OddModel(kind, setting))
     return workers.make_torch_worker(engine_config(folder, CARD, block_size, 128))
 
 
