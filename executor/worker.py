@@ -26,6 +26,7 @@ from quintet.executor.models.model import CausalModel, Setting
 from quintet.executor.models.registry import build_model
 from quintet.executor.ops.host_dtypes import DTYPE_CODES, NARROW_KV
 from quintet.executor.ops.huge_pages import HugePages
+from quintet.executor.parallel.host_blocks import HostBlocksOfAllRanks
 from quintet.executor.parallel.ranks import Ranks
 from quintet.executor.platforms.platform import Platform, open_platform
 from quintet.executor.program.library import program_library
@@ -88,7 +89,8 @@ class Worker:
         self.tables = SlotTables(max_num_seqs, model.max_model_len, model.kv, device)
         grammars = Grammars(max_num_seqs, model)
         self._sampler = Sampler(max_num_seqs, model.vocab_size, self.tables, ops, grammars=grammars)
-        self._host_blocks = HostBlocks(runner.blocks, model.kv.num_blocks(config.cache.swap_bytes))
+        own = HostBlocks(runner.blocks, model.kv.num_blocks(config.cache.swap_bytes))
+        self._host_blocks = own if ranks is None else HostBlocksOfAllRanks(own, ranks)
         self.num_host_blocks = self._host_blocks.num_blocks
         self.swap_bytes_per_s = self._host_blocks.measure()
         if self.num_host_blocks:

@@ -126,7 +126,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: KvFormat = "model"
     """Number format of keys and values."""
     swap_bytes: int = 0
-    """Host memory for KV of preempted requests; 0: they are computed again."""
+    """Host memory for KV of preempted requests, of each rank; 0: they are computed again."""
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -191,7 +191,10 @@ def _cache_config(
         enable_prefix_caching=options.enable_prefix_caching and can_share_prefixes,
         dtype=rules.kv_format(options, facts),
         gpu_memory_utilization=options.gpu_memory_utilization,
-        swap_bytes=rules.derive_swap_bytes(options.swap_space, device, kind, room_bytes),
+        swap_bytes=rules.derive_swap_bytes(
+            options.swap_space, device, kind, room_bytes * options.tensor_parallel_size
+        )
+        // options.tensor_parallel_size,
     )
     return cache, fitted
 

@@ -37,14 +37,6 @@ def check_flags(options: Options, device: str) -> None:
         raise ConfigError(
             f"{FLAG} {size}: models are divided on the CPU only so far; add --device cpu or drop it"
         )
-    if options.swap_space:
-        raise ConfigError(
-            f"{FLAG} {size}: ranks keep no KV outside of --kv-cache-memory yet; drop --swap-space"
-        )
-    if options.enable_prompt_embeds:
-        raise ConfigError(
-            f"{FLAG} {size}: ranks take no prompts as embeddings yet; drop --enable-prompt-embeds"
-        )
 
 
 def of_one_rank(options: Options, facts: ModelFacts) -> ModelFacts:

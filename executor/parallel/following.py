@@ -5,6 +5,10 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 
+import numpy as np
+import torch
+
+from quintet.executor.features.kv_offload import HostBlocks
 from quintet.executor.parallel.boot import open_ranks
 from quintet.executor.parallel.library import OrderKind
 from quintet.executor.parallel.ranks import Ranks
@@ -30,9 +34,26 @@ def follow(config: EngineConfig, platform: Platform, ranks: Ranks) -> Iterator[O
     gc.freeze()
     give_back_memory()
     ranks.done()
-    pages = model.weights.reservation
+    pages, num_host_blocks = model.weights.reservation, config.model.kv.num_blocks(config.cache.swap_bytes)
+    host_blocks = HostBlocks(runner.blocks, num_host_blocks)
     while True:
-        kind = runner.follow()
+        order = ranks.hear(runner.step_address)
+        kind = OrderKind(order.kind)
+        match kind:
+            case OrderKind.RUN:
+                runner.run_told(order.begin, order.end, order.length)
+            case OrderKind.COPY_BLOCKS:
+                pairs = np.frombuffer(ranks.mail(order), np.int32).reshape(-1, 2).astype(np.int64)
+                runner.copy_blocks(*(torch.from_numpy(column.copy()) for column in pairs.T))
+            case OrderKind.SWAP_OUT:
+                host_blocks.copy_out(ranks.mail(order))
+            case OrderKind.SWAP_IN:
+                host_blocks.copy_in(ranks.mail(order))
+            case OrderKind.EMBEDS:
+                runner.put_told(ranks.mail(order))
+            case OrderKind.CHORE:
+                pass
+        ranks.done()
         if kind is OrderKind.CHORE and pages is not None and pages.is_scattered:
-            pages.gather(CHORE_S)
+            pages.gather(CHORE_S)  # behind it: rank 0 does its own meanwhile
         yield kind

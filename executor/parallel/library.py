@@ -16,8 +16,14 @@ class OrderKind(IntEnum):
     RUN = 0
     """Operations of the program, over the step that comes with the order."""
     COPY_BLOCKS = 1
-    """Of KV memory: the mail has sources, then targets."""
-    CHORE = 2
+    """Of KV memory: int32 pairs, from and to."""
+    SWAP_OUT = 2
+    """Blocks to host memory; see `quintet.wire.step.StepPlan.swaps_out`."""
+    SWAP_IN = 3
+    """Blocks back from it."""
+    EMBEDS = 4
+    """Vectors of tokens are written over what the embedding made; see `vector_records`."""
+    CHORE = 5
     """What a worker does while nobody waits."""
 
 

@@ -11,7 +11,6 @@ import os
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from quintet.executor.cards.share import Share, gathered_width
 from quintet.executor.cards.spec import DecoderSpec
@@ -20,6 +19,8 @@ from quintet.executor.parallel.library import COrder, CRanksShape, OrderKind, Ra
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError
 
+PAIR_BYTES = 8
+"""Of two block ids, int32."""
 SPINS = 4000
 """Pauses of some 10 to 50 ns before a wait sleeps: about as long as one rank is behind another within a step."""
 
@@ -71,15 +72,15 @@ class Ranks:
         order.kind, order.begin, order.end, order.length = OrderKind.RUN, begin, end, length
         self.library.tell(self.handle, ctypes.byref(order), step)
 
-    def tell_copies(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
-        """Have the others copy blocks as well."""
-        most = self.library.mail_ints // 2
-        for begin in range(0, len(sources), most):
-            self.wait_for_all()  # who still reads the mail
-            count = len(sources[begin : begin + most])
-            mail = self._mail(2 * count)
-            mail[:count], mail[count:] = sources[begin : begin + most], targets[begin : begin + most]
-            self._tell(OrderKind.COPY_BLOCKS, 2 * count)
+    def tell_mail(self, kind: OrderKind, mail: bytes, item_bytes: int) -> None:
+        """Have the others do what the mail says: items of one size, as many at a time as there is room for."""
+        most = self.library.mail_ints * 4 // item_bytes * item_bytes
+        assert most, item_bytes
+        for begin in range(0, len(mail), most):
+            self.wait_for_all()  # who still reads the last
+            part = mail[begin : begin + most]
+            ctypes.memmove(self.library.mail(self.handle), part, len(part))
+            self._tell(kind, len(part))
 
     def tell_chore(self) -> None:
         """Have the others do a chore."""
@@ -99,18 +100,18 @@ class Ranks:
         self.library.hear(self.handle, ctypes.byref(self._order), step)
         return self._order
 
-    def copies(self, order: COrder) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Return the sources and targets that came with an order to copy."""
-        sources, targets = self._mail(order.end).reshape(2, -1)
-        return sources, targets
+    def mail(self, order: COrder) -> bytes:
+        """Return what came with the order."""
+        return ctypes.string_at(self.library.mail(self.handle), order.end)
 
     def done(self) -> None:
         """Say that the order was carried out, or, the first time, that this rank is there."""
         self.library.done(self.handle)
 
-    def _mail(self, count: int) -> NDArray[np.int32]:
-        offset = self.library.mail(self.handle) - self._address
-        return np.frombuffer(self._memory, np.int32, count, offset)
+
+def vector_records(width: int, dtype: torch.dtype) -> np.dtype[np.void]:
+    """Return what mail of `OrderKind.EMBEDS` is made of: which of the step's tokens, and its vector's bytes."""
+    return np.dtype([("token", np.int32), ("vector", np.uint8, (width * dtype.itemsize,))])
 
 
 def shape_of(config: EngineConfig, spec: DecoderSpec, max_outputs: int, item_bytes: int) -> CRanksShape:

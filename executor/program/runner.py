@@ -11,14 +11,14 @@ import numpy as np
 import torch
 
 from quintet.executor.batch import Int, Rows
-from quintet.executor.embeds import embeds_of
+from quintet.executor.embeds import StepEmbeds, embeds_of
 from quintet.executor.layers.attention import AttentionLayer
 from quintet.executor.layers.rope import Rope
 from quintet.executor.memory import lazy_zeros
 from quintet.executor.models.model import CausalModel
 from quintet.executor.ops.host_dtypes import FLOAT_CODES
 from quintet.executor.parallel.library import OrderKind
-from quintet.executor.parallel.ranks import Ranks
+from quintet.executor.parallel.ranks import PAIR_BYTES, Ranks, vector_records
 from quintet.executor.program.library import ProgramLibrary
 from quintet.executor.program.recorder import KvMemory, Recorder
 from quintet.executor.program.step import CRotation, Step
@@ -166,6 +166,10 @@ class ProgramRunner:
         if embeds is None:
             return 0
         self._run(0, self._embedding_end)
+        if self._ranks is not None:
+            records = np.zeros(len(embeds.tokens), vector_records(self._embedded.shape[1], self._dtype))
+            records["token"], records["vector"] = embeds.tokens, embeds.vectors.contiguous().view(torch.uint8)
+            self._ranks.tell_mail(OrderKind.EMBEDS, records.tobytes(), records.itemsize)
         embeds.put(self._embedded)
         return self._embedding_end
 
@@ -208,25 +212,28 @@ class ProgramRunner:
         self.seconds += spent
         return spent
 
-    def follow(self) -> OrderKind:
-        """Wait for rank 0's next order, carry it out, and return of which kind it was; chores are the caller's."""
-        ranks = self._ranks
-        assert ranks is not None, "there is nobody to follow"
-        order = ranks.hear(self._step.address)
-        kind = OrderKind(order.kind)
-        if kind is OrderKind.RUN:
-            self._rotations.reach(order.length)
-            self._library.run(self._program, self._step.address, order.begin, order.end)
-        elif kind is OrderKind.COPY_BLOCKS:
-            sources, targets = (torch.from_numpy(each.astype(np.int64)) for each in ranks.copies(order))
-            self.copy_blocks(sources, targets)
-        ranks.done()
-        return kind
+    @property
+    def step_address(self) -> object:
+        """Where a rank hears of the step that it is to run."""
+        return self._step.address
+
+    def run_told(self, begin: int, end: int, length: int) -> None:
+        """Run what rank 0 runs, over the step that was heard of; length: its largest position plus 1."""
+        self._rotations.reach(length)
+        self._library.run(self._program, self._step.address, begin, end)
+
+    def put_told(self, mail: bytes) -> None:
+        """Write vectors over what the embedding made, as rank 0 does."""
+        width = self._embedded.shape[1]
+        records = np.frombuffer(mail, vector_records(width, self._dtype))
+        vectors = torch.from_numpy(records["vector"].copy()).view(self._dtype)
+        StepEmbeds(torch.from_numpy(records["token"].astype(np.int64)), vectors).put(self._embedded)
 
     def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """See `Runner.copy_blocks`."""
         if self._ranks is not None and self._ranks.share.rank == 0:
-            self._ranks.tell_copies(sources.to(torch.int32).numpy(), targets.to(torch.int32).numpy())
+            pairs = torch.stack((sources, targets), 1).to(torch.int32).numpy()
+            self._ranks.tell_mail(OrderKind.COPY_BLOCKS, pairs.tobytes(), PAIR_BYTES)
         for place in self._kv.places:
             place[targets] = place[sources]
 

@@ -27,10 +27,13 @@ def config_of(folder: Path, size: int, **flags: Any) -> Any:
 
 def test_a_rank_has_its_heads_and_its_part_of_the_memory(tmp_path: Path) -> None:
     write_model(tmp_path)
-    one, two, four = (config_of(tmp_path, size, kv_cache_memory="1MiB") for size in (1, 2, 4))
+    one, two, four = (
+        config_of(tmp_path, size, kv_cache_memory="1MiB", swap_space=1 / 1024) for size in (1, 2, 4)
+    )
     assert one.model.kv.bytes_per_token == 2 * two.model.kv.bytes_per_token
     assert two.model.kv == four.model.kv  # two KV heads: two ranks keep the same one
     assert [each.cache.memory_bytes for each in (one, two, four)] == [1 << 20, 1 << 19, 1 << 18]
+    assert [each.cache.swap_bytes for each in (one, two, four)] == [1 << 20, 1 << 19, 1 << 18]
     assert [each.executor.tensor_parallel_size for each in (one, two, four)] == [1, 2, 4]
 
 
@@ -74,8 +77,6 @@ def test_what_cannot_be_divided_is_refused(
     ("flags", "words"),
     [
         ({"executor": "mock"}, "the mock executor computes nothing"),
-        ({"swap_space": 1.0}, "drop --swap-space"),
-        ({"enable_prompt_embeds": True}, "drop --enable-prompt-embeds"),
         ({"device": "cuda"}, "add --device cpu"),
     ],
 )

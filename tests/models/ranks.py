@@ -27,6 +27,7 @@ def in_ranks(
     dtype: Dtype = "float32",
     quantization: Quantization = "none",
     kv_cache_dtype: KvCacheDtype = "auto",
+    swap_space: float | None = None,
 ) -> Iterator[Loaded]:
     """Load a folder as `quintet serve --tensor-parallel-size` does, and end all ranks behind it. Each has one thread."""
     asked = Options(
@@ -40,6 +41,7 @@ def in_ranks(
         block_size=BLOCK_SIZE,
         threads=1,
         kv_cache_memory="64MiB",
+        swap_space=swap_space,
         tensor_parallel_size=size,
     )
     config = with_blocks(resolve(asked, RUN_DIR, http=False).config, NUM_BLOCKS)

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.models.equal import WAYS, Dtype, alone, load, run
+import transformers
+from tests.models.equal import GREEDY, WAYS, Dtype, alone, few_blocks, load, run, with_blocks
 from tests.models.random_checkpoints import NUM_TOKENS
 from tests.models.ranks import in_ranks
-from tests.models.test_engine import changed
+from tests.models.test_embeds import mixed
+from tests.models.test_engine import House, changed
 from tests.models.test_equal import ROWS, check_bits, check_tokens, made
 
 from quintet.wire.config import KvCacheDtype, Quantization
@@ -82,3 +84,17 @@ def test_what_asks_for_logits_again_is_followed(params: SamplingParams, tmp_path
     expected = run(whole, changed(whole.config), prompts, params=params)
     with in_ranks(tmp_path, 2) as loaded:
         assert run(loaded, changed(loaded.config), prompts, params=params).outputs == expected.outputs
+
+
+def test_blocks_are_swapped_and_vectors_taken_by_all_ranks(tmp_path: Path) -> None:
+    """Every other prompt comes as vectors; KV memory is too little for all, and what goes to the host comes back."""
+    expected = made(ROWS["llama"], tmp_path)
+    table = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).get_input_embeddings().weight
+    prompts = mixed(table, [each.prompt for each in expected])
+    with in_ranks(tmp_path, 2, swap_space=2**-10) as loaded:
+        house = House(with_blocks(changed(loaded.config), few_blocks(loaded.config)), loaded.worker)
+        for i, prompt in enumerate(prompts):
+            house.admit(i + 1, prompt, GREEDY)
+        house.run()
+    assert [house.outputs[i + 1] for i in range(len(prompts))] == [each.outputs for each in expected]
+    assert house.engine.state is not None and house.engine.state.counters.swap_in_blocks > 0
