@@ -20,6 +20,7 @@ from quintet.deploy.resolve.memory import parse_size
 from quintet.deploy.router.app import App, Door
 from quintet.deploy.router.figures import Figures
 from quintet.deploy.router.limits import Limits
+from quintet.deploy.router.names import Names
 from quintet.deploy.router.passing import Patience
 from quintet.deploy.router.servers import Servers
 from quintet.deploy.router.watch import Pulse, Watch
@@ -47,6 +48,7 @@ _EXAMPLES = """\
 examples:
   quintet route --engine http://10.0.0.5:8000 --engine http://10.0.0.6:8000
   quintet route --engines servers.txt --port 80      one address a line; changes are followed while it runs
+  quintet route --engines-at http://quintet-pods:8000 every address of the name: pods of Kubernetes
   quintet route --engine http://a:8000 --engine http://b:8000 --routing session
   quintet route --engines servers.txt --api-key K1 --api-key K2 --engine-api-key INNER --max-open-per-key 64
 
@@ -82,6 +84,13 @@ def _add_servers(servers: argparse._ArgumentGroup) -> None:
         type=Path,
         metavar="FILE",
         help="addresses, one a line; the file is watched: who is taken out finishes",
+    )
+    servers.add_argument(
+        "--engines-at",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="every address behind the name in this URL is a server; looked up again and again; repeat for more",
     )
     servers.add_argument(
         "--routing",
@@ -162,9 +171,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> None:
     """Reject what cannot be, with the way out. Raises `ConfigError`."""
-    if not arguments.engine and arguments.engines is None:
+    if not arguments.engine and arguments.engines is None and not arguments.engines_at:
         raise ConfigError(
-            "route needs servers: name them with --engine URL, or list them in a file with --engines FILE"
+            "route needs servers: name them with --engine URL, list them in a file with --engines FILE, "
+            "or say with --engines-at URL which name stands for all of them"
         )
     for name, value in vars(arguments).items():
         if isinstance(value, float) and not 0 < value <= 86_400:
@@ -187,7 +197,7 @@ async def _serve(arguments: argparse.Namespace, listener: socket.socket) -> None
         arguments.engine_api_key,
         arguments.connect_timeout,
     )
-    watch = Watch(servers, arguments.engine, arguments.engines, pulse)
+    watch = Watch(servers, arguments.engine, arguments.engines, pulse, Names(arguments.engines_at))
     max_bytes = parse_size(arguments.max_body_bytes, "--max-body-bytes")
     door = Door(
         Keys(arguments.api_key),

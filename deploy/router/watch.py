@@ -1,4 +1,5 @@
-"""How the servers are, found out by asking each again and again; and which there are, where a file lists them.
+"""How the servers are, found out by asking each again and again; and which there are, where a file lists
+them or a name stands for them.
 
 A server is well while it says it is ready and makes progress: with work and without a token computed for a while it is stalled,
 and gets nothing new. One that answers nothing, neither this nor a stream, is given up: its streams go on elsewhere.
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from quintet.deploy.load_client.connection import BadUrl, HttpAnswer, Target
 from quintet.deploy.router.figures import Reading, read_figures
+from quintet.deploy.router.names import Names
 from quintet.deploy.router.servers import Server, Servers
 from quintet.deploy.router.upstream import Outgoing
 from quintet.wire.errors import ConfigError
@@ -38,9 +40,17 @@ class Pulse:
 class Watch:
     """The watch over all servers."""
 
-    def __init__(self, servers: Servers, urls: Sequence[str], file: Path | None, pulse: Pulse) -> None:
+    def __init__(
+        self,
+        servers: Servers,
+        urls: Sequence[str],
+        file: Path | None,
+        pulse: Pulse,
+        names: Names | None = None,
+    ) -> None:
         """Raise `ConfigError` where the list cannot be used."""
         self._servers, self._urls, self._file, self._pulse = servers, urls, file, pulse
+        self._names = names or Names([])
         self._stamp: tuple[int, int] | None = None
         self._tasks: dict[Server, asyncio.Task[None]] = {}
         if file is not None:
@@ -49,6 +59,11 @@ class Watch:
 
     async def run(self) -> None:
         """Watch for ever."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._follow_names())
+            group.create_task(self._watch())
+
+    async def _watch(self) -> None:
         while True:
             self._follow_file()
             for server in self._servers:
@@ -61,7 +76,11 @@ class Watch:
             await asyncio.sleep(self._pulse.every_s)
 
     def _listed(self) -> list[str]:
-        urls = [*self._urls, *(read_list(self._file) if self._file is not None else ())]
+        urls = [
+            *self._urls,
+            *(read_list(self._file) if self._file is not None else ()),
+            *self._names.urls,
+        ]
         for url in urls:
             try:
                 Target.parse(url)
@@ -74,6 +93,16 @@ class Watch:
         if self._file is None or (stamp := _stamp_of(self._file)) == self._stamp:
             return
         self._stamp = stamp
+        self._take_over()
+
+    async def _follow_names(self) -> None:
+        """A lookup may take seconds: nobody waits for it."""
+        while True:
+            if await self._names.follow():
+                self._take_over()
+            await asyncio.sleep(self._pulse.every_s)
+
+    def _take_over(self) -> None:
         try:
             urls = self._listed()
         except ConfigError as error:

@@ -503,6 +503,7 @@ def test_figures_of_servers_are_read() -> None:
     ("words", "complaint"),
     [
         ([], "name them with --engine URL"),
+        (["--engines-at", "http://a", "--drain-timeout", "0"], "--drain-timeout is 0"),
         (["--engine", "http://a", "--drain-timeout", "0"], "--drain-timeout is 0"),
         (["--engine", "http://a", "--max-open-per-key", "-1"], "--max-open-per-key is -1"),
     ],

@@ -31,6 +31,7 @@ ALL = {
     "dashboard": {"enabled": True},
     "networkPolicy": {"enabled": True, "allowHub": False},
     "inferencePool": {"enabled": True, "pickerService": "picker"},
+    "router": {"enabled": True, "replicas": 2},
     "podAnnotations": {"a": "b"},
     "podLabels": {"team": "models"},
     "nodeSelector": {"disk": "ssd"},
@@ -64,7 +65,7 @@ REFUSED = {
 Shape = dict[str, object]
 SHAPES: dict[str, Shape] = {
     "PodMonitor": {
-        "selector": {"matchLabels": dict},
+        "selector": {"matchLabels": dict, "matchExpressions": list},
         "podMetricsEndpoints": [{"port": str, "path": str, "interval": str, "authorization": {"credentials": dict}}],
     },
     "ScaledObject": {
@@ -111,13 +112,25 @@ def check(text: str) -> set[str]:
     return kinds
 
 
+def doors(text: str) -> None:
+    """Every Service leads to the pods of exactly one Deployment, and none to a router and to servers at once."""
+    things = list(yaml.safe_load_all(text))
+    deployments = [t["spec"]["template"]["metadata"]["labels"] for t in things if t["kind"] == "Deployment"]
+    for thing in things:
+        if thing["kind"] == "Service":
+            selector = thing["spec"]["selector"].items()
+            assert sum(selector <= labels.items() for labels in deployments) == 1, thing["metadata"]["name"]
+
+
 def graces(text: str) -> None:
     """The kubelet waits longer than the pause and the drain together."""
-    [pod] = [t["spec"]["template"]["spec"] for t in yaml.safe_load_all(text) if t["kind"] == "Deployment"]
-    [container] = pod["containers"]
-    [drain] = [int(a.partition("=")[2]) for a in container["args"] if a.startswith("--drain-timeout=")]
-    pause = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
-    assert pod["terminationGracePeriodSeconds"] >= pause + drain + 10
+    pods = [t["spec"]["template"]["spec"] for t in yaml.safe_load_all(text) if t["kind"] == "Deployment"]
+    assert pods
+    for pod in pods:
+        [container] = pod["containers"]
+        [drain] = [int(a.partition("=")[2]) for a in container["args"] if a.startswith("--drain-timeout=")]
+        pause = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
+        assert pod["terminationGracePeriodSeconds"] >= pause + drain + 10
 
 
 def main() -> None:
@@ -130,6 +143,7 @@ def main() -> None:
         text = render.render(values)
         kinds |= check(text)
         graces(text)
+        doors(text)
         print(f"ok: {name}")
     expected = {
         "ConfigMap", "Deployment", "Service", "PersistentVolumeClaim", "PodDisruptionBudget", "NetworkPolicy",

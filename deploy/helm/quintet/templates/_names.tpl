@@ -17,6 +17,30 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end -}}
 
+{{/* What selects the router's pods. */}}
+{{- define "quintet.routerSelector" -}}
+app.kubernetes.io/name: quintet-router
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{/* Rights of a pod, and of its container. */}}
+{{- define "quintet.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 10001
+runAsGroup: 10001
+fsGroup: 10001
+# A volume of many weights is not walked again at each start.
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile:
+  type: RuntimeDefault
+{{- end -}}
+{{- define "quintet.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+{{- end -}}
+
 {{/* Name of the claim behind /cache; empty for a folder of the pod. */}}
 {{- define "quintet.claim" -}}
 {{- if .Values.cache.existingClaim -}}

@@ -1,0 +1,89 @@
+"""Servers that are found behind a name: who is there, who left, and a resolver that does not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Sequence
+
+import pytest
+
+from quintet.deploy.router.names import Names
+from quintet.deploy.router.servers import Servers
+from quintet.deploy.router.watch import Pulse, Watch
+from quintet.wire.errors import ConfigError
+
+URL = "http://pods.example:8000/prefix"
+
+
+class Resolver:
+    """Answers as the test says."""
+
+    def __init__(self) -> None:
+        self.addresses: Sequence[str] | OSError = ()
+        self.asked: list[tuple[str, int]] = []
+
+    async def look_up(self, host: str, port: int) -> Sequence[str]:
+        self.asked.append((host, port))
+        if isinstance(self.addresses, OSError):
+            raise self.addresses
+        return self.addresses
+
+
+def test_every_address_of_a_name_is_a_server_and_a_failed_lookup_changes_nothing() -> None:
+    async def story() -> None:
+        resolver = Resolver()
+        names = Names([URL], resolver.look_up)
+        resolver.addresses = ["10.0.0.2", "10.0.0.1", "10.0.0.2", "fd00::1"]
+        assert await names.follow()
+        both = [f"http://{host}:8000/prefix" for host in ("10.0.0.1", "10.0.0.2")]
+        assert names.urls == [*both, "http://[fd00::1]:8000/prefix"]
+        resolver.addresses = socket.gaierror(socket.EAI_AGAIN, "try again")
+        assert not await names.follow()
+        resolver.addresses = ["10.0.0.2"]
+        assert await names.follow()
+        assert names.urls == both[1:]
+        assert not await names.follow()
+        assert set(resolver.asked) == {("pods.example", 8000)}
+
+    asyncio.run(story())
+
+
+def test_the_systems_resolver_is_asked() -> None:
+    async def story() -> None:
+        names = Names(["http://localhost:8000"])
+        await names.follow()
+        assert {"http://127.0.0.1:8000", "http://[::1]:8000"} & set(names.urls)
+
+    asyncio.run(story())
+
+
+def test_the_watch_takes_over_who_comes_and_who_goes() -> None:
+    async def story() -> None:
+        resolver = Resolver()
+        servers = Servers("load")
+        watch = Watch(servers, [], None, Pulse(0.01, 5, 5, "", 0.5), Names([URL], resolver.look_up))
+        task = asyncio.get_running_loop().create_task(watch.run())
+
+        async def become(*hosts: str) -> None:
+            while [server.url for server in servers] != [f"http://{host}:8000/prefix" for host in hosts]:
+                await asyncio.sleep(0.01)
+
+        resolver.addresses = ["127.0.0.2", "127.0.0.3"]
+        await become("127.0.0.2", "127.0.0.3")
+        resolver.addresses = ["127.0.0.3"]
+        await become("127.0.0.3")
+        task.cancel()
+        for server in servers:
+            server.lines.hang_up()
+
+    asyncio.run(asyncio.wait_for(story(), 30))
+
+
+@pytest.mark.parametrize(
+    ("url", "complaint"),
+    [("https://pods:8000", "it must be http"), ("ftp://pods", "--engines-at: base url is 'ftp://pods'")],
+)
+def test_what_cannot_stand_for_several_servers(url: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        Names([url])
