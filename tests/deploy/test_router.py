@@ -162,7 +162,7 @@ async def world(
     for server in servers:
         server.note("")
     door = Door(Keys(keys), Limits(*limits, loop.time), Bodies(1 << 20), "")
-    yield World(App(servers, Figures(servers), Patience(0.2, 1.0), door), servers, ups)
+    yield World(App(servers, Figures(servers), Patience(0.2, 10.0), door), servers, ups)
     for server in servers:
         server.lines.hang_up()
     for each in listening:
