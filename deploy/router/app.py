@@ -84,6 +84,7 @@ class App:
         await exchange.write(frame, last=True)
 
     async def _answer(self, exchange: Exchange, headers: list[tuple[bytes, bytes]]) -> None:
+        self._door.keys.check(exchange)
         match exchange.path:
             case "/livez":
                 await exchange.respond(200, b"ok", b"text/plain")
@@ -96,14 +97,12 @@ class App:
             case "/metrics":
                 await exchange.respond(200, self._figures.text(), CONTENT_TYPE)
             case "/servers":
-                self._door.keys.check(exchange)
                 await exchange.respond(200, msgspec.json.encode([_told(server) for server in self._servers]))
             case _:
                 await self._pass_on(exchange, headers)
 
     async def _pass_on(self, exchange: Exchange, headers: list[tuple[bytes, bytes]]) -> None:
         door = self._door
-        door.keys.check(exchange)
         key = exchange.header("authorization") or exchange.header("x-api-key") or ""
         try:
             account = door.limits.enter(key)

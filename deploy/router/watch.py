@@ -69,6 +69,9 @@ class Watch:
             for server in self._servers:
                 if server not in self._tasks:
                     self._tasks[server] = asyncio.get_running_loop().create_task(self._look_after(server))
+            for task in self._tasks.values():
+                if task.done():
+                    task.result()  # a watch that ends is a mistake of ours: better none than a router that knows nothing
             for server in self._servers.part():
                 self._tasks.pop(server).cancel()
                 server.lines.hang_up()
