@@ -242,6 +242,9 @@ class MlpSpec:
     """Factor of the result."""
     down_norm: NormSpec | None = None
     """Of what is activated, before `Names.down`: `Names.down_norm`."""
+    curve: tuple[float, float, float, float] | None = None
+    """Of a learned activation: what its checkpoint's tensors ``alpha_p``, ``alpha_n``, ``beta`` and ``eps`` would say; None: they
+    do."""
 
     def num_parameters(self, hidden_size: int) -> int:
         """Numbers of its matrices."""

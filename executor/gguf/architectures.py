@@ -55,6 +55,7 @@ ARCHITECTURES = {
     "gpt2": Architecture("GPT2LMHeadModel", dense.gpt2),
     "gpt-oss": Architecture("GptOssForCausalLM", routed.gpt_oss),
     "deepseek2": Architecture(routed.deepseek2_name, routed.deepseek2),
+    "apertus": Architecture("ApertusForCausalLM", dense.apertus),
     "arcee": Architecture("ArceeForCausalLM", neighbours=True),
     "baichuan": Architecture("BaichuanForCausalLM", dense.baichuan, neighbours=True),
     "bailingmoe": Architecture("BailingMoeForCausalLM", routed.bailing, neighbours=True),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from quintet.executor.gguf.common_values import Values, common, layer_kinds, num_layers
 from quintet.executor.gguf.said import Said
 
@@ -114,6 +116,18 @@ def baichuan(said: Said) -> Values:
         "max_position_embeddings": None if num_layers(said) == 40 else context,
         "model_max_length": context,
     }
+
+
+def apertus(said: Said) -> Values:
+    """Apertus: its learned activations are settings of the file, below no architecture's name, one for all layers perhaps."""
+    count = num_layers(said)
+    curves = {}
+    for key in ("alpha_p", "alpha_n", "beta", "eps"):
+        value = said.parts.metadata.get(f"xielu.{key}")
+        values = value.tolist() if isinstance(value, np.ndarray) else value
+        curves[key] = values if isinstance(values, list) else [values] * count
+    scaling = common(said)["rope_scaling"] or {"rope_type": "default"}
+    return {"xielu_curves": curves, "rope_scaling": scaling}
 
 
 def qwen1(said: Said) -> Values:

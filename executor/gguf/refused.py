@@ -55,9 +55,6 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
     "images are part of what it reads, and its text alone is another model": (
         *("chameleon", "cogvlm", "deepseek2-ocr", "hunyuan_vl", "paddleocr"),
     ),
-    "a file has the curves of its activation as settings, where its checkpoint has tensors: take that": (
-        "apertus",
-    ),
     "a file has three values for a weight, with a scale in a tensor of its own: take the checkpoint": (
         "bitnet",
     ),

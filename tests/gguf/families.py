@@ -50,6 +50,7 @@ ROWS: dict[str, Row] = {
         "Phi3Config", sliding_window=11, pad_token_id=0, original_max_position_embeddings=256
     ),
     "gpt2": gpt.ROWS["gpt2"],
+    "apertus": dense.ROWS["apertus"],
     "arcee": of_transformers("ArceeConfig"),
     "bloom": falcon.ROWS["bloom"],
     "cohere2": dense.ROWS["cohere2"],

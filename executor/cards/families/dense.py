@@ -243,6 +243,8 @@ def arcee(card: ModelCard) -> DecoderSpec:
     return _llama(card, mixer, mlp, rms(card, 1e-5))
 
 
+CURVES = "xielu_curves"
+"""Of a card that was made of a GGUF file: what in a checkpoint are tensors of the activation."""
 _APERTUS_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 12e6,
@@ -261,10 +263,21 @@ def apertus(card: ModelCard) -> DecoderSpec:
     norm, biased = rms(card, 1e-5), card.flag("attention_bias", False)
     mixer = attention(card, positions=65536, theta=12e6, qk_norm=norm, qkv_bias=biased, output_bias=biased)
     mlp = MlpSpec(width=card.whole(WIDTH, 1, MAX_WIDTH), activation=LearnedActivation.XIELU, gated=False)
-    layers = (pre_norm(norm, mixer, mlp),) * num_layers(card)
+    curves = _curves(card)
+    layers = tuple(pre_norm(norm, mixer, replace(mlp, curve=curve)) for curve in curves)
     return decoder(
         card, layers, norm, names=Names(mixer_norm="attention_layernorm", mlp_norm="feedforward_layernorm")
     )
+
+
+def _curves(card: ModelCard) -> list[tuple[float, float, float, float] | None]:
+    """Return what a card says of each layer's activation: nothing, but for that of a GGUF file."""
+    count = num_layers(card)
+    if not card.has(CURVES):
+        return [None] * count
+    section = card.section(CURVES)
+    p, n, beta, eps = (section.reals(key, count, -1e4, 1e4) for key in ("alpha_p", "alpha_n", "beta", "eps"))
+    return list(zip(p, n, beta, eps, strict=True))
 
 
 def _llama(

@@ -42,7 +42,11 @@ def _spec(card: dict[str, object], path: Path) -> object:
     if not isinstance(name, str) or name not in FAMILIES:
         raise ConfigError(f"{path}: the architecture {name!r:.60} is none that is served")
     spec = FAMILIES[name].read(ModelCard(card, str(path)))
-    return _without_idle_windows(_without_factors(spec)) if isinstance(spec, DecoderSpec) else spec
+    return (
+        _without_idle_windows(_without_curves(_without_factors(spec)))
+        if isinstance(spec, DecoderSpec)
+        else spec
+    )
 
 
 def _without_factors(spec: DecoderSpec) -> DecoderSpec:
@@ -59,6 +63,17 @@ def _without_factors(spec: DecoderSpec) -> DecoderSpec:
         mlp = dataclasses.replace(mlp, gate_multiplier=1.0, down_multiplier=1.0)
         layers.append(dataclasses.replace(layer, mixer=mixer, mlp=mlp))
     return dataclasses.replace(spec, layers=tuple(layers), embedding_scale=1.0, logit_scale=1.0)
+
+
+def _without_curves(spec: DecoderSpec) -> DecoderSpec:
+    """Leave out the curves of Apertus' activations, which in a folder are tensors."""
+    layers = [
+        dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, curve=None))
+        if isinstance(layer.mlp, MlpSpec)
+        else layer
+        for layer in spec.layers
+    ]
+    return dataclasses.replace(spec, layers=tuple(layers))
 
 
 def _without_idle_windows(spec: DecoderSpec) -> DecoderSpec:

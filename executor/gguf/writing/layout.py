@@ -34,6 +34,7 @@ ARCHITECTURES = {
     "gemma3_text": "gemma3",
     "phi3": "phi3",
     "gpt2": "gpt2",
+    "apertus": "apertus",
     "arcee": "arcee",
     "bloom": "bloom",
     "cohere": "command-r",
@@ -118,6 +119,8 @@ _BUFFERS = (
     ".attention.masked_bias",
 )
 """Endings of tensors that older versions of transformers saved although they can be computed."""
+CURVES = (".act_fn.alpha_p", ".act_fn.alpha_n", ".act_fn.beta", ".act_fn.eps")
+"""Endings of tensors that a file has as settings: of Apertus' activations."""
 
 
 class HasNoPlace(Exception):
@@ -154,7 +157,7 @@ def laid_out(config: Config, arch: str, sources: Sequence[str]) -> Iterator[Laid
             stacks.setdefault(f"{expert[1]}.{expert[3]}.weight", {})[int(expert[2])] = name
         elif head is not None:
             stacks.setdefault(f"{head[1]}.weight", {})[int(head[2])] = name
-        elif not name.endswith(_BUFFERS) and not (
+        elif not name.endswith((*_BUFFERS, *CURVES)) and not (
             name == "lm_head.weight" and config.get("tie_word_embeddings")
         ):
             arranged = _arranged(name, config, arch)

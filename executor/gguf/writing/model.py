@@ -21,7 +21,14 @@ from quintet.executor.gguf.encode import encode
 from quintet.executor.gguf.types import GgmlType
 from quintet.executor.gguf.writing.card import Config, either, kv_heads_of, usual
 from quintet.executor.gguf.writing.check import check_says_the_same
-from quintet.executor.gguf.writing.layout import ARCHITECTURES, HasNoPlace, Laid, architecture_of, laid_out
+from quintet.executor.gguf.writing.layout import (
+    ARCHITECTURES,
+    CURVES,
+    HasNoPlace,
+    Laid,
+    architecture_of,
+    laid_out,
+)
 from quintet.executor.gguf.writing.metadata import metadata_of
 from quintet.executor.gguf.writing.mixes import Mix, Model, type_of
 from quintet.executor.weights.file import WeightFile
@@ -131,6 +138,7 @@ def plan_of(folder: Path, mix: Mix) -> GgufPlan:
             f" {arch!r} has to say it: write the value into config.json"
         ) from None
     metadata = {f"{arch}.{key}": value for key, value in metadata.items()}
+    metadata |= _curves_of(files, either(config, "num_hidden_layers", "n_layer")) if arch == "apertus" else {}
     metadata["general.file_type"] = int(gguf.LlamaFileType[mix.file_type])
     model = Model(
         num_layers=either(config, "num_hidden_layers", "n_layer"),
@@ -144,6 +152,18 @@ def plan_of(folder: Path, mix: Mix) -> GgufPlan:
         read, done = partial(_read, each, files), partial(_drop, each, files)
         tensors.append(Planned(each, kind, shape, read, done))
     return GgufPlan(folder, arch, metadata, tuple(tensors))
+
+
+def _curves_of(files: Mapping[str, WeightFile], num_layers: int) -> Config:
+    """Return Apertus' activations, layer by layer, as files have them: below no architecture's name."""
+    found: dict[str, list[float]] = {}
+    for ending in CURVES:
+        names = [f"model.layers.{index}.mlp{ending}" for index in range(num_layers)]
+        missing = next((name for name in names if name not in files), None)
+        if missing is not None:
+            raise ConfigError(f"tensor {missing!r} is missing: the download may be incomplete")
+        found[f"xielu.{ending.rpartition('.')[2]}"] = [float(files[name].tensor(name)) for name in names]
+    return dict(found)
 
 
 def _shape_of(laid: Laid, files: Mapping[str, WeightFile]) -> tuple[int, ...]:

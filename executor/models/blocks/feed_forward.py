@@ -31,7 +31,7 @@ class FeedForward:
         self._activation: Activation | None = None
         match spec.activation:
             case LearnedActivation():
-                self._learned = _learned(scope)
+                self._learned = _learned(scope, spec)
             case kind if spec.gated and not self._gate_width:
                 gates = GatedActivation.of(kind)
             case kind:
@@ -71,8 +71,12 @@ class FeedForward:
         return ops.multiply(ops.activation(gates, activation), ops.columns(up, width, width))
 
 
-def _learned(scope: Scope) -> torch.Tensor:
-    """Declare the numbers of xIELU; see `quintet.executor.ops.activation.xielu`."""
+def _learned(scope: Scope, spec: MlpSpec) -> torch.Tensor:
+    """Declare the numbers of xIELU, unless the spec has them; see `quintet.executor.ops.activation.xielu`."""
+    if spec.curve is not None:
+        numbers = torch.tensor(spec.curve)
+        numbers[:2] = F.softplus(numbers[:2])
+        return numbers.to(scope.weights.device)
     numbers = torch.empty(4, device=scope.weights.device)
     shapes: dict[str, tuple[int, ...]] = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
     for place, (name, shape) in zip(numbers, shapes.items(), strict=True):
