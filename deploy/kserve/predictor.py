@@ -24,7 +24,7 @@ from kserve.protocol.infer_type import to_http_parameters
 
 from quintet.deploy.offline import AsyncLLM
 from quintet.deploy.python_api.engine import EngineError
-from quintet.deploy.python_api.inputs import params_by_name
+from quintet.deploy.python_api.inputs import instance_by_name, params_by_name
 from quintet.deploy.resolve.config_file import read_config_file
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import OutputKind
@@ -96,15 +96,10 @@ def _prompts_of_v1(payload: Mapping[str, object]) -> Prompts:
     instances, common = payload.get("instances"), payload.get("parameters", {})
     if not isinstance(instances, list) or not instances or not isinstance(common, dict):
         raise InvalidInput('send {"instances": [prompt, …], "parameters": {…}}, with one prompt at least')
-    prompts = []
-    for instance in instances:
-        own = {"prompt": instance} if isinstance(instance, str) else instance
-        if not isinstance(own, dict) or not isinstance(own.get("prompt"), str):
-            raise InvalidInput(
-                'an instance is a text, or {"prompt": text} with sampling parameters beside it'
-            )
-        prompts.append((own["prompt"], common | {key: own[key] for key in own if key != "prompt"}))
-    return prompts
+    try:
+        return [instance_by_name(instance, common) for instance in instances]
+    except RequestError as error:
+        raise InvalidInput(error.message) from None
 
 
 def _prompts_of_v2(request: kserve.InferRequest) -> tuple[list[int], Prompts]:

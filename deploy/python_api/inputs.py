@@ -243,6 +243,19 @@ def params_by_name(settings: Mapping[str, object], output_kind: OutputKind) -> S
     return read_params(SamplingParams(**settings, output_kind=output_kind))  # type: ignore[arg-type]
 
 
+def instance_by_name(instance: object, common: Mapping[str, object]) -> tuple[str, dict[str, object]]:
+    """Read a prompt as those protocols bring it, a text or ``{"prompt": …}`` with parameters beside it, over ``common`` ones.
+
+    Raises `RequestError`.
+    """
+    own = {"prompt": instance} if isinstance(instance, str) else instance
+    if not isinstance(own, dict) or not isinstance(own.get("prompt"), str):
+        raise _bad(
+            f"{shown(instance)}; send a text, or a mapping with `prompt` and sampling parameters beside it"
+        )
+    return own["prompt"], {**common, **{key: own[key] for key in own if key != "prompt"}}
+
+
 def _check_sendable(name: str, value: object) -> None:
     """Reject what no message can hold; wrong types are left to the conversion that follows."""
     try:

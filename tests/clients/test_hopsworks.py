@@ -1,0 +1,42 @@
+"""The predictor script of Hopsworks, called as its model server does; no package of Hopsworks runs one."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from quintet.deploy.embedded import default_model_path
+from quintet.deploy.resolve.config_file import read_config_file
+from quintet.wire.errors import RequestError
+
+FOLDER = Path(__file__).parents[2] / "deploy" / "hopsworks"
+
+
+@pytest.mark.whole
+def test_the_script_loads_the_models_files_and_answers(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("hopsworks_predictor", FOLDER / "predictor.py")
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert read_config_file(FOLDER / "server.yaml")
+    config = tmp_path / "server.yaml"
+    config.write_text("executor: mock\nkv-cache-memory: 16MiB\nmax-model-len: 64\n")
+    predictor = script.Predict(
+        {"MODEL_FILES_PATH": str(default_model_path()), "CONFIG_FILE_PATH": str(config)}
+    )
+    first, second, long = predictor.predict(
+        [
+            {"prompt": "def f(x):", "max_tokens": 4, "ignore_eos": True},
+            {"prompt": "def f(x):", "max_tokens": 8, "ignore_eos": True, "stop": "zq"},
+            "x " * 500,
+        ]
+    )["predictions"]
+    for answer in (first, second):
+        assert (answer["finish_reason"], answer["error"]) == ("length", "") and answer["text"]
+    assert (long["text"], long["finish_reason"]) == ("", "error") and "64" in long["error"]
+    with pytest.raises(RequestError, match="send a text"):
+        predictor.predict([5])
+    with pytest.raises(RequestError, match="beams is no parameter"):
+        predictor.predict([{"prompt": "x", "beams": 2}])
