@@ -179,6 +179,8 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Mock only: how long a step takes."""
     weight_bytes: int = 0
     """What the weights take in memory, about, of each rank; 0 where none are read."""
+    shared_bytes: int = 0
+    """What all ranks share, at most: sums, logits; 0 where there is one."""
 
 
 class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True):

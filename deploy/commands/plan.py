@@ -92,6 +92,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     available_memory_bytes: int
     attention_scratch_bytes: int
     """What attention takes beside KV, at most; on a CPU."""
+    shared_bytes: int
+    """What the ranks of an engine share, at most; 0 where there is one."""
     notes: list[str]
 
 
@@ -177,6 +179,7 @@ def make_plan(resolution: Resolution) -> Plan:
         attention_scratch_bytes=ATTENTION_SCRATCH_BYTES
         if (config.executor.kind, config.executor.device) == ("torch", "cpu")
         else 0,
+        shared_bytes=config.executor.shared_bytes,
         notes=resolution.notes,
     )
 
@@ -242,6 +245,22 @@ def _spec_of(model: ModelConfig) -> DecoderSpec | None:
     return spec if isinstance(spec, DecoderSpec) else None
 
 
+def _beside_kv(plan: Plan) -> list[tuple[str, str]]:
+    """Return a line for what else computing takes."""
+    rows = (
+        ("attention scratch", plan.attention_scratch_bytes, "for all layers"),
+        ("shared by ranks", plan.shared_bytes, "for their sums and logits"),
+    )
+    return [(name, f"{format_size(size)} at most, {purpose}") for name, size, purpose in rows if size]
+
+
+def _processes(plan: Plan) -> str:
+    """Say how many there are of which role."""
+    of_ranks = {"executor": f" of {plan.num_ranks} ranks"} if plan.num_ranks > 1 else {}
+    said = (f"{role} ×{count}{of_ranks.get(role, '')}" for role, count in plan.processes.items())
+    return ", ".join(("supervisor", *said))
+
+
 def plan_lines(plan: Plan) -> list[str]:
     """Return the plan for human eyes."""
     weights = ", ".join(
@@ -281,11 +300,7 @@ def plan_lines(plan: Plan) -> list[str]:
             if plan.kv_memory_bytes
             else "what the GPU has left when the model is loaded",
         ),
-        *(
-            [("attention scratch", f"{format_size(plan.attention_scratch_bytes)} at most, for all layers")]
-            if plan.attention_scratch_bytes
-            else []
-        ),
+        *_beside_kv(plan),
         (
             "requests",
             (
@@ -295,10 +310,7 @@ def plan_lines(plan: Plan) -> list[str]:
             )
             + f"at most {plan.max_num_seqs} together, {plan.max_num_batched_tokens:,} tokens a step",
         ),
-        (
-            "processes",
-            "supervisor, " + ", ".join(f"{role} ×{count}" for role, count in plan.processes.items()),
-        ),
+        ("processes", _processes(plan)),
         ("address", f"http://{plan.address}"),
     ]
     return [f"{name:<17} {value}" for name, value in rows] + [f"note: {note}" for note in plan.notes]

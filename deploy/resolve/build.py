@@ -100,6 +100,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     rules.check_prompt_embeds(options, facts)
     rules.check_expert_widths(facts, device, _DTYPE_BYTES[dtype])
     kv = rules.kv_spec(options, device, facts, _DTYPE_BYTES[dtype])
+    ranks.check_attention(options, facts, kv.block_size)
     if options.block_size is None and kv.block_size > rules.DEFAULT_BLOCK_SIZE:
         notes.append(
             f"blocks hold {kv.block_size} tokens, whose keys and values take what a layer's state does"
@@ -116,11 +117,13 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
         // num_ranks
     )
     if kind == "torch" and device == "cpu":
-        notes.extend(filter(None, (crowding(options.data_parallel_size, usable_cores()),)))
+        notes.extend(filter(None, (crowding(options.data_parallel_size, num_ranks, usable_cores()),)))
     room_bytes = available_ram_bytes() // (options.data_parallel_size * num_ranks)
     if kind == "torch" and device == "cpu":
-        check_weights_fit(weight_bytes, room_bytes)
-    cache, fitted = _cache_config(options, kind, device, facts, kv, room_bytes, weight_bytes, notes)
+        check_weights_fit(weight_bytes, room_bytes, options.data_parallel_size, num_ranks)
+    shared_bytes = ranks.memory_shared(options, facts, device, _DTYPE_BYTES[dtype])
+    held_bytes = weight_bytes + shared_bytes // num_ranks
+    cache, fitted = _cache_config(options, kind, device, facts, kv, room_bytes, held_bytes, notes)
     facts, more_notes = rules.fit_facts(facts, fitted)
     notes.extend(more_notes)
     warning = network.check(options) if http else None
@@ -133,7 +136,9 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
         model=model,
         cache=cache,
         scheduler=scheduler_config(options, kind, device, fitted),
-        executor=executor_config(options, kind, device, quantization, weight_bytes if reads_weights else 0),
+        executor=executor_config(
+            options, kind, device, quantization, weight_bytes if reads_weights else 0, shared_bytes
+        ),
         frontend=frontend_config(options),
         processes=processes_config(options, http, external_frontends),
         log_level=options.log_level,
@@ -152,20 +157,18 @@ def _cache_config(
     facts: ModelFacts,
     kv: KvSpec,
     room_bytes: int,
-    weight_bytes: int,
+    held_bytes: int,
     notes: list[str],
 ) -> tuple[CacheConfig, int]:
     """Return the section of keys and values, and the longest sequence that fits into their memory.
 
-    room_bytes: what an engine may take altogether. notes: hears what is otherwise than asked.
+    room_bytes: what a rank may take altogether; held_bytes: of it for other things. notes: hears what is otherwise than asked.
     """
     max_model_len = rules.derive_max_model_len(
         options.max_model_len, facts.max_model_len, card_path(facts.path)
     )
     step_tokens = rules.most_step_tokens(options, device, max_model_len)
-    memory_bytes = _kv_memory(
-        options, device, kind, room_bytes - weight_bytes, kv, max_model_len, step_tokens
-    )
+    memory_bytes = _kv_memory(options, device, kind, room_bytes - held_bytes, kv, max_model_len, step_tokens)
     fitted = max_model_len
     if memory_bytes:
         fitted = rules.fit_max_model_len(
@@ -240,7 +243,7 @@ def _kv_memory(
     max_model_len: int,
     step_tokens: int,
 ) -> int:
-    """Return the bytes a rank's KV may take: as asked, or a share of what its weights leave of its room. The mock holds none.
+    """Return the bytes a rank's KV may take: as asked, or a share of what all else leaves of its room. The mock holds none.
 
     0 on a GPU, whose executor finds out: what else is in the device's memory is known there only.
     """

@@ -54,10 +54,12 @@ def weight_bytes_of(
     return int(num_parameters * bits / 8)
 
 
-def check_weights_fit(weight_bytes: int, available_bytes: int) -> None:
-    """Reject a model whose weights are larger than the memory there is."""
+def check_weights_fit(weight_bytes: int, available_bytes: int, num_engines: int, num_ranks: int) -> None:
+    """Reject a model whose weights are larger than the memory there is. Bytes: of each rank of each engine."""
     if weight_bytes > available_bytes:
+        shares = [f"{num_ranks} ranks"] * (num_ranks > 1) + [f"{num_engines} engines"] * (num_engines > 1)
+        each = f" for each of {' of each of '.join(shares)}" if shares else ""
         raise ConfigError(
-            f"the weights take {format_size(weight_bytes)} and there are {format_size(available_bytes)} of memory: take a"
+            f"the weights take {format_size(weight_bytes)} and there are {format_size(available_bytes)} of memory{each}: take a"
             " smaller model, or --quantization int8 or int4"
         )

@@ -5,17 +5,20 @@ from __future__ import annotations
 import dataclasses
 import sys
 
+from quintet.deploy.resolve import rules
 from quintet.deploy.resolve.card import ModelFacts
 from quintet.deploy.resolve.flags import Options
 from quintet.executor.cards.card import ModelCard
 from quintet.executor.cards.registry import FAMILIES
-from quintet.executor.cards.share import MOST_RANKS, Share, misfit, sizes_that_fit, why_not
+from quintet.executor.cards.share import MOST_RANKS, Share, misfit, shared_bytes, sizes_that_fit, why_not
 from quintet.executor.cards.spec import DecoderSpec
 from quintet.wire.errors import ConfigError
 from quintet.wire.json_files import parse_json
 from quintet.wire.model_files import card_path
 
 FLAG = "--tensor-parallel-size"
+MOST_IN_KEY, MOST_IN_VALUE, TILE_TOKENS = 576, 512, 16
+"""What the compiled attention takes, and ranks compute with no other: ``takes`` of ``csrc/cpu/paged.hpp``."""
 
 
 def check_flags(options: Options, device: str) -> None:
@@ -65,6 +68,34 @@ def of_one_rank(options: Options, facts: ModelFacts) -> ModelFacts:
         for need in facts.kv_needs
     )
     return dataclasses.replace(facts, kv_needs=tuple(needs))
+
+
+def check_attention(options: Options, facts: ModelFacts, block_size: int) -> None:
+    """Reject heads and blocks that only torch computes with: every rank would load its weights before it says so."""
+    size = options.tensor_parallel_size
+    if size == 1:
+        return
+    if block_size % TILE_TOKENS:
+        raise ConfigError(
+            f"{FLAG} {size} with blocks of {block_size} tokens: ranks compute with blocks of a multiple of {TILE_TOKENS}; drop"
+            " --block-size"
+        )
+    for need in facts.kv_needs:
+        if need is not None and (need.key_dim > MOST_IN_KEY or need.value_dim > MOST_IN_VALUE):
+            raise ConfigError(
+                f"{FLAG} {size}: {card_path(facts.path)} has heads of {need.key_dim} numbers in keys and {need.value_dim} in"
+                f" values; ranks compute with up to {MOST_IN_KEY} and {MOST_IN_VALUE}: drop the flag"
+            )
+
+
+def memory_shared(options: Options, facts: ModelFacts, device: str, item_bytes: int) -> int:
+    """Return the bytes that all ranks of an engine share, at most, where the model was found to be divisible."""
+    spec = _spec_of(facts) if options.tensor_parallel_size > 1 else None
+    if spec is None:
+        return 0
+    longest = rules.derive_max_model_len(options.max_model_len, facts.max_model_len, card_path(facts.path))
+    step_tokens = rules.most_step_tokens(options, device, longest)
+    return shared_bytes(spec, options.tensor_parallel_size, step_tokens, options.max_num_seqs, item_bytes)
 
 
 def _spec_of(facts: ModelFacts) -> DecoderSpec | None:

@@ -39,7 +39,12 @@ def scheduler_config(options: Options, kind: Kind, device: Device, max_model_len
 
 
 def executor_config(
-    options: Options, kind: Kind, device: Device, quantization: Quantization, weight_bytes: int
+    options: Options,
+    kind: Kind,
+    device: Device,
+    quantization: Quantization,
+    weight_bytes: int,
+    shared_bytes: int,
 ) -> ExecutorConfig:
     """Return how steps are computed."""
     return ExecutorConfig(
@@ -57,13 +62,20 @@ def executor_config(
         attention_backend=options.attention_backend,
         step_ms=options.step_ms,
         weight_bytes=weight_bytes,
+        shared_bytes=shared_bytes,
     )
 
 
-def crowding(num_engines: int, num_cores: int) -> str | None:
-    """Return a line for whoever starts more engines than there are cores to compute on."""
-    if num_engines <= num_cores:
+def crowding(num_engines: int, num_ranks: int, num_cores: int) -> str | None:
+    """Return a line for whoever starts more engines, or ranks of them, than there are cores to compute on."""
+    if num_engines * num_ranks <= num_cores:
         return None
+    if num_ranks > 1:
+        engines = f" of {num_engines} engines" * (num_engines > 1)
+        return (
+            f"--tensor-parallel-size {num_ranks}{engines} on {num_cores} core{'s' * (num_cores > 1)}: ranks share them, and wait "
+            "for each other"
+        )
     return (
         f"--data-parallel-size {num_engines} on {num_cores} core{'s' * (num_cores > 1)}: engines share them, and each is slower "
         f"than one of {num_cores} would be"

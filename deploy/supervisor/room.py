@@ -16,7 +16,7 @@ def check_room(config: EngineConfig, num_more: int, available_bytes: int) -> Non
         return
     num_ranks = config.executor.tensor_parallel_size
     weights, kv = config.executor.weight_bytes * num_ranks, config.cache.memory_bytes * num_ranks
-    each = weights + kv + ATTENTION_SCRATCH_BYTES * num_ranks
+    each = weights + kv + ATTENTION_SCRATCH_BYTES * num_ranks + config.executor.shared_bytes
     if num_more * each > available_bytes:
         needed, left = format_size(num_more * each), format_size(available_bytes)
         raise CommandError(

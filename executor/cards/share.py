@@ -16,6 +16,10 @@ from quintet.executor.cards.experts import ExpertsSpec
 from quintet.executor.cards.spec import AttentionSpec, DecoderSpec, LatentSpec, LayerSpec, MlpSpec, QkNormOver
 
 MOST_RANKS = 64
+MIN_OUTPUTS = 256
+"""Rows of logits that a program has room for at least (`quintet.executor.program.runner.most_outputs`)."""
+SUM_BYTES = 4
+"""Of a sum that ranks add: fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +111,17 @@ def sizes_that_fit(spec: DecoderSpec) -> list[int]:
 def gathered_width(spec: DecoderSpec) -> int:
     """Return how many numbers a token has of what is normed over all ranks' columns, at most; 0 where nothing is."""
     return max((width for layer in spec.layers for width in _normed_over(layer)), default=0)
+
+
+def shared_bytes(spec: DecoderSpec, size: int, step_tokens: int, max_num_seqs: int, item_bytes: int) -> int:
+    """Return the memory that so many ranks share for what is of a model's size: sums, what is normed whole, logits.
+
+    At most, since pages are mapped when they are first used. step_tokens: of a step, at most; item_bytes: of a number.
+    """
+    tokens = max(step_tokens, max_num_seqs)
+    rotated = sum(rope.rotary_dim for rope in spec.ropes if rope.depends_on_length)
+    a_token = 2 * size * spec.hidden_size * SUM_BYTES + 2 * (gathered_width(spec) + rotated) * item_bytes
+    return tokens * a_token + max(max_num_seqs, MIN_OUTPUTS) * spec.vocab_size * item_bytes
 
 
 def _normed_over(layer: LayerSpec) -> Iterator[int]:

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from quintet.deploy import cli
+from quintet.deploy.resolve import build
 from quintet.deploy.resolve.build import resolve
 from quintet.deploy.resolve.flags import Options
+from quintet.deploy.resolve.quantization import check_weights_fit
 from quintet.wire.errors import ConfigError
 
 from .model_folder import write_model
@@ -44,15 +46,48 @@ def test_plan_says_what_each_rank_has(tmp_path: Path, capsys: pytest.CaptureFixt
     has = "1 of 4 heads with 1 of 2 KV heads; 32 of 128 columns of feed-forwards; 25 of 100 logits"
     assert f"each rank has     {has}\n" in printed
     assert "for each of 4 ranks" in printed
+    assert "executor ×1 of 4 ranks" in printed
     assert cli.main([*words, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert (plan["num_ranks"], plan["share"]) == (1, None)
+    assert (plan["num_ranks"], plan["share"], plan["shared_bytes"]) == (1, None, 0)
+
+
+def test_what_ranks_share_is_counted(tmp_path: Path) -> None:
+    """Sums are of all ranks' tokens: what is left for KV is less by them, and an engine that is added needs them as well."""
+    write_model(tmp_path)
+    few, many = (config_of(tmp_path, 2, max_num_batched_tokens=tokens) for tokens in (256, 512))
+    hidden = json.loads((tmp_path / "config.json").read_text())["hidden_size"]
+    assert many.executor.shared_bytes - few.executor.shared_bytes == 256 * 2 * 2 * hidden * 4
+    assert config_of(tmp_path, 1).executor.shared_bytes == 0
+
+
+def test_engines_of_several_ranks_share_processors_and_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "available_ram_bytes", lambda: 400 << 20)
+    monkeypatch.setattr(build, "usable_cores", lambda: 3)
+    write_model(tmp_path)
+    flags = {"load_format": "dummy", "device": "cpu", "max_num_seqs": 2048}
+    options = Options(model=str(tmp_path), data_parallel_size=2, tensor_parallel_size=2, **flags)
+    resolution = resolve(options, RUN_DIR)
+    config = resolution.config
+    assert (config.processes.engines, config.executor.tensor_parallel_size) == (2, 2)
+    assert 0 < config.cache.memory_bytes < (100 << 20) - config.executor.shared_bytes // 2
+    assert any("--tensor-parallel-size 2 of 2 engines on 3 cores" in note for note in resolution.notes)
+
+
+def test_weights_that_do_not_fit_are_said_to_be_those_of_a_rank() -> None:
+    with pytest.raises(ConfigError, match=r"2\.0 GiB and there are 1\.0 GiB of memory for each of 4 ranks: "):
+        check_weights_fit(2 << 30, 1 << 30, num_engines=1, num_ranks=4)
+    with pytest.raises(ConfigError, match="for each of 4 ranks of each of 2 engines: "):
+        check_weights_fit(2 << 30, 1 << 30, num_engines=2, num_ranks=4)
 
 
 @pytest.mark.parametrize(
     ("size", "changes", "words"),
     [
         (3, {}, "has 4 heads, which 3 ranks cannot share; sizes that fit: 2, 4"),
+        (2, {"head_dim": 1024}, "has heads of 1024 numbers in keys and 1024 in values; .* 576 and 512"),
         (2, {"intermediate_size": 129}, "has feed-forwards 129 wide, .*; sizes that fit: none but 1"),
         (3, {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16}, "2 KV heads, .*: 2"),
         (2, {"architectures": ["MixtralForCausalLM"], "intermediate_size": 129}, "has experts 129 wide"),
@@ -76,6 +111,7 @@ def test_what_cannot_be_divided_is_refused(
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
+        ({"block_size": 8}, "blocks of 8 tokens: ranks compute with blocks of a multiple of 16"),
         ({"executor": "mock"}, "the mock executor computes nothing"),
         ({"device": "cuda"}, "add --device cpu"),
     ],

@@ -5,15 +5,21 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from pathlib import Path
 
 import pytest
 import torch
+from tests.deploy.model_folder import write_model
 
+from quintet.deploy.resolve.build import resolve
+from quintet.deploy.resolve.flags import Options
 from quintet.executor.cards.share import Kept, Share
 from quintet.executor.ops.host_library import open_library, set_threads
-from quintet.executor.parallel.library import CRanksShape, OrderKind
-from quintet.executor.parallel.ranks import Ranks
+from quintet.executor.parallel.boot import DTYPE_BYTES, spec_of
+from quintet.executor.parallel.library import CRanksShape, OrderKind, RanksLibrary
+from quintet.executor.parallel.ranks import Ranks, shape_of
 from quintet.executor.program.library import ProgramLibrary
+from quintet.executor.program.runner import most_outputs
 from quintet.executor.program.step import Step
 from quintet.executor.quant.part import Part
 
@@ -116,6 +122,24 @@ def test_every_rank_adds_all_sums_in_the_order_of_the_ranks(dtype: torch.dtype) 
     expected = (total.float() + residual.float()).to(dtype)
     for rank in range(size):
         assert torch.equal(results[:, rank], expected), rank
+
+
+def test_what_is_counted_as_shared_is_what_is_mapped(tmp_path: Path) -> None:
+    """But for the mail, and a step's arrays and tables, which are no larger than it."""
+    library = open_library()
+    assert library is not None
+    model = write_model(tmp_path, vocab_size=50_000)
+    options = Options(
+        model=str(model), load_format="dummy", device="cpu", max_num_seqs=8, max_model_len=64,
+        max_num_batched_tokens=512, tensor_parallel_size=2,
+    )  # fmt: skip
+    config = resolve(options, tmp_path).config
+    item_bytes = DTYPE_BYTES[config.model.dtype]
+    shape = shape_of(config, spec_of(config.model), most_outputs(config.scheduler), item_bytes)
+    ranks = RanksLibrary(library)
+    mail_bytes = 4 * ranks.mail_ints
+    rest = ranks.num_bytes(ctypes.byref(shape)) - config.executor.shared_bytes
+    assert mail_bytes <= rest < 2 * mail_bytes
 
 
 def test_orders_come_one_by_one_with_the_step_they_are_for() -> None:
