@@ -13,6 +13,7 @@ from unittest.mock import MagicMock
 
 import pytest
 from tests.small_frames import take_at_most
+from tests.text.conftest import DEADLINE_S
 from tokenizers import Tokenizer
 
 from quintet.detokenizer_proc import main
@@ -224,7 +225,7 @@ def test_the_module_runs_as_a_child(
         world.send(row(RequestIds(0, 1).take(), 0, [9]))
         assert world.wait(world.frontend, m.Text).token_ids == pack_i32([9])
         world.send(supervision.Stop())
-        assert child.wait(10) == 0
+        assert child.wait(DEADLINE_S) == 0
     finally:
         child.kill()
         child.wait()
@@ -238,7 +239,11 @@ def test_a_missing_tokenizer_is_a_configuration_error(
     world = make_world(model_of(tokenizers_by_style["byte_level"]), Role.DETOKENIZER)
     (Path(world.config.model.tokenizer_path) / "tokenizer.json").unlink()
     child = start_child(world)
-    assert child.wait(30) == EXIT_CONFIG
+    try:
+        assert child.wait(DEADLINE_S) == EXIT_CONFIG
+    finally:
+        child.kill()
+        child.wait()
     assert "tokenizer.json does not exist" in error_file(world.config.run_dir, world.worker).read_text()
 
 

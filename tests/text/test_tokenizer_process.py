@@ -335,7 +335,7 @@ def test_the_module_runs_as_a_child(
         world.send(submit(RequestIds(0, 1).take(), m.TextPrompt("Hello")))
         assert world.wait(world.core, m.Admit).prompt_ids
         world.send(supervision.Stop())
-        assert child.wait(10) == 0
+        assert child.wait(DEADLINE_S) == 0
     finally:
         child.kill()
         child.wait()
