@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 
 SUPERVISOR = WorkerId(Role.SUPERVISOR, 0, 1)
 CONFIG_FILE = "config.json"
+HOUSEHOLD = (Topology, TellFigures, Dropped, Stop)
+"""Messages that every process heeds."""
 METRICS_S = 1.0
 """Heartbeats carry the figures only so often: an idle server should cost next to nothing."""
 
@@ -230,7 +232,8 @@ class Process(Generic[MessageT]):
         messages = self.inbox.wait(until_beat if timeout_s is None else min(timeout_s, until_beat))
         self._begin_turn()
         for message in messages:
-            self._housekeep(message)
+            if isinstance(message, HOUSEHOLD):
+                self._housekeep(message)
         return messages
 
     def attach(self, loop: asyncio.AbstractEventLoop, handle: Callable[[Any], None]) -> None:
@@ -241,7 +244,8 @@ class Process(Generic[MessageT]):
             if messages:
                 self._begin_turn()
             for message in messages:
-                self._housekeep(message)
+                if isinstance(message, HOUSEHOLD):
+                    self._housekeep(message)
                 if not isinstance(message, TellFigures):
                     handle(message)
 

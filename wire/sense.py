@@ -301,7 +301,7 @@ class Sense:
             and len(msg.token_ids) == sum(msg.num_tokens) * ID_BYTES
             and all_below(msg.token_ids, self._vocab_size)
             and not msg.finishes.translate(None, _FINISHES)
-            and self._named_stops(msg, num_rows)
+            and (not msg.named_stops or self._named_stops(msg, num_rows))
             and all(self._open(opened) for opened in msg.opens)
             and self._logprobs(msg.logprobs, num_rows)
             and self._prompt_logprobs(msg.prompt_logprobs, num_rows)
