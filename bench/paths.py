@@ -15,18 +15,19 @@ import os
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
+from tests.chaos.test_route import route
 from tests.processes.server import Server, serve, wait_until
 
 from bench.chaos.streams import Heard, crowd, differences, listen, play
 from quintet.deploy.resolve.device import sees_a_gpu
 
-MANIFEST = Path(__file__).parents[1] / "deploy" / "kubernetes" / "quintet.yaml"
+MANIFESTS = Path(__file__).parents[1] / "deploy" / "kubernetes"
 SMALL = ("--kv-cache-memory", "64MiB", "--log-level", "WARNING")
 NUM_STREAMS = 16
 _PATIENCE_S = 60.0
@@ -80,68 +81,96 @@ def gpus() -> str:
         return survives(server, "quintet-executor-0")
 
 
-def _pod(folder: Path) -> tuple[tuple[str, ...], float, float]:
-    """Return the chart's flags of `quintet serve`, the pause before a pod's drain, and its grace period, in seconds."""
-    by_kind = {thing["kind"]: thing for thing in yaml.safe_load_all(MANIFEST.read_text())}
-    config = folder / "server.yaml"
-    config.write_text(by_kind["ConfigMap"]["data"]["server.yaml"])
-    pod = by_kind["Deployment"]["spec"]["template"]["spec"]
-    [container] = pod["containers"]
-    flags = [word for word in container["args"][1:] if not word.startswith(("--port=", "--host="))]
-    flags = [word.replace("/etc/quintet/server.yaml", str(config)) for word in flags]
-    pause_s = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
-    return tuple(flags), pause_s, float(pod["terminationGracePeriodSeconds"])
+@dataclass(frozen=True, slots=True)
+class Pods:
+    """What the chart runs: flags, seconds between leaving the list and SIGTERM, and from there to SIGKILL."""
+
+    serve: tuple[str, ...]
+    route: tuple[str, ...]
+    unlist_s: float
+    grace_s: float
+
+
+_OF_THE_POD = ("--host=", "--port=", "--engines-at=", "--api-key=", "--engine-api-key=")
+"""Flags that only a pod can have."""
+
+
+def _pods(folder: Path) -> Pods:
+    servers, replicated = (
+        list(yaml.safe_load_all((MANIFESTS / name).read_text()))
+        for name in ("quintet.yaml", "quintet-replicas.yaml")
+    )
+    [config] = [thing["data"]["server.yaml"] for thing in servers if thing["kind"] == "ConfigMap"]
+    (folder / "server.yaml").write_text(config)
+    pods = {
+        thing["metadata"]["name"]: thing["spec"]["template"]["spec"]
+        for thing in [*replicated, *servers]
+        if thing["kind"] == "Deployment"
+    }
+    flags = {
+        name: tuple(
+            word.replace("/etc/quintet", str(folder))
+            for word in pod["containers"][0]["args"][1:]
+            if not word.startswith(_OF_THE_POD)
+        )
+        for name, pod in pods.items()
+    }
+    pod = pods["quintet"]
+    unlist_s = float(pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][1])
+    grace_s = float(pod["terminationGracePeriodSeconds"]) - unlist_s
+    return Pods(flags["quintet"], flags["quintet-router"], unlist_s, grace_s)
 
 
 def replicas() -> str:
-    """The chart's pods under a rollout: one comes, one goes, as the kubelet does it, while clients ask whoever is listed."""
+    """The chart's pods behind its router, while clients stream: one comes and one goes as in a rollout, then one dies."""
     with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
-        flags, pause_s, grace_s = _pod(Path(folder))
-        old, stays = (stack.enter_context(serve(*flags, *SMALL)) for _ in range(2))
-        listed = [old, stays]
+        pods, list_file = _pods(Path(folder)), Path(folder) / "servers"
+        old, stays = (stack.enter_context(serve(*pods.serve, *SMALL)) for _ in range(2))
+        list_file.write_text(f"{old.url}\n{stays.url}\n")
+        router = stack.enter_context(
+            route(*pods.route, "--engines", str(list_file), "--poll-interval", "0.2")
+        )
         asked = crowd(2, NUM_STREAMS, plain=True)
-        calm = asyncio.run(play(stays.url, asked))
+        calm = asyncio.run(play(router.url, asked))
         heard: list[Heard] = []
         is_over = False
 
         async def client(number: int) -> None:
-            turns = itertools.cycle(asked[number::4])
+            turns = itertools.cycle(range(number, NUM_STREAMS, 4))
             while not is_over:
-                request, answer = next(turns), Heard()
-                await asyncio.wait_for(listen(listed[number % len(listed)].url, request, answer), _PATIENCE_S)
-                assert answer.bytes_of() == calm.heard[asked.index(request)].bytes_of(), (
-                    "other bytes, or none"
-                )
+                answer, turn = Heard(), next(turns)
+                await asyncio.wait_for(listen(router.url, asked[turn], answer), _PATIENCE_S)
+                assert answer.bytes_of() == calm.heard[turn].bytes_of(), "other bytes, or none"
                 heard.append(answer)
 
         async def rollout() -> None:
             nonlocal is_over
             try:
-                new = await asyncio.to_thread(stack.enter_context, serve(*flags, *SMALL))
-                listed.append(new)
-                listed.remove(old)
-                await asyncio.sleep(pause_s)
-                began_s = time.monotonic()
+                new = await asyncio.to_thread(stack.enter_context, serve(*pods.serve, *SMALL))
+                list_file.write_text(f"{stays.url}\n{new.url}\n")
+                await asyncio.sleep(pods.unlist_s)
                 old.process.send_signal(signal.SIGTERM)
-                assert await asyncio.to_thread(old.process.wait, grace_s - pause_s) == 0, (
-                    "a drain that failed"
-                )
-                drained.append(time.monotonic() - began_s)
+                assert await asyncio.to_thread(old.process.wait, pods.grace_s) == 0, "a drain that failed"
                 await asyncio.sleep(1)
             finally:
                 is_over = True
-
-        drained: list[float] = []
 
         async def everybody() -> None:
             await asyncio.gather(rollout(), *(client(number) for number in range(4)))
 
         asyncio.run(everybody())
-        retried = sum(answer.num_connections > 1 for answer in heard)
-        longest_s = max(answer.longest_gap_s for answer in heard)
+        assert all(answer.num_connections == 1 for answer in heard), "a client had to come back"
+
+        async def kill() -> None:
+            stays.process.kill()
+
+        struck = asyncio.run(play(router.url, asked, kill))
+        assert not differences(calm, struck, asked), "other bytes after the death of a server"
+        assert all(answer.num_connections == 1 for answer in struck.heard), "a client had to come back"
     return (
-        f"a rollout under {len(heard)} streamed requests: none failed, {retried} lost a connection, "
-        f"longest wait {longest_s:.2f} s, drained in {drained[0]:.1f} s"
+        f"a rollout under {len(heard)} streamed requests: none failed, longest wait "
+        f"{max(answer.longest_gap_s for answer in heard):.2f} s; a whole server killed under {NUM_STREAMS}: same bytes, "
+        f"longest wait {struck.longest_gap_s:.2f} s"
     )
 
 
