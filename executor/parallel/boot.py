@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 from quintet.executor.cards.card import card_of
 from quintet.executor.cards.registry import FAMILIES
 from quintet.executor.cards.share import Share
 from quintet.executor.cards.spec import DecoderSpec
 from quintet.executor.parallel.ranks import SPINS, Ranks, shape_of
-from quintet.executor.platforms.cores import usable_cores
 from quintet.executor.program.runner import most_outputs
 from quintet.wire.config import EngineConfig, ModelConfig
 
@@ -18,11 +15,10 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 def open_ranks(config: EngineConfig, descriptor: int, rank: int) -> Ranks:
     """Return the view of a rank whose process has taken its processors. descriptor: of the memory."""
-    size, threads = config.executor.tensor_parallel_size, config.executor.threads
+    share = Share(rank, config.executor.tensor_parallel_size)
     item_bytes = DTYPE_BYTES[config.model.dtype]
     shape = shape_of(config, spec_of(config.model), most_outputs(config.scheduler), item_bytes)
-    has_own = usable_cores() >= threads and len(os.sched_getaffinity(0)) * size <= (os.cpu_count() or 1)
-    return Ranks(descriptor, Share(rank, size), shape, spins=SPINS if has_own else 0)
+    return Ranks(descriptor, share, shape, spins=SPINS if config.executor.has_own_cores else 0)
 
 
 def spec_of(model: ModelConfig) -> DecoderSpec:

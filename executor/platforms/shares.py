@@ -30,9 +30,12 @@ def take_share(index: int, config: EngineConfig, rank: int = 0) -> EngineConfig:
         os.environ[VISIBLE] = device_of(index, os.environ.get(VISIBLE))
         return config
     num_shares, its = num_engines * num_ranks, index % num_engines * num_ranks + rank
-    threads = config.executor.threads or max(1, default_threads(usable_cores()) // num_shares)
+    num_cores = usable_cores()
+    threads = config.executor.threads or max(1, default_threads(num_cores) // num_shares)
+    has_own = index < num_engines and threads * num_shares <= num_cores
     keep_to(share_of(os.sched_getaffinity(0), its, num_shares))
-    return msgspec.structs.replace(config, executor=msgspec.structs.replace(config.executor, threads=threads))
+    executor = msgspec.structs.replace(config.executor, threads=threads, has_own_cores=has_own)
+    return msgspec.structs.replace(config, executor=executor)
 
 
 def keep_to(processors: Collection[int]) -> None:

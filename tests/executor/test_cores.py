@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from quintet.executor.ops.host_library import declare, open_library
+from quintet.executor.platforms import shares
 from quintet.executor.platforms.cores import default_threads, usable_cores
 from quintet.executor.platforms.memory_nodes import usable_nodes
 from quintet.executor.platforms.shares import device_of, share_of
@@ -172,8 +173,8 @@ from quintet.executor.platforms.memory_nodes import usable_nodes
 from quintet.executor.platforms.shares import take_share
 from quintet.wire.config import EngineConfig
 threading.Thread(target=threading.Event().wait, daemon=True).start()
-take_share(0, msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig), 1)
-print(len(os.sched_getaffinity(0)), len(usable_nodes(system=Path(sys.argv[1]))))
+taken = take_share(0, msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig), 1).executor
+print(len(os.sched_getaffinity(0)), len(usable_nodes(system=Path(sys.argv[1]))), int(taken.has_own_cores))
 """
 
 
@@ -188,8 +189,36 @@ def test_threads_that_were_there_before_the_share_keep_to_it_as_well(tmp_path: P
     words = [sys.executable, "-c", SHARING, str(tmp_path)]
     done = subprocess.run(words, input=config, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
-    num_processors, num_nodes = map(int, done.stdout.split())
+    num_processors, num_nodes, has_own = map(int, done.stdout.split())
     assert num_nodes == num_processors < len(os.sched_getaffinity(0))
+    assert has_own == (usable_cores() >= 2)
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "index", "flags", "expected"),
+    [
+        (4, 0, {}, (1, True)),
+        (4, 0, {"threads": 2}, (2, False)),
+        (3, 0, {}, (1, False)),
+        (4, 2, {}, (1, False)),  # an engine more than the server began with computes where another does
+        (1, 0, {}, (1, False)),
+    ],
+)
+def test_ranks_spin_where_all_threads_of_all_engines_have_cores(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_cores: int,
+    index: int,
+    flags: dict[str, int],
+    expected: tuple[int, bool],
+) -> None:
+    """Of the cores of all, which nobody can count who has taken his own; a container may have few of a large machine's."""
+    monkeypatch.setattr(shares, "usable_cores", lambda: num_cores)
+    monkeypatch.setattr(shares, "keep_to", lambda processors: None)
+    config = config_of(tmp_path, tensor_parallel_size=2, **flags)
+    config = msgspec.structs.replace(config, processes=msgspec.structs.replace(config.processes, engines=2))
+    taken = shares.take_share(index, config, 1).executor
+    assert (taken.threads, taken.has_own_cores) == expected
 
 
 def test_engines_divide_cores_and_keep_to_memory_nodes(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from quintet.executor.parallel.followers import ending
 from quintet.process.runtime import error_file
+from quintet.wire.errors import EXIT_CONFIG
 from quintet.wire.ids import Role, WorkerId
 
 from .test_process import config_of
@@ -53,3 +54,12 @@ def test_rank_0_ends_with_another(tmp_path: Path) -> None:
     words = error_file(tmp_path, WorkerId(Role.EXECUTOR, 3, 7)).read_text()
     assert words in [f"rank {rank} was killed by SIGKILL; all ranks end with it" for rank in (1, 2)]
     assert not psutil.wait_procs(ranks, 60)[1], "a rank outlives the first"
+
+
+@pytest.mark.whole  # it imports torch
+def test_the_mistake_of_a_configuration_is_told_by_the_rank_that_finds_it(tmp_path: Path) -> None:
+    config = msgspec.json.encode(config_of(tmp_path, tensor_parallel_size=2))  # of a model that is not there
+    words = [sys.executable, "-c", RANK_0]
+    done = subprocess.run(words, input=config + b"\n", capture_output=True, timeout=60, check=False)
+    assert done.returncode == EXIT_CONFIG
+    assert error_file(tmp_path, WorkerId(Role.EXECUTOR, 3, 7)).read_text().startswith("rank 1: ")

@@ -73,14 +73,14 @@ WIDTH, ROWS = 700, 5
 """Two pieces of a row."""
 
 
-def ranks_of(size: int) -> list[Ranks]:
+def ranks_of(size: int, memory: int | None = None, spins: int = 0) -> list[Ranks]:
     """All ranks of one memory, in this process."""
     shape = CRanksShape(
         ranks=size, max_tokens=8, max_rows=8, max_outputs=8, tables=1, slots=8, table_stride=4,
         block_size=16, sums_width=WIDTH, logits_row_bytes=64, rotated_row_bytes=0, gathered_row_bytes=0,
     )  # fmt: skip
-    memory = os.memfd_create("ranks")
-    return [Ranks(memory, Share(rank, size), shape, spins=0) for rank in range(size)]
+    memory = os.memfd_create("ranks") if memory is None else memory
+    return [Ranks(memory, Share(rank, size), shape, spins=spins) for rank in range(size)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -122,6 +122,44 @@ def test_every_rank_adds_all_sums_in_the_order_of_the_ranks(dtype: torch.dtype) 
     expected = (total.float() + residual.float()).to(dtype)
     for rank in range(size):
         assert torch.equal(results[:, rank], expected), rank
+
+
+LINES, LINE_BYTES, MET = 128, 128, 64
+"""Where the numbers of meetings lie: behind the order, in the second half of each rank's line."""
+
+
+@pytest.mark.parametrize("spins", [0, 4000])
+def test_meetings_go_on_where_their_number_begins_anew(spins: int) -> None:
+    library = open_library()
+    assert library is not None
+    programs, size, rounds, last = ProgramLibrary(library), 3, 6, 2**32 - 3
+    memory = os.memfd_create("ranks")
+    ranks = ranks_of(size, memory, spins)
+    for rank in range(size):
+        os.pwrite(memory, last.to_bytes(4, "little"), LINES + rank * LINE_BYTES + MET)
+    come = [0] * size
+    behind: list[int] = []
+
+    def meet(mine: Ranks) -> None:
+        step = Step(programs, 8, 8)
+        step.c.num_tokens = 1
+        program = programs.new()
+        mine.library.meet(program, mine.handle, 0)
+        for turn in range(1, rounds + 1):
+            come[mine.share.rank] = turn
+            programs.run(program, step.address, 0, 1)
+            behind.extend(rank for rank in range(size) if come[rank] < turn)
+        programs.delete(program)
+
+    threads = [threading.Thread(target=meet, args=(each,)) for each in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert behind == []
+    for rank in range(size):
+        met = int.from_bytes(os.pread(memory, 4, LINES + rank * LINE_BYTES + MET), "little")
+        assert met == (last + rounds) % 2**32, "not the place of that number"
 
 
 def test_what_is_counted_as_shared_is_what_is_mapped(tmp_path: Path) -> None:
