@@ -153,6 +153,8 @@ def test_a_steps_fields_are_laid_out_in_the_same_order() -> None:
         ({"window": 5, "chunk": 5}, "window 5, chunk 5"),
         ({"growth": 1.0, "period": 0}, "growth 1 by 0 positions"),
         ({"kv_dtype": 2}, "activations of format 0, a cache of 2"),
+        ({"key_scale": 0.0}, "scales of keys and values 0 and 1 for a cache of format 0"),
+        ({"value_scale": 2.0}, "scales of keys and values 1 and 2 for a cache of format 0"),
     ],
 )
 @pytest.mark.parametrize("attends", [False, True])
@@ -162,8 +164,8 @@ def test_what_the_kernels_rely_on_is_checked_when_it_is_recorded(
     library, at, wide = program_library(), 64, 1 << 20
     assert library is not None
     program = library.new()
-    usual = {"heads": 4, "kv_heads": 2, "key_width": 64, "value_width": 64, "block_size": 16, "period": 1}
-    layer = ctypes.byref(CAttention(**(usual | changed)))
+    shape = {"heads": 4, "kv_heads": 2, "key_width": 64, "value_width": 64, "block_size": 16, "period": 1}
+    layer = ctypes.byref(CAttention(**({"key_scale": 1.0, "value_scale": 1.0} | shape | changed)))
 
     def record() -> None:
         if attends:
