@@ -18,7 +18,7 @@ RANK = "executor-0-rank"
 
 
 pytestmark = pytest.mark.whole
-"""What a rank's death does to the others is seen in `tests.executor.test_followers` as well, without a model."""
+"""What a rank's death does to the others is seen in `tests.executor.test_rank_processes` as well, without a server."""
 
 
 @pytest.fixture(scope="module", params=[2, 4])
