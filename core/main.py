@@ -62,8 +62,10 @@ class Core:
             self.process.log.critical("%s", self.engine.describe())
             raise
         finally:
-            self._account()
-            self.process.close()
+            try:
+                self._account()
+            finally:
+                self.process.close()
 
     def apply(self, messages: list[Message | Topology | Dropped | Drain]) -> None:
         """Apply what arrived, in order, then plan. A change of topology comes first: the outboxes follow it already."""

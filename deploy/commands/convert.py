@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from quintet.deploy.quantize.target import check_space, check_target, in_place_of
+from quintet.deploy.quantize.target import check_apart, check_space, check_target, in_place_of
 from quintet.deploy.resolve.build import resolve
 from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.gguf.endings import generation_of_gguf
@@ -63,10 +63,15 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if out is not None:
         check_target(out, arguments.overwrite)
+    elif arguments.overwrite:
+        raise ConfigError(
+            "--overwrite is for OUT, the folder made of a GGUF file: name one, or drop the flag"
+        )
     source = locate_model(arguments.model, with_weights=True)
     if out is None:
         convert(source, print)
     elif is_gguf(source):
+        check_apart(out, source)
         _convert_gguf(source, out)
     else:
         raise ConfigError(

@@ -6,7 +6,6 @@ its processes (`Watch`), and systemd the supervisor's: a turn of its loop is wha
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 from collections.abc import Mapping
@@ -25,31 +24,45 @@ class ServiceManager:
         self._alive_every_s = int(watched) * 1e-6 / 4 if watched.isdecimal() and is_for_us else None
         """A quarter of what systemd waits for: a busy machine may delay two of them."""
         self._said_alive_at: float | None = None
+        self._unheard: tuple[str, ...] | None = None
+        """That the server is ready, where it did not go out: systemd waits for it, and is told again at every turn."""
 
     def ready(self, url: str) -> None:
         """The server can answer."""
-        self._tell("READY=1", f"STATUS=Serving on {url}")
+        self._unheard = ("READY=1", f"STATUS=Serving on {url}")
+        self._repeat()
 
     def alive(self, now: float) -> None:
         """The supervisor's loop has turned."""
+        self._repeat()
         if self._alive_every_s is None:
             return
-        if self._said_alive_at is None or now - self._said_alive_at >= self._alive_every_s:
+        is_due = self._said_alive_at is None or now - self._said_alive_at >= self._alive_every_s
+        if is_due and self._tell("WATCHDOG=1"):
             self._said_alive_at = now
-            self._tell("WATCHDOG=1")
 
     def stopping(self, patience_s: float) -> None:
         """The server leaves, and may take so long: systemd's own timeout for that is extended where it is shorter."""
+        self._unheard = None
         self._tell(
             "STOPPING=1",
             f"EXTEND_TIMEOUT_USEC={int(patience_s * 1e6)}",
             "STATUS=Requests in flight may finish",
         )
 
-    def _tell(self, *lines: str) -> None:
-        if self._socket is not None:
-            with contextlib.suppress(OSError):  # systemd itself may be starting again
-                self._socket.sendto("\n".join(lines).encode(), socket.MSG_DONTWAIT, self._address)
+    def _repeat(self) -> None:
+        if self._unheard is not None and self._tell(*self._unheard):
+            self._unheard = None
+
+    def _tell(self, *lines: str) -> bool:
+        """Return whether it went out: systemd itself may be starting again, or have too much to read."""
+        if self._socket is None:
+            return True
+        try:
+            self._socket.sendto("\n".join(lines).encode(), socket.MSG_DONTWAIT, self._address)
+        except OSError:
+            return False
+        return True
 
     def close(self) -> None:
         """Give the socket back."""

@@ -402,6 +402,20 @@ def test_a_capacity_that_cannot_be_ends_the_core(driven: Driven) -> None:
         driven.deliver(1)
 
 
+def test_it_closes_even_where_its_last_account_fails(driven: Driven) -> None:
+    def account() -> tuple[int, int]:
+        raise RuntimeError("no account")
+
+    closed: list[bool] = []
+    driven.neighbours.send(Stop())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driven.core, "_account", account)
+        patch.setattr(driven.core.process, "close", lambda: closed.append(True))
+        with pytest.raises(RuntimeError, match="no account"):
+            driven.core.run()
+    assert closed == [True]
+
+
 def test_the_cancel_of_an_unknown_request_is_answered(driven: Driven) -> None:
     neighbours = driven.neighbours
     neighbours.bind(FRONTEND, Unknown)

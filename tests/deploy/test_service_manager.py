@@ -35,12 +35,12 @@ def test_a_server_says_that_it_is_ready_alive_and_leaving(
     heard: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NOTIFY_SOCKET", heard.getsockname())
-    monkeypatch.setenv("WATCHDOG_USEC", "400000")
+    monkeypatch.setenv("WATCHDOG_USEC", "4000000")
     with world(tmp_path) as server:
         process = server.start(config=make_config(server.run_dir, drain_timeout_s=7))
         ready, status = next_other_than(heard, "WATCHDOG=1")
         assert (ready, status[:26]) == ("READY=1", "STATUS=Serving on http://1")
-        assert heard.recv(4096) == heard.recv(4096) == b"WATCHDOG=1"
+        assert heard.recv(4096) == b"WATCHDOG=1"
         process.send_signal(signal.SIGTERM)
         leaving, longer, _ = next_other_than(heard, "WATCHDOG=1")
         assert (leaving, longer) == ("STOPPING=1", "EXTEND_TIMEOUT_USEC=13000000")
@@ -55,6 +55,23 @@ def test_the_watchdog_is_told_four_times_as_often_as_it_asks(heard: socket.socke
     manager.ready("http://x")
     assert [heard.recv(4096) for _ in range(3)] == [b"WATCHDOG=1"] * 3
     assert heard.recv(4096).startswith(b"READY=1")
+    manager.close()
+
+
+def test_readiness_that_did_not_go_out_is_told_again_once(tmp_path: Path) -> None:
+    address = tmp_path / "notify"
+    manager = ServiceManager({"NOTIFY_SOCKET": str(address), "WATCHDOG_USEC": "8000000"})
+    manager.ready("http://x")
+    manager.alive(10.0)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind(str(address))
+        listener.settimeout(DEADLINE_S)
+        for now in (10.1, 10.2, 12.1):
+            manager.alive(now)
+        assert listener.recv(4096).startswith(b"READY=1")
+        assert listener.recv(4096) == listener.recv(4096) == b"WATCHDOG=1"
+        manager.stopping(1.0)
+        assert listener.recv(4096).startswith(b"STOPPING=1")
     manager.close()
 
 

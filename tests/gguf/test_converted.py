@@ -104,3 +104,5 @@ def test_what_cannot_be_converted_is_one_line(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "there").mkdir()
     (tmp_path / "there/config.json").write_text(json.dumps({}))
     assert "is there already" in refused(file, tmp_path / "there")
+    assert "name another place" in refused(file, tmp_path, "--overwrite") and file.exists()
+    assert "--overwrite is for OUT" in refused(tmp_path, "--overwrite")
