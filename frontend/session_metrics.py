@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quintet.wire.messages import Finish, FinishReason, Started, Submit
-from quintet.wire.metrics import COUNT_BUCKETS, Metrics
+from quintet.wire.metrics import COUNT_BUCKETS, PACE_BUCKETS_S, Metrics
 from quintet.wire.params import SamplingParams
 
 NS = 1e-9
@@ -21,7 +21,9 @@ class SessionMetrics:
             "time_to_first_token_seconds", "Arrival of the request to its first token, at the frontend."
         )
         self.inter_token_latency = metrics.histogram(
-            "inter_token_latency_seconds", "Time between two deliveries of tokens of one choice."
+            "inter_token_latency_seconds",
+            "Time between two deliveries of tokens of one choice.",
+            PACE_BUCKETS_S,
         )
         self.time_per_output_token = metrics.histogram(
             "request_time_per_output_token_seconds", "Mean time per token after the first, per choice."

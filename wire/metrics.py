@@ -18,6 +18,9 @@ TIME_BUCKETS_S = (
 )  # fmt: skip
 """Seconds. Fine enough at the bottom for hops and decode steps."""
 
+PACE_BUCKETS_S = tuple(sorted({*TIME_BUCKETS_S, 0.15, 0.25, 0.3, 0.35, 0.4}))
+"""Seconds between tokens: finer around the time that a step on a CPU aims at, by which more pods are asked for."""
+
 COUNT_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 """Tokens, rows."""
 

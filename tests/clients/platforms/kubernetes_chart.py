@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -30,8 +31,10 @@ ALL = {
     "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
     "dashboard": {"enabled": True},
     "networkPolicy": {"enabled": True, "allowHub": False},
-    "inferencePool": {"enabled": True, "pickerService": "picker"},
-    "router": {"enabled": True, "replicas": 2},
+    "router": {
+        "enabled": True, "replicas": 2, "nodeSelector": {"disk": "none"}, "affinity": {"nodeAffinity": {}},
+        "tolerations": [{"operator": "Exists"}], "priorityClassName": "high",
+    },
     "podAnnotations": {"a": "b"},
     "podLabels": {"team": "models"},
     "nodeSelector": {"disk": "ssd"},
@@ -39,7 +42,7 @@ ALL = {
     "affinity": {"nodeAffinity": {}},
     "runtimeClassName": "nvidia",
     "priorityClassName": "high",
-}
+}  # fmt: skip
 KEDA = {"kind": "keda", "prometheusAddress": "http://prometheus:9090"}
 VARIANTS: dict[str, dict[str, object]] = {
     "defaults": {},
@@ -48,6 +51,17 @@ VARIANTS: dict[str, dict[str, object]] = {
     "no probes to wait for, nobody protected": {
         "drainSeconds": 0, "unlistSeconds": 0, "startSeconds": 5, "podDisruptionBudget": {"enabled": False},
         "strategy": {"type": "Recreate", "rollingUpdate": None},
+    },
+    "endpoints that a gateway picks": {"inferencePool": {"enabled": True, "pickerService": "picker"}},
+    "a claim that one pod holds": {
+        "cache": {"create": True}, "strategy": {"rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
+    },
+    "a claim that one pod holds, made anew": {
+        "cache": {"create": True}, "strategy": {"type": "Recreate", "rollingUpdate": None},
+    },
+    "a pace of GPUs": {"gpus": 1, "autoscaling": {"kind": "hpa", "secondsBetweenTokens": 0.05}},
+    "a pace of short steps": {
+        "flags": {"step_target_ms": 100}, "autoscaling": {"kind": "hpa", "secondsBetweenTokens": 0.2},
     },
     "a claim that is there": {"cache": {"existingClaim": "models"}, "replicas": 4},
 }  # fmt: skip
@@ -60,7 +74,16 @@ REFUSED = {
     "set autoscaling.prometheusAddress": {"autoscaling": {"kind": "keda"}},
     "is more than autoscaling.maxReplicas (2)": {"autoscaling": {"minReplicas": 3, "maxReplicas": 2}},
     "name the Service of the endpoint picker": {"inferencePool": {"enabled": True}},
-}
+    "the endpoint picker presents no key": {
+        "inferencePool": {"enabled": True, "pickerService": "picker"}, "apiKey": {"secret": "quintet"},
+    },
+    "set maxSurge to 0 and maxUnavailable to 1": {"cache": {"create": True}},
+    "(strategy.rollingUpdate.maxSurge 25%)": {
+        "cache": {"create": True, "accessMode": "ReadWriteOncePod"}, "strategy": {"rollingUpdate": None},
+    },
+    "(0.39) is not above 0.39: ": {"autoscaling": {"kind": "hpa", "secondsBetweenTokens": 0.39}},
+    "takes 500 ms": {"flags": {"step-target-ms": 500}, "autoscaling": KEDA},
+}  # fmt: skip
 
 Shape = dict[str, object]
 SHAPES: dict[str, Shape] = {
@@ -133,6 +156,31 @@ def graces(text: str) -> None:
         assert pod["terminationGracePeriodSeconds"] >= pause + drain + 10
 
 
+def placed(text: str) -> None:
+    """Routers go where their own values say, and are as slow to be ready as the servers that they wait for."""
+    servers, router = (t["spec"] for t in yaml.safe_load_all(text) if t["kind"] == "Deployment")
+    assert router["progressDeadlineSeconds"] == servers["progressDeadlineSeconds"]
+    pod = router["template"]["spec"]
+    assert pod["nodeSelector"] == {"disk": "none"} and pod["tolerations"] == [{"operator": "Exists"}]
+    assert pod["priorityClassName"] == "high" and pod["affinity"] == {"nodeAffinity": {}}
+    protected = [
+        t["spec"]["selector"]["matchLabels"]["app.kubernetes.io/name"]
+        for t in yaml.safe_load_all(text)
+        if t["kind"] == "PodDisruptionBudget"
+    ]
+    assert protected == ["quintet", "quintet-router"]
+
+
+def summed(text: str) -> None:
+    """KEDA sums the figures of this release's servers alone."""
+    [scaled] = [t for t in yaml.safe_load_all(text) if t["kind"] == "ScaledObject"]
+    for trigger in scaled["spec"]["triggers"]:
+        pods = re.compile(re.search('pod=~"([^"]+)"', trigger["metadata"]["query"])[1])
+        assert pods.fullmatch("quintet-5d8f9b-x2x7q")
+        for other in ("quintet-router-5d8f9b-x2x7q", "quintet-large-5d8f9b-x2x7q", "my-quintet-5d8f9b-x2x7q"):
+            assert not pods.fullmatch(other), other
+
+
 def main() -> None:
     sys.argv[1:] = ["--check"]
     assert render.main() == 0, (
@@ -145,6 +193,8 @@ def main() -> None:
         graces(text)
         doors(text)
         print(f"ok: {name}")
+    placed(render.render(VARIANTS["everything, HPA"]))
+    summed(render.render({"autoscaling": KEDA}))
     expected = {
         "ConfigMap", "Deployment", "Service", "PersistentVolumeClaim", "PodDisruptionBudget", "NetworkPolicy",
         "HorizontalPodAutoscaler", *SHAPES,

@@ -74,7 +74,7 @@ def check_parsed(known: Labels) -> None:
 def prometheus(server: str) -> Iterator[Callable[[str], Any]]:
     """Run a Prometheus that scrapes ``server`` as the PodMonitor would; yield what asks it an expression."""
     address = urllib.parse.urlsplit(server).netloc
-    target = {"targets": [address], "labels": {"namespace": "default", "pod": "quintet-1"}}
+    target = {"targets": [address], "labels": {"namespace": "default", "pod": "quintet-5d8f9b-x2x7q"}}
     scrape = {"job_name": "quintet", "scrape_interval": "1s", "static_configs": [target]}
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "prometheus.yml"
