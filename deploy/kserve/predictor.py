@@ -16,8 +16,11 @@ import json
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import NoneType
+from typing import get_args
 
 import kserve
+import msgspec
 from kserve.errors import InvalidInput, ModelNotReady
 from kserve.model_server import parser as kserve_parser
 from kserve.protocol.infer_type import to_http_parameters
@@ -27,12 +30,19 @@ from quintet.deploy.python_api.engine import EngineError
 from quintet.deploy.python_api.inputs import instance_by_name, params_by_name
 from quintet.deploy.resolve.config_file import read_config_file
 from quintet.wire.errors import ErrorCode, RequestError
-from quintet.wire.params import OutputKind
+from quintet.wire.params import OutputKind, SamplingParams
 
 Prompts = Sequence[tuple[str, Mapping[str, object]]]
 """Each prompt with its own sampling parameters."""
 
 _LATER = frozenset({ErrorCode.OVERLOADED, ErrorCode.UNAVAILABLE, ErrorCode.INTERNAL})
+
+_NUMBERS = frozenset(
+    field.name
+    for field in msgspec.structs.fields(SamplingParams)
+    if {*(get_args(field.type) or (field.type,))} <= {int, float, NoneType}
+)
+"""Parameters that are numbers: a text of digits is one there, and stays a text elsewhere."""
 
 
 class TextGeneration(kserve.Model):
@@ -75,19 +85,21 @@ class TextGeneration(kserve.Model):
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._complete_one(*prompt)) for prompt in prompts]
-        except* RequestError as errors:
-            error = errors.exceptions[0]
-            assert isinstance(error, RequestError)
-            if error.code in _LATER:
-                raise ModelNotReady(self.name, error.message) from None
-            raise InvalidInput(error.message) from None
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
 
     async def _complete_one(self, prompt: str, settings: Mapping[str, object]) -> tuple[str, str]:
-        params = params_by_name(settings, OutputKind.FINAL_ONLY)
         last = None
-        async for output in self._llm.generate(prompt, params):
-            last = output
+        try:
+            async for output in self._llm.generate(prompt, params_by_name(settings, OutputKind.FINAL_ONLY)):
+                last = output
+        except RequestError as error:
+            if error.code in _LATER:
+                raise ModelNotReady(self.name, error.message) from None
+            raise InvalidInput(error.message) from None
+        except EngineError as error:
+            raise ModelNotReady(self.name, str(error)) from None
         assert last is not None, "an answer without an ending"
         return last.outputs[0].text, last.outputs[0].finish_reason or ""
 
@@ -110,7 +122,9 @@ def _prompts_of_v2(request: kserve.InferRequest) -> tuple[list[int], Prompts]:
     tensor = request.inputs[0]
     settings: dict[str, object] = dict(to_http_parameters(request.parameters or {}))
     if request.from_grpc:
-        settings = {name: _as_number(value) for name, value in settings.items()}
+        settings = {
+            name: _as_number(value) if name in _NUMBERS else value for name, value in settings.items()
+        }
     texts = tensor.as_numpy().reshape(-1).tolist()
     try:
         decoded = [text.decode() if isinstance(text, bytes) else str(text) for text in texts]

@@ -21,6 +21,9 @@ from tests.deploy.queries import DASHBOARD
 DEPLOY = Path(__file__).parents[2] / "deploy"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("quintet*.yaml"))
 
+GRACE_S = 30
+"""What Kubernetes gives a pod to leave where nothing else is said."""
+
 
 def things(path: Path) -> list[dict[str, Any]]:
     return [thing for thing in yaml.safe_load_all(path.read_text()) if thing]
@@ -65,8 +68,12 @@ def test_the_runtime_of_kserve_has_flags_of_serve() -> None:
     assert options.served_model_name == ["{{.Name}}"]
     assert (options.host, options.port) == ("0.0.0.0", container["ports"][0]["containerPort"])
     [service] = things(DEPLOY / "kserve" / "service.yaml")
+    predictor = service["spec"]["predictor"]
+    of_service = options_from([*container["args"], *predictor["model"]["args"]])
     pause = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
-    assert service["spec"]["predictor"]["terminationGracePeriodSeconds"] >= options.drain_timeout + pause + 10
+    assert of_service.drain_timeout > options.drain_timeout
+    assert predictor["terminationGracePeriodSeconds"] >= of_service.drain_timeout + pause + 10
+    assert options.drain_timeout + pause + 10 <= GRACE_S
 
 
 @pytest.mark.parametrize("path", [*MANIFESTS, DEPLOY / "kserve" / "runtime.yaml"], ids=lambda path: path.stem)

@@ -8,9 +8,17 @@ import socket
 import subprocess
 import sys
 import urllib.request
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
 import httpx
 from kserve import InferenceGRPCClient, InferenceRESTClient, InferInput, InferRequest, RESTConfig
+from kserve.errors import InvalidInput, ModelNotReady
+
+from quintet.deploy.kserve.predictor import TextGeneration
+from quintet.deploy.python_api.engine import EngineError
+from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.params import SamplingParams
 
 PROMPTS = ["def f(x):", "class Stack:"]
 SAMPLING = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
@@ -102,7 +110,39 @@ async def check_predictor(url: str, grpc: str, expected: list[str], process: sub
     )
 
 
+class Scripted:
+    """An engine that answers with an error, or else with the texts that it is to stop at."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+    async def generate(self, prompt: str, params: SamplingParams) -> AsyncIterator[SimpleNamespace]:
+        if self.error is not None:
+            raise self.error
+        yield SimpleNamespace(outputs=[SimpleNamespace(text=repr(params.stop), finish_reason="stop")])
+
+
+async def check_endings() -> None:
+    """An engine that is gone may be back later; a mistake is the client's; digits stay a text where texts are asked for."""
+    for error, expected in (
+        (EngineError("was shut down"), ModelNotReady),
+        (RequestError(ErrorCode.OVERLOADED, "was shut out"), ModelNotReady),
+        (RequestError(ErrorCode.INVALID, "was wrong"), InvalidInput),
+    ):
+        try:
+            await TextGeneration("toy", Scripted(error)).predict({"instances": PROMPTS})
+        except expected as told:
+            assert error.args[0] in str(told)
+        else:
+            raise AssertionError(f"not told: {error}")
+    request = tensor("toy", ["x"], {"stop": "1", "temperature": "0.5"})
+    request.from_grpc = True
+    answer = await TextGeneration("toy", Scripted()).predict(request)
+    assert answer.outputs[0].data == ["['1']"]
+
+
 def main(server: str, model: str) -> None:
+    asyncio.run(check_endings())
     asyncio.run(check_server(server, model))
     port, grpc_port = free_port(), free_port()
     command = [
