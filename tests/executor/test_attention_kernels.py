@@ -81,6 +81,7 @@ FORMATS = {
     "int4 of bf16": Format(BF16, INT4),
     "int4 of fp32": Format(FP32, INT4),
     "fp8 of bf16": Format(BF16, FP8),
+    "fp8 of fp16": Format(FP16, FP8),
     "fp8 of fp32": Format(FP32, FP8),
 }
 

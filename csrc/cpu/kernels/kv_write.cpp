@@ -158,8 +158,9 @@ void put_value(const Element* value, index_t width, const PagedKv& kv, char* pla
   for (index_t d = 0; d < kv.value_dim; ++d) put_code(plane, i, d, kv.value_dim, codes[d]);
 }
 
-// Eight bits with a point: the nearest e4m3 (ties to even) of what the layer's scale divides, at most 448, as torch rounds. From 2^-6
-// on the lowest 20 bits of a number are rounded away; those below are multiples of 2^-9.
+// Eight bits with a point: the nearest e4m3 (ties to even) of what the layer's scale divides, at most 448, as torch rounds,
+// but that what is no number becomes 448, where torch keeps it. From 2^-6 on the lowest 20 bits of a number are rounded away; those
+// below are multiples of 2^-9.
 template <class Element>
 QT_INLINE void in_eighths(const Element* numbers, index_t width, index_t padded, float scale, Eighth* to) {
   for (index_t d = 0; d < padded; d += kLanes) {
