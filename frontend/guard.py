@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
@@ -35,14 +35,15 @@ def is_open(path: str) -> bool:
 class Keys:
     """The accepted API keys; with none configured, everybody may ask."""
 
-    def __init__(self, keys: Sequence[str]) -> None:
-        self._keys = [key.encode() for key in keys]
+    def __init__(self, keys: Sequence[str], is_open: Callable[[str], bool] = is_open) -> None:
+        """``is_open``: whether a path needs none."""
+        self._keys, self._is_open = [key.encode() for key in keys], is_open
 
-    def check(self, exchange: Exchange) -> None:
-        """Raise `RequestError` unless the request carries a key or its path needs none."""
-        if not self._keys or is_open(exchange.path):
-            return
+    def check(self, exchange: Exchange) -> bytes:
+        """Return the request's key, however it was sent; empty for none. Raises `RequestError` where it needs another."""
         given = _key_of(exchange)
+        if not self._keys or self._is_open(exchange.path):
+            return given or b""
         if given is None:
             raise RequestError(
                 ErrorCode.UNAUTHORIZED,
@@ -51,6 +52,7 @@ class Keys:
         matches = [hmac.compare_digest(given, key) for key in self._keys]
         if not any(matches):
             raise RequestError(ErrorCode.UNAUTHORIZED, "The API key is not one this server accepts.")
+        return given
 
 
 def _key_of(exchange: Exchange) -> bytes | None:

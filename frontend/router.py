@@ -33,6 +33,8 @@ class Engine:
     """Tokens of this request's prompt that it should have computed before, about."""
     used: int = 0
     """When these were last used, by the engine's own count."""
+    name: str = ""
+    """What it is called everywhere, where its index is not the same everywhere."""
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -78,7 +80,10 @@ def choose(
     if policy == "round-robin":
         best, reason = in_turn[0], "its turn"
     elif policy == "session" and session:
-        best, reason = max(ordered, key=lambda engine: _weight(session, engine.index)), "its session"
+        best, reason = (
+            max(ordered, key=lambda engine: _weight(session, engine.name or engine.index)),
+            "its session",
+        )
     else:
         saves = policy == "prefix"
         best = min(in_turn, key=lambda engine: _delay(engine, in_turn, saves, num_tokens, usual))
@@ -107,9 +112,9 @@ def _delay(engine: Engine, engines: Sequence[Engine], saves: bool, num_tokens: i
     return own + NEXT_WEIGHT * all_busy * all_busy / (2 * usual)
 
 
-def _weight(session: str, index: int) -> bytes:
+def _weight(session: str, engine: str | int) -> bytes:
     """Return a number that looks drawn by chance, the same in every process."""
-    return blake2b(f"{index} {session}".encode(errors="surrogatepass"), digest_size=8).digest()
+    return blake2b(f"{engine} {session}".encode(errors="surrogatepass"), digest_size=8).digest()
 
 
 class Seats:

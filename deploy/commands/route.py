@@ -17,7 +17,7 @@ import setproctitle
 import uvloop
 
 from quintet.deploy.resolve.memory import parse_size
-from quintet.deploy.router.app import App, Door
+from quintet.deploy.router.app import OPEN_PATHS, App, Door
 from quintet.deploy.router.figures import Figures
 from quintet.deploy.router.limits import Limits
 from quintet.deploy.router.names import Names
@@ -121,14 +121,14 @@ def _add_door(door: argparse._ArgumentGroup) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="requests of one key answered at once (default: no limit)",
+        help="requests of one key answered at once (default: no limit); wants --api-key",
     )
     door.add_argument(
         "--max-per-minute-per-key",
         type=int,
         default=0,
         metavar="N",
-        help="requests of one key a minute (default: no limit)",
+        help="requests of one key a minute (default: no limit); wants --api-key",
     )
     door.add_argument(
         "--max-body-bytes", default="32MiB", metavar="SIZE", help="largest request (default: %(default)s)"
@@ -182,9 +182,13 @@ def _check(arguments: argparse.Namespace) -> None:
                 f"--{name.replace('_', '-')} is {value:g}; it must be above 0 and at most 86400 seconds"
             )
     for name in ("max_open_per_key", "max_per_minute_per_key"):
-        if getattr(arguments, name) < 0:
+        limit, flag = getattr(arguments, name), f"--{name.replace('_', '-')}"
+        if limit < 0:
+            raise ConfigError(f"{flag} is {limit}; it must be 0 (no limit) or more")
+        if limit and not arguments.api_key:
             raise ConfigError(
-                f"--{name.replace('_', '-')} is {getattr(arguments, name)}; it must be 0 (no limit) or more"
+                f"{flag} is {limit}, and without --api-key whoever makes up another key has another limit: say with --api-key "
+                "which keys there are"
             )
 
 
@@ -200,7 +204,7 @@ async def _serve(arguments: argparse.Namespace, listener: socket.socket) -> None
     watch = Watch(servers, arguments.engine, arguments.engines, pulse, Names(arguments.engines_at))
     max_bytes = parse_size(arguments.max_body_bytes, "--max-body-bytes")
     door = Door(
-        Keys(arguments.api_key),
+        Keys(arguments.api_key, OPEN_PATHS.__contains__),
         Limits(arguments.max_open_per_key, arguments.max_per_minute_per_key, time.monotonic),
         Bodies(max_bytes, max_open_bytes=max(max_bytes, MAX_OPEN_BYTES)),
         arguments.engine_api_key,

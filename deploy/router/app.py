@@ -13,7 +13,7 @@ from quintet.deploy.router.asked import Asked, read
 from quintet.deploy.router.figures import Figures
 from quintet.deploy.router.limits import Limits
 from quintet.deploy.router.passing import Passing, Patience
-from quintet.deploy.router.servers import Servers
+from quintet.deploy.router.servers import Server, Servers
 from quintet.deploy.router.upstream import RELAY, Outgoing
 from quintet.frontend.bodies import Bodies
 from quintet.frontend.dialects.anthropic import errors as anthropic_errors
@@ -23,8 +23,11 @@ from quintet.frontend.exchange import ClientGone, Exchange
 from quintet.frontend.guard import Keys
 from quintet.frontend.metrics import CONTENT_TYPE
 from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.params import shown
 
 RELAYED = ((RELAY, b"1"),)
+OPEN_PATHS = frozenset({"/livez", "/readyz"})
+"""What the router tells without a key: both are its own. What is a server's goes there with the servers' key."""
 _log = logging.getLogger("quintet")
 
 
@@ -84,7 +87,7 @@ class App:
         await exchange.write(frame, last=True)
 
     async def _answer(self, exchange: Exchange, headers: list[tuple[bytes, bytes]]) -> None:
-        self._door.keys.check(exchange)
+        key = self._door.keys.check(exchange)
         match exchange.path:
             case "/livez":
                 await exchange.respond(200, b"ok", b"text/plain")
@@ -99,11 +102,13 @@ class App:
             case "/servers":
                 await exchange.respond(200, msgspec.json.encode([_told(server) for server in self._servers]))
             case _:
-                await self._pass_on(exchange, headers)
+                await self._pass_on(exchange, headers, key)
 
-    async def _pass_on(self, exchange: Exchange, headers: list[tuple[bytes, bytes]]) -> None:
+    async def _pass_on(self, exchange: Exchange, headers: list[tuple[bytes, bytes]], key: bytes) -> None:
         door = self._door
-        key = exchange.header("authorization") or exchange.header("x-api-key") or ""
+        if self.is_draining:  # it came over a connection that was open
+            raise RequestError(ErrorCode.UNAVAILABLE, "The router is ending; connect again.", retry_s=1)
+        _check_path(exchange.path)
         try:
             account = door.limits.enter(key)
         except RequestError:
@@ -128,6 +133,20 @@ class App:
             door.limits.leave(account)
 
 
-def _told(server: object) -> dict[str, object]:
-    names = ("url", "trouble", "is_leaving", "num_open", "num_queued", "num_others")
-    return {name: getattr(server, name) for name in names}
+def _check_path(path: str) -> None:
+    """Refuse a path (decoded) that a server may read as another one."""
+    if not {".", ".."}.isdisjoint(path.split("/")):
+        raise RequestError(
+            ErrorCode.INVALID, f"The path is {shown(path)}; send it without segments of dots alone."
+        )
+
+
+def _told(server: Server) -> dict[str, object]:
+    return {
+        "url": server.url,
+        "trouble": server.trouble,
+        "is_leaving": server.is_leaving,
+        "num_open": server.num_open,
+        "num_queued": server.num_queued,
+        "num_others": server.num_others,
+    }

@@ -8,8 +8,8 @@ from hashlib import blake2b
 
 from quintet.wire.errors import ErrorCode, RequestError
 
-MAX_KEYS = 1 << 16
-"""That are remembered while they have nothing open."""
+MAX_IDLE = 1 << 16
+"""Keys whose last minute is remembered while they have nothing open."""
 
 
 class _Account:
@@ -20,22 +20,43 @@ class _Account:
 
 
 class Limits:
-    """The accounts of all keys; whoever sends none shares one."""
+    """The accounts of all keys; whoever sends none shares one. Without a limit there are no accounts."""
 
-    def __init__(self, max_open: int, per_minute: int, now_s: Callable[[], float]) -> None:
-        """0: no limit."""
-        self._max_open, self._per_minute, self._now_s = max_open, per_minute, now_s
-        self._accounts: OrderedDict[bytes, _Account] = OrderedDict()
+    def __init__(
+        self, max_open: int, per_minute: int, now_s: Callable[[], float], max_idle: int = MAX_IDLE
+    ) -> None:
+        """0: no limit. ``max_idle``: accounts that are remembered while they have nothing open."""
+        self._max_open, self._per_minute, self._now_s, self._max_idle = max_open, per_minute, now_s, max_idle
+        self._open: dict[bytes, _Account] = {}
+        self._idle: OrderedDict[bytes, _Account] = OrderedDict()
+        """The one that was used last is last."""
 
-    def enter(self, key: str) -> bytes:
+    def __len__(self) -> int:
+        """Accounts that are held."""
+        return len(self._open) + len(self._idle)
+
+    def enter(self, key: bytes) -> bytes:
         """Count a request of this key, and return what `leave` takes. Raises `RequestError` with when to try again."""
-        name, now = blake2b(key.encode("latin-1", "replace"), digest_size=16).digest(), self._now_s()
-        account = self._accounts.get(name)
+        if not (self._max_open or self._per_minute):
+            return b""
+        name = blake2b(key, digest_size=16).digest()
+        account = self._open.get(name) or self._idle.pop(name, None)
         if account is None:
-            account = self._accounts[name] = _Account(float(self._per_minute), now)
-            while len(self._accounts) > MAX_KEYS and not next(iter(self._accounts.values())).num_open:
-                self._accounts.popitem(last=False)
-        self._accounts.move_to_end(name)
+            account = _Account(float(self._per_minute), self._now_s())
+        try:
+            self._charge(account)
+        finally:
+            self._keep(name, account)
+        return name
+
+    def leave(self, name: bytes) -> None:
+        """The request has ended."""
+        account = self._open.get(name)
+        if account is not None:
+            account.num_open -= 1
+            self._keep(name, account)
+
+    def _charge(self, account: _Account) -> None:
         if self._max_open and account.num_open >= self._max_open:
             raise RequestError(
                 ErrorCode.OVERLOADED,
@@ -44,7 +65,7 @@ class Limits:
                 retry_s=1,
             )
         if self._per_minute:
-            rate = self._per_minute / 60
+            rate, now = self._per_minute / 60, self._now_s()
             account.allowance = min(self._per_minute, account.allowance + (now - account.at_s) * rate)
             account.at_s = now
             if account.allowance < 1:
@@ -56,8 +77,13 @@ class Limits:
                 )
             account.allowance -= 1
         account.num_open += 1
-        return name
 
-    def leave(self, name: bytes) -> None:
-        """The request has ended."""
-        self._accounts[name].num_open -= 1
+    def _keep(self, name: bytes, account: _Account) -> None:
+        if account.num_open:
+            self._open[name] = account
+            return
+        self._open.pop(name, None)
+        if self._per_minute:  # else an idle account says nothing
+            self._idle[name] = account
+            if len(self._idle) > self._max_idle:
+                self._idle.popitem(last=False)

@@ -137,4 +137,4 @@ class Servers:
 def _engine(server: Server, asked: Asked) -> Engine:
     num_known, used = server.beginnings.find(asked.names)
     num_open = server.num_open + server.num_others
-    return Engine(server.index, server.num_queued, num_open, PIECE_TOKENS * num_known, used)
+    return Engine(server.index, server.num_queued, num_open, PIECE_TOKENS * num_known, used, server.url)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from quintet.deploy.commands.route import _check, add_parser
-from quintet.deploy.router.app import App, Door
+from quintet.deploy.router.app import OPEN_PATHS, App, Door
 from quintet.deploy.router.events import Events
 from quintet.deploy.router.figures import Figures, read_figures
 from quintet.deploy.router.limits import Limits
@@ -149,7 +149,10 @@ class World:
 
 @contextlib.asynccontextmanager
 async def world(
-    *answers: Answer, limits: tuple[int, int] = (0, 0), keys: tuple[str, ...] = ()
+    *answers: Answer,
+    limits: tuple[int, int] = (0, 0),
+    keys: tuple[str, ...] = (),
+    servers_key: str = "",
 ) -> AsyncIterator[World]:
     """Run servers with these answers, and a router before them that believes all of them to be well."""
     loop = asyncio.get_running_loop()
@@ -161,7 +164,8 @@ async def world(
     servers.become([up.url for up in ups], 2.0)
     for server in servers:
         server.note("")
-    door = Door(Keys(keys), Limits(*limits, loop.time), Bodies(1 << 20), "")
+    guard = Keys(keys, OPEN_PATHS.__contains__)
+    door = Door(guard, Limits(*limits, loop.time), Bodies(1 << 20), servers_key)
     yield World(App(servers, Figures(servers), Patience(0.2, 10.0), door), servers, ups)
     for server in servers:
         server.lines.hang_up()
@@ -400,11 +404,11 @@ def test_a_key_has_its_limits_and_others_have_theirs() -> None:
 
     run(story())
     limits = Limits(1, 0, lambda: 0.0)
-    held = limits.enter("a")
+    held = limits.enter(b"a")
     with pytest.raises(RequestError, match="1 may be at once"):
-        limits.enter("a")
+        limits.enter(b"a")
     limits.leave(held)
-    limits.leave(limits.enter("a"))
+    limits.leave(limits.enter(b"a"))
 
 
 def test_events_go_through_whole_however_they_are_cut() -> None:
@@ -507,6 +511,7 @@ def test_figures_of_servers_are_read() -> None:
         (["--engines-at", "http://a", "--drain-timeout", "0"], "--drain-timeout is 0"),
         (["--engine", "http://a", "--drain-timeout", "0"], "--drain-timeout is 0"),
         (["--engine", "http://a", "--max-open-per-key", "-1"], "--max-open-per-key is -1"),
+        (["--engine", "http://a", "--max-open-per-key", "4"], "say with --api-key"),
     ],
 )
 def test_what_cannot_be_asked_of_the_router(words: list[str], complaint: str) -> None:
