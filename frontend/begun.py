@@ -23,7 +23,8 @@ class Begun:
     """Of its reader, as in the id of the last event."""
     outputs: Sequence[Sequence[int]]
     """Tokens of every choice, those of the first prompt first; at least as many as the position says."""
-    seed: int
+    seeds: Sequence[int]
+    """Of each prompt."""
     created: int
     """Seconds since 1970."""
 

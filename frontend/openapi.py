@@ -181,7 +181,7 @@ _OPERATIONS: tuple[tuple[str, str, str, type | None, Schema | None], ...] = (
             "request": {"prompt": "Once", "stream": True, "max_tokens": 8},
             "position": "2",
             "outputs": [[11, 12]],
-            "seed": 7,
+            "seeds": [7],
             "created": 1700000000,
         },
     ),

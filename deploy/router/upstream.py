@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -30,6 +31,8 @@ NOT_THEIRS = frozenset(
 """Headers of an answer that are between the router and a server."""
 
 RELAY = b"x-quintet-relay"
+TICKET = re.compile(rb"(-?[0-9]{1,19}(?:,-?[0-9]{1,19})*)\.([0-9]{1,19})")
+"""What a server says in that header: the seed of each prompt, and when the answer began, in seconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +81,8 @@ def header_of(headers: Iterable[Header], name: bytes) -> bytes:
 
 def going_on(outgoing: Outgoing, ticket: bytes, position: str, outputs: list[list[int]]) -> Outgoing | None:
     """Return the request that has another server go on with a stream; None where the first one did not say how."""
-    seed, _, created = ticket.partition(b".")
-    if not (seed.isdigit() and created.isdigit()):
+    match = TICKET.fullmatch(ticket)
+    if match is None:
         return None
     body = msgspec.json.encode(
         {
@@ -87,8 +90,8 @@ def going_on(outgoing: Outgoing, ticket: bytes, position: str, outputs: list[lis
             "request": msgspec.Raw(outgoing.body),
             "position": position,
             "outputs": outputs,
-            "seed": int(seed),
-            "created": int(created),
+            "seeds": [int(seed) for seed in match[1].split(b",")],
+            "created": int(match[2]),
         }
     )
     return replace(outgoing, path="/v1/streams", query="", body=body)

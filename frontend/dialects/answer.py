@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from quintet.frontend.begun import Told
 from quintet.frontend.dialects import sse
 from quintet.frontend.dialects.position import StreamId
@@ -117,11 +119,12 @@ def submit_all(
     return_prompt_ids: bool = False,
     session: str = "",
     begun: Sequence[Sequence[Told]] = (),
+    seeds: Sequence[int] = (),
 ) -> Submissions:
     """Let a request in and send its prompts on their way, all with these checked parameters.
 
     Raises `RequestError`, and then none of them is on its way. What the parameters mean: see `Sessions.submit`. ``begun``: of
-    every prompt, where other servers told the beginnings of their answers.
+    every prompt, where other servers told the beginnings of their answers; ``seeds``: likewise, as they were drawn there.
     """
     service.admission.enter(prompts, params)
     submissions = Submissions()
@@ -130,7 +133,7 @@ def submit_all(
             submissions.add(
                 service.sessions.submit(
                     prompt,
-                    params,
+                    msgspec.structs.replace(params, seed=seeds[index]) if seeds else params,
                     priority=body.priority or 0,
                     cache_salt=body.cache_salt or "",
                     echo=echo,

@@ -34,7 +34,7 @@ def test_who_asks_is_told_the_tokens_of_every_event(shared: Any, path: str, body
 def going_on(position: str, outputs: list[list[int]], **fields: Any) -> dict[str, Any]:
     request = {"prompt": "x", "max_tokens": 6, "n": len(outputs), "stream": True}
     return {
-        "path": C, "request": request, "position": position, "outputs": outputs, "seed": 7, "created": 1_700_000_000, **fields,
+        "path": C, "request": request, "position": position, "outputs": outputs, "seeds": [7], "created": 1_700_000_000, **fields,
     }  # fmt: skip
 
 
@@ -63,10 +63,26 @@ def test_a_stream_goes_on_behind_what_was_told(serve: Any) -> None:
         ({"position": "1,1"}, "The position is"),
         ({"outputs": [[1], [2]]}, "outputs has 2 lists; the request has 1 choices"),
         ({"outputs": [[10**9]]}, "outputs"),
-        ({"seed": -1}, "X-Quintet-Relay"),
-        ({"request": {"prompt": 5}}, "prompt"),
+        ({"seeds": [1 << 63]}, "X-Quintet-Relay"),
+        ({"seeds": [7, 8]}, "seeds has 2 numbers; the request has 1 prompts"),
+        ({"request": {"prompt": "x"}}, "only streams go on"),
+        ({"request": {"prompt": "x", "stream": True, "use_beam_search": True}}, "beam search"),
+        ({"request": {"prompt": 5, "stream": True}}, "prompt"),
     ],
 )
 def test_what_cannot_be_gone_on_with(shared: Any, change: dict[str, Any], words: str) -> None:
     reply = shared.ask("POST", S, {**going_on("1", [[10, 11]]), **change})
     assert reply.status == 400 and words in reply.json["error"]["message"]
+
+
+def test_every_prompt_goes_on_with_its_own_seed(serve: Any) -> None:
+    """Also with seeds that were drawn, and negative ones."""
+    server = serve()
+    prompts = {"prompt": ["x", "y"], "max_tokens": 2, "stream": True}
+    told = server.ask("POST", C, prompts, RELAY).headers["x-quintet-relay"]
+    begun = server.engine.wait_for(Submit, 2)
+    drawn = [submit.spec.params.seed for submit in begun]
+    assert told.partition(".")[0] == "{},{}".format(*drawn) and drawn[0] != drawn[1]
+    going = {**going_on("0", [[], []]), "request": prompts, "seeds": [-5, 9]}
+    assert server.ask("POST", S, going).status == 200
+    assert [submit.spec.params.seed for submit in server.engine.wait_for(Submit, 4)[2:]] == [-5, 9]

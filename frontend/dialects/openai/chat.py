@@ -106,12 +106,12 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
         outputs, submissions = await beam_answer(service, exchange, request)
         await exchange.respond_json(_whole(outputs, submissions, answer))
         return
-    params, position, begun = behind(exchange.begun, ranked(params, body), 1)
+    seeds, position, begun = behind(exchange.begun, params.n, 1)
     submissions = submit_all(
         service,
         body,
         [conversation.prompt],
-        params,
+        ranked(params, body),
         arrival_ns=exchange.arrival_ns,
         deadline_ns=deadline_ns,
         limit_gives_way=parse.chat_max_tokens(body) is None,
@@ -121,6 +121,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
         return_prompt_ids=options.return_token_ids,
         session=session,
         begun=begun,
+        seeds=seeds,
     )
     if body.stream:
         chunks = writer(answer, submissions.stream_id, position)

@@ -74,12 +74,12 @@ async def completions(service: Service, exchange: Exchange) -> None:
         outputs, submissions = await beam_answer(service, exchange, request)
         await exchange.respond_json(_whole(outputs, submissions, options))
         return
-    params, position, begun = behind(exchange.begun, ranked(params, body), len(prompts))
+    seeds, position, begun = behind(exchange.begun, params.n, len(prompts))
     submissions = submit_all(
         service,
         body,
         prompts,
-        params,
+        ranked(params, body),
         arrival_ns=exchange.arrival_ns,
         deadline_ns=deadline_ns,
         limit_gives_way=body.max_tokens is None,
@@ -89,6 +89,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
         return_prompt_ids=options.return_token_ids,
         session=session,
         begun=begun,
+        seeds=seeds,
     )
     if body.stream:
         chunks = writer(answer, submissions.stream_id, position)

@@ -20,7 +20,7 @@ from quintet.wire.params import check_token_ids, shown
 HANDLERS: dict[str, Handler] = {"/v1/completions": completions, "/v1/chat/completions": chat_completions}
 """The requests whose streams can go on elsewhere, by path."""
 
-MAX_SEED = (1 << 63) - 1
+MIN_SEED, MAX_SEED = -(1 << 63), (1 << 63) - 1
 
 
 class GoOnBody(msgspec.Struct):
@@ -33,11 +33,20 @@ class GoOnBody(msgspec.Struct):
     position: str
     """What followed the colon in the id of the last event; 0 for none."""
     outputs: list[list[int]]
-    seed: int
+    seeds: list[int]
+    """Of each prompt."""
     created: int
 
 
+class _Going(msgspec.Struct):
+    """What of a request says whether its answer can go on."""
+
+    stream: bool | None = None
+    use_beam_search: bool | None = None
+
+
 _decoder = msgspec.json.Decoder(GoOnBody)
+_going_decoder = msgspec.json.Decoder(_Going)
 
 
 async def go_on(service: Service, exchange: Exchange) -> None:
@@ -48,9 +57,20 @@ async def go_on(service: Service, exchange: Exchange) -> None:
         raise parse.invalid(
             f"path is {shown(body.path)}; streams of {', '.join(HANDLERS)} can go on.", "path"
         )
-    if not 0 <= body.seed <= MAX_SEED or not 0 <= body.created <= MAX_SEED:
-        raise parse.invalid("seed and created must be as the header X-Quintet-Relay had them.", "seed")
+    is_seed = all(MIN_SEED <= seed <= MAX_SEED for seed in body.seeds)
+    if not is_seed or not 0 <= body.created <= MAX_SEED:
+        raise parse.invalid("seeds and created must be as the header X-Quintet-Relay had them.", "seeds")
+    going = parse.decode(bytes(body.request), _going_decoder)
+    if not going.stream:
+        raise parse.invalid(
+            "request is not for a stream, and only streams go on: send it again to its path.", "stream"
+        )
+    if going.use_beam_search:
+        raise parse.invalid(
+            "request asks for beam search, whose answer is found anew: send it again to its path.",
+            "use_beam_search",
+        )
     for ids in body.outputs:
         check_token_ids(ids, service.config.model.vocab_size, "outputs")
-    exchange.take_over(bytes(body.request), Begun(body.position, body.outputs, body.seed, body.created))
+    exchange.take_over(bytes(body.request), Begun(body.position, body.outputs, body.seeds, body.created))
     await handler(service, exchange)

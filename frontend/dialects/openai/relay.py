@@ -8,39 +8,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
-
 from quintet.frontend.begun import Begun, Told
 from quintet.frontend.dialects.answer import Submissions
 from quintet.frontend.dialects.openai import parse
 from quintet.frontend.dialects.openai.answer import ChunkWriter
 from quintet.frontend.dialects.position import Position
 from quintet.frontend.exchange import Exchange
-from quintet.wire.params import SamplingParams
 
 RELAY_HEADER = "x-quintet-relay"
 
 
 def relaying(exchange: Exchange, chunks: ChunkWriter, submissions: Submissions) -> ChunkWriter:
-    """Have the events tell their tokens, and the response its seed, if the client asks and can come back for the stream."""
+    """Have the events tell their tokens, and the response its seeds, if the client asks and can come back for the stream."""
     if exchange.header(RELAY_HEADER) is not None and chunks.stream_id is not None:
         chunks.tells_ids = True
-        seed = submissions.streams[0].submit.spec.params.seed
-        ticket = f"{seed}.{chunks.options.created}".encode()
+        seeds = ",".join(str(stream.submit.spec.params.seed) for stream in submissions.streams)
+        ticket = f"{seeds}.{chunks.options.created}".encode()
         exchange.headers_out.append((RELAY_HEADER.encode(), ticket))
     return chunks
 
 
 def behind(
-    begun: Begun | None, params: SamplingParams, num_prompts: int
-) -> tuple[SamplingParams, Position | None, list[list[Told]]]:
-    """Return with what a request goes on: its parameters, where its reader is, and what was told of each prompt's choices.
+    begun: Begun | None, n: int, num_prompts: int
+) -> tuple[Sequence[int], Position | None, list[list[Told]]]:
+    """Return with what a request of ``n`` choices goes on: each prompt's seed, where its reader is, what was told of its choices.
 
-    Of a request that begins here: its own parameters, and nothing. Raises `RequestError`.
+    Nothing of a request that begins here. Raises `RequestError`.
     """
     if begun is None:
-        return params, None, []
-    n = params.n
+        return (), None, []
+    if len(begun.seeds) != num_prompts:
+        raise parse.invalid(
+            f"seeds has {len(begun.seeds)} numbers; the request has {num_prompts} prompts: send the seed of each.",
+            "seeds",
+        )
     position = Position.parse(begun.position, num_prompts * n)
     if len(begun.outputs) != num_prompts * n:
         raise parse.invalid(
@@ -54,7 +55,7 @@ def behind(
         )
     ]
     by_prompt = [told[first : first + n] for first in range(0, len(told), n)]
-    return msgspec.structs.replace(params, seed=begun.seed), position, by_prompt
+    return begun.seeds, position, by_prompt
 
 
 def _told(ids: Sequence[int], count: int | None, has_ended: bool, index: int) -> Told:
