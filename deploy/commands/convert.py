@@ -6,6 +6,7 @@ import argparse
 import json
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -88,7 +89,7 @@ def _convert_gguf(file: Path, out: Path) -> None:
     options = Options(
         model=str(file), device="cpu", load_format="dummy", max_num_seqs=1, kv_cache_memory="1TiB"
     )
-    model = resolve(options, out / "run", http=False).config.model
+    model = resolve(options, Path(tempfile.gettempdir()) / "quintet-convert", http=False).config.model
     with tqdm(unit="weight", unit_scale=True, desc=out.name, file=sys.stderr, disable=None) as bar:
         folder = Folder(file, model, read_blocks, bar.update)
         bar.reset(folder.num_numbers)
