@@ -48,12 +48,13 @@ def read(body: bytes, session: str) -> Asked:
     try:
         given = _decode(body)
         prompt = _prompt_of(given)
+        salt = _text(given.cache_salt)
+        of_body = _text(given.prompt_cache_key) or _text(given.user)
     except (msgspec.MsgspecError, UnicodeDecodeError, OverflowError, ValueError, RecursionError):
         return Asked(session=session)
-    names = names_of(prompt, _text(given.cache_salt))
-    session = session or _text(given.prompt_cache_key) or _text(given.user)
+    names = names_of(prompt, salt)
     is_streamed = bytes(given.stream) in (b"true", b'"true"', b"1")
-    return Asked(names, num_prompt_tokens(prompt), is_streamed, session)
+    return Asked(names, num_prompt_tokens(prompt), is_streamed, session or of_body)
 
 
 def _prompt_of(body: _Body) -> Prompt:

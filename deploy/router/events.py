@@ -1,4 +1,5 @@
-"""The events of one stream on their way through: whole ones only, without what the server told the router in comments.
+"""The events of one stream on their way through: whole ones only, without what the server told the router in
+comments.
 
 From those comments, and the id of the last event, follows what another server needs to go on
 (`frontend/dialects/openai/relay.py`).
@@ -9,72 +10,124 @@ from __future__ import annotations
 import json
 import re
 
-_IDS = re.compile(rb"^: ids (\d+) (\[[\d,]*\])\n", re.MULTILINE)
-_EVENT_ID = re.compile(rb"^id: ([^\n:]+):([^\n]*)$", re.MULTILINE)
-DONE = b"data: [DONE]\n\n"
-_ENDS = (
-    b"event: message_stop\n",
-    b"event: response.completed\n",
-    b"event: response.incomplete\n",
-    b"event: response.failed\n",
+from quintet.frontend.error_shape import STATUS
+from quintet.wire.errors import ErrorCode
+
+_IDS = re.compile(rb"^: ids (\d+ \[(?:\d+(?:,\d+)*)?\])\r?\n", re.MULTILINE)
+_EVENT_ID = re.compile(rb"^id: ([^\r\n:]+):([^\r\n]*)", re.MULTILINE)
+_ERROR = re.compile(rb'^data: (\{"error":[^\r\n]*)', re.MULTILINE)
+DONE = b"data: [DONE]"
+_BLANKS = (b"\n\n", b"\r\n\r\n", b"\r\r")
+"""What ends an event, however a server ends its lines."""
+_ENDS = tuple(
+    b"event: %b%b" % (name, end)
+    for name in (b"message_stop", b"response.completed", b"response.incomplete", b"response.failed")
+    for end in (b"\n", b"\r")
 )
+MAX_EVENT_BYTES = 1 << 20
+"""Of a longer one the client gets what has come: it is not held until it is whole."""
 
 
 class Events:
     """One stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_relayed: bool) -> None:
+        """``is_relayed``: another server could go on with it, and need not be told to the client as having failed."""
+        self._is_relayed = is_relayed
         self._rest = b""
         """The beginning of an event that has not come whole."""
-        self._notes: list[tuple[bytes, bytes]] = []
-        """Number of a choice, and tokens of it, as the server wrote them."""
+        self._is_torn = False
+        """Whether the client has a part of an event: nobody can go on behind that."""
+        self._notes = bytearray()
+        """A line for each note: the number of a choice, and tokens of it, as the server wrote them."""
         self._outputs: list[list[int]] = []
         """What was known when a server went on."""
         self._last = b""
         """The newest piece that had the id of an event."""
+        self.has_begun = False
+        """Whether anything but comments was told."""
         self.is_over = False
         """Whether its end was told."""
+        self.is_withdrawn = False
+        """Whether its server said, in the place of what comes next, that it cannot go on: that is not for the client."""
 
     def take(self, piece: bytes) -> bytes:
         """Return the events that are whole now, for the client."""
         if self._rest:
             piece, self._rest = self._rest + piece, b""
-        if not piece.endswith(b"\n\n"):
-            end = piece.rfind(b"\n\n") + 2 if b"\n\n" in piece else 0
-            if not _are_comments(piece[end:]):
+        if not piece.endswith(_BLANKS):
+            end = max(piece.rfind(blank) + len(blank) if blank in piece else 0 for blank in _BLANKS)
+            if len(piece) - end > MAX_EVENT_BYTES:
+                self._is_torn = True
+            elif not _are_comments(piece[end:]):
                 piece, self._rest = piece[:end], piece[end:]
+        return self._told(piece)
+
+    def flush(self) -> bytes:
+        """Return what is left of a stream that has ended."""
+        piece, self._rest = self._rest, b""
+        return self._told(piece)
+
+    def _told(self, piece: bytes) -> bytes:
+        if self._is_relayed and b'data: {"error"' in piece:
+            piece = self._without_withdrawal(piece)
         if b": ids " in piece:
-            self._notes += _IDS.findall(piece)
+            for note in _IDS.findall(piece):
+                self._notes += note + b"\n"
             piece = _IDS.sub(b"", piece)
         if b"id: " in piece:
             self._last = piece
-        if piece.endswith(DONE) or any(end in piece for end in _ENDS):
+        if not self.has_begun:
+            self.has_begun = not _is_silence(piece)
+        if piece.rstrip(b"\r\n").endswith(DONE) or (
+            b"event: " in piece and any(end in piece for end in _ENDS)
+        ):
             self.is_over = True
         return piece
 
-    def begin_again(self) -> tuple[str, str, list[list[int]]] | None:
+    def _without_withdrawal(self, piece: bytes) -> bytes:
+        """Return what comes before the event of an error that means: ask another server."""
+        for found in _ERROR.finditer(piece):
+            try:
+                code = json.loads(found[1])["error"]["code"]
+            except (ValueError, KeyError, TypeError):
+                continue
+            if code == STATUS[ErrorCode.UNAVAILABLE]:
+                self.is_withdrawn = True
+                return piece[: found.start()]
+        return piece
+
+    def begin_again(self) -> tuple[str, str, list[list[int]] | None] | None:
         """A server is lost: return the name of the stream there, where its reader is, and the tokens of every choice.
 
-        None where the events say none of that. What comes next is of the server that goes on from there.
+        No tokens where not all are known, as of a client that had come back for its stream; None where the events say nothing.
+        What comes next is of the server that goes on from there.
         """
         found = _EVENT_ID.findall(self._last)
-        self._rest = b""
-        if not found:
+        self._rest, self.is_withdrawn = b"", False
+        if not found or self._is_torn:
             return None
         name, position = (word.decode("ascii", "replace") for word in found[-1])
         counts = [_count(word) for word in position.partition(".")[0].split(",")]
         outputs = self._outputs or [[] for _ in counts]
-        for choice, ids in self._notes:
+        for note in self._notes.splitlines():
+            choice, _, ids = note.partition(b" ")
             if int(choice) < len(outputs):
                 outputs[int(choice)] += json.loads(ids)
         self._notes.clear()
         self._outputs = [ids[:count] for ids, count in zip(outputs, counts, strict=False)]
+        if [len(ids) for ids in self._outputs] != counts:
+            return name, position, None
         return name, position, [list(ids) for ids in self._outputs]
 
 
 def _are_comments(lines: bytes) -> bool:
     """Whether this is nothing but whole comments, which need not wait for an event."""
     return lines.endswith(b"\n") and all(line.startswith(b":") for line in lines.splitlines())
+
+
+def _is_silence(lines: bytes) -> bool:
+    return all(line.startswith(b":") for line in lines.splitlines() if line)
 
 
 def _count(word: str) -> int:

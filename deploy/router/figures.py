@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -29,13 +30,21 @@ class Reading:
 
 
 def read_figures(text: str) -> Reading:
-    """Read `/metrics` of a server; what it does not tell is nothing."""
+    """Read `/metrics` of a server; what it does not tell, or not as a number, is nothing."""
     sums = {"num_requests_running": 0.0, "num_requests_waiting": 0.0, "tokens": 0.0}
     for name, value in _LINE.findall(text):
         key = "tokens" if name in _WORK else name
         if key in sums:
-            sums[key] += float(value)
+            sums[key] += _number(value)
     return Reading(int(sums["num_requests_running"]), int(sums["num_requests_waiting"]), sums["tokens"])
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        return 0.0
+    return value if math.isfinite(value) and value > 0 else 0.0
 
 
 class Figures(Collector):

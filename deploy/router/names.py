@@ -28,7 +28,7 @@ class Names:
 
     def __init__(self, urls: Sequence[str], look_up: LookUp = addresses_of) -> None:
         """Raise `ConfigError` for a URL that cannot stand for several addresses."""
-        self._targets = [_parsed(url) for url in urls]
+        self._targets = [_for_names(url) for url in urls]
         self._look_up = look_up
         self._found: dict[Target, list[str]] = {}
         self._trouble: dict[Target, str] = {}
@@ -44,7 +44,7 @@ class Names:
         for target in self._targets:
             try:
                 addresses = await self._look_up(target.host, target.port)
-            except OSError as error:
+            except (OSError, ValueError) as error:  # ValueError: of a name that is none
                 self._complain(target, str(error))
             else:
                 self._complain(target, "")
@@ -60,10 +60,25 @@ class Names:
         self._trouble[target] = trouble
 
 
-def _parsed(url: str) -> Target:
+def parsed(url: str) -> Target:
+    """Read the address of a server. Raises `ConfigError`."""
     try:
         target = Target.parse(url)
+        target.host.encode("idna")
     except BadUrl as error:
+        raise ConfigError(str(error)) from None
+    except UnicodeError as error:
+        raise ConfigError(
+            f"base url is {url!r}: its host cannot be the name of one ({error}); write an address or a name, as in "
+            "http://127.0.0.1:8000"
+        ) from None
+    return target
+
+
+def _for_names(url: str) -> Target:
+    try:
+        target = parsed(url)
+    except ConfigError as error:
         raise ConfigError(f"--engines-at: {error}") from None
     if target.tls:
         raise ConfigError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from dataclasses import dataclass
 
@@ -18,7 +19,15 @@ from quintet.deploy.router.events import Events
 from quintet.deploy.router.figures import Figures
 from quintet.deploy.router.lines import Flow, Unreachable
 from quintet.deploy.router.servers import Held, Server, Servers
-from quintet.deploy.router.upstream import RELAY, Outgoing, going_on, header_of, passed_on, the_rest
+from quintet.deploy.router.upstream import (
+    RELAY,
+    Outgoing,
+    going_on,
+    header_of,
+    passed_on,
+    retry_after_s,
+    the_rest,
+)
 from quintet.frontend.exchange import ClientGone, Exchange
 from quintet.frontend.streams import UNPROVEN_TOKENS
 from quintet.wire.errors import ErrorCode, RequestError
@@ -32,6 +41,8 @@ KEPT = ("/v1/responses/", "/v1/conversations/", "/v1/streams/")
 LAST_EVENT = b"last-event-id"
 """With it a client comes back for a stream by sending its request again."""
 LOOK_S = 0.05
+MAX_PAUSE_S = 5.0
+"""Between two times that one server is asked to go on with a stream, unless it names a longer one."""
 MAX_REFUSALS = 3
 """So many servers are asked while all answer that they cannot now: where all are full, asking makes it worse."""
 MAX_LOST = 2
@@ -57,7 +68,7 @@ class Passing:
         self._figures = figures
         self._patience = patience
         self._exchange = exchange
-        self._events = Events()
+        self._events = Events(is_relayed=False)
         self._ticket = b""
         self._held: Held | None = None
         self._flow: Flow | None = None
@@ -78,15 +89,19 @@ class Passing:
                 if await self._pass_on(flow, outgoing, asked):
                     return
                 self._let_go()
-                self._figures.retries.inc()
-                self._events = Events()
+                self._note_loss(0)
                 flow = await self._begin(outgoing, asked)
             whole = await flow.whole
+            if self._exchange.started:  # of an answer of which only comments were told
+                raise RequestError(
+                    ErrorCode.UNAVAILABLE,
+                    f"The server that had the request was lost, and another answered with status {whole.status}; ask again.",
+                )
             await self._exchange.respond(
                 whole.status,
                 whole.body,
-                header_of(flow.connection.headers, b"content-type") or b"application/json",
-                passed_on(flow.connection.headers),
+                header_of(flow.headers, b"content-type") or b"application/json",
+                passed_on(flow.headers),
             )
         except (ConnectionError, asyncio.CancelledError):
             if self._is_gone:
@@ -110,6 +125,7 @@ class Passing:
         refused: list[Flow] = []
         until_s = time.monotonic() + self._patience.first_s
         is_kept = outgoing.path.startswith(KEPT) or any(name == LAST_EVENT for name, _ in outgoing.headers)
+        is_once = outgoing.path.startswith(ONCE) and outgoing.method != "GET"
         while True:
             if self._is_gone:
                 raise ClientGone
@@ -125,7 +141,7 @@ class Passing:
             if len(tried) > 1:
                 self._figures.retries.inc()
             try:
-                flow = await self._send(held, outgoing)
+                flow = await self._send(held, outgoing, is_once)
             except Unreachable as error:
                 held.server.note(str(error))
                 self._let_go()
@@ -136,13 +152,13 @@ class Passing:
                     raise ClientGone from None
                 _log.info("%s: %s; it had request %s", held.server.url, error, outgoing.request_id)
                 self._note_loss(0)
-                if outgoing.path.startswith(ONCE):
+                if is_once:
                     raise RequestError(
                         ErrorCode.UNAVAILABLE,
                         "The server was lost while it answered; it may have done what was asked.",
                     ) from None
                 continue
-            status = flow.connection.status
+            status = flow.status
             self._figures.answered(held.server.url, status)
             if is_kept and status == 404:
                 refused[:] = [flow]
@@ -153,21 +169,25 @@ class Passing:
                 return flow
             self._let_go()
 
-    async def _send(self, held: Held, outgoing: Outgoing) -> Flow:
-        """Send to a server and wait for the head of its answer. Raises `ConnectionError`."""
+    async def _send(self, held: Held, outgoing: Outgoing, is_fresh: bool = False) -> Flow:
+        """Send to a server and wait for the head of its answer, over a new connection if ``is_fresh``.
+
+        Raises `ConnectionError`.
+        """
         self._held = held
         lines = held.server.lines
         while True:
-            flow = self._flow = await lines.send(outgoing.bytes_for(lines.target))
+            flow = self._flow = await lines.send(outgoing.bytes_for(lines.target), is_fresh=is_fresh)
             if self._is_gone:  # while it connected
                 flow.connection.close()
             try:
                 await flow.head()
             except ConnectionError:
-                is_stale = flow.connection.num_exchanges > 1 and not flow.connection.heard
+                is_stale = lines.was_stale(flow)
                 lines.give_back(flow)
                 if is_stale and not self._is_gone:
-                    continue  # the server hung up on an idle connection
+                    is_fresh = True
+                    continue
                 raise
             return flow
 
@@ -202,99 +222,114 @@ class Passing:
     # --- after it ---------------------------------------------------------------------------------------------
 
     async def _pass_on(self, flow: Flow, outgoing: Outgoing, asked: Asked) -> bool:
-        """Write a stream to its end. False where it was lost before anything of it was written."""
+        """Write a stream to its end. False where it was lost before anything but comments was written."""
         exchange = self._exchange
-        head = flow.connection
-        content_type = header_of(head.headers, b"content-type")
-        headers = passed_on(head.headers)
-        self._ticket = header_of(head.headers, RELAY)
+        content_type = header_of(flow.headers, b"content-type")
+        headers = passed_on(flow.headers)
+        self._ticket = header_of(flow.headers, RELAY)
+        events = self._events = Events(is_relayed=bool(self._ticket))
         while True:
             try:
                 piece = await flow.take()
-                is_cut_off = not piece and not (self._events.is_over or _says_its_end(flow))
+                is_lost = not piece and not (events.is_over or _says_its_end(flow))
             except ConnectionError:
-                is_cut_off, piece = not self._events.is_over, b""
+                is_lost, piece = not events.is_over, b""
             if self._is_gone:
                 raise ClientGone
-            if is_cut_off and not exchange.started:
-                return False
-            if is_cut_off:
-                flow = await self._go_on(outgoing, asked)
-                continue
-            if not piece:
+            told = events.take(piece) if piece else b"" if is_lost else events.flush()
+            if self._held is not None and events.has_begun:
+                self._held.begin()
+            is_over = not (piece or is_lost) or (events.is_over and flow.is_read)
+            is_last = is_over and not events.is_withdrawn
+            if told or is_last:
                 if not exchange.started:
                     await exchange.start_stream(content_type, headers)
-                await exchange.write(b"", last=True)
-                return True
-            if self._held is not None:
-                self._held.begin()
-            told = self._events.take(piece)
-            if not told:
-                continue
-            if not exchange.started:
-                await exchange.start_stream(content_type, headers)
-            is_last = self._events.is_over and flow.is_read
-            await exchange.write(told, last=is_last)
-            if is_last:
-                return True
+                await exchange.write(told, last=is_last)
+                if is_last:
+                    return True
+            if is_lost or events.is_withdrawn:
+                if not events.has_begun:
+                    return False
+                flow = await self._go_on(outgoing, asked)
 
     async def _go_on(self, outgoing: Outgoing, asked: Asked) -> Flow:
         """Return the flow of what comes behind what the client has."""
         lost = self._held.server if self._held is not None else None
+        is_withdrawn = self._events.is_withdrawn
         self._let_go()
-        found = self._events.begin_again()
-        if found is not None and lost is not None:
+        flow = None
+        if lost is not None and (found := self._events.begin_again()) is not None:
             name, position, outputs = found
-            until_s = time.monotonic() + self._patience.resume_s
-            elsewhere = going_on(outgoing, self._ticket, position, outputs)
-            held = None if lost.trouble else self._servers.hold(lost)
-            request, avoided = the_rest(outgoing, name, position), {lost}
-            while True:
-                flow = None if held is None else await self._ask_to_go_on(held, request)
-                if flow is not None:
-                    self._figures.resumptions.inc()
-                    self._ticket = header_of(flow.connection.headers, RELAY) or self._ticket
-                    return flow
-                if request is not elsewhere:
-                    self._note_loss(sum(map(len, outputs)))
-                if elsewhere is None or self._is_gone or time.monotonic() > until_s:
-                    break
-                request, held = elsewhere, self._servers.choose(asked, avoided)
-                if held is not None:
-                    avoided.add(held.server)
-                else:  # everybody was asked: whoever comes, or comes back, is asked next
-                    avoided.clear()
-                    await asyncio.sleep(LOOK_S)
+            if not lost.trouble and not is_withdrawn:
+                flow = await self._back_at(lost, the_rest(outgoing, name, position))
+            if flow is None and outputs is not None:
+                num_told = sum(map(len, outputs))
+                self._note_loss(num_told)
+                if (request := going_on(outgoing, self._ticket, position, outputs)) is not None:
+                    flow = await self._elsewhere(request, asked, lost, num_told)
         if self._is_gone:
             raise ClientGone
-        self._figures.broken.inc()
-        raise RequestError(
-            ErrorCode.UNAVAILABLE,
-            "The server that answered was lost, and nobody can go on with its answer; ask again.",
-        )
+        if flow is None:
+            self._figures.broken.inc()
+            raise RequestError(
+                ErrorCode.UNAVAILABLE,
+                "The server that answered was lost, and nobody can go on with its answer; ask again.",
+            )
+        self._figures.resumptions.inc()
+        self._ticket = header_of(flow.headers, RELAY) or self._ticket
+        return flow
 
-    async def _ask_to_go_on(self, held: Held, request: Outgoing) -> Flow | None:
-        """Have a server go on. None where it does not."""
+    async def _back_at(self, server: Server, request: Outgoing) -> Flow | None:
+        """Ask the server that had a stream for the rest of it. None where it is lost, or does not have it any more."""
         try:
-            flow = await self._send(held, request)
+            flow = await self._send(self._servers.hold(server), request)
         except ConnectionError as error:
             if isinstance(error, Unreachable):
-                held.server.note(str(error))
+                server.note(str(error))
             self._let_go()
             return None
-        if flow.is_stream:
-            return flow
-        _log.info(
-            "%s does not go on with %s: status %d",
-            held.server.url,
-            request.request_id,
-            flow.connection.status,
-        )
-        self._let_go()
+        if not flow.is_stream:
+            self._let_go()
+            return None
+        return flow
+
+    async def _elsewhere(self, request: Outgoing, asked: Asked, lost: Server, num_told: int) -> Flow | None:
+        """Have another server go on, or the lost one when it is back. None where nobody did in time.
+
+        Raises `RequestError` where one server too many was lost with it.
+        """
+        until_s = time.monotonic() + self._patience.resume_s
+        later = {lost: time.monotonic() + LOOK_S}
+        """When each is asked again."""
+        pauses: dict[Server, float] = {}
+        while not self._is_gone and (now_s := time.monotonic()) < until_s:
+            held = self._servers.choose(asked, {server for server, at_s in later.items() if at_s > now_s})
+            if held is None:
+                await asyncio.sleep(LOOK_S)
+                continue
+            server = held.server
+            pauses[server] = pause_s = min(2 * pauses.get(server, LOOK_S), MAX_PAUSE_S)
+            try:
+                flow = await self._send(held, request)
+            except Unreachable as error:
+                server.note(str(error))
+            except ConnectionError as error:
+                self._let_go()
+                if not self._is_gone:
+                    _log.info("%s: %s; it was to go on with %s", server.url, error, request.request_id)
+                    self._note_loss(num_told)
+            else:
+                if flow.is_stream:
+                    return flow
+                _log.info("%s does not go on with %s: status %d", server.url, request.request_id, flow.status)
+                asks_s = retry_after_s(flow.headers)
+                pause_s = max(pause_s, asks_s) if flow.status in ELSEWHERE else self._patience.resume_s
+            self._let_go()
+            later[server] = time.monotonic() + pause_s * random.uniform(1.0, 1.5)
         return None
 
 
 def _says_its_end(flow: Flow) -> bool:
     """Whether a stream that was cut off cannot look as if it had ended."""
-    headers = flow.connection.headers
+    headers = flow.headers
     return bool(header_of(headers, b"transfer-encoding") or header_of(headers, b"content-length"))

@@ -11,24 +11,19 @@ import msgspec
 from quintet.deploy.load_client.connection import Target
 from quintet.frontend.exchange import Header
 
-OURS = frozenset(
-    b"host connection content-length transfer-encoding keep-alive te upgrade expect accept-encoding x-request-id "
-    b"x-quintet-relay".split()
+HOP_BY_HOP = frozenset(
+    b"connection proxy-connection keep-alive te trailer transfer-encoding upgrade proxy-authenticate proxy-authorization".split()
+)
+"""Headers that are between two neighbours (RFC 9110, section 7.6.1), besides those that a Connection header names."""
+OURS = HOP_BY_HOP | frozenset(
+    b"host content-length expect accept-encoding x-request-id x-quintet-relay".split()
 )
 """Headers of a request that are between a client and the router."""
 
-NOT_THEIRS = frozenset(
-    {
-        b"connection",
-        b"content-length",
-        b"transfer-encoding",
-        b"keep-alive",
-        b"x-request-id",
-        b"request-id",
-        b"x-quintet-relay",
-    }
+NOT_THEIRS = HOP_BY_HOP | frozenset(
+    b"content-type content-length x-request-id request-id x-quintet-relay".split()
 )
-"""Headers of an answer that are between the router and a server."""
+"""Headers of an answer that are between the router and a server, or that its client gets otherwise."""
 
 RELAY = b"x-quintet-relay"
 TICKET = re.compile(rb"(-?[0-9]{1,19}(?:,-?[0-9]{1,19})*)\.([0-9]{1,19})")
@@ -59,7 +54,9 @@ class Outgoing:
                 "latin-1"
             )
         ]
-        left_out = OURS | {b"authorization", b"x-api-key"} if self.key else OURS
+        left_out = OURS | _named(self.headers)
+        if self.key:
+            left_out |= {b"authorization", b"x-api-key"}
         lines += [b"%b: %b" % header for header in self.headers if header[0] not in left_out]
         if self.key:
             lines.append(f"authorization: Bearer {self.key}".encode("latin-1"))
@@ -69,14 +66,28 @@ class Outgoing:
         return b"\r\n".join([*lines, b"", self.body])
 
 
-def passed_on(headers: Iterable[Header]) -> list[Header]:
+def passed_on(headers: Sequence[Header]) -> list[Header]:
     """Return what of an answer's headers its client gets, besides type and length of the content."""
-    return [header for header in headers if header[0] not in NOT_THEIRS and header[0] != b"content-type"]
+    left_out = NOT_THEIRS | _named(headers)
+    return [header for header in headers if header[0] not in left_out]
+
+
+def _named(headers: Iterable[Header]) -> set[bytes]:
+    """Return the headers that the Connection header declares to be between two neighbours."""
+    return {
+        name.strip().lower() for key, value in headers if key == b"connection" for name in value.split(b",")
+    }
 
 
 def header_of(headers: Iterable[Header], name: bytes) -> bytes:
     """Return the first header of this name; empty where there is none."""
     return next((value for key, value in headers if key == name), b"")
+
+
+def retry_after_s(headers: Iterable[Header]) -> int:
+    """Return when a server wants to be asked again, in seconds; 0 where it says nothing that can be read."""
+    given = header_of(headers, b"retry-after").strip()
+    return int(given[:6]) if given.isdigit() else 0
 
 
 def going_on(outgoing: Outgoing, ticket: bytes, position: str, outputs: list[list[int]]) -> Outgoing | None:

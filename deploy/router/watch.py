@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quintet.deploy.load_client.connection import BadUrl, HttpAnswer, Target
+from quintet.deploy.load_client.connection import HttpAnswer
 from quintet.deploy.router.figures import Reading, read_figures
-from quintet.deploy.router.names import Names
+from quintet.deploy.router.names import Names, parsed
 from quintet.deploy.router.servers import Server, Servers
 from quintet.deploy.router.upstream import Outgoing
 from quintet.wire.errors import ConfigError
@@ -53,6 +53,8 @@ class Watch:
         self._names = names or Names([])
         self._stamp: tuple[int, int] | None = None
         self._tasks: dict[Server, asyncio.Task[None]] = {}
+        self._figures_status: dict[Server, int] = {}
+        """What `/metrics` of each answered last."""
         if file is not None:
             self._stamp = _stamp_of(file)
         servers.become(self._listed(), pulse.connect_s)
@@ -74,6 +76,7 @@ class Watch:
                     task.result()  # a watch that ends is a mistake of ours: better none than a router that knows nothing
             for server in self._servers.part():
                 self._tasks.pop(server).cancel()
+                self._figures_status.pop(server, None)
                 server.lines.hang_up()
                 _log.info("%s left", server.url)
             await asyncio.sleep(self._pulse.every_s)
@@ -85,10 +88,7 @@ class Watch:
             *self._names.urls,
         ]
         for url in urls:
-            try:
-                Target.parse(url)
-            except BadUrl as error:
-                raise ConfigError(str(error)) from None
+            parsed(url)
         return list(dict.fromkeys(url.rstrip("/") for url in urls))
 
     def _follow_file(self) -> None:
@@ -123,7 +123,11 @@ class Watch:
             try:
                 async with asyncio.timeout(max(self._pulse.every_s, self._pulse.connect_s)):
                     trouble, reading = await self._ask(server)
-            except (OSError, TimeoutError) as error:
+            except (
+                OSError,
+                TimeoutError,
+                ValueError,
+            ) as error:  # ValueError: what it answers is not to be read
                 silent_s = began_s - max(last_s, server.lines.last_heard_s)
                 if isinstance(error, TimeoutError) and silent_s < self._pulse.silent_s:
                     await asyncio.sleep(self._pulse.every_s)
@@ -133,39 +137,62 @@ class Watch:
                     server.lines.hang_up()
             else:
                 last_s = time.perf_counter()
-                is_busy = reading.num_running + reading.num_waiting > 0
-                if reading.num_tokens != num_tokens or not is_busy or server.lines.last_heard_s > moved_s:
-                    num_tokens, moved_s = reading.num_tokens, last_s
+                if reading is None or _moves(reading, num_tokens) or server.lines.last_told_s > moved_s:
+                    moved_s = last_s
                 if last_s - moved_s > self._pulse.stall_s:
                     trouble = trouble or f"has work, and computed nothing for {self._pulse.stall_s:g} s"
-                server.num_others = max(0, reading.num_running + reading.num_waiting - len(before))
-                if not reading.num_waiting:
-                    for held in before & server.holds:
-                        held.begin()
+                server.num_others = 0
+                if reading is not None:
+                    num_tokens, num_there = reading.num_tokens, reading.num_running + reading.num_waiting
+                    server.num_others = max(0, num_there - len(before))
+                    if not reading.num_waiting:
+                        for held in before & server.holds:
+                            held.begin()
                 server.note(trouble)
             await asyncio.sleep(self._pulse.every_s)
 
-    async def _ask(self, server: Server) -> tuple[str, Reading]:
-        """Return what keeps a server from taking requests, "" for nothing, and its figures. Raises `OSError`."""
+    async def _ask(self, server: Server) -> tuple[str, Reading | None]:
+        """Return what keeps a server from taking requests, "" for nothing, and its figures, if it tells them.
+
+        Raises `OSError`, or `ValueError` where what it says cannot be read.
+        """
         ready = await self._get(server, "/readyz")
         if ready.status in (404, 405):
             ready = await self._get(server, "/health")
-        figures = await self._get(server, "/metrics")
         trouble = "" if ready.status == 200 else f"is not ready: {ready.body[:200].decode(errors='replace')}"
-        return trouble, read_figures(figures.body.decode(errors="replace") if figures.status == 200 else "")
+        figures = await self._get(server, "/metrics")
+        if figures.status != self._figures_status.get(server, 200):
+            _log.warning(
+                "%s: /metrics answers %d%s",
+                server.url,
+                figures.status,
+                ""
+                if figures.status == 200
+                else "; what others sent there, and whether it is stalled, is not known",
+            )
+        self._figures_status[server] = figures.status
+        if figures.status != 200:
+            return trouble, None
+        return trouble, read_figures(figures.body.decode(errors="replace"))
 
     async def _get(self, server: Server, path: str) -> HttpAnswer:
         outgoing = Outgoing("GET", path, "", (), "route", b"", self._pulse.key)
+        is_fresh = False
         while True:
-            flow = await server.lines.send(outgoing.bytes_for(server.lines.target))
+            flow = await server.lines.send(outgoing.bytes_for(server.lines.target), is_fresh=is_fresh)
             try:
                 return await flow.whole
             except ConnectionError:
-                if flow.connection.num_exchanges > 1 and not flow.connection.heard:
-                    continue
-                raise
+                if is_fresh or flow.connection.num_exchanges == 1 or flow.connection.heard:
+                    raise
+                is_fresh = True
             finally:
                 server.lines.give_back(flow)
+
+
+def _moves(reading: Reading, num_tokens: float) -> bool:
+    """Whether a server computed something since it had these tokens, or has nothing to compute."""
+    return reading.num_tokens != num_tokens or not reading.num_running + reading.num_waiting
 
 
 def read_list(file: Path) -> list[str]:

@@ -15,10 +15,13 @@ from typing import Any
 import pytest
 
 from quintet.deploy.commands.route import _check, add_parser
+from quintet.deploy.load_client.connection import Target
 from quintet.deploy.router.app import OPEN_PATHS, App, Door
+from quintet.deploy.router.asked import read
 from quintet.deploy.router.events import Events
 from quintet.deploy.router.figures import Figures, read_figures
 from quintet.deploy.router.limits import Limits
+from quintet.deploy.router.lines import Lines
 from quintet.deploy.router.passing import Patience
 from quintet.deploy.router.servers import Servers
 from quintet.deploy.router.watch import Pulse, Watch
@@ -56,24 +59,31 @@ class Upstream:
     asked: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+    keeps: bool = False
+    """Whether it takes another request on a connection."""
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         self.tasks.add(task)
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-            lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-            method, path, _ = lines[0].split(" ")
-            headers = {k.lower(): v for k, _, v in (line.partition(": ") for line in lines[1:] if line)}
-            body = await reader.readexactly(int(headers.get("content-length", 0)))
-            asked = {"method": method, "path": path, "headers": headers, "body": body}
-            if path not in ("/readyz", "/metrics"):
-                self.asked.append(asked)
-            await self.answer(self, asked, writer)
-            await writer.drain()
+            await self._answer_one(reader, writer)
+            while self.keeps and not writer.is_closing():
+                await self._answer_one(reader, writer)
         writer.close()
         with contextlib.suppress(ConnectionError):
             await writer.wait_closed()
+
+    async def _answer_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        method, path, _ = lines[0].split(" ")
+        headers = {k.lower(): v for k, _, v in (line.partition(": ") for line in lines[1:] if line)}
+        body = await reader.readexactly(int(headers.get("content-length", 0)))
+        asked = {"method": method, "path": path, "headers": headers, "body": body}
+        if path not in ("/readyz", "/metrics"):
+            self.asked.append(asked)
+        await self.answer(self, asked, writer)
+        await writer.drain()
 
 
 async def whole(_: Upstream, asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
@@ -81,14 +91,13 @@ async def whole(_: Upstream, asked: dict[str, Any], writer: asyncio.StreamWriter
 
 
 def says(*pieces: bytes, cut: bool = False) -> Answer:
-    """Answer with these bytes; ``cut``: then reset the connection."""
+    """Answer with these bytes; ``cut``: then hang up, and where nothing was said reset the connection."""
 
     async def answer(_: Upstream, asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        for piece in pieces:
-            writer.write(piece)
-            await writer.drain()
-            await asyncio.sleep(0.01)
-        if cut:
+        writer.write(b"".join(pieces))  # no reset behind them: it could overtake what was not read yet
+        if cut and pieces:
+            writer.close()
+        elif cut:
             writer.transport.abort()
 
     return answer
@@ -415,15 +424,15 @@ def test_events_go_through_whole_however_they_are_cut() -> None:
     said = event(0) + b": keep-alive\n" + event(1) + DONE
     plain = event(0, ids=False) + b": keep-alive\n" + event(1, ids=False) + DONE
     for size in (1, 7, 64, len(said)):
-        events, told = Events(), b""
+        events, told = Events(is_relayed=True), b""
         for at in range(0, len(said), size):
             piece = events.take(said[at : at + size])
             assert not piece or piece.endswith(b"\n")
             told += piece
         assert told == plain and events.is_over
         assert events.begin_again() == ("a1-b2", "2", [[100, 101]])
-    assert Events().take(b": keep-alive\n") == b": keep-alive\n"
-    assert Events().begin_again() is None
+    assert Events(is_relayed=False).take(b": keep-alive\n") == b": keep-alive\n"
+    assert Events(is_relayed=False).begin_again() is None
 
 
 def test_the_list_of_servers_is_followed(tmp_path: Path) -> None:
@@ -502,6 +511,56 @@ def test_figures_of_servers_are_read() -> None:
     reading = read_figures(text)
     assert (reading.num_running, reading.num_waiting, reading.num_tokens) == (3, 4, 15)
     assert read_figures("").num_tokens == 0
+    for word in ("NaN", "+Inf", "-Inf", "many", "-3"):
+        odd = read_figures(f"vllm:num_requests_running {word}\nvllm:prompt_tokens_total {word}\n")
+        assert (odd.num_running, odd.num_tokens) == (0, 0)
+
+
+def test_a_server_that_keeps_its_figures_to_itself_is_well_and_its_prompts_count_as_queued() -> None:
+    async def story() -> None:
+        num_asked = 0
+
+        async def answer(up: Upstream, asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+            nonlocal num_asked
+            num_asked += asked["path"] == "/metrics"
+            writer.write(head(401 if asked["path"] == "/metrics" else 200, kind=b"text/plain"))
+
+        async with world(answer) as w:
+            (server,) = w.servers
+            held = w.servers.hold(server, num_queued=7)
+            watch = Watch(w.servers, [server.url], None, Pulse(0.01, 5, 1e-9, "", 2.0))
+            task = asyncio.get_running_loop().create_task(watch.run())
+            while num_asked < 4:
+                await asyncio.sleep(0.01)
+            assert (server.num_queued, server.num_others, server.trouble) == (7, 0, "")
+            held.leave()
+            task.cancel()
+
+    run(story())
+
+
+def test_a_server_that_only_says_it_is_there_makes_no_progress() -> None:
+    async def story() -> None:
+        lines = Lines(Target.parse("http://127.0.0.1:1"), 1.0)
+        for piece in (b": keep-alive\n", b": ping\n\n", b'event: ping\ndata: {"type": "ping"}\n\n'):
+            lines.heard(piece, 1.0)
+            assert (lines.last_heard_s, lines.last_told_s) == (1.0, 0.0)
+        for piece in (event(0), b": ping\n\ndata: {}\n\n", b"data: {}\n\n"):
+            lines.last_told_s = 0.0
+            lines.heard(piece, 1.0)
+            assert lines.last_told_s == 1.0
+
+    run(story())
+
+
+def test_what_is_no_text_is_a_servers_to_refuse() -> None:
+    for body in (
+        b'{"user": "\xff"}',
+        b'{"prompt": "x", "cache_salt": "\xff"}',
+        b'{"prompt_cache_key": "\xff"}',
+    ):
+        assert read(body, "s").session == "s"
+    assert read(b'{"prompt": "x", "user": "u"}', "").session == "u"
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,12 @@ class Resolver:
     """Answers as the test says."""
 
     def __init__(self) -> None:
-        self.addresses: Sequence[str] | OSError = ()
+        self.addresses: Sequence[str] | Exception = ()
         self.asked: list[tuple[str, int]] = []
 
     async def look_up(self, host: str, port: int) -> Sequence[str]:
         self.asked.append((host, port))
-        if isinstance(self.addresses, OSError):
+        if isinstance(self.addresses, Exception):
             raise self.addresses
         return self.addresses
 
@@ -38,6 +38,8 @@ def test_every_address_of_a_name_is_a_server_and_a_failed_lookup_changes_nothing
         assert await names.follow()
         both = [f"http://{host}:8000/prefix" for host in ("10.0.0.1", "10.0.0.2")]
         assert names.urls == [*both, "http://[fd00::1]:8000/prefix"]
+        resolver.addresses = UnicodeError("label empty or too long")
+        assert not await names.follow()
         resolver.addresses = socket.gaierror(socket.EAI_AGAIN, "try again")
         assert not await names.follow()
         resolver.addresses = ["10.0.0.2"]
@@ -82,7 +84,11 @@ def test_the_watch_takes_over_who_comes_and_who_goes() -> None:
 
 @pytest.mark.parametrize(
     ("url", "complaint"),
-    [("https://pods:8000", "it must be http"), ("ftp://pods", "--engines-at: base url is 'ftp://pods'")],
+    [
+        ("https://pods:8000", "it must be http"),
+        ("ftp://pods", "--engines-at: base url is 'ftp://pods'"),
+        ("http://10.0.0..5:8000", "its host cannot be"),
+    ],
 )
 def test_what_cannot_stand_for_several_servers(url: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
