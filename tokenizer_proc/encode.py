@@ -21,6 +21,7 @@ from quintet.wire.embeds import EmbedsPrompt, first_not_finite
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
 from quintet.wire.messages import PROMPT_TAIL, ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from quintet.wire.params import SamplingParams, first_unknown
+from quintet.wire.request import room_for_output
 
 LENGTH_KEEPING = frozenset({"NFD", "NFKD", "Prepend", "Lowercase", "ByteLevel"})
 """Normalizers that never make a text shorter."""
@@ -61,9 +62,7 @@ class Encoder:
         if isinstance(prompt, EmbedsPrompt):
             return self._ids_in_place_of(prompt, None if limit_gives_way else params.max_tokens)
         field = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
-        room = params.max_tokens or 1
-        if limit_gives_way and 2 * room > self._max_model_len:
-            room = 1  # a default must not take more of the context than it leaves to the prompt
+        room = room_for_output(params.max_tokens, limit_gives_way, self._max_model_len)
         keep = self._tokens_to_keep(params.truncate_prompt_tokens, room)
         if isinstance(prompt, TokenPrompt):
             ids = _ids_of(prompt)
@@ -103,6 +102,13 @@ class Encoder:
     def text_of(self, prompt: TextPrompt | ChatPrompt) -> str:
         """Return the prompt's text, a conversation rendered by its template."""
         return prompt.text if isinstance(prompt, TextPrompt) else self._templates.render(prompt)
+
+    def whole(self, prompt: TextPrompt | ChatPrompt) -> list[int]:
+        """Return all ids of a prompt. Raises `RequestError`."""
+        text = self.text_of(prompt)
+        if isinstance(prompt, TextPrompt) and prompt.suffix:
+            return self._filled(text, prompt)
+        return self.encode(text, prompt.add_special_tokens)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Return a text's ids. One in pieces takes the memory of a piece."""

@@ -341,7 +341,7 @@ class Tokenizer:
 
     def _answer(self, query: TokenizeQuery) -> Tokenized:
         try:
-            ids = self._encoder.encode(self._encoder.text_of(query.prompt), query.prompt.add_special_tokens)
+            ids = self._encoder.whole(query.prompt)
         except RequestError as error:
             failed = Failed(query.query_id, error.code, error.message, error.param)
             return Tokenized(query.query_id, b"", None, failed)

@@ -81,3 +81,11 @@ class RequestSpec(msgspec.Struct, array_like=True):
     """How the output is read; None where it is all plain text."""
     tells: bool = False
     """Nobody has ``output_ids`` as text yet: they are told as if they had just been drawn."""
+
+
+def room_for_output(max_tokens: int | None, limit_gives_way: bool, max_model_len: int) -> int:
+    """Return how many tokens of the context are left to the output where as much of a prompt is kept as fits."""
+    room = max_tokens or 1
+    if limit_gives_way and 2 * room > max_model_len:
+        return 1  # a default must not take more of the context than it leaves to the prompt
+    return room

@@ -122,9 +122,10 @@ class FakeEngine:
                 loop.call_soon(self.deliver, Tokenized(message.query_id, pack_i32([7, 8, 9])))
             case DetokenizeQuery():
                 ids = list(unpack_i32(message.token_ids))
-                loop.call_soon(
-                    self.deliver, Detokenized(message.query_id, "".join(f" t{i - 10}" for i in ids))
-                )
+                answer = Detokenized(message.query_id, "".join(f" t{i - 10}" for i in ids))
+                if message.opened is not None and message.opened.reading is not None:
+                    answer.num_reasoning_tokens = len(ids)
+                loop.call_soon(self.deliver, answer)
             case MetricsQuery() if not self.is_supervisor_silent:
                 loop.call_soon(self.deliver, self.report(message))
             case Reclaim():

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from quintet.wire.codec import unpack_i32
+from quintet.wire.config import ParsersConfig
 from quintet.wire.messages import Submit
 
 C, H, S = "/v1/completions", "/v1/chat/completions", "/v1/streams"
@@ -86,3 +87,33 @@ def test_every_prompt_goes_on_with_its_own_seed(serve: Any) -> None:
     going = {**going_on("0", [[], []]), "request": prompts, "seeds": [-5, 9]}
     assert server.ask("POST", S, going).status == 200
     assert [submit.spec.params.seed for submit in server.engine.wait_for(Submit, 4)[2:]] == [-5, 9]
+
+
+def usage_of_the_rest(server: Any, going: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    going["request"] = {**going["request"], "stream_options": {"include_usage": True}, **fields}
+    reply = server.ask("POST", S, going)
+    assert reply.status == 200, reply.body
+    (told,) = [event["usage"] for event in reply.events if isinstance(event, dict) and event.get("usage")]
+    return dict(told)
+
+
+def test_usage_counts_prompts_that_had_ended(serve: Any) -> None:
+    server = serve()
+    told = usage_of_the_rest(server, going_on("3e", [[10, 11, 12]]), prompt="four")
+    assert (told["prompt_tokens"], told["completion_tokens"]) == (4, 3)
+    going = {**going_on("1e,-,-", [[10], [], []]), "seeds": [1, 2, 3]}
+    told = usage_of_the_rest(
+        server, going, prompt=["three", "a b", "a"], n=1, max_tokens=2, truncate_prompt_tokens=3
+    )
+    assert (told["prompt_tokens"], told["completion_tokens"]) == (3 + 2 + 1, 1 + 2 + 2)
+
+
+def test_usage_counts_the_reasoning_of_choices_that_had_ended(serve: Any) -> None:
+    server = serve(parsers=ParsersConfig(reasoning="qwen3"))
+    going = {**going_on("3e,2e", [[10, 11, 12], [10, 11]]), "path": H}
+    going["request"] = {
+        "messages": [{"role": "user", "content": "x"}], "n": 2, "stream": True, "temperature": 1,
+    }  # fmt: skip
+    told = usage_of_the_rest(server, going)
+    assert told["completion_tokens_details"] == {"reasoning_tokens": 5}
+    assert (told["prompt_tokens"], told["completion_tokens"]) == (3, 5)

@@ -25,6 +25,7 @@ from quintet.frontend.dialects.openai.answer import (
 )
 from quintet.frontend.dialects.openai.best import BeamRequest, beam_answer, best, ranked, stream_beams
 from quintet.frontend.dialects.openai.logprobs import chat_logprobs, prompt_logprobs
+from quintet.frontend.dialects.openai.recall import recall
 from quintet.frontend.dialects.openai.relay import behind, relaying
 from quintet.frontend.dialects.openai.tools import check_tool_choice, form_of_calls, reading_of
 from quintet.frontend.dialects.openai.types import (
@@ -123,6 +124,8 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
         begun=begun,
         seeds=seeds,
     )
+    if exchange.begun is not None and options.include_usage:
+        await recall(service, submissions)
     if body.stream:
         chunks = writer(answer, submissions.stream_id, position)
         await stream_answer(service, exchange, submissions, relaying(exchange, chunks, submissions))

@@ -29,6 +29,7 @@ from quintet.frontend.dialects.openai.logprobs import (
     joined,
     prompt_logprobs,
 )
+from quintet.frontend.dialects.openai.recall import recall
 from quintet.frontend.dialects.openai.relay import behind, relaying
 from quintet.frontend.dialects.openai.types import CompletionBody
 from quintet.frontend.dialects.position import Position, StreamId
@@ -91,6 +92,8 @@ async def completions(service: Service, exchange: Exchange) -> None:
         begun=begun,
         seeds=seeds,
     )
+    if exchange.begun is not None and options.include_usage:
+        await recall(service, submissions)
     if body.stream:
         chunks = writer(answer, submissions.stream_id, position)
         await stream_answer(service, exchange, submissions, relaying(exchange, chunks, submissions))

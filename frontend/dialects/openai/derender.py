@@ -22,14 +22,15 @@ from quintet.frontend.dialects.openai.chat import (
     message_of,
 )
 from quintet.frontend.dialects.openai.completions import completion_params
+from quintet.frontend.dialects.openai.reread import reread
 from quintet.frontend.dialects.openai.types import ChatBody, CompletionBody
 from quintet.frontend.exchange import Exchange
 from quintet.frontend.service import Service
 from quintet.wire.codec import unpack_i32
 from quintet.wire.config import EngineConfig
-from quintet.wire.messages import PROMPT_TAIL, Detokenized, Finish, FinishReason, Open
+from quintet.wire.messages import Detokenized, Finish, FinishReason
 from quintet.wire.params import SamplingParams, check_token_ids, shown
-from quintet.wire.request import Echo, Reading
+from quintet.wire.request import Reading
 
 MAX_CHOICES = 256
 """Of one request: they are read one after the other."""
@@ -144,31 +145,9 @@ async def _read(
     prompt_ids: bytes,
     reading: Reading | None,
 ) -> Detokenized:
-    """Return a choice's text. As while it is generated, the token that ended it shows only when asked for."""
-    ids = list(choice.token_ids or ())
-    stops = {*params.stop_token_ids, *service.config.model.eos_token_ids}
-    ends_with_stop = choice.finish_reason in ("stop", "tool_calls") and bool(ids) and ids[-1] in stops
-    if ends_with_stop and not params.include_stop_str_in_output:
-        ids.pop()
-    tail = prompt_ids[-4 * PROMPT_TAIL :]
-    opened = Open(
-        request_id=0,
-        num_prompt_tokens=len(prompt_ids) // 4,
-        num_cached_tokens=0,
-        prompt_ids=tail,
-        stop=params.stop,
-        include_stop=params.include_stop_str_in_output,
-        skip_special_tokens=params.skip_special_tokens,
-        spaces_between_special_tokens=params.spaces_between_special_tokens,
-        detokenize=True,
-        echo=Echo.NONE,
-        return_prompt_ids=False,
-        min_tokens=params.min_tokens,
-        arrival_ns=0,
-        scheduled_ns=0,
-        reading=reading,
-    )
-    return await service.queries.read_output(ids, opened)
+    """Return a choice's text."""
+    ends_with_stop = choice.finish_reason in ("stop", "tool_calls")
+    return await reread(service, choice.token_ids or (), ends_with_stop, params, prompt_ids, reading)
 
 
 def _choice(choice: GeneratedChoice, answer: Detokenized, told: dict[str, object]) -> dict[str, object]:
