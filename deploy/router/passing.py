@@ -79,6 +79,8 @@ class Passing:
         """Servers that were lost with it since it last came further."""
         self._num_told = 0
         """Tokens that had been told when the last was lost."""
+        self._back_from = ""
+        """Where the client was when the server that had its stream was asked for the rest."""
 
     async def answer(self, outgoing: Outgoing, asked: Asked) -> None:
         """Answer the client. Raises `RequestError` before anything was written, or `ClientGone`."""
@@ -260,7 +262,9 @@ class Passing:
         flow = None
         if lost is not None and (found := self._events.begin_again()) is not None:
             name, position, outputs = found
-            if not lost.trouble and not is_withdrawn:
+            # One that hangs up again before anything came would be asked for ever.
+            if not lost.trouble and not is_withdrawn and position != self._back_from:
+                self._back_from = position
                 flow = await self._back_at(lost, the_rest(outgoing, name, position))
             if flow is None and outputs is not None:
                 num_told = sum(map(len, outputs))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from quintet.deploy.commands.route import _check, add_parser
-from quintet.deploy.load_client.connection import Target
+from quintet.deploy.load_client.connection import Connection, Target
 from quintet.deploy.router.app import OPEN_PATHS, App, Door
 from quintet.deploy.router.asked import read
 from quintet.deploy.router.events import Events
@@ -346,9 +346,17 @@ def test_a_client_that_leaves_takes_its_request_along() -> None:
     run(story())
 
 
-def test_a_client_that_reads_slowly_holds_its_server_back() -> None:
+def test_a_client_that_reads_slowly_holds_its_server_back(monkeypatch: pytest.MonkeyPatch) -> None:
     async def story() -> None:
         num_sent, total = 0, 200
+        is_held, pause = asyncio.Event(), Connection.pause
+
+        def note_pause(connection: Connection, is_full: bool) -> None:
+            pause(connection, is_full)
+            if is_full:
+                is_held.set()
+
+        monkeypatch.setattr(Connection, "pause", note_pause)
 
         async def much(_: Upstream, asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
             nonlocal num_sent
@@ -361,6 +369,7 @@ def test_a_client_that_reads_slowly_holds_its_server_back() -> None:
         async with world(much) as w:
             reads = asyncio.Event()
             asking = asyncio.ensure_future(w.ask(C, STREAM, reads=reads))
+            await is_held.wait()
             last = -1
             while num_sent != last or num_sent == 0:  # until the server comes no further
                 last = num_sent
@@ -435,7 +444,7 @@ def test_events_go_through_whole_however_they_are_cut() -> None:
     assert Events(is_relayed=False).begin_again() is None
 
 
-def test_the_list_of_servers_is_followed(tmp_path: Path) -> None:
+def test_the_list_of_servers_is_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def story() -> None:
         async with world(whole, whole) as w:
             file = tmp_path / "servers"
@@ -461,7 +470,8 @@ def test_the_list_of_servers_is_followed(tmp_path: Path) -> None:
                 await asyncio.sleep(0.01)
             file.write_text("ftp://nowhere\n")
             os.utime(file, ns=(1, 1))
-            await asyncio.sleep(0.05)
+            while "the servers stay as they are" not in caplog.text:
+                await asyncio.sleep(0.01)
             assert [server.url for server in servers.usable] == [second]
             task.cancel()
             for server in servers:

@@ -165,6 +165,20 @@ def test_a_stream_whose_server_leaves_goes_on_elsewhere() -> None:
     run(story())
 
 
+def test_a_server_that_hangs_up_again_and_again_is_left() -> None:
+    async def story() -> None:
+        second = by_path(go_on=says(head(200, TICKET), event(1, "c3-d4") + DONE))
+        hangs_up = by_path(
+            begin=says(head(200, TICKET), event(0), cut=True), rest=says(head(200, TICKET), b": \n", cut=True)
+        )
+        async with world(second, hangs_up) as w:
+            prefer(w, 1, 0)
+            assert texts(await w.ask(C, STREAM)) == ["t0", "t1"]
+            assert len(w.ups[1].asked) == 2
+
+    run(story())
+
+
 def test_a_stream_of_which_only_comments_were_told_is_sent_again() -> None:
     async def story() -> None:
         silent = says(head(200, TICKET), b": keep-alive\n", cut=True)
