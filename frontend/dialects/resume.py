@@ -13,6 +13,7 @@ from urllib.parse import parse_qs
 from quintet.frontend.adoption import Seen
 from quintet.frontend.dialects.answer import Submissions, stream_answer
 from quintet.frontend.dialects.openai.answer import ChunkWriter
+from quintet.frontend.dialects.openai.recall import recall
 from quintet.frontend.dialects.openai.relay import relaying
 from quintet.frontend.dialects.position import Position, StreamId
 from quintet.frontend.dialects.registry import answer_of, dialect_of
@@ -78,6 +79,8 @@ async def resume(service: Service, exchange: Exchange, stream_id: StreamId, give
         writer = dialect.writer(answer, StreamId(first_id, stream_id.key), position)
         if isinstance(writer, ChunkWriter):
             relaying(exchange, writer, submissions)
+            if writer.options.include_usage:
+                await recall(service, submissions)
     except BaseException:
         submissions.close()
         raise

@@ -102,6 +102,8 @@ class FakeEngine:
     """Say nothing more after this many tokens."""
     script: list[list[tuple[int, int, str]]] = field(default_factory=list)
     """What each token says, by channel and call, to requests that are read by parsers; it ends with a stop."""
+    kept: Reclaimed = field(default_factory=lambda: Reclaimed(0, None))
+    """What the core knows of a stream whose client comes back."""
     live: dict[int, Submit] = field(default_factory=dict)
     arrived: threading.Condition = field(default_factory=threading.Condition)
 
@@ -129,7 +131,8 @@ class FakeEngine:
             case MetricsQuery() if not self.is_supervisor_silent:
                 loop.call_soon(self.deliver, self.report(message))
             case Reclaim():
-                loop.call_soon(self.deliver, Reclaimed(message.query_id, None))
+                kept = msgspec.structs.replace(self.kept, query_id=message.query_id)
+                loop.call_soon(self.deliver, kept)
         with self.arrived:
             self.sent.append((role, index, message))
             self.arrived.notify_all()

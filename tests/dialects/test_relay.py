@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from quintet.wire.codec import unpack_i32
+from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.config import ParsersConfig
-from quintet.wire.messages import Submit
+from quintet.wire.messages import Admit, Reclaimed, Submit
 
 C, H, S = "/v1/completions", "/v1/chat/completions", "/v1/streams"
 RELAY = {"X-Quintet-Relay": "1"}
@@ -115,5 +115,22 @@ def test_usage_counts_the_reasoning_of_choices_that_had_ended(serve: Any) -> Non
         "messages": [{"role": "user", "content": "x"}], "n": 2, "stream": True, "temperature": 1,
     }  # fmt: skip
     told = usage_of_the_rest(server, going)
+    assert told["completion_tokens_details"] == {"reasoning_tokens": 5}
+    assert (told["prompt_tokens"], told["completion_tokens"]) == (3, 5)
+
+
+def test_who_comes_back_is_told_the_reasoning_of_choices_that_had_ended(serve: Any) -> None:
+    server = serve(parsers=ParsersConfig(reasoning="qwen3"))
+    asked = {
+        "messages": [{"role": "user", "content": "x"}], "n": 2, "stream": True, "temperature": 1,
+        "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    begun = server.ask("POST", H, asked)
+    (submit,) = server.engine.wait_for(Submit)
+    outputs = [(0, pack_i32([10, 11, 12])), (1, pack_i32([10, 11]))]
+    admit = Admit(submit.request_id, pack_i32([7, 8, 9]), submit.spec, 0)
+    server.engine.kept = Reclaimed(0, admit, outputs)
+    rest = server.ask("GET", f"{S}/{begun.headers['x-stream-id']}?from=3e,2e")
+    (told,) = [event["usage"] for event in rest.events if isinstance(event, dict)]
     assert told["completion_tokens_details"] == {"reasoning_tokens": 5}
     assert (told["prompt_tokens"], told["completion_tokens"]) == (3, 5)

@@ -1,4 +1,4 @@
-"""What usage tells of an answer that began at another server, where nothing is computed here that would say it.
+"""What usage tells of an answer that began elsewhere, where nothing is computed here that would say it.
 
 A prompt all of whose choices had ended is not sent to the engine any more, and of a choice that had ended nobody here has read
 the reasoning. Both are made of what is known: the prompt is encoded again, the output read again.
