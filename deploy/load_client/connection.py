@@ -48,11 +48,11 @@ class Target:
         """Read ``http://host:port/prefix``; a trailing ``/v1`` is dropped, because endpoints bring their own."""
         url = urlsplit(base_url if "://" in base_url else f"http://{base_url}")
         if url.scheme not in {"http", "https"} or not url.hostname:
-            raise BadUrl(f"base url is {base_url!r}; it must look like http://127.0.0.1:8000")
+            raise BadUrl(f"{base_url!r} is no address of a server; it must look like http://127.0.0.1:8000")
         try:
             port = url.port
         except ValueError as error:
-            raise BadUrl(f"base url is {base_url!r}: {error}") from None
+            raise BadUrl(f"{base_url!r} is no address of a server: {error}") from None
         tls = url.scheme == "https"
         sent = dict(headers or {})
         if api_key:

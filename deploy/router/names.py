@@ -69,7 +69,7 @@ def parsed(url: str) -> Target:
         raise ConfigError(str(error)) from None
     except UnicodeError as error:
         raise ConfigError(
-            f"base url is {url!r}: its host cannot be the name of one ({error}); write an address or a name, as in "
+            f"{url!r} is no address of a server: its host cannot be the name of one ({error}); write an address or a name, as in "
             "http://127.0.0.1:8000"
         ) from None
     return target

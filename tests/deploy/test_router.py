@@ -373,7 +373,9 @@ def test_a_client_that_reads_slowly_holds_its_server_back(monkeypatch: pytest.Mo
             last = -1
             while num_sent != last or num_sent == 0:  # until the server comes no further
                 last = num_sent
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(
+                    0.1
+                )  # the router has paused already: what lies in sockets' buffers goes out, no more
             assert num_sent < total / 2
             reads.set()
             assert len((await asking).body) == total * ((1 << 17) + 8) + len(DONE)
