@@ -371,11 +371,10 @@ def test_a_client_that_reads_slowly_holds_its_server_back(monkeypatch: pytest.Mo
             asking = asyncio.ensure_future(w.ask(C, STREAM, reads=reads))
             await is_held.wait()
             last = -1
-            while num_sent != last or num_sent == 0:  # until the server comes no further
+            # The router has paused. Until the server comes no further: what sockets' buffers take still goes out.
+            while num_sent != last or num_sent == 0:
                 last = num_sent
-                await asyncio.sleep(
-                    0.1
-                )  # the router has paused already: what lies in sockets' buffers goes out, no more
+                await asyncio.sleep(0.1)
             assert num_sent < total / 2
             reads.set()
             assert len((await asking).body) == total * ((1 << 17) + 8) + len(DONE)
