@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from quintet.executor.cards.share import Share
+from quintet.executor.cards.share import share_of
 from quintet.executor.in_flight import Begun, InFlight
 from quintet.executor.interface import Finished, StepWorker
 from quintet.executor.parallel.followers import Followers
@@ -81,7 +81,7 @@ def make_worker(config: EngineConfig, span: Span, followers: Followers | None = 
     """Import and build the worker that the configuration names; with ``followers``, one that has other ranks compute too."""
     _set_environment()
     if config.executor.kind == "torch" and config.executor.load_format == "auto":
-        read_ahead(config, Share(0, config.executor.tensor_parallel_size).label)
+        read_ahead(config, share_of(config.executor, 0).label)
     module, _, function = (LEADER if followers else WORKERS[config.executor.kind]).partition(":")
     gc.disable()  # importing torch makes a million objects that stay: looking through them takes a seventh of its second
     make: Callable[..., StepWorker] = getattr(importlib.import_module(module), function)

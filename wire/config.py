@@ -166,6 +166,8 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Compute threads, of each rank; 0 lets the executor choose."""
     tensor_parallel_size: int = 1
     """Ranks: processes of an executor that each compute a share of every layer, and hold that much of weights and KV."""
+    expert_parallel: bool = False
+    """Whether each of several ranks keeps whole experts, not some columns of each."""
     has_own_cores: bool = False
     """Whether each compute thread of all ranks has a core: found out by the process that takes its share of them."""
     pin_threads: bool = False

@@ -66,8 +66,10 @@ class Experts {
     QT_REQUIRE(layer.gate_up[0]->columns == 2 * width_ && layer.down[0]->columns == hidden_,
                "experts of %lld and %lld columns, %lld and %lld deep", (long long)layer.gate_up[0]->columns,
                (long long)layer.down[0]->columns, (long long)hidden_, (long long)width_);
-    gate_ups_.assign(layer.gate_up, layer.gate_up + routing.experts);
-    downs_.assign(layer.down, layer.down + routing.experts);
+    QT_REQUIRE(layer.first >= 0 && layer.kept >= 1 && layer.first + layer.kept <= routing.experts, "experts from %lld on, %lld",
+               (long long)layer.first, (long long)layer.kept);
+    gate_ups_.assign(layer.gate_up, layer.gate_up + layer.kept);
+    downs_.assign(layer.down, layer.down + layer.kept);
     route_ = {&layer_.routing, scores, scores_stride, nullptr, nullptr};
     gather_ = {x, x_stride, hidden_, nullptr, routing.chosen, nullptr, nullptr, row_stride_};
     combine_ = {nullptr, row_stride_, hidden_, nullptr, routing.chosen, nullptr, y, y_stride};
@@ -131,44 +133,52 @@ class Experts {
       gathers |= !direct;
       const char* x = direct ? x_ + pair_of_[row] / layer_.routing.chosen * x_stride_ * size_
                              : rows_ + row * row_stride_ * size_;
-      gate_up_.add(gate_ups_[std::size_t(expert)], rows, share, x, direct ? x_stride_ : row_stride_,
-                   bias_of(layer_.gate_up_bias, expert, 2 * width_), act_ + row * act_stride_ * size_,
+      const index_t place = expert - layer_.first;
+      gate_up_.add(gate_ups_[std::size_t(place)], rows, share, x, direct ? x_stride_ : row_stride_,
+                   bias_of(layer_.gate_up_bias, place * 2 * width_ * size_), act_ + row * act_stride_ * size_,
                    prepared_ + row * gate_up_.preparation().row_bytes);
-      down_.add(downs_[std::size_t(expert)], rows, share, act_ + row * act_stride_ * size_, act_stride_,
-                bias_of(layer_.down_bias, expert, hidden_), rows_ + row * row_stride_ * out_size_,
+      down_.add(downs_[std::size_t(place)], rows, share, act_ + row * act_stride_ * size_, act_stride_,
+                bias_of(layer_.down_bias, place * hidden_ * out_size_), rows_ + row * row_stride_ * out_size_,
                 prepared_ + row * down_.preparation().row_bytes);
       row += rows;
     }
     const index_t grain = std::max(index_t(1), kElementsAtOnce / hidden_);
-    late_[kGather] = {gathers ? tokens_ * layer_.routing.chosen : 0, grain, QT_CHOOSE(experts).gather[dtype_], &gather_};
+    late_[kGather] = {gathers ? rows_here_ : 0, grain, QT_CHOOSE(experts).gather[dtype_], &gather_};
     late_[kPrepareIn] = gate_up_.prepare(), late_[kMultiplyIn] = gate_up_.multiply(threads_);
     late_[kPrepareOut] = down_.prepare(), late_[kMultiplyOut] = down_.multiply(threads_);
   }
 
-  // Pairs by expert, those with most rows first, an expert's in the tokens' order. Returns how many experts have rows.
+  // Pairs by expert, those with most rows first, an expert's in the tokens' order; of the experts that are here. Returns how many
+  // of them have rows.
   index_t sort_pairs() {
     const index_t pairs = tokens_ * layer_.routing.chosen, experts = layer_.routing.experts;
     std::fill(counts_.begin(), counts_.end(), 0);
     for (index_t pair = 0; pair < pairs; ++pair) ++counts_[std::size_t(route_.ids[pair])];
     index_t active = 0;
-    for (index_t expert = 0; expert < experts; ++expert)
+    for (index_t expert = layer_.first; expert < layer_.first + layer_.kept; ++expert)
       if (counts_[std::size_t(expert)] > 0) order_[std::size_t(active++)] = expert;
     std::sort(order_.begin(), order_.begin() + active, [this](index_t a, index_t b) {
       const index_t rows_a = counts_[std::size_t(a)], rows_b = counts_[std::size_t(b)];
       return rows_a != rows_b ? rows_a > rows_b : a < b;
     });
     next_.resize(std::size_t(experts));
-    for (index_t i = 0, row = 0; i < active; row += counts_[std::size_t(order_[std::size_t(i++)])])
-      next_[std::size_t(order_[std::size_t(i)])] = row;
+    rows_here_ = 0;
+    for (index_t i = 0; i < active; rows_here_ += counts_[std::size_t(order_[std::size_t(i++)])])
+      next_[std::size_t(order_[std::size_t(i)])] = rows_here_;
     for (index_t pair = 0; pair < pairs; ++pair) {
-      const index_t row = next_[std::size_t(route_.ids[pair])]++;
+      const index_t expert = route_.ids[pair];
+      if (expert < layer_.first || expert >= layer_.first + layer_.kept) {
+        row_of_[pair] = -1;
+        continue;
+      }
+      const index_t row = next_[std::size_t(expert)]++;
       row_of_[pair] = std::int32_t(row), pair_of_[row] = std::int32_t(pair);
     }
     return active;
   }
 
-  const char* bias_of(const void* biases, index_t expert, index_t columns) const {
-    return biases ? static_cast<const char*>(biases) + expert * columns * size_ : nullptr;
+  static const char* bias_of(const void* biases, index_t bytes_before) {
+    return biases ? static_cast<const char*>(biases) + bytes_before : nullptr;
   }
 
   ExpertsLayer layer_;
@@ -183,7 +193,7 @@ class Experts {
   GatherCall gather_;
   CombineCall combine_;
   Work late_[kParts];
-  index_t tokens_ = 0, threads_ = 1;
+  index_t tokens_ = 0, threads_ = 1, rows_here_ = 0;
   std::int32_t *row_of_ = nullptr, *pair_of_ = nullptr;  // of each pair; of each row
   char *rows_ = nullptr, *act_ = nullptr, *prepared_ = nullptr;
 };
@@ -236,12 +246,11 @@ QT_EXPORT void qt_program_experts(qt::Program* program, const qt::ExpertsLayer* 
       program, std::make_shared<qt::Experts>(*layer, x, x_stride, scores, scores_stride, y, y_stride, dtype), max_tokens);
 }
 
-// Appends the sums in fp32, as they are, of experts of whose widths a rank has some (ranks.hpp). They have no biases of their own
-// behind the last layer. dtype: of x and scores.
+// Appends the sums in fp32, as they are, of experts of which a rank has some, or some of the width of each (ranks.hpp). dtype: of x
+// and scores.
 QT_EXPORT void qt_program_experts_sums(qt::Program* program, const qt::ExpertsLayer* layer, const void* x, index_t x_stride,
                                        const void* scores, index_t scores_stride, index_t max_tokens, float* y,
                                        index_t y_stride, int dtype) {
-  QT_REQUIRE(layer->down_bias == nullptr, "a bias of experts of whose inputs there are %s", "some");
   qt::append_experts(program,
                      std::make_shared<qt::Experts>(*layer, x, x_stride, scores, scores_stride, y, y_stride, dtype, true),
                      max_tokens);

@@ -40,10 +40,11 @@ struct Routing {
 struct ExpertsLayer {
   Routing routing;
   index_t scaled_inputs;         // whether the weight of a choice multiplies what goes in, not what comes out
-  const Weight* const* gate_up;  // [experts]: paired, [2 width, hidden]
-  const Weight* const* down;     // [experts]: [hidden, width]
-  const void* gate_up_bias;      // [experts][2 width] or null, in the rows' format; down_bias: [experts][hidden]
-  const void* down_bias;
+  index_t first, kept;           // experts [first, first + kept) are here; a choice of another adds nothing
+  const Weight* const* gate_up;  // [kept]: paired, [2 width, hidden]
+  const Weight* const* down;     // [kept]: [hidden, width]
+  const void* gate_up_bias;      // [kept][2 width] or null, in the rows' format
+  const void* down_bias;         // [kept][hidden] or null, in the results' format: fp32 where the sum is
   index_t activation, int8_activations;
   double gate_factor, gate_limit;  // of Activation::clamped_swiglu
 };
@@ -67,11 +68,11 @@ struct GatherCall {
   index_t y_stride;
 };
 
-// y[t] = sum over k of weights[t][k] * x[rows[t][k]]; weights null: all 1.
+// y[t] = sum over k of weights[t][k] * x[rows[t][k]], those with a row; weights null: all 1.
 struct CombineCall {
   const void* x;
   index_t x_stride, width;
-  const std::int32_t* rows;
+  const std::int32_t* rows;  // negative: none
   index_t chosen;
   const float* weights;
   void* y;

@@ -15,7 +15,7 @@ from quintet.deploy.resolve.memory import ATTENTION_SCRATCH_BYTES, available_ram
 from quintet.executor.cards.card import card_of
 from quintet.executor.cards.describe import describe
 from quintet.executor.cards.registry import FAMILIES
-from quintet.executor.cards.share import share_in_words
+from quintet.executor.cards.share import share_in_words, share_of
 from quintet.executor.cards.spec import DecoderSpec
 from quintet.wire.config import EngineConfig, ModelConfig
 from quintet.wire.kv_spec import KvGroup, KvSpec
@@ -233,8 +233,8 @@ def _layers(model: ModelConfig) -> str | None:
 
 def _share(config: EngineConfig) -> str | None:
     """Say what a rank has of a model that is divided."""
-    spec, size = _spec_of(config.model), config.executor.tensor_parallel_size
-    return None if spec is None or size == 1 else "; ".join(share_in_words(spec, size))
+    spec, share = _spec_of(config.model), share_of(config.executor, 0)
+    return None if spec is None or share.is_all else "; ".join(share_in_words(spec, share))
 
 
 def _spec_of(model: ModelConfig) -> DecoderSpec | None:

@@ -405,6 +405,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "RANKS",
         ),
     ] = 1
+    enable_expert_parallel: Annotated[
+        bool, Flag(PROCESSES, "each rank keeps some experts whole, not some columns of every expert")
+    ] = False
     routing: Annotated[
         Routing,
         Flag(

@@ -10,7 +10,15 @@ from quintet.deploy.resolve.card import ModelFacts
 from quintet.deploy.resolve.flags import Options
 from quintet.executor.cards.card import ModelCard
 from quintet.executor.cards.registry import FAMILIES
-from quintet.executor.cards.share import MOST_RANKS, Share, misfit, shared_bytes, sizes_that_fit, why_not
+from quintet.executor.cards.share import (
+    MOST_RANKS,
+    Share,
+    has_experts,
+    misfit,
+    shared_bytes,
+    sizes_that_fit,
+    why_not,
+)
 from quintet.executor.cards.spec import DecoderSpec
 from quintet.wire.errors import ConfigError
 from quintet.wire.json_files import parse_json
@@ -25,6 +33,10 @@ def check_flags(options: Options, device: str) -> None:
     """Reject what ranks do not do."""
     size = options.tensor_parallel_size
     if size == 1:
+        if options.enable_expert_parallel:
+            raise ConfigError(
+                f"--enable-expert-parallel divides experts over the ranks of {FLAG}, which is 1: raise it or drop the flag"
+            )
         return
     if size > MOST_RANKS:
         raise ConfigError(f"{FLAG} is {size}; at most {MOST_RANKS} ranks compute a model")
@@ -48,19 +60,22 @@ def of_one_rank(options: Options, facts: ModelFacts) -> ModelFacts:
     if size == 1:
         return facts
     path = card_path(facts.path)
-    spec = _spec_of(facts)
-    reason = "only the layers of Quintet's own models are" if spec is None else why_not(spec)
-    if facts.stored is not None:
+    spec, by_experts = _spec_of(facts), options.enable_expert_parallel
+    own = "only the layers of Quintet's own models are"
+    reason = own if spec is None else why_not(spec, by_experts=by_experts)
+    if facts.stored is not None and not (by_experts and facts.stored.name == "mxfp4"):
         reason = f"weights stored as {facts.stored.name} are not divided yet"
     if spec is None or reason is not None:
         raise ConfigError(f"{FLAG} {size}: {path} cannot be divided: {reason}; drop the flag")
-    odd = misfit(spec, size)
+    if by_experts and not has_experts(spec):
+        raise ConfigError(f"--enable-expert-parallel: {path} has no experts; drop the flag")
+    share = Share(0, size, by_experts)
+    odd = misfit(spec, share)
     if odd is not None:
-        fitting = ", ".join(map(str, sizes_that_fit(spec))) or "none but 1"
+        fitting = ", ".join(map(str, sizes_that_fit(spec, by_experts=by_experts))) or "none but 1"
         raise ConfigError(
             f"{FLAG} {size}: {path} has {odd}, which {size} ranks cannot share; sizes that fit: {fitting}"
         )
-    share = Share(0, size)
     needs = (
         None
         if need is None

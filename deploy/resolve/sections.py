@@ -55,6 +55,7 @@ def executor_config(
         packed_cache=folder_of(options.packed_cache),
         threads=options.threads,
         tensor_parallel_size=options.tensor_parallel_size,
+        expert_parallel=options.enable_expert_parallel,
         pin_threads=options.pin_threads,
         seed=options.seed,
         batch_invariant=options.batch_invariant,

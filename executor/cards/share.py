@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from quintet.executor.cards.experts import ExpertsSpec
 from quintet.executor.cards.spec import AttentionSpec, DecoderSpec, LatentSpec, LayerSpec, MlpSpec, QkNormOver
+from quintet.wire.config import ExecutorConfig
 
 MOST_RANKS = 64
 MIN_OUTPUTS = 256
@@ -56,6 +57,8 @@ class Share:
 
     rank: int = 0
     size: int = 1
+    by_experts: bool = False
+    """Whether of a layer of experts it keeps some whole ones, not some columns of each."""
 
     @property
     def is_all(self) -> bool:
@@ -65,11 +68,20 @@ class Share:
     @property
     def label(self) -> str:
         """Which of how many, in words; of all nothing."""
-        return "" if self.is_all else f"rank {self.rank} of {self.size}"
+        experts = ", whole experts" if self.by_experts else ""
+        return "" if self.is_all else f"rank {self.rank} of {self.size}{experts}"
 
     def of(self, count: int) -> Kept:
         """Return the rank's part of so many: neighbours, each rank as many as any other but for one."""
         return Kept(count * self.rank // self.size, count * (self.rank + 1) // self.size, count)
+
+    def of_experts(self, count: int) -> Kept:
+        """Return the experts that the rank keeps, or keeps some columns of."""
+        return self.of(count) if self.by_experts else Kept(0, count, count)
+
+    def of_experts_width(self, width: int) -> Kept:
+        """Return which columns of them it keeps."""
+        return Kept(0, width, width) if self.by_experts else self.of(width)
 
     def of_kv_heads(self, count: int) -> Kept:
         """Return the KV heads that the rank's queries meet: where there are fewer than ranks, several ranks keep the same one."""
@@ -93,19 +105,30 @@ WHOLE = Share()
 """That of a process that has no others beside it."""
 
 
-def misfit(spec: DecoderSpec, size: int) -> str | None:
-    """Return what keeps so many ranks from sharing a model, in a few words; None if nothing does."""
-    return next((words for layer in spec.layers if (words := _misfit_of(layer, size)) is not None), None)
+def share_of(executor: ExecutorConfig, rank: int) -> Share:
+    """Return a rank's share, as configured."""
+    return Share(rank, executor.tensor_parallel_size, executor.expert_parallel)
 
 
-def why_not(spec: DecoderSpec) -> str | None:
+def misfit(spec: DecoderSpec, share: Share) -> str | None:
+    """Return what keeps ranks from having such shares of a model, in a few words; None if nothing does."""
+    return next((words for layer in spec.layers if (words := _misfit_of(layer, share)) is not None), None)
+
+
+def why_not(spec: DecoderSpec, *, by_experts: bool) -> str | None:
     """Return why a model can be shared by no number of ranks; None if by some."""
-    return next((words for layer in spec.layers if (words := _kind_of(layer)) is not None), None)
+    return next((words for layer in spec.layers if (words := _kind_of(layer, by_experts)) is not None), None)
 
 
-def sizes_that_fit(spec: DecoderSpec) -> list[int]:
+def sizes_that_fit(spec: DecoderSpec, *, by_experts: bool) -> list[int]:
     """Return how many ranks can share a model, from 2 on."""
-    return [size for size in range(2, MOST_RANKS + 1) if misfit(spec, size) is None]
+    shares = (Share(0, size, by_experts) for size in range(2, MOST_RANKS + 1))
+    return [share.size for share in shares if misfit(spec, share) is None]
+
+
+def has_experts(spec: DecoderSpec) -> bool:
+    """Whether some layer has experts."""
+    return any(isinstance(layer.mlp, ExpertsSpec) for layer in spec.layers)
 
 
 def gathered_width(spec: DecoderSpec) -> int:
@@ -135,9 +158,9 @@ def _normed_over(layer: LayerSpec) -> Iterator[int]:
         yield mlp.width
 
 
-def share_in_words(spec: DecoderSpec, size: int) -> list[str]:
-    """Say what each of so many ranks has, where they can share the model: kinds of layers in the order in which they come."""
-    share, said = Share(0, size), []
+def share_in_words(spec: DecoderSpec, share: Share) -> list[str]:
+    """Say what a rank has, where ranks can share the model: kinds of layers in the order in which they come."""
+    size, said = share.size, []
     for layer in spec.layers:
         if isinstance(layer.mixer, AttentionSpec):
             heads, kv_heads = layer.mixer.num_heads, layer.mixer.num_kv_heads
@@ -149,23 +172,24 @@ def share_in_words(spec: DecoderSpec, size: int) -> list[str]:
             said.append(f"{layer.mlp.width // size} of {layer.mlp.width} columns of feed-forwards")
         if isinstance(layer.mlp, ExpertsSpec):
             count, wide = layer.mlp.routing.experts, layer.mlp.width
-            said.append(f"{wide // size} of {wide} columns of each of {count} experts")
+            of_each = f"{wide // size} of {wide} columns of each of {count} experts"
+            said.append(
+                f"{share.of_experts(count).count} of {count} experts" if share.by_experts else of_each
+            )
     return [*dict.fromkeys(said), f"{-(-spec.vocab_size // size)} of {spec.vocab_size} logits"]
 
 
-def _kind_of(layer: LayerSpec) -> str | None:
+def _kind_of(layer: LayerSpec, by_experts: bool) -> str | None:
     mixer, mlp = layer.mixer, layer.mlp
     if mixer is not None and not isinstance(mixer, AttentionSpec | LatentSpec):
         return f"layers of the kind {type(mixer).__name__.removesuffix('Spec')} are not divided yet"
-    if isinstance(mixer, AttentionSpec) and mixer.sinks:
-        return "heads with sinks are not divided yet"
-    if isinstance(mlp, ExpertsSpec) and mlp.biased:
-        return "experts with biases are not divided yet"
+    if isinstance(mlp, ExpertsSpec) and mlp.biased and not by_experts:
+        return "columns of experts with biases are not divided, but whole experts are: add --enable-expert-parallel, or"
     return None
 
 
-def _misfit_of(layer: LayerSpec, size: int) -> str | None:
-    mixer, mlp = layer.mixer, layer.mlp
+def _misfit_of(layer: LayerSpec, share: Share) -> str | None:
+    mixer, mlp, size = layer.mixer, layer.mlp, share.size
     if isinstance(mixer, AttentionSpec | LatentSpec):
         heads, kv_heads = mixer.num_heads, mixer.num_kv_heads
         if heads % size:
@@ -173,7 +197,10 @@ def _misfit_of(layer: LayerSpec, size: int) -> str | None:
         if kv_heads % size and size % kv_heads:
             return f"{kv_heads} KV heads"
     if isinstance(mlp, ExpertsSpec):
-        wide = next((wide for wide in (mlp.width, mlp.shared_width or 0) if wide % size), None)
+        if share.by_experts and mlp.routing.experts < size:
+            return f"{mlp.routing.experts} experts"
+        widths = (0 if share.by_experts else mlp.width, mlp.shared_width or 0)
+        wide = next((wide for wide in widths if wide % size), None)
         return None if wide is None else f"experts {wide} wide"
     if mlp is not None and mlp.width % size:
         return f"feed-forwards {mlp.width} wide"

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from quintet.executor.cards.routing import Routing
+from quintet.executor.cards.share import Kept
 from quintet.executor.ops.experts import ExpertTables, Gate, experts, route
 from quintet.executor.ops.host_experts import HostExperts
 from quintet.executor.quant.stack import StackMethod, StackShape
@@ -37,16 +38,19 @@ class Experts:
         correction: str | None = None,
         correction_in_row: bool = False,
         *,
+        kept: Kept | None = None,
         is_partial: bool = False,
     ) -> None:
         """correction: name of the tensor that is added to scores for choosing; None for none. In a row: of a matrix.
 
-        is_partial: whether these are a rank's columns of every expert, and the result a part of each sum.
+        kept: the experts that are here; None: all. is_partial: whether other ranks have others, or other columns of each, so that
+        the result is a part of each sum.
         """
         assert gate_up.columns == 2 * down.depth and gate_up.depth == down.columns, (gate_up, down)
         self.routing = routing
         self.gate = gate
         self.is_partial = is_partial
+        self.kept = kept or Kept(0, routing.experts, routing.experts)
         self.hidden = gate_up.depth
         self.widest = max(gate_up.columns, gate_up.depth)
         """Numbers of a chosen expert's row, at most."""
@@ -65,6 +69,9 @@ class Experts:
         """What the host kernels are told, once the weights are there; None where torch computes."""
         if self.gate_up.packed is None or self.down.packed is None:
             return None
+        down_bias = self.down.bias
+        if self.is_partial and down_bias is not None:
+            down_bias = down_bias.float()  # part of a sum in fp32
         return HostExperts(
             self.routing,
             self.gate,
@@ -72,8 +79,9 @@ class Experts:
             self.down.packed,
             correction=self.correction,
             gate_up_bias=self.gate_up.bias,
-            down_bias=self.down.bias,
+            down_bias=down_bias,
             int8_activations=self.gate_up.int8_activations,
+            first=self.kept.begin,
         )
 
     @property

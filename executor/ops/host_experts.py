@@ -37,6 +37,8 @@ class CExperts(ctypes.Structure):
         ("jitter", _DOUBLE),
         ("scale", _DOUBLE),
         ("scaled_inputs", _SIZE),
+        ("first", _SIZE),
+        ("kept", _SIZE),
         ("gate_up", _ADDRESS),
         ("down", _ADDRESS),
         ("gate_up_bias", _ADDRESS),
@@ -71,11 +73,16 @@ class HostExperts:
         gate_up_bias: torch.Tensor | None = None,
         down_bias: torch.Tensor | None = None,
         int8_activations: bool = False,
+        first: int = 0,
     ) -> None:
-        """gate_up: paired, of ``[2 width, hidden]`` each; down: ``[hidden, width]``; the rest: see `ExpertTables`, `route`."""
+        """gate_up: paired, of ``[2 width, hidden]`` each; down: ``[hidden, width]``; the rest: see `ExpertTables`, `route`.
+
+        first: of the experts that are here, where a rank has some; the others add nothing.
+        """
         shapes = {(each.format, each.columns, each.depth, each.group) for each in gate_up}
         downs = {(each.format, each.columns, each.depth, each.group) for each in down}
-        assert len(gate_up) == len(down) == routing.experts <= MAX_EXPERTS, (len(gate_up), len(down))
+        assert len(gate_up) == len(down) <= routing.experts - first, (len(gate_up), len(down), first)
+        assert routing.experts <= MAX_EXPERTS, routing
         assert len(shapes) == len(downs) == 1 and routing.chosen <= MAX_CHOSEN, (shapes, downs, routing)
         assert correction is None or correction.dtype is torch.float32, "a correction is compared in fp32"
         tensors = (correction, gate_up_bias, down_bias)
@@ -99,6 +106,8 @@ class HostExperts:
             jitter=routing.jitter,
             scale=routing.scale,
             scaled_inputs=routing.scaled_inputs,
+            first=first,
+            kept=len(down),
             gate_up=ctypes.addressof(self._handles[0]),
             down=ctypes.addressof(self._handles[1]),
             gate_up_bias=addresses[1],

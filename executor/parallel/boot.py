@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quintet.executor.cards.card import card_of
 from quintet.executor.cards.registry import FAMILIES
-from quintet.executor.cards.share import Share
+from quintet.executor.cards.share import share_of
 from quintet.executor.cards.spec import DecoderSpec
 from quintet.executor.parallel.ranks import SPINS, Ranks, shape_of
 from quintet.executor.program.runner import most_outputs
@@ -15,7 +15,7 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 def open_ranks(config: EngineConfig, descriptor: int, rank: int) -> Ranks:
     """Return the view of a rank whose process has taken its processors. descriptor: of the memory."""
-    share = Share(rank, config.executor.tensor_parallel_size)
+    share = share_of(config.executor, rank)
     item_bytes = DTYPE_BYTES[config.model.dtype]
     shape = shape_of(config, spec_of(config.model), most_outputs(config.scheduler), item_bytes)
     return Ranks(descriptor, share, shape, spins=SPINS if config.executor.has_own_cores else 0)

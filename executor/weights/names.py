@@ -62,7 +62,13 @@ def _is_strange(plan: WeightPlan, wanted: dict[str, str], name: str) -> bool:
     if name in wanted or _other_form(name) in wanted:
         return False
     spellings = (name, plan.prefix + name)
+    if plan.elsewhere and any(_is_elsewhere(plan, each) for each in spellings):
+        return False
     return not any(fnmatchcase(each, pattern) for each in spellings for pattern in (*IGNORED, *plan.ignored))
+
+
+def _is_elsewhere(plan: WeightPlan, name: str) -> bool:
+    return any(char == "." and name[:end] in plan.elsewhere for end, char in enumerate(name))
 
 
 def _other_form(name: str) -> str:

@@ -69,6 +69,8 @@ class WeightPlan:
     """Expected names to others under which a checkpoint may have the tensor instead."""
     ignored: tuple[str, ...] = ()
     """Patterns (``*`` for anything) of names that a checkpoint may have although nobody expects them."""
+    elsewhere: set[str] = field(default_factory=set)
+    """What names begin with, up to a dot, of which other ranks take all."""
     stores: list[PackedStore] = field(default_factory=list)
     num_bytes: int = 0
     """Size of all weights in memory, as far as it was declared."""

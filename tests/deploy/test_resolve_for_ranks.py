@@ -91,7 +91,7 @@ def test_weights_that_do_not_fit_are_said_to_be_those_of_a_rank() -> None:
         (2, {"intermediate_size": 129}, "has feed-forwards 129 wide, .*; sizes that fit: none but 1"),
         (3, {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16}, "2 KV heads, .*: 2"),
         (2, {"architectures": ["MixtralForCausalLM"], "intermediate_size": 129}, "has experts 129 wide"),
-        (2, {"architectures": ["GptOssForCausalLM"]}, "are not divided yet"),
+        (2, {"architectures": ["GptOssForCausalLM"]}, "whole experts are: add --enable-expert-parallel"),
         (2, {"architectures": ["MambaForCausalLM"]}, "layers of the kind Mamba are not divided yet"),
         (
             2,
@@ -106,6 +106,33 @@ def test_what_cannot_be_divided_is_refused(
     write_model(tmp_path, **changes)
     with pytest.raises(ConfigError, match=rf"--tensor-parallel-size {size}: .*{words}"):
         config_of(tmp_path, size)
+
+
+@pytest.mark.parametrize(
+    ("size", "changes", "words"),
+    [
+        (1, {}, "over the ranks of --tensor-parallel-size, which is 1"),
+        (2, {}, "has no experts; drop the flag"),
+        (
+            4,
+            {"architectures": ["MixtralForCausalLM"], "num_local_experts": 3, "num_experts_per_tok": 2},
+            "has 3 experts, .*; sizes that fit: 2$",
+        ),
+    ],
+)
+def test_whole_experts_that_cannot_be_divided_are_refused(
+    tmp_path: Path, size: int, changes: dict[str, Any], words: str
+) -> None:
+    write_model(tmp_path, **changes)
+    with pytest.raises(ConfigError, match=words):
+        config_of(tmp_path, size, enable_expert_parallel=True)
+
+
+def test_plan_says_which_experts_each_rank_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_model(tmp_path, architectures=["MixtralForCausalLM"], num_local_experts=6, num_experts_per_tok=2)
+    words = ["plan", str(tmp_path), "--device", "cpu", "--load-format", "dummy", "--enable-expert-parallel"]
+    assert cli.main([*words, "--tensor-parallel-size", "2"]) == 0
+    assert "1 of 2 KV heads; 3 of 6 experts; " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

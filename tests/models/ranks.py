@@ -28,6 +28,7 @@ def in_ranks(
     quantization: Quantization = "none",
     kv_cache_dtype: KvCacheDtype = "auto",
     swap_space: float | None = None,
+    experts: bool = False,
 ) -> Iterator[Loaded]:
     """Load a folder as `quintet serve --tensor-parallel-size` does, and end all ranks behind it. Each has one thread."""
     asked = Options(
@@ -43,6 +44,7 @@ def in_ranks(
         kv_cache_memory="64MiB",
         swap_space=swap_space,
         tensor_parallel_size=size,
+        enable_expert_parallel=experts,
     )
     config = with_blocks(resolve(asked, RUN_DIR, http=False).config, NUM_BLOCKS)
     memory = os.memfd_create("ranks")

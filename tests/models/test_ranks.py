@@ -20,6 +20,7 @@ from quintet.wire.params import SamplingParams
 
 FAST = ("llama", "gpt2", "falcon 40b", "bloom", "mixtral")
 """Queries, keys and values apart; stacked and transposed, with biases; by KV heads; with a slope for each head; experts."""
+EXPERTS = ("mixtral", "gpt-oss", "gpt-oss, 4 bits")
 
 
 @pytest.mark.drawn(2)
@@ -32,16 +33,28 @@ def test_tokens_are_those_of_one_process(name: str, size: int, tmp_path: Path) -
         check_tokens(loaded, ROWS[name], expected, {"preemption": WAYS["preemption"]})
 
 
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", EXPERTS)
+def test_ranks_of_whole_experts_give_the_same_tokens(name: str, size: int, tmp_path: Path) -> None:
+    """Experts that ranks cannot have as many of as each other, and those with biases, microscaled too."""
+    expected = made(ROWS[name], tmp_path)
+    with in_ranks(tmp_path, size, experts=True) as loaded:
+        check_tokens(loaded, ROWS[name], expected, {"preemption": WAYS["preemption"]})
+
+
 @pytest.mark.whole
+@pytest.mark.parametrize("experts", [False, True])
 @pytest.mark.parametrize("name", ROWS)
-def test_every_family_is_divided_or_refused(name: str, tmp_path: Path) -> None:
+def test_every_family_is_divided_or_refused(name: str, experts: bool, tmp_path: Path) -> None:
     expected = made(ROWS[name], tmp_path)
     try:
         for size in (2, 4):
-            with in_ranks(tmp_path, size) as loaded:
+            with in_ranks(tmp_path, size, experts=experts) as loaded:
                 check_tokens(loaded, ROWS[name], expected, WAYS)
     except ConfigError as error:
-        assert "cannot be divided: " in str(error) or "sizes that fit: " in str(error), error
+        words = ("cannot be divided: ", "sizes that fit: ", "has no experts")
+        assert any(each in str(error) for each in words), error
 
 
 @pytest.mark.whole

@@ -159,6 +159,7 @@ void combine(const void* described, index_t begin, index_t end) {
     for (index_t i = 0; i < call.width; i += kLanes) {
       f32v sum{};
       for (index_t k = 0; k < call.chosen; ++k) {
+        if (rows[k] < 0) continue;
         const f32v value = load(static_cast<const Element*>(call.x) + rows[k] * call.x_stride + i, call.width - i);
         sum = fma(value, all(weights ? weights[k] : 1.0f), sum);
       }

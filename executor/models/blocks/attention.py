@@ -61,7 +61,7 @@ class Attention:
             chunk=spec.chunk,
             softcap=spec.softcap,
             alibi_slopes=_slopes(scope, spec),
-            sinks=_sinks(scope, spec),
+            sinks=_sinks(scope, spec, heads),
             q_norm=None if whole else q_norm,
             k_norm=None if whole else k_norm,
             norms_behind=spec.qk_norm is not None and spec.qk_norm_behind,
@@ -121,10 +121,11 @@ def _slopes(scope: Scope, spec: AttentionSpec) -> torch.Tensor | None:
     return torch.tensor(spec.alibi, dtype=torch.float32, device=scope.setting.device)
 
 
-def _sinks(scope: Scope, spec: AttentionSpec) -> torch.Tensor | None:
+def _sinks(scope: Scope, spec: AttentionSpec, heads: Kept) -> torch.Tensor | None:
     if not spec.sinks:
         return None
-    return scope.weights.floats(scope.name(scope.names.sinks), spec.num_heads)
+    whole = scope.weights.floats(scope.name(scope.names.sinks), heads.whole)
+    return whole[heads.begin : heads.end]
 
 
 def _head_norm(scope: Scope, spec: AttentionSpec, name: str, heads: Kept) -> Norm | None:

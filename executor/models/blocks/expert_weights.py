@@ -24,9 +24,13 @@ Rows = Callable[[torch.Tensor], torch.Tensor]
 
 
 def gate_up_of(scope: Scope, spec: ExpertsSpec) -> StackShape:
-    """Return where each expert's gates and ups are: a matrix ``[2 width, hidden]``, gates first. A rank has some of both."""
-    names, count, hidden, wide = scope.names, spec.routing.experts, scope.hidden_size, spec.width
-    name, kept = scope.name(names.experts_gate_up), scope.share.of(spec.width)
+    """Return where each expert's gates and ups are: a matrix ``[2 width, hidden]``, gates first.
+
+    A rank has some experts, or some of both of each.
+    """
+    names, hidden, wide = scope.names, scope.hidden_size, spec.width
+    here, kept = scope.share.of_experts(spec.routing.experts), scope.share.of_experts_width(wide)
+    name, each = scope.name(names.experts_gate_up), partial(_each, scope, here=here)
     gates = partial(_columns, kept.begin, kept.end)
     ups = partial(_columns, wide + kept.begin, wide + kept.end)
     if spec.layout in {ExpertsLayout.ALTERNATING, ExpertsLayout.MXFP4}:
@@ -34,23 +38,23 @@ def gate_up_of(scope: Scope, spec: ExpertsSpec) -> StackShape:
     both = ((0, gates), (kept.count, ups))
     match spec.layout:
         case ExpertsLayout.SEPARATE:
-            weights = _each(scope, names.expert_gate, count, (wide, hidden), 0, _rows(kept))
-            weights += _each(scope, names.expert_up, count, (wide, hidden), kept.count, _rows(kept))
+            weights = each(names.expert_gate, shape=(wide, hidden), begin=0, rows=_rows(kept))
+            weights += each(names.expert_up, shape=(wide, hidden), begin=kept.count, rows=_rows(kept))
         case ExpertsLayout.STACKED:
-            weights = [_stacked(name, (count, 2 * wide, hidden), begin, rows) for begin, rows in both]
+            weights = [_stacked(name, here, (2 * wide, hidden), begin, rows) for begin, rows in both]
         case ExpertsLayout.TRANSPOSED | ExpertsLayout.ALTERNATING:
             weights = [
-                _stacked(name, (count, hidden, 2 * wide), begin, _transposed(rows)) for begin, rows in both
+                _stacked(name, here, (hidden, 2 * wide), begin, _transposed(rows)) for begin, rows in both
             ]
         case ExpertsLayout.MXFP4:
-            weights = [_mx(name, count, 2 * wide, hidden, begin, rows) for begin, rows in both]
+            weights = [_mx(name, here, 2 * wide, hidden, begin, rows) for begin, rows in both]
     biases = []
     if spec.biased:
         name_of_bias = scope.name(names.experts_gate_up_bias)
-        biases = [_stacked(name_of_bias, (count, 2 * wide), begin, rows) for begin, rows in both]
+        biases = [_stacked(name_of_bias, here, (2 * wide,), begin, rows) for begin, rows in both]
     return StackShape(
-        label=f"{scope.name('experts')}: gates, ups, {spec.layout}{kept.label}",
-        experts=count,
+        label=f"{scope.name('experts')}: gates, ups, {spec.layout}{kept.label}{_label(here)}",
+        experts=here.count,
         columns=2 * kept.count,
         depth=hidden,
         paired=True,
@@ -60,31 +64,37 @@ def gate_up_of(scope: Scope, spec: ExpertsSpec) -> StackShape:
 
 
 def down_of(scope: Scope, spec: ExpertsSpec) -> StackShape:
-    """Return where each expert's last layer is: a matrix ``[hidden, width]``, of which a rank has some columns."""
-    names, count, hidden, wide = scope.names, spec.routing.experts, scope.hidden_size, spec.width
-    name, kept = scope.name(names.experts_down), scope.share.of(spec.width)
+    """Return where each expert's last layer is: a matrix ``[hidden, width]``. A rank has some, or some columns of each."""
+    names, hidden, wide = scope.names, scope.hidden_size, spec.width
+    here, kept = scope.share.of_experts(spec.routing.experts), scope.share.of_experts_width(wide)
+    name = scope.name(names.experts_down)
     inputs = _as_they_are if kept.is_all else partial(_inputs, kept)
     match spec.layout:
         case ExpertsLayout.SEPARATE:
-            weights = _each(scope, names.expert_down, count, (hidden, wide), 0, inputs)
+            weights = _each(scope, names.expert_down, here, (hidden, wide), 0, inputs)
         case ExpertsLayout.STACKED:
-            weights = [_stacked(name, (count, hidden, wide), 0, inputs)]
+            weights = [_stacked(name, here, (hidden, wide), 0, inputs)]
         case ExpertsLayout.TRANSPOSED | ExpertsLayout.ALTERNATING:
-            weights = [_stacked(name, (count, wide, hidden), 0, _transposed(inputs))]
+            weights = [_stacked(name, here, (wide, hidden), 0, _transposed(inputs))]
         case ExpertsLayout.MXFP4:
-            weights = [_mx(name, count, hidden, wide, 0, _as_they_are)]
+            assert kept.is_all, "columns of coded experts are not divided"
+            weights = [_mx(name, here, hidden, wide, 0, _as_they_are)]
     biases = []
     if spec.biased:
-        biases = [_stacked(scope.name(names.experts_down_bias), (count, hidden), 0, _as_they_are)]
+        biases = [_stacked(scope.name(names.experts_down_bias), here, (hidden,), 0, _as_they_are)]
     return StackShape(
-        label=f"{scope.name('experts')}: downs, {spec.layout}{kept.label}",
-        experts=count,
+        label=f"{scope.name('experts')}: downs, {spec.layout}{kept.label}{_label(here)}",
+        experts=here.count,
         columns=hidden,
         depth=kept.count,
         paired=False,
         weights=weights,
         biases=biases,
     )
+
+
+def _label(here: Kept) -> str:
+    return "" if here.is_all else f" of experts{here.label}"
 
 
 def _as_they_are(tensor: torch.Tensor) -> torch.Tensor:
@@ -112,47 +122,50 @@ def _transposed(rows: Rows) -> Rows:
 
 
 def _each(
-    scope: Scope, name: str, count: int, shape: tuple[int, int], begin: int, rows: Rows
+    scope: Scope, name: str, here: Kept, shape: tuple[int, int], begin: int, rows: Rows
 ) -> list[StackPiece]:
-    """Return the pieces of a tensor of each expert."""
+    """Return the pieces of a tensor of each expert that is here."""
+    names = [scope.name(name).format(expert=expert) for expert in range(here.whole)]
+    scope.weights.elsewhere.update(names[: here.begin], names[here.end :])
     return [
         StackPiece(
-            names=(f"{scope.name(name).format(expert=expert)}.weight",),
+            names=(f"{its}.weight",),
             shapes=(shape,),
-            first=expert,
+            first=place,
             count=1,
             begin=begin,
             take=lambda tensors, _: rows(tensors[0]),
             is_whole=rows is _as_they_are,
         )
-        for expert in range(count)
+        for place, its in enumerate(names[here.begin : here.end])
     ]
 
 
-def _stacked(name: str, shape: tuple[int, ...], begin: int, rows: Rows) -> StackPiece:
-    """Return a piece of one tensor of all experts."""
+def _stacked(name: str, here: Kept, shape: tuple[int, ...], begin: int, rows: Rows) -> StackPiece:
+    """Return a piece of one tensor of all experts. shape: of one."""
     return StackPiece(
         names=(name,),
-        shapes=(shape,),
+        shapes=((here.whole, *shape),),
         first=0,
-        count=shape[0],
+        count=here.count,
         begin=begin,
-        take=lambda tensors, expert: rows(tensors[0][expert]),
+        take=lambda tensors, expert: rows(tensors[0][here.begin + expert]),
     )
 
 
-def _mx(name: str, count: int, columns: int, depth: int, begin: int, rows: Rows) -> StackPiece:
+def _mx(name: str, here: Kept, columns: int, depth: int, begin: int, rows: Rows) -> StackPiece:
     """Return a piece of two tensors, 4-bit numbers and their exponents."""
     blocks = depth // _MX.group
 
     def take(tensors: Sequence[torch.Tensor], expert: int) -> Coded:
-        return mxfp4(rows(tensors[0][expert]), rows(tensors[1][expert]))
+        place = here.begin + expert
+        return mxfp4(rows(tensors[0][place]), rows(tensors[1][place]))
 
     return StackPiece(
         names=(f"{name}_blocks", f"{name}_scales"),
-        shapes=((count, columns, blocks, _MX.group // 2), (count, columns, blocks)),
+        shapes=((here.whole, columns, blocks, _MX.group // 2), (here.whole, columns, blocks)),
         first=0,
-        count=count,
+        count=here.count,
         begin=begin,
         take=take,
         bytes_between=((0, 255), _SMALL_EXPONENTS),
