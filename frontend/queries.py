@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -85,8 +86,9 @@ class Queries:
 
     async def tokenize(self, prompt: TextPrompt | ChatPrompt, token_strs: bool = False) -> Tokenized:
         """Encode a prompt. Raises `RequestError`."""
-        query = TokenizeQuery(self._take_id(), self._me.index, prompt, token_strs)
         timeout_s = self._timeout_s + num_prompt_tokens(prompt) // SLOWEST_TOKENS_PER_S
+        until_ns = time.monotonic_ns() + int(timeout_s * 1e9)
+        query = TokenizeQuery(self._take_id(), self._me.index, prompt, token_strs, until_ns)
         answer = await self._ask(Role.TOKENIZER, query, query.query_id, Tokenized, timeout_s)
         if answer.error is not None:
             raise RequestError(answer.error.code, answer.error.message, answer.error.param)

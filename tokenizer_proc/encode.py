@@ -5,6 +5,7 @@ Every function here may run in a lane's thread: nothing is mutated after constru
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -75,7 +76,7 @@ class Encoder:
                 ids = self._filled(text, prompt)
             elif keep is None:
                 self._refuse_hopeless(text, field)
-                ids = self.encode(text, prompt.add_special_tokens)
+                ids = self.encode_long(text, prompt.add_special_tokens)
             else:
                 ids = self._encode_truncated(text, prompt.add_special_tokens, keep, params.truncation_side)
         if not ids:
@@ -103,22 +104,28 @@ class Encoder:
         """Return the prompt's text, a conversation rendered by its template."""
         return prompt.text if isinstance(prompt, TextPrompt) else self._templates.render(prompt)
 
-    def whole(self, prompt: TextPrompt | ChatPrompt) -> list[int]:
+    def whole(self, prompt: TextPrompt | ChatPrompt) -> Sequence[int]:
         """Return all ids of a prompt. Raises `RequestError`."""
         text = self.text_of(prompt)
         if isinstance(prompt, TextPrompt) and prompt.suffix:
             return self._filled(text, prompt)
-        return self.encode(text, prompt.add_special_tokens)
+        return self.encode_long(text, prompt.add_special_tokens)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Return a text's ids. One in pieces takes the memory of a piece."""
+        """Return the ids of a short text."""
+        ids: list[int] = self._encoding(text, add_special_tokens).ids
+        return ids
+
+    def encode_long(self, text: str, add_special_tokens: bool) -> Sequence[int]:
+        """Return the ids of a text of any length. One in pieces takes the memory of a piece, and 4 bytes for each id."""
         if len(text) <= PIECE_CHARS or self._cutter is None:
-            return self._encoding(text, add_special_tokens).ids
+            return self.encode(text, add_special_tokens)
         before, behind = self._special_around() if add_special_tokens else ([], [])
-        ids = list(before)
+        ids = array("i", before)
         for piece in self._cutter.pieces_of(text):
-            ids += self._encoding(piece, False).ids
-        return ids + behind
+            ids.extend(self.encode(piece, False))
+        ids.extend(behind)
+        return ids
 
     def _special_around(self) -> tuple[list[int], list[int]]:
         """Return the special tokens that are put before a text and behind it."""

@@ -227,6 +227,8 @@ class Tokenizer:
                 return timed()
             finally:
                 del self._due_s[job]
+                if size >= LEFTOVER_BYTES:
+                    give_back_memory()  # before the next one of the lane takes as much
 
         def land(future: Future[tuple[Result, int, int]]) -> None:
             self._process.pending -= 1
@@ -341,6 +343,8 @@ class Tokenizer:
 
     def _answer(self, query: TokenizeQuery) -> Tokenized:
         try:
+            if query.until_ns is not None and time.monotonic_ns() > query.until_ns:
+                raise RequestError(ErrorCode.TIMEOUT, "The question waited too long for a lane; ask again.")
             ids = self._encoder.whole(query.prompt)
         except RequestError as error:
             failed = Failed(query.query_id, error.code, error.message, error.param)

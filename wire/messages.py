@@ -359,6 +359,8 @@ class TokenizeQuery(msgspec.Struct, array_like=True, tag="tokenize"):
     frontend: int
     prompt: TextPrompt | ChatPrompt
     return_token_strs: bool = False
+    until_ns: int | None = None
+    """When nobody waits for the answer any more (`time.monotonic_ns`); None: never."""
 
 
 class Tokenized(msgspec.Struct, array_like=True, tag="tokenized"):

@@ -5,11 +5,13 @@ Medians, and the medians of the ratios of neighbours, of rates and of processor 
 what else the machine does.
 
     python -m bench.overhead.pairs FOLDER [--only a] [--rounds 6]    FOLDER: another checkout, built
+    python -m bench.overhead.pairs FOLDER --only a --streams 15 --waves 8 --output-len 256    a point of one's own
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import subprocess
 import tempfile
@@ -46,6 +48,7 @@ class PairsOfPoint(msgspec.Struct):
 
     case: str
     streams: int
+    output_len: int
     this: list[Run]
     that: list[Run]
 
@@ -61,7 +64,7 @@ class PairsOfPoint(msgspec.Struct):
 
     def described(self) -> str:
         """Return what there is to say, in lines."""
-        lines = [f"{self.case}, {self.streams} streams"]
+        lines = [f"{self.case}, {self.streams} streams, {self.output_len} tokens out"]
         for name, runs in (("this", self.this), ("that", self.that)):
             rate = median(run.tokens_per_s for run in runs)
             roles = {
@@ -88,13 +91,13 @@ class Pairs(msgspec.Struct):
     points: list[PairsOfPoint]
 
 
-def load(server: Server, point: Point, waves: int, seed: int) -> Run:
+def load(server: Server, point: Point, waves: int, output_len: int, seed: int) -> Run:
     """Load one server once."""
     num_requests = point.streams * waves
     spec = PromptSpec(
         num_requests, INPUT_LEN, words_per_token=words_per_token(server.target, "null"), seed=seed
     )
-    shape = RequestShape("/v1/completions", "null", OUTPUT_LEN, ignore_eos=True)
+    shape = RequestShape("/v1/completions", "null", output_len, ignore_eos=True)
     bodies = [shape.body(item) for item in random_prompts(spec)]
     before = server.cpu_seconds()
     summary = measured(Load(server.target, shape.endpoint, bodies, point.streams), progress=False)
@@ -110,17 +113,17 @@ def load(server: Server, point: Point, waves: int, seed: int) -> Run:
     return Run(summary.output_tokens_per_s, spent)
 
 
-def compare(model: Path, point: Point, that: Path, rounds: int) -> PairsOfPoint:
+def compare(model: Path, point: Point, output_len: int, that: Path, rounds: int) -> PairsOfPoint:
     """Run both servers and load them in turns."""
     flags = ["--served-model-name", "null", "--max-num-seqs", "256", *point.flags]
     with serve(model, flags, THIS) as here, serve(model, flags, that) as there:
         runs: dict[str, list[Run]] = {here.url: [], there.url: []}
         for server in (here, there):
-            load(server, point, 1, seed=1000)  # warm-up
+            load(server, point, 1, output_len, seed=1000)  # warm-up
         for number in range(rounds):
             for server in (here, there) if number % 2 else (there, here):
-                runs[server.url].append(load(server, point, point.waves, seed=number))
-    return PairsOfPoint(point.case, point.streams, runs[here.url], runs[there.url])
+                runs[server.url].append(load(server, point, point.waves, output_len, seed=number))
+    return PairsOfPoint(point.case, point.streams, output_len, runs[here.url], runs[there.url])
 
 
 def commit_of(folder: Path) -> str:
@@ -131,6 +134,16 @@ def commit_of(folder: Path) -> str:
     return asked.stdout.strip()
 
 
+def points(case: str, streams: int | None, waves: int | None) -> list[Point]:
+    """Return the points of a case (a letter, or none for all); of other streams or waves than those of the table, if given."""
+    found = [point for point in POINTS if point.case.startswith(case)]
+    if streams is not None:
+        by_case = {point.case: point for point in reversed(found)}
+        same = [point for point in found if point.streams == streams]
+        found = same or [dataclasses.replace(point, streams=streams) for point in by_case.values()]
+    return [dataclasses.replace(point, waves=waves or point.waves) for point in found]
+
+
 def main() -> None:
     """Run, print, write."""
     parser = argparse.ArgumentParser(
@@ -139,16 +152,19 @@ def main() -> None:
     parser.add_argument("that", type=Path, metavar="FOLDER", help="the other checkout")
     parser.add_argument("--rounds", type=int, default=6, help="pairs of each point (default: 6)")
     parser.add_argument("--only", choices=("a", "b"), help="one case only")
-    parser.add_argument("--streams", type=int, help="points of so many streams only")
+    parser.add_argument("--streams", type=int, help="so many streams only")
+    parser.add_argument(
+        "--waves", type=int, help="requests per stream in one load (default: as the point says)"
+    )
+    parser.add_argument("--output-len", type=int, default=OUTPUT_LEN, help="tokens out (default: 128)")
     parser.add_argument("--out", type=Path, help="where to write the raw results (default: nowhere)")
     options = parser.parse_args()
     found = []
     with tempfile.TemporaryDirectory(prefix="null-model-") as folder:
         model = make_null_model(Path(folder))
-        for point in POINTS:
-            if point.case.startswith(options.only or "") and options.streams in (None, point.streams):
-                found.append(compare(model, point, options.that.resolve(), options.rounds))
-                print(found[-1].described(), flush=True)
+        for point in points(options.only or "", options.streams, options.waves):
+            found.append(compare(model, point, options.output_len, options.that.resolve(), options.rounds))
+            print(found[-1].described(), flush=True)
     if options.out is not None:
         date = datetime.datetime.now(datetime.UTC).date().isoformat()
         report = Pairs(date, commit_of(THIS), commit_of(options.that), machine(), found)

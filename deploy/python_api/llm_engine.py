@@ -51,10 +51,12 @@ class LLMEngine:
     ) -> None:
         """Begin a request; its outputs come from `step`, in the form that ``output_kind`` asks for.
 
-        Raises `RequestError` for a prompt or parameters that cannot be read, and `ValueError` for an id that is in use. What
-        is found wrong later comes as an output with ``error`` set.
+        Raises `RequestError` for a prompt or parameters that cannot be read, `ValueError` for an id that is in use and
+        `TypeError` for one that is no text. What is found wrong later comes as an output with ``error`` set.
         """
         self._server.check()
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id is {request_id!r}; it must be a text, as outputs repeat it")
         if request_id in self._open:
             raise ValueError(f"request id {request_id!r} is in use by a request that has not ended")
         model = self._server.config.model

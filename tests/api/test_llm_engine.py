@@ -84,6 +84,8 @@ def test_what_is_wrong_is_told(engine: LLMEngine) -> None:
     engine.add_request("a", "x", params(5))
     with pytest.raises(ValueError, match="in use"):
         engine.add_request("a", "x")
+    with pytest.raises(TypeError, match="request_id is 5"):
+        engine.add_request(5, "x")  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="temperature"):
         engine.add_request("b", "x", SamplingParams(temperature=9.0))
     engine.add_request("c", [7] * 600, params(5))

@@ -1,6 +1,7 @@
 """Questions to other processes: matched answers, errors, silence."""
 
 import asyncio
+import time
 from collections.abc import Coroutine
 from typing import Any
 
@@ -69,11 +70,15 @@ def test_an_error_is_raised_as_it_was_sent() -> None:
 
 
 def test_silence_is_a_timeout_that_names_the_process() -> None:
+    """The question told until when it was asked, so that nobody works on an answer that comes too late."""
+
     async def story() -> None:
         world = World(timeout_s=0.01)
+        began_ns = time.monotonic_ns()
         with pytest.raises(RequestError, match=r"tokenizer.*within 0.01 s") as caught:
             await world.queries.tokenize(TextPrompt("a"))
         assert caught.value.code is ErrorCode.TIMEOUT
+        assert began_ns + 10_000_000 <= world.sent[0][2].until_ns <= time.monotonic_ns()
         world.queries.handle(Tokenized(world.sent[0][2].query_id, b""))
         assert world.seats.load(Role.TOKENIZER, 0) == 0
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
@@ -212,11 +213,17 @@ def test_the_command_line_talks_to_it(server: Server) -> None:
 def test_huge_texts_leave_no_memory_behind(server: Server) -> None:
     tokenizer = server.children()["quintet-tokenizer-0"]
     before = tokenizer.memory_info().rss
-    text = "".join(f"{i * 7919 % 100_003} words, " for i in range(400_000))[: 4 << 20]
-    for _ in range(2):
-        status, answer = server.post("/tokenize", {"prompt": text})
-        assert status == 200 and answer["count"] > 1 << 20
+    whole = "".join(f"{i * 7919 % 100_003} words, " for i in range(400_000))[: 4 << 20]
+    cut = "the quick brown fox jumps over the lazy dog and " * 100_000
+    frontend = server.children()["quintet-frontend-0"]
+    before_there = frontend.memory_info().rss
+    with ThreadPoolExecutor(4) as clients:
+        answers = list(
+            clients.map(lambda text: server.post("/tokenize", {"prompt": text}), [cut, whole, cut, whole])
+        )
+    assert all(status == 200 and answer["count"] > 1 << 20 for status, answer in answers)
     wait_until(lambda: tokenizer.memory_info().rss < before + (200 << 20), "giving memory back")
+    assert frontend.memory_info().rss < before_there + (200 << 20)
 
 
 def test_an_echo_of_special_tokens(client: openai.OpenAI, model: str) -> None:
@@ -286,8 +293,10 @@ def test_rendered_generated_and_derendered_is_the_same_answer(server: Server) ->
     (ours,), (theirs,) = answer["choices"], plain["choices"]
     for name in ("message", "finish_reason", "stop_reason"):
         assert ours[name] == theirs[name], name
+    status, alone = server.post("/v1/chat/completions/derender", {"generate_response": generated})
+    assert status == 200
     for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
-        assert answer["usage"][name] == plain["usage"][name]
+        assert alone["usage"][name] == answer["usage"][name] == plain["usage"][name]
 
 
 def test_figures_are_those_of_now(server: Server, client: openai.OpenAI, model: str) -> None:

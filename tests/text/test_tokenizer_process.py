@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -305,6 +306,14 @@ def test_queries_are_answered(world: Any, tokenizers_by_style: dict[str, Tokeniz
     world.send(m.TokenizeQuery(3, 0, m.ChatPrompt(b"[]")))
     error = world.wait(world.frontend, m.Tokenized).error
     assert error is not None and error.code is ErrorCode.INVALID
+
+
+def test_a_question_for_which_nobody_waits_any_more_is_not_encoded(world: Any) -> None:
+    world.send(m.TokenizeQuery(1, 0, m.TextPrompt("late"), until_ns=time.monotonic_ns() - 1))
+    answer = world.wait(world.frontend, m.Tokenized)
+    assert answer.query_id == 1 and answer.error.code is ErrorCode.TIMEOUT and not answer.token_ids
+    world.send(m.TokenizeQuery(2, 0, m.TextPrompt("in time"), until_ns=time.monotonic_ns() + (1 << 40)))
+    assert world.wait(world.frontend, m.Tokenized).token_ids
 
 
 def test_heartbeats_tell_of_lanes_and_figures(world: Any) -> None:

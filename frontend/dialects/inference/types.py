@@ -38,12 +38,19 @@ class GeneratedChoice(msgspec.Struct, kw_only=True):
     logprobs: RawField = msgspec.UNSET
 
 
+class GeneratedUsage(msgspec.Struct):
+    """What of an answer's usage its tokens do not tell."""
+
+    prompt_tokens: int = 0
+
+
 class Generated(msgspec.Struct, kw_only=True):
     """A whole answer of `/inference/v1/generate`."""
 
     choices: list[GeneratedChoice]
     request_id: str | None = None
     prompt_logprobs: RawField = msgspec.UNSET
+    usage: GeneratedUsage | None = None
 
 
 class DerenderChatBody(msgspec.Struct, kw_only=True):

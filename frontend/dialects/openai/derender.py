@@ -70,7 +70,8 @@ async def derender_chat(service: Service, exchange: Exchange) -> None:
         num_reasoning += answer.num_reasoning_tokens
         message = message_of(choice.index, answer.text, answer.spans, how)
         choices.append(_choice(choice, answer, {"message": message}))
-    usage = _usage([generated], len(unpack_i32(prompt_ids)) if given else body.prompt_tokens or 0)
+    told = None if body.prompt_tokens is None else [body.prompt_tokens]
+    usage = _usage([generated], [len(unpack_i32(prompt_ids))] if given else told)
     if reading is not None:
         usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
     answer_body = {**_head(options, "chat.completion"), "choices": choices, "usage": usage}
@@ -104,7 +105,7 @@ async def derender_completions(service: Service, exchange: Exchange) -> None:
             choices.append(
                 {**told, "index": len(choices), "prompt_logprobs": _as_it_came(generated.prompt_logprobs)}
             )
-    usage = _usage(answers, sum(body.prompt_tokens or ()))
+    usage = _usage(answers, body.prompt_tokens)
     await exchange.respond_json({**_head(options, "text_completion"), "choices": choices, "usage": usage})
 
 
@@ -175,7 +176,13 @@ def _head(options: AnswerOptions, object_name: str) -> dict[str, object]:
     }
 
 
-def _usage(answers: Sequence[Generated], num_prompt: int) -> dict[str, object]:
+def _usage(answers: Sequence[Generated], prompt_tokens: Sequence[int] | None) -> dict[str, object]:
+    """Count; of the prompts the answers tell it where nobody else does."""
+    num_prompt = sum(
+        [generated.usage.prompt_tokens for generated in answers if generated.usage]
+        if prompt_tokens is None
+        else prompt_tokens
+    )
     num_outputs = sum(len(choice.token_ids or ()) for generated in answers for choice in generated.choices)
     return {
         "prompt_tokens": num_prompt,
