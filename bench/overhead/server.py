@@ -59,12 +59,16 @@ class Server:
 
 @contextmanager
 def serve(
-    model: Path | str | None, flags: Sequence[str] = (), checkout: Path | None = None
+    model: Path | str | None,
+    flags: Sequence[str] = (),
+    checkout: Path | None = None,
+    modules: Sequence[Path] = (),
 ) -> Iterator[Server]:
     """Run a server on a free port until the block ends; no model: the one that ships with Quintet.
 
-    checkout: whose server, where that is not the installed one.
+    checkout: whose server, where that is not the installed one. modules: folders of what its processes may import as well.
     """
+    paths = [*map(str, modules), *([] if checkout is None else [str(checkout / "src")])]
     process = subprocess.Popen(
         [
             sys.executable,
@@ -81,7 +85,7 @@ def serve(
         ],
         stdout=subprocess.PIPE,
         text=True,
-        env=None if checkout is None else os.environ | {"PYTHONPATH": str(checkout / "src")},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)} if paths else None,
     )
     assert process.stdout is not None
     try:

@@ -1,0 +1,1 @@
+"""What the processes that `bench.overhead.opcodes` counts import at their start."""

@@ -1,0 +1,123 @@
+"""Count what each process runs in Python for a request, and for each further token: a figure that no other program disturbs.
+
+    python -m bench.overhead.opcodes [FOLDER …]    FOLDER: another checkout, built, to count beside this one
+
+The server is that of case (a) of `bench.overhead.run`, one stream, with a step of a few milliseconds, so that every token is a
+step and an event of its own however slow counting makes Python. Requests of 2 tokens and requests of 34 are counted in turns;
+what the longer ones run more, by the tokens that they have more, is a further step's, and what is left of the short ones, a
+request's. Heartbeats and figures are in both. Medians of the rounds. What msgspec, ZeroMQ and the HTTP parser do is not Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+
+import psutil
+
+from bench.null_model import make_null_model
+from bench.overhead.counting import sitecustomize
+from bench.overhead.pairs import THIS, commit_of
+from bench.overhead.run import INPUT_LEN
+from bench.overhead.server import Server, serve
+from quintet.deploy.commands.bench import measured, words_per_token
+from quintet.deploy.load_client.load import Load
+from quintet.deploy.load_client.workload import PromptSpec, RequestShape, random_prompts
+
+ROLES = ("frontend", "tokenizer", "core", "executor", "detokenizer")
+FLAGS = ("--served-model-name", "null", "--executor", "mock", "--step-ms", "10")
+SHORT, LONG = 2, 34
+PATIENCE_S = 60.0
+
+Counts = Mapping[str, int]
+
+
+def count(server: Server, folder: Path, output_len: int, num_requests: int) -> Counts:
+    """Return what each role runs while so many requests come one after the other."""
+    spec = PromptSpec(num_requests, INPUT_LEN, words_per_token=words_per_token(server.target, "null"), seed=1)
+    shape = RequestShape("/v1/completions", "null", output_len, ignore_eos=True)
+    bodies = [shape.body(item) for item in random_prompts(spec)]
+    processes = {}
+    for child in psutil.Process(server.process.pid).children(recursive=True):
+        role = (child.cmdline() or [""])[0].removeprefix("quintet-").partition("-")[0]
+        if role in ROLES:
+            processes[role] = child
+    for process in processes.values():
+        process.send_signal(sitecustomize.TOGGLE)
+    summary = measured(Load(server.target, shape.endpoint, bodies, 1), progress=False)
+    for process in processes.values():
+        process.send_signal(sitecustomize.TOGGLE)
+    if summary.num_completed != num_requests:
+        raise RuntimeError(f"only {summary.num_completed} of {num_requests} completed: {summary.failures}")
+    return {role: _told(folder / str(process.pid)) for role, process in processes.items()}
+
+
+def _told(path: Path) -> int:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not path.exists():
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"{path} was not written within {PATIENCE_S:g} s")
+        time.sleep(0.01)
+    number = int(path.read_text())
+    path.unlink()
+    return number
+
+
+def parts(short: Counts, long: Counts, num_requests: int) -> dict[str, tuple[float, float]]:
+    """Return of each role what a request of `SHORT` tokens runs, and what each further step."""
+    return {
+        role: (short[role] / num_requests, (long[role] - short[role]) / num_requests / (LONG - SHORT))
+        for role in ROLES
+    }
+
+
+def of_checkout(
+    checkout: Path, model: Path, rounds: int, num_requests: int
+) -> dict[str, tuple[float, float]]:
+    """Return `parts` of a checkout's server, medians of the rounds."""
+    with tempfile.TemporaryDirectory(prefix="counts-") as folder:
+        os.environ[sitecustomize.FOLDER] = folder
+        with serve(model, FLAGS, checkout, [Path(sitecustomize.__file__).parent]) as server:
+            count(server, Path(folder), LONG, num_requests)  # what is only done once
+            found = [
+                parts(
+                    count(server, Path(folder), SHORT, num_requests),
+                    count(server, Path(folder), LONG, num_requests),
+                    num_requests,
+                )
+                for _ in range(rounds)
+            ]
+        del os.environ[sitecustomize.FOLDER]
+    return {
+        role: (median(each[role][0] for each in found), median(each[role][1] for each in found))
+        for role in ROLES
+    }
+
+
+def main() -> None:
+    """Count and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("others", type=Path, nargs="*", metavar="FOLDER", help="other checkouts")
+    parser.add_argument("--rounds", type=int, default=3, help="of short and of long requests (default: 3)")
+    parser.add_argument("--requests", type=int, default=10, help="in each (default: 10)")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="null-model-") as folder:
+        model = make_null_model(Path(folder))
+        for checkout in (THIS, *(other.resolve() for other in options.others)):
+            found = of_checkout(checkout, model, options.rounds, options.requests)
+            print(f"{commit_of(checkout)}: opcodes of a request of {SHORT} tokens, of each further step")
+            for role, (request, step) in found.items():
+                print(f"    {role:12} {request:8,.0f} {step:8,.0f}")
+            request, step = (sum(each[part] for each in found.values()) for part in (0, 1))
+            print(f"    {'all':12} {request:8,.0f} {step:8,.0f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
