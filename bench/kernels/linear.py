@@ -19,7 +19,9 @@ import argparse
 import json
 import platform
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -83,6 +85,7 @@ FORMATS = {
     "w8a8": Format(WeightFormat.INT8, 0, torch.bfloat16, True, BYTES),
     "int4": Format(WeightFormat.INT4, 128, torch.bfloat16, False, BYTES, 2),
     "gptq": Format(WeightFormat.INT4_ZEROS, 128, torch.bfloat16, False, BYTES, 2),
+    "hqq": Format(WeightFormat.INT4_SINGLE_ZEROS, 64, torch.bfloat16, False, BYTES, 2),
     "q8_0": Format(WeightFormat.INT8, 32, torch.bfloat16, False, BYTES, 2),
     "q4_0": Format(WeightFormat.INT4, 32, torch.bfloat16, False, BYTES, 2),
 } | {
@@ -90,7 +93,7 @@ FORMATS = {
     for name in ("q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4")
 }
 USUAL = ("bf16", "fp16", "fp32", "int8", "w8a8", "int4")
-"""What is measured unless others are asked for. gptq: 4 bits with zero points; others are GGUF's."""
+"""What is measured unless others are asked for. gptq, hqq: 4 bits with zero points, of bytes and of fp32; others are GGUF's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +120,21 @@ class Timing:
 
 def source_of(chosen: Format, columns: int, depth: int) -> torch.Tensor:
     """Return weights to be quantized, or blocks of bytes that are small numbers of fp16 wherever they are scales."""
+    if chosen.weight.has_singles:
+        return torch.randint(0, chosen.weight.code_levels, (columns, depth), dtype=torch.uint8)
     if not chosen.has_blocks:
         return torch.randn(columns, depth, dtype=torch.float32).to(torch.bfloat16)
     k, size = chosen.weight.block(0) or (1, 1)
     least = 0x60 if chosen.weight is WeightFormat.MXFP4 else 0  # exponents: no denormals
     return torch.randint(least, least + 0x3C, (columns, depth // k * size), dtype=torch.uint8)
+
+
+def filler_of(chosen: Format, weight: PackedWeight) -> Callable[[torch.Tensor], None]:
+    """Return what fills a weight from `source_of`."""
+    if not chosen.weight.has_singles:
+        return weight.fill_blocks if chosen.has_blocks else weight.fill
+    scales = torch.rand(weight.columns, -(-weight.depth // chosen.group)) * 0.01
+    return partial(weight.fill_codes, scales=scales, zeros=scales * 1600)
 
 
 def measure(
@@ -137,7 +150,7 @@ def measure(
     while size < WEIGHT_BYTES:
         pages = HugePages(each)
         weight = PackedWeight(library, chosen.weight, columns, depth, group=chosen.group, memory=pages.memory)
-        fill = weight.fill_blocks if chosen.has_blocks else weight.fill
+        fill = filler_of(chosen, weight)
         fill(source)  # the first time its pages are new
         begun = time.perf_counter()
         if len(weights) < repeats:

@@ -45,6 +45,7 @@ enum class Scales : int {
   exponent,       // a power of two: uint8, 127 for 1
   eighth,         // fp8, e4m3
   single,         // fp32 scale
+  single_zero,    // fp32 scale, then fp32 zero, which need not be an integer
   single_shift,   // no format's own: fp32 scale and shift of each group (linear_scales.hpp)
 };
 
@@ -81,7 +82,7 @@ constexpr std::int32_t middle_of(Codes codes) {
 // Whether a group's numbers are not scale times (stored - middle) alone.
 constexpr bool shifts(Scales scales) {
   return scales == Scales::half_zero || scales == Scales::half_minimum || scales == Scales::bytes_minimum ||
-         scales == Scales::nibbles || scales == Scales::single_shift;
+         scales == Scales::nibbles || scales == Scales::single_zero || scales == Scales::single_shift;
 }
 
 struct Weight {
@@ -186,8 +187,8 @@ struct CodesCall {
   Dtype scale_dtype;
   index_t scale_stride, scale_group;  // elements; k
   const float* factors;               // [count]; of fp4 alone, or null
-  const unsigned char* zeros;         // laid out like scales, or null
-  index_t zero_stride;
+  const void* zeros;                  // laid out like scales, or null: bytes, or fp32 of single_zero
+  index_t zero_stride;                // elements
   std::uint32_t* problems;  // a sum of Problem's, added to by all threads
 };
 

@@ -39,6 +39,10 @@ constexpr Form kForms[] = {
     {Codes::eight, Scales::single, 0, 0, nullptr, Values::fp8},
     {Codes::four, Scales::single, 0, 0, nullptr, Values::nf4},
     {Codes::four, Scales::single, 0, 0, nullptr, Values::fp4},
+    {Codes::four, Scales::single, 0, 0},  // int4 and int8 again, with all of fp32
+    {Codes::eight, Scales::single, 0, 0},
+    {Codes::four, Scales::single_zero, 0, 0},
+    {Codes::eight, Scales::single_zero, 0, 0},
 };
 constexpr int kFormCount = int(sizeof kForms / sizeof kForms[0]);
 
@@ -74,6 +78,7 @@ index_t head_bytes(Scales scales, index_t groups) {
     case Scales::bytes: return kTileColumns * (2 + groups);
     case Scales::bytes_minimum: return kTileColumns * (4 + 2 * groups);
     case Scales::nibbles: return kTileColumns * (4 + groups);
+    case Scales::single_zero: return kTileColumns * 8;
     default: return kTileColumns;
   }
 }
@@ -206,8 +211,8 @@ QT_EXPORT void qt_weight_fill(qt::Weight* weight, const void* source, int source
 // Packs integers as they are into columns [first, first + count), of an integer weight: codes [count, depth] of one byte each, rows
 // `stride` apart, signed or as they are stored (linear.hpp), times scales [count, ceil(depth / scale_group)]. scale_group: a
 // multiple of the weight's group, or at least depth: one scale for each column. Of MXFP4 and NVFP4 scales are bytes (int8), and
-// `factors` [count] in fp32 what each column is multiplied with besides, or null: 1; otherwise null. zeros: bytes laid out like the
-// scales, or null: 8 (int4) or 128; of a weight with zero points. Returns the sum of the Problem's found, 0 if all numbers are packed exactly.
+// `factors` [count] in fp32 what each column is multiplied with besides, or null: 1; otherwise null. zeros: bytes, or fp32 where the
+// weight has such, laid out like the scales, or null: 8 (int4) or 128; of a weight with zero points. Returns the sum of the Problem's found, 0 if all numbers are packed exactly.
 QT_EXPORT int qt_weight_fill_codes(qt::Weight* weight, const void* codes, int is_signed, index_t stride, const void* scales,
                                    int scale_dtype, index_t scale_stride, index_t scale_group, const float* factors,
                                    const void* zeros, index_t zero_stride, index_t first, index_t count) {
@@ -218,7 +223,7 @@ QT_EXPORT int qt_weight_fill_codes(qt::Weight* weight, const void* codes, int is
   call.is_signed = is_signed != 0;
   call.scales = scales, call.scale_dtype = qt::Dtype(scale_dtype);
   call.scale_stride = scale_stride, call.scale_group = scale_group, call.factors = factors;
-  call.zeros = static_cast<const unsigned char*>(zeros), call.zero_stride = zero_stride;
+  call.zeros = zeros, call.zero_stride = zero_stride;
   call.problems = &problems;
   qt::fill_tiles(call.codes, QT_CHOOSE(pack).fill_codes, &call);
   return int(problems);

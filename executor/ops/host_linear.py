@@ -52,6 +52,11 @@ class WeightFormat(IntEnum):
     NF4 = 20
     """bitsandbytes' tables of 16, likewise."""
     FP4 = 21
+    INT4_SINGLE = 22
+    """From here on integers again, whose groups have scales in fp32, and zeros in fp32, which need not be integers."""
+    INT8_SINGLE = 23
+    INT4_SINGLE_ZEROS = 24
+    INT8_SINGLE_ZEROS = 25
 
     @property
     def is_float(self) -> bool:
@@ -61,7 +66,17 @@ class WeightFormat(IntEnum):
     @property
     def has_zeros(self) -> bool:
         """Whether groups have zero points."""
-        return self in (WeightFormat.INT4_ZEROS, WeightFormat.INT8_ZEROS)
+        return self in (WeightFormat.INT4_ZEROS, WeightFormat.INT8_ZEROS) or self.has_real_zeros
+
+    @property
+    def has_real_zeros(self) -> bool:
+        """Whether they are numbers in fp32; otherwise they are bytes."""
+        return self >= WeightFormat.INT4_SINGLE_ZEROS
+
+    @property
+    def has_singles(self) -> bool:
+        """Whether scales of groups of integers are in fp32; nothing is rounded into such a format."""
+        return self >= WeightFormat.INT4_SINGLE
 
     @property
     def has_own_group(self) -> bool:
@@ -71,12 +86,12 @@ class WeightFormat(IntEnum):
     @property
     def is_coded_float(self) -> bool:
         """Whether codes stand for floating-point numbers, which are scaled and multiplied as such; x is what it is."""
-        return self >= WeightFormat.FP8
+        return WeightFormat.FP8 <= self <= WeightFormat.FP4
 
     @property
     def code_levels(self) -> int:
         """How many codes there are that `PackedWeight.fill_codes` takes; 0: it takes none."""
-        if self in (WeightFormat.INT8, WeightFormat.INT8_ZEROS, WeightFormat.FP8):
+        if self in _OF_BYTES:
             return 256
         takes_none = self.is_float or (self.has_own_group and not self.bytes_group)
         return 0 if takes_none else 16
@@ -91,6 +106,13 @@ class WeightFormat(IntEnum):
         return _BLOCKS.get(self) if group == (0 if self.has_own_group else 32) else None
 
 
+_OF_BYTES = {
+    WeightFormat.INT8,
+    WeightFormat.INT8_ZEROS,
+    WeightFormat.INT8_SINGLE,
+    WeightFormat.INT8_SINGLE_ZEROS,
+    WeightFormat.FP8,
+}
 _BLOCKS = {
     WeightFormat.INT8: (32, 34),
     WeightFormat.INT4: (32, 18),

@@ -92,7 +92,7 @@ class PackedWeight:
                 f"source is {source.dtype}{list(source.shape)}; expected bfloat16, float16 or float32[count, {self.depth}]"
             )
         self._check_columns(first_column, source.shape[0])
-        if self.format.has_own_group or self.format.is_coded_float:
+        if self.format.has_own_group or self.format.is_coded_float or self.format.has_singles:
             raise PackedWeightError(
                 f"nothing is rounded into {self.format.name}: it takes a checkpoint's numbers"
             )
@@ -119,14 +119,16 @@ class PackedWeight:
 
         `read` gives ``(code - zero) * scale`` afterwards. codes: int8, whose zero is 0, or uint8, whose zero is 8 (4 bits) or
         128; with ``zeros``, which formats with zero points take, uint8 of any zero. scales: bfloat16, float16 or
-        float32 ``[count, ceil(depth / group)]``; zeros: uint8, likewise. ``group``: how many k share a scale, a multiple of
-        this weight's group; 0: the weight's, or all of k where there is one scale for each column.
+        float32 ``[count, ceil(depth / group)]``; zeros: uint8, or float32 of the formats ``…_SINGLE_ZEROS``, likewise. ``group``:
+        how many k share a scale, a multiple of this weight's group; 0: the weight's, or all of k where there is one scale for
+        each column.
 
         Of `WeightFormat.FP8`, `NF4` and `FP4` codes are uint8 without ``zeros``, `read` gives ``number * scale`` rounded to fp32,
         and scales are held in fp32.
 
-        Scales of groups of others are held as fp16 times a power of two of the column: all of fp16, and bf16 down to 2^-25 of
-        the column's largest. Raises `PackedWeightError` for others, and for codes of more than 4 bits where the format has 4.
+        Of the formats ``…_SINGLE`` scales are held in fp32, too. Scales of groups of others are held as fp16 times a power of
+        two of the column: all of fp16, and bf16 down to 2^-25 of the column's largest. Raises `PackedWeightError` for others, and
+        for codes of more than 4 bits where the format has 4.
         """
         count, group = codes.shape[0], group or self.group
         if scales.dim() == 2 and scales.shape[1] == 1:
@@ -145,6 +147,8 @@ class PackedWeight:
             raise PackedWeightError(
                 "codes of a 4-bit weight are 0 to 15, or as int8 -8 to 7, and no fp8 is NaN; there are others"
             )
+        if problems & 2 and self.format.has_singles:
+            raise PackedWeightError("some scales or zero points are not finite")
         if problems & 2:
             raise PackedWeightError(
                 f"scales are {scales.dtype}, and some are not finite, or not an fp16 number times a power of two of their "
@@ -315,9 +319,10 @@ class PackedWeight:
             raise PackedWeightError(
                 f"zero points of {codes.dtype} in {self.format.name}: expected uint8 codes and a ..._ZEROS"
             )
-        if zeros.shape != shape or zeros.dtype is not torch.uint8:
+        dtype = torch.float32 if self.format.has_real_zeros else torch.uint8
+        if zeros.shape != shape or zeros.dtype is not dtype:
             raise PackedWeightError(
-                f"zeros are {zeros.dtype}{list(zeros.shape)}; expected uint8{list(shape)}"
+                f"zeros are {zeros.dtype}{list(zeros.shape)}; expected {dtype}{list(shape)}"
             )
 
     def _check_columns(self, first: int, count: int) -> None:

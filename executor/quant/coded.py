@@ -72,7 +72,7 @@ def kept_of(scheme: Scheme | None, depth: int, dtype: torch.dtype) -> Kept | Non
     """Return how a scheme's rows are kept; None where they are rounded to ``dtype``. None as scheme: rows without codes."""
     if scheme is None or scheme.table or not multiplies(depth, dtype):
         return None
-    if scheme.group % RUNS[-1] or scheme.real_zeros or scheme.input_factors is not None:
+    if scheme.group % RUNS[-1] or scheme.input_factors is not None:
         return None
     if scheme.is_fp4:
         return Kept(Code.FP4, scheme.group)
@@ -82,7 +82,8 @@ def kept_of(scheme: Scheme | None, depth: int, dtype: torch.dtype) -> Kept | Non
         fp8_inputs = scheme.fp8_activations and not scheme.group and depth % FP8_PACK == 0
         return Kept(Code.FP8, scheme.group, fp8_inputs=fp8_inputs)
     has_zeros = (scheme.has_int8_zeros or scheme.zeros is not None) and scheme.all_zeros is None
-    return Kept(Code.INT4 if scheme.bits <= 4 else Code.INT8, scheme.group, has_zeros)
+    code = Code.INT4 if scheme.bits <= 4 else Code.INT8
+    return Kept(code, scheme.group, has_zeros, has_minima=scheme.real_zeros)
 
 
 def multiplies(depth: int, dtype: torch.dtype) -> bool:
@@ -222,10 +223,14 @@ def put(weight: CodedWeight, rows: Rows, first: int, index: int | None = None) -
         _put_blocks(weight, rows, first, index)
         return
     assert isinstance(rows, Coded), "rows in codes"
-    layout, codes, zeros = weight.layout, rows.codes, rows.zeros
+    layout, codes, zeros, minima = weight.layout, rows.codes, rows.zeros, None
     if rows.order is not None:
         codes = codes[:, sorted_inputs(rows.order)]
-    if layout.code.is_integer:
+    if (
+        zeros is not None and layout.has_minima
+    ):  # zeros that are no integers: their product with a scale of 16 bits is exact
+        zeros, minima = None, zeros * rows.scales
+    elif layout.code.is_integer:
         if codes.dtype == torch.int8:
             codes = codes.view(torch.uint8) ^ 128
         elif not layout.has_zeros:
@@ -233,7 +238,7 @@ def put(weight: CodedWeight, rows: Rows, first: int, index: int | None = None) -
         elif zeros is None:
             zeros = torch.full(rows.scales.shape, rows.zero, dtype=torch.uint8)
     try:
-        weight.put(first, codes.view(torch.uint8), rows.scales, zeros, index=index)
+        weight.put(first, codes.view(torch.uint8), rows.scales, zeros, minima, index=index)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 

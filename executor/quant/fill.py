@@ -23,11 +23,16 @@ GROUPS = (128, 64, 32, 16)
 FP4 = {32: WeightFormat.MXFP4, 16: WeightFormat.NVFP4}
 """By inputs that share a scale."""
 TABLES = {"nf4": WeightFormat.NF4, "fp4": WeightFormat.FP4}
-_INTEGERS = (
+_HALVES = (
     (WeightFormat.INT4, WeightFormat.INT4_ZEROS),
     (WeightFormat.INT8, WeightFormat.INT8_ZEROS),
 )
-"""Of 4 and of 8 bits: without zeros, and with them."""
+"""Integers of 4 and of 8 bits, without zeros and with them: groups' scales are fp16 times a power of two, zeros integers."""
+_SINGLES = (
+    (WeightFormat.INT4_SINGLE, WeightFormat.INT4_SINGLE_ZEROS),
+    (WeightFormat.INT8_SINGLE, WeightFormat.INT8_SINGLE_ZEROS),
+)
+"""Likewise, of which both are fp32."""
 ALONE = {WeightFormat.FP8, *FP4.values(), *TABLES.values()}
 """What nothing else is widened to."""
 
@@ -48,10 +53,11 @@ def numbers_of(schemes: Sequence[Scheme | None], dtype: torch.dtype) -> Numbers:
         return Numbers(FLOAT_FORMATS[dtype])
     eight = any(each.code_levels == 256 for each in formats)
     zeros = any(each.has_zeros for each in formats)
+    integers = _SINGLES if any(each.has_singles for each in formats) else _HALVES
     group = min((numbers.group for numbers in known if numbers.group), default=0)
     if not group and (zeros or not eight):
         group = GROUPS[0]
-    return Numbers(_INTEGERS[eight][zeros], group, known[0].int8_activations)
+    return Numbers(integers[eight][zeros], group, known[0].int8_activations)
 
 
 def _exact(scheme: Scheme) -> Numbers | None:
@@ -67,16 +73,14 @@ def _exact(scheme: Scheme) -> Numbers | None:
     if scheme.bits is None:
         return None
     zeros = (scheme.has_int8_zeros or scheme.zeros is not None) and scheme.all_zeros is None
-    # Packed scales of groups are fp16 times a power of two, and zeros are integers.
-    if scheme.real_zeros or (scheme.group and scheme.scale_kind == "F32"):
-        return None
+    integers = _SINGLES if scheme.real_zeros or (scheme.group and scheme.scale_kind == "F32") else _HALVES
     group = 0
     if scheme.group:
         group = next((each for each in GROUPS if scheme.group % each == 0), 0)
         if not group:
             return None
     return Numbers(
-        _INTEGERS[scheme.bits > 4][zeros],
+        integers[scheme.bits > 4][zeros or scheme.real_zeros],
         group,
         scheme.bits > 4 and scheme.int8_activations,
     )
@@ -123,4 +127,6 @@ def _fill_integers(packed: PackedWeight, rows: Coded, first_column: int) -> None
         if codes.dtype is torch.int8:
             codes, zero = codes.view(torch.uint8) + 128, 128
         zeros = torch.full(rows.scales.shape, zero, dtype=torch.uint8)
+    if zeros is not None and packed.format.has_real_zeros:
+        zeros = zeros.float()
     packed.fill_codes(codes, rows.scales, zeros, first_column, rows.group)

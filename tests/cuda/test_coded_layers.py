@@ -21,10 +21,6 @@ from quintet.wire.errors import ConfigError
 
 QKV = [Part("q", 96), Part("k", 32), Part("v", 32)]
 """Layers that are computed as one."""
-WIDE_SCALES = {
-    name: ROUNDED[name] for name in ("modelopt, int4", "torchao, groups", "torchao, groups, zeros")
-}
-"""Their groups' scales are in fp32, as scales are on a device; a CPU's have 16 bits."""
 
 
 def held(layer: Linear) -> torch.Tensor:
@@ -59,10 +55,9 @@ def check(y: torch.Tensor, x: torch.Tensor, numbers: torch.Tensor) -> None:
 
 
 @pytest.mark.drawn(6)
-@pytest.mark.parametrize("name", [*KEPT, *WIDE_SCALES])
+@pytest.mark.parametrize("name", KEPT)
 def test_a_layer_is_the_checkpoints_numbers(name: str, device: Device) -> None:
-    written = WIDE_SCALES[name] if name in WIDE_SCALES else KEPT[name][0]
-    layer, numbers = loaded(written, QKV, where=device.torch_device)
+    layer, numbers = loaded(KEPT[name][0], QKV, where=device.torch_device)
     whole = torch.cat([numbers[part.name] for part in QKV])
     assert torch.equal(held(layer), whole)
     x, y = product(device, layer)
@@ -119,7 +114,7 @@ def test_gates_and_ups_are_halves_of_the_result(device: Device) -> None:
     )
 
 
-@pytest.mark.parametrize("name", sorted(ROUNDED.keys() - WIDE_SCALES.keys()))
+@pytest.mark.parametrize("name", ROUNDED)
 def test_what_no_kernel_multiplies_is_rounded_once(name: str, device: Device) -> None:
     layer, numbers = loaded(ROUNDED[name], [Part("q", 96), Part("k", 32)], where=device.torch_device)
     assert layer.method.table is not None

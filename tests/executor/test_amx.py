@@ -308,6 +308,7 @@ INTEGERS = [
     (WeightFormat.INT4_ZEROS, 128, False),
     (WeightFormat.INT8_ZEROS, 64, True),
     (WeightFormat.INT4, 16, False),
+    (WeightFormat.INT4_SINGLE_ZEROS, 64, False),
     (WeightFormat.Q2_K, 0, False),
     (WeightFormat.Q3_K, 0, True),
     (WeightFormat.Q4_K, 0, False),
@@ -357,6 +358,9 @@ def pack(
     packed = PackedWeight(LinearLibrary(library), form, *weight.shape, group=group, paired=paired)
     if form.has_own_group:
         packed.fill_blocks(random_rows(form, *weight.shape)[0])
+    elif form.has_singles:
+        codes, scales = weight.float().abs().mul(5).clamp(max=15).byte(), weight[:, ::group].float()
+        packed.fill_codes(codes, scales, 7.5 + scales)
     else:
         packed.fill(weight)
     return packed

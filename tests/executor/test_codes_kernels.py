@@ -20,6 +20,8 @@ FORMATS = [
     (WeightFormat.INT4, 32),
     (WeightFormat.INT4, 128),
     (WeightFormat.INT4_ZEROS, 64),
+    (WeightFormat.INT4_SINGLE, 32),
+    (WeightFormat.INT8_SINGLE_ZEROS, 16),
 ]
 SHAPES = [(1, 1), (63, 7), (70, 130), (130, 512)]
 
@@ -54,7 +56,7 @@ def numbers(codes: torch.Tensor, factors: torch.Tensor, zeros: torch.Tensor, gro
 def test_codes(
     form: WeightFormat, group: int, columns: int, depth: int, times: int, dtype: torch.dtype
 ) -> None:
-    levels = 16 if form in (WeightFormat.INT4, WeightFormat.INT4_ZEROS) else 256
+    levels = form.code_levels
     of_scales = min(depth, group * times or depth)
     count = -(-depth // of_scales)
     codes, factors = draw(levels, columns, depth), scales(dtype, columns, count)
@@ -70,22 +72,36 @@ def test_codes(
         zeros = draw(
             levels + 1 if levels == 16 else levels, columns, count
         )  # GPTQ's stored zero point plus one
+        zeros = zeros + torch.rand(zeros.shape, generator=DRAWS) if form.has_real_zeros else zeros
         weight.fill_codes(codes, factors, zeros, group=of_scales if count > 1 else 0)
         assert torch.equal(weight.read(), numbers(codes, factors, zeros, of_scales))
 
 
-@pytest.mark.parametrize("form", [WeightFormat.INT4_ZEROS, WeightFormat.INT8_ZEROS])
-def test_zero_points_are_multiplied(form: WeightFormat) -> None:
+WITH_ZEROS = [form for form in WeightFormat if form.has_zeros]
+
+
+@pytest.mark.parametrize("form", [*WITH_ZEROS, WeightFormat.INT4_SINGLE, WeightFormat.INT8_SINGLE])
+def test_scales_and_zero_points_are_multiplied(form: WeightFormat) -> None:
     """x in 16 bits is off by 2^-16 of its group's largest magnitude, and sums in fp32 by less than that."""
-    levels, columns, depth, group = (16 if form is WeightFormat.INT4_ZEROS else 256), 70, 1100, 32
+    levels, columns, depth, group = form.code_levels, 70, 1100, 32
     codes, zeros = draw(levels, columns, depth), draw(levels, columns, -(-depth // group))
-    factors = torch.rand(zeros.shape, generator=DRAWS).half()
+    factors = torch.rand(zeros.shape, generator=DRAWS)
+    if form.has_real_zeros:
+        zeros = zeros + torch.rand(zeros.shape, generator=DRAWS)
+    if not form.has_singles:
+        factors = factors.half()
+    if not form.has_zeros:
+        zeros = torch.full_like(zeros, levels // 2)
     weight = PackedWeight(kernels(), form, columns, depth, group=group)
-    weight.fill_codes(codes, factors, zeros)
-    x = torch.randn(20, depth, generator=DRAWS)
-    exact = numbers(codes, factors, zeros, group).double()
-    error = (weight.linear(x).double() - x.double() @ exact.T).abs()
+    weight.fill_codes(codes, factors, zeros if form.has_zeros else None)
+    exact = numbers(codes, factors, zeros, group)
+    assert torch.equal(weight.read(), exact)
+    x, exact = torch.randn(70, depth, generator=DRAWS), exact.double()
+    whole = weight.linear(x)
+    error = (whole.double() - x.double() @ exact.T).abs()
     assert bool((error <= 2**-16 * 1.1 * x.abs().amax() * exact.abs().sum(1)).all())
+    for begin, end in ((0, 1), (5, 8), (3, 50)):
+        assert torch.equal(weight.linear(x[begin:end]), whole[begin:end])
 
 
 def test_parts_of_a_paired_weight_and_of_a_stack() -> None:
@@ -229,6 +245,13 @@ def test_what_is_not_held_exactly_is_refused() -> None:
         spoilt[5, 2] = scale
         with pytest.raises(PackedWeightError, match="scales are"):
             weight.fill_codes(codes, spoilt)
+    real = PackedWeight(kernels(), WeightFormat.INT4_SINGLE_ZEROS, 64, 128, group=32)
+    with pytest.raises(PackedWeightError, match="not finite"):
+        real.fill_codes(codes, factors, torch.full((64, 4), float("inf")))
+    with pytest.raises(PackedWeightError, match=r"expected torch\.float32"):
+        real.fill_codes(codes, factors, draw(16, 64, 4))
+    with pytest.raises(PackedWeightError, match="nothing is rounded into INT4_SINGLE_ZEROS"):
+        real.fill(torch.zeros(64, 128))
     for arguments, message in (
         ((codes[:, :127], factors), "codes are"),
         ((codes.int(), factors), "codes are"),

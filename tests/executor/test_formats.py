@@ -169,17 +169,22 @@ KEPT: dict[str, tuple[Written, WeightFormat, int]] = {
     "awq, gemv": (quantized.awq(32, "gemv"), WeightFormat.INT4_ZEROS, 32),
     "torchao": (tools.torchao("Int8WeightOnlyConfig"), WeightFormat.INT8, 0),
     "torchao, fp8": (tools.torchao("Float8WeightOnlyConfig"), WeightFormat.FP8, 128),
+    "torchao, groups": (tools.torchao("Int8WeightOnlyConfig", 32), WeightFormat.INT8_SINGLE, 32),
+    "torchao, groups, zeros": (
+        tools.torchao("IntxWeightOnlyConfig", 32, symmetric=False),
+        WeightFormat.INT8_SINGLE_ZEROS,
+        32,
+    ),
+    "modelopt, int4": (tools.modelopt_integers("W4A16_AWQ", 32), WeightFormat.INT4_SINGLE, 32),
+    "hqq": (tools.hqq(4, 32), WeightFormat.INT4_SINGLE_ZEROS, 32),
+    "hqq, 1 bit": (tools.hqq(1, 32), WeightFormat.INT4_SINGLE_ZEROS, 32),
+    "hqq, 3 bits": (tools.hqq(3, 16), WeightFormat.INT4_SINGLE_ZEROS, 16),
+    "hqq, 2 bits, as floats": (tools.hqq(2, 32, as_floats=True), WeightFormat.INT4_SINGLE_ZEROS, 32),
+    "hqq, 8 bits, one group": (tools.hqq(8, 0), WeightFormat.INT8_SINGLE_ZEROS, 128),
 }
 """With the numbers in which the host keeps them, and their groups."""
 
 ROUNDED = {
-    "modelopt, int4": tools.modelopt_integers("W4A16_AWQ", 32),
-    "torchao, groups": tools.torchao("Int8WeightOnlyConfig", 32),
-    "torchao, groups, zeros": tools.torchao("IntxWeightOnlyConfig", 32, symmetric=False),
-    "hqq": tools.hqq(4, 32),
-    "hqq, 3 bits": tools.hqq(3, 16),
-    "hqq, 2 bits, as floats": tools.hqq(2, 32, as_floats=True),
-    "hqq, 8 bits, one group": tools.hqq(8, 0),
     "modelopt, factors of inputs": tools.modelopt_integers("W4A16_AWQ", 32, factors=True),
     "modelopt, smoothed": tools.modelopt_integers("W8A8_SQ_PER_CHANNEL", factors=True),
     "squeezellm": tools.squeezellm(4),
@@ -275,6 +280,16 @@ def test_tables_are_kept(kind: str, kept: WeightFormat) -> None:
     assert found is not None
     scheme = found.scheme(StoredLayer("q", 96, 128, False, None))
     assert numbers_of([scheme, scheme], torch.bfloat16) == Numbers(kept, 64)
+
+
+@needs_kernels
+def test_zeros_are_made_of_what_is_added() -> None:
+    """torchao's 4 bits are ``code * scale + added`` with added / scale no integers: off by the rounding of that to fp32."""
+    layer, numbers = loaded(tools.torchao("Int4WeightOnlyConfig", 32, symmetric=False), [Part("q", 96)])
+    packed = layer.method.packed
+    assert packed is not None and (packed.format, packed.group) == (WeightFormat.INT4_SINGLE_ZEROS, 32)
+    largest = numbers["q"].abs().max()
+    assert float((packed.read() - numbers["q"]).abs().max() / largest) < 2**-22
 
 
 @needs_kernels
@@ -446,14 +461,15 @@ def test_without_the_kernels_torch_multiplies(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("written", "is_kept"),
     [
-        (tools.hqq(4, 32), False),
+        (tools.hqq(4, 32), True),
+        (tools.hqq(4, 64, axis=0), False),
         (tools.squeezellm(4, outliers=False), False),
         (tools.torchao("Int8WeightOnlyConfig", 32), True),
         (tools.bitnet(), True),
         (tools.quark_integers("int4", 32), True),
     ],
 )
-def test_a_device_keeps_codes_whose_zeros_are_integers(written: Written, is_kept: bool) -> None:
+def test_a_device_keeps_codes_of_groups_of_neighbours(written: Written, is_kept: bool) -> None:
     found = recognise(ModelCard({"quantization_config": dict(written.section)}, "config.json"))
     assert found is not None
     kept = kept_of(found.scheme(StoredLayer("q", 96, 128, False, None)), 128, torch.bfloat16)

@@ -134,6 +134,7 @@ QT_INLINE void add_group(const i32v (&sums)[R][V][Dot::kSums], const Unit& unit,
     case Scales::exponent: return add_group_as<Dot, Scales::exponent>(sums, unit, head, widened, in_block, g);
     case Scales::eighth: return add_group_as<Dot, Scales::eighth>(sums, unit, head, widened, in_block, g);
     case Scales::single: return add_group_as<Dot, Scales::single>(sums, unit, head, widened, in_block, g);
+    case Scales::single_zero: return add_group_as<Dot, Scales::single_zero>(sums, unit, head, widened, in_block, g);
     case Scales::single_shift: return add_group_as<Dot, Scales::single_shift>(sums, unit, head, widened, in_block, g);
   }
 }

@@ -1,6 +1,6 @@
 // Packing of weights that are integers already: codes move as they are, scales and zero points beside them; nothing is rounded.
 //
-// One scale for each column is the column's. Of scales of groups, which are fp16, those that a checkpoint has in fp16 are kept as
+// One scale for each column is the column's. Groups' are fp32 where the form has them so. Of those that are fp16, those that a checkpoint has in fp16 are kept as
 // they are; of others the column takes a power of two, so that the largest is near 2^8 and bf16 fits down to some 2^-25 of it.
 #pragma once
 
@@ -13,6 +13,8 @@ namespace {
 QT_INLINE void report(const CodesCall& call, Problem problem) {
   __atomic_or_fetch(call.problems, std::uint32_t(problem), __ATOMIC_RELAXED);
 }
+
+QT_INLINE bool is_finite(float value) { return value - value == 0.0f; }
 
 float scale_at(const CodesCall& call, index_t column, index_t i) {
   const index_t at = column * call.scale_stride + i;
@@ -39,7 +41,7 @@ float power_of_column(float largest) {
 void fill_byte_scales(const CodesCall& call, index_t column, char* tile, index_t lane) {
   const Weight& weight = *call.codes.weight;
   const float half = 0.5f * (call.factors ? call.factors[column] : 1.0f);
-  if (half - half != 0.0f) report(call, Problem::scale);
+  if (!is_finite(half)) report(call, Problem::scale);
   std::memcpy(tile + lane * 4, &half, 4);
   const int not_a_number = weight.scales == Scales::exponent ? 255 : 127;
   for (index_t g = 0; g < weight.blocks; ++g) {
@@ -47,6 +49,17 @@ void fill_byte_scales(const CodesCall& call, index_t column, char* tile, index_t
     if ((weight.scales == Scales::exponent ? byte : byte & 127) == not_a_number) report(call, Problem::scale);
     head_at(weight, tile, g)[lane] = char(byte);
   }
+}
+
+// A group's scale and zero in fp32, of one lane.
+void fill_singles(const CodesCall& call, index_t column, index_t from, char* head, index_t lane) {
+  const Weight& weight = *call.codes.weight;
+  const float scale = scale_at(call, column, from);
+  std::memcpy(head + lane * 4, &scale, 4);
+  if (weight.scales != Scales::single_zero) return;
+  const float zero = call.zeros ? ((const float*)call.zeros)[column * call.zero_stride + from] : float(middle_of(weight.codes));
+  if (!is_finite(zero)) report(call, Problem::scale);
+  std::memcpy(head + kTileColumns * 4 + lane * 4, &zero, 4);
 }
 
 // The scales and zero points of one lane, whose column is `column` of the source.
@@ -60,7 +73,7 @@ void fill_scales(const CodesCall& call, index_t column, char* tile, index_t lane
     if (!(magnitude <= 3.4e38f)) return report(call, Problem::scale);
     largest = magnitude > largest ? magnitude : largest;
   }
-  const bool single = weight.scales == Scales::single;
+  const bool single = weight.scales == Scales::single || weight.scales == Scales::single_zero;
   const float of_column = single                             ? 1.0f
                           : count == 1                         ? scale_at(call, column, 0)
                           : call.scale_dtype == Dtype::fp16 ? 1.0f
@@ -70,8 +83,7 @@ void fill_scales(const CodesCall& call, index_t column, char* tile, index_t lane
   for (index_t g = 0; g < weight.blocks; ++g) {
     const index_t from = g * weight.group / call.scale_group;
     if (single) {
-      const float scale = scale_at(call, column, from);
-      std::memcpy(head_at(weight, tile, g) + lane * 4, &scale, 4);
+      fill_singles(call, column, from, head_at(weight, tile, g), lane);
       continue;
     }
     const float relative = count == 1 ? 1.0f : scale_at(call, column, from) / of_column;
@@ -80,7 +92,7 @@ void fill_scales(const CodesCall& call, index_t column, char* tile, index_t lane
     char* const group = head_at(weight, tile, g);
     std::memcpy(group + lane * 2, &stored, 2);
     if (weight.scales == Scales::half_zero)
-      group[kHalves + lane] = char(call.zeros ? call.zeros[column * call.zero_stride + from] : middle_of(weight.codes));
+      group[kHalves + lane] = char(call.zeros ? ((const unsigned char*)call.zeros)[column * call.zero_stride + from] : middle_of(weight.codes));
   }
 }
 

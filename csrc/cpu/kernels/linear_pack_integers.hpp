@@ -186,7 +186,8 @@ class Reader {
     const ScalesOfLane of = scales_of_lane(weight_, head, group, lane_);
     const float column = ((const float*)tile_)[lane_], scale = of.scale * column, minimum = of.minimum * column;
     const unsigned char* const codes = (const unsigned char*)head + weight_.head_bytes;
-    const bool has_minimum = shifts(weight_.scales) && weight_.scales != Scales::half_zero;
+    const bool has_zero = weight_.scales == Scales::half_zero || weight_.scales == Scales::single_zero;
+    const bool has_minimum = shifts(weight_.scales) && !has_zero;
     if (weight_.values != Values::integer) {
       for (index_t i = 0; i < count; ++i)
         out[i] = number_of(weight_.values, code_at(weight_, codes, lane_, in_block + i)) * scale;

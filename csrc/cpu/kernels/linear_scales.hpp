@@ -59,6 +59,12 @@ QT_INLINE void scales_of(Scales scales, const Half* halves, const char* head, in
     case Scales::exponent: scale = powers_of(head + column); return;
     case Scales::eighth: scale = eighths_of(load_bytes(head + column)); return;
     case Scales::single: scale = load((const float*)head + group * kTileColumns + column); return;
+    case Scales::single_zero: {
+      const float* const singles = (const float*)head + column;
+      scale = load(singles);
+      shift = scale * (1.0f - load(singles + kTileColumns) * (1.0f / middle));
+      return;
+    }
     case Scales::single_shift: {
       const float* const singles = (const float*)head + group * 2 * kTileColumns + column;
       scale = load(singles), shift = load(singles + kTileColumns);
@@ -100,6 +106,7 @@ QT_INLINE MakeSingles singles_maker_of(Scales composed) {
     case Scales::half_minimum: return make_singles_of<Scales::half_minimum>;
     case Scales::bytes: return make_singles_of<Scales::bytes>;
     case Scales::bytes_minimum: return make_singles_of<Scales::bytes_minimum>;
+    case Scales::single_zero: return make_singles_of<Scales::single_zero>;
     default: return make_singles_of<Scales::nibbles>;
   }
 }
@@ -123,6 +130,7 @@ QT_INLINE ScalesOfLane scales_of_lane(const Weight& weight, const char* head, in
   switch (weight.scales) {
     case Scales::half_zero: return {widened(halves), float(bytes[kHalves]), 0.0f};
     case Scales::half_minimum: return {widened(halves), 0.0f, widened(halves + kTileColumns)};
+    case Scales::single_zero: return {((const float*)head)[lane], ((const float*)head)[kTileColumns + lane], 0.0f};
     case Scales::bytes_minimum: {
       const unsigned char* const of_group = bytes + 2 * kHalves + group * 2 * kTileColumns;
       return {widened(halves) * float(of_group[0]), 0.0f, -(widened(halves + kTileColumns) * float(of_group[kTileColumns]))};

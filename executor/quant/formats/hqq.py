@@ -33,6 +33,8 @@ STORED_BITS = {8: 8, 6: 8, 5: 8, 4: 4, 3: 3, 2: 2, 1: 1}
 IN_WORD = {8: 1, 4: 2, 3: 10, 2: 4, 1: 8}
 """By those: how many codes are in a byte; of 3 bits in 32."""
 MOST_GROUP = 1 << 20
+LEAST_GROUP = 16
+"""Groups that kernels know are multiples of it."""
 _SIZES = {"U8": 1, "I32": 4, "BF16": 2, "F16": 2, "F32": 4}
 BESIDE = (
     "axis",
@@ -69,6 +71,16 @@ class Numbers:
         """For people."""
         return f"{self.bits} bits, {groups_in_words(self.group)} along axis {self.axis}"
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether kernels multiply the codes: those whose groups are neighbouring inputs."""
+        return self.axis == 1 and self.group % LEAST_GROUP == 0
+
+    def growth(self, dtype_bytes: int) -> float:
+        """Return how many times the bytes of the file codes take in memory."""
+        in_file, in_codes = 32 / 10 if self.bits == 3 else STORED_BITS[self.bits], 4 if self.bits <= 4 else 8
+        return (in_codes if self.is_kept else 8 * dtype_bytes) / in_file
+
 
 @dataclass(frozen=True, slots=True)
 class Hqq:
@@ -94,8 +106,10 @@ class Hqq:
 
     def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
         """See `Format`."""
-        bits = min(STORED_BITS[numbers.bits] for numbers in self._all)  # too much where others have more
-        return total_bytes(contents, {"W_q": 8 * dtype_bytes / bits, "scale": 0.0, "zero": 0.0})
+        growth = max(numbers.growth(dtype_bytes) for numbers in self._all)  # too much where others have less
+        if not any(numbers.is_kept for numbers in self._all):
+            return total_bytes(contents, {"W_q": growth, "scale": 0.0, "zero": 0.0})
+        return total_bytes(contents, {"W_q": growth}, ("scale", "zero"))
 
     def scheme(self, layer: StoredLayer) -> Scheme | None:
         """See `Format`."""

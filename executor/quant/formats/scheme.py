@@ -5,8 +5,9 @@ A weight is ``[rows, depth]`` (rows are outputs) of numbers ``(code - zero) * sc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import NoReturn, Protocol
 
 from quintet.executor.cards.card import ModelCard
@@ -217,11 +218,15 @@ def groups_in_words(group: int, alone: str = "one group a row") -> str:
     return f"groups of {group}" if group else alone
 
 
-def total_bytes(contents: Mapping[str, Entry], growth: Mapping[str, float]) -> int:
-    """Return what tensors take; ``growth``: by ending, how much more than on the disk."""
-    return int(
-        sum(entry.num_bytes * growth.get(name.rpartition(".")[2], 1.0) for name, entry in contents.items())
-    )
+def total_bytes(
+    contents: Mapping[str, Entry], growth: Mapping[str, float], singles: Collection[str] = ()
+) -> int:
+    """Return what tensors take; ``growth``: by ending, how much more than on the disk; ``singles``: those that become fp32."""
+    total = 0.0
+    for name, entry in contents.items():
+        ending = name.rpartition(".")[2]
+        total += 4 * prod(entry.shape) if ending in singles else entry.num_bytes * growth.get(ending, 1.0)
+    return int(total)
 
 
 Recognise = Callable[[ModelCard, ModelCard], Format]

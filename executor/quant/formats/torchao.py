@@ -98,15 +98,12 @@ class TorchAo:
     def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
         """See `Format`."""
         kinds = {numbers.kind for numbers in self._all if numbers is not None}
-        if INT4 in kinds:  # two of a byte
-            return total_bytes(contents, {f"{start}qdata": 2.0 * dtype_bytes for start in _SPELLINGS})
-        is_rounded = kinds != {FLOAT8} and any(
-            name.endswith(tuple(f"{start}scale" for start in _SPELLINGS)) and _is_in_fp32_groups(entry)
-            for name, entry in contents.items()
-        )
-        return total_bytes(
-            contents, {f"{start}qdata": dtype_bytes if is_rounded else 1.0 for start in _SPELLINGS}
-        )
+        zeros = [f"{start}zero_point" for start in _SPELLINGS]
+        if INT4 in kinds:
+            return total_bytes(contents, {}, [*(f"{start}scale" for start in _SPELLINGS), *zeros])
+        are_kept = any(numbers is not None and not numbers.symmetric for numbers in self._all)
+        in_fp32 = are_kept and any(_is_in_fp32_groups(name, entry) for name, entry in contents.items())
+        return total_bytes(contents, {} if are_kept else dict.fromkeys(zeros, 0.0), zeros if in_fp32 else ())
 
     def scheme(self, layer: StoredLayer) -> Scheme | None:
         """See `Format`."""
@@ -138,9 +135,10 @@ class TorchAo:
         return self.usual
 
 
-def _is_in_fp32_groups(scales: Entry) -> bool:
-    """Whether scales are those of groups, in fp32: integers with such are rounded to the model's format."""
-    return scales.dtype == "F32" and len(scales.shape) == 2 and scales.shape[1] > 1
+def _is_in_fp32_groups(name: str, entry: Entry) -> bool:
+    """Whether a tensor is the scales of groups, in fp32: their zeros are, too, where they are kept."""
+    is_scale = name.endswith(tuple(f"{start}scale" for start in _SPELLINGS))
+    return is_scale and entry.dtype == "F32" and len(entry.shape) == 2 and entry.shape[1] > 1
 
 
 def _scheme(layer: StoredLayer, numbers: Numbers, start: str) -> Scheme:
