@@ -223,13 +223,14 @@ def put(weight: CodedWeight, rows: Rows, first: int, index: int | None = None) -
         _put_blocks(weight, rows, first, index)
         return
     assert isinstance(rows, Coded), "rows in codes"
-    layout, codes, zeros, minima = weight.layout, rows.codes, rows.zeros, None
+    layout, codes, zeros = weight.layout, rows.codes, rows.zeros
+    minima: torch.Tensor | None = None
     if rows.order is not None:
         codes = codes[:, sorted_inputs(rows.order)]
     if (
         zeros is not None and layout.has_minima
     ):  # zeros that are no integers: their product with a scale of 16 bits is exact
-        zeros, minima = None, zeros * rows.scales
+        minima, zeros = zeros * rows.scales, None
     elif layout.code.is_integer:
         if codes.dtype == torch.int8:
             codes = codes.view(torch.uint8) ^ 128
