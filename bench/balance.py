@@ -35,15 +35,16 @@ def rows_of_table(runner: ProgramRunner, shape: str, all_threads: Sequence[int])
     """Return a line for each kind of step."""
     lines = []
     for name, (rows, before, new) in STEPS.items():
-        shares, again = [], []
+        shares, barriers, again = [], [], []
         for threads in all_threads:
             operations = runner.balance([before] * rows, [new] * rows, threads)
             shares.append(f"{share(operations, threads):.1%}")
+            barriers.append(sum(each.pieces > 0 for each in operations))
             again.append(sum(each.bytes_again for each in operations))
         read = sum(each.bytes - each.bytes_again for each in operations)
-        barriers = sum(each.pieces > 0 for each in operations)
+        waits = f"{barriers[0]} to {barriers[-1]}"
         twice = f"{again[0] / 1e6:,.0f} to {again[-1] / 1e6:,.0f}"
-        lines.append(f"| {shape}, {name} | {' | '.join(shares)} | {barriers} | {read / 1e6:,.0f} | {twice} |")
+        lines.append(f"| {shape}, {name} | {' | '.join(shares)} | {waits} | {read / 1e6:,.0f} | {twice} |")
     return lines
 
 

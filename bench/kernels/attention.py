@@ -150,6 +150,7 @@ class Layers:
                 *(self._program, ctypes.byref(described), q.data_ptr(), q.stride(0), ctypes.byref(place)),
                 *(out.data_ptr(), out.stride(0), len(q)),
             )
+        self._size = library.size(self._program)
 
     def _fill(
         self,
@@ -169,7 +170,7 @@ class Layers:
 
     def run(self) -> None:
         """Compute every layer once."""
-        self._library.run(self._program, ctypes.byref(self.step), 0, self.count)
+        self._library.run(self._program, ctypes.byref(self.step), 0, self._size)
 
     def close(self) -> None:
         """Give the program back."""

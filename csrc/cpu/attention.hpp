@@ -33,6 +33,7 @@ inline constexpr index_t kChunkKeys = 128;      // keys of one turn of the onlin
 inline constexpr index_t kPartitionKeys = 512;  // keys that are reduced apart from others, then merged in order
 inline constexpr index_t kPartitionTiles = kPartitionKeys / kTileKeys;
 inline constexpr index_t kMaxRows = 64;         // (token, query head) pairs of a group
+inline constexpr index_t kFewRows = 16;         // up to these, the cache is multiplied as it lies
 inline constexpr index_t kMaxKeyDim = 576, kMaxValueDim = 512;
 inline constexpr index_t kFourGroup = 32;       // numbers of an int4 head that share a scale and a least number; the last may be 16
 inline constexpr index_t kMaxFourGroups = kMaxKeyDim / kFourGroup;
@@ -82,14 +83,24 @@ struct AttentionPiece {
   index_t position;            // first one's
   index_t first, last;
   index_t all_first, all_last; // the partitions of all pieces of these tokens
-  // [units][all_last - all_first][partial_floats]; null: this piece has them all. One group, whose rows alone have room:
-  // sums [rows][value_dim], largest scores [rows], normalizers [rows]
+  // [units][parts of values][all_last - all_first][partial_floats]; null: this piece has them all. One group, whose rows alone
+  // have room: sums [rows][numbers of a part], largest scores [rows], normalizers [rows]
   float* partials;
   index_t partial_floats;
-  std::uint32_t* pending;      // [units]: pieces of these tokens that are not done yet
+  std::uint32_t* pending;      // [units][parts of values]: pieces of these tokens that are not done yet
+  // Where scores are a work of their own: [units][chunks from all_first's first on][rows][kChunkKeys], so many floats of a
+  // unit and of a chunk.
+  float* scores;
+  index_t unit_scores, chunk_scores;
 };
 
-// A piece of work is an AttentionPiece and a unit: a KV head and up to unit_heads of its query heads.
+// A piece of work of scores, with a unit: of the tokens of pieces[piece] and the keys of tiles [tile, end).
+struct ScorePiece {
+  index_t piece, tile, end;
+};
+
+// A piece of work is an AttentionPiece and a unit: a KV head and up to unit_heads of its query heads. Where scores are a work of
+// their own, what follows them are pieces of values: with so many numbers of a value each.
 struct AttentionCall {
   PagedKv kv;
   AttentionLayer layer;
@@ -103,6 +114,8 @@ struct AttentionCall {
   bool unit_after_unit;          // all pieces of a unit first: its keys and values stay in a core's cache
   const AttentionPiece* pieces;
   index_t num_pieces;
+  const ScorePiece* score_pieces;
+  index_t part_dim;              // numbers of a part of values; of one whole work, all
   void* (*scratch)(index_t bytes);  // memory of the calling thread, valid until its next call
 };
 
@@ -124,6 +137,9 @@ struct KvWriteCall {
 
 struct AttentionKernel {
   void (*run)(const void* call, index_t begin, index_t end);  // null: not there
+  // In two works, of few rows (kFewRows) whose values are not in keys: pieces of scores, then of values.
+  void (*scores)(const void* call, index_t begin, index_t end);
+  void (*values)(const void* call, index_t begin, index_t end);
   index_t group_rows;                                         // that a group should have
   index_t most_groups;                                        // that one piece should compute, up to kMaxGroups
 };

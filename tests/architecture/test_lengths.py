@@ -34,7 +34,6 @@ MAX_TEST_FILE_LINES = 600
 
 LONG_FILES = {
     "core/engine.py": (470, "the core's doors: every message's handler in one place"),
-    "csrc/cpu/kernels/attention.cpp": (480, "one algorithm for every format of rows and cache"),
     "csrc/cpu/simd.hpp": (500, "the one file that knows instructions by name"),
     "deploy/resolve/flags.py": (475, "the one table of flags, a row for each"),
     "detokenizer_proc/incremental.py": (440, "one algorithm, with the cases of each decoder beside it"),

@@ -353,6 +353,32 @@ def test_threads_that_share_a_kv_head_change_no_bits(form: Format) -> None:
 
 
 @pytest.mark.parametrize("threads", [2], indirect=True)
+@pytest.mark.parametrize(
+    "features",
+    [PLAIN, Features(window=450), Features(chunk=470, softcap=3.0, sinks=torch.arange(7.0))],
+    ids=["plain", "window", "chunk, cap and sinks"],
+)
+@pytest.mark.parametrize("widths", [(64, 64), (72, 100)])
+def test_scores_that_are_a_work_of_their_own_change_no_bits(
+    form: Format, features: Features, widths: tuple[int, int]
+) -> None:
+    """One row leaves 8 threads idle, three rows of one and two tokens in several partitions 64."""
+    library = open_library()
+    assert library is not None
+    lengths = [1400, 702, 497]
+    requests = Requests(form.shape(7, 1, widths[0], 32, widths[1]), lengths)
+    requests.run([(i, 0, length) for i, length in enumerate(lengths)], 0.2, features)
+    outs = []
+    for count in (1, 2, 3, 8, 64):
+        library.qt_set_threads(count, 0)
+        outs.append(requests.run([(2, 496, 1)], 0.2, features))
+        outs[-1] += requests.run([(0, 1399, 1), (1, 700, 2), (2, 496, 1)], 0.2, features)
+    for other in outs[1:]:
+        for a, b in zip(outs[0], other, strict=True):
+            assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("threads", [2], indirect=True)
 def test_more_long_rows_than_their_scratch_has_room_for(threads: int) -> None:
     """96 heads over 12 partitions take 1.2 MB a row, which all rows of a step may share 32 MB of: then some are not cut."""
     library = open_library()

@@ -68,6 +68,25 @@ def test_a_row_of_a_prompt_is_read_again_by_each_panel(worker: Worker) -> None:
             assert not one.bytes or "1024" in one.name or many.bytes_again > 0
 
 
+def test_a_row_of_few_kv_heads_keeps_64_threads_busy(worker: Worker) -> None:
+    """Its scores are cut by keys and, behind a wait, its values by their numbers; not where there is little to win."""
+    runner = worker.runner
+    assert isinstance(runner, ProgramRunner)
+
+    def attention(context: int, threads: int, rows: int = 1) -> list[OpBalance]:
+        operations = runner.balance([context] * rows, [1] * rows, threads)
+        return [each for each in operations if each.name.startswith("attention") and each.pieces]
+
+    for context in (255, 2047):
+        [whole] = attention(context, 2)
+        scores, values = parts = attention(context, 64)
+        assert scores.cost == values.cost == whole.cost // 2
+        assert scores.bytes == values.bytes == whole.bytes // 2
+        assert sum(each.bytes_again for each in (whole, *parts)) == 0
+        assert sum(each.busiest for each in parts) * 3 < whole.busiest
+    assert len(attention(15, 64)) == len(attention(255, 64, rows=32)) == 1
+
+
 def test_threads_share_the_query_heads_of_one_kv_head(tmp_path: Path) -> None:
     runner = worker_of(SHAPES["M"] | {"num_key_value_heads": 1}, tmp_path).runner
     assert isinstance(runner, ProgramRunner)

@@ -200,18 +200,18 @@ QT_INLINE void arrange_keys(const Chunk& chunk, index_t key_dim, MatrixWord* cop
 alignas(64) constexpr char kNoValues[kTileKeys * kMaxValueDim * 2] = {};
 alignas(64) constexpr float kNoFactors[kMaxFourGroups * kFactorsOfGroup] = {};
 
-// The values of two tiles as columns, [value_dim / 16][16 keys][16 dimensions][tile].
+// The values of two tiles as columns, [numbers.count / 16][16 keys][16 dimensions][tile].
 template <class Stored>
 QT_INLINE void arrange_two(const char* first, const float* first_factors, const char* second, const float* second_factors,
-                           index_t value_dim, MatrixWord* to) {
+                           Numbers numbers, MatrixWord* to) {
   const i32v high = all(std::int32_t(0xFFFF0000));
   const auto scaled_by = [](const float* factors) {
     return [factors](i32v codes, index_t key, index_t d) { return scaled_value(codes, factors, key, d); };
   };
   for (index_t p = 0; p < kTileKeys / 2; ++p)
-    for (index_t d = 0; d < value_dim; d += kLanes) {
-      const i32v a = pairs_of<Stored>(first, value_dim, p, d, scaled_by(first_factors));
-      const i32v b = pairs_of<Stored>(second, value_dim, p, d, scaled_by(second_factors));
+    for (index_t d = 0; d < numbers.count; d += kLanes) {
+      const i32v a = pairs_of<Stored>(first, numbers.all, p, numbers.first + d, scaled_by(first_factors));
+      const i32v b = pairs_of<Stored>(second, numbers.all, p, numbers.first + d, scaled_by(second_factors));
       MatrixWord* place = to + d / kLanes * kOperandWords + 2 * p * kLanes;
       store(place, (a & ~high) | b << 16);
       store(place + kLanes, (i32v)((u32v)a >> 16) | (b & high));
@@ -220,18 +220,40 @@ QT_INLINE void arrange_two(const char* first, const float* first_factors, const 
 
 // Those of a chunk's tiles, its whole pairs of tiles from the first that somebody sees on. Tiles that nobody walks are zero.
 template <class Stored>
-QT_INLINE void arrange_values(const Chunk& chunk, index_t value_dim, MatrixWord* to) {
+QT_INLINE void arrange_values(const Chunk& chunk, Numbers numbers, MatrixWord* to) {
   const index_t begin = chunk.begin / kTileKeys, end = begin + chunk.count;
   for (index_t t = begin / 2 * 2; t < end; t += 2)
     arrange_two<Stored>(t < begin ? kNoValues : chunk.values[t - begin], t < begin ? kNoFactors : chunk.value_factors[t - begin],
                         t + 1 < end ? chunk.values[t + 1 - begin] : kNoValues,
-                        t + 1 < end ? chunk.value_factors[t + 1 - begin] : kNoFactors, value_dim,
-                        to + t / 2 * (value_dim / kLanes) * kOperandWords);
+                        t + 1 < end ? chunk.value_factors[t + 1 - begin] : kNoFactors, numbers,
+                        to + t / 2 * (numbers.count / kLanes) * kOperandWords);
+}
+
+// Where the columns of the first pair of tiles are of `count` numbers that are arranged so.
+QT_INLINE void point_to_values(const Chunk& chunk, index_t count, const MatrixWord* arranged, const char** values) {
+  const index_t columns = count / kAmxColumns, first_pair = chunk.begin / kAmxPairs;
+  for (index_t c = 0; c < columns; ++c) values[c] = (const char*)(arranged + (first_pair * columns + c) * kOperandWords);
+}
+
+// A group's queries times the keys of `tiles` tiles.
+QT_INLINE Product::Operands queries_times_keys(const Group<MatrixWord>& group, const char* const* keys, index_t tiles,
+                                               index_t key_dim) {
+  const index_t row_words = query_words(key_dim);
+  return {group.queries, group.rows, row_words, keys, tiles, kOperandBytes, row_words / kStepWords};
+}
+
+// A group's weights times `count` numbers of the values of a chunk's first tiles.
+QT_INLINE Product::Operands weights_times_values(const Group<MatrixWord>& group, const MatrixWord* weights,
+                                                 const char* const* values, const Chunk& chunk, index_t tiles, index_t count) {
+  const index_t first_pair = chunk.begin / kAmxPairs, columns = count / kAmxColumns;
+  const index_t pairs = (chunk.begin + tiles * kTileKeys - 1) / kAmxPairs + 1 - first_pair;
+  return {weights + first_pair * kStepWords, group.rows, kChunkKeys / 2, values, columns, columns * kOperandBytes, pairs};
 }
 
 // Of an int8 cache: the scales of tiles that nobody walks, beside those in a pair that somebody does, are zero. Their weights are
 // zero, but what a chunk before left there may be an infinity.
-QT_INLINE void clear_scales_beside(const Chunk& chunk, float* scales) {
+QT_INLINE void clear_scales_beside(const Chunk& chunk, Scratch<MatrixWord>& scratch) {
+  float* scales = scratch.value_scales;
   const index_t end = chunk.begin + chunk.count * kTileKeys;
   if (chunk.begin % kAmxPairs != 0) store(scales + chunk.begin - kTileKeys, all(0.0f));
   if (end % kAmxPairs != 0) store(scales + end, all(0.0f));
@@ -257,6 +279,31 @@ QT_INLINE void take_queries_of_matrix(const bf16* q, index_t q_stride, index_t k
   }
 }
 
+// Of a chunk for one group, in two works (attention_apart.hpp): its scores [rows][kChunkKeys], and numbers of its values, added to
+// the group's sums.
+template <class Stored>
+void score_chunk_of_matrix(const Group<MatrixWord>& group, index_t key_dim, const Chunk& chunk, MatrixUnit& unit,
+                           Scratch<MatrixWord>& scratch, float* scores) {
+  const char* keys[kChunkTiles];
+  arrange_keys<Stored>(chunk, key_dim, scratch.keys, keys);
+  Product product(queries_times_keys(group, keys, chunk.count, key_dim), scores + chunk.begin, kChunkKeys);
+  while (product.advance(unit)) {
+  }
+}
+
+template <class Stored>
+void weigh_chunk_of_matrix(const Group<MatrixWord>& group, const Chunk& chunk, Numbers numbers, MatrixUnit& unit,
+                           Scratch<MatrixWord>& scratch) {
+  const char* values[kMaxValueDim / kAmxColumns];
+  arrange_values<Stored>(chunk, numbers, scratch.values);
+  point_to_values(chunk, numbers.count, scratch.values, values);
+  Product product(weights_times_values(group, scratch.weights(), values, chunk, chunk.count, numbers.count), scratch.added,
+                  numbers.count);
+  while (product.advance(unit)) {
+  }
+  add_chunk(group, scratch.added, numbers.count);
+}
+
 // One chunk, whose first key is at `first`, for all groups of a piece. tiles_of(group): how many of the chunk's tiles it sees,
 // no fewer than the group before; before(g): called before group g's turn. While vectors make weights of a group's scores, the
 // unit multiplies the weights of the group before, then the queries of the one that follows:
@@ -270,22 +317,17 @@ void walk_chunk_of_matrix(const AttentionCall& call, index_t first_head, index_t
                           Group<MatrixWord>* groups, index_t num_groups, TilesOf tiles_of, Before before, MatrixUnit& unit,
                           Scratch<MatrixWord>& scratch, Prefetch& prefetch, index_t lines) {
   const index_t key_dim = call.kv.key_dim, value_dim = call.kv.value_dim;
-  const index_t row_words = query_words(key_dim), columns = value_dim / kAmxColumns;
-  const index_t first_pair = chunk.begin / kAmxPairs;
   const char *keys[kChunkTiles], *values[kMaxValueDim / kAmxColumns];
   arrange_keys<Stored>(chunk, key_dim, scratch.keys, keys);
-  arrange_values<Stored>(chunk, value_dim, scratch.values);
-  if constexpr (std::is_same_v<Stored, std::int8_t>) clear_scales_beside(chunk, scratch.value_scales);
-  for (index_t c = 0; c < columns; ++c)
-    values[c] = (const char*)(scratch.values + (first_pair * columns + c) * kOperandWords);
+  arrange_values<Stored>(chunk, {value_dim, 0, value_dim}, scratch.values);
+  if constexpr (std::is_same_v<Stored, std::int8_t>) clear_scales_beside(chunk, scratch);
+  point_to_values(chunk, value_dim, scratch.values, values);
 
-  const auto queries_times_keys = [&](index_t g) -> Product::Operands {
-    return {groups[g].queries, groups[g].rows, row_words, keys, tiles_of(groups[g]), kOperandBytes, row_words / kStepWords};
+  const auto scoring_of = [&](index_t g) {
+    return queries_times_keys(groups[g], keys, tiles_of(groups[g]), key_dim);
   };
-  const auto weights_times_values = [&](index_t g) -> Product::Operands {
-    const index_t end = chunk.begin + tiles_of(groups[g]) * kTileKeys, pairs = (end - 1) / kAmxPairs + 1 - first_pair;
-    return {scratch.weights(g % 2) + first_pair * kStepWords, groups[g].rows, kChunkKeys / 2, values, columns,
-            columns * kOperandBytes, pairs};
+  const auto weighing_of = [&](index_t g) {
+    return weights_times_values(groups[g], scratch.weights(g % 2), values, chunk, tiles_of(groups[g]), value_dim);
   };
 
   index_t g = 0;
@@ -294,7 +336,7 @@ void walk_chunk_of_matrix(const AttentionCall& call, index_t first_head, index_t
   constexpr index_t kLinesOfRow = kChunkKeys / kLanes;
   const index_t with_rows = num_groups == 1 ? 2 * groups[g].rows * kLinesOfRow : 0;
   const index_t rest = lines > with_rows ? lines - with_rows : 0;
-  const index_t lines_of_step = rest / (Product::steps(queries_times_keys(g)) + Product::steps(weights_times_values(g))) + 1;
+  const index_t lines_of_step = rest / (Product::steps(scoring_of(g)) + Product::steps(weighing_of(g))) + 1;
   Product scoring, weighing;
   const Group<MatrixWord>* weighed = nullptr;  // whose product `weighing` is
   const auto bring_closer = [&](index_t some) __attribute__((noinline)) { prefetch.take(some); };
@@ -309,7 +351,7 @@ void walk_chunk_of_matrix(const AttentionCall& call, index_t first_head, index_t
   };
   const auto score = [&](index_t of) {
     before(of);
-    const Product::Operands operands = queries_times_keys(of);
+    const Product::Operands operands = scoring_of(of);
     scoring = Product(operands, scratch.scores_of(of % 2) + chunk.begin, kChunkKeys);
     return Product::steps(operands);
   };
@@ -331,7 +373,7 @@ void walk_chunk_of_matrix(const AttentionCall& call, index_t first_head, index_t
                                                 scratch.scores_of(g % 2), scratch.weights(g % 2), scratch, beside);
     while (advance()) {
     }
-    const Product::Operands operands = weights_times_values(g);
+    const Product::Operands operands = weighing_of(g);
     weighing = Product(operands, scratch.added, value_dim);
     weighed = &group;
     steps = Product::steps(operands);

@@ -268,37 +268,41 @@ void score(const typename Form::Word* queries, const char* const* keys, const ch
     for (int v = 0; v < V; ++v) store(scores + r * kChunkKeys + v * kLanes, sums[r][v]);
 }
 
-// sums[r][V vectors] = shrink[r] * sums + weights times the chunk's values, from `offset` bytes on in each row of values.
+// Those of a value's `all` numbers that are added up: `count` from `first` on, which is how far rows of sums lie apart.
+struct Numbers {
+  index_t all, first, count;
+};
+
+// sums[r][V vectors] = shrink[r] * sums + weights times the chunk's values, V vectors of each from number d on.
 template <class Form, int R, int V>
-void weigh(const typename Form::Word* weights, const float* shrink, const Chunk& chunk, index_t offset, index_t value_dim,
-           float* sums) {
+void weigh(const typename Form::Word* weights, const float* shrink, const Chunk& chunk, index_t d, Numbers numbers, float* sums) {
   f32v acc[R][V];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) acc[r][v] = load(sums + r * value_dim + v * kLanes) * all(shrink[r]);
+    for (int v = 0; v < V; ++v) acc[r][v] = load(sums + r * numbers.count + v * kLanes) * all(shrink[r]);
   for (index_t tile = 0; tile < chunk.count; ++tile) {
     const char *from[V], *next[V];
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) {
-      from[v] = chunk.values[tile] + offset + v * kLanes * Form::kElementBytes;
-      next[v] = chunk.beside_values[tile] + offset + v * kLanes * Form::kElementBytes;
+      from[v] = chunk.values[tile] + (d + v * kLanes) * Form::kElementBytes;
+      next[v] = chunk.beside_values[tile] + (d + v * kLanes) * Form::kElementBytes;
     }
     const auto add = [&](auto adjust) __attribute__((always_inline)) {
       accumulate<Form, R, V, words<Form>(kChunkKeys), 1>(acc, weights + tile * words<Form>(kTileKeys), from, next,
-                                                          value_dim * Form::kElementBytes, kTileKeys / Form::kNumbers, adjust);
+                                                          numbers.all * Form::kElementBytes, kTileKeys / Form::kNumbers, adjust);
     };
     if constexpr (Form::kGroup == 0)
       add(kAsItIs);
     else
       add([&](i32v codes, index_t key, int v) __attribute__((always_inline)) {
-        return scaled_value(codes, chunk.value_factors[tile], key, offset / Form::kElementBytes + v * kLanes);
+        return scaled_value(codes, chunk.value_factors[tile], key, d + v * kLanes);
       });
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) store(sums + r * value_dim + v * kLanes, acc[r][v]);
+    for (int v = 0; v < V; ++v) store(sums + r * numbers.count + v * kLanes, acc[r][v]);
 }
 
 // All tiles of a chunk for R rows.
@@ -318,14 +322,13 @@ void score_rows(const typename Form::Word* queries, index_t key_dim, const Chunk
 }
 
 template <class Form, int R>
-void weigh_rows(const typename Form::Word* weights, const float* shrink, const Chunk& chunk, index_t value_dim,
+void weigh_rows(const typename Form::Word* weights, const float* shrink, const Chunk& chunk, Numbers numbers,
                 float* sums) {
   constexpr int V = kBlockVectors<R>;
   index_t d = 0;
-  for (; d + V * kLanes <= value_dim; d += V * kLanes)
-    weigh<Form, R, V>(weights, shrink, chunk, d * Form::kElementBytes, value_dim, sums + d);
-  for (; d < value_dim; d += kLanes)
-    weigh<Form, R, 1>(weights, shrink, chunk, d * Form::kElementBytes, value_dim, sums + d);
+  for (; d + V * kLanes <= numbers.count; d += V * kLanes)
+    weigh<Form, R, V>(weights, shrink, chunk, numbers.first + d, numbers, sums + d);
+  for (; d < numbers.count; d += kLanes) weigh<Form, R, 1>(weights, shrink, chunk, numbers.first + d, numbers, sums + d);
 }
 
 // By rows - 1.
@@ -338,7 +341,7 @@ constexpr void (*kScoreRows[])(const typename Form::Word*, index_t, const Chunk&
 #endif
 };
 template <class Form>
-constexpr void (*kWeighRows[])(const typename Form::Word*, const float*, const Chunk&, index_t, float*) = {
+constexpr void (*kWeighRows[])(const typename Form::Word*, const float*, const Chunk&, Numbers, float*) = {
     weigh_rows<Form, 1>, weigh_rows<Form, 2>, weigh_rows<Form, 3>, weigh_rows<Form, 4>,
     weigh_rows<Form, 5>, weigh_rows<Form, 6>,
 #if defined(__AVX512F__)
@@ -363,14 +366,14 @@ void score_chunk(const typename Form::Word* queries, index_t rows, index_t key_d
   }
 }
 
-// weights: [rows][words of a chunk]; sums: [rows][value_dim].
+// weights: [rows][words of a chunk]; sums: [rows][numbers.count].
 template <class Form>
-void weigh_chunk(const typename Form::Word* weights, const float* shrink, index_t rows, const Chunk& chunk,
-                 index_t value_dim, float* sums) {
+void weigh_chunk(const typename Form::Word* weights, const float* shrink, index_t rows, const Chunk& chunk, Numbers numbers,
+                 float* sums) {
   for (index_t row = 0; row < rows;) {
     const index_t block = block_rows(rows - row, kBlockRows);
-    kWeighRows<Form>[block - 1](weights + words<Form>(row * kChunkKeys + chunk.begin), shrink + row, chunk, value_dim,
-                                sums + row * value_dim);
+    kWeighRows<Form>[block - 1](weights + words<Form>(row * kChunkKeys + chunk.begin), shrink + row, chunk, numbers,
+                                sums + row * numbers.count);
     row += block;
   }
 }

@@ -26,7 +26,7 @@ static_assert(kPanelVectors % kWideVectors == 0 && kPanel % kTileKeys == 0);
 static_assert(kChunkKeys % kPanel == 0 && kMaxValueDim % kPanel == 0);
 
 // Rows from which on widening a chunk once costs less than widening it for each register block.
-inline constexpr index_t kWidenFrom = 17;
+inline constexpr index_t kWidenFrom = kFewRows + 1;
 
 // A plane [rows / numbers][columns][numbers] of a tile to panels, `panel_floats` from one to the next. adjust(vector, row, column).
 template <class Form, class Adjust>
