@@ -125,7 +125,14 @@ class Experts {
     gate_up_.clear(), down_.clear();
     bool gathers = false;
     index_t cost = 0;
-    for (index_t i = 0; i < active; ++i) cost += std::max(kReadRows, counts_[std::size_t(order_[std::size_t(i)])]);
+    for (index_t i = 0; i < active; ++i) {
+      const index_t expert = order_[std::size_t(i)];
+      cost += std::max(kReadRows, counts_[std::size_t(expert)]);
+      for (index_t at = 0; at < index_t(sizeof(Weight)); at += kLineBytes) {  // or each one would be waited for in turn
+        __builtin_prefetch(reinterpret_cast<const char*>(gate_ups_[std::size_t(expert)]) + at);
+        __builtin_prefetch(reinterpret_cast<const char*>(downs_[std::size_t(expert)]) + at);
+      }
+    }
     for (index_t i = 0, row = 0; i < active; ++i) {
       const index_t expert = order_[std::size_t(i)], rows = counts_[std::size_t(expert)];
       const index_t share = threads_ * std::max(kReadRows, rows) / cost + 1;

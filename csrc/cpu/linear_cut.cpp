@@ -137,8 +137,10 @@ Region region_of_item(const void* described, index_t item) {
 
 LinearItem item_of(const LinearCall& call, index_t item) {
   const Weight& weight = *call.weight;
-  const index_t output = item % (call.panels * call.parts), slice = item / (call.panels * call.parts);
-  const index_t row = output / call.parts * call.panel_rows, column = output % call.parts * call.width;
+  // Divisions would be felt where items are small: of few rows, which have one panel.
+  const index_t outputs = call.panels * call.parts, slice = call.sliced ? item / outputs : 0, output = item - slice * outputs;
+  const index_t panel = call.panels > 1 ? output / call.parts : 0;
+  const index_t row = panel * call.panel_rows, column = (output - panel * call.parts) * call.width;
   LinearItem at{};
   at.tile = column / kTileColumns;
   at.spans = weight.paired && call.width < kTileColumns ? 2 : 1;

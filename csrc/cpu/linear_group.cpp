@@ -22,10 +22,11 @@ void LinearGroup::add(const Weight* weight, index_t rows, index_t threads, const
   call.weight = weight;
   call.x = x, call.x_stride = x_stride, call.bias = bias, call.y = y;
   cut_call(call, preparation_, rows, threads, cut_of(*weight, rows, threads));
-  call.prepared = call.is_prepared ? prepared : const_cast<char*>(x);
+  const bool again = !calls_.empty() && rows == 1 && calls_.back().rows == 1 && calls_.back().x == x;  // of a token's next expert
+  call.prepared = !call.is_prepared ? const_cast<char*>(x) : again ? calls_.back().prepared : prepared;
   calls_.push_back(call);
   items_.push_back(items_.back() + call.items);
-  prepared_items_.push_back(prepared_items_.back() + (call.is_prepared ? kernels_.prepare_items(call) : 0));
+  prepared_items_.push_back(prepared_items_.back() + (call.is_prepared && !again ? kernels_.prepare_items(call) : 0));
 }
 
 Work LinearGroup::prepare() const {
