@@ -184,7 +184,9 @@ def loaded(config: EngineConfig) -> Iterator[tuple[Worker, EngineConfig]]:
         return
     with closing(Followers(WorkerId(Role.EXECUTOR, 0, 1), config)) as followers:
         config = take_share(0, config)
-        yield make_leading_worker(config, no_span, followers), config
+        worker = make_leading_worker(config, no_span, followers)
+        assert isinstance(worker, Worker), "steps of a pipeline are not waited for one by one"
+        yield worker, config
 
 
 def measure(worker: Worker, num_rows: int, args: argparse.Namespace, vocab_size: int, length: int) -> None:

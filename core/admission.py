@@ -162,6 +162,7 @@ def meet(
         block_bytes=block_bytes,
         block_copy_ns=block_bytes * 1_000_000_000 // swap_bytes_per_s if swap_bytes_per_s else 0,
         groups=Groups(kv, step_tokens),
+        stages=config.stages,
         max_request_len=kv.longest(num_blocks, max_model_len, step_tokens),
     )
 

@@ -3,7 +3,8 @@
 There are no phases. A request is behind by ``length - planned`` tokens, and a step lets requests catch up under one
 budget, in this order:
 
-1. running requests that are behind by one token (decoding): always served, so they never starve;
+1. running requests that are behind by one token (decoding): always served, so they never starve; of a model in stages those whose
+   turn it is, one of as many groups as there are stages;
 2. running requests that are behind by more (a prompt in pieces, or a rebuild after preemption);
 3. waiting requests, in order of rank, while slots, blocks and budget last.
 
@@ -63,6 +64,9 @@ def _decode(state: State, step: StepBuilder) -> list[Request]:
     is_plain = state.limits.groups.is_plain
     behind: list[Request] = []
     num_owed = 0
+    num_left, drawn_for = len(state.running), _drawn_for(state)
+    if state.limits.stages > 1:
+        num_left = -(-sum(each.length == each.planned + 1 for each in state.running) // state.limits.stages)
     for request in state.running:  # `_make_room` removes from its end
         if request.is_yielding:
             continue
@@ -73,6 +77,8 @@ def _decode(state: State, step: StepBuilder) -> list[Request]:
             continue
         if length >= request.limit:
             continue  # every token it may have is known or in flight
+        if len(rows) >= num_left or request.request_id in drawn_for:
+            continue  # its turn comes with another step
         if planned == request.room:
             if not is_plain:
                 num_lacking = _extend(state, step, request, num_owed)
@@ -94,6 +100,21 @@ def _decode(state: State, step: StepBuilder) -> list[Request]:
     step.counts += [1] * len(rows)
     step.samples += b"\1" * len(rows)
     return behind
+
+
+def _drawn_for(state: State) -> set[int]:
+    """Return the requests whose newest token is drawn too late for the next step to begin: none where there is one stage.
+
+    Steps that are computed at once have no request in common that draws, and about as many of them each.
+    """
+    count = state.limits.stages - 1
+    flights = list(state.in_flight)[-count:] if count else []
+    return {
+        request.request_id
+        for flight in flights
+        for request, draws in zip(flight.rows, flight.samples, strict=True)
+        if draws
+    }
 
 
 def _extend(state: State, step: StepBuilder, request: Request, num_owed: int) -> int:

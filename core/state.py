@@ -47,6 +47,8 @@ class Limits:
     block_copy_ns: int
     """How long copying a block between device and host takes."""
     groups: Groups
+    stages: int
+    """See `quintet.wire.config.SchedulerConfig.stages`."""
     max_request_len: int
     """Most tokens one request can have when it is alone."""
 
@@ -387,11 +389,9 @@ class State:
             self.pool.release(blocks, fence)
         self.left_slots.append(request.slot)
         heappush(self.free_slots, request.slot)
-        self.generation += 1
-        request.generation = self.generation
-        request.held = []
+        request.generation = self.generation = self.generation + 1
+        request.held, request.length = [], len(request.tokens)
         request.room = request.planned = request.computed = 0
-        request.length = len(request.tokens)
 
     @staticmethod
     def _remove(requests: list[Request], request: Request) -> None:

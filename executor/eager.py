@@ -156,6 +156,10 @@ class EagerPass:
         self.num_done += 1
         return x.clamp(-bound, bound)
 
+    def of_stage_before(self, width: int) -> torch.Tensor:
+        """See `ForwardPass`."""
+        raise AssertionError(f"{width} numbers of a stage before: stages run compiled programs")
+
     def of_all_ranks(self, x: torch.Tensor, kept: Kept) -> torch.Tensor:
         """See `ForwardPass`. There are no others."""
         assert kept.is_all, kept

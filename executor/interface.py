@@ -88,6 +88,12 @@ class StepWorker(Protocol):
     def do_chore(self) -> None:
         """Do a piece of it: shorter than anybody would mind who comes meanwhile. Called with nothing in flight."""
 
+    def waits_for(self, plan: StepPlan) -> bool:
+        """Whether the oldest step whose result was not asked for has to be over before this plan is begun.
+
+        `begin` waits for it otherwise, and its result is sent later than it could be.
+        """
+
     def begin(self, plan: StepPlan) -> Pending:
         """Apply the plan's deltas and have its rows computed behind those of the plan before, without waiting for a device.
 

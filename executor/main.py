@@ -189,6 +189,10 @@ class Executor:
 
     def _begin(self, plan: StepPlan) -> None:
         """Have a plan computed. A step that is over at once is settled at once, unless others are before it."""
+        self._settle_before(plan)
+        if plan.tables != self._num_emptied:
+            self._process.pending -= 1  # one of those failed
+            return
         free_ns, begun_ns = self._ended_ns, time.monotonic_ns()
         self._span("wait", plan.step, None, begun_ns)
         try:
@@ -206,6 +210,14 @@ class Executor:
             self._end(begun)
         else:
             self._in_flight.add(begun)
+
+    def _settle_before(self, plan: StepPlan) -> None:
+        """Send the results of the steps that have to be over before this one begins."""
+        if self._worker.waits_for(plan):
+            for before in self._in_flight.unsettled():
+                self._end(before)
+                if not self._worker.waits_for(plan):
+                    break
 
     def _settle_in_flight(self) -> None:
         """Send the results of the steps before one that failed: what it did does not speak against them."""
@@ -306,7 +318,7 @@ def serve(process: Process[StepPlan]) -> None:
     process.beat_from_a_thread()
     followers = None
     try:
-        if process.config.executor.tensor_parallel_size > 1:
+        if process.config.executor.num_ranks > 1:
             _set_environment()  # they inherit it
             followers = Followers(process.me, process.config)  # first: they load while this one does
         worker = make_worker(take_share(process.me.index, process.config), process.span, followers)

@@ -75,6 +75,10 @@ class MockWorker:
     def do_chore(self) -> None:
         """There are none."""
 
+    def waits_for(self, plan: StepPlan) -> bool:
+        """Steps are over when they have begun."""
+        return False
+
     def begin(self, plan: StepPlan) -> Finished:
         """See `execute`: a pretended device is waited for at once."""
         return Finished(self.execute(plan))

@@ -7,52 +7,43 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 
 from quintet.executor.audit import TablesDiffer, check_tables
 from quintet.executor.batch import Rows
-from quintet.executor.cards.card import card_of
 from quintet.executor.cards.share import WHOLE, Share
 from quintet.executor.eager import EagerRunner
 from quintet.executor.features.kv_offload import HostBlocks
-from quintet.executor.gguf.weights import open_gguf
 from quintet.executor.interface import Finished, StepWorker
+from quintet.executor.loading import MODEL_DTYPES, load_model
 from quintet.executor.memory import to_device
-from quintet.executor.models.model import CausalModel, Setting
-from quintet.executor.models.registry import build_model
+from quintet.executor.models.model import CausalModel
 from quintet.executor.ops.host_dtypes import DTYPE_CODES, NARROW_KV
 from quintet.executor.ops.huge_pages import HugePages
 from quintet.executor.parallel.host_blocks import HostBlocksOfAllRanks
+from quintet.executor.parallel.library import Note
 from quintet.executor.parallel.ranks import Ranks
 from quintet.executor.platforms.platform import Platform, open_platform
+from quintet.executor.program.kv import allocate_kv, takes_layer
 from quintet.executor.program.library import program_library
-from quintet.executor.program.runner import ProgramRunner, allocate_kv, takes_layer
-from quintet.executor.quant.blocks import read_blocks
-from quintet.executor.quant.formats.registry import recognise
-from quintet.executor.quant.kv_scales import read_kv_scales
-from quintet.executor.quant.registry import open_quantization
+from quintet.executor.program.runner import ProgramRunner
+from quintet.executor.program.stage import Stage
 from quintet.executor.runner import Runner
 from quintet.executor.sampling.grammar import Grammars, StepMasks
 from quintet.executor.sampling.ops import SamplingOps, sampling_ops_of
 from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.slots import SlotTables
 from quintet.executor.smaller_steps import SmallerSteps
-from quintet.executor.weights.file import WeightFile
-from quintet.executor.weights.load import fill_randomly, load_checkpoint, open_files
-from quintet.executor.weights.packed_cache import PackedCache
 from quintet.process.trace import Span, no_span
-from quintet.wire.config import EngineConfig, ModelConfig
+from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError
-from quintet.wire.model_files import is_gguf
 from quintet.wire.step import StepPlan, StepResult
 
 log = logging.getLogger(__name__)
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 EAGER_KV_BYTES = 4 << 30
 """KV memory on a GPU without our kernels, where nobody said how much: it is for trying, not for serving."""
 
@@ -90,7 +81,7 @@ class Worker:
         grammars = Grammars(max_num_seqs, model)
         self._sampler = Sampler(max_num_seqs, model.vocab_size, self.tables, ops, grammars=grammars)
         own = HostBlocks(runner.blocks, model.kv.num_blocks(config.cache.swap_bytes))
-        self._host_blocks = own if ranks is None else HostBlocksOfAllRanks(own, ranks)
+        self._host_blocks = own if ranks is None else HostBlocksOfAllRanks(own, [ranks])
         self.num_host_blocks = self._host_blocks.num_blocks
         self.swap_bytes_per_s = self._host_blocks.measure()
         if self.num_host_blocks:
@@ -126,20 +117,25 @@ class Worker:
 
     @property
     def has_chores(self) -> bool:
-        """Whether weights still lie on small pages."""
-        return self._weights is not None and self._weights.is_scattered
+        """Whether weights still lie on small pages, of any rank."""
+        is_scattered = self._weights is not None and self._weights.is_scattered
+        return is_scattered or (self._ranks is not None and self._ranks.noted(Note.CHORES) > 0)
 
     def do_chore(self) -> None:
-        """Move some of them."""
+        """Move some of them, and have the other ranks move some of theirs."""
         if self._ranks is not None:
             self._ranks.tell_chore()
-        if self._weights is not None:
+        if self._weights is not None and self._weights.is_scattered:
             self._weights.gather(CHORE_S)
 
     @property
     def num_split(self) -> int:
         """Steps that were computed in parts."""
         return self._smaller_steps.num_split
+
+    def waits_for(self, plan: StepPlan) -> bool:
+        """Steps are over when they have begun."""
+        return False
 
     def begin(self, plan: StepPlan) -> Finished:
         """See `execute`, which waits for the device: `quintet.executor.cuda` has a worker that does not."""
@@ -217,8 +213,8 @@ def make_worker(config: EngineConfig, span: Span = no_span) -> StepWorker:
     if device is None:
         return make_torch_worker(config, span)
     model = load_model(config, platform, on_device=True)
-    facts = _facts(config, platform, model.weights.num_bytes, begun)
-    return make_device_worker(device, model, config, DTYPES[config.model.dtype], facts, span)
+    facts = facts_of(config, platform, model.weights.num_bytes, begun)
+    return make_device_worker(device, model, config, MODEL_DTYPES[config.model.dtype], facts, span)
 
 
 def make_torch_worker(config: EngineConfig, span: Span = no_span, ranks: Ranks | None = None) -> Worker:
@@ -229,7 +225,7 @@ def make_torch_worker(config: EngineConfig, span: Span = no_span, ranks: Ranks |
     if config.model.implementation == "transformers":
         return _make_transformers_worker(config, platform, num_blocks, begun, span)
     model = load_model(config, platform, share=WHOLE if ranks is None else ranks.share)
-    facts = _facts(config, platform, model.weights.num_bytes, begun)
+    facts = facts_of(config, platform, model.weights.num_bytes, begun)
     return Worker(
         make_runner(model, config, platform, num_blocks, span, ranks),
         sampling_ops_of(platform.name),
@@ -249,14 +245,14 @@ def _make_transformers_worker(
     """Return the worker of a model whose layers are those of transformers."""
     from quintet.executor.fallback.boot import open_transformers_model  # imports transformers: seconds
 
-    dtype = DTYPES[config.model.dtype]
+    dtype = MODEL_DTYPES[config.model.dtype]
     opened = open_transformers_model(config, platform.device, dtype, num_blocks, span)
-    facts = _facts(config, platform, opened.num_bytes, begun)
+    facts = facts_of(config, platform, opened.num_bytes, begun)
     ops = sampling_ops_of(platform.name)
     return Worker(opened.runner, ops, platform.device, config, num_blocks, facts, span)
 
 
-def _facts(config: EngineConfig, platform: Platform, num_bytes: int, begun: float) -> dict[str, str]:
+def facts_of(config: EngineConfig, platform: Platform, num_bytes: int, begun: float) -> dict[str, str]:
     """Return the boot story; ``begun``: when the device was opened, as `time.monotonic` has it."""
     whose = " by transformers" if config.model.implementation == "transformers" else ""
     return {
@@ -286,21 +282,14 @@ def make_runner(
     ranks: Ranks | None = None,
 ) -> Runner:
     """Return the model's recorded program where the compiled kernels take its shape, else the model itself, undivided."""
-    kv, dtype = config.model.kv, DTYPES[config.model.dtype]
-    widest = max((max(layer.head_dim, layer.value_width) for layer in model.attentions), default=0)
-    library = program_library() if platform.name == "cpu" else None
-    if library is not None:
-        code = DTYPE_CODES[NARROW_KV.get(config.cache.dtype, dtype)]
-        if all(takes_layer(library, layer, code, kv.block_size) for layer in model.attentions):
-            return ProgramRunner(
-                library, model, config, dtype, allocate_kv(kv, num_blocks, code), span, ranks
-            )
+    kv, dtype = config.model.kv, MODEL_DTYPES[config.model.dtype]
+    widest = _widest(model)
+    stage = _open_stage(model, config, platform, num_blocks, WHOLE if ranks is None else ranks.share, ranks)
+    if stage is not None:
+        return ProgramRunner(stage, config, span)
     if ranks is not None:
-        raise ConfigError(
-            f"--tensor-parallel-size {ranks.share.size} needs the compiled attention, which takes heads of up to 576 numbers in"
-            f" blocks of a multiple of 16 tokens; these are heads of up to {widest} in blocks of {kv.block_size}: drop it"
-        )
-    if library is not None:
+        raise _not_compiled(model, config)
+    if platform.name == "cpu" and program_library() is not None:
         log.warning(
             "computing with torch: the compiled attention takes heads of up to 576 numbers in keys and 512 in values, in blocks"
             " of a multiple of 16 tokens; these are heads of up to %d in blocks of %d",
@@ -311,6 +300,47 @@ def make_runner(
     return EagerRunner(model, platform.device, dtype, kv, num_blocks, span)
 
 
+def make_stage(
+    model: CausalModel, config: EngineConfig, platform: Platform, share: Share, ranks: Ranks | None
+) -> Stage:
+    """Return what a process records of a model that several compute."""
+    stage = _open_stage(model, config, platform, num_blocks_of(config), share, ranks)
+    if stage is None:
+        raise _not_compiled(model, config)
+    return stage
+
+
+def _open_stage(
+    model: CausalModel,
+    config: EngineConfig,
+    platform: Platform,
+    num_blocks: int,
+    share: Share,
+    ranks: Ranks | None,
+) -> Stage | None:
+    """Return the recorded layers; None where the compiled kernels do not take them."""
+    library = program_library() if platform.name == "cpu" else None
+    if library is None:
+        return None
+    kv, dtype = config.model.kv, MODEL_DTYPES[config.model.dtype]
+    code = DTYPE_CODES[NARROW_KV.get(config.cache.dtype, dtype)]
+    if not all(takes_layer(library, layer, code, kv.block_size) for layer in model.attentions):
+        return None
+    return Stage(library, model, config, dtype, allocate_kv(kv, num_blocks, code, share), share, ranks)
+
+
+def _widest(model: CausalModel) -> int:
+    return max((max(layer.head_dim, layer.value_width) for layer in model.attentions), default=0)
+
+
+def _not_compiled(model: CausalModel, config: EngineConfig) -> ConfigError:
+    return ConfigError(
+        "--tensor-parallel-size and --pipeline-parallel-size need the compiled attention, which takes heads of up to 576 numbers"
+        f" in blocks of a multiple of 16 tokens; these are heads of up to {_widest(model)} in blocks of"
+        f" {config.model.kv.block_size}: drop them"
+    )
+
+
 def check_kv_dtype(config: EngineConfig, head_dim: int) -> None:
     """Reject a cache of fewer bits, which only the compiled attention reads, where torch computes."""
     if config.cache.dtype in NARROW_KV:
@@ -318,62 +348,3 @@ def check_kv_dtype(config: EngineConfig, head_dim: int) -> None:
             f"keys and values in {config.cache.dtype} need the compiled CPU kernels, and they are not built or take no heads of"
             f" {head_dim} numbers in blocks of {config.model.kv.block_size} tokens: give --kv-cache-dtype model"
         )
-
-
-def load_model(
-    config: EngineConfig, platform: Platform, *, on_device: bool = False, share: Share = WHOLE
-) -> CausalModel:
-    """Return the configured model, or a rank's share of it, with its weights.
-
-    on_device: whether our kernels of a device multiply by them.
-    """
-    card = card_of(config.model)
-    stored = recognise(card)
-    files = None if config.executor.load_format == "dummy" else _open_files(config.model)
-    contents = (
-        None if files is None else {name: file.entries[name] for file in files for name in file.entries}
-    )
-    quantization = open_quantization(config.executor.quantization, stored, contents, on_device=on_device)
-    setting = Setting(platform.device, DTYPES[config.model.dtype], quantization, share)
-    model = build_model(config.model.architecture, card, setting)
-    check_agreement(model, config.model, card.path)
-    with torch.inference_mode():
-        if files is None:
-            fill_randomly(model.weights, config.executor.seed)
-        else:
-            load_checkpoint(model.weights, files, _packed_cache(config, share))
-            if config.cache.dtype == "fp8":
-                read_kv_scales(files, model.attentions)
-        model.weights.release()
-    return model
-
-
-def _open_files(model: ModelConfig) -> Sequence[WeightFile]:
-    path = Path(model.path)
-    return open_gguf(path, model, DTYPES[model.dtype], read_blocks) if is_gguf(path) else open_files(path)
-
-
-def _packed_cache(config: EngineConfig, share: Share) -> PackedCache | None:
-    if config.executor.packed_cache is None:
-        return None
-    return PackedCache(
-        Path(config.executor.packed_cache),
-        Path(config.model.path),
-        config.executor.quantization,
-        config.model.dtype,
-        share.label,
-    )
-
-
-def check_agreement(model: CausalModel, resolved: ModelConfig, path: str) -> None:
-    """Reject a resolved configuration that counts KV memory for another model than the card describes."""
-    for name, ours, theirs in (
-        (
-            "layers with attention",
-            len(model.attentions),
-            len({layer for group in resolved.kv.groups if not group.is_state for layer in group.layers}),
-        ),
-        ("tokens in the vocabulary", model.vocab_size, resolved.vocab_size),
-    ):
-        if ours != theirs:
-            raise ConfigError(f"{path}: describes {ours} {name}, but the resolved configuration has {theirs}")

@@ -145,6 +145,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How long a streamed request is kept for a client that was cut off; 0 for not at all."""
     depth: int = 2
     """Plans that may be in flight: 1 is synchronous, 2 overlaps planning with the device."""
+    stages: int = 1
+    """Groups of an executor's processes that a step goes through: so many steps are computed at once, none of which draws for a
+    request that another one does."""
     refuse_hopeless: bool = True
     """Refuse at once what cannot meet its deadline, as the measured pace predicts, rather than let it wait for that."""
     audit: bool = False
@@ -166,6 +169,8 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Compute threads, of each rank; 0 lets the executor choose."""
     tensor_parallel_size: int = 1
     """Ranks: processes of an executor that each compute a share of every layer, and hold that much of weights and KV."""
+    pipeline_parallel_size: int = 1
+    """Stages: groups of as many ranks each, that have some of the layers, and hand on what they compute."""
     expert_parallel: bool = False
     """Whether each of several ranks keeps whole experts, not some columns of each."""
     has_own_cores: bool = False
@@ -184,7 +189,12 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int = 0
     """What the weights take in memory, about, of each rank; 0 where none are read."""
     shared_bytes: int = 0
-    """What all ranks share, at most: sums, logits; 0 where there is one."""
+    """What all ranks share, at most: sums, hidden states, logits; 0 where there is one."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of an executor: of all stages."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -88,12 +88,12 @@ void Turn::wait_for(std::uint32_t turn, int spins) {
 
 struct Ranks::Head {
   Turn told;
-  alignas(64) Order order;
 };
 
 // What one rank writes.
 struct Ranks::Line {
   Turn done, met;
+  alignas(64) std::atomic<std::uint64_t> notes[kNotes];
 };
 
 index_t Ranks::bytes(const RanksShape& shape) {
@@ -103,18 +103,22 @@ index_t Ranks::bytes(const RanksShape& shape) {
 
 Ranks::Ranks(const RanksShape& shape, void* memory, index_t rank, int spins) : shape_(shape), rank_(rank), spins_(spins) {
   QT_REQUIRE(shape.ranks >= 1 && rank >= 0 && rank < shape.ranks, "rank %lld of %lld", (long long)rank, (long long)shape.ranks);
+  QT_REQUIRE(shape.depth >= 1 && (shape.depth & (shape.depth - 1)) == 0, "%lld orders under way", (long long)shape.depth);
   Parts parts(static_cast<char*>(memory));
   head_ = parts.take<Head>(1);
   lines_ = parts.take<Line>(shape.ranks);
-  step_.token_ids = parts.take<std::int32_t>(shape.max_tokens);
-  step_.positions = parts.take<std::int64_t>(shape.max_tokens);
-  step_.row_slots = parts.take<std::int64_t>(shape.max_rows);
-  step_.row_starts = parts.take<std::int64_t>(shape.max_rows);
-  step_.row_counts = parts.take<std::int64_t>(shape.max_rows);
-  step_.row_offsets = parts.take<std::int64_t>(shape.max_rows);
-  step_.output_tokens = parts.take<std::int64_t>(shape.max_outputs);
-  table_ = parts.take<std::int32_t>(shape.tables * shape.slots * shape.table_stride);
-  mail_ = parts.take<std::int32_t>(kMailInts);
+  const index_t depth = shape.depth;
+  orders_ = parts.take<Order>(depth);
+  step_.token_ids = parts.take<std::int32_t>(depth * shape.max_tokens);
+  step_.positions = parts.take<std::int64_t>(depth * shape.max_tokens);
+  step_.row_slots = parts.take<std::int64_t>(depth * shape.max_rows);
+  step_.row_starts = parts.take<std::int64_t>(depth * shape.max_rows);
+  step_.row_counts = parts.take<std::int64_t>(depth * shape.max_rows);
+  step_.row_offsets = parts.take<std::int64_t>(depth * shape.max_rows);
+  step_.output_tokens = parts.take<std::int64_t>(depth * shape.max_outputs);
+  table_ = parts.take<std::int32_t>(depth * shape.tables * shape.slots * shape.table_stride);
+  mail_ = parts.take<std::int32_t>(depth * kMailInts);
+  payload_ = parts.take<char>(depth * shape.payload_bytes);
   rotated_ = parts.take<char>(shape.max_tokens * shape.rotated_row_bytes);
   sums_ = parts.take<float>(2 * shape.ranks * shape.max_tokens * shape.sums_width);
   gathered_ = parts.take<char>(2 * shape.max_tokens * shape.gathered_row_bytes);
@@ -128,26 +132,44 @@ void Ranks::wait_for_all() {
   for (index_t other = 1; other < shape_.ranks; ++other) lines_[other].done.wait_for(told_, spins_);
 }
 
+Step Ranks::step_at(index_t place) const {
+  Step step = step_;
+  step.token_ids += place * shape_.max_tokens, step.positions += place * shape_.max_tokens;
+  step.row_slots += place * shape_.max_rows, step.row_starts += place * shape_.max_rows;
+  step.row_counts += place * shape_.max_rows, step.row_offsets += place * shape_.max_rows;
+  step.output_tokens += place * shape_.max_outputs;
+  step.block_table += place * shape_.tables * shape_.slots * shape_.table_stride;
+  return step;
+}
+
+void Ranks::make_room() {
+  const std::uint32_t turn = told_ + 1 - std::uint32_t(shape_.depth);
+  for (index_t other = 1; other < shape_.ranks; ++other) lines_[other].done.wait_for(turn, spins_);
+}
+
 void Ranks::tell(const Order& order, const Step* step) {
-  wait_for_all();
-  head_->order = order;
+  make_room();
+  Order& told = orders_[place()];
+  told = order;
   if (step != nullptr) {
+    const Step mine = step_at(place());
+    std::int32_t* const tables = const_cast<std::int32_t*>(mine.block_table);
     const Step& s = *step;
     QT_REQUIRE(s.num_tokens <= shape_.max_tokens && s.num_rows <= shape_.max_rows && s.num_outputs <= shape_.max_outputs,
                "%lld tokens, %lld rows, %lld outputs", (long long)s.num_tokens, (long long)s.num_rows, (long long)s.num_outputs);
-    head_->order.num_tokens = s.num_tokens, head_->order.num_rows = s.num_rows, head_->order.num_outputs = s.num_outputs;
-    copy(step_.token_ids, s.token_ids, s.num_tokens);
-    copy(step_.positions, s.positions, s.num_tokens);
-    copy(step_.row_slots, s.row_slots, s.num_rows);
-    copy(step_.row_starts, s.row_starts, s.num_rows);
-    copy(step_.row_counts, s.row_counts, s.num_rows);
-    copy(step_.row_offsets, s.row_offsets, s.num_rows);
-    copy(step_.output_tokens, s.output_tokens, s.num_outputs);
+    told.num_tokens = s.num_tokens, told.num_rows = s.num_rows, told.num_outputs = s.num_outputs;
+    copy(mine.token_ids, s.token_ids, s.num_tokens);
+    copy(mine.positions, s.positions, s.num_tokens);
+    copy(mine.row_slots, s.row_slots, s.num_rows);
+    copy(mine.row_starts, s.row_starts, s.num_rows);
+    copy(mine.row_counts, s.row_counts, s.num_rows);
+    copy(mine.row_offsets, s.row_offsets, s.num_rows);
+    copy(mine.output_tokens, s.output_tokens, s.num_outputs);
     for (index_t row = 0; row < s.num_rows; ++row) {
       const index_t end = s.row_starts[row] + s.row_counts[row], slot = s.row_slots[row];
       const index_t entries = (end + shape_.block_size - 1) / shape_.block_size;
       for (index_t table = 0; table < shape_.tables; ++table)
-        copy(table_ + table * step_.block_table_group_stride + slot * step_.block_table_stride,
+        copy(tables + table * step_.block_table_group_stride + slot * step_.block_table_stride,
              s.block_table + table * s.block_table_group_stride + slot * s.block_table_stride, entries);
     }
   }
@@ -156,15 +178,26 @@ void Ranks::tell(const Order& order, const Step* step) {
 
 Order Ranks::hear(Step& step) {
   head_->told.wait_for(++told_, spins_);
-  const Order order = head_->order;
+  const Order order = orders_[place()];
   const Rotation* const rotations = step.rotations;
-  step = step_;
+  step = step_at(place());
   step.rotations = rotations;
   step.num_tokens = order.num_tokens, step.num_rows = order.num_rows, step.num_outputs = order.num_outputs;
   return order;
 }
 
 void Ranks::done() { lines_[rank_].done.reach(told_); }
+
+void Ranks::wait_for_told(std::uint32_t orders) { head_->told.wait_for(orders + 1, spins_); }
+
+void Ranks::note(Note which, std::uint64_t value) { lines_[rank_].notes[index_t(which)].store(value); }
+
+std::uint64_t Ranks::noted(Note which) const {
+  std::uint64_t sum = 0;
+  for (index_t other = 0; other < shape_.ranks; ++other)
+    if (other != rank_) sum += lines_[other].notes[index_t(which)].load();
+  return sum;
+}
 
 void Ranks::meet() {
   const std::uint32_t turn = lines_[rank_].met.value.load(std::memory_order_relaxed) + 1;
@@ -202,6 +235,16 @@ QT_EXPORT void* qt_ranks_logits(qt::Ranks* ranks) { return ranks->logits(); }
 QT_EXPORT void* qt_ranks_rotated(qt::Ranks* ranks) { return ranks->rotated(); }
 
 QT_EXPORT std::int32_t* qt_ranks_mail(qt::Ranks* ranks) { return ranks->mail(); }
+
+QT_EXPORT char* qt_ranks_payload(qt::Ranks* ranks) { return ranks->payload(); }
+
+QT_EXPORT void qt_ranks_make_room(qt::Ranks* ranks) { ranks->make_room(); }
+
+QT_EXPORT void qt_ranks_wait_for_told(qt::Ranks* ranks, index_t orders) { ranks->wait_for_told(std::uint32_t(orders)); }
+
+QT_EXPORT void qt_ranks_note(qt::Ranks* ranks, index_t which, std::uint64_t value) { ranks->note(qt::Note(which), value); }
+
+QT_EXPORT std::uint64_t qt_ranks_noted(qt::Ranks* ranks, index_t which) { return ranks->noted(qt::Note(which)); }
 
 QT_EXPORT index_t qt_ranks_mail_ints() { return qt::kMailInts; }
 

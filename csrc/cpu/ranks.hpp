@@ -3,13 +3,17 @@
 //     rank 0      tell ──▶ order, the step's arrays ──▶ hear      the others
 //     everybody   its own sums of a layer ──▶ meet ──▶ all ranks' sums added, in the order of the ranks
 //
-//     | head: order | a line for each rank | step: arrays, tables, rotations | mail | sums, twice | gathered, twice | logits |
+//     | head | a line for each rank | orders, and of each the step's arrays, tables, mail, payload | rotations |
+//     | sums, twice | gathered, twice | logits |
 //
 // Rank 0 has the plan, the tables and the draw; the others run the same operations of their own programs over the step that it
 // shows them, and know nothing else. A layer whose inputs are divided leaves a part of every output with each rank: fp32 sums,
 // which all ranks read and add in one order, so that they go on with the same bits. There are two places for a rank's sums, which
 // layers use in turn: whoever writes the next one's does not disturb a rank that still reads, and who is two layers on has met
 // everybody in between.
+//
+// A stage and the next one (docs/parallel.md) are two ranks as well, that never meet: the first tells what the second shall go on
+// with, whose input is the order's payload. There may be several orders under way, each with arrays and a payload of its own.
 //
 // Each waits by a short spin, then a futex. Nobody looks whether the others live: the processes end together (docs/parallel.md).
 #pragma once
@@ -30,6 +34,8 @@ struct RanksShape {
   index_t logits_row_bytes;                   // of one row of logits, all ranks' columns
   index_t rotated_row_bytes;                  // of cosines and sines of a token that depend on more than its position; or 0
   index_t gathered_row_bytes;                 // most bytes of a row that is put together of all ranks' columns; or 0
+  index_t depth;                              // orders that may be under way
+  index_t payload_bytes;                      // of an order, besides its step
 };
 
 // What the others shall do; laid out like `quintet.executor.parallel.library.COrder`. Kinds but `kRun` are Python's to know.
@@ -41,6 +47,10 @@ struct Order {
 };
 inline constexpr index_t kRun = 0;
 inline constexpr index_t kMailInts = 1 << 16;
+
+// What a rank says of itself, for others to look at now and then.
+enum class Note : index_t { progress = 0, chores = 1 };
+inline constexpr index_t kNotes = 2;
 
 // A number that grows, and is waited for across processes.
 struct alignas(64) Turn {
@@ -58,7 +68,9 @@ class Ranks {
   // memory: `bytes`, zeros at first, shared with the other ranks. spins: pauses of a wait before it sleeps.
   Ranks(const RanksShape& shape, void* memory, index_t rank, int spins);
 
-  // Rank 0: waits until everybody has done what was told before, then tells this. step: null where the order needs none.
+  // Rank 0: waits until there is room for another order.
+  void make_room();
+  // Rank 0: does, then tells this. step: null where the order needs none.
   void tell(const Order& order, const Step* step);
   // Rank 0: waits until everybody has done what was told, or is there at all.
   void wait_for_all();
@@ -66,6 +78,12 @@ class Ranks {
   Order hear(Step& step);
   // The others: is there, or has done what it heard.
   void done();
+
+  // The others: waits until so many orders were told since the first, and takes none. From any thread.
+  void wait_for_told(std::uint32_t orders);
+  // Any rank, from any thread: says something of itself; adds up what the others say.
+  void note(Note which, std::uint64_t value);
+  std::uint64_t noted(Note which) const;
 
   // Returns when every rank has come as far.
   void meet();
@@ -77,12 +95,18 @@ class Ranks {
   // Rows of all ranks' columns, of what is put together in the turn `turn`: likewise.
   char* gathered(index_t turn) const { return gathered_ + turn * shape_.max_tokens * shape_.gathered_row_bytes; }
   char* logits() const { return logits_; }
-  std::int32_t* mail() const { return mail_; }
+  // Of the order that rank 0 tells next; of the one that another has heard.
+  std::int32_t* mail() const { return mail_ + place() * kMailInts; }
+  char* payload() const { return payload_ + place() * shape_.payload_bytes; }
   char* rotated() const { return rotated_; }
 
  private:
   struct Head;
   struct Line;
+
+  index_t place() const { return (told_ + (rank_ == 0)) % std::uint32_t(shape_.depth); }
+  // The step whose arrays lie at a place.
+  Step step_at(index_t place) const;
 
   RanksShape shape_;
   index_t rank_;
@@ -90,9 +114,11 @@ class Ranks {
   std::uint32_t told_ = 1;  // orders; the first is to be there
   Head* head_;
   Line* lines_;
-  Step step_{};  // its arrays, in the shared memory
+  Order* orders_;
+  Step step_{};  // its arrays at the first place, in the shared memory
   std::int32_t* table_;
   std::int32_t* mail_;
+  char* payload_;
   char* rotated_;
   float* sums_;
   char* gathered_;

@@ -15,7 +15,7 @@ from quintet.deploy.resolve.memory import ATTENTION_SCRATCH_BYTES, available_ram
 from quintet.executor.cards.card import card_of
 from quintet.executor.cards.describe import describe
 from quintet.executor.cards.registry import FAMILIES
-from quintet.executor.cards.share import share_in_words, share_of
+from quintet.executor.cards.share import share_in_words, share_of, stage_layers
 from quintet.executor.cards.spec import DecoderSpec
 from quintet.wire.config import EngineConfig, ModelConfig
 from quintet.wire.kv_spec import KvGroup, KvSpec
@@ -64,6 +64,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     layers: str | None
     """What those of Quintet's own are made of."""
     num_ranks: int
+    num_stages: int
+    stages: str | None
     """Processes that compute a model together; what is said of KV and its memory is of each."""
     share: str | None
     """What one of them has; null where there is one."""
@@ -139,6 +141,8 @@ def make_plan(resolution: Resolution) -> Plan:
         implementation=config.model.implementation,
         layers=_layers(config.model),
         num_ranks=config.executor.tensor_parallel_size,
+        num_stages=config.executor.pipeline_parallel_size,
+        stages=_stages(config),
         share=_share(config),
         dtype=config.model.dtype,
         quantization=config.executor.quantization,
@@ -237,6 +241,15 @@ def _share(config: EngineConfig) -> str | None:
     return None if spec is None or share.is_all else "; ".join(share_in_words(spec, share))
 
 
+def _stages(config: EngineConfig) -> str | None:
+    """Say which layers each stage has."""
+    spec, stages = _spec_of(config.model), config.executor.pipeline_parallel_size
+    if spec is None or stages == 1:
+        return None
+    said = [f"{begin} to {end - 1}" for begin, end in stage_layers(spec, stages)]
+    return f"layers {', '.join(said)}"
+
+
 def _spec_of(model: ModelConfig) -> DecoderSpec | None:
     family = FAMILIES.get(model.architecture)
     if model.implementation != "quintet" or family is None:
@@ -249,14 +262,16 @@ def _beside_kv(plan: Plan) -> list[tuple[str, str]]:
     """Return a line for what else computing takes."""
     rows = (
         ("attention scratch", plan.attention_scratch_bytes, "for all layers"),
-        ("shared by ranks", plan.shared_bytes, "for their sums and logits"),
+        ("shared by ranks", plan.shared_bytes, "for what they tell each other"),
     )
     return [(name, f"{format_size(size)} at most, {purpose}") for name, size, purpose in rows if size]
 
 
 def _processes(plan: Plan) -> str:
     """Say how many there are of which role."""
-    of_ranks = {"executor": f" of {plan.num_ranks} ranks"} if plan.num_ranks > 1 else {}
+    stages = f" of {plan.num_stages} stages" * (plan.num_stages > 1)
+    ranks = f" of {plan.num_ranks} ranks" * (plan.num_ranks > 1)
+    of_ranks = {"executor": stages + ranks}
     said = (f"{role} ×{count}{of_ranks.get(role, '')}" for role, count in plan.processes.items())
     return ", ".join(("supervisor", *said))
 
@@ -281,6 +296,7 @@ def plan_lines(plan: Plan) -> list[str]:
         ),
         *([("layers", plan.layers)] if plan.layers is not None else []),
         *([("each rank has", plan.share)] if plan.share is not None else []),
+        *([("stages have", plan.stages)] if plan.stages is not None else []),
         ("quantization", plan.quantization),
         *([("checkpoint", plan.checkpoint_format)] if plan.checkpoint_format is not None else []),
         ("weights", weights),

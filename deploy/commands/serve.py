@@ -171,4 +171,5 @@ def _kv_memory(config: EngineConfig) -> str:
     blocks = kv.num_blocks(cache.memory_bytes)
     ranks = config.executor.tensor_parallel_size
     whose = f" in each of {ranks} ranks" if ranks > 1 else ""
+    whose += ", divided by stages" * (config.executor.pipeline_parallel_size > 1)
     return f"{format_size(cache.memory_bytes)}{whose}: {blocks} blocks of {kv.block_size} tokens"

@@ -116,8 +116,11 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
         weight_bytes_of(num_parameters or 0, _DTYPE_BYTES[dtype], quantization, facts.stored, weights)
         // num_ranks
     )
+    stages = options.pipeline_parallel_size
     if kind == "torch" and device == "cpu":
-        notes.extend(filter(None, (crowding(options.data_parallel_size, num_ranks, usable_cores()),)))
+        notes.extend(
+            filter(None, (crowding(options.data_parallel_size, num_ranks * stages, usable_cores()),))
+        )
     room_bytes = available_ram_bytes() // (options.data_parallel_size * num_ranks)
     if kind == "torch" and device == "cpu":
         check_weights_fit(weight_bytes, room_bytes, options.data_parallel_size, num_ranks)
@@ -137,7 +140,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
         cache=cache,
         scheduler=scheduler_config(options, kind, device, fitted),
         executor=executor_config(
-            options, kind, device, quantization, weight_bytes if reads_weights else 0, shared_bytes
+            options, kind, device, quantization, weight_bytes // stages if reads_weights else 0, shared_bytes
         ),
         frontend=frontend_config(options),
         processes=processes_config(options, http, external_frontends),
@@ -253,7 +256,8 @@ def _kv_memory(
         return rules.cap_kv_memory(kv, 1 << 62, options.max_num_seqs, max_model_len, step_tokens)
     if device == "cuda":
         return 0
-    return max(1, int((room_bytes - ATTENTION_SCRATCH_BYTES) * options.kv_cache_memory_share))
+    scratch_bytes = ATTENTION_SCRATCH_BYTES * options.pipeline_parallel_size
+    return max(1, int((room_bytes - scratch_bytes) * options.kv_cache_memory_share))
 
 
 def _recording_folder(path: str | None) -> str | None:

@@ -405,6 +405,15 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "RANKS",
         ),
     ] = 1
+    pipeline_parallel_size: Annotated[
+        int,
+        Flag(
+            PROCESSES,
+            "stages, groups of --tensor-parallel-size ranks that each have some of the layers: so many steps are computed at "
+            "once, of requests that take turns",
+            "STAGES",
+        ),
+    ] = 1
     enable_expert_parallel: Annotated[
         bool, Flag(PROCESSES, "each rank keeps some experts whole, not some columns of every expert")
     ] = False

@@ -24,42 +24,43 @@ from quintet.wire.errors import ConfigError
 from quintet.wire.json_files import parse_json
 from quintet.wire.model_files import card_path
 
-FLAG = "--tensor-parallel-size"
+FLAG, STAGES_FLAG = "--tensor-parallel-size", "--pipeline-parallel-size"
 MOST_IN_KEY, MOST_IN_VALUE, TILE_TOKENS = 576, 512, 16
 """What the compiled attention takes, and ranks compute with no other: ``takes`` of ``csrc/cpu/paged.hpp``."""
 
 
 def check_flags(options: Options, device: str) -> None:
     """Reject what ranks do not do."""
-    size = options.tensor_parallel_size
-    if size == 1:
-        if options.enable_expert_parallel:
-            raise ConfigError(
-                f"--enable-expert-parallel divides experts over the ranks of {FLAG}, which is 1: raise it or drop the flag"
-            )
+    size, stages = options.tensor_parallel_size, options.pipeline_parallel_size
+    if size == 1 and options.enable_expert_parallel:
+        raise ConfigError(
+            f"--enable-expert-parallel divides experts over the ranks of {FLAG}, which is 1: raise it or drop the flag"
+        )
+    if size * stages == 1:
         return
-    if size > MOST_RANKS:
-        raise ConfigError(f"{FLAG} is {size}; at most {MOST_RANKS} ranks compute a model")
+    if size * stages > MOST_RANKS:
+        raise ConfigError(f"{_given(options)} is {size * stages} ranks; at most {MOST_RANKS} compute a model")
     if options.executor == "mock":
         raise ConfigError(
-            f"{FLAG} {size}: the mock executor computes nothing that could be divided; drop one of the two"
+            f"{_given(options)}: the mock executor computes nothing that could be divided; drop one of the two"
         )
     if sys.platform != "linux":
         raise ConfigError(
-            f"{FLAG} {size}: ranks share memory as Linux has it, and this is {sys.platform}; drop it"
+            f"{_given(options)}: ranks share memory as Linux has it, and this is {sys.platform}; drop it"
         )
     if device != "cpu":
         raise ConfigError(
-            f"{FLAG} {size}: models are divided on the CPU only so far; add --device cpu or drop it"
+            f"{_given(options)}: models are divided on the CPU only so far; add --device cpu or drop it"
         )
 
 
 def of_one_rank(options: Options, facts: ModelFacts) -> ModelFacts:
     """Return what one rank keeps of every token; reject a model that so many ranks cannot share, with the numbers that can."""
-    size = options.tensor_parallel_size
+    size, path = options.tensor_parallel_size, card_path(facts.path)
+    if options.pipeline_parallel_size > 1:
+        _check_stages(options, facts)
     if size == 1:
         return facts
-    path = card_path(facts.path)
     spec, by_experts = _spec_of(facts), options.enable_expert_parallel
     own = "only the layers of Quintet's own models are"
     reason = own if spec is None else why_not(spec, by_experts=by_experts)
@@ -87,30 +88,55 @@ def of_one_rank(options: Options, facts: ModelFacts) -> ModelFacts:
 
 def check_attention(options: Options, facts: ModelFacts, block_size: int) -> None:
     """Reject heads and blocks that only torch computes with: every rank would load its weights before it says so."""
-    size = options.tensor_parallel_size
-    if size == 1:
+    if options.tensor_parallel_size * options.pipeline_parallel_size == 1:
         return
     if block_size % TILE_TOKENS:
         raise ConfigError(
-            f"{FLAG} {size} with blocks of {block_size} tokens: ranks compute with blocks of a multiple of {TILE_TOKENS}; drop"
-            " --block-size"
+            f"{_given(options)} with blocks of {block_size} tokens: ranks compute with blocks of a multiple of {TILE_TOKENS};"
+            " drop --block-size"
         )
     for need in facts.kv_needs:
         if need is not None and (need.key_dim > MOST_IN_KEY or need.value_dim > MOST_IN_VALUE):
             raise ConfigError(
-                f"{FLAG} {size}: {card_path(facts.path)} has heads of {need.key_dim} numbers in keys and {need.value_dim} in"
+                f"{_given(options)}: {card_path(facts.path)} has heads of {need.key_dim} numbers in keys and {need.value_dim} in"
                 f" values; ranks compute with up to {MOST_IN_KEY} and {MOST_IN_VALUE}: drop the flag"
             )
 
 
 def memory_shared(options: Options, facts: ModelFacts, device: str, item_bytes: int) -> int:
     """Return the bytes that all ranks of an engine share, at most, where the model was found to be divisible."""
-    spec = _spec_of(facts) if options.tensor_parallel_size > 1 else None
+    size, stages = options.tensor_parallel_size, options.pipeline_parallel_size
+    spec = _spec_of(facts) if size * stages > 1 else None
     if spec is None:
         return 0
     longest = rules.derive_max_model_len(options.max_model_len, facts.max_model_len, card_path(facts.path))
     step_tokens = rules.most_step_tokens(options, device, longest)
-    return shared_bytes(spec, options.tensor_parallel_size, step_tokens, options.max_num_seqs, item_bytes)
+    return shared_bytes(spec, size, stages, step_tokens, options.max_num_seqs, item_bytes)
+
+
+def _check_stages(options: Options, facts: ModelFacts) -> None:
+    """Reject a model whose layers cannot be in so many stages."""
+    stages, path, spec = options.pipeline_parallel_size, card_path(facts.path), _spec_of(facts)
+    if spec is None:
+        raise ConfigError(
+            f"{STAGES_FLAG} {stages}: {path} cannot be cut: only the layers of Quintet's own models are; drop the flag"
+        )
+    if any(rope.depends_on_length for rope in spec.ropes):
+        raise ConfigError(
+            f"{STAGES_FLAG} {stages}: {path} cannot be cut: its rotations depend on how long a prompt is, which later stages are"
+            " not told yet; drop the flag"
+        )
+    if len(spec.layers) < stages:
+        raise ConfigError(
+            f"{STAGES_FLAG} {stages}: {path} has {len(spec.layers)} layers, and each stage has at least one; sizes that fit: 1"
+            f" to {len(spec.layers)}"
+        )
+
+
+def _given(options: Options) -> str:
+    """Return the flags that ask for ranks, as they were given."""
+    sizes = ((FLAG, options.tensor_parallel_size), (STAGES_FLAG, options.pipeline_parallel_size))
+    return " ".join(f"{flag} {size}" for flag, size in sizes if size > 1)
 
 
 def _spec_of(facts: ModelFacts) -> DecoderSpec | None:

@@ -23,7 +23,8 @@ Device = Literal["cpu", "cuda"]
 
 
 def scheduler_config(options: Options, kind: Kind, device: Device, max_model_len: int) -> SchedulerConfig:
-    """Return how requests are planned."""
+    """Return how requests are planned. One step more than there are stages is in flight, so that the first is never idle."""
+    stages = options.pipeline_parallel_size
     return SchedulerConfig(
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=rules.derive_max_num_batched_tokens(options, device, max_model_len),
@@ -32,7 +33,8 @@ def scheduler_config(options: Options, kind: Kind, device: Device, max_model_len
         long_prefill_token_threshold=options.long_prefill_token_threshold,
         resume_grace_s=options.stream_grace,
         step_target_ms=rules.derive_step_target_ms(options, kind, device),
-        depth=options.depth,
+        depth=max(options.depth, stages + 1) if stages > 1 else options.depth,
+        stages=stages,
         refuse_hopeless=options.refuse_hopeless,
         audit=options.audit,
     )
@@ -55,6 +57,7 @@ def executor_config(
         packed_cache=folder_of(options.packed_cache),
         threads=options.threads,
         tensor_parallel_size=options.tensor_parallel_size,
+        pipeline_parallel_size=options.pipeline_parallel_size,
         expert_parallel=options.enable_expert_parallel,
         pin_threads=options.pin_threads,
         seed=options.seed,
@@ -73,10 +76,7 @@ def crowding(num_engines: int, num_ranks: int, num_cores: int) -> str | None:
         return None
     if num_ranks > 1:
         engines = f" of {num_engines} engines" * (num_engines > 1)
-        return (
-            f"--tensor-parallel-size {num_ranks}{engines} on {num_cores} core{'s' * (num_cores > 1)}: ranks share them, and wait "
-            "for each other"
-        )
+        return f"{num_ranks} ranks{engines} on {num_cores} core{'s' * (num_cores > 1)}: they share them, and wait for each other"
     return (
         f"--data-parallel-size {num_engines} on {num_cores} core{'s' * (num_cores > 1)}: engines share them, and each is slower "
         f"than one of {num_cores} would be"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 from quintet.executor.cards.experts import ExpertsSpec
 from quintet.executor.cards.spec import AttentionSpec, DecoderSpec, LatentSpec, LayerSpec, MlpSpec, QkNormOver
@@ -18,7 +19,9 @@ from quintet.wire.config import ExecutorConfig
 
 MOST_RANKS = 64
 MIN_OUTPUTS = 256
-"""Rows of logits that a program has room for at least (`quintet.executor.program.runner.most_outputs`)."""
+"""Rows of logits that a program has room for at least (`quintet.executor.program.stage.most_outputs`)."""
+LINK_DEPTH = 2
+"""Steps that may be on their way from a stage to the next."""
 SUM_BYTES = 4
 """Of a sum that ranks add: fp32."""
 
@@ -59,17 +62,38 @@ class Share:
     size: int = 1
     by_experts: bool = False
     """Whether of a layer of experts it keeps some whole ones, not some columns of each."""
+    stage: int = 0
+    """Which of the stages that have some of the layers each; ranks share those of one stage."""
+    stages: int = 1
+    layers: tuple[int, int] | None = None
+    """Which layers the stage has, from the first to behind the last; None: all."""
 
     @property
     def is_all(self) -> bool:
-        """Whether there are no others."""
+        """Whether there are no other ranks that compute the same layers."""
         return self.size == 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the stage begins with tokens."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the stage ends with logits."""
+        return self.stage == self.stages - 1
+
+    def has_layer(self, index: int) -> bool:
+        """Whether the stage has this layer."""
+        return self.layers is None or self.layers[0] <= index < self.layers[1]
 
     @property
     def label(self) -> str:
         """Which of how many, in words; of all nothing."""
         experts = ", whole experts" if self.by_experts else ""
-        return "" if self.is_all else f"rank {self.rank} of {self.size}{experts}"
+        words = [f"rank {self.rank} of {self.size}{experts}"] * (not self.is_all)
+        words += [f"stage {self.stage} of {self.stages}"] * (self.stages > 1)
+        return ", ".join(words)
 
     def of(self, count: int) -> Kept:
         """Return the rank's part of so many: neighbours, each rank as many as any other but for one."""
@@ -105,9 +129,31 @@ WHOLE = Share()
 """That of a process that has no others beside it."""
 
 
-def share_of(executor: ExecutorConfig, rank: int) -> Share:
-    """Return a rank's share, as configured."""
-    return Share(rank, executor.tensor_parallel_size, executor.expert_parallel)
+def share_of(executor: ExecutorConfig, rank: int, spec: DecoderSpec | None = None) -> Share:
+    """Return the share of a rank as configured, of all ranks of all stages. spec: says which layers its stage has."""
+    size, stages = executor.tensor_parallel_size, executor.pipeline_parallel_size
+    stage = rank // size
+    layers = None if spec is None or stages == 1 else stage_layers(spec, stages)[stage]
+    return Share(rank % size, size, executor.expert_parallel, stage, stages, layers)
+
+
+def stage_layers(spec: DecoderSpec, stages: int) -> list[tuple[int, int]]:
+    """Return the layers of each of so many stages, neighbours: as few numbers as can be in the largest, logits' among them."""
+    hidden, count = spec.hidden_size, len(spec.layers)
+    blocks = [[block for block in (layer.mixer, layer.mlp) if block is not None] for layer in spec.layers]
+    sums = [0, *accumulate(sum(block.num_parameters(hidden) for block in layer) for layer in blocks)]
+    sums[count] += spec.vocab_size * (spec.embedding_width or hidden)
+    best = {0: (0, [0])}  # by how many layers stages have so far: the largest stage, and where each begins
+    for _ in range(stages):
+        best = {
+            end: min(
+                (max(largest, sums[end] - sums[begin]), [*begins, end])
+                for begin, (largest, begins) in best.items()
+                if begin < end
+            )
+            for end in range(min(best) + 1, count + 1)
+        }
+    return list(pairwise(best[count][1]))
 
 
 def misfit(spec: DecoderSpec, share: Share) -> str | None:
@@ -136,15 +182,32 @@ def gathered_width(spec: DecoderSpec) -> int:
     return max((width for layer in spec.layers for width in _normed_over(layer)), default=0)
 
 
-def shared_bytes(spec: DecoderSpec, size: int, step_tokens: int, max_num_seqs: int, item_bytes: int) -> int:
-    """Return the memory that so many ranks share for what is of a model's size: sums, what is normed whole, logits.
+def results_depth(stages: int) -> int:
+    """Return the steps whose logits may lie there until they are drawn from: a power of two."""
+    return 1 << (stages - 1).bit_length()
+
+
+def shared_bytes(
+    spec: DecoderSpec, size: int, stages: int, step_tokens: int, max_num_seqs: int, item_bytes: int
+) -> int:
+    """Return the memory that so many ranks of so many stages share for what is of a model's size.
 
     At most, since pages are mapped when they are first used. step_tokens: of a step, at most; item_bytes: of a number.
     """
-    tokens = max(step_tokens, max_num_seqs)
+    tokens, outputs = max(step_tokens, max_num_seqs), max(max_num_seqs, MIN_OUTPUTS)
+    hidden, logits = tokens * spec.hidden_size * item_bytes, outputs * spec.vocab_size * item_bytes
+    handed_on = (stages - 1) * LINK_DEPTH * hidden + results_depth(stages) * logits if stages > 1 else 0
+    if size == 1:
+        return handed_on
+    read = hidden * stages if stages > 1 else 0
+    return handed_on + read + stages * _shared_by_ranks(spec, size, tokens, item_bytes) + logits
+
+
+def _shared_by_ranks(spec: DecoderSpec, size: int, tokens: int, item_bytes: int) -> int:
+    """Return what those of one stage share for sums, what is normed whole, and rotations."""
     rotated = sum(rope.rotary_dim for rope in spec.ropes if rope.depends_on_length)
     a_token = 2 * size * spec.hidden_size * SUM_BYTES + 2 * (gathered_width(spec) + rotated) * item_bytes
-    return tokens * a_token + max(max_num_seqs, MIN_OUTPUTS) * spec.vocab_size * item_bytes
+    return tokens * a_token
 
 
 def _normed_over(layer: LayerSpec) -> Iterator[int]:

@@ -181,6 +181,10 @@ class DevicePass:
         """See `ForwardPass`."""
         return Value(x.settled.clamp(-bound, bound))
 
+    def of_stage_before(self, width: int) -> Value:
+        """See `ForwardPass`."""
+        raise AssertionError(f"{width} numbers of a stage before: stages run compiled programs")
+
     def of_all_ranks(self, x: Value, kept: Kept) -> Value:
         """See `ForwardPass`. There are no others."""
         assert kept.is_all, kept

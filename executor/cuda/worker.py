@@ -187,6 +187,10 @@ class DeviceWorker:
             return False
         return isinstance(error, (*self._device.errors, torch.AcceleratorError, TablesDiffer))
 
+    def waits_for(self, plan: StepPlan) -> bool:
+        """What a step draws is on the device, where the next one finds it."""
+        return False
+
     @torch.inference_mode()
     def begin(self, plan: StepPlan) -> Pending:
         """See `StepWorker.begin`. A step for which memory runs out is computed in parts, and waited for."""

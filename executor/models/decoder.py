@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
+from quintet.executor.cards.names import Names
+from quintet.executor.cards.share import Share
 from quintet.executor.cards.spec import DecoderSpec
 from quintet.executor.layers.attention import AttentionLayer
 from quintet.executor.layers.linear import Embedding, Linear, Part
@@ -38,7 +40,14 @@ class Decoder:
             self.weights.aliases[f"{names.embedding}.weight"] = f"{names.head}.weight"
         self.vocab_size = spec.vocab_size
         scope = Scope(setting, self.weights, names, spec.hidden_size)
-        self._declare_ends(scope, spec)
+        self._hidden_size = spec.hidden_size
+        self._is_first, self._is_last = setting.share.is_first, setting.share.is_last
+        if self._is_last:
+            self._declare_end(scope, spec)
+        if self._is_first:
+            self._declare_beginning(scope, spec)
+        if setting.share.stages > 1:
+            self.weights.elsewhere.update(_elsewhere(names, setting.share, len(spec.layers)))
         attentions: list[AttentionLayer] = []
         self._layers = [
             Layer(
@@ -49,25 +58,34 @@ class Decoder:
                 layer,
             )
             for index, layer in enumerate(spec.layers)
+            if setting.share.has_layer(index)
         ]
         self.attentions: Sequence[AttentionLayer] = attentions
         self.ropes = [Rope(rope, setting.device) for rope in spec.ropes]
 
-    def _declare_ends(self, scope: Scope, spec: DecoderSpec) -> None:
-        """Declare what is before and behind the layers."""
+    def _declare_end(self, scope: Scope, spec: DecoderSpec) -> None:
+        """Declare what is behind the layers."""
         names, hidden, width = spec.names, spec.hidden_size, spec.embedding_width or spec.hidden_size
         head = Part(
             names.embedding if spec.tied else names.head, spec.vocab_size, unit_rows=spec.normalised_head
         )
         head = head.keeping(scope.share.of(spec.vocab_size))
         self._head = scope.linear([head], width, biased=spec.head_bias, is_output_layer=True)
-        shared = self._head if spec.tied and not spec.normalised_head and scope.share.is_all else None
-        self._embedding = Embedding(self.weights, names.embedding, spec.vocab_size, width, shared)
-        self._project_in: Linear | None = None
         self._project_out: Linear | None = None
         if spec.embedding_width is not None:
-            self._project_in = scope.linear([scope.part(names.project_in, hidden)], width)
             self._project_out = scope.linear([scope.part(names.project_out, width)], hidden)
+        self._norm = scope.norm(spec.final_norm, names.final_norm)
+        self._logit_scale, self._logit_softcap = spec.logit_scale, spec.logit_softcap
+
+    def _declare_beginning(self, scope: Scope, spec: DecoderSpec) -> None:
+        """Declare what is before the layers."""
+        names, hidden, width = spec.names, spec.hidden_size, spec.embedding_width or spec.hidden_size
+        is_shared = spec.tied and not spec.normalised_head and scope.share.is_all and self._is_last
+        shared = self._head if is_shared else None
+        self._embedding = Embedding(self.weights, names.embedding, spec.vocab_size, width, shared)
+        self._project_in: Linear | None = None
+        if spec.embedding_width is not None:
+            self._project_in = scope.linear([scope.part(names.project_in, hidden)], width)
         # Rounded, as by whoever keeps it beside the weights.
         self._scale = float(torch.tensor(spec.embedding_scale, dtype=self.weights.dtype))
         self._offset, self._positions = 0, None
@@ -80,11 +98,16 @@ class Decoder:
                 else self.weights.tensor(f"{names.positions}.weight", rows, hidden)
             )
         self._embedding_norm = scope.norm(spec.embedding_norm, names.embedding_norm)
-        self._norm = scope.norm(spec.final_norm, names.final_norm)
-        self._logit_scale, self._logit_softcap = spec.logit_scale, spec.logit_softcap
 
     def forward(self, ops: ForwardPass[ValueT]) -> ValueT:
         """See `CausalModel.forward`."""
+        x = self._begin(ops) if self._is_first else ops.of_stage_before(self._hidden_size)
+        for layer in self._layers:
+            x = layer(ops, x)
+        return x
+
+    def _begin(self, ops: ForwardPass[ValueT]) -> ValueT:
+        """Return what the first layer reads."""
         x = ops.embedding(self._embedding)  # [T, embedding width]
         if self._scale != 1.0:
             x = ops.scale(x, self._scale)
@@ -94,8 +117,6 @@ class Decoder:
             x = ops.add_positions(x, self._positions, self._offset)
         if self._embedding_norm is not None:
             x = ops.norm(x, self._embedding_norm)
-        for layer in self._layers:
-            x = layer(ops, x)
         return x
 
     def logits(self, ops: ForwardPass[ValueT], hidden: ValueT) -> ValueT:
@@ -107,6 +128,14 @@ class Decoder:
         if self._logit_scale != 1.0:
             logits = ops.scale(logits, self._logit_scale)
         return logits if self._logit_softcap is None else ops.softcap(logits, self._logit_softcap)
+
+
+def _elsewhere(names: Names, share: Share, num_layers: int) -> set[str]:
+    """Return what the names begin with of what other stages have. A tied embedding is read by both ends."""
+    before = (names.embedding, names.positions, names.embedding_norm, names.project_in)
+    behind = (names.head, names.final_norm, names.project_out)
+    found = {names.layer.format(layer=index) for index in range(num_layers) if not share.has_layer(index)}
+    return found.union(() if share.is_first else before, () if share.is_last else behind)
 
 
 def sinusoids(rows: int, width: int) -> torch.Tensor:

@@ -65,6 +65,9 @@ class ForwardPass(Protocol[ValueT]):
     def columns(self, x: ValueT, begin: int, width: int) -> ValueT:
         """Return numbers ``[begin, begin + width)`` of each row: a view, that costs nothing."""
 
+    def of_stage_before(self, width: int) -> ValueT:
+        """Return what the stage before this process's has computed of each of the step's tokens."""
+
     def of_all_ranks(self, x: ValueT, kept: Kept) -> ValueT:
         """Return what all ranks have, side by side, where ``x`` is this one's: columns ``kept`` of it. Read once, and soon."""
 

@@ -34,7 +34,10 @@ def main() -> None:
     parser.add_argument("--index", type=int, required=True, help="seat of the executor")
     parser.add_argument("--epoch", type=int, required=True, help="how often that seat has been filled")
     parser.add_argument("--rank", type=int, required=True, help="which rank, from 1")
-    parser.add_argument("--memory", type=int, required=True, help="descriptor of the memory that ranks share")
+    parser.add_argument("--groups", default="", help="descriptors of the memory of each stage's ranks")
+    parser.add_argument(
+        "--links", default="", help="descriptors of the memory between each stage and the next"
+    )
     parser.add_argument("--parent", type=int, required=True, help="process id of rank 0")
     arguments = parser.parse_args()
     die_with_parent()
@@ -48,7 +51,8 @@ def main() -> None:
     log = configure_logging(f"{me}.rank{arguments.rank}", config.log_level)
     try:
         config = take_share(me.index, config, arguments.rank)
-        importlib.import_module(FOLLOWING).follow_for_ever(config, arguments.memory, arguments.rank)
+        descriptors = (_numbers(arguments.groups), _numbers(arguments.links))
+        importlib.import_module(FOLLOWING).follow_for_ever(config, *descriptors, arguments.rank)
     except Exception as error:
         is_config = isinstance(error, ConfigError)
         words = str(error) if is_config else f"{type(error).__name__}: {error}"
@@ -57,6 +61,10 @@ def main() -> None:
         if not is_config:
             log.critical("died of %s", type(error).__name__, exc_info=True)
         sys.exit(EXIT_CONFIG if is_config else 1)
+
+
+def _numbers(words: str) -> tuple[int, ...]:
+    return tuple(int(word) for word in words.split(",") if word)
 
 
 if __name__ == "__main__":

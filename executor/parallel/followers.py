@@ -39,9 +39,12 @@ class Followers:
         self._config = config
         self._me = me
         self._is_closing = False
-        self.descriptor = os.memfd_create("quintet-ranks")
-        """Of the memory that all ranks share; see `quintet.executor.parallel.ranks`."""
-        self._processes = {rank: self._start(rank) for rank in range(1, config.executor.tensor_parallel_size)}
+        size, stages = config.executor.tensor_parallel_size, config.executor.pipeline_parallel_size
+        self.groups = tuple(os.memfd_create("quintet-ranks") for _ in range(stages if size > 1 else 0))
+        """Descriptors of the memory that ranks of a stage share, of each stage; see `quintet.executor.parallel.ranks`."""
+        self.links = tuple(os.memfd_create("quintet-link") for _ in range(stages if stages > 1 else 0))
+        """Of that between each stage and the next; see `quintet.executor.parallel.links`."""
+        self._processes = {rank: self._start(rank) for rank in range(1, config.executor.num_ranks)}
         for rank, process in self._processes.items():
             threading.Thread(
                 target=self._watch, args=(rank, process), name=f"rank {rank}", daemon=True
@@ -49,16 +52,17 @@ class Followers:
 
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
         seat = ["--index", str(self._me.index), "--epoch", str(self._me.epoch), "--rank", str(rank)]
-        memory = ["--memory", str(self.descriptor), "--parent", str(os.getpid())]
+        memory = [f"--groups={','.join(map(str, self.groups))}", f"--links={','.join(map(str, self.links))}"]
+        parent = ["--parent", str(os.getpid())]
         with (
             tempfile.TemporaryFile() as written
         ):  # not the run folder's, which a recording that is played has no more
             written.write(msgspec.json.encode(self._config))
             written.seek(0)
             return subprocess.Popen(
-                [sys.executable, "-P", "-m", MODULE, *seat, *memory],
+                [sys.executable, "-P", "-m", MODULE, *seat, *memory, *parent],
                 stdin=written,
-                pass_fds=[self.descriptor],
+                pass_fds=[*self.groups, *self.links],
                 process_group=0,
             )
 
@@ -83,7 +87,8 @@ class Followers:
             process.kill()
         for process in self._processes.values():
             process.wait()
-        os.close(self.descriptor)
+        for descriptor in (*self.groups, *self.links):
+            os.close(descriptor)
 
 
 def ending(status: int) -> str:

@@ -1,59 +1,176 @@
-"""What a rank that is not the first does all its life: whatever rank 0 tells it, over the step that rank 0 shows it."""
+"""What a rank that is not the first does all its life: whatever it is told, over the step that it is shown.
+
+Those of the first stage, and all but the first rank of another, are told by the first rank of their stage; that of a later stage
+is told by the stage before.
+"""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 
-import numpy as np
-import torch
-
+from quintet.executor.cards.share import Share
 from quintet.executor.features.kv_offload import HostBlocks
-from quintet.executor.parallel.boot import open_ranks
-from quintet.executor.parallel.library import OrderKind
-from quintet.executor.parallel.ranks import Ranks
+from quintet.executor.loading import load_model
+from quintet.executor.ops.huge_pages import HugePages
+from quintet.executor.parallel.boot import open_links, open_ranks, share_of_rank
+from quintet.executor.parallel.host_blocks import HostBlocksOfAllRanks
+from quintet.executor.parallel.library import Note, OrderKind
+from quintet.executor.parallel.links import Links, Part
+from quintet.executor.parallel.ranks import PAIR_BYTES, Ranks
 from quintet.executor.platforms.platform import Platform, open_platform
-from quintet.executor.program.runner import ProgramRunner
-from quintet.executor.worker import CHORE_S, load_model, make_runner, num_blocks_of
+from quintet.executor.program.stage import Stage
+from quintet.executor.program.step import Step
+from quintet.executor.worker import CHORE_S, make_stage
 from quintet.process.runtime import give_back_memory
 from quintet.wire.config import EngineConfig
 
+PROGRESS_EVERY_S = 0.2
+"""How often a stage says how far it has come."""
 
-def follow_for_ever(config: EngineConfig, descriptor: int, rank: int) -> None:
-    """Be a rank whose process has taken its processors, until it is killed. descriptor: of the memory that all share."""
-    platform = open_platform(config.executor)
-    for _ in follow(config, platform, open_ranks(config, descriptor, rank)):
+
+def follow_for_ever(config: EngineConfig, groups: Sequence[int], links: Sequence[int], rank: int) -> None:
+    """Be a rank whose process has taken its processors, until it is killed. groups, links: see `Followers`."""
+    platform, share = open_platform(config.executor), share_of_rank(config, rank)
+    group = open_ranks(config, groups[share.stage], rank) if groups else None
+    if share.rank == 0:
+        for _ in be_a_stage(config, platform, share, group, open_links(config, links, share.stage)):
+            pass
+    assert group is not None, "a rank that is not the first of its stage"
+    for _ in follow(config, platform, group):
         pass
 
 
 def follow(config: EngineConfig, platform: Platform, ranks: Ranks) -> Iterator[OrderKind]:
     """Load the rank's share, say so, and carry out orders for ever; yield what each was. config: with the rank's threads."""
     model = load_model(config, platform, share=ranks.share)
-    runner = make_runner(model, config, platform, num_blocks_of(config), ranks=ranks)
-    assert isinstance(runner, ProgramRunner), runner
-    gc.freeze()
-    give_back_memory()
+    stage = make_stage(model, config, platform, ranks.share, ranks)
+    step = _step_of(stage, config)
+    pages, host_blocks = model.weights.reservation, _host_blocks(stage, config)
+    _settle(ranks, pages)
     ranks.done()
-    pages, num_host_blocks = model.weights.reservation, config.model.kv.num_blocks(config.cache.swap_bytes)
-    host_blocks = HostBlocks(runner.blocks, num_host_blocks)
     while True:
-        order = ranks.hear(runner.step_address)
+        order = ranks.hear(step.address)
         kind = OrderKind(order.kind)
         match kind:
             case OrderKind.RUN:
-                runner.run_told(order.begin, order.end, order.length)
+                stage.run_told(step.address, order.begin, order.end, order.length)
             case OrderKind.COPY_BLOCKS:
-                pairs = np.frombuffer(ranks.mail(order), np.int32).reshape(-1, 2).astype(np.int64)
-                runner.copy_blocks(*(torch.from_numpy(column.copy()) for column in pairs.T))
+                stage.copy_told(ranks.mail(order))
             case OrderKind.SWAP_OUT:
                 host_blocks.copy_out(ranks.mail(order))
             case OrderKind.SWAP_IN:
                 host_blocks.copy_in(ranks.mail(order))
             case OrderKind.EMBEDS:
-                runner.put_told(ranks.mail(order))
+                stage.put_told(ranks.mail(order))
             case OrderKind.CHORE:
                 pass
         ranks.done()
-        if kind is OrderKind.CHORE and pages is not None and pages.is_scattered:
-            pages.gather(CHORE_S)  # behind it: rank 0 does its own meanwhile
+        if kind is OrderKind.CHORE:
+            _do_chore(pages)  # behind it: rank 0 does its own meanwhile
+            ranks.note(Note.CHORES, _has_chores(pages))
         yield kind
+
+
+def be_a_stage(
+    config: EngineConfig, platform: Platform, share: Share, group: Ranks | None, links: Links
+) -> Iterator[OrderKind]:
+    """Be the first rank of a stage that is not the first, likewise. group: the stage's ranks, where there are others."""
+    model = load_model(config, platform, share=share)
+    stage = make_stage(model, config, platform, share, group)
+    step, pages = _step_of(stage, config), model.weights.reservation
+    before, behind = links.before, links.behind
+    tellers = [each for each in (group, None if share.is_last else behind) if each is not None]
+    host_blocks = HostBlocksOfAllRanks(_host_blocks(stage, config), tellers)
+    for each in tellers:
+        each.wait_for_all()
+    _settle(before, pages)
+    is_over = threading.Event()
+    noting = (before, tellers, stage, pages, is_over)
+    threading.Thread(target=_note_for_ever, args=noting, name="progress", daemon=True).start()
+    before.done()
+    try:
+        while True:
+            order = before.hear(step.address)
+            kind = OrderKind(order.kind)
+            match kind:
+                case OrderKind.RUN:
+                    _run(stage, step, links, order.begin, order.end, order.length)
+                case OrderKind.COPY_BLOCKS:
+                    if not share.is_last:
+                        behind.tell_mail(kind, before.mail(order), PAIR_BYTES)
+                    stage.copy_told(before.mail(order))
+                case OrderKind.SWAP_OUT:
+                    host_blocks.copy_out(before.mail(order))
+                case OrderKind.SWAP_IN:
+                    host_blocks.copy_in(before.mail(order))
+                case OrderKind.CHORE:
+                    for each in tellers:
+                        each.tell_chore()
+                case OrderKind.EMBEDS:
+                    raise AssertionError("vectors of tokens are the first stage's")
+            before.done()
+            if kind is OrderKind.CHORE:
+                _do_chore(pages)
+            yield kind
+    finally:
+        is_over.set()
+
+
+def _run(stage: Stage, step: Step, links: Links, begin: int, end: int, length: int) -> None:
+    """Run parts of a step, and tell the next stage to."""
+    assert stage.given is not None, stage.share
+    before, behind, width, count = links.before, links.behind, stage.given.shape[1], step.c.num_tokens
+    is_new = begin == Part.LAYERS
+    if is_new:
+        stage.wait_for_ranks()  # who still read the last step's
+        stage.given[:count].copy_(before.payload(width, stage.dtype)[:count])
+    first = 0 if is_new else stage.layers_end
+    last = stage.end if end == Part.END else stage.layers_end
+    if first < last:
+        stage.rotations.reach(length)
+        stage.run(step.address, first, last, length)
+    behind.make_room()
+    if stage.logits is not None:
+        outputs = step.c.num_outputs
+        behind.payload(stage.logits.shape[1], stage.dtype)[:outputs].copy_(stage.logits[:outputs])
+        behind.tell_done()
+        return
+    if is_new:
+        behind.payload(width, stage.dtype)[:count].copy_(stage.hidden[:count])
+    behind.tell_run(step.address, begin, end, length)
+
+
+def _step_of(stage: Stage, config: EngineConfig) -> Step:
+    step = Step(stage.library, stage.max_tokens, config.scheduler.max_num_seqs)
+    step.c.rotations, step.c.marks = stage.rotations.address, None
+    return step
+
+
+def _host_blocks(stage: Stage, config: EngineConfig) -> HostBlocks:
+    return HostBlocks(stage.blocks, config.model.kv.num_blocks(config.cache.swap_bytes))
+
+
+def _settle(ranks: Ranks, pages: HugePages | None) -> None:
+    gc.freeze()
+    give_back_memory()
+    ranks.note(Note.CHORES, _has_chores(pages))
+
+
+def _has_chores(pages: HugePages | None) -> bool:
+    return pages is not None and pages.is_scattered
+
+
+def _do_chore(pages: HugePages | None) -> None:
+    if pages is not None and pages.is_scattered:
+        pages.gather(CHORE_S)
+
+
+def _note_for_ever(
+    before: Ranks, tellers: list[Ranks], stage: Stage, pages: HugePages | None, is_over: threading.Event
+) -> None:
+    """Say what this stage and those behind it have done, and whether one of them has chores left."""
+    while not is_over.wait(PROGRESS_EVERY_S):
+        before.note(Note.PROGRESS, stage.work_done + sum(each.noted(Note.PROGRESS) for each in tellers))
+        before.note(Note.CHORES, _has_chores(pages) + sum(each.noted(Note.CHORES) for each in tellers))

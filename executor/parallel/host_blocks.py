@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from quintet.executor.features.kv_offload import HostBlocks
 from quintet.executor.parallel.library import OrderKind
 from quintet.executor.parallel.ranks import PAIR_BYTES, Ranks
@@ -10,19 +12,22 @@ from quintet.executor.parallel.ranks import PAIR_BYTES, Ranks
 class HostBlocksOfAllRanks:
     """The `HostBlocks` of rank 0, which has the others copy theirs at the same time."""
 
-    def __init__(self, own: HostBlocks, ranks: Ranks) -> None:
+    def __init__(self, own: HostBlocks, tellers: Sequence[Ranks]) -> None:
+        """tellers: by which this rank tells others: those of its stage, and the next stage."""
         self._own = own
-        self._ranks = ranks
+        self._tellers = tellers
         self.num_blocks = own.num_blocks
 
     def copy_out(self, pairs: bytes) -> None:
         """See `HostBlocks.copy_out`."""
-        self._ranks.tell_mail(OrderKind.SWAP_OUT, pairs, PAIR_BYTES)
+        for teller in self._tellers:
+            teller.tell_mail(OrderKind.SWAP_OUT, pairs, PAIR_BYTES)
         self._own.copy_out(pairs)
 
     def copy_in(self, pairs: bytes) -> None:
         """See `HostBlocks.copy_in`."""
-        self._ranks.tell_mail(OrderKind.SWAP_IN, pairs, PAIR_BYTES)
+        for teller in self._tellers:
+            teller.tell_mail(OrderKind.SWAP_IN, pairs, PAIR_BYTES)
         self._own.copy_in(pairs)
 
     def measure(self) -> int:

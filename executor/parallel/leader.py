@@ -2,17 +2,46 @@
 
 from __future__ import annotations
 
-from quintet.executor.parallel.boot import open_ranks
+import time
+
+from quintet.executor.interface import StepWorker
+from quintet.executor.loading import load_model
+from quintet.executor.parallel.boot import open_links, open_ranks, share_of_rank
 from quintet.executor.parallel.followers import Followers
-from quintet.executor.worker import Worker, make_torch_worker
-from quintet.process.trace import Span
+from quintet.executor.parallel.links import Links
+from quintet.executor.parallel.pipeline import Pipeline
+from quintet.executor.parallel.pipeline_worker import PipelineWorker
+from quintet.executor.parallel.ranks import Ranks
+from quintet.executor.platforms.platform import open_platform
+from quintet.executor.worker import facts_of, make_stage, make_torch_worker, num_blocks_of
+from quintet.process.trace import Span, no_span
 from quintet.wire.config import EngineConfig
 
 
-def make_leading_worker(config: EngineConfig, span: Span, followers: Followers) -> Worker:
+def make_leading_worker(config: EngineConfig, span: Span, followers: Followers) -> StepWorker:
     """Load rank 0's share while the others load theirs; return when all are there."""
-    ranks = open_ranks(config, followers.descriptor, 0)
-    worker = make_torch_worker(config, span, ranks)
-    ranks.wait_for_all()
+    group = open_ranks(config, followers.groups[0], 0) if followers.groups else None
+    if followers.links:
+        return make_pipeline_worker(config, group, open_links(config, followers.links, 0), span)
+    assert group is not None, "one process has no followers"
+    worker = make_torch_worker(config, span, group)
+    group.wait_for_all()
     worker.facts["ranks"] = str(config.executor.tensor_parallel_size)
+    return worker
+
+
+def make_pipeline_worker(
+    config: EngineConfig, group: Ranks | None, links: Links, span: Span = no_span
+) -> PipelineWorker:
+    """Likewise, of a model whose layers are in stages. group: the ranks of the first one, where there are others."""
+    begun, platform = time.monotonic(), open_platform(config.executor)
+    share = share_of_rank(config, 0)
+    model = load_model(config, platform, share=share)
+    stage = make_stage(model, config, platform, share, group)
+    pipeline = Pipeline(stage, config, links)
+    facts = facts_of(config, platform, model.weights.num_bytes, begun)
+    num_blocks, pages = num_blocks_of(config), model.weights.reservation
+    worker = PipelineWorker(pipeline, links, group, config, num_blocks, facts, span, pages)
+    pipeline.wait_for_stages()
+    worker.facts["ranks"] = f"{share.stages} stages of {share.size}"
     return worker

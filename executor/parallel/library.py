@@ -27,6 +27,15 @@ class OrderKind(IntEnum):
     """What a worker does while nobody waits."""
 
 
+class Note(IntEnum):
+    """What a rank says of itself; ``qt::Note``."""
+
+    PROGRESS = 0
+    """Work that it has done so far: standing still means hanging."""
+    CHORES = 1
+    """Whether it has chores left."""
+
+
 class CRanksShape(ctypes.Structure):
     """Field by field ``qt::RanksShape``; its comments say what each is."""
 
@@ -43,6 +52,8 @@ class CRanksShape(ctypes.Structure):
         ("logits_row_bytes", _SIZE),
         ("rotated_row_bytes", _SIZE),
         ("gathered_row_bytes", _SIZE),
+        ("depth", _SIZE),
+        ("payload_bytes", _SIZE),
     )
 
 
@@ -75,6 +86,11 @@ class RanksLibrary:
         self.wait_for_all = declare(library, "qt_ranks_wait_for_all", a)
         self.logits = declare(library, "qt_ranks_logits", a, result=a)
         self.rotated = declare(library, "qt_ranks_rotated", a, result=a)
+        self.make_room = declare(library, "qt_ranks_make_room", a)
+        self.wait_for_told = declare(library, "qt_ranks_wait_for_told", a, n)
+        self.note = declare(library, "qt_ranks_note", a, n, ctypes.c_uint64)
+        self.noted = declare(library, "qt_ranks_noted", a, n, result=ctypes.c_uint64)
+        self.payload = declare(library, "qt_ranks_payload", a, result=a)
         self.mail = declare(library, "qt_ranks_mail", a, result=a)
         self.mail_ints = int(declare(library, "qt_ranks_mail_ints", result=n)())
         self.sums = declare(library, "qt_ranks_sums", a, n, n, result=a)

@@ -14,8 +14,9 @@ import torch
 
 from quintet.executor.cards.share import Share, gathered_width
 from quintet.executor.cards.spec import DecoderSpec
+from quintet.executor.memory import lazy_zeros
 from quintet.executor.ops.host_library import open_library
-from quintet.executor.parallel.library import COrder, CRanksShape, OrderKind, RanksLibrary
+from quintet.executor.parallel.library import COrder, CRanksShape, Note, OrderKind, RanksLibrary
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError
 
@@ -61,6 +62,27 @@ class Ranks:
         address = self.library.gathered(self.handle, turn, width * dtype.itemsize)
         return self._rows(address, self.shape.max_tokens, width, dtype)
 
+    def payload(self, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return rows of ``width`` numbers in what comes with the order that rank 0 tells next, or that another has heard."""
+        rows = self.shape.payload_bytes // (width * dtype.itemsize)
+        return self._rows(self.library.payload(self.handle), rows, width, dtype)
+
+    def make_room(self) -> None:
+        """Rank 0: wait until there is room for another order, and so for its payload."""
+        self.library.make_room(self.handle)
+
+    def wait_for_told(self, orders: int) -> None:
+        """Wait until so many orders were told, and take none. From any thread; others run meanwhile."""
+        self.library.wait_for_told(self.handle, orders)
+
+    def note(self, what: Note, value: int) -> None:
+        """Say something of this rank, for the others to look at. From any thread."""
+        self.library.note(self.handle, what, value)
+
+    def noted(self, what: Note) -> int:
+        """Return the sum of what the others say. From any thread."""
+        return int(self.library.noted(self.handle, what))
+
     def _rows(self, address: int, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         offset = address - self._address
         flat = torch.frombuffer(self._memory, dtype=dtype, count=rows * width, offset=offset)
@@ -81,6 +103,10 @@ class Ranks:
             part = mail[begin : begin + most]
             ctypes.memmove(self.library.mail(self.handle), part, len(part))
             self._tell(kind, len(part))
+
+    def tell_done(self) -> None:
+        """Say that a step is done: what it gave is the payload."""
+        self._tell(OrderKind.RUN, 0)
 
     def tell_chore(self) -> None:
         """Have the others do a chore."""
@@ -117,10 +143,11 @@ def vector_records(width: int, dtype: torch.dtype) -> np.dtype[np.void]:
 def shape_of(config: EngineConfig, spec: DecoderSpec, max_outputs: int, item_bytes: int) -> CRanksShape:
     """Return what the ranks of a model need room for."""
     scheduler, model = config.scheduler, config.model
+    max_tokens = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
     by_token = (rope.rotary_dim for rope in spec.ropes if rope.depends_on_length)
     return CRanksShape(
         ranks=config.executor.tensor_parallel_size,
-        max_tokens=max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs),
+        max_tokens=max_tokens,
         max_rows=scheduler.max_num_seqs,
         max_outputs=max_outputs,
         tables=len(model.kv.groups),
@@ -131,4 +158,15 @@ def shape_of(config: EngineConfig, spec: DecoderSpec, max_outputs: int, item_byt
         logits_row_bytes=model.vocab_size * item_bytes,
         rotated_row_bytes=2 * sum(by_token) * item_bytes,
         gathered_row_bytes=gathered_width(spec) * item_bytes,
+        depth=1,
+        payload_bytes=max_tokens * spec.hidden_size * item_bytes
+        if config.executor.pipeline_parallel_size > 1
+        else 0,
     )
+
+
+def input_place(max_tokens: int, width: int, dtype: torch.dtype, ranks: Ranks | None) -> torch.Tensor:
+    """Return where a stage reads what the stage before has computed, ``[max_tokens, width]``: all its ranks read it there."""
+    if ranks is not None:
+        return ranks.payload(width, dtype)
+    return lazy_zeros((max_tokens, width), dtype, torch.device("cpu"))

@@ -23,7 +23,7 @@ def take_share(index: int, config: EngineConfig, rank: int = 0) -> EngineConfig:
     To be called before anything computes or looks for a device. An engine that was added to those the server began with
     shares processors with one of them; a GPU is never shared.
     """
-    num_engines, num_ranks = config.processes.engines, config.executor.tensor_parallel_size
+    num_engines, num_ranks = config.processes.engines, config.executor.num_ranks
     if config.executor.kind == "mock" or (num_engines == num_ranks == 1 and index == 0):
         return config
     if config.executor.device == "cuda":

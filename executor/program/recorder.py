@@ -24,7 +24,7 @@ from quintet.executor.ops.activation import ACTIVATION_CODES
 from quintet.executor.ops.host_attention import c_attention, query_width
 from quintet.executor.ops.host_dtypes import FLOAT_CODES
 from quintet.executor.parallel.operations import RankOperations
-from quintet.executor.parallel.ranks import Ranks
+from quintet.executor.parallel.ranks import Ranks, input_place
 from quintet.executor.program.library import ProgramLibrary
 from quintet.executor.program.places import Lifetimes, Places, fuse
 from quintet.executor.program.states import StateOperations
@@ -93,7 +93,10 @@ class Recorder:
         """What values lie in: must live as long as the program is run."""
         self.embedded: Value | None = None
         """What the embedding makes: there until the operation behind it."""
+        self.given: Value | None = None
+        """What the stage before has computed; None in the first stage."""
         self.handle = library.new()
+        self._input = partial(input_place, max_tokens, dtype=dtype, ranks=ranks)
         self._ranks = None if ranks is None else RankOperations(ranks, self.handle, dtype, max_tokens)
         self._states = StateOperations(library, self.handle, partial(kv.place, state=True), self._code)
 
@@ -115,6 +118,12 @@ class Recorder:
 
         self.embedded = y
         return self._append("embedding", emit, (), y)
+
+    def of_stage_before(self, width: int) -> Value:
+        """See `ForwardPass`. Nothing is written over it: other ranks read it too."""
+        self.given = Value(width, Extent.TOKENS, self._input(width))
+        self.keep(self.given)
+        return self.given
 
     def norm(self, x: Value, norm: Norm) -> Value:
         """See `ForwardPass`."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quintet.executor.batch import Rows
+from quintet.executor.batch import Int, Rows
 from quintet.executor.program.library import ProgramLibrary
 from quintet.executor.sampling.settings import Settings
 from quintet.executor.slots import SlotTables
@@ -111,6 +112,17 @@ class Step:
                 f" step has at most {self.c.max_rows} rows and {self.c.max_tokens} tokens"
             )
         return length
+
+    @contextmanager
+    def asking_for(self, tokens: Int) -> Iterator[None]:
+        """Want the logits of other tokens of the step, by index among them, for as long as this lasts."""
+        c, tokens = self.c, np.ascontiguousarray(tokens)
+        own = c.output_tokens
+        try:
+            c.num_outputs, c.output_tokens = len(tokens), tokens.ctypes.data
+            yield
+        finally:
+            c.output_tokens = own  # whatever a signal's handler raises: the next plan is written there
 
     def outline(self, starts: Sequence[int], counts: Sequence[int]) -> None:
         """Describe rows that all draw, in the first slots, without any of their tokens: for `ProgramRunner.balance` alone."""

@@ -88,9 +88,13 @@ class Sampler:
         """Return whether these rows ask, in this step, for more than draws from the model's own logits, masked or not."""
         if not self._num_wanting:
             return False
+        return bool((self._wants_now(rows) & self._beyond_drawing).any()) or self.reports_prompt(rows)
+
+    def reports_prompt(self, rows: Rows) -> bool:
+        """Return whether these rows ask for log-probabilities of prompt tokens that this step makes known."""
+        if not self._num_wanting:
+            return False
         wants = self._wants[rows.slots]
-        if (self._wants_now(rows) & self._beyond_drawing).any():
-            return True
         is_in_prompt = rows.starts + 1 < self._tables.num_prompt_tokens[rows.slots]
         return bool((is_in_prompt & (wants & self._reports_prompt != 0)).any())
 

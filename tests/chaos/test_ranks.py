@@ -21,9 +21,11 @@ pytestmark = pytest.mark.whole
 """What a rank's death does to the others is seen in `tests.executor.test_rank_processes` as well, without a server."""
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[(2, 1), (4, 1), (1, 2), (2, 2)], ids="{0[0]} x {0[1]}".format)
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    ranks = ("--tensor-parallel-size", str(request.param), "--threads", "1")
+    """Ranks of one stage, two stages, and two of two."""
+    size, stages = map(str, request.param)
+    ranks = ("--tensor-parallel-size", size, "--pipeline-parallel-size", stages, "--threads", "1")
     with serve(*little_memory("model", 8), *COMMON, *ranks) as server:
         yield server
 

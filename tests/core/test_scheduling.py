@@ -58,6 +58,18 @@ def test_budget_is_shared_and_decoding_comes_first() -> None:
     assert rows(world, world.plan()) == {1: 1, 2: 1, 3: 14}
 
 
+def test_steps_of_several_stages_take_turns() -> None:
+    """Of five requests that decode a step has at most three, and none that the step before has drawn for."""
+    world = World(depth=3, stages=2)
+    for request_id in range(1, 6):
+        world.admit(request_id, distinct(4, 10 * request_id), ignore_eos=True)
+    assert set(rows(world, world.plan())) == {1, 2, 3, 4, 5}
+    assert world.plan() is None, "all are being drawn for"
+    world.commit()
+    turns = [set(rows(world, world.plan())) for _ in range(3)]
+    assert turns == [{1, 2, 3}, {4, 5}, {1, 2, 3}]
+
+
 def test_long_prompts_share_only_while_others_live() -> None:
     world = World(long_prefill_token_threshold=10, depth=1)
     world.admit(1, distinct(40))

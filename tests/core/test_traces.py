@@ -19,6 +19,12 @@ def test_random_trace(seed: int, depth: int) -> None:
     assert_served(*random_trace(seed, 250, depth))
 
 
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("seed", range(8))
+def test_random_trace_in_stages(seed: int, stages: int) -> None:
+    assert_served(*random_trace(seed, 250, stages + 1, num_host_blocks=20 * (seed % 2), stages=stages))
+
+
 @pytest.mark.parametrize("num_host_blocks", [1, 5, 100])
 @pytest.mark.parametrize("seed", range(30))
 def test_random_trace_with_host_memory(seed: int, num_host_blocks: int) -> None:

@@ -72,6 +72,7 @@ def random_world(
     fault: Fault = no_fault,
     num_host_blocks: int = 0,
     groups: Sequence[KvGroup] = PLAIN,
+    stages: int = 1,
 ) -> World:
     """Make a world whose blocks, slots or budget are too few for comfort; blocks, where there is host memory too."""
     num_blocks = rng.choice([12, 20, 40, 100])
@@ -81,6 +82,7 @@ def random_world(
         groups=list(groups),
         fault=fault,
         depth=depth,
+        stages=stages,
         num_host_blocks=num_host_blocks,
         num_blocks=min(num_blocks, 16) if num_host_blocks else num_blocks,
         block_size=rng.choice([1, 2, 4, 8]),
@@ -103,6 +105,7 @@ def random_trace(
     num_host_blocks: int = 0,
     *,
     in_groups: bool = False,
+    stages: int = 1,
 ) -> tuple[World, dict[int, Sent]]:
     """Play a trace; return the world, idle again, and what was sent to it.
 
@@ -115,7 +118,7 @@ def random_trace(
             *groups,
             *PLAIN,
         ]  # somebody needs every token: with windows alone, poison may never be computed
-    world = random_world(rng, depth, strike if poisonous else no_fault, num_host_blocks, groups)
+    world = random_world(rng, depth, strike if poisonous else no_fault, num_host_blocks, groups, stages)
     stems = [[rng.randrange(3, 200) for _ in range(40)] for _ in range(3)]
     sent: dict[int, Sent] = {}
     next_id = 1

@@ -28,6 +28,7 @@ from quintet.executor.cuda.boot import make_device_worker
 from quintet.executor.cuda.device import Device
 from quintet.executor.cuda.worker import DeviceWorker
 from quintet.executor.gguf.weights import open_gguf
+from quintet.executor.loading import MODEL_DTYPES as DTYPES
 from quintet.executor.models.model import CausalModel, Setting
 from quintet.executor.models.registry import build_model
 from quintet.executor.quant.formats.registry import recognise
@@ -40,7 +41,7 @@ from quintet.executor.quant.stored import StoredQuantization
 from quintet.executor.weights.file import WeightFile
 from quintet.executor.weights.load import fill_randomly, load_checkpoint, open_files
 from quintet.executor.weights.plan import WeightPlan
-from quintet.executor.worker import DTYPES, make_torch_worker
+from quintet.executor.worker import make_torch_worker
 from quintet.wire.config import EngineConfig
 from quintet.wire.model_files import is_gguf
 from quintet.wire.params import SamplingParams

@@ -73,7 +73,7 @@ def test_engines_of_several_ranks_share_processors_and_memory(
     config = resolution.config
     assert (config.processes.engines, config.executor.tensor_parallel_size) == (2, 2)
     assert 0 < config.cache.memory_bytes < (100 << 20) - config.executor.shared_bytes // 2
-    assert any("--tensor-parallel-size 2 of 2 engines on 3 cores" in note for note in resolution.notes)
+    assert any("2 ranks of 2 engines on 3 cores" in note for note in resolution.notes)
 
 
 def test_weights_that_do_not_fit_are_said_to_be_those_of_a_rank() -> None:
@@ -133,6 +133,53 @@ def test_plan_says_which_experts_each_rank_has(tmp_path: Path, capsys: pytest.Ca
     words = ["plan", str(tmp_path), "--device", "cpu", "--load-format", "dummy", "--enable-expert-parallel"]
     assert cli.main([*words, "--tensor-parallel-size", "2"]) == 0
     assert "1 of 2 KV heads; 3 of 6 experts; " in capsys.readouterr().out
+
+
+def test_stages_have_layers_of_the_model_and_what_is_handed_on_is_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The step's depth follows: one more than there are stages."""
+    write_model(tmp_path, num_hidden_layers=5)
+    words = [
+        "plan",
+        str(tmp_path),
+        "--device",
+        "cpu",
+        "--load-format",
+        "dummy",
+        "--pipeline-parallel-size",
+        "3",
+    ]
+    assert cli.main(words) == 0
+    printed = capsys.readouterr().out
+    assert "stages have       layers 0 to 1, 2 to 3, 4 to 4\n" in printed
+    assert "executor ×1 of 3 stages" in printed
+    one, three = (
+        config_of(tmp_path, 1, pipeline_parallel_size=stages, kv_cache_memory="1MiB") for stages in (1, 3)
+    )
+    assert (one.scheduler.depth, three.scheduler.depth) == (2, 4)
+    assert one.cache == three.cache and one.model.kv == three.model.kv
+    assert (one.executor.shared_bytes, three.executor.shared_bytes > 0) == (0, True)
+    assert (
+        three.executor.num_ranks,
+        config_of(tmp_path, 2, pipeline_parallel_size=3).executor.num_ranks,
+    ) == (3, 6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_hidden_layers": 2}, "has 2 layers, and each stage has at least one; sizes that fit: 1 to 2"),
+        (
+            {"num_hidden_layers": 4, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            "its rotations depend on how long a prompt is",
+        ),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    write_model(tmp_path, **changes)
+    with pytest.raises(ConfigError, match=f"--pipeline-parallel-size 3: .*{words}"):
+        config_of(tmp_path, 1, pipeline_parallel_size=3)
 
 
 @pytest.mark.parametrize(

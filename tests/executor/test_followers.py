@@ -40,7 +40,7 @@ def test_every_ending_has_words(status: int, words: str) -> None:
 
 
 def test_rank_0_ends_with_another(tmp_path: Path) -> None:
-    config = msgspec.json.encode(config_of(tmp_path, tensor_parallel_size=3))
+    config = msgspec.json.encode(config_of(tmp_path, tensor_parallel_size=2, pipeline_parallel_size=2))
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen([sys.executable, "-c", RANK_0], **pipes) as first:
         assert first.stdin is not None and first.stdout is not None
@@ -48,11 +48,11 @@ def test_rank_0_ends_with_another(tmp_path: Path) -> None:
         first.stdin.flush()
         assert first.stdout.readline() == b"started\n"
         ranks = psutil.Process(first.pid).children()
-        assert len(ranks) == 2
-        ranks[1].kill()
+        assert len(ranks) == 3
+        ranks[2].kill()  # of the second stage
         assert first.wait(60) == 1
     words = error_file(tmp_path, WorkerId(Role.EXECUTOR, 3, 7)).read_text()
-    assert words in [f"rank {rank} was killed by SIGKILL; all ranks end with it" for rank in (1, 2)]
+    assert words in [f"rank {rank} was killed by SIGKILL; all ranks end with it" for rank in (1, 2, 3)]
     assert not psutil.wait_procs(ranks, 60)[1], "a rank outlives the first"
 
 

@@ -46,11 +46,11 @@ threading.Event().wait()
 """
 
 
-def config_of(run_dir: Path, size: int, threads: int = 1) -> EngineConfig:
+def config_of(run_dir: Path, size: int, threads: int = 1, stages: int = 1) -> EngineConfig:
     """Of the embedded model."""
     options = Options(
-        device="cpu", tensor_parallel_size=size, threads=threads, max_model_len=256, max_num_seqs=4,
-        kv_cache_memory="4MiB",
+        device="cpu", tensor_parallel_size=size, pipeline_parallel_size=stages, threads=threads,
+        max_model_len=256, max_num_seqs=4, kv_cache_memory="4MiB",
     )  # fmt: skip
     return resolve(options, run_dir, http=False).config
 
@@ -84,6 +84,16 @@ def test_two_processes_draw_what_one_does_and_end_together(tmp_path: Path) -> No
         assert np.allclose(ours, theirs, atol=0.1), "not the same model"
         [rank] = psutil.Process(first.pid).children()
         rank.kill()
+        assert first.wait(60) == 1
+    assert error_file(tmp_path, ME).read_text() == "rank 1 was killed by SIGKILL; all ranks end with it"
+
+
+def test_two_stages_draw_what_one_process_does_and_end_together(tmp_path: Path) -> None:
+    alone = make_torch_worker(config_of(tmp_path, 1)).begin(prompt()).result()
+    with ranks_of(config_of(tmp_path, 1, stages=2)) as (first, together):
+        assert (together.token_ids, together.logprobs) == (alone.token_ids, alone.logprobs)
+        [stage] = psutil.Process(first.pid).children()
+        stage.kill()
         assert first.wait(60) == 1
     assert error_file(tmp_path, ME).read_text() == "rank 1 was killed by SIGKILL; all ranks end with it"
 

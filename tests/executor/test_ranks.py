@@ -19,7 +19,7 @@ from quintet.executor.parallel.boot import DTYPE_BYTES, spec_of
 from quintet.executor.parallel.library import CRanksShape, OrderKind, RanksLibrary
 from quintet.executor.parallel.ranks import Ranks, shape_of
 from quintet.executor.program.library import ProgramLibrary
-from quintet.executor.program.runner import most_outputs
+from quintet.executor.program.stage import most_outputs
 from quintet.executor.program.step import Step
 from quintet.executor.quant.part import Part
 
@@ -77,7 +77,7 @@ def ranks_of(size: int, memory: int | None = None, spins: int = 0) -> list[Ranks
     """All ranks of one memory, in this process."""
     shape = CRanksShape(
         ranks=size, max_tokens=8, max_rows=8, max_outputs=8, tables=1, slots=8, table_stride=4,
-        block_size=16, sums_width=WIDTH, logits_row_bytes=64, rotated_row_bytes=0, gathered_row_bytes=0,
+        block_size=16, sums_width=WIDTH, logits_row_bytes=64, rotated_row_bytes=0, gathered_row_bytes=0, depth=1,
     )  # fmt: skip
     memory = os.memfd_create("ranks") if memory is None else memory
     return [Ranks(memory, Share(rank, size), shape, spins=spins) for rank in range(size)]
@@ -124,8 +124,8 @@ def test_every_rank_adds_all_sums_in_the_order_of_the_ranks(dtype: torch.dtype) 
         assert torch.equal(results[:, rank], expected), rank
 
 
-LINES, LINE_BYTES, MET = 128, 128, 64
-"""Where the numbers of meetings lie: behind the order, in the second half of each rank's line."""
+LINES, LINE_BYTES, MET = 64, 192, 64
+"""Where the numbers of meetings lie: behind the number of orders, in the second part of each rank's line."""
 
 
 @pytest.mark.parametrize("spins", [0, 4000])

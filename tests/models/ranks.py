@@ -12,25 +12,28 @@ from tests.models.equal import BLOCK_SIZE, MAX_MODEL_LEN, NUM_BLOCKS, RUN_DIR, D
 
 from quintet.deploy.resolve.build import resolve
 from quintet.deploy.resolve.flags import Options
-from quintet.executor.parallel.boot import open_ranks
-from quintet.executor.parallel.following import follow
-from quintet.executor.parallel.ranks import Ranks
+from quintet.executor.parallel.boot import open_links, open_ranks, share_of_rank
+from quintet.executor.parallel.following import be_a_stage, follow
+from quintet.executor.parallel.leader import make_pipeline_worker
+from quintet.executor.parallel.library import OrderKind
+from quintet.executor.parallel.pipeline_worker import PipelineWorker
 from quintet.executor.platforms.platform import open_platform
-from quintet.executor.worker import make_torch_worker
-from quintet.wire.config import KvCacheDtype, Quantization
+from quintet.executor.worker import Worker, make_torch_worker
+from quintet.wire.config import EngineConfig, KvCacheDtype, Quantization
 
 
-@contextmanager
-def in_ranks(
+def config_of(
     folder: Path,
     size: int,
-    dtype: Dtype = "float32",
-    quantization: Quantization = "none",
-    kv_cache_dtype: KvCacheDtype = "auto",
-    swap_space: float | None = None,
-    experts: bool = False,
-) -> Iterator[Loaded]:
-    """Load a folder as `quintet serve --tensor-parallel-size` does, and end all ranks behind it. Each has one thread."""
+    stages: int,
+    dtype: Dtype,
+    quantization: Quantization,
+    kv_cache_dtype: KvCacheDtype,
+    swap_space: float | None,
+    *,
+    experts: bool,
+) -> EngineConfig:
+    """Resolve as `quintet serve` does."""
     asked = Options(
         model=str(folder),
         dtype=dtype,
@@ -45,28 +48,64 @@ def in_ranks(
         swap_space=swap_space,
         tensor_parallel_size=size,
         enable_expert_parallel=experts,
+        pipeline_parallel_size=stages,
     )
-    config = with_blocks(resolve(asked, RUN_DIR, http=False).config, NUM_BLOCKS)
-    memory = os.memfd_create("ranks")
+    return with_blocks(resolve(asked, RUN_DIR, http=False).config, NUM_BLOCKS)
+
+
+@contextmanager
+def in_ranks(
+    folder: Path,
+    size: int,
+    dtype: Dtype = "float32",
+    quantization: Quantization = "none",
+    kv_cache_dtype: KvCacheDtype = "auto",
+    swap_space: float | None = None,
+    experts: bool = False,
+    stages: int = 1,
+) -> Iterator[Loaded]:
+    """Load a folder as `quintet serve --tensor-parallel-size --pipeline-parallel-size` does, and end all ranks behind it.
+
+    Each has one thread.
+    """
+    config = config_of(folder, size, stages, dtype, quantization, kv_cache_dtype, swap_space, experts=experts)
+    groups = [os.memfd_create("ranks") for _ in range(stages if size > 1 else 0)]
+    links = [os.memfd_create("links") for _ in range(stages if stages > 1 else 0)]
     platform = open_platform(config.executor)
-    first, *others = (open_ranks(config, memory, rank) for rank in range(size))
     is_over = threading.Event()
 
-    def be_a_rank(ranks: Ranks) -> None:
-        for _ in follow(config, platform, ranks):
+    def orders(rank: int) -> Iterator[OrderKind]:
+        share = share_of_rank(config, rank)
+        group = open_ranks(config, groups[share.stage], rank) if groups else None
+        if share.rank == 0:
+            return be_a_stage(config, platform, share, group, open_links(config, links, share.stage))
+        assert group is not None
+        return follow(config, platform, group)
+
+    def be_a_rank(rank: int) -> None:
+        for _ in orders(rank):
             if is_over.is_set():
                 return
 
-    threads = [threading.Thread(target=be_a_rank, args=(ranks,), daemon=True) for ranks in others]
-    worker = make_torch_worker(config, ranks=first)
+    threads = [
+        threading.Thread(target=be_a_rank, args=(rank,), daemon=True) for rank in range(1, size * stages)
+    ]
     for thread in threads:
         thread.start()
-    first.wait_for_all()
+    first = open_ranks(config, groups[0], 0) if groups else None
+    worker: Worker | PipelineWorker
+    if stages > 1:
+        worker = make_pipeline_worker(config, first, open_links(config, links, 0))
+    else:
+        worker = make_torch_worker(config, ranks=first)
+        assert first is not None, "nobody else"
+        first.wait_for_all()
     try:
-        yield Loaded(config, worker)
+        yield Loaded(config, worker)  # type: ignore[arg-type]
     finally:
         is_over.set()
-        first.tell_chore()
+        worker.do_chore()
         for thread in threads:
             thread.join()
-        os.close(memory)
+        for memory in (*groups, *links):
+            os.close(memory)

@@ -1,0 +1,89 @@
+"""From a configuration to the model with its weights, or to one process's part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from quintet.executor.cards.card import card_of
+from quintet.executor.cards.share import WHOLE, Share
+from quintet.executor.gguf.weights import open_gguf
+from quintet.executor.models.model import CausalModel, Setting
+from quintet.executor.models.registry import build_model
+from quintet.executor.platforms.platform import Platform
+from quintet.executor.quant.blocks import read_blocks
+from quintet.executor.quant.formats.registry import recognise
+from quintet.executor.quant.kv_scales import read_kv_scales
+from quintet.executor.quant.registry import open_quantization
+from quintet.executor.weights.file import WeightFile
+from quintet.executor.weights.load import fill_randomly, load_checkpoint, open_files
+from quintet.executor.weights.packed_cache import PackedCache
+from quintet.wire.config import EngineConfig, ModelConfig
+from quintet.wire.errors import ConfigError
+from quintet.wire.model_files import is_gguf
+
+MODEL_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def load_model(
+    config: EngineConfig, platform: Platform, *, on_device: bool = False, share: Share = WHOLE
+) -> CausalModel:
+    """Return the configured model, or a rank's share of it, with its weights.
+
+    on_device: whether our kernels of a device multiply by them.
+    """
+    card = card_of(config.model)
+    stored = recognise(card)
+    files = None if config.executor.load_format == "dummy" else _open_files(config.model)
+    contents = (
+        None if files is None else {name: file.entries[name] for file in files for name in file.entries}
+    )
+    quantization = open_quantization(config.executor.quantization, stored, contents, on_device=on_device)
+    setting = Setting(platform.device, MODEL_DTYPES[config.model.dtype], quantization, share)
+    model = build_model(config.model.architecture, card, setting)
+    check_agreement(model, config.model, card.path, share)
+    with torch.inference_mode():
+        if files is None:
+            fill_randomly(model.weights, config.executor.seed)
+        else:
+            load_checkpoint(model.weights, files, _packed_cache(config, share))
+            if config.cache.dtype == "fp8":
+                read_kv_scales(files, model.attentions)
+        model.weights.release()
+    return model
+
+
+def _open_files(model: ModelConfig) -> Sequence[WeightFile]:
+    path = Path(model.path)
+    return (
+        open_gguf(path, model, MODEL_DTYPES[model.dtype], read_blocks) if is_gguf(path) else open_files(path)
+    )
+
+
+def _packed_cache(config: EngineConfig, share: Share) -> PackedCache | None:
+    if config.executor.packed_cache is None:
+        return None
+    return PackedCache(
+        Path(config.executor.packed_cache),
+        Path(config.model.path),
+        config.executor.quantization,
+        config.model.dtype,
+        share.label,
+    )
+
+
+def check_agreement(model: CausalModel, resolved: ModelConfig, path: str, share: Share = WHOLE) -> None:
+    """Reject a resolved configuration that counts KV memory for another model than the card describes."""
+    attended = {layer for group in resolved.kv.groups if not group.is_state for layer in group.layers}
+    for name, ours, theirs in (
+        (
+            "layers with attention",
+            len(model.attentions),
+            sum(share.has_layer(layer) for layer in attended),
+        ),
+        ("tokens in the vocabulary", model.vocab_size, resolved.vocab_size),
+    ):
+        if ours != theirs:
+            raise ConfigError(f"{path}: describes {ours} {name}, but the resolved configuration has {theirs}")

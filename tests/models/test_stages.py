@@ -1,0 +1,128 @@
+"""A model whose layers are in stages gives the bits of one that is not, however its requests are computed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+from tests.models.equal import GREEDY, WAYS, Loaded, alone, few_blocks, in_every_way, load, run, with_blocks
+from tests.models.random_checkpoints import NUM_TOKENS, Expectation
+from tests.models.ranks import in_ranks
+from tests.models.test_embeds import mixed
+from tests.models.test_engine import House, changed
+from tests.models.test_equal import ROWS, made
+
+from quintet.executor.parallel.pipeline import Flight, Pipeline
+from quintet.executor.parallel.pipeline_worker import PipelineWorker
+from quintet.wire.errors import ConfigError
+from quintet.wire.params import SamplingParams
+
+FAST = ("llama", "gpt2")
+"""An output layer of its own; one that is the embedding, and learned positions."""
+
+
+def check(loaded: Loaded, expected: list[Expectation], ways: dict[str, dict[str, int]]) -> None:
+    """The tokens are the reference's, in every way."""
+    prompts, outputs = [each.prompt for each in expected], [each.outputs for each in expected]
+    for way, outcome in in_every_way(loaded, prompts, False, {"together": {}} | ways):
+        assert outcome.outputs == outputs, way
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize(("stages", "size"), [(2, 1), (2, 2)])
+@pytest.mark.parametrize("name", FAST)
+def test_tokens_are_those_of_one_process(name: str, stages: int, size: int, tmp_path: Path) -> None:
+    expected = made(ROWS[name], tmp_path)
+    with in_ranks(tmp_path, size, stages=stages) as loaded:
+        check(loaded, expected, {"preemption": WAYS["preemption"]})
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", ROWS)
+def test_every_family_is_cut_or_refused(name: str, tmp_path: Path) -> None:
+    expected = made(ROWS[name], tmp_path)
+    try:
+        with in_ranks(tmp_path, 1, stages=2) as loaded:
+            check(loaded, expected, WAYS)
+    except ConfigError as error:
+        assert "cannot be cut: " in str(error), error
+
+
+@pytest.mark.parametrize("name", ["llama"])
+def test_logits_have_the_bits_of_one_process(name: str, tmp_path: Path) -> None:
+    prompts = [each.prompt for each in made(ROWS[name], tmp_path)]
+    whole = load(tmp_path, "bfloat16")
+    expected = alone(whole, prompts).bits
+    seen: list[bytes] = []
+    take = Pipeline.take
+
+    def watched(pipeline: Pipeline, flight: Flight) -> torch.Tensor:
+        logits = take(pipeline, flight)
+        count = flight.step.c.num_outputs
+        seen.extend(row.view(torch.uint8).numpy().tobytes() for row in logits[:count])
+        return logits
+
+    with in_ranks(tmp_path, 1, "bfloat16", stages=2) as loaded, mock.patch.object(Pipeline, "take", watched):
+        for i, prompt in enumerate(prompts):
+            seen.clear()
+            run(loaded, changed(loaded.config), [prompt])
+            positions = sorted(at for request, at in expected if request == i)
+            assert seen[: len(positions)] == [expected[i, at] for at in positions], len(prompt)
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, logprobs=3, prompt_logprobs=2),
+        SamplingParams(temperature=1.1, top_p=0.9, seed=7, max_tokens=NUM_TOKENS, repetition_penalty=1.3),
+        SamplingParams(temperature=1.1, seed=7, max_tokens=NUM_TOKENS),
+    ],
+    ids=["log-probabilities", "penalties", "drawn"],
+)
+def test_what_is_drawn_is_the_same(params: SamplingParams, tmp_path: Path) -> None:
+    prompts = [each.prompt for each in made(ROWS["llama"], tmp_path)]
+    whole = load(tmp_path, "bfloat16")
+    expected = run(whole, changed(whole.config), prompts, params=params)
+    with in_ranks(tmp_path, 1, "bfloat16", stages=2) as loaded:
+        assert run(loaded, changed(loaded.config), prompts, params=params).outputs == expected.outputs
+
+
+def test_steps_are_under_way_at_once_and_share_no_request(tmp_path: Path) -> None:
+    prompts = [each.prompt for each in made(ROWS["llama"], tmp_path)]
+    under_way: list[int] = []
+    with in_ranks(tmp_path, 1, stages=2) as loaded:
+        worker = loaded.worker
+        assert isinstance(worker, PipelineWorker)
+        begin = Pipeline.begin
+
+        def watched(pipeline: Pipeline, rows, tables, settings):  # type: ignore[no-untyped-def]
+            flight = begin(pipeline, rows, tables, settings)
+            drawing = [step.rows.slots[step.rows.sampling].tolist() for step in worker._undrawn]
+            drawing.append(rows.slots[rows.sampling].tolist())
+            under_way.append(len(drawing))
+            slots = [slot for each in drawing for slot in each]
+            assert len(slots) == len(set(slots)), drawing
+            return flight
+
+        with mock.patch.object(Pipeline, "begin", watched):
+            run(loaded, changed(loaded.config), prompts)
+    assert under_way.count(2) > len(under_way) / 2, under_way
+
+
+@pytest.mark.whole
+def test_blocks_are_swapped_and_vectors_taken_by_all_stages(tmp_path: Path) -> None:
+    """Every other prompt comes as vectors; KV memory is too little for all, and what goes to the host comes back."""
+    expected = made(ROWS["llama"], tmp_path)
+    table = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).get_input_embeddings().weight
+    prompts = mixed(table, [each.prompt for each in expected])
+    with in_ranks(tmp_path, 2, stages=2, swap_space=2**-10) as loaded:
+        house = House(with_blocks(changed(loaded.config), few_blocks(loaded.config)), loaded.worker)
+        for i, prompt in enumerate(prompts):
+            house.admit(i + 1, prompt, GREEDY)
+        house.run()
+    assert [house.outputs[i + 1] for i in range(len(prompts))] == [each.outputs for each in expected]
+    assert house.engine.state is not None and house.engine.state.counters.swap_in_blocks > 0
