@@ -17,7 +17,8 @@ void Program::run(const Step& step, index_t begin, index_t end) {
   for (index_t i = begin; i < end; ++i) {
     for (index_t mark = 0; step.marks && mark < index_t(marks_.size()); ++mark)
       if (marks_[mark] == i) list_.push_back({.count = 1, .run = note_time, .call = step.marks + mark});
-    list_.push_back(ops_[i]->prepare(step, pool().threads()));
+    const Work work = ops_[i]->prepare(step, pool().threads());
+    if (work.count > 0 || work.late) list_.push_back(work);  // who is told of nothing to do would have to look at it
   }
   pool().run(list_.data(), index_t(list_.size()));
 }
