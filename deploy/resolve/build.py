@@ -105,10 +105,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
         notes.append(
             f"blocks hold {kv.block_size} tokens, whose keys and values take what a layer's state does"
         )
-    if options.kv_cache_dtype == "auto" and facts.has_fp8_kv:
-        notes.append(
-            "keys and values are fp8, as the checkpoint says: --kv-cache-dtype model keeps them as they are"
-        )
+    notes.extend(filter(None, (rules.note_of_kv(options, device, facts),)))
     counted = weights.num_parameters if weights and facts.stored is None else None
     num_parameters = facts.num_parameters if counted is None else counted
     num_ranks = options.tensor_parallel_size

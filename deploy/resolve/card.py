@@ -21,7 +21,7 @@ from quintet.executor.cards.spec import DecoderSpec, KvNeed, ModelSpec
 from quintet.executor.cards.state_specs import StateNeed
 from quintet.executor.gguf.card import card_of_gguf
 from quintet.executor.gguf.parts import read_parts
-from quintet.executor.quant.formats.kv_cache import has_fp8_kv
+from quintet.executor.quant.formats.kv_cache import KvWish, wish_of
 from quintet.executor.quant.formats.registry import recognise
 from quintet.executor.quant.formats.scheme import Format
 from quintet.wire.config import ModelImpl
@@ -58,8 +58,8 @@ class ModelFacts:
     """Text of its ``config.json``, with what another file says of how the weights are quantized."""
     stored: Format | None
     """How they are; None where they are not."""
-    has_fp8_kv: bool
-    """Whether the checkpoint says that keys and values are kept in fp8."""
+    kv_wish: KvWish | None
+    """What the checkpoint asks of keys and values; None where it says nothing, or where they are not ours."""
     architecture: str
     implementation: ModelImpl
     dtype: Dtype
@@ -109,7 +109,7 @@ def read_facts(folder: Path, generation_config: str = "auto", model_impl: str = 
         path=folder,
         card=text,
         stored=stored,
-        has_fp8_kv=implementation == "quintet" and has_fp8_kv(card),
+        kv_wish=wish_of(card) if implementation == "quintet" else None,
         architecture=architecture,
         implementation=implementation,
         dtype=_dtype(config, path),

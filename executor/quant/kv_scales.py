@@ -55,7 +55,8 @@ def _value_of(file: WeightFile, name: str) -> float:
     shape = file.entries[name].shape
     if math.prod(shape) != 1:
         raise ConfigError(
-            f"{file.path}: {name!r:.80} has the shape {list(shape)}; one scale for a layer is read: give --kv-cache-dtype model"
+            f"{file.path}: {name!r:.80} has the shape {list(shape)}; one scale for a layer is read: give --kv-cache-dtype int8,"
+            " which has a scale for each token's head, or model"
         )
     value = float(file.tensor(name).float())
     if not (math.isfinite(value) and value > 0.0):
