@@ -15,7 +15,7 @@ from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.memory import available_ram_bytes, format_size
 from quintet.executor.quantizing.calibrate import calibrated
 from quintet.executor.quantizing.compressed import Plan
-from quintet.executor.quantizing.rounders import SMOOTHED, AwqRounder, GptqRounder
+from quintet.executor.quantizing.rounders import AwqRounder, GptqRounder
 from quintet.wire.errors import ConfigError
 
 
@@ -26,10 +26,10 @@ def calibrate(facts: ModelFacts, plan: Plan, text: str, told: Callable[[int], ob
         raise ConfigError(
             f"MODEL {str(source)!r} has experts, each of which sees too little of a text: take --format int4"
         )
-    if plan.target.is_awq and facts.architecture not in SMOOTHED:
+    if plan.target.is_awq and not plan.layers.makers:
         raise ConfigError(
-            f"MODEL {str(source)!r} is {facts.architecture}; AWQ divides what makes a layer's inputs, which is known of"
-            f" {', '.join(SMOOTHED)}: take --format gptq"
+            f"MODEL {str(source)!r} is {facts.architecture}; AWQ divides the norms, or the ups, that make a layer's inputs, and"
+            " has none in its layers that nothing else reads: take --format gptq"
         )
     weight_bytes = sum(entry.num_bytes for file in plan.files for entry in file.entries.values())
     if weight_bytes > available_ram_bytes():
@@ -53,7 +53,7 @@ def calibrate(facts: ModelFacts, plan: Plan, text: str, told: Callable[[int], ob
         )
     some = windows[: max(1, MAX_CALIBRATION_TOKENS // longest)]
     if plan.target.is_awq:
-        by_awq = AwqRounder()
+        by_awq = AwqRounder(plan.layers.makers)
         calibrated(config.model, some, by_awq, told)
         return replace(plan, known=by_awq.found, divided=by_awq.divided)
     by_gptq = GptqRounder(plan.target, plan.scale_dtype)

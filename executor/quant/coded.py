@@ -227,9 +227,8 @@ def put(weight: CodedWeight, rows: Rows, first: int, index: int | None = None) -
     minima: torch.Tensor | None = None
     if rows.order is not None:
         codes = codes[:, sorted_inputs(rows.order)]
-    if (
-        zeros is not None and layout.has_minima
-    ):  # zeros that are no integers: their product with a scale of 16 bits is exact
+    if zeros is not None and layout.has_minima:
+        # Zeros that are no integers: their product with a scale of 16 bits is exact.
         minima, zeros = zeros * rows.scales, None
     elif layout.code.is_integer:
         if codes.dtype == torch.int8:

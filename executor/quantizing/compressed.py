@@ -22,7 +22,7 @@ import torch
 from quintet.executor.cards.card import ModelCard
 from quintet.executor.quantizing.awq import AwqRounded
 from quintet.executor.quantizing.layers import Layers, layers_of
-from quintet.executor.quantizing.rounders import tensors_of
+from quintet.executor.quantizing.rounders import Division, tensors_of
 from quintet.executor.quantizing.rounding import Rounded, rounded
 from quintet.executor.quantizing.targets import Target
 from quintet.executor.weights.convert import write_safetensors
@@ -53,8 +53,8 @@ class Plan:
     scale_dtype: torch.dtype
     known: Mapping[str, Rounded | AwqRounded]
     """Layers that are rounded already, by the names of their weights."""
-    divided: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Other weights, and what divides their numbers."""
+    divided: Mapping[str, Division] = field(default_factory=dict)
+    """What becomes of other tensors."""
 
     @property
     def num_bytes(self) -> int:
@@ -133,8 +133,8 @@ class _Output:
         source = self._of[name]
         if source not in self._plan.layers.quantized:
             tensor = self._source.tensor(source)
-            divisor = self._plan.divided.get(source)
-            return tensor if divisor is None else (tensor.float() / divisor).to(tensor.dtype)
+            division = self._plan.divided.get(source)
+            return tensor if division is None else division.of(tensor)
         if name not in self._made:
             self._make(source)
         return self._made.pop(name)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from quintet.executor.cards.card import ModelCard
+from quintet.executor.cards.registry import FAMILIES
+from quintet.executor.cards.spec import DecoderSpec
 from quintet.executor.models.model import Setting
 from quintet.executor.models.registry import build_model
 from quintet.executor.quant.method import LinearMethod, LinearShape
 from quintet.executor.quant.none import RowMajorLinear
 from quintet.executor.quant.stack import RowMajorStack, StackMethod, StackPiece, StackShape
+from quintet.executor.quantizing.makers import Maker, makers_of
 from quintet.executor.weights.file import WeightFile
 from quintet.executor.weights.names import expected_names
 from quintet.executor.weights.plan import WeightPlan
@@ -29,6 +32,8 @@ class Layers:
     kept: frozenset[str]
     """Those that stay as they are: the output layer, routers, and what is laid out otherwise."""
     has_experts: bool
+    makers: Mapping[str, Maker]
+    """What makes the inputs of some, by the name of the first weight that sees them; names are the checkpoint's."""
 
 
 class _Noting:
@@ -81,4 +86,10 @@ def layers_of(architecture: str, card: ModelCard, files: Sequence[WeightFile]) -
             f"{card.path}: {architecture} has no linear layer that compressed-tensors could hold"
         )
     has_experts = any(not stack.is_exact for stack in noting.stacks)
-    return Layers(frozenset(whole), frozenset(kept | quantized - whole), has_experts)
+    family = FAMILIES.get(architecture)
+    spec = None if family is None else family.read(card)
+    makers = {
+        theirs[reader + _WEIGHT]: replace(maker, name=theirs[maker.name + _WEIGHT].removesuffix(_WEIGHT))
+        for reader, maker in (makers_of(spec) if isinstance(spec, DecoderSpec) else {}).items()
+    }
+    return Layers(frozenset(whole), frozenset(kept | quantized - whole), has_experts, makers)

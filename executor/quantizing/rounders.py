@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from quintet.executor.quantizing.awq import AwqRounded, factors_of, in_words, narrowed
 from quintet.executor.quantizing.gptq import gptq
+from quintet.executor.quantizing.makers import Maker
 from quintet.executor.quantizing.rounding import Rounded
 from quintet.executor.quantizing.targets import Target
-
-SMOOTHED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Architectures whose tensors' names say what makes a layer's inputs, as AWQ has to know."""
-_BEFORE = {
-    "self_attn.q_proj": "input_layernorm",
-    "mlp.gate_proj": "post_attention_layernorm",
-    "mlp.down_proj": "mlp.up_proj",
-}
-"""By the first of layers that see the same: the norm, or the layer, that makes what they see."""
-_NAME = re.compile(r"(.*\.layers\.\d+\.)([\w.]+)\.weight")
 
 
 class Rounder(Protocol):
@@ -52,34 +43,51 @@ class GptqRounder:
         return [self.found[name].numbers for name in names]
 
 
-class AwqRounder:
-    """A `Rounder` of the architectures of `SMOOTHED`."""
+@dataclass(frozen=True, slots=True)
+class Division:
+    """What becomes of a norm's weight, or of a bias."""
 
-    def __init__(self) -> None:
+    factors: torch.Tensor
+    """What divides it, fp32 ``[depth]``."""
+    offset: float = 0.0
+    """What is added to it before, and taken away afterwards."""
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor, divided, in its own number format."""
+        return ((tensor.float() + self.offset) / self.factors - self.offset).to(tensor.dtype)
+
+
+class AwqRounder:
+    """A `Rounder`."""
+
+    def __init__(self, makers: Mapping[str, Maker]) -> None:
+        """makers: see `quintet.executor.quantizing.layers.Layers.makers`."""
+        self._makers = makers
         self.found: dict[str, AwqRounded] = {}
-        self.divided: dict[str, torch.Tensor] = {}
-        """Names of norms' weights and of biases, if there are such, and what divides them, fp32 ``[depth]``."""
+        self.divided: dict[str, Division] = {}
+        """By names of norms' weights and of biases, if there are such."""
 
     def round(
         self, names: Sequence[str], weights: Sequence[torch.Tensor], hessian: torch.Tensor
     ) -> Sequence[torch.Tensor]:
         """See `Rounder`."""
         floats, squares = [each.float() for each in weights], hessian.diagonal()
-        matched = _NAME.fullmatch(names[0])
-        before = None if matched is None else _BEFORE.get(matched[2])
-        factors = torch.ones(len(squares))
-        if matched is not None and before is not None:
+        maker, factors = self._makers.get(names[0]), torch.ones(len(squares))
+        if maker is not None:
             factors = factors_of(floats, squares)
-            maker = f"{matched[1]}{before}.weight"
-            if maker in self.found:  # a layer: its outputs' scales
-                scales = self.found[maker].scales
-                self.found[maker].scales = (scales.float() / factors[:, None]).half()
-                self.divided[f"{matched[1]}{before}.bias"] = factors
-            else:
-                self.divided[maker] = factors
+            self._divide(maker, factors)
         for name, each in zip(names, floats, strict=True):
             self.found[name] = narrowed(each * factors, squares / factors.square())
         return [self.found[name].numbers / factors for name in names]
+
+    def _divide(self, maker: Maker, factors: torch.Tensor) -> None:
+        layer = self.found.get(f"{maker.name}.weight")
+        if layer is None:
+            self.divided[f"{maker.name}.weight"] = Division(factors, maker.offset)
+        else:  # its outputs' scales
+            factors = torch.cat([torch.ones(maker.first_row), factors])
+            layer.scales = (layer.scales.float() / factors[:, None]).half()
+        self.divided[f"{maker.name}.bias"] = Division(factors)
 
 
 def tensors_of(made: AwqRounded) -> dict[str, torch.Tensor]:

@@ -21,8 +21,11 @@ from quintet.deploy import cli
 from quintet.executor.cards.card import ModelCard
 from quintet.executor.quantizing.compressed import plan_of, write_compressed
 from quintet.executor.quantizing.gptq import gptq
+from quintet.executor.quantizing.layers import layers_of
+from quintet.executor.quantizing.rounders import Division
 from quintet.executor.quantizing.rounding import rounded
 from quintet.executor.quantizing.targets import TARGETS
+from quintet.executor.weights.load import open_files
 from quintet.wire.errors import EXIT_CONFIG, ConfigError
 
 CLOSE = 3e-3
@@ -240,6 +243,54 @@ def logits_of(tensors: dict[str, torch.Tensor], folder: Path, prompts: list[list
     model.float().load_state_dict(tensors, strict=False)
     model.tie_weights()
     return torch.as_tensor(model(torch.tensor(prompts)).logits)
+
+
+TOGETHER = {"q_proj": ("q_proj", "k_proj", "v_proj"), "gate_proj": ("gate_proj", "up_proj")}
+"""Layers that see the same inputs, by the first."""
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "in_each_layer"),
+    [
+        ("Qwen2Config", {}, 3),
+        ("Gemma2Config", {}, 3),  # norms' weights are less one
+        (
+            "Phi3Config",
+            {"pad_token_id": 0},
+            3,
+        ),  # gates and ups are one tensor, as queries, keys and values are
+        ("StableLmConfig", {}, 3),  # norms have biases
+        ("CohereConfig", {}, 1),  # one norm is read by attention and feed-forward
+        ("Olmo2Config", {}, 1),  # what they read is no norm's
+        ("OPTConfig", {"ffn_dim": 96, "word_embed_proj_dim": 64}, 2),  # an activation is before downs
+    ],
+)
+def test_dividing_what_makes_inputs_is_multiplying_columns(
+    name: str, more: dict[str, int], in_each_layer: int, tmp_path: Path
+) -> None:
+    of_transformers(name, num_hidden_layers=2, hidden_size=64, **more).make(tmp_path)
+    card = json.loads((tmp_path / "config.json").read_text())
+    makers = layers_of(card["architectures"][0], ModelCard(card, str(tmp_path)), open_files(tmp_path)).makers
+    assert len(makers) == 2 * in_each_layer
+    tensors = {each: tensor.float() for each, tensor in load_file(tmp_path / "model.safetensors").items()}
+    prompts = [list(range(5, 40))]
+    before = logits_of(tensors, tmp_path, prompts)
+    draw = torch.Generator().manual_seed(7)
+    for first, maker in makers.items():
+        factors = 0.5 + torch.rand(tensors[first].shape[1], generator=draw)
+        stem, _, last = first.removesuffix(".weight").rpartition(".")
+        for reader in TOGETHER.get(last, (last,)):
+            tensors[f"{stem}.{reader}.weight"] = tensors[f"{stem}.{reader}.weight"] * factors
+        made = tensors[f"{maker.name}.weight"]
+        if made.dim() == 2:
+            factors = torch.cat([torch.ones(maker.first_row), factors])
+            tensors[f"{maker.name}.weight"] = made / factors[:, None]
+        else:
+            tensors[f"{maker.name}.weight"] = Division(factors, maker.offset).of(made)
+        if f"{maker.name}.bias" in tensors:
+            tensors[f"{maker.name}.bias"] = Division(factors).of(tensors[f"{maker.name}.bias"])
+    after = logits_of(tensors, tmp_path, prompts)
+    assert (after - before).abs().max() < 1e-4 * before.std()
 
 
 def test_what_no_such_folder_can_hold_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
