@@ -148,8 +148,9 @@ def report(starts: Sequence[Start], imports: dict[str, float]) -> str:
     return "\n".join(lines)
 
 
-def _read_into_page_cache(folder: Path) -> None:
-    for file in sorted(folder.iterdir()) if folder.is_dir() else ():
+def read_into_page_cache(model: Path) -> None:
+    """Read a file, or those of a folder."""
+    for file in sorted(model.iterdir()) if model.is_dir() else (model,):
         if file.is_file():
             with file.open("rb") as opened:
                 while opened.read(16 << 20):
@@ -163,12 +164,12 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", metavar="MODEL", help="local folder")
+    parser.add_argument("model", metavar="MODEL", help="local folder, or a GGUF file")
     parser.add_argument("--repetitions", type=int, default=3, metavar="N", help="(default: %(default)s)")
     given = sys.argv[1:]
     end = given.index("--") if "--" in given else len(given)
     arguments, flags = parser.parse_args(given[:end]), given[end + 1 :]
-    _read_into_page_cache(Path(arguments.model))
+    read_into_page_cache(Path(arguments.model))
     starts = [start_once(arguments.model, flags) for _ in range(arguments.repetitions)]
     imports = {}
     for role, module in MODULES.items():

@@ -240,7 +240,7 @@ def test_awq_is_nearer_and_says_what_its_words_stand_for(folder: Path, tmp_path:
 @torch.inference_mode()
 def logits_of(tensors: dict[str, torch.Tensor], folder: Path, prompts: list[list[int]]) -> torch.Tensor:
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
-    model.float().load_state_dict(tensors, strict=False)
+    model.float().eval().load_state_dict(tensors, strict=False)
     model.tie_weights()
     return torch.as_tensor(model(torch.tensor(prompts)).logits)
 
@@ -249,6 +249,7 @@ TOGETHER = {"q_proj": ("q_proj", "k_proj", "v_proj"), "gate_proj": ("gate_proj",
 """Layers that see the same inputs, by the first."""
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("name", "more", "in_each_layer"),
     [
