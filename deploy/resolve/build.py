@@ -105,7 +105,8 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
         notes.append(
             f"blocks hold {kv.block_size} tokens, whose keys and values take what a layer's state does"
         )
-    notes.extend(filter(None, (rules.note_of_kv(options, device, facts),)))
+    if options.kv_cache_dtype == "auto" and facts.kv_wish is not None:
+        notes.append(facts.kv_wish.note(device))
     counted = weights.num_parameters if weights and facts.stored is None else None
     num_parameters = facts.num_parameters if counted is None else counted
     num_ranks = options.tensor_parallel_size

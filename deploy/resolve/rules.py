@@ -176,26 +176,6 @@ def kv_format(options: Options, facts: ModelFacts) -> KvFormat:
     return "fp8" if facts.kv_wish is not None and facts.kv_wish.is_fp8 else "model"
 
 
-def note_of_kv(options: Options, device: str, facts: ModelFacts) -> str | None:
-    """Return what follows, where nothing was asked, from what the checkpoint says of keys and values."""
-    wish = facts.kv_wish
-    if wish is None or options.kv_cache_dtype != "auto":
-        return None
-    if wish.is_fp8:
-        return (
-            "keys and values are fp8, as the checkpoint says: --kv-cache-dtype model keeps them as they are"
-        )
-    nearest = (
-        f"--kv-cache-dtype {wish.nearest}, with scales for each token's head, made as it comes,"
-        if device == "cpu"
-        else "--kv-cache-dtype fp8, with scales of 1,"
-    )
-    return (
-        f"the checkpoint asks for keys and values in {wish.words}, which is not read, so they keep the model's format:"
-        f" {nearest} is nearest to it"
-    )
-
-
 def kv_formats(options: Options, device: str, facts: ModelFacts, dtype_bytes: int) -> dict[KvFormat, KvSpec]:
     """Return what KV takes in each number format that it could have here."""
     found: dict[KvFormat, KvSpec] = {}

@@ -21,6 +21,20 @@ class KvWish:
     nearest: Literal["int8", "int4"] = "int8"
     """What the host stores likewise, with scales of its own."""
 
+    def note(self, device: str) -> str:
+        """Return what follows from it, for people, where nobody asks for anything else."""
+        if self.is_fp8:
+            return "keys and values are fp8, as the checkpoint says: --kv-cache-dtype model keeps them as they are"
+        nearest = (
+            f"--kv-cache-dtype {self.nearest}, with scales for each token's head, made as it comes,"
+            if device == "cpu"
+            else "--kv-cache-dtype fp8, with scales of 1,"
+        )
+        return (
+            f"the checkpoint asks for keys and values in {self.words}, which is not read, so they keep the model's format:"
+            f" {nearest} is nearest to it"
+        )
+
 
 def wish_of(card: ModelCard) -> KvWish | None:
     """Return it; None where the checkpoint asks for nothing."""
